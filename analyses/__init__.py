@@ -1,0 +1,1 @@
+"""Analyses of kvlens models: each a function that returns a tidy DataFrame, built on kvlens' public names only."""

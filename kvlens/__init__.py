@@ -1,0 +1,44 @@
+"""kvlens: mechanistic interpretability of the key-value side of attention, inside TransformerLens' HookedTransformer.
+
+The names below are imported when they are first used: TransformerLens takes seconds to import, ``import kvlens`` does not.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvlens.conversion import convert_prompt
+    from kvlens.errors import KVLensError
+    from kvlens.kv_bias import KVBias, combine
+    from kvlens.model import HookedKVTransformer, HookedKVTransformerConfig, KVShiftConfig
+
+_HOMES = {
+    "HookedKVTransformer": "kvlens.model",
+    "HookedKVTransformerConfig": "kvlens.model",
+    "KVBias": "kvlens.kv_bias",
+    "KVLensError": "kvlens.errors",
+    "KVShiftConfig": "kvlens.model",
+    "combine": "kvlens.kv_bias",
+    "convert_prompt": "kvlens.conversion",
+}
+
+__all__ = [
+    "HookedKVTransformer",
+    "HookedKVTransformerConfig",
+    "KVBias",
+    "KVLensError",
+    "KVShiftConfig",
+    "combine",
+    "convert_prompt",
+]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'kvlens' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

@@ -1,0 +1,29 @@
+"""Every name that kvlens takes from TransformerLens, in one place.
+
+TransformerLens 4 removed ``HookedTransformer`` and its components, so a move to its successor is this one file's work.
+Importing it takes seconds: nothing in ``kvlens/__init__`` or in the command line imports it before it is needed.
+"""
+
+import transformer_lens.loading_from_pretrained as loading
+from transformer_lens import ActivationCache, HookedTransformer, HookedTransformerConfig
+from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
+from transformer_lens.cache.key_value_cache_entry import TransformerLensKeyValueCacheEntry
+from transformer_lens.components import AbstractAttention, Attention, GroupedQueryAttention, PosEmbed
+from transformer_lens.hook_points import HookPoint
+from transformer_lens.utilities import USE_DEFAULT_VALUE, get_device_for_block_index
+
+__all__ = [
+    "USE_DEFAULT_VALUE",
+    "AbstractAttention",
+    "ActivationCache",
+    "Attention",
+    "GroupedQueryAttention",
+    "HookPoint",
+    "HookedTransformer",
+    "HookedTransformerConfig",
+    "PosEmbed",
+    "TransformerLensKeyValueCache",
+    "TransformerLensKeyValueCacheEntry",
+    "get_device_for_block_index",
+    "loading",
+]

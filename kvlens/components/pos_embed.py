@@ -1,0 +1,80 @@
+"""Absolute positions that know of an attached prompt: the text after a converted prompt of M tokens starts at position M."""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from kvlens._tl import PosEmbed
+from kvlens.errors import KVLensError
+
+
+class _Offset(nn.Module):
+    """Positions of the new tokens; ``position_offset`` is set when a bias is attached (an int, or one a row)."""
+
+    position_offset: int | Tensor = 0
+
+    def has_offset(self) -> bool:
+        return isinstance(self.position_offset, Tensor) or self.position_offset != 0
+
+    def positions(self, tokens: Tensor, past: int, attention_mask: Tensor | None) -> Int[Tensor, "#batch pos"]:
+        if attention_mask is None:
+            ids = torch.arange(past, past + tokens.shape[-1], device=tokens.device)[None]
+        else:
+            ids = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)[:, past:]
+        offset = self.position_offset
+        return ids + (offset[:, None].to(ids.device) if isinstance(offset, Tensor) else offset)
+
+    @staticmethod
+    def without_padding(embedded: Tensor, past: int, attention_mask: Tensor | None) -> Tensor:
+        """Zeros at padded places, as TransformerLens has them."""
+        if attention_mask is None:
+            return embedded
+        return embedded * attention_mask[:, past:, None].to(embedded)
+
+
+class OffsetPosEmbed(_Offset, PosEmbed):
+    """TransformerLens' learned positions; the same code runs where no offset is set."""
+
+    def forward(
+        self,
+        tokens: Int[Tensor, "batch pos"],
+        past_kv_pos_offset: int = 0,
+        attention_mask: Int[Tensor, "batch offset_pos"] | None = None,
+    ) -> Float[Tensor, "batch pos d_model"]:
+        """[batch, pos, d_model]. Raises KVLensError where a position lies beyond ``n_ctx``."""
+        if not self.has_offset():
+            return super().forward(tokens, past_kv_pos_offset, attention_mask)
+        ids = self.positions(tokens, past_kv_pos_offset, attention_mask)
+        if int(ids.max()) >= self.cfg.n_ctx:
+            raise KVLensError(
+                f"position {int(ids.max())} (attached prompt included) lies beyond n_ctx={self.cfg.n_ctx}, and positions are "
+                "learned: shorten the text or the prompt"
+            )
+        embedded = self.without_padding(self.W_pos[ids], past_kv_pos_offset, attention_mask)
+        return embedded.expand(tokens.shape[0], -1, -1).clone()
+
+
+class SinusoidalPosEmbed(_Offset):
+    """sin and cos of position / 10000^(2i / d_model), even features sin, odd features cos (Vaswani et al. 2017; LECTURE)."""
+
+    def __init__(self, d_model: int, dtype: torch.dtype):
+        super().__init__()
+        self.d_model, self.dtype = d_model, dtype
+
+    def forward(
+        self,
+        tokens: Int[Tensor, "batch pos"],
+        past_kv_pos_offset: int = 0,
+        attention_mask: Int[Tensor, "batch offset_pos"] | None = None,
+    ) -> Float[Tensor, "batch pos d_model"]:
+        """[batch, pos, d_model]; angles in float64, no longest text."""
+        ids = self.positions(tokens, past_kv_pos_offset, attention_mask)
+        even = torch.arange(0, self.d_model, 2, device=ids.device, dtype=torch.float64)
+        angles = ids.double()[..., None] * 10000.0 ** (-even / self.d_model)
+        embedded = torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(-2)[..., : self.d_model].to(self.dtype)
+        embedded = self.without_padding(embedded, past_kv_pos_offset, attention_mask)
+        return embedded.expand(tokens.shape[0], -1, -1)
+
+
+class NoPosEmbed(_Offset):
+    """No positions at all: stands where TransformerLens expects a module, and is never called."""

@@ -1,0 +1,174 @@
+"""Exact conversion of a prompt into KV biases (ICLCA alg. 1, eq. 13 and 19; the mathematics below is kvlens' own wording).
+
+For each layer, with that layer's own input from the prompt of M tokens:
+
+    b'_KV = gamma^M R_{-M} b_KV + sum_j gamma^{M-1-j} R_{j-M} phi(k'_j) v'_j^T        b'_D = b_D + sum_j phi(k'_j)
+    boundary' = the last w rows of [old boundary; the prompt's raw keys, values, queries]
+
+which is the state that one forward pass over the prompt leaves in a decoding cache, seen from position M. The prompt's own
+pass reads the *old* bias and boundary (ICLCA alg. 1 step (d) prints the new one; that is off by 16-60 %).
+
+Where RoPE follows the feature map, R_{-M} turns the stored keys so that the text after it starts at position 0. Elsewhere
+(learned, sinusoidal or no positions, RoPE before the feature map) R drops out and the text starts at ``position_offset'`` =
+old offset + M.
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvlens._tl import TransformerLensKeyValueCache
+from kvlens.components import LinearCacheEntry
+from kvlens.conversion.prompt import Prompt, PromptTokens, prompt_tokens
+from kvlens.errors import KVLensError
+from kvlens.kv_bias import KVBias
+from kvlens.model import HookedKVTransformer
+from kvlens.ops.linear_attention import rebase_state
+
+
+def convert_prompt(
+    model: HookedKVTransformer,
+    prompt: Prompt,
+    *,
+    initial: KVBias | None = None,
+    prepend_bos: bool | None = None,
+    fwd_hooks: Sequence[tuple[str | Callable[[str], bool], Callable[..., Any]]] = (),
+    detach: bool = True,
+) -> KVBias:
+    """Turn a prompt into the bias that replaces it, at the cost of one forward pass over it.
+
+    With the bias attached, the model gives on any text the logits that it gave on [prompt; text], to rounding.
+
+    Args:
+        model: with ``attention="linear"``.
+        prompt: a string, a list of strings (their biases form a batch), or tokens [pos] or [batch, pos].
+        initial: the bias to continue from; None continues from what the model holds now (nothing, a trained bias, an
+            attached one). Continuing equals converting the concatenation of both prompts' tokens.
+        prepend_bos: whether strings get a BOS; None gives them one by the model's default, and only where no bias is
+            attached and ``initial`` is None. Tokens are taken as they are.
+        fwd_hooks: TransformerLens hooks (name, function) that act inside the prompt's own pass.
+        detach: False keeps the graph, so that gradients flow from the bias into weights and activations.
+
+    Returns:
+        The whole new bias, ``initial`` included; with a batch axis for a list or a [batch, pos] tensor.
+
+    Raises:
+        KVLensError: softmax attention, an empty prompt, tokens outside the vocabulary, a prompt beyond ``n_ctx`` where
+            positions are learned, ``initial`` of another model or batch, weights or activations that are not finite.
+
+    Source: ICLCA sec. 4, alg. 1; the boundary and padding are kvlens'.
+    """
+    _check_convertible(model)
+    continued = initial is not None or model.attached_kv_bias is not None
+    if prepend_bos is None:
+        prepend_bos = model.cfg.default_prepend_bos and not continued
+    tokens = prompt_tokens(model, prompt, prepend_bos)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.set_grad_enabled(not detach and torch.is_grad_enabled()))
+        if initial is not None:
+            stack.enter_context(model.kv_bias(initial))
+        old = model.attached_kv_bias
+        if old is not None and old.batch_size not in (None, 1, tokens.tokens.shape[0]):
+            raise KVLensError(
+                f"convert_prompt: the bias to continue from holds {old.batch_size} prompts, this prompt "
+                f"{tokens.tokens.shape[0]}: give one row a prompt, or continue from one (select_prompt)"
+            )
+        entries = _run_prompt(model, tokens, fwd_hooks)
+        bias = _collect(model, tokens, entries, old)
+    _check_finite(model, bias)
+    return bias
+
+
+def _check_convertible(model: HookedKVTransformer) -> None:
+    if not isinstance(model, HookedKVTransformer):
+        raise KVLensError(
+            f"convert_prompt: expected a HookedKVTransformer, got {type(model).__name__}; "
+            "HookedKVTransformer.from_hooked_transformer makes one of a model at hand"
+        )
+    if model.cfg.attention != "linear":
+        raise KVLensError(
+            "convert_prompt: this model has softmax attention, and no method for it exists here yet. Linear attention scores a "
+            "key by phi(q).phi(k), so that the sum over a prompt's keys leaves the query outside and can be stored: exact. "
+            "Softmax scores it by exp(q.k), which no finite sum separates: only an approximation is possible."
+        )
+    if model.cfg.ungroup_grouped_query_attention:
+        raise KVLensError("convert_prompt: call model.set_ungroup_grouped_query_attention(False) first")
+
+
+def _run_prompt(model: HookedKVTransformer, prompt: PromptTokens, fwd_hooks: Sequence[Any]) -> list[LinearCacheEntry]:
+    """The prompt's own forward pass; the states it leaves in a decoding cache. The unembedding is left out."""
+    tokens, mask = prompt.tokens, prompt.mask
+    cache = TransformerLensKeyValueCache.init_cache(model.cfg, model.cfg.device, tokens.shape[0])
+    attention_mask = torch.ones_like(tokens) if mask is None else mask.long()
+    model.run_with_hooks(
+        tokens,
+        fwd_hooks=list(fwd_hooks),
+        attention_mask=attention_mask,
+        past_kv_cache=cache,
+        stop_at_layer=model.cfg.n_layers,
+    )
+    return cache.entries  # type: ignore[return-value]
+
+
+def _collect(
+    model: HookedKVTransformer, prompt: PromptTokens, entries: list[LinearCacheEntry], old: KVBias | None
+) -> KVBias:
+    cfg = model.cfg
+    lengths = prompt.lengths()
+    layers = [_layer_tensors(model, layer, entry, lengths) for layer, entry in enumerate(entries)]
+    stacked = [torch.stack(tensors) for tensors in zip(*layers, strict=True)]
+    has_batch = prompt.has_batch or (old is not None and old.batch_size is not None)
+    offset = 0 if cfg.rotates_after else lengths + (0 if old is None else old.position_offset)
+    return KVBias(
+        *(stacked if has_batch else [t[:, 0] for t in stacked]),
+        n_prompt_tokens=lengths + (0 if old is None else old.n_prompt_tokens),
+        position_offset=offset,
+        fingerprint=model.fingerprint() if old is None else old.fingerprint,
+    )
+
+
+def _layer_tensors(
+    model: HookedKVTransformer, layer: int, entry: LinearCacheEntry, lengths: int | Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(b_KV, b_D, last_k, last_v, last_q) of one layer, each with a batch axis."""
+    cfg, attn = model.cfg, model.blocks[layer].attn
+    assert entry.state is not None
+    kv = entry.state.kv.repeat_interleave(cfg.n_heads // entry.state.kv.shape[1], dim=1)
+    if entry.state.k_sum is None:
+        b_d = kv.new_zeros(kv.shape[:3])
+    else:
+        b_d = entry.state.k_sum.repeat_interleave(cfg.n_heads // entry.state.k_sum.shape[1], dim=1)
+    if entry.bias is not None:
+        old_kv, old_d = entry.bias
+        if attn.decay is not None:
+            steps = torch.as_tensor(lengths, device=kv.device).reshape(-1, 1).to(kv)
+            old_kv = old_kv * (attn.decay.to(kv) ** steps)[..., None, None]
+        kv = kv + old_kv
+        b_d = b_d if old_d is None else b_d + old_d
+    if cfg.rotates_after:
+        positions = torch.as_tensor(lengths, device=kv.device).reshape(-1)
+        cos, sin = attn.rotary_table.at(positions, kv.dtype)
+        kv = rebase_state(kv, cos[:, None], sin[:, None], cfg.rotary_adjacent_pairs)
+    rows = [_boundary(entry, x, kv, n) for x, n in (("k", cfg.n_kv_heads), ("v", cfg.n_kv_heads), ("q", cfg.n_heads))]
+    return kv, b_d, rows[0], rows[1], rows[2]
+
+
+def _boundary(entry: LinearCacheEntry, name: str, like: Tensor, n_heads: int) -> Tensor:
+    rows = entry.boundary.get(name)
+    return like.new_zeros(like.shape[0], 0, n_heads, like.shape[-1]) if rows is None else rows.to(like)
+
+
+def _check_finite(model: HookedKVTransformer, bias: KVBias) -> None:
+    bad = (~bias.b_KV.isfinite()).flatten(1).any(dim=1) | (~bias.b_D.isfinite()).flatten(1).any(dim=1)
+    if not bool(bad.any()):
+        return
+    broken = [name for name, parameter in model.named_parameters() if not bool(parameter.isfinite().all())]
+    cause = (
+        f"these weights are not finite: {', '.join(broken[:5])}"
+        if broken
+        else "activations overflow in the prompt's pass"
+    )
+    raise KVLensError(f"convert_prompt: the bias of layer {int(bad.nonzero()[0])} is not finite; {cause}")

@@ -1,0 +1,81 @@
+"""What a prompt may be - a string, strings, tokens - made into one right-padded batch of tokens with its mask."""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from kvlens._tl import get_device_for_block_index
+from kvlens.errors import KVLensError
+from kvlens.model import HookedKVTransformer
+
+Prompt = str | list[str] | Tensor
+
+
+class PromptTokens(NamedTuple):
+    """Tokens of the prompt(s), which of them are real, and whether the caller gave a batch."""
+
+    tokens: Int[Tensor, "batch pos"]
+    mask: Bool[Tensor, "batch pos"] | None
+    has_batch: bool
+
+    def lengths(self) -> int | Int[Tensor, " batch"]:
+        """Real tokens: an int, or one a row where rows differ."""
+        if self.mask is None:
+            return self.tokens.shape[1]
+        lengths = self.mask.sum(dim=1)
+        return int(lengths[0]) if bool((lengths == lengths[0]).all()) else lengths
+
+
+def prompt_tokens(model: HookedKVTransformer, prompt: Prompt, prepend_bos: bool) -> PromptTokens:
+    """Tokenise and check a prompt.
+
+    Args:
+        model: whose tokenizer, vocabulary and device count.
+        prompt: a string, a list of strings (padded on the right, whatever the tokenizer's side), or tokens [pos] or
+            [batch, pos]. Tokens are taken as they are: no BOS, no padding.
+        prepend_bos: for strings only.
+
+    Raises:
+        KVLensError: an empty prompt, a string without a tokenizer, tokens outside the vocabulary or of the wrong shape.
+    """
+    device = get_device_for_block_index(0, model.cfg)
+    if isinstance(prompt, Tensor):
+        return _from_tensor(model, prompt, device)
+    texts = [prompt] if isinstance(prompt, str) else prompt
+    if not isinstance(texts, list) or not texts or not all(isinstance(t, str) for t in texts):
+        raise KVLensError(
+            f"prompt: expected a string, a list of strings, or a tensor of token ids, got {_describe(prompt)}"
+        )
+    if model.tokenizer is None:
+        raise KVLensError("prompt: this model has no tokenizer, so it cannot read strings; give token ids")
+    rows = [_tokenize(model, text, prepend_bos) for text in texts]
+    longest = max(len(row) for row in rows)
+    tokens = torch.zeros(len(rows), longest, dtype=torch.long, device=device)
+    mask = torch.zeros(len(rows), longest, dtype=torch.bool, device=device)
+    for i, row in enumerate(rows):
+        tokens[i, : len(row)], mask[i, : len(row)] = row, True
+    return PromptTokens(tokens, None if bool(mask.all()) else mask, has_batch=isinstance(prompt, list))
+
+
+def _from_tensor(model: HookedKVTransformer, prompt: Tensor, device: torch.device) -> PromptTokens:
+    if prompt.dim() not in (1, 2):
+        raise KVLensError(f"prompt: expected tokens [pos] or [batch, pos], got shape {list(prompt.shape)}")
+    if prompt.numel() == 0:
+        raise KVLensError(f"prompt: it is empty (shape {list(prompt.shape)}); give at least one token")
+    model.check_tokens(prompt)
+    tokens = prompt.to(device)
+    return PromptTokens(tokens if prompt.dim() == 2 else tokens[None], None, has_batch=prompt.dim() == 2)
+
+
+def _tokenize(model: HookedKVTransformer, text: str, prepend_bos: bool) -> Tensor:
+    if not text:
+        raise KVLensError("prompt: it is empty; give at least one character")
+    row = model.to_tokens(text, prepend_bos=prepend_bos, truncate=False)[0]
+    model.check_tokens(row)
+    return row
+
+
+def _describe(prompt: object) -> str:
+    return f"an empty {type(prompt).__name__}" if prompt in ([], ()) else type(prompt).__name__

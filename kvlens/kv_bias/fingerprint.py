@@ -1,0 +1,48 @@
+"""Which model a bias belongs to: the structure, field by field, and a hash of the weights.
+
+A bias is a sum of one model's keys and values; read by another model it gives plausible, wrong text. Comparing field by
+field lets the refusal name what differs. Dtype and device are not part of it.
+"""
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from kvlens.errors import KVLensError
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """Everything that a bias depends on. ``weights`` is a hash of the parameters in float32, weight processing included."""
+
+    attention: str
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    d_model: int
+    d_head: int
+    d_phi: int
+    d_vocab: int
+    feature_map: str
+    normalizer: str
+    attn_scale: float
+    positional_embedding_type: str
+    rotary_placement: str | None
+    rotary: str
+    decay: str
+    kv_shift: str
+    weights: str
+
+    def check(self, other: "Fingerprint", what: str) -> None:
+        """Raise KVLensError naming the first field in which ``other`` (of the model at hand) differs."""
+        for f in fields(self):
+            mine, theirs = getattr(self, f.name), getattr(other, f.name)
+            if mine != theirs:
+                same_shape = " (same structure, other weights)" if f.name == "weights" else ""
+                raise KVLensError(
+                    f"{what}: {f.name} differs{same_shape}: {mine!r} for the bias, {theirs!r} for the model. A bias fits "
+                    "only the model that it was converted with; convert the prompt again with this model."
+                )
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as JSON's types."""
+        return asdict(self)

@@ -1,0 +1,192 @@
+"""KVBias: what a prompt leaves behind in a linear-attention model, and all that has to stay of it (ICLCA eq. 13, 19).
+
+    b_KV[l, h] = sum over the prompt's tokens of phi(k) v^T       [d_phi, d_head]
+    b_D[l, h]  = sum over the prompt's tokens of phi(k)           [d_phi]
+
+and, for a model with KV shift, the *boundary*: the raw last keys, values (and queries) of the prompt, which the first
+tokens of the text mix into their own. Without it the conversion is off by 4-16 %.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvlens.errors import KVLensError
+from kvlens.kv_bias.fingerprint import Fingerprint
+
+if TYPE_CHECKING:
+    from typing import Self
+
+TENSORS = ("b_KV", "b_D", "last_k", "last_v", "last_q")
+BOUNDARY = ("last_k", "last_v", "last_q")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class KVBias:
+    """A converted prompt, or a batch of them. Immutable; every operation gives a new one.
+
+    Attributes:
+        b_KV: [layer, (batch,) head, d_phi, d_head], per query head.
+        b_D: [layer, (batch,) head, d_phi]; zeros where the model has normalizer "none".
+        last_k, last_v: [layer, (batch,) window, kv_head, d_head], raw rows, oldest first; window 0 where not shifted.
+        last_q: [layer, (batch,) window, head, d_head], likewise.
+        n_prompt_tokens: how many tokens went in; an int, or [batch] where prompts differ.
+        position_offset: the position at which the text starts: 0 where RoPE follows the feature map (the bias is rebased),
+            else the prompt's length; an int, or [batch] where prompts differ.
+        fingerprint: of the model that it was converted with.
+    """
+
+    b_KV: Float[Tensor, "layer *batch head d_phi d_head"]
+    b_D: Float[Tensor, "layer *batch head d_phi"]
+    last_k: Float[Tensor, "layer *batch window_k kv_head d_head"]
+    last_v: Float[Tensor, "layer *batch window_v kv_head d_head"]
+    last_q: Float[Tensor, "layer *batch window_q head d_head"]
+    n_prompt_tokens: int | Int[Tensor, " batch"]
+    position_offset: int | Int[Tensor, " batch"]
+    fingerprint: Fingerprint
+
+    def __post_init__(self):
+        f, lead = self.fingerprint, tuple(self.b_KV.shape[:-3])
+        if len(lead) not in (1, 2) or lead[0] != f.n_layers:
+            raise KVLensError(
+                f"KVBias: b_KV must be [layer={f.n_layers}, (batch,) head, d_phi, d_head], got {_shape(self.b_KV)}"
+            )
+        expected = {
+            "b_KV": (f.n_heads, f.d_phi, f.d_head),
+            "b_D": (f.n_heads, f.d_phi),
+            "last_k": (self.last_k.shape[-3], f.n_kv_heads, f.d_head),
+            "last_v": (self.last_v.shape[-3], f.n_kv_heads, f.d_head),
+            "last_q": (self.last_q.shape[-3], f.n_heads, f.d_head),
+        }
+        for name, shape in expected.items():
+            if tuple(getattr(self, name).shape) != lead + shape:
+                raise KVLensError(f"KVBias: {name} must be {list(lead + shape)}, got {_shape(getattr(self, name))}")
+
+    @property
+    def n_layers(self) -> int:
+        return self.b_KV.shape[0]
+
+    @property
+    def n_heads(self) -> int:
+        return self.b_KV.shape[-3]
+
+    @property
+    def batch_size(self) -> int | None:
+        """The number of prompts, or None for a single prompt without a batch axis."""
+        return self.b_KV.shape[1] if self.b_KV.dim() == 5 else None
+
+    @property
+    def num_parameters(self) -> int:
+        """How many numbers b_KV and b_D hold (one prompt's, times the batch)."""
+        return self.b_KV.numel() + self.b_D.numel()
+
+    def __repr__(self) -> str:
+        f = self.fingerprint
+        shifted = [x for x in "kvq" if getattr(self, f"last_{x}").shape[-3]]
+        boundary = f", boundary of {'/'.join(shifted)}" if shifted else ""
+        batch = "" if self.batch_size is None else f"batch {self.batch_size}, "
+        return (
+            f"KVBias({batch}{self.n_layers} layers x {self.n_heads} heads, d_phi {f.d_phi}, d_head {f.d_head}{boundary}, "
+            f"n_prompt_tokens={_plain(self.n_prompt_tokens)}, position_offset={_plain(self.position_offset)})"
+        )
+
+    def to(self, device_or_dtype: torch.device | torch.dtype | str) -> "Self":
+        """The same bias on another device or in another floating dtype."""
+        moved = {name: getattr(self, name).to(device_or_dtype) for name in TENSORS}
+        if not isinstance(device_or_dtype, torch.dtype):
+            for name in ("n_prompt_tokens", "position_offset"):
+                value = getattr(self, name)
+                moved[name] = value.to(device_or_dtype) if isinstance(value, Tensor) else value
+        return replace(self, **moved)
+
+    def detach(self) -> "Self":
+        """The same bias, cut off from the graph that ``convert_prompt(..., detach=False)`` kept."""
+        return replace(self, **{name: getattr(self, name).detach() for name in TENSORS})
+
+    def select_prompt(self, index: int) -> "Self":
+        """One prompt of a batch, without the batch axis."""
+        if self.batch_size is None:
+            raise KVLensError("select_prompt: this bias holds a single prompt, without a batch axis")
+        if not -self.batch_size <= index < self.batch_size:
+            raise KVLensError(f"select_prompt: index {index} is out of range for {self.batch_size} prompts")
+        picked = {name: getattr(self, name)[:, index] for name in TENSORS}
+        for name in ("n_prompt_tokens", "position_offset"):
+            value = getattr(self, name)
+            picked[name] = int(value[index]) if isinstance(value, Tensor) else value
+        return replace(self, **picked)
+
+    def select(self, layers: Iterable[int] = (), heads: Iterable[tuple[int, int]] = ()) -> "Self":
+        """Keep b_KV and b_D of the union of the named layers and (layer, head) pairs; zeros elsewhere.
+
+        The boundary stays as it is, so that two selections that complete each other add up to the whole.
+
+        Raises:
+            KVLensError: a layer or head that does not exist.
+        """
+        keep = self.b_KV.new_zeros(self.n_layers, self.n_heads)
+        for layer in layers:
+            keep[_index("layer", layer, self.n_layers)] = 1
+        for layer, head in heads:
+            keep[_index("layer", layer, self.n_layers), _index("head", head, self.n_heads)] = 1
+        keep = keep if self.batch_size is None else keep[:, None]
+        return replace(self, b_KV=self.b_KV * keep[..., None, None], b_D=self.b_D * keep[..., None])
+
+    def zero_like(self) -> "Self":
+        """Zeros throughout, boundary included: the model's own behaviour, at this bias's position offset."""
+        return replace(self, **{name: torch.zeros_like(getattr(self, name)) for name in TENSORS})
+
+    def __add__(self, other: "KVBias") -> "KVBias":
+        return self._combine(other, (1.0, 1.0))
+
+    def __sub__(self, other: "KVBias") -> "KVBias":
+        return self._combine(other, (1.0, -1.0))
+
+    def __mul__(self, factor: float) -> "Self":
+        if isinstance(factor, KVBias):
+            return NotImplemented
+        return replace(self, b_KV=self.b_KV * factor, b_D=self.b_D * factor)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, factor: float) -> "Self":
+        return self * (1.0 / factor)
+
+    def __neg__(self) -> "Self":
+        return self * -1.0
+
+    def _combine(self, other: "KVBias", weights: tuple[float, float]) -> "KVBias":
+        from kvlens.kv_bias.arithmetic import combine  # imports this module
+
+        return combine(self, other, weights=weights) if isinstance(other, KVBias) else NotImplemented
+
+    def save(self, path: str | Path) -> None:
+        """Write one safetensors file, atomically. See :mod:`kvlens.kv_bias.storage` for the format and errors."""
+        from kvlens.kv_bias.storage import save_bias  # imports this module
+
+        save_bias(self, path)
+
+    @staticmethod
+    def load(path: str | Path) -> "KVBias":
+        """Read what :meth:`save` wrote, onto the CPU."""
+        from kvlens.kv_bias.storage import load_bias  # imports this module
+
+        return load_bias(path)
+
+
+def _shape(x: Tensor) -> list[int]:
+    return list(x.shape)
+
+
+def _plain(value: int | Tensor) -> int | list[int]:
+    return value.tolist() if isinstance(value, Tensor) else value
+
+
+def _index(what: str, index: int, n: int) -> int:
+    if not -n <= index < n:
+        raise KVLensError(f"select: {what} {index} does not exist; there are {n}")
+    return index

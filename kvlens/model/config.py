@@ -1,0 +1,267 @@
+"""The configuration of a :class:`kvlens.HookedKVTransformer`: TransformerLens' own, plus what kvlens adds.
+
+Validated at birth: an impossible combination is refused here, with the reason, and not met later as a wrong number.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+
+from kvlens._tl import HookedTransformerConfig
+from kvlens.errors import KVLensError, nearest
+from kvlens.ops.feature_maps import FEATURE_MAPS, feature_dim
+from kvlens.ops.linear_attention import retnet_decay
+
+ATTENTION_KINDS = ("softmax", "linear")
+NORMALIZERS = ("kernel", "none")
+LINEAR_ATTENTION_FORMS = ("auto", "parallel", "chunked", "recurrent")
+POSITIONAL_TYPES = ("standard", "rotary", "alibi", "shortformer", "relative_positional_bias", "sinusoidal", "none")
+ROTARY_AFTER = ("identity", "elu_plus_one", "relu")
+
+
+@dataclass(frozen=True)
+class KVShiftConfig:
+    """Which projections are mixed with their predecessors, over which window, and how (KVSA eq. 4-6, sec. 4.6-4.7, app. J).
+
+    Args:
+        window: how many predecessors; the paper's main text has 1.
+        keys, values, queries: which projections are shifted.
+        parametrization: ``free``, ``gate`` (softmax over the window's logits) or ``clamp`` (to [0, 1] in the forward pass).
+        init: ``uniform`` (KVSA) or ``identity`` (1, 0, ...), for a shift grafted onto a trained model.
+    """
+
+    window: int = 1
+    keys: bool = True
+    values: bool = True
+    queries: bool = False
+    parametrization: str = "free"
+    init: str = "uniform"
+
+    def __post_init__(self):
+        if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 1:
+            raise KVLensError(f"KVShiftConfig: window must be an integer of at least 1, got {self.window!r}")
+        _one_of("KVShiftConfig: parametrization", self.parametrization, ("free", "gate", "clamp"))
+        _one_of("KVShiftConfig: init", self.init, ("uniform", "identity"))
+        if not (self.keys or self.values or self.queries):
+            raise KVLensError("KVShiftConfig: nothing is shifted; set keys, values or queries, or give kv_shift=None")
+        if self.parametrization == "gate" and self.init == "identity":
+            raise KVLensError(
+                "KVShiftConfig: a gate (softmax) cannot be exactly (1, 0, ...); use parametrization='free' or 'clamp' "
+                "with init='identity', or init='uniform' with the gate"
+            )
+
+
+@dataclass
+class HookedKVTransformerConfig(HookedTransformerConfig):
+    """TransformerLens' configuration plus attention kind, KV shift and KV bias. Every argument is a keyword.
+
+    Args:
+        attention: ``softmax`` (TransformerLens' own) or ``linear`` (ICLCA eq. 12-13).
+        feature_map: phi of linear attention, one of :data:`kvlens.ops.feature_maps.FEATURE_MAPS`.
+        normalizer: ``kernel`` (divide by phi(q).D) or ``none`` (divide phi(q).phi(k) by ``attn_scale``).
+        rotary_placement: RoPE ``after`` or ``before`` the feature map; None takes ICLCA's "after" where it is possible
+            (identity, elu_plus_one, relu) and "before" elsewhere.
+        decay: None, ``"retnet"`` (gamma_h = 1 - 2^(-5-h)) or one gamma a query head; needs normalizer "none".
+        n_random_features: m of the ``random`` map; None takes 2 d_head.
+        random_feature_kind: ``orthogonal`` (FAVOR+) or ``iid``.
+        linear_attention_form: which form computes a forward pass; ``auto`` takes the recurrent one to decode, the parallel
+            one where something hooks the pattern, the chunked one otherwise.
+        kv_shift: a :class:`KVShiftConfig` (or a dict of its fields), None for no shift.
+        trainable_kv_bias: make b_KV and b_D parameters (ICLCA sec. 6.3).
+        alibi_slopes: one slope a head, with ``positional_embedding_type="alibi"``; None takes TransformerLens' series.
+        positional_embedding_type: TransformerLens' values, and ``"sinusoidal"`` and ``"none"``.
+        seed: initial weights; unlike TransformerLens', it leaves the global generators as they were.
+
+    Raises:
+        KVLensError: an unknown value (the nearest is proposed) or a combination that has no meaning.
+    """
+
+    attention: str = "softmax"
+    feature_map: str = "elu_plus_one"
+    normalizer: str = "kernel"
+    rotary_placement: str | None = None
+    decay: str | Sequence[float] | None = None
+    n_random_features: int | None = None
+    random_feature_kind: str = "orthogonal"
+    linear_attention_form: str = "auto"
+    kv_shift: KVShiftConfig | None = None
+    trainable_kv_bias: bool = False
+    alibi_slopes: Sequence[float] | None = None
+
+    def __post_init__(self):
+        seed, self.seed = self.seed, None  # TransformerLens would seed torch, numpy and random for the whole process
+        super().__post_init__()
+        self.seed = seed
+        if isinstance(self.kv_shift, dict):
+            self.kv_shift = KVShiftConfig(**self.kv_shift)
+        _one_of("attention", self.attention, ATTENTION_KINDS)
+        _one_of("positional_embedding_type", self.positional_embedding_type, POSITIONAL_TYPES)
+        self._check_heads()
+        self._check_alibi()
+        if self.kv_shift is not None:
+            self._check_shift()
+        if self.attention == "linear":
+            self._check_linear()
+        elif self.trainable_kv_bias:
+            raise KVLensError("trainable_kv_bias needs attention='linear': softmax attention has no b_KV to train")
+
+    @property
+    def n_kv_heads(self) -> int:
+        """Key-value heads: ``n_key_value_heads`` with GQA, else ``n_heads``."""
+        return self.n_heads if self.n_key_value_heads is None else self.n_key_value_heads
+
+    @property
+    def d_phi(self) -> int:
+        """Features a head of the feature map."""
+        return feature_dim(self.feature_map, self.d_head, self.n_random_features or 2 * self.d_head)
+
+    @property
+    def rotates_after(self) -> bool:
+        """Whether RoPE follows the feature map: a converted prompt is then rebased to position 0."""
+        return self.attention == "linear" and self.rotary_placement == "after"
+
+    @property
+    def has_position_limit(self) -> bool:
+        """Whether texts longer than ``n_ctx`` are impossible (learned positions, or TransformerLens' rotary tables)."""
+        if self.attention == "linear":
+            return self.positional_embedding_type == "standard"
+        return self.positional_embedding_type not in ("sinusoidal", "none", "alibi")
+
+    def decay_per_head(self) -> torch.Tensor | None:
+        """gamma [head] in float64, or None for 1."""
+        if self.decay is None:
+            return None
+        if isinstance(self.decay, str):
+            return retnet_decay(self.n_heads)
+        return torch.tensor(list(self.decay), dtype=torch.float64)
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields in JSON's types; :meth:`from_json` reads them back."""
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "device"}
+        plain["dtype"] = str(self.dtype).removeprefix("torch.")
+        plain["kv_shift"] = None if self.kv_shift is None else asdict(self.kv_shift)
+        for name in ("decay", "alibi_slopes", "attn_types"):
+            value = plain[name]
+            plain[name] = value if value is None or isinstance(value, str) else list(value)
+        plain["attn_scale"] = float(self.attn_scale)
+        plain["initializer_range"] = float(self.initializer_range)
+        return plain
+
+    @classmethod
+    def from_json(cls, plain: dict[str, Any], **overrides: Any) -> "HookedKVTransformerConfig":
+        """Build from :meth:`to_json`'s dict; a key that this version does not know is refused."""
+        known = {f.name for f in fields(cls)}
+        for name in plain:
+            if name not in known:
+                raise KVLensError(
+                    f"config: unknown field {name!r}{nearest(name, known)}; was it written by a newer kvlens?"
+                )
+        return cls(**{**plain, "dtype": getattr(torch, plain.get("dtype", "float32")), **overrides})
+
+    @classmethod
+    def from_tl(cls, cfg: HookedTransformerConfig, **changes: Any) -> "HookedKVTransformerConfig":
+        """The same configuration as a plain TransformerLens one, with ``changes``."""
+        values = {f.name: getattr(cfg, f.name) for f in fields(type(cfg)) if f.init}
+        return cls(**{**values, **changes})
+
+    def _check_heads(self) -> None:
+        if self.n_key_value_heads is not None and self.n_heads % self.n_key_value_heads:
+            raise KVLensError(
+                f"n_heads ({self.n_heads}) must be a multiple of n_key_value_heads ({self.n_key_value_heads})"
+            )
+
+    def _check_alibi(self) -> None:
+        if self.alibi_slopes is None:
+            return
+        if self.positional_embedding_type != "alibi":
+            raise KVLensError("alibi_slopes needs positional_embedding_type='alibi'")
+        if len(self.alibi_slopes) != self.n_heads:
+            raise KVLensError(f"alibi_slopes: expected one slope a head ({self.n_heads}), got {len(self.alibi_slopes)}")
+
+    def _check_shift(self) -> None:
+        if self.attention_dir != "causal":
+            raise KVLensError("kv_shift looks at predecessors only: it needs attention_dir='causal'")
+        olmo_norm = self.original_architecture in ("OlmoeForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM")
+        if self.attention == "softmax" and (olmo_norm or self.clip_qkv is not None):
+            raise KVLensError(
+                "kv_shift is applied to the projections after every norm and clamp on them; TransformerLens norms (OLMo 2, 3, "
+                "OLMoE) or clamps (clip_qkv) them inside its attention, behind the place where the shift acts"
+            )
+
+    def _check_linear(self) -> None:
+        _one_of("feature_map", self.feature_map, FEATURE_MAPS)
+        _one_of("normalizer", self.normalizer, NORMALIZERS)
+        _one_of("linear_attention_form", self.linear_attention_form, LINEAR_ATTENTION_FORMS)
+        _one_of("random_feature_kind", self.random_feature_kind, ("orthogonal", "iid"))
+        for refused, reason in self._refused_with_linear():
+            if refused:
+                raise KVLensError(f"attention='linear' does not go with {reason}")
+        if self.positional_embedding_type == "rotary":
+            self._check_rotary()
+        elif self.rotary_placement is not None:
+            raise KVLensError("rotary_placement needs positional_embedding_type='rotary'")
+        self._check_decay()
+        if self.n_random_features is not None and self.n_random_features < 1:
+            raise KVLensError(f"n_random_features must be at least 1, got {self.n_random_features}")
+
+    def _refused_with_linear(self) -> list[tuple[bool, str]]:
+        linear_in_scores = "linear attention has no softmax scores to act on"
+        return [
+            (self.positional_embedding_type == "alibi", f"ALiBi: it adds to softmax scores; {linear_in_scores}"),
+            (self.positional_embedding_type == "relative_positional_bias", f"T5's position bias: {linear_in_scores}"),
+            (
+                self.positional_embedding_type == "shortformer",
+                "shortformer: its keys see positions that the values do not, which no stored state can hold",
+            ),
+            (self.use_local_attn, "local windows: a state cannot forget one token; use decay, or softmax attention"),
+            (self.attn_scores_soft_cap > 0, f"soft-capping: {linear_in_scores}"),
+            (self.use_attention_sinks, f"attention sinks: {linear_in_scores}"),
+            (self.use_logn_attn, "log-n scaling: it rescales softmax scores by the context length"),
+            (self.use_dynamic_ntk_rope, "dynamic NTK: it rotates old keys anew as the text grows, a state cannot"),
+            (self.attention_dir != "causal", "bidirectional attention: the state holds the past only"),
+            (self.load_in_4bit, "4-bit weights"),
+            (self.clip_qkv is not None, "clip_qkv"),
+            (
+                self.original_architecture in ("OlmoeForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM"),
+                "the norm over all heads at once of OLMo 2, 3 and OLMoE",
+            ),
+        ]
+
+    def _check_rotary(self) -> None:
+        if self.rotary_placement is None:
+            self.rotary_placement = "after" if self.feature_map in ROTARY_AFTER else "before"
+        _one_of("rotary_placement", self.rotary_placement, ("after", "before"))
+        if self.rotary_placement == "after" and self.d_phi != self.d_head:
+            raise KVLensError(
+                f"rotary_placement='after' rotates the features, which needs d_phi = d_head; {self.feature_map!r} gives "
+                f"d_phi = {self.d_phi} for d_head = {self.d_head}; use rotary_placement='before'"
+            )
+        if self.rotary_dim is None or not 0 < self.rotary_dim <= self.d_head or self.rotary_dim % 2:
+            raise KVLensError(f"rotary_dim must be even and in 2..d_head ({self.d_head}), got {self.rotary_dim}")
+        if self.use_yarn_rope and self.yarn_attention_factor != 1.0:
+            raise KVLensError(
+                "a YaRN attention factor rescales keys, so that R_a R_b = R_(a+b) fails; linear needs it at 1"
+            )
+
+    def _check_decay(self) -> None:
+        if self.decay is None:
+            return
+        if self.normalizer != "none":
+            raise KVLensError("decay needs normalizer='none': D does not decay, so a normalised sum would shrink")
+        if isinstance(self.decay, str):
+            _one_of("decay", self.decay, ("retnet",))
+            return
+        if len(self.decay) != self.n_heads:
+            raise KVLensError(f"decay: expected one gamma a query head ({self.n_heads}), got {len(self.decay)}")
+        if not all(math.isfinite(g) and 0 < g <= 1 for g in self.decay):
+            raise KVLensError(f"decay: every gamma must lie in (0, 1], got {list(self.decay)}")
+
+
+def _one_of(what: str, value: object, options: Sequence[str]) -> None:
+    if value not in options:
+        raise KVLensError(
+            f"{what}: unknown value {value!r}, expected one of {', '.join(options)}{nearest(value, options)}"
+        )

@@ -1,0 +1,147 @@
+"""Ways into a HookedKVTransformer: a Hugging Face folder, a loaded Hugging Face model, a name, a HookedTransformer at hand."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvlens._tl import HookedTransformer
+from kvlens.errors import KVLensError
+from kvlens.model.config import HookedKVTransformerConfig, KVShiftConfig
+from kvlens.model.pretrained import is_local_folder, load_pretrained_parts, official_name
+from kvlens.model.weights import check_weight_processing
+
+if TYPE_CHECKING:
+    from kvlens.model.transformer import HookedKVTransformer
+
+
+def build_with_ready_tokenizer(
+    cls: type["HookedKVTransformer"], cfg: HookedKVTransformerConfig, tokenizer: Any, move_to_device: bool = True
+) -> "HookedKVTransformer":
+    """Construct without TransformerLens' look-up of the tokenizer by name (which goes to the network), then set it."""
+    name, cfg.tokenizer_name = cfg.tokenizer_name, None
+    model = cls(cfg, move_to_device=move_to_device)
+    cfg.tokenizer_name = name
+    model.tokenizer = tokenizer
+    return model
+
+
+def from_hooked_transformer(
+    cls: type["HookedKVTransformer"], model: HookedTransformer, **changes: Any
+) -> "HookedKVTransformer":
+    """A copy of ``model`` with ``changes`` to its configuration.
+
+    Args:
+        model: a HookedTransformer (processed or not), or a HookedKVTransformer.
+        changes: fields of :class:`HookedKVTransformerConfig`, e.g. ``kv_shift=KVShiftConfig(init="identity")`` to graft a
+            shift that changes nothing yet, or ``attention="linear"`` (another function of the same weights).
+
+    Raises:
+        KVLensError: a change of shape (``n_layers``, ``d_model``, ...), which the weights cannot follow.
+    """
+    if not isinstance(model, HookedTransformer):
+        raise KVLensError(f"from_hooked_transformer: expected a HookedTransformer, got {type(model).__name__}")
+    cfg = HookedKVTransformerConfig.from_tl(model.cfg, **{**changes, "init_weights": False})
+    copy = build_with_ready_tokenizer(cls, cfg, model.tokenizer)
+    cfg.init_weights = model.cfg.init_weights
+    copy.init_kv_parameters()
+    _copy_weights(copy, model)
+    return copy
+
+
+def _copy_weights(copy: "HookedKVTransformer", model: HookedTransformer) -> None:
+    own = copy.state_dict()
+    for name, value in model.state_dict().items():
+        if name in own and own[name].shape != value.shape and not name.endswith((".mask", "rotary_sin", "rotary_cos")):
+            raise KVLensError(
+                f"from_hooked_transformer: the changes alter the shape of {name}: {list(value.shape)} -> {list(own[name].shape)}; "
+                "only kvlens' own fields and TransformerLens' switches can be changed on trained weights"
+            )
+    report = copy.load_state_dict(model.state_dict(), strict=False)
+    lost = [name for name in report.unexpected_keys if "shift_coef" not in name and not name.endswith(("b_KV", "b_D"))]
+    if lost:
+        raise KVLensError(f"from_hooked_transformer: weights without a place in the new configuration: {lost[:3]}")
+
+
+def from_pretrained(
+    cls: type["HookedKVTransformer"],
+    model_name: str | Path,
+    *,
+    hf_model: Any = None,
+    tokenizer: Any = None,
+    kv_shift: KVShiftConfig | None = None,
+    fold_ln: bool = True,
+    center_writing_weights: bool = True,
+    center_unembed: bool = True,
+    fold_value_biases: bool | None = None,
+    refactor_factored_attn_matrices: bool = False,
+    default_padding_side: str | None = None,
+    move_to_device: bool = True,
+    **loader_kwargs: Any,
+) -> "HookedKVTransformer":
+    """Load a softmax model as TransformerLens does, also without a network.
+
+    Args:
+        model_name: a folder in Hugging Face's format, or an official TransformerLens name.
+        hf_model: a loaded Hugging Face model; its own configuration is used, whatever ``model_name`` says.
+        tokenizer: its tokenizer; a folder's own tokenizer is used if None.
+        kv_shift: graft a KV shift onto it; ``KVShiftConfig(init="identity")`` changes no output.
+        fold_ln, center_writing_weights, center_unembed, fold_value_biases, refactor_factored_attn_matrices: TransformerLens'
+            weight processing; ``fold_value_biases=None`` folds unless values are shifted.
+        default_padding_side, move_to_device: as in TransformerLens.
+        loader_kwargs: ``dtype``, ``device``, ``n_ctx``, ``first_n_layers``, ``default_prepend_bos``, and what Hugging Face's
+            own ``from_pretrained`` takes.
+
+    Raises:
+        KVLensError: an unknown name (the nearest is proposed), a folder that lacks something, an unsupported architecture.
+    """
+    if hf_model is None and not is_local_folder(model_name):
+        if kv_shift is not None and kv_shift.values:
+            fold_value_biases = bool(fold_value_biases)
+        processing = {
+            "fold_ln": fold_ln,
+            "center_writing_weights": center_writing_weights,
+            "center_unembed": center_unembed,
+            "fold_value_biases": fold_value_biases is not False,
+            "refactor_factored_attn_matrices": refactor_factored_attn_matrices,
+        }
+        return _from_hub(cls, official_name(str(model_name)), tokenizer, kv_shift, processing, loader_kwargs)
+    parts = load_pretrained_parts(model_name, hf_model=hf_model, tokenizer=tokenizer, fold_ln=fold_ln, **loader_kwargs)
+    cfg = HookedKVTransformerConfig.from_tl(parts.cfg, kv_shift=kv_shift, init_weights=False)
+    model = build_with_ready_tokenizer(cls, cfg, None, move_to_device=False)
+    if parts.tokenizer is not None:
+        _set_tokenizer(model, parts.tokenizer, default_padding_side)
+    model.init_kv_parameters()
+    model.load_and_process_state_dict(
+        parts.state_dict,
+        fold_ln=fold_ln,
+        center_writing_weights=center_writing_weights,
+        center_unembed=center_unembed,
+        fold_value_biases=fold_value_biases,
+        refactor_factored_attn_matrices=refactor_factored_attn_matrices,
+    )
+    if move_to_device:
+        model.move_model_modules_to_device()
+    return model
+
+
+def _from_hub(
+    cls: type["HookedKVTransformer"],
+    name: str,
+    tokenizer: Any,
+    kv_shift: KVShiftConfig | None,
+    processing: dict[str, bool],
+    loader_kwargs: dict[str, Any],
+) -> "HookedKVTransformer":
+    """TransformerLens' own way by official name, which asks the hub or its cache; it builds ``cls`` by itself."""
+    if kv_shift is not None:
+        probe = HookedKVTransformerConfig(
+            n_layers=1, d_model=2, d_head=2, n_ctx=1, d_vocab=1, act_fn="relu", kv_shift=kv_shift
+        )
+        check_weight_processing(probe, processing["fold_value_biases"], processing["refactor_factored_attn_matrices"])
+    load = HookedTransformer.from_pretrained.__func__  # type: ignore[attr-defined]
+    model = load(cls, name, tokenizer=tokenizer, **processing, **loader_kwargs)
+    return model if kv_shift is None else from_hooked_transformer(cls, model, kv_shift=kv_shift)
+
+
+def _set_tokenizer(model: "HookedKVTransformer", tokenizer: Any, padding_side: str | None) -> None:
+    """TransformerLens' ``set_tokenizer``, with the configured name kept (it is None while constructing)."""
+    model.set_tokenizer(tokenizer, default_padding_side=padding_side)

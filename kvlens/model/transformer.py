@@ -1,0 +1,392 @@
+"""HookedKVTransformer: a HookedTransformer whose attention may be linear, shifted, and biased by a converted prompt.
+
+What it relies on inside TransformerLens 3.9, beside the public names in :mod:`kvlens._tl`: ``TransformerBlock.attn`` and
+``HookedTransformer.pos_embed`` may be replaced before ``init_weights`` and ``setup`` run, in that order (the other order
+leaves the weights uninitialised and the hooks unnamed, silently); ``get_residual`` is where absolute positions are added;
+``past_kv_cache.entries`` are handed to ``attn.forward`` one by one.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvlens._tl import USE_DEFAULT_VALUE, HookedTransformer, HookedTransformerConfig, TransformerLensKeyValueCache
+from kvlens.components import LayerBias, NoPosEmbed, OffsetPosEmbed, SinusoidalPosEmbed, build_attention, upgrade_cache
+from kvlens.errors import KVLensError, nearest
+from kvlens.kv_bias import Fingerprint, KVBias
+from kvlens.model.config import HookedKVTransformerConfig, KVShiftConfig
+from kvlens.model.fingerprint import fingerprint_of, weights_hash
+from kvlens.model.weights import check_weight_processing
+
+
+@contextlib.contextmanager
+def _without_deprecation_warning() -> Iterator[None]:
+    """Silence TransformerLens' deprecation of HookedTransformer, and nothing else: kvlens pins the release that has it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="HookedTransformer", category=DeprecationWarning)
+        yield
+
+
+class HookedKVTransformer(HookedTransformer):
+    """A :class:`transformer_lens.HookedTransformer` in every respect, with KV shift, linear attention and KV bias.
+
+    Args:
+        cfg: a :class:`HookedKVTransformerConfig`; a plain TransformerLens configuration gives its softmax model.
+        tokenizer: a Hugging Face tokenizer, or None for models on token ids.
+        move_to_device: as in TransformerLens.
+        default_padding_side: "left" or "right", as in TransformerLens.
+    """
+
+    cfg: HookedKVTransformerConfig
+
+    def __init__(
+        self,
+        cfg: HookedKVTransformerConfig | HookedTransformerConfig | dict[str, Any],
+        tokenizer: Any = None,
+        move_to_device: bool = True,
+        default_padding_side: Any = None,
+    ):
+        cfg = _as_kv_config(cfg)
+        wants_init, cfg.init_weights = cfg.init_weights, False
+        try:
+            with _without_deprecation_warning():
+                super().__init__(cfg, tokenizer, move_to_device=False, default_padding_side=default_padding_side)
+        finally:
+            cfg.init_weights = wants_init
+        self._attached: KVBias | None = None
+        self._detached_prepend_bos = cfg.default_prepend_bos
+        self._rounded_from: tuple[str, str] | None = None  # (hash of the rounded weights, hash before rounding)
+        self._replace_components()
+        if wants_init:
+            self.init_weights()
+        if move_to_device:
+            self.move_model_modules_to_device()
+        self.setup()
+
+    def _replace_components(self) -> None:
+        cfg = self.cfg
+        for layer, block in enumerate(self.blocks):
+            block.attn = build_attention(cfg, block.attn.attn_type, layer)
+        tables = [block.attn.rotary_table for block in self.blocks if hasattr(block.attn, "rotary_table")]
+        for block in self.blocks[1:] if tables else ():
+            block.attn.rotary_table = tables[0]  # one table for all layers
+        if cfg.positional_embedding_type == "none":
+            self.pos_embed = NoPosEmbed()
+        elif cfg.positional_embedding_type == "sinusoidal":
+            self.pos_embed = SinusoidalPosEmbed(cfg.d_model, cfg.dtype)
+        elif cfg.positional_embedding_type != "rotary":
+            self.pos_embed = OffsetPosEmbed(cfg)
+
+    def init_weights(self) -> None:
+        """TransformerLens' initial weights for ``cfg.seed``, and kvlens' own; the global generators stay as they were."""
+        seeded = self.cfg.seed is not None
+        with torch.random.fork_rng(enabled=seeded):
+            super().init_weights()
+        self.init_kv_parameters(torch.Generator().manual_seed(self.cfg.seed) if seeded else None)
+
+    def init_kv_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Initialise what TransformerLens does not know: shift coefficients and feature maps (b_KV and b_D start at 0)."""
+        for block in self.blocks:
+            block.attn.init_shift(generator)
+            if self.cfg.attention == "linear":
+                block.attn.feature_map.init_weights(generator)
+
+    # --- forward -----------------------------------------------------------------------------------------------------
+
+    def forward(self, input: Any, *args: Any, past_kv_cache: TransformerLensKeyValueCache | None = None, **kwargs: Any):  # noqa: A002
+        """As ``HookedTransformer.forward``, which it calls; an empty stock cache becomes kvlens' own, in place."""
+        if past_kv_cache is not None and (self.cfg.attention == "linear" or self.cfg.kv_shift is not None):
+            upgrade_cache(past_kv_cache, linear=self.cfg.attention == "linear")
+        return super().forward(input, *args, past_kv_cache=past_kv_cache, **kwargs)
+
+    def input_to_embed(
+        self,
+        input: Any,  # noqa: A002
+        prepend_bos: Any = USE_DEFAULT_VALUE,
+        padding_side: Any = USE_DEFAULT_VALUE,
+        attention_mask: Tensor | None = None,
+        past_kv_cache: TransformerLensKeyValueCache | None = None,
+    ):
+        """As TransformerLens'; tokens are checked, and a cache works without a tokenizer (then nothing is padding)."""
+        if isinstance(input, Tensor):
+            self.check_tokens(input)
+            if past_kv_cache is not None and attention_mask is None and self.tokenizer is None:
+                attention_mask = torch.ones_like(input if input.dim() == 2 else input[None])
+        return super().input_to_embed(input, prepend_bos, padding_side, attention_mask, past_kv_cache)
+
+    def check_tokens(self, tokens: Tensor) -> None:
+        """Raise KVLensError unless every token id lies in the vocabulary."""
+        if tokens.is_floating_point() or tokens.dtype == torch.bool:
+            raise KVLensError(f"tokens must be integers, got {tokens.dtype}")
+        if tokens.numel() and (int(tokens.min()) < 0 or int(tokens.max()) >= self.cfg.d_vocab):
+            raise KVLensError(
+                f"token ids must lie in 0..{self.cfg.d_vocab - 1} (d_vocab={self.cfg.d_vocab}), "
+                f"got {int(tokens.min())}..{int(tokens.max())}"
+            )
+
+    def get_residual(
+        self,
+        embed: Tensor,
+        pos_offset: int,
+        prepend_bos: Any = USE_DEFAULT_VALUE,
+        attention_mask: Tensor | None = None,
+        tokens: Tensor | None = None,
+        return_shortformer_pos_embed: bool = True,
+        device: Any = None,
+    ):
+        """As TransformerLens', with sinusoidal and no positions, the offset of an attached bias, and a clear n_ctx error."""
+        if tokens is None and attention_mask is None:
+            pos_offset = (
+                0  # generate() without a tokenizer hands over the embeddings of the whole text, not of the new token
+            )
+        self._check_length(pos_offset + embed.shape[1], attention_mask)
+        kind = self.cfg.positional_embedding_type
+        if kind not in ("none", "sinusoidal"):
+            return super().get_residual(
+                embed, pos_offset, prepend_bos, attention_mask, tokens, return_shortformer_pos_embed, device
+            )
+        residual = embed
+        if kind == "sinusoidal":
+            residual = embed + self.hook_pos_embed(self.pos_embed(embed[..., 0], pos_offset, attention_mask))
+        return (residual, None) if return_shortformer_pos_embed else residual
+
+    def _check_length(self, n_places: int, attention_mask: Tensor | None) -> None:
+        if not self.cfg.has_position_limit or n_places <= self.cfg.n_ctx:
+            return
+        longest = n_places if attention_mask is None else int(attention_mask.sum(dim=1).max())
+        if longest > self.cfg.n_ctx:
+            raise KVLensError(f"a text of {longest} tokens is longer than n_ctx={self.cfg.n_ctx}: shorten it")
+
+    def to_tokens(
+        self,
+        input: Any,  # noqa: A002
+        prepend_bos: Any = USE_DEFAULT_VALUE,
+        padding_side: Any = USE_DEFAULT_VALUE,
+        move_to_device: bool = True,
+        truncate: bool = True,
+    ):
+        """As TransformerLens'; nothing is cut off where the model has no longest text."""
+        truncate = truncate and self.cfg.has_position_limit
+        return super().to_tokens(input, prepend_bos, padding_side, move_to_device, truncate)
+
+    # --- hooks: a misspelt name is an error that proposes the nearest ------------------------------------------------
+
+    def add_hook(self, name: Any, *args: Any, **kwargs: Any) -> None:
+        """As TransformerLens'."""
+        self._check_hook_names(name)
+        return super().add_hook(name, *args, **kwargs)
+
+    def _enable_hook(self, name: Any, *args: Any, **kwargs: Any) -> None:
+        self._check_hook_names(name)
+        return super()._enable_hook(name, *args, **kwargs)
+
+    def get_caching_hooks(self, names_filter: Any = None, *args: Any, **kwargs: Any):
+        """As TransformerLens'; ``names_filter`` must name hook points that exist."""
+        self._check_hook_names(names_filter)
+        return super().get_caching_hooks(names_filter, *args, **kwargs)
+
+    def add_caching_hooks(self, names_filter: Any = None, *args: Any, **kwargs: Any):
+        """As TransformerLens'; ``names_filter`` must name hook points that exist."""
+        self._check_hook_names(names_filter)
+        return super().add_caching_hooks(names_filter, *args, **kwargs)
+
+    def _check_hook_names(self, names: Any) -> None:
+        for name in [names] if isinstance(names, str) else names if isinstance(names, (list, tuple)) else ():
+            if name not in self.hook_dict:
+                raise KVLensError(f"no hook point is called {name!r}{nearest(name, self.hook_dict)}")
+
+    # --- KV bias -----------------------------------------------------------------------------------------------------
+
+    @property
+    def default_prepend_bos_detached(self) -> bool:
+        """``cfg.default_prepend_bos`` as it is when no bias is attached."""
+        return self.cfg.default_prepend_bos if self._attached is None else self._detached_prepend_bos
+
+    @property
+    def attached_kv_bias(self) -> KVBias | None:
+        """The bias that forward passes read now, None without one."""
+        return self._attached
+
+    def fingerprint(self) -> Fingerprint:
+        """Structure and weights of this model, as biases are checked against."""
+        fingerprint = fingerprint_of(self, self.cfg)
+        if self._rounded_from is not None and fingerprint.weights == self._rounded_from[0]:
+            return Fingerprint(**{**fingerprint.to_json(), "weights": self._rounded_from[1]})
+        return fingerprint
+
+    def attach_kv_bias(self, bias: KVBias) -> None:
+        """Let every forward pass start from ``bias``, in the place of what was attached or trained.
+
+        While it is attached, strings get no BOS unless asked for: the prompt had one.
+
+        Raises:
+            KVLensError: the bias belongs to another model (the field that differs is named), or the model is softmax.
+        """
+        if not isinstance(bias, KVBias):
+            raise KVLensError(f"attach_kv_bias: expected a KVBias, got {type(bias).__name__}")
+        bias.fingerprint.check(self.fingerprint(), "attach_kv_bias")
+        if self._attached is None:
+            self._detached_prepend_bos = self.cfg.default_prepend_bos
+        self._attached = bias
+        self.cfg.default_prepend_bos = False
+        self._spread_bias()
+
+    def detach_kv_bias(self) -> None:
+        """Undo :meth:`attach_kv_bias`; nothing happens where nothing is attached."""
+        if self._attached is None:
+            return
+        self._attached = None
+        self.cfg.default_prepend_bos = self._detached_prepend_bos
+        self._spread_bias()
+
+    @contextlib.contextmanager
+    def kv_bias(self, bias: KVBias) -> Iterator["HookedKVTransformer"]:
+        """``with model.kv_bias(bias): ...``; afterwards what was attached before is attached again."""
+        before = self._attached
+        self.attach_kv_bias(bias)
+        try:
+            yield self
+        finally:
+            self.detach_kv_bias()
+            if before is not None:
+                self._attached, self.cfg.default_prepend_bos = before, False
+                self._spread_bias()
+
+    def _spread_bias(self) -> None:
+        """Give each layer its share of the attached bias, on its device and in float32 or better."""
+        bias = self._attached
+        dtype = torch.promote_types(self.cfg.dtype, torch.float32)
+        for layer, block in enumerate(self.blocks):
+            block.attn.layer_bias = None
+            if bias is not None:
+                place = block.attn.W_O.device
+                tensors = (bias.b_KV, bias.b_D, bias.last_k, bias.last_v, bias.last_q)
+                parts = [t[layer] if bias.batch_size is not None else t[layer][None] for t in tensors]
+                block.attn.layer_bias = LayerBias(*(p.to(place, dtype) for p in parts), bias.position_offset)
+        if isinstance(getattr(self, "pos_embed", None), (OffsetPosEmbed, SinusoidalPosEmbed)):
+            self.pos_embed.position_offset = 0 if bias is None else bias.position_offset
+
+    # --- weights -----------------------------------------------------------------------------------------------------
+
+    def load_and_process_state_dict(  # type: ignore[override]
+        self,
+        state_dict: dict[str, Tensor],
+        fold_ln: bool = True,
+        center_writing_weights: bool = True,
+        center_unembed: bool = True,
+        fold_value_biases: bool | None = None,
+        refactor_factored_attn_matrices: bool = False,
+    ) -> None:
+        """As TransformerLens'. ``fold_value_biases=None`` folds where that is right; True is refused where it is wrong.
+
+        Raises:
+            KVLensError: ``fold_value_biases`` or ``refactor_factored_attn_matrices`` would change the model's output.
+        """
+        fold_value_biases = check_weight_processing(self.cfg, fold_value_biases, refactor_factored_attn_matrices)
+        super().load_and_process_state_dict(
+            state_dict,
+            fold_ln=fold_ln,
+            center_writing_weights=center_writing_weights,
+            center_unembed=center_unembed,
+            fold_value_biases=fold_value_biases,
+            refactor_factored_attn_matrices=refactor_factored_attn_matrices,
+        )
+
+    def process_weights_(  # type: ignore[override]
+        self,
+        fold_ln: bool = True,
+        center_writing_weights: bool = True,
+        center_unembed: bool = True,
+        fold_value_biases: bool | None = None,
+        refactor_factored_attn_matrices: bool = False,
+    ) -> None:
+        """As TransformerLens', with ``fold_value_biases`` as in :meth:`load_and_process_state_dict`."""
+        self.load_and_process_state_dict(
+            self.state_dict(),
+            fold_ln,
+            center_writing_weights,
+            center_unembed,
+            fold_value_biases,
+            refactor_factored_attn_matrices,
+        )
+
+    def fold_value_biases(self, state_dict: dict[str, Tensor]):
+        """As TransformerLens', refused where it would change the output."""
+        check_weight_processing(self.cfg, True, False)
+        return super().fold_value_biases(state_dict)
+
+    def refactor_factored_attn_matrices(self, state_dict: dict[str, Tensor]):
+        """As TransformerLens', refused where it would change the output."""
+        check_weight_processing(self.cfg, False, True)
+        return super().refactor_factored_attn_matrices(state_dict)
+
+    def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> "HookedKVTransformer":
+        """Moving or rounding the model: a rounded copy keeps the name of the weights that it was rounded from."""
+        dtype = next(self.parameters()).dtype
+        after = fn(torch.empty(0, dtype=dtype)).dtype
+        lossy = after.is_floating_point and torch.finfo(after).bits < min(torch.finfo(dtype).bits, 32)
+        before = self.fingerprint().weights if lossy else None
+        super()._apply(fn, *args, **kwargs)
+        if before is not None:
+            self._rounded_from = (weights_hash(self), before)
+        if self._attached is not None:
+            self._spread_bias()
+        return self
+
+    # --- coming and going --------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]
+        cls, model_name: str | Path, *, hf_model: Any = None, tokenizer: Any = None, **kwargs: Any
+    ) -> "HookedKVTransformer":
+        """A pretrained softmax model: see :func:`kvlens.model.loading.from_pretrained` for every argument."""
+        from kvlens.model.loading import from_pretrained  # imports this module
+
+        return from_pretrained(cls, model_name, hf_model=hf_model, tokenizer=tokenizer, **kwargs)
+
+    @classmethod
+    def from_hooked_transformer(cls, model: HookedTransformer, **changes: Any) -> "HookedKVTransformer":
+        """A copy of a model at hand, with changes to its configuration (``kv_shift=KVShiftConfig(init="identity")``)."""
+        from kvlens.model.loading import from_hooked_transformer  # imports this module
+
+        return from_hooked_transformer(cls, model, **changes)
+
+    @classmethod
+    def from_zoo(cls, name: str = "docs-linear", *, device: Any = None, dtype: torch.dtype | None = None):
+        """A small trained model that ships with kvlens, by name; see :func:`kvlens.zoo.names`."""
+        from kvlens.zoo import folder_of  # imports nothing of the model
+
+        return cls.load(folder_of(name), device=device, dtype=dtype)
+
+    def save(self, folder: str | Path, *, overwrite: bool = False) -> None:
+        """Write weights (safetensors), configuration (JSON) and tokenizer to ``folder``, whole or not at all."""
+        from kvlens.model.storage import save_model  # imports this module
+
+        save_model(self, folder, overwrite=overwrite)
+
+    @classmethod
+    def load(cls, folder: str | Path, *, device: Any = None, dtype: torch.dtype | None = None) -> "HookedKVTransformer":
+        """Read what :meth:`save` wrote."""
+        from kvlens.model.storage import load_model  # imports this module
+
+        return load_model(cls, folder, device=device, dtype=dtype)
+
+
+def _as_kv_config(cfg: Any) -> HookedKVTransformerConfig:
+    if isinstance(cfg, HookedKVTransformerConfig):
+        return cfg
+    if isinstance(cfg, dict):
+        return HookedKVTransformerConfig(**cfg)
+    if isinstance(cfg, HookedTransformerConfig):
+        return HookedKVTransformerConfig.from_tl(cfg)
+    raise KVLensError(
+        f"cfg: expected a HookedKVTransformerConfig, got {type(cfg).__name__}; to load by name, use from_pretrained"
+    )
+
+
+__all__ = ["HookedKVTransformer", "KVShiftConfig"]

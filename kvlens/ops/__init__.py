@@ -1,0 +1,10 @@
+"""The mathematics of kvlens as pure tensor functions: no module, no hook, no TransformerLens.
+
+One folder a word of the papers. Each holds ``naive.py`` (the slow, obvious form, one line an equation, the judge of the
+others) beside the fast forms, which share its signature and layout ``batch pos head d``:
+
+- ``kv_shift``: keys and values mixed with their predecessors (KVSA);
+- ``feature_maps``: phi, with phi(q).phi(k) in the place of exp(q.k) (ICLCA);
+- ``rotary``: R_m, the rotation by position (RoPE), whose group law makes the conversion exact;
+- ``linear_attention``: the recurrence whose initial state is the KV bias, in three equal forms (ICLCA eq. 12-13, 19).
+"""

@@ -1,0 +1,68 @@
+"""The feature maps of linear attention, x in R^d a head -> phi(x) in R^d_phi.
+
+| name | phi(x) | d_phi | source |
+|---|---|---|---|
+| identity | x | d | ICLCA (RetNet-like, with normaliser "none") |
+| elu_plus_one | elu(x) + 1 | d | Katharopoulos et al. 2020; ICLCA eq. 12 |
+| relu | relu(x) + 1e-3, so that the normaliser stays positive | d | ICLCA |
+| random | exp(w.x' - |x'|^2 / 2) / sqrt(m) | m | Choromanski et al. 2021 (FAVOR+) |
+| taylor | [1, x', vec(x' x'^T) / sqrt 2] | 1 + d + d^2 | second-order exp; Arora et al. 2024 |
+| hedgehog | softmax([2Wx, -2Wx]) | 2d | Zhang et al. 2024 |
+
+with x' = x / sqrt(attn_scale), so that phi(q).phi(k) approximates exp(q.k / attn_scale) for random and taylor. Random
+features stay on one fixed log-scale: subtracting a maximum a call, as code in the wild does, would put the features of a
+prompt and those of its continuation on different scales, and their sum would mean nothing.
+"""
+
+import math
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+FEATURE_MAPS = ("identity", "elu_plus_one", "relu", "random", "taylor", "hedgehog")
+
+
+def feature_dim(name: str, d_head: int, n_random_features: int) -> int:
+    """d_phi of the named map for heads of ``d_head`` dimensions."""
+    return {"random": n_random_features, "taylor": 1 + d_head + d_head**2, "hedgehog": 2 * d_head}.get(name, d_head)
+
+
+def identity(x: Float[Tensor, "*lead d"]) -> Float[Tensor, "*lead d"]:
+    """phi(x) = x."""
+    return x
+
+
+def elu_plus_one(x: Float[Tensor, "*lead d"]) -> Float[Tensor, "*lead d"]:
+    """phi(x) = elu(x) + 1, positive everywhere."""
+    return torch.nn.functional.elu(x) + 1.0
+
+
+def relu(x: Float[Tensor, "*lead d"]) -> Float[Tensor, "*lead d"]:
+    """phi(x) = relu(x) + 1e-3."""
+    return torch.relu(x) + 1e-3
+
+
+def random_features(
+    x: Float[Tensor, "*lead head d"], projection: Float[Tensor, "head m d"], attn_scale: float
+) -> Float[Tensor, "*lead head m"]:
+    """Positive random features: E[phi(q).phi(k)] = exp(q.k / attn_scale) for rows of ``projection`` ~ N(0, I).
+
+    Unbiased, with a variance that grows like exp(|q + k|^2 / attn_scale) / m.
+    """
+    scaled = x / math.sqrt(attn_scale)
+    exponent = torch.einsum("...hd,hmd->...hm", scaled, projection.to(x.dtype))
+    return (exponent - scaled.square().sum(-1, keepdim=True) / 2).exp() / math.sqrt(projection.shape[1])
+
+
+def taylor(x: Float[Tensor, "*lead d"], attn_scale: float) -> Float[Tensor, "*lead d_phi"]:
+    """phi(q).phi(k) = 1 + s + s^2 / 2 with s = q.k / attn_scale: the exponential to second order, never negative."""
+    scaled = x / math.sqrt(attn_scale)
+    pairs = (scaled.unsqueeze(-1) * scaled.unsqueeze(-2)).flatten(-2) / math.sqrt(2.0)
+    return torch.cat([torch.ones_like(scaled[..., :1]), scaled, pairs], dim=-1)
+
+
+def hedgehog(x: Float[Tensor, "*lead head d"], weight: Float[Tensor, "head d d"]) -> Float[Tensor, "*lead head d_phi"]:
+    """phi(x) = softmax([2Wx, -2Wx]), W learned a head."""
+    projected = 2.0 * torch.einsum("...hd,hed->...he", x, weight.to(x.dtype))
+    return torch.cat([projected, -projected], dim=-1).softmax(dim=-1)

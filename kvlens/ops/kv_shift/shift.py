@@ -1,0 +1,80 @@
+"""KV shift, the fast form (KVSA eq. 4-6): ``window`` shifted multiply-adds, no loop over tokens.
+
+    x^_i = sum_{s=0..w} c_s x_{i-s}         (index 0 = the current token, w = ``window``)
+
+Before the first token stand zeros, or the *boundary*: the raw last ``w`` rows of whatever came before. The boundary that
+comes out is the boundary that the next piece of text needs, so that cutting anywhere changes nothing. It holds raw rows,
+never shifted ones (the inference code in KVSA app. F keeps the shifted key of the prefill; that is a misprint).
+
+Padding does not exist for the shift: the predecessor of a token is the real token before it, however many padded places
+lie between.
+"""
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+
+def kv_shift(
+    x: Float[Tensor, "batch pos head d"],
+    coef: Float[Tensor, "head taps"],
+    boundary: Float[Tensor, "#batch window head d"] | None = None,
+    mask: Bool[Tensor, "batch pos"] | None = None,
+) -> tuple[Float[Tensor, "batch pos head d"], Float[Tensor, "batch window head d"]]:
+    """Mix each row with its ``window`` predecessors.
+
+    Args:
+        x: raw keys, values or queries.
+        coef: ``window + 1`` coefficients a head; column 0 multiplies the current token. Our ``coef`` for keys is the
+            paper's (alpha_1, alpha_2), for values (beta_1, beta_2).
+        boundary: the raw rows before the first token, oldest first; zeros if None.
+        mask: True at real tokens; None if there is no padding.
+
+    Returns:
+        The shifted rows (zeros at padded places) and the new boundary: the raw last ``window`` rows of
+        [old boundary; real tokens].
+
+    Source: KVSA eq. 4-6; windows above 1, app. J.
+    """
+    window = coef.shape[1] - 1
+    if boundary is None:
+        boundary = x.new_zeros(1, window, *x.shape[2:])
+    boundary = boundary.to(x.dtype).expand(x.shape[0], -1, -1, -1)
+    if mask is not None:
+        return _shift_real_tokens(x, coef, boundary, mask)
+    return _shift_all(x, coef, boundary), torch.cat([boundary, x[:, -window:]], dim=1)[:, -window:]
+
+
+def _shift_all(x: Tensor, coef: Tensor, boundary: Tensor) -> Tensor:
+    window, pos = boundary.shape[1], x.shape[1]
+    taps = coef.to(x.dtype)[:, :, None]
+    shifted = x * taps[:, 0]
+    for s in range(1, window + 1):
+        if pos > s:
+            shifted[:, s:].addcmul_(x[:, :-s], taps[:, s])
+        reach = min(s, pos)
+        shifted[:, :reach].addcmul_(boundary[:, window - s : window - s + reach], taps[:, s])
+    return shifted
+
+
+def _shift_real_tokens(x: Tensor, coef: Tensor, boundary: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Move the real tokens of each row to its front, behind the boundary, and read predecessors by rank."""
+    window = boundary.shape[1]
+    rank = mask.cumsum(dim=1) - 1  # a real token's place among the real tokens of its row
+    front = torch.argsort(~mask, dim=1, stable=True)
+    packed = torch.cat([boundary, _take_rows(x, front)], dim=1)  # row w + r is the token of rank r
+
+    shifted = torch.zeros_like(x)
+    for s in range(window + 1):
+        predecessor = _take_rows(packed, (rank + window - s).clamp(min=0))
+        shifted = shifted + predecessor * coef.to(x.dtype)[:, s, None]
+    shifted = torch.where(mask[:, :, None, None], shifted, 0.0)
+
+    n_real = mask.sum(dim=1, keepdim=True)
+    last = _take_rows(packed, n_real + torch.arange(window, device=x.device))
+    return shifted, last
+
+
+def _take_rows(x: Tensor, index: Tensor) -> Tensor:
+    """Row ``index[b, i]`` of ``x[b]``, for ``x`` of shape [batch, row, ...]."""
+    return x[torch.arange(x.shape[0], device=x.device)[:, None], index]

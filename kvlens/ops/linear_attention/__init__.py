@@ -1,0 +1,28 @@
+"""Linear attention whose initial state is the KV bias (ICLCA eq. 12-13, 19; DESIGN of all three forms in ``types``)."""
+
+from kvlens.ops.linear_attention.chunked import chunked_linear_attention
+from kvlens.ops.linear_attention.naive import naive_linear_attention
+from kvlens.ops.linear_attention.parallel import (
+    causal_scores,
+    final_state,
+    parallel_linear_attention,
+    running_normalizer,
+)
+from kvlens.ops.linear_attention.recurrent import recurrent_linear_attention
+from kvlens.ops.linear_attention.state import read_state, rebase_state, retnet_decay
+from kvlens.ops.linear_attention.types import LinearAttentionOutput, LinearAttentionState
+
+__all__ = [
+    "LinearAttentionOutput",
+    "LinearAttentionState",
+    "causal_scores",
+    "chunked_linear_attention",
+    "final_state",
+    "naive_linear_attention",
+    "parallel_linear_attention",
+    "read_state",
+    "rebase_state",
+    "recurrent_linear_attention",
+    "retnet_decay",
+    "running_normalizer",
+]

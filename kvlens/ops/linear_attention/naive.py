@@ -1,0 +1,40 @@
+"""Linear attention, the obvious form: one token after the other, one line an equation. Runs in float64 as the judge."""
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from kvlens.ops.linear_attention.types import LinearAttentionOutput, LinearAttentionState
+
+
+def naive_linear_attention(
+    phi_q: Float[Tensor, "batch pos head d_phi"],
+    phi_k: Float[Tensor, "batch pos kv_head d_phi"],
+    v: Float[Tensor, "batch pos kv_head d_head"],
+    norm_q: Float[Tensor, "batch pos head d_phi"] | None = None,
+    norm_k: Float[Tensor, "batch pos kv_head d_phi"] | None = None,
+    decay: Float[Tensor, " kv_head"] | None = None,
+    mask: Bool[Tensor, "batch pos"] | None = None,
+    state: LinearAttentionState | None = None,
+) -> LinearAttentionOutput:
+    """The recurrence itself (ICLCA eq. 12-13; arguments in :mod:`kvlens.ops.linear_attention.types`)."""
+    batch, pos, n_heads, d_phi = phi_q.shape
+    n_kv, d_head = v.shape[2:]
+    group = n_heads // n_kv
+    gamma = v.new_ones(n_kv) if decay is None else decay.to(v)
+    A = v.new_zeros(batch, n_kv, d_phi, d_head) if state is None else state.kv
+    D = v.new_zeros(batch, n_kv, d_phi) if state is None or state.k_sum is None else state.k_sum
+    numerators, normalizers = [], []
+    for i in range(pos):
+        real = torch.ones(batch, dtype=torch.bool, device=v.device) if mask is None else mask[:, i]
+        A_next = gamma[:, None, None] * A + phi_k[:, i, :, :, None] * v[:, i, :, None, :]
+        A = torch.where(real[:, None, None, None], A_next, A)
+        numerators.append(torch.einsum("bhf,bhfd->bhd", phi_q[:, i], A.repeat_interleave(group, dim=1)))
+        if norm_q is not None and norm_k is not None:
+            D = torch.where(real[:, None, None], D + norm_k[:, i], D)
+            normalizers.append(torch.einsum("bhf,bhf->bh", norm_q[:, i], D.repeat_interleave(group, dim=1)))
+    return LinearAttentionOutput(
+        torch.stack(numerators, dim=1),
+        torch.stack(normalizers, dim=1) if normalizers else None,
+        LinearAttentionState(A, D if norm_k is not None else None),
+    )

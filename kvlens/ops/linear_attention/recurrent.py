@@ -1,0 +1,46 @@
+"""Linear attention, the recurrent form: O(1) memory and time a token, for decoding."""
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from kvlens.ops.linear_attention.types import LinearAttentionOutput, LinearAttentionState
+
+
+def recurrent_linear_attention(
+    phi_q: Float[Tensor, "batch pos head d_phi"],
+    phi_k: Float[Tensor, "batch pos kv_head d_phi"],
+    v: Float[Tensor, "batch pos kv_head d_head"],
+    norm_q: Float[Tensor, "batch pos head d_phi"] | None = None,
+    norm_k: Float[Tensor, "batch pos kv_head d_phi"] | None = None,
+    decay: Float[Tensor, " kv_head"] | None = None,
+    mask: Bool[Tensor, "batch pos"] | None = None,
+    state: LinearAttentionState | None = None,
+) -> LinearAttentionOutput:
+    """One update and one read a token (arguments in ``types``). States are never changed in place."""
+    batch, pos, n_heads, d_phi = phi_q.shape
+    n_kv, d_head = v.shape[2:]
+    kv = v.new_zeros(batch, n_kv, d_phi, d_head) if state is None else state.kv
+    k_sum = None
+    if norm_k is not None:
+        k_sum = v.new_zeros(batch, n_kv, d_phi) if state is None or state.k_sum is None else state.k_sum
+    gamma = None if decay is None else decay.to(v)[:, None, None]
+    if mask is not None:
+        phi_k = phi_k * mask[:, :, None, None]
+        norm_k = None if norm_k is None else norm_k * mask[:, :, None, None]
+
+    numerators, normalizers = [], []
+    for i in range(pos):
+        if gamma is not None:
+            kept = kv * gamma
+            kv = kept if mask is None else torch.where(mask[:, i, None, None, None], kept, kv)
+        kv = kv + phi_k[:, i].unsqueeze(-1) * v[:, i].unsqueeze(-2)
+        numerators.append((phi_q[:, i].unflatten(1, (n_kv, -1)) @ kv).flatten(1, 2))
+        if k_sum is not None and norm_q is not None and norm_k is not None:
+            k_sum = k_sum + norm_k[:, i]
+            normalizers.append((norm_q[:, i].unflatten(1, (n_kv, -1)) @ k_sum.unsqueeze(-1)).reshape(batch, n_heads))
+    return LinearAttentionOutput(
+        torch.stack(numerators, dim=1),
+        torch.stack(normalizers, dim=1) if normalizers else None,
+        LinearAttentionState(kv, k_sum),
+    )

@@ -1,0 +1,45 @@
+"""What one does with a state: read it with queries, and move its origin (DESIGN of ``rebase``: ICLCA eq. 19 and 23)."""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvlens.ops.rotary import rotate
+
+
+def read_state(
+    phi_q: Float[Tensor, "batch pos head d_phi"],
+    kv: Float[Tensor, "#batch head_or_kv_head d_phi d_head"],
+    decay: Float[Tensor, " head_or_kv_head"] | None = None,
+    steps: Int[Tensor, "#batch pos"] | None = None,
+) -> Float[Tensor, "batch pos head d_head"]:
+    """What queries read from a stored A: phi~(q_i)^T gamma^{steps_i} A.
+
+    Args:
+        steps: how many real tokens lie between the state and the query, the query's own included; needed with ``decay``.
+    """
+    batch, pos, n_heads, _ = phi_q.shape
+    group = n_heads // kv.shape[1]
+    q = phi_q.reshape(batch, pos, kv.shape[1], group, -1).permute(0, 2, 3, 1, 4).flatten(2, 3)  # b k (g n) f
+    read = (q @ kv).unflatten(2, (group, pos)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+    if decay is None:
+        return read
+    if steps is None:
+        raise ValueError("read_state: a decaying state needs `steps`, the number of real tokens since the state")
+    factor = decay.repeat_interleave(group).to(read) ** steps[:, :, None].to(read)
+    return read * factor[..., None]
+
+
+def rebase_state(
+    kv: Float[Tensor, "*lead d_phi d_head"],
+    cos: Float[Tensor, "*#lead rotary_dim"],
+    sin: Float[Tensor, "*#lead rotary_dim"],
+    adjacent_pairs: bool = False,
+) -> Float[Tensor, "*lead d_phi d_head"]:
+    """R_{-M} A: the stored keys as seen from an origin M tokens later. ``cos``, ``sin``: the row of position M."""
+    return rotate(kv.transpose(-1, -2), cos.unsqueeze(-2), -sin.unsqueeze(-2), adjacent_pairs).transpose(-1, -2)
+
+
+def retnet_decay(n_heads: int) -> Float[Tensor, " head"]:
+    """gamma_h = 1 - 2^(-5 - h), in float64 (Sun et al. 2023; ICLCA's own RetNet has gamma = 1)."""
+    return 1.0 - 2.0 ** (-5.0 - torch.arange(n_heads, dtype=torch.float64))

@@ -1,0 +1,42 @@
+"""What the forms of linear attention share: one set of arguments, one layout, one return.
+
+    A_i = gamma A_{i-1} + phi~(k_i) v_i^T        D_i = D_{i-1} + phi(k_i)
+    numerator_i = phi~(q_i)^T A_i                normalizer_i = phi(q_i)^T D_i
+
+``phi~`` are the features of the numerator (rotated, where RoPE follows the feature map), ``phi`` those of the normaliser.
+A head's output is numerator / normalizer (normaliser "kernel") or the numerator alone (normaliser "none"). The division is
+left to the caller, because a KV bias adds a term to both before it.
+
+Arguments of every form, in this order:
+
+- ``phi_q`` [batch, pos, head, d_phi], ``phi_k`` [batch, pos, kv_head, d_phi], ``v`` [batch, pos, kv_head, d_head]; ``head``
+  is a multiple of ``kv_head`` (GQA: query head h reads key-value head h // (head / kv_head));
+- ``norm_q``, ``norm_k``: the features of the normaliser, or None for no normaliser. Give the same tensor objects as
+  ``phi_q``, ``phi_k`` where they are the same: work is then shared;
+- ``decay`` [kv_head]: gamma, in (0, 1], or None for 1;
+- ``mask`` [batch, pos]: True at real tokens, None for no padding. Padded places add nothing and do not decay;
+- ``state``: what came before (:class:`LinearAttentionState`), or None for zeros.
+
+The forms: ``naive`` (a loop over time, the judge), ``parallel`` (materialises the pos x pos scores), ``chunked`` (O(pos)),
+``recurrent`` (O(1) a token). Inputs are accumulated in float32 or better: give them in that precision.
+"""
+
+from typing import NamedTuple
+
+from jaxtyping import Float
+from torch import Tensor
+
+
+class LinearAttentionState(NamedTuple):
+    """All that linear attention keeps of a text: A and D after its last real token."""
+
+    kv: Float[Tensor, "batch kv_head d_phi d_head"]
+    k_sum: Float[Tensor, "batch kv_head d_phi"] | None
+
+
+class LinearAttentionOutput(NamedTuple):
+    """Undivided output, its normaliser (None under "none"), and the state after the last real token."""
+
+    numerator: Float[Tensor, "batch pos head d_head"]
+    normalizer: Float[Tensor, "batch pos head"] | None
+    state: LinearAttentionState

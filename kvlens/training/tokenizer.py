@@ -1,0 +1,120 @@
+"""A byte-level BPE tokenizer, trained on the texts at hand, that TransformerLens accepts without a network.
+
+Byte-level means that the 256 bytes are the alphabet: any Unicode text can be written, and decoding gives back exactly what was
+encoded. Small vocabularies (1024) suit small models: the embedding stays small, and each token is seen often.
+
+What TransformerLens needs. `HookedTransformer.set_tokenizer` passes each tokenizer through `get_tokenizer_with_bos`, which
+
+- reads ``init_kwargs["name_or_path"]`` and raises KeyError without it (an in-memory tokenizer has none by itself);
+- keeps the tokenizer as it is if ``init_kwargs["add_bos_token"]`` is true, and otherwise loads
+  ``AutoTokenizer.from_pretrained(name_or_path, add_bos_token=True)``: a look-up on the hub for an in-memory tokenizer, a second
+  reading of the folder for a loaded one, which fails if the folder is gone by then.
+
+So the tokenizers made here carry both entries and prepend BOS themselves, which TransformerLens finds out
+(``cfg.tokenizer_prepends_bos``) and honours for ``prepend_bos`` true and false. Neither entry survives `save_pretrained`:
+the first comes back on loading as the folder's name, the second does not. `load_tokenizer` puts it back; plain
+`AutoTokenizer.from_pretrained(folder)` works too, by way of that second reading.
+"""
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from kvlens.errors import KVLensError
+
+BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
+MIN_VOCAB_SIZE = 256 + 3
+_NAME = "kvlens-byte-bpe"
+
+
+def train_bpe_tokenizer(texts: Iterable[str], vocab_size: int = 1024) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer; equal texts give an equal tokenizer.
+
+    Args:
+        texts: what the merges are counted on, read once.
+        vocab_size: tokens in all: 3 special ones (BOS 0, EOS 1, PAD 2), 256 bytes, the rest merges. Fewer come back when
+            the texts have no pair left that occurs twice.
+
+    Returns:
+        A tokenizer that pads on the right, prepends BOS unless ``add_special_tokens=False``, and decodes losslessly. A text
+        that contains the letters of a special token is read as that token, as with every Hugging Face tokenizer.
+
+    Raises:
+        KVLensError: ``vocab_size`` is below 259, or ``texts`` is one string, or empty.
+    """
+    if vocab_size < MIN_VOCAB_SIZE:
+        raise KVLensError(
+            f"train_bpe_tokenizer: vocab_size must be at least {MIN_VOCAB_SIZE} (256 bytes and 3 special tokens), "
+            f"got {vocab_size}"
+        )
+    if isinstance(texts, str):
+        raise KVLensError("train_bpe_tokenizer: texts must be several strings, got one; give [text]")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=[BOS, EOS, PAD],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    n_texts = 0
+
+    def counted() -> Iterable[str]:
+        nonlocal n_texts
+        for text in texts:
+            n_texts += 1
+            yield text
+
+    tokenizer.train_from_iterator(counted(), trainer)
+    if n_texts == 0:
+        raise KVLensError("train_bpe_tokenizer: texts is empty; there is nothing to learn merges from")
+    bos_id = tokenizer.token_to_id(BOS)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, bos_id)]
+    )
+    return _for_transformer_lens(
+        PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer,
+            bos_token=BOS,
+            eos_token=EOS,
+            pad_token=PAD,
+            padding_side="right",
+            clean_up_tokenization_spaces=False,
+        ),
+        _NAME,
+    )
+
+
+def load_tokenizer(folder: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
+    """Load what ``tokenizer.save_pretrained(folder)`` wrote; the folder is not needed afterwards, nor is a network.
+
+    Raises:
+        KVLensError: ``folder`` has no ``tokenizer.json``, or its tokenizer does not prepend one BOS.
+    """
+    folder = Path(folder)
+    if not (folder / "tokenizer.json").is_file():
+        raise KVLensError(f"load_tokenizer: {folder} has no tokenizer.json; give the folder of save_pretrained")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder))
+    if tokenizer.bos_token_id is None or tokenizer.encode("") != [tokenizer.bos_token_id]:
+        raise KVLensError(
+            f"load_tokenizer: the tokenizer in {folder} does not prepend its BOS; it was not written by "
+            "train_bpe_tokenizer: load it with transformers.AutoTokenizer"
+        )
+    return _for_transformer_lens(tokenizer, str(folder))
+
+
+def encode_texts(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[list[int]]:
+    """Return each text's token ids, without BOS, in one parallel call (megabytes a second)."""
+    encodings = tokenizer.backend_tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+    return [encoding.ids for encoding in encodings]
+
+
+def _for_transformer_lens(tokenizer: PreTrainedTokenizerFast, name: str) -> PreTrainedTokenizerFast:
+    tokenizer.init_kwargs["name_or_path"] = name
+    tokenizer.init_kwargs["add_bos_token"] = True
+    return tokenizer

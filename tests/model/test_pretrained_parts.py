@@ -1,0 +1,430 @@
+"""Folders and in-memory models give Hugging Face's logits through a plain HookedTransformer, with the network shut."""
+
+import json
+import logging
+import os
+import socket
+import tempfile
+from pathlib import Path
+
+import pytest
+import tiny_hf
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_hf import D_VOCAB, KINDS, N_CTX, N_LAYERS, tiny_hf_model, tiny_tokenizer
+from transformers import BertConfig, BertLMHeadModel, GPT2Model, PreTrainedTokenizerFast
+
+from kvlens._tl import HookedTransformer
+from kvlens.errors import KVLensError
+from kvlens.model import pretrained
+from kvlens.model.pretrained import PretrainedParts, is_local_folder, load_pretrained_parts, official_name
+
+pytestmark = pytest.mark.filterwarnings("ignore:HookedTransformer:DeprecationWarning")
+
+# The longest chain of sums behind one logit: per layer four maps of d_model, one of d_mlp, one over positions, one over
+# d_head, then the unembedding. Each term adds at most one rounding of the largest value.
+N_TERMS = N_LAYERS * (4 * 48 + 96 + N_CTX + 10) + 48
+TOKENS = torch.randint(0, D_VOCAB, (2, 17), generator=torch.Generator().manual_seed(7))
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch):
+    """Any attempt to reach a network fails, and the test with it, even where a library swallows the failure."""
+    attempts = []
+
+    def refuse(*args, **kwargs):
+        attempts.append(args)
+        raise OSError("no network in this test")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    yield
+    assert attempts == []
+
+
+@pytest.fixture
+def temporary_root(tmp_path, monkeypatch):
+    """A temporary folder of its own, to see what is left in it."""
+    root = tmp_path / "scratch"
+    root.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(root))
+    return root
+
+
+def save(model, folder: Path, tokenizer=None) -> Path:
+    model.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    return folder
+
+
+def hooked(parts: PretrainedParts, processed: bool) -> HookedTransformer:
+    model = HookedTransformer(parts.cfg, parts.tokenizer, move_to_device=False)
+    foldable = processed and parts.cfg.original_architecture != "Olmo3ForCausalLM"  # normalises after its sublayers
+    model.load_and_process_state_dict(
+        dict(parts.state_dict),
+        fold_ln=foldable,
+        center_writing_weights=foldable,
+        center_unembed=processed,
+        fold_value_biases=processed,
+    )
+    return model
+
+
+@torch.no_grad()
+def assert_same_function(parts: PretrainedParts, hf_model, processed: bool) -> None:
+    expected, actual = hf_model(TOKENS).logits, hooked(parts, processed)(TOKENS)
+    if processed:  # a centred unembedding shifts the logits of a position together
+        expected, actual = expected.log_softmax(-1), actual.log_softmax(-1)
+    tolerance = N_TERMS * torch.finfo(actual.dtype).eps * expected.abs().max().item()
+    torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("processed", [False, True], ids=["raw", "processed"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_model_in_memory_gives_its_own_logits(kind, processed):
+    hf_model = tiny_hf_model(kind)
+    before = {name: weight.clone() for name, weight in hf_model.state_dict().items()}
+    config_before = hf_model.config.to_dict()
+    parts = load_pretrained_parts("my-llama-run", hf_model=hf_model, fold_ln=processed, device="cpu")
+    assert_same_function(parts, hf_model, processed)
+    assert not any(weight.requires_grad for weight in parts.state_dict.values())
+    assert all(torch.equal(weight, before[name]) for name, weight in hf_model.state_dict().items())
+    assert hf_model.config.to_dict() == config_before
+    assert all(weight.requires_grad for weight in hf_model.parameters())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["llama-7b/gpt2", "gemma-bert-t5/my-llama-run"])
+def test_folder_gives_the_saved_models_logits_whatever_it_is_called(kind, name, tmp_path):
+    hf_model = tiny_hf_model(kind, seed=1)
+    folder = save(hf_model, tmp_path / name)
+    for processed in (False, True):
+        parts = load_pretrained_parts(str(folder), fold_ln=processed, device="cpu")
+        assert_same_function(parts, hf_model, processed)
+    assert parts.tokenizer is None
+    assert parts.cfg.tokenizer_name is None
+    assert parts.cfg.d_vocab == D_VOCAB
+    assert parts.cfg.model_name == folder.name
+
+
+@pytest.mark.parametrize("name", ["gpt2", "meta-llama/Llama-2-7b-hf", "gemma-2b", "pythia-70m", "nobody/ever"])
+def test_official_and_other_names_take_sizes_from_the_model_in_memory(name):
+    hf_model = tiny_hf_model("llama")
+    assert hf_model.config.architectures is None
+    parts = load_pretrained_parts(name, hf_model=hf_model, tokenizer=tiny_tokenizer(), device="cpu")
+    assert (parts.cfg.d_model, parts.cfg.n_key_value_heads, parts.cfg.n_ctx) == (24, 2, N_CTX)
+    assert_same_function(parts, hf_model, processed=True)
+
+
+def test_every_supported_architecture_has_a_tiny_model():
+    classes = {type(tiny_hf_model(kind)).__name__ for kind in KINDS}
+    assert classes == set(pretrained.SUPPORTED_ARCHITECTURES)
+
+
+def test_config_keeps_what_transformer_lens_would_guess():
+    assert load_pretrained_parts("x", hf_model=tiny_hf_model("gpt2_n_inner")).cfg.d_mlp == 33
+    assert load_pretrained_parts("x", hf_model=tiny_hf_model("neox")).cfg.rotary_base == 1234.0
+    assert load_pretrained_parts("x", hf_model=tiny_hf_model("neox")).cfg.rotary_dim == 2
+    assert load_pretrained_parts("x", hf_model=tiny_hf_model("qwen3")).cfg.n_ctx == N_CTX
+    wide = load_pretrained_parts("x", hf_model=tiny_hf_model("llama_head_dim")).cfg
+    assert (wide.d_head, wide.rotary_dim, wide.attn_scale) == (10, 10, pytest.approx(10**0.5))
+
+
+def test_llama3_rotary_scaling_is_kept():
+    scaling = {"rope_type": "llama3", "rope_theta": 1234.0, "factor": 8.0, "low_freq_factor": 1.0}
+    scaling |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 11}
+    hf_model = tiny_hf_model("llama", rope_parameters=scaling)
+    assert_same_function(load_pretrained_parts("x", hf_model=hf_model, device="cpu"), hf_model, processed=True)
+
+
+def test_float64_is_exact_to_float64_without_processing(tmp_path):
+    # GPT-2 only: Hugging Face's rotary angles and RMS norms are float32 in a float64 model too.
+    hf_model = tiny_hf_model("gpt2").double()
+    folder = save(hf_model, tmp_path / "run")
+    for name, model in (("x", hf_model), (folder, None)):
+        parts = load_pretrained_parts(name, hf_model=model, dtype=torch.float64, fold_ln=False, device="cpu")
+        assert {weight.dtype for weight in parts.state_dict.values()} == {torch.float64}
+        assert_same_function(parts, hf_model, processed=False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bfloat16_weights_are_the_rounded_float32_weights(kind, tmp_path):
+    hf_model = tiny_hf_model(kind)
+    exact = load_pretrained_parts("x", hf_model=hf_model, device="cpu").state_dict
+    folder = save(hf_model, tmp_path / "run")
+    for parts in (
+        load_pretrained_parts("x", hf_model=hf_model, dtype="bfloat16", device="cpu"),
+        load_pretrained_parts(folder, torch_dtype=torch.bfloat16, device="cpu"),
+    ):
+        assert parts.cfg.dtype == torch.bfloat16
+        assert parts.state_dict.keys() == exact.keys()
+        assert all(torch.equal(weight, exact[name].bfloat16()) for name, weight in parts.state_dict.items())
+    if parts.cfg.num_experts:
+        return  # TransformerLens keeps the router of a mixture of experts in float32 and then cannot run in bfloat16
+    with torch.no_grad():
+        logits = hooked(load_pretrained_parts(folder, dtype=torch.bfloat16, fold_ln=False, device="cpu"), False)(TOKENS)
+    assert logits.dtype == torch.bfloat16
+    assert logits.isfinite().all()
+
+
+def test_low_precision_model_is_widened_before_processing():
+    hf_model = tiny_hf_model("llama").bfloat16()
+    parts = load_pretrained_parts("x", hf_model=hf_model, device="cpu")
+    assert {weight.dtype for weight in parts.state_dict.values()} == {torch.float32}
+    assert_same_function(parts, hf_model.float(), processed=True)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "neox", "llama"])
+def test_first_n_layers_and_n_ctx_are_those_of_the_shortened_model(kind):
+    short = tiny_hf_model(kind)
+    parts = load_pretrained_parts("x", hf_model=short, first_n_layers=2, n_ctx=19, device="cpu")
+    assert (parts.cfg.n_layers, parts.cfg.n_ctx) == (2, 19)
+    layers = short.transformer.h if kind == "gpt2" else (short.gpt_neox if kind == "neox" else short.model).layers
+    del layers[2:]
+    short.config.num_hidden_layers = 2
+    assert_same_function(parts, short, processed=True)
+
+
+def test_options_reach_the_config():
+    hf_model = tiny_hf_model("gpt2")
+    parts = load_pretrained_parts("x", hf_model=hf_model, fold_ln=False, default_prepend_bos=False, device="cpu")
+    assert (parts.cfg.normalization_type, parts.cfg.default_prepend_bos, parts.cfg.device) == ("LN", False, "cpu")
+    assert load_pretrained_parts("x", hf_model=hf_model).cfg.normalization_type == "LNPre"
+    assert load_pretrained_parts("x", hf_model=tiny_hf_model("neox")).cfg.default_prepend_bos is False
+
+
+def test_longer_rotary_context_warns_and_longer_learned_context_is_refused(caplog):
+    with caplog.at_level(logging.WARNING):
+        assert load_pretrained_parts("x", hf_model=tiny_hf_model("llama"), n_ctx=50).cfg.n_ctx == 50
+    assert "n_ctx=50" in caplog.text
+    with pytest.raises(KVLensError, match="learned 29 positions, n_ctx=50"):
+        load_pretrained_parts("x", hf_model=tiny_hf_model("gpt2"), n_ctx=50)
+
+
+# Tokenizers
+
+
+def test_tokenizer_in_memory_works_offline_and_is_not_changed():
+    tokenizer = tiny_tokenizer()
+    tokenizer.padding_side = "left"
+    before = (dict(tokenizer.init_kwargs), tokenizer.encode("the cat"), tokenizer.pad_token)
+    parts = load_pretrained_parts("gpt2", hf_model=tiny_hf_model("gpt2"), tokenizer=tokenizer, device="cpu")
+    model = hooked(parts, processed=True)
+    plain = tokenizer.encode("the cat")
+    assert model.to_tokens("the cat").tolist() == [[0, *plain]]
+    assert model.to_tokens("the cat", prepend_bos=False).tolist() == [plain]
+    assert model.to_string(torch.tensor(plain)) == "the cat"
+    assert model.to_str_tokens("the cat")[0] == "<|endoftext|>"
+    assert model.tokenizer.padding_side == "left"
+    assert parts.cfg.tokenizer_name == "tiny-tokenizer"
+    assert (tokenizer.init_kwargs, tokenizer.encode("the cat"), tokenizer.pad_token) == before
+
+
+@pytest.mark.parametrize("name", ["run", "phi-gemma-llama"])
+def test_tokenizer_in_the_folder_is_used_and_one_that_is_given_wins(name, tmp_path):
+    folder = save(tiny_hf_model("gpt2"), tmp_path / name, tiny_tokenizer())
+    parts = load_pretrained_parts(folder, device="cpu")
+    assert parts.cfg.tokenizer_name == str(folder)
+    plain = tiny_tokenizer().encode("the dog sat")
+    assert hooked(parts, processed=False).to_tokens("the dog sat").tolist() == [[0, *plain]]
+    given = load_pretrained_parts(folder, tokenizer=tiny_tokenizer("mine"), device="cpu")
+    assert given.cfg.tokenizer_name == "mine"
+
+
+@pytest.mark.parametrize("change", ["no_bos", "colon_in_bos", "no_name", "says_no_bos"])
+def test_odd_tokenizers_are_taken_without_a_reload(change):
+    tokenizer = tiny_tokenizer()
+    if change == "no_bos":
+        tokenizer.bos_token = None
+    if change == "colon_in_bos":
+        tokenizer.add_special_tokens({"bos_token": "<a:bos>"})
+    if change == "no_name":
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, bos_token="<|endoftext|>")
+    if change == "says_no_bos":
+        tokenizer.init_kwargs["add_bos_token"] = False
+    parts = load_pretrained_parts("some-run", hf_model=tiny_hf_model("gpt2"), tokenizer=tokenizer, device="cpu")
+    model = hooked(parts, processed=False)
+    plain = tiny_tokenizer().encode("the log")
+    assert model.to_tokens("the log", prepend_bos=False).tolist() == [plain]
+    bos = tokenizer.bos_token_id if change == "colon_in_bos" else 0
+    assert model.to_tokens("the log", prepend_bos=True).tolist() == [[bos, *plain]]
+
+
+def test_official_name_takes_its_tokenizer_from_the_cache_if_it_is_there_and_fits(tmp_path, monkeypatch):
+    def cached(repo, file):
+        return str(tmp_path / file) if (tmp_path / file).exists() else None
+
+    monkeypatch.setattr(pretrained, "try_to_load_from_cache", cached)
+    parts = load_pretrained_parts("gpt2-small", hf_model=tiny_hf_model("gpt2"))
+    assert (parts.tokenizer, parts.cfg.tokenizer_name, parts.cfg.model_name) == (None, None, "gpt2")
+    tiny_tokenizer().save_pretrained(tmp_path)
+    parts = load_pretrained_parts("gpt2-small", hf_model=tiny_hf_model("gpt2"))
+    assert parts.cfg.tokenizer_name == "gpt2"
+    assert parts.tokenizer.encode("the cat") == [0, *tiny_tokenizer().encode("the cat")]
+    assert load_pretrained_parts("gpt2", hf_model=tiny_hf_model("gpt2", vocab_size=101)).tokenizer is None
+
+
+def test_tokenizer_larger_than_the_vocabulary_is_refused():
+    hf_model = tiny_hf_model("gpt2", vocab_size=101)
+    with pytest.raises(KVLensError, match="the model's vocabulary only 101"):
+        load_pretrained_parts("x", hf_model=hf_model, tokenizer=tiny_tokenizer())
+
+
+def test_broken_tokenizer_in_the_folder_is_named(tmp_path):
+    folder = save(tiny_hf_model("gpt2"), tmp_path / "run", tiny_tokenizer())
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(KVLensError, match=r"cannot load the tokenizer in .*run"):
+        load_pretrained_parts(folder)
+
+
+# What is left behind
+
+
+def test_nothing_is_left_behind(temporary_root, tmp_path, capsys):
+    folder = save(tiny_hf_model("llama"), tmp_path / "run", tiny_tokenizer())
+    random_state, directory, default = torch.get_rng_state(), os.getcwd(), torch.get_default_dtype()
+    load_pretrained_parts("x", hf_model=tiny_hf_model("llama"), dtype=torch.bfloat16)
+    load_pretrained_parts(folder, dtype=torch.bfloat16)
+    with pytest.raises(KVLensError):
+        load_pretrained_parts("x", hf_model=tiny_hf_model("llama"), first_n_layers=9)
+    assert list(temporary_root.iterdir()) == []
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert (os.getcwd(), torch.get_default_dtype()) == (directory, default)
+    assert capsys.readouterr().out == ""
+
+
+def test_temporary_folder_with_a_models_name_in_its_path(tmp_path, monkeypatch):
+    root = tmp_path / "llama-gemma"
+    root.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(root))
+    assert load_pretrained_parts("x", hf_model=tiny_hf_model("gpt2")).cfg.d_model == 20
+    assert list(root.iterdir()) == []
+
+
+# Bad input
+
+
+def test_folder_that_is_missing_or_incomplete_is_described(tmp_path):
+    with pytest.raises(KVLensError, match="nowhere does not exist; expected a folder"):
+        load_pretrained_parts(tmp_path / "nowhere")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(KVLensError, match=r"no config.json .* the folder is empty"):
+        load_pretrained_parts(empty)
+    folder = save(tiny_hf_model("gpt2"), tmp_path / "run")
+    with pytest.raises(KVLensError, match=r"config.json is a file; expected a folder"):
+        load_pretrained_parts(folder / "config.json")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(KVLensError, match=r"no weights .*model.safetensors; found \['config.json'"):
+        load_pretrained_parts(folder)
+    (folder / "model.safetensors").write_bytes(b"not weights")
+    with pytest.raises(KVLensError, match=r"cannot load the model in .*run"):
+        load_pretrained_parts(folder)
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(KVLensError, match="holds an adapter, not a full model"):
+        load_pretrained_parts(folder)
+
+
+def test_folder_that_lacks_a_weight_is_refused(tmp_path):
+    folder = save(tiny_hf_model("llama"), tmp_path / "run")
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(KVLensError, match=r"lack 1 of the model's parameters .*layers.1.mlp.up_proj"):
+        load_pretrained_parts(folder)
+
+
+def test_unreadable_and_unknown_configs_are_refused(tmp_path):
+    folder = save(tiny_hf_model("llama"), tmp_path / "run")
+    config = json.loads((folder / "config.json").read_text())
+    for change, message in (
+        ({"model_type": "perceptron"}, "transformers cannot read .*config.json.*perceptron"),
+        (
+            {"model_type": "mamba", "architectures": ["MambaForCausalLM"]},
+            "architecture MambaForCausalLM.*Supported: .*Llam",
+        ),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "holds a quantised model"),
+    ):
+        (folder / "config.json").write_text(json.dumps({**config, **change}))
+        with pytest.raises(KVLensError, match=message):
+            load_pretrained_parts(folder)
+
+
+def test_models_in_memory_that_cannot_be_converted_are_refused():
+    sizes = {"hidden_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 7}
+    bert = BertLMHeadModel(BertConfig(vocab_size=11, is_decoder=True, **sizes))
+    with pytest.raises(KVLensError, match=r"architecture BertLMHeadModel, .*Supported: .*GPT2LMHeadModel"):
+        load_pretrained_parts("x", hf_model=bert)
+    with pytest.raises(KVLensError, match="architecture GPT2Model"):
+        load_pretrained_parts("x", hf_model=GPT2Model(tiny_hf_model("gpt2").config))
+    with pytest.raises(KVLensError, match="must be a transformers PreTrainedModel, got Linear"):
+        load_pretrained_parts("x", hf_model=torch.nn.Linear(2, 3))
+    with pytest.raises(KVLensError, match="on the meta device"):
+        load_pretrained_parts("x", hf_model=tiny_hf_model("gpt2").to("meta"))
+    packed = tiny_hf_model("gpt2")
+    packed.lm_head.weight = torch.nn.Parameter(torch.zeros(2, 3, dtype=torch.uint8), requires_grad=False)
+    with pytest.raises(KVLensError, match=r"stored as torch.uint8: a quantised model"):
+        load_pretrained_parts("x", hf_model=packed)
+
+
+def test_features_that_would_be_dropped_without_a_word_are_refused():
+    with pytest.raises(KVLensError, match=r"q_proj.bias is not zero"):
+        load_pretrained_parts("x", hf_model=tiny_hf_model("llama", attention_bias=True))
+    with pytest.raises(KVLensError, match="scales its rotary angles by 'linear'"):
+        rotary = {"rope_type": "linear", "rope_theta": 1234.0, "factor": 2.0}
+        load_pretrained_parts("x", hf_model=tiny_hf_model("llama", rope_parameters=rotary))
+    sliding = tiny_hf_model("qwen2", use_sliding_window=True, sliding_window=5, max_window_layers=1)
+    with pytest.raises(KVLensError, match=r"sliding window of 5.*n_ctx=5 or less"):
+        load_pretrained_parts("x", hf_model=sliding)
+    assert load_pretrained_parts("x", hf_model=sliding, n_ctx=5).cfg.n_ctx == 5
+
+
+def test_arguments_that_cannot_be_honoured_are_refused(tmp_path):
+    hf_model = tiny_hf_model("gpt2")
+    for arguments, message in (
+        ({"dtype": torch.int8}, "dtype must be one of"),
+        ({"dtype": "float23"}, "did you mean 'float32'"),
+        ({"load_in_8bit": True}, "load_in_8bit asks for quantised weights"),
+        ({"checkpoint_index": 3}, "checkpoint_index belongs to models loaded by official name"),
+        ({"first_n_layers": 4}, r"first_n_layers must be 1 to 3 \(the model's layers\), got 4"),
+        ({"first_n_layers": 0}, "first_n_layers must be 1 to 3"),
+        ({"n_ctx": 0}, "n_ctx must be at least 1"),
+        ({"revisoin": "main"}, r"\['revisoin'\] would have no effect"),
+    ):
+        with pytest.raises(KVLensError, match=message):
+            load_pretrained_parts("x", hf_model=hf_model, **arguments)
+
+
+def test_mistyped_official_name_gets_the_nearest():
+    with pytest.raises(KVLensError, match="did you mean 'gpt2'"):
+        official_name("gtp2")
+    with pytest.raises(KVLensError, match="did you mean 'pythia-70m'"):
+        load_pretrained_parts("pythia-70n")
+    with pytest.raises(KVLensError, match="'gpt2' is a name on the hub"):
+        load_pretrained_parts("gpt2-small")
+    assert official_name("GPT2-small") == "gpt2"
+
+
+def test_what_counts_as_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gpt2").mkdir()
+    assert not is_local_folder("gpt2")  # an official name wins over a folder that holds no model
+    (tmp_path / "gpt2" / "config.json").write_text("{}")
+    assert is_local_folder("gpt2")
+    (tmp_path / "my-run").mkdir()
+    assert is_local_folder("my-run")
+    for name in ("./run", "../run", "~/run", "/a/run", "a/b/run"):
+        assert is_local_folder(name)
+    assert is_local_folder(Path("gtp2"))
+    for name in ("gtp2", "EleutherAI/pythia-70m", "someone/some-model"):
+        assert not is_local_folder(name)
+
+
+def test_tiny_models_are_the_same_for_the_same_seed():
+    state = torch.get_rng_state()
+    one, same, other = tiny_hf_model("llama", 3), tiny_hf_model("llama", 3), tiny_hf_model("llama", 4)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(one(TOKENS).logits, same(TOKENS).logits)
+    assert not torch.allclose(one(TOKENS).logits, other(TOKENS).logits)
+    assert tiny_tokenizer().vocab_size <= tiny_hf.D_VOCAB
