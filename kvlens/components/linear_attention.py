@@ -87,12 +87,12 @@ class _Linear(KVShiftAndHooks):
         mask = real_tokens(attention_mask, q.shape[1], q.device)
         shifted, boundary = self.shift({"q": q, "k": k, "v": v}, {} if entry is None else entry.boundary, mask)
         accumulate = torch.promote_types(q.dtype, torch.float32)
-        q, k, v = (shifted[x].to(accumulate) for x in "qkv")
-
         n_before = 0 if entry is None else entry.n_tokens
-        phi_q, phi_k, norm_q, norm_k = self._features(q, k, n_before, mask)
-        bias = self._read_bias(q.shape[0], accumulate)
-        z, state = self._attend(phi_q, phi_k, norm_q, norm_k, v, bias, entry, n_before, mask)
+        with torch.autocast(q.device.type, enabled=False):  # or it would round the products below to its own dtype
+            q, k, v = (shifted[x].to(accumulate) for x in "qkv")
+            phi_q, phi_k, norm_q, norm_k = self._features(q, k, n_before, mask)
+            bias = self._read_bias(q.shape[0], accumulate)
+            z, state = self._attend(phi_q, phi_k, norm_q, norm_k, v, bias, entry, n_before, mask)
         if entry is not None and not entry.frozen:
             entry.state, entry.boundary, entry.bias = state, boundary, bias
             entry.n_tokens = n_before + (q.shape[1] if mask is None else mask.sum(dim=1))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from kvlens.errors import KVLensError
@@ -23,8 +23,20 @@ FORMAT_VERSION = 1
 _RECOMPUTED = ("mask", "IGNORE", "rotary_sin", "rotary_cos")
 
 
-def save_model(model: "HookedKVTransformer", folder: str | Path, *, overwrite: bool = False) -> None:
+def save_model(
+    model: "HookedKVTransformer",
+    folder: str | Path,
+    *,
+    overwrite: bool = False,
+    stored_dtype: torch.dtype | None = None,
+) -> None:
     """Write ``model`` to ``folder``: into a temporary neighbour first, then renamed into place.
+
+    Args:
+        model: what to save; an attached bias is not saved.
+        folder: its path; parents are made.
+        overwrite: replace a folder that is not empty.
+        stored_dtype: round the weights to this dtype on disk, e.g. float16 for half the size; loading widens them again.
 
     Raises:
         KVLensError: the folder exists and is not empty (unless ``overwrite``), or cannot be written.
@@ -34,12 +46,16 @@ def save_model(model: "HookedKVTransformer", folder: str | Path, *, overwrite: b
         raise KVLensError(f"save: {folder} exists and is not empty; choose another folder, or pass overwrite=True")
     config = {"format": "kvlens.model", "format_version": FORMAT_VERSION, "kvlens_version": version("kvlens")}
     config["config"] = {**model.cfg.to_json(), "default_prepend_bos": model.default_prepend_bos_detached}
-    tensors = {n: t.detach().cpu().contiguous().clone() for n, t in model.state_dict().items() if _is_stored(n)}
+    tensors = {
+        n: t.detach().to("cpu", stored_dtype or t.dtype).contiguous().clone()
+        for n, t in model.state_dict().items()
+        if _is_stored(n)
+    }
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
         try:
-            save_file(tensors, temporary / "model.safetensors", {"format": "pt"})
+            (temporary / "model.safetensors").write_bytes(save(tensors, {"format": "pt"}))
             (temporary / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
             if model.tokenizer is not None:
                 model.tokenizer.save_pretrained(temporary)

@@ -363,11 +363,11 @@ class HookedKVTransformer(HookedTransformer):
 
         return cls.load(folder_of(name), device=device, dtype=dtype)
 
-    def save(self, folder: str | Path, *, overwrite: bool = False) -> None:
+    def save(self, folder: str | Path, *, overwrite: bool = False, stored_dtype: torch.dtype | None = None) -> None:
         """Write weights (safetensors), configuration (JSON) and tokenizer to ``folder``, whole or not at all."""
         from kvlens.model.storage import save_model  # imports this module
 
-        save_model(self, folder, overwrite=overwrite)
+        save_model(self, folder, overwrite=overwrite, stored_dtype=stored_dtype)
 
     @classmethod
     def load(cls, folder: str | Path, *, device: Any = None, dtype: torch.dtype | None = None) -> "HookedKVTransformer":

@@ -1,0 +1,73 @@
+"""How much a context helps a model, in front of the text and as a converted bias: the measure that a shipped model must pass."""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from kvlens.conversion import convert_prompt
+from kvlens.errors import KVLensError
+from kvlens.model import HookedKVTransformer
+
+
+class ContextEffect(NamedTuple):
+    """Mean next-token losses on the text, nats a token, over the same predictions.
+
+    Attributes:
+        without: BOS and the text alone.
+        with_context: the context in front.
+        converted: the context as a bias, the text alone.
+        relative_error: of the converted model's logits against those with the context, ||new - old|| / ||old||.
+    """
+
+    without: float
+    with_context: float
+    converted: float
+    relative_error: float
+
+    @property
+    def gain(self) -> float:
+        """Nats a token that the converted context saves."""
+        return self.without - self.converted
+
+
+@torch.no_grad()
+def context_effect(
+    model: HookedKVTransformer, windows: Int[Tensor, "window pos"], n_context: int, *, batch_size: int = 32
+) -> ContextEffect:
+    """Measure on windows of ``n_context`` tokens of context followed by text.
+
+    Args:
+        model: with linear attention and a tokenizer that has a BOS.
+        windows: BOS and text, as :meth:`kvlens.training.TokenWindows.consecutive` cuts them.
+        n_context: tokens of context, BOS included; what follows is the text, of which every token but the first is predicted.
+
+    Raises:
+        KVLensError: no windows, or no text behind the context.
+    """
+    if len(windows) == 0 or windows.shape[1] < n_context + 2:
+        raise KVLensError(
+            f"context_effect: expected windows of more than {n_context + 1} tokens, got {list(windows.shape)}"
+        )
+    if model.tokenizer is None:
+        raise KVLensError("context_effect: the model has no tokenizer, so there is no BOS for the text alone")
+    sums = torch.zeros(3, dtype=torch.float64)
+    squares = torch.zeros(2, dtype=torch.float64)
+    for batch in windows.split(batch_size):
+        text = batch[:, n_context:]
+        bos = torch.full_like(text[:, :1], model.tokenizer.bos_token_id)
+        alone = model(torch.cat([bos, text], dim=1))[:, 1:]
+        original = model(batch)[:, n_context:]
+        with model.kv_bias(convert_prompt(model, batch[:, :n_context])):
+            converted = model(text)
+        sums += torch.stack([_loss(logits, text) for logits in (alone, original, converted)])
+        squares += torch.stack([(converted - original).double().square().sum(), original.double().square().sum()]).cpu()
+    losses = (sums / len(windows)).tolist()
+    return ContextEffect(*losses, relative_error=float((squares[0] / squares[1]).sqrt()))
+
+
+def _loss(logits: Tensor, text: Tensor) -> Tensor:
+    """Summed over windows, averaged over their predictions, in float64."""
+    log_probs = logits[:, :-1].double().log_softmax(dim=-1)
+    return -log_probs.gather(-1, text[:, 1:, None]).squeeze(-1).mean(dim=1).sum().cpu()
