@@ -82,6 +82,7 @@ class _Linear(KVShiftAndHooks):
         """[batch, pos, d_model] from [batch, pos, d_model] or [batch, pos, head, d_model], as TransformerLens' attention."""
         if additive_attention_mask is not None or position_bias is not None:
             raise KVLensError("linear attention has no softmax scores to add a mask or position bias to")
+        self._check_batch(query_input.shape[0])
         entry = past_kv_cache_entry
         q, k, v = self.calculate_qkv_matrices(query_input, key_input, value_input)
         mask = real_tokens(attention_mask, q.shape[1], q.device)
@@ -91,13 +92,21 @@ class _Linear(KVShiftAndHooks):
         with torch.autocast(q.device.type, enabled=False):  # or it would round the products below to its own dtype
             q, k, v = (shifted[x].to(accumulate) for x in "qkv")
             phi_q, phi_k, norm_q, norm_k = self._features(q, k, n_before, mask)
-            bias = self._read_bias(q.shape[0], accumulate)
+            bias = self._read_bias(accumulate)
             z, state = self._attend(phi_q, phi_k, norm_q, norm_k, v, bias, entry, n_before, mask)
         if entry is not None and not entry.frozen:
             entry.state, entry.boundary, entry.bias = state, boundary, bias
             entry.n_tokens = n_before + (q.shape[1] if mask is None else mask.sum(dim=1))
             entry.n_places += q.shape[1]
         return self._project(self.hook_z(z.to(self.W_O.dtype)))
+
+    def _check_batch(self, batch: int) -> None:
+        n_prompts = 1 if self.layer_bias is None else self.layer_bias.b_kv.shape[0]
+        if n_prompts not in (1, batch):
+            raise KVLensError(
+                f"the attached bias holds {n_prompts} prompts and the input has batch {batch}: give one row of input a prompt, "
+                "or attach the bias of a single prompt, which serves every row"
+            )
 
     def _features(
         self, q: Tensor, k: Tensor, n_before: int | Tensor, mask: Tensor | None
@@ -133,7 +142,7 @@ class _Linear(KVShiftAndHooks):
         cos, sin = self.rotary_table.at(positions, q.dtype)
         return cos[:, :, None], sin[:, :, None]
 
-    def _read_bias(self, batch: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None] | None:
+    def _read_bias(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None] | None:
         """(b_KV, b_D) through their hooks: the attached bias, else the trained one, else None. b_D is None under "none"."""
         if self.layer_bias is not None:
             b_kv, b_d = self.layer_bias.b_kv, self.layer_bias.b_d
@@ -141,11 +150,6 @@ class _Linear(KVShiftAndHooks):
             b_kv, b_d = self.b_KV[None], self.b_D[None]
         else:
             return None
-        if b_kv.shape[0] not in (1, batch):
-            raise KVLensError(
-                f"the attached bias holds {b_kv.shape[0]} prompts and the input has batch {batch}: give one row of input "
-                "a prompt, or attach the bias of a single prompt, which serves every row"
-            )
         b_kv = self.hook_b_kv(b_kv.to(dtype))
         return b_kv, self.hook_b_d(b_d.to(dtype)) if self.cfg.normalizer == "kernel" else None
 

@@ -12,6 +12,9 @@ from kvlens.model.weights import check_weight_processing
 if TYPE_CHECKING:
     from kvlens.model.transformer import HookedKVTransformer
 
+POST_NORM = ("Olmo2ForCausalLM", "Olmo3ForCausalLM")
+"""Norms behind each sublayer: folding them into, or centring, the weights that read or write would be wrong."""
+
 
 def build_with_ready_tokenizer(
     cls: type["HookedKVTransformer"], cfg: HookedKVTransformerConfig, tokenizer: Any, move_to_device: bool = True
@@ -105,6 +108,8 @@ def from_pretrained(
         }
         return _from_hub(cls, official_name(str(model_name)), tokenizer, kv_shift, processing, loader_kwargs)
     parts = load_pretrained_parts(model_name, hf_model=hf_model, tokenizer=tokenizer, fold_ln=fold_ln, **loader_kwargs)
+    if parts.cfg.original_architecture in POST_NORM:  # as TransformerLens' own from_pretrained does, with a warning
+        fold_ln = center_writing_weights = False
     cfg = HookedKVTransformerConfig.from_tl(parts.cfg, kv_shift=kv_shift, init_weights=False)
     model = build_with_ready_tokenizer(cls, cfg, None, move_to_device=False)
     if parts.tokenizer is not None:

@@ -1,0 +1,25 @@
+"""Shared by all tests: no network, few threads, one pool of random-looking but fixed models, and the outside data folder."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from pathlib import Path
+
+import pytest
+import torch
+
+torch.set_num_threads(1)  # the tests run one process a core
+
+
+@pytest.fixture(scope="session")
+def outside_data() -> Path:
+    """The folder of trained models and texts that nobody in this project made; absent from a user's checkout."""
+    default = Path(__file__).resolve().parents[1].parent / "shared" / "data"
+    folder = Path(os.environ.get("KVLENS_TEST_DATA", default))
+    if not folder.is_dir():
+        pytest.skip(
+            "no outside data here: set KVLENS_TEST_DATA to a folder that holds stories260K.bin and its tokenizer"
+        )
+    return folder

@@ -1,0 +1,326 @@
+"""Exact conversion: laws on small float64 models, every kind of prompt, and every refusal."""
+
+import math
+
+import pytest
+import torch
+from small_models import linear_model, relative_error, small_model, tokens
+
+from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVBias, KVLensError, KVShiftConfig, convert_prompt
+from kvlens.training import train_bpe_tokenizer
+
+ROUNDING = 1e-14  # float64: tens of terms through two layers
+
+VARIANTS = {
+    "rope after": {},
+    "window 3 with queries": dict(kv_shift=KVShiftConfig(window=3, queries=True)),
+    "rope before": dict(rotary_placement="before"),
+    "hedgehog": dict(feature_map="hedgehog"),
+    "taylor none": dict(feature_map="taylor", normalizer="none"),
+    "gqa": dict(n_heads=6, d_model=36, n_key_value_heads=2),
+    "gqa decay": dict(n_heads=6, d_model=36, n_key_value_heads=3, normalizer="none", decay="retnet"),
+    "learned": dict(positional_embedding_type="standard"),
+    "sinusoidal": dict(positional_embedding_type="sinusoidal"),
+    "no positions": dict(positional_embedding_type="none"),
+    "keys only": dict(kv_shift=KVShiftConfig(values=False)),
+}
+
+
+def model_of(name, **more):
+    return linear_model(**{**VARIANTS[name], **more}).requires_grad_(False)
+
+
+def logits_under(model, bias, text):
+    with model.kv_bias(bias):
+        return model(text)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_bias_replaces_the_prompt(name):
+    model, prompt, text = model_of(name), tokens(3, 7, seed=1), tokens(3, 9)
+    bias = convert_prompt(model, prompt)
+    whole = model(torch.cat([prompt, text], dim=1))[:, 7:]
+    assert relative_error(logits_under(model, bias, text), whole) < ROUNDING
+    assert bias.b_KV.shape == (2, 3, model.cfg.n_heads, model.cfg.d_phi, 6)
+    assert bias.n_prompt_tokens == 7
+    assert bias.position_offset == (0 if model.cfg.rotates_after else 7)
+    assert relative_error(model(text), whole) > 1e-3  # the prompt matters
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_converting_on_top_equals_converting_the_concatenation(name):
+    model = model_of(name)
+    pieces = [tokens(1, n, seed=n)[0] for n in (4, 1, 2, 3)]
+    whole = convert_prompt(model, torch.cat(pieces))
+    step = None
+    for piece in pieces:
+        step = convert_prompt(model, piece, initial=step)
+    for field in ("b_KV", "b_D", "last_k", "last_v", "last_q"):
+        a, b = getattr(step, field), getattr(whole, field)
+        assert a.shape == b.shape
+        if b.numel() and b.norm() > 0:
+            assert relative_error(a, b) < ROUNDING
+    assert step.n_prompt_tokens == 10
+    assert step.position_offset == whole.position_offset
+
+
+@pytest.mark.parametrize("name", ["rope after", "gqa decay", "learned"])
+def test_twenty_prompts_one_after_another(name):
+    model, text = model_of(name, n_ctx=200), tokens(1, 9)
+    prompts = [tokens(1, 5, seed=s)[0] for s in range(20)]
+    bias = None
+    for prompt in prompts:
+        bias = convert_prompt(model, prompt, initial=bias)
+    whole = model(torch.cat([torch.cat(prompts)[None], text], dim=1))[:, 100:]
+    assert relative_error(logits_under(model, bias, text), whole) < 1e-13  # 100 tokens more than the others
+
+
+def test_an_attached_bias_is_continued():
+    model, text = model_of("rope after"), tokens(1, 6)
+    first, second = tokens(1, 4, seed=1)[0], tokens(1, 5, seed=2)[0]
+    with model.kv_bias(convert_prompt(model, first)):
+        bias = convert_prompt(model, second)
+    whole = model(torch.cat([first, second, text[0]])[None])[:, 9:]
+    assert relative_error(logits_under(model, bias, text), whole) < ROUNDING
+
+
+def test_a_trained_bias_is_continued_and_then_replaced():
+    model, prompt, text = model_of("rope after", trainable_kv_bias=True), tokens(1, 5, seed=1), tokens(1, 6)
+    for block in model.blocks:
+        block.attn.b_KV.uniform_(0, 1)
+        block.attn.b_D.uniform_(1, 2)
+    whole = model(torch.cat([prompt, text], dim=1))[:, 5:]
+    assert relative_error(logits_under(model, convert_prompt(model, prompt), text), whole) < ROUNDING
+
+
+def test_prompts_of_unequal_length_have_their_own_length_and_offset():
+    for name in ("rope after", "learned", "gqa decay", "rope before"):
+        model, text = tokenized_model(**VARIANTS[name]), tokens(3, 6)
+        texts = ["the cat", "the dog ran to the man and sat", "a"]
+        batch = convert_prompt(model, texts)
+        singles = [convert_prompt(model, t) for t in texts]
+        assert batch.n_prompt_tokens.tolist() == [s.n_prompt_tokens for s in singles]
+        got = logits_under(model, batch, text)
+        expected = torch.cat([logits_under(model, s, text[i : i + 1]) for i, s in enumerate(singles)])
+        assert relative_error(got, expected) < ROUNDING
+        again = convert_prompt(model, tokens(3, 4, seed=5), initial=batch)
+        one = convert_prompt(model, tokens(3, 4, seed=5)[1], initial=singles[1])
+        assert relative_error(again.select_prompt(1).b_KV, one.b_KV) < ROUNDING
+        assert again.select_prompt(1).n_prompt_tokens == one.n_prompt_tokens
+
+
+def test_one_prompt_serves_every_row():
+    model, text = model_of("rope after"), tokens(4, 6)
+    bias = convert_prompt(model, tokens(1, 5, seed=1)[0])
+    rows = torch.cat([logits_under(model, bias, text[i : i + 1]) for i in range(4)])
+    assert relative_error(logits_under(model, bias, text), rows) < ROUNDING
+
+
+def tokenized_model(**changes):
+    tokenizer = train_bpe_tokenizer(["the cat sat on the mat and the dog ran to the man"] * 3, vocab_size=280)
+    heads = changes.pop("n_heads", 5)
+    sizes = {k: v for k, v in changes.items() if k != "d_model"}
+    cfg = HookedKVTransformerConfig(
+        **{
+            **dict(
+                n_layers=2, d_model=6 * heads, d_head=6, n_heads=heads, n_ctx=64, act_fn="gelu", seed=0, device="cpu"
+            ),
+            **dict(attention="linear", positional_embedding_type="rotary", kv_shift=KVShiftConfig(window=2)),
+            **dict(dtype=torch.float64, d_vocab=len(tokenizer)),
+            **sizes,
+        }
+    )
+    return HookedKVTransformer(cfg, tokenizer=tokenizer).requires_grad_(False)
+
+
+def test_bos_stands_once_at_the_start():
+    model = tokenized_model()
+    prompt, text = "the cat sat", " on the mat"
+    bias = convert_prompt(model, prompt)
+    assert bias.n_prompt_tokens == model.to_tokens(prompt).shape[1]
+    whole = torch.cat([model.to_tokens(prompt), model.to_tokens(text, prepend_bos=False)], dim=1)
+    with model.kv_bias(bias):
+        assert relative_error(model(text), model_outside(model, whole, bias.n_prompt_tokens)) < ROUNDING
+        assert model.to_tokens(text)[0, 0] != model.tokenizer.bos_token_id
+        assert model.to_tokens(text, prepend_bos=True)[0, 0] == model.tokenizer.bos_token_id
+        more = convert_prompt(model, text)
+    assert model.to_tokens(text)[0, 0] == model.tokenizer.bos_token_id
+    assert more.n_prompt_tokens == whole.shape[1]
+    assert convert_prompt(model, prompt, prepend_bos=False).n_prompt_tokens == bias.n_prompt_tokens - 1
+
+
+def model_outside(model, whole, n):
+    attached = model.attached_kv_bias
+    model.detach_kv_bias()
+    try:
+        return model(whole)[:, n:]
+    finally:
+        if attached is not None:
+            model.attach_kv_bias(attached)
+
+
+def test_generation_under_a_bias_is_generation_after_the_prompt():
+    model = tokenized_model()
+    options = dict(max_new_tokens=8, do_sample=False, stop_at_eos=False, verbose=False)
+    bias = convert_prompt(model, "the cat sat")
+    text = model.to_tokens(" on the mat", prepend_bos=False)
+    whole = torch.cat([model.to_tokens("the cat sat"), text], dim=1)
+    expected = model.generate(whole, **options)[:, whole.shape[1] :]
+    with model.kv_bias(bias):
+        for cached in (True, False):
+            assert torch.equal(model.generate(text, use_past_kv_cache=cached, **options)[:, text.shape[1] :], expected)
+        assert model.generate(" on the mat", **options).startswith(" on the mat")
+
+
+def test_the_context_manager_restores_what_was_there():
+    model, text = model_of("learned"), tokens(1, 6)
+    outer, inner = convert_prompt(model, tokens(1, 3)[0]), convert_prompt(model, tokens(1, 5)[0])
+    free = model(text)
+    with model.kv_bias(outer):
+        under = model(text)
+        with pytest.raises(RuntimeError), model.kv_bias(inner):
+            raise RuntimeError
+        assert model.attached_kv_bias is outer
+        assert torch.equal(model(text), under)
+    assert model.attached_kv_bias is None
+    assert torch.equal(model(text), free)
+
+
+def test_zero_like_is_the_model_without_a_prompt():
+    model, text = model_of("rope after"), tokens(1, 6)
+    bias = convert_prompt(model, tokens(1, 5)[0]).zero_like()
+    assert torch.equal(logits_under(model, bias, text), model(text))
+
+
+def test_interventions_inside_the_prompts_own_pass_reach_the_bias():
+    model, prompt = model_of("rope after"), tokens(1, 5)[0]
+    hook = ("blocks.1.attn.hook_v", lambda v, hook: v * 0)
+    bias, plain = convert_prompt(model, prompt, fwd_hooks=[hook]), convert_prompt(model, prompt)
+    assert torch.equal(bias.b_KV[0], plain.b_KV[0])
+    assert bool((bias.b_KV[1] == 0).all())
+    assert torch.equal(bias.b_D, plain.b_D)
+
+
+def test_the_shift_boundary_is_part_of_the_prompt():
+    model, prompt, text = model_of("rope after"), tokens(1, 7, seed=1), tokens(1, 9)
+    bias = convert_prompt(model, prompt)
+    whole = model(torch.cat([prompt, text], dim=1))[:, 7:]
+    from dataclasses import replace
+
+    without = replace(bias, last_k=bias.last_k * 0, last_v=bias.last_v * 0)
+    assert relative_error(logits_under(model, without, text), whole) > 1e-3
+
+
+def test_a_pencil_example():
+    """Two tokens, one head, weights 1: b_KV = sum phi(k) v and b_D = sum phi(k), by hand."""
+    cfg = HookedKVTransformerConfig(
+        n_layers=1, d_model=1, d_head=1, n_heads=1, n_ctx=4, d_vocab=3, attn_only=True, normalization_type=None,
+        attention="linear", feature_map="relu", positional_embedding_type="none", dtype=torch.float64, device="cpu",
+        act_fn="relu", kv_shift=KVShiftConfig(init="identity"),
+    )  # fmt: skip
+    model = HookedKVTransformer(cfg).requires_grad_(False)
+    model.embed.W_E.copy_(torch.tensor([[1.0], [2.0], [5.0]]))
+    for name in ("W_Q", "W_K", "W_V", "W_O"):
+        getattr(model.blocks[0].attn, name).fill_(1.0)
+    bias = convert_prompt(model, torch.tensor([0, 1]))  # k = v = 1, then 2; phi(k) = k + 0.001
+    assert bias.b_KV.item() == pytest.approx(1.001 * 1 + 2.001 * 2)
+    assert bias.b_D.item() == pytest.approx(1.001 + 2.001)
+    assert bias.last_k.flatten().tolist() == [2.0]
+    # the text "5": z = 5.001 (1.001 + 4.002 + 5.001 * 5) / (5.001 (1.001 + 2.001 + 5.001))
+    with model.kv_bias(bias):
+        _, cache = model.run_with_cache(torch.tensor([[2]]))
+    assert cache["z", 0].item() == pytest.approx((1.001 + 4.002 + 25.005) / (1.001 + 2.001 + 5.001))
+
+
+def test_attention_kinds_that_cannot_be_converted_say_why():
+    with pytest.raises(KVLensError, match="softmax attention.*no finite sum"):
+        convert_prompt(small_model(), tokens(1, 3))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (torch.zeros(0, dtype=torch.long), "empty"),
+        (torch.zeros(1, 0, dtype=torch.long), "empty"),
+        (torch.tensor([[1, 17]]), r"0\.\.16"),
+        (torch.tensor([1.0, 2.0]), "integers"),
+        (torch.zeros(1, 1, 1, dtype=torch.long), "shape"),
+        ("some text", "no tokenizer"),
+        (7, "got int"),
+        ([], "empty list"),
+    ],
+)
+def test_bad_prompts_are_refused(prompt, message):
+    with pytest.raises(KVLensError, match=message):
+        convert_prompt(linear_model(), prompt)
+
+
+def test_empty_strings_are_refused():
+    with pytest.raises(KVLensError, match="empty"):
+        convert_prompt(tokenized_model(), "")
+
+
+def test_a_prompt_beyond_learned_positions_is_refused():
+    model = model_of("learned")
+    with pytest.raises(KVLensError, match="n_ctx=41"):
+        convert_prompt(model, tokens(1, 42))
+    bias = convert_prompt(model, tokens(1, 40))
+    with model.kv_bias(bias), pytest.raises(KVLensError, match="attached prompt included"):
+        model(tokens(1, 2))
+
+
+def test_a_bias_of_another_model_is_refused_with_the_field_that_differs():
+    bias = convert_prompt(model_of("rope after"), tokens(1, 4))
+    for other, field in (
+        (model_of("rope after", seed=9), "weights differs .same structure"),
+        (model_of("gqa"), "n_heads"),
+        (model_of("hedgehog"), "d_phi"),
+        (model_of("keys only"), "kv_shift"),
+        (model_of("rope before"), "rotary_placement"),
+        (small_model(), "attention"),
+    ):
+        with pytest.raises(KVLensError, match=f"attach_kv_bias: {field}"):
+            other.attach_kv_bias(bias)
+        assert other.attached_kv_bias is None
+    with pytest.raises(KVLensError, match="expected a KVBias"):
+        model_of("gqa").attach_kv_bias("prompt.safetensors")
+
+
+def test_changed_weights_are_noticed_even_when_set_in_place():
+    model = model_of("rope after")
+    bias = convert_prompt(model, tokens(1, 4))
+    model.blocks[0].attn.W_Q.data[0, 0, 0] += 1
+    with pytest.raises(KVLensError, match="weights"):
+        model.attach_kv_bias(bias)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_dtype_is_not_part_of_the_fingerprint(dtype):
+    model = model_of("rope after", dtype=torch.float32)
+    bias = convert_prompt(model, tokens(1, 4))
+    model.to(dtype, print_details=False)
+    model.attach_kv_bias(bias)
+    assert model(tokens(1, 3)).dtype == dtype
+
+
+def test_nan_weights_are_named():
+    model = model_of("rope after")
+    model.blocks[1].attn.W_K[0, 0, 0] = math.nan
+    with pytest.raises(KVLensError, match=r"layer 1 is not finite; .*blocks\.1\.attn\.W_K"):
+        convert_prompt(model, tokens(1, 4))
+
+
+def test_a_batch_of_prompts_needs_a_batch_of_texts():
+    model = model_of("rope after")
+    with model.kv_bias(convert_prompt(model, tokens(3, 4))), pytest.raises(KVLensError, match="holds 3 prompts"):
+        model(tokens(2, 5))
+    with pytest.raises(KVLensError, match="holds 3 prompts"):
+        convert_prompt(model, tokens(2, 4), initial=convert_prompt(model, tokens(3, 4)))
+
+
+def test_a_bias_from_a_file_is_the_bias(tmp_path):
+    model, text = model_of("gqa"), tokens(3, 6)
+    bias = convert_prompt(model, tokens(3, 5, seed=2))
+    bias.save(tmp_path / "prompt.safetensors")
+    loaded = KVBias.load(tmp_path / "prompt.safetensors")
+    assert torch.equal(logits_under(model, loaded, text), logits_under(model, bias, text))

@@ -1,0 +1,377 @@
+"""A linear or shifted model behaves as a TransformerLens user expects: hooks, caches, decoding, padding, generation."""
+
+import copy
+
+import pytest
+import torch
+from small_models import linear_model, relative_error, small_model, tokens
+
+from kvlens import HookedKVTransformerConfig, KVLensError, KVShiftConfig, convert_prompt
+from kvlens._tl import TransformerLensKeyValueCache
+from kvlens.training import train_bpe_tokenizer
+
+ROUNDING = (
+    1e-14  # float64 sums of at most a few hundred terms of one sign: n * 2.2e-16, n < 50 on the way through 2 layers
+)
+
+VARIANTS = {
+    "rope after": {},
+    "rope before": dict(rotary_placement="before", rotary_dim=4),
+    "hedgehog": dict(feature_map="hedgehog"),
+    "taylor": dict(feature_map="taylor", normalizer="none"),
+    "random": dict(feature_map="random", n_random_features=7),
+    "gqa": dict(n_heads=6, d_model=36, n_key_value_heads=2),
+    "gqa decay": dict(n_heads=6, d_model=36, n_key_value_heads=2, normalizer="none", decay="retnet"),
+    "decay": dict(normalizer="none", decay=[0.9, 0.8, 0.7, 0.6, 1.0], feature_map="identity"),
+    "learned": dict(positional_embedding_type="standard"),
+    "sinusoidal": dict(positional_embedding_type="sinusoidal"),
+    "no positions": dict(positional_embedding_type="none"),
+    "no shift": dict(kv_shift=None),
+    "split": dict(use_split_qkv_input=True, use_attn_result=True),
+    "attn in": dict(use_attn_in=True),
+    "trained bias": dict(trainable_kv_bias=True),
+}
+
+
+def model_of(name):
+    model = linear_model(**VARIANTS[name])
+    if name == "trained bias":
+        for block in model.blocks:
+            torch.nn.init.uniform_(block.attn.b_KV, 0, 1, generator=torch.Generator().manual_seed(1))
+            torch.nn.init.uniform_(block.attn.b_D, 1, 2, generator=torch.Generator().manual_seed(2))
+    return model.requires_grad_(False)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_decoding_equals_the_full_forward_pass(name):
+    model, x = model_of(name), tokens(3, 11)
+    cache = TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", 3)
+    pieces = [model(x[:, :1], past_kv_cache=cache), model(x[:, 1:7], past_kv_cache=cache)]
+    pieces += [model(x[:, i : i + 1], past_kv_cache=cache) for i in range(7, 11)]
+    assert relative_error(torch.cat(pieces, dim=1), model(x)) < ROUNDING
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_converted_prompt_serves_decoding_as_it_serves_a_forward_pass(name):
+    model, prompt, x = model_of(name), tokens(3, 7, seed=4), tokens(3, 9)
+    whole = model(torch.cat([prompt, x], dim=1))[:, 7:]
+    with model.kv_bias(convert_prompt(model, prompt)):
+        cache = TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", 3)
+        pieces = [model(x[:, :4], past_kv_cache=cache)]
+        pieces += [model(x[:, i : i + 1], past_kv_cache=cache) for i in range(4, 9)]
+    assert relative_error(torch.cat(pieces, dim=1), whole) < ROUNDING
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_all_forms_and_the_hooked_pattern_give_the_same_logits(name):
+    model, x = model_of(name), tokens(2, 9)
+    expected = model(x)
+    for form in ("parallel", "chunked", "recurrent"):
+        model.cfg.linear_attention_form = form
+        assert relative_error(model(x), expected) < ROUNDING
+    model.cfg.linear_attention_form = "auto"
+    hooked, cache = model.run_with_cache(x)
+    assert relative_error(hooked, expected) < ROUNDING
+    pattern, values = cache["pattern", 1], cache["v_shifted" if model.cfg.kv_shift else "v", 1, "attn"]
+    if name != "trained bias":
+        values = values.repeat_interleave(model.cfg.n_heads // values.shape[2], dim=2)
+        z = torch.einsum("bhqk,bkhd->bqhd", pattern, values)
+        assert relative_error(z, cache["z", 1]) < ROUNDING
+    assert bool((pattern.triu(diagonal=1) == 0).all())
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_left_and_right_padding_change_nothing(name):
+    model, x = model_of(name), tokens(1, 7)
+    expected, junk = model(x), tokens(1, 4, seed=9)
+    left = torch.tensor([[0] * 4 + [1] * 7])
+    assert relative_error(model(torch.cat([junk, x], 1), attention_mask=left)[:, 4:], expected) < ROUNDING
+    right = left.flip(1)
+    assert relative_error(model(torch.cat([x, junk], 1), attention_mask=right)[:, :7], expected) < ROUNDING
+
+
+@pytest.mark.parametrize("name", ["rope after", "learned", "gqa decay", "sinusoidal"])
+def test_decoding_after_left_padding_equals_the_unpadded_rows(name):
+    model = model_of(name)
+    short, long = tokens(1, 3, seed=1), tokens(1, 7, seed=2)
+    more = tokens(2, 4, seed=3)
+    batch = torch.cat([torch.cat([tokens(1, 4, seed=8), short], dim=1), long])
+    mask = torch.tensor([[0] * 4 + [1] * 3, [1] * 7])
+    cache = TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", 2)
+    model(batch, attention_mask=mask, past_kv_cache=cache)
+    got = torch.cat([model(more[:, i : i + 1], past_kv_cache=cache) for i in range(4)], dim=1)
+    assert relative_error(got[:1], model(torch.cat([short, more[:1]], dim=1))[:, 3:]) < ROUNDING
+    assert relative_error(got[1:], model(torch.cat([long, more[1:]], dim=1))[:, 7:]) < ROUNDING
+
+
+def test_the_cache_is_the_state_and_does_not_grow():
+    model = linear_model()
+    cache = TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", 2)
+    sizes = []
+    for n in (5, 1, 30):
+        model(tokens(2, n), past_kv_cache=cache)
+        entry = cache[0]
+        sizes.append(sum(t.numel() for t in (*entry.state, *entry.boundary.values())))
+        assert entry.past_keys.untyped_storage().size() <= 8
+    assert len(set(sizes)) == 1
+    assert cache[0].past_keys.shape == (2, 36, 5, 6)
+
+
+def test_a_frozen_cache_is_read_and_not_written():
+    model, x = linear_model(), tokens(1, 6)
+    cache = TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", 1)
+    model(x[:, :4], past_kv_cache=cache)
+    cache.freeze()
+    first = model(x[:, 4:], past_kv_cache=cache)
+    assert torch.equal(first, model(x[:, 4:], past_kv_cache=cache))
+    assert relative_error(first, model(x)[:, 4:]) < ROUNDING
+
+
+def test_nothing_hooked_makes_no_pattern_and_runs_no_hook(monkeypatch):
+    import kvlens.components.linear_attention as module
+
+    def forbidden(*args, **kwargs):
+        raise AssertionError("the pos x pos scores were computed")
+
+    model, x = linear_model(), tokens(1, 12)
+    monkeypatch.setattr(module, "causal_scores", forbidden)
+    for point in model.hook_dict.values():
+        assert not point.has_hooks()
+    model(x)
+    model.run_with_cache(x, names_filter=lambda name: "pattern" not in name and "attn_scores" not in name)
+    with pytest.raises(AssertionError, match="pos x pos"):
+        model.run_with_cache(x, names_filter="blocks.1.attn.hook_pattern")
+
+
+@pytest.mark.parametrize("n_pos", [2000])
+def test_no_tensor_of_pos_times_pos_is_made(n_pos):
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        numel = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            for t in out if isinstance(out, (tuple, list)) else (out,):
+                if isinstance(t, torch.Tensor):
+                    self.numel = max(self.numel, t.numel())
+            return out
+
+    model = linear_model(dtype=torch.float32)
+    with Largest() as largest, torch.no_grad():
+        model(tokens(1, n_pos))
+    assert largest.numel < n_pos * n_pos  # one head's pattern alone would be this; there are five
+
+
+def test_patching_the_pattern_or_the_scores_changes_the_output():
+    model, x = linear_model(), tokens(1, 8)
+    for name in ("hook_pattern", "hook_attn_scores", "hook_normalizer", "hook_phi_k", "hook_rot_q", "hook_k_shifted"):
+        patched = model.run_with_hooks(x, fwd_hooks=[(f"blocks.0.attn.{name}", lambda t, hook: t + 0.3)])
+        assert relative_error(patched, model(x)) > 1e-4
+
+
+def test_zeroed_pattern_leaves_the_bias_alone():
+    model, prompt, x = linear_model(), tokens(1, 5), tokens(1, 8)
+    with model.kv_bias(convert_prompt(model, prompt)):
+        hooks = [("blocks.1.attn.hook_pattern", lambda t, hook: t * 0)]
+        stored = {}
+        hooks += [
+            (f"blocks.1.attn.{n}", lambda t, hook: stored.__setitem__(hook.name.split(".")[-1], t))
+            for n in ("hook_z", "hook_z_bias", "hook_z_context")
+        ]
+        model.run_with_hooks(x, fwd_hooks=hooks)
+    assert torch.equal(stored["hook_z"], stored["hook_z_bias"])
+    assert bool((stored["hook_z_context"] == 0).all())
+
+
+def test_the_summands_of_z_add_up():
+    model, x = linear_model(), tokens(2, 8)
+    with model.kv_bias(convert_prompt(model, tokens(1, 6, seed=7)[0])):
+        _, cache = model.run_with_cache(x)
+    total = cache["z_context", 0, "attn"] + cache["z_bias", 0, "attn"]
+    assert relative_error(total, cache["z", 0]) < ROUNDING
+    assert cache["b_kv", 0, "attn"].shape == (1, 5, 6, 6)
+
+
+def test_bias_hooks_fire_at_every_decoding_step():
+    model, calls = linear_model(), []
+    with model.kv_bias(convert_prompt(model, tokens(1, 6))):
+        hook = ("blocks.0.attn.hook_b_kv", lambda t, hook: calls.append(t.shape))
+        with model.hooks(fwd_hooks=[hook]):
+            model.generate(tokens(1, 3), max_new_tokens=4, do_sample=False, stop_at_eos=False, verbose=False)
+    assert calls == [(1, 5, 6, 6)] * 4
+
+
+def test_hooks_that_are_off_do_not_fire():
+    _, cache = linear_model(kv_shift=None).run_with_cache(tokens(1, 5))
+    assert not [key for key in cache if "shift" in key or "b_kv" in key or "z_bias" in key or "last_" in key]
+
+
+def test_a_forced_form_with_a_hooked_pattern_is_an_error():
+    model = linear_model(linear_attention_form="chunked")
+    with pytest.raises(KVLensError, match="names_filter"):
+        model.run_with_cache(tokens(1, 5))
+
+
+def test_backward_hooks_and_gradients_through_the_bias():
+    model, x, grads = linear_model(), tokens(1, 8), {}
+    bias = convert_prompt(model, tokens(1, 5), detach=False)
+    assert bias.b_KV.requires_grad
+    with model.kv_bias(bias), model.hooks(bwd_hooks=[("blocks.0.attn.hook_b_kv", lambda g, hook: grads.update(g=g))]):
+        model(x, return_type="loss").backward()
+    assert grads["g"].abs().sum() > 0
+    assert model.W_E.grad is not None
+    assert not convert_prompt(model, tokens(1, 5)).b_KV.requires_grad
+
+
+def test_gradients_through_a_conversion_are_those_of_the_whole_text():
+    model, prompt, x = linear_model(kv_shift=KVShiftConfig(window=2, queries=True)), tokens(2, 6, seed=1), tokens(2, 7)
+
+    def grads(loss):
+        model.zero_grad()
+        loss.backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+    whole = grads(model(torch.cat([prompt, x], dim=1))[:, 6:].square().sum())
+    with model.kv_bias(convert_prompt(model, prompt, detach=False)):
+        converted = grads(model(x).square().sum())
+    assert relative_error(converted, whole) < 1e-13  # as the logits, times the length of the chain rule
+
+
+def test_stop_at_layer_and_decompositions():
+    model, x = linear_model(use_attn_result=True), tokens(1, 6)
+    assert model(x, stop_at_layer=1).shape == (1, 6, 30)
+    logits, cache = model.run_with_cache(x)
+    heads = cache.stack_head_results(layer=2)
+    assert relative_error(heads.sum(0), cache["attn_out", 0] + cache["attn_out", 1] - model.b_O.sum(0)) < ROUNDING
+    attributed = cache.logit_attrs(heads, tokens=x)
+    scale = cache["ln_final.hook_scale"]
+    centred = heads - heads.mean(-1, keepdim=True)
+    by_hand = torch.einsum("cbpm,bpm->cbp", centred / scale, model.W_U.T[x])
+    assert relative_error(attributed, by_hand) < ROUNDING
+    pieces = cache.decompose_resid(layer=-1)
+    assert relative_error(pieces.sum(0), cache["resid_post", 1]) < ROUNDING
+
+
+def test_head_results_are_the_same_with_and_without_use_attn_result():
+    x = tokens(1, 6)
+    a, b = linear_model(use_attn_result=True), linear_model()
+    assert relative_error(a(x), b(x)) < ROUNDING
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("attention", ["linear", "softmax"])
+def test_batched_generation_with_a_tokenizer_equals_single_generation(side, attention):
+    tokenizer = train_bpe_tokenizer(["the cat sat on the mat and the dog ran to the man"] * 3, vocab_size=280)
+    tokenizer.padding_side = side
+    cfg = HookedKVTransformerConfig(
+        n_layers=2,
+        d_model=32,
+        d_head=8,
+        n_ctx=64,
+        d_vocab=len(tokenizer),
+        act_fn="gelu",
+        attention=attention,
+        positional_embedding_type="rotary",
+        kv_shift=KVShiftConfig(),
+        seed=0,
+        dtype=torch.float64,
+        device="cpu",
+    )
+    from kvlens import HookedKVTransformer
+
+    model = HookedKVTransformer(cfg, tokenizer=tokenizer)
+    texts = ["the cat", "the dog ran to the man and sat"]
+    options = dict(max_new_tokens=5, do_sample=False, stop_at_eos=False, verbose=False)
+    alone = [model.generate(text, **options) for text in texts]
+    assert model.generate(texts, **options) == alone
+    assert model.generate(texts, use_past_kv_cache=False, **options) == alone
+    streamed = list(model.generate_stream(texts[1], return_type="tokens", **options))
+    assert torch.cat(streamed, dim=1).shape[1] == model.to_tokens(texts[1]).shape[1] + 5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_models_accumulate_in_float32(dtype):
+    exact, model, x = linear_model(dtype=torch.float32), linear_model(dtype=torch.float32), tokens(1, 40)
+    model.to(dtype, print_details=False)
+    _, cache = model.run_with_cache(x)
+    assert cache["phi_k", 0, "attn"].dtype == torch.float32
+    assert cache["z", 0].dtype == dtype
+    kv_cache = TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", 1)
+    model(x, past_kv_cache=kv_cache)
+    assert kv_cache[0].state.kv.dtype == torch.float32
+    # logits of a rounded model differ by a few roundings of 2^-8 (bfloat16) or 2^-11 (float16) on the way
+    assert relative_error(model(x).float(), exact(x)) < 20 * torch.finfo(dtype).eps
+
+
+def test_autocast_does_not_reach_the_state():
+    model, x = linear_model(dtype=torch.float32), tokens(1, 9)
+    cache = TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", 1)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(x, past_kv_cache=cache)
+    assert cache[0].state.kv.dtype == torch.float32
+
+
+def test_rotary_linear_models_have_no_longest_text():
+    model = linear_model(dtype=torch.float32)
+    assert model(tokens(1, 3 * model.cfg.n_ctx)).isfinite().all()
+    learned = linear_model(positional_embedding_type="standard")
+    with pytest.raises(KVLensError, match="longer than n_ctx=41"):
+        learned(tokens(1, 42))
+
+
+def test_a_trainable_bias_trains():
+    model, x = linear_model(trainable_kv_bias=True, dtype=torch.float32), tokens(4, 12)
+    attn = model.blocks[0].attn
+    assert attn.b_KV.shape == (5, 6, 6)
+    assert attn.b_D.shape == (5, 6)
+    before = copy.deepcopy(model.state_dict())
+    optimizer = torch.optim.AdamW([attn.b_KV, attn.b_D], lr=0.05)
+    first = model(x, return_type="loss")
+    for _ in range(20):
+        optimizer.zero_grad()
+        model(x, return_type="loss").backward()
+        optimizer.step()
+    assert model(x, return_type="loss") < first
+    changed = [n for n, t in model.state_dict().items() if not torch.equal(t, before[n])]
+    assert changed == ["blocks.0.attn.b_KV", "blocks.0.attn.b_D"]
+
+
+@pytest.mark.parametrize(
+    "mode", ["gpt2", "xavier_uniform", "xavier_normal", "kaiming_uniform", "kaiming_normal", "muP"]
+)
+def test_every_weight_is_initialised_in_every_mode(mode, monkeypatch):
+    empty = torch.empty
+
+    def nan_filled(*args, **kwargs):
+        out = empty(*args, **kwargs)
+        return out.fill_(float("nan")) if out.is_floating_point() else out
+
+    monkeypatch.setattr(torch, "empty", nan_filled)
+    for kwargs in (dict(feature_map="random"), dict(feature_map="hedgehog", trainable_kv_bias=True)):
+        cfg = HookedKVTransformerConfig(
+            n_layers=1, d_model=12, d_head=4, n_ctx=5, d_vocab=7, act_fn="relu", attention="linear", init_mode=mode,
+            kv_shift=KVShiftConfig(queries=True), device="cpu", **kwargs,
+        )  # fmt: skip
+        from kvlens import HookedKVTransformer
+
+        for name, tensor in HookedKVTransformer(cfg).state_dict().items():
+            assert not tensor.isnan().any(), name
+
+
+def test_a_misspelt_hook_name_proposes_the_nearest():
+    model, x = small_model(), tokens(1, 3)
+    for call in (
+        lambda: model.run_with_cache(x, names_filter="blocks.0.attn.hook_patern"),
+        lambda: model.run_with_cache(x, names_filter=["blocks.0.attn.hook_patern"]),
+        lambda: model.run_with_hooks(x, fwd_hooks=[("blocks.0.attn.hook_patern", print)]),
+        lambda: model.add_hook("blocks.0.attn.hook_patern", print),
+    ):
+        with pytest.raises(KVLensError, match="did you mean 'blocks.0.attn.hook_pattern'"):
+            call()
+
+
+def test_tokens_outside_the_vocabulary_are_refused():
+    for bad in (torch.tensor([[3, 17]]), torch.tensor([[-1, 2]])):
+        with pytest.raises(KVLensError, match=r"0\.\.16"):
+            small_model()(bad)

@@ -1,0 +1,191 @@
+"""Models come from Hugging Face folders, loaded models and plain HookedTransformers, and go to disk and back."""
+
+import json
+
+import pytest
+import torch
+from small_models import linear_model, plain_model, relative_error, small_model, tokens
+from tiny_hf import D_VOCAB, tiny_hf_model, tiny_tokenizer
+
+from kvlens import HookedKVTransformer, KVLensError, KVShiftConfig, convert_prompt
+from kvlens._tl import HookedTransformer
+from kvlens.model.pretrained import load_pretrained_parts
+
+KINDS = ["gpt2", "neox", "llama", "qwen2", "qwen3"]
+
+
+def hf_tokens() -> torch.Tensor:
+    return torch.randint(0, D_VOCAB, (2, 11), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_folder_gives_the_logits_of_hugging_face_and_of_transformer_lens(kind, tmp_path):
+    hf_model = tiny_hf_model(kind)
+    folder = tmp_path / "my-llama-run"
+    hf_model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    model = HookedKVTransformer.from_pretrained(folder)
+    assert isinstance(model, HookedKVTransformer)
+    assert model.tokenizer is not None
+    x = hf_tokens()
+    expected = hf_model(x).logits.log_softmax(-1)
+    # float32 logits of size about 1 through 3 layers, folded weights: some hundred roundings of 6e-8
+    torch.testing.assert_close(model(x).log_softmax(-1), expected, atol=2e-5, rtol=0)
+    parts = load_pretrained_parts(folder)
+    plain = HookedTransformer(parts.cfg, parts.tokenizer)
+    plain.load_and_process_state_dict(dict(parts.state_dict))
+    assert torch.equal(plain(x), model(x))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loaded_model_and_a_shift_at_the_identity(kind):
+    hf_model, tokenizer = tiny_hf_model(kind), tiny_tokenizer()
+    plain = HookedKVTransformer.from_pretrained("gpt2", hf_model=hf_model, tokenizer=tokenizer, fold_value_biases=False)
+    shifted = HookedKVTransformer.from_pretrained(
+        "gpt2", hf_model=hf_model, tokenizer=tokenizer, kv_shift=KVShiftConfig(init="identity")
+    )
+    x = hf_tokens()
+    assert torch.equal(plain(x), shifted(x))
+    torch.testing.assert_close(plain(x).log_softmax(-1), hf_model(x).logits.log_softmax(-1), atol=2e-5, rtol=0)
+
+
+def test_unprocessed_weights_give_the_logits_themselves():
+    hf_model = tiny_hf_model("gpt2")
+    model = HookedKVTransformer.from_pretrained_no_processing("gpt2", hf_model=hf_model, tokenizer=tiny_tokenizer())
+    torch.testing.assert_close(model(hf_tokens()), hf_model(hf_tokens()).logits, atol=1e-5, rtol=0)
+
+
+def test_a_misspelt_name_proposes_the_nearest():
+    with pytest.raises(KVLensError, match="did you mean 'gpt2"):
+        HookedKVTransformer.from_pretrained("gpt2-smal")
+    with pytest.raises(KVLensError, match="did you mean 'docs-linear'"):
+        HookedKVTransformer.from_zoo("doc-linear")
+
+
+def test_a_copy_of_a_model_at_hand_is_independent_of_it():
+    plain = plain_model()
+    copy = HookedKVTransformer.from_hooked_transformer(plain)
+    x = tokens(2, 7)
+    expected = plain(x)
+    assert torch.equal(copy(x), expected)
+    copy.W_E.data.zero_()
+    assert torch.equal(plain(x), expected)
+
+
+def test_a_processed_model_is_copied_as_it_is():
+    plain = plain_model()
+    plain.process_weights_()
+    copy = HookedKVTransformer.from_hooked_transformer(plain)
+    assert torch.equal(copy(tokens(2, 7)), plain(tokens(2, 7)))
+
+
+def test_softmax_weights_may_become_a_linear_model():
+    linear = HookedKVTransformer.from_hooked_transformer(
+        plain_model(positional_embedding_type="rotary"), attention="linear", kv_shift=KVShiftConfig(init="identity")
+    )
+    bias = convert_prompt(linear, tokens(1, 5))
+    assert bias.n_prompt_tokens == 5
+
+
+def test_changes_of_shape_are_refused():
+    with pytest.raises(KVLensError, match="alter the shape"):
+        HookedKVTransformer.from_hooked_transformer(plain_model(), d_mlp=7)
+    with pytest.raises(KVLensError, match="without a place"):
+        HookedKVTransformer.from_hooked_transformer(plain_model(), n_layers=1)
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {},
+        dict(feature_map="random", n_random_features=7),
+        dict(feature_map="hedgehog", trainable_kv_bias=True, decay=None),
+        dict(normalizer="none", decay=[0.5, 0.6, 0.7, 0.8, 0.9], rotary_adjacent_pairs=True),
+    ],
+)
+def test_save_and_load_keep_everything(kwargs, tmp_path):
+    model = linear_model(**kwargs)
+    model.save(tmp_path / "model")
+    loaded = HookedKVTransformer.load(tmp_path / "model")
+    assert torch.equal(loaded(tokens(2, 7)), model(tokens(2, 7)))
+    assert loaded.cfg.to_json() == model.cfg.to_json()
+    assert loaded.fingerprint() == model.fingerprint()
+    assert not list(tmp_path.glob("**/*.bin")) + list(tmp_path.glob("**/*.pt"))
+
+
+def test_the_tokenizer_is_saved_with_the_model(tmp_path):
+    model = HookedKVTransformer.from_pretrained("x/y", hf_model=tiny_hf_model("llama"), tokenizer=tiny_tokenizer())
+    model.save(tmp_path / "model")
+    loaded = HookedKVTransformer.load(tmp_path / "model")
+    text = "the cat sat, and 🙂"
+    assert torch.equal(loaded.to_tokens(text), model.to_tokens(text))
+    assert torch.equal(loaded.to_tokens(text, prepend_bos=False), model.to_tokens(text, prepend_bos=False))
+    assert torch.equal(loaded(text), model(text))
+
+
+def test_saving_refuses_a_folder_with_something_in_it(tmp_path):
+    model = small_model()
+    (tmp_path / "mine.txt").write_text("keep")
+    with pytest.raises(KVLensError, match="not empty"):
+        model.save(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["mine.txt"]
+    model.save(tmp_path / "model")
+    model.save(tmp_path / "model", overwrite=True)
+    assert {p.name for p in (tmp_path / "model").iterdir()} == {"config.json", "model.safetensors"}
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:500]), "truncated"),
+        (lambda f: (f / "model.safetensors").unlink(), "missing or truncated"),
+        (lambda f: (f / "config.json").write_text("{"), "not JSON"),
+        (lambda f: (f / "config.json").unlink(), "no config.json"),
+        (lambda f: edit(f, lambda c: c.update(format="other")), "not written by kvlens"),
+        (lambda f: edit(f, lambda c: c.update(format_version=99)), "upgrade kvlens"),
+        (lambda f: edit(f, lambda c: c["config"].update(atention="softmax")), "did you mean 'attention'"),
+        (lambda f: edit(f, lambda c: c["config"].update(attention="softmax", trainable_kv_bias=False)), "do not fit"),
+    ],
+)
+def test_a_damaged_folder_is_refused_with_the_reason(damage, message, tmp_path):
+    linear_model(feature_map="hedgehog").save(tmp_path / "model")
+    damage(tmp_path / "model")
+    with pytest.raises(KVLensError, match=message):
+        HookedKVTransformer.load(tmp_path / "model")
+
+
+def edit(folder, change):
+    config = json.loads((folder / "config.json").read_text())
+    change(config)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_half_precision_storage_is_a_rounding_of_the_weights(tmp_path):
+    model = linear_model(dtype=torch.float32)
+    model.save(tmp_path / "half", stored_dtype=torch.float16)
+    loaded = HookedKVTransformer.load(tmp_path / "half")
+    assert loaded.W_E.dtype == torch.float32
+    assert torch.equal(loaded.W_E, model.W_E.half().float())
+
+
+@pytest.mark.parametrize("kwargs", [{}, dict(kv_shift=None), dict(normalizer="none")])
+def test_weight_processing_that_would_change_a_linear_model_is_refused_and_the_rest_is_right(kwargs):
+    model = linear_model(**kwargs)
+    x = tokens(2, 9)
+    expected = model(x).log_softmax(-1)
+    for bad in (dict(fold_value_biases=True), dict(refactor_factored_attn_matrices=True)):
+        with pytest.raises(KVLensError, match="would change this model's output"):
+            model.process_weights_(**bad)
+    model.process_weights_()
+    # TransformerLens folds in float32
+    assert relative_error(model(x).log_softmax(-1), expected) < 1e-6
+
+
+def test_value_shift_refuses_folding_value_biases_and_key_shift_does_not():
+    with pytest.raises(KVLensError, match="first token lacks a predecessor"):
+        small_model(kv_shift=KVShiftConfig()).process_weights_(fold_value_biases=True)
+    model = small_model(kv_shift=KVShiftConfig(values=False))
+    expected = model(tokens(2, 9)).log_softmax(-1)
+    model.process_weights_(fold_value_biases=True)
+    assert bool((model.b_V == 0).all())
+    assert relative_error(model(tokens(2, 9)).log_softmax(-1), expected) < 1e-5

@@ -1,0 +1,36 @@
+"""A trained model that nobody here made: its greedy text must be the published one (softmax, GQA, adjacent-pair RoPE)."""
+
+import torch
+from small_models import relative_error
+from stories260k import load_stories260k, read_vocabulary
+
+from kvlens import HookedKVTransformer, KVShiftConfig, convert_prompt
+
+
+def greedy(model, n):
+    start = torch.tensor([[1]])
+    return model.generate(start, max_new_tokens=n, do_sample=False, stop_at_eos=False, verbose=False)[0, 1:].tolist()
+
+
+def test_greedy_text_is_the_published_one(outside_data):
+    model, vocabulary = load_stories260k(outside_data), read_vocabulary(outside_data)
+    text = b"".join(vocabulary[token] for token in greedy(model, 200)).decode("utf-8").lstrip(" ")
+    published = (outside_data / "stories260K-greedy.txt").read_text(encoding="utf-8")
+    assert text.strip() == published.strip()
+
+
+def test_a_shift_at_the_identity_keeps_the_text(outside_data):
+    model = load_stories260k(outside_data)
+    shifted = HookedKVTransformer.from_hooked_transformer(model, kv_shift=KVShiftConfig(window=2, init="identity"))
+    assert greedy(shifted, 60) == greedy(model, 60)
+
+
+def test_its_weights_under_linear_attention_convert_exactly(outside_data):
+    trained = load_stories260k(outside_data)
+    model = HookedKVTransformer.from_hooked_transformer(
+        trained, attention="linear", kv_shift=KVShiftConfig(init="identity"), dtype=torch.float64
+    )
+    x = torch.randint(3, 512, (1, 90), generator=torch.Generator().manual_seed(0))
+    with model.kv_bias(convert_prompt(model, x[:, :60])):
+        new = model(x[:, 60:])
+    assert relative_error(new, model(x)[:, 60:]) < 1e-13
