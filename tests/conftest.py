@@ -19,7 +19,5 @@ def outside_data() -> Path:
     default = Path(__file__).resolve().parents[1].parent / "shared" / "data"
     folder = Path(os.environ.get("KVLENS_TEST_DATA", default))
     if not folder.is_dir():
-        pytest.skip(
-            "no outside data here: set KVLENS_TEST_DATA to a folder that holds stories260K.bin and its tokenizer"
-        )
+        pytest.skip("no outside data here: set KVLENS_TEST_DATA to a folder that holds stories260K.bin and its tokenizer")
     return folder

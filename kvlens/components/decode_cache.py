@@ -27,7 +27,7 @@ class LinearCacheEntry:
         boundary: the raw last keys, values, queries, where they are shifted.
         n_tokens: real tokens so far: an int, or [batch] where rows differ (padding).
         n_places: places so far, padding included, as TransformerLens counts them.
-        bias: (b_KV, b_D) as the last forward pass read them, None without a bias.
+        bias: (b_KV, b_D) as the last forward pass read them (b_D is None under normaliser "none"); None without a bias.
     """
 
     batch: int
@@ -38,7 +38,7 @@ class LinearCacheEntry:
     boundary: Boundary = field(default_factory=dict)
     n_tokens: int | Tensor = 0
     n_places: int = 0
-    bias: tuple[Tensor, Tensor] | None = None
+    bias: tuple[Tensor, Tensor | None] | None = None
     frozen: bool = False
 
     @property

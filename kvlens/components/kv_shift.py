@@ -4,7 +4,7 @@ The hook points are made once, from the configuration. Those of a feature that i
 everything off a cache holds TransformerLens' keys and no others.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,13 @@ KVLENS_HOOKS = (
 )
 
 
-class KVShiftAndHooks(nn.Module):
+if TYPE_CHECKING:  # what it is mixed into; at run time TransformerLens' class comes behind it in the list of bases
+    from kvlens._tl import AbstractAttention as _Attention
+else:
+    _Attention = nn.Module
+
+
+class KVShiftAndHooks(_Attention):
     """Mixed in before TransformerLens' ``Attention`` or ``GroupedQueryAttention``."""
 
     cfg: Any

@@ -167,9 +167,7 @@ class _Linear(KVShiftAndHooks):
     ) -> tuple[Tensor, LinearAttentionState]:
         """z [batch, pos, head, d_head] and the context's state after the last token."""
         decay = None if self.decay is None else self.decay.to(v)
-        if (
-            decay is not None and phi_k.shape[2] != phi_q.shape[2]
-        ):  # gamma is the query head's: the state must be as well
+        if decay is not None and phi_k.shape[2] != phi_q.shape[2]:  # gamma is the query head's: the state must be as well
             phi_k, v = (x.repeat_interleave(phi_q.shape[2] // x.shape[2], dim=2) for x in (phi_k, v))
         before = None if entry is None else entry.state
         pattern_hooked = self.hook_attn_scores.has_hooks() or self.hook_pattern.has_hooks()

@@ -1,5 +1,7 @@
 """Absolute positions that know of an attached prompt: the text after a converted prompt of M tokens starts at position M."""
 
+from typing import Any
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -11,6 +13,8 @@ from kvlens.errors import KVLensError
 class _Offset(nn.Module):
     """Positions of the new tokens; ``position_offset`` is set when a bias is attached (an int, or one a row)."""
 
+    cfg: Any
+    W_pos: nn.Parameter
     position_offset: int | Tensor = 0
 
     def has_offset(self) -> bool:

@@ -113,17 +113,20 @@ def _run_prompt(model: HookedKVTransformer, prompt: PromptTokens, fwd_hooks: Seq
     return cache.entries  # type: ignore[return-value]
 
 
-def _collect(
-    model: HookedKVTransformer, prompt: PromptTokens, entries: list[LinearCacheEntry], old: KVBias | None
-) -> KVBias:
+def _collect(model: HookedKVTransformer, prompt: PromptTokens, entries: list[LinearCacheEntry], old: KVBias | None) -> KVBias:
     cfg = model.cfg
     lengths = prompt.lengths()
+    has_batch = prompt.has_batch or (old is not None and old.batch_size is not None)
     layers = [_layer_tensors(model, layer, entry, lengths) for layer, entry in enumerate(entries)]
     stacked = [torch.stack(tensors) for tensors in zip(*layers, strict=True)]
-    has_batch = prompt.has_batch or (old is not None and old.batch_size is not None)
+    b_kv, b_d, last_k, last_v, last_q = stacked if has_batch else [t[:, 0] for t in stacked]
     offset = 0 if cfg.rotates_after else lengths + (0 if old is None else old.position_offset)
     return KVBias(
-        *(stacked if has_batch else [t[:, 0] for t in stacked]),
+        b_KV=b_kv,
+        b_D=b_d,
+        last_k=last_k,
+        last_v=last_v,
+        last_q=last_q,
         n_prompt_tokens=lengths + (0 if old is None else old.n_prompt_tokens),
         position_offset=offset,
         fingerprint=model.fingerprint() if old is None else old.fingerprint,
@@ -166,9 +169,5 @@ def _check_finite(model: HookedKVTransformer, bias: KVBias) -> None:
     if not bool(bad.any()):
         return
     broken = [name for name, parameter in model.named_parameters() if not bool(parameter.isfinite().all())]
-    cause = (
-        f"these weights are not finite: {', '.join(broken[:5])}"
-        if broken
-        else "activations overflow in the prompt's pass"
-    )
+    cause = f"these weights are not finite: {', '.join(broken[:5])}" if broken else "activations overflow in the prompt's pass"
     raise KVLensError(f"convert_prompt: the bias of layer {int(bad.nonzero()[0])} is not finite; {cause}")

@@ -45,9 +45,7 @@ def prompt_tokens(model: HookedKVTransformer, prompt: Prompt, prepend_bos: bool)
         return _from_tensor(model, prompt, device)
     texts = [prompt] if isinstance(prompt, str) else prompt
     if not isinstance(texts, list) or not texts or not all(isinstance(t, str) for t in texts):
-        raise KVLensError(
-            f"prompt: expected a string, a list of strings, or a tensor of token ids, got {_describe(prompt)}"
-        )
+        raise KVLensError(f"prompt: expected a string, a list of strings, or a tensor of token ids, got {_describe(prompt)}")
     if model.tokenizer is None:
         raise KVLensError("prompt: this model has no tokenizer, so it cannot read strings; give token ids")
     rows = [_tokenize(model, text, prepend_bos) for text in texts]

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -44,13 +44,13 @@ def combine(
             raise KVLensError(f"combine: batch shapes differ: {list(first.b_KV.shape)} and {list(other.b_KV.shape)}")
         _check_agreement(first, other, boundary)
     chosen = biases[-1] if boundary == "last" else first
-    chosen = (
-        chosen if boundary != "zero" else replace(chosen, **{x: torch.zeros_like(getattr(chosen, x)) for x in BOUNDARY})
-    )
+    if boundary == "zero":
+        zeros: dict[str, Any] = {name: torch.zeros_like(getattr(chosen, name)) for name in BOUNDARY}
+        chosen = replace(chosen, **zeros)
     return replace(
         chosen,
-        b_KV=sum(w * b.b_KV for w, b in zip(weights, biases, strict=True)),
-        b_D=sum(w * b.b_D for w, b in zip(weights, biases, strict=True)),
+        b_KV=torch.stack([w * b.b_KV for w, b in zip(weights, biases, strict=True)]).sum(dim=0),
+        b_D=torch.stack([w * b.b_D for w, b in zip(weights, biases, strict=True)]).sum(dim=0),
         n_prompt_tokens=sum(b.n_prompt_tokens for b in biases),
     )
 

@@ -10,7 +10,7 @@ tokens of the text mix into their own. Without it the conversion is off by 4-16 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float, Int
@@ -97,7 +97,7 @@ class KVBias:
 
     def to(self, device_or_dtype: torch.device | torch.dtype | str) -> "Self":
         """The same bias on another device or in another floating dtype."""
-        moved = {name: getattr(self, name).to(device_or_dtype) for name in TENSORS}
+        moved: dict[str, Any] = {name: getattr(self, name).to(device_or_dtype) for name in TENSORS}
         if not isinstance(device_or_dtype, torch.dtype):
             for name in ("n_prompt_tokens", "position_offset"):
                 value = getattr(self, name)
@@ -106,7 +106,8 @@ class KVBias:
 
     def detach(self) -> "Self":
         """The same bias, cut off from the graph that ``convert_prompt(..., detach=False)`` kept."""
-        return replace(self, **{name: getattr(self, name).detach() for name in TENSORS})
+        detached: dict[str, Any] = {name: getattr(self, name).detach() for name in TENSORS}
+        return replace(self, **detached)
 
     def select_prompt(self, index: int) -> "Self":
         """One prompt of a batch, without the batch axis."""
@@ -114,7 +115,7 @@ class KVBias:
             raise KVLensError("select_prompt: this bias holds a single prompt, without a batch axis")
         if not -self.batch_size <= index < self.batch_size:
             raise KVLensError(f"select_prompt: index {index} is out of range for {self.batch_size} prompts")
-        picked = {name: getattr(self, name)[:, index] for name in TENSORS}
+        picked: dict[str, Any] = {name: getattr(self, name)[:, index] for name in TENSORS}
         for name in ("n_prompt_tokens", "position_offset"):
             value = getattr(self, name)
             picked[name] = int(value[index]) if isinstance(value, Tensor) else value
@@ -138,7 +139,8 @@ class KVBias:
 
     def zero_like(self) -> "Self":
         """Zeros throughout, boundary included: the model's own behaviour, at this bias's position offset."""
-        return replace(self, **{name: torch.zeros_like(getattr(self, name)) for name in TENSORS})
+        zeros: dict[str, Any] = {name: torch.zeros_like(getattr(self, name)) for name in TENSORS}
+        return replace(self, **zeros)
 
     def __add__(self, other: "KVBias") -> "KVBias":
         return self._combine(other, (1.0, 1.0))

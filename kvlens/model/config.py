@@ -89,6 +89,7 @@ class HookedKVTransformerConfig(HookedTransformerConfig):
     linear_attention_form: str = "auto"
     kv_shift: KVShiftConfig | None = None
     trainable_kv_bias: bool = False
+    seed: int | None = None
     alibi_slopes: Sequence[float] | None = None
 
     def __post_init__(self):
@@ -156,9 +157,7 @@ class HookedKVTransformerConfig(HookedTransformerConfig):
         known = {f.name for f in fields(cls)}
         for name in plain:
             if name not in known:
-                raise KVLensError(
-                    f"config: unknown field {name!r}{nearest(name, known)}; was it written by a newer kvlens?"
-                )
+                raise KVLensError(f"config: unknown field {name!r}{nearest(name, known)}; was it written by a newer kvlens?")
         return cls(**{**plain, "dtype": getattr(torch, plain.get("dtype", "float32")), **overrides})
 
     @classmethod
@@ -169,9 +168,7 @@ class HookedKVTransformerConfig(HookedTransformerConfig):
 
     def _check_heads(self) -> None:
         if self.n_key_value_heads is not None and self.n_heads % self.n_key_value_heads:
-            raise KVLensError(
-                f"n_heads ({self.n_heads}) must be a multiple of n_key_value_heads ({self.n_key_value_heads})"
-            )
+            raise KVLensError(f"n_heads ({self.n_heads}) must be a multiple of n_key_value_heads ({self.n_key_value_heads})")
 
     def _check_alibi(self) -> None:
         if self.alibi_slopes is None:
@@ -242,9 +239,7 @@ class HookedKVTransformerConfig(HookedTransformerConfig):
         if self.rotary_dim is None or not 0 < self.rotary_dim <= self.d_head or self.rotary_dim % 2:
             raise KVLensError(f"rotary_dim must be even and in 2..d_head ({self.d_head}), got {self.rotary_dim}")
         if self.use_yarn_rope and self.yarn_attention_factor != 1.0:
-            raise KVLensError(
-                "a YaRN attention factor rescales keys, so that R_a R_b = R_(a+b) fails; linear needs it at 1"
-            )
+            raise KVLensError("a YaRN attention factor rescales keys, so that R_a R_b = R_(a+b) fails; linear needs it at 1")
 
     def _check_decay(self) -> None:
         if self.decay is None:
@@ -262,6 +257,4 @@ class HookedKVTransformerConfig(HookedTransformerConfig):
 
 def _one_of(what: str, value: object, options: Sequence[str]) -> None:
     if value not in options:
-        raise KVLensError(
-            f"{what}: unknown value {value!r}, expected one of {', '.join(options)}{nearest(value, options)}"
-        )
+        raise KVLensError(f"{what}: unknown value {value!r}, expected one of {', '.join(options)}{nearest(value, options)}")

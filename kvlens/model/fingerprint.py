@@ -30,9 +30,7 @@ def fingerprint_of(model: nn.Module, cfg: HookedKVTransformerConfig) -> Fingerpr
         attn_scale=float(cfg.attn_scale),
         positional_embedding_type=cfg.positional_embedding_type,
         rotary_placement=cfg.rotary_placement,
-        rotary=f"dim {cfg.rotary_dim}, base {cfg.rotary_base}, adjacent {cfg.rotary_adjacent_pairs}"
-        if rotary
-        else "none",
+        rotary=f"dim {cfg.rotary_dim}, base {cfg.rotary_base}, adjacent {cfg.rotary_adjacent_pairs}" if rotary else "none",
         decay="none" if decay is None else ", ".join(f"{g:.9g}" for g in decay.tolist()),
         kv_shift="none" if cfg.kv_shift is None else _shift_words(cfg),
         weights=weights_hash(model),
@@ -42,14 +40,14 @@ def fingerprint_of(model: nn.Module, cfg: HookedKVTransformerConfig) -> Fingerpr
 def weights_hash(model: nn.Module) -> str:
     """xxh3-128 over names, shapes and float32 values of the parameters and of the random projections."""
     hasher = xxhash.xxh3_128()
-    tensors = dict(model.named_parameters())
+    tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
     tensors.update((name, buffer) for name, buffer in model.named_buffers() if name.endswith("feature_map.projection"))
     for name in sorted(tensors):
         if name.endswith(_TRAINED_BIAS):
             continue
         values = tensors[name].detach().to("cpu", torch.float32).contiguous()
         hasher.update(f"{name}{list(values.shape)}".encode())
-        hasher.update(memoryview(values.numpy()).cast("B") if values.numel() else b"")
+        hasher.update(values.numpy().data)
     return hasher.hexdigest()
 
 

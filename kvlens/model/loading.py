@@ -55,7 +55,8 @@ def _copy_weights(copy: "HookedKVTransformer", model: HookedTransformer) -> None
     for name, value in model.state_dict().items():
         if name in own and own[name].shape != value.shape and not name.endswith((".mask", "rotary_sin", "rotary_cos")):
             raise KVLensError(
-                f"from_hooked_transformer: the changes alter the shape of {name}: {list(value.shape)} -> {list(own[name].shape)}; "
+                f"from_hooked_transformer: the changes alter the shape of {name}: "
+                f"{list(value.shape)} -> {list(own[name].shape)}; "
                 "only kvlens' own fields and TransformerLens' switches can be changed on trained weights"
             )
     report = copy.load_state_dict(model.state_dict(), strict=False)
@@ -138,9 +139,7 @@ def _from_hub(
 ) -> "HookedKVTransformer":
     """TransformerLens' own way by official name, which asks the hub or its cache; it builds ``cls`` by itself."""
     if kv_shift is not None:
-        probe = HookedKVTransformerConfig(
-            n_layers=1, d_model=2, d_head=2, n_ctx=1, d_vocab=1, act_fn="relu", kv_shift=kv_shift
-        )
+        probe = HookedKVTransformerConfig(n_layers=1, d_model=2, d_head=2, n_ctx=1, d_vocab=1, act_fn="relu", kv_shift=kv_shift)
         check_weight_processing(probe, processing["fold_value_biases"], processing["refactor_factored_attn_matrices"])
     load = HookedTransformer.from_pretrained.__func__  # type: ignore[attr-defined]
     model = load(cls, name, tokenizer=tokenizer, **processing, **loader_kwargs)

@@ -196,9 +196,7 @@ def _dtype(dtype: Any) -> torch.dtype:
     """Return the floating dtype that is meant by a dtype or by its name."""
     found = DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
     if found not in READABLE_DTYPES:
-        raise KVLensError(
-            f"from_pretrained: dtype must be one of {sorted(DTYPES)}, got {dtype!r}{nearest(dtype, DTYPES)}"
-        )
+        raise KVLensError(f"from_pretrained: dtype must be one of {sorted(DTYPES)}, got {dtype!r}{nearest(dtype, DTYPES)}")
     return found
 
 
@@ -206,9 +204,7 @@ def _check_arguments(model_name: str | Path, hf_model: Any, kwargs: dict[str, An
     """Refuse what this way of loading cannot honour, before any file is read."""
     for key in ("load_in_4bit", "load_in_8bit", "quantization_config"):
         if kwargs.get(key):
-            raise KVLensError(
-                f"from_pretrained: {key} asks for quantised weights, which cannot be converted: remove it"
-            )
+            raise KVLensError(f"from_pretrained: {key} asks for quantised weights, which cannot be converted: remove it")
     for key in ("checkpoint_index", "checkpoint_value"):
         if kwargs.pop(key, None) is not None:
             raise KVLensError(
@@ -321,9 +317,7 @@ def _config(
     """Let TransformerLens translate ``hf_config`` from a neutral folder, then put right what it reads wrongly."""
     n_layers = hf_config.num_hidden_layers
     if first_n_layers is not None and not 1 <= first_n_layers <= n_layers:
-        raise KVLensError(
-            f"from_pretrained: first_n_layers must be 1 to {n_layers} (the model's layers), got {first_n_layers}"
-        )
+        raise KVLensError(f"from_pretrained: first_n_layers must be 1 to {n_layers} (the model's layers), got {first_n_layers}")
     if n_ctx is not None and n_ctx < 1:
         raise KVLensError(f"from_pretrained: n_ctx must be at least 1, got {n_ctx}")
     hf_config = _loader_config(hf_config, architecture)
@@ -371,9 +365,7 @@ def _neutral_folder() -> Iterator[Path]:
             if not NAMES_WITH_A_BRANCH.search(str(path)):
                 yield path
                 return
-    raise KVLensError(
-        "from_pretrained: no writable temporary folder: set TMPDIR to a path without a model's name in it"
-    )
+    raise KVLensError("from_pretrained: no writable temporary folder: set TMPDIR to a path without a model's name in it")
 
 
 def _own_n_ctx(hf_config: Any, cfg: HookedTransformerConfig, official: str | None) -> int:
@@ -471,8 +463,7 @@ def _tokenizer(
             tokenizer, name = AutoTokenizer.from_pretrained(folder, local_files_only=True), str(folder)
         except Exception as error:
             raise KVLensError(
-                f"from_pretrained: transformers cannot load the tokenizer in {folder}: {error}. Repair it, or pass "
-                "tokenizer=."
+                f"from_pretrained: transformers cannot load the tokenizer in {folder}: {error}. Repair it, or pass tokenizer=."
             ) from error
     if tokenizer is None and official is not None:
         tokenizer, name = _cached_tokenizer(official, cfg.d_vocab), official
@@ -492,9 +483,7 @@ def _cached_tokenizer(official: str, d_vocab: int) -> PreTrainedTokenizerBase | 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folders[0], local_files_only=True)
     except Exception as error:  # half a download: the model then works on token ids, as one without a tokenizer
-        logger.warning(
-            "the cached tokenizer of %s in %s cannot be loaded (%s): none is used", official, folders[0], error
-        )
+        logger.warning("the cached tokenizer of %s in %s cannot be loaded (%s): none is used", official, folders[0], error)
         return None
     return tokenizer if tokenizer.vocab_size <= d_vocab else None
 

@@ -118,7 +118,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
         )
     if stored["format_version"] > FORMAT_VERSION:
         raise KVLensError(
-            f"load: {path} has format version {stored['format_version']}, this kvlens reads up to {FORMAT_VERSION}: upgrade kvlens"
+            f"load: {path} has format version {stored['format_version']}, this kvlens reads up to {FORMAT_VERSION}: "
+            "upgrade kvlens"
         )
     return stored["config"]
 

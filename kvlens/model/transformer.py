@@ -75,6 +75,7 @@ class HookedKVTransformer(HookedTransformer):
         tables = [block.attn.rotary_table for block in self.blocks if hasattr(block.attn, "rotary_table")]
         for block in self.blocks[1:] if tables else ():
             block.attn.rotary_table = tables[0]  # one table for all layers
+        self.pos_embed: Any
         if cfg.positional_embedding_type == "none":
             self.pos_embed = NoPosEmbed()
         elif cfg.positional_embedding_type == "sinusoidal":
@@ -84,10 +85,10 @@ class HookedKVTransformer(HookedTransformer):
 
     def init_weights(self) -> None:
         """TransformerLens' initial weights for ``cfg.seed``, and kvlens' own; the global generators stay as they were."""
-        seeded = self.cfg.seed is not None
-        with torch.random.fork_rng(enabled=seeded):
+        seed = self.cfg.seed
+        with torch.random.fork_rng(enabled=seed is not None):
             super().init_weights()
-        self.init_kv_parameters(torch.Generator().manual_seed(self.cfg.seed) if seeded else None)
+        self.init_kv_parameters(None if seed is None else torch.Generator().manual_seed(seed))
 
     def init_kv_parameters(self, generator: torch.Generator | None = None) -> None:
         """Initialise what TransformerLens does not know: shift coefficients and feature maps (b_KV and b_D start at 0)."""
@@ -141,9 +142,7 @@ class HookedKVTransformer(HookedTransformer):
     ):
         """As TransformerLens', with sinusoidal and no positions, the offset of an attached bias, and a clear n_ctx error."""
         if tokens is None and attention_mask is None:
-            pos_offset = (
-                0  # generate() without a tokenizer hands over the embeddings of the whole text, not of the new token
-            )
+            pos_offset = 0  # generate() without a tokenizer hands over the embeddings of the whole text, not of the new token
         self._check_length(pos_offset + embed.shape[1], attention_mask)
         kind = self.cfg.positional_embedding_type
         if kind not in ("none", "sinusoidal"):
@@ -267,7 +266,8 @@ class HookedKVTransformer(HookedTransformer):
                 place = block.attn.W_O.device
                 tensors = (bias.b_KV, bias.b_D, bias.last_k, bias.last_v, bias.last_q)
                 parts = [t[layer] if bias.batch_size is not None else t[layer][None] for t in tensors]
-                block.attn.layer_bias = LayerBias(*(p.to(place, dtype) for p in parts), bias.position_offset)
+                b_kv, b_d, last_k, last_v, last_q = (part.to(place, dtype) for part in parts)
+                block.attn.layer_bias = LayerBias(b_kv, b_d, last_k, last_v, last_q, bias.position_offset)
         if isinstance(getattr(self, "pos_embed", None), (OffsetPosEmbed, SinusoidalPosEmbed)):
             self.pos_embed.position_offset = 0 if bias is None else bias.position_offset
 

@@ -16,9 +16,7 @@ def check_weight_processing(cfg: HookedKVTransformerConfig, fold_value_biases: b
     """
     reason = _why_not_fold(cfg)
     if fold_value_biases and reason:
-        raise KVLensError(
-            f"fold_value_biases would change this model's output: {reason}. Pass fold_value_biases=False."
-        )
+        raise KVLensError(f"fold_value_biases would change this model's output: {reason}. Pass fold_value_biases=False.")
     if refactor and (cfg.attention == "linear" or cfg.kv_shift is not None):
         raise KVLensError(
             "refactor_factored_attn_matrices keeps only q.k and folds b_V away, which would change this model's output: "

@@ -1,4 +1,4 @@
-"""How much a context helps a model, in front of the text and as a converted bias: the measure that a shipped model must pass."""
+"""How much a context helps a model, in front of the text and as a bias: the measure that a shipped model must pass."""
 
 from typing import NamedTuple
 
@@ -47,9 +47,7 @@ def context_effect(
         KVLensError: no windows, or no text behind the context.
     """
     if len(windows) == 0 or windows.shape[1] < n_context + 2:
-        raise KVLensError(
-            f"context_effect: expected windows of more than {n_context + 1} tokens, got {list(windows.shape)}"
-        )
+        raise KVLensError(f"context_effect: expected windows of more than {n_context + 1} tokens, got {list(windows.shape)}")
     if model.tokenizer is None:
         raise KVLensError("context_effect: the model has no tokenizer, so there is no BOS for the text alone")
     sums = torch.zeros(3, dtype=torch.float64)
@@ -63,8 +61,8 @@ def context_effect(
             converted = model(text)
         sums += torch.stack([_loss(logits, text) for logits in (alone, original, converted)])
         squares += torch.stack([(converted - original).double().square().sum(), original.double().square().sum()]).cpu()
-    losses = (sums / len(windows)).tolist()
-    return ContextEffect(*losses, relative_error=float((squares[0] / squares[1]).sqrt()))
+    without, with_context, converted_loss = (sums / len(windows)).tolist()
+    return ContextEffect(without, with_context, converted_loss, relative_error=float((squares[0] / squares[1]).sqrt()))
 
 
 def _loss(logits: Tensor, text: Tensor) -> Tensor:

@@ -248,9 +248,7 @@ def _sources(package: str, roots: Mapping[str, Path]) -> dict[str, Path | str]:
     return dict(find_modules(Path(next(iter(spec.submodule_search_locations))), package))
 
 
-def _check(
-    packages: Sequence[str], heldout_fraction: float, max_chars: Mapping[str, int], roots: Mapping[str, Path]
-) -> None:
+def _check(packages: Sequence[str], heldout_fraction: float, max_chars: Mapping[str, int], roots: Mapping[str, Path]) -> None:
     known = [*LICENCES, *roots]
     if isinstance(packages, str) or not packages:
         raise KVLensError(f"build_docs_corpus: packages= must be a list of names from {known}, got {packages!r}")

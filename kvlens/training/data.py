@@ -54,9 +54,7 @@ class TokenWindows:
         self.n_chars = n_chars
 
     @classmethod
-    def from_texts(
-        cls, texts: Sequence[str], tokenizer: PreTrainedTokenizerFast, *, bos_first: bool = True
-    ) -> "TokenWindows":
+    def from_texts(cls, texts: Sequence[str], tokenizer: PreTrainedTokenizerFast, *, bos_first: bool = True) -> "TokenWindows":
         """Tokenise ``texts`` (such as ``[document.text for document in corpus.train]``), BOS before each.
 
         Raises:

@@ -66,9 +66,7 @@ def train_docs_linear(
     tqdm.write("Reading the docstrings of this installation ...", end="\n")
     corpus = build_docs_corpus(recipe.packages)
     model = HookedKVTransformer(*_config_and_tokenizer(corpus, recipe))
-    training, heldout = (
-        TokenWindows.from_texts(_texts(part), model.tokenizer) for part in (corpus.train, corpus.heldout)
-    )
+    training, heldout = (TokenWindows.from_texts(_texts(part), model.tokenizer) for part in (corpus.train, corpus.heldout))
     generator = torch.Generator().manual_seed(recipe.seed)
     eval_windows = heldout.consecutive(N_CONTEXT + N_TEXT, recipe.eval_windows)
     result = train(

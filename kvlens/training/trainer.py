@@ -5,8 +5,8 @@ every so often. Four things it promises beyond that:
 
 - *Time.* With ``max_minutes`` no step begins after that time, evaluations included, and the cosine has finished by then; the
   last step and the last evaluation may overrun it by their own duration.
-- *Best weights.* With ``evaluate`` a run that comes to its end leaves the model with the weights of its best evaluation; ``patience`` ends a run that no
-  longer improves.
+- *Best weights.* With ``evaluate`` a run that comes to its end leaves the model with the weights of its best evaluation;
+  ``patience`` ends a run that no longer improves.
 - *A loss that is not finite* ends the run with an error that names the step; the model then holds the weights of the last step
   whose loss and gradient were finite.
 - *Weight decay only where it means something*: on matrices named ``W_...``, not on biases, norms or mixing coefficients, whose
@@ -192,9 +192,7 @@ def decayed_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad and p.ndim > 1 and "W_" in name}
 
 
-def _optimizer(
-    model: nn.Module, learning_rate: float, weight_decay: float, betas: tuple[float, float]
-) -> torch.optim.AdamW:
+def _optimizer(model: nn.Module, learning_rate: float, weight_decay: float, betas: tuple[float, float]) -> torch.optim.AdamW:
     decayed = decayed_parameters(model)
     others = [p for name, p in model.named_parameters() if p.requires_grad and name not in decayed]
     groups = [

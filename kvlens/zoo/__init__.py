@@ -20,7 +20,5 @@ def folder_of(name: str) -> Path:
         KVLensError: no such model; the nearest name is proposed.
     """
     if name not in names():
-        raise KVLensError(
-            f"zoo: no shipped model is called {name!r}{nearest(name, names())}; there are {', '.join(names())}"
-        )
+        raise KVLensError(f"zoo: no shipped model is called {name!r}{nearest(name, names())}; there are {', '.join(names())}")
     return _ROOT / name

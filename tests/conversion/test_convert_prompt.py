@@ -122,9 +122,7 @@ def tokenized_model(**changes):
     sizes = {k: v for k, v in changes.items() if k != "d_model"}
     cfg = HookedKVTransformerConfig(
         **{
-            **dict(
-                n_layers=2, d_model=6 * heads, d_head=6, n_heads=heads, n_ctx=64, act_fn="gelu", seed=0, device="cpu"
-            ),
+            **dict(n_layers=2, d_model=6 * heads, d_head=6, n_heads=heads, n_ctx=64, act_fn="gelu", seed=0, device="cpu"),
             **dict(attention="linear", positional_embedding_type="rotary", kv_shift=KVShiftConfig(window=2)),
             **dict(dtype=torch.float64, d_vocab=len(tokenizer)),
             **sizes,

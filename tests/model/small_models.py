@@ -7,9 +7,7 @@ import torch
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVShiftConfig
 from kvlens._tl import HookedTransformer, HookedTransformerConfig
 
-SIZES = dict(
-    n_layers=2, d_model=30, d_head=6, n_heads=5, n_ctx=41, d_vocab=17, d_mlp=23, act_fn="gelu", device="cpu", seed=3
-)
+SIZES = dict(n_layers=2, d_model=30, d_head=6, n_heads=5, n_ctx=41, d_vocab=17, d_mlp=23, act_fn="gelu", device="cpu", seed=3)
 
 
 def small_model(**changes: Any) -> HookedKVTransformer:
@@ -36,7 +34,7 @@ def with_random_biases(model: Any) -> Any:
     generator = torch.Generator().manual_seed(11)
     for name, parameter in sorted(model.named_parameters()):
         leaf = name.rsplit(".", 1)[-1]
-        if leaf.lstrip("_").startswith("b_") and leaf not in ("b_KV", "b_D") or leaf in ("b", "w"):
+        if (leaf.lstrip("_").startswith("b_") and leaf not in ("b_KV", "b_D")) or leaf in ("b", "w"):
             drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.3
             parameter.data.add_(drawn.to(parameter.dtype))
     return model

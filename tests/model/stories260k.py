@@ -1,4 +1,4 @@
-"""Reads the llama2.c checkpoint ``stories260K.bin`` and its tokenizer into a HookedKVTransformer (format: the data's README)."""
+"""Reads the llama2.c checkpoint ``stories260K.bin`` and its tokenizer into a HookedKVTransformer."""
 
 import struct
 from pathlib import Path

@@ -10,9 +10,7 @@ from kvlens import HookedKVTransformerConfig, KVLensError, KVShiftConfig, conver
 from kvlens._tl import TransformerLensKeyValueCache
 from kvlens.training import train_bpe_tokenizer
 
-ROUNDING = (
-    1e-14  # float64 sums of at most a few hundred terms of one sign: n * 2.2e-16, n < 50 on the way through 2 layers
-)
+ROUNDING = 1e-14  # float64 sums of at most a few hundred terms of one sign: n * 2.2e-16, n < 50 on the way through 2 layers
 
 VARIANTS = {
     "rope after": {},
@@ -241,7 +239,7 @@ def test_gradients_through_a_conversion_are_those_of_the_whole_text():
 def test_stop_at_layer_and_decompositions():
     model, x = linear_model(use_attn_result=True), tokens(1, 6)
     assert model(x, stop_at_layer=1).shape == (1, 6, 30)
-    logits, cache = model.run_with_cache(x)
+    _, cache = model.run_with_cache(x)
     heads = cache.stack_head_results(layer=2)
     assert relative_error(heads.sum(0), cache["attn_out", 0] + cache["attn_out", 1] - model.b_O.sum(0)) < ROUNDING
     attributed = cache.logit_attrs(heads, tokens=x)
@@ -337,9 +335,7 @@ def test_a_trainable_bias_trains():
     assert changed == ["blocks.0.attn.b_KV", "blocks.0.attn.b_D"]
 
 
-@pytest.mark.parametrize(
-    "mode", ["gpt2", "xavier_uniform", "xavier_normal", "kaiming_uniform", "kaiming_normal", "muP"]
-)
+@pytest.mark.parametrize("mode", ["gpt2", "xavier_uniform", "xavier_normal", "kaiming_uniform", "kaiming_normal", "muP"])
 def test_every_weight_is_initialised_in_every_mode(mode, monkeypatch):
     empty = torch.empty
 

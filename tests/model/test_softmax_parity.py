@@ -61,9 +61,7 @@ def test_generation_with_learned_positions_and_no_tokenizer_places_the_new_token
     model = small_model()
     x = tokens(3, 5)
     cached = model.generate(x, max_new_tokens=6, do_sample=False, stop_at_eos=False, verbose=False)
-    whole = model.generate(
-        x, max_new_tokens=6, do_sample=False, stop_at_eos=False, verbose=False, use_past_kv_cache=False
-    )
+    whole = model.generate(x, max_new_tokens=6, do_sample=False, stop_at_eos=False, verbose=False, use_past_kv_cache=False)
     assert torch.equal(cached, whole)
 
 

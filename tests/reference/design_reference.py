@@ -107,7 +107,7 @@ def rotation(spec: Spec, position: int) -> torch.Tensor:
 
 
 def feature(spec: Spec, attn: Weights, x: torch.Tensor, head: int) -> torch.Tensor:
-    """phi(x) [d_phi] of one head's vector x [d_head]; ``head`` is a query head, whose projection a learned map uses."""
+    """phi(x) [d_phi] of a vector x [d_head] of query head ``head``, or of a key that this head reads."""
     scaled = x / math.sqrt(spec.attn_scale)
     if spec.feature_map == "identity":
         return x
@@ -116,13 +116,13 @@ def feature(spec: Spec, attn: Weights, x: torch.Tensor, head: int) -> torch.Tens
     if spec.feature_map == "relu":
         return torch.stack([c.clamp(min=0) + 1e-3 for c in x])
     if spec.feature_map == "random":
-        w = attn["feature_map.projection"][head]
+        w = attn["feature_map.projection"][head // (spec.n_heads // spec.n_kv_heads)]
         return torch.stack([(row @ scaled - scaled @ scaled / 2).exp() for row in w]) / math.sqrt(w.shape[0])
     if spec.feature_map == "taylor":
         second = [a * b / math.sqrt(2) for a in scaled for b in scaled]
         return torch.cat([torch.ones(1, dtype=torch.float64), scaled, torch.stack(second)])
     if spec.feature_map == "hedgehog":
-        wx = attn["feature_map.hedgehog_weight"][head] @ x
+        wx = attn["feature_map.hedgehog_weight"][head // (spec.n_heads // spec.n_kv_heads)] @ x
         exponentials = torch.cat([2 * wx, -2 * wx]).exp()
         return exponentials / exponentials.sum()
     raise ValueError(f"no feature map {spec.feature_map!r}")
@@ -148,12 +148,10 @@ def _run(spec: Spec, weights: Weights, tokens: list[int], bias: Bias | None) -> 
     return x, new_layers
 
 
-def _attention(
-    spec: Spec, attn: Weights, x: torch.Tensor, old: LayerBias, offset: int
-) -> tuple[torch.Tensor, LayerBias]:
+def _attention(spec: Spec, attn: Weights, x: torch.Tensor, old: LayerBias, offset: int) -> tuple[torch.Tensor, LayerBias]:
     """z [pos, head, d_head] and the layer's new bias, from the layer's input x [pos, d_model]."""
     n = x.shape[0]
-    raw = {letter: _project(attn, letter, x) for letter in "qkv"}
+    raw = {letter: _project(spec, attn, letter, x) for letter in "qkv"}
     mixed = {letter: _shift(spec, attn, letter, raw[letter], old.last[letter]) for letter in "qkv"}
     last = {letter: torch.cat([old.last[letter], raw[letter]])[n:] for letter in "qkv"}
     z = torch.zeros(n, spec.n_heads, spec.d_head, dtype=torch.float64)
@@ -186,13 +184,13 @@ def _attention(
     return z, LayerBias(torch.stack(new_KV), torch.stack(new_D), last)
 
 
-def _project(attn: Weights, letter: str, x: torch.Tensor) -> torch.Tensor:
+def _project(spec: Spec, attn: Weights, letter: str, x: torch.Tensor) -> torch.Tensor:
     """Queries, keys or values [pos, head, d_head], after the norm on queries and keys where the weights hold one."""
     underscore = "_" if letter != "q" and f"_W_{letter.upper()}" in attn else ""  # TransformerLens' grouped heads
     W, b = attn[f"{underscore}W_{letter.upper()}"], attn[f"{underscore}b_{letter.upper()}"]
     out = torch.stack([x @ W[head] + b[head] for head in range(W.shape[0])], dim=1)
     if f"{letter}_norm.w" in attn:
-        rms = (out.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
+        rms = (out.pow(2).mean(-1, keepdim=True) + spec.eps).sqrt()
         out = out / rms * attn[f"{letter}_norm.w"]
     return out
 

@@ -121,9 +121,7 @@ def test_sources_that_do_not_parse_are_passed_over(tmp_path):
 def test_short_foreign_and_surrogate_docstrings(tmp_path):
     (tmp_path / "short.py").write_text('"""Too short."""')
     (tmp_path / "greek.py").write_text('"""' + "αβγδ εζηθ " * 20 + '"""', encoding="utf-8")
-    (tmp_path / "odd.py").write_text(
-        '"""A lone surrogate \\ud800 stands in a text that is otherwise quite ordinary."""'
-    )
+    (tmp_path / "odd.py").write_text('"""A lone surrogate \\ud800 stands in a text that is otherwise quite ordinary."""')
     corpus = build_docs_corpus(["pack"], roots={"pack": tmp_path})
     assert [d.name for d in corpus.train + corpus.heldout] == ["pack.odd"]
     assert len(corpus.corpus_hash) == 64
@@ -131,17 +129,13 @@ def test_short_foreign_and_surrogate_docstrings(tmp_path):
 
 def test_near_copies_are_dropped_and_headings_stay_only_before_what_stays():
     keep = ParagraphFilter()
-    lines = [
-        f"argument_{word}: the {word} of the layer, an integer (default 12)" for word in ("width", "depth", "height")
-    ]
+    lines = [f"argument_{word}: the {word} of the layer, an integer (default 12)" for word in ("width", "depth", "height")]
     first = "Args:\n\n" + "\n".join(lines)
     assert keep.new_paragraphs(first) == ["Args:", "\n".join(lines)]
     assert keep.new_paragraphs(first.upper().replace("\n", "\n  ")) == []
     near = "\n".join([*lines[:2], "another_argument: the colour of the layer, a string"]).replace("12", "768")
     assert keep.new_paragraphs("Args:\n\n" + near) == []
-    far = "\n".join(
-        [lines[0], "another_argument: the colour of the layer", "a_third_one: the weight of the layer, in kg"]
-    )
+    far = "\n".join([lines[0], "another_argument: the colour of the layer", "a_third_one: the weight of the layer, in kg"])
     assert keep.new_paragraphs("Returns:\n\n" + far) == ["Returns:", far]
 
 

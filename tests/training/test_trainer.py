@@ -162,9 +162,7 @@ def test_early_stopping_puts_the_best_weights_back():
 def test_the_time_budget_ends_the_run_with_the_final_rate(monkeypatch):
     clock = iter(range(10_000))  # each look at the clock takes a second
     monkeypatch.setattr("kvlens.training.trainer.perf_counter", lambda: float(next(clock)))
-    result = run(
-        Bowl(), steps=10_000, max_minutes=5.0, final_fraction=0.1, evaluate=lambda model: heldout_loss(model, TOKENS)
-    )
+    result = run(Bowl(), steps=10_000, max_minutes=5.0, final_fraction=0.1, evaluate=lambda model: heldout_loss(model, TOKENS))
     rates = result.metrics["learning_rate"]
     assert result.stopped_by == "time" and 20 < result.steps < 300
     assert rates.iloc[-1] == pytest.approx(0.01, rel=0.05)

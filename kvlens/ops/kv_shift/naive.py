@@ -16,17 +16,15 @@ def naive_kv_shift(
     window = coef.shape[1] - 1
     rows, states = [], []
     for b in range(batch):
-        if boundary is None:
-            history = [x.new_zeros(head, d) for _ in range(window)]
-        else:
-            history = list(boundary[b % boundary.shape[0]])
+        before = x.new_zeros(window, head, d) if boundary is None else boundary[b % boundary.shape[0]]
+        history = list(before)
         outputs = []
         for i in range(pos):
             if mask is not None and not mask[b, i]:
                 outputs.append(x.new_zeros(head, d))
                 continue
             history.append(x[b, i])
-            outputs.append(sum(coef[:, s, None] * history[-1 - s] for s in range(window + 1)))
+            outputs.append(torch.stack([coef[:, s, None] * history[-1 - s] for s in range(window + 1)]).sum(0))
         rows.append(torch.stack(outputs) if outputs else x.new_zeros(0, head, d))
         states.append(torch.stack(history[len(history) - window :]) if window else x.new_zeros(0, head, d))
     return torch.stack(rows), torch.stack(states)

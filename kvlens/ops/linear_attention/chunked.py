@@ -89,9 +89,7 @@ class _Weights:
         self.within, self.query, self.key, self.chunk = within, query, key, chunk
 
 
-def _causal_weight(
-    decay: Tensor | None, mask: Tensor | None, n_chunks: int, size: int, group: int, like: Tensor
-) -> _Weights:
+def _causal_weight(decay: Tensor | None, mask: Tensor | None, n_chunks: int, size: int, group: int, like: Tensor) -> _Weights:
     triangle = torch.ones(size, size, device=like.device, dtype=like.dtype).tril()
     if decay is None:
         return _Weights(triangle.repeat(group, 1), None, None, None)
@@ -109,8 +107,7 @@ def _causal_weight(
 
 def _normalizer(norm_q: Tensor, norm_k: Tensor, before: Tensor | None, size: int) -> tuple[Tensor, Tensor]:
     """phi(q_i).D_i: the cumulative sum within each chunk is a product with a triangle of ones, in the layout as it comes."""
-    batch, pos, n_heads, d_phi = norm_q.shape
-    n_kv = norm_k.shape[2]
+    batch, pos, n_kv, d_phi = norm_k.shape
     n_chunks = pos // size
     triangle = torch.ones(size, size, device=norm_k.device, dtype=norm_k.dtype).tril()
     within = triangle @ norm_k.reshape(batch, n_chunks, size, n_kv * d_phi)

@@ -1,0 +1,100 @@
+"""What a prompt changes in the predictions on a text, and whether its conversion changes the same.
+
+Three conditions, aligned on the tokens of the text:
+
+- ``with_prompt``: the model reads [prompt; text];
+- ``without_prompt``: the model reads the text with nothing in front but the BOS that the prompt began with;
+- ``converted``: the model reads the text alone, under the bias that the prompt was converted to.
+"""
+
+import pandas as pd
+import torch
+
+from analyses._sequences import (
+    Tokens,
+    bias_of,
+    converted_logits,
+    kl_divergence,
+    log_probabilities,
+    next_token_losses,
+    one_sequence,
+    text_logits,
+    token_texts,
+)
+from kvlens import HookedKVTransformer, KVBias
+
+CONDITIONS = ("with_prompt", "without_prompt", "converted")
+
+
+@torch.no_grad()
+def prompt_effect(
+    model: HookedKVTransformer,
+    prompt_tokens: Tokens,
+    text_tokens: Tokens,
+    *,
+    baseline_tokens: Tokens | None = None,
+    bias: KVBias | None = None,
+) -> pd.DataFrame:
+    """Compare the next-token predictions on the text in the three conditions.
+
+    Args:
+        model: with linear attention.
+        prompt_tokens: [pos], BOS included where the model wants one.
+        text_tokens: [pos], without BOS.
+        baseline_tokens: [pos], what stands in front of the text in ``without_prompt``, possibly nothing; None takes the
+            prompt's BOS, and nothing if the prompt does not begin with the tokenizer's BOS.
+        bias: the converted prompt, if it is at hand; None converts it here.
+
+    Returns:
+        One row a place of the text and condition, places in order, conditions as in :data:`CONDITIONS`:
+
+        ================ ======= ===============================================================================
+        position         int64   0 is the first token of the text
+        token            str     the token at this place
+        next_token       str     the token that follows in the text, missing at the last place
+        condition        str     ``with_prompt``, ``without_prompt`` or ``converted``
+        predicted_token  str     the most probable next token
+        kl               float64 KL(with_prompt || condition) in nats; 0 for ``with_prompt``
+        argmax_agrees    bool    whether the most probable next token is that of ``with_prompt``
+        loss             float64 -log p(next_token) in nats, NaN at the last place
+        ================ ======= ===============================================================================
+
+    Raises:
+        KVLensError: softmax attention, tokens that are empty, misshapen or outside the vocabulary.
+    """
+    prompt = one_sequence(model, "prompt_tokens", prompt_tokens)
+    text = one_sequence(model, "text_tokens", text_tokens)
+    if baseline_tokens is None:
+        baseline = prompt[:1] if _begins_with_bos(model, prompt) else prompt[:0]
+    else:
+        baseline = one_sequence(model, "baseline_tokens", baseline_tokens, may_be_empty=True)
+    bias = bias_of(model, prompt, bias)
+    logits = {
+        "with_prompt": text_logits(model, prompt, text),
+        "without_prompt": text_logits(model, baseline, text),
+        "converted": converted_logits(model, bias, text),
+    }
+    tokens = token_texts(model, text)
+    reference = log_probabilities(logits["with_prompt"])
+    frames = []
+    for condition in CONDITIONS:
+        log_p, predicted = log_probabilities(logits[condition]), logits[condition].argmax(dim=-1)
+        frames.append(
+            pd.DataFrame(
+                {
+                    "position": range(len(text)),
+                    "token": tokens,
+                    "next_token": pd.Series([*tokens[1:], None], dtype="str"),
+                    "condition": condition,
+                    "predicted_token": token_texts(model, predicted),
+                    "kl": kl_divergence(reference, log_p).cpu().numpy(),
+                    "argmax_agrees": (predicted == logits["with_prompt"].argmax(dim=-1)).cpu().numpy(),
+                    "loss": next_token_losses(log_p, text).cpu().numpy(),
+                }
+            )
+        )
+    return pd.concat(frames).sort_values("position", kind="stable", ignore_index=True)
+
+
+def _begins_with_bos(model: HookedKVTransformer, prompt: Tokens) -> bool:
+    return model.tokenizer is not None and int(prompt[0]) == model.tokenizer.bos_token_id
