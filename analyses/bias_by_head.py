@@ -56,9 +56,7 @@ def bias_by_head(
     bias = bias_of(model, prompt, bias)
     pairs = [(layer, head) for layer in range(bias.n_layers) for head in range(bias.n_heads)]
     norms_bias, norms_context = _output_norms(model, bias, text)
-    effect = bias_ablation(
-        model, text, bias, [[pair] for pair in pairs], batch_size=batch_size, on_progress=on_progress
-    )
+    effect = bias_ablation(model, text, bias, [[pair] for pair in pairs], batch_size=batch_size, on_progress=on_progress)
     return pd.DataFrame(
         {
             "layer": [layer for layer, _ in pairs],
@@ -104,8 +102,8 @@ def bias_by_layer(
     return pd.DataFrame(
         {
             "layer": range(bias.n_layers),
-            "b_kv_norm": _flat(bias.b_KV.double().norm(dim=(-3, -2, -1))),
-            "b_d_norm": _flat(bias.b_D.double().norm(dim=(-2, -1))),
+            "b_kv_norm": _flat(bias.b_KV.double().flatten(1).norm(dim=-1)),
+            "b_d_norm": _flat(bias.b_D.double().flatten(1).norm(dim=-1)),
             "bias_share": _flat(_share(norms_bias, norms_context)),
             "ablation_kl": effect["kl"],
             "loss_change": effect["loss_change"],
@@ -117,9 +115,7 @@ def _output_norms(
     model: HookedKVTransformer, bias: KVBias, text: Tensor
 ) -> tuple[Float[Tensor, "layer pos head"], Float[Tensor, "layer pos head"]]:
     """||z_bias|| and ||z_context|| of every head on the text."""
-    names = {
-        part: [f"blocks.{layer}.attn.hook_z_{part}" for layer in range(bias.n_layers)] for part in ("bias", "context")
-    }
+    names = {part: [f"blocks.{layer}.attn.hook_z_{part}" for layer in range(bias.n_layers)] for part in ("bias", "context")}
     with model.kv_bias(bias):
         _, cache = model.run_with_cache(
             text[None],
@@ -128,8 +124,7 @@ def _output_norms(
             stop_at_layer=model.cfg.n_layers,
         )
     of_bias, of_context = (
-        torch.stack([cache[name][0].double().norm(dim=-1).cpu() for name in names[part]])
-        for part in ("bias", "context")
+        torch.stack([cache[name][0].double().norm(dim=-1).cpu() for name in names[part]]) for part in ("bias", "context")
     )
     return of_bias, of_context
 

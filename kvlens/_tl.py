@@ -4,6 +4,10 @@ TransformerLens 4 removed ``HookedTransformer`` and its components, so a move to
 Importing it takes seconds: nothing in ``kvlens/__init__`` or in the command line imports it before it is needed.
 """
 
+import contextlib
+import warnings
+from collections.abc import Iterator
+
 import transformer_lens.loading_from_pretrained as loading
 from transformer_lens import ActivationCache, HookedTransformer, HookedTransformerConfig
 from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
@@ -26,4 +30,13 @@ __all__ = [
     "TransformerLensKeyValueCacheEntry",
     "get_device_for_block_index",
     "loading",
+    "without_deprecation_warning",
 ]
+
+
+@contextlib.contextmanager
+def without_deprecation_warning() -> Iterator[None]:
+    """Silence TransformerLens' deprecation of HookedTransformer, and nothing else: kvlens pins the release that has it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="HookedTransformer", category=DeprecationWarning)
+        yield

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvlens._tl import HookedTransformer
+from kvlens._tl import HookedTransformer, without_deprecation_warning
 from kvlens.errors import KVLensError
 from kvlens.model.config import HookedKVTransformerConfig, KVShiftConfig
 from kvlens.model.pretrained import is_local_folder, load_pretrained_parts, official_name
@@ -142,7 +142,8 @@ def _from_hub(
         probe = HookedKVTransformerConfig(n_layers=1, d_model=2, d_head=2, n_ctx=1, d_vocab=1, act_fn="relu", kv_shift=kv_shift)
         check_weight_processing(probe, processing["fold_value_biases"], processing["refactor_factored_attn_matrices"])
     load = HookedTransformer.from_pretrained.__func__  # type: ignore[attr-defined]
-    model = load(cls, name, tokenizer=tokenizer, **processing, **loader_kwargs)
+    with without_deprecation_warning():
+        model = load(cls, name, tokenizer=tokenizer, **processing, **loader_kwargs)
     return model if kv_shift is None else from_hooked_transformer(cls, model, kv_shift=kv_shift)
 
 

@@ -7,7 +7,6 @@ leaves the weights uninitialised and the hooks unnamed, silently); ``get_residua
 """
 
 import contextlib
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,21 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvlens._tl import USE_DEFAULT_VALUE, HookedTransformer, HookedTransformerConfig, TransformerLensKeyValueCache
+from kvlens._tl import (
+    USE_DEFAULT_VALUE,
+    HookedTransformer,
+    HookedTransformerConfig,
+    TransformerLensKeyValueCache,
+    without_deprecation_warning,
+)
 from kvlens.components import LayerBias, NoPosEmbed, OffsetPosEmbed, SinusoidalPosEmbed, build_attention, upgrade_cache
 from kvlens.errors import KVLensError, nearest
 from kvlens.kv_bias import Fingerprint, KVBias
 from kvlens.model.config import HookedKVTransformerConfig, KVShiftConfig
 from kvlens.model.fingerprint import fingerprint_of, weights_hash
 from kvlens.model.weights import check_weight_processing
-
-
-@contextlib.contextmanager
-def _without_deprecation_warning() -> Iterator[None]:
-    """Silence TransformerLens' deprecation of HookedTransformer, and nothing else: kvlens pins the release that has it."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="HookedTransformer", category=DeprecationWarning)
-        yield
 
 
 class HookedKVTransformer(HookedTransformer):
@@ -54,7 +51,7 @@ class HookedKVTransformer(HookedTransformer):
         cfg = _as_kv_config(cfg)
         wants_init, cfg.init_weights = cfg.init_weights, False
         try:
-            with _without_deprecation_warning():
+            with without_deprecation_warning():
                 super().__init__(cfg, tokenizer, move_to_device=False, default_padding_side=default_padding_side)
         finally:
             cfg.init_weights = wants_init

@@ -115,7 +115,11 @@ def tokenizer():
 def model_and_spec(name: str) -> tuple[HookedKVTransformer, judge.Spec, judge.Weights]:
     """A model with weights large enough that nothing is nearly linear, its structure, and its weights in float64."""
     defaults = dict(
-        attention="linear", positional_embedding_type="rotary", kv_shift=KVShiftConfig(window=2), seed=1, d_vocab=len(tokenizer())
+        attention="linear",
+        positional_embedding_type="rotary",
+        kv_shift=KVShiftConfig(window=2),
+        seed=1,
+        d_vocab=len(tokenizer()),
     )
     options = {**SIZES, **SMALL, **defaults, **VARIANTS[name]}
     model = HookedKVTransformer(HookedKVTransformerConfig(**options), tokenizer=tokenizer()).requires_grad_(False)

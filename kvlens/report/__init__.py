@@ -1,0 +1,41 @@
+"""The report on one prompt: what its conversion into a bias keeps, what the prompt does, and which heads carry it.
+
+It sits on top of the analyses, and is, with the command line, the only part of kvlens that imports them. The names below are
+imported when they are first used, so that a bad output folder is found before torch is loaded.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvlens.report.build import Report, build_report
+    from kvlens.report.example import EXAMPLE_PROMPT, EXAMPLE_TEXT
+    from kvlens.report.folder import check_folder
+    from kvlens.report.terminal import print_report
+    from kvlens.report.write import write_report
+
+_HOMES = {
+    "EXAMPLE_PROMPT": "kvlens.report.example",
+    "EXAMPLE_TEXT": "kvlens.report.example",
+    "Report": "kvlens.report.build",
+    "build_report": "kvlens.report.build",
+    "check_folder": "kvlens.report.folder",
+    "print_report": "kvlens.report.terminal",
+    "write_report": "kvlens.report.write",
+}
+
+__all__ = [
+    "EXAMPLE_PROMPT",
+    "EXAMPLE_TEXT",
+    "Report",
+    "build_report",
+    "check_folder",
+    "print_report",
+    "write_report",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'kvlens.report' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

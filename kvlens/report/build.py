@@ -1,0 +1,282 @@
+"""Computing a report: one model, one prompt, one text; the analyses, and text generated in three conditions."""
+
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from analyses import bias_ablation, bias_by_head, bias_by_layer, conversion_error, prompt_effect
+from kvlens.conversion import convert_prompt
+from kvlens.errors import KVLensError
+from kvlens.kv_bias import KVBias
+from kvlens.model import HookedKVTransformer
+from kvlens.report.folder import FORMAT
+
+FORMAT_VERSION = 1
+CONDITIONS = ("with_prompt", "converted", "without_prompt")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What ``kvlens report`` found.
+
+    Attributes:
+        summary: the headline figures, nested, of JSON's types (NaN where there is no number).
+        tables: ``conversion_error``, ``prompt_effect``, ``bias_by_head``, ``bias_by_layer`` as the analyses of those names
+            return them, and ``generated``: one row a condition and generated token, with its ``position`` from 0,
+            ``token_id`` and ``token``.
+        bias: the converted prompt.
+    """
+
+    summary: dict[str, Any]
+    tables: dict[str, pd.DataFrame]
+    bias: KVBias
+
+
+def build_report(
+    model: HookedKVTransformer,
+    prompt: str,
+    text: str,
+    *,
+    model_name: str | None = None,
+    new_tokens: int = 40,
+    temperature: float = 0.0,
+    seed: int = 0,
+    on_progress: Callable[[str, float], None] | None = None,
+) -> Report:
+    """Convert ``prompt`` and measure, on ``text``, what the conversion keeps, what the prompt changes and where it sits.
+
+    Args:
+        model: with linear attention and a tokenizer; nothing may be attached to it.
+        prompt: not empty; it gets a BOS by the model's default.
+        text: not empty; tokenised apart from the prompt, without BOS.
+        model_name: how the report calls the model; None takes the configuration's name.
+        new_tokens: how many tokens to generate in each condition.
+        temperature: 0 generates greedily; above 0 samples, with equal random numbers in the three conditions.
+        seed: of the sampling; the global generators stay as they were.
+        on_progress: called with a description and the fraction done, in 0..1.
+
+    Raises:
+        KVLensError: softmax attention, weights that are not finite, no tokenizer, an empty prompt or text, tokens outside
+            the vocabulary, more tokens than ``n_ctx`` where positions are learned.
+    """
+    tell = on_progress or (lambda description, done: None)
+    _check_model(model)
+    prompt_tokens = _tokens_of(model, "prompt", prompt, model.cfg.default_prepend_bos)
+    text_tokens = _tokens_of(model, "text", text, prepend_bos=False)
+    _check_lengths(model, len(prompt_tokens), len(text_tokens), new_tokens, temperature)
+    tell("converting the prompt", 0.0)
+    bias = convert_prompt(model, prompt_tokens)
+    tell("comparing predictions", 0.05)
+    errors = conversion_error(model, prompt_tokens, text_tokens, bias=bias)
+    if not bool(errors["squared_norm"].map(lambda x: x < float("inf")).all()):
+        raise KVLensError("the model's logits on the text are not finite: activations overflow; try --dtype float32")
+    effect = prompt_effect(model, prompt_tokens, text_tokens, bias=bias)
+    by_head = bias_by_head(
+        model, prompt_tokens, text_tokens, bias=bias, on_progress=lambda x: tell("removing heads", 0.1 + 0.4 * x)
+    )
+    by_layer = bias_by_layer(
+        model, prompt_tokens, text_tokens, bias=bias, on_progress=lambda x: tell("removing layers", 0.5 + 0.1 * x)
+    )
+    everything = [(layer, head) for layer in range(bias.n_layers) for head in range(bias.n_heads)]
+    total = bias_ablation(model, text_tokens, bias, [everything]).iloc[0]
+    generated = {}
+    for i, condition in enumerate(CONDITIONS):
+        tell(f"generating, {condition.replace('_', ' ')}", 0.6 + 0.4 * i / 3)
+        generated[condition] = _generate(model, condition, prompt_tokens, text_tokens, bias, new_tokens, temperature, seed)
+    summary = {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": _versions(),
+        "model": _model_facts(model, model_name),
+        "prompt": {"text": prompt, "n_tokens": len(prompt_tokens)},
+        "text": {"text": text, "n_tokens": len(text_tokens)},
+        "conversion": _conversion_figures(model, errors, len(prompt_tokens) + len(text_tokens)),
+        "prompt_effect": _effect_figures(effect),
+        "bias": {
+            "n_numbers": bias.num_parameters,
+            "position_offset": int(bias.position_offset),
+            "kl_without_any_head": float(total["kl"]),
+            "loss_change_without_any_head": float(total["loss_change"]),
+            "heads_by_ablation_kl": by_head.nlargest(10, "ablation_kl").to_dict("records"),
+        },
+        "generation": {
+            "method": "greedy" if temperature == 0 else f"sampled at temperature {temperature:g}, seed {seed}",
+            "new_tokens": new_tokens,
+            "converted_equals_with_prompt": bool(torch.equal(generated["converted"], generated["with_prompt"])),
+            **{condition: model.tokenizer.decode(tokens.tolist()) for condition, tokens in generated.items()},
+        },
+    }
+    tables = {
+        "conversion_error": errors,
+        "prompt_effect": effect,
+        "bias_by_head": by_head,
+        "bias_by_layer": by_layer,
+        "generated": _generated_table(model, generated),
+    }
+    return Report(summary, tables, bias)
+
+
+# --- checks ----------------------------------------------------------------------------------------------------------
+
+
+def _check_model(model: HookedKVTransformer) -> None:
+    if model.cfg.attention != "linear":
+        raise KVLensError(
+            "this model has softmax attention: it scores a key by exp(q.k), which no finite sum over the prompt separates "
+            "from the query, so a prompt has no exact bias; the report needs a linear-attention model, such as docs-linear"
+        )
+    if model.attached_kv_bias is not None:
+        raise KVLensError("a bias is attached to this model; detach it first (model.detach_kv_bias())")
+    broken = [name for name, parameter in model.named_parameters() if not bool(parameter.isfinite().all())]
+    if broken:
+        more = f" and {len(broken) - 3} more" if len(broken) > 3 else ""
+        raise KVLensError(
+            f"these weights hold NaN or infinity: {', '.join(broken[:3])}{more}; the model is broken, train or save it again"
+        )
+    if model.tokenizer is None:
+        raise KVLensError("this model has no tokenizer, so it cannot read text; save it together with its tokenizer")
+
+
+def _tokens_of(model: HookedKVTransformer, what: str, text: str, prepend_bos: bool) -> Tensor:
+    if not text:
+        raise KVLensError(f"the {what} is empty; give at least one character")
+    tokens = model.to_tokens(text, prepend_bos=prepend_bos, truncate=False)[0]
+    if tokens.numel() == int(prepend_bos):
+        raise KVLensError(f"the {what} has no tokens: the tokenizer drops all of {text!r}; give another")
+    try:
+        model.check_tokens(tokens)
+    except KVLensError as error:
+        raise KVLensError(f"the {what}: {error}; the tokenizer does not belong to this model") from error
+    return tokens
+
+
+def _check_lengths(model: HookedKVTransformer, prompt: int, text: int, new_tokens: int, temperature: float) -> None:
+    if new_tokens < 1:
+        raise KVLensError(f"new_tokens must be at least 1, got {new_tokens}")
+    if not 0 <= temperature < float("inf"):
+        raise KVLensError(f"temperature must be 0 (greedy) or a positive number, got {temperature:g}")
+    if model.cfg.has_position_limit and prompt + text + new_tokens > model.cfg.n_ctx:
+        raise KVLensError(
+            f"prompt ({prompt} tokens), text ({text}) and new tokens ({new_tokens}) make {prompt + text + new_tokens}, and "
+            f"this model's learned positions end at n_ctx={model.cfg.n_ctx}; shorten one of the three"
+        )
+
+
+# --- generation ------------------------------------------------------------------------------------------------------
+
+
+def _generate(
+    model: HookedKVTransformer,
+    condition: str,
+    prompt: Tensor,
+    text: Tensor,
+    bias: KVBias,
+    new_tokens: int,
+    temperature: float,
+    seed: int,
+) -> Tensor:
+    """The generated tokens alone, [pos]; they end with the EOS where the model writes one."""
+    has_bos = int(prompt[0]) == model.tokenizer.bos_token_id
+    before = {"with_prompt": prompt, "converted": prompt[:0], "without_prompt": prompt[: int(has_bos)]}[condition]
+    start = torch.cat([before, text])[None]
+
+    def run() -> Tensor:
+        return model.generate(
+            start,
+            max_new_tokens=new_tokens,
+            do_sample=temperature > 0,
+            temperature=temperature or 1.0,
+            stop_at_eos=model.tokenizer.eos_token_id is not None,
+            return_type="tokens",
+            verbose=False,
+        )[0, start.shape[1] :].clone()
+
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        if condition != "converted":
+            return run()
+        with model.kv_bias(bias):
+            return run()
+
+
+def _generated_table(model: HookedKVTransformer, generated: dict[str, Tensor]) -> pd.DataFrame:
+    return pd.concat(
+        [
+            pd.DataFrame(
+                {
+                    "condition": condition,
+                    "position": range(len(tokens)),
+                    "token_id": tokens.tolist(),
+                    "token": [model.tokenizer.decode([token]) for token in tokens.tolist()],
+                }
+            )
+            for condition, tokens in generated.items()
+        ],
+        ignore_index=True,
+    )
+
+
+# --- figures ---------------------------------------------------------------------------------------------------------
+
+
+def _conversion_figures(model: HookedKVTransformer, errors: pd.DataFrame, n_tokens: int) -> dict[str, Any]:
+    relative_error = float((errors["squared_error"].sum() / errors["squared_norm"].sum()) ** 0.5)
+    bound = rounding_bound(model.cfg.n_layers, n_tokens, model.cfg.dtype)
+    return {
+        "relative_error": relative_error,
+        "rounding_bound": bound,
+        "exact_to_rounding": relative_error <= bound,
+        "max_abs_error": float(errors["max_abs_error"].max()),
+        "argmax_agreement": float(errors["argmax_agrees"].mean()),
+    }
+
+
+def rounding_bound(n_layers: int, n_tokens: int, dtype: torch.dtype) -> float:
+    """A relative error that rounding alone can reach.
+
+    Each layer sums over at most ``n_tokens`` keys in float32 or better, in another order with and without the prompt
+    (n_tokens eps), and rounds its two additions to the residual stream to the model's dtype (2 eps, both ways: 4 eps).
+    Broken conversions (a lost shift boundary, a wrong position) are off by 1 % and more.
+    """
+    accumulation = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    return n_layers * (n_tokens * accumulation + 4 * torch.finfo(dtype).eps)
+
+
+def _effect_figures(effect: pd.DataFrame) -> dict[str, Any]:
+    means = effect.groupby("condition")[["kl", "argmax_agrees", "loss"]].mean()
+    figures = {
+        condition: {
+            "kl_from_with_prompt": float(means.loc[condition, "kl"]),
+            "next_token_agreement": float(means.loc[condition, "argmax_agrees"]),
+            "loss_nats_a_token": float(means.loc[condition, "loss"]),
+        }
+        for condition in CONDITIONS
+    }
+    losses = {condition: figures[condition]["loss_nats_a_token"] for condition in CONDITIONS}
+    return {**figures, "gain_nats_a_token": losses["without_prompt"] - losses["converted"]}
+
+
+def _versions() -> dict[str, str]:
+    packages = ("kvlens", "torch", "transformer-lens", "transformers", "pandas")
+    return {"python": platform.python_version(), **{name: version(name) for name in packages}}
+
+
+def _model_facts(model: HookedKVTransformer, name: str | None) -> dict[str, Any]:
+    return {
+        "name": name or str(model.cfg.model_name),
+        "n_layers": model.cfg.n_layers,
+        "n_heads": model.cfg.n_heads,
+        "d_head": model.cfg.d_head,
+        "n_parameters": sum(p.numel() for p in model.parameters()),
+        "dtype": str(model.cfg.dtype).removeprefix("torch."),
+        "device": str(model.W_E.device),
+        "fingerprint": model.fingerprint().to_json(),
+    }

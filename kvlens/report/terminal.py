@@ -1,0 +1,207 @@
+"""A report in the terminal: 80 columns wide, with colours where there is a terminal and without them in a pipe."""
+
+import unicodedata
+from typing import Any
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from kvlens.report.build import CONDITIONS, Report
+from kvlens.report.console import WIDTH, make_console
+
+SHADES = " ░▒▓█"
+CELL = 6
+TOP = 5
+_TITLES = {"with_prompt": "with prompt", "converted": "converted", "without_prompt": "without prompt"}
+
+
+def print_report(report: Report, console: Console | None = None) -> None:
+    """Show ``report``; a console of one's own decides where and in which colours."""
+    console = console or make_console()
+    summary = report.summary
+    _print_head(console, summary)
+    _heading(console, "1  The converted model, without the prompt, against the original with it")
+    console.print(_conversion(summary))
+    _heading(console, "2  What the prompt changes, and whether the conversion changes the same")
+    console.print(_effect(summary["prompt_effect"]))
+    _print_places(console, report)
+    _heading(console, "3  Which layers and heads carry it")
+    _print_heads(console, report)
+    _heading(console, f"4  Generated text, {summary['generation']['method']}")
+    _print_generated(console, summary)
+
+
+# --- parts -----------------------------------------------------------------------------------------------------------
+
+
+def _heading(console: Console, text: str) -> None:
+    console.print()
+    console.print(Text(text, style="bold"))
+
+
+def _print_head(console: Console, summary: dict[str, Any]) -> None:
+    model, bias = summary["model"], summary["bias"]
+    console.print(Text(f"kvlens report: {model['name']}", style="bold"))
+    console.print(
+        f"{model['n_layers']} layers of {model['n_heads']} heads, {model['n_parameters']:,} parameters, "
+        f"{model['dtype']} on {model['device']}"
+    )
+    console.print(
+        f"prompt of {summary['prompt']['n_tokens']} tokens -> bias of {bias['n_numbers']:,} numbers (b_KV and b_D); "
+        f"text of {summary['text']['n_tokens']}"
+    )
+
+
+def _conversion(summary: dict[str, Any]) -> Padding:
+    figures, n_text = summary["conversion"], summary["text"]["n_tokens"]
+    exact = figures["exact_to_rounding"]
+    verdict = Text("exact to rounding" if exact else "NOT EXACT", style="green" if exact else "bold red")
+    table = _table()
+    table.add_row("relative error of the logits", f"{figures['relative_error']:.1e}", verdict)
+    table.add_row("what rounding alone can reach", f"{figures['rounding_bound']:.1e}")
+    table.add_row("largest difference of a logit", f"{figures['max_abs_error']:.1e}")
+    agreeing = round(figures["argmax_agreement"] * n_text)
+    table.add_row("same predicted next token", f"{agreeing} of {n_text}", "places of the text")
+    return Padding(table, (0, 0, 0, 2))
+
+
+def _effect(figures: dict[str, Any]) -> Padding:
+    table = _table(("mean over the text", *(_TITLES[c] for c in CONDITIONS)))
+    rows = (
+        ("KL from with prompt, nats", "kl_from_with_prompt", _nats),
+        ("same predicted next token", "next_token_agreement", lambda x: f"{100 * x:.0f} %"),
+        ("loss, nats a token", "loss_nats_a_token", _nats),
+    )
+    for title, key, shown in rows:
+        table.add_row(title, *(shown(figures[c][key]) for c in CONDITIONS))
+    return Padding(table, (0, 0, 0, 2))
+
+
+def _print_places(console: Console, report: Report) -> None:
+    """The places where the prompt saves most loss on the token that follows."""
+    wide = report.tables["prompt_effect"].pivot(index="position", columns="condition", values="loss")
+    gain = (wide["without_prompt"] - wide["converted"]).dropna().nlargest(TOP)
+    gain = gain[gain > 0]
+    if gain.empty:
+        return
+    tokens = report.tables["conversion_error"]["token"].tolist()
+    table = _table(("place", "after", "comes", "loss converted", "without prompt"))
+    table.columns[1].justify = table.columns[2].justify = "left"
+    for position in gain.index:
+        before = "".join(tokens[max(0, position - 7) : position + 1])
+        losses = (_nats(wide.loc[position, c]) for c in ("converted", "without_prompt"))
+        table.add_row(str(position), _quoted(before, 24, keep="end"), _quoted(tokens[position + 1], 12), *losses)
+    console.print()
+    console.print("  where it helps most")
+    console.print(Padding(table, (0, 0, 0, 2)))
+
+
+def _print_heads(console: Console, report: Report) -> None:
+    heads, layers, bias = report.tables["bias_by_head"], report.tables["bias_by_layer"], report.summary["bias"]
+    unit = _unit(max(heads["ablation_kl"].max(), layers["ablation_kl"].max()))
+    console.print(f"  KL(converted || bias of that head removed), mean over the text, in {unit:.0e} nats")
+    console.print(_heat_map(heads, layers, unit))
+    console.print(
+        f"  all heads removed: KL {_nats(bias['kl_without_any_head'])}, "
+        f"loss {_signed(bias['loss_change_without_any_head'])} nats a token (effects do not add up)"
+    )
+    table = _table(("layer", "head", "KL removed", "loss change", "share of output", "norm of b_KV"))
+    table.columns[0].justify = "right"
+    for row in heads.nlargest(TOP, "ablation_kl").itertuples():
+        table.add_row(
+            str(row.layer),
+            str(row.head),
+            _nats(row.ablation_kl),
+            _signed(row.loss_change),
+            f"{100 * row.bias_share:.0f} %",
+            f"{row.b_kv_norm:.3g}",
+        )
+    console.print()
+    console.print(Padding(table, (0, 0, 0, 2)))
+
+
+def _heat_map(heads: Any, layers: Any, unit: float) -> Text:
+    """Layers downwards, heads across, a shade and a number each, the whole layer at the right; wide ones in several blocks."""
+    values = heads.pivot(index="layer", columns="head", values="ablation_kl")
+    of_layer = layers.set_index("layer")["ablation_kl"]
+    top = float(values.to_numpy().max())
+    a_block = (WIDTH - 10 - CELL) // CELL
+    map_ = Text()
+    for first in range(0, values.shape[1], a_block):
+        block = values.iloc[:, first : first + a_block]
+        is_last = first + a_block >= values.shape[1]
+        map_.append("  head    " + "".join(f"{head:>{CELL - 1}} " for head in block.columns) + ("   all" * is_last) + "\n")
+        for layer, row in block.iterrows():
+            map_.append(f"  layer {layer:<2}")
+            for value in row:
+                map_.append(" " + _shade(value, top), style="cyan")
+                map_.append(f"{value / unit:>{CELL - 2}.0f}")
+            map_.append(f"{of_layer[layer] / unit:>{CELL + 1}.0f}" * is_last + "\n")
+    map_.rstrip()
+    return map_
+
+
+def _print_generated(console: Console, summary: dict[str, Any]) -> None:
+    generation = summary["generation"]
+    start = summary["text"]["text"].split("\n")[-1]
+    for condition in CONDITIONS:
+        console.print(Text(f"  {_TITLES[condition]}", style="cyan"))
+        shown = Text(_printable(start), style="dim")
+        shown.append(_printable(generation[condition]), style="not dim")
+        console.print(Padding(shown, (0, 0, 0, 4)))
+    equal = generation["converted_equals_with_prompt"]
+    console.print(
+        Text(
+            "  converted and with prompt are "
+            + ("the same, token by token" if equal else "NOT the same; a tie broken by rounding, or an inexact conversion"),
+            style="green" if equal else "bold red",
+        )
+    )
+
+
+# --- figures and words -----------------------------------------------------------------------------------------------
+
+
+def _table(header: tuple[str, ...] = ()) -> Table:
+    table = Table(box=None, show_header=bool(header), header_style="dim", padding=(0, 2, 0, 0), pad_edge=False)
+    for i, title in enumerate(header):
+        table.add_column(title, justify="left" if i == 0 else "right", no_wrap=True)
+    return table
+
+
+def _nats(value: float) -> str:
+    if value != value:
+        return "-"
+    return f"{value:.3f}" if value == 0 or value >= 5e-4 else f"{value:.0e}"
+
+
+def _signed(value: float) -> str:
+    return "-" if value != value else f"{value:+.4f}"
+
+
+def _unit(largest: float) -> float:
+    """The power of ten in which ``largest`` has three digits."""
+    return 10.0 ** (int(f"{largest:e}".split("e")[1]) - 2) if largest > 0 else 1.0
+
+
+def _shade(value: float, top: float) -> str:
+    return SHADES[0] if top <= 0 else SHADES[min(len(SHADES) - 1, int(value / top * len(SHADES)))]
+
+
+def _quoted(text: str, width: int, keep: str = "start") -> str:
+    """``text`` as Python writes it, cut to ``width`` with an ellipsis."""
+    shown = repr(text)
+    if len(shown) <= width:
+        return shown
+    return "…" + shown[-width + 1 :] if keep == "end" else shown[: width - 1] + "…"
+
+
+def _printable(text: str) -> str:
+    """``text`` with newlines kept and every other control character made visible."""
+    return "".join("\N{REPLACEMENT CHARACTER}" if _is_control(c) else c for c in text.expandtabs(4))
+
+
+def _is_control(char: str) -> bool:
+    return char != "\n" and unicodedata.category(char) == "Cc"

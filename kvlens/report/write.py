@@ -1,0 +1,48 @@
+"""A report on disk: one Parquet file a table, the bias, and ``summary.json`` with every headline figure."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from kvlens.report.build import Report
+from kvlens.report.folder import SUMMARY, write_folder
+
+BIAS = "bias.safetensors"
+
+
+def write_report(report: Report, folder: str | Path, *, overwrite: bool = False) -> Path:
+    """Write ``report`` to ``folder``, whole or not at all; return the folder's absolute path.
+
+    Args:
+        report: from :func:`kvlens.report.build_report`.
+        folder: its path; parents are made.
+        overwrite: replace a report that stands there; anything else is never replaced.
+
+    Raises:
+        KVLensError: the place is taken or not writable.
+    """
+
+    def fill(temporary: Path) -> None:
+        for name, table in report.tables.items():
+            table.to_parquet(temporary / f"{name}.parquet", index=False)
+        report.bias.save(temporary / BIAS)
+        summary = {**report.summary, "files": report_files(report)}
+        text = json.dumps(_plain(summary), indent=2, ensure_ascii=False, allow_nan=False)
+        (temporary / SUMMARY).write_text(text + "\n", encoding="utf-8")
+
+    return write_folder(folder, fill, overwrite=overwrite)
+
+
+def report_files(report: Report) -> list[str]:
+    """The files of the report, relative to its folder. Whatever is written must stand here, or it blocks overwriting."""
+    return [SUMMARY, *(f"{name}.parquet" for name in report.tables), BIAS]
+
+
+def _plain(value: Any) -> Any:
+    """JSON's own types; a number that does not exist (the loss on one token) is null."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
