@@ -7,6 +7,7 @@ import argparse
 import json
 import os
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -146,7 +147,7 @@ def _report(args: argparse.Namespace) -> int:
     from kvlens.report.write import report_files
 
     print_report(report)
-    print(f"\nWritten to {Path(args.out)}{os.sep}: {', '.join(report_files(report))}")
+    print("\n" + _wrapped(f"Written to {Path(args.out)}{os.sep}: {', '.join(report_files(report))}"))
     return 0
 
 
@@ -235,6 +236,7 @@ def _add_train(commands: Any) -> None:
 def _train(args: argparse.Namespace) -> int:
     if not 0 < args.minutes < float("inf"):
         raise KVLensError(f"--minutes: expected a positive number, got {args.minutes:g}")
+    _check_model_folder(Path(args.out), args.overwrite)
 
     from kvlens.training import DocsRecipe, train_docs_linear
 
@@ -246,6 +248,21 @@ def _train(args: argparse.Namespace) -> int:
     print(f"  context converted       {effect.converted:.3f}  (relative error of the logits {effect.relative_error:.1e})")
     print(f"Try it: kvlens report --model {args.out}")
     return 0
+
+
+def _check_model_folder(folder: Path, overwrite: bool) -> None:
+    """Refuse now what saving would refuse after the training, and what it would delete without being a model."""
+    from kvlens.report.folder import check_writable
+
+    if folder.is_dir() and any(folder.iterdir()):
+        if not overwrite:
+            raise KVLensError(f"--out: {folder} is not empty; choose another folder, or pass --overwrite")
+        config = folder / "config.json"
+        if not config.is_file() or '"kvlens.model"' not in config.read_text(encoding="utf-8", errors="replace"):
+            raise KVLensError(f"--out: {folder} is not empty and not a kvlens model, so it is left alone; choose another")
+    elif folder.exists() and not folder.is_dir():
+        raise KVLensError(f"--out: {folder} is a file; choose another folder")
+    check_writable(folder)
 
 
 # --- zoo -------------------------------------------------------------------------------------------------------------
@@ -265,7 +282,8 @@ def _add_zoo(commands: Any) -> None:
 def _zoo(args: argparse.Namespace) -> int:
     names = zoo.names()
     if not names:
-        raise KVLensError("this installation ships no model; train one with: kvlens train docs-linear --out DIR")
+        print("This installation ships no model; train one with: kvlens train docs-linear --out DIR")
+        return 0
     print(f"{'name':<16}{'parameters':>12}{'size':>10}{'loss':>8}{'gain':>8}{'error':>10}")
     for name in names:
         folder = zoo.folder_of(name)
@@ -280,10 +298,8 @@ def _zoo(args: argparse.Namespace) -> int:
     return 0
 
 
-def _wrapped(text: str | None) -> str:
-    import textwrap
-
-    return textwrap.fill(text or "", 78)
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, 80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 if __name__ == "__main__":

@@ -14,40 +14,25 @@ Two limits on float64 are not ours: TransformerLens' weight processing casts to 
 stay exact, and Hugging Face computes rotary angles and RMS norms in float32 whatever the model's dtype is.
 """
 
-import copy
 import logging
 import os
-import re
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from huggingface_hub import try_to_load_from_cache
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from kvlens._tl import HookedTransformerConfig, loading
 from kvlens.errors import KVLensError, nearest
+from kvlens.model.pretrained_config import translate_config
+from kvlens.model.pretrained_tokenizer import find_tokenizer
+from kvlens.model.pretrained_weights import NO_BIAS_ARCHITECTURES, convert_weights
 
 __all__ = ["SUPPORTED_ARCHITECTURES", "PretrainedParts", "is_local_folder", "load_pretrained_parts", "official_name"]
 
 logger = logging.getLogger(__name__)
-
-NO_BIAS_ARCHITECTURES = (
-    "ApertusForCausalLM",
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "MixtralForCausalLM",
-    "Olmo3ForCausalLM",
-    "OlmoeForCausalLM",
-    "Phi3ForCausalLM",
-    "Qwen3ForCausalLM",
-)
-"""Architectures whose TransformerLens converter writes zeros for every bias, whatever the model holds."""
 
 SUPPORTED_ARCHITECTURES = (
     "BloomForCausalLM",
@@ -69,9 +54,6 @@ wrong: the pattern no longer sums to one).
 READABLE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in READABLE_DTYPES}
 WEIGHT_PATTERNS = ("model*.safetensors", "pytorch_model*.bin", "model*.safetensors.index.json")
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "tokenizer.model")
-NAMES_WITH_A_BRANCH = re.compile("llama|gemma|bert|wav2vec2", re.IGNORECASE)
-"""What in a path makes TransformerLens' config loader ignore the config file (``convert_hf_model_config``)."""
 
 
 class PretrainedParts(NamedTuple):
@@ -174,7 +156,7 @@ def load_pretrained_parts(
     architecture = _architecture(hf_model)
     _check_readable(hf_model)
     official = None if folder else loading.make_model_alias_map().get(str(model_name).lower())
-    cfg = _config(
+    cfg = translate_config(
         hf_model.config,
         architecture,
         official,
@@ -187,8 +169,8 @@ def load_pretrained_parts(
         n_ctx=n_ctx,
     )
     cfg.model_name = folder.name if folder else (official or str(model_name)).split("/")[-1]
-    state_dict = _state_dict(hf_model, cfg)
-    tokenizer = _tokenizer(tokenizer, folder, official, cfg)
+    state_dict = convert_weights(hf_model, cfg)
+    tokenizer = find_tokenizer(tokenizer, folder, official, cfg)
     return PretrainedParts(cfg, state_dict, tokenizer)
 
 
@@ -303,206 +285,3 @@ def _check_readable(hf_model: PreTrainedModel) -> None:
                 f"from_pretrained: {name} is stored as {weight.dtype}: a quantised model cannot be converted. Load it "
                 "dequantised."
             )
-
-
-def _config(
-    hf_config: Any,
-    architecture: str,
-    official: str | None,
-    *,
-    first_n_layers: int | None,
-    n_ctx: int | None,
-    **options: Any,
-) -> HookedTransformerConfig:
-    """Let TransformerLens translate ``hf_config`` from a neutral folder, then put right what it reads wrongly."""
-    n_layers = hf_config.num_hidden_layers
-    if first_n_layers is not None and not 1 <= first_n_layers <= n_layers:
-        raise KVLensError(f"from_pretrained: first_n_layers must be 1 to {n_layers} (the model's layers), got {first_n_layers}")
-    if n_ctx is not None and n_ctx < 1:
-        raise KVLensError(f"from_pretrained: n_ctx must be at least 1, got {n_ctx}")
-    hf_config = _loader_config(hf_config, architecture)
-    with _neutral_folder() as folder:
-        hf_config.to_json_file(folder / "config.json", use_diff=False)
-        try:
-            cfg = loading.get_pretrained_model_config(str(folder), first_n_layers=first_n_layers, **options)
-        except (AttributeError, AssertionError, KeyError, TypeError) as error:
-            raise KVLensError(
-                f"from_pretrained: TransformerLens cannot translate this {architecture} config: {error}"
-            ) from error
-    cfg.tokenizer_name = None
-    own_n_ctx = _own_n_ctx(hf_config, cfg, official)
-    if n_ctx is not None and n_ctx > own_n_ctx:
-        if cfg.positional_embedding_type == "standard":
-            raise KVLensError(f"from_pretrained: the model learned {own_n_ctx} positions, n_ctx={n_ctx} asks for more")
-        logger.warning("n_ctx=%d is longer than the model's own %d positions: untrained there", n_ctx, own_n_ctx)
-    changes = {**_corrections(hf_config, cfg, architecture), "n_ctx": n_ctx or own_n_ctx}
-    _check_expressible(hf_config, cfg, architecture, changes["n_ctx"])
-    changes = {key: value for key, value in changes.items() if getattr(cfg, key) != value}
-    if not changes:
-        return cfg
-    rescaled = {"attn_scale": -1.0} if "d_head" in changes else {}  # -1: take sqrt(d_head) again
-    return HookedTransformerConfig.from_dict({**cfg.to_dict(), **changes, **rescaled})
-
-
-def _loader_config(hf_config: Any, architecture: str) -> Any:
-    """Copy the config and add what TransformerLens reads: the architecture, and a field gone from transformers 5."""
-    hf_config = copy.deepcopy(hf_config)
-    hf_config.architectures = [architecture]
-    if architecture == "GPT2LMHeadModel":
-        hf_config.n_ctx = hf_config.n_positions
-    return hf_config
-
-
-@contextmanager
-def _neutral_folder() -> Iterator[Path]:
-    """Yield a temporary folder whose whole path holds none of the words that TransformerLens branches on."""
-    for parent in (tempfile.gettempdir(), "/tmp", "/var/tmp", os.curdir):
-        if NAMES_WITH_A_BRANCH.search(parent) or not os.access(parent, os.W_OK):
-            continue
-        with tempfile.TemporaryDirectory(prefix="kvlens-", dir=parent) as made:
-            # Under the working directory the relative path stays neutral whatever that directory is called.
-            path = Path(os.path.relpath(made)) if parent == os.curdir else Path(made)
-            if not NAMES_WITH_A_BRANCH.search(str(path)):
-                yield path
-                return
-    raise KVLensError("from_pretrained: no writable temporary folder: set TMPDIR to a path without a model's name in it")
-
-
-def _own_n_ctx(hf_config: Any, cfg: HookedTransformerConfig, official: str | None) -> int:
-    """Return the context length that TransformerLens would take, never more than the config's own."""
-    if official is not None and official.startswith("roneneldan/TinyStories"):
-        return min(512, cfg.n_ctx)  # trained on 512 positions although the config says 2048; as TransformerLens does
-    return min(cfg.n_ctx, getattr(hf_config, "max_position_embeddings", None) or cfg.n_ctx)
-
-
-def _corrections(hf_config: Any, cfg: HookedTransformerConfig, architecture: str) -> dict[str, Any]:
-    """Collect the config fields that TransformerLens fixes or derives although the Hugging Face config states them."""
-    changes: dict[str, Any] = {}
-    d_mlp = getattr(hf_config, "n_inner", None) or (
-        getattr(hf_config, "intermediate_size", None) if architecture == "GPTNeoForCausalLM" else None
-    )
-    if d_mlp:
-        changes["d_mlp"] = d_mlp
-    head_dim = getattr(hf_config, "head_dim", None)
-    if architecture == "LlamaForCausalLM" and head_dim:
-        changes |= {"d_head": head_dim, "rotary_dim": head_dim}
-    rotary = getattr(hf_config, "rope_parameters", None)
-    if cfg.positional_embedding_type == "rotary" and isinstance(rotary, dict) and rotary.get("rope_theta"):
-        changes["rotary_base"] = rotary["rope_theta"]
-    return changes
-
-
-def _check_expressible(hf_config: Any, cfg: HookedTransformerConfig, architecture: str, n_ctx: int) -> None:
-    """Raise for features that TransformerLens would drop without a word."""
-    refuse = f"from_pretrained: this {architecture} "
-    rotary = getattr(hf_config, "rope_parameters", None)
-    kind = (rotary.get("rope_type") or "default") if isinstance(rotary, dict) else "default"
-    if kind != "default" and not (cfg.use_NTK_by_parts_rope or cfg.use_yarn_rope):
-        raise KVLensError(f"{refuse}scales its rotary angles by {kind!r}, which TransformerLens does not apply to it")
-    sliding = "sliding_attention" in (getattr(hf_config, "layer_types", None) or ())
-    window = getattr(hf_config, "sliding_window", None)
-    if sliding and not cfg.use_local_attn and window is not None and window < n_ctx:
-        raise KVLensError(
-            f"{refuse}has layers with a sliding window of {window}, which TransformerLens does not apply to it: pass "
-            f"n_ctx={window} or less"
-        )
-    if architecture == "OPTForCausalLM" and not hf_config.do_layer_norm_before:
-        raise KVLensError(f"{refuse}normalises after each sublayer, which TransformerLens does not express")
-    if architecture == "BloomForCausalLM" and hf_config.apply_residual_connection_post_layernorm:
-        raise KVLensError(f"{refuse}takes its residual after the layer norm, which TransformerLens does not express")
-
-
-def _check_no_lost_bias(hf_model: PreTrainedModel, architecture: str) -> None:
-    """Raise if the model has a non-zero bias that the converter of its architecture does not read."""
-    read = ("q_proj.bias", "k_proj.bias", "v_proj.bias") if architecture == "Qwen2ForCausalLM" else ()
-    if architecture not in NO_BIAS_ARCHITECTURES and not read:
-        return
-    for name, weight in hf_model.named_parameters():
-        if name.endswith(".bias") and not name.endswith(read or "\0") and bool(weight.any()):
-            raise KVLensError(
-                f"from_pretrained: {name} is not zero, and TransformerLens reads no such bias from {architecture}"
-            )
-
-
-def _state_dict(hf_model: PreTrainedModel, cfg: HookedTransformerConfig) -> dict[str, Tensor]:
-    """Convert the weights to ``HookedTransformer``'s names, detached, in one dtype and on one device."""
-    architecture = str(cfg.original_architecture)
-    _check_no_lost_bias(hf_model, architecture)
-    try:
-        with _neutral_folder() as folder, torch.no_grad():
-            weights = loading.get_pretrained_state_dict(str(folder), cfg, hf_model, dtype=cfg.dtype)
-    except KVLensError:
-        raise
-    except Exception as error:
-        raise KVLensError(
-            f"from_pretrained: TransformerLens cannot convert the weights of this {architecture}: "
-            f"{type(error).__name__}: {error}"
-        ) from error
-    devices = {weight.device for weight in hf_model.parameters()}
-    device = devices.pop() if len(devices) == 1 else torch.device("cpu")
-    if "pos_embed.W_pos" in weights:
-        weights["pos_embed.W_pos"] = weights["pos_embed.W_pos"][: cfg.n_ctx]
-    return {
-        name: weight.detach().to(device=device, dtype=cfg.dtype if weight.is_floating_point() else weight.dtype)
-        for name, weight in weights.items()
-    }
-
-
-def _tokenizer(
-    given: PreTrainedTokenizerBase | None, folder: Path | None, official: str | None, cfg: HookedTransformerConfig
-) -> PreTrainedTokenizerBase | None:
-    """Find the tokenizer (given, in the folder, in the local cache, in that order), prepare it, and name it in cfg."""
-    tokenizer, name = given, given.name_or_path if given is not None else ""
-    if given is not None and given.vocab_size > cfg.d_vocab:
-        raise KVLensError(
-            f"from_pretrained: the tokenizer has {given.vocab_size} tokens, the model's vocabulary only {cfg.d_vocab}: "
-            "they do not belong together"
-        )
-    if tokenizer is None and folder is not None and any((folder / file).is_file() for file in TOKENIZER_FILES):
-        try:
-            tokenizer, name = AutoTokenizer.from_pretrained(folder, local_files_only=True), str(folder)
-        except Exception as error:
-            raise KVLensError(
-                f"from_pretrained: transformers cannot load the tokenizer in {folder}: {error}. Repair it, or pass tokenizer=."
-            ) from error
-    if tokenizer is None and official is not None:
-        tokenizer, name = _cached_tokenizer(official, cfg.d_vocab), official
-    if tokenizer is None:
-        return None
-    cfg.tokenizer_name = name or cfg.model_name
-    return _with_bos(tokenizer, cfg.tokenizer_name, cfg.original_architecture)
-
-
-def _cached_tokenizer(official: str, d_vocab: int) -> PreTrainedTokenizerBase | None:
-    """Take the official tokenizer from the local Hugging Face cache, if it is there and its ids fit the model."""
-    # Looked up here, as a folder: by name, transformers asks the hub even with local_files_only when nothing is cached.
-    cached = [try_to_load_from_cache(official, file) for file in TOKENIZER_FILES]
-    folders = [Path(path).parent for path in cached if isinstance(path, str)]
-    if not folders:
-        return None
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folders[0], local_files_only=True)
-    except Exception as error:  # half a download: the model then works on token ids, as one without a tokenizer
-        logger.warning("the cached tokenizer of %s in %s cannot be loaded (%s): none is used", official, folders[0], error)
-        return None
-    return tokenizer if tokenizer.vocab_size <= d_vocab else None
-
-
-def _with_bos(tokenizer: PreTrainedTokenizerBase, name: str, architecture: str | None) -> PreTrainedTokenizerBase:
-    """Return a copy that prepends BOS, in the form that ``HookedTransformer.set_tokenizer`` takes as it is.
-
-    ``set_tokenizer`` loads the tokenizer again by name, with ``add_bos_token=True``, unless it already says that. A
-    copy that says so, and does so, spares the reload, which for a tokenizer made in memory could not succeed.
-    """
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.init_kwargs.setdefault("name_or_path", name)
-    if tokenizer.bos_token is None or architecture in ("OlmoForCausalLM", "OlmoeForCausalLM", "Olmo2ForCausalLM"):
-        return tokenizer  # set_tokenizer leaves these alone
-    if tokenizer.encode("")[:1] != [tokenizer.bos_token_id]:
-        try:
-            tokenizer.add_bos_token = True
-        except ValueError:
-            # A BOS token with ":" in it has no template; TransformerLens, too, then keeps the tokenizer as it is.
-            object.__setattr__(tokenizer, "_add_bos_token", False)
-    tokenizer.init_kwargs["add_bos_token"] = True
-    return tokenizer

@@ -30,4 +30,6 @@ def _why_not_fold(cfg: HookedKVTransformerConfig) -> str | None:
         return "rows of linear attention need not sum to 1"
     if cfg.kv_shift is not None and cfg.kv_shift.values:
         return "with a value shift the first token lacks a predecessor, so that its value carries b_V beta_1 times, not once"
+    if cfg.use_attention_sinks:
+        return "with attention sinks the rows of the pattern sum to less than 1"
     return None

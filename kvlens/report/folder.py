@@ -34,10 +34,21 @@ def check_folder(folder: str | Path, *, overwrite: bool = False) -> Path:
     try:
         if path.is_dir() and any(path.iterdir()):
             _check_replaceable(path, folder, overwrite)
-        _check_writable(path)
     except OSError as error:
-        raise KVLensError(f"cannot write a report to {folder}: {_reason(error)}; choose another folder") from error
+        raise KVLensError(f"cannot read {folder}: {_reason(error)}; choose another folder") from error
+    check_writable(path)
     return path
+
+
+def check_writable(path: Path) -> None:
+    """Raise KVLensError unless a folder can be made at ``path`` (and parents that are missing); nothing stays changed."""
+    parent = Path(os.path.realpath(path)).parent
+    while not os.path.lexists(parent):
+        parent = parent.parent
+    try:
+        os.rmdir(tempfile.mkdtemp(dir=parent, prefix=".kvlens."))
+    except OSError as error:
+        raise KVLensError(f"cannot make a folder in {parent}: {_reason(error)}; choose another folder") from error
 
 
 def write_folder(folder: str | Path, fill: Callable[[Path], None], *, overwrite: bool = False) -> Path:
@@ -80,14 +91,6 @@ def _check_replaceable(path: Path, shown: str | Path, overwrite: bool) -> None:
         raise KVLensError(
             f"{shown} holds files that are not part of its report ({', '.join(others[:3])}); move them away first"
         )
-
-
-def _check_writable(path: Path) -> None:
-    """Make a folder beside ``path``, or where the first of its missing parents would be made, and remove it again."""
-    parent = path.parent
-    while not os.path.lexists(parent):
-        parent = parent.parent
-    os.rmdir(tempfile.mkdtemp(dir=parent, prefix=".kvlens."))
 
 
 def _swap_in(new: Path, path: Path) -> None:

@@ -12,6 +12,7 @@ from kvlens.report.build import CONDITIONS, Report
 from kvlens.report.console import WIDTH, make_console
 
 SHADES = " ░▒▓█"
+NEWLINE = "⏎"
 CELL = 6
 TOP = 5
 _TITLES = {"with_prompt": "with prompt", "converted": "converted", "without_prompt": "without prompt"}
@@ -20,6 +21,16 @@ _TITLES = {"with_prompt": "with prompt", "converted": "converted", "without_prom
 def print_report(report: Report, console: Console | None = None) -> None:
     """Show ``report``; a console of one's own decides where and in which colours."""
     console = console or make_console()
+    if console.is_terminal:
+        _show(console, report)
+        return
+    with console.capture() as captured:
+        _show(console, report)
+    lines = (line.rstrip() for line in captured.get().splitlines())  # rich fills lines up with blanks
+    console.file.write("\n".join(lines) + "\n")
+
+
+def _show(console: Console, report: Report) -> None:
     summary = report.summary
     _print_head(console, summary)
     _heading(console, "1  The converted model, without the prompt, against the original with it")
@@ -29,7 +40,7 @@ def print_report(report: Report, console: Console | None = None) -> None:
     _print_places(console, report)
     _heading(console, "3  Which layers and heads carry it")
     _print_heads(console, report)
-    _heading(console, f"4  Generated text, {summary['generation']['method']}")
+    _heading(console, f"4  Generated text, {summary['generation']['method']} ({NEWLINE} is a new line)")
     _print_generated(console, summary)
 
 
@@ -101,7 +112,7 @@ def _print_places(console: Console, report: Report) -> None:
 def _print_heads(console: Console, report: Report) -> None:
     heads, layers, bias = report.tables["bias_by_head"], report.tables["bias_by_layer"], report.summary["bias"]
     unit = _unit(max(heads["ablation_kl"].max(), layers["ablation_kl"].max()))
-    console.print(f"  KL(converted || bias of that head removed), mean over the text, in {unit:.0e} nats")
+    console.print(f"  KL(converted || bias of that head removed), mean over the text, in {unit:g} nats")
     console.print(_heat_map(heads, layers, unit))
     console.print(
         f"  all heads removed: KL {_nats(bias['kl_without_any_head'])}, "
@@ -199,9 +210,6 @@ def _quoted(text: str, width: int, keep: str = "start") -> str:
 
 
 def _printable(text: str) -> str:
-    """``text`` with newlines kept and every other control character made visible."""
-    return "".join("\N{REPLACEMENT CHARACTER}" if _is_control(c) else c for c in text.expandtabs(4))
-
-
-def _is_control(char: str) -> bool:
-    return char != "\n" and unicodedata.category(char) == "Cc"
+    """``text`` on one line, each newline as a sign and every other control character made visible."""
+    text = text.replace("\n", NEWLINE).expandtabs(4)
+    return "".join("\N{REPLACEMENT CHARACTER}" if unicodedata.category(char) == "Cc" else char for char in text)

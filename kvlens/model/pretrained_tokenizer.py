@@ -1,0 +1,75 @@
+"""The tokenizer of a pretrained model, in the form that TransformerLens takes without a network."""
+
+import copy
+import logging
+from pathlib import Path
+
+from huggingface_hub import try_to_load_from_cache
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from kvlens._tl import HookedTransformerConfig
+from kvlens.errors import KVLensError
+
+logger = logging.getLogger(__name__)
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "tokenizer.model")
+
+
+def find_tokenizer(
+    given: PreTrainedTokenizerBase | None, folder: Path | None, official: str | None, cfg: HookedTransformerConfig
+) -> PreTrainedTokenizerBase | None:
+    """Find the tokenizer (given, in the folder, in the local cache, in that order), prepare it, and name it in cfg."""
+    tokenizer, name = given, given.name_or_path if given is not None else ""
+    if given is not None and given.vocab_size > cfg.d_vocab:
+        raise KVLensError(
+            f"from_pretrained: the tokenizer has {given.vocab_size} tokens, the model's vocabulary only {cfg.d_vocab}: "
+            "they do not belong together"
+        )
+    if tokenizer is None and folder is not None and any((folder / file).is_file() for file in TOKENIZER_FILES):
+        try:
+            tokenizer, name = AutoTokenizer.from_pretrained(folder, local_files_only=True), str(folder)
+        except Exception as error:
+            raise KVLensError(
+                f"from_pretrained: transformers cannot load the tokenizer in {folder}: {error}. Repair it, or pass tokenizer=."
+            ) from error
+    if tokenizer is None and official is not None:
+        tokenizer, name = _cached_tokenizer(official, cfg.d_vocab), official
+    if tokenizer is None:
+        return None
+    cfg.tokenizer_name = name or cfg.model_name
+    return _with_bos(tokenizer, cfg.tokenizer_name, cfg.original_architecture)
+
+
+def _cached_tokenizer(official: str, d_vocab: int) -> PreTrainedTokenizerBase | None:
+    """Take the official tokenizer from the local Hugging Face cache, if it is there and its ids fit the model."""
+    # Looked up here, as a folder: by name, transformers asks the hub even with local_files_only when nothing is cached.
+    cached = [try_to_load_from_cache(official, file) for file in TOKENIZER_FILES]
+    folders = [Path(path).parent for path in cached if isinstance(path, str)]
+    if not folders:
+        return None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folders[0], local_files_only=True)
+    except Exception as error:  # half a download: the model then works on token ids, as one without a tokenizer
+        logger.warning("the cached tokenizer of %s in %s cannot be loaded (%s): none is used", official, folders[0], error)
+        return None
+    return tokenizer if tokenizer.vocab_size <= d_vocab else None
+
+
+def _with_bos(tokenizer: PreTrainedTokenizerBase, name: str, architecture: str | None) -> PreTrainedTokenizerBase:
+    """Return a copy that prepends BOS, in the form that ``HookedTransformer.set_tokenizer`` takes as it is.
+
+    ``set_tokenizer`` loads the tokenizer again by name, with ``add_bos_token=True``, unless it already says that. A
+    copy that says so, and does so, spares the reload, which for a tokenizer made in memory could not succeed.
+    """
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.init_kwargs.setdefault("name_or_path", name)
+    if tokenizer.bos_token is None or architecture in ("OlmoForCausalLM", "OlmoeForCausalLM", "Olmo2ForCausalLM"):
+        return tokenizer  # set_tokenizer leaves these alone
+    if tokenizer.encode("")[:1] != [tokenizer.bos_token_id]:
+        try:
+            tokenizer.add_bos_token = True
+        except ValueError:
+            # A BOS token with ":" in it has no template; TransformerLens, too, then keeps the tokenizer as it is.
+            object.__setattr__(tokenizer, "_add_bos_token", False)
+    tokenizer.init_kwargs["add_bos_token"] = True
+    return tokenizer

@@ -1,0 +1,132 @@
+"""RoPE: the fast form against a matrix, and the group law that makes a rebased bias exact."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from ops_cases import laws, normal
+
+from kvlens.ops.rotary import RotaryTable, naive_rotate, rotate
+
+D = 10
+seeds = st.integers(0, 10_000)
+EPS = torch.finfo(torch.float64).eps
+
+
+def frequencies(rotary_dim, base=10000.0):
+    return base ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
+
+
+def table(rotary_dim, adjacent_pairs, calls=None):
+    def compute(n):
+        if calls is not None:
+            calls.append(n)
+        angles = torch.arange(n, dtype=torch.float64)[:, None] * frequencies(rotary_dim)
+        angles = angles.repeat_interleave(2, dim=1) if adjacent_pairs else angles.repeat(1, 2)
+        return angles.sin(), angles.cos()
+
+    return RotaryTable(compute)
+
+
+def turn(x, positions, rotary_dim, adjacent_pairs, back=False, rows=None):
+    """R_m x for each row of x [pos, d]."""
+    cos, sin = (rows or table(rotary_dim, adjacent_pairs)).at(torch.as_tensor(positions), x.dtype)
+    return rotate(x, cos, -sin if back else sin, adjacent_pairs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("adjacent_pairs", [False, True])
+@pytest.mark.parametrize("rotary_dim", [2, 6, 10])
+def test_equals_the_matrix_values_and_gradients(rotary_dim, adjacent_pairs, dtype):
+    positions = [0, 1, 7, 90, 3]
+    x = normal(5, D, seed=1, dtype=dtype).requires_grad_()
+    weight = normal(5, D, seed=2, dtype=dtype)
+    got = turn(x, positions, rotary_dim, adjacent_pairs)
+    exact = x.detach().double().requires_grad_()
+    expected = torch.stack(
+        [naive_rotate(row, m, frequencies(rotary_dim), adjacent_pairs) for row, m in zip(exact, positions, strict=True)]
+    )
+    eps = torch.finfo(dtype).eps
+    # two products, one sum and the table's own rounding of each feature: four, of no more than |x| of the pair
+    assert ((got - expected).norm(dim=1) <= 4 * eps * x.norm(dim=1)).all()
+    (gradient,) = torch.autograd.grad((got * weight).sum(), x)
+    (wanted,) = torch.autograd.grad((expected * weight.double()).sum(), exact)
+    assert ((gradient - wanted).norm(dim=1) <= 4 * eps * weight.norm(dim=1)).all()
+
+
+@pytest.mark.parametrize("adjacent_pairs", [False, True])
+def test_gradcheck(adjacent_pairs):
+    rows = table(6, adjacent_pairs)
+    assert torch.autograd.gradcheck(
+        lambda x: turn(x, [3, 11, 0], 6, adjacent_pairs, rows=rows), (normal(3, D, seed=1).requires_grad_(),)
+    )
+
+
+def test_a_quarter_turn_by_hand():
+    cos, sin = torch.zeros(1, 4), torch.ones(1, 4)
+    x = torch.tensor([[1.0, 2, 3, 4, 5]])
+    assert rotate(x, cos, sin).tolist() == [[-3, -4, 1, 2, 5]]  # pairs (0, 2) and (1, 3); the fifth passes through
+    assert rotate(x, cos, sin, adjacent_pairs=True).tolist() == [[-2, 1, -4, 3, 5]]
+    assert rotate(x, cos, -sin).tolist() == [[3, 4, -1, -2, 5]]
+
+
+@laws
+@given(seeds, st.booleans(), st.sampled_from([2, 6, 10]), st.integers(0, 5000), st.integers(0, 5000))
+def test_group_law_inverse_and_length(seed, adjacent_pairs, rotary_dim, a, b):
+    x, rows = normal(1, D, seed=seed), table(rotary_dim, adjacent_pairs)
+    options = dict(rotary_dim=rotary_dim, adjacent_pairs=adjacent_pairs, rows=rows)
+    twice = turn(turn(x, [a], **options), [b], **options)
+    # an angle of m radians carries m * eps: 3 angles, and 4 roundings a turn
+    tolerance = (2 * (a + b) + 12) * EPS * x.norm()
+    assert (twice - turn(x, [a + b], **options)).norm() <= tolerance
+    assert (turn(turn(x, [a], **options), [a], back=True, **options) - x).norm() <= 8 * EPS * x.norm()
+    assert abs(turn(x, [a], **options).norm() - x.norm()) <= 4 * EPS * x.norm()
+    assert torch.equal(turn(x, [a], **options)[:, rotary_dim:], x[:, rotary_dim:])
+
+
+@laws
+@given(seeds, st.booleans(), st.integers(0, 3000), st.integers(0, 3000), st.integers(0, 3000))
+def test_scores_depend_on_distance_alone(seed, adjacent_pairs, m, n, moved):
+    q, k, rows = normal(1, D, seed=seed), normal(1, D, seed=seed + 1), table(D, adjacent_pairs)
+    options = dict(rotary_dim=D, adjacent_pairs=adjacent_pairs, rows=rows)
+    here = turn(q, [m], **options) @ turn(k, [n], **options).T
+    there = turn(q, [m + moved], **options) @ turn(k, [n + moved], **options).T
+    tolerance = (2 * (m + n + moved) + D + 16) * EPS * q.norm() * k.norm()
+    assert (here - there).abs() <= tolerance
+
+
+@pytest.mark.parametrize("adjacent_pairs", [False, True])
+def test_group_law_in_float32_at_positions_up_to_100000(adjacent_pairs):
+    # with angles in float64 only the roundings of cos, sin and the products are left: 3 turns of 4 * 6e-8 = 7e-7 at worst;
+    # with angles in float32, position 100,000 alone would be off by 100,000 * 6e-8 = 6e-3
+    generator = torch.Generator().manual_seed(3)
+    a = torch.randint(0, 50_000, (200,), generator=generator)
+    b = torch.randint(0, 50_001, (200,), generator=generator)
+    a[0], b[0] = 50_000, 50_000
+    x = normal(200, D, seed=4, dtype=torch.float32)
+    rows = table(D, adjacent_pairs)
+    options = dict(rotary_dim=D, adjacent_pairs=adjacent_pairs, rows=rows)
+    twice, once = turn(turn(x, a, **options), b, **options), turn(x, a + b, **options)
+    assert ((twice - once).norm(dim=1) <= 1e-6 * x.norm(dim=1)).all()
+    rebased = turn(turn(x, a + b, **options), b, back=True, **options)
+    assert ((rebased - turn(x, a, **options)).norm(dim=1) <= 1e-6 * x.norm(dim=1)).all()
+
+
+def test_the_table_grows_and_its_old_rows_stay():
+    calls = []
+    rows = table(6, False, calls)
+    cos, sin = rows.rows(3, 5, torch.device("cpu"), torch.float32)
+    assert (cos.shape, cos.dtype) == ((5, 6), torch.float32)
+    assert cos[0, 0].item() == pytest.approx(math.cos(3), abs=1e-7)
+    assert sin[0, 0].item() == pytest.approx(math.sin(3), abs=1e-7)
+    before = cos.clone()
+    far, _ = rows.at(torch.tensor([[1000], [4]]), torch.float32)
+    assert far.shape == (2, 1, 6)
+    assert torch.equal(rows.rows(3, 5, torch.device("cpu"), torch.float32)[0], before)
+    assert torch.equal(far[1, 0], before[1])
+    n_calls = len(calls)
+    rows.rows(990, 11, torch.device("cpu"), torch.float32)
+    assert len(calls) == n_calls  # already there
+    assert rows.at(torch.zeros(0, dtype=torch.long), torch.float32)[0].shape == (0, 6)
