@@ -114,15 +114,16 @@ def _ablated(
         if not len(keep):
             continue
         keep = keep.transpose(0, 1)  # the batch comes after the layer
-        boundary = {
-            name: rows[:, None].expand(-1, keep.shape[1], -1, -1, -1)
-            for name, rows in (("last_k", bias.last_k), ("last_v", bias.last_v), ("last_q", bias.last_q))
-        }
+        last_k, last_v, last_q = (
+            rows[:, None].expand(-1, keep.shape[1], -1, -1, -1) for rows in (bias.last_k, bias.last_v, bias.last_q)
+        )
         batch = replace(
             bias,
             b_KV=bias.b_KV[:, None] * keep[..., None, None],
             b_D=bias.b_D[:, None] * keep[..., None],
-            **boundary,
+            last_k=last_k,
+            last_v=last_v,
+            last_q=last_q,
         )
         with model.kv_bias(batch):
             rows = text[None].expand(keep.shape[1], -1)

@@ -17,6 +17,7 @@ from kvlens.errors import KVLensError, nearest
 
 COMMANDS = ("report", "train", "zoo")
 DEFAULT_MODEL = "docs-linear"
+RECIPES = ("docs-linear",)
 BAD_INPUT, INTERRUPTED = 2, 130
 
 
@@ -84,12 +85,10 @@ def _add_report(commands: Any) -> None:
         description="Convert a prompt into a KV bias and measure, on a text: that the converted model without the prompt "
         "gives the logits of the original with it; what the prompt changes; which layers and heads carry it; and what is "
         "generated with the prompt, converted, and without. Without --prompt and --text, a built-in example is shown.",
-        epilog='example: kvlens report --prompt "A list of colours: red, green," --text " blue, red, gr" --out colours\n'
-        "The folder gets tidy Parquet tables, summary.json and the bias (bias.safetensors).",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="The folder gets tidy Parquet tables, summary.json and the bias (bias.safetensors). Example: kvlens report "
+        "--prompt 'Colours: red, green, blue.' --text ' Colours: red, gr' --out colours",
         allow_abbrev=False,
     )
-    report.description = _wrapped(report.description)
     report.add_argument("--prompt", metavar="TEXT", help="what is converted; it gets a BOS")
     report.add_argument("--prompt-file", metavar="FILE", help="read the prompt from a UTF-8 file instead")
     report.add_argument("--text", metavar="TEXT", help="what the predictions are compared on; tokenised apart from the prompt")
@@ -138,7 +137,7 @@ def _report(args: argparse.Namespace) -> int:
             new_tokens=args.new_tokens,
             temperature=args.temperature,
             seed=args.seed,
-            on_progress=lambda what, done: tell(what, LOADING + (1 - LOADING) * done),
+            on_progress=tell,
         )
         tell("writing", 1.0)
         write_report(report, args.out, overwrite=args.overwrite)
@@ -149,10 +148,6 @@ def _report(args: argparse.Namespace) -> int:
     print_report(report)
     print("\n" + _wrapped(f"Written to {Path(args.out)}{os.sep}: {', '.join(report_files(report))}"))
     return 0
-
-
-LOADING = 0.6
-"""The share of a small report's time that importing torch and loading the model takes."""
 
 
 def _prompt_and_text(args: argparse.Namespace) -> tuple[str, str]:
@@ -194,8 +189,8 @@ def _model_folder(name: str) -> Path:
         return folder
     listed = f"shipped are: {', '.join(shipped)}" if shipped else "this installation ships none"
     raise KVLensError(
-        f"--model: {name!r} is neither a shipped model nor a folder{nearest(name, shipped)}; {listed}; a folder must be "
-        "one that HookedKVTransformer.save wrote"
+        f"--model: {name!r} is neither a shipped model nor a folder that HookedKVTransformer.save wrote; "
+        f"{listed}{nearest(name, shipped)}"
     )
 
 
@@ -225,7 +220,7 @@ def _add_train(commands: Any) -> None:
         epilog="example: kvlens train docs-linear --out my-model --minutes 5",
         allow_abbrev=False,
     )
-    train.add_argument("recipe", choices=("docs-linear",), metavar="RECIPE", help="what to train: docs-linear")
+    train.add_argument("recipe", metavar="RECIPE", help="what to train: docs-linear")
     train.add_argument("--out", required=True, metavar="DIR", help="folder of the model")
     train.add_argument("--minutes", type=float, default=40.0, metavar="M", help="when to stop (default: %(default)g)")
     train.add_argument("--seed", type=int, default=0, help="of weights and order of the text (default: %(default)s)")
@@ -234,6 +229,8 @@ def _add_train(commands: Any) -> None:
 
 
 def _train(args: argparse.Namespace) -> int:
+    if args.recipe not in RECIPES:
+        raise KVLensError(f"no recipe is called {args.recipe!r}; there is {', '.join(RECIPES)}{nearest(args.recipe, RECIPES)}")
     if not 0 < args.minutes < float("inf"):
         raise KVLensError(f"--minutes: expected a positive number, got {args.minutes:g}")
     _check_model_folder(Path(args.out), args.overwrite)

@@ -87,7 +87,7 @@ class _Linear(KVShiftAndHooks):
         q, k, v = self.calculate_qkv_matrices(query_input, key_input, value_input)
         mask = real_tokens(attention_mask, q.shape[1], q.device)
         shifted, boundary = self.shift({"q": q, "k": k, "v": v}, {} if entry is None else entry.boundary, mask)
-        accumulate = torch.promote_types(q.dtype, torch.float32)
+        accumulate = torch.promote_types(q.dtype, self.cfg.accumulates_in)
         n_before = 0 if entry is None else entry.n_tokens
         with torch.autocast(q.device.type, enabled=False):  # or it would round the products below to its own dtype
             q, k, v = (shifted[x].to(accumulate) for x in "qkv")

@@ -69,6 +69,8 @@ class HookedKVTransformerConfig(HookedTransformerConfig):
         random_feature_kind: ``orthogonal`` (FAVOR+) or ``iid``.
         linear_attention_form: which form computes a forward pass; ``auto`` takes the recurrent one to decode, the parallel
             one where something hooks the pattern, the chunked one otherwise.
+        accumulation_dtype: ``float32`` or ``float64``: features, states and sums of linear attention are computed at least
+            in this precision. float64 makes a conversion exact to the last bit of a float32 model, nearly always.
         kv_shift: a :class:`KVShiftConfig` (or a dict of its fields), None for no shift.
         trainable_kv_bias: make b_KV and b_D parameters (ICLCA sec. 6.3).
         alibi_slopes: one slope a head, with ``positional_embedding_type="alibi"``; None takes TransformerLens' series.
@@ -87,6 +89,7 @@ class HookedKVTransformerConfig(HookedTransformerConfig):
     n_random_features: int | None = None
     random_feature_kind: str = "orthogonal"
     linear_attention_form: str = "auto"
+    accumulation_dtype: str = "float32"
     kv_shift: KVShiftConfig | None = None
     trainable_kv_bias: bool = False
     seed: int | None = None
@@ -130,6 +133,11 @@ class HookedKVTransformerConfig(HookedTransformerConfig):
         if self.attention == "linear":
             return self.positional_embedding_type == "standard"
         return self.positional_embedding_type not in ("sinusoidal", "none", "alibi")
+
+    @property
+    def accumulates_in(self) -> torch.dtype:
+        """What linear attention computes in: ``accumulation_dtype``, or the model's dtype where that is wider."""
+        return torch.promote_types(self.dtype, getattr(torch, self.accumulation_dtype))
 
     def decay_per_head(self) -> torch.Tensor | None:
         """gamma [head] in float64, or None for 1."""
@@ -192,6 +200,7 @@ class HookedKVTransformerConfig(HookedTransformerConfig):
         _one_of("feature_map", self.feature_map, FEATURE_MAPS)
         _one_of("normalizer", self.normalizer, NORMALIZERS)
         _one_of("linear_attention_form", self.linear_attention_form, LINEAR_ATTENTION_FORMS)
+        _one_of("accumulation_dtype", self.accumulation_dtype, ("float32", "float64"))
         _one_of("random_feature_kind", self.random_feature_kind, ("orthogonal", "iid"))
         for refused, reason in self._refused_with_linear():
             if refused:

@@ -256,7 +256,7 @@ class HookedKVTransformer(HookedTransformer):
     def _spread_bias(self) -> None:
         """Give each layer its share of the attached bias, on its device and in float32 or better."""
         bias = self._attached
-        dtype = torch.promote_types(self.cfg.dtype, torch.float32)
+        dtype = self.cfg.accumulates_in
         for layer, block in enumerate(self.blocks):
             block.attn.layer_bias = None
             if bias is not None:

@@ -18,9 +18,13 @@ def make_console(*, stderr: bool = False) -> Console:
 
 @contextlib.contextmanager
 def progress_bar(first: str) -> Iterator[Callable[[str, float], None]]:
-    """A bar on stderr that vanishes when done; nothing at all where stderr is no terminal. Yields (text, fraction) -> None."""
+    """A bar on stderr that vanishes when done; nothing at all where stderr is no terminal.
+
+    Yields:
+        A function of a description and the fraction done; the bar pulses until it is first called.
+    """
     console = make_console(stderr=True)
     columns = (TextColumn("{task.description:<28}", markup=False), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(first, total=1.0)
-        yield lambda text, done: bar.update(task, description=text, completed=done)
+        task = bar.add_task(first, total=None)  # pulses
+        yield lambda text, done: bar.update(task, description=text, completed=done, total=1.0)

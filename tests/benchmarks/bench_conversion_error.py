@@ -33,6 +33,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "random": dict(feature_map="random"),
     "taylor": dict(feature_map="taylor"),
     "hedgehog": dict(feature_map="hedgehog"),
+    "float64 accumulation": dict(accumulation_dtype="float64"),
     "learned positions": dict(positional_embedding_type="standard"),
 }
 
@@ -101,12 +102,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--largest", type=float, default=2e7, help="largest number of parameters (2e9 needs 10 GB)")
     parser.add_argument("--pairs", type=int, default=100, help="pairs a model (a tenth at 198 M, 2 at 1.98 B)")
     parser.add_argument("--variants", action="store_true", help="also every variant of the model, at 205 K")
+    parser.add_argument("--accumulate", choices=["float32", "float64"], default="float32", help="cfg.accumulation_dtype")
     args = parser.parse_args(argv)
     for size, (*_, paper, batch) in SIZES.items():
         if size > args.largest:
             continue
         n_pairs = args.pairs if size < 1e8 else max(2, args.pairs // 10) if size < 1e9 else 2
-        model = make_model(size)
+        model = make_model(size, accumulation_dtype=args.accumulate)
         conversion, own = conversion_errors(model, n_pairs, batch)
         n_parameters = sum(p.numel() for p in model.parameters())
         print(f"{n_parameters:,} parameters, {n_pairs} pairs: conversion {conversion:.2e}, float32 forward itself {own:.2e}")

@@ -322,3 +322,13 @@ def test_a_bias_from_a_file_is_the_bias(tmp_path):
     bias.save(tmp_path / "prompt.safetensors")
     loaded = KVBias.load(tmp_path / "prompt.safetensors")
     assert torch.equal(logits_under(model, loaded, text), logits_under(model, bias, text))
+
+
+def test_float64_accumulation_makes_a_float32_conversion_exact_almost_everywhere():
+    model = linear_model(dtype=torch.float32, accumulation_dtype="float64").requires_grad_(False)
+    prompt, text = tokens(20, 30, seed=1), tokens(20, 30)
+    bias = convert_prompt(model, prompt)
+    assert bias.b_KV.dtype == torch.float64
+    whole = model(torch.cat([prompt, text], dim=1))[:, 30:]
+    # a float64 sum rounds to the same float32 unless it lies within 1e-16 of a tie: a few values in 10^8
+    assert relative_error(logits_under(model, bias, text), whole) < 1e-8

@@ -12,11 +12,11 @@ from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVBias, KVShi
 from kvlens._tl import TransformerLensKeyValueCache
 from kvlens.training import train_bpe_tokenizer
 
-# The longest path from weights to logits: two layers, each a few sums of at most n = 43 terms (d_phi of taylor), read as
-# errors of at most n * 2.2e-16 = 1e-14 each of the norm where signs cancel no more than in a random sum.
-ROUNDING = 1e-13
+# Each of three layers rounds six times in a row (projection, shift, features, sum over tokens, division, projection back), and a
+# sum of n = 43 terms of both signs, the longest here, is off by about sqrt(n) * 1.1e-16 = 7e-16 of its norm: 18 * 7e-16 = 1.3e-14.
+ROUNDING = 2e-14
 # phi = identity over its own sum: n_i is a sum of terms of both signs, and an n_i of 1 / 100 of its terms' size costs two digits.
-ROUNDING_OF_A_SIGNED_NORMALISER = 1e-11
+ROUNDING_OF_A_SIGNED_NORMALISER = 100 * ROUNDING
 
 SIZES = dict(n_layers=2, d_model=30, d_head=6, n_heads=5, n_ctx=43, act_fn="gelu", device="cpu", dtype=torch.float64)
 SMALL = dict(attn_only=True, normalization_type=None)
@@ -88,7 +88,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "norm on queries and keys, before": dict(use_qk_norm=True, rotary_placement="before"),
     "no attention scale": dict(use_attn_scale=False, feature_map="taylor", normalizer="none"),
 }
-# Enough of them to judge strings and low-rank questions of batching, one a law of positions, shift and bias.
+# For the questions that do not multiply: one variant a law of positions, shift, heads and bias.
 OF_UNEQUAL_LENGTH = [
     "elu, kernel, after",
     "elu, kernel, before",
@@ -263,6 +263,27 @@ def test_decoding_on_a_converted_prompt_equals_the_reference(name):
         pieces = [model(text[:, i:j], past_kv_cache=cache) for i, j in ((0, 1), (1, 4), (4, 5), (5, 6))]
     judged = judge.convert(spec, weights, prompt[0].tolist())
     assert relative_error(torch.cat(pieces, 1)[0], judge.logits(spec, weights, text[0].tolist(), judged)) < tolerance(name)
+
+
+@pytest.mark.parametrize("name", OF_UNEQUAL_LENGTH)
+def test_gradients_through_conversion_and_text_equal_the_reference(name):
+    model, spec, weights = model_and_spec(name)
+    prompt, text = tokens(1, 4, seed=11), tokens(1, 5, seed=12)
+    parameters = dict(model.requires_grad_(True).named_parameters())
+    try:
+        with model.kv_bias(convert_prompt(model, prompt, detach=False)):
+            loss = (model(text)[0].square()).sum()
+        got = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+        judged = judge.convert(spec, {**weights, **parameters}, prompt[0].tolist())
+        loss = judge.logits(spec, {**weights, **parameters}, text[0].tolist(), judged).square().sum()
+        expected = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    finally:
+        model.requires_grad_(False)
+    assert [g is None for g in got] == [g is None for g in expected]
+    both = [(a, b) for a, b in zip(got, expected, strict=True) if a is not None]
+    # backward walks the same path once more
+    got, expected = (torch.cat([pair[i].flatten() for pair in both]) for i in (0, 1))
+    assert relative_error(got, expected) < 2 * tolerance(name)
 
 
 def test_a_rebased_bias_still_fits_far_from_the_origin():

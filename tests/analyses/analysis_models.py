@@ -1,0 +1,77 @@
+"""A model for pencil and paper, and small random ones in the variants that matter to the analyses."""
+
+import math
+from typing import Any
+
+import torch
+
+from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVShiftConfig
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "rope after": {},
+    "rope before": dict(rotary_placement="before", kv_shift=None),
+    "gqa decay": dict(n_heads=6, d_model=36, n_key_value_heads=2, normalizer="none", decay="retnet"),
+    "learned, queries shifted": dict(positional_embedding_type="standard", kv_shift=KVShiftConfig(window=2, queries=True)),
+}
+
+
+def pencil_model() -> HookedKVTransformer:
+    """One head of width 1, phi = identity, no normaliser, all weights 1; token t is the number t + 1.
+
+    The residual after attention is x_i + x_i (x_0^2 + ... + x_i^2), and the logits are a tenth of it, and 0.
+    """
+    model = HookedKVTransformer(
+        HookedKVTransformerConfig(
+            n_layers=1,
+            d_model=1,
+            d_head=1,
+            n_ctx=9,
+            d_vocab=2,
+            attn_only=True,
+            normalization_type=None,
+            positional_embedding_type="none",
+            attention="linear",
+            feature_map="identity",
+            normalizer="none",
+            dtype=torch.float64,
+            device="cpu",
+        )
+    ).requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        parameter.fill_(1.0 if "W_" in name else 0.0)
+    model.W_E.copy_(torch.tensor([[1.0], [2.0]]))
+    model.W_U.copy_(torch.tensor([[0.1, 0.0]]))
+    return model
+
+
+PENCIL_PROMPT, PENCIL_TEXT = torch.tensor([0, 1]), torch.tensor([0, 1])
+# with the prompt 1, 2 the text 1, 2 has residuals 1 + (1 + 4 + 1) = 7 and 2 + 2 (1 + 4 + 1 + 4) = 22,
+# alone 1 + 1 = 2 and 2 + 2 (1 + 4) = 12; the prompt's bias is 1 + 4 = 5
+PENCIL_WITH, PENCIL_WITHOUT = (0.7, 2.2), (0.2, 1.2)
+
+
+def bernoulli_kl(a: float, b: float) -> float:
+    """KL between softmax([a, 0]) and softmax([b, 0])."""
+    p, q = 1 / (1 + math.exp(-a)), 1 / (1 + math.exp(-b))
+    return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+
+
+def random_model(**changes: Any) -> HookedKVTransformer:
+    """Two layers of five heads in float64, no two axes alike."""
+    sizes = dict(n_layers=2, d_model=30, d_head=6, n_heads=5, n_ctx=41, d_vocab=17, d_mlp=23, act_fn="gelu", seed=3)
+    defaults = dict(
+        attention="linear",
+        positional_embedding_type="rotary",
+        kv_shift=KVShiftConfig(window=2),
+        dtype=torch.float64,
+        device="cpu",
+    )
+    model = HookedKVTransformer(HookedKVTransformerConfig(**{**sizes, **defaults, **changes})).requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        if ".attn.W_" in name:
+            parameter.mul_(5)
+    return model
+
+
+def tokens(pos: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 17, (pos,), generator=torch.Generator().manual_seed(seed))

@@ -1,0 +1,148 @@
+"""Sizes by their definition, effects by intervention: what the frame says about a head, the patched model answers."""
+
+import math
+
+import pandas as pd
+import pytest
+import torch
+from analysis_models import PENCIL_PROMPT, PENCIL_TEXT, VARIANTS, bernoulli_kl, pencil_model, random_model, tokens
+
+from analyses import bias_ablation, bias_by_head, bias_by_layer
+from kvlens import KVLensError, convert_prompt
+
+PROMPT, TEXT = tokens(7), tokens(5, seed=1)
+
+
+def mean_kl_and_loss_change(whole, ablated, text):
+    p, q = whole.log_softmax(-1), ablated.log_softmax(-1)
+    places, targets = torch.arange(len(text) - 1), text[1:]
+    return float((p.exp() * (p - q)).sum(-1).mean()), float((p - q)[places, targets].mean())
+
+
+def test_by_pencil():
+    expected = pd.DataFrame(
+        {
+            "layer": [0],
+            "head": [0],
+            "b_kv_norm": [5.0],
+            "b_d_norm": [0.0],  # no normaliser
+            "bias_share": [(5 / 6 + 10 / 20) / 2],  # z_bias 5, 10; z_context 1, 10
+            "ablation_kl": [(bernoulli_kl(0.7, 0.2) + bernoulli_kl(2.2, 1.2)) / 2],
+            "loss_change": [math.log(1 + math.exp(0.2)) - math.log(1 + math.exp(0.7))],
+        }
+    )
+    frame = bias_by_head(pencil_model(), PENCIL_PROMPT, PENCIL_TEXT)
+    pd.testing.assert_frame_equal(frame, expected, rtol=1e-13)
+    by_layer = bias_by_layer(pencil_model(), PENCIL_PROMPT, PENCIL_TEXT)
+    pd.testing.assert_frame_equal(by_layer, expected.drop(columns="head"), rtol=1e-13)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_removing_a_head_is_what_a_hook_on_its_bias_does(name):
+    model = random_model(**VARIANTS[name])
+    bias, n_heads = convert_prompt(model, PROMPT), model.cfg.n_heads
+    frame = bias_by_head(model, PROMPT, TEXT)
+    assert list(zip(frame["layer"], frame["head"], strict=True)) == [(i, j) for i in range(2) for j in range(n_heads)]
+    with model.kv_bias(bias):
+        whole = model(TEXT[None])[0]
+        for row in frame.itertuples():
+
+            def forget(b, hook, head=row.head):
+                b = b.clone()
+                b[:, head] = 0
+                return b
+
+            names = [f"blocks.{row.layer}.attn.hook_{x}" for x in ("b_kv", "b_d")]
+            ablated = model.run_with_hooks(TEXT[None], fwd_hooks=[(n, forget) for n in names])[0]
+            kl, loss_change = mean_kl_and_loss_change(whole, ablated, TEXT)
+            assert row.ablation_kl == pytest.approx(kl, rel=1e-8, abs=1e-13)
+            assert row.loss_change == pytest.approx(loss_change, rel=1e-8, abs=1e-12)
+    assert (frame["ablation_kl"] > 1e-9).all()
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_removing_layers_and_everything_is_selecting_the_rest(name):
+    model = random_model(**VARIANTS[name])
+    bias = convert_prompt(model, PROMPT)
+    everything = [(layer, head) for layer in range(2) for head in range(model.cfg.n_heads)]
+    total = bias_ablation(model, TEXT, bias, [everything]).iloc[0]
+    layers = bias_by_layer(model, PROMPT, TEXT)
+    with model.kv_bias(bias):
+        whole = model(TEXT[None])[0]
+    found = [(total["kl"], total["loss_change"]), *layers[["ablation_kl", "loss_change"]].itertuples(index=False)]
+    for (kl, loss_change), kept in zip(found, ([], [1], [0]), strict=True):
+        with model.kv_bias(bias.select(kept)):
+            expected = mean_kl_and_loss_change(whole, model(TEXT[None])[0], TEXT)
+        assert (kl, loss_change) == pytest.approx(expected, rel=1e-8, abs=1e-12)
+    assert total["n_heads"] == len(everything)
+
+
+def test_sizes_and_shares_by_their_definition():
+    model = random_model()
+    bias = convert_prompt(model, PROMPT)
+    heads, layers = bias_by_head(model, PROMPT, TEXT), bias_by_layer(model, PROMPT, TEXT)
+    with model.kv_bias(bias):
+        _, cache = model.run_with_cache(TEXT[None])
+    for row in heads.itertuples():
+        of_bias, of_context = (cache[f"blocks.{row.layer}.attn.hook_z_{x}"][0, :, row.head] for x in ("bias", "context"))
+        share = sum(float(b.norm() / (b.norm() + c.norm())) for b, c in zip(of_bias, of_context, strict=True)) / 5
+        assert row.bias_share == pytest.approx(share, rel=1e-12)
+        assert row.b_kv_norm == pytest.approx(float(bias.b_KV[row.layer, row.head].square().sum().sqrt()))
+        assert row.b_d_norm == pytest.approx(float(bias.b_D[row.layer, row.head].square().sum().sqrt()))
+    for row in layers.itertuples():
+        of_bias, of_context = (cache[f"blocks.{row.layer}.attn.hook_z_{x}"][0] for x in ("bias", "context"))
+        share = sum(float(b.norm() / (b.norm() + c.norm())) for b, c in zip(of_bias, of_context, strict=True)) / 5
+        assert row.bias_share == pytest.approx(share, rel=1e-12)
+        squares = heads.loc[heads["layer"] == row.layer, ["b_kv_norm", "b_d_norm"]].pow(2).sum()
+        assert row.b_kv_norm**2 == pytest.approx(squares["b_kv_norm"])
+        assert row.b_d_norm**2 == pytest.approx(squares["b_d_norm"])
+
+
+def test_a_bias_of_zeros_has_no_share_and_no_effect():
+    model = random_model(kv_shift=None)
+    frame = bias_by_head(model, PROMPT, TEXT, bias=convert_prompt(model, PROMPT).zero_like())
+    assert (frame[["b_kv_norm", "b_d_norm", "bias_share", "ablation_kl", "loss_change"]] == 0).all(axis=None)
+
+
+def test_the_size_of_the_batch_changes_nothing_but_rounding():
+    model = random_model()
+    bias = convert_prompt(model, PROMPT)
+    removals = [[(0, 1)], [], [(1, 4), (0, 0)], [(1, 2), (1, 2)], [(0, 3)]]
+    frames = [bias_ablation(model, TEXT, bias, removals, batch_size=n) for n in (None, 1, 2, 5)]
+    for frame in frames[1:]:
+        pd.testing.assert_frame_equal(frame, frames[0], rtol=1e-9, atol=1e-14)
+    assert frames[0]["n_heads"].tolist() == [1, 0, 2, 1, 1]
+    assert frames[0].loc[1, ["kl", "loss_change"]].tolist() == pytest.approx([0, 0], abs=1e-14)
+
+
+def test_progress_goes_to_one():
+    model, told = random_model(), []
+    bias_by_head(model, PROMPT, TEXT, batch_size=4, on_progress=told.append)
+    assert told == [0.4, 0.8, 1.0]
+
+
+def test_nothing_to_remove_gives_an_empty_frame_of_the_same_columns():
+    model = random_model()
+    bias = convert_prompt(model, PROMPT)
+    empty, one = (bias_ablation(model, TEXT, bias, removals) for removals in ([], [[]]))
+    assert len(empty) == 0
+    pd.testing.assert_series_equal(empty.dtypes, one.dtypes)
+
+
+def test_one_token_of_text_has_no_loss():
+    frame = bias_by_head(random_model(), PROMPT, TEXT[:1])
+    assert frame["loss_change"].isna().all()
+    assert frame["ablation_kl"].notna().all()
+
+
+def test_bad_input():
+    model = random_model()
+    bias = convert_prompt(model, PROMPT)
+    with pytest.raises(KVLensError, match="removal 1 names layer 2, head 0; there are 2 layers of 5 heads"):
+        bias_ablation(model, TEXT, bias, [[], [(2, 0)]])
+    with pytest.raises(KVLensError, match="batch_size must be at least 1, got 0"):
+        bias_ablation(model, TEXT, bias, [[]], batch_size=0)
+    with pytest.raises(KVLensError, match="batch of 2"):
+        bias_ablation(model, TEXT, convert_prompt(model, tokens(6).reshape(2, 3)), [[]])
+    with pytest.raises(KVLensError, match="weights differs"):
+        bias_ablation(random_model(seed=4), TEXT, bias, [[]])

@@ -1,0 +1,478 @@
+"""A converted prompt as an object: arithmetic, selection, one prompt of a batch, its file, and the model that it fits."""
+
+import functools
+import json
+import os
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from kvlens import (
+    HookedKVTransformer,
+    HookedKVTransformerConfig,
+    KVBias,
+    KVLensError,
+    KVShiftConfig,
+    combine,
+    convert_prompt,
+)
+from kvlens.kv_bias import Fingerprint
+
+SIZES = dict(n_layers=2, d_model=30, d_head=6, n_heads=5, n_ctx=43, d_vocab=17, act_fn="gelu", device="cpu", seed=1)
+LINEAR = dict(attention="linear", positional_embedding_type="rotary", feature_map="hedgehog", dtype=torch.float64)
+SHIFT = KVShiftConfig(window=3, queries=True)
+TENSORS = ("b_KV", "b_D", "last_k", "last_v", "last_q")
+BOUNDARY = TENSORS[2:]
+ROUNDING = 1e-14  # float64 sums of some 30 terms on the way through two layers
+
+
+@functools.cache
+def model_of(**changes):
+    return HookedKVTransformer(HookedKVTransformerConfig(**{**SIZES, **LINEAR, "kv_shift": SHIFT, **changes}))
+
+
+def bias_of(seed=0, batch=None, boundary_seed=None, **changes):
+    """Random numbers in the place of a prompt; equal ``boundary_seed`` gives equal boundaries."""
+    lead = (2,) if batch is None else (2, batch)
+    shapes = {"b_KV": (5, 12, 6), "b_D": (5, 12), "last_k": (3, 5, 6), "last_v": (3, 5, 6), "last_q": (3, 5, 6)}
+    sum_generator = torch.Generator().manual_seed(seed)
+    boundary_generator = torch.Generator().manual_seed(1000 + (seed if boundary_seed is None else boundary_seed))
+    drawn = {
+        name: torch.randn(
+            lead + shape, generator=boundary_generator if name in BOUNDARY else sum_generator, dtype=torch.float64
+        )
+        for name, shape in shapes.items()
+    }
+    rest = dict(n_prompt_tokens=7, position_offset=7, fingerprint=model_of().fingerprint())
+    return KVBias(**{**drawn, **rest, **changes})
+
+
+def tokens(*shape, seed=0):
+    return torch.randint(0, SIZES["d_vocab"], shape, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_identical(got, expected):
+    """Bit for bit, dtypes included."""
+    for name in TENSORS:
+        a, b = getattr(got, name), getattr(expected, name)
+        assert (a.dtype, a.shape) == (b.dtype, b.shape), name
+        raw = [t.detach().contiguous().flatten().view(torch.uint8) for t in (a, b)]
+        assert torch.equal(*raw), name
+    for name in ("n_prompt_tokens", "position_offset"):
+        a, b = getattr(got, name), getattr(expected, name)
+        assert type(a) is type(b), name
+        assert torch.equal(torch.as_tensor(a), torch.as_tensor(b)), name
+    assert got.fingerprint == expected.fingerprint
+
+
+# --- arithmetic ---
+
+
+@pytest.mark.parametrize("batch", [None, 3])
+def test_arithmetic_acts_on_the_sums_and_keeps_the_boundary(batch):
+    a, b = bias_of(1, batch, boundary_seed=9), bias_of(2, batch, boundary_seed=9, n_prompt_tokens=4)
+    for got, of_a, of_b, n_tokens in (
+        (a + b, 1, 1, 11),
+        (a - b, 1, -1, 11),
+        (0.5 * a, 0.5, 0, 7),
+        (a * 3, 3, 0, 7),
+        (a / 4, 0.25, 0, 7),
+        (-a, -1, 0, 7),
+        (combine(a, b, weights=(2, -0.5)), 2, -0.5, 11),
+        (combine(a), 1, 0, 7),
+    ):
+        assert torch.equal(got.b_KV, of_a * a.b_KV + of_b * b.b_KV)
+        assert torch.equal(got.b_D, of_a * a.b_D + of_b * b.b_D)
+        assert all(torch.equal(getattr(got, name), getattr(a, name)) for name in BOUNDARY)
+        assert (got.n_prompt_tokens, got.position_offset, got.fingerprint) == (n_tokens, 7, a.fingerprint)
+
+
+def test_arithmetic_leaves_its_arguments_as_they_were():
+    a, b = bias_of(1, boundary_seed=9), bias_of(2, boundary_seed=9)
+    combine(a, b, weights=(2, 3), boundary="zero")
+    a.select(layers=[0])
+    a.zero_like()
+    assert_identical(a, bias_of(1, boundary_seed=9))
+    assert_identical(b, bias_of(2, boundary_seed=9))
+
+
+def test_token_counts_of_unequal_prompts_add_row_by_row():
+    a, b = bias_of(1, 3, boundary_seed=9), bias_of(2, 3, boundary_seed=9)
+    a = replace(a, n_prompt_tokens=torch.tensor([1, 2, 4]))
+    assert (a + b).n_prompt_tokens.tolist() == [8, 9, 11]
+    assert (a + a).n_prompt_tokens.tolist() == [2, 4, 8]
+
+
+def test_the_sum_of_two_prompts_is_their_concatenation_where_nothing_knows_of_order():
+    # one layer, no positions, no shift: b_KV and b_D are sums over tokens and over nothing else
+    model = model_of(n_layers=1, positional_embedding_type="none", kv_shift=None)
+    first, second = tokens(2, 5, seed=1), tokens(2, 5, seed=2)
+    added = convert_prompt(model, first) + convert_prompt(model, second)
+    whole = convert_prompt(model, torch.cat([first, second], dim=1))
+    for name in ("b_KV", "b_D"):
+        assert (getattr(added, name) - getattr(whole, name)).norm() <= ROUNDING * getattr(whole, name).norm()
+    assert added.n_prompt_tokens == whole.n_prompt_tokens == 10
+    rest = combine(whole, convert_prompt(model, second), weights=(1, -1), boundary="first")
+    assert (rest.b_KV - convert_prompt(model, first).b_KV).norm() <= ROUNDING * whole.b_KV.norm()
+
+
+@pytest.mark.parametrize("operation", [lambda a, b: a + b, lambda a, b: a - b, combine])
+def test_different_boundaries_or_offsets_are_refused(operation):
+    with pytest.raises(KVLensError, match=r"boundaries differ \(last_k\).*boundary='last'"):
+        operation(bias_of(1), bias_of(2))
+    for name in BOUNDARY:
+        b = bias_of(2, boundary_seed=9)
+        with pytest.raises(KVLensError, match=rf"boundaries differ \({name}\)"):
+            operation(bias_of(1, boundary_seed=9), replace(b, **{name: getattr(b, name) + 1}))
+    with pytest.raises(KVLensError, match="position offsets differ \\(7 and 8\\)"):
+        operation(bias_of(1, boundary_seed=9), bias_of(2, boundary_seed=9, position_offset=8))
+    rows = [bias_of(s, 2, boundary_seed=9, position_offset=torch.tensor([7, 7 + s])) for s in (0, 1)]
+    with pytest.raises(KVLensError, match="position offsets differ"):
+        operation(*rows)
+
+
+def test_combine_takes_the_boundary_that_it_is_told_to():
+    a, b, c = bias_of(1), bias_of(2, position_offset=8), bias_of(3, position_offset=9)
+    for boundary, chosen in (("first", a), ("last", c)):
+        got = combine(a, b, c, boundary=boundary)
+        assert all(torch.equal(getattr(got, name), getattr(chosen, name)) for name in BOUNDARY)
+        assert got.position_offset == chosen.position_offset
+        assert torch.equal(got.b_KV, a.b_KV + b.b_KV + c.b_KV)
+        assert got.n_prompt_tokens == 21
+    got = combine(a, bias_of(2), boundary="zero")
+    assert not any(getattr(got, name).any() for name in BOUNDARY)
+    assert got.position_offset == 7
+    with pytest.raises(KVLensError, match="position offsets differ"):
+        combine(a, b, boundary="zero")
+
+
+def test_combine_refuses_what_it_cannot_add():
+    a = bias_of(1)
+    with pytest.raises(KVLensError, match="at least one"):
+        combine()
+    with pytest.raises(KVLensError, match="3 weights for 2 biases"):
+        combine(a, a, weights=(1, 2, 3))
+    with pytest.raises(KVLensError, match="'equal', 'first', 'last' or 'zero'"):
+        combine(a, a, boundary="frist")
+    with pytest.raises(KVLensError, match="batch shapes differ"):
+        combine(a, bias_of(1, 3))
+    with pytest.raises(KVLensError, match="batch shapes differ"):
+        combine(bias_of(1, 2), bias_of(1, 3))
+    with pytest.raises(KVLensError, match="weights differs"):
+        combine(a, replace(a, fingerprint=replace(a.fingerprint, weights="of another model")))
+
+
+def test_what_is_no_arithmetic_is_a_type_error():
+    a = bias_of(1)
+    for nonsense in (lambda: a + 3, lambda: 3 + a, lambda: a * a, lambda: a - "x", lambda: 2 / a):
+        with pytest.raises(TypeError):
+            nonsense()
+
+
+# --- selection ---
+
+
+@pytest.mark.parametrize("batch", [None, 3])
+def test_select_keeps_the_union_and_zeroes_the_rest(batch):
+    a = bias_of(1, batch)
+    got = a.select(layers=[1], heads=[(0, 3), (1, 2)])
+    for layer in range(2):
+        for head in range(5):
+            kept = layer == 1 or (layer, head) == (0, 3)
+            for name, index in (("b_KV", -3), ("b_D", -2)):
+                part, whole = (getattr(x, name)[layer].select(index, head) for x in (got, a))
+                assert torch.equal(part, whole if kept else torch.zeros_like(whole))
+    assert all(torch.equal(getattr(got, name), getattr(a, name)) for name in BOUNDARY)
+    assert (got.n_prompt_tokens, got.position_offset) == (7, 7)
+
+
+@pytest.mark.parametrize("batch", [None, 3])
+def test_selections_that_complete_each_other_add_up_to_the_whole(batch):
+    a = bias_of(1, batch)
+    parts = a.select(heads=[(0, 1), (1, 4)]), a.select(heads=[(0, h) for h in (0, 2, 3, 4)] + [(1, h) for h in range(4)])
+    assert torch.equal((parts[0] + parts[1]).b_KV, a.b_KV)
+    assert torch.equal((parts[0] + parts[1]).b_D, a.b_D)
+    assert torch.equal((a.select(layers=[0]) + a.select(layers=[1])).b_KV, a.b_KV)
+    assert torch.equal(a.select(layers=[0, 1]).b_KV, a.b_KV)
+    assert not a.select().b_KV.any()
+
+
+def test_select_counts_from_the_end_and_refuses_what_does_not_exist():
+    a = bias_of(1)
+    assert torch.equal(a.select(layers=[-1]).b_KV, a.select(layers=[1]).b_KV)
+    assert torch.equal(a.select(heads=[(-1, -5)]).b_KV, a.select(heads=[(1, 0)]).b_KV)
+    for options, message in (
+        (dict(layers=[2]), "layer 2 does not exist; there are 2"),
+        (dict(layers=[-3]), "layer -3"),
+        (dict(heads=[(0, 5)]), "head 5 does not exist; there are 5"),
+        (dict(heads=[(2, 0)]), "layer 2"),
+    ):
+        with pytest.raises(KVLensError, match=message):
+            a.select(**options)
+
+
+@pytest.mark.parametrize("batch", [None, 3])
+def test_zero_like_zeroes_the_boundary_too(batch):
+    a = bias_of(1, batch)
+    zero = a.zero_like()
+    for name in TENSORS:
+        assert getattr(zero, name).shape == getattr(a, name).shape
+        assert not getattr(zero, name).any()
+    assert (zero.position_offset, zero.fingerprint) == (7, a.fingerprint)
+
+
+def test_a_zero_bias_is_the_model_without_one():
+    model, x = model_of(feature_map="elu_plus_one"), tokens(2, 6)  # RoPE after: the offset is 0
+    zero = convert_prompt(model, tokens(1, 4, seed=3)[0]).zero_like()
+    with model.kv_bias(zero):
+        got = model(x)
+    assert (got - model(x)).norm() <= ROUNDING * got.norm()
+
+
+# --- one prompt of a batch ---
+
+
+def test_select_prompt_takes_one_row_of_everything():
+    lengths = torch.tensor([3, 1, 8])
+    a = bias_of(1, 3, n_prompt_tokens=lengths, position_offset=lengths + 2)
+    for index in (0, 1, 2, -1):
+        one = a.select_prompt(index)
+        assert all(torch.equal(getattr(one, name), getattr(a, name)[:, index]) for name in TENSORS)
+        assert (one.n_prompt_tokens, one.position_offset) == (int(lengths[index]), int(lengths[index]) + 2)
+        assert type(one.n_prompt_tokens) is int
+        assert one.batch_size is None
+    assert bias_of(1, 3).select_prompt(2).n_prompt_tokens == 7
+
+
+def test_select_prompt_refuses_what_does_not_exist():
+    for index in (3, -4):
+        with pytest.raises(KVLensError, match=f"index {index} is out of range for 3 prompts"):
+            bias_of(1, 3).select_prompt(index)
+    with pytest.raises(KVLensError, match="single prompt"):
+        bias_of(1).select_prompt(0)
+
+
+def test_a_row_of_a_batch_equals_the_prompt_converted_alone():
+    model, prompts = model_of(), tokens(3, 6)
+    batch = convert_prompt(model, prompts)
+    for row in range(3):
+        one, alone = batch.select_prompt(row), convert_prompt(model, prompts[row])
+        for name in TENSORS:
+            a, b = getattr(one, name), getattr(alone, name)
+            assert (a - b).norm() <= ROUNDING * b.norm()
+
+
+# --- what it tells of itself ---
+
+
+def test_counts_and_words():
+    a, batch = bias_of(1), bias_of(1, 3, n_prompt_tokens=torch.tensor([3, 1, 8]))
+    assert (a.n_layers, a.n_heads, a.batch_size) == (2, 5, None)
+    assert a.num_parameters == 2 * 5 * 12 * 6 + 2 * 5 * 12
+    assert (batch.batch_size, batch.num_parameters) == (3, 3 * a.num_parameters)
+    assert repr(a) == (
+        "KVBias(2 layers x 5 heads, d_phi 12, d_head 6, boundary of k/v/q, n_prompt_tokens=7, position_offset=7)"
+    )
+    assert "batch 3" in repr(batch)
+    assert "n_prompt_tokens=[3, 1, 8]" in repr(batch)
+
+
+def test_dtypes_and_graphs_can_be_left_behind():
+    a = bias_of(1, 3, n_prompt_tokens=torch.tensor([3, 1, 8]))
+    single = a.to(torch.float32)
+    assert {getattr(single, name).dtype for name in TENSORS} == {torch.float32}
+    assert single.n_prompt_tokens.dtype == torch.int64
+    assert_identical(a.to("cpu"), a)
+    graph = replace(a, b_KV=a.b_KV.clone().requires_grad_())
+    assert (0.5 * graph).b_KV.requires_grad
+    assert not graph.detach().b_KV.requires_grad
+
+
+def test_tensors_of_another_model_are_refused_at_birth():
+    f = model_of().fingerprint()
+    with pytest.raises(KVLensError, match=r"layer=3"):
+        bias_of(1, fingerprint=replace(f, n_layers=3))
+    for name, field in (("b_KV", "d_phi"), ("b_KV", "n_heads"), ("b_KV", "d_head"), ("last_k", "n_kv_heads")):
+        with pytest.raises(KVLensError, match=f"{name} must be"):
+            bias_of(1, fingerprint=replace(f, **{field: 99}))
+
+
+# --- the file ---
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("batch", "lengths"), [(None, 7), (3, 7), (3, torch.tensor([3, 1, 8])), (1, 7)], ids=["single", "batch", "unequal", "one"]
+)
+def test_round_trip_bit_for_bit(tmp_path, batch, lengths, dtype):
+    a = bias_of(1, batch, n_prompt_tokens=lengths, position_offset=lengths).to(dtype)
+    a.b_KV.flatten()[:5] = torch.tensor([-0.0, float("inf"), torch.finfo(dtype).tiny, torch.finfo(dtype).max, float("nan")])
+    a.save(tmp_path / "prompt.safetensors")
+    assert_identical(KVBias.load(tmp_path / "prompt.safetensors"), a)
+    assert_identical(KVBias.load(str(tmp_path / "prompt.safetensors")), a)
+
+
+def test_round_trip_of_a_view_with_a_graph_and_an_empty_boundary(tmp_path):
+    a = bias_of(1, 3)
+    a = replace(a, last_q=a.last_q[:, :, :0], b_D=a.b_D.transpose(0, 1).contiguous().transpose(0, 1).requires_grad_())
+    (0.5 * a.select_prompt(1)).save(tmp_path / "prompt.safetensors")
+    loaded = KVBias.load(tmp_path / "prompt.safetensors")
+    assert_identical(loaded, 0.5 * a.select_prompt(1))
+    assert loaded.last_q.shape == (2, 0, 5, 6)
+    assert not loaded.b_D.requires_grad
+
+
+def test_a_loaded_bias_serves_as_the_one_that_was_saved(tmp_path):
+    model, x = model_of(), tokens(3, 6)
+    bias = convert_prompt(model, tokens(3, 4, seed=1))
+    bias.save(tmp_path / "prompt.safetensors")
+    with model.kv_bias(bias):
+        expected = model(x)
+    with model.kv_bias(KVBias.load(tmp_path / "prompt.safetensors")):
+        assert torch.equal(model(x), expected)
+
+
+def test_a_truncated_file_is_refused_wherever_it_ends(tmp_path):
+    path = tmp_path / "prompt.safetensors"
+    bias_of(1).save(path)
+    whole = path.read_bytes()
+    for n in (0, 4, 8, 100, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:n])
+        with pytest.raises(KVLensError, match="truncated or not a safetensors file"):
+            KVBias.load(path)
+    path.write_text("not a bias at all, but long enough to be one")
+    with pytest.raises(KVLensError, match="truncated or not a safetensors file"):
+        KVBias.load(path)
+
+
+def rewrite(path, change_metadata=lambda metadata: None, without=()):
+    """The file again, with other metadata or fewer tensors."""
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+        tensors = {name: file.get_tensor(name) for name in file.keys() if name not in without}  # noqa: SIM118
+    change_metadata(metadata)
+    save_file(tensors, path, metadata)
+
+
+def test_foreign_newer_and_incomplete_files_are_refused(tmp_path):
+    path = tmp_path / "prompt.safetensors"
+    for metadata in (None, {"format": "pt"}, {"format": "somebody.else"}):
+        save_file({"b_KV": torch.zeros(2)}, path, metadata)
+        with pytest.raises(KVLensError, match="not a KV bias saved by kvlens"):
+            KVBias.load(path)
+
+    bias_of(1).save(path)
+    rewrite(path, lambda metadata: metadata.update(format_version="2"))
+    with pytest.raises(KVLensError, match="format version 2, this kvlens reads up to 1: upgrade"):
+        KVBias.load(path)
+
+    for name in TENSORS:
+        bias_of(1).save(path)
+        rewrite(path, without=(name,))
+        with pytest.raises(KVLensError, match=f"lacks {name}"):
+            KVBias.load(path)
+
+    def forget_decay(metadata):
+        meta = json.loads(metadata["kv_bias"])
+        del meta["fingerprint"]["decay"]
+        metadata["kv_bias"] = json.dumps(meta)
+
+    bias_of(1).save(path)
+    rewrite(path, forget_decay)
+    with pytest.raises(KVLensError, match="complete fingerprint"):
+        KVBias.load(path)
+
+
+def test_missing_files_and_folders_are_named(tmp_path):
+    with pytest.raises(KVLensError, match=r"no file at .*nowhere.safetensors"):
+        KVBias.load(tmp_path / "nowhere.safetensors")
+    with pytest.raises(KVLensError, match="no file at"):
+        KVBias.load(tmp_path)
+    with pytest.raises(KVLensError, match=r"cannot write .*nowhere.*No such file or directory"):
+        bias_of(1).save(tmp_path / "nowhere" / "prompt.safetensors")
+    with pytest.raises(KVLensError, match="cannot write"):
+        bias_of(1).save(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("interrupted", ["fsync", "replace"])
+@pytest.mark.parametrize(
+    ("error", "seen"), [(OSError(28, "No space left on device"), KVLensError), (KeyboardInterrupt(), None)]
+)
+def test_an_interrupted_save_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch, interrupted, error, seen):
+    path = tmp_path / "prompt.safetensors"
+    bias_of(1).save(path)
+    before = path.read_bytes()
+
+    def fail(*args, **kwargs):
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, interrupted, fail)
+        with pytest.raises(seen or type(error)):
+            bias_of(2).save(path)
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["prompt.safetensors"]
+    bias_of(2).save(path)
+    assert_identical(KVBias.load(path), bias_of(2))
+
+
+# --- the model that it fits ---
+
+
+def other(value):
+    return value + 1 if isinstance(value, (int, float)) else f"not {value}"
+
+
+@pytest.mark.parametrize("field", [f.name for f in fields(Fingerprint)])
+def test_a_fingerprint_that_differs_is_refused_by_its_field(field):
+    mine = model_of().fingerprint()
+    theirs = replace(mine, **{field: other(getattr(mine, field))})
+    with pytest.raises(KVLensError, match=f"attach: {field} differs"):
+        mine.check(theirs, "attach")
+    mine.check(replace(mine), "attach")
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        (dict(seed=2), "weights"),
+        (dict(n_layers=3), "n_layers"),
+        (dict(n_heads=6, d_model=36), "n_heads"),
+        (dict(d_vocab=19), "d_vocab"),
+        (dict(feature_map="taylor"), "d_phi"),
+        (dict(normalizer="none"), "normalizer"),
+        (dict(positional_embedding_type="none"), "positional_embedding_type"),
+        (dict(rotary_dim=4), "rotary"),
+        (dict(rotary_base=500), "rotary"),
+        (dict(kv_shift=KVShiftConfig(window=2, queries=True)), "kv_shift"),
+        (dict(kv_shift=KVShiftConfig(window=3, queries=True, parametrization="clamp")), "kv_shift"),
+        (dict(use_attn_scale=False), "attn_scale"),
+        (dict(attention="softmax"), "attention"),
+    ],
+)
+def test_a_bias_does_not_fit_another_model_and_says_why(changes, field):
+    bias = convert_prompt(model_of(), tokens(1, 4))
+    with pytest.raises(KVLensError, match=f"attach_kv_bias: {field} differs"):
+        model_of(**changes).attach_kv_bias(bias)
+    assert model_of(**changes).attached_kv_bias is None
+
+
+def test_one_changed_weight_is_noticed():
+    model = HookedKVTransformer(HookedKVTransformerConfig(**{**SIZES, **LINEAR, "kv_shift": SHIFT}))
+    bias = convert_prompt(model, tokens(1, 4))
+    model.attach_kv_bias(bias)
+    model.detach_kv_bias()
+    model.blocks[1].attn.k_shift_coef.data[0, 0] += 1e-6
+    with pytest.raises(KVLensError, match=r"weights differs \(same structure, other weights\)"):
+        model.attach_kv_bias(bias)
+
+
+def test_initialisation_of_a_shift_is_no_part_of_the_fingerprint():
+    free = model_of(kv_shift=KVShiftConfig(init="identity")).fingerprint()
+    same = model_of(kv_shift=KVShiftConfig(init="uniform")).fingerprint()
+    assert free.kv_shift == same.kv_shift
+    assert free.weights != same.weights

@@ -1,0 +1,343 @@
+"""The report: its figures are those of its tables, its folder is whole or not there, its view fits 80 columns."""
+
+import io
+import json
+import os
+
+import pandas as pd
+import pytest
+import torch
+from rich.console import Console
+from tiny_text_model import PROMPT, TEXT, tiny_text_model, tiny_tokenizer
+
+from analyses import bias_ablation, bias_by_head, bias_by_layer, conversion_error, prompt_effect
+from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVBias, KVLensError, convert_prompt
+from kvlens.report import build_report, check_folder, print_report, write_report
+from kvlens.report.build import rounding_bound
+from kvlens.report.folder import write_folder
+
+TABLES = ("conversion_error", "prompt_effect", "bias_by_head", "bias_by_layer", "generated")
+FILES = {"summary.json", "bias.safetensors", *(f"{name}.parquet" for name in TABLES)}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_text_model()
+
+
+@pytest.fixture(scope="module")
+def report(model):
+    return build_report(model, PROMPT, TEXT, model_name="tiny", new_tokens=9)
+
+
+def shown(report, **options) -> str:
+    console = Console(file=io.StringIO(), width=80, **options)
+    print_report(report, console)
+    return console.file.getvalue()
+
+
+def listing(folder) -> list[str]:
+    return sorted(os.listdir(folder))
+
+
+# --- what it computes ------------------------------------------------------------------------------------------------
+
+
+def test_tables_are_those_of_the_analyses(model, report):
+    prompt, text = model.to_tokens(PROMPT)[0], model.to_tokens(TEXT, prepend_bos=False)[0]
+    bias = convert_prompt(model, prompt)
+    for analysis in (conversion_error, prompt_effect, bias_by_head, bias_by_layer):
+        expected = analysis(model, prompt, text, bias=bias)
+        pd.testing.assert_frame_equal(report.tables[analysis.__name__], expected)
+    assert torch.equal(report.bias.b_KV, bias.b_KV)
+
+
+def test_headline_figures_follow_from_the_tables(model, report):
+    summary, tables = report.summary, report.tables
+    effect, errors = tables["prompt_effect"], tables["conversion_error"]
+    text = model.to_tokens(TEXT, prepend_bos=False)[0]
+    assert summary["prompt"] == {"text": PROMPT, "n_tokens": len(model.to_tokens(PROMPT)[0])}
+    assert summary["text"] == {"text": TEXT, "n_tokens": len(text)}
+    with model.kv_bias(report.bias):
+        new = model(text[None])[0].double()
+    old = model(torch.cat([model.to_tokens(PROMPT)[0], text])[None])[0, -len(text) :].double()
+    assert summary["conversion"]["relative_error"] == pytest.approx(float((new - old).norm() / old.norm()), rel=0.2)
+    assert summary["conversion"]["exact_to_rounding"] is True
+    assert summary["conversion"]["max_abs_error"] == errors["max_abs_error"].max()
+    for condition in ("with_prompt", "without_prompt", "converted"):
+        rows, figures = effect[effect["condition"] == condition], summary["prompt_effect"][condition]
+        assert figures["kl_from_with_prompt"] == pytest.approx(rows["kl"].mean())
+        assert figures["next_token_agreement"] == pytest.approx(rows["argmax_agrees"].mean())
+        assert figures["loss_nats_a_token"] == pytest.approx(rows["loss"].mean())
+    everything = [(layer, head) for layer in range(2) for head in range(3)]
+    total = bias_ablation(model, text, report.bias, [everything])
+    assert summary["bias"]["kl_without_any_head"] == total.loc[0, "kl"]
+    strongest = summary["bias"]["heads_by_ablation_kl"]
+    assert [row["ablation_kl"] for row in strongest] == sorted(tables["bias_by_head"]["ablation_kl"], reverse=True)
+    assert summary["model"]["fingerprint"] == model.fingerprint().to_json()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_generated_text_is_that_of_the_prompt(model, temperature):
+    report = build_report(model, PROMPT, TEXT, new_tokens=9, temperature=temperature, seed=4)
+    table = report.tables["generated"]
+    by_condition = {name: rows["token_id"].tolist() for name, rows in table.groupby("condition")}
+    assert by_condition["converted"] == by_condition["with_prompt"]
+    assert report.summary["generation"]["converted_equals_with_prompt"] is True
+    assert report.summary["generation"]["method"].startswith("sampled" if temperature else "greedy")
+    assert report.summary["generation"]["converted"] == model.tokenizer.decode(by_condition["converted"])
+    if temperature == 0:
+        tokens = torch.cat([model.to_tokens(PROMPT), model.to_tokens(TEXT, prepend_bos=False)], dim=1)
+        for token in by_condition["with_prompt"]:
+            assert int(model(tokens)[0, -1].argmax()) == token
+            tokens = torch.cat([tokens, torch.tensor([[token]])], dim=1)
+
+
+def test_it_leaves_model_and_random_numbers_as_they_were(model):
+    state = torch.get_rng_state()
+    build_report(model, PROMPT, TEXT, new_tokens=2, temperature=1.0)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.attached_kv_bias is None
+    assert model.cfg.default_prepend_bos is True
+
+
+def test_progress_never_goes_back(model):
+    told = []
+    build_report(model, PROMPT, TEXT, new_tokens=1, on_progress=lambda what, done: told.append(done))
+    assert told == sorted(told)
+    assert 0 <= told[0] and told[-1] <= 1
+
+
+def test_a_lost_boundary_is_no_rounding(model):
+    bias = convert_prompt(model, PROMPT)
+    lost = KVBias(
+        bias.b_KV,
+        bias.b_D,
+        bias.last_k * 0,
+        bias.last_v * 0,
+        bias.last_q,
+        bias.n_prompt_tokens,
+        bias.position_offset,
+        bias.fingerprint,
+    )
+    prompt, text = model.to_tokens(PROMPT)[0], model.to_tokens(TEXT, prepend_bos=False)[0]
+    errors = conversion_error(model, prompt, text, bias=lost)
+    error = (errors["squared_error"].sum() / errors["squared_norm"].sum()) ** 0.5
+    assert error > 10 * rounding_bound(2, len(prompt) + len(text), torch.float32)
+
+
+# --- bad input -------------------------------------------------------------------------------------------------------
+
+
+def with_nan(model):
+    with torch.no_grad():
+        model.W_U[0, 0] = torch.nan
+    return model
+
+
+def small_vocabulary():
+    cfg = HookedKVTransformerConfig(
+        n_layers=1, d_model=4, d_head=4, n_ctx=64, d_vocab=5, attn_only=True, attention="linear", device="cpu",
+        positional_embedding_type="rotary",
+    )  # fmt: skip
+    return HookedKVTransformer(cfg, tiny_tokenizer())
+
+
+def without_tokenizer():
+    model = tiny_text_model()
+    model.tokenizer = None
+    return model
+
+
+def with_a_bias():
+    model = tiny_text_model()
+    model.attach_kv_bias(convert_prompt(model, PROMPT))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (tiny_text_model, {"prompt": ""}, "the prompt is empty"),
+        (tiny_text_model, {"text": ""}, "the text is empty"),
+        (tiny_text_model, {"new_tokens": 0}, "new_tokens must be at least 1, got 0"),
+        (tiny_text_model, {"temperature": -1.0}, "temperature must be 0 .* got -1"),
+        (tiny_text_model, {"temperature": float("nan")}, "temperature must be 0 .* got nan"),
+        (lambda: tiny_text_model(attention="softmax", kv_shift=None), {}, "softmax attention: it scores a key by exp"),
+        (lambda: with_nan(tiny_text_model()), {}, "hold NaN or infinity: unembed.W_U"),
+        (small_vocabulary, {}, r"the prompt: token ids must lie in 0\.\.4 .* tokenizer does not belong to this model"),
+        (without_tokenizer, {}, "no tokenizer"),
+        (with_a_bias, {}, "a bias is attached"),
+        (
+            lambda: tiny_text_model(positional_embedding_type="standard"),
+            {"new_tokens": 50},
+            r"prompt \(\d+ tokens\), text \(\d+\) and new tokens \(50\) make \d+, .* n_ctx=64; shorten one",
+        ),
+    ],
+)
+def test_bad_input(make, options, message):
+    with pytest.raises(KVLensError, match=message):
+        build_report(make(), **{"prompt": PROMPT, "text": TEXT, **options})
+
+
+def test_a_text_beyond_n_ctx_is_welcome_with_rotary_positions(model):
+    long = build_report(model, PROMPT * 3, TEXT, new_tokens=2)
+    assert long.summary["prompt"]["n_tokens"] > model.cfg.n_ctx
+    assert long.summary["conversion"]["exact_to_rounding"]
+
+
+# --- the folder ------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_written_comes_back(report, model, tmp_path):
+    folder = write_report(report, tmp_path / "new" / "report")
+    assert set(listing(folder)) == FILES
+    for name, table in report.tables.items():
+        pd.testing.assert_frame_equal(pd.read_parquet(folder / f"{name}.parquet"), table)
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    assert set(summary.pop("files")) == FILES
+    assert summary == report.summary
+    assert torch.equal(KVBias.load(folder / "bias.safetensors").b_KV, report.bias.b_KV)
+    assert listing(tmp_path / "new") == ["report"]
+
+
+def test_figures_that_do_not_exist_are_null(model, tmp_path):
+    report = build_report(model, PROMPT, "t", new_tokens=1)
+    assert report.summary["text"]["n_tokens"] == 1
+    summary = json.loads((write_report(report, tmp_path / "r") / "summary.json").read_text())
+    assert summary["prompt_effect"]["converted"]["loss_nats_a_token"] is None
+    assert "NaN" not in shown(report) and "nan" not in shown(report)
+
+
+def test_a_report_is_replaced_only_when_asked(report, tmp_path):
+    folder = write_report(report, tmp_path / "r")
+    (folder / "summary.json").write_text((folder / "summary.json").read_text().replace("tiny", "old"))
+    with pytest.raises(KVLensError, match="already holds a report; pass --overwrite"):
+        write_report(report, folder)
+    assert "old" in (folder / "summary.json").read_text()
+    write_report(report, folder, overwrite=True)
+    assert '"tiny"' in (folder / "summary.json").read_text()
+    assert listing(tmp_path) == ["r"]
+
+
+def test_an_empty_folder_and_a_link_to_a_report_are_used(report, tmp_path):
+    (tmp_path / "r").mkdir()
+    write_report(report, tmp_path / "r")
+    (tmp_path / "link").symlink_to("r")
+    write_report(report, tmp_path / "link", overwrite=True)
+    assert (tmp_path / "link").is_symlink()
+    assert set(listing(tmp_path / "r")) == FILES
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("content", ["{}", "no json", "[1]", '{"format": "kvlens.model"}', None])
+def test_a_folder_that_is_no_report_is_never_touched(tmp_path, overwrite, content):
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    (folder / "cat.jpg").write_text("cat")
+    if content is not None:
+        (folder / "summary.json").write_text(content)
+    before = listing(folder)
+    with pytest.raises(KVLensError, match="not a kvlens report, so it is left alone"):
+        check_folder(folder, overwrite=overwrite)
+    with pytest.raises(KVLensError, match="left alone"):
+        write_folder(folder, lambda path: None, overwrite=overwrite)
+    assert listing(folder) == before and listing(tmp_path) == ["photos"]
+
+
+def test_a_report_with_other_files_is_never_deleted(report, tmp_path):
+    folder = write_report(report, tmp_path / "r")
+    (folder / "notes").mkdir()
+    (folder / "notes" / "mine.md").write_text("thoughts")
+    with pytest.raises(KVLensError, match=r"not part of its report \(notes/mine.md\); move them away first"):
+        write_report(report, folder, overwrite=True)
+    assert (folder / "notes" / "mine.md").read_text() == "thoughts"
+
+
+def test_a_file_in_the_way(tmp_path):
+    (tmp_path / "f").write_text("x")
+    with pytest.raises(KVLensError, match="is a file, not a folder"):
+        check_folder(tmp_path / "f", overwrite=True)
+    with pytest.raises(KVLensError, match="Not a directory"):
+        check_folder(tmp_path / "f" / "below")
+
+
+def test_a_place_that_is_not_writable(monkeypatch, tmp_path):
+    def refuse(**where):
+        raise PermissionError(13, "Permission denied", "secret-temporary-name")
+
+    monkeypatch.setattr("tempfile.mkdtemp", refuse)  # file modes do not stop root, which runs many a container
+    with pytest.raises(KVLensError, match="Permission denied; choose another folder"):
+        check_folder(tmp_path / "a" / "r")
+    assert listing(tmp_path) == []
+
+
+@pytest.mark.parametrize("failure", [KVLensError("broken"), KeyboardInterrupt(), OSError(28, "No space left on device")])
+@pytest.mark.parametrize("where", ["kvlens.kv_bias.KVBias.save", "pandas.DataFrame.to_parquet", "json.dumps"])
+def test_a_failure_in_the_middle_leaves_nothing(report, tmp_path, monkeypatch, failure, where):
+    def fail(*args, **kwargs):
+        raise failure
+
+    old = write_report(report, tmp_path / "old")
+    stamp = (old / "summary.json").stat()
+    monkeypatch.setattr(where, fail)
+    expected = KVLensError if isinstance(failure, OSError) else type(failure)
+    with pytest.raises(expected):
+        write_report(report, tmp_path / "new")
+    with pytest.raises(expected):
+        write_report(report, old, overwrite=True)
+    assert listing(tmp_path) == ["old"]
+    assert set(listing(old)) == FILES
+    assert (old / "summary.json").stat() == stamp
+
+
+def test_the_old_report_comes_back_when_the_new_one_cannot_take_its_place(report, tmp_path, monkeypatch):
+    from pathlib import Path
+
+    folder = write_report(report, tmp_path / "r")
+    rename, n_calls = Path.rename, 0
+
+    def fail_at_the_second(self, target):
+        nonlocal n_calls
+        n_calls += 1
+        if n_calls == 2:
+            raise OSError(5, "Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", fail_at_the_second)
+    with pytest.raises(KVLensError, match="Input/output error"):
+        write_report(report, folder, overwrite=True)
+    assert n_calls == 3
+    assert listing(tmp_path) == ["r"] and set(listing(folder)) == FILES
+
+
+# --- the view --------------------------------------------------------------------------------------------------------
+
+
+def test_the_view_fits_80_columns_and_has_no_colours_in_a_pipe(report):
+    view = shown(report)
+    assert "\x1b" not in view
+    assert max(map(len, view.splitlines())) <= 80
+    assert not any(line != line.rstrip() for line in view.splitlines())
+    for words in ("exact to rounding", "with prompt", "layer 1", "the same, token by token"):
+        assert words in view
+    assert "\x1b" in shown(report, force_terminal=True)
+
+
+def test_the_heat_map_numbers_are_the_table(report):
+    view, heads = shown(report), report.tables["bias_by_head"]
+    unit = float(next(line for line in view.splitlines() if "mean over the text, in" in line).split()[-2])
+    for layer in (0, 1):
+        row = next(line for line in view.splitlines() if line.startswith(f"  layer {layer}"))
+        numbers = [int(word) for word in row.split()[2:] if word.isdigit()]
+        of_heads = heads.loc[heads["layer"] == layer, "ablation_kl"].tolist()
+        of_layer = report.tables["bias_by_layer"].loc[layer, "ablation_kl"]
+        assert numbers == [round(x / unit) for x in (*of_heads, of_layer)]
+
+
+def test_many_heads_are_shown_in_blocks():
+    report = build_report(tiny_text_model(d_model=32, d_head=2, n_heads=16), "[bold]a[/bold] \x1b[31m", "b\tc", new_tokens=2)
+    view = shown(report)
+    assert max(map(len, view.splitlines())) <= 80
+    assert sum(line.startswith("  layer 1 ") for line in view.splitlines()) == 2
+    assert "\x1b" not in view
