@@ -2,12 +2,14 @@
 
 from kvlens.components.attention import build_attention
 from kvlens.components.decode_cache import LinearCacheEntry, ShiftedCacheEntry, upgrade_cache
+from kvlens.components.kv_shift import KVLENS_HOOKS
 from kvlens.components.layer_bias import LayerBias
 from kvlens.components.linear_attention import GroupedLinearAttention, LinearAttention
 from kvlens.components.pos_embed import NoPosEmbed, OffsetPosEmbed, SinusoidalPosEmbed
 from kvlens.components.softmax_attention import GroupedSoftmaxAttention, SoftmaxAttention
 
 __all__ = [
+    "KVLENS_HOOKS",
     "GroupedLinearAttention",
     "GroupedSoftmaxAttention",
     "LayerBias",

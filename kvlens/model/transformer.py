@@ -24,6 +24,7 @@ from kvlens._tl import (
 from kvlens.components import LayerBias, NoPosEmbed, OffsetPosEmbed, SinusoidalPosEmbed, build_attention, upgrade_cache
 from kvlens.errors import KVLensError, nearest
 from kvlens.kv_bias import Fingerprint, KVBias
+from kvlens.model.caching import slice_right_axis
 from kvlens.model.config import HookedKVTransformerConfig, KVShiftConfig
 from kvlens.model.fingerprint import fingerprint_of, weights_hash
 from kvlens.model.weights import check_weight_processing
@@ -181,10 +182,21 @@ class HookedKVTransformer(HookedTransformer):
         self._check_hook_names(name)
         return super()._enable_hook(name, *args, **kwargs)
 
-    def get_caching_hooks(self, names_filter: Any = None, *args: Any, **kwargs: Any):
+    def get_caching_hooks(
+        self,
+        names_filter: Any = None,
+        incl_bwd: bool = False,
+        device: Any = None,
+        remove_batch_dim: bool = False,
+        cache: dict[str, Tensor] | None = None,
+        pos_slice: Any = None,
+    ):
         """As TransformerLens'; ``names_filter`` must name hook points that exist."""
         self._check_hook_names(names_filter)
-        return super().get_caching_hooks(names_filter, *args, **kwargs)
+        cache, fwd, bwd = super().get_caching_hooks(names_filter, incl_bwd, device, remove_batch_dim, cache, pos_slice)
+        how = dict(device=device, remove_batch_dim=remove_batch_dim)
+        fwd = slice_right_axis(fwd, cache, pos_slice, **how)
+        return cache, fwd, slice_right_axis(bwd, cache, pos_slice, **how, suffix="_grad")
 
     def add_caching_hooks(self, names_filter: Any = None, *args: Any, **kwargs: Any):
         """As TransformerLens'; ``names_filter`` must name hook points that exist."""

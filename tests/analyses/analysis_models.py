@@ -40,7 +40,7 @@ def pencil_model() -> HookedKVTransformer:
     for name, parameter in model.named_parameters():
         parameter.fill_(1.0 if "W_" in name else 0.0)
     model.W_E.copy_(torch.tensor([[1.0], [2.0]]))
-    model.W_U.copy_(torch.tensor([[0.1, 0.0]]))
+    model.W_U.copy_(torch.tensor([[0.1, 0.0]], dtype=torch.float64))
     return model
 
 

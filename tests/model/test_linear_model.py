@@ -371,3 +371,20 @@ def test_tokens_outside_the_vocabulary_are_refused():
     for bad in (torch.tensor([[3, 17]]), torch.tensor([[-1, 2]])):
         with pytest.raises(KVLensError, match=r"0\.\.16"):
             small_model()(bad)
+
+
+@pytest.mark.parametrize("pos_slice", [-1, (1, 4), [0, 2]])
+def test_pos_slice_cuts_positions_and_nothing_else(pos_slice):
+    model, x = linear_model(), tokens(1, 6)
+    with model.kv_bias(convert_prompt(model, tokens(1, 4))):
+        _, whole = model.run_with_cache(x)
+        _, cut = model.run_with_cache(x, pos_slice=pos_slice)
+        _, bare = model.run_with_cache(x, remove_batch_dim=True)
+    index = {-1: [-1], (1, 4): [1, 2, 3], (0, 2): [0, 2]}[pos_slice if isinstance(pos_slice, int) else tuple(pos_slice)]
+    for leaf in ("phi_q", "k_shifted", "rot_k", "normalizer", "z_bias"):
+        expected = whole[leaf, 0, "attn"][:, index]
+        assert torch.equal(cut[leaf, 0, "attn"].reshape(expected.shape), expected)
+    for leaf in ("b_kv", "b_d", "last_k", "v_shift_coef"):
+        assert torch.equal(cut[leaf, 0, "attn"], whole[leaf, 0, "attn"])
+    assert bare["b_kv", 0, "attn"].shape == (5, 6, 6)
+    assert bare["k_shift_coef", 0, "attn"].shape == (5, 3)

@@ -1,4 +1,4 @@
-"""Feature maps: each against its formula number by number, and the two that stand for an exponential against the exponential."""
+"""Feature maps: each against its formula number by number, and those that stand for an exponential against the exponential."""
 
 import math
 
@@ -126,8 +126,8 @@ def test_random_features_are_unbiased(kind):
     q, k = 0.4 * normal(POS, HEAD, D, seed=3), 0.4 * normal(POS, HEAD, D, seed=4)
     got = (maps.random_features(q, projection, SCALE) * maps.random_features(k, projection, SCALE)).sum(-1)
     expected = ((q * k).sum(-1) / SCALE).exp()
-    # one feature's product has mean e^s and second moment exp(2 |q' + k'|^2 - |q'|^2 - |k'|^2), for independent rows; orthogonal
-    # ones have no larger variance (Choromanski et al. 2021, th. 2). 15 estimates, five standard errors each
+    # for independent rows a feature's product has mean e^s and second moment exp(2 |q' + k'|^2 - |q'|^2 - |k'|^2); orthogonal
+    # rows have no larger variance (Choromanski et al. 2021, th. 2). 15 estimates, five standard errors each
     q, k = q / math.sqrt(SCALE), k / math.sqrt(SCALE)
     second = (2 * (q + k).square().sum(-1) - q.square().sum(-1) - k.square().sum(-1)).exp()
     standard_error = ((second - expected.square()) / m).sqrt()
@@ -163,7 +163,8 @@ def test_orthogonal_blocks_are_orthogonal(m):
 def test_each_row_is_normal(kind):
     n = 30_000
     rows = maps.draw_projections(1, n, D, kind, torch.Generator().manual_seed(2))[0].double()
-    # five standard errors (independent rows): mean 0 +- 1, second moment 1 +- sqrt 2, fourth 3 +- sqrt 96, |row|^2: D +- sqrt 2D
+    # five standard errors for independent rows: mean 0 +- 1, second moment 1 +- sqrt 2, fourth 3 +- sqrt 96, and |row|^2 is
+    # chi^2 with D degrees of freedom
     assert (rows.mean(0).abs() < 5 / math.sqrt(n)).all()
     assert ((rows.square().mean(0) - 1).abs() < 5 * math.sqrt(2 / n)).all()
     assert ((rows.pow(4).mean(0) - 3).abs() < 5 * math.sqrt(96 / n)).all()

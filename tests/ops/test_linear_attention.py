@@ -378,7 +378,7 @@ def angles_of(m, rotary_dim, adjacent_pairs):
 @laws
 @given(seeds, st.booleans(), st.sampled_from([2, 4]), st.integers(0, 400), st.integers(0, 400))
 def test_rebasing_moves_the_origin(seed, adjacent_pairs, rotary_dim, a, b):
-    kv, q = normal(BATCH, HEAD, D_PHI, D_HEAD, seed=seed), normal(1, POS, HEAD, D_PHI, seed=seed + 1)
+    kv, q = normal(BATCH, HEAD, D_PHI, D_HEAD, seed=seed), normal(BATCH, POS, HEAD, D_PHI, seed=seed + 1)
 
     def rebased(state, m):
         return rebase_state(state, *angles_of(m, rotary_dim, adjacent_pairs), adjacent_pairs)

@@ -12,10 +12,10 @@ from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVBias, KVShi
 from kvlens._tl import TransformerLensKeyValueCache
 from kvlens.training import train_bpe_tokenizer
 
-# Each of three layers rounds six times in a row (projection, shift, features, sum over tokens, division, projection back), and a
-# sum of n = 43 terms of both signs, the longest here, is off by about sqrt(n) * 1.1e-16 = 7e-16 of its norm: 18 * 7e-16 = 1.3e-14.
+# Each of three layers rounds six times in a row (projection, shift, features, sum over tokens, division, projection back),
+# and a sum of n = 43 terms of both signs, the longest here, is off by about sqrt(n) * 1.1e-16 = 7e-16 of its norm: 1.3e-14.
 ROUNDING = 2e-14
-# phi = identity over its own sum: n_i is a sum of terms of both signs, and an n_i of 1 / 100 of its terms' size costs two digits.
+# phi = identity over its own sum: n_i is a sum of both signs, and an n_i of 1 / 100 of its terms' size costs two digits.
 ROUNDING_OF_A_SIGNED_NORMALISER = 100 * ROUNDING
 
 SIZES = dict(n_layers=2, d_model=30, d_head=6, n_heads=5, n_ctx=43, act_fn="gelu", device="cpu", dtype=torch.float64)

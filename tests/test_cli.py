@@ -1,0 +1,271 @@
+"""The command line through ``main(argv)``: what it prints, its exit status, and that bad input gets one line and no folder."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from tiny_text_model import PROMPT, TEXT, tiny_text_model, tiny_tokenizer
+
+from kvlens import HookedKVTransformer, HookedKVTransformerConfig, __version__, zoo
+from kvlens.cli import main
+from kvlens.training import ContextEffect
+
+TABLES = ("conversion_error", "prompt_effect", "bias_by_head", "bias_by_layer", "generated")
+FILES = {"summary.json", "bias.safetensors", *(f"{name}.parquet" for name in TABLES)}
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    tiny_text_model().save(path)
+    return str(path)
+
+
+def report(folder, *more) -> int:
+    return main(["report", "--model", str(folder), "--prompt", PROMPT, "--text", TEXT, "--new-tokens", "3", *more])
+
+
+def refused(capsys, status: int) -> str:
+    """The one line on stderr of a refused command."""
+    captured = capsys.readouterr()
+    assert status == 2
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1 and captured.err.endswith("\n")
+    assert ": error: " in captured.err
+    return captured.err
+
+
+# --- good input ------------------------------------------------------------------------------------------------------
+
+
+def test_report_writes_and_shows(folder, capsys):
+    assert report(folder) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert "exact to rounding" in captured.out and "Written to report/: summary.json" in captured.out
+    assert max(map(len, captured.out.splitlines())) <= 80
+    assert set(os.listdir("report")) == FILES
+    summary = json.loads(Path("report/summary.json").read_text())
+    assert summary["model"]["name"] == folder
+    assert summary["prompt"]["text"] == PROMPT
+
+
+def test_report_without_arguments_is_the_example_on_the_shipped_model(folder, capsys, monkeypatch):
+    monkeypatch.setattr(zoo, "names", lambda: ["docs-linear"])
+    monkeypatch.setattr(zoo, "folder_of", lambda name: Path(folder))
+    assert main(["report"]) == 0
+    assert "frobnicate(widget" in json.loads(Path("report/summary.json").read_text())["prompt"]["text"]
+    assert "kvlens report: docs-linear" in capsys.readouterr().out
+
+
+def test_report_reads_files_and_other_dtypes(folder, capsys):
+    Path("p.txt").write_text(PROMPT, encoding="utf-8")
+    Path("t.txt").write_text(TEXT, encoding="utf-8")
+    options = ["--prompt-file", "p.txt", "--text-file", "t.txt", "--dtype", "float64", "--device", "cpu", "--out", "a/b"]
+    assert main(["report", "--model", folder, "--new-tokens", "2", *options]) == 0
+    summary = json.loads(Path("a/b/summary.json").read_text())
+    assert summary["model"]["dtype"] == "float64"
+    assert summary["conversion"]["relative_error"] < 1e-12
+    assert "float64 on cpu" in capsys.readouterr().out
+
+
+def test_report_overwrites_when_asked(folder, capsys):
+    assert report(folder) == 0
+    before = Path("report/summary.json").read_text()
+    capsys.readouterr()
+    assert "report already holds a report; pass --overwrite" in refused(capsys, report(folder))
+    assert Path("report/summary.json").read_text() == before
+    assert report(folder, "--overwrite", "--temperature", "1", "--seed", "3") == 0
+    assert "sampled" in json.loads(Path("report/summary.json").read_text())["generation"]["method"]
+    assert os.listdir(".") == ["report"]
+
+
+def test_help_and_version_are_light():
+    code = (
+        "import sys; from kvlens.cli import main; codes = [main(a) for a in ([], ['--help'], ['report', '--help'], ['zoo'])];"
+        "heavy = {'torch', 'transformer_lens', 'pandas', 'numpy', 'rich'} & set(sys.modules); sys.exit(str((codes, heavy)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stderr.strip() == "([0, 0, 0, 0], set())"
+    for words in ("usage: kvlens", "--overwrite", "(default: docs-linear)", "example"):
+        assert words.lower() in done.stdout.lower()
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"kvlens {__version__}\n"
+
+
+def test_python_m_kvlens():
+    done = subprocess.run([sys.executable, "-m", "kvlens", "--version"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, f"kvlens {__version__}\n")
+    done = subprocess.run([sys.executable, "-m", "kvlens", "raport"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "did you mean 'report'?" in done.stderr
+
+
+def test_zoo_lists_what_ships(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(zoo, "_ROOT", tmp_path)
+    assert main(["zoo"]) == 0
+    assert "ships no model" in capsys.readouterr().out
+    tiny_text_model().save(tmp_path / "tiny-linear")
+    held = {"loss_nats_a_token": 2.5, "gain_nats_a_token": 0.25, "relative_error_of_logits": 2e-7}
+    (tmp_path / "tiny-linear" / "training.json").write_text(json.dumps({"n_parameters": 12345, "heldout": held}))
+    assert main(["zoo"]) == 0
+    row = capsys.readouterr().out.splitlines()[1].split()
+    assert row[:2] + row[4:] == ["tiny-linear", "12,345", "2.500", "0.250", "2.0e-07"]
+
+
+def test_train_hands_its_options_on(capsys, monkeypatch):
+    calls = []
+
+    def fake(folder, recipe, *, overwrite, progress):
+        calls.append((folder, recipe.max_minutes, recipe.seed, overwrite))
+        return ContextEffect(3.0, 2.5, 2.5, 1e-7)
+
+    monkeypatch.setattr("kvlens.training.train_docs_linear", fake)
+    assert main(["train", "docs-linear", "--out", "m", "--minutes", "0.5", "--seed", "7"]) == 0
+    assert calls == [("m", 0.5, 7, False)]
+    out = capsys.readouterr().out
+    assert "2.500" in out and "kvlens report --model m" in out
+
+
+# --- bad input -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["reprot"], "no command is called 'reprot'; there are report, train, zoo; did you mean 'report'?"),
+        (["--bogus"], "unrecognized arguments: --bogus (see kvlens --help)"),
+        (["report", "--new-tokens", "many"], "--new-tokens: invalid int value: 'many'"),
+        (["report", "--dtype", "int8"], "--dtype: invalid choice: 'int8'"),
+        (["report", "--over"], "unrecognized arguments: --over"),
+        (["train", "docs-linea", "--out", "m"], "no recipe is called 'docs-linea'; there is docs-linear; did you mean"),
+        (["train", "docs-linear"], "required: --out"),
+        (["train", "docs-linear", "--out", "m", "--minutes", "0"], "--minutes: expected a positive number, got 0"),
+        (["train", "docs-linear", "--out", "m", "--minutes", "nan"], "--minutes: expected a positive number, got nan"),
+    ],
+)
+def test_bad_words(argv, message, capsys):
+    assert message in refused(capsys, main(argv))
+    assert os.listdir(".") == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--prompt", "", "--text", "b"], "--prompt is empty"),
+        (["--prompt", "a", "--text", ""], "--text is empty"),
+        (["--prompt", "a"], "--text is missing"),
+        (["--text", "b"], "--prompt is missing"),
+        (["--prompt", "a", "--prompt-file", "f", "--text", "b"], "--prompt and --prompt-file are both given"),
+        (["--prompt-file", "nowhere.txt", "--text", "b"], "--prompt-file: cannot read nowhere.txt: No such file"),
+        (["--prompt", "a", "--text", "b", "--new-tokens", "0"], "new_tokens must be at least 1, got 0"),
+        (
+            ["--prompt", "a", "--text", "b", "--temperature", "-1"],
+            "temperature must be 0 (greedy) or a positive number, got -1",
+        ),
+        (["--prompt", "a", "--text", "b", "--device", "abacus"], "--device: 'abacus' cannot be used here"),
+    ],
+)
+def test_bad_report_options(options, message, folder, capsys):
+    assert message in refused(capsys, main(["report", "--model", folder, *options]))
+    assert os.listdir(".") == []
+
+
+def test_a_file_that_is_no_text(folder, capsys):
+    Path("p.bin").write_bytes(b"ab\xff")
+    status = main(["report", "--model", folder, "--prompt-file", "p.bin", "--text", "b"])
+    assert "p.bin is not UTF-8 text (byte 2)" in refused(capsys, status)
+
+
+def test_an_unknown_model_proposes_the_nearest(capsys, monkeypatch):
+    monkeypatch.setattr(zoo, "names", lambda: ["docs-linear"])
+    line = refused(capsys, report("docs-liner"))
+    assert "'docs-liner' is neither a shipped model nor a folder" in line and "did you mean 'docs-linear'?" in line
+    Path("empty").mkdir()
+    assert "empty holds no config.json" in refused(capsys, report("empty"))
+
+
+def test_models_that_have_no_report(capsys, tmp_path):
+    cfg = HookedKVTransformerConfig(
+        n_layers=1, d_model=4, d_head=4, n_ctx=9, d_vocab=5, attn_only=True, attention="linear", device="cpu",
+        positional_embedding_type="rotary",
+    )  # fmt: skip
+    broken = tiny_text_model()
+    broken.W_E[3, 0] = torch.nan
+    models = {
+        "softmax attention": tiny_text_model(attention="softmax", kv_shift=None),
+        "n_ctx=64": tiny_text_model(positional_embedding_type="standard"),
+        "token ids must lie in 0..4": HookedKVTransformer(cfg, tiny_tokenizer()),
+        "NaN or infinity: embed.W_E": broken,
+    }
+    for i, (message, model) in enumerate(models.items()):
+        model.save(tmp_path / f"m{i}")
+        assert message in refused(capsys, report(f"m{i}", "--new-tokens", "60"))
+    assert sorted(os.listdir(".")) == [f"m{i}" for i in range(len(models))]
+
+
+def test_folders_that_a_report_may_not_replace(folder, capsys):
+    Path("photos").mkdir()
+    Path("photos/cat.jpg").write_text("cat")
+    assert "not a kvlens report" in refused(capsys, report(folder, "--out", "photos", "--overwrite"))
+    assert "is a file, not a folder" in refused(capsys, report(folder, "--out", "photos/cat.jpg", "--overwrite"))
+    assert "Not a directory" in refused(capsys, report(folder, "--out", "photos/cat.jpg/report"))
+    assert Path("photos/cat.jpg").read_text() == "cat" and os.listdir(".") == ["photos"]
+
+
+def test_train_refuses_before_it_starts(capsys, monkeypatch):
+    monkeypatch.setattr("kvlens.training.train_docs_linear", lambda *args, **kwargs: pytest.fail("it trained"))
+    Path("photos").mkdir()
+    Path("photos/config.json").write_text("{}")
+    command = ["train", "docs-linear", "--out"]
+    assert "is not empty; choose another folder, or pass --overwrite" in refused(capsys, main([*command, "photos"]))
+    assert "not a kvlens model, so it is left alone" in refused(capsys, main([*command, "photos", "--overwrite"]))
+    assert "is a file" in refused(capsys, main([*command, "photos/config.json"]))
+    assert "Not a directory" in refused(capsys, main([*command, "photos/config.json/m"]))
+
+
+@pytest.mark.parametrize("where", ["kvlens.model.HookedKVTransformer.generate", "kvlens.kv_bias.KVBias.save"])
+def test_ctrl_c_leaves_nothing(folder, capsys, monkeypatch, where):
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(where, interrupt)
+    assert report(folder) == 130
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "kvlens: interrupted\n")
+    assert os.listdir(".") == []
+
+
+def test_a_full_disk_leaves_nothing(folder, capsys, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pandas.DataFrame.to_parquet", full)
+    assert "cannot write a report to report: No space left on device" in refused(capsys, report(folder))
+    assert os.listdir(".") == []
+
+
+def test_a_reader_that_leaves_early_is_no_error(folder):
+    command = [sys.executable, "-m", "kvlens", "report", "--model", folder, "--prompt", PROMPT, "--text", TEXT]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
+    process.stdout.close()
+    _, err = process.stderr.read(), process.wait(timeout=120)
+    process.stderr.close()
+    assert process.returncode == 0, err
+    assert set(os.listdir("report")) == FILES
