@@ -11,7 +11,9 @@ from torch import Tensor
 
 from kvlens import HookedKVTransformer, KVBias, KVLensError, convert_prompt
 
-Tokens = Int[Tensor, " pos"]
+PromptTokens = Int[Tensor, " prompt_pos"]
+TextTokens = Int[Tensor, " text_pos"]
+BaselineTokens = Int[Tensor, " baseline_pos"]
 
 
 def one_sequence(model: HookedKVTransformer, what: str, tokens: Tensor, *, may_be_empty: bool = False) -> Tensor:

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from analyses._sequences import (
-    Tokens,
+    TextTokens,
     converted_logits,
     kl_divergence,
     log_probabilities,
@@ -31,7 +31,7 @@ Heads = Sequence[tuple[int, int]]
 @torch.no_grad()
 def bias_ablation(
     model: HookedKVTransformer,
-    text_tokens: Tokens,
+    text_tokens: TextTokens,
     bias: KVBias,
     removals: Sequence[Heads],
     *,

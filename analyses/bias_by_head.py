@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from analyses._sequences import Tokens, bias_of, one_sequence
+from analyses._sequences import PromptTokens, TextTokens, bias_of, one_sequence
 from analyses.bias_ablation import bias_ablation
 from kvlens import HookedKVTransformer, KVBias
 
@@ -19,8 +19,8 @@ from kvlens import HookedKVTransformer, KVBias
 @torch.no_grad()
 def bias_by_head(
     model: HookedKVTransformer,
-    prompt_tokens: Tokens,
-    text_tokens: Tokens,
+    prompt_tokens: PromptTokens,
+    text_tokens: TextTokens,
     *,
     bias: KVBias | None = None,
     batch_size: int | None = None,
@@ -73,8 +73,8 @@ def bias_by_head(
 @torch.no_grad()
 def bias_by_layer(
     model: HookedKVTransformer,
-    prompt_tokens: Tokens,
-    text_tokens: Tokens,
+    prompt_tokens: PromptTokens,
+    text_tokens: TextTokens,
     *,
     bias: KVBias | None = None,
     batch_size: int | None = None,

@@ -7,13 +7,13 @@ The two are equal up to rounding, so that a relative error far above it means th
 import pandas as pd
 import torch
 
-from analyses._sequences import Tokens, bias_of, converted_logits, one_sequence, text_logits, token_texts
+from analyses._sequences import PromptTokens, TextTokens, bias_of, converted_logits, one_sequence, text_logits, token_texts
 from kvlens import HookedKVTransformer, KVBias
 
 
 @torch.no_grad()
 def conversion_error(
-    model: HookedKVTransformer, prompt_tokens: Tokens, text_tokens: Tokens, *, bias: KVBias | None = None
+    model: HookedKVTransformer, prompt_tokens: PromptTokens, text_tokens: TextTokens, *, bias: KVBias | None = None
 ) -> pd.DataFrame:
     """Compare the logits on the text with the prompt in front and with the prompt converted.
 

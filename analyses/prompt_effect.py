@@ -9,9 +9,12 @@ Three conditions, aligned on the tokens of the text:
 
 import pandas as pd
 import torch
+from torch import Tensor
 
 from analyses._sequences import (
-    Tokens,
+    BaselineTokens,
+    PromptTokens,
+    TextTokens,
     bias_of,
     converted_logits,
     kl_divergence,
@@ -29,10 +32,10 @@ CONDITIONS = ("with_prompt", "without_prompt", "converted")
 @torch.no_grad()
 def prompt_effect(
     model: HookedKVTransformer,
-    prompt_tokens: Tokens,
-    text_tokens: Tokens,
+    prompt_tokens: PromptTokens,
+    text_tokens: TextTokens,
     *,
-    baseline_tokens: Tokens | None = None,
+    baseline_tokens: BaselineTokens | None = None,
     bias: KVBias | None = None,
 ) -> pd.DataFrame:
     """Compare the next-token predictions on the text in the three conditions.
@@ -96,5 +99,5 @@ def prompt_effect(
     return pd.concat(frames).sort_values("position", kind="stable", ignore_index=True)
 
 
-def _begins_with_bos(model: HookedKVTransformer, prompt: Tokens) -> bool:
+def _begins_with_bos(model: HookedKVTransformer, prompt: Tensor) -> bool:
     return model.tokenizer is not None and int(prompt[0]) == model.tokenizer.bos_token_id

@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(argv: list[str]) -> int:
     if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
-        raise KVLensError(f"no command is called {argv[0]!r}{nearest(argv[0], COMMANDS)}; there are {', '.join(COMMANDS)}")
+        raise KVLensError(f"no command is called {argv[0]!r}; there are {', '.join(COMMANDS)}{nearest(argv[0], COMMANDS)}")
     parser = _parser()
     try:
         args = parser.parse_args(argv)

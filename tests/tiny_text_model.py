@@ -21,7 +21,7 @@ def tiny_tokenizer():
     return train_bpe_tokenizer(SENTENCES, vocab_size=300)
 
 
-def tiny_text_model(**changes: Any) -> HookedKVTransformer:
+def tiny_text_model(*, gain: float = 20, **changes: Any) -> HookedKVTransformer:
     """Two layers of three heads, linear attention, RoPE and KV shift, unless ``changes`` say otherwise."""
     defaults = dict(
         n_layers=2,
@@ -41,5 +41,5 @@ def tiny_text_model(**changes: Any) -> HookedKVTransformer:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".attn.W_" in name:
-                parameter *= 20  # TransformerLens starts so small that attention hardly matters
-    return model
+                parameter *= gain  # TransformerLens starts so small that attention hardly matters
+    return model.requires_grad_(False)

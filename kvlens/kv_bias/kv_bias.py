@@ -142,6 +142,13 @@ class KVBias:
         zeros: dict[str, Any] = {name: torch.zeros_like(getattr(self, name)) for name in TENSORS}
         return replace(self, **zeros)
 
+    @staticmethod
+    def combine(*biases: "KVBias", **how: Any) -> "KVBias":
+        """The weighted sum of several: see :func:`kvlens.combine`."""
+        from kvlens.kv_bias.arithmetic import combine  # imports this module
+
+        return combine(*biases, **how)
+
     def __add__(self, other: "KVBias") -> "KVBias":
         return self._combine(other, (1.0, 1.0))
 
@@ -162,9 +169,7 @@ class KVBias:
         return self * -1.0
 
     def _combine(self, other: "KVBias", weights: tuple[float, float]) -> "KVBias":
-        from kvlens.kv_bias.arithmetic import combine  # imports this module
-
-        return combine(self, other, weights=weights) if isinstance(other, KVBias) else NotImplemented
+        return KVBias.combine(self, other, weights=weights) if isinstance(other, KVBias) else NotImplemented
 
     def save(self, path: str | Path) -> None:
         """Write one safetensors file, atomically. See :mod:`kvlens.kv_bias.storage` for the format and errors."""

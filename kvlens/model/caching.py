@@ -1,6 +1,7 @@
 """Caching with ``pos_slice``: TransformerLens finds a tensor's position axis by the hook's name, and knows only its own names.
 
-By its rule the axis of an unknown name is the last but one: it would cut heads off ``hook_phi_q`` and features off ``hook_b_kv``.
+By its rule the axis of an unknown name is the last but one: it would cut heads off ``hook_phi_q`` and features off
+``hook_b_kv``.
 """
 
 from collections.abc import Callable

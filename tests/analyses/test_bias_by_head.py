@@ -101,7 +101,8 @@ def test_sizes_and_shares_by_their_definition():
 def test_a_bias_of_zeros_has_no_share_and_no_effect():
     model = random_model(kv_shift=None)
     frame = bias_by_head(model, PROMPT, TEXT, bias=convert_prompt(model, PROMPT).zero_like())
-    assert (frame[["b_kv_norm", "b_d_norm", "bias_share", "ablation_kl", "loss_change"]] == 0).all(axis=None)
+    assert (frame[["b_kv_norm", "b_d_norm", "bias_share"]] == 0).all(axis=None)
+    assert (frame[["ablation_kl", "loss_change"]].abs() < 17 * 2.3e-16).all(axis=None)  # a sum over the vocabulary
 
 
 def test_the_size_of_the_batch_changes_nothing_but_rounding():

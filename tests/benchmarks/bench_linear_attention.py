@@ -64,9 +64,8 @@ def main(argv: list[str] | None = None) -> None:
     for n, bound in ((256, 0.0),) if small else ((4096, 4.0), (16384, 12.0)):
         for backward in (False, True) if n < 16384 else (False,):
             a, b = compare(n, backward, 1 if small else 7 if n == 4096 else 5)
-            print(
-                f"{n} tokens, {'forward + backward' if backward else 'forward'}: linear {a * 1e3:.1f} ms, softmax {b * 1e3:.1f} ms"
-            )
+            direction = "forward + backward" if backward else "forward"
+            print(f"{n} tokens, {direction}: linear {a * 1e3:.1f} ms, softmax {b * 1e3:.1f} ms")
             print(verdict("speed-up", b / a, bound, at_least=True))
     print(verdict("peak memory of the process, GiB", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2.0))
 
