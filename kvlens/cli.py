@@ -34,7 +34,9 @@ def main(argv: list[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal without Unicode shows "?" for a shade, and goes on
     try:
-        return _run(sys.argv[1:] if argv is None else argv)
+        status = _run(sys.argv[1:] if argv is None else argv)
+        sys.stdout.flush()  # here, where a closed pipe is answered, and not at the interpreter's end
+        return status
     except KVLensError as error:
         print(f"kvlens: error: {' '.join(str(error).split())}", file=sys.stderr)
         return BAD_INPUT
@@ -297,7 +299,3 @@ def _zoo(args: argparse.Namespace) -> int:
 
 def _wrapped(text: str) -> str:
     return textwrap.fill(text, 80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -31,6 +31,7 @@ from kvlens.ops.linear_attention import (
     read_state,
     recurrent_linear_attention,
     running_normalizer,
+    without_padding,
 )
 from kvlens.ops.rotary import RotaryTable, rotate
 
@@ -228,6 +229,7 @@ class _Linear(KVShiftAndHooks):
         n: Tensor | None,
     ) -> Tensor:
         """The context's part of z by way of the hooked scores and pattern."""
+        v = v if mask is None else without_padding(v, mask)
         scores = self.hook_attn_scores(causal_scores(phi_q, phi_k, decay, mask))
         pattern = self.hook_pattern(scores if n is None else scores / n.permute(0, 2, 1, 3))
         values = v.repeat_interleave(pattern.shape[1] // v.shape[2], dim=2).transpose(1, 2)

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
 from kvlens._tl import PosEmbed
@@ -67,7 +67,7 @@ class SinusoidalPosEmbed(_Offset):
 
     def forward(
         self,
-        tokens: Int[Tensor, "batch pos"],
+        tokens: Shaped[Tensor, "batch pos"],
         past_kv_pos_offset: int = 0,
         attention_mask: Int[Tensor, "batch offset_pos"] | None = None,
     ) -> Float[Tensor, "batch pos d_model"]:

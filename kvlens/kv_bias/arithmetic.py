@@ -13,7 +13,7 @@ from kvlens.kv_bias.kv_bias import BOUNDARY, KVBias
 
 def combine(
     *biases: KVBias,
-    weights: Sequence[float] | None = None,
+    weights: Sequence[float | int] | None = None,
     boundary: Literal["equal", "first", "last", "zero"] = "equal",
 ) -> KVBias:
     """The weighted sum of b_KV and b_D.
@@ -30,8 +30,9 @@ def combine(
     Raises:
         KVLensError: nothing to add, different models or batch shapes, boundaries or offsets that differ.
     """
-    if not biases:
-        raise KVLensError("combine: expected at least one bias")
+    if not biases or not all(isinstance(bias, KVBias) for bias in biases):
+        came = ", ".join(type(bias).__name__ for bias in biases) or "nothing"
+        raise KVLensError(f"combine: expected biases, combine(a, b, ...), got {came}")
     weights = [1.0] * len(biases) if weights is None else list(weights)
     if len(weights) != len(biases):
         raise KVLensError(f"combine: expected one weight a bias, got {len(weights)} weights for {len(biases)} biases")
@@ -39,7 +40,9 @@ def combine(
         raise KVLensError(f"combine: unknown boundary {boundary!r}, expected 'equal', 'first', 'last' or 'zero'")
     first = biases[0]
     for other in biases[1:]:
-        other.fingerprint.check(first.fingerprint, "combine")
+        other.fingerprint.check(first.fingerprint, "combine", whose="the first bias")
+        if other.b_KV.dtype != first.b_KV.dtype:
+            raise KVLensError(f"combine: dtypes differ: {first.b_KV.dtype} and {other.b_KV.dtype}; bias.to(dtype) converts")
         if other.b_KV.shape != first.b_KV.shape:
             raise KVLensError(f"combine: batch shapes differ: {list(first.b_KV.shape)} and {list(other.b_KV.shape)}")
         _check_agreement(first, other, boundary)

@@ -12,7 +12,9 @@ from kvlens.errors import KVLensError
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Everything that a bias depends on. ``weights`` is a hash of the parameters in float32, weight processing included."""
+    """Everything that a bias depends on.
+
+    ``block`` holds what else shapes a layer; ``weights`` is a hash of the parameters in float32, weight processing included."""
 
     attention: str
     n_layers: int
@@ -30,17 +32,18 @@ class Fingerprint:
     rotary: str
     decay: str
     kv_shift: str
+    block: str
     weights: str
 
-    def check(self, other: "Fingerprint", what: str) -> None:
-        """Raise KVLensError naming the first field in which ``other`` (of the model at hand) differs."""
+    def check(self, other: "Fingerprint", what: str, whose: str = "the model") -> None:
+        """Raise KVLensError naming the first field in which ``other``, of ``whose`` (the model at hand), differs."""
         for f in fields(self):
             mine, theirs = getattr(self, f.name), getattr(other, f.name)
             if mine != theirs:
                 same_shape = " (same structure, other weights)" if f.name == "weights" else ""
                 raise KVLensError(
-                    f"{what}: {f.name} differs{same_shape}: {mine!r} for the bias, {theirs!r} for the model. A bias fits "
-                    "only the model that it was converted with; convert the prompt again with this model."
+                    f"{what}: {f.name} differs{same_shape}: {mine!r} for the bias, {theirs!r} for {whose}. A bias fits "
+                    "only the model that it was converted with; convert the prompt again with this one."
                 )
 
     def to_json(self) -> dict[str, Any]:

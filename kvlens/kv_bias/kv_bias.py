@@ -7,7 +7,7 @@ and, for a model with KV shift, the *boundary*: the raw last keys, values (and q
 tokens of the text mix into their own. Without it the conversion is off by 4-16 %.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -113,7 +113,7 @@ class KVBias:
         """One prompt of a batch, without the batch axis."""
         if self.batch_size is None:
             raise KVLensError("select_prompt: this bias holds a single prompt, without a batch axis")
-        if not -self.batch_size <= index < self.batch_size:
+        if not isinstance(index, int) or not -self.batch_size <= index < self.batch_size:
             raise KVLensError(f"select_prompt: index {index} is out of range for {self.batch_size} prompts")
         picked: dict[str, Any] = {name: getattr(self, name)[:, index] for name in TENSORS}
         for name in ("n_prompt_tokens", "position_offset"):
@@ -121,7 +121,7 @@ class KVBias:
             picked[name] = int(value[index]) if isinstance(value, Tensor) else value
         return replace(self, **picked)
 
-    def select(self, layers: Iterable[int] = (), heads: Iterable[tuple[int, int]] = ()) -> "Self":
+    def select(self, layers: Sequence[int] = (), heads: Sequence[tuple[int, int]] = ()) -> "Self":
         """Keep b_KV and b_D of the union of the named layers and (layer, head) pairs; zeros elsewhere.
 
         The boundary stays as it is, so that two selections that complete each other add up to the whole.
@@ -130,6 +130,8 @@ class KVBias:
             KVLensError: a layer or head that does not exist.
         """
         keep = self.b_KV.new_zeros(self.n_layers, self.n_heads)
+        if isinstance(layers, int) or any(not isinstance(pair, Sequence) or len(pair) != 2 for pair in heads):
+            raise KVLensError("select: expected layers=[1, 2] and heads=[(layer, head), ...]")
         for layer in layers:
             keep[_index("layer", layer, self.n_layers)] = 1
         for layer, head in heads:
@@ -155,14 +157,17 @@ class KVBias:
     def __sub__(self, other: "KVBias") -> "KVBias":
         return self._combine(other, (1.0, -1.0))
 
-    def __mul__(self, factor: float) -> "Self":
-        if isinstance(factor, KVBias):
+    def __radd__(self, other: object) -> "KVBias":
+        return self if isinstance(other, int) and other == 0 else NotImplemented  # sum([a, b]) starts from 0
+
+    def __mul__(self, factor: float | int) -> "Self":
+        if not isinstance(factor, (int, float)):
             return NotImplemented
         return replace(self, b_KV=self.b_KV * factor, b_D=self.b_D * factor)
 
     __rmul__ = __mul__
 
-    def __truediv__(self, factor: float) -> "Self":
+    def __truediv__(self, factor: float | int) -> "Self":
         return self * (1.0 / factor)
 
     def __neg__(self) -> "Self":
@@ -194,6 +199,8 @@ def _plain(value: int | Tensor) -> int | list[int]:
 
 
 def _index(what: str, index: int, n: int) -> int:
+    if isinstance(index, bool) or not isinstance(index, int):
+        raise KVLensError(f"select: {what} must be an integer, got {index!r}")
     if not -n <= index < n:
         raise KVLensError(f"select: {what} {index} does not exist; there are {n}")
     return index

@@ -1,7 +1,6 @@
 """The file of a KV bias: one safetensors file, tensors by their names and the rest as JSON in its metadata. Never pickle."""
 
 import json
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -51,21 +50,27 @@ def load_bias(path: str | Path) -> KVBias:
         raise KVLensError(f"KVBias.load: {path} is truncated or not a safetensors file ({error})") from error
     if metadata.get("format") != "kvlens.KVBias":
         raise KVLensError(f"KVBias.load: {path} is a safetensors file, but not a KV bias saved by kvlens")
-    version = int(metadata["format_version"])
+    try:
+        version, meta = int(metadata["format_version"]), json.loads(metadata["kv_bias"])
+    except (KeyError, ValueError) as error:
+        raise KVLensError(f"KVBias.load: the metadata of {path} is damaged ({error})") from error
     if version > FORMAT_VERSION:
         raise KVLensError(
             f"KVBias.load: {path} has format version {version}, this kvlens reads up to {FORMAT_VERSION}: upgrade kvlens"
         )
-    return _build(tensors, json.loads(metadata["kv_bias"]), path)
+    try:
+        return _build(tensors, meta)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise KVLensError(f"KVBias.load: {path} is incomplete or damaged ({type(error).__name__}: {error})") from error
 
 
-def _build(tensors: dict[str, Tensor], meta: dict[str, Any], path: Path) -> KVBias:
-    missing = [name for name in TENSORS if name not in tensors]
-    names = {f.name for f in fields(Fingerprint)}
-    if missing or set(meta.get("fingerprint", {})) != names:
-        raise KVLensError(f"KVBias.load: {path} lacks {', '.join(missing) or 'a complete fingerprint'}")
+def _build(tensors: dict[str, Tensor], meta: dict[str, Any]) -> KVBias:
     return KVBias(
-        **{name: tensors[name] for name in TENSORS},
+        b_KV=tensors["b_KV"],
+        b_D=tensors["b_D"],
+        last_k=tensors["last_k"],
+        last_v=tensors["last_v"],
+        last_q=tensors["last_q"],
         n_prompt_tokens=_int_or_tensor(meta["n_prompt_tokens"]),
         position_offset=_int_or_tensor(meta["position_offset"]),
         fingerprint=Fingerprint(**meta["fingerprint"]),

@@ -9,6 +9,32 @@ from torch import nn
 from kvlens.kv_bias import Fingerprint
 from kvlens.model.config import HookedKVTransformerConfig
 
+ROTARY_FIELDS = (
+    "rotary_dim",
+    "rotary_base",
+    "rotary_base_local",
+    "rotary_adjacent_pairs",
+    "rotary_scaling_factor",
+    "use_NTK_by_parts_rope",
+    "NTK_by_parts_factor",
+    "use_yarn_rope",
+    "yarn_factor",
+)
+BLOCK_FIELDS = (
+    "attn_only",
+    "act_fn",
+    "gated_mlp",
+    "normalization_type",
+    "eps",
+    "parallel_attn_mlp",
+    "use_qk_norm",
+    "use_normalization_before_and_after",
+    "post_embedding_ln",
+    "scale_attn_by_inverse_layer_idx",
+    "num_experts",
+    "experts_per_token",
+    "original_architecture",
+)
 _TRAINED_BIAS = (".attn.b_KV", ".attn.b_D")  # an attached bias replaces them
 
 
@@ -30,9 +56,10 @@ def fingerprint_of(model: nn.Module, cfg: HookedKVTransformerConfig) -> Fingerpr
         attn_scale=float(cfg.attn_scale),
         positional_embedding_type=cfg.positional_embedding_type,
         rotary_placement=cfg.rotary_placement,
-        rotary=f"dim {cfg.rotary_dim}, base {cfg.rotary_base}, adjacent {cfg.rotary_adjacent_pairs}" if rotary else "none",
+        rotary=_words(cfg, ROTARY_FIELDS) if rotary else "none",
         decay="none" if decay is None else ", ".join(f"{g:.9g}" for g in decay.tolist()),
         kv_shift="none" if cfg.kv_shift is None else _shift_words(cfg),
+        block=_words(cfg, BLOCK_FIELDS),
         weights=weights_hash(model),
     )
 
@@ -54,3 +81,7 @@ def weights_hash(model: nn.Module) -> str:
 def _shift_words(cfg: HookedKVTransformerConfig) -> str:
     shift = {k: v for k, v in asdict(cfg.kv_shift).items() if k != "init"}  # type: ignore[arg-type]
     return ", ".join(f"{k} {v}" for k, v in shift.items())
+
+
+def _words(cfg: HookedKVTransformerConfig, names: tuple[str, ...]) -> str:
+    return ", ".join(f"{name} {getattr(cfg, name)}" for name in names)

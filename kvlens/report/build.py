@@ -199,7 +199,7 @@ def _generate(
             verbose=False,
         )[0, start.shape[1] :].clone()
 
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[start.device] if start.is_cuda else []):
         torch.manual_seed(seed)
         if condition != "converted":
             return run()

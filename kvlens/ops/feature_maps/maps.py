@@ -34,8 +34,11 @@ def identity(x: Float[Tensor, "*lead d"]) -> Float[Tensor, "*lead d"]:
 
 
 def elu_plus_one(x: Float[Tensor, "*lead d"]) -> Float[Tensor, "*lead d"]:
-    """phi(x) = elu(x) + 1, positive everywhere."""
-    return torch.nn.functional.elu(x) + 1.0
+    """phi(x) = elu(x) + 1 = exp(min(x, 0)) + max(x, 0), positive everywhere.
+
+    Written so that no 1 is taken away and added back: ``elu(x) + 1`` is exactly 0 in float32 below x = -17.
+    """
+    return x.clamp(max=0.0).exp() + x.relu()
 
 
 def relu(x: Float[Tensor, "*lead d"]) -> Float[Tensor, "*lead d"]:

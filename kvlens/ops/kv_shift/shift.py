@@ -42,7 +42,8 @@ def kv_shift(
     boundary = boundary.to(x.dtype).expand(x.shape[0], -1, -1, -1)
     if mask is not None:
         return _shift_real_tokens(x, coef, boundary, mask)
-    return _shift_all(x, coef, boundary), torch.cat([boundary, x[:, -window:]], dim=1)[:, -window:]
+    recent = x[:, max(x.shape[1] - window, 0) :]
+    return _shift_all(x, coef, boundary), torch.cat([boundary, recent], dim=1)[:, recent.shape[1] :]
 
 
 def _shift_all(x: Tensor, coef: Tensor, boundary: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from kvlens.ops.linear_attention.parallel import (
     running_normalizer,
 )
 from kvlens.ops.linear_attention.recurrent import recurrent_linear_attention
-from kvlens.ops.linear_attention.state import read_state, rebase_state, retnet_decay
+from kvlens.ops.linear_attention.state import read_state, rebase_state, retnet_decay, without_padding
 from kvlens.ops.linear_attention.types import LinearAttentionOutput, LinearAttentionState
 
 __all__ = [
@@ -25,4 +25,5 @@ __all__ = [
     "recurrent_linear_attention",
     "retnet_decay",
     "running_normalizer",
+    "without_padding",
 ]

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from kvlens.ops.linear_attention.state import without_padding
 from kvlens.ops.linear_attention.types import LinearAttentionOutput, LinearAttentionState
 
 CHUNK_SIZE = 128
@@ -29,12 +30,12 @@ def chunked_linear_attention(
     chunk_size: int = CHUNK_SIZE,
 ) -> LinearAttentionOutput:
     """Chunk by chunk, all chunks at once (arguments in ``types``; ``chunk_size`` changes speed, not the result)."""
-    pos, size = phi_q.shape[1], min(chunk_size, phi_q.shape[1])
+    pos, size = phi_q.shape[1], max(1, min(chunk_size, phi_q.shape[1]))
     same_features = norm_q is phi_q and norm_k is phi_k
     if mask is not None:
-        phi_k = phi_k * mask[:, :, None, None]
+        phi_k, v = without_padding(phi_k, mask), without_padding(v, mask)
         if norm_k is not None:
-            norm_k = phi_k if same_features else norm_k * mask[:, :, None, None]
+            norm_k = phi_k if same_features else without_padding(norm_k, mask)
     if pos % size:
         missing = size - pos % size
         phi_q, phi_k, v = (_pad_end(x, missing) for x in (phi_q, phi_k, v))

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from kvlens.ops.linear_attention.state import read_state
+from kvlens.ops.linear_attention.state import read_state, without_padding
 from kvlens.ops.linear_attention.types import LinearAttentionOutput, LinearAttentionState
 
 
@@ -25,7 +25,7 @@ def causal_scores(
         steps = _steps(mask, phi_q)
         distance = (steps[:, :, None] - steps[:, None, :]).clamp(min=0).to(scores)
         scores = scores * decay.repeat_interleave(group).to(scores)[:, None, None] ** distance[:, None]
-    return scores if mask is None else scores * mask[:, None, None, :]
+    return scores if mask is None else scores.masked_fill(~mask[:, None, None, :], 0.0)
 
 
 def running_normalizer(
@@ -36,7 +36,7 @@ def running_normalizer(
 ) -> Float[Tensor, "batch pos head"]:
     """phi(q_i)^T (k_sum + sum_{j <= i} phi(k_j))."""
     if mask is not None:
-        norm_k = norm_k * mask[:, :, None, None]
+        norm_k = without_padding(norm_k, mask)
     running = norm_k.cumsum(dim=1)
     if k_sum is not None:
         running = running + k_sum[:, None]
@@ -54,8 +54,8 @@ def final_state(
 ) -> LinearAttentionState:
     """A and D after the last real token, in one product over all tokens."""
     if mask is not None:
-        phi_k = phi_k * mask[:, :, None, None]
-        norm_k = None if norm_k is None else norm_k * mask[:, :, None, None]
+        phi_k, v = without_padding(phi_k, mask), without_padding(v, mask)
+        norm_k = None if norm_k is None else without_padding(norm_k, mask)
     steps = _steps(mask, phi_k)
     if decay is not None:
         remaining = (steps[:, -1:] - steps).to(phi_k)
@@ -84,6 +84,7 @@ def parallel_linear_attention(
     """All tokens at once through the pos x pos scores: O(pos^2) memory (arguments in ``types``)."""
     group = phi_q.shape[2] // v.shape[2]
     scores = causal_scores(phi_q, phi_k, decay, mask)
+    v = v if mask is None else without_padding(v, mask)
     values = v.repeat_interleave(group, dim=2).transpose(1, 2)
     numerator = (scores @ values).transpose(1, 2)
     if state is not None:

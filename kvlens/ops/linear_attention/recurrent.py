@@ -4,6 +4,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from kvlens.ops.linear_attention.state import without_padding
 from kvlens.ops.linear_attention.types import LinearAttentionOutput, LinearAttentionState
 
 
@@ -26,8 +27,8 @@ def recurrent_linear_attention(
         k_sum = v.new_zeros(batch, n_kv, d_phi) if state is None or state.k_sum is None else state.k_sum
     gamma = None if decay is None else decay.to(v)[:, None, None]
     if mask is not None:
-        phi_k = phi_k * mask[:, :, None, None]
-        norm_k = None if norm_k is None else norm_k * mask[:, :, None, None]
+        phi_k, v = without_padding(phi_k, mask), without_padding(v, mask)
+        norm_k = None if norm_k is None else without_padding(norm_k, mask)
 
     numerators, normalizers = [], []
     for i in range(pos):

@@ -1,7 +1,7 @@
 """What one does with a state: read it with queries, and move its origin (DESIGN of ``rebase``: ICLCA eq. 19 and 23)."""
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvlens.ops.rotary import rotate
@@ -38,6 +38,11 @@ def rebase_state(
 ) -> Float[Tensor, "*lead d_phi d_head"]:
     """R_{-M} A: the stored keys as seen from an origin M tokens later. ``cos``, ``sin``: the row of position M."""
     return rotate(kv.transpose(-1, -2), cos.unsqueeze(-2), -sin.unsqueeze(-2), adjacent_pairs).transpose(-1, -2)
+
+
+def without_padding(x: Float[Tensor, "batch pos *rest"], mask: Bool[Tensor, "batch pos"]) -> Float[Tensor, "batch pos *rest"]:
+    """Zeros at padded places, whatever stood there: 0 * inf would be NaN, and NaN would reach the real tokens."""
+    return x.masked_fill(~mask.reshape(*mask.shape, *[1] * (x.dim() - 2)), 0.0)
 
 
 def retnet_decay(n_heads: int) -> Float[Tensor, " head"]:
