@@ -235,7 +235,9 @@ def _train(args: argparse.Namespace) -> int:
         raise KVLensError(f"no recipe is called {args.recipe!r}; there is {', '.join(RECIPES)}{nearest(args.recipe, RECIPES)}")
     if not 0 < args.minutes < float("inf"):
         raise KVLensError(f"--minutes: expected a positive number, got {args.minutes:g}")
-    _check_model_folder(Path(args.out), args.overwrite)
+    from kvlens.model.storage import check_model_folder
+
+    check_model_folder(args.out, overwrite=args.overwrite)
 
     from kvlens.training import DocsRecipe, train_docs_linear
 
@@ -247,21 +249,6 @@ def _train(args: argparse.Namespace) -> int:
     print(f"  context converted       {effect.converted:.3f}  (relative error of the logits {effect.relative_error:.1e})")
     print(f"Try it: kvlens report --model {args.out}")
     return 0
-
-
-def _check_model_folder(folder: Path, overwrite: bool) -> None:
-    """Refuse now what saving would refuse after the training, and what it would delete without being a model."""
-    from kvlens.report.folder import check_writable
-
-    if folder.is_dir() and any(folder.iterdir()):
-        if not overwrite:
-            raise KVLensError(f"--out: {folder} is not empty; choose another folder, or pass --overwrite")
-        config = folder / "config.json"
-        if not config.is_file() or '"kvlens.model"' not in config.read_text(encoding="utf-8", errors="replace"):
-            raise KVLensError(f"--out: {folder} is not empty and not a kvlens model, so it is left alone; choose another")
-    elif folder.exists() and not folder.is_dir():
-        raise KVLensError(f"--out: {folder} is a file; choose another folder")
-    check_writable(folder)
 
 
 # --- zoo -------------------------------------------------------------------------------------------------------------

@@ -233,7 +233,7 @@ def test_train_refuses_before_it_starts(capsys, monkeypatch):
     Path("photos").mkdir()
     Path("photos/config.json").write_text("{}")
     command = ["train", "docs-linear", "--out"]
-    assert "is not empty; choose another folder, or pass --overwrite" in refused(capsys, main([*command, "photos"]))
+    assert "is not empty; choose another folder, or allow overwriting" in refused(capsys, main([*command, "photos"]))
     assert "not a kvlens model, so it is left alone" in refused(capsys, main([*command, "photos", "--overwrite"]))
     assert "is a file" in refused(capsys, main([*command, "photos/config.json"]))
     assert "Not a directory" in refused(capsys, main([*command, "photos/config.json/m"]))
@@ -256,7 +256,7 @@ def test_a_full_disk_leaves_nothing(folder, capsys, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("pandas.DataFrame.to_parquet", full)
-    assert "cannot write a report to report: No space left on device" in refused(capsys, report(folder))
+    assert "report: No space left on device" in refused(capsys, report(folder))
     assert os.listdir(".") == []
 
 

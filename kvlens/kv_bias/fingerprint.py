@@ -14,7 +14,9 @@ from kvlens.errors import KVLensError
 class Fingerprint:
     """Everything that a bias depends on.
 
-    ``block`` holds what else shapes a layer; ``weights`` is a hash of the parameters in float32, weight processing included."""
+    ``block`` holds what else shapes a layer; ``weights`` is a hash of the parameters in float32, weight
+    processing included.
+    """
 
     attention: str
     n_layers: int

@@ -1,6 +1,7 @@
 """The file of a KV bias: one safetensors file, tensors by their names and the rest as JSON in its metadata. Never pickle."""
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -51,20 +52,22 @@ def load_bias(path: str | Path) -> KVBias:
     if metadata.get("format") != "kvlens.KVBias":
         raise KVLensError(f"KVBias.load: {path} is a safetensors file, but not a KV bias saved by kvlens")
     try:
-        version, meta = int(metadata["format_version"]), json.loads(metadata["kv_bias"])
-    except (KeyError, ValueError) as error:
-        raise KVLensError(f"KVBias.load: the metadata of {path} is damaged ({error})") from error
-    if version > FORMAT_VERSION:
-        raise KVLensError(
-            f"KVBias.load: {path} has format version {version}, this kvlens reads up to {FORMAT_VERSION}: upgrade kvlens"
-        )
-    try:
-        return _build(tensors, meta)
-    except (KeyError, TypeError, AttributeError) as error:
+        version = int(metadata["format_version"])
+        if version > FORMAT_VERSION:
+            raise KVLensError(
+                f"KVBias.load: {path} has format version {version}, this kvlens reads up to {FORMAT_VERSION}: upgrade kvlens"
+            )
+        return _build(tensors, json.loads(metadata["kv_bias"]))
+    except KVLensError:
+        raise
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise KVLensError(f"KVBias.load: {path} is incomplete or damaged ({type(error).__name__}: {error})") from error
 
 
 def _build(tensors: dict[str, Tensor], meta: dict[str, Any]) -> KVBias:
+    missing = [name for name in TENSORS if name not in tensors]
+    if missing or set(meta["fingerprint"]) != {f.name for f in fields(Fingerprint)}:
+        raise KVLensError(f"KVBias.load: the file lacks {', '.join(missing) or 'a complete fingerprint'}")
     return KVBias(
         b_KV=tensors["b_KV"],
         b_D=tensors["b_D"],

@@ -53,6 +53,15 @@ class KVShiftConfig:
                 "with init='identity', or init='uniform' with the gate"
             )
 
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "KVShiftConfig":
+        """From its fields by name; an unknown one is refused."""
+        known = [f.name for f in fields(cls)]
+        for name in values:
+            if name not in known:
+                raise KVLensError(f"KVShiftConfig: unknown field {name!r}{nearest(name, known)}; there are {', '.join(known)}")
+        return cls(**values)
+
 
 @dataclass
 class HookedKVTransformerConfig(HookedTransformerConfig):
@@ -100,7 +109,7 @@ class HookedKVTransformerConfig(HookedTransformerConfig):
         super().__post_init__()
         self.seed = seed
         if isinstance(self.kv_shift, dict):
-            self.kv_shift = KVShiftConfig(**self.kv_shift)
+            self.kv_shift = KVShiftConfig.from_dict(self.kv_shift)
         _one_of("attention", self.attention, ATTENTION_KINDS)
         _one_of("positional_embedding_type", self.positional_embedding_type, POSITIONAL_TYPES)
         self._check_heads()

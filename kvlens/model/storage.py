@@ -1,8 +1,6 @@
 """A kvlens model on disk: a folder with ``model.safetensors``, ``config.json`` and the tokenizer's own files."""
 
 import json
-import shutil
-import tempfile
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,13 +11,15 @@ from safetensors.torch import load_file, save
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from kvlens.errors import KVLensError
+from kvlens.files import check_writable, write_folder
 from kvlens.model.config import HookedKVTransformerConfig
 from kvlens.model.loading import build_with_ready_tokenizer
 
 if TYPE_CHECKING:
     from kvlens.model.transformer import HookedKVTransformer
 
-FORMAT_VERSION = 1
+FORMAT, FORMAT_VERSION = "kvlens.model", 1
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
 _RECOMPUTED = ("mask", "IGNORE", "rotary_sin", "rotary_cos")
 
 
@@ -30,43 +30,43 @@ def save_model(
     overwrite: bool = False,
     stored_dtype: torch.dtype | None = None,
 ) -> None:
-    """Write ``model`` to ``folder``: into a temporary neighbour first, then renamed into place.
+    """Write ``model`` to ``folder``, whole or not at all.
 
     Args:
         model: what to save; an attached bias is not saved.
         folder: its path; parents are made.
-        overwrite: replace a folder that is not empty.
+        overwrite: replace a kvlens model that stands there; nothing else is ever replaced.
         stored_dtype: round the weights to this dtype on disk, e.g. float16 for half the size; loading widens them again.
 
     Raises:
-        KVLensError: the folder exists and is not empty (unless ``overwrite``), or cannot be written.
+        KVLensError: something stands there that may not be replaced, or the folder cannot be written.
     """
-    folder = Path(folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())) and not overwrite:
-        raise KVLensError(f"save: {folder} exists and is not empty; choose another folder, or pass overwrite=True")
-    config = {"format": "kvlens.model", "format_version": FORMAT_VERSION, "kvlens_version": version("kvlens")}
+    check_model_folder(folder, overwrite=overwrite)
+    config = {"format": FORMAT, "format_version": FORMAT_VERSION, "kvlens_version": version("kvlens")}
     config["config"] = {**model.cfg.to_json(), "default_prepend_bos": model.default_prepend_bos_detached}
-    tensors = {
-        n: t.detach().to("cpu", stored_dtype or t.dtype).contiguous().clone()
-        for n, t in model.state_dict().items()
-        if _is_stored(n)
-    }
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
-        try:
-            (temporary / "model.safetensors").write_bytes(save(tensors, {"format": "pt"}))
-            (temporary / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-            if model.tokenizer is not None:
-                model.tokenizer.save_pretrained(temporary)
-            temporary.chmod(0o755)
-            if folder.exists():
-                shutil.rmtree(folder)
-            temporary.rename(folder)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-    except OSError as error:
-        raise KVLensError(f"save: cannot write {folder}: {error.strerror or error}") from error
+    tensors = {n: t.detach().to("cpu", stored_dtype or t.dtype) for n, t in model.state_dict().items() if _is_stored(n)}
+
+    def fill(temporary: Path) -> None:
+        (temporary / WEIGHTS).write_bytes(save({n: t.contiguous().clone() for n, t in tensors.items()}, {"format": "pt"}))
+        (temporary / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        if model.tokenizer is not None:
+            model.tokenizer.save_pretrained(temporary)
+
+    write_folder(folder, fill)
+
+
+def check_model_folder(folder: str | Path, *, overwrite: bool = False) -> None:
+    """Raise KVLensError unless a model may be saved there; with ``overwrite`` in the place of another kvlens model."""
+    folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise KVLensError(f"save: {folder} is a file; choose another folder")
+    if folder.is_dir() and any(folder.iterdir()):
+        if not overwrite:
+            raise KVLensError(f"save: {folder} is not empty; choose another folder, or allow overwriting")
+        config = folder / CONFIG
+        if not config.is_file() or f'"{FORMAT}"' not in config.read_text(encoding="utf-8", errors="replace"):
+            raise KVLensError(f"save: {folder} is not empty and not a kvlens model, so it is left alone; choose another folder")
+    check_writable(folder)
 
 
 def load_model(
@@ -85,7 +85,7 @@ def load_model(
     folder = Path(folder)
     cfg = HookedKVTransformerConfig.from_json(_read_config(folder), device=device, init_weights=False)
     try:
-        tensors = load_file(folder / "model.safetensors")
+        tensors = load_file(folder / WEIGHTS)
     except (SafetensorError, OSError) as error:
         raise KVLensError(f"load: {folder / 'model.safetensors'} is missing or truncated ({error})") from error
     has_tokenizer = (folder / "tokenizer_config.json").is_file()
@@ -105,14 +105,14 @@ def load_model(
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
+    path = folder / CONFIG
     if not path.is_file():
         raise KVLensError(f"load: {folder} holds no config.json; expected a folder written by HookedKVTransformer.save")
     try:
         stored = json.loads(path.read_text())
     except json.JSONDecodeError as error:
         raise KVLensError(f"load: {path} is truncated or not JSON ({error})") from error
-    if stored.get("format") != "kvlens.model":
+    if stored.get("format") != FORMAT:
         raise KVLensError(
             f"load: {path} was not written by kvlens; for a Hugging Face folder use HookedKVTransformer.from_pretrained"
         )

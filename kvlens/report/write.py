@@ -5,8 +5,9 @@ import math
 from pathlib import Path
 from typing import Any
 
+from kvlens.files import write_folder
 from kvlens.report.build import Report
-from kvlens.report.folder import SUMMARY, write_folder
+from kvlens.report.folder import SUMMARY, check_folder
 
 BIAS = "bias.safetensors"
 
@@ -31,7 +32,7 @@ def write_report(report: Report, folder: str | Path, *, overwrite: bool = False)
         text = json.dumps(_plain(summary), indent=2, ensure_ascii=False, allow_nan=False)
         (temporary / SUMMARY).write_text(text + "\n", encoding="utf-8")
 
-    return write_folder(folder, fill, overwrite=overwrite)
+    return write_folder(check_folder(folder, overwrite=overwrite), fill)
 
 
 def report_files(report: Report) -> list[str]:

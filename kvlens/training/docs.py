@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from tqdm.auto import tqdm
 
-from kvlens.errors import KVLensError
 from kvlens.files import write_atomically
 from kvlens.model import HookedKVTransformer, HookedKVTransformerConfig, KVShiftConfig
+from kvlens.model.storage import check_model_folder
 from kvlens.training.context import ContextEffect, context_effect
 from kvlens.training.corpus import DocsCorpus, Document, build_docs_corpus
 from kvlens.training.data import TokenWindows
@@ -51,7 +51,7 @@ def train_docs_linear(
     Args:
         folder: where the model goes; written only when all is done.
         recipe: sizes and settings.
-        overwrite: replace a folder that is not empty.
+        overwrite: replace a kvlens model that stands there.
         progress: show a progress bar.
 
     Returns:
@@ -61,9 +61,8 @@ def train_docs_linear(
         KVLensError: the folder is not empty, or training went wrong.
     """
     recipe, folder = recipe or DocsRecipe(), Path(folder)
-    if folder.exists() and any(folder.iterdir()) and not overwrite:
-        raise KVLensError(f"train: {folder} exists and is not empty; choose another folder, or pass --overwrite")
-    tqdm.write("Reading the docstrings of this installation ...", end="\n")
+    check_model_folder(folder, overwrite=overwrite)  # now, not after the training
+    tqdm.write("Reading the docstrings of this installation ...")
     corpus = build_docs_corpus(recipe.packages)
     model = HookedKVTransformer(*_config_and_tokenizer(corpus, recipe))
     training, heldout = (TokenWindows.from_texts(_texts(part), model.tokenizer) for part in (corpus.train, corpus.heldout))

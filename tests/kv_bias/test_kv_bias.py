@@ -151,7 +151,7 @@ def test_combine_takes_the_boundary_that_it_is_told_to():
 
 def test_combine_refuses_what_it_cannot_add():
     a = bias_of(1)
-    with pytest.raises(KVLensError, match="at least one"):
+    with pytest.raises(KVLensError, match="expected biases"):
         combine()
     with pytest.raises(KVLensError, match="3 weights for 2 biases"):
         combine(a, a, weights=(1, 2, 3))
@@ -476,3 +476,40 @@ def test_initialisation_of_a_shift_is_no_part_of_the_fingerprint():
     same = model_of(kv_shift=KVShiftConfig(init="uniform")).fingerprint()
     assert free.kv_shift == same.kv_shift
     assert free.weights != same.weights
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        dict(format_version="abc"),
+        dict(kv_bias="not json"),
+        dict(kv_bias="[]"),
+        dict(kv_bias='{"fingerprint": 3}'),
+        dict(kv_bias="{}"),
+    ],
+)
+def test_damaged_metadata_is_an_error_of_ours(damage, tmp_path):
+    path = tmp_path / "prompt.safetensors"
+    bias_of(1).save(path)
+    rewrite(path, lambda metadata: metadata.update(damage))
+    with pytest.raises(KVLensError, match="damaged|lacks"):
+        KVBias.load(path)
+
+
+def test_arguments_of_the_wrong_kind_are_refused():
+    b = bias_of(1)
+    for call in (
+        lambda: KVBias.combine(b, 3),
+        lambda: KVBias.combine([b, b]),
+        lambda: b.select(layers=1),
+        lambda: b.select(heads=[1]),
+        lambda: b.select(layers=[1.0]),
+        lambda: b.select(layers=[True]),
+        lambda: b + b.to(torch.float16),
+    ):
+        with pytest.raises(KVLensError):
+            call()
+    with pytest.raises(TypeError):
+        b * torch.ones(2)
+    assert torch.equal(sum([b, b]).b_KV, (b + b).b_KV)
+    assert torch.equal((3 * b).b_KV, b.b_KV * 3)

@@ -14,7 +14,6 @@ from analyses import bias_ablation, bias_by_head, bias_by_layer, conversion_erro
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVBias, KVLensError, convert_prompt
 from kvlens.report import build_report, check_folder, print_report, write_report
 from kvlens.report.build import rounding_bound
-from kvlens.report.folder import write_folder
 
 TABLES = ("conversion_error", "prompt_effect", "bias_by_head", "bias_by_layer", "generated")
 FILES = {"summary.json", "bias.safetensors", *(f"{name}.parquet" for name in TABLES)}
@@ -236,7 +235,7 @@ def test_an_empty_folder_and_a_link_to_a_report_are_used(report, tmp_path):
 
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("content", ["{}", "no json", "[1]", '{"format": "kvlens.model"}', None])
-def test_a_folder_that_is_no_report_is_never_touched(tmp_path, overwrite, content):
+def test_a_folder_that_is_no_report_is_never_touched(report, tmp_path, overwrite, content):
     folder = tmp_path / "photos"
     folder.mkdir()
     (folder / "cat.jpg").write_text("cat")
@@ -246,7 +245,7 @@ def test_a_folder_that_is_no_report_is_never_touched(tmp_path, overwrite, conten
     with pytest.raises(KVLensError, match="not a kvlens report, so it is left alone"):
         check_folder(folder, overwrite=overwrite)
     with pytest.raises(KVLensError, match="left alone"):
-        write_folder(folder, lambda path: None, overwrite=overwrite)
+        write_report(report, folder, overwrite=overwrite)
     assert listing(folder) == before and listing(tmp_path) == ["photos"]
 
 
