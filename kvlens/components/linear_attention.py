@@ -68,7 +68,7 @@ class _Linear(KVShiftAndHooks):
             compute = functools.partial(
                 self.calculate_sin_cos_rotary, cfg.rotary_dim, base=self._rotary_base(), dtype=torch.float64
             )
-            self.rotary_table = RotaryTable(lambda n: compute(n_ctx=n))
+            self.rotary_table = RotaryTable(compute)
 
     def forward(
         self,

@@ -42,6 +42,8 @@ def from_hooked_transformer(
     """
     if not isinstance(model, HookedTransformer):
         raise KVLensError(f"from_hooked_transformer: expected a HookedTransformer, got {type(model).__name__}")
+    if hasattr(model, "default_prepend_bos_detached"):
+        changes.setdefault("default_prepend_bos", model.default_prepend_bos_detached)
     cfg = HookedKVTransformerConfig.from_tl(model.cfg, **{**changes, "init_weights": False})
     copy = build_with_ready_tokenizer(cls, cfg, model.tokenizer)
     cfg.init_weights = model.cfg.init_weights

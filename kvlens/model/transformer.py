@@ -86,10 +86,11 @@ class HookedKVTransformer(HookedTransformer):
         seed = self.cfg.seed
         with torch.random.fork_rng(enabled=seed is not None):
             super().init_weights()
-        self.init_kv_parameters(None if seed is None else torch.Generator().manual_seed(seed))
+        self.init_kv_parameters()
 
-    def init_kv_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Initialise what TransformerLens does not know: shift coefficients and feature maps (b_KV and b_D start at 0)."""
+    def init_kv_parameters(self) -> None:
+        """Draw what TransformerLens does not know: shift coefficients and feature maps (b_KV and b_D start at 0)."""
+        generator = None if self.cfg.seed is None else torch.Generator().manual_seed(self.cfg.seed)
         for block in self.blocks:
             block.attn.init_shift(generator)
             if self.cfg.attention == "linear":

@@ -1,6 +1,7 @@
 """A linear or shifted model behaves as a TransformerLens user expects: hooks, caches, decoding, padding, generation."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -388,3 +389,10 @@ def test_pos_slice_cuts_positions_and_nothing_else(pos_slice):
         assert torch.equal(cut[leaf, 0, "attn"], whole[leaf, 0, "attn"])
     assert bare["b_kv", 0, "attn"].shape == (5, 6, 6)
     assert bare["k_shift_coef", 0, "attn"].shape == (5, 3)
+
+
+def test_models_can_be_copied_and_pickled():
+    model, x = linear_model(), tokens(2, 5)
+    expected = model(x)
+    assert torch.equal(copy.deepcopy(model)(x), expected)
+    assert torch.equal(pickle.loads(pickle.dumps(model))(x), expected)

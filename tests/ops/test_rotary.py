@@ -20,10 +20,10 @@ def frequencies(rotary_dim, base=10000.0):
 
 
 def table(rotary_dim, adjacent_pairs, calls=None):
-    def compute(n):
+    def compute(n_ctx):
         if calls is not None:
-            calls.append(n)
-        angles = torch.arange(n, dtype=torch.float64)[:, None] * frequencies(rotary_dim)
+            calls.append(n_ctx)
+        angles = torch.arange(n_ctx, dtype=torch.float64)[:, None] * frequencies(rotary_dim)
         angles = angles.repeat_interleave(2, dim=1) if adjacent_pairs else angles.repeat(1, 2)
         return angles.sin(), angles.cos()
 

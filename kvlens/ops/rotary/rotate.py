@@ -39,10 +39,10 @@ class RotaryTable:
     """cos and sin rows by position, grown by doubling when a longer text comes: there is no ``n_ctx`` here.
 
     Args:
-        compute: ``compute(n)`` gives (sin, cos), each [n, rotary_dim], in float64.
+        compute: ``compute(n_ctx=n)`` gives (sin, cos), each [n, rotary_dim], in float64.
     """
 
-    def __init__(self, compute: Callable[[int], tuple[Tensor, Tensor]]):
+    def __init__(self, compute: Callable[..., tuple[Tensor, Tensor]]):
         self._compute = compute
         self._rows: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
 
@@ -65,7 +65,7 @@ class RotaryTable:
         held = self._rows.get((device, dtype))
         if held is None or held[0].shape[0] < n:
             size = max(n, 256 if held is None else 2 * held[0].shape[0])
-            sin, cos = self._compute(size)
+            sin, cos = self._compute(n_ctx=size)
             held = cos.to(device, dtype), sin.to(device, dtype)
             self._rows[device, dtype] = held
         return held
