@@ -14,7 +14,7 @@ from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 from transformer_lens.cache.key_value_cache_entry import TransformerLensKeyValueCacheEntry
 from transformer_lens.components import AbstractAttention, Attention, GroupedQueryAttention, PosEmbed
 from transformer_lens.hook_points import HookPoint
-from transformer_lens.utilities import USE_DEFAULT_VALUE, Slice, get_device_for_block_index
+from transformer_lens.utilities import USE_DEFAULT_VALUE, Slice, get_attention_mask, get_device_for_block_index, sample_logits
 
 __all__ = [
     "USE_DEFAULT_VALUE",
@@ -29,8 +29,10 @@ __all__ = [
     "Slice",
     "TransformerLensKeyValueCache",
     "TransformerLensKeyValueCacheEntry",
+    "get_attention_mask",
     "get_device_for_block_index",
     "loading",
+    "sample_logits",
     "without_deprecation_warning",
 ]
 

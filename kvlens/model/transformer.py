@@ -27,6 +27,7 @@ from kvlens.kv_bias import Fingerprint, KVBias
 from kvlens.model.caching import slice_right_axis
 from kvlens.model.config import HookedKVTransformerConfig, KVShiftConfig
 from kvlens.model.fingerprint import fingerprint_of, weights_hash
+from kvlens.model.generation import generate_from_state
 from kvlens.model.weights import check_weight_processing
 
 
@@ -171,6 +172,43 @@ class HookedKVTransformer(HookedTransformer):
         """As TransformerLens'; nothing is cut off where the model has no longest text."""
         truncate = truncate and self.cfg.has_position_limit
         return super().to_tokens(input, prepend_bos, padding_side, move_to_device, truncate)
+
+    @torch.inference_mode()
+    def generate(
+        self,
+        input: Any = "",  # noqa: A002
+        max_new_tokens: int = 10,
+        stop_at_eos: bool = True,
+        eos_token_id: Any = None,
+        do_sample: bool = True,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        temperature: float = 1.0,
+        freq_penalty: float = 0.0,
+        use_past_kv_cache: bool = True,
+        prepend_bos: Any = USE_DEFAULT_VALUE,
+        padding_side: Any = USE_DEFAULT_VALUE,
+        return_type: str | None = "input",
+        verbose: bool = True,
+        **generation_kwargs: Any,
+    ):
+        """As ``HookedTransformer.generate``; with linear attention the cost of a token does not grow with the text."""
+        sampling = dict(top_k=top_k, top_p=top_p, temperature=temperature, freq_penalty=freq_penalty)
+        common = dict(
+            max_new_tokens=max_new_tokens,
+            stop_at_eos=stop_at_eos,
+            eos_token_id=eos_token_id,
+            do_sample=do_sample,
+            prepend_bos=prepend_bos,
+            padding_side=padding_side,
+            return_type=return_type,
+            verbose=verbose,
+        )
+        embeddings = isinstance(input, Tensor) and input.dim() == 3
+        stateful = self.cfg.attention == "linear" and use_past_kv_cache and max_new_tokens > 0
+        if stateful and not embeddings and return_type in ("input", "str", "tokens") and not generation_kwargs:
+            return generate_from_state(self, input, **common, **sampling)
+        return super().generate(input, use_past_kv_cache=use_past_kv_cache, **common, **sampling, **generation_kwargs)
 
     # --- hooks: a misspelt name is an error that proposes the nearest ------------------------------------------------
 

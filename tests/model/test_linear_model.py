@@ -396,3 +396,31 @@ def test_models_can_be_copied_and_pickled():
     expected = model(x)
     assert torch.equal(copy.deepcopy(model)(x), expected)
     assert torch.equal(pickle.loads(pickle.dumps(model))(x), expected)
+
+
+@pytest.mark.parametrize(
+    "options", [dict(do_sample=False), dict(temperature=0.7, top_k=5), dict(freq_penalty=0.5), dict(top_p=0.8)]
+)
+@pytest.mark.parametrize("stop", [dict(stop_at_eos=False), dict(stop_at_eos=True, eos_token_id=[3, 5])])
+def test_generation_is_transformer_lens_generation(options, stop):
+    """With embeddings or without a cache TransformerLens' own loop runs: the same tokens must come out of both."""
+    model, x = linear_model(), tokens(3, 5)
+    results = []
+    for cached in (True, False):
+        torch.manual_seed(0)
+        out = model.generate(x, max_new_tokens=8, verbose=False, use_past_kv_cache=cached, **options, **stop)
+        results.append(out)
+    assert torch.equal(*results)
+    assert results[0].shape[1] > 5
+
+
+def test_generation_needs_an_eos_to_stop_at():
+    with pytest.raises(KVLensError, match="stop_at_eos"):
+        linear_model().generate(tokens(1, 3), verbose=False)
+
+
+def test_a_model_trains_after_it_has_generated():
+    model = linear_model()
+    model.generate(tokens(1, 3), max_new_tokens=2, stop_at_eos=False, verbose=False)
+    model(tokens(1, 30), return_type="loss").backward()
+    assert model.W_E.grad is not None

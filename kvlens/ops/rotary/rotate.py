@@ -65,7 +65,8 @@ class RotaryTable:
         held = self._rows.get((device, dtype))
         if held is None or held[0].shape[0] < n:
             size = max(n, 256 if held is None else 2 * held[0].shape[0])
-            sin, cos = self._compute(n_ctx=size)
-            held = cos.to(device, dtype), sin.to(device, dtype)
+            with torch.inference_mode(False), torch.no_grad():  # a table made while generating serves training afterwards
+                sin, cos = self._compute(n_ctx=size)
+                held = cos.to(device, dtype), sin.to(device, dtype)
             self._rows[device, dtype] = held
         return held

@@ -1,0 +1,95 @@
+"""Decoding whose cost a token does not grow with the text.
+
+TransformerLens' ``generate`` copies the embeddings of the whole text at every token. With linear attention that copy is soon
+dearer than the model, whose state has one size; the loop here hands over the new token alone. Tokens, sampling, stopping and
+padding are TransformerLens'.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from kvlens._tl import TransformerLensKeyValueCache, get_attention_mask, sample_logits
+from kvlens.errors import KVLensError
+
+if TYPE_CHECKING:
+    from kvlens.model.transformer import HookedKVTransformer
+
+
+def generate_from_state(
+    model: "HookedKVTransformer",
+    input: str | list[str] | Int[Tensor, "batch pos"],  # noqa: A002
+    *,
+    max_new_tokens: int,
+    stop_at_eos: bool,
+    eos_token_id: int | Sequence[int] | None,
+    prepend_bos: Any,
+    padding_side: Any,
+    return_type: str,
+    verbose: bool,
+    do_sample: bool,
+    **sampling: Any,
+) -> str | list[str] | Int[Tensor, "batch pos_plus_new_tokens"]:
+    """``HookedTransformer.generate`` with a cache, for strings and tokens (arguments as there).
+
+    Raises:
+        KVLensError: ``stop_at_eos`` without an EOS to stop at, or a string without a tokenizer.
+    """
+    tokens, mask, is_text = _tokens_and_mask(model, input, prepend_bos, padding_side)
+    stops, filler = _stop_tokens(model, stop_at_eos, eos_token_id)
+    cache = TransformerLensKeyValueCache.init_cache(model.cfg, model.cfg.device, tokens.shape[0])
+    finished = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
+    text, new = tokens, tokens
+    for _ in tqdm(range(max_new_tokens), disable=not verbose):
+        logits = model(new, attention_mask=mask, past_kv_cache=cache)[:, -1]
+        chosen = sample_logits(logits, tokens=text, **sampling) if do_sample else logits.argmax(dim=-1)
+        if stops is not None:
+            chosen = torch.where(finished, filler, chosen)
+            finished |= torch.isin(chosen, stops)
+        new = chosen[:, None].to(tokens)
+        mask = torch.ones_like(new)
+        text = torch.cat([text, new], dim=1)
+        if bool(finished.all()):
+            break
+    if return_type == "tokens" or (return_type == "input" and not is_text):
+        return text
+    decoded = [model.tokenizer.decode(row, skip_special_tokens=True) for row in text]  # type: ignore[union-attr]
+    return decoded[0] if len(decoded) == 1 else decoded
+
+
+def _tokens_and_mask(
+    model: "HookedKVTransformer", given: Any, prepend_bos: Any, padding_side: Any
+) -> tuple[Tensor, Tensor, bool]:
+    """Tokens, which of them are real, and whether text was given. A batch of texts is padded on the left."""
+    if isinstance(given, Tensor):
+        tokens, side = given.to(model.W_E.device), None
+        model.check_tokens(tokens)
+    else:
+        side = "left" if isinstance(given, list) and len(given) > 1 else None
+        tokens = model.to_tokens(given, prepend_bos=prepend_bos, padding_side=side or padding_side)
+    if model.tokenizer is None:
+        return tokens, torch.ones_like(tokens), False
+    default = model.cfg.default_prepend_bos
+    has_bos = prepend_bos if isinstance(prepend_bos, bool) else default
+    return tokens, get_attention_mask(model.tokenizer, tokens, has_bos, side), not isinstance(given, Tensor)
+
+
+def _stop_tokens(
+    model: "HookedKVTransformer", stop_at_eos: bool, eos_token_id: int | Sequence[int] | None
+) -> tuple[Tensor | None, int]:
+    """The tokens that end a row, None where nothing does, and the token that fills a finished row."""
+    if not stop_at_eos:
+        return None, 0
+    own = None if model.tokenizer is None else model.tokenizer.eos_token_id
+    stops = own if eos_token_id is None else eos_token_id
+    if stops is None:
+        raise KVLensError(
+            "generate: stop_at_eos=True needs an EOS, and this model has none: pass eos_token_id, or stop_at_eos=False"
+        )
+    several = [stops] if isinstance(stops, int) else list(stops)
+    filler = several[0] if own is None or isinstance(stops, int) else own
+    return torch.tensor(several, device=model.W_E.device), filler

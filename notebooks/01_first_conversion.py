@@ -1,0 +1,116 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # A prompt as weights
+#
+# A linear-attention head keeps a running sum of its keys and values. Everything that a prompt leaves behind in the head is
+# that sum - so the prompt can be taken out of the text and put into the model, exactly. This notebook converts a prompt, reads
+# the result through hooks, takes it apart by head, and looks at the pattern.
+
+# %%
+import circuitsvis
+import matplotlib.pyplot as plt
+import torch
+from importlib.resources import files
+from IPython.display import HTML
+
+from analyses import bias_by_head
+from kvlens import HookedKVTransformer, convert_prompt
+
+torch.set_grad_enabled(False)
+model = HookedKVTransformer.from_zoo("docs-linear")
+model.cfg
+
+# %% [markdown]
+# ## Convert
+#
+# `convert_prompt` costs one forward pass over the prompt. The bias holds, per layer and head, the sum of keys times values
+# (`b_KV`) and the sum of keys (`b_D`), and the prompt's last raw keys and values, which the KV shift mixes into the first
+# token of whatever comes next.
+
+# %%
+prompt = "class Widget: Base class of all widgets. A widget has a colour and a name. The colour of a widget"
+text = " must be a string. The widget"
+
+bias = convert_prompt(model, prompt)
+bias
+
+# %% [markdown]
+# The model without the prompt, with the bias attached, gives the logits of the model with the prompt. What is left is the
+# rounding of float32.
+
+# %%
+tokens = model.to_tokens(text, prepend_bos=False)
+with_prompt = model(torch.cat([model.to_tokens(prompt), tokens], dim=1))[:, -tokens.shape[1] :]
+with model.kv_bias(bias):
+    converted = model(tokens)
+print("relative error", float((converted - with_prompt).norm() / with_prompt.norm()))
+print("without the prompt", float((model(tokens) - with_prompt).norm() / with_prompt.norm()))
+
+# %% [markdown]
+# ## Hook
+#
+# The bias passes through `hook_b_kv` and `hook_b_d` at every forward pass: ablate it, scale it, patch it there.
+
+
+# %%
+def without_head(head):
+    def ablate(b, hook):
+        b = b.clone()
+        b[:, head] = 0
+        return b
+
+    return ablate
+
+
+layer, head = 1, 0
+with model.kv_bias(bias):
+    hooks = [(f"blocks.{layer}.attn.{name}", without_head(head)) for name in ("hook_b_kv", "hook_b_d")]
+    ablated = model.run_with_hooks(tokens, fwd_hooks=hooks)
+print("changed by", float((ablated - converted).norm() / converted.norm()))
+
+# %% [markdown]
+# ## Which heads carry the prompt
+#
+# The same for every head at once, in one table: KL from the converted model to the one whose head has forgotten the prompt.
+
+# %%
+table = bias_by_head(model, model.to_tokens(prompt)[0], tokens[0])
+fig, ax = plt.subplots(figsize=(5, 3))
+image = ax.imshow(table.pivot(index="layer", columns="head", values="ablation_kl"), cmap="Blues")
+ax.set(xlabel="head", ylabel="layer", title="KL when the head forgets the prompt, nats")
+fig.colorbar(image)
+plt.show()
+
+# %% [markdown]
+# ## Look at the pattern
+#
+# Linear attention has a pattern too, computed only when something asks for it. With the bias attached the rows sum to less
+# than 1: the rest of the attention goes to the prompt that is no longer there. circuitsvis draws it; its bundle is put into
+# the page, so that nothing is asked of the network.
+
+# %%
+with model.kv_bias(bias):
+    _, cache = model.run_with_cache(tokens, names_filter=f"blocks.{layer}.attn.hook_pattern")
+pattern = cache["pattern", layer][0]
+bundle = files("circuitsvis").joinpath("dist/cdn/iife.js").read_text()
+view = circuitsvis.attention.attention_heads(
+    attention=pattern.numpy().round(3), tokens=[t.replace("<", "‹") for t in model.to_str_tokens(tokens[0])]
+)
+HTML(f"<script>{bundle}</script>{view.local_src if hasattr(view, 'local_src') else ''}")
+
+# %% [markdown]
+# ## A tidy table
+
+# %%
+table.sort_values("ablation_kl", ascending=False).head(8)
