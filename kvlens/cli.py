@@ -218,13 +218,13 @@ def _add_train(commands: Any) -> None:
         "train",
         help="train a shipped model again, from text that every installation holds",
         description="Train docs-linear, a small linear-attention model of English documentation, from the docstrings of this "
-        "installation. Needs no network; the shipped model took 40 minutes on two cores.",
+        "installation. Needs no network; the shipped model took 28 minutes on two cores.",
         epilog="example: kvlens train docs-linear --out my-model --minutes 5",
         allow_abbrev=False,
     )
     train.add_argument("recipe", metavar="RECIPE", help="what to train: docs-linear")
     train.add_argument("--out", required=True, metavar="DIR", help="folder of the model")
-    train.add_argument("--minutes", type=float, default=40.0, metavar="M", help="when to stop (default: %(default)g)")
+    train.add_argument("--minutes", type=float, default=28.0, metavar="M", help="when to stop (default: %(default)g)")
     train.add_argument("--seed", type=int, default=0, help="of weights and order of the text (default: %(default)s)")
     train.add_argument("--overwrite", action="store_true", help="replace a folder that is not empty")
     train.set_defaults(run=_train)

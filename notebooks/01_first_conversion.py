@@ -18,11 +18,8 @@
 # the result through hooks, takes it apart by head, and looks at the pattern.
 
 # %%
-import circuitsvis
 import matplotlib.pyplot as plt
 import torch
-from importlib.resources import files
-from IPython.display import HTML
 
 from analyses import bias_by_head
 from kvlens import HookedKVTransformer, convert_prompt
@@ -95,19 +92,22 @@ plt.show()
 # %% [markdown]
 # ## Look at the pattern
 #
-# Linear attention has a pattern too, computed only when something asks for it. With the bias attached the rows sum to less
-# than 1: the rest of the attention goes to the prompt that is no longer there. circuitsvis draws it; its bundle is put into
-# the page, so that nothing is asked of the network.
+# Linear attention has a pattern too, computed only when something asks for it. With the bias attached its rows sum to less
+# than 1: the rest of the attention goes to the prompt that is no longer there.
 
 # %%
 with model.kv_bias(bias):
     _, cache = model.run_with_cache(tokens, names_filter=f"blocks.{layer}.attn.hook_pattern")
 pattern = cache["pattern", layer][0]
-bundle = files("circuitsvis").joinpath("dist/cdn/iife.js").read_text()
-view = circuitsvis.attention.attention_heads(
-    attention=pattern.numpy().round(3), tokens=[t.replace("<", "‹") for t in model.to_str_tokens(tokens[0])]
-)
-HTML(f"<script>{bundle}</script>{view.local_src if hasattr(view, 'local_src') else ''}")
+labels = model.to_str_tokens(tokens[0])
+fig, axes = plt.subplots(1, len(pattern), figsize=(14, 3), sharey=True)
+for index, ax in enumerate(axes):
+    ax.imshow(pattern[index], cmap="Blues")
+    ax.set_title(f"head {index}")
+    ax.set_xticks(range(len(labels)), labels, rotation=90, fontsize=6)
+axes[0].set_yticks(range(len(labels)), labels, fontsize=6)
+plt.show()
+print("attention left to the prompt, last token, by head:", (1 - pattern[:, -1].sum(-1)).numpy().round(2))
 
 # %% [markdown]
 # ## A tidy table

@@ -33,7 +33,7 @@ class DocsRecipe:
     window: int = 512
     batch: int = 16
     steps: int = 100_000
-    max_minutes: float = 40.0
+    max_minutes: float = 28.0
     learning_rate: float = 2.5e-3
     weight_decay: float = 0.1
     eval_every: int = 250
