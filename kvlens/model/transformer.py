@@ -193,8 +193,8 @@ class HookedKVTransformer(HookedTransformer):
         **generation_kwargs: Any,
     ):
         """As ``HookedTransformer.generate``; with linear attention the cost of a token does not grow with the text."""
-        sampling = dict(top_k=top_k, top_p=top_p, temperature=temperature, freq_penalty=freq_penalty)
-        common = dict(
+        sampling: dict[str, Any] = dict(top_k=top_k, top_p=top_p, temperature=temperature, freq_penalty=freq_penalty)
+        common: dict[str, Any] = dict(
             max_new_tokens=max_new_tokens,
             stop_at_eos=stop_at_eos,
             eos_token_id=eos_token_id,
