@@ -154,7 +154,7 @@ def main(argv: list[str] | None = None) -> None:
         whole_model(64 if small else 4096, 1 if small else 3)
         conversion(64 if small else 4096, 1 if small else 5)
         decoding(16, 64 if small else 8192, 1 if small else 100)
-        generation(16, 64 if small else 8192, 2 if small else 32)
+        generation(16, 64 if small else 8192, 2 if small else 256)
     shift_cost(1 if small else 4, 16 if small else 512, 1 if small else 9)
 
 
