@@ -61,9 +61,9 @@ class OffsetPosEmbed(_Offset, PosEmbed):
 class SinusoidalPosEmbed(_Offset):
     """sin and cos of position / 10000^(2i / d_model), even features sin, odd features cos (Vaswani et al. 2017; LECTURE)."""
 
-    def __init__(self, d_model: int, dtype: torch.dtype):
+    def __init__(self, d_model: int):
         super().__init__()
-        self.d_model, self.dtype = d_model, dtype
+        self.d_model = d_model
 
     def forward(
         self,
@@ -71,11 +71,11 @@ class SinusoidalPosEmbed(_Offset):
         past_kv_pos_offset: int = 0,
         attention_mask: Int[Tensor, "batch offset_pos"] | None = None,
     ) -> Float[Tensor, "batch pos d_model"]:
-        """[batch, pos, d_model]; angles in float64, no longest text."""
+        """[batch, pos, d_model] in float64, to be rounded by the caller; there is no longest text."""
         ids = self.positions(tokens, past_kv_pos_offset, attention_mask)
         even = torch.arange(0, self.d_model, 2, device=ids.device, dtype=torch.float64)
         angles = ids.double()[..., None] * 10000.0 ** (-even / self.d_model)
-        embedded = torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(-2)[..., : self.d_model].to(self.dtype)
+        embedded = torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(-2)[..., : self.d_model]
         embedded = self.without_padding(embedded, past_kv_pos_offset, attention_mask)
         return embedded.expand(tokens.shape[0], -1, -1)
 

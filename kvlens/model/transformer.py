@@ -78,7 +78,7 @@ class HookedKVTransformer(HookedTransformer):
         if cfg.positional_embedding_type == "none":
             self.pos_embed = NoPosEmbed()
         elif cfg.positional_embedding_type == "sinusoidal":
-            self.pos_embed = SinusoidalPosEmbed(cfg.d_model, cfg.dtype)
+            self.pos_embed = SinusoidalPosEmbed(cfg.d_model)
         elif cfg.positional_embedding_type != "rotary":
             self.pos_embed = OffsetPosEmbed(cfg)
 
@@ -151,7 +151,8 @@ class HookedKVTransformer(HookedTransformer):
             )
         residual = embed
         if kind == "sinusoidal":
-            residual = embed + self.hook_pos_embed(self.pos_embed(embed[..., 0], pos_offset, attention_mask))
+            positions = self.pos_embed(embed[..., 0], pos_offset, attention_mask)
+            residual = embed + self.hook_pos_embed(positions.to(embed.dtype))
         return (residual, None) if return_shortformer_pos_embed else residual
 
     def _check_length(self, n_places: int, attention_mask: Tensor | None) -> None:

@@ -303,6 +303,14 @@ def test_low_precision_models_accumulate_in_float32(dtype):
     assert relative_error(model(x).float(), exact(x)) < 20 * torch.finfo(dtype).eps
 
 
+@pytest.mark.parametrize("positions", ["sinusoidal", "standard", "none", "rotary"])
+def test_the_residual_stream_keeps_the_models_dtype(positions):
+    model = linear_model(positional_embedding_type=positions, dtype=torch.float32)
+    model.to(torch.bfloat16, print_details=False)
+    _, cache = model.run_with_cache(tokens(1, 5))
+    assert cache["resid_post", 1].dtype == torch.bfloat16
+
+
 def test_autocast_does_not_reach_the_state():
     model, x = linear_model(dtype=torch.float32), tokens(1, 9)
     cache = TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", 1)
