@@ -24,7 +24,8 @@ def one_sequence(model: HookedKVTransformer, what: str, tokens: Tensor, *, may_b
     if tokens.numel() == 0 and not may_be_empty:
         raise KVLensError(f"{what}: it is empty; give at least one token")
     try:
-        model.check_tokens(tokens)
+        if tokens.numel():
+            model.check_tokens(tokens)
     except KVLensError as error:
         raise KVLensError(f"{what}: {error}") from error
     return tokens.to(model.W_E.device)

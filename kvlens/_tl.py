@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator
 
 import transformer_lens.loading_from_pretrained as loading
-from transformer_lens import ActivationCache, HookedTransformer, HookedTransformerConfig
+from transformer_lens import HookedTransformer, HookedTransformerConfig
 from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 from transformer_lens.cache.key_value_cache_entry import TransformerLensKeyValueCacheEntry
 from transformer_lens.components import AbstractAttention, Attention, GroupedQueryAttention, PosEmbed
@@ -19,7 +19,6 @@ from transformer_lens.utilities import USE_DEFAULT_VALUE, Slice, get_attention_m
 __all__ = [
     "USE_DEFAULT_VALUE",
     "AbstractAttention",
-    "ActivationCache",
     "Attention",
     "GroupedQueryAttention",
     "HookPoint",

@@ -165,6 +165,10 @@ def _prompt_and_text(args: argparse.Namespace) -> tuple[str, str]:
     for what, value in (("--prompt", prompt), ("--text", text)):
         if not value:
             raise KVLensError(f"{what} is empty; give at least one character")
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError:
+            raise KVLensError(f"{what} is not valid UTF-8 text; give it in UTF-8, or as a file") from None
     return prompt, text
 
 
@@ -226,7 +230,9 @@ def _add_train(commands: Any) -> None:
     train.add_argument("--out", required=True, metavar="DIR", help="folder of the model")
     train.add_argument("--minutes", type=float, default=28.0, metavar="M", help="when to stop (default: %(default)g)")
     train.add_argument("--seed", type=int, default=0, help="of weights and order of the text (default: %(default)s)")
-    train.add_argument("--overwrite", action="store_true", help="replace a folder that is not empty")
+    train.add_argument(
+        "--overwrite", action="store_true", help="replace the kvlens model that DIR holds; nothing else is replaced"
+    )
     train.set_defaults(run=_train)
 
 

@@ -33,7 +33,7 @@ def write_atomically(path: str | Path, content: bytes | str) -> None:
             os.unlink(temporary)
 
 
-def write_folder(folder: str | Path, fill: Callable[[Path], None]) -> Path:
+def write_folder(folder: str | Path, fill: Callable[[Path], object]) -> Path:
     """Let ``fill`` write into a temporary neighbour of ``folder``, then rename it into place; return its absolute path.
 
     What stands at ``folder`` is replaced: ask first whether it may be. It steps aside under another name, and is deleted

@@ -82,16 +82,31 @@ class KVShiftAndHooks(_Attention):
             raw = projections[x]
             before = boundary.get(x)
             if before is None and self.layer_bias is not None:
-                before = getattr(self, f"hook_last_{x}")(getattr(self.layer_bias, f"last_{x}"))
+                before = getattr(self.layer_bias, f"last_{x}").to(raw.device, raw.dtype)
+                before = through(getattr(self, f"hook_last_{x}"), before)
+            if before is not None and before.shape[2] != raw.shape[2]:  # ungrouped, as below
+                before = before.repeat_interleave(raw.shape[2] // before.shape[2], dim=2)
             parameter = getattr(self, f"{x}_shift_coef")
-            coef = getattr(self, f"hook_{x}_shift_coef")(
-                coefficients_from_parameter(parameter, self.cfg.kv_shift.parametrization)
-            )
+            coef = coefficients_from_parameter(parameter, self.cfg.kv_shift.parametrization)
+            coef = through(getattr(self, f"hook_{x}_shift_coef"), coef)
             if raw.shape[2] != coef.shape[0]:  # TransformerLens' ungroup_grouped_query_attention
                 coef = coef.repeat_interleave(raw.shape[2] // coef.shape[0], dim=0)
             shifted, after[x] = kv_shift(raw, coef, before, mask)
             projections = {**projections, x: getattr(self, f"hook_{x}_shifted")(shifted)}
         return projections, after
+
+
+def through(hook: HookPoint, x: Tensor) -> Tensor:
+    """``hook(x)``, on a copy where something is hooked: a hook that edits in place must not reach weights or a KVBias.
+
+    A backward hook gets its gradient also where ``x`` asked for none, as the tensors of an attached bias.
+    """
+    if not hook.has_hooks():
+        return x
+    x = x.clone()
+    if hook.has_hooks("bwd") and torch.is_grad_enabled() and not x.requires_grad:
+        x.requires_grad_()
+    return hook(x)
 
 
 def real_tokens(attention_mask: Tensor | None, pos: int, device: torch.device) -> Tensor | None:

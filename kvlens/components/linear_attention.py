@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from kvlens._tl import Attention, GroupedQueryAttention, HookPoint
 from kvlens.components.decode_cache import LinearCacheEntry
 from kvlens.components.features import FeatureMap
-from kvlens.components.kv_shift import KVShiftAndHooks, real_tokens
+from kvlens.components.kv_shift import KVShiftAndHooks, real_tokens, through
 from kvlens.errors import KVLensError
 from kvlens.ops.linear_attention import (
     LinearAttentionOutput,
@@ -119,8 +119,8 @@ class _Linear(KVShiftAndHooks):
         if rotary and not after:
             q = self.hook_rot_q(rotate(q, cos, sin, self.cfg.rotary_adjacent_pairs))
             k = self.hook_rot_k(rotate(k, cos, sin, self.cfg.rotary_adjacent_pairs))
-        phi_q = norm_q = self.hook_phi_q(self.feature_map(q))
-        phi_k = norm_k = self.hook_phi_k(self.feature_map(k))
+        phi_q = norm_q = through(self.hook_phi_q, self.feature_map(q))
+        phi_k = norm_k = through(self.hook_phi_k, self.feature_map(k))
         if rotary and after:
             phi_q = self.hook_rot_q(rotate(phi_q, cos, sin, self.cfg.rotary_adjacent_pairs))
             phi_k = self.hook_rot_k(rotate(phi_k, cos, sin, self.cfg.rotary_adjacent_pairs))
@@ -151,8 +151,8 @@ class _Linear(KVShiftAndHooks):
             b_kv, b_d = self.b_KV[None], self.b_D[None]
         else:
             return None
-        b_kv = self.hook_b_kv(b_kv.to(dtype))
-        return b_kv, self.hook_b_d(b_d.to(dtype)) if self.cfg.normalizer == "kernel" else None
+        b_kv = through(self.hook_b_kv, b_kv.to(self.W_O.device, dtype))
+        return b_kv, through(self.hook_b_d, b_d.to(self.W_O.device, dtype)) if self.cfg.normalizer == "kernel" else None
 
     def _attend(
         self,
@@ -231,7 +231,7 @@ class _Linear(KVShiftAndHooks):
         """The context's part of z by way of the hooked scores and pattern."""
         v = v if mask is None else without_padding(v, mask)
         scores = self.hook_attn_scores(causal_scores(phi_q, phi_k, decay, mask))
-        pattern = self.hook_pattern(scores if n is None else scores / n.permute(0, 2, 1, 3))
+        pattern = through(self.hook_pattern, scores if n is None else scores / n.permute(0, 2, 1, 3))
         values = v.repeat_interleave(pattern.shape[1] // v.shape[2], dim=2).transpose(1, 2)
         z_context = (pattern @ values).transpose(1, 2)
         if before is None:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvlens._tl import AbstractAttention, Attention, GroupedQueryAttention
@@ -46,9 +47,9 @@ class _SoftmaxWithShift(KVShiftAndHooks):
             entry.boundary = boundary
         return shifted["q"], shifted["k"], shifted["v"]
 
-    def _grow_given_alibi(self, n: int, device: object) -> None:
+    def _grow_given_alibi(self, n: int, device: torch.device) -> None:
         """TransformerLens makes its own slopes when it finds no ALiBi bias of sufficient size: have one ready."""
-        if self.alibi is None or self.alibi.shape[-1] < n:
+        if self.alibi is None or self.alibi.shape[-1] < n or self.alibi.device != device:
             slopes = self.W_Q.new_tensor(list(self.cfg.alibi_slopes))  # type: ignore[operator]
             self.alibi = AbstractAttention.create_alibi_slope(n, device) * slopes[:, None, None]  # type: ignore[arg-type]
 

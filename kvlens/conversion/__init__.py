@@ -1,4 +1,4 @@
-"""From a prompt to weights: exact for linear attention (ICLCA, DESIGN of the error: none but rounding)."""
+"""From a prompt to weights: exact for linear attention (ICLCA): no error but rounding."""
 
 from kvlens.conversion.convert import convert_prompt
 

@@ -1,4 +1,4 @@
-"""Exact conversion of a prompt into KV biases (ICLCA alg. 1, eq. 13 and 19; the mathematics below is kvlens' own wording).
+"""Exact conversion of a prompt into KV biases (ICLCA alg. 1, eq. 13 and 19, in kvlens' notation).
 
 For each layer, with that layer's own input from the prompt of M tokens:
 
@@ -24,7 +24,7 @@ from kvlens._tl import TransformerLensKeyValueCache
 from kvlens.components import LinearCacheEntry
 from kvlens.conversion.prompt import Prompt, PromptTokens, prompt_tokens
 from kvlens.errors import KVLensError
-from kvlens.kv_bias import KVBias
+from kvlens.kv_bias import Fingerprint, KVBias
 from kvlens.model import HookedKVTransformer
 from kvlens.ops.linear_attention import rebase_state
 
@@ -49,7 +49,8 @@ def convert_prompt(
             attached one). Continuing equals converting the concatenation of both prompts' tokens.
         prepend_bos: whether strings get a BOS; None gives them one by the model's default, and only where no bias is
             attached and ``initial`` is None. Tokens are taken as they are.
-        fwd_hooks: TransformerLens hooks (name, function) that act inside the prompt's own pass.
+        fwd_hooks: TransformerLens hooks (name, function) that act inside the prompt's own pass. What they make of the old
+            bias (``hook_b_kv``) is what the new one continues from.
         detach: False keeps the graph, so that gradients flow from the bias into weights and activations.
 
     Returns:
@@ -70,14 +71,16 @@ def convert_prompt(
         stack.enter_context(torch.set_grad_enabled(not detach and torch.is_grad_enabled()))
         if initial is not None:
             stack.enter_context(model.kv_bias(initial))
-        old = model.attached_kv_bias
+        old, fingerprint = model.attached_kv_bias, model.fingerprint()
+        if old is not None:
+            old.fingerprint.check(fingerprint, "convert_prompt: the bias to continue from no longer fits")
         if old is not None and old.batch_size not in (None, 1, tokens.tokens.shape[0]):
             raise KVLensError(
                 f"convert_prompt: the bias to continue from holds {old.batch_size} prompts, this prompt "
                 f"{tokens.tokens.shape[0]}: give one row a prompt, or continue from one (select_prompt)"
             )
         entries = _run_prompt(model, tokens, fwd_hooks)
-        bias = _collect(model, tokens, entries, old)
+        bias = _collect(model, tokens, entries, old, fingerprint)
     _check_finite(model, bias)
     return bias
 
@@ -113,12 +116,19 @@ def _run_prompt(model: HookedKVTransformer, prompt: PromptTokens, fwd_hooks: Seq
     return cache.entries  # type: ignore[return-value]
 
 
-def _collect(model: HookedKVTransformer, prompt: PromptTokens, entries: list[LinearCacheEntry], old: KVBias | None) -> KVBias:
+def _collect(
+    model: HookedKVTransformer,
+    prompt: PromptTokens,
+    entries: list[LinearCacheEntry],
+    old: KVBias | None,
+    fingerprint: Fingerprint,
+) -> KVBias:
     cfg = model.cfg
     lengths = prompt.lengths()
+    old = None if old is None else old.to(prompt.tokens.device)
     has_batch = prompt.has_batch or (old is not None and old.batch_size is not None)
     layers = [_layer_tensors(model, layer, entry, lengths) for layer, entry in enumerate(entries)]
-    stacked = [torch.stack(tensors) for tensors in zip(*layers, strict=True)]
+    stacked = [torch.stack([t.to(prompt.tokens.device) for t in tensors]) for tensors in zip(*layers, strict=True)]
     b_kv, b_d, last_k, last_v, last_q = stacked if has_batch else [t[:, 0] for t in stacked]
     offset = 0 if cfg.rotates_after else lengths + (0 if old is None else old.position_offset)
     return KVBias(
@@ -129,7 +139,7 @@ def _collect(model: HookedKVTransformer, prompt: PromptTokens, entries: list[Lin
         last_q=last_q,
         n_prompt_tokens=lengths + (0 if old is None else old.n_prompt_tokens),
         position_offset=offset,
-        fingerprint=model.fingerprint() if old is None else old.fingerprint,
+        fingerprint=fingerprint,
     )
 
 
@@ -165,9 +175,11 @@ def _boundary(entry: LinearCacheEntry, name: str, like: Tensor, n_heads: int) ->
 
 
 def _check_finite(model: HookedKVTransformer, bias: KVBias) -> None:
+    broken = [name for name, p in model.named_parameters() if not bool(p.detach().sum().isfinite())]
+    broken = [name for name in broken if not bool(model.get_parameter(name).isfinite().all())]  # a sum may overflow
+    if broken:
+        raise KVLensError(f"convert_prompt: these weights are not finite: {', '.join(broken[:5])}")
     bad = (~bias.b_KV.isfinite()).flatten(1).any(dim=1) | (~bias.b_D.isfinite()).flatten(1).any(dim=1)
-    if not bool(bad.any()):
-        return
-    broken = [name for name, parameter in model.named_parameters() if not bool(parameter.isfinite().all())]
-    cause = f"these weights are not finite: {', '.join(broken[:5])}" if broken else "activations overflow in the prompt's pass"
-    raise KVLensError(f"convert_prompt: the bias of layer {int(bad.nonzero()[0])} is not finite; {cause}")
+    if bool(bad.any()):
+        layer = int(bad.nonzero()[0])
+        raise KVLensError(f"convert_prompt: the bias of layer {layer} is not finite: activations overflow in the prompt's pass")

@@ -76,4 +76,6 @@ def _tokenize(model: HookedKVTransformer, text: str, prepend_bos: bool) -> Tenso
 
 
 def _describe(prompt: object) -> str:
-    return f"an empty {type(prompt).__name__}" if prompt in ([], ()) else type(prompt).__name__
+    empty = isinstance(prompt, (list, tuple)) and not prompt
+    kinds = f" of {type(prompt[0]).__name__}" if isinstance(prompt, list) and prompt else ""
+    return f"an empty {type(prompt).__name__}" if empty else type(prompt).__name__ + kinds

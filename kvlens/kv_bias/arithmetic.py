@@ -43,6 +43,8 @@ def combine(
         other.fingerprint.check(first.fingerprint, "combine", whose="the first bias")
         if other.b_KV.dtype != first.b_KV.dtype:
             raise KVLensError(f"combine: dtypes differ: {first.b_KV.dtype} and {other.b_KV.dtype}; bias.to(dtype) converts")
+        if other.b_KV.device != first.b_KV.device:
+            raise KVLensError(f"combine: devices differ: {first.b_KV.device} and {other.b_KV.device}; bias.to(device) moves")
         if other.b_KV.shape != first.b_KV.shape:
             raise KVLensError(f"combine: batch shapes differ: {list(first.b_KV.shape)} and {list(other.b_KV.shape)}")
         _check_agreement(first, other, boundary)

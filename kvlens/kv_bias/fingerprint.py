@@ -14,8 +14,8 @@ from kvlens.errors import KVLensError
 class Fingerprint:
     """Everything that a bias depends on.
 
-    ``block`` holds what else shapes a layer; ``weights`` is a hash of the parameters in float32, weight
-    processing included.
+    ``rest`` holds every other field of the configuration that shapes an activation; ``weights`` is a hash of the parameters
+    in float32, weight processing included.
     """
 
     attention: str
@@ -31,10 +31,9 @@ class Fingerprint:
     attn_scale: float
     positional_embedding_type: str
     rotary_placement: str | None
-    rotary: str
     decay: str
     kv_shift: str
-    block: str
+    rest: str
     weights: str
 
     def check(self, other: "Fingerprint", what: str, whose: str = "the model") -> None:
@@ -42,6 +41,9 @@ class Fingerprint:
         for f in fields(self):
             mine, theirs = getattr(self, f.name), getattr(other, f.name)
             if mine != theirs:
+                if f.name == "rest":
+                    a, b = set(mine.split("; ")), set(theirs.split("; "))
+                    mine, theirs = "; ".join(sorted(a - b)), "; ".join(sorted(b - a))
                 same_shape = " (same structure, other weights)" if f.name == "weights" else ""
                 raise KVLensError(
                     f"{what}: {f.name} differs{same_shape}: {mine!r} for the bias, {theirs!r} for {whose}. A bias fits "

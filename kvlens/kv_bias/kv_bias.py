@@ -7,6 +7,7 @@ and, for a model with KV shift, the *boundary*: the raw last keys, values (and q
 tokens of the text mix into their own. Without it the conversion is off by 4-16 %.
 """
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +30,9 @@ BOUNDARY = ("last_k", "last_v", "last_q")
 @dataclass(frozen=True, eq=False, repr=False)
 class KVBias:
     """A converted prompt, or a batch of them. Immutable; every operation gives a new one.
+
+    Sums and positive multiples of biases keep the normaliser phi(q).D positive; a difference or a negative multiple may not,
+    and then the output is finite and means nothing: look at ``hook_normalizer``.
 
     Attributes:
         b_KV: [layer, (batch,) head, d_phi, d_head], per query head.
@@ -97,6 +101,8 @@ class KVBias:
 
     def to(self, device_or_dtype: torch.device | torch.dtype | str) -> "Self":
         """The same bias on another device or in another floating dtype."""
+        if isinstance(device_or_dtype, torch.dtype) and not device_or_dtype.is_floating_point:
+            raise KVLensError(f"KVBias.to: expected a floating dtype or a device, got {device_or_dtype}")
         moved: dict[str, Any] = {name: getattr(self, name).to(device_or_dtype) for name in TENSORS}
         if not isinstance(device_or_dtype, torch.dtype):
             for name in ("n_prompt_tokens", "position_offset"):
@@ -113,7 +119,8 @@ class KVBias:
         """One prompt of a batch, without the batch axis."""
         if self.batch_size is None:
             raise KVLensError("select_prompt: this bias holds a single prompt, without a batch axis")
-        if not isinstance(index, int) or not -self.batch_size <= index < self.batch_size:
+        index = operator.index(index)
+        if not -self.batch_size <= index < self.batch_size:
             raise KVLensError(f"select_prompt: index {index} is out of range for {self.batch_size} prompts")
         picked: dict[str, Any] = {name: getattr(self, name)[:, index] for name in TENSORS}
         for name in ("n_prompt_tokens", "position_offset"):
@@ -199,8 +206,10 @@ def _plain(value: int | Tensor) -> int | list[int]:
 
 
 def _index(what: str, index: int, n: int) -> int:
-    if isinstance(index, bool) or not isinstance(index, int):
-        raise KVLensError(f"select: {what} must be an integer, got {index!r}")
+    try:
+        index = operator.index(index) if not isinstance(index, bool) else operator.index(None)  # type: ignore[arg-type]
+    except TypeError:
+        raise KVLensError(f"select: {what} must be an integer, got {index!r}") from None
     if not -n <= index < n:
         raise KVLensError(f"select: {what} {index} does not exist; there are {n}")
     return index

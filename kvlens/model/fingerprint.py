@@ -1,46 +1,31 @@
 """The fingerprint of a model: its structure, and a hash of its weights in float32 (see :mod:`kvlens.kv_bias.fingerprint`)."""
 
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, fields
 
 import torch
 import xxhash
-from torch import nn
+from torch import Tensor, nn
 
 from kvlens.kv_bias import Fingerprint
 from kvlens.model.config import HookedKVTransformerConfig
 
-ROTARY_FIELDS = (
-    "rotary_dim",
-    "rotary_base",
-    "rotary_base_local",
-    "rotary_adjacent_pairs",
-    "rotary_scaling_factor",
-    "use_NTK_by_parts_rope",
-    "NTK_by_parts_factor",
-    "use_yarn_rope",
-    "yarn_factor",
-)
-BLOCK_FIELDS = (
-    "attn_only",
-    "act_fn",
-    "gated_mlp",
-    "normalization_type",
-    "eps",
-    "parallel_attn_mlp",
-    "use_qk_norm",
-    "use_normalization_before_and_after",
-    "post_embedding_ln",
-    "scale_attn_by_inverse_layer_idx",
-    "num_experts",
-    "experts_per_token",
-    "original_architecture",
-)
+NAMED = {f.name for f in fields(Fingerprint)} | {"n_key_value_heads"}
+WITHOUT_EFFECT = {
+    *("model_name", "tokenizer_name", "n_ctx", "seed", "dtype", "n_devices", "n_params", "trust_remote_code", "d_vocab_out"),
+    *("init_weights", "init_mode", "initializer_range", "from_checkpoint", "tie_word_embeddings", "default_prepend_bos"),
+    *("checkpoint_index", "checkpoint_label_type", "checkpoint_value", "tokenizer_prepends_bos", "layer_norm_folding"),
+    *("use_attn_result", "use_split_qkv_input", "use_attn_in", "use_hook_mlp_in", "use_hook_tokens", "uses_rms_norm"),
+    *("ungroup_grouped_query_attention", "linear_attention_form", "accumulation_dtype", "trainable_kv_bias"),
+    *("load_in_4bit", "quantization_method", "train_seq_length"),
+}
+"""Fields of the configuration that change no activation, or only how it is computed. All others count, also future ones."""
 _TRAINED_BIAS = (".attn.b_KV", ".attn.b_D")  # an attached bias replaces them
 
 
 def fingerprint_of(model: nn.Module, cfg: HookedKVTransformerConfig) -> Fingerprint:
     """Structure and weights as they are now. Reads every weight once (about 10 GB a second)."""
-    rotary, linear = cfg.positional_embedding_type == "rotary", cfg.attention == "linear"
+    linear = cfg.attention == "linear"
     decay = cfg.decay_per_head()
     return Fingerprint(
         attention=cfg.attention,
@@ -56,26 +41,26 @@ def fingerprint_of(model: nn.Module, cfg: HookedKVTransformerConfig) -> Fingerpr
         attn_scale=float(cfg.attn_scale),
         positional_embedding_type=cfg.positional_embedding_type,
         rotary_placement=cfg.rotary_placement,
-        rotary=_words(cfg, ROTARY_FIELDS) if rotary else "none",
         decay="none" if decay is None else ", ".join(f"{g:.9g}" for g in decay.tolist()),
         kv_shift="none" if cfg.kv_shift is None else _shift_words(cfg),
-        block=_words(cfg, BLOCK_FIELDS),
-        weights=weights_hash(model),
+        rest=_rest(cfg),
+        weights=weights_hash(model.state_dict()),
     )
 
 
-def weights_hash(model: nn.Module) -> str:
-    """xxh3-128 over names, shapes and float32 values of the parameters and of the random projections."""
+def weights_hash(state: Mapping[str, Tensor]) -> str:
+    """xxh3-128 over names, shapes and float32 values of what ``state_dict`` holds of weights and random projections."""
     hasher = xxhash.xxh3_128()
-    tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
-    tensors.update((name, buffer) for name, buffer in model.named_buffers() if name.endswith("feature_map.projection"))
-    for name in sorted(tensors):
-        if name.endswith(_TRAINED_BIAS):
-            continue
-        values = tensors[name].detach().to("cpu", torch.float32).contiguous()
+    for name in sorted(name for name in state if is_weight(name) and not name.endswith(_TRAINED_BIAS)):
+        values = state[name].detach().to("cpu", torch.float32).contiguous()
         hasher.update(f"{name}{list(values.shape)}".encode())
         hasher.update(values.numpy().data)
     return hasher.hexdigest()
+
+
+def is_weight(name: str) -> bool:
+    """Whether a name in the state dict is more than a table that TransformerLens computes anew."""
+    return name.rsplit(".", 1)[-1] not in ("mask", "IGNORE", "rotary_sin", "rotary_cos")
 
 
 def _shift_words(cfg: HookedKVTransformerConfig) -> str:
@@ -83,5 +68,6 @@ def _shift_words(cfg: HookedKVTransformerConfig) -> str:
     return ", ".join(f"{k} {v}" for k, v in shift.items())
 
 
-def _words(cfg: HookedKVTransformerConfig, names: tuple[str, ...]) -> str:
-    return ", ".join(f"{name} {getattr(cfg, name)}" for name in names)
+def _rest(cfg: HookedKVTransformerConfig) -> str:
+    plain = cfg.to_json()
+    return "; ".join(f"{name} {plain[name]}" for name in sorted(plain) if name not in NAMED | WITHOUT_EFFECT)

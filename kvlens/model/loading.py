@@ -42,13 +42,12 @@ def from_hooked_transformer(
     """
     if not isinstance(model, HookedTransformer):
         raise KVLensError(f"from_hooked_transformer: expected a HookedTransformer, got {type(model).__name__}")
-    if hasattr(model, "default_prepend_bos_detached"):
-        changes.setdefault("default_prepend_bos", model.default_prepend_bos_detached)
     cfg = HookedKVTransformerConfig.from_tl(model.cfg, **{**changes, "init_weights": False})
     copy = build_with_ready_tokenizer(cls, cfg, model.tokenizer)
     cfg.init_weights = model.cfg.init_weights
     copy.init_kv_parameters()
     _copy_weights(copy, model)
+    copy.rounded_from = getattr(model, "rounded_from", None)
     return copy
 
 
@@ -100,23 +99,26 @@ def from_pretrained(
         KVLensError: an unknown name (the nearest is proposed), a folder that lacks something, an unsupported architecture.
     """
     if hf_model is None and not is_local_folder(model_name):
-        if kv_shift is not None and kv_shift.values:
-            fold_value_biases = bool(fold_value_biases)
-        processing = {
+        if kv_shift is not None and kv_shift.values and fold_value_biases is None:
+            fold_value_biases = False
+        hub_kwargs = {
             "fold_ln": fold_ln,
             "center_writing_weights": center_writing_weights,
             "center_unembed": center_unembed,
-            "fold_value_biases": fold_value_biases is not False,
+            "fold_value_biases": fold_value_biases,
             "refactor_factored_attn_matrices": refactor_factored_attn_matrices,
+            "default_padding_side": default_padding_side,
+            "move_to_device": move_to_device,
+            **loader_kwargs,
         }
-        return _from_hub(cls, official_name(str(model_name)), tokenizer, kv_shift, processing, loader_kwargs)
+        return _from_hub(cls, official_name(str(model_name)), tokenizer, kv_shift, hub_kwargs)
     parts = load_pretrained_parts(model_name, hf_model=hf_model, tokenizer=tokenizer, fold_ln=fold_ln, **loader_kwargs)
     if parts.cfg.original_architecture in POST_NORM:  # as TransformerLens' own from_pretrained does, with a warning
         fold_ln = center_writing_weights = False
     cfg = HookedKVTransformerConfig.from_tl(parts.cfg, kv_shift=kv_shift, init_weights=False)
     model = build_with_ready_tokenizer(cls, cfg, None, move_to_device=False)
     if parts.tokenizer is not None:
-        _set_tokenizer(model, parts.tokenizer, default_padding_side)
+        model.set_tokenizer(parts.tokenizer, default_padding_side=default_padding_side)
     model.init_kv_parameters()
     model.load_and_process_state_dict(
         parts.state_dict,
@@ -132,23 +134,13 @@ def from_pretrained(
 
 
 def _from_hub(
-    cls: type["HookedKVTransformer"],
-    name: str,
-    tokenizer: Any,
-    kv_shift: KVShiftConfig | None,
-    processing: dict[str, bool],
-    loader_kwargs: dict[str, Any],
+    cls: type["HookedKVTransformer"], name: str, tokenizer: Any, kv_shift: KVShiftConfig | None, kwargs: dict[str, Any]
 ) -> "HookedKVTransformer":
     """TransformerLens' own way by official name, which asks the hub or its cache; it builds ``cls`` by itself."""
     if kv_shift is not None:
         probe = HookedKVTransformerConfig(n_layers=1, d_model=2, d_head=2, n_ctx=1, d_vocab=1, act_fn="relu", kv_shift=kv_shift)
-        check_weight_processing(probe, processing["fold_value_biases"], processing["refactor_factored_attn_matrices"])
+        check_weight_processing(probe, kwargs["fold_value_biases"], kwargs["refactor_factored_attn_matrices"])
     load = HookedTransformer.from_pretrained.__func__  # type: ignore[attr-defined]
     with without_deprecation_warning():
-        model = load(cls, name, tokenizer=tokenizer, **processing, **loader_kwargs)
+        model = load(cls, name, tokenizer=tokenizer, **kwargs)
     return model if kv_shift is None else from_hooked_transformer(cls, model, kv_shift=kv_shift)
-
-
-def _set_tokenizer(model: "HookedKVTransformer", tokenizer: Any, padding_side: str | None) -> None:
-    """TransformerLens' ``set_tokenizer``, with the configured name kept (it is None while constructing)."""
-    model.set_tokenizer(tokenizer, default_padding_side=padding_side)

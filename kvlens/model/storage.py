@@ -13,6 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from kvlens.errors import KVLensError
 from kvlens.files import check_writable, write_folder
 from kvlens.model.config import HookedKVTransformerConfig
+from kvlens.model.fingerprint import is_weight, weights_hash
 from kvlens.model.loading import build_with_ready_tokenizer
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 FORMAT, FORMAT_VERSION = "kvlens.model", 1
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
-_RECOMPUTED = ("mask", "IGNORE", "rotary_sin", "rotary_cos")
 
 
 def save_model(
@@ -43,8 +43,9 @@ def save_model(
     """
     check_model_folder(folder, overwrite=overwrite)
     config = {"format": FORMAT, "format_version": FORMAT_VERSION, "kvlens_version": version("kvlens")}
-    config["config"] = {**model.cfg.to_json(), "default_prepend_bos": model.default_prepend_bos_detached}
-    tensors = {n: t.detach().to("cpu", stored_dtype or t.dtype) for n, t in model.state_dict().items() if _is_stored(n)}
+    config["config"] = model.cfg.to_json()
+    tensors = {n: t.detach().to("cpu", stored_dtype or t.dtype) for n, t in model.state_dict().items() if is_weight(n)}
+    config["rounded_from"] = [weights_hash(tensors), model.fingerprint().weights]  # a rounded copy keeps its biases
 
     def fill(temporary: Path) -> None:
         (temporary / WEIGHTS).write_bytes(save({n: t.contiguous().clone() for n, t in tensors.items()}, {"format": "pt"}))
@@ -83,22 +84,24 @@ def load_model(
         KVLensError: not such a folder, a truncated file, a newer format, or weights that do not fit the configuration.
     """
     folder = Path(folder)
-    cfg = HookedKVTransformerConfig.from_json(_read_config(folder), device=device, init_weights=False)
+    stored = _read_config(folder)
+    cfg = HookedKVTransformerConfig.from_json(stored["config"], device=device, init_weights=False)
     try:
         tensors = load_file(folder / WEIGHTS)
     except (SafetensorError, OSError) as error:
         raise KVLensError(f"load: {folder / 'model.safetensors'} is missing or truncated ({error})") from error
-    has_tokenizer = (folder / "tokenizer_config.json").is_file()
-    tokenizer: PreTrainedTokenizerBase | None = AutoTokenizer.from_pretrained(folder) if has_tokenizer else None
-    model = build_with_ready_tokenizer(cls, cfg, tokenizer)
+    model = build_with_ready_tokenizer(cls, cfg, _load_tokenizer(folder))
     cfg.init_weights = True
-    expected = {name for name in model.state_dict() if _is_stored(name)}
-    if expected != set(tensors):
-        missing, extra = sorted(expected - set(tensors)), sorted(set(tensors) - expected)
+    expected = {(name, t.shape) for name, t in model.state_dict().items() if is_weight(name)}
+    found = {(name, t.shape) for name, t in tensors.items()}
+    if expected != found:
+        missing, extra = ([f"{n} {list(s)}" for n, s in sorted(part)] for part in (expected - found, found - expected))
         raise KVLensError(
             f"load: the weights in {folder} do not fit its configuration: missing {missing[:3]}, unknown {extra[:3]}"
         )
     model.load_state_dict(tensors, strict=False)
+    if "rounded_from" in stored:
+        model.rounded_from = tuple(stored["rounded_from"])
     if dtype is not None and dtype != cfg.dtype:
         model.to(dtype, print_details=False)
     return model
@@ -112,17 +115,22 @@ def _read_config(folder: Path) -> dict[str, Any]:
         stored = json.loads(path.read_text())
     except json.JSONDecodeError as error:
         raise KVLensError(f"load: {path} is truncated or not JSON ({error})") from error
-    if stored.get("format") != FORMAT:
+    if not isinstance(stored, dict) or stored.get("format") != FORMAT or not isinstance(stored.get("config"), dict):
         raise KVLensError(
             f"load: {path} was not written by kvlens; for a Hugging Face folder use HookedKVTransformer.from_pretrained"
         )
-    if stored["format_version"] > FORMAT_VERSION:
+    if int(stored.get("format_version", 0)) > FORMAT_VERSION:
         raise KVLensError(
             f"load: {path} has format version {stored['format_version']}, this kvlens reads up to {FORMAT_VERSION}: "
             "upgrade kvlens"
         )
-    return stored["config"]
+    return stored
 
 
-def _is_stored(name: str) -> bool:
-    return name.rsplit(".", 1)[-1] not in _RECOMPUTED
+def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
+    if not (folder / "tokenizer_config.json").is_file():
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # transformers raises whatever its parsers raise
+        raise KVLensError(f"load: the tokenizer in {folder} is damaged ({error})") from error

@@ -25,7 +25,7 @@ from kvlens.components import LayerBias, NoPosEmbed, OffsetPosEmbed, SinusoidalP
 from kvlens.errors import KVLensError, nearest
 from kvlens.kv_bias import Fingerprint, KVBias
 from kvlens.model.caching import slice_right_axis
-from kvlens.model.config import HookedKVTransformerConfig, KVShiftConfig
+from kvlens.model.config import HookedKVTransformerConfig
 from kvlens.model.fingerprint import fingerprint_of, weights_hash
 from kvlens.model.generation import generate_from_state
 from kvlens.model.weights import check_weight_processing
@@ -58,8 +58,8 @@ class HookedKVTransformer(HookedTransformer):
         finally:
             cfg.init_weights = wants_init
         self._attached: KVBias | None = None
-        self._detached_prepend_bos = cfg.default_prepend_bos
-        self._rounded_from: tuple[str, str] | None = None  # (hash of the rounded weights, hash before rounding)
+        self._in_transformer_lens_generate = False
+        self.rounded_from: tuple[str, str] | None = None  # (hash of the rounded weights, hash before rounding)
         self._replace_components()
         if wants_init:
             self.init_weights()
@@ -85,7 +85,8 @@ class HookedKVTransformer(HookedTransformer):
     def init_weights(self) -> None:
         """TransformerLens' initial weights for ``cfg.seed``, and kvlens' own; the global generators stay as they were."""
         seed = self.cfg.seed
-        with torch.random.fork_rng(enabled=seed is not None):
+        devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
+        with torch.random.fork_rng(devices, enabled=seed is not None):
             super().init_weights()
         self.init_kv_parameters()
 
@@ -96,6 +97,9 @@ class HookedKVTransformer(HookedTransformer):
             block.attn.init_shift(generator)
             if self.cfg.attention == "linear":
                 block.attn.feature_map.init_weights(generator)
+            if self.cfg.trainable_kv_bias:
+                torch.nn.init.zeros_(block.attn.b_KV)
+                torch.nn.init.zeros_(block.attn.b_D)
 
     # --- forward -----------------------------------------------------------------------------------------------------
 
@@ -114,6 +118,9 @@ class HookedKVTransformer(HookedTransformer):
         past_kv_cache: TransformerLensKeyValueCache | None = None,
     ):
         """As TransformerLens'; tokens are checked, and a cache works without a tokenizer (then nothing is padding)."""
+        prepend_bos = self._prepend_bos(prepend_bos)
+        if isinstance(input, (str, list)) and self.tokenizer is not None:
+            input = self.to_tokens(input, prepend_bos=prepend_bos, padding_side=padding_side)  # noqa: A001
         if isinstance(input, Tensor):
             self.check_tokens(input)
             if past_kv_cache is not None and attention_mask is None and self.tokenizer is None:
@@ -122,9 +129,11 @@ class HookedKVTransformer(HookedTransformer):
 
     def check_tokens(self, tokens: Tensor) -> None:
         """Raise KVLensError unless every token id lies in the vocabulary."""
-        if tokens.is_floating_point() or tokens.dtype == torch.bool:
-            raise KVLensError(f"tokens must be integers, got {tokens.dtype}")
-        if tokens.numel() and (int(tokens.min()) < 0 or int(tokens.max()) >= self.cfg.d_vocab):
+        if tokens.is_floating_point() or tokens.dtype in (torch.bool, torch.uint8):  # torch reads uint8 indices as a mask
+            raise KVLensError(f"tokens must be integers (int64 or int32), got {tokens.dtype}")
+        if tokens.numel() == 0:
+            raise KVLensError("the text is empty: give at least one token (a bias stands for a prompt, not for a text)")
+        if int(tokens.min()) < 0 or int(tokens.max()) >= self.cfg.d_vocab:
             raise KVLensError(
                 f"token ids must lie in 0..{self.cfg.d_vocab - 1} (d_vocab={self.cfg.d_vocab}), "
                 f"got {int(tokens.min())}..{int(tokens.max())}"
@@ -141,8 +150,8 @@ class HookedKVTransformer(HookedTransformer):
         device: Any = None,
     ):
         """As TransformerLens', with sinusoidal and no positions, the offset of an attached bias, and a clear n_ctx error."""
-        if tokens is None and attention_mask is None:
-            pos_offset = 0  # generate() without a tokenizer hands over the embeddings of the whole text, not of the new token
+        if self._in_transformer_lens_generate and attention_mask is None:
+            pos_offset = 0  # without a tokenizer it hands over the embeddings of the whole text, not of the new token
         self._check_length(pos_offset + embed.shape[1], attention_mask)
         kind = self.cfg.positional_embedding_type
         if kind not in ("none", "sinusoidal"):
@@ -170,9 +179,13 @@ class HookedKVTransformer(HookedTransformer):
         move_to_device: bool = True,
         truncate: bool = True,
     ):
-        """As TransformerLens'; nothing is cut off where the model has no longest text."""
+        """As TransformerLens'; nothing is cut off where the model has no longest text, no BOS added under a bias."""
         truncate = truncate and self.cfg.has_position_limit
-        return super().to_tokens(input, prepend_bos, padding_side, move_to_device, truncate)
+        return super().to_tokens(input, self._prepend_bos(prepend_bos), padding_side, move_to_device, truncate)
+
+    def _prepend_bos(self, wanted: Any) -> Any:
+        """By default no BOS while a bias is attached: the prompt had one."""
+        return False if wanted is USE_DEFAULT_VALUE and self._attached is not None else wanted
 
     @torch.inference_mode()
     def generate(
@@ -200,7 +213,7 @@ class HookedKVTransformer(HookedTransformer):
             stop_at_eos=stop_at_eos,
             eos_token_id=eos_token_id,
             do_sample=do_sample,
-            prepend_bos=prepend_bos,
+            prepend_bos=self._prepend_bos(prepend_bos),
             padding_side=padding_side,
             return_type=return_type,
             verbose=verbose,
@@ -209,7 +222,11 @@ class HookedKVTransformer(HookedTransformer):
         stateful = self.cfg.attention == "linear" and use_past_kv_cache and max_new_tokens > 0
         if stateful and not embeddings and return_type in ("input", "str", "tokens") and not generation_kwargs:
             return generate_from_state(self, input, **common, **sampling)
-        return super().generate(input, use_past_kv_cache=use_past_kv_cache, **common, **sampling, **generation_kwargs)
+        self._in_transformer_lens_generate = True
+        try:
+            return super().generate(input, use_past_kv_cache=use_past_kv_cache, **common, **sampling, **generation_kwargs)
+        finally:
+            self._in_transformer_lens_generate = False
 
     # --- hooks: a misspelt name is an error that proposes the nearest ------------------------------------------------
 
@@ -251,11 +268,6 @@ class HookedKVTransformer(HookedTransformer):
     # --- KV bias -----------------------------------------------------------------------------------------------------
 
     @property
-    def default_prepend_bos_detached(self) -> bool:
-        """``cfg.default_prepend_bos`` as it is when no bias is attached."""
-        return self.cfg.default_prepend_bos if self._attached is None else self._detached_prepend_bos
-
-    @property
     def attached_kv_bias(self) -> KVBias | None:
         """The bias that forward passes read now, None without one."""
         return self._attached
@@ -263,8 +275,8 @@ class HookedKVTransformer(HookedTransformer):
     def fingerprint(self) -> Fingerprint:
         """Structure and weights of this model, as biases are checked against."""
         fingerprint = fingerprint_of(self, self.cfg)
-        if self._rounded_from is not None and fingerprint.weights == self._rounded_from[0]:
-            return Fingerprint(**{**fingerprint.to_json(), "weights": self._rounded_from[1]})
+        if self.rounded_from is not None and fingerprint.weights == self.rounded_from[0]:
+            return Fingerprint(**{**fingerprint.to_json(), "weights": self.rounded_from[1]})
         return fingerprint
 
     def attach_kv_bias(self, bias: KVBias) -> None:
@@ -278,10 +290,7 @@ class HookedKVTransformer(HookedTransformer):
         if not isinstance(bias, KVBias):
             raise KVLensError(f"attach_kv_bias: expected a KVBias, got {type(bias).__name__}")
         bias.fingerprint.check(self.fingerprint(), "attach_kv_bias")
-        if self._attached is None:
-            self._detached_prepend_bos = self.cfg.default_prepend_bos
         self._attached = bias
-        self.cfg.default_prepend_bos = False
         self._spread_bias()
 
     def detach_kv_bias(self) -> None:
@@ -289,7 +298,6 @@ class HookedKVTransformer(HookedTransformer):
         if self._attached is None:
             return
         self._attached = None
-        self.cfg.default_prepend_bos = self._detached_prepend_bos
         self._spread_bias()
 
     @contextlib.contextmanager
@@ -300,23 +308,28 @@ class HookedKVTransformer(HookedTransformer):
         try:
             yield self
         finally:
-            self.detach_kv_bias()
-            if before is not None:
-                self._attached, self.cfg.default_prepend_bos = before, False
-                self._spread_bias()
+            self._attached = before
+            self._spread_bias()
 
+    @torch.enable_grad()
     def _spread_bias(self) -> None:
-        """Give each layer its share of the attached bias, on its device and in float32 or better."""
+        """Give each layer its share of the attached bias: views, so that a bias in training is read as it is now."""
         bias = self._attached
-        dtype = self.cfg.accumulates_in
         for layer, block in enumerate(self.blocks):
             block.attn.layer_bias = None
             if bias is not None:
-                place = block.attn.W_O.device
+                offset = bias.position_offset
                 tensors = (bias.b_KV, bias.b_D, bias.last_k, bias.last_v, bias.last_q)
                 parts = [t[layer] if bias.batch_size is not None else t[layer][None] for t in tensors]
-                b_kv, b_d, last_k, last_v, last_q = (part.to(place, dtype) for part in parts)
-                block.attn.layer_bias = LayerBias(b_kv, b_d, last_k, last_v, last_q, bias.position_offset)
+                b_kv, b_d, last_k, last_v, last_q = parts
+                block.attn.layer_bias = LayerBias(
+                    b_kv,
+                    b_d,
+                    last_k,
+                    last_v,
+                    last_q,
+                    offset.to(block.attn.W_O.device) if isinstance(offset, Tensor) else offset,
+                )
         if isinstance(getattr(self, "pos_embed", None), (OffsetPosEmbed, SinusoidalPosEmbed)):
             self.pos_embed.position_offset = 0 if bias is None else bias.position_offset
 
@@ -382,7 +395,7 @@ class HookedKVTransformer(HookedTransformer):
         before = self.fingerprint().weights if lossy else None
         super()._apply(fn, *args, **kwargs)
         if before is not None:
-            self._rounded_from = (weights_hash(self), before)
+            self.rounded_from = (weights_hash(self.state_dict()), before)
         if self._attached is not None:
             self._spread_bias()
         return self
@@ -436,6 +449,3 @@ def _as_kv_config(cfg: Any) -> HookedKVTransformerConfig:
     raise KVLensError(
         f"cfg: expected a HookedKVTransformerConfig, got {type(cfg).__name__}; to load by name, use from_pretrained"
     )
-
-
-__all__ = ["HookedKVTransformer", "KVShiftConfig"]

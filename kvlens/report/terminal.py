@@ -68,7 +68,8 @@ def _print_head(console: Console, summary: dict[str, Any]) -> None:
 def _conversion(summary: dict[str, Any]) -> Padding:
     figures, n_text = summary["conversion"], summary["text"]["n_tokens"]
     exact = figures["exact_to_rounding"]
-    verdict = Text("exact to rounding" if exact else "NOT EXACT", style="green" if exact else "bold red")
+    words = {True: ("exact to rounding", "green"), False: ("NOT EXACT", "bold red"), None: ("this dtype cannot tell", "yellow")}
+    verdict = Text(*words[exact])
     table = _table()
     table.add_row("relative error of the logits", f"{figures['relative_error']:.1e}", verdict)
     table.add_row("what rounding alone can reach", f"{figures['rounding_bound']:.1e}")

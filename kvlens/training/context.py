@@ -53,6 +53,7 @@ def context_effect(
     sums = torch.zeros(3, dtype=torch.float64)
     squares = torch.zeros(2, dtype=torch.float64)
     for batch in windows.split(batch_size):
+        batch = batch.to(model.W_E.device)
         text = batch[:, n_context:]
         bos = torch.full_like(text[:, :1], model.tokenizer.bos_token_id)
         alone = model(torch.cat([bos, text], dim=1))[:, 1:]

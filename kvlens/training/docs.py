@@ -4,13 +4,17 @@ The text is what every installation carries (see :mod:`kvlens.training.corpus`),
 """
 
 import json
+import math
+import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm.auto import tqdm
 
-from kvlens.files import write_atomically
+from kvlens.files import write_folder
 from kvlens.model import HookedKVTransformer, HookedKVTransformerConfig, KVShiftConfig
 from kvlens.model.storage import check_model_folder
 from kvlens.training.context import ContextEffect, context_effect
@@ -80,16 +84,21 @@ def train_docs_linear(
         autocast=recipe.autocast,
         progress=progress,
     )
-    model.save(folder, overwrite=overwrite, stored_dtype=torch.float16)
-    saved = HookedKVTransformer.load(folder)
-    all_windows = heldout.consecutive(N_CONTEXT + N_TEXT)
-    effect = context_effect(saved, all_windows, N_CONTEXT)
-    loss = heldout_loss(saved, all_windows)
-    _write_card(folder, recipe, corpus, training, heldout, saved, result, loss, effect, len(all_windows))
+    with tempfile.TemporaryDirectory() as scratch:
+        model.save(Path(scratch) / "model", stored_dtype=torch.float16)
+        saved = HookedKVTransformer.load(Path(scratch) / "model")
+        all_windows = heldout.consecutive(N_CONTEXT + N_TEXT)
+        effect = context_effect(saved, all_windows, N_CONTEXT)
+        loss = heldout_loss(saved, all_windows)
+        facts = _facts(recipe, corpus, training, heldout, saved, result, loss, effect, len(all_windows))
+        (Path(scratch) / "model" / "training.json").write_text(json.dumps(facts, indent=2) + "\n")
+        (Path(scratch) / "model" / "training.csv").write_text(result.metrics.to_csv(index=False, float_format="%.6g"))
+        (Path(scratch) / "model" / "MODEL_CARD.md").write_text(model_card(facts))
+        write_folder(folder, lambda temporary: shutil.copytree(Path(scratch) / "model", temporary, dirs_exist_ok=True))
     return effect
 
 
-def _config_and_tokenizer(corpus: DocsCorpus, recipe: DocsRecipe):
+def _config_and_tokenizer(corpus: DocsCorpus, recipe: DocsRecipe) -> tuple[HookedKVTransformerConfig, Any]:
     tokenizer = train_bpe_tokenizer(_texts(corpus.train), recipe.vocab_size)
     cfg = HookedKVTransformerConfig(
         model_name="docs-linear",
@@ -114,8 +123,7 @@ def _texts(documents: list[Document]) -> list[str]:
     return [document.text for document in documents]
 
 
-def _write_card(
-    folder: Path,
+def _facts(
     recipe: DocsRecipe,
     corpus: DocsCorpus,
     training: TokenWindows,
@@ -125,10 +133,11 @@ def _write_card(
     loss: float,
     effect: ContextEffect,
     n_windows: int,
-) -> None:
+) -> dict[str, Any]:
+    """What the card says and ``training.json`` holds."""
     n_parameters = sum(p.numel() for p in model.parameters())
-    bits_per_char = loss / heldout.chars_per_token / 0.6931471805599453
-    facts = {
+    bits_per_char = loss / heldout.chars_per_token / math.log(2)
+    return {
         "name": "docs-linear",
         "command": "kvlens train docs-linear --out docs-linear",
         "recipe": {**recipe.__dict__, "packages": list(recipe.packages)},
@@ -150,12 +159,10 @@ def _write_card(
             "relative_error_of_logits": effect.relative_error,
         },
     }
-    write_atomically(folder / "training.json", json.dumps(facts, indent=2) + "\n")
-    write_atomically(folder / "training.csv", result.metrics.to_csv(index=False, float_format="%.6g"))
-    write_atomically(folder / "MODEL_CARD.md", _card(facts))
 
 
-def _card(facts: dict) -> str:
+def model_card(facts: dict[str, Any]) -> str:
+    """The model card, in Markdown."""
     corpus, held, recipe = facts["corpus"], facts["heldout"], facts["recipe"]
     versions = ", ".join(f"{name} {version}" for name, version in corpus["versions"].items())
     licences = "\n".join(f"- {name}: {licence}" for name, licence in corpus["licences"].items())
@@ -169,10 +176,12 @@ at sounding like documentation and knows nothing.
   parameters, stored in float16; byte-level BPE of {recipe["vocab_size"]:,} tokens.
 - **Reproduce**: `{facts["command"]}` (seed {recipe["seed"]}; {recipe["max_minutes"]:g} minutes on two cores, so that another
   machine takes another number of steps and gives a somewhat other model).
-- **Text**: docstrings and help topics as installed: {versions}. {corpus["characters"]["train"]:,} characters to train on,
+- **Text**: docstrings and help topics as installed: {versions}.
+  {corpus["characters"]["train"]:,} characters to train on,
   {corpus["characters"]["heldout"]:,} held out by module, deduplicated. sha256 {corpus["corpus_hash"]}.
 - **Training**: {facts["training"]["steps"]:,} steps of {recipe["batch"]} x {recipe["window"]} tokens, AdamW, peak learning rate
-  {recipe["learning_rate"]:g}, cosine; the weights of step {facts["training"]["best_step"]:,} had the lowest held-out loss.
+  {recipe["learning_rate"]:g}, cosine; the weights of step {facts["training"]["best_step"]:,} had the lowest loss on
+  {recipe["eval_windows"]} of the held-out windows measured below, so that the loss there is chosen, if by a hair.
 
 ## Held-out measurements ({held["windows"]} windows of {held["tokens_a_window"]} tokens)
 

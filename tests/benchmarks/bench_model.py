@@ -153,8 +153,8 @@ def main(argv: list[str] | None = None) -> None:
     with torch.no_grad():
         whole_model(64 if small else 4096, 1 if small else 3)
         conversion(64 if small else 4096, 1 if small else 5)
-        decoding(16, 64 if small else 8192, 1 if small else 100)
-        generation(16, 64 if small else 8192, 2 if small else 256)
+        decoding(16 if small else 128, 64 if small else 8192, 1 if small else 100)
+        generation(16 if small else 128, 64 if small else 8192, 2 if small else 256)
     shift_cost(1 if small else 4, 16 if small else 512, 1 if small else 9)
 
 

@@ -304,7 +304,7 @@ def test_dtype_is_not_part_of_the_fingerprint(dtype):
 def test_nan_weights_are_named():
     model = model_of("rope after")
     model.blocks[1].attn.W_K[0, 0, 0] = math.nan
-    with pytest.raises(KVLensError, match=r"layer 1 is not finite; .*blocks\.1\.attn\.W_K"):
+    with pytest.raises(KVLensError, match=r"not finite: blocks\.1\.attn\.W_K"):
         convert_prompt(model, tokens(1, 4))
 
 
@@ -332,3 +332,27 @@ def test_float64_accumulation_makes_a_float32_conversion_exact_almost_everywhere
     whole = model(torch.cat([prompt, text], dim=1))[:, 30:]
     # a float64 sum rounds to the same float32 unless it lies within 1e-16 of a tie: a few values in 10^8
     assert relative_error(logits_under(model, bias, text), whole) < 1e-8
+
+
+def test_attaching_to_one_model_leaves_another_of_the_same_config_alone():
+    model = tokenized_model()
+    other = HookedKVTransformer(model.cfg, tokenizer=model.tokenizer)
+    with model.kv_bias(convert_prompt(model, "the cat")):
+        assert other.to_tokens("sat")[0, 0] == model.tokenizer.bos_token_id
+        assert model.to_tokens("sat")[0, 0] != model.tokenizer.bos_token_id
+
+
+def test_every_shaping_field_of_the_configuration_counts():
+    model = model_of("rope after")
+    bias = convert_prompt(model, tokens(1, 4))
+    for change in (
+        dict(act_fn="relu"),
+        dict(eps=1e-3),
+        dict(rotary_base=500),
+        dict(use_NTK_by_parts_rope=True, NTK_original_ctx_len=9),
+    ):
+        other = HookedKVTransformer.from_hooked_transformer(model, **change)
+        with pytest.raises(KVLensError, match=f"rest differs: '{sorted(change)[-1] if len(change) == 1 else 'NTK'}"):
+            other.attach_kv_bias(bias)
+    for change in (dict(n_ctx=99), dict(linear_attention_form="parallel"), dict(use_attn_result=True)):
+        HookedKVTransformer.from_hooked_transformer(model, **change).attach_kv_bias(bias)

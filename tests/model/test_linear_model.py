@@ -1,13 +1,14 @@
 """A linear or shifted model behaves as a TransformerLens user expects: hooks, caches, decoding, padding, generation."""
 
 import copy
+import dataclasses
 import pickle
 
 import pytest
 import torch
 from small_models import linear_model, relative_error, small_model, tokens
 
-from kvlens import HookedKVTransformerConfig, KVLensError, KVShiftConfig, convert_prompt
+from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVLensError, KVShiftConfig, convert_prompt
 from kvlens._tl import TransformerLensKeyValueCache
 from kvlens.training import train_bpe_tokenizer
 
@@ -277,7 +278,6 @@ def test_batched_generation_with_a_tokenizer_equals_single_generation(side, atte
         dtype=torch.float64,
         device="cpu",
     )
-    from kvlens import HookedKVTransformer
 
     model = HookedKVTransformer(cfg, tokenizer=tokenizer)
     texts = ["the cat", "the dog ran to the man and sat"]
@@ -358,7 +358,6 @@ def test_every_weight_is_initialised_in_every_mode(mode, monkeypatch):
             n_layers=1, d_model=12, d_head=4, n_ctx=5, d_vocab=7, act_fn="relu", attention="linear", init_mode=mode,
             kv_shift=KVShiftConfig(queries=True), device="cpu", **kwargs,
         )  # fmt: skip
-        from kvlens import HookedKVTransformer
 
         for name, tensor in HookedKVTransformer(cfg).state_dict().items():
             assert not tensor.isnan().any(), name
@@ -432,3 +431,86 @@ def test_a_model_trains_after_it_has_generated():
     model.generate(tokens(1, 3), max_new_tokens=2, stop_at_eos=False, verbose=False)
     model(tokens(1, 30), return_type="loss").backward()
     assert model.W_E.grad is not None
+
+
+def test_hooks_that_edit_in_place_do_not_reach_weights_or_biases():
+    model = linear_model(trainable_kv_bias=True).requires_grad_(False)
+    bias, x = convert_prompt(model, tokens(1, 4)), tokens(1, 5)
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    kept = bias.b_KV.clone(), bias.last_k.clone()
+
+    def wipe(t, hook):
+        t.zero_()
+        return t
+
+    edited = [n for n in model.hook_dict if ".attn." in n and n.rsplit("_", 1)[-1] not in ("result", "q", "k", "v", "z")]
+    with model.kv_bias(bias):
+        expected = model(x)
+        model.run_with_hooks(x, fwd_hooks=[(name, wipe) for name in edited])
+        assert torch.equal(model(x), expected)
+    model.run_with_hooks(x, fwd_hooks=[(name, wipe) for name in edited])
+    assert torch.equal(bias.b_KV, kept[0])
+    assert torch.equal(bias.last_k, kept[1])
+    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+
+
+def test_double_keeps_float64_under_a_bias():
+    model, prompt, x = linear_model(dtype=torch.float32).double(), tokens(1, 6, seed=1), tokens(1, 7)
+    with model.kv_bias(convert_prompt(model, prompt)):
+        converted = model(x)
+    assert relative_error(converted, model(torch.cat([prompt, x], dim=1))[:, 6:]) < ROUNDING
+
+
+def test_an_attached_bias_trains_whatever_its_dtype():
+    model = linear_model(dtype=torch.float32).requires_grad_(False)
+    bias, x = convert_prompt(model, tokens(1, 5)).to(torch.float64), tokens(1, 9)
+    b_kv = bias.b_KV.clone().requires_grad_()
+    optimizer = torch.optim.SGD([b_kv], lr=1.0)
+    losses = []
+    with torch.no_grad():
+        model.attach_kv_bias(dataclasses.replace(bias, b_KV=b_kv))
+    for _ in range(4):
+        loss = model(x, return_type="loss")
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses == sorted(losses, reverse=True)
+    assert losses[0] > losses[-1]
+
+
+def test_backward_hooks_fire_on_an_attached_bias():
+    model, grads = linear_model(), {}
+    names = [f"blocks.0.attn.{n}" for n in ("hook_b_kv", "hook_b_d", "hook_last_k", "hook_last_v")]
+    hooks = [(n, lambda g, hook: grads.__setitem__(hook.name, g)) for n in names]
+    with model.kv_bias(convert_prompt(model, tokens(1, 5))), model.hooks(bwd_hooks=hooks):
+        model(tokens(1, 6), return_type="loss").backward()
+    assert sorted(grads) == sorted(names)
+
+
+def test_ungrouped_heads_read_the_boundary():
+    model, x = linear_model(n_heads=6, d_model=36, n_key_value_heads=2), tokens(1, 6)
+    with model.kv_bias(convert_prompt(model, tokens(1, 5))):
+        expected = model(x)
+        model.set_ungroup_grouped_query_attention(True)
+        assert relative_error(model(x), expected) < ROUNDING
+
+
+def test_empty_texts_and_uint8_tokens_are_refused():
+    model = linear_model()
+    for bad in (tokens(1, 4)[:, :0], tokens(1, 4).to(torch.uint8)):
+        with pytest.raises(KVLensError, match="empty|int64"):
+            model(bad)
+
+
+def test_left_padded_tokens_generate_as_their_texts():
+    tokenizer = train_bpe_tokenizer(["the cat sat on the mat and the dog ran to the man"] * 3, vocab_size=280)
+    cfg = HookedKVTransformerConfig(
+        n_layers=1, d_model=16, d_head=8, n_ctx=64, d_vocab=len(tokenizer), act_fn="gelu", attention="linear",
+        positional_embedding_type="rotary", seed=0, dtype=torch.float64, device="cpu",
+    )  # fmt: skip
+    model = HookedKVTransformer(cfg, tokenizer=tokenizer)
+    texts = ["the cat", "the dog ran to the man"]
+    options = dict(max_new_tokens=5, do_sample=False, stop_at_eos=False, verbose=False, return_type="str")
+    padded = model.to_tokens(texts, padding_side="left")
+    assert model.generate(padded, padding_side="left", **options) == model.generate(texts, **options)

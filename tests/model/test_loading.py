@@ -189,3 +189,19 @@ def test_value_shift_refuses_folding_value_biases_and_key_shift_does_not():
     model.process_weights_(fold_value_biases=True)
     assert bool((model.b_V == 0).all())
     assert relative_error(model(tokens(2, 9)).log_softmax(-1), expected) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_rounded_model_keeps_its_biases_through_save_load_and_copy(dtype, tmp_path):
+    model = linear_model(dtype=torch.float32)
+    bias = convert_prompt(model, tokens(1, 4))
+    model.save(tmp_path / "stored rounded", stored_dtype=dtype)
+    HookedKVTransformer.load(tmp_path / "stored rounded").attach_kv_bias(bias)
+    model.to(dtype, print_details=False)
+    model.save(tmp_path / "rounded")
+    loaded = HookedKVTransformer.load(tmp_path / "rounded")
+    loaded.attach_kv_bias(bias)
+    HookedKVTransformer.from_hooked_transformer(model).attach_kv_bias(bias)
+    loaded.W_E.data[0, 0] += 1
+    with pytest.raises(KVLensError, match="weights differs"):
+        loaded.attach_kv_bias(bias)

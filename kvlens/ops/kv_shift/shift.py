@@ -39,6 +39,10 @@ def kv_shift(
     window = coef.shape[1] - 1
     if boundary is None:
         boundary = x.new_zeros(1, window, *x.shape[2:])
+    if boundary.shape[1] != window:
+        raise ValueError(
+            f"kv_shift: expected a boundary of {window} rows for {window + 1} coefficients, got {boundary.shape[1]}"
+        )
     boundary = boundary.to(x.dtype).expand(x.shape[0], -1, -1, -1)
     if mask is not None:
         return _shift_real_tokens(x, coef, boundary, mask)

@@ -1,4 +1,4 @@
-"""Linear attention whose initial state is the KV bias (ICLCA eq. 12-13, 19; DESIGN of all three forms in ``types``)."""
+"""Linear attention whose initial state is the KV bias (ICLCA eq. 12-13, 19; what its forms share: ``types``)."""
 
 from kvlens.ops.linear_attention.chunked import chunked_linear_attention
 from kvlens.ops.linear_attention.naive import naive_linear_attention

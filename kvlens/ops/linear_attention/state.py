@@ -1,4 +1,4 @@
-"""What one does with a state: read it with queries, and move its origin (DESIGN of ``rebase``: ICLCA eq. 19 and 23)."""
+"""What one does with a state: read it with queries, and move its origin (ICLCA eq. 19 and 23)."""
 
 import torch
 from jaxtyping import Bool, Float, Int

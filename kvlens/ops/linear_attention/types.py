@@ -11,8 +11,7 @@ Arguments of every form, in this order:
 
 - ``phi_q`` [batch, pos, head, d_phi], ``phi_k`` [batch, pos, kv_head, d_phi], ``v`` [batch, pos, kv_head, d_head]; ``head``
   is a multiple of ``kv_head`` (GQA: query head h reads key-value head h // (head / kv_head));
-- ``norm_q``, ``norm_k``: the features of the normaliser, or both None for no normaliser. Give the same tensor objects as
-  ``phi_q``, ``phi_k`` where they are the same: work is then shared;
+- ``norm_q``, ``norm_k``: the features of the normaliser, or both None for no normaliser;
 - ``decay`` [kv_head]: gamma, in (0, 1], or None for 1;
 - ``mask`` [batch, pos]: True at real tokens, None for no padding. Padded places add nothing and do not decay;
 - ``state``: what came before (:class:`LinearAttentionState`), or None for zeros.

@@ -10,7 +10,7 @@ def naive_rotate(
 ) -> Float[Tensor, "*lead d"]:
     """R_position x (row vectors), the matrix built pair by pair; the features behind the last pair pass through."""
     n = len(frequencies)
-    matrix = torch.eye(x.shape[-1], dtype=x.dtype)
+    matrix = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
     for p in range(n):
         i, j = (2 * p, 2 * p + 1) if adjacent_pairs else (p, p + n)
         angle = torch.as_tensor(position, dtype=x.dtype) * frequencies[p]
