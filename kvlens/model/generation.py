@@ -74,9 +74,22 @@ def _tokens_and_mask(
         model.check_tokens(tokens)
     if model.tokenizer is None:
         return tokens, torch.ones_like(tokens), False
-    default = model.cfg.default_prepend_bos
-    has_bos = prepend_bos if isinstance(prepend_bos, bool) else default
-    return tokens, get_attention_mask(model.tokenizer, tokens, has_bos, side), not isinstance(given, Tensor)
+    has_bos = prepend_bos if isinstance(prepend_bos, bool) else model.cfg.default_prepend_bos
+    mask = get_attention_mask(model.tokenizer, tokens, has_bos, side)
+    _check_left_padding(model, tokens, mask)
+    return tokens, mask, not isinstance(given, Tensor)
+
+
+def _check_left_padding(model: "HookedKVTransformer", tokens: Tensor, mask: Tensor) -> None:
+    """New tokens follow the last place of a row, which must not be padding; nor may padding be read as text."""
+    tokenizer = model.tokenizer
+    pads_are_their_own = tokenizer.pad_token_id not in (None, tokenizer.bos_token_id, tokenizer.eos_token_id)  # type: ignore
+    read_as_text = pads_are_their_own and bool(((tokens[:, 0] == tokenizer.pad_token_id) & mask[:, 0].bool()).any())  # type: ignore
+    if read_as_text or not bool(mask[:, -1].all()):
+        raise KVLensError(
+            "generate: rows must be padded on the left, so that the new token follows the text: give strings (they are padded "
+            "so), or tokens padded on the left together with padding_side='left'"
+        )
 
 
 def _stop_tokens(

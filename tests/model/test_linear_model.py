@@ -514,3 +514,6 @@ def test_left_padded_tokens_generate_as_their_texts():
     options = dict(max_new_tokens=5, do_sample=False, stop_at_eos=False, verbose=False, return_type="str")
     padded = model.to_tokens(texts, padding_side="left")
     assert model.generate(padded, padding_side="left", **options) == model.generate(texts, **options)
+    for wrong in (padded, model.to_tokens(texts, padding_side="right")):
+        with pytest.raises(KVLensError, match="padded on the left"):
+            model.generate(wrong, **options)
