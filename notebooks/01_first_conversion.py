@@ -83,31 +83,36 @@ print("changed by", float((ablated - converted).norm() / converted.norm()))
 
 # %%
 table = bias_by_head(model, model.to_tokens(prompt)[0], tokens[0])
-fig, ax = plt.subplots(figsize=(5, 3))
+fig, ax = plt.subplots(figsize=(6, 3))
 image = ax.imshow(table.pivot(index="layer", columns="head", values="ablation_kl"), cmap="Blues")
-ax.set(xlabel="head", ylabel="layer", title="KL when the head forgets the prompt, nats")
-fig.colorbar(image)
+ax.set(xlabel="head", ylabel="layer", yticks=range(model.cfg.n_layers))
+fig.colorbar(image, label="KL when the head forgets the prompt, nats")
 plt.show()
 
 # %% [markdown]
 # ## Look at the pattern
 #
-# Linear attention has a pattern too, computed only when something asks for it. With the bias attached its rows sum to less
-# than 1: the rest of the attention goes to the prompt that is no longer there.
+# Linear attention has a pattern too, computed only when something asks for it. Its entries may be negative: RoPE turns the
+# features after the feature map made them positive. The pattern shows the text alone; what a head reads from the prompt
+# comes through the bias, and `hook_z_context` and `hook_z_bias` hold the two parts of its output.
 
 # %%
+names = [f"blocks.{layer}.attn.hook_{name}" for name in ("pattern", "z_context", "z_bias")]
 with model.kv_bias(bias):
-    _, cache = model.run_with_cache(tokens, names_filter=f"blocks.{layer}.attn.hook_pattern")
-pattern = cache["pattern", layer][0]
+    _, cache = model.run_with_cache(tokens, names_filter=names)
+pattern, context, from_prompt = (cache[name][0] for name in names)
 labels = model.to_str_tokens(tokens[0])
+largest = float(pattern.abs().max())
 fig, axes = plt.subplots(1, len(pattern), figsize=(14, 3), sharey=True)
 for index, ax in enumerate(axes):
-    ax.imshow(pattern[index], cmap="Blues")
+    image = ax.imshow(pattern[index], cmap="RdBu", vmin=-largest, vmax=largest)
     ax.set_title(f"head {index}")
     ax.set_xticks(range(len(labels)), labels, rotation=90, fontsize=6)
 axes[0].set_yticks(range(len(labels)), labels, fontsize=6)
+fig.colorbar(image, ax=axes, fraction=0.01)
 plt.show()
-print("attention left to the prompt, last token, by head:", (1 - pattern[:, -1].sum(-1)).numpy().round(2))
+share = from_prompt.norm(dim=-1) / (from_prompt.norm(dim=-1) + context.norm(dim=-1))
+print("share of each head's output that comes from the prompt, last token:", share[-1].numpy().round(2))
 
 # %% [markdown]
 # ## A tidy table
