@@ -66,6 +66,15 @@ def bias_of(model: HookedKVTransformer, prompt: Tensor, bias: KVBias | None) -> 
     return bias
 
 
+def prompt_text_bias(
+    model: HookedKVTransformer, prompt_tokens: Tensor, text_tokens: Tensor, bias: KVBias | None
+) -> tuple[Tensor, Tensor, KVBias]:
+    """What every analysis of one prompt and one text begins with: both checked, and the prompt's bias."""
+    prompt = one_sequence(model, "prompt_tokens", prompt_tokens)
+    text = one_sequence(model, "text_tokens", text_tokens)
+    return prompt, text, bias_of(model, prompt, bias)
+
+
 def log_probabilities(logits: Tensor) -> Float[Tensor, "*batch pos d_vocab"]:
     """In float64, so that a divergence of 1e-12 is not rounding."""
     return logits.double().log_softmax(dim=-1)

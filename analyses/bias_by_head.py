@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from analyses._sequences import PromptTokens, TextTokens, bias_of, one_sequence
+from analyses._sequences import PromptTokens, TextTokens, prompt_text_bias
 from analyses.bias_ablation import bias_ablation
 from kvlens import HookedKVTransformer, KVBias
 
@@ -51,9 +51,7 @@ def bias_by_head(
     Raises:
         KVLensError: softmax attention, tokens that are empty, misshapen or outside the vocabulary.
     """
-    prompt = one_sequence(model, "prompt_tokens", prompt_tokens)
-    text = one_sequence(model, "text_tokens", text_tokens)
-    bias = bias_of(model, prompt, bias)
+    _, text, bias = prompt_text_bias(model, prompt_tokens, text_tokens, bias)
     pairs = [(layer, head) for layer in range(bias.n_layers) for head in range(bias.n_heads)]
     norms_bias, norms_context = _output_norms(model, bias, text)
     effect = bias_ablation(model, text, bias, [[pair] for pair in pairs], batch_size=batch_size, on_progress=on_progress)
@@ -93,9 +91,7 @@ def bias_by_layer(
     Raises:
         KVLensError: as :func:`bias_by_head`.
     """
-    prompt = one_sequence(model, "prompt_tokens", prompt_tokens)
-    text = one_sequence(model, "text_tokens", text_tokens)
-    bias = bias_of(model, prompt, bias)
+    _, text, bias = prompt_text_bias(model, prompt_tokens, text_tokens, bias)
     norms_bias, norms_context = (norms.norm(dim=-1, keepdim=True) for norms in _output_norms(model, bias, text))
     layers = [[(layer, head) for head in range(bias.n_heads)] for layer in range(bias.n_layers)]
     effect = bias_ablation(model, text, bias, layers, batch_size=batch_size, on_progress=on_progress)

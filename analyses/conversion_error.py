@@ -7,7 +7,7 @@ The two are equal up to rounding, so that a relative error far above it means th
 import pandas as pd
 import torch
 
-from analyses._sequences import PromptTokens, TextTokens, bias_of, converted_logits, one_sequence, text_logits, token_texts
+from analyses._sequences import PromptTokens, TextTokens, converted_logits, prompt_text_bias, text_logits, token_texts
 from kvlens import HookedKVTransformer, KVBias
 
 
@@ -39,9 +39,7 @@ def conversion_error(
     Raises:
         KVLensError: softmax attention, tokens that are empty, misshapen or outside the vocabulary.
     """
-    prompt = one_sequence(model, "prompt_tokens", prompt_tokens)
-    text = one_sequence(model, "text_tokens", text_tokens)
-    bias = bias_of(model, prompt, bias)
+    prompt, text, bias = prompt_text_bias(model, prompt_tokens, text_tokens, bias)
     old = text_logits(model, prompt, text)
     new = converted_logits(model, bias, text)
     difference, old64 = new.double() - old.double(), old.double()

@@ -15,12 +15,12 @@ from analyses._sequences import (
     BaselineTokens,
     PromptTokens,
     TextTokens,
-    bias_of,
     converted_logits,
     kl_divergence,
     log_probabilities,
     next_token_losses,
     one_sequence,
+    prompt_text_bias,
     text_logits,
     token_texts,
 )
@@ -65,13 +65,11 @@ def prompt_effect(
     Raises:
         KVLensError: softmax attention, tokens that are empty, misshapen or outside the vocabulary.
     """
-    prompt = one_sequence(model, "prompt_tokens", prompt_tokens)
-    text = one_sequence(model, "text_tokens", text_tokens)
+    prompt, text, bias = prompt_text_bias(model, prompt_tokens, text_tokens, bias)
     if baseline_tokens is None:
         baseline = prompt[:1] if _begins_with_bos(model, prompt) else prompt[:0]
     else:
         baseline = one_sequence(model, "baseline_tokens", baseline_tokens, may_be_empty=True)
-    bias = bias_of(model, prompt, bias)
     logits = {
         "with_prompt": text_logits(model, prompt, text),
         "without_prompt": text_logits(model, baseline, text),

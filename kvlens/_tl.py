@@ -15,8 +15,10 @@ from transformer_lens.cache.key_value_cache_entry import TransformerLensKeyValue
 from transformer_lens.components import AbstractAttention, Attention, GroupedQueryAttention, PosEmbed
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.utilities import USE_DEFAULT_VALUE, Slice, get_attention_mask, get_device_for_block_index, sample_logits
+from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 
 __all__ = [
+    "POST_NORM_ARCHITECTURES",
     "USE_DEFAULT_VALUE",
     "AbstractAttention",
     "Attention",

@@ -29,6 +29,7 @@ from kvlens.ops.linear_attention import (
     final_state,
     parallel_linear_attention,
     read_state,
+    real_steps,
     recurrent_linear_attention,
     running_normalizer,
     without_padding,
@@ -112,7 +113,7 @@ class _Linear(KVShiftAndHooks):
     def _features(
         self, q: Tensor, k: Tensor, n_before: int | Tensor, mask: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """phi~ of the numerator and phi of the normaliser (None under "none"; the same objects where they are equal)."""
+        """phi~ of the numerator and phi of the normaliser (None under "none")."""
         rotary, after = self.cfg.positional_embedding_type == "rotary", self.cfg.rotates_after
         if rotary:
             cos, sin = self._rotary_rows(q, n_before, mask)
@@ -135,10 +136,7 @@ class _Linear(KVShiftAndHooks):
         if isinstance(first, int) and mask is None:
             cos, sin = self.rotary_table.rows(first, q.shape[1], q.device, q.dtype)
             return cos[None, :, None], sin[None, :, None]
-        if mask is None:
-            ranks = torch.arange(q.shape[1], device=q.device)[None]
-        else:
-            ranks = (mask.cumsum(dim=1) - 1).clamp(min=0)
+        ranks = (real_steps(mask, q) - 1).clamp(min=0)
         positions = ranks + (first[:, None].to(q.device) if isinstance(first, Tensor) else first)
         cos, sin = self.rotary_table.at(positions, q.dtype)
         return cos[:, :, None], sin[:, :, None]
@@ -242,11 +240,7 @@ class _Linear(KVShiftAndHooks):
     @staticmethod
     def _steps(phi_q: Tensor, n_before: int | Tensor, mask: Tensor | None) -> Tensor:
         """Real tokens up to and with each place, those before the new ones included: [batch or 1, pos]."""
-        if mask is None:
-            steps = torch.arange(1, phi_q.shape[1] + 1, device=phi_q.device)[None]
-        else:
-            steps = mask.cumsum(dim=1)
-        return steps + (n_before[:, None].to(phi_q.device) if isinstance(n_before, Tensor) else n_before)
+        return real_steps(mask, phi_q) + (n_before[:, None].to(phi_q.device) if isinstance(n_before, Tensor) else n_before)
 
     def _project(self, z: Tensor) -> Tensor:
         """z W_O + b_O, through ``hook_result`` where the configuration asks for it."""

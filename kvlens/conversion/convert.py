@@ -71,7 +71,8 @@ def convert_prompt(
         stack.enter_context(torch.set_grad_enabled(not detach and torch.is_grad_enabled()))
         if initial is not None:
             stack.enter_context(model.kv_bias(initial))
-        old, fingerprint = model.attached_kv_bias, model.fingerprint()
+        old = model.attached_kv_bias
+        fingerprint = model.fingerprint() if initial is None else initial.fingerprint  # attaching `initial` compared it
         if old is not None:
             old.fingerprint.check(fingerprint, "convert_prompt: the bias to continue from no longer fits")
         if old is not None and old.batch_size not in (None, 1, tokens.tokens.shape[0]):

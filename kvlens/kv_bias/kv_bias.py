@@ -96,7 +96,7 @@ class KVBias:
         batch = "" if self.batch_size is None else f"batch {self.batch_size}, "
         return (
             f"KVBias({batch}{self.n_layers} layers x {self.n_heads} heads, d_phi {f.d_phi}, d_head {f.d_head}{boundary}, "
-            f"n_prompt_tokens={_plain(self.n_prompt_tokens)}, position_offset={_plain(self.position_offset)})"
+            f"n_prompt_tokens={plain(self.n_prompt_tokens)}, position_offset={plain(self.position_offset)})"
         )
 
     def to(self, device_or_dtype: torch.device | torch.dtype | str) -> "Self":
@@ -201,7 +201,8 @@ def _shape(x: Tensor) -> list[int]:
     return list(x.shape)
 
 
-def _plain(value: int | Tensor) -> int | list[int]:
+def plain(value: int | Tensor) -> int | list[int]:
+    """A count as Python's own types: an int, or a list of one a prompt."""
     return value.tolist() if isinstance(value, Tensor) else value
 
 

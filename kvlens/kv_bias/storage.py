@@ -13,7 +13,7 @@ from torch import Tensor
 from kvlens.errors import KVLensError
 from kvlens.files import write_atomically
 from kvlens.kv_bias.fingerprint import Fingerprint
-from kvlens.kv_bias.kv_bias import TENSORS, KVBias
+from kvlens.kv_bias.kv_bias import TENSORS, KVBias, plain
 
 FORMAT_VERSION = 1
 
@@ -25,8 +25,8 @@ def save_bias(bias: KVBias, path: str | Path) -> None:
         KVLensError: the folder does not exist or cannot be written.
     """
     meta = {
-        "n_prompt_tokens": _plain(bias.n_prompt_tokens),
-        "position_offset": _plain(bias.position_offset),
+        "n_prompt_tokens": plain(bias.n_prompt_tokens),
+        "position_offset": plain(bias.position_offset),
         "fingerprint": bias.fingerprint.to_json(),
     }
     tensors = {name: getattr(bias, name).detach().cpu().contiguous() for name in TENSORS}
@@ -78,10 +78,6 @@ def _build(tensors: dict[str, Tensor], meta: dict[str, Any]) -> KVBias:
         position_offset=_int_or_tensor(meta["position_offset"]),
         fingerprint=Fingerprint(**meta["fingerprint"]),
     )
-
-
-def _plain(value: int | Tensor) -> int | list[int]:
-    return value.tolist() if isinstance(value, Tensor) else value
 
 
 def _int_or_tensor(value: int | list[int]) -> int | Tensor:

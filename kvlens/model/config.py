@@ -19,6 +19,8 @@ ATTENTION_KINDS = ("softmax", "linear")
 NORMALIZERS = ("kernel", "none")
 LINEAR_ATTENTION_FORMS = ("auto", "parallel", "chunked", "recurrent")
 POSITIONAL_TYPES = ("standard", "rotary", "alibi", "shortformer", "relative_positional_bias", "sinusoidal", "none")
+NORM_OVER_ALL_HEADS = ("OlmoeForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM")
+"""Architectures that norm queries and keys before they are split into heads."""
 ROTARY_AFTER = ("identity", "elu_plus_one", "relu")
 
 
@@ -198,7 +200,7 @@ class HookedKVTransformerConfig(HookedTransformerConfig):
     def _check_shift(self) -> None:
         if self.attention_dir != "causal":
             raise KVLensError("kv_shift looks at predecessors only: it needs attention_dir='causal'")
-        olmo_norm = self.original_architecture in ("OlmoeForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM")
+        olmo_norm = self.original_architecture in NORM_OVER_ALL_HEADS
         if self.attention == "softmax" and (olmo_norm or self.clip_qkv is not None):
             raise KVLensError(
                 "kv_shift is applied to the projections after every norm and clamp on them; TransformerLens norms (OLMo 2, 3, "
@@ -240,7 +242,7 @@ class HookedKVTransformerConfig(HookedTransformerConfig):
             (self.load_in_4bit, "4-bit weights"),
             (self.clip_qkv is not None, "clip_qkv"),
             (
-                self.original_architecture in ("OlmoeForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM"),
+                self.original_architecture in NORM_OVER_ALL_HEADS,
                 "the norm over all heads at once of OLMo 2, 3 and OLMoE",
             ),
         ]

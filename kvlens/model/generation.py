@@ -67,11 +67,10 @@ def _tokens_and_mask(
     """Tokens, which of them are real, and whether text was given. A batch of texts is padded on the left."""
     if isinstance(given, Tensor):
         tokens, side = given.to(model.W_E.device), padding_side if padding_side in ("left", "right") else None
-        model.check_tokens(tokens)
     else:
         side = "left" if isinstance(given, list) and len(given) > 1 else None
         tokens = model.to_tokens(given, prepend_bos=prepend_bos, padding_side=side or padding_side)
-        model.check_tokens(tokens)
+    model.check_tokens(tokens)
     if model.tokenizer is None:
         return tokens, torch.ones_like(tokens), False
     has_bos = prepend_bos if isinstance(prepend_bos, bool) else model.cfg.default_prepend_bos

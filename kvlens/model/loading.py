@@ -3,17 +3,15 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvlens._tl import HookedTransformer, without_deprecation_warning
+from kvlens._tl import POST_NORM_ARCHITECTURES, HookedTransformer, without_deprecation_warning
 from kvlens.errors import KVLensError
 from kvlens.model.config import HookedKVTransformerConfig, KVShiftConfig
+from kvlens.model.fingerprint import is_weight
 from kvlens.model.pretrained import is_local_folder, load_pretrained_parts, official_name
 from kvlens.model.weights import check_weight_processing
 
 if TYPE_CHECKING:
     from kvlens.model.transformer import HookedKVTransformer
-
-POST_NORM = ("Olmo2ForCausalLM", "Olmo3ForCausalLM")
-"""Norms behind each sublayer: folding them into, or centring, the weights that read or write would be wrong."""
 
 
 def build_with_ready_tokenizer(
@@ -54,7 +52,7 @@ def from_hooked_transformer(
 def _copy_weights(copy: "HookedKVTransformer", model: HookedTransformer) -> None:
     own = copy.state_dict()
     for name, value in model.state_dict().items():
-        if name in own and own[name].shape != value.shape and not name.endswith((".mask", "rotary_sin", "rotary_cos")):
+        if name in own and own[name].shape != value.shape and is_weight(name):
             raise KVLensError(
                 f"from_hooked_transformer: the changes alter the shape of {name}: "
                 f"{list(value.shape)} -> {list(own[name].shape)}; "
@@ -113,7 +111,9 @@ def from_pretrained(
         }
         return _from_hub(cls, official_name(str(model_name)), tokenizer, kv_shift, hub_kwargs)
     parts = load_pretrained_parts(model_name, hf_model=hf_model, tokenizer=tokenizer, fold_ln=fold_ln, **loader_kwargs)
-    if parts.cfg.original_architecture in POST_NORM:  # as TransformerLens' own from_pretrained does, with a warning
+    if (
+        parts.cfg.original_architecture in POST_NORM_ARCHITECTURES
+    ):  # as TransformerLens' own from_pretrained does, with a warning
         fold_ln = center_writing_weights = False
     cfg = HookedKVTransformerConfig.from_tl(parts.cfg, kv_shift=kv_shift, init_weights=False)
     model = build_with_ready_tokenizer(cls, cfg, None, move_to_device=False)

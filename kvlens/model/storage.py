@@ -89,7 +89,7 @@ def load_model(
     try:
         tensors = load_file(folder / WEIGHTS)
     except (SafetensorError, OSError) as error:
-        raise KVLensError(f"load: {folder / 'model.safetensors'} is missing or truncated ({error})") from error
+        raise KVLensError(f"load: {folder / WEIGHTS} is missing or truncated ({error})") from error
     model = build_with_ready_tokenizer(cls, cfg, _load_tokenizer(folder))
     cfg.init_weights = True
     expected = {(name, t.shape) for name, t in model.state_dict().items() if is_weight(name)}

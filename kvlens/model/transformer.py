@@ -313,23 +313,10 @@ class HookedKVTransformer(HookedTransformer):
 
     @torch.enable_grad()
     def _spread_bias(self) -> None:
-        """Give each layer its share of the attached bias: views, so that a bias in training is read as it is now."""
+        """Give each layer its share of the attached bias; gradients on, so that they flow however it was attached."""
         bias = self._attached
         for layer, block in enumerate(self.blocks):
-            block.attn.layer_bias = None
-            if bias is not None:
-                offset = bias.position_offset
-                tensors = (bias.b_KV, bias.b_D, bias.last_k, bias.last_v, bias.last_q)
-                parts = [t[layer] if bias.batch_size is not None else t[layer][None] for t in tensors]
-                b_kv, b_d, last_k, last_v, last_q = parts
-                block.attn.layer_bias = LayerBias(
-                    b_kv,
-                    b_d,
-                    last_k,
-                    last_v,
-                    last_q,
-                    offset.to(block.attn.W_O.device) if isinstance(offset, Tensor) else offset,
-                )
+            block.attn.layer_bias = None if bias is None else LayerBias.of(bias, layer, block.attn.W_O.device)
         if isinstance(getattr(self, "pos_embed", None), (OffsetPosEmbed, SinusoidalPosEmbed)):
             self.pos_embed.position_offset = 0 if bias is None else bias.position_offset
 

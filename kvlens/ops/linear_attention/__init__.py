@@ -9,7 +9,7 @@ from kvlens.ops.linear_attention.parallel import (
     running_normalizer,
 )
 from kvlens.ops.linear_attention.recurrent import recurrent_linear_attention
-from kvlens.ops.linear_attention.state import read_state, rebase_state, retnet_decay, without_padding
+from kvlens.ops.linear_attention.state import read_state, real_steps, rebase_state, retnet_decay, without_padding
 from kvlens.ops.linear_attention.types import LinearAttentionOutput, LinearAttentionState
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "naive_linear_attention",
     "parallel_linear_attention",
     "read_state",
+    "real_steps",
     "rebase_state",
     "recurrent_linear_attention",
     "retnet_decay",

@@ -3,11 +3,10 @@
 Its pieces are public because the hooked component puts hook points between them.
 """
 
-import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from kvlens.ops.linear_attention.state import read_state, without_padding
+from kvlens.ops.linear_attention.state import read_state, real_steps, without_padding
 from kvlens.ops.linear_attention.types import LinearAttentionOutput, LinearAttentionState
 
 
@@ -22,7 +21,7 @@ def causal_scores(
     k = phi_k.repeat_interleave(group, dim=2) if group > 1 else phi_k
     scores = (phi_q.transpose(1, 2) @ k.permute(0, 2, 3, 1)).tril()
     if decay is not None:
-        steps = _steps(mask, phi_q)
+        steps = real_steps(mask, phi_q)
         distance = (steps[:, :, None] - steps[:, None, :]).clamp(min=0).to(scores)
         scores = scores * decay.repeat_interleave(group).to(scores)[:, None, None] ** distance[:, None]
     return scores if mask is None else scores.masked_fill(~mask[:, None, None, :], 0.0)
@@ -56,7 +55,7 @@ def final_state(
     if mask is not None:
         phi_k, v = without_padding(phi_k, mask), without_padding(v, mask)
         norm_k = None if norm_k is None else without_padding(norm_k, mask)
-    steps = _steps(mask, phi_k)
+    steps = real_steps(mask, phi_k)
     if decay is not None:
         remaining = (steps[:, -1:] - steps).to(phi_k)
         phi_k = phi_k * (decay.to(phi_k) ** remaining[:, :, None])[..., None]
@@ -88,15 +87,8 @@ def parallel_linear_attention(
     values = v.repeat_interleave(group, dim=2).transpose(1, 2)
     numerator = (scores @ values).transpose(1, 2)
     if state is not None:
-        numerator = numerator + read_state(phi_q, state.kv, decay, _steps(mask, phi_q))
+        numerator = numerator + read_state(phi_q, state.kv, decay, real_steps(mask, phi_q))
     normalizer = None
     if norm_q is not None and norm_k is not None:
         normalizer = running_normalizer(norm_q, norm_k, mask, None if state is None else state.k_sum)
     return LinearAttentionOutput(numerator, normalizer, final_state(phi_k, v, norm_k, decay, mask, state))
-
-
-def _steps(mask: Tensor | None, like: Tensor) -> Tensor:
-    """How many real tokens there are up to and with each place: [batch or 1, pos]."""
-    if mask is None:
-        return torch.arange(1, like.shape[1] + 1, device=like.device)[None]
-    return mask.cumsum(dim=1)

@@ -40,6 +40,13 @@ def rebase_state(
     return rotate(kv.transpose(-1, -2), cos.unsqueeze(-2), -sin.unsqueeze(-2), adjacent_pairs).transpose(-1, -2)
 
 
+def real_steps(mask: Bool[Tensor, "batch pos"] | None, like: Float[Tensor, "batch pos *rest"]) -> Int[Tensor, "#batch pos"]:
+    """How many real tokens there are up to and with each place: [batch or 1, pos]."""
+    if mask is None:
+        return torch.arange(1, like.shape[1] + 1, device=like.device)[None]
+    return mask.cumsum(dim=1)
+
+
 def without_padding(x: Float[Tensor, "batch pos *rest"], mask: Bool[Tensor, "batch pos"]) -> Float[Tensor, "batch pos *rest"]:
     """Zeros at padded places, whatever stood there: 0 * inf would be NaN, and NaN would reach the real tokens."""
     return x.masked_fill(~mask.reshape(*mask.shape, *[1] * (x.dim() - 2)), 0.0)
