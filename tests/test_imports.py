@@ -16,9 +16,12 @@ ORDER = [
     "components",
     "model",
     "conversion",
+    "tasks",
     "training",
     "zoo",
+    "experiments",
     "analyses",
+    "viz",
     "report",
     "cli",
 ]

@@ -1,0 +1,149 @@
+"""What an experiment leaves behind: tables, a figure, and our numbers beside the paper's, in one folder.
+
+An experiment is a function of its settings that returns an `Outcome`; nothing here knows what any of them measures. The folder
+that `write_outcome` makes holds one Parquet file a table, ``figure.png`` and ``figure.svg``, and ``summary.json`` with the
+comparisons: what was measured, what the paper prints (null where it prints no number, its claim in words then), what we got,
+and whether the claim held here.
+"""
+
+import json
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from kvlens.errors import KVLensError
+from kvlens.files import check_writable, write_folder
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FORMAT = "kvlens.experiment"
+SUMMARY = "summary.json"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One number of the paper beside ours.
+
+    Attributes:
+        what: what is measured, with its unit.
+        paper: the printed number, None where the paper shows a curve or states a fact without one.
+        ours: what we measured.
+        claim: what the paper says, in words.
+        holds: whether that claim is true of our numbers; None where our scale cannot tell.
+    """
+
+    what: str
+    paper: float | str | None
+    ours: float | str | None
+    claim: str
+    holds: bool | None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What an experiment found.
+
+    Attributes:
+        tables: tidy frames by name; each becomes ``NAME.parquet``.
+        figure: a matplotlib figure, made without pyplot, so that no window and no global state is involved.
+        comparisons: the paper's numbers beside ours.
+        differences: sentences that say where scale or set-up differ from the paper's.
+    """
+
+    tables: Mapping[str, pd.DataFrame]
+    figure: "Figure"
+    comparisons: list[Comparison]
+    differences: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """An experiment by name.
+
+    Attributes:
+        name: as in ``kvlens reproduce NAME``.
+        source: paper and figure, table or theorem.
+        question: one sentence: what it shows.
+        run: ``run(settings, tell) -> Outcome``; ``tell(text)`` reports progress, ``settings`` is one of ``scales``.
+        scales: "tiny" (seconds, for tests), "small" (at most 20 minutes on two cores) and "paper", each the settings as
+            keyword -> value.
+        cost: scale -> what a run costs, in words ("6 minutes on two cores").
+    """
+
+    name: str
+    source: str
+    question: str
+    run: Callable[[Mapping[str, Any], Callable[[str], None]], Outcome]
+    scales: Mapping[str, Mapping[str, Any]]
+    cost: Mapping[str, str]
+
+
+def check_outcome_folder(folder: str | Path, *, overwrite: bool = False) -> None:
+    """Raise KVLensError unless an outcome may be written to ``folder``; only another outcome is ever replaced."""
+    path = Path(folder).expanduser()
+    if path.exists() and not path.is_dir():
+        raise KVLensError(f"{folder} exists and is a file, not a folder; choose another folder")
+    if path.is_dir() and any(path.iterdir()):
+        if not _is_outcome(path):
+            raise KVLensError(f"{folder} is not empty and not an experiment's folder, so it is left alone; choose another")
+        if not overwrite:
+            raise KVLensError(f"{folder} already holds an experiment; pass --overwrite to replace it, or choose another folder")
+    check_writable(path)
+
+
+def write_outcome(
+    outcome: Outcome, experiment: Experiment, scale: str, seconds: float, folder: str | Path, *, overwrite: bool = False
+) -> dict[str, Any]:
+    """Write tables, figure and summary to ``folder``, whole or not at all; return the summary.
+
+    Raises:
+        KVLensError: the place is taken or not writable.
+    """
+    check_outcome_folder(folder, overwrite=overwrite)
+    summary = {
+        "format": FORMAT,
+        "name": experiment.name,
+        "source": experiment.source,
+        "question": experiment.question,
+        "scale": scale,
+        "settings": dict(experiment.scales[scale]),
+        "differences": list(outcome.differences),
+        "comparisons": [vars(comparison) for comparison in outcome.comparisons],
+        "seconds": round(seconds, 1),
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in ("kvlens", "torch")}},
+        "files": [*(f"{name}.parquet" for name in outcome.tables), "figure.png", "figure.svg"],
+    }
+
+    def fill(temporary: Path) -> None:
+        for name, table in outcome.tables.items():
+            table.to_parquet(temporary / f"{name}.parquet", index=False)
+        outcome.figure.savefig(temporary / "figure.png", dpi=150, bbox_inches="tight")
+        outcome.figure.savefig(temporary / "figure.svg", bbox_inches="tight", metadata={"Date": None})
+        (temporary / SUMMARY).write_text(json.dumps(_plain(summary), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+    write_folder(folder, fill)
+    return summary
+
+
+def _is_outcome(folder: Path) -> bool:
+    try:
+        return json.loads((folder / SUMMARY).read_text(encoding="utf-8"))["format"] == FORMAT
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _plain(value: Any) -> Any:
+    """JSON's own types: tuples as lists, numbers that do not exist as null."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if hasattr(value, "item"):
+        value = value.item()
+    return None if isinstance(value, float) and (value != value or abs(value) == float("inf")) else value
