@@ -6,11 +6,12 @@ about it, so that ``python -m analyses.NAME`` and ``kvlens analyse NAME`` are on
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pandas as pd
+if TYPE_CHECKING:  # both take seconds to import, and who reads prompts needs neither
+    import pandas as pd
 
-from kvlens import HookedKVTransformer
+    from kvlens import HookedKVTransformer
 
 
 @dataclass(frozen=True)
@@ -57,13 +58,13 @@ class Analysis:
             cannot take.
         needs_text: whether a record must have a text.
         options: name -> `Option`; given to ``run`` by keyword.
-        check_model: raises KVLensError, before any prompt is read, for a model that lacks what the analysis needs.
+        check_model: raises KVLensError, before any prompt is run, for a model that lacks what the analysis needs.
     """
 
     name: str
     summary: str
     columns: Mapping[str, str]
-    run: Callable[..., pd.DataFrame]
+    run: "Callable[..., pd.DataFrame]"
     needs_text: bool = False
     options: Mapping[str, Option] = field(default_factory=dict)
-    check_model: Callable[[HookedKVTransformer], None] = lambda model: None
+    check_model: "Callable[[HookedKVTransformer], None]" = lambda model: None

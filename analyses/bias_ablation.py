@@ -4,26 +4,20 @@ Removing a head's bias sets its b_KV and b_D to zero; the shift boundary and the
 one forward pass, each as a row of a batch of biases.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 
 import pandas as pd
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from analyses._sequences import (
-    TextTokens,
-    converted_logits,
-    kl_divergence,
-    log_probabilities,
-    next_token_losses,
-    one_sequence,
-)
+from analyses._interventions import MEMORY_A_PASS as MEMORY_A_PASS
+from analyses._interventions import Interventions, donors_of
+from analyses._logit_attribution import logit_target
+from analyses._sequences import TextTokens, one_sequence
+from analyses.bias_effects import measured_effects
+from analyses.bias_singular_values import check_one_prompt
 from kvlens import HookedKVTransformer, KVBias, KVLensError
-
-MEMORY_A_PASS = 2**28
-"""Bytes that one forward pass may roughly take when the batch size is left open."""
 
 Heads = Sequence[tuple[int, int]]
 
@@ -45,7 +39,7 @@ def bias_ablation(
         text_tokens: [pos], without BOS.
         bias: of one prompt.
         removals: for each, the (layer, head) pairs whose bias is removed; an empty one changes nothing.
-        batch_size: removals a forward pass; None takes what :data:`MEMORY_A_PASS` allows.
+        batch_size: removals a forward pass; None takes what :data:`analyses._interventions.MEMORY_A_PASS` allows.
         on_progress: called with the fraction done after each forward pass.
 
     Returns:
@@ -62,27 +56,18 @@ def bias_ablation(
         KVLensError: a head that does not exist, a batch of biases, a bias of another model, tokens that do not fit.
     """
     text = one_sequence(model, "text_tokens", text_tokens)
-    if bias.batch_size is not None:
-        raise KVLensError(f"bias_ablation: expected the bias of one prompt, got a batch of {bias.batch_size}")
-    if batch_size is not None and batch_size < 1:
-        raise KVLensError(f"bias_ablation: batch_size must be at least 1, got {batch_size}")
+    check_one_prompt(bias, "bias_ablation")
     keep = _kept_heads(bias, removals)
-    rows_a_pass = batch_size or max(1, MEMORY_A_PASS // _bytes_a_row(model, bias, len(text)))
-    whole = log_probabilities(converted_logits(model, bias, text))
-    whole_loss = next_token_losses(whole, text)[:-1].mean()
-    kl, loss_change, done = [], [], 0
-    for log_p in _ablated(model, text, bias, keep.split(rows_a_pass)):
-        kl += kl_divergence(whole, log_p).mean(dim=-1).tolist()
-        loss_change += (next_token_losses(log_p, text)[:, :-1].mean(dim=-1) - whole_loss).tolist()
-        done += len(log_p)
-        if on_progress is not None:
-            on_progress(done / len(keep))
+    no_donor = torch.zeros(len(keep), dtype=torch.long, device=keep.device)
+    rows = Interventions(keep, torch.ones_like(keep), no_donor, donors_of(bias))
+    target = logit_target(model, text)
+    effects = measured_effects(model, text, bias, rows, target, batch_size=batch_size, on_progress=on_progress)
     return pd.DataFrame(
         {
             "removal": pd.Series(range(len(removals)), dtype="int64"),
             "n_heads": (1 - keep).sum(dim=(1, 2)).long().cpu().numpy(),
-            "kl": pd.Series(kl, dtype="float64"),
-            "loss_change": pd.Series(loss_change, dtype="float64"),
+            "kl": effects["kl"],
+            "loss_change": effects["loss_change"],
         }
     )
 
@@ -98,33 +83,3 @@ def _kept_heads(bias: KVBias, removals: Sequence[Heads]) -> Float[Tensor, "remov
                 )
             keep[row, layer, head] = 0
     return keep
-
-
-def _bytes_a_row(model: HookedKVTransformer, bias: KVBias, pos: int) -> int:
-    """The bias and its copy in the layers, the logits and their float64 probabilities, the widest activations."""
-    widest = max(model.cfg.d_mlp or 0, model.cfg.d_model, bias.n_heads * bias.b_KV.shape[-2])
-    return 8 * bias.num_parameters + pos * (28 * model.cfg.d_vocab_out + 16 * widest)
-
-
-def _ablated(
-    model: HookedKVTransformer, text: Tensor, bias: KVBias, parts: Sequence[Tensor]
-) -> Iterator[Float[Tensor, "removal pos d_vocab"]]:
-    """Log probabilities on the text, for each part of the removals in one forward pass."""
-    for keep in parts:
-        if not len(keep):
-            continue
-        keep = keep.transpose(0, 1)  # the batch comes after the layer
-        last_k, last_v, last_q = (
-            rows[:, None].expand(-1, keep.shape[1], -1, -1, -1) for rows in (bias.last_k, bias.last_v, bias.last_q)
-        )
-        batch = replace(
-            bias,
-            b_KV=bias.b_KV[:, None] * keep[..., None, None],
-            b_D=bias.b_D[:, None] * keep[..., None],
-            last_k=last_k,
-            last_v=last_v,
-            last_q=last_q,
-        )
-        with model.kv_bias(batch):
-            rows = text[None].expand(keep.shape[1], -1)
-            yield log_probabilities(model(rows, attention_mask=torch.ones_like(rows)))

@@ -5,12 +5,16 @@ Size and share describe; only the removal (:mod:`analyses.bias_ablation`) tells 
 """
 
 from collections.abc import Callable
+from itertools import product
 
 import pandas as pd
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from analyses._analysis import Analysis, Record
+from analyses._bias_outputs import bias_outputs, share_by_size
+from analyses._record_tokens import needs_linear_attention, read_prompt, read_text
 from analyses._sequences import PromptTokens, TextTokens, prompt_text_bias
 from analyses.bias_ablation import bias_ablation
 from kvlens import HookedKVTransformer, KVBias
@@ -51,21 +55,9 @@ def bias_by_head(
     Raises:
         KVLensError: softmax attention, tokens that are empty, misshapen or outside the vocabulary.
     """
-    _, text, bias = prompt_text_bias(model, prompt_tokens, text_tokens, bias)
-    pairs = [(layer, head) for layer in range(bias.n_layers) for head in range(bias.n_heads)]
-    norms_bias, norms_context = _output_norms(model, bias, text)
-    effect = bias_ablation(model, text, bias, [[pair] for pair in pairs], batch_size=batch_size, on_progress=on_progress)
-    return pd.DataFrame(
-        {
-            "layer": [layer for layer, _ in pairs],
-            "head": [head for _, head in pairs],
-            "b_kv_norm": _flat(bias.b_KV.double().norm(dim=(-2, -1))),
-            "b_d_norm": _flat(bias.b_D.double().norm(dim=-1)),
-            "bias_share": _flat(_share(norms_bias, norms_context)),
-            "ablation_kl": effect["kl"],
-            "loss_change": effect["loss_change"],
-        }
-    )
+    described = _describe(model, prompt_tokens, text_tokens, bias, 1, batch_size, on_progress)
+    pairs = pd.DataFrame(product(range(model.cfg.n_layers), range(model.cfg.n_heads)), columns=["layer", "head"])
+    return pd.concat([pairs, described], axis=1)
 
 
 @torch.no_grad()
@@ -91,46 +83,63 @@ def bias_by_layer(
     Raises:
         KVLensError: as :func:`bias_by_head`.
     """
+    described = _describe(model, prompt_tokens, text_tokens, bias, model.cfg.n_heads, batch_size, on_progress)
+    return pd.concat([pd.DataFrame({"layer": range(model.cfg.n_layers)}), described], axis=1)
+
+
+def _describe(
+    model: HookedKVTransformer,
+    prompt_tokens: PromptTokens,
+    text_tokens: TextTokens,
+    bias: KVBias | None,
+    heads_a_group: int,
+    batch_size: int | None,
+    on_progress: Callable[[float], None] | None,
+) -> pd.DataFrame:
+    """The numbers of both tables, for groups of consecutive heads: each one alone, or all of a layer, side by side."""
     _, text, bias = prompt_text_bias(model, prompt_tokens, text_tokens, bias)
-    norms_bias, norms_context = (norms.norm(dim=-1, keepdim=True) for norms in _output_norms(model, bias, text))
-    layers = [[(layer, head) for head in range(bias.n_heads)] for layer in range(bias.n_layers)]
-    effect = bias_ablation(model, text, bias, layers, batch_size=batch_size, on_progress=on_progress)
+    outputs = bias_outputs(model, bias, text)
+    of_bias, of_context = (z.square().sum(dim=-1).unflatten(2, (-1, heads_a_group)).sum(dim=-1).sqrt() for z in outputs[:2])
+    pairs = list(product(range(bias.n_layers), range(bias.n_heads)))
+    groups = [pairs[first : first + heads_a_group] for first in range(0, len(pairs), heads_a_group)]
+    effect = bias_ablation(model, text, bias, groups, batch_size=batch_size, on_progress=on_progress)
     return pd.DataFrame(
         {
-            "layer": range(bias.n_layers),
-            "b_kv_norm": _flat(bias.b_KV.double().flatten(1).norm(dim=-1)),
-            "b_d_norm": _flat(bias.b_D.double().flatten(1).norm(dim=-1)),
-            "bias_share": _flat(_share(norms_bias, norms_context)),
+            "b_kv_norm": _group_norms(bias.b_KV.flatten(2), heads_a_group),
+            "b_d_norm": _group_norms(bias.b_D, heads_a_group),
+            "bias_share": share_by_size(of_bias, of_context).mean(dim=1).flatten().tolist(),
             "ablation_kl": effect["kl"],
             "loss_change": effect["loss_change"],
         }
     )
 
 
-def _output_norms(
-    model: HookedKVTransformer, bias: KVBias, text: Tensor
-) -> tuple[Float[Tensor, "layer pos head"], Float[Tensor, "layer pos head"]]:
-    """||z_bias|| and ||z_context|| of every head on the text."""
-    names = {part: [f"blocks.{layer}.attn.hook_z_{part}" for layer in range(bias.n_layers)] for part in ("bias", "context")}
-    with model.kv_bias(bias):
-        _, cache = model.run_with_cache(
-            text[None],
-            attention_mask=torch.ones_like(text[None]),
-            names_filter=names["bias"] + names["context"],
-            stop_at_layer=model.cfg.n_layers,
-        )
-    of_bias, of_context = (
-        torch.stack([cache[name][0].double().norm(dim=-1).cpu() for name in names[part]]) for part in ("bias", "context")
-    )
-    return of_bias, of_context
+def _group_norms(x: Float[Tensor, "layer head d"], heads_a_group: int) -> list[float]:
+    return x.double().unflatten(1, (-1, heads_a_group)).flatten(2).norm(dim=-1).flatten().tolist()
 
 
-def _share(
-    of_bias: Float[Tensor, "layer pos head"], of_context: Float[Tensor, "layer pos head"]
-) -> Float[Tensor, "layer head"]:
-    total = of_bias + of_context
-    return torch.where(total > 0, of_bias / total.clamp(min=torch.finfo(total.dtype).tiny), 0.0).mean(dim=1)
+def _run_record(model: HookedKVTransformer, record: Record) -> pd.DataFrame:
+    return bias_by_head(model, read_prompt(model, record), read_text(model, record))
 
 
-def _flat(values: Tensor) -> list[float]:
-    return values.flatten().tolist()
+ANALYSIS = Analysis(
+    name="bias_by_head",
+    summary="which heads carry a converted prompt: size of its bias, share of the output, what is lost without it",
+    columns={
+        "layer": "int64",
+        "head": "int64",
+        "b_kv_norm": "float64",
+        "b_d_norm": "float64",
+        "bias_share": "float64",
+        "ablation_kl": "float64",
+        "loss_change": "float64",
+    },
+    run=_run_record,
+    needs_text=True,
+    check_model=needs_linear_attention("bias_by_head"),
+)
+
+if __name__ == "__main__":
+    from analyses.batch.script import main
+
+    main(ANALYSIS.name)

@@ -7,6 +7,8 @@ The two are equal up to rounding, so that a relative error far above it means th
 import pandas as pd
 import torch
 
+from analyses._analysis import Analysis, Record
+from analyses._record_tokens import needs_linear_attention, read_prompt, read_text
 from analyses._sequences import PromptTokens, TextTokens, converted_logits, prompt_text_bias, text_logits, token_texts
 from kvlens import HookedKVTransformer, KVBias
 
@@ -55,3 +57,30 @@ def conversion_error(
             "argmax_agrees": (new.argmax(dim=-1) == old.argmax(dim=-1)).cpu().numpy(),
         }
     )
+
+
+def _run_record(model: HookedKVTransformer, record: Record) -> pd.DataFrame:
+    return conversion_error(model, read_prompt(model, record), read_text(model, record))
+
+
+ANALYSIS = Analysis(
+    name="conversion_error",
+    summary="how exactly a converted prompt replaces the prompt: the logits on a text, both ways, place by place",
+    columns={
+        "position": "int64",
+        "token": "str",
+        "relative_error": "float64",
+        "squared_error": "float64",
+        "squared_norm": "float64",
+        "max_abs_error": "float64",
+        "argmax_agrees": "bool",
+    },
+    run=_run_record,
+    needs_text=True,
+    check_model=needs_linear_attention("conversion_error"),
+)
+
+if __name__ == "__main__":
+    from analyses.batch.script import main
+
+    main(ANALYSIS.name)

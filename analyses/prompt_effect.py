@@ -11,6 +11,8 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from analyses._analysis import Analysis, Record
+from analyses._record_tokens import needs_linear_attention, read_prompt, read_text
 from analyses._sequences import (
     BaselineTokens,
     PromptTokens,
@@ -99,3 +101,31 @@ def prompt_effect(
 
 def _begins_with_bos(model: HookedKVTransformer, prompt: Tensor) -> bool:
     return model.tokenizer is not None and int(prompt[0]) == model.tokenizer.bos_token_id
+
+
+def _run_record(model: HookedKVTransformer, record: Record) -> pd.DataFrame:
+    return prompt_effect(model, read_prompt(model, record), read_text(model, record))
+
+
+ANALYSIS = Analysis(
+    name="prompt_effect",
+    summary="what a prompt changes in the predictions on a text, and whether its conversion changes the same",
+    columns={
+        "position": "int64",
+        "token": "str",
+        "next_token": "str",
+        "condition": "str",
+        "predicted_token": "str",
+        "kl": "float64",
+        "argmax_agrees": "bool",
+        "loss": "float64",
+    },
+    run=_run_record,
+    needs_text=True,
+    check_model=needs_linear_attention("prompt_effect"),
+)
+
+if __name__ == "__main__":
+    from analyses.batch.script import main
+
+    main(ANALYSIS.name)

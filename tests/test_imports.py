@@ -16,6 +16,7 @@ ORDER = [
     "components",
     "model",
     "conversion",
+    "corpus",
     "tasks",
     "training",
     "zoo",

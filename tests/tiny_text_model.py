@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVShiftConfig
-from kvlens.training import train_bpe_tokenizer
+from kvlens.corpus import train_bpe_tokenizer
 
 SENTENCES = (
     "The widget is purple and the gadget is green.",

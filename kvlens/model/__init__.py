@@ -1,6 +1,7 @@
-"""The model class: a HookedTransformer whose attention may be linear, shifted, and biased by a converted prompt."""
+"""The hooked model, its configuration, loading and saving."""
 
 from kvlens.model.config import HookedKVTransformerConfig, KVShiftConfig
+from kvlens.model.regressor import HookedKVRegressor
 from kvlens.model.transformer import HookedKVTransformer
 
-__all__ = ["HookedKVTransformer", "HookedKVTransformerConfig", "KVShiftConfig"]
+__all__ = ["HookedKVRegressor", "HookedKVTransformer", "HookedKVTransformerConfig", "KVShiftConfig"]

@@ -8,6 +8,8 @@ from kvlens.errors import KVLensError
 from kvlens.model.config import HookedKVTransformerConfig, KVShiftConfig
 from kvlens.model.fingerprint import is_weight
 from kvlens.model.pretrained import is_local_folder, load_pretrained_parts, official_name
+from kvlens.model.shift_graft import place_shift_coefficients
+from kvlens.model.shift_import import shift_config_of
 from kvlens.model.weights import check_weight_processing
 
 if TYPE_CHECKING:
@@ -86,7 +88,9 @@ def from_pretrained(
         model_name: a folder in Hugging Face's format, or an official TransformerLens name.
         hf_model: a loaded Hugging Face model; its own configuration is used, whatever ``model_name`` says.
         tokenizer: its tokenizer; a folder's own tokenizer is used if None.
-        kv_shift: graft a KV shift onto it; ``KVShiftConfig(init="identity")`` changes no output.
+        kv_shift: graft a KV shift onto it; ``KVShiftConfig(init="identity")`` changes no output. A checkpoint that has one
+            (Baichuan-M1, or shift coefficients beside the weights of a known architecture) keeps it without being asked;
+            ``kv_shift`` may then add to it (queries, another parametrisation), not take from it.
         fold_ln, center_writing_weights, center_unembed, fold_value_biases, refactor_factored_attn_matrices: TransformerLens'
             weight processing; ``fold_value_biases=None`` folds unless values are shifted.
         default_padding_side, move_to_device: as in TransformerLens.
@@ -115,6 +119,7 @@ def from_pretrained(
         parts.cfg.original_architecture in POST_NORM_ARCHITECTURES
     ):  # as TransformerLens' own from_pretrained does, with a warning
         fold_ln = center_writing_weights = False
+    kv_shift = kv_shift or shift_config_of(parts.shift_coefficients)
     cfg = HookedKVTransformerConfig.from_tl(parts.cfg, kv_shift=kv_shift, init_weights=False)
     model = build_with_ready_tokenizer(cls, cfg, None, move_to_device=False)
     if parts.tokenizer is not None:
@@ -128,6 +133,8 @@ def from_pretrained(
         fold_value_biases=fold_value_biases,
         refactor_factored_attn_matrices=refactor_factored_attn_matrices,
     )
+    if parts.shift_coefficients:
+        place_shift_coefficients(model, parts.shift_coefficients)
     if move_to_device:
         model.move_model_modules_to_device()
     return model

@@ -8,7 +8,8 @@ Here the user's name never reaches those branches. The config is written alone i
 name, TransformerLens' ``get_pretrained_model_config`` reads it there, and its ``get_pretrained_state_dict`` converts
 the weights of a model that is already loaded. What the loader would read wrongly or drop without a word (a rotary base,
 an MLP width, attention biases, a rotary scaling, a sliding window) is put right where ``HookedTransformer`` can express
-it and refused where it cannot.
+it and refused where it cannot. Shift coefficients that lie in a checkpoint beside the weights of a known architecture are read
+too, and Baichuan-M1, which transformers does not know, has its own translation (:mod:`kvlens.model.baichuan`).
 
 Two limits on float64 are not ours: TransformerLens' weight processing casts to float32, so only unprocessed weights
 stay exact, and Hugging Face computes rotary angles and RMS norms in float32 whatever the model's dtype is.
@@ -16,6 +17,7 @@ stay exact, and Hugging Face computes rotary angles and RMS norms in float32 wha
 
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,9 +28,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from kvlens._tl import HookedTransformerConfig, loading
 from kvlens.errors import KVLensError, nearest
+from kvlens.model import baichuan
+from kvlens.model.checkpoint_files import read_json_config, read_tensors
 from kvlens.model.pretrained_config import translate_config
 from kvlens.model.pretrained_tokenizer import find_tokenizer
 from kvlens.model.pretrained_weights import NO_BIAS_ARCHITECTURES, convert_weights
+from kvlens.model.shift_import import import_shift_coefficients, is_shift_coefficient
 
 __all__ = ["SUPPORTED_ARCHITECTURES", "PretrainedParts", "is_local_folder", "load_pretrained_parts", "official_name"]
 
@@ -64,11 +69,14 @@ class PretrainedParts(NamedTuple):
         state_dict: weights under ``HookedTransformer``'s names, before any folding or centring, all floating tensors in
             the asked dtype, detached. They may share memory with the Hugging Face model: copy before writing into them.
         tokenizer: ready for ``HookedTransformer(cfg, tokenizer=...)`` without a network, or None.
+        shift_coefficients: the KV shift, as :func:`kvlens.model.shift_import.import_shift_coefficients` returns it; empty for
+            a model without one. A plain ``HookedTransformer`` has no place for them and computes another function.
     """
 
     cfg: HookedTransformerConfig
     state_dict: dict[str, Tensor]
     tokenizer: PreTrainedTokenizerBase | None
+    shift_coefficients: dict[str, Tensor]
 
 
 def is_local_folder(model_name: str | Path) -> bool:
@@ -146,32 +154,78 @@ def load_pretrained_parts(
     dtype = _dtype(from_pretrained_kwargs.pop("torch_dtype", dtype))
     _check_arguments(model_name, hf_model, from_pretrained_kwargs)
     folder = Path(model_name).expanduser().resolve() if is_local_folder(model_name) else None
-    if hf_model is None:
-        if folder is None:
-            raise KVLensError(
-                f"load_pretrained_parts: {official_name(str(model_name))!r} is a name on the hub. Pass a local folder, "
-                "or hf_model=, or load it by name with from_pretrained."
-            )
-        hf_model = _load_folder(folder, dtype, from_pretrained_kwargs)
+    if hf_model is None and folder is None:
+        raise KVLensError(
+            f"load_pretrained_parts: {official_name(str(model_name))!r} is a name on the hub. Pass a local folder, "
+            "or hf_model=, or load it by name with from_pretrained."
+        )
+    source: Any = folder if hf_model is None else hf_model
+    official = None if folder else loading.make_model_alias_map().get(str(model_name).lower())
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "device": device,
+        "n_devices": n_devices,
+        "fold_ln": fold_ln,
+        "default_prepend_bos": default_prepend_bos,
+        "first_n_layers": first_n_layers,
+        "n_ctx": n_ctx,
+    }
+    config = _own_config(source)
+    if baichuan.is_baichuan_m1(config):
+        cfg, state_dict, checkpoint = _convert_baichuan_m1(source, config, from_pretrained_kwargs, options)
+    else:
+        cfg, state_dict, checkpoint = _convert_by_transformer_lens(source, official, from_pretrained_kwargs, options)
+    cfg.model_name = folder.name if folder else (official or str(model_name)).split("/")[-1]
+    shift = import_shift_coefficients(checkpoint)
+    shift = {name: coef.detach() for name, coef in shift.items() if int(name.split(".")[1]) < cfg.n_layers}
+    tokenizer = find_tokenizer(tokenizer, folder, official, cfg)
+    return PretrainedParts(cfg, state_dict, tokenizer, shift)
+
+
+def _own_config(source: Path | PreTrainedModel) -> dict[str, Any]:
+    """The Hugging Face configuration of a folder (made sure to hold a checkpoint) or of a loaded model, as a dict."""
+    if isinstance(source, PreTrainedModel):
+        return source.config.to_dict()
+    _check_folder_files(source)
+    return read_json_config(source)
+
+
+def _convert_by_transformer_lens(
+    source: Path | PreTrainedModel, official: str | None, kwargs: dict[str, Any], options: dict[str, Any]
+) -> tuple[HookedTransformerConfig, dict[str, Tensor], Mapping[str, Tensor]]:
+    """Configuration and weights through transformers and TransformerLens, and the tensors that may hold a KV shift."""
+    if isinstance(source, PreTrainedModel):
+        hf_model, checkpoint = source, source.state_dict()
+    else:
+        hf_model, checkpoint = _load_folder(source, options["dtype"], kwargs)
     architecture = _architecture(hf_model)
     _check_readable(hf_model)
-    official = None if folder else loading.make_model_alias_map().get(str(model_name).lower())
-    cfg = translate_config(
-        hf_model.config,
-        architecture,
-        official,
-        dtype=dtype,
-        device=device,
-        n_devices=n_devices,
-        fold_ln=fold_ln,
-        default_prepend_bos=default_prepend_bos,
-        first_n_layers=first_n_layers,
-        n_ctx=n_ctx,
+    cfg = translate_config(hf_model.config, architecture, official, **options)
+    return cfg, convert_weights(hf_model, cfg), checkpoint
+
+
+def _convert_baichuan_m1(
+    source: Path | PreTrainedModel, config: dict[str, Any], kwargs: dict[str, Any], options: dict[str, Any]
+) -> tuple[HookedTransformerConfig, dict[str, Tensor], Mapping[str, Tensor]]:
+    """As :func:`_convert_by_transformer_lens`, by kvlens' own translation: transformers does not know the architecture."""
+    _refuse_without_effect(kwargs, "a Baichuan-M1 checkpoint")
+    cfg = baichuan.baichuan_m1_config(config, **options)
+
+    def wanted(name: str) -> bool:
+        return baichuan.is_baichuan_m1_weight(name, cfg.n_layers)
+
+    if isinstance(source, PreTrainedModel):
+        _check_readable(source)
+        checkpoint = {name: tensor for name, tensor in source.state_dict().items() if wanted(name)}
+    else:
+        checkpoint = read_tensors(source, wanted)
+    weights = baichuan.convert_baichuan_m1_weights(
+        checkpoint,
+        cfg,
+        tied=config.get("tie_word_embeddings", True),  # transformers' default where the file does not say
+        conv_window=baichuan.conv_window_of(config),
     )
-    cfg.model_name = folder.name if folder else (official or str(model_name)).split("/")[-1]
-    state_dict = convert_weights(hf_model, cfg)
-    tokenizer = find_tokenizer(tokenizer, folder, official, cfg)
-    return PretrainedParts(cfg, state_dict, tokenizer)
+    return cfg, weights, checkpoint
 
 
 def _dtype(dtype: Any) -> torch.dtype:
@@ -200,14 +254,22 @@ def _check_arguments(model_name: str | Path, hf_model: Any, kwargs: dict[str, An
             f"from_pretrained: hf_model must be a transformers PreTrainedModel, got {type(hf_model).__name__}"
             " (for a wrapped model pass the model inside it, with adapters merged)"
         )
+    _refuse_without_effect(kwargs, "a loaded hf_model")
+
+
+def _refuse_without_effect(kwargs: dict[str, Any], source: str) -> None:
+    """Raise if there are arguments for Hugging Face's ``from_pretrained`` where it is not called."""
     unused = sorted(set(kwargs) - {"trust_remote_code", "token", "cache_dir", "local_files_only"})
     if unused:
-        raise KVLensError(f"from_pretrained: {unused} would have no effect on a loaded hf_model: remove them")
+        raise KVLensError(f"from_pretrained: {unused} would have no effect on {source}: remove them")
 
 
-def _load_folder(folder: Path, dtype: torch.dtype, kwargs: dict[str, Any]) -> PreTrainedModel:
-    """Load the causal language model in ``folder`` and make sure that every one of its weights came from there."""
-    _check_folder_files(folder)
+def _load_folder(folder: Path, dtype: torch.dtype, kwargs: dict[str, Any]) -> tuple[PreTrainedModel, Mapping[str, Tensor]]:
+    """Load the causal language model in ``folder`` and make sure that every one of its weights came from there.
+
+    Returns:
+        The model, and the shift coefficients that the checkpoint holds beside its weights: transformers drops them.
+    """
     kwargs = {**kwargs, "local_files_only": True}
     try:
         hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=kwargs.get("trust_remote_code", False))
@@ -234,7 +296,9 @@ def _load_folder(folder: Path, dtype: torch.dtype, kwargs: dict[str, Any]) -> Pr
             f"from_pretrained: the weights in {folder} lack {len(missing)} of the model's parameters (they would be "
             f"random): {missing[:5]}. It was saved as {hf_config.architectures}; expected {class_name}."
         )
-    return hf_model
+    if not any(is_shift_coefficient(name) for name in report["unexpected_keys"]):
+        return hf_model, {}
+    return hf_model, read_tensors(folder, is_shift_coefficient)
 
 
 def _check_folder_files(folder: Path) -> None:
@@ -261,7 +325,8 @@ def _unsupported(architecture: str, where: str) -> KVLensError:
     return KVLensError(
         f"from_pretrained: {where} has the architecture {architecture}, which TransformerLens' HookedTransformer "
         "cannot build from a config. Supported: "
-        f"{', '.join(sorted(SUPPORTED_ARCHITECTURES))}. (Gemma, OLMo 1 and 2 load by official name only.)"
+        f"{', '.join(sorted((*SUPPORTED_ARCHITECTURES, baichuan.ARCHITECTURE)))}. "
+        "(Gemma, OLMo 1 and 2 load by official name only.)"
     )
 
 

@@ -33,11 +33,7 @@ def translate_config(
     **options: Any,
 ) -> HookedTransformerConfig:
     """Let TransformerLens translate ``hf_config`` from a neutral folder, then put right what it reads wrongly."""
-    n_layers = hf_config.num_hidden_layers
-    if first_n_layers is not None and not 1 <= first_n_layers <= n_layers:
-        raise KVLensError(f"from_pretrained: first_n_layers must be 1 to {n_layers} (the model's layers), got {first_n_layers}")
-    if n_ctx is not None and n_ctx < 1:
-        raise KVLensError(f"from_pretrained: n_ctx must be at least 1, got {n_ctx}")
+    check_first_n_layers_and_n_ctx(first_n_layers, hf_config.num_hidden_layers, n_ctx)
     hf_config = _loader_config(hf_config, architecture)
     with neutral_folder() as folder:
         hf_config.to_json_file(folder / "config.json", use_diff=False)
@@ -60,6 +56,14 @@ def translate_config(
         return cfg
     rescaled = {"attn_scale": -1.0} if "d_head" in changes else {}  # -1: take sqrt(d_head) again
     return HookedTransformerConfig.from_dict({**cfg.to_dict(), **changes, **rescaled})
+
+
+def check_first_n_layers_and_n_ctx(first_n_layers: int | None, n_layers: int, n_ctx: int | None) -> None:
+    """Raise unless ``first_n_layers`` is one of the model's numbers of layers and ``n_ctx`` a length; None leaves them open."""
+    if first_n_layers is not None and not 1 <= first_n_layers <= n_layers:
+        raise KVLensError(f"from_pretrained: first_n_layers must be 1 to {n_layers} (the model's layers), got {first_n_layers}")
+    if n_ctx is not None and n_ctx < 1:
+        raise KVLensError(f"from_pretrained: n_ctx must be at least 1, got {n_ctx}")
 
 
 def _loader_config(hf_config: Any, architecture: str) -> Any:

@@ -26,18 +26,31 @@ def find_tokenizer(
             "they do not belong together"
         )
     if tokenizer is None and folder is not None and any((folder / file).is_file() for file in TOKENIZER_FILES):
-        try:
-            tokenizer, name = AutoTokenizer.from_pretrained(folder, local_files_only=True), str(folder)
-        except Exception as error:
-            raise KVLensError(
-                f"from_pretrained: transformers cannot load the tokenizer in {folder}: {error}. Repair it, or pass tokenizer=."
-            ) from error
+        tokenizer, name = _folder_tokenizer(folder), str(folder)
     if tokenizer is None and official is not None:
         tokenizer, name = _cached_tokenizer(official, cfg.d_vocab), official
     if tokenizer is None:
         return None
     cfg.tokenizer_name = name or cfg.model_name
     return _with_bos(tokenizer, cfg.tokenizer_name, cfg.original_architecture)
+
+
+def _folder_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
+    """Load the folder's own tokenizer; None, with a warning, where it is code that comes with the folder."""
+    try:
+        # False, not the default, which asks on the terminal whether to run code that comes with the folder
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        config = folder / "tokenizer_config.json"
+        if config.is_file() and '"auto_map"' in config.read_text(encoding="utf-8", errors="replace"):
+            logger.warning(
+                "the tokenizer in %s is code of its own, which is not run: the model works on token ids; pass tokenizer=",
+                folder,
+            )
+            return None
+        raise KVLensError(
+            f"from_pretrained: transformers cannot load the tokenizer in {folder}: {error}. Repair it, or pass tokenizer=."
+        ) from error
 
 
 def _cached_tokenizer(official: str, d_vocab: int) -> PreTrainedTokenizerBase | None:

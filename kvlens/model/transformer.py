@@ -7,7 +7,7 @@ leaves the weights uninitialised and the hooks unnamed, silently); ``get_residua
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -337,6 +337,10 @@ class HookedKVTransformer(HookedTransformer):
             KVLensError: ``fold_value_biases`` or ``refactor_factored_attn_matrices`` would change the model's output.
         """
         fold_value_biases = check_weight_processing(self.cfg, fold_value_biases, refactor_factored_attn_matrices)
+        processes = fold_ln or center_writing_weights or center_unembed or fold_value_biases or refactor_factored_attn_matrices
+        if self.cfg.dtype == torch.float64 and not processes:  # TransformerLens' way goes through float32 even then
+            self.load_state_dict(self.fill_missing_keys(state_dict), strict=False)
+            return
         super().load_and_process_state_dict(
             state_dict,
             fold_ln=fold_ln,
@@ -373,6 +377,18 @@ class HookedKVTransformer(HookedTransformer):
         """As TransformerLens', refused where it would change the output."""
         check_weight_processing(self.cfg, False, True)
         return super().refactor_factored_attn_matrices(state_dict)
+
+    def load_shift_coefficients(self, source: Mapping[str, Tensor] | str | Path) -> None:
+        """Take over the KV-shift coefficients of a public checkpoint: a state dict, a folder or a weights file.
+
+        The forms that are understood are listed in :mod:`kvlens.model.shift_import`; nothing but the coefficients changes.
+
+        Raises:
+            KVLensError: no coefficients, one is missing, or they do not fit this model, which is then unchanged.
+        """
+        from kvlens.model.shift_graft import load_shift_coefficients
+
+        load_shift_coefficients(self, source)
 
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> "HookedKVTransformer":
         """Moving or rounding the model: a rounded copy keeps the name of the weights that it was rounded from."""

@@ -17,6 +17,7 @@ from kvlens.errors import KVLensError
 from kvlens.kv_bias import KVBias
 from kvlens.model import HookedKVTransformer
 from kvlens.report.folder import FORMAT
+from kvlens.viz import HeadDetails, head_details
 
 FORMAT_VERSION = 1
 BROKEN = 0.01
@@ -34,11 +35,13 @@ class Report:
             return them, and ``generated``: one row a condition and generated token, with its ``position`` from 0,
             ``token_id`` and ``token``.
         bias: the converted prompt.
+        heads: what each head attends to, for the page.
     """
 
     summary: dict[str, Any]
     tables: dict[str, pd.DataFrame]
     bias: KVBias
+    heads: HeadDetails
 
 
 def build_report(
@@ -88,6 +91,7 @@ def build_report(
     )
     everything = [(layer, head) for layer in range(bias.n_layers) for head in range(bias.n_heads)]
     total = bias_ablation(model, text_tokens, bias, [everything]).iloc[0]
+    heads = head_details(model, prompt_tokens, text_tokens, bias=bias)
     generated = {}
     for i, condition in enumerate(CONDITIONS):
         tell(f"generating, {condition.replace('_', ' ')}", 0.6 + 0.4 * i / 3)
@@ -123,7 +127,7 @@ def build_report(
         "bias_by_layer": by_layer,
         "generated": _generated_table(model, generated),
     }
-    return Report(summary, tables, bias)
+    return Report(summary, tables, bias, heads)
 
 
 # --- checks ----------------------------------------------------------------------------------------------------------

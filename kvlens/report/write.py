@@ -1,4 +1,4 @@
-"""A report on disk: one Parquet file a table, the bias, and ``summary.json`` with every headline figure."""
+"""A report on disk: a page to open, one Parquet file a table, the bias, and ``summary.json`` with every headline figure."""
 
 import json
 import math
@@ -8,8 +8,10 @@ from typing import Any
 from kvlens.files import write_folder
 from kvlens.report.build import Report
 from kvlens.report.folder import SUMMARY, check_folder
+from kvlens.report.page import build_page
 
 BIAS = "bias.safetensors"
+PAGE = "report.html"
 
 
 def write_report(report: Report, folder: str | Path, *, overwrite: bool = False) -> Path:
@@ -28,6 +30,7 @@ def write_report(report: Report, folder: str | Path, *, overwrite: bool = False)
         for name, table in report.tables.items():
             table.to_parquet(temporary / f"{name}.parquet", index=False)
         report.bias.save(temporary / BIAS)
+        build_page(report).save_html(temporary / PAGE)
         summary = {**report.summary, "files": report_files(report)}
         text = json.dumps(_plain(summary), indent=2, ensure_ascii=False, allow_nan=False)
         (temporary / SUMMARY).write_text(text + "\n", encoding="utf-8")
@@ -37,7 +40,7 @@ def write_report(report: Report, folder: str | Path, *, overwrite: bool = False)
 
 def report_files(report: Report) -> list[str]:
     """The files of the report, relative to its folder. Whatever is written must stand here, or it blocks overwriting."""
-    return [SUMMARY, *(f"{name}.parquet" for name in report.tables), BIAS]
+    return [SUMMARY, *(f"{name}.parquet" for name in report.tables), BIAS, PAGE]
 
 
 def _plain(value: Any) -> Any:

@@ -1,8 +1,8 @@
 """What every task yields, and what every task must offer.
 
-A task is a distribution of sequences together with the positions at which a prediction is judged. It holds no state: a batch is
-a function of the generator that is passed in, so a training run can be taken up at any step, and two processes can draw the same
-batch.
+A task is a distribution of sequences together with the positions at which a prediction is judged. It holds no state: a batch
+is a function of the generator that is passed in, so a training run can be taken up at any step, and two processes can draw the
+same batch.
 
     logits of the model at position i  are judged against  targets[:, i]  where  scored[:, i]
 
@@ -68,6 +68,10 @@ class Task(ABC):
     def heldout(self, n_sequences: int, seed: int = 0) -> Batch:
         """``n_sequences`` held-out sequences: the same ones for the same seed."""
         return self.sample(n_sequences, torch.Generator().manual_seed(1_000_003 + seed), "heldout")
+
+    def data_hash(self) -> str | None:
+        """A hash of the data behind the settings, where the settings do not decide them (a text on disk); else None."""
+        return None
 
     def settings(self) -> dict[str, Any]:
         """The settings, of JSON's types; ``make_task(name, **settings)`` makes the task again."""

@@ -1,37 +1,38 @@
-"""Training small models on text that every installation holds: corpus, tokenizer, windows, loop.
+"""Training small models: settings, the loop with exact resume, recipes of the shipped models, and what is measured on them.
 
-corpus = build_docs_corpus()
-tokenizer = train_bpe_tokenizer(document.text for document in corpus.train)
-windows = TokenWindows.from_texts([document.text for document in corpus.train], tokenizer)
-heldout = TokenWindows.from_texts([document.text for document in corpus.heldout], tokenizer).consecutive(256, 64)
-generator = torch.Generator().manual_seed(0)
-result = train(model, lambda: windows.sample(32, 256, generator), steps=1000, learning_rate=1e-3,
-               evaluate=lambda model: heldout_loss(model, heldout))
+task = make_task("induction", vocab_size=64, length=48)
+model = build_model(task, {"n_layers": 1, "d_model": 64, "kv_shift": True})
+result = train(model, task, steps=500, learning_rate=2e-3, folder="run")
+result.heldout  # loss and accuracy against step
 """
 
 from kvlens.training.context import ContextEffect, context_effect
-from kvlens.training.corpus import DocsCorpus, Document, build_docs_corpus
-from kvlens.training.data import TokenWindows
-from kvlens.training.docs import DocsRecipe, train_docs_linear
+from kvlens.training.distributed import Workers, process_group
+from kvlens.training.objective import Objective, check_fit
+from kvlens.training.recipes import RECIPES, Recipe, build_model, build_task, find_recipe
+from kvlens.training.run import decayed_parameters
 from kvlens.training.schedule import Schedule
-from kvlens.training.tokenizer import encode_texts, load_tokenizer, train_bpe_tokenizer
-from kvlens.training.trainer import TrainResult, decayed_parameters, heldout_loss, train
+from kvlens.training.settings import TrainSettings
+from kvlens.training.ship import train_recipe
+from kvlens.training.trainer import TrainResult, score_heldout, train
 
 __all__ = [
+    "RECIPES",
     "ContextEffect",
-    "DocsCorpus",
-    "DocsRecipe",
-    "Document",
+    "Objective",
+    "Recipe",
     "Schedule",
-    "TokenWindows",
     "TrainResult",
-    "build_docs_corpus",
+    "TrainSettings",
+    "Workers",
+    "build_model",
+    "build_task",
+    "check_fit",
     "context_effect",
     "decayed_parameters",
-    "encode_texts",
-    "heldout_loss",
-    "load_tokenizer",
+    "find_recipe",
+    "process_group",
+    "score_heldout",
     "train",
-    "train_bpe_tokenizer",
-    "train_docs_linear",
+    "train_recipe",
 ]

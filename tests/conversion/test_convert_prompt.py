@@ -7,7 +7,7 @@ import torch
 from small_models import linear_model, relative_error, small_model, tokens
 
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVBias, KVLensError, KVShiftConfig, convert_prompt
-from kvlens.training import train_bpe_tokenizer
+from kvlens.corpus import train_bpe_tokenizer
 
 ROUNDING = 1e-14  # float64: tens of terms through two layers
 

@@ -10,7 +10,7 @@ from small_models import linear_model, relative_error, small_model, tokens
 
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVLensError, KVShiftConfig, convert_prompt
 from kvlens._tl import TransformerLensKeyValueCache
-from kvlens.training import train_bpe_tokenizer
+from kvlens.corpus import train_bpe_tokenizer
 
 ROUNDING = 1e-14  # float64 sums of at most a few hundred terms of one sign: n * 2.2e-16, n < 50 on the way through 2 layers
 

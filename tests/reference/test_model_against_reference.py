@@ -10,7 +10,7 @@ import torch
 
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVBias, KVShiftConfig, convert_prompt
 from kvlens._tl import TransformerLensKeyValueCache
-from kvlens.training import train_bpe_tokenizer
+from kvlens.corpus import train_bpe_tokenizer
 
 # Each of three layers rounds six times in a row (projection, shift, features, sum over tokens, division, projection back),
 # and a sum of n = 43 terms of both signs, the longest here, is off by about sqrt(n) * 1.1e-16 = 7e-16 of its norm: 1.3e-14.

@@ -1,246 +1,211 @@
-"""The training loop's promises, on models small enough to follow by hand."""
+"""The training loop's promises, on a model small enough to train in a second."""
 
+import dataclasses
 import math
 
 import pandas as pd
 import pytest
 import torch
-from torch import nn
+from tiny_runs import SETTINGS, run, tiny_model, tiny_task, weights
+from torch.nn import functional as F
 
-from kvlens.errors import KVLensError
-from kvlens.training import Schedule, decayed_parameters, heldout_loss, train
-
-TOKENS = torch.tensor([[1, 2, 3], [4, 5, 6]])
-
-
-class Bowl(nn.Module):
-    """Loss |W|^2 + 1, and what ``script`` says at each training call: a number multiplies the loss."""
-
-    def __init__(self, script: dict[int, float] | None = None):
-        super().__init__()
-        self.W_x = nn.Parameter(torch.tensor([[3.0, -2.0]]))
-        self.b_x = nn.Parameter(torch.tensor([[1.0]]))
-        self.calls = 0
-        self.script = script or {}
-
-    def forward(self, tokens, return_type="loss"):
-        assert return_type == "loss"
-        factor = 1.0
-        if self.training:
-            self.calls += 1
-            factor = self.script.get(self.calls, 1.0)
-        return factor * (self.W_x.square().sum() + self.b_x.square().sum() + 1)
+from kvlens import HookedKVTransformer, KVLensError
+from kvlens.tasks import Batch, make_task
+from kvlens.training import Objective, TrainSettings, build_model, decayed_parameters, score_heldout, train
 
 
-def run(model, steps=7, **options):
-    return train(model, lambda: TOKENS, steps=steps, learning_rate=0.1, progress=False, **options)
+@dataclasses.dataclass(frozen=True)
+class Scripted(type(tiny_task())):
+    """The tiny task, whose batch of one step (counted by its calls) is passed to ``spoil`` first."""
+
+    calls: list = dataclasses.field(default_factory=list)
+    spoil_at: int = -1
+
+    def sample(self, batch_size, generator, split="train"):
+        batch = super().sample(batch_size, generator, split)
+        if split == "train":
+            self.calls.append(1)
+            if len(self.calls) == self.spoil_at:
+                raise RuntimeError("killed")
+        return batch
 
 
-def weights(model) -> torch.Tensor:
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-
-
-def test_learning_rates_known_by_hand():
-    cosine = Schedule(peak=8.0, warmup_fraction=0.5, final_fraction=0.25)
-    assert [cosine.learning_rate(p) for p in (0.0, 0.125, 0.25, 0.5)] == [0.0, 2.0, 4.0, 8.0]
-    assert cosine.learning_rate(0.75) == pytest.approx(5.0, rel=1e-15)  # half-way from 8 to 2
-    assert cosine.learning_rate(1.0) == cosine.learning_rate(3.0) == 2.0
-    constant = Schedule(peak=8.0, kind="constant", warmup_fraction=0.5)
-    assert [constant.learning_rate(p) for p in (0.25, 0.5, 1.0)] == [4.0, 8.0, 8.0]
-    assert Schedule(peak=1.0, warmup_fraction=0.0, final_fraction=0.0).learning_rate(1.0) == 0.0
-
-
-def test_the_loop_uses_the_schedule():
-    rates = run(Bowl(), steps=4, warmup_fraction=0.5, final_fraction=0.0).metrics["learning_rate"]
-    assert rates.tolist() == pytest.approx([0.05, 0.1, 0.05, 0.0], abs=1e-16)
-
-
-def test_metrics_are_tidy():
-    result = run(Bowl(), steps=3, evaluate=lambda model: heldout_loss(model, TOKENS), eval_every=2)
-    metrics = result.metrics
+def test_metrics_are_tidy_and_measure_what_they_say():
+    model, task = tiny_model(), tiny_task()
+    before = score_heldout(model, task, 7)
+    result = run(model, task, steps=3, eval_every=2, warmup_fraction=0.5, final_fraction=0.0)
     expected = pd.DataFrame(
         {
             "step": [1, 2, 2, 3, 3],
             "split": ["train", "train", "heldout", "train", "heldout"],
-            "tokens": [6, 12, 12, 18, 18],
+            "tokens": [54, 108, 108, 162, 162],
         }
     )
-    pd.testing.assert_frame_equal(metrics[["step", "split", "tokens"]], expected)
-    assert list(metrics) == ["step", "split", "loss", "tokens", "seconds", "learning_rate"]
-    assert metrics["loss"][0] == 15.0
-    assert metrics["seconds"].is_monotonic_increasing
+    pd.testing.assert_frame_equal(result.metrics[["step", "split", "tokens"]], expected)
+    assert list(result.metrics) == ["step", "split", "loss", "accuracy", "tokens", "learning_rate", "grad_norm"]
+    assert result.metrics["learning_rate"].tolist() == pytest.approx([5e-3 * 2 / 3, 2.5e-3, 2.5e-3, 0.0, 0.0], abs=1e-12)
     assert result.stopped_by == "steps" and result.steps == 3
+    assert result.best_loss < before[0]
+    assert score_heldout(model, task, 7)[0] == pytest.approx(result.best_loss, rel=1e-6)
 
 
-def test_training_lowers_the_loss_and_restores_the_mode():
-    model = Bowl().eval()
-    result = run(model, steps=50)
-    assert not model.training
-    assert heldout_loss(model, TOKENS) < result.metrics["loss"][0] / 3
-    assert math.isnan(result.best_loss) and result.best_step == 50
-
-
-def test_one_adamw_step_by_hand_decays_w_alone():
-    model = Bowl()
-    train(
-        model,
-        [TOKENS],
-        steps=1,
-        learning_rate=0.1,
-        warmup_fraction=0.0,
-        final_fraction=1.0,
-        weight_decay=0.5,
-        progress=False,
+def test_the_objective_is_cross_entropy_over_the_scored_positions_alone():
+    model = tiny_model(normalization_type="LN")
+    batch = tiny_task().sample(5, torch.Generator().manual_seed(3))
+    score = Objective(model)(batch)
+    logits = model(batch.inputs)
+    expected = sum(
+        F.cross_entropy(logits[b, i], batch.targets[b, i]) for b, i in batch.scored.nonzero().tolist()
     )
-    expected_w = torch.tensor([[3.0, -2.0]]) * (1 - 0.1 * 0.5) - 0.1 * torch.tensor([[1.0, -1.0]])
-    torch.testing.assert_close(model.W_x.detach(), expected_w)
-    torch.testing.assert_close(model.b_x.detach(), torch.tensor([[0.9]]))
+    right = sum(logits[b, i].argmax() == batch.targets[b, i] for b, i in batch.scored.nonzero().tolist())
+    assert score.n_scored == int(batch.scored.sum())
+    assert int(score.correct) == int(right)
+    torch.testing.assert_close(score.loss, expected, rtol=1e-6, atol=0)  # float32 sums of about 25 terms
 
 
-def test_only_trainable_matrices_named_w_decay():
-    model = nn.Module()
-    model.W_Q = nn.Parameter(torch.ones(2, 3, 5))
-    model.W_flat = nn.Parameter(torch.ones(7))
-    model.W_frozen = nn.Parameter(torch.ones(2, 3), requires_grad=False)
-    model.b_Q = nn.Parameter(torch.ones(2, 3))
-    model.k_shift_coef = nn.Parameter(torch.ones(2, 2))
-    assert list(decayed_parameters(model)) == ["W_Q"]
+def test_regression_is_judged_by_squared_error():
+    task = make_task("regression", functions="linear", dimensions=3, n_points=4)
+    model = build_model(task, dict(n_layers=1, d_model=8, d_head=4), device="cpu")
+    batch = task.sample(5, torch.Generator().manual_seed(3))
+    score = Objective(model)(batch)
+    errors = (model(batch.inputs) - batch.targets).square()
+    torch.testing.assert_close(score.loss, errors[batch.scored].sum())
+    assert math.isnan(float(score.correct))
+    result = train(model, task, steps=5, batch_size=4, progress=False)
+    assert result.metrics["accuracy"].isna().all()
+
+
+def test_training_lowers_the_loss_restores_the_mode_and_leaves_the_best_weights():
+    model = tiny_model().eval()
+    result = run(model, steps=80, eval_every=10)
+    assert not model.training
+    assert result.heldout["loss"].min() < result.heldout["loss"][0] * 0.9
+    assert score_heldout(model, tiny_task(), 7)[0] == pytest.approx(result.heldout["loss"].min(), rel=1e-6)
+
+
+def test_one_adamw_step_by_hand_decays_matrices_alone():
+    """After one step from zero moments Adam moves every number by the rate against the sign of its gradient."""
+    model, twin = tiny_model(), tiny_model()
+    batch = tiny_task().sample(6, torch.Generator().manual_seed(0))
+    score = Objective(twin)(batch)
+    (score.loss / score.n_scored).backward()
+    run(model, steps=1, warmup_fraction=0.0, final_fraction=1.0, weight_decay=0.5, learning_rate=0.1, max_grad_norm=1e9)
+    decayed = decayed_parameters(twin)
+    for (name, after), before in zip(model.named_parameters(), twin.parameters(), strict=True):
+        clear = before.grad.abs() > 1e-5  # elsewhere Adam's epsilon of 1e-8 is felt
+        keep = 1 - 0.1 * 0.5 if name in decayed else 1.0
+        expected = before * keep - 0.1 * before.grad.sign()
+        torch.testing.assert_close(after[clear], expected[clear], rtol=1e-4, atol=2e-4)
+
+
+def test_only_matrices_decay():
+    names = set(decayed_parameters(tiny_model(trainable_kv_bias=True, attention="linear")))
+    assert "blocks.0.attn.W_Q" in names
+    assert not [n for n in names if "shift" in n or ".b_" in n]
 
 
 def test_frozen_parameters_do_not_move():
-    model = Bowl()
-    model.W_x.requires_grad_(False)
+    model = tiny_model()
+    model.embed.W_E.requires_grad_(False)
+    before = model.embed.W_E.clone()
+    unembed = model.unembed.W_U.clone()
     run(model)
-    assert model.W_x.tolist() == [[3.0, -2.0]]
-    assert model.b_x.item() < 1
+    assert torch.equal(model.embed.W_E, before)
+    assert not torch.equal(model.unembed.W_U, unembed)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_loss_that_is_not_finite_names_the_step_and_keeps_the_last_good_weights(value):
-    twin, model = Bowl(), Bowl({5: value})
-    # the weights of step 4 gave the last finite loss: those after 3 updates, under the same schedule
-    history = []
-    train(
-        twin,
-        lambda: history.append(weights(twin)) or TOKENS,
-        steps=7,
-        learning_rate=0.1,
-        progress=False,
-    )
-    with pytest.raises(KVLensError, match=r"loss \((nan|inf)\) of step 5"):
-        run(model)
-    assert torch.equal(weights(model), history[3])
-    assert model.training
+def test_the_batches_depend_on_the_seed_alone_and_nothing_global_moves():
+    before = torch.get_rng_state()
+    first, second, other = tiny_model(), tiny_model(), tiny_model()
+    run(first)
+    run(second)
+    run(other, seed=1)
+    assert torch.equal(before, torch.get_rng_state())
+    assert torch.equal(weights(first), weights(second))
+    assert not torch.equal(weights(first), weights(other))
 
 
-def test_a_gradient_that_is_not_finite_is_caught_too():
-    class Root(Bowl):
-        def forward(self, tokens, return_type="loss"):
-            return super().forward(tokens) + (self.b_x * 0).sum().sqrt()
-
-    model = Root()
-    before = weights(model)
-    with pytest.raises(KVLensError, match="gradient of step 1"):
-        run(model)
-    assert torch.equal(weights(model), before)
+def test_early_ends():
+    assert run(steps=50, stop_at_accuracy=0.01, eval_every=2).stopped_by == "accuracy"
+    assert run(steps=50, patience=1, learning_rate=10.0, warmup_fraction=0.0, eval_every=1).stopped_by == "patience"
+    late = run(steps=10_000, max_minutes=1e-6)
+    assert late.stopped_by == "time" and late.steps == 1 and len(late.heldout) == 1
 
 
-def test_early_stopping_puts_the_best_weights_back():
-    model, seen = Bowl(), []
-    scores = iter([5.0, 3.0, 4.0, math.nan, 1.0])
-
-    def evaluate(model):
-        assert not model.training and not torch.is_grad_enabled()
-        seen.append(weights(model))
-        return next(scores)
-
-    result = run(model, steps=99, evaluate=evaluate, eval_every=3, patience=2)
-    assert (result.stopped_by, result.steps, result.best_step, result.best_loss) == ("patience", 12, 6, 3.0)
-    assert torch.equal(weights(model), seen[1])
+def test_watched_parameters_are_recorded_at_every_evaluation():
+    result = run(watch="shift_coef")
+    assert result.watched["step"].unique().tolist() == [4, 8, 12]
+    last = result.watched[(result.watched["step"] == 12) & (result.watched["parameter"] == "blocks.0.attn.k_shift_coef")]
+    assert last["index"].tolist() == [0, 1, 2, 3]  # two heads, two coefficients
 
 
-def test_the_time_budget_ends_the_run_with_the_final_rate(monkeypatch):
-    clock = iter(range(10_000))  # each look at the clock takes a second
-    monkeypatch.setattr("kvlens.training.trainer.perf_counter", lambda: float(next(clock)))
-    result = run(Bowl(), steps=10_000, max_minutes=5.0, final_fraction=0.1, evaluate=lambda model: heldout_loss(model, TOKENS))
-    rates = result.metrics["learning_rate"]
-    assert result.stopped_by == "time" and 20 < result.steps < 300
-    assert rates.iloc[-1] == pytest.approx(0.01, rel=0.05)
-    assert rates.max() == pytest.approx(0.1, rel=0.05)
-    assert result.metrics["split"].iloc[-1] == "heldout"
+@pytest.mark.parametrize("folder", [False, True])
+def test_a_loss_that_is_not_finite_names_the_step_and_keeps_the_last_good_weights(folder, tmp_path, monkeypatch):
+    twin, model = tiny_model(), tiny_model()
+    run(twin, steps=100, stop_at_accuracy=None, max_minutes=None, eval_every=100, eval_sequences=1, schedule="constant", **{
+        "batch_size": 6
+    }) if False else None
+    forward, calls = Objective.forward, []
 
+    def spoiled(self, batch: Batch):
+        score = forward(self, batch)
+        calls.append(1)
+        return score._replace(loss=score.loss * math.nan) if len(calls) == 5 else score
 
-def test_steps_may_end_before_the_time_budget():
-    result = run(Bowl(), steps=3, max_minutes=60.0)
-    assert result.stopped_by == "steps" and result.steps == 3
-
-
-def test_gradient_clipping_bounds_the_norm():
-    model = Bowl()
-    model.W_x.data.mul_(1e4)
-    run(model, steps=1, max_grad_norm=0.5)
-    norm = math.sqrt(sum(parameter.grad.square().sum().item() for parameter in model.parameters()))
-    assert norm == pytest.approx(0.5, rel=1e-5)
-
-
-def test_an_iterable_begins_anew_and_an_iterator_cannot():
-    assert train(Bowl(), [TOKENS, TOKENS], steps=5, learning_rate=0.1, progress=False).steps == 5
-    with pytest.raises(KVLensError, match="used up"):
-        train(Bowl(), iter([TOKENS, TOKENS]), steps=5, learning_rate=0.1, progress=False)
-
-
-def test_autocast_runs_in_bfloat16_and_keeps_float32_weights():
-    class Linear(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.W_x = nn.Parameter(torch.ones(3, 1))
-
-        def forward(self, tokens, return_type="loss"):
-            out = tokens.float() @ self.W_x
-            self.dtype = out.dtype
-            return out.float().square().mean()
-
-    model = Linear()
-    run(model, steps=2, autocast=True)
-    assert model.dtype == torch.bfloat16 and model.W_x.dtype == torch.float32
-    run(model, steps=1)
-    assert model.dtype == torch.float32
-
-
-def test_heldout_loss_weighs_a_short_last_batch_by_its_windows():
-    class Mean(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.W_x = nn.Parameter(torch.ones(1))
-
-        def forward(self, tokens, return_type="loss"):
-            return tokens.float().mean() * self.W_x.sum()
-
-    windows = torch.tensor([[1, 1], [2, 2], [6, 6]])
-    assert heldout_loss(Mean(), windows, batch_size=2) == pytest.approx(3.0)
-    with pytest.raises(KVLensError, match="empty"):
-        heldout_loss(Mean(), windows[:0])
+    monkeypatch.setattr(Objective, "forward", spoiled)
+    with pytest.raises(KVLensError, match="loss .nan. of step 5 is not finite"):
+        run(model, eval_every=100, folder=tmp_path / "run" if folder else None)
+    assert weights(model).isfinite().all()
+    if folder:  # the checkpoint of step 3 stands, and a healthy run goes on from it to the same end
+        monkeypatch.setattr(Objective, "forward", forward)
+        again = tiny_model()
+        run(again, eval_every=100, folder=tmp_path / "run")
+        run(twin, eval_every=100)
+        assert torch.equal(weights(again), weights(twin))
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("change", "message"),
     [
-        ({"steps": 0}, "steps must be at least 1"),
-        ({"eval_every": 0}, "eval_every"),
-        ({"patience": 2}, "needs evaluate"),
-        ({"max_minutes": 0.0}, "max_minutes must be positive"),
-        ({"schedule": "cosin"}, "did you mean 'cosine'"),
-        ({"warmup_fraction": 1.0}, "warmup_fraction"),
-        ({"final_fraction": -1.0}, "final_fraction"),
+        (dict(steps=0), "steps must be an integer of at least 1"),
+        (dict(stepz=5), "unknown setting 'stepz'.*steps"),
+        (dict(precision="float31"), "precision.*float32"),
+        (dict(stop_at_accuracy=1.5), "stop_at_accuracy"),
+        (dict(betas=(0.9, 1.0)), "betas"),
+        (dict(learning_rate=-1.0), "learning rate"),
+        (dict(max_minutes=0), "max_minutes"),
+        (dict(weight_decay=-1), "weight_decay"),
     ],
 )
-def test_bad_arguments_are_answered(options, message):
+def test_bad_settings_are_refused(change, message):
     with pytest.raises(KVLensError, match=message):
-        run(Bowl(), **{"steps": 1} | options)
+        run(**change)
 
 
-def test_a_model_with_nothing_to_train_is_answered():
-    with pytest.raises(KVLensError, match="requires a gradient"):
-        run(Bowl().requires_grad_(False))
-    with pytest.raises(KVLensError, match="peak"):
-        train(Bowl(), [TOKENS], steps=1, learning_rate=-1.0)
+def test_model_and_task_must_fit():
+    task = tiny_task()
+    with pytest.raises(KVLensError, match="uses 13 token ids .* the model has 11"):
+        train(tiny_model(d_vocab=11), task, progress=False)
+    with pytest.raises(KVLensError, match="9 positions, the model's end at n_ctx=5"):
+        train(tiny_model(n_ctx=5), task, progress=False)
+    regression = make_task("regression", functions="linear", dimensions=3, n_points=4)
+    with pytest.raises(KVLensError, match="needs a HookedKVRegressor"):
+        train(tiny_model(), regression, progress=False)
+    with pytest.raises(KVLensError, match="numbers a position"):
+        wrong = build_model(make_task("regression", functions="linear", dimensions=5, n_points=4), {"n_layers": 1}, device="cpu")
+        train(wrong, regression, progress=False)
+    with pytest.raises(KVLensError, match="expected a task"):
+        train(tiny_model(), "induction", progress=False)
+    with pytest.raises(KVLensError, match="expected a HookedKVTransformer"):
+        train(torch.nn.Linear(2, 3), task, progress=False)
+
+
+def test_linear_attention_has_no_longest_text():
+    model = tiny_model(n_ctx=5, attention="linear")
+    assert isinstance(model, HookedKVTransformer)
+    run(model, steps=1)
+
+
+def test_settings_survive_their_dictionary():
+    settings = TrainSettings(**{**SETTINGS, "betas": (0.8, 0.9)})
+    assert TrainSettings.of({**dataclasses.asdict(settings), "betas": [0.8, 0.9]}) == settings

@@ -1,0 +1,62 @@
+"""What every head reads from the bias and from the text itself, in one forward pass over the text.
+
+    z = z_bias + z_context        (both already divided by the normaliser, which counts the bias and the text)
+
+Two shares are told of it. By size, ||z_bias|| / (||z_bias|| + ||z_context||) lies in 0..1 and does not add up. By
+projection, z_bias . z / ||z||^2 may leave 0..1 where the summands oppose each other, but is linear: the shares of all parts
+of z are 1 together, and so are those of all prompt positions that of the whole bias.
+"""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from analyses._logit_attribution import final_scale, final_scale_name
+from kvlens import HookedKVTransformer, KVBias
+
+
+class BiasOutputs(NamedTuple):
+    """The two summands of every head's output on a text, and the final norm's scale there."""
+
+    of_bias: Float[Tensor, "layer pos head d_head"]
+    of_context: Float[Tensor, "layer pos head d_head"]
+    scale: Float[Tensor, "pos 1"]
+
+
+def bias_outputs(model: HookedKVTransformer, bias: KVBias, text: Tensor) -> BiasOutputs:
+    """Run ``text`` [pos] once with ``bias`` attached; in float64, on the device of the first layer."""
+    names = {part: [f"blocks.{layer}.attn.hook_z_{part}" for layer in range(bias.n_layers)] for part in ("bias", "context")}
+    with model.kv_bias(bias):
+        _, cache = model.run_with_cache(
+            text[None],
+            attention_mask=torch.ones_like(text[None]),
+            names_filter=[*names["bias"], *names["context"], final_scale_name(model)],
+            return_type=None,
+        )
+    of_bias, of_context = (
+        torch.stack([cache[name][0].double().to(text.device) for name in names[part]]) for part in ("bias", "context")
+    )
+    return BiasOutputs(of_bias, of_context, final_scale(model, cache)[0].double().to(text.device))
+
+
+def share_by_size(
+    of_bias: Float[Tensor, "*lead pos head"], of_context: Float[Tensor, "*lead pos head"]
+) -> Float[Tensor, "*lead pos head"]:
+    """||z_bias|| / (||z_bias|| + ||z_context||) from the two norms; 0 for 0 / 0."""
+    total = of_bias + of_context
+    return of_bias / total.where(total > 0, 1.0)
+
+
+def share_probes(z: Float[Tensor, "*lead pos head d_head"], pooled: bool) -> Float[Tensor, "*lead pos head d_head"]:
+    """The vectors whose product with a part of z is its share by projection: z / ||z||^2.
+
+    Args:
+        z: the whole outputs.
+        pooled: divide by the sum of ||z||^2 over all places, so that the shares summed over the places are those of the
+            text as a whole; else each place by its own. Zeros where there is no output to share.
+    """
+    energy = z.square().sum(dim=-1, keepdim=True)
+    energy = energy.sum(dim=-3, keepdim=True) if pooled else energy
+    return z / energy.where(energy > 0, 1.0)

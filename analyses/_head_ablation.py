@@ -1,0 +1,132 @@
+"""What the model loses when one head's output is that of another text: ablation by resampling.
+
+A head's ``hook_z`` is replaced at every place by its z on a donor, a text of the same form with other tokens: what the head
+does on average stays, what it knows of this text is gone. Each (head, sequence) pair is one row of a batched forward pass,
+which starts at the head's own layer.
+
+Source: Chan et al. 2022, Causal Scrubbing (resampling ablation).
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from analyses._head_weights import wide_dtype
+from analyses._interventions import MEMORY_A_PASS
+from analyses._repeated_tokens import RepeatedTokens
+from kvlens import HookedKVTransformer, KVLensError
+
+Start = Callable[[int], None]
+Progress = Callable[[float], None]
+
+
+class AblationEffect(NamedTuple):
+    """Means over sequences and over the places of the second copy that have a next token."""
+
+    loss_change: Float[Tensor, "layer head"]
+    logit_change: Float[Tensor, "layer head"]
+
+
+def resampling_ablation(
+    model: HookedKVTransformer,
+    repeated: RepeatedTokens,
+    donors: RepeatedTokens,
+    *,
+    batch_size: int | None = None,
+    on_start: Start | None = None,
+    on_progress: Progress | None = None,
+) -> AblationEffect:
+    """Ablate every head, one at a time.
+
+    Args:
+        model: whose heads they are.
+        repeated: the texts.
+        donors: as many texts of the same length.
+        batch_size: rows a forward pass; None takes what :data:`MEMORY_A_PASS` allows.
+        on_start: called once, before anything runs, with the number of ablations: heads times texts.
+        on_progress: called with the fraction done after each forward pass.
+
+    Returns:
+        By how much the loss of the next tokens of the second copy rises (nats), and by how much their logits change.
+
+    Raises:
+        KVLensError: shortformer positions, which a pass that starts at a later layer would lose; a batch size below 1.
+    """
+    n_layers, n_heads, n_texts = model.cfg.n_layers, model.cfg.n_heads, len(repeated.tokens)
+    if model.cfg.positional_embedding_type == "shortformer":
+        raise KVLensError("ablations: shortformer adds positions inside every layer, a pass cannot start in the middle of them")
+    if batch_size is not None and batch_size < 1:
+        raise KVLensError(f"ablations: batch_size must be at least 1, got {batch_size}")
+    heads = torch.arange(n_heads).repeat_interleave(n_texts)
+    texts = torch.arange(n_texts).repeat(n_heads)
+    rows = batch_size or max(1, MEMORY_A_PASS // _bytes_a_row(model, repeated))
+    passes = [(layer, part) for layer in range(n_layers) for part in torch.arange(len(heads)).split(rows)]
+    if on_start is not None:
+        on_start(n_layers * len(heads))
+    starts, z = _run_both(model, repeated, donors)
+    whole = _next_token_losses_and_logits(model, starts[-1], n_layers, repeated.next_tokens)
+    sums = starts[0].new_zeros(2, n_layers, n_heads, dtype=wide_dtype(model))
+    for done, (layer, part) in enumerate(passes, start=1):
+        head, text = heads[part], texts[part]
+        swap = _replace_head(layer, head, z[layer][text, :, head])
+        effect = _next_token_losses_and_logits(model, starts[layer][text], layer, repeated.next_tokens[text], swap)
+        sums[:, layer].index_add_(1, head.to(sums.device), effect - whole[:, text])
+        if on_progress is not None:
+            on_progress(done / len(passes))
+    return AblationEffect(*sums / n_texts)
+
+
+def _bytes_a_row(model: HookedKVTransformer, repeated: RepeatedTokens) -> int:
+    """Logits and their exponentials, the pattern and its scores, the widest activations."""
+    pos, cfg = repeated.tokens.shape[1], model.cfg
+    return repeated.n_repeated * 16 * cfg.d_vocab_out + 16 * pos * (cfg.n_heads * pos + 2 * max(cfg.d_mlp or 0, cfg.d_model))
+
+
+def _run_both(
+    model: HookedKVTransformer, repeated: RepeatedTokens, donors: RepeatedTokens
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The residual stream in front of every layer and behind the last one, and the donors' z of every layer."""
+    layers = range(model.cfg.n_layers)
+    before = [f"blocks.{layer}.hook_resid_pre" for layer in layers]
+    last, z = f"blocks.{layers[-1]}.hook_resid_post", [f"blocks.{layer}.attn.hook_z" for layer in layers]
+    own = _cache(model, repeated.tokens, [*before, last])
+    others = _cache(model, donors.tokens, z)
+    return [own[name] for name in [*before, last]], [others[name] for name in z]
+
+
+def _cache(model: HookedKVTransformer, tokens: Tensor, names: list[str]) -> Any:
+    """A pad token that was typed is a token, not padding: hence the mask."""
+    return model.run_with_cache(tokens, attention_mask=torch.ones_like(tokens), return_type=None, names_filter=names)[1]
+
+
+def _replace_head(layer: int, heads: Tensor, other: Tensor) -> tuple[str, Callable]:
+    """A hook that gives row i of a batch ``other[i]`` [pos, d_head] as the output of head ``heads[i]``."""
+
+    def replace(z: Tensor, hook: Any) -> Tensor:
+        z = z.clone()
+        z[torch.arange(len(z)), :, heads] = other
+        return z
+
+    return f"blocks.{layer}.attn.hook_z", replace
+
+
+def _next_token_losses_and_logits(
+    model: HookedKVTransformer, start: Tensor, layer: int, targets: Tensor, *hooks: tuple[str, Callable]
+) -> Float[Tensor, "two batch"]:
+    """Mean loss and mean logit of the targets, for residual streams in front of ``layer`` (behind all layers: n_layers)."""
+
+    def keep_places(resid: Tensor, hook: Any) -> Tensor:
+        return resid[:, -targets.shape[1] - 1 : -1]  # no other place is unembedded
+
+    if layer == model.cfg.n_layers:
+        start = keep_places(start, None)
+    else:
+        hooks = (*hooks, (f"blocks.{model.cfg.n_layers - 1}.hook_resid_post", keep_places))
+    mask = torch.ones(start.shape[:2], dtype=torch.long, device=start.device)
+    logits = model.run_with_hooks(start, start_at_layer=layer, attention_mask=mask, fwd_hooks=list(hooks))
+    logits = logits.to(wide_dtype(model))
+    chosen = logits.gather(-1, targets[..., None]).squeeze(-1)
+    return torch.stack([(logits.logsumexp(dim=-1) - chosen).mean(dim=1), chosen.mean(dim=1)])

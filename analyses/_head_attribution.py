@@ -1,0 +1,67 @@
+"""What each head writes towards the logit of given tokens, with every norm's scale held as it was.
+
+Head h writes z_h W_O into the residual stream. Its direct path to the logit of token t, nothing that later layers make of it
+and no part of any bias, is
+
+    z_h W_O . d_t / s
+
+with d_t and s of :mod:`analyses._logit_attribution`. The directions are pulled back to each head's d_head numbers once a
+place, so no head's output is ever written out in d_model numbers. Where a norm stands between the heads and the residual
+stream (Gemma 2, OLMo 2), it is held at its scale like the final one, and its gain and its centering are part of the path.
+
+Source: Elhage et al. 2021, A Mathematical Framework for Transformer Circuits (direct paths); TransformerLens, ``logit_attrs``.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from analyses._head_weights import gain, norm_behind, wide_dtype
+from analyses._logit_attribution import final_scale, final_scale_name, residual_directions
+from kvlens import HookedKVTransformer
+
+
+def frozen_scales(model: HookedKVTransformer) -> list[str]:
+    """The hook points whose values :func:`head_logit_attribution` needs beside ``hook_z``."""
+    behind = [norm_behind(model, layer) for layer in range(model.cfg.n_layers)]
+    return [*(f"{norm}.hook_scale" for norm in behind if norm is not None), final_scale_name(model)]
+
+
+def head_logit_attribution(
+    model: HookedKVTransformer,
+    cache: Mapping[str, Tensor],
+    places: slice,
+    targets: Int[Tensor, "batch place"],
+) -> Float[Tensor, "layer head"]:
+    """Mean over batch and places of what each head adds to the logit of the target.
+
+    Args:
+        model: that was run.
+        cache: every layer's ``hook_z`` and the :func:`frozen_scales` of that run.
+        places: positions whose logits are meant.
+        targets: the token there whose logit it is.
+    """
+    dtype = wide_dtype(model)
+    direction = residual_directions(model, targets) / final_scale(model, cache)[:, places].to(dtype)
+    rows = []
+    for layer in range(model.cfg.n_layers):
+        behind = norm_behind(model, layer)
+        into_stream = direction if behind is None else _in_front_of(model, behind, direction, cache, places)
+        into_head = torch.einsum("bpm,hdm->bphd", into_stream, model.blocks[layer].attn.W_O.to(dtype))
+        z = cache[f"blocks.{layer}.attn.hook_z"][:, places].to(dtype)
+        rows.append((z * into_head).sum(dim=-1).mean(dim=(0, 1)))
+    return torch.stack(rows)
+
+
+def _in_front_of(
+    model: HookedKVTransformer, norm: str, direction: Tensor, cache: Mapping[str, Tensor], places: slice
+) -> Tensor:
+    """The direction whose product with what enters a frozen norm is that of ``direction`` with what leaves it."""
+    module: Any = model.get_submodule(norm)
+    direction = direction * gain(module)
+    if not type(module).__name__.startswith("RMS"):  # a LayerNorm subtracts the mean
+        direction = direction - direction.mean(dim=-1, keepdim=True)
+    return direction / cache[f"{norm}.hook_scale"][:, places].to(direction.dtype)

@@ -1,0 +1,77 @@
+"""Where a head looks on repeated tokens, as numbers: mean attention at the lags that name a kind of head.
+
+On a text of N tokens said twice (:mod:`analyses._repeated_tokens`) three kinds of head attend at one lag each:
+
+    ================ ================ ===============================
+    kind             query i looks at mean over
+    ================ ================ ===============================
+    prefix_matching  i - N + 1        the N places of the second copy
+    previous_token   i - 1            all places but the first
+    duplicate_token  i - N            the N places of the second copy
+    ================ ================ ===============================
+
+With a KV shift the raw pattern A says at which *shifted* row a head looks, which is a mixture of tokens. Two more views say
+which tokens these are: the value-side pattern A (beta_1 I + beta_2 Shift), what is read, and the key-side pattern
+A (alpha_1 I + alpha_2 Shift), whose keys drew the attention. At (i, t) the first is sum_s beta_s A[i, t + s], for any window:
+a score of it is a sum of means at neighbouring lags, so no effective pattern is ever built.
+
+For linear attention A is the implied pattern phi~(q).phi~(k) gamma^{i-j} / n_i, which may be negative and need not sum to 1.
+
+``detect_head`` of TransformerLens divides by all attention, here by that of the scored queries: on one sequence of n places
+without repeated tokens inside a copy its default measure is N/n, (n - 1)/n, N/n times these scores where rows sum to 1.
+"""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from analyses._repeated_tokens import RepeatedTokens
+from analyses._shift_roles import ShiftTaps
+
+KINDS = ("prefix_matching", "previous_token", "duplicate_token")
+
+
+class PatternScores(NamedTuple):
+    """Scores of heads, of one layer or of all, in the order of :data:`KINDS`.
+
+    ``mass`` is the mean sum of absolute attention of the scored queries: 1 for softmax.
+    """
+
+    raw: Float[Tensor, "*layer kind head"]
+    value_side: Float[Tensor, "*layer kind head"]
+    key_side: Float[Tensor, "*layer kind head"]
+    mass: Float[Tensor, "*layer kind head"]
+
+
+def pattern_scores(pattern: Float[Tensor, "batch head query key"], repeated: RepeatedTokens, taps: ShiftTaps) -> PatternScores:
+    """Reduce one layer's pattern to its scores, means over the batch.
+
+    Args:
+        pattern: ``hook_pattern`` on ``repeated.tokens``.
+        repeated: the text.
+        taps: the shift coefficients as used.
+    """
+    n = repeated.n_repeated
+    lags_and_queries = {
+        "prefix_matching": (n - 1, repeated.second),
+        "previous_token": (1, 1),
+        "duplicate_token": (n, repeated.second),
+    }
+    absolute = pattern.abs().sum(dim=-1).to(taps.v.dtype)  # [batch, head, query]
+    rows: list[tuple[Tensor, ...]] = []
+    for lag, first in (lags_and_queries[kind] for kind in KINDS):
+        at = torch.stack([_mean_at_lag(pattern, lag - s, first) for s in range(taps.v.shape[1])], dim=-1).to(taps.v.dtype)
+        mass = absolute[:, :, first:].mean(dim=(0, 2))
+        rows.append((at[:, 0], (at * taps.v).sum(dim=-1), (at * taps.k).sum(dim=-1), mass))
+    return PatternScores(*(torch.stack(column) for column in zip(*rows, strict=True)))
+
+
+def _mean_at_lag(pattern: Tensor, lag: int, first_query: int) -> Float[Tensor, " head"]:
+    """Mean of A[i, i - lag] over the queries i >= ``first_query``; what lies before the text or ahead of i counts as 0."""
+    n_queries = pattern.shape[-1] - first_query
+    if lag < 0 or n_queries < 1:
+        return pattern.new_zeros(pattern.shape[1])
+    diagonal = pattern.diagonal(offset=-lag, dim1=-2, dim2=-1)  # its entry t belongs to query t + lag
+    return diagonal[..., max(first_query - lag, 0) :].sum(dim=-1).mean(dim=0) / n_queries

@@ -1,0 +1,105 @@
+"""Many ablations of one bias in few forward passes: each is a row of a batch of biases, read with the same text.
+
+What an ablation takes away it replaces by the same part of a *donor*: a bias of zeros, the mean of other prompts' biases, or
+the bias of another prompt. Of a head, the *bias* is b_KV and b_D, the *boundary* the raw last keys, values and queries that
+the text's first tokens mix into their own. Keys and values belong to a key-value head: with grouped queries, taking one
+query head's boundary takes that of its whole group, queries included.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvlens import HookedKVTransformer, KVBias, KVLensError
+
+MEMORY_A_PASS = 2**28
+"""Bytes that one forward pass may roughly take when the batch size is left open."""
+TENSORS = ("b_KV", "b_D", "last_k", "last_v", "last_q")
+
+
+class Interventions(NamedTuple):
+    """Which parts of a bias stay (1) and which are replaced (0), and by which of ``donors`` (a batch of biases)."""
+
+    keep_bias: Float[Tensor, "row layer head"]
+    keep_boundary: Float[Tensor, "row layer head"]
+    donor: Int[Tensor, " row"]
+    donors: KVBias
+
+    def some(self, rows: slice) -> "Interventions":
+        """Those of ``rows``."""
+        return Interventions(self.keep_bias[rows], self.keep_boundary[rows], self.donor[rows], self.donors)
+
+
+def donors_of(bias: KVBias, references: KVBias | None = None) -> KVBias:
+    """A batch of what may stand in the place of ``bias``: zeros, then the references' mean, then each reference."""
+    tensors: dict[str, Any] = {}
+    for name in TENSORS:
+        zeros = torch.zeros_like(getattr(bias, name))[:, None]
+        others = zeros[:, :0] if references is None else getattr(references, name).to(zeros)
+        mean = zeros[:, :0] if references is None else others.mean(dim=1, keepdim=True)
+        tensors[name] = torch.cat([zeros, mean, others], dim=1)
+    return replace(bias, **tensors)
+
+
+def logits_under(
+    model: HookedKVTransformer,
+    text: Tensor,
+    bias: KVBias,
+    rows: Interventions,
+    *,
+    batch_size: int | None = None,
+    on_progress: Callable[[float], None] | None = None,
+) -> Iterator[Float[Tensor, "row pos d_vocab"]]:
+    """Logits on ``text`` [pos] under each intervention, a forward pass at a time, in order.
+
+    Args:
+        model: that ``bias`` was converted with.
+        text: [pos].
+        bias: of one prompt.
+        rows: the interventions.
+        batch_size: how many share a forward pass; None takes what :data:`MEMORY_A_PASS` allows.
+        on_progress: called with the fraction done after each forward pass.
+
+    Raises:
+        KVLensError: a batch size below 1, a bias of another model.
+    """
+    if batch_size is not None and batch_size < 1:
+        raise KVLensError(f"batch_size must be at least 1, got {batch_size}")
+    rows_a_pass = batch_size or max(1, MEMORY_A_PASS // _bytes_a_row(model, bias, len(text)))
+    n_rows = len(rows.donor)
+    for first in range(0, n_rows, rows_a_pass):
+        chunk = rows.some(slice(first, first + rows_a_pass))
+        with model.kv_bias(_intervened(bias, chunk)):
+            batch = text[None].expand(len(chunk.donor), -1)
+            yield model(batch, attention_mask=torch.ones_like(batch))
+        if on_progress is not None:
+            on_progress((first + len(chunk.donor)) / n_rows)
+
+
+def _intervened(bias: KVBias, rows: Interventions) -> KVBias:
+    """A batch: ``bias`` with each row's parts replaced."""
+    keep = rows.keep_bias.transpose(0, 1)  # the batch comes after the layer
+    keep_kv = rows.keep_boundary.transpose(0, 1).unflatten(-1, (bias.last_k.shape[-2], -1)).amin(dim=-1)
+    keep_q = keep_kv.repeat_interleave(bias.n_heads // keep_kv.shape[-1], dim=-1)
+    kept = {
+        "b_KV": keep[..., None, None],
+        "b_D": keep[..., None],
+        "last_k": keep_kv[:, :, None, :, None],
+        "last_v": keep_kv[:, :, None, :, None],
+        "last_q": keep_q[:, :, None, :, None],
+    }
+    mixed: dict[str, Any] = {}
+    for name, k in kept.items():
+        donated = getattr(rows.donors, name)[:, rows.donor]
+        mixed[name] = torch.where(k.bool(), getattr(bias, name)[:, None], donated)
+    return replace(bias, **mixed)
+
+
+def _bytes_a_row(model: HookedKVTransformer, bias: KVBias, pos: int) -> int:
+    """The bias and its copy in the layers, the logits and their float64 probabilities, the widest activations."""
+    widest = max(model.cfg.d_mlp or 0, model.cfg.d_model, bias.n_heads * bias.b_KV.shape[-2])
+    return 8 * bias.num_parameters + pos * (28 * model.cfg.d_vocab_out + 16 * widest)

@@ -1,0 +1,186 @@
+"""Direct logit attribution: what a summand of the residual stream adds to a logit, the final norm frozen at its actual scale.
+
+    logits = N(x) W_U + b_U        N(x) = (x - mean(x)) / s * w + b        s = sqrt(mean((x - mean(x))^2) + eps)
+
+is LayerNorm; RMSNorm has no mean and no b, a folded norm (LNPre, RMSPre) no w and no b, and a model without a norm has
+N(x) = x. The scale s alone is not linear in x. Held at the value that it has in the run, N is affine, and for
+x = sum_c x_c
+
+    logit_t = sum_c x_c . d_t / s  +  (b . W_U[:, t] + b_U[t])        d_t = center(w * W_U[:, t])
+
+(centering a vector or the direction that it is multiplied by is the same). So the summands' logits and one constant, which
+belongs to none of them, add up to the logit. As in TransformerLens (``ActivationCache.logit_attrs``) the vocabulary's mean
+is not taken away, b_U is nobody's, and a second token turns a logit into a logit difference; unlike there, w and b of a norm
+that was not folded are counted. A soft cap on the logits acts after all this: what is attributed is the logit before it.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvlens import HookedKVTransformer, KVLensError
+
+FINAL_SCALE = "ln_final.hook_scale"
+Token = int | str
+
+
+def final_scale_name(model: HookedKVTransformer) -> str:
+    """The hook point to cache for :func:`final_scale`; the last residual stream for a model without a final norm."""
+    return FINAL_SCALE if model.cfg.normalization_type is not None else f"blocks.{model.cfg.n_layers - 1}.hook_resid_post"
+
+
+def final_scale(model: HookedKVTransformer, cache: Any) -> Float[Tensor, "*batch pos 1"]:
+    """s at every place of a run: what the final norm divided by; 1 for a model without one.
+
+    Args:
+        model: whose run it was.
+        cache: of that run, an ActivationCache or a dict, with :func:`final_scale_name` in it.
+    """
+    found = cache[final_scale_name(model)]
+    return found if model.cfg.normalization_type is not None else torch.ones_like(found[..., :1])
+
+
+def residual_directions(
+    model: HookedKVTransformer, tokens: Int[Tensor, "*place"], wrong: Int[Tensor, "*place"] | None = None
+) -> Float[Tensor, "*place d_model"]:
+    """d_t: the direction whose product with a residual vector, over s, is that vector's part of the logit.
+
+    Args:
+        model: with LayerNorm, RMSNorm, either of them folded, or no final norm.
+        tokens: whose logits.
+        wrong: tokens whose logits are taken away, for a logit difference; None for the logit itself.
+    """
+    weights = model.W_U.to(torch.promote_types(model.W_U.dtype, torch.float32)).T
+    directions = weights[tokens] if wrong is None else weights[tokens] - weights[wrong]
+    norm_weight = getattr(getattr(model, "ln_final", None), "w", None)
+    if norm_weight is not None:
+        directions = directions * norm_weight
+    if _final_norm_centers(model):
+        directions = directions - directions.mean(dim=-1, keepdim=True)
+    return directions
+
+
+def constant_logits(
+    model: HookedKVTransformer, tokens: Int[Tensor, "*place"], wrong: Int[Tensor, "*place"] | None = None
+) -> Float[Tensor, "*place"]:
+    """b . W_U[:, t] + b_U[t]: what no summand of the residual stream adds. Arguments as :func:`residual_directions`."""
+    constant = model.b_U.to(torch.promote_types(model.b_U.dtype, torch.float32))
+    norm_bias = getattr(getattr(model, "ln_final", None), "b", None)
+    if norm_bias is not None:
+        constant = constant + norm_bias.to(constant.dtype) @ model.W_U.to(constant.dtype)
+    return constant[tokens] if wrong is None else constant[tokens] - constant[wrong]
+
+
+def component_logits(
+    model: HookedKVTransformer,
+    components: Float[Tensor, "component *place d_model"],
+    scale: Float[Tensor, "*place 1"],
+    tokens: Int[Tensor, "*place"],
+    wrong: Int[Tensor, "*place"] | None = None,
+) -> Float[Tensor, "component *place"]:
+    """What each summand of the residual stream adds to a logit (or logit difference) at each place.
+
+    Args:
+        model: as :func:`residual_directions`.
+        components: summands of the residual stream before the final norm.
+        scale: s at these places, of :func:`final_scale`.
+        tokens, wrong: as :func:`residual_directions`, one a place.
+
+    Returns:
+        Their sum over all components, plus :func:`constant_logits`, is the model's logit.
+
+    Source: Nanda & Bloom 2022, TransformerLens, ``ActivationCache.logit_attrs``.
+    """
+    directions = residual_directions(model, tokens, wrong)
+    return ((components.to(directions.dtype) * directions).sum(dim=-1)) / scale.squeeze(-1).to(directions.dtype)
+
+
+def _final_norm_centers(model: HookedKVTransformer) -> bool:
+    """Asked of the module: ``cfg.final_rms`` still says RMSNorm where TransformerLens has folded it into a LayerNormPre."""
+    return type(getattr(model, "ln_final", None)).__name__ in ("LayerNorm", "LayerNormPre")
+
+
+def check_heads_write_directly(model: HookedKVTransformer, analysis: str) -> None:
+    """Raise KVLensError where a head's output passes a norm of its own before it is added to the residual stream."""
+    if model.cfg.use_normalization_before_and_after or model.cfg.original_architecture in (
+        "Olmo2ForCausalLM",
+        "Olmo3ForCausalLM",
+    ):
+        raise KVLensError(
+            f"{analysis}: in this model the attention's output passes through a norm before it is added to the residual "
+            "stream, so that no head has a logit of its own; direct logit attribution needs heads that write to it directly"
+        )
+
+
+@dataclass(frozen=True)
+class LogitTarget:
+    """Which logits of a text are attributed, and measured when something is ablated.
+
+    Attributes:
+        places: positions in the text, each at most once.
+        tokens: whose logit is read at each of them.
+        wrong: tokens whose logit is taken away there, or None.
+    """
+
+    places: Int[Tensor, " place"]
+    tokens: Int[Tensor, " place"]
+    wrong: Int[Tensor, " place"] | None
+
+    def read(self, logits: Float[Tensor, "*batch pos d_vocab"]) -> Float[Tensor, "*batch place"]:
+        """The logit, or logit difference, at each place, as a model gave it."""
+        there = logits[..., self.places, :]
+
+        def of(tokens: Tensor) -> Tensor:
+            return there.gather(-1, tokens[:, None].expand(*there.shape[:-1], 1)).squeeze(-1)
+
+        return of(self.tokens) if self.wrong is None else of(self.tokens) - of(self.wrong)
+
+    def probes(self, model: HookedKVTransformer, scale: Float[Tensor, "pos 1"], layer: int) -> Float[Tensor, "pos head d_head"]:
+        """W_O[head] d_t / s: the vector whose product with a head's output is its logit; zeros at places without a target."""
+        directions = residual_directions(model, self.tokens, self.wrong) / scale[self.places].to(model.W_U.device)
+        w_o = model.blocks[layer].attn.W_O.to(directions)
+        probes = directions.new_zeros(scale.shape[0], *w_o.shape[:2])
+        probes[self.places] = torch.einsum("hdm,pm->phd", w_o, directions)
+        return probes
+
+
+def logit_target(
+    model: HookedKVTransformer, text: Int[Tensor, " pos"], answer: Token | None = None, wrong: Token | None = None
+) -> LogitTarget:
+    """The target that an analysis of one text speaks of.
+
+    Args:
+        model: whose tokenizer reads strings.
+        text: the tokens.
+        answer: the token whose logit counts at the text's last place, as a number or as its text; None takes, at every place
+            but the last, the token that follows there.
+        wrong: with ``answer``: the token whose logit is taken away.
+
+    Raises:
+        KVLensError: ``wrong`` without ``answer``, text that is not exactly one token, a number outside the vocabulary.
+    """
+    if answer is None:
+        if wrong is not None:
+            raise KVLensError("wrong: it is taken away from the logit of an answer; give answer= as well")
+        return LogitTarget(torch.arange(len(text) - 1, device=text.device), text[1:], None)
+    last = torch.tensor([len(text) - 1], device=text.device)
+    ids = [None if token is None else _token_id(model, what, token) for what, token in (("answer", answer), ("wrong", wrong))]
+    right, other = (None if token is None else torch.tensor([token], device=text.device) for token in ids)
+    assert right is not None
+    return LogitTarget(last, right, other)
+
+
+def _token_id(model: HookedKVTransformer, what: str, token: Token) -> int:
+    if isinstance(token, str):
+        if model.tokenizer is None:
+            raise KVLensError(f"{what}: this model has no tokenizer, so it cannot read {token!r}; give a token id")
+        ids = model.tokenizer(token, add_special_tokens=False)["input_ids"]
+        if len(ids) != 1:
+            raise KVLensError(f"{what}: expected the text of one token, got {token!r}, which is {len(ids)}: {ids}")
+        token = ids[0]
+    if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < model.cfg.d_vocab_out:
+        raise KVLensError(f"{what}: expected a token id in 0..{model.cfg.d_vocab_out - 1} or its text, got {token!r}")
+    return token

@@ -1,0 +1,138 @@
+"""The hook points that :mod:`analyses.activation_patching` patches, and the hooks of many patches as rows of one batch.
+
+A patch names a point, a layer and a head, -1 for all. Its row of the batch reads the given tensor where it is named, and
+what the model has everywhere else: for each hook and layer one mask [row, head] says which rows take what.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from kvlens import HookedKVTransformer, KVLensError
+
+ALL = -1
+"""In place of a layer or head: every one."""
+
+HEAD_AXIS = {
+    "b_kv": 1,
+    "b_d": 1,
+    "last_k": 2,
+    "last_v": 2,
+    "last_q": 2,
+    "z_bias": 2,
+    "k_shift_coef": 0,
+    "v_shift_coef": 0,
+    "q_shift_coef": 0,
+}
+"""hook (without ``hook_``) -> axis of its heads; 0 means that it has no batch axis, so that a pass can hold one patch only."""
+
+
+class Point(NamedTuple):
+    """What is patched together: hooks, and whose heads are counted (None: all heads of a layer at once)."""
+
+    hooks: tuple[str, ...]
+    heads: str | None
+
+
+POINTS = {
+    "b_kv": Point(("b_kv",), "query"),
+    "b_d": Point(("b_d",), "query"),
+    "bias": Point(("b_kv", "b_d"), "query"),
+    "boundary": Point(("last_k", "last_v", "last_q"), "key-value"),
+    "prompt": Point(("b_kv", "b_d", "last_k", "last_v", "last_q"), None),
+    "z_bias": Point(("z_bias",), "query"),
+    "k_shift_coef": Point(("k_shift_coef",), "key-value"),
+    "v_shift_coef": Point(("v_shift_coef",), "key-value"),
+    "q_shift_coef": Point(("q_shift_coef",), "query"),
+}
+"""point -> what it is. ``bias`` is b_KV and b_D; ``prompt`` is everything that a converted prompt consists of."""
+
+
+class Patch(NamedTuple):
+    """One intervention."""
+
+    point: str
+    layer: int
+    head: int
+
+
+Sources = Mapping[tuple[str, int], Tensor]
+"""(hook, layer) -> what is patched in: shaped as the hook's tensor, with a batch of 1 where it has a batch axis."""
+
+
+def available_hooks(model: HookedKVTransformer) -> list[str]:
+    """Of :data:`HEAD_AXIS` those that fire in this model under a bias."""
+    shift = model.cfg.kv_shift
+    shifted = [] if shift is None else [x for x, on in zip("kvq", (shift.keys, shift.values, shift.queries), strict=True) if on]
+    bias = ["b_kv", "b_d"] if model.cfg.normalizer == "kernel" else ["b_kv"]
+    return [*bias, "z_bias", *(f"last_{x}" for x in shifted), *(f"{x}_shift_coef" for x in shifted)]
+
+
+def available_points(model: HookedKVTransformer) -> list[str]:
+    """Points of which the model has something, each once: ``bias`` only beside a b_D, ``prompt`` only beside a boundary."""
+    hooks = set(available_hooks(model))
+    found = [name for name, point in POINTS.items() if hooks & set(point.hooks)]
+    twins = {"bias": "b_d", "prompt": "boundary"}
+    return [name for name in found if twins.get(name, name) in found]
+
+
+def patches_of(model: HookedKVTransformer, points: Sequence[str]) -> list[Patch]:
+    """All patches of ``points``: every head, every layer (head -1), everything (layer -1, head -1), in this order."""
+    n_layers, n_heads = model.cfg.n_layers, {"query": model.cfg.n_heads, "key-value": model.cfg.n_kv_heads, None: 0}
+    hooks, patches = available_hooks(model), []
+    for name in points:
+        if not set(POINTS[name].hooks) & set(hooks):
+            raise KVLensError(
+                f"activation_patching: this model has no {name!r}: it has {', '.join(available_points(model))} "
+                f"(normalizer {model.cfg.normalizer!r}, kv_shift {model.cfg.kv_shift})"
+            )
+        heads = range(n_heads[POINTS[name].heads])
+        patches += [Patch(name, layer, head) for layer in range(n_layers) for head in heads]
+        patches += [Patch(name, layer, ALL) for layer in range(n_layers)] + [Patch(name, ALL, ALL)]
+    return patches
+
+
+def has_batch_axis(patch: Patch) -> bool:
+    """Whether this patch can share a pass with others."""
+    return all(HEAD_AXIS[hook] for hook in POINTS[patch.point].hooks)
+
+
+def patch_hooks(
+    model: HookedKVTransformer, patches: Sequence[Patch], sources: Sources
+) -> list[tuple[str, Callable[..., Tensor]]]:
+    """TransformerLens hooks under which row i of the input runs with ``patches[i]``."""
+    hooks = []
+    for (hook, layer), source in sources.items():
+        mask = _reads(model, patches, hook, layer, source.shape[HEAD_AXIS[hook]])
+        if bool(mask.any()):
+            hooks.append((f"blocks.{layer}.attn.hook_{hook}", _setter(mask, source, HEAD_AXIS[hook])))
+    return hooks
+
+
+def _reads(
+    model: HookedKVTransformer, patches: Sequence[Patch], hook: str, layer: int, n_heads: int
+) -> Bool[Tensor, "row head"]:
+    """Which heads of this hook each patch names."""
+    here = torch.tensor([hook in POINTS[patch.point].hooks and patch.layer in (layer, ALL) for patch in patches])
+    named = torch.tensor([patch.head for patch in patches])[:, None]
+    heads = torch.arange(n_heads)
+    if hook == "last_q":  # it belongs to the boundary, whose heads are counted as key-value heads
+        heads = heads // (n_heads // model.cfg.n_kv_heads)
+    return here[:, None] & ((named == ALL) | (named == heads))
+
+
+def _setter(mask: Bool[Tensor, "row head"], source: Tensor, axis: int) -> Callable[..., Tensor]:
+    """A hook that takes ``source`` where ``mask`` says so."""
+    shape = [1] * source.dim()
+    shape[axis] = mask.shape[1]
+    if axis:
+        shape[0] = mask.shape[0]
+    mask = mask.reshape(shape)
+
+    def patch(x: Tensor, hook: Any) -> Tensor:
+        return torch.where(mask.to(x.device), source.to(x), x)
+
+    return patch

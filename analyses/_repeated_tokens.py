@@ -1,0 +1,102 @@
+"""Text in which induction can be seen and nothing else helps: a piece of N tokens, and the same piece again.
+
+    [BOS] t_0 t_1 ... t_{N-1} t_0 t_1 ... t_{N-1}
+
+With random tokens the second copy can be predicted only by looking back: find the first copy of the token at hand (N places
+back), read what followed it (N - 1 places back). The places of the second copy are therefore where heads are scored.
+
+Source: Olsson et al. 2022, In-context Learning and Induction Heads (repeated random tokens); Elhage et al. 2021.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from kvlens import HookedKVTransformer, KVLensError
+
+
+@dataclass(frozen=True)
+class RepeatedTokens:
+    """Sequences that say everything twice.
+
+    Attributes:
+        tokens: [batch, n_before + 2 n_repeated].
+        n_repeated: N, the length of one copy.
+    """
+
+    tokens: Int[Tensor, "batch pos"]
+    n_repeated: int
+
+    @property
+    def second(self) -> int:
+        """The place where the second copy begins."""
+        return self.tokens.shape[1] - self.n_repeated
+
+    @property
+    def next_tokens(self) -> Int[Tensor, "batch target"]:
+        """What follows each place of the second copy but its last: N - 1 tokens that the first copy has shown."""
+        return self.tokens[:, self.second + 1 :]
+
+    def split(self, n: int) -> list["RepeatedTokens"]:
+        """The same sequences in parts of at most ``n``."""
+        return [RepeatedTokens(part, self.n_repeated) for part in self.tokens.split(n)]
+
+
+def repeat_tokens(model: HookedKVTransformer, piece: Int[Tensor, "batch piece"], prepend_bos: bool | None) -> RepeatedTokens:
+    """Say each row of ``piece`` twice.
+
+    Args:
+        model: whose vocabulary and length decide what is possible.
+        piece: token ids without BOS.
+        prepend_bos: whether a BOS stands in front; None puts one where the model is used to it (a tokenizer that has one,
+            ``default_prepend_bos``, no bias attached).
+
+    Raises:
+        KVLensError: fewer than two tokens, ids outside the vocabulary, a text longer than the model's longest, no BOS.
+    """
+    n_repeated = piece.shape[1]
+    if n_repeated < 2:
+        raise KVLensError(f"induction_heads: expected at least 2 tokens to repeat, got {n_repeated}: nothing follows one alone")
+    model.check_tokens(piece)
+    bos = _bos(model, prepend_bos)
+    n_places = len(bos) + 2 * n_repeated
+    if model.cfg.has_position_limit and n_places > model.cfg.n_ctx:
+        raise KVLensError(
+            f"induction_heads: {n_repeated} tokens said twice take {n_places} places and n_ctx is {model.cfg.n_ctx}: "
+            f"repeat at most {(model.cfg.n_ctx - len(bos)) // 2}"
+        )
+    piece = piece.to(model.W_E.device)
+    front = torch.tensor(bos, dtype=piece.dtype, device=piece.device).expand(len(piece), -1)
+    return RepeatedTokens(torch.cat([front, piece, piece], dim=1), n_repeated)
+
+
+def draw_piece(
+    model: HookedKVTransformer, n_sequences: int, n_repeated: int, generator: torch.Generator
+) -> Int[Tensor, "batch piece"]:
+    """Random tokens, the tokenizer's special ones left out.
+
+    A row holds no token twice, so that the place to look back to is one; where the vocabulary is too small, tokens are drawn
+    with replacement.
+    """
+    for name, value, least in (("n_sequences", n_sequences, 1), ("n_repeated", n_repeated, 2)):
+        if value < least:
+            raise KVLensError(f"induction_heads: {name} must be at least {least}, got {value}")
+    special = [] if model.tokenizer is None else [t for t in model.tokenizer.all_special_ids if 0 <= t < model.cfg.d_vocab]
+    ordinary = torch.ones(model.cfg.d_vocab)
+    if len(special) < model.cfg.d_vocab:
+        ordinary[special] = 0
+    replacement = int(ordinary.sum()) < n_repeated
+    return torch.multinomial(ordinary.expand(n_sequences, -1), n_repeated, replacement, generator=generator)
+
+
+def _bos(model: HookedKVTransformer, wanted: bool | None) -> list[int]:
+    known = None if model.tokenizer is None else model.tokenizer.bos_token_id
+    if known is None:
+        if wanted:
+            raise KVLensError("induction_heads: prepend_bos=True needs a tokenizer with a BOS token; this model has none")
+        return []
+    if wanted is None:
+        wanted = bool(model.cfg.default_prepend_bos) and model.attached_kv_bias is None
+    return [known] if wanted else []

@@ -1,0 +1,262 @@
+"""Activation patching over what a converted prompt consists of: which part, put back, brings the clean answer back?
+
+The text is read under the *corrupted* prompt's bias, with one thing replaced by the *clean* prompt's: the b_KV or b_D of a
+head, its shift boundary, its z_bias. The result is scaled as in ``transformer_lens.patching``:
+
+    recovered = (metric - corrupted) / (clean - corrupted)          0: nothing came back, 1: all of it did
+
+TransformerLens' own patching replaces activations of the text's pass; here a prompt is a tensor, so the prompt itself is
+what is patched, part by part. ``prompt`` in all layers gives the clean run, and so does ``bias`` where nothing is shifted;
+``z_bias`` everywhere need not: the normaliser of ``hook_z_context`` still holds the corrupted b_D. Swap the two prompts to
+ask the opposite question, what is enough to break the clean run ("noising").
+
+Shift coefficients are parameters and the same under both prompts. They are patched from coefficients that are *given*, by
+default the identity (1, 0, ...): what if this head did not shift the text? The prompt stays as it was converted, shifted.
+"""
+
+import difflib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import pandas as pd
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from analyses._analysis import Analysis, Option, Record
+from analyses._interventions import MEMORY_A_PASS
+from analyses._logit_attribution import Token, logit_target
+from analyses._patches import (
+    HEAD_AXIS,
+    POINTS,
+    Patch,
+    available_hooks,
+    available_points,
+    has_batch_axis,
+    patch_hooks,
+    patches_of,
+)
+from analyses._record_tokens import needs_linear_attention, read_field, read_prompt, read_text
+from analyses._sequences import TextTokens, bias_of, one_sequence
+from kvlens import HookedKVTransformer, KVBias, KVLensError
+
+Metric = Callable[[Float[Tensor, "row pos d_vocab"]], Float[Tensor, " row"]]
+"""From the logits on the text, one row a patch, to one number a row."""
+
+
+@torch.no_grad()
+def activation_patching(
+    model: HookedKVTransformer,
+    clean: KVBias | Int[Tensor, " clean_pos"],
+    corrupted: KVBias | Int[Tensor, " corrupted_pos"],
+    text_tokens: TextTokens,
+    *,
+    answer: Token | None = None,
+    wrong: Token | None = None,
+    metric: Metric | None = None,
+    points: Sequence[str] | None = None,
+    coefficients: Mapping[str, Tensor] | None = None,
+    batch_size: int | None = None,
+    on_start: Callable[[int], None] | None = None,
+    on_progress: Callable[[float], None] | None = None,
+) -> pd.DataFrame:
+    """Patch every point, layer and head from the clean into the corrupted run.
+
+    Args:
+        model: with linear attention.
+        clean, corrupted: the two prompts, as tokens [pos] or converted. Where positions are absolute they must be of equal
+            length.
+        text_tokens: [pos], without BOS, read under both.
+        answer, wrong: the metric is the logit of ``answer``, minus that of ``wrong``, at the text's last place (ids, or the
+            texts of single tokens); without ``answer`` it is the mean logit of the text's next tokens.
+        metric: another one, in their place.
+        points: names of :data:`analyses._patches.POINTS`; None takes all that the model has.
+        coefficients: "k", "v" or "q" -> what is patched in for its shift coefficients, [window+1] or [layer, head,
+            window+1]; the identity for those that are not given.
+        batch_size: patches a forward pass; None takes what memory allows. A pass with shift coefficients holds one: they
+            have no batch axis.
+        on_start: called once, before the first patch, with their number.
+        on_progress: called with the fraction done after each forward pass.
+
+    Returns:
+        One row a patch; points in the order given, each by layer, then head, then whole layers, then everything:
+
+        ================= ======= ====================================================================================
+        point             str
+        layer             int64   -1: all layers
+        head              int64   -1: all heads. Key-value heads, each with its queries, for ``boundary``,
+                                  ``k_shift_coef`` and ``v_shift_coef``, query heads elsewhere
+        metric            float64 of the patched run
+        clean_metric      float64 under the clean prompt
+        corrupted_metric  float64 under the corrupted prompt
+        recovered         float64 see the module; NaN where clean and corrupted agree
+        ================= ======= ====================================================================================
+
+    Raises:
+        KVLensError: softmax attention, an unknown point (the nearest is proposed) or one that the model lacks, prompts of
+            different lengths where positions are absolute, coefficients of the wrong shape, a metric that is not one
+            number a row.
+
+    Source: the scale and the grids are those of ``transformer_lens.patching``.
+    """
+    clean, corrupted = _bias(model, "clean", clean), _bias(model, "corrupted", corrupted)
+    text = one_sequence(model, "text_tokens", text_tokens)
+    _check(clean, corrupted, batch_size)
+    metric = _default_metric(model, text, answer, wrong) if metric is None else metric
+    patches = patches_of(model, _known(model, points))
+    sources = _given_coefficients(model, coefficients or {})
+    if on_start is not None:
+        on_start(len(patches))
+    clean_metric, of_clean = _clean_run(model, clean, text, metric)
+    sources |= of_clean
+    rows_a_pass = batch_size or max(1, MEMORY_A_PASS // _bytes_a_row(model, corrupted, len(text)))
+    values: list[float] = []
+    with model.kv_bias(corrupted):
+        corrupted_metric = _run(model, text, metric, [], rows=1)[0]
+        for chunk in _passes(patches, rows_a_pass):
+            values += _run(model, text, metric, patch_hooks(model, chunk, sources), len(chunk))
+            if on_progress is not None:
+                on_progress(len(values) / len(patches))
+    frame = pd.DataFrame(patches, columns=["point", "layer", "head"]).astype(dict(point="str", layer="int64", head="int64"))
+    frame["metric"] = pd.Series(values, dtype="float64")
+    frame["clean_metric"], frame["corrupted_metric"] = clean_metric, corrupted_metric
+    gap = clean_metric - corrupted_metric
+    frame["recovered"] = (frame["metric"] - corrupted_metric) / (gap or float("nan"))
+    return frame
+
+
+def _bias(model: HookedKVTransformer, what: str, prompt: KVBias | Tensor) -> KVBias:
+    if not isinstance(prompt, KVBias):
+        return bias_of(model, one_sequence(model, what, prompt), None)
+    if prompt.batch_size is not None:
+        raise KVLensError(f"{what}: expected the bias of one prompt, got a batch of {prompt.batch_size}")
+    return prompt
+
+
+def _check(clean: KVBias, corrupted: KVBias, batch_size: int | None) -> None:
+    if clean.position_offset != corrupted.position_offset:
+        raise KVLensError(
+            f"activation_patching: the text starts at position {clean.position_offset} under the clean prompt and at "
+            f"{corrupted.position_offset} under the corrupted one; this model's positions are absolute: give prompts of "
+            "equal length"
+        )
+    if batch_size is not None and batch_size < 1:
+        raise KVLensError(f"activation_patching: batch_size must be at least 1, got {batch_size}")
+
+
+def _default_metric(model: HookedKVTransformer, text: Tensor, answer: Token | None, wrong: Token | None) -> Metric:
+    target = logit_target(model, text, answer, wrong)
+    if not len(target.places):
+        raise KVLensError("activation_patching: a text of one token has no next token: give answer= (and wrong=) or metric=")
+    return lambda logits: target.read(logits).mean(dim=-1)
+
+
+def _known(model: HookedKVTransformer, points: Sequence[str] | None) -> Sequence[str]:
+    points = [points] if isinstance(points, str) else available_points(model) if points is None else points
+    for name in points:
+        if name not in POINTS:
+            near = difflib.get_close_matches(str(name), POINTS, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(POINTS)}"
+            raise KVLensError(f"activation_patching: no point is called {name!r}; {hint}")
+    return points
+
+
+def _given_coefficients(model: HookedKVTransformer, given: Mapping[str, Tensor]) -> dict[tuple[str, int], Tensor]:
+    """(hook, layer) -> the coefficients [head, window+1] that are patched in."""
+    cfg = model.cfg
+    shifted = [hook[0] for hook in available_hooks(model) if hook.endswith("_shift_coef")]
+    for x in given:
+        if x not in shifted:
+            raise KVLensError(f"coefficients: {x!r} is not shifted in this model; shifted are: {', '.join(shifted) or 'none'}")
+    sources: dict[tuple[str, int], Tensor] = {}
+    for x in shifted:
+        full = (cfg.n_layers, cfg.n_heads if x == "q" else cfg.n_kv_heads, cfg.kv_shift.window + 1)  # type: ignore[union-attr]
+        coef = torch.as_tensor(given.get(x, [1.0, *[0.0] * (full[-1] - 1)]), dtype=torch.float64)
+        if tuple(coef.shape) not in (full, full[-1:]):
+            raise KVLensError(f"coefficients: {x!r} must be {list(full[-1:])} or {list(full)}, got {list(coef.shape)}")
+        sources |= {(f"{x}_shift_coef", layer): row for layer, row in enumerate(coef.expand(full))}
+    return sources
+
+
+def _clean_run(
+    model: HookedKVTransformer, clean: KVBias, text: Tensor, metric: Metric
+) -> tuple[float, dict[tuple[str, int], Tensor]]:
+    """The metric under the clean prompt, and everything that can be patched in from it."""
+    names = [hook for hook in available_hooks(model) if HEAD_AXIS[hook]]
+    where = {f"blocks.{layer}.attn.hook_{name}": (name, layer) for layer in range(model.cfg.n_layers) for name in names}
+    with model.kv_bias(clean):
+        logits, cache = model.run_with_cache(text[None], attention_mask=torch.ones_like(text[None]), names_filter=list(where))
+    return _values(metric, logits)[0], {place: cache[name] for name, place in where.items()}
+
+
+def _bytes_a_row(model: HookedKVTransformer, bias: KVBias, pos: int) -> int:
+    """One layer's bias, twice; the logits and what a metric may make of them; the widest activations."""
+    widest = max(model.cfg.d_mlp or 0, model.cfg.d_model, bias.n_heads * bias.b_KV.shape[-2])
+    return 16 * bias.num_parameters // bias.n_layers + pos * (24 * model.cfg.d_vocab_out + 32 * widest)
+
+
+def _passes(patches: Sequence[Patch], rows_a_pass: int) -> Iterator[Sequence[Patch]]:
+    """Consecutive patches that share a forward pass."""
+    chunk: list[Patch] = []
+    for patch in patches:
+        if chunk and (len(chunk) == rows_a_pass or not has_batch_axis(patch) or not has_batch_axis(chunk[-1])):
+            yield chunk
+            chunk = []
+        chunk.append(patch)
+    if chunk:
+        yield chunk
+
+
+def _run(
+    model: HookedKVTransformer, text: Tensor, metric: Metric, hooks: Sequence[tuple[str, Callable[..., Tensor]]], rows: int
+) -> list[float]:
+    tokens = text[None].expand(rows, -1)
+    return _values(metric, model.run_with_hooks(tokens, attention_mask=torch.ones_like(tokens), fwd_hooks=list(hooks)))
+
+
+def _values(metric: Metric, logits: Tensor) -> list[float]:
+    values = metric(logits)
+    if tuple(values.shape) != logits.shape[:1]:
+        raise KVLensError(
+            f"metric: expected one number a row, [{logits.shape[0]}], from logits {list(logits.shape)}, "
+            f"got shape {list(values.shape)}"
+        )
+    return values.double().tolist()
+
+
+def _run_record(model: HookedKVTransformer, record: Record, *, points: str) -> pd.DataFrame:
+    clean = read_prompt(model, record)
+    corrupted = read_field(model, record, "corrupted", prepend_bos=model.cfg.default_prepend_bos)
+    return activation_patching(
+        model,
+        clean,
+        corrupted,
+        read_text(model, record),
+        answer=record.fields.get("answer"),
+        wrong=record.fields.get("wrong"),
+        points=points.split(",") if points else None,
+    )
+
+
+ANALYSIS = Analysis(
+    name="activation_patching",
+    summary="which part of a clean prompt, put into a corrupted one's place, brings the answer back (fields: corrupted, "
+    "answer, wrong)",
+    columns={
+        "point": "str",
+        "layer": "int64",
+        "head": "int64",
+        "metric": "float64",
+        "clean_metric": "float64",
+        "corrupted_metric": "float64",
+        "recovered": "float64",
+    },
+    run=_run_record,
+    needs_text=True,
+    options={"points": Option("", f"which points, with commas between: {', '.join(POINTS)}; all that the model has if empty")},
+    check_model=needs_linear_attention("activation_patching"),
+)
+
+if __name__ == "__main__":
+    from analyses.batch.script import main
+
+    main(ANALYSIS.name)

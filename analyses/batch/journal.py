@@ -1,0 +1,149 @@
+"""What is done of a batch, kept in one file that a kill at any moment leaves whole.
+
+A Parquet file can be read only when its last byte is written, so the rows are collected elsewhere: in an SQLite database beside
+the output (``OUT.partial``), where a job's rows are there altogether or not at all, a prompt cannot be there twice, and one run
+at a time may write. It also holds the settings that it was begun with; rows of other settings never mix with them.
+"""
+
+import json
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from analyses.batch.worker import REFUSED, Outcome
+from kvlens import KVLensError
+
+_TABLES = """
+CREATE TABLE settings (value TEXT NOT NULL);
+CREATE TABLE done (
+    model INTEGER NOT NULL, prompt INTEGER NOT NULL, prompt_id TEXT NOT NULL,
+    n_rows INTEGER NOT NULL, rows BLOB, kind TEXT, error TEXT, PRIMARY KEY (model, prompt)
+);
+"""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Counts of what a journal holds: prompts done on a model each, how many of them failed, and rows."""
+
+    n_done: int
+    n_failed: int
+    n_rows: int
+
+
+class Journal:
+    """The record of one batch; open it with ``with``, so that it is closed whatever happens.
+
+    Args:
+        path: of the database. It is made where it is missing, and gone on with where it was begun with equal settings.
+        settings: everything that the rows depend on, of JSON's types.
+        anew: forget what it holds, with its settings.
+
+    Raises:
+        KVLensError: it was begun with other settings (those that differ are named), another run is writing it, it is
+            something else, or it cannot be written.
+    """
+
+    def __init__(self, path: Path, settings: Mapping[str, Any], *, anew: bool = False):
+        self.path = path
+        try:
+            self._db = sqlite3.connect(path, timeout=0, isolation_level=None)
+        except sqlite3.Error as error:
+            raise KVLensError(f"cannot write {path}: {error}") from error
+        try:
+            self._begin(json.dumps(settings), anew)
+        except BaseException:
+            self._db.close()
+            raise
+
+    def __enter__(self) -> "Journal":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._db.close()
+
+    def _begin(self, settings: str, anew: bool) -> None:
+        try:
+            self._db.execute("PRAGMA locking_mode = EXCLUSIVE")  # held until the file is closed, or the process dies
+            self._db.execute("BEGIN EXCLUSIVE")
+            if not self._db.execute("SELECT name FROM sqlite_master").fetchall():
+                for statement in _TABLES.split(";"):
+                    self._db.execute(statement)
+                self._db.execute("INSERT INTO settings VALUES (?)", (settings,))
+            if anew:
+                self._db.execute("DELETE FROM done")
+                self._db.execute("UPDATE settings SET value = ?", (settings,))
+            begun = json.loads(self._db.execute("SELECT value FROM settings").fetchone()[0])
+            # what failed for another reason than the prompt itself, such as memory, is tried again
+            self._db.execute("DELETE FROM done WHERE kind != ?", (REFUSED,))
+            self._db.execute("COMMIT")
+        except (sqlite3.Error, TypeError, ValueError) as error:
+            raise KVLensError(_why_unusable(self.path, error)) from error
+        differing = differences(begun, json.loads(settings))
+        if differing:
+            raise KVLensError(
+                f"{self.path} was begun with other settings: {'; '.join(differing[:4])}. Give the settings that it was begun "
+                "with to go on, another output, or --overwrite to begin anew"
+            )
+
+    def add(self, outcomes: Sequence[Outcome]) -> None:
+        """Record outcomes, all or none.
+
+        Raises:
+            KVLensError: the disk is full, or the file has gone.
+        """
+        rows = [(o.model, o.prompt, o.prompt_id, o.n_rows, o.rows, o.kind, o.error) for o in outcomes]
+        try:
+            self._db.execute("BEGIN")
+            self._db.executemany("INSERT INTO done VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
+            self._db.execute("COMMIT")
+        except sqlite3.Error as error:
+            raise KVLensError(f"cannot write {self.path}: {error}; what was done before is kept") from error
+
+    def holds(self, model: int, prompt: int) -> bool:
+        """Whether this prompt is done on this model, well or badly."""
+        found = self._db.execute("SELECT 1 FROM done WHERE model = ? AND prompt = ?", (model, prompt))
+        return found.fetchone() is not None
+
+    def progress(self) -> Progress:
+        """How far the batch has come."""
+        counts = self._db.execute("SELECT count(*), count(kind), coalesce(sum(n_rows), 0) FROM done").fetchone()
+        return Progress(*counts)
+
+    def tables(self) -> Iterator[bytes]:
+        """The rows of every prompt that has some, by model, then in the order of the input, one at a time."""
+        for (rows,) in self._db.execute("SELECT rows FROM done WHERE rows IS NOT NULL ORDER BY model, prompt"):
+            yield rows
+
+    def failures(self) -> Iterator[tuple[int, str, str, str]]:
+        """(model, prompt_id, kind, error) of every prompt that has no rows, in the same order."""
+        yield from self._db.execute(
+            "SELECT model, prompt_id, kind, error FROM done WHERE kind IS NOT NULL ORDER BY model, prompt"
+        )
+
+    def delete(self) -> None:
+        """Close the journal and remove it: the table stands."""
+        self._db.close()
+        self.path.unlink(missing_ok=True)
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Every setting that differs, as ``options.seed was 4, now 8``; mappings are compared entry by entry."""
+    found = []
+    for name in [*before, *(name for name in now if name not in before)]:
+        old, new = before.get(name), now.get(name)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            found += differences(old, new, f"{prefix}{name}.")
+        elif old != new:
+            found.append(f"{prefix}{name} was {json.dumps(old)}, now {json.dumps(new)}")
+    return found
+
+
+def _why_unusable(path: Path, error: Exception) -> str:
+    if "locked" in str(error):
+        return f"another run is writing {path}; wait for it, or choose another output"
+    if isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError):
+        return f"{path} is not the journal of a batch ({error}); move it away"
+    return f"cannot use {path}: {error}"

@@ -1,0 +1,83 @@
+"""Workers as Ray actors, on this machine, several, or the GPUs of a cluster: ``pip install 'kvlens[ray]'``.
+
+Without a running cluster (``RAY_ADDRESS``, or one that was started on this machine) Ray starts one here. On a cluster, every
+machine needs kvlens, and finds the folders of the models under the same paths.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from analyses.batch.engines import WorkerDied
+from analyses.batch.task import Task
+from analyses.batch.worker import Job, Outcome, Worker
+from kvlens import KVLensError
+
+
+@dataclass(eq=False)
+class ActorWorker:
+    """A Ray actor, and the reference to the answer that it owes."""
+
+    actor: Any
+    answer: Any
+
+
+class RayEngine:
+    """An :class:`analyses.batch.engines.Engine` of Ray actors that keep their model.
+
+    Ray itself restarts nothing: a dead actor is replaced by whoever shares the jobs out, on whatever machine has room, and its
+    job is given out again there.
+
+    Args:
+        task: what they compute.
+        threads: that each may use, and the CPUs that Ray counts for it.
+        gpus: that Ray counts for each: 0.25 puts four on one GPU. Without, they see none.
+
+    Raises:
+        KVLensError: Ray is not installed, or cannot be started or reached.
+    """
+
+    def __init__(self, task: Task, threads: int, gpus: float):
+        try:
+            import ray
+        except ImportError as error:
+            raise KVLensError("the engine ray needs Ray: pip install 'kvlens[ray]'") from error
+        self.ray = ray
+        if not ray.is_initialized():
+            try:
+                ray.init(log_to_driver=False, configure_logging=False)
+            except (ConnectionError, RuntimeError, ValueError) as error:
+                raise KVLensError(f"the engine ray cannot start or reach its cluster: {error}") from error
+        self._arguments = (task, threads)
+        self._new = ray.remote(num_cpus=threads, num_gpus=gpus, max_restarts=0)(Worker).remote
+
+    def start(self) -> ActorWorker:
+        """Ask for an actor; it comes when the cluster has room for it."""
+        actor = self._new(*self._arguments)
+        return ActorWorker(actor, actor.ready.remote())
+
+    def submit(self, worker: ActorWorker, job: Job) -> None:
+        """Send a job; an actor that has just died is found by ``collect``."""
+        worker.answer = worker.actor.run.remote(job)
+
+    def wait(self, workers: list[ActorWorker]) -> list[ActorWorker]:
+        """Those whose answer, or whose death, is known."""
+        ready, _ = self.ray.wait([worker.answer for worker in workers], num_returns=1, fetch_local=False)
+        return [worker for worker in workers if worker.answer in ready]
+
+    def collect(self, worker: ActorWorker) -> list[Outcome]:
+        """Fetch the answer.
+
+        Raises:
+            WorkerDied: the actor is gone, or the machine with its answer.
+            KVLensError: what the worker raised.
+        """
+        try:
+            return self.ray.get(worker.answer)
+        except (self.ray.exceptions.RayActorError, self.ray.exceptions.ObjectLostError) as error:
+            raise WorkerDied(" ".join(str(error).split())[:200]) from None
+        except self.ray.exceptions.RayTaskError as error:
+            raise (error.cause if isinstance(error.cause, KVLensError) else error) from None
+
+    def stop(self, worker: ActorWorker) -> None:
+        """Kill the actor and give its CPUs and GPUs back."""
+        self.ray.kill(worker.actor)

@@ -1,0 +1,155 @@
+"""Reading the prompts of a batch: a JSONL file, a text file with a prompt a line, or a folder with a prompt a file.
+
+A line that is no prompt is reported by its number and the rest goes on. Files are read twice and never held: once to count,
+to hash and to find two prompts of one id, and once to run. Only the ids stay in memory.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from analyses._analysis import Record
+from kvlens import KVLensError
+
+JSONL = (".jsonl", ".ndjson")
+
+
+@dataclass(frozen=True)
+class BadLine:
+    """A line, or a file of a folder, that holds no prompt.
+
+    Attributes:
+        where: ``prompts.jsonl:7``, or the file's name.
+        problem: what is wrong with it.
+    """
+
+    where: str
+    problem: str
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What a first reading of the input found.
+
+    Attributes:
+        n_prompts: how many records it holds.
+        bad: the lines that are none.
+        sha256: of all records and bad lines, in order; equal inputs give equal tables.
+    """
+
+    n_prompts: int
+    bad: tuple[BadLine, ...]
+    sha256: str
+
+
+def read_records(path: Path, text: str | None = None) -> Iterator[Record | BadLine]:
+    """Yield every prompt of ``path``, and every line that is none, in order.
+
+    Args:
+        path: a folder (every file in it, at any depth, is one prompt as it stands; hidden files are passed over), a
+            ``.jsonl`` or ``.ndjson`` file (an object a line: ``prompt``, and where wanted ``text``, ``id``, and fields of
+            the analysis), or any other file (a prompt a line).
+        text: the text of the records that have none of their own.
+
+    Raises:
+        KVLensError: there is no such file, it cannot be read, or it is one JSON document.
+    """
+    path = path.expanduser()
+    try:
+        entries = _folder(path) if path.is_dir() else _lines(path)
+        for entry in entries:
+            if isinstance(entry, Record) and entry.text is None and text is not None:
+                entry = replace(entry, text=text)
+            yield entry
+    except OSError as error:
+        raise KVLensError(f"prompts: cannot read {path}: {error.strerror or error}") from error
+
+
+def survey(path: Path, text: str | None = None) -> Survey:
+    """Read the whole input once.
+
+    Raises:
+        KVLensError: as :func:`read_records`; two records of one id; no record at all.
+    """
+    hasher, bad, seen = hashlib.sha256(), [], dict[str, int]()
+    for number, entry in enumerate(read_records(path, text), start=1):
+        if isinstance(entry, BadLine):
+            bad.append(entry)
+            parts: tuple[Any, ...] = (entry.where, entry.problem)
+        else:
+            if entry.id in seen:
+                what = "files" if path.is_dir() else "lines"
+                raise KVLensError(f"prompts: the id {entry.id!r} stands on {what} {seen[entry.id]} and {number} of {path}; ids "
+                                  "must differ")  # fmt: skip
+            seen[entry.id] = number
+            parts = (entry.id, entry.prompt, entry.text, entry.fields)
+        hasher.update(json.dumps(parts, sort_keys=True).encode() + b"\n")
+    if not seen:
+        first = f": {bad[0].where}: {bad[0].problem}" if bad else "; it is empty"
+        raise KVLensError(f"prompts: {path} holds no prompt{first}")
+    return Survey(len(seen), tuple(bad), hasher.hexdigest())
+
+
+def _folder(folder: Path) -> Iterator[Record | BadLine]:
+    names = sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
+    for name in names:
+        if any(part.startswith(".") for part in name.split("/")):
+            continue
+        prompt = _decoded((folder / name).read_bytes())
+        if prompt is None:
+            yield BadLine(name, "not UTF-8 text; convert it first")
+        elif not prompt.strip():
+            yield BadLine(name, "the file is empty")
+        else:
+            yield Record(name, prompt)
+
+
+def _lines(path: Path) -> Iterator[Record | BadLine]:
+    if path.suffix == ".json":
+        raise KVLensError(f"prompts: {path} is one JSON document; write an object a line and call it .jsonl")
+    is_jsonl = path.suffix in JSONL
+    with open(path, "rb") as file:  # a line ends at a newline byte alone, not at every separator that Unicode knows
+        for number, raw in enumerate(file, start=1):
+            where = f"{path.name}:{number}"
+            line = _decoded(raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw)
+            if line is None:
+                yield BadLine(where, "not UTF-8 text; convert the file first")
+            elif not line.strip():
+                yield BadLine(where, "the line is empty")
+            elif is_jsonl:
+                yield _from_json(where, line)
+            else:
+                yield Record(where, line.removesuffix("\n").removesuffix("\r"))
+
+
+def _from_json(where: str, line: str) -> Record | BadLine:
+    try:
+        values = json.loads(line)
+    except (ValueError, RecursionError) as error:  # not JSON; a number or a nesting beyond what Python reads
+        return BadLine(where, f"not JSON ({error})")
+    if not isinstance(values, dict):
+        return BadLine(where, f"expected an object with a prompt, got {type(values).__name__}")
+    prompt, text, given = values.pop("prompt", None), values.pop("text", None), values.pop("id", where)
+    if not isinstance(prompt, str) or not prompt:
+        return BadLine(where, '"prompt" is missing, empty, or not a string')
+    if text is not None and (not isinstance(text, str) or not text):
+        return BadLine(where, '"text" is empty or not a string')
+    if isinstance(given, bool) or not isinstance(given, str | int) or given == "":
+        return BadLine(where, '"id" is neither a string nor an integer')
+    if _is_half_a_character(f"{prompt}{text}{given}"):
+        return BadLine(where, "it holds half a character (a lone surrogate), which no text file can hold")
+    return Record(str(given), prompt, text, values)
+
+
+def _is_half_a_character(text: str) -> bool:
+    return any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _decoded(raw: bytes) -> str | None:
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError:
+        return None

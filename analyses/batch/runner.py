@@ -1,0 +1,204 @@
+"""A batch from beginning to end: check everything, go on where an interrupted run stopped, and leave one Parquet file.
+
+    OUT.parquet                 the table; it appears when every prompt is done, whole
+    OUT.parquet.partial         what is done so far, while a batch runs or after it was interrupted
+    OUT.parquet.errors.jsonl    the lines without a prompt and the prompts without rows, and why, where there are any
+
+A run that was killed is gone on with by the same call. Rows come by model, then in the order of the prompts, whatever the
+number of workers and however often it was interrupted.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from analyses._analysis import Analysis, Record
+from analyses.batch.engines import run_jobs
+from analyses.batch.journal import Journal
+from analyses.batch.models import ModelShelf
+from analyses.batch.records import Survey, read_records, survey
+from analyses.batch.table import read_facts, schema_of, write_parquet
+from analyses.batch.task import Resources, Task, check_task
+from analyses.batch.worker import Job, columns_of
+from kvlens import KVLensError, __version__
+from kvlens.files import write_atomically
+
+FORMAT_VERSION = 1
+MALFORMED = "malformed"
+LINES_SHOWN = 20
+"""Bad lines that are told one by one; all of them stand in the errors file."""
+
+
+@dataclass(frozen=True)
+class BatchResult:
+    """What a finished batch left.
+
+    Attributes:
+        out: the table.
+        n_rows: of the table.
+        n_prompts: that were read, each of them run on every model.
+        n_without_rows: prompts, a model each, that the analysis refused or that failed.
+        n_malformed: lines of the input that held no prompt.
+        errors: the file that names them all; None where there are none.
+    """
+
+    out: Path
+    n_rows: int
+    n_prompts: int
+    n_without_rows: int
+    n_malformed: int
+    errors: Path | None
+
+
+@dataclass(frozen=True)
+class Input:
+    """Where the prompts are, and the text of those that have none of their own."""
+
+    prompts: Path
+    text: str | None = None
+
+    def records(self) -> Iterator[tuple[int, Record]]:
+        """(place, record) of every prompt, places counted from 0."""
+        entries = read_records(self.prompts, self.text)
+        yield from enumerate(entry for entry in entries if isinstance(entry, Record))
+
+
+def tell_on_stderr(line: str) -> None:
+    """Print a line above the progress bar."""
+    tqdm.write(line, file=sys.stderr)
+
+
+def run_batch(
+    task: Task,
+    source: Input,
+    out: str | Path,
+    *,
+    resources: Resources | None = None,
+    overwrite: bool = False,
+    progress: bool | None = None,
+    tell: Callable[[str], None] = tell_on_stderr,
+) -> BatchResult:
+    """Run an analysis over all prompts and models, into one Parquet file with a row group a prompt.
+
+    Args:
+        task: which analysis, with which models, columns and options.
+        source: the prompts; see :func:`analyses.batch.records.read_records`.
+        out: the table's file, ``.parquet``; folders that are missing are made.
+        resources: engine and workers; None works in this process.
+        overwrite: begin anew: forget what an interrupted run has done, and replace the table of an earlier batch in the end.
+        progress: whether a bar is drawn on stderr; None draws it on a terminal.
+        tell: called with a line for each bad line of the input, and when a worker dies.
+
+    Returns:
+        Counts and files. What was interrupted or killed raises or ends; the same call goes on from there.
+
+    Raises:
+        KVLensError: unknown names, an input without prompts, a model that cannot be loaded or lacks what the analysis needs,
+            an output that exists, an interrupted run of other settings, a full disk.
+    """
+    analysis, out = check_task(task), Path(out).expanduser()
+    resources = resources or Resources()
+    journal_path = out.with_name(f"{out.name}.partial")
+    _check_output(out, overwrite=overwrite or journal_path.exists())
+    found = survey(source.prompts, source.text)
+    _tell_bad_lines(found, tell)
+    elsewhere = resources.engine == "ray" or resources.workers > 1
+    models = ModelShelf(task.models, device="cpu" if elsewhere else task.device, dtype=task.dtype)
+    settings = _settings(analysis, task, found, _check_models(analysis, models))
+    if elsewhere:
+        del models
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with Journal(journal_path, settings, anew=overwrite) as journal:
+        total, done = found.n_prompts * len(task.models), journal.progress().n_done
+        jobs = _jobs(task, source, journal, resources.prompts_a_job)
+        hidden = None if progress is None else not progress
+        with tqdm(total=total, initial=done, unit="prompt", desc=analysis.name, disable=hidden) as bar:
+            for outcomes in run_jobs(jobs, task, resources, tell, None if elsewhere else models):
+                journal.add(outcomes)
+                bar.update(len(outcomes))
+        return _finish(out, journal, task, analysis, settings, found)
+
+
+def _check_output(out: Path, *, overwrite: bool) -> None:
+    if out.suffix != ".parquet":
+        raise KVLensError(f"out: expected a file that ends in .parquet, got {out}")
+    if not out.exists():
+        return
+    facts = read_facts(out) if out.is_file() else None
+    if facts is None:
+        raise KVLensError(f"out: {out} exists and is not the table of a batch, so it is left alone; choose another file")
+    if not overwrite:
+        raise KVLensError(
+            f"out: {out} is complete: {facts.get('analysis')} of {facts.get('n_prompts')} prompts; pass --overwrite to compute "
+            "it again, or choose another file"
+        )
+
+
+def _tell_bad_lines(found: Survey, tell: Callable[[str], None]) -> None:
+    for line in found.bad[:LINES_SHOWN]:
+        tell(f"{line.where}: {line.problem}")
+    if len(found.bad) > LINES_SHOWN:
+        tell(f"... and {len(found.bad) - LINES_SHOWN} more lines without a prompt")
+
+
+def _check_models(analysis: Analysis, models: ModelShelf) -> dict[str, Any]:
+    """The fingerprint of every model that has what the analysis needs, by name."""
+    fingerprints = {}
+    for index, name in enumerate(models.names):
+        try:
+            analysis.check_model(models[index])
+        except KVLensError as error:
+            raise KVLensError(f"{analysis.name} cannot be run on {name}: {error}") from error
+        fingerprints[name] = models[index].fingerprint().to_json()
+    return fingerprints
+
+
+def _settings(analysis: Analysis, task: Task, found: Survey, fingerprints: dict[str, Any]) -> dict[str, Any]:
+    """Everything that the rows depend on; equal settings give equal rows."""
+    return {
+        "format_version": FORMAT_VERSION,
+        "kvlens": __version__,
+        "analysis": analysis.name,
+        "options": {name: task.options.get(name, option.default) for name, option in analysis.options.items()},
+        "columns": list(columns_of(analysis, task)),
+        "models": fingerprints,
+        "order_of_models": list(task.models),
+        "dtype": task.dtype,
+        "n_prompts": found.n_prompts,
+        "prompts": found.sha256,
+    }
+
+
+def _jobs(task: Task, source: Input, journal: Journal, size: int) -> Iterator[Job]:
+    """What the journal does not hold yet, model by model, so that a worker loads each model once."""
+    for model in range(len(task.models)):
+        todo = ((place, record) for place, record in source.records() if not journal.holds(model, place))
+        while prompts := tuple(islice(todo, size)):
+            yield Job(model, prompts)
+
+
+def _finish(
+    out: Path, journal: Journal, task: Task, analysis: Analysis, settings: dict[str, Any], found: Survey
+) -> BatchResult:
+    """Write errors, then the table, then forget the journal: a kill in between repeats this and nothing else."""
+    progress = journal.progress()
+    if progress.n_done != found.n_prompts * len(task.models):
+        raise KVLensError("the prompts changed while they were read; run the command again")
+    errors = out.with_name(f"{out.name}.errors.jsonl")
+    lines = [{"model": None, "prompt": bad.where, "kind": MALFORMED, "error": bad.problem} for bad in found.bad]
+    for model, prompt_id, kind, error in journal.failures():
+        lines.append({"model": task.models[model], "prompt": prompt_id, "kind": kind, "error": error})
+    if lines:
+        write_atomically(errors, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+    else:
+        errors.unlink(missing_ok=True)
+    facts = {**settings, "n_without_rows": progress.n_failed, "n_malformed": len(found.bad)}
+    write_parquet(out, schema_of(columns_of(analysis, task)), journal.tables(), facts)
+    journal.delete()
+    return BatchResult(out, progress.n_rows, found.n_prompts, progress.n_failed, len(found.bad), errors if lines else None)

@@ -1,0 +1,99 @@
+"""Workers as spawned processes of this machine, each with a pipe of its own.
+
+The pools of the standard library do not serve here: ``multiprocessing.Pool`` waits for ever for a worker that was killed, and
+``ProcessPoolExecutor`` fails every job in flight without saying whose worker it was. With a pipe a worker, the end of the
+file says who died, and the others never notice.
+"""
+
+import contextlib
+import multiprocessing
+import signal
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+
+from analyses.batch.engines import WorkerDied
+from analyses.batch.task import Task
+from analyses.batch.worker import Job, Outcome, Worker
+from kvlens import KVLensError
+
+
+@dataclass(frozen=True, eq=False)
+class SpawnedWorker:
+    """A process and our end of its pipe."""
+
+    process: BaseProcess
+    pipe: Connection
+
+
+class SpawnEngine:
+    """An :class:`analyses.batch.engines.Engine` of processes, spawned rather than forked: torch's threads survive no fork.
+
+    Args:
+        task: what they compute.
+        threads: that each may use.
+    """
+
+    def __init__(self, task: Task, threads: int):
+        self.task, self.threads = task, threads
+        self._context = multiprocessing.get_context("spawn")
+
+    def start(self) -> SpawnedWorker:
+        """Start a process; it loads torch on its own time."""
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=_serve, args=(theirs, self.task, self.threads), daemon=True)
+        process.start()
+        theirs.close()  # so that the pipe ends when the process does
+        return SpawnedWorker(process, ours)
+
+    def submit(self, worker: SpawnedWorker, job: Job) -> None:
+        """Send a job; a process that has just died is found by ``wait``."""
+        with contextlib.suppress(OSError):
+            worker.pipe.send(job)
+
+    def wait(self, workers: list[SpawnedWorker]) -> list[SpawnedWorker]:
+        """Those whose pipe has an answer, or has ended."""
+        ready = set(wait([worker.pipe for worker in workers]))
+        return [worker for worker in workers if worker.pipe in ready]
+
+    def collect(self, worker: SpawnedWorker) -> list[Outcome]:
+        """Receive the answer.
+
+        Raises:
+            WorkerDied: there is none, or half of one.
+            KVLensError: what the worker raised.
+        """
+        try:
+            answer = worker.pipe.recv()
+        except (EOFError, OSError):
+            worker.process.join(timeout=10)
+            raise WorkerDied(_how(worker.process.exitcode)) from None
+        if isinstance(answer, str):
+            raise KVLensError(answer)
+        return answer
+
+    def stop(self, worker: SpawnedWorker) -> None:
+        """Kill the process: it holds nothing that is worth a farewell."""
+        worker.process.kill()
+        worker.process.join()
+        worker.process.close()
+        worker.pipe.close()
+
+
+def _how(exitcode: int | None) -> str:
+    if exitcode is not None and exitcode < 0:
+        return f"killed by {signal.Signals(-exitcode).name}"
+    return f"exit status {exitcode}"
+
+
+def _serve(pipe: Connection, task: Task, threads: int) -> None:
+    """The life of a worker: answer every job, until the other end of the pipe is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches the whole group: end without a traceback
+    with contextlib.suppress(EOFError, OSError):  # the parent is gone, whatever became of it
+        try:
+            worker = Worker(task, threads)
+            pipe.send(worker.ready())
+            while True:
+                pipe.send(worker.run(pipe.recv()))
+        except KVLensError as error:
+            pipe.send(str(error))

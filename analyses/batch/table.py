@@ -1,0 +1,78 @@
+"""From frames to the Parquet file: one schema for all prompts, one row group a prompt.
+
+A prompt's rows travel as the bytes of an Arrow stream: from worker to journal to file they are copied, not understood.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from kvlens import KVLensError
+
+METADATA = b"kvlens.batch"
+
+
+def schema_of(columns: Mapping[str, str]) -> pa.Schema:
+    """The Arrow schema of a table with these columns (name -> dtype of pandas)."""
+    empty = pd.DataFrame({name: pd.Series(dtype="str" if kind == "category" else kind) for name, kind in columns.items()})
+    schema = pa.Schema.from_pandas(empty, preserve_index=False)
+    for place, kind in enumerate(columns.values()):
+        if kind == "category":  # an empty one has no type of its own
+            schema = schema.set(place, schema.field(place).with_type(pa.dictionary(pa.int32(), pa.string())))
+    return schema
+
+
+def to_bytes(frame: pd.DataFrame, schema: pa.Schema) -> bytes:
+    """A prompt's rows, in the schema's columns, as a compressed Arrow stream.
+
+    Raises:
+        pyarrow.ArrowException: a value that its column cannot hold without a loss.
+    """
+    table = pa.Table.from_pandas(frame, schema=schema, preserve_index=False)
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
+        writer.write_table(table)
+    return sink.getvalue().to_pybytes()
+
+
+def write_parquet(path: Path, schema: pa.Schema, prompts: Iterable[bytes], facts: Mapping[str, Any]) -> None:
+    """Write the rows of every prompt as a row group of its own; ``path`` appears when it is whole.
+
+    Args:
+        path: is replaced. Its temporary neighbour has a fixed name, so that a killed attempt leaves at most one, which the
+            next attempt overwrites.
+        schema: of :func:`schema_of`.
+        prompts: what :func:`to_bytes` made, in order; a prompt without rows has no row group.
+        facts: kept as JSON in the file's metadata, for :func:`read_facts`.
+
+    Raises:
+        KVLensError: not writable, or the disk is full.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with pq.ParquetWriter(temporary, schema, compression="zstd") as writer:
+            for rows in prompts:
+                table = pa.ipc.open_stream(rows).read_all()
+                if table.num_rows:
+                    writer.write_table(table, row_group_size=table.num_rows)
+            writer.add_key_value_metadata({METADATA: json.dumps(facts)})
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise KVLensError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def read_facts(path: Path) -> dict[str, Any] | None:
+    """The facts that :func:`write_parquet` put into a file; None where it is some other file."""
+    try:
+        return json.loads(pq.read_metadata(path).metadata[METADATA])
+    except (OSError, ValueError, KeyError, TypeError, pa.ArrowException):
+        return None

@@ -1,0 +1,125 @@
+"""What is computed, and with what: the two halves of a batch's settings.
+
+The task decides every number of the table, is sent to each worker, and is recorded: a batch is resumed with the same task or
+not at all. The resources only decide how long it takes, and may change between an interruption and the resumption.
+"""
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from analyses import ANALYSES
+from analyses._analysis import Analysis, Option
+from kvlens import KVLensError
+from kvlens.errors import nearest
+
+FRONT_COLUMNS = ("model", "prompt_id")
+ENGINES = ("processes", "ray")
+
+
+@dataclass(frozen=True)
+class Task:
+    """What every row of the table depends on, beside the prompts.
+
+    Attributes:
+        analysis: a name of ``analyses.ANALYSES``, or the dotted path of any module that holds an ``ANALYSIS``.
+        models: names of shipped models, or folders.
+        columns: those of the analysis to keep, in order; empty keeps all.
+        options: of the analysis, by name; what is not given has its default.
+        dtype: of the weights; None keeps the stored one.
+        device: where the models run; None takes TransformerLens' choice.
+    """
+
+    analysis: str
+    models: tuple[str, ...]
+    columns: tuple[str, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    dtype: str | None = None
+    device: str | None = None
+
+
+@dataclass(frozen=True)
+class Resources:
+    """How the work is shared out.
+
+    Attributes:
+        engine: "processes" (one, or spawned workers, on this machine) or "ray".
+        workers: how many processes or actors; one process alone works in this one.
+        gpus_per_worker: for Ray, 0.25 puts four workers on a GPU.
+        threads: of each worker; None shares out those that torch has here. The last bits of a sum depend on it.
+        prompts_a_job: what a worker is given, and what is recorded, at once.
+    """
+
+    engine: str = "processes"
+    workers: int = 1
+    gpus_per_worker: float = 0.0
+    threads: int | None = None
+    prompts_a_job: int = 8
+
+    def __post_init__(self) -> None:
+        if self.engine not in ENGINES:
+            raise KVLensError(f"engine: expected {' or '.join(ENGINES)}, got {self.engine!r}{nearest(self.engine, ENGINES)}")
+        for name in ("workers", "prompts_a_job") + (("threads",) if self.threads is not None else ()):
+            if getattr(self, name) < 1:
+                raise KVLensError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not 0 <= self.gpus_per_worker < float("inf"):
+            raise KVLensError(f"gpus_per_worker must be 0 or more, got {self.gpus_per_worker:g}")
+        if self.gpus_per_worker and self.engine != "ray":
+            raise KVLensError("gpus_per_worker is for the engine ray; for processes, choose the device")
+
+
+def load_analysis(name: str) -> Analysis:
+    """Import an analysis by its name, or by the dotted path of its module.
+
+    Raises:
+        KVLensError: there is no such analysis (the nearest name is proposed).
+    """
+    if name not in ANALYSES and "." not in name:
+        raise KVLensError(f"no analysis is called {name!r}; there are {', '.join(ANALYSES)}{nearest(name, ANALYSES)}")
+    path = f"analyses.{name}" if name in ANALYSES else name
+    try:
+        module = importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{path}.".startswith(f"{error.name}."):
+            raise
+        raise KVLensError(f"analysis: there is no module {path!r}") from error
+    analysis = getattr(module, "ANALYSIS", None)
+    if not isinstance(analysis, Analysis):
+        raise KVLensError(f"analysis: the module {path!r} holds no ANALYSIS")
+    return analysis
+
+
+def check_task(task: Task) -> Analysis:
+    """Return the analysis of a task whose names all exist.
+
+    Raises:
+        KVLensError: an unknown analysis, column or option, an option of another type, no model or one twice.
+    """
+    analysis = load_analysis(task.analysis)
+    for column in task.columns:
+        if column not in analysis.columns:
+            raise KVLensError(
+                f"{analysis.name} has no column {column!r}; it has {', '.join(analysis.columns)}"
+                f"{nearest(column, analysis.columns)}"
+            )
+    for name, value in task.options.items():
+        if name not in analysis.options:
+            listed = f"it has {', '.join(analysis.options)}" if analysis.options else "it has none"
+            raise KVLensError(f"{analysis.name} has no option {name!r}; {listed}{nearest(name, analysis.options)}")
+        _check_value(name, value, analysis.options[name])
+    for what, names in (("model", task.models), ("column", task.columns)):
+        if len(set(names)) < len(names):
+            twice = next(name for i, name in enumerate(names) if name in names[:i])
+            raise KVLensError(f"the {what} {twice!r} is given twice")
+    if not task.models:
+        raise KVLensError("no model is given; name at least one")
+    return analysis
+
+
+def _check_value(name: str, value: Any, option: Option) -> None:
+    if option.choices and value not in option.choices:
+        raise KVLensError(f"{name}: expected {', '.join(option.choices)}, got {value!r}{nearest(value, option.choices)}")
+    kind = type(option.default)
+    if option.default is not None and type(value) is not kind and not (kind is float and type(value) is int):
+        raise KVLensError(f"{name}: expected {kind.__name__}, got {value!r}")

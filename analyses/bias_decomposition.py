@@ -1,0 +1,128 @@
+"""A converted prompt, head by head: how large its bias is, how many directions it has, and what the text reads from it.
+
+Per layer and head: the size and spectrum of b_KV and b_D, the share of the head's output that the bias makes up on a text,
+and the bias's direct logit attribution: what z_bias adds to a logit through W_O, the final norm (frozen at its actual scale)
+and W_U, past all later layers. The other views of the same bias are analyses of their own:
+
+- :func:`analyses.bias_singular_values.bias_singular_values`: every singular value of b_KV;
+- :func:`analyses.bias_positions.bias_positions`: which prompt position gave how much of ``output_share`` and ``logit``;
+- :func:`analyses.bias_effects.bias_effects`: what is lost when the bias or the boundary is ablated, through every path.
+
+One forward pass over the prompt, one over the text.
+"""
+
+import pandas as pd
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from analyses._analysis import Analysis, Record
+from analyses._bias_outputs import BiasOutputs, bias_outputs, share_by_size, share_probes
+from analyses._logit_attribution import LogitTarget, Token, check_heads_write_directly, logit_target
+from analyses._record_tokens import needs_linear_attention, read_prompt, read_text
+from analyses._sequences import PromptTokens, TextTokens, prompt_text_bias
+from analyses.bias_singular_values import effective_rank, singular_values
+from kvlens import HookedKVTransformer, KVBias
+
+
+@torch.no_grad()
+def bias_decomposition(
+    model: HookedKVTransformer,
+    prompt_tokens: PromptTokens,
+    text_tokens: TextTokens,
+    *,
+    bias: KVBias | None = None,
+    answer: Token | None = None,
+    wrong: Token | None = None,
+) -> pd.DataFrame:
+    """Describe the bias of each head, and what the text reads from it.
+
+    Args:
+        model: with linear attention.
+        prompt_tokens: [pos], BOS included where the model wants one.
+        text_tokens: [pos], without BOS.
+        bias: the converted prompt, if it is at hand, or any other bias; None converts the prompt.
+        answer: the token (id, or the text of one) whose logit is attributed at the text's last place; None takes the mean,
+            over all places but the last, of the logit of the token that follows.
+        wrong: with ``answer``: the token whose logit is taken away.
+
+    Returns:
+        One row a head, by layer, then head:
+
+        =================== ======= ====================================================================================
+        layer               int64
+        head                int64   query head
+        b_kv_norm           float64 Frobenius norm of b_KV
+        b_kv_spectral_norm  float64 its largest singular value
+        b_kv_effective_rank float64 exp of the entropy of its normalised singular values; 0 for a b_KV of zeros
+        b_d_norm            float64 norm of b_D
+        bias_share          float64 mean over the text's places of ||z_bias|| / (||z_bias|| + ||z_context||), 0 for 0 / 0
+        output_share        float64 sum over the places of z_bias . z, over that of ||z||^2: what adds up
+        logit               float64 direct logit attribution of z_bias; NaN in a text of one token without ``answer``
+        =================== ======= ====================================================================================
+
+    Raises:
+        KVLensError: softmax attention, heads that do not write to the residual stream directly, tokens that do not fit.
+    """
+    needs_linear_attention("bias_decomposition")(model)
+    check_heads_write_directly(model, "bias_decomposition")
+    _, text, bias = prompt_text_bias(model, prompt_tokens, text_tokens, bias)
+    target = logit_target(model, text, answer, wrong)
+    outputs = bias_outputs(model, bias, text)
+    z = outputs.of_bias + outputs.of_context
+    values = singular_values(bias)
+    norms = outputs.of_bias.norm(dim=-1), outputs.of_context.norm(dim=-1)
+    layers, heads = torch.meshgrid(torch.arange(bias.n_layers), torch.arange(bias.n_heads), indexing="ij")
+    columns = {
+        "layer": layers,
+        "head": heads,
+        "b_kv_norm": bias.b_KV.double().norm(dim=(-2, -1)),
+        "b_kv_spectral_norm": values[..., 0],
+        "b_kv_effective_rank": effective_rank(values),
+        "b_d_norm": bias.b_D.double().norm(dim=-1),
+        "bias_share": share_by_size(*norms).mean(dim=1),
+        "output_share": (outputs.of_bias * share_probes(z, pooled=True)).sum(dim=(1, 3)),
+        "logit": _logits(model, outputs, target),
+    }
+    return pd.DataFrame({name: column.flatten().cpu().numpy() for name, column in columns.items()})
+
+
+def _logits(model: HookedKVTransformer, outputs: BiasOutputs, target: LogitTarget) -> Float[Tensor, "layer head"]:
+    """The target's logit that each head's z_bias adds, mean over the target's places."""
+    probes = torch.stack([target.probes(model, outputs.scale, layer) for layer in range(len(outputs.of_bias))])
+    return (outputs.of_bias * probes).sum(dim=(1, 3)) / len(target.places)
+
+
+def _run_record(model: HookedKVTransformer, record: Record) -> pd.DataFrame:
+    return bias_decomposition(
+        model,
+        read_prompt(model, record),
+        read_text(model, record),
+        answer=record.fields.get("answer"),
+        wrong=record.fields.get("wrong"),
+    )
+
+
+ANALYSIS = Analysis(
+    name="bias_decomposition",
+    summary="each head's bias: size, effective rank, share of the output, direct logit attribution (fields: answer, wrong)",
+    columns={
+        "layer": "int64",
+        "head": "int64",
+        "b_kv_norm": "float64",
+        "b_kv_spectral_norm": "float64",
+        "b_kv_effective_rank": "float64",
+        "b_d_norm": "float64",
+        "bias_share": "float64",
+        "output_share": "float64",
+        "logit": "float64",
+    },
+    run=_run_record,
+    needs_text=True,
+    check_model=needs_linear_attention("bias_decomposition"),
+)
+
+if __name__ == "__main__":
+    from analyses.batch.script import main
+
+    main(ANALYSIS.name)

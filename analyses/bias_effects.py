@@ -1,0 +1,260 @@
+"""What the predictions on a text lose when parts of a converted prompt are ablated: head by head, bias and boundary.
+
+Three ways to take a part away, as the field has them:
+
+- ``zero``: the part becomes 0, as if there had been no prompt (no b_KV, nothing in the normaliser, no token before);
+- ``mean``: it becomes its mean over reference prompts, so that what every prompt leaves behind stays;
+- ``resample``: it becomes that of another prompt, once for each reference, so that the model meets nothing unusual.
+
+A converted prompt is more than its bias: a shifted model also reads the *boundary*, the prompt's last raw keys, values and
+queries. ``bias`` takes b_KV and b_D, ``boundary`` the boundary, ``both`` all that the prompt left. The effects do not add up.
+An effect through every path is measured here; :func:`analyses.bias_decomposition.bias_decomposition` has the direct one.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import product
+from typing import NamedTuple
+
+import pandas as pd
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from analyses._analysis import Analysis, Option, Record
+from analyses._interventions import Interventions, donors_of, logits_under
+from analyses._logit_attribution import LogitTarget, Token, logit_target
+from analyses._record_tokens import needs_linear_attention, read_prompt, read_text
+from analyses._sequences import (
+    TextTokens,
+    converted_logits,
+    kl_divergence,
+    log_probabilities,
+    next_token_losses,
+    one_sequence,
+)
+from analyses.bias_singular_values import check_one_prompt
+from kvlens import HookedKVTransformer, KVBias, KVLensError, convert_prompt
+
+METHODS = ("zero", "mean", "resample")
+PARTS = ("bias", "boundary", "both")
+UNITS = ("head", "layer", "model")
+ALL = -1
+"""In place of a layer or head: every one."""
+
+
+class Ablation(NamedTuple):
+    """One ablation; ``reference`` is the prompt that is resampled, -1 for the other methods."""
+
+    method: str
+    reference: int
+    part: str
+    layer: int
+    head: int
+
+
+@torch.no_grad()
+def bias_effects(
+    model: HookedKVTransformer,
+    text_tokens: TextTokens,
+    bias: KVBias,
+    *,
+    by: str = "head",
+    methods: Sequence[str] = ("zero",),
+    parts: Sequence[str] | None = None,
+    references: KVBias | None = None,
+    answer: Token | None = None,
+    wrong: Token | None = None,
+    batch_size: int | None = None,
+    on_start: Callable[[int], None] | None = None,
+    on_progress: Callable[[float], None] | None = None,
+) -> pd.DataFrame:
+    """Ablate every head (layer, the whole) of a bias, and measure what changes on a text.
+
+    Args:
+        model: that ``bias`` was converted with.
+        text_tokens: [pos], without BOS.
+        bias: of one prompt.
+        by: what is ablated at once: ``head``, ``layer`` or ``model``.
+        methods: of :data:`METHODS`.
+        parts: of :data:`PARTS`; None takes all that the bias has. With grouped queries, the boundary of a head is that of
+            its group.
+        references: the biases of other prompts, as a batch, for ``mean`` and ``resample``.
+        answer, wrong: the logit, as in :func:`analyses.bias_decomposition.bias_decomposition`.
+        batch_size: ablations a forward pass; None takes what memory allows.
+        on_start: called once, before the first ablation, with their number.
+        on_progress: called with the fraction done after each forward pass.
+
+    Returns:
+        One row an ablation, by method and part in the order given, then layer, then head:
+
+        ============= ======= ==========================================================================================
+        method        str     ``zero``, ``mean`` or ``resample``
+        reference     int64   for ``resample``, index into ``references``; else -1
+        part          str     ``bias``, ``boundary`` or ``both``
+        layer         int64   -1: all
+        head          int64   query head; -1: all
+        kl            float64 mean over the text's places of KL(whole bias || ablated), nats
+        loss_change   float64 by how much the mean loss of the text's next tokens rises, nats; NaN for one token
+        logit_change  float64 by how much the target's logit (or difference) rises, mean over its places; NaN without one
+        ============= ======= ==========================================================================================
+
+    Raises:
+        KVLensError: an unknown name, references that are missing or at other positions, a boundary that the model has
+            not, a bias of another model, tokens that do not fit.
+    """
+    text = one_sequence(model, "text_tokens", text_tokens)
+    check_one_prompt(bias, "bias_effects")
+    target = logit_target(model, text, answer, wrong)
+    parts = _parts_of(bias) if parts is None else parts
+    ablations = _ablations(bias, by, methods, parts, references)
+    if on_start is not None:
+        on_start(len(ablations))
+    rows = _interventions(bias, ablations, references)
+    numbers = measured_effects(model, text, bias, rows, target, batch_size=batch_size, on_progress=on_progress)
+    kinds = {"method": "str", "reference": "int64", "part": "str", "layer": "int64", "head": "int64"}
+    return pd.concat([pd.DataFrame(ablations, columns=list(Ablation._fields)).astype(kinds), numbers], axis=1)
+
+
+def measured_effects(
+    model: HookedKVTransformer,
+    text: Tensor,
+    bias: KVBias,
+    rows: Interventions,
+    target: LogitTarget,
+    *,
+    batch_size: int | None = None,
+    on_progress: Callable[[float], None] | None = None,
+) -> pd.DataFrame:
+    """``kl``, ``loss_change`` and ``logit_change`` of each intervention against the whole bias, as :func:`bias_effects`."""
+    whole_logits = converted_logits(model, bias, text)
+    whole, whole_target = log_probabilities(whole_logits), target.read(whole_logits).double()
+    whole_loss = next_token_losses(whole, text)[:-1].mean()
+    found: dict[str, list[float]] = {"kl": [], "loss_change": [], "logit_change": []}
+    for logits in logits_under(model, text, bias, rows, batch_size=batch_size, on_progress=on_progress):
+        log_p = log_probabilities(logits)
+        found["kl"] += kl_divergence(whole, log_p).mean(dim=-1).tolist()
+        found["loss_change"] += (next_token_losses(log_p, text)[:, :-1].mean(dim=-1) - whole_loss).tolist()
+        found["logit_change"] += (target.read(logits).double() - whole_target).mean(dim=-1).tolist()
+    return pd.DataFrame(found, dtype="float64")
+
+
+def _parts_of(bias: KVBias) -> Sequence[str]:
+    return PARTS if _has_boundary(bias) else PARTS[:1]
+
+
+def _has_boundary(bias: KVBias) -> bool:
+    return any(rows.shape[-3] for rows in (bias.last_k, bias.last_v, bias.last_q))
+
+
+def _ablations(
+    bias: KVBias, by: str, methods: Sequence[str], parts: Sequence[str], references: KVBias | None
+) -> list[Ablation]:
+    for what, names, known in (("by", [by], UNITS), ("methods", methods, METHODS), ("parts", parts, PARTS)):
+        unknown = [name for name in names if name not in known]
+        if unknown or isinstance(names, str):
+            raise KVLensError(f"bias_effects: {what}: expected names of {', '.join(known)}, got {unknown or [names]}")
+    if set(parts) - {"bias"} and not _has_boundary(bias):
+        raise KVLensError("bias_effects: this model shifts nothing, so that its prompts leave no boundary; parts=['bias']")
+    if set(methods) - {"zero"}:
+        _check_references(bias, references)
+    n_layers, n_heads = (range(n) for n in (bias.n_layers, bias.n_heads))
+    units = {"head": product(n_layers, n_heads), "layer": product(n_layers, [ALL]), "model": [(ALL, ALL)]}
+    n_references = 0 if references is None else references.b_KV.shape[1]
+    chosen = {"zero": [ALL], "mean": [ALL], "resample": range(n_references)}
+    ways = [(method, reference) for method in methods for reference in chosen[method]]
+    return [Ablation(*way, part, *unit) for way, part, unit in product(ways, parts, units[by])]
+
+
+def _check_references(bias: KVBias, references: KVBias | None) -> None:
+    if references is None or references.batch_size is None:
+        came = "none" if references is None else "that of a single prompt"
+        raise KVLensError(
+            f"bias_effects: mean and resample put other prompts' biases in the place of this one: give references=, a batch of "
+            f"biases (convert_prompt of a list of prompts), got {came}"
+        )
+    references.fingerprint.check(bias.fingerprint, "bias_effects: references")
+    offsets = torch.as_tensor(references.position_offset)
+    if bool((offsets != torch.as_tensor(bias.position_offset)).any()):
+        raise KVLensError(
+            f"bias_effects: the text starts at position {int(bias.position_offset)} under this prompt and at "
+            f"{sorted(set(offsets.reshape(-1).tolist()))} under the references; this model's positions are absolute: give "
+            "references of the prompt's length"
+        )
+
+
+def _interventions(bias: KVBias, ablations: Sequence[Ablation], references: KVBias | None) -> Interventions:
+    first = {"zero": 0, "mean": 1, "resample": 2}  # of the donors
+    donor = [first[ablation.method] + max(ablation.reference, 0) for ablation in ablations]
+    return Interventions(
+        keep_bias=_kept(bias, ablations, ("bias", "both")),
+        keep_boundary=_kept(bias, ablations, ("boundary", "both")),
+        donor=torch.tensor(donor, dtype=torch.long, device=bias.b_KV.device),
+        donors=donors_of(bias, references),
+    )
+
+
+def _kept(bias: KVBias, ablations: Sequence[Ablation], parts: Sequence[str]) -> Float[Tensor, "row layer head"]:
+    """0 where an ablation takes one of ``parts`` away."""
+    taken = torch.tensor([a.part in parts for a in ablations], dtype=torch.bool)
+    layer, head = (torch.tensor([getattr(a, name) for a in ablations], dtype=torch.long)[:, None] for name in ("layer", "head"))
+    layers = (layer == ALL) | (layer == torch.arange(bias.n_layers))
+    heads = (head == ALL) | (head == torch.arange(bias.n_heads))
+    removed = taken[:, None, None] & layers[:, :, None] & heads[:, None, :]
+    return (~removed).to(bias.b_KV)
+
+
+def _run_record(model: HookedKVTransformer, record: Record, *, by: str, methods: str, parts: str) -> pd.DataFrame:
+    names = [name for name in methods.split(",") if name]
+    references = _record_references(model, record) if set(names) - {"zero"} else None
+    return bias_effects(
+        model,
+        read_text(model, record),
+        convert_prompt(model, read_prompt(model, record)),
+        by=by,
+        methods=names,
+        parts=parts.split(",") if parts else None,
+        references=references,
+        answer=record.fields.get("answer"),
+        wrong=record.fields.get("wrong"),
+    )
+
+
+def _record_references(model: HookedKVTransformer, record: Record) -> KVBias:
+    prompts = record.fields.get("references")
+    if not isinstance(prompts, list) or not prompts:
+        raise KVLensError(f"references: mean and resample need this field, a list of other prompts; got {prompts!r}")
+    if all(isinstance(prompt, str) for prompt in prompts) and model.tokenizer is not None:
+        return convert_prompt(model, prompts)
+    others = [read_prompt(model, Record(record.id, prompt)) for prompt in prompts]
+    if len({len(tokens) for tokens in others}) > 1:
+        raise KVLensError("references: token numbers of different lengths make no batch; give prompts of one length")
+    return convert_prompt(model, torch.stack(others))
+
+
+ANALYSIS = Analysis(
+    name="bias_effects",
+    summary="what is lost when the bias or boundary of a head, layer or prompt is ablated (fields: answer, wrong, references)",
+    columns={
+        "method": "str",
+        "reference": "int64",
+        "part": "str",
+        "layer": "int64",
+        "head": "int64",
+        "kl": "float64",
+        "loss_change": "float64",
+        "logit_change": "float64",
+    },
+    run=_run_record,
+    needs_text=True,
+    options={
+        "by": Option("head", "what is ablated at once", UNITS),
+        "methods": Option("zero", f"which of {', '.join(METHODS)}, with commas between; all but zero need references"),
+        "parts": Option("", f"which of {', '.join(PARTS)}, with commas between; all that the model has if empty"),
+    },
+    check_model=needs_linear_attention("bias_effects"),
+)
+
+if __name__ == "__main__":
+    from analyses.batch.script import main
+
+    main(ANALYSIS.name)

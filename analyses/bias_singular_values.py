@@ -1,0 +1,94 @@
+"""How large a converted prompt's bias is, and along how many directions: norms and singular values of b_KV, head by head.
+
+    b_KV = sum_r sigma_r u_r w_r^T        u_r in feature space (what a query must look like), w_r in value space
+
+A sum over M tokens has rank at most min(M, d_phi, d_head). How many of its directions carry weight is told by the effective
+rank, exp(-sum_r p_r log p_r) with p_r = sigma_r / sum sigma: n for n equal singular values, 1 for a single one.
+"""
+
+import pandas as pd
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from analyses._analysis import Analysis, Record
+from analyses._record_tokens import needs_linear_attention, read_prompt
+from kvlens import HookedKVTransformer, KVBias, KVLensError, convert_prompt
+
+
+def singular_values(bias: KVBias) -> Float[Tensor, "layer head index"]:
+    """Of b_KV, in float64, largest first."""
+    return torch.linalg.svdvals(bias.b_KV.detach().double())
+
+
+def effective_rank(values: Float[Tensor, "*lead index"]) -> Float[Tensor, "*lead"]:
+    """exp of the entropy of the normalised singular values; 0 where all of them are 0.
+
+    Source: Roy & Vetterli 2007, The effective rank: a measure of effective dimensionality, eq. 4.
+    """
+    total = values.sum(dim=-1, keepdim=True)
+    p = values / total.where(total > 0, 1.0)
+    rank = -torch.special.xlogy(p, p).sum(dim=-1)
+    return torch.where(total.squeeze(-1) > 0, rank.exp(), 0.0)
+
+
+@torch.no_grad()
+def bias_singular_values(bias: KVBias) -> pd.DataFrame:
+    """The singular values of every head's b_KV.
+
+    Args:
+        bias: of one prompt.
+
+    Returns:
+        One row a singular value, by layer, head, index:
+
+        ============== ======= =========================================================================================
+        layer          int64
+        head           int64   query head
+        index          int64   from 0, largest first; min(d_phi, d_head) of them
+        singular_value float64
+        energy_share   float64 its square over the sum of the head's squares; 0 for a b_KV of zeros
+        ============== ======= =========================================================================================
+
+    Raises:
+        KVLensError: a batch of biases.
+    """
+    check_one_prompt(bias, "bias_singular_values")
+    values = singular_values(bias)
+    energy = values.square()
+    total = energy.sum(dim=-1, keepdim=True)
+    layers, heads, indices = torch.meshgrid(*(torch.arange(n) for n in values.shape), indexing="ij")
+    columns = {
+        "layer": layers,
+        "head": heads,
+        "index": indices,
+        "singular_value": values,
+        "energy_share": energy / total.where(total > 0, 1.0),
+    }
+    return pd.DataFrame({name: column.flatten().cpu().numpy() for name, column in columns.items()})
+
+
+def check_one_prompt(bias: KVBias, analysis: str) -> None:
+    """Raise KVLensError for a batch of biases."""
+    if bias.batch_size is not None:
+        raise KVLensError(
+            f"{analysis}: expected the bias of one prompt, got a batch of {bias.batch_size}; bias.select_prompt(i) picks one"
+        )
+
+
+def _run_record(model: HookedKVTransformer, record: Record) -> pd.DataFrame:
+    return bias_singular_values(convert_prompt(model, read_prompt(model, record)))
+
+
+ANALYSIS = Analysis(
+    name="bias_singular_values",
+    summary="the singular values of each head's b_KV",
+    columns={"layer": "int64", "head": "int64", "index": "int64", "singular_value": "float64", "energy_share": "float64"},
+    run=_run_record,
+    check_model=needs_linear_attention("bias_singular_values"),
+)
+
+if __name__ == "__main__":
+    from analyses.batch.script import main
+
+    main(ANALYSIS.name)

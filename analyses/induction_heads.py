@@ -1,0 +1,229 @@
+"""Which heads continue what they have seen: scores of every head on text that repeats itself.
+
+An induction head meets a token for the second time and attends to what followed it the first time. Each head is described
+by where it looks (:mod:`analyses._head_patterns`), by what it does with what it finds (copying score, logit attribution), by
+what is lost without it (ablation), and by how it came to look there: the earlier head that its keys read most, or, in a model
+with KV shift, its own coefficients (:mod:`analyses._shift_roles`), which can make an induction head in one layer.
+
+The verdict goes by what the head *reads*: the kind whose value-side score, as a share of all attention, is the largest, if it
+reaches the threshold. That share is |score| / (mass sum_s |beta_s|): for softmax without a shift it is the score itself, and
+no rescaling of beta against W_V, or of a linear attention's pattern, changes it. A verdict says nothing of copying: a head
+that finds the right token and lowers its logit has the verdict ``induction`` and a negative ``copying_score``.
+
+Source: Olsson et al. 2022; Elhage et al. 2021; KVSA sec. 3, table 4.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pandas as pd
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from analyses._analysis import Analysis, Option, Record
+from analyses._head_ablation import AblationEffect, Progress, Start, resampling_ablation
+from analyses._head_measures import HeadMeasures, measure_heads
+from analyses._head_patterns import KINDS, PatternScores
+from analyses._head_weights import composition_scores, copying_scores, head_weights
+from analyses._record_tokens import read_text
+from analyses._repeated_tokens import draw_piece, repeat_tokens
+from analyses._shift_roles import ShiftTaps, displacement, roles
+from kvlens import HookedKVTransformer, KVLensError
+
+VERDICTS = dict(zip(KINDS, ("induction", "previous token", "duplicate token"), strict=True))
+NO_VERDICT = "none"
+THRESHOLD = 0.4
+"""Share of a head's attention that names it: what the field's exercises on small attention-only models use."""
+
+COLUMNS = {
+    "layer": "int64",
+    "head": "int64",
+    "verdict": "str",
+    "threshold": "float64",
+    "role": "str",
+    **{f"{kind}_score{view}": "float64" for view in ("", "_value", "_key") for kind in KINDS},
+    "copying_score": "float64",
+    "logit_attribution": "float64",
+    "ablation_loss_change": "float64",
+    "ablation_logit_change": "float64",
+    "k_composition_layer": "Int64",
+    "k_composition_head": "Int64",
+    "k_composition_score": "float64",
+    "alpha_1": "float64",
+    "alpha_2": "float64",
+    "beta_1": "float64",
+    "beta_2": "float64",
+    "displacement": "int64",
+}
+
+
+@torch.no_grad()
+def induction_heads(
+    model: HookedKVTransformer,
+    *,
+    n_sequences: int = 10,
+    n_repeated: int = 50,
+    seed: int = 0,
+    tokens: Int[Tensor, "batch piece"] | None = None,
+    prepend_bos: bool | None = None,
+    threshold: float = THRESHOLD,
+    ablations: bool = False,
+    batch_size: int | None = None,
+    on_start: Start | None = None,
+    on_progress: Progress | None = None,
+) -> pd.DataFrame:
+    """Score every head on tokens that are said twice.
+
+    Args:
+        model: causal, one vocabulary for input and output; a bias that is attached stays attached.
+        n_sequences: how many random sequences.
+        n_repeated: length of the piece that is said twice.
+        seed: of the random tokens, and of those that ablations resample from.
+        tokens: pieces of your own, without BOS, in place of random ones; they are said twice.
+        prepend_bos: None puts a BOS in front where the model is used to one.
+        threshold: share of attention from which on a head is named.
+        ablations: also replace each head's output by that on other random tokens (n_layers x n_heads x n_sequences runs).
+        batch_size: rows a forward pass of the ablations; None goes by memory.
+        on_start: called with the number of ablations before they start.
+        on_progress: called with the fraction of the ablations done.
+
+    Returns:
+        One row a head, by layer, then head:
+
+        ========================= ======= ============================================================================
+        layer                     int64
+        head                      int64   query head
+        verdict                   str     "induction", "previous token", "duplicate token", or "none"
+        threshold                 float64 of the verdict, as given
+        role                      str     by its shift coefficients: "plain", "induction", "predecessor", "delayed"
+        prefix_matching_score     float64 mean attention from the second copy to what followed the token's first copy
+        previous_token_score      float64 mean attention to the place before
+        duplicate_token_score     float64 mean attention from the second copy to the token's first copy
+        ..._score_value           float64 the same three of the value-side pattern A (beta_1 I + beta_2 Shift)
+        ..._score_key             float64 and of the key-side pattern A (alpha_1 I + alpha_2 Shift)
+        copying_score             float64 sum(lambda) / sum(|lambda|) of W_E W_V W_O W_U, in [-1, 1]
+        logit_attribution         float64 mean direct contribution to the logit of the right next token, second copy
+        ablation_loss_change      float64 rise of the second copy's loss under resampling, nats; NaN unless asked for
+        ablation_logit_change     float64 change of the right next token's logit then; NaN unless asked for
+        k_composition_layer       Int64   the earlier head that this head's keys read most; NA in the first layer
+        k_composition_head        Int64
+        k_composition_score       float64 ||W_OV W_K W_Q^T|| / (||W_OV|| ||W_K W_Q^T||); NaN in the first layer
+        alpha_1, alpha_2          float64 key coefficients of the token and its predecessor; 1, 0 without a shift
+        beta_1, beta_2            float64 value coefficients, likewise
+        displacement              int64   how many places behind the token it matches a head reads, by its largest
+                                          coefficients (all of them where the window is above 1)
+        ========================= ======= ============================================================================
+
+    Raises:
+        KVLensError: a model without what this needs, tokens that do not fit, numbers out of range.
+    """
+    check_model(model)
+    if not 0 < threshold <= 1:
+        raise KVLensError(f"induction_heads: threshold must lie in (0, 1], got {threshold}")
+    generator = torch.Generator().manual_seed(seed)
+    piece = draw_piece(model, n_sequences, n_repeated, generator) if tokens is None else _pieces(tokens)
+    repeated = repeat_tokens(model, piece, prepend_bos)
+    measured = measure_heads(model, repeated)
+    effect = None
+    if ablations:
+        donors = repeat_tokens(model, draw_piece(model, piece.shape[0], piece.shape[1], generator), prepend_bos)
+        effect = resampling_ablation(model, repeated, donors, batch_size=batch_size, on_start=on_start, on_progress=on_progress)
+    return _frame(model, measured, effect, threshold)
+
+
+def check_model(model: HookedKVTransformer) -> None:
+    """Raise KVLensError for a model in which induction has no meaning."""
+    if model.cfg.attention_dir != "causal":
+        raise KVLensError("induction_heads: expected causal attention; a bidirectional model sees the next token")
+    if model.cfg.d_vocab_out != model.cfg.d_vocab:
+        raise KVLensError(
+            f"induction_heads: expected a model that predicts its own tokens; it reads {model.cfg.d_vocab} and predicts "
+            f"{model.cfg.d_vocab_out}"
+        )
+
+
+def _pieces(tokens: Tensor) -> Tensor:
+    if not isinstance(tokens, Tensor) or tokens.dim() != 2 or not tokens.numel():
+        came = f"shape {list(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
+        raise KVLensError(f"induction_heads: tokens: expected a tensor of token ids [batch, piece], got {came}")
+    return tokens
+
+
+def _frame(model: HookedKVTransformer, measured: HeadMeasures, effect: AblationEffect | None, threshold: float) -> pd.DataFrame:
+    n_layers, n_heads, scores = model.cfg.n_layers, model.cfg.n_heads, measured.scores
+    weights = [head_weights(model, layer) for layer in range(n_layers)]
+    unknown = torch.full((n_layers, n_heads), torch.nan)
+    columns: dict[str, Any] = {
+        "layer": torch.arange(n_layers).repeat_interleave(n_heads),
+        "head": torch.arange(n_heads).repeat(n_layers),
+        "verdict": _verdicts(scores, measured.taps, threshold),
+        "threshold": torch.full((n_layers, n_heads), threshold, dtype=torch.float64),
+        "role": [role for taps in measured.taps for role in roles(taps)],
+        "copying_score": copying_scores(model, weights),
+        "logit_attribution": measured.attribution,
+        "ablation_loss_change": unknown if effect is None else effect.loss_change,
+        "ablation_logit_change": unknown if effect is None else effect.logit_change,
+        "displacement": torch.stack([displacement(taps) for taps in measured.taps]),
+    }
+    for view, by_kind in (("", scores.raw), ("_value", scores.value_side), ("_key", scores.key_side)):
+        columns |= {f"{kind}_score{view}": by_kind[:, i] for i, kind in enumerate(KINDS)}
+    for name, taps in (("alpha", [t.k for t in measured.taps]), ("beta", [t.v for t in measured.taps])):
+        by_lag = torch.nn.functional.pad(torch.stack(taps), (0, 1))  # a zero behind: without a shift there is one column
+        columns |= {f"{name}_1": by_lag[..., 0], f"{name}_2": by_lag[..., 1]}
+    columns |= _strongest_k_composition(composition_scores(weights, "K"))
+    flat = {name: x.flatten().tolist() if isinstance(x, Tensor) else x for name, x in columns.items()}
+    return pd.DataFrame({name: pd.Series(flat[name], dtype=dtype) for name, dtype in COLUMNS.items()})
+
+
+def _verdicts(scores: PatternScores, taps: list[ShiftTaps], threshold: float) -> list[str]:
+    total = torch.stack([t.v.abs().sum(dim=1) for t in taps])[:, None]  # [layer, 1, head]
+    share = (scores.value_side.abs() / (scores.mass * total)).nan_to_num()  # a head that looks nowhere is none
+    largest, kind = (x.flatten().tolist() for x in share.max(dim=1))
+    names = [VERDICTS[name] for name in KINDS]
+    return [names[k] if x >= threshold else NO_VERDICT for x, k in zip(largest, kind, strict=True)]
+
+
+def _strongest_k_composition(scores: Tensor) -> dict[str, Any]:
+    """For each head its best earlier one; the first layer has none."""
+    n_heads = scores.shape[1]
+    strongest, where = scores.flatten(0, 1).max(dim=0)  # [layer, head]
+    strongest[0] = torch.nan
+    first = [pd.NA] * n_heads
+    return {
+        "k_composition_layer": [*first, *(where[1:] // n_heads).flatten().tolist()],
+        "k_composition_head": [*first, *(where[1:] % n_heads).flatten().tolist()],
+        "k_composition_score": strongest,
+    }
+
+
+def _run_record(
+    model: HookedKVTransformer,
+    record: Record,
+    *,
+    n_random: int = 0,
+    seed: int = 0,
+    threshold: float = THRESHOLD,
+    ablations: bool = False,
+) -> pd.DataFrame:
+    """One prompt of a batch: the prompt said twice, or ``n_random`` sequences of random tokens that are as long."""
+    piece = read_text(model, replace(record, text=record.prompt))[None]  # as a text is read: its BOS comes later, once
+    common: dict[str, Any] = dict(seed=seed, threshold=threshold, ablations=ablations)
+    if n_random:
+        return induction_heads(model, n_sequences=n_random, n_repeated=piece.shape[1], **common)
+    return induction_heads(model, tokens=piece, **common)
+
+
+ANALYSIS = Analysis(
+    name="induction_heads",
+    summary="prefix-matching, copying and other scores of every head on the prompt said twice",
+    columns=COLUMNS,
+    run=_run_record,
+    options={
+        "n_random": Option(0, "use this many sequences of random tokens, as long as the prompt; 0 repeats the prompt itself"),
+        "seed": Option(0, "of random tokens"),
+        "threshold": Option(THRESHOLD, "share of attention from which on a head is named"),
+        "ablations": Option(False, "also measure the effect of resampling each head's output"),
+    },
+    check_model=check_model,
+)

@@ -1,0 +1,290 @@
+"""Who wrote what into the residual stream: every place of a text, split into the model's parts, down to the logits.
+
+    x = embed + pos_embed + sum_l [ sum_h z_context W_O + sum_h z_bias W_O + b_O + mlp_l ]
+
+is an identity: each part only ever adds. ``attention_input`` is what a layer's heads read from the text itself
+(``hook_z_context``), ``attention_bias`` what they read from the converted or trained prompt (``hook_z_bias``); a head without a
+bias, or with softmax attention, has the first alone. Both share the normaliser: a prompt that adds nothing to the second
+still thins the first. With the final norm's scale held at its value in the run, the logit is a sum over the same parts
+(:mod:`analyses._logit_attribution`), plus one constant that belongs to none; with a soft cap, the logit before it.
+
+These are direct contributions: what a part does by way of later layers is in theirs.
+
+Source: TransformerLens' ``ActivationCache.decompose_resid`` and ``logit_attrs``; the attention's split in two is ICLCA eq. 13.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import pandas as pd
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from analyses._analysis import Analysis, Option, Record
+from analyses._logit_attribution import (
+    Token,
+    check_heads_write_directly,
+    component_logits,
+    constant_logits,
+    final_scale,
+    final_scale_name,
+    logit_target,
+)
+from analyses._record_tokens import read_prompt, read_text
+from analyses._sequences import TextTokens, one_sequence, token_texts
+from kvlens import HookedKVTransformer, KVBias, KVLensError, convert_prompt
+
+COLUMNS = {
+    "position": "int64",
+    "token": "str",
+    "target": "str",
+    "target_token": "str",
+    "layer": "int64",
+    "component": "str",
+    "head": "int64",
+    "norm": "float64",
+    "residual_share": "float64",
+    "logit": "float64",
+}
+NO_HEAD = -1
+POSITIONS_ADDED = ("standard", "sinusoidal")
+"""The kinds of positional embedding that are added to the residual stream; the others act inside the attention."""
+
+
+@torch.no_grad()
+def layer_contributions(
+    model: HookedKVTransformer,
+    text_tokens: TextTokens,
+    *,
+    bias: KVBias | None = None,
+    before_tokens: Int[Tensor, " before_pos"] | None = None,
+    next_token: bool = True,
+    tokens: Sequence[Token] = (),
+    per_head: bool = False,
+) -> pd.DataFrame:
+    """Split the final residual stream and chosen logits of a text, place by place.
+
+    Args:
+        model: with any attention; its heads must write to the residual stream directly.
+        text_tokens: [pos], without BOS if something stands in front.
+        bias: of one prompt, attached meanwhile; None takes what the model holds now: an attached bias, a trained one, none.
+        before_tokens: [pos], what stands in front of the text unconverted, for models without a bias or to compare the two;
+            it gets no rows.
+        next_token: whether the logit of the token that follows is split.
+        tokens: ids or texts of further tokens whose logits are split at every place.
+        per_head: one row a head instead of one a layer for ``attention_input`` and ``attention_bias``.
+
+    Returns:
+        One row a place, target and component; places in order, targets as above (``next`` first), components in the order
+        in which they are added:
+
+        =============== ======= ========================================================================================
+        position        int64   0 is the first token of the text
+        token           str     the token at this place
+        target          str     ``next`` or ``chosen``
+        target_token    str     whose logit it is; missing for ``next`` at the last place
+        layer           int64   -1 before the first layer; the number of layers for ``unembed_bias``
+        component       str     ``embed``, ``pos_embed`` (where it is added), ``attention_input``, ``attention_bias`` (where
+                                there is a bias), ``attention_b_O``, ``mlp`` (where there is one); last ``unembed_bias``,
+                                the constant, which is no part of the residual stream
+        head            int64   -1 where it is not one head's
+        norm            float64 of the component; 0 for ``unembed_bias``
+        residual_share  float64 <component, residual> / <residual, residual>: sums to 1
+        logit           float64 sums to the logit; NaN where no token follows
+        =============== ======= ========================================================================================
+
+    Raises:
+        KVLensError: tokens that do not fit, a batch of biases or that of another model, nothing to split, a model that norms
+            its attention's output, or one that adds something which is not in the table.
+    """
+    check_heads_write_directly(model, "layer_contributions")
+    text = one_sequence(model, "text_tokens", text_tokens)
+    before = text[:0] if before_tokens is None else one_sequence(model, "before_tokens", before_tokens, may_be_empty=True)
+    if bias is not None and bias.batch_size is not None:
+        raise KVLensError(f"layer_contributions: expected the bias of one prompt, got a batch of {bias.batch_size}")
+    targets = _targets(model, text, next_token, tokens)
+    cache = _run(model, torch.cat([before, text]), len(text), bias)
+    residual = cache[_last(model)].double()
+    scale = final_scale(model, cache)
+    parts, unexplained = [], residual.clone()
+    for part in _parts(model, cache, per_head):
+        unexplained -= part.vectors.double().sum(dim=0)
+        parts.append(_measure(model, part, residual, scale, targets))
+    _check_complete(model, residual, unexplained)
+    labels = [label for part in parts for label in part.labels] + [("unembed_bias", model.cfg.n_layers, NO_HEAD)]
+    constant = torch.stack([constant_logits(model, target.ids).double() for target in targets])[:, None]
+    nothing = residual.new_zeros(1, len(text))
+    return _frame(
+        text=token_texts(model, text),
+        targets=targets,
+        labels=labels,
+        norms=torch.cat([*(part.norms for part in parts), nothing]),
+        shares=torch.cat([*(part.shares for part in parts), nothing]),
+        logits=torch.cat([*(part.logits for part in parts), constant], dim=1),
+    )
+
+
+class _Target(NamedTuple):
+    """A token at every place whose logit is split; ``texts`` is None, and the logit NaN, where there is none."""
+
+    kind: str
+    ids: Int[Tensor, " pos"]
+    texts: list[str | None]
+
+
+Label = tuple[str, int, int]
+"""component, layer, head"""
+
+
+class _Part(NamedTuple):
+    labels: list[Label]
+    vectors: Float[Tensor, "component pos d_model"]
+
+
+class _Measured(NamedTuple):
+    labels: list[Label]
+    norms: Float[Tensor, "component pos"]
+    shares: Float[Tensor, "component pos"]
+    logits: Float[Tensor, "target component pos"]
+
+
+def _targets(model: HookedKVTransformer, text: Tensor, next_token: bool, tokens: Sequence[Token]) -> list[_Target]:
+    targets = []
+    if next_token:
+        following = torch.cat([text[1:], text[:1]])  # the last one is not read
+        targets.append(_Target("next", following, [*token_texts(model, text[1:]), None]))
+    for token in tokens:
+        ids = logit_target(model, text, token).tokens.expand(len(text))
+        targets.append(_Target("chosen", ids, [*token_texts(model, ids)]))
+    if not targets:
+        raise KVLensError("layer_contributions: whose logits? Give next_token=True or tokens=[...]")
+    return targets
+
+
+def _last(model: HookedKVTransformer) -> str:
+    return f"blocks.{model.cfg.n_layers - 1}.hook_resid_post"
+
+
+def _run(model: HookedKVTransformer, tokens: Tensor, n_text: int, bias: KVBias | None) -> Mapping[str, Tensor]:
+    """What the parts are made of, at the text's places: [pos, ...]."""
+    cfg = model.cfg
+    names = ["hook_embed", _last(model), final_scale_name(model)]
+    names += ["hook_pos_embed"] if cfg.positional_embedding_type in POSITIONS_ADDED else []
+    names += [f"blocks.{layer}.attn.hook_{z}" for layer in range(cfg.n_layers) for z in ("z", "z_context", "z_bias")]
+    names += [] if cfg.attn_only else [f"blocks.{layer}.hook_mlp_out" for layer in range(cfg.n_layers)]
+    how = dict(attention_mask=torch.ones_like(tokens[None]), names_filter=names, return_type=None)
+    if bias is None:
+        _, cache = model.run_with_cache(tokens[None], **how)
+    else:
+        with model.kv_bias(bias):
+            _, cache = model.run_with_cache(tokens[None], **how)
+    return {name: value[0, -n_text:] for name, value in cache.items()}
+
+
+def _parts(model: HookedKVTransformer, cache: Mapping[str, Tensor], per_head: bool) -> Iterator[_Part]:
+    """Embeddings, then layer by layer, so that no more than one layer's vectors are held at a time."""
+    embeddings = [name for name in ("embed", "pos_embed") if f"hook_{name}" in cache]
+    yield _Part([(name, -1, NO_HEAD) for name in embeddings], torch.stack([cache[f"hook_{name}"] for name in embeddings]))
+    for layer in range(model.cfg.n_layers):
+        attn = model.blocks[layer].attn
+        heads = list(range(model.cfg.n_heads)) if per_head else [NO_HEAD]
+        vectors, labels = [], []
+        for component, z in _head_outputs(cache, f"blocks.{layer}.attn."):
+            w_o = attn.W_O.to(z)
+            of_heads = torch.einsum("phd,hdm->hpm", z, w_o) if per_head else torch.einsum("phd,hdm->pm", z, w_o)[None]
+            vectors.append(of_heads)
+            labels += [(component, layer, head) for head in heads]
+        vectors.append(attn.b_O.to(of_heads).expand_as(of_heads[:1]))
+        labels.append(("attention_b_O", layer, NO_HEAD))
+        if not model.cfg.attn_only:
+            vectors.append(cache[f"blocks.{layer}.hook_mlp_out"][None].to(of_heads))
+            labels.append(("mlp", layer, NO_HEAD))
+        yield _Part(labels, torch.cat(vectors))
+
+
+def _head_outputs(cache: Mapping[str, Tensor], attn: str) -> list[tuple[str, Float[Tensor, "pos head d_head"]]]:
+    """The summands of ``hook_z``, in float32 or better; ``hook_z`` itself where no bias was read."""
+    summands = {"attention_input": "z_context", "attention_bias": "z_bias"}
+    if f"{attn}hook_z_bias" not in cache:
+        summands = {"attention_input": "z"}
+    found = [(component, cache[f"{attn}hook_{name}"]) for component, name in summands.items()]
+    return [(component, z.to(torch.promote_types(z.dtype, torch.float32))) for component, z in found]
+
+
+def _measure(model: HookedKVTransformer, part: _Part, residual: Tensor, scale: Tensor, targets: Sequence[_Target]) -> _Measured:
+    vectors = part.vectors.double()
+    return _Measured(
+        part.labels,
+        norms=vectors.norm(dim=-1),
+        shares=(vectors * residual).sum(dim=-1) / residual.square().sum(dim=-1),
+        logits=torch.stack([component_logits(model, part.vectors, scale, target.ids).double() for target in targets]),
+    )
+
+
+def _check_complete(model: HookedKVTransformer, residual: Tensor, unexplained: Tensor) -> None:
+    """A table that does not add up is refused: rounding is far below the square root of the dtype's precision."""
+    missing = float(unexplained.norm() / residual.norm().clamp(min=torch.finfo(torch.float64).tiny))
+    if missing > torch.finfo(model.cfg.dtype).eps ** 0.5:
+        raise KVLensError(
+            f"layer_contributions: {missing:.1%} of the final residual stream comes from something else than embeddings, "
+            "attention and MLPs (a hook that is still attached, or an architecture that this analysis does not know)"
+        )
+
+
+def _frame(
+    text: list[str], targets: Sequence[_Target], labels: Sequence[Label], norms: Tensor, shares: Tensor, logits: Tensor
+) -> pd.DataFrame:
+    """Rows by place, then target, then component."""
+    n_targets, n_components, pos = logits.shape
+    exists = torch.tensor([[name is not None for name in target.texts] for target in targets], device=logits.device)
+    logits = logits.where(exists[:, None], float("nan")).permute(2, 0, 1)
+    names = [target.texts[place] for place in range(pos) for target in targets]
+    component, layer, head = (list(column) for column in zip(*labels, strict=True))
+
+    def over_targets(values: Tensor) -> Tensor:
+        return values.T[:, None].expand(-1, n_targets, -1)
+
+    columns = {
+        "position": [place for place in range(pos) for _ in range(n_targets * n_components)],
+        "token": [token for token in text for _ in range(n_targets * n_components)],
+        "target": [target.kind for target in targets for _ in range(n_components)] * pos,
+        "target_token": [name for name in names for _ in range(n_components)],
+        "layer": layer * (pos * n_targets),
+        "component": component * (pos * n_targets),
+        "head": head * (pos * n_targets),
+        "norm": over_targets(norms).flatten().cpu().numpy(),
+        "residual_share": over_targets(shares).flatten().cpu().numpy(),
+        "logit": logits.flatten().cpu().numpy(),
+    }
+    return pd.DataFrame({name: pd.Series(columns[name], dtype=dtype) for name, dtype in COLUMNS.items()})
+
+
+def _run_record(model: HookedKVTransformer, record: Record, *, per_head: bool) -> pd.DataFrame:
+    """The prompt converted where that is exact, in front of the text where it is not."""
+    prompt, chosen = read_prompt(model, record), [record.fields[x] for x in ("answer", "wrong") if x in record.fields]
+    linear = model.cfg.attention == "linear"
+    return layer_contributions(
+        model,
+        read_text(model, record),
+        bias=convert_prompt(model, prompt) if linear else None,
+        before_tokens=None if linear else prompt,
+        tokens=chosen,
+        per_head=per_head,
+    )
+
+
+ANALYSIS = Analysis(
+    name="layer_contributions",
+    summary="embedding, attention from the text, attention from the bias, MLP: norms and logits of each part, place by place",
+    columns=COLUMNS,
+    run=_run_record,
+    needs_text=True,
+    options={"per_head": Option(False, "one row a head instead of one a layer")},
+    check_model=lambda model: check_heads_write_directly(model, "layer_contributions"),
+)
+
+if __name__ == "__main__":
+    from analyses.batch.script import main
+
+    main(ANALYSIS.name)

@@ -1,0 +1,72 @@
+"""The command line: one module a command, each with ``add_command(commands)``.
+
+Nothing of torch or TransformerLens, which take seconds to import, is imported before a command needs it.
+"""
+
+import argparse
+import os
+import sys
+from typing import NoReturn
+
+import kvlens
+from kvlens.cli import analyse, report, reproduce, train, zoo
+from kvlens.errors import KVLensError, nearest
+
+MODULES = (report, analyse, train, zoo, reproduce)
+COMMANDS = tuple(module.__name__.rsplit(".", 1)[-1] for module in MODULES)
+BAD_INPUT, INTERRUPTED = 2, 130
+
+
+class _Parser(argparse.ArgumentParser):
+    """Answers bad input with one line, without the usage in front."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(BAD_INPUT, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; return the exit status: 0, 2 on bad input, 130 on Ctrl-C."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal without Unicode shows "?" for a shade, and goes on
+    try:
+        status = _run(sys.argv[1:] if argv is None else argv)
+        sys.stdout.flush()  # here, where a closed pipe is answered, and not at the interpreter's end
+        return status
+    except KVLensError as error:
+        print(f"kvlens: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        print("kvlens: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _run(argv: list[str]) -> int:
+    if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
+        raise KVLensError(f"no command is called {argv[0]!r}; there are {', '.join(COMMANDS)}{nearest(argv[0], COMMANDS)}")
+    parser = _parser()
+    try:
+        args = parser.parse_args(argv)
+    except SystemExit as end:
+        return int(end.code or 0)
+    if args.command is None:
+        parser.print_help()
+        return 0
+    return args.run(args)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="kvlens",
+        description="Mechanistic interpretability of the key-value side of attention: prompts as weights.",
+        epilog="`kvlens report` alone runs a built-in example; `kvlens COMMAND --help` explains a command.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"kvlens {kvlens.__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
+    for module in MODULES:
+        module.add_command(commands)
+    return parser

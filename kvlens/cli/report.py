@@ -1,0 +1,122 @@
+"""``kvlens report``: convert a prompt, and show what the bias keeps, changes and where it sits."""
+
+import argparse
+import os
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from kvlens.cli.models import DEFAULT_MODEL, load_on, model_folder
+from kvlens.errors import KVLensError
+
+
+def add_command(commands: Any) -> None:
+    """Add ``report`` to the command line."""
+    report = commands.add_parser(
+        "report",
+        help="convert a prompt into a KV bias, and show what it keeps, changes and where it sits",
+        description="Convert a prompt into a KV bias and measure, on a text: that the converted model without the prompt "
+        "gives the logits of the original with it; what the prompt changes; which layers and heads carry it; and what is "
+        "generated with the prompt, converted, and without. Without --prompt and --text, a built-in example is shown.",
+        epilog="The folder gets a page to open in a browser (report.html), tidy Parquet tables, summary.json and the bias "
+        "(bias.safetensors). Example: kvlens report --prompt 'Colours: red, green, blue.' --text ' Colours: red, gr' --out colours",
+        allow_abbrev=False,
+    )
+    report.add_argument("--prompt", metavar="TEXT", help="what is converted; it gets a BOS")
+    report.add_argument("--prompt-file", metavar="FILE", help="read the prompt from a UTF-8 file instead")
+    report.add_argument("--text", metavar="TEXT", help="what the predictions are compared on; tokenised apart from the prompt")
+    report.add_argument("--text-file", metavar="FILE", help="read the text from a UTF-8 file instead")
+    report.add_argument(
+        "--model",
+        default=DEFAULT_MODEL,
+        metavar="NAME",
+        help="a shipped model (see `kvlens zoo`), or a folder written by HookedKVTransformer.save (default: %(default)s)",
+    )
+    report.add_argument("--out", default="report", metavar="DIR", help="folder of the report (default: %(default)s)")
+    report.add_argument("--overwrite", action="store_true", help="replace the report that DIR holds; nothing else is replaced")
+    report.add_argument("--new-tokens", type=int, default=40, metavar="N", help="tokens to generate (default: %(default)s)")
+    report.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="of sampling; 0 is greedy (default: %(default)g)"
+    )
+    report.add_argument("--seed", type=int, default=0, help="of sampling (default: %(default)s)")
+    report.add_argument("--device", help="where the model runs, e.g. cpu or cuda (default: cuda where there is one)")
+    report.add_argument(
+        "--dtype", choices=("float32", "float64", "bfloat16", "float16"), help="of the weights (default: the model's own)"
+    )
+    report.set_defaults(run=_report)
+
+
+def _report(args: argparse.Namespace) -> int:
+    from kvlens.report.folder import check_folder  # light: bad input is answered before torch is loaded
+
+    check_folder(args.out, overwrite=args.overwrite)
+    source = model_folder(args.model)
+    prompt, text = _prompt_and_text(args)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+    from kvlens.report.console import progress_bar
+
+    with progress_bar("loading the model") as tell:
+        model = load_on(source, args.device, args.dtype)
+
+        from kvlens.report.build import build_report
+        from kvlens.report.write import write_report
+
+        report = build_report(
+            model,
+            prompt,
+            text,
+            model_name=args.model,
+            new_tokens=args.new_tokens,
+            temperature=args.temperature,
+            seed=args.seed,
+            on_progress=tell,
+        )
+        tell("writing", 1.0)
+        write_report(report, args.out, overwrite=args.overwrite)
+
+    from kvlens.report.terminal import print_report
+    from kvlens.report.write import PAGE, report_files
+
+    print_report(report)
+    folder = f"{Path(args.out)}{os.sep}"
+    print("\n" + _wrapped(f"Written to {folder}: {', '.join(report_files(report))}"))
+    print(_wrapped(f"Open {folder}{PAGE} in a browser to see it all; it needs no network."))
+    return 0
+
+
+def _prompt_and_text(args: argparse.Namespace) -> tuple[str, str]:
+    prompt = _given(args.prompt, args.prompt_file, "prompt")
+    text = _given(args.text, args.text_file, "text")
+    if prompt is None and text is None:
+        from kvlens.report.example import EXAMPLE_PROMPT, EXAMPLE_TEXT
+
+        return EXAMPLE_PROMPT, EXAMPLE_TEXT
+    if prompt is None or text is None:
+        missing = "--prompt" if prompt is None else "--text"
+        raise KVLensError(f"{missing} is missing: give both a prompt and a text, or neither for the built-in example")
+    for what, value in (("--prompt", prompt), ("--text", text)):
+        if not value:
+            raise KVLensError(f"{what} is empty; give at least one character")
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError:
+            raise KVLensError(f"{what} is not valid UTF-8 text; give it in UTF-8, or as a file") from None
+    return prompt, text
+
+
+def _given(value: str | None, file: str | None, what: str) -> str | None:
+    if file is None:
+        return value
+    if value is not None:
+        raise KVLensError(f"--{what} and --{what}-file are both given; give one")
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except OSError as error:
+        raise KVLensError(f"--{what}-file: cannot read {file}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise KVLensError(f"--{what}-file: {file} is not UTF-8 text (byte {error.start}); convert it first") from error
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, 80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)

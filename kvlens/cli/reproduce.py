@@ -1,0 +1,68 @@
+"""``kvlens reproduce``: one figure, table or theorem of the papers, measured here, with the paper's numbers beside ours."""
+
+import argparse
+import sys
+import textwrap
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+SCALES = ("small", "paper", "tiny")
+
+
+def add_command(commands: Any) -> None:
+    """Add ``reproduce`` to the command line."""
+    parser = commands.add_parser(
+        "reproduce",
+        help="repeat a figure or table of the papers",
+        description="Repeat an experiment of the papers: a table, a figure and summary.json, which puts the paper's number "
+        "beside ours and says where the scale differs. Without NAME: the list.",
+        epilog="example: kvlens reproduce induction-depth --out induction-depth",
+        allow_abbrev=False,
+    )
+    parser.add_argument("name", nargs="?", metavar="NAME", help="the experiment")
+    parser.add_argument("--scale", choices=SCALES, default="small", help="small: minutes on two cores (default: %(default)s)")
+    parser.add_argument("--out", metavar="DIR", help="folder of the outcome (default: NAME-SCALE)")
+    parser.add_argument("--overwrite", action="store_true", help="replace the outcome that DIR holds; nothing else is replaced")
+    parser.set_defaults(run=_reproduce)
+
+
+def _reproduce(args: argparse.Namespace) -> int:
+    from kvlens.experiments import all_experiments, find_experiment
+
+    if args.name is None:
+        for experiment in all_experiments():
+            print(f"{experiment.name:<22}{experiment.source:<28}small: {experiment.cost['small']}")
+        print("\nkvlens reproduce NAME [--scale small|paper]; figures and tables go to a folder")
+        return 0
+
+    from kvlens.experiments.outcome import check_outcome_folder, write_outcome
+
+    experiment = find_experiment(args.name)
+    folder = Path(args.out or f"{args.name}-{args.scale}")
+    check_outcome_folder(folder, overwrite=args.overwrite)
+    print(f"{experiment.name} ({experiment.source}), scale {args.scale}: {experiment.cost[args.scale]}", flush=True)
+    started = perf_counter()
+    outcome = experiment.run(experiment.scales[args.scale], _tell)
+    summary = write_outcome(outcome, experiment, args.scale, perf_counter() - started, folder, overwrite=args.overwrite)
+    _print_summary(summary, folder)
+    return 0
+
+
+def _tell(text: str) -> None:
+    print(f"  {text}", file=sys.stderr, flush=True)
+
+
+def _print_summary(summary: dict[str, Any], folder: Path) -> None:
+    for comparison in summary["comparisons"]:
+        verdict = {True: "holds", False: "does not hold", None: "cannot be told at this scale"}[comparison["holds"]]
+        paper = "-" if comparison["paper"] is None else _number(comparison["paper"])
+        print(f"\n{comparison['what']}\n  paper {paper}   here {_number(comparison['ours'])}   {verdict}")
+        print(textwrap.fill(comparison["claim"], 80, initial_indent="  ", subsequent_indent="  "))
+    for sentence in summary["differences"]:
+        print(textwrap.fill(f"difference: {sentence}", 80, subsequent_indent="  "))
+    print(f"\n{summary['seconds']:g} s; written to {folder}: summary.json, {', '.join(summary['files'])}")
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,98 @@
+"""``kvlens train``: a shipped model again, or a model of one's own on any task; interrupted runs go on where they were."""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from kvlens.errors import KVLensError
+
+INTERRUPTED = 130
+
+
+def add_command(commands: Any) -> None:
+    """Add ``train`` to the command line."""
+    train = commands.add_parser(
+        "train",
+        help="train a small model on a task, or a shipped model again",
+        description="Train NAME: a recipe of a shipped model (see `kvlens zoo`), or a task: induction, bigrams, ngrams, hops, "
+        "arithmetic, regression, text. The folder gets checkpoint, metrics and the model with its card. The same command "
+        "takes an interrupted run up where it was. Several processes: torchrun --nproc-per-node N -m kvlens train ...",
+        epilog="example: kvlens train induction --out run --task vocab_size=256 length=64 --model n_layers=1 kv_shift=true "
+        "--set steps=500 learning_rate=0.002",
+        allow_abbrev=False,
+    )
+    train.add_argument("name", metavar="NAME", help="a recipe or a task")
+    train.add_argument("--out", required=True, metavar="DIR", help="folder of the run; the model goes to DIR/model")
+    for flag, what, example in (
+        ("--task", "task settings", "vocab_size=256"),
+        ("--model", "model settings, fields of HookedKVTransformerConfig", "n_layers=1 kv_shift=true"),
+        ("--set", "training settings, fields of TrainSettings", "steps=500 batch_size=64"),
+    ):
+        train.add_argument(flag, nargs="+", action="extend", default=[], metavar="KEY=VALUE", help=f"{what}, e.g. {example}")
+    train.add_argument("--steps", type=int, help="number of updates, at most")
+    train.add_argument("--minutes", type=float, metavar="M", help="time budget")
+    train.add_argument("--seed", type=int, help="of weights and batches")
+    train.add_argument("--device", help="where to train, e.g. cpu or cuda (default: cuda where there is one)")
+    train.add_argument("--restart", action="store_true", help="begin anew where a run stands in DIR")
+    train.set_defaults(run=_train)
+
+
+def _train(args: argparse.Namespace) -> int:
+    task, model, training = (_settings(flag, getattr(args, flag)) for flag in ("task", "model", "set"))
+    given = {"steps": args.steps, "max_minutes": args.minutes, "seed": args.seed}
+    training |= {name: value for name, value in given.items() if value is not None}
+    if args.seed is not None:
+        model.setdefault("seed", args.seed)
+
+    from kvlens.training import TrainSettings, find_recipe, process_group, train_recipe
+
+    recipe = find_recipe(args.name)
+    recipe = replace(
+        recipe,
+        task_settings={**recipe.task_settings, **task},
+        model={**recipe.model, **model},
+        training={**recipe.training, **training},
+    )
+    TrainSettings.of(dict(recipe.training))  # bad settings are answered before the data are built
+    try:
+        with process_group() as device:
+            facts = train_recipe(
+                recipe, args.out, device=args.device or device, restart=args.restart, progress=sys.stderr.isatty()
+            )
+    except KeyboardInterrupt:
+        print(f"kvlens: interrupted; the same command goes on from the last checkpoint in {args.out}", file=sys.stderr)
+        return INTERRUPTED
+    if facts:
+        _print_facts(facts, args.out)
+    return 0
+
+
+def _settings(flag: str, pairs: Iterable[str]) -> dict[str, Any]:
+    """``["steps=5", "kv_shift=true"]`` -> values as JSON reads them, as text where it does not."""
+    settings: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key:
+            raise KVLensError(f"--{flag}: expected KEY=VALUE, got {pair!r}")
+        try:
+            settings[key] = json.loads(value)
+        except json.JSONDecodeError:
+            settings[key] = value
+    return settings
+
+
+def _print_facts(facts: dict[str, Any], out: str) -> None:
+    held, run = facts["heldout"], facts["training"]
+    print(f"Trained {facts['n_parameters']:,} parameters for {run['steps']:,} steps in {run['minutes']:g} minutes.")
+    print(f"On {held['sequences']:,} held-out sequences:")
+    print(f"  loss                    {held['loss']:.4f}")
+    if held["accuracy"] is not None:
+        print(f"  accuracy                {held['accuracy']:.4%}")
+    if "gain" in held:
+        print(f"  without context         {held['without']:.3f} nats a token")
+        print(f"  after the context       {held['with_context']:.3f}")
+        print(f"  context converted       {held['converted']:.3f}  (relative error of the logits {held['relative_error']:.1e})")
+    print(f"Written to {out}; load it with HookedKVTransformer.load({str(out) + '/model'!r})")

@@ -1,0 +1,39 @@
+"""``kvlens zoo``: the models that ship with kvlens, and how good they are."""
+
+import argparse
+import json
+from typing import Any
+
+from kvlens import zoo
+
+
+def add_command(commands: Any) -> None:
+    """Add ``zoo`` to the command line."""
+    parser = commands.add_parser(
+        "zoo",
+        help="list the models that ship with kvlens",
+        description="List the models that ship with kvlens: size, task, held-out loss and accuracy, and for linear-attention "
+        "models of text by how much a converted context lowers the loss.",
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=_zoo)
+
+
+def _zoo(args: argparse.Namespace) -> int:
+    names = zoo.names()
+    if not names:
+        print("This installation ships no model; train one with: kvlens train docs-linear --out DIR")
+        return 0
+    print(f"{'name':<20}{'task':<11}{'parameters':>11}{'size':>9}{'loss':>9}{'accuracy':>10}{'gain':>8}")
+    for name in names:
+        folder = zoo.folder_of(name)
+        size = sum(file.stat().st_size for file in folder.iterdir()) / 1e6
+        facts = json.loads((folder / "training.json").read_text(encoding="utf-8"))
+        held = facts["heldout"]
+        gain = f"{held['gain']:>8.3f}" if "gain" in held else f"{'':>8}"
+        print(
+            f"{name:<20}{facts['recipe']['task']:<11}{facts['n_parameters']:>11,}{size:>6.1f} MB{held['loss']:>9.4f}"
+            f"{held['accuracy']:>10.4f}{gain}"
+        )
+    print("held-out, over scored positions: loss in nats, share of right predictions; gain: nats a converted context saves")
+    return 0

@@ -1,0 +1,20 @@
+"""Text that every installation holds, its tokenizer, and the windows that a language model is trained on and judged by.
+
+corpus = build_docs_corpus()
+tokenizer = train_bpe_tokenizer(document.text for document in corpus.train)
+windows = TokenWindows.from_texts([document.text for document in corpus.train], tokenizer)
+"""
+
+from kvlens.corpus.docs import DocsCorpus, Document, build_docs_corpus
+from kvlens.corpus.tokenizer import encode_texts, load_tokenizer, train_bpe_tokenizer
+from kvlens.corpus.windows import TokenWindows
+
+__all__ = [
+    "DocsCorpus",
+    "Document",
+    "TokenWindows",
+    "build_docs_corpus",
+    "encode_texts",
+    "load_tokenizer",
+    "train_bpe_tokenizer",
+]

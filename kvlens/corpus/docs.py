@@ -1,0 +1,278 @@
+"""The docs corpus: a few megabytes of English and code that every installation already holds, so nothing is downloaded.
+
+It is the language reference of Python (`pydoc_data.topics`) and the docstrings of the standard library, numpy, torch and
+transformers, one `Document` a module. Documentation is good material for a small model: definitions are repeated a few lines
+later by name (induction), code is indented and bracketed (structure), and whoever looks at an attention pattern can read it.
+
+Three things decide whether a loss on it means anything:
+
+- *Repetition.* transformers prints the same paragraphs in hundreds of modules. Each paragraph is kept once in the whole corpus,
+  compared without case and white space; a paragraph most of whose lines were already printed elsewhere (digits ignored) is a
+  near-copy and is dropped as well. Lines shorter than `MIN_REPEAT_CHARS` ("Returns:", ">>> import torch") are no content: they
+  may repeat, but stay only in front of a paragraph that stayed.
+- *Split by module.* A stable hash of the module's name puts about 5 % of the modules in the held-out part, the same ones on
+  every machine. After the above no held-out paragraph of that length is also a training paragraph.
+- *Balance.* torch and transformers would be four fifths of the text: `DEFAULT_MAX_CHARS` cuts them, public modules first.
+
+The text depends on the installed versions: `DocsCorpus.summary` names them, and `DocsCorpus.corpus_hash` tells two apart.
+"""
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import platform
+import re
+import sysconfig
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvlens.corpus.docstrings import Docstring, find_modules, module_order, read_docstrings, stable_fraction
+from kvlens.errors import KVLensError, nearest
+
+LICENCES = {"stdlib": "PSF-2.0", "numpy": "BSD-3-Clause", "torch": "BSD-3-Clause", "transformers": "Apache-2.0"}
+DEFAULT_MAX_CHARS = {"stdlib": 2_500_000, "numpy": 2_000_000, "torch": 2_500_000, "transformers": 2_000_000}
+MIN_DOCSTRING_CHARS = 40
+MIN_REPEAT_CHARS = 32
+MAX_NON_ASCII = 0.1
+SPLIT_SALT = "held-out"  # chosen so that no single huge module is held out: each package gives 3 to 6 % of its text
+_TOPICS = "pydoc_data.topics"
+
+
+@dataclass(frozen=True)
+class Document:
+    """One module's documentation, or one topic of the language reference.
+
+    Attributes:
+        name: the module's qualified name (``"json.decoder"``), or ``"pydoc_data.topics.<topic>"``.
+        package: where it comes from: a name of `LICENCES`, or a key of ``roots``.
+        text: docstrings joined by blank lines, each below its qualified name, which is a paragraph of its own.
+    """
+
+    name: str
+    package: str
+    text: str
+
+
+@dataclass
+class PackageCounts:
+    """What a package gave: characters of docstrings read, characters of text kept, documents kept, modules left unread."""
+
+    read_chars: int = 0
+    kept_chars: int = 0
+    documents: int = 0
+    modules_over_the_cap: int = 0
+
+
+@dataclass(frozen=True)
+class DocsCorpus:
+    """Training and held-out documents, each sorted by package and name.
+
+    Attributes:
+        train, heldout: the documents; no module and no paragraph of `MIN_REPEAT_CHARS` or more is in both.
+        counts: what each package gave.
+        versions: of Python and of each package, as strings.
+        licences: SPDX name for each package.
+        build_seconds: wall-clock time of the build.
+    """
+
+    train: list[Document]
+    heldout: list[Document]
+    counts: dict[str, PackageCounts]
+    versions: dict[str, str]
+    licences: dict[str, str]
+    build_seconds: float = field(compare=False)
+
+    @property
+    def corpus_hash(self) -> str:
+        """sha256 (hexadecimal) over the split, names and texts: two corpora are the same if and only if this is."""
+        digest = hashlib.sha256()
+        for split, documents in (("train", self.train), ("heldout", self.heldout)):
+            for document in documents:
+                for part in (split, document.name, document.text):
+                    raw = part.encode()
+                    digest.update(len(raw).to_bytes(8, "big") + raw)
+        return digest.hexdigest()
+
+    def summary(self) -> dict[str, object]:
+        """Return sizes (documents, characters), counts per package, hash, versions, licences: plain values, JSON-ready."""
+        return {
+            "documents": {"train": len(self.train), "heldout": len(self.heldout)},
+            "characters": {"train": _n_chars(self.train), "heldout": _n_chars(self.heldout)},
+            "packages": {name: dict(vars(counts)) for name, counts in self.counts.items()},
+            "corpus_hash": self.corpus_hash,
+            "versions": dict(self.versions),
+            "licences": dict(self.licences),
+            "build_seconds": round(self.build_seconds, 2),
+        }
+
+
+class ParagraphFilter:
+    """Remembers the paragraphs it let through, and lets no copy or near-copy of them through again."""
+
+    def __init__(self, max_repeated_share: float = 0.5):
+        """Args: max_repeated_share: share of a paragraph's characters, in lines printed elsewhere, from which it is dropped."""
+        self.max_repeated_share = max_repeated_share
+        self._paragraphs: set[bytes] = set()
+        self._lines: set[bytes] = set()
+
+    def new_paragraphs(self, text: str) -> list[str]:
+        """Return the paragraphs of ``text`` that are new; short ones only where the paragraph after them is returned."""
+        paragraphs = split_paragraphs(text)
+        is_kept = [self._is_new(paragraph) for paragraph in paragraphs]
+        for i in reversed(range(len(paragraphs) - 1)):
+            if len(normalize(paragraphs[i])) < MIN_REPEAT_CHARS:
+                is_kept[i] = is_kept[i + 1]
+        return [paragraph for paragraph, kept in zip(paragraphs, is_kept, strict=True) if kept]
+
+    def _is_new(self, paragraph: str) -> bool:
+        key = normalize(paragraph)
+        if len(key) < MIN_REPEAT_CHARS or (digest := _digest(key)) in self._paragraphs:
+            return False
+        lines = [re.sub(r"\d+", "0", normalize(line)) for line in paragraph.splitlines()]
+        lines = [line for line in lines if len(line) >= MIN_REPEAT_CHARS]
+        digests = [_digest(line) for line in lines]
+        repeated = sum(len(line) for line, seen in zip(lines, digests, strict=True) if seen in self._lines)
+        if repeated > self.max_repeated_share * sum(map(len, lines)):
+            return False
+        self._paragraphs.add(digest)
+        self._lines.update(digests)
+        return True
+
+
+def normalize(text: str) -> str:
+    """Return ``text`` without case and with each run of white space as one blank: the form in which texts are compared."""
+    return " ".join(text.casefold().split())
+
+
+def split_paragraphs(text: str) -> list[str]:
+    """Return the blocks of ``text`` between blank lines."""
+    return [block.strip("\n").rstrip() for block in re.split(r"\n[^\S\n]*\n", text) if block.strip()]
+
+
+def is_heldout(name: str, heldout_fraction: float) -> bool:
+    """Return whether the module of this name is held out: the same answer on every machine."""
+    return stable_fraction(name, SPLIT_SALT) < heldout_fraction
+
+
+def build_docs_corpus(
+    packages: Sequence[str] = ("stdlib", "numpy", "torch", "transformers"),
+    *,
+    heldout_fraction: float = 0.05,
+    max_chars: Mapping[str, int] | None = None,
+    roots: Mapping[str, Path | str] | None = None,
+) -> DocsCorpus:
+    """Build the corpus from what is installed: deterministic, offline, nothing imported (about ten seconds).
+
+    Args:
+        packages: of `LICENCES`, or keys of ``roots``. Earlier ones keep the first copy of a shared paragraph.
+        heldout_fraction: share of modules that is held out, in (0, 1).
+        max_chars: package -> characters of text after which its remaining modules are left out; the last module may
+            exceed it. Packages not named here have `DEFAULT_MAX_CHARS`, or no limit.
+        roots: package -> folder of sources to read in place of the installed package (``stdlib`` then has no topics).
+
+    Returns:
+        The corpus; `DocsCorpus.summary` says what is in it.
+
+    Raises:
+        KVLensError: a package is unknown or not installed, a limit names no package, or a fraction is outside (0, 1).
+    """
+    started = time.perf_counter()
+    folders = {name: Path(root) for name, root in (roots or {}).items()}
+    _check(packages, heldout_fraction, max_chars or {}, folders)
+    limits = {**DEFAULT_MAX_CHARS, **(max_chars or {})}
+    new_paragraphs, documents, counts = ParagraphFilter(), [], {}
+    for package in dict.fromkeys(packages):
+        counts[package] = PackageCounts()
+        sources = _sources(package, folders)
+        documents += _documents(package, sources, limits.get(package), new_paragraphs, counts[package])
+    documents.sort(key=lambda document: (document.package, document.name))
+    return DocsCorpus(
+        train=[document for document in documents if not is_heldout(document.name, heldout_fraction)],
+        heldout=[document for document in documents if is_heldout(document.name, heldout_fraction)],
+        counts=counts,
+        versions={"python": platform.python_version()} | {p: _version(p) for p in counts if p != "stdlib"},
+        licences={package: LICENCES.get(package, "unknown") for package in counts},
+        build_seconds=time.perf_counter() - started,
+    )
+
+
+def _documents(
+    package: str,
+    sources: Mapping[str, Path | str],
+    limit: int | None,
+    new_paragraphs: ParagraphFilter,
+    counts: PackageCounts,
+) -> list[Document]:
+    documents = []
+    for name in sorted(sources, key=module_order):
+        if limit is not None and counts.kept_chars >= limit:
+            counts.modules_over_the_cap += 1
+            continue
+        source = sources[name]
+        docstrings = [Docstring(name, source)] if isinstance(source, str) else read_docstrings(source, name)
+        counts.read_chars += sum(len(docstring.text) for docstring in docstrings)
+        if text := _document_text(docstrings, new_paragraphs):
+            documents.append(Document(name, package, text))
+            counts.kept_chars += len(text)
+            counts.documents += 1
+    return documents
+
+
+def _document_text(docstrings: Iterable[Docstring], new_paragraphs: ParagraphFilter) -> str:
+    blocks = []
+    for docstring in docstrings:
+        text = docstring.text.encode(errors="replace").decode()  # a lone surrogate is no Unicode text
+        non_ascii = sum(not character.isascii() for character in text)
+        if len(text) < MIN_DOCSTRING_CHARS or non_ascii > MAX_NON_ASCII * len(text):
+            continue
+        if kept := new_paragraphs.new_paragraphs(text):
+            blocks += [docstring.name, *kept]
+    return "\n\n".join(blocks) + "\n" if blocks else ""
+
+
+def _sources(package: str, roots: Mapping[str, Path]) -> dict[str, Path | str]:
+    """``{module: its file}``; for the standard library also ``{topic: its text}``."""
+    if package in roots:
+        return dict(find_modules(roots[package], "" if package == "stdlib" else package))
+    if package == "stdlib":
+        from pydoc_data.topics import topics  # data, not code
+
+        modules = find_modules(Path(sysconfig.get_paths()["stdlib"]))
+        modules.pop(_TOPICS, None)
+        return {**modules, **{f"{_TOPICS}.{name}": text.strip() for name, text in topics.items()}}
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise KVLensError(f"build_docs_corpus: package {package!r} is not installed; leave it out of packages=")
+    return dict(find_modules(Path(next(iter(spec.submodule_search_locations))), package))
+
+
+def _check(packages: Sequence[str], heldout_fraction: float, max_chars: Mapping[str, int], roots: Mapping[str, Path]) -> None:
+    known = [*LICENCES, *roots]
+    if isinstance(packages, str) or not packages:
+        raise KVLensError(f"build_docs_corpus: packages= must be a list of names from {known}, got {packages!r}")
+    for what, names in (("packages=", packages), ("max_chars=", max_chars)):
+        for name in names:
+            if name not in known:
+                raise KVLensError(f"build_docs_corpus: {what} has {name!r}, not one of {known}{nearest(name, known)}")
+    for name, root in roots.items():
+        if not root.is_dir():
+            raise KVLensError(f"build_docs_corpus: roots= has {name!r} -> {root}, which is not a folder")
+    if not 0 < heldout_fraction < 1:
+        raise KVLensError(f"build_docs_corpus: heldout_fraction must be in (0, 1), got {heldout_fraction}")
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=12).digest()
+
+
+def _n_chars(documents: Iterable[Document]) -> int:
+    return sum(len(document.text) for document in documents)

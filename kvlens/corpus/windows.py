@@ -1,0 +1,128 @@
+"""Windows of tokens: what a language model is trained on and judged by.
+
+All documents stand one after the other in one flat tensor, BOS before each. A window of length n is the BOS token and the
+n - 1 tokens that start at some place of that tensor. The BOS in front is a choice: TransformerLens prepends one to every
+prompt, so the model meets at position 0 in training what it meets there in use. With ``bos_first=False`` a window is n
+consecutive tokens of the flat tensor and nothing else.
+
+Windows may cross from one document into the next; the BOS between them marks the border.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from kvlens.corpus.tokenizer import encode_texts
+from kvlens.errors import KVLensError
+
+
+class TokenWindows:
+    """A flat tensor of tokens and the windows cut from it.
+
+    Attributes:
+        tokens: Int[Tensor, "total"], on the CPU.
+        bos_token_id: the token before each document, and (``bos_first``) at the start of each window.
+        bos_first: whether each window starts with BOS.
+        n_documents: how many documents there are.
+        n_chars: characters of text behind the tokens, or 0 if unknown.
+    """
+
+    def __init__(
+        self,
+        tokens: Int[Tensor, " total"],
+        bos_token_id: int,
+        *,
+        bos_first: bool = True,
+        n_chars: int = 0,
+    ):
+        """Take a flat tensor that is ready; `from_texts` makes one.
+
+        Raises:
+            KVLensError: the tensor is not flat, or not of integers.
+        """
+        if tokens.ndim != 1 or tokens.is_floating_point():
+            raise KVLensError(
+                f"TokenWindows: tokens must be a flat tensor of integers, got {tokens.dtype} {list(tokens.shape)}"
+            )
+        self.tokens = tokens.long()
+        self.bos_token_id = bos_token_id
+        self.bos_first = bos_first
+        self.n_documents = int((tokens == bos_token_id).sum())
+        self.n_chars = n_chars
+
+    @classmethod
+    def from_texts(cls, texts: Sequence[str], tokenizer: PreTrainedTokenizerFast, *, bos_first: bool = True) -> "TokenWindows":
+        """Tokenise ``texts`` (such as ``[document.text for document in corpus.train]``), BOS before each.
+
+        Raises:
+            KVLensError: there is no text, or the tokenizer has no BOS.
+        """
+        if isinstance(texts, str) or not texts:
+            raise KVLensError("TokenWindows.from_texts: texts must be a list of at least one string")
+        bos = tokenizer.bos_token_id
+        if bos is None:
+            raise KVLensError("TokenWindows.from_texts: the tokenizer has no BOS token; set tokenizer.bos_token")
+        pieces = [torch.tensor([bos, *ids]) for ids in encode_texts(tokenizer, texts)]
+        return cls(torch.cat(pieces), bos, bos_first=bos_first, n_chars=sum(map(len, texts)))
+
+    def __len__(self) -> int:
+        """Number of tokens, the BOS of each document included."""
+        return self.tokens.numel()
+
+    @property
+    def chars_per_token(self) -> float:
+        """Characters of text behind one token, BOS not counted: loss / (ln 2 * this) is bits per character."""
+        return self.n_chars / max(1, len(self) - self.n_documents)
+
+    def sample(self, batch: int, length: int, generator: torch.Generator) -> Int[Tensor, "{batch} {length}"]:
+        """Return ``batch`` windows at uniformly random places.
+
+        Args:
+            batch: number of windows.
+            length: tokens in each.
+            generator: source of the randomness, on the CPU; equal seeds give equal windows.
+
+        Raises:
+            KVLensError: a window would be longer than the text, or shorter than 2.
+        """
+        stride = self._stride(length, "sample")
+        starts = torch.randint(len(self) - stride + 1, (batch, 1), generator=generator)
+        return self._with_bos(self.tokens[starts + torch.arange(stride)])
+
+    def consecutive(self, length: int, max_windows: int | None = None) -> Int[Tensor, "window {length}"]:
+        """Return non-overlapping windows in order, for evaluation; what does not fill the last window is left out.
+
+        Args:
+            length: tokens in each.
+            max_windows: if set and fewer than there are, this many windows, spread evenly over the text.
+
+        Raises:
+            KVLensError: a window would be longer than the text, or shorter than 2; ``max_windows`` is below 1.
+        """
+        stride = self._stride(length, "consecutive")
+        n_windows = len(self) // stride
+        windows = self.tokens[: n_windows * stride].view(n_windows, stride)
+        if max_windows is not None:
+            if max_windows < 1:
+                raise KVLensError(f"TokenWindows.consecutive: max_windows must be at least 1, got {max_windows}")
+            n_kept = min(max_windows, n_windows)
+            windows = windows[torch.arange(n_kept) * n_windows // n_kept]
+        return self._with_bos(windows)
+
+    def _stride(self, length: int, method: str) -> int:
+        """Tokens of text in a window of this length."""
+        stride = length - 1 if self.bos_first else length
+        if length < 2 or stride > len(self):
+            raise KVLensError(
+                f"TokenWindows.{method}: length must be from 2 to {len(self) + length - stride} "
+                f"(the text has {len(self)} tokens), got {length}"
+            )
+        return stride
+
+    def _with_bos(self, windows: Int[Tensor, "window stride"]) -> Int[Tensor, "window pos"]:
+        if not self.bos_first:
+            return windows
+        return torch.cat([windows.new_full((len(windows), 1), self.bos_token_id), windows], dim=1)

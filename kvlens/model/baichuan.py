@@ -1,0 +1,278 @@
+"""Baichuan-M1-type checkpoints: a pre-norm transformer whose every key and value is mixed with its predecessor (KV shift).
+
+The architecture is not part of transformers (its code comes with the weights); nothing of that code is needed or run here.
+What the files say, per layer ``model.layers.{l}``:
+
+- ``self_attn.W_pack`` projects to queries, keys and values at once, in this order, heads one after another, no biases;
+- ``self_attn.conv_k``, ``conv_v`` (1, 1, n_kv, 1, conv_window): the KV shift, before RoPE, column 0 = the oldest token; the
+  other forms of :mod:`kvlens.model.shift_import` (``K`` and ``V``, ``alpha`` and ``beta``) are taken in their place;
+- RoPE over the whole head, halves paired as in GPT-NeoX, base ``rope_theta``, also in sliding-window layers;
+- the layers in ``sliding_window_layers`` see ``sliding_window`` tokens, the current one included, which is what
+  TransformerLens' ``window_size`` means; they may have their own ``num_swa_attention_heads`` and ``num_swa_key_value_heads``;
+- ``mlp`` is SwiGLU (``gate_proj``, ``up_proj``, ``down_proj``); the norms are RMS norms;
+- the logits are taken against ``lm_head.weight`` with every row scaled to length 1 ("NormHead"), at every forward pass,
+  so the stored rows may have any length. Tied embeddings are scaled in the head only.
+
+TransformerLens has one ``n_heads`` for all layers: where the sliding-window layers have another number of heads than the
+global ones (as in the published Baichuan-M1-14B: 40 / 8 and 20 / 2), the model is refused. Its shift coefficients can still
+be read (:func:`kvlens.model.shift_import.import_shift_coefficients`).
+"""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from kvlens._tl import HookedTransformerConfig
+from kvlens.errors import KVLensError
+from kvlens.model.pretrained_config import check_first_n_layers_and_n_ctx
+from kvlens.model.shift_import import import_shift_coefficients, is_shift_coefficient
+
+logger = logging.getLogger(__name__)
+
+ARCHITECTURE = "BaichuanM1ForCausalLM"
+MODEL_TYPE = "baichuan_m1"
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+_REFUSE = "from_pretrained: this Baichuan-M1 checkpoint "
+
+
+def is_baichuan_m1(config: Mapping[str, Any]) -> bool:
+    """Say whether a ``config.json``, read as a dict, is that of a Baichuan-M1-type model."""
+    return config.get("model_type") == MODEL_TYPE or ARCHITECTURE in (config.get("architectures") or ())
+
+
+def baichuan_m1_config(
+    config: Mapping[str, Any],
+    *,
+    dtype: torch.dtype,
+    fold_ln: bool,
+    first_n_layers: int | None,
+    n_ctx: int | None,
+    **options: Any,
+) -> HookedTransformerConfig:
+    """Translate a Baichuan-M1 ``config.json`` to TransformerLens' configuration (which says nothing of the shift).
+
+    Args:
+        config: the file as a dict, or ``hf_model.config.to_dict()``.
+        dtype: of the weights.
+        fold_ln: whether the norms will be folded (the configuration then says ``RMSPre``).
+        first_n_layers: keep only this many layers.
+        n_ctx: context length; None takes ``max_position_embeddings``.
+        options: further fields of the configuration; those that are None are left to TransformerLens.
+
+    Raises:
+        KVLensError: a field is missing or no positive integer, the layers differ in their number of heads, or the model
+            has a feature that is not known of this architecture.
+    """
+    sizes = {name: _positive(config, name) for name in (*_SIZES, "max_position_embeddings")}
+    local = _sliding_window_layers(config, sizes["num_hidden_layers"])
+    _check_known_features(config)
+    if local:
+        _check_same_heads(config, sizes)
+    check_first_n_layers_and_n_ctx(first_n_layers, sizes["num_hidden_layers"], n_ctx)
+    if n_ctx is not None and n_ctx > sizes["max_position_embeddings"]:
+        logger.warning("n_ctx=%d is longer than the model's own %d positions", n_ctx, sizes["max_position_embeddings"])
+    n_layers = first_n_layers or sizes["num_hidden_layers"]
+    n_heads, n_kv_heads = sizes["num_attention_heads"], sizes["num_key_value_heads"]
+    attn_types = ["local" if layer in local else "global" for layer in range(n_layers)]
+    return HookedTransformerConfig(
+        n_layers=n_layers,
+        d_model=sizes["hidden_size"],
+        d_head=sizes["hidden_size"] // n_heads,
+        n_heads=n_heads,
+        n_key_value_heads=None if n_kv_heads == n_heads else n_kv_heads,
+        d_mlp=sizes["intermediate_size"],
+        d_vocab=sizes["vocab_size"],
+        n_ctx=n_ctx or sizes["max_position_embeddings"],
+        act_fn="silu",
+        gated_mlp=True,
+        normalization_type="RMSPre" if fold_ln else "RMS",
+        eps=config.get("rms_norm_eps", 1e-6),
+        positional_embedding_type="rotary",
+        rotary_dim=sizes["hidden_size"] // n_heads,
+        rotary_base=_rotary_base(config),
+        use_local_attn=bool(local),
+        attn_types=attn_types if local else None,
+        window_size=_positive(config, "sliding_window") if local else None,
+        original_architecture=ARCHITECTURE,
+        dtype=dtype,
+        **{name: value for name, value in options.items() if value is not None},
+    )
+
+
+def is_baichuan_m1_weight(name: str, n_layers: int) -> bool:
+    """Say whether a tensor is to be read for a model of ``n_layers`` layers (rotary frequencies are computed anew)."""
+    parts = name.split(".")
+    layer = int(parts[2]) if parts[:2] == ["model", "layers"] and len(parts) > 2 and parts[2].isdigit() else 0
+    return layer < n_layers and not name.endswith("inv_freq")
+
+
+def convert_baichuan_m1_weights(
+    tensors: Mapping[str, Tensor], cfg: HookedTransformerConfig, *, tied: bool, conv_window: int
+) -> dict[str, Tensor]:
+    """Bring the weights under ``HookedTransformer``'s names, without the shift, in ``cfg.dtype``.
+
+    The biases that the model does not have are left out: ``load_and_process_state_dict`` fills them with zeros.
+
+    Args:
+        tensors: the checkpoint's, by its own names.
+        cfg: what :func:`baichuan_m1_config` returned.
+        tied: whether the head shares the embedding's weights where the checkpoint stores no ``lm_head.weight``.
+        conv_window: how many coefficients the shift has; see :func:`conv_window_of`.
+
+    Raises:
+        KVLensError: a tensor is missing, unknown, quantised, or of another shape than the configuration says.
+    """
+    _check_shift(tensors, cfg, conv_window)
+    tensors = {name: tensor for name, tensor in tensors.items() if not is_shift_coefficient(name)}
+    head = "lm_head.weight" if "lm_head.weight" in tensors or not tied else "model.embed_tokens.weight"
+    _check_tensors(tensors, _expected_shapes(cfg, head))
+    tensors = {name: tensor.detach().to(cfg.dtype) for name, tensor in tensors.items()}
+    weights = {
+        "embed.W_E": tensors["model.embed_tokens.weight"],
+        "ln_final.w": tensors["model.norm.weight"],
+        "unembed.W_U": normalize(tensors[head], dim=1).T,
+    }
+    for layer in range(cfg.n_layers):
+        source = f"model.layers.{layer}."
+        of_layer = {name.removeprefix(source): tensor for name, tensor in tensors.items() if name.startswith(source)}
+        weights |= {f"blocks.{layer}.{name}": weight for name, weight in _convert_layer(of_layer, cfg).items()}
+    return weights
+
+
+def _convert_layer(tensors: Mapping[str, Tensor], cfg: HookedTransformerConfig) -> dict[str, Tensor]:
+    n_kv_heads = cfg.n_key_value_heads or cfg.n_heads
+    grouped = "_" if cfg.n_key_value_heads is not None else ""  # TransformerLens' mark of weights per key-value head
+    q, k, v = _unpack(tensors["self_attn.W_pack.weight"], cfg.n_heads, n_kv_heads)
+    return {
+        "ln1.w": tensors["input_layernorm.weight"],
+        "attn.W_Q": q,
+        f"attn.{grouped}W_K": k,
+        f"attn.{grouped}W_V": v,
+        "attn.W_O": rearrange(
+            tensors["self_attn.o_proj.weight"], "d_model (head d_head) -> head d_head d_model", head=cfg.n_heads
+        ),
+        "ln2.w": tensors["post_attention_layernorm.weight"],
+        "mlp.W_gate": tensors["mlp.gate_proj.weight"].T,
+        "mlp.W_in": tensors["mlp.up_proj.weight"].T,
+        "mlp.W_out": tensors["mlp.down_proj.weight"].T,
+    }
+
+
+def _unpack(
+    packed: Float[Tensor, "head_and_d_head d_model"], n_heads: int, n_kv_heads: int
+) -> tuple[Float[Tensor, "head d_model d_head"], ...]:
+    """W_Q, W_K, W_V out of ``W_pack``: query heads first, then key heads, then value heads."""
+    heads = rearrange(
+        packed, "(head d_head) d_model -> head d_model d_head", head=n_heads + 2 * n_kv_heads, d_model=packed.shape[1]
+    )
+    return heads.split([n_heads, n_kv_heads, n_kv_heads])
+
+
+def _check_shift(tensors: Mapping[str, Tensor], cfg: HookedTransformerConfig, conv_window: int) -> None:
+    """Raise unless every layer shifts its keys and values: without its coefficients the model would be another function."""
+    found = import_shift_coefficients(tensors)
+    expected = [cfg.n_key_value_heads or cfg.n_heads, conv_window]
+    for name in (f"blocks.{layer}.attn.{x}_shift_coef" for layer in range(cfg.n_layers) for x in "kv"):
+        if name not in found:
+            raise KVLensError(f"{_REFUSE}lacks the shift coefficients of {name} (conv_k for keys, conv_v for values)")
+        if list(found[name].shape) != expected:
+            raise KVLensError(
+                f"{_REFUSE}has shift coefficients [kv_head, taps] of shape {list(found[name].shape)} for {name}; its "
+                f"configuration gives {expected}"
+            )
+
+
+def _expected_shapes(cfg: HookedTransformerConfig, head: str) -> dict[str, list[int]]:
+    d_model, d_mlp, n_kv_heads = cfg.d_model, int(cfg.d_mlp or 0), cfg.n_key_value_heads or cfg.n_heads
+    of_layer = {
+        "input_layernorm.weight": [d_model],
+        "self_attn.W_pack.weight": [(cfg.n_heads + 2 * n_kv_heads) * cfg.d_head, d_model],
+        "self_attn.o_proj.weight": [d_model, d_model],
+        "post_attention_layernorm.weight": [d_model],
+        "mlp.gate_proj.weight": [d_mlp, d_model],
+        "mlp.up_proj.weight": [d_mlp, d_model],
+        "mlp.down_proj.weight": [d_model, d_mlp],
+    }
+    layers = {f"model.layers.{l}.{name}": shape for l in range(cfg.n_layers) for name, shape in of_layer.items()}
+    table = [cfg.d_vocab, d_model]
+    return {"model.embed_tokens.weight": table, "model.norm.weight": [d_model], head: table, **layers}
+
+
+def _check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, list[int]]) -> None:
+    missing, unknown = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
+    if missing or unknown:
+        raise KVLensError(
+            f"{_REFUSE}lacks {len(missing)} weights of its configuration {missing[:3]} and holds {len(unknown)} that are not "
+            f"known of the architecture {unknown[:3]}"
+        )
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() or torch.finfo(tensor.dtype).bits < 16:
+            raise KVLensError(f"{_REFUSE}stores {name} as {tensor.dtype}: a quantised model cannot be converted")
+        if list(tensor.shape) != expected[name]:
+            raise KVLensError(
+                f"{_REFUSE}stores {name} with the shape {list(tensor.shape)}; its configuration gives {expected[name]}"
+            )
+
+
+def _positive(config: Mapping[str, Any], name: str) -> int:
+    value = config.get(name)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise KVLensError(f"{_REFUSE}needs a positive integer {name} in its config.json, got {value!r}")
+    return value
+
+
+def conv_window_of(config: Mapping[str, Any]) -> int:
+    """How many tokens a key is mixed from, itself included (kvlens' shift window and 1 more)."""
+    window = _positive({"conv_window": 2, **config}, "conv_window")
+    if window < 2:
+        raise KVLensError(f"{_REFUSE}has conv_window={window}: it mixes nothing; expected 2 or more")
+    return window
+
+
+def _sliding_window_layers(config: Mapping[str, Any], n_layers: int) -> list[int]:
+    layers = list(config.get("sliding_window_layers") or [])
+    if not all(isinstance(layer, int) and 0 <= layer < n_layers for layer in layers):
+        raise KVLensError(f"{_REFUSE}names sliding_window_layers {layers}; expected numbers from 0 to {n_layers - 1}")
+    return layers
+
+
+def _check_same_heads(config: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
+    """Raise unless the sliding-window layers have the heads of the global ones."""
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        of_local = name.replace("num_", "num_swa_")
+        if (config.get(of_local) or sizes[name]) != sizes[name]:
+            raise KVLensError(
+                f"{_REFUSE}has {of_local}={config[of_local]} in its sliding-window layers and {name}={sizes[name]} in the "
+                "others; TransformerLens' HookedTransformer has one number of heads for all layers, so the model cannot be "
+                "loaded. Its shift coefficients can be read all the same: kvlens.model.shift_import"
+            )
+
+
+def _check_known_features(config: Mapping[str, Any]) -> None:
+    """Raise for what would change the function and is not known of the architecture."""
+    if config["hidden_size"] % config["num_attention_heads"]:
+        raise KVLensError(
+            f"{_REFUSE}has hidden_size={config['hidden_size']}, no multiple of "
+            f"num_attention_heads={config['num_attention_heads']}"
+        )
+    if config.get("hidden_act", "silu") != "silu":
+        raise KVLensError(f"{_REFUSE}has hidden_act={config['hidden_act']!r}; expected 'silu'")
+    scaling = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind != "default":
+        raise KVLensError(f"{_REFUSE}scales its rotary angles by {kind!r}, which is not known of the architecture")
+    if config.get("quantization_config"):
+        raise KVLensError(f"{_REFUSE}is quantised ({config['quantization_config']}); its weights cannot be converted")
+
+
+def _rotary_base(config: Mapping[str, Any]) -> float:
+    base = (config.get("rope_parameters") or {}).get("rope_theta") or config.get("rope_theta")
+    if not base:
+        raise KVLensError(f"{_REFUSE}needs rope_theta in its config.json, got {base!r}")
+    return base

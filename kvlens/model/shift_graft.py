@@ -1,0 +1,79 @@
+"""Putting imported KV-shift coefficients into a model: all of them, checked before the first is written."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvlens.errors import KVLensError
+from kvlens.model.checkpoint_files import read_tensors
+from kvlens.model.shift_import import import_shift_coefficients, is_shift_coefficient, parameter_from_coefficients
+
+if TYPE_CHECKING:
+    from kvlens.model.transformer import HookedKVTransformer
+
+
+def load_shift_coefficients(model: "HookedKVTransformer", source: Mapping[str, Tensor] | str | Path) -> None:
+    """Give ``model`` the KV-shift coefficients of a public checkpoint; its other weights stay as they are.
+
+    Args:
+        model: built with a ``kv_shift`` that has what the checkpoint has: window, keys, values. Under ``gate`` and ``clamp``
+            the *parameter* is set so that the coefficients as used are the checkpoint's.
+        source: a state dict, a checkpoint's folder, or one weights file; see :mod:`kvlens.model.shift_import` for the forms.
+
+    Raises:
+        KVLensError: there are no coefficients, one is missing, or they do not fit the model. The model is then unchanged.
+    """
+    tensors = source if isinstance(source, Mapping) else read_tensors(source, is_shift_coefficient)
+    coefficients = import_shift_coefficients(tensors)
+    if not coefficients:
+        raise KVLensError(
+            "load_shift_coefficients: no shift coefficients found; expected names like layers.0.self_attn.alpha1, ...K or "
+            f"...conv_k, got {sorted(tensors)[:3] if isinstance(source, Mapping) else str(source)}"
+        )
+    place_shift_coefficients(model, coefficients)
+
+
+@torch.no_grad()
+def place_shift_coefficients(model: "HookedKVTransformer", coefficients: Mapping[str, Tensor]) -> None:
+    """Write ``coefficients``, by kvlens' names and in kvlens' order, into the model's parameters.
+
+    Raises:
+        KVLensError: as :func:`load_shift_coefficients`.
+    """
+    shift = model.cfg.kv_shift
+    if shift is None:
+        raise KVLensError(
+            "load_shift_coefficients: this model has no KV shift to hold them; build it with kv_shift=KVShiftConfig(), for a "
+            'model at hand HookedKVTransformer.from_hooked_transformer(model, kv_shift=KVShiftConfig(init="identity"))'
+        )
+    if model.attached_kv_bias is not None:
+        raise KVLensError("load_shift_coefficients: a KV bias of the present weights is attached; detach_kv_bias() first")
+    parameters = {
+        name: parameter for name, parameter in model.named_parameters() if name.endswith(("k_shift_coef", "v_shift_coef"))
+    }
+    _check_fit(parameters, coefficients)
+    new = {name: parameter_from_coefficients(coef, shift.parametrization) for name, coef in coefficients.items()}
+    for name, value in new.items():
+        parameters[name].copy_(value)
+
+
+def _check_fit(parameters: Mapping[str, Tensor], coefficients: Mapping[str, Tensor]) -> None:
+    """Raise unless every parameter has its coefficients, of its shape, and the other way round."""
+    missing = sorted(parameters.keys() - coefficients.keys())
+    extra = sorted(coefficients.keys() - parameters.keys())
+    if missing or extra:
+        raise KVLensError(
+            "load_shift_coefficients: the checkpoint and the model shift different things (layers, keys, values): the model "
+            f"has {len(missing)} parameters without coefficients {missing[:3]}, the checkpoint {len(extra)} coefficients "
+            f"without a parameter {extra[:3]}"
+        )
+    for name, coef in coefficients.items():
+        if coef.shape != parameters[name].shape:
+            heads, taps = parameters[name].shape
+            raise KVLensError(
+                f"load_shift_coefficients: {name} of the model is for {heads} key-value heads and window {taps - 1}, the "
+                f"checkpoint has {coef.shape[0]} heads and window {coef.shape[1] - 1}"
+            )

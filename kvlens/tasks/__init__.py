@@ -1,0 +1,56 @@
+"""Tasks: seeded, streaming sequences with the positions at which a prediction is judged.
+
+``make_task("induction", vocab_size=512, length=128)`` gives a `Task`; `Task.sample` draws batches from a generator.
+"""
+
+from kvlens.errors import KVLensError, nearest
+from kvlens.tasks.arithmetic import ArithmeticTask
+from kvlens.tasks.batch import SPLITS, Batch, Task
+from kvlens.tasks.bigrams import BigramTask
+from kvlens.tasks.functions import FUNCTION_CLASSES
+from kvlens.tasks.hops import HopsTask
+from kvlens.tasks.induction import InductionTask
+from kvlens.tasks.ngrams import NgramTask
+from kvlens.tasks.regression import RegressionTask
+from kvlens.tasks.text import TextTask
+
+TASKS: dict[str, type[Task]] = {
+    task.name: task for task in (InductionTask, BigramTask, NgramTask, HopsTask, ArithmeticTask, RegressionTask, TextTask)
+}
+
+__all__ = [
+    "FUNCTION_CLASSES",
+    "SPLITS",
+    "TASKS",
+    "ArithmeticTask",
+    "Batch",
+    "BigramTask",
+    "HopsTask",
+    "InductionTask",
+    "NgramTask",
+    "RegressionTask",
+    "Task",
+    "TextTask",
+    "make_task",
+    "task_names",
+]
+
+
+def task_names() -> list[str]:
+    """Return the names that `make_task` knows."""
+    return list(TASKS)
+
+
+def make_task(name: str, **settings: object) -> Task:
+    """Make a task by name.
+
+    Args:
+        name: one of `task_names`.
+        **settings: fields of the task's class; the others keep their defaults.
+
+    Raises:
+        KVLensError: no task has this name, it has no such setting, or a setting has a bad value.
+    """
+    if name not in TASKS:
+        raise KVLensError(f"unknown task {name!r}{nearest(name, TASKS)}; there are {', '.join(TASKS)}")
+    return TASKS[name].from_settings(settings)

@@ -1,0 +1,160 @@
+"""Trigger-token bigrams: the first use of a trigger tells what will follow it from then on.
+
+The alphabet is a-z, A-Z; its first letters (a-e) are triggers. A sequence is a stream of two kinds of blocks:
+
+    with probability 1 - trigger_rate   one letter, uniform among those that are no triggers
+    with probability trigger_rate       a trigger t, uniform among the triggers, and its follower f(t)
+
+Each sequence draws its own f(t), uniform among the letters that are no triggers, so a trigger never follows a trigger, and
+reading left to right t *commits* on its first use to the letter that happens to follow it. A prediction is scored at each
+*committed* trigger: at position i if x_i is a trigger that stood at an earlier position too. Everything else is noise.
+
+Nothing about f can be known from other sequences; without having seen the first use the best guess is right once in
+``n_letters - n_triggers`` times. That makes the task a test of what a converted prompt carries: `BigramTask.sample_with_prompt`
+scores only what the prompt has settled.
+
+Source: ICLCA sec. 6.2 (52 letters, five triggers).
+"""
+
+import string
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from kvlens.errors import KVLensError
+from kvlens.tasks.batch import Batch, Task
+from kvlens.tasks.checks import require_between, require_drawable, require_integers
+from kvlens.tasks.drawing import draw_until_scored
+from kvlens.tasks.occurrences import previous_occurrence
+
+ALPHABET = string.ascii_letters
+
+
+@dataclass(frozen=True)
+class BigramTask(Task):
+    """Predict the letter that follows a trigger which was used before.
+
+    Attributes:
+        n_letters: token ids are below this; letter i is the i-th of a-z, A-Z.
+        n_triggers: letters 0 to n_triggers - 1 are triggers.
+        length: positions of a sequence.
+        trigger_rate: chance that a letter which does not follow a trigger is one; a share of
+            ``trigger_rate / (1 + trigger_rate)`` of all letters are triggers.
+    """
+
+    name: ClassVar[str] = "bigrams"
+
+    n_letters: int = 52
+    n_triggers: int = 5
+    length: int = 128
+    trigger_rate: float = 0.25
+
+    def __post_init__(self):
+        require_integers(self, n_letters=3, n_triggers=1, length=4)
+        require_between(self, "trigger_rate", 0.01, 1.0)
+        if self.n_letters > len(ALPHABET):
+            raise KVLensError(f"task 'bigrams': there are {len(ALPHABET)} letters (a-z, A-Z), got n_letters={self.n_letters}")
+        if self.n_triggers > self.n_letters - 2:
+            raise KVLensError(
+                f"task 'bigrams': of {self.n_letters} letters at least 2 must not be triggers, got n_triggers={self.n_triggers}"
+            )
+
+    @property
+    def n_positions(self) -> int:
+        return self.length
+
+    @property
+    def d_input(self) -> int:
+        return self.n_letters
+
+    def sample(self, batch_size: int, generator: torch.Generator, split: str = "train") -> Batch:
+        require_drawable(self, batch_size, generator, split)
+
+        def draw() -> Batch:
+            letters = self._draw_letters(batch_size, generator)
+            inputs = letters[:, :-1]
+            committed = previous_occurrence(inputs) >= 0
+            return Batch(inputs, letters[:, 1:], committed & (inputs < self.n_triggers))
+
+        return draw_until_scored(self, draw)
+
+    def sample_with_prompt(
+        self,
+        batch_size: int,
+        generator: torch.Generator,
+        prompt_length: int,
+        *,
+        first_use_only: bool = False,
+    ) -> Batch:
+        """Draw sequences in which the prompt settles all that is scored.
+
+        Cut all three tensors at ``prompt_length``: the columns before it are the prompt, those from it on the continuation.
+        Scored are positions of the continuation whose trigger was used, together with its follower, inside the prompt. (A
+        trigger that is the prompt's last letter has not committed there: its follower opens the continuation.)
+
+        Args:
+            batch_size: sequences.
+            generator: on the CPU.
+            prompt_length: letters of the prompt, from 2 to ``length - 1``.
+            first_use_only: score a trigger only at its first use in the continuation, where the continuation alone
+                cannot tell the answer; otherwise at every use.
+
+        Raises:
+            KVLensError: the prompt leaves no continuation, or nothing is scored.
+        """
+        if not 2 <= prompt_length < self.length:
+            raise KVLensError(
+                f"task 'bigrams': prompt_length must be from 2 to length - 1 = {self.length - 1}, got {prompt_length}"
+            )
+
+        def draw() -> Batch:
+            batch = self.sample(batch_size, generator, "heldout")
+            return batch._replace(scored=self._settled_by_prompt(batch.inputs, prompt_length, first_use_only))
+
+        return draw_until_scored(self, draw)
+
+    def tokens_as_text(self, tokens: Int[Tensor, " pos"]) -> str:
+        """Return the letters of one sequence."""
+        return "".join(ALPHABET[token] for token in tokens.tolist())
+
+    def text_as_tokens(self, text: str) -> Int[Tensor, " pos"]:
+        """Return the token ids of a text of letters.
+
+        Raises:
+            KVLensError: a character is no letter of this task.
+        """
+        strangers = sorted(set(text) - set(ALPHABET[: self.n_letters]))
+        if strangers:
+            raise KVLensError(
+                f"task 'bigrams': the letters are {ALPHABET[: self.n_letters]}, got {', '.join(map(repr, strangers))}"
+            )
+        return torch.tensor([ALPHABET.index(letter) for letter in text], dtype=torch.long)
+
+    def _draw_letters(self, batch_size: int, generator: torch.Generator) -> Int[Tensor, "batch pos_plus_1"]:
+        """Sequences one letter longer than the inputs, for the last target."""
+        shape = (batch_size, self.length + 1)
+        is_pair = torch.rand(shape, generator=generator) < self.trigger_rate
+        widths = 1 + is_pair.long()
+        starts = widths.cumsum(1) - widths  # of each block; together the blocks fill the sequence and run over its end
+        is_trigger = torch.zeros(batch_size, 2 * shape[1], dtype=torch.bool).scatter_(1, starts, is_pair)[:, : shape[1]]
+
+        triggers = torch.randint(self.n_triggers, shape, generator=generator)
+        others = torch.randint(self.n_triggers, self.n_letters, shape, generator=generator)
+        followers = torch.randint(self.n_triggers, self.n_letters, (batch_size, self.n_triggers), generator=generator)
+        letters = torch.where(is_trigger, triggers, others)
+        letters[:, 1:] = torch.where(is_trigger[:, :-1], followers.gather(1, triggers[:, :-1]), letters[:, 1:])
+        return letters
+
+    def _settled_by_prompt(
+        self, letters: Int[Tensor, "batch pos"], prompt_length: int, first_use_only: bool
+    ) -> Bool[Tensor, "batch pos"]:
+        """Where the continuation uses a trigger whose follower the prompt has shown."""
+        is_use = letters[:, :, None] == torch.arange(self.n_triggers)
+        shown = is_use[:, : prompt_length - 1].any(dim=1)
+        settled = is_use[:, prompt_length:] & shown[:, None]
+        if first_use_only:
+            settled &= is_use[:, prompt_length:].cumsum(dim=1) == 1
+        return torch.cat([torch.zeros_like(letters[:, :prompt_length], dtype=torch.bool), settled.any(dim=2)], dim=1)

@@ -1,0 +1,85 @@
+"""k-hop induction: follow the induction step k times.
+
+One hop goes from a token to the token after its previous occurrence:
+
+    find^1(i) = max { j <= i : x_{j-1} = x_i }         find^k(i) = find^1(find^{k-1}(i))         target_i = x_{find^k(i)}
+
+With k = 1 the target is the answer of induction; for larger k the answer is asked the same question again. A position is scored
+where all k hops exist; the original gives the others a null token, here they are just not judged. The target is a function
+of x_0 ... x_i and in general not the next token.
+
+Tokens are uniform, except that no token stands twice in a row: there find^1(i) would be i, and the hops would stand still.
+
+Source: Sanford, Hsu, Telgarsky 2024, Transformers, Parallel Computation, and Logarithmic Depth (their hop_k; depth about
+log2 k is needed); KVSA app. H.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from kvlens.errors import KVLensError
+from kvlens.tasks.batch import Batch, Task
+from kvlens.tasks.checks import require_drawable, require_integers
+from kvlens.tasks.drawing import draw_until_scored
+from kvlens.tasks.occurrences import previous_occurrence
+
+
+@dataclass(frozen=True)
+class HopsTask(Task):
+    """Predict the token that k hops of induction lead to.
+
+    Attributes:
+        k: hops.
+        vocab_size: tokens are drawn from this many; a hop goes back by about as many positions.
+        length: positions of a sequence, more than k.
+    """
+
+    name: ClassVar[str] = "hops"
+
+    k: int = 4
+    vocab_size: int = 16
+    length: int = 256
+
+    def __post_init__(self):
+        require_integers(self, k=1, vocab_size=3, length=3)
+        # A hop moves to an earlier position, and the shortest return ("A B A") takes two.
+        if self.length < self.k + 2:
+            raise KVLensError(f"task 'hops': {self.k} hops need a length of at least {self.k + 2}, got {self.length}")
+
+    @property
+    def n_positions(self) -> int:
+        return self.length
+
+    @property
+    def d_input(self) -> int:
+        return self.vocab_size
+
+    def sample(self, batch_size: int, generator: torch.Generator, split: str = "train") -> Batch:
+        require_drawable(self, batch_size, generator, split)
+
+        def draw() -> Batch:
+            tokens = self._draw_tokens(batch_size, generator)
+            found = self._find(tokens)
+            scored = found >= 0
+            return Batch(tokens, torch.where(scored, tokens.gather(1, found.clamp(min=0)), 0), scored)
+
+        return draw_until_scored(self, draw)
+
+    def _draw_tokens(self, batch_size: int, generator: torch.Generator) -> Int[Tensor, "batch pos"]:
+        """Steps of 1 to vocab_size - 1, added up modulo vocab_size: each token is any but the one before."""
+        steps = torch.randint(1, self.vocab_size, (batch_size, self.length), generator=generator)
+        steps[:, 0] = torch.randint(self.vocab_size, (batch_size,), generator=generator)
+        return steps.cumsum(dim=1) % self.vocab_size
+
+    def _find(self, tokens: Int[Tensor, "batch pos"]) -> Int[Tensor, "batch pos"]:
+        """find^k of every position, -1 where a hop is missing."""
+        previous = previous_occurrence(tokens)
+        one_hop = torch.where(previous >= 0, previous + 1, -1)
+        found = one_hop
+        for _ in range(self.k - 1):
+            found = torch.where(found >= 0, one_hop.gather(1, found.clamp(min=0)), -1)
+        return found

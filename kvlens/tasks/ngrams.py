@@ -1,0 +1,102 @@
+"""n-grams of a fixed table: what is learned is the table, not the context.
+
+A random table f, drawn once from ``table_seed``, names the token that follows every ``order - 1`` tokens:
+
+    x_{i+1} = f(x_{i-order+2}, ..., x_i)                 with probability 1 - restart_rate, and then scored
+    x_{i+1} uniform                                      otherwise, and then not scored
+
+The restarts are needed: a deterministic walk falls into a cycle after about the square root of ``vocab_size ** (order - 1)``
+steps, and in a cycle the next token could be copied from the context. Held-out sequences are new walks on the same table.
+
+To read the table a model must bring the last ``order - 1`` tokens together at one position, which a shift by one does for
+order 3 before any attention, and then store ``vocab_size ** (order - 1)`` answers.
+
+Source: KVSA sec. 3.3 (3-grams).
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from kvlens.errors import KVLensError
+from kvlens.tasks.batch import Batch, Task
+from kvlens.tasks.checks import require_between, require_drawable, require_integers
+from kvlens.tasks.drawing import draw_until_scored
+
+MAX_TABLE = 2**24
+
+
+@dataclass(frozen=True)
+class NgramTask(Task):
+    """Predict the token that a fixed random table names for the last ones.
+
+    Attributes:
+        order: tokens of an n-gram, the predicted one included.
+        vocab_size: tokens are drawn from this many.
+        length: positions of a sequence.
+        table_seed: two tasks of equal order, vocabulary and seed have the same table.
+        restart_rate: chance that a token is random and not from the table.
+    """
+
+    name: ClassVar[str] = "ngrams"
+
+    order: int = 3
+    vocab_size: int = 64
+    length: int = 64
+    table_seed: int = 0
+    restart_rate: float = 0.1
+
+    def __post_init__(self):
+        require_integers(self, order=2, vocab_size=2, length=2, table_seed=0)
+        require_between(self, "restart_rate", 0.0, 0.9)
+        if self.vocab_size ** (self.order - 1) > MAX_TABLE:
+            raise KVLensError(
+                f"task 'ngrams': the table has vocab_size ** (order - 1) entries, at most {MAX_TABLE}; got vocab_size="
+                f"{self.vocab_size}, order={self.order}"
+            )
+        if self.length < self.order - 1:
+            raise KVLensError(f"task 'ngrams': length must be at least order - 1 = {self.order - 1}, got {self.length}")
+
+    @property
+    def n_positions(self) -> int:
+        return self.length
+
+    @property
+    def d_input(self) -> int:
+        return self.vocab_size
+
+    def table(self) -> Int[Tensor, " context"]:
+        """Return what follows each context; a context is read as a number in base ``vocab_size``, its last token last."""
+        return _random_table(self.vocab_size ** (self.order - 1), self.vocab_size, self.table_seed)
+
+    def sample(self, batch_size: int, generator: torch.Generator, split: str = "train") -> Batch:
+        require_drawable(self, batch_size, generator, split)
+        return draw_until_scored(self, lambda: self._draw(batch_size, generator))
+
+    def _draw(self, batch_size: int, generator: torch.Generator) -> Batch:
+        n_given = self.order - 1
+        shape = (batch_size, self.length + 1)
+        from_table = torch.rand(shape, generator=generator) >= self.restart_rate
+        from_table[:, :n_given] = False
+        random_tokens = torch.randint(self.vocab_size, shape, generator=generator)
+
+        columns = list(random_tokens[:, :n_given].unbind(1))
+        context = torch.zeros(batch_size, dtype=torch.long)
+        for column in columns:
+            context = context * self.vocab_size + column
+        table = self.table()
+        for i in range(n_given, self.length + 1):  # each token depends on the ones before: the one loop over positions
+            column = torch.where(from_table[:, i], table[context], random_tokens[:, i])
+            columns.append(column)
+            context = (context * self.vocab_size + column) % len(table)
+        tokens = torch.stack(columns, dim=1)
+        return Batch(tokens[:, :-1], tokens[:, 1:], from_table[:, 1:])
+
+
+@lru_cache(maxsize=4)
+def _random_table(n_contexts: int, vocab_size: int, seed: int) -> Tensor:
+    return torch.randint(vocab_size, (n_contexts,), generator=torch.Generator().manual_seed(seed))

@@ -1,0 +1,117 @@
+"""In-context regression: learn a function from the examples in the prompt, without a change of weights.
+
+A prompt P = (x_1, f(x_1), ..., x_k, f(x_k), x') is answered by T(P) ~ f(x'). Each sequence draws its own f, and is every prompt
+of k = 0, 1, ..., n_points - 1 examples at once:
+
+    position 2 i        [x_i | 0]        scored: the prediction of f(x_i) from the i examples before it
+    position 2 i + 1    [0 | y_i]        y_i = f(x_i) + noise: the example is complete
+
+so ``inputs`` is Float[batch 2*n_points-1 dimensions+1] (the last point needs no answer) and the targets are numbers. What is
+asked for is f(x_i) itself, free of noise. Points are x ~ N(0, I) and the function classes have variance 1
+(`kvlens.tasks.functions`), so that the squared error of always saying 0 is 1.
+
+Held-out sequences may come from elsewhere (``heldout_shift``), to tell an algorithm from a memory of the distribution:
+
+==============  =============================================================================================
+none            as in training
+scaled_inputs   all points 3 times as far out
+skewed_inputs   coordinate i has a variance in proportion to 1 / i^2 (i = 1 ... d), their sum still d
+orthant         all examples lie in one random orthant, the last point anywhere; only the last point is scored
+noisy           noise of standard deviation 1 on the y_i of the prompt
+==============  =============================================================================================
+
+Source: Garg, Tsipras, Liang, Valiant 2022, What Can Transformers Learn In-Context?, sec. 2-4; LECTURE.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvlens.errors import KVLensError
+from kvlens.tasks.batch import Batch, Task
+from kvlens.tasks.checks import require_between, require_choice, require_drawable, require_integers
+from kvlens.tasks.functions import FUNCTION_CLASSES, SPARSITY
+
+SHIFTS = ("none", "scaled_inputs", "skewed_inputs", "orthant", "noisy")
+INPUT_SCALE = 3.0
+HELDOUT_NOISE = 1.0
+
+
+@dataclass(frozen=True)
+class RegressionTask(Task):
+    """Predict f(x) from examples of f.
+
+    Attributes:
+        functions: the class that f is drawn from, a key of `kvlens.tasks.functions.FUNCTION_CLASSES`.
+        dimensions: of a point x.
+        n_points: points of a sequence, the last one without its answer.
+        noise: standard deviation of the noise on the y of the examples.
+        heldout_shift: what is different about held-out sequences, one of SHIFTS.
+    """
+
+    name: ClassVar[str] = "regression"
+    predicts: ClassVar[str] = "numbers"
+
+    functions: str = "linear"
+    dimensions: int = 8
+    n_points: int = 25
+    noise: float = 0.0
+    heldout_shift: str = "none"
+
+    def __post_init__(self):
+        require_choice(self, "functions", FUNCTION_CLASSES)
+        require_integers(self, dimensions=1, n_points=2)
+        require_between(self, "noise", 0.0, 100.0)
+        require_choice(self, "heldout_shift", SHIFTS)
+        if self.functions == "sparse_linear" and self.dimensions <= SPARSITY:
+            raise KVLensError(
+                f"task 'regression': sparse_linear uses {SPARSITY} of more coordinates, got dimensions={self.dimensions}"
+            )
+
+    @property
+    def n_positions(self) -> int:
+        return 2 * self.n_points - 1
+
+    @property
+    def d_input(self) -> int:
+        return self.dimensions + 1
+
+    def sample(self, batch_size: int, generator: torch.Generator, split: str = "train") -> Batch:
+        require_drawable(self, batch_size, generator, split)
+        shift = self.heldout_shift if split == "heldout" else "none"
+        x = self._draw_points(batch_size, generator, shift)
+        values = FUNCTION_CLASSES[self.functions](x, generator)
+        noise = HELDOUT_NOISE if shift == "noisy" else self.noise
+        examples = values + noise * torch.randn(values.shape, generator=generator)
+
+        inputs = torch.zeros(batch_size, self.n_positions, self.d_input)
+        inputs[:, 0::2, :-1] = x
+        inputs[:, 1::2, -1] = examples[:, :-1]
+        targets = torch.zeros(batch_size, self.n_positions)
+        targets[:, 0::2] = values
+        scored = torch.zeros(batch_size, self.n_positions, dtype=torch.bool)
+        scored[:, 0::2] = True
+        if shift == "orthant":
+            scored[:, :-1] = False
+        return Batch(inputs, targets, scored)
+
+    def points_and_values(
+        self, inputs: Float[Tensor, "batch pos d_input"]
+    ) -> tuple[Float[Tensor, "batch point dim"], Float[Tensor, "batch point_minus_1"]]:
+        """Take ``inputs`` apart: all points x, and the y of all but the last, as least squares wants them."""
+        return inputs[:, 0::2, :-1], inputs[:, 1::2, -1]
+
+    def _draw_points(self, batch_size: int, generator: torch.Generator, shift: str) -> Float[Tensor, "batch point dim"]:
+        x = torch.randn(batch_size, self.n_points, self.dimensions, generator=generator)
+        if shift == "scaled_inputs":
+            return INPUT_SCALE * x
+        if shift == "skewed_inputs":
+            deviation = 1 / torch.arange(1, self.dimensions + 1)
+            return x * deviation * (self.dimensions / deviation.square().sum()).sqrt()
+        if shift == "orthant":
+            signs = torch.randint(2, (batch_size, 1, self.dimensions), generator=generator) * 2 - 1
+            return torch.cat([x[:, :-1].abs() * signs, x[:, -1:]], dim=1)
+        return x

@@ -1,0 +1,135 @@
+"""Next-token prediction on windows of a text: the docs corpus, or any text file or folder of text files.
+
+Held out is what :class:`kvlens.corpus.DocsCorpus` holds out, or the last twentieth of each file's characters. The tokenizer is
+a given one, or is learned from the training part. Corpus and tokenizer are built when they are first asked for, and kept.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from kvlens.corpus import DocsCorpus, TokenWindows, build_docs_corpus, train_bpe_tokenizer
+from kvlens.errors import KVLensError
+from kvlens.files import reason
+from kvlens.tasks.batch import Batch, Task
+
+DOCS = "docs"
+HELDOUT_SHARE = 0.05
+
+
+@dataclass(frozen=True)
+class TextTask(Task):
+    """Windows of text; every token but the first is predicted.
+
+    Attributes:
+        corpus: "docs" (:func:`kvlens.corpus.build_docs_corpus`), or the path of a UTF-8 text file or a folder of ``*.txt``.
+        vocab_size: of the byte-level BPE that is learned, where ``tokenizer`` is None.
+        tokenizer: the folder of a Hugging Face tokenizer that has a BOS, or None.
+        length: tokens of a training window, BOS included.
+        heldout_length: tokens of a held-out window; None takes ``length``.
+
+    Raises:
+        KVLensError: a length below 2, or a corpus or tokenizer that cannot be read (when it is first needed).
+    """
+
+    name: ClassVar[str] = "text"
+    corpus: str = DOCS
+    vocab_size: int = 1024
+    tokenizer: str | None = None
+    length: int = 512
+    heldout_length: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("length", "heldout_length"):
+            value = getattr(self, name)
+            if value is not None and value < 2:
+                raise KVLensError(f"task 'text': {name} must be at least 2, got {value}")
+        if self.tokenizer is None and self.vocab_size < 259:
+            raise KVLensError(f"task 'text': vocab_size must be at least 259 (256 bytes, 3 special), got {self.vocab_size}")
+
+    @property
+    def n_positions(self) -> int:
+        """Tokens of the longer window."""
+        return max(self.length, self.heldout_length or 0)
+
+    @property
+    def d_input(self) -> int:
+        """Entries of the tokenizer."""
+        return len(self.built_tokenizer)
+
+    @cached_property
+    def built_tokenizer(self) -> PreTrainedTokenizerFast:
+        """The given tokenizer, or the one learned from the training part."""
+        if self.tokenizer is None:
+            return train_bpe_tokenizer(self.texts["train"], self.vocab_size)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(self.tokenizer, local_files_only=True)
+        except Exception as error:  # transformers raises whatever its parsers raise
+            raise KVLensError(f"task 'text': no tokenizer can be read from {self.tokenizer} ({error})") from error
+        return tokenizer
+
+    @cached_property
+    def texts(self) -> dict[str, list[str]]:
+        """The documents of each split."""
+        if self.corpus == DOCS:
+            corpus = docs_corpus()
+            return {"train": [d.text for d in corpus.train], "heldout": [d.text for d in corpus.heldout]}
+        cut = [(text, round(len(text) * (1 - HELDOUT_SHARE))) for text in _read(Path(self.corpus).expanduser())]
+        return {"train": [text[:at] for text, at in cut], "heldout": [text[at:] for text, at in cut]}
+
+    @cached_property
+    def windows(self) -> dict[str, TokenWindows]:
+        """The tokens of each split."""
+        return {split: TokenWindows.from_texts(texts, self.built_tokenizer) for split, texts in self.texts.items()}
+
+    def data_hash(self) -> str:
+        """sha256 of the tokens of both splits."""
+        digest = hashlib.sha256()
+        for windows in self.windows.values():
+            digest.update(windows.tokens.numpy().tobytes())
+        return digest.hexdigest()
+
+    def sample(self, batch_size: int, generator: torch.Generator, split: str = "train") -> Batch:
+        """Windows at random places of ``split``."""
+        length = self.length if split == "train" else self.heldout_length or self.length
+        return next_token_batch(self.windows[split].sample(batch_size, length, generator))
+
+    def heldout(self, n_sequences: int, seed: int = 0) -> Batch:
+        """Windows spread evenly over the held-out part, the same ones for every seed; fewer where it is shorter."""
+        windows = self.windows["heldout"].consecutive(self.heldout_length or self.length, n_sequences)
+        return next_token_batch(windows)
+
+
+def next_token_batch(tokens: Tensor) -> Batch:
+    """Every token but the first is a target [batch pos]."""
+    scored = torch.ones_like(tokens, dtype=torch.bool)
+    scored[:, -1] = False
+    return Batch(tokens, tokens.roll(-1, dims=1), scored)
+
+
+@cache
+def docs_corpus() -> DocsCorpus:
+    """The docs corpus, built once a process (about ten seconds)."""
+    return build_docs_corpus()
+
+
+def _read(path: Path) -> list[str]:
+    files = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
+    if not files:
+        raise KVLensError(f"task 'text': the folder {path} holds no .txt file")
+    try:
+        texts = [file.read_text(encoding="utf-8") for file in files]
+    except OSError as error:
+        raise KVLensError(f"task 'text': cannot read {error.filename or path}: {reason(error)}") from error
+    except UnicodeDecodeError as error:
+        raise KVLensError(f"task 'text': a file of {path} is not UTF-8 text (byte {error.start})") from error
+    texts = [text for text in texts if text]
+    if not texts:
+        raise KVLensError(f"task 'text': {path} is empty")
+    return texts

@@ -1,0 +1,89 @@
+"""The model card of a trained model, written from what was measured (see :func:`kvlens.training.ship.describe`)."""
+
+from typing import Any
+
+
+def model_card(facts: dict[str, Any]) -> str:
+    """The card, in Markdown."""
+    return "\n".join(
+        [
+            f"# {facts['name']}",
+            "",
+            facts["summary"],
+            "",
+            *_about(facts),
+            "",
+            f"## Held-out measurements ({facts['heldout']['sequences']:,} sequences)",
+            "",
+            "| what | value |",
+            "|---|---|",
+            *(f"| {what} | {value} |" for what, value in _measurements(facts["heldout"])),
+            "",
+            "## Licence",
+            "",
+            *(f"- text of {name}: {licence}" for name, licence in facts["data"]["licences"].items()),
+            "- the weights: MIT, as kvlens",
+            "",
+        ]
+    )
+
+
+def _about(facts: dict[str, Any]) -> list[str]:
+    recipe, training = facts["recipe"], facts["recipe"]["training"]
+    data, run = facts["data"], facts["training"]
+    settings = ", ".join(f"{name} {value}" for name, value in recipe["task_settings"].items() if value is not None)
+    lines = [
+        f"- **Architecture**: {architecture(facts['config'])}; {facts['n_parameters']:,} parameters, stored in "
+        f"{recipe['stored_dtype']}.",
+        f"- **Task**: `{recipe['task']}` ({settings}); {data['source']}.",
+        f"- **Reproduce**: `{facts['command']}` (seed {training['seed']}; {run['minutes']:g} minutes).",
+        f"- **Training**: {run['steps']:,} steps of {training['batch_size']} sequences, AdamW, peak learning rate "
+        f"{training['learning_rate']:g}, {training['schedule']}, forward pass in {training['precision']}; stopped by "
+        f"{run['stopped_by']}. The weights are those of step {run['best_step']:,}, which had the lowest loss on "
+        f"{training['eval_sequences']} held-out sequences.",
+    ]
+    if training["max_minutes"] is not None:
+        lines[2] += " The time budget makes the number of steps depend on the machine."
+    if "corpus_hash" in data:
+        versions = ", ".join(f"{name} {version}" for name, version in data["versions"].items())
+        lines.append(
+            f"- **Text**: {data['characters']['train']:,} characters to train on, {data['characters']['heldout']:,} held out "
+            f"by module, deduplicated; {versions}; sha256 {data['corpus_hash']}."
+        )
+    return lines
+
+
+def architecture(cfg: dict[str, Any]) -> str:
+    """A configuration in one line."""
+    shift = cfg["kv_shift"]
+    linear = f"linear attention ({cfg['feature_map']}, normaliser {cfg['normalizer']})"
+    words = [
+        f"{cfg['n_layers']} layers" if cfg["n_layers"] > 1 else "1 layer",
+        f"d_model {cfg['d_model']}, {cfg['n_heads']} heads of {cfg['d_head']}",
+        linear if cfg["attention"] == "linear" else "softmax attention",
+        "no MLP" if cfg["attn_only"] else f"MLP of {cfg['d_mlp']}",
+        f"positions {cfg['positional_embedding_type']}",
+    ]
+    if shift:
+        parts = [part for part in ("keys", "values", "queries") if shift[part]]
+        words.append(f"KV shift ({', '.join(parts)}; window {shift['window']}, {shift['parametrization']})")
+    return ", ".join(words)
+
+
+def _measurements(held: dict[str, Any]) -> list[tuple[str, str]]:
+    rows = [
+        ("loss over scored positions", f"{held['loss']:.4g} nats" if held["accuracy"] is not None else f"{held['loss']:.4g}")
+    ]
+    if held["accuracy"] is not None:
+        rows.append(("accuracy over scored positions", f"{held['accuracy']:.4%}"))
+    if "bits_a_character" in held:
+        rows.append(("bits a character", f"{held['bits_a_character']:.3f}"))
+    if "n_context" in held:
+        rows += [
+            (f"loss on {held['n_text']} tokens, no context", f"{held['without']:.4f}"),
+            (f"the same after {held['n_context']} tokens of context", f"{held['with_context']:.4f}"),
+            ("the same with the context converted to a bias", f"{held['converted']:.4f}"),
+            ("gain of the converted context", f"{held['gain']:.4f} nats a token"),
+            ("relative error of the converted logits", f"{held['relative_error']:.1e}"),
+        ]
+    return rows

@@ -1,0 +1,157 @@
+"""A run on disk: one safetensors file that holds all of it, replaced as a whole, so that a kill at any moment loses little.
+
+    checkpoint.safetensors    weights, best weights, optimiser state, metrics so far, what was watched; header: which run it is
+    metrics.parquet           the metrics as a table, written anew from the checkpoint's rows whenever it is
+
+The checkpoint is the truth: the table can be made from it. A run is known by its identity (task, model, settings); a folder
+that holds another run is refused and the first difference named.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from kvlens.errors import KVLensError
+from kvlens.files import check_writable, reason, write_atomically
+from kvlens.model.fingerprint import is_weight
+from kvlens.training.run import Progress, Row, Run
+
+FORMAT, FORMAT_VERSION = "kvlens.training", 1
+CHECKPOINT, METRICS = "checkpoint.safetensors", "metrics.parquet"
+SPLITS = ("train", "heldout")
+
+
+class CheckpointFolder:
+    """The folder of one run.
+
+    Args:
+        folder: made where it is missing.
+        run: what is saved there and restored from there.
+        restart: begin anew where a checkpoint of any run of kvlens stands.
+
+    Raises:
+        KVLensError: the folder holds other things, or cannot be written.
+    """
+
+    def __init__(self, folder: str | Path, run: Run, *, restart: bool = False):
+        self.path, self.run = Path(folder).expanduser(), run
+        self.identity = json.loads(json.dumps(identity(run)))  # as it comes back: tuples are lists
+        self._last: list[tuple[str, Any]] = []
+        if self.path.exists() and not self.path.is_dir():
+            raise KVLensError(f"train: {folder} is a file; choose another folder")
+        if self.path.is_dir() and any(self.path.iterdir()) and not self._file.is_file():
+            raise KVLensError(f"train: {folder} is not empty and holds no checkpoint; choose another folder")
+        check_writable(self.path)
+        if restart and run.workers.is_first:
+            self._file.unlink(missing_ok=True)
+        run.workers.wait()
+
+    @property
+    def _file(self) -> Path:
+        return self.path / CHECKPOINT
+
+    def save(self) -> None:
+        """Write the run as it stands. Raises KVLensError where the disk is full; the checkpoint before it stays."""
+        if not self.run.workers.is_first:
+            return
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise KVLensError(f"train: cannot make {self.path}: {reason(error)}") from error
+        header = {"format": FORMAT, "format_version": str(FORMAT_VERSION), "identity": json.dumps(self.identity)}
+        progress = {**asdict(self.run.progress), "seconds": self.run.seconds}
+        progress.pop("rows")
+        header["progress"] = json.dumps(progress)
+        header["watched_steps"] = json.dumps([step for step, _ in self.run.watched])
+        write_atomically(self._file, save(tensors_of(self.run), header))
+        write_atomically(self.path / METRICS, metrics_frame(self.run.progress.rows).to_parquet(index=False))
+
+    def resume(self) -> bool:
+        """Bring the run to where its checkpoint is; returns whether there was one.
+
+        Raises:
+            KVLensError: the file is damaged, of another kind, or of another run; it is left as it is.
+        """
+        if not self._file.is_file():
+            return False
+        header, tensors = self._read()
+        if header.get("format") != FORMAT:
+            raise KVLensError(f"train: {self._file} is not a checkpoint of kvlens; choose another folder")
+        if int(header["format_version"]) > FORMAT_VERSION:
+            raise KVLensError(f"train: {self._file} was written by a newer kvlens; upgrade kvlens")
+        self._check_identity(json.loads(header["identity"]))
+        restore(self.run, json.loads(header["progress"]), json.loads(header["watched_steps"]), tensors)
+        return True
+
+    def _read(self) -> tuple[dict[str, str], dict[str, Tensor]]:
+        try:
+            with safe_open(self._file, framework="pt") as file:
+                return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise KVLensError(
+                f"train: the checkpoint {self._file} is damaged ({error}); delete it, or ask for a restart, to begin anew"
+            ) from error
+
+    def _check_identity(self, theirs: Mapping[str, Any]) -> None:
+        for part, ours in self.identity.items():
+            for name in sorted({*ours, *theirs.get(part, {})}):
+                was, now = theirs.get(part, {}).get(name), ours.get(name)
+                if was != now:
+                    raise KVLensError(
+                        f"train: {self.path} holds another run: {part} {name} was {was!r} there and is {now!r} now; give the "
+                        "same settings to take it up, another folder, or ask for a restart to begin anew"
+                    )
+
+
+def identity(run: Run) -> dict[str, dict[str, Any]]:
+    """What makes two runs the same one."""
+    cfg = {k: v for k, v in run.model.cfg.to_json().items() if k != "device"}
+    task = {"name": run.task.name, **run.task.settings(), "data": run.task.data_hash()}
+    return {"task": task, "model": {"kind": type(run.model).__name__, **cfg}, "setting": asdict(run.settings)}
+
+
+def tensors_of(run: Run) -> dict[str, Tensor]:
+    """Every tensor of a run, on the CPU, under a name that says what it is."""
+    tensors = {f"model/{name}": value for name, value in run.model.state_dict().items() if is_weight(name)}
+    tensors |= {f"best/{name}": value for name, value in (run.best or {}).items()}
+    for name, parameter in run.model.named_parameters():
+        tensors |= {f"adam/{key}/{name}": value for key, value in run.optimizer.state.get(parameter, {}).items()}
+    for name in run.watched[0][1] if run.watched else ():
+        tensors[f"watched/{name}"] = torch.stack([values[name] for _, values in run.watched])
+    rows = [[row.step, SPLITS.index(row.split), *row[2:]] for row in run.progress.rows]
+    tensors["rows"] = torch.tensor(rows, dtype=torch.float64).reshape(-1, len(Row._fields))
+    return {name: value.detach().to("cpu").contiguous().clone() for name, value in tensors.items()}
+
+
+@torch.no_grad()
+def restore(run: Run, progress: dict[str, Any], watched_steps: list[int], tensors: dict[str, Tensor]) -> None:
+    """Undo `tensors_of`."""
+    parts: dict[str, dict[str, Tensor]] = {"model": {}, "best": {}, "adam": {}, "watched": {}}
+    for name, value in tensors.items():
+        kind, _, rest = name.partition("/")
+        if kind in parts:
+            parts[kind][rest] = value
+    run.model.load_state_dict(parts["model"], strict=False)
+    device = next(run.model.parameters()).device
+    run.best = {name: value.to(device) for name, value in parts["best"].items()} or None
+    for name, parameter in run.model.named_parameters():
+        keys = [key for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}/{name}" in parts["adam"]]
+        if keys:
+            run.optimizer.state[parameter] = {key: parts["adam"][f"{key}/{name}"].to(device) for key in keys}
+    run.watched = [(step, {n: v[i] for n, v in parts["watched"].items()}) for i, step in enumerate(watched_steps)]
+    rows = [Row(int(r[0]), SPLITS[int(r[1])], r[2], r[3], int(r[4]), r[5], r[6]) for r in tensors["rows"].tolist()]
+    run.progress = Progress(**{**progress, "best_loss": float(progress["best_loss"] or math.inf)}, rows=rows)
+
+
+def metrics_frame(rows: list[Row]) -> pd.DataFrame:
+    """The metrics as a tidy table; see :class:`kvlens.training.TrainResult`."""
+    return pd.DataFrame(rows, columns=list(Row._fields)).astype({"step": "int64", "tokens": "int64", "split": "str"})

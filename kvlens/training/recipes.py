@@ -1,0 +1,160 @@
+"""What is trained by name: a task with its default model, and the recipes of the models that ship with kvlens.
+
+A recipe is data: task, model and training settings. ``kvlens train NAME`` runs it, and any setting can be changed on the way.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvlens.errors import KVLensError, nearest
+from kvlens.model import HookedKVRegressor, HookedKVTransformer, HookedKVTransformerConfig, KVShiftConfig
+from kvlens.model.loading import build_with_ready_tokenizer
+from kvlens.tasks import Task, make_task, task_names
+from kvlens.tasks.text import TextTask
+from kvlens.training.objective import Model
+
+DEFAULT_MODEL: dict[str, Any] = dict(
+    n_layers=2, d_model=128, d_head=32, act_fn="gelu", normalization_type="LN", positional_embedding_type="rotary"
+)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A task, a model and how to train it.
+
+    Attributes:
+        name: of the recipe and of the model.
+        summary: what the model is good for, in a sentence or two, for its card.
+        task: a name of :func:`kvlens.tasks.task_names`, with its ``task_settings``.
+        model: fields of :class:`kvlens.HookedKVTransformerConfig`, over those of `DEFAULT_MODEL`.
+        training: fields of :class:`kvlens.training.TrainSettings`.
+        stored_dtype: what the weights are rounded to on disk.
+    """
+
+    name: str
+    summary: str
+    task: str
+    task_settings: Mapping[str, Any] = field(default_factory=dict)
+    model: Mapping[str, Any] = field(default_factory=dict)
+    training: Mapping[str, Any] = field(default_factory=dict)
+    stored_dtype: str = "float32"
+
+
+_DOCS = dict(corpus="docs", vocab_size=1024, length=512, heldout_length=320)
+_DOCS_TRAINING = dict(
+    steps=100_000,
+    batch_size=16,
+    learning_rate=2.5e-3,
+    weight_decay=0.1,
+    eval_every=250,
+    eval_sequences=96,
+    precision="bfloat16",
+)
+
+RECIPES: dict[str, Recipe] = {
+    recipe.name: recipe
+    for recipe in (
+        Recipe(
+            name="docs-linear",
+            summary="A small language model of English software documentation with linear attention, for trying "
+            "prompt-to-weights conversion on real text. It is good at sounding like documentation and knows nothing.",
+            task="text",
+            task_settings=_DOCS,
+            model=dict(n_layers=4, d_model=192, attention="linear", kv_shift={}),
+            training={**_DOCS_TRAINING, "max_minutes": 28.0},
+            stored_dtype="float16",
+        ),
+        Recipe(
+            name="docs-shift",
+            summary="A small language model of English software documentation with softmax attention and KV shift, for looking "
+            "at trained shift coefficients. It is good at sounding like documentation and knows nothing.",
+            task="text",
+            task_settings={**_DOCS, "length": 320},
+            model=dict(n_layers=4, d_model=192, kv_shift={}),
+            training={**_DOCS_TRAINING, "batch_size": 24, "max_minutes": 25.0, "watch": "shift_coef"},
+            stored_dtype="float16",
+        ),
+        Recipe(
+            name="bigram-linear",
+            summary="The linear-attention model of ICLCA sec. 6.2: 12 layers of width 128 that learn a bigram in context, "
+            "each trigger letter being followed by whatever followed it first.",
+            task="bigrams",
+            task_settings=dict(length=64),
+            model=dict(n_layers=12, d_model=128, d_head=16, attention="linear"),
+            training=dict(steps=3000, batch_size=32, learning_rate=1e-3, eval_every=100, stop_at_accuracy=1.0),
+            stored_dtype="bfloat16",
+        ),
+        Recipe(
+            name="induction-shift-1l",
+            summary="One layer of softmax attention with KV shift that copies repeated random tokens: an induction head in a "
+            "single layer (KVSA th. 2, fig. 1a).",
+            task="induction",
+            task_settings=dict(vocab_size=512, length=128),
+            model=dict(n_layers=1, d_model=128, d_head=32, attn_only=True, kv_shift={}),
+            training=dict(steps=2000, batch_size=32, learning_rate=2e-3, eval_every=50, watch="shift_coef"),
+        ),
+        Recipe(
+            name="induction-plain-2l",
+            summary="Two layers of plain softmax attention that copy repeated random tokens: a previous-token head below an "
+            "induction head, the circuit that one shifted layer replaces (KVSA th. 1, fig. 1a).",
+            task="induction",
+            task_settings=dict(vocab_size=512, length=128),
+            model=dict(n_layers=2, d_model=128, d_head=32, attn_only=True),
+            training=dict(steps=4000, batch_size=32, learning_rate=2e-3, eval_every=50),
+        ),
+    )
+}
+
+
+def find_recipe(name: str) -> Recipe:
+    """The recipe of that name, or for a task's name that task with the default model.
+
+    Raises:
+        KVLensError: neither; the nearest name is proposed.
+    """
+    if name in RECIPES:
+        return RECIPES[name]
+    if name in task_names():
+        return Recipe(name=name, summary=f"A model of kvlens' task {name!r}.", task=name)
+    known = [*RECIPES, *task_names()]
+    raise KVLensError(
+        f"train: no recipe or task is called {name!r}{nearest(name, known)}; recipes are {', '.join(RECIPES)}; tasks are "
+        f"{', '.join(task_names())}"
+    )
+
+
+def build_task(recipe: Recipe) -> Task:
+    """The task of a recipe."""
+    return make_task(recipe.task, **recipe.task_settings)
+
+
+def build_model(task: Task, settings: Mapping[str, Any], *, name: str | None = None, device: Any = None) -> Model:
+    """A model for ``task`` with fresh weights.
+
+    Args:
+        task: decides vocabulary (or numbers a position), context length and tokenizer.
+        settings: fields of :class:`kvlens.HookedKVTransformerConfig` over `DEFAULT_MODEL`; ``kv_shift`` may be a dict of
+            :class:`kvlens.KVShiftConfig`'s fields, and True stands for its defaults.
+        name: the model's name.
+        device: None takes TransformerLens' choice.
+
+    Raises:
+        KVLensError: an unknown field, or one that has no meaning with the others.
+    """
+    values = {**DEFAULT_MODEL, "n_ctx": task.n_positions, "seed": 0, **settings}
+    if isinstance(values.get("kv_shift"), bool):
+        values["kv_shift"] = KVShiftConfig() if values["kv_shift"] else None
+    if values.get("attn_only"):
+        values["act_fn"] = None
+    numbers = task.predicts == "numbers"
+    values.setdefault("d_vocab", 1 if numbers else task.d_input)
+    known = HookedKVTransformerConfig.__dataclass_fields__
+    for key in values:
+        if key not in known:
+            raise KVLensError(f"model: unknown field {key!r}{nearest(key, known)}")
+    cfg = HookedKVTransformerConfig(**values, model_name=name or task.name, device=device)
+    if numbers:
+        return HookedKVRegressor(cfg, task.d_input)
+    tokenizer = task.built_tokenizer if isinstance(task, TextTask) else None
+    return build_with_ready_tokenizer(HookedKVTransformer, cfg, tokenizer)

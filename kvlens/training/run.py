@@ -1,0 +1,186 @@
+"""A training run between two steps: everything that decides what comes next, and the two things that can happen to it.
+
+The batch of step t is drawn from a generator seeded by (seed, t) alone. So weights, optimiser state and t are the whole state
+of a run: whoever restores them goes on exactly where it was, without replaying what came before.
+"""
+
+import math
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from kvlens.errors import KVLensError
+from kvlens.tasks import Task
+from kvlens.training.distributed import Workers
+from kvlens.training.objective import Model, Objective
+from kvlens.training.settings import TrainSettings
+
+
+class Row(NamedTuple):
+    """One measurement; the columns of the metrics (see :class:`kvlens.training.TrainResult`)."""
+
+    step: int
+    split: str
+    loss: float
+    accuracy: float
+    tokens: int
+    learning_rate: float
+    grad_norm: float
+
+
+@dataclass
+class Progress:
+    """The numbers of a run; tensors are in the model and the optimiser.
+
+    Attributes:
+        step: updates done.
+        tokens: positions seen.
+        rows: the metrics so far.
+        seconds: spent before this process took the run up.
+        best_loss, best_step: of the best evaluation.
+        since_best: evaluations since then.
+        stopped_by: why the run ended, None while it goes on.
+    """
+
+    step: int = 0
+    tokens: int = 0
+    rows: list[Row] = field(default_factory=list)
+    seconds: float = 0.0
+    best_loss: float = math.inf
+    best_step: int = 0
+    since_best: int = 0
+    stopped_by: str | None = None
+
+
+class Run:
+    """A model in training on a task.
+
+    Attributes:
+        progress: the numbers.
+        best: weights of the best evaluation, None before the first.
+        watched: (step, values by parameter name), one entry an evaluation.
+    """
+
+    def __init__(self, model: Model, task: Task, settings: TrainSettings, workers: Workers):
+        self.model, self.task, self.settings, self.workers = model, task, settings, workers
+        self.progress = Progress()
+        self.best: dict[str, Tensor] | None = None
+        self.watched: list[tuple[int, dict[str, Tensor]]] = []
+        self.optimizer = build_optimizer(model, settings)
+        self._parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self._last_good = [p.detach().clone() for p in self._parameters]
+        self._objective = Objective(model, autocast=settings.precision == "bfloat16")
+        self._parallel = workers.wrap(self._objective)
+        self._heldout = workers.rows(task.heldout(settings.eval_sequences, settings.seed))
+        self._started = perf_counter()
+        self._rate = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Time spent, that of earlier processes included."""
+        return self.progress.seconds + perf_counter() - self._started
+
+    def update(self) -> Row:
+        """One step; returns its row, whose loss is that of the weights before it.
+
+        Raises:
+            KVLensError: loss or gradient is not finite; the model then holds the weights before the last step.
+        """
+        done, settings = self.progress, self.settings
+        generator = torch.Generator().manual_seed((settings.seed << 32) + done.step)
+        batch = self.task.sample(settings.batch_size, generator)
+        count, self._rate = int(batch.scored.sum()), settings.rate().learning_rate(self._share_done())
+        self.model.train()
+        self.optimizer.zero_grad(set_to_none=True)
+        score = self._parallel(self.workers.rows(batch))
+        loss, correct = self.workers.sum(torch.stack([score.loss.detach(), score.correct.to(score.loss)])).tolist()
+        norm = math.nan
+        if math.isfinite(loss):
+            (score.loss * (self.workers.count / count)).backward()  # gradients are averaged over the processes
+            norm = float(nn.utils.clip_grad_norm_(self._parameters, settings.max_grad_norm))
+        self._keep_if_finite(loss, norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._rate
+        self.optimizer.step()
+        done.step += 1
+        done.tokens += batch.scored.numel()
+        return Row(done.step, "train", loss / count, correct / count, done.tokens, self._rate, norm)
+
+    @torch.no_grad()
+    def evaluate(self) -> Row:
+        """Judge the weights on the held-out sequences, and keep them if they are the best so far."""
+        done, size = self.progress, max(1, self.settings.batch_size // self.workers.count)
+        self.model.eval()
+        parts = zip(*(part.split(size) for part in self._heldout), strict=True)
+        scores = [self._objective(type(self._heldout)(*part)) for part in parts]
+        sums = [torch.stack([s.loss.double(), s.correct.double(), s.loss.new_tensor(s.n_scored).double()]) for s in scores]
+        loss, correct, count = self.workers.sum(torch.stack(sums).sum(dim=0)).tolist()
+        row = Row(done.step, "heldout", loss / count, correct / count, done.tokens, self._rate, math.nan)
+        done.since_best += 1
+        if row.loss < done.best_loss:
+            done.best_loss, done.best_step, done.since_best = row.loss, done.step, 0
+            self.best = {name: value.detach().clone() for name, value in self.model.named_parameters()}
+        if self.settings.watch is not None:
+            self.watched.append((done.step, self._watched_now(self.settings.watch)))
+        return row
+
+    def out_of_time(self) -> bool:
+        """Whether the time budget is spent, by the clock of the first process."""
+        if self.settings.max_minutes is None:
+            return False
+        device = self._parameters[0].device
+        return self.workers.from_first(self.seconds, device) >= 60 * self.settings.max_minutes
+
+    def _share_done(self) -> float:
+        """Share of the run that is done when the coming step is: of the steps or of the time, whichever is further."""
+        done = (self.progress.step + 1) / self.settings.steps
+        if self.settings.max_minutes is None:
+            return done
+        seconds = self.workers.from_first(self.seconds, self._parameters[0].device)
+        return max(done, seconds * (1 + 1 / max(1, self.progress.step)) / (60 * self.settings.max_minutes))
+
+    @torch.no_grad()
+    def _keep_if_finite(self, loss: float, norm: float) -> None:
+        finite = math.isfinite(norm)
+        for kept, parameter in zip(self._last_good, self._parameters, strict=True):
+            if finite:
+                kept.copy_(parameter)
+            else:
+                parameter.copy_(kept)
+        if finite:
+            return
+        what = "gradient" if math.isfinite(loss) else f"loss ({loss})"
+        raise KVLensError(
+            f"train: the {what} of step {self.progress.step + 1} is not finite (learning rate {self._rate:.3g}); the model "
+            "holds the last good weights, and a checkpoint, where there is one, is left as it was. Lower learning_rate or "
+            "max_grad_norm, or lengthen warmup_fraction"
+        )
+
+    def _watched_now(self, piece: str) -> dict[str, Tensor]:
+        return {name: p.detach().float().cpu().clone() for name, p in self.model.named_parameters() if piece in name}
+
+
+def decayed_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The trainable parameters that weight decay applies to: two axes or more, and ``W_`` or ``weight`` in the name.
+
+    Biases, norms and mixing coefficients, whose natural value need not be 0, do not decay.
+    """
+    named = ((name, p) for name, p in model.named_parameters() if p.requires_grad and p.ndim > 1)
+    return {name: p for name, p in named if "W_" in name or name.endswith("weight")}
+
+
+def build_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.AdamW:
+    """AdamW over the trainable parameters, with weight decay on `decayed_parameters` only."""
+    decayed = decayed_parameters(model)
+    others = [p for name, p in model.named_parameters() if p.requires_grad and name not in decayed]
+    groups = [
+        {"params": list(decayed.values()), "weight_decay": settings.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if not groups:
+        raise KVLensError("train: the model has no parameter that requires a gradient")
+    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, fused=True)

@@ -1,0 +1,81 @@
+"""The HTML document around the pieces: everything that it needs is in it, and its own policy forbids it to fetch more.
+
+The content security policy names the hash of each script that may run. A script or handler that slipped through the escaping
+would not be among them, and ``default-src 'none'`` refuses every request.
+
+circuitsvis' own ``_repr_html_`` asks the internet which form to show, and its local form repeats the 1.3 MB bundle in each
+figure; here the bundle is read from the installed package and stands once in the head.
+"""
+
+import base64
+import functools
+import hashlib
+import html
+from importlib.resources import files
+
+from kvlens.errors import KVLensError
+from kvlens.viz._text import html_text
+
+
+def document(body: str, *, title: str, circuitsvis: bool) -> str:
+    """One HTML file.
+
+    Args:
+        body: HTML, escaped already.
+        title: text, escaped here.
+        circuitsvis: whether the body holds a circuitsvis figure.
+    """
+    style, script = _asset("kvlens.css"), _asset("kvlens.js")
+    scripts = [circuitsvis_bundle(), script] if circuitsvis else [script]
+    allowed = " ".join(_hash(source) for source in scripts)
+    policy = f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:"
+    head = "".join(f"<script>{source}</script>\n" for source in scripts[:-1])
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<link rel="icon" href="data:,">
+<title>{html_text(title)}</title>
+<style>
+{style}</style>
+{head}</head>
+<body>
+{body}
+<script>{script}</script>
+</body>
+</html>
+"""
+
+
+def in_frame(page: str) -> str:
+    """``page`` for a notebook's output, in a frame of its own: no style or script of one piece meets those of another.
+
+    The frame grows to the height of its content (``kvlens.js``).
+    """
+    return f'<iframe srcdoc="{html.escape(page)}" style="width:100%;height:420px;border:0" loading="eager"></iframe>'
+
+
+@functools.cache
+def circuitsvis_bundle() -> str:
+    """circuitsvis' JavaScript from the installed package, which defines the global ``CircuitsVis``.
+
+    Raises:
+        KVLensError: this circuitsvis ships no bundle.
+    """
+    try:
+        source = files("circuitsvis").joinpath("dist", "cdn", "iife.js").read_text(encoding="utf-8")
+    except (ModuleNotFoundError, FileNotFoundError) as error:
+        raise KVLensError("circuitsvis' JavaScript (dist/cdn/iife.js) is not there; pip install 'circuitsvis>=1.43'") from error
+    return source.replace("</script", "<\\/script")  # inside a string of React's, where it would end our element
+
+
+@functools.cache
+def _asset(name: str) -> str:
+    return files("kvlens.viz").joinpath("static", name).read_text(encoding="utf-8")
+
+
+@functools.cache
+def _hash(source: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}'"

@@ -1,0 +1,61 @@
+"""Text and numbers on their way into a page: nothing that a prompt holds may become markup or end a script.
+
+Tokens are data of strangers. They reach a page in two ways, and each has its one function: as HTML through `html_text`, as JSON
+inside a script element through `script_json`.
+"""
+
+import html
+import json
+import math
+import re
+import unicodedata
+from typing import Any
+
+NEWLINE, SPACE, UNREADABLE = "⏎", "·", "\N{REPLACEMENT CHARACTER}"
+_IN_SCRIPT = str.maketrans({sign: f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"})
+_LONE_SURROGATES = re.compile("[\ud800-\udfff]")
+"""Halves of a character, which no file of UTF-8 can hold and on which browsers stumble."""
+
+
+_TURNS = re.compile("[\u0590-\u08ff\u200f\u202a-\u202e\u2066-\u2069\ufb1d-\ufdff\ufe70-\ufeff]")
+"""Text from right to left, which would turn around the numbers beside it; an isolate (U+2068, U+2069) keeps it to itself."""
+
+
+def script_json(value: Any) -> str:
+    """``value`` as JSON that may stand inside a script element: without the signs that HTML or JavaScript read there.
+
+    Those signs stand in strings alone, where their escape means the same. U+2028 and U+2029 end a line in older JavaScript. A
+    number that is not finite is a ValueError: `rounded` makes it None.
+    """
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return _LONE_SURROGATES.sub(UNREADABLE, text).translate(_IN_SCRIPT)
+
+
+def html_text(text: str) -> str:
+    """``text`` as HTML that shows it, in an attribute or between tags; controls and lone surrogates become visible."""
+    return html.escape("".join(UNREADABLE if _is_unreadable(char) else char for char in text))
+
+
+def label(token: str) -> str:
+    """``token`` on one line with its blanks visible, for axes and tooltips: ``" the\\n"`` is ``·the⏎``."""
+    shown = token.replace("\n", NEWLINE).replace(" ", SPACE).replace("\t", "⇥")
+    return f"\u2068{shown}\u2069" if _TURNS.search(shown) else shown
+
+
+def rounded(value: float, digits: int = 3) -> float | None:
+    """``value`` to three significant digits, which is all that a picture shows; None where it is not finite."""
+    return float(f"{value:.{digits}g}") if math.isfinite(value) else None
+
+
+def number(value: float) -> str:
+    """``value`` as a reader wants it: three significant digits, without an exponent in the common range, ``–`` for none."""
+    if not math.isfinite(value):
+        return "–"
+    if value == 0 or 1e-3 <= abs(value) < 1e5:
+        digits = 0 if value == 0 else max(0, 2 - math.floor(math.log10(abs(value))))
+        return f"{value:,.{digits}f}".replace("-", "−")
+    return f"{value:.1e}".replace("-", "−")
+
+
+def _is_unreadable(char: str) -> bool:
+    return unicodedata.category(char) in ("Cc", "Cs") and char not in "\n\t"

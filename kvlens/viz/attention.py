@@ -1,0 +1,148 @@
+"""Attention patterns in circuitsvis' view of heads, the converted prompt's tokens included.
+
+circuitsvis draws square patterns only. After a conversion the queries are the text's, and the keys the prompt's and the text's:
+the prompt's tokens, which the bias holds, come first as virtual rows and columns. Their rows are those of the prompt's own
+forward pass where they are given, and empty where they are not.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvlens.errors import KVLensError
+from kvlens.viz._blocks import strongest_positions
+from kvlens.viz._colour import FULL, NEGATIVE, POSITIVE, diverging_map, strongest
+from kvlens.viz._text import html_text, label, number, rounded, script_json
+from kvlens.viz.piece import Piece
+
+MAX_HEADS = 64
+MAX_CELLS = 64_000
+"""Cells that circuitsvis draws in about a second, all heads together."""
+
+
+def attention_view(
+    tokens: Sequence[str],
+    pattern: Any,
+    *,
+    queries: Any = None,
+    n_prompt: int = 0,
+    head_names: Sequence[str] | None = None,
+    max_tokens: int | None = None,
+    title: str = "attention patterns",
+) -> Piece:
+    """circuitsvis' heads: a small map each, one of them enlarged; hover to see it, click to keep it.
+
+    Args:
+        tokens: of all keys, the prompt's first.
+        pattern: [head, query, key]; negative entries are red. One that is not finite is drawn as 0, and the caption says so.
+        queries: positions of the rows among the keys, ascending; None takes the last ones.
+        n_prompt: how many of the tokens are the prompt's; they are marked.
+        head_names: for each head; None counts them.
+        max_tokens: rows and columns of the view; None takes what a browser draws without delay. Of a longer sequence the last
+            queries are shown, the earlier tokens that these attend to most, and one column that sums all others.
+        title: above the view.
+
+    Raises:
+        KVLensError: sizes that do not fit each other, more than 64 heads, ``max_tokens`` below 4.
+    """
+    values, places, names = _checked(tokens, pattern, queries, n_prompt, head_names)
+    limit = max_tokens or max(16, math.isqrt(MAX_CELLS // (len(values) + 1)))
+    if limit < 4:
+        raise KVLensError(f"attention_view: max_tokens must be at least 4, got {max_tokens}")
+    n_broken = int((~values.isfinite()).sum())
+    marked = [f"[p]{label(token)}" if i < n_prompt else label(token) for i, token in enumerate(tokens)]
+    square, labels, n_left_out = _square(values.nan_to_num(0.0, 0.0, 0.0), places, marked, n_prompt, limit)
+    top = rounded(strongest(square[..., int(n_left_out > 0) :].flatten().tolist(), FULL)) or 1.0
+    notes = [f"full colour at {number(top)}"]
+    if n_prompt:
+        notes.append("[p] marks the prompt's tokens, which the bias holds; their rows are of the prompt's own pass")
+    if n_left_out:
+        notes.append(f"{n_left_out:,} of {len(tokens):,} tokens are summed in the first column")
+    if n_broken:
+        notes.append(f"{n_broken:,} values are not finite and drawn as 0")
+    props = {
+        "tokens": labels,
+        "attention": [[[rounded(x) for x in row] for row in head] for head in square.tolist()],
+        "attentionHeadNames": names,
+        "maxValue": top,
+        "minValue": -top,
+        "positiveColor": POSITIVE,
+        "negativeColor": NEGATIVE,
+        "maskUpperTri": True,
+    }
+    body = (
+        f'<figure class="piece"><figcaption>{html_text(title)} <span class="unit">{html_text("; ".join(notes))}</span>'
+        f'</figcaption><div class="paper" data-kvlens="attention"><script type="application/json">{script_json(props)}</script>'
+        "<div></div></div></figure>"
+    )
+    return Piece(title, body, circuitsvis=True, figure=functools.partial(_figure, square, labels, names, top, title))
+
+
+def _checked(
+    tokens: Sequence[str], pattern: Any, queries: Any, n_prompt: int, head_names: Sequence[str] | None
+) -> tuple[Float[Tensor, "head query key"], Int[Tensor, " query"], list[str]]:
+    values, n_keys = torch.as_tensor(pattern).detach().float().cpu(), len(tokens)
+    if values.dim() != 3 or not values.numel() or values.shape[1] > n_keys or values.shape[2] != n_keys:
+        raise KVLensError(
+            f"attention_view: expected a pattern [head, query, key] with query <= key = {n_keys} tokens, "
+            f"got shape {list(values.shape)}"
+        )
+    places = torch.arange(n_keys)[n_keys - values.shape[1] :] if queries is None else torch.as_tensor(queries).long().cpu()
+    ascending = bool((places.diff() > 0).all())
+    if len(places) != values.shape[1] or not ascending or not 0 <= int(places[0]) <= int(places[-1]) < n_keys:
+        raise KVLensError(
+            f"attention_view: expected {values.shape[1]} ascending query positions in 0..{n_keys - 1}, "
+            f"got {places.tolist()[:8]}"
+        )
+    if not 0 <= n_prompt <= n_keys:
+        raise KVLensError(f"attention_view: n_prompt must lie in 0..{n_keys}, the number of tokens, got {n_prompt}")
+    names = [f"Head {i}" for i in range(len(values))] if head_names is None else [str(name) for name in head_names]
+    if len(names) != len(values) or len(names) > MAX_HEADS:
+        raise KVLensError(f"attention_view: {len(values)} heads and {len(names)} names; give one a head, at most {MAX_HEADS}")
+    return values, places, names
+
+
+def _square(
+    values: Float[Tensor, "head query key"], queries: Int[Tensor, " query"], labels: list[str], n_prompt: int, limit: int
+) -> tuple[Float[Tensor, "head pos pos"], list[str], int]:
+    """The square pattern over the tokens that are kept, their labels, and how many were left out."""
+    kept, left_out = strongest_positions(values, queries, n_prompt, limit)
+    square, shown = _with_empty_rows(values[..., kept], queries, len(labels))[:, kept], [labels[i] for i in kept.tolist()]
+    if len(left_out):
+        others = _with_empty_rows(values[..., left_out].sum(dim=-1, keepdim=True), queries, len(labels))[:, kept]
+        square = torch.nn.functional.pad(torch.cat([others, square], dim=-1), (0, 0, 1, 0))
+        shown = [f"[{len(left_out):,} others]", *shown]
+    return square, shown, len(left_out)
+
+
+def _with_empty_rows(
+    values: Float[Tensor, "head query column"], queries: Int[Tensor, " query"], n_rows: int
+) -> Float[Tensor, "head pos column"]:
+    rows = values.new_zeros(len(values), n_rows, values.shape[-1])
+    rows[:, queries] = values
+    return rows
+
+
+def _figure(square: Tensor, labels: list[str], names: list[str], top: float, title: str) -> Any:
+    from matplotlib.figure import Figure
+
+    columns = min(6, len(names))
+    rows = math.ceil(len(names) / columns)
+    figure = Figure(figsize=(2.4 * columns + 1, 2.5 * rows + 0.6), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False)
+    for ax in axes.flat[len(names) :]:
+        ax.axis("off")
+    for ax, head, name in zip(axes.flat, square, names, strict=False):
+        image = ax.imshow(head, cmap=diverging_map(), vmin=-top, vmax=top, interpolation="nearest")
+        ax.set_title(name, fontsize=9, parse_math=False)
+        if len(labels) <= 24:
+            ax.set_xticks(range(len(labels)), labels, rotation=90, fontsize=5, parse_math=False)
+            ax.set_yticks(range(len(labels)), labels, fontsize=5, parse_math=False)
+    figure.suptitle(title, fontsize=10, parse_math=False)
+    figure.colorbar(image, ax=axes, fraction=0.02)
+    return figure

@@ -1,0 +1,39 @@
+"""Generated text in several conditions, side by side, with the place where each leaves the first."""
+
+from collections.abc import Mapping
+
+from kvlens.errors import KVLensError
+from kvlens.viz._text import html_text
+from kvlens.viz.piece import Piece
+
+
+def generated_text(conditions: Mapping[str, str], *, start: str = "", title: str = "generated text") -> Piece:
+    """One card a condition; what differs from the first condition, from the first different character on, is marked.
+
+    Args:
+        conditions: its name -> the generated text; ``with_prompt`` first, as the one that the others are held against.
+        start: the text that all of them continue, shown before each.
+        title: above the cards.
+
+    Raises:
+        KVLensError: no condition.
+    """
+    if not conditions:
+        raise KVLensError("generated_text: no condition; give at least one text")
+    reference = next(iter(conditions.values()))
+    cards = "".join(_card(name, text, reference, start, i > 0) for i, (name, text) in enumerate(conditions.items()))
+    body = f'<figure class="piece"><figcaption>{html_text(title)}</figcaption><div class="cards">{cards}</div></figure>'
+    return Piece(title, body)
+
+
+def _card(name: str, text: str, reference: str, start: str, compare: bool) -> str:
+    common = next((i for i, (a, b) in enumerate(zip(text, reference, strict=False)) if a != b), min(len(text), len(reference)))
+    different = compare and text != reference
+    same, other = (text[:common], text[common:]) if different else (text, "")
+    verdict = ("differs" if different else "the same") if compare else ""
+    return (
+        f'<div class="card"><h3>{html_text(name.replace("_", " "))}<span class="unit">{verdict}</span></h3>'
+        f'<pre><span class="start">{html_text(start)}</span>{html_text(same)}'
+        + (f"<mark>{html_text(other)}</mark>" if other else "")
+        + "</pre></div>"
+    )

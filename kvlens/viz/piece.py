@@ -1,0 +1,67 @@
+"""What every picture is: a fragment of a page that also stands alone, in a notebook, in a file, or as PNG and SVG."""
+
+import io
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvlens.errors import KVLensError
+from kvlens.files import write_atomically
+from kvlens.viz._document import document, in_frame
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One picture or table.
+
+    Attributes:
+        name: what it is, in a few words; the title of a file of its own.
+        body: its HTML, escaped already; interactive parts carry ``data-kvlens`` and their data as JSON (``static/kvlens.js``).
+        circuitsvis: whether it needs circuitsvis' JavaScript.
+        figure: draws it with matplotlib; None where there is no static picture of it.
+    """
+
+    name: str
+    body: str
+    circuitsvis: bool = False
+    figure: Callable[[], Any] | None = None
+
+    def to_html(self) -> str:
+        """The piece as one self-contained HTML document."""
+        return document(f"<main>{self.body}</main>", title=self.name, circuitsvis=self.circuitsvis)
+
+    def save_html(self, path: str | Path) -> None:
+        """Write the piece as one file that works without a network."""
+        write_atomically(path, self.to_html())
+
+    def save_png(self, path: str | Path, *, dpi: int = 200) -> None:
+        """Write the static picture as PNG.
+
+        Raises:
+            KVLensError: there is no static picture of it, or the file cannot be written.
+        """
+        write_atomically(path, self._drawn("png", dpi=dpi))
+
+    def save_svg(self, path: str | Path) -> None:
+        """Write the static picture as SVG, the same bytes for the same picture.
+
+        Raises:
+            KVLensError: there is no static picture of it, or the file cannot be written.
+        """
+        write_atomically(path, self._drawn("svg", metadata={"Date": None}))
+
+    def _repr_html_(self) -> str:
+        return in_frame(self.to_html())
+
+    def _drawn(self, kind: str, **options: Any) -> bytes:
+        if self.figure is None:
+            raise KVLensError(f"{self.name}: there is no static picture of it; save_html writes it as a page")
+        import matplotlib  # takes half a second, which pages do not need
+
+        buffer = io.BytesIO()
+        with warnings.catch_warnings(), matplotlib.rc_context({"svg.hashsalt": "kvlens"}):
+            warnings.filterwarnings("ignore", message="Glyph .* missing from")  # emoji: drawn as a box, which says enough
+            self.figure().savefig(buffer, format=kind, bbox_inches="tight", **options)
+        return buffer.getvalue()

@@ -1,0 +1,218 @@
+// The interactive parts of a page. Each element with data-kvlens holds its data as JSON in a script element of its own;
+// text from prompts reaches the page through textContent and title alone, never as HTML.
+"use strict";
+(() => {
+  const NEWLINE = "⏎";
+  const dataOf = (element) => {
+    const script = element.querySelector(':scope > script[type="application/json"]');
+    return script && JSON.parse(script.textContent);
+  };
+  const turns = /[\u0590-\u08ff\u200f\u202a-\u202e\u2066-\u2069\ufb1d-\ufdff\ufe70-\ufeff]/; // right to left
+  const label = (token) => {
+    const shown = token.replace(/\n/g, NEWLINE).replace(/ /g, "·").replace(/\t/g, "⇥");
+    return turns.test(shown) ? `\u2068${shown}\u2069` : shown;
+  };
+  const number = (x) => (x === null ? "–" : String(Number(x.toPrecision(3))).replace("-", "−"));
+  const valuesOf = (quantised) => quantised.cells.map((cell) => (cell === null ? null : cell * quantised.unit));
+  // the magnitude that gets full colour, as in _colour.py
+  const strongest = (values) => {
+    const sizes = values.map((x) => Math.abs(x ?? 0)).filter((x) => x > 0).sort((a, b) => a - b);
+    return sizes.length ? sizes[Math.ceil(0.98 * sizes.length) - 1] : 1;
+  };
+  const sumOf = (values) => values.reduce((sum, x) => sum + (x ?? 0), 0);
+
+  const element = (name, className, text) => {
+    const made = document.createElement(name);
+    if (className) made.className = className;
+    if (text !== undefined) made.textContent = text;
+    return made;
+  };
+
+  // --- coloured tokens -------------------------------------------------------------------------------------------
+
+  const colouredTokens = (tokens, values, describe) => {
+    const top = strongest(values);
+    const box = element("div", "tokens");
+    tokens.forEach((token, i) => {
+      const span = element("span", "none", token.replace(/\n/g, NEWLINE + "\n"));
+      if (values[i] !== null) {
+        const strength = Math.min(1, Math.abs(values[i]) / top);
+        span.className = (values[i] < 0 ? "negative" : "positive") + (strength > 0.55 ? " strong" : "");
+        span.style.setProperty("--x", (100 * strength).toFixed(1) + "%");
+      }
+      span.title = describe(token, i, values[i]);
+      box.append(span);
+    });
+    return box;
+  };
+
+  const inBlocks = (tokens, size) => {
+    if (size === 1) return tokens;
+    const blocks = [];
+    for (let i = 0; i < tokens.length; i += size) blocks.push(tokens.slice(i, i + size).join(""));
+    return blocks;
+  };
+
+  // --- one head's pattern, on a canvas: queries of the text downwards, keys of prompt and text across -----------------
+
+  const columnsOf = (data) => {
+    const columns = [];
+    for (const [part, size] of [["prompt", data.block.prompt], ["text", data.block.text]])
+      for (let i = 0; i < data[part].length; i += size) {
+        const last = Math.min(i + size, data[part].length) - 1;
+        const place = last === i ? `${i}` : `${i}–${last}`;
+        const text = data[part].slice(i, last + 1).join("");
+        columns.push({ part, place, text: label(text.length > 24 ? text.slice(0, 23) + "…" : text) });
+      }
+    return columns;
+  };
+
+  const colourReader = (context) => {
+    // the browser parses the style sheet's colours, whatever notation they have
+    const style = getComputedStyle(document.documentElement);
+    return (name) => {
+      context.fillStyle = style.getPropertyValue(name).trim();
+      const hex = context.fillStyle;
+      return [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16));
+    };
+  };
+
+  const layoutOf = (width, nRows, nColumns) => {
+    const left = 110, top = 26, gap = 8;
+    const cell = Math.min(18, (width - left - gap - 4) / nColumns);
+    const row = nRows <= 64 ? 13 : Math.max(3, Math.floor(640 / nRows));
+    return { left, top, gap, cell, row, width, height: top + nRows * row + 4 };
+  };
+
+  const drawPattern = (canvas, data, columns, values, nPrompt) => {
+    const nRows = data.queries.length;
+    const box = layoutOf(canvas.parentElement.clientWidth || 900, nRows, columns.length);
+    const ratio = window.devicePixelRatio || 1;
+    canvas.width = box.width * ratio;
+    canvas.height = box.height * ratio;
+    canvas.style.height = box.height + "px";
+    const context = canvas.getContext("2d");
+    context.scale(ratio, ratio);
+    const colour = colourReader(context);
+    const [paper, positive, negative, ink] = ["--cell", "--positive", "--negative", "--muted"].map(colour);
+    const full = strongest(values);
+    const xOf = (column) => box.left + column * box.cell + (column >= nPrompt ? box.gap : 0);
+    values.forEach((x, i) => {
+      const row = Math.floor(i / columns.length), column = i % columns.length;
+      const strength = Math.min(1, Math.abs(x ?? 0) / full);
+      const end = x < 0 ? negative : positive;
+      const mixed = paper.map((from, k) => Math.round(from + strength * (end[k] - from)));
+      context.fillStyle = `rgb(${mixed})`;
+      context.fillRect(xOf(column), box.top + row * box.row, box.cell + 0.3, box.row - (box.row > 8 ? 1 : 0));
+    });
+    context.fillStyle = `rgb(${ink})`;
+    context.font = "11px system-ui, sans-serif";
+    context.fillText(`prompt, ${data.prompt.length} tokens →`, xOf(0), 16);
+    const inText = `text, ${data.text.length} tokens →`;
+    const right = box.width - context.measureText(inText).width - 2;
+    context.fillText(inText, Math.min(xOf(nPrompt), right), 16);
+    if (box.row < 10) context.fillText("text ↓", 4, box.top + 10);
+    else {
+      context.textAlign = "right";
+      context.font = "10px ui-monospace, monospace";
+      data.queries.forEach((query, row) =>
+        context.fillText(label(data.text[query]).slice(0, 16), box.left - 6, box.top + row * box.row + box.row - 3));
+    }
+    return { ...box, full };
+  };
+
+  const patternPanel = (data, head) => {
+    const columns = columnsOf(data), values = valuesOf(head.pattern);
+    const nPrompt = columns.filter((column) => column.part === "prompt").length;
+    const panel = element("div", "pattern"), canvas = element("canvas"), readout = element("p", "readout");
+    const rest = "Point at a cell to read it.";
+    canvas.setAttribute("role", "img");
+    canvas.setAttribute("aria-label", "attention of the text's tokens to prompt and text");
+    readout.textContent = rest;
+    panel.append(canvas, readout);
+    let box = null;
+    const draw = () => { box = drawPattern(canvas, data, columns, values, nPrompt); };
+    canvas.addEventListener("mousemove", (event) => {
+      const x = event.offsetX - box.left, row = Math.floor((event.offsetY - box.top) / box.row);
+      const border = nPrompt * box.cell;
+      const column = Math.floor((x < border ? x : Math.max(border, x - box.gap)) / box.cell);
+      if (x < 0 || row < 0 || row >= data.queries.length || column >= columns.length) return (readout.textContent = rest);
+      const query = data.queries[row], key = columns[column], value = values[row * columns.length + column];
+      readout.textContent =
+        `text ${query} “${label(data.text[query])}” attends to ${key.part} ${key.place} “${key.text}”: ${number(value)}`;
+    });
+    canvas.addEventListener("mouseleave", () => (readout.textContent = rest));
+    return { panel, draw, full: () => box.full };
+  };
+
+  // --- the heat map of heads --------------------------------------------------------------------------------------
+
+  const showHead = (place, data, layer, headIndex) => {
+    const head = data.heads[layer][headIndex];
+    const shares = valuesOf(head.shares), tokens = inBlocks(data.prompt, data.block.share);
+    const title = element("h3", "", `Layer ${layer}, head ${headIndex}`);
+    const { panel, draw, full } = patternPanel(data, head);
+    const patternTitle = element("h4", "", "Attention pattern of the unconverted model");
+    place.replaceChildren(title, patternTitle, panel);
+    draw();
+    panel.prepend(element("p", "note",
+      ["Rows are the text's tokens.", `Full colour at ${number(full())}.`, ...data.notes].join(" ")));
+    const most = shares.map((x, i) => [x ?? 0, i]).sort((a, b) => Math.abs(b[0]) - Math.abs(a[0])).slice(0, 5);
+    const list = most.map(([x, i]) => `“${label(tokens[i])}” (${i * data.block.share}) ${number(x)}`).join(", ");
+    place.append(
+      element("h4", "", "Prompt tokens by the attention that they get, mean over the text"),
+      element("p", "note", `All of them together: ${number(sumOf(shares))}. Most: ${list}.`),
+      colouredTokens(tokens, shares, (token, i, x) => `prompt ${i * data.block.share} ${label(token)}: ${number(x)}`));
+    if (head.bias) {
+      const bias = valuesOf(head.bias);
+      place.append(
+        element("h4", "", "Text tokens by the share of the head's output that the bias carries"),
+        element("p", "note", `Mean ${number(sumOf(bias) / bias.length)}.`),
+        colouredTokens(data.text, bias, (token, i, x) => `text ${i} ${label(token)}: ${number(x)}`));
+    }
+    return draw;
+  };
+
+  const setUpHeatMap = (figure) => {
+    const select = figure.querySelector("figcaption select");
+    const maps = [...figure.querySelectorAll("table.heat")];
+    select?.addEventListener("change", () => maps.forEach((map) => { map.hidden = map.dataset.column !== select.value; }));
+    const data = dataOf(figure);
+    if (!data) return;
+    const place = figure.querySelector(".detail");
+    let redraw = () => {};
+    const choose = (layer, head) => {
+      figure.dataset.selected = `${layer}.${head}`;
+      for (const button of figure.querySelectorAll("button"))
+        button.setAttribute("aria-pressed", button.dataset.layer === layer && button.dataset.head === head);
+      redraw = showHead(place, data, Number(layer), Number(head));
+    };
+    const known = (button) => data.heads[button.dataset.layer]?.[button.dataset.head] !== undefined;
+    for (const button of figure.querySelectorAll("button"))
+      button.addEventListener("click", () => known(button) && choose(button.dataset.layer, button.dataset.head));
+    const strength = (button) => (known(button) ? parseFloat(button.style.getPropertyValue("--x")) || 0 : -1);
+    const first = [...maps[0].querySelectorAll("button")].reduce((a, b) => (strength(b) > strength(a) ? b : a));
+    if (known(first)) choose(first.dataset.layer, first.dataset.head);
+    window.addEventListener("resize", () => redraw());
+    window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => redraw());
+  };
+
+  // --- circuitsvis, and the frame of a notebook ----------------------------------------------------------------------
+
+  const setUpAttention = (figure, index) => {
+    const target = figure.querySelector(":scope > div");
+    target.id = `circuitsvis-${index}`;
+    CircuitsVis.render(target.id, CircuitsVis.AttentionHeads, dataOf(figure));
+  };
+
+  const fitFrame = () => {
+    let frame = null;
+    try { frame = window.frameElement; } catch { return; } // the frame of another origin, which keeps its own height
+    if (!frame || !frame.hasAttribute("srcdoc")) return;
+    new ResizeObserver(() => { frame.style.height = document.documentElement.offsetHeight + 4 + "px"; }).observe(document.body);
+  };
+
+  document.querySelectorAll('[data-kvlens="heat-map"]').forEach(setUpHeatMap);
+  document.querySelectorAll('[data-kvlens="attention"]').forEach(setUpAttention);
+  fitFrame();
+})();

@@ -1,0 +1,53 @@
+"""A tidy frame as a table that people read."""
+
+import numbers
+from typing import Any
+
+import pandas as pd
+
+from kvlens.errors import KVLensError
+from kvlens.viz._text import html_text, number
+from kvlens.viz.piece import Piece
+
+MAX_ROWS = 200
+
+
+def error_table(frame: pd.DataFrame, *, title: str = "table", max_rows: int = MAX_ROWS) -> Piece:
+    """Numbers to three digits, text as it is; the first ``max_rows`` rows, and how many there are.
+
+    Args:
+        frame: any tidy frame.
+        title: above the table.
+        max_rows: how many rows are shown.
+
+    Raises:
+        KVLensError: no columns, or ``max_rows`` below 1.
+    """
+    if not len(frame.columns) or max_rows < 1:
+        raise KVLensError(f"error_table: {len(frame.columns)} columns, max_rows {max_rows}; both must be at least 1")
+    is_number = {column: pd.api.types.is_numeric_dtype(frame[column]) for column in frame.columns}
+    head = "".join(f'<th scope="col"{_right(is_number[column])}>{html_text(str(column))}</th>' for column in frame.columns)
+    rows = "".join(
+        "<tr>" + "".join(_cell(x, is_number[column]) for column, x in zip(frame.columns, row, strict=True)) + "</tr>"
+        for row in frame.head(max_rows).itertuples(index=False)
+    )
+    more = f'<p class="note">The first {max_rows} of {len(frame):,} rows.</p>' if len(frame) > max_rows else ""
+    body = (
+        f'<figure class="piece"><figcaption>{html_text(title)}</figcaption><div class="scroll"><table class="plain">'
+        f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>{more}</figure>"
+    )
+    return Piece(title, body)
+
+
+def _cell(value: Any, right: bool) -> str:
+    if isinstance(value, numbers.Integral):
+        shown = str(value)  # bool too
+    elif isinstance(value, numbers.Real):
+        shown = number(float(value))
+    else:
+        shown = "–" if pd.isna(value) else html_text(str(value))
+    return f"<td{_right(right)}>{shown}</td>"
+
+
+def _right(right: bool) -> str:
+    return ' class="right"' if right else ""

@@ -1,0 +1,94 @@
+"""Text whose tokens are coloured by a number each."""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from kvlens.errors import KVLensError
+from kvlens.viz._colour import FULL, diverging_map, strongest, style
+from kvlens.viz._text import NEWLINE, html_text, label, number
+from kvlens.viz.piece import Piece
+
+MAX_TOKENS = 4096
+LINE = 92
+"""Characters on a line of the static picture."""
+
+
+def coloured_tokens(
+    tokens: Sequence[str], values: Any, *, title: str = "tokens", unit: str = "value", top: float | None = None
+) -> Piece:
+    """Tokens in reading order, blue where their value is positive and red where it is negative.
+
+    Args:
+        tokens: as text, whatever it holds.
+        values: one number a token; one that is not finite leaves its token without colour.
+        title, unit: what is shown, and what the numbers are.
+        top: the magnitude that gets full colour; None takes a high quantile.
+
+    More than 4,096 tokens are shown in blocks of neighbours, each with the mean of its values, and the title says so.
+
+    Raises:
+        KVLensError: no tokens, or another number of values than of tokens.
+    """
+    shown, numbers = list(tokens), [float(value) for value in values]
+    if not shown or len(shown) != len(numbers):
+        raise KVLensError(
+            f"coloured_tokens: {len(shown)} tokens and {len(numbers)} values; give one value a token, at least one"
+        )
+    if len(shown) > MAX_TOKENS:
+        size = math.ceil(len(shown) / MAX_TOKENS)
+        title += f" (blocks of {size} of the {len(shown):,} tokens, mean of each)"
+        shown, numbers = _in_blocks(shown, numbers, size)
+    full = strongest(numbers, FULL) if top is None else top
+    spans = "".join(_span(token, value, full, i, unit) for i, (token, value) in enumerate(zip(shown, numbers, strict=True)))
+    body = (
+        f'<figure class="piece"><figcaption>{html_text(title)} <span class="unit">{html_text(unit)}, full colour at '
+        f'{number(full)}</span></figcaption><div class="tokens">{spans}</div></figure>'
+    )
+    return Piece(title, body, figure=functools.partial(_figure, shown, numbers, full, title))
+
+
+def _span(token: str, value: float, top: float, position: int, unit: str) -> str:
+    """One token; a newline is shown by a sign and then taken."""
+    text = html_text(token).replace("\n", f"{NEWLINE}\n")
+    return f'<span title="{html_text(f"{position} {label(token)}: {unit} {number(value)}")}" {style(value, top)}>{text}</span>'
+
+
+def _in_blocks(tokens: list[str], values: list[float], size: int) -> tuple[list[str], list[float]]:
+    starts = range(0, len(tokens), size)
+    means = [sum(values[i : i + size]) / len(values[i : i + size]) for i in starts]
+    return ["".join(tokens[i : i + size]) for i in starts], means
+
+
+def _figure(tokens: list[str], values: list[float], top: float, title: str) -> Any:
+    """Monospaced text, a coloured box behind each token."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
+
+    colours, places, column, line = diverging_map(), [], 0, 0
+    for token, value in zip(tokens, values, strict=True):
+        shown = token.replace("\n", NEWLINE).expandtabs(4)
+        if column and column + len(shown) > LINE:
+            column, line = 0, line + 1
+        places.append((column, line, shown, value))
+        column, line = (0, line + 1) if "\n" in token else (column + len(shown), line)
+    figure = Figure(figsize=(LINE * 0.085, 0.5 + 0.2 * (line + 1)))
+    ax = figure.add_subplot()
+    for column, line, shown, value in places:
+        if math.isfinite(value) and top > 0:
+            strength = max(-1.0, min(1.0, value / top))
+            ax.add_patch(
+                Rectangle(
+                    (column, line - 0.5),
+                    len(shown),
+                    1,
+                    color=colours(0.5 + 0.35 * strength),
+                    linewidth=0,
+                )
+            )
+        ax.text(column, line, shown, va="center", family="monospace", fontsize=7.5, parse_math=False)
+    ax.set(xlim=(0, LINE), ylim=(line + 1, -1))
+    ax.set_title(title, fontsize=9, parse_math=False)
+    ax.axis("off")
+    return figure

@@ -1,0 +1,38 @@
+"""``python killed_often.py PROMPTS MODEL OUT``: run a batch, kill it with SIGKILL again and again, and print how often.
+
+The batch runs in forks of a process that has imported everything, so that it is killed at its work and not while importing.
+"""
+
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+from analyses.batch.runner import Input, run_batch
+from analyses.batch.task import Resources, Task, load_analysis
+
+
+def main(prompts: str, model: str, out: str) -> None:
+    task, source, pause = Task("bias_by_head", (model,)), Input(Path(prompts)), random.Random(0)
+    load_analysis(task.analysis)
+    kills, attempts = 0, 0
+    while True:
+        child = os.fork()
+        if child == 0:
+            run_batch(task, source, out, resources=Resources(prompts_a_job=2), progress=False)
+            os._exit(0)
+        attempts += 1
+        time.sleep(pause.uniform(0, 0.04 * attempts))  # ever later, so that it comes to an end on any machine
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        if not os.WIFSIGNALED(status):
+            break
+        kills += 1
+    assert os.WEXITSTATUS(status) == 0, status
+    print(kills)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,61 @@
+"""Models whose heads are known by construction, for text that is said twice."""
+
+from typing import Any
+
+import torch
+
+from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVShiftConfig
+
+D_VOCAB = 11
+SHARP = 60.0
+"""Scores of a match; e^-60 beside 1 is below the rounding of float64."""
+
+HEAD_TAPS = {  # (alpha_1, alpha_2), (beta_1, beta_2): KVSA table 4, one head each
+    "induction": ((0.0, 1.0), (1.0, 0.0)),
+    "predecessor": ((1.0, 0.0), (0.0, 1.0)),
+    "delayed": ((0.0, 1.0), (0.0, 1.0)),
+    "plain": ((1.0, 0.0), (1.0, 0.0)),
+}
+
+
+def blank_model(**changes: Any) -> HookedKVTransformer:
+    """Attention only, no norm, no positions, tokens one-hot in and out, every attention weight 0."""
+    settings = dict(
+        n_layers=1, n_heads=4, d_model=D_VOCAB, d_head=D_VOCAB, n_ctx=32, d_vocab=D_VOCAB, attn_only=True,
+        normalization_type=None, positional_embedding_type="none", attn_scale=1.0, dtype=torch.float64, device="cpu", seed=0,
+    )  # fmt: skip
+    model = HookedKVTransformer(HookedKVTransformerConfig(**{**settings, **changes})).requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        if "shift_coef" not in name:
+            parameter.zero_()
+    model.W_E[:, :D_VOCAB] = torch.eye(D_VOCAB, dtype=torch.float64)
+    model.W_U[:D_VOCAB] = torch.eye(D_VOCAB, dtype=torch.float64)
+    return model
+
+
+def shifted_heads() -> HookedKVTransformer:
+    """One layer, four heads that match tokens with themselves and copy what they read, each with one of the four roles."""
+    model = blank_model(kv_shift=KVShiftConfig())
+    attn, one = model.blocks[0].attn, torch.eye(D_VOCAB, dtype=torch.float64)
+    attn.W_Q[:], attn.W_K[:], attn.W_V[:], attn.W_O[:] = SHARP * one, one, one, one
+    for head, (alpha, beta) in enumerate(HEAD_TAPS.values()):
+        attn.k_shift_coef[head], attn.v_shift_coef[head] = torch.tensor(alpha), torch.tensor(beta)
+    return model
+
+
+def two_layer_circuit(n_ctx: int = 32) -> HookedKVTransformer:
+    """Head 0.1 attends to the place before and writes its token into a space of its own; head 1.2 matches that and copies.
+
+    d_model is three spaces side by side: the token, the position, the token before. All other heads have weights 0.
+    """
+    model = blank_model(n_layers=2, n_heads=3, d_model=2 * D_VOCAB + n_ctx, d_head=n_ctx, n_ctx=n_ctx,
+                        positional_embedding_type="standard")  # fmt: skip
+    token, position, before = slice(0, D_VOCAB), slice(D_VOCAB, D_VOCAB + n_ctx), slice(D_VOCAB + n_ctx, None)
+    places, one = torch.eye(n_ctx, dtype=torch.float64), torch.eye(D_VOCAB, dtype=torch.float64)
+    model.W_pos[:, position] = places
+    first, second = model.blocks[0].attn, model.blocks[1].attn
+    first.W_Q[1, position], first.W_K[1, position] = SHARP * places, places.roll(1, dims=1)  # key p answers query p + 1
+    first.W_V[1, token, :D_VOCAB], first.W_O[1, :D_VOCAB, before] = one, one
+    second.W_Q[2, token, :D_VOCAB], second.W_K[2, before, :D_VOCAB] = SHARP * one, one
+    second.W_V[2, token, :D_VOCAB], second.W_O[2, :D_VOCAB, token] = one, one
+    return model

@@ -1,0 +1,272 @@
+"""Every patch against the slow way (a KVBias or a model put together by hand), and the ends of the scale by law."""
+
+import copy
+from dataclasses import replace
+
+import pandas as pd
+import pytest
+import torch
+from analysis_models import VARIANTS, pencil_model, random_model, tokens
+
+from analyses._analysis import Record
+from analyses.activation_patching import ANALYSIS, activation_patching
+from kvlens import KVLensError, KVShiftConfig, convert_prompt
+
+CLEAN, CORRUPTED, TEXT = tokens(7), tokens(7, seed=5), tokens(4, seed=1)
+ANSWER, WRONG = 3, 11
+BIAS_TENSORS = {
+    "b_kv": ["b_KV"],
+    "b_d": ["b_D"],
+    "bias": ["b_KV", "b_D"],
+    "boundary": ["last_k", "last_v", "last_q"],
+    "prompt": ["b_KV", "b_D", "last_k", "last_v", "last_q"],
+}
+MODELS = {
+    **VARIANTS,
+    "values shifted, no normaliser": dict(normalizer="none", kv_shift=KVShiftConfig(window=1, keys=False)),
+    "gqa, queries shifted": dict(n_heads=6, d_model=36, n_key_value_heads=3, kv_shift=KVShiftConfig(queries=True)),
+}
+
+
+def patching(model, **changes):
+    arguments = dict(clean=CLEAN, corrupted=CORRUPTED, text_tokens=TEXT, answer=ANSWER, wrong=WRONG)
+    return activation_patching(model, **{**arguments, **changes})
+
+
+def metric_under(model, bias, fwd_hooks=()):
+    with model.kv_bias(bias):
+        logits = model.run_with_hooks(TEXT[None], fwd_hooks=list(fwd_hooks))[0, -1]
+    return float(logits[ANSWER] - logits[WRONG])
+
+
+def mixed_bias(model, clean, corrupted, row):
+    """The corrupted bias with one part of the clean one in its place."""
+    mixed = {}
+    for name in BIAS_TENSORS[row.point]:
+        patched, group = getattr(corrupted, name).clone(), 1
+        head_axis = -2 if name in ("b_D", "last_k", "last_v", "last_q") else -3
+        if name == "last_q":
+            group = model.cfg.n_heads // model.cfg.n_kv_heads
+        layers = slice(None) if row.layer == -1 else slice(row.layer, row.layer + 1)
+        heads = slice(None) if row.head == -1 else slice(row.head * group, (row.head + 1) * group)
+        here, there = (x[layers].movedim(head_axis, 0) for x in (patched, getattr(clean, name)))
+        here[heads] = there[heads]
+        mixed[name] = patched
+    return replace(corrupted, **mixed)
+
+
+def without_shift(model, row):
+    """The same weights with the identity as the named coefficients."""
+    changed = copy.deepcopy(model)
+    for layer, block in enumerate(changed.blocks):
+        if row.layer in (-1, layer):
+            coef = getattr(block.attn, row.point)
+            coef[slice(None) if row.head == -1 else row.head] = torch.eye(1, coef.shape[1], dtype=coef.dtype)[0]
+    return changed
+
+
+def slow_metric(model, clean, corrupted, row):
+    if row.point in BIAS_TENSORS:
+        return metric_under(model, mixed_bias(model, clean, corrupted, row))
+    if row.point == "z_bias":
+        with model.kv_bias(clean):
+            _, cache = model.run_with_cache(TEXT[None])
+
+        def put_back(z, hook):
+            z = z.clone()
+            heads = slice(None) if row.head == -1 else row.head
+            z[:, :, heads] = cache[hook.name][:, :, heads]
+            return z
+
+        layers = range(2) if row.layer == -1 else [row.layer]
+        return metric_under(model, corrupted, [(f"blocks.{layer}.attn.hook_z_bias", put_back) for layer in layers])
+    changed = without_shift(model, row)
+    return metric_under(changed, replace(corrupted, fingerprint=changed.fingerprint()))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_patch_against_the_slow_way(name):
+    model = random_model(**MODELS[name])
+    clean, corrupted = convert_prompt(model, CLEAN), convert_prompt(model, CORRUPTED)
+    frame = patching(model)
+    assert frame["clean_metric"].unique() == pytest.approx([metric_under(model, clean)], rel=1e-12)
+    assert frame["corrupted_metric"].unique() == pytest.approx([metric_under(model, corrupted)], rel=1e-12)
+    gap = frame["clean_metric"][0] - frame["corrupted_metric"][0]
+    for row in frame.itertuples():
+        assert row.metric == pytest.approx(slow_metric(model, clean, corrupted, row), rel=1e-10, abs=1e-12), row
+        assert row.recovered == pytest.approx((row.metric - row.corrupted_metric) / gap, rel=1e-12)
+    moved = (frame["metric"] - frame["corrupted_metric"]).abs() > 1e-9
+    assert moved.groupby(frame["point"]).any().all()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_rows_are_every_head_then_every_layer_then_everything(name):
+    model = random_model(**MODELS[name])
+    cfg, frame = model.cfg, patching(model)
+    by_key_value_head = ("boundary", "k_shift_coef", "v_shift_coef")
+    for point, rows in frame.groupby("point", sort=False):
+        n_heads = cfg.n_kv_heads if point in by_key_value_head else 0 if point == "prompt" else cfg.n_heads
+        expected = [(layer, head) for layer in range(2) for head in range(n_heads)] + [(0, -1), (1, -1), (-1, -1)]
+        assert list(zip(rows["layer"], rows["head"], strict=True)) == expected
+    shift = [] if cfg.kv_shift is None else [x for x, on in zip("kvq", ("keys", "values", "queries"), strict=True)
+                                             if getattr(cfg.kv_shift, on)]  # fmt: skip
+    kernel = cfg.normalizer == "kernel"
+    assert frame["point"].unique().tolist() == [
+        "b_kv",
+        *(["b_d", "bias"] if kernel else []),
+        *(["boundary", "prompt"] if shift else []),
+        "z_bias",
+        *(f"{x}_shift_coef" for x in shift),
+    ]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_patching_everything_gives_the_clean_run(name):
+    model = random_model(**MODELS[name])
+    everything = "bias" if model.cfg.kv_shift is None else "prompt"
+    frame = patching(model, points=everything)
+    assert frame.iloc[-1][["layer", "head"]].tolist() == [-1, -1]
+    assert frame["recovered"].iloc[-1] == pytest.approx(1, abs=1e-12)
+    assert not frame["recovered"].iloc[:-1].isin([0, 1]).any()
+
+
+def test_patching_a_prompt_with_itself_changes_nothing():
+    model = random_model(kv_shift=KVShiftConfig(window=2, queries=True))
+    own = {x: torch.stack([getattr(block.attn, f"{x}_shift_coef") for block in model.blocks]) for x in "kvq"}
+    frame = patching(model, corrupted=CLEAN, coefficients=own)
+    assert frame["metric"].to_numpy() == pytest.approx(frame["clean_metric"].to_numpy(), rel=1e-13)
+    assert frame["clean_metric"].equals(frame["corrupted_metric"])
+    same = patching(model, coefficients=own)
+    coefs = same[same["point"].str.endswith("coef")]
+    assert coefs["recovered"].to_numpy() == pytest.approx(0, abs=1e-12)
+
+
+def test_where_clean_and_corrupted_agree_nothing_can_be_recovered():
+    frame = patching(random_model(), points=["b_kv"], metric=lambda logits: logits.new_ones(len(logits)))
+    assert (frame["metric"] == 1).all()
+    assert frame["recovered"].isna().all()
+
+
+def test_the_head_that_carries_everything_recovers_everything():
+    model = random_model(kv_shift=None)
+    model.blocks[0].attn.W_O.zero_()
+    model.blocks[1].attn.W_O[[0, 1, 2, 4]] = 0
+    frame = patching(model, points=["bias", "z_bias"]).set_index(["point", "layer", "head"])["recovered"]
+    assert frame.loc["bias", 1, 3] == pytest.approx(1, abs=1e-12)
+    others = frame.loc["bias"].drop([(1, 3), (1, -1), (-1, -1)])
+    assert others.tolist() == pytest.approx([0] * len(others), abs=1e-12)
+    assert frame.loc["z_bias", 1, 3] != pytest.approx(1)  # the text's own share still has the corrupted normaliser
+
+
+def test_by_pencil():
+    # the text 1 has the residual 1 + 1 (1 + b), a tenth of it is the answer's logit; b = 4 for the prompt 2, 1 for 1
+    frame = activation_patching(
+        pencil_model(), torch.tensor([1]), torch.tensor([0]), torch.tensor([0]), answer=0, wrong=1, points=["b_kv", "z_bias"]
+    )
+    expected = pd.DataFrame(
+        {
+            "point": ["b_kv"] * 3 + ["z_bias"] * 3,
+            "layer": [0, 0, -1] * 2,
+            "head": [0, -1, -1] * 2,
+            "metric": [0.6] * 6,
+            "clean_metric": [0.6] * 6,
+            "corrupted_metric": [0.3] * 6,
+            "recovered": [1.0] * 6,
+        }
+    )
+    pd.testing.assert_frame_equal(frame, expected, rtol=1e-13)
+
+
+def test_the_size_of_the_batch_changes_nothing_but_rounding_and_progress_tells_it():
+    model = random_model()
+    frames = {}
+    for size in (None, 1, 5, 1000):
+        started, done = [], []
+        frames[size] = patching(model, batch_size=size, on_start=started.append, on_progress=done.append)
+        assert started == [len(frames[size])]
+        assert done == sorted(done) and done[-1] == 1
+        n_coef = int(frames[size]["point"].str.endswith("coef").sum())
+        n_other = len(frames[size]) - n_coef
+        assert len(done) == n_coef + -(-n_other // (size or 1000))  # coefficients have no batch axis
+        pd.testing.assert_frame_equal(frames[size], frames[None], rtol=1e-9, atol=1e-12)
+
+
+def test_other_coefficients_and_metrics():
+    model = random_model(kv_shift=KVShiftConfig(window=1, keys=False))
+    corrupted = convert_prompt(model, CORRUPTED)
+    frame = patching(
+        model, answer=None, wrong=None, points="v_shift_coef", coefficients={"v": torch.tensor([0.25, 0.5])}
+    )  # the metric is now the mean logit of the next tokens
+    for row in frame.itertuples():
+
+        def replaced(coef, hook, head=row.head):
+            coef = coef.clone()
+            coef[slice(None) if head == -1 else head] = torch.tensor([0.25, 0.5], dtype=torch.float64)
+            return coef
+
+        layers = range(2) if row.layer == -1 else [row.layer]
+        hooks = [(f"blocks.{layer}.attn.hook_v_shift_coef", replaced) for layer in layers]
+        with model.kv_bias(corrupted):
+            logits = model.run_with_hooks(TEXT[None], fwd_hooks=hooks)[0]
+        assert row.metric == pytest.approx(float(logits[torch.arange(3), TEXT[1:]].mean()), rel=1e-11)
+
+
+def test_prompts_of_unequal_length_where_the_bias_is_rebased():
+    model = random_model()
+    frame = patching(model, corrupted=convert_prompt(model, tokens(4, seed=9)), points=["prompt"])
+    assert frame["recovered"].iloc[-1] == pytest.approx(1, abs=1e-12)
+
+
+def test_the_model_is_left_as_it_was():
+    model = random_model()
+    own = convert_prompt(model, tokens(3, seed=2))
+    clean, corrupted = convert_prompt(model, CLEAN), convert_prompt(model, CORRUPTED)
+    before = copy.deepcopy(clean.b_KV), copy.deepcopy(corrupted.b_KV)
+    with model.kv_bias(own):
+        patching(model, clean=clean, corrupted=corrupted)
+        assert model.attached_kv_bias is own
+    assert torch.equal(clean.b_KV, before[0]) and torch.equal(corrupted.b_KV, before[1])
+    assert not any(point.fwd_hooks for point in model.hook_dict.values())
+
+
+def test_the_batch_script_gives_the_promised_columns():
+    model = pencil_model()
+    record = Record("a", "1", "0", {"corrupted": "0", "answer": 0, "wrong": 1})
+    frame = ANALYSIS.run(model, record, points="b_kv,z_bias")
+    assert {name: str(dtype) for name, dtype in frame.dtypes.items()} == dict(ANALYSIS.columns)
+    assert frame["recovered"].tolist() == pytest.approx([1] * 6)
+    assert len(ANALYSIS.run(model, record, points="")) == 6
+    with pytest.raises(KVLensError, match="corrupted: this analysis needs a field of this name"):
+        ANALYSIS.run(model, replace(record, fields={}), points="")
+    with pytest.raises(KVLensError, match="text: this analysis needs one"):
+        ANALYSIS.run(model, replace(record, text=None), points="")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"points": ["b_kvs"]}, "no point is called 'b_kvs'; did you mean 'b_kv'"),
+        ({"points": ["xxxxxxx"]}, "no point is called 'xxxxxxx'; there are b_kv, b_d, bias"),
+        ({"points": "q_shift_coef"}, "has no 'q_shift_coef': it has b_kv, b_d, bias, boundary, prompt, z_bias, k_shift_coef"),
+        ({"coefficients": {"q": torch.ones(3)}}, "'q' is not shifted in this model; shifted are: k, v"),
+        ({"coefficients": {"k": torch.ones(2)}}, r"'k' must be \[3\] or \[2, 5, 3\], got \[2\]"),
+        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        ({"metric": lambda logits: logits[:, -1]}, r"one number a row, \[1\], .* got shape \[1, 17\]"),
+        ({"answer": 17}, r"answer: expected a token id in 0\.\.16"),
+        ({"answer": None, "wrong": None, "text_tokens": TEXT[:1]}, "one token has no next token"),
+        ({"clean": CLEAN[:0]}, "clean: it is empty"),
+    ],
+)
+def test_bad_input(changes, message):
+    with pytest.raises(KVLensError, match=message):
+        patching(random_model(), **changes)
+
+
+def test_prompts_and_models_that_do_not_go():
+    model = random_model(positional_embedding_type="standard")
+    with pytest.raises(KVLensError, match="position 7 under the clean prompt and at 4 under .* give prompts of equal length"):
+        patching(model, corrupted=tokens(4))
+    with pytest.raises(KVLensError, match="corrupted: expected the bias of one prompt, got a batch of 2"):
+        patching(model, corrupted=convert_prompt(model, tokens(6).reshape(2, 3)))
+    with pytest.raises(KVLensError, match="softmax"):
+        patching(random_model(attention="softmax"))

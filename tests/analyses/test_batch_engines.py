@@ -1,0 +1,189 @@
+"""Sharing jobs out among workers that die: by hand with an engine of none but lists, and with real processes."""
+
+import json
+import os
+from itertools import islice
+
+import pandas as pd
+import pytest
+from tiny_text_model import tiny_text_model
+
+from analyses._analysis import Record
+from analyses.batch.engines import MAX_DEATHS, WorkerDied, share_out
+from analyses.batch.runner import Input, run_batch
+from analyses.batch.task import Resources, Task
+from analyses.batch.worker import Job, Outcome
+from kvlens import KVLensError
+
+LETTERS = "batch_probes.letters"
+
+
+class ListEngine:
+    """Workers are lists that hold what they owe; those whose turn it is to die do so when asked for their answer.
+
+    Args:
+        dies: whether a worker dies over a job (None: as it starts), given how many have died.
+    """
+
+    def __init__(self, dies):
+        self.dies, self.deaths, self.alive, self.started, self.jobs = dies, 0, [], 0, []
+
+    def start(self):
+        self.alive.append([None])
+        self.started += 1
+        return self.started, len(self.alive) - 1
+
+    def submit(self, worker, job):
+        assert self.alive[worker[1]] is not None and self.alive[worker[1]] == []
+        self.alive[worker[1]].append(job)
+        self.jobs.append(job)
+
+    def wait(self, workers):
+        return workers[-1:]  # the latest first: an order that no real engine would have
+
+    def collect(self, worker):
+        job = self.alive[worker[1]].pop()
+        if self.dies(job, self.deaths):
+            self.deaths += 1
+            raise WorkerDied("killed by hand")
+        return [Outcome(job.model, place, record.id, rows=b"") for place, record in job.prompts] if job else []
+
+    def stop(self, worker):
+        assert self.alive[worker[1]] is not None, "stopped twice"
+        self.alive[worker[1]] = None
+
+
+def jobs(*sizes):
+    """Jobs of so many prompts each, whose places are 0, 1, 2 ..."""
+    places = iter(range(sum(sizes)))
+    return [Job(0, tuple((place, Record(f"p{place}", "x")) for place in islice(places, size))) for size in sizes]
+
+
+def shared(engine, given, n_workers=3):
+    lines = []
+    outcomes = [outcome for part in share_out(given, engine, n_workers, lines.append) for outcome in part]
+    assert all(worker is None for worker in engine.alive), "a worker was left running"
+    return sorted(outcomes, key=lambda outcome: outcome.prompt), lines
+
+
+def holds(job, *places):
+    return job is not None and any(place in places for place, _ in job.prompts)
+
+
+def test_every_prompt_once_and_no_more_workers_than_jobs():
+    engine = ListEngine(lambda job, deaths: False)
+    outcomes, lines = shared(engine, jobs(2, 2, 1), n_workers=7)
+    assert [o.prompt for o in outcomes] == [0, 1, 2, 3, 4] and not lines
+    assert engine.started == 3
+    assert shared(ListEngine(None), []) == ([], [])
+
+
+def test_the_job_of_a_dead_worker_is_given_out_again():
+    engine = ListEngine(lambda job, deaths: holds(job, 4) and deaths == 0)
+    outcomes, lines = shared(engine, jobs(3, 3, 3))
+    assert [(o.prompt, o.kind) for o in outcomes] == [(i, None) for i in range(9)]
+    assert lines == ["a worker died (killed by hand); another takes over"]
+    assert engine.started == 4
+    assert sum(holds(job, 0) for job in engine.jobs) == 1, "the others' jobs are left alone"
+
+
+def test_a_deadly_prompt_costs_only_itself():
+    engine = ListEngine(lambda job, deaths: holds(job, 1, 5))
+    outcomes, _ = shared(engine, jobs(3, 3, 3), n_workers=2)
+    assert [o.prompt for o in outcomes if o.kind == "died"] == [1, 5]
+    assert "its worker died 2 times (killed by hand)" in outcomes[1].error
+    assert len(outcomes) == 9
+    assert engine.deaths == 2 * (1 + MAX_DEATHS)
+
+
+@pytest.mark.parametrize("when", ["starting", "working"])
+def test_workers_that_always_die_end_the_batch(when):
+    engine = ListEngine(lambda job, deaths: (job is None) == (when == "starting"))
+    with pytest.raises(KVLensError, match="workers died one after the other; of the last: killed by hand"):
+        shared(engine, jobs(*[1] * 99), n_workers=2)
+    assert all(worker is None for worker in engine.alive)
+
+
+def test_an_error_and_a_reader_that_leaves_stop_every_worker():
+    class Refusing(ListEngine):
+        def collect(self, worker):
+            if super().collect(worker):
+                raise KVLensError("no such model")
+            return []
+
+    engine = Refusing(lambda job, deaths: False)
+    with pytest.raises(KVLensError, match="no such model"):
+        shared(engine, jobs(1, 1))
+    assert engine.alive == [None, None]
+    engine = ListEngine(lambda job, deaths: False)
+    outcomes = share_out(jobs(1, 1, 1), engine, 3)
+    next(outcomes)
+    outcomes.close()
+    assert engine.alive == [None, None, None]
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    tiny_text_model().save(folder)
+    return str(folder)
+
+
+def deadly_prompts(tmp_path):
+    """Eleven prompts, of which the fifth kills the first worker that takes it."""
+    records = [{"id": f"p{i}", "prompt": "abcdefghijk"[: i + 1]} for i in range(11)]
+    records[4]["kills_once"] = str(tmp_path / "killed")
+    path = tmp_path / "p.jsonl"
+    path.write_text("\n".join(map(json.dumps, records)))
+    return Input(path)
+
+
+def check_deadly_prompts(out, result, lines, how):
+    assert len(lines) == 1 and "a worker died" in lines[0] and how in lines[0]
+    assert result.errors is None and result.n_rows == 66
+    table = pd.read_parquet(out)
+    assert list(table["prompt_id"]) == [f"p{i}" for i in range(11) for _ in range(i + 1)]
+    assert "".join(table["letter"]) == "".join("abcdefghijk"[: i + 1] for i in range(11))
+    assert not list(out.parent.glob("*.partial*"))
+
+
+def test_two_processes_of_which_one_is_killed(model_folder, tmp_path):
+    lines = []
+    out = tmp_path / "t.parquet"
+    resources = Resources(workers=2, threads=1, prompts_a_job=3)
+    source = deadly_prompts(tmp_path)
+    result = run_batch(Task(LETTERS, (model_folder,)), source, out, resources=resources, tell=lines.append)
+    check_deadly_prompts(out, result, lines, "killed by SIGKILL")
+    alone = run_batch(Task(LETTERS, (model_folder,)), source, tmp_path / "alone.parquet")
+    assert alone.out.read_bytes() == out.read_bytes()
+
+
+@pytest.fixture
+def ray(monkeypatch):
+    """Ray with two CPUs, whose workers find the probes."""
+    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'kvlens[ray]' runs this test")
+    folder = os.path.dirname(__file__)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")])))
+    ray.init(num_cpus=2, address="local", log_to_driver=False, include_dashboard=False)
+    yield ray
+    ray.shutdown()
+
+
+@pytest.mark.filterwarnings("default")  # Ray's own
+def test_two_ray_actors_of_which_one_is_killed(model_folder, tmp_path, ray):
+    lines = []
+    out = tmp_path / "t.parquet"
+    resources = Resources(engine="ray", workers=2, threads=1, prompts_a_job=3)
+    source = deadly_prompts(tmp_path)
+    result = run_batch(Task(LETTERS, (model_folder,)), source, out, resources=resources, tell=lines.append)
+    check_deadly_prompts(out, result, lines, "")
+    alone = run_batch(Task(LETTERS, (model_folder,)), source, tmp_path / "alone.parquet")
+    assert alone.out.read_bytes() == out.read_bytes()
+
+
+def test_without_ray_it_says_what_to_install(model_folder, tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "ray", None)
+    with pytest.raises(KVLensError, match=r"pip install 'kvlens\[ray\]'"):
+        run_batch(
+            Task(LETTERS, (model_folder,)), deadly_prompts(tmp_path), tmp_path / "t.parquet", resources=Resources(engine="ray")
+        )

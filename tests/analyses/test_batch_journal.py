@@ -1,0 +1,128 @@
+"""The journal keeps jobs whole and once, and refuses to mix settings; the table has one schema and a row group a prompt."""
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from analyses.batch.journal import Journal, Progress, differences
+from analyses.batch.table import read_facts, schema_of, to_bytes, write_parquet
+from analyses.batch.worker import DIED, FAILED, REFUSED, Outcome
+from kvlens import KVLensError
+
+SETTINGS = {"analysis": "letters", "options": {"times": 2}, "columns": ["a", "b"]}
+
+
+def done(model, prompt, n_rows=3):
+    return Outcome(model, prompt, f"p{prompt}", n_rows, f"rows of {model}, {prompt}".encode())
+
+
+def test_what_was_added_is_there_in_order(tmp_path):
+    path = tmp_path / "j"
+    with Journal(path, SETTINGS) as journal:
+        journal.add([done(1, 0), done(0, 11)])
+        journal.add([done(0, 2), Outcome(0, 1, "p1", kind=REFUSED, error="no")])
+    with Journal(path, SETTINGS) as journal:
+        assert journal.progress() == Progress(n_done=4, n_failed=1, n_rows=9)
+        assert list(journal.tables()) == [b"rows of 0, 2", b"rows of 0, 11", b"rows of 1, 0"]
+        assert list(journal.failures()) == [(0, "p1", REFUSED, "no")]
+        assert [journal.holds(0, 1), journal.holds(1, 0), journal.holds(1, 1)] == [True, True, False]
+        journal.delete()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_job_is_there_altogether_or_not_at_all(tmp_path):
+    with Journal(tmp_path / "j", SETTINGS) as journal:
+        journal.add([done(0, 0)])
+        with pytest.raises(KVLensError, match="cannot write .*UNIQUE.*what was done before is kept"):
+            journal.add([done(0, 1), done(0, 0)])
+    with Journal(tmp_path / "j", SETTINGS) as journal:
+        assert list(journal.tables()) == [b"rows of 0, 0"]
+
+
+def test_what_failed_for_another_reason_than_the_prompt_is_tried_again(tmp_path):
+    with Journal(tmp_path / "j", SETTINGS) as journal:
+        journal.add([Outcome(0, i, f"p{i}", kind=kind, error="x") for i, kind in enumerate([FAILED, REFUSED, DIED])])
+    with Journal(tmp_path / "j", SETTINGS) as journal:
+        assert [journal.holds(0, i) for i in range(3)] == [False, True, False]
+
+
+def test_other_settings_are_refused_by_name_unless_anew(tmp_path):
+    with Journal(tmp_path / "j", SETTINGS) as journal:
+        journal.add([done(0, 0)])
+    others = {**SETTINGS, "options": {"times": 3, "upper": True}, "columns": ["a"]}
+    with pytest.raises(KVLensError) as refusal:
+        Journal(tmp_path / "j", others)
+    for words in ("options.times was 2, now 3", "options.upper was null, now true", 'columns was ["a", "b"], now ["a"]'):
+        assert words in str(refusal.value)
+    assert "analysis" not in str(refusal.value)
+    with Journal(tmp_path / "j", others, anew=True) as journal:
+        assert journal.progress().n_done == 0
+    with Journal(tmp_path / "j", others) as journal:
+        assert journal.progress().n_done == 0
+    assert differences(SETTINGS, SETTINGS) == []
+
+
+def test_one_run_at_a_time(tmp_path):
+    with Journal(tmp_path / "j", SETTINGS), pytest.raises(KVLensError, match="another run is writing"):
+        Journal(tmp_path / "j", SETTINGS, anew=True)
+
+
+def test_files_that_are_no_journal(tmp_path):
+    (tmp_path / "j").write_text("a photo of a cat, longer than the head of a database would be " * 9)
+    with pytest.raises(KVLensError, match="is not the journal of a batch"):
+        Journal(tmp_path / "j", SETTINGS, anew=True)
+    with pytest.raises(KVLensError, match="cannot write"):
+        Journal(tmp_path / "nowhere" / "j", SETTINGS)
+
+
+COLUMNS = {"token": "str", "kind": "category", "layer": "int64", "flag": "bool", "loss": "float32", "rank": "Int64"}
+
+
+def frame(n):
+    return pd.DataFrame(
+        {
+            "token": pd.Series(["x", None, "<é\n"][:n], dtype="str"),
+            "kind": pd.Categorical(["u", "v", "u"][:n], categories=["u", "v"]),
+            "layer": pd.Series(range(n), dtype="int64"),
+            "flag": pd.Series([True, False, True][:n], dtype="bool"),
+            "loss": pd.Series([0.5, float("nan"), float("inf")][:n], dtype="float32"),
+            "rank": pd.Series([1, None, 3][:n], dtype="Int64"),
+        }
+    )
+
+
+def test_the_table_is_the_frames_one_row_group_each(tmp_path):
+    schema = schema_of(COLUMNS)
+    path = tmp_path / "t.parquet"
+    write_parquet(path, schema, [to_bytes(frame(n), schema) for n in (3, 0, 1, 2)], {"analysis": "é"})
+    file = pq.ParquetFile(path)
+    assert [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)] == [3, 1, 2]
+    expected = pd.concat([frame(3), frame(1), frame(2)], ignore_index=True)
+    expected["loss"] = expected["loss"].astype("float32")
+    pd.testing.assert_frame_equal(pd.read_parquet(path), expected, check_categorical=False)
+    assert read_facts(path) == {"analysis": "é"}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_table_without_rows_has_its_columns(tmp_path):
+    write_parquet(tmp_path / "t.parquet", schema_of(COLUMNS), [], {})
+    assert list(pd.read_parquet(tmp_path / "t.parquet").columns) == list(COLUMNS)
+
+
+def test_values_that_a_column_cannot_hold_are_refused():
+    with pytest.raises(pa.ArrowException, match="truncated"):
+        to_bytes(pd.DataFrame({"layer": [0.5]}), schema_of({"layer": "int64"}))
+
+
+def test_nothing_half_written(tmp_path):
+    def prompts():
+        yield to_bytes(frame(2), schema_of(COLUMNS))
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "t.parquet").write_text("the old table")
+    with pytest.raises(KVLensError, match=r"cannot write .*t.parquet: No space left on device"):
+        write_parquet(tmp_path / "t.parquet", schema_of(COLUMNS), prompts(), {})
+    assert [p.name for p in tmp_path.iterdir()] == ["t.parquet"]
+    assert (tmp_path / "t.parquet").read_text() == "the old table"
+    assert read_facts(tmp_path / "t.parquet") is None and read_facts(tmp_path / "nowhere") is None

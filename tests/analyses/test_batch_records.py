@@ -1,0 +1,104 @@
+"""What counts as a prompt, and that what does not is named by its line."""
+
+import json
+
+import pytest
+
+from analyses._analysis import Record
+from analyses.batch.records import BadLine, read_records, survey
+from kvlens import KVLensError
+
+
+def write(path, *lines: bytes | str):
+    path.write_bytes(b"\n".join(line.encode() if isinstance(line, str) else line for line in lines) + b"\n")
+    return path
+
+
+def test_jsonl_by_hand(tmp_path):
+    path = write(
+        tmp_path / "p.jsonl",
+        '\ufeff{"prompt": "a", "id": "first"}',
+        '{"prompt": "b\u2028b", "text": " c", "id": 7, "answer": " d", "places": [1, 2]}\r',
+        '{"prompt": "e", "text": null}',
+    )
+    assert list(read_records(path, text="T")) == [
+        Record("first", "a", "T"),
+        Record("7", "b\u2028b", " c", {"answer": " d", "places": [1, 2]}),  # U+2028 ends no line
+        Record("p.jsonl:3", "e", "T"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("", "the line is empty"),
+        ("  ", "the line is empty"),
+        ('{"prompt": "a"', "not JSON (Expecting"),
+        ("[" * 100_000, "not JSON ("),
+        ('["a"]', "expected an object with a prompt, got list"),
+        ('{"promt": "a"}', '"prompt" is missing, empty, or not a string'),
+        ('{"prompt": ""}', '"prompt" is missing, empty, or not a string'),
+        ('{"prompt": 3}', '"prompt" is missing, empty, or not a string'),
+        ('{"prompt": "a", "text": ""}', '"text" is empty or not a string'),
+        ('{"prompt": "a", "text": 4}', '"text" is empty or not a string'),
+        ('{"prompt": "a", "id": true}', '"id" is neither a string nor an integer'),
+        ('{"prompt": "a", "id": ""}', '"id" is neither a string nor an integer'),
+        ('{"prompt": "a\\ud800"}', "half a character"),
+        (b'{"prompt": "\xff"}', "not UTF-8 text"),
+    ],
+)
+def test_a_bad_line_is_named_and_the_rest_goes_on(tmp_path, line, problem):
+    path = write(tmp_path / "p.jsonl", '{"prompt": "a"}', line, '{"prompt": "b"}')
+    first, bad, last = read_records(path)
+    assert (first.prompt, last.prompt) == ("a", "b")
+    assert isinstance(bad, BadLine) and bad.where == "p.jsonl:2" and problem in bad.problem
+    found = survey(path)
+    assert (found.n_prompts, found.bad) == (2, (bad,))
+
+
+def test_text_file_by_hand(tmp_path):
+    path = write(tmp_path / "p.txt", " a {", "", "b\r", b"\xff")
+    assert list(read_records(path)) == [
+        Record("p.txt:1", " a {"),
+        BadLine("p.txt:2", "the line is empty"),
+        Record("p.txt:3", "b"),
+        BadLine("p.txt:4", "not UTF-8 text; convert the file first"),
+    ]
+
+
+def test_folder_by_hand(tmp_path):
+    (tmp_path / "sub").mkdir()
+    for name, content in {"b.txt": b"two\nlines\n", "sub/a.md": b"a", "c": b" \n", "d": b"\xff", ".hidden": b"h"}.items():
+        (tmp_path / name).write_bytes(content)
+    assert list(read_records(tmp_path, text="T")) == [
+        Record("b.txt", "two\nlines\n", "T"),
+        BadLine("c", "the file is empty"),
+        BadLine("d", "not UTF-8 text; convert it first"),
+        Record("sub/a.md", "a", "T"),
+    ]
+
+
+def test_the_hash_is_of_what_is_read(tmp_path):
+    base = {"prompt": "a", "id": "x", "answer": "b"}
+
+    def digest(*records, text=None):
+        return survey(write(tmp_path / "p.jsonl", *map(json.dumps, records)), text).sha256
+
+    assert digest(base) == digest({"answer": "b", "id": "x", "prompt": "a"})
+    others = [{**base, "prompt": "A"}, {**base, "id": "y"}, {**base, "answer": "c"}, {**base, "text": "t"}, {**base, "n": 1}]
+    assert len({digest(base), digest(base, base | {"id": "y"}), digest(base, text="T"), *map(digest, others)}) == 8
+    path = write(tmp_path / "p.jsonl", json.dumps(base), "")
+    assert survey(path).sha256 != digest(base)
+
+
+def test_inputs_that_are_refused(tmp_path):
+    with pytest.raises(KVLensError, match="cannot read .*nowhere.jsonl: No such file"):
+        survey(tmp_path / "nowhere.jsonl")
+    with pytest.raises(KVLensError, match="holds no prompt; it is empty"):
+        survey(tmp_path)
+    with pytest.raises(KVLensError, match="one JSON document; write an object a line"):
+        survey(write(tmp_path / "p.json", "[]"))
+    with pytest.raises(KVLensError, match="holds no prompt: p.jsonl:1: the line is empty"):
+        survey(write(tmp_path / "p.jsonl", "", ""))
+    with pytest.raises(KVLensError, match="the id '5' stands on lines 1 and 3 of"):
+        survey(write(tmp_path / "p.jsonl", '{"prompt": "a", "id": 5}', "", '{"prompt": "b", "id": "5"}'))

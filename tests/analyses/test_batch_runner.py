@@ -1,0 +1,282 @@
+"""A batch from beginning to end on a tiny model: the same table whatever interrupts it, and nothing half-written."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pyarrow.parquet as pq
+import pytest
+from tiny_text_model import tiny_text_model
+
+from analyses import bias_by_head
+from analyses.batch import runner
+from analyses.batch.journal import Journal
+from analyses.batch.runner import Input, run_batch
+from analyses.batch.task import Resources, Task
+from kvlens import HookedKVTransformer, KVLensError
+
+LETTERS = "batch_probes.letters"
+WORDS = ["The widget", "is purple. Return the gadget.", "Frobnicate", "both", "and the colour of the widget"]
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    tiny_text_model().save(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def other_folder(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("models") / "other"
+    tiny_text_model(n_layers=1, seed=2).save(folder)
+    return str(folder)
+
+
+def prompts(folder, *records, n=0) -> Input:
+    records = records or [{"prompt": f"{WORDS[i % 5]} {i}", "id": f"p{i}", "text": " is green"} for i in range(n)]
+    path = folder / "p.jsonl"
+    path.write_text("".join(json.dumps(r) + "\n" if isinstance(r, dict) else f"{r}\n" for r in records))
+    return Input(path)
+
+
+def names(folder):
+    return sorted(p.name for p in folder.iterdir())
+
+
+def silent(line):
+    pytest.fail(f"told {line}")
+
+
+def test_the_table_is_what_the_analysis_returns(model_folder, other_folder, tmp_path):
+    source = prompts(tmp_path, n=3)
+    out = tmp_path / "new" / "t.parquet"
+    result = run_batch(Task("bias_by_head", (other_folder, model_folder)), source, out, tell=silent)
+    frames = []
+    for name in (other_folder, model_folder):
+        model = HookedKVTransformer.load(name)
+        for _, record in source.records():
+            frame = bias_by_head(model, model.to_tokens(record.prompt)[0], model.to_tokens(record.text, prepend_bos=False)[0])
+            frame.insert(0, "model", name)
+            frame.insert(1, "prompt_id", record.id)
+            frames.append(frame)
+    pd.testing.assert_frame_equal(pd.read_parquet(out), pd.concat(frames, ignore_index=True), check_exact=True)
+    metadata = pq.read_metadata(out)
+    assert [metadata.row_group(i).num_rows for i in range(6)] == [3, 3, 3, 6, 6, 6]
+    assert (result.n_rows, result.n_prompts, result.n_without_rows, result.errors) == (27, 3, 0, None)
+    assert names(out.parent) == ["t.parquet"]
+
+
+def test_columns_and_options(model_folder, tmp_path):
+    source = prompts(tmp_path, {"prompt": "ab", "id": "x"})
+    task = Task(LETTERS, (model_folder,), columns=("letter", "place"), options={"upper": True, "times": 2})
+    run_batch(task, source, tmp_path / "t.parquet")
+    table = pd.read_parquet(tmp_path / "t.parquet")
+    assert list(table.columns) == ["model", "prompt_id", "letter", "place"]
+    assert "".join(table["letter"]) == "ABAB"
+
+
+def test_what_gives_no_rows_is_reported_and_the_rest_goes_on(model_folder, tmp_path):
+    lines = []
+    source = prompts(
+        tmp_path, {"prompt": "ab"}, "", {"prompt": "c", "raises": 1}, {"prompt": "d", "breaks": 1}, {"prompt": "e"}
+    )
+    result = run_batch(Task(LETTERS, (model_folder,)), source, tmp_path / "t.parquet", tell=lines.append)
+    assert lines == ["p.jsonl:2: the line is empty"]
+    assert "".join(pd.read_parquet(result.out)["letter"]) == "abe"
+    assert (result.n_rows, result.n_prompts, result.n_without_rows, result.n_malformed) == (3, 4, 2, 1)
+    assert [json.loads(line) for line in result.errors.read_text().splitlines()] == [
+        {"model": None, "prompt": "p.jsonl:2", "kind": "malformed", "error": "the line is empty"},
+        {"model": model_folder, "prompt": "p.jsonl:3", "kind": "refused", "error": "too long by far"},
+        {"model": model_folder, "prompt": "p.jsonl:4", "kind": "failed", "error": "ZeroDivisionError: a bug"},
+    ]
+    prompts(tmp_path, {"prompt": "ab"})
+    run_batch(Task(LETTERS, (model_folder,)), source, tmp_path / "t.parquet", overwrite=True, tell=silent)
+    assert names(tmp_path) == ["p.jsonl", "t.parquet"], "the errors of the old table are gone with it"
+
+
+def test_an_analysis_that_needs_a_text_says_so(model_folder, tmp_path):
+    source = prompts(tmp_path, {"prompt": "ab"}, {"prompt": "cd", "text": " e"})
+    result = run_batch(Task("bias_by_head", (model_folder,)), source, tmp_path / "t.parquet")
+    assert "bias_by_head needs a text: give the prompt" in result.errors.read_text()
+    assert set(pd.read_parquet(result.out)["prompt_id"]) == {"p.jsonl:2"}
+    result = run_batch(Task("bias_by_head", (model_folder,)), Input(source.prompts, " f"), tmp_path / "u.parquet")
+    assert result.errors is None
+
+
+def test_many_bad_lines_are_counted(model_folder, tmp_path):
+    lines = []
+    run_batch(
+        Task(LETTERS, (model_folder,)), prompts(tmp_path, {"prompt": "a"}, *"[" * 33), tmp_path / "t.parquet", tell=lines.append
+    )
+    assert len(lines) == 21 and lines[-1] == "... and 13 more lines without a prompt"
+
+
+def test_killed_often_the_table_is_that_of_an_uninterrupted_run(model_folder, tmp_path):
+    source = prompts(tmp_path, n=31)
+    run_batch(Task("bias_by_head", (model_folder,)), source, tmp_path / "whole.parquet")
+    out = tmp_path / "killed" / "t.parquet"
+    script = Path(__file__).parent / "batch_probes" / "killed_often.py"
+    command = [sys.executable, str(script), str(source.prompts), model_folder, str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) >= 3
+    assert out.read_bytes() == (tmp_path / "whole.parquet").read_bytes()
+    assert names(out.parent) == ["t.parquet"]
+
+
+@pytest.mark.parametrize("where", ["Journal.add", "Journal.failures", "write_atomically", "write_parquet", "Journal.delete"])
+@pytest.mark.parametrize("after", [False, True])
+def test_interrupted_anywhere_it_goes_on(model_folder, tmp_path, monkeypatch, where, after):
+    task, resources = Task(LETTERS, (model_folder,)), Resources(prompts_a_job=2)
+    source = prompts(tmp_path, *({"prompt": f"{i}", **({"raises": 1} if i == 3 else {})} for i in range(5)))
+    run_batch(task, source, tmp_path / "whole.parquet", resources=resources)
+    owner, name = (Journal, where.split(".")[1]) if "." in where else (runner, where)
+    real, calls = getattr(owner, name), []
+
+    def interrupted(*args, **kwargs):
+        calls.append(1)
+        if len(calls) != (2 if name == "add" else 1):
+            return real(*args, **kwargs)
+        if after:
+            real(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run_batch(task, source, tmp_path / "t.parquet", resources=resources)
+    if where == "Journal.delete" and after:
+        with pytest.raises(KVLensError, match=r"t.parquet is complete"):
+            run_batch(task, source, tmp_path / "t.parquet")
+    else:
+        assert "t.parquet.partial" in names(tmp_path)
+        run_batch(task, source, tmp_path / "t.parquet")
+    for suffix in ("", ".errors.jsonl"):
+        assert (tmp_path / f"t.parquet{suffix}").read_bytes() == (tmp_path / f"whole.parquet{suffix}").read_bytes()
+    assert len(names(tmp_path)) == 5
+
+
+def test_what_is_done_is_not_done_again(model_folder, tmp_path, monkeypatch):
+    def add_once(self, outcomes):
+        added(self, outcomes)
+        raise KeyboardInterrupt
+
+    added, source, marker = (
+        Journal.add,
+        prompts(tmp_path, {"prompt": "ab", "kills_once": str(tmp_path / "m")}, {"prompt": "c"}),
+        tmp_path / "m",
+    )
+    marker.touch()
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "add", add_once)
+        with pytest.raises(KeyboardInterrupt):
+            run_batch(Task(LETTERS, (model_folder,)), source, tmp_path / "t.parquet", resources=Resources(prompts_a_job=1))
+    marker.unlink()  # whoever runs the first prompt again, dies
+    assert run_batch(Task(LETTERS, (model_folder,)), source, tmp_path / "t.parquet").n_rows == 3
+
+
+def test_an_interrupted_run_of_other_settings_is_not_gone_on_with(model_folder, other_folder, tmp_path, monkeypatch):
+    task, out = Task(LETTERS, (model_folder,)), tmp_path / "t.parquet"
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "write_parquet", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            run_batch(task, prompts(tmp_path, n=3), out)
+    for words, other in {
+        "options.times was 1, now 2": Task(LETTERS, (model_folder,), options={"times": 2}),
+        'dtype was null, now "float64"': Task(LETTERS, (model_folder,), dtype="float64"),
+        f"models.{other_folder} was null": Task(LETTERS, (model_folder, other_folder)),
+        "columns was": Task(LETTERS, (model_folder,), columns=("letter",)),
+    }.items():
+        with pytest.raises(KVLensError, match="was begun with other settings") as refusal:
+            run_batch(other, Input(tmp_path / "p.jsonl"), out)
+        assert words in str(refusal.value)
+    with pytest.raises(KVLensError, match="n_prompts was 3, now 4; prompts was"):
+        run_batch(task, prompts(tmp_path, n=4), out)
+    assert names(tmp_path) == ["p.jsonl", "t.parquet.partial"]
+    assert run_batch(task, prompts(tmp_path, n=4), out, overwrite=True).n_prompts == 4
+
+
+def test_a_model_that_was_trained_on_is_another_model(tmp_path, monkeypatch):
+    model = tiny_text_model()
+    model.save(tmp_path / "m")
+    task, out, source = Task(LETTERS, (str(tmp_path / "m"),)), tmp_path / "t.parquet", prompts(tmp_path, n=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "write_parquet", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            run_batch(task, source, out)
+    model.W_E[0, 0] += 1
+    model.save(tmp_path / "m", overwrite=True)
+    with pytest.raises(KVLensError, match=r"m\.weights was"):
+        run_batch(task, source, out)
+
+
+def test_outputs_that_exist(model_folder, tmp_path):
+    task, source, out = Task(LETTERS, (model_folder,)), prompts(tmp_path, n=2), tmp_path / "t.parquet"
+    run_batch(task, source, out)
+    before = out.read_bytes()
+    with pytest.raises(KVLensError, match=r"t.parquet is complete: letters of 2 prompts; pass --overwrite"):
+        run_batch(task, source, out)
+    assert out.read_bytes() == before
+    run_batch(task, source, out, overwrite=True)
+    assert out.read_bytes() == before
+    pd.DataFrame({"a": [1]}).to_parquet(tmp_path / "mine.parquet")
+    (tmp_path / "folder.parquet").mkdir()
+    for name in ("mine.parquet", "folder.parquet"):
+        with pytest.raises(KVLensError, match="exists and is not the table of a batch, so it is left alone"):
+            run_batch(task, source, tmp_path / name, overwrite=True)
+    with pytest.raises(KVLensError, match=r"ends in .parquet, got .*t.csv"):
+        run_batch(task, source, tmp_path / "t.csv")
+    assert names(tmp_path) == ["folder.parquet", "mine.parquet", "p.jsonl", "t.parquet"]
+
+
+def test_models_that_will_not_do(tmp_path):
+    tiny_text_model(attention="softmax", kv_shift=None).save(tmp_path / "softmax")
+    source, out = prompts(tmp_path, n=1), tmp_path / "t.parquet"
+    for name, words in {
+        str(tmp_path / "softmax"): "letters cannot be run on .*softmax: it is not linear",
+        "docs-liner": "'docs-liner' is neither a shipped model nor a folder.*did you mean 'docs-linear'",
+    }.items():
+        with pytest.raises(KVLensError, match=words):
+            run_batch(Task(LETTERS, (name,)), source, out)
+    with pytest.raises(KVLensError, match="device: 'abacus' cannot be used here"):
+        run_batch(Task(LETTERS, ("docs-linear",), device="abacus"), source, out)
+    assert names(tmp_path) == ["p.jsonl", "softmax"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"analysis": "bias_by_haed"}, "no analysis is called 'bias_by_haed'.*did you mean 'bias_by_head'"),
+        ({"analysis": "batch_probes.lettres"}, "there is no module 'batch_probes.lettres'"),
+        ({"analysis": "os.path"}, "the module 'os.path' holds no ANALYSIS"),
+        ({"columns": ("leter",)}, "letters has no column 'leter'; it has place, letter, layers; did you mean 'letter'"),
+        ({"columns": ("place", "place")}, "the column 'place' is given twice"),
+        ({"options": {"uper": True}}, "letters has no option 'uper'; it has upper, times; did you mean 'upper'"),
+        ({"options": {"times": True}}, "times: expected int, got True"),
+        ({"models": ("m", "m")}, "the model 'm' is given twice"),
+        ({"models": ()}, "no model is given"),
+    ],
+)
+def test_unknown_names_propose_the_nearest(tmp_path, changes, words):
+    task = Task(**{"analysis": LETTERS, "models": ("docs-linear",), **changes})
+    with pytest.raises(KVLensError, match=words):
+        run_batch(task, prompts(tmp_path, n=1), tmp_path / "t.parquet")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"engine": "rays"}, "expected processes or ray, got 'rays'; did you mean 'ray'"),
+        ({"workers": 0}, "workers must be at least 1, got 0"),
+        ({"threads": -1}, "threads must be at least 1"),
+        ({"prompts_a_job": 0}, "prompts_a_job must be at least 1"),
+        ({"gpus_per_worker": float("nan"), "engine": "ray"}, "gpus_per_worker must be 0 or more"),
+        ({"gpus_per_worker": 0.5}, "gpus_per_worker is for the engine ray"),
+    ],
+)
+def test_resources_that_cannot_be(changes, words):
+    with pytest.raises(KVLensError, match=words):
+        Resources(**changes)

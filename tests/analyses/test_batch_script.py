@@ -1,0 +1,141 @@
+"""The commands: every analysis has one, it says what it wants, and its exit status is to be relied on."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from tiny_text_model import tiny_text_model
+
+import analyses
+from analyses import ANALYSES
+from analyses.batch import script
+from analyses.batch.task import load_analysis
+from kvlens.cli import main
+
+LETTERS = "batch_probes.letters"
+SOURCES = {path.stem: path.read_text() for path in Path(analyses.__file__).parent.glob("*.py")}
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    tiny_text_model().save(folder)
+    return str(folder)
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("p.txt").write_text("ab\ncde\n")
+
+
+def letters(model_folder, *more) -> int:
+    return main(["analyse", LETTERS, "p.txt", "--model", model_folder, "--out", "t.parquet", *more])
+
+
+def refused(capsys, status) -> str:
+    captured = capsys.readouterr()
+    assert status == 2 and captured.out == ""
+    assert captured.err.startswith("kvlens: error: ") and captured.err.count("\n") == 1
+    assert not list(Path().glob("t.parquet*"))
+    return captured.err
+
+
+def test_every_module_with_an_analysis_is_registered_and_is_a_script():
+    assert {name for name, source in SOURCES.items() if re.search(r"^ANALYSIS = ", source, re.MULTILINE)} == set(ANALYSES)
+    for name in ANALYSES:
+        assert re.search(r'^if __name__ == "__main__":\n.*\n\n    main\(ANALYSIS.name\)\n\Z', SOURCES[name], re.MULTILINE), name
+
+
+@pytest.mark.parametrize("name", ANALYSES)
+def test_every_analysis_has_help_with_its_columns(name, capsys):
+    analysis = load_analysis(name)
+    assert analysis.name == name and analysis.summary and "\n" not in analysis.summary
+    assert main(["analyse", name, "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for column, kind in analysis.columns.items():
+        assert f"{column} ({kind})" in text
+    for option in analysis.options:
+        assert f"--{option.replace('_', '-')}" in text
+
+
+def test_without_a_name_the_analyses_are_listed(capsys):
+    assert main(["analyse"]) == 0
+    listed = capsys.readouterr().out
+    assert [line.split()[0] for line in listed.splitlines()[: len(ANALYSES)]] == list(ANALYSES)
+
+
+def test_a_function_keeps_its_name_when_its_module_is_imported():
+    assert callable(analyses.bias_by_head) and callable(analyses.prompt_effect)
+    assert not hasattr(analyses, "bias_by_haed")
+
+
+def test_a_table_is_written_with_status_0(model_folder, capsys):
+    assert letters(model_folder, "--times", "2", "--upper", "--columns", "letter", "--prompts-a-job", "1") == 0
+    assert capsys.readouterr().out == "Written to t.parquet: 10 rows of 2 prompts\n"
+    table = pd.read_parquet("t.parquet")
+    assert list(table.columns) == ["model", "prompt_id", "letter"] and "".join(table["letter"]) == "ABABCDECDE"
+
+
+def test_status_1_when_something_gave_no_rows(model_folder, capsys):
+    Path("p.txt").write_text("ab\n\n")
+    assert letters(model_folder) == 1
+    captured = capsys.readouterr()
+    assert captured.err.startswith("p.txt:2: the line is empty\n")
+    assert "1 lines without a prompt and 0 prompts without rows: see t.parquet.errors.jsonl" in captured.out
+    assert json.loads(Path("t.parquet.errors.jsonl").read_text())["prompt"] == "p.txt:2"
+
+
+def test_status_130_on_ctrl_c_and_then_it_goes_on(model_folder, capsys, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("analyses.batch.worker.Worker.run", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert letters(model_folder) == 130
+    assert "interrupted; what is done is kept, and the same command goes on" in capsys.readouterr().err
+    assert letters(model_folder) == 0
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--tims", "2"], "unrecognized arguments: --tims 2; did you mean '--times'?"),
+        (["--overwite"], "did you mean '--overwrite'?"),
+        (["--times", "two"], "argument --times: invalid int value: 'two'"),
+        (["--columns", "leter"], "has no column 'leter'; it has place, letter, layers; did you mean 'letter'?"),
+        (["--workers", "0"], "workers must be at least 1"),
+        (["--engine", "rays"], "invalid choice: 'rays'"),
+        (["--model", "docs-liner"], "did you mean 'docs-linear'?"),
+        (["--dtype", "int8"], "invalid choice: 'int8'"),
+    ],
+)
+def test_bad_words(model_folder, capsys, more, words):
+    assert words in refused(capsys, letters(model_folder, *more))
+
+
+def test_bad_names_and_missing_words(capsys):
+    assert "did you mean 'bias_by_head'?" in refused(capsys, main(["analyse", "bias_by_haed"]))
+    assert "expected the name of an analysis, got '--model'" in refused(capsys, main(["analyse", "--model", "m"]))
+    assert "the following arguments are required: PROMPTS, --model, --out" in refused(capsys, main(["analyse", LETTERS]))
+
+
+def test_help_is_light():
+    code = (
+        "import sys; from kvlens.cli import main; codes = [main(['analyse', a]) for a in ('--help', 'bias_by_haed')];"
+        "sys.exit(str((codes, {'torch', 'transformer_lens', 'pandas', 'numpy'} & set(sys.modules))))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stderr.splitlines()[-1] == "([0, 2], set())"
+
+
+def test_python_m_runs_the_same_command(model_folder):
+    environment = {**os.environ, "PYTHONWARNINGS": "error::RuntimeWarning"}  # runpy's, of a module that was imported before
+    command = [sys.executable, "-m", "analyses.bias_by_head", "p.txt", "--model", model_folder, "--out", "t.parquet"]
+    done = subprocess.run([*command, "--text", " c"], capture_output=True, text=True, timeout=120, env=environment)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "Written to t.parquet: 12 rows of 2 prompts\n", "")
+    with pytest.raises(SystemExit) as end:
+        script.main("bias_by_head", command[3:])
+    assert end.value.code == 2

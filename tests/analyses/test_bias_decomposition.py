@@ -1,0 +1,289 @@
+"""Parts add up to the whole, equal what the unconverted model does, and predict what an ablation of the direct path changes."""
+
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from analysis_models import PENCIL_PROMPT, PENCIL_TEXT, VARIANTS, pencil_model, random_model, tokens
+from tiny_text_model import tiny_text_model
+
+from analyses._analysis import Record
+from analyses.bias_decomposition import ANALYSIS, bias_decomposition
+from analyses.bias_positions import ANALYSIS as POSITIONS
+from analyses.bias_positions import bias_positions
+from analyses.bias_singular_values import ANALYSIS as SINGULAR_VALUES
+from analyses.bias_singular_values import bias_singular_values, effective_rank
+from kvlens import HookedKVTransformer, KVLensError, KVShiftConfig, convert_prompt
+
+PROMPT, TEXT = tokens(7), tokens(5, seed=1)
+MODELS = {
+    **VARIANTS,
+    "gqa, kernel, before, taylor": dict(
+        n_heads=6, d_model=36, n_key_value_heads=2, feature_map="taylor", kv_shift=KVShiftConfig(window=1, keys=False)
+    ),
+    "no normaliser, keys shifted, rms": dict(
+        normalizer="none", feature_map="identity", kv_shift=KVShiftConfig(values=False), normalization_type="RMS"
+    ),
+}
+ROUNDING = dict(rel=1e-9, abs=1e-13)  # of float64 logits: sums of at most 12 x 36 products, a few powers of ten apart
+
+
+def held(model):
+    """What the prompt is to continue: nothing, something attached."""
+    return {"nothing": None, "a bias": convert_prompt(model, tokens(3, seed=2))}
+
+
+def of_bias(frame):
+    """What the positions say of each head's whole bias."""
+    frame = frame[frame["part"].isin(["inherited", "prompt"])]
+    return frame.groupby(["layer", "head"], as_index=False)[["output_share", "logit"]].sum()
+
+
+def direct(model, bias, layer, hooks):
+    """Logits where ``hooks`` act on one layer and nothing behind it reacts, the final norm's scale included."""
+    with model.kv_bias(bias):
+        _, cache = model.run_with_cache(TEXT[None])
+        frozen = [f"blocks.{i}.hook_attn_out" for i in range(layer + 1, model.cfg.n_layers)]
+        frozen += [f"blocks.{i}.hook_mlp_out" for i in range(layer, model.cfg.n_layers)] + ["ln_final.hook_scale"]
+        keep = [(name, lambda x, hook: cache[hook.name]) for name in frozen]
+        return model.run_with_hooks(TEXT[None], fwd_hooks=[*hooks, *keep])[0]
+
+
+def without(row, axis):
+    def zero(x, hook):
+        x = x.clone()
+        x.select(axis, row).zero_()
+        return x
+
+    return zero
+
+
+def test_by_pencil():
+    model = pencil_model()
+    heads = bias_decomposition(model, PENCIL_PROMPT, PENCIL_TEXT, answer=0, wrong=1)
+    expected = pd.DataFrame(  # z_bias 5, 10; z_context 1, 10
+        {
+            "layer": [0],
+            "head": [0],
+            "b_kv_norm": [5.0],
+            "b_kv_spectral_norm": [5.0],
+            "b_kv_effective_rank": [1.0],
+            "b_d_norm": [0.0],
+            "bias_share": [(5 / 6 + 10 / 20) / 2],
+            "output_share": [(5 * 6 + 10 * 20) / (6**2 + 20**2)],
+            "logit": [1.0],
+        }
+    )
+    pd.testing.assert_frame_equal(heads, expected, rtol=1e-13)
+    positions = bias_positions(model, PENCIL_PROMPT, PENCIL_TEXT, answer=0, wrong=1)
+    expected = pd.DataFrame(  # the prompt's 1 gives 1 and 2, its 2 gives 4 and 8
+        {
+            "layer": [0] * 3,
+            "head": [0] * 3,
+            "text_position": [-1] * 3,
+            "part": ["prompt", "prompt", "text"],
+            "prompt_position": [0, 1, -1],
+            "token": pd.Series(["0", "1", None], dtype="str"),
+            "attention": [(1 + 2) / 2, (2 + 4) / 2, math.nan],
+            "output_share": [(6 + 2 * 20) / 436, (4 * 6 + 8 * 20) / 436, (6 + 10 * 20) / 436],
+            "logit": [0.2, 0.8, 1.0],
+        }
+    )
+    pd.testing.assert_frame_equal(positions, expected, rtol=1e-13)
+
+
+@pytest.mark.parametrize("before", ["nothing", "a bias"])
+@pytest.mark.parametrize("by", ["attended", "source"])
+@pytest.mark.parametrize("name", MODELS)
+def test_positions_add_up_to_the_bias_and_all_parts_to_the_head(name, by, before):
+    model = random_model(**MODELS[name])
+    initial = held(model)[before]
+    heads = bias_decomposition(model, PROMPT, TEXT, bias=convert_prompt(model, PROMPT, initial=initial))
+    frame = bias_positions(model, PROMPT, TEXT, by=by, initial=initial)
+    for column in ("output_share", "logit"):
+        np.testing.assert_allclose(of_bias(frame)[column], heads[column], rtol=0, atol=1e-12 * heads[column].abs().max())
+    assert frame.groupby(["layer", "head"])["output_share"].sum().to_numpy() == pytest.approx(1, abs=1e-12)
+    assert ("inherited" in set(frame["part"])) == (before == "a bias")
+    each = bias_positions(model, PROMPT, TEXT, by=by, initial=initial, at=range(len(TEXT)))
+    together = each.groupby(["layer", "head", "part", "prompt_position"], sort=False, as_index=False)
+    np.testing.assert_allclose(together["logit"].mean()["logit"], frame["logit"], rtol=1e-9, atol=1e-13)
+    np.testing.assert_allclose(together["attention"].mean()["attention"], frame["attention"], rtol=1e-9, atol=1e-13)
+    assert each.groupby(["layer", "head", "text_position"])["output_share"].sum().to_numpy() == pytest.approx(1, abs=1e-12)
+
+
+def test_additivity_of_the_shipped_model_in_float32():
+    model = HookedKVTransformer.from_zoo("docs-linear", device="cpu")
+    prompt = model.to_tokens("Return a list of the names of all widgets in the given frame.")[0]
+    text = model.to_tokens(" The frame must not be None.", prepend_bos=False)[0]
+    heads = bias_decomposition(model, prompt, text)
+    for by in ("attended", "source"):
+        frame = of_bias(bias_positions(model, prompt, text, by=by))
+        for column in ("output_share", "logit"):
+            np.testing.assert_allclose(frame[column], heads[column], rtol=0, atol=1e-5 * heads[column].abs().max())
+
+
+def test_a_trained_bias_is_inherited():
+    model = random_model(trainable_kv_bias=True, kv_shift=None)
+    generator = torch.Generator().manual_seed(4)
+    for block in model.blocks:
+        block.attn.b_KV.copy_(torch.randn(block.attn.b_KV.shape, generator=generator))
+        block.attn.b_D.copy_(torch.rand(block.attn.b_D.shape, generator=generator))
+    heads, frame = bias_decomposition(model, PROMPT, TEXT), bias_positions(model, PROMPT, TEXT)
+    np.testing.assert_allclose(of_bias(frame)["logit"], heads["logit"], rtol=0, atol=1e-12 * heads["logit"].abs().max())
+    assert (frame.loc[frame["part"] == "inherited", "output_share"].abs() > 1e-6).all()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_positions_are_the_attention_that_the_unconverted_model_pays(name):
+    model = random_model(**MODELS[name])
+    _, cache = model.run_with_cache(torch.cat([PROMPT, TEXT])[None])
+    frame = bias_positions(model, PROMPT, TEXT, at=[1, 4])
+    for layer in range(2):
+        at, group = f"blocks.{layer}.attn.", model.cfg.n_heads // model.cfg.n_kv_heads
+        values = cache[at + "hook_v_shifted" if at + "hook_v_shifted" in cache else at + "hook_v"][0, :7]
+        for head in range(model.cfg.n_heads):
+            for place in (1, 4):
+                rows = frame.query("layer == @layer and head == @head and text_position == @place and part == 'prompt'")
+                pattern = cache[at + "hook_pattern"][0, head, 7 + place, :7]
+                z = cache[at + "hook_z"][0, 7 + place, head]
+                shares = pattern * (values[:, head // group] @ z) / (z @ z)
+                np.testing.assert_allclose(rows["attention"], pattern, rtol=1e-11, atol=1e-14)
+                np.testing.assert_allclose(rows["output_share"], shares, rtol=1e-11, atol=1e-14)
+                assert rows["prompt_position"].tolist() == list(range(7))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_heads_logit_is_what_its_direct_path_loses(name):
+    model = random_model(**MODELS[name])
+    bias = convert_prompt(model, PROMPT)
+    frame = bias_decomposition(model, PROMPT, TEXT, answer=3, wrong=11).set_index(["layer", "head"])
+    with model.kv_bias(bias):
+        whole = model(TEXT[None])[0]
+    for (layer, head), row in frame.iterrows():
+        ablated = direct(model, bias, layer, [(f"blocks.{layer}.attn.hook_b_kv", without(head, 1))])
+        change = (ablated - whole)[-1]
+        assert float(change[11] - change[3]) == pytest.approx(row["logit"], **ROUNDING)
+    assert (frame["logit"].abs() > 1e-6).all()
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("by", ["attended", "source"])
+def test_a_positions_logit_is_what_is_lost_without_its_value(name, by):
+    model = random_model(**MODELS[name])
+    bias = convert_prompt(model, PROMPT)
+    frame = bias_positions(model, PROMPT, TEXT, by=by).query("part == 'prompt'")
+    logits = frame.groupby(["layer", "prompt_position"])["logit"].sum()  # a key-value head's queries lose it together
+    shifted = model.cfg.kv_shift is not None and model.cfg.kv_shift.values and by == "attended"
+    with model.kv_bias(bias):
+        whole = model(TEXT[None])[0]
+    for (layer, position), logit in logits.items():
+        name_v = f"blocks.{layer}.attn.hook_v{'_shifted' if shifted else ''}"
+        lost = convert_prompt(model, PROMPT, fwd_hooks=[(name_v, without(position, 1))]).b_KV[layer][None]
+        ablated = direct(model, bias, layer, [(f"blocks.{layer}.attn.hook_b_kv", lambda b, hook, lost=lost: lost)])
+        change = (whole - ablated)[torch.arange(4), TEXT[1:]].mean()
+        assert float(change) == pytest.approx(logit, **ROUNDING)
+
+
+@pytest.mark.parametrize("name", ["rope after", "gqa decay", "learned, queries shifted", "gqa, kernel, before, taylor"])
+@pytest.mark.parametrize("text", [TEXT, TEXT[:1]])
+def test_the_boundarys_row_is_what_is_lost_without_the_last_values(name, text):
+    model = random_model(**MODELS[name])
+    bias = convert_prompt(model, PROMPT)
+    frame = bias_positions(model, PROMPT, text).query("part == 'boundary'").set_index(["layer", "head"])["output_share"]
+    with model.kv_bias(bias):
+        for layer in range(2):
+            z = f"blocks.{layer}.attn.hook_z"
+            _, cache = model.run_with_cache(text[None])
+            with model.hooks([(f"blocks.{layer}.attn.hook_last_v", lambda x, hook: torch.zeros_like(x))]):
+                _, forgetful = model.run_with_cache(text[None])
+            lost, energy = cache[z] - forgetful[z], cache[z].square().sum(dim=(0, 1, 3))
+            shares = (lost * cache[z]).sum(dim=(0, 1, 3)) / energy
+            np.testing.assert_allclose(frame.loc[layer], shares, rtol=1e-11, atol=1e-14)
+            assert (shares.abs() > 1e-6).all()
+
+
+def test_a_prompt_shorter_than_the_window():
+    model = random_model()
+    initial = held(model)["a bias"]
+    for by in ("attended", "source"):
+        frame = bias_positions(model, PROMPT[:1], TEXT, by=by, initial=initial)
+        heads = bias_decomposition(model, PROMPT[:1], TEXT, bias=convert_prompt(model, PROMPT[:1], initial=initial))
+        np.testing.assert_allclose(of_bias(frame)["logit"], heads["logit"], rtol=0, atol=1e-12 * heads["logit"].abs().max())
+
+
+def test_singular_values():
+    model = random_model(feature_map="taylor", rotary_placement="before", kv_shift=None)
+    bias = convert_prompt(model, PROMPT[:3])
+    frame = bias_singular_values(bias)
+    assert len(frame) == 2 * 5 * 6
+    for (layer, head), rows in frame.groupby(["layer", "head"]):
+        expected = np.linalg.svd(bias.b_KV[layer, head].numpy(), compute_uv=False)
+        np.testing.assert_allclose(rows["singular_value"], expected, atol=1e-13 * expected[0])
+        assert (expected[3:] < 1e-13 * expected[0]).all()  # three tokens
+        assert rows["energy_share"].sum() == pytest.approx(1)
+    heads = bias_decomposition(model, PROMPT[:3], TEXT)
+    np.testing.assert_allclose(heads["b_kv_spectral_norm"], frame.loc[frame["index"] == 0, "singular_value"], rtol=1e-13)
+    assert heads["b_kv_effective_rank"].between(1, 3 + 1e-9).all()
+
+
+def test_effective_rank_by_pencil():
+    values = torch.tensor([[2.0, 2.0, 2.0], [5.0, 0.0, 0.0], [0.0, 0.0, 0.0], [3.0, 1.0, 0.0]], dtype=torch.float64)
+    expected = [3, 1, 0, math.exp(0.75 * math.log(4 / 3) + 0.25 * math.log(4))]
+    assert effective_rank(values).tolist() == pytest.approx(expected, rel=1e-14)
+
+
+def test_a_bias_of_zeros_has_no_share_and_no_logit():
+    model = random_model(kv_shift=None)
+    frame = bias_decomposition(model, PROMPT, TEXT, bias=convert_prompt(model, PROMPT).zero_like())
+    assert (frame.drop(columns=["layer", "head"]) == 0).all(axis=None)
+
+
+def test_one_token_of_text_has_a_logit_only_with_an_answer():
+    model = random_model()
+    assert bias_decomposition(model, PROMPT, TEXT[:1])["logit"].isna().all()
+    assert bias_decomposition(model, PROMPT, TEXT[:1], answer=2)["logit"].notna().all()
+    places = bias_positions(model, PROMPT, TEXT, at=[3, 4]).groupby("text_position")["logit"]
+    assert places.count().tolist() == [10 * 9, 0]  # nothing follows the last place; 10 heads of 7 positions, boundary, text
+
+
+def test_forward_passes_of_each_analysis(monkeypatch):
+    model, passes = random_model(), []
+    forward = model.forward
+    monkeypatch.setattr(model, "forward", lambda *args, **kwargs: passes.append(1) or forward(*args, **kwargs))
+    bias_decomposition(model, PROMPT, TEXT)
+    assert len(passes) == 2  # the prompt's, the text's
+    bias_positions(model, PROMPT, TEXT)
+    assert len(passes) == 3  # both together
+
+
+def test_in_a_batch():
+    model = tiny_text_model(dtype=torch.float64)
+    record = Record("a", "the widget is green", " the widget", {"answer": " is"})
+    views = [(ANALYSIS, {}), (SINGULAR_VALUES, {})]
+    views += [(POSITIONS, dict(by="source", places=places)) for places in ("together", "last", "each")]
+    for analysis, options in views:
+        frame = analysis.run(model, record, **options)
+        assert dict(frame.dtypes.astype(str)) == dict(analysis.columns), analysis.name
+        assert list(frame) == list(analysis.columns)
+    with pytest.raises(KVLensError, match="softmax|linear"):
+        ANALYSIS.check_model(random_model(attention="softmax"))
+
+
+def test_bad_input():
+    model = random_model()
+    with pytest.raises(KVLensError, match="linear"):
+        bias_positions(random_model(attention="softmax"), PROMPT, TEXT)
+    with pytest.raises(KVLensError, match="by must be one of attended, source, got 'token'"):
+        bias_positions(model, PROMPT, TEXT, by="token")
+    with pytest.raises(KVLensError, match=r"at=5 lies outside the text, whose 5 places"):
+        bias_positions(model, PROMPT, TEXT, at=[0, 5])
+    with pytest.raises(KVLensError, match="batch of 2"):
+        bias_singular_values(convert_prompt(model, tokens(6).reshape(2, 3)))
+    with pytest.raises(KVLensError, match=r"wrong: .* give answer="):
+        bias_decomposition(model, PROMPT, TEXT, wrong=3)
+    with pytest.raises(KVLensError, match=r"answer: expected a token id in 0\.\.16"):
+        bias_decomposition(model, PROMPT, TEXT, answer=17)
+    with pytest.raises(KVLensError, match="no tokenizer"):
+        bias_decomposition(model, PROMPT, TEXT, answer="a")

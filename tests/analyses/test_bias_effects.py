@@ -1,0 +1,164 @@
+"""Ablations in batches are what hooks on one part after the other do."""
+
+import pandas as pd
+import pytest
+import torch
+from analysis_models import VARIANTS, random_model, tokens
+from tiny_text_model import tiny_text_model
+
+from analyses._analysis import Record
+from analyses.bias_effects import ANALYSIS, bias_effects
+from kvlens import KVLensError, KVShiftConfig, convert_prompt
+
+PROMPT, TEXT = tokens(7), tokens(5, seed=1)
+OTHERS = torch.stack([tokens(7, seed=5), tokens(7, seed=6), tokens(7, seed=8)])
+MODELS = {
+    **VARIANTS,
+    "gqa, kernel": dict(n_heads=6, d_model=36, n_key_value_heads=2, kv_shift=KVShiftConfig(window=1, queries=True)),
+}
+HOOKS = {"bias": ("b_kv", "b_d"), "boundary": ("last_k", "last_v", "last_q")}
+ROUNDING = dict(rel=1e-8, abs=1e-12)
+
+
+def donor(references, field, layer, method, reference):
+    """What stands in the place of this tensor, [batch 1, ...]."""
+    rows = getattr(references, {"b_kv": "b_KV", "b_d": "b_D"}.get(field, field))[layer]
+    return {"zero": rows[:1] * 0, "mean": rows.mean(dim=0, keepdim=True), "resample": rows[reference][None]}[method]
+
+
+def hooks_of(model, references, row):
+    """The ablation of one row of the frame, tensor by tensor."""
+    group, hooks = model.cfg.n_heads // model.cfg.n_kv_heads, []
+    for part in HOOKS if row.part == "both" else [row.part]:
+        for field in HOOKS[part]:
+            for layer in range(2) if row.layer == -1 else [row.layer]:
+
+                def replace(x, hook, field=field, layer=layer):
+                    other, axis = donor(references, field, layer, row.method, row.reference), 1 if "b_" in field else 2
+                    if row.head == -1:
+                        return other.expand_as(x)
+                    grouped = field in ("last_k", "last_v")
+                    first = row.head // group if grouped else row.head // group * group
+                    n = 1 if grouped or "b_" in field else group  # the group loses its boundary together
+                    at = torch.tensor([row.head]) if "b_" in field else torch.arange(first, first + n)
+                    return x.index_copy(axis, at, other.index_select(axis, at))
+
+                hooks.append((f"blocks.{layer}.attn.hook_{field}", replace))
+    return hooks
+
+
+def effects_one_by_one(model, bias, references, row):
+    with model.kv_bias(bias):
+        whole = model(TEXT[None])[0]
+        ablated = model.run_with_hooks(TEXT[None], fwd_hooks=hooks_of(model, references, row))[0]
+    p, q = whole.log_softmax(-1), ablated.log_softmax(-1)
+    loss = float((p - q)[torch.arange(4), TEXT[1:]].mean())
+    logit = float((ablated - whole)[-1, 3] - (ablated - whole)[-1, 11])
+    return float((p.exp() * (p - q)).sum(-1).mean()), loss, logit
+
+
+@pytest.mark.parametrize("by", ["head", "layer", "model"])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_ablation_is_what_hooks_do(name, by):
+    model = random_model(**MODELS[name])
+    bias, references = convert_prompt(model, PROMPT), convert_prompt(model, OTHERS)
+    methods = ["zero", "mean", "resample"] if by != "head" else ["resample"]
+    frame = bias_effects(model, TEXT, bias, by=by, methods=methods, references=references, answer=3, wrong=11)
+    n_parts = 1 if model.cfg.kv_shift is None else 3
+    units = {"head": 2 * model.cfg.n_heads, "layer": 2, "model": 1}[by]
+    assert len(frame) == units * n_parts * (len(methods) + 2)  # three references
+    assert len(frame.drop_duplicates(["method", "reference", "part", "layer", "head"])) == len(frame)
+    for row in frame.iloc[:: 5 if by == "head" else 1].itertuples():
+        kl, loss, logit = effects_one_by_one(model, bias, references, row)
+        assert row.kl == pytest.approx(kl, **ROUNDING)
+        assert row.loss_change == pytest.approx(loss, **ROUNDING)
+        assert row.logit_change == pytest.approx(logit, **ROUNDING)
+    assert (frame["kl"] > 1e-9).all()
+
+
+def test_order_and_defaults():
+    model = random_model()
+    bias, references = convert_prompt(model, PROMPT), convert_prompt(model, OTHERS[:2])
+    frame = bias_effects(model, TEXT, bias, by="layer", methods=["resample", "zero"], parts=["both"], references=references)
+    expected = pd.DataFrame(
+        {
+            "method": ["resample"] * 4 + ["zero"] * 2,
+            "reference": [0, 0, 1, 1, -1, -1],
+            "part": ["both"] * 6,
+            "layer": [0, 1] * 3,
+            "head": [-1] * 6,
+        }
+    ).astype({"method": "str", "part": "str"})
+    pd.testing.assert_frame_equal(frame[list(expected)], expected)
+    whole = bias_effects(model, TEXT, bias)
+    assert whole["part"].drop_duplicates().tolist() == ["bias", "boundary", "both"]
+    assert whole["method"].unique().tolist() == ["zero"]
+    shiftless = random_model(kv_shift=None)
+    assert bias_effects(shiftless, TEXT, convert_prompt(shiftless, PROMPT))["part"].unique().tolist() == ["bias"]
+
+
+def test_without_an_answer_the_logit_is_the_next_tokens():
+    model = random_model()
+    bias = convert_prompt(model, PROMPT)
+    row = bias_effects(model, TEXT, bias, by="model", parts=["both"]).iloc[0]
+    with model.kv_bias(bias):
+        whole = model(TEXT[None])[0]
+    with model.kv_bias(bias.zero_like()):
+        change = (model(TEXT[None])[0] - whole)[torch.arange(4), TEXT[1:]].mean()
+    assert row["logit_change"] == pytest.approx(float(change), **ROUNDING)
+    assert bias_effects(model, TEXT[:1], bias, by="model")[["loss_change", "logit_change"]].isna().all(axis=None)
+
+
+def test_the_number_is_said_before_the_first_and_the_batch_size_changes_nothing_but_rounding():
+    model, told = random_model(), []
+    bias = convert_prompt(model, PROMPT)
+    tell = dict(on_start=told.append, on_progress=lambda done: told.append(round(done, 3)))
+    whole = bias_effects(model, TEXT, bias, parts=["bias"], batch_size=4, **tell)
+    assert told == [10, 0.4, 0.8, 1.0]
+    for batch_size in (None, 1, 10):
+        frame = bias_effects(model, TEXT, bias, parts=["bias"], batch_size=batch_size)
+        pd.testing.assert_frame_equal(frame, whole, rtol=1e-9, atol=1e-13)
+
+
+def test_another_prompt_that_is_the_same_changes_nothing():
+    model = random_model()
+    bias, same = convert_prompt(model, PROMPT), convert_prompt(model, PROMPT[None].expand(2, -1))
+    frame = bias_effects(model, TEXT, bias, methods=["mean", "resample"], references=same)
+    assert (frame["kl"] < 17 * 2.3e-16).all()  # a sum over the vocabulary
+
+
+def test_in_a_batch():
+    model = tiny_text_model(dtype=torch.float64)
+    fields = {"answer": 3, "wrong": 11, "references": ["the gadget", "Return both"]}
+    record = Record("a", "the widget is green", " the widget", fields)
+    frame = ANALYSIS.run(model, record, by="layer", methods="zero,mean,resample", parts="")
+    assert dict(frame.dtypes.astype(str)) == dict(ANALYSIS.columns)
+    assert len(frame) == 2 * 3 * (1 + 1 + 2)
+    with pytest.raises(KVLensError, match="references: .* a list of other prompts"):
+        ANALYSIS.run(model, Record("b", "the widget", " is"), by="head", methods="mean", parts="")
+
+
+def test_bad_input():
+    model = random_model()
+    bias = convert_prompt(model, PROMPT)
+    with pytest.raises(KVLensError, match=r"methods: .* zero, mean, resample, got \['mode'\]"):
+        bias_effects(model, TEXT, bias, methods=["mode"])
+    with pytest.raises(KVLensError, match="methods: expected names"):
+        bias_effects(model, TEXT, bias, methods="zero")
+    with pytest.raises(KVLensError, match=r"by: .* got \['token'\]"):
+        bias_effects(model, TEXT, bias, by="token")
+    with pytest.raises(KVLensError, match="give references=.* got none"):
+        bias_effects(model, TEXT, bias, methods=["mean"])
+    with pytest.raises(KVLensError, match="that of a single prompt"):
+        bias_effects(model, TEXT, bias, methods=["mean"], references=bias)
+    with pytest.raises(KVLensError, match="weights differs"):
+        other = random_model(seed=4)
+        bias_effects(model, TEXT, bias, methods=["mean"], references=convert_prompt(other, OTHERS))
+    with pytest.raises(KVLensError, match="batch_size must be at least 1, got 0"):
+        bias_effects(model, TEXT, bias, batch_size=0)
+    absolute = random_model(positional_embedding_type="standard", kv_shift=None)
+    with pytest.raises(KVLensError, match=r"starts at position 7 .* \[6\] under the references"):
+        references = convert_prompt(absolute, OTHERS[:, :6])
+        bias_effects(absolute, TEXT, convert_prompt(absolute, PROMPT), methods=["mean"], references=references)
+    with pytest.raises(KVLensError, match="leave no boundary"):
+        bias_effects(absolute, TEXT, convert_prompt(absolute, PROMPT), parts=["boundary"])

@@ -1,0 +1,389 @@
+"""Heads that are known by construction get their names; scores against loops over the written-out patterns, TransformerLens'
+detector, and interventions."""
+
+import math
+
+import pandas as pd
+import pytest
+import torch
+from analysis_models import random_model
+from repeated_models import D_VOCAB, HEAD_TAPS, blank_model, shifted_heads, two_layer_circuit
+from transformer_lens.head_detector import detect_head
+
+from analyses import _head_measures
+from analyses._analysis import Record
+from analyses._head_ablation import resampling_ablation
+from analyses._repeated_tokens import draw_piece, repeat_tokens
+from analyses._shift_roles import ShiftTaps, displacement, roles
+from analyses.induction_heads import ANALYSIS, COLUMNS, induction_heads
+from kvlens import HookedKVTransformer, KVLensError, KVShiftConfig, convert_prompt
+from kvlens.zoo import names
+
+N = 7
+MODELS = {
+    "softmax": dict(attention="softmax", kv_shift=None, normalization_type="LN"),
+    "softmax, window 2, GQA": dict(
+        attention="softmax", n_heads=6, d_model=36, n_key_value_heads=2, kv_shift=KVShiftConfig(window=2), d_mlp=None,
+        attn_only=True, normalization_type="RMS",
+    ),
+    "softmax, keys gated": dict(attention="softmax", kv_shift=KVShiftConfig(values=False, parametrization="gate")),
+    "linear": {},
+    "linear, decay, queries": dict(normalizer="none", decay="retnet", kv_shift=KVShiftConfig(queries=True), seed=8),
+    "norms behind attention": dict(attention="softmax", use_normalization_before_and_after=True, normalization_type="RMS"),
+}  # fmt: skip
+
+
+def scaled_model(name):
+    """Norm gains and biases that are not 1 and 0."""
+    model = random_model(**MODELS[name])
+    generator = torch.Generator().manual_seed(5)
+    for parameter_name, parameter in model.named_parameters():
+        if parameter_name.rsplit(".", 1)[-1] in ("w", "b"):
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
+    return model
+
+
+def piece(n_sequences=3, n=N, seed=0, d_vocab=17):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.stack([torch.randperm(d_vocab, generator=generator)[:n] for _ in range(n_sequences)])
+
+
+def twice(rows):
+    return torch.cat([rows, rows], dim=1)
+
+
+def only(frame, **where):
+    for name, value in where.items():
+        frame = frame[frame[name] == value]
+    assert len(frame) == 1
+    return frame.iloc[0]
+
+
+# --- known by construction -------------------------------------------------------------------------------------------
+
+
+def test_each_shifted_head_has_the_role_that_it_was_given_and_reads_what_its_role_says():
+    frame = induction_heads(shifted_heads(), n_sequences=3, n_repeated=N)
+    assert frame["role"].tolist() == list(HEAD_TAPS)
+    assert frame["displacement"].tolist() == [1, -1, 0, 0]
+    assert frame["verdict"].tolist() == ["induction", "previous token", "duplicate token", "duplicate token"]
+    induction, predecessor, delayed, plain = (row for _, row in frame.iterrows())
+    assert induction["prefix_matching_score"] == induction["prefix_matching_score_value"] == pytest.approx(1, abs=1e-12)
+    assert induction["duplicate_token_score_key"] == pytest.approx(1, abs=1e-12)  # its keys are those of the token itself
+    assert induction["logit_attribution"] == pytest.approx(1, abs=1e-12)  # it writes the right token, one-hot
+    # matching the token itself: once in the first copy, twice in the second; it reads the place before either
+    assert predecessor["previous_token_score_value"] == pytest.approx((N - 1 + N / 2) / (2 * N - 1), abs=1e-12)
+    # the raw pattern calls this an induction head; what it reads is the duplicate
+    assert delayed["prefix_matching_score"] == delayed["duplicate_token_score_value"] == pytest.approx(1, abs=1e-12)
+    assert delayed["prefix_matching_score_value"] == pytest.approx(0, abs=1e-12)
+    assert plain["duplicate_token_score_value"] == pytest.approx(0.5, abs=1e-12)
+    assert frame["copying_score"].tolist() == pytest.approx([1, 1, 1, 1])
+    assert frame["k_composition_layer"].isna().all() and frame["k_composition_score"].isna().all()
+
+
+def test_the_two_layer_circuit_is_found_with_its_k_composition():
+    frame = induction_heads(two_layer_circuit(), n_sequences=2, n_repeated=N)
+    assert [tuple(row) for row in frame.loc[frame["verdict"] != "none", ["layer", "head", "verdict"]].to_numpy()] == [
+        (0, 1, "previous token"),
+        (1, 2, "induction"),
+    ]
+    before, induction = only(frame, layer=0, head=1), only(frame, layer=1, head=2)
+    assert before["previous_token_score"] == pytest.approx(1, abs=1e-12)
+    # at the start of the second copy place 0, which attends to itself, matches as well: half of one place of N
+    assert induction["prefix_matching_score"] == pytest.approx(1 - 0.5 / N, abs=1e-12)
+    assert (induction["k_composition_layer"], induction["k_composition_head"]) == (0, 1)
+    # W_OV is the identity between two spaces of D_VOCAB dimensions and W_QK 60 times that: sqrt(D) / (sqrt(D) sqrt(D))
+    assert induction["k_composition_score"] == pytest.approx(1 / math.sqrt(D_VOCAB))
+    assert induction["copying_score"] == pytest.approx(1)
+
+
+def test_a_head_that_lowers_what_it_finds_has_the_opposite_copying_score_and_attribution():
+    model = shifted_heads()
+    model.blocks[0].attn.W_O[0] *= -1
+    row = induction_heads(model, n_sequences=2, n_repeated=N).iloc[0]
+    assert (row["verdict"], row["copying_score"], row["logit_attribution"]) == (
+        "induction",
+        pytest.approx(-1),
+        pytest.approx(-1),
+    )
+
+
+def test_the_verdict_does_not_see_a_rescaling_of_the_coefficients_against_the_values():
+    model = shifted_heads()
+    attn = model.blocks[0].attn
+    attn.v_shift_coef.mul_(-0.01)
+    attn.W_V.mul_(-100)
+    before, after = (induction_heads(m, n_sequences=2, n_repeated=N) for m in (shifted_heads(), model))
+    assert before["verdict"].tolist() == after["verdict"].tolist()
+    assert before["logit_attribution"].tolist() == pytest.approx(after["logit_attribution"].tolist())
+
+
+def test_the_threshold_decides():
+    assert induction_heads(shifted_heads(), n_repeated=N, threshold=0.51)["verdict"].iloc[3] == "none"  # its share is 0.5
+    assert induction_heads(shifted_heads(), n_repeated=N, threshold=0.49)["verdict"].iloc[3] == "duplicate token"
+
+
+def test_roles_of_wider_windows_and_shifted_queries():
+    def taps(*rows):
+        return torch.tensor(rows)
+
+    k, v = taps([0.1, 0.2, 0.7], [0.5, 0.5, 0.0], [0.0, 0.9, 0.1]), taps([1.0, 0, 0], [0.2, 0.2, 0.6], [0.1, 0.8, 0.1])
+    still, late = taps([1.0, 0, 0]).expand(3, -1), taps([0, 1.0, 0]).expand(3, -1)
+    assert displacement(ShiftTaps(k, v, still)).tolist() == [2, -1, 0]
+    assert roles(ShiftTaps(k, v, still)) == ["induction", "predecessor", "delayed"]
+    assert displacement(ShiftTaps(k, v, late)).tolist() == [1, -2, -1]
+
+
+# --- scores against their definition ---------------------------------------------------------------------------------
+
+
+def shift_matrix(coefficients, n):
+    """coefficients[0] I + coefficients[1] Shift + ..., with Shift[s, s - 1] = 1."""
+    return sum(c * torch.eye(n, dtype=torch.float64).roll(-lag, dims=1).tril(-lag) for lag, c in enumerate(coefficients))
+
+
+def slow_scores(pattern, taps):
+    """prefix matching, previous token, duplicate token of patterns [batch, 2N, 2N], by loops over the written-out product."""
+    effective = pattern @ shift_matrix(taps, 2 * N)
+    mean = lambda pairs: sum(effective[:, i, t].mean() for i, t in pairs) / len(pairs)  # noqa: E731
+    return [
+        float(mean([(i, i - N + 1) for i in range(N, 2 * N)])),
+        float(mean([(i, i - 1) for i in range(1, 2 * N)])),
+        float(mean([(i, i - N) for i in range(N, 2 * N)])),
+    ]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_scores_equal_loops_over_written_out_effective_patterns(name):
+    model = scaled_model(name)
+    frame = induction_heads(model, tokens=piece())
+    _, cache = model.run_with_cache(twice(piece()))
+    kinds = ("prefix_matching", "previous_token", "duplicate_token")
+    group = model.cfg.n_heads // model.cfg.n_kv_heads
+    for row in frame.to_dict("records"):
+        layer, head = row["layer"], row["head"]
+        used = {}
+        for x in "kv":
+            coef = cache.cache_dict.get(f"blocks.{layer}.attn.hook_{x}_shift_coef")
+            used[x] = [1.0] if coef is None else coef[head // group].tolist()
+        pattern = cache["pattern", layer][:, head]
+        for view, taps in (("", [1.0]), ("_value", used["v"]), ("_key", used["k"])):
+            expected = slow_scores(pattern, taps)
+            assert [row[f"{kind}_score{view}"] for kind in kinds] == pytest.approx(expected, rel=1e-9, abs=1e-12)
+        assert (row["alpha_1"], row["beta_1"]) == (pytest.approx(used["k"][0]), pytest.approx(used["v"][0]))
+        assert (row["alpha_2"], row["beta_2"]) == tuple(pytest.approx([*used[x], 0.0][1]) for x in "kv")
+
+
+@pytest.mark.parametrize("name", ["softmax", "linear", "linear, decay, queries"])
+def test_relation_to_transformer_lens_detector(name):
+    model, n = random_model(**MODELS[name]), 2 * N
+    tokens = twice(piece(1))
+    pattern_mass = model.run_with_cache(tokens)[1].stack_activation("pattern").sum(dim=(-2, -1))[:, 0]  # [layer, head]
+    if name == "softmax":
+        torch.testing.assert_close(pattern_mass, torch.full_like(pattern_mass, n))
+    model.to_tokens = lambda seq: tokens
+    frame = induction_heads(model, tokens=piece(1))
+    for kind, name_there, n_queries in (
+        ("prefix_matching", "induction_head", N),
+        ("previous_token", "previous_token_head", n - 1),
+        ("duplicate_token", "duplicate_token_head", N),
+    ):
+        theirs = detect_head(model, "the tokens above", name_there).double()
+        ours = torch.tensor(frame[f"{kind}_score"].to_numpy()).view_as(theirs)
+        torch.testing.assert_close(ours * n_queries / pattern_mass, theirs, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["softmax", "softmax, window 2, GQA", "linear"])
+def test_copying_score_equals_the_eigenvalues_of_the_vocabulary_sized_circuit(name):
+    model = random_model(**MODELS[name])  # gains 1: nothing to fold
+    frame = induction_heads(model, tokens=piece())
+    for row in frame.to_dict("records"):
+        attn = model.blocks[row["layer"]].attn
+        circuit = model.W_E @ attn.W_V[row["head"]] @ attn.W_O[row["head"]] @ model.W_U
+        eigenvalues = torch.linalg.eigvals(circuit)
+        # d_vocab > d_head: the eigenvalues that should be 0 come out at about sqrt(eps) of the largest
+        expected = float((eigenvalues.sum() / eigenvalues.abs().sum()).real)
+        assert row["copying_score"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_figures_of_the_weights_do_not_depend_on_whether_gains_are_folded():
+    folded, plain = scaled_model("softmax, window 2, GQA"), scaled_model("softmax, window 2, GQA")
+    folded.process_weights_(fold_ln=True, center_writing_weights=False, center_unembed=False)
+    before, after = (induction_heads(model, tokens=piece()) for model in (plain, folded))
+    pd.testing.assert_frame_equal(before, after, rtol=1e-9)
+
+
+# --- attribution and ablation against interventions ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_attribution_predicts_what_removing_a_head_from_the_direct_path_does(name):
+    """Head off, every later part held at what it was, norms at their scales: the logit moves by the attribution."""
+    model = scaled_model(name)
+    frame = induction_heads(model, tokens=piece())
+    tokens = twice(piece())
+    logits, cache = model.run_with_cache(tokens)
+
+    def held(x, hook):
+        return cache[hook.name]
+
+    for row in frame.to_dict("records"):
+        layer, head = row["layer"], row["head"]
+
+        def off(z, hook, head=head):
+            return z.index_fill(2, torch.tensor([head]), 0)
+
+        later = [f"blocks.{i}.hook_attn_out" for i in range(layer + 1, model.cfg.n_layers)]
+        if not model.cfg.attn_only:
+            later += [f"blocks.{i}.hook_mlp_out" for i in range(layer, model.cfg.n_layers)]
+        if model.cfg.use_normalization_before_and_after:
+            later.append(f"blocks.{layer}.ln1_post.hook_scale")
+        hooks = [(hook, held) for hook in [*later, "ln_final.hook_scale"]]
+        removed = model.run_with_hooks(tokens, fwd_hooks=[(f"blocks.{layer}.attn.hook_z", off), *hooks])
+        change = (logits - removed)[:, N:-1].gather(-1, tokens[:, N + 1 :, None]).mean()
+        assert row["logit_attribution"] == pytest.approx(float(change), rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", ["softmax", "softmax, window 2, GQA", "linear, decay, queries"])
+def test_ablation_effects_equal_one_hooked_forward_pass_a_head(name):
+    model = scaled_model(name)
+    repeated, donors = (repeat_tokens(model, piece(3, seed=seed), None) for seed in (0, 1))
+    told, fractions = [], []
+    effect = resampling_ablation(
+        model, repeated, donors, batch_size=4, on_start=told.append, on_progress=fractions.append
+    )  # fmt: skip
+    n_layers, n_heads = model.cfg.n_layers, model.cfg.n_heads
+    assert told == [n_layers * n_heads * 3]
+    assert len(fractions) == n_layers * math.ceil(n_heads * 3 / 4) and fractions[-1] == 1.0
+    _, other = model.run_with_cache(donors.tokens)
+
+    def loss_and_logit(logits):
+        right = repeated.tokens[:, N + 1 :, None]
+        losses = -logits.log_softmax(-1)[:, N:-1].gather(-1, right)
+        return torch.stack([losses.mean(), logits[:, N:-1].gather(-1, right).mean()])
+
+    whole = loss_and_logit(model(repeated.tokens))
+    for layer in range(n_layers):
+        for head in range(n_heads):
+
+            def swap(z, hook, head=head):
+                z = z.clone()
+                z[:, :, head] = other[hook.name][:, :, head]
+                return z
+
+            ablated = model.run_with_hooks(repeated.tokens, fwd_hooks=[(f"blocks.{layer}.attn.hook_z", swap)])
+            expected = loss_and_logit(ablated) - whole
+            ours = torch.stack([effect.loss_change[layer, head], effect.logit_change[layer, head]])
+            torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_ablating_the_circuit_hurts_and_ablating_an_idle_head_does_nothing():
+    plain = induction_heads(two_layer_circuit(), n_sequences=3, n_repeated=N)
+    frame = induction_heads(two_layer_circuit(), n_sequences=3, n_repeated=N, ablations=True)
+    used = frame["verdict"] != "none"
+    assert (frame.loc[used, "ablation_loss_change"] > 0.3).all() and (frame.loc[used, "ablation_logit_change"] < -0.3).all()
+    assert (frame.loc[~used, ["ablation_loss_change", "ablation_logit_change"]].abs() < 1e-12).all(axis=None)
+    assert plain[["ablation_loss_change", "ablation_logit_change"]].isna().all(axis=None)
+
+
+# --- trained models --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif("induction-shift-1l" not in names(), reason="induction-shift-1l is not among the shipped models yet")
+def test_the_trained_shifted_head_is_named_with_its_role():
+    frame = induction_heads(HookedKVTransformer.from_zoo("induction-shift-1l"))
+    named = frame[(frame["verdict"] == "induction") & (frame["role"] == "induction")]
+    assert len(named) >= 1
+    best = frame.loc[frame["logit_attribution"].idxmax()]
+    assert (best["verdict"], best["role"]) == ("induction", "induction")
+
+
+@pytest.mark.skipif("induction-plain-2l" not in names(), reason="induction-plain-2l is not among the shipped models yet")
+def test_the_trained_two_layer_circuit_is_found():
+    frame = induction_heads(HookedKVTransformer.from_zoo("induction-plain-2l"))
+    previous = set(frame.loc[(frame["layer"] == 0) & (frame["verdict"] == "previous token"), "head"])
+    induction = frame[(frame["layer"] == 1) & (frame["verdict"] == "induction")]
+    assert previous and len(induction)
+    assert set(induction["k_composition_head"]) & previous
+
+
+# --- table and input -------------------------------------------------------------------------------------------------
+
+
+def test_columns_order_seeds_and_parts(monkeypatch, tmp_path):
+    model = random_model()
+    frame = induction_heads(model, n_sequences=5, n_repeated=N)
+    assert {name: str(dtype) for name, dtype in frame.dtypes.items()} == COLUMNS == ANALYSIS.columns
+    assert list(zip(frame["layer"], frame["head"], strict=True)) == [(i, j) for i in range(2) for j in range(5)]
+    pd.testing.assert_frame_equal(frame, induction_heads(model, n_sequences=5, n_repeated=N))
+    assert not frame.equals(induction_heads(model, n_sequences=5, n_repeated=N, seed=1))
+    frame.to_parquet(tmp_path / "heads.parquet")
+    pd.testing.assert_frame_equal(pd.read_parquet(tmp_path / "heads.parquet"), frame)
+    monkeypatch.setattr(_head_measures, "MEMORY_A_PASS", 1)  # one sequence a forward pass
+    pd.testing.assert_frame_equal(induction_heads(model, n_sequences=5, n_repeated=N), frame, rtol=1e-10)
+
+
+def test_random_tokens_do_not_repeat_within_a_copy_unless_they_must():
+    drawn = draw_piece(random_model(), 4, 17, torch.Generator().manual_seed(0))
+    assert (drawn.sort(dim=1).values == torch.arange(17)).all()
+    assert draw_piece(random_model(), 4, 18, torch.Generator().manual_seed(0)).shape == (4, 18)
+
+
+def test_a_bos_stands_in_front_where_the_model_wants_one_and_no_special_token_is_drawn():
+    model = HookedKVTransformer.from_zoo("docs-linear")
+    drawn = draw_piece(model, 2, 300, torch.Generator().manual_seed(0))
+    assert not set(drawn.flatten().tolist()) & set(model.tokenizer.all_special_ids)
+    repeated = repeat_tokens(model, drawn, None)
+    assert (repeated.tokens[:, 0] == model.tokenizer.bos_token_id).all() and repeated.tokens.shape == (2, 601)
+    assert torch.equal(repeated.tokens[:, repeated.second :], drawn)
+    assert repeat_tokens(model, drawn, False).tokens.shape == (2, 600)
+    with model.kv_bias(convert_prompt(model, "Return a list.")):
+        assert repeat_tokens(model, drawn, None).tokens.shape == (2, 600)
+
+
+def test_the_batch_form_says_the_prompt_twice():
+    model = HookedKVTransformer.from_zoo("docs-linear")
+    prompt = "Return the names of all widgets."
+    tokens = model.to_tokens(prompt, prepend_bos=False)
+    pd.testing.assert_frame_equal(ANALYSIS.run(model, Record("a", prompt)), induction_heads(model, tokens=tokens))
+    pd.testing.assert_frame_equal(
+        ANALYSIS.run(model, Record("a", prompt), n_random=2, seed=3, threshold=0.1),
+        induction_heads(model, n_sequences=2, n_repeated=tokens.shape[1], seed=3, threshold=0.1),
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(n_sequences=0), "n_sequences must be at least 1, got 0"),
+        (dict(n_repeated=1), "n_repeated must be at least 2, got 1"),
+        (dict(n_repeated=30), r"take 60 places and n_ctx is 32: repeat at most 16"),
+        (dict(threshold=0.0), r"threshold must lie in \(0, 1\], got 0.0"),
+        (dict(tokens=torch.tensor([1, 2, 3])), r"expected a tensor of token ids \[batch, piece\], got shape \[3\]"),
+        (dict(tokens=torch.tensor([[1, D_VOCAB]])), "token ids must lie in 0..10"),
+        (dict(prepend_bos=True), "this model has none"),
+        (dict(n_repeated=5, ablations=True, batch_size=0), "batch_size must be at least 1, got 0"),
+    ],
+)
+def test_bad_input(changes, message):
+    with pytest.raises(KVLensError, match=message):
+        induction_heads(two_layer_circuit(), **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(attention_dir="bidirectional"), "expected causal attention"),
+        (dict(d_vocab_out=5), "it reads 11 and predicts 5"),
+    ],
+)
+def test_models_without_induction_are_refused(changes, message):
+    model = random_model(d_vocab=11, attention="softmax", kv_shift=None, **changes)
+    with pytest.raises(KVLensError, match=message):
+        ANALYSIS.check_model(model)
+
+
+def test_ablations_refuse_positions_that_are_added_inside_the_layers():
+    model = blank_model(positional_embedding_type="shortformer")
+    with pytest.raises(KVLensError, match="shortformer"):
+        induction_heads(model, n_repeated=5, ablations=True)

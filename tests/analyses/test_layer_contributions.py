@@ -1,0 +1,239 @@
+"""The parts add up, and each part's logit is what the model loses when the part is taken out of its direct path."""
+
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from analysis_models import PENCIL_PROMPT, PENCIL_TEXT, VARIANTS, pencil_model, random_model, tokens
+from tiny_text_model import tiny_text_model
+
+from analyses._analysis import Record
+from analyses.layer_contributions import ANALYSIS, COLUMNS, layer_contributions
+from kvlens import KVLensError, convert_prompt
+
+PROMPT, TEXT = tokens(7), tokens(5, seed=1)
+SOFTMAX = dict(attention="softmax")
+MODELS = {
+    **VARIANTS,
+    "no normaliser, parallel blocks": dict(normalizer="none", parallel_attn_mlp=True),
+    "attention only, no norm": dict(attn_only=True, normalization_type=None),
+    "folded layer norm": dict(normalization_type="LNPre", positional_embedding_type="sinusoidal"),
+    "RMS": dict(normalization_type="RMS", gated_mlp=True),
+    "folded RMS": dict(normalization_type="RMSPre", positional_embedding_type="none"),
+    "final RMS": dict(normalization_type="LN", final_rms=True, use_attn_result=True),
+    "trained bias": dict(trainable_kv_bias=True),
+    "softmax": SOFTMAX,
+    "softmax, grouped, learned positions": dict(
+        n_heads=6, d_model=36, n_key_value_heads=2, positional_embedding_type="standard", kv_shift=None, **SOFTMAX
+    ),
+    "softmax, shortformer": dict(positional_embedding_type="shortformer", kv_shift=None, **SOFTMAX),
+}
+
+
+def shaken(**changes):
+    """A random model in which nothing is zero that could be: biases, norms' weights, a trained bias."""
+    model = random_model(**changes)
+    generator = torch.Generator().manual_seed(8)
+    for name, parameter in model.named_parameters():
+        if "W_" not in name and "shift_coef" not in name:
+            noise = torch.rand(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.add_(noise.to(parameter.dtype))
+    return model
+
+
+def reading(model):
+    """Attach the prompt where it can be a bias; return what stands in front of the text otherwise."""
+    if model.cfg.attention == "softmax":
+        return PROMPT
+    if not model.cfg.trainable_kv_bias:
+        model.attach_kv_bias(convert_prompt(model, PROMPT))
+    return PROMPT[:0]
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_parts_add_up(name, dtype, tolerance, per_head):
+    model = shaken(dtype=dtype, **MODELS[name])
+    before = reading(model)
+    logits = model(torch.cat([before, TEXT])[None])[0, -5:].double()
+    frame = layer_contributions(model, TEXT, before_tokens=before, tokens=range(17), per_head=per_head)
+    sums = frame.groupby(["position", "target", "target_token"], sort=False)[["logit", "residual_share"]].sum()
+    chosen = torch.tensor(sums.xs("chosen", level="target")["logit"].to_numpy()).reshape(5, 17)
+    assert float(((chosen - logits).norm(dim=-1) / logits.norm(dim=-1)).max()) < tolerance
+    following = sums.xs("next", level="target")["logit"].to_numpy()
+    expected = logits[torch.arange(4), TEXT[1:]].numpy()
+    np.testing.assert_allclose(following, expected, atol=tolerance * float(logits.norm(dim=-1).max()))
+    np.testing.assert_allclose(sums["residual_share"], 1, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_heads_add_up_to_their_layer(name):
+    model = shaken(**MODELS[name])
+    before = reading(model)
+    by_layer = layer_contributions(model, TEXT, before_tokens=before)
+    by_head = layer_contributions(model, TEXT, before_tokens=before, per_head=True)
+    is_head = by_head["component"].isin(["attention_input", "attention_bias"])
+    n_heads = model.cfg.n_heads
+    assert by_head.loc[is_head, "head"].tolist() == list(range(n_heads)) * (is_head.sum() // n_heads)
+    assert (by_head.loc[~is_head, "head"] == -1).all() and (by_layer["head"] == -1).all()
+    keys = ["position", "layer", "component"]
+    sums = by_head.groupby(keys, sort=False)[["residual_share", "logit"]].sum(min_count=1)
+    found = by_layer.set_index(keys)[["residual_share", "logit"]]
+    pd.testing.assert_frame_equal(sums.sort_index(), found.sort_index(), rtol=1e-9, atol=1e-12)
+
+
+def test_by_pencil():
+    # the prompt 1, 2 has the bias 5; the text 1, 2 reads 1 and 2 (1 + 4) of itself; a tenth of it is the logit of token 0
+    model = pencil_model()
+    frame = layer_contributions(model, PENCIL_TEXT, bias=convert_prompt(model, PENCIL_PROMPT), tokens=[0])
+    written = [1.0, 1.0, 5.0, 0.0, 0.0], [2.0, 10.0, 10.0, 0.0, 0.0]
+    rows = [
+        (
+            place,
+            str(place),
+            target,
+            token,
+            layer,
+            component,
+            -1,
+            value,
+            value / sum(written[place]),
+            value / 10 if target == "chosen" else (0.0 if token == "1" else math.nan),
+        )
+        for place in (0, 1)
+        for target, token in (("next", "1" if place == 0 else None), ("chosen", "0"))
+        for (layer, component), value in zip(
+            [(-1, "embed"), (0, "attention_input"), (0, "attention_bias"), (0, "attention_b_O"), (1, "unembed_bias")],
+            written[place],
+            strict=True,
+        )
+    ]
+    expected = pd.DataFrame(rows, columns=list(COLUMNS)).astype(COLUMNS)
+    pd.testing.assert_frame_equal(frame, expected, rtol=1e-14)
+
+
+@pytest.mark.parametrize("name", ["rope after", "gqa decay", "learned, queries shifted", "folded layer norm", "softmax"])
+def test_attribution_predicts_ablation_node_by_node(name):
+    """Take one part away from the residual stream, everything behind it held still: the logits move by its logits."""
+    model = shaken(**MODELS[name])
+    tokens_read = torch.cat([reading(model), TEXT])[None]
+    frame = layer_contributions(model, TEXT, before_tokens=tokens_read[0, :-5], tokens=range(17), per_head=True)
+    frame = frame[(frame["target"] == "chosen") & (frame["component"] != "unembed_bias")]
+    logits, cache = model.run_with_cache(tokens_read)
+    z = {"attention_input": "z_context" if "blocks.0.attn.hook_z_bias" in cache else "z", "attention_bias": "z_bias"}
+    hold = [x for x in cache if x.endswith(("hook_mlp_out", "hook_attn_out")) or x == "ln_final.hook_scale"]
+    for (layer, component, head), rows in frame.groupby(["layer", "component", "head"]):
+
+        def silence(x, hook, head=head):
+            x = x.clone()
+            x[:, :, head if head >= 0 else slice(None)] = 0
+            return x
+
+        node = {
+            "embed": "hook_embed",
+            "pos_embed": "hook_pos_embed",
+            "mlp": f"blocks.{layer}.hook_mlp_out",
+            "attention_b_O": f"blocks.{layer}.hook_attn_out",
+        }.get(component, f"blocks.{layer}.attn.hook_{z.get(component)}")
+        if component == "attention_b_O":
+
+            def silence(x, hook, layer=layer):
+                return x - model.blocks[layer].attn.b_O
+
+        held = [x for x in hold if x != node and not (head >= 0 and x == f"blocks.{layer}.hook_attn_out")]
+        hooks = [(x, lambda value, hook: cache[hook.name]) for x in held] + [(node, silence)]
+        change = (model.run_with_hooks(tokens_read, fwd_hooks=hooks) - logits)[0, -5:]
+        predicted = -rows["logit"].to_numpy().reshape(5, 17)
+        np.testing.assert_allclose(change.numpy(), predicted, atol=1e-12, err_msg=f"{layer} {component} {head}")
+        assert np.abs(predicted).max() > 1e-6
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_what_the_unconverted_prompt_gives_is_what_the_bias_gives(name):
+    model = shaken(**VARIANTS[name])
+    converted = layer_contributions(model, TEXT, bias=convert_prompt(model, PROMPT), per_head=True)
+    unconverted = layer_contributions(model, TEXT, before_tokens=PROMPT, per_head=True)
+    assert "attention_bias" not in unconverted["component"].to_numpy()
+    keys = ["position", "layer", "component", "head"]
+    merged = converted.replace({"component": {"attention_bias": "attention_input"}})
+    sums = merged.groupby(keys)["logit"].sum(min_count=1)
+    expected = unconverted.set_index(keys)["logit"].sort_index()
+    pd.testing.assert_series_equal(sums, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_norms_by_their_definition():
+    model = shaken()
+    bias = convert_prompt(model, PROMPT)
+    frame = layer_contributions(model, TEXT, bias=bias, per_head=True).set_index(["layer", "component", "head"])
+    with model.kv_bias(bias):
+        _, cache = model.run_with_cache(TEXT[None])
+    for head in range(5):
+        vectors = cache["blocks.1.attn.hook_z_bias"][0, :, head] @ model.blocks[1].attn.W_O[head]
+        np.testing.assert_allclose(frame.loc[(1, "attention_bias", head), "norm"], vectors.norm(dim=-1), rtol=1e-12)
+    np.testing.assert_allclose(frame.loc[(0, "mlp", -1), "norm"], cache["blocks.0.hook_mlp_out"][0].norm(dim=-1), rtol=1e-12)
+    np.testing.assert_allclose(frame.loc[(-1, "embed", -1), "norm"], model.W_E[TEXT].norm(dim=-1), rtol=1e-12)
+    assert (frame.loc[(2, "unembed_bias", -1), ["norm", "residual_share"]] == 0).all(axis=None)
+
+
+def test_order_dtypes_and_the_last_place():
+    frame = layer_contributions(shaken(**VARIANTS["learned, queries shifted"]), TEXT, tokens=[3, 4])
+    assert {name: str(dtype) for name, dtype in frame.dtypes.items()} == COLUMNS
+    block = [(-1, "embed"), (-1, "pos_embed")]
+    block += [(layer, part) for layer in (0, 1) for part in ("attention_input", "attention_b_O", "mlp")] + [(2, "unembed_bias")]
+    assert list(zip(frame["layer"], frame["component"], strict=True)) == block * 15
+    assert frame["position"].tolist() == [place for place in range(5) for _ in range(27)]
+    assert frame["target"].tolist() == (["next"] * 9 + ["chosen"] * 18) * 5
+    last = frame[(frame["position"] == 4) & (frame["target"] == "next")]
+    assert last["logit"].isna().all() and last["target_token"].isna().all() and last["norm"].notna().all()
+    assert frame["logit"].isna().sum() == len(last)
+
+
+def test_the_model_is_left_as_it_was_and_an_attached_bias_is_read():
+    model = shaken()
+    own, other = convert_prompt(model, PROMPT), convert_prompt(model, TEXT)
+    expected = layer_contributions(model, TEXT, bias=own)
+    model.attach_kv_bias(own)
+    layer_contributions(model, TEXT, bias=other)
+    assert model.attached_kv_bias is own
+    assert not any(point.fwd_hooks for point in model.hook_dict.values())
+    pd.testing.assert_frame_equal(layer_contributions(model, TEXT), expected)
+
+
+@pytest.mark.parametrize("attention", ["linear", "softmax"])
+def test_the_batch_script_gives_the_promised_columns(attention):
+    model = tiny_text_model(attention=attention)
+    ANALYSIS.check_model(model)
+    record = Record("a", "The widget is", " green and", {"answer": ".", "wrong": 5})
+    frame = ANALYSIS.run(model, record, per_head=True)
+    assert {name: str(dtype) for name, dtype in frame.dtypes.items()} == dict(ANALYSIS.columns)
+    assert ("attention_bias" in frame["component"].to_numpy()) == (attention == "linear")
+    tokens_read = torch.cat([model.to_tokens("The widget is"), model.to_tokens(" green and", prepend_bos=False)], dim=1)
+    last = frame[(frame["position"] == frame["position"].max()) & (frame["target"] == "chosen")]
+    sums = last.groupby("target_token", sort=False)["logit"].sum().to_numpy()
+    logits = model(tokens_read)[0, -1]
+    expected = logits[[int(model.to_single_token(".")), 5]]
+    np.testing.assert_allclose(sums, expected, atol=1e-5 * float(logits.norm()))
+
+
+def test_bad_input():
+    model = random_model()
+    with pytest.raises(KVLensError, match="whose logits"):
+        layer_contributions(model, TEXT, next_token=False)
+    with pytest.raises(KVLensError, match="expected the bias of one prompt, got a batch of 2"):
+        layer_contributions(model, TEXT, bias=convert_prompt(model, tokens(6).reshape(2, 3)))
+    with pytest.raises(KVLensError, match=r"token id in 0\.\.16"):
+        layer_contributions(model, TEXT, tokens=[17])
+    with pytest.raises(KVLensError, match=r"before_tokens: token ids must lie in 0\.\.16"):
+        layer_contributions(model, TEXT, before_tokens=torch.tensor([17]))
+    with pytest.raises(KVLensError, match="norm before it is added"):
+        ANALYSIS.check_model(random_model(normalization_type="RMS", use_normalization_before_and_after=True))
+
+
+def test_what_is_not_in_the_table_is_refused():
+    model = random_model()
+    model.add_hook("blocks.0.hook_resid_post", lambda x, hook: 2 * x)
+    with pytest.raises(KVLensError, match="of the final residual stream comes from something else"):
+        layer_contributions(model, TEXT)

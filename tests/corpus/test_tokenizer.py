@@ -1,0 +1,114 @@
+"""The tokenizer loses nothing, comes out the same twice, survives a folder, and suits TransformerLens without a network."""
+
+import os
+import shutil
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from kvlens.errors import KVLensError
+from kvlens.corpus import encode_texts, load_tokenizer, train_bpe_tokenizer
+
+TEXTS = ["def double(x):\n    return x + x\n" * 5, "the cat sat on the mat, the dog sat on the log. " * 5]
+TOKENIZER = train_bpe_tokenizer(TEXTS, vocab_size=280)
+SPECIAL = ("<|bos|>", "<|eos|>", "<|pad|>")
+
+
+def round_trip(text: str) -> str:
+    return TOKENIZER.decode(TOKENIZER.encode(text, add_special_tokens=False))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        " ",
+        "  two  spaces  ",
+        "\n\n\t\r\n",
+        "\x00\x01\x7f\x1b[0m",
+        "👩‍🔬🇳🇱é́",
+        "𝔘𐍈\u202e\ufeff",
+        "don't , do . n't",
+        "Ġ Ċ Ã",
+    ],
+)
+def test_round_trip_is_lossless(text):
+    assert round_trip(text) == text
+
+
+@given(st.text())
+@settings(max_examples=200, deadline=None)
+def test_round_trip_is_lossless_for_any_text(text):
+    assert round_trip(text) == text
+
+
+def test_special_tokens_are_distinct_and_first():
+    assert TOKENIZER.convert_tokens_to_ids(list(SPECIAL)) == [0, 1, 2]
+    assert (TOKENIZER.bos_token, TOKENIZER.eos_token, TOKENIZER.pad_token) == SPECIAL
+    assert len(TOKENIZER) == 280
+    assert TOKENIZER.padding_side == "right"
+
+
+def test_equal_texts_give_an_equal_tokenizer():
+    again = train_bpe_tokenizer(iter(TEXTS), vocab_size=280)
+    assert again.backend_tokenizer.to_str() == TOKENIZER.backend_tokenizer.to_str()
+
+
+def test_merges_are_learned():
+    assert len(encode_texts(TOKENIZER, [TEXTS[1]])[0]) < len(TEXTS[1]) / 2
+
+
+def test_batches_equal_single_texts_without_bos():
+    assert encode_texts(TOKENIZER, TEXTS) == [TOKENIZER.encode(text)[1:] for text in TEXTS]
+    assert all(TOKENIZER.encode(text)[0] == TOKENIZER.bos_token_id for text in TEXTS)
+
+
+def test_a_folder_brings_back_the_same_tokenizer(tmp_path):
+    TOKENIZER.save_pretrained(tmp_path)
+    for loaded in (
+        load_tokenizer(tmp_path),
+        AutoTokenizer.from_pretrained(tmp_path),
+        PreTrainedTokenizerFast.from_pretrained(tmp_path),
+    ):
+        assert loaded(TEXTS)["input_ids"] == TOKENIZER(TEXTS)["input_ids"]
+        assert loaded.padding_side == "right"
+        assert (loaded.bos_token, loaded.eos_token, loaded.pad_token) == SPECIAL
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # TransformerLens 3.9 announces 4.0 at each construction
+@pytest.mark.parametrize("origin", ["memory", "folder since deleted", "AutoTokenizer"])
+def test_transformer_lens_takes_it_offline(origin, tmp_path):
+    from kvlens._tl import HookedTransformer, HookedTransformerConfig
+
+    tokenizer = TOKENIZER
+    if origin != "memory":
+        TOKENIZER.save_pretrained(tmp_path / "saved")
+        load = load_tokenizer if origin.startswith("folder") else AutoTokenizer.from_pretrained
+        tokenizer = load(tmp_path / "saved")
+        if origin.startswith("folder"):
+            shutil.rmtree(tmp_path / "saved")
+    cfg = HookedTransformerConfig(n_layers=1, d_model=6, d_head=3, n_ctx=17, act_fn="relu", device="cpu")
+    model = HookedTransformer(cfg, tokenizer=tokenizer)
+    ids = TOKENIZER.encode("the cat", add_special_tokens=False)
+    assert model.cfg.d_vocab == 280
+    assert model.to_tokens("the cat").tolist() == [[0, *ids]]
+    assert model.to_tokens("the cat", prepend_bos=False).tolist() == [ids]
+    assert model.to_tokens(["the cat", ""]).tolist() == [[0, *ids], [0] + [2] * len(ids)]
+    assert model.to_string(model.to_tokens("the cat", prepend_bos=False)[0]) == "the cat"
+
+
+@pytest.mark.parametrize(
+    ("texts", "size", "message"), [(TEXTS, 258, "at least 259"), ("text", 300, r"give \[text\]"), ([], 300, "empty")]
+)
+def test_bad_arguments_are_answered(texts, size, message):
+    with pytest.raises(KVLensError, match=message):
+        train_bpe_tokenizer(texts, size)
+
+
+def test_a_folder_without_a_tokenizer_is_answered(tmp_path):
+    with pytest.raises(KVLensError, match=r"no tokenizer\.json"):
+        load_tokenizer(tmp_path)

@@ -1,0 +1,270 @@
+"""A Baichuan-M1-type folder gives the logits of a plain-torch model of the published format, without any remote code."""
+
+import json
+import socket
+
+import pytest
+import torch
+from baichuan_reference import CONFIG, random_weights, reference_logits, write_folder
+from tiny_hf import tiny_tokenizer
+from transformers import PretrainedConfig, PreTrainedModel
+
+from kvlens import HookedKVTransformer, KVLensError, KVShiftConfig
+from kvlens.model.pretrained import load_pretrained_parts
+
+TOKENS = torch.randint(0, CONFIG["vocab_size"], (2, 17), generator=torch.Generator().manual_seed(7))
+# the longest chain of sums behind one logit: per layer four maps of d_model, one of d_mlp, positions, then the unembedding
+N_TERMS = CONFIG["num_hidden_layers"] * (4 * 24 + 37 + 17) + 24
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch):
+    attempts = []
+
+    def refuse(*args, **kwargs):
+        attempts.append(args)
+        raise OSError("no network in this test")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    yield
+    assert attempts == []
+
+
+def exact_model(folder, **kwargs) -> HookedKVTransformer:
+    return HookedKVTransformer.from_pretrained_no_processing(folder, dtype=torch.float64, device="cpu", **kwargs)
+
+
+VARIANTS = {
+    "untied": {},
+    "tied": {"tie_word_embeddings": True},
+    "global_only": {"sliding_window_layers": []},
+    "window_of_one": {"sliding_window": 1},
+    "without_swa_heads": {"num_swa_attention_heads": None, "num_swa_key_value_heads": None},
+    "ungrouped": {"num_key_value_heads": 6, "num_swa_key_value_heads": 6},
+    "longer_convolution": {"conv_window": 3},
+    "rope_parameters": {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 777.0}},
+}
+
+
+@pytest.mark.parametrize("shards", [1, 3], ids=["one_file", "shards"])
+@pytest.mark.parametrize("variant", VARIANTS)
+@torch.no_grad()
+def test_a_folder_gives_the_references_logits_in_float64(variant, shards, tmp_path):
+    config = {**CONFIG, **VARIANTS[variant]}
+    weights = random_weights(config)
+    model = exact_model(write_folder(tmp_path / "m1", config, weights, shards))
+    theta = (config.get("rope_parameters") or config)["rope_theta"]
+    expected = reference_logits({**config, "rope_theta": theta}, weights, TOKENS)
+    tolerance = N_TERMS * torch.finfo(torch.float64).eps * float(expected.abs().max())
+    torch.testing.assert_close(model(TOKENS), expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    "change", ["conv_k", "conv_v", "column_order", "window", "previous_layer_kind", "rope_theta", "rows_of_the_head"]
+)
+@torch.no_grad()
+def test_the_comparison_notices_every_part(change, tmp_path):
+    weights = random_weights(CONFIG)
+    model = exact_model(write_folder(tmp_path / "m1", CONFIG, weights))
+    config, other = dict(CONFIG), dict(weights)
+    if change in ("conv_k", "conv_v"):
+        other[f"model.layers.2.self_attn.{change}"] = other[f"model.layers.2.self_attn.{change}"].flip(2)
+    elif change == "column_order":
+        other |= {name: w.flip(-1) for name, w in weights.items() if "conv_" in name}
+    elif change == "window":
+        config["sliding_window"] = 6
+    elif change == "previous_layer_kind":
+        config["sliding_window_layers"] = [0, 2]
+    elif change == "rope_theta":
+        config["rope_theta"] = 1200.0
+    else:
+        other["lm_head.weight"] = weights["lm_head.weight"] @ torch.diag(torch.linspace(1, 2, 24, dtype=torch.float64))
+    assert float((model(TOKENS) - reference_logits(config, other, TOKENS)).abs().max()) > 1e-4
+
+
+@pytest.mark.parametrize("form", ["matrix", "numbers"])
+@torch.no_grad()
+def test_the_shift_may_come_in_the_other_public_forms(form, tmp_path):
+    weights = random_weights(CONFIG)
+    renamed = {}
+    for name, weight in weights.items():
+        at, leaf = name.rsplit(".", 1)
+        if not leaf.startswith("conv_"):
+            renamed[name] = weight
+        elif form == "matrix":
+            renamed[f"{at}.{leaf[-1].upper()}"] = weight[0, 0, :, 0].clone()
+        else:
+            stem = {"k": "alpha", "v": "beta"}[leaf[-1]]
+            renamed |= {f"{at}.{stem}{2 - column}": weight[0, 0, :, 0, column].clone() for column in range(2)}
+    original = exact_model(write_folder(tmp_path / "a", CONFIG, weights))
+    assert torch.equal(exact_model(write_folder(tmp_path / "b", CONFIG, renamed))(TOKENS), original(TOKENS))
+
+
+@torch.no_grad()
+def test_the_head_is_normalised_whatever_the_length_of_its_stored_rows(tmp_path):
+    weights = random_weights(CONFIG)
+    scale = torch.linspace(0.1, 9, CONFIG["vocab_size"], dtype=torch.float64)[:, None]
+    plain = exact_model(write_folder(tmp_path / "a", CONFIG, weights))
+    scaled = {**weights, "lm_head.weight": scale * weights["lm_head.weight"]}
+    other = exact_model(write_folder(tmp_path / "b", CONFIG, scaled))
+    torch.testing.assert_close(plain.W_U, other.W_U, rtol=8 * 2**-52, atol=0)  # a sum of squares, a root, a division
+    assert torch.allclose(plain.W_U.norm(dim=0), torch.ones((), dtype=torch.float64))
+
+
+@torch.no_grad()
+def test_processed_weights_keep_the_probabilities_and_the_shift(tmp_path):
+    weights = random_weights(CONFIG)
+    folder = write_folder(tmp_path / "m1", CONFIG, weights)
+    model = HookedKVTransformer.from_pretrained(folder, device="cpu")
+    expected = reference_logits(CONFIG, weights, TOKENS).log_softmax(-1)
+    tolerance = N_TERMS * torch.finfo(torch.float32).eps * float(expected.abs().max())
+    torch.testing.assert_close(model(TOKENS).log_softmax(-1).double(), expected, rtol=0, atol=tolerance)
+    assert model.cfg.kv_shift == KVShiftConfig()
+    conv = weights["model.layers.3.self_attn.conv_v"][0, 0, :, 0].float()
+    assert torch.equal(model.blocks[3].attn.v_shift_coef, conv.flip(1))
+    assert [block.attn.attn_type for block in model.blocks] == ["global", "local", "global", "local"]
+
+
+@torch.no_grad()
+def test_decoding_token_by_token_and_a_saved_copy_give_the_same(tmp_path):
+    model = exact_model(write_folder(tmp_path / "m1", CONFIG, random_weights(CONFIG)))
+    tokens = TOKENS[:1]
+    greedy = model.generate(tokens, max_new_tokens=4, do_sample=False, stop_at_eos=False, verbose=False, prepend_bos=False)
+    slow = tokens
+    for _ in range(4):
+        slow = torch.cat([slow, model(slow)[:, -1:].argmax(-1)], dim=1)
+    assert torch.equal(greedy, slow)
+    model.save(tmp_path / "copy")
+    assert torch.equal(HookedKVTransformer.load(tmp_path / "copy")(tokens), model(tokens))
+
+
+@torch.no_grad()
+def test_options_shorten_the_model_and_reach_its_configuration(tmp_path):
+    weights = random_weights(CONFIG)
+    folder = write_folder(tmp_path / "m1", CONFIG, weights, shards=3)
+    short = exact_model(folder, first_n_layers=2, n_ctx=19, default_prepend_bos=False)
+    assert (short.cfg.n_layers, short.cfg.n_ctx, short.cfg.default_prepend_bos) == (2, 19, False)
+    expected = reference_logits({**CONFIG, "num_hidden_layers": 2}, weights, TOKENS)
+    tolerance = N_TERMS * torch.finfo(torch.float64).eps * float(expected.abs().max())
+    torch.testing.assert_close(short(TOKENS), expected, rtol=0, atol=tolerance)
+    low = HookedKVTransformer.from_pretrained_no_processing(folder, dtype="bfloat16", device="cpu")
+    assert low(TOKENS).dtype == torch.bfloat16
+
+
+class BaichuanM1Config(PretrainedConfig):
+    model_type = "baichuan_m1"
+
+
+class BaichuanM1ForCausalLM(PreTrainedModel):
+    """What a user holds who let transformers run the published code: a model with that name, config and state dict."""
+
+    config_class = BaichuanM1Config
+
+    def __init__(self, config, weights):
+        super().__init__(config)
+        for name, weight in weights.items():
+            *path, leaf = name.split(".")
+            module = self
+            for part in path:
+                if not hasattr(module, part):
+                    module.add_module(part, torch.nn.Module())
+                module = getattr(module, part)
+            module.register_parameter(leaf, torch.nn.Parameter(weight))
+
+
+@torch.no_grad()
+def test_a_loaded_model_gives_what_its_folder_gives(tmp_path):
+    weights = random_weights(CONFIG)
+    folder = write_folder(tmp_path / "m1", CONFIG, weights)
+    sizes = {name: value for name, value in CONFIG.items() if name not in ("auto_map", "model_type", "torch_dtype")}
+    hf_model = BaichuanM1ForCausalLM(BaichuanM1Config(**sizes), weights)
+    model = exact_model("some/name", hf_model=hf_model)
+    assert torch.equal(model(TOKENS), exact_model(folder)(TOKENS))
+    assert not any(p.requires_grad for p in load_pretrained_parts("x", hf_model=hf_model).state_dict.values())
+
+
+def test_a_tokenizer_in_the_folder_is_used_and_one_that_is_code_is_not_run(tmp_path, caplog):
+    folder = write_folder(tmp_path / "m1", CONFIG, random_weights(CONFIG))
+    tiny_tokenizer().save_pretrained(folder)
+    assert load_pretrained_parts(folder).tokenizer.encode("the cat")[1:] == tiny_tokenizer().encode("the cat")
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.model").write_bytes(b"")
+    own_code = {
+        "tokenizer_class": "BaichuanTokenizer",
+        "auto_map": {"AutoTokenizer": ["tokenization_baichuan.BaichuanTokenizer", None]},
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(own_code))
+    (folder / "tokenization_baichuan.py").write_text("raise SystemExit('remote code was run')")
+    assert load_pretrained_parts(folder).tokenizer is None
+    assert "code of its own, which is not run" in caplog.text
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_swa_attention_heads": 12}, "num_swa_attention_heads=12 .*and num_attention_heads=6 in the others"),
+        ({"num_swa_key_value_heads": 2}, "num_swa_key_value_heads=2 .*and num_key_value_heads=3 in the others.*shift_import"),
+        ({"hidden_size": None}, "needs a positive integer hidden_size in its config.json, got None"),
+        ({"hidden_size": 25}, "hidden_size=25, no multiple of num_attention_heads=6"),
+        ({"sliding_window": None}, "needs a positive integer sliding_window"),
+        ({"sliding_window_layers": [1, 4]}, r"sliding_window_layers \[1, 4\]; expected numbers from 0 to 3"),
+        ({"conv_window": 1}, "conv_window=1: it mixes nothing"),
+        ({"conv_window": 3}, r"of shape \[3, 2\] for blocks.0.attn.k_shift_coef; its configuration gives \[3, 3\]"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'; expected 'silu'"),
+        ({"rope_theta": None}, "needs rope_theta"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "scales its rotary angles by 'linear'"),
+        ({"quantization_config": {"bits": 4}}, "is quantised"),
+        ({"num_hidden_layers": 5}, "lacks the shift coefficients of blocks.4.attn.k_shift_coef"),
+        ({"vocab_size": 306}, r"weight with the shape \[307, 24\]; its configuration gives \[306, 24\]"),
+    ],
+)
+def test_configurations_that_cannot_be_loaded_say_why(changes, message, tmp_path):
+    folder = write_folder(tmp_path / "m1", {**CONFIG, **changes}, random_weights(CONFIG))
+    with pytest.raises(KVLensError, match=message):
+        HookedKVTransformer.from_pretrained(folder)
+
+
+def test_other_heads_in_unused_sliding_window_fields_do_not_matter(tmp_path):
+    config = {**CONFIG, "sliding_window_layers": [], "num_swa_attention_heads": 12}
+    assert exact_model(write_folder(tmp_path / "m1", config, random_weights(CONFIG))).cfg.use_local_attn is False
+
+
+def test_weights_that_are_missing_unknown_or_packed_are_named(tmp_path):
+    weights = random_weights(CONFIG)
+    name = "model.layers.2.self_attn.conv_v"
+    for number, (changed, message) in enumerate(
+        (
+            (
+                {key: w for key, w in weights.items() if key != name},
+                "lacks the shift coefficients of blocks.2.attn.v_shift_coef",
+            ),
+            ({key: w for key, w in weights.items() if "3.mlp.up" not in key}, r"lacks 1 weights .*layers.3.mlp.up_proj.weight"),
+            ({key: w for key, w in weights.items() if key != "lm_head.weight"}, r"lacks 1 weights .*\['lm_head.weight'\]"),
+            ({**weights, "model.layers.0.self_attn.W_pack.bias": torch.zeros(3)}, r"not known .*W_pack.bias"),
+            ({**weights, name: weights[name].to(torch.int8)}, "layer 2 are not finite floating-point numbers"),
+            (
+                {**weights, "model.norm.weight": torch.ones(24, dtype=torch.int8)},
+                "norm.weight as torch.int8: a quantised model",
+            ),
+        )
+    ):
+        folder = write_folder(tmp_path / str(number), CONFIG, changed)
+        with pytest.raises(KVLensError, match=message):
+            HookedKVTransformer.from_pretrained(folder)
+    frequencies = {**weights, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(2)}
+    assert exact_model(write_folder(tmp_path / "ok", CONFIG, frequencies)).cfg.n_layers == 4
+
+
+def test_arguments_that_cannot_be_honoured_are_refused(tmp_path):
+    folder = write_folder(tmp_path / "m1", CONFIG, random_weights(CONFIG))
+    for arguments, message in (
+        ({"revision": "main"}, r"\['revision'\] would have no effect on a Baichuan-M1 checkpoint"),
+        ({"first_n_layers": 5}, "first_n_layers must be 1 to 4"),
+        ({"kv_shift": KVShiftConfig(window=2)}, "window 2, the checkpoint has 3 heads and window 1"),
+    ):
+        with pytest.raises(KVLensError, match=message):
+            HookedKVTransformer.from_pretrained(folder, **arguments)

@@ -1,0 +1,81 @@
+"""Bigrams: committed triggers by a loop, followers without preference, prompts that settle what is scored."""
+
+import pytest
+import torch
+from task_checks import assert_frequency, seeded
+
+from kvlens.errors import KVLensError
+from kvlens.tasks import BigramTask
+
+TASK = BigramTask(n_letters=17, n_triggers=3, length=41, trigger_rate=0.3)
+
+
+def test_every_committed_trigger_and_nothing_else_is_scored_with_its_follower():
+    inputs, targets, scored = TASK.sample(11, seeded(0))
+    for row, target, is_scored in zip(inputs.tolist(), targets.tolist(), scored.tolist(), strict=True):
+        follower: dict[int, int] = {}
+        for i, letter in enumerate(row):
+            assert is_scored[i] == (letter in follower)
+            if letter < TASK.n_triggers:
+                assert target[i] == follower.setdefault(letter, target[i])
+
+
+def test_a_trigger_never_follows_a_trigger():
+    inputs, targets, _ = TASK.sample(50, seeded(1))
+    assert not ((inputs < 3) & (targets < 3)).any()
+    assert torch.equal(targets[:, :-1], inputs[:, 1:])
+
+
+def test_followers_and_the_other_letters_are_drawn_without_preference():
+    inputs, targets, _ = TASK.sample(4000, seeded(2))
+    is_first_use = (inputs == 1) & ((inputs == 1).cumsum(dim=1) == 1)
+    followers = targets[is_first_use]
+    assert_frequency(followers[:, None] == torch.arange(3, 17), 1 / 14)
+    first_letter = inputs[:, 0][inputs[:, 0] >= 3]
+    assert_frequency(first_letter[:, None] == torch.arange(3, 17), 1 / 14)
+
+
+def test_triggers_come_as_often_as_the_rate_says():
+    inputs = TASK.sample(4000, seeded(3)).inputs
+    chance = TASK.trigger_rate  # of a trigger at position i; none can follow one
+    for i in range(TASK.length):
+        assert_frequency((inputs[:, i : i + 1] < 3), chance)
+        assert_frequency((inputs[:, i : i + 1] == torch.arange(3)), chance / 3)
+        chance = TASK.trigger_rate * (1 - chance)
+    assert chance == pytest.approx(TASK.trigger_rate / (1 + TASK.trigger_rate))
+
+
+@pytest.mark.parametrize("first_use_only", [False, True])
+def test_with_a_prompt_only_what_the_prompt_has_shown_is_scored(first_use_only):
+    n_prompt = 19
+    inputs, targets, scored = TASK.sample_with_prompt(23, seeded(4), n_prompt, first_use_only=first_use_only)
+    for row, target, is_scored in zip(inputs.tolist(), targets.tolist(), scored.tolist(), strict=True):
+        prompt = row[:n_prompt]
+        shown = {letter: prompt[i + 1] for i, letter in enumerate(prompt[:-1]) if letter < TASK.n_triggers}
+        for i, letter in enumerate(row):
+            is_repeated = first_use_only and letter in row[n_prompt:i]
+            assert is_scored[i] == (i >= n_prompt and letter in shown and not is_repeated)
+            if is_scored[i]:
+                assert target[i] == shown[letter]
+
+
+def test_a_trigger_cut_off_from_its_follower_is_not_settled():
+    task = BigramTask(n_letters=4, n_triggers=1, length=9, trigger_rate=1.0)  # a x a x a x ...
+    assert task.sample_with_prompt(1, seeded(0), 3).scored.tolist() == [[False] * 4 + [True, False] * 2 + [True]]
+    letters = torch.tensor([[2, 0, 3, 0, 3]])
+    assert task._settled_by_prompt(letters, 2, False).tolist() == [[False] * 5]
+    assert task._settled_by_prompt(letters, 3, False).tolist() == [[False, False, False, True, False]]
+
+
+@pytest.mark.parametrize("prompt_length", [1, 41])
+def test_a_prompt_that_leaves_nothing_on_one_side_is_refused(prompt_length):
+    with pytest.raises(KVLensError, match=rf"prompt_length must be from 2 to length - 1 = 40, got {prompt_length}"):
+        TASK.sample_with_prompt(2, seeded(0), prompt_length)
+
+
+def test_letters_are_a_to_z_then_capitals():
+    task = BigramTask()
+    assert task.tokens_as_text(torch.tensor([0, 25, 26, 51])) == "azAZ"
+    assert task.text_as_tokens("azAZ").tolist() == [0, 25, 26, 51]
+    with pytest.raises(KVLensError, match=r"the letters are abcdefghijklmnopq, got 'A', 'z'"):
+        TASK.text_as_tokens("zA")

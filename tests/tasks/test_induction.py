@@ -1,0 +1,67 @@
+"""Induction: the loop's answers, one answer each, and no fixed place to find it."""
+
+import torch
+from task_checks import assert_frequency, seeded
+
+from kvlens.tasks import InductionTask
+
+TASK = InductionTask(vocab_size=61, length=47)
+
+
+def answer_by_loop(tokens: list[int]) -> int | None:
+    """What followed the last token where it stood before."""
+    for j in range(len(tokens) - 2, -1, -1):
+        if tokens[j] == tokens[-1]:
+            return tokens[j + 1]
+    return None
+
+
+def test_exactly_what_an_earlier_occurrence_determines_is_scored_and_right():
+    inputs, targets, scored = TASK.sample(13, seeded(0))
+    for row, target, is_scored in zip(inputs.tolist(), targets.tolist(), scored.tolist(), strict=True):
+        answers = [answer_by_loop(row[: i + 1]) for i in range(len(row))]
+        assert [answer is not None for answer in answers] == is_scored
+        assert [a for a in answers if a is not None] == [t for t, s in zip(target, is_scored, strict=True) if s]
+
+
+def test_the_answer_is_never_ambiguous():
+    inputs, targets, _ = TASK.sample(13, seeded(1))
+    for row, target in zip(inputs.tolist(), targets.tolist(), strict=True):
+        pairs = set(zip(row, target, strict=True))
+        assert len(pairs) == len(set(row))
+
+
+def test_targets_are_the_next_tokens():
+    inputs, targets, _ = TASK.sample(3, seeded(2))
+    assert torch.equal(targets[:, :-1], inputs[:, 1:])
+
+
+def test_every_period_is_drawn_equally_often():
+    scored = TASK.sample(6000, seeded(3)).scored
+    period = TASK.length - scored.sum(dim=1)
+    periods = torch.arange(TASK.min_period, TASK.max_period + 1)
+    assert set(period.tolist()) == set(periods.tolist())
+    assert_frequency(period[:, None] == periods, 1 / len(periods))
+
+
+def test_at_least_half_of_the_positions_are_scored():
+    assert TASK.sample(200, seeded(4)).scored.float().mean(dim=1).min() >= 0.5
+
+
+def test_a_fixed_distance_is_right_for_the_periods_that_divide_it_and_those_are_few():
+    inputs, targets, scored = TASK.sample(40, seeded(5))
+    period = TASK.length - scored.sum(dim=1, keepdim=True)
+    for distance in range(TASK.length):
+        guess = inputs.roll(distance, dims=1)[:, distance:]
+        is_right = guess == targets[:, distance:]
+        is_scored = scored[:, distance:]
+        assert torch.equal(is_right & is_scored, is_scored & ((distance + 1) % period == 0))
+        assert sum((distance + 1) % p == 0 for p in range(TASK.min_period, TASK.max_period + 1)) <= 3
+
+
+def test_tokens_follow_each_other_without_preference():
+    inputs = InductionTask(vocab_size=8, length=8).sample(8000, seeded(6)).inputs
+    first_pair = inputs[:, 0] * 8 + inputs[:, 1]
+    different = torch.tensor([a * 8 + b for a in range(8) for b in range(8) if a != b])
+    has_three = (inputs[:, 0] != inputs[:, 2]).nonzero().squeeze(1)  # period 3 or 4: first_pair is no repetition
+    assert_frequency(first_pair[has_three, None] == different, 1 / 56)

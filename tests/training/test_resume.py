@@ -1,0 +1,156 @@
+"""A run on disk: it goes on where it was, to the same end, and what is not its own is left alone."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from tiny_runs import run, tiny_model, tiny_task, weights
+
+import kvlens.files
+from kvlens import KVLensError
+from kvlens.tasks import InductionTask
+
+
+class Killed(Exception):
+    """Stands for whatever ends a process."""
+
+
+def killed_at(monkeypatch, call: int) -> None:
+    """The ``call``-th training batch from now on does not come."""
+    calls = []
+
+    def sample(self, batch_size, generator, split="train", original=InductionTask.sample):
+        calls.append(split)
+        if calls.count("train") == call:
+            raise Killed
+        return original(self, batch_size, generator, split)
+
+    monkeypatch.setattr(InductionTask, "sample", sample)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted():
+    model = tiny_model()
+    return model, run(model, watch="shift_coef")
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(kills=st.lists(st.integers(1, 11), min_size=1, max_size=4))
+def test_kills_at_any_step_change_nothing(kills, uninterrupted, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run") / "r"
+    for call in kills:
+        with pytest.MonkeyPatch.context() as patch:
+            killed_at(patch, call)
+            try:
+                run(watch="shift_coef", folder=folder)
+            except Killed:
+                pass
+    model = tiny_model()
+    result = run(model, watch="shift_coef", folder=folder)
+    expected_model, expected = uninterrupted
+    pd.testing.assert_frame_equal(result.metrics, expected.metrics)
+    pd.testing.assert_frame_equal(result.watched, expected.watched)
+    assert torch.equal(weights(model), weights(expected_model))
+    pd.testing.assert_frame_equal(pd.read_parquet(folder / "metrics.parquet"), expected.metrics)
+
+
+def test_kill_9_of_the_command_changes_no_metric(tmp_path):
+    command = [sys.executable, "-m", "kvlens", "train", "induction", "--device", "cpu", "--task", "vocab_size=13", "length=9"]
+    command += ["--model", "n_layers=1", "d_model=12", "d_head=6", "attn_only=true", "kv_shift=true"]
+    command += ["--set", "steps=40", "batch_size=4", "eval_every=4", "eval_sequences=5"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    killed = subprocess.Popen([*command, "--out", str(tmp_path / "a")], env=environment)
+    checkpoint = tmp_path / "a" / "checkpoint.safetensors"
+    while not checkpoint.exists() and killed.poll() is None:
+        time.sleep(0.02)
+    killed.send_signal(signal.SIGKILL)
+    assert killed.wait() == -signal.SIGKILL
+    for name in ("a", "b"):
+        subprocess.run([*command, "--out", str(tmp_path / name)], check=True, env=environment, stdout=subprocess.DEVNULL)
+    a, b = (pd.read_parquet(tmp_path / name / "metrics.parquet") for name in ("a", "b"))
+    pd.testing.assert_frame_equal(a, b)
+    a, b = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("a", "b"))
+    assert all(torch.equal(a[name], b[name]) for name in b)
+
+
+def test_a_finished_run_is_returned_and_not_trained_again(tmp_path, uninterrupted, monkeypatch):
+    run(folder=tmp_path / "r")
+    before = (tmp_path / "r" / "checkpoint.safetensors").stat().st_mtime_ns
+    killed_at(monkeypatch, 1)
+    model = tiny_model()
+    result = run(model, folder=tmp_path / "r")
+    assert result.stopped_by == "steps"
+    assert torch.equal(weights(model), weights(uninterrupted[0]))
+    assert (tmp_path / "r" / "checkpoint.safetensors").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (lambda folder: run(folder=folder, learning_rate=1e-4), "setting learning_rate was 0.005 there and is 0.0001 now"),
+        (lambda folder: run(tiny_model(d_model=18), folder=folder), "model d_m"),
+        (lambda folder: run(tiny_model(), InductionTask(vocab_size=12, length=9), folder=folder), "task vocab_size was 13"),
+    ],
+)
+def test_another_run_is_refused_and_left_alone(other, message, tmp_path):
+    run(folder=tmp_path / "r")
+    before = (tmp_path / "r" / "checkpoint.safetensors").read_bytes()
+    with pytest.raises(KVLensError, match=message):
+        other(tmp_path / "r")
+    assert (tmp_path / "r" / "checkpoint.safetensors").read_bytes() == before
+    assert run(folder=tmp_path / "r", learning_rate=1e-4, restart=True).steps == 12
+
+
+@pytest.mark.parametrize("size", [0, 5, 200, -10])
+def test_a_damaged_checkpoint_is_named(size, tmp_path):
+    run(folder=tmp_path / "r")
+    path = tmp_path / "r" / "checkpoint.safetensors"
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(KVLensError, match="checkpoint .* is damaged"):
+        run(folder=tmp_path / "r")
+    assert path.exists()
+
+
+def test_foreign_folders_are_left_alone(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(KVLensError, match="not empty and holds no checkpoint"):
+        run(folder=tmp_path)
+    with pytest.raises(KVLensError, match="is a file"):
+        run(folder=tmp_path / "notes.txt")
+    (tmp_path / "other").mkdir()
+    save_file({"x": torch.zeros(2)}, tmp_path / "other" / "checkpoint.safetensors")
+    with pytest.raises(KVLensError, match="not a checkpoint of kvlens"):
+        run(folder=tmp_path / "other")
+
+
+def test_a_full_disk_keeps_the_checkpoint_before(tmp_path, uninterrupted, monkeypatch):
+    writes = []
+
+    def full(*args, original=os.fsync):
+        writes.append(1)
+        if len(writes) > 2:  # the first checkpoint and its table
+            raise OSError(28, "No space left on device")
+        return original(*args)
+
+    monkeypatch.setattr(kvlens.files.os, "fsync", full)
+    with pytest.raises(KVLensError, match="No space left on device"):
+        run(folder=tmp_path / "r")
+    assert sorted(path.name for path in (tmp_path / "r").iterdir()) == ["checkpoint.safetensors", "metrics.parquet"]
+    monkeypatch.undo()
+    model = tiny_model()
+    run(model, folder=tmp_path / "r")
+    assert torch.equal(weights(model), weights(uninterrupted[0]))
+
+
+def test_metrics_file_is_what_the_result_says(tmp_path):
+    result = run(folder=tmp_path / "r", task=tiny_task())
+    pd.testing.assert_frame_equal(pd.read_parquet(Path(tmp_path / "r" / "metrics.parquet")), result.metrics)

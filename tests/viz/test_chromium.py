@@ -1,0 +1,210 @@
+"""The pages in a browser: they draw, clicking works, nothing is requested, and what a prompt holds is shown and never run."""
+
+import json
+
+import pandas as pd
+import pytest
+import torch
+from headless_chromium import CHROMIUM, WITHOUT, tags_and_handlers, visible_text, visit, with_script, without_policy
+from tiny_text_model import PROMPT, TEXT, tiny_text_model
+
+from kvlens.report import build_report, write_report
+from kvlens.viz import (
+    HeadDetails,
+    Page,
+    attention_view,
+    coloured_tokens,
+    contribution_bars,
+    error_table,
+    generated_text,
+    head_heatmap,
+)
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=WITHOUT)
+
+HOSTILE = [
+    "</script><img src=x onerror=\"document.title='owned'\">",
+    "<script>document.title='owned'</script>",
+    "<!--<script>",
+    "]]>",
+    "\" onmouseover=\"document.title='owned'\" x=\"",
+    "' onclick='document.title=1'",
+    "</span></pre></table></title></style>",
+    "<img src='http://hostile.example/pixel.png'>",
+    "&lt;b&gt;&amp;",
+    "a\nb\r\n\tc",
+    "\u2028\u2029",
+    "🙂👩‍👩‍👧",
+    "שלום עולם مرحبا \u202eabc",
+    "\ud83d",
+    "\x00\x1b[31m\x7f",
+    "${alert(1)}`'\\",
+    "<pad>",
+]
+
+
+@pytest.fixture(scope="module")
+def report():
+    return build_report(tiny_text_model(), PROMPT, TEXT, model_name="tiny", new_tokens=3)
+
+
+def by_head(n_layers=2, n_heads=3) -> pd.DataFrame:
+    places = [(layer, head) for layer in range(n_layers) for head in range(n_heads)]
+    table = pd.DataFrame(places, columns=["layer", "head"])
+    return table.assign(b_kv_norm=[1.0 + i for i in range(len(table))], loss_change=[-0.5 * i for i in range(len(table))])
+
+
+def details_of(prompt: list[str], text: list[str], n_layers=2, n_heads=3) -> HeadDetails:
+    generator, n_keys = torch.Generator().manual_seed(0), len(prompt) + len(text)
+    pattern = torch.randn(n_layers, n_heads, len(text), n_keys, generator=generator)
+    queries = torch.arange(len(prompt), n_keys)
+    return HeadDetails(prompt, text, queries, pattern, pattern[..., : len(prompt)].mean(dim=2))
+
+
+def hostile_page() -> Page:
+    n = len(HOSTILE)
+    texts = pd.Series(HOSTILE, dtype=object)  # pandas' own text type refuses half of a surrogate pair
+    frame = pd.DataFrame({"layer": texts, "value": range(n), HOSTILE[0]: texts})
+    page = Page(HOSTILE[0], HOSTILE[1]).section(HOSTILE[2], HOSTILE[0]).footer(HOSTILE[0])
+    page.add(coloured_tokens(HOSTILE, range(n), title=HOSTILE[0], unit=HOSTILE[0]))
+    page.add(attention_view(HOSTILE, torch.rand(2, n, n), n_prompt=3, head_names=HOSTILE[:2], title=HOSTILE[0]))
+    page.add(head_heatmap(by_head().assign(**{HOSTILE[0]: 1.0}), details=details_of(HOSTILE, HOSTILE), title=HOSTILE[0]))
+    page.add(contribution_bars(frame, "value", part=HOSTILE[0], title=HOSTILE[0]))
+    page.add(error_table(frame, title=HOSTILE[0]))
+    return page.add(generated_text({text: text for text in HOSTILE}, start=HOSTILE[0], title=HOSTILE[0]))
+
+
+def test_the_report_draws_and_asks_the_network_for_nothing(report, tmp_path):
+    folder = write_report(report, tmp_path / "report")
+    seen = visit(folder / "report.html", tmp_path)
+    assert seen.requests == []
+    text = visible_text(seen.dom)
+    for words in ("kvlens report: tiny", "exact to rounding", "Head Selector", "L0 H", "L1 H", "Point at a cell", "converted"):
+        assert words in text
+    assert seen.dom.count("<canvas") == 6 + 1 + 1  # circuitsvis' small ones and the enlarged one, and the chosen head's
+    strongest = report.tables["bias_by_head"].nlargest(1, "ablation_kl").iloc[0]
+    assert f'data-selected="{int(strongest["layer"])}.{int(strongest["head"])}"' in seen.dom
+    assert f"Layer {int(strongest['layer'])}, head {int(strongest['head'])}" in text
+
+
+def test_a_request_would_be_seen(tmp_path):
+    (tmp_path / "page.html").write_text("<img src='http://hostile.example/pixel.png'>")
+    seen = visit(tmp_path / "page.html", tmp_path)
+    assert seen.requests == ["http://hostile.example/pixel.png"]
+
+
+def test_the_policy_refuses_what_escaping_would_have_missed(tmp_path):
+    html = Page("title").add(coloured_tokens(["a"], [1.0])).to_html()
+    attack = "<img src='http://hostile.example/a.png' onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
+    (tmp_path / "page.html").write_text(html.replace("</main>", f"{attack}</main>"))
+    seen = visit(tmp_path / "page.html", tmp_path)
+    assert seen.requests == [] and "<title>title</title>" in seen.dom
+    (tmp_path / "bare.html").write_text(without_policy(html).replace("</main>", f"{attack}</main>"))
+    seen = visit(tmp_path / "bare.html", tmp_path)
+    assert len(seen.requests) == 1 and "<title>owned</title>" in seen.dom
+
+
+def test_a_click_shows_that_head(tmp_path):
+    details = details_of(["the", " wid", "get\n"], [" is", " purple"])
+    click = """
+        const figure = document.querySelector("figure");
+        const record = (name, value) => { document.body.dataset[name] = JSON.stringify(value); };
+        record("first", figure.dataset.selected);
+        document.querySelector('table:not([hidden]) [data-layer="1"][data-head="0"]').click();
+        record("title", figure.querySelector(".detail h3").textContent);
+        const boxes = [...figure.querySelectorAll(".tokens")];
+        record("shares", [...boxes[0].children].map((span) => Number(span.title.split(": ").at(-1).replace("−", "-"))));
+        record("tokens", [...boxes[0].children].map((span) => span.textContent));
+        record("pressed", figure.querySelectorAll('[aria-pressed="true"]').length);
+        const canvas = figure.querySelector("canvas"), box = canvas.getBoundingClientRect();
+        const place = { clientX: box.left + 112, clientY: box.top + 26 + 13 + 3, bubbles: true };
+        canvas.dispatchEvent(new MouseEvent("mousemove", place));
+        record("readout", figure.querySelector(".readout").textContent);
+        const select = figure.querySelector("select");
+        select.value = "loss_change";
+        select.dispatchEvent(new Event("change"));
+        record("shown", [...figure.querySelectorAll("table")].filter((map) => !map.hidden).map((map) => map.dataset.column));
+    """
+    page = tmp_path / "page.html"
+    page.write_text(with_script(head_heatmap(by_head(), details=details).to_html(), click))
+    dom = visit(page, tmp_path).dom
+    body = dom[dom.index("<body") : dom.index(">", dom.index("<body"))]
+
+    def recorded(name):
+        value = body.split(f'data-{name}="')[1].split('"')[0]
+        return json.loads(value.replace("&quot;", '"').replace("&nbsp;", " "))
+
+    assert recorded("first") == "1.2"  # the largest b_kv_norm
+    assert recorded("title") == "Layer 1, head 0"
+    assert recorded("tokens") == ["the", " wid", "get⏎\n"]
+    # three digits of the value in the page, which is within half a unit of 1/999 of the head's largest
+    shares = details.prompt_shares[1, 0]
+    assert recorded("shares") == pytest.approx(shares.tolist(), abs=float(shares.abs().max()) * (0.5 / 999 + 0.005))
+    assert recorded("pressed") == 2  # in the map that is shown and in that of the other column
+    expected = float(details.pattern[1, 0, 1, 0])
+    words, value = recorded("readout").rsplit(": ", 1)
+    assert words == "text 1 “·purple” attends to prompt 0 “the”"
+    assert float(value.replace("−", "-")) == pytest.approx(expected, abs=0.01 * float(details.pattern[1, 0].abs().max()))
+    assert recorded("shown") == ["loss_change"]
+
+
+def test_a_hostile_prompt_is_shown_and_runs_nothing(tmp_path):
+    html = without_policy(hostile_page().to_html())
+    (tmp_path / "page.html").write_text(html, encoding="utf-8")
+    seen = visit(tmp_path / "page.html", tmp_path)
+    assert seen.requests == []
+    tags, handlers = tags_and_handlers(seen.dom)
+    assert "canvas" in tags and "img" not in tags and not handlers
+    text = visible_text(seen.dom)
+    assert text.lstrip().startswith(HOSTILE[0])  # the title is still what it was
+    for token in ("</script><img src=x onerror=", "<script>document.title=", "<!--<script>", "<pad>", "&lt;b&gt;", "🙂👩‍👩‍👧"):
+        assert text.count(token) >= 3, token
+    for token in ("שלום", "مرحبا", "]]>", "${alert(1)}`'\\"):
+        assert token in text, token
+    assert "Head Selector" in text and "Layer 1, head 2" in text
+
+
+def test_a_notebook_frame_holds_the_whole_piece_and_grows(tmp_path):
+    piece = head_heatmap(by_head(), details=details_of(HOSTILE, HOSTILE))
+    output = piece._repr_html_() + coloured_tokens(HOSTILE, range(len(HOSTILE)))._repr_html_()
+    report_heights = """
+        addEventListener("load", () => setTimeout(() => {
+            const frames = [...document.querySelectorAll("iframe")];
+            document.title = JSON.stringify(frames.map((frame) => [
+                frame.contentDocument.documentElement.offsetHeight <= parseInt(frame.style.height),
+                frame.style.height !== "420px",
+                frame.contentDocument.querySelectorAll("canvas").length,
+            ]));
+        }, 500));
+    """
+    page = f"<!DOCTYPE html><title>start</title><body>{output}<script>{report_heights}</script></body>"
+    (tmp_path / "page.html").write_text(page, encoding="utf-8")
+    seen = visit(tmp_path / "page.html", tmp_path)
+    assert seen.requests == []
+    assert "<title>[[true,true,1],[true,true,0]]</title>" in seen.dom
+
+
+def test_a_long_prompt_gives_a_page_that_opens(tmp_path):
+    n_prompt, n_text = 4096, 600
+    details = HeadDetails(
+        prompt=[f" w{i}" for i in range(n_prompt)],
+        text=[f" t{i}" for i in range(n_text)],
+        queries=torch.arange(n_prompt, n_prompt + n_text)[:: n_text // 100],
+        pattern=torch.rand(4, 6, 100, n_prompt + n_text),
+        prompt_shares=torch.rand(4, 6, n_prompt),
+    )
+    tokens = [*details.prompt, *details.text]
+    page = Page("long").add(head_heatmap(by_head(4, 6), details=details))
+    page.add(attention_view(tokens, details.pattern[0], queries=details.queries, n_prompt=n_prompt))
+    page.add(coloured_tokens(tokens, range(len(tokens))))
+    page.save_html(tmp_path / "page.html")
+    assert (tmp_path / "page.html").stat().st_size < 8e6
+    text = visible_text(visit(tmp_path / "page.html", tmp_path).dom)
+    for words in (
+        "100 of the text's 600 queries are shown",
+        "One column sums 25 neighbouring tokens of the prompt's 4,096",
+        "tokens are summed in the first column",
+        "blocks of 2 of the 4,696 tokens, mean of each",
+        "Head Selector",
+    ):
+        assert words in text
