@@ -10,23 +10,76 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from analyses.activation_patching import activation_patching
     from analyses.bias_ablation import bias_ablation
     from analyses.bias_by_head import bias_by_head, bias_by_layer
+    from analyses.bias_decomposition import bias_decomposition
+    from analyses.bias_effects import bias_effects
+    from analyses.bias_positions import bias_positions
+    from analyses.bias_singular_values import bias_singular_values
+    from analyses.circuits import bias_addition, bias_overwriting, bias_similarity, circuits
+    from analyses.composition import composition
     from analyses.conversion_error import conversion_error
+    from analyses.induction_heads import induction_heads
+    from analyses.layer_contributions import layer_contributions
     from analyses.prompt_effect import prompt_effect
 
-ANALYSES = ("bias_by_head", "conversion_error", "prompt_effect")
+ANALYSES = (
+    "activation_patching",
+    "bias_by_head",
+    "bias_decomposition",
+    "bias_effects",
+    "bias_positions",
+    "bias_singular_values",
+    "circuits",
+    "composition",
+    "conversion_error",
+    "induction_heads",
+    "layer_contributions",
+    "prompt_effect",
+)
 """The modules that ``kvlens analyse NAME`` and ``python -m analyses.NAME`` run over many prompts."""
 
 _HOMES = {
+    "activation_patching": "analyses.activation_patching",
     "bias_ablation": "analyses.bias_ablation",
+    "bias_addition": "analyses.circuits",
     "bias_by_head": "analyses.bias_by_head",
     "bias_by_layer": "analyses.bias_by_head",
+    "bias_decomposition": "analyses.bias_decomposition",
+    "bias_effects": "analyses.bias_effects",
+    "bias_overwriting": "analyses.circuits",
+    "bias_positions": "analyses.bias_positions",
+    "bias_similarity": "analyses.circuits",
+    "bias_singular_values": "analyses.bias_singular_values",
+    "circuits": "analyses.circuits",
+    "composition": "analyses.composition",
     "conversion_error": "analyses.conversion_error",
+    "induction_heads": "analyses.induction_heads",
+    "layer_contributions": "analyses.layer_contributions",
     "prompt_effect": "analyses.prompt_effect",
 }
 
-__all__ = ["ANALYSES", "bias_ablation", "bias_by_head", "bias_by_layer", "conversion_error", "prompt_effect"]
+__all__ = [
+    "ANALYSES",
+    "activation_patching",
+    "bias_ablation",
+    "bias_addition",
+    "bias_by_head",
+    "bias_by_layer",
+    "bias_decomposition",
+    "bias_effects",
+    "bias_overwriting",
+    "bias_positions",
+    "bias_similarity",
+    "bias_singular_values",
+    "circuits",
+    "composition",
+    "conversion_error",
+    "induction_heads",
+    "layer_contributions",
+    "prompt_effect",
+]
 
 
 class _Package(ModuleType):

@@ -33,9 +33,7 @@ from kvlens import HookedKVTransformer, KVBias
 VIEWS = ("attended", "source")
 
 
-def run_prompt_and_text(
-    model: HookedKVTransformer, prompt: Tensor, text: Tensor, initial: KVBias | None
-) -> Any:
+def run_prompt_and_text(model: HookedKVTransformer, prompt: Tensor, text: Tensor, initial: KVBias | None) -> Any:
     """The ActivationCache of one pass over [prompt; text], continuing ``initial`` or what the model holds."""
     names = [f"blocks.{layer}.attn.{name}" for layer in range(model.cfg.n_layers) for name in hooks_to_read(model)]
     tokens = torch.cat([prompt, text])[None]

@@ -78,3 +78,13 @@ ANALYSIS = Analysis(
     run=_run_record,
     options={"kinds": Option("QKV", "which of Q, K and V")},
 )
+
+if __name__ == "__main__":
+    from analyses.batch.script import main
+
+    main(ANALYSIS.name)
+
+if __name__ == "__main__":
+    from analyses.batch.script import main
+
+    main(ANALYSIS.name)

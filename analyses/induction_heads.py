@@ -227,3 +227,13 @@ ANALYSIS = Analysis(
     },
     check_model=check_model,
 )
+
+if __name__ == "__main__":
+    from analyses.batch.script import main
+
+    main(ANALYSIS.name)
+
+if __name__ == "__main__":
+    from analyses.batch.script import main
+
+    main(ANALYSIS.name)

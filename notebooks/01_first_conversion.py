@@ -18,11 +18,11 @@
 # the result through hooks, takes it apart by head, and looks at the pattern.
 
 # %%
-import matplotlib.pyplot as plt
 import torch
 
 from analyses import bias_by_head
 from kvlens import HookedKVTransformer, convert_prompt
+from kvlens.viz import attention_view, coloured_tokens, head_details, head_heatmap
 
 torch.set_grad_enabled(False)
 model = HookedKVTransformer.from_zoo("docs-linear")
@@ -80,42 +80,48 @@ print("changed by", float((ablated - converted).norm() / converted.norm()))
 # ## Which heads carry the prompt
 #
 # The same for every head at once, in one table: KL from the converted model to the one whose head has forgotten the prompt.
+#
+# The map shows one column of the table, and any other on demand. Click a head: below appear its attention pattern, the share of
+# each prompt token in its output, and how much of its output the bias makes up at each token of the text. It needs no network,
+# and `save_html`, `save_png` and `save_svg` write it to a file.
 
 # %%
-table = bias_by_head(model, model.to_tokens(prompt)[0], tokens[0])
-fig, ax = plt.subplots(figsize=(6, 3))
-image = ax.imshow(table.pivot(index="layer", columns="head", values="ablation_kl"), cmap="Blues")
-ax.set(xlabel="head", ylabel="layer", yticks=range(model.cfg.n_layers))
-fig.colorbar(image, label="KL when the head forgets the prompt, nats")
-plt.show()
+prompt_tokens = model.to_tokens(prompt)[0]
+table = bias_by_head(model, prompt_tokens, tokens[0], bias=bias)
+details = head_details(model, prompt_tokens, tokens[0], bias=bias)
+head_heatmap(table, "ablation_kl", details=details, title="KL when the head forgets the prompt, nats")
 
 # %% [markdown]
 # ## Look at the pattern
 #
 # Linear attention has a pattern too, computed only when something asks for it. Its entries may be negative: RoPE turns the
-# features after the feature map made them positive. The pattern shows the text alone; what a head reads from the prompt
-# comes through the bias, and `hook_z_context` and `hook_z_bias` hold the two parts of its output.
+# features after the feature map made them positive. Here is that of the original model over prompt and text, in circuitsvis. The
+# converted model has the lower right part of it as its own pattern; what stands below the prompt's tokens, it reads from the bias.
 
 # %%
-names = [f"blocks.{layer}.attn.hook_{name}" for name in ("pattern", "z_context", "z_bias")]
+attention_view(
+    [*details.prompt, *details.text],
+    details.pattern[layer],
+    queries=details.queries,
+    n_prompt=len(details.prompt),
+    title=f"layer {layer}",
+)
+
+# %% [markdown]
+# `hook_z_context` and `hook_z_bias` hold the two parts of a head's output: what comes from the text, and what from the prompt.
+
+# %%
+names = [f"blocks.{layer}.attn.hook_z_{part}" for part in ("bias", "context")]
 with model.kv_bias(bias):
     _, cache = model.run_with_cache(tokens, names_filter=names)
-pattern, context, from_prompt = (cache[name][0] for name in names)
-labels = model.to_str_tokens(tokens[0])
-largest = float(pattern.abs().max())
-fig, axes = plt.subplots(1, len(pattern), figsize=(14, 3), sharey=True)
-for index, ax in enumerate(axes):
-    image = ax.imshow(pattern[index], cmap="RdBu", vmin=-largest, vmax=largest)
-    ax.set_title(f"head {index}")
-    ax.set_xticks(range(len(labels)), labels, rotation=90, fontsize=6)
-axes[0].set_yticks(range(len(labels)), labels, fontsize=6)
-fig.colorbar(image, ax=axes, fraction=0.01)
-plt.show()
-share = from_prompt.norm(dim=-1) / (from_prompt.norm(dim=-1) + context.norm(dim=-1))
-print("share of each head's output that comes from the prompt, last token:", share[-1].numpy().round(2))
+from_prompt, context = (cache[name][0].norm(dim=-1) for name in names)
+share = (from_prompt / (from_prompt + context)).mean(dim=-1)
+coloured_tokens(details.text, share, title=f"share of the prompt in layer {layer}'s attention", unit="mean over heads")
 
 # %% [markdown]
 # ## A tidy table
+#
+# Every analysis returns one: a row an observation, a column a variable.
 
 # %%
-table.sort_values("ablation_kl", ascending=False).head(8)
+table.sort_values("ablation_kl", ascending=False, ignore_index=True).head(8)

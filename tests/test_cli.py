@@ -17,8 +17,8 @@ from kvlens import HookedKVTransformer, HookedKVTransformerConfig, __version__, 
 from kvlens.cli import main
 from kvlens.training import ContextEffect
 
-TABLES = ("conversion_error", "prompt_effect", "bias_by_head", "bias_by_layer", "generated")
-FILES = {"summary.json", "bias.safetensors", *(f"{name}.parquet" for name in TABLES)}
+TABLES = ("conversion_error", "prompt_effect", "bias_by_head", "bias_by_layer", "layer_contributions", "generated")
+FILES = {"summary.json", "bias.safetensors", "report.html", *(f"{name}.parquet" for name in TABLES)}
 
 
 @pytest.fixture(autouse=True)
@@ -56,6 +56,7 @@ def test_report_writes_and_shows(folder, capsys):
     captured = capsys.readouterr()
     assert captured.err == ""
     assert "exact to rounding" in captured.out and "Written to report/: summary.json" in captured.out
+    assert captured.out.splitlines()[-1].startswith("Open report/report.html in a browser")
     assert max(map(len, captured.out.splitlines())) <= 80
     assert set(os.listdir("report")) == FILES
     summary = json.loads(Path("report/summary.json").read_text())

@@ -296,6 +296,6 @@ EXPERIMENT = Experiment(
     cost={
         "tiny": "a second",
         "small": "a minute on two cores",
-        "paper": "ten minutes on two cores (the figure's own sizes of T; finer steps than small)",
+        "paper": "about a quarter of an hour on two cores (the figure's own sizes of T; finer steps than small)",
     },
 )

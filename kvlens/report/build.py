@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from analyses import bias_ablation, bias_by_head, bias_by_layer, conversion_error, prompt_effect
+from analyses.layer_contributions import layer_contributions
 from kvlens.conversion import convert_prompt
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import KVBias
@@ -31,8 +32,8 @@ class Report:
 
     Attributes:
         summary: the headline figures, nested, of JSON's types (NaN where there is no number).
-        tables: ``conversion_error``, ``prompt_effect``, ``bias_by_head``, ``bias_by_layer`` as the analyses of those names
-            return them, and ``generated``: one row a condition and generated token, with its ``position`` from 0,
+        tables: ``conversion_error``, ``prompt_effect``, ``bias_by_head``, ``bias_by_layer``, ``layer_contributions`` as the
+            analyses of those names return them, and ``generated``: one row a condition and generated token, with its ``position`` from 0,
             ``token_id`` and ``token``.
         bias: the converted prompt.
         heads: what each head attends to, for the page.
@@ -125,6 +126,7 @@ def build_report(
         "prompt_effect": effect,
         "bias_by_head": by_head,
         "bias_by_layer": by_layer,
+        "layer_contributions": layer_contributions(model, text_tokens, bias=bias),
         "generated": _generated_table(model, generated),
     }
     return Report(summary, tables, bias, heads)

@@ -37,6 +37,12 @@ def build_page(report: Report) -> Page:
     )
     page.add(head_heatmap(tables["bias_by_head"], "ablation_kl", details=report.heads, title="heads"))
     page.add(contribution_bars(tables["bias_by_layer"], "ablation_kl", title="layers: all heads of a layer removed"))
+    page.section(
+        "What each layer writes",
+        "Direct contribution to the logit of the token that follows, mean over the text, with the bias attached: attention_input "
+        "is what the heads read from the text, attention_bias what they read from the converted prompt.",
+    )
+    page.add(_contributions(tables["layer_contributions"]))
     page.section("How much of each token's attention output is the bias", "Mean over all layers and heads.")
     page.add(_bias_share(report))
     page.section("Attention patterns", "The heads that carry most, in circuitsvis; hover to enlarge, click to keep.")
@@ -84,6 +90,12 @@ def _gain(effect: pd.DataFrame) -> Piece:
     gain = [math.nan, *(losses["without_prompt"] - losses["converted"])[:-1]]
     tokens = effect.loc[effect["condition"] == "converted", "token"]
     return coloured_tokens(tokens, gain, title="loss that the converted prompt saves on each token", unit="nats")
+
+
+def _contributions(table: pd.DataFrame) -> Piece:
+    means = table.groupby(["layer", "component"], sort=False)["logit"].mean().reset_index()
+    in_layers = means[means["layer"].between(0, means["layer"].max() - 1)]
+    return contribution_bars(in_layers, "logit", part="component", title="contributions by layer")
 
 
 def _bias_share(report: Report) -> Piece:

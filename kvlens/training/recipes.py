@@ -78,11 +78,21 @@ RECIPES: dict[str, Recipe] = {
         Recipe(
             name="bigram-linear",
             summary="The linear-attention model of ICLCA sec. 6.2: 12 layers of width 128 that learn a bigram in context, "
-            "each trigger letter being followed by whatever followed it first.",
+            "each trigger letter being followed by whatever followed it first. Attention is a RetNet's without decay: the "
+            "identity as feature map, RoPE after it, no normaliser.",
             task="bigrams",
-            task_settings=dict(length=64),
-            model=dict(n_layers=12, d_model=128, d_head=16, attention="linear"),
-            training=dict(steps=3000, batch_size=32, learning_rate=1e-3, eval_every=100, stop_at_accuracy=1.0),
+            task_settings=dict(length=64, trigger_rate=0.5),
+            model=dict(n_layers=12, d_model=128, d_head=32, attention="linear", feature_map="identity", normalizer="none"),
+            training=dict(
+                steps=3000,
+                batch_size=32,
+                learning_rate=1e-3,
+                weight_decay=0.05,
+                eval_every=100,
+                eval_sequences=512,
+                stop_at_accuracy=1.0,
+                precision="bfloat16",
+            ),
             stored_dtype="bfloat16",
         ),
         Recipe(

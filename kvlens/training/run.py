@@ -4,6 +4,7 @@ The batch of step t is drawn from a generator seeded by (seed, t) alone. So weig
 of a run: whoever restores them goes on exactly where it was, without replaying what came before.
 """
 
+import hashlib
 import math
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -90,8 +91,7 @@ class Run:
             KVLensError: loss or gradient is not finite; the model then holds the weights before the last step.
         """
         done, settings = self.progress, self.settings
-        generator = torch.Generator().manual_seed((settings.seed << 32) + done.step)
-        batch = self.task.sample(settings.batch_size, generator)
+        batch = self.task.sample(settings.batch_size, batch_generator(settings.seed, done.step))
         count, self._rate = int(batch.scored.sum()), settings.rate().learning_rate(self._share_done())
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
@@ -161,6 +161,12 @@ class Run:
 
     def _watched_now(self, piece: str) -> dict[str, Tensor]:
         return {name: p.detach().float().cpu().clone() for name, p in self.model.named_parameters() if piece in name}
+
+
+def batch_generator(seed: int, step: int) -> torch.Generator:
+    """The source of the batch of one step: torch's CPU generator keeps 32 bits of a seed, so the two numbers are hashed."""
+    digest = hashlib.blake2b(f"{seed}/{step}".encode(), digest_size=4).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "big"))
 
 
 def decayed_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -27,7 +27,7 @@ def strongest_positions(
 ) -> tuple[Int[Tensor, " kept"], Int[Tensor, " left_out"]]:
     """Which of the ``key`` positions a square view of ``max_tokens`` rows keeps, and which are left for one summed column.
 
-    The last queries after the prompt are kept, up to half of the view; then the other positions that these attend to most.
+    The last queries after the prompt are kept, up to half of the view; then the other positions that these attend to most, known rows before others.
 
     Args:
         pattern: the rows that are known.
@@ -41,6 +41,7 @@ def strongest_positions(
     of_text = (queries >= n_prompt).nonzero().squeeze(1)
     last = of_text[-max(max_tokens // 2, max_tokens - 1 - n_prompt) :]
     mass = pattern[:, last].abs().sum(dim=(0, 1))
+    mass[queries] += mass.sum()  # positions whose rows are known come before those that would stay empty
     mass[queries[last]] = torch.inf
     chosen = torch.zeros(n_keys, dtype=torch.bool)
     chosen[mass.topk(max_tokens - 1).indices] = True

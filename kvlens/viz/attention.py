@@ -116,7 +116,7 @@ def _square(
     if len(left_out):
         others = _with_empty_rows(values[..., left_out].sum(dim=-1, keepdim=True), queries, len(labels))[:, kept]
         square = torch.nn.functional.pad(torch.cat([others, square], dim=-1), (0, 0, 1, 0))
-        shown = [f"[{len(left_out):,} others]", *shown]
+        shown = [f"[{len(left_out):,}·others]", *shown]  # circuitsvis drops blanks
     return square, shown, len(left_out)
 
 

@@ -49,7 +49,7 @@ def _name(row: Any, by: str, part: str | None) -> str:
 def _bar(name: str, value: float, top: float, zero: float) -> str:
     """One bar; ``zero`` is where zero stands, in percent of the width, and the longest bar reaches an edge."""
     width = abs(value) / top * (max(zero, 100 - zero) if top else 0) if top and value == value else 0.0
-    start = zero - width if value < 0 else zero
+    start = max(0.0, zero - width) if value < 0 else zero
     kind = "negative" if value < 0 else "positive"
     bar = f'<div class="bar {kind}" style="left:{start:.2f}%;width:{width:.2f}%"></div>'
     return f'<tr><th scope="row">{html_text(name)}</th><td><div class="track">{bar}</div></td><td>{number(value)}</td></tr>'

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from analyses.bias_positions import bias_positions
 from kvlens.conversion import convert_prompt
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import KVBias
@@ -30,7 +31,8 @@ class HeadDetails:
         queries: positions in prompt + text, ascending: the rows of ``pattern``. The text's are there (128 of a longer one),
             and of the prompt the positions that these attend to most.
         pattern: of the unconverted model, over prompt and text: [layer, head, query, prompt + text].
-        prompt_shares: [layer, head, prompt] what each prompt token contributes, see `prompt_shares`.
+        prompt_shares: [layer, head, prompt] of each prompt token in the head's output, over the whole text; with the shares of
+            the shift boundary and of the text itself they sum to 1.
         bias_shares: [layer, head, text] how much of the head's output comes from the prompt, 0..1; None where it is unknown.
     """
 
@@ -99,7 +101,8 @@ def head_details(
         bias: the converted prompt, if it is at hand; None converts it here.
 
     Raises:
-        KVLensError: softmax attention, an attached bias, an empty prompt or text.
+        KVLensError: softmax attention, an attached bias, an empty prompt or text, heads that do not write to the residual
+            stream directly.
     """
     if not len(prompt_tokens) or not len(text_tokens):
         raise KVLensError(f"head_details: {len(prompt_tokens)} prompt and {len(text_tokens)} text tokens; give some of both")
@@ -110,21 +113,26 @@ def head_details(
     everything = torch.cat([prompt_tokens, text_tokens])
     queries = n_prompt + torch.linspace(0, n_text - 1, min(n_text, MAX_QUERIES)).round().long()
     pattern = attention_rows(model, everything, queries)
-    shares = prompt_shares(pattern, n_prompt)
-    in_prompt = shares.abs().sum(dim=(0, 1)).topk(min(n_prompt, MAX_PROMPT_QUERIES)).indices.sort().values
+    attended = pattern[..., :n_prompt].abs().sum(dim=(0, 1, 2))
+    in_prompt = attended.topk(min(n_prompt, MAX_PROMPT_QUERIES)).indices.sort().values
     return HeadDetails(
         prompt=_texts(model, prompt_tokens),
         text=_texts(model, text_tokens),
         queries=torch.cat([in_prompt, queries]),
         pattern=torch.cat([attention_rows(model, everything, in_prompt), pattern], dim=2),
-        prompt_shares=shares,
+        prompt_shares=prompt_shares(model, prompt_tokens, text_tokens),
         bias_shares=_bias_shares(model, text_tokens, bias),
     )
 
 
-def prompt_shares(pattern: Float[Tensor, "layer head query pos"], n_prompt: int) -> Float[Tensor, "layer head prompt_pos"]:
-    """The attention that each prompt token gets, mean over the queries."""
-    return pattern[..., :n_prompt].mean(dim=2)
+def prompt_shares(
+    model: HookedKVTransformer, prompt_tokens: Int[Tensor, " prompt_pos"], text_tokens: Int[Tensor, " text_pos"]
+) -> Float[Tensor, "layer head prompt_pos"]:
+    """The share of each prompt token in each head's output on the text (:func:`analyses.bias_positions.bias_positions`)."""
+    frame = bias_positions(model, prompt_tokens, text_tokens)
+    of_prompt = frame.loc[frame["part"] == "prompt", "output_share"]  # by layer, head, position
+    shares = torch.tensor(of_prompt.to_numpy(), dtype=torch.float32)
+    return shares.view(model.cfg.n_layers, model.cfg.n_heads, len(prompt_tokens))
 
 
 def _bias_shares(

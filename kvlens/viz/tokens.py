@@ -13,6 +13,8 @@ from kvlens.viz.piece import Piece
 MAX_TOKENS = 4096
 LINE = 92
 """Characters on a line of the static picture."""
+FONT, CHARACTER = 7.5, 7.5 * 0.602 / 72
+"""Size of its monospaced letters in points, and their width in inches: DejaVu Sans Mono is 0.602 of its size wide."""
 
 
 def coloured_tokens(
@@ -33,9 +35,7 @@ def coloured_tokens(
     """
     shown, numbers = list(tokens), [float(value) for value in values]
     if not shown or len(shown) != len(numbers):
-        raise KVLensError(
-            f"coloured_tokens: {len(shown)} tokens and {len(numbers)} values; give one value a token, at least one"
-        )
+        raise KVLensError(f"coloured_tokens: {len(shown)} tokens, {len(numbers)} values; give one value a token, at least one")
     if len(shown) > MAX_TOKENS:
         size = math.ceil(len(shown) / MAX_TOKENS)
         title += f" (blocks of {size} of the {len(shown):,} tokens, mean of each)"
@@ -66,29 +66,30 @@ def _figure(tokens: list[str], values: list[float], top: float, title: str) -> A
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
 
-    colours, places, column, line = diverging_map(), [], 0, 0
-    for token, value in zip(tokens, values, strict=True):
-        shown = token.replace("\n", NEWLINE).expandtabs(4)
-        if column and column + len(shown) > LINE:
-            column, line = 0, line + 1
-        places.append((column, line, shown, value))
-        column, line = (0, line + 1) if "\n" in token else (column + len(shown), line)
-    figure = Figure(figsize=(LINE * 0.085, 0.5 + 0.2 * (line + 1)))
-    ax = figure.add_subplot()
+    places = _places(tokens, values)
+    n_lines = places[-1][1] + 1
+    figure = Figure(figsize=(LINE * CHARACTER, 0.2 * (n_lines + 2)))
+    ax = figure.add_axes((0, 0, 1, 1))
+    colours = diverging_map()
     for column, line, shown, value in places:
         if math.isfinite(value) and top > 0:
             strength = max(-1.0, min(1.0, value / top))
-            ax.add_patch(
-                Rectangle(
-                    (column, line - 0.5),
-                    len(shown),
-                    1,
-                    color=colours(0.5 + 0.35 * strength),
-                    linewidth=0,
-                )
-            )
-        ax.text(column, line, shown, va="center", family="monospace", fontsize=7.5, parse_math=False)
-    ax.set(xlim=(0, LINE), ylim=(line + 1, -1))
-    ax.set_title(title, fontsize=9, parse_math=False)
+            ax.add_patch(Rectangle((column, line - 0.5), len(shown), 1, color=colours(0.5 + 0.35 * strength), linewidth=0))
+        ax.text(column, line, shown, va="center", family="monospace", fontsize=FONT, parse_math=False)
+    ax.text(0, -1.5, title, va="center", fontsize=9, parse_math=False)
+    ax.set(xlim=(0, LINE), ylim=(n_lines, -2))
     ax.axis("off")
     return figure
+
+
+def _places(tokens: list[str], values: list[float]) -> list[tuple[int, int, str, float]]:
+    """Column, line, text and value of every token's pieces: one on each line that it reaches."""
+    places, column, line = [], 0, 0
+    for token, value in zip(tokens, values, strict=True):
+        for piece in token.expandtabs(4).splitlines(keepends=True):
+            shown = piece.rstrip("\r\n") + (NEWLINE if piece.endswith("\n") else "")
+            if column and column + len(shown) > LINE:
+                column, line = 0, line + 1
+            places.append((column, line, shown, value))
+            column, line = (0, line + 1) if piece.endswith("\n") else (column + len(shown), line)
+    return places or [(0, 0, "", math.nan)]

@@ -1,6 +1,7 @@
 """Overwriting by pencil, addition by its laws: exact where keys and values cannot know of the first prompt, wrong elsewhere."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -11,7 +12,7 @@ from analysis_models import VARIANTS, pencil_model, random_model, tokens
 from analyses._analysis import Record
 from analyses._carried_bias import carried_bias
 from analyses.circuits import ANALYSIS, bias_addition, bias_overwriting, bias_similarity, circuits
-from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVLensError, KVShiftConfig, convert_prompt
+from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVLensError, KVShiftConfig, combine, convert_prompt
 
 FIRST, SECOND, TEXT = tokens(7), tokens(4, seed=2), tokens(5, seed=1)
 ROUNDING = 1e-14  # sums over at most 11 tokens of products of a few features, 2.2e-16 each
@@ -206,6 +207,22 @@ def test_addition_against_the_slow_way():
     assert frame.loc["whole"].tolist() == pytest.approx([0, 0, float(-p[torch.arange(4), TEXT[1:]].mean())], abs=1e-12)
     assert frame["loss"].notna().all()
     assert bias_addition(model, FIRST, SECOND, TEXT[:1])["loss"].isna().all()
+
+
+def test_conditions_put_together_by_hand():
+    model = random_model()  # with a boundary and RoPE, so that it matters whose boundary is taken and what is carried
+    first, second = convert_prompt(model, FIRST), convert_prompt(model, SECOND)
+    both = convert_prompt(model, torch.cat([FIRST, SECOND]))
+    by_hand = {
+        "plain": combine(first, second, boundary="last"),
+        "first": replace(both, b_KV=rotated_back(first.b_KV, 4), b_D=first.b_D),
+    }
+    whole = model(torch.cat([FIRST, SECOND, TEXT])[None])[0, -5:]
+    found = bias_addition(model, FIRST, SECOND, TEXT).set_index("condition")["logit_error"]
+    for name, bias in by_hand.items():
+        with model.kv_bias(bias):
+            error = float((model(TEXT[None])[0] - whole).norm() / whole.norm())
+        assert found[name] == pytest.approx(error, rel=1e-9)
 
 
 def test_normalizer_kept_is_the_first_prompts_share_of_b_d():

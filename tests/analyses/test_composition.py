@@ -69,7 +69,8 @@ def test_gains_count_as_if_they_had_been_folded():
     for model in models:
         model.blocks[1].ln1.w.mul_(torch.linspace(0.1, 3, model.cfg.d_model))
     models[1].process_weights_(fold_ln=True, center_writing_weights=False, center_unembed=False)
-    pd.testing.assert_frame_equal(composition(models[0]), composition(models[1]), rtol=1e-10)
+    # TransformerLens folds in float32: 1e-7 in each weight
+    pd.testing.assert_frame_equal(composition(models[0]), composition(models[1]), rtol=1e-6)
 
 
 def test_query_heads_of_a_group_differ_in_what_is_theirs_alone():

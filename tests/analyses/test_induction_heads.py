@@ -210,7 +210,8 @@ def test_figures_of_the_weights_do_not_depend_on_whether_gains_are_folded():
     folded, plain = scaled_model("softmax, window 2, GQA"), scaled_model("softmax, window 2, GQA")
     folded.process_weights_(fold_ln=True, center_writing_weights=False, center_unembed=False)
     before, after = (induction_heads(model, tokens=piece()) for model in (plain, folded))
-    pd.testing.assert_frame_equal(before, after, rtol=1e-9)
+    # TransformerLens folds in float32: some 1e-7 in each weight, summed over a few layers
+    pd.testing.assert_frame_equal(before, after, rtol=1e-5, atol=1e-5)
 
 
 # --- attribution and ablation against interventions ------------------------------------------------------------------

@@ -15,8 +15,8 @@ from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVBias, KVLen
 from kvlens.report import build_report, check_folder, print_report, write_report
 from kvlens.report.build import rounding_bound
 
-TABLES = ("conversion_error", "prompt_effect", "bias_by_head", "bias_by_layer", "generated")
-FILES = {"summary.json", "bias.safetensors", *(f"{name}.parquet" for name in TABLES)}
+TABLES = ("conversion_error", "prompt_effect", "bias_by_head", "bias_by_layer", "layer_contributions", "generated")
+FILES = {"summary.json", "bias.safetensors", "report.html", *(f"{name}.parquet" for name in TABLES)}
 
 
 @pytest.fixture(scope="module")

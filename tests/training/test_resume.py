@@ -1,5 +1,6 @@
 """A run on disk: it goes on where it was, to the same end, and what is not its own is left alone."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -50,10 +51,8 @@ def test_kills_at_any_step_change_nothing(kills, uninterrupted, tmp_path_factory
     for call in kills:
         with pytest.MonkeyPatch.context() as patch:
             killed_at(patch, call)
-            try:
+            with contextlib.suppress(Killed):
                 run(watch="shift_coef", folder=folder)
-            except Killed:
-                pass
     model = tiny_model()
     result = run(model, watch="shift_coef", folder=folder)
     expected_model, expected = uninterrupted

@@ -12,22 +12,7 @@ from torch.nn import functional as F
 from kvlens import HookedKVTransformer, KVLensError
 from kvlens.tasks import Batch, make_task
 from kvlens.training import Objective, TrainSettings, build_model, decayed_parameters, score_heldout, train
-
-
-@dataclasses.dataclass(frozen=True)
-class Scripted(type(tiny_task())):
-    """The tiny task, whose batch of one step (counted by its calls) is passed to ``spoil`` first."""
-
-    calls: list = dataclasses.field(default_factory=list)
-    spoil_at: int = -1
-
-    def sample(self, batch_size, generator, split="train"):
-        batch = super().sample(batch_size, generator, split)
-        if split == "train":
-            self.calls.append(1)
-            if len(self.calls) == self.spoil_at:
-                raise RuntimeError("killed")
-        return batch
+from kvlens.training.run import batch_generator
 
 
 def test_metrics_are_tidy_and_measure_what_they_say():
@@ -43,7 +28,7 @@ def test_metrics_are_tidy_and_measure_what_they_say():
     )
     pd.testing.assert_frame_equal(result.metrics[["step", "split", "tokens"]], expected)
     assert list(result.metrics) == ["step", "split", "loss", "accuracy", "tokens", "learning_rate", "grad_norm"]
-    assert result.metrics["learning_rate"].tolist() == pytest.approx([5e-3 * 2 / 3, 2.5e-3, 2.5e-3, 0.0, 0.0], abs=1e-12)
+    assert result.metrics["learning_rate"].tolist() == pytest.approx([5e-3 * 2 / 3, 3.75e-3, 3.75e-3, 0.0, 0.0], abs=1e-12)
     assert result.stopped_by == "steps" and result.steps == 3
     assert result.best_loss < before[0]
     assert score_heldout(model, task, 7)[0] == pytest.approx(result.best_loss, rel=1e-6)
@@ -54,9 +39,7 @@ def test_the_objective_is_cross_entropy_over_the_scored_positions_alone():
     batch = tiny_task().sample(5, torch.Generator().manual_seed(3))
     score = Objective(model)(batch)
     logits = model(batch.inputs)
-    expected = sum(
-        F.cross_entropy(logits[b, i], batch.targets[b, i]) for b, i in batch.scored.nonzero().tolist()
-    )
+    expected = sum(F.cross_entropy(logits[b, i], batch.targets[b, i]) for b, i in batch.scored.nonzero().tolist())
     right = sum(logits[b, i].argmax() == batch.targets[b, i] for b, i in batch.scored.nonzero().tolist())
     assert score.n_scored == int(batch.scored.sum())
     assert int(score.correct) == int(right)
@@ -86,8 +69,7 @@ def test_training_lowers_the_loss_restores_the_mode_and_leaves_the_best_weights(
 def test_one_adamw_step_by_hand_decays_matrices_alone():
     """After one step from zero moments Adam moves every number by the rate against the sign of its gradient."""
     model, twin = tiny_model(), tiny_model()
-    batch = tiny_task().sample(6, torch.Generator().manual_seed(0))
-    score = Objective(twin)(batch)
+    score = Objective(twin)(tiny_task().sample(6, batch_generator(0, 0)))
     (score.loss / score.n_scored).backward()
     run(model, steps=1, warmup_fraction=0.0, final_fraction=1.0, weight_decay=0.5, learning_rate=0.1, max_grad_norm=1e9)
     decayed = decayed_parameters(twin)
@@ -142,9 +124,6 @@ def test_watched_parameters_are_recorded_at_every_evaluation():
 @pytest.mark.parametrize("folder", [False, True])
 def test_a_loss_that_is_not_finite_names_the_step_and_keeps_the_last_good_weights(folder, tmp_path, monkeypatch):
     twin, model = tiny_model(), tiny_model()
-    run(twin, steps=100, stop_at_accuracy=None, max_minutes=None, eval_every=100, eval_sequences=1, schedule="constant", **{
-        "batch_size": 6
-    }) if False else None
     forward, calls = Objective.forward, []
 
     def spoiled(self, batch: Batch):
@@ -192,7 +171,9 @@ def test_model_and_task_must_fit():
     with pytest.raises(KVLensError, match="needs a HookedKVRegressor"):
         train(tiny_model(), regression, progress=False)
     with pytest.raises(KVLensError, match="numbers a position"):
-        wrong = build_model(make_task("regression", functions="linear", dimensions=5, n_points=4), {"n_layers": 1}, device="cpu")
+        wrong = build_model(
+            make_task("regression", functions="linear", dimensions=5, n_points=4), {"n_layers": 1}, device="cpu"
+        )
         train(wrong, regression, progress=False)
     with pytest.raises(KVLensError, match="expected a task"):
         train(tiny_model(), "induction", progress=False)

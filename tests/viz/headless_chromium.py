@@ -1,7 +1,7 @@
 """Headless Chromium for tests: the page as it stands after its scripts ran, and every request that it made.
 
-Requests are read from Chromium's own log, so that one is seen even where it fails; they go to a proxy that does not exist, so that
-none leaves the machine.
+Requests are read from Chromium's own log, so that one is seen even where it fails; they go to a proxy that does not exist, so
+that none leaves the machine.
 """
 
 import base64
@@ -18,10 +18,22 @@ from pathlib import Path
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 WITHOUT = "needs Chromium (Debian's package chromium), which is not installed here"
 FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync --disable-default-apps --disable-extensions --disable-dev-shm-usage "
-    "--virtual-time-budget=10000 --window-size=1200,1600 --proxy-server=127.0.0.1:9 --proxy-bypass-list=<-loopback>"
-).split()
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-default-apps",
+    "--disable-extensions",
+    "--disable-dev-shm-usage",
+    "--virtual-time-budget=10000",
+    "--window-size=1200,1600",
+    "--proxy-server=127.0.0.1:9",
+    "--proxy-bypass-list=<-loopback>",
+)
 
 
 @dataclass

@@ -27,7 +27,7 @@ HOSTILE = [
     "<script>document.title='owned'</script>",
     "<!--<script>",
     "]]>",
-    "\" onmouseover=\"document.title='owned'\" x=\"",
+    '" onmouseover="document.title=\'owned\'" x="',
     "' onclick='document.title=1'",
     "</span></pre></table></title></style>",
     "<img src='http://hostile.example/pixel.png'>",
@@ -95,7 +95,9 @@ def test_a_request_would_be_seen(tmp_path):
 
 def test_the_policy_refuses_what_escaping_would_have_missed(tmp_path):
     html = Page("title").add(coloured_tokens(["a"], [1.0])).to_html()
-    attack = "<img src='http://hostile.example/a.png' onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
+    attack = (
+        "<img src='http://hostile.example/a.png' onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
+    )
     (tmp_path / "page.html").write_text(html.replace("</main>", f"{attack}</main>"))
     seen = visit(tmp_path / "page.html", tmp_path)
     assert seen.requests == [] and "<title>title</title>" in seen.dom

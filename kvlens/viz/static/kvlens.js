@@ -160,14 +160,14 @@
     const most = shares.map((x, i) => [x ?? 0, i]).sort((a, b) => Math.abs(b[0]) - Math.abs(a[0])).slice(0, 5);
     const list = most.map(([x, i]) => `“${label(tokens[i])}” (${i * data.block.share}) ${number(x)}`).join(", ");
     place.append(
-      element("h4", "", "Prompt tokens by the attention that they get, mean over the text"),
-      element("p", "note", `All of them together: ${number(sumOf(shares))}. Most: ${list}.`),
+      element("h4", "", "Prompt tokens by their share of the head's output on the text"),
+      element("p", "note", `All of them together: ${number(sumOf(shares))}; the rest is the text's own, and the shift boundary's. Most: ${list}.`),
       colouredTokens(tokens, shares, (token, i, x) => `prompt ${i * data.block.share} ${label(token)}: ${number(x)}`));
     if (head.bias) {
       const bias = valuesOf(head.bias);
       place.append(
-        element("h4", "", "Text tokens by the share of the head's output that the bias carries"),
-        element("p", "note", `Mean ${number(sumOf(bias) / bias.length)}.`),
+        element("h4", "", "Text tokens by how much of the head's output the bias makes up"),
+        element("p", "note", `||z_bias|| / (||z_bias|| + ||z_context||), mean ${number(sumOf(bias) / bias.length)}.`),
         colouredTokens(data.text, bias, (token, i, x) => `text ${i} ${label(token)}: ${number(x)}`));
     }
     return draw;

@@ -1,0 +1,69 @@
+"""Rows of the pattern are those of ``hook_pattern``, and the shares of a click are those of the analyses."""
+
+import pytest
+import torch
+from tiny_text_model import PROMPT, TEXT, tiny_text_model
+
+from analyses.bias_by_head import bias_by_head
+from kvlens import KVLensError, convert_prompt
+from kvlens.viz import attention_rows, head_details
+
+MODELS = {
+    "rotary after": {},
+    "rotary before": {"rotary_placement": "before"},
+    "learned positions": {"positional_embedding_type": "standard"},
+    "no normaliser": {"normalizer": "none"},
+    "decay": {"normalizer": "none", "decay": "retnet"},
+    "grouped": {"n_heads": 6, "d_model": 24, "n_key_value_heads": 2},
+    "taylor features": {"feature_map": "taylor"},
+    "softmax": {"attention": "softmax", "kv_shift": None},
+}
+
+
+def tokens_of(model):
+    return model.to_tokens(PROMPT)[0], model.to_tokens(TEXT, prepend_bos=False)[0]
+
+
+@pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
+def test_rows_are_those_of_hook_pattern(changes):
+    model = tiny_text_model(**changes)
+    tokens = torch.cat(tokens_of(model))
+    queries = torch.tensor([0, 3, len(tokens) - 1])
+    rows = attention_rows(model, tokens, queries)
+    _, cache = model.run_with_cache(tokens[None], names_filter=lambda name: name.endswith("hook_pattern"))
+    expected = torch.stack([cache["pattern", layer][0][:, queries] for layer in range(model.cfg.n_layers)])
+    assert rows.shape == (model.cfg.n_layers, model.cfg.n_heads, 3, len(tokens))
+    # both are one product over d_phi features in float32, in another order
+    torch.testing.assert_close(rows, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
+
+
+def test_rows_outside_the_sequence_are_refused():
+    model = tiny_text_model()
+    with pytest.raises(KVLensError, match=r"queries 1\.\.9 do not lie in 0\.\.2"):
+        attention_rows(model, torch.tensor([1, 2, 3]), torch.tensor([1, 9]))
+    with pytest.raises(KVLensError, match=r"expected tokens \[pos\], at least one, got shape \[1, 3\]"):
+        attention_rows(model, torch.tensor([[1, 2, 3]]), torch.tensor([0]))
+
+
+def test_details_are_the_pattern_and_the_shares():
+    model = tiny_text_model()
+    prompt, text = tokens_of(model)
+    details = head_details(model, prompt, text)
+    n_prompt, n_keys = len(prompt), len(prompt) + len(text)
+    assert details.prompt[0] == model.tokenizer.bos_token and "".join(details.text) == TEXT
+    assert details.queries.tolist() == list(range(n_keys))  # short enough for every row
+    everything = attention_rows(model, torch.cat([prompt, text]), torch.arange(n_keys))
+    torch.testing.assert_close(details.pattern, everything)
+    assert details.prompt_shares.shape == (2, 3, n_prompt)
+    means = details.bias_shares.double().mean(dim=-1).flatten()
+    expected = bias_by_head(model, prompt, text)["bias_share"]
+    torch.testing.assert_close(means, torch.tensor(expected.to_numpy()), rtol=1e-6, atol=1e-7)  # float32 shares
+
+
+def test_details_need_tokens_and_a_free_model():
+    model = tiny_text_model()
+    prompt, text = tokens_of(model)
+    with pytest.raises(KVLensError, match="0 prompt and 8 text tokens" if len(text) == 8 else "0 prompt and"):
+        head_details(model, prompt[:0], text)
+    with model.kv_bias(convert_prompt(model, prompt)), pytest.raises(KVLensError, match="a bias is attached"):
+        head_details(model, prompt, text)

@@ -1,0 +1,226 @@
+"""Every piece: what it shows is what it was given, it saves as promised, and it says what is wrong with bad input."""
+
+import json
+import math
+import re
+
+import pandas as pd
+import pytest
+import torch
+
+from kvlens import KVLensError
+from kvlens.viz import (
+    HeadDetails,
+    Page,
+    attention_view,
+    coloured_tokens,
+    contribution_bars,
+    error_table,
+    generated_text,
+    head_heatmap,
+)
+from kvlens.viz._blocks import block_size, block_sums, strongest_positions
+from kvlens.viz._document import circuitsvis_bundle
+from kvlens.viz._text import html_text, label, number, script_json
+
+NASTY = ["$x^2$", "🙂", "\n", "שלום", "<b>", "\x00", "_{"]
+
+
+def heads(**columns) -> pd.DataFrame:
+    table = pd.DataFrame({"layer": [0, 0, 1], "head": [0, 1, 1], "b_kv_norm": [1.0, 2.0, 4.0]})
+    return table.assign(**columns)
+
+
+def props_of(piece) -> dict:
+    return json.loads(re.search(r'<script type="application/json">(.*?)</script>', piece.body, re.S)[1])
+
+
+PIECES = {
+    "head_heatmap": lambda: head_heatmap(heads(loss_change=[-1.0, math.nan, 0.5]), "loss_change"),
+    "attention_view": lambda: attention_view(NASTY, torch.rand(2, 7, 7) - 0.5),
+    "coloured_tokens": lambda: coloured_tokens(NASTY, [1, -2, math.nan, 0, math.inf, 3, 4], title="$t_{"),
+    "contribution_bars": lambda: contribution_bars(heads(part=NASTY[:3]), "b_kv_norm", part="part"),
+}
+
+
+# --- saving -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", PIECES.values(), ids=PIECES)
+def test_pictures_save_as_png_svg_and_html(make, tmp_path):
+    piece = make()
+    piece.save_png(tmp_path / "a.png", dpi=50)
+    piece.save_svg(tmp_path / "a.svg")
+    piece.save_svg(tmp_path / "b.svg")
+    piece.save_html(tmp_path / "a.html")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+    html = (tmp_path / "a.html").read_text(encoding="utf-8")
+    own = html.replace(circuitsvis_bundle(), "")
+    assert html.startswith("<!DOCTYPE html>") and own.count("<script>") == 1 + piece.circuitsvis
+    assert not re.search(r'(src|href)="(?!data:)', own)
+
+
+def test_what_is_no_picture_says_so(tmp_path):
+    for piece in (error_table(heads()), generated_text({"a": "b"})):
+        with pytest.raises(KVLensError, match="no static picture of it; save_html"):
+            piece.save_png(tmp_path / "a.png")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_page_holds_the_bundle_once_and_all_pieces():
+    page = Page("title", "below").section("first", "note").footer("small print")
+    for make in PIECES.values():
+        page.add(make())
+    html = page.add(PIECES["attention_view"]()).to_html()
+    assert html.count("var CircuitsVis=") == 1
+    assert html.count('class="paper" data-kvlens="attention"') == 2
+    assert Page("t").add(error_table(heads())).to_html().count("CircuitsVis=") == 0
+    assert "</script" not in circuitsvis_bundle()
+
+
+# --- what they show ---------------------------------------------------------------------------------------------------
+
+
+def test_a_heat_map_has_a_cell_a_head_and_a_map_a_column():
+    body = head_heatmap(heads(loss_change=[-0.25, 0.0, 0.5])).body
+    assert re.findall(r'data-column="(\w+)"( hidden)?', body) == [("b_kv_norm", ""), ("loss_change", " hidden")]
+    cells = re.findall(
+        r'<span data-layer="(\d)" data-head="(\d)" title="[^"]*" class="(\w+)[^"]*"(?: style="--x:(.*?)%")?', body
+    )
+    assert cells[:4] == [
+        ("0", "0", "positive", "25.0"),
+        ("0", "1", "positive", "50.0"),
+        ("1", "0", "none", ""),
+        ("1", "1", "positive", "100.0"),
+    ]
+    assert cells[4] == ("0", "0", "negative", "50.0")
+    assert "<button" not in body
+
+
+def test_attention_gives_circuitsvis_a_square_of_known_rows():
+    pattern = torch.tensor([[[0.1, 0.2, 0.7, 0.0], [0.4, math.nan, 0.3, 0.2]]])
+    piece = attention_view([" a", "b", "c", "\n"], pattern, n_prompt=2)
+    props = props_of(piece)
+    assert props["tokens"] == ["[p]·a", "[p]b", "c", "⏎"]
+    assert props["attention"] == [[[0, 0, 0, 0], [0, 0, 0, 0], [0.1, 0.2, 0.7, 0], [0.4, 0, 0.3, 0.2]]]
+    assert props["maxValue"] == -props["minValue"] == 0.7
+    assert "1 values are not finite" in piece.body
+
+
+def test_long_attention_keeps_what_counts_and_sums_the_rest():
+    n_keys, n_prompt = 20, 15
+    pattern = torch.full((2, 5, n_keys), 0.001)
+    pattern[:, :, 4] = 0.9
+    pattern[:, :, 11] = 0.5
+    props = props_of(attention_view([str(i) for i in range(n_keys)], pattern, n_prompt=n_prompt, max_tokens=8))
+    assert props["tokens"][0] == "[13·others]" and len(props["tokens"]) == 8
+    assert {"[p]4", "[p]11", "16", "17", "18", "19"} <= set(props["tokens"])
+    for row in props["attention"][0][-4:]:  # the text's rows
+        assert sum(row) == pytest.approx(float(pattern[0, 0].sum()), abs=0.002)  # three digits of each
+
+
+def test_positions_are_chosen_by_the_last_queries():
+    pattern = torch.zeros(1, 3, 10)
+    pattern[0, :, 2] = 1
+    kept, left_out = strongest_positions(pattern, torch.tensor([7, 8, 9]), 7, 5)
+    assert len(kept) == 4 and {2, 8, 9} <= set(kept.tolist())
+    assert sorted([*kept.tolist(), *left_out.tolist()]) == list(range(10))
+
+
+def test_blocks_keep_the_sum():
+    values = torch.rand(3, 11)
+    assert block_size(11, 4) == 3 and block_size(4, 11) == 1
+    sums = block_sums(values, 3)
+    assert sums.shape == (3, 4)
+    torch.testing.assert_close(sums.sum(dim=-1), values.sum(dim=-1))
+    torch.testing.assert_close(sums[:, 3], values[:, 9:].sum(dim=-1))
+
+
+def test_details_survive_the_page_to_three_digits():
+    pattern = torch.randn(2, 3, 4, 9)
+    pattern[1, 2, 0, 0] = math.nan
+    details = HeadDetails(list("abcde"), list("wxyz"), torch.arange(5, 9), pattern, pattern[..., 0, :5])
+    data = json.loads(script_json(details.to_json()))
+    for layer in range(2):
+        for head in range(3):
+            quantised = data["heads"][layer][head]["pattern"]
+            cells = torch.tensor([math.nan if c is None else c * quantised["unit"] for c in quantised["cells"]]).view(4, 9)
+            expected = pattern[layer, head]
+            half_a_unit = 0.51 * float(expected.nan_to_num().abs().max()) / 999
+            torch.testing.assert_close(cells, expected, rtol=0, atol=half_a_unit, equal_nan=True)
+    assert data["notes"] == [] and data["queries"] == [0, 1, 2, 3]
+
+
+def test_coloured_tokens_scale_and_signs():
+    body = coloured_tokens(["a", "b", "c"], [0.5, -1.0, math.nan], unit="nats").body
+    assert '<span title="0 a: nats 0.500" class="positive" style="--x:50.0%">a</span>' in body
+    assert 'class="negative strong" style="--x:100.0%">b' in body
+    assert 'class="none">c' in body
+    longer = coloured_tokens(["x"] * 5000, range(5000))
+    assert longer.body.count(">xx</span>") == 2500 and "blocks of 2 of the 5,000 tokens" in longer.body
+
+
+def test_bars_start_at_zero():
+    body = contribution_bars(pd.DataFrame({"layer": [0, 1, 2], "logit": [3.0, -1.0, 0.0]}), "logit").body
+    assert re.findall(r"left:(.*?)%;width:(.*?)%", body) == [("25.00", "75.00"), ("0.00", "25.00"), ("25.00", "0.00")]
+    assert ">layer 1</th>" in body
+
+
+def test_a_table_shows_numbers_and_how_many_rows_there_are():
+    body = error_table(
+        pd.DataFrame({"name": ["<a>", None], "x": [0.12345, 2.0], "n": [3, 4], "ok": [True, False]}), max_rows=1
+    ).body
+    assert '<td>&lt;a&gt;</td><td class="right">0.123</td><td class="right">3</td>' in body
+    assert "True" in body and "The first 1 of 2 rows." in body
+
+
+def test_generated_text_marks_where_it_leaves_the_first():
+    body = generated_text({"with_prompt": "the widget", "converted": "the widget", "without": "the gadget"}, start="So ").body
+    assert body.count("<mark>") == 1 and "the <mark>gadget</mark>" in body
+    assert "the same" in body and "differs" in body
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(0, "0"), (1.0, "1.00"), (-0.5, "−0.500"), (1234.5, "1,234"), (1e-7, "1.0e−07"), (math.nan, "–"), (0.00123, "0.00123")],
+)
+def test_numbers(value, shown):
+    assert number(value) == shown
+
+
+def test_text_is_escaped():
+    assert script_json("</script>\u2028&\ud800") == '"\\u003c/script\\u003e\\u2028\\u0026\ufffd"'
+    assert html_text("<a href='x'>\x00") == "&lt;a href=&#x27;x&#x27;&gt;\ufffd"
+    assert label(" a\n\t") == "·a⏎⇥"
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        script_json(math.nan)
+
+
+# --- bad input ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: head_heatmap(heads(), "b_kv_nrom"), "no column 'b_kv_nrom'; did you mean 'b_kv_norm'"),
+        (lambda: head_heatmap(heads()[:0]), "has no rows"),
+        (lambda: head_heatmap(heads(layer=0, head=1)), "layer 0, head 1 has two rows"),
+        (lambda: head_heatmap(heads(b_kv_norm="x")), "column 'b_kv_norm' holds str, expected numbers"),
+        (lambda: attention_view(["a"], torch.rand(2, 2, 2)), r"key = 1 tokens, got shape \[2, 2, 2\]"),
+        (
+            lambda: attention_view(["a", "b"], torch.rand(1, 2, 2), queries=[1, 0]),
+            r"2 ascending query positions in 0\.\.1, got",
+        ),
+        (lambda: attention_view(["a"], torch.rand(1, 1, 1), n_prompt=2), r"n_prompt must lie in 0\.\.1"),
+        (lambda: attention_view(["a"], torch.rand(2, 1, 1), head_names=["x"]), "2 heads and 1 names"),
+        (lambda: attention_view(["a"], torch.rand(1, 1, 1), max_tokens=3), "max_tokens must be at least 4, got 3"),
+        (lambda: coloured_tokens(["a"], []), "1 tokens, 0 values"),
+        (lambda: contribution_bars(heads(), "norm"), "no column 'norm'"),
+        (lambda: error_table(heads(), max_rows=0), "max_rows 0"),
+        (lambda: generated_text({}), "no condition"),
+    ],
+)
+def test_bad_input(make, message):
+    with pytest.raises(KVLensError, match=message):
+        make()
