@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator
 
 import transformer_lens.loading_from_pretrained as loading
-from transformer_lens import HookedTransformer, HookedTransformerConfig
+from transformer_lens import ActivationCache, HookedTransformer, HookedTransformerConfig
 from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 from transformer_lens.cache.key_value_cache_entry import TransformerLensKeyValueCacheEntry
 from transformer_lens.components import AbstractAttention, Attention, GroupedQueryAttention, PosEmbed
@@ -21,6 +21,7 @@ __all__ = [
     "POST_NORM_ARCHITECTURES",
     "USE_DEFAULT_VALUE",
     "AbstractAttention",
+    "ActivationCache",
     "Attention",
     "GroupedQueryAttention",
     "HookPoint",

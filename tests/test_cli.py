@@ -15,7 +15,6 @@ from tiny_text_model import PROMPT, TEXT, tiny_text_model, tiny_tokenizer
 
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, __version__, zoo
 from kvlens.cli import main
-from kvlens.training import ContextEffect
 
 TABLES = ("conversion_error", "prompt_effect", "bias_by_head", "bias_by_layer", "layer_contributions", "generated")
 FILES = {"summary.json", "bias.safetensors", "report.html", *(f"{name}.parquet" for name in TABLES)}
@@ -122,25 +121,31 @@ def test_zoo_lists_what_ships(capsys, monkeypatch, tmp_path):
     assert main(["zoo"]) == 0
     assert "ships no model" in capsys.readouterr().out
     tiny_text_model().save(tmp_path / "tiny-linear")
-    held = {"loss_nats_a_token": 2.5, "gain_nats_a_token": 0.25, "relative_error_of_logits": 2e-7}
-    (tmp_path / "tiny-linear" / "training.json").write_text(json.dumps({"n_parameters": 12345, "heldout": held}))
+    held = {"loss": 2.5, "accuracy": 0.5, "gain": 0.25}
+    facts = {"n_parameters": 12345, "recipe": {"task": "text"}, "heldout": held}
+    (tmp_path / "tiny-linear" / "training.json").write_text(json.dumps(facts))
     assert main(["zoo"]) == 0
     row = capsys.readouterr().out.splitlines()[1].split()
-    assert row[:2] + row[4:] == ["tiny-linear", "12,345", "2.500", "0.250", "2.0e-07"]
+    assert row[:3] + row[5:] == ["tiny-linear", "text", "12,345", "2.5000", "0.5000", "0.250"]
 
 
-def test_train_hands_its_options_on(capsys, monkeypatch):
-    calls = []
+TINY_RUN = ["--device", "cpu", "--task", "vocab_size=13", "length=9", "--model", "n_layers=1", "d_model=12", "d_head=6"]
+TINY_RUN += ["--set", "steps=4", "batch_size=3", "eval_every=2", "eval_sequences=5"]
 
-    def fake(folder, recipe, *, overwrite, progress):
-        calls.append((folder, recipe.max_minutes, recipe.seed, overwrite))
-        return ContextEffect(3.0, 2.5, 2.5, 1e-7)
 
-    monkeypatch.setattr("kvlens.training.train_docs_linear", fake)
-    assert main(["train", "docs-linear", "--out", "m", "--minutes", "0.5", "--seed", "7"]) == 0
-    assert calls == [("m", 0.5, 7, False)]
-    out = capsys.readouterr().out
-    assert "2.500" in out and "kvlens report --model m" in out
+def test_train_writes_run_and_model_with_a_card_and_goes_on(capsys):
+    assert main(["train", "induction", "--out", "run", "--seed", "7", *TINY_RUN]) == 0
+    captured = capsys.readouterr()
+    assert "for 4 steps" in captured.out and "accuracy" in captured.out and "run/model" in captured.out
+    assert {"checkpoint.safetensors", "metrics.parquet", "model"} == set(os.listdir("run"))
+    facts = json.loads(Path("run/model/training.json").read_text())
+    assert facts["recipe"]["training"]["seed"] == facts["config"]["seed"] == 7
+    card = Path("run/model/MODEL_CARD.md").read_text()
+    assert f"{facts['n_parameters']:,} parameters" in card
+    command = card.split("`")[card.split("`").index("induction") + 2 :]
+    assert "vocab_size=13" in " ".join(command) and "seed=7" in " ".join(command)
+    assert HookedKVTransformer.load("run/model").cfg.n_layers == 1
+    assert main(["train", "induction", "--out", "run", "--seed", "7", *TINY_RUN]) == 0  # finished: measured again, not trained
 
 
 # --- bad input -------------------------------------------------------------------------------------------------------
@@ -149,15 +154,21 @@ def test_train_hands_its_options_on(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["reprot"], "no command is called 'reprot'; there are report, train, zoo; did you mean 'report'?"),
+        (["reprot"], "no command is called 'reprot'; there are report, analyse, train, zoo, reproduce; did you mean 'report'?"),
         (["--bogus"], "unrecognized arguments: --bogus (see kvlens --help)"),
         (["report", "--new-tokens", "many"], "--new-tokens: invalid int value: 'many'"),
         (["report", "--dtype", "int8"], "--dtype: invalid choice: 'int8'"),
         (["report", "--over"], "unrecognized arguments: --over"),
-        (["train", "docs-linea", "--out", "m"], "no recipe is called 'docs-linea'; there is docs-linear; did you mean"),
+        (["train", "docs-linea", "--out", "m"], "no recipe or task is called 'docs-linea'; did you mean 'docs-linear'?"),
+        (["train", "inducton", "--out", "m"], "did you mean 'induction'?"),
         (["train", "docs-linear"], "required: --out"),
-        (["train", "docs-linear", "--out", "m", "--minutes", "0"], "--minutes: expected a positive number, got 0"),
-        (["train", "docs-linear", "--out", "m", "--minutes", "nan"], "--minutes: expected a positive number, got nan"),
+        (["train", "docs-linear", "--out", "m", "--minutes", "0"], "max_minutes must be positive, got 0"),
+        (["train", "docs-linear", "--out", "m", "--minutes", "nan"], "max_minutes must be positive, got nan"),
+        (["train", "induction", "--out", "m", "--set", "stepz=4"], "unknown setting 'stepz'; did you mean 'steps'?"),
+        (["train", "induction", "--out", "m", "--task", "vocab=4"], "has no setting 'vocab'"),
+        (["train", "induction", "--out", "m", "--model", "n_layer=4"], "unknown field 'n_layer'; did you mean 'n_layers'?"),
+        (["train", "induction", "--out", "m", "--set", "steps"], "--set: expected KEY=VALUE, got 'steps'"),
+        (["reproduce", "induction-dept"], "no experiment is called 'induction-dept'; did you mean 'induction-depth'?"),
     ],
 )
 def test_bad_words(argv, message, capsys):
@@ -230,12 +241,11 @@ def test_folders_that_a_report_may_not_replace(folder, capsys):
 
 
 def test_train_refuses_before_it_starts(capsys, monkeypatch):
-    monkeypatch.setattr("kvlens.training.train_docs_linear", lambda *args, **kwargs: pytest.fail("it trained"))
+    monkeypatch.setattr("kvlens.training.ship.train", lambda *args, **kwargs: pytest.fail("it trained"))
     Path("photos").mkdir()
     Path("photos/config.json").write_text("{}")
     command = ["train", "docs-linear", "--out"]
-    assert "is not empty; choose another folder, or allow overwriting" in refused(capsys, main([*command, "photos"]))
-    assert "not a kvlens model, so it is left alone" in refused(capsys, main([*command, "photos", "--overwrite"]))
+    assert "is not empty and holds no checkpoint; choose another" in refused(capsys, main([*command, "photos"]))
     assert "is a file" in refused(capsys, main([*command, "photos/config.json"]))
     assert "Not a directory" in refused(capsys, main([*command, "photos/config.json/m"]))
 

@@ -19,7 +19,8 @@ def add_command(commands: Any) -> None:
         "gives the logits of the original with it; what the prompt changes; which layers and heads carry it; and what is "
         "generated with the prompt, converted, and without. Without --prompt and --text, a built-in example is shown.",
         epilog="The folder gets a page to open in a browser (report.html), tidy Parquet tables, summary.json and the bias "
-        "(bias.safetensors). Example: kvlens report --prompt 'Colours: red, green, blue.' --text ' Colours: red, gr' --out colours",
+        "(bias.safetensors). Example: kvlens report --prompt 'Colours: red, green, blue.' --text ' Colours: red, gr' "
+        "--out colours",
         allow_abbrev=False,
     )
     report.add_argument("--prompt", metavar="TEXT", help="what is converted; it gets a BOS")

@@ -1,10 +1,15 @@
 """A HookedKVTransformer that reads and predicts numbers instead of tokens: in-context regression (LECTURE; Garg et al. 2022).
 
-A position is a vector of numbers; a linear map puts it into the residual stream, the transformer's blocks and final norm follow
-(with every hook point), and a linear map reads one number at each position. The embedding and unembedding of the transformer
-stay unused. Only absolute positions are added here; rotary ones act inside the attention, as always.
+A position is a vector of numbers; a linear map puts it into the residual stream, the transformer's blocks and final norm follow,
+and a linear map reads one number at each position:
+
+    resid = x W_in + b_in (+ position)      y = ln_final(blocks(resid)) . w_out + b_out
+
+The first line fires ``hook_embed`` and ``hook_pos_embed``, the blocks every hook point that they have, so that the cache of a
+regressor has TransformerLens' keys. The embedding and unembedding of the transformer stay unused.
 """
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
+from kvlens._tl import ActivationCache
 from kvlens.errors import KVLensError
 from kvlens.files import write_folder
 from kvlens.model.config import HookedKVTransformerConfig
@@ -21,6 +27,8 @@ from kvlens.model.storage import check_model_folder
 from kvlens.model.transformer import HookedKVTransformer
 
 MAPS = "maps.safetensors"
+NOT_ADDED = ("shortformer", "relative_positional_bias")
+"""Positions that TransformerLens hands to the attention beside the stream, which numbers do not go through."""
 
 
 class HookedKVRegressor(nn.Module):
@@ -32,14 +40,22 @@ class HookedKVRegressor(nn.Module):
 
     Attributes:
         read_in: Linear, d_input -> d_model.
-        transformer: the :class:`HookedKVTransformer`; hook it as usual.
+        transformer: the :class:`HookedKVTransformer`; ``with model.transformer.hooks(...)`` acts on the regressor's passes.
         read_out: Linear, d_model -> 1.
+
+    Raises:
+        KVLensError: ``d_input`` below 1, or a kind of positions that a regressor cannot have.
     """
 
     def __init__(self, cfg: HookedKVTransformerConfig, d_input: int):
         super().__init__()
         if d_input < 1:
             raise KVLensError(f"HookedKVRegressor: d_input must be at least 1, got {d_input}")
+        if cfg.positional_embedding_type in NOT_ADDED:
+            raise KVLensError(
+                f"HookedKVRegressor: positional_embedding_type={cfg.positional_embedding_type!r} needs tokens; take standard, "
+                "sinusoidal, rotary, alibi or none"
+            )
         self.d_input = d_input
         self.transformer = HookedKVTransformer(cfg)
         self.cfg = self.transformer.cfg
@@ -56,19 +72,38 @@ class HookedKVRegressor(nn.Module):
         """Predict one number at each position from what stands up to it (from all, with bidirectional attention).
 
         Raises:
-            KVLensError: a position of another size, or more positions than ``n_ctx`` where positions are learned.
+            KVLensError: a position of another size, or more positions than ``n_ctx`` where the model has a longest text.
         """
-        if inputs.dim() != 3 or inputs.shape[-1] != self.d_input:
+        if inputs.dim() != 3 or inputs.shape[-1] != self.d_input or not inputs.numel():
             raise KVLensError(f"HookedKVRegressor: expected inputs [batch, pos, {self.d_input}], got {list(inputs.shape)}")
         if self.cfg.has_position_limit and inputs.shape[1] > self.cfg.n_ctx:
-            raise KVLensError(f"HookedKVRegressor: {inputs.shape[1]} positions are more than n_ctx={self.cfg.n_ctx}")
-        resid = self.read_in(inputs)
-        if self.cfg.positional_embedding_type in ("standard", "sinusoidal"):
-            resid = resid + self.transformer.pos_embed(inputs[..., 0].long(), 0).to(resid.dtype)
-        resid = self.transformer(resid, start_at_layer=0, stop_at_layer=self.cfg.n_layers)
+            raise KVLensError(
+                f"HookedKVRegressor: {inputs.shape[1]} positions are more than n_ctx={self.cfg.n_ctx}; give fewer, or build "
+                "the model with a larger n_ctx, or with sinusoidal positions, which have no end"
+            )
+        stream = self.transformer
+        resid = stream.hook_embed(self.read_in(inputs.to(self.read_in.weight.dtype)))
+        resid = stream.get_residual(resid, 0, return_shortformer_pos_embed=False)
+        resid = stream(resid, start_at_layer=0, stop_at_layer=self.cfg.n_layers)
         if self.cfg.normalization_type is not None:
-            resid = self.transformer.ln_final(resid)
+            resid = stream.ln_final(resid)
         return self.read_out(resid).squeeze(-1)
+
+    def run_with_cache(
+        self, inputs: Float[Tensor, "batch pos d_input"], names_filter: Any = None
+    ) -> tuple[Float[Tensor, "batch pos"], ActivationCache]:
+        """As ``HookedTransformer.run_with_cache``, on numbers."""
+        cache, hooks, _ = self.transformer.get_caching_hooks(names_filter)
+        with self.transformer.hooks(fwd_hooks=hooks):
+            predicted = self(inputs)
+        return predicted, ActivationCache(cache, self.transformer)
+
+    def run_with_hooks(
+        self, inputs: Float[Tensor, "batch pos d_input"], fwd_hooks: Sequence[tuple[str | Callable, Callable]] = ()
+    ) -> Float[Tensor, "batch pos"]:
+        """As ``HookedTransformer.run_with_hooks``, on numbers."""
+        with self.transformer.hooks(fwd_hooks=list(fwd_hooks)):
+            return self(inputs)
 
     def save(self, folder: str | Path, *, overwrite: bool = False, stored_dtype: torch.dtype | None = None) -> None:
         """Write ``folder`` as :meth:`HookedKVTransformer.save` does, with the two linear maps beside the weights."""
@@ -89,11 +124,15 @@ class HookedKVRegressor(nn.Module):
             KVLensError: not such a folder, or a damaged one.
         """
         transformer = HookedKVTransformer.load(folder, device=device)
+        path = Path(folder) / MAPS
         try:
-            maps = load_file(Path(folder) / MAPS)
+            maps = load_file(path)
             model = cls(transformer.cfg, maps["read_in.weight"].shape[1])
-            model.load_state_dict(maps, strict=False)
-        except (SafetensorError, OSError, KeyError, RuntimeError) as error:
-            raise KVLensError(f"load: {Path(folder) / MAPS} is missing or damaged ({error})") from error
+            for name in ("read_in", "read_out"):
+                map_of = {key.removeprefix(f"{name}."): value for key, value in maps.items() if key.startswith(f"{name}.")}
+                model.get_submodule(name).load_state_dict(map_of)
+        except (SafetensorError, OSError, KeyError, IndexError, RuntimeError) as error:
+            raise KVLensError(f"load: {path} is missing or damaged ({error}); was the folder written by a regressor?") from error
         model.transformer.load_state_dict(transformer.state_dict())
+        model.transformer.rounded_from = transformer.rounded_from
         return model

@@ -33,8 +33,8 @@ class Report:
     Attributes:
         summary: the headline figures, nested, of JSON's types (NaN where there is no number).
         tables: ``conversion_error``, ``prompt_effect``, ``bias_by_head``, ``bias_by_layer``, ``layer_contributions`` as the
-            analyses of those names return them, and ``generated``: one row a condition and generated token, with its ``position`` from 0,
-            ``token_id`` and ``token``.
+            analyses of those names return them, and ``generated``: one row a condition and generated token, with its
+            ``position`` from 0, ``token_id`` and ``token``.
         bias: the converted prompt.
         heads: what each head attends to, for the page.
     """

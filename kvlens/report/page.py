@@ -39,8 +39,8 @@ def build_page(report: Report) -> Page:
     page.add(contribution_bars(tables["bias_by_layer"], "ablation_kl", title="layers: all heads of a layer removed"))
     page.section(
         "What each layer writes",
-        "Direct contribution to the logit of the token that follows, mean over the text, with the bias attached: attention_input "
-        "is what the heads read from the text, attention_bias what they read from the converted prompt.",
+        "Direct contribution to the logit of the token that follows, mean over the text, with the bias attached. "
+        "attention_input is what the heads read from the text, attention_bias what they read from the converted prompt.",
     )
     page.add(_contributions(tables["layer_contributions"]))
     page.section("How much of each token's attention output is the bias", "Mean over all layers and heads.")

@@ -45,12 +45,7 @@ class CheckpointFolder:
     def __init__(self, folder: str | Path, run: Run, *, restart: bool = False):
         self.path, self.run = Path(folder).expanduser(), run
         self.identity = json.loads(json.dumps(identity(run)))  # as it comes back: tuples are lists
-        self._last: list[tuple[str, Any]] = []
-        if self.path.exists() and not self.path.is_dir():
-            raise KVLensError(f"train: {folder} is a file; choose another folder")
-        if self.path.is_dir() and any(self.path.iterdir()) and not self._file.is_file():
-            raise KVLensError(f"train: {folder} is not empty and holds no checkpoint; choose another folder")
-        check_writable(self.path)
+        check_run_folder(self.path)
         if restart and run.workers.is_first:
             self._file.unlink(missing_ok=True)
         run.workers.wait()
@@ -110,6 +105,15 @@ class CheckpointFolder:
                         f"train: {self.path} holds another run: {part} {name} was {was!r} there and is {now!r} now; give the "
                         "same settings to take it up, another folder, or ask for a restart to begin anew"
                     )
+
+
+def check_run_folder(folder: Path) -> None:
+    """Raise KVLensError unless a run may be written to, or taken up from, ``folder``; nothing stays changed."""
+    if folder.exists() and not folder.is_dir():
+        raise KVLensError(f"train: {folder} is a file; choose another folder")
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / CHECKPOINT).is_file():
+        raise KVLensError(f"train: {folder} is not empty and holds no checkpoint; choose another folder")
+    check_writable(folder)
 
 
 def identity(run: Run) -> dict[str, dict[str, Any]]:

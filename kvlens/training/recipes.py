@@ -3,6 +3,8 @@
 A recipe is data: task, model and training settings. ``kvlens train NAME`` runs it, and any setting can be changed on the way.
 """
 
+import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -102,7 +104,7 @@ RECIPES: dict[str, Recipe] = {
             task="induction",
             task_settings=dict(vocab_size=512, length=128),
             model=dict(n_layers=1, d_model=128, d_head=32, attn_only=True, kv_shift={}),
-            training=dict(steps=2000, batch_size=32, learning_rate=2e-3, eval_every=50, watch="shift_coef"),
+            training=dict(steps=400, batch_size=32, learning_rate=2e-3, eval_every=25, watch="shift_coef"),
         ),
         Recipe(
             name="induction-plain-2l",
@@ -111,7 +113,7 @@ RECIPES: dict[str, Recipe] = {
             task="induction",
             task_settings=dict(vocab_size=512, length=128),
             model=dict(n_layers=2, d_model=128, d_head=32, attn_only=True),
-            training=dict(steps=4000, batch_size=32, learning_rate=2e-3, eval_every=50),
+            training=dict(steps=1200, batch_size=32, learning_rate=2e-3, eval_every=50),
         ),
     )
 }
@@ -132,6 +134,18 @@ def find_recipe(name: str) -> Recipe:
         f"train: no recipe or task is called {name!r}{nearest(name, known)}; recipes are {', '.join(RECIPES)}; tasks are "
         f"{', '.join(task_names())}"
     )
+
+
+def command_of(recipe: Recipe) -> str:
+    """The command that trains ``recipe``: its name, and what differs from the recipe of that name."""
+    base, words = find_recipe(recipe.name), ["kvlens", "train", recipe.name, "--out", recipe.name]
+    for flag, part in (("--task", "task_settings"), ("--model", "model"), ("--set", "training")):
+        usual = getattr(base, part)
+        changed = {k: v for k, v in getattr(recipe, part).items() if k not in usual or usual[k] != v}
+        if changed:
+            pairs = (f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in changed.items())
+            words += [flag, *map(shlex.quote, pairs)]
+    return " ".join(words)
 
 
 def build_task(recipe: Recipe) -> Task:

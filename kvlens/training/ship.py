@@ -19,10 +19,11 @@ from kvlens.model import HookedKVRegressor
 from kvlens.tasks import Task
 from kvlens.tasks.text import DOCS, TextTask, docs_corpus
 from kvlens.training.card import model_card
+from kvlens.training.checkpoint import check_run_folder
 from kvlens.training.context import context_effect
 from kvlens.training.distributed import Workers
 from kvlens.training.objective import Model
-from kvlens.training.recipes import Recipe, build_model, build_task
+from kvlens.training.recipes import Recipe, build_model, build_task, command_of
 from kvlens.training.settings import TrainSettings
 from kvlens.training.trainer import TrainResult, score_heldout, train
 
@@ -56,6 +57,7 @@ def train_recipe(
         KVLensError: as :func:`kvlens.training.train`.
     """
     folder = Path(folder).expanduser()
+    check_run_folder(folder)  # now, not after the corpus is built
     task = build_task(recipe)
     model = build_model(task, recipe.model, name=recipe.name, device=device)
     result = train(model, task, folder=folder, restart=restart, progress=progress, **recipe.training)
@@ -76,7 +78,7 @@ def describe(recipe: Recipe, task: Task, model: Model, result: TrainResult) -> d
     return {
         "name": recipe.name,
         "summary": recipe.summary,
-        "command": f"kvlens train {recipe.name} --out {recipe.name}",
+        "command": command_of(recipe),
         "recipe": {**asdict(replace(recipe, training=training)), "task_settings": task.settings()},
         "config": model.cfg.to_json(),
         "n_parameters": sum(p.numel() for p in model.parameters()),

@@ -27,7 +27,8 @@ def strongest_positions(
 ) -> tuple[Int[Tensor, " kept"], Int[Tensor, " left_out"]]:
     """Which of the ``key`` positions a square view of ``max_tokens`` rows keeps, and which are left for one summed column.
 
-    The last queries after the prompt are kept, up to half of the view; then the other positions that these attend to most, known rows before others.
+    The last queries after the prompt are kept, up to half of the view; then the other positions that these attend to most,
+    those whose rows are known before the rest.
 
     Args:
         pattern: the rows that are known.

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from kvlens.errors import KVLensError
 from kvlens.corpus import build_docs_corpus
 from kvlens.corpus.docs import MIN_REPEAT_CHARS, ParagraphFilter, is_heldout, normalize, split_paragraphs
 from kvlens.corpus.docstrings import find_modules, module_order, read_docstrings
+from kvlens.errors import KVLensError
 
 SHARED = "This paragraph is printed word for word in every module of the package."
 

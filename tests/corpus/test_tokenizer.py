@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from kvlens.errors import KVLensError
 from kvlens.corpus import encode_texts, load_tokenizer, train_bpe_tokenizer
+from kvlens.errors import KVLensError
 
 TEXTS = ["def double(x):\n    return x + x\n" * 5, "the cat sat on the mat, the dog sat on the log. " * 5]
 TOKENIZER = train_bpe_tokenizer(TEXTS, vocab_size=280)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kvlens.errors import KVLensError
 from kvlens.corpus import TokenWindows, train_bpe_tokenizer
+from kvlens.errors import KVLensError
 
 BOS = 0
 

@@ -1,0 +1,145 @@
+"""Learning curves: several models trained on one task with several seeds, as one tidy table, and how such a table is drawn.
+
+The table has one row a measurement: ``model``, ``seed``, ``n_parameters``, ``step``, ``split``, ``loss``, ``accuracy``. A
+seed decides a run altogether, its initial weights and its batches, so runs of the same seed differ by the model alone. A
+run that stopped early (``stop_at_accuracy``) just has fewer rows; where seeds are averaged, it keeps its last value.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from kvlens.tasks import Task
+from kvlens.training import TrainResult, build_model, train
+
+PLAIN, SHIFTED = "#2763a5", "#1b7f4b"
+"""Colours of a model without and with KV shift, the same ones in every figure."""
+PALETTE = (PLAIN, SHIFTED, "#d1662a", "#7c3aed", "#be185d", "#0f766e", "#92400e", "#475569")
+
+
+def train_and_compare(
+    task: Task,
+    models: Mapping[str, Mapping[str, Any]],
+    training: Mapping[str, Any],
+    seeds: Iterable[int],
+    tell: Callable[[str], None],
+) -> pd.DataFrame:
+    """Train every model on ``task`` with every seed.
+
+    Args:
+        task: from :func:`kvlens.tasks.make_task`.
+        models: label -> fields of the model's config, as for :func:`kvlens.training.build_model`.
+        training: fields of :class:`kvlens.training.TrainSettings`, the same for all; ``seed`` is set here.
+        seeds: one run each, of initial weights and batches both.
+        tell: called with a sentence after each run.
+
+    Returns:
+        One row a measurement: model, seed, n_parameters, step, split ("train" or "heldout"), loss, accuracy.
+    """
+    courses = []
+    for (label, settings), seed in itertools.product(models.items(), seeds):
+        model = build_model(task, {**settings, "seed": seed})
+        result = train(model, task, progress=False, **{**training, "seed": seed})
+        tell(f"{label}, seed {seed}: {_describe(result)}")
+        course = result.metrics[["step", "split", "loss", "accuracy"]]
+        run = dict(model=label, seed=seed, n_parameters=sum(p.numel() for p in model.parameters()))
+        courses.append(pd.DataFrame(run, index=course.index).join(course))
+    return pd.concat(courses, ignore_index=True)
+
+
+def _describe(result: TrainResult) -> str:
+    last = result.heldout.iloc[-1]
+    accuracy = "" if math.isnan(last["accuracy"]) else f", accuracy {last['accuracy']:.1%}"
+    return f"held-out loss {last['loss']:.4g}{accuracy} after {result.steps} steps, {result.seconds:.0f} s"
+
+
+def of_heldout(table: pd.DataFrame) -> pd.DataFrame:
+    """The rows of the held-out split."""
+    return table[table["split"] == "heldout"].reset_index(drop=True)
+
+
+def last_heldout(table: pd.DataFrame, by: Iterable[str] = ("model", "seed")) -> pd.DataFrame:
+    """The last held-out row of every run, in the order of the table; ``by`` names the columns that tell runs apart."""
+    return of_heldout(table).groupby(list(by), sort=False).tail(1).reset_index(drop=True)
+
+
+def steps_to(table: pd.DataFrame, accuracy: float, by: Iterable[str] = ("model", "seed")) -> pd.DataFrame:
+    """The first evaluation of every run at which its held-out accuracy is at least ``accuracy``.
+
+    Returns:
+        One row a run: the columns of ``by``, and ``steps``, infinite where the run never got there. So a median over seeds
+        counts failures as what they are.
+    """
+    keys = list(by)
+    heldout = of_heldout(table)
+    reached = heldout["step"].where(heldout["accuracy"] >= accuracy, math.inf)
+    return heldout[keys].assign(steps=reached).groupby(keys, sort=False, as_index=False)["steps"].min()
+
+
+def mean_course(table: pd.DataFrame, x: str = "step", y: str = "accuracy") -> pd.DataFrame:
+    """Mean, least and largest ``y`` over seeds at each ``x``; a run that ended early keeps its last value.
+
+    Args:
+        table: of one model; columns ``seed``, ``x`` and ``y``, one row for each pair of seed and x.
+
+    Returns:
+        Columns ``x``, ``mean``, ``least``, ``largest``, by rising x.
+    """
+    by_seed = table.pivot_table(index=x, columns="seed", values=y).sort_index().ffill()
+    course = dict(mean=by_seed.mean(axis=1), least=by_seed.min(axis=1), largest=by_seed.max(axis=1))
+    return pd.DataFrame(course).reset_index()
+
+
+def curve_figure(
+    table: pd.DataFrame,
+    x: str = "step",
+    y: str = "accuracy",
+    *,
+    title: str,
+    x_label: str | None = None,
+    y_label: str | None = None,
+    colours: Mapping[str, str] | None = None,
+) -> Figure:
+    """A figure of one panel: `draw_curves` with a legend."""
+    figure = Figure(figsize=(7.2, 4.6), layout="constrained")
+    axes = figure.subplots()
+    draw_curves(axes, table, x, y, colours=colours)
+    axes.set(xlabel=x_label or x, ylabel=y_label or y)
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.legend(frameon=False, fontsize=9)
+    return figure
+
+
+def draw_curves(
+    axes: Axes,
+    table: pd.DataFrame,
+    x: str = "step",
+    y: str = "accuracy",
+    *,
+    by: str = "model",
+    colours: Mapping[str, str] | None = None,
+    **line: Any,
+) -> None:
+    """One colour a model: a line through the mean of its seeds, and a band from the least to the largest.
+
+    Args:
+        axes: drawn on; labels, title and legend are the caller's.
+        table: columns ``by``, ``seed``, ``x`` and ``y``, one row for each triple of model, seed and x (so: of one split).
+        x, y: columns.
+        by: the column whose values are the lines, labelled in the order of the table.
+        colours: by label; the others take `PALETTE` in turn.
+        **line: matplotlib's properties of the lines.
+    """
+    labels = table[by].unique()
+    chosen = {**dict(zip(labels, itertools.cycle(PALETTE), strict=False)), **(colours or {})}
+    for label in labels:
+        course = mean_course(table[table[by] == label], x, y)
+        axes.fill_between(course[x], course["least"], course["largest"], color=chosen[label], alpha=0.18, linewidth=0)
+        axes.plot(course[x], course["mean"], **{"color": chosen[label], "linewidth": 1.8, "label": str(label), **line})
+    axes.grid(color="#dddddd", linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)

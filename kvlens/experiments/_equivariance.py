@@ -1,0 +1,77 @@
+"""Whether a transformer knows the order of its input: T(pi X) against pi T(X), pi a permutation of the positions.
+
+Without positions and without a causal mask every step of a transformer either acts on positions one by one, or sums over all of
+them (the softmax and its weighted mean). Both commute with pi, so T(pi X) = pi T(X) but for rounding, whatever the weights are.
+Positions that are added to the stream break this, and so does a causal mask alone. Measured on fresh weights, as
+|T(pi X) - pi T(X)| / |T(X)|.
+
+Source: LECTURE (the plain layer is permutation equivariant; learned and sinusoidal positions).
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pandas as pd
+import torch
+
+from kvlens.model import HookedKVRegressor, HookedKVTransformerConfig
+
+KINDS = (("bidirectional", "none"), ("causal", "none"), ("bidirectional", "standard"), ("bidirectional", "sinusoidal"))
+"""(attention_dir, positional_embedding_type); only the first is equivariant."""
+DTYPES = (torch.float64, torch.float32)
+
+
+def equivariance_table(
+    model: Mapping[str, Any], n_positions: int, d_input: int, n_prompts: int, n_models: int
+) -> pd.DataFrame:
+    """One row for each kind, dtype and fresh model: attention_dir, positions, dtype, seed, deviation, rounding.
+
+    Args:
+        model: fields of :class:`kvlens.HookedKVTransformerConfig`; attention, positions and dtype are set here.
+        n_positions: of an input.
+        d_input: numbers a position.
+        n_prompts: random inputs X, all permuted alike.
+        n_models: how many draws of weights, inputs and pi.
+    """
+    return pd.DataFrame(_measure(model, n_positions, d_input, n_prompts, n_models))
+
+
+def _measure(
+    model: Mapping[str, Any], n_positions: int, d_input: int, n_prompts: int, n_models: int
+) -> Iterator[dict[str, Any]]:
+    for attention_dir, positions in KINDS:
+        for dtype in DTYPES:
+            for seed in range(n_models):
+                kind = dict(attention_dir=attention_dir, positional_embedding_type=positions, dtype=dtype, seed=seed)
+                cfg = HookedKVTransformerConfig(**{**model, **kind, "n_ctx": n_positions, "d_vocab": 1, "device": "cpu"})
+                yield dict(
+                    attention_dir=attention_dir,
+                    positions=positions,
+                    dtype=str(dtype).removeprefix("torch."),
+                    seed=seed,
+                    deviation=deviation(HookedKVRegressor(cfg, d_input), n_positions, n_prompts, seed),
+                    rounding=rounding_bound(cfg),
+                )
+
+
+@torch.no_grad()
+def deviation(model: HookedKVRegressor, n_positions: int, n_prompts: int, seed: int) -> float:
+    """|T(pi X) - pi T(X)| / |T(X)| for normal X and one random pi without the identity's luck: no position may stay."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n_prompts, n_positions, model.d_input, generator=generator, dtype=torch.float64).to(model.cfg.dtype)
+    cycle = torch.randperm(n_positions, generator=generator)
+    order = torch.empty_like(cycle)
+    order[cycle] = cycle.roll(1)  # one cycle through all positions
+    out = model(x)
+    return float((model(x[:, order]) - out[:, order]).norm() / out.norm())
+
+
+def rounding_bound(cfg: HookedKVTransformerConfig) -> float:
+    """How far rounding alone may take the two sides apart, to first order and in the worst case.
+
+    In each layer a permutation changes the order of two sums over n_ctx positions, and a kernel may sum the features of another
+    row in another order: four sums over d_model and one over d_mlp. A sum of n terms errs by n eps; the norms keep the stream's
+    size near 1, so that what one layer adds is not multiplied by the next.
+    """
+    d_mlp = cfg.d_mlp or 0
+    return cfg.n_layers * (2 * cfg.n_ctx + 4 * cfg.d_model + d_mlp) * torch.finfo(cfg.dtype).eps

@@ -1,0 +1,99 @@
+"""The figure of ``function-classes``: error curves in and out of distribution, longer prompts, and what permutations change."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from kvlens.experiments._curves import draw_curves
+
+COLOURS = {"transformer": "#b91c1c", "least squares": "#2763a5", "ridge": "#0f766e", "nearest neighbours": "#9a8c5a"}
+SHIFT_TITLES = {
+    "scaled_inputs": "points 3 times as far out",
+    "skewed_inputs": "skewed covariance",
+    "orthant": "examples in one orthant",
+    "noisy": "noise of deviation 1",
+}
+KIND_LABELS = {
+    ("bidirectional", "none"): "plain: no positions,\nno mask",
+    ("causal", "none"): "no positions,\ncausal mask",
+    ("bidirectional", "standard"): "learned positions,\nno mask",
+    ("bidirectional", "sinusoidal"): "sinusoidal positions,\nno mask",
+}
+POSITION_STYLES = {"standard": ("learned positions", "#b91c1c"), "sinusoidal": ("sinusoidal positions", "#7c3aed")}
+LOWEST, HIGHEST = 3e-4, 3.0
+"""Where the logarithmic axis of relative errors ends; least squares on linear functions goes on down to rounding."""
+
+
+def draw(tables: Mapping[str, pd.DataFrame], settings: Mapping[str, Any]) -> Figure:
+    """Above, every class in distribution; below, linear functions out of distribution, longer prompts, and permutations."""
+    error, dimensions = tables["error"], settings["task"]["dimensions"]
+    classes, shifts = list(settings["classes"]), list(SHIFT_TITLES)
+    figure = Figure(figsize=(18, 8.2), layout="constrained")
+    above, below = figure.subfigures(2, 1)
+    above.suptitle("In distribution: error on new functions of the class trained on", x=0.005, ha="left", fontsize=12)
+    below.suptitle("Linear functions, out of distribution; and what positions do", x=0.005, ha="left", fontsize=12)
+    panels = above.subplots(1, len(classes), sharey=True, squeeze=False)[0]
+    for axes, functions in zip(panels, classes, strict=True):
+        rows = error[(error["functions"] == functions) & (error["shift"] == "none")]
+        draw_errors(axes, rows, functions.replace("_", " "), dimensions)
+    panels[0].set_ylabel("squared error / that of always saying 0")
+
+    panels = below.subplots(1, len(shifts) + 2, width_ratios=[1] * (len(shifts) + 1) + [1.25])
+    for axes, shift in zip(panels, shifts, strict=False):
+        draw_errors(axes, error[error["shift"] == shift], SHIFT_TITLES[shift], dimensions)
+    panels[0].set_ylabel("squared error / that of always saying 0")
+    draw_lengths(panels[-2], tables["length"])
+    draw_orders(panels[-1], tables["equivariance"])
+    handles, labels = above.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=10)
+    return figure
+
+
+def draw_errors(axes: Axes, rows: pd.DataFrame, title: str, dimensions: int) -> None:
+    """Relative error against the number of examples, one line a predictor; the dotted line stands at n = d."""
+    # The trained model last, so that it lies on top.
+    order = rows.assign(rank=rows["predictor"].map({name: rank for rank, name in enumerate(reversed(COLOURS))}))
+    shown = order.sort_values(["rank", "seed", "n_examples"]).assign(relative_error=rows["relative_error"].clip(lower=LOWEST / 10))
+    draw_curves(axes, shown, "n_examples", "relative_error", by="predictor", colours=COLOURS)
+    axes.axvline(dimensions, color="#94a3b8", linewidth=1, linestyle=":")
+    axes.axhline(1, color="#94a3b8", linewidth=0.8)
+    axes.set(yscale="log", ylim=(LOWEST, HIGHEST), xlabel="examples in the prompt")
+    axes.set_title(title, loc="left", fontsize=10.5)
+
+
+def draw_lengths(axes: Axes, table: pd.DataFrame) -> None:
+    """Error of the models with learned and sinusoidal positions, on and beyond the lengths trained on."""
+    for positions, (label, colour) in POSITION_STYLES.items():
+        rows = table[table["positions"] == positions]
+        axes.plot(rows["n_examples"], rows["relative_error"], color=colour, linewidth=1.8, label=label)
+    inside = table[table["in_training"]]
+    last = inside["n_examples"].max()
+    axes.axvspan(last, table["n_examples"].max(), color="#f1f5f9", zorder=0)
+    end = inside[inside["positions"] == "standard"].iloc[-1]
+    axes.plot(last, end["relative_error"], marker="X", color=POSITION_STYLES["standard"][1], markersize=9, linestyle="none")
+    axes.annotate("learned positions end", (last, end["relative_error"]), xytext=(4, -14), textcoords="offset points", fontsize=8)
+    axes.set(yscale="log", ylim=(LOWEST, HIGHEST), xlabel="examples in the prompt")
+    axes.set_title("prompts longer than in training", loc="left", fontsize=10.5)
+    axes.grid(color="#dddddd", linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8.5, loc="upper right")
+
+
+def draw_orders(axes: Axes, table: pd.DataFrame) -> None:
+    """|T(pi X) - pi T(X)| / |T(X)| of every kind of model, a point a draw of weights."""
+    for dtype, marker in (("float64", "o"), ("float32", "s")):
+        for height, kind in enumerate(reversed(KIND_LABELS)):
+            rows = table[(table["attention_dir"] == kind[0]) & (table["positions"] == kind[1]) & (table["dtype"] == dtype)]
+            label = dtype if height == 0 else None
+            at = [height + (0.12 if dtype == "float64" else -0.12)] * len(rows)
+            axes.plot(rows["deviation"], at, marker, color="#334155" if dtype == "float64" else "#94a3b8", label=label)
+    axes.set_yticks(range(len(KIND_LABELS)), list(reversed(KIND_LABELS.values())), fontsize=8.5)
+    axes.set(xscale="log", xlim=(1e-17, 10), ylim=(-0.6, len(KIND_LABELS) - 0.4), xlabel="$|T(\\pi X) - \\pi T(X)|\\,/\\,|T(X)|$")
+    axes.set_title("what a permutation changes", loc="left", fontsize=10.5)
+    axes.grid(color="#dddddd", linewidth=0.6, axis="x")
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    axes.legend(frameon=False, fontsize=8.5, loc="lower left")

@@ -1,0 +1,84 @@
+"""What methods that nobody trained predict at every point of a prompt, from the examples before that point.
+
+With the n examples X_n (rows x_1 ... x_n), y_n before a point x:
+
+    least squares        x . X_n^+ y_n                                  of all w that fit best, the shortest (n < d: it fits all)
+    ridge                x . (X_n^T X_n + penalty I)^-1 X_n^T y_n       with w ~ N(0, I/d) and noise of variance s^2 on y, the
+                                                                        best possible prediction at penalty = d s^2
+    nearest neighbours   mean of y over the k examples nearest to x     over all of them where n < k
+
+and 0 where there is no example. Each takes all numbers of examples at once: an example that comes too late is a row of zeros,
+which changes neither a pseudo-inverse nor a sum. Computed in the dtype of ``x``; float64 is meant.
+
+Source: Garg, Tsipras, Liang, Valiant 2022, What Can Transformers Learn In-Context?, sec. 3 and app. A.3.
+"""
+
+import math
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvlens.errors import KVLensError
+
+Points = Float[Tensor, "prompt point dim"]
+Answers = Float[Tensor, "prompt point_minus_1"]
+Predictions = Float[Tensor, "prompt point"]
+
+
+def least_squares(x: Points, y: Answers) -> Predictions:
+    """Minimum-norm least squares.
+
+    Args:
+        x: the points of each prompt.
+        y: the answers to all but the last of them.
+
+    Returns:
+        One prediction a point; n points precede the n-th (from 0).
+    """
+    earlier = _earlier(x)
+    examples = x[:, None, :-1] * earlier[:, :, None]
+    w = torch.linalg.pinv(examples) @ (y[:, None] * earlier)[..., None]
+    return (x[:, :, None] @ w).flatten(1)
+
+
+def ridge(x: Points, y: Answers, penalty: float) -> Predictions:
+    """Least squares with ``penalty`` |w|^2 added to the squared error; arguments and result as of `least_squares`.
+
+    Raises:
+        KVLensError: ``penalty`` is not positive, so that fewer examples than dimensions would leave w open.
+    """
+    if not penalty > 0:
+        raise KVLensError(f"ridge: penalty must be positive, got {penalty}; least_squares is the limit of 0")
+    examples = x[:, :-1]
+    gram = _sums_before(examples[..., None] * examples[:, :, None])
+    moment = _sums_before(examples * y[..., None])
+    w = torch.linalg.solve(gram + penalty * torch.eye(x.shape[2]).to(x), moment)
+    return (x * w).sum(-1)
+
+
+def nearest_neighbours(x: Points, y: Answers, k: int) -> Predictions:
+    """The mean answer of the ``k`` nearest examples; arguments and result as of `least_squares`.
+
+    Raises:
+        KVLensError: ``k`` is below 1.
+    """
+    if k < 1:
+        raise KVLensError(f"nearest_neighbours: k must be at least 1, got {k}")
+    # The differences themselves: the form by products would give a point a distance of about the root of eps to itself.
+    distance = torch.cdist(x, x[:, :-1], compute_mode="donot_use_mm_for_euclid_dist")
+    distance = distance.masked_fill(_earlier(x) == 0, math.inf)
+    nearest = distance.topk(min(k, y.shape[1]), largest=False)
+    counts = nearest.values.isfinite().to(y)
+    answers = y[:, None].expand(distance.shape).gather(2, nearest.indices)
+    return (answers * counts).sum(-1) / counts.sum(-1).clamp(min=1)
+
+
+def _earlier(x: Points) -> Float[Tensor, "point point_minus_1"]:
+    """1 where an example precedes a point, 0 elsewhere."""
+    return torch.ones(x.shape[1], x.shape[1] - 1).to(x).tril(-1)
+
+
+def _sums_before(terms: Float[Tensor, "prompt point_minus_1 *rest"]) -> Float[Tensor, "prompt point *rest"]:
+    """For each point the sum of the terms of the examples before it."""
+    return torch.cat([torch.zeros_like(terms[:, :1]), terms], dim=1).cumsum(1)

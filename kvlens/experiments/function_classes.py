@@ -1,0 +1,243 @@
+"""``function-classes``: a transformer trained to learn functions from examples, against methods that nobody trained (LECTURE).
+
+One model a class of functions is trained on prompts (x_1, f(x_1), ..., x_n, f(x_n), x'), each with an f of its own
+(:mod:`kvlens.tasks.regression`). On new prompts its squared error, as the number n of examples grows, stands beside those of
+least squares, ridge regression and nearest neighbours (:mod:`kvlens.experiments._regression_baselines`), which see the same
+examples. Prompts come from the training distribution, and from four others: a method carries over to them, a memory of the
+distribution does not.
+
+Errors are relative: divided by the error of always saying 0, so that 1 is worth nothing on every distribution.
+
+The second part is about order: whether T(pi X) = pi T(X) (:mod:`kvlens.experiments._equivariance`), and what a trained model
+makes of prompts longer than any that it was trained on, with learned and with sinusoidal positions.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pandas as pd
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvlens.errors import KVLensError
+from kvlens.experiments._equivariance import equivariance_table
+from kvlens.experiments._function_class_claims import compare
+from kvlens.experiments._function_class_figure import draw
+from kvlens.experiments._regression_baselines import least_squares, nearest_neighbours, ridge
+from kvlens.experiments.outcome import Experiment, Outcome
+from kvlens.model import HookedKVRegressor
+from kvlens.tasks import Batch, RegressionTask
+from kvlens.tasks.regression import HELDOUT_NOISE, SHIFTS
+from kvlens.training import build_model, train
+
+PROMPTS_AT_ONCE = 256
+
+
+def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
+    """Train the models of ``settings``, judge them on every distribution, and measure what they know of order."""
+    courses, curves, linear = [], [], {}
+    for functions, how in settings["classes"].items():
+        task = RegressionTask(functions=functions, **settings["task"])
+        models = {}
+        for seed in range(how["n_seeds"]):
+            models[seed], course = train_one(task, settings, how["steps"], seed)
+            courses.append(course)
+            tell(f"{functions}, seed {seed}: held-out squared error {course['loss'].iloc[-1]:.4f}, {how['steps']} steps")
+        if functions == "linear":
+            linear = models
+        shifts = SHIFTS if functions == "linear" else ("none",)
+        curves += [error_curves(replace(task, heldout_shift=shift), models, settings) for shift in shifts]
+    course, lengths = measure_lengths(linear[0], settings, tell)
+    tables = {
+        "error": pd.concat(curves, ignore_index=True),
+        "training": pd.concat([*courses, course], ignore_index=True),
+        "length": lengths,
+        "equivariance": equivariance_table(settings["model"], task.n_positions, task.d_input, 8, settings["n_fresh_models"]),
+    }
+    return Outcome(
+        tables=tables,
+        figure=draw(tables, settings),
+        comparisons=compare(tables, settings),
+        differences=differences(settings),
+    )
+
+
+def train_one(
+    task: RegressionTask, settings: Mapping[str, Any], steps: int, seed: int, **changes: Any
+) -> tuple[HookedKVRegressor, pd.DataFrame]:
+    """A model trained on ``task``, and its held-out course: functions, positions, seed, step, loss."""
+    model = build_model(task, {**settings["model"], **changes, "seed": seed})
+    result = train(model, task, progress=False, **settings["training"], steps=steps, seed=seed)
+    labels = dict(functions=task.functions, positions=model.cfg.positional_embedding_type, seed=seed)
+    return model, pd.DataFrame(labels, index=result.heldout.index).join(result.heldout[["step", "loss"]])
+
+
+# --- error against the number of examples ---
+
+
+def error_curves(task: RegressionTask, models: Mapping[int, HookedKVRegressor], settings: Mapping[str, Any]) -> pd.DataFrame:
+    """Squared error of every predictor on held-out prompts of ``task``, for every number of examples that it scores.
+
+    Args:
+        task: decides functions, points and distribution.
+        models: by seed.
+        settings: ``n_prompts``, ``prompt_seed``, ``penalty``, ``n_neighbours``.
+
+    Returns:
+        functions, shift, predictor, seed (0 for what nobody trained), n_examples, squared_error, standard_error (of that
+        mean over prompts), zero_error (that of always saying 0), relative_error (the quotient), and from_least_squares: how
+        far the predictions lie from those of least squares, mean square over ``zero_error``.
+    """
+    tables = []
+    for scored in tasks_that_score_all(task):
+        batch = scored.heldout(settings["n_prompts"], settings["prompt_seed"])
+        judges = untrained_predictions(scored, batch, settings)
+        trained = [("transformer", seed, predict(model, batch.inputs)) for seed, model in models.items()]
+        for predictor, seed, predicted in [*trained, *((name, 0, values) for name, values in judges.items())]:
+            errors = errors_by_examples(batch, predicted, judges["least squares"])
+            labels = dict(functions=task.functions, shift=task.heldout_shift, predictor=predictor, seed=seed)
+            tables.append(pd.DataFrame(labels, index=errors.index).join(errors))
+    return pd.concat(tables, ignore_index=True)
+
+
+def tasks_that_score_all(task: RegressionTask) -> Iterator[RegressionTask]:
+    """``task`` itself, or where it scores its last point only, one task for each number of examples."""
+    if task.heldout_shift != "orthant":
+        yield task
+        return
+    for n_points in range(2, task.n_points + 1):
+        yield replace(task, n_points=n_points)
+
+
+def untrained_predictions(
+    task: RegressionTask, batch: Batch, settings: Mapping[str, Any]
+) -> dict[str, Float[Tensor, "prompt point"]]:
+    """What least squares, ridge regression and nearest neighbours say at each point, in float64."""
+    x, y = (part.double() for part in task.points_and_values(batch.inputs))
+    return {
+        "least squares": least_squares(x, y),
+        "ridge": ridge(x, y, penalty(task)),
+        "nearest neighbours": nearest_neighbours(x, y, settings["n_neighbours"]),
+    }
+
+
+def penalty(task: RegressionTask) -> float:
+    """The ridge penalty that is best for linear functions under the noise of the shift "noisy"."""
+    return task.dimensions * HELDOUT_NOISE**2
+
+
+@torch.no_grad()
+def predict(model: HookedKVRegressor, inputs: Float[Tensor, "prompt pos d_input"]) -> Float[Tensor, "prompt point"]:
+    """The model's predictions at the points (every other position), in float64 on the CPU."""
+    model.eval()
+    device = model.read_in.weight.device
+    parts = [model(part.to(device)).cpu() for part in inputs.split(PROMPTS_AT_ONCE)]
+    return torch.cat(parts)[:, 0::2].double()
+
+
+def errors_by_examples(
+    batch: Batch, predicted: Float[Tensor, "prompt point"], by_least_squares: Float[Tensor, "prompt point"]
+) -> pd.DataFrame:
+    """One row for each number of examples at which ``batch`` is scored; columns as in `error_curves`."""
+    targets, scored = batch.targets[:, 0::2].double(), batch.scored[0, 0::2].numpy()
+    squared, zero = (predicted - targets).square(), targets.square().mean(0)
+    columns = dict(
+        n_examples=torch.arange(targets.shape[1]),
+        squared_error=squared.mean(0),
+        standard_error=squared.std(0) / math.sqrt(len(targets)),
+        zero_error=zero,
+        relative_error=squared.mean(0) / zero,
+        from_least_squares=(predicted - by_least_squares).square().mean(0) / zero,
+    )
+    return pd.DataFrame({name: values.numpy() for name, values in columns.items()})[scored].reset_index(drop=True)
+
+
+# --- prompts longer than in training ---
+
+
+def measure_lengths(
+    learned: HookedKVRegressor, settings: Mapping[str, Any], tell: Callable[[str], None]
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """A model with learned and one with sinusoidal positions, trained alike, on prompts longer than they were trained on.
+
+    Args:
+        learned: the model of linear functions, with learned positions.
+        settings: those of the experiment.
+        tell: hears of the training.
+
+    Returns:
+        The course of the sinusoidal model's training, and a table: positions, n_examples, relative_error (NaN where the
+        model refuses the prompt), in_training (whether prompts of that length were trained on).
+    """
+    task = RegressionTask(functions="linear", **settings["task"])
+    steps = settings["classes"]["linear"]["steps"]
+    sinusoidal, course = train_one(task, settings, steps, 0, positional_embedding_type="sinusoidal")
+    tell(f"linear, sinusoidal positions: held-out squared error {course['loss'].iloc[-1]:.4f}, {steps} steps")
+    longer = replace(task, n_points=settings["longest"])
+    batch = longer.heldout(settings["n_prompts"], settings["prompt_seed"])
+    tables = []
+    for positions, model in {"standard": learned, "sinusoidal": sinusoidal}.items():
+        predicted = predict_or_refuse(model, batch.inputs)
+        errors = errors_by_examples(batch, predicted, predicted)[["n_examples", "relative_error"]]
+        tables.append(errors.assign(positions=positions, in_training=errors["n_examples"] < task.n_points))
+    return course, pd.concat(tables, ignore_index=True)
+
+
+def predict_or_refuse(model: HookedKVRegressor, inputs: Float[Tensor, "prompt pos d_input"]) -> Float[Tensor, "prompt point"]:
+    """`predict`, or where the model refuses prompts of that length, what it reads of them, and NaN for the rest."""
+    try:
+        return predict(model, inputs)
+    except KVLensError:
+        read = predict(model, inputs[:, : model.cfg.n_ctx])
+        unread = read.new_full((len(inputs), (inputs.shape[1] + 1) // 2 - read.shape[1]), math.nan)
+        return torch.cat([read, unread], dim=1)
+
+
+def differences(settings: Mapping[str, Any]) -> list[str]:
+    """Where this differs from Garg et al. 2022, beyond doubt."""
+    task, model = settings["task"], settings["model"]
+    return [
+        f"The paper's model has 12 layers of width 256 and 8 heads, and is trained on 20 dimensions for 500,000 steps of 64 "
+        f"prompts, with a curriculum; here {model['n_layers']} layers of width {model['d_model']}, {task['dimensions']} "
+        f"dimensions, {settings['classes']['linear']['steps']} steps of {settings['training']['batch_size']}, no curriculum.",
+        "Functions are scaled to variance 1 here, so that the error of always saying 0 is 1 and not the number of dimensions.",
+        "The paper's judges of sparse functions, trees and networks (Lasso, greedy tree learning and boosting, gradient descent "
+        "on a network) are not among ours; least squares, ridge and nearest neighbours are.",
+        "Trigonometric and exponential functions are not the paper's; they come from DUAL sec. 5.",
+        "T(pi X) = pi T(X) is a fact about the architecture, measured on fresh weights, not on a trained model.",
+    ]
+
+
+def _scale(**changes: Any) -> dict[str, Any]:
+    small = dict(
+        task=dict(dimensions=5, n_points=16),
+        model=dict(n_layers=3, d_model=64, d_head=16, act_fn="gelu", normalization_type="LN", positional_embedding_type="standard"),
+        training=dict(batch_size=64, learning_rate=2e-3, eval_every=250, eval_sequences=512, weight_decay=0.0),
+        classes=dict(
+            linear=dict(steps=3000, n_seeds=2),
+            sparse_linear=dict(steps=2000, n_seeds=1),
+            trigonometric=dict(steps=2000, n_seeds=1),
+            exponential=dict(steps=2000, n_seeds=1),
+            decision_tree=dict(steps=2000, n_seeds=1),
+            two_layer_relu=dict(steps=2000, n_seeds=1),
+        ),
+        n_neighbours=3,
+        n_prompts=1024,
+        prompt_seed=1000,
+        longest=24,
+        n_fresh_models=3,
+    )
+    return {**small, **changes}
+
+
+EXPERIMENT = Experiment(
+    name="function-classes",
+    source="LECTURE; Garg et al. 2022",
+    question="Does a transformer trained on functions learn new ones from the examples in its prompt as well as least squares?",
+    run=run,
+    scales={},
+    cost={},
+)

@@ -1,0 +1,179 @@
+"""``hops``: how many hops of induction a model of a given depth learns, with and without KV shift (KVSA fig. 9, app. H).
+
+One hop goes from a token to what followed it last time; k hops ask again and again. Plain attention spends a layer on writing
+predecessors into the stream before any hop can be made. With KV shift the first layer hops already, and a second layer that
+attends to the same place copies what the first has found *there*: two layers make two hops, where plain ones need three. For
+every number of hops k and every depth a plain and a shifted model are trained on targets of exactly k hops.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from kvlens.experiments._curves import PLAIN, SHIFTED, draw_curves, last_heldout, train_and_compare
+from kvlens.experiments.outcome import Comparison, Experiment, Outcome
+from kvlens.tasks import make_task
+
+PLAIN_NAME, SHIFT_NAME = "plain", "KV shift"
+MODELS: dict[str, dict[str, Any]] = {PLAIN_NAME: dict(kv_shift=False), SHIFT_NAME: dict(kv_shift=True)}
+COLOURS = {PLAIN_NAME: PLAIN, SHIFT_NAME: SHIFTED}
+LEARNED = 0.9
+"""The mean accuracy over seeds that counts as having learned k hops."""
+
+
+def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
+    """Train both models at every depth on every number of hops."""
+    courses = []
+    for n_layers in settings["depths"]:
+        models = {label: {**settings["model"], "n_layers": n_layers, **own} for label, own in MODELS.items()}
+        for k in settings["hops"]:
+            tell(f"{_layers(n_layers)}, k = {k}")
+            task = make_task("hops", k=k, **settings["task"])
+            course = train_and_compare(task, models, settings["training"], settings["seeds"], tell)
+            courses.append(course.assign(n_layers=n_layers, k=k))
+    curves = pd.concat(courses, ignore_index=True)
+    final = last_heldout(curves, by=("n_layers", "k", "model", "seed"))
+    return Outcome(
+        tables={"curves": curves, "final": final},
+        figure=draw(final),
+        comparisons=compare(final),
+        differences=[
+            f"Vocabulary {settings['task']['vocab_size']}, length {settings['task']['length']}, width "
+            f"{settings['model']['d_model']}, k in {settings['hops']}, {settings['training']['steps']} steps at most, "
+            f"{len(settings['seeds'])} seeds: far below the paper's, where models are deeper and hops more.",
+            "Each model is trained on one k; positions where a hop is missing are not judged.",
+        ],
+    )
+
+
+def hops_learned(final: pd.DataFrame) -> pd.DataFrame:
+    """How many hops each model learned at each depth: the largest k up to which it learned every k that was tried.
+
+    Args:
+        final: one row a run: n_layers, k, model, seed, accuracy.
+
+    Returns:
+        Columns n_layers, model, hops (0 where not even the first was learned).
+    """
+    mean = final.groupby(["n_layers", "model", "k"], as_index=False)["accuracy"].mean().sort_values("k")
+    learned = (mean["accuracy"] >= LEARNED).groupby([mean["n_layers"], mean["model"]]).cummin()
+    return mean.assign(hops=mean["k"].where(learned, 0)).groupby(["n_layers", "model"], as_index=False)["hops"].max()
+
+
+def compare(final: pd.DataFrame) -> list[Comparison]:
+    """At each depth: how many hops were learned, and how far the shifted model is ahead."""
+    hops = hops_learned(final).pivot_table(index="n_layers", columns="model", values="hops")
+    accuracy = final.groupby(["n_layers", "model"])["accuracy"].mean()
+    comparisons = []
+    for n_layers, learned in hops.iterrows():
+        lead = float(accuracy[n_layers, SHIFT_NAME] - accuracy[n_layers, PLAIN_NAME])
+        comparisons += [
+            Comparison(
+                f"hops learned (accuracy of {LEARNED:.0%}) by {_layers(n_layers)}: KV shift against plain",
+                None,
+                f"{learned[SHIFT_NAME]:g} against {learned[PLAIN_NAME]:g}",
+                "with KV shift a model of the same depth learns more hops",
+                _is_more(learned[SHIFT_NAME], learned[PLAIN_NAME], tried=final["k"].max()),
+            ),
+            Comparison(
+                f"accuracy with KV shift minus without, {_layers(n_layers)}, mean over k and seeds",
+                None,
+                lead,
+                "KV shift is better at hops at the same depth",
+                lead > 0,
+            ),
+        ]
+    return comparisons
+
+
+def _is_more(shifted: float, plain: float, tried: int) -> bool | None:
+    """Whether the shifted model learned more; None where that cannot be seen, as both learned none or all that were tried."""
+    return None if shifted == plain and plain in (0, tried) else bool(shifted > plain)
+
+
+def _layers(n_layers: object) -> str:
+    return f"{n_layers} layer{'s' if n_layers != 1 else ''}"
+
+
+def draw(final: pd.DataFrame) -> Figure:
+    """One panel a depth: accuracy at the end against the number of hops."""
+    depths = sorted(set(final["n_layers"].tolist()))
+    figure = Figure(figsize=(4.2 * len(depths), 4.4), layout="constrained")
+    for axes, n_layers in zip(figure.subplots(1, len(depths), sharey=True, squeeze=False)[0], depths, strict=True):
+        rows = final[final["n_layers"] == n_layers]
+        draw_curves(axes, rows, x="k", colours=COLOURS, marker="o", markersize=6)
+        axes.set_title(_layers(n_layers), loc="left", fontsize=11)
+        axes.set_xticks(sorted(set(rows["k"].tolist())))
+        axes.set(xlabel="hops k", ylim=(0, 1.03))
+    figure.axes[0].set_ylabel("held-out accuracy after training")
+    figure.axes[0].legend(
+        frameon=False, fontsize=9, loc="lower left", title="mean over seeds; band: least to largest", title_fontsize=8
+    )
+    return figure
+
+
+def _scale(
+    vocab_size: int,
+    length: int,
+    d_model: int,
+    d_head: int,
+    *,
+    depths: list[int],
+    hops: list[int],
+    seeds: list[int],
+    **training: Any,
+) -> dict[str, Any]:
+    return dict(
+        task=dict(vocab_size=vocab_size, length=length),
+        model=dict(d_model=d_model, d_head=d_head, attn_only=True),
+        depths=depths,
+        hops=hops,
+        seeds=seeds,
+        training=dict(batch_size=64, stop_at_accuracy=0.99, **training),
+    )
+
+
+EXPERIMENT = Experiment(
+    name="hops",
+    source="KVSA fig. 9, app. H",
+    question="Does a model of the same depth learn more hops of induction with KV shift?",
+    run=run,
+    scales={
+        "tiny": _scale(
+            3, 10, 8, 4, depths=[1, 2], hops=[1], seeds=[0], learning_rate=1e-2, steps=20, eval_every=10, eval_sequences=16
+        ),
+        "small": _scale(
+            4,
+            32,
+            64,
+            32,
+            depths=[1, 2],
+            hops=[1, 2],
+            seeds=[0, 1],
+            learning_rate=3e-3,
+            steps=800,
+            eval_every=50,
+            eval_sequences=128,
+        ),
+        "paper": _scale(
+            16,
+            256,
+            128,
+            32,
+            depths=[2, 3, 4],
+            hops=[1, 2, 4, 8, 16],
+            seeds=[0, 1, 2],
+            learning_rate=1e-3,
+            steps=100_000,
+            eval_every=1000,
+            eval_sequences=256,
+        ),
+    },
+    cost={
+        "tiny": "a few seconds",
+        "small": "five minutes on one core",
+        "paper": "days on one GPU (depths and hops chosen after the paper's figure; not run here)",
+    },
+)
