@@ -59,6 +59,8 @@ class Analysis:
         needs_text: whether a record must have a text.
         options: name -> `Option`; given to ``run`` by keyword.
         check_model: raises KVLensError, before any prompt is run, for a model that lacks what the analysis needs.
+        n_interventions: ``n_interventions(model, **options)``, how many ablations or patches a prompt takes, to be said before
+            the first one; None for an analysis that only looks.
     """
 
     name: str
@@ -68,3 +70,4 @@ class Analysis:
     needs_text: bool = False
     options: Mapping[str, Option] = field(default_factory=dict)
     check_model: "Callable[[HookedKVTransformer], None]" = lambda model: None
+    n_interventions: Callable[..., int] | None = None

@@ -254,6 +254,7 @@ ANALYSIS = Analysis(
     needs_text=True,
     options={"points": Option("", f"which points, with commas between: {', '.join(POINTS)}; all that the model has if empty")},
     check_model=needs_linear_attention("activation_patching"),
+    n_interventions=lambda model, points: len(patches_of(model, _known(model, points.split(",") if points else None))),
 )
 
 if __name__ == "__main__":

@@ -231,6 +231,13 @@ def _record_references(model: HookedKVTransformer, record: Record) -> KVBias:
     return convert_prompt(model, torch.stack(others))
 
 
+def _n_ablations(model: HookedKVTransformer, *, by: str, methods: str, parts: str) -> int:
+    """With one reference; each further one adds as many for ``resample``."""
+    units = {"head": model.cfg.n_layers * model.cfg.n_heads, "layer": model.cfg.n_layers, "model": 1}[by]
+    n_parts = len([part for part in parts.split(",") if part]) or (1 if model.cfg.kv_shift is None else len(PARTS))
+    return units * n_parts * len([method for method in methods.split(",") if method])
+
+
 ANALYSIS = Analysis(
     name="bias_effects",
     summary="what is lost when the bias or boundary of a head, layer or prompt is ablated (fields: answer, wrong, references)",
@@ -252,6 +259,7 @@ ANALYSIS = Analysis(
         "parts": Option("", f"which of {', '.join(PARTS)}, with commas between; all that the model has if empty"),
     },
     check_model=needs_linear_attention("bias_effects"),
+    n_interventions=_n_ablations,
 )
 
 if __name__ == "__main__":

@@ -214,6 +214,10 @@ def _run_record(
     return induction_heads(model, tokens=piece, **common)
 
 
+def _n_ablations(model: HookedKVTransformer, *, n_random: int, ablations: bool, **_: object) -> int:
+    return model.cfg.n_layers * model.cfg.n_heads * max(1, n_random) if ablations else 0
+
+
 ANALYSIS = Analysis(
     name="induction_heads",
     summary="prefix-matching, copying and other scores of every head on the prompt said twice",
@@ -226,12 +230,8 @@ ANALYSIS = Analysis(
         "ablations": Option(False, "also measure the effect of resampling each head's output"),
     },
     check_model=check_model,
+    n_interventions=_n_ablations,
 )
-
-if __name__ == "__main__":
-    from analyses.batch.script import main
-
-    main(ANALYSIS.name)
 
 if __name__ == "__main__":
     from analyses.batch.script import main

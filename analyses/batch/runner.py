@@ -111,6 +111,7 @@ def run_batch(
     elsewhere = resources.engine == "ray" or resources.workers > 1
     models = ModelShelf(task.models, device="cpu" if elsewhere else task.device, dtype=task.dtype)
     settings = _settings(analysis, task, found, _check_models(analysis, models))
+    _tell_interventions(analysis, models, settings["options"], tell)
     if elsewhere:
         del models
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -157,6 +158,14 @@ def _check_models(analysis: Analysis, models: ModelShelf) -> dict[str, Any]:
             raise KVLensError(f"{analysis.name} cannot be run on {name}: {error}") from error
         fingerprints[name] = models[index].fingerprint().to_json()
     return fingerprints
+
+
+def _tell_interventions(analysis: Analysis, models: ModelShelf, options: dict[str, Any], tell: Callable[[str], None]) -> None:
+    if analysis.n_interventions is None:
+        return
+    for index, name in enumerate(models.names):
+        if number := analysis.n_interventions(models[index], **options):
+            tell(f"{name}: {number:,} ablations or patches a prompt, in batches")
 
 
 def _settings(analysis: Analysis, task: Task, found: Survey, fingerprints: dict[str, Any]) -> dict[str, Any]:

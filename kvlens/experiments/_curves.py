@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 
 from kvlens.tasks import Task
 from kvlens.training import TrainResult, build_model, train
+from kvlens.training.objective import Model
 
 PLAIN, SHIFTED = "#2763a5", "#1b7f4b"
 """Colours of a model without and with KV shift, the same ones in every figure."""
@@ -28,6 +29,7 @@ def train_and_compare(
     training: Mapping[str, Any],
     seeds: Iterable[int],
     tell: Callable[[str], None],
+    examine: Callable[[str, int, Model], None] | None = None,
 ) -> pd.DataFrame:
     """Train every model on ``task`` with every seed.
 
@@ -37,6 +39,7 @@ def train_and_compare(
         training: fields of :class:`kvlens.training.TrainSettings`, the same for all; ``seed`` is set here.
         seeds: one run each, of initial weights and batches both.
         tell: called with a sentence after each run.
+        examine: called with label, seed and trained model after each run; no model is kept otherwise.
 
     Returns:
         One row a measurement: model, seed, n_parameters, step, split ("train" or "heldout"), loss, accuracy.
@@ -46,6 +49,8 @@ def train_and_compare(
         model = build_model(task, {**settings, "seed": seed})
         result = train(model, task, progress=False, **{**training, "seed": seed})
         tell(f"{label}, seed {seed}: {_describe(result)}")
+        if examine is not None:
+            examine(label, seed, model)
         course = result.metrics[["step", "split", "loss", "accuracy"]]
         run = dict(model=label, seed=seed, n_parameters=sum(p.numel() for p in model.parameters()))
         courses.append(pd.DataFrame(run, index=course.index).join(course))

@@ -21,9 +21,7 @@ KINDS = (("bidirectional", "none"), ("causal", "none"), ("bidirectional", "stand
 DTYPES = (torch.float64, torch.float32)
 
 
-def equivariance_table(
-    model: Mapping[str, Any], n_positions: int, d_input: int, n_prompts: int, n_models: int
-) -> pd.DataFrame:
+def equivariance_table(model: Mapping[str, Any], n_positions: int, d_input: int, n_prompts: int, n_models: int) -> pd.DataFrame:
     """One row for each kind, dtype and fresh model: attention_dir, positions, dtype, seed, deviation, rounding.
 
     Args:

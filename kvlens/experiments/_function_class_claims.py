@@ -11,6 +11,8 @@ MATCH = 0.05
 """Two methods match where their relative errors differ by at most so much; 1 is the error of always saying 0."""
 DEGRADES = 2.0
 """An error is called worse out of distribution where it is more than so many times that in distribution, plus MATCH."""
+LEARNED = 0.5
+"""A model whose relative error in distribution stays above this has learned too little to say how it carries over."""
 JUDGES = ("least squares", "ridge", "nearest neighbours")
 SHIFT_CLAIMS = {
     "scaled_inputs": ("points 3 times as far out as in training: the error grows, least squares' does not", "degrades"),
@@ -72,7 +74,7 @@ def compare_shifts(error: pd.DataFrame) -> Iterator[Comparison]:
             None,
             there,
             claim,
-            there > bound if kind == "degrades" else there <= bound,
+            None if here > LEARNED else there > bound if kind == "degrades" else there <= bound,
         )
 
 
@@ -138,5 +140,5 @@ def compare_lengths(table: pd.DataFrame) -> Iterator[Comparison]:
         None,
         float(beyond),
         "sinusoidal positions have no end: the model answers; whether well is not promised",
-        None if pd.isna(beyond) else bool(beyond <= DEGRADES * inside + MATCH),
+        None if inside > LEARNED else bool(beyond <= DEGRADES * inside + MATCH),
     )

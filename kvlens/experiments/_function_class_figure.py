@@ -54,9 +54,12 @@ def draw(tables: Mapping[str, pd.DataFrame], settings: Mapping[str, Any]) -> Fig
 
 def draw_errors(axes: Axes, rows: pd.DataFrame, title: str, dimensions: int) -> None:
     """Relative error against the number of examples, one line a predictor; the dotted line stands at n = d."""
-    # The trained model last, so that it lies on top.
-    order = rows.assign(rank=rows["predictor"].map({name: rank for rank, name in enumerate(reversed(COLOURS))}))
-    shown = order.sort_values(["rank", "seed", "n_examples"]).assign(relative_error=rows["relative_error"].clip(lower=LOWEST / 10))
+    # The trained model last, so that it lies on top; a logarithmic axis has no place for an error of exactly 0.
+    visible = rows.assign(
+        relative_error=rows["relative_error"].clip(lower=LOWEST / 10),
+        rank=rows["predictor"].map({name: rank for rank, name in enumerate(reversed(COLOURS))}),
+    )
+    shown = visible.sort_values(["rank", "seed", "n_examples"])
     draw_curves(axes, shown, "n_examples", "relative_error", by="predictor", colours=COLOURS)
     axes.axvline(dimensions, color="#94a3b8", linewidth=1, linestyle=":")
     axes.axhline(1, color="#94a3b8", linewidth=0.8)
@@ -74,12 +77,13 @@ def draw_lengths(axes: Axes, table: pd.DataFrame) -> None:
     axes.axvspan(last, table["n_examples"].max(), color="#f1f5f9", zorder=0)
     end = inside[inside["positions"] == "standard"].iloc[-1]
     axes.plot(last, end["relative_error"], marker="X", color=POSITION_STYLES["standard"][1], markersize=9, linestyle="none")
-    axes.annotate("learned positions end", (last, end["relative_error"]), xytext=(4, -14), textcoords="offset points", fontsize=8)
+    place = dict(xytext=(4, 7), textcoords="offset points", fontsize=8.5)
+    axes.annotate("refused", (last, end["relative_error"]), color=POSITION_STYLES["standard"][1], **place)
     axes.set(yscale="log", ylim=(LOWEST, HIGHEST), xlabel="examples in the prompt")
     axes.set_title("prompts longer than in training", loc="left", fontsize=10.5)
     axes.grid(color="#dddddd", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8.5, loc="upper right")
+    axes.legend(frameon=False, fontsize=8.5, loc="lower left")
 
 
 def draw_orders(axes: Axes, table: pd.DataFrame) -> None:
@@ -91,7 +95,8 @@ def draw_orders(axes: Axes, table: pd.DataFrame) -> None:
             at = [height + (0.12 if dtype == "float64" else -0.12)] * len(rows)
             axes.plot(rows["deviation"], at, marker, color="#334155" if dtype == "float64" else "#94a3b8", label=label)
     axes.set_yticks(range(len(KIND_LABELS)), list(reversed(KIND_LABELS.values())), fontsize=8.5)
-    axes.set(xscale="log", xlim=(1e-17, 10), ylim=(-0.6, len(KIND_LABELS) - 0.4), xlabel="$|T(\\pi X) - \\pi T(X)|\\,/\\,|T(X)|$")
+    axes.set(xscale="log", xlim=(1e-17, 10), ylim=(-0.6, len(KIND_LABELS) - 0.4))
+    axes.set_xlabel("$|T(\\pi X) - \\pi T(X)|\\,/\\,|T(X)|$")
     axes.set_title("what a permutation changes", loc="left", fontsize=10.5)
     axes.grid(color="#dddddd", linewidth=0.6, axis="x")
     axes.spines[["top", "right", "left"]].set_visible(False)

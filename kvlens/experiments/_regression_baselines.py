@@ -2,7 +2,7 @@
 
 With the n examples X_n (rows x_1 ... x_n), y_n before a point x:
 
-    least squares        x . X_n^+ y_n                                  of all w that fit best, the shortest (n < d: it fits all)
+    least squares        x . X_n^+ y_n                                  of the w that fit best the shortest (exactly, if n < d)
     ridge                x . (X_n^T X_n + penalty I)^-1 X_n^T y_n       with w ~ N(0, I/d) and noise of variance s^2 on y, the
                                                                         best possible prediction at penalty = d s^2
     nearest neighbours   mean of y over the k examples nearest to x     over all of them where n < k

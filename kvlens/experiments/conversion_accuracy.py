@@ -1,14 +1,15 @@
 """``conversion-accuracy``: what a model has learned from its prompt, it still knows when the prompt is a bias (ICLCA table 2).
 
-The task is the trigger-token bigrams of ICLCA sec. 6.2, cut in two: the prompt shows what follows each trigger, the text uses the
-triggers again. Scored are the triggers in the text whose follower the prompt has shown. Three conditions read the same text:
+The task is the trigger-token bigrams of ICLCA sec. 6.2, cut in two: the prompt shows what follows a trigger, the text uses the
+trigger again. Scored are the triggers in the text whose follower the prompt has shown, but for the one that the prompt may
+end in: its follower opens the text, and would give itself away. Three conditions read the same text:
 
 - *with prompt*: the model sees [prompt; text];
 - *without prompt*: the text alone. At its first use in the text a trigger can then only be guessed;
 - *converted*: the text alone, with the prompt's bias attached.
 
-Converted and prompted model compute the same function, so every prediction must be the same. Rounding could change one only where
-the two largest logits are nearly equal: by what margin each prediction is made is measured too, beside what conversion changes.
+Converted and prompted model compute the same function, so every prediction must be the same. Rounding could change one only
+where the two largest logits are nearly equal: the margin of each prediction is measured too, beside what conversion changes.
 
 The shipped model ``bigram-linear`` is the paper's: 12 layers of width 128. The setting ``model`` may name the folder of another
 one, or be None: then a model is trained as ``training`` says.
@@ -78,6 +79,7 @@ def obtain_model(settings: Mapping[str, Any], task: BigramTask, tell: Callable[[
             "`kvlens train bigram-linear --out RUN`, and give the folder 'RUN/model' as the experiment's setting 'model'"
         )
     check_fit(model, task)
+    assert isinstance(model, HookedKVTransformer)
     return model.eval().requires_grad_(False)
 
 
@@ -105,7 +107,7 @@ def measure(
     predictions, errors, done = [], [], 0
     while done < settings["n_sequences"]:
         n = min(settings["batch_size"], settings["n_sequences"] - done)
-        batch = task.sample_with_prompt(n, generator, cut)
+        batch = hide_open_trigger(task.sample_with_prompt(n, generator, cut), cut)
         logits = read_three_ways(model, batch.inputs, cut)
         exact = float64_logits(model, batch.inputs)[:, cut:]
         error = {
@@ -119,6 +121,11 @@ def measure(
     return pd.concat(predictions, ignore_index=True), pd.concat(errors, ignore_index=True)
 
 
+def hide_open_trigger(batch: Batch, cut: int) -> Batch:
+    """The same sequences without scores at the letter that ends the prompt: what follows it opens the text."""
+    return batch._replace(scored=batch.scored & (batch.inputs != batch.inputs[:, cut - 1 : cut]))
+
+
 @torch.no_grad()
 def read_three_ways(
     model: HookedKVTransformer, tokens: Int[Tensor, "batch pos"], cut: int
@@ -130,9 +137,7 @@ def read_three_ways(
     return {PROMPTED: model(tokens)[:, cut:], ALONE: model(text), CONVERTED: converted}
 
 
-def use_of_trigger(
-    text: Int[Tensor, "batch pos"], n_triggers: int
-) -> Int[Tensor, "batch pos"]:
+def use_of_trigger(text: Int[Tensor, "batch pos"], n_triggers: int) -> Int[Tensor, "batch pos"]:
     """At each trigger, its how manieth use in the text this is, from 1; 0 at other letters."""
     is_use = text[:, :, None] == torch.arange(n_triggers)
     return (is_use.cumsum(dim=1) * is_use).sum(dim=2)
@@ -189,3 +194,160 @@ def n_disagreeing(predictions: pd.DataFrame) -> int:
         name: rows.set_index(["sequence", "position"])["prediction"] for name, rows in predictions.groupby("condition")
     }
     return int((by_condition[CONVERTED] != by_condition[PROMPTED]).sum())
+
+
+# --- comparisons ---
+
+
+def compare(predictions: pd.DataFrame, errors: pd.DataFrame, guess: float) -> Iterator[Comparison]:
+    """Table 2's claim: the converted model is as good as the prompted one, the model without the prompt guesses."""
+    score = {name: _score(rows) for name, rows in predictions.groupby("condition")}
+    yield Comparison(
+        f"in-context accuracy with the prompt ({_counts(predictions, PROMPTED)})",
+        None,
+        score[PROMPTED],
+        f"the model has learned to use its context: {ENOUGH:.1%} or more",
+        score[PROMPTED] >= ENOUGH,
+    )
+    yield Comparison(
+        f"in-context accuracy of the converted model ({_counts(predictions, CONVERTED)})",
+        None,
+        score[CONVERTED],
+        "the converted model is as accurate as the model with the prompt",
+        score[CONVERTED] == score[PROMPTED],
+    )
+    differing = n_disagreeing(predictions)
+    yield Comparison(
+        "scored positions at which the converted model predicts another letter than the prompted one",
+        None,
+        float(differing),
+        "the conversion is exact: none",
+        differing == 0,
+    )
+    first = predictions[(predictions["condition"] == ALONE) & (predictions["use"] == 1)]
+    spread = (guess * (1 - guess) / len(first)) ** 0.5
+    yield Comparison(
+        f"accuracy without the prompt, at the first use of a trigger ({first['is_right'].sum():,} of {len(first):,} right)",
+        None,
+        _score(first),
+        f"without the prompt accuracy falls to chance, {guess:.4f} here (four standard errors are {4 * spread:.4f})",
+        _score(first) <= guess + 4 * spread,
+    )
+    conversion, own = float(errors["conversion"].mean()), float(errors["forward_pass"].mean())
+    yield Comparison(
+        "relative error of the converted model's logits, mean over sequences",
+        None,
+        conversion,
+        f"the conversion is exact up to rounding: at most twice the float32 forward pass's own error, {own:.2g}",
+        conversion <= 2 * own,
+    )
+
+
+def _score(rows: pd.DataFrame) -> float:
+    return float(rows["is_right"].mean())
+
+
+def _counts(predictions: pd.DataFrame, condition: str) -> str:
+    right = predictions.loc[predictions["condition"] == condition, "is_right"]
+    return f"{right.sum():,} of {len(right):,} right"
+
+
+def _differences(model: HookedKVTransformer, task: BigramTask, settings: Mapping[str, Any]) -> Iterator[str]:
+    cfg = model.cfg
+    if settings["model"] is None:
+        yield f"A model of {cfg.n_layers} layers and width {cfg.d_model}, trained on the way, not the paper's 12 layers of 128."
+    if cfg.kv_shift is not None:
+        yield "The model has KV shift, the paper's has none."
+    yield (
+        f"Sequences of {task.length} letters, the first {settings['prompt_length']} of them the prompt; a letter that follows "
+        f"no trigger is one with probability {task.trigger_rate:g}. The paper's lengths and rates are not known to us."
+    )
+    yield "Scored are only triggers whose follower the prompt has shown; up to their first use in the text only the prompt has."
+
+
+# --- figure ---
+
+COLOURS = {PROMPTED: "#2763a5", ALONE: "#d1662a", CONVERTED: "#1b7f4b"}
+
+
+def draw(accuracy: pd.DataFrame, predictions: pd.DataFrame, guess: float) -> Figure:
+    """Left, accuracy by use of a trigger; right, how far every prediction is from being changed by the conversion."""
+    figure = Figure(figsize=(11.5, 4.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    _draw_accuracy(left, accuracy, guess)
+    _draw_margins(right, predictions[predictions["condition"] == CONVERTED])
+    for axes in (left, right):
+        axes.grid(color="#dddddd", linewidth=0.6)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def _draw_accuracy(axes: Axes, accuracy: pd.DataFrame, guess: float, n_uses: int = 4) -> None:
+    shown = accuracy[accuracy["use"] <= n_uses]
+    for number, condition in enumerate(CONDITIONS):
+        rows = shown[shown["condition"] == condition].sort_values("use")
+        place = rows["use"] + (number - 1) * 0.27
+        axes.bar(place, rows["accuracy"], width=0.25, color=COLOURS[condition], label=condition)
+    axes.axhline(guess, color="#444444", linestyle=":", linewidth=1, label=f"chance, 1/{round(1 / guess)}")
+    axes.set_xticks(range(1, n_uses + 1), [f"{use}." for use in range(1, n_uses + 1)])
+    axes.set(xlabel="use of a trigger in the text", ylabel="accuracy", ylim=(0, 1.18), yticks=[0, 0.25, 0.5, 0.75, 1])
+    axes.set_title("The bias knows what the prompt showed", loc="left", fontsize=11)
+    axes.legend(frameon=False, fontsize=9, ncols=4, loc="upper left", columnspacing=1, handlelength=1.4)
+
+
+def _draw_margins(axes: Axes, converted: pd.DataFrame) -> None:
+    pieces = {
+        "what the conversion changes: largest change of a logit": (converted["change"], COLOURS[CONVERTED]),
+        "what would change a prediction: half its margin": (converted["margin"] / 2, "#64748b"),
+    }
+    positive = pd.concat([values[values > 0] for values, _ in pieces.values()])
+    edges = np.geomspace(positive.min() * 0.9, positive.max() * 1.1, 61)
+    for label, (values, colour) in pieces.items():
+        axes.hist(values.clip(lower=edges[0]), bins=edges.tolist(), color=colour, alpha=0.8, label=label)
+    axes.set(xscale="log", xlabel="difference of logits", ylabel="scored positions")
+    axes.set_title("How far every prediction is from being changed", loc="left", fontsize=11)
+    axes.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.16))
+
+
+def _scale(**changes: Any) -> dict[str, Any]:
+    small = dict(
+        model="bigram-linear",
+        training=None,
+        task=dict(length=64, trigger_rate=0.5),
+        prompt_length=32,
+        n_sequences=4096,
+        batch_size=128,
+        seed=0,
+    )
+    return {**small, **changes}
+
+
+_TINY_TRAINING = dict(
+    model=dict(n_layers=1, d_model=32, d_head=16, attention="linear", kv_shift=True, attn_only=True),
+    settings=dict(steps=300, batch_size=32, learning_rate=1e-2, eval_every=25, eval_sequences=64, stop_at_accuracy=1.0),
+)
+
+EXPERIMENT = Experiment(
+    name="conversion-accuracy",
+    source="ICLCA table 2 and sec. 6.2",
+    question="Does a model whose prompt was converted into weights predict what it predicts with the prompt in front?",
+    run=run,
+    scales={
+        "tiny": _scale(
+            model=None,
+            training=_TINY_TRAINING,
+            task=dict(n_letters=13, n_triggers=3, length=24, trigger_rate=0.5),
+            prompt_length=11,
+            n_sequences=40,
+            batch_size=16,
+        ),
+        "small": _scale(),
+        "paper": _scale(n_sequences=65536),
+    },
+    cost={
+        "tiny": "a few seconds, the training of a small model included",
+        "small": "about two minutes on two cores, with the shipped model",
+        "paper": "about half an hour on two cores, with the shipped model, which is of the paper's size; more sequences",
+    },
+)

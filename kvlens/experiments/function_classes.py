@@ -84,7 +84,7 @@ def error_curves(task: RegressionTask, models: Mapping[int, HookedKVRegressor], 
     Args:
         task: decides functions, points and distribution.
         models: by seed.
-        settings: ``n_prompts``, ``prompt_seed``, ``penalty``, ``n_neighbours``.
+        settings: ``n_prompts``, ``prompt_seed``, ``n_neighbours``.
 
     Returns:
         functions, shift, predictor, seed (0 for what nobody trained), n_examples, squared_error, standard_error (of that
@@ -204,30 +204,38 @@ def differences(settings: Mapping[str, Any]) -> list[str]:
         f"prompts, with a curriculum; here {model['n_layers']} layers of width {model['d_model']}, {task['dimensions']} "
         f"dimensions, {settings['classes']['linear']['steps']} steps of {settings['training']['batch_size']}, no curriculum.",
         "Functions are scaled to variance 1 here, so that the error of always saying 0 is 1 and not the number of dimensions.",
-        "The paper's judges of sparse functions, trees and networks (Lasso, greedy tree learning and boosting, gradient descent "
-        "on a network) are not among ours; least squares, ridge and nearest neighbours are.",
+        "The paper's judges of sparse functions, trees and networks (Lasso, greedy tree learning and boosting, gradient descent"
+        " on a network) are not among ours; least squares, ridge and nearest neighbours are.",
         "Trigonometric and exponential functions are not the paper's; they come from DUAL sec. 5.",
         "T(pi X) = pi T(X) is a fact about the architecture, measured on fresh weights, not on a trained model.",
     ]
 
 
+def _model(**sizes: int) -> dict[str, Any]:
+    return dict(act_fn="gelu", normalization_type="LN", positional_embedding_type="standard", **sizes)
+
+
+def _training(**changes: Any) -> dict[str, Any]:
+    return {**dict(batch_size=32, learning_rate=2e-3, eval_every=200, eval_sequences=512, weight_decay=0.0), **changes}
+
+
 def _scale(**changes: Any) -> dict[str, Any]:
+    other = dict(steps=1200, n_seeds=1)
     small = dict(
-        task=dict(dimensions=5, n_points=16),
-        model=dict(n_layers=3, d_model=64, d_head=16, act_fn="gelu", normalization_type="LN", positional_embedding_type="standard"),
-        training=dict(batch_size=64, learning_rate=2e-3, eval_every=250, eval_sequences=512, weight_decay=0.0),
+        task=dict(dimensions=3, n_points=10),
+        model=_model(n_layers=3, d_model=64, d_head=16),
+        training=_training(),
         classes=dict(
             linear=dict(steps=3000, n_seeds=2),
-            sparse_linear=dict(steps=2000, n_seeds=1),
-            trigonometric=dict(steps=2000, n_seeds=1),
-            exponential=dict(steps=2000, n_seeds=1),
-            decision_tree=dict(steps=2000, n_seeds=1),
-            two_layer_relu=dict(steps=2000, n_seeds=1),
+            trigonometric=other,
+            exponential=other,
+            decision_tree=other,
+            two_layer_relu=other,
         ),
         n_neighbours=3,
-        n_prompts=1024,
+        n_prompts=2048,
         prompt_seed=1000,
-        longest=24,
+        longest=16,
         n_fresh_models=3,
     )
     return {**small, **changes}
@@ -238,6 +246,31 @@ EXPERIMENT = Experiment(
     source="LECTURE; Garg et al. 2022",
     question="Does a transformer trained on functions learn new ones from the examples in its prompt as well as least squares?",
     run=run,
-    scales={},
-    cost={},
+    scales={
+        "tiny": _scale(
+            task=dict(dimensions=4, n_points=5),
+            model=_model(n_layers=1, d_model=12, d_head=6),
+            training=_training(batch_size=8, eval_every=10, eval_sequences=16),
+            classes=dict(linear=dict(steps=20, n_seeds=2), sparse_linear=dict(steps=10, n_seeds=1)),
+            n_prompts=64,
+            longest=7,
+        ),
+        "small": _scale(),
+        "paper": _scale(
+            task=dict(dimensions=20, n_points=41),
+            model=_model(n_layers=12, d_model=256, d_head=32),
+            training=_training(batch_size=64, learning_rate=1e-4, eval_every=5000),
+            classes={
+                name: dict(steps=500_000, n_seeds=1)
+                for name in ("linear", "sparse_linear", "trigonometric", "exponential", "decision_tree", "two_layer_relu")
+            },
+            n_prompts=1280,
+            longest=61,
+        ),
+    },
+    cost={
+        "tiny": "seconds",
+        "small": "about 5 minutes on one core",
+        "paper": "about two days on one GPU for the 7 models of 500,000 steps; not run here",
+    },
 )

@@ -39,7 +39,7 @@ def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
         comparisons=compare(accuracy),
         differences=[
             f"Vocabulary {settings['task']['vocab_size']} and length {settings['task']['length']} (the paper: 8,000 and 512), "
-            f"{len(settings['seeds'])} seeds, {settings['training']['steps']} steps for every model.",
+            f"seeds {settings['seeds']}, at most {settings['training']['steps']} steps for every model.",
             "Attention-only models, so that all parameters but embeddings and unembedding belong to attention.",
         ],
     )
@@ -108,7 +108,7 @@ EXPERIMENT = Experiment(
     run=run,
     scales={
         "tiny": _scale(16, 16, [8, 16], [0], learning_rate=5e-3, steps=30, eval_every=15, eval_sequences=16),
-        "small": _scale(128, 64, [8, 16, 32, 64], [0, 1], learning_rate=4e-3, steps=600, eval_every=50, eval_sequences=64),
+        "small": _scale(128, 64, [8, 16, 32, 64], [0, 1], learning_rate=4e-3, steps=400, eval_every=50, eval_sequences=64),
         "paper": _scale(
             8000,
             512,

@@ -177,7 +177,9 @@ class HookedKVTransformerConfig(HookedTransformerConfig):
         for name in plain:
             if name not in known:
                 raise KVLensError(f"config: unknown field {name!r}{nearest(name, known)}; was it written by a newer kvlens?")
-        return cls(**{**plain, "dtype": getattr(torch, plain.get("dtype", "float32")), **overrides})
+        shift = plain.get("kv_shift")
+        values = {**plain, "kv_shift": KVShiftConfig.from_dict(shift) if isinstance(shift, dict) else shift}
+        return cls(**{**values, "dtype": getattr(torch, plain.get("dtype", "float32")), **overrides})
 
     @classmethod
     def from_tl(cls, cfg: HookedTransformerConfig, **changes: Any) -> "HookedKVTransformerConfig":

@@ -1,7 +1,7 @@
 """A HookedKVTransformer that reads and predicts numbers instead of tokens: in-context regression (LECTURE; Garg et al. 2022).
 
-A position is a vector of numbers; a linear map puts it into the residual stream, the transformer's blocks and final norm follow,
-and a linear map reads one number at each position:
+A position is a vector of numbers; a linear map puts it into the residual stream, the transformer's blocks and final norm
+follow, and a linear map reads one number at each position:
 
     resid = x W_in + b_in (+ position)      y = ln_final(blocks(resid)) . w_out + b_out
 
@@ -132,7 +132,7 @@ class HookedKVRegressor(nn.Module):
                 map_of = {key.removeprefix(f"{name}."): value for key, value in maps.items() if key.startswith(f"{name}.")}
                 model.get_submodule(name).load_state_dict(map_of)
         except (SafetensorError, OSError, KeyError, IndexError, RuntimeError) as error:
-            raise KVLensError(f"load: {path} is missing or damaged ({error}); was the folder written by a regressor?") from error
+            raise KVLensError(f"load: {path} is missing or damaged ({error}); was it written by a regressor?") from error
         model.transformer.load_state_dict(transformer.state_dict())
         model.transformer.rounded_from = transformer.rounded_from
         return model

@@ -1,13 +1,15 @@
-"""Next-token prediction on windows of a text: the docs corpus, or any text file or folder of text files.
+"""Next-token prediction on windows of a text: the docs corpus, Python's help topics, or any text file or folder of text files.
 
-Held out is what :class:`kvlens.corpus.DocsCorpus` holds out, or the last twentieth of each file's characters. The tokenizer is
-a given one, or is learned from the training part. Corpus and tokenizer are built when they are first asked for, and kept.
+Held out is what :class:`kvlens.corpus.DocsCorpus` holds out, or the last twentieth of the characters of each file or topic. The
+tokenizer is a given one, or is learned from the training part. Corpus and tokenizer are built when they are first asked for,
+and kept.
 """
 
 import hashlib
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import ClassVar
 
 import torch
@@ -19,7 +21,7 @@ from kvlens.errors import KVLensError
 from kvlens.files import reason
 from kvlens.tasks.batch import Batch, Task
 
-DOCS = "docs"
+DOCS, TOPICS = "docs", "topics"
 HELDOUT_SHARE = 0.05
 
 
@@ -28,7 +30,8 @@ class TextTask(Task):
     """Windows of text; every token but the first is predicted.
 
     Attributes:
-        corpus: "docs" (:func:`kvlens.corpus.build_docs_corpus`), or the path of a UTF-8 text file or a folder of ``*.txt``.
+        corpus: "docs" (:func:`kvlens.corpus.build_docs_corpus`), "topics" (what Python's ``help()`` knows by heart: half a
+            million characters, there at once, for trials), or the path of a UTF-8 text file or a folder of ``*.txt``.
         vocab_size: of the byte-level BPE that is learned, where ``tokenizer`` is None.
         tokenizer: the folder of a Hugging Face tokenizer that has a BOS, or None.
         length: tokens of a training window, BOS included.
@@ -80,7 +83,8 @@ class TextTask(Task):
         if self.corpus == DOCS:
             corpus = docs_corpus()
             return {"train": [d.text for d in corpus.train], "heldout": [d.text for d in corpus.heldout]}
-        cut = [(text, round(len(text) * (1 - HELDOUT_SHARE))) for text in _read(Path(self.corpus).expanduser())]
+        texts = list(topics.values()) if self.corpus == TOPICS else _read(Path(self.corpus).expanduser())
+        cut = [(text, round(len(text) * (1 - HELDOUT_SHARE))) for text in texts]
         return {"train": [text[:at] for text, at in cut], "heldout": [text[at:] for text, at in cut]}
 
     @cached_property

@@ -10,7 +10,7 @@ from kvlens.training.context import ContextEffect, context_effect
 from kvlens.training.distributed import Workers, process_group
 from kvlens.training.objective import Objective, check_fit
 from kvlens.training.recipes import RECIPES, Recipe, build_model, build_task, find_recipe
-from kvlens.training.run import decayed_parameters
+from kvlens.training.run import NotFiniteError, decayed_parameters
 from kvlens.training.schedule import Schedule
 from kvlens.training.settings import TrainSettings
 from kvlens.training.ship import train_recipe
@@ -19,6 +19,7 @@ from kvlens.training.trainer import TrainResult, score_heldout, train
 __all__ = [
     "RECIPES",
     "ContextEffect",
+    "NotFiniteError",
     "Objective",
     "Recipe",
     "Schedule",

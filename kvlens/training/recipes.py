@@ -167,8 +167,9 @@ def build_model(task: Task, settings: Mapping[str, Any], *, name: str | None = N
         KVLensError: an unknown field, or one that has no meaning with the others.
     """
     values = {**DEFAULT_MODEL, "n_ctx": task.n_positions, "seed": 0, **settings}
-    if isinstance(values.get("kv_shift"), bool):
-        values["kv_shift"] = KVShiftConfig() if values["kv_shift"] else None
+    shift = values.get("kv_shift")
+    if isinstance(shift, dict | bool):
+        values["kv_shift"] = None if shift is False else KVShiftConfig.from_dict(shift if isinstance(shift, dict) else {})
     if values.get("attn_only"):
         values["act_fn"] = None
     numbers = task.predicts == "numbers"

@@ -20,6 +20,10 @@ from kvlens.training.objective import Model, Objective
 from kvlens.training.settings import TrainSettings
 
 
+class NotFiniteError(KVLensError):
+    """A training run came upon a loss or a gradient that is not finite."""
+
+
 class Row(NamedTuple):
     """One measurement; the columns of the metrics (see :class:`kvlens.training.TrainResult`)."""
 
@@ -88,7 +92,7 @@ class Run:
         """One step; returns its row, whose loss is that of the weights before it.
 
         Raises:
-            KVLensError: loss or gradient is not finite; the model then holds the weights before the last step.
+            NotFiniteError: loss or gradient is not finite; the model then holds the weights before the last step.
         """
         done, settings = self.progress, self.settings
         batch = self.task.sample(settings.batch_size, batch_generator(settings.seed, done.step))
@@ -153,7 +157,7 @@ class Run:
         if finite:
             return
         what = "gradient" if math.isfinite(loss) else f"loss ({loss})"
-        raise KVLensError(
+        raise NotFiniteError(
             f"train: the {what} of step {self.progress.step + 1} is not finite (learning rate {self._rate:.3g}); the model "
             "holds the last good weights, and a checkpoint, where there is one, is left as it was. Lower learning_rate or "
             "max_grad_norm, or lengthen warmup_fraction"

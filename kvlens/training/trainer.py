@@ -85,7 +85,7 @@ def train(
 
     Raises:
         KVLensError: model and task do not fit, a setting is out of range, the folder holds another run or cannot be written,
-            or a loss or gradient is not finite.
+            or (as a :class:`kvlens.training.NotFiniteError`) a loss or gradient is not finite.
     """
     chosen = TrainSettings.of(settings)
     check_fit(model, task)

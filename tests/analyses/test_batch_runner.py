@@ -97,6 +97,16 @@ def test_what_gives_no_rows_is_reported_and_the_rest_goes_on(model_folder, tmp_p
     assert names(tmp_path) == ["p.jsonl", "t.parquet"], "the errors of the old table are gone with it"
 
 
+def test_the_number_of_ablations_is_said_before_they_start(model_folder, tmp_path):
+    lines = []
+    task = Task("bias_effects", (model_folder,), options={"by": "layer", "methods": "zero", "parts": "bias"})
+    source = prompts(tmp_path, {"prompt": "The widget", "text": " is green"})
+    result = run_batch(task, source, tmp_path / "t.parquet", tell=lines.append)
+    n_layers = pd.read_parquet(result.out)["layer"].nunique()
+    assert lines == [f"{model_folder}: {n_layers} ablations or patches a prompt, in batches"]
+    assert result.n_rows == n_layers
+
+
 def test_an_analysis_that_needs_a_text_says_so(model_folder, tmp_path):
     source = prompts(tmp_path, {"prompt": "ab"}, {"prompt": "cd", "text": " e"})
     result = run_batch(Task("bias_by_head", (model_folder,)), source, tmp_path / "t.parquet")

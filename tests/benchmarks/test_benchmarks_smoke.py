@@ -8,8 +8,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 import bench_conversion_error
+import bench_induction_heads
 import bench_linear_attention
 import bench_model
+import bench_training
 
 
 def test_linear_attention_smoke(capsys):
@@ -20,6 +22,16 @@ def test_linear_attention_smoke(capsys):
 def test_model_smoke(capsys):
     bench_model.main(["--small"])
     assert "conversion over a forward pass" in capsys.readouterr().out
+
+
+def test_training_smoke(capsys):
+    bench_training.main(["--small"])
+    assert capsys.readouterr().out.count("throughput over plain TransformerLens") == 2
+
+
+def test_induction_heads_smoke(capsys):
+    bench_induction_heads.main(["--small"])
+    assert "induction_heads over the forward pass" in capsys.readouterr().out
 
 
 def test_conversion_error_smoke(capsys):

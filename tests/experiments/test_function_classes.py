@@ -1,6 +1,7 @@
 """``function-classes``: the judges are right where the answer is known, the measurements are laws, and claims can fail."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -10,9 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvlens.errors import KVLensError
-from kvlens.experiments import function_classes
+from kvlens.experiments import _equivariance, _function_class_claims, function_classes
 from kvlens.experiments._regression_baselines import least_squares, nearest_neighbours, ridge
-from kvlens.tasks import RegressionTask
+from kvlens.model import HookedKVTransformerConfig
+from kvlens.tasks import FUNCTION_CLASSES, Batch, RegressionTask
+from kvlens.tasks.regression import SHIFTS
+from kvlens.training import build_model
 
 EPS = torch.finfo(torch.float64).eps
 PROMPTS, POINTS, D = 3, 13, 5
@@ -64,12 +68,19 @@ def test_ridge_by_a_pencil():
     assert got[0].tolist() == pytest.approx([0, 2 / 6, 11], abs=1e-14)
 
 
-def test_ridge_goes_to_least_squares_in_proportion_to_the_penalty():
+@pytest.mark.parametrize("penalty", [1e-2, 1e-4, 1e-6])
+def test_ridge_goes_to_least_squares_as_the_penalty_goes_to_0(penalty):
+    """In the singular directions of X_n ridge keeps s^2 / (s^2 + penalty) of w, so it is off by penalty / (s^2 + penalty)."""
     x, _, y = prompts(noise=0.3)
-    distance = [(ridge(x, y, penalty) - least_squares(x, y)).abs().max().item() for penalty in (1e-4, 1e-6, 1e-8)]
-    # w moves by penalty * (X X^T)^-1 w to first order; the higher orders are below the penalty times the condition number
-    assert distance[0] / distance[1] == pytest.approx(100, rel=0.05)
-    assert distance[2] < 1e-3 * distance[0]
+    distance = (ridge(x, y, penalty) - least_squares(x, y)).abs()
+    for n in range(1, POINTS):
+        examples = x[:, :n]
+        smallest = torch.linalg.svdvals(examples)[:, -1]
+        w = (torch.linalg.pinv(examples) @ y[:, :n, None])[..., 0]
+        bound = penalty / (smallest**2 + penalty) * w.norm(dim=1) * x[:, n].norm(dim=1)
+        # the system that ridge solves has a condition number of at most 100 / penalty; w and x are below 10
+        assert (distance[:, n] <= bound + 1e4 / penalty * EPS).all()
+    assert distance[:, 1:].max() > 1e-3 * penalty
 
 
 def test_ridge_with_the_noise_it_expects_beats_least_squares():
@@ -117,3 +128,184 @@ def test_bad_settings_of_the_judges_are_refused():
         ridge(x, y, 0)
     with pytest.raises(KVLensError, match="k must be at least 1, got 0"):
         nearest_neighbours(x, y, 0)
+
+
+# --- errors against the number of examples ---
+
+TINY = function_classes.EXPERIMENT.scales["tiny"]
+
+
+class Oracle(torch.nn.Module):
+    """Stands where a trained model stands: knows least squares, and is off by a constant."""
+
+    def __init__(self, task, off):
+        super().__init__()
+        self.task, self.off, self.read_in = task, off, torch.nn.Linear(1, 1)
+
+    def forward(self, inputs):
+        predicted = torch.full(inputs.shape[:2], math.nan)  # at the places of answers, which nobody reads
+        x, y = self.task.points_and_values(inputs)
+        predicted[:, 0::2] = least_squares(x.double(), y.double()).float() + self.off
+        return predicted
+
+
+@pytest.mark.parametrize("shift", SHIFTS)
+def test_a_model_that_does_least_squares_has_its_curve_on_every_distribution(shift):
+    task = RegressionTask(dimensions=3, n_points=6, heldout_shift=shift)
+    table = function_classes.error_curves(task, {0: Oracle(task, 0.0), 7: Oracle(task, 0.5)}, {**TINY, "n_prompts": 40})
+    curve = {(p, s): rows.reset_index(drop=True) for (p, s), rows in table.groupby(["predictor", "seed"])}
+    exact, off, judge = curve["transformer", 0], curve["transformer", 7], curve["least squares", 0]
+    assert judge["n_examples"].tolist() == list(range(1 if shift == "orthant" else 0, 6))
+    # float32 answers: an error of eps each, through systems of 3 dimensions whose condition number may be hundreds
+    assert (exact["from_least_squares"] < 1e-9).all()
+    np.testing.assert_allclose(exact["relative_error"], judge["relative_error"], atol=1e-6, rtol=1e-3)
+    np.testing.assert_allclose(off["from_least_squares"] * off["zero_error"], 0.25, rtol=1e-4)
+    assert (judge["from_least_squares"] == 0).all()
+    assert (set(table["shift"]), set(table["functions"])) == ({shift}, {"linear"})
+
+
+def test_errors_by_examples_by_a_pencil():
+    """Two prompts of two points; targets 1, 2 and 3, 4; predictions 0, 2 and 3, 0."""
+    targets = torch.tensor([[1.0, 0.0, 2.0], [3.0, 0.0, 4.0]])
+    batch = Batch(torch.zeros(2, 3, 2), targets, torch.tensor([[True, False, True]] * 2))
+    predicted = torch.tensor([[0.0, 2.0], [3.0, 0.0]], dtype=torch.float64)
+    got = function_classes.errors_by_examples(batch, predicted, torch.ones(2, 2, dtype=torch.float64))
+    expected = pd.DataFrame(
+        dict(
+            n_examples=[0, 1],
+            squared_error=[0.5, 8.0],
+            standard_error=[0.5, 8.0],  # of two values a and b, |a - b| / 2
+            zero_error=[5.0, 10.0],
+            relative_error=[0.1, 0.8],
+            from_least_squares=[(1 + 4) / 2 / 5, (1 + 1) / 2 / 10],
+        )
+    )
+    pd.testing.assert_frame_equal(got, expected, check_exact=False, rtol=1e-15)
+
+
+def test_prompts_of_evaluation_are_not_those_that_choose_the_best_weights():
+    task = RegressionTask(dimensions=2, n_points=3)
+    seeds = range(max(how["n_seeds"] for how in function_classes.EXPERIMENT.scales["small"]["classes"].values()))
+    assert TINY["prompt_seed"] not in seeds
+    assert not torch.equal(task.heldout(2, TINY["prompt_seed"]).inputs, task.heldout(2, 0).inputs)
+
+
+def test_learned_positions_refuse_longer_prompts_and_sinusoidal_ones_answer():
+    task = RegressionTask(dimensions=4, n_points=5)
+    inputs = replace(task, n_points=7).heldout(3).inputs
+    learned, sinusoidal = (
+        build_model(task, {**TINY["model"], "positional_embedding_type": kind}, device="cpu")
+        for kind in ("standard", "sinusoidal")
+    )
+    got = function_classes.predict_or_refuse(learned, inputs)
+    assert got.isnan().any(dim=0).tolist() == [False] * 5 + [True] * 2
+    assert torch.equal(got[:, :5], function_classes.predict(learned, inputs[:, :9]))
+    assert function_classes.predict_or_refuse(sinusoidal, inputs).isfinite().all()
+
+
+# --- permutations ---
+
+
+def test_only_the_plain_transformer_commutes_with_permutations():
+    table = _equivariance.equivariance_table(TINY["model"], n_positions=7, d_input=3, n_prompts=2, n_models=3)
+    assert len(table) == 4 * 2 * 3
+    plain = (table["attention_dir"] == "bidirectional") & (table["positions"] == "none")
+    assert (table["deviation"][plain] <= table["rounding"][plain]).all()
+    assert (table["deviation"][~plain] > 0.01).all()
+    # rounding is there in float32, so that a deviation of 0 is not an accident of the measurement
+    assert (table["deviation"][plain & (table["dtype"] == "float32")] > 0).any()
+
+
+def test_a_deviation_by_a_pencil():
+    """T adds up to each position's number: with weights 1 .. n on the positions, pi shows; the largest error is known."""
+
+    class Weighted(torch.nn.Module):
+        d_input, cfg = 1, HookedKVTransformerConfig(n_layers=1, d_model=2, d_head=2, n_ctx=2, d_vocab=1, act_fn="relu")
+
+        def forward(self, x):
+            return torch.tensor([1.0, 0.0])[None].expand(len(x), 2)  # a 1 at the first position, whatever stands there
+
+    # pi must exchange the two positions: (1, 0) against (0, 1), over a norm of 1
+    assert _equivariance.deviation(Weighted(), n_positions=2, n_prompts=1, seed=0) == pytest.approx(math.sqrt(2))
+
+
+# --- claims ---
+
+
+def made_up_errors(**changes):
+    """A transformer that matches least squares and keeps that everywhere but where it should not."""
+    at_the_end = {"none": 0.01, "scaled_inputs": 0.6, "skewed_inputs": 0.3, "orthant": 0.02, "noisy": 0.2, **changes}
+    rows = []
+    for shift, last in at_the_end.items():
+        ends = {"transformer": last, "least squares": 0.0, "ridge": 0.2, "nearest neighbours": 0.4}
+        for predictor, end in ends.items():
+            for seed, factor in ((0, 1.0), (1, 0.5)) if predictor == "transformer" else ((0, 1.0),):
+                base = dict(shift=shift, predictor=predictor, seed=seed)
+                rows += [dict(base, n_examples=n, relative_error=error) for n, error in ((0, 1.0), (2, end * factor))]
+    return pd.DataFrame(rows)
+
+
+@pytest.mark.parametrize(
+    ("changes", "linear", "shifts"),
+    [
+        ({}, [True, True], [True] * 4),
+        ({"none": 0.2}, [False, False], [True, False, True, True]),
+        ({"scaled_inputs": 0.02, "noisy": 0.9}, [True, True], [False, True, True, False]),
+        ({"none": 0.7, "orthant": 0.9}, [False, False], [None] * 4),
+    ],
+)
+def test_claims_about_linear_functions_can_fail(changes, linear, shifts):
+    error = made_up_errors(**changes)
+    gap, after = _function_class_claims.compare_linear(error, dimensions=1)
+    assert [gap.holds, after.holds] == linear
+    assert gap.ours == after.ours == changes.get("none", 0.01)  # the worse of two seeds
+    assert [c.holds for c in _function_class_claims.compare_shifts(error)] == shifts
+
+
+def test_claims_about_other_classes_can_fail():
+    good, bad = made_up_errors(none=0.04).assign(functions="a"), made_up_errors(none=0.06).assign(functions="b")
+    error = pd.concat([good, bad])
+    one, two = _function_class_claims.compare_classes(error[error["shift"] == "none"])
+    assert (one.holds, two.holds) == (True, False)
+    assert "a (best judge: least squares, 0)" in one.what
+
+
+def test_claims_about_order_can_fail():
+    kinds = [dict(attention_dir=a, positions=p, dtype="float64", seed=0) for a, p in _equivariance.KINDS]
+    right = pd.DataFrame(kinds).assign(rounding=1e-13, deviation=[1e-15, 0.3, 0.2, 0.1])
+    wrong = right.assign(deviation=[1e-6, 1e-14, 1e-14, 1e-14])
+    assert [c.holds for c in _function_class_claims.compare_orders(right)] == [True] * 4
+    assert [c.holds for c in _function_class_claims.compare_orders(wrong)] == [False] * 4
+
+
+@pytest.mark.parametrize(("beyond", "learned", "holds"), [(0.1, math.nan, [True, True]), (0.5, 0.5, [False, False])])
+def test_claims_about_length_can_fail(beyond, learned, holds):
+    rows = [
+        dict(positions=positions, n_examples=n, in_training=n < 2, relative_error=error)
+        for positions, errors in {"standard": (1.0, 0.1, learned), "sinusoidal": (1.0, 0.1, beyond)}.items()
+        for n, error in enumerate(errors)
+    ]
+    assert [c.holds for c in _function_class_claims.compare_lengths(pd.DataFrame(rows))] == holds
+
+
+# --- the whole ---
+
+
+def test_a_tiny_run_has_every_curve_and_the_claims_of_architecture_hold():
+    told = []
+    outcome = function_classes.run(TINY, told.append)
+    error = outcome.tables["error"]
+    assert len(told) == 2 + 1 + 1  # two seeds, one more class, one more kind of positions
+    assert set(error["predictor"]) == {"transformer", *_function_class_claims.JUDGES}
+    assert set(error.loc[error["functions"] == "linear", "shift"]) == set(SHIFTS)
+    assert not error.duplicated(["functions", "shift", "predictor", "seed", "n_examples"]).any()
+    assert error["relative_error"].notna().all()
+    settled = [c.holds for c in outcome.comparisons if "T(pi X)" in c.what or "the same with" in c.what or "refuse" in c.what]
+    assert settled == [True] * 5
+
+
+def test_paper_scale_is_the_papers_and_all_scales_have_the_same_settings():
+    scales = function_classes.EXPERIMENT.scales
+    assert len({tuple(sorted(settings)) for settings in scales.values()}) == 1
+    assert scales["paper"]["task"] == dict(dimensions=20, n_points=41)
+    assert set(scales["paper"]["classes"]) == set(FUNCTION_CLASSES)

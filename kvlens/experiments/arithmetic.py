@@ -1,0 +1,228 @@
+"""``arithmetic``: chains of sums, trained up to some number of operations and asked for more (KVSA table 7, app. I).
+
+A problem is a set of equations in random order and a question; the solution works them out one by one. Each step of it must
+*find* the equation of the next variable and the values that stand after the names of its operands: induction, again and again.
+A row "TrX-TeY" of the paper's table trains with at most X operations and tests with exactly Y.
+
+Judged is the final answer, in two ways. *free*: the model is given the question and writes the whole solution itself, greedily;
+its token at the answer's place must be right. *forced*: it reads the right solution up to the answer; only the last step is
+its own.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pandas as pd
+import torch
+from matplotlib.figure import Figure
+
+from kvlens.experiments._curves import PLAIN, SHIFTED, draw_curves, train_and_compare
+from kvlens.experiments.outcome import Comparison, Experiment, Outcome
+from kvlens.model import HookedKVTransformer
+from kvlens.tasks import ArithmeticTask
+
+PLAIN_NAME, SHIFT_NAME = "plain", "KV shift"
+MODELS: dict[str, dict[str, Any]] = {PLAIN_NAME: dict(kv_shift=False), SHIFT_NAME: dict(kv_shift=True)}
+COLOURS = {PLAIN_NAME: PLAIN, SHIFT_NAME: SHIFTED}
+PRINTED = {
+    "Tr12-Te15": {PLAIN_NAME: 0.8154, SHIFT_NAME: 0.8909},
+    "Tr21-Te24": {PLAIN_NAME: 0.8711, SHIFT_NAME: 0.9062},
+}
+"""Table 7: final-answer accuracy."""
+
+
+def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
+    """Train both models for every row of the table and let them answer problems of every length up to the test's."""
+    courses, answers = [], []
+    for row in settings["rows"]:
+        name = f"Tr{row['max_ops']}-Te{row['test_ops']}"
+        tell(f"{name}, for the paper's {row['stands_for']}")
+        task = ArithmeticTask(max_ops=row["max_ops"], test_ops=row["test_ops"], **settings["task"])
+        course, answered = _train_and_ask(task, settings, tell)
+        mark = dict(row=name, stands_for=row["stands_for"])
+        courses.append(course.assign(**mark))
+        answers.append(answered.assign(**mark, max_ops=row["max_ops"], test_ops=row["test_ops"]))
+    answered = pd.concat(answers, ignore_index=True)
+    return Outcome(
+        tables={"curves": pd.concat(courses, ignore_index=True), "answers": answered},
+        figure=draw(answered),
+        comparisons=compare(answered),
+        differences=[
+            f"Problems are bare equations modulo {settings['task']['modulus']}: none of iGSM's sentences, hierarchy and "
+            f"equations that do not matter. Rows here: {', '.join(sorted(set(answered['row'])))}.",
+            f"{settings['model']['n_layers']} layers of width {settings['model']['d_model']}, seeds {settings['seeds']}, "
+            f"{settings['training']['steps']} steps: chosen for a small machine, not the paper's.",
+            "The answer is judged after the model has written the whole solution itself, greedily; the table also has "
+            "the accuracy where the right solution is given up to the answer.",
+        ],
+    )
+
+
+def _train_and_ask(
+    task: ArithmeticTask, settings: Mapping[str, Any], tell: Callable[[str], None]
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """The learning curves, and one row for each model, seed, number of operations and way of judging."""
+    rows: list[dict[str, Any]] = []
+
+    def examine(label: str, seed: int, model: Any) -> None:
+        for n_ops in range(1, task.test_ops + 1):
+            shares = answer_accuracy(model, task, n_ops, settings["n_problems"], seed)
+            rows.extend(dict(model=label, seed=seed, n_ops=n_ops, way=way, accuracy=share) for way, share in shares.items())
+
+    models = {label: {**settings["model"], **own} for label, own in MODELS.items()}
+    curves = train_and_compare(task, models, settings["training"], settings["seeds"], tell, examine)
+    return curves, pd.DataFrame(rows)
+
+
+@torch.no_grad()
+def answer_accuracy(
+    model: HookedKVTransformer, task: ArithmeticTask, n_ops: int, n_problems: int, seed: int = 0
+) -> dict[str, float]:
+    """The share of final answers that are right, on held-out problems of exactly ``n_ops`` operations.
+
+    Returns:
+        "free": the model wrote the solution; "forced": it read the right one up to the answer.
+    """
+    exact = replace(task, test_ops=n_ops)
+    inputs, targets, _ = exact.heldout(n_problems, seed)
+    question, solution = exact.question_length(n_ops), exact.solution_length(n_ops)
+    answer = question + solution - 1  # its place in the text; it is predicted one position earlier
+    device = next(model.parameters()).device
+    inputs, right = inputs[:, :answer].to(device), targets[:, answer - 1].to(device)
+    text = model.generate(
+        inputs[:, :question],
+        max_new_tokens=solution,
+        do_sample=False,
+        stop_at_eos=False,
+        prepend_bos=False,
+        return_type="tokens",
+        verbose=False,
+    )
+    forced = model(inputs)[:, -1].argmax(dim=-1)
+    return {"free": _share(text[:, answer] == right), "forced": _share(forced == right)}
+
+
+def _share(is_right: torch.Tensor) -> float:
+    return float(is_right.double().mean())
+
+
+def compare(answers: pd.DataFrame) -> list[Comparison]:
+    """The table's two numbers for each row: mean over seeds of the free answers at the test's number of operations."""
+    asked = answers[(answers["n_ops"] == answers["test_ops"]) & (answers["way"] == "free")]
+    return [comparison for _, rows in asked.groupby("row", sort=False) for comparison in _compare_row(rows)]
+
+
+def _compare_row(rows: pd.DataFrame) -> Iterator[Comparison]:
+    first = rows.iloc[0]
+    printed = PRINTED[first["stands_for"]]
+    mean = rows.groupby("model")["accuracy"].mean()
+    what = f"final answers right, {first['row']} (in the place of the paper's {first['stands_for']})"
+    yield Comparison(
+        f"{what}: plain",
+        printed[PLAIN_NAME],
+        float(mean[PLAIN_NAME]),
+        "the baseline; problems and models differ, so the figures are not to be compared in size",
+        None,
+    )
+    yield Comparison(
+        f"{what}: KV shift",
+        printed[SHIFT_NAME],
+        float(mean[SHIFT_NAME]),
+        "KV shift answers more problems than plain attention",
+        bool(mean[SHIFT_NAME] > mean[PLAIN_NAME]),
+    )
+
+
+def draw(answers: pd.DataFrame) -> Figure:
+    """One panel a row of the table: accuracy against the number of operations, what was never trained on shaded."""
+    free = answers[answers["way"] == "free"]
+    names = list(free["row"].unique())
+    figure = Figure(figsize=(1.5 + 4.8 * len(names), 4.4), layout="constrained")
+    for axes, name in zip(figure.subplots(1, len(names), sharey=True, squeeze=False)[0], names, strict=True):
+        rows = free[free["row"] == name]
+        draw_curves(axes, rows, x="n_ops", colours=COLOURS, marker="o", markersize=5)
+        axes.axvspan(rows["max_ops"].iloc[0] + 0.5, rows["test_ops"].iloc[0] + 0.5, color="#f1f5f9", zorder=0)
+        axes.set_title(f"{name}   (shaded: longer than in training)", loc="left", fontsize=11)
+        axes.set_xticks(sorted(set(rows["n_ops"].tolist())))
+        axes.set(xlabel="operations in the problem", ylim=(0, 1.03))
+    figure.axes[0].set_ylabel("final answers right, written freely")
+    figure.axes[0].legend(
+        frameon=False, fontsize=9, loc="lower left", title="mean over seeds; band: least to largest", title_fontsize=8
+    )
+    return figure
+
+
+def _scale(
+    rows: list[tuple[int, int, str]],
+    model: dict[str, Any],
+    *,
+    modulus: int,
+    n_names: int,
+    n_problems: int,
+    seeds: list[int],
+    **training: Any,
+) -> dict[str, Any]:
+    return dict(
+        task=dict(modulus=modulus, n_names=n_names),
+        rows=[dict(max_ops=most, test_ops=exactly, stands_for=printed) for most, exactly, printed in rows],
+        model=model,
+        n_problems=n_problems,
+        seeds=seeds,
+        training=training,
+    )
+
+
+EXPERIMENT = Experiment(
+    name="arithmetic",
+    source="KVSA table 7, app. I",
+    question="Does KV shift help to solve longer chains of arithmetic than a model was trained on?",
+    run=run,
+    scales={
+        "tiny": _scale(
+            [(1, 2, "Tr12-Te15")],
+            dict(n_layers=1, d_model=16, d_head=8),
+            modulus=3,
+            n_names=4,
+            n_problems=8,
+            seeds=[0],
+            learning_rate=1e-2,
+            steps=20,
+            batch_size=8,
+            eval_every=10,
+            eval_sequences=8,
+        ),
+        "small": _scale(
+            [(3, 4, "Tr12-Te15")],
+            dict(n_layers=2, d_model=64, d_head=32),
+            modulus=5,
+            n_names=12,
+            n_problems=256,
+            seeds=[0, 1],
+            learning_rate=3e-3,
+            steps=1000,
+            batch_size=32,
+            eval_every=100,
+            eval_sequences=128,
+        ),
+        "paper": _scale(
+            [(12, 15, "Tr12-Te15"), (21, 24, "Tr21-Te24")],
+            dict(n_layers=12, d_model=768, d_head=64),
+            modulus=23,
+            n_names=52,
+            n_problems=4096,
+            seeds=[0],
+            learning_rate=1e-3,
+            steps=100_000,
+            batch_size=256,
+            eval_every=2000,
+            eval_sequences=512,
+            precision="bfloat16",
+        ),
+    },
+    cost={
+        "tiny": "a few seconds",
+        "small": "five minutes on one core",
+        "paper": "days on one GPU (the paper's numbers of operations, on the simpler problems; not run here)",
+    },
+)

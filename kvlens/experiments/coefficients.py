@@ -1,0 +1,276 @@
+"""``coefficients``: which way the heads of a trained shifted language model lean (KVSA table 4), and how they came to.
+
+A head with window 1 mixes its keys by (alpha_1, alpha_2) and its values by (beta_1, beta_2), index 1 being the current token.
+Table 4 sorts the heads of a 2.9B model into four kinds, by whether alpha_1 > alpha_2 and whether beta_1 > beta_2. Keys of the
+previous token with values of the current one (alpha_1 <= alpha_2, beta_1 > beta_2) are the induction head of th. 2; the paper's
+initialisation gives each kind a quarter. The free form lets coefficients leave [0, 1], which is counted here as well.
+
+Models are shipped ones, or folders. Where ``watched.parquet`` lies beside the weights (training with ``watch="shift_coef"``
+writes it), the course over training is shown, too. The shipped weights are those of the best evaluation, which need not be the
+last one of that course.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from math import comb
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pandas as pd
+import torch
+
+from kvlens.errors import KVLensError, nearest
+from kvlens.experiments._coefficient_figure import draw
+from kvlens.experiments.outcome import Comparison, Experiment, Outcome
+from kvlens.model import HookedKVTransformer
+from kvlens.ops.kv_shift import coefficients_from_parameter
+from kvlens.tasks import make_task
+from kvlens.training import build_model, train
+from kvlens.zoo import folder_of, names
+
+KINDS = {(True, True): 50, (False, True): 17, (True, False): 9, (False, False): 52}
+"""(alpha_1 > alpha_2, beta_1 > beta_2) -> heads of that kind among the paper's 128."""
+N_PAPER = sum(KINDS.values())
+LETTERS = {"k": "alpha", "v": "beta"}
+PARAMETER = re.compile(r"blocks\.(\d+)\.attn\.([kv])_shift_coef")
+HEAD = ["model", "step", "layer", "head"]
+
+
+class Source(NamedTuple):
+    """A model, and its shift parameters over training as :attr:`kvlens.training.TrainResult.watched` has them (or empty)."""
+
+    name: str
+    model: HookedKVTransformer
+    watched: pd.DataFrame
+
+
+def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
+    """Read the coefficients of every model of ``settings["models"]``, and of one trained here if ``settings["train"]``."""
+    sources = [load_source(name) for name in settings["models"]]
+    if settings["train"] is not None:
+        tell("training a model")
+        sources.append(train_source(**settings["train"]))
+    coefficients = pd.concat([tidy(parameters_now(source), source) for source in sources], ignore_index=True)
+    course = pd.concat([tidy(source.watched, source) for source in sources], ignore_index=True)
+    for source in sources:
+        own = coefficients[coefficients["model"] == source.name]
+        tell(f"{source.name}: {len(leanings(own))} heads, {outside_share(own):.0%} of the coefficients outside [0, 1]")
+    counts, shares = count_kinds(coefficients), shares_over_training(course)
+    return Outcome(
+        tables={"coefficients": coefficients, "counts": counts, "course": course, "shares": shares},
+        figure=draw(leanings(coefficients), counts, course, shares),
+        comparisons=[row for source in sources for row in compare(coefficients[coefficients["model"] == source.name])],
+        differences=[
+            "The paper counts 128 pairs of key and value heads of a model of 2.9 billion parameters; here "
+            + "; ".join(describe(source) for source in sources)
+            + ".",
+            "'Holds' asks of a majority whether a fair coin would give it less than once in 20 (exact binomial test); the "
+            "paper prints counts alone.",
+        ],
+    )
+
+
+def load_source(name: str) -> Source:
+    """A shipped model by its name, or the model in a folder, or in the folder of a training run.
+
+    Raises:
+        KVLensError: there is none.
+    """
+    folder = folder_of(name) if name in names() else Path(name).expanduser()
+    folder = next((place for place in (folder, folder / "model") if (place / "config.json").is_file()), None)
+    if folder is None:
+        raise KVLensError(
+            f"coefficients: {name!r} is neither a shipped model nor a folder with one{nearest(name, names())}; shipped are "
+            f"{', '.join(names())}. `kvlens train docs-shift --out docs-shift` trains the model of this experiment, which "
+            "is then found from the folder where the command ran"
+        )
+    watched = folder / "watched.parquet"
+    return Source(name, HookedKVTransformer.load(folder), pd.read_parquet(watched) if watched.is_file() else no_course())
+
+
+def train_source(task: Mapping[str, Any], model: Mapping[str, Any], training: Mapping[str, Any]) -> Source:
+    """A model trained on text for the occasion, its coefficients watched."""
+    text = make_task("text", **task)
+    built = build_model(text, model)
+    result = train(built, text, progress=False, **{**training, "watch": "shift_coef"})
+    return Source("trained here", built, result.watched)
+
+
+def no_course() -> pd.DataFrame:
+    """A watched frame without rows."""
+    return pd.DataFrame({"step": pd.Series(dtype=int), "parameter": pd.Series(dtype=str)}).assign(index=0, value=0.0)
+
+
+def parameters_now(source: Source) -> pd.DataFrame:
+    """The shift parameters of the model as it is, in the form of a watched frame; ``step`` is -1."""
+    found = {name: p.detach().float() for name, p in source.model.named_parameters() if PARAMETER.fullmatch(name)}
+    if {name.split(".")[-1][0] for name in found} != set(LETTERS):
+        raise KVLensError(
+            f"coefficients: {source.name!r} must shift keys and values both; its kv_shift is {source.model.cfg.kv_shift}"
+        )
+    rows = [
+        pd.DataFrame({"step": -1, "parameter": name, "index": range(p.numel()), "value": p.flatten().tolist()})
+        for name, p in found.items()
+    ]
+    return pd.concat(rows, ignore_index=True)
+
+
+def tidy(watched: pd.DataFrame, source: Source) -> pd.DataFrame:
+    """The coefficients as used, from the parameters as trained.
+
+    Args:
+        watched: columns step, parameter, index (flat, in [kv_head, window+1]), value.
+        source: the model they belong to.
+
+    Returns:
+        One row a coefficient: model, step, layer, head, coefficient ("alpha_1" ...), value.
+    """
+    shift = source.model.cfg.kv_shift
+    rows = watched[watched["parameter"].str.fullmatch(PARAMETER)].sort_values(["step", "parameter", "index"], ignore_index=True)
+    parts = rows["parameter"].str.extract(PARAMETER)
+    taps = shift.window + 1
+    parameter = torch.tensor(rows["value"].to_numpy(), dtype=torch.float64).view(-1, taps)
+    letter = parts[1].map(LETTERS)
+    return pd.DataFrame(
+        {
+            "model": source.name,
+            "step": rows["step"].astype("int64"),
+            "layer": parts[0].astype("int64"),
+            "head": rows["index"].astype("int64") // taps,
+            "coefficient": letter + "_" + (rows["index"] % taps + 1).astype(str),
+            "value": coefficients_from_parameter(parameter, shift.parametrization).flatten().numpy(),
+        }
+    )
+
+
+def leanings(coefficients: pd.DataFrame) -> pd.DataFrame:
+    """One row a head (and step): its coefficients as columns, and ``kind``, one of the pairs that `KINDS` has as keys."""
+    heads = coefficients.pivot_table(index=HEAD, columns="coefficient", values="value", sort=False).reset_index()
+    heads.columns.name = None
+    keys, values = heads["alpha_1"] > heads["alpha_2"], heads["beta_1"] > heads["beta_2"]
+    return heads.assign(kind=list(zip(keys, values, strict=True)))
+
+
+def count_kinds(coefficients: pd.DataFrame) -> pd.DataFrame:
+    """Table 4 for every model: how many heads are of each of the four kinds, also those with none."""
+    rows = []
+    for name, heads in leanings(coefficients).groupby("model", sort=False):
+        for kind, paper in KINDS.items():
+            keys, values = (describe_side(letter, side) for letter, side in zip(LETTERS.values(), kind, strict=True))
+            count = sum(found == kind for found in heads["kind"])
+            shares = dict(share=count / len(heads), paper=paper, paper_share=paper / N_PAPER)
+            rows.append(dict(model=name, keys=keys, values=values, count=count, **shares))
+    return pd.DataFrame(rows)
+
+
+def describe_side(letter: str, current: bool) -> str:
+    """``"alpha_1 > alpha_2"`` or ``"alpha_1 <= alpha_2"``."""
+    return f"{letter}_1 {'>' if current else '<='} {letter}_2"
+
+
+def outside_share(coefficients: pd.DataFrame) -> float:
+    """The share of coefficients below 0 or above 1."""
+    return float((~coefficients["value"].between(0, 1)).mean())
+
+
+def shares_over_training(course: pd.DataFrame) -> pd.DataFrame:
+    """One row a model and step: the share of each kind of head, and that of coefficients outside [0, 1]."""
+    labels = {kind: f"{describe_side('alpha', kind[0])}, {describe_side('beta', kind[1])}" for kind in KINDS}
+    columns = ["model", "step", *labels.values(), "outside [0, 1]"]
+    if course.empty:
+        return pd.DataFrame(columns=columns)
+    heads = leanings(course)
+    counts = pd.crosstab([heads["model"], heads["step"]], heads["kind"].map(labels), normalize="index")
+    outside = course.groupby(["model", "step"])["value"].agg(lambda values: float((~values.between(0, 1)).mean()))
+    return counts.assign(**{"outside [0, 1]": outside}).reindex(columns=columns[2:], fill_value=0.0).reset_index()
+
+
+def majority(count: int, of: int) -> bool | None:
+    """Whether ``count`` of ``of`` is a majority (True), a minority (False), or what a fair coin may give (None).
+
+    The exact one-sided binomial test, at a chance of one in 20.
+    """
+
+    def chance_of_at_least(k: int) -> float:
+        return sum(comb(of, i) for i in range(k, of + 1)) / 2**of
+
+    if chance_of_at_least(count) < 0.05:
+        return True
+    return False if chance_of_at_least(of - count) < 0.05 else None
+
+
+def compare(coefficients: pd.DataFrame) -> list[Comparison]:
+    """One model's heads against table 4."""
+    name = coefficients["model"].iloc[0]
+    counts = count_kinds(coefficients)
+    n_heads = int(counts["count"].sum())
+    by_kind = dict(zip(KINDS, counts["count"].tolist(), strict=True))
+    cells = [
+        Comparison(
+            f"{name}: heads with {row['keys']} and {row['values']}",
+            f"{row['paper']} of {N_PAPER}",
+            f"{row['count']} of {n_heads}",
+            "heads of all four kinds occur",
+            bool(row["count"] > 0),
+        )
+        for _, row in counts.iterrows()
+    ]
+    alike = by_kind[True, True] + by_kind[False, False]
+    induction, opposite = by_kind[False, True], by_kind[True, False]
+    return [
+        *cells,
+        Comparison(
+            f"{name}: heads whose keys and values lean the same way",
+            f"{KINDS[True, True] + KINDS[False, False]} of {N_PAPER}",
+            f"{alike} of {n_heads}",
+            "in most heads keys and values lean the same way",
+            majority(alike, n_heads),
+        ),
+        Comparison(
+            f"{name}: previous keys with current values (induction) against current keys with previous values",
+            f"{KINDS[False, True]} against {KINDS[True, False]}",
+            f"{induction} against {opposite}",
+            "of the heads that lean two ways more are of the induction kind",
+            majority(induction, induction + opposite),
+        ),
+        Comparison(
+            f"{name}: share of coefficients outside [0, 1]",
+            None,
+            outside_share(coefficients),
+            "free coefficients leave the interval to which gate and clamp would hold them",
+            outside_share(coefficients) > 0,
+        ),
+    ]
+
+
+def describe(source: Source) -> str:
+    """Size and heads of a model in a few words."""
+    cfg = source.model.cfg
+    n_parameters = sum(p.numel() for p in source.model.parameters())
+    return f"{source.name} has {cfg.n_layers} x {cfg.n_kv_heads} and {n_parameters:,} parameters ({cfg.attention} attention)"
+
+
+EXPERIMENT = Experiment(
+    name="coefficients",
+    source="KVSA table 4",
+    question="Which way do the keys and values of a trained shifted language model lean, and do they leave [0, 1]?",
+    run=run,
+    scales={
+        "tiny": dict(
+            models=[],
+            train=dict(
+                task=dict(corpus="topics", vocab_size=300, length=24),
+                model=dict(n_layers=2, d_model=24, d_head=8, attn_only=True, kv_shift=True),
+                training=dict(steps=20, batch_size=4, learning_rate=3e-2, eval_every=2, eval_sequences=4),
+            ),
+        ),
+        "small": dict(models=["docs-shift", "docs-linear"], train=None),
+        "paper": dict(models=["KV_shifting_2.9B"], train=None),
+    },
+    cost={
+        "tiny": "seconds",
+        "small": "seconds: it reads shipped models; `kvlens train docs-shift` trains one anew in half an hour on two cores",
+        "paper": "a minute and 12 GB of memory, with the paper's model converted to a kvlens folder KV_shifting_2.9B "
+        "(HookedKVTransformer.from_pretrained and save); not run here",
+    },
+)

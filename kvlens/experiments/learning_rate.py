@@ -1,0 +1,213 @@
+"""``learning-rate``: plain and shifted models under several learning rates and seeds (KVSA fig. 5).
+
+The paper reports that at a learning rate of 1e-2 its plain model diverges while the one with KV shift trains on, and that the
+shift helps whatever the seed. A run counts here as *diverged* when it ends with a held-out loss above that of the token
+frequencies alone (the training part's, with one added to each count): it predicts worse than a model that reads nothing. A run
+that stops at a loss or gradient that is not finite counts as diverged, too; its loss is then infinite.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pandas as pd
+import torch
+from jaxtyping import Int
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from kvlens.experiments._curves import PLAIN, SHIFTED, train_and_compare
+from kvlens.experiments._seeds import counts_as_positive, differences_by_seed, final_losses, mean_and_spread, tokens_seen
+from kvlens.experiments.outcome import Comparison, Experiment, Outcome
+from kvlens.tasks import Task
+from kvlens.tasks.text import TextTask
+from kvlens.training import NotFiniteError
+
+MODELS = {"plain": False, "KV shift": True}
+COLOURS = {"plain": PLAIN, "KV shift": SHIFTED}
+PAPER_RATE = 1e-2
+
+
+def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
+    """Train both models at every learning rate with every seed of ``settings``."""
+    task = TextTask(**settings["task"])
+    course = pd.concat(
+        [
+            train_or_diverge(task, label, {**settings["model"], "kv_shift": shift}, settings["training"], rate, seed, tell)
+            for rate, (label, shift), seed in itertools.product(settings["rates"], MODELS.items(), settings["seeds"])
+        ],
+        ignore_index=True,
+    )
+    windows = task.windows
+    no_context = frequency_loss(windows["train"].tokens, windows["heldout"].tokens, task.d_input)
+    runs = final_losses(course, by=("model", "learning_rate", "seed"))
+    runs = runs.assign(diverged=runs["heldout_loss"] > no_context)
+    return Outcome(
+        tables={"course": course, "runs": runs},
+        figure=draw(runs, no_context),
+        comparisons=compare(runs),
+        differences=[
+            f"The models have {course['n_parameters'].max():,.0f} parameters and see {tokens_seen(settings):,} tokens of "
+            "another corpus. Small models bear larger learning rates than the paper's do: the plain model does best at "
+            f"{best_rate(runs, 'plain'):g}, the shifted one at {best_rate(runs, 'KV shift'):g}.",
+            "Gradients are clipped at norm 1; a run counts as diverged when its held-out loss ends above that of the token "
+            f"frequencies ({no_context:.3f} nats).",
+        ],
+    )
+
+
+def train_or_diverge(
+    task: Task,
+    label: str,
+    model: Mapping[str, Any],
+    training: Mapping[str, Any],
+    rate: float,
+    seed: int,
+    tell: Callable[[str], None],
+) -> pd.DataFrame:
+    """The course of one run; where loss or gradient is not finite, a single held-out row with an infinite loss."""
+    try:
+        tell(f"learning rate {rate:g}")
+        course = train_and_compare(task, {label: model}, {**training, "learning_rate": rate}, [seed], tell)
+    except NotFiniteError as error:
+        tell(f"{label}, seed {seed}: {error}")
+        end = dict(model=label, seed=seed, step=training["steps"], split="heldout", loss=math.inf, accuracy=0.0)
+        course = pd.DataFrame([end])
+    return course.assign(learning_rate=rate)
+
+
+def frequency_loss(train: Int[Tensor, " train"], heldout: Int[Tensor, " heldout"], n_tokens: int) -> float:
+    """Mean -log p over ``heldout`` in nats, p being the tokens' share in ``train`` with one added to each count."""
+    counts = torch.bincount(train, minlength=n_tokens).double() + 1
+    return float(-(counts / counts.sum()).log()[heldout].mean())
+
+
+def compare(runs: pd.DataFrame) -> list[Comparison]:
+    """Shifted against plain at each learning rate, and where each of the two diverges."""
+    by_rate = {float(str(rate)): rows for rate, rows in runs.groupby("learning_rate")}
+    found = []
+    for rate, rows in by_rate.items():
+        differences = differences_by_seed(rows, "plain", "KV shift", "heldout_loss")
+        found.append(
+            Comparison(
+                f"held-out loss of the plain model above the shifted one's at learning rate {rate:g}, nats",
+                None,
+                mean_and_spread(differences),
+                "KV shift lowers the loss under every learning rate and seed",
+                counts_as_positive(differences),
+            )
+        )
+    return [*found, *_compare_at_paper_rate(by_rate), _compare_stability(runs)]
+
+
+def _compare_at_paper_rate(by_rate: Mapping[float, pd.DataFrame]) -> list[Comparison]:
+    if PAPER_RATE not in by_rate:
+        return []
+    share = by_rate[PAPER_RATE].groupby("model")["diverged"].mean()
+    as_in_paper = share["plain"] == 1 and share["KV shift"] == 0
+    return [
+        Comparison(
+            f"share of seeds that diverge at learning rate {PAPER_RATE:g}",
+            "plain 1, KV shift 0",
+            f"plain {share['plain']:g}, KV shift {share['KV shift']:g}",
+            "the plain model diverges at learning rate 1e-2, the shifted one stays stable",
+            None if share["plain"] == 0 and share["KV shift"] == 0 else bool(as_in_paper),
+        )
+    ]
+
+
+def best_rate(runs: pd.DataFrame, label: str) -> float:
+    """The learning rate at which that model's mean held-out loss is lowest."""
+    return float(runs[runs["model"] == label].groupby("learning_rate")["heldout_loss"].mean().idxmin())
+
+
+def largest_stable_rate(runs: pd.DataFrame) -> float:
+    """The largest learning rate up to which no run of ``runs`` diverged; 0 where some did at the smallest one."""
+    stable = 0.0
+    for rate, rows in runs.groupby("learning_rate"):
+        if rows["diverged"].any():
+            break
+        stable = float(str(rate))
+    return stable
+
+
+def _compare_stability(runs: pd.DataFrame) -> Comparison:
+    plain, shifted = (largest_stable_rate(runs[runs["model"] == label]) for label in MODELS)
+    return Comparison(
+        "largest learning rate up to which no seed diverges",
+        None,
+        f"plain {plain:g}, KV shift {shifted:g}",
+        "KV shift bears learning rates that the plain model does not",
+        None if plain == shifted else shifted > plain,
+    )
+
+
+def draw(runs: pd.DataFrame, no_context: float) -> Figure:
+    """Final held-out loss against learning rate; a dot a seed, a line through the means."""
+    figure = Figure(figsize=(7.6, 5), layout="constrained")
+    axes = figure.subplots()
+    top = no_context + 0.25 * (no_context - runs["heldout_loss"].min())
+    for label, colour in COLOURS.items():
+        _draw_model(axes, runs[runs["model"] == label].assign(shown=lambda r: r["heldout_loss"].clip(upper=top)), label, colour)
+    axes.axhline(no_context, color="#78350f", linestyle=(0, (5, 3)), linewidth=1)
+    axes.annotate(
+        "token frequencies alone; above: diverged",
+        (runs["learning_rate"].min(), no_context),
+        xytext=(0, 4),
+        textcoords="offset points",
+        color="#78350f",
+        fontsize=9,
+    )
+    axes.set(xscale="log", xlabel="learning rate (peak)", ylabel="held-out loss at the end (nats)")
+    axes.set_title("A dot a seed, lines through the means; losses off the chart stand at its top", loc="left", fontsize=11)
+    axes.grid(color="#dddddd", linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    return figure
+
+
+def _draw_model(axes: Axes, runs: pd.DataFrame, label: str, colour: str) -> None:
+    axes.plot(runs["learning_rate"], runs["shown"], "o", color=colour, alpha=0.5, markersize=7, markeredgewidth=0)
+    mean = runs.groupby("learning_rate")["shown"].mean()
+    axes.plot(mean.index, mean, color=colour, linewidth=2, label=label)
+
+
+EXPERIMENT = Experiment(
+    name="learning-rate",
+    source="KVSA fig. 5",
+    question="Does KV shift help whatever the seed and the learning rate, and bear larger learning rates?",
+    run=run,
+    scales={
+        "tiny": dict(
+            task=dict(corpus="topics", vocab_size=300, length=24),
+            model=dict(n_layers=1, d_model=16, d_head=8, attn_only=True),
+            training=dict(steps=30, batch_size=4, eval_every=30, eval_sequences=4),
+            rates=[3e-2, 3.0],
+            seeds=[0, 1],
+        ),
+        "small": dict(
+            task=dict(corpus="docs", vocab_size=1024, length=128),
+            model=dict(n_layers=2, d_model=64, d_head=16),
+            training=dict(steps=150, batch_size=8, eval_every=50, eval_sequences=32),
+            rates=[1e-3, 3e-3, 1e-2, 3e-2, 1e-1],
+            seeds=[0, 1, 2],
+        ),
+        "paper": dict(
+            task=dict(corpus="pretraining-text", vocab_size=32000, length=2048),
+            model=dict(n_layers=24, d_model=2048, d_head=128, act_fn="silu", gated_mlp=True, normalization_type="RMS"),
+            training=dict(
+                steps=20_000, batch_size=256, weight_decay=0.1, eval_every=500, eval_sequences=256, precision="bfloat16"
+            ),
+            rates=[2e-4, 1e-3, 1e-2],
+            seeds=[0, 1, 2],
+        ),
+    },
+    cost={
+        "tiny": "seconds",
+        "small": "four minutes on one core",
+        "paper": "months on one large GPU (eighteen runs of about 1.5 billion parameters and 10 billion tokens), and a folder "
+        "pretraining-text with that much text in .txt files; not run here",
+    },
+)

@@ -1,0 +1,206 @@
+"""``scaling``: plain and shifted language models of several sizes (KVSA figs. 4, 6 and 7).
+
+Loss curves, and the loss at the end against the number of parameters outside the embeddings, in which the shift's own (four a
+head) hardly count. Through each kind's mean losses goes a power law, loss = c N^(-p), the straight line of a plot with two
+logarithmic axes. It has no constant for the entropy of text, so it describes these sizes and predicts no others.
+"""
+
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from torch import nn
+
+from kvlens.experiments._curves import PLAIN, SHIFTED, mean_course, train_and_compare
+from kvlens.experiments._seeds import counts_as_positive, differences_by_seed, final_losses, mean_and_spread, tokens_seen
+from kvlens.experiments.outcome import Comparison, Experiment, Outcome
+from kvlens.tasks import Task, make_task
+from kvlens.training import build_model
+
+MODELS = {"plain": False, "KV shift": True}
+COLOURS = {"plain": PLAIN, "KV shift": SHIFTED}
+RUN = ("model", "size", "seed")
+
+
+def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
+    """Train both kinds at every size with every seed of ``settings``."""
+    task = make_task("text", **settings["task"])
+    course = pd.concat([course_of_size(task, settings, size, tell) for size in settings["sizes"]], ignore_index=True)
+    sizes = course[["model", "size", "non_embedding"]].drop_duplicates()
+    finals = final_losses(course, by=RUN).merge(sizes, on=["model", "size"])
+    return Outcome(
+        tables={"course": course, "scaling": finals},
+        figure=draw(course, finals),
+        comparisons=compare(finals),
+        differences=[
+            "The paper's models have up to billions of parameters and tokens to match; here the largest has "
+            f"{sizes['non_embedding'].max():,} outside its embeddings, and all share one learning rate and see the same "
+            f"{tokens_seen(settings):,} tokens.",
+        ],
+    )
+
+
+def course_of_size(task: Task, settings: Mapping[str, Any], size: str, tell: Callable[[str], None]) -> pd.DataFrame:
+    """The learning curves of both kinds at one size, with the parameters outside their embeddings."""
+    models = {kind: {**settings["sizes"][size], "kv_shift": shift} for kind, shift in MODELS.items()}
+    counts = {kind: non_embedding_parameters(build_model(task, fields)) for kind, fields in models.items()}
+    tell(f"{size}: {counts['plain']:,} parameters outside the embeddings, {counts['KV shift']:,} with KV shift")
+    course = train_and_compare(task, models, settings["training"], settings["seeds"], tell)
+    return course.assign(size=size, non_embedding=course["model"].map(counts))
+
+
+def non_embedding_parameters(model: nn.Module) -> int:
+    """Parameters of blocks and final norm; embedding, positions and unembedding are left out."""
+    return sum(parameter.numel() for name, parameter in model.named_parameters() if "embed" not in name)
+
+
+def power_law(n: pd.Series, loss: pd.Series) -> tuple[float, float]:
+    """(p, c) of loss = c n^(-p) by least squares on the logarithms."""
+    slope, intercept = np.polyfit(np.log(n.to_numpy(dtype=float)), np.log(loss.to_numpy(dtype=float)), 1)
+    return -float(slope), float(np.exp(intercept))
+
+
+def compare(finals: pd.DataFrame) -> list[Comparison]:
+    """Plain against shifted at each size, and whether the distance lasts as the models grow."""
+    gaps = {}
+    found = []
+    for size in finals["size"].unique():
+        rows = finals[finals["size"] == size]
+        gaps[size] = differences_by_seed(rows, "plain", "KV shift", "heldout_loss")
+        found.append(
+            Comparison(
+                f"held-out loss of the plain model above the shifted one's, {size}, nats",
+                None,
+                mean_and_spread(gaps[size]),
+                "KV shift has the lower loss at every size (figs. 4 and 6)",
+                counts_as_positive(gaps[size]),
+            )
+        )
+    order = finals.groupby("size")["non_embedding"].min().sort_values().index
+    change = [last - first for first, last in zip(gaps[order[0]], gaps[order[-1]], strict=True)]
+    return [*found, *_compare_falls(finals), _compare_change(order[0], order[-1], change)]
+
+
+def _compare_falls(finals: pd.DataFrame) -> list[Comparison]:
+    found = []
+    for kind in MODELS:
+        means = finals[finals["model"] == kind].groupby("non_embedding")["heldout_loss"].mean()
+        exponent, _ = power_law(means.index.to_series(), means)
+        found.append(
+            Comparison(
+                f"p of loss = c N^(-p), {kind}",
+                None,
+                exponent,
+                "the loss falls with every step in size (fig. 7)",
+                bool((means.sort_index().diff().dropna() < 0).all()),
+            )
+        )
+    return found
+
+
+def _compare_change(smallest: str, largest: str, change: list[float]) -> Comparison:
+    shrinks = counts_as_positive([-difference for difference in change])
+    return Comparison(
+        f"the gain of KV shift at {largest} less that at {smallest}, nats",
+        None,
+        mean_and_spread(change),
+        "the gain does not vanish as models grow (fig. 7); here: it is not told to be smaller in the largest model",
+        None if shrinks is None else not shrinks,
+    )
+
+
+def draw(course: pd.DataFrame, finals: pd.DataFrame) -> Figure:
+    """Left, held-out loss against step at each size; right, its end against the parameters outside the embeddings."""
+    figure = Figure(figsize=(13, 5), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    _draw_courses(left, course[course["split"] == "heldout"])
+    for kind, colour in COLOURS.items():
+        _draw_scaling(right, finals[finals["model"] == kind], kind, colour)
+    right.set(xscale="log", yscale="log", xlabel="parameters outside the embeddings", ylabel="held-out loss at the end (nats)")
+    right.set_title("A dot a seed, lines the power laws through the means", loc="left", fontsize=11)
+    right.yaxis.set_major_formatter("{x:.3g}")
+    right.yaxis.set_minor_formatter("{x:.3g}")
+    right.legend(frameon=False)
+    for axes in (left, right):
+        axes.grid(color="#dddddd", linewidth=0.6, which="both")
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def _draw_courses(axes: Axes, heldout: pd.DataFrame) -> None:
+    sizes = heldout["size"].unique().tolist()
+    for kind, (number, size) in itertools.product(MODELS, enumerate(sizes)):
+        mean = mean_course(heldout[(heldout["model"] == kind) & (heldout["size"] == size)], y="loss")
+        strength = 0.3 + 0.7 * (number + 1) / len(sizes)
+        axes.plot(mean["step"], mean["mean"], color=COLOURS[kind], alpha=strength, linewidth=1.7, label=f"{kind}, {size}")
+    axes.set(xlabel="step", ylabel="held-out loss (nats)")
+    axes.set_title("Means over seeds; the stronger the line, the larger the model", loc="left", fontsize=11)
+    axes.legend(frameon=False, fontsize=9, ncols=2)
+
+
+def _draw_scaling(axes: Axes, finals: pd.DataFrame, kind: str, colour: str) -> None:
+    axes.plot(finals["non_embedding"], finals["heldout_loss"], "o", color=colour, alpha=0.5, markersize=7, markeredgewidth=0)
+    means = finals.groupby("non_embedding")["heldout_loss"].mean()
+    exponent, factor = power_law(means.index.to_series(), means)
+    n = np.array([means.index.min(), means.index.max()], dtype=float)
+    axes.plot(n, factor * n**-exponent, color=colour, linewidth=1.8, label=f"{kind}: $N^{{-{exponent:.3f}}}$")
+
+
+EXPERIMENT = Experiment(
+    name="scaling",
+    source="KVSA figs. 4, 6 and 7",
+    question="Does KV shift lower a language model's loss at every size, and does the gain last as models grow?",
+    run=run,
+    scales={
+        "tiny": dict(
+            task=dict(corpus="topics", vocab_size=300, length=24),
+            sizes={"d 16": dict(n_layers=1, d_model=16, d_head=8), "d 24": dict(n_layers=1, d_model=24, d_head=8)},
+            training=dict(steps=8, batch_size=4, learning_rate=1e-2, eval_every=4, eval_sequences=4),
+            seeds=[0, 1],
+        ),
+        "small": dict(
+            task=dict(corpus="docs", vocab_size=1024, length=128),
+            sizes={
+                "d 32": dict(n_layers=2, d_model=32, d_head=16),
+                "d 64": dict(n_layers=2, d_model=64, d_head=16),
+                "d 128": dict(n_layers=2, d_model=128, d_head=32),
+            },
+            training=dict(steps=200, batch_size=8, learning_rate=5e-3, eval_every=20, eval_sequences=32),
+            seeds=[0, 1, 2],
+        ),
+        "paper": dict(
+            task=dict(corpus="pretraining-text", vocab_size=32000, length=2048),
+            sizes={
+                f"d {width}": dict(
+                    n_layers=layers,
+                    d_model=width,
+                    d_head=128,
+                    act_fn="silu",
+                    gated_mlp=True,
+                    normalization_type="RMS",
+                )
+                for layers, width in ((12, 768), (24, 1024), (24, 2048), (32, 2560))
+            },
+            training=dict(
+                steps=20_000,
+                batch_size=256,
+                learning_rate=3e-4,
+                weight_decay=0.1,
+                eval_every=500,
+                eval_sequences=256,
+                precision="bfloat16",
+            ),
+            seeds=[0],
+        ),
+    },
+    cost={
+        "tiny": "seconds",
+        "small": "five minutes on one core",
+        "paper": "weeks on one large GPU (eight models of up to three billion parameters, 10 billion tokens each; the sizes "
+        "are of the paper's order, not its own), and a folder pretraining-text with that much text; not run here",
+    },
+)

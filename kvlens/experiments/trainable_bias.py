@@ -1,0 +1,146 @@
+"""``trainable-bias``: linear attention with b_KV and b_D as parameters beside the same model without them (ICLCA fig. 1).
+
+The bias is the state that the attention starts from (see :mod:`kvlens.ops.linear_attention`): b_KV alone where nothing
+normalises, b_KV and b_D where the features do. It starts at zero, so that with and without it a seed gives the same function
+and the same batches; what differs afterwards is the bias' doing. The two are therefore compared seed by seed,
+
+    difference = mean over seeds of (with - without)        standard error = standard deviation of these / sqrt(seeds)
+
+and a difference counts where it exceeds two standard errors.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from kvlens.experiments._curves import PALETTE, PLAIN, draw_curves, last_heldout, of_heldout, train_and_compare
+from kvlens.experiments.outcome import Comparison, Experiment, Outcome
+from kvlens.tasks import Task, make_task
+
+WITHOUT, WITH = "without bias terms", "with trainable bias terms"
+COLOURS = {WITHOUT: PLAIN, WITH: PALETTE[2]}
+
+
+def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
+    """Train both models with every seed of ``settings``."""
+    task = make_task("bigrams", **settings["task"])
+    models = {WITHOUT: settings["model"], WITH: {**settings["model"], "trainable_kv_bias": True}}
+    curves = train_and_compare(task, models, settings["training"], settings["seeds"], tell)
+    by_seed = measures_by_seed(curves)
+    return Outcome(
+        tables={"curves": curves, "by_seed": by_seed},
+        figure=draw(curves),
+        comparisons=compare(by_seed),
+        differences=_differences(task, settings),
+    )
+
+
+def measures_by_seed(curves: pd.DataFrame) -> pd.DataFrame:
+    """One row a run: ``mean_loss`` (held-out, over all evaluations: the lower, the faster), final ``accuracy``, ``loss``."""
+    speed = of_heldout(curves).groupby(["model", "seed"], sort=False)["loss"].mean().rename("mean_loss")
+    return last_heldout(curves)[["model", "seed", "n_parameters", "accuracy", "loss"]].merge(speed.reset_index())
+
+
+def paired_difference(by_seed: pd.DataFrame, measure: str) -> tuple[float, float]:
+    """Mean over seeds of ``measure`` with the bias minus without, and its standard error (NaN for a single seed)."""
+    table = by_seed.pivot_table(index="seed", columns="model", values=measure)
+    difference = table[WITH] - table[WITHOUT]
+    return float(difference.mean()), float(difference.sem())
+
+
+def exceeds(difference: float, standard_error: float) -> bool | None:
+    """True if positive, False if negative, by more than two standard errors; None where the seeds cannot tell."""
+    if not abs(difference) > 2 * standard_error:  # also where the error is NaN
+        return None
+    return difference > 0
+
+
+def compare(by_seed: pd.DataFrame) -> list[Comparison]:
+    """Figure 1's two claims: trains faster, ends at a higher in-context accuracy."""
+    mean = by_seed.groupby("model")[["mean_loss", "accuracy"]].mean()
+    n_seeds = by_seed["seed"].nunique()
+    slower, slower_error = paired_difference(by_seed, "mean_loss")
+    better, better_error = paired_difference(by_seed, "accuracy")
+    verdict = "'Holds' asks for more than two standard errors"
+    return [
+        Comparison(
+            "held-out loss averaged over the course of training, in nats: without minus with bias terms "
+            f"(without {mean.loc[WITHOUT, 'mean_loss']:.3f}, with {mean.loc[WITH, 'mean_loss']:.3f}; {n_seeds} seeds, "
+            f"standard error of the difference {slower_error:.2g})",
+            None,
+            -slower,
+            f"the model with bias terms trains faster. {verdict}",
+            exceeds(-slower, slower_error),
+        ),
+        Comparison(
+            "in-context accuracy at the end of training: with minus without bias terms "
+            f"(without {mean.loc[WITHOUT, 'accuracy']:.1%}, with {mean.loc[WITH, 'accuracy']:.1%}; {n_seeds} seeds, "
+            f"standard error of the difference {better_error:.2g})",
+            None,
+            better,
+            f"the model with bias terms reaches a higher in-context accuracy. {verdict}",
+            exceeds(better, better_error),
+        ),
+    ]
+
+
+def _differences(task: Task, settings: Mapping[str, Any]) -> list[str]:
+    model = settings["model"]
+    return [
+        f"A model of {model['n_layers']} layers and width {model['d_model']}, {settings['training']['steps']} steps, "
+        f"{task.d_input} letters, sequences of {task.n_positions}; the paper's has 12 layers of width 128, and 52 letters.",
+        "The paper prints one pair of curves; its seeds and schedule are not known to us.",
+    ]
+
+
+def draw(curves: pd.DataFrame) -> Figure:
+    """Held-out accuracy and loss against the step, a line through the mean of the seeds and a band over all."""
+    figure = Figure(figsize=(11, 4.4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    heldout = of_heldout(curves)
+    for axes, measure, label in ((left, "accuracy", "in-context accuracy"), (right, "loss", "held-out loss (nats)")):
+        draw_curves(axes, heldout, y=measure, colours=COLOURS)
+        axes.set(xlabel="step", ylabel=label)
+    n_seeds = curves["seed"].nunique()
+    left.set_title(f"b_KV and b_D as parameters: mean of {n_seeds} seeds, band over all", loc="left", fontsize=11)
+    left.legend(frameon=False, fontsize=9)
+    return figure
+
+
+def _scale(**changes: Any) -> dict[str, Any]:
+    small = dict(
+        task=dict(n_letters=16, n_triggers=4, length=32, trigger_rate=0.5),
+        model=dict(n_layers=4, d_model=64, d_head=16, attention="linear", feature_map="identity", normalizer="none"),
+        training=dict(steps=600, batch_size=32, learning_rate=3e-3, eval_every=25, eval_sequences=128),
+        seeds=[0, 1, 2],
+    )
+    return {**small, **changes}
+
+
+EXPERIMENT = Experiment(
+    name="trainable-bias",
+    source="ICLCA fig. 1 and sec. 6.3",
+    question="Does linear attention learn in context faster, or better, when b_KV and b_D are trained with it?",
+    run=run,
+    scales={
+        "tiny": _scale(
+            task=dict(n_letters=11, n_triggers=3, length=16, trigger_rate=0.5),
+            model=dict(n_layers=2, d_model=16, d_head=8, attention="linear", feature_map="identity", normalizer="none"),
+            training=dict(steps=20, batch_size=8, learning_rate=3e-3, eval_every=5, eval_sequences=16),
+            seeds=[0, 1],
+        ),
+        "small": _scale(),
+        "paper": _scale(
+            task=dict(length=64, trigger_rate=0.5),
+            model=dict(n_layers=12, d_model=128, d_head=32, attention="linear", feature_map="identity", normalizer="none"),
+            training=dict(steps=5000, batch_size=32, learning_rate=1e-3, eval_every=100, eval_sequences=512),
+        ),
+    },
+    cost={
+        "tiny": "a few seconds",
+        "small": "about five minutes on two cores",
+        "paper": "about a day on two cores, or hours on a GPU (not run here)",
+    },
+)

@@ -1,0 +1,176 @@
+"""``variants``: which form of KV shift trains a language model best (KVSA fig. 8 and app. J).
+
+Nine small models that differ in their shift alone are trained on the same batches of documentation text: without shift, with
+the paper's free coefficients, with coefficients bounded by a gate or a clamp, with keys or values alone, with windows of two
+and three predecessors, and with queries shifted too. What is compared is the training loss at the end, as in the paper, seed by
+seed against the free form; the held-out loss stands in the table as well.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from kvlens.experiments._curves import PLAIN, SHIFTED, draw_curves, train_and_compare
+from kvlens.experiments._seeds import counts_as_positive, differences_by_seed, final_losses, mean_and_spread, tokens_seen
+from kvlens.experiments.outcome import Comparison, Experiment, Outcome
+from kvlens.tasks import make_task
+
+FREE = "keys + values (free)"
+NONE = "no shift"
+VARIANTS: dict[str, dict[str, Any] | None] = {
+    NONE: None,
+    FREE: {},
+    "gate": {"parametrization": "gate"},
+    "clamp": {"parametrization": "clamp"},
+    "keys only": {"values": False},
+    "values only": {"keys": False},
+    "window 2": {"window": 2},
+    "window 3": {"window": 3},
+    "keys + values + queries": {"queries": True},
+}
+"""Label -> fields of :class:`kvlens.KVShiftConfig`; window 1 and free coefficients where nothing else is said."""
+
+CLAIMS = {
+    NONE: "without KV shift the loss is higher (fig. 8)",
+    "gate": "bounding the coefficients by a gate does not beat the free form (fig. 8)",
+    "clamp": "bounding the coefficients by a clamp does not beat the free form (fig. 8)",
+    "keys only": "taking the shift of the values away costs loss (app. J)",
+    "values only": "taking the shift of the keys away costs loss (app. J)",
+}
+"""What the paper says of a variant's loss, compared with the free form's. It shows the others without a verdict."""
+
+COLOURS = {NONE: PLAIN, FREE: SHIFTED}
+
+
+def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
+    """Train every variant with every seed of ``settings``."""
+    task = make_task("text", **settings["task"])
+    models = {label: {**settings["model"], "kv_shift": shift} for label, shift in VARIANTS.items()}
+    course = train_and_compare(task, models, settings["training"], settings["seeds"], tell)
+    finals = final_losses(course)
+    return Outcome(
+        tables={"course": course, "variants": summarise(finals)},
+        figure=draw(course, finals),
+        comparisons=compare(finals),
+        differences=[
+            "The paper trains 1.5 billion parameters on 10 billion tokens; here the largest model has "
+            f"{course['n_parameters'].max():,} and each sees {tokens_seen(settings):,} tokens of another corpus.",
+            "Differences are taken seed by seed on equal batches, and count when their mean lies more than two standard "
+            "deviations from 0. The paper shows one run a variant.",
+        ],
+    )
+
+
+def summarise(finals: pd.DataFrame) -> pd.DataFrame:
+    """One row a variant, best training loss first: losses and the difference from the free form, mean and spread over seeds."""
+    rows = []
+    for label in finals["model"].unique():
+        own = finals[finals["model"] == label]
+        difference = pd.Series(differences_by_seed(finals, label, FREE, "train_loss"))
+        rows.append(
+            {
+                "model": label,
+                "seeds": len(own),
+                "train_loss": own["train_loss"].mean(),
+                "train_loss_spread": own["train_loss"].std(),
+                "heldout_loss": own["heldout_loss"].mean(),
+                "heldout_loss_spread": own["heldout_loss"].std(),
+                "above_free": difference.mean(),
+                "above_free_spread": difference.std(),
+            }
+        )
+    return pd.DataFrame(rows).sort_values("train_loss", kind="stable", ignore_index=True)
+
+
+def compare(finals: pd.DataFrame) -> list[Comparison]:
+    """Every variant's training loss against the free form's."""
+    found = []
+    for label in VARIANTS:
+        if label == FREE:
+            continue
+        differences = differences_by_seed(finals, label, FREE, "train_loss")
+        claim = CLAIMS.get(label)
+        found.append(
+            Comparison(
+                f"training loss of {label!r} above that of {FREE!r}, nats",
+                None,
+                mean_and_spread(differences),
+                claim or "no verdict of the paper's: fig. 8 shows it beside the others",
+                None if claim is None else counts_as_positive(differences),
+            )
+        )
+    return found
+
+
+def draw(course: pd.DataFrame, finals: pd.DataFrame) -> Figure:
+    """Left, held-out loss against step; right, how far each variant's training loss ends above the free form's."""
+    figure = Figure(figsize=(13, 5.2), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=[1.25, 1])
+    draw_curves(left, course[course["split"] == "heldout"], y="loss", colours=COLOURS)
+    left.set(xlabel="step", ylabel="held-out loss (nats)")
+    left.set_title("Mean over seeds; bands from the least to the largest", loc="left", fontsize=11)
+    left.legend(frameon=False, fontsize=9)
+    _draw_differences(right, finals)
+    return figure
+
+
+def _draw_differences(axes: Axes, finals: pd.DataFrame) -> None:
+    order = summarise(finals)["model"].tolist()
+    for place, label in enumerate(order):
+        differences = differences_by_seed(finals, label, FREE, "train_loss")
+        colour = COLOURS.get(label, "#475569")
+        axes.plot(differences, [place] * len(differences), "o", color=colour, alpha=0.55, markersize=7, markeredgewidth=0)
+        axes.plot([sum(differences) / len(differences)], [place], "|", color=colour, markersize=18, markeredgewidth=2.5)
+    axes.axvline(0, color=SHIFTED, linewidth=1)
+    axes.set_yticks(range(len(order)), order)
+    axes.invert_yaxis()
+    axes.set_xlabel("final training loss above the free form's, same seed (nats)")
+    axes.set_title("Best on top; a dot a seed, a bar the mean", loc="left", fontsize=11)
+    axes.grid(axis="x", color="#dddddd", linewidth=0.6)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+
+
+EXPERIMENT = Experiment(
+    name="variants",
+    source="KVSA fig. 8 and app. J",
+    question="Which form of KV shift trains a language model best: which projections, which window, bounded or free?",
+    run=run,
+    scales={
+        "tiny": dict(
+            task=dict(corpus="topics", vocab_size=300, length=24),
+            model=dict(n_layers=1, d_model=16, d_head=8, attn_only=True),
+            training=dict(steps=8, batch_size=4, learning_rate=1e-2, eval_every=4, eval_sequences=4),
+            seeds=[0, 1],
+        ),
+        "small": dict(
+            task=dict(corpus="docs", vocab_size=1024, length=128),
+            model=dict(n_layers=2, d_model=64, d_head=16),
+            training=dict(steps=200, batch_size=8, learning_rate=1e-2, eval_every=20, eval_sequences=32),
+            seeds=[0, 1, 2],
+        ),
+        "paper": dict(
+            task=dict(corpus="pretraining-text", vocab_size=32000, length=2048),
+            model=dict(n_layers=24, d_model=2048, d_head=128, act_fn="silu", gated_mlp=True, normalization_type="RMS"),
+            training=dict(
+                steps=20_000,
+                batch_size=256,
+                learning_rate=3e-4,
+                weight_decay=0.1,
+                eval_every=500,
+                eval_sequences=256,
+                precision="bfloat16",
+            ),
+            seeds=[0],
+        ),
+    },
+    cost={
+        "tiny": "seconds",
+        "small": "five minutes on one core",
+        "paper": "weeks on one large GPU (nine models of about 1.5 billion parameters, 10 billion tokens each), and a folder "
+        "pretraining-text with that much text in .txt files; not run here",
+    },
+)

@@ -1,0 +1,303 @@
+"""Learning curves and what the experiments read off them: answers known by hand, and claims that can fail."""
+
+import math
+
+import matplotlib.colors
+import pandas as pd
+import pytest
+import torch
+from matplotlib.figure import Figure
+
+from kvlens.experiments import _curves, arithmetic, hops, induction_depth, induction_width, ngram
+from kvlens.tasks import ArithmeticTask, make_task
+from kvlens.training import TrainSettings, build_model, score_heldout
+
+TASK = make_task("induction", vocab_size=11, length=13)
+MODELS = {
+    "b": dict(n_layers=1, d_model=12, d_head=6, attn_only=True, kv_shift=True),
+    "a": dict(n_layers=2, d_model=8, d_head=4, attn_only=True),
+}
+TRAINING = dict(steps=5, eval_every=3, batch_size=2, eval_sequences=7)
+COLUMNS = ["model", "seed", "n_parameters", "step", "split", "loss", "accuracy"]
+
+
+def course(model, seed, accuracies, steps=None, **more):
+    """Held-out rows of one run."""
+    steps = range(10, 10 * len(accuracies) + 1, 10) if steps is None else steps
+    return pd.DataFrame(dict(model=model, seed=seed, step=list(steps), split="heldout", accuracy=accuracies, **more))
+
+
+def runs(*rows, columns):
+    return pd.DataFrame(rows, columns=columns)
+
+
+# --- training and comparing ---
+
+
+@pytest.fixture(scope="module")
+def trained():
+    said, last_scores = [], {}
+
+    def examine(label, seed, model):
+        last_scores[label, seed] = (score_heldout(model, TASK, 7, seed=seed), model)
+
+    table = _curves.train_and_compare(TASK, MODELS, TRAINING, [0, 3], said.append, examine)
+    return table, said, last_scores
+
+
+def test_the_table_has_every_measurement_of_every_run(trained):
+    table, said, _ = trained
+    assert list(table.columns) == COLUMNS
+    assert table.index.equals(pd.RangeIndex(len(table)))
+    assert not table.isna().any(axis=None)
+    assert list(table["model"].unique()) == ["b", "a"]
+    for _, run in table.groupby(["model", "seed"]):
+        assert run.loc[run["split"] == "train", "step"].tolist() == [1, 2, 3, 4, 5]
+        assert run.loc[run["split"] == "heldout", "step"].tolist() == [3, 5]
+    assert [text.split(":")[0] for text in said] == ["b, seed 0", "b, seed 3", "a, seed 0", "a, seed 3"]
+
+
+def test_the_trained_model_is_the_one_examined(trained):
+    """Training leaves a model with the weights of its best evaluation, and the table holds that evaluation."""
+    table, _, last_scores = trained
+    assert set(last_scores) == {(label, seed) for label in MODELS for seed in (0, 3)}
+    for (label, seed), ((loss, _), model) in last_scores.items():
+        rows = _curves.of_heldout(table[(table["model"] == label) & (table["seed"] == seed)])
+        assert loss == pytest.approx(rows["loss"].min(), rel=1e-5)  # float32 sums in batches of other sizes
+        assert (rows["n_parameters"] == sum(p.numel() for p in model.parameters())).all()
+
+
+def test_a_seed_decides_a_run_and_another_one_changes_it(trained):
+    table, _, _ = trained
+    again = _curves.train_and_compare(TASK, {"b": MODELS["b"]}, TRAINING, [3], lambda text: None)
+    first = table[(table["model"] == "b") & (table["seed"] == 3)].reset_index(drop=True)
+    pd.testing.assert_frame_equal(again, first)
+    other = table[(table["model"] == "b") & (table["seed"] == 0)]
+    assert (other["loss"].to_numpy() != first["loss"].to_numpy()).all()  # the first loss, too: weights and batch differ
+
+
+# --- reading curves ---
+
+
+def test_steps_to_is_the_first_evaluation_that_is_good_enough_and_infinite_without_one():
+    table = pd.concat(
+        [course("b", 0, [0.1, 0.99, 0.5]), course("b", 1, [0.1, 0.98, 0.989]), course("a", 0, [1.0])], ignore_index=True
+    )
+    noise = table.assign(split="train", accuracy=1.0, step=1)  # rows of the training split must not count
+    steps = _curves.steps_to(pd.concat([noise, table], ignore_index=True), 0.99)
+    expected = runs(("b", 0, 20.0), ("b", 1, math.inf), ("a", 0, 10.0), columns=["model", "seed", "steps"])
+    pd.testing.assert_frame_equal(steps, expected)
+
+
+def test_the_last_heldout_row_of_each_run_in_the_tables_order():
+    table = pd.concat([course("b", 0, [0.1, 0.2]), course("a", 0, [0.9, 0.3, 0.4])], ignore_index=True)
+    table.loc[len(table)] = {**table.iloc[-1], "split": "train", "step": 99, "accuracy": 0.77}
+    last = _curves.last_heldout(table)
+    assert last[["model", "step", "accuracy"]].to_numpy().tolist() == [["b", 20, 0.2], ["a", 30, 0.4]]
+
+
+def test_a_run_that_stopped_early_keeps_its_last_value_in_the_mean():
+    table = pd.concat([course("b", 0, [0.2, 1.0]), course("b", 1, [0.4, 0.6, 0.9, 0.7])], ignore_index=True)
+    expected = runs(
+        (10, 0.3, 0.2, 0.4), (20, 0.8, 0.6, 1.0), (30, 0.95, 0.9, 1.0), (40, 0.85, 0.7, 1.0),
+        columns=["step", "mean", "least", "largest"],
+    )  # fmt: skip
+    pd.testing.assert_frame_equal(_curves.mean_course(table), expected)
+
+
+def test_curves_are_drawn_in_the_tables_order_and_the_given_colours():
+    table = pd.concat([course("b", 0, [0.2, 1.0]), course("a", 0, [0.5, 0.25])], ignore_index=True)
+    figure = _curves.curve_figure(table, title="t", colours={"a": "#010203"})
+    lines = figure.axes[0].get_lines()
+    assert [line.get_label() for line in lines] == ["b", "a"]
+    assert lines[1].get_ydata().tolist() == [0.5, 0.25]
+    assert matplotlib.colors.to_hex(lines[1].get_color()) == "#010203"
+    assert matplotlib.colors.to_hex(lines[0].get_color()) == _curves.PALETTE[0]
+
+
+# --- induction: depth and width ---
+
+
+def depth_verdicts(shifted, two, one):
+    curves = pd.concat(
+        [
+            course(label, seed, [0.5, accuracy], steps=[10, step])
+            for label, ends in (
+                (induction_depth.SHIFT_1, shifted),
+                (induction_depth.PLAIN_2, two),
+                (induction_depth.PLAIN_1, one),
+            )
+            for seed, (step, accuracy) in enumerate(ends)
+        ],
+        ignore_index=True,
+    )
+    steps = _curves.steps_to(curves, induction_depth.LEARNED)
+    return [comparison.holds for comparison in induction_depth.compare(curves, steps, limit=500)]
+
+
+def test_depth_claims_hold_and_fail_where_they_should():
+    never = [(500, 0.1), (500, 0.2)]
+    assert depth_verdicts([(20, 1.0), (30, 0.99)], [(40, 1.0), (50, 1.0)], never) == [True, True, True]
+    assert depth_verdicts([(20, 1.0), (60, 0.99)], [(40, 1.0), (50, 1.0)], never) == [True, False, True]  # one seed is slower
+    assert depth_verdicts([(20, 1.0), (500, 0.9)], [(40, 1.0), (500, 0.9)], never) == [False, False, True]
+    assert depth_verdicts([(20, 1.0), (30, 1.0)], [(500, 0.9)] * 2, [(500, 0.2), (90, 0.995)]) == [True, True, False]
+
+
+def test_infinite_steps_are_said_in_words():
+    assert induction_depth.in_words(150.0, 800) == "150"
+    assert induction_depth.in_words(math.inf, 800) == "more than 800"
+
+
+def width_rows(shifted, plain):
+    rows = [
+        (d_model, label, seed, size, accuracy)
+        for label, by_width, size in ((induction_width.SHIFT_1, shifted, 100), (induction_width.PLAIN_2, plain, 150))
+        for d_model, accuracies in by_width.items()
+        for seed, accuracy in enumerate(accuracies)
+    ]
+    return runs(*rows, columns=["d_model", "model", "seed", "n_parameters", "accuracy"])
+
+
+def test_width_compares_means_over_seeds_at_each_width():
+    least, largest, size = induction_width.compare(
+        width_rows({8: [0.2, 0.6], 16: [0.999, 1.0]}, {8: [0.1, 0.1], 16: [1.0, 1.0]})
+    )
+    assert (least.ours, largest.ours, size.ours) == pytest.approx((-0.0005, 0.3, 1.5))
+    assert [least.holds, largest.holds, size.holds] == [True, True, True]
+    behind = induction_width.compare(width_rows({8: [0.2], 16: [0.9]}, {8: [0.15], 16: [1.0]}))
+    assert [comparison.holds for comparison in behind] == [False, False, True]
+
+
+# --- 3-grams and hops ---
+
+
+@pytest.mark.parametrize(
+    ("plain", "shifted", "verdicts"),
+    [
+        (0.80, 0.81, [True, True]),
+        (0.80, 0.75, [False, True]),
+        (0.80, 0.90, [True, False]),
+        (0.15, 0.20, [None, None]),  # neither beats twice chance
+    ],
+)
+def test_ngram_judges_harm_and_help_apart(plain, shifted, verdicts):
+    rows = [("s", label, seed, 0.125, mean + d) for label, mean in (("plain", plain), ("KV shift", shifted))
+            for seed, d in enumerate((-0.01, 0.01))]  # fmt: skip
+    comparisons = ngram.compare(runs(*rows, columns=["size", "model", "seed", "chance", "accuracy"]))
+    assert [comparison.holds for comparison in comparisons] == verdicts
+    assert comparisons[0].ours == pytest.approx(shifted - plain)
+
+
+def hop_rows(plain, shifted, n_layers=2):
+    rows = [(n_layers, k, label, seed, accuracy)
+            for label, accuracies in (("plain", plain), ("KV shift", shifted))
+            for k, pair in enumerate(accuracies, start=1) for seed, accuracy in enumerate(pair)]  # fmt: skip
+    return runs(*rows, columns=["n_layers", "k", "model", "seed", "accuracy"])
+
+
+def test_hops_learned_ends_at_the_first_k_that_was_not():
+    final = hop_rows(plain=[(0.5, 0.6), (0.99, 0.99), (0.1, 0.1)], shifted=[(1.0, 1.0), (0.85, 0.96), (0.2, 0.9)])
+    expected = runs((2, "KV shift", 2), (2, "plain", 0), columns=["n_layers", "model", "hops"])
+    pd.testing.assert_frame_equal(hops.hops_learned(final), expected)
+
+
+@pytest.mark.parametrize(
+    ("plain", "shifted", "holds"),
+    [
+        ([(1.0,), (0.4,)], [(1.0,), (0.95,)], True),
+        ([(1.0,), (0.4,)], [(1.0,), (0.8,)], False),
+        ([(1.0,), (1.0,)], [(1.0,), (0.4,)], False),
+        ([(0.4,), (0.4,)], [(0.5,), (0.5,)], None),
+        ([(1.0,), (1.0,)], [(1.0,), (1.0,)], None),
+    ],
+)
+def test_more_hops_is_judged_only_where_it_can_be_seen(plain, shifted, holds):
+    learned, lead = hops.compare(hop_rows(plain, shifted))
+    assert learned.holds is holds
+    assert lead.ours == pytest.approx(sum(s[0] - p[0] for p, s in zip(plain, shifted, strict=True)) / 2)
+
+
+# --- arithmetic ---
+
+
+class Scribe:
+    """A model that knows every problem's text by heart, and errs as told."""
+
+    def __init__(self, task, n_ops, n_problems, wrong_answers=0, wrong_steps=0):
+        exact = ArithmeticTask(**{**task.settings(), "test_ops": n_ops})
+        inputs, targets, _ = exact.heldout(n_problems, 5)
+        self.text = torch.cat([inputs[:, :1], targets], dim=1)
+        self.question = exact.question_length(n_ops)
+        self.answer = self.question + exact.solution_length(n_ops) - 1
+        self.wrong_answers, self.wrong_steps = wrong_answers, wrong_steps
+
+    def parameters(self):
+        return iter([torch.zeros(1)])
+
+    def generate(self, tokens, max_new_tokens, **_):
+        assert torch.equal(tokens, self.text[:, : self.question])  # the question, whole, and nothing of the solution
+        written = self.text[:, : self.question + max_new_tokens].clone()
+        written[: self.wrong_steps, -1] = 0
+        return written
+
+    def __call__(self, tokens):
+        assert torch.equal(tokens, self.text[:, : self.answer])
+        following = self.text[:, 1 : self.answer + 1].clone()
+        following[: self.wrong_answers, -1] = 0
+        return torch.nn.functional.one_hot(following, 99).float()
+
+
+@pytest.mark.parametrize("n_ops", [1, 2, 4])
+def test_the_answer_is_judged_at_its_own_place(n_ops):
+    task = ArithmeticTask(max_ops=3, test_ops=4, modulus=5, n_names=7)
+    scribe = Scribe(task, n_ops, 8, wrong_answers=2, wrong_steps=3)
+    assert arithmetic.answer_accuracy(scribe, task, n_ops, 8, seed=5) == {"free": 5 / 8, "forced": 6 / 8}
+
+
+def test_free_answers_are_the_greedy_ones_of_the_model_itself():
+    task = ArithmeticTask(max_ops=1, test_ops=2, modulus=3, n_names=4)
+    model = build_model(task, dict(n_layers=1, d_model=12, d_head=6))
+    inputs, targets, _ = task.heldout(11, 2)
+    text = inputs[:, : task.question_length(2)]
+    with torch.no_grad():
+        for _ in range(task.solution_length(2)):
+            text = torch.cat([text, model(text)[:, -1:].argmax(-1)], dim=1)
+        forced = (model(inputs)[:, -1].argmax(-1) == targets[:, -1]).double().mean()
+    expected = {"free": float((text[:, -1] == targets[:, -1]).double().mean()), "forced": float(forced)}
+    assert arithmetic.answer_accuracy(model, task, 2, 11, seed=2) == expected
+
+
+def test_arithmetic_compares_free_answers_at_the_tests_length():
+    rows = [("Tr3-Te4", "Tr12-Te15", 4, label, seed, n_ops, way, accuracy)
+            for label, ends in (("plain", (0.25, 0.5)), ("KV shift", (0.5, 0.75)))
+            for seed, end in enumerate(ends)
+            for n_ops, way, accuracy in ((4, "free", end), (4, "forced", 0.0), (1, "free", 1.0))]  # fmt: skip
+    names = ["row", "stands_for", "test_ops", "model", "seed", "n_ops", "way", "accuracy"]
+    plain, shifted = arithmetic.compare(runs(*rows, columns=names))
+    assert (plain.paper, plain.ours, plain.holds) == (0.8154, 0.375, None)
+    assert (shifted.paper, shifted.ours, shifted.holds) == (0.8909, 0.625, True)
+
+
+# --- settings ---
+
+
+@pytest.mark.parametrize("scale", ["small", "paper"])
+@pytest.mark.parametrize("module", [induction_depth, induction_width, ngram, hops, arithmetic])
+def test_the_larger_scales_are_sound_up_to_the_training(module, scale, monkeypatch):
+    """Tasks, training settings and heads fit; tables, comparisons and figure come out of runs that all end at 1/2."""
+
+    def pretend(task, models, training, seeds, tell, examine=None):
+        TrainSettings.of(dict(training))
+        for label, model in models.items():
+            assert model["d_model"] % model["d_head"] == 0
+            for seed in seeds:
+                if examine is not None:
+                    examine(label, seed, None)
+        return pd.concat([course(label, seed, [0.1, 0.5], n_parameters=9) for label in models for seed in seeds])
+
+    monkeypatch.setattr(module, "train_and_compare", pretend)
+    monkeypatch.setattr(arithmetic, "answer_accuracy", lambda *_: {"free": 0.5, "forced": 0.6})
+    outcome = module.run(module.EXPERIMENT.scales[scale], lambda text: None)
+    assert isinstance(outcome.figure, Figure)
+    assert all(len(table) > 0 for table in outcome.tables.values())
+    assert outcome.comparisons[0].ours in (0.0, 0.5, "0 against 0")

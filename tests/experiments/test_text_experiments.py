@@ -1,0 +1,363 @@
+"""``variants``, ``learning-rate``, ``scaling``, ``coefficients``: what they count and conclude, on answers known by hand."""
+
+import math
+
+import pandas as pd
+import pytest
+import torch
+
+from kvlens.errors import KVLensError
+from kvlens.experiments import _seeds, coefficients, learning_rate, scaling, variants
+from kvlens.tasks import make_task
+from kvlens.training import build_model
+
+SILENT = dict(tell=lambda text: None)
+
+
+# --- differences between seeds ---
+
+
+@pytest.mark.parametrize(
+    ("differences", "verdict"),
+    [
+        ([0.3, 0.2, 0.25], True),  # mean 0.25, deviation 0.05
+        ([-0.3, -0.2, -0.25], False),
+        ([0.3, 0.1, 0.2], None),  # mean 0.2 is not more than twice the deviation 0.1
+        ([0.5], None),  # a single seed has no spread
+        ([0.0, 0.0], None),
+        ([math.inf, 0.2], None),
+    ],
+)
+def test_a_difference_counts_beyond_two_deviations(differences, verdict):
+    assert _seeds.counts_as_positive(differences) is verdict
+
+
+def test_mean_and_spread_are_written_out():
+    assert _seeds.mean_and_spread([0.3, 0.1, 0.2]) == "+0.200 ± 0.100 (3 seeds)"
+    assert _seeds.mean_and_spread([-0.5]) == "-0.500 (1 seed)"
+
+
+def made_up_course():
+    """Model a: 0.1 s at step s in training; model b: 1 more. Held out: the same less 0.05, at steps 10 and 20."""
+    rows = []
+    for model, extra in (("b", 1.0), ("a", 0.0)):
+        for seed in (7, 3):
+            for step in range(1, 21):
+                rows.append((model, seed, step, "train", 0.1 * step + extra * seed))
+            rows += [(model, seed, step, "heldout", 0.1 * step + extra * seed - 0.05) for step in (10, 20)]
+    return pd.DataFrame(rows, columns=["model", "seed", "step", "split", "loss"])
+
+
+def test_final_losses_are_the_last_evaluation_and_the_mean_of_the_last_steps():
+    finals = _seeds.final_losses(made_up_course(), last_share=0.2)
+    expected = pd.DataFrame(
+        {
+            "model": ["b", "b", "a", "a"],
+            "seed": [7, 3, 7, 3],
+            "heldout_loss": [8.95, 4.95, 1.95, 1.95],
+            "train_loss": [8.85, 4.85, 1.85, 1.85],  # steps 17 to 20
+        }
+    )
+    pd.testing.assert_frame_equal(finals, expected)
+    assert _seeds.differences_by_seed(finals, "b", "a", "train_loss") == pytest.approx([3, 7])  # by rising seed
+    shuffled = made_up_course().sample(frac=1, random_state=0)
+    assert _seeds.differences_by_seed(_seeds.final_losses(shuffled), "a", "b", "heldout_loss") == pytest.approx([-3, -7])
+
+
+def test_a_run_without_training_rows_keeps_its_heldout_loss():
+    course = made_up_course()
+    lost = (course["model"] == "b") & (course["seed"] == 7)
+    finals = _seeds.final_losses(course[~lost | (course["split"] == "heldout")])
+    of_lost = finals[(finals["model"] == "b") & (finals["seed"] == 7)].iloc[0]
+    assert math.isnan(of_lost["train_loss"]) and of_lost["heldout_loss"] == pytest.approx(8.95)
+
+
+# --- variants ---
+
+
+def made_up_finals(train_loss_by_model):
+    rows = [
+        dict(model=model, seed=seed, train_loss=loss + 0.5 * seed, heldout_loss=loss + 0.5 * seed + 0.01)
+        for model, loss in train_loss_by_model.items()
+        for seed in (0, 1, 2)
+    ]
+    return pd.DataFrame(rows)
+
+
+def test_claims_about_variants_can_fail_and_rest_on_differences_of_equal_seeds():
+    worse = {label: 3.0 + 0.1 * number for number, label in enumerate(variants.VARIANTS)}
+    worse[variants.FREE] = 2.9
+    found = variants.compare(made_up_finals(worse))
+    assert len(found) == len(variants.VARIANTS) - 1
+    # seeds differ by 0.5, the variants by 0.1: only paired differences tell them apart
+    assert [c.holds for c in found] == [True if label in variants.CLAIMS else None for label in worse if label != variants.FREE]
+    found = variants.compare(made_up_finals({**worse, variants.FREE: 9.0}))
+    assert {c.holds for c in found} == {False, None}
+    table = variants.summarise(made_up_finals(worse))
+    assert table["model"].tolist()[0] == variants.FREE
+    assert table["train_loss"].is_monotonic_increasing
+    assert table.set_index("model")["above_free"][variants.NONE] == pytest.approx(0.1)
+    assert table["train_loss_spread"].tolist() == pytest.approx([0.5] * len(table))
+
+
+def test_every_variant_has_the_shift_that_its_name_says():
+    task = make_task("text", corpus="topics", vocab_size=300, length=8)
+    sizes = {}
+    for label, shift in variants.VARIANTS.items():
+        model = build_model(task, dict(n_layers=1, d_model=12, d_head=4, attn_only=True, kv_shift=shift))
+        sizes[label] = {n[-12]: tuple(p.shape) for n, p in model.named_parameters() if "shift_coef" in n}
+    both = {"k": (3, 2), "v": (3, 2)}
+    assert sizes == {
+        variants.NONE: {},
+        variants.FREE: both,
+        "gate": both,
+        "clamp": both,
+        "keys only": {"k": (3, 2)},
+        "values only": {"v": (3, 2)},
+        "window 2": {"k": (3, 3), "v": (3, 3)},
+        "window 3": {"k": (3, 4), "v": (3, 4)},
+        "keys + values + queries": {"q": (3, 2), **both},
+    }
+
+
+# --- learning rate ---
+
+
+def test_the_loss_of_token_frequencies_by_hand():
+    """Counts 3, 1, 0 plus one each: 4/7, 2/7, 1/7."""
+    loss = learning_rate.frequency_loss(torch.tensor([0, 0, 1, 0]), torch.tensor([2, 0]), n_tokens=3)
+    assert loss == pytest.approx((math.log(7) + math.log(7 / 4)) / 2, rel=1e-14)
+
+
+def made_up_runs(plain_diverges_at, shifted_diverges_at):
+    rows = []
+    for label, limit in (("plain", plain_diverges_at), ("KV shift", shifted_diverges_at)):
+        for rate in (1e-3, 1e-2, 1e-1):
+            for seed in (0, 1):
+                loss = 9.0 if rate >= limit else 4.0 - (label != "plain")
+                rows.append(dict(model=label, learning_rate=rate, seed=seed, heldout_loss=loss, diverged=rate >= limit))
+    return pd.DataFrame(rows)
+
+
+@pytest.mark.parametrize(
+    ("plain", "shifted", "at_paper_rate", "stability"),
+    [(1e-2, 1e-1, True, True), (1.0, 1.0, None, None), (1e-1, 1e-2, False, False), (1e-2, 1e-2, False, None)],
+)
+def test_claims_about_divergence_can_fail(plain, shifted, at_paper_rate, stability):
+    runs = made_up_runs(plain, shifted)
+    *by_rate, paper, stable = learning_rate.compare(runs)
+    assert [paper.holds, stable.holds] == [at_paper_rate, stability]
+    assert by_rate[0].holds is True and by_rate[0].ours == "+1.000 ± 0.000 (2 seeds)"
+    below = {1e-2: 1e-3, 1e-1: 1e-2, 1.0: 1e-1}
+    assert learning_rate.largest_stable_rate(runs[runs["model"] == "plain"]) == below[plain]
+
+
+def test_one_seed_that_diverges_ends_stability_also_where_a_larger_rate_did_not():
+    runs = made_up_runs(1.0, 1.0)
+    runs.loc[(runs["learning_rate"] == 1e-2) & (runs["seed"] == 1), "diverged"] = True
+    assert learning_rate.largest_stable_rate(runs) == 1e-3
+    assert learning_rate.largest_stable_rate(runs.assign(diverged=True)) == 0
+
+
+def test_a_run_whose_loss_is_not_finite_counts_as_diverged_and_the_experiment_goes_on():
+    """Adam moves a weight by about the learning rate, and a float32 of 1e30 squared is infinite."""
+    settings = {**learning_rate.EXPERIMENT.scales["tiny"], "rates": [3e-2, 1e30]}
+    told = []
+    outcome = learning_rate.run(settings, told.append)
+    runs = outcome.tables["runs"]
+    huge = runs[runs["learning_rate"] == 1e30]
+    assert len(huge) == 4 and huge["diverged"].all() and (huge["heldout_loss"] == math.inf).all()
+    assert sum("is not finite" in text for text in told) == 4
+    assert runs.loc[runs["learning_rate"] == 3e-2, "heldout_loss"].between(1, 6).all()
+
+
+# --- scaling ---
+
+
+def test_non_embedding_parameters_by_hand():
+    """Two layers, d = 12, three heads of 4, MLP of 48, LayerNorms folded nowhere."""
+    task = make_task("text", corpus="topics", vocab_size=300, length=8)
+    fields = dict(n_layers=2, d_model=12, d_head=4)
+    attention = 4 * (12 * 12) + 3 * 12 + 12  # W_Q W_K W_V W_O, b_Q b_K b_V, b_O
+    mlp = 2 * 12 * 48 + 48 + 12
+    norms = 2 * 2 * 12
+    layers = 2 * (attention + mlp + norms) + 2 * 12  # and ln_final
+    assert scaling.non_embedding_parameters(build_model(task, fields)) == layers
+    assert scaling.non_embedding_parameters(build_model(task, {**fields, "kv_shift": True})) == layers + 2 * 2 * 3 * 2
+
+
+def test_the_power_law_is_found():
+    n = pd.Series([10.0, 70.0, 1100.0])
+    exponent, factor = scaling.power_law(n, 5 * n**-0.3)
+    assert [exponent, factor] == pytest.approx([0.3, 5], rel=1e-12)
+
+
+def made_up_sizes(plain, shifted):
+    rows = []
+    for number, size in enumerate(["big", "small"]):  # the largest first: the table's order decides nothing
+        for label, losses in (("plain", plain), ("KV shift", shifted)):
+            for seed, noise in enumerate((0.0, 0.01, 0.02)):
+                loss = losses[number] + noise * (label == "plain")
+                rows.append(dict(model=label, size=size, seed=seed, heldout_loss=loss, non_embedding=[900, 90][number]))
+    return pd.DataFrame(rows)
+
+
+def test_claims_about_sizes_can_fail():
+    assert [c.holds for c in scaling.compare(made_up_sizes([4.0, 5.0], [3.0, 4.5]))] == [True] * 5  # the gain grows: 0.5, 1
+    rises_and_shrinks = scaling.compare(made_up_sizes([5.0, 4.0], [5.5, 3.0]))
+    assert [c.holds for c in rises_and_shrinks] == [False, True, False, False, False]
+    same = scaling.compare(made_up_sizes([4.0, 5.0], [3.0, 4.0]))
+    assert same[-1].holds is None
+
+
+# --- coefficients ---
+
+HEADS = {  # (layer, head) -> alpha_1, alpha_2, beta_1, beta_2
+    (0, 0): (0.75, 0.25, 0.5, 0.25),  # current keys, current values
+    (0, 1): (-0.5, 1.5, 1.0, 0.0),  # the induction head's kind; two of four outside [0, 1]
+    (0, 2): (0.5, 0.5, 0.25, 0.25),  # equal counts as <=
+    (1, 0): (0.75, 0.25, 0.25, 0.75),
+    (1, 1): (0.25, 0.75, 0.25, 1.25),
+    (1, 2): (0.125, 0.875, 0.75, 0.5),
+}
+
+
+def model_with_known_heads(parametrization="free"):
+    task = make_task("text", corpus="topics", vocab_size=300, length=8)
+    shift = dict(parametrization=parametrization)
+    model = build_model(task, dict(n_layers=2, d_model=6, d_head=2, attn_only=True, kv_shift=shift))
+    with torch.no_grad():
+        for (layer, head), values in HEADS.items():
+            attn = model.blocks[layer].attn
+            attn.k_shift_coef[head] = torch.tensor(values[:2])
+            attn.v_shift_coef[head] = torch.tensor(values[2:])
+    return model
+
+
+def known_source(parametrization="free"):
+    return coefficients.Source("known", model_with_known_heads(parametrization), coefficients.no_course())
+
+
+def test_coefficients_stand_at_their_layer_head_and_index():
+    source = known_source()
+    table = coefficients.tidy(coefficients.parameters_now(source), source)
+    found = table.pivot_table(index=["layer", "head"], columns="coefficient", values="value")
+    assert found.columns.tolist() == ["alpha_1", "alpha_2", "beta_1", "beta_2"]
+    assert {key: tuple(row) for key, row in found.iterrows()} == HEADS  # eighths are exact
+
+
+def test_the_four_kinds_are_counted_by_hand():
+    source = known_source()
+    table = coefficients.tidy(coefficients.parameters_now(source), source)
+    counts = coefficients.count_kinds(table)
+    sides = ("alpha_1 > alpha_2", "alpha_1 <= alpha_2"), ("beta_1 > beta_2", "beta_1 <= beta_2")
+    expected = [(sides[0][0], sides[1][0], 1), (sides[0][1], sides[1][0], 2), (sides[0][0], sides[1][1], 1)]
+    expected.append((sides[0][1], sides[1][1], 2))
+    assert list(counts[["keys", "values", "count"]].itertuples(index=False, name=None)) == expected
+    assert counts["paper"].tolist() == [50, 17, 9, 52] and counts["share"].sum() == pytest.approx(1)
+    assert coefficients.outside_share(table) == 3 / 24
+    *cells, alike, induction, outside = coefficients.compare(table)
+    assert [c.ours for c in cells] == ["1 of 6", "2 of 6", "1 of 6", "2 of 6"]
+    assert [alike.paper, alike.ours, alike.holds] == ["102 of 128", "3 of 6", None]
+    assert [induction.paper, induction.ours] == ["17 against 9", "2 against 1"]
+    assert [outside.ours, outside.holds] == [0.125, True]
+
+
+@pytest.mark.parametrize("parametrization", ["gate", "clamp"])
+def test_bounded_coefficients_are_read_as_used(parametrization):
+    source = known_source(parametrization)
+    table = coefficients.tidy(coefficients.parameters_now(source), source)
+    _, cache = source.model.run_with_cache(torch.tensor([[1, 2, 3]]), names_filter=lambda n: n.endswith("k_shift_coef"))
+    for layer in (0, 1):
+        used = table[(table["layer"] == layer) & table["coefficient"].str.startswith("alpha")]["value"]
+        # float32 against float64: two exponentials and a quotient
+        assert used.tolist() == pytest.approx(cache[f"blocks.{layer}.attn.hook_k_shift_coef"].flatten().tolist(), rel=1e-6)
+    assert coefficients.outside_share(table) == 0
+
+
+def test_the_course_is_read_step_by_step():
+    source = known_source()
+    now = coefficients.parameters_now(source)
+    watched = pd.concat([now.assign(step=5), now.assign(step=9, value=0.5 * now["value"])]).sample(frac=1, random_state=1)
+    unrelated = pd.DataFrame({"step": [5], "parameter": ["blocks.0.attn.q_shift_coef"], "index": [0], "value": [7.0]})
+    course = coefficients.tidy(pd.concat([watched, unrelated]), source)
+    at_5, at_9 = (course[course["step"] == step].reset_index(drop=True) for step in (5, 9))
+    assert at_9["value"].tolist() == (0.5 * at_5["value"]).tolist()
+    shares = coefficients.shares_over_training(course)
+    assert shares["step"].tolist() == [5, 9]
+    assert shares["outside [0, 1]"].tolist() == [3 / 24, 1 / 24]  # at half the size only -0.25 is left
+    assert shares["alpha_1 <= alpha_2, beta_1 > beta_2"].tolist() == pytest.approx([1 / 3, 1 / 3])
+    assert coefficients.shares_over_training(coefficients.tidy(coefficients.no_course(), source)).empty
+
+
+@pytest.mark.parametrize(
+    ("count", "of", "verdict"),
+    [(5, 5, True), (4, 5, None), (0, 5, False), (0, 0, None), (17, 24, True), (16, 24, None), (102, 128, True)],
+)
+def test_majorities_by_the_binomial_law(count, of, verdict):
+    """2^-5 < 1/20 < 6 * 2^-5; of 24, 17 or more has a chance of 0.032 and 16 or more one of 0.076."""
+    assert coefficients.majority(count, of) is verdict
+
+
+def test_a_saved_model_is_found_in_its_folder_and_in_that_of_its_run(tmp_path):
+    model = model_with_known_heads()
+    model.save(tmp_path / "run" / "model")
+    known = coefficients.parameters_now(coefficients.Source("", model, coefficients.no_course()))
+    known.assign(step=3).to_parquet(tmp_path / "run" / "model" / "watched.parquet")
+    for place in (tmp_path / "run", tmp_path / "run" / "model"):
+        source = coefficients.load_source(str(place))
+        pd.testing.assert_frame_equal(coefficients.parameters_now(source), known)
+        assert set(source.watched["step"]) == {3}
+
+
+def test_a_shipped_model_is_read_without_a_course():
+    outcome = coefficients.run({"models": ["docs-linear"], "train": None}, **SILENT)
+    assert len(outcome.tables["coefficients"]) == 4 * 6 * 4
+    assert outcome.tables["counts"]["count"].sum() == 4 * 6
+    assert outcome.tables["course"].empty
+    assert len(outcome.figure.axes) == 1
+
+
+def test_a_model_that_is_not_there_or_does_not_shift_both_is_refused(tmp_path):
+    with pytest.raises(KVLensError, match="did you mean 'docs-linear'.*kvlens train docs-shift --out docs-shift"):
+        coefficients.load_source("docs-liner")
+    task = make_task("text", corpus="topics", vocab_size=300, length=8)
+    keys_only = build_model(task, dict(n_layers=1, d_model=6, d_head=2, attn_only=True, kv_shift={"values": False}))
+    with pytest.raises(KVLensError, match="must shift keys and values both.*values=False"):
+        coefficients.parameters_now(coefficients.Source("k", keys_only, coefficients.no_course()))
+
+
+def test_a_model_trained_here_ends_where_its_course_ends():
+    tiny = coefficients.EXPERIMENT.scales["tiny"]["train"]
+    source = coefficients.train_source(**tiny)
+    course = coefficients.tidy(source.watched, source)
+    steps = sorted(set(course["step"]))
+    assert steps == list(range(2, 21, 2))
+    now = coefficients.tidy(coefficients.parameters_now(source), source)["value"].tolist()
+    assert now in [course[course["step"] == step]["value"].tolist() for step in steps]
+    assert course[course["step"] == 2]["value"].tolist() != course[course["step"] == 20]["value"].tolist()
+
+
+# --- all four ---
+
+
+@pytest.mark.parametrize("experiment", [variants.EXPERIMENT, scaling.EXPERIMENT], ids=lambda e: e.name)
+def test_a_tiny_run_has_every_model_and_seed(experiment):
+    settings = experiment.scales["tiny"]
+    outcome = experiment.run(settings, **SILENT)
+    course = outcome.tables["course"]
+    n_models = len(variants.VARIANTS) if experiment is variants.EXPERIMENT else 2 * len(settings["sizes"])
+    runs = course.groupby([c for c in ("model", "size", "seed") if c in course])
+    assert runs.ngroups == n_models * len(settings["seeds"])
+    assert (runs["step"].max() == settings["training"]["steps"]).all()
+    assert all(c.ours is not None for c in outcome.comparisons)
+
+
+@pytest.mark.parametrize(
+    "experiment",
+    [variants.EXPERIMENT, learning_rate.EXPERIMENT, scaling.EXPERIMENT, coefficients.EXPERIMENT],
+    ids=lambda e: e.name,
+)
+def test_all_scales_have_the_same_settings_and_a_cost(experiment):
+    assert len({tuple(sorted(settings)) for settings in experiment.scales.values()}) == 1
+    assert set(experiment.cost) == set(experiment.scales) == {"tiny", "small", "paper"}
