@@ -7,6 +7,9 @@ import pytest
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 
+SHORTER = {"train": ("--steps", "2"), "reproduce": ("--scale", "tiny")}
+"""What makes a command of minutes one of seconds; every word of the README's own stays."""
+
 
 def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)
@@ -37,5 +40,6 @@ def test_the_commands_of_the_readme_are_commands(tmp_path, monkeypatch):
     lines = [line for block in blocks("bash") for line in block.splitlines()]
     commands = [shlex.split(part) for line in lines for part in line.split("&&") if part.split()[:1] == ["kvlens"]]
     assert len(commands) >= 2
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "Return a list."}\n{"prompt": "Return", "text": " a"}\n')
     for command in commands:
-        assert main(command[1:]) == 0
+        assert main([*command[1:], *SHORTER.get(command[1], ())]) == 0, command

@@ -54,12 +54,12 @@ def _measure(
 
 @torch.no_grad()
 def deviation(model: HookedKVRegressor, n_positions: int, n_prompts: int, seed: int) -> float:
-    """|T(pi X) - pi T(X)| / |T(X)| for normal X and one random pi without the identity's luck: no position may stay."""
+    """|T(pi X) - pi T(X)| / |T(X)| for normal X; pi is a random cycle through all positions, so that none stays."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(n_prompts, n_positions, model.d_input, generator=generator, dtype=torch.float64).to(model.cfg.dtype)
     cycle = torch.randperm(n_positions, generator=generator)
     order = torch.empty_like(cycle)
-    order[cycle] = cycle.roll(1)  # one cycle through all positions
+    order[cycle] = cycle.roll(1)
     out = model(x)
     return float((model(x[:, order]) - out[:, order]).norm() / out.norm())
 

@@ -32,7 +32,7 @@ def draw(tables: Mapping[str, pd.DataFrame], settings: Mapping[str, Any]) -> Fig
     error, dimensions = tables["error"], settings["task"]["dimensions"]
     classes, shifts = list(settings["classes"]), list(SHIFT_TITLES)
     figure = Figure(figsize=(18, 8.2), layout="constrained")
-    above, below = figure.subfigures(2, 1)
+    above, below = figure.subfigures(2, 1, squeeze=False)[:, 0]
     above.suptitle("In distribution: error on new functions of the class trained on", x=0.005, ha="left", fontsize=12)
     below.suptitle("Linear functions, out of distribution; and what positions do", x=0.005, ha="left", fontsize=12)
     panels = above.subplots(1, len(classes), sharey=True, squeeze=False)[0]
@@ -77,7 +77,7 @@ def draw_lengths(axes: Axes, table: pd.DataFrame) -> None:
     axes.axvspan(last, table["n_examples"].max(), color="#f1f5f9", zorder=0)
     end = inside[inside["positions"] == "standard"].iloc[-1]
     axes.plot(last, end["relative_error"], marker="X", color=POSITION_STYLES["standard"][1], markersize=9, linestyle="none")
-    place = dict(xytext=(4, 7), textcoords="offset points", fontsize=8.5)
+    place: dict[str, Any] = dict(xytext=(4, 7), textcoords="offset points", fontsize=8.5)
     axes.annotate("refused", (last, end["relative_error"]), color=POSITION_STYLES["standard"][1], **place)
     axes.set(yscale="log", ylim=(LOWEST, HIGHEST), xlabel="examples in the prompt")
     axes.set_title("prompts longer than in training", loc="left", fontsize=10.5)

@@ -10,7 +10,7 @@ With the n examples X_n (rows x_1 ... x_n), y_n before a point x:
 and 0 where there is no example. Each takes all numbers of examples at once: an example that comes too late is a row of zeros,
 which changes neither a pseudo-inverse nor a sum. Computed in the dtype of ``x``; float64 is meant.
 
-Source: Garg, Tsipras, Liang, Valiant 2022, What Can Transformers Learn In-Context?, sec. 3 and app. A.3.
+Source: Garg, Tsipras, Liang, Valiant 2022, What Can Transformers Learn In-Context?, sec. 3-4.
 """
 
 import math

@@ -6,6 +6,7 @@ seeds lies more than twice the standard deviation (of single differences) from 0
 which chance alone gives in either direction one time in 27.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,16 +18,24 @@ N_DEVIATIONS = 2.0
 
 
 def counts_as_positive(differences: Sequence[float]) -> bool | None:
-    """Whether ``differences``, one a seed, are positive (True), negative (False), or not told apart from 0 (None)."""
+    """Whether ``differences``, one a seed, are positive (True), negative (False), or not told apart from 0 (None).
+
+    A run that diverged to an infinite loss leaves no difference to speak of: None.
+    """
+    if not all(math.isfinite(difference) for difference in differences):
+        return None
     values = pd.Series(differences, dtype=float)
     mean, spread = values.mean(), values.std()
-    if not abs(mean) > N_DEVIATIONS * spread:  # also where a single seed leaves the spread unknown, or a run diverged
+    if not abs(mean) > N_DEVIATIONS * spread:  # also where a single seed leaves the spread unknown
         return None
     return bool(mean > 0)
 
 
 def mean_and_spread(values: Sequence[float]) -> str:
     """``"+0.123 ± 0.004 (3 seeds)"``: mean and standard deviation of single values."""
+    lost = sum(not math.isfinite(value) for value in values)
+    if lost:
+        return f"not finite for {lost} of {len(values)} seeds"
     series = pd.Series(values, dtype=float)
     spread = "" if len(series) < 2 else f" ± {series.std():.3f}"
     return f"{series.mean():+.3f}{spread} ({len(series)} seed{'s' * (len(series) > 1)})"

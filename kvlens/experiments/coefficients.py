@@ -64,6 +64,8 @@ def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
             "The paper counts 128 pairs of key and value heads of a model of 2.9 billion parameters; here "
             + "; ".join(describe(source) for source in sources)
             + ".",
+            "Models are initialised with a quarter of the heads of each kind, on average, and one trained for a short while still "
+            "shows it.",
             "'Holds' asks of a majority whether a fair coin would give it less than once in 20 (exact binomial test); the "
             "paper prints counts alone.",
         ],
@@ -76,8 +78,8 @@ def load_source(name: str) -> Source:
     Raises:
         KVLensError: there is none.
     """
-    folder = folder_of(name) if name in names() else Path(name).expanduser()
-    folder = next((place for place in (folder, folder / "model") if (place / "config.json").is_file()), None)
+    place = folder_of(name) if name in names() else Path(name).expanduser()
+    folder = next((path for path in (place, place / "model") if (path / "config.json").is_file()), None)
     if folder is None:
         raise KVLensError(
             f"coefficients: {name!r} is neither a shipped model nor a folder with one{nearest(name, names())}; shipped are "
@@ -92,6 +94,7 @@ def train_source(task: Mapping[str, Any], model: Mapping[str, Any], training: Ma
     """A model trained on text for the occasion, its coefficients watched."""
     text = make_task("text", **task)
     built = build_model(text, model)
+    assert isinstance(built, HookedKVTransformer)  # a task of tokens has no other
     result = train(built, text, progress=False, **{**training, "watch": "shift_coef"})
     return Source("trained here", built, result.watched)
 
@@ -125,7 +128,7 @@ def tidy(watched: pd.DataFrame, source: Source) -> pd.DataFrame:
     Returns:
         One row a coefficient: model, step, layer, head, coefficient ("alpha_1" ...), value.
     """
-    shift = source.model.cfg.kv_shift
+    shift: Any = source.model.cfg.kv_shift
     rows = watched[watched["parameter"].str.fullmatch(PARAMETER)].sort_values(["step", "parameter", "index"], ignore_index=True)
     parts = rows["parameter"].str.extract(PARAMETER)
     taps = shift.window + 1

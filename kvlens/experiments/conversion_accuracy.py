@@ -35,7 +35,7 @@ from kvlens.experiments.outcome import Comparison, Experiment, Outcome
 from kvlens.model import HookedKVTransformer
 from kvlens.tasks import Batch, make_task
 from kvlens.tasks.bigrams import BigramTask
-from kvlens.training import build_model, check_fit, train
+from kvlens.training import build_model, check_fit, find_recipe, train
 
 PROMPTED, ALONE, CONVERTED = "with prompt", "without prompt", "converted"
 CONDITIONS = (PROMPTED, ALONE, CONVERTED)
@@ -314,7 +314,7 @@ def _scale(**changes: Any) -> dict[str, Any]:
     small = dict(
         model="bigram-linear",
         training=None,
-        task=dict(length=64, trigger_rate=0.5),
+        task=dict(find_recipe("bigram-linear").task_settings),
         prompt_length=32,
         n_sequences=4096,
         batch_size=128,
@@ -347,7 +347,7 @@ EXPERIMENT = Experiment(
     },
     cost={
         "tiny": "a few seconds, the training of a small model included",
-        "small": "about two minutes on two cores, with the shipped model",
-        "paper": "about half an hour on two cores, with the shipped model, which is of the paper's size; more sequences",
+        "small": "about two and a half minutes on one core, with the shipped model",
+        "paper": "about forty minutes on one core, with the shipped model, which is of the paper's size; more sequences",
     },
 )

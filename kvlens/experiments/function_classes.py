@@ -216,7 +216,7 @@ def _model(**sizes: int) -> dict[str, Any]:
 
 
 def _training(**changes: Any) -> dict[str, Any]:
-    return {**dict(batch_size=32, learning_rate=2e-3, eval_every=200, eval_sequences=512, weight_decay=0.0), **changes}
+    return {**dict(batch_size=32, learning_rate=1e-3, eval_every=200, eval_sequences=512, weight_decay=0.0), **changes}
 
 
 def _scale(**changes: Any) -> dict[str, Any]:
@@ -271,6 +271,6 @@ EXPERIMENT = Experiment(
     cost={
         "tiny": "seconds",
         "small": "about 5 minutes on one core",
-        "paper": "about two days on one GPU for the 7 models of 500,000 steps; not run here",
+        "paper": "about two days on one GPU by estimate (7 models, 500,000 steps each); not run here",
     },
 )

@@ -149,7 +149,7 @@ EXPERIMENT = Experiment(
             32,
             64,
             16,
-            depths=[1, 2],
+            depths=[2],
             hops=[1, 2, 3],
             seeds=[0, 1],
             learning_rate=4e-3,

@@ -108,7 +108,7 @@ EXPERIMENT = Experiment(
     run=run,
     scales={
         "tiny": _scale(16, 16, [8, 16], [0], learning_rate=5e-3, steps=30, eval_every=15, eval_sequences=16),
-        "small": _scale(128, 64, [8, 16, 32, 64], [0, 1], learning_rate=4e-3, steps=400, eval_every=50, eval_sequences=64),
+        "small": _scale(128, 64, [16, 32, 64], [0, 1], learning_rate=4e-3, steps=400, eval_every=50, eval_sequences=64),
         "paper": _scale(
             8000,
             512,

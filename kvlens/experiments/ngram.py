@@ -106,11 +106,11 @@ EXPERIMENT = Experiment(
         ),
         "small": dict(
             sizes=[
-                _size("1 layer", 16, 32, _SMALLEST, steps=1000, learning_rate=1e-2),
-                _size("2 layers", 64, 32, _MIDDLE, steps=300, learning_rate=3e-3),
+                _size("1 layer", 16, 32, _SMALLEST, steps=600, learning_rate=1e-2),
+                _size("2 layers", 32, 32, _MIDDLE, steps=300, learning_rate=3e-3),
             ],
-            training=dict(eval_every=50, eval_sequences=64, batch_size=32),
-            seeds=[0, 1, 2],
+            training=dict(eval_every=50, eval_sequences=64, batch_size=16),
+            seeds=[0, 1],
         ),
         "paper": dict(
             sizes=[

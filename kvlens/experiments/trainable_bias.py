@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 from kvlens.experiments._curves import PALETTE, PLAIN, draw_curves, last_heldout, of_heldout, train_and_compare
 from kvlens.experiments.outcome import Comparison, Experiment, Outcome
 from kvlens.tasks import Task, make_task
+from kvlens.training import find_recipe
 
 WITHOUT, WITH = "without bias terms", "with trainable bias terms"
 COLOURS = {WITHOUT: PLAIN, WITH: PALETTE[2]}
@@ -119,6 +120,8 @@ def _scale(**changes: Any) -> dict[str, Any]:
     return {**small, **changes}
 
 
+_PAPER = find_recipe("bigram-linear")
+
 EXPERIMENT = Experiment(
     name="trainable-bias",
     source="ICLCA fig. 1 and sec. 6.3",
@@ -133,8 +136,8 @@ EXPERIMENT = Experiment(
         ),
         "small": _scale(),
         "paper": _scale(
-            task=dict(length=64, trigger_rate=0.5),
-            model=dict(n_layers=12, d_model=128, d_head=32, attention="linear", feature_map="identity", normalizer="none"),
+            task=dict(_PAPER.task_settings),
+            model=dict(_PAPER.model),
             training=dict(steps=5000, batch_size=32, learning_rate=1e-3, eval_every=100, eval_sequences=512),
         ),
     },

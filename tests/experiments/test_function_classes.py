@@ -217,16 +217,16 @@ def test_only_the_plain_transformer_commutes_with_permutations():
 
 
 def test_a_deviation_by_a_pencil():
-    """T adds up to each position's number: with weights 1 .. n on the positions, pi shows; the largest error is known."""
+    """A model that says 1 at the first of two positions and 0 at the second, whatever stands there."""
 
-    class Weighted(torch.nn.Module):
+    class FirstOnly(torch.nn.Module):
         d_input, cfg = 1, HookedKVTransformerConfig(n_layers=1, d_model=2, d_head=2, n_ctx=2, d_vocab=1, act_fn="relu")
 
         def forward(self, x):
-            return torch.tensor([1.0, 0.0])[None].expand(len(x), 2)  # a 1 at the first position, whatever stands there
+            return torch.tensor([1.0, 0.0])[None].expand(len(x), 2)
 
-    # pi must exchange the two positions: (1, 0) against (0, 1), over a norm of 1
-    assert _equivariance.deviation(Weighted(), n_positions=2, n_prompts=1, seed=0) == pytest.approx(math.sqrt(2))
+    # pi can only exchange the two positions: (1, 0) against (0, 1), over a norm of 1
+    assert _equivariance.deviation(FirstOnly(), n_positions=2, n_prompts=1, seed=0) == pytest.approx(math.sqrt(2))
 
 
 # --- claims ---

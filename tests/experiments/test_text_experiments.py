@@ -22,7 +22,7 @@ SILENT = dict(tell=lambda text: None)
     [
         ([0.3, 0.2, 0.25], True),  # mean 0.25, deviation 0.05
         ([-0.3, -0.2, -0.25], False),
-        ([0.3, 0.1, 0.2], None),  # mean 0.2 is not more than twice the deviation 0.1
+        ([0.375, 0.125, 0.25], None),  # mean 0.25 is not more than twice the deviation 0.125
         ([0.5], None),  # a single seed has no spread
         ([0.0, 0.0], None),
         ([math.inf, 0.2], None),
@@ -35,6 +35,7 @@ def test_a_difference_counts_beyond_two_deviations(differences, verdict):
 def test_mean_and_spread_are_written_out():
     assert _seeds.mean_and_spread([0.3, 0.1, 0.2]) == "+0.200 ± 0.100 (3 seeds)"
     assert _seeds.mean_and_spread([-0.5]) == "-0.500 (1 seed)"
+    assert _seeds.mean_and_spread([-0.5, math.inf, math.nan]) == "not finite for 2 of 3 seeds"
 
 
 def made_up_course():
@@ -161,14 +162,15 @@ def test_one_seed_that_diverges_ends_stability_also_where_a_larger_rate_did_not(
 
 def test_a_run_whose_loss_is_not_finite_counts_as_diverged_and_the_experiment_goes_on():
     """Adam moves a weight by about the learning rate, and a float32 of 1e30 squared is infinite."""
-    settings = {**learning_rate.EXPERIMENT.scales["tiny"], "rates": [3e-2, 1e30]}
+    tiny = learning_rate.EXPERIMENT.scales["tiny"]
+    settings = {**tiny, "rates": [3e-2, 1e30], "seeds": [0], "training": {**tiny["training"], "steps": 6}}
     told = []
     outcome = learning_rate.run(settings, told.append)
     runs = outcome.tables["runs"]
     huge = runs[runs["learning_rate"] == 1e30]
-    assert len(huge) == 4 and huge["diverged"].all() and (huge["heldout_loss"] == math.inf).all()
-    assert sum("is not finite" in text for text in told) == 4
-    assert runs.loc[runs["learning_rate"] == 3e-2, "heldout_loss"].between(1, 6).all()
+    assert len(huge) == 2 and huge["diverged"].all() and (huge["heldout_loss"] == math.inf).all()
+    assert sum("is not finite" in text for text in told) == 2
+    assert runs.loc[runs["learning_rate"] == 3e-2, "heldout_loss"].between(1, 7).all()
 
 
 # --- scaling ---
@@ -329,28 +331,16 @@ def test_a_model_that_is_not_there_or_does_not_shift_both_is_refused(tmp_path):
 
 def test_a_model_trained_here_ends_where_its_course_ends():
     tiny = coefficients.EXPERIMENT.scales["tiny"]["train"]
-    source = coefficients.train_source(**tiny)
+    source = coefficients.train_source(**{**tiny, "training": {**tiny["training"], "steps": 6}})
     course = coefficients.tidy(source.watched, source)
     steps = sorted(set(course["step"]))
-    assert steps == list(range(2, 21, 2))
+    assert steps == [2, 4, 6]
     now = coefficients.tidy(coefficients.parameters_now(source), source)["value"].tolist()
     assert now in [course[course["step"] == step]["value"].tolist() for step in steps]
-    assert course[course["step"] == 2]["value"].tolist() != course[course["step"] == 20]["value"].tolist()
+    assert course[course["step"] == 2]["value"].tolist() != course[course["step"] == 6]["value"].tolist()
 
 
 # --- all four ---
-
-
-@pytest.mark.parametrize("experiment", [variants.EXPERIMENT, scaling.EXPERIMENT], ids=lambda e: e.name)
-def test_a_tiny_run_has_every_model_and_seed(experiment):
-    settings = experiment.scales["tiny"]
-    outcome = experiment.run(settings, **SILENT)
-    course = outcome.tables["course"]
-    n_models = len(variants.VARIANTS) if experiment is variants.EXPERIMENT else 2 * len(settings["sizes"])
-    runs = course.groupby([c for c in ("model", "size", "seed") if c in course])
-    assert runs.ngroups == n_models * len(settings["seeds"])
-    assert (runs["step"].max() == settings["training"]["steps"]).all()
-    assert all(c.ours is not None for c in outcome.comparisons)
 
 
 @pytest.mark.parametrize(
