@@ -64,7 +64,7 @@ def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
             "The paper counts 128 pairs of key and value heads of a model of 2.9 billion parameters; here "
             + "; ".join(describe(source) for source in sources)
             + ".",
-            "Models are initialised with a quarter of the heads of each kind, on average, and one trained for a short while still "
+            "Models start with a quarter of the heads of each kind, on average, and one trained for a short while still "
             "shows it.",
             "'Holds' asks of a majority whether a fair coin would give it less than once in 20 (exact binomial test); the "
             "paper prints counts alone.",
