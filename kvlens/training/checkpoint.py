@@ -145,6 +145,7 @@ def restore(run: Run, progress: dict[str, Any], watched_steps: list[int], tensor
         if kind in parts:
             parts[kind][rest] = value
     run.model.load_state_dict(parts["model"], strict=False)
+    run.keep_weights()
     device = next(run.model.parameters()).device
     run.best = {name: value.to(device) for name, value in parts["best"].items()} or None
     for name, parameter in run.model.named_parameters():

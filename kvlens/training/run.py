@@ -131,6 +131,12 @@ class Run:
             self.watched.append((done.step, self._watched_now(self.settings.watch)))
         return row
 
+    @torch.no_grad()
+    def keep_weights(self) -> None:
+        """Take the weights as they are for the last good ones."""
+        for kept, parameter in zip(self._last_good, self._parameters, strict=True):
+            kept.copy_(parameter)
+
     def out_of_time(self) -> bool:
         """Whether the time budget is spent, by the clock of the first process."""
         if self.settings.max_minutes is None:
@@ -148,14 +154,11 @@ class Run:
 
     @torch.no_grad()
     def _keep_if_finite(self, loss: float, norm: float) -> None:
-        finite = math.isfinite(norm)
-        for kept, parameter in zip(self._last_good, self._parameters, strict=True):
-            if finite:
-                kept.copy_(parameter)
-            else:
-                parameter.copy_(kept)
-        if finite:
+        if math.isfinite(norm):
+            self.keep_weights()
             return
+        for kept, parameter in zip(self._last_good, self._parameters, strict=True):
+            parameter.copy_(kept)
         what = "gradient" if math.isfinite(loss) else f"loss ({loss})"
         raise NotFiniteError(
             f"train: the {what} of step {self.progress.step + 1} is not finite (learning rate {self._rate:.3g}); the model "

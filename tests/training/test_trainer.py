@@ -6,6 +6,7 @@ import math
 import pandas as pd
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiny_runs import SETTINGS, run, tiny_model, tiny_task, weights
 from torch.nn import functional as F
 
@@ -135,6 +136,12 @@ def test_a_loss_that_is_not_finite_names_the_step_and_keeps_the_last_good_weight
     with pytest.raises(KVLensError, match="loss .nan. of step 5 is not finite"):
         run(model, eval_every=100, folder=tmp_path / "run" if folder else None)
     assert weights(model).isfinite().all()
+    if folder:  # also when the fault comes at the first step of a process that took the run up
+        calls[:] = [1] * 4
+        resumed, good = tiny_model(), load_file(tmp_path / "run" / "checkpoint.safetensors")
+        with pytest.raises(KVLensError, match="step 4"):
+            run(resumed, eval_every=100, folder=tmp_path / "run")
+        assert all(torch.equal(p, good[f"model/{name}"]) for name, p in resumed.named_parameters())
     if folder:  # the checkpoint of step 3 stands, and a healthy run goes on from it to the same end
         monkeypatch.setattr(Objective, "forward", forward)
         again = tiny_model()
