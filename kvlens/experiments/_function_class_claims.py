@@ -18,7 +18,6 @@ SHIFT_CLAIMS = {
     "scaled_inputs": ("points 3 times as far out as in training: the error grows, least squares' does not", "degrades"),
     "skewed_inputs": ("points with a skewed covariance: the error grows, least squares' does not", "degrades"),
     "orthant": ("examples in one orthant, the question anywhere: close to in distribution", "keeps"),
-    "noisy": ("noise on the answers: the error stays close to that of the best linear prediction, ridge regression", "noise"),
 }
 
 
@@ -28,6 +27,7 @@ def compare(tables: Mapping[str, pd.DataFrame], settings: Mapping[str, Any]) -> 
     return [
         *compare_linear(error[error["functions"] == "linear"], dimensions),
         *compare_shifts(error[error["functions"] == "linear"]),
+        compare_noise(error[error["functions"] == "linear"]),
         *compare_classes(error[(error["functions"] != "linear") & (error["shift"] == "none")]),
         *compare_orders(tables["equivariance"]),
         *compare_lengths(tables["length"]),
@@ -42,8 +42,16 @@ def worst_of_seeds(error: pd.DataFrame, shift: str, predictor: str, column: str 
 
 def compare_linear(error: pd.DataFrame, dimensions: int) -> Iterator[Comparison]:
     """Linear functions, in distribution."""
-    ours, theirs = (worst_of_seeds(error, "none", predictor) for predictor in ("transformer", "least squares"))
-    gap = float((ours - theirs).abs().max())
+    ours = worst_of_seeds(error, "none", "transformer")
+    gaps = {judge: (ours - worst_of_seeds(error, "none", judge)).abs() for judge in JUDGES}
+    gap, nearest = float(gaps["least squares"].max()), min(JUDGES, key=lambda judge: gaps[judge].mean())
+    yield Comparison(
+        "judge whose error curve lies nearest to the transformer's, linear functions, mean gap over all n",
+        "least squares",
+        nearest,
+        "the error of a transformer trained on linear functions falls with n as that of least squares",
+        nearest == "least squares",
+    )
     yield Comparison(
         "largest gap between the transformer's relative error and least squares', linear functions, over all n",
         None,
@@ -67,8 +75,6 @@ def compare_shifts(error: pd.DataFrame) -> Iterator[Comparison]:
     for shift, (claim, kind) in SHIFT_CLAIMS.items():
         there = float(worst_of_seeds(error, shift, "transformer").iloc[-1])
         bound = DEGRADES * here + MATCH
-        if kind == "noise":
-            bound = DEGRADES * float(worst_of_seeds(error, shift, "ridge").iloc[-1]) + MATCH
         yield Comparison(
             f"relative error of the transformer with all examples, {shift} (in distribution {here:.2g})",
             None,
@@ -76,6 +82,19 @@ def compare_shifts(error: pd.DataFrame) -> Iterator[Comparison]:
             claim,
             None if here > LEARNED else there > bound if kind == "degrades" else there <= bound,
         )
+
+
+def compare_noise(error: pd.DataFrame) -> Comparison:
+    """Linear functions with noise on the answers of the examples: is there a number of examples that harms?"""
+    here = float(worst_of_seeds(error, "none", "transformer").iloc[-1])
+    curve = worst_of_seeds(error, "noisy", "transformer")
+    return Comparison(
+        f"largest relative error of the transformer over all n, noisy (at n = {curve.idxmax()})",
+        None,
+        float(curve.max()),
+        "noise on the answers: near n = d the error exceeds that without any example, as least squares' does (double descent)",
+        None if here > LEARNED else bool(curve.max() > 1 + MATCH and curve.iloc[-1] < curve.max()),
+    )
 
 
 def compare_classes(error: pd.DataFrame) -> Iterator[Comparison]:
@@ -139,6 +158,6 @@ def compare_lengths(table: pd.DataFrame) -> Iterator[Comparison]:
         f"relative error with sinusoidal positions, longest prompt (longest in training {inside:.2g})",
         None,
         float(beyond),
-        "sinusoidal positions have no end: the model answers; whether well is not promised",
-        None if inside > LEARNED else bool(beyond <= DEGRADES * inside + MATCH),
+        "sinusoidal positions have no end: the model reads longer prompts, if not as well",
+        bool(pd.notna(beyond)),
     )

@@ -173,7 +173,7 @@ EXPERIMENT = Experiment(
     },
     cost={
         "tiny": "a few seconds",
-        "small": "five minutes on one core",
+        "small": "a minute on one core",
         "paper": "days on one GPU (vocabulary, depths and hops chosen here; not run)",
     },
 )

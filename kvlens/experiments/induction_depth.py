@@ -141,7 +141,7 @@ EXPERIMENT = Experiment(
     },
     cost={
         "tiny": "a few seconds",
-        "small": "three minutes on one core",
+        "small": "two minutes on one core",
         "paper": "hours on one GPU (the paper's vocabulary and length; not run here)",
     },
 )

@@ -2,7 +2,7 @@
 
 What follows two tokens is read off a fixed random table, which a model must store in its weights; nothing can be copied from
 the context. The paper's worry was that mixing neighbours blurs them. Models of several sizes with and without KV shift learn
-the same table, and are compared where they end.
+the same table.
 """
 
 from collections.abc import Callable, Mapping
@@ -36,9 +36,11 @@ def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
     return Outcome(
         tables={"curves": curves, "final": final},
         figure=draw(curves),
-        comparisons=compare(final),
+        comparisons=compare(curves),
         differences=[
             "The table of 3-grams is random, and larger models get a larger one.",
+            "A shift by one brings the two tokens of a context together before any attention, for which a plain model spends a "
+            "head: on a task of nothing but 3-grams some gain is to be expected.",
             "Sizes: " + ", ".join(_size_in_words(final, size["label"]) for size in settings["sizes"]) + "; the paper's are "
             f"50M, 0.4M and 0.8K. Seeds {settings['seeds']}.",
         ],
@@ -50,22 +52,36 @@ def _size_in_words(final: pd.DataFrame, label: str) -> str:
     return f"{label} ({counts.iloc[0]:,} parameters)"
 
 
-def compare(final: pd.DataFrame) -> list[Comparison]:
-    """The lead of the shifted model at each size, from one row a run.
+def compare(curves: pd.DataFrame) -> list[Comparison]:
+    """The lead of the shifted model at each size, in accuracy, means over seeds.
 
-    Two statements are judged apart: that the shift does no harm, and that it brings little. A size at which neither model is
-    better than twice chance cannot tell.
+    That the shift does no harm is judged at the end of training, that it brings little by the largest lead on the way. A size
+    at which neither model ends above twice chance cannot tell.
+
+    Args:
+        curves: of `train_and_compare`, with columns size and chance; every run of a size has the same steps.
     """
     comparisons = []
-    for size, rows in final.groupby("size", sort=False):
-        mean = rows.groupby("model")["accuracy"].mean()
-        lead = float(mean[SHIFT_NAME] - mean[PLAIN_NAME])
-        learned = mean.max() > 2 * rows["chance"].iloc[0]
-        what = f"{size}: accuracy with KV shift minus without (plain: {mean[PLAIN_NAME]:.3f}; means over seeds)"
-        hurts_not, helps_not = "KV shift does not hurt the learning of 3-grams", "nor does it help much"
+    for size, rows in of_heldout(curves).groupby("size", sort=False):
+        mean = rows.pivot_table(index="step", columns="model", values="accuracy")
+        lead = mean[SHIFT_NAME] - mean[PLAIN_NAME]
+        last, most = float(lead.iloc[-1]), float(lead.max())
+        learned = mean.iloc[-1].max() > 2 * rows["chance"].iloc[0]
         comparisons += [
-            Comparison(what, None, lead, f"{hurts_not} (no worse by more than {EQUAL})", lead >= -EQUAL if learned else None),
-            Comparison(what, None, lead, f"{helps_not} (no better by more than {EQUAL})", lead <= EQUAL if learned else None),
+            Comparison(
+                f"{size}: accuracy with KV shift minus without, after training (plain: {mean[PLAIN_NAME].iloc[-1]:.3f})",
+                None,
+                last,
+                f"KV shift does not hurt the learning of 3-grams (ends no lower by more than {EQUAL})",
+                last >= -EQUAL if learned else None,
+            ),
+            Comparison(
+                f"{size}: largest lead of KV shift at any evaluation",
+                None,
+                most,
+                f"nor does it help much (never higher by more than {EQUAL})",
+                most <= EQUAL if learned else None,
+            ),
         ]
     return comparisons
 
@@ -124,7 +140,7 @@ EXPERIMENT = Experiment(
     },
     cost={
         "tiny": "a few seconds",
-        "small": "four minutes on one core",
+        "small": "a minute and a half on one core",
         "paper": "a day on one GPU (the paper's three sizes of model; not run here)",
     },
 )

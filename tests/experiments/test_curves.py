@@ -174,18 +174,25 @@ def test_width_compares_means_over_seeds_at_each_width():
 @pytest.mark.parametrize(
     ("plain", "shifted", "verdicts"),
     [
-        (0.80, 0.81, [True, True]),
-        (0.80, 0.75, [False, True]),
-        (0.80, 0.90, [True, False]),
-        (0.15, 0.20, [None, None]),  # neither beats twice chance
+        ((0.50, 0.80), (0.51, 0.81), [True, True]),
+        ((0.50, 0.80), (0.50, 0.75), [False, True]),
+        ((0.50, 0.80), (0.40, 0.90), [True, False]),
+        ((0.50, 0.80), (0.60, 0.80), [True, False]),  # a lead on the way that is gone at the end
+        ((0.10, 0.15), (0.13, 0.20), [None, None]),  # neither beats twice chance
     ],
 )
-def test_ngram_judges_harm_and_help_apart(plain, shifted, verdicts):
-    rows = [("s", label, seed, 0.125, mean + d) for label, mean in (("plain", plain), ("KV shift", shifted))
-            for seed, d in enumerate((-0.01, 0.01))]  # fmt: skip
-    comparisons = ngram.compare(runs(*rows, columns=["size", "model", "seed", "chance", "accuracy"]))
-    assert [comparison.holds for comparison in comparisons] == verdicts
-    assert comparisons[0].ours == pytest.approx(shifted - plain)
+def test_ngram_judges_harm_at_the_end_and_help_on_the_way(plain, shifted, verdicts):
+    curves = pd.concat(
+        [
+            course(label, seed, [mean + d for mean in means], size="s", chance=0.125)
+            for label, means in (("plain", plain), ("KV shift", shifted))
+            for seed, d in enumerate((-0.01, 0.01))
+        ]
+    )
+    last, most = ngram.compare(curves)
+    assert [last.holds, most.holds] == verdicts
+    assert last.ours == pytest.approx(shifted[1] - plain[1])
+    assert most.ours == pytest.approx(max(s - p for s, p in zip(shifted, plain, strict=True)))
 
 
 def hop_rows(plain, shifted, n_layers=2):

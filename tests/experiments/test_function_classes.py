@@ -234,7 +234,7 @@ def test_a_deviation_by_a_pencil():
 
 def made_up_errors(**changes):
     """A transformer that matches least squares and keeps that everywhere but where it should not."""
-    at_the_end = {"none": 0.01, "scaled_inputs": 0.6, "skewed_inputs": 0.3, "orthant": 0.02, "noisy": 0.2, **changes}
+    at_the_end = {"none": 0.01, "scaled_inputs": 0.6, "skewed_inputs": 0.3, "orthant": 0.02, **changes}
     rows = []
     for shift, last in at_the_end.items():
         ends = {"transformer": last, "least squares": 0.0, "ridge": 0.2, "nearest neighbours": 0.4}
@@ -248,16 +248,17 @@ def made_up_errors(**changes):
 @pytest.mark.parametrize(
     ("changes", "linear", "shifts"),
     [
-        ({}, [True, True], [True] * 4),
-        ({"none": 0.2}, [False, False], [True, False, True, True]),
-        ({"scaled_inputs": 0.02, "noisy": 0.9}, [True, True], [False, True, True, False]),
-        ({"none": 0.7, "orthant": 0.9}, [False, False], [None] * 4),
+        ({}, [True, True, True], [True] * 3),
+        ({"none": 0.2}, [False, False, False], [True, False, True]),
+        ({"scaled_inputs": 0.02, "orthant": 0.2}, [True, True, True], [False, True, False]),
+        ({"none": 0.7, "orthant": 0.9}, [False, False, False], [None] * 3),
     ],
 )
 def test_claims_about_linear_functions_can_fail(changes, linear, shifts):
     error = made_up_errors(**changes)
-    gap, after = _function_class_claims.compare_linear(error, dimensions=1)
-    assert [gap.holds, after.holds] == linear
+    nearest, gap, after = _function_class_claims.compare_linear(error, dimensions=1)
+    assert [nearest.holds, gap.holds, after.holds] == linear
+    assert nearest.ours == {0.01: "least squares", 0.2: "ridge", 0.7: "nearest neighbours"}[changes.get("none", 0.01)]
     assert gap.ours == after.ours == changes.get("none", 0.01)  # the worse of two seeds
     assert [c.holds for c in _function_class_claims.compare_shifts(error)] == shifts
 
@@ -278,7 +279,21 @@ def test_claims_about_order_can_fail():
     assert [c.holds for c in _function_class_claims.compare_orders(wrong)] == [False] * 4
 
 
-@pytest.mark.parametrize(("beyond", "learned", "holds"), [(0.1, math.nan, [True, True]), (0.5, 0.5, [False, False])])
+@pytest.mark.parametrize(
+    ("learned_so_far", "peak", "last", "holds"),
+    [(0.1, 1.5, 0.4, True), (0.1, 1.0, 0.4, False), (0.1, 1.5, 1.5, False), (0.8, 1.5, 0.4, None)],
+)
+def test_claim_about_noise_can_fail(learned_so_far, peak, last, holds):
+    curves = {"none": (1.0, 0.9, learned_so_far), "noisy": (1.0, peak, last)}
+    rows = [
+        dict(shift=shift, predictor="transformer", n_examples=n, relative_error=error)
+        for shift, errors in curves.items()
+        for n, error in enumerate(errors)
+    ]
+    assert _function_class_claims.compare_noise(pd.DataFrame(rows)).holds is holds
+
+
+@pytest.mark.parametrize(("beyond", "learned", "holds"), [(0.5, math.nan, [True, True]), (math.nan, 0.5, [False, False])])
 def test_claims_about_length_can_fail(beyond, learned, holds):
     rows = [
         dict(positions=positions, n_examples=n, in_training=n < 2, relative_error=error)
