@@ -13,7 +13,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from kvlens.experiments._curves import PLAIN, SHIFTED, draw_curves, train_and_compare
+from kvlens.experiments._curves import PLAIN, SHIFTED, mean_course, train_and_compare
 from kvlens.experiments._seeds import counts_as_positive, differences_by_seed, final_losses, mean_and_spread, tokens_seen
 from kvlens.experiments.outcome import Comparison, Experiment, Outcome
 from kvlens.tasks import make_task
@@ -42,7 +42,13 @@ CLAIMS = {
 }
 """What the paper says of a variant's loss, compared with the free form's. It shows the others without a verdict."""
 
-COLOURS = {NONE: PLAIN, FREE: SHIFTED}
+COLOURS = dict(
+    zip(
+        VARIANTS,
+        (PLAIN, SHIFTED, "#d1662a", "#7c3aed", "#be185d", "#0891b2", "#92400e", "#475569", "#a3a300"),
+        strict=True,
+    )
+)
 
 
 def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
@@ -109,19 +115,27 @@ def draw(course: pd.DataFrame, finals: pd.DataFrame) -> Figure:
     """Left, held-out loss against step; right, how far each variant's training loss ends above the free form's."""
     figure = Figure(figsize=(13, 5.2), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=[1.25, 1])
-    draw_curves(left, course[course["split"] == "heldout"], y="loss", colours=COLOURS)
-    left.set(xlabel="step", ylabel="held-out loss (nats)")
-    left.set_title("Mean over seeds; bands from the least to the largest", loc="left", fontsize=11)
-    left.legend(frameon=False, fontsize=9)
+    _draw_courses(left, course[course["split"] == "heldout"])
     _draw_differences(right, finals)
     return figure
+
+
+def _draw_courses(axes: Axes, heldout: pd.DataFrame) -> None:
+    for label, colour in COLOURS.items():
+        mean = mean_course(heldout[heldout["model"] == label], y="loss")
+        axes.plot(mean["step"], mean["mean"], color=colour, linewidth=1.8, label=label)
+    axes.set(xlabel="step", ylabel="held-out loss (nats)")
+    axes.set_title("Mean over seeds", loc="left", fontsize=11)
+    axes.grid(color="#dddddd", linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=9)
 
 
 def _draw_differences(axes: Axes, finals: pd.DataFrame) -> None:
     order = summarise(finals)["model"].tolist()
     for place, label in enumerate(order):
         differences = differences_by_seed(finals, label, FREE, "train_loss")
-        colour = COLOURS.get(label, "#475569")
+        colour = COLOURS[label]
         axes.plot(differences, [place] * len(differences), "o", color=colour, alpha=0.55, markersize=7, markeredgewidth=0)
         axes.plot([sum(differences) / len(differences)], [place], "|", color=colour, markersize=18, markeredgewidth=2.5)
     axes.axvline(0, color=SHIFTED, linewidth=1)

@@ -285,6 +285,25 @@ def test_arithmetic_compares_free_answers_at_the_tests_length():
     assert (shifted.paper, shifted.ours, shifted.holds) == (0.8909, 0.625, True)
 
 
+def test_the_tests_length_is_not_seen_before_the_test(monkeypatch):
+    """Weights are chosen on problems of the trained lengths; the models have room for the longer ones."""
+    seen = []
+
+    def pretend(task, models, training, seeds, tell, examine):
+        seen.append((task, models))
+        examine("plain", 0, None)
+        return course("plain", 0, [0.5])
+
+    monkeypatch.setattr(arithmetic, "train_and_compare", pretend)
+    monkeypatch.setattr(arithmetic, "answer_accuracy", lambda model, task, n_ops, *_: {"free": n_ops / 10})
+    monkeypatch.setattr(arithmetic, "compare", lambda answers: [])
+    outcome = arithmetic.run(arithmetic.EXPERIMENT.scales["small"], lambda text: None)
+    (task, models), longer = seen[0], make_task("arithmetic", max_ops=3, test_ops=4)
+    assert (task.max_ops, task.test_ops) == (3, 0)
+    assert all(model["n_ctx"] == longer.n_positions > task.n_positions for model in models.values())
+    assert outcome.tables["answers"]["accuracy"].tolist() == [0.1, 0.2, 0.3, 0.4]
+
+
 # --- settings ---
 
 
