@@ -46,19 +46,17 @@ def kv_shift(
     boundary = boundary.to(x.dtype).expand(x.shape[0], -1, -1, -1)
     if mask is not None:
         return _shift_real_tokens(x, coef, boundary, mask)
-    recent = x[:, max(x.shape[1] - window, 0) :]
-    return _shift_all(x, coef, boundary), torch.cat([boundary, recent], dim=1)[:, recent.shape[1] :]
+    extended = torch.cat([boundary, x], dim=1)  # row w + i is token i
+    return _shift_all(x, coef, extended), extended[:, x.shape[1] :].clone()
 
 
-def _shift_all(x: Tensor, coef: Tensor, boundary: Tensor) -> Tensor:
-    window, pos = boundary.shape[1], x.shape[1]
+def _shift_all(x: Tensor, coef: Tensor, extended: Tensor) -> Tensor:
+    """Out of place: in-place sums over slices would cost the backward pass a copy each."""
+    window, pos = coef.shape[1] - 1, x.shape[1]
     taps = coef.to(x.dtype)[:, :, None]
     shifted = x * taps[:, 0]
     for s in range(1, window + 1):
-        if pos > s:
-            shifted[:, s:].addcmul_(x[:, :-s], taps[:, s])
-        reach = min(s, pos)
-        shifted[:, :reach].addcmul_(boundary[:, window - s : window - s + reach], taps[:, s])
+        shifted = torch.addcmul(shifted, extended[:, window - s : window - s + pos], taps[:, s])
     return shifted
 
 
