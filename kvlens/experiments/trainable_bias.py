@@ -9,7 +9,7 @@ and the same batches; what differs afterwards is the bias' doing. The two are th
 and a difference counts where it exceeds two standard errors.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pandas as pd
@@ -30,11 +30,12 @@ def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
     models = {WITHOUT: settings["model"], WITH: {**settings["model"], "trainable_kv_bias": True}}
     curves = train_and_compare(task, models, settings["training"], settings["seeds"], tell)
     by_seed = measures_by_seed(curves)
+    comparisons = compare(by_seed)
     return Outcome(
         tables={"curves": curves, "by_seed": by_seed},
         figure=draw(curves),
-        comparisons=compare(by_seed),
-        differences=_differences(task, settings),
+        comparisons=comparisons,
+        differences=[*_differences(task, settings, comparisons)],
     )
 
 
@@ -87,13 +88,17 @@ def compare(by_seed: pd.DataFrame) -> list[Comparison]:
     ]
 
 
-def _differences(task: Task, settings: Mapping[str, Any]) -> list[str]:
+def _differences(task: Task, settings: Mapping[str, Any], comparisons: list[Comparison]) -> Iterator[str]:
     model = settings["model"]
-    return [
+    yield (
         f"A model of {model['n_layers']} layers and width {model['d_model']}, {settings['training']['steps']} steps, "
-        f"{task.d_input} letters, sequences of {task.n_positions}; the paper's has 12 layers of width 128, and 52 letters.",
-        "The paper prints one pair of curves; its seeds and schedule are not known to us.",
-    ]
+        f"{task.d_input} letters, sequences of {task.n_positions}; the paper's has 12 layers of width 128, and 52 letters."
+    )
+    yield "The paper prints one pair of curves; its seeds and schedule are not known to us."
+    if model.get("normalizer") == "none":
+        yield "Nothing normalises the attention of this model: b_KV is trained, and b_D, which would have no effect, is not."
+    if all(comparison.holds is None for comparison in comparisons):
+        yield "With and without bias terms the model learns alike here: seeds differ by more than the bias terms change."
 
 
 def draw(curves: pd.DataFrame) -> Figure:

@@ -274,15 +274,18 @@ def test_free_answers_are_the_greedy_ones_of_the_model_itself():
     assert arithmetic.answer_accuracy(model, task, 2, 11, seed=2) == expected
 
 
-def test_arithmetic_compares_free_answers_at_the_tests_length():
-    rows = [("Tr3-Te4", "Tr12-Te15", 4, label, seed, n_ops, way, accuracy)
+@pytest.mark.parametrize(("chance", "holds"), [(0.2, [None, True, False]), (1 / 3, [None, None, False])])
+def test_arithmetic_compares_free_answers_unless_both_guess(chance, holds):
+    rows = [("Tr3-Te4", "Tr12-Te15", 3, 4, chance, label, seed, n_ops, way, accuracy)
             for label, ends in (("plain", (0.25, 0.5)), ("KV shift", (0.5, 0.75)))
             for seed, end in enumerate(ends)
-            for n_ops, way, accuracy in ((4, "free", end), (4, "forced", 0.0), (1, "free", 1.0))]  # fmt: skip
-    names = ["row", "stands_for", "test_ops", "model", "seed", "n_ops", "way", "accuracy"]
-    plain, shifted = arithmetic.compare(runs(*rows, columns=names))
-    assert (plain.paper, plain.ours, plain.holds) == (0.8154, 0.375, None)
-    assert (shifted.paper, shifted.ours, shifted.holds) == (0.8909, 0.625, True)
+            for n_ops, way, accuracy in ((4, "free", end), (4, "forced", 0.0), (3, "free", 1.1 - end))]  # fmt: skip
+    names = ["row", "stands_for", "max_ops", "test_ops", "chance", "model", "seed", "n_ops", "way", "accuracy"]
+    plain, shifted, trained = arithmetic.compare(runs(*rows, columns=names))
+    assert (plain.paper, plain.ours) == (0.8154, 0.375)
+    assert (shifted.paper, shifted.ours) == (0.8909, 0.625)
+    assert (trained.paper, trained.ours) == (None, pytest.approx(-0.25))
+    assert [plain.holds, shifted.holds, trained.holds] == holds
 
 
 def test_the_tests_length_is_not_seen_before_the_test(monkeypatch):
