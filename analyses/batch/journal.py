@@ -124,8 +124,12 @@ class Journal:
         )
 
     def delete(self) -> None:
-        """Close the journal and remove it: the table stands."""
+        """Close the journal and remove it: the table stands.
+
+        SQLite's own rollback file goes first: it holds nothing any more, and left alone it would stay for ever.
+        """
         self._db.close()
+        self.path.with_name(f"{self.path.name}-journal").unlink(missing_ok=True)
         self.path.unlink(missing_ok=True)
 
 
