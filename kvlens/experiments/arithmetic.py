@@ -167,8 +167,14 @@ def draw(answers: pd.DataFrame) -> Figure:
         axes.set_xticks(sorted(set(rows["n_ops"].tolist())))
         axes.set(xlabel="operations in the problem", ylim=(0, 1.03))
     figure.axes[0].set_ylabel("final answers right, written freely")
-    figure.axes[0].legend(
-        frameon=False, fontsize=9, loc="lower left", title="mean over seeds; band: least to largest", title_fontsize=8
+    figure.legend(
+        *figure.axes[0].get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=3,
+        frameon=False,
+        fontsize=9,
+        title="mean over seeds; band: least to largest",
+        title_fontsize=8,
     )
     return figure
 
