@@ -19,11 +19,16 @@ if TYPE_CHECKING:
 def build_with_ready_tokenizer(
     cls: type["HookedKVTransformer"], cfg: HookedKVTransformerConfig, tokenizer: Any, move_to_device: bool = True
 ) -> "HookedKVTransformer":
-    """Construct without TransformerLens' look-up of the tokenizer by name (which goes to the network), then set it."""
+    """Construct without TransformerLens' look-up of the tokenizer by name (which goes to the network), then set it.
+
+    What its look-up finds out, whether the tokenizer puts a BOS in front by itself, is found out here where nobody knows.
+    """
     name, cfg.tokenizer_name = cfg.tokenizer_name, None
     model = cls(cfg, move_to_device=move_to_device)
     cfg.tokenizer_name = name
     model.tokenizer = tokenizer
+    if tokenizer is not None and cfg.tokenizer_prepends_bos is None:
+        cfg.tokenizer_prepends_bos = len(tokenizer.encode("")) > 0
     return model
 
 

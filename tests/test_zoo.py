@@ -1,0 +1,48 @@
+"""The models that ship: each loads, does what its card says, and those of text read and write text."""
+
+import json
+
+import pytest
+import torch
+
+from kvlens import HookedKVTransformer, zoo
+from kvlens.tasks import make_task
+from kvlens.training import score_heldout
+
+NAMES = zoo.names()
+
+
+def test_five_models_ship_in_less_than_30_megabytes():
+    assert {"bigram-linear", "docs-linear", "docs-shift", "induction-plain-2l", "induction-shift-1l"} == set(NAMES)
+    assert sum(file.stat().st_size for name in NAMES for file in zoo.folder_of(name).iterdir()) < 30e6
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_card_and_facts_are_of_this_model(name):
+    folder, model = zoo.folder_of(name), HookedKVTransformer.from_zoo(name)
+    facts = json.loads((folder / "training.json").read_text(encoding="utf-8"))
+    assert facts["name"] == name and facts["n_parameters"] == sum(p.numel() for p in model.parameters())
+    card = (folder / "MODEL_CARD.md").read_text(encoding="utf-8")
+    for piece in (f"kvlens train {name}", f"{facts['n_parameters']:,} parameters", "Licence", "seed"):
+        assert piece in card
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("docs")])
+def test_held_out_accuracy_is_as_the_facts_say(name):
+    facts = json.loads((zoo.folder_of(name) / "training.json").read_text(encoding="utf-8"))
+    task = make_task(facts["recipe"]["task"], **facts["recipe"]["task_settings"])
+    _, accuracy = score_heldout(HookedKVTransformer.from_zoo(name), task, 64, seed=2)
+    # Another draw of at least 600 scored positions: one in 1,000 is wrong, and three wrong ones are allowed.
+    assert accuracy >= 0.995
+    assert facts["heldout"]["accuracy"] >= 0.999
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("docs")])
+def test_models_of_text_read_and_write_text(name):
+    model = HookedKVTransformer.from_zoo(name)
+    tokens = model.to_tokens("Return a list of the names.")
+    assert tokens[0, 0] == model.tokenizer.bos_token_id
+    assert model.to_tokens("Return", prepend_bos=False)[0, 0] != model.tokenizer.bos_token_id
+    text = model.generate("Return a list of", max_new_tokens=5, do_sample=False, verbose=False)
+    assert text.startswith("Return a list of") and len(text) > len("Return a list of")
+    assert torch.isfinite(model(tokens)).all()
