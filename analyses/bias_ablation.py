@@ -11,7 +11,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from analyses._interventions import MEMORY_A_PASS as MEMORY_A_PASS
 from analyses._interventions import Interventions, donors_of
 from analyses._logit_attribution import logit_target
 from analyses._sequences import TextTokens, one_sequence

@@ -1,10 +1,12 @@
 """Writing files and folders whole or not at all: into a temporary neighbour first, then renamed into place."""
 
+import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from kvlens.errors import KVLensError
 
@@ -58,6 +60,17 @@ def write_folder(folder: str | Path, fill: Callable[[Path], object]) -> Path:
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
     return path
+
+
+def plain(value: Any) -> Any:
+    """``value`` in JSON's own types: tuples as lists, numpy's and torch's numbers as Python's, NaN and infinity as null."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if hasattr(value, "item"):
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def check_writable(path: Path) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from kvlens.tasks import Task
 from kvlens.training import TrainResult, build_model, train
@@ -98,26 +97,6 @@ def mean_course(table: pd.DataFrame, x: str = "step", y: str = "accuracy") -> pd
     by_seed = table.pivot_table(index=x, columns="seed", values=y).sort_index().ffill()
     course = dict(mean=by_seed.mean(axis=1), least=by_seed.min(axis=1), largest=by_seed.max(axis=1))
     return pd.DataFrame(course).reset_index()
-
-
-def curve_figure(
-    table: pd.DataFrame,
-    x: str = "step",
-    y: str = "accuracy",
-    *,
-    title: str,
-    x_label: str | None = None,
-    y_label: str | None = None,
-    colours: Mapping[str, str] | None = None,
-) -> Figure:
-    """A figure of one panel: `draw_curves` with a legend."""
-    figure = Figure(figsize=(7.2, 4.6), layout="constrained")
-    axes = figure.subplots()
-    draw_curves(axes, table, x, y, colours=colours)
-    axes.set(xlabel=x_label or x, ylabel=y_label or y)
-    axes.set_title(title, loc="left", fontsize=11)
-    axes.legend(frameon=False, fontsize=9)
-    return figure
 
 
 def draw_curves(

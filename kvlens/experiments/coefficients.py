@@ -21,6 +21,7 @@ import torch
 
 from kvlens.errors import KVLensError, nearest
 from kvlens.experiments._coefficient_figure import draw
+from kvlens.experiments._text_scales import TINY_TEXT
 from kvlens.experiments.outcome import Comparison, Experiment, Outcome
 from kvlens.model import HookedKVTransformer
 from kvlens.ops.kv_shift import coefficients_from_parameter
@@ -262,7 +263,7 @@ EXPERIMENT = Experiment(
         "tiny": dict(
             models=[],
             train=dict(
-                task=dict(corpus="topics", vocab_size=300, length=24),
+                task=TINY_TEXT,
                 model=dict(n_layers=2, d_model=24, d_head=8, attn_only=True, kv_shift=True),
                 training=dict(steps=20, batch_size=4, learning_rate=3e-2, eval_every=2, eval_sequences=4),
             ),

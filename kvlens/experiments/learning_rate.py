@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kvlens.experiments._curves import PLAIN, SHIFTED, train_and_compare
 from kvlens.experiments._seeds import counts_as_positive, differences_by_seed, final_losses, mean_and_spread, tokens_seen
+from kvlens.experiments._text_scales import PAPER_TEXT, PAPER_TRAINING, SMALL_TEXT, TINY_TEXT
 from kvlens.experiments.outcome import Comparison, Experiment, Outcome
 from kvlens.tasks import Task
 from kvlens.tasks.text import TextTask
@@ -181,25 +182,23 @@ EXPERIMENT = Experiment(
     run=run,
     scales={
         "tiny": dict(
-            task=dict(corpus="topics", vocab_size=300, length=24),
+            task=TINY_TEXT,
             model=dict(n_layers=1, d_model=16, d_head=8, attn_only=True),
             training=dict(steps=30, batch_size=4, eval_every=30, eval_sequences=4),
             rates=[3e-2, 3.0],
             seeds=[0, 1],
         ),
         "small": dict(
-            task=dict(corpus="docs", vocab_size=1024, length=128),
+            task=SMALL_TEXT,
             model=dict(n_layers=2, d_model=64, d_head=16),
             training=dict(steps=150, batch_size=8, eval_every=50, eval_sequences=32),
             rates=[1e-3, 3e-3, 1e-2, 3e-2, 1e-1],
             seeds=[0, 1, 2],
         ),
         "paper": dict(
-            task=dict(corpus="pretraining-text", vocab_size=32000, length=2048),
+            task=PAPER_TEXT,
             model=dict(n_layers=24, d_model=2048, d_head=128, act_fn="silu", gated_mlp=True, normalization_type="RMS"),
-            training=dict(
-                steps=20_000, batch_size=256, weight_decay=0.1, eval_every=500, eval_sequences=256, precision="bfloat16"
-            ),
+            training=PAPER_TRAINING,
             rates=[2e-4, 1e-3, 1e-2],
             seeds=[0, 1, 2],
         ),

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from kvlens.errors import KVLensError
-from kvlens.files import check_writable, write_folder
+from kvlens.files import check_writable, plain, write_folder
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -125,7 +125,7 @@ def write_outcome(
             table.to_parquet(temporary / f"{name}.parquet", index=False)
         outcome.figure.savefig(temporary / "figure.png", dpi=150, bbox_inches="tight")
         outcome.figure.savefig(temporary / "figure.svg", bbox_inches="tight", metadata={"Date": None})
-        (temporary / SUMMARY).write_text(json.dumps(_plain(summary), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        (temporary / SUMMARY).write_text(json.dumps(plain(summary), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
     write_folder(folder, fill)
     return summary
@@ -136,14 +136,3 @@ def _is_outcome(folder: Path) -> bool:
         return json.loads((folder / SUMMARY).read_text(encoding="utf-8"))["format"] == FORMAT
     except (OSError, ValueError, KeyError, TypeError):
         return False
-
-
-def _plain(value: Any) -> Any:
-    """JSON's own types: tuples as lists, numbers that do not exist as null."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if hasattr(value, "item"):
-        value = value.item()
-    return None if isinstance(value, float) and (value != value or abs(value) == float("inf")) else value

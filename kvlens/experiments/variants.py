@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 
 from kvlens.experiments._curves import PLAIN, SHIFTED, mean_course, train_and_compare
 from kvlens.experiments._seeds import counts_as_positive, differences_by_seed, final_losses, mean_and_spread, tokens_seen
+from kvlens.experiments._text_scales import PAPER_TEXT, PAPER_TRAINING, SMALL_TEXT, TINY_TEXT
 from kvlens.experiments.outcome import Comparison, Experiment, Outcome
 from kvlens.tasks import make_task
 
@@ -155,29 +156,21 @@ EXPERIMENT = Experiment(
     run=run,
     scales={
         "tiny": dict(
-            task=dict(corpus="topics", vocab_size=300, length=24),
+            task=TINY_TEXT,
             model=dict(n_layers=1, d_model=16, d_head=8, attn_only=True),
             training=dict(steps=8, batch_size=4, learning_rate=1e-2, eval_every=4, eval_sequences=4),
             seeds=[0, 1],
         ),
         "small": dict(
-            task=dict(corpus="docs", vocab_size=1024, length=128),
+            task=SMALL_TEXT,
             model=dict(n_layers=2, d_model=64, d_head=16),
             training=dict(steps=200, batch_size=8, learning_rate=1e-2, eval_every=20, eval_sequences=32),
             seeds=[0, 1, 2],
         ),
         "paper": dict(
-            task=dict(corpus="pretraining-text", vocab_size=32000, length=2048),
+            task=PAPER_TEXT,
             model=dict(n_layers=24, d_model=2048, d_head=128, act_fn="silu", gated_mlp=True, normalization_type="RMS"),
-            training=dict(
-                steps=20_000,
-                batch_size=256,
-                learning_rate=3e-4,
-                weight_decay=0.1,
-                eval_every=500,
-                eval_sequences=256,
-                precision="bfloat16",
-            ),
+            training={**PAPER_TRAINING, "learning_rate": 3e-4},
             seeds=[0],
         ),
     },

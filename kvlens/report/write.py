@@ -1,11 +1,9 @@
 """A report on disk: a page to open, one Parquet file a table, the bias, and ``summary.json`` with every headline figure."""
 
 import json
-import math
 from pathlib import Path
-from typing import Any
 
-from kvlens.files import write_folder
+from kvlens.files import plain, write_folder
 from kvlens.report.build import Report
 from kvlens.report.folder import SUMMARY, check_folder
 from kvlens.report.page import build_page
@@ -32,7 +30,7 @@ def write_report(report: Report, folder: str | Path, *, overwrite: bool = False)
         report.bias.save(temporary / BIAS)
         build_page(report).save_html(temporary / PAGE)
         summary = {**report.summary, "files": report_files(report)}
-        text = json.dumps(_plain(summary), indent=2, ensure_ascii=False, allow_nan=False)
+        text = json.dumps(plain(summary), indent=2, ensure_ascii=False, allow_nan=False)
         (temporary / SUMMARY).write_text(text + "\n", encoding="utf-8")
 
     return write_folder(check_folder(folder, overwrite=overwrite), fill)
@@ -41,12 +39,3 @@ def write_report(report: Report, folder: str | Path, *, overwrite: bool = False)
 def report_files(report: Report) -> list[str]:
     """The files of the report, relative to its folder. Whatever is written must stand here, or it blocks overwriting."""
     return [SUMMARY, *(f"{name}.parquet" for name in report.tables), BIAS, PAGE]
-
-
-def _plain(value: Any) -> Any:
-    """JSON's own types; a number that does not exist (the loss on one token) is null."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

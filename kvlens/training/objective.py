@@ -11,6 +11,7 @@ import math
 from typing import NamedTuple
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -61,6 +62,14 @@ class Objective(nn.Module):
             return Score(loss, torch.tensor(math.nan, device=device), n_scored)
         loss = F.cross_entropy(predicted, wanted, reduction="sum")
         return Score(loss, (predicted.detach().argmax(dim=-1) == wanted).sum(), n_scored)
+
+
+def score_in_parts(objective: Objective, batch: Batch, batch_size: int) -> Float[Tensor, "3"]:
+    """Summed loss, right predictions and scored positions of ``batch``, ``batch_size`` sequences at a time, in float64."""
+    parts = zip(*(part.split(batch_size) for part in batch), strict=True)
+    scores = [objective(Batch(*part)) for part in parts]
+    sums = [torch.stack([s.loss.double(), s.correct.double(), s.loss.new_tensor(s.n_scored).double()]) for s in scores]
+    return torch.stack(sums).sum(dim=0)
 
 
 def scored_predictions(model: Model, inputs: Tensor, scored: Tensor) -> Tensor:

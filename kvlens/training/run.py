@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from kvlens.errors import KVLensError
 from kvlens.tasks import Task
 from kvlens.training.distributed import Workers
-from kvlens.training.objective import Model, Objective
+from kvlens.training.objective import Model, Objective, score_in_parts
 from kvlens.training.settings import TrainSettings
 
 
@@ -118,10 +118,7 @@ class Run:
         """Judge the weights on the held-out sequences, and keep them if they are the best so far."""
         done, size = self.progress, max(1, self.settings.batch_size // self.workers.count)
         self.model.eval()
-        parts = zip(*(part.split(size) for part in self._heldout), strict=True)
-        scores = [self._objective(type(self._heldout)(*part)) for part in parts]
-        sums = [torch.stack([s.loss.double(), s.correct.double(), s.loss.new_tensor(s.n_scored).double()]) for s in scores]
-        loss, correct, count = self.workers.sum(torch.stack(sums).sum(dim=0)).tolist()
+        loss, correct, count = self.workers.sum(score_in_parts(self._objective, self._heldout, size)).tolist()
         row = Row(done.step, "heldout", loss / count, correct / count, done.tokens, self._rate, math.nan)
         done.since_best += 1
         if row.loss < done.best_loss:

@@ -25,7 +25,7 @@ from tqdm.auto import tqdm
 from kvlens.tasks import Task
 from kvlens.training.checkpoint import CheckpointFolder, metrics_frame
 from kvlens.training.distributed import Workers
-from kvlens.training.objective import Model, Objective, check_fit
+from kvlens.training.objective import Model, Objective, check_fit, score_in_parts
 from kvlens.training.run import Row, Run
 from kvlens.training.settings import TrainSettings
 
@@ -122,13 +122,10 @@ def score_heldout(model: Model, task: Task, n_sequences: int, *, seed: int = 0, 
     was_training, heldout = model.training, task.heldout(n_sequences, seed)
     model.eval()
     try:
-        objective = Objective(model)
-        parts = zip(*(part.split(batch_size) for part in heldout), strict=True)
-        scores = [objective(type(heldout)(*part)) for part in parts]
+        loss, correct, count = score_in_parts(Objective(model), heldout, batch_size).tolist()
     finally:
         model.train(was_training)
-    count = sum(score.n_scored for score in scores)
-    return sum(float(s.loss) for s in scores) / count, sum(float(s.correct) for s in scores) / count
+    return loss / count, correct / count
 
 
 def _loop(run: Run, store: CheckpointFolder | None, show: bool) -> None:

@@ -107,7 +107,8 @@ def test_a_run_that_stopped_early_keeps_its_last_value_in_the_mean():
 
 def test_curves_are_drawn_in_the_tables_order_and_the_given_colours():
     table = pd.concat([course("b", 0, [0.2, 1.0]), course("a", 0, [0.5, 0.25])], ignore_index=True)
-    figure = _curves.curve_figure(table, title="t", colours={"a": "#010203"})
+    figure = Figure()
+    _curves.draw_curves(figure.subplots(), table, colours={"a": "#010203"})
     lines = figure.axes[0].get_lines()
     assert [line.get_label() for line in lines] == ["b", "a"]
     assert lines[1].get_ydata().tolist() == [0.5, 0.25]

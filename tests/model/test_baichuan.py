@@ -1,7 +1,6 @@
 """A Baichuan-M1-type folder gives the logits of a plain-torch model of the published format, without any remote code."""
 
 import json
-import socket
 
 import pytest
 import torch
@@ -17,18 +16,7 @@ TOKENS = torch.randint(0, CONFIG["vocab_size"], (2, 17), generator=torch.Generat
 N_TERMS = CONFIG["num_hidden_layers"] * (4 * 24 + 37 + 17) + 24
 
 
-@pytest.fixture(autouse=True)
-def no_network(monkeypatch):
-    attempts = []
-
-    def refuse(*args, **kwargs):
-        attempts.append(args)
-        raise OSError("no network in this test")
-
-    monkeypatch.setattr(socket.socket, "connect", refuse)
-    monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    yield
-    assert attempts == []
+pytestmark = pytest.mark.usefixtures("no_network")
 
 
 def exact_model(folder, **kwargs) -> HookedKVTransformer:

@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import socket
 import tempfile
 from pathlib import Path
 
@@ -27,19 +26,7 @@ N_TERMS = N_LAYERS * (4 * 48 + 96 + N_CTX + 10) + 48
 TOKENS = torch.randint(0, D_VOCAB, (2, 17), generator=torch.Generator().manual_seed(7))
 
 
-@pytest.fixture(autouse=True)
-def no_network(monkeypatch):
-    """Any attempt to reach a network fails, and the test with it, even where a library swallows the failure."""
-    attempts = []
-
-    def refuse(*args, **kwargs):
-        attempts.append(args)
-        raise OSError("no network in this test")
-
-    monkeypatch.setattr(socket.socket, "connect", refuse)
-    monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    yield
-    assert attempts == []
+pytestmark = pytest.mark.usefixtures("no_network")
 
 
 @pytest.fixture
