@@ -1,66 +1,59 @@
-"""Adding biases. b_KV and b_D are sums over tokens, so they add; a boundary is not a sum, and must be chosen."""
+"""Adding biases. b_KV and b_D are sums over tokens, so they add; a boundary is not a sum, and must be chosen.
+
+Functions of the objects that they are given: the class itself (:class:`kvlens.KVBias`) stands above this module.
+"""
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvlens.errors import KVLensError
-from kvlens.kv_bias.kv_bias import BOUNDARY, KVBias
+
+BOUNDARY = ("last_k", "last_v", "last_q")
 
 
-def combine(
-    *biases: KVBias,
-    weights: Sequence[float | int] | None = None,
-    boundary: Literal["equal", "first", "last", "zero"] = "equal",
-) -> KVBias:
-    """The weighted sum of b_KV and b_D.
+def fields_of_sum(biases: Sequence[Any], weights: Sequence[float | int] | None, boundary: str) -> dict[str, Any]:
+    """The fields in which the weighted sum of ``biases`` (KVBias objects) differs from the first of them.
 
     Args:
-        biases: of one model, with one batch shape.
-        weights: one a bias; 1 if None.
-        boundary: ``equal`` refuses biases whose boundaries differ; ``first`` and ``last`` take that bias's boundary and
-            position offset; ``zero`` takes no boundary and the first one's offset, which must then agree.
-
-    Returns:
-        Their combination. ``n_prompt_tokens`` is the number of tokens of all of them.
+        biases: at least one.
+        weights: one per bias; 1 if None.
+        boundary: "equal", "first", "last" or "zero", as in :meth:`kvlens.KVBias.combine`.
 
     Raises:
-        KVLensError: nothing to add, different models or batch shapes, boundaries or offsets that differ.
+        KVLensError: different models, dtypes, devices or batch shapes; boundaries or offsets that differ and were not chosen.
     """
-    if not biases or not all(isinstance(bias, KVBias) for bias in biases):
-        came = ", ".join(type(bias).__name__ for bias in biases) or "nothing"
-        raise KVLensError(f"combine: expected biases, combine(a, b, ...), got {came}")
     weights = [1.0] * len(biases) if weights is None else list(weights)
     if len(weights) != len(biases):
-        raise KVLensError(f"combine: expected one weight a bias, got {len(weights)} weights for {len(biases)} biases")
+        raise KVLensError(f"combine: expected one weight per bias, got {len(weights)} weights for {len(biases)} biases")
     if boundary not in ("equal", "first", "last", "zero"):
         raise KVLensError(f"combine: unknown boundary {boundary!r}, expected 'equal', 'first', 'last' or 'zero'")
     first = biases[0]
     for other in biases[1:]:
-        other.fingerprint.check(first.fingerprint, "combine", whose="the first bias")
-        if other.b_KV.dtype != first.b_KV.dtype:
-            raise KVLensError(f"combine: dtypes differ: {first.b_KV.dtype} and {other.b_KV.dtype}; bias.to(dtype) converts")
-        if other.b_KV.device != first.b_KV.device:
-            raise KVLensError(f"combine: devices differ: {first.b_KV.device} and {other.b_KV.device}; bias.to(device) moves")
-        if other.b_KV.shape != first.b_KV.shape:
-            raise KVLensError(f"combine: batch shapes differ: {list(first.b_KV.shape)} and {list(other.b_KV.shape)}")
+        _check_same_kind(first, other)
         _check_agreement(first, other, boundary)
     chosen = biases[-1] if boundary == "last" else first
+    changed = {name: getattr(chosen, name) for name in (*BOUNDARY, "position_offset")}
     if boundary == "zero":
-        zeros: dict[str, Any] = {name: torch.zeros_like(getattr(chosen, name)) for name in BOUNDARY}
-        chosen = replace(chosen, **zeros)
-    return replace(
-        chosen,
-        b_KV=torch.stack([w * b.b_KV for w, b in zip(weights, biases, strict=True)]).sum(dim=0),
-        b_D=torch.stack([w * b.b_D for w, b in zip(weights, biases, strict=True)]).sum(dim=0),
-        n_prompt_tokens=sum(b.n_prompt_tokens for b in biases),
-    )
+        changed |= {name: torch.zeros_like(getattr(first, name)) for name in BOUNDARY}
+    for name in ("b_KV", "b_D"):
+        changed[name] = torch.stack([w * getattr(b, name) for w, b in zip(weights, biases, strict=True)]).sum(dim=0)
+    return {**changed, "n_prompt_tokens": sum(b.n_prompt_tokens for b in biases)}
 
 
-def _check_agreement(first: KVBias, other: KVBias, boundary: str) -> None:
+def _check_same_kind(first: Any, other: Any) -> None:
+    other.fingerprint.check(first.fingerprint, "combine", whose="the first bias")
+    if other.b_KV.dtype != first.b_KV.dtype:
+        raise KVLensError(f"combine: dtypes differ: {first.b_KV.dtype} and {other.b_KV.dtype}; bias.to(dtype) converts")
+    if other.b_KV.device != first.b_KV.device:
+        raise KVLensError(f"combine: devices differ: {first.b_KV.device} and {other.b_KV.device}; bias.to(device) moves")
+    if other.b_KV.shape != first.b_KV.shape:
+        raise KVLensError(f"combine: batch shapes differ: {list(first.b_KV.shape)} and {list(other.b_KV.shape)}")
+
+
+def _check_agreement(first: Any, other: Any, boundary: str) -> None:
     hint = "; kvlens.combine(a, b, boundary='last') chooses one"
     if boundary == "equal":
         for name in BOUNDARY:

@@ -11,20 +11,19 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal, Self
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens.errors import KVLensError
+from kvlens.kv_bias.arithmetic import fields_of_sum
 from kvlens.kv_bias.fingerprint import Fingerprint
-
-if TYPE_CHECKING:
-    from typing import Self
+from kvlens.kv_bias.storage import read_bias_file, write_bias_file
 
 TENSORS = ("b_KV", "b_D", "last_k", "last_v", "last_q")
-BOUNDARY = ("last_k", "last_v", "last_q")
+COUNTS = ("n_prompt_tokens", "position_offset")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -99,7 +98,7 @@ class KVBias:
             f"n_prompt_tokens={plain(self.n_prompt_tokens)}, position_offset={plain(self.position_offset)})"
         )
 
-    def to(self, device_or_dtype: torch.device | torch.dtype | str) -> "Self":
+    def to(self, device_or_dtype: torch.device | torch.dtype | str) -> Self:
         """The same bias on another device or in another floating dtype."""
         if isinstance(device_or_dtype, torch.dtype) and not device_or_dtype.is_floating_point:
             raise KVLensError(f"KVBias.to: expected a floating dtype or a device, got {device_or_dtype}")
@@ -110,12 +109,12 @@ class KVBias:
                 moved[name] = value.to(device_or_dtype) if isinstance(value, Tensor) else value
         return replace(self, **moved)
 
-    def detach(self) -> "Self":
+    def detach(self) -> Self:
         """The same bias, cut off from the graph that ``convert_prompt(..., detach=False)`` kept."""
         detached: dict[str, Any] = {name: getattr(self, name).detach() for name in TENSORS}
         return replace(self, **detached)
 
-    def select_prompt(self, index: int) -> "Self":
+    def select_prompt(self, index: int) -> Self:
         """One prompt of a batch, without the batch axis."""
         if self.batch_size is None:
             raise KVLensError("select_prompt: this bias holds a single prompt, without a batch axis")
@@ -128,7 +127,7 @@ class KVBias:
             picked[name] = int(value[index]) if isinstance(value, Tensor) else value
         return replace(self, **picked)
 
-    def select(self, layers: Sequence[int] = (), heads: Sequence[tuple[int, int]] = ()) -> "Self":
+    def select(self, layers: Sequence[int] = (), heads: Sequence[tuple[int, int]] = ()) -> Self:
         """Keep b_KV and b_D of the union of the named layers and (layer, head) pairs; zeros elsewhere.
 
         The boundary stays as it is, so that two selections that complete each other add up to the whole.
@@ -146,17 +145,35 @@ class KVBias:
         keep = keep if self.batch_size is None else keep[:, None]
         return replace(self, b_KV=self.b_KV * keep[..., None, None], b_D=self.b_D * keep[..., None])
 
-    def zero_like(self) -> "Self":
+    def zero_like(self) -> Self:
         """Zeros throughout, boundary included: the model's own behaviour, at this bias's position offset."""
         zeros: dict[str, Any] = {name: torch.zeros_like(getattr(self, name)) for name in TENSORS}
         return replace(self, **zeros)
 
     @staticmethod
-    def combine(*biases: "KVBias", **how: Any) -> "KVBias":
-        """The weighted sum of several: see :func:`kvlens.combine`."""
-        from kvlens.kv_bias.arithmetic import combine  # imports this module
+    def combine(
+        *biases: "KVBias",
+        weights: Sequence[float | int] | None = None,
+        boundary: Literal["equal", "first", "last", "zero"] = "equal",
+    ) -> "KVBias":
+        """The weighted sum of b_KV and b_D. ``kvlens.combine`` is this function.
 
-        return combine(*biases, **how)
+        Args:
+            biases: of one model, with one batch shape.
+            weights: one per bias; 1 if None.
+            boundary: ``equal`` refuses biases whose boundaries differ; ``first`` and ``last`` take that bias's boundary and
+                position offset; ``zero`` takes no boundary and the first one's offset, which must then agree.
+
+        Returns:
+            Their combination. ``n_prompt_tokens`` is the number of tokens of all of them.
+
+        Raises:
+            KVLensError: nothing to add, different models or batch shapes, boundaries or offsets that differ.
+        """
+        if not biases or not all(isinstance(bias, KVBias) for bias in biases):
+            came = ", ".join(type(bias).__name__ for bias in biases) or "nothing"
+            raise KVLensError(f"combine: expected biases, combine(a, b, ...), got {came}")
+        return replace(biases[0], **fields_of_sum(biases, weights, boundary))
 
     def __add__(self, other: "KVBias") -> "KVBias":
         return self._combine(other, (1.0, 1.0))
@@ -167,34 +184,42 @@ class KVBias:
     def __radd__(self, other: object) -> "KVBias":
         return self if isinstance(other, int) and other == 0 else NotImplemented  # sum([a, b]) starts from 0
 
-    def __mul__(self, factor: float | int) -> "Self":
+    def __mul__(self, factor: float | int) -> Self:
         if not isinstance(factor, (int, float)):
             return NotImplemented
         return replace(self, b_KV=self.b_KV * factor, b_D=self.b_D * factor)
 
     __rmul__ = __mul__
 
-    def __truediv__(self, factor: float | int) -> "Self":
+    def __truediv__(self, factor: float | int) -> Self:
         return self * (1.0 / factor)
 
-    def __neg__(self) -> "Self":
+    def __neg__(self) -> Self:
         return self * -1.0
 
     def _combine(self, other: "KVBias", weights: tuple[float, float]) -> "KVBias":
         return KVBias.combine(self, other, weights=weights) if isinstance(other, KVBias) else NotImplemented
 
     def save(self, path: str | Path) -> None:
-        """Write one safetensors file, atomically. See :mod:`kvlens.kv_bias.storage` for the format and errors."""
-        from kvlens.kv_bias.storage import save_bias  # imports this module
+        """Write one safetensors file, whole or not at all.
 
-        save_bias(self, path)
+        Raises:
+            KVLensError: the folder does not exist or cannot be written.
+        """
+        meta = {name: plain(getattr(self, name)) for name in COUNTS}
+        tensors = {name: getattr(self, name).detach().cpu().contiguous() for name in TENSORS}
+        write_bias_file(path, tensors, {**meta, "fingerprint": self.fingerprint.to_json()})
 
-    @staticmethod
-    def load(path: str | Path) -> "KVBias":
-        """Read what :meth:`save` wrote, onto the CPU."""
-        from kvlens.kv_bias.storage import load_bias  # imports this module
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read what :meth:`save` wrote.
 
-        return load_bias(path)
+        Raises:
+            KVLensError: no such file, not a kvlens bias, damaged, or written by a newer kvlens.
+        """
+        tensors, meta = read_bias_file(path, TENSORS)
+        counts = {name: meta[name] for name in COUNTS}
+        return cls(**tensors, **counts, fingerprint=Fingerprint(**meta["fingerprint"]))
 
 
 def _shape(x: Tensor) -> list[int]:

@@ -1,6 +1,10 @@
-"""The file of a KV bias: one safetensors file, tensors by their names and the rest as JSON in its metadata. Never pickle."""
+"""The file of a KV bias: one safetensors file, tensors by their names and the rest as JSON in its metadata. Never pickle.
+
+Tensors and metadata in, tensors and metadata out: what they mean is said by :class:`kvlens.KVBias`, which stands above.
+"""
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -13,32 +17,25 @@ from torch import Tensor
 from kvlens.errors import KVLensError
 from kvlens.files import write_atomically
 from kvlens.kv_bias.fingerprint import Fingerprint
-from kvlens.kv_bias.kv_bias import TENSORS, KVBias, plain
 
 FORMAT_VERSION = 1
 
 
-def save_bias(bias: KVBias, path: str | Path) -> None:
-    """Write ``bias`` to ``path``: whole or not at all.
+def write_bias_file(path: str | Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
+    """Write tensors and metadata (in JSON's types) to ``path``: whole or not at all.
 
     Raises:
         KVLensError: the folder does not exist or cannot be written.
     """
-    meta = {
-        "n_prompt_tokens": plain(bias.n_prompt_tokens),
-        "position_offset": plain(bias.position_offset),
-        "fingerprint": bias.fingerprint.to_json(),
-    }
-    tensors = {name: getattr(bias, name).detach().cpu().contiguous() for name in TENSORS}
     metadata = {"format": "kvlens.KVBias", "format_version": str(FORMAT_VERSION), "kv_bias": json.dumps(meta)}
-    write_atomically(path, save(tensors, metadata))
+    write_atomically(path, save(dict(tensors), metadata))
 
 
-def load_bias(path: str | Path) -> KVBias:
-    """Read a bias.
+def read_bias_file(path: str | Path, names: Sequence[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read the tensors called ``names``, and the metadata; counts come as int or [batch] tensors.
 
     Raises:
-        KVLensError: no such file, not a kvlens bias, truncated, or written by a newer kvlens.
+        KVLensError: no such file, not a kvlens bias, incomplete, truncated, or written by a newer kvlens.
     """
     path = Path(path)
     if not path.is_file():
@@ -57,27 +54,21 @@ def load_bias(path: str | Path) -> KVBias:
             raise KVLensError(
                 f"KVBias.load: {path} has format version {version}, this kvlens reads up to {FORMAT_VERSION}: upgrade kvlens"
             )
-        return _build(tensors, json.loads(metadata["kv_bias"]))
+        return _complete(path, tensors, json.loads(metadata["kv_bias"]), names)
     except KVLensError:
         raise
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise KVLensError(f"KVBias.load: {path} is incomplete or damaged ({type(error).__name__}: {error})") from error
 
 
-def _build(tensors: dict[str, Tensor], meta: dict[str, Any]) -> KVBias:
-    missing = [name for name in TENSORS if name not in tensors]
+def _complete(
+    path: Path, tensors: dict[str, Tensor], meta: dict[str, Any], names: Sequence[str]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    missing = [name for name in names if name not in tensors]
     if missing or set(meta["fingerprint"]) != {f.name for f in fields(Fingerprint)}:
-        raise KVLensError(f"KVBias.load: the file lacks {', '.join(missing) or 'a complete fingerprint'}")
-    return KVBias(
-        b_KV=tensors["b_KV"],
-        b_D=tensors["b_D"],
-        last_k=tensors["last_k"],
-        last_v=tensors["last_v"],
-        last_q=tensors["last_q"],
-        n_prompt_tokens=_int_or_tensor(meta["n_prompt_tokens"]),
-        position_offset=_int_or_tensor(meta["position_offset"]),
-        fingerprint=Fingerprint(**meta["fingerprint"]),
-    )
+        raise KVLensError(f"KVBias.load: {path} lacks {', '.join(missing) or 'a complete fingerprint'}")
+    counts = {name: _int_or_tensor(meta[name]) for name in ("n_prompt_tokens", "position_offset")}
+    return {name: tensors[name] for name in names}, {**meta, **counts}
 
 
 def _int_or_tensor(value: int | list[int]) -> int | Tensor:
