@@ -36,7 +36,7 @@ def _reproduce(args: argparse.Namespace) -> int:
         print("\nkvlens reproduce NAME [--scale small|paper]; figures and tables go to a folder")
         return 0
 
-    from kvlens.experiments.outcome import check_outcome_folder, write_outcome
+    from kvlens.experiments.shared.outcome import check_outcome_folder, write_outcome
 
     experiment = find_experiment(args.name)
     folder = Path(args.out or f"{args.name}-{args.scale}")

@@ -1,31 +1,33 @@
-"""The papers' figures, tables and theorems as commands: one module an experiment, each with an `EXPERIMENT`.
+"""The papers' figures, tables and theorems as commands: a folder for each paper, a module for each experiment.
 
-``kvlens reproduce NAME`` runs one; ``find_experiment(NAME).run(settings, tell)`` does the same from Python.
+Every such module declares an `EXPERIMENT`; what several of them need (curves, seeds, what an experiment leaves behind) is in
+:mod:`kvlens.experiments.shared`. ``kvlens reproduce NAME`` runs one; ``find_experiment(NAME).run(settings, tell)`` does the
+same from Python.
 """
 
 import importlib
 
 from kvlens.errors import KVLensError, nearest
-from kvlens.experiments.outcome import Comparison, Experiment, Outcome, write_outcome
+from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome, write_outcome
 
-EXPERIMENTS = (
-    "induction-depth",
-    "induction-width",
-    "induction-exact",
-    "landscape",
-    "ngram",
-    "hops",
-    "arithmetic",
-    "variants",
-    "learning-rate",
-    "scaling",
-    "coefficients",
-    "conversion-accuracy",
-    "conversion-error",
-    "trainable-bias",
-    "function-classes",
-)
-"""Names, in the order of the papers; each is the module of that name with underscores."""
+EXPERIMENTS = {
+    "induction-depth": "kvsa",
+    "induction-width": "kvsa",
+    "induction-exact": "kvsa",
+    "landscape": "kvsa",
+    "ngram": "kvsa",
+    "hops": "kvsa",
+    "arithmetic": "kvsa",
+    "variants": "kvsa",
+    "learning-rate": "kvsa",
+    "scaling": "kvsa",
+    "coefficients": "kvsa",
+    "conversion-accuracy": "iclca",
+    "conversion-error": "iclca",
+    "trainable-bias": "iclca",
+    "function-classes": "lecture",
+}
+"""Name -> the folder that holds the module of that name (with underscores), in the order of the papers."""
 
 __all__ = ["EXPERIMENTS", "Comparison", "Experiment", "Outcome", "all_experiments", "find_experiment", "write_outcome"]
 
@@ -38,7 +40,7 @@ def find_experiment(name: str) -> Experiment:
     """
     if name not in EXPERIMENTS:
         raise KVLensError(f"no experiment is called {name!r}{nearest(name, EXPERIMENTS)}; there are {', '.join(EXPERIMENTS)}")
-    return importlib.import_module(f"kvlens.experiments.{name.replace('-', '_')}").EXPERIMENT
+    return importlib.import_module(f"kvlens.experiments.{EXPERIMENTS[name]}.{name.replace('-', '_')}").EXPERIMENT
 
 
 def all_experiments() -> list[Experiment]:

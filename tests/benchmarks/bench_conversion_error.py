@@ -13,7 +13,7 @@ import torch
 from timing import verdict
 
 from kvlens import HookedKVTransformer, KVShiftConfig, convert_prompt
-from kvlens.experiments.conversion_error import (
+from kvlens.experiments.iclca.conversion_error import (
     D_VOCAB,
     conversion_error,
     float64_logits,

@@ -30,8 +30,8 @@ from torch import Tensor
 from kvlens import zoo
 from kvlens.conversion import convert_prompt
 from kvlens.errors import KVLensError, nearest
-from kvlens.experiments.conversion_error import float64_logits, relative_error
-from kvlens.experiments.outcome import Comparison, Experiment, Outcome
+from kvlens.experiments.iclca.conversion_error import float64_logits, relative_error
+from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
 from kvlens.model import HookedKVTransformer
 from kvlens.tasks import Batch, make_task
 from kvlens.tasks.bigrams import BigramTask

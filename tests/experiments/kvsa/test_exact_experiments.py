@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from kvlens.experiments import constructed_models, induction_exact, landscape
-from kvlens.experiments.outcome import write_outcome
+from kvlens.experiments.kvsa import constructed_models, induction_exact, landscape
+from kvlens.experiments.shared.outcome import write_outcome
 from kvlens.ops.induction import landscape_loss, naive_induction_head
 
 BATCH, POS, D, VOCAB = 3, 13, 5, 7

@@ -11,8 +11,8 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from kvlens.experiments._curves import PLAIN, SHIFTED, draw_curves, last_heldout, of_heldout, train_and_compare
-from kvlens.experiments.outcome import Comparison, Experiment, Outcome
+from kvlens.experiments.shared.curves import PLAIN, SHIFTED, draw_curves, last_heldout, of_heldout, train_and_compare
+from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
 from kvlens.tasks import make_task
 
 PLAIN_NAME, SHIFT_NAME = "plain", "KV shift"

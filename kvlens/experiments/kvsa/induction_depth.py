@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from kvlens.experiments._curves import (
+from kvlens.experiments.shared.curves import (
     PLAIN,
     SHIFTED,
     draw_curves,
@@ -22,7 +22,7 @@ from kvlens.experiments._curves import (
     steps_to,
     train_and_compare,
 )
-from kvlens.experiments.outcome import Comparison, Experiment, Outcome
+from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
 from kvlens.tasks import make_task
 
 SHIFT_1, PLAIN_2, PLAIN_1 = "1 layer, KV shift", "2 layers, plain", "1 layer, plain"

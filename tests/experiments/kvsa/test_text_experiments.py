@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from kvlens.errors import KVLensError
-from kvlens.experiments import _seeds, coefficients, learning_rate, scaling, variants
+from kvlens.experiments.kvsa import coefficients, learning_rate, scaling, variants
+from kvlens.experiments.shared import seeds
 from kvlens.tasks import make_task
 from kvlens.training import build_model
 
@@ -29,13 +30,13 @@ SILENT = dict(tell=lambda text: None)
     ],
 )
 def test_a_difference_counts_beyond_two_deviations(differences, verdict):
-    assert _seeds.counts_as_positive(differences) is verdict
+    assert seeds.counts_as_positive(differences) is verdict
 
 
 def test_mean_and_spread_are_written_out():
-    assert _seeds.mean_and_spread([0.3, 0.1, 0.2]) == "+0.200 ± 0.100 (3 seeds)"
-    assert _seeds.mean_and_spread([-0.5]) == "-0.500 (1 seed)"
-    assert _seeds.mean_and_spread([-0.5, math.inf, math.nan]) == "not finite for 2 of 3 seeds"
+    assert seeds.mean_and_spread([0.3, 0.1, 0.2]) == "+0.200 ± 0.100 (3 seeds)"
+    assert seeds.mean_and_spread([-0.5]) == "-0.500 (1 seed)"
+    assert seeds.mean_and_spread([-0.5, math.inf, math.nan]) == "not finite for 2 of 3 seeds"
 
 
 def made_up_course():
@@ -50,7 +51,7 @@ def made_up_course():
 
 
 def test_final_losses_are_the_last_evaluation_and_the_mean_of_the_last_steps():
-    finals = _seeds.final_losses(made_up_course(), last_share=0.2)
+    finals = seeds.final_losses(made_up_course(), last_share=0.2)
     expected = pd.DataFrame(
         {
             "model": ["b", "b", "a", "a"],
@@ -60,15 +61,15 @@ def test_final_losses_are_the_last_evaluation_and_the_mean_of_the_last_steps():
         }
     )
     pd.testing.assert_frame_equal(finals, expected)
-    assert _seeds.differences_by_seed(finals, "b", "a", "train_loss") == pytest.approx([3, 7])  # by rising seed
+    assert seeds.differences_by_seed(finals, "b", "a", "train_loss") == pytest.approx([3, 7])  # by rising seed
     shuffled = made_up_course().sample(frac=1, random_state=0)
-    assert _seeds.differences_by_seed(_seeds.final_losses(shuffled), "a", "b", "heldout_loss") == pytest.approx([-3, -7])
+    assert seeds.differences_by_seed(seeds.final_losses(shuffled), "a", "b", "heldout_loss") == pytest.approx([-3, -7])
 
 
 def test_a_run_without_training_rows_keeps_its_heldout_loss():
     course = made_up_course()
     lost = (course["model"] == "b") & (course["seed"] == 7)
-    finals = _seeds.final_losses(course[~lost | (course["split"] == "heldout")])
+    finals = seeds.final_losses(course[~lost | (course["split"] == "heldout")])
     of_lost = finals[(finals["model"] == "b") & (finals["seed"] == 7)].iloc[0]
     assert math.isnan(of_lost["train_loss"]) and of_lost["heldout_loss"] == pytest.approx(8.95)
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvlens.errors import KVLensError
-from kvlens.experiments import _equivariance, _function_class_claims, function_classes
-from kvlens.experiments._regression_baselines import least_squares, nearest_neighbours, ridge
+from kvlens.experiments.lecture import equivariance, function_class_claims, function_classes
+from kvlens.experiments.lecture.regression_baselines import least_squares, nearest_neighbours, ridge
 from kvlens.model import HookedKVTransformerConfig
 from kvlens.tasks import FUNCTION_CLASSES, Batch, RegressionTask
 from kvlens.tasks.regression import SHIFTS
@@ -207,7 +207,7 @@ def test_learned_positions_refuse_longer_prompts_and_sinusoidal_ones_answer():
 
 
 def test_only_the_plain_transformer_commutes_with_permutations():
-    table = _equivariance.equivariance_table(TINY["model"], n_positions=7, d_input=3, n_prompts=2, n_models=3)
+    table = equivariance.equivariance_table(TINY["model"], n_positions=7, d_input=3, n_prompts=2, n_models=3)
     assert len(table) == 4 * 2 * 3
     plain = (table["attention_dir"] == "bidirectional") & (table["positions"] == "none")
     assert (table["deviation"][plain] <= table["rounding"][plain]).all()
@@ -226,7 +226,7 @@ def test_a_deviation_by_a_pencil():
             return torch.tensor([1.0, 0.0])[None].expand(len(x), 2)
 
     # pi can only exchange the two positions: (1, 0) against (0, 1), over a norm of 1
-    assert _equivariance.deviation(FirstOnly(), n_positions=2, n_prompts=1, seed=0) == pytest.approx(math.sqrt(2))
+    assert equivariance.deviation(FirstOnly(), n_positions=2, n_prompts=1, seed=0) == pytest.approx(math.sqrt(2))
 
 
 # --- claims ---
@@ -256,27 +256,27 @@ def made_up_errors(**changes):
 )
 def test_claims_about_linear_functions_can_fail(changes, linear, shifts):
     error = made_up_errors(**changes)
-    nearest, gap, after = _function_class_claims.compare_linear(error, dimensions=1)
+    nearest, gap, after = function_class_claims.compare_linear(error, dimensions=1)
     assert [nearest.holds, gap.holds, after.holds] == linear
     assert nearest.ours == {0.01: "least squares", 0.2: "ridge", 0.7: "nearest neighbours"}[changes.get("none", 0.01)]
     assert gap.ours == after.ours == changes.get("none", 0.01)  # the worse of two seeds
-    assert [c.holds for c in _function_class_claims.compare_shifts(error)] == shifts
+    assert [c.holds for c in function_class_claims.compare_shifts(error)] == shifts
 
 
 def test_claims_about_other_classes_can_fail():
     good, bad = made_up_errors(none=0.04).assign(functions="a"), made_up_errors(none=0.06).assign(functions="b")
     error = pd.concat([good, bad])
-    one, two = _function_class_claims.compare_classes(error[error["shift"] == "none"])
+    one, two = function_class_claims.compare_classes(error[error["shift"] == "none"])
     assert (one.holds, two.holds) == (True, False)
     assert "a (best judge: least squares, 0)" in one.what
 
 
 def test_claims_about_order_can_fail():
-    kinds = [dict(attention_dir=a, positions=p, dtype="float64", seed=0) for a, p in _equivariance.KINDS]
+    kinds = [dict(attention_dir=a, positions=p, dtype="float64", seed=0) for a, p in equivariance.KINDS]
     right = pd.DataFrame(kinds).assign(rounding=1e-13, deviation=[1e-15, 0.3, 0.2, 0.1])
     wrong = right.assign(deviation=[1e-6, 1e-14, 1e-14, 1e-14])
-    assert [c.holds for c in _function_class_claims.compare_orders(right)] == [True] * 4
-    assert [c.holds for c in _function_class_claims.compare_orders(wrong)] == [False] * 4
+    assert [c.holds for c in function_class_claims.compare_orders(right)] == [True] * 4
+    assert [c.holds for c in function_class_claims.compare_orders(wrong)] == [False] * 4
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,7 @@ def test_claim_about_noise_can_fail(learned_so_far, peak, last, holds):
         for shift, errors in curves.items()
         for n, error in enumerate(errors)
     ]
-    assert _function_class_claims.compare_noise(pd.DataFrame(rows)).holds is holds
+    assert function_class_claims.compare_noise(pd.DataFrame(rows)).holds is holds
 
 
 @pytest.mark.parametrize(("beyond", "learned", "holds"), [(0.5, math.nan, [True, True]), (math.nan, 0.5, [False, False])])
@@ -300,7 +300,7 @@ def test_claims_about_length_can_fail(beyond, learned, holds):
         for positions, errors in {"standard": (1.0, 0.1, learned), "sinusoidal": (1.0, 0.1, beyond)}.items()
         for n, error in enumerate(errors)
     ]
-    assert [c.holds for c in _function_class_claims.compare_lengths(pd.DataFrame(rows))] == holds
+    assert [c.holds for c in function_class_claims.compare_lengths(pd.DataFrame(rows))] == holds
 
 
 # --- the whole ---
@@ -311,7 +311,7 @@ def test_a_tiny_run_has_every_curve_and_the_claims_of_architecture_hold():
     outcome = function_classes.run(TINY, told.append)
     error = outcome.tables["error"]
     assert len(told) == 2 + 1 + 1  # two seeds, one more class, one more kind of positions
-    assert set(error["predictor"]) == {"transformer", *_function_class_claims.JUDGES}
+    assert set(error["predictor"]) == {"transformer", *function_class_claims.JUDGES}
     assert set(error.loc[error["functions"] == "linear", "shift"]) == set(SHIFTS)
     assert not error.duplicated(["functions", "shift", "predictor", "seed", "n_examples"]).any()
     assert error["relative_error"].notna().all()

@@ -17,8 +17,8 @@ import pandas as pd
 import torch
 from matplotlib.figure import Figure
 
-from kvlens.experiments._curves import PLAIN, SHIFTED, draw_curves, train_and_compare
-from kvlens.experiments.outcome import Comparison, Experiment, Outcome
+from kvlens.experiments.shared.curves import PLAIN, SHIFTED, draw_curves, train_and_compare
+from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
 from kvlens.model import HookedKVTransformer
 from kvlens.tasks import ArithmeticTask
 

@@ -2,14 +2,14 @@
 
 One model a class of functions is trained on prompts (x_1, f(x_1), ..., x_n, f(x_n), x'), each with an f of its own
 (:mod:`kvlens.tasks.regression`). On new prompts its squared error, as the number n of examples grows, stands beside those of
-least squares, ridge regression and nearest neighbours (:mod:`kvlens.experiments._regression_baselines`), which see the same
-examples. Prompts come from the training distribution, and from four others: a method carries over to them, a memory of the
-distribution does not.
+least squares, ridge regression and nearest neighbours (:mod:`~kvlens.experiments.lecture.regression_baselines`), which see
+the same examples. Prompts come from the training distribution, and from four others: a method carries over to them, a memory
+of the distribution does not.
 
 Errors are relative: divided by the error of always saying 0, so that 1 is worth nothing on every distribution.
 
-The second part is about order: whether T(pi X) = pi T(X) (:mod:`kvlens.experiments._equivariance`), and what a trained model
-makes of prompts longer than any that it was trained on, with learned and with sinusoidal positions.
+The second part is about order: whether T(pi X) = pi T(X) (:mod:`~kvlens.experiments.lecture.equivariance`), and what a trained
+model makes of prompts longer than any that it was trained on, with learned and with sinusoidal positions.
 """
 
 import math
@@ -23,11 +23,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvlens.errors import KVLensError
-from kvlens.experiments._equivariance import equivariance_table
-from kvlens.experiments._function_class_claims import compare
-from kvlens.experiments._function_class_figure import draw
-from kvlens.experiments._regression_baselines import least_squares, nearest_neighbours, ridge
-from kvlens.experiments.outcome import Experiment, Outcome
+from kvlens.experiments.lecture.equivariance import equivariance_table
+from kvlens.experiments.lecture.function_class_claims import compare
+from kvlens.experiments.lecture.function_class_figure import draw
+from kvlens.experiments.lecture.regression_baselines import least_squares, nearest_neighbours, ridge
+from kvlens.experiments.shared.outcome import Experiment, Outcome
 from kvlens.model import HookedKVRegressor
 from kvlens.tasks import Batch, RegressionTask
 from kvlens.tasks.regression import HELDOUT_NOISE, SHIFTS

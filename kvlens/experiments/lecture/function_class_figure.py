@@ -7,7 +7,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from kvlens.experiments._curves import draw_curves
+from kvlens.experiments.shared.curves import draw_curves
 
 COLOURS = {"transformer": "#b91c1c", "least squares": "#2763a5", "ridge": "#0f766e", "nearest neighbours": "#9a8c5a"}
 SHIFT_TITLES = {

@@ -5,7 +5,7 @@ from typing import Any
 
 import pandas as pd
 
-from kvlens.experiments.outcome import Comparison
+from kvlens.experiments.shared.outcome import Comparison
 
 MATCH = 0.05
 """Two methods match where their relative errors differ by at most so much; 1 is the error of always saying 0."""

@@ -21,8 +21,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from kvlens.experiments.constructed_models import BLIND_HOOK, shifted_head, two_layer_head
-from kvlens.experiments.outcome import Comparison, Experiment, Outcome
+from kvlens.experiments.kvsa.constructed_models import BLIND_HOOK, shifted_head, two_layer_head
+from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
 from kvlens.model import HookedKVTransformer
 from kvlens.ops.induction import induction_head
 

@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from kvlens.conversion import convert_prompt
-from kvlens.experiments.outcome import Comparison, Experiment, Outcome
+from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
 from kvlens.model import HookedKVTransformer, HookedKVTransformerConfig
 
 PRINTED = {"205K": 2.9e-7, "1.99M": 4.4e-7, "19.8M": 8.3e-7, "198M": 1.7e-6, "1.98B": 4.3e-6}

@@ -20,9 +20,9 @@ import pandas as pd
 import torch
 
 from kvlens.errors import KVLensError, nearest
-from kvlens.experiments._coefficient_figure import draw
-from kvlens.experiments._text_scales import TINY_TEXT
-from kvlens.experiments.outcome import Comparison, Experiment, Outcome
+from kvlens.experiments.kvsa.coefficient_figure import draw
+from kvlens.experiments.kvsa.text_scales import TINY_TEXT
+from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
 from kvlens.model import HookedKVTransformer
 from kvlens.ops.kv_shift import coefficients_from_parameter
 from kvlens.tasks import make_task

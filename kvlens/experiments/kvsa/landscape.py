@@ -3,9 +3,9 @@
 The plane is fig. 2's: alpha_1 across, beta_1 up, with alpha_2 = 1 - alpha_1 and beta_2 = 1 - beta_1. The induction head stands
 at (0, 1). The background is :func:`kvlens.ops.induction.landscape_loss`, the loss in closed form: contour lines, and the
 direction of its negative gradient. On top runs a real model, ``landscape_model`` of
-:mod:`kvlens.experiments.constructed_models`: the loss of its logits on actual texts x_1 .. x_T x_i, the gradient that autograd
-gives its shift parameters, and a step against it. That the two agree, in value and gradient, all along the way is measured and
-not assumed.
+:mod:`kvlens.experiments.kvsa.constructed_models`: the loss of its logits on actual texts x_1 .. x_T x_i, the gradient that
+autograd gives its shift parameters, and a step against it. That the two agree, in value and gradient, all along the way is
+measured and not assumed.
 
 Descent is *monotone* where it leads left and up, towards the induction head in both coordinates at once. Where T - 4 (the
 paper's O(T), the tokens that play no part) is small it is not so everywhere.
@@ -24,8 +24,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from kvlens.experiments.constructed_models import landscape_model, set_shift
-from kvlens.experiments.outcome import Comparison, Experiment, Outcome
+from kvlens.experiments.kvsa.constructed_models import landscape_model, set_shift
+from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
 from kvlens.model import HookedKVTransformer
 from kvlens.ops.induction import landscape_loss
 

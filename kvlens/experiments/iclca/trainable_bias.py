@@ -15,8 +15,8 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from kvlens.experiments._curves import PALETTE, PLAIN, draw_curves, last_heldout, of_heldout, train_and_compare
-from kvlens.experiments.outcome import Comparison, Experiment, Outcome
+from kvlens.experiments.shared.curves import PALETTE, PLAIN, draw_curves, last_heldout, of_heldout, train_and_compare
+from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
 from kvlens.tasks import Task, make_task
 from kvlens.training import find_recipe
 

@@ -15,10 +15,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import nn
 
-from kvlens.experiments._curves import PLAIN, SHIFTED, mean_course, train_and_compare
-from kvlens.experiments._seeds import counts_as_positive, differences_by_seed, final_losses, mean_and_spread, tokens_seen
-from kvlens.experiments._text_scales import PAPER_TEXT, PAPER_TRAINING, SMALL_TEXT, TINY_TEXT
-from kvlens.experiments.outcome import Comparison, Experiment, Outcome
+from kvlens.experiments.kvsa.text_scales import PAPER_TEXT, PAPER_TRAINING, SMALL_TEXT, TINY_TEXT
+from kvlens.experiments.shared.curves import PLAIN, SHIFTED, mean_course, train_and_compare
+from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
+from kvlens.experiments.shared.seeds import counts_as_positive, differences_by_seed, final_losses, mean_and_spread, tokens_seen
 from kvlens.tasks import Task, make_task
 from kvlens.training import build_model
 

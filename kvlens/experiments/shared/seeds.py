@@ -12,7 +12,7 @@ from typing import Any
 
 import pandas as pd
 
-from kvlens.experiments._curves import of_heldout
+from kvlens.experiments.shared.curves import of_heldout
 
 N_DEVIATIONS = 2.0
 
@@ -45,7 +45,7 @@ def final_losses(course: pd.DataFrame, by: Sequence[str] = ("model", "seed"), la
     """Where every run ended.
 
     Args:
-        course: rows of :func:`kvlens.experiments._curves.train_and_compare`, of runs of equal length.
+        course: rows of :func:`kvlens.experiments.shared.curves.train_and_compare`, of runs of equal length.
         by: the columns that tell runs apart.
         last_share: share of the steps whose training losses are averaged (one batch alone is noisy).
 

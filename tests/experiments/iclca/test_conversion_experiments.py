@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from kvlens import KVLensError
-from kvlens.experiments import conversion_accuracy, conversion_error, trainable_bias
-from kvlens.experiments.conversion_accuracy import ALONE, CONVERTED, PROMPTED
+from kvlens.experiments.iclca import conversion_accuracy, conversion_error, trainable_bias
+from kvlens.experiments.iclca.conversion_accuracy import ALONE, CONVERTED, PROMPTED
 from kvlens.tasks import Batch, make_task
 
 LETTERS = "abcdefghijk"

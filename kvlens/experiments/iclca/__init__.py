@@ -1,0 +1,1 @@
+"""Experiments of ICLCA: prompts converted to biases, exactly and approximately, and biases that are trained."""

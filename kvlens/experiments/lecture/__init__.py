@@ -1,0 +1,1 @@
+"""Experiments of LECTURE: functions learned from the examples in a prompt."""
