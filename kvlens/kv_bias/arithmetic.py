@@ -14,13 +14,16 @@ from kvlens.errors import KVLensError
 BOUNDARY = ("last_k", "last_v", "last_q")
 
 
-def fields_of_sum(biases: Sequence[Any], weights: Sequence[float | int] | None, boundary: str) -> dict[str, Any]:
+def fields_of_sum(
+    biases: Sequence[Any], weights: Sequence[float | int] | None, boundary: str, *, equal_offsets: bool = False
+) -> dict[str, Any]:
     """The fields in which the weighted sum of ``biases`` (KVBias objects) differs from the first of them.
 
     Args:
         biases: at least one.
         weights: one per bias; 1 if None.
         boundary: "equal", "first", "last" or "zero", as in :meth:`kvlens.KVBias.combine`.
+        equal_offsets: refuse position offsets that differ, also where ``boundary`` chooses a bias.
 
     Raises:
         KVLensError: different models, dtypes, devices or batch shapes; boundaries or offsets that differ and were not chosen.
@@ -33,7 +36,10 @@ def fields_of_sum(biases: Sequence[Any], weights: Sequence[float | int] | None, 
     first = biases[0]
     for other in biases[1:]:
         _check_same_kind(first, other)
-        _check_agreement(first, other, boundary)
+        if boundary == "equal":
+            _check_equal_boundaries(first, other)
+        if equal_offsets or boundary in ("equal", "zero"):
+            _check_equal_offsets(first, other)
     chosen = biases[-1] if boundary == "last" else first
     changed = {name: getattr(chosen, name) for name in (*BOUNDARY, "position_offset")}
     if boundary == "zero":
@@ -53,15 +59,20 @@ def _check_same_kind(first: Any, other: Any) -> None:
         raise KVLensError(f"combine: batch shapes differ: {list(first.b_KV.shape)} and {list(other.b_KV.shape)}")
 
 
-def _check_agreement(first: Any, other: Any, boundary: str) -> None:
-    hint = "; kvlens.combine(a, b, boundary='last') chooses one"
-    if boundary == "equal":
-        for name in BOUNDARY:
-            if not torch.equal(getattr(first, name), getattr(other, name)):
-                raise KVLensError(f"adding KV biases: the shift boundaries differ ({name}){hint}")
-    if boundary in ("equal", "zero") and not _equal(first.position_offset, other.position_offset):
+def _check_equal_boundaries(first: Any, other: Any) -> None:
+    for name in BOUNDARY:
+        if not torch.equal(getattr(first, name), getattr(other, name)):
+            raise KVLensError(
+                f"combine: the shift boundaries differ ({name}); boundary='last' takes the last bias's, as a + b does"
+            )
+
+
+def _check_equal_offsets(first: Any, other: Any) -> None:
+    if not _equal(first.position_offset, other.position_offset):
         raise KVLensError(
-            f"adding KV biases: the position offsets differ ({first.position_offset} and {other.position_offset}){hint}"
+            f"adding KV biases: the position offsets differ ({first.position_offset} and {other.position_offset}), so the text "
+            "would start at one place for one of them and at another for the other; kvlens.combine(a, b, boundary='last') "
+            "takes the last one's. To read one prompt after another, use convert_prompt(model, b, initial=bias_of_a)"
         )
 
 

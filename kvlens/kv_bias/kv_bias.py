@@ -24,6 +24,8 @@ from kvlens.kv_bias.storage import read_bias_file, write_bias_file
 
 TENSORS = ("b_KV", "b_D", "last_k", "last_v", "last_q")
 COUNTS = ("n_prompt_tokens", "position_offset")
+LAST_POSITION = 2**24
+"""float32, in which angles are computed, tells whole numbers apart up to here."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -67,8 +69,20 @@ class KVBias:
             "last_q": (self.last_q.shape[-3], f.n_heads, f.d_head),
         }
         for name, shape in expected.items():
-            if tuple(getattr(self, name).shape) != lead + shape:
-                raise KVLensError(f"KVBias: {name} must be {list(lead + shape)}, got {_shape(getattr(self, name))}")
+            tensor = getattr(self, name)
+            if tuple(tensor.shape) != lead + shape:
+                raise KVLensError(f"KVBias: {name} must be {list(lead + shape)}, got {_shape(tensor)}")
+            if not tensor.is_floating_point():
+                raise KVLensError(f"KVBias: {name} must hold floating-point numbers, got {tensor.dtype}")
+        for name in COUNTS:
+            _check_count(name, getattr(self, name), lead[1:])
+
+    def check_finite(self, what: str) -> None:
+        """Raise KVLensError, as ``what``, where a number is NaN or infinite: such a bias is no prompt of any model."""
+        for name in TENSORS:
+            if not bool(getattr(self, name).isfinite().all()):
+                layer = int((~getattr(self, name).isfinite()).flatten(1).any(dim=1).nonzero()[0])
+                raise KVLensError(f"{what}: {name} of layer {layer} is not finite; convert the prompt again")
 
     @property
     def n_layers(self) -> int:
@@ -176,10 +190,12 @@ class KVBias:
         return replace(biases[0], **fields_of_sum(biases, weights, boundary))
 
     def __add__(self, other: "KVBias") -> "KVBias":
-        return self._combine(other, (1.0, 1.0))
+        """``a, then b``: the boundary is b's, which the text follows."""
+        return self._sum(other, 1.0, "last")
 
     def __sub__(self, other: "KVBias") -> "KVBias":
-        return self._combine(other, (1.0, -1.0))
+        """``a`` without what b brings: the boundary stays a's."""
+        return self._sum(other, -1.0, "first")
 
     def __radd__(self, other: object) -> "KVBias":
         return self if isinstance(other, int) and other == 0 else NotImplemented  # sum([a, b]) starts from 0
@@ -197,8 +213,10 @@ class KVBias:
     def __neg__(self) -> Self:
         return self * -1.0
 
-    def _combine(self, other: "KVBias", weights: tuple[float, float]) -> "KVBias":
-        return KVBias.combine(self, other, weights=weights) if isinstance(other, KVBias) else NotImplemented
+    def _sum(self, other: "KVBias", sign: float, boundary: str) -> "KVBias":
+        if not isinstance(other, KVBias):
+            return NotImplemented
+        return replace(self, **fields_of_sum((self, other), (1.0, sign), boundary, equal_offsets=True))
 
     def save(self, path: str | Path) -> None:
         """Write one safetensors file, whole or not at all.
@@ -219,7 +237,9 @@ class KVBias:
         """
         tensors, meta = read_bias_file(path, TENSORS)
         counts = {name: meta[name] for name in COUNTS}
-        return cls(**tensors, **counts, fingerprint=Fingerprint(**meta["fingerprint"]))
+        bias = cls(**tensors, **counts, fingerprint=Fingerprint(**meta["fingerprint"]))
+        bias.check_finite(f"KVBias.load: {path}")
+        return bias
 
 
 def _shape(x: Tensor) -> list[int]:
@@ -229,6 +249,19 @@ def _shape(x: Tensor) -> list[int]:
 def plain(value: int | Tensor) -> int | list[int]:
     """A count as Python's own types: an int, or a list of one a prompt."""
     return value.tolist() if isinstance(value, Tensor) else value
+
+
+def _check_count(name: str, value: Any, batch: tuple[int, ...]) -> None:
+    """Raise unless ``value`` is a whole number from 0 to LAST_POSITION, or a tensor of one per prompt."""
+    wanted = f"a whole number from 0 to {LAST_POSITION}" + (f", or {batch[0]} of them in a tensor" if batch else "")
+    if isinstance(value, Tensor):
+        fits = tuple(value.shape) == batch and not value.is_floating_point() and value.dtype != torch.bool
+        low, high = (int(value.min()), int(value.max())) if fits and value.numel() else (0, 0)
+    else:
+        fits = isinstance(value, int) and not isinstance(value, bool)
+        low = high = value if fits else 0
+    if not fits or low < 0 or high > LAST_POSITION:
+        raise KVLensError(f"KVBias: {name} must be {wanted}, got {value!r}")
 
 
 def _index(what: str, index: int, n: int) -> int:

@@ -290,6 +290,7 @@ class HookedKVTransformer(HookedTransformer):
         if not isinstance(bias, KVBias):
             raise KVLensError(f"attach_kv_bias: expected a KVBias, got {type(bias).__name__}")
         bias.fingerprint.check(self.fingerprint(), "attach_kv_bias")
+        bias.check_finite("attach_kv_bias")
         self._attached = bias
         self._spread_bias()
 

@@ -119,19 +119,46 @@ def test_the_sum_of_two_prompts_is_their_concatenation_where_nothing_knows_of_or
     assert (rest.b_KV - convert_prompt(model, first).b_KV).norm() <= ROUNDING * whole.b_KV.norm()
 
 
-@pytest.mark.parametrize("operation", [lambda a, b: a + b, lambda a, b: a - b, combine])
-def test_different_boundaries_or_offsets_are_refused(operation):
-    with pytest.raises(KVLensError, match=r"boundaries differ \(last_k\).*boundary='last'"):
-        operation(bias_of(1), bias_of(2))
+@pytest.mark.parametrize("batch", [None, 3])
+def test_a_plus_b_reads_a_then_b_and_a_minus_b_keeps_what_a_ends_with(batch):
+    a, b, c = (bias_of(seed, batch) for seed in (1, 2, 3))  # three prompts, three boundaries
+    for got, last, total in (
+        (a + b, b, a.b_KV + b.b_KV),
+        (a - b, a, a.b_KV - b.b_KV),
+        (sum([a, b, c]), c, a.b_KV + b.b_KV + c.b_KV),
+    ):
+        assert torch.equal(got.b_KV, total)
+        assert all(torch.equal(getattr(got, name), getattr(last, name)) for name in BOUNDARY)
+
+
+def test_any_two_prompts_of_a_shifted_model_add_and_the_sum_predicts_what_follows_the_second():
+    """One shifted layer without positions: the sum misses only the pair at the seam, which the boundary of the first holds."""
+    model = model_of(n_layers=1, positional_embedding_type="none", kv_shift=KVShiftConfig(window=1))
+    first, second = tokens(2, 7, seed=1), tokens(2, 7, seed=2)
+    added = convert_prompt(model, first) + convert_prompt(model, second)
+    whole = convert_prompt(model, torch.cat([first, second], dim=1))
     for name in BOUNDARY:
-        b = bias_of(2, boundary_seed=9)
-        with pytest.raises(KVLensError, match=rf"boundaries differ \({name}\)"):
-            operation(bias_of(1, boundary_seed=9), replace(b, **{name: getattr(b, name) + 1}))
+        assert (getattr(added, name) - getattr(whole, name)).norm() <= ROUNDING * (1 + getattr(whole, name).norm())
+    # per layer and head, one of 14 tokens' features and values is that of a token without a predecessor
+    assert (added.b_D - whole.b_D).norm() < 0.2 * whole.b_D.norm()
+
+
+@pytest.mark.parametrize("operation", [lambda a, b: a + b, lambda a, b: a - b, lambda a, b: sum([a, b]), combine])
+def test_different_offsets_are_refused(operation):
     with pytest.raises(KVLensError, match="position offsets differ \\(7 and 8\\)"):
         operation(bias_of(1, boundary_seed=9), bias_of(2, boundary_seed=9, position_offset=8))
     rows = [bias_of(s, 2, boundary_seed=9, position_offset=torch.tensor([7, 7 + s])) for s in (0, 1)]
     with pytest.raises(KVLensError, match="position offsets differ"):
         operation(*rows)
+
+
+def test_combine_refuses_different_boundaries_unless_one_is_chosen():
+    with pytest.raises(KVLensError, match=r"boundaries differ \(last_k\).*boundary='last'"):
+        combine(bias_of(1), bias_of(2))
+    for name in BOUNDARY:
+        b = bias_of(2, boundary_seed=9)
+        with pytest.raises(KVLensError, match=rf"boundaries differ \({name}\)"):
+            combine(bias_of(1, boundary_seed=9), replace(b, **{name: getattr(b, name) + 1}))
 
 
 def test_combine_takes_the_boundary_that_it_is_told_to():
@@ -300,6 +327,30 @@ def test_tensors_of_another_model_are_refused_at_birth():
             bias_of(1, fingerprint=replace(f, **{field: 99}))
 
 
+@pytest.mark.parametrize("name", ["n_prompt_tokens", "position_offset"])
+def test_counts_that_count_nothing_are_refused_at_birth(name):
+    wrong = (-7, 1e12, 10**12, "a", None, True, 2.0, torch.tensor(3), torch.tensor([1.0, 2, 3]), torch.tensor([1, 2]))
+    for value in (*wrong, torch.tensor([1, 2, -3])):
+        with pytest.raises(KVLensError, match=f"{name} must be a whole number from 0"):
+            bias_of(1, 3, **{name: value})
+    with pytest.raises(KVLensError, match=f"{name} must be a whole number from 0"):
+        bias_of(1, **{name: torch.tensor([3])})
+    assert getattr(bias_of(1, **{name: 2**24}), name) == 2**24
+
+
+@pytest.mark.parametrize("tensor", TENSORS)
+def test_integers_are_no_bias_and_what_is_not_finite_is_never_attached(tensor):
+    model, a = model_of(), bias_of(1)
+    with pytest.raises(KVLensError, match=f"{tensor} must hold floating-point numbers, got torch.int64"):
+        replace(a, **{tensor: getattr(a, tensor).long()})
+    for value in (float("nan"), float("inf")):
+        broken = getattr(a, tensor).clone()
+        broken[1].flatten()[-1] = value
+        with pytest.raises(KVLensError, match=f"attach_kv_bias: {tensor} of layer 1 is not finite"):
+            model.attach_kv_bias(replace(a, **{tensor: broken}))
+        assert model.attached_kv_bias is None
+
+
 # --- the file ---
 
 
@@ -309,7 +360,7 @@ def test_tensors_of_another_model_are_refused_at_birth():
 )
 def test_round_trip_bit_for_bit(tmp_path, batch, lengths, dtype):
     a = bias_of(1, batch, n_prompt_tokens=lengths, position_offset=lengths).to(dtype)
-    a.b_KV.flatten()[:5] = torch.tensor([-0.0, float("inf"), torch.finfo(dtype).tiny, torch.finfo(dtype).max, float("nan")])
+    a.b_KV.flatten()[:4] = torch.tensor([-0.0, *(getattr(torch.finfo(dtype), x) for x in ("tiny", "max", "min"))], dtype=dtype)
     a.save(tmp_path / "prompt.safetensors")
     assert_identical(KVBias.load(tmp_path / "prompt.safetensors"), a)
     assert_identical(KVBias.load(str(tmp_path / "prompt.safetensors")), a)
