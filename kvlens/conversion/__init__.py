@@ -1,5 +1,6 @@
 """From a prompt to weights: exact for linear attention (ICLCA): no error but rounding."""
 
+from kvlens.conversion.carry import carry_bias
 from kvlens.conversion.convert import convert_prompt
 
-__all__ = ["convert_prompt"]
+__all__ = ["carry_bias", "convert_prompt"]

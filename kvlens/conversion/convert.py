@@ -22,11 +22,12 @@ from torch import Tensor
 
 from kvlens._tl import TransformerLensKeyValueCache
 from kvlens.components import LinearCacheEntry
+from kvlens.conversion.carry import carry_layer_state, per_query_head
 from kvlens.conversion.prompt import Prompt, PromptTokens, prompt_tokens
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import Fingerprint, KVBias
 from kvlens.model import HookedKVTransformer
-from kvlens.ops.linear_attention import rebase_state
+from kvlens.ops.linear_attention import LinearAttentionState
 
 
 def convert_prompt(
@@ -150,24 +151,12 @@ def _layer_tensors(
     """(b_KV, b_D, last_k, last_v, last_q) of one layer, each with a batch axis."""
     cfg, attn = model.cfg, model.blocks[layer].attn
     assert entry.state is not None
-    kv = entry.state.kv.repeat_interleave(cfg.n_heads // entry.state.kv.shape[1], dim=1)
-    if entry.state.k_sum is None:
-        b_d = kv.new_zeros(kv.shape[:3])
-    else:
-        b_d = entry.state.k_sum.repeat_interleave(cfg.n_heads // entry.state.k_sum.shape[1], dim=1)
-    if entry.bias is not None:
-        old_kv, old_d = entry.bias
-        if attn.decay is not None:
-            steps = torch.as_tensor(lengths, device=kv.device).reshape(-1, 1).to(kv)
-            old_kv = old_kv * (attn.decay.to(kv) ** steps)[..., None, None]
-        kv = kv + old_kv
-        b_d = b_d if old_d is None else b_d + old_d
-    if cfg.rotates_after:
-        positions = torch.as_tensor(lengths, device=kv.device).reshape(-1)
-        cos, sin = attn.rotary_table.at(positions, kv.dtype)
-        kv = rebase_state(kv, cos[:, None], sin[:, None], cfg.rotary_adjacent_pairs)
-    rows = [_boundary(entry, x, kv, n) for x, n in (("k", cfg.n_kv_heads), ("v", cfg.n_kv_heads), ("q", cfg.n_heads))]
-    return kv, b_d, rows[0], rows[1], rows[2]
+    written = per_query_head(entry.state, cfg.n_heads)
+    old = None if entry.bias is None else LinearAttentionState(*entry.bias)
+    new = carry_layer_state(attn, old, lengths, written)
+    b_d = new.kv.new_zeros(new.kv.shape[:3]) if new.k_sum is None else new.k_sum
+    rows = [_boundary(entry, x, new.kv, n) for x, n in (("k", cfg.n_kv_heads), ("v", cfg.n_kv_heads), ("q", cfg.n_heads))]
+    return new.kv, b_d, rows[0], rows[1], rows[2]
 
 
 def _boundary(entry: LinearCacheEntry, name: str, like: Tensor, n_heads: int) -> Tensor:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ops_cases import laws, normal
 
-from kvlens.ops.rotary import RotaryTable, naive_rotate, rotate
+from kvlens.ops.rotary import ROWS_KEPT, RotaryTable, naive_rotate, rotate
 
 D = 10
 seeds = st.integers(0, 10_000)
@@ -130,3 +130,45 @@ def test_the_table_grows_and_its_old_rows_stay():
     rows.rows(990, 11, torch.device("cpu"), torch.float32)
     assert len(calls) == n_calls  # already there
     assert rows.at(torch.zeros(0, dtype=torch.long), torch.float32)[0].shape == (0, 6)
+
+
+@pytest.mark.parametrize("stretch", [1.0, 1.3])
+@pytest.mark.parametrize("adjacent_pairs", [False, True])
+def test_rows_beyond_those_kept_are_those_of_a_longer_table(adjacent_pairs, stretch):
+    def compute(n_ctx):
+        sin, cos = table(6, adjacent_pairs)._compute(n_ctx)
+        return sin * stretch, cos * stretch
+
+    calls = []
+    rows = RotaryTable(lambda n_ctx: calls.append(n_ctx) or compute(n_ctx))
+    sin, cos = compute(3 * ROWS_KEPT)
+    # an angle of m radians is rounded twice here and once there: 3 m eps; and the row itself
+    tolerance = (3 * 3 * ROWS_KEPT + 4) * EPS * stretch
+    for first, n in ((ROWS_KEPT - 3, 7), (2 * ROWS_KEPT, 1), (ROWS_KEPT, 2 * ROWS_KEPT)):
+        got = rows.rows(first, n, torch.device("cpu"), torch.float64)
+        assert (got[0] - cos[first : first + n]).abs().max() <= tolerance
+        assert (got[1] - sin[first : first + n]).abs().max() <= tolerance
+    for positions in ([[2, 2 * ROWS_KEPT + 5]], [[ROWS_KEPT + 9], [ROWS_KEPT - 1]], [[5, 3]]):  # far apart, near, kept
+        index = torch.tensor(positions)
+        got = rows.at(index, torch.float64)
+        assert got[0].shape == (*index.shape, 6)
+        assert (got[0] - cos[index]).abs().max() <= tolerance
+        assert (got[1] - sin[index]).abs().max() <= tolerance
+    assert max(calls) <= ROWS_KEPT  # memory does not grow with the position
+
+
+def test_layers_that_ask_for_the_same_far_rows_share_them():
+    rows = table(6, False)
+    one = rows.rows(3 * ROWS_KEPT, 5, torch.device("cpu"), torch.float32)
+    assert rows.rows(3 * ROWS_KEPT, 5, torch.device("cpu"), torch.float32)[0] is one[0]
+    assert rows.rows(3 * ROWS_KEPT, 5, torch.device("cpu"), torch.float64)[0].dtype == torch.float64
+    assert rows.rows(3 * ROWS_KEPT + 1, 5, torch.device("cpu"), torch.float32)[0] is not one[0]
+
+
+def test_far_rows_made_in_inference_mode_serve_training():
+    rows = table(10, False)
+    with torch.inference_mode():
+        rows.rows(3 * ROWS_KEPT, 4, torch.device("cpu"), torch.float64)
+    x = normal(4, D, seed=1).requires_grad_()
+    rotate(x, *rows.rows(3 * ROWS_KEPT, 4, torch.device("cpu"), torch.float64)).sum().backward()
+    assert x.grad is not None

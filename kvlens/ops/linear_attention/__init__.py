@@ -1,7 +1,8 @@
 """Linear attention whose initial state is the KV bias (ICLCA eq. 12-13, 19; what its forms share: ``types``)."""
 
+from kvlens.ops.linear_attention.carry import carry_state
 from kvlens.ops.linear_attention.chunked import chunked_linear_attention
-from kvlens.ops.linear_attention.naive import naive_linear_attention
+from kvlens.ops.linear_attention.naive import naive_carry_state, naive_linear_attention
 from kvlens.ops.linear_attention.parallel import (
     causal_scores,
     final_state,
@@ -15,9 +16,11 @@ from kvlens.ops.linear_attention.types import LinearAttentionOutput, LinearAtten
 __all__ = [
     "LinearAttentionOutput",
     "LinearAttentionState",
+    "carry_state",
     "causal_scores",
     "chunked_linear_attention",
     "final_state",
+    "naive_carry_state",
     "naive_linear_attention",
     "parallel_linear_attention",
     "read_state",

@@ -5,6 +5,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kvlens.ops.linear_attention.types import LinearAttentionOutput, LinearAttentionState
+from kvlens.ops.rotary import naive_rotate
 
 
 def naive_linear_attention(
@@ -38,3 +39,19 @@ def naive_linear_attention(
         torch.stack(normalizers, dim=1) if normalizers else None,
         LinearAttentionState(A, D if norm_k is not None else None),
     )
+
+
+def naive_carry_state(
+    before: LinearAttentionState,
+    n_tokens: int,
+    decay: Float[Tensor, " head"] | None = None,
+    frequencies: Float[Tensor, " pairs"] | None = None,
+    adjacent_pairs: bool = False,
+) -> LinearAttentionState:
+    """What tokens that write nothing leave of a state: each lets A decay once and moves its origin on by one (ICLCA eq. 23)."""
+    kv = before.kv
+    for _ in range(n_tokens):
+        kv = kv if decay is None else decay[:, None, None] * kv
+        if frequencies is not None:
+            kv = naive_rotate(kv.transpose(-1, -2), -1, frequencies, adjacent_pairs).transpose(-1, -2)
+    return LinearAttentionState(kv, before.k_sum)

@@ -1,6 +1,7 @@
 """RoPE: R_m, the rotation of a vector by its position m; R_a R_b = R_{a+b}, which is what makes a rebased bias exact."""
 
 from kvlens.ops.rotary.naive import naive_rotate
-from kvlens.ops.rotary.rotate import RotaryTable, rotate
+from kvlens.ops.rotary.rotate import rotate
+from kvlens.ops.rotary.table import ROWS_KEPT, RotaryTable
 
-__all__ = ["RotaryTable", "naive_rotate", "rotate"]
+__all__ = ["ROWS_KEPT", "RotaryTable", "naive_rotate", "rotate"]

@@ -1,0 +1,66 @@
+"""What becomes of a bias while tokens pass: :func:`carry_state` with the decay and the rotation of a model."""
+
+from dataclasses import replace
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from kvlens.components.attention import KVAttention
+from kvlens.errors import KVLensError
+from kvlens.kv_bias import KVBias
+from kvlens.model import HookedKVTransformer
+from kvlens.ops.linear_attention import LinearAttentionState, carry_state
+
+
+def carry_bias(model: HookedKVTransformer, bias: KVBias, n_tokens: int) -> KVBias:
+    """``bias`` as it stands after ``n_tokens`` tokens that wrote nothing: what it has in the bias of a prompt that follows it.
+
+        carried(b_KV) = gamma^M R_{-M} b_KV        carried(b_D) = b_D        (M tokens; ICLCA eq. 19 without the new terms)
+
+    so that ``convert_prompt(model, tokens, initial=bias)`` less this is what those tokens wrote.
+
+    Args:
+        model: the one that ``bias`` was converted with.
+        bias: of one prompt or of a batch.
+        n_tokens: M, not negative.
+
+    Returns:
+        Offset and number of tokens are those after the M tokens; the boundary stays, as tokens that write nothing have none.
+
+    Raises:
+        KVLensError: a bias of another model, or a negative number of tokens.
+    """
+    if n_tokens < 0:
+        raise KVLensError(f"carry_bias: n_tokens must not be negative, got {n_tokens}")
+    bias.fingerprint.check(model.fingerprint(), "carry_bias")
+    has_batch = bias.batch_size is not None
+    layers = []
+    for block, kv, k_sum in zip(model.blocks, bias.b_KV, bias.b_D, strict=True):
+        state = LinearAttentionState(kv if has_batch else kv[None], k_sum if has_batch else k_sum[None])
+        layers.append(carry_layer_state(block.attn, state, n_tokens))
+    b_kv = torch.stack([state.kv if has_batch else state.kv[0] for state in layers])
+    offset = 0 if model.cfg.rotates_after else bias.position_offset + n_tokens
+    return replace(bias, b_KV=b_kv, position_offset=offset, n_prompt_tokens=bias.n_prompt_tokens + n_tokens)
+
+
+def carry_layer_state(
+    attn: KVAttention,
+    before: LinearAttentionState | None,
+    n_tokens: int | Int[Tensor, " batch"],
+    written: LinearAttentionState | None = None,
+) -> LinearAttentionState:
+    """:func:`carry_state` of one layer: its decay, and its rotation where RoPE follows the feature map."""
+    like = (before or written).kv  # type: ignore[union-attr]
+    rotation = None
+    if attn.cfg.rotates_after:
+        positions = torch.as_tensor(n_tokens, device=like.device).reshape(-1)
+        rotation = attn.rotary_table.at(positions, like.dtype)
+    return carry_state(before, n_tokens, written, attn.decay, rotation, attn.cfg.rotary_adjacent_pairs)
+
+
+def per_query_head(state: LinearAttentionState, n_heads: int) -> LinearAttentionState:
+    """A context's state, one per key-value head, as a bias holds it: one per query head."""
+    group = n_heads // state.kv.shape[1]
+    k_sum = None if state.k_sum is None else state.k_sum.repeat_interleave(group, dim=1)
+    return LinearAttentionState(state.kv.repeat_interleave(group, dim=1), k_sum)

@@ -1,0 +1,75 @@
+"""The rows of RoPE: cos and sin of any position, in memory that does not grow with the text.
+
+The angles are computed in float64 and rounded once. TransformerLens computes them in float32, where the angle of position
+4,096 is wrong by up to 2e-4, and R_a R_b = R_{a+b} with it; converting a prompt moves keys along exactly this law.
+"""
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+ROWS_KEPT = 8192
+"""Rows from position 0 that stay once they are computed; those beyond are computed as they are asked for."""
+Rows = tuple[Tensor, Tensor]
+
+
+class RotaryTable:
+    """(cos, sin) rows by position: there is no ``n_ctx`` here.
+
+    Rows beyond :data:`ROWS_KEPT` are computed for each request, and the last request is remembered: the layers of a model ask
+    for the same rows one after the other.
+
+    Args:
+        compute: ``compute(n_ctx=n)`` gives (sin, cos) of positions 0 .. n - 1, each [n, rotary_dim], in float64. The angle of
+            a position must be a multiple of the position; the row of position 1 says of what.
+    """
+
+    def __init__(self, compute: Callable[..., tuple[Tensor, Tensor]]):
+        self._compute = compute
+        self._frequencies: tuple[Tensor, Tensor] | None = None
+        self._kept: dict[tuple[torch.device, torch.dtype], Rows] = {}
+        self._last: tuple[tuple[int, int, torch.device, torch.dtype], Rows] | None = None
+
+    def rows(
+        self, first: int, n: int, device: torch.device, dtype: torch.dtype
+    ) -> tuple[Float[Tensor, "pos rotary_dim"], Float[Tensor, "pos rotary_dim"]]:
+        """(cos, sin) of positions ``first .. first + n - 1``."""
+        if first + n <= ROWS_KEPT:
+            cos, sin = self._kept_rows(first + n, device, dtype)
+            return cos[first : first + n], sin[first : first + n]
+        asked = (first, n, device, dtype)
+        if self._last is None or self._last[0] != asked:
+            self._last = asked, self._rows_at(torch.arange(first, first + n), device, dtype)
+        return self._last[1]
+
+    def at(
+        self, positions: Int[Tensor, "*shape"], dtype: torch.dtype
+    ) -> tuple[Float[Tensor, "*shape rotary_dim"], Float[Tensor, "*shape rotary_dim"]]:
+        """(cos, sin) of each of ``positions``."""
+        first, last = (int(positions.min()), int(positions.max())) if positions.numel() else (0, 0)
+        if last >= ROWS_KEPT and last - first >= ROWS_KEPT:  # far apart: no table between them
+            return self._rows_at(positions, positions.device, dtype)
+        first = first if last >= ROWS_KEPT else 0
+        cos, sin = self.rows(first, last - first + 1, positions.device, dtype)
+        return cos[positions - first], sin[positions - first]
+
+    def _kept_rows(self, n: int, device: torch.device, dtype: torch.dtype) -> Rows:
+        held = self._kept.get((device, dtype))
+        if held is None or held[0].shape[0] < n:
+            size = min(ROWS_KEPT, max(n, 256 if held is None else 2 * held[0].shape[0]))
+            with torch.inference_mode(False), torch.no_grad():  # a row made while generating serves training afterwards
+                sin, cos = self._compute(n_ctx=size)
+                held = self._kept[device, dtype] = cos.to(device, dtype), sin.to(device, dtype)
+        return held
+
+    def _rows_at(self, positions: Tensor, device: torch.device, dtype: torch.dtype) -> Rows:
+        with torch.inference_mode(False), torch.no_grad():
+            if self._frequencies is None:
+                sin, cos = self._compute(n_ctx=2)
+                # some scaled forms of RoPE stretch cos and sin by one factor: it is their length
+                self._frequencies = torch.atan2(sin[1], cos[1]), torch.hypot(sin[1], cos[1])
+            frequencies, length = (x.to(device) for x in self._frequencies)
+            angles = positions.to(device, frequencies.dtype)[..., None] * frequencies
+            return (angles.cos() * length).to(dtype), (angles.sin() * length).to(dtype)

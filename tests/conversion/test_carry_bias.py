@@ -1,0 +1,61 @@
+"""A bias that tokens pass by: against the conversion of a prompt whose values are silenced, and every refusal."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from small_models import linear_model, relative_error, tokens
+
+from kvlens import KVLensError, KVShiftConfig, convert_prompt
+from kvlens.conversion import carry_bias
+
+VARIANTS = {
+    "rope after": {},
+    "rope before": dict(rotary_placement="before"),
+    "decay": dict(n_heads=6, d_model=36, n_key_value_heads=3, normalizer="none", decay="retnet"),
+    "learned": dict(positional_embedding_type="standard"),
+    "no shift": dict(kv_shift=None),
+    "keys only": dict(kv_shift=KVShiftConfig(values=False)),
+}
+
+
+def silenced(model, prompt, bias):
+    """The conversion of a prompt that writes nothing into A; it does write into D."""
+    shifts_values = model.cfg.kv_shift is not None and model.cfg.kv_shift.values
+    name = "hook_v_shifted" if shifts_values else "hook_v"
+    hooks = [(f"blocks.{layer}.attn.{name}", lambda v, hook: torch.zeros_like(v)) for layer in range(model.cfg.n_layers)]
+    return convert_prompt(model, prompt, initial=bias, fwd_hooks=hooks)
+
+
+@pytest.mark.parametrize("batch", [None, 3])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_equals_the_conversion_of_a_prompt_without_values(name, batch):
+    model = linear_model(**VARIANTS[name]).requires_grad_(False)
+    first, second = (tokens(batch or 1, n, seed=n) for n in (5, 7))
+    if batch is None:
+        first, second = first[0], second[0]
+    bias = convert_prompt(model, first)
+    got, expected = carry_bias(model, bias, 7), silenced(model, second, bias)
+    assert relative_error(got.b_KV, expected.b_KV) < 1e-14
+    assert torch.equal(got.b_D, bias.b_D)
+    assert got.position_offset == expected.position_offset
+    assert got.n_prompt_tokens == expected.n_prompt_tokens
+    assert torch.equal(got.last_k, bias.last_k)
+    if model.cfg.rotates_after or model.cfg.decay is not None:
+        assert relative_error(got.b_KV, bias.b_KV) > 1e-3  # it does move
+
+
+def test_no_tokens_change_nothing():
+    model = linear_model().requires_grad_(False)
+    bias = convert_prompt(model, tokens(1, 5)[0])
+    assert torch.equal(carry_bias(model, bias, 0).b_KV, bias.b_KV)
+
+
+def test_refusals():
+    model = linear_model().requires_grad_(False)
+    bias = convert_prompt(model, tokens(1, 5)[0])
+    with pytest.raises(KVLensError, match="n_tokens must not be negative"):
+        carry_bias(model, bias, -1)
+    other = replace(bias, fingerprint=convert_prompt(linear_model(seed=4), tokens(1, 5)[0]).fingerprint)
+    with pytest.raises(KVLensError, match="carry_bias"):
+        carry_bias(model, other, 1)
