@@ -14,7 +14,14 @@ from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 from transformer_lens.cache.key_value_cache_entry import TransformerLensKeyValueCacheEntry
 from transformer_lens.components import AbstractAttention, Attention, GroupedQueryAttention, PosEmbed
 from transformer_lens.hook_points import HookPoint
-from transformer_lens.utilities import USE_DEFAULT_VALUE, Slice, get_attention_mask, get_device_for_block_index, sample_logits
+from transformer_lens.utilities import (
+    USE_DEFAULT_VALUE,
+    Slice,
+    get_attention_mask,
+    get_device_for_block_index,
+    get_offset_position_ids,
+    sample_logits,
+)
 from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 
 __all__ = [
@@ -33,6 +40,7 @@ __all__ = [
     "TransformerLensKeyValueCacheEntry",
     "get_attention_mask",
     "get_device_for_block_index",
+    "get_offset_position_ids",
     "loading",
     "sample_logits",
     "without_deprecation_warning",

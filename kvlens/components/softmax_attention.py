@@ -1,62 +1,194 @@
-"""TransformerLens' own softmax attention, with KV shift. With the shift off, every line that runs is TransformerLens'."""
+"""Softmax attention as a TransformerLens attention, with KV shift, a KV bias in log space, and torch's fused kernel.
+
+    z_i = (sum_j exp(s_ij) v_j + phi(q_i)^T b_KV) / (sum_j exp(s_ij) + phi(q_i)^T b_D)          (ICLCA sec. 5, ICLAA)
+
+With everything off, every line that runs is TransformerLens'. Otherwise the *eager* form runs TransformerLens' own steps one
+by one (scores, mask, pattern), and the *fused* form hands q, k and v to torch's kernel, in every layer whose scores and
+pattern nobody hooks. ``hook_pattern`` is exp(s_ij) over the whole normaliser, so that its rows sum to less than 1 under a bias;
+``hook_normalizer`` is the normaliser's logarithm, and fires under a bias only; ``hook_phi_q`` are the query's features up to
+their scale, the largest of which is about 1 (their true size may overflow).
+
+Inside TransformerLens 3.9 it relies on ``calculate_attention_scores``, ``apply_causal_mask``, ``apply_rotary``,
+``_extend_rotary_embeddings``, ``_apply_logn_scaling``, ``create_alibi_bias`` and ``create_alibi_slope``.
+"""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvlens._tl import AbstractAttention, Attention, GroupedQueryAttention
-from kvlens.components.decode_cache import ShiftedCacheEntry
-from kvlens.components.kv_shift import KVShiftAndHooks, real_tokens
+from kvlens._tl import (
+    AbstractAttention,
+    Attention,
+    GroupedQueryAttention,
+    TransformerLensKeyValueCacheEntry,
+    get_offset_position_ids,
+)
+from kvlens.components.kv_attention import KVAttention
+from kvlens.components.kv_shift import through
+from kvlens.components.pieces import HeadOutputs, Piece
+from kvlens.errors import KVLensError
+from kvlens.ops.rotary import rotate
+from kvlens.ops.softmax_attention import ScaledFeatures, fused_softmax_attention, join_bias
 
 
-class _SoftmaxWithShift(KVShiftAndHooks):
-    """Overrides two of TransformerLens' methods and adds nothing where no shift is configured."""
+class _Softmax(KVAttention):
+    """Mixed in before TransformerLens' attention classes, whose steps it uses."""
 
     alibi: Tensor | None
 
-    def __init__(self, cfg: Any, attn_type: str = "global", layer_id: int | None = None):
-        super().__init__(cfg, attn_type, layer_id)  # type: ignore[call-arg]
-        self.add_hooks_and_shift()
-        self._decoding: tuple[ShiftedCacheEntry | None, Tensor | None] = (None, None)
-
     def forward(self, query_input, key_input, value_input, past_kv_cache_entry=None, *args, **kwargs):  # noqa: ANN001
-        """As ``transformer_lens.components.AbstractAttention.forward``."""
-        if self.cfg.alibi_slopes is not None:
+        """As ``transformer_lens.components.AbstractAttention.forward``, which runs where nothing is added to it."""
+        if self.cfg.positional_embedding_type == "alibi":
             past = 0 if past_kv_cache_entry is None else past_kv_cache_entry.past_keys.shape[1]
-            self._grow_given_alibi(past + key_input.shape[1], key_input.device)
-        if self.cfg.kv_shift is None:
-            return super().forward(query_input, key_input, value_input, past_kv_cache_entry, *args, **kwargs)
-        # TransformerLens computes q, k, v inside its forward, which does not tell calculate_qkv_matrices of the cache
-        attention_mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
-        self._decoding = (past_kv_cache_entry, attention_mask)
-        try:
-            return super().forward(query_input, key_input, value_input, past_kv_cache_entry, *args, **kwargs)
-        finally:
-            self._decoding = (None, None)
+            self._grow_alibi(past + key_input.shape[1], key_input.device)
+        plain = self.cfg.kv_shift is None and self.layer_bias is None and not self._runs_fused()
+        run = AbstractAttention.forward if plain else KVAttention.forward
+        return run(self, query_input, key_input, value_input, past_kv_cache_entry, *args, **kwargs)
 
-    def calculate_qkv_matrices(self, query_input, key_input, value_input):  # noqa: ANN001
-        """TransformerLens' q, k, v, shifted."""
-        q, k, v = super().calculate_qkv_matrices(query_input, key_input, value_input)  # type: ignore[misc]
-        if self.cfg.kv_shift is None:
-            return q, k, v
-        entry, attention_mask = self._decoding
-        mask = real_tokens(attention_mask, k.shape[1], k.device)
-        shifted, boundary = self.shift({"q": q, "k": k, "v": v}, {} if entry is None else entry.boundary, mask)
-        if entry is not None and not entry.frozen:
-            entry.boundary = boundary
-        return shifted["q"], shifted["k"], shifted["v"]
+    def attend(self, piece: Piece, entry: TransformerLensKeyValueCacheEntry | None) -> HeadOutputs:
+        """z of the context and of the bias; the new keys and values go into ``entry``."""
+        past = 0 if entry is None else entry.past_keys.shape[1]
+        k, v = (piece.k, piece.v) if entry is None else entry.append(piece.k, piece.v)
+        q, k = self._positioned(piece.q, k, past, piece.attention_mask)
+        bias = self.read_bias(torch.promote_types(q.dtype, torch.float32))
+        needs_normalizer = bias is not None or self.cfg.use_attention_sinks
+        if self._runs_fused() and not (needs_normalizer and _wants_gradient(q, k, v)):
+            z, log_n = self._fused(q, k, v, piece, needs_normalizer)
+            if self.cfg.use_attention_sinks:
+                z, log_n = self._with_sink(z, log_n)
+            if bias is None:
+                return HeadOutputs(z, None, None)
+            joined = join_bias(z.to(log_n.dtype), log_n, self._features(q, past, log_n.dtype), *bias)
+            return HeadOutputs(joined.z_context, joined.z_bias, self.hook_normalizer(joined.log_normalizer))
+        return self._eager(q, k, v, past, piece, bias)
 
-    def _grow_given_alibi(self, n: int, device: torch.device) -> None:
-        """TransformerLens makes its own slopes when it finds no ALiBi bias of sufficient size: have one ready."""
-        if self.alibi is None or self.alibi.shape[-1] < n or self.alibi.device != device:
-            slopes = self.W_Q.new_tensor(list(self.cfg.alibi_slopes))  # type: ignore[operator]
+    # --- the two forms -------------------------------------------------------------------------------------------------
+
+    def _runs_fused(self) -> bool:
+        hooked = self.hook_attn_scores.has_hooks() or self.hook_pattern.has_hooks()
+        return self.cfg.softmax_form == "fused" and not hooked
+
+    def _fused(self, q: Tensor, k: Tensor, v: Tensor, piece: Piece, log_normalizer: bool) -> tuple[Tensor, Tensor | None]:
+        score_bias = piece.score_bias
+        if self.cfg.positional_embedding_type == "alibi":
+            alibi = self.alibi[None, :, k.shape[1] - q.shape[1] : k.shape[1], : k.shape[1]]  # type: ignore[index]
+            score_bias = alibi if score_bias is None else score_bias + alibi
+        causal = self.cfg.attention_dir == "causal"
+        padding = piece.attention_mask if causal else None  # TransformerLens' bidirectional attention sees padding
+        padding = None if padding is None or bool(padding.all()) else padding.bool()
+        window = self.cfg.window_size if self.attn_type == "local" else None
+        return fused_softmax_attention(q, k, v, self.attn_scale, causal, padding, window, score_bias, log_normalizer)
+
+    def _eager(
+        self, q: Tensor, k: Tensor, v: Tensor, past: int, piece: Piece, bias: tuple[Tensor, Tensor | None] | None
+    ) -> HeadOutputs:
+        """TransformerLens' steps, in its order and with its hooks."""
+        scores = self.calculate_attention_scores(q, k)
+        if self.cfg.positional_embedding_type == "alibi":
+            scores += self.alibi[:, k.shape[1] - q.shape[1] : k.shape[1], : k.shape[1]]  # type: ignore[index]
+        if self.cfg.attention_dir == "causal":
+            scores = self.apply_causal_mask(scores, past, piece.attention_mask)
+        if piece.score_bias is not None:
+            scores = scores + piece.score_bias
+        scores = self.hook_attn_scores(scores)
+        if bias is None:
+            pattern = self._pattern(scores)
+            return HeadOutputs(self._read_values(self.hook_pattern(pattern), v), None, None)
+        log_n = self._sinks_joined(scores.to(bias[0].dtype).logsumexp(dim=-1))
+        phi = self._features(q, past, log_n.dtype)
+        ones = torch.ones((), device=q.device, dtype=log_n.dtype).expand(*q.shape[:-1], 1)
+        share, z_bias, log_whole = join_bias(ones, log_n.transpose(1, 2), phi, *bias)
+        log_whole = self.hook_normalizer(log_whole)
+        pattern = (scores - log_n[..., None]).exp()  # a row that sees nothing is all NaN, as in TransformerLens
+        pattern = torch.where(log_n[..., None] == -torch.inf, 0.0, pattern) * share.transpose(1, 2)
+        return HeadOutputs(self._read_values(self.hook_pattern(pattern), v), z_bias, log_whole)
+
+    def _pattern(self, scores: Tensor) -> Tensor:
+        if self.cfg.use_attention_sinks:
+            sink = self.sinks.reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1).to(scores.dtype)
+            pattern = torch.cat([scores, sink], dim=-1).softmax(dim=-1)[..., :-1]
+        else:
+            pattern = scores.softmax(dim=-1)
+        return torch.where(pattern.isnan(), torch.zeros_like(pattern), pattern)
+
+    def _read_values(self, pattern: Tensor, v: Tensor) -> Tensor:
+        """pattern @ v: [batch, pos, head, d_head]."""
+        values = v.repeat_interleave(pattern.shape[1] // v.shape[2], dim=2).transpose(1, 2)
+        return (pattern.to(v.device, v.dtype) @ values).transpose(1, 2)
+
+    def _sinks_joined(self, log_n: Tensor) -> Tensor:
+        """log n [batch, head, pos] with the sink's part in it, where there are sinks."""
+        return log_n.logaddexp(self.sinks[:, None].to(log_n.dtype)) if self.cfg.use_attention_sinks else log_n
+
+    def _with_sink(self, z: Tensor, log_n: Tensor) -> tuple[Tensor, Tensor]:
+        whole = self._sinks_joined(log_n.transpose(1, 2)).transpose(1, 2)
+        return z * (log_n - whole).exp()[..., None].to(z.dtype), whole
+
+    # --- queries, keys and the bias's features --------------------------------------------------------------------------
+
+    def _positioned(self, q: Tensor, k: Tensor, past: int, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """q and k rotated (``k`` from the start of the text, ``q`` after ``past`` places), q scaled where the model does."""
+        if self.cfg.positional_embedding_type == "rotary":
+            q = self.hook_rot_q(self._rotated(q, past, attention_mask))
+            k = self.hook_rot_k(self._rotated(k, 0, attention_mask))
+        if self.cfg.use_logn_attn and not self.training:
+            q = self._apply_logn_scaling(q, past)
+        return q, k
+
+    def _rotated(self, x: Tensor, first: int, attention_mask: Tensor | None) -> Tensor:
+        offset = 0 if self.layer_bias is None else self.layer_bias.position_offset
+        if isinstance(offset, int) and offset == 0 and not self._runs_fused():
+            return self.apply_rotary(x, first, attention_mask)  # TransformerLens' own, bit for bit
+        if self.cfg.use_dynamic_ntk_rope and not self.training:
+            self._rescale_rotary_for_ntk(first + x.shape[1])
+        cos, sin = self._rotary_rows(x, first, attention_mask, offset)
+        return rotate(x, cos, sin, self.cfg.rotary_adjacent_pairs)
+
+    def _rotary_rows(self, x: Tensor, first: int, attention_mask: Tensor | None, offset: int | Tensor) -> tuple[Tensor, Tensor]:
+        """cos, sin of the places of ``x``, [batch or 1, pos, 1, rotary_dim], from TransformerLens' tables."""
+        whole = attention_mask is None or bool(attention_mask.all())
+        if whole and isinstance(offset, int):
+            last = first + offset + x.shape[1]
+            rows: Any = slice(first + offset, last)
+        else:
+            places = torch.arange(first, first + x.shape[1], device=x.device)[None]
+            places = places if attention_mask is None else get_offset_position_ids(first, attention_mask)
+            rows = places + (offset[:, None].to(places.device) if isinstance(offset, Tensor) else offset)
+            last = int(rows.max()) + 1
+        if last > self.rotary_cos.shape[0]:
+            if last > self.cfg.n_ctx:
+                raise KVLensError(
+                    f"position {last - 1} (attached prompt included) lies beyond n_ctx={self.cfg.n_ctx}, for which the rotary "
+                    "positions of this model are made: shorten the text or the prompt"
+                )
+            self._extend_rotary_embeddings(min(self.cfg.n_ctx, max(last, 2 * self.rotary_cos.shape[0])))
+        cos, sin = self.rotary_cos[rows], self.rotary_sin[rows]
+        return (cos[None, :, None], sin[None, :, None]) if cos.dim() == 2 else (cos[:, :, None], sin[:, :, None])
+
+    def _features(self, q: Tensor, past: int, dtype: torch.dtype) -> ScaledFeatures:
+        """phi(q) of the attached bias, through its hook."""
+        phi = self.layer_bias.features(q.to(dtype), self.attn_scale)  # type: ignore[union-attr, misc]
+        return phi._replace(features=through(self.hook_phi_q, phi.features))
+
+    def _grow_alibi(self, n: int, device: torch.device) -> None:
+        """Have an ALiBi bias of sufficient size ready, with the slopes that were given; TransformerLens keeps what it finds."""
+        if self.alibi is not None and self.alibi.shape[-1] >= n and self.alibi.device == device:
+            return
+        if self.cfg.alibi_slopes is None:
+            self.alibi = AbstractAttention.create_alibi_bias(self.cfg.n_heads, n, device)
+        else:
+            slopes = self.W_Q.new_tensor(list(self.cfg.alibi_slopes))
             self.alibi = AbstractAttention.create_alibi_slope(n, device) * slopes[:, None, None]  # type: ignore[arg-type]
 
 
-class SoftmaxAttention(_SoftmaxWithShift, Attention):
+def _wants_gradient(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
+class SoftmaxAttention(_Softmax, Attention):
     """One key-value head a query head."""
 
 
-class GroupedSoftmaxAttention(_SoftmaxWithShift, GroupedQueryAttention):
+class GroupedSoftmaxAttention(_Softmax, GroupedQueryAttention):
     """Grouped-query attention; the shift has one coefficient vector a key-value head."""

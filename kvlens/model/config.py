@@ -18,9 +18,14 @@ from kvlens.ops.linear_attention import retnet_decay
 ATTENTION_KINDS = ("softmax", "linear")
 NORMALIZERS = ("kernel", "none")
 LINEAR_ATTENTION_FORMS = ("auto", "parallel", "chunked", "recurrent")
+SOFTMAX_FORMS = ("eager", "fused")
 POSITIONAL_TYPES = ("standard", "rotary", "alibi", "shortformer", "relative_positional_bias", "sinusoidal", "none")
 NORM_OVER_ALL_HEADS = ("OlmoeForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM")
 """Architectures that norm queries and keys before they are split into heads."""
+_INSIDE = (
+    "TransformerLens norms (OLMo 2, 3, OLMoE) or clamps (clip_qkv) the projections inside its attention, behind the "
+    "place where kvlens takes them"
+)
 ROTARY_AFTER = ("identity", "elu_plus_one", "relu")
 
 
@@ -80,6 +85,8 @@ class HookedKVTransformerConfig(HookedTransformerConfig):
         random_feature_kind: ``orthogonal`` (FAVOR+) or ``iid``.
         linear_attention_form: which form computes a forward pass; ``auto`` takes the recurrent one to decode, the parallel
             one where something hooks the pattern, the chunked one otherwise.
+        softmax_form: ``eager`` (TransformerLens' own, bit for bit) or ``fused`` (torch's kernel, several times faster, in every
+            layer whose scores and pattern nobody hooks). It changes rounding and nothing else.
         accumulation_dtype: ``float32`` or ``float64``: features, states and sums of linear attention are computed at least
             in this precision. float64 makes a conversion exact to the last bit of a float32 model, nearly always.
         kv_shift: a :class:`KVShiftConfig` (or a dict of its fields), None for no shift.
@@ -100,6 +107,7 @@ class HookedKVTransformerConfig(HookedTransformerConfig):
     n_random_features: int | None = None
     random_feature_kind: str = "orthogonal"
     linear_attention_form: str = "auto"
+    softmax_form: str = "eager"
     accumulation_dtype: str = "float32"
     kv_shift: KVShiftConfig | None = None
     trainable_kv_bias: bool = False
@@ -118,6 +126,7 @@ class HookedKVTransformerConfig(HookedTransformerConfig):
         self._check_alibi()
         if self.kv_shift is not None:
             self._check_shift()
+        self.check_softmax_form(self.softmax_form)
         if self.attention == "linear":
             self._check_linear()
         elif self.trainable_kv_bias:
@@ -208,6 +217,22 @@ class HookedKVTransformerConfig(HookedTransformerConfig):
                 "kv_shift is applied to the projections after every norm and clamp on them; TransformerLens norms (OLMo 2, 3, "
                 "OLMoE) or clamps (clip_qkv) them inside its attention, behind the place where the shift acts"
             )
+
+    def check_softmax_form(self, form: str) -> None:
+        """Raise KVLensError unless this model's softmax attention can be computed in ``form``."""
+        _one_of("softmax_form", form, SOFTMAX_FORMS)
+        if form == "eager":
+            return
+        refused = [
+            (self.attention == "linear", "linear attention has forms of its own: see linear_attention_form"),
+            (self.attn_scores_soft_cap > 0, "soft-capping acts on each score, which the kernel does not show"),
+            (self.positional_embedding_type == "relative_positional_bias", "T5's attention is TransformerLens' own class"),
+            (self.original_architecture in NORM_OVER_ALL_HEADS or self.clip_qkv is not None, _INSIDE),
+            (self.load_in_4bit, "4-bit weights are projected inside TransformerLens' attention"),
+        ]
+        for is_refused, reason in refused:
+            if is_refused:
+                raise KVLensError(f"softmax_form='fused' does not go with this model: {reason}")
 
     def _check_linear(self) -> None:
         _one_of("feature_map", self.feature_map, FEATURE_MAPS)

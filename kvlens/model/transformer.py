@@ -228,6 +228,17 @@ class HookedKVTransformer(HookedTransformer):
         finally:
             self._in_transformer_lens_generate = False
 
+    def set_softmax_form(self, form: str) -> None:
+        """Compute softmax attention as ``"eager"`` (TransformerLens' own, bit for bit) or ``"fused"`` (torch's kernel).
+
+        Fused is several times faster and differs by rounding alone; a layer whose scores or pattern are hooked runs eagerly.
+
+        Raises:
+            KVLensError: an unknown form, or a model that the kernel cannot compute (linear attention, soft-capping, ...).
+        """
+        self.cfg.check_softmax_form(form)
+        self.cfg.softmax_form = form
+
     # --- hooks: a misspelt name is an error that proposes the nearest ------------------------------------------------
 
     def add_hook(self, name: Any, *args: Any, **kwargs: Any) -> None:

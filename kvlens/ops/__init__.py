@@ -6,5 +6,6 @@ others) beside the fast forms, which share its signature and layout ``batch pos 
 - ``kv_shift``: keys and values mixed with their predecessors (KVSA);
 - ``feature_maps``: phi, with phi(q).phi(k) in the place of exp(q.k) (ICLCA);
 - ``rotary``: R_m, the rotation by position (RoPE), whose group law makes the conversion exact;
-- ``linear_attention``: the recurrence whose initial state is the KV bias, in three equal forms (ICLCA eq. 12-13, 19).
+- ``linear_attention``: the recurrence whose initial state is the KV bias, in three equal forms (ICLCA eq. 12-13, 19);
+- ``softmax_attention``: naive and fused, with its normaliser, and a KV bias joined to it in log space (ICLCA sec. 5).
 """

@@ -1,0 +1,96 @@
+"""The forward pass that both kinds of attention share.
+
+    projections -> KV shift -> the heads (linear or softmax, each in a file of its own) -> hook_z -> W_O
+
+A kind of attention says what its heads do with a piece of text, given what came before it (:meth:`KVAttention.attend`); all
+else happens here, once: projecting, shifting, firing ``hook_z_context``, ``hook_z_bias`` and ``hook_z``, projecting back.
+
+What this relies on inside TransformerLens 3.9: ``calculate_qkv_matrices`` (which fires ``hook_q``, ``hook_k``, ``hook_v`` and
+norms), the names of the weights, and the arguments with which a block calls its attention.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvlens._tl import HookPoint
+from kvlens.components.kv_shift import KVShiftAndHooks, real_tokens, through
+from kvlens.components.pieces import HeadOutputs, Piece
+from kvlens.errors import KVLensError
+
+
+class KVAttention(KVShiftAndHooks):
+    """Mixed in before TransformerLens' ``Attention`` or ``GroupedQueryAttention``."""
+
+    hook_b_kv: HookPoint
+    hook_b_d: HookPoint
+    hook_phi_q: HookPoint
+    hook_normalizer: HookPoint
+    hook_z_context: HookPoint
+    hook_z_bias: HookPoint
+
+    def __init__(self, cfg: Any, attn_type: str = "global", layer_id: int | None = None):
+        super().__init__(cfg, attn_type, layer_id)  # type: ignore[call-arg]
+        self.add_hooks_and_shift()
+
+    def attend(self, piece: Piece, entry: Any) -> HeadOutputs:
+        """What the heads make of ``piece``; ``entry`` of the decode cache holds what came before, and is brought up to date."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        query_input: Tensor,
+        key_input: Tensor,
+        value_input: Tensor,
+        past_kv_cache_entry: Any = None,
+        additive_attention_mask: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_bias: Tensor | None = None,
+    ) -> Tensor:
+        """[batch, pos, d_model] from [batch, pos, d_model] or [batch, pos, head, d_model], as TransformerLens' attention."""
+        self._check_batch(query_input.shape[0])
+        q, k, v = self.calculate_qkv_matrices(query_input, key_input, value_input)
+        mask = real_tokens(attention_mask, q.shape[1], q.device)
+        boundary = getattr(past_kv_cache_entry, "boundary", {})
+        shifted, boundary = self.shift({"q": q, "k": k, "v": v}, boundary, mask)
+        score_bias = _sum_of(additive_attention_mask, position_bias)
+        piece = Piece(shifted["q"], shifted["k"], shifted["v"], mask, attention_mask, score_bias)
+        heads = self.attend(piece, past_kv_cache_entry)
+        if boundary and past_kv_cache_entry is not None and not past_kv_cache_entry.frozen:
+            past_kv_cache_entry.boundary = boundary
+        z = heads.z_context
+        if heads.z_bias is not None:
+            z = self.hook_z_context(z) + self.hook_z_bias(heads.z_bias)
+        return self._project(self.hook_z(z.to(self.W_O.dtype)))
+
+    def _check_batch(self, batch: int) -> None:
+        n_prompts = 1 if self.layer_bias is None else self.layer_bias.b_kv.shape[0]
+        if n_prompts not in (1, batch):
+            raise KVLensError(
+                f"the attached bias holds {n_prompts} prompts and the input has batch {batch}: give one row of input a prompt, "
+                "or attach the bias of a single prompt, which serves every row"
+            )
+
+    def read_bias(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None] | None:
+        """(b_KV, b_D) through their hooks: the attached bias, else the trained one, else None. b_D is None under "none"."""
+        if self.layer_bias is not None:
+            b_kv, b_d = self.layer_bias.b_kv, self.layer_bias.b_d
+        elif self.cfg.trainable_kv_bias:
+            b_kv, b_d = self.b_KV[None], self.b_D[None]
+        else:
+            return None
+        b_kv = through(self.hook_b_kv, b_kv.to(self.W_O.device, dtype))
+        unused = self.cfg.attention == "linear" and self.cfg.normalizer == "none"
+        return b_kv, None if unused else through(self.hook_b_d, b_d.to(self.W_O.device, dtype))
+
+    def _project(self, z: Tensor) -> Tensor:
+        """z W_O + b_O, through ``hook_result`` where the configuration asks for it."""
+        if not self.cfg.use_attn_result:
+            return nn.functional.linear(z.flatten(2), self.W_O.flatten(0, 1).T, self.b_O)
+        result = self.hook_result(torch.einsum("bphd,hdm->bphm", z, self.W_O))
+        return result.sum(dim=2) + self.b_O
+
+
+def _sum_of(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return b if a is None else a if b is None else a + b

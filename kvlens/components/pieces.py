@@ -1,0 +1,39 @@
+"""What travels together through an attention layer."""
+
+from typing import NamedTuple
+
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+
+class Piece(NamedTuple):
+    """The new tokens of one forward pass as a layer's heads get them: projected, normed and shifted, not yet rotated.
+
+    Attributes:
+        q: [batch, pos, head, d_head].
+        k, v: [batch, pos, kv_head, d_head].
+        mask: True at real tokens of the piece; None where all are.
+        attention_mask: as TransformerLens hands it over: 1 at real tokens, those of the decode cache in front; or None.
+        score_bias: what is added to softmax scores (TransformerLens' additive mask, T5's position bias), or None.
+    """
+
+    q: Float[Tensor, "batch pos head d_head"]
+    k: Float[Tensor, "batch pos kv_head d_head"]
+    v: Float[Tensor, "batch pos kv_head d_head"]
+    mask: Bool[Tensor, "batch pos"] | None
+    attention_mask: Int[Tensor, "batch offset_pos"] | None
+    score_bias: Float[Tensor, "#batch #head #pos key_pos"] | None
+
+
+class HeadOutputs(NamedTuple):
+    """What the heads make of a piece, before the output projection.
+
+    Attributes:
+        z_context: the text's part of z, already divided by the whole normaliser.
+        z_bias: the KV bias's part, likewise; None without a bias.
+        normalizer: n_i as hooked (its logarithm for softmax); None where none is computed.
+    """
+
+    z_context: Float[Tensor, "batch pos head d_head"]
+    z_bias: Float[Tensor, "batch pos head d_head"] | None
+    normalizer: Float[Tensor, "batch pos head"] | None

@@ -1,0 +1,18 @@
+"""Softmax attention with its normaliser, and a KV bias merged into it in log space (what its forms share: ``types``)."""
+
+from kvlens.ops.softmax_attention.bias import join_bias, naive_join_bias
+from kvlens.ops.softmax_attention.fused import fused_softmax_attention
+from kvlens.ops.softmax_attention.naive import naive_softmax_attention
+from kvlens.ops.softmax_attention.types import JoinedBias, ScaledFeatures, SoftmaxAttentionOutput
+from kvlens.ops.softmax_attention.visible import visible_keys
+
+__all__ = [
+    "JoinedBias",
+    "ScaledFeatures",
+    "SoftmaxAttentionOutput",
+    "fused_softmax_attention",
+    "join_bias",
+    "naive_join_bias",
+    "naive_softmax_attention",
+    "visible_keys",
+]

@@ -1,0 +1,79 @@
+"""A KV bias beside softmax attention, joined in log space (ICLCA sec. 5, ICLAA; DESIGN writes it as in ``naive``).
+
+    z_i = (sum_j exp(s_ij) v_j + phi(q_i)^T b_KV) / n_i        n_i = sum_j exp(s_ij) + phi(q_i)^T b_D
+
+Each side comes with its own logarithmic scale, and both are brought to the larger one before anything is added: scores of 100
+and more neither overflow nor swallow the other side.
+"""
+
+import torch
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor
+
+from kvlens.ops.softmax_attention.types import JoinedBias, ScaledFeatures
+
+
+def naive_join_bias(
+    z_context: Float[Tensor, "batch query head d_head"],
+    log_normalizer: Float[Tensor, "batch query head"],
+    phi: ScaledFeatures,
+    b_kv: Float[Tensor, "#batch kv_head d_phi d_head"],
+    b_d: Float[Tensor, "#batch kv_head d_phi"],
+) -> JoinedBias:
+    """The equation as it stands, one head after the other; overflows where exp(s) does."""
+    n_heads = z_context.shape[2]
+    group = n_heads // b_kv.shape[1]
+    contexts, reads, logs = [], [], []
+    for h in range(n_heads):
+        kv, d = b_kv[:, h // group], b_d[:, h // group]
+        true_phi = phi.features[:, :, h] * phi.log_scale[:, :, h, None].exp()
+        n_context = log_normalizer[:, :, h].exp()
+        n = n_context + torch.einsum("bir,br->bi", true_phi, d.expand(len(true_phi), -1))
+        contexts.append(n_context[..., None] * z_context[:, :, h] / n[..., None])
+        reads.append(torch.einsum("bir,brd->bid", true_phi, kv.expand(len(true_phi), -1, -1)) / n[..., None])
+        logs.append(n.log())
+    return JoinedBias(torch.stack(contexts, 2), torch.stack(reads, 2), torch.stack(logs, 2))
+
+
+def join_bias(
+    z_context: Float[Tensor, "batch query head d_head"],
+    log_normalizer: Float[Tensor, "batch query head"],
+    phi: ScaledFeatures,
+    b_kv: Float[Tensor, "#batch kv_head d_phi d_head"],
+    b_d: Float[Tensor, "#batch kv_head d_phi"],
+) -> JoinedBias:
+    """The same with both sides on the larger of their scales.
+
+    Args:
+        z_context: attention over the context alone, already divided by its own normaliser.
+        log_normalizer: the logarithm of that normaliser; -inf where a query sees no key.
+        phi: the query's features.
+        b_kv, b_d: the bias, one per key-value head.
+
+    Returns:
+        Both summands of z, divided by the whole normaliser, and its logarithm. Where nothing at all is seen (both sides are
+        0, as at a padded query without a bias), z is 0. Signed weights may make the whole negative: its logarithm is NaN then,
+        for the caller to report.
+    """
+    group = z_context.shape[2] // b_kv.shape[1]
+    numerator, mass = _read(phi.features, b_kv, b_d, group)
+    top = torch.maximum(log_normalizer, phi.log_scale)
+    top = torch.where(top == -torch.inf, 0.0, top)
+    from_context, from_bias = (log_normalizer - top).exp(), (phi.log_scale - top).exp()
+    n = from_context + from_bias * mass
+    nothing = n == 0
+    share = 1 / torch.where(nothing, 1.0, n)
+    return JoinedBias(
+        (from_context * share)[..., None] * z_context,
+        (from_bias * share)[..., None] * numerator,
+        torch.where(nothing, -torch.inf, torch.where(nothing, 1.0, n).log() + top),
+    )
+
+
+def _read(features: Tensor, b_kv: Tensor, b_d: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """phi^T b_KV and phi^T b_D in one product per key-value head: a group's queries are more rows against the same keys."""
+    both = torch.cat([b_kv, b_d[..., None]], dim=-1)  # [batch or 1, kv_head, d_phi, d_head + 1]
+    rows = rearrange(features, "batch query (kv_head group) d_phi -> batch kv_head (query group) d_phi", group=group)
+    read = rearrange(rows @ both, "batch kv_head (query group) d -> batch query (kv_head group) d", group=group)
+    return read[..., :-1], read[..., -1]

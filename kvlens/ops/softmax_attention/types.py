@@ -1,0 +1,50 @@
+"""What the forms of softmax attention share: one set of arguments, one layout, one return.
+
+    s_ij = q_i.k_j / scale + score_bias_ij         n_i = sum over the visible j of exp(s_ij)
+    z_i  = sum over the visible j of exp(s_ij) v_j / n_i
+
+Arguments of every form, in this order:
+
+- ``q`` [batch, query, head, d_head], ``k`` and ``v`` [batch, key, kv_head, d_head]; ``head`` is a multiple of ``kv_head``
+  (GQA: query head h reads key-value head h // (head / kv_head)). Where there are fewer queries than keys, they are the last
+  ones: the keys before them are those of a decode cache;
+- ``scale``: divides the scores (TransformerLens' ``attn_scale``);
+- ``causal``: a query sees no key behind it. False for bidirectional attention;
+- ``padding`` [batch, key]: True at real tokens, None where all are. Padded keys are seen by nobody;
+- ``window``: a query sees itself and the ``window - 1`` keys before it; None for all of them;
+- ``score_bias`` [batch or 1, head or 1, query, key]: added to the scores (ALiBi), or None;
+- ``log_normalizer``: whether to return log n_i too.
+
+A query that sees no key gets z = 0 and log n = -inf. The forms: ``naive`` (a loop over the queries, the judge) and ``fused``
+(torch's kernel, which keeps no query x key tensor).
+"""
+
+from typing import NamedTuple
+
+from jaxtyping import Float
+from torch import Tensor
+
+
+class SoftmaxAttentionOutput(NamedTuple):
+    """z, and log n where it was asked for (in float32 or better)."""
+
+    z: Float[Tensor, "batch query head d_head"]
+    log_normalizer: Float[Tensor, "batch query head"] | None
+
+
+class ScaledFeatures(NamedTuple):
+    """phi(q) = features * exp(log_scale): what a query's features are where their true size would overflow.
+
+    The largest of ``features`` is about 1, so that sums over them are safe; scores of real models reach 100 and more.
+    """
+
+    features: Float[Tensor, "batch query head d_phi"]
+    log_scale: Float[Tensor, "batch query head"]
+
+
+class JoinedBias(NamedTuple):
+    """The two summands of z, and log n with the bias's part in it."""
+
+    z_context: Float[Tensor, "batch query head d_head"]
+    z_bias: Float[Tensor, "batch query head d_head"]
+    log_normalizer: Float[Tensor, "batch query head"]

@@ -1,0 +1,147 @@
+"""The fused form gives what the eager form gives, to rounding, and runs wherever nobody looks at the pattern."""
+
+import pytest
+import torch
+
+from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVLensError, KVShiftConfig
+from kvlens._tl import TransformerLensKeyValueCache
+
+VARIANTS = {
+    "learned": {},
+    "rotary": dict(positional_embedding_type="rotary", rotary_dim=4),
+    "adjacent rotary": dict(positional_embedding_type="rotary", rotary_adjacent_pairs=True),
+    "gqa": dict(n_key_value_heads=2, positional_embedding_type="rotary"),
+    "ungrouped gqa": dict(n_key_value_heads=2, ungroup_grouped_query_attention=True),
+    "alibi": dict(positional_embedding_type="alibi"),
+    "given alibi": dict(positional_embedding_type="alibi", alibi_slopes=[0.5, 0.25, 0.0, 1.0, 2.0, 3.0]),
+    "shortformer": dict(positional_embedding_type="shortformer"),
+    "no positions": dict(positional_embedding_type="none"),
+    "attn_result": dict(use_attn_result=True),
+    "split": dict(use_split_qkv_input=True),
+    "qk norm": dict(use_qk_norm=True),
+    "local": dict(use_local_attn=True, window_size=3, attn_types=["local", "global"]),
+    "sinks": dict(use_attention_sinks=True),
+    "log-n": dict(use_logn_attn=True, train_seq_length=4),
+    "bidirectional": dict(attention_dir="bidirectional"),
+    "scaled by layer": dict(scale_attn_by_inverse_layer_idx=True),
+    "shift": dict(kv_shift=KVShiftConfig(window=2, queries=True), positional_embedding_type="rotary"),
+    "shift, gqa": dict(kv_shift=KVShiftConfig(), n_key_value_heads=3, positional_embedding_type="rotary"),
+}
+
+
+def build(**changes):
+    basic = dict(n_layers=2, d_model=30, n_heads=6, d_head=6, n_ctx=24, d_vocab=17, act_fn="gelu", d_mlp=20, seed=0)
+    model = HookedKVTransformer(HookedKVTransformerConfig(**{**basic, "dtype": torch.float64, **changes}))
+    if model.cfg.use_attention_sinks:
+        for block in model.blocks:
+            torch.nn.init.normal_(block.attn.sinks, generator=torch.Generator().manual_seed(1))
+    return model.eval()
+
+
+def tokens(batch, pos, seed=0):
+    return torch.randint(0, 17, (batch, pos), generator=torch.Generator().manual_seed(seed))
+
+
+def both_forms(model, run):
+    eager = run()
+    model.set_softmax_form("fused")
+    fused = run()
+    model.set_softmax_form("eager")
+    return eager, fused
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@torch.no_grad()
+def test_logits_agree_with_and_without_padding(name):
+    model, x = build(**VARIANTS[name]), tokens(3, 11)
+    mask = torch.ones(3, 11, dtype=torch.long)
+    mask[1, :4], mask[2, 8:] = 0, 0
+    for attention_mask in (None, mask):
+        eager, fused = both_forms(model, lambda m=attention_mask: model(x, attention_mask=m))
+        real = mask.bool() if attention_mask is not None else torch.ones_like(mask).bool()
+        # float64 sums of at most 30 terms, through two layers
+        torch.testing.assert_close(fused[real], eager[real], rtol=1e-12, atol=1e-12)
+        assert bool(fused.isfinite().all())
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_gradients_agree(name):
+    model, x = build(**VARIANTS[name]), tokens(3, 11)
+
+    def gradients():
+        model.zero_grad()
+        model(x, return_type="loss").backward()
+        return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    eager, fused = both_forms(model, gradients)
+    assert eager.keys() == fused.keys()
+    for key, gradient in eager.items():
+        torch.testing.assert_close(fused[key], gradient, rtol=1e-10, atol=1e-12)
+
+
+# ungrouped: TransformerLens' own cache has room for the key-value heads only, eager or fused
+NOT_DECODED = ("bidirectional", "shortformer", "log-n", "ungrouped gqa")
+
+
+@pytest.mark.parametrize("name", [n for n in VARIANTS if n not in NOT_DECODED])
+@torch.no_grad()
+def test_decoding_in_pieces_agrees_with_the_whole(name):
+    model, x = build(**VARIANTS[name], softmax_form="fused"), tokens(2, 9)
+    cache = TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", 2)
+    mask = torch.ones(2, 9, dtype=torch.long)
+    cuts = [(0, 3), (3, 7), (7, 8), (8, 9)]
+    pieces = [model(x[:, a:b], past_kv_cache=cache, attention_mask=mask[:, a:b]) for a, b in cuts]
+    model.set_softmax_form("eager")
+    torch.testing.assert_close(torch.cat(pieces, dim=1), model(x), rtol=1e-12, atol=1e-12)
+
+
+def test_a_hooked_layer_runs_eagerly_and_the_others_stay_fused(monkeypatch):
+    from kvlens.components import softmax_attention
+
+    model, x, calls = build(), tokens(2, 9), []
+    whole = softmax_attention.fused_softmax_attention
+
+    def counted(*args):
+        calls.append(args)
+        return whole(*args)
+
+    monkeypatch.setattr(softmax_attention, "fused_softmax_attention", counted)
+    expected = model.run_with_cache(x)[1]
+    assert not calls
+    model.set_softmax_form("fused")
+    _, cache = model.run_with_cache(x, names_filter=["blocks.1.attn.hook_pattern", "blocks.1.hook_resid_post"])
+    assert len(calls) == 1
+    torch.testing.assert_close(cache["pattern", 1], expected["pattern", 1], rtol=1e-12, atol=1e-14)
+    patched = model.run_with_hooks(x, fwd_hooks=[("blocks.0.attn.hook_pattern", lambda p, hook: torch.zeros_like(p))])
+    assert not torch.allclose(patched, model(x))
+
+
+def test_the_form_is_no_part_of_the_fingerprint_and_is_saved(tmp_path):
+    model = build()
+    before = model.fingerprint()
+    model.set_softmax_form("fused")
+    assert model.fingerprint() == before
+    model.save(tmp_path / "m")
+    assert HookedKVTransformer.load(tmp_path / "m").cfg.softmax_form == "fused"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (dict(attention="linear"), "linear_attention_form"),
+        (dict(attn_scores_soft_cap=5.0), "soft-capping"),
+        (dict(clip_qkv=1.0), "clamps"),
+    ],
+)
+def test_what_the_kernel_cannot_do_is_refused_with_the_reason(changes, words):
+    model = build(**changes)
+    with pytest.raises(KVLensError, match=words):
+        model.set_softmax_form("fused")
+    assert model.cfg.softmax_form == "eager"
+    with pytest.raises(KVLensError, match=words):
+        build(**changes, softmax_form="fused")
+
+
+def test_an_unknown_form_proposes_the_nearest():
+    with pytest.raises(KVLensError, match="did you mean 'fused'"):
+        build().set_softmax_form("fusd")

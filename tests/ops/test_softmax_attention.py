@@ -1,0 +1,162 @@
+"""The fused form against the loop, the log-space join against the plain equation, and laws that both must keep."""
+
+import math
+
+import pytest
+import torch
+from ops_cases import normal, random_mask
+
+from kvlens.ops.softmax_attention import (
+    ScaledFeatures,
+    fused_softmax_attention,
+    join_bias,
+    naive_join_bias,
+    naive_softmax_attention,
+    visible_keys,
+)
+
+CASES = {
+    "causal": {},
+    "bidirectional": dict(causal=False),
+    "padding": dict(padding=random_mask(2, 11, seed=3)),
+    "window": dict(window=3),
+    "score bias": dict(score_bias=normal(1, 6, 11, 11, seed=9)),
+    "all": dict(padding=random_mask(2, 11, seed=4), window=4, score_bias=normal(2, 6, 11, 11, seed=8)),
+}
+
+
+def draw(n_queries=11, n_keys=11, n_kv=3, dtype=torch.float64, size=1.0):
+    q = size * normal(2, n_queries, 6, 5, seed=0, dtype=dtype)
+    return q, size * normal(2, n_keys, n_kv, 5, seed=1, dtype=dtype), normal(2, n_keys, n_kv, 5, seed=2, dtype=dtype)
+
+
+def queries_of(case, n_queries):
+    """The arguments of a case for its last queries alone."""
+    bias = case.get("score_bias")
+    return case if bias is None else {**case, "score_bias": bias[:, :, -n_queries:]}
+
+
+@pytest.mark.parametrize("n_queries", [11, 4, 1])
+@pytest.mark.parametrize("n_kv", [6, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_the_fused_form_is_the_loop(name, n_kv, n_queries):
+    q, k, v = draw(n_queries, n_kv=n_kv)
+    case = queries_of(CASES[name], n_queries)
+    expected = naive_softmax_attention(q, k, v, 1.7, **case, log_normalizer=True)
+    got = fused_softmax_attention(q, k, v, 1.7, **case, log_normalizer=True)
+    without = fused_softmax_attention(q, k, v, 1.7, **case)
+    # sums of at most 11 exponentials of scores below 20, each off by a few eps times its score
+    torch.testing.assert_close(got.z, expected.z, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(got.log_normalizer, expected.log_normalizer, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(without.z, expected.z, rtol=1e-13, atol=1e-13)
+    assert without.log_normalizer is None
+
+
+def test_the_log_normalizer_summed_in_blocks_is_the_kernels(monkeypatch):
+    from kvlens.ops.softmax_attention import fused
+
+    monkeypatch.setattr(fused, "QUERY_BLOCK", 4)
+    q, k, v = draw()
+    heads = [x.transpose(1, 2) for x in (q, k)]
+    expected = naive_softmax_attention(q, k, v, 1.7, log_normalizer=True).log_normalizer
+    got = fused._log_normalizer_in_blocks(*heads, 1.7, None, True)
+    torch.testing.assert_close(got.transpose(1, 2), expected, rtol=1e-13, atol=1e-13)
+    visible = visible_keys(11, 11, window=3)
+    got = fused._log_normalizer_in_blocks(*heads, 1.7, fused._additive(visible, None, q), False)
+    expected = naive_softmax_attention(q, k, v, 1.7, window=3, log_normalizer=True).log_normalizer
+    torch.testing.assert_close(got.transpose(1, 2), expected, rtol=1e-13, atol=1e-13)
+
+
+def test_a_query_that_sees_nothing_gets_zero():
+    q, k, v = draw()
+    padding = torch.zeros(2, 11, dtype=torch.bool)
+    padding[:, 3:] = True
+    for form in (naive_softmax_attention, fused_softmax_attention):
+        z, log_n = form(q, k, v, 1.0, padding=padding, log_normalizer=True)
+        assert torch.equal(z[:, :3], torch.zeros_like(z[:, :3]))
+        assert bool((log_n[:, :3] == -torch.inf).all())
+        assert bool(log_n[:, 3:].isfinite().all())
+
+
+def test_one_query_two_keys_by_hand():
+    q, k = torch.tensor([[[[1.0]]]]), torch.tensor([[[[0.0]], [[math.log(3.0)]]]])
+    v = torch.tensor([[[[4.0]], [[8.0]]]])
+    z, log_n = fused_softmax_attention(q, k, v, 1.0, log_normalizer=True)
+    assert z.item() == pytest.approx(7.0)  # (1 * 4 + 3 * 8) / 4
+    assert log_n.item() == pytest.approx(math.log(4.0))
+
+
+def test_gradients_of_the_fused_form_are_the_loops():
+    arguments = [x.requires_grad_() for x in draw(4, 7)]
+    weights = normal(2, 4, 6, 5, seed=5)
+    grads = [
+        torch.autograd.grad((form(*arguments, 1.3, window=5).z * weights).sum(), arguments)
+        for form in (naive_softmax_attention, fused_softmax_attention)
+    ]
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-12, atol=1e-13)
+
+
+def test_a_log_normalizer_with_a_gradient_is_refused():
+    q, k, v = draw()
+    with pytest.raises(ValueError, match="has no gradient"):
+        fused_softmax_attention(q.requires_grad_(), k, v, 1.0, log_normalizer=True)
+    with torch.no_grad():
+        assert fused_softmax_attention(q, k, v, 1.0, log_normalizer=True).log_normalizer is not None
+
+
+def virtual_keys(n_kv=3, r=4, size=1.0):
+    """Features of every query at r keys, and the bias of a prompt whose keys those are: weights 1, values v."""
+    keys, values = size * normal(2, r, n_kv, 5, seed=11), normal(2, r, n_kv, 5, seed=12)
+    return keys, values, values.transpose(1, 2), torch.ones(2, n_kv, r, dtype=torch.float64)
+
+
+def features_at(q, keys, scale):
+    scores = torch.einsum("bihd,brhd->bihr", q, keys.repeat_interleave(q.shape[2] // keys.shape[2], dim=2)) / scale
+    log_scale = scores.amax(dim=-1)
+    return ScaledFeatures((scores - log_scale[..., None]).exp(), log_scale)
+
+
+@pytest.mark.parametrize("size", [1.0, 20.0])
+def test_all_of_a_prompts_keys_as_features_are_the_prompt(size):
+    """Exactness (r = M, b_D = 1, b_KV = v'): joined to the text's own attention it is attention over both."""
+    q, k, v = draw(size=size)
+    keys, values, b_kv, b_d = virtual_keys(size=size)
+    context = naive_softmax_attention(q, k, v, 1.7, log_normalizer=True)
+    joined = join_bias(*context, features_at(q, keys, 1.7), b_kv, b_d)
+    whole = naive_softmax_attention(q, torch.cat([keys, k], 1), torch.cat([values, v], 1), 1.7, log_normalizer=True)
+    # scores reach 2,000 at size 20: exp() of one is off by 2,000 eps, relatively
+    torch.testing.assert_close(joined.z_context + joined.z_bias, whole.z, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(joined.log_normalizer, whole.log_normalizer, rtol=1e-12, atol=1e-12)
+
+
+def test_the_join_is_the_plain_equation_for_signed_weights():
+    q, k, v = draw()
+    keys, _, _, _ = virtual_keys()
+    b_kv, b_d = normal(1, 3, 4, 5, seed=21), 0.1 * normal(1, 3, 4, seed=22)
+    context = naive_softmax_attention(q, k, v, 1.7, log_normalizer=True)
+    phi = features_at(q, keys, 1.7)
+    expected, got = naive_join_bias(*context, phi, b_kv, b_d), join_bias(*context, phi, b_kv, b_d)
+    positive = ~expected.log_normalizer.isnan()
+    assert int(positive.sum()) > 0
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a[positive], b[positive], rtol=1e-12, atol=1e-12)
+
+
+def test_a_bias_of_nothing_changes_nothing():
+    q, k, v = draw()
+    context = naive_softmax_attention(q, k, v, 1.7, log_normalizer=True)
+    zeros = torch.zeros(1, 3, 4, 5, dtype=torch.float64)
+    joined = join_bias(*context, features_at(q, virtual_keys()[0], 1.7), zeros, zeros[..., 0])
+    torch.testing.assert_close(joined.z_context, context.z, rtol=1e-14, atol=0)
+    assert bool((joined.z_bias == 0).all())
+
+
+def test_nothing_seen_on_either_side_is_zero_and_finite_in_gradient():
+    z, log_n = torch.zeros(1, 2, 1, 3), torch.full((1, 2, 1), -torch.inf)
+    features = torch.ones(1, 2, 1, 4, requires_grad=True)
+    joined = join_bias(z, log_n, ScaledFeatures(features, torch.zeros(1, 2, 1)), torch.zeros(1, 1, 4, 3), torch.zeros(1, 1, 4))
+    assert bool((joined.z_context == 0).all())
+    assert bool((joined.log_normalizer == -torch.inf).all())
+    (gradient,) = torch.autograd.grad((joined.z_context + joined.z_bias).sum(), features)
+    assert bool(gradient.isfinite().all())
