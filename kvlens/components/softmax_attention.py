@@ -29,7 +29,7 @@ from kvlens.components.kv_shift import through
 from kvlens.components.pieces import HeadOutputs, Piece
 from kvlens.errors import KVLensError
 from kvlens.ops.rotary import rotate
-from kvlens.ops.softmax_attention import ScaledFeatures, fused_softmax_attention, join_bias
+from kvlens.ops.softmax_attention import JoinedBias, fused_softmax_attention, join_bias
 
 
 class _Softmax(KVAttention):
@@ -55,11 +55,11 @@ class _Softmax(KVAttention):
         needs_normalizer = bias is not None or self.cfg.use_attention_sinks
         if self._runs_fused() and not (needs_normalizer and _wants_gradient(q, k, v)):
             z, log_n = self._fused(q, k, v, piece, needs_normalizer)
-            if self.cfg.use_attention_sinks:
+            if log_n is not None and self.cfg.use_attention_sinks:
                 z, log_n = self._with_sink(z, log_n)
-            if bias is None:
+            if log_n is None or bias is None:
                 return HeadOutputs(z, None, None)
-            joined = join_bias(z.to(log_n.dtype), log_n, self._features(q, past, log_n.dtype), *bias)
+            joined = self._joined(z.to(log_n.dtype), log_n, q, bias)
             return HeadOutputs(joined.z_context, joined.z_bias, self.hook_normalizer(joined.log_normalizer))
         return self._eager(q, k, v, past, piece, bias)
 
@@ -96,9 +96,8 @@ class _Softmax(KVAttention):
             pattern = self._pattern(scores)
             return HeadOutputs(self._read_values(self.hook_pattern(pattern), v), None, None)
         log_n = self._sinks_joined(scores.to(bias[0].dtype).logsumexp(dim=-1))
-        phi = self._features(q, past, log_n.dtype)
         ones = torch.ones((), device=q.device, dtype=log_n.dtype).expand(*q.shape[:-1], 1)
-        share, z_bias, log_whole = join_bias(ones, log_n.transpose(1, 2), phi, *bias)
+        share, z_bias, log_whole = self._joined(ones, log_n.transpose(1, 2), q, bias)
         log_whole = self.hook_normalizer(log_whole)
         pattern = (scores - log_n[..., None]).exp()  # a row that sees nothing is all NaN, as in TransformerLens
         pattern = torch.where(log_n[..., None] == -torch.inf, 0.0, pattern) * share.transpose(1, 2)
@@ -166,10 +165,15 @@ class _Softmax(KVAttention):
         cos, sin = self.rotary_cos[rows], self.rotary_sin[rows]
         return (cos[None, :, None], sin[None, :, None]) if cos.dim() == 2 else (cos[:, :, None], sin[:, :, None])
 
-    def _features(self, q: Tensor, past: int, dtype: torch.dtype) -> ScaledFeatures:
-        """phi(q) of the attached bias, through its hook."""
-        phi = self.layer_bias.features(q.to(dtype), self.attn_scale)  # type: ignore[union-attr, misc]
-        return phi._replace(features=through(self.hook_phi_q, phi.features))
+    def _joined(self, z: Tensor, log_n: Tensor, q: Tensor, bias: tuple[Tensor, Tensor | None]) -> JoinedBias:
+        """The attached bias joined to attention over the context, with the query's features through their hook."""
+        b_kv, b_d = bias
+        assert b_d is not None
+        assert self.layer_bias is not None
+        assert self.layer_bias.features is not None
+        phi = self.layer_bias.features(q.to(log_n.dtype), self.attn_scale)
+        phi = phi._replace(features=through(self.hook_phi_q, phi.features))
+        return join_bias(z, log_n, phi, b_kv, b_d)
 
     def _grow_alibi(self, n: int, device: torch.device) -> None:
         """Have an ALiBi bias of sufficient size ready, with the slopes that were given; TransformerLens keeps what it finds."""
