@@ -1,8 +1,26 @@
 """A prompt as weights: :class:`KVBias`, its arithmetic, its file format, and the fingerprint of the model it fits."""
 
+from kvlens.kv_bias.features import (
+    LearnedFeatures,
+    RandomFeatures,
+    SoftmaxFeatures,
+    TaylorFeatures,
+    VirtualKeys,
+)
 from kvlens.kv_bias.fingerprint import Fingerprint
+from kvlens.kv_bias.fit import BiasFit
 from kvlens.kv_bias.kv_bias import KVBias
 
 combine = KVBias.combine
 
-__all__ = ["Fingerprint", "KVBias", "combine"]
+__all__ = [
+    "BiasFit",
+    "Fingerprint",
+    "KVBias",
+    "LearnedFeatures",
+    "RandomFeatures",
+    "SoftmaxFeatures",
+    "TaylorFeatures",
+    "VirtualKeys",
+    "combine",
+]

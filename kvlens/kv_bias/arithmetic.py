@@ -3,6 +3,7 @@
 Functions of the objects that they are given: the class itself (:class:`kvlens.KVBias`) stands above this module.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvlens.errors import KVLensError
+from kvlens.kv_bias.features import same_features
 
 BOUNDARY = ("last_k", "last_v", "last_q")
 
@@ -44,9 +46,30 @@ def fields_of_sum(
     changed = {name: getattr(chosen, name) for name in (*BOUNDARY, "position_offset")}
     if boundary == "zero":
         changed |= {name: torch.zeros_like(getattr(first, name)) for name in BOUNDARY}
-    for name in ("b_KV", "b_D"):
-        changed[name] = torch.stack([w * getattr(b, name) for w, b in zip(weights, biases, strict=True)]).sum(dim=0)
+    changed |= _stored_sums(biases, weights)
     return {**changed, "n_prompt_tokens": sum(b.n_prompt_tokens for b in biases)}
+
+
+def _stored_sums(biases: Sequence[Any], weights: Sequence[float | int]) -> dict[str, Any]:
+    """b_KV and b_D of the sum; for softmax on one log-scale, with virtual keys side by side. The record of a fit is dropped."""
+    names, first = ("b_KV", "b_D"), biases[0]
+    if first.features is None:
+        terms = {name: [w * getattr(b, name) for w, b in zip(weights, biases, strict=True)] for name in names}
+        return {name: torch.stack(terms[name]).sum(dim=0) for name in names}
+    if len({b.b_KV.shape[-3] for b in biases}) > 1:  # one of them had single query heads selected
+        biases = [b.per_query_head() for b in biases]
+    log_scale = torch.stack([b.log_scale for b in biases]).amax(dim=0)
+    terms = {name: [] for name in names}
+    for w, b in zip(weights, biases, strict=True):
+        factor = w * (b.log_scale - log_scale).exp().repeat_interleave(b.b_D.shape[-2] // log_scale.shape[-1], dim=-1)
+        terms["b_KV"].append(factor[..., None, None] * b.b_KV)
+        terms["b_D"].append(factor[..., None] * b.b_D)
+    fit = first.fit if len(biases) == 1 else None
+    if first.features.per_prompt:
+        features = functools.reduce(lambda a, b: a.beside(b), [b.features for b in biases])
+        side_by_side = {"b_KV": torch.cat(terms["b_KV"], dim=-2), "b_D": torch.cat(terms["b_D"], dim=-1)}
+        return {**side_by_side, "log_scale": log_scale, "features": features, "fit": fit}
+    return {**{name: torch.stack(terms[name]).sum(dim=0) for name in names}, "log_scale": log_scale, "fit": fit}
 
 
 def _check_same_kind(first: Any, other: Any) -> None:
@@ -55,8 +78,23 @@ def _check_same_kind(first: Any, other: Any) -> None:
         raise KVLensError(f"combine: dtypes differ: {first.b_KV.dtype} and {other.b_KV.dtype}; bias.to(dtype) converts")
     if other.b_KV.device != first.b_KV.device:
         raise KVLensError(f"combine: devices differ: {first.b_KV.device} and {other.b_KV.device}; bias.to(device) moves")
-    if other.b_KV.shape != first.b_KV.shape:
+    if first.features is not None:
+        _check_same_features(first, other)
+    elif other.b_KV.shape != first.b_KV.shape:
         raise KVLensError(f"combine: batch shapes differ: {list(first.b_KV.shape)} and {list(other.b_KV.shape)}")
+
+
+def _check_same_features(first: Any, other: Any) -> None:
+    a, b = first.features, other.features
+    if a.kind != b.kind:
+        raise KVLensError(
+            f"combine: one bias has {a.kind} features, the other {b.kind}: their sum is no bias of either kind; convert both "
+            "prompts with one method"
+        )
+    if not a.per_prompt and not same_features(a, b):
+        raise KVLensError(f"combine: the {a.kind} features differ (another seed or number of features): convert with the same")
+    if first.batch_size != other.batch_size:
+        raise KVLensError(f"combine: batch shapes differ: {first.batch_size} prompts and {other.batch_size}")
 
 
 def _check_equal_boundaries(first: Any, other: Any) -> None:

@@ -1,14 +1,16 @@
-"""KVBias: what a prompt leaves behind in a linear-attention model, and all that has to stay of it (ICLCA eq. 13, 19).
+"""KVBias: what a prompt leaves behind in a model, and all that has to stay of it (ICLCA eq. 13, 19; DESIGN 1.4 for softmax).
 
     b_KV[l, h] = sum over the prompt's tokens of phi(k) v^T       [d_phi, d_head]
     b_D[l, h]  = sum over the prompt's tokens of phi(k)           [d_phi]
 
 and, for a model with KV shift, the *boundary*: the raw last keys, values (and queries) of the prompt, which the first
 tokens of the text mix into their own. Without it the conversion is off by 4-16 %.
+
+For a softmax model phi is not the model's own: it comes with the bias, as ``features``.
 """
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -19,7 +21,9 @@ from torch import Tensor
 
 from kvlens.errors import KVLensError
 from kvlens.kv_bias.arithmetic import fields_of_sum
+from kvlens.kv_bias.features import SoftmaxFeatures, features_from
 from kvlens.kv_bias.fingerprint import Fingerprint
+from kvlens.kv_bias.fit import BiasFit
 from kvlens.kv_bias.storage import read_bias_file, write_bias_file
 
 TENSORS = ("b_KV", "b_D", "last_k", "last_v", "last_q")
@@ -36,14 +40,19 @@ class KVBias:
     and then the output is finite and means nothing: look at ``hook_normalizer``.
 
     Attributes:
-        b_KV: [layer, (batch,) head, d_phi, d_head], per query head.
-        b_D: [layer, (batch,) head, d_phi]; zeros where the model has normalizer "none".
+        b_KV: [layer, (batch,) head, d_phi, d_head], per query head; for softmax per key-value head, or per query head after
+            single heads were selected.
+        b_D: [layer, (batch,) head, d_phi], likewise; zeros where the model has normalizer "none".
         last_k, last_v: [layer, (batch,) window, kv_head, d_head], raw rows, oldest first; window 0 where not shifted.
         last_q: [layer, (batch,) window, head, d_head], likewise.
         n_prompt_tokens: how many tokens went in; an int, or [batch] where prompts differ.
         position_offset: the position at which the text starts: 0 where RoPE follows the feature map (the bias is rebased),
             else the prompt's length; an int, or [batch] where prompts differ.
         fingerprint: of the model that it was converted with.
+        features: phi of a softmax model's bias; None for linear attention, whose features are the model's own.
+        log_scale: [layer, (batch,) kv_head]: what b_KV and b_D stand for is exp(log_scale) times them; None with linear
+            attention.
+        fit: how an approximate conversion was fitted, and how far off it is; None where it is exact.
     """
 
     b_KV: Float[Tensor, "layer *batch head d_phi d_head"]
@@ -54,6 +63,9 @@ class KVBias:
     n_prompt_tokens: int | Int[Tensor, " batch"]
     position_offset: int | Int[Tensor, " batch"]
     fingerprint: Fingerprint
+    features: SoftmaxFeatures | None = None
+    log_scale: Float[Tensor, "layer *batch kv_head"] | None = None
+    fit: BiasFit | None = None
 
     def __post_init__(self):
         f, lead = self.fingerprint, tuple(self.b_KV.shape[:-3])
@@ -61,13 +73,22 @@ class KVBias:
             raise KVLensError(
                 f"KVBias: b_KV must be [layer={f.n_layers}, (batch,) head, d_phi, d_head], got {_shape(self.b_KV)}"
             )
+        if (self.features is None) != (f.attention == "linear") or (self.features is None) != (self.log_scale is None):
+            raise KVLensError(f"KVBias: features and log_scale belong to softmax attention alone, and this is {f.attention}")
+        heads, d_phi = f.n_heads, f.d_phi
+        if self.features is not None:
+            self.features.check(lead, f.n_kv_heads, f.d_head)
+            d_phi = self.features.n_features
+            heads = f.n_heads if self.b_KV.shape[-3] == f.n_heads else f.n_kv_heads
         expected = {
-            "b_KV": (f.n_heads, f.d_phi, f.d_head),
-            "b_D": (f.n_heads, f.d_phi),
+            "b_KV": (heads, d_phi, f.d_head),
+            "b_D": (heads, d_phi),
             "last_k": (self.last_k.shape[-3], f.n_kv_heads, f.d_head),
             "last_v": (self.last_v.shape[-3], f.n_kv_heads, f.d_head),
             "last_q": (self.last_q.shape[-3], f.n_heads, f.d_head),
         }
+        if self.log_scale is not None:
+            expected["log_scale"] = (f.n_kv_heads,)
         for name, shape in expected.items():
             tensor = getattr(self, name)
             if tuple(tensor.shape) != lead + shape:
@@ -79,9 +100,12 @@ class KVBias:
 
     def check_finite(self, what: str) -> None:
         """Raise KVLensError, as ``what``, where a number is NaN or infinite: such a bias is no prompt of any model."""
-        for name in TENSORS:
-            if not bool(getattr(self, name).isfinite().all()):
-                layer = int((~getattr(self, name).isfinite()).flatten(1).any(dim=1).nonzero()[0])
+        tensors = {name: getattr(self, name) for name in TENSORS}
+        if self.features is not None and self.log_scale is not None:
+            tensors |= {"log_scale": self.log_scale, **self.features.tensors()}
+        for name, tensor in tensors.items():
+            if not bool(tensor.isfinite().all()):
+                layer = int((~tensor.isfinite()).flatten(1).any(dim=1).nonzero()[0])
                 raise KVLensError(f"{what}: {name} of layer {layer} is not finite; convert the prompt again")
 
     @property
@@ -90,7 +114,13 @@ class KVBias:
 
     @property
     def n_heads(self) -> int:
-        return self.b_KV.shape[-3]
+        """Query heads."""
+        return self.fingerprint.n_heads
+
+    @property
+    def d_phi(self) -> int:
+        """Features per head."""
+        return self.b_KV.shape[-2]
 
     @property
     def batch_size(self) -> int | None:
@@ -99,34 +129,49 @@ class KVBias:
 
     @property
     def num_parameters(self) -> int:
-        """How many numbers b_KV and b_D hold (one prompt's, times the batch)."""
-        return self.b_KV.numel() + self.b_D.numel()
+        """How many numbers b_KV and b_D hold, virtual keys included (one prompt's, times the batch)."""
+        keys = self.features.tensors().get("keys") if self.features is not None else None
+        return self.b_KV.numel() + self.b_D.numel() + (0 if keys is None else keys.numel())
 
     def __repr__(self) -> str:
-        f = self.fingerprint
+        f, family = self.fingerprint, "" if self.features is None else f"{self.features.kind}, "
         shifted = [x for x in "kvq" if getattr(self, f"last_{x}").shape[-3]]
         boundary = f", boundary of {'/'.join(shifted)}" if shifted else ""
         batch = "" if self.batch_size is None else f"batch {self.batch_size}, "
+        sizes = f"{self.n_layers} layers x {self.n_heads} heads, d_phi {self.d_phi}, d_head {f.d_head}"
         return (
-            f"KVBias({batch}{self.n_layers} layers x {self.n_heads} heads, d_phi {f.d_phi}, d_head {f.d_head}{boundary}, "
-            f"n_prompt_tokens={plain(self.n_prompt_tokens)}, position_offset={plain(self.position_offset)})"
+            f"KVBias({family}{batch}{sizes}{boundary}, n_prompt_tokens={plain(self.n_prompt_tokens)}, "
+            f"position_offset={plain(self.position_offset)})"
         )
 
     def to(self, device_or_dtype: torch.device | torch.dtype | str) -> Self:
         """The same bias on another device or in another floating dtype."""
         if isinstance(device_or_dtype, torch.dtype) and not device_or_dtype.is_floating_point:
             raise KVLensError(f"KVBias.to: expected a floating dtype or a device, got {device_or_dtype}")
-        moved: dict[str, Any] = {name: getattr(self, name).to(device_or_dtype) for name in TENSORS}
-        if not isinstance(device_or_dtype, torch.dtype):
-            for name in ("n_prompt_tokens", "position_offset"):
+        to_dtype = isinstance(device_or_dtype, torch.dtype)
+
+        def move(tensor: Tensor) -> Tensor:
+            return tensor if to_dtype and not tensor.is_floating_point() else tensor.to(device_or_dtype)
+
+        moved = self._changed(move)
+        if not to_dtype:
+            for name in COUNTS:
                 value = getattr(self, name)
                 moved[name] = value.to(device_or_dtype) if isinstance(value, Tensor) else value
         return replace(self, **moved)
 
     def detach(self) -> Self:
         """The same bias, cut off from the graph that ``convert_prompt(..., detach=False)`` kept."""
-        detached: dict[str, Any] = {name: getattr(self, name).detach() for name in TENSORS}
-        return replace(self, **detached)
+        return replace(self, **self._changed(Tensor.detach))
+
+    def _changed(self, change: Callable[[Tensor], Tensor], per_prompt_only: bool = False) -> dict[str, Any]:
+        """Every tensor field, changed; the features' too, but for those without a batch axis under ``per_prompt_only``."""
+        changed: dict[str, Any] = {name: change(getattr(self, name)) for name in TENSORS}
+        if self.log_scale is not None and self.features is not None:
+            changed["log_scale"] = change(self.log_scale)
+            if self.features.per_prompt or not per_prompt_only:
+                changed["features"] = self.features.map(change)
+        return changed
 
     def select_prompt(self, index: int) -> Self:
         """One prompt of a batch, without the batch axis."""
@@ -135,8 +180,9 @@ class KVBias:
         index = operator.index(index)
         if not -self.batch_size <= index < self.batch_size:
             raise KVLensError(f"select_prompt: index {index} is out of range for {self.batch_size} prompts")
-        picked: dict[str, Any] = {name: getattr(self, name)[:, index] for name in TENSORS}
-        for name in ("n_prompt_tokens", "position_offset"):
+        picked = self._changed(lambda tensor: tensor[:, index], per_prompt_only=True)
+        picked["fit"] = None if self.fit is None else self.fit.select_prompt(index)
+        for name in COUNTS:
             value = getattr(self, name)
             picked[name] = int(value[index]) if isinstance(value, Tensor) else value
         return replace(self, **picked)
@@ -157,7 +203,15 @@ class KVBias:
         for layer, head in heads:
             keep[_index("layer", layer, self.n_layers), _index("head", head, self.n_heads)] = 1
         keep = keep if self.batch_size is None else keep[:, None]
-        return replace(self, b_KV=self.b_KV * keep[..., None, None], b_D=self.b_D * keep[..., None])
+        whole = self.per_query_head()
+        return replace(whole, b_KV=whole.b_KV * keep[..., None, None], b_D=whole.b_D * keep[..., None])
+
+    def per_query_head(self) -> Self:
+        """The same bias with b_KV and b_D of every query head; a softmax bias holds those of key-value heads."""
+        group = self.n_heads // self.b_KV.shape[-3]
+        if group == 1:
+            return self
+        return replace(self, b_KV=self.b_KV.repeat_interleave(group, dim=-3), b_D=self.b_D.repeat_interleave(group, dim=-2))
 
     def zero_like(self) -> Self:
         """Zeros throughout, boundary included: the model's own behaviour, at this bias's position offset."""
@@ -224,9 +278,17 @@ class KVBias:
         Raises:
             KVLensError: the folder does not exist or cannot be written.
         """
-        meta = {name: plain(getattr(self, name)) for name in COUNTS}
-        tensors = {name: getattr(self, name).detach().cpu().contiguous() for name in TENSORS}
-        write_bias_file(path, tensors, {**meta, "fingerprint": self.fingerprint.to_json()})
+        meta: dict[str, Any] = {name: plain(getattr(self, name)) for name in COUNTS}
+        tensors = {name: getattr(self, name) for name in TENSORS}
+        if self.features is not None and self.log_scale is not None:
+            meta["features"] = self.features.kind
+            tensors["log_scale"] = self.log_scale
+            tensors |= {f"features.{name}": tensor for name, tensor in self.features.tensors().items()}
+        if self.fit is not None:
+            meta["fit"] = self.fit.to_json()
+            tensors |= {f"fit.{name}": tensor for name, tensor in self.fit.to_tensors().items()}
+        stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        write_bias_file(path, stored, {**meta, "fingerprint": self.fingerprint.to_json()})
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -236,10 +298,20 @@ class KVBias:
             KVLensError: no such file, not a kvlens bias, damaged, or written by a newer kvlens.
         """
         tensors, meta = read_bias_file(path, TENSORS)
-        counts = {name: meta[name] for name in COUNTS}
-        bias = cls(**tensors, **counts, fingerprint=Fingerprint(**meta["fingerprint"]))
+        known: dict[str, Any] = {name: tensors[name] for name in TENSORS} | {name: meta[name] for name in COUNTS}
+        known["fingerprint"] = fingerprint = Fingerprint(**meta["fingerprint"])
+        if "features" in meta:
+            known["features"] = features_from(meta["features"], _below("features.", tensors), fingerprint.d_head)
+            known["log_scale"] = tensors.get("log_scale")
+        if "fit" in meta:
+            known["fit"] = BiasFit.read(meta["fit"], _below("fit.", tensors))
+        bias = cls(**known)
         bias.check_finite(f"KVBias.load: {path}")
         return bias
+
+
+def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def _shape(x: Tensor) -> list[int]:

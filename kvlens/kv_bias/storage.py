@@ -18,7 +18,8 @@ from kvlens.errors import KVLensError
 from kvlens.files import write_atomically
 from kvlens.kv_bias.fingerprint import Fingerprint
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""2 brought features; a bias without them is still written as 1, which older readers know."""
 
 
 def write_bias_file(path: str | Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
@@ -27,12 +28,13 @@ def write_bias_file(path: str | Path, tensors: Mapping[str, Tensor], meta: Mappi
     Raises:
         KVLensError: the folder does not exist or cannot be written.
     """
-    metadata = {"format": "kvlens.KVBias", "format_version": str(FORMAT_VERSION), "kv_bias": json.dumps(meta)}
+    version = FORMAT_VERSION if "features" in meta else 1
+    metadata = {"format": "kvlens.KVBias", "format_version": str(version), "kv_bias": json.dumps(meta)}
     write_atomically(path, save(dict(tensors), metadata))
 
 
 def read_bias_file(path: str | Path, names: Sequence[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read the tensors called ``names``, and the metadata; counts come as int or [batch] tensors.
+    """Read the tensors, those called ``names`` among them, and the metadata; counts come as int or [batch] tensors.
 
     Raises:
         KVLensError: no such file, not a kvlens bias, incomplete, truncated, or written by a newer kvlens.
@@ -68,7 +70,7 @@ def _complete(
     if missing or set(meta["fingerprint"]) != {f.name for f in fields(Fingerprint)}:
         raise KVLensError(f"KVBias.load: {path} lacks {', '.join(missing) or 'a complete fingerprint'}")
     counts = {name: _int_or_tensor(meta[name]) for name in ("n_prompt_tokens", "position_offset")}
-    return {name: tensors[name] for name in names}, {**meta, **counts}
+    return tensors, {**meta, **counts}
 
 
 def _int_or_tensor(value: int | list[int]) -> int | Tensor:

@@ -416,8 +416,8 @@ def test_foreign_newer_and_incomplete_files_are_refused(tmp_path):
             KVBias.load(path)
 
     bias_of(1).save(path)
-    rewrite(path, lambda metadata: metadata.update(format_version="2"))
-    with pytest.raises(KVLensError, match="format version 2, this kvlens reads up to 1: upgrade"):
+    rewrite(path, lambda metadata: metadata.update(format_version="3"))
+    with pytest.raises(KVLensError, match="format version 3, this kvlens reads up to 2: upgrade"):
         KVBias.load(path)
 
     for name in TENSORS:

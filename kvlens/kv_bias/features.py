@@ -1,0 +1,235 @@
+"""phi of a softmax model's bias: what travels with b_KV and b_D, because a softmax model has no features of its own.
+
+A linear model's features are its own, and its biases have none (``bias.features`` is None). For softmax (DESIGN 1.4):
+
+| class | phi_r(q) | knows the prompt |
+|---|---|---|
+| VirtualKeys | exp(score of q and a virtual key c_r), with soft-cap, ALiBi and window | yes: its keys, or fitted ones |
+| RandomFeatures | exp(w_r.q' - |q'|^2 / 2) / sqrt(m) | no |
+| TaylorFeatures | [1, q', vec(q' q'^T) / sqrt 2] | no |
+| LearnedFeatures | exp(w_r.q + a_r), w and a trained to match the attention | no |
+
+The sum of two biases is their virtual keys side by side; with features that do not know the prompt, b_KV and b_D add.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Self
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from kvlens.errors import KVLensError
+from kvlens.ops.softmax_features import (
+    LogFeatures,
+    ScoreRule,
+    learned_log_features,
+    random_log_features,
+    scaled_exp,
+    taylor_features,
+    virtual_key_scores,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class SoftmaxFeatures(ABC):
+    """One family of features, for every layer and key-value head."""
+
+    kind: ClassVar[str]
+    per_prompt: ClassVar[bool] = False
+    """Whether the tensors have the bias's batch axis."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What is stored, by name."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """The same features with ``change`` applied to every tensor."""
+        changed: dict[str, Any] = {name: change(tensor) for name, tensor in self.tensors().items()}
+        return replace(self, **changed)
+
+    @property
+    @abstractmethod
+    def n_features(self) -> int:
+        """r: features per head."""
+
+    @abstractmethod
+    def of_queries(
+        self,
+        layer: int,
+        q: Float[Tensor, "batch pos head d_head"],
+        rule: ScoreRule,
+        positions: Int[Tensor, "#batch pos"] | None = None,
+        used: Bool[Tensor, "#batch head d_phi"] | None = None,
+    ) -> LogFeatures:
+        """phi(q) of one layer.
+
+        Args:
+            layer: which.
+            q: queries as the model scores them: shifted, after RoPE.
+            rule: how the layer scores a key.
+            positions: of the queries within the text, from 0; needed with ALiBi or a window.
+            used: features whose b_KV and b_D are not both 0; the others set no scale. None: all of them.
+        """
+
+    def read(
+        self,
+        layer: int,
+        q: Float[Tensor, "batch pos head d_head"],
+        rule: ScoreRule,
+        positions: Int[Tensor, "#batch pos"] | None,
+        log_scale: Float[Tensor, "#batch kv_head"],
+        b_kv: Float[Tensor, "#batch some_head d_phi d_head"],
+        b_d: Float[Tensor, "#batch some_head d_phi"],
+    ) -> LogFeatures:
+        """phi(q) on the scale of a bias whose b_KV and b_D are about to be read with it (see :func:`merge_features`)."""
+        heads = q.shape[2]
+        used = ((b_d != 0) | (b_kv != 0).any(dim=-1)).repeat_interleave(heads // b_d.shape[1], dim=1)
+        phi = self.of_queries(layer, q, rule, positions, used)
+        stored = log_scale.to(q).repeat_interleave(heads // log_scale.shape[1], dim=1)
+        return LogFeatures(phi.features, phi.log_scale + stored[:, None, :, None])
+
+    def check(self, lead: tuple[int, ...], n_kv_heads: int, d_head: int) -> None:
+        """Raise KVLensError unless the tensors belong to a bias with leading axes ``lead`` (layers, and prompts if a batch)."""
+        lead = lead if self.per_prompt else lead[:1]
+        for name, tensor in self.tensors().items():
+            shape = (*lead, n_kv_heads, self.n_features, d_head)[: tensor.dim()]
+            if tensor.dim() < len(lead) + 2 or tuple(tensor.shape) != shape:
+                raise KVLensError(f"KVBias: features.{name} must be {list(shape)}, got {list(tensor.shape)}")
+
+
+@dataclass(frozen=True, eq=False)
+class VirtualKeys(SoftmaxFeatures):
+    """Keys that stand for the prompt's.
+
+    Attributes:
+        keys: after RoPE, as the model scores them. Heads with fewer keys repeat one, with weight 0.
+        distance: from each key to the first token of the text, at least 1; it counts under ALiBi and in local layers.
+    """
+
+    keys: Float[Tensor, "layer *batch kv_head r d_head"]
+    distance: Int[Tensor, "layer *batch kv_head r"]
+    kind: ClassVar[str] = "virtual_keys"
+    per_prompt: ClassVar[bool] = True
+
+    @property
+    def n_features(self) -> int:
+        return self.keys.shape[-2]
+
+    def of_queries(
+        self,
+        layer: int,
+        q: Float[Tensor, "batch pos head d_head"],
+        rule: ScoreRule,
+        positions: Int[Tensor, "#batch pos"] | None = None,
+        used: Bool[Tensor, "#batch head d_phi"] | None = None,
+    ) -> LogFeatures:
+        keys, distance = self.keys[layer].to(q), self.distance[layer].to(q.device)
+        if keys.dim() == 3:
+            keys, distance = keys[None], distance[None]
+        return scaled_exp(virtual_key_scores(q, keys, rule, distance, positions), used)
+
+    def beside(self, other: "VirtualKeys") -> "VirtualKeys":
+        """These keys, then those of ``other``."""
+        return VirtualKeys(torch.cat([self.keys, other.keys], dim=-2), torch.cat([self.distance, other.distance], dim=-1))
+
+
+@dataclass(frozen=True, eq=False)
+class RandomFeatures(SoftmaxFeatures):
+    """Positive random features (FAVOR+); ``projection`` holds w, rows ~ N(0, I), i.i.d. or orthogonal in blocks."""
+
+    projection: Float[Tensor, "layer kv_head m d_head"]
+    kind: ClassVar[str] = "random"
+
+    @property
+    def n_features(self) -> int:
+        return self.projection.shape[-2]
+
+    def of_queries(
+        self,
+        layer: int,
+        q: Float[Tensor, "batch pos head d_head"],
+        rule: ScoreRule,
+        positions: Int[Tensor, "#batch pos"] | None = None,
+        used: Bool[Tensor, "#batch head d_phi"] | None = None,
+    ) -> LogFeatures:
+        return scaled_exp(random_log_features(q, self.projection[layer].to(q), rule.scale), used)
+
+
+@dataclass(frozen=True, eq=False)
+class LearnedFeatures(SoftmaxFeatures):
+    """Trained positive features of the queries; the keys' map is needed for converting only."""
+
+    weight: Float[Tensor, "layer kv_head m d_head"]
+    offset: Float[Tensor, "layer kv_head m"]
+    kind: ClassVar[str] = "learned"
+
+    @property
+    def n_features(self) -> int:
+        return self.weight.shape[-2]
+
+    def of_queries(
+        self,
+        layer: int,
+        q: Float[Tensor, "batch pos head d_head"],
+        rule: ScoreRule,
+        positions: Int[Tensor, "#batch pos"] | None = None,
+        used: Bool[Tensor, "#batch head d_phi"] | None = None,
+    ) -> LogFeatures:
+        return scaled_exp(learned_log_features(q, self.weight[layer].to(q), self.offset[layer].to(q)), used)
+
+
+@dataclass(frozen=True, eq=False)
+class TaylorFeatures(SoftmaxFeatures):
+    """The exponential to second order. It holds nothing but the number of dimensions of a head."""
+
+    d_head: int
+    kind: ClassVar[str] = "taylor"
+
+    @property
+    def n_features(self) -> int:
+        return 1 + self.d_head + self.d_head**2
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {}
+
+    def of_queries(
+        self,
+        layer: int,
+        q: Float[Tensor, "batch pos head d_head"],
+        rule: ScoreRule,
+        positions: Int[Tensor, "#batch pos"] | None = None,
+        used: Bool[Tensor, "#batch head d_phi"] | None = None,
+    ) -> LogFeatures:
+        return taylor_features(q, rule.scale)
+
+
+FAMILIES = {family.kind: family for family in (VirtualKeys, RandomFeatures, TaylorFeatures, LearnedFeatures)}
+
+
+def features_from(kind: str, tensors: dict[str, Tensor], d_head: int) -> SoftmaxFeatures:
+    """The features that a file describes.
+
+    Raises:
+        KVLensError: a family that this kvlens does not know, or tensors that are not its own.
+    """
+    if kind not in FAMILIES:
+        raise KVLensError(f"KVBias.load: unknown features {kind!r}, expected one of {', '.join(FAMILIES)}: upgrade kvlens")
+    if kind == TaylorFeatures.kind:
+        return TaylorFeatures(d_head)
+    family = FAMILIES[kind]
+    names = {f.name for f in fields(family)}
+    if set(tensors) != names:
+        raise KVLensError(
+            f"KVBias.load: features {kind!r} hold {', '.join(sorted(names))}, the file has {', '.join(sorted(tensors))}"
+        )
+    return family(**tensors)  # type: ignore[arg-type]
+
+
+def same_features(a: SoftmaxFeatures, b: SoftmaxFeatures) -> bool:
+    """Whether two biases' features are the same functions, so that their b_KV and b_D may be added."""
+    return a.kind == b.kind and all(
+        x.shape == y.shape and torch.equal(x, y) for x, y in zip(a.tensors().values(), b.tensors().values(), strict=True)
+    )

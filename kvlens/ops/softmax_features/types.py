@@ -1,0 +1,39 @@
+"""What travels together: how a model scores a key, and features with the logarithm of their scale."""
+
+from typing import NamedTuple
+
+from jaxtyping import Float
+from torch import Tensor
+
+
+class ScoreRule(NamedTuple):
+    """How a softmax model turns a query, a key and the distance between them into a log-score.
+
+    s = cap tanh(q.k / (scale cap)) - slope_h distance, and minus infinity where distance >= window.
+
+    Attributes:
+        scale: what q.k is divided by (``attn_scale``, 1 where the model does not scale).
+        soft_cap: None or 0 for no cap.
+        slopes: ALiBi's, one per query head, positive; None without ALiBi.
+        window: of a local layer: the number of tokens seen, the query's own included; None for a global one.
+    """
+
+    scale: float
+    soft_cap: float | None = None
+    slopes: Float[Tensor, " head"] | None = None
+    window: int | None = None
+
+    @property
+    def needs_distance(self) -> bool:
+        """Whether the distance between query and key changes the score."""
+        return self.slopes is not None or self.window is not None
+
+
+class LogFeatures(NamedTuple):
+    """phi(q) = features * exp(log_scale): features of moderate size, whatever the scores.
+
+    ``log_scale`` is minus infinity where no feature is used, and features are 0 there.
+    """
+
+    features: Float[Tensor, "batch pos head d_phi"]
+    log_scale: Float[Tensor, "batch pos head 1"]

@@ -1,0 +1,54 @@
+"""Virtual keys as features: phi_r(q) = exp(score of q and the virtual key c_r).
+
+With the prompt's own keys, weight 1 and the prompt's values they are softmax attention itself, without error; with fewer keys
+and fitted weights, an approximation. The score is the model's own, soft-cap, ALiBi and window included: a stored key counts
+its distance from the start of the text.
+"""
+
+import torch
+from einops import rearrange
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from kvlens.ops.softmax_features.types import LogFeatures, ScoreRule
+
+
+def virtual_key_scores(
+    q: Float[Tensor, "batch pos head d_head"],
+    keys: Float[Tensor, "#batch kv_head r d_head"],
+    rule: ScoreRule,
+    distance: Int[Tensor, "#batch kv_head r"] | None = None,
+    positions: Int[Tensor, "#batch pos"] | None = None,
+) -> Float[Tensor, "batch pos head r"]:
+    """The log-score of every query and virtual key; a query head reads the keys of its key-value head.
+
+    Args:
+        q: queries as the model scores them, after RoPE.
+        keys: virtual keys, after RoPE.
+        rule: the model's scoring.
+        distance: from the key to the first token of the text, at least 1; needed with ALiBi or a window.
+        positions: of the queries within the text, from 0; needed with ALiBi or a window.
+    """
+    grouped = rearrange(q, "b p (g s) d -> b g (p s) d", g=keys.shape[1])
+    scores = rearrange(grouped @ keys.mT, "b g (p s) r -> b p (g s) r", p=q.shape[1]) / rule.scale
+    if rule.soft_cap:
+        scores = rule.soft_cap * torch.tanh(scores / rule.soft_cap)
+    if not rule.needs_distance:
+        return scores
+    assert distance is not None
+    assert positions is not None
+    apart = positions[:, :, None, None] + distance.repeat_interleave(q.shape[2] // keys.shape[1], dim=1)[:, None]
+    if rule.slopes is not None:
+        scores = scores - rule.slopes.to(scores)[:, None] * apart
+    return scores if rule.window is None else scores.masked_fill(apart >= rule.window, -torch.inf)
+
+
+def scaled_exp(
+    log_features: Float[Tensor, "batch pos head r"], used: Bool[Tensor, "#batch #head r"] | None = None
+) -> LogFeatures:
+    """exp(log_features) with its largest used value taken out per query. Unused features are 0, so that they set no scale."""
+    if used is not None:
+        log_features = log_features.masked_fill(~used[:, None], -torch.inf)
+    log_scale = log_features.detach().amax(dim=-1, keepdim=True)
+    shift = log_scale.masked_fill(log_scale == -torch.inf, 0.0)  # inf - inf would be NaN
+    return LogFeatures((log_features - shift).exp(), log_scale)

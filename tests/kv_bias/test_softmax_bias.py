@@ -1,0 +1,193 @@
+"""KVBias for softmax attention: what it holds, how it adds, what it keeps on disk."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kvlens import KVBias, KVLensError, combine
+from kvlens.kv_bias import BiasFit, Fingerprint, LearnedFeatures, RandomFeatures, TaylorFeatures, VirtualKeys
+from kvlens.ops.softmax_features import ScoreRule, merge_features
+
+LAYERS, HEADS, KV, D, R = 2, 6, 3, 5, 7
+RULE = ScoreRule(D**0.5)
+
+
+def fingerprint() -> Fingerprint:
+    return Fingerprint(
+        attention="softmax", n_layers=LAYERS, n_heads=HEADS, n_kv_heads=KV, d_model=11, d_head=D, d_phi=0, d_vocab=13,
+        feature_map="none", normalizer="softmax", attn_scale=RULE.scale, positional_embedding_type="rotary",
+        rotary_placement=None, decay="none", kv_shift="none", rest="", weights="0",
+    )  # fmt: skip
+
+
+def normal(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def features(kind: str, lead: tuple[int, ...], seed: int, r: int = R):
+    if kind == "virtual_keys":
+        return VirtualKeys(normal(*lead, KV, r, D, seed=seed), torch.arange(r, 0, -1).expand(*lead, KV, r).clone())
+    if kind == "random":
+        return RandomFeatures(normal(LAYERS, KV, r, D, seed=99))
+    if kind == "learned":
+        return LearnedFeatures(normal(LAYERS, KV, r, D, seed=98), normal(LAYERS, KV, r, seed=97))
+    return TaylorFeatures(D)
+
+
+def bias(kind: str = "virtual_keys", seed: int = 1, batch: int | None = None, r: int = R, **changes) -> KVBias:
+    lead = (LAYERS,) if batch is None else (LAYERS, batch)
+    phi = features(kind, lead, seed, r)
+    empty = torch.zeros(*lead, 0, KV, D, dtype=torch.float64)
+    made = KVBias(
+        b_KV=normal(*lead, KV, phi.n_features, D, seed=seed + 10),
+        b_D=normal(*lead, KV, phi.n_features, seed=seed + 20).abs(),
+        last_k=empty, last_v=empty, last_q=torch.zeros(*lead, 0, HEADS, D, dtype=torch.float64),
+        n_prompt_tokens=9, position_offset=9, fingerprint=fingerprint(), features=phi,
+        log_scale=normal(*lead, KV, seed=seed + 30),
+    )  # fmt: skip
+    return replace(made, **changes)
+
+
+def read(b: KVBias, layer: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """phi(q).b_KV and phi(q).b_D of fixed queries, in plain numbers: what the bias means."""
+    q, whole = normal(2, 4, HEADS, D, seed=50), b.per_query_head()
+    b_kv, b_d, scale = (t[layer] if b.batch_size is not None else t[layer][None] for t in (whole.b_KV, whole.b_D, b.log_scale))
+    phi = b.features.read(layer, q, RULE, None, scale, b_kv, b_d)
+    plain = phi.features * phi.log_scale.exp().nan_to_num()
+    return torch.einsum("bphr,bhrd->bphd", plain, b_kv.expand(2, -1, -1, -1)), torch.einsum(
+        "bphr,bhr->bph", plain, b_d.expand(2, -1, -1)
+    )
+
+
+def assert_same(a: KVBias, b: KVBias) -> None:
+    for x, y in zip(read(a), read(b), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["virtual_keys", "random", "taylor", "learned"])
+@pytest.mark.parametrize("batch", [None, 2])
+def test_arithmetic_is_that_of_what_the_bias_means(kind, batch):
+    a, b = bias(kind, 1, batch), bias(kind, 2, batch)
+    total = a + 0.5 * b
+    for got, x, y in zip(read(total), read(a), read(b), strict=True):
+        torch.testing.assert_close(got, x + 0.5 * y, rtol=1e-12, atol=1e-12)
+    assert total.d_phi == (2 * R if kind == "virtual_keys" else a.d_phi)
+    assert_same(sum([a, b]) - b, a)
+    assert total.n_prompt_tokens == 18
+
+
+def test_virtual_keys_of_unlike_numbers_stand_side_by_side():
+    a, b = bias(r=3), bias(seed=2, r=5)
+    total = a + b
+    assert torch.equal(total.features.keys, torch.cat([a.features.keys, b.features.keys], dim=-2))
+    assert torch.equal(total.features.distance[..., 3:], b.features.distance)
+    assert total.num_parameters == a.num_parameters + b.num_parameters
+
+
+def test_a_log_scale_of_hundreds_adds_without_overflow():
+    a, b = bias(), bias(seed=2)
+    a = replace(a, log_scale=a.log_scale + 900.0)
+    total = a + b
+    assert all(bool(x.isfinite().all()) for x in (total.b_KV, total.b_D, total.log_scale))
+    z = merge_features(
+        normal(1, 4, HEADS, D, seed=60), normal(1, 4, HEADS, seed=61),
+        total.features.read(0, normal(1, 4, HEADS, D, seed=50), RULE, None, total.log_scale[:1], total.b_KV[:1], total.b_D[:1]),
+        total.b_KV[:1], total.b_D[:1],
+    )  # fmt: skip
+    assert all(bool(part.isfinite().all()) for part in z)
+
+
+def test_selections_that_complete_each_other_add_up():
+    whole = bias()
+    heads = [(0, 0), (1, 1), (1, 4)]
+    rest = [(layer, h) for layer in range(LAYERS) for h in range(HEADS) if (layer, h) not in heads]
+    part, other = whole.select(heads=heads), whole.select(heads=rest)
+    for got, x, y in zip(read(whole), read(part), read(other), strict=True):
+        torch.testing.assert_close(got, x + y, rtol=1e-12, atol=1e-12)
+    assert [bool(read(part)[1][:, :, h].any()) for h in range(HEADS)] == [False, True, False, False, True, False]
+    assert_same(part + other, whole)
+    assert_same(part + whole.select(layers=[1]), part + whole.select(layers=[1]).per_query_head())
+
+
+def test_one_prompt_of_a_batch():
+    both = bias(batch=2)
+    one = both.select_prompt(1)
+    for got, expected in zip(read(one), read(both), strict=True):
+        torch.testing.assert_close(got[1], expected[1], rtol=0, atol=0)
+    assert bias("random", batch=2).select_prompt(0).features.projection.shape == (LAYERS, KV, R, D)
+
+
+def a_fit(batch: int | None = None) -> BiasFit:
+    lead = (LAYERS,) if batch is None else (LAYERS, batch)
+    return BiasFit(
+        "landmark", {"n_features": R, "reference": "own"}, 100, 20, 1.0, 9.5, 0.25,
+        torch.full((*lead, KV), R), normal(*lead, HEADS, seed=70).abs(), normal(*lead, HEADS, seed=71).abs(),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["virtual_keys", "random", "taylor", "learned"])
+def test_a_file_keeps_everything(kind, tmp_path):
+    saved = bias(kind, batch=2, fit=a_fit(2))
+    saved.save(tmp_path / "b.safetensors")
+    loaded = KVBias.load(tmp_path / "b.safetensors")
+    assert_same(saved, loaded)
+    assert loaded.fit.rows() == saved.fit.rows()
+    assert loaded.fit.settings == saved.fit.settings
+    assert loaded.features.kind == kind
+
+
+def test_the_rows_of_a_fit():
+    rows = a_fit(2).rows()
+    assert len(rows) == LAYERS * 2 * HEADS
+    assert rows[3].keys() == {"layer", "prompt", "head", "n_keys", "output_error", "mass_error"}
+    assert a_fit(2).select_prompt(1).rows()[4]["output_error"] == float(a_fit(2).output_error[0, 1, 4])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"features": "polynomial"}, "unknown features 'polynomial'"),
+        ({"features": "random"}, "hold projection"),
+    ],
+)
+def test_a_file_with_other_features_is_refused(change, words, tmp_path):
+    import json
+
+    from safetensors import safe_open
+
+    path = tmp_path / "b.safetensors"
+    bias().save(path)
+    with safe_open(path, framework="pt") as file:
+        metadata = dict(file.metadata())
+    metadata["kv_bias"] = json.dumps({**json.loads(metadata["kv_bias"]), **change})
+    save_file(load_file(path), path, metadata)
+    with pytest.raises(KVLensError, match=words):
+        KVBias.load(path)
+
+
+def test_what_does_not_add_is_refused():
+    with pytest.raises(KVLensError, match="virtual_keys features, the other random"):
+        bias() + bias("random")
+    with pytest.raises(KVLensError, match="another seed"):
+        bias("random") + bias("random", features=RandomFeatures(normal(LAYERS, KV, R, D, seed=1)))
+    with pytest.raises(KVLensError, match="batch shapes differ"):
+        bias() + bias(batch=2)
+    with pytest.raises(KVLensError, match="position offsets differ"):
+        bias() + bias(position_offset=3)
+    assert combine(bias(), bias(position_offset=3), boundary="last").position_offset == 3
+
+
+def test_features_that_do_not_fit_are_refused():
+    with pytest.raises(KVLensError, match="features.keys must be"):
+        bias(features=features("virtual_keys", (LAYERS, 3), 1))
+    with pytest.raises(KVLensError, match="belong to softmax"):
+        bias(features=None, log_scale=None)
+
+
+def test_dtype_moves_numbers_and_leaves_distances():
+    moved = bias().to(torch.float32)
+    assert moved.features.keys.dtype == moved.log_scale.dtype == torch.float32
+    assert moved.features.distance.dtype == torch.int64
+    assert not read(bias().zero_like())[0].any()
