@@ -55,7 +55,8 @@ def _tell(text: str) -> None:
 
 def _print_summary(summary: dict[str, Any], folder: Path) -> None:
     for comparison in summary["comparisons"]:
-        verdict = {True: "holds", False: "does not hold", None: "cannot be told at this scale"}[comparison["holds"]]
+        told = {True: "holds", False: "does not hold", None: "cannot be told at this scale"}[comparison["holds"]]
+        verdict = told if comparison["judged"] else "no verdict"
         paper = "-" if comparison["paper"] is None else _number(comparison["paper"])
         print(f"\n{comparison['what']}\n  paper {paper}   here {_number(comparison['ours'])}   {verdict}")
         print(textwrap.fill(comparison["claim"], 80, initial_indent="  ", subsequent_indent="  "))

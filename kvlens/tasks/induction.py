@@ -1,6 +1,11 @@
-"""Repeated-token induction: a block of random tokens, again and again.
+"""Induction: a token that stood earlier is followed by what followed it then. Two laws of such sequences, and their mixture.
 
-Each sequence draws a period p, uniform from ``length // 4`` to ``length // 2``, and p distinct tokens, and repeats them:
+``first_repeat`` is KVSA's own (:mod:`kvlens.tasks.first_repeat`): random tokens, judged once, at the first that came before.
+``repeated_block``, the default, judges at least half of the positions: a block of random tokens, again and again. ``both``
+draws every sequence from one of the two, at even odds.
+
+A sequence of ``repeated_block`` draws a period p, uniform from ``length // 4`` to ``length // 2``, and p distinct tokens, and
+repeats them:
 
     x_i = block[i mod p]          the prediction after position i is scored where i >= p
 
@@ -15,7 +20,8 @@ What does not solve the task:
 - *The bag of tokens seen*: it leaves p candidates. Counting shrinks it towards the end of a repetition (a token that has
   come twice is not next), which may lift a plain layer above chance, but says nothing of the order within the block.
 
-So a token must be found by its predecessor: two plain layers, or one layer whose keys are shifted by one.
+So a token must be found by its predecessor: two plain layers, or one layer whose keys are shifted by one. The first law
+needs the same, with few tokens to search (1.25 sqrt(length) on average), the shortest text being "A B A".
 
 Source: KVSA sec. 3.1 and app. D (vocabulary 8,000, length 512).
 """
@@ -27,30 +33,40 @@ import torch
 
 from kvlens.errors import KVLensError
 from kvlens.tasks.batch import Batch, Task
-from kvlens.tasks.checks import require_drawable, require_integers
+from kvlens.tasks.checks import require_choice, require_drawable, require_integers
 from kvlens.tasks.drawing import draw_distinct
+from kvlens.tasks.first_repeat import draw_first_repeats
+
+BLOCK, FIRST, BOTH = "repeated_block", "first_repeat", "both"
+LAWS = (BLOCK, FIRST, BOTH)
 
 
 @dataclass(frozen=True)
 class InductionTask(Task):
-    """Predict a block of distinct random tokens as it comes round again.
+    """Predict what follows a token that stood earlier.
 
     Attributes:
-        vocab_size: tokens are drawn from this many; at least ``length // 2``.
+        vocab_size: tokens are drawn from this many; at least ``length // 2`` for blocks, ``length`` for first repeats.
         length: positions of a sequence.
+        law: one of LAWS.
     """
 
     name: ClassVar[str] = "induction"
 
     vocab_size: int = 8000
     length: int = 512
+    law: str = BLOCK
 
     def __post_init__(self):
         require_integers(self, vocab_size=4, length=8)
-        if self.vocab_size < self.max_period:
+        require_choice(self, "law", LAWS)
+        words, most = f"a block holds up to length // 2 = {self.max_period}", self.max_period
+        if self.law != BLOCK:
+            words, most = f"a sequence of law {self.law!r} draws from up to length = {self.length}", self.length
+        if self.vocab_size < most:
             raise KVLensError(
-                f"task 'induction': a block holds up to length // 2 = {self.max_period} distinct tokens, but vocab_size is "
-                f"{self.vocab_size}; shorten length or enlarge vocab_size"
+                f"task 'induction': {words} distinct tokens, but vocab_size is {self.vocab_size}; shorten length or enlarge "
+                "vocab_size"
             )
 
     @property
@@ -60,7 +76,7 @@ class InductionTask(Task):
 
     @property
     def max_period(self) -> int:
-        """The longest block: at least half of the positions are scored."""
+        """The longest block: at least half of the positions of a repeated block are scored."""
         return self.length // 2
 
     @property
@@ -73,8 +89,22 @@ class InductionTask(Task):
 
     def sample(self, batch_size: int, generator: torch.Generator, split: str = "train") -> Batch:
         require_drawable(self, batch_size, generator, split)
+        if self.law == FIRST:
+            return self._draw_first_repeats(batch_size, generator)
+        blocks = self._draw_blocks(batch_size, generator)
+        if self.law == BLOCK:
+            return blocks
+        repeats = self._draw_first_repeats(batch_size, generator)
+        is_block = torch.rand(batch_size, 1, generator=generator) < 0.5
+        return Batch(*(torch.where(is_block, ours, theirs) for ours, theirs in zip(blocks, repeats, strict=True)))
+
+    def _draw_blocks(self, batch_size: int, generator: torch.Generator) -> Batch:
         period = torch.randint(self.min_period, self.max_period + 1, (batch_size, 1), generator=generator)
         blocks = draw_distinct(self.vocab_size, batch_size, self.max_period, generator)
         positions = torch.arange(self.length + 1).expand(batch_size, -1)
         tokens = blocks.gather(1, positions % period)
         return Batch(tokens[:, :-1], tokens[:, 1:], positions[:, :-1] >= period)
+
+    def _draw_first_repeats(self, batch_size: int, generator: torch.Generator) -> Batch:
+        tokens, judged = draw_first_repeats(self.vocab_size, batch_size, self.length, generator)
+        return Batch(tokens[:, :-1], tokens[:, 1:], judged)

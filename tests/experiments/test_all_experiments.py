@@ -23,7 +23,8 @@ def test_tiny_run_leaves_tables_figure_and_comparisons(name, tmp_path, monkeypat
     assert tables and all(len(table) for table in tables)
     assert summary["comparisons"], "a reproduction puts the paper beside ours"
     for comparison in summary["comparisons"]:
-        assert set(comparison) == {"what", "paper", "ours", "claim", "holds"}
+        assert set(comparison) == {"what", "paper", "ours", "claim", "holds", "judged"}
+        assert comparison["judged"] or comparison["holds"] is None
         assert comparison["what"] in out
     assert summary["settings"] == json.loads(json.dumps(dict(find_experiment(name).scales["tiny"])))
 

@@ -100,6 +100,16 @@ def test_a_request_that_cannot_be_served_is_refused(name):
         ("induction", dict(length=64.0), "length must be an integer of at least 8, got 64.0"),
         ("induction", dict(vocab_size=True), "vocab_size must be an integer of at least 4, got True"),
         ("induction", dict(vocab_size=31, length=64), "up to length // 2 = 32 distinct tokens, but vocab_size is 31"),
+        (
+            "induction",
+            dict(vocab_size=40, length=64, law="both"),
+            "draws from up to length = 64 distinct tokens, but vocab_size is 40",
+        ),
+        (
+            "induction",
+            dict(law="first"),
+            "law must be one of repeated_block, first_repeat, both, got 'first'; did you mean 'first_repeat'",
+        ),
         ("bigrams", dict(n_letters=53), "there are 52 letters"),
         ("bigrams", dict(n_letters=6, n_triggers=5), "of 6 letters at least 2 must not be triggers"),
         ("bigrams", dict(trigger_rate=0.0), "trigger_rate must be a number from 0.01 to 1.0, got 0.0"),

@@ -1,5 +1,7 @@
 """Induction: the loop's answers, one answer each, and no fixed place to find it."""
 
+import itertools
+
 import torch
 from task_checks import assert_frequency, seeded
 
@@ -65,3 +67,52 @@ def test_tokens_follow_each_other_without_preference():
     different = torch.tensor([a * 8 + b for a in range(8) for b in range(8) if a != b])
     has_three = (inputs[:, 0] != inputs[:, 2]).nonzero().squeeze(1)  # period 3 or 4: first_pair is no repetition
     assert_frequency(first_pair[has_three, None] == different, 1 / 56)
+
+
+# --- KVSA's own law ---
+
+FIRST = InductionTask(vocab_size=61, length=23, law="first_repeat")
+
+
+def test_the_one_judged_position_is_the_first_repeat_and_its_answer_what_followed_it():
+    inputs, targets, scored = FIRST.sample(200, seeded(0))
+    for row, target, is_scored in zip(inputs.tolist(), targets.tolist(), scored.tolist(), strict=True):
+        answers = [answer_by_loop(row[: i + 1]) for i in range(len(row))]
+        judged = next(i for i, answer in enumerate(answers) if answer is not None)
+        assert [i for i, judges in enumerate(is_scored) if judges] == [judged]
+        assert target[judged] == answers[judged]
+        assert all(a != b for a, b in itertools.pairwise(row))  # no token twice in a row
+
+
+def test_the_first_repeat_stands_where_the_birthday_problem_puts_it():
+    """Token j (from 0) repeats none of the j - 1 before its predecessor with chance 1 - (j - 1) / (n - 1)."""
+    n = FIRST.length
+    place = FIRST.sample(20_000, seeded(1)).scored.long().argmax(dim=1)
+    still_new, expected = 1.0, []
+    for j in range(n):
+        repeats = max(0, j - 1) / (n - 1)
+        expected.append(still_new * repeats)
+        still_new *= 1 - repeats
+    for j, chance in enumerate(expected):
+        assert_frequency(place[:, None] == j, chance / (1 - still_new))
+
+
+def test_after_the_first_repeat_every_known_token_brings_what_followed_it_last():
+    for row in FIRST.sample(100, seeded(2)).inputs.tolist():
+        following, i = {}, 0
+        while i < len(row):
+            brings = following.get(row[i])
+            if i > 0:
+                following[row[i - 1]] = row[i]
+            if brings is not None and i + 1 < len(row):
+                assert row[i + 1] == brings
+                following[row[i]] = brings
+                i += 1
+            i += 1
+
+
+def test_both_laws_come_equally_often_and_each_as_it_does_alone():
+    task = InductionTask(vocab_size=61, length=23, law="both")
+    scored = task.sample(4000, seeded(3)).scored.sum(dim=1)
+    assert_frequency(scored[:, None] == 1, 0.5)
+    assert int(scored[scored > 1].min()) >= 12

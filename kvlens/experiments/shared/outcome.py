@@ -35,7 +35,10 @@ class Comparison:
         paper: the printed number, None where the paper shows a curve or states a fact without one.
         ours: what we measured.
         claim: what the paper says, in words.
-        holds: whether that claim is true of our numbers; None where our scale cannot tell.
+        holds: whether that claim is true of our numbers, by :data:`kvlens.experiments.shared.judge.JUDGE`; None where it
+            cannot be told.
+        judged: False for a statement: numbers side by side that nothing could contradict, or that have no noise to be
+            measured against. ``holds`` is None then.
     """
 
     what: str
@@ -43,6 +46,12 @@ class Comparison:
     ours: float | str | None
     claim: str
     holds: bool | None
+    judged: bool = True
+
+    @classmethod
+    def stated(cls, what: str, paper: float | str | None, ours: float | str | None, claim: str) -> "Comparison":
+        """Numbers side by side, without a verdict."""
+        return cls(what, paper, ours, claim, None, judged=False)
 
 
 @dataclass(frozen=True)
