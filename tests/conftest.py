@@ -5,6 +5,7 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -21,3 +22,18 @@ def outside_data() -> Path:
     if not folder.is_dir():
         pytest.skip("no outside data here: set KVLENS_TEST_DATA to a folder that holds stories260K.bin and its tokenizer")
     return folder
+
+
+@pytest.fixture
+def no_network(monkeypatch):
+    """Any attempt to reach a network fails, and the test with it, even where a library swallows the failure."""
+    attempts = []
+
+    def refuse(*args, **kwargs):
+        attempts.append(args)
+        raise OSError("no network in this test")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    yield
+    assert attempts == []

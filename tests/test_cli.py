@@ -8,9 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from tiny_text_model import PROMPT, TEXT, tiny_text_model, tiny_tokenizer
 
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, __version__, zoo

@@ -6,22 +6,19 @@ padding are TransformerLens'.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from kvlens._tl import TransformerLensKeyValueCache, get_attention_mask, sample_logits
+from kvlens._tl import HookedTransformer, TransformerLensKeyValueCache, get_attention_mask, sample_logits
 from kvlens.errors import KVLensError
-
-if TYPE_CHECKING:
-    from kvlens.model.transformer import HookedKVTransformer
 
 
 def generate_from_state(
-    model: "HookedKVTransformer",
+    model: HookedTransformer,
     input: str | list[str] | Int[Tensor, "batch pos"],  # noqa: A002
     *,
     max_new_tokens: int,
@@ -61,9 +58,7 @@ def generate_from_state(
     return decoded[0] if len(decoded) == 1 else decoded
 
 
-def _tokens_and_mask(
-    model: "HookedKVTransformer", given: Any, prepend_bos: Any, padding_side: Any
-) -> tuple[Tensor, Tensor, bool]:
+def _tokens_and_mask(model: HookedTransformer, given: Any, prepend_bos: Any, padding_side: Any) -> tuple[Tensor, Tensor, bool]:
     """Tokens, which of them are real, and whether text was given. A batch of texts is padded on the left."""
     if isinstance(given, Tensor):
         tokens, side = given.to(model.W_E.device), padding_side if padding_side in ("left", "right") else None
@@ -79,7 +74,7 @@ def _tokens_and_mask(
     return tokens, mask, not isinstance(given, Tensor)
 
 
-def _check_left_padding(model: "HookedKVTransformer", tokens: Tensor, mask: Tensor) -> None:
+def _check_left_padding(model: HookedTransformer, tokens: Tensor, mask: Tensor) -> None:
     """New tokens follow the last place of a row, which must not be padding; nor may padding be read as text."""
     tokenizer = model.tokenizer
     pads_are_their_own = tokenizer.pad_token_id not in (None, tokenizer.bos_token_id, tokenizer.eos_token_id)  # type: ignore
@@ -92,7 +87,7 @@ def _check_left_padding(model: "HookedKVTransformer", tokens: Tensor, mask: Tens
 
 
 def _stop_tokens(
-    model: "HookedKVTransformer", stop_at_eos: bool, eos_token_id: int | Sequence[int] | None
+    model: HookedTransformer, stop_at_eos: bool, eos_token_id: int | Sequence[int] | None
 ) -> tuple[Tensor | None, int]:
     """The tokens that end a row, None where nothing does, and the token that fills a finished row."""
     if not stop_at_eos:

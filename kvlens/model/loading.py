@@ -1,24 +1,21 @@
 """Ways into a HookedKVTransformer: a Hugging Face folder, a loaded Hugging Face model, a name, a HookedTransformer at hand."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 from kvlens._tl import POST_NORM_ARCHITECTURES, HookedTransformer, without_deprecation_warning
 from kvlens.errors import KVLensError
 from kvlens.model.config import HookedKVTransformerConfig, KVShiftConfig
 from kvlens.model.fingerprint import is_weight
-from kvlens.model.pretrained import is_local_folder, load_pretrained_parts, official_name
-from kvlens.model.shift_graft import place_shift_coefficients
-from kvlens.model.shift_import import shift_config_of
+from kvlens.model.shift_graft import place_shift_coefficients, shift_config_of
 from kvlens.model.weights import check_weight_processing
+from kvlens.pretrained import is_local_folder, load_pretrained_parts, official_name
 
-if TYPE_CHECKING:
-    from kvlens.model.transformer import HookedKVTransformer
+M = TypeVar("M", bound=HookedTransformer)
+"""The class that is asked for: HookedKVTransformer or a subclass of it. It stands above this module, which never imports it."""
 
 
-def build_with_ready_tokenizer(
-    cls: type["HookedKVTransformer"], cfg: HookedKVTransformerConfig, tokenizer: Any, move_to_device: bool = True
-) -> "HookedKVTransformer":
+def build_with_ready_tokenizer(cls: type[M], cfg: HookedKVTransformerConfig, tokenizer: Any, move_to_device: bool = True) -> M:
     """Construct without TransformerLens' look-up of the tokenizer by name (which goes to the network), then set it.
 
     What its look-up finds out, whether the tokenizer puts a BOS in front by itself, is found out here where nobody knows.
@@ -32,9 +29,7 @@ def build_with_ready_tokenizer(
     return model
 
 
-def from_hooked_transformer(
-    cls: type["HookedKVTransformer"], model: HookedTransformer, **changes: Any
-) -> "HookedKVTransformer":
+def from_hooked_transformer(cls: type[M], model: HookedTransformer, **changes: Any) -> M:
     """A copy of ``model`` with ``changes`` to its configuration.
 
     Args:
@@ -56,7 +51,7 @@ def from_hooked_transformer(
     return copy
 
 
-def _copy_weights(copy: "HookedKVTransformer", model: HookedTransformer) -> None:
+def _copy_weights(copy: HookedTransformer, model: HookedTransformer) -> None:
     own = copy.state_dict()
     for name, value in model.state_dict().items():
         if name in own and own[name].shape != value.shape and is_weight(name):
@@ -72,7 +67,7 @@ def _copy_weights(copy: "HookedKVTransformer", model: HookedTransformer) -> None
 
 
 def from_pretrained(
-    cls: type["HookedKVTransformer"],
+    cls: type[M],
     model_name: str | Path,
     *,
     hf_model: Any = None,
@@ -86,7 +81,7 @@ def from_pretrained(
     default_padding_side: str | None = None,
     move_to_device: bool = True,
     **loader_kwargs: Any,
-) -> "HookedKVTransformer":
+) -> M:
     """Load a softmax model as TransformerLens does, also without a network.
 
     Args:
@@ -145,9 +140,7 @@ def from_pretrained(
     return model
 
 
-def _from_hub(
-    cls: type["HookedKVTransformer"], name: str, tokenizer: Any, kv_shift: KVShiftConfig | None, kwargs: dict[str, Any]
-) -> "HookedKVTransformer":
+def _from_hub(cls: type[M], name: str, tokenizer: Any, kv_shift: KVShiftConfig | None, kwargs: dict[str, Any]) -> M:
     """TransformerLens' own way by official name, which asks the hub or its cache; it builds ``cls`` by itself."""
     if kv_shift is not None:
         probe = HookedKVTransformerConfig(n_layers=1, d_model=2, d_head=2, n_ctx=1, d_vocab=1, act_fn="relu", kv_shift=kv_shift)

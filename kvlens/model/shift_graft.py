@@ -2,26 +2,35 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
+from kvlens._tl import HookedTransformer
 from kvlens.errors import KVLensError
-from kvlens.model.checkpoint_files import read_tensors
-from kvlens.model.shift_import import import_shift_coefficients, is_shift_coefficient, parameter_from_coefficients
-
-if TYPE_CHECKING:
-    from kvlens.model.transformer import HookedKVTransformer
+from kvlens.model.config import KVShiftConfig
+from kvlens.pretrained.checkpoint_files import read_tensors
+from kvlens.pretrained.shift_import import import_shift_coefficients, is_shift_coefficient, parameter_from_coefficients
 
 
-def load_shift_coefficients(model: "HookedKVTransformer", source: Mapping[str, Tensor] | str | Path) -> None:
+def shift_config_of(coefficients: Mapping[str, Float[Tensor, "kv_head taps"]]) -> KVShiftConfig | None:
+    """The :class:`kvlens.KVShiftConfig` that can hold what :func:`import_shift_coefficients` returned; None for nothing."""
+    if not coefficients:
+        return None
+    window = max(coef.shape[1] for coef in coefficients.values()) - 1
+    keys, values = (any(name.endswith(f".{x}_shift_coef") for name in coefficients) for x in "kv")
+    return KVShiftConfig(window=window, keys=keys, values=values)
+
+
+def load_shift_coefficients(model: HookedTransformer, source: Mapping[str, Tensor] | str | Path) -> None:
     """Give ``model`` the KV-shift coefficients of a public checkpoint; its other weights stay as they are.
 
     Args:
         model: built with a ``kv_shift`` that has what the checkpoint has: window, keys, values. Under ``gate`` and ``clamp``
             the *parameter* is set so that the coefficients as used are the checkpoint's.
-        source: a state dict, a checkpoint's folder, or one weights file; see :mod:`kvlens.model.shift_import` for the forms.
+        source: a state dict, a checkpoint's folder, or one weights file, in a form of
+            :mod:`kvlens.pretrained.shift_import`.
 
     Raises:
         KVLensError: there are no coefficients, one is missing, or they do not fit the model. The model is then unchanged.
@@ -37,7 +46,7 @@ def load_shift_coefficients(model: "HookedKVTransformer", source: Mapping[str, T
 
 
 @torch.no_grad()
-def place_shift_coefficients(model: "HookedKVTransformer", coefficients: Mapping[str, Tensor]) -> None:
+def place_shift_coefficients(model: HookedTransformer, coefficients: Mapping[str, Tensor]) -> None:
     """Write ``coefficients``, by kvlens' names and in kvlens' order, into the model's parameters.
 
     Raises:

@@ -3,28 +3,26 @@
 import json
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from kvlens._tl import HookedTransformer
 from kvlens.errors import KVLensError
 from kvlens.files import check_writable, write_folder
 from kvlens.model.config import HookedKVTransformerConfig
 from kvlens.model.fingerprint import is_weight, weights_hash
-from kvlens.model.loading import build_with_ready_tokenizer
-
-if TYPE_CHECKING:
-    from kvlens.model.transformer import HookedKVTransformer
+from kvlens.model.loading import M, build_with_ready_tokenizer
 
 FORMAT, FORMAT_VERSION = "kvlens.model", 1
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
 
 def save_model(
-    model: "HookedKVTransformer",
+    model: HookedTransformer,
     folder: str | Path,
     *,
     overwrite: bool = False,
@@ -70,9 +68,7 @@ def check_model_folder(folder: str | Path, *, overwrite: bool = False) -> None:
     check_writable(folder)
 
 
-def load_model(
-    cls: type["HookedKVTransformer"], folder: str | Path, *, device: Any = None, dtype: torch.dtype | None = None
-) -> "HookedKVTransformer":
+def load_model(cls: type[M], folder: str | Path, *, device: Any = None, dtype: torch.dtype | None = None) -> M:
     """Read a folder that :func:`save_model` wrote.
 
     Args:

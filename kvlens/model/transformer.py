@@ -28,7 +28,11 @@ from kvlens.model.caching import slice_right_axis
 from kvlens.model.config import HookedKVTransformerConfig
 from kvlens.model.fingerprint import fingerprint_of, weights_hash
 from kvlens.model.generation import generate_from_state
+from kvlens.model.loading import from_hooked_transformer, from_pretrained
+from kvlens.model.shift_graft import load_shift_coefficients
+from kvlens.model.storage import load_model, save_model
 from kvlens.model.weights import check_weight_processing
+from kvlens.zoo import folder_of
 
 
 class HookedKVTransformer(HookedTransformer):
@@ -393,13 +397,11 @@ class HookedKVTransformer(HookedTransformer):
     def load_shift_coefficients(self, source: Mapping[str, Tensor] | str | Path) -> None:
         """Take over the KV-shift coefficients of a public checkpoint: a state dict, a folder or a weights file.
 
-        The forms that are understood are listed in :mod:`kvlens.model.shift_import`; nothing but the coefficients changes.
+        The forms that are understood are listed in :mod:`kvlens.pretrained.shift_import`; nothing but the coefficients changes.
 
         Raises:
             KVLensError: no coefficients, one is missing, or they do not fit this model, which is then unchanged.
         """
-        from kvlens.model.shift_graft import load_shift_coefficients
-
         load_shift_coefficients(self, source)
 
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> "HookedKVTransformer":
@@ -422,35 +424,25 @@ class HookedKVTransformer(HookedTransformer):
         cls, model_name: str | Path, *, hf_model: Any = None, tokenizer: Any = None, **kwargs: Any
     ) -> "HookedKVTransformer":
         """A pretrained softmax model: see :func:`kvlens.model.loading.from_pretrained` for every argument."""
-        from kvlens.model.loading import from_pretrained  # imports this module
-
         return from_pretrained(cls, model_name, hf_model=hf_model, tokenizer=tokenizer, **kwargs)
 
     @classmethod
     def from_hooked_transformer(cls, model: HookedTransformer, **changes: Any) -> "HookedKVTransformer":
         """A copy of a model at hand, with changes to its configuration (``kv_shift=KVShiftConfig(init="identity")``)."""
-        from kvlens.model.loading import from_hooked_transformer  # imports this module
-
         return from_hooked_transformer(cls, model, **changes)
 
     @classmethod
     def from_zoo(cls, name: str = "docs-linear", *, device: Any = None, dtype: torch.dtype | None = None):
         """A small trained model that ships with kvlens, by name; see :func:`kvlens.zoo.names`."""
-        from kvlens.zoo import folder_of  # imports nothing of the model
-
         return cls.load(folder_of(name), device=device, dtype=dtype)
 
     def save(self, folder: str | Path, *, overwrite: bool = False, stored_dtype: torch.dtype | None = None) -> None:
         """Write weights (safetensors), configuration (JSON) and tokenizer to ``folder``, whole or not at all."""
-        from kvlens.model.storage import save_model  # imports this module
-
         save_model(self, folder, overwrite=overwrite, stored_dtype=stored_dtype)
 
     @classmethod
     def load(cls, folder: str | Path, *, device: Any = None, dtype: torch.dtype | None = None) -> "HookedKVTransformer":
         """Read what :meth:`save` wrote."""
-        from kvlens.model.storage import load_model  # imports this module
-
         return load_model(cls, folder, device=device, dtype=dtype)
 
 

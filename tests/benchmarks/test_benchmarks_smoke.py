@@ -1,17 +1,12 @@
 """Every benchmark runs at a small size and checks its answer; what it measures is not looked at."""
 
-import sys
-from pathlib import Path
-
-import pytest
-import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 import bench_conversion_error
 import bench_induction_heads
 import bench_linear_attention
 import bench_model
 import bench_training
+import pytest
+import torch
 
 
 def test_linear_attention_smoke(capsys):

@@ -9,7 +9,7 @@ from tiny_hf import D_VOCAB, tiny_hf_model, tiny_tokenizer
 
 from kvlens import HookedKVTransformer, KVLensError, KVShiftConfig, convert_prompt
 from kvlens._tl import HookedTransformer
-from kvlens.model.pretrained import load_pretrained_parts
+from kvlens.pretrained import load_pretrained_parts
 
 KINDS = ["gpt2", "neox", "llama", "qwen2", "qwen3"]
 

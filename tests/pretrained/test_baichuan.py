@@ -9,7 +9,7 @@ from tiny_hf import tiny_tokenizer
 from transformers import PretrainedConfig, PreTrainedModel
 
 from kvlens import HookedKVTransformer, KVLensError, KVShiftConfig
-from kvlens.model.pretrained import load_pretrained_parts
+from kvlens.pretrained import load_pretrained_parts
 
 TOKENS = torch.randint(0, CONFIG["vocab_size"], (2, 17), generator=torch.Generator().manual_seed(7))
 # the longest chain of sums behind one logit: per layer four maps of d_model, one of d_mlp, positions, then the unembedding

@@ -6,19 +6,8 @@ from transformers import PreTrainedModel
 
 from kvlens._tl import HookedTransformerConfig, loading
 from kvlens.errors import KVLensError
-from kvlens.model.pretrained_config import neutral_folder
-
-NO_BIAS_ARCHITECTURES = (
-    "ApertusForCausalLM",
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "MixtralForCausalLM",
-    "Olmo3ForCausalLM",
-    "OlmoeForCausalLM",
-    "Phi3ForCausalLM",
-    "Qwen3ForCausalLM",
-)
-"""Architectures whose TransformerLens converter writes zeros for every bias, whatever the model holds."""
+from kvlens.pretrained.architectures import NO_BIAS_ARCHITECTURES
+from kvlens.pretrained.translation import neutral_folder
 
 
 def _check_no_lost_bias(hf_model: PreTrainedModel, architecture: str) -> None:

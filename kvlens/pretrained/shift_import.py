@@ -24,9 +24,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvlens.errors import KVLensError
-from kvlens.model.config import KVShiftConfig
 
-__all__ = ["import_shift_coefficients", "is_shift_coefficient", "parameter_from_coefficients", "shift_config_of"]
+__all__ = ["import_shift_coefficients", "is_shift_coefficient", "parameter_from_coefficients"]
 
 _IN_A_LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.(?:.+\.)?(alpha\d+|beta\d+|K|V|conv_k|conv_v)$")
 _PROJECTION = {"alpha": "k", "K": "k", "conv_k": "k", "beta": "v", "V": "v", "conv_v": "v"}
@@ -99,15 +98,6 @@ def _from_columns(layer: int, leaf: str, tensor: Tensor) -> Float[Tensor, "kv_he
     if tensor.ndim != 2 or tensor.shape[1] < 2:
         raise KVLensError(f"shift coefficients: {leaf} of layer {layer} has the shape {list(shape)}; expected {_FORMS}")
     return tensor.flip(-1)
-
-
-def shift_config_of(coefficients: Mapping[str, Float[Tensor, "kv_head taps"]]) -> KVShiftConfig | None:
-    """The :class:`kvlens.KVShiftConfig` that can hold what :func:`import_shift_coefficients` returned; None for nothing."""
-    if not coefficients:
-        return None
-    window = max(coef.shape[1] for coef in coefficients.values()) - 1
-    keys, values = (any(name.endswith(f".{x}_shift_coef") for name in coefficients) for x in "kv")
-    return KVShiftConfig(window=window, keys=keys, values=values)
 
 
 def parameter_from_coefficients(coef: Float[Tensor, "kv_head taps"], parametrization: str) -> Float[Tensor, "kv_head taps"]:

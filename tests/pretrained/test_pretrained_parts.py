@@ -15,8 +15,7 @@ from transformers import BertConfig, BertLMHeadModel, GPT2Model, PreTrainedToken
 
 from kvlens._tl import HookedTransformer
 from kvlens.errors import KVLensError
-from kvlens.model import pretrained, pretrained_tokenizer
-from kvlens.model.pretrained import PretrainedParts, is_local_folder, load_pretrained_parts, official_name
+from kvlens.pretrained import SUPPORTED_ARCHITECTURES, PretrainedParts, is_local_folder, load_pretrained_parts, official_name
 
 pytestmark = pytest.mark.filterwarnings("ignore:HookedTransformer:DeprecationWarning")
 
@@ -106,7 +105,7 @@ def test_official_and_other_names_take_sizes_from_the_model_in_memory(name):
 
 def test_every_supported_architecture_has_a_tiny_model():
     classes = {type(tiny_hf_model(kind)).__name__ for kind in KINDS}
-    assert classes == set(pretrained.SUPPORTED_ARCHITECTURES)
+    assert classes == set(SUPPORTED_ARCHITECTURES)
 
 
 def test_config_keeps_what_transformer_lens_would_guess():
@@ -242,7 +241,7 @@ def test_official_name_takes_its_tokenizer_from_the_cache_if_it_is_there_and_fit
     def cached(repo, file):
         return str(tmp_path / file) if (tmp_path / file).exists() else None
 
-    monkeypatch.setattr(pretrained_tokenizer, "try_to_load_from_cache", cached)
+    monkeypatch.setattr("kvlens.pretrained.tokenizer.try_to_load_from_cache", cached)
     parts = load_pretrained_parts("gpt2-small", hf_model=tiny_hf_model("gpt2"))
     assert (parts.tokenizer, parts.cfg.tokenizer_name, parts.cfg.model_name) == (None, None, "gpt2")
     tiny_tokenizer().save_pretrained(tmp_path)

@@ -5,7 +5,7 @@ What the files say, per layer ``model.layers.{l}``:
 
 - ``self_attn.W_pack`` projects to queries, keys and values at once, in this order, heads one after another, no biases;
 - ``self_attn.conv_k``, ``conv_v`` (1, 1, n_kv, 1, conv_window): the KV shift, before RoPE, column 0 = the oldest token; the
-  other forms of :mod:`kvlens.model.shift_import` (``K`` and ``V``, ``alpha`` and ``beta``) are taken in their place;
+  other forms of :mod:`kvlens.pretrained.shift_import` (``K`` and ``V``, ``alpha`` and ``beta``) are taken in their place;
 - RoPE over the whole head, halves paired as in GPT-NeoX, base ``rope_theta``, also in sliding-window layers;
 - the layers in ``sliding_window_layers`` see ``sliding_window`` tokens, the current one included, which is what
   TransformerLens' ``window_size`` means; they may have their own ``num_swa_attention_heads`` and ``num_swa_key_value_heads``;
@@ -15,7 +15,7 @@ What the files say, per layer ``model.layers.{l}``:
 
 TransformerLens has one ``n_heads`` for all layers: where the sliding-window layers have another number of heads than the
 global ones (as in the published Baichuan-M1-14B: 40 / 8 and 20 / 2), the model is refused. Its shift coefficients can still
-be read (:func:`kvlens.model.shift_import.import_shift_coefficients`).
+be read (:func:`kvlens.pretrained.shift_import.import_shift_coefficients`).
 """
 
 import logging
@@ -30,8 +30,8 @@ from torch.nn.functional import normalize
 
 from kvlens._tl import HookedTransformerConfig
 from kvlens.errors import KVLensError
-from kvlens.model.pretrained_config import check_first_n_layers_and_n_ctx
-from kvlens.model.shift_import import import_shift_coefficients, is_shift_coefficient
+from kvlens.pretrained.shift_import import import_shift_coefficients, is_shift_coefficient
+from kvlens.pretrained.translation import check_first_n_layers_and_n_ctx
 
 logger = logging.getLogger(__name__)
 
@@ -250,7 +250,7 @@ def _check_same_heads(config: Mapping[str, Any], sizes: Mapping[str, int]) -> No
             raise KVLensError(
                 f"{_REFUSE}has {of_local}={config[of_local]} in its sliding-window layers and {name}={sizes[name]} in the "
                 "others; TransformerLens' HookedTransformer has one number of heads for all layers, so the model cannot be "
-                "loaded. Its shift coefficients can be read all the same: kvlens.model.shift_import"
+                "loaded. Its shift coefficients can be read all the same: kvlens.pretrained.shift_import"
             )
 
 

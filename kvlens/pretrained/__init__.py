@@ -1,0 +1,25 @@
+"""Models that others trained: Hugging Face folders and loaded models, Baichuan-M1, KV-shift coefficients of public checkpoints.
+
+What comes out is TransformerLens' own configuration and weights under its names; :mod:`kvlens.model` makes a model of them.
+
+- :mod:`~kvlens.pretrained.parts`: the way in; config, weights, tokenizer and shift of a folder or of a model in memory;
+- :mod:`~kvlens.pretrained.names`, ``folder``, ``architectures``: what is meant, is it all there, can it be read;
+- :mod:`~kvlens.pretrained.translation`, ``weights``, ``tokenizer``: TransformerLens' converters, put right where they err;
+- :mod:`~kvlens.pretrained.baichuan`, ``shift_import``, ``checkpoint_files``: what neither library knows.
+"""
+
+from kvlens.pretrained.architectures import SUPPORTED_ARCHITECTURES
+from kvlens.pretrained.checkpoint_files import read_tensors
+from kvlens.pretrained.names import is_local_folder, official_name
+from kvlens.pretrained.parts import PretrainedParts, load_pretrained_parts
+from kvlens.pretrained.shift_import import import_shift_coefficients
+
+__all__ = [
+    "SUPPORTED_ARCHITECTURES",
+    "PretrainedParts",
+    "import_shift_coefficients",
+    "is_local_folder",
+    "load_pretrained_parts",
+    "official_name",
+    "read_tensors",
+]

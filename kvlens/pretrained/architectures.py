@@ -1,0 +1,79 @@
+"""Which architectures can be read, and whether a loaded model is one of them with weights that can be converted."""
+
+import torch
+from transformers import PreTrainedModel
+
+from kvlens.errors import KVLensError, nearest
+from kvlens.pretrained.baichuan import ARCHITECTURE as BAICHUAN_M1
+
+NO_BIAS_ARCHITECTURES = (
+    "ApertusForCausalLM",
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "MixtralForCausalLM",
+    "Olmo3ForCausalLM",
+    "OlmoeForCausalLM",
+    "Phi3ForCausalLM",
+    "Qwen3ForCausalLM",
+)
+"""Architectures whose TransformerLens converter writes zeros for every bias, whatever the model holds."""
+
+SUPPORTED_ARCHITECTURES = (
+    "BloomForCausalLM",
+    "GPT2LMHeadModel",
+    "GPTJForCausalLM",
+    "GPTNeoForCausalLM",
+    "GPTNeoXForCausalLM",
+    "OPTForCausalLM",
+    "Qwen2ForCausalLM",
+    *NO_BIAS_ARCHITECTURES,
+)
+"""Architectures that TransformerLens sizes from a config and converts to the same logits.
+
+Not here: Gemma and OLMo 1 and 2 (sized by official name only), Phi 1 and 2 (its branch reads
+``partial_rotary_factor``, which transformers 5 moved away), GPT-OSS (its attention sinks make folding the value biases
+wrong: the pattern no longer sums to one).
+"""
+
+READABLE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in READABLE_DTYPES}
+
+
+def dtype_of(dtype: torch.dtype | str) -> torch.dtype:
+    """Return the floating dtype that is meant by a dtype or by its name."""
+    found = DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
+    if found not in READABLE_DTYPES:
+        raise KVLensError(f"from_pretrained: dtype must be one of {sorted(DTYPES)}, got {dtype!r}{nearest(dtype, DTYPES)}")
+    return found
+
+
+def unsupported(architecture: str, where: str) -> KVLensError:
+    """Make the error for an architecture that cannot be built from its config."""
+    return KVLensError(
+        f"from_pretrained: {where} has the architecture {architecture}, which TransformerLens' HookedTransformer "
+        "cannot build from a config. Supported: "
+        f"{', '.join(sorted((*SUPPORTED_ARCHITECTURES, BAICHUAN_M1)))}. "
+        "(Gemma, OLMo 1 and 2 load by official name only.)"
+    )
+
+
+def architecture_of(hf_model: PreTrainedModel) -> str:
+    """Name the architecture by the model's class: ``config.architectures`` is None in a model made in memory."""
+    for parent in type(hf_model).__mro__:
+        if parent.__name__ in SUPPORTED_ARCHITECTURES:
+            return parent.__name__
+    raise unsupported(type(hf_model).__name__, "the model")
+
+
+def check_readable(hf_model: PreTrainedModel) -> None:
+    """Raise if a weight is packed, quantised, not loaded, or under an adapter: it would be converted to nonsense."""
+    for name, weight in hf_model.named_parameters():
+        if "lora_" in name:
+            raise KVLensError(f"from_pretrained: the model carries an adapter ({name}): merge it first")
+        if weight.device.type == "meta":
+            raise KVLensError(f"from_pretrained: {name} is on the meta device: load the model with real weights")
+        if weight.dtype not in READABLE_DTYPES:
+            raise KVLensError(
+                f"from_pretrained: {name} is stored as {weight.dtype}: a quantised model cannot be converted. Load it "
+                "dequantised."
+            )

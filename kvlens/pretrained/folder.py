@@ -1,0 +1,73 @@
+"""A folder in Hugging Face's format: is all there, and what transformers makes of it."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from kvlens.errors import KVLensError
+from kvlens.pretrained.architectures import SUPPORTED_ARCHITECTURES, unsupported
+from kvlens.pretrained.checkpoint_files import read_tensors
+from kvlens.pretrained.shift_import import is_shift_coefficient
+
+WEIGHT_PATTERNS = ("model*.safetensors", "pytorch_model*.bin", "model*.safetensors.index.json")
+
+
+def check_folder_files(folder: Path) -> None:
+    """Raise unless ``folder`` has a config and full weights; say what was expected and what is there."""
+    expected = "a folder written by save_pretrained, with config.json and model.safetensors"
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "does not exist"
+        raise KVLensError(f"from_pretrained: {folder} {what}; expected {expected}")
+    names = sorted(entry.name for entry in folder.iterdir())
+    found = f"found {names[:12]}{' ...' if len(names) > 12 else ''}" if names else "the folder is empty"
+    if "adapter_config.json" in names:
+        raise KVLensError(
+            f"from_pretrained: {folder} holds an adapter, not a full model ({found}). Merge it into its base "
+            "(merge_and_unload), save that, and pass that folder."
+        )
+    if "config.json" not in names:
+        raise KVLensError(f"from_pretrained: no config.json in {folder}: expected {expected}; {found}")
+    if not any(any(folder.glob(pattern)) for pattern in WEIGHT_PATTERNS):
+        raise KVLensError(f"from_pretrained: no weights in {folder}: expected {expected}; {found}")
+
+
+def load_folder(folder: Path, dtype: torch.dtype, kwargs: dict[str, Any]) -> tuple[PreTrainedModel, Mapping[str, Tensor]]:
+    """Load the causal language model in ``folder`` and make sure that every one of its weights came from there.
+
+    Returns:
+        The model, and the shift coefficients that the checkpoint holds beside its weights: transformers drops them.
+    """
+    kwargs = {**kwargs, "local_files_only": True}
+    try:
+        hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=kwargs.get("trust_remote_code", False))
+    except Exception as error:
+        raise KVLensError(f"from_pretrained: transformers cannot read {folder / 'config.json'}: {error}") from error
+    class_name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(hf_config.model_type)
+    if class_name not in SUPPORTED_ARCHITECTURES:
+        raise unsupported((hf_config.architectures or [class_name or hf_config.model_type])[0], str(folder))
+    if getattr(hf_config, "quantization_config", None):
+        raise KVLensError(
+            f"from_pretrained: {folder} holds a quantised model ({hf_config.quantization_config}); its weights cannot "
+            "be converted. Load it dequantised with transformers and pass it as hf_model=."
+        )
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True, **kwargs)
+    except Exception as error:
+        raise KVLensError(
+            f"from_pretrained: transformers cannot load the model in {folder}: {type(error).__name__}: {error}"
+        ) from error
+    hf_model, report = loaded
+    if report["missing_keys"]:
+        missing = sorted(report["missing_keys"])
+        raise KVLensError(
+            f"from_pretrained: the weights in {folder} lack {len(missing)} of the model's parameters (they would be "
+            f"random): {missing[:5]}. It was saved as {hf_config.architectures}; expected {class_name}."
+        )
+    if not any(is_shift_coefficient(name) for name in report["unexpected_keys"]):
+        return hf_model, {}
+    return hf_model, read_tensors(folder, is_shift_coefficient)

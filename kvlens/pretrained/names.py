@@ -1,0 +1,41 @@
+"""Whether a model is meant as a folder on this machine or as a name, and which official name an alias stands for."""
+
+import os
+from pathlib import Path
+
+from kvlens._tl import loading
+from kvlens.errors import KVLensError, nearest
+
+
+def is_local_folder(model_name: str | Path) -> bool:
+    """Say whether ``model_name`` is meant as a folder on this machine, not as a name that TransformerLens knows.
+
+    A ``Path``, a folder with a ``config.json``, and whatever is written as a path or exists on disk are folders. An
+    official name wins over a folder of that name that has no ``config.json``.
+    """
+    if isinstance(model_name, Path):
+        return True
+    path = Path(model_name).expanduser()
+    if (path / "config.json").is_file():
+        return True
+    if model_name.lower() in loading.make_model_alias_map():
+        return False
+    written_as_path = model_name.startswith((".", "~", os.sep)) or "\\" in model_name or model_name.count("/") > 1
+    return written_as_path or path.exists()
+
+
+def official_name(model_name: str) -> str:
+    """Return TransformerLens' official name for ``model_name``, which may be an alias.
+
+    Raises:
+        KVLensError: TransformerLens knows no such name; the message proposes the nearest one.
+    """
+    names = loading.make_model_alias_map()
+    found = names.get(str(model_name).lower())
+    if found is None:
+        raise KVLensError(
+            f"from_pretrained: {str(model_name)!r} is neither a folder on this machine (for a model that is not one of "
+            "TransformerLens' own, pass its folder, or hf_model=) nor one of the "
+            f"{len(set(names.values()))} official model names or their aliases{nearest(str(model_name).lower(), names)}"
+        )
+    return found

@@ -1,0 +1,203 @@
+"""Pretrained weights without a network: from a local Hugging Face folder, or from a model already in memory.
+
+TransformerLens knows how to turn a Hugging Face config and its weights into a ``HookedTransformerConfig`` and a state
+dict, but its own entry point goes through the official name: it fetches the config from the hub even when the weights
+are given, and any path that contains "llama", "gemma", "bert", "t5" ... takes hard-coded sizes or another model class.
+
+Here the user's name never reaches those branches. The config is written alone into a temporary folder with a neutral
+name, TransformerLens' ``get_pretrained_model_config`` reads it there, and its ``get_pretrained_state_dict`` converts
+the weights of a model that is already loaded. What the loader would read wrongly or drop without a word (a rotary base,
+an MLP width, attention biases, a rotary scaling, a sliding window) is put right where ``HookedTransformer`` can express
+it and refused where it cannot. Shift coefficients that lie in a checkpoint beside the weights of a known architecture are read
+too, and Baichuan-M1, which transformers does not know, has its own translation (:mod:`kvlens.pretrained.baichuan`).
+
+Two limits on float64 are not ours: TransformerLens' weight processing casts to float32, so only unprocessed weights
+stay exact, and Hugging Face computes rotary angles and RMS norms in float32 whatever the model's dtype is.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvlens._tl import HookedTransformerConfig, loading
+from kvlens.errors import KVLensError
+from kvlens.pretrained.architectures import architecture_of, check_readable, dtype_of
+from kvlens.pretrained.baichuan import (
+    baichuan_m1_config,
+    conv_window_of,
+    convert_baichuan_m1_weights,
+    is_baichuan_m1,
+    is_baichuan_m1_weight,
+)
+from kvlens.pretrained.checkpoint_files import read_json_config, read_tensors
+from kvlens.pretrained.folder import check_folder_files, load_folder
+from kvlens.pretrained.names import is_local_folder, official_name
+from kvlens.pretrained.shift_import import import_shift_coefficients
+from kvlens.pretrained.tokenizer import find_tokenizer
+from kvlens.pretrained.translation import translate_config
+from kvlens.pretrained.weights import convert_weights
+
+
+class PretrainedParts(NamedTuple):
+    """What a ``HookedTransformer`` is made of.
+
+    Attributes:
+        cfg: TransformerLens' own config; ``tokenizer_name`` is None when there is no tokenizer.
+        state_dict: weights under ``HookedTransformer``'s names, before any folding or centring, all floating tensors in
+            the asked dtype, detached. They may share memory with the Hugging Face model: copy before writing into them.
+        tokenizer: ready for ``HookedTransformer(cfg, tokenizer=...)`` without a network, or None.
+        shift_coefficients: the KV shift, as :func:`kvlens.pretrained.import_shift_coefficients` returns it; empty for a model
+            without one. A plain ``HookedTransformer`` has no place for them and computes another function.
+    """
+
+    cfg: HookedTransformerConfig
+    state_dict: dict[str, Tensor]
+    tokenizer: PreTrainedTokenizerBase | None
+    shift_coefficients: dict[str, Tensor]
+
+
+def load_pretrained_parts(
+    model_name: str | Path,
+    *,
+    hf_model: PreTrainedModel | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    dtype: torch.dtype | str = torch.float32,
+    device: str | torch.device | None = None,
+    n_devices: int = 1,
+    fold_ln: bool = True,
+    default_prepend_bos: bool | None = None,
+    first_n_layers: int | None = None,
+    n_ctx: int | None = None,
+    **from_pretrained_kwargs: Any,
+) -> PretrainedParts:
+    """Make config, weights and tokenizer from a local folder or from a loaded Hugging Face model. No network is used.
+
+    Args:
+        model_name: a Hugging Face folder (``config.json``, weights, possibly a tokenizer); with ``hf_model`` any name.
+        hf_model: a loaded causal language model; its weights and config are used, and it is left as it is.
+        tokenizer: used in place of the folder's. It is copied, the copy prepends BOS (as TransformerLens wants it).
+            Without one, a name that is official takes its tokenizer from the local Hugging Face cache if it fits.
+        dtype: of the config and of all floating weights; a torch dtype or its name.
+        device: goes into the config (None: TransformerLens chooses); the weights stay on the device where they are.
+        n_devices: goes into the config.
+        fold_ln: whether the layer norms will be folded (the config then says ``LNPre`` or ``RMSPre``).
+        default_prepend_bos: overrides the architecture's own default.
+        first_n_layers: keep only this many layers.
+        n_ctx: context length; longer than the model's own only where positions are not learned.
+        from_pretrained_kwargs: for Hugging Face's ``from_pretrained``, with a folder only. ``torch_dtype`` replaces
+            ``dtype``, as in TransformerLens.
+
+    Returns:
+        The ``PretrainedParts``.
+
+    Raises:
+        KVLensError: no such folder or name, files missing, an architecture or a feature of it that TransformerLens
+            cannot express, a quantised model, or sizes out of range.
+    """
+    dtype = dtype_of(from_pretrained_kwargs.pop("torch_dtype", dtype))
+    _check_arguments(model_name, hf_model, from_pretrained_kwargs)
+    folder = Path(model_name).expanduser().resolve() if is_local_folder(model_name) else None
+    if hf_model is None and folder is None:
+        raise KVLensError(
+            f"load_pretrained_parts: {official_name(str(model_name))!r} is a name on the hub. Pass a local folder, "
+            "or hf_model=, or load it by name with from_pretrained."
+        )
+    source: Any = folder if hf_model is None else hf_model
+    official = None if folder else loading.make_model_alias_map().get(str(model_name).lower())
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "device": device,
+        "n_devices": n_devices,
+        "fold_ln": fold_ln,
+        "default_prepend_bos": default_prepend_bos,
+        "first_n_layers": first_n_layers,
+        "n_ctx": n_ctx,
+    }
+    config = _own_config(source)
+    if is_baichuan_m1(config):
+        cfg, state_dict, checkpoint = _convert_baichuan_m1(source, config, from_pretrained_kwargs, options)
+    else:
+        cfg, state_dict, checkpoint = _convert_by_transformer_lens(source, official, from_pretrained_kwargs, options)
+    cfg.model_name = folder.name if folder else (official or str(model_name)).split("/")[-1]
+    shift = import_shift_coefficients(checkpoint)
+    shift = {name: coef.detach() for name, coef in shift.items() if int(name.split(".")[1]) < cfg.n_layers}
+    tokenizer = find_tokenizer(tokenizer, folder, official, cfg)
+    return PretrainedParts(cfg, state_dict, tokenizer, shift)
+
+
+def _own_config(source: Path | PreTrainedModel) -> dict[str, Any]:
+    """The Hugging Face configuration of a folder (made sure to hold a checkpoint) or of a loaded model, as a dict."""
+    if isinstance(source, PreTrainedModel):
+        return source.config.to_dict()
+    check_folder_files(source)
+    return read_json_config(source)
+
+
+def _convert_by_transformer_lens(
+    source: Path | PreTrainedModel, official: str | None, kwargs: dict[str, Any], options: dict[str, Any]
+) -> tuple[HookedTransformerConfig, dict[str, Tensor], Mapping[str, Tensor]]:
+    """Configuration and weights through transformers and TransformerLens, and the tensors that may hold a KV shift."""
+    if isinstance(source, PreTrainedModel):
+        hf_model, checkpoint = source, source.state_dict()
+    else:
+        hf_model, checkpoint = load_folder(source, options["dtype"], kwargs)
+    architecture = architecture_of(hf_model)
+    check_readable(hf_model)
+    cfg = translate_config(hf_model.config, architecture, official, **options)
+    return cfg, convert_weights(hf_model, cfg), checkpoint
+
+
+def _convert_baichuan_m1(
+    source: Path | PreTrainedModel, config: dict[str, Any], kwargs: dict[str, Any], options: dict[str, Any]
+) -> tuple[HookedTransformerConfig, dict[str, Tensor], Mapping[str, Tensor]]:
+    """As :func:`_convert_by_transformer_lens`, by kvlens' own translation: transformers does not know the architecture."""
+    _refuse_without_effect(kwargs, "a Baichuan-M1 checkpoint")
+    cfg = baichuan_m1_config(config, **options)
+
+    def wanted(name: str) -> bool:
+        return is_baichuan_m1_weight(name, cfg.n_layers)
+
+    if isinstance(source, PreTrainedModel):
+        check_readable(source)
+        checkpoint = {name: tensor for name, tensor in source.state_dict().items() if wanted(name)}
+    else:
+        checkpoint = read_tensors(source, wanted)
+    weights = convert_baichuan_m1_weights(
+        checkpoint,
+        cfg,
+        tied=config.get("tie_word_embeddings", True),  # transformers' default where the file does not say
+        conv_window=conv_window_of(config),
+    )
+    return cfg, weights, checkpoint
+
+
+def _check_arguments(model_name: str | Path, hf_model: Any, kwargs: dict[str, Any]) -> None:
+    """Refuse what this way of loading cannot honour, before any file is read."""
+    for key in ("load_in_4bit", "load_in_8bit", "quantization_config"):
+        if kwargs.get(key):
+            raise KVLensError(f"from_pretrained: {key} asks for quantised weights, which cannot be converted: remove it")
+    for key in ("checkpoint_index", "checkpoint_value"):
+        if kwargs.pop(key, None) is not None:
+            raise KVLensError(
+                f"from_pretrained: {key} belongs to models loaded by official name; for {str(model_name)!r} pass the "
+                "folder or the model of that training step instead"
+            )
+    if hf_model is None:
+        return
+    if not isinstance(hf_model, PreTrainedModel):
+        raise KVLensError(
+            f"from_pretrained: hf_model must be a transformers PreTrainedModel, got {type(hf_model).__name__}"
+            " (for a wrapped model pass the model inside it, with adapters merged)"
+        )
+    _refuse_without_effect(kwargs, "a loaded hf_model")
+
+
+def _refuse_without_effect(kwargs: dict[str, Any], source: str) -> None:
+    """Raise if there are arguments for Hugging Face's ``from_pretrained`` where it is not called."""
+    unused = sorted(set(kwargs) - {"trust_remote_code", "token", "cache_dir", "local_files_only"})
+    if unused:
+        raise KVLensError(f"from_pretrained: {unused} would have no effect on {source}: remove them")

@@ -1,6 +1,0 @@
-"""Tests here are judged by ``design_reference``, their sibling."""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
