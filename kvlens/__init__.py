@@ -7,7 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvlens.conversion import convert_prompt
+    from kvlens.conversion import carry_bias, convert_prompt
     from kvlens.errors import KVLensError
     from kvlens.kv_bias import KVBias, combine
     from kvlens.model import HookedKVTransformer, HookedKVTransformerConfig, KVShiftConfig
@@ -18,6 +18,7 @@ _HOMES = {
     "KVBias": "kvlens.kv_bias",
     "KVLensError": "kvlens.errors",
     "KVShiftConfig": "kvlens.model",
+    "carry_bias": "kvlens.conversion",
     "combine": "kvlens.kv_bias",
     "convert_prompt": "kvlens.conversion",
 }
@@ -28,6 +29,7 @@ __all__ = [
     "KVBias",
     "KVLensError",
     "KVShiftConfig",
+    "carry_bias",
     "combine",
     "convert_prompt",
 ]

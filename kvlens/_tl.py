@@ -14,6 +14,7 @@ from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 from transformer_lens.cache.key_value_cache_entry import TransformerLensKeyValueCacheEntry
 from transformer_lens.components import AbstractAttention, Attention, GroupedQueryAttention, PosEmbed
 from transformer_lens.hook_points import HookPoint
+from transformer_lens.HookedTransformer import Output
 from transformer_lens.utilities import (
     USE_DEFAULT_VALUE,
     Slice,
@@ -34,6 +35,7 @@ __all__ = [
     "HookPoint",
     "HookedTransformer",
     "HookedTransformerConfig",
+    "Output",
     "PosEmbed",
     "Slice",
     "TransformerLensKeyValueCache",

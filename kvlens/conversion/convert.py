@@ -27,6 +27,7 @@ from kvlens.conversion.prompt import Prompt, PromptTokens, prompt_tokens
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import Fingerprint, KVBias
 from kvlens.model import HookedKVTransformer
+from kvlens.model.streaming import has_hooks, segments, wants_gradients
 from kvlens.ops.linear_attention import LinearAttentionState
 
 
@@ -38,6 +39,8 @@ def convert_prompt(
     prepend_bos: bool | None = None,
     fwd_hooks: Sequence[tuple[str | Callable[[str], bool], Callable[..., Any]]] = (),
     detach: bool = True,
+    segment_length: int | None = None,
+    on_progress: Callable[[float], None] | None = None,
 ) -> KVBias:
     """Turn a prompt into the bias that replaces it, at the cost of one forward pass over it.
 
@@ -53,17 +56,27 @@ def convert_prompt(
         fwd_hooks: TransformerLens hooks (name, function) that act inside the prompt's own pass. What they make of the old
             bias (``hook_b_kv``) is what the new one continues from.
         detach: False keeps the graph, so that gradients flow from the bias into weights and activations.
+        segment_length: the pass runs in segments of so many tokens per row, each through all layers before the next: memory
+            does not grow with the prompt. None chooses a length, unless something is hooked or ``detach=False``: then the
+            prompt runs whole, as a hook expects. With a length given, a hook fires once per segment and sees that segment's
+            tokens alone: in a tensor with a position axis, position 0 is the segment's first token; ``hook_b_kv`` and
+            ``hook_b_d`` come every time, ``hook_last_k``, ``hook_last_v`` and ``hook_last_q`` with the first segment alone,
+            and the last segment's bias is the one that the new bias continues from.
+        on_progress: called after each segment with the fraction of the prompt that is done.
 
     Returns:
         The whole new bias, ``initial`` included; with a batch axis for a list or a [batch, pos] tensor.
 
     Raises:
         KVLensError: softmax attention, an empty prompt, tokens outside the vocabulary, a prompt beyond ``n_ctx`` where
-            positions are learned, ``initial`` of another model or batch, weights or activations that are not finite.
+            positions are learned, ``initial`` of another model or batch, weights or activations that are not finite,
+            a ``segment_length`` below 1.
 
     Source: ICLCA sec. 4, alg. 1; the boundary and padding are kvlens'.
     """
     _check_convertible(model)
+    if segment_length is not None and segment_length < 1:
+        raise KVLensError(f"convert_prompt: segment_length must be at least 1, got {segment_length}")
     continued = initial is not None or model.attached_kv_bias is not None
     if prepend_bos is None:
         prepend_bos = model.cfg.default_prepend_bos and not continued
@@ -81,7 +94,7 @@ def convert_prompt(
                 f"convert_prompt: the bias to continue from holds {old.batch_size} prompts, this prompt "
                 f"{tokens.tokens.shape[0]}: give one row a prompt, or continue from one (select_prompt)"
             )
-        entries = _run_prompt(model, tokens, fwd_hooks)
+        entries = _run_prompt(model, tokens, fwd_hooks, segment_length, on_progress)
         bias = _collect(model, tokens, entries, old, fingerprint)
     _check_finite(model, bias)
     return bias
@@ -103,18 +116,24 @@ def _check_convertible(model: HookedKVTransformer) -> None:
         raise KVLensError("convert_prompt: call model.set_ungroup_grouped_query_attention(False) first")
 
 
-def _run_prompt(model: HookedKVTransformer, prompt: PromptTokens, fwd_hooks: Sequence[Any]) -> list[LinearCacheEntry]:
+def _run_prompt(
+    model: HookedKVTransformer,
+    prompt: PromptTokens,
+    fwd_hooks: Sequence[Any],
+    segment_length: int | None,
+    on_progress: Callable[[float], None] | None,
+) -> list[LinearCacheEntry]:
     """The prompt's own forward pass; the states it leaves in a decoding cache. The unembedding is left out."""
-    tokens, mask = prompt.tokens, prompt.mask
-    cache = TransformerLensKeyValueCache.init_cache(model.cfg, model.cfg.device, tokens.shape[0])
-    attention_mask = torch.ones_like(tokens) if mask is None else mask.long()
-    model.run_with_hooks(
-        tokens,
-        fwd_hooks=list(fwd_hooks),
-        attention_mask=attention_mask,
-        past_kv_cache=cache,
-        stop_at_layer=model.cfg.n_layers,
-    )
+    tokens, cfg = prompt.tokens, model.cfg
+    cache = TransformerLensKeyValueCache.init_cache(cfg, cfg.device, tokens.shape[0])
+    mask = None if prompt.mask is None else prompt.mask.long()
+    model.check_length(tokens.shape[1], mask)
+    with model.hooks(fwd_hooks=list(fwd_hooks)):
+        if segment_length is None and (has_hooks(model) or wants_gradients(model)):
+            segment_length = tokens.shape[1]
+        options: dict[str, Any] = dict(segment_length=segment_length, on_progress=on_progress)
+        for _ in segments(model, tokens, mask, cache, stop_at_layer=cfg.n_layers, **options):
+            pass
     return cache.entries  # type: ignore[return-value]
 
 

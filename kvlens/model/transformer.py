@@ -31,6 +31,7 @@ from kvlens.model.generation import generate_from_state
 from kvlens.model.loading import from_hooked_transformer, from_pretrained
 from kvlens.model.shift_graft import load_shift_coefficients
 from kvlens.model.storage import load_model, save_model
+from kvlens.model.streaming import forward_in_segments, streams
 from kvlens.model.weights import check_weight_processing
 from kvlens.zoo import folder_of
 
@@ -107,11 +108,55 @@ class HookedKVTransformer(HookedTransformer):
 
     # --- forward -----------------------------------------------------------------------------------------------------
 
-    def forward(self, input: Any, *args: Any, past_kv_cache: TransformerLensKeyValueCache | None = None, **kwargs: Any):  # noqa: A002
-        """As ``HookedTransformer.forward``, which it calls; an empty stock cache becomes kvlens' own, in place."""
+    def forward(
+        self,
+        input: Any,  # noqa: A002
+        return_type: str | None = "logits",
+        loss_per_token: bool = False,
+        prepend_bos: Any = USE_DEFAULT_VALUE,
+        padding_side: Any = USE_DEFAULT_VALUE,
+        start_at_layer: int | None = None,
+        tokens: Tensor | None = None,
+        shortformer_pos_embed: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        stop_at_layer: int | None = None,
+        past_kv_cache: TransformerLensKeyValueCache | None = None,
+    ):
+        """As ``HookedTransformer.forward``, which it calls; an empty stock cache becomes kvlens' own, in place.
+
+        With linear attention a long text runs in segments through all layers, unless something is hooked or gradients are
+        wanted: see :mod:`kvlens.model.streaming`.
+        """
         if past_kv_cache is not None and (self.cfg.attention == "linear" or self.cfg.kv_shift is not None):
             upgrade_cache(past_kv_cache, linear=self.cfg.attention == "linear")
-        return super().forward(input, *args, past_kv_cache=past_kv_cache, **kwargs)
+        if start_at_layer is None:
+            if isinstance(input, (str, list)) and self.tokenizer is not None:
+                input = self.to_tokens(input, prepend_bos=prepend_bos, padding_side=padding_side)  # noqa: A001
+            if streams(self, input, attention_mask, past_kv_cache, return_type, stop_at_layer):
+                return forward_in_segments(
+                    self,
+                    input,
+                    attention_mask,
+                    past_kv_cache,
+                    return_type=return_type,
+                    loss_per_token=loss_per_token,
+                    prepend_bos=self._prepend_bos(prepend_bos),
+                    padding_side=padding_side,
+                    stop_at_layer=stop_at_layer,
+                )
+        return super().forward(
+            input,
+            return_type,
+            loss_per_token,
+            prepend_bos,
+            padding_side,
+            start_at_layer,
+            tokens,
+            shortformer_pos_embed,
+            attention_mask,
+            stop_at_layer,
+            past_kv_cache,
+        )
 
     def input_to_embed(
         self,
@@ -156,7 +201,7 @@ class HookedKVTransformer(HookedTransformer):
         """As TransformerLens', with sinusoidal and no positions, the offset of an attached bias, and a clear n_ctx error."""
         if self._in_transformer_lens_generate and attention_mask is None:
             pos_offset = 0  # without a tokenizer it hands over the embeddings of the whole text, not of the new token
-        self._check_length(pos_offset + embed.shape[1], attention_mask)
+        self.check_length(pos_offset + embed.shape[1], attention_mask)
         kind = self.cfg.positional_embedding_type
         if kind not in ("none", "sinusoidal"):
             return super().get_residual(
@@ -168,7 +213,8 @@ class HookedKVTransformer(HookedTransformer):
             residual = embed + self.hook_pos_embed(positions.to(embed.dtype))
         return (residual, None) if return_shortformer_pos_embed else residual
 
-    def _check_length(self, n_places: int, attention_mask: Tensor | None) -> None:
+    def check_length(self, n_places: int, attention_mask: Tensor | None) -> None:
+        """Raise KVLensError where the model has a longest text and this one, padding left out, is longer."""
         if not self.cfg.has_position_limit or n_places <= self.cfg.n_ctx:
             return
         longest = n_places if attention_mask is None else int(attention_mask.sum(dim=1).max())

@@ -1,0 +1,207 @@
+"""A pass over a long text in segments: memory beyond the tokens and the output does not grow with the text.
+
+Linear attention needs nothing of the tokens before a segment but a state of one size, the shift boundary and the number of
+tokens. A segment therefore goes through all layers before the next one starts, as a decoded token does, and its activations
+stay in the processor's cache, which on a CPU is worth a fifth of the time. What comes out is what the whole pass gives, up to
+rounding: each row goes through the same products, the state through the same sums.
+
+A hook would see segments where it expects the text, and a backward pass needs every activation: then the text runs whole.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from kvlens._tl import USE_DEFAULT_VALUE, Output, TransformerLensKeyValueCache, get_attention_mask
+from kvlens.components import LinearCacheEntry, upgrade_cache
+
+WIDEST_ON_CPU, WIDEST_ELSEWHERE = 2**21, 2**28
+"""Numbers in the widest activation of a segment: 8 MiB in float32 on a CPU; enough parallel work on an accelerator."""
+MULTIPLE = 64
+"""Segments are cut between the chunks of the chunked form."""
+
+
+def default_segment_length(model: Any, batch: int) -> int:
+    """Tokens of each row in a segment: the widest activation then has about as many numbers as the constants above say."""
+    cfg = model.cfg
+    widest = max(cfg.d_model, cfg.d_mlp or 0, cfg.n_heads * max(cfg.d_head, cfg.d_phi))
+    numbers = WIDEST_ON_CPU if model.W_E.device.type == "cpu" else WIDEST_ELSEWHERE
+    return max(1, numbers // (widest * max(1, batch) * MULTIPLE)) * MULTIPLE
+
+
+def streams(
+    model: Any,
+    tokens: Any,
+    mask: Tensor | None,
+    cache: TransformerLensKeyValueCache | None,
+    return_type: str | None,
+    stop_at_layer: int | None,
+) -> bool:
+    """Whether a forward pass with these arguments runs in segments by itself: long, linear, no hooks, no gradients."""
+    cfg = model.cfg
+    if cfg.attention != "linear" or cfg.linear_attention_form == "parallel":
+        return False
+    if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.is_floating_point():
+        return False
+    if tokens.shape[1] <= default_segment_length(model, tokens.shape[0]):
+        return False
+    runs_layers = len(range(cfg.n_layers)[:stop_at_layer]) > 0  # it is the first layer that counts the tokens
+    has_loss = return_type in ("loss", "both") and (cache is None or not cache.previous_attention_mask.shape[1])
+    if (
+        not runs_layers
+        or not (has_loss or return_type in (None, "logits"))
+        or (mask is not None and mask.shape != tokens.shape)
+    ):
+        return False  # TransformerLens' own pass answers these, or refuses them
+    return not has_hooks(model) and not wants_gradients(model, cache)
+
+
+def has_hooks(model: torch.nn.Module) -> bool:
+    """Whether anything would see what passes through a module: TransformerLens' hooks, torch's own, its global ones."""
+    return torch.nn.modules.module._has_any_global_hook() or any(
+        m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in model.modules()
+    )
+
+
+def wants_gradients(model: Any, cache: TransformerLensKeyValueCache | None = None) -> bool:
+    """Whether a pass would build a graph: gradients are on, and a weight, the attached bias or the cache asks for them."""
+    if not torch.is_grad_enabled():
+        return False
+    bias = model.attached_kv_bias
+    of_bias = [] if bias is None else [bias.b_KV, bias.b_D, bias.last_k, bias.last_v, bias.last_q]
+    entries = [] if cache is None else cache.entries
+    states = [entry.state.kv for entry in entries if isinstance(entry, LinearCacheEntry) and entry.state is not None]
+    return any(x.requires_grad for x in (*model.parameters(), *of_bias, *states))
+
+
+def mask_of(
+    model: Any,
+    tokens: Int[Tensor, "batch pos"],
+    prepend_bos: Any = USE_DEFAULT_VALUE,
+    padding_side: Any = USE_DEFAULT_VALUE,
+    cached: bool = False,
+) -> Int[Tensor, "batch pos"] | None:
+    """Which tokens TransformerLens would take for real in one pass over all of them; None where it would not ask."""
+    tokenizer = model.tokenizer
+    side = padding_side if tokenizer is None or padding_side in ("left", "right") else tokenizer.padding_side
+    if tokenizer is None or (side != "left" and not cached):
+        return None
+    has_bos = prepend_bos if isinstance(prepend_bos, bool) else model.cfg.default_prepend_bos
+    return get_attention_mask(tokenizer, tokens, has_bos, side)
+
+
+def segments(
+    model: Any,
+    tokens: Int[Tensor, "batch pos"],
+    mask: Int[Tensor, "batch pos"] | Bool[Tensor, "batch pos"] | None = None,
+    cache: TransformerLensKeyValueCache | None = None,
+    *,
+    segment_length: int | None = None,
+    stop_at_layer: int | None = None,
+    on_progress: Callable[[float], None] | None = None,
+) -> Iterator[Float[Tensor, "batch segment d"]]:
+    """The output of each segment in turn: logits, or the residual stream before ``stop_at_layer``.
+
+    Args:
+        model: with linear attention.
+        tokens: the text.
+        mask: 1 or True at real tokens; None if all of them are.
+        cache: what came before, as for a forward pass. When the last segment is done it holds what one pass would leave in
+            it; a frozen one stays as it is.
+        segment_length: tokens per row and segment; None for :func:`default_segment_length`.
+        stop_at_layer: as in TransformerLens; at least one layer must run.
+        on_progress: called with the fraction done after each segment.
+    """
+    batch, pos = tokens.shape
+    length = default_segment_length(model, batch) if segment_length is None else segment_length
+    if mask is None:
+        mask = torch.ones(1, 1, dtype=torch.long, device=tokens.device).expand(batch, pos)
+    working = _SegmentCache.of(model, cache, mask)
+    for start in range(0, pos, length):
+        here = slice(start, start + length)
+        yield model(tokens[:, here], attention_mask=mask[:, here], past_kv_cache=working, stop_at_layer=stop_at_layer)
+        if on_progress is not None:
+            on_progress(min(1.0, (start + length) / pos))
+    if cache is not None:
+        working.hand_over(cache, mask)
+
+
+def forward_in_segments(
+    model: Any,
+    tokens: Int[Tensor, "batch pos"],
+    mask: Int[Tensor, "batch pos"] | None,
+    cache: TransformerLensKeyValueCache | None,
+    *,
+    return_type: str | None,
+    loss_per_token: bool,
+    prepend_bos: Any,
+    padding_side: Any,
+    stop_at_layer: int | None,
+) -> Any:
+    """What ``HookedTransformer.forward`` returns for these arguments.
+
+    Raises:
+        KVLensError: tokens outside the vocabulary, or more of them than positions.
+    """
+    model.check_tokens(tokens)
+    if mask is None:
+        mask = mask_of(model, tokens, prepend_bos, padding_side, cached=cache is not None)
+    model.check_length(tokens.shape[1], mask)
+    wants_loss = stop_at_layer is None and return_type in ("loss", "both")
+    wants_output = stop_at_layer is not None or return_type in ("logits", "both")
+    output: Tensor | None = None
+    losses: list[Tensor] = []
+    last, start = None, 0
+    for part in segments(model, tokens, mask, cache, stop_at_layer=stop_at_layer):
+        end = start + part.shape[1]
+        if wants_output:
+            output = part.new_empty(*tokens.shape, part.shape[-1]) if output is None else output
+            output[:, start:end] = part
+        if wants_loss:
+            with_last = part if last is None else torch.cat([last, part], dim=1)
+            of_these = tokens[:, end - with_last.shape[1] : end].to(part.device)
+            losses.append(model.loss_fn(with_last, of_these, per_token=True))
+            last = part[:, -1:].clone()
+        start = end
+    if not wants_loss:
+        return output
+    loss = _mean_loss(torch.cat(losses, dim=1), mask, loss_per_token)
+    return loss if return_type == "loss" else Output(output, loss)
+
+
+def _mean_loss(losses: Tensor, mask: Tensor | None, per_token: bool) -> Tensor:
+    """As TransformerLens: a prediction counts where its token and the next are real."""
+    n = losses.numel()
+    if mask is not None:
+        counts = mask[:, :-1].bool() & mask[:, 1:].bool()
+        losses, n = losses.masked_fill(~counts.to(losses.device), 0.0), int(counts.sum())
+    return losses if per_token else losses.sum() / n
+
+
+@dataclasses.dataclass
+class _SegmentCache(TransformerLensKeyValueCache):
+    """The states between segments. TransformerLens' cache would copy the mask of the whole text at every segment."""
+
+    n_masked: int = 0
+
+    @classmethod
+    def of(cls, model: Any, cache: TransformerLensKeyValueCache | None, mask: Tensor) -> "_SegmentCache":
+        if cache is None:
+            cache = TransformerLensKeyValueCache.init_cache(model.cfg, model.cfg.device, mask.shape[0])
+        upgrade_cache(cache, linear=True)
+        before = cache.previous_attention_mask.to(mask.device)
+        whole = torch.cat([before, mask], dim=1) if before.shape[1] else mask
+        return cls([dataclasses.replace(e, frozen=False) for e in cache.entries], whole, n_masked=before.shape[1])  # type: ignore
+
+    def append_attention_mask(self, attention_mask: Tensor) -> Tensor:
+        self.n_masked += attention_mask.shape[1]
+        return self.previous_attention_mask[:, : self.n_masked]
+
+    def hand_over(self, cache: TransformerLensKeyValueCache, mask: Tensor) -> None:
+        """Leave in ``cache`` what one pass over all segments would have left."""
+        cache.append_attention_mask(mask)
+        cache.entries = [old if old.frozen else new for old, new in zip(cache.entries, self.entries, strict=True)]

@@ -1,0 +1,259 @@
+"""A pass in segments against the whole pass: every variant, padding, cache and bias; and when the text must run whole."""
+
+import itertools
+
+import pytest
+import torch
+from small_models import linear_model, relative_error, small_model, tokens
+
+from kvlens import KVLensError, KVShiftConfig, convert_prompt
+from kvlens._tl import TransformerLensKeyValueCache
+from kvlens.corpus import train_bpe_tokenizer
+from kvlens.model import streaming
+from kvlens.model.streaming import default_segment_length, segments
+
+# The state enters a segment as one sum where the whole pass has it chunk by chunk, and a product over fewer rows may block
+# its sums otherwise: float64, tens of terms through two layers.
+ROUNDING = 1e-14
+POS = 23
+
+VARIANTS = {
+    "elu_plus_one": {},
+    "identity": dict(feature_map="identity", normalizer="none"),
+    "relu": dict(feature_map="relu"),
+    "random": dict(feature_map="random"),
+    "taylor": dict(feature_map="taylor"),
+    "hedgehog": dict(feature_map="hedgehog"),
+    "rope before": dict(rotary_placement="before"),
+    "adjacent pairs": dict(rotary_adjacent_pairs=True, rotary_dim=4),
+    "window 3 with queries": dict(kv_shift=KVShiftConfig(window=3, queries=True)),
+    "no shift": dict(kv_shift=None),
+    "gqa": dict(n_heads=6, d_model=36, n_key_value_heads=2),
+    "gqa decay": dict(n_heads=6, d_model=36, n_key_value_heads=3, normalizer="none", decay="retnet"),
+    "learned": dict(positional_embedding_type="standard", n_ctx=2 * POS),
+    "sinusoidal": dict(positional_embedding_type="sinusoidal"),
+    "no positions": dict(positional_embedding_type="none"),
+    "attention only": dict(attn_only=True),
+    "parallel attention and mlp": dict(parallel_attn_mlp=True),
+    "recurrent": dict(linear_attention_form="recurrent"),
+}
+
+
+@pytest.fixture
+def short_segments(monkeypatch):
+    """Segments of 5 tokens by default."""
+    monkeypatch.setattr(streaming, "default_segment_length", lambda model, batch: 5)
+
+
+def model_of(name, **more):
+    return linear_model(**{**VARIANTS[name], **more}).requires_grad_(False)
+
+
+def lengths_seen(model, monkeypatch):
+    """How many tokens each pass through the first block has, from now on."""
+    seen, block = [], model.blocks[0]
+    forward = block.forward
+    monkeypatch.setattr(block, "forward", lambda x, **rest: (seen.append(x.shape[1]), forward(x, **rest))[1])
+    return seen
+
+
+def caches_equal(one, two):
+    assert torch.equal(one.previous_attention_mask, two.previous_attention_mask)
+    for a, b in zip(one.entries, two.entries, strict=True):
+        assert relative_error(a.state.kv, b.state.kv) < ROUNDING
+        assert (a.state.k_sum is None) == (b.state.k_sum is None)
+        assert a.boundary.keys() == b.boundary.keys()
+        for x in a.boundary:
+            assert relative_error(a.boundary[x], b.boundary[x]) < ROUNDING
+        assert torch.equal(torch.as_tensor(a.n_tokens), torch.as_tensor(b.n_tokens))
+        assert a.n_places == b.n_places
+        assert not a.frozen
+
+
+def empty_cache(model, batch):
+    return TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", batch)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_streamed_equals_whole(name, monkeypatch):
+    model, text = model_of(name), tokens(3, POS)
+    whole_cache, cache = empty_cache(model, 3), empty_cache(model, 3)
+    whole, plain = model(text, past_kv_cache=whole_cache), model(text)
+    monkeypatch.setattr(streaming, "default_segment_length", lambda model, batch: 5)
+    seen = lengths_seen(model, monkeypatch)
+    assert relative_error(model(text), plain) < ROUNDING
+    assert relative_error(model(text, past_kv_cache=cache), whole) < ROUNDING
+    assert seen == 2 * [5, 5, 5, 5, 3]
+    caches_equal(cache, whole_cache)
+    token = tokens(3, 1, seed=9)
+    assert relative_error(model(token, past_kv_cache=cache), model(token, past_kv_cache=whole_cache)) < ROUNDING
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, POS - 1, POS, POS + 1])
+def test_any_length_of_segment(length):
+    model, text = model_of("window 3 with queries"), tokens(2, POS)  # segments shorter than the window among them
+    parts = list(segments(model, text, segment_length=length))
+    assert [part.shape[1] for part in parts[:-1]] == [length] * (len(parts) - 1)
+    assert relative_error(torch.cat(parts, dim=1), model(text)) < ROUNDING
+
+
+@pytest.mark.parametrize("name", ["elu_plus_one", "gqa decay", "learned", "sinusoidal", "rope before"])
+def test_padding_anywhere_bias_and_cache(name, short_segments, monkeypatch):
+    model, text = model_of(name), tokens(3, POS)
+    mask = torch.rand(3, POS, generator=torch.Generator().manual_seed(2)) < 0.6
+    mask[0, :7], mask[1, 11:], mask[2] = False, False, True  # a segment without a real token, rows of unequal length
+    bias, before = convert_prompt(model, tokens(3, 4, seed=5)), tokens(3, 6, seed=6)
+    for biased, cached in itertools.product((False, True), repeat=2):
+        if biased:
+            model.attach_kv_bias(bias)
+        caches = [empty_cache(model, 3), empty_cache(model, 3)]
+        for cache in caches if cached else ():
+            model(before, past_kv_cache=cache)
+        streamed = model(text, attention_mask=mask.long(), past_kv_cache=caches[0])
+        monkeypatch.setattr(streaming, "default_segment_length", lambda model, batch: 100)
+        whole = model(text, attention_mask=mask.long(), past_kv_cache=caches[1])
+        monkeypatch.setattr(streaming, "default_segment_length", lambda model, batch: 5)
+        assert relative_error(streamed[mask], whole[mask]) < ROUNDING, (biased, cached)
+        caches_equal(*caches)
+        model.detach_kv_bias()
+
+
+def test_one_bias_serves_every_row_and_its_boundary_is_read_once(short_segments):
+    model, text = model_of("window 3 with queries"), tokens(3, POS)
+    prompt = tokens(1, 6, seed=4)[0]
+    with model.kv_bias(convert_prompt(model, prompt)):
+        streamed = model(text)
+    whole = model(torch.cat([prompt.expand(3, -1), text], dim=1))[:, 6:]
+    assert relative_error(streamed, whole) < ROUNDING
+
+
+def test_a_frozen_cache_stays_as_it_is(short_segments):
+    model, text = model_of("elu_plus_one"), tokens(2, POS)
+    cache = empty_cache(model, 2)
+    model(tokens(2, 4, seed=1), past_kv_cache=cache)
+    cache.freeze()
+    state, first = cache.entries[0].state.kv.clone(), model(text, past_kv_cache=cache)
+    assert torch.equal(cache.entries[0].state.kv, state)
+    assert cache.entries[0].n_places == 4
+    assert cache.previous_attention_mask.shape == (2, 4)
+    assert cache.entries[0].frozen
+    assert torch.equal(model(text, past_kv_cache=cache), first)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_every_return_type(masked, short_segments, monkeypatch):
+    model, text = model_of("elu_plus_one"), tokens(3, POS)
+    mask = torch.ones(3, POS, dtype=torch.long)
+    mask[1, :6], mask[2, 9:] = 0, 0
+    options = dict(attention_mask=mask) if masked else {}
+    streamed = [model(text, return_type=kind, **options) for kind in ("logits", "loss", "both", None)]
+    per_token = model(text, return_type="loss", loss_per_token=True, **options)
+    residual = model(text, stop_at_layer=1, **options)
+    monkeypatch.setattr(streaming, "default_segment_length", lambda model, batch: 100)
+    logits, loss = model(text, return_type="both", **options)
+    real = mask.bool()
+    assert relative_error(streamed[0][real], logits[real]) < ROUNDING
+    assert abs(streamed[1] - loss) < 1e-14 * loss
+    assert relative_error(streamed[2].logits[real], logits[real]) < ROUNDING
+    assert streamed[2].loss == streamed[1]
+    assert streamed[3] is None
+    assert relative_error(per_token, model(text, return_type="loss", loss_per_token=True, **options)) < ROUNDING
+    assert relative_error(residual[real], model(text, stop_at_layer=1, **options)[real]) < ROUNDING
+
+
+def test_hooks_of_either_kind_and_gradients_let_the_text_run_whole(short_segments, monkeypatch):
+    model, text = model_of("elu_plus_one"), tokens(1, POS)
+    seen = lengths_seen(model, monkeypatch)
+
+    def ignore(*_, **__):
+        return None
+
+    model.run_with_hooks(text, fwd_hooks=[("blocks.1.hook_resid_post", ignore)])
+    model.run_with_cache(text)
+    for register in ("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"):
+        handle = getattr(model.blocks[1].mlp, register)(ignore)
+        model(text)
+        handle.remove()
+    handle = torch.nn.modules.module.register_module_forward_hook(ignore)
+    model(text)
+    handle.remove()
+    assert seen == [POS] * 6
+    seen.clear()
+    model.b_U.requires_grad_(True)
+    assert model(text).requires_grad
+    with torch.no_grad():
+        model(text)
+    model.b_U.requires_grad_(False)
+    bias = convert_prompt(model, tokens(1, 4)[0])
+    bias.b_KV.requires_grad_(True)
+    seen.clear()
+    with model.kv_bias(bias):
+        assert model(text).requires_grad
+    assert seen == [POS]
+    seen.clear()
+    model(text, stop_at_layer=0)
+    model(text)
+    assert seen == [5, 5, 5, 5, 3]
+
+
+def test_softmax_and_the_parallel_form_run_whole(short_segments, monkeypatch):
+    for model in (small_model().requires_grad_(False), linear_model(linear_attention_form="parallel").requires_grad_(False)):
+        seen = lengths_seen(model, monkeypatch)
+        model(tokens(1, POS))
+        assert seen == [POS]
+
+
+def test_strings_and_left_padding_are_read_as_one_text(short_segments, monkeypatch):
+    tokenizer = train_bpe_tokenizer(["the cat sat on the mat and the dog ran to the man"] * 3, vocab_size=280)
+    model = linear_model(d_vocab=len(tokenizer)).requires_grad_(False)
+    model.set_tokenizer(tokenizer)
+    texts = ["the cat sat on the mat and the dog ran to the man and sat", "the dog"]
+    for options in (dict(padding_side="left"), dict(padding_side="right"), dict(prepend_bos=False), {}):
+        streamed = model(texts, **options)
+        monkeypatch.setattr(streaming, "default_segment_length", lambda model, batch: 100)
+        assert streamed.shape[1] > 10
+        assert relative_error(streamed, model(texts, **options)) < ROUNDING
+        monkeypatch.setattr(streaming, "default_segment_length", lambda model, batch: 5)
+
+
+def test_too_long_a_text_and_wrong_tokens_are_refused_before_anything_runs(short_segments, monkeypatch):
+    model = linear_model(positional_embedding_type="standard").requires_grad_(False)
+    seen = lengths_seen(model, monkeypatch)
+    with pytest.raises(KVLensError, match="a text of 43 tokens is longer than n_ctx=41"):
+        model(tokens(1, 43))
+    with pytest.raises(KVLensError, match=r"token ids must lie in 0\.\.16"):
+        model(torch.cat([tokens(1, 20), torch.tensor([[17]])], dim=1))
+    assert not seen
+
+
+def test_a_failure_leaves_the_cache_as_it_was(short_segments, monkeypatch):
+    model, text = model_of("elu_plus_one"), tokens(1, POS)
+    cache = empty_cache(model, 1)
+    model(tokens(1, 4, seed=1), past_kv_cache=cache)
+    state, forward = cache.entries[0].state.kv.clone(), model.blocks[1].forward
+    calls = itertools.count()
+
+    def fails_at_the_third(x, **rest):
+        if next(calls) == 2:
+            raise RuntimeError("stopped")
+        return forward(x, **rest)
+
+    monkeypatch.setattr(model.blocks[1], "forward", fails_at_the_third)
+    with pytest.raises(RuntimeError, match="stopped"):
+        model(text, past_kv_cache=cache)
+    assert torch.equal(cache.entries[0].state.kv, state)
+    assert cache.previous_attention_mask.shape == (1, 4)
+
+
+def test_the_length_of_a_segment_follows_the_model_and_the_batch():
+    model = linear_model(d_mlp=2048)
+    assert default_segment_length(model, 1) == 1024
+    assert default_segment_length(model, 4) == 256
+    assert default_segment_length(model, 10_000) == 64
+    assert default_segment_length(linear_model(d_mlp=256), 1) == 8192
+
+
+def test_progress_is_told_and_ends_at_one():
+    told = []
+    list(segments(model_of("elu_plus_one"), tokens(1, POS), segment_length=10, on_progress=told.append))
+    assert told == [pytest.approx(10 / POS), pytest.approx(20 / POS), 1.0]
