@@ -29,8 +29,10 @@ def carry_bias(model: HookedKVTransformer, bias: KVBias, n_tokens: int) -> KVBia
         Offset and number of tokens are those after the M tokens; the boundary stays, as tokens that write nothing have none.
 
     Raises:
-        KVLensError: a bias of another model, or a negative number of tokens.
+        KVLensError: softmax attention, a bias of another model, or a negative number of tokens.
     """
+    if model.cfg.attention != "linear":
+        raise KVLensError("carry_bias: a softmax model's bias is not a state; it neither decays nor turns")
     if n_tokens < 0:
         raise KVLensError(f"carry_bias: n_tokens must not be negative, got {n_tokens}")
     bias.fingerprint.check(model.fingerprint(), "carry_bias")

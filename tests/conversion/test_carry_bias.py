@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from small_models import linear_model, relative_error, tokens
+from small_models import linear_model, relative_error, small_model, tokens
 
 from kvlens import KVLensError, KVShiftConfig, convert_prompt
 from kvlens.conversion import carry_bias
@@ -59,3 +59,5 @@ def test_refusals():
     other = replace(bias, fingerprint=convert_prompt(linear_model(seed=4), tokens(1, 5)[0]).fingerprint)
     with pytest.raises(KVLensError, match="carry_bias"):
         carry_bias(model, other, 1)
+    with pytest.raises(KVLensError, match="is not a state"):
+        carry_bias(small_model(), bias, 1)
