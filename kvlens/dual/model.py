@@ -1,0 +1,383 @@
+"""DualModel: one attention head at one query, read as one step of gradient descent on a representation-learning loss.
+
+    dual = DualModel.from_head(model, tokens, layer=3, head=1)
+    dual.loss(); dual.step(); dual.predict()        # after one step: the head's output at the query
+
+The training set are the demonstrations: inputs phi~(k_j), labels v_j. W_0 holds the tokens of H_T, from the last demonstration
+up to the query. W is kept as its coefficients on the tokens' features, so that the exact softmax kernel, which has no finite
+features, is served as well; with finite features (linear attention, ``kernel="random"`` or ``"landmark"``) W itself can be had.
+
+A KV bias is a sum of features times values as well: the rows of its singular value decomposition stand for tokens, in H_T
+(``bias="initial"``) or in H_D (``bias="demonstrations"``). Under KV shift the first token of H_T still reads the last
+demonstration, so W_0 is not what the head would give without demonstrations.
+
+Source: DUAL th. 3.1, eq. 9; the regularised step eq. 12; the bound th. 3.2.
+"""
+
+import math
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvlens.dual.reading import LayerReading, TextTokens, check_index, read_layers
+from kvlens.errors import KVLensError, nearest
+from kvlens.model import HookedKVTransformer
+from kvlens.ops import dual as ops
+from kvlens.ops.feature_maps import draw_projections
+
+Kernel = Literal["exact", "random", "landmark"]
+BiasRole = Literal["initial", "demonstrations"]
+
+
+class HeadTokens(NamedTuple):
+    """What enters a head's dual model at one query: demonstrations first, then H_T, virtual tokens of a bias in front of each.
+
+    Attributes:
+        log_kernel: kappa between the tokens, as the query sees them (decay included).
+        weights: kappa(k_t, q) / D, so that the head's output is their product with ``values``.
+        values: v.
+        features: phi~(k_t) as the query sees it, and phi~(q) as the last row; None where the kernel has no finite features.
+        log_normalizer: log |D|.
+        sign: of D.
+    """
+
+    log_kernel: ops.LogKernel
+    weights: Float[Tensor, " token"]
+    values: Float[Tensor, "token d_head"]
+    features: Float[Tensor, "token_and_query d_phi"] | None
+    log_normalizer: Float[Tensor, ""]
+    sign: Float[Tensor, ""]
+
+
+class DualModel:
+    """The dual model of one head at one query. It starts at W_0; :meth:`step` moves it on.
+
+    Attributes:
+        n_demonstrations: N, tokens of the text among the demonstrations.
+        n_virtual: rows of a KV bias among the demonstrations, in front of them; 0 unless ``bias="demonstrations"``.
+        n_steps: how many steps were made.
+        output: the head's own output at the query, ``hook_z`` [d_head].
+    """
+
+    def __init__(self, tokens: HeadTokens, n_demonstrations: int, n_virtual: int, output: Float[Tensor, " d_head"]):
+        self._tokens = tokens
+        self.n_demonstrations, self.n_virtual = n_demonstrations, n_virtual
+        self.output = output
+        self._n = n_demonstrations + n_virtual
+        self.n_steps = 0
+        self._coefficients = torch.cat([torch.zeros_like(tokens.values[: self._n]), tokens.values[self._n :]])  # of D W
+
+    @classmethod
+    def from_head(
+        cls,
+        model: HookedKVTransformer,
+        tokens: TextTokens,
+        layer: int,
+        head: int,
+        query_pos: int = -1,
+        n_demonstrations: int | None = None,
+        kernel: Kernel = "exact",
+        bias: BiasRole = "initial",
+        n_features: int | None = None,
+        seed: int = 0,
+    ) -> "DualModel":
+        """Build the dual model of a head from one forward pass over ``tokens``.
+
+        Args:
+            model: any; linear attention has its own features, softmax the exact kernel.
+            tokens: [pos], the demonstrations and the query.
+            layer, head: which head; negative ones count from the end.
+            query_pos: the query's position.
+            n_demonstrations: N, how many tokens from the front are demonstrations; None takes all before the query.
+            kernel: "exact"; or, for softmax, features that approximate it: "random" (positive random features, orthogonal),
+                "landmark" (exact on chosen keys).
+            bias: what the rows of a KV bias count as: part of W_0 ("initial"), or demonstrations.
+            n_features: of the approximate kernels: random features (None: 16 d_head), or landmarks (None: every fourth key).
+            seed: of the random features.
+
+        Raises:
+            KVLensError: a head, layer or position that does not exist, no demonstrations, a query before its demonstrations,
+                an attention without a dual model, features asked of a head that has its own.
+        """
+        for name, value, options in (("kernel", kernel, get_args(Kernel)), ("bias", bias, get_args(BiasRole))):
+            if value not in options:
+                raise KVLensError(
+                    f"dual model: {name}={value!r}, expected one of {', '.join(options)}{nearest(value, options)}"
+                )
+        head = check_index("head", head, model.cfg.n_heads)
+        layer = check_index("layer", layer, model.cfg.n_layers)
+        readings: list[LayerReading] = []
+        read_layers(model, tokens, lambda _, reading: readings.append(reading), [layer])
+        query = check_index("query_pos", query_pos, len(tokens))
+        n = query if n_demonstrations is None else n_demonstrations
+        n_virtual = _n_bias_rows(readings[0]) if bias == "demonstrations" else 0
+        if isinstance(n, bool) or not isinstance(n, int) or n < 0:
+            raise KVLensError(f"dual model: n_demonstrations must be a number of tokens, got {n_demonstrations!r}")
+        if n + n_virtual == 0:
+            raise KVLensError(f"dual model: the query at position {query} has no demonstrations; give at least one in front of it")
+        if query < n:
+            raise KVLensError(
+                f"dual model: the query at position {query} stands before its {n} demonstrations; it must be at {n} or behind"
+            )
+        reading = _one_head(readings[0], head, query)
+        order = _order(n, query, _n_bias_rows(reading), bias)
+        tokens_of_head = _exact_tokens(reading, order)
+        if kernel != "exact":
+            tokens_of_head = _approximate_tokens(reading, order, tokens_of_head, kernel, n_features, seed)
+        return cls(tokens_of_head, n, n_virtual, reading.z[0, query])
+
+    # --- the training set and W --------------------------------------------------------------------------------------
+
+    @property
+    def labels(self) -> Float[Tensor, "demo d_head"]:
+        """v_j of the demonstrations (those of a bias first)."""
+        return self._tokens.values[: self._n]
+
+    @property
+    def inputs(self) -> Float[Tensor, "demo d_phi"]:
+        """phi~(k_j) of the demonstrations, as the query sees them. Raises KVLensError for a kernel without finite features."""
+        return self._features()[: self._n]
+
+    @property
+    def query(self) -> Float[Tensor, " d_phi"]:
+        """phi~(q). Raises KVLensError for a kernel without finite features."""
+        return self._features()[-1]
+
+    @property
+    def normalizer(self) -> Float[Tensor, ""]:
+        """D, the head's normaliser at the query."""
+        return self._tokens.sign * self._tokens.log_normalizer.exp()
+
+    @property
+    def weight(self) -> Float[Tensor, "d_head d_phi"]:
+        """W as it is now. Raises KVLensError for a kernel without finite features."""
+        return ops.mean_outer(self._features()[:-1], self._coefficients, self.normalizer)
+
+    # --- one step after the other ------------------------------------------------------------------------------------
+
+    def loss(self, eta: float = 1.0, alpha: float = 0.0) -> Float[Tensor, ""]:
+        """L(W) now, for learning rate ``eta`` (eq. 9; with ``alpha`` eq. 12)."""
+        fit = (self.labels * self._predictions()).sum() * self._inverse()
+        loss = -fit / eta
+        return loss if alpha == 0 else loss + alpha / (2 * eta) * self._square_norm()
+
+    def step(self, eta: float = 1.0, alpha: float = 0.0, *, autograd: bool = False) -> "DualModel":
+        """One gradient step, W <- W - eta dL/dW; returns itself.
+
+        Args:
+            eta: the learning rate. The step does not depend on it, because the loss is divided by it.
+            alpha: of eq. 12: the step then also shrinks W by 1 - alpha.
+            autograd: differentiate the loss with respect to the predictions f(k_j) instead of using the closed form.
+        """
+        toward = self._coefficients_of_gradient(eta) if autograd else self.labels
+        moved = (1.0 - alpha) * self._coefficients
+        self._coefficients = torch.cat([moved[: self._n] + toward, moved[self._n :]])
+        self.n_steps += 1
+        return self
+
+    def reset(self) -> "DualModel":
+        """Back to W_0; returns itself."""
+        self._coefficients = torch.cat([torch.zeros_like(self.labels), self._tokens.values[self._n :]])
+        self.n_steps = 0
+        return self
+
+    def predict(self) -> Float[Tensor, " d_head"]:
+        """f(q) with W as it is now: after one step, the head's output."""
+        return self._tokens.weights @ self._coefficients
+
+    def losses(self, n_steps: int, eta: float = 1.0, alpha: float = 0.0) -> Float[Tensor, " step"]:
+        """L(W_0), ..., L(W_n). Without ``alpha`` a straight line: the loss is linear in W and has no minimiser."""
+        if isinstance(n_steps, bool) or not isinstance(n_steps, int) or n_steps < 0:
+            raise KVLensError(f"losses: n_steps must be a number of steps, got {n_steps!r}")
+        return ops.losses(self._sums(), n_steps, eta, alpha)
+
+    def minimise(self, alpha: float) -> "DualModel":
+        """Go to the minimiser of the regularised loss, W = (1 / (alpha D)) sum v_j phi(k_j)^T; returns itself.
+
+        Raises:
+            KVLensError: ``alpha`` is not positive: the loss then has no minimiser.
+        """
+        if not (alpha > 0 and math.isfinite(alpha)):
+            raise KVLensError(f"minimise: the loss has a minimiser for alpha > 0 only, got alpha={alpha}")
+        self._coefficients = torch.cat([self.labels / alpha, torch.zeros_like(self._tokens.values[self._n :])])
+        return self
+
+    # --- what the step does ------------------------------------------------------------------------------------------
+
+    def equivalence_error(self) -> float:
+        """|f(q) after one step - the head's output| / |the head's output|; of approximate features, their own error."""
+        after = self._tokens.weights @ self._tokens.values
+        return float((after - self.output).norm() / self.output.norm())
+
+    def log_loss_drop(self) -> float:
+        """log(L(W_0) - L(W_1)) at eta = 1."""
+        N, values = self._n, self.labels
+        peak = self._tokens.log_kernel.log_size[:N, :N].max()
+        pairs = ops.kernel_values(self._demonstration_kernel(), -peak) * (values @ values.T)
+        return float(pairs.sum().clamp(min=0).log() + peak - 2 * self._tokens.log_normalizer)
+
+    def contributions(self) -> Float[Tensor, "demo d_head"]:
+        """What each demonstration's part of the step adds to f(q), (kappa(k_j, q) / D) v_j; they sum to W_1 phi(q) - W_0 phi(q)."""
+        return self._tokens.weights[: self._n, None] * self.labels
+
+    def cosines(self) -> tuple[Float[Tensor, " demo"], Float[Tensor, " demo"]]:
+        """Cosine of (W phi(k_j), v_j) with W_0 and with W_1: how much closer the step brings each pair."""
+        before, after = ops.predictions_at_demonstrations(self._tokens.log_kernel, self._tokens.values, self._n)
+        return ops.cosine(self._tokens.sign * before, self.labels), ops.cosine(self._tokens.sign * after, self.labels)
+
+    def log_step_norms(self) -> Float[Tensor, " demo"]:
+        """log of |v_j| sqrt(kappa(k_j, k_j)) / |D|: the size of each demonstration's part of the gradient step."""
+        diagonal = self._tokens.log_kernel.log_size.diagonal()[: self._n]
+        return self.labels.norm(dim=-1).log() + diagonal / 2 - self._tokens.log_normalizer
+
+    def bound(
+        self, delta: float = 0.05, log_norm: float | None = None, n_negative: int = 0, beta: float = 0.0
+    ) -> ops.BoundTerms:
+        """The terms of the generalisation bound (th. 3.2) for this training set, in logarithms.
+
+        Args:
+            delta: the probability with which the bound may fail.
+            log_norm: log w; None takes |W_1|.
+            n_negative: with negative samples: how many of the least similar demonstrations each one is pushed away from.
+            beta: their weight.
+
+        Raises:
+            KVLensError: a kernel that is not positive, ``delta`` outside (0, 1), more negatives than demonstrations.
+        """
+        kernel = self._demonstration_kernel()
+        trace = ops.log_trace(kernel)
+        if n_negative:
+            if not 0 < n_negative <= self._n:
+                raise KVLensError(f"bound: n_negative must be 1 to {self._n} (one a demonstration), got {n_negative}")
+            trace = ops.log_effective_trace(kernel, _least_similar(kernel, n_negative), beta)
+        predictions = _at_demonstrations(self._tokens, self._tokens.values, self._n)
+        rho = torch.stack([self.labels.norm(dim=-1).max(), predictions.norm(dim=-1).max()]).max()
+        norm = self._sums().square_norm(1).clamp(min=0).log() / 2 if log_norm is None else torch.tensor(log_norm)
+        return ops.bound_terms(norm.to(trace), rho.log(), trace, self._n, self.labels.shape[-1], delta, beta)
+
+    # --- the kernel form underneath ----------------------------------------------------------------------------------
+
+    def _features(self) -> Tensor:
+        if self._tokens.features is None:
+            raise KVLensError(
+                "dual model: the exact softmax kernel has no finite features, so W cannot be written out; everything else works. "
+                "kernel='random' or kernel='landmark' gives features"
+            )
+        return self._tokens.features
+
+    def _inverse(self) -> Tensor:
+        return self._tokens.sign * (-self._tokens.log_normalizer).exp()
+
+    def _demonstration_kernel(self) -> ops.LogKernel:
+        kernel, N = self._tokens.log_kernel, self._n
+        return ops.LogKernel(kernel.log_size[:N, :N], None if kernel.sign is None else kernel.sign[:N, :N])
+
+    def _predictions(self) -> Tensor:
+        """W phi(k_j), with W as it is now."""
+        return _at_demonstrations(self._tokens, self._coefficients, self._n)
+
+    def _coefficients_of_gradient(self, eta: float) -> Tensor:
+        """-eta D dL/df(k_j), by autograd on the predictions."""
+        predictions = self._predictions().detach().requires_grad_()
+        loss = ops.loss_of_predictions(predictions, self.labels, self.normalizer, eta)
+        return -eta * self.normalizer * torch.autograd.grad(loss, predictions)[0]
+
+    def _square_norm(self) -> Tensor:
+        pairs = self._coefficients @ self._coefficients.T
+        return (pairs * ops.kernel_values(self._tokens.log_kernel, -2 * self._tokens.log_normalizer)).sum()
+
+    def _sums(self) -> ops.PairSums:
+        return ops.pair_sums(self._tokens.log_kernel, self._tokens.values, self._tokens.log_normalizer, self._n)
+
+
+def _at_demonstrations(tokens: HeadTokens, coefficients: Tensor, n: int) -> Tensor:
+    """sum_t (c_t / D) kappa(t, j), for the n demonstrations j."""
+    kappa = ops.kernel_values(tokens.log_kernel, -tokens.log_normalizer)[:, :n]
+    return tokens.sign * kappa.T @ coefficients
+
+
+def _least_similar(kernel: ops.LogKernel, k: int) -> Tensor:
+    """The k demonstrations with the lowest kernel value, row by row."""
+    peak = kernel.log_size.amax(dim=-1, keepdim=True)
+    lowest = ops.kernel_values(kernel, -peak).topk(k, dim=-1, largest=False).indices
+    return torch.zeros_like(kernel.log_size, dtype=torch.bool).scatter_(-1, lowest, True)
+
+
+def _n_bias_rows(reading: LayerReading) -> int:
+    return 0 if reading.bias_features is None else reading.bias_features.shape[1]
+
+
+def _one_head(reading: LayerReading, head: int, query: int) -> LayerReading:
+    """The head's row alone, cut behind the query; a leading axis of 1 stays."""
+    one = slice(head, head + 1)
+    return LayerReading(
+        *(x[one, : query + 1] for x in reading[:6]),
+        scale=reading.scale,
+        log_decay=None if reading.log_decay is None else reading.log_decay[one],
+        bias_features=None if reading.bias_features is None else reading.bias_features[one],
+        bias_values=None if reading.bias_values is None else reading.bias_values[one],
+    )
+
+
+def _order(n: int, query: int, n_rows: int, bias: BiasRole) -> list[int]:
+    """Rows of [bias; text] as the dual model wants them: demonstrations, then H_T."""
+    rows, text = list(range(n_rows)), [n_rows + t for t in range(query + 1)]
+    return [*rows, *text] if bias == "demonstrations" else [*text[:n], *rows, *text[n:]]
+
+
+def _log_seen(reading: LayerReading, order: list[int]) -> Float[Tensor, " token"]:
+    """log gamma^{i-t}, and log gamma^{i+1} for the rows of a bias."""
+    n_rows, pos = _n_bias_rows(reading), reading.keys.shape[1]
+    steps = torch.cat([torch.full((n_rows,), pos), pos - 1 - torch.arange(pos)]).to(reading.keys)
+    log_gamma = reading.keys.new_zeros(()) if reading.log_decay is None else reading.log_decay[0]
+    return (steps * log_gamma)[order]
+
+
+def _exact_tokens(reading: LayerReading, order: list[int]) -> HeadTokens:
+    """Of the head itself: softmax by its kernel, linear attention by its features."""
+    query, log_seen = reading.queries[0, -1:], _log_seen(reading, order)
+    keys, values = reading.keys[0], reading.values[0]
+    if reading.bias_features is not None and reading.bias_values is not None:
+        keys, values = torch.cat([reading.bias_features[0], keys]), torch.cat([reading.bias_values[0], values])
+    keys, values = keys[order], values[order]
+    log_normalizer, sign = reading.log_normalizer[0, -1], reading.normalizer_sign[0, -1]
+    if reading.scale is not None:
+        kernel, at_query = ops.softmax_kernel(keys, keys, reading.scale), ops.softmax_kernel(query, keys, reading.scale)
+        features = None
+    else:
+        kernel, at_query = ops.feature_kernel(keys, keys), ops.feature_kernel(query, keys)
+        features = torch.cat([keys * log_seen.exp()[:, None], query])
+    seen = ops.LogKernel(kernel.log_size + log_seen[:, None] + log_seen, kernel.sign)
+    weights = sign * ops.kernel_values(at_query, log_seen - log_normalizer)[0]
+    return HeadTokens(seen, weights, values, features, log_normalizer, sign)
+
+
+def _approximate_tokens(
+    reading: LayerReading, order: list[int], exact: HeadTokens, kernel: Kernel, n_features: int | None, seed: int
+) -> HeadTokens:
+    """The same head with finite features in the place of the softmax kernel, normalised by their own sum."""
+    if reading.scale is None:
+        raise KVLensError(
+            f"dual model: kernel={kernel!r} approximates softmax; linear attention has its own features, and they are exact"
+        )
+    query, keys, log_seen = reading.queries[:, -1:], reading.keys[:, order], _log_seen(reading, order)
+    if kernel == "random":
+        m = 16 * keys.shape[-1] if n_features is None else n_features
+        if m < 1:
+            raise KVLensError(f"dual model: n_features must be at least 1, got {n_features}")
+        drawn = draw_projections(1, m, keys.shape[-1], "orthogonal", torch.Generator().manual_seed(seed)).to(keys)
+        (phi_k, log_k), (phi_q, log_q) = (ops.random_log_features(x, drawn, reading.scale) for x in (keys, query))
+    else:
+        m = max(1, keys.shape[1] // 4) if n_features is None else n_features
+        phi_k, phi_q, log_k, log_q, _ = ops.landmark_features(keys, query, reading.scale, m)
+    log_k = log_k[0] + log_seen
+    at_query = ops.feature_kernel(phi_q, phi_k, log_q, log_k[None])
+    peak = at_query.log_size.max()
+    total = ops.kernel_values(at_query, -peak).sum()
+    log_normalizer, sign = total.abs().log() + peak, total.sign()
+    weights = sign * ops.kernel_values(at_query, -log_normalizer)[0, 0]
+    features = torch.cat([phi_k[0] * log_k.exp()[:, None], phi_q[0] * log_q.exp()[0, :, None]])
+    one_head = ops.feature_kernel(phi_k[0], phi_k[0], log_k, log_k)
+    return HeadTokens(one_head, weights, exact.values, features, log_normalizer, sign)

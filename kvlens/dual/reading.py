@@ -1,0 +1,221 @@
+"""What a layer's heads work with on one text, read through hook points: the queries, keys, values and normalisers of th. 3.1.
+
+Of a softmax head these are q and k after RoPE (after shift and norm too), v after the shift, and D = sum exp(q.k / scale). Of a
+linear head they are phi~(q) and phi~(k), v after the shift, and D as ``hook_normalizer`` shows it, or ``attn_scale`` under
+normaliser "none". Grouped keys and values are repeated, so that everything has one row a query head. Numbers are float64.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvlens.errors import KVLensError
+from kvlens.model import HookedKVTransformer
+
+TextTokens = Int[Tensor, " pos"]
+
+
+class LayerReading(NamedTuple):
+    """One layer on one text, a row a query head.
+
+    Attributes:
+        queries, keys: softmax: after RoPE; linear: phi~(q) and phi~(k).
+        values: v.
+        z: the head's own output, ``hook_z``.
+        log_normalizer: log D of every position as a query; linear: log |D|.
+        normalizer_sign: of D; a linear head's may be negative, where features are or a bias was subtracted.
+        scale: of the softmax, exp(q.k / scale); None for linear attention, where ``queries`` and ``keys`` are features.
+        log_decay: log gamma, or minus ALiBi's slope; None for no decay.
+        bias_features, bias_values: an attached or trained KV bias as rows phi and v with sum phi v^T = b_KV; None without.
+    """
+
+    queries: Float[Tensor, "head pos d_query"]
+    keys: Float[Tensor, "head pos d_query"]
+    values: Float[Tensor, "head pos d_head"]
+    z: Float[Tensor, "head pos d_head"]
+    log_normalizer: Float[Tensor, "head pos"]
+    normalizer_sign: Float[Tensor, "head pos"]
+    scale: float | None
+    log_decay: Float[Tensor, " head"] | None
+    bias_features: Float[Tensor, "head row d_query"] | None
+    bias_values: Float[Tensor, "head row d_head"] | None
+
+
+@torch.no_grad()
+def read_layers(
+    model: HookedKVTransformer,
+    tokens: TextTokens,
+    visit: Callable[[int, LayerReading], None],
+    layers: Sequence[int] | None = None,
+) -> None:
+    """Run one text and hand each layer's reading to ``visit(layer, reading)`` as the forward pass goes through it.
+
+    One forward pass without logits; nothing of a layer is kept after its visit. Layers behind the last one wanted do not run.
+
+    Args:
+        model: any; what has no dual model is refused.
+        tokens: [pos].
+        visit: called layer by layer.
+        layers: which ones; None for all.
+
+    Raises:
+        KVLensError: tokens that are no text of this model, a layer that does not exist, an attention without a dual model.
+    """
+    wanted = range(model.cfg.n_layers) if layers is None else sorted(layers)
+    for layer in wanted:
+        check_index("layer", layer, model.cfg.n_layers)
+    text = _one_text(model, tokens)
+    check_attention(model, len(tokens))
+    held: dict[str, Tensor] = {}
+
+    def keep(x: Tensor, hook: Any) -> None:
+        held[hook.name] = x
+
+    def last(x: Tensor, hook: Any) -> None:
+        held[hook.name] = x
+        layer = int(hook.name.split(".")[1])
+        reading = layer_reading(model, layer, held)
+        held.clear()
+        visit(layer, reading)
+
+    hooks: list[tuple[str, Callable]] = []
+    for layer in wanted:
+        z, *others = reading_hooks(model, layer)
+        hooks += [*((name, keep) for name in others), (z, last)]
+    stop = None if wanted[-1] == model.cfg.n_layers - 1 else wanted[-1] + 1
+    mask = torch.ones_like(text)  # a pad token that was typed is a token, not padding
+    model.run_with_hooks(text, attention_mask=mask, return_type=None, fwd_hooks=hooks, stop_at_layer=stop)
+
+
+def reading_hooks(model: HookedKVTransformer, layer: int) -> list[str]:
+    """The hook points that a layer is read at, ``hook_z`` first; all of them fire on every forward pass of this model."""
+    cfg = model.cfg
+    names = ["hook_z", _query_hook(model, "q"), _query_hook(model, "k"), _value_hook(model)]
+    if cfg.attention == "linear" and cfg.normalizer == "kernel":
+        names.append("hook_normalizer")
+    if cfg.attention == "linear" and _has_bias(model):
+        names.append("hook_b_kv")
+    return [f"blocks.{layer}.attn.{name}" for name in names]
+
+
+def layer_reading(model: HookedKVTransformer, layer: int, cache: Any) -> LayerReading:
+    """The reading from a cache that holds :func:`reading_hooks`, of one text (batch 1)."""
+
+    def get(name: str) -> Tensor:
+        x = cache[f"blocks.{layer}.attn.{name}"][0].double()  # [pos, head, ..]
+        return x.repeat_interleave(model.cfg.n_heads // x.shape[1], dim=1).transpose(0, 1)
+
+    q, k, v, z = (get(name) for name in (_query_hook(model, "q"), _query_hook(model, "k"), _value_hook(model), "hook_z"))
+    common = dict(queries=q, keys=k, values=v, z=z)
+    attention: Any = model.blocks[layer].attn
+    if model.cfg.attention == "softmax":
+        return LayerReading(**common, **_softmax_terms(model, attention, q, k))
+    return LayerReading(**common, **_linear_terms(model, layer, cache))
+
+
+def check_attention(model: HookedKVTransformer, pos: int) -> None:
+    """Raise KVLensError, with the reason, for an attention that is no kernel-weighted sum of values."""
+    cfg = model.cfg
+    refused = [
+        (cfg.attention_dir != "causal", "bidirectional attention: tokens behind the query would be demonstrations too"),
+        (cfg.attn_scores_soft_cap > 0, "soft-capped scores: they are no product of a query's features and a key's"),
+        (cfg.use_logn_attn, "log-n scaling: it rescales queries behind the last hook point on them"),
+        (cfg.clip_qkv is not None, "clip_qkv: it clamps behind the hook points on q, k and v"),
+        (cfg.positional_embedding_type == "relative_positional_bias", "T5's position bias: each lag has a kernel of its own"),
+        (
+            cfg.use_local_attn and cfg.window_size is not None and pos > cfg.window_size,
+            f"local windows: of {pos} tokens a query sees only the last {cfg.window_size}",
+        ),
+        (
+            cfg.use_qk_norm and cfg.attention == "softmax" and cfg.positional_embedding_type != "rotary" and cfg.kv_shift is None,
+            "a query-key norm without rotary positions: no hook point shows q and k behind the norm",
+        ),
+    ]
+    for refuse, reason in refused:
+        if refuse:
+            raise KVLensError(f"dual model: not defined for {reason}")
+
+
+def check_index(what: str, index: int, n: int) -> int:
+    """``index`` counted from 0, or KVLensError where it does not exist."""
+    if isinstance(index, bool) or not isinstance(index, int) or not -n <= index < n:
+        raise KVLensError(f"dual model: {what} {index!r} does not exist; there are {n}, from 0 to {n - 1}")
+    return index % n
+
+
+def _one_text(model: HookedKVTransformer, tokens: Tensor) -> Int[Tensor, "one pos"]:
+    if not isinstance(tokens, Tensor) or tokens.dim() != 1:
+        came = f"shape {list(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
+        raise KVLensError(f"dual model: expected the token ids of one text, a tensor [pos], got {came}")
+    model.check_tokens(tokens)
+    return tokens[None].to(model.W_E.device)
+
+
+def _query_hook(model: HookedKVTransformer, x: str) -> str:
+    """Where q or k is read, as the scores use it."""
+    cfg = model.cfg
+    rotary = cfg.positional_embedding_type == "rotary"
+    if cfg.attention == "linear":
+        return f"hook_rot_{x}" if rotary and cfg.rotates_after else f"hook_phi_{x}"
+    if rotary:
+        return f"hook_rot_{x}"
+    shifted = cfg.kv_shift is not None and (cfg.kv_shift.queries if x == "q" else cfg.kv_shift.keys)
+    return f"hook_{x}_shifted" if shifted else f"hook_{x}"
+
+
+def _value_hook(model: HookedKVTransformer) -> str:
+    shift = model.cfg.kv_shift
+    return "hook_v_shifted" if shift is not None and shift.values else "hook_v"
+
+
+def _has_bias(model: HookedKVTransformer) -> bool:
+    return model.attached_kv_bias is not None or model.cfg.trainable_kv_bias
+
+
+def _softmax_terms(model: HookedKVTransformer, attention: Any, q: Tensor, k: Tensor) -> dict[str, Any]:
+    scale, pos = float(attention.attn_scale), q.shape[1]
+    scores = q @ k.transpose(-1, -2) / scale
+    log_decay = None
+    if model.cfg.positional_embedding_type == "alibi":
+        log_decay = attention.alibi[:, 1, 0].to(q)  # the bias at distance 1
+        tokens = torch.arange(pos, device=q.device, dtype=q.dtype)
+        scores = scores + log_decay[:, None, None] * (tokens[:, None] - tokens)
+    above = torch.ones(pos, pos, dtype=torch.bool, device=q.device).triu(1)
+    log_normalizer = scores.masked_fill_(above, float("-inf")).logsumexp(dim=-1)
+    if model.cfg.use_attention_sinks:
+        log_normalizer = torch.logaddexp(log_normalizer, attention.sinks.to(q)[:, None])
+    return dict(
+        log_normalizer=log_normalizer,
+        normalizer_sign=torch.ones_like(log_normalizer),
+        scale=scale,
+        log_decay=log_decay,
+        bias_features=None,
+        bias_values=None,
+    )
+
+
+def _linear_terms(model: HookedKVTransformer, layer: int, cache: Any) -> dict[str, Any]:
+    attention: Any = model.blocks[layer].attn
+    at = f"blocks.{layer}.attn."
+    z = cache[at + "hook_z"][0]
+    if model.cfg.normalizer == "kernel":
+        normalizer = cache[at + "hook_normalizer"][0].double().T
+    else:
+        normalizer = z.new_full((z.shape[1], z.shape[0]), float(attention.attn_scale), dtype=torch.float64)
+    bias_features = bias_values = None
+    if _has_bias(model):
+        b_kv = cache[at + "hook_b_kv"][0].double()
+        left, sizes, right = torch.linalg.svd(b_kv, full_matrices=False)
+        bias_features, bias_values = left.transpose(-1, -2), sizes[..., None] * right
+    gamma = model.cfg.decay_per_head()
+    return dict(
+        log_normalizer=normalizer.abs().log(),
+        normalizer_sign=normalizer.sign(),
+        scale=None,
+        log_decay=None if gamma is None else gamma.log().to(z.device),
+        bias_features=bias_features,
+        bias_values=bias_values,
+    )
