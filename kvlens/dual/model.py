@@ -15,40 +15,26 @@ Source: DUAL th. 3.1, eq. 9; the regularised step eq. 12; the bound th. 3.2.
 """
 
 import math
-from typing import Literal, NamedTuple, get_args
+from typing import Any, get_args
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvlens.dual.head_tokens import (
+    BiasRole,
+    HeadTokens,
+    Kernel,
+    approximate_tokens,
+    demonstrations_first,
+    exact_tokens,
+    n_bias_rows,
+    one_head,
+)
 from kvlens.dual.reading import LayerReading, TextTokens, check_index, read_layers
 from kvlens.errors import KVLensError, nearest
 from kvlens.model import HookedKVTransformer
 from kvlens.ops import dual as ops
-from kvlens.ops.feature_maps import draw_projections
-
-Kernel = Literal["exact", "random", "landmark"]
-BiasRole = Literal["initial", "demonstrations"]
-
-
-class HeadTokens(NamedTuple):
-    """What enters a head's dual model at one query: demonstrations first, then H_T, virtual tokens of a bias in front of each.
-
-    Attributes:
-        log_kernel: kappa between the tokens, as the query sees them (decay included).
-        weights: kappa(k_t, q) / D, so that the head's output is their product with ``values``.
-        values: v.
-        features: phi~(k_t) as the query sees it, and phi~(q) as the last row; None where the kernel has no finite features.
-        log_normalizer: log |D|.
-        sign: of D.
-    """
-
-    log_kernel: ops.LogKernel
-    weights: Float[Tensor, " token"]
-    values: Float[Tensor, "token d_head"]
-    features: Float[Tensor, "token_and_query d_phi"] | None
-    log_normalizer: Float[Tensor, ""]
-    sign: Float[Tensor, ""]
 
 
 class DualModel:
@@ -101,32 +87,21 @@ class DualModel:
             KVLensError: a head, layer or position that does not exist, no demonstrations, a query before its demonstrations,
                 an attention without a dual model, features asked of a head that has its own.
         """
-        for name, value, options in (("kernel", kernel, get_args(Kernel)), ("bias", bias, get_args(BiasRole))):
-            if value not in options:
-                raise KVLensError(
-                    f"dual model: {name}={value!r}, expected one of {', '.join(options)}{nearest(value, options)}"
-                )
+        _check_choices(kernel=(kernel, Kernel), bias=(bias, BiasRole))
         head = check_index("head", head, model.cfg.n_heads)
         layer = check_index("layer", layer, model.cfg.n_layers)
         readings: list[LayerReading] = []
         read_layers(model, tokens, lambda _, reading: readings.append(reading), [layer])
         query = check_index("query_pos", query_pos, len(tokens))
+        reading = one_head(readings[0], head, query)
         n = query if n_demonstrations is None else n_demonstrations
-        n_virtual = _n_bias_rows(readings[0]) if bias == "demonstrations" else 0
-        if isinstance(n, bool) or not isinstance(n, int) or n < 0:
-            raise KVLensError(f"dual model: n_demonstrations must be a number of tokens, got {n_demonstrations!r}")
-        if n + n_virtual == 0:
-            raise KVLensError(f"dual model: the query at position {query} has no demonstrations; give at least one in front of it")
-        if query < n:
-            raise KVLensError(
-                f"dual model: the query at position {query} stands before its {n} demonstrations; it must be at {n} or behind"
-            )
-        reading = _one_head(readings[0], head, query)
-        order = _order(n, query, _n_bias_rows(reading), bias)
-        tokens_of_head = _exact_tokens(reading, order)
+        n_virtual = n_bias_rows(reading) if bias == "demonstrations" else 0
+        _check_demonstrations(n, n_virtual, query)
+        order = demonstrations_first(n, query, n_bias_rows(reading), bias)
+        head_tokens = exact_tokens(reading, order)
         if kernel != "exact":
-            tokens_of_head = _approximate_tokens(reading, order, tokens_of_head, kernel, n_features, seed)
-        return cls(tokens_of_head, n, n_virtual, reading.z[0, query])
+            head_tokens = approximate_tokens(reading, order, kernel, n_features, seed)
+        return cls(head_tokens, n, n_virtual, reading.z[0, query])
 
     # --- the training set and W --------------------------------------------------------------------------------------
 
@@ -219,7 +194,7 @@ class DualModel:
         return float(pairs.sum().clamp(min=0).log() + peak - 2 * self._tokens.log_normalizer)
 
     def contributions(self) -> Float[Tensor, "demo d_head"]:
-        """What each demonstration's part of the step adds to f(q), (kappa(k_j, q) / D) v_j; they sum to W_1 phi(q) - W_0 phi(q)."""
+        """What each demonstration's part of the step adds to f(q): (kappa(k_j, q) / D) v_j."""
         return self._tokens.weights[: self._n, None] * self.labels
 
     def cosines(self) -> tuple[Float[Tensor, " demo"], Float[Tensor, " demo"]]:
@@ -262,7 +237,7 @@ class DualModel:
     def _features(self) -> Tensor:
         if self._tokens.features is None:
             raise KVLensError(
-                "dual model: the exact softmax kernel has no finite features, so W cannot be written out; everything else works. "
+                "dual model: the exact softmax kernel has no finite features, so W cannot be written out (all else works); "
                 "kernel='random' or kernel='landmark' gives features"
             )
         return self._tokens.features
@@ -292,6 +267,24 @@ class DualModel:
         return ops.pair_sums(self._tokens.log_kernel, self._tokens.values, self._tokens.log_normalizer, self._n)
 
 
+def _check_choices(**choices: tuple[str, Any]) -> None:
+    for name, (value, literal) in choices.items():
+        options = get_args(literal)
+        if value not in options:
+            raise KVLensError(f"dual model: {name}={value!r}, expected one of {', '.join(options)}{nearest(value, options)}")
+
+
+def _check_demonstrations(n: int, n_virtual: int, query: int) -> None:
+    if isinstance(n, bool) or not isinstance(n, int) or n < 0:
+        raise KVLensError(f"dual model: n_demonstrations must be a number of tokens, got {n!r}")
+    if n + n_virtual == 0:
+        raise KVLensError(f"dual model: the query at position {query} has no demonstrations in front of it; give at least one")
+    if query < n:
+        raise KVLensError(
+            f"dual model: the query at position {query} stands before its {n} demonstrations; it must be at {n} or behind"
+        )
+
+
 def _at_demonstrations(tokens: HeadTokens, coefficients: Tensor, n: int) -> Tensor:
     """sum_t (c_t / D) kappa(t, j), for the n demonstrations j."""
     kappa = ops.kernel_values(tokens.log_kernel, -tokens.log_normalizer)[:, :n]
@@ -303,81 +296,3 @@ def _least_similar(kernel: ops.LogKernel, k: int) -> Tensor:
     peak = kernel.log_size.amax(dim=-1, keepdim=True)
     lowest = ops.kernel_values(kernel, -peak).topk(k, dim=-1, largest=False).indices
     return torch.zeros_like(kernel.log_size, dtype=torch.bool).scatter_(-1, lowest, True)
-
-
-def _n_bias_rows(reading: LayerReading) -> int:
-    return 0 if reading.bias_features is None else reading.bias_features.shape[1]
-
-
-def _one_head(reading: LayerReading, head: int, query: int) -> LayerReading:
-    """The head's row alone, cut behind the query; a leading axis of 1 stays."""
-    one = slice(head, head + 1)
-    return LayerReading(
-        *(x[one, : query + 1] for x in reading[:6]),
-        scale=reading.scale,
-        log_decay=None if reading.log_decay is None else reading.log_decay[one],
-        bias_features=None if reading.bias_features is None else reading.bias_features[one],
-        bias_values=None if reading.bias_values is None else reading.bias_values[one],
-    )
-
-
-def _order(n: int, query: int, n_rows: int, bias: BiasRole) -> list[int]:
-    """Rows of [bias; text] as the dual model wants them: demonstrations, then H_T."""
-    rows, text = list(range(n_rows)), [n_rows + t for t in range(query + 1)]
-    return [*rows, *text] if bias == "demonstrations" else [*text[:n], *rows, *text[n:]]
-
-
-def _log_seen(reading: LayerReading, order: list[int]) -> Float[Tensor, " token"]:
-    """log gamma^{i-t}, and log gamma^{i+1} for the rows of a bias."""
-    n_rows, pos = _n_bias_rows(reading), reading.keys.shape[1]
-    steps = torch.cat([torch.full((n_rows,), pos), pos - 1 - torch.arange(pos)]).to(reading.keys)
-    log_gamma = reading.keys.new_zeros(()) if reading.log_decay is None else reading.log_decay[0]
-    return (steps * log_gamma)[order]
-
-
-def _exact_tokens(reading: LayerReading, order: list[int]) -> HeadTokens:
-    """Of the head itself: softmax by its kernel, linear attention by its features."""
-    query, log_seen = reading.queries[0, -1:], _log_seen(reading, order)
-    keys, values = reading.keys[0], reading.values[0]
-    if reading.bias_features is not None and reading.bias_values is not None:
-        keys, values = torch.cat([reading.bias_features[0], keys]), torch.cat([reading.bias_values[0], values])
-    keys, values = keys[order], values[order]
-    log_normalizer, sign = reading.log_normalizer[0, -1], reading.normalizer_sign[0, -1]
-    if reading.scale is not None:
-        kernel, at_query = ops.softmax_kernel(keys, keys, reading.scale), ops.softmax_kernel(query, keys, reading.scale)
-        features = None
-    else:
-        kernel, at_query = ops.feature_kernel(keys, keys), ops.feature_kernel(query, keys)
-        features = torch.cat([keys * log_seen.exp()[:, None], query])
-    seen = ops.LogKernel(kernel.log_size + log_seen[:, None] + log_seen, kernel.sign)
-    weights = sign * ops.kernel_values(at_query, log_seen - log_normalizer)[0]
-    return HeadTokens(seen, weights, values, features, log_normalizer, sign)
-
-
-def _approximate_tokens(
-    reading: LayerReading, order: list[int], exact: HeadTokens, kernel: Kernel, n_features: int | None, seed: int
-) -> HeadTokens:
-    """The same head with finite features in the place of the softmax kernel, normalised by their own sum."""
-    if reading.scale is None:
-        raise KVLensError(
-            f"dual model: kernel={kernel!r} approximates softmax; linear attention has its own features, and they are exact"
-        )
-    query, keys, log_seen = reading.queries[:, -1:], reading.keys[:, order], _log_seen(reading, order)
-    if kernel == "random":
-        m = 16 * keys.shape[-1] if n_features is None else n_features
-        if m < 1:
-            raise KVLensError(f"dual model: n_features must be at least 1, got {n_features}")
-        drawn = draw_projections(1, m, keys.shape[-1], "orthogonal", torch.Generator().manual_seed(seed)).to(keys)
-        (phi_k, log_k), (phi_q, log_q) = (ops.random_log_features(x, drawn, reading.scale) for x in (keys, query))
-    else:
-        m = max(1, keys.shape[1] // 4) if n_features is None else n_features
-        phi_k, phi_q, log_k, log_q, _ = ops.landmark_features(keys, query, reading.scale, m)
-    log_k = log_k[0] + log_seen
-    at_query = ops.feature_kernel(phi_q, phi_k, log_q, log_k[None])
-    peak = at_query.log_size.max()
-    total = ops.kernel_values(at_query, -peak).sum()
-    log_normalizer, sign = total.abs().log() + peak, total.sign()
-    weights = sign * ops.kernel_values(at_query, -log_normalizer)[0, 0]
-    features = torch.cat([phi_k[0] * log_k.exp()[:, None], phi_q[0] * log_q.exp()[0, :, None]])
-    one_head = ops.feature_kernel(phi_k[0], phi_k[0], log_k, log_k)
-    return HeadTokens(one_head, weights, exact.values, features, log_normalizer, sign)

@@ -109,16 +109,16 @@ def layer_reading(model: HookedKVTransformer, layer: int, cache: Any) -> LayerRe
         return x.repeat_interleave(model.cfg.n_heads // x.shape[1], dim=1).transpose(0, 1)
 
     q, k, v, z = (get(name) for name in (_query_hook(model, "q"), _query_hook(model, "k"), _value_hook(model), "hook_z"))
-    common = dict(queries=q, keys=k, values=v, z=z)
     attention: Any = model.blocks[layer].attn
-    if model.cfg.attention == "softmax":
-        return LayerReading(**common, **_softmax_terms(model, attention, q, k))
-    return LayerReading(**common, **_linear_terms(model, layer, cache))
+    softmax = model.cfg.attention == "softmax"
+    terms = _softmax_terms(model, attention, q, k) if softmax else _linear_terms(model, layer, cache)
+    return LayerReading(q, k, v, z, **terms)
 
 
 def check_attention(model: HookedKVTransformer, pos: int) -> None:
     """Raise KVLensError, with the reason, for an attention that is no kernel-weighted sum of values."""
     cfg = model.cfg
+    rotary = cfg.positional_embedding_type == "rotary"
     refused = [
         (cfg.attention_dir != "causal", "bidirectional attention: tokens behind the query would be demonstrations too"),
         (cfg.attn_scores_soft_cap > 0, "soft-capped scores: they are no product of a query's features and a key's"),
@@ -130,7 +130,7 @@ def check_attention(model: HookedKVTransformer, pos: int) -> None:
             f"local windows: of {pos} tokens a query sees only the last {cfg.window_size}",
         ),
         (
-            cfg.use_qk_norm and cfg.attention == "softmax" and cfg.positional_embedding_type != "rotary" and cfg.kv_shift is None,
+            cfg.use_qk_norm and cfg.attention == "softmax" and not rotary and cfg.kv_shift is None,
             "a query-key norm without rotary positions: no hook point shows q and k behind the norm",
         ),
     ]

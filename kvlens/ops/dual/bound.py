@@ -12,6 +12,7 @@ With negative samples, v_j.(f(k_j) - beta mean over N(j) of f(k_n)), f stays lin
 the *effective* features phi(k_j) - beta mean phi(k_n), and |v.f| is at most (1 + beta) rho^2.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -90,7 +91,6 @@ def bound_terms(
         raise KVLensError(f"bound: delta is a probability, in (0, 1), got {delta}")
     if n_demonstrations < 1:
         raise KVLensError(f"bound: expected at least one demonstration, got {n_demonstrations}")
-    n = torch.tensor(float(n_demonstrations), dtype=log_norm.dtype, device=log_norm.device)
-    complexity = log_norm + log_rho + (log_trace + torch.tensor(float(d_out)).log()) / 2 - n.log()
-    confidence = 2 * log_rho + (torch.tensor(1 / delta).log() / n).log() / 2 + torch.tensor(1.0 + beta).log()
+    complexity = log_norm + log_rho + (log_trace + math.log(d_out)) / 2 - math.log(n_demonstrations)
+    confidence = 2 * log_rho + math.log(math.log(1 / delta) / n_demonstrations) / 2 + math.log1p(beta)
     return BoundTerms(log_trace, complexity, confidence, torch.logaddexp(complexity, confidence))

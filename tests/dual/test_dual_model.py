@@ -1,0 +1,234 @@
+"""DualModel on real forward passes: one step is the head's output; the features' error; what is refused and why."""
+
+import pytest
+import torch
+from dual_models import LINEAR, SOFTMAX, model_of, text_for
+from stories260k import load_stories260k
+
+from kvlens import KVLensError, convert_prompt
+from kvlens.dual import DualModel
+from kvlens.ops import dual as ops
+
+EXACT = 1e-12
+"""The bound of the equality: float64 sums of some hundred terms, relative to the head's output."""
+
+
+def heads_of(model):
+    return [(layer, head) for layer in range(model.cfg.n_layers) for head in range(model.cfg.n_heads)]
+
+
+@pytest.mark.parametrize("name", [*LINEAR, *SOFTMAX, "hf gpt2", "hf llama", "hf neox", "hf bloom"])
+@pytest.mark.parametrize(("query", "n"), [(-1, None), (6, 3)])
+def test_one_step_is_the_heads_output(name, query, n):
+    model = model_of(name)
+    tokens = text_for(model, 11)
+    for layer, head in heads_of(model):
+        dual = DualModel.from_head(model, tokens, layer, head, query, n)
+        name_of_z = f"blocks.{layer}.attn.hook_z"
+        z = model.run_with_cache(tokens[None], names_filter=name_of_z)[1][name_of_z][0, query, head]
+        error = (dual.step().predict() - z).norm() / z.norm()
+        assert error < EXACT, (layer, head, float(error))
+        assert dual.equivalence_error() < EXACT
+        for eta in (0.01, 50.0):
+            by_autograd = dual.reset().step(eta, autograd=True).predict()
+            assert (by_autograd - z).norm() / z.norm() < EXACT
+
+
+@pytest.mark.parametrize("name", ["zoo docs-linear", "zoo docs-shift", "zoo induction-plain-2l"])
+def test_one_step_is_the_heads_output_of_shipped_models(name):
+    model = model_of(name)
+    tokens = text_for(model, 24)
+    errors = [DualModel.from_head(model, tokens, layer, head).equivalence_error() for layer, head in heads_of(model)]
+    assert max(errors) < EXACT
+
+
+def test_one_step_is_the_heads_output_of_stories260k(outside_data):
+    model = load_stories260k(outside_data).double()
+    tokens = text_for(model, 24)
+    errors = [DualModel.from_head(model, tokens, layer, head).equivalence_error() for layer, head in heads_of(model)]
+    # TransformerLens' rotary rows and norms stay float32 in a model moved to float64, but both sides read the same q and k
+    assert max(errors) < EXACT
+
+
+@pytest.mark.parametrize("role", ["initial", "demonstrations"])
+@pytest.mark.parametrize("name", LINEAR)
+def test_an_attached_bias_is_part_of_the_dual_model(name, role):
+    model = model_of(name)
+    prompt, tokens = text_for(model, 9, seed=1), text_for(model, 7, seed=2)
+    with model.kv_bias(convert_prompt(model, prompt)):
+        for layer, head in heads_of(model):
+            dual = DualModel.from_head(model, tokens, layer, head, bias=role)
+            assert dual.equivalence_error() < EXACT
+            assert dual.n_virtual == (0 if role == "initial" else min(model.cfg.d_phi, model.cfg.d_head))
+            assert len(dual.labels) == 6 + dual.n_virtual
+            assert dual.step().loss() < dual.reset().loss()
+
+
+def test_a_bias_as_initial_weight_or_as_demonstrations_is_the_same_head():
+    """The prompt's tokens are demonstrations: the step from a bias contributes what they contributed together."""
+    model = model_of("rope after, shift 2")
+    prompt, tokens = text_for(model, 9, seed=1), text_for(model, 5, seed=2)
+    whole = DualModel.from_head(model, torch.cat([prompt, tokens]), 0, 2)
+    with model.kv_bias(convert_prompt(model, prompt)):
+        split = DualModel.from_head(model, tokens, 0, 2, bias="demonstrations")
+    torch.testing.assert_close(split.output, whole.output, rtol=1e-11, atol=1e-12)
+    ours, theirs = split.contributions()[: split.n_virtual].sum(0), whole.contributions()[:9].sum(0)
+    torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
+    assert split.log_loss_drop() == pytest.approx(whole.log_loss_drop(), abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    "name", ["rope after, shift 2", "no normaliser, gqa, decay", "learned positions", "rotary, gqa, shift"]
+)
+@pytest.mark.parametrize("alpha", [0.0, 0.2])
+def test_losses_and_steps_agree_with_the_loops(name, alpha):
+    """The kernel form, one step after the other, against ``naive_dual`` on what the hooks show."""
+    from kvlens.dual import read_layers
+
+    model = model_of(name)
+    tokens, layer, head, query, n = text_for(model, 9), 1, 3, 7, 4
+    seen = []
+    read_layers(model, tokens, lambda _, reading: seen.append(reading), [layer])
+    reading = seen[0]
+    softmax = reading.scale is not None
+    naive = ops.naive_dual(
+        reading.queries[head, query],
+        reading.keys[head, : query + 1],
+        reading.values[head, : query + 1],
+        n,
+        (lambda a, b: (a @ b / reading.scale).exp()) if softmax else (lambda a, b: a @ b),
+        normalizer=None if softmax else reading.log_normalizer[head, query].exp(),
+        log_decay=0.0 if reading.log_decay is None else float(reading.log_decay[head]),
+        eta=0.3,
+        alpha=alpha,
+    )
+    dual = DualModel.from_head(model, tokens, layer, head, query, n)
+    course = dual.losses(3, eta=0.3, alpha=alpha)
+    close = dict(rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(dual.loss(0.3, alpha), naive.loss_before, **close)
+    torch.testing.assert_close(dual.predict(), naive.before, **close)
+    torch.testing.assert_close(dual.contributions(), naive.contributions, **close)
+    before, after = dual.cosines()
+    torch.testing.assert_close(before, naive.cosine_before, **close)
+    if alpha == 0:
+        torch.testing.assert_close(after, naive.cosine_after, **close)
+        drop = torch.tensor(dual.log_loss_drop(), dtype=torch.float64).exp()
+        torch.testing.assert_close(drop, (naive.loss_before - naive.loss_after) * 0.3, **close)
+    torch.testing.assert_close(dual.step(0.3, alpha).loss(0.3, alpha), naive.loss_after, **close)
+    torch.testing.assert_close(dual.predict(), naive.after, **close)
+    for n_steps in (2, 3):
+        torch.testing.assert_close(dual.step(0.3, alpha).loss(0.3, alpha), course[n_steps], **close)
+
+
+def test_written_out_weights_and_autograd_on_them():
+    model = model_of("rope after, shift 2")
+    dual = DualModel.from_head(model, text_for(model, 9), 0, 1, n_demonstrations=5)
+    leaf = dual.weight.requires_grad_()
+    loss = ops.dual_loss(leaf, dual.inputs, dual.labels, dual.normalizer, eta=0.1)
+    (gradient,) = torch.autograd.grad(loss, leaf)
+    by_hand = (leaf - 0.1 * gradient).detach()
+    torch.testing.assert_close(dual.step(0.1).weight, by_hand, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(by_hand @ dual.query, dual.output, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(loss.detach(), dual.reset().loss(0.1), rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("kernel", ["random", "landmark"])
+@pytest.mark.parametrize("name", ["learned positions", "rotary, gqa, shift", "hf llama"])
+def test_approximate_features_are_attention_with_these_features(name, kernel):
+    model = model_of(name)
+    tokens = text_for(model, 12)
+    for layer, head in heads_of(model)[:4]:
+        dual = DualModel.from_head(model, tokens, layer, head, kernel=kernel, n_features=9)
+        shares = torch.cat([dual.inputs, dual.reset()._tokens.features[len(dual.inputs) : -1]]) @ dual.query
+        output = (shares / shares.sum()) @ dual._tokens.values
+        torch.testing.assert_close(dual.step().predict(), output, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(dual.weight @ dual.query, output, rtol=1e-10, atol=1e-12)
+        assert dual.equivalence_error() > 1e-9  # it is an approximation, and says so
+
+
+def test_more_features_come_closer_and_all_landmarks_are_exact():
+    model = model_of("learned positions")
+    tokens = text_for(model, 12)
+    errors = {
+        m: sum(
+            DualModel.from_head(model, tokens, 0, h, kernel="random", n_features=m, seed=3).equivalence_error()
+            for h in range(5)
+        )
+        for m in (8, 4096)
+    }
+    assert errors[4096] < errors[8] / 3  # errors fall as the root of m; 22 times as far in the mean
+    every = DualModel.from_head(model, tokens, 0, 1, kernel="landmark", n_features=12)
+    assert every.equivalence_error() < 1e-8
+
+
+def test_the_minimiser():
+    model = model_of("rope after, shift 2")
+    dual = DualModel.from_head(model, text_for(model, 9), 0, 1)
+    least = dual.minimise(0.3).loss(alpha=0.3)
+    assert least < dual.reset().losses(30, alpha=0.3)[:10].min()
+    torch.testing.assert_close(dual.losses(200, alpha=0.3)[-1], least, rtol=1e-10, atol=1e-12)
+    with pytest.raises(KVLensError, match="alpha > 0 only"):
+        dual.minimise(0.0)
+
+
+def test_bound_terms_by_hand():
+    """The terms from features written out, for linear attention."""
+    model = model_of("rope after, shift 2")
+    dual = DualModel.from_head(model, text_for(model, 9), 0, 1)
+    terms = dual.bound(delta=0.1)
+    trace = dual.inputs.square().sum()
+    dual.step()
+    w = dual.weight.norm()
+    rho = torch.stack([dual.labels.norm(dim=-1).max(), (dual.inputs @ dual.weight.T).norm(dim=-1).max()]).max()
+    expected = w * rho * (trace * dual.labels.shape[1]).sqrt() / 8
+    torch.testing.assert_close(terms.log_complexity.exp(), expected, rtol=1e-10, atol=0)
+    torch.testing.assert_close(terms.log_confidence.exp(), rho**2 * (torch.tensor(10.0).double().log() / 8).sqrt())
+    negative = dual.bound(delta=0.1, n_negative=2, beta=0.5)
+    assert negative.log_confidence > terms.log_confidence
+    with pytest.raises(KVLensError, match="1 to 8"):
+        dual.bound(n_negative=9)
+
+
+def test_bad_input_is_refused_with_the_reason():
+    model = model_of("learned positions")
+    tokens = text_for(model, 9)
+    for arguments, words in [
+        (dict(layer=2, head=0), "layer 2 does not exist; there are 2"),
+        (dict(layer=0, head=5), "head 5 does not exist"),
+        (dict(layer=0, head=0, query_pos=9), "query_pos 9 does not exist"),
+        (dict(layer=0, head=0, query_pos=0), "no demonstrations"),
+        (dict(layer=0, head=0, n_demonstrations=0), "no demonstrations"),
+        (dict(layer=0, head=0, query_pos=2, n_demonstrations=4), "stands before its 4 demonstrations"),
+        (dict(layer=0, head=0, n_demonstrations=-1), "number of tokens"),
+        (dict(layer=0, head=0, kernel="exakt"), "did you mean 'exact'"),
+        (dict(layer=0, head=0, bias="first"), "expected one of initial, demonstrations"),
+        (dict(layer=0, head=0, kernel="landmark", n_features=10), "1 to 9"),
+        (dict(layer=0, head=0, kernel="random", n_features=0), "at least 1"),
+    ]:
+        with pytest.raises(KVLensError, match=words):
+            DualModel.from_head(model, tokens, **arguments)
+    with pytest.raises(KVLensError, match=r"\[pos\]"):
+        DualModel.from_head(model, tokens[None], 0, 0)
+    exact = DualModel.from_head(model, tokens, 0, 0)
+    for name in ("weight", "inputs", "query"):
+        with pytest.raises(KVLensError, match="no finite features"):
+            getattr(exact, name)
+    with pytest.raises(KVLensError, match="number of steps"):
+        exact.losses(-1)
+    linear = model_of("rope after, shift 2")
+    with pytest.raises(KVLensError, match="linear attention has its own features"):
+        DualModel.from_head(linear, tokens, 0, 0, kernel="random")
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"), [("gpt_neo", "local windows"), ("soft cap", "soft-capped"), ("bidirectional", "bidirectional")]
+)
+def test_attention_without_a_dual_model_is_refused(kind, words):
+    from small_models import small_model
+
+    if kind == "gpt_neo":
+        model = model_of("hf gpt_neo")
+    else:
+        model = small_model(**(dict(attn_scores_soft_cap=5.0) if kind == "soft cap" else dict(attention_dir="bidirectional")))
+    with pytest.raises(KVLensError, match=words):
+        DualModel.from_head(model, text_for(model, 9), 0, 0)
