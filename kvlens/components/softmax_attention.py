@@ -30,6 +30,7 @@ from kvlens.components.pieces import HeadOutputs, Piece
 from kvlens.errors import KVLensError
 from kvlens.ops.rotary import rotate
 from kvlens.ops.softmax_attention import JoinedBias, fused_softmax_attention, join_bias
+from kvlens.ops.softmax_features import ScoreRule
 
 
 class _Softmax(KVAttention):
@@ -59,7 +60,7 @@ class _Softmax(KVAttention):
                 z, log_n = self._with_sink(z, log_n)
             if log_n is None or bias is None:
                 return HeadOutputs(z, None, None)
-            joined = self._joined(z.to(log_n.dtype), log_n, q, bias)
+            joined = self._joined(z.to(log_n.dtype), log_n, q, bias, past, piece.attention_mask)
             return HeadOutputs(joined.z_context, joined.z_bias, self.hook_normalizer(joined.log_normalizer))
         return self._eager(q, k, v, past, piece, bias)
 
@@ -97,7 +98,7 @@ class _Softmax(KVAttention):
             return HeadOutputs(self._read_values(self.hook_pattern(pattern), v), None, None)
         log_n = self._sinks_joined(scores.to(bias[0].dtype).logsumexp(dim=-1))
         ones = torch.ones((), device=q.device, dtype=log_n.dtype).expand(*q.shape[:-1], 1)
-        share, z_bias, log_whole = self._joined(ones, log_n.transpose(1, 2), q, bias)
+        share, z_bias, log_whole = self._joined(ones, log_n.transpose(1, 2), q, bias, past, piece.attention_mask)
         log_whole = self.hook_normalizer(log_whole)
         pattern = (scores - log_n[..., None]).exp()  # a row that sees nothing is all NaN, as in TransformerLens
         pattern = torch.where(log_n[..., None] == -torch.inf, 0.0, pattern) * share.transpose(1, 2)
@@ -165,15 +166,37 @@ class _Softmax(KVAttention):
         cos, sin = self.rotary_cos[rows], self.rotary_sin[rows]
         return (cos[None, :, None], sin[None, :, None]) if cos.dim() == 2 else (cos[:, :, None], sin[:, :, None])
 
-    def _joined(self, z: Tensor, log_n: Tensor, q: Tensor, bias: tuple[Tensor, Tensor | None]) -> JoinedBias:
+    def _joined(
+        self,
+        z: Tensor,
+        log_n: Tensor,
+        q: Tensor,
+        bias: tuple[Tensor, Tensor | None],
+        past: int,
+        attention_mask: Tensor | None,
+    ) -> JoinedBias:
         """The attached bias joined to attention over the context, with the query's features through their hook."""
         b_kv, b_d = bias
         assert b_d is not None
         assert self.layer_bias is not None
-        assert self.layer_bias.features is not None
-        phi = self.layer_bias.features(q.to(log_n.dtype), self.attn_scale)
+        rule = self.score_rule()
+        positions = None
+        if rule.needs_distance:
+            places = torch.arange(past, past + q.shape[1], device=q.device)[None]
+            positions = places if attention_mask is None else get_offset_position_ids(past, attention_mask)
+        phi = self.layer_bias.phi(q.to(log_n.dtype), rule, positions, b_kv, b_d)
         phi = phi._replace(features=through(self.hook_phi_q, phi.features))
         return join_bias(z, log_n, phi, b_kv, b_d)
+
+    def score_rule(self) -> ScoreRule:
+        """How this layer scores a key, stored ones included."""
+        slopes = None
+        if self.cfg.positional_embedding_type == "alibi":
+            self._grow_alibi(2, self.W_O.device)
+            slopes = -self.alibi[:, 1, 0]  # type: ignore[index]
+        window = self.cfg.window_size if self.attn_type == "local" else None
+        cap = self.cfg.attn_scores_soft_cap
+        return ScoreRule(float(self.attn_scale), cap if cap > 0 else None, slopes, window)
 
     def _grow_alibi(self, n: int, device: torch.device) -> None:
         """Have an ALiBi bias of sufficient size ready, with the slopes that were given; TransformerLens keeps what it finds."""

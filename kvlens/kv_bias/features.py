@@ -22,8 +22,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvlens.errors import KVLensError
+from kvlens.ops.softmax_attention import ScaledFeatures
 from kvlens.ops.softmax_features import (
-    LogFeatures,
     ScoreRule,
     learned_log_features,
     random_log_features,
@@ -63,7 +63,7 @@ class SoftmaxFeatures(ABC):
         rule: ScoreRule,
         positions: Int[Tensor, "#batch pos"] | None = None,
         used: Bool[Tensor, "#batch head d_phi"] | None = None,
-    ) -> LogFeatures:
+    ) -> ScaledFeatures:
         """phi(q) of one layer.
 
         Args:
@@ -83,13 +83,13 @@ class SoftmaxFeatures(ABC):
         log_scale: Float[Tensor, "#batch kv_head"],
         b_kv: Float[Tensor, "#batch some_head d_phi d_head"],
         b_d: Float[Tensor, "#batch some_head d_phi"],
-    ) -> LogFeatures:
-        """phi(q) on the scale of a bias whose b_KV and b_D are about to be read with it (see :func:`merge_features`)."""
+    ) -> ScaledFeatures:
+        """phi(q) on the scale of a bias whose b_KV and b_D are about to be read with it."""
         heads = q.shape[2]
         used = ((b_d != 0) | (b_kv != 0).any(dim=-1)).repeat_interleave(heads // b_d.shape[1], dim=1)
         phi = self.of_queries(layer, q, rule, positions, used)
         stored = log_scale.to(q).repeat_interleave(heads // log_scale.shape[1], dim=1)
-        return LogFeatures(phi.features, phi.log_scale + stored[:, None, :, None])
+        return ScaledFeatures(phi.features, phi.log_scale + stored[:, None])
 
     def check(self, lead: tuple[int, ...], n_kv_heads: int, d_head: int) -> None:
         """Raise KVLensError unless the tensors belong to a bias with leading axes ``lead`` (layers, and prompts if a batch)."""
@@ -125,7 +125,7 @@ class VirtualKeys(SoftmaxFeatures):
         rule: ScoreRule,
         positions: Int[Tensor, "#batch pos"] | None = None,
         used: Bool[Tensor, "#batch head d_phi"] | None = None,
-    ) -> LogFeatures:
+    ) -> ScaledFeatures:
         keys, distance = self.keys[layer].to(q), self.distance[layer].to(q.device)
         if keys.dim() == 3:
             keys, distance = keys[None], distance[None]
@@ -154,7 +154,7 @@ class RandomFeatures(SoftmaxFeatures):
         rule: ScoreRule,
         positions: Int[Tensor, "#batch pos"] | None = None,
         used: Bool[Tensor, "#batch head d_phi"] | None = None,
-    ) -> LogFeatures:
+    ) -> ScaledFeatures:
         return scaled_exp(random_log_features(q, self.projection[layer].to(q), rule.scale), used)
 
 
@@ -177,7 +177,7 @@ class LearnedFeatures(SoftmaxFeatures):
         rule: ScoreRule,
         positions: Int[Tensor, "#batch pos"] | None = None,
         used: Bool[Tensor, "#batch head d_phi"] | None = None,
-    ) -> LogFeatures:
+    ) -> ScaledFeatures:
         return scaled_exp(learned_log_features(q, self.weight[layer].to(q), self.offset[layer].to(q)), used)
 
 
@@ -202,7 +202,7 @@ class TaylorFeatures(SoftmaxFeatures):
         rule: ScoreRule,
         positions: Int[Tensor, "#batch pos"] | None = None,
         used: Bool[Tensor, "#batch head d_phi"] | None = None,
-    ) -> LogFeatures:
+    ) -> ScaledFeatures:
         return taylor_features(q, rule.scale)
 
 

@@ -8,7 +8,8 @@ from safetensors.torch import load_file, save_file
 
 from kvlens import KVBias, KVLensError, combine
 from kvlens.kv_bias import BiasFit, Fingerprint, LearnedFeatures, RandomFeatures, TaylorFeatures, VirtualKeys
-from kvlens.ops.softmax_features import ScoreRule, merge_features
+from kvlens.ops.softmax_attention import join_bias
+from kvlens.ops.softmax_features import ScoreRule
 
 LAYERS, HEADS, KV, D, R = 2, 6, 3, 5, 7
 RULE = ScoreRule(D**0.5)
@@ -55,7 +56,7 @@ def read(b: KVBias, layer: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     q, whole = normal(2, 4, HEADS, D, seed=50), b.per_query_head()
     b_kv, b_d, scale = (t[layer] if b.batch_size is not None else t[layer][None] for t in (whole.b_KV, whole.b_D, b.log_scale))
     phi = b.features.read(layer, q, RULE, None, scale, b_kv, b_d)
-    plain = phi.features * phi.log_scale.exp().nan_to_num()
+    plain = phi.features * phi.log_scale.exp()[..., None]
     return torch.einsum("bphr,bhrd->bphd", plain, b_kv.expand(2, -1, -1, -1)), torch.einsum(
         "bphr,bhr->bph", plain, b_d.expand(2, -1, -1)
     )
@@ -91,7 +92,7 @@ def test_a_log_scale_of_hundreds_adds_without_overflow():
     a = replace(a, log_scale=a.log_scale + 900.0)
     total = a + b
     assert all(bool(x.isfinite().all()) for x in (total.b_KV, total.b_D, total.log_scale))
-    z = merge_features(
+    z = join_bias(
         normal(1, 4, HEADS, D, seed=60), normal(1, 4, HEADS, seed=61),
         total.features.read(0, normal(1, 4, HEADS, D, seed=50), RULE, None, total.log_scale[:1], total.b_KV[:1], total.b_D[:1]),
         total.b_KV[:1], total.b_D[:1],

@@ -43,7 +43,7 @@ def join_bias(
     b_kv: Float[Tensor, "#batch kv_head d_phi d_head"],
     b_d: Float[Tensor, "#batch kv_head d_phi"],
 ) -> JoinedBias:
-    """The same with both sides on the larger of their scales.
+    """The same with both sides on the larger of their scales, the size of b_KV and b_D counted in.
 
     Args:
         z_context: attention over the context alone, already divided by its own normaliser.
@@ -57,12 +57,15 @@ def join_bias(
         for the caller to report.
     """
     group = z_context.shape[2] // b_kv.shape[1]
-    numerator, mass = _read(phi.features, b_kv, b_d, group)
-    top = torch.maximum(log_normalizer, phi.log_scale)
+    stored = torch.cat([b_kv, b_d[..., None]], dim=-1)  # [batch or 1, kv_head, d_phi, d_head + 1]
+    size = stored.detach().abs().amax(dim=(-1, -2))
+    numerator, mass = _read(phi.features, stored / torch.where(size == 0, 1.0, size)[..., None, None], group)
+    log_scale = phi.log_scale + size.log().repeat_interleave(group, dim=1)[:, None]
+    top = torch.maximum(log_normalizer, log_scale)
     top = torch.where(top == -torch.inf, 0.0, top)
-    from_context, from_bias = (log_normalizer - top).exp(), (phi.log_scale - top).exp()
+    from_context, from_bias = (log_normalizer - top).exp(), (log_scale - top).exp()
     n = from_context + from_bias * mass
-    nothing = n == 0
+    nothing = n.abs() < torch.finfo(n.dtype).tiny  # whose inverse overflows
     share = 1 / torch.where(nothing, 1.0, n)
     return JoinedBias(
         (from_context * share)[..., None] * z_context,
@@ -71,9 +74,8 @@ def join_bias(
     )
 
 
-def _read(features: Tensor, b_kv: Tensor, b_d: Tensor, group: int) -> tuple[Tensor, Tensor]:
+def _read(features: Tensor, stored: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """phi^T b_KV and phi^T b_D in one product per key-value head: a group's queries are more rows against the same keys."""
-    both = torch.cat([b_kv, b_d[..., None]], dim=-1)  # [batch or 1, kv_head, d_phi, d_head + 1]
     rows = rearrange(features, "batch query (kv_head group) d_phi -> batch kv_head (query group) d_phi", group=group)
-    read = rearrange(rows @ both, "batch kv_head (query group) d -> batch query (kv_head group) d", group=group)
+    read = rearrange(rows @ stored, "batch kv_head (query group) d -> batch query (kv_head group) d", group=group)
     return read[..., :-1], read[..., -1]

@@ -1,17 +1,13 @@
 """phi for softmax attention: features whose product with stored weights stands for a prompt's exp(q.k) (DESIGN 1.4)."""
 
-from kvlens.ops.softmax_features.merge import Merged, merge_features
 from kvlens.ops.softmax_features.positive import learned_log_features, random_log_features
 from kvlens.ops.softmax_features.taylor import taylor_features
-from kvlens.ops.softmax_features.types import LogFeatures, ScoreRule
+from kvlens.ops.softmax_features.types import ScoreRule
 from kvlens.ops.softmax_features.virtual_keys import scaled_exp, virtual_key_scores
 
 __all__ = [
-    "LogFeatures",
-    "Merged",
     "ScoreRule",
     "learned_log_features",
-    "merge_features",
     "random_log_features",
     "scaled_exp",
     "taylor_features",

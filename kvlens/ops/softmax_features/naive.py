@@ -44,24 +44,3 @@ def naive_random_features(x: Float[Tensor, " d"], projection: Float[Tensor, "m d
     """exp(w.x' - |x'|^2 / 2) / sqrt(m) of one vector."""
     scaled = x / math.sqrt(scale)
     return torch.stack([torch.exp(w @ scaled - scaled @ scaled / 2) for w in projection]) / math.sqrt(len(projection))
-
-
-def naive_softmax_with_bias(
-    q: Float[Tensor, " d"],
-    keys: Float[Tensor, "pos d"],
-    values: Float[Tensor, "pos d"],
-    scale: float,
-    phi: Float[Tensor, " r"],
-    b_kv: Float[Tensor, "r d"],
-    b_d: Float[Tensor, " r"],
-) -> tuple[Float[Tensor, " d"], Float[Tensor, " d"], float]:
-    """One query over its visible keys and over the bias: both summands of z, and n (DESIGN 1.4)."""
-    n, z = 0.0, torch.zeros_like(q)
-    for k, v in zip(keys, values, strict=True):
-        n += math.exp(float(q @ k) / scale)
-        z = z + math.exp(float(q @ k) / scale) * v
-    z_bias = torch.zeros_like(q)
-    for r in range(len(phi)):
-        n += float(phi[r] * b_d[r])
-        z_bias = z_bias + phi[r] * b_kv[r]
-    return z / n, z_bias / n, n

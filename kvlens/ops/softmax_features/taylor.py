@@ -7,12 +7,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvlens.ops.feature_maps import taylor
-from kvlens.ops.softmax_features.types import LogFeatures
+from kvlens.ops.softmax_attention import ScaledFeatures
 
 
-def taylor_features(x: Float[Tensor, "batch pos head d_head"], scale: float) -> LogFeatures:
+def taylor_features(x: Float[Tensor, "batch pos head d_head"], scale: float) -> ScaledFeatures:
     """phi(x) = [1, x', vec(x' x'^T) / sqrt 2], x' = x / sqrt(scale), its length taken out: features of norm 1."""
     features = taylor(x, scale)
-    size = x.detach().square().sum(dim=-1, keepdim=True) / scale  # |phi|^2 = 1 + |x'|^2 + |x'|^4 / 2
+    size = x.detach().square().sum(dim=-1) / scale  # |phi|^2 = 1 + |x'|^2 + |x'|^4 / 2
     log_norm = torch.log(torch.hypot(torch.sqrt(1 + size), size / math.sqrt(2.0)))
-    return LogFeatures(features * torch.exp(-log_norm), log_norm)
+    return ScaledFeatures(features * torch.exp(-log_norm)[..., None], log_norm)

@@ -1,4 +1,4 @@
-"""What travels together: how a model scores a key, and features with the logarithm of their scale."""
+"""How a model scores a key."""
 
 from typing import NamedTuple
 
@@ -27,13 +27,3 @@ class ScoreRule(NamedTuple):
     def needs_distance(self) -> bool:
         """Whether the distance between query and key changes the score."""
         return self.slopes is not None or self.window is not None
-
-
-class LogFeatures(NamedTuple):
-    """phi(q) = features * exp(log_scale): features of moderate size, whatever the scores.
-
-    ``log_scale`` is minus infinity where no feature is used, and features are 0 there.
-    """
-
-    features: Float[Tensor, "batch pos head d_phi"]
-    log_scale: Float[Tensor, "batch pos head 1"]

@@ -10,7 +10,8 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvlens.ops.softmax_features.types import LogFeatures, ScoreRule
+from kvlens.ops.softmax_attention import ScaledFeatures
+from kvlens.ops.softmax_features.types import ScoreRule
 
 
 def virtual_key_scores(
@@ -45,10 +46,13 @@ def virtual_key_scores(
 
 def scaled_exp(
     log_features: Float[Tensor, "batch pos head r"], used: Bool[Tensor, "#batch #head r"] | None = None
-) -> LogFeatures:
-    """exp(log_features) with its largest used value taken out per query. Unused features are 0, so that they set no scale."""
+) -> ScaledFeatures:
+    """exp(log_features) with its largest used value taken out per query. Unused features are 0, so that they set no scale.
+
+    Where no feature is used, or none is in the window, features are 0 and the log-scale is minus infinity.
+    """
     if used is not None:
         log_features = log_features.masked_fill(~used[:, None], -torch.inf)
-    log_scale = log_features.detach().amax(dim=-1, keepdim=True)
+    log_scale = log_features.detach().amax(dim=-1)
     shift = log_scale.masked_fill(log_scale == -torch.inf, 0.0)  # inf - inf would be NaN
-    return LogFeatures((log_features - shift).exp(), log_scale)
+    return ScaledFeatures((log_features - shift[..., None]).exp(), log_scale)
