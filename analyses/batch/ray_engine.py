@@ -7,7 +7,7 @@ machine needs kvlens, and finds the folders of the models under the same paths.
 from dataclasses import dataclass
 from typing import Any
 
-from analyses.batch.engines import WorkerDied
+from analyses.batch.engine import WorkerDied
 from analyses.batch.task import Task
 from analyses.batch.worker import Job, Outcome, Worker
 from kvlens import KVLensError
@@ -22,7 +22,7 @@ class ActorWorker:
 
 
 class RayEngine:
-    """An :class:`analyses.batch.engines.Engine` of Ray actors that keep their model.
+    """An :class:`analyses.batch.engine.Engine` of Ray actors that keep their model.
 
     Ray itself restarts nothing: a dead actor is replaced by whoever shares the jobs out, on whatever machine has room, and its
     job is given out again there.

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from analyses._analysis import Record
+from analyses.declaration import Record
 from kvlens import KVLensError
 
 JSONL = (".jsonl", ".ndjson")

@@ -18,7 +18,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-from analyses._analysis import Analysis, Record
 from analyses.batch.engines import run_jobs
 from analyses.batch.journal import Journal
 from analyses.batch.models import ModelShelf
@@ -26,6 +25,7 @@ from analyses.batch.records import Survey, read_records, survey
 from analyses.batch.table import read_facts, schema_of, write_parquet
 from analyses.batch.task import Resources, Task, check_task
 from analyses.batch.worker import Job, columns_of
+from analyses.declaration import Analysis, Record
 from kvlens import KVLensError, __version__
 from kvlens.files import write_atomically
 
@@ -174,7 +174,7 @@ def _settings(analysis: Analysis, task: Task, found: Survey, fingerprints: dict[
         "format_version": FORMAT_VERSION,
         "kvlens": __version__,
         "analysis": analysis.name,
-        "options": {name: task.options.get(name, option.default) for name, option in analysis.options.items()},
+        "options": analysis.read_options(task.options),
         "columns": list(columns_of(analysis, task)),
         "models": fingerprints,
         "order_of_models": list(task.models),

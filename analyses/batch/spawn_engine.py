@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 
-from analyses.batch.engines import WorkerDied
+from analyses.batch.engine import WorkerDied
 from analyses.batch.task import Task
 from analyses.batch.worker import Job, Outcome, Worker
 from kvlens import KVLensError
@@ -27,7 +27,7 @@ class SpawnedWorker:
 
 
 class SpawnEngine:
-    """An :class:`analyses.batch.engines.Engine` of processes, spawned rather than forked: torch's threads survive no fork.
+    """An :class:`analyses.batch.engine.Engine` of processes, spawned rather than forked: torch's threads survive no fork.
 
     Args:
         task: what they compute.

@@ -5,12 +5,13 @@ not at all. The resources only decide how long it takes, and may change between 
 """
 
 import importlib
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from analyses import ANALYSES
-from analyses._analysis import Analysis, Option
+from analyses.declaration import Analysis
+from analyses.registry import locate
 from kvlens import KVLensError
 from kvlens.errors import nearest
 
@@ -23,12 +24,14 @@ class Task:
     """What every row of the table depends on, beside the prompts.
 
     Attributes:
-        analysis: a name of ``analyses.ANALYSES``, or the dotted path of any module that holds an ``ANALYSIS``.
+        analysis: a name of ``analyses.ANALYSES``, or MODULE:OBJECT of any `Analysis` that can be imported.
         models: names of shipped models, or folders.
         columns: those of the analysis to keep, in order; empty keeps all.
         options: of the analysis, by name; what is not given has its default.
         dtype: of the weights; None keeps the stored one.
         device: where the models run; None takes TransformerLens' choice.
+        folder: where the module of an analysis of your own is looked for, beside what Python knows; on a cluster, under the
+            same path on every machine.
     """
 
     analysis: str
@@ -37,6 +40,7 @@ class Task:
     options: Mapping[str, Any] = field(default_factory=dict)
     dtype: str | None = None
     device: str | None = None
+    folder: str | None = None
 
 
 @dataclass(frozen=True)
@@ -69,24 +73,26 @@ class Resources:
             raise KVLensError("gpus_per_worker is for the engine ray; for processes, choose the device")
 
 
-def load_analysis(name: str) -> Analysis:
-    """Import an analysis by its name, or by the dotted path of its module.
+def load_analysis(name: str, folder: str | None = None) -> Analysis:
+    """Import an analysis by its name, or as MODULE:OBJECT.
 
     Raises:
         KVLensError: there is no such analysis (the nearest name is proposed).
     """
-    if name not in ANALYSES and "." not in name:
-        raise KVLensError(f"no analysis is called {name!r}; there are {', '.join(ANALYSES)}{nearest(name, ANALYSES)}")
-    path = f"analyses.{name}" if name in ANALYSES else name
+    path, attribute = locate(name)
+    if folder is not None and folder not in sys.path:
+        sys.path.insert(0, folder)
     try:
         module = importlib.import_module(path)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{path}.".startswith(f"{error.name}."):
             raise
         raise KVLensError(f"analysis: there is no module {path!r}") from error
-    analysis = getattr(module, "ANALYSIS", None)
+    analysis = getattr(module, attribute, None)
     if not isinstance(analysis, Analysis):
-        raise KVLensError(f"analysis: the module {path!r} holds no ANALYSIS")
+        held = [found for found, value in vars(module).items() if isinstance(value, Analysis)]
+        there = f"it holds {', '.join(held)}" if held else "it holds none"
+        raise KVLensError(f"analysis: {attribute!r} of the module {path!r} is no Analysis; {there}{nearest(attribute, held)}")
     return analysis
 
 
@@ -96,18 +102,18 @@ def check_task(task: Task) -> Analysis:
     Raises:
         KVLensError: an unknown analysis, column or option, an option of another type, no model or one twice.
     """
-    analysis = load_analysis(task.analysis)
+    analysis = load_analysis(task.analysis, task.folder)
     for column in task.columns:
         if column not in analysis.columns:
             raise KVLensError(
                 f"{analysis.name} has no column {column!r}; it has {', '.join(analysis.columns)}"
                 f"{nearest(column, analysis.columns)}"
             )
-    for name, value in task.options.items():
+    for name in task.options:
         if name not in analysis.options:
             listed = f"it has {', '.join(analysis.options)}" if analysis.options else "it has none"
             raise KVLensError(f"{analysis.name} has no option {name!r}; {listed}{nearest(name, analysis.options)}")
-        _check_value(name, value, analysis.options[name])
+    analysis.read_options(task.options)
     for what, names in (("model", task.models), ("column", task.columns)):
         if len(set(names)) < len(names):
             twice = next(name for i, name in enumerate(names) if name in names[:i])
@@ -115,11 +121,3 @@ def check_task(task: Task) -> Analysis:
     if not task.models:
         raise KVLensError("no model is given; name at least one")
     return analysis
-
-
-def _check_value(name: str, value: Any, option: Option) -> None:
-    if option.choices and value not in option.choices:
-        raise KVLensError(f"{name}: expected {', '.join(option.choices)}, got {value!r}{nearest(value, option.choices)}")
-    kind = type(option.default)
-    if option.default is not None and type(value) is not kind and not (kind is float and type(value) is int):
-        raise KVLensError(f"{name}: expected {kind.__name__}, got {value!r}")

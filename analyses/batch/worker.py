@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-from analyses._analysis import Analysis, Record
 from analyses.batch.models import ModelShelf
 from analyses.batch.table import schema_of, to_bytes
 from analyses.batch.task import FRONT_COLUMNS, Task, load_analysis
+from analyses.declaration import Analysis, Record
 from kvlens import HookedKVTransformer, KVLensError
 
 REFUSED, FAILED, DIED = "refused", "failed", "died"
@@ -60,7 +60,7 @@ class Outcome:
 def columns_of(analysis: Analysis, task: Task) -> dict[str, str]:
     """The table's columns with their dtypes: model and prompt in front of those that the task keeps."""
     kept = task.columns or tuple(analysis.columns)
-    return {**dict.fromkeys(FRONT_COLUMNS, "str"), **{name: analysis.columns[name] for name in kept}}
+    return {**dict.fromkeys(FRONT_COLUMNS, "str"), **{name: analysis.columns[name].dtype for name in kept}}
 
 
 class Worker:
@@ -76,8 +76,7 @@ class Worker:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads and torch's get in each other's way
         if threads is not None:
             torch.set_num_threads(threads)
-        self.task, self.analysis = task, load_analysis(task.analysis)
-        self.options = {name: option.default for name, option in self.analysis.options.items()} | dict(task.options)
+        self.task, self.analysis = task, load_analysis(task.analysis, task.folder)
         self.schema = schema_of(columns_of(self.analysis, task))
         self.models = models or ModelShelf(task.models, device=task.device, dtype=task.dtype)
 
@@ -96,11 +95,7 @@ class Worker:
 
     def _run_one(self, model: HookedKVTransformer, index: int, place: int, record: Record) -> Outcome:
         try:
-            if self.analysis.needs_text and record.text is None:
-                raise KVLensError(f'{self.analysis.name} needs a text: give the prompt a "text", or all of them one by --text')
-            frame = self.analysis.run(model, record, **self.options)
-            if list(frame.columns) != list(self.analysis.columns):
-                raise TypeError(f"{self.analysis.name} promises {list(self.analysis.columns)}, returned {list(frame.columns)}")
+            frame = self.analysis.run(model, record, **self.task.options)
             frame = frame.assign(model=self.task.models[index], prompt_id=record.id)
             rows = to_bytes(frame[self.schema.names], self.schema)
         except KVLensError as error:

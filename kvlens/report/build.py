@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from analyses import bias_ablation, bias_by_head, bias_by_layer, conversion_error, prompt_effect
-from analyses.layer_contributions import layer_contributions
+from analyses.stream.contributions import layer_contributions
 from kvlens.conversion import convert_prompt
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import KVBias

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from analyses.bias_positions import bias_positions
+from analyses.bias.positions import bias_positions
 from kvlens.conversion import convert_prompt
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import KVBias
@@ -128,7 +128,7 @@ def head_details(
 def prompt_shares(
     model: HookedKVTransformer, prompt_tokens: Int[Tensor, " prompt_pos"], text_tokens: Int[Tensor, " text_pos"]
 ) -> Float[Tensor, "layer head prompt_pos"]:
-    """The share of each prompt token in each head's output on the text (:func:`analyses.bias_positions.bias_positions`)."""
+    """The share of each prompt token in each head's output on the text (:func:`analyses.bias.positions.bias_positions`)."""
     frame = bias_positions(model, prompt_tokens, text_tokens)
     of_prompt = frame.loc[frame["part"] == "prompt", "output_share"]  # by layer, head, position
     shares = torch.tensor(of_prompt.to_numpy(), dtype=torch.float32)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from analysis_models import VARIANTS, pencil_model, random_model, tokens
 
-from analyses._analysis import Record
-from analyses.activation_patching import ANALYSIS, activation_patching
+from analyses.bias.patching import ACTIVATION_PATCHING, activation_patching
+from analyses.declaration import Record
 from kvlens import KVLensError, KVShiftConfig, convert_prompt
 
 CLEAN, CORRUPTED, TEXT = tokens(7), tokens(7, seed=5), tokens(4, seed=1)
@@ -232,14 +232,14 @@ def test_the_model_is_left_as_it_was():
 def test_the_batch_script_gives_the_promised_columns():
     model = pencil_model()
     record = Record("a", "1", "0", {"corrupted": "0", "answer": 0, "wrong": 1})
-    frame = ANALYSIS.run(model, record, points="b_kv,z_bias")
-    assert {name: str(dtype) for name, dtype in frame.dtypes.items()} == dict(ANALYSIS.columns)
+    frame = ACTIVATION_PATCHING.run(model, record, points="b_kv,z_bias")
+    assert {name: str(dtype) for name, dtype in frame.dtypes.items()} == ACTIVATION_PATCHING.columns.dtypes
     assert frame["recovered"].tolist() == pytest.approx([1] * 6)
-    assert len(ANALYSIS.run(model, record, points="")) == 6
+    assert len(ACTIVATION_PATCHING.run(model, record, points="")) == 6
     with pytest.raises(KVLensError, match="corrupted: this analysis needs a field of this name"):
-        ANALYSIS.run(model, replace(record, fields={}), points="")
-    with pytest.raises(KVLensError, match="text: this analysis needs one"):
-        ANALYSIS.run(model, replace(record, text=None), points="")
+        ACTIVATION_PATCHING.run(model, replace(record, fields={}), points="")
+    with pytest.raises(KVLensError, match="needs a text"):
+        ACTIVATION_PATCHING.run(model, replace(record, text=None), points="")
 
 
 @pytest.mark.parametrize(

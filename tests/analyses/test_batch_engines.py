@@ -8,14 +8,15 @@ import pandas as pd
 import pytest
 from tiny_text_model import tiny_text_model
 
-from analyses._analysis import Record
-from analyses.batch.engines import MAX_DEATHS, WorkerDied, share_out
+from analyses.batch.engine import WorkerDied
 from analyses.batch.runner import Input, run_batch
+from analyses.batch.sharing import MAX_DEATHS, share_out
 from analyses.batch.task import Resources, Task
 from analyses.batch.worker import Job, Outcome
+from analyses.declaration import Record
 from kvlens import KVLensError
 
-LETTERS = "batch_probes.letters"
+LETTERS = "batch_probes.letters:LETTERS"
 
 
 class ListEngine:

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from analyses._analysis import Record
 from analyses.batch.records import BadLine, read_records, survey
+from analyses.declaration import Record
 from kvlens import KVLensError
 
 

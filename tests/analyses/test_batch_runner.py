@@ -17,7 +17,7 @@ from analyses.batch.runner import Input, run_batch
 from analyses.batch.task import Resources, Task
 from kvlens import HookedKVTransformer, KVLensError
 
-LETTERS = "batch_probes.letters"
+LETTERS = "batch_probes.letters:LETTERS"
 WORDS = ["The widget", "is purple. Return the gadget.", "Frobnicate", "both", "and the colour of the widget"]
 
 
@@ -110,7 +110,7 @@ def test_the_number_of_ablations_is_said_before_they_start(model_folder, tmp_pat
 def test_an_analysis_that_needs_a_text_says_so(model_folder, tmp_path):
     source = prompts(tmp_path, {"prompt": "ab"}, {"prompt": "cd", "text": " e"})
     result = run_batch(Task("bias_by_head", (model_folder,)), source, tmp_path / "t.parquet")
-    assert "bias_by_head needs a text: give the prompt" in result.errors.read_text()
+    assert "needs a text: give the prompt" in result.errors.read_text()
     assert set(pd.read_parquet(result.out)["prompt_id"]) == {"p.jsonl:2"}
     result = run_batch(Task("bias_by_head", (model_folder,)), Input(source.prompts, " f"), tmp_path / "u.parquet")
     assert result.errors is None
@@ -260,8 +260,11 @@ def test_models_that_will_not_do(tmp_path):
     ("changes", "words"),
     [
         ({"analysis": "bias_by_haed"}, "no analysis is called 'bias_by_haed'.*did you mean 'bias_by_head'"),
-        ({"analysis": "batch_probes.lettres"}, "there is no module 'batch_probes.lettres'"),
-        ({"analysis": "os.path"}, "the module 'os.path' holds no ANALYSIS"),
+        ({"analysis": "batch_probes.lettres:LETTERS"}, "there is no module 'batch_probes.lettres'"),
+        ({"analysis": "os.path:ANALYSIS"}, "'ANALYSIS' of the module 'os.path' is no Analysis; it holds none"),
+        ({"analysis": "batch_probes.letters:LETERS"}, "it holds LETTERS; did you mean 'LETTERS'"),
+        ({"analysis": ".letters:LETTERS"}, "expected MODULE:OBJECT"),
+        ({"analysis": "batch_probes.letters:"}, "expected MODULE:OBJECT"),
         ({"columns": ("leter",)}, "letters has no column 'leter'; it has place, letter, layers; did you mean 'letter'"),
         ({"columns": ("place", "place")}, "the column 'place' is given twice"),
         ({"options": {"uper": True}}, "letters has no option 'uper'; it has upper, times; did you mean 'upper'"),

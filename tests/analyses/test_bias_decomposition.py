@@ -9,12 +9,12 @@ import torch
 from analysis_models import PENCIL_PROMPT, PENCIL_TEXT, VARIANTS, pencil_model, random_model, tokens
 from tiny_text_model import tiny_text_model
 
-from analyses._analysis import Record
-from analyses.bias_decomposition import ANALYSIS, bias_decomposition
-from analyses.bias_positions import ANALYSIS as POSITIONS
-from analyses.bias_positions import bias_positions
-from analyses.bias_singular_values import ANALYSIS as SINGULAR_VALUES
-from analyses.bias_singular_values import bias_singular_values, effective_rank
+from analyses.bias.decomposition import BIAS_DECOMPOSITION, bias_decomposition
+from analyses.bias.positions import BIAS_POSITIONS as POSITIONS
+from analyses.bias.positions import bias_positions
+from analyses.bias.spectrum import BIAS_SINGULAR_VALUES as SINGULAR_VALUES
+from analyses.bias.spectrum import bias_singular_values, effective_rank
+from analyses.declaration import Record
 from kvlens import HookedKVTransformer, KVLensError, KVShiftConfig, convert_prompt
 
 PROMPT, TEXT = tokens(7), tokens(5, seed=1)
@@ -261,14 +261,14 @@ def test_forward_passes_of_each_analysis(monkeypatch):
 def test_in_a_batch():
     model = tiny_text_model(dtype=torch.float64)
     record = Record("a", "the widget is green", " the widget", {"answer": " is"})
-    views = [(ANALYSIS, {}), (SINGULAR_VALUES, {})]
+    views = [(BIAS_DECOMPOSITION, {}), (SINGULAR_VALUES, {})]
     views += [(POSITIONS, dict(by="source", places=places)) for places in ("together", "last", "each")]
     for analysis, options in views:
         frame = analysis.run(model, record, **options)
-        assert dict(frame.dtypes.astype(str)) == dict(analysis.columns), analysis.name
+        assert dict(frame.dtypes.astype(str)) == analysis.columns.dtypes, analysis.name
         assert list(frame) == list(analysis.columns)
     with pytest.raises(KVLensError, match="softmax|linear"):
-        ANALYSIS.check_model(random_model(attention="softmax"))
+        BIAS_DECOMPOSITION.check_model(random_model(attention="softmax"))
 
 
 def test_bad_input():

@@ -6,8 +6,8 @@ import torch
 from analysis_models import VARIANTS, random_model, tokens
 from tiny_text_model import tiny_text_model
 
-from analyses._analysis import Record
-from analyses.bias_effects import ANALYSIS, bias_effects
+from analyses.bias.effects import BIAS_EFFECTS, bias_effects
+from analyses.declaration import Record
 from kvlens import KVLensError, KVShiftConfig, convert_prompt
 
 PROMPT, TEXT = tokens(7), tokens(5, seed=1)
@@ -131,11 +131,11 @@ def test_in_a_batch():
     model = tiny_text_model(dtype=torch.float64)
     fields = {"answer": 3, "wrong": 11, "references": ["the gadget", "Return both"]}
     record = Record("a", "the widget is green", " the widget", fields)
-    frame = ANALYSIS.run(model, record, by="layer", methods="zero,mean,resample", parts="")
-    assert dict(frame.dtypes.astype(str)) == dict(ANALYSIS.columns)
+    frame = BIAS_EFFECTS.run(model, record, by="layer", methods="zero,mean,resample", parts="")
+    assert dict(frame.dtypes.astype(str)) == BIAS_EFFECTS.columns.dtypes
     assert len(frame) == 2 * 3 * (1 + 1 + 2)
-    with pytest.raises(KVLensError, match="references: .* a list of other prompts"):
-        ANALYSIS.run(model, Record("b", "the widget", " is"), by="head", methods="mean", parts="")
+    with pytest.raises(KVLensError, match="references=, a batch of biases"):
+        BIAS_EFFECTS.run(model, Record("b", "the widget", " is"), by="head", methods="mean", parts="")
 
 
 def test_bad_input():

@@ -9,9 +9,9 @@ import pytest
 import torch
 from analysis_models import VARIANTS, pencil_model, random_model, tokens
 
-from analyses._analysis import Record
-from analyses._carried_bias import carried_bias
-from analyses.circuits import ANALYSIS, bias_addition, bias_overwriting, bias_similarity, circuits
+from analyses.bias.carrying import carried_bias
+from analyses.bias.pairs import CIRCUITS, bias_addition, bias_overwriting, bias_similarity, circuits
+from analyses.declaration import Record
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVLensError, KVShiftConfig, combine, convert_prompt
 
 FIRST, SECOND, TEXT = tokens(7), tokens(4, seed=2), tokens(5, seed=1)
@@ -267,16 +267,16 @@ def test_a_batch_of_biases_is_a_list_of_them():
 def test_the_batch_script_gives_the_promised_columns():
     record = Record("a", "0 1 1", fields={"second_prompt": "1 0"})
     model = pencil_model()
-    ANALYSIS.check_model(model)
-    frame = ANALYSIS.run(model, record)
-    assert {name: str(dtype) for name, dtype in frame.dtypes.items()} == dict(ANALYSIS.columns)
+    CIRCUITS.check_model(model)
+    frame = CIRCUITS.run(model, record)
+    assert {name: str(dtype) for name, dtype in frame.dtypes.items()} == CIRCUITS.columns.dtypes
     pd.testing.assert_frame_equal(frame, circuits(model, torch.tensor([0, 1, 1]), torch.tensor([1, 0])))
     with pytest.raises(KVLensError, match="second_prompt: this analysis needs a field of this name .* fields are: other"):
-        ANALYSIS.run(model, Record("a", "0 1", fields={"other": 1}))
+        CIRCUITS.run(model, Record("a", "0 1", fields={"other": 1}))
     with pytest.raises(KVLensError, match="prompt: expected token numbers .* got 'the widget'"):
-        ANALYSIS.run(model, Record("a", "the widget"))
+        CIRCUITS.run(model, Record("a", "the widget"))
     with pytest.raises(KVLensError, match="attention='linear'"):
-        ANALYSIS.check_model(random_model(attention="softmax"))
+        CIRCUITS.check_model(random_model(attention="softmax"))
 
 
 def test_bad_input():

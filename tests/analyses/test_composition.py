@@ -6,8 +6,8 @@ import torch
 from analysis_models import random_model
 from repeated_models import blank_model
 
-from analyses._analysis import Record
-from analyses.composition import ANALYSIS, COLUMNS, composition
+from analyses.declaration import Record
+from analyses.heads.head_pairs import COLUMNS, COMPOSITION, composition
 from kvlens import KVLensError
 
 PLAIN = dict(attention="softmax", kv_shift=None)
@@ -45,7 +45,7 @@ def test_rank_one_heads_compose_by_the_cosine_of_what_is_written_and_what_is_rea
             "later_head": 0,
             "score": [0.0, float(angle.cos()), 0.0],
         }
-    ).astype(COLUMNS)
+    ).astype(COLUMNS.dtypes)
     pd.testing.assert_frame_equal(composition(rank_one_model(angle)), expected, rtol=1e-12, atol=1e-12)
 
 
@@ -88,14 +88,14 @@ def test_unrelated_heads_score_about_one_over_the_root_of_the_width():
 def test_columns_order_and_the_batch_form():
     model = random_model(n_layers=3)
     frame = composition(model)
-    assert {name: str(dtype) for name, dtype in frame.dtypes.items()} == COLUMNS == ANALYSIS.columns
+    assert {name: str(dtype) for name, dtype in frame.dtypes.items()} == COLUMNS.dtypes
     keys = [(k, i, h, j, g) for k in "QKV" for i in range(3) for h in range(5) for j in range(i + 1, 3) for g in range(5)]
     assert list(frame[list(COLUMNS)[:-1]].itertuples(index=False, name=None)) == keys
     pd.testing.assert_frame_equal(
-        ANALYSIS.run(model, Record("a", "anything"), kinds="K"), frame[frame["kind"] == "K"].reset_index(drop=True)
+        COMPOSITION.run(model, Record("a", "anything"), kinds="K"), frame[frame["kind"] == "K"].reset_index(drop=True)
     )
     single = composition(random_model(n_layers=1))
-    assert len(single) == 0 and {name: str(dtype) for name, dtype in single.dtypes.items()} == COLUMNS
+    assert len(single) == 0 and {name: str(dtype) for name, dtype in single.dtypes.items()} == COLUMNS.dtypes
 
 
 @pytest.mark.parametrize("kinds", ["", "k", "QQ", ["Q", "R"]])

@@ -10,12 +10,12 @@ from analysis_models import random_model
 from repeated_models import D_VOCAB, HEAD_TAPS, blank_model, shifted_heads, two_layer_circuit
 from transformer_lens.head_detector import detect_head
 
-from analyses import _head_measures
-from analyses._analysis import Record
-from analyses._head_ablation import resampling_ablation
-from analyses._repeated_tokens import draw_piece, repeat_tokens
-from analyses._shift_roles import ShiftTaps, displacement, roles
-from analyses.induction_heads import ANALYSIS, COLUMNS, induction_heads
+from analyses.declaration import Record
+from analyses.heads import measures
+from analyses.heads.ablation import resampling_ablation
+from analyses.heads.induction import COLUMNS, INDUCTION_HEADS, induction_heads
+from analyses.heads.repeated_tokens import draw_piece, repeat_tokens
+from analyses.heads.shift_roles import ShiftTaps, displacement, roles
 from kvlens import HookedKVTransformer, KVLensError, KVShiftConfig, convert_prompt
 from kvlens.zoo import names
 
@@ -314,13 +314,13 @@ def test_the_trained_two_layer_circuit_is_found():
 def test_columns_order_seeds_and_parts(monkeypatch, tmp_path):
     model = random_model()
     frame = induction_heads(model, n_sequences=5, n_repeated=N)
-    assert {name: str(dtype) for name, dtype in frame.dtypes.items()} == COLUMNS == ANALYSIS.columns
+    assert {name: str(dtype) for name, dtype in frame.dtypes.items()} == COLUMNS.dtypes
     assert list(zip(frame["layer"], frame["head"], strict=True)) == [(i, j) for i in range(2) for j in range(5)]
     pd.testing.assert_frame_equal(frame, induction_heads(model, n_sequences=5, n_repeated=N))
     assert not frame.equals(induction_heads(model, n_sequences=5, n_repeated=N, seed=1))
     frame.to_parquet(tmp_path / "heads.parquet")
     pd.testing.assert_frame_equal(pd.read_parquet(tmp_path / "heads.parquet"), frame)
-    monkeypatch.setattr(_head_measures, "MEMORY_A_PASS", 1)  # one sequence a forward pass
+    monkeypatch.setattr(measures, "MEMORY_A_PASS", 1)  # one sequence a forward pass
     pd.testing.assert_frame_equal(induction_heads(model, n_sequences=5, n_repeated=N), frame, rtol=1e-10)
 
 
@@ -346,9 +346,9 @@ def test_the_batch_form_says_the_prompt_twice():
     model = HookedKVTransformer.from_zoo("docs-linear")
     prompt = "Return the names of all widgets."
     tokens = model.to_tokens(prompt, prepend_bos=False)
-    pd.testing.assert_frame_equal(ANALYSIS.run(model, Record("a", prompt)), induction_heads(model, tokens=tokens))
+    pd.testing.assert_frame_equal(INDUCTION_HEADS.run(model, Record("a", prompt)), induction_heads(model, tokens=tokens))
     pd.testing.assert_frame_equal(
-        ANALYSIS.run(model, Record("a", prompt), n_random=2, seed=3, threshold=0.1),
+        INDUCTION_HEADS.run(model, Record("a", prompt), n_random=2, seed=3, threshold=0.1),
         induction_heads(model, n_sequences=2, n_repeated=tokens.shape[1], seed=3, threshold=0.1),
     )
 
@@ -381,7 +381,7 @@ def test_bad_input(changes, message):
 def test_models_without_induction_are_refused(changes, message):
     model = random_model(d_vocab=11, attention="softmax", kv_shift=None, **changes)
     with pytest.raises(KVLensError, match=message):
-        ANALYSIS.check_model(model)
+        INDUCTION_HEADS.check_model(model)
 
 
 def test_ablations_refuse_positions_that_are_added_inside_the_layers():

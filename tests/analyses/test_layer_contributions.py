@@ -9,8 +9,8 @@ import torch
 from analysis_models import PENCIL_PROMPT, PENCIL_TEXT, VARIANTS, pencil_model, random_model, tokens
 from tiny_text_model import tiny_text_model
 
-from analyses._analysis import Record
-from analyses.layer_contributions import ANALYSIS, COLUMNS, layer_contributions
+from analyses.declaration import Record
+from analyses.stream.contributions import COLUMNS, LAYER_CONTRIBUTIONS, layer_contributions
 from kvlens import KVLensError, convert_prompt
 
 PROMPT, TEXT = tokens(7), tokens(5, seed=1)
@@ -111,7 +111,7 @@ def test_by_pencil():
             strict=True,
         )
     ]
-    expected = pd.DataFrame(rows, columns=list(COLUMNS)).astype(COLUMNS)
+    expected = pd.DataFrame(rows, columns=list(COLUMNS)).astype(COLUMNS.dtypes)
     pd.testing.assert_frame_equal(frame, expected, rtol=1e-14)
 
 
@@ -180,7 +180,7 @@ def test_norms_by_their_definition():
 
 def test_order_dtypes_and_the_last_place():
     frame = layer_contributions(shaken(**VARIANTS["learned, queries shifted"]), TEXT, tokens=[3, 4])
-    assert {name: str(dtype) for name, dtype in frame.dtypes.items()} == COLUMNS
+    assert {name: str(dtype) for name, dtype in frame.dtypes.items()} == COLUMNS.dtypes
     block = [(-1, "embed"), (-1, "pos_embed")]
     block += [(layer, part) for layer in (0, 1) for part in ("attention_input", "attention_b_O", "mlp")] + [(2, "unembed_bias")]
     assert list(zip(frame["layer"], frame["component"], strict=True)) == block * 15
@@ -205,10 +205,10 @@ def test_the_model_is_left_as_it_was_and_an_attached_bias_is_read():
 @pytest.mark.parametrize("attention", ["linear", "softmax"])
 def test_the_batch_script_gives_the_promised_columns(attention):
     model = tiny_text_model(attention=attention)
-    ANALYSIS.check_model(model)
+    LAYER_CONTRIBUTIONS.check_model(model)
     record = Record("a", "The widget is", " green and", {"answer": ".", "wrong": 5})
-    frame = ANALYSIS.run(model, record, per_head=True)
-    assert {name: str(dtype) for name, dtype in frame.dtypes.items()} == dict(ANALYSIS.columns)
+    frame = LAYER_CONTRIBUTIONS.run(model, record, per_head=True)
+    assert {name: str(dtype) for name, dtype in frame.dtypes.items()} == LAYER_CONTRIBUTIONS.columns.dtypes
     assert ("attention_bias" in frame["component"].to_numpy()) == (attention == "linear")
     tokens_read = torch.cat([model.to_tokens("The widget is"), model.to_tokens(" green and", prepend_bos=False)], dim=1)
     last = frame[(frame["position"] == frame["position"].max()) & (frame["target"] == "chosen")]
@@ -229,7 +229,7 @@ def test_bad_input():
     with pytest.raises(KVLensError, match=r"before_tokens: token ids must lie in 0\.\.16"):
         layer_contributions(model, TEXT, before_tokens=torch.tensor([17]))
     with pytest.raises(KVLensError, match="norm before it is added"):
-        ANALYSIS.check_model(random_model(normalization_type="RMS", use_normalization_before_and_after=True))
+        LAYER_CONTRIBUTIONS.check_model(random_model(normalization_type="RMS", use_normalization_before_and_after=True))
 
 
 def test_what_is_not_in_the_table_is_refused():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from analysis_models import random_model, tokens
 
-from analyses._logit_attribution import (
+from analyses.stream.logit_attribution import (
     LogitTarget,
     check_heads_write_directly,
     component_logits,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from timing import check_close, verdict
 
-from analyses.induction_heads import induction_heads
+from analyses.heads.induction import induction_heads
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig
 
 GPT2_SMALL = dict(n_layers=12, n_heads=12, d_model=768, d_head=64, n_ctx=1024, d_vocab=50257)

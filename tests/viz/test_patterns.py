@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny_text_model import PROMPT, TEXT, tiny_text_model
 
-from analyses.bias_by_head import bias_by_head
+from analyses.bias.by_head import bias_by_head
 from kvlens import KVLensError, convert_prompt
 from kvlens.viz import attention_rows, head_details
 

@@ -9,21 +9,31 @@ from pathlib import Path
 
 import pandas as pd
 
-from analyses._analysis import Analysis, Option, Record
+from analyses import Analysis, Columns, Field, Option
 from kvlens import HookedKVTransformer, KVLensError
 
+COLUMNS = Columns(place=("int64", "from 0"), letter=("str", ""), layers=("int64", "of the model"))
 
-def _run(model: HookedKVTransformer, record: Record, *, upper: bool, times: int) -> pd.DataFrame:
-    if "raises" in record.fields:
+
+def letters_of(
+    model: HookedKVTransformer,
+    prompt: str,
+    raises: object,
+    breaks: object,
+    kills_once: str | None,
+    *,
+    upper: bool = False,
+    times: int = 1,
+) -> pd.DataFrame:
+    if raises is not None:
         raise KVLensError("too long\nby far")
-    if "breaks" in record.fields:
+    if breaks is not None:
         raise ZeroDivisionError("a bug")
-    once = record.fields.get("kills_once")
-    if once and not Path(once).exists():
-        Path(once).touch()
+    if kills_once and not Path(kills_once).exists():
+        Path(kills_once).touch()
         os.kill(os.getpid(), signal.SIGKILL)
-    letters = list(record.prompt.upper() if upper else record.prompt) * times
-    return pd.DataFrame({"place": range(len(letters)), "letter": pd.Series(letters, dtype="str"), "layers": model.cfg.n_layers})
+    found = list(prompt.upper() if upper else prompt) * times
+    return COLUMNS.frame({"place": range(len(found)), "letter": found, "layers": model.cfg.n_layers})
 
 
 def _check_model(model: HookedKVTransformer) -> None:
@@ -31,11 +41,17 @@ def _check_model(model: HookedKVTransformer) -> None:
         raise KVLensError("it is not linear")
 
 
-ANALYSIS = Analysis(
+LETTERS = Analysis(
     name="letters",
     summary="the letters of the prompt",
-    columns={"place": "int64", "letter": "str", "layers": "int64"},
-    run=_run,
-    options={"upper": Option(False, "in capitals"), "times": Option(1, "how often")},
+    function=letters_of,
+    columns=COLUMNS,
+    inputs={
+        "prompt": Field("prompt"),
+        "raises": Field("raises", required=False),
+        "breaks": Field("breaks", required=False),
+        "kills_once": Field("kills_once", required=False),
+    },
+    options={"upper": Option("in capitals"), "times": Option("how often")},
     check_model=_check_model,
 )

@@ -1,25 +1,37 @@
 """Which layers and heads carry a converted prompt: how large each bias is, how much of the head's output it makes up, and
 what is lost without it.
 
-Size and share describe; only the removal (:mod:`analyses.bias_ablation`) tells whether the model uses what is there.
+Size and share describe; only the removal (:mod:`analyses.bias.removal`) tells whether the model uses what is there.
 """
 
 from collections.abc import Callable
 from itertools import product
+from typing import Any
 
 import pandas as pd
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from analyses._analysis import Analysis, Record
-from analyses._bias_outputs import bias_outputs, share_by_size
-from analyses._record_tokens import needs_linear_attention, read_prompt, read_text
-from analyses._sequences import PromptTokens, TextTokens, prompt_text_bias
-from analyses.bias_ablation import bias_ablation
+from analyses.bias.outputs import bias_outputs, share_by_size
+from analyses.bias.removal import bias_ablation
+from analyses.declaration import Analysis, Columns
+from analyses.inputs import PROMPT, TEXT, needs_linear_attention
+from analyses.sequences import PromptTokens, TextTokens, prompt_text_bias
 from kvlens import HookedKVTransformer, KVBias
 
+MEASURES = dict(
+    b_kv_norm=("float64", "Frobenius norm of b_KV"),
+    b_d_norm=("float64", "norm of b_D"),
+    bias_share=("float64", "mean over the text's places of ||z_bias|| / (||z_bias|| + ||z_context||), 0 for 0 / 0"),
+    ablation_kl=("float64", "mean KL(whole bias || bias without it), nats"),
+    loss_change=("float64", "by how much the mean loss rises without it, nats; NaN for one token"),
+)
+BY_HEAD = Columns(layer=("int64", "from 0"), head=("int64", "query head"), **MEASURES)
+BY_LAYER = Columns(layer=("int64", "from 0"), **MEASURES)
 
+
+@BY_HEAD.document
 @torch.no_grad()
 def bias_by_head(
     model: HookedKVTransformer,
@@ -37,29 +49,22 @@ def bias_by_head(
         prompt_tokens: [pos], BOS included where the model wants one.
         text_tokens: [pos], without BOS.
         bias: the converted prompt, if it is at hand; None converts it here.
-        batch_size, on_progress: as in :func:`analyses.bias_ablation.bias_ablation`.
+        batch_size, on_progress: as in :func:`analyses.bias.removal.bias_ablation`.
 
     Returns:
         One row a head, by layer, then head:
 
-        =============== ======= ========================================================================================
-        layer           int64
-        head            int64   query head
-        b_kv_norm       float64 Frobenius norm of b_KV
-        b_d_norm        float64 norm of b_D
-        bias_share      float64 mean over the text's places of ||z_bias|| / (||z_bias|| + ||z_context||), 0 for 0 / 0
-        ablation_kl     float64 mean KL(whole bias || bias without this head), nats
-        loss_change     float64 by how much the mean loss rises without this head's bias, nats; NaN for one token
-        =============== ======= ========================================================================================
+        {columns}
 
     Raises:
         KVLensError: softmax attention, tokens that are empty, misshapen or outside the vocabulary.
     """
     described = _describe(model, prompt_tokens, text_tokens, bias, 1, batch_size, on_progress)
-    pairs = pd.DataFrame(product(range(model.cfg.n_layers), range(model.cfg.n_heads)), columns=["layer", "head"])
-    return pd.concat([pairs, described], axis=1)
+    layer, head = torch.cartesian_prod(torch.arange(model.cfg.n_layers), torch.arange(model.cfg.n_heads)).T
+    return BY_HEAD.frame({"layer": layer, "head": head, **described})
 
 
+@BY_LAYER.document
 @torch.no_grad()
 def bias_by_layer(
     model: HookedKVTransformer,
@@ -78,13 +83,15 @@ def bias_by_layer(
         model, prompt_tokens, text_tokens, bias, batch_size, on_progress: as in :func:`bias_by_head`.
 
     Returns:
-        One row a layer, with the columns of :func:`bias_by_head` but ``head``.
+        One row a layer:
+
+        {columns}
 
     Raises:
         KVLensError: as :func:`bias_by_head`.
     """
     described = _describe(model, prompt_tokens, text_tokens, bias, model.cfg.n_heads, batch_size, on_progress)
-    return pd.concat([pd.DataFrame({"layer": range(model.cfg.n_layers)}), described], axis=1)
+    return BY_LAYER.frame({"layer": range(model.cfg.n_layers), **described})
 
 
 def _describe(
@@ -95,7 +102,7 @@ def _describe(
     heads_a_group: int,
     batch_size: int | None,
     on_progress: Callable[[float], None] | None,
-) -> pd.DataFrame:
+) -> dict[str, Any]:
     """The numbers of both tables, for groups of consecutive heads: each one alone, or all of a layer, side by side."""
     _, text, bias = prompt_text_bias(model, prompt_tokens, text_tokens, bias)
     outputs = bias_outputs(model, bias, text)
@@ -103,43 +110,24 @@ def _describe(
     pairs = list(product(range(bias.n_layers), range(bias.n_heads)))
     groups = [pairs[first : first + heads_a_group] for first in range(0, len(pairs), heads_a_group)]
     effect = bias_ablation(model, text, bias, groups, batch_size=batch_size, on_progress=on_progress)
-    return pd.DataFrame(
-        {
-            "b_kv_norm": _group_norms(bias.b_KV.flatten(2), heads_a_group),
-            "b_d_norm": _group_norms(bias.b_D, heads_a_group),
-            "bias_share": share_by_size(of_bias, of_context).mean(dim=1).flatten().tolist(),
-            "ablation_kl": effect["kl"],
-            "loss_change": effect["loss_change"],
-        }
-    )
+    return {
+        "b_kv_norm": _group_norms(bias.b_KV.flatten(2), heads_a_group),
+        "b_d_norm": _group_norms(bias.b_D, heads_a_group),
+        "bias_share": share_by_size(of_bias, of_context).mean(dim=1),
+        "ablation_kl": effect["kl"],
+        "loss_change": effect["loss_change"],
+    }
 
 
-def _group_norms(x: Float[Tensor, "layer head d"], heads_a_group: int) -> list[float]:
-    return x.double().unflatten(1, (-1, heads_a_group)).flatten(2).norm(dim=-1).flatten().tolist()
+def _group_norms(x: Float[Tensor, "layer head d"], heads_a_group: int) -> Float[Tensor, "layer group"]:
+    return x.double().unflatten(1, (-1, heads_a_group)).flatten(2).norm(dim=-1)
 
 
-def _run_record(model: HookedKVTransformer, record: Record) -> pd.DataFrame:
-    return bias_by_head(model, read_prompt(model, record), read_text(model, record))
-
-
-ANALYSIS = Analysis(
+BIAS_BY_HEAD = Analysis(
     name="bias_by_head",
     summary="which heads carry a converted prompt: size of its bias, share of the output, what is lost without it",
-    columns={
-        "layer": "int64",
-        "head": "int64",
-        "b_kv_norm": "float64",
-        "b_d_norm": "float64",
-        "bias_share": "float64",
-        "ablation_kl": "float64",
-        "loss_change": "float64",
-    },
-    run=_run_record,
-    needs_text=True,
+    function=bias_by_head,
+    columns=BY_HEAD,
+    inputs={"prompt_tokens": PROMPT, "text_tokens": TEXT},
     check_model=needs_linear_attention("bias_by_head"),
 )
-
-if __name__ == "__main__":
-    from analyses.batch.script import main
-
-    main(ANALYSIS.name)

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from analyses._logit_attribution import final_scale, final_scale_name
+from analyses.stream.logit_attribution import final_scale, final_scale_name
 from kvlens import HookedKVTransformer, KVBias
 
 

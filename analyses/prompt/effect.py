@@ -11,9 +11,9 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from analyses._analysis import Analysis, Record
-from analyses._record_tokens import needs_linear_attention, read_prompt, read_text
-from analyses._sequences import (
+from analyses.declaration import Analysis, Columns
+from analyses.inputs import PROMPT, TEXT, needs_linear_attention
+from analyses.sequences import (
     BaselineTokens,
     PromptTokens,
     TextTokens,
@@ -30,7 +30,19 @@ from kvlens import HookedKVTransformer, KVBias
 
 CONDITIONS = ("with_prompt", "without_prompt", "converted")
 
+COLUMNS = Columns(
+    position=("int64", "0 is the first token of the text"),
+    token=("str", "the token at this place"),
+    next_token=("str", "the token that follows in the text, missing at the last place"),
+    condition=("str", "``with_prompt``, ``without_prompt`` or ``converted``"),
+    predicted_token=("str", "the most probable next token"),
+    kl=("float64", "KL(with_prompt || condition) in nats; 0 for ``with_prompt``"),
+    argmax_agrees=("bool", "whether the most probable next token is that of ``with_prompt``"),
+    loss=("float64", "-log p(next_token) in nats, NaN at the last place"),
+)
 
+
+@COLUMNS.document
 @torch.no_grad()
 def prompt_effect(
     model: HookedKVTransformer,
@@ -53,16 +65,7 @@ def prompt_effect(
     Returns:
         One row a place of the text and condition, places in order, conditions as in :data:`CONDITIONS`:
 
-        ================ ======= ===============================================================================
-        position         int64   0 is the first token of the text
-        token            str     the token at this place
-        next_token       str     the token that follows in the text, missing at the last place
-        condition        str     ``with_prompt``, ``without_prompt`` or ``converted``
-        predicted_token  str     the most probable next token
-        kl               float64 KL(with_prompt || condition) in nats; 0 for ``with_prompt``
-        argmax_agrees    bool    whether the most probable next token is that of ``with_prompt``
-        loss             float64 -log p(next_token) in nats, NaN at the last place
-        ================ ======= ===============================================================================
+        {columns}
 
     Raises:
         KVLensError: softmax attention, tokens that are empty, misshapen or outside the vocabulary.
@@ -83,16 +86,16 @@ def prompt_effect(
     for condition in CONDITIONS:
         log_p, predicted = log_probabilities(logits[condition]), logits[condition].argmax(dim=-1)
         frames.append(
-            pd.DataFrame(
+            COLUMNS.frame(
                 {
                     "position": range(len(text)),
                     "token": tokens,
-                    "next_token": pd.Series([*tokens[1:], None], dtype="str"),
+                    "next_token": [*tokens[1:], None],
                     "condition": condition,
                     "predicted_token": token_texts(model, predicted),
-                    "kl": kl_divergence(reference, log_p).cpu().numpy(),
-                    "argmax_agrees": (predicted == logits["with_prompt"].argmax(dim=-1)).cpu().numpy(),
-                    "loss": next_token_losses(log_p, text).cpu().numpy(),
+                    "kl": kl_divergence(reference, log_p),
+                    "argmax_agrees": (predicted == logits["with_prompt"].argmax(dim=-1)),
+                    "loss": next_token_losses(log_p, text),
                 }
             )
         )
@@ -103,29 +106,11 @@ def _begins_with_bos(model: HookedKVTransformer, prompt: Tensor) -> bool:
     return model.tokenizer is not None and int(prompt[0]) == model.tokenizer.bos_token_id
 
 
-def _run_record(model: HookedKVTransformer, record: Record) -> pd.DataFrame:
-    return prompt_effect(model, read_prompt(model, record), read_text(model, record))
-
-
-ANALYSIS = Analysis(
+PROMPT_EFFECT = Analysis(
     name="prompt_effect",
     summary="what a prompt changes in the predictions on a text, and whether its conversion changes the same",
-    columns={
-        "position": "int64",
-        "token": "str",
-        "next_token": "str",
-        "condition": "str",
-        "predicted_token": "str",
-        "kl": "float64",
-        "argmax_agrees": "bool",
-        "loss": "float64",
-    },
-    run=_run_record,
-    needs_text=True,
+    function=prompt_effect,
+    columns=COLUMNS,
+    inputs={"prompt_tokens": PROMPT, "text_tokens": TEXT},
     check_model=needs_linear_attention("prompt_effect"),
 )
-
-if __name__ == "__main__":
-    from analyses.batch.script import main
-
-    main(ANALYSIS.name)

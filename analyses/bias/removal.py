@@ -11,16 +11,26 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from analyses._interventions import Interventions, donors_of
-from analyses._logit_attribution import logit_target
-from analyses._sequences import TextTokens, one_sequence
-from analyses.bias_effects import measured_effects
-from analyses.bias_singular_values import check_one_prompt
+from analyses.bias.effects import measured_effects
+from analyses.bias.interventions import Interventions, donors_of
+from analyses.bias.spectrum import check_one_prompt
+from analyses.declaration import Columns
+from analyses.sequences import TextTokens, one_sequence
+from analyses.stream.logit_attribution import logit_target
 from kvlens import HookedKVTransformer, KVBias, KVLensError
 
 Heads = Sequence[tuple[int, int]]
 
 
+COLUMNS = Columns(
+    removal=("int64", "index into ``removals``"),
+    n_heads=("int64", "how many heads were removed"),
+    kl=("float64", "mean over the text's places of KL(whole bias || bias without these heads), nats"),
+    loss_change=("float64", "by how much the mean loss of the text's next tokens rises, nats; NaN for one token"),
+)
+
+
+@COLUMNS.document
 @torch.no_grad()
 def bias_ablation(
     model: HookedKVTransformer,
@@ -38,18 +48,13 @@ def bias_ablation(
         text_tokens: [pos], without BOS.
         bias: of one prompt.
         removals: for each, the (layer, head) pairs whose bias is removed; an empty one changes nothing.
-        batch_size: removals a forward pass; None takes what :data:`analyses._interventions.MEMORY_A_PASS` allows.
+        batch_size: removals a forward pass; None takes what :data:`analyses.bias.interventions.MEMORY_A_PASS` allows.
         on_progress: called with the fraction done after each forward pass.
 
     Returns:
         One row a removal, in the order given:
 
-        ============= ======= =======================================================================================
-        removal       int64   index into ``removals``
-        n_heads       int64   how many heads were removed
-        kl            float64 mean over the text's places of KL(whole bias || bias without these heads), nats
-        loss_change   float64 by how much the mean loss of the text's next tokens rises, nats; NaN for one token
-        ============= ======= =======================================================================================
+        {columns}
 
     Raises:
         KVLensError: a head that does not exist, a batch of biases, a bias of another model, tokens that do not fit.
@@ -61,14 +66,9 @@ def bias_ablation(
     rows = Interventions(keep, torch.ones_like(keep), no_donor, donors_of(bias))
     target = logit_target(model, text)
     effects = measured_effects(model, text, bias, rows, target, batch_size=batch_size, on_progress=on_progress)
-    return pd.DataFrame(
-        {
-            "removal": pd.Series(range(len(removals)), dtype="int64"),
-            "n_heads": (1 - keep).sum(dim=(1, 2)).long().cpu().numpy(),
-            "kl": effects["kl"],
-            "loss_change": effects["loss_change"],
-        }
-    )
+    n_heads = (1 - keep).sum(dim=(1, 2)).long()
+    removed = {"removal": range(len(removals)), "n_heads": n_heads}
+    return COLUMNS.frame({**removed, "kl": effects["kl"], "loss_change": effects["loss_change"]})
 
 
 def _kept_heads(bias: KVBias, removals: Sequence[Heads]) -> Float[Tensor, "removal layer head"]:

@@ -6,7 +6,7 @@ is an identity: each part only ever adds. ``attention_input`` is what a layer's 
 (``hook_z_context``), ``attention_bias`` what they read from the converted or trained prompt (``hook_z_bias``); a head without a
 bias, or with softmax attention, has the first alone. Both share the normaliser: a prompt that adds nothing to the second
 still thins the first. With the final norm's scale held at its value in the run, the logit is a sum over the same parts
-(:mod:`analyses._logit_attribution`), plus one constant that belongs to none; with a soft cap, the logit before it.
+(:mod:`analyses.stream.logit_attribution`), plus one constant that belongs to none; with a soft cap, the logit before it.
 
 These are direct contributions: what a part does by way of later layers is in theirs.
 
@@ -21,8 +21,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from analyses._analysis import Analysis, Option, Record
-from analyses._logit_attribution import (
+from analyses.declaration import Analysis, Columns, Option
+from analyses.inputs import ANSWER, PROMPT, TEXT, WRONG
+from analyses.sequences import TextTokens, one_sequence, token_texts
+from analyses.stream.logit_attribution import (
     Token,
     check_heads_write_directly,
     component_logits,
@@ -31,27 +33,31 @@ from analyses._logit_attribution import (
     final_scale_name,
     logit_target,
 )
-from analyses._record_tokens import read_prompt, read_text
-from analyses._sequences import TextTokens, one_sequence, token_texts
 from kvlens import HookedKVTransformer, KVBias, KVLensError, convert_prompt
 
-COLUMNS = {
-    "position": "int64",
-    "token": "str",
-    "target": "str",
-    "target_token": "str",
-    "layer": "int64",
-    "component": "str",
-    "head": "int64",
-    "norm": "float64",
-    "residual_share": "float64",
-    "logit": "float64",
-}
+COLUMNS = Columns(
+    position=("int64", "0 is the first token of the text"),
+    token=("str", "the token at this place"),
+    target=("str", "``next`` or ``chosen``"),
+    target_token=("str", "whose logit it is; missing for ``next`` at the last place"),
+    layer=("int64", "-1 before the first layer; the number of layers for ``unembed_bias``"),
+    component=(
+        "str",
+        "``embed``, ``pos_embed`` (where it is added), ``attention_input``, ``attention_bias`` (where there is a bias), "
+        "``attention_b_O``, ``mlp`` (where there is one); last ``unembed_bias``, the constant, which is no part of the "
+        "residual stream",
+    ),
+    head=("int64", "-1 where it is not one head's"),
+    norm=("float64", "of the component; 0 for ``unembed_bias``"),
+    residual_share=("float64", "<component, residual> / <residual, residual>: sums to 1"),
+    logit=("float64", "sums to the logit; NaN where no token follows"),
+)
 NO_HEAD = -1
 POSITIONS_ADDED = ("standard", "sinusoidal")
 """The kinds of positional embedding that are added to the residual stream; the others act inside the attention."""
 
 
+@COLUMNS.document
 @torch.no_grad()
 def layer_contributions(
     model: HookedKVTransformer,
@@ -79,20 +85,7 @@ def layer_contributions(
         One row a place, target and component; places in order, targets as above (``next`` first), components in the order
         in which they are added:
 
-        =============== ======= ========================================================================================
-        position        int64   0 is the first token of the text
-        token           str     the token at this place
-        target          str     ``next`` or ``chosen``
-        target_token    str     whose logit it is; missing for ``next`` at the last place
-        layer           int64   -1 before the first layer; the number of layers for ``unembed_bias``
-        component       str     ``embed``, ``pos_embed`` (where it is added), ``attention_input``, ``attention_bias`` (where
-                                there is a bias), ``attention_b_O``, ``mlp`` (where there is one); last ``unembed_bias``,
-                                the constant, which is no part of the residual stream
-        head            int64   -1 where it is not one head's
-        norm            float64 of the component; 0 for ``unembed_bias``
-        residual_share  float64 <component, residual> / <residual, residual>: sums to 1
-        logit           float64 sums to the logit; NaN where no token follows
-        =============== ======= ========================================================================================
+        {columns}
 
     Raises:
         KVLensError: tokens that do not fit, a batch of biases or that of another model, nothing to split, a model that norms
@@ -253,38 +246,44 @@ def _frame(
         "layer": layer * (pos * n_targets),
         "component": component * (pos * n_targets),
         "head": head * (pos * n_targets),
-        "norm": over_targets(norms).flatten().cpu().numpy(),
-        "residual_share": over_targets(shares).flatten().cpu().numpy(),
-        "logit": logits.flatten().cpu().numpy(),
+        "norm": over_targets(norms),
+        "residual_share": over_targets(shares),
+        "logit": logits,
     }
-    return pd.DataFrame({name: pd.Series(columns[name], dtype=dtype) for name, dtype in COLUMNS.items()})
+    return COLUMNS.frame(columns)
 
 
-def _run_record(model: HookedKVTransformer, record: Record, *, per_head: bool) -> pd.DataFrame:
-    """The prompt converted where that is exact, in front of the text where it is not."""
-    prompt, chosen = read_prompt(model, record), [record.fields[x] for x in ("answer", "wrong") if x in record.fields]
+def _after_prompt(
+    model: HookedKVTransformer,
+    prompt_tokens: Tensor,
+    text_tokens: Tensor,
+    answer: Token | None,
+    wrong: Token | None,
+    *,
+    per_head: bool = False,
+) -> pd.DataFrame:
+    """:func:`layer_contributions` with the prompt converted where that is exact, in front of the text where it is not."""
     linear = model.cfg.attention == "linear"
     return layer_contributions(
         model,
-        read_text(model, record),
-        bias=convert_prompt(model, prompt) if linear else None,
-        before_tokens=None if linear else prompt,
-        tokens=chosen,
+        text_tokens,
+        bias=convert_prompt(model, prompt_tokens) if linear else None,
+        before_tokens=None if linear else prompt_tokens,
+        tokens=[token for token in (answer, wrong) if token is not None],
         per_head=per_head,
     )
 
 
-ANALYSIS = Analysis(
+def _check_model(model: HookedKVTransformer) -> None:
+    check_heads_write_directly(model, "layer_contributions")
+
+
+LAYER_CONTRIBUTIONS = Analysis(
     name="layer_contributions",
     summary="embedding, attention from the text, attention from the bias, MLP: norms and logits of each part, place by place",
+    function=_after_prompt,
     columns=COLUMNS,
-    run=_run_record,
-    needs_text=True,
-    options={"per_head": Option(False, "one row a head instead of one a layer")},
-    check_model=lambda model: check_heads_write_directly(model, "layer_contributions"),
+    inputs={"prompt_tokens": PROMPT, "text_tokens": TEXT, "answer": ANSWER, "wrong": WRONG},
+    options={"per_head": Option("one row a head instead of one a layer")},
+    check_model=_check_model,
 )
-
-if __name__ == "__main__":
-    from analyses.batch.script import main
-
-    main(ANALYSIS.name)

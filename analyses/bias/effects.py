@@ -8,23 +8,23 @@ Three ways to take a part away, as the field has them:
 
 A converted prompt is more than its bias: a shifted model also reads the *boundary*, the prompt's last raw keys, values and
 queries. ``bias`` takes b_KV and b_D, ``boundary`` the boundary, ``both`` all that the prompt left. The effects do not add up.
-An effect through every path is measured here; :func:`analyses.bias_decomposition.bias_decomposition` has the direct one.
+An effect through every path is measured here; :func:`analyses.bias.decomposition.bias_decomposition` has the direct one.
 """
 
 from collections.abc import Callable, Sequence
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from analyses._analysis import Analysis, Option, Record
-from analyses._interventions import Interventions, donors_of, logits_under
-from analyses._logit_attribution import LogitTarget, Token, logit_target
-from analyses._record_tokens import needs_linear_attention, read_prompt, read_text
-from analyses._sequences import (
+from analyses.bias.interventions import Interventions, donors_of, logits_under
+from analyses.bias.spectrum import check_one_prompt
+from analyses.declaration import Analysis, Columns, Field, Option
+from analyses.inputs import ANSWER, PROMPT, TEXT, WRONG, needs_linear_attention, read_tokens
+from analyses.sequences import (
     TextTokens,
     converted_logits,
     kl_divergence,
@@ -32,7 +32,7 @@ from analyses._sequences import (
     next_token_losses,
     one_sequence,
 )
-from analyses.bias_singular_values import check_one_prompt
+from analyses.stream.logit_attribution import LogitTarget, Token, logit_target
 from kvlens import HookedKVTransformer, KVBias, KVLensError, convert_prompt
 
 METHODS = ("zero", "mean", "resample")
@@ -52,6 +52,19 @@ class Ablation(NamedTuple):
     head: int
 
 
+COLUMNS = Columns(
+    method=("str", "``zero``, ``mean`` or ``resample``"),
+    reference=("int64", "for ``resample``, index into ``references``; else -1"),
+    part=("str", "``bias``, ``boundary`` or ``both``"),
+    layer=("int64", "-1: all"),
+    head=("int64", "query head; -1: all"),
+    kl=("float64", "mean over the text's places of KL(whole bias || ablated), nats"),
+    loss_change=("float64", "by how much the mean loss of the text's next tokens rises, nats; NaN for one token"),
+    logit_change=("float64", "by how much the target's logit (or difference) rises, mean over its places; NaN without one"),
+)
+
+
+@COLUMNS.document
 @torch.no_grad()
 def bias_effects(
     model: HookedKVTransformer,
@@ -79,7 +92,7 @@ def bias_effects(
         parts: of :data:`PARTS`; None takes all that the bias has. With grouped queries, the boundary of a head is that of
             its group.
         references: the biases of other prompts, as a batch, for ``mean`` and ``resample``.
-        answer, wrong: the logit, as in :func:`analyses.bias_decomposition.bias_decomposition`.
+        answer, wrong: the logit, as in :func:`analyses.bias.decomposition.bias_decomposition`.
         batch_size: ablations a forward pass; None takes what memory allows.
         on_start: called once, before the first ablation, with their number.
         on_progress: called with the fraction done after each forward pass.
@@ -87,16 +100,7 @@ def bias_effects(
     Returns:
         One row an ablation, by method and part in the order given, then layer, then head:
 
-        ============= ======= ==========================================================================================
-        method        str     ``zero``, ``mean`` or ``resample``
-        reference     int64   for ``resample``, index into ``references``; else -1
-        part          str     ``bias``, ``boundary`` or ``both``
-        layer         int64   -1: all
-        head          int64   query head; -1: all
-        kl            float64 mean over the text's places of KL(whole bias || ablated), nats
-        loss_change   float64 by how much the mean loss of the text's next tokens rises, nats; NaN for one token
-        logit_change  float64 by how much the target's logit (or difference) rises, mean over its places; NaN without one
-        ============= ======= ==========================================================================================
+        {columns}
 
     Raises:
         KVLensError: an unknown name, references that are missing or at other positions, a boundary that the model has
@@ -111,8 +115,8 @@ def bias_effects(
         on_start(len(ablations))
     rows = _interventions(bias, ablations, references)
     numbers = measured_effects(model, text, bias, rows, target, batch_size=batch_size, on_progress=on_progress)
-    kinds = {"method": "str", "reference": "int64", "part": "str", "layer": "int64", "head": "int64"}
-    return pd.concat([pd.DataFrame(ablations, columns=list(Ablation._fields)).astype(kinds), numbers], axis=1)
+    which = {name: [getattr(ablation, name) for ablation in ablations] for name in Ablation._fields}
+    return COLUMNS.frame({**which, **numbers})
 
 
 def measured_effects(
@@ -124,7 +128,7 @@ def measured_effects(
     *,
     batch_size: int | None = None,
     on_progress: Callable[[float], None] | None = None,
-) -> pd.DataFrame:
+) -> dict[str, list[float]]:
     """``kl``, ``loss_change`` and ``logit_change`` of each intervention against the whole bias, as :func:`bias_effects`."""
     whole_logits = converted_logits(model, bias, text)
     whole, whole_target = log_probabilities(whole_logits), target.read(whole_logits).double()
@@ -135,7 +139,7 @@ def measured_effects(
         found["kl"] += kl_divergence(whole, log_p).mean(dim=-1).tolist()
         found["loss_change"] += (next_token_losses(log_p, text)[:, :-1].mean(dim=-1) - whole_loss).tolist()
         found["logit_change"] += (target.read(logits).double() - whole_target).mean(dim=-1).tolist()
-    return pd.DataFrame(found, dtype="float64")
+    return found
 
 
 def _parts_of(bias: KVBias) -> Sequence[str]:
@@ -203,66 +207,68 @@ def _kept(bias: KVBias, ablations: Sequence[Ablation], parts: Sequence[str]) -> 
     return (~removed).to(bias.b_KV)
 
 
-def _run_record(model: HookedKVTransformer, record: Record, *, by: str, methods: str, parts: str) -> pd.DataFrame:
-    names = [name for name in methods.split(",") if name]
-    references = _record_references(model, record) if set(names) - {"zero"} else None
+def _ablated_prompt(
+    model: HookedKVTransformer,
+    prompt_tokens: Tensor,
+    text_tokens: Tensor,
+    references: KVBias | None,
+    answer: Token | None,
+    wrong: Token | None,
+    *,
+    by: str = "head",
+    methods: Sequence[str] = METHODS[:1],
+    parts: Sequence[str] | None = None,
+) -> pd.DataFrame:
+    """:func:`bias_effects` of a prompt that is still to be converted."""
     return bias_effects(
         model,
-        read_text(model, record),
-        convert_prompt(model, read_prompt(model, record)),
+        text_tokens,
+        convert_prompt(model, prompt_tokens),
         by=by,
-        methods=names,
-        parts=parts.split(",") if parts else None,
+        methods=methods,
+        parts=parts,
         references=references,
-        answer=record.fields.get("answer"),
-        wrong=record.fields.get("wrong"),
+        answer=answer,
+        wrong=wrong,
     )
 
 
-def _record_references(model: HookedKVTransformer, record: Record) -> KVBias:
-    prompts = record.fields.get("references")
+def _read_references(model: HookedKVTransformer, prompts: Any) -> KVBias:
     if not isinstance(prompts, list) or not prompts:
-        raise KVLensError(f"references: mean and resample need this field, a list of other prompts; got {prompts!r}")
+        raise KVLensError(f"references: expected a list of other prompts, got {prompts!r}")
     if all(isinstance(prompt, str) for prompt in prompts) and model.tokenizer is not None:
         return convert_prompt(model, prompts)
-    others = [read_prompt(model, Record(record.id, prompt)) for prompt in prompts]
+    bos = bool(model.cfg.default_prepend_bos)
+    others = [read_tokens(model, "references", prompt, prepend_bos=bos) for prompt in prompts]
     if len({len(tokens) for tokens in others}) > 1:
         raise KVLensError("references: token numbers of different lengths make no batch; give prompts of one length")
     return convert_prompt(model, torch.stack(others))
 
 
-def _n_ablations(model: HookedKVTransformer, *, by: str, methods: str, parts: str) -> int:
+def _n_ablations(model: HookedKVTransformer, *, by: str, methods: Sequence[str], parts: Sequence[str] | None) -> int:
     """With one reference; each further one adds as many for ``resample``."""
     units = {"head": model.cfg.n_layers * model.cfg.n_heads, "layer": model.cfg.n_layers, "model": 1}[by]
-    n_parts = len([part for part in parts.split(",") if part]) or (1 if model.cfg.kv_shift is None else len(PARTS))
-    return units * n_parts * len([method for method in methods.split(",") if method])
+    n_parts = len(parts) if parts else 1 if model.cfg.kv_shift is None else len(PARTS)
+    return units * n_parts * len(methods)
 
 
-ANALYSIS = Analysis(
+BIAS_EFFECTS = Analysis(
     name="bias_effects",
-    summary="what is lost when the bias or boundary of a head, layer or prompt is ablated (fields: answer, wrong, references)",
-    columns={
-        "method": "str",
-        "reference": "int64",
-        "part": "str",
-        "layer": "int64",
-        "head": "int64",
-        "kl": "float64",
-        "loss_change": "float64",
-        "logit_change": "float64",
+    summary="what is lost when the bias or boundary of a head, layer or prompt is ablated",
+    function=_ablated_prompt,
+    columns=COLUMNS,
+    inputs={
+        "prompt_tokens": PROMPT,
+        "text_tokens": TEXT,
+        "references": Field("references", _read_references, required=False),
+        "answer": ANSWER,
+        "wrong": WRONG,
     },
-    run=_run_record,
-    needs_text=True,
     options={
-        "by": Option("head", "what is ablated at once", UNITS),
-        "methods": Option("zero", f"which of {', '.join(METHODS)}, with commas between; all but zero need references"),
-        "parts": Option("", f"which of {', '.join(PARTS)}, with commas between; all that the model has if empty"),
+        "by": Option("what is ablated at once", UNITS),
+        "methods": Option("all but zero need references", METHODS, many=True),
+        "parts": Option("all that the model has if empty", PARTS, many=True),
     },
     check_model=needs_linear_attention("bias_effects"),
     n_interventions=_n_ablations,
 )
-
-if __name__ == "__main__":
-    from analyses.batch.script import main
-
-    main(ANALYSIS.name)

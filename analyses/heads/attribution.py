@@ -5,7 +5,7 @@ and no part of any bias, is
 
     z_h W_O . d_t / s
 
-with d_t and s of :mod:`analyses._logit_attribution`. The directions are pulled back to each head's d_head numbers once a
+with d_t and s of :mod:`analyses.stream.logit_attribution`. The directions are pulled back to each head's d_head numbers once a
 place, so no head's output is ever written out in d_model numbers. Where a norm stands between the heads and the residual
 stream (Gemma 2, OLMo 2), it is held at its scale like the final one, and its gain and its centering are part of the path.
 
@@ -19,8 +19,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from analyses._head_weights import gain, norm_behind, wide_dtype
-from analyses._logit_attribution import final_scale, final_scale_name, residual_directions
+from analyses.heads.weights import gain, norm_behind, wide_dtype
+from analyses.stream.logit_attribution import final_scale, final_scale_name, residual_directions
 from kvlens import HookedKVTransformer
 
 

@@ -22,10 +22,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from analyses._analysis import Analysis, Option, Record
-from analyses._interventions import MEMORY_A_PASS
-from analyses._logit_attribution import Token, logit_target
-from analyses._patches import (
+from analyses.bias.interventions import MEMORY_A_PASS
+from analyses.bias.patches import (
     HEAD_AXIS,
     POINTS,
     Patch,
@@ -35,14 +33,31 @@ from analyses._patches import (
     patch_hooks,
     patches_of,
 )
-from analyses._record_tokens import needs_linear_attention, read_field, read_prompt, read_text
-from analyses._sequences import TextTokens, bias_of, one_sequence
+from analyses.declaration import Analysis, Columns, Option
+from analyses.inputs import ANSWER, PROMPT, TEXT, WRONG, needs_linear_attention, tokens_field
+from analyses.sequences import TextTokens, bias_of, one_sequence
+from analyses.stream.logit_attribution import Token, logit_target
 from kvlens import HookedKVTransformer, KVBias, KVLensError
 
 Metric = Callable[[Float[Tensor, "row pos d_vocab"]], Float[Tensor, " row"]]
 """From the logits on the text, one row a patch, to one number a row."""
 
+COLUMNS = Columns(
+    point=("str", "what was patched"),
+    layer=("int64", "-1: all layers"),
+    head=(
+        "int64",
+        "-1: all heads. Key-value heads, each with its queries, for ``boundary``, ``k_shift_coef`` and ``v_shift_coef``, query "
+        "heads elsewhere",
+    ),
+    metric=("float64", "of the patched run"),
+    clean_metric=("float64", "under the clean prompt"),
+    corrupted_metric=("float64", "under the corrupted prompt"),
+    recovered=("float64", "(metric - corrupted) / (clean - corrupted); NaN where clean and corrupted agree"),
+)
 
+
+@COLUMNS.document
 @torch.no_grad()
 def activation_patching(
     model: HookedKVTransformer,
@@ -69,7 +84,7 @@ def activation_patching(
         answer, wrong: the metric is the logit of ``answer``, minus that of ``wrong``, at the text's last place (ids, or the
             texts of single tokens); without ``answer`` it is the mean logit of the text's next tokens.
         metric: another one, in their place.
-        points: names of :data:`analyses._patches.POINTS`; None takes all that the model has.
+        points: names of :data:`analyses.bias.patches.POINTS`; None takes all that the model has.
         coefficients: "k", "v" or "q" -> what is patched in for its shift coefficients, [window+1] or [layer, head,
             window+1]; the identity for those that are not given.
         batch_size: patches a forward pass; None takes what memory allows. A pass with shift coefficients holds one: they
@@ -80,16 +95,7 @@ def activation_patching(
     Returns:
         One row a patch; points in the order given, each by layer, then head, then whole layers, then everything:
 
-        ================= ======= ====================================================================================
-        point             str
-        layer             int64   -1: all layers
-        head              int64   -1: all heads. Key-value heads, each with its queries, for ``boundary``,
-                                  ``k_shift_coef`` and ``v_shift_coef``, query heads elsewhere
-        metric            float64 of the patched run
-        clean_metric      float64 under the clean prompt
-        corrupted_metric  float64 under the corrupted prompt
-        recovered         float64 see the module; NaN where clean and corrupted agree
-        ================= ======= ====================================================================================
+        {columns}
 
     Raises:
         KVLensError: softmax attention, an unknown point (the nearest is proposed) or one that the model lacks, prompts of
@@ -116,12 +122,18 @@ def activation_patching(
             values += _run(model, text, metric, patch_hooks(model, chunk, sources), len(chunk))
             if on_progress is not None:
                 on_progress(len(values) / len(patches))
-    frame = pd.DataFrame(patches, columns=["point", "layer", "head"]).astype(dict(point="str", layer="int64", head="int64"))
-    frame["metric"] = pd.Series(values, dtype="float64")
-    frame["clean_metric"], frame["corrupted_metric"] = clean_metric, corrupted_metric
     gap = clean_metric - corrupted_metric
-    frame["recovered"] = (frame["metric"] - corrupted_metric) / (gap or float("nan"))
-    return frame
+    return COLUMNS.frame(
+        {
+            "point": [patch.point for patch in patches],
+            "layer": [patch.layer for patch in patches],
+            "head": [patch.head for patch in patches],
+            "metric": values,
+            "clean_metric": clean_metric,
+            "corrupted_metric": corrupted_metric,
+            "recovered": [(value - corrupted_metric) / (gap or float("nan")) for value in values],
+        }
+    )
 
 
 def _bias(model: HookedKVTransformer, what: str, prompt: KVBias | Tensor) -> KVBias:
@@ -223,41 +235,23 @@ def _values(metric: Metric, logits: Tensor) -> list[float]:
     return values.double().tolist()
 
 
-def _run_record(model: HookedKVTransformer, record: Record, *, points: str) -> pd.DataFrame:
-    clean = read_prompt(model, record)
-    corrupted = read_field(model, record, "corrupted", prepend_bos=model.cfg.default_prepend_bos)
-    return activation_patching(
-        model,
-        clean,
-        corrupted,
-        read_text(model, record),
-        answer=record.fields.get("answer"),
-        wrong=record.fields.get("wrong"),
-        points=points.split(",") if points else None,
-    )
+def _n_patches(model: HookedKVTransformer, points: Sequence[str] | None) -> int:
+    return len(patches_of(model, _known(model, points)))
 
 
-ANALYSIS = Analysis(
+ACTIVATION_PATCHING = Analysis(
     name="activation_patching",
-    summary="which part of a clean prompt, put into a corrupted one's place, brings the answer back (fields: corrupted, "
-    "answer, wrong)",
-    columns={
-        "point": "str",
-        "layer": "int64",
-        "head": "int64",
-        "metric": "float64",
-        "clean_metric": "float64",
-        "corrupted_metric": "float64",
-        "recovered": "float64",
+    summary="which part of a clean prompt, put into a corrupted one's place, brings the answer back",
+    function=activation_patching,
+    columns=COLUMNS,
+    inputs={
+        "clean": PROMPT,
+        "corrupted": tokens_field("corrupted", prepend_bos=True),
+        "text_tokens": TEXT,
+        "answer": ANSWER,
+        "wrong": WRONG,
     },
-    run=_run_record,
-    needs_text=True,
-    options={"points": Option("", f"which points, with commas between: {', '.join(POINTS)}; all that the model has if empty")},
+    options={"points": Option("what is patched; all that the model has if empty", tuple(POINTS), many=True)},
     check_model=needs_linear_attention("activation_patching"),
-    n_interventions=lambda model, points: len(patches_of(model, _known(model, points.split(",") if points else None))),
+    n_interventions=_n_patches,
 )
-
-if __name__ == "__main__":
-    from analyses.batch.script import main
-
-    main(ANALYSIS.name)

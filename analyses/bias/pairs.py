@@ -30,10 +30,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from analyses._analysis import Analysis, Record
-from analyses._carried_bias import carried_bias
-from analyses._record_tokens import needs_linear_attention, read_field, read_prompt
-from analyses._sequences import (
+from analyses.bias.carrying import carried_bias
+from analyses.declaration import Analysis, Columns
+from analyses.inputs import PROMPT, needs_linear_attention, tokens_field
+from analyses.sequences import (
     TextTokens,
     converted_logits,
     kl_divergence,
@@ -46,8 +46,57 @@ from kvlens import HookedKVTransformer, KVBias, KVLensError, combine, convert_pr
 FirstTokens = Int[Tensor, " first_pos"]
 SecondTokens = Int[Tensor, " second_pos"]
 SUMS = ("plain", "aligned")
+SIMILARITY_COLUMNS = Columns(
+    prompt_a=("int64", "index into ``biases``"),
+    prompt_b=("int64", "likewise, above ``prompt_a``"),
+    layer=("int64", "from 0"),
+    head=("int64", "query head"),
+    b_kv_cosine=("float64", "<b_KV, b_KV'> / (||b_KV|| ||b_KV'||), Frobenius; NaN for a zero bias"),
+    b_d_cosine=("float64", 'likewise of b_D; NaN under normaliser "none"'),
+)
+OVERWRITING_COLUMNS = Columns(
+    layer=("int64", "from 0"),
+    head=("int64", "query head"),
+    direction=("int64", "0 is the strongest"),
+    strength=("float64", "singular value of b_1"),
+    carried=("float64", "s_r, what decay alone leaves of it"),
+    written=("float64", "u_r^T N w_r, what the second prompt writes along the same pair"),
+    survival=(
+        "float64",
+        "u_r^T b_12 w_r / strength = (carried + written) / strength: 1 untouched, 0 erased, below 0 reversed, above 1 "
+        "reinforced",
+    ),
+    crosstalk=("float64", "||u_r^T N (1 - w_r w_r^T)|| / strength: what a query along u_r now reads beside the old value"),
+)
+ADDITION_COLUMNS = Columns(
+    condition=("str", "``whole``, ``plain``, ``aligned``, ``first`` or ``second``"),
+    logit_error=("float64", "||logits - whole|| / ||whole|| over the text's places"),
+    kl=("float64", "mean KL(whole || condition) over the text's places, nats"),
+    loss=("float64", "mean loss of the text's next tokens, nats; NaN for one token"),
+)
+CIRCUIT_COLUMNS = Columns(
+    layer=("int64", "from 0"),
+    head=("int64", "query head"),
+    b_kv_cosine=("float64", "between the two prompts, each converted alone; NaN for a zero bias"),
+    b_d_cosine=("float64", 'likewise; NaN under normaliser "none"'),
+    survival=(
+        "float64",
+        "<C, b_12> / (||C|| ||b_1||): the mean of :func:`bias_overwriting`'s, each weighted by its share of strength times "
+        "carried",
+    ),
+    normalizer_kept=(
+        "float64",
+        "sum of b_D over its features, first prompt over both: what is left of the first prompt's output for a query that "
+        'reads all features alike; NaN under "none"',
+    ),
+    plain_error=("float64", "||b_1 + b_2 - b_12|| / ||b_12|| of b_KV"),
+    plain_b_d_error=("float64", 'of b_D; NaN under "none"'),
+    aligned_error=("float64", "the same of ``aligned``"),
+    aligned_b_d_error=("float64", "of b_D, likewise"),
+)
 
 
+@SIMILARITY_COLUMNS.document
 @torch.no_grad()
 def bias_similarity(biases: KVBias | Sequence[KVBias]) -> pd.DataFrame:
     """Cosine between the biases of different prompts, head by head.
@@ -61,14 +110,7 @@ def bias_similarity(biases: KVBias | Sequence[KVBias]) -> pd.DataFrame:
     Returns:
         One row a pair of prompts (``prompt_a < prompt_b``), layer and head, in this order:
 
-        ============= ======= ==================================================================
-        prompt_a      int64   index into ``biases``
-        prompt_b      int64
-        layer         int64
-        head          int64   query head
-        b_kv_cosine   float64 <b_KV, b_KV'> / (||b_KV|| ||b_KV'||), Frobenius; NaN for a zero bias
-        b_d_cosine    float64 likewise of b_D; NaN under normaliser "none"
-        ============= ======= ==================================================================
+        {columns}
 
     Raises:
         KVLensError: fewer than two biases, a batch among single ones, biases of different models.
@@ -77,18 +119,19 @@ def bias_similarity(biases: KVBias | Sequence[KVBias]) -> pd.DataFrame:
     n_prompts, n_layers, n_heads = b_d.shape[:3]
     a, b = torch.triu_indices(n_prompts, n_prompts, offset=1)
     places = torch.cartesian_prod(torch.arange(len(a)), torch.arange(n_layers), torch.arange(n_heads))
-    return pd.DataFrame(
+    return SIMILARITY_COLUMNS.frame(
         {
-            "prompt_a": a[places[:, 0]].numpy(),
-            "prompt_b": b[places[:, 0]].numpy(),
-            "layer": places[:, 1].numpy(),
-            "head": places[:, 2].numpy(),
-            "b_kv_cosine": _cosines(b_kv.flatten(-2))[a, b].flatten().numpy(),
-            "b_d_cosine": _cosines(b_d)[a, b].flatten().numpy(),
+            "prompt_a": a[places[:, 0]],
+            "prompt_b": b[places[:, 0]],
+            "layer": places[:, 1],
+            "head": places[:, 2],
+            "b_kv_cosine": _cosines(b_kv.flatten(-2))[a, b],
+            "b_d_cosine": _cosines(b_d)[a, b],
         }
     )
 
 
+@OVERWRITING_COLUMNS.document
 @torch.no_grad()
 def bias_overwriting(
     model: HookedKVTransformer,
@@ -109,17 +152,7 @@ def bias_overwriting(
         One row a layer, head and direction r, in this order. u_r (features) and w_r (values) are the singular vectors of
         the carried bias C; those of b_1 are the same up to the rotation that takes all of its keys along.
 
-        =========== ======= ==========================================================================================
-        layer       int64
-        head        int64   query head
-        direction   int64   0 is the strongest
-        strength    float64 singular value of b_1
-        carried     float64 s_r, what decay alone leaves of it
-        written     float64 u_r^T N w_r, what the second prompt writes along the same pair
-        survival    float64 u_r^T b_12 w_r / strength = (carried + written) / strength: 1 untouched, 0 erased, below 0
-                            reversed, above 1 reinforced
-        crosstalk   float64 ||u_r^T N (1 - w_r w_r^T)|| / strength: what a query along u_r now reads beside the old value
-        =========== ======= ==========================================================================================
+        {columns}
 
         Under normaliser "kernel" every read is divided by phi(q).b_D as well, which grows with the second prompt; see
         ``normalizer_kept`` of :func:`circuits`.
@@ -139,20 +172,21 @@ def bias_overwriting(
     rounding = max(carried.shape[-2:]) * torch.finfo(pair.carried.b_KV.dtype).eps * strength[..., :1]
     layer, head, direction = (strength > rounding)[..., :n_directions].nonzero(as_tuple=True)
     at = (layer, head, direction)
-    return pd.DataFrame(
+    return OVERWRITING_COLUMNS.frame(
         {
-            "layer": layer.cpu().numpy(),
-            "head": head.cpu().numpy(),
-            "direction": direction.cpu().numpy(),
-            "strength": strength[at].cpu().numpy(),
-            "carried": s[at].cpu().numpy(),
-            "written": written[at].cpu().numpy(),
-            "survival": ((s + written) / strength)[at].cpu().numpy(),
-            "crosstalk": (crosstalk / strength)[at].cpu().numpy(),
+            "layer": layer,
+            "head": head,
+            "direction": direction,
+            "strength": strength[at],
+            "carried": s[at],
+            "written": written[at],
+            "survival": ((s + written) / strength)[at],
+            "crosstalk": (crosstalk / strength)[at],
         }
     )
 
 
+@ADDITION_COLUMNS.document
 @torch.no_grad()
 def bias_addition(
     model: HookedKVTransformer, first_tokens: FirstTokens, second_tokens: SecondTokens, text_tokens: TextTokens
@@ -168,12 +202,7 @@ def bias_addition(
         One row a condition, in this order: ``whole`` (the concatenation, converted), ``plain``, ``aligned`` (see the
         module), ``first`` and ``second`` (one prompt alone, carried and aligned, to judge the errors by):
 
-        ================ ======= =====================================================================
-        condition        str
-        logit_error      float64 ||logits - whole|| / ||whole|| over the text's places
-        kl               float64 mean KL(whole || condition) over the text's places, nats
-        loss             float64 mean loss of the text's next tokens, nats; NaN for one token
-        ================ ======= =====================================================================
+        {columns}
 
         All conditions put the text at the same position. The errors of the biases themselves, head by head, are in
         :func:`circuits`.
@@ -186,7 +215,7 @@ def bias_addition(
     logits = {name: converted_logits(model, bias, text).double() for name, bias in biases.items()}
     log_p = {name: log_probabilities(x) for name, x in logits.items()}
     whole = logits["whole"]
-    return pd.DataFrame(
+    return ADDITION_COLUMNS.frame(
         {
             "condition": list(biases),
             "logit_error": [float((x - whole).norm() / whole.norm()) for x in logits.values()],
@@ -196,6 +225,7 @@ def bias_addition(
     )
 
 
+@CIRCUIT_COLUMNS.document
 @torch.no_grad()
 def circuits(model: HookedKVTransformer, first_tokens: FirstTokens, second_tokens: SecondTokens) -> pd.DataFrame:
     """One line a head about two prompts: how alike their biases are, what survives of the first, what adding would cost.
@@ -207,20 +237,7 @@ def circuits(model: HookedKVTransformer, first_tokens: FirstTokens, second_token
     Returns:
         One row a head, by layer, then head:
 
-        =================== ======= ==================================================================================
-        layer               int64
-        head                int64   query head
-        b_kv_cosine         float64 between the two prompts, each converted alone; NaN for a zero bias
-        b_d_cosine          float64 likewise; NaN under normaliser "none"
-        survival            float64 <C, b_12> / (||C|| ||b_1||): the mean of :func:`bias_overwriting`'s, each weighted by
-                                    its share of strength times carried
-        normalizer_kept     float64 sum of b_D over its features, first prompt over both: what is left of the first
-                                    prompt's output for a query that reads all features alike; NaN under "none"
-        plain_error         float64 ||b_1 + b_2 - b_12|| / ||b_12|| of b_KV
-        plain_b_d_error     float64 of b_D; NaN under "none"
-        aligned_error       float64 the same of ``aligned``
-        aligned_b_d_error   float64
-        =================== ======= ==================================================================================
+        {columns}
 
     Raises:
         KVLensError: as :func:`bias_addition`.
@@ -235,8 +252,8 @@ def circuits(model: HookedKVTransformer, first_tokens: FirstTokens, second_token
     for name, added in pair.sums.items():
         columns[f"{name}_error"] = _relative(added.b_KV.double().flatten(2), whole)
         columns[f"{name}_b_d_error"] = _relative(added.b_D.double(), pair.whole.b_D.double())
-    frame = alike[["layer", "head", "b_kv_cosine", "b_d_cosine"]]
-    return frame.assign(**{name: values.flatten().cpu().numpy() for name, values in columns.items()})
+    shared = ("layer", "head", "b_kv_cosine", "b_d_cosine")
+    return CIRCUIT_COLUMNS.frame({**{name: alike[name] for name in shared}, **columns})
 
 
 class _Pair(NamedTuple):
@@ -301,30 +318,11 @@ def _relative(x: Float[Tensor, "layer head d"], reference: Float[Tensor, "layer 
     return (x - reference).norm(dim=-1) / reference.norm(dim=-1)
 
 
-def _run_record(model: HookedKVTransformer, record: Record) -> pd.DataFrame:
-    return circuits(model, read_prompt(model, record), read_field(model, record, "second_prompt", prepend_bos=False))
-
-
-ANALYSIS = Analysis(
+CIRCUITS = Analysis(
     name="circuits",
-    summary="how the biases of two prompts meet in each head: alike, overwritten, added (field: second_prompt)",
-    columns={
-        "layer": "int64",
-        "head": "int64",
-        "b_kv_cosine": "float64",
-        "b_d_cosine": "float64",
-        "survival": "float64",
-        "normalizer_kept": "float64",
-        "plain_error": "float64",
-        "plain_b_d_error": "float64",
-        "aligned_error": "float64",
-        "aligned_b_d_error": "float64",
-    },
-    run=_run_record,
+    summary="how the biases of two prompts meet in each head: alike, overwritten, added",
+    function=circuits,
+    columns=CIRCUIT_COLUMNS,
+    inputs={"first_tokens": PROMPT, "second_tokens": tokens_field("second_prompt", prepend_bos=False)},
     check_model=needs_linear_attention("circuits"),
 )
-
-if __name__ == "__main__":
-    from analyses.batch.script import main
-
-    main(ANALYSIS.name)

@@ -1,9 +1,9 @@
 """Which heads continue what they have seen: scores of every head on text that repeats itself.
 
 An induction head meets a token for the second time and attends to what followed it the first time. Each head is described
-by where it looks (:mod:`analyses._head_patterns`), by what it does with what it finds (copying score, logit attribution), by
+by where it looks (:mod:`analyses.heads.lags`), by what it does with what it finds (copying score, logit attribution), by
 what is lost without it (ablation), and by how it came to look there: the earlier head that its keys read most, or, in a model
-with KV shift, its own coefficients (:mod:`analyses._shift_roles`), which can make an induction head in one layer.
+with KV shift, its own coefficients (:mod:`analyses.heads.shift_roles`), which can make an induction head in one layer.
 
 The verdict goes by what the head *reads*: the kind whose value-side score, as a share of all attention, is the largest, if it
 reaches the threshold. That share is |score| / (mass sum_s |beta_s|): for softmax without a shift it is the score itself, and
@@ -13,7 +13,6 @@ that finds the right token and lowers its logit has the verdict ``induction`` an
 Source: Olsson et al. 2022; Elhage et al. 2021; KVSA sec. 3, table 4.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -21,14 +20,14 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from analyses._analysis import Analysis, Option, Record
-from analyses._head_ablation import AblationEffect, Progress, Start, resampling_ablation
-from analyses._head_measures import HeadMeasures, measure_heads
-from analyses._head_patterns import KINDS, PatternScores
-from analyses._head_weights import composition_scores, copying_scores, head_weights
-from analyses._record_tokens import read_text
-from analyses._repeated_tokens import draw_piece, repeat_tokens
-from analyses._shift_roles import ShiftTaps, displacement, roles
+from analyses.declaration import Analysis, Columns, Option
+from analyses.heads.ablation import AblationEffect, Progress, Start, resampling_ablation
+from analyses.heads.lags import KINDS, PatternScores
+from analyses.heads.measures import HeadMeasures, measure_heads
+from analyses.heads.repeated_tokens import draw_piece, repeat_tokens
+from analyses.heads.shift_roles import ShiftTaps, displacement, roles
+from analyses.heads.weights import composition_scores, copying_scores, head_weights
+from analyses.inputs import tokens_field
 from kvlens import HookedKVTransformer, KVLensError
 
 VERDICTS = dict(zip(KINDS, ("induction", "previous token", "duplicate token"), strict=True))
@@ -36,28 +35,40 @@ NO_VERDICT = "none"
 THRESHOLD = 0.4
 """Share of a head's attention that names it: what the field's exercises on small attention-only models use."""
 
-COLUMNS = {
-    "layer": "int64",
-    "head": "int64",
-    "verdict": "str",
-    "threshold": "float64",
-    "role": "str",
-    **{f"{kind}_score{view}": "float64" for view in ("", "_value", "_key") for kind in KINDS},
-    "copying_score": "float64",
-    "logit_attribution": "float64",
-    "ablation_loss_change": "float64",
-    "ablation_logit_change": "float64",
-    "k_composition_layer": "Int64",
-    "k_composition_head": "Int64",
-    "k_composition_score": "float64",
-    "alpha_1": "float64",
-    "alpha_2": "float64",
-    "beta_1": "float64",
-    "beta_2": "float64",
-    "displacement": "int64",
+_LOOKS = {
+    "prefix_matching": "from the second copy to what followed the token's first copy",
+    "previous_token": "to the place before",
+    "duplicate_token": "from the second copy to the token's first copy",
 }
+COLUMNS = Columns(
+    layer=("int64", "from 0"),
+    head=("int64", "query head"),
+    verdict=("str", '"induction", "previous token", "duplicate token", or "none"'),
+    threshold=("float64", "of the verdict, as given"),
+    role=("str", 'by its shift coefficients: "plain", "induction", "predecessor", "delayed"'),
+    **{f"{kind}_score": ("float64", f"mean attention {_LOOKS[kind]}") for kind in KINDS},
+    **{f"{kind}_score_value": ("float64", "the same of the value-side pattern A (beta_1 I + beta_2 Shift)") for kind in KINDS},
+    **{f"{kind}_score_key": ("float64", "the same of the key-side pattern A (alpha_1 I + alpha_2 Shift)") for kind in KINDS},
+    copying_score=("float64", "sum(lambda) / sum(|lambda|) of W_E W_V W_O W_U, in [-1, 1]"),
+    logit_attribution=("float64", "mean direct contribution to the logit of the right next token, second copy"),
+    ablation_loss_change=("float64", "rise of the second copy's loss under resampling, nats; NaN unless asked for"),
+    ablation_logit_change=("float64", "change of the right next token's logit then; NaN unless asked for"),
+    k_composition_layer=("Int64", "the earlier head that this head's keys read most; NA in the first layer"),
+    k_composition_head=("Int64", "which of that layer"),
+    k_composition_score=("float64", "||W_OV W_K W_Q^T|| / (||W_OV|| ||W_K W_Q^T||); NaN in the first layer"),
+    alpha_1=("float64", "key coefficient of the token; 1 without a shift"),
+    alpha_2=("float64", "of its predecessor; 0 without a shift"),
+    beta_1=("float64", "value coefficient of the token; 1 without a shift"),
+    beta_2=("float64", "of its predecessor; 0 without a shift"),
+    displacement=(
+        "int64",
+        "how many places behind the token it matches a head reads, by its largest coefficients (all of them where the window "
+        "is above 1)",
+    ),
+)
 
 
+@COLUMNS.document
 @torch.no_grad()
 def induction_heads(
     model: HookedKVTransformer,
@@ -91,29 +102,7 @@ def induction_heads(
     Returns:
         One row a head, by layer, then head:
 
-        ========================= ======= ============================================================================
-        layer                     int64
-        head                      int64   query head
-        verdict                   str     "induction", "previous token", "duplicate token", or "none"
-        threshold                 float64 of the verdict, as given
-        role                      str     by its shift coefficients: "plain", "induction", "predecessor", "delayed"
-        prefix_matching_score     float64 mean attention from the second copy to what followed the token's first copy
-        previous_token_score      float64 mean attention to the place before
-        duplicate_token_score     float64 mean attention from the second copy to the token's first copy
-        ..._score_value           float64 the same three of the value-side pattern A (beta_1 I + beta_2 Shift)
-        ..._score_key             float64 and of the key-side pattern A (alpha_1 I + alpha_2 Shift)
-        copying_score             float64 sum(lambda) / sum(|lambda|) of W_E W_V W_O W_U, in [-1, 1]
-        logit_attribution         float64 mean direct contribution to the logit of the right next token, second copy
-        ablation_loss_change      float64 rise of the second copy's loss under resampling, nats; NaN unless asked for
-        ablation_logit_change     float64 change of the right next token's logit then; NaN unless asked for
-        k_composition_layer       Int64   the earlier head that this head's keys read most; NA in the first layer
-        k_composition_head        Int64
-        k_composition_score       float64 ||W_OV W_K W_Q^T|| / (||W_OV|| ||W_K W_Q^T||); NaN in the first layer
-        alpha_1, alpha_2          float64 key coefficients of the token and its predecessor; 1, 0 without a shift
-        beta_1, beta_2            float64 value coefficients, likewise
-        displacement              int64   how many places behind the token it matches a head reads, by its largest
-                                          coefficients (all of them where the window is above 1)
-        ========================= ======= ============================================================================
+        {columns}
 
     Raises:
         KVLensError: a model without what this needs, tokens that do not fit, numbers out of range.
@@ -172,8 +161,7 @@ def _frame(model: HookedKVTransformer, measured: HeadMeasures, effect: AblationE
         by_lag = torch.nn.functional.pad(torch.stack(taps), (0, 1))  # a zero behind: without a shift there is one column
         columns |= {f"{name}_1": by_lag[..., 0], f"{name}_2": by_lag[..., 1]}
     columns |= _strongest_k_composition(composition_scores(weights, "K"))
-    flat = {name: x.flatten().tolist() if isinstance(x, Tensor) else x for name, x in columns.items()}
-    return pd.DataFrame({name: pd.Series(flat[name], dtype=dtype) for name, dtype in COLUMNS.items()})
+    return COLUMNS.frame(columns)
 
 
 def _verdicts(scores: PatternScores, taps: list[ShiftTaps], threshold: float) -> list[str]:
@@ -197,43 +185,38 @@ def _strongest_k_composition(scores: Tensor) -> dict[str, Any]:
     }
 
 
-def _run_record(
+def _of_prompt_said_twice(
     model: HookedKVTransformer,
-    record: Record,
+    piece: Tensor,
     *,
     n_random: int = 0,
     seed: int = 0,
     threshold: float = THRESHOLD,
     ablations: bool = False,
 ) -> pd.DataFrame:
-    """One prompt of a batch: the prompt said twice, or ``n_random`` sequences of random tokens that are as long."""
-    piece = read_text(model, replace(record, text=record.prompt))[None]  # as a text is read: its BOS comes later, once
+    """:func:`induction_heads` of a prompt, or of ``n_random`` sequences of random tokens that are as long."""
     common: dict[str, Any] = dict(seed=seed, threshold=threshold, ablations=ablations)
     if n_random:
-        return induction_heads(model, n_sequences=n_random, n_repeated=piece.shape[1], **common)
-    return induction_heads(model, tokens=piece, **common)
+        return induction_heads(model, n_sequences=n_random, n_repeated=len(piece), **common)
+    return induction_heads(model, tokens=piece[None], **common)
 
 
 def _n_ablations(model: HookedKVTransformer, *, n_random: int, ablations: bool, **_: object) -> int:
     return model.cfg.n_layers * model.cfg.n_heads * max(1, n_random) if ablations else 0
 
 
-ANALYSIS = Analysis(
+INDUCTION_HEADS = Analysis(
     name="induction_heads",
     summary="prefix-matching, copying and other scores of every head on the prompt said twice",
+    function=_of_prompt_said_twice,
     columns=COLUMNS,
-    run=_run_record,
+    inputs={"piece": tokens_field("prompt", prepend_bos=False)},  # its BOS comes later, once
     options={
-        "n_random": Option(0, "use this many sequences of random tokens, as long as the prompt; 0 repeats the prompt itself"),
-        "seed": Option(0, "of random tokens"),
-        "threshold": Option(THRESHOLD, "share of attention from which on a head is named"),
-        "ablations": Option(False, "also measure the effect of resampling each head's output"),
+        "n_random": Option("use this many sequences of random tokens, as long as the prompt; 0 repeats the prompt itself"),
+        "seed": Option("of random tokens"),
+        "threshold": Option("share of attention from which on a head is named"),
+        "ablations": Option("also measure the effect of resampling each head's output"),
     },
     check_model=check_model,
     n_interventions=_n_ablations,
 )
-
-if __name__ == "__main__":
-    from analyses.batch.script import main
-
-    main(ANALYSIS.name)

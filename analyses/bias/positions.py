@@ -1,6 +1,6 @@
 """A converted prompt, one prompt position at a time: what each of them gives to each head's output and to a logit.
 
-The parts of a head's output, and the two views of a shifted value, are those of :mod:`analyses._prompt_reads`. Here they are
+The parts of a head's output, and the two views of a shifted value, are those of :mod:`analyses.bias.reads`. Here they are
 made into numbers that add up: everything is linear in the part, a product with one probe vector a text place.
 
 Sums over the text's places are taken before those over features: sum_i A_ij (v'_j . w_i) = phi~(k'_j)^T (sum_i q_i w_i^T) v'_j.
@@ -15,24 +15,46 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from analyses._analysis import Analysis, Option, Record
-from analyses._bias_outputs import share_probes
-from analyses._logit_attribution import (
+from analyses.bias.outputs import share_probes
+from analyses.bias.reads import VIEWS, LayerReads, read_layer, run_prompt_and_text
+from analyses.declaration import Analysis, Columns, Option
+from analyses.inputs import ANSWER, PROMPT, TEXT, WRONG, needs_linear_attention
+from analyses.sequences import PromptTokens, TextTokens, one_sequence, token_texts
+from analyses.stream.logit_attribution import (
     LogitTarget,
     Token,
     check_heads_write_directly,
     final_scale,
     logit_target,
 )
-from analyses._prompt_reads import VIEWS, LayerReads, read_layer, run_prompt_and_text
-from analyses._record_tokens import needs_linear_attention, read_prompt, read_text
-from analyses._sequences import PromptTokens, TextTokens, one_sequence, token_texts
 from kvlens import HookedKVTransformer, KVBias, KVLensError
 
 NONE = -1
 """In place of a position: all places of the text together, or a part that is no prompt position."""
 
+PLACES = ("together", "last", "each")
+COLUMNS = Columns(
+    layer=("int64", "from 0"),
+    head=("int64", "query head"),
+    text_position=("int64", "-1 where all places are taken together"),
+    part=("str", "``inherited``, ``prompt``, ``boundary`` or ``text``"),
+    prompt_position=("int64", "from 0; -1 but for ``prompt``"),
+    token=("str", "the prompt's token, missing but for ``prompt``"),
+    attention=(
+        "float64",
+        "A_ij, for ``source`` with the shift's coefficients in it; its mean over all places where they are taken together. "
+        "NaN but for ``prompt``",
+    ),
+    output_share=("float64", "projection on the head's output, over its square; all parts sum to 1 (to 0 for no output)"),
+    logit=(
+        "float64",
+        "direct logit attribution, final norm frozen; the mean over the target's places where all are taken together, NaN at "
+        "a place without target and in a text that has none",
+    ),
+)
 
+
+@COLUMNS.document
 @torch.no_grad()
 def bias_positions(
     model: HookedKVTransformer,
@@ -52,27 +74,15 @@ def bias_positions(
         prompt_tokens: [pos], as converted, BOS included where the model wants one.
         text_tokens: [pos], without BOS.
         initial: the bias that the prompt continues; None continues what the model holds now, as ``convert_prompt`` does.
-        by: ``attended`` or ``source``, see :mod:`analyses._prompt_reads`; the same thing where values are not shifted.
+        by: ``attended`` or ``source``, see :mod:`analyses.bias.reads`; the same thing where values are not shifted.
         at: places of the text to tell apart; None takes all of them together.
-        answer, wrong: the logit, as in :func:`analyses.bias_decomposition.bias_decomposition`.
+        answer, wrong: the logit, as in :func:`analyses.bias.decomposition.bias_decomposition`.
 
     Returns:
         By layer, head and place of the text, then the parts of the head's output in the order in which they stand before
         it: one row "inherited" if something was held, one a prompt position, one "boundary" if values are shifted, "text":
 
-        =============== ======= ========================================================================================
-        layer           int64
-        head            int64   query head
-        text_position   int64   -1 where all places are taken together
-        part            str     ``inherited``, ``prompt``, ``boundary`` or ``text``
-        prompt_position int64   from 0; -1 but for ``prompt``
-        token           str     the prompt's token, missing but for ``prompt``
-        attention       float64 A_ij, for ``source`` with the shift's coefficients in it; its mean over all places where
-                                they are taken together. NaN but for ``prompt``
-        output_share    float64 projection on the head's output, over its square; all parts sum to 1 (to 0 for no output)
-        logit           float64 direct logit attribution, final norm frozen; the mean over the target's places where all are
-                                taken together, NaN at a place without target and in a text that has none
-        =============== ======= ========================================================================================
+        {columns}
 
     Raises:
         KVLensError: softmax attention, an unknown view, places outside the text, tokens that do not fit.
@@ -155,14 +165,14 @@ def _frame(
     tokens = np.array([*[None] * len(before), *token_texts(model, prompt), *[None] * len(after)], dtype=object)
     layer, head, place, part = np.indices((n_layers, n_heads, n_places, n_parts)).reshape(4, -1)
     attention, output_share, logit = numbers.flatten(0, 3).cpu().numpy().T
-    return pd.DataFrame(
+    return COLUMNS.frame(
         {
             "layer": layer,
             "head": head,
             "text_position": np.array([NONE] if at is None else list(at))[place],
-            "part": pd.Series(parts[part], dtype="str"),
+            "part": parts[part],
             "prompt_position": positions[part],
-            "token": pd.Series(tokens[part], dtype="str"),
+            "token": tokens[part],
             "attention": attention,
             "output_share": output_share,
             "logit": logit,
@@ -170,43 +180,31 @@ def _frame(
     )
 
 
-def _run_record(model: HookedKVTransformer, record: Record, *, by: str, places: str) -> pd.DataFrame:
-    text = read_text(model, record)
-    return bias_positions(
-        model,
-        read_prompt(model, record),
-        text,
-        by=by,
-        at={"together": None, "last": [len(text) - 1], "each": range(len(text))}[places],
-        answer=record.fields.get("answer"),
-        wrong=record.fields.get("wrong"),
-    )
+def _of_places(
+    model: HookedKVTransformer,
+    prompt_tokens: Tensor,
+    text_tokens: Tensor,
+    answer: Token | None,
+    wrong: Token | None,
+    *,
+    by: str = VIEWS[0],
+    places: str = PLACES[0],
+) -> pd.DataFrame:
+    """:func:`bias_positions` at places that are named by a word."""
+    last = len(text_tokens) - 1
+    at = {"together": None, "last": [last], "each": range(last + 1)}[places]
+    return bias_positions(model, prompt_tokens, text_tokens, by=by, at=at, answer=answer, wrong=wrong)
 
 
-ANALYSIS = Analysis(
+BIAS_POSITIONS = Analysis(
     name="bias_positions",
-    summary="what each prompt position gives to each head's output and to a logit (fields: answer, wrong)",
-    columns={
-        "layer": "int64",
-        "head": "int64",
-        "text_position": "int64",
-        "part": "str",
-        "prompt_position": "int64",
-        "token": "str",
-        "attention": "float64",
-        "output_share": "float64",
-        "logit": "float64",
-    },
-    run=_run_record,
-    needs_text=True,
+    summary="what each prompt position gives to each head's output and to a logit",
+    function=_of_places,
+    columns=COLUMNS,
+    inputs={"prompt_tokens": PROMPT, "text_tokens": TEXT, "answer": ANSWER, "wrong": WRONG},
     options={
-        "by": Option("attended", "whose position counts where values are shifted", VIEWS),
-        "places": Option("together", "which places of the text to tell apart", ("together", "last", "each")),
+        "by": Option("whose position counts where values are shifted", VIEWS),
+        "places": Option("which places of the text to tell apart", PLACES),
     },
     check_model=needs_linear_attention("bias_positions"),
 )
-
-if __name__ == "__main__":
-    from analyses.batch.script import main
-
-    main(ANALYSIS.name)

@@ -1,4 +1,4 @@
-"""The hook points that :mod:`analyses.activation_patching` patches, and the hooks of many patches as rows of one batch.
+"""The hook points that :mod:`analyses.bias.patching` patches, and the hooks of many patches as rows of one batch.
 
 A patch names a point, a layer and a head, -1 for all. Its row of the batch reads the given tensor where it is named, and
 what the model has everywhere else: for each hook and layer one mask [row, head] says which rows take what.

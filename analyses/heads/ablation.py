@@ -14,9 +14,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from analyses._head_weights import wide_dtype
-from analyses._interventions import MEMORY_A_PASS
-from analyses._repeated_tokens import RepeatedTokens
+from analyses.bias.interventions import MEMORY_A_PASS
+from analyses.heads.repeated_tokens import RepeatedTokens
+from analyses.heads.weights import wide_dtype
 from kvlens import HookedKVTransformer, KVLensError
 
 Start = Callable[[int], None]

@@ -11,9 +11,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from analyses._analysis import Analysis, Record
-from analyses._record_tokens import needs_linear_attention, read_prompt
+from analyses.declaration import Analysis, Columns
+from analyses.inputs import PROMPT, needs_linear_attention
 from kvlens import HookedKVTransformer, KVBias, KVLensError, convert_prompt
+
+COLUMNS = Columns(
+    layer=("int64", "from 0"),
+    head=("int64", "query head"),
+    index=("int64", "from 0, largest first; min(d_phi, d_head) of them"),
+    singular_value=("float64", "of b_KV"),
+    energy_share=("float64", "its square over the sum of the head's squares; 0 for a b_KV of zeros"),
+)
 
 
 def singular_values(bias: KVBias) -> Float[Tensor, "layer head index"]:
@@ -32,6 +40,7 @@ def effective_rank(values: Float[Tensor, "*lead index"]) -> Float[Tensor, "*lead
     return torch.where(total.squeeze(-1) > 0, rank.exp(), 0.0)
 
 
+@COLUMNS.document
 @torch.no_grad()
 def bias_singular_values(bias: KVBias) -> pd.DataFrame:
     """The singular values of every head's b_KV.
@@ -42,13 +51,7 @@ def bias_singular_values(bias: KVBias) -> pd.DataFrame:
     Returns:
         One row a singular value, by layer, head, index:
 
-        ============== ======= =========================================================================================
-        layer          int64
-        head           int64   query head
-        index          int64   from 0, largest first; min(d_phi, d_head) of them
-        singular_value float64
-        energy_share   float64 its square over the sum of the head's squares; 0 for a b_KV of zeros
-        ============== ======= =========================================================================================
+        {columns}
 
     Raises:
         KVLensError: a batch of biases.
@@ -58,14 +61,9 @@ def bias_singular_values(bias: KVBias) -> pd.DataFrame:
     energy = values.square()
     total = energy.sum(dim=-1, keepdim=True)
     layers, heads, indices = torch.meshgrid(*(torch.arange(n) for n in values.shape), indexing="ij")
-    columns = {
-        "layer": layers,
-        "head": heads,
-        "index": indices,
-        "singular_value": values,
-        "energy_share": energy / total.where(total > 0, 1.0),
-    }
-    return pd.DataFrame({name: column.flatten().cpu().numpy() for name, column in columns.items()})
+    shares = energy / total.where(total > 0, 1.0)
+    columns = {"layer": layers, "head": heads, "index": indices, "singular_value": values, "energy_share": shares}
+    return COLUMNS.frame(columns)
 
 
 def check_one_prompt(bias: KVBias, analysis: str) -> None:
@@ -76,19 +74,16 @@ def check_one_prompt(bias: KVBias, analysis: str) -> None:
         )
 
 
-def _run_record(model: HookedKVTransformer, record: Record) -> pd.DataFrame:
-    return bias_singular_values(convert_prompt(model, read_prompt(model, record)))
+def _of_prompt(model: HookedKVTransformer, prompt_tokens: Tensor) -> pd.DataFrame:
+    """:func:`bias_singular_values` of a prompt that is still to be converted."""
+    return bias_singular_values(convert_prompt(model, prompt_tokens))
 
 
-ANALYSIS = Analysis(
+BIAS_SINGULAR_VALUES = Analysis(
     name="bias_singular_values",
     summary="the singular values of each head's b_KV",
-    columns={"layer": "int64", "head": "int64", "index": "int64", "singular_value": "float64", "energy_share": "float64"},
-    run=_run_record,
+    function=_of_prompt,
+    columns=COLUMNS,
+    inputs={"prompt_tokens": PROMPT},
     check_model=needs_linear_attention("bias_singular_values"),
 )
-
-if __name__ == "__main__":
-    from analyses.batch.script import main
-
-    main(ANALYSIS.name)

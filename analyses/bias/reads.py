@@ -27,7 +27,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from analyses._logit_attribution import final_scale_name
+from analyses.stream.logit_attribution import final_scale_name
 from kvlens import HookedKVTransformer, KVBias
 
 VIEWS = ("attended", "source")

@@ -1,0 +1,7 @@
+"""``python -m analyses NAME ...``: the same as ``kvlens analyse NAME ...``."""
+
+import sys
+
+from analyses.batch.script import main
+
+sys.exit(main())

@@ -1,0 +1,145 @@
+"""One analysis as its command line says: its own options and columns in the help, the batch, and the exit status.
+
+Exit status: 0 when every prompt has its rows, 1 when the table is complete but some lines or prompts gave none, 2 on bad input,
+130 on Ctrl-C (then, as after a kill, the same command goes on where it stopped).
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from analyses.batch.runner import BatchResult, Input, run_batch
+from analyses.batch.task import Resources, Task, load_analysis
+from analyses.declaration import Analysis, Option
+from analyses.registry import ANALYSES
+from kvlens import KVLensError
+from kvlens.errors import nearest
+
+INCOMPLETE, INTERRUPTED = 1, 130
+DTYPES = ("float32", "float64", "bfloat16", "float16")
+WIDTH = 100
+"""Of the table of columns in the help."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Answers bad input with one line, and a misspelt option with the nearest one."""
+
+    def error(self, message: str) -> NoReturn:
+        unknown = message.removeprefix("unrecognized arguments: ").split()[0] if "unrecognized arguments" in message else ""
+        known = nearest(unknown, self._option_string_actions) if unknown.startswith("-") else ""
+        raise KVLensError(f"{message}{known} (see {self.prog} --help)")
+
+
+def run_analysis(name: str, argv: Sequence[str], prog: str, epilog: str) -> int:
+    """Run one analysis as its command line says; return the exit status.
+
+    Raises:
+        KVLensError: bad input.
+    """
+    folder = os.getcwd() if ":" in name else None  # a command does not look here by itself
+    analysis = load_analysis(name, folder)
+    try:
+        args = _parser(analysis, prog, epilog).parse_args(argv)
+    except SystemExit:  # --help
+        return 0
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    task = Task(
+        name,
+        models=tuple(args.model),
+        columns=tuple(column.strip() for column in args.columns.split(",")) if args.columns else (),
+        options={option: getattr(args, f"option_{option}") for option in analysis.options},
+        dtype=args.dtype,
+        device=args.device,
+        folder=folder,
+    )
+    resources = Resources(args.engine, args.workers, args.gpus_per_worker, args.threads, args.prompts_a_job)
+    try:
+        result = run_batch(task, Input(Path(args.prompts), args.text), args.out, resources=resources, overwrite=args.overwrite)
+    except KeyboardInterrupt:
+        print(f"{prog}: interrupted; what is done is kept, and the same command goes on from there", file=sys.stderr)
+        return INTERRUPTED
+    _print(result, n_models=len(task.models))
+    return INCOMPLETE if result.errors else 0
+
+
+def print_list(prog: str) -> int:
+    """Print name and summary of kvlens' own analyses; return the exit status."""
+    width = max(map(len, ANALYSES)) + 2
+    for name in ANALYSES:
+        print(f"{name:<{width}}{load_analysis(name).summary}")
+    print(f"\n`{prog} NAME --help` shows columns and options of one.")
+    return 0
+
+
+def _print(result: BatchResult, n_models: int) -> None:
+    models = f" on {n_models} models" if n_models > 1 else ""
+    print(f"Written to {result.out}: {result.n_rows:,} rows of {result.n_prompts:,} prompts{models}")
+    if result.errors is not None:
+        print(
+            f"{result.n_malformed:,} lines without a prompt and {result.n_without_rows:,} prompts without rows: see "
+            f"{result.errors}"
+        )
+
+
+def _parser(analysis: Analysis, prog: str, epilog: str) -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog=prog,
+        description=_description(analysis),
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("prompts", metavar="PROMPTS", help="JSONL file, text file or folder")
+    add("--model", action="append", required=True, help="a shipped model (see `kvlens zoo`) or a folder; may be repeated")
+    add("--out", required=True, metavar="FILE", help="the table, .parquet")
+    add("--text", help="the text of the prompts that have none of their own" + (" (needed)" if analysis.needs_text else ""))
+    add("--columns", metavar="A,B", help="only these columns, beside model and prompt_id")
+    add("--overwrite", action="store_true", help="begin anew, and replace the table that FILE holds")
+    add("--device", help="where the models run, e.g. cpu or cuda (default: cuda where there is one)")
+    add("--dtype", choices=DTYPES, help="of the weights (default: each model's own)")
+    add("--workers", type=int, default=1, metavar="N", help="processes, or Ray actors (default: %(default)s)")
+    add("--engine", choices=("processes", "ray"), default="processes", help="ray needs kvlens[ray] (default: %(default)s)")
+    add("--gpus-per-worker", type=float, default=0.0, metavar="X", help="with ray: GPU, or part of one (default: %(default)g)")
+    add("--threads", type=int, metavar="N", help="of each worker (default: torch's threads here, shared out)")
+    add("--prompts-a-job", type=int, default=8, metavar="N", help="what is handed out, and recorded, at once (default: 8)")
+    own = parser.add_argument_group("options of this analysis") if analysis.options else parser
+    for name, default in analysis.defaults.items():
+        _add_option(own, name, analysis.options[name], default)
+    return parser
+
+
+def _description(analysis: Analysis) -> str:
+    """What it is about, the fields that it reads, and its columns."""
+    fields: dict[str, bool] = {}
+    for source in analysis.inputs.values():
+        fields[source.name] = fields.get(source.name, False) or source.required
+    named = ", ".join(name if required else f"{name} (optional)" for name, required in fields.items())
+    reads = f"fields of a record that it reads: {named or 'none; one prompt, of any text, is enough'}"
+    columns = "\n".join(f"  {line}" for line in analysis.columns.table(WIDTH))
+    return f"{analysis.summary}\n\n{reads}\n\ncolumns, after model (str) and prompt_id (str):\n{columns}"
+
+
+def _add_option(group: "argparse._ActionsContainer", name: str, option: Option, default: Any) -> None:
+    flag, destination = f"--{name.replace('_', '-')}", f"option_{name}"
+    text = option.help.replace("%", "%%")
+    if isinstance(default, bool):
+        group.add_argument(flag, dest=destination, action=argparse.BooleanOptionalAction, default=default, help=text)
+        return
+    if option.many:
+        text += f": some of {', '.join(option.choices)}, with commas between" if option.choices else ", with commas between"
+        default = ",".join(default or ())
+    shown = "" if default in (None, "") else f" (default: {default})"
+    choices = None if option.many else option.choices or None
+    group.add_argument(
+        flag,
+        dest=destination,
+        type=option.kind(default),
+        default=default,
+        choices=choices,
+        metavar=None if choices else "X",
+        help=f"{text}{shown}",
+    )

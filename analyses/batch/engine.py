@@ -1,0 +1,28 @@
+"""What a way to run workers elsewhere has to offer: processes of this machine, or Ray actors."""
+
+from typing import Any, Protocol
+
+from analyses.batch.worker import Job, Outcome
+
+
+class WorkerDied(Exception):
+    """A worker is gone, and what it held is not done. The message says how."""
+
+
+class Engine(Protocol):
+    """A way to run workers elsewhere. A worker is whatever ``start`` returns; it holds one job at a time."""
+
+    def start(self) -> Any:
+        """Start a worker without waiting for it; its first answer is no outcome."""
+
+    def submit(self, worker: Any, job: Job) -> None:
+        """Give a worker that has answered its next job; a death is told by ``wait`` and ``collect``."""
+
+    def wait(self, workers: list[Any]) -> list[Any]:
+        """Wait until at least one of these has answered or died, and return those."""
+
+    def collect(self, worker: Any) -> list[Outcome]:
+        """The answer; raises WorkerDied, or KVLensError where the job cannot be run by any worker."""
+
+    def stop(self, worker: Any) -> None:
+        """End a worker, busy or not, dead or alive."""

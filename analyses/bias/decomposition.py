@@ -1,0 +1,107 @@
+"""A converted prompt, head by head: how large its bias is, how many directions it has, and what the text reads from it.
+
+Per layer and head: the size and spectrum of b_KV and b_D, the share of the head's output that the bias makes up on a text,
+and the bias's direct logit attribution: what z_bias adds to a logit through W_O, the final norm (frozen at its actual scale)
+and W_U, past all later layers. The other views of the same bias are analyses of their own:
+
+- :func:`analyses.bias.spectrum.bias_singular_values`: every singular value of b_KV;
+- :func:`analyses.bias.positions.bias_positions`: which prompt position gave how much of ``output_share`` and ``logit``;
+- :func:`analyses.bias.effects.bias_effects`: what is lost when the bias or the boundary is ablated, through every path.
+
+One forward pass over the prompt, one over the text.
+"""
+
+import pandas as pd
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from analyses.bias.outputs import BiasOutputs, bias_outputs, share_by_size, share_probes
+from analyses.bias.spectrum import effective_rank, singular_values
+from analyses.declaration import Analysis, Columns
+from analyses.inputs import ANSWER, PROMPT, TEXT, WRONG, needs_linear_attention
+from analyses.sequences import PromptTokens, TextTokens, prompt_text_bias
+from analyses.stream.logit_attribution import LogitTarget, Token, check_heads_write_directly, logit_target
+from kvlens import HookedKVTransformer, KVBias
+
+COLUMNS = Columns(
+    layer=("int64", "from 0"),
+    head=("int64", "query head"),
+    b_kv_norm=("float64", "Frobenius norm of b_KV"),
+    b_kv_spectral_norm=("float64", "its largest singular value"),
+    b_kv_effective_rank=("float64", "exp of the entropy of its normalised singular values; 0 for a b_KV of zeros"),
+    b_d_norm=("float64", "norm of b_D"),
+    bias_share=("float64", "mean over the text's places of ||z_bias|| / (||z_bias|| + ||z_context||), 0 for 0 / 0"),
+    output_share=("float64", "sum over the places of z_bias . z, over that of ||z||^2: what adds up"),
+    logit=("float64", "direct logit attribution of z_bias; NaN in a text of one token without ``answer``"),
+)
+
+
+@COLUMNS.document
+@torch.no_grad()
+def bias_decomposition(
+    model: HookedKVTransformer,
+    prompt_tokens: PromptTokens,
+    text_tokens: TextTokens,
+    *,
+    bias: KVBias | None = None,
+    answer: Token | None = None,
+    wrong: Token | None = None,
+) -> pd.DataFrame:
+    """Describe the bias of each head, and what the text reads from it.
+
+    Args:
+        model: with linear attention.
+        prompt_tokens: [pos], BOS included where the model wants one.
+        text_tokens: [pos], without BOS.
+        bias: the converted prompt, if it is at hand, or any other bias; None converts the prompt.
+        answer: the token (id, or the text of one) whose logit is attributed at the text's last place; None takes the mean,
+            over all places but the last, of the logit of the token that follows.
+        wrong: with ``answer``: the token whose logit is taken away.
+
+    Returns:
+        One row a head, by layer, then head:
+
+        {columns}
+
+    Raises:
+        KVLensError: softmax attention, heads that do not write to the residual stream directly, tokens that do not fit.
+    """
+    needs_linear_attention("bias_decomposition")(model)
+    check_heads_write_directly(model, "bias_decomposition")
+    _, text, bias = prompt_text_bias(model, prompt_tokens, text_tokens, bias)
+    target = logit_target(model, text, answer, wrong)
+    outputs = bias_outputs(model, bias, text)
+    z = outputs.of_bias + outputs.of_context
+    values = singular_values(bias)
+    norms = outputs.of_bias.norm(dim=-1), outputs.of_context.norm(dim=-1)
+    layers, heads = torch.meshgrid(torch.arange(bias.n_layers), torch.arange(bias.n_heads), indexing="ij")
+    return COLUMNS.frame(
+        {
+            "layer": layers,
+            "head": heads,
+            "b_kv_norm": bias.b_KV.double().norm(dim=(-2, -1)),
+            "b_kv_spectral_norm": values[..., 0],
+            "b_kv_effective_rank": effective_rank(values),
+            "b_d_norm": bias.b_D.double().norm(dim=-1),
+            "bias_share": share_by_size(*norms).mean(dim=1),
+            "output_share": (outputs.of_bias * share_probes(z, pooled=True)).sum(dim=(1, 3)),
+            "logit": _logits(model, outputs, target),
+        }
+    )
+
+
+def _logits(model: HookedKVTransformer, outputs: BiasOutputs, target: LogitTarget) -> Float[Tensor, "layer head"]:
+    """The target's logit that each head's z_bias adds, mean over the target's places."""
+    probes = torch.stack([target.probes(model, outputs.scale, layer) for layer in range(len(outputs.of_bias))])
+    return (outputs.of_bias * probes).sum(dim=(1, 3)) / len(target.places)
+
+
+BIAS_DECOMPOSITION = Analysis(
+    name="bias_decomposition",
+    summary="each head's bias: size, effective rank, share of the output, direct logit attribution",
+    function=bias_decomposition,
+    columns=COLUMNS,
+    inputs={"prompt_tokens": PROMPT, "text_tokens": TEXT, "answer": ANSWER, "wrong": WRONG},
+    check_model=needs_linear_attention("bias_decomposition"),
+)

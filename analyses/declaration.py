@@ -1,0 +1,322 @@
+"""What makes a function an analysis: one declaration of its table, its inputs and its options.
+
+The function is for notebooks: model and data in, tidy frame out. Its columns are declared once, as `Columns`: they make the
+frame, the table in the docstring and that of ``--help``. `Analysis` adds what a batch over many prompts has to know: which
+field of a record becomes which argument (`Field`), and which arguments the command line offers (`Option`).
+
+A whole analysis, as you might write it in ``my_package/my_module.py``::
+
+    from analyses import TEXT, Analysis, Columns, Option
+    from kvlens import HookedKVTransformer
+
+    COLUMNS = Columns(
+        position=("int64", "place in the text, from 0"),
+        token_id=("int64", ""),
+        largest_logit=("float64", "of the next token"),
+    )
+
+    @COLUMNS.document
+    def largest_logits(model: HookedKVTransformer, text_tokens, *, scale: float = 1.0):
+        \"\"\"The largest logit at every place of a text.
+
+        Returns:
+            One row a place, in order:
+
+            {columns}
+        \"\"\"
+        logits = model(text_tokens[None])[0]
+        return COLUMNS.frame(
+            {"position": range(len(text_tokens)), "token_id": text_tokens, "largest_logit": scale * logits.amax(dim=-1)}
+        )
+
+    LARGEST_LOGITS = Analysis(
+        name="largest_logits",
+        summary="the largest logit at every place of a text",
+        function=largest_logits,
+        columns=COLUMNS,
+        inputs={"text_tokens": TEXT},
+        options={"scale": Option("what the logits are multiplied by")},
+    )
+
+It runs in a batch, with resumption, several models, spawned workers or Ray, as those of kvlens do::
+
+    kvlens analyse my_package.my_module:LARGEST_LOGITS prompts.jsonl --model docs-linear --out table.parquet --scale 0.5
+
+An option's default is that of the function's argument, and is stated nowhere else. What a record may hold, and the inputs that
+most analyses use, are in :mod:`analyses.inputs`.
+"""
+
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+import pandas as pd
+from torch import Tensor
+
+from kvlens import HookedKVTransformer, KVLensError
+from kvlens.errors import nearest
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+WIDTH = 124
+"""Columns of a line of a documented table."""
+
+
+class Column(NamedTuple):
+    """The dtype of a column, as pandas names it, and what its numbers mean, with their unit."""
+
+    dtype: str
+    meaning: str
+
+
+class Columns(Mapping[str, Column]):
+    """The columns of a table, in order.
+
+    Args:
+        columns: name -> (dtype, meaning).
+    """
+
+    def __init__(self, **columns: tuple[str, str]):
+        self._columns = {name: Column(*column) for name, column in columns.items()}
+
+    def __getitem__(self, name: str) -> Column:
+        return self._columns[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def __len__(self) -> int:
+        return len(self._columns)
+
+    @property
+    def dtypes(self) -> dict[str, str]:
+        """name -> dtype."""
+        return {name: column.dtype for name, column in self.items()}
+
+    def frame(self, values: Mapping[str, Any]) -> pd.DataFrame:
+        """The table with these values.
+
+        Args:
+            values: one entry a column, in any order: a tensor of any shape (read row by row), a sequence, or one value for all
+                rows.
+
+        Raises:
+            TypeError: other columns than those declared: a mistake of whoever wrote the analysis.
+        """
+        if set(values) != set(self):
+            raise TypeError(f"expected the columns {list(self)}, got {list(values)}")
+        flat = {name: _flat(values[name]) for name in self}
+        n_rows = next((len(x) for x in flat.values() if not _is_one_value(x)), 1)
+        return pd.DataFrame(
+            {
+                name: pd.Series(x, dtype=self[name].dtype, index=range(n_rows) if _is_one_value(x) else None)
+                for name, x in flat.items()
+            }
+        )
+
+    def document(self, function: Function) -> Function:
+        """Put the table of the columns where the function's docstring says ``{columns}``; for use as a decorator."""
+        lines = (function.__doc__ or "").splitlines()
+        for number, line in enumerate(lines):
+            if line.strip() == "{columns}":
+                margin = line[: -len("{columns}")]
+                lines[number] = "\n".join(margin + row for row in self.table(WIDTH - len(margin)))
+        function.__doc__ = "\n".join(lines)
+        return function
+
+    def table(self, width: int) -> list[str]:
+        """The lines of a table of names, dtypes and meanings, at most ``width`` wide."""
+        names, dtypes = (max(map(len, column)) for column in (self, self.dtypes.values()))
+        meanings = {name: textwrap.wrap(self[name].meaning, max(20, width - names - dtypes - 2)) or [""] for name in self}
+        rule = f"{'=' * names} {'=' * dtypes} {'=' * max(1, *(len(line) for lines in meanings.values() for line in lines))}"
+        rows = [
+            f"{name * (place == 0):<{names}} {self[name].dtype * (place == 0):<{dtypes}} {line}".rstrip()
+            for name, lines in meanings.items()
+            for place, line in enumerate(lines)
+        ]
+        return [rule, *rows, rule]
+
+
+def _flat(values: Any) -> Any:
+    if isinstance(values, Tensor):
+        return values.detach().cpu().flatten().numpy()
+    return values.array if isinstance(values, pd.Series) else values
+
+
+def _is_one_value(values: Any) -> bool:
+    return isinstance(values, str) or not hasattr(values, "__len__")
+
+
+@dataclass(frozen=True)
+class Record:
+    """One prompt of a batch.
+
+    Attributes:
+        id: unique within a batch: the ``id`` of its JSONL line, or file name and line number.
+        prompt: what is converted, or looked at.
+        text: what it is judged on, for the analyses that need one; None where the input has none.
+        fields: whatever else its line held, by name: ``answer``, ``wrong``, ``corrupted`` ...
+    """
+
+    id: str
+    prompt: str
+    text: str | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _as_it_is(model: HookedKVTransformer, value: Any) -> Any:
+    return value
+
+
+@dataclass(frozen=True)
+class Field:
+    """Where an argument of the function comes from: a field of the record, read for the model.
+
+    Attributes:
+        name: ``prompt``, ``text``, or whatever else the records hold.
+        read: ``read(model, value)`` -> the argument; raises KVLensError for a value that it cannot take. None hands the
+            value on as it stands.
+        required: whether a record without the field is refused; else the argument is None.
+    """
+
+    name: str
+    read: Callable[[HookedKVTransformer, Any], Any] = _as_it_is
+    required: bool = True
+
+    def of(self, model: HookedKVTransformer, record: Record) -> Any:
+        """The argument for one record.
+
+        Raises:
+            KVLensError: the record lacks the field, or it cannot be read.
+        """
+        standard = {"prompt": record.prompt, "text": record.text}
+        value = standard[self.name] if self.name in standard else record.fields.get(self.name)
+        if value is not None:
+            return self.read(model, value)
+        if not self.required:
+            return None
+        if self.name == "text":
+            raise KVLensError('this analysis needs a text: give the prompt a "text", or all of them one by --text')
+        held = ", ".join(record.fields) or "none"
+        raise KVLensError(
+            f"{self.name}: this analysis needs a field of this name in every record; this one's fields are: {held}"
+        )
+
+
+@dataclass(frozen=True)
+class Option:
+    """An argument of the function that the command line offers.
+
+    Attributes:
+        help: one line.
+        choices: the values that are allowed; empty allows all.
+        many: whether the value is several names, with commas between on the command line, a tuple for the function.
+        value_type: where the default is None and does not tell.
+    """
+
+    help: str
+    choices: tuple[str, ...] = ()
+    many: bool = False
+    value_type: type | None = None
+
+    def kind(self, default: Any) -> type:
+        """The type of a value (of one of them, if ``many``)."""
+        return str if self.many else self.value_type or (str if default is None else type(default))
+
+    def read(self, name: str, value: Any, default: Any) -> Any:
+        """``value`` as the function takes it.
+
+        Raises:
+            KVLensError: of another type, or none of the choices (the nearest is proposed).
+        """
+        kind = self.kind(default)
+        if self.many:
+            names = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+            wanted = tuple(part for part in names or () if part != "")
+            return tuple(self._checked(name, part, kind) for part in wanted) or default
+        return default if value is None and default is None else self._checked(name, value, kind)
+
+    def _checked(self, name: str, value: Any, kind: type) -> Any:
+        if self.choices and value not in self.choices:
+            raise KVLensError(f"{name}: expected {' or '.join(self.choices)}, got {value!r}{nearest(str(value), self.choices)}")
+        if type(value) is not kind and not (kind is float and type(value) is int):
+            raise KVLensError(f"{name}: expected {kind.__name__}, got {value!r}")
+        return value
+
+
+def _takes_any(model: HookedKVTransformer) -> None:
+    """Every model will do."""
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """An analysis: everything that is to be known about it beside its code.
+
+    Attributes:
+        name: of the command; for one of kvlens' own, also of what is imported from ``analyses``.
+        summary: one line for the list of analyses.
+        function: ``function(model, **inputs, **options) -> DataFrame`` with these columns; raises KVLensError on what it
+            cannot take.
+        columns: of the table, in order; a batch puts ``model`` and ``prompt_id`` in front.
+        inputs: argument -> where it comes from.
+        options: argument -> `Option`; the argument's default is the option's.
+        check_model: raises KVLensError, before any prompt is run, for a model that lacks what the analysis needs.
+        n_interventions: ``n_interventions(model, **options)``, how many ablations or patches a prompt takes, to be said before
+            the first one; None for an analysis that only looks.
+
+    Raises:
+        TypeError: an input or option that the function does not take, or an option without a default.
+    """
+
+    name: str
+    summary: str
+    function: Callable[..., pd.DataFrame]
+    columns: Columns
+    inputs: Mapping[str, Field] = field(default_factory=dict)
+    options: Mapping[str, Option] = field(default_factory=dict)
+    check_model: Callable[[HookedKVTransformer], None] = _takes_any
+    n_interventions: Callable[..., int] | None = None
+
+    def __post_init__(self) -> None:
+        parameters = inspect.signature(self.function).parameters
+        for argument in (*self.inputs, *self.options):
+            if argument not in parameters:
+                raise TypeError(f"{self.name}: {self.function.__name__} takes no argument {argument!r}")
+        for option in self.options:
+            if parameters[option].default is inspect.Parameter.empty:
+                raise TypeError(f"{self.name}: the argument {option!r} needs a default to be an option")
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """option -> its default."""
+        parameters = inspect.signature(self.function).parameters
+        return {name: parameters[name].default for name in self.options}
+
+    @property
+    def needs_text(self) -> bool:
+        """Whether a record must have a text."""
+        return any(source.name == "text" and source.required for source in self.inputs.values())
+
+    def read_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """All options as the function takes them: those given, checked, and the defaults of the others.
+
+        Raises:
+            KVLensError: an option of another type, or none of its choices.
+        """
+        defaults = self.defaults
+        read = {name: self.options[name].read(name, value, defaults[name]) for name, value in given.items()}
+        return {**defaults, **read}
+
+    def run(self, model: HookedKVTransformer, record: Record, **options: Any) -> pd.DataFrame:
+        """The table of one record.
+
+        Raises:
+            KVLensError: the record lacks what is needed, an option does not fit, or the function refuses.
+            TypeError: the function returned other columns than it declares.
+        """
+        given = {argument: source.of(model, record) for argument, source in self.inputs.items()}
+        frame = self.function(model, **given, **self.read_options(options))
+        if list(frame.columns) != list(self.columns):
+            raise TypeError(f"{self.name} promises {list(self.columns)}, returned {list(frame.columns)}")
+        return frame

@@ -1,0 +1,1 @@
+"""What single heads do: where they look, what they copy, whom they read."""

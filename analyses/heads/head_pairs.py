@@ -1,0 +1,75 @@
+"""Which head reads what an earlier head wrote: Q-, K- and V-composition of every pair, from the weights alone.
+
+Head 1 writes into the residual stream through W_OV = W_V W_O, a later head 2 reads it through W_Q W_K^T with its queries,
+through W_K W_Q^T with its keys, or through its own W_OV with its values. The score is the size of the product over the
+product of sizes; definition, gains of norms and grouped queries: :mod:`analyses.heads.weights`.
+
+To judge a score, compare it with 1/sqrt(d_model), what unrelated heads have, and with the scores of the same model's other
+pairs. What the weights allow, a text need not use: ablation tells.
+
+Source: Elhage et al. 2021, A Mathematical Framework for Transformer Circuits; TransformerLens ``all_composition_scores``.
+"""
+
+from collections.abc import Sequence
+
+import pandas as pd
+import torch
+
+from analyses.declaration import Analysis, Columns, Option
+from analyses.heads.weights import COMPOSITION_KINDS, composition_scores, head_weights
+from kvlens import HookedKVTransformer, KVLensError
+
+COLUMNS = Columns(
+    kind=("str", '"Q", "K" or "V": what of the later head reads'),
+    layer=("int64", "of the head that writes"),
+    head=("int64", "the head that writes"),
+    later_layer=("int64", "of the head that reads, a later one"),
+    later_head=("int64", "query head; the heads of a group share keys and values, and differ in queries and outputs"),
+    score=("float64", "in [0, 1]"),
+)
+
+
+@COLUMNS.document
+@torch.no_grad()
+def composition(model: HookedKVTransformer, *, kinds: Sequence[str] = COMPOSITION_KINDS) -> pd.DataFrame:
+    """Composition scores of all pairs of heads in different layers.
+
+    Args:
+        model: at least two layers, or the table is empty.
+        kinds: of "Q", "K", "V" those that are wanted, in the order in which they should come.
+
+    Returns:
+        One row a kind and pair of heads, by kind, layer, head, later_layer, later_head:
+
+        {columns}
+
+    Raises:
+        KVLensError: an unknown kind, or none.
+    """
+    if not kinds or any(kind not in COMPOSITION_KINDS for kind in kinds) or len(set(kinds)) < len(kinds):
+        raise KVLensError(f"composition: kinds: expected some of {', '.join(COMPOSITION_KINDS)}, each once, got {list(kinds)}")
+    n_layers = model.cfg.n_layers
+    weights = [head_weights(model, layer) for layer in range(n_layers)]
+    in_order = torch.arange(n_layers)[:, None] < torch.arange(n_layers)  # [layer, later_layer]
+    pairs = in_order[:, None, :, None].expand(-1, model.cfg.n_heads, -1, model.cfg.n_heads)
+    layer, head, later_layer, later_head = pairs.nonzero().repeat(len(kinds), 1).T
+    n_pairs = len(layer) // len(kinds)
+    return COLUMNS.frame(
+        {
+            "kind": [kind for kind in kinds for _ in range(n_pairs)],
+            "layer": layer,
+            "head": head,
+            "later_layer": later_layer,
+            "later_head": later_head,
+            "score": torch.cat([composition_scores(weights, kind).cpu()[pairs] for kind in kinds]),
+        }
+    )
+
+
+COMPOSITION = Analysis(
+    name="composition",
+    summary="Q-, K- and V-composition scores of all pairs of heads; of the weights alone",
+    function=composition,
+    columns=COLUMNS,
+    options={"kinds": Option("what of the later head reads", COMPOSITION_KINDS, many=True)},
+)

@@ -1,0 +1,72 @@
+"""How exactly a converted prompt replaces the prompt: the logits on a text, both ways, place by place (ICLCA sec. 4).
+
+Old: the model reads [prompt; text]. New: the model reads the text alone, under the bias that the prompt was converted to.
+The two are equal up to rounding, so that a relative error far above it means that something is broken.
+"""
+
+import pandas as pd
+import torch
+
+from analyses.declaration import Analysis, Columns
+from analyses.inputs import PROMPT, TEXT, needs_linear_attention
+from analyses.sequences import PromptTokens, TextTokens, converted_logits, prompt_text_bias, text_logits, token_texts
+from kvlens import HookedKVTransformer, KVBias
+
+COLUMNS = Columns(
+    position=("int64", "0 is the first token of the text"),
+    token=("str", "the token at this place"),
+    relative_error=("float64", "||new - old|| / ||old|| over the vocabulary"),
+    squared_error=("float64", "||new - old||^2; with the next column it gives the error of any set of places"),
+    squared_norm=("float64", "||old||^2"),
+    max_abs_error=("float64", "the largest difference of one logit"),
+    argmax_agrees=("bool", "whether both predict the same next token"),
+)
+
+
+@COLUMNS.document
+@torch.no_grad()
+def conversion_error(
+    model: HookedKVTransformer, prompt_tokens: PromptTokens, text_tokens: TextTokens, *, bias: KVBias | None = None
+) -> pd.DataFrame:
+    """Compare the logits on the text with the prompt in front and with the prompt converted.
+
+    Args:
+        model: with linear attention.
+        prompt_tokens: [pos], BOS included where the model wants one.
+        text_tokens: [pos], without BOS.
+        bias: the converted prompt, if it is at hand; None converts it here.
+
+    Returns:
+        One row a place of the text, in order:
+
+        {columns}
+
+    Raises:
+        KVLensError: softmax attention, tokens that are empty, misshapen or outside the vocabulary.
+    """
+    prompt, text, bias = prompt_text_bias(model, prompt_tokens, text_tokens, bias)
+    old = text_logits(model, prompt, text)
+    new = converted_logits(model, bias, text)
+    difference, old64 = new.double() - old.double(), old.double()
+    squared_error, squared_norm = difference.square().sum(dim=-1), old64.square().sum(dim=-1)
+    return COLUMNS.frame(
+        {
+            "position": range(len(text)),
+            "token": token_texts(model, text),
+            "relative_error": (squared_error / squared_norm).sqrt(),
+            "squared_error": squared_error,
+            "squared_norm": squared_norm,
+            "max_abs_error": difference.abs().amax(dim=-1),
+            "argmax_agrees": (new.argmax(dim=-1) == old.argmax(dim=-1)),
+        }
+    )
+
+
+CONVERSION_ERROR = Analysis(
+    name="conversion_error",
+    summary="how exactly a converted prompt replaces the prompt: the logits on a text, both ways, place by place",
+    function=conversion_error,
+    columns=COLUMNS,
+    inputs={"prompt_tokens": PROMPT, "text_tokens": TEXT},
+    check_model=needs_linear_attention("conversion_error"),
+)

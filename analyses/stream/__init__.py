@@ -1,0 +1,1 @@
+"""Who wrote what into the residual stream, down to the logits."""
