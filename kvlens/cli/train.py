@@ -47,7 +47,8 @@ def _train(args: argparse.Namespace) -> int:
     if args.seed is not None:
         model.setdefault("seed", args.seed)
 
-    from kvlens.training import TrainSettings, find_recipe, process_group, train_recipe
+    from kvlens.training import TrainSettings, find_recipe, train_recipe
+    from kvlens.training.distributed import process_group
 
     recipe = find_recipe(args.name)
     recipe = replace(

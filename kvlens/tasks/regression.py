@@ -31,7 +31,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvlens.errors import KVLensError
-from kvlens.tasks.batch import Batch, Task
+from kvlens.model import HookedKVRegressor, HookedKVTransformerConfig
+from kvlens.tasks.batch import Batch, Model, Task
 from kvlens.tasks.checks import require_between, require_choice, require_drawable, require_integers
 from kvlens.tasks.functions import FUNCTION_CLASSES, SPARSITY
 
@@ -78,6 +79,21 @@ class RegressionTask(Task):
     @property
     def d_input(self) -> int:
         return self.dimensions + 1
+
+    @property
+    def d_vocab(self) -> int:
+        """Nothing is read from a vocabulary; 1 is the least that a configuration allows."""
+        return 1
+
+    def new_model(self, cfg: HookedKVTransformerConfig) -> Model:
+        return HookedKVRegressor(cfg, self.d_input)
+
+    def check_fit(self, model: Model) -> None:
+        self._check_kind(model, HookedKVRegressor)
+        has = model.d_input
+        if has != self.d_input:
+            raise self._misfit(f"uses {self.d_input} numbers a position (d_input), the model has {has}; make them fit")
+        self._check_length(model)
 
     def sample(self, batch_size: int, generator: torch.Generator, split: str = "train") -> Batch:
         require_drawable(self, batch_size, generator, split)

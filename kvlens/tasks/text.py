@@ -6,11 +6,12 @@ and kept.
 """
 
 import hashlib
+import math
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,10 +20,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from kvlens.corpus import DocsCorpus, TokenWindows, build_docs_corpus, train_bpe_tokenizer
 from kvlens.errors import KVLensError
 from kvlens.files import reason
-from kvlens.tasks.batch import Batch, Task
+from kvlens.tasks.batch import Batch, Model, Task
+from kvlens.tasks.context import context_effect
 
 DOCS, TOPICS = "docs", "topics"
 HELDOUT_SHARE = 0.05
+N_CONTEXT, N_TEXT = 256, 64
+"""Tokens of context and of text behind it, with which a shipped model's use of its context is measured."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,23 @@ class TextTask(Task):
         for windows in self.windows.values():
             digest.update(windows.tokens.numpy().tobytes())
         return digest.hexdigest()
+
+    def describe_data(self) -> dict[str, Any]:
+        """Where the text is from, its licences, and how many tokens each split has."""
+        tokens = {split: len(windows) for split, windows in self.windows.items()}
+        if self.corpus == DOCS:
+            return {"source": "docstrings and help topics as installed", "tokens": tokens, **docs_corpus().summary()}
+        return {"source": self.corpus, "tokens": tokens, "licences": {}, "tokens_hash": self.data_hash()}
+
+    def measure_more(self, model: Model, n_sequences: int, loss: float) -> dict[str, Any]:
+        """Bits a character; for linear attention also what a converted context is worth, where windows are long enough."""
+        windows = self.windows["heldout"].consecutive(self.heldout_length or self.length, n_sequences)
+        bits = loss / self.windows["heldout"].chars_per_token / math.log(2)
+        measured = {"sequences": len(windows), "bits_a_character": bits}
+        if model.cfg.attention != "linear" or windows.shape[1] < N_CONTEXT + N_TEXT:
+            return measured
+        effect = context_effect(model, windows[:, : N_CONTEXT + N_TEXT], N_CONTEXT)
+        return {**measured, "n_context": N_CONTEXT, "n_text": N_TEXT, **effect._asdict(), "gain": effect.gain}
 
     def sample(self, batch_size: int, generator: torch.Generator, split: str = "train") -> Batch:
         """Windows at random places of ``split``."""

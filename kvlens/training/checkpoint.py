@@ -97,9 +97,10 @@ class CheckpointFolder:
             ) from error
 
     def _check_identity(self, theirs: Mapping[str, Any]) -> None:
-        for part, ours in self.identity.items():
-            for name in sorted({*ours, *theirs.get(part, {})}):
-                was, now = theirs.get(part, {}).get(name), ours.get(name)
+        for part in sorted({*self.identity, *theirs}):
+            ours, those = self.identity.get(part, {}), theirs.get(part, {})
+            for name in sorted({*ours, *those}):
+                was, now = those.get(name), ours.get(name)
                 if was != now:
                     raise KVLensError(
                         f"train: {self.path} holds another run: {part} {name} was {was!r} there and is {now!r} now; give the "
@@ -120,7 +121,9 @@ def identity(run: Run) -> dict[str, dict[str, Any]]:
     """What makes two runs the same one."""
     cfg = {k: v for k, v in run.model.cfg.to_json().items() if k != "device"}
     task = {"name": run.task.name, **run.task.settings(), "data": run.task.data_hash()}
-    return {"task": task, "model": {"kind": type(run.model).__name__, **cfg}, "setting": asdict(run.settings)}
+    loss = run.loss.identity()
+    known = {"task": task, "model": {"kind": type(run.model).__name__, **cfg}, "setting": asdict(run.settings)}
+    return known if loss is None else {**known, "loss": loss}
 
 
 def tensors_of(run: Run) -> dict[str, Tensor]:

@@ -10,11 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvlens.errors import KVLensError, nearest
-from kvlens.model import HookedKVRegressor, HookedKVTransformer, HookedKVTransformerConfig, KVShiftConfig
-from kvlens.model.loading import build_with_ready_tokenizer
+from kvlens.model import HookedKVTransformerConfig, KVShiftConfig
 from kvlens.tasks import Task, make_task, task_names
-from kvlens.tasks.text import TextTask
-from kvlens.training.objective import Model
+from kvlens.tasks.batch import Model
 
 DEFAULT_MODEL: dict[str, Any] = dict(
     n_layers=2, d_model=128, d_head=32, act_fn="gelu", normalization_type="LN", positional_embedding_type="rotary"
@@ -172,14 +170,9 @@ def build_model(task: Task, settings: Mapping[str, Any], *, name: str | None = N
         values["kv_shift"] = None if shift is False else KVShiftConfig.from_dict(shift if isinstance(shift, dict) else {})
     if values.get("attn_only"):
         values["act_fn"] = None
-    numbers = task.predicts == "numbers"
-    values.setdefault("d_vocab", 1 if numbers else task.d_input)
+    values.setdefault("d_vocab", task.d_vocab)
     known = HookedKVTransformerConfig.__dataclass_fields__
     for key in values:
         if key not in known:
             raise KVLensError(f"model: unknown field {key!r}{nearest(key, known)}")
-    cfg = HookedKVTransformerConfig(**values, model_name=name or task.name, device=device)
-    if numbers:
-        return HookedKVRegressor(cfg, task.d_input)
-    tokenizer = task.built_tokenizer if isinstance(task, TextTask) else None
-    return build_with_ready_tokenizer(HookedKVTransformer, cfg, tokenizer)
+    return task.new_model(HookedKVTransformerConfig(**values, model_name=name or task.name, device=device))

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from kvlens.errors import KVLensError
 from kvlens.tasks import Task
+from kvlens.tasks.batch import Model
 from kvlens.training.distributed import Workers
-from kvlens.training.objective import Model, Objective, score_in_parts
+from kvlens.training.loss import Loss, Objective, score_in_parts
 from kvlens.training.settings import TrainSettings
 
 
@@ -69,15 +70,15 @@ class Run:
         watched: (step, values by parameter name), one entry an evaluation.
     """
 
-    def __init__(self, model: Model, task: Task, settings: TrainSettings, workers: Workers):
-        self.model, self.task, self.settings, self.workers = model, task, settings, workers
+    def __init__(self, model: Model, task: Task, loss: Loss, settings: TrainSettings, workers: Workers):
+        self.model, self.task, self.loss, self.settings, self.workers = model, task, loss, settings, workers
         self.progress = Progress()
         self.best: dict[str, Tensor] | None = None
         self.watched: list[tuple[int, dict[str, Tensor]]] = []
         self.optimizer = build_optimizer(model, settings)
         self._parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self._last_good = [p.detach().clone() for p in self._parameters]
-        self._objective = Objective(model, autocast=settings.precision == "bfloat16")
+        self._objective = Objective(model, loss, autocast=settings.precision == "bfloat16")
         self._parallel = workers.wrap(self._objective)
         self._heldout = workers.rows(task.heldout(settings.eval_sequences, settings.seed))
         self._started = perf_counter()

@@ -23,9 +23,10 @@ import torch
 from tqdm.auto import tqdm
 
 from kvlens.tasks import Task
+from kvlens.tasks.batch import Model
 from kvlens.training.checkpoint import CheckpointFolder, metrics_frame
 from kvlens.training.distributed import Workers
-from kvlens.training.objective import Model, Objective, check_fit, score_in_parts
+from kvlens.training.loss import Loss, Objective, check_fit, loss_of, score_in_parts
 from kvlens.training.run import Row, Run
 from kvlens.training.settings import TrainSettings
 
@@ -65,6 +66,7 @@ def train(
     model: Model,
     task: Task,
     *,
+    loss: Loss | None = None,
     folder: str | Path | None = None,
     restart: bool = False,
     progress: bool = True,
@@ -75,6 +77,7 @@ def train(
     Args:
         model: a :class:`kvlens.HookedKVTransformer`, or a :class:`kvlens.model.HookedKVRegressor` for regression.
         task: from :func:`kvlens.tasks.make_task`.
+        loss: what is made small; None takes the one that goes with the task.
         folder: where checkpoint and metrics go; a run that stands there is taken up, or returned if it is finished.
         restart: begin anew where a checkpoint stands.
         progress: show a progress bar with loss and accuracy.
@@ -92,7 +95,7 @@ def train(
     workers = Workers.current()
     workers.check_batch(chosen.batch_size)
     was_training = model.training
-    run = Run(model, task, chosen, workers)
+    run = Run(model, task, loss or loss_of(task), chosen, workers)
     store = None if folder is None else CheckpointFolder(folder, run, restart=restart)
     if store is not None:
         store.resume()
@@ -106,12 +109,15 @@ def train(
 
 
 @torch.no_grad()
-def score_heldout(model: Model, task: Task, n_sequences: int, *, seed: int = 0, batch_size: int = 32) -> tuple[float, float]:
+def score_heldout(
+    model: Model, task: Task, n_sequences: int, *, loss: Loss | None = None, seed: int = 0, batch_size: int = 32
+) -> tuple[float, float]:
     """Mean loss and accuracy over the scored positions of ``n_sequences`` held-out sequences, in eval mode.
 
     Args:
         model, task: as for `train`.
         n_sequences: how many.
+        loss: None takes the one that goes with the task.
         seed: which ones; `train` evaluates on those of its own seed.
         batch_size: sequences at a time.
 
@@ -122,10 +128,10 @@ def score_heldout(model: Model, task: Task, n_sequences: int, *, seed: int = 0, 
     was_training, heldout = model.training, task.heldout(n_sequences, seed)
     model.eval()
     try:
-        loss, correct, count = score_in_parts(Objective(model), heldout, batch_size).tolist()
+        total, correct, count = score_in_parts(Objective(model, loss or loss_of(task)), heldout, batch_size).tolist()
     finally:
         model.train(was_training)
-    return loss / count, correct / count
+    return total / count, correct / count
 
 
 def _loop(run: Run, store: CheckpointFolder | None, show: bool) -> None:

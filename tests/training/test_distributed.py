@@ -9,7 +9,7 @@ import torch.multiprocessing as mp
 from tiny_runs import run, tiny_model, weights
 
 from kvlens import KVLensError
-from kvlens.training import Workers, process_group
+from kvlens.training.distributed import Workers, process_group
 
 
 def _work(rank: int, port: int, folder: str) -> None:

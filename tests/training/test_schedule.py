@@ -5,7 +5,7 @@ import math
 import pytest
 
 from kvlens.errors import KVLensError
-from kvlens.training import Schedule
+from kvlens.training.schedule import Schedule
 
 
 def test_learning_rates_known_by_hand():

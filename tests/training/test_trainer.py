@@ -12,8 +12,9 @@ from torch.nn import functional as F
 
 from kvlens import HookedKVTransformer, KVLensError
 from kvlens.tasks import Batch, make_task
-from kvlens.training import Objective, TrainSettings, build_model, decayed_parameters, score_heldout, train
-from kvlens.training.run import batch_generator
+from kvlens.training import Loss, Score, TrainSettings, build_model, score_heldout, train
+from kvlens.training.loss import Objective, loss_of
+from kvlens.training.run import batch_generator, decayed_parameters
 
 
 def test_metrics_are_tidy_and_measure_what_they_say():
@@ -37,8 +38,9 @@ def test_metrics_are_tidy_and_measure_what_they_say():
 
 def test_the_objective_is_cross_entropy_over_the_scored_positions_alone():
     model = tiny_model(normalization_type="LN")
-    batch = tiny_task().sample(5, torch.Generator().manual_seed(3))
-    score = Objective(model)(batch)
+    task = tiny_task()
+    batch = task.sample(5, torch.Generator().manual_seed(3))
+    score = loss_of(task).score(model, batch)
     logits = model(batch.inputs)
     expected = sum(F.cross_entropy(logits[b, i], batch.targets[b, i]) for b, i in batch.scored.nonzero().tolist())
     right = sum(logits[b, i].argmax() == batch.targets[b, i] for b, i in batch.scored.nonzero().tolist())
@@ -51,7 +53,7 @@ def test_regression_is_judged_by_squared_error():
     task = make_task("regression", functions="linear", dimensions=3, n_points=4)
     model = build_model(task, dict(n_layers=1, d_model=8, d_head=4), device="cpu")
     batch = task.sample(5, torch.Generator().manual_seed(3))
-    score = Objective(model)(batch)
+    score = loss_of(task).score(model, batch)
     errors = (model(batch.inputs) - batch.targets).square()
     torch.testing.assert_close(score.loss, errors[batch.scored].sum())
     assert math.isnan(float(score.correct))
@@ -70,7 +72,7 @@ def test_training_lowers_the_loss_restores_the_mode_and_leaves_the_best_weights(
 def test_one_adamw_step_by_hand_decays_matrices_alone():
     """After one step from zero moments Adam moves every number by the rate against the sign of its gradient."""
     model, twin = tiny_model(), tiny_model()
-    score = Objective(twin)(tiny_task().sample(6, batch_generator(0, 0)))
+    score = loss_of(tiny_task()).score(twin, tiny_task().sample(6, batch_generator(0, 0)))
     (score.loss / score.n_scored).backward()
     run(model, steps=1, warmup_fraction=0.0, final_fraction=1.0, weight_decay=0.5, learning_rate=0.1, max_grad_norm=1e9)
     decayed = decayed_parameters(twin)
@@ -197,3 +199,21 @@ def test_linear_attention_has_no_longest_text():
 def test_settings_survive_their_dictionary():
     settings = TrainSettings(**{**SETTINGS, "betas": (0.8, 0.9)})
     assert TrainSettings.of({**dataclasses.asdict(settings), "betas": [0.8, 0.9]}) == settings
+
+
+class LogitNorm(Loss):
+    """A loss of one's own: the mean square of all logits."""
+
+    def score(self, model, batch):
+        logits = model(batch.inputs)
+        return Score(logits.square().mean(dim=-1).sum(), torch.tensor(math.nan), batch.scored.numel())
+
+
+def test_another_loss_is_what_the_run_makes_small(tmp_path):
+    model, task = tiny_model(), tiny_task()
+    before = score_heldout(model, task, 7, loss=LogitNorm())
+    result = run(model, loss=LogitNorm(), steps=40, folder=tmp_path / "run", weight_decay=0.0)
+    assert result.best_loss < 0.7 * before[0]
+    assert score_heldout(model, task, 7, loss=LogitNorm())[0] == pytest.approx(result.best_loss, rel=1e-6)
+    with pytest.raises(KVLensError, match="holds another run: loss name was 'LogitNorm' there and is None now"):
+        run(tiny_model(), steps=40, folder=tmp_path / "run", weight_decay=0.0)

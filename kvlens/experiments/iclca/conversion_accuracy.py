@@ -35,7 +35,7 @@ from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
 from kvlens.model import HookedKVTransformer
 from kvlens.tasks import Batch, make_task
 from kvlens.tasks.bigrams import BigramTask
-from kvlens.training import build_model, check_fit, find_recipe, train
+from kvlens.training import build_model, find_recipe, train
 
 PROMPTED, ALONE, CONVERTED = "with prompt", "without prompt", "converted"
 CONDITIONS = (PROMPTED, ALONE, CONVERTED)
@@ -78,7 +78,7 @@ def obtain_model(settings: Mapping[str, Any], task: BigramTask, tell: Callable[[
             f"conversion-accuracy: {name!r} is neither a shipped model{nearest(name, zoo.names())} nor a folder. Train it with "
             "`kvlens train bigram-linear --out RUN`, and give the folder 'RUN/model' as the experiment's setting 'model'"
         )
-    check_fit(model, task)
+    task.check_fit(model)
     assert isinstance(model, HookedKVTransformer)
     return model.eval().requires_grad_(False)
 

@@ -14,8 +14,8 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from kvlens.tasks import Task
+from kvlens.tasks.batch import Model
 from kvlens.training import TrainResult, build_model, train
-from kvlens.training.objective import Model
 
 PLAIN, SHIFTED = "#2763a5", "#1b7f4b"
 """Colours of a model without and with KV shift, the same ones in every figure."""

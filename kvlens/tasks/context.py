@@ -40,7 +40,7 @@ def context_effect(
 
     Args:
         model: with linear attention and a tokenizer that has a BOS.
-        windows: BOS and text, as :meth:`kvlens.training.TokenWindows.consecutive` cuts them.
+        windows: BOS and text, as :meth:`kvlens.corpus.TokenWindows.consecutive` cuts them.
         n_context: tokens of context, BOS included; what follows is the text, of which every token but the first is predicted.
 
     Raises:

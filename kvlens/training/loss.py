@@ -1,0 +1,137 @@
+"""How a model is judged on a batch: the loss as an object, so that a run can be given another one.
+
+    tokens:   loss = mean over scored positions of -log p(target)         accuracy = share whose largest logit is the target
+    numbers:  loss = mean over scored positions of (prediction - target)^2            accuracy is NaN
+
+A task names what it predicts, and `loss_of` has the loss that goes with it. A loss of one's own is a subclass of `Loss`, and
+goes to ``train(..., loss=...)``.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from kvlens.errors import KVLensError
+from kvlens.model import HookedKVTransformer
+from kvlens.tasks import Batch, Task
+from kvlens.tasks.batch import Model
+
+
+class Score(NamedTuple):
+    """Sums over the scored positions of a batch, so that scores of several batches add up.
+
+    Attributes:
+        loss: summed, scalar tensor (with a gradient where one is taken).
+        correct: how many were right; NaN where nothing is right or wrong.
+        n_scored: how many were scored.
+    """
+
+    loss: Tensor
+    correct: Tensor
+    n_scored: int
+
+
+class Loss(ABC):
+    """What a training run makes small."""
+
+    @abstractmethod
+    def score(self, model: Any, batch: Batch) -> Score:
+        """Judge ``model`` on one batch, which is on its device; the forward pass may run under autocast."""
+
+    def identity(self) -> dict[str, Any] | None:
+        """What tells a run with this loss from others, of JSON's types; None for the loss that goes with the task."""
+        return {"name": type(self).__name__}
+
+
+class CrossEntropy(Loss):
+    """Of the target tokens, in nats.
+
+    Only scored positions are unembedded: with a vocabulary of 8,000 and one scored position in two, that halves the largest
+    product.
+    """
+
+    def score(self, model: HookedKVTransformer, batch: Batch) -> Score:
+        """Judge the logits at the scored positions."""
+        logits, wanted = in_float(logits_at(model, batch.inputs, batch.scored)), batch.targets[batch.scored]
+        right = (logits.detach().argmax(dim=-1) == wanted).sum()
+        return Score(F.cross_entropy(logits, wanted, reduction="sum"), right, len(wanted))
+
+    def identity(self) -> None:
+        """The loss of tasks that predict tokens."""
+
+
+class SquaredError(Loss):
+    """Of predicted numbers."""
+
+    def score(self, model: Any, batch: Batch) -> Score:
+        """Judge the numbers at the scored positions."""
+        predicted, wanted = in_float(model(batch.inputs)[batch.scored]), batch.targets[batch.scored]
+        loss = F.mse_loss(predicted, wanted.to(predicted.dtype), reduction="sum")
+        return Score(loss, torch.tensor(math.nan, device=loss.device), len(wanted))
+
+    def identity(self) -> None:
+        """The loss of tasks that predict numbers."""
+
+
+LOSSES: dict[str, Loss] = {"tokens": CrossEntropy(), "numbers": SquaredError()}
+"""By what a task predicts."""
+
+
+def loss_of(task: Task) -> Loss:
+    """The loss that goes with ``task``."""
+    return LOSSES[task.predicts]
+
+
+def logits_at(model: HookedKVTransformer, inputs: Tensor, scored: Tensor) -> Float[Tensor, "scored d_vocab"]:
+    """The model's logits at the positions where ``scored`` [batch pos] is True, and no others."""
+    resid = model(inputs, stop_at_layer=model.cfg.n_layers)[scored][None]
+    if model.cfg.normalization_type is not None:
+        resid = model.ln_final(resid)
+    return model.unembed(resid)[0]
+
+
+def in_float(predicted: Tensor) -> Tensor:
+    """At least in float32, in which a loss is summed whatever the forward pass ran in."""
+    return predicted.to(torch.promote_types(predicted.dtype, torch.float32))
+
+
+class Objective(nn.Module):
+    """A model and its loss as one module, so that data parallelism sees one forward pass.
+
+    Args:
+        model: in training.
+        loss: judges it.
+        autocast: run the forward pass in bfloat16; weights and optimiser stay in the weights' own dtype.
+    """
+
+    def __init__(self, model: Model, loss: Loss, *, autocast: bool = False):
+        super().__init__()
+        self.model = model
+        self.loss = loss
+        self.autocast = autocast
+
+    def forward(self, batch: Batch) -> Score:
+        """Judge the model on one batch, wherever its parameters are."""
+        device = next(self.model.parameters()).device
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.autocast):
+            return self.loss.score(self.model, Batch(*(part.to(device, non_blocking=True) for part in batch)))
+
+
+def score_in_parts(objective: Objective, batch: Batch, batch_size: int) -> Float[Tensor, "3"]:
+    """Summed loss, right predictions and scored positions of ``batch``, ``batch_size`` sequences at a time, in float64."""
+    parts = zip(*(part.split(batch_size) for part in batch), strict=True)
+    scores = [objective(Batch(*part)) for part in parts]
+    sums = [torch.stack([s.loss.double(), s.correct.double(), s.loss.new_tensor(s.n_scored).double()]) for s in scores]
+    return torch.stack(sums).sum(dim=0)
+
+
+def check_fit(model: Model, task: Task) -> None:
+    """Raise KVLensError unless ``task`` is one, and ``model`` can read its inputs and predict its targets."""
+    if not isinstance(task, Task):
+        raise KVLensError(f"train: expected a task of kvlens.tasks, got {type(task).__name__}; make_task(name) makes one")
+    task.check_fit(model)
