@@ -20,6 +20,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from kvlens.corpus import DocsCorpus, TokenWindows, build_docs_corpus, train_bpe_tokenizer
 from kvlens.errors import KVLensError
 from kvlens.files import reason
+from kvlens.model import HookedKVTransformer
 from kvlens.tasks.batch import Batch, Model, Task
 from kvlens.tasks.context import context_effect
 
@@ -117,6 +118,7 @@ class TextTask(Task):
         measured = {"sequences": len(windows), "bits_a_character": bits}
         if model.cfg.attention != "linear" or windows.shape[1] < N_CONTEXT + N_TEXT:
             return measured
+        assert isinstance(model, HookedKVTransformer)  # `check_fit` lets no other pass
         effect = context_effect(model, windows[:, : N_CONTEXT + N_TEXT], N_CONTEXT)
         return {**measured, "n_context": N_CONTEXT, "n_text": N_TEXT, **effect._asdict(), "gain": effect.gain}
 
