@@ -8,9 +8,12 @@ one self-contained file, and ``save_png`` and ``save_svg`` where it is a static 
 
 from kvlens.viz.attention import attention_view
 from kvlens.viz.bars import contribution_bars
+from kvlens.viz.depth_map import depth_map
 from kvlens.viz.details import HeadDetails, head_details
 from kvlens.viz.generated import generated_text
 from kvlens.viz.heat_map import head_heatmap
+from kvlens.viz.induction_arcs import induction_arcs
+from kvlens.viz.linked_view import LinkedShares, linked_view
 from kvlens.viz.page import Page
 from kvlens.viz.patterns import attention_rows
 from kvlens.viz.piece import Piece
@@ -19,14 +22,18 @@ from kvlens.viz.tokens import coloured_tokens
 
 __all__ = [
     "HeadDetails",
+    "LinkedShares",
     "Page",
     "Piece",
     "attention_rows",
     "attention_view",
     "coloured_tokens",
     "contribution_bars",
+    "depth_map",
     "error_table",
     "generated_text",
     "head_details",
     "head_heatmap",
+    "induction_arcs",
+    "linked_view",
 ]

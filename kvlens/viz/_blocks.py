@@ -22,6 +22,15 @@ def block_sums(values: Float[Tensor, "*rest pos"], size: int) -> Float[Tensor, "
     return torch.nn.functional.pad(values, (0, missing)).unflatten(-1, (-1, size)).sum(dim=-1) if size > 1 else values
 
 
+def block_means(values: Float[Tensor, "*rest pos"], size: int) -> Float[Tensor, "*rest block"]:
+    """Means over blocks of ``size`` neighbours, each over the places that it has."""
+    if size == 1:
+        return values
+    places = torch.full((math.ceil(values.shape[-1] / size),), float(size), dtype=values.dtype)
+    places[-1] = values.shape[-1] - size * (len(places) - 1)
+    return block_sums(values, size) / places.to(values.device)
+
+
 def strongest_positions(
     pattern: Float[Tensor, "head query key"], queries: Int[Tensor, " query"], n_prompt: int, max_tokens: int
 ) -> tuple[Int[Tensor, " kept"], Int[Tensor, " left_out"]]:

@@ -27,7 +27,7 @@ def style(value: float, top: float) -> str:
     if not math.isfinite(value):
         return 'class="none"'
     strength = min(1.0, abs(value) / top) if top > 0 else 0.0
-    kind = ("negative" if value < 0 else "positive") + (" strong" if strength > 0.55 else "")
+    kind = ("negative" if value < 0 else "positive") + (" clipped" if abs(value) > 1.0005 * top > 0 else "")
     return f'class="{kind}" style="--x:{100 * strength:.1f}%"'
 
 

@@ -16,6 +16,9 @@ from importlib.resources import files
 from kvlens.errors import KVLensError
 from kvlens.viz._text import html_text
 
+SCRIPTS = ("base.js", "kvlens.js", "linked.js", "depth.js", "arcs.js")
+"""Ours, in the order in which they run: the first holds what the others share."""
+
 
 def document(body: str, *, title: str, circuitsvis: bool) -> str:
     """One HTML file.
@@ -25,11 +28,11 @@ def document(body: str, *, title: str, circuitsvis: bool) -> str:
         title: text, escaped here.
         circuitsvis: whether the body holds a circuitsvis figure.
     """
-    style, script = _asset("kvlens.css"), _asset("kvlens.js")
-    scripts = [circuitsvis_bundle(), script] if circuitsvis else [script]
-    allowed = " ".join(_hash(source) for source in scripts)
+    style, own = _asset("kvlens.css"), [_asset(name) for name in SCRIPTS]
+    bundle = [circuitsvis_bundle()] if circuitsvis else []
+    allowed = " ".join(_hash(source) for source in [*bundle, *own])
     policy = f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:"
-    head = "".join(f"<script>{source}</script>\n" for source in scripts[:-1])
+    head, foot = ("".join(f"<script>{source}</script>\n" for source in sources) for sources in (bundle, own))
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -43,8 +46,7 @@ def document(body: str, *, title: str, circuitsvis: bool) -> str:
 {head}</head>
 <body>
 {body}
-<script>{script}</script>
-</body>
+{foot}</body>
 </html>
 """
 

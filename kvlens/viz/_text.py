@@ -36,6 +36,11 @@ def html_text(text: str) -> str:
     return html.escape("".join(UNREADABLE if _is_unreadable(char) else char for char in text))
 
 
+def printable(text: str) -> str:
+    """``text`` as a font can draw it: controls and lone surrogates become visible."""
+    return "".join(UNREADABLE if _is_unreadable(char) or char in "\n\t" else char for char in text)
+
+
 def label(token: str) -> str:
     """``token`` on one line with its blanks visible, for axes and tooltips: ``" the\\n"`` is ``·the⏎``."""
     shown = token.replace("\n", NEWLINE).replace(" ", SPACE).replace("\t", "⇥")

@@ -155,7 +155,7 @@ def test_details_survive_the_page_to_three_digits():
 def test_coloured_tokens_scale_and_signs():
     body = coloured_tokens(["a", "b", "c"], [0.5, -1.0, math.nan], unit="nats").body
     assert '<span title="0 a: nats 0.500" class="positive" style="--x:50.0%">a</span>' in body
-    assert 'class="negative strong" style="--x:100.0%">b' in body
+    assert 'class="negative" style="--x:100.0%">b' in body
     assert 'class="none">c' in body
     longer = coloured_tokens(["x"] * 5000, range(5000))
     assert longer.body.count(">xx</span>") == 2500 and "blocks of 2 of the 5,000 tokens" in longer.body

@@ -1,32 +1,7 @@
-// The interactive parts of a page. Each element with data-kvlens holds its data as JSON in a script element of its own;
-// text from prompts reaches the page through textContent and title alone, never as HTML.
+// Coloured tokens, the map of heads with its details, circuitsvis, and the frame of a notebook.
 "use strict";
 (() => {
-  const NEWLINE = "⏎";
-  const dataOf = (element) => {
-    const script = element.querySelector(':scope > script[type="application/json"]');
-    return script && JSON.parse(script.textContent);
-  };
-  const turns = /[\u0590-\u08ff\u200f\u202a-\u202e\u2066-\u2069\ufb1d-\ufdff\ufe70-\ufeff]/; // right to left
-  const label = (token) => {
-    const shown = token.replace(/\n/g, NEWLINE).replace(/ /g, "·").replace(/\t/g, "⇥");
-    return turns.test(shown) ? `\u2068${shown}\u2069` : shown;
-  };
-  const number = (x) => (x === null ? "–" : String(Number(x.toPrecision(3))).replace("-", "−"));
-  const valuesOf = (quantised) => quantised.cells.map((cell) => (cell === null ? null : cell * quantised.unit));
-  // the magnitude that gets full colour, as in _colour.py
-  const strongest = (values) => {
-    const sizes = values.map((x) => Math.abs(x ?? 0)).filter((x) => x > 0).sort((a, b) => a - b);
-    return sizes.length ? sizes[Math.ceil(0.98 * sizes.length) - 1] : 1;
-  };
-  const sumOf = (values) => values.reduce((sum, x) => sum + (x ?? 0), 0);
-
-  const element = (name, className, text) => {
-    const made = document.createElement(name);
-    if (className) made.className = className;
-    if (text !== undefined) made.textContent = text;
-    return made;
-  };
+  const { NEWLINE, dataOf, label, number, valuesOf, strongest, sumOf, element, paint, roving } = KVLENS;
 
   // --- coloured tokens -------------------------------------------------------------------------------------------
 
@@ -35,11 +10,7 @@
     const box = element("div", "tokens");
     tokens.forEach((token, i) => {
       const span = element("span", "none", token.replace(/\n/g, NEWLINE + "\n"));
-      if (values[i] !== null) {
-        const strength = Math.min(1, Math.abs(values[i]) / top);
-        span.className = (values[i] < 0 ? "negative" : "positive") + (strength > 0.55 ? " strong" : "");
-        span.style.setProperty("--x", (100 * strength).toFixed(1) + "%");
-      }
+      paint(span, values[i], top);
       span.title = describe(token, i, values[i]);
       box.append(span);
     });
@@ -94,7 +65,7 @@
     const context = canvas.getContext("2d");
     context.scale(ratio, ratio);
     const colour = colourReader(context);
-    const [paper, positive, negative, ink] = ["--cell", "--positive", "--negative", "--muted"].map(colour);
+    const [paper, positive, negative, ink] = ["--cell", "--positive-fill", "--negative-fill", "--muted"].map(colour);
     const full = strongest(values);
     const xOf = (column) => box.left + column * box.cell + (column >= nPrompt ? box.gap : 0);
     values.forEach((x, i) => {

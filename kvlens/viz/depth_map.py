@@ -1,0 +1,88 @@
+"""Layer by layer: what a prompt has changed about each next token at each depth of the model."""
+
+import functools
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from kvlens.errors import KVLensError
+from kvlens.viz._colour import diverging_map, strongest
+from kvlens.viz._frames import check_columns, check_numbers
+from kvlens.viz._text import html_text, label, number, printable, rounded, script_json
+from kvlens.viz.piece import Piece
+
+MAX_PLACES = 512
+"""Text tokens on a map: more are not shown, and its note says so."""
+COLUMNS = ("layer", "position", "token", "loss_change", "guess_with", "guess_without")
+
+
+def depth_map(table: pd.DataFrame, *, title: str = "layer by layer") -> Piece:
+    """Rows are depths, columns text tokens; blue where the prompt lowers the loss on the token that follows, red where it hurts.
+
+    Args:
+        table: one row per depth and text token, as :func:`analyses.prompt_by_depth` returns it: ``layer`` (n_layers for the
+            whole model), ``position``, ``token``, ``loss_change`` (with minus without the prompt, nats), ``guess_with`` and
+            ``guess_without`` (the likeliest next token at that depth).
+        title: above the map.
+
+    Raises:
+        KVLensError: a missing column (the nearest is proposed), no rows, a place that has two rows.
+    """
+    check_columns("depth_map", table, COLUMNS)
+    check_numbers("depth_map", table, "loss_change")
+    if table.duplicated(["layer", "position"]).any():
+        raise KVLensError("depth_map: one layer and position has two rows; give the rows of one prompt and text")
+    places = np.sort(table["position"].unique())
+    shown = table[table["position"].isin(places[:MAX_PLACES])].sort_values(["layer", "position"])
+    changes = _grid(shown, "loss_change")
+    top = strongest(changes.to_numpy().flat, 0.98)
+    means = table.groupby("layer")["loss_change"].mean()
+    data = {
+        "layers": [int(layer) for layer in changes.index],
+        "tokens": [str(token) for token in shown[shown["layer"] == changes.index[0]]["token"]],
+        "positions": [int(place) for place in changes.columns],
+        "change": [[rounded(float(x)) for x in row] for row in changes.to_numpy()],
+        "with": _grid(shown, "guess_with").to_numpy().tolist(),
+        "without": _grid(shown, "guess_without").to_numpy().tolist(),
+        "means": [rounded(float(x)) for x in means],
+        "top": rounded(top),
+    }
+    left_out = "" if len(places) <= MAX_PLACES else f" The first {MAX_PLACES} of {len(places):,} text tokens are shown."
+    note = (
+        "The loss on the token that follows, read off the residual stream at each depth (logit lens), with minus without the "
+        f"prompt, in nats: blue where the prompt helps, red where it hurts. Mean at the end: {number(float(means.iloc[-1]))}."
+        f"{left_out}"
+    )
+    body = (
+        f'<figure class="piece" data-kvlens="depth"><figcaption>{html_text(title)}</figcaption>'
+        f'<p class="note">{html_text(note)}</p><div class="depth"></div>'
+        f'<script type="application/json">{script_json(data)}</script></figure>'
+    )
+    return Piece(title, body, figure=functools.partial(_figure, data, title))
+
+
+def _grid(table: pd.DataFrame, column: str) -> pd.DataFrame:
+    return table.pivot(index="layer", columns="position", values=column)  # noqa: PD010, one row per place was checked
+
+
+def _figure(data: dict[str, Any], title: str) -> Any:
+    from matplotlib.figure import Figure
+
+    values = np.array([[np.nan if x is None else x for x in row] for row in data["change"]], dtype=float)
+    n_rows, n_columns = values.shape
+    figure = Figure(figsize=(2.5 + 0.16 * min(n_columns, 120), 1.4 + 0.3 * n_rows))
+    ax, curve = figure.subplots(1, 2, width_ratios=(max(3, n_columns / 6), 1), sharey=True)
+    top = data["top"] or 1.0
+    image = ax.imshow(values, cmap=diverging_map().reversed(), vmin=-top, vmax=top, aspect="auto", origin="lower")
+    ax.set(ylabel="depth (layers read)", title=printable(title))
+    ax.set_yticks(range(n_rows), [str(layer) for layer in data["layers"]])
+    ax.xaxis.tick_top()
+    ax.set_xticks(range(n_columns), [printable(label(token))[:12] for token in data["tokens"]], rotation=90, fontsize=6)
+    for tick in ax.get_xticklabels():
+        tick.set_parse_math(False)
+    curve.plot([np.nan if x is None else x for x in data["means"]], range(n_rows), color="black", marker=".")
+    curve.axvline(0, color="grey", linewidth=0.8)
+    curve.set(xlabel="mean, nats")
+    figure.colorbar(image, ax=curve, label="loss with - without, nats")
+    return figure

@@ -1,0 +1,86 @@
+"""Induction over prompt and text on one line: an arc from each text token to the prompt token that follows its earlier self."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import pandas as pd
+
+from kvlens.errors import KVLensError
+from kvlens.viz._colour import NEGATIVE, POSITIVE
+from kvlens.viz._frames import check_columns, check_numbers
+from kvlens.viz._text import html_text, label, printable, rounded, script_json
+from kvlens.viz.piece import Piece
+
+MAX_ARCS, MAX_TOKENS = 4000, 1024
+COLUMNS = ("layer", "head", "query", "key", "share", "shifted")
+
+
+def induction_arcs(
+    tokens: Sequence[str], n_prompt: int, arcs: pd.DataFrame, scores: pd.DataFrame, *, title: str = "induction arcs"
+) -> Piece:
+    """Arcs of all heads, filtered by a strip of induction scores; dashed where a head got there by its shift.
+
+    Args:
+        tokens: of prompt and text, in order.
+        n_prompt: how many of them are the prompt's.
+        arcs: one row per head and pair of places: ``layer``, ``head``, ``query`` and ``key`` (positions in ``tokens``),
+            ``share`` (the head's attention from one to the other, by which the arc is as wide), ``shifted`` (True where the
+            key shift carries the match).
+        scores: one row per head: ``layer``, ``head``, ``score``: what the strip shows and filters by.
+        title: above the picture.
+
+    Raises:
+        KVLensError: a missing column (the nearest is proposed), places outside the tokens.
+    """
+    check_columns("induction_arcs", scores, ("layer", "head", "score"))
+    check_numbers("induction_arcs", scores, "score")
+    missing = [name for name in COLUMNS if name not in arcs.columns]
+    if missing:
+        raise KVLensError(f"induction_arcs: arcs lack the column {missing[0]!r}; expected {', '.join(COLUMNS)}")
+    if len(arcs) and not (0 <= arcs["key"].min() and arcs["query"].max() < len(tokens)):
+        raise KVLensError(f"induction_arcs: places must lie in 0..{len(tokens) - 1}")
+    strongest_first = arcs.reindex(arcs["share"].abs().sort_values(ascending=False, kind="stable").index).head(MAX_ARCS)
+    shown = strongest_first[strongest_first["query"] < MAX_TOKENS]
+    data = {
+        "tokens": [str(token) for token in tokens[:MAX_TOKENS]],
+        "n_prompt": int(n_prompt),
+        "scores": [[int(r.layer), int(r.head), rounded(float(r.score))] for r in scores.itertuples()],
+        "arcs": [
+            [int(r.layer), int(r.head), int(r.query), int(r.key), rounded(float(r.share)), int(bool(r.shifted))]
+            for r in shown.itertuples()
+        ],
+    }
+    left_out = "" if len(shown) == len(arcs) else f" {len(shown):,} of {len(arcs):,} arcs are shown, the strongest."
+    note = (
+        "From a text token to the token after its earlier occurrence; as wide as the head's share of attention. Dashed: the head "
+        f"reaches it by its key shift. Choose heads in the strip.{left_out}"
+    )
+    if not len(arcs):
+        note = "No token of the text occurs earlier, so that there is nothing for induction to copy."
+    body = (
+        f'<figure class="piece" data-kvlens="arcs"><figcaption>{html_text(title)}</figcaption>'
+        f'<p class="note">{html_text(note)}</p><div class="arcs"></div>'
+        f'<script type="application/json">{script_json(data)}</script></figure>'
+    )
+    return Piece(title, body, figure=functools.partial(_figure, data, title))
+
+
+def _figure(data: dict[str, Any], title: str) -> Any:
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Arc
+
+    n = len(data["tokens"])
+    figure = Figure(figsize=(max(5, 0.17 * n), 3.2))
+    ax = figure.add_axes((0.02, 0.02, 0.96, 0.9))
+    for _, _, query, key, share, shifted in data["arcs"]:
+        width, style = 0.3 + 3 * abs(share or 0.0), "--" if shifted else "-"
+        colour = NEGATIVE if (share or 0.0) < 0 else POSITIVE
+        middle, span = (query + key) / 2, query - key
+        ax.add_patch(Arc((middle, 0), span, span, theta1=0, theta2=180, linewidth=width, linestyle=style, color=colour))
+    for i, token in enumerate(data["tokens"]):
+        grey = "black" if i >= data["n_prompt"] else "dimgrey"
+        ax.text(i, -0.6, printable(label(token))[:14], rotation=90, ha="center", va="top", fontsize=6, color=grey, parse_math=False)
+    ax.set(xlim=(-1, n), ylim=(-n / 5, n / 2), title=printable(title))
+    ax.axis("off")
+    return figure

@@ -1,0 +1,194 @@
+// Prompt -> heads -> next token: three panels that show one quantity, the share of a prompt token, through a head, in the
+// attention output at a text token. Choosing in one panel recolours the other two.
+"use strict";
+(() => {
+  const { NEWLINE, dataOf, label, number, valuesOf, strongest, element, paint, roving, legend } = KVLENS;
+  const percent = (x) => `${number(100 * x)} %`;
+
+  const matrix = (quantised, nColumns) => {
+    const values = valuesOf(quantised);
+    return { row: (i) => values.slice(i * nColumns, (i + 1) * nColumns), column: (j) => values.filter((_, k) => k % nColumns === j), values };
+  };
+
+  const panel = (title, name) => {
+    const box = element("section", `panel ${name}`);
+    const heading = element("h3", "", title), note = element("p", "note"), scale = element("div", "scale");
+    box.append(heading, note, scale);
+    return { box, note, scale };
+  };
+
+  const tokenButtons = (box, tokens, part) => {
+    const list = element("div", "tokens");
+    list.setAttribute("role", "group");
+    list.setAttribute("aria-label", `${part} tokens`);
+    const buttons = tokens.map((token, i) => {
+      const button = element("button", "token", token.replace(/\n/g, NEWLINE + "\n"));
+      button.type = "button";
+      button.dataset.index = i;
+      list.append(button);
+      return button;
+    });
+    box.append(list);
+    return buttons;
+  };
+
+  const headButtons = (box, nLayers, nHeads) => {
+    const scroll = element("div", "scroll"), table = element("table", nHeads > 16 ? "grid small" : "grid"), buttons = [];
+    const first = element("tr");
+    first.append(element("td", "corner", ""));
+    for (let head = 0; head < nHeads; head++) {
+      const th = element("th", "", String(head));
+      th.scope = "col";
+      first.append(th);
+    }
+    table.append(first);
+    for (let layer = 0; layer < nLayers; layer++) {
+      const row = element("tr"), th = element("th", "", String(layer));
+      th.scope = "row";
+      row.append(th);
+      for (let head = 0; head < nHeads; head++) {
+        const cell = element("td"), button = element("button", "head");
+        button.type = "button";
+        cell.append(button);
+        row.append(cell);
+        buttons.push(button);
+      }
+      table.append(row);
+    }
+    scroll.append(table);
+    box.append(scroll);
+    return buttons;
+  };
+
+  const nextTokens = (place, data, chosen) => {
+    place.replaceChildren();
+    if (chosen === null) return place.append(element("p", "note", "Choose a token of the text to see what the model expects after it."));
+    const table = element("table", "plain"), head = element("tr"), conditions = Object.keys(data.next);
+    head.append(element("th", "", "rank"));
+    conditions.forEach((name) => {
+      const th = element("th", "", name);
+      th.scope = "col";
+      head.append(th);
+    });
+    table.append(head);
+    const follows = data.text[chosen + 1];
+    for (let rank = 0; rank < data.next[conditions[0]][chosen].length; rank++) {
+      const row = element("tr");
+      const th = element("th", "", String(rank + 1));
+      th.scope = "row";
+      row.append(th);
+      conditions.forEach((name) => {
+        const [token, probability] = data.next[name][chosen][rank];
+        const cell = element("td", "", `${label(token)}  ${percent(probability)}`);
+        if (token === follows) cell.className = "hit";
+        row.append(cell);
+      });
+      table.append(row);
+    }
+    const what = `The likeliest next tokens after “${label(data.text[chosen])}” (text ${chosen})` +
+      (follows === undefined ? "." : `; the text goes on with “${label(follows)}”, in bold where it is guessed.`);
+    place.append(element("p", "note", what), table);
+  };
+
+  const setUp = (figure) => {
+    const data = dataOf(figure), nHeads = data.n_heads, nPrompt = data.blocks.length, nText = data.text.length;
+    const byPrompt = matrix(data.by_prompt, nPrompt), byText = matrix(data.by_text, nText), between = matrix(data.between, nPrompt);
+    const total = (m, n, size) => Array.from({ length: n }, (_, i) => m.row(i).reduce((a, x, j) => a + (x ?? 0) * (size ? size[j] : 1), 0));
+    const mean = (m, n) => Array.from({ length: n }, (_, j) => m.column(j).reduce((a, x) => a + (x ?? 0), 0));
+    const all = {
+      heads: total(byText, data.n_layers * nHeads).map((x) => x / nText),
+      prompt: mean(byPrompt, nPrompt),
+      text: mean(byText, nText),
+    };
+    // one fixed scale for each quantity, whatever is chosen
+    const tops = {
+      "all/heads": strongest(all.heads), "all/prompt": strongest(all.prompt), "all/text": strongest(all.text),
+      "prompt/heads": strongest(byPrompt.values), "prompt/text": strongest(between.values),
+      "head/prompt": strongest(byPrompt.values), "head/text": strongest(byText.values),
+      "text/prompt": strongest(between.values), "text/heads": strongest(byText.values),
+    };
+    const place = figure.querySelector(".linked");
+    const prompt = panel("Prompt", "prompt"), heads = panel("Heads: layers down, heads across", "heads"), text = panel("Text", "text");
+    const status = element("p", "readout"), expected = element("div", "next");
+    status.setAttribute("role", "status");
+    expected.setAttribute("aria-live", "polite");
+    place.append(prompt.box, heads.box, text.box);
+    figure.append(status, expected);
+    const promptButtons = tokenButtons(prompt.box, data.blocks.map((block) => block.text), "prompt");
+    const colouring = colouringChoice(heads, data);
+    const headCells = headButtons(heads.box, data.n_layers, nHeads);
+    const textButtons = tokenButtons(text.box, data.text, "text");
+    let kind = null, index = null;
+
+    const colour = (buttons, values, top, name) => buttons.forEach((button, i) => {
+      paint(button, values[i], top);
+      const said = `${name(i)}: ${values[i] === null || values[i] === undefined ? "no value" : percent(values[i])}`;
+      button.title = said;
+      button.setAttribute("aria-label", said);
+    });
+    const names = {
+      prompt: (i) => `prompt ${data.blocks[i].place} “${label(data.blocks[i].text)}”`,
+      heads: (i) => `layer ${Math.floor(i / nHeads)} head ${i % nHeads}`,
+      text: (i) => `text ${i} “${label(data.text[i])}”`,
+    };
+    const scaleOf = (part, top, unit) => part.scale.replaceChildren(legend(100 * top, `% ${unit}`, true));
+    const draw = () => {
+      const values = { ...all }, from = kind ?? "all";
+      if (kind === "prompt") { values.heads = byPrompt.column(index); values.text = between.column(index); }
+      if (kind === "head") { values.prompt = byPrompt.row(index); values.text = byText.row(index); }
+      if (kind === "text") { values.prompt = between.row(index); values.heads = byText.column(index); }
+      const per = data.block > 1 ? "per token" : "";
+      const own = { prompt: "prompt", head: "heads", text: "text" }[kind];
+      for (const [name, buttons, part] of [["prompt", promptButtons, prompt], ["heads", headCells, heads], ["text", textButtons, text]]) {
+        const top = tops[`${from}/${name}`] ?? tops[`all/${name}`];
+        colour(buttons, values[name], top, names[name]);
+        scaleOf(part, top, name === "prompt" ? per : "");
+        buttons.forEach((button, i) => button.setAttribute("aria-pressed", String(name === own && i === index)));
+      }
+      if (kind === null && colouring.value() !== null) {
+        const chosen = data.colourings[colouring.value()], numbers = valuesOf(chosen), top = strongest(numbers);
+        headCells.forEach((button, i) => {
+          paint(button, numbers[i], top);
+          button.title = `${names.heads(i)}: ${colouring.value()} ${number(numbers[i])}`;
+          button.setAttribute("aria-label", button.title);
+        });
+        heads.scale.replaceChildren(legend(top, colouring.value(), numbers.some((x) => x < 0)));
+      }
+      status.textContent = said(values);
+      nextTokens(expected, data, kind === "text" ? index : null);
+    };
+    const best = (values, name, n) => values.map((x, i) => [x ?? 0, i]).sort((a, b) => Math.abs(b[0]) - Math.abs(a[0])).slice(0, n)
+      .map(([x, i]) => `${name(i)} ${percent(x)}`).join(", ");
+    const said = (values) => {
+      if (kind === null) return `Nothing chosen: means over the text. Most in ${best(all.heads, names.heads, 3)}.`;
+      if (kind === "prompt") return `${names.prompt(index)} is held by ${best(values.heads, names.heads, 3)}.`;
+      if (kind === "head") return `${names.heads(index)} reads ${best(values.prompt, names.prompt, 3)}; serves ${best(values.text, names.text, 3)}.`;
+      return `${names.text(index)} is served by ${best(values.heads, names.heads, 3)}; reads ${best(values.prompt, names.prompt, 3)}.`;
+    };
+    const choose = (what) => (i) => {
+      [kind, index] = kind === what && index === i ? [null, null] : [what, i];
+      figure.dataset.chosen = kind === null ? "" : `${kind} ${index}`;
+      draw();
+    };
+    const clear = () => { kind = index = null; figure.dataset.chosen = ""; draw(); };
+    roving(promptButtons, 0, choose("prompt"), clear);
+    roving(headCells, nHeads, choose("head"), clear);
+    roving(textButtons, 0, choose("text"), clear);
+    colouring.listen(() => { kind = index = null; draw(); });
+    prompt.note.textContent = data.block > 1 ? `${data.n_prompt} tokens in blocks of ${data.block}; colours are means per token.` : `${data.n_prompt} tokens.`;
+    text.note.textContent = data.note;
+    choose("text")(all.text.reduce((a, x, i) => (Math.abs(x) > Math.abs(all.text[a]) ? i : a), 0)); // something to see at once
+  };
+
+  const colouringChoice = (heads, data) => {
+    const names = Object.keys(data.colourings);
+    if (!names.length) return { value: () => null, listen: () => {} };
+    const select = element("select");
+    select.setAttribute("aria-label", "what the heads show while nothing is chosen");
+    select.append(element("option", "", "share of the prompt"), ...names.map((name) => element("option", "", name)));
+    heads.note.append(select);
+    return { value: () => (select.selectedIndex ? names[select.selectedIndex - 1] : null), listen: (f) => select.addEventListener("change", f) };
+  };
+
+  document.querySelectorAll('[data-kvlens="linked"]').forEach(setUp);
+})();
