@@ -6,14 +6,14 @@ one self-contained file, and ``save_png`` and ``save_svg`` where it is a static 
     head_heatmap(bias_by_head(model, prompt, text), "ablation_kl", details=head_details(model, prompt, text))
 """
 
+from kvlens.viz.arcs import induction_arcs
 from kvlens.viz.attention import attention_view
 from kvlens.viz.bars import contribution_bars
-from kvlens.viz.depth_map import depth_map
+from kvlens.viz.depth import depth_map
 from kvlens.viz.details import HeadDetails, head_details
 from kvlens.viz.generated import generated_text
 from kvlens.viz.heat_map import head_heatmap
-from kvlens.viz.induction_arcs import induction_arcs
-from kvlens.viz.linked_view import LinkedShares, linked_view
+from kvlens.viz.linked import LinkedShares, linked_view
 from kvlens.viz.page import Page
 from kvlens.viz.patterns import attention_rows
 from kvlens.viz.piece import Piece

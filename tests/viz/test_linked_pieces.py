@@ -48,7 +48,7 @@ def test_the_page_holds_the_three_sums():
 
 
 def test_a_long_prompt_comes_in_blocks_that_hold_means_per_token(monkeypatch):
-    monkeypatch.setattr("kvlens.viz.linked_view.MAX_CELLS", 64)
+    monkeypatch.setattr("kvlens.viz.linked.MAX_CELLS", 64)
     data = data_of(linked_view(shares(n_prompt=50)))
     size = data["block"]
     assert size > 1

@@ -20,7 +20,7 @@ from kvlens.viz import (
     head_heatmap,
 )
 from kvlens.viz._blocks import block_size, block_sums, strongest_positions
-from kvlens.viz._document import circuitsvis_bundle
+from kvlens.viz._document import SCRIPTS, circuitsvis_bundle
 from kvlens.viz._text import html_text, label, number, script_json
 
 NASTY = ["$x^2$", "🙂", "\n", "שלום", "<b>", "\x00", "_{"]
@@ -57,7 +57,7 @@ def test_pictures_save_as_png_svg_and_html(make, tmp_path):
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
     html = (tmp_path / "a.html").read_text(encoding="utf-8")
     own = html.replace(circuitsvis_bundle(), "")
-    assert html.startswith("<!DOCTYPE html>") and own.count("<script>") == 1 + piece.circuitsvis
+    assert html.startswith("<!DOCTYPE html>") and own.count("<script>") == len(SCRIPTS) + piece.circuitsvis
     assert not re.search(r'(src|href)="(?!data:)', own)
 
 

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -61,7 +60,9 @@ class LinkedShares:
                 raise KVLensError(f"LinkedShares: next_tokens[{name!r}] has {len(guesses)} rows for {n_text} text tokens")
         for name, numbers in self.colourings.items():
             if tuple(numbers.shape) != (n_layers, n_heads):
-                raise KVLensError(f"LinkedShares: colouring {name!r} must be [{n_layers}, {n_heads}], got {list(numbers.shape)}")
+                raise KVLensError(
+                    f"LinkedShares: colouring {name!r} must be [{n_layers}, {n_heads}], got {list(numbers.shape)}"
+                )
 
     def to_json(self) -> dict[str, Any]:
         """The data of the page. A long prompt is shown in blocks of neighbours, each with its mean per token."""
@@ -85,7 +86,7 @@ class LinkedShares:
                 for name, rows in self.next_tokens.items()
             },
             "colourings": {name: quantised(numbers) for name, numbers in self.colourings.items()},
-            "note": f"{len(self.text):,} tokens." if n_text == len(self.text) else f"The first {n_text} of {len(self.text):,} tokens.",
+            "note": f"{len(self.text):,} tokens." + (f" The first {n_text} are shown." if n_text < len(self.text) else ""),
         }
 
 

@@ -18,7 +18,7 @@ COLUMNS = ("layer", "position", "token", "loss_change", "guess_with", "guess_wit
 
 
 def depth_map(table: pd.DataFrame, *, title: str = "layer by layer") -> Piece:
-    """Rows are depths, columns text tokens; blue where the prompt lowers the loss on the token that follows, red where it hurts.
+    """Depths down, text tokens across; blue where the prompt lowers the loss on the token that follows, red where it hurts.
 
     Args:
         table: one row per depth and text token, as :func:`analyses.prompt_by_depth` returns it: ``layer`` (n_layers for the

@@ -38,7 +38,7 @@ def induction_arcs(
     missing = [name for name in COLUMNS if name not in arcs.columns]
     if missing:
         raise KVLensError(f"induction_arcs: arcs lack the column {missing[0]!r}; expected {', '.join(COLUMNS)}")
-    if len(arcs) and not (0 <= arcs["key"].min() and arcs["query"].max() < len(tokens)):
+    if len(arcs) and not (arcs["key"].min() >= 0 and arcs["query"].max() < len(tokens)):
         raise KVLensError(f"induction_arcs: places must lie in 0..{len(tokens) - 1}")
     strongest_first = arcs.reindex(arcs["share"].abs().sort_values(ascending=False, kind="stable").index).head(MAX_ARCS)
     shown = strongest_first[strongest_first["query"] < MAX_TOKENS]
@@ -53,8 +53,8 @@ def induction_arcs(
     }
     left_out = "" if len(shown) == len(arcs) else f" {len(shown):,} of {len(arcs):,} arcs are shown, the strongest."
     note = (
-        "From a text token to the token after its earlier occurrence; as wide as the head's share of attention. Dashed: the head "
-        f"reaches it by its key shift. Choose heads in the strip.{left_out}"
+        "From a text token to the token after its earlier occurrence; as wide as the head's share of attention. Dashed: "
+        f"the head reaches it by its key shift. Choose heads in the strip.{left_out}"
     )
     if not len(arcs):
         note = "No token of the text occurs earlier, so that there is nothing for induction to copy."
@@ -80,7 +80,8 @@ def _figure(data: dict[str, Any], title: str) -> Any:
         ax.add_patch(Arc((middle, 0), span, span, theta1=0, theta2=180, linewidth=width, linestyle=style, color=colour))
     for i, token in enumerate(data["tokens"]):
         grey = "black" if i >= data["n_prompt"] else "dimgrey"
-        ax.text(i, -0.6, printable(label(token))[:14], rotation=90, ha="center", va="top", fontsize=6, color=grey, parse_math=False)
+        look: dict[str, Any] = dict(rotation=90, ha="center", va="top", fontsize=6, color=grey, parse_math=False)
+        ax.text(i, -0.6, printable(label(token))[:14], **look)
     ax.set(xlim=(-1, n), ylim=(-n / 5, n / 2), title=printable(title))
     ax.axis("off")
     return figure
