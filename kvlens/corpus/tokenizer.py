@@ -77,7 +77,7 @@ def train_bpe_tokenizer(texts: Iterable[str], vocab_size: int = 1024) -> PreTrai
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, bos_id)]
     )
-    return _for_transformer_lens(
+    return for_transformer_lens(
         PreTrainedTokenizerFast(
             tokenizer_object=tokenizer,
             bos_token=BOS,
@@ -105,7 +105,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
             f"load_tokenizer: the tokenizer in {folder} does not prepend its BOS; it was not written by "
             "train_bpe_tokenizer: load it with transformers.AutoTokenizer"
         )
-    return _for_transformer_lens(tokenizer, str(folder))
+    return for_transformer_lens(tokenizer, str(folder))
 
 
 def encode_texts(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[list[int]]:
@@ -114,7 +114,8 @@ def encode_texts(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> li
     return [encoding.ids for encoding in encodings]
 
 
-def _for_transformer_lens(tokenizer: PreTrainedTokenizerFast, name: str) -> PreTrainedTokenizerFast:
+def for_transformer_lens(tokenizer: PreTrainedTokenizerFast, name: str) -> PreTrainedTokenizerFast:
+    """Give a tokenizer that prepends BOS the two entries that TransformerLens asks for (see above)."""
     tokenizer.init_kwargs["name_or_path"] = name
     tokenizer.init_kwargs["add_bos_token"] = True
     return tokenizer

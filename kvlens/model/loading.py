@@ -3,13 +3,15 @@
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
 from kvlens._tl import POST_NORM_ARCHITECTURES, HookedTransformer, without_deprecation_warning
 from kvlens.errors import KVLensError
 from kvlens.model.config import HookedKVTransformerConfig, KVShiftConfig
 from kvlens.model.fingerprint import is_weight
 from kvlens.model.shift_graft import place_shift_coefficients, shift_config_of
 from kvlens.model.weights import check_weight_processing
-from kvlens.pretrained import is_local_folder, load_pretrained_parts, official_name
+from kvlens.pretrained import is_local_folder, load_llama2c_parts, load_pretrained_parts, official_name
 
 M = TypeVar("M", bound=HookedTransformer)
 """The class that is asked for: HookedKVTransformer or a subclass of it. It stands above this module, which never imports it."""
@@ -137,6 +139,35 @@ def from_pretrained(
         place_shift_coefficients(model, parts.shift_coefficients)
     if move_to_device:
         model.move_model_modules_to_device()
+    return model
+
+
+def from_llama2c(
+    cls: type[M],
+    path: str | Path,
+    tokenizer_path: str | Path | None = None,
+    *,
+    device: Any = None,
+    dtype: torch.dtype = torch.float32,
+) -> M:
+    """Load a checkpoint of llama2.c: the weights as they are, nothing folded or centred.
+
+    Args:
+        path: the ``.bin`` file of the weights, of llama2.c's first ("legacy") export.
+        tokenizer_path: the ``.bin`` file of the tokenizer; without it the model works on token ids.
+        device: where to put the model; None takes TransformerLens' choice.
+        dtype: of the weights.
+
+    Raises:
+        KVLensError: a file that is truncated, too long, damaged, of another format, or of another vocabulary.
+    """
+    parts = load_llama2c_parts(path, tokenizer_path, dtype=dtype)
+    cfg = HookedKVTransformerConfig.from_tl(parts.cfg, init_weights=False, device=device)
+    model = build_with_ready_tokenizer(cls, cfg, parts.tokenizer)
+    cfg.init_weights = True
+    model.load_and_process_state_dict(
+        parts.state_dict, fold_ln=False, center_writing_weights=False, center_unembed=False, fold_value_biases=False
+    )
     return model
 
 

@@ -28,7 +28,7 @@ from kvlens.model.caching import slice_right_axis
 from kvlens.model.config import HookedKVTransformerConfig
 from kvlens.model.fingerprint import fingerprint_of, weights_hash
 from kvlens.model.generation import generate_from_state
-from kvlens.model.loading import from_hooked_transformer, from_pretrained
+from kvlens.model.loading import from_hooked_transformer, from_llama2c, from_pretrained
 from kvlens.model.shift_graft import load_shift_coefficients
 from kvlens.model.storage import load_model, save_model
 from kvlens.model.streaming import forward_in_segments, streams
@@ -471,6 +471,11 @@ class HookedKVTransformer(HookedTransformer):
     ) -> "HookedKVTransformer":
         """A pretrained softmax model: see :func:`kvlens.model.loading.from_pretrained` for every argument."""
         return from_pretrained(cls, model_name, hf_model=hf_model, tokenizer=tokenizer, **kwargs)
+
+    @classmethod
+    def from_llama2c(cls, path: str | Path, tokenizer_path: str | Path | None = None, **kwargs: Any) -> "HookedKVTransformer":
+        """A checkpoint of llama2.c and its tokenizer: see :func:`kvlens.model.loading.from_llama2c` for every argument."""
+        return from_llama2c(cls, path, tokenizer_path, **kwargs)
 
     @classmethod
     def from_hooked_transformer(cls, model: HookedTransformer, **changes: Any) -> "HookedKVTransformer":

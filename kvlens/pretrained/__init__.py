@@ -3,6 +3,7 @@
 What comes out is TransformerLens' own configuration and weights under its names; :mod:`kvlens.model` makes a model of them.
 
 - :mod:`~kvlens.pretrained.parts`: the way in; config, weights, tokenizer and shift of a folder or of a model in memory;
+- :mod:`~kvlens.pretrained.llama2c`, ``llama2c_tokenizer``: the same from the files of llama2.c;
 - :mod:`~kvlens.pretrained.names`, ``folder``, ``architectures``: what is meant, is it all there, can it be read;
 - :mod:`~kvlens.pretrained.translation`, ``weights``, ``tokenizer``: TransformerLens' converters, put right where they err;
 - :mod:`~kvlens.pretrained.baichuan`, ``shift_import``, ``checkpoint_files``: what neither library knows.
@@ -10,6 +11,7 @@ What comes out is TransformerLens' own configuration and weights under its names
 
 from kvlens.pretrained.architectures import SUPPORTED_ARCHITECTURES
 from kvlens.pretrained.checkpoint_files import read_tensors
+from kvlens.pretrained.llama2c import load_llama2c_parts
 from kvlens.pretrained.names import is_local_folder, official_name
 from kvlens.pretrained.parts import PretrainedParts, load_pretrained_parts
 from kvlens.pretrained.shift_import import import_shift_coefficients
@@ -19,6 +21,7 @@ __all__ = [
     "PretrainedParts",
     "import_shift_coefficients",
     "is_local_folder",
+    "load_llama2c_parts",
     "load_pretrained_parts",
     "official_name",
     "read_tensors",
