@@ -14,6 +14,15 @@ import torch
 torch.set_num_threads(1)  # the tests run one process a core
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With ``--jaxtyping-packages`` an argument of the wrong type is refused before our own message is reached."""
+    if not config.getoption("--jaxtyping-packages", None):
+        return
+    for item in items:
+        if item.get_closest_marker("unhooked"):
+            item.add_marker(pytest.mark.skip(reason="our own message for a wrong type: run without --jaxtyping-packages"))
+
+
 @pytest.fixture(scope="session")
 def outside_data() -> Path:
     """The folder of trained models and texts that nobody in this project made; absent from a user's checkout."""

@@ -1,6 +1,6 @@
 """What a way to run workers elsewhere has to offer: processes of this machine, or Ray actors."""
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from analyses.batch.worker import Job, Outcome
 
@@ -9,6 +9,7 @@ class WorkerDied(Exception):
     """A worker is gone, and what it held is not done. The message says how."""
 
 
+@runtime_checkable
 class Engine(Protocol):
     """A way to run workers elsewhere. A worker is whatever ``start`` returns; it holds one job at a time."""
 

@@ -15,7 +15,7 @@ The sum of two biases is their virtual keys side by side; with features that do 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -32,6 +32,8 @@ from kvlens.ops.softmax_features import (
     virtual_key_scores,
 )
 
+F = TypeVar("F", bound="SoftmaxFeatures")
+
 
 @dataclass(frozen=True, eq=False)
 class SoftmaxFeatures(ABC):
@@ -45,7 +47,7 @@ class SoftmaxFeatures(ABC):
         """What is stored, by name."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> Self:
+    def map(self: F, change: Callable[[Tensor], Tensor]) -> F:
         """The same features with ``change`` applied to every tensor."""
         changed: dict[str, Any] = {name: change(tensor) for name, tensor in self.tensors().items()}
         return replace(self, **changed)

@@ -2,7 +2,7 @@
 
 import itertools
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -40,7 +40,7 @@ class BiasFit:
 
     TENSORS: ClassVar[tuple[str, ...]] = ("n_keys", "output_error", "mass_error")
 
-    def select_prompt(self, index: int) -> Self:
+    def select_prompt(self, index: int) -> "BiasFit":
         """The record of one prompt of a batch."""
         return replace(self, **{name: getattr(self, name)[:, index] for name in self.TENSORS})
 
@@ -65,7 +65,7 @@ class BiasFit:
         return {name: getattr(self, name) for name in self.TENSORS}
 
     @classmethod
-    def read(cls, plain: dict[str, Any], tensors: dict[str, Tensor]) -> Self:
+    def read(cls, plain: dict[str, Any], tensors: dict[str, Tensor]) -> "BiasFit":
         """What :meth:`to_json` and :meth:`to_tensors` gave.
 
         Raises:

@@ -13,7 +13,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -144,7 +144,7 @@ class KVBias:
             f"position_offset={plain(self.position_offset)})"
         )
 
-    def to(self, device_or_dtype: torch.device | torch.dtype | str) -> Self:
+    def to(self, device_or_dtype: torch.device | torch.dtype | str) -> "KVBias":
         """The same bias on another device or in another floating dtype."""
         if isinstance(device_or_dtype, torch.dtype) and not device_or_dtype.is_floating_point:
             raise KVLensError(f"KVBias.to: expected a floating dtype or a device, got {device_or_dtype}")
@@ -160,7 +160,7 @@ class KVBias:
                 moved[name] = value.to(device_or_dtype) if isinstance(value, Tensor) else value
         return replace(self, **moved)
 
-    def detach(self) -> Self:
+    def detach(self) -> "KVBias":
         """The same bias, cut off from the graph that ``convert_prompt(..., detach=False)`` kept."""
         return replace(self, **self._changed(Tensor.detach))
 
@@ -173,7 +173,7 @@ class KVBias:
                 changed["features"] = self.features.map(change)
         return changed
 
-    def select_prompt(self, index: int) -> Self:
+    def select_prompt(self, index: int) -> "KVBias":
         """One prompt of a batch, without the batch axis."""
         if self.batch_size is None:
             raise KVLensError("select_prompt: this bias holds a single prompt, without a batch axis")
@@ -187,7 +187,7 @@ class KVBias:
             picked[name] = int(value[index]) if isinstance(value, Tensor) else value
         return replace(self, **picked)
 
-    def select(self, layers: Sequence[int] = (), heads: Sequence[tuple[int, int]] = ()) -> Self:
+    def select(self, layers: Sequence[int] = (), heads: Sequence[tuple[int, int]] = ()) -> "KVBias":
         """Keep b_KV and b_D of the union of the named layers and (layer, head) pairs; zeros elsewhere.
 
         The boundary stays as it is, so that two selections that complete each other add up to the whole.
@@ -206,14 +206,14 @@ class KVBias:
         whole = self.per_query_head()
         return replace(whole, b_KV=whole.b_KV * keep[..., None, None], b_D=whole.b_D * keep[..., None])
 
-    def per_query_head(self) -> Self:
+    def per_query_head(self) -> "KVBias":
         """The same bias with b_KV and b_D of every query head; a softmax bias holds those of key-value heads."""
         group = self.n_heads // self.b_KV.shape[-3]
         if group == 1:
             return self
         return replace(self, b_KV=self.b_KV.repeat_interleave(group, dim=-3), b_D=self.b_D.repeat_interleave(group, dim=-2))
 
-    def zero_like(self) -> Self:
+    def zero_like(self) -> "KVBias":
         """Zeros throughout, boundary included: the model's own behaviour, at this bias's position offset."""
         zeros: dict[str, Any] = {name: torch.zeros_like(getattr(self, name)) for name in TENSORS}
         return replace(self, **zeros)
@@ -254,17 +254,17 @@ class KVBias:
     def __radd__(self, other: object) -> "KVBias":
         return self if isinstance(other, int) and other == 0 else NotImplemented  # sum([a, b]) starts from 0
 
-    def __mul__(self, factor: float | int) -> Self:
+    def __mul__(self, factor: float | int) -> "KVBias":
         if not isinstance(factor, (int, float)):
             return NotImplemented
         return replace(self, b_KV=self.b_KV * factor, b_D=self.b_D * factor)
 
     __rmul__ = __mul__
 
-    def __truediv__(self, factor: float | int) -> Self:
+    def __truediv__(self, factor: float | int) -> "KVBias":
         return self * (1.0 / factor)
 
-    def __neg__(self) -> Self:
+    def __neg__(self) -> "KVBias":
         return self * -1.0
 
     def _sum(self, other: "KVBias", sign: float, boundary: str) -> "KVBias":
@@ -291,7 +291,7 @@ class KVBias:
         write_bias_file(path, stored, {**meta, "fingerprint": self.fingerprint.to_json()})
 
     @classmethod
-    def load(cls, path: str | Path) -> Self:
+    def load(cls, path: str | Path) -> "KVBias":
         """Read what :meth:`save` wrote.
 
         Raises:

@@ -337,6 +337,7 @@ def test_unreadable_and_unknown_configs_are_refused(tmp_path):
             load_pretrained_parts(folder)
 
 
+@pytest.mark.unhooked
 def test_models_in_memory_that_cannot_be_converted_are_refused():
     sizes = {"hidden_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 7}
     bert = BertLMHeadModel(BertConfig(vocab_size=11, is_decoder=True, **sizes))
