@@ -15,6 +15,8 @@ ANALYSES = {
     "conversion_error": "analyses.prompt.error:CONVERSION_ERROR",
     "induction_heads": "analyses.heads.induction:INDUCTION_HEADS",
     "layer_contributions": "analyses.stream.contributions:LAYER_CONTRIBUTIONS",
+    "prompt_by_depth": "analyses.prompt.depth:PROMPT_BY_DEPTH",
+    "prompt_copies": "analyses.heads.copies:PROMPT_COPIES",
     "prompt_effect": "analyses.prompt.effect:PROMPT_EFFECT",
 }
 """name -> MODULE:OBJECT of the `Analysis` that ``kvlens analyse NAME`` runs over many prompts."""
@@ -46,6 +48,9 @@ HOMES = {
     "conversion_error": "analyses.prompt.error",
     "induction_heads": "analyses.heads.induction",
     "layer_contributions": "analyses.stream.contributions",
+    "linked_shares": "analyses.prompt.linked",
+    "prompt_by_depth": "analyses.prompt.depth",
+    "prompt_copies": "analyses.heads.copies",
     "prompt_effect": "analyses.prompt.effect",
     "tokens_field": "analyses.inputs",
 }

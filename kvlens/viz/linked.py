@@ -50,8 +50,8 @@ class LinkedShares:
     def __post_init__(self):
         n_layers, n_heads, n_prompt = self.by_prompt.shape
         n_text = len(self.text)
-        expected = {"by_prompt": (n_layers, n_heads, len(self.prompt)), "by_text": (n_layers, n_heads, n_text)}
-        expected["between"] = (n_text, n_prompt)
+        expected: dict[str, tuple[int, ...]] = {"by_prompt": (n_layers, n_heads, len(self.prompt))}
+        expected |= {"by_text": (n_layers, n_heads, n_text), "between": (n_text, n_prompt)}
         for name, shape in expected.items():
             if tuple(getattr(self, name).shape) != shape:
                 raise KVLensError(f"LinkedShares: {name} must be {list(shape)}, got {list(getattr(self, name).shape)}")

@@ -22,10 +22,9 @@
     list.setAttribute("role", "group");
     list.setAttribute("aria-label", `${part} tokens`);
     const buttons = tokens.map((token, i) => {
-      const button = element("button", "token", token.replace(/\n/g, NEWLINE + "\n"));
+      const button = element("button", "token", token.replace(/\n/g, NEWLINE));
       button.type = "button";
-      button.dataset.index = i;
-      list.append(button);
+      list.append(button, "\n".repeat((token.match(/\n/g) ?? []).length)); // a line ends behind the button that shows it
       return button;
     });
     box.append(list);
@@ -88,6 +87,14 @@
     const what = `The likeliest next tokens after “${label(data.text[chosen])}” (text ${chosen})` +
       (follows === undefined ? "." : `; the text goes on with “${label(follows)}”, in bold where it is guessed.`);
     place.append(element("p", "note", what), table);
+  };
+
+  // the text token after which the prompt raises the probability of what follows most
+  const mostHelped = (data) => {
+    const [first, last] = [Object.keys(data.next)[0], Object.keys(data.next).at(-1)];
+    const chance = (name, i) => data.next[name][i].find(([token]) => token === data.text[i + 1])?.[1] ?? 0;
+    const gains = data.text.map((_, i) => (first === undefined ? 0 : chance(first, i) - chance(last, i)));
+    return gains.reduce((best, gain, i) => (gain > gains[best] ? i : best), 0);
   };
 
   const setUp = (figure) => {
@@ -177,7 +184,7 @@
     colouring.listen(() => { kind = index = null; draw(); });
     prompt.note.textContent = data.block > 1 ? `${data.n_prompt} tokens in blocks of ${data.block}; colours are means per token.` : `${data.n_prompt} tokens.`;
     text.note.textContent = data.note;
-    choose("text")(all.text.reduce((a, x, i) => (Math.abs(x) > Math.abs(all.text[a]) ? i : a), 0)); // something to see at once
+    choose("text")(mostHelped(data)); // something to see at once
   };
 
   const colouringChoice = (heads, data) => {

@@ -1,0 +1,88 @@
+"""Where a text meets a token of the prompt again: attention from there to what followed it then, head by head."""
+
+import pandas as pd
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from analyses.declaration import Analysis, Columns
+from analyses.heads.shift_roles import layer_taps, roles, shifted_projections
+from analyses.inputs import PROMPT, TEXT
+from analyses.sequences import PromptTokens, TextTokens, one_sequence
+from kvlens import HookedKVTransformer
+from kvlens.viz import attention_rows
+
+COLUMNS = Columns(
+    layer=("int64", "from 0"),
+    head=("int64", "query head"),
+    query=("int64", "place of the text's token, counted through prompt and text"),
+    key=("int64", "place of the prompt's token after its earlier occurrence"),
+    share=("float64", "attention of the head from the one to the other"),
+    shifted=("bool", "whether the head reaches what follows by its shift coefficients rather than by an earlier layer"),
+)
+
+
+@COLUMNS.document
+@torch.no_grad()
+def prompt_copies(model: HookedKVTransformer, prompt_tokens: PromptTokens, text_tokens: TextTokens) -> pd.DataFrame:
+    """Attention of every head along the pairs that induction would use.
+
+    Args:
+        model: with any attention.
+        prompt_tokens: [pos], BOS included where the model wants one.
+        text_tokens: [pos], without BOS.
+
+    Returns:
+        By layer, head, text token, then earlier occurrence; no row where nothing occurs again:
+
+        {columns}
+
+    Raises:
+        KVLensError: tokens that are empty, misshapen or outside the vocabulary.
+    """
+    prompt, text = (
+        one_sequence(model, name, given) for name, given in (("prompt_tokens", prompt_tokens), ("text_tokens", text_tokens))
+    )
+    pairs = repeated_pairs(prompt, text)
+    queries, rows = pairs[:, 0].unique(return_inverse=True)
+    pattern = attention_rows(model, torch.cat([prompt, text]), queries)
+    share = pattern[:, :, rows, pairs[:, 1]]
+    n_layers, n_heads, n_pairs = share.shape
+    by_shift = torch.tensor([[role == "induction" for role in row] for row in _roles(model, prompt[:1])])
+    layer, head, pair = torch.meshgrid(torch.arange(n_layers), torch.arange(n_heads), torch.arange(n_pairs), indexing="ij")
+    return COLUMNS.frame(
+        {
+            "layer": layer,
+            "head": head,
+            "query": pairs[:, 0][pair],
+            "key": pairs[:, 1][pair],
+            "share": share,
+            "shifted": by_shift[..., None].expand_as(share),
+        }
+    )
+
+
+def repeated_pairs(prompt: Int[Tensor, " prompt_pos"], text: Int[Tensor, " text_pos"]) -> Int[Tensor, "pair 2"]:
+    """(place of a text token, place after an equal token of the prompt), both counted through prompt and text."""
+    same = text[:, None].cpu() == prompt[None, :-1].cpu()
+    i, j = same.nonzero().T
+    return torch.stack([i + len(prompt), j + 1], dim=1)
+
+
+def _roles(model: HookedKVTransformer, token: Int[Tensor, " 1"]) -> list[list[str]]:
+    """The role of every head by its shift coefficients as used, hooks on them included."""
+    shifted = shifted_projections(model)
+    names = [{x: f"blocks.{layer}.attn.hook_{x}_shift_coef" for x in shifted} for layer in range(model.cfg.n_layers)]
+    wanted = [name for of_layer in names for name in of_layer.values()]
+    _, cache = model.run_with_cache(token[None], names_filter=wanted, stop_at_layer=model.cfg.n_layers)
+    used = [{x: cache[name].cpu() for x, name in of_layer.items()} for of_layer in names]
+    return [roles(layer_taps(model, of_layer, torch.float64)) for of_layer in used]
+
+
+PROMPT_COPIES = Analysis(
+    name="prompt_copies",
+    summary="attention from each text token to what followed it in the prompt",
+    function=prompt_copies,
+    columns=COLUMNS,
+    inputs={"prompt_tokens": PROMPT, "text_tokens": TEXT},
+)

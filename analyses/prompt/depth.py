@@ -1,0 +1,120 @@
+"""What a prompt has changed about each next token at each depth: the logit lens, with and without the prompt.
+
+The residual stream before layer l, through the final norm and the unembedding, is a guess at the next token (the logit lens).
+Its loss with the prompt minus that without tells how much of the prompt's help, or harm, stands there already.
+
+Source: nostalgebraist 2020, interpreting GPT: the logit lens; TransformerLens' ``ActivationCache.accumulated_resid``.
+"""
+
+import pandas as pd
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from analyses.declaration import Analysis, Columns
+from analyses.inputs import PROMPT, TEXT
+from analyses.sequences import (
+    BaselineTokens,
+    PromptTokens,
+    TextTokens,
+    log_probabilities,
+    next_token_losses,
+    one_sequence,
+    token_texts,
+)
+from kvlens import HookedKVTransformer
+
+COLUMNS = Columns(
+    layer=("int64", "how many layers have been read; the number of layers for the whole model"),
+    position=("int64", "0 is the first token of the text"),
+    token=("str", "the token at this place"),
+    next_token=("str", "the token that follows in the text, missing at the last place"),
+    loss_with=("float64", "-log p(next_token) at this depth with the prompt, nats; NaN at the last place"),
+    loss_without=("float64", "the same without the prompt"),
+    loss_change=("float64", "with minus without: negative where the prompt helps"),
+    guess_with=("str", "the likeliest next token at this depth with the prompt"),
+    guess_without=("str", "the same without the prompt"),
+)
+
+
+@COLUMNS.document
+@torch.no_grad()
+def prompt_by_depth(
+    model: HookedKVTransformer,
+    prompt_tokens: PromptTokens,
+    text_tokens: TextTokens,
+    *,
+    baseline_tokens: BaselineTokens | None = None,
+) -> pd.DataFrame:
+    """Losses on the text at every depth, with and without the prompt.
+
+    Args:
+        model: with any attention; what is attached to it stays attached.
+        prompt_tokens: [pos], BOS included where the model wants one.
+        text_tokens: [pos], without BOS.
+        baseline_tokens: [pos], what stands in front of the text "without the prompt"; None takes the prompt's BOS, and nothing
+            if it does not begin with the tokenizer's BOS.
+
+    Returns:
+        By depth, then place of the text:
+
+        {columns}
+
+    Raises:
+        KVLensError: tokens that are empty, misshapen or outside the vocabulary.
+    """
+    prompt, text = (
+        one_sequence(model, name, given) for name, given in (("prompt_tokens", prompt_tokens), ("text_tokens", text_tokens))
+    )
+    if baseline_tokens is None:
+        begins_with_bos = model.tokenizer is not None and int(prompt[0]) == model.tokenizer.bos_token_id
+        baseline = prompt[: int(begins_with_bos)]
+    else:
+        baseline = one_sequence(model, "baseline_tokens", baseline_tokens, may_be_empty=True)
+    streams = [_residuals(model, before, text) for before in (prompt, baseline)]
+    tokens, n_depths = token_texts(model, text), model.cfg.n_layers + 1
+    losses: dict[str, list[Tensor]] = {"with": [], "without": []}
+    guesses: dict[str, list[str]] = {"with": [], "without": []}
+    for depth in range(n_depths):
+        for name, stream in zip(losses, streams, strict=True):
+            log_p = log_probabilities(_unembedded(model, stream[depth]))
+            losses[name].append(next_token_losses(log_p, text))
+            guesses[name] += token_texts(model, log_p.argmax(dim=-1))
+    loss_with, loss_without = (torch.stack(losses[name]) for name in ("with", "without"))
+    return COLUMNS.frame(
+        {
+            "layer": torch.arange(n_depths)[:, None].expand(-1, len(text)),
+            "position": torch.arange(len(text)).expand(n_depths, -1),
+            "token": tokens * n_depths,
+            "next_token": [*tokens[1:], None] * n_depths,
+            "loss_with": loss_with,
+            "loss_without": loss_without,
+            "loss_change": loss_with - loss_without,
+            "guess_with": guesses["with"],
+            "guess_without": guesses["without"],
+        }
+    )
+
+
+def _residuals(model: HookedKVTransformer, before: Tensor, text: Tensor) -> list[Float[Tensor, "text_pos d_model"]]:
+    """The stream at the places of ``text`` before each layer and after the last."""
+    tokens, last = torch.cat([before, text])[None], model.cfg.n_layers - 1
+    names = [f"blocks.{layer}.hook_resid_pre" for layer in range(model.cfg.n_layers)] + [f"blocks.{last}.hook_resid_post"]
+    _, cache = model.run_with_cache(
+        tokens, attention_mask=torch.ones_like(tokens), names_filter=names, stop_at_layer=model.cfg.n_layers
+    )
+    return [cache[name][0, -len(text) :] for name in names]
+
+
+def _unembedded(model: HookedKVTransformer, residual: Float[Tensor, "pos d_model"]) -> Float[Tensor, "pos d_vocab"]:
+    normed = residual[None] if model.cfg.normalization_type is None else model.ln_final(residual[None])
+    return model.unembed(normed)[0]
+
+
+PROMPT_BY_DEPTH = Analysis(
+    name="prompt_by_depth",
+    summary="what a prompt has changed about each next token at each depth (logit lens)",
+    function=prompt_by_depth,
+    columns=COLUMNS,
+    inputs={"prompt_tokens": PROMPT, "text_tokens": TEXT},
+)
