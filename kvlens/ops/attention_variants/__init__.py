@@ -13,7 +13,7 @@
 from kvlens.ops.attention_variants.augmented import augment
 from kvlens.ops.attention_variants.naive import naive_negative, naive_regularised, naive_ridge
 from kvlens.ops.attention_variants.negative import Negatives, lowest_scored, mean_of_negatives
-from kvlens.ops.attention_variants.ridge import RidgeState, ridge_attention, ridge_step
+from kvlens.ops.attention_variants.ridge import RidgeState, ridge_attention, ridge_state, ridge_step, ridge_steps
 
 __all__ = [
     "Negatives",
@@ -25,5 +25,7 @@ __all__ = [
     "naive_regularised",
     "naive_ridge",
     "ridge_attention",
+    "ridge_state",
     "ridge_step",
+    "ridge_steps",
 ]

@@ -19,11 +19,11 @@ class Negatives(NamedTuple):
     """N_i of every query.
 
     Attributes:
-        index: the tokens, lowest score first.
+        tokens: the tokens, lowest score first.
         share: 1 / k_i where the token belongs to N_i, 0 where the query sees fewer tokens than columns.
     """
 
-    index: Int[Tensor, "batch head pos most"]
+    tokens: Int[Tensor, "batch head pos most"]
     share: Float[Tensor, "batch head pos most"]
 
 
@@ -51,6 +51,6 @@ def mean_of_negatives(
     v: Float[Tensor, "batch head key_pos d_head"], negatives: Negatives
 ) -> Float[Tensor, "batch head pos d_head"]:
     """mean_{N_i} v of every query; 0 for a query that sees nothing."""
-    batch, head, pos, _ = negatives.index.shape
+    batch, head, pos, _ = negatives.tokens.shape
     weights = v.new_zeros(batch, head, pos, v.shape[2])
-    return weights.scatter_(-1, negatives.index, negatives.share.to(v.dtype)) @ v
+    return weights.scatter_(-1, negatives.tokens, negatives.share.to(v.dtype)) @ v

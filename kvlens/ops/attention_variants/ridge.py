@@ -28,17 +28,17 @@ class RidgeState(NamedTuple):
 
 
 def ridge_attention(
-    kernel: Float[Tensor, "batch kv_head pos pos"],
-    at_queries: Float[Tensor, "batch head pos pos"],
-    v: Float[Tensor, "batch kv_head pos d_head"],
+    kernel: Float[Tensor, "batch kv_head key_pos key_pos"],
+    at_queries: Float[Tensor, "batch head pos key_pos"],
+    v: Float[Tensor, "batch kv_head key_pos d_head"],
     strength: float,
-    mask: Bool[Tensor, "batch pos"] | None = None,
+    mask: Bool[Tensor, "batch key_pos"] | None = None,
 ) -> Float[Tensor, "batch head pos d_head"]:
-    """All queries at once, causally, at O(pos^3) a key-value head; solved in float64.
+    """All queries at once, causally, at O(key_pos^3) a key-value head; solved in float64.
 
     Args:
         kernel: kappa(k_i, k_j).
-        at_queries: kappa(q_i, k_j); what lies above the diagonal is not looked at.
+        at_queries: kappa(q_i, k_j), for the last ``pos`` tokens as queries; what lies above the diagonal is not looked at.
         v: values.
         strength: lambda.
         mask: True at real tokens, None for no padding.
@@ -46,16 +46,17 @@ def ridge_attention(
     Raises:
         KVLensError: kernel + lambda I is not positive definite in float64, or not finite.
     """
-    pos, group = kernel.shape[-1], at_queries.shape[1] // kernel.shape[1]
+    n_keys, group = kernel.shape[-1], at_queries.shape[1] // kernel.shape[1]
+    past = n_keys - at_queries.shape[2]
     K, Q, V = kernel.double(), at_queries.double(), v.double()
     if mask is not None:
         K = K.masked_fill(~(mask[:, None, :, None] & mask[:, None, None, :]), 0.0)
         Q, V = Q.masked_fill(~mask[:, None, None, :], 0.0), V.masked_fill(~mask[:, None, :, None], 0.0)
-    eye = torch.eye(pos, dtype=torch.float64, device=K.device)
+    eye = torch.eye(n_keys, dtype=torch.float64, device=K.device)
     factor = _cholesky(K + strength * eye, strength)
     values = torch.linalg.solve_triangular(factor, V, upper=False)
-    shared = Q.tril().unflatten(1, (-1, group)).transpose(-1, -2)  # [b, kv, g, key, query]
-    queries = torch.linalg.solve_triangular(factor[:, :, None], shared, upper=False).transpose(-1, -2).tril()
+    grouped = Q.tril(past).unflatten(1, (-1, group)).transpose(-1, -2)  # [b, kv, g, key, query]
+    queries = torch.linalg.solve_triangular(factor[:, :, None], grouped, upper=False).transpose(-1, -2).tril(past)
     return (queries @ values[:, :, None]).flatten(1, 2).to(v.dtype)
 
 
@@ -76,11 +77,40 @@ def ridge_step(
     return (weights @ state.kv.double()).flatten(1, 2).to(v.dtype), state
 
 
+def ridge_state(
+    phi_k: Float[Tensor, "batch kv_head pos d_phi"],
+    v: Float[Tensor, "batch kv_head pos d_head"],
+    mask: Bool[Tensor, "batch pos"] | None = None,
+) -> RidgeState:
+    """The state after all tokens of a text."""
+    if mask is not None:
+        phi_k = phi_k.masked_fill(~mask[:, None, :, None], 0.0)
+    return RidgeState(phi_k.transpose(-1, -2) @ v, phi_k.transpose(-1, -2) @ phi_k)
+
+
+def ridge_steps(
+    phi_q: Float[Tensor, "batch pos head d_phi"],
+    phi_k: Float[Tensor, "batch pos kv_head d_phi"],
+    v: Float[Tensor, "batch pos kv_head d_head"],
+    strength: float,
+    state: RidgeState,
+    mask: Bool[Tensor, "batch pos"] | None = None,
+) -> tuple[Float[Tensor, "batch pos head d_head"], RidgeState]:
+    """:func:`ridge_step` for each token in turn; padded ones add nothing."""
+    if mask is not None:
+        phi_k = phi_k.masked_fill(~mask[:, :, None, None], 0.0)
+    rows = []
+    for i in range(phi_q.shape[1]):
+        z, state = ridge_step(phi_q[:, i], phi_k[:, i], v[:, i], strength, state)
+        rows.append(z)
+    return torch.stack(rows, dim=1), state
+
+
 def _cholesky(matrix: Tensor, strength: float) -> Tensor:
     factor, info = torch.linalg.cholesky_ex(matrix)
     if bool((info != 0).any()) or not bool(factor.isfinite().all()):
         raise KVLensError(
-            f"ridge attention: kernel + {strength} I cannot be solved in float64 (not positive definite, or not finite): the keys "
-            "are too large for their kernel, or lambda too small beside it; raise lambda, or scale the keys down"
+            f"ridge attention: kernel + {strength} I cannot be solved in float64 (not positive definite, or not finite): "
+            "the keys are too large for their kernel, or lambda too small beside it; raise lambda, or scale the keys down"
         )
     return factor
