@@ -142,8 +142,8 @@ class _Linear(KVAttention):
             features = features._replace(phi_k=phi_k, v=v)
         if self.needs_pattern and past.state is not None:
             raise KVLensError(
-                "negative samples are chosen among the scores of all tokens so far, and the state of linear attention keeps none "
-                "of them: there is no decoding with a cache; pass use_past_kv_cache=False"
+                "negative samples are chosen among the scores of all tokens so far, and the state of linear attention keeps "
+                "none of them: there is no decoding with a cache; pass use_past_kv_cache=False"
             )
         pattern_hooked = self.hook_attn_scores.has_hooks() or self.hook_pattern.has_hooks() or self.needs_pattern
         form = self._form(phi_q.shape[1], past, pattern_hooked)
