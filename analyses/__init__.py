@@ -11,6 +11,8 @@ from typing import Any
 
 from analyses.registry import HOMES
 
+__all__ = list(HOMES)
+
 
 def __getattr__(name: str) -> Any:
     if name not in HOMES:

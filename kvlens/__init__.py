@@ -1,5 +1,16 @@
 """kvlens: mechanistic interpretability of the key-value side of attention, inside TransformerLens' HookedTransformer.
 
+What most people need is named here: `HookedKVTransformer`, `convert_prompt`, `KVBias`. Where the rest is:
+
+- **the papers**, equation by equation, and their misprints: `kvlens.papers`;
+- **the mathematics**, as pure functions of tensors: `kvlens.ops`;
+- **the model**, its configuration and hook points: `kvlens.model`, `kvlens.components`;
+- **a prompt as weights**: `kvlens.conversion`, `kvlens.kv_bias`;
+- **analyses**, each a function that returns a table: `analyses`; over many prompts: `analyses.batch`;
+- **pictures**: `kvlens.viz`; a page with all of them: `kvlens.report`;
+- **training**: `kvlens.tasks`, `kvlens.training`, `kvlens.corpus`; the models that ship: `kvlens.zoo`;
+- **the papers' figures and tables** as commands: `kvlens.experiments`.
+
 The names below are imported when they are first used: TransformerLens takes seconds to import, ``import kvlens`` does not.
 """
 

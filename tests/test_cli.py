@@ -151,7 +151,10 @@ def test_train_writes_run_and_model_with_a_card_and_goes_on(capsys):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["reprot"], "no command is called 'reprot'; there are report, analyse, train, zoo, reproduce; did you mean 'report'?"),
+        (
+            ["reprot"],
+            "no command is called 'reprot'; there are report, analyse, train, zoo, reproduce, reference; did",
+        ),
         (["--bogus"], "unrecognized arguments: --bogus (see kvlens --help)"),
         (["report", "--new-tokens", "many"], "--new-tokens: invalid int value: 'many'"),
         (["report", "--dtype", "int8"], "--dtype: invalid choice: 'int8'"),

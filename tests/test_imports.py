@@ -33,6 +33,8 @@ ORDER = [
     "analyses",
     "viz",
     "report",
+    "papers",
+    "reference",
     "cli",
 ]
 FOUNDATIONS = {"kvlens.errors", "kvlens.files", "kvlens.zoo"}

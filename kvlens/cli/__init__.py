@@ -9,10 +9,10 @@ import sys
 from typing import NoReturn
 
 import kvlens
-from kvlens.cli import analyse, report, reproduce, train, zoo
+from kvlens.cli import analyse, reference, report, reproduce, train, zoo
 from kvlens.errors import KVLensError, nearest
 
-MODULES = (report, analyse, train, zoo, reproduce)
+MODULES = (report, analyse, train, zoo, reproduce, reference)
 COMMANDS = tuple(module.__name__.rsplit(".", 1)[-1] for module in MODULES)
 BAD_INPUT, INTERRUPTED = 2, 130
 

@@ -19,7 +19,6 @@ KVLENS_HOOKS = (
     *(f"hook_{x}_shifted" for x in "kvq"),
     *("hook_phi_q", "hook_phi_k", "hook_b_kv", "hook_b_d", "hook_last_k", "hook_last_v", "hook_last_q"),
     *("hook_normalizer", "hook_z_context", "hook_z_bias"),
-    *("hook_k_augmented", "hook_v_augmented", "hook_z_own", "hook_z_negative"),
 )
 
 
@@ -58,7 +57,7 @@ class KVShiftAndHooks(_Attention):
 
     @torch.no_grad()
     def init_shift(self, generator: torch.Generator | None) -> None:
-        """Draw the initial coefficients: keys, values and queries apart (KVSA sec. 3.2)."""
+        """Draw the initial coefficients: keys, values and queries apart (KVSA sec. 2.2)."""
         shift = self.cfg.kv_shift
         for x, n_heads in self.shifted_projections().items():
             initial = initial_shift_parameter(n_heads, shift.window, shift.parametrization, shift.init, generator)

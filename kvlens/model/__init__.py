@@ -1,18 +1,7 @@
 """The hooked model, its configuration, loading and saving."""
 
-from kvlens.model.attention_variant import AttentionVariantConfig, Augmented, Negative, Regularised, Ridge
 from kvlens.model.config import HookedKVTransformerConfig, KVShiftConfig
 from kvlens.model.regressor import HookedKVRegressor
 from kvlens.model.transformer import HookedKVTransformer
 
-__all__ = [
-    "AttentionVariantConfig",
-    "Augmented",
-    "HookedKVRegressor",
-    "HookedKVTransformer",
-    "HookedKVTransformerConfig",
-    "KVShiftConfig",
-    "Negative",
-    "Regularised",
-    "Ridge",
-]
+__all__ = ["HookedKVRegressor", "HookedKVTransformer", "HookedKVTransformerConfig", "KVShiftConfig"]

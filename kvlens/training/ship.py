@@ -40,7 +40,7 @@ def train_recipe(
     """Train what ``recipe`` describes, and write run and model to ``folder``.
 
     Args:
-        recipe: one of :data:`kvlens.training.RECIPES`, or one with settings changed (``dataclasses.replace``).
+        recipe: one of :data:`kvlens.training.recipes.RECIPES`, or one with settings changed (``dataclasses.replace``).
         folder: of the run; one that stands there is taken up.
         device: where to train; None takes TransformerLens' choice.
         restart: begin anew where a run stands.

@@ -34,7 +34,7 @@ def kv_shift(
         The shifted rows (zeros at padded places) and the new boundary: the raw last ``window`` rows of
         [old boundary; real tokens].
 
-    Source: KVSA eq. 4-6; windows above 1, app. J.
+    Source: KVSA eq. 4-6; windows above 1, sec. 4.7.
     """
     window = coef.shape[1] - 1
     if boundary is None:

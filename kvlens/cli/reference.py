@@ -1,0 +1,26 @@
+"""``kvlens reference``: the reference as HTML pages, from the docstrings."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+
+def add_command(commands: Any) -> None:
+    """Add ``reference`` to the command line."""
+    parser = commands.add_parser(
+        "reference",
+        help="write the reference as HTML pages",
+        description="Write the reference of kvlens and its analyses as HTML pages, made from the docstrings; among them a page "
+        "a paper that says which function is which equation. Reading them needs no network. Needs the extra kvlens[docs].",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--out", default="reference", metavar="DIR", help="folder of the pages (default: %(default)s)")
+    parser.set_defaults(run=_reference)
+
+
+def _reference(args: argparse.Namespace) -> int:
+    from kvlens.reference import build_reference
+
+    names = build_reference(Path(args.out))
+    print(f"{len(names)} pages; begin at {Path(args.out) / 'index.html'}")
+    return 0

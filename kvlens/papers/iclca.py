@@ -1,0 +1,58 @@
+r"""ICLCA: a prompt becomes bias terms of linear attention, exactly.
+
+Chen, Hu, Jin, Lee, Kawaguchi 2024, *Exact Conversion of In-Context Learning to Model Weights in Linearized-Attention Transformers*.
+
+# The idea in three lines
+
+A head of linear attention reads the text only through two running sums,
+
+$$A_i = A_{i-1} + \tilde\phi(k_i)\, v_i^T, \qquad D_i = D_{i-1} + \phi(k_i), \qquad z_i = \frac{\tilde\phi(q_i)^T A_i}{\phi(q_i)^T D_i}$$
+
+where $\tilde\phi(x) = R_i\, \phi(x)$ carries the rotary matrix.
+
+Everything that a prompt of $M$ tokens leaves behind is the pair $(A, D)$ at its end. A model that starts from that pair needs the
+prompt no more (their theorem 4.5):
+
+$$b'_{KV} = R_{-M}\, b_{KV} + \sum_{j=1}^{M} R_{j-M}\, \phi(k'_j)\, v_j'^T, \qquad b'_D = b_D + \sum_{j=1}^{M} \phi(k'_j)$$
+
+# Symbols
+
+| paper | here |
+|---|---|
+| $X'$, the ICL prompt of $M$ tokens | the ``prompt`` of `kvlens.convert_prompt`; ``n_prompt_tokens`` of the `kvlens.KVBias` |
+| $b_{KV}$, $b_D$ | ``b_KV`` and ``b_D`` of `kvlens.KVBias`; hook points ``hook_b_kv``, ``hook_b_d`` |
+| $\phi$ | `kvlens.ops.feature_maps.FEATURE_MAPS`; hook points ``hook_phi_q``, ``hook_phi_k`` |
+| $D_1(Q_i)^T D_2(X)$ | ``normalizer="kernel"``: $\phi(q_i)^T D_i$; ``"none"``: 1; hook point ``hook_normalizer`` |
+| $R_{\Theta, m}$ | `kvlens.ops.rotary.rotate` by position $m$ |
+| $A$, the key-value matrix | ``kv`` of `kvlens.ops.linear_attention.LinearAttentionState`; $D$ is its ``k_sum`` |
+| $M_{old, ICL}$, $M_{old, no\ ICL}$, $M_{new, no\ ICL}$ | with the prompt; without; converted |
+
+# Equations
+
+| equation | here |
+|---|---|
+| definitions 3.2 and 3.3, eq. 3 and 5: linearised attention, masked | `kvlens.ops.linear_attention.naive_linear_attention` (the judge), `kvlens.ops.linear_attention.parallel_linear_attention`, `kvlens.ops.linear_attention.chunked_linear_attention`, `kvlens.ops.linear_attention.recurrent_linear_attention` |
+| eq. 6: the key-value matrix | `kvlens.ops.linear_attention.final_state` |
+| eq. 9-11, theorem 4.1: plain linear attention | the case ``feature_map="identity"``, ``normalizer="none"`` |
+| eq. 12-13: RoPE after the feature map, with bias | ``rotary_placement="after"``; the sum of `kvlens.ops.linear_attention.read_state` of the bias and what the text gives |
+| eq. 14-16, theorem 4.5, and algorithm 1 (ICLCA) | `kvlens.convert_prompt`; one layer's step is `kvlens.ops.linear_attention.carry_state` |
+| eq. 17-18 and algorithm 2 (ICLAA, app. D.1): softmax attention | `kvlens.ops.softmax_attention.join_bias` with the features of `kvlens.ops.softmax_features` |
+| eq. 19: the recurrence; the bias is its initial state | `kvlens.ops.linear_attention.recurrent_linear_attention` |
+| eq. 22-24: the rotary matrix and its group law | `kvlens.ops.rotary.naive_rotate`; moving a state's origin is `kvlens.ops.linear_attention.rebase_state` |
+| assumption 4.4 (1a): elu + 1; (1b): random features | `kvlens.ops.feature_maps.elu_plus_one`, `kvlens.ops.feature_maps.random_features` |
+| assumption 4.4 (2): RetNet | ``feature_map="identity"``, ``normalizer="none"``; their RetNet does not decay. Ours may: `kvlens.ops.linear_attention.retnet_decay` |
+| table 1: relative error of the logits | `kvlens.experiments.iclca.conversion_error` |
+| table 2, sec. 6.2: in-context accuracy on bigrams | `kvlens.experiments.iclca.conversion_accuracy`, task `kvlens.tasks.BigramTask` |
+| figure 1, sec. 6.3: training with the bias terms | `kvlens.experiments.iclca.trainable_bias` |
+
+# Misprints, and what the paper leaves open
+
+| place | printed | right |
+|---|---|---|
+| algorithm 1, step (d) | the prompt's own output is computed with the *new* $b'_{KV}$ | with the old $b_{KV}$ and the old $b_D$; as printed the conversion is off by 16 to 60 % |
+| eq. 23 | $R_{a+b} = R_a + R_b$ | the product, $R_{a+b} = R_a R_b$ |
+| eq. 18 against algorithm 2, step (c) | $b_D$ is rotated in one of them and not in the other, and RoPE stands outside $\phi$ | for softmax features RoPE goes inside $\phi$, in numerator and normaliser alike |
+| algorithm 2, step (d) | the similarity is rotated in the numerator only | the same similarity in both: softmax attention with RoPE |
+| KV shift | not treated | the shift's boundary (the prompt's last raw keys and values) belongs to the bias: without it the conversion is off by 4 to 16 % |
+| decay, padding, absolute positions, prompts after prompts | not treated | `kvlens.convert_prompt` says what happens: $b_{KV}$ decays by $\gamma^M$; without RoPE after the map, $R$ drops out and ``position_offset`` grows by $M$ |
+"""  # noqa: E501

@@ -1,0 +1,58 @@
+r"""KVSA: keys and values mixed with their predecessors, so that one layer can be an induction head.
+
+Xu, Cheng, Wang, Chen 2024, *KV Shifting Attention Enhances Language Modeling*.
+
+# The idea in three lines
+
+Each head learns two numbers for its keys and two for its values,
+
+$$\hat k_i = \alpha_1 k_i + \alpha_2 k_{i-1}, \qquad \hat v_i = \beta_1 v_i + \beta_2 v_{i-1}$$
+
+and attends with these.
+
+With $\alpha = (0, 1)$ and $\beta = (1, 0)$ a query finds the token *after* an earlier occurrence of its own
+token, and copies it: an induction head, in one layer.
+
+# Symbols
+
+| paper | here |
+|---|---|
+| $\alpha_1, \alpha_2$ (keys) | columns 0 and 1 of ``k_shift_coef``; hook point ``hook_k_shift_coef`` |
+| $\beta_1, \beta_2$ (values) | columns 0 and 1 of ``v_shift_coef``; hook point ``hook_v_shift_coef`` |
+| Shift: drop the last token, zero in front | `kvlens.ops.kv_shift.kv_shift`; the zeros are its ``boundary``, which a converted prompt fills |
+| $\hat K$, $\hat V$ | hook points ``hook_k_shifted``, ``hook_v_shifted``; ``hook_k``, ``hook_v`` stay the raw projections |
+| $\sigma$; $M$, the causal mask | TransformerLens' ``attn_scale``; the causal mask |
+| $m$, $p^{(1)}$, $p^{(2)}$: ALiBi slopes | ``slope`` of `kvlens.ops.induction.induction_head` |
+| vanilla | a model without a `kvlens.KVShiftConfig` |
+
+# Equations
+
+| equation | here |
+|---|---|
+| eq. 4-6: KV shifting attention | `kvlens.ops.kv_shift.naive_kv_shift` (the judge), `kvlens.ops.kv_shift.kv_shift`; in a model ``kv_shift=`` `kvlens.KVShiftConfig` |
+| sec. 2.2: initialisation, $\alpha_1, \beta_1 \sim U(0, 1)$, the others 1 minus them | `kvlens.ops.kv_shift.initial_shift_parameter` with ``init="uniform"`` |
+| sec. 4.7: gate, clamp, keys or values alone, windows | ``parametrization``, ``keys``, ``values``, ``window`` of `kvlens.KVShiftConfig`; `kvlens.ops.kv_shift.coefficients_from_parameter` |
+| definition 1, eq. 7: the function IH | `kvlens.ops.induction.naive_induction_head`, `kvlens.ops.induction.induction_head` |
+| theorem 1, eq. 8: two plain layers approach IH; theorem 2, eq. 9: one shifted head is IH | `kvlens.experiments.kvsa.induction_exact` |
+| theorem 3, eq. 10-12, app. C: the landscape of learning | `kvlens.ops.induction.naive_landscape_loss`, `kvlens.ops.induction.landscape_loss` |
+| figure 1: depth and width | `kvlens.experiments.kvsa.induction_depth`, `kvlens.experiments.kvsa.induction_width`; task `kvlens.tasks.InductionTask` (app. D) |
+| figure 2: descent over the landscape | `kvlens.experiments.kvsa.landscape` |
+| figure 3, sec. 3.3: n-grams | `kvlens.experiments.kvsa.ngram`, task `kvlens.tasks.NgramTask` |
+| figure 5, sec. 4.4: learning rates | `kvlens.experiments.kvsa.learning_rate` |
+| figures 6 and 7, sec. 4.5: sizes | `kvlens.experiments.kvsa.scaling` |
+| table 4, sec. 4.6: what the coefficients become | `kvlens.experiments.kvsa.coefficients` |
+| figure 8, sec. 4.7: variants | `kvlens.experiments.kvsa.variants` |
+| figure 9, app. H: hops | `kvlens.experiments.kvsa.hops`, task `kvlens.tasks.HopsTask` |
+| table 7, app. I: arithmetic | `kvlens.experiments.kvsa.arithmetic`, task `kvlens.tasks.ArithmeticTask` |
+| app. J: queries shifted too | ``queries=True`` of `kvlens.KVShiftConfig` |
+
+# Misprints, and what the paper leaves open
+
+| place | printed | right |
+|---|---|---|
+| app. F, inference code | after the prefill, the *shifted* last key and value are kept as the previous ones | the raw ones: otherwise decoding differs from the full forward pass |
+| table 5 and eq. 10 | rows $i-1$ and $T$ hold $e^{\alpha_2}$ | $e^{\alpha_1}$; with it the loss is that of direct simulation to 1e-15 |
+| definition 1, theorem 2 | IH sums over $s = 2, \dots, L-1$ | attention also sees $s = 1$ and $s = L$; the equality holds for the sum over all that it sees |
+| app. E, code of figure 2 | ``a2+beta2``, and a call with one argument too many | ``a2*beta2``, as in eq. 10 |
+| the first token | has no predecessor: zeros | so its values sum to $\beta_1$ times one value, which is why ``fold_value_biases`` is refused for shifted models |
+"""  # noqa: E501

@@ -1,0 +1,139 @@
+"""The reference: one HTML page for each package, paper and experiment, made from the docstrings by pdoc; it needs no network.
+
+A page shows what a package names, with signatures (shapes included), docstrings and source. Formulas between dollar signs are
+written as MathML, which browsers draw themselves. Whatever pdoc warns of (a name that does not resolve, an annotation that
+cannot be read) is an error here.
+"""
+
+import importlib
+import inspect
+import pkgutil
+import re
+import typing
+import warnings
+from pathlib import Path
+from typing import Any
+
+import kvlens
+from kvlens.errors import KVLensError
+
+PACKAGES = ("kvlens", "analyses")
+A_PAGE_A_MODULE = ("kvlens.papers", "kvlens.experiments", "analyses.declaration")
+"""Where modules have pages of their own; elsewhere a package's page shows what the package names."""
+WITHOUT_A_PAGE = ("cli", "bias", "heads", "prompt", "stream")
+"""Packages that name nothing: commands explain themselves with --help, and the analyses are on the page of their package."""
+
+_RULE = re.compile(r"=+(?: =+)+")
+
+
+def build_reference(folder: Path) -> list[str]:
+    """Write the reference into a folder; ``index.html`` is where to begin.
+
+    Returns:
+        The modules that got a page.
+
+    Raises:
+        KVLensError: pdoc is missing, or something in the docstrings or annotations cannot be rendered.
+    """
+    try:
+        import latex2mathml  # noqa: F401  (pdoc's markdown asks for it when it meets a formula)
+        import pdoc.doc
+        import pdoc.render
+        import pdoc.render_helpers
+    except ImportError as error:
+        raise KVLensError(f'the reference needs the extra "docs": pip install "kvlens[docs]" ({error})') from error
+    names = pages()
+    _settle_lazy_names(names)
+    _settle_inherited_annotations()
+    pdoc.render_helpers.markdown_extensions["latex"] = None
+    pdoc.render.configure(docformat="google", footer_text=f"kvlens {kvlens.__version__}")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        documented = {name: pdoc.doc.Module.from_name(name) for name in names}
+        for name, module in documented.items():
+            module.__dict__["submodules"] = [documented[child] for child in names if child.rpartition(".")[0] == name]
+            _prepare_docstrings(module)
+        files = {_file_of(name): pdoc.render.html_module(module, documented) for name, module in documented.items()}
+        files["search.js"] = pdoc.render.search_index(documented)
+    if caught:
+        raise KVLensError("the reference cannot be built:\n" + "\n".join(sorted({str(each.message) for each in caught})))
+    files["index.html"] = '<!doctype html><html lang="en"><meta http-equiv="refresh" content="0; url=kvlens.html"></html>\n'
+    for name, text in files.items():
+        path = Path(folder) / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return names
+
+
+def pages() -> list[str]:
+    """The modules that get a page, by name."""
+    found = list(PACKAGES)
+    for name in found:  # grows while it is read
+        for info in pkgutil.iter_modules(getattr(importlib.import_module(name), "__path__", []), f"{name}."):
+            last = info.name.rpartition(".")[2]
+            wanted = info.name.startswith(A_PAGE_A_MODULE) or (info.ispkg and last not in WITHOUT_A_PAGE)
+            if wanted and not last.startswith("_"):
+                found.append(info.name)
+    return sorted(found)
+
+
+def markdown_tables(text: str) -> str:
+    """Turn the tables of a docstring, columns under rules of ``=``, into Markdown's."""
+    lines = text.splitlines()
+    table: list[str] = []
+    done: list[str] = []
+    for number, line in enumerate(lines):
+        if not table and not _RULE.fullmatch(line.strip()):
+            done.append(line)
+            continue
+        table.append(line)
+        ends = number + 1 == len(lines) or not lines[number + 1].strip()
+        if len(table) > 1 and ends and _RULE.fullmatch(line.strip()):
+            done += _markdown_table(table)
+            table = []
+    return "\n".join([*done, *table])
+
+
+def _markdown_table(lines: list[str]) -> list[str]:
+    margin = lines[0][: -len(lines[0].lstrip())] if lines[0].startswith(" ") else ""
+    starts = [match.start() for match in re.finditer(r"=+", lines[0])]
+    spans = [slice(start, end) for start, end in zip(starts, [*starts[1:], None], strict=True)]
+    rows: list[list[str]] = []
+    header = [""] * len(spans)
+    for line in lines[1:-1]:
+        cells = [line[span].strip().replace("|", r"\|") for span in spans]
+        if _RULE.fullmatch(line.strip()):
+            header = rows.pop()
+        elif cells[0] or not rows:
+            rows.append(cells)
+        else:  # the row before goes on
+            rows[-1] = [f"{before} {more}".strip() for before, more in zip(rows[-1], cells, strict=True)]
+    return [f"{margin}| {' | '.join(row)} |" for row in [header, ["---"] * len(spans), *rows]]
+
+
+def _prepare_docstrings(documented: Any) -> None:
+    docstring = documented.docstring
+    if documented.kind == "function":  # pdoc reads behind the decorator that puts the table of the columns in
+        decorated = getattr(importlib.import_module(documented.modulename), documented.name, None)
+        docstring = inspect.getdoc(decorated) or docstring
+    documented.__dict__["docstring"] = markdown_tables(docstring)
+    for member in getattr(documented, "members", {}).values():
+        _prepare_docstrings(member)
+
+
+def _settle_lazy_names(names: list[str]) -> None:
+    """Put names that a package imports on first use into the package, where pdoc looks for them."""
+    for name in names:
+        module = importlib.import_module(name)
+        for public in getattr(module, "__all__", ()):
+            setattr(module, public, getattr(module, public))
+
+
+def _settle_inherited_annotations() -> None:
+    """Resolve the annotations that our dataclass inherits from TransformerLens, which mean something only in its module."""
+    config: Any = kvlens.HookedKVTransformerConfig
+    config.__init__.__annotations__.update(typing.get_type_hints(config))
+
+
+def _file_of(module: str) -> str:
+    return f"{module.replace('.', '/')}.html"
