@@ -34,7 +34,7 @@ def block_means(values: Float[Tensor, "*rest pos"], size: int) -> Float[Tensor, 
 def strongest_positions(
     pattern: Float[Tensor, "head query key"], queries: Int[Tensor, " query"], n_prompt: int, max_tokens: int
 ) -> tuple[Int[Tensor, " kept"], Int[Tensor, " left_out"]]:
-    """Which of the ``key`` positions a square view of ``max_tokens`` rows keeps, and which are left for one summed column.
+    """Which of the ``key`` positions a square view of ``max_tokens`` rows keeps, and which are left out.
 
     The last queries after the prompt are kept, up to half of the view; then the other positions that these attend to most,
     those whose rows are known before the rest.
@@ -43,16 +43,16 @@ def strongest_positions(
         pattern: the rows that are known.
         queries: the positions of these rows, ascending.
         n_prompt: how many positions are the prompt's.
-        max_tokens: rows and columns of the view, the summed one included.
+        max_tokens: rows and columns of the view.
     """
     n_keys = pattern.shape[-1]
     if n_keys <= max_tokens:
         return torch.arange(n_keys), torch.arange(0)
     of_text = (queries >= n_prompt).nonzero().squeeze(1)
-    last = of_text[-max(max_tokens // 2, max_tokens - 1 - n_prompt) :]
+    last = of_text[-max(max_tokens // 2, max_tokens - n_prompt) :]
     mass = pattern[:, last].abs().sum(dim=(0, 1))
     mass[queries] += mass.sum()  # positions whose rows are known come before those that would stay empty
     mass[queries[last]] = torch.inf
     chosen = torch.zeros(n_keys, dtype=torch.bool)
-    chosen[mass.topk(max_tokens - 1).indices] = True
+    chosen[mass.topk(max_tokens).indices] = True
     return chosen.nonzero().squeeze(1), (~chosen).nonzero().squeeze(1)

@@ -44,7 +44,7 @@ def attention_view(
         n_prompt: how many of the tokens are the prompt's; they are marked.
         head_names: for each head; None counts them.
         max_tokens: rows and columns of the view; None takes what a browser draws without delay. Of a longer sequence the last
-            queries are shown, the earlier tokens that these attend to most, and one column that sums all others.
+            queries are shown, and the earlier tokens that these attend to most.
         title: above the view.
 
     Raises:
@@ -55,14 +55,14 @@ def attention_view(
     if limit < 4:
         raise KVLensError(f"attention_view: max_tokens must be at least 4, got {max_tokens}")
     n_broken = int((~values.isfinite()).sum())
-    marked = [f"[p]{label(token)}" if i < n_prompt else label(token) for i, token in enumerate(tokens)]
+    marked = [f"{f'p{i}' if i < n_prompt else i - n_prompt}:{label(token)}" for i, token in enumerate(tokens)]
     square, labels, n_left_out = _square(values.nan_to_num(0.0, 0.0, 0.0), places, marked, n_prompt, limit)
-    top = rounded(strongest(square[..., int(n_left_out > 0) :].flatten().tolist(), FULL)) or 1.0
+    top = rounded(strongest(square.flatten().tolist(), FULL)) or 1.0
     notes = [f"full colour at {number(top)}"]
     if n_prompt:
-        notes.append("[p] marks the prompt's tokens, which the bias holds; their rows are of the prompt's own pass")
+        notes.append("p0, p1, ... are the prompt's tokens, which the bias holds; their rows are of the prompt's own pass")
     if n_left_out:
-        notes.append(f"{n_left_out:,} of {len(tokens):,} tokens are summed in the first column")
+        notes.append(f"{n_left_out:,} of {len(tokens):,} tokens, those least attended to, are left out")
     if n_broken:
         notes.append(f"{n_broken:,} values are not finite and drawn as 0")
     props = {
@@ -113,10 +113,6 @@ def _square(
     """The square pattern over the tokens that are kept, their labels, and how many were left out."""
     kept, left_out = strongest_positions(values, queries, n_prompt, limit)
     square, shown = _with_empty_rows(values[..., kept], queries, len(labels))[:, kept], [labels[i] for i in kept.tolist()]
-    if len(left_out):
-        others = _with_empty_rows(values[..., left_out].sum(dim=-1, keepdim=True), queries, len(labels))[:, kept]
-        square = torch.nn.functional.pad(torch.cat([others, square], dim=-1), (0, 0, 1, 0))
-        shown = [f"[{len(left_out):,}·others]", *shown]  # circuitsvis drops blanks
     return square, shown, len(left_out)
 
 

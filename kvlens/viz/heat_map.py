@@ -76,7 +76,15 @@ def _map(table: pd.DataFrame, column: str, *, clickable: bool, hidden: bool) -> 
             cells.append(f"<td><{element} {where} {style(value, top)}>{shown}</{element}></td>")
         rows.append(f'<tr><th scope="row">{layer}</th>{"".join(cells)}</tr>')
     kind = f'class="heat{" wide" if wide else ""}" data-column="{html_text(column)}"{" hidden" if hidden else ""}'
-    return f"<table {kind}><thead><tr><th>layer \\ head</th>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    head = f"<thead><tr><th>layer \\ head</th>{heads}</tr></thead>"
+    return f"<table {kind}><caption>{_legend(grid, top, column)}</caption>{head}<tbody>{''.join(rows)}</tbody></table>"
+
+
+def _legend(grid: pd.DataFrame, top: float, column: str) -> str:
+    negative = bool((grid < 0).any(axis=None))
+    ramp = f'<span class="ramp{" signed" if negative else ""}" aria-hidden="true"></span>'
+    ends = number(-top) if negative else "0", f"{number(top)} {column}"
+    return f'<span class="legend"><span>{ends[0]}</span>{ramp}<span>{html_text(ends[1])}</span></span>'
 
 
 def _data(details: HeadDetails) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvlens.errors import KVLensError
 from kvlens.viz._colour import FULL, diverging_map, strongest, style
-from kvlens.viz._text import NEWLINE, html_text, label, number
+from kvlens.viz._text import NEWLINE, html_text, label, number, printable
 from kvlens.viz.piece import Piece
 
 MAX_TOKENS = 4096
@@ -46,7 +46,7 @@ def coloured_tokens(
         f'<figure class="piece"><figcaption>{html_text(title)} <span class="unit">{html_text(unit)}, full colour at '
         f'{number(full)}</span></figcaption><div class="tokens">{spans}</div></figure>'
     )
-    return Piece(title, body, figure=functools.partial(_figure, shown, numbers, full, title))
+    return Piece(title, body, figure=functools.partial(_figure, shown, numbers, full, title, printable(unit)))
 
 
 def _span(token: str, value: float, top: float, position: int, unit: str) -> str:
@@ -61,14 +61,14 @@ def _in_blocks(tokens: list[str], values: list[float], size: int) -> tuple[list[
     return ["".join(tokens[i : i + size]) for i in starts], means
 
 
-def _figure(tokens: list[str], values: list[float], top: float, title: str) -> Any:
+def _figure(tokens: list[str], values: list[float], top: float, title: str, unit: str) -> Any:
     """Monospaced text, a coloured box behind each token."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
 
     places = _places(tokens, values)
     n_lines = places[-1][1] + 1
-    figure = Figure(figsize=(LINE * CHARACTER, 0.2 * (n_lines + 2)))
+    figure = Figure(figsize=(LINE * CHARACTER, 0.2 * (n_lines + 4)))
     ax = figure.add_axes((0, 0, 1, 1))
     colours = diverging_map()
     for column, line, shown, value in places:
@@ -76,9 +76,15 @@ def _figure(tokens: list[str], values: list[float], top: float, title: str) -> A
             strength = max(-1.0, min(1.0, value / top))
             ax.add_patch(Rectangle((column, line - 0.5), len(shown), 1, color=colours(0.5 + 0.35 * strength), linewidth=0))
         ax.text(column, line, shown, va="center", family="monospace", fontsize=FONT, parse_math=False)
-    ax.text(0, -1.5, title, va="center", fontsize=9, parse_math=False)
-    ax.set(xlim=(0, LINE), ylim=(n_lines, -2))
+    ax.text(0, -1.5, printable(title)[:LINE], va="center", fontsize=9, parse_math=False)
+    ax.set(xlim=(0, LINE), ylim=(n_lines + 2, -2))
     ax.axis("off")
+    for i in range(41):  # the scale, as a strip under the text
+        strength = i / 20 - 1
+        ax.add_patch(Rectangle((8 + 0.5 * i, n_lines + 0.5), 0.5, 0.7, color=colours(0.5 + 0.35 * strength), linewidth=0))
+    ends = ((7.5, f"{-top:.3g}", "right"), (29, f"{top:.3g} {unit}", "left"))
+    for column, shown, side in ends:
+        ax.text(column, n_lines + 0.85, shown, va="center", ha=side, fontsize=FONT, parse_math=False)
     return figure
 
 
@@ -87,7 +93,7 @@ def _places(tokens: list[str], values: list[float]) -> list[tuple[int, int, str,
     places, column, line = [], 0, 0
     for token, value in zip(tokens, values, strict=True):
         for piece in token.expandtabs(4).splitlines(keepends=True):
-            shown = piece.rstrip("\r\n") + (NEWLINE if piece.endswith("\n") else "")
+            shown = printable(piece.rstrip("\r\n")) + (NEWLINE if piece.endswith("\n") else "")
             if column and column + len(shown) > LINE:
                 column, line = 0, line + 1
             places.append((column, line, shown, value))

@@ -1,12 +1,11 @@
 // Coloured tokens, the map of heads with its details, circuitsvis, and the frame of a notebook.
 "use strict";
 (() => {
-  const { NEWLINE, dataOf, label, number, valuesOf, strongest, sumOf, element, paint, roving } = KVLENS;
+  const { NEWLINE, dataOf, label, number, valuesOf, strongest, sumOf, element, paint, roving, legend } = KVLENS;
 
   // --- coloured tokens -------------------------------------------------------------------------------------------
 
-  const colouredTokens = (tokens, values, describe) => {
-    const top = strongest(values);
+  const colouredTokens = (tokens, values, top, describe) => {
     const box = element("div", "tokens");
     tokens.forEach((token, i) => {
       const span = element("span", "none", token.replace(/\n/g, NEWLINE + "\n"));
@@ -55,7 +54,7 @@
     return { left, top, gap, cell, row, width, height: top + nRows * row + 4 };
   };
 
-  const drawPattern = (canvas, data, columns, values, nPrompt) => {
+  const drawPattern = (canvas, data, columns, values, nPrompt, full, at) => {
     const nRows = data.queries.length;
     const box = layoutOf(canvas.parentElement.clientWidth || 900, nRows, columns.length);
     const ratio = window.devicePixelRatio || 1;
@@ -66,7 +65,6 @@
     context.scale(ratio, ratio);
     const colour = colourReader(context);
     const [paper, positive, negative, ink] = ["--cell", "--positive-fill", "--negative-fill", "--muted"].map(colour);
-    const full = strongest(values);
     const xOf = (column) => box.left + column * box.cell + (column >= nPrompt ? box.gap : 0);
     values.forEach((x, i) => {
       const row = Math.floor(i / columns.length), column = i % columns.length;
@@ -75,7 +73,16 @@
       const mixed = paper.map((from, k) => Math.round(from + strength * (end[k] - from)));
       context.fillStyle = `rgb(${mixed})`;
       context.fillRect(xOf(column), box.top + row * box.row, box.cell + 0.3, box.row - (box.row > 8 ? 1 : 0));
+      if (Math.abs(x ?? 0) > 1.0005 * full && box.cell > 5 && box.row > 8) { // beyond full colour: a corner
+        context.fillStyle = `rgb(${ink})`;
+        context.fillRect(xOf(column) + box.cell - 3, box.top + row * box.row, 3, 3);
+      }
     });
+    if (at) {
+      context.strokeStyle = `rgb(${ink})`;
+      context.lineWidth = 1.5;
+      context.strokeRect(xOf(at.column), box.top + at.row * box.row, box.cell, box.row);
+    }
     context.fillStyle = `rgb(${ink})`;
     context.font = "11px system-ui, sans-serif";
     context.fillText(`prompt, ${data.prompt.length} tokens →`, xOf(0), 16);
@@ -89,57 +96,83 @@
       data.queries.forEach((query, row) =>
         context.fillText(label(data.text[query]).slice(0, 16), box.left - 6, box.top + row * box.row + box.row - 3));
     }
-    return { ...box, full };
+    return box;
   };
 
-  const patternPanel = (data, head) => {
+  const patternPanel = (data, head, full) => {
     const columns = columnsOf(data), values = valuesOf(head.pattern);
     const nPrompt = columns.filter((column) => column.part === "prompt").length;
     const panel = element("div", "pattern"), canvas = element("canvas"), readout = element("p", "readout");
-    const rest = "Point at a cell to read it.";
-    canvas.setAttribute("role", "img");
-    canvas.setAttribute("aria-label", "attention of the text's tokens to prompt and text");
+    const rest = "Point at a cell, or move with the arrow keys, to read it.";
+    canvas.tabIndex = 0;
+    canvas.setAttribute("role", "application");
+    canvas.setAttribute("aria-label", "attention of the text's tokens to prompt and text; arrow keys read its cells");
+    readout.setAttribute("role", "status");
     readout.textContent = rest;
     panel.append(canvas, readout);
-    let box = null;
-    const draw = () => { box = drawPattern(canvas, data, columns, values, nPrompt); };
+    let box = null, at = null;
+    const draw = () => { box = drawPattern(canvas, data, columns, values, nPrompt, full, at); };
+    const read = ({ row, column }) => {
+      const query = data.queries[row], key = columns[column], value = values[row * columns.length + column];
+      readout.textContent =
+        `text ${query} “${label(data.text[query])}” attends to ${key.part} ${key.place} “${key.text}”: ${number(value)}`;
+    };
     canvas.addEventListener("mousemove", (event) => {
       const x = event.offsetX - box.left, row = Math.floor((event.offsetY - box.top) / box.row);
       const border = nPrompt * box.cell;
       const column = Math.floor((x < border ? x : Math.max(border, x - box.gap)) / box.cell);
       if (x < 0 || row < 0 || row >= data.queries.length || column >= columns.length) return (readout.textContent = rest);
-      const query = data.queries[row], key = columns[column], value = values[row * columns.length + column];
-      readout.textContent =
-        `text ${query} “${label(data.text[query])}” attends to ${key.part} ${key.place} “${key.text}”: ${number(value)}`;
+      read({ row, column });
     });
     canvas.addEventListener("mouseleave", () => (readout.textContent = rest));
-    return { panel, draw, full: () => box.full };
+    canvas.addEventListener("keydown", (event) => {
+      const step = { ArrowRight: [0, 1], ArrowLeft: [0, -1], ArrowDown: [1, 0], ArrowUp: [-1, 0] }[event.key];
+      if (!step) return;
+      event.preventDefault();
+      const row = (at?.row ?? 0) + (at ? step[0] : 0), column = (at?.column ?? 0) + (at ? step[1] : 0);
+      at = { row: Math.max(0, Math.min(data.queries.length - 1, row)), column: Math.max(0, Math.min(columns.length - 1, column)) };
+      draw();
+      read(at);
+    });
+    canvas.addEventListener("blur", () => { at = null; draw(); });
+    return { panel, draw };
   };
 
   // --- the heat map of heads --------------------------------------------------------------------------------------
 
-  const showHead = (place, data, layer, headIndex) => {
+  // one scale for all heads, so that they can be compared
+  const scalesOf = (data) => {
+    const all = (name) => data.heads.flat().flatMap((head) => (head[name] ? valuesOf(head[name]) : []));
+    return { pattern: strongest(all("pattern")), shares: strongest(all("shares")), bias: strongest(all("bias")) };
+  };
+
+  const showHead = (place, data, scales, layer, headIndex) => {
     const head = data.heads[layer][headIndex];
     const shares = valuesOf(head.shares), tokens = inBlocks(data.prompt, data.block.share);
     const title = element("h3", "", `Layer ${layer}, head ${headIndex}`);
-    const { panel, draw, full } = patternPanel(data, head);
+    const { panel, draw } = patternPanel(data, head, scales.pattern);
     const patternTitle = element("h4", "", "Attention pattern of the unconverted model");
     place.replaceChildren(title, patternTitle, panel);
     draw();
-    panel.prepend(element("p", "note",
-      ["Rows are the text's tokens.", `Full colour at ${number(full())}.`, ...data.notes].join(" ")));
+    const signed = (name) => data.heads.flat().some((one) => one[name]?.cells.some((cell) => cell < 0));
+    const negative = signed("pattern") ? "Linear attention may be negative: red takes the value away, and a row need not sum to 1." : "";
+    panel.prepend(
+      element("p", "note", ["Rows are the text's tokens.", negative, ...data.notes].filter(Boolean).join(" ")),
+      legend(scales.pattern, "of the head's attention; the same scale for every head", signed("pattern")));
     const most = shares.map((x, i) => [x ?? 0, i]).sort((a, b) => Math.abs(b[0]) - Math.abs(a[0])).slice(0, 5);
     const list = most.map(([x, i]) => `“${label(tokens[i])}” (${i * data.block.share}) ${number(x)}`).join(", ");
     place.append(
       element("h4", "", "Prompt tokens by their share of the head's output on the text"),
       element("p", "note", `All of them together: ${number(sumOf(shares))}; the rest is the text's own, and the shift boundary's. Most: ${list}.`),
-      colouredTokens(tokens, shares, (token, i, x) => `prompt ${i * data.block.share} ${label(token)}: ${number(x)}`));
+      legend(scales.shares, "of the head's output", signed("shares")),
+      colouredTokens(tokens, shares, scales.shares, (token, i, x) => `prompt ${i * data.block.share} ${label(token)}: ${number(x)}`));
     if (head.bias) {
       const bias = valuesOf(head.bias);
       place.append(
         element("h4", "", "Text tokens by how much of the head's output the bias makes up"),
         element("p", "note", `||z_bias|| / (||z_bias|| + ||z_context||), mean ${number(sumOf(bias) / bias.length)}.`),
-        colouredTokens(data.text, bias, (token, i, x) => `text ${i} ${label(token)}: ${number(x)}`));
+        legend(scales.bias, "of the head's output, by size", false),
+        colouredTokens(data.text, bias, scales.bias, (token, i, x) => `text ${i} ${label(token)}: ${number(x)}`));
     }
     return draw;
   };
@@ -150,17 +183,23 @@
     select?.addEventListener("change", () => maps.forEach((map) => { map.hidden = map.dataset.column !== select.value; }));
     const data = dataOf(figure);
     if (!data) return;
-    const place = figure.querySelector(".detail");
+    const place = figure.querySelector(".detail"), scales = scalesOf(data);
+    const said = element("p", "unseen");
+    said.setAttribute("role", "status");
+    figure.append(said);
     let redraw = () => {};
     const choose = (layer, head) => {
       figure.dataset.selected = `${layer}.${head}`;
       for (const button of figure.querySelectorAll("button"))
         button.setAttribute("aria-pressed", button.dataset.layer === layer && button.dataset.head === head);
-      redraw = showHead(place, data, Number(layer), Number(head));
+      redraw = showHead(place, data, scales, Number(layer), Number(head));
+      said.textContent = `Layer ${layer}, head ${head} is shown below.`;
     };
     const known = (button) => data.heads[button.dataset.layer]?.[button.dataset.head] !== undefined;
-    for (const button of figure.querySelectorAll("button"))
-      button.addEventListener("click", () => known(button) && choose(button.dataset.layer, button.dataset.head));
+    for (const map of maps) {
+      const buttons = [...map.querySelectorAll("button")], across = map.querySelectorAll("thead th").length - 1;
+      roving(buttons, across, (i) => known(buttons[i]) && choose(buttons[i].dataset.layer, buttons[i].dataset.head), null);
+    }
     const strength = (button) => (known(button) ? parseFloat(button.style.getPropertyValue("--x")) || 0 : -1);
     const first = [...maps[0].querySelectorAll("button")].reduce((a, b) => (strength(b) > strength(a) ? b : a));
     if (known(first)) choose(first.dataset.layer, first.dataset.head);
@@ -171,9 +210,17 @@
   // --- circuitsvis, and the frame of a notebook ----------------------------------------------------------------------
 
   const setUpAttention = (figure, index) => {
-    const target = figure.querySelector(":scope > div");
+    const target = figure.querySelector(":scope > div"), props = dataOf(figure);
     target.id = `circuitsvis-${index}`;
-    CircuitsVis.render(target.id, CircuitsVis.AttentionHeads, dataOf(figure));
+    let width = 0, waiting = null;
+    const render = () => { // it measures its place once, when it is drawn
+      if (width === figure.clientWidth) return;
+      width = figure.clientWidth;
+      target.replaceChildren();
+      CircuitsVis.render(target.id, CircuitsVis.AttentionHeads, props);
+    };
+    render();
+    window.addEventListener("resize", () => { clearTimeout(waiting); waiting = setTimeout(render, 200); });
   };
 
   const fitFrame = () => {
