@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvlens._tl import TransformerLensKeyValueCache, TransformerLensKeyValueCacheEntry
 from kvlens.errors import KVLensError
+from kvlens.ops.attention_variants import RidgeState
 from kvlens.ops.linear_attention import LinearAttentionState
 
 Boundary = dict[str, Tensor]
@@ -27,6 +28,7 @@ class LinearCacheEntry:
         boundary: the raw last keys, values, queries, where they are shifted.
         n_tokens: real tokens so far: an int, or [batch] where rows differ (padding).
         n_places: places so far, padding included, as TransformerLens counts them.
+        ridge: the state of ridge attention, which takes the place of ``state``.
         bias: (b_KV, b_D) as the last forward pass read them (b_D is None under normaliser "none"); None without a bias.
     """
 
@@ -39,6 +41,7 @@ class LinearCacheEntry:
     n_tokens: int | Tensor = 0
     n_places: int = 0
     bias: tuple[Tensor, Tensor | None] | None = None
+    ridge: RidgeState | None = None
     frozen: bool = False
 
     @property

@@ -3,7 +3,8 @@
     projections -> KV shift -> the heads (linear or softmax, each in a file of its own) -> hook_z -> W_O
 
 A kind of attention says what its heads do with a piece of text, given what came before it (:meth:`KVAttention.attend`); all
-else happens here, once: projecting, shifting, firing ``hook_z_context``, ``hook_z_bias`` and ``hook_z``, projecting back.
+else happens here, once: projecting, shifting, what the variants of :mod:`kvlens.components.variants` do in front of the heads
+and behind them, firing ``hook_z_context``, ``hook_z_bias`` and ``hook_z``, projecting back.
 
 What this relies on inside TransformerLens 3.9: ``calculate_qkv_matrices`` (which fires ``hook_q``, ``hook_k``, ``hook_v`` and
 norms), the names of the weights, and the arguments with which a block calls its attention.
@@ -15,12 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from kvlens._tl import HookPoint
-from kvlens.components.kv_shift import KVShiftAndHooks, real_tokens, through
+from kvlens.components.kv_shift import real_tokens, through
 from kvlens.components.pieces import HeadOutputs, Piece
+from kvlens.components.variants import AttentionVariants
 from kvlens.errors import KVLensError
 
 
-class KVAttention(KVShiftAndHooks):
+class KVAttention(AttentionVariants):
     """Mixed in before TransformerLens' ``Attention`` or ``GroupedQueryAttention``."""
 
     hook_b_kv: HookPoint
@@ -33,6 +35,7 @@ class KVAttention(KVShiftAndHooks):
     def __init__(self, cfg: Any, attn_type: str = "global", layer_id: int | None = None):
         super().__init__(cfg, attn_type, layer_id)  # type: ignore[call-arg]
         self.add_hooks_and_shift()
+        self.add_variants()
 
     def attend(self, piece: Piece, entry: Any) -> HeadOutputs:
         """What the heads make of ``piece``; ``entry`` of the decode cache holds what came before, and is brought up to date."""
@@ -55,8 +58,9 @@ class KVAttention(KVShiftAndHooks):
         boundary = getattr(past_kv_cache_entry, "boundary", {})
         shifted, boundary = self.shift({"q": q, "k": k, "v": v}, boundary, mask)
         score_bias = _sum_of(additive_attention_mask, position_bias)
-        piece = Piece(shifted["q"], shifted["k"], shifted["v"], mask, attention_mask, score_bias)
-        heads = self.attend(piece, past_kv_cache_entry)
+        k, v = self.augmented(shifted["k"], shifted["v"])
+        piece = Piece(shifted["q"], k, v, mask, attention_mask, score_bias)
+        heads = self.regularised(self.attend(piece, past_kv_cache_entry), piece)
         if boundary and past_kv_cache_entry is not None and not past_kv_cache_entry.frozen:
             past_kv_cache_entry.boundary = boundary
         z = heads.z_context

@@ -19,6 +19,7 @@ KVLENS_HOOKS = (
     *(f"hook_{x}_shifted" for x in "kvq"),
     *("hook_phi_q", "hook_phi_k", "hook_b_kv", "hook_b_d", "hook_last_k", "hook_last_v", "hook_last_q"),
     *("hook_normalizer", "hook_z_context", "hook_z_bias"),
+    *("hook_k_augmented", "hook_v_augmented", "hook_z_own", "hook_z_negative"),
 )
 
 

@@ -23,6 +23,7 @@ from kvlens.components.kv_attention import KVAttention
 from kvlens.components.kv_shift import through
 from kvlens.components.pieces import HeadOutputs, Piece
 from kvlens.errors import KVLensError
+from kvlens.ops.attention_variants import ridge_attention, ridge_state, ridge_steps
 from kvlens.ops.linear_attention import (
     LinearAttentionState,
     causal_scores,
@@ -92,6 +93,8 @@ class _Linear(KVAttention):
             q, k, v = (x.to(accumulate) for x in (piece.q, piece.k, piece.v))
             features = self._features(q, k, v, past, piece.mask)
             bias = self.read_bias(accumulate)
+            if self.ridge is not None:
+                return self._solved(features, entry, piece.mask, self.ridge)
             heads, state = self._attend(features, past, bias, piece.mask)
         if entry is not None and not entry.frozen:
             entry.state, entry.bias = state, bias
@@ -137,7 +140,12 @@ class _Linear(KVAttention):
         if decay is not None and phi_k.shape[2] != phi_q.shape[2]:  # gamma is the query head's: the state must be as well
             phi_k, v = (x.repeat_interleave(phi_q.shape[2] // x.shape[2], dim=2) for x in (phi_k, v))
             features = features._replace(phi_k=phi_k, v=v)
-        pattern_hooked = self.hook_attn_scores.has_hooks() or self.hook_pattern.has_hooks()
+        if self.needs_pattern and past.state is not None:
+            raise KVLensError(
+                "negative samples are chosen among the scores of all tokens so far, and the state of linear attention keeps "
+                "none of them: there is no decoding with a cache; pass use_past_kv_cache=False"
+            )
+        pattern_hooked = self.hook_attn_scores.has_hooks() or self.hook_pattern.has_hooks() or self.needs_pattern
         form = self._form(phi_q.shape[1], past, pattern_hooked)
         if not pattern_hooked:
             out = FORMS[form](phi_q, phi_k, v, norm_q, norm_k, decay, mask, past.state)
@@ -155,7 +163,33 @@ class _Linear(KVAttention):
         if bias is not None:
             z_bias = read_state(phi_q, bias[0], decay, self._steps(phi_q, past.n_tokens, mask))
             z_bias = z_bias if n is None else z_bias / n[..., None]
-        return HeadOutputs(z_context, z_bias, n), state
+        return HeadOutputs(z_context, z_bias, n, self._own_share(phi_q, phi_k, n)), state
+
+    def _own_share(self, phi_q: Tensor, phi_k: Tensor, n: Tensor | None) -> Tensor | None:
+        """phi~(q_i).phi~(k_i) / n_i, where it is asked for."""
+        if not self.wants_own_share:
+            return None
+        own = (phi_q * phi_k.repeat_interleave(phi_q.shape[2] // phi_k.shape[2], dim=2)).sum(dim=-1)
+        return own if n is None else own / n
+
+    def _solved(self, features: Features, entry: LinearCacheEntry | None, mask: Tensor | None, strength: float) -> HeadOutputs:
+        """z of ridge attention: whole texts at once, and one token after the other behind a state."""
+        phi_q, phi_k, _, _, v = features
+        if self.cfg.normalizer == "none":
+            phi_q = phi_q * self.attn_scale  # it was divided by it, as a normaliser, and ridge has none
+        before = None if entry is None else entry.ridge
+        if before is None:
+            q, k, values = (x.transpose(1, 2).double() for x in (phi_q, phi_k, v))
+            at_queries = q @ k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).transpose(-1, -2)
+            z = ridge_attention(k @ k.transpose(-1, -2), at_queries, values, strength, mask).transpose(1, 2)
+            state = ridge_state(k, values, mask)
+        else:
+            z, state = ridge_steps(phi_q, phi_k, v, strength, before, mask)
+        if entry is not None and not entry.frozen:
+            entry.ridge = state
+            entry.n_tokens = entry.n_tokens + (phi_q.shape[1] if mask is None else mask.sum(dim=1))
+            entry.n_places += phi_q.shape[1]
+        return HeadOutputs(z, None, None)
 
     def _form(self, pos: int, past: Past, pattern_hooked: bool) -> str:
         wanted = self.cfg.linear_attention_form
@@ -192,8 +226,8 @@ class _Linear(KVAttention):
         v = features.v if mask is None else without_padding(features.v, mask)
         scores = self.hook_attn_scores(causal_scores(features.phi_q, features.phi_k, decay, mask))
         pattern = through(self.hook_pattern, scores if n is None else scores / n.transpose(1, 2)[..., None])
-        values = v.repeat_interleave(pattern.shape[1] // v.shape[2], dim=2).transpose(1, 2)
-        z_context = (pattern @ values).transpose(1, 2)
+        visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=v.device).tril()[None, None]
+        z_context = self.read_values(pattern, scores, visible if mask is None else visible & mask[:, None, None], v)
         if past.state is None:
             return z_context
         read = read_state(features.phi_q, past.state.kv, decay, self._steps(features.phi_q, 0, mask))

@@ -32,8 +32,10 @@ class HeadOutputs(NamedTuple):
         z_context: the text's part of z, already divided by the whole normaliser.
         z_bias: the KV bias's part, likewise; None without a bias.
         normalizer: n_i as hooked (its logarithm for softmax); None where none is computed.
+        own_share: p_ii, each token's own share of z, where a variant of attention asks for it.
     """
 
     z_context: Float[Tensor, "batch pos head d_head"]
     z_bias: Float[Tensor, "batch pos head d_head"] | None
     normalizer: Float[Tensor, "batch pos head"] | None
+    own_share: Float[Tensor, "batch pos head"] | None = None

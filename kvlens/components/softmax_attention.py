@@ -28,6 +28,7 @@ from kvlens.components.kv_attention import KVAttention
 from kvlens.components.kv_shift import through
 from kvlens.components.pieces import HeadOutputs, Piece
 from kvlens.errors import KVLensError
+from kvlens.ops.attention_variants import ridge_attention
 from kvlens.ops.rotary import rotate
 from kvlens.ops.softmax_attention import JoinedBias, fused_softmax_attention, join_bias
 from kvlens.ops.softmax_features import ScoreRule
@@ -43,7 +44,7 @@ class _Softmax(KVAttention):
         if self.cfg.positional_embedding_type == "alibi":
             past = 0 if past_kv_cache_entry is None else past_kv_cache_entry.past_keys.shape[1]
             self._grow_alibi(past + key_input.shape[1], key_input.device)
-        plain = self.cfg.kv_shift is None and self.layer_bias is None and not self._runs_fused()
+        plain = self.cfg.kv_shift is None and self.layer_bias is None and self.variant is None and not self._runs_fused()
         run = AbstractAttention.forward if plain else KVAttention.forward
         return run(self, query_input, key_input, value_input, past_kv_cache_entry, *args, **kwargs)
 
@@ -52,6 +53,8 @@ class _Softmax(KVAttention):
         past = 0 if entry is None else entry.past_keys.shape[1]
         k, v = (piece.k, piece.v) if entry is None else entry.append(piece.k, piece.v)
         q, k = self._positioned(piece.q, k, past, piece.attention_mask)
+        if self.ridge is not None:
+            return HeadOutputs(self._solved(q, k, v, piece.attention_mask, self.ridge), None, None)
         bias = self.read_bias(torch.promote_types(q.dtype, torch.float32))
         needs_normalizer = bias is not None or self.cfg.use_attention_sinks
         if self._runs_fused() and not (needs_normalizer and _wants_gradient(q, k, v)):
@@ -68,7 +71,7 @@ class _Softmax(KVAttention):
 
     def _runs_fused(self) -> bool:
         hooked = self.hook_attn_scores.has_hooks() or self.hook_pattern.has_hooks()
-        return self.cfg.softmax_form == "fused" and not hooked
+        return self.cfg.softmax_form == "fused" and not (hooked or self.needs_pattern or self.wants_own_share)
 
     def _fused(self, q: Tensor, k: Tensor, v: Tensor, piece: Piece, log_normalizer: bool) -> tuple[Tensor, Tensor | None]:
         score_bias = piece.score_bias
@@ -94,15 +97,18 @@ class _Softmax(KVAttention):
             scores = scores + piece.score_bias
         scores = self.hook_attn_scores(scores)
         if bias is None:
-            pattern = self._pattern(scores)
-            return HeadOutputs(self._read_values(self.hook_pattern(pattern), v), None, None)
+            pattern = self.hook_pattern(self._pattern(scores))
+            z = self.read_values(pattern, scores, scores > -torch.inf, v)
+            return HeadOutputs(z, None, None, self._own_share(pattern, past))
         log_n = self._sinks_joined(scores.to(bias[0].dtype).logsumexp(dim=-1))
         ones = torch.ones((), device=q.device, dtype=log_n.dtype).expand(*q.shape[:-1], 1)
         share, z_bias, log_whole = self._joined(ones, log_n.transpose(1, 2), q, bias, past, piece.attention_mask)
         log_whole = self.hook_normalizer(log_whole)
         pattern = (scores - log_n[..., None]).exp()  # a row that sees nothing is all NaN, as in TransformerLens
         pattern = torch.where(log_n[..., None] == -torch.inf, 0.0, pattern) * share.transpose(1, 2)
-        return HeadOutputs(self._read_values(self.hook_pattern(pattern), v), z_bias, log_whole)
+        pattern = self.hook_pattern(pattern)
+        z = self.read_values(pattern, scores, scores > -torch.inf, v)
+        return HeadOutputs(z, z_bias, log_whole, self._own_share(pattern, past))
 
     def _pattern(self, scores: Tensor) -> Tensor:
         if self.cfg.use_attention_sinks:
@@ -112,10 +118,17 @@ class _Softmax(KVAttention):
             pattern = scores.softmax(dim=-1)
         return torch.where(pattern.isnan(), torch.zeros_like(pattern), pattern)
 
-    def _read_values(self, pattern: Tensor, v: Tensor) -> Tensor:
-        """pattern @ v: [batch, pos, head, d_head]."""
-        values = v.repeat_interleave(pattern.shape[1] // v.shape[2], dim=2).transpose(1, 2)
-        return (pattern.to(v.device, v.dtype) @ values).transpose(1, 2)
+    def _own_share(self, pattern: Tensor, past: int) -> Tensor | None:
+        """p_ii of the new tokens, where it is asked for."""
+        return pattern.diagonal(offset=past, dim1=-2, dim2=-1).transpose(1, 2) if self.wants_own_share else None
+
+    def _solved(self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, strength: float) -> Tensor:
+        """z of ridge attention, whose kernel is exp(q.k / scale)."""
+        q, k, v = (x.transpose(1, 2).double() for x in (q, k, v))
+        k_of_q = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+        kernel, at_queries = ((a @ b.transpose(-1, -2) / self.attn_scale).exp() for a, b in ((k, k), (q, k_of_q)))
+        mask = None if attention_mask is None or bool(attention_mask.all()) else attention_mask.bool()
+        return ridge_attention(kernel, at_queries, v, strength, mask).transpose(1, 2)
 
     def _sinks_joined(self, log_n: Tensor) -> Tensor:
         """log n [batch, head, pos] with the sink's part in it, where there are sinks."""

@@ -27,6 +27,7 @@ from kvlens.conversion.prompt import Prompt, PromptTokens, prompt_tokens
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import Fingerprint, KVBias
 from kvlens.model import HookedKVTransformer
+from kvlens.model.attention_variant import why_no_kv_bias
 from kvlens.model.streaming import has_hooks, segments, wants_gradients
 from kvlens.ops.linear_attention import LinearAttentionState
 
@@ -112,6 +113,9 @@ def _check_convertible(model: HookedKVTransformer) -> None:
             "key by phi(q).phi(k), so that the sum over a prompt's keys leaves the query outside and can be stored: exact. "
             "Softmax scores it by exp(q.k), which no finite sum separates: only an approximation is possible."
         )
+    reason = why_no_kv_bias(model.cfg.attention_variant)
+    if reason is not None:
+        raise KVLensError(f"convert_prompt: a prompt of this model has no KV bias: {reason}")
     if model.cfg.ungroup_grouped_query_attention:
         raise KVLensError("convert_prompt: call model.set_ungroup_grouped_query_attention(False) first")
 

@@ -1,7 +1,18 @@
 """The hooked model, its configuration, loading and saving."""
 
+from kvlens.model.attention_variant import AttentionVariantConfig, Augmented, Negative, Regularised, Ridge
 from kvlens.model.config import HookedKVTransformerConfig, KVShiftConfig
 from kvlens.model.regressor import HookedKVRegressor
 from kvlens.model.transformer import HookedKVTransformer
 
-__all__ = ["HookedKVRegressor", "HookedKVTransformer", "HookedKVTransformerConfig", "KVShiftConfig"]
+__all__ = [
+    "AttentionVariantConfig",
+    "Augmented",
+    "HookedKVRegressor",
+    "HookedKVTransformer",
+    "HookedKVTransformerConfig",
+    "KVShiftConfig",
+    "Negative",
+    "Regularised",
+    "Ridge",
+]

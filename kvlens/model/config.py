@@ -4,7 +4,7 @@ Validated at birth: an impossible combination is refused here, with the reason, 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 
 from kvlens._tl import HookedTransformerConfig
 from kvlens.errors import KVLensError, nearest
+from kvlens.model.attention_variant import AttentionVariantConfig, from_fields, why_no_kv_bias
 from kvlens.ops.feature_maps import FEATURE_MAPS, feature_dim
 from kvlens.ops.linear_attention import retnet_decay
 
@@ -90,6 +91,8 @@ class HookedKVTransformerConfig(HookedTransformerConfig):
         accumulation_dtype: ``float32`` or ``float64``: features, states and sums of linear attention are computed at least
             in this precision. float64 makes a conversion exact to the last bit of a float32 model, nearly always.
         kv_shift: a :class:`KVShiftConfig` (or a dict of its fields), None for no shift.
+        attention_variant: a :class:`AttentionVariantConfig` (or a dict of its fields): regularised, augmented, negative or
+            ridge attention (DUAL sec. 4); None for plain attention.
         trainable_kv_bias: make b_KV and b_D parameters (ICLCA sec. 6.3).
         alibi_slopes: one slope a head, with ``positional_embedding_type="alibi"``; None takes TransformerLens' series.
         positional_embedding_type: TransformerLens' values, and ``"sinusoidal"`` and ``"none"``.
@@ -111,6 +114,7 @@ class HookedKVTransformerConfig(HookedTransformerConfig):
     accumulation_dtype: str = "float32"
     kv_shift: KVShiftConfig | None = None
     trainable_kv_bias: bool = False
+    attention_variant: AttentionVariantConfig | None = None
     seed: int | None = None
     alibi_slopes: Sequence[float] | None = None
 
@@ -124,8 +128,12 @@ class HookedKVTransformerConfig(HookedTransformerConfig):
         _one_of("positional_embedding_type", self.positional_embedding_type, POSITIONAL_TYPES)
         self._check_heads()
         self._check_alibi()
+        if isinstance(self.attention_variant, Mapping):
+            self.attention_variant = from_fields(AttentionVariantConfig, self.attention_variant)
         if self.kv_shift is not None:
             self._check_shift()
+        if self.attention_variant is not None:
+            self._check_variant(self.attention_variant)
         self.check_softmax_form(self.softmax_form)
         if self.attention == "linear":
             self._check_linear()
@@ -172,6 +180,7 @@ class HookedKVTransformerConfig(HookedTransformerConfig):
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "device"}
         plain["dtype"] = str(self.dtype).removeprefix("torch.")
         plain["kv_shift"] = None if self.kv_shift is None else asdict(self.kv_shift)
+        plain["attention_variant"] = None if self.attention_variant is None else self.attention_variant.to_json()
         for name in ("decay", "alibi_slopes", "attn_types"):
             value = plain[name]
             plain[name] = value if value is None or isinstance(value, str) else list(value)
@@ -217,6 +226,36 @@ class HookedKVTransformerConfig(HookedTransformerConfig):
                 "kv_shift is applied to the projections after every norm and clamp on them; TransformerLens norms (OLMo 2, 3, "
                 "OLMoE) or clamps (clip_qkv) them inside its attention, behind the place where the shift acts"
             )
+
+    def _check_variant(self, variant: AttentionVariantConfig) -> None:
+        chosen, ridge = "attention_variant: negative", "attention_variant: ridge"
+        solved = "its kernel must be one function of key and key, and of query and key"
+        positions = self.positional_embedding_type in ("alibi", "relative_positional_bias")
+        weighted = positions or self.decay is not None or self.attn_scores_soft_cap > 0 or self.use_attention_sinks
+        refused = [
+            (variant.ridge and weighted, f"{ridge} does not go with decay, ALiBi, position biases, caps or sinks: {solved}"),
+            (
+                variant.ridge and (self.use_local_attn or self.use_logn_attn),
+                f"{ridge} needs one kernel for all queries: {solved}",
+            ),
+            (variant.ridge and self.attention_dir != "causal", f"{ridge} is solved causally: it needs attention_dir='causal'"),
+            (
+                variant.negative and self.attention == "linear" and self.linear_attention_form not in ("auto", "parallel"),
+                f"{chosen} needs all scores, which linear_attention_form={self.linear_attention_form!r} never forms",
+            ),
+            (
+                self.trainable_kv_bias and why_no_kv_bias(variant) is not None,
+                f"trainable_kv_bias does not go with this attention_variant: {why_no_kv_bias(variant)}",
+            ),
+            (
+                self.original_architecture in NORM_OVER_ALL_HEADS or self.clip_qkv is not None or self.load_in_4bit,
+                "attention_variant does not go with norms over all heads, clip_qkv or 4-bit weights, which act inside "
+                "TransformerLens' own attention",
+            ),
+        ]
+        for is_refused, reason in refused:
+            if is_refused:
+                raise KVLensError(reason)
 
     def check_softmax_form(self, form: str) -> None:
         """Raise KVLensError unless this model's softmax attention can be computed in ``form``."""

@@ -70,4 +70,6 @@ def _shift_words(cfg: HookedKVTransformerConfig) -> str:
 
 def _rest(cfg: HookedKVTransformerConfig) -> str:
     plain = cfg.to_json()
+    if cfg.attention_variant is None:  # a field of its own time: biases from before it stay valid
+        del plain["attention_variant"]
     return "; ".join(f"{name} {plain[name]}" for name in sorted(plain) if name not in NAMED | WITHOUT_EFFECT)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kvlens._tl import USE_DEFAULT_VALUE, Output, TransformerLensKeyValueCache, get_attention_mask
 from kvlens.components import LinearCacheEntry, upgrade_cache
+from kvlens.model.attention_variant import why_no_kv_bias
 
 WIDEST_ON_CPU, WIDEST_ELSEWHERE = 2**21, 2**28
 """Numbers in the widest activation of a segment: 8 MiB in float32 on a CPU; enough parallel work on an accelerator."""
@@ -44,6 +45,8 @@ def streams(
     """Whether a forward pass with these arguments runs in segments by itself: long, linear, no hooks, no gradients."""
     cfg = model.cfg
     if cfg.attention != "linear" or cfg.linear_attention_form == "parallel":
+        return False
+    if why_no_kv_bias(cfg.attention_variant) is not None:  # attention that no state of linear attention carries on
         return False
     if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.is_floating_point():
         return False

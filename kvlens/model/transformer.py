@@ -24,6 +24,7 @@ from kvlens._tl import (
 from kvlens.components import LayerBias, NoPosEmbed, OffsetPosEmbed, SinusoidalPosEmbed, build_attention, upgrade_cache
 from kvlens.errors import KVLensError, nearest
 from kvlens.kv_bias import Fingerprint, KVBias
+from kvlens.model.attention_variant import why_no_kv_bias
 from kvlens.model.caching import slice_right_axis
 from kvlens.model.config import HookedKVTransformerConfig
 from kvlens.model.fingerprint import fingerprint_of, weights_hash
@@ -100,6 +101,7 @@ class HookedKVTransformer(HookedTransformer):
         generator = None if self.cfg.seed is None else torch.Generator().manual_seed(self.cfg.seed)
         for block in self.blocks:
             block.attn.init_shift(generator)
+            block.attn.init_variants(generator)
             if self.cfg.attention == "linear":
                 block.attn.feature_map.init_weights(generator)
             if self.cfg.trainable_kv_bias:
@@ -350,6 +352,9 @@ class HookedKVTransformer(HookedTransformer):
         """
         if not isinstance(bias, KVBias):
             raise KVLensError(f"attach_kv_bias: expected a KVBias, got {type(bias).__name__}")
+        reason = why_no_kv_bias(self.cfg.attention_variant)
+        if reason is not None:
+            raise KVLensError(f"attach_kv_bias: this model's attention reads no KV bias: {reason}")
         bias.fingerprint.check(self.fingerprint(), "attach_kv_bias")
         bias.check_finite("attach_kv_bias")
         self._attached = bias

@@ -1,6 +1,7 @@
 """Which of TransformerLens' weight processing keeps a kvlens model's output, and which would change it silently."""
 
 from kvlens.errors import KVLensError
+from kvlens.model.attention_variant import AttentionVariantConfig
 from kvlens.model.config import HookedKVTransformerConfig
 
 
@@ -17,10 +18,11 @@ def check_weight_processing(cfg: HookedKVTransformerConfig, fold_value_biases: b
     reason = _why_not_fold(cfg)
     if fold_value_biases and reason:
         raise KVLensError(f"fold_value_biases would change this model's output: {reason}. Pass fold_value_biases=False.")
-    if refactor and (cfg.attention == "linear" or cfg.kv_shift is not None):
+    between = "the shift acts" if cfg.kv_shift is not None else "a variant of attention may act"
+    if refactor and (cfg.attention == "linear" or cfg.kv_shift is not None or cfg.attention_variant is not None):
         raise KVLensError(
             "refactor_factored_attn_matrices keeps only q.k and folds b_V away, which would change this model's output: "
-            f"{reason or 'the shift acts between the two factors'}. Pass refactor_factored_attn_matrices=False."
+            f"{reason or f'{between} between the two factors'}. Pass refactor_factored_attn_matrices=False."
         )
     return reason is None if fold_value_biases is None else fold_value_biases
 
@@ -32,4 +34,17 @@ def _why_not_fold(cfg: HookedKVTransformerConfig) -> str | None:
         return "with a value shift the first token lacks a predecessor, so that its value carries b_V beta_1 times, not once"
     if cfg.use_attention_sinks:
         return "with attention sinks the rows of the pattern sum to less than 1"
+    return None if cfg.attention_variant is None else _why_not_fold_under(cfg.attention_variant)
+
+
+def _why_not_fold_under(variant: AttentionVariantConfig) -> str | None:
+    """Of the variants of attention, what keeps b_V out of b_O; "normalised" regularisation and augmented keys do not."""
+    if variant.ridge is not None:
+        return "the weights of ridge attention need not sum to 1"
+    if variant.negative is not None:
+        return "negative samples take beta off each row's sum"
+    if variant.augmented is not None and variant.augmented.values:
+        return "values go through an MLP behind b_V"
+    if variant.regularised is not None and variant.regularised.form != "normalised":
+        return "regularised attention takes alpha of a token's own value off"
     return None

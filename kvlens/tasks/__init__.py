@@ -7,6 +7,7 @@ from kvlens.errors import KVLensError, nearest
 from kvlens.tasks.arithmetic import ArithmeticTask
 from kvlens.tasks.batch import SPLITS, Batch, Task
 from kvlens.tasks.bigrams import BigramTask
+from kvlens.tasks.facts import FactsTask
 from kvlens.tasks.functions import FUNCTION_CLASSES
 from kvlens.tasks.hops import HopsTask
 from kvlens.tasks.induction import InductionTask
@@ -15,7 +16,8 @@ from kvlens.tasks.regression import RegressionTask
 from kvlens.tasks.text import TextTask
 
 TASKS: dict[str, type[Task]] = {
-    task.name: task for task in (InductionTask, BigramTask, NgramTask, HopsTask, ArithmeticTask, RegressionTask, TextTask)
+    task.name: task
+    for task in (InductionTask, BigramTask, NgramTask, HopsTask, ArithmeticTask, RegressionTask, FactsTask, TextTask)
 }
 
 __all__ = [
@@ -25,6 +27,7 @@ __all__ = [
     "ArithmeticTask",
     "Batch",
     "BigramTask",
+    "FactsTask",
     "HopsTask",
     "InductionTask",
     "NgramTask",

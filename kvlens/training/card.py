@@ -86,4 +86,18 @@ def _measurements(held: dict[str, Any]) -> list[tuple[str, str]]:
             ("gain of the converted context", f"{held['gain']:.4f} nats a token"),
             ("relative error of the converted logits", f"{held['relative_error']:.1e}"),
         ]
+    for answers in held.get("answers", ()):
+        rows += _answer_rows(answers)
     return rows
+
+
+def _answer_rows(answers: dict[str, Any]) -> list[tuple[str, str]]:
+    about = f"right answers, {answers['n_facts']} facts"
+    rows = [
+        (f"{about} ({answers['n_answers']:,} questions), after the story", answers["with_story"]),
+        (f"{about}, the story converted to a bias", answers["converted"]),
+        (f"{about}, without the story", answers["without_story"]),
+        (f"{about}, by chance: any value of the kind", answers["guess"]),
+        (f"{about}, by chance: any value of the kind in the story", answers["guess_in_story"]),
+    ]
+    return [(what, f"{share:.2%}") for what, share in rows if share is not None]

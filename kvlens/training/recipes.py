@@ -76,6 +76,18 @@ RECIPES: dict[str, Recipe] = {
             stored_dtype="float16",
         ),
         Recipe(
+            name="facts-linear",
+            summary="A linear-attention model that reads a made-up story of two to ten facts and answers questions about "
+            "it: with the story it is right, with the story converted to a KV bias it is as right, without it it guesses.",
+            task="facts",
+            task_settings=dict(max_facts=10, length=144),
+            model=dict(n_layers=2, attention="linear", kv_shift=dict(queries=True, window=4)),
+            training=dict(
+                steps=2000, batch_size=32, learning_rate=3e-3, weight_decay=0.05, eval_every=100, precision="bfloat16"
+            ),
+            stored_dtype="float16",
+        ),
+        Recipe(
             name="bigram-linear",
             summary="The linear-attention model of ICLCA sec. 6.2: 12 layers of width 128 that learn a bigram in context, "
             "each trigger letter being followed by whatever followed it first. Attention is a RetNet's without decay: the "

@@ -3,9 +3,8 @@
 import pytest
 import torch
 from dual_models import LINEAR, SOFTMAX, model_of, text_for
-from stories260k import load_stories260k
 
-from kvlens import KVLensError, convert_prompt
+from kvlens import HookedKVTransformer, KVLensError, convert_prompt
 from kvlens.dual import DualModel
 from kvlens.ops import dual as ops
 
@@ -43,10 +42,9 @@ def test_one_step_is_the_heads_output_of_shipped_models(name):
 
 
 def test_one_step_is_the_heads_output_of_stories260k(outside_data):
-    model = load_stories260k(outside_data).double()
+    model = HookedKVTransformer.from_llama2c(outside_data / "stories260K.bin", dtype=torch.float64).requires_grad_(False)
     tokens = text_for(model, 24)
     errors = [DualModel.from_head(model, tokens, layer, head).equivalence_error() for layer, head in heads_of(model)]
-    # TransformerLens' rotary rows and norms stay float32 in a model moved to float64, but both sides read the same q and k
     assert max(errors) < EXACT
 
 

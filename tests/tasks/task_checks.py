@@ -11,6 +11,7 @@ SMALL_TASKS = {
     "hops": dict(k=3, vocab_size=5, length=43),
     "arithmetic": dict(max_ops=3, test_ops=5, modulus=5, n_names=11),
     "regression": dict(dimensions=5, n_points=7),
+    "facts": dict(min_facts=2, max_facts=3, length=47),
 }
 """Every task that generates its sequences, in seconds-long tests; the text task has tests of its own."""
 

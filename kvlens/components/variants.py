@@ -1,0 +1,138 @@
+"""The attention variants of DUAL sec. 4, for both kinds of attention: what they change on the way in, and in how z is formed.
+
+    augmented     k, v -> their MLPs, before the heads see them                         hook_k_augmented, hook_v_augmented
+    negative      pattern @ v less the mean value of the lowest scored tokens           hook_z_negative (that mean)
+    regularised   z_i less alpha times the token's own value, or its own share of z     hook_z_own (what alpha multiplies)
+    ridge         z solved for instead of read through a pattern: each kind of attention gives its kernel
+
+A converted prompt keeps its meaning under the first and the third: b_KV holds augmented keys and values, and a token's own
+value is the text's.
+"""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from kvlens._tl import HookPoint
+from kvlens.components.kv_shift import KVShiftAndHooks
+from kvlens.components.pieces import HeadOutputs, Piece
+from kvlens.errors import KVLensError
+from kvlens.ops.attention_variants import augment, lowest_scored, mean_of_negatives
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu, "tanh": torch.tanh}
+
+
+class Augmentation(nn.Module):
+    """One MLP a key-value head, for keys or for values (DUAL eq. 14)."""
+
+    def __init__(self, cfg: Any):
+        super().__init__()
+        self.settings = settings = cfg.attention_variant.augmented
+        inner = settings.width or 2 * cfg.d_head
+        widths = [cfg.d_head, *[inner] * (settings.depth - 1), cfg.d_head]
+        shapes = [(cfg.n_kv_heads, a, b) for a, b in itertools.pairwise(widths)]
+        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(shape, dtype=cfg.dtype)) for shape in shapes)
+
+    @torch.no_grad()
+    def init_weights(self, generator: torch.Generator | None) -> None:
+        """Normal with variance 1 / fan-in (2 / fan-in behind the activation); the last layer of a parallel branch at 0."""
+        for layer, weight in enumerate(self.weights):
+            drawn = torch.randn(weight.shape, generator=generator)
+            weight.copy_(drawn * ((1.0 if layer == 0 else 2.0) / weight.shape[1]) ** 0.5)
+        if self.settings.parallel is not None:
+            self.weights[-1].zero_()
+
+    def forward(self, x: Float[Tensor, "batch pos kv_head d_head"]) -> Float[Tensor, "batch pos kv_head d_head"]:
+        """g(x), or x + c g(x)."""
+        weights = [w.repeat_interleave(x.shape[2] // w.shape[0], dim=0) for w in self.weights]  # ungrouped, as the shift
+        return augment(x, weights, ACTIVATIONS[self.settings.activation], self.settings.parallel)
+
+
+class AttentionVariants(KVShiftAndHooks):
+    """Mixed into what both kinds of attention share; everything here does nothing while no variant is configured."""
+
+    hook_k_augmented: HookPoint
+    hook_v_augmented: HookPoint
+    hook_z_own: HookPoint
+    hook_z_negative: HookPoint
+
+    def add_variants(self) -> None:
+        """Make the parameters of augmented keys and values (to be initialised later)."""
+        self.variant = self.cfg.attention_variant
+        augmented = None if self.variant is None else self.variant.augmented
+        self.augment_k = Augmentation(self.cfg) if augmented is not None and augmented.keys else None
+        self.augment_v = Augmentation(self.cfg) if augmented is not None and augmented.values else None
+
+    def init_variants(self, generator: torch.Generator | None) -> None:
+        """Draw the initial weights of augmented keys and values."""
+        for mlp in (self.augment_k, self.augment_v):
+            if mlp is not None:
+                mlp.init_weights(generator)
+
+    @property
+    def needs_pattern(self) -> bool:
+        """Whether the scores must be formed, whatever form of attention would do without."""
+        return self.variant is not None and self.variant.needs_pattern
+
+    @property
+    def wants_own_share(self) -> bool:
+        """Whether the heads are to give p_ii."""
+        return self.variant is not None and self.variant.wants_own_share
+
+    @property
+    def ridge(self) -> float | None:
+        """lambda of ridge attention, None where the heads read through a pattern."""
+        return None if self.variant is None or self.variant.ridge is None else self.variant.ridge.strength
+
+    def augmented(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values through their MLPs."""
+        if self.augment_k is not None:
+            k = self.hook_k_augmented(self.augment_k(k))
+        if self.augment_v is not None:
+            v = self.hook_v_augmented(self.augment_v(v))
+        return k, v
+
+    def read_values(self, pattern: Tensor, scores: Tensor, visible: Tensor, v: Tensor) -> Tensor:
+        """pattern @ v, less the negatives' mean value: [batch, pos, head, d_head].
+
+        Args:
+            pattern: [batch, head, pos, key_pos], as hooked.
+            scores: what negatives are chosen by.
+            visible: what a query sees, broadcastable to ``scores``.
+            v: [batch, key_pos, kv_head, d_head].
+        """
+        values = v.repeat_interleave(pattern.shape[1] // v.shape[2], dim=2).transpose(1, 2)
+        pattern = pattern.to(v.device, v.dtype)
+        z = pattern @ values
+        negative = None if self.variant is None else self.variant.negative
+        if negative is None:
+            return z.transpose(1, 2)
+        past = pattern.shape[-1] - pattern.shape[-2]
+        if past and negative.per == "label":
+            raise KVLensError(
+                "negative samples per label: the negatives of earlier tokens were chosen with their own queries, which no "
+                "decode cache holds; pass use_past_kv_cache=False, or take per='query'"
+            )
+        mean = mean_of_negatives(values, lowest_scored(scores, visible, negative.k))
+        mean = self.hook_z_negative(mean.transpose(1, 2)).transpose(1, 2)
+        return (z - negative.beta * (mean if negative.per == "query" else pattern @ mean)).transpose(1, 2)
+
+    def regularised(self, heads: HeadOutputs, piece: Piece) -> HeadOutputs:
+        """z_i - alpha v_i, that over 1 - alpha, or z_i - alpha p_ii v_i; the text's part of z alone loses anything."""
+        settings = None if self.variant is None else self.variant.regularised
+        if settings is None:
+            return heads
+        own = piece.v.repeat_interleave(piece.q.shape[2] // piece.v.shape[2], dim=2).to(heads.z_context.dtype)
+        if settings.form == "one_step":
+            assert heads.own_share is not None
+            own = heads.own_share[..., None].to(own.dtype) * own
+        z = heads.z_context - settings.alpha * self.hook_z_own(own)
+        if settings.form != "normalised":
+            return heads._replace(z_context=z)
+        rest = 1.0 - settings.alpha
+        return heads._replace(z_context=z / rest, z_bias=None if heads.z_bias is None else heads.z_bias / rest)

@@ -1,0 +1,189 @@
+"""The attention variants of DUAL sec. 4 and app. D, as settings of a model.
+
+    cfg = HookedKVTransformerConfig(..., attention_variant=AttentionVariantConfig(regularised=Regularised(alpha=-0.5)))
+    cfg = HookedKVTransformerConfig(..., attention_variant={"negative": {"k": 3, "beta": 0.2}, "augmented": {"values": True}})
+
+They combine, but for ridge, which replaces the step that the others regularise or push away from.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, TypeVar
+
+from kvlens.errors import KVLensError, nearest
+
+ACTIVATIONS = ("gelu", "relu", "silu", "tanh")
+FORMS = ("self_attention", "normalised", "one_step")
+
+
+@dataclass(frozen=True)
+class Regularised:
+    """Less of a token's own value.
+
+    Args:
+        alpha: of either sign; 0 is plain attention.
+        form: ``self_attention`` z_i - alpha v_i (app. D.1), ``normalised`` the same over 1 - alpha, or ``one_step``
+            z_i - alpha p_ii v_i (eq. 13: W_0 scaled by 1 - alpha, where the query alone is H_T).
+    """
+
+    alpha: float
+    form: str = "self_attention"
+
+    def __post_init__(self):
+        _number("Regularised: alpha", self.alpha)
+        _one_of("Regularised: form", self.form, FORMS)
+        if self.form == "normalised" and self.alpha == 1:
+            raise KVLensError("Regularised: form='normalised' divides by 1 - alpha, so alpha must not be 1")
+
+
+@dataclass(frozen=True)
+class Augmented:
+    """Keys and values through MLPs of each key-value head's own, behind projection, norm and shift, before RoPE (eq. 14).
+
+    Args:
+        keys, values: which of them.
+        depth: layers; one layer is act(W x), two are W_2 act(W_1 x).
+        width: of the hidden layers; None takes 2 d_head, as app. E.5.
+        activation: ``gelu``, ``relu``, ``silu`` or ``tanh``.
+        parallel: c of x + c MLP(x) (app. E.5); its last layer starts at 0, so that a trained model is unchanged at first.
+            None for the MLP alone.
+    """
+
+    keys: bool = False
+    values: bool = False
+    depth: int = 1
+    width: int | None = None
+    activation: str = "gelu"
+    parallel: float | None = None
+
+    def __post_init__(self):
+        if not (self.keys or self.values):
+            raise KVLensError("Augmented: nothing is augmented; set keys or values")
+        for name, value in (("depth", self.depth), ("width", 1 if self.width is None else self.width)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise KVLensError(f"Augmented: {name} must be an integer of at least 1, got {value!r}")
+        _one_of("Augmented: activation", self.activation, ACTIVATIONS)
+        if self.parallel is not None:
+            _number("Augmented: parallel", self.parallel)
+            if self.depth == 1:
+                raise KVLensError(
+                    "Augmented: a parallel branch needs a depth of at least 2 (app. E.5 has two layers): its last layer starts "
+                    "at 0, and a single layer, with the activation behind it, might never leave it"
+                )
+
+
+@dataclass(frozen=True)
+class Negative:
+    """Push away from the tokens of lowest score (eq. 15, 34; the remark in sec. 5).
+
+    Args:
+        k: how many of the tokens that a query sees (all, where it sees fewer), or a share of them in (0, 1].
+        beta: their weight together.
+        per: ``query``: p_ij - (beta / k) [j in N_i]; ``label``: v_j - beta mean_{N_j} v.
+    """
+
+    k: int | float
+    beta: float
+    per: str = "query"
+
+    def __post_init__(self):
+        _number("Negative: beta", self.beta)
+        _one_of("Negative: per", self.per, ("query", "label"))
+        count = isinstance(self.k, int) and not isinstance(self.k, bool) and self.k >= 1
+        if not (count or (isinstance(self.k, float) and 0 < self.k <= 1)):
+            raise KVLensError(f"Negative: k must be a count of at least 1 or a share in (0, 1], got {self.k!r}")
+
+
+@dataclass(frozen=True)
+class Ridge:
+    """The regularised least-squares fit instead of one gradient step (eq. 33).
+
+    Args:
+        strength: lambda, positive.
+    """
+
+    strength: float
+
+    def __post_init__(self):
+        _number("Ridge: strength", self.strength)
+        if not self.strength > 0:
+            raise KVLensError(
+                f"Ridge: strength (lambda) must be positive, or the system may have no solution; got {self.strength}"
+            )
+
+
+@dataclass(frozen=True)
+class AttentionVariantConfig:
+    """Which variants a model's attention has; each may be given as a dict of its fields."""
+
+    regularised: Regularised | None = None
+    augmented: Augmented | None = None
+    negative: Negative | None = None
+    ridge: Ridge | None = None
+
+    def __post_init__(self):
+        kinds: dict[str, type] = dict(regularised=Regularised, augmented=Augmented, negative=Negative, ridge=Ridge)
+        for name, kind in kinds.items():
+            value = getattr(self, name)
+            if isinstance(value, Mapping):
+                object.__setattr__(self, name, from_fields(kind, value))
+            elif value is not None and not isinstance(value, kind):
+                raise KVLensError(f"attention_variant: {name} must be {kind.__name__}(...) or a dict, got {value!r}")
+        if all(getattr(self, name) is None for name in kinds):
+            raise KVLensError(f"attention_variant: none is set; set {', '.join(kinds)}, or give attention_variant=None")
+        if self.ridge is not None and (self.regularised is not None or self.negative is not None):
+            raise KVLensError(
+                "attention_variant: ridge replaces the gradient step that regularised and negative change; it combines with "
+                "augmented alone"
+            )
+
+    @property
+    def needs_pattern(self) -> bool:
+        """Whether all scores must be at hand: negatives are chosen among them."""
+        return self.negative is not None
+
+    @property
+    def wants_own_share(self) -> bool:
+        """Whether p_ii is asked for."""
+        return self.regularised is not None and self.regularised.form == "one_step"
+
+    def to_json(self) -> dict[str, Any]:
+        """Set variants alone, as dicts of their fields."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+T = TypeVar("T")
+
+
+def from_fields(kind: type[T], values: Mapping[str, Any]) -> T:
+    """A settings class from its fields by name; an unknown one is refused, and the nearest proposed."""
+    known = [f.name for f in fields(kind)]  # type: ignore[arg-type]
+    for name in values:
+        if name not in known:
+            raise KVLensError(f"{kind.__name__}: unknown field {name!r}{nearest(name, known)}; there are {', '.join(known)}")
+    try:
+        return kind(**values)
+    except TypeError as error:
+        raise KVLensError(f"{kind.__name__}: {error}") from None
+
+
+def why_no_kv_bias(variant: AttentionVariantConfig | None) -> str | None:
+    """Why a prompt of a model with this variant has no KV bias; None where it has one."""
+    if variant is None:
+        return None
+    if variant.negative is not None:
+        return "negative samples are chosen among the scores of all tokens, and a bias has no scores of the prompt's tokens"
+    if variant.ridge is not None:
+        return "ridge attention also needs sum phi(k) phi(k)^T of the prompt, which b_KV and b_D do not hold"
+    return None
+
+
+def _one_of(what: str, value: object, options: tuple[str, ...]) -> None:
+    if value not in options:
+        raise KVLensError(f"{what}: unknown value {value!r}, expected one of {', '.join(options)}{nearest(value, options)}")
+
+
+def _number(what: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise KVLensError(f"{what} must be a finite number, got {value!r}")

@@ -1,0 +1,28 @@
+"""Augmented keys and values: an MLP of each head's own between the projection and the attention (DUAL eq. 14, app. D.2)."""
+
+from collections.abc import Callable, Sequence
+
+from jaxtyping import Float
+from torch import Tensor
+
+
+def augment(
+    x: Float[Tensor, "batch pos head d"],
+    weights: Sequence[Float[Tensor, "head d_in d_out"]],
+    activation: Callable[[Tensor], Tensor],
+    parallel: float | None = None,
+) -> Float[Tensor, "batch pos head d"]:
+    """g(x) = W_n act(... act(W_1 x)), or act(W_1 x) for a single layer; x + c g(x) where ``parallel`` is c.
+
+    Args:
+        x: keys or values.
+        weights: one matrix a layer and head; the first reads d, the last writes d.
+        activation: between the layers; behind a single one.
+        parallel: c, the weight of a branch beside x; None for the MLP alone.
+    """
+    out = x
+    for layer, weight in enumerate(weights):
+        out = (out.transpose(1, 2) @ weight.to(x.dtype)).transpose(1, 2)
+        if layer < len(weights) - 1 or len(weights) == 1:
+            out = activation(out)
+    return out if parallel is None else x + parallel * out

@@ -1,0 +1,40 @@
+"""Made-up stories and questions that only the story answers.
+
+    Mira keeps a goat. The kite is in the barn. The drum stands in the cellar. Where is the kite? The kite is in the barn.
+
+- :mod:`~kvlens.tasks.facts.words`, ``tokenizer``: a few hundred words, one token each;
+- :mod:`~kvlens.tasks.facts.story`: drawing a story, and the ground truth, which is where each answer stands;
+- :mod:`~kvlens.tasks.facts.task`: stories as batches;
+- :mod:`~kvlens.tasks.facts.answers`: which answers of a model are right, and what guessing would reach.
+"""
+
+from kvlens.tasks.facts.answers import (
+    AnswerShares,
+    Judged,
+    answer_shares,
+    judged_questions,
+    question_tokens,
+    right_after_story,
+    right_with_bias,
+    right_without_story,
+)
+from kvlens.tasks.facts.story import Fact, Question, Sentence, Story
+from kvlens.tasks.facts.task import FactsTask
+from kvlens.tasks.facts.tokenizer import word_tokenizer
+
+__all__ = [
+    "AnswerShares",
+    "Fact",
+    "FactsTask",
+    "Judged",
+    "Question",
+    "Sentence",
+    "Story",
+    "answer_shares",
+    "judged_questions",
+    "question_tokens",
+    "right_after_story",
+    "right_with_bias",
+    "right_without_story",
+    "word_tokenizer",
+]

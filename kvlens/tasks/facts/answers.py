@@ -1,0 +1,137 @@
+"""Which answers of a model are right: with the story in front, with the story as a bias, and without the story.
+
+An answer is right where the largest logit is the value's, given the question and the answer up to it. Two guesses set the
+scale. Who has not read the story knows the kind of fact, and takes any of the kind's values. Who has read it but does not know
+what belongs to what takes any value of that kind in the story.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from kvlens.conversion import convert_prompt
+from kvlens.model import HookedKVTransformer
+from kvlens.tasks.facts.story import Question, Story
+from kvlens.tasks.facts.tokenizer import word_tokenizer
+
+
+class Judged(NamedTuple):
+    """The questions that are judged: every one that is asked for the first time, story by story.
+
+    Attributes:
+        story: which story.
+        position: of the value's token in that story's tokens, BOS being at 0.
+        token: the value.
+    """
+
+    story: Int[Tensor, " question"]
+    position: Int[Tensor, " question"]
+    token: Int[Tensor, " question"]
+
+
+class AnswerShares(NamedTuple):
+    """Shares of right answers on stories of one length.
+
+    Attributes:
+        n_facts: facts of a story.
+        n_answers: how many were judged.
+        with_story: after the story.
+        converted: the story as a KV bias; None where the model cannot convert prompts exactly.
+        without_story: after BOS and the earlier questions alone.
+        guess: expected of any value of the right kind.
+        guess_in_story: expected of any value of the right kind that the story names.
+    """
+
+    n_facts: int
+    n_answers: int
+    with_story: float
+    converted: float | None
+    without_story: float
+    guess: float
+    guess_in_story: float
+
+
+def judged_questions(stories: Sequence[Story]) -> Judged:
+    """The first-time questions of the stories."""
+    asked = [(row, question) for row, story in enumerate(stories) for question in story.questions if not question.repeated]
+    tokens = [story.tokens for story in stories]
+    return Judged(
+        torch.tensor([row for row, _ in asked]),
+        torch.tensor([question.value_position for _, question in asked]),
+        torch.tensor([tokens[row][question.value_position] for row, question in asked]),
+    )
+
+
+def question_tokens(stories: Sequence[Story]) -> Int[Tensor, "story pos"]:
+    """Questions and answers without BOS and story, padded on the right."""
+    return _padded([story.tokens[story.n_prompt_tokens :] for story in stories])
+
+
+def right_after_story(model: HookedKVTransformer, stories: Sequence[Story]) -> Bool[Tensor, " question"]:
+    """Which of `judged_questions` the model answers with the story in front."""
+    judged = judged_questions(stories)
+    return _right(model(_padded([story.tokens for story in stories])), judged, torch.zeros(len(stories), dtype=torch.long))
+
+
+def right_with_bias(model: HookedKVTransformer, stories: Sequence[Story]) -> Bool[Tensor, " question"]:
+    """Which the model answers when it reads the questions alone, under the bias that is attached to it."""
+    judged = judged_questions(stories)
+    return _right(model(question_tokens(stories)), judged, torch.tensor([story.n_prompt_tokens for story in stories]))
+
+
+def right_without_story(model: HookedKVTransformer, stories: Sequence[Story]) -> Bool[Tensor, " question"]:
+    """Which the model answers when it reads BOS and the questions."""
+    judged = judged_questions(stories)
+    bos = torch.full((len(stories), 1), word_tokenizer().bos_token_id)
+    cut = torch.tensor([story.n_prompt_tokens - 1 for story in stories])
+    return _right(model(torch.cat([bos, question_tokens(stories)], dim=1)), judged, cut)
+
+
+@torch.no_grad()
+def answer_shares(model: HookedKVTransformer, stories: Sequence[Story], *, batch_size: int = 32) -> AnswerShares:
+    """Measure a model on stories of one length.
+
+    Args:
+        model: of the task; with linear attention the converted story is measured too.
+        stories: all of as many sentences.
+        batch_size: stories at a time.
+    """
+    asked = [(story, question) for story in stories for question in story.questions if not question.repeated]
+    parts = [stories[start : start + batch_size] for start in range(0, len(stories), batch_size)]
+    linear = model.cfg.attention == "linear"
+    return AnswerShares(
+        n_facts=len(stories[0].sentences),
+        n_answers=len(asked),
+        with_story=_share([right_after_story(model, part) for part in parts]),
+        converted=_share([_right_converted(model, part) for part in parts]) if linear else None,
+        without_story=_share([right_without_story(model, part) for part in parts]),
+        guess=sum(1 / len(question.fact.kind.values) for _, question in asked) / len(asked),
+        guess_in_story=sum(1 / _values_of_its_kind(story, question) for story, question in asked) / len(asked),
+    )
+
+
+def _right_converted(model: HookedKVTransformer, stories: Sequence[Story]) -> Bool[Tensor, " question"]:
+    with model.kv_bias(convert_prompt(model, [story.prompt for story in stories], prepend_bos=True)):
+        return right_with_bias(model, stories)
+
+
+def _share(right: list[Tensor]) -> float:
+    return float(torch.cat(right).double().mean())
+
+
+def _values_of_its_kind(story: Story, question: Question) -> int:
+    return sum(sentence.fact.kind == question.fact.kind for sentence in story.sentences)
+
+
+def _right(logits: Float[Tensor, "story pos d_vocab"], judged: Judged, cut: Int[Tensor, " story"]) -> Bool[Tensor, " question"]:
+    """Whether the logits one position before each value have their largest entry there; ``cut`` tokens are not in front."""
+    predicted = logits[judged.story, judged.position - 1 - cut[judged.story]].argmax(dim=-1).cpu()
+    return predicted == judged.token
+
+
+def _padded(rows: Sequence[Sequence[int]]) -> Int[Tensor, "story pos"]:
+    longest = max(len(row) for row in rows)
+    return torch.tensor([[*row, *[word_tokenizer().pad_token_id] * (longest - len(row))] for row in rows])

@@ -1,0 +1,66 @@
+"""One token for each word and each mark of the stories; text goes in and comes out as it is written.
+
+A token carries the space before it (shown as U+2581), so that decoding puts spaces between words and none before a full stop.
+A word that the stories do not have is read as ``<|unk|>``.
+"""
+
+import re
+from functools import cache
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from kvlens.corpus.tokenizer import BOS, EOS, PAD, for_transformer_lens
+from kvlens.tasks.facts.words import KINDS
+
+UNK = "<|unk|>"
+SPACE = "\u2581"
+MARKS = (".", "?")
+_NAME = "kvlens-facts-words"
+
+
+def words_of(sentence: str) -> list[str]:
+    """``"Where is Mira?"`` -> its words and marks; ``{s}`` and ``{v}`` are words."""
+    return re.findall(r"[\w{}]+|[.?]", sentence)
+
+
+@cache
+def token_ids() -> dict[str, int]:
+    """The number of every word and mark, after those of the special tokens."""
+    words: dict[str, None] = dict.fromkeys((BOS, EOS, PAD, UNK, *MARKS))
+    for kind in KINDS:
+        for sentence in (*kind.statements, kind.question, kind.answer):
+            words.update(dict.fromkeys(word for word in words_of(sentence) if word not in ("{s}", "{v}")))
+    for kind in KINDS:
+        words.update(dict.fromkeys((*kind.subjects, *kind.values)))
+    return {word: number for number, word in enumerate(words)}
+
+
+@cache
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    """The tokenizer: BOS in front unless ``add_special_tokens=False``, padding on the right."""
+    special = (BOS, EOS, PAD, UNK)
+    ids = {word if word in (*special, *MARKS) else SPACE + word: number for word, number in token_ids().items()}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token=UNK))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme="always"),
+            pre_tokenizers.Split(Regex(r"[^\w\u2581]"), behavior="isolated"),
+        ]
+    )
+    tokenizer.decoder = decoders.Metaspace(replacement=SPACE, prepend_scheme="always")
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, ids[BOS])]
+    )
+    return for_transformer_lens(
+        PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer,
+            bos_token=BOS,
+            eos_token=EOS,
+            pad_token=PAD,
+            unk_token=UNK,
+            padding_side="right",
+            clean_up_tokenization_spaces=False,
+        ),
+        _NAME,
+    )

@@ -1,0 +1,128 @@
+"""What the stories are about: subjects, the kinds of fact that hold of them, and the sentences that state and ask each kind.
+
+Every subject and every value is one word, so that a fact is one word to find. No word tells anything about another: who lives
+where is drawn anew for each story, so the answer stands in the story or nowhere.
+"""
+
+from dataclasses import dataclass
+
+
+def _words(listed: str) -> tuple[str, ...]:
+    return tuple(listed.split())
+
+
+NAMES = _words(
+    "Ada Bela Cora Dario Edda Fenn Gita Hugo Ines Joris Kaya Liam Mira Nils Olga Pavel "
+    "Quinn Rosa Sven Tilda Umar Vera Wanda Xenia Yusuf Zora Anouk Bruno Celia Diego Elmo Freya"
+)
+THINGS = _words(
+    "kite drum lamp clock book bell mirror basket violin ladder saddle kettle compass puzzle lantern trumpet "
+    "blanket hammer bottle candle wagon anchor globe flute shovel teapot pillow ribbon chest barrel sled vase"
+)
+PLACES = _words(
+    "barn cellar attic garden kitchen tower stable harbor forest chapel library workshop tunnel meadow bakery theater "
+    "castle hallway orchard museum station tent cave boathouse"
+)
+COLORS = _words("red blue green yellow white black brown gray pink purple orange silver golden violet crimson teal")
+FOODS = _words(
+    "plums pears beans cherries noodles walnuts olives pancakes carrots grapes dates figs muffins lentils tomatoes peaches "
+    "pickles radishes waffles almonds dumplings mushrooms berries crackers"
+)
+JOBS = _words(
+    "baker teacher doctor farmer painter sailor tailor miner singer pilot judge plumber weaver banker gardener dancer "
+    "barber cook shepherd carpenter nurse hunter clown smith"
+)
+TOWNS = _words(
+    "Arlen Borvik Calder Dunmore Elster Farwick Galdo Hestia Ilmar Jessen Korva Lunden Marlow Norvik Ostra Perin "
+    "Quill Rovan Selby Tarn Ulmen Varga Wexel Yarrow"
+)
+ANIMALS = _words("goat cat dog horse parrot rabbit turtle hen fox donkey pig swan lizard hamster camel monkey")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of fact: what it is about, what it may say, and how it is stated, asked and answered.
+
+    Attributes:
+        name: of the kind.
+        subjects: what it may be about, one word each.
+        values: what it may say, one word each.
+        statements: ways of stating it; ``{s}`` is the subject, ``{v}`` the value, which comes last.
+        question: asks for the value.
+        answer: states the fact again, so that subject and value stand in one sentence.
+    """
+
+    name: str
+    subjects: tuple[str, ...]
+    values: tuple[str, ...]
+    statements: tuple[str, ...]
+    question: str
+    answer: str
+
+
+KINDS: tuple[Kind, ...] = tuple(
+    Kind(name, subjects, values, statements, question, answer)
+    for name, subjects, values, statements, question, answer in (
+        (
+            "place",
+            THINGS,
+            PLACES,
+            (
+                "The {s} is in the {v}.",
+                "The {s} stands in the {v}.",
+                "Look for the {s} in the {v}.",
+                "Someone left the {s} in the {v}.",
+            ),
+            "Where is the {s}?",
+            "The {s} is in the {v}.",
+        ),
+        (
+            "color",
+            THINGS,
+            COLORS,
+            ("The {s} is painted {v}.", "The color of the {s} is {v}.", "Everyone knows that the {s} is {v}."),
+            "What color is the {s}?",
+            "The color of the {s} is {v}.",
+        ),
+        (
+            "owner",
+            THINGS,
+            NAMES,
+            ("The {s} belongs to {v}.", "The owner of the {s} is {v}.", "They gave the {s} to {v}."),
+            "Who owns the {s}?",
+            "The {s} belongs to {v}.",
+        ),
+        (
+            "food",
+            NAMES,
+            FOODS,
+            ("{s} likes {v}.", "{s} is fond of {v}.", "Most of all {s} likes {v}."),
+            "What does {s} like?",
+            "{s} likes {v}.",
+        ),
+        (
+            "job",
+            NAMES,
+            JOBS,
+            ("{s} works as a {v}.", "{s} became a {v}.", "People say that {s} is a {v}."),
+            "What is the job of {s}?",
+            "{s} works as a {v}.",
+        ),
+        (
+            "town",
+            NAMES,
+            TOWNS,
+            ("{s} lives in {v}.", "The home of {s} is {v}.", "Last year {s} moved to {v}."),
+            "Where does {s} live?",
+            "{s} lives in {v}.",
+        ),
+        (
+            "pet",
+            NAMES,
+            ANIMALS,
+            ("{s} keeps a {v}.", "{s} has a {v}.", "At night {s} feeds a {v}."),
+            "Which animal does {s} keep?",
+            "{s} keeps a {v}.",
+        ),
+    )
+)

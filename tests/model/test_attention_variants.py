@@ -1,0 +1,275 @@
+"""Attention variants inside models: against the loops, in training, decoding, conversion and weight processing; refusals."""
+
+import pytest
+import torch
+from small_models import linear_model, relative_error, small_model, tokens
+
+from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVLensError, KVShiftConfig, convert_prompt
+from kvlens.model import AttentionVariantConfig, Augmented, Negative, Regularised, Ridge
+from kvlens.ops.attention_variants import naive_negative, naive_regularised, naive_ridge
+
+PARALLEL = Augmented(keys=True, values=True, depth=2, parallel=0.5)
+VARIANTS = {
+    "self-attention form": AttentionVariantConfig(regularised=Regularised(0.3)),
+    "normalised, negative alpha": AttentionVariantConfig(regularised=Regularised(-0.7, form="normalised")),
+    "one step": AttentionVariantConfig(regularised=Regularised(0.3, form="one_step")),
+    "augmented keys": AttentionVariantConfig(augmented=Augmented(keys=True)),
+    "augmented in parallel": AttentionVariantConfig(augmented=PARALLEL),
+    "negative per query": AttentionVariantConfig(negative=Negative(k=3, beta=0.4)),
+    "negative per label": AttentionVariantConfig(negative=Negative(k=0.3, beta=0.4, per="label")),
+    "ridge": AttentionVariantConfig(ridge=Ridge(0.5)),
+    "all but ridge": AttentionVariantConfig(
+        regularised=Regularised(0.2), augmented=Augmented(values=True, depth=2), negative=Negative(k=2, beta=0.1)
+    ),
+    "ridge, augmented": AttentionVariantConfig(ridge=Ridge(0.5), augmented=Augmented(keys=True, activation="relu")),
+}
+CONVERTIBLE = [name for name, variant in VARIANTS.items() if variant.negative is None and variant.ridge is None]
+GQA = dict(n_heads=6, d_model=36, n_key_value_heads=2, positional_embedding_type="rotary", kv_shift=KVShiftConfig())
+
+
+def softmax_model(variant, **changes):
+    model = small_model(**{**dict(dtype=torch.float64, attention_variant=variant), **GQA, **changes}).requires_grad_(False)
+    return with_drawn_augmentation(model)
+
+
+def linear_variant(variant, **changes):
+    return with_drawn_augmentation(linear_model(**{**GQA, "attention_variant": variant, **changes}).requires_grad_(False))
+
+
+def with_drawn_augmentation(model):
+    """A parallel branch starts at 0, which would hide mistakes."""
+    generator = torch.Generator().manual_seed(5)
+    for name, parameter in model.named_parameters():
+        if ".augment_" in name:
+            drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.data.copy_(drawn * parameter.shape[1] ** -0.5)
+    return model
+
+
+BUILD = {"softmax": softmax_model, "linear": linear_variant}
+
+
+def expected_z(model, x):
+    """z of layer 0 by the loops, from what the hooks show before it."""
+    kept, at = model.cfg.attention_variant, "blocks.0.attn."
+    _, cache = model.run_with_cache(x)
+
+    def per_head(name):
+        t = cache[at + name]
+        return t.repeat_interleave(model.cfg.n_heads // t.shape[2], dim=2).transpose(1, 2)
+
+    v = per_head("hook_v_augmented" if kept.augmented is not None and kept.augmented.values else "hook_v_shifted")
+    linear = model.cfg.attention == "linear"
+    q, k = per_head("hook_rot_q"), per_head("hook_rot_k")
+    products = q @ k.transpose(-1, -2)
+    z = torch.empty_like(v)
+    for b, h in [(b, h) for b in range(v.shape[0]) for h in range(v.shape[1])]:
+        if kept.ridge is not None:
+            scale = 1.0 if linear else model.blocks[0].attn.attn_scale
+            kernel, at_query = (k @ k.transpose(-1, -2))[b, h] / scale, products[b, h] / scale
+            kernels = (kernel, at_query) if linear else (kernel.exp(), at_query.exp())
+            z[b, h] = naive_ridge(*kernels, v[b, h], kept.ridge.strength)
+            continue
+        pattern, scores = cache[at + "hook_pattern"][b, h], cache[at + "hook_attn_scores"][b, h]
+        rest = pattern @ v[b, h]
+        if kept.negative is not None:
+            rest = naive_negative(pattern, scores, v[b, h], kept.negative.k, kept.negative.beta, kept.negative.per)
+        if kept.regularised is not None:
+            plain = pattern @ v[b, h]
+            whole = naive_regularised(pattern, v[b, h], kept.regularised.alpha, kept.regularised.form)
+            rest = whole if kept.negative is None else rest + whole - plain
+        z[b, h] = rest
+    return z.transpose(1, 2), cache[at + "hook_z"]
+
+
+@pytest.mark.parametrize("kind", BUILD)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_heads_against_the_loops(kind, name):
+    slow, fast = expected_z(BUILD[kind](VARIANTS[name]), tokens(2, 9))
+    torch.testing.assert_close(fast, slow, rtol=1e-9, atol=1e-11)  # ridge: times the condition number of kernel + 0.5 I
+
+
+@pytest.mark.parametrize("kind", BUILD)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_bare_pass_gives_what_a_hooked_one_gives(kind, name):
+    model = BUILD[kind](VARIANTS[name])
+    x = tokens(2, 9)
+    assert relative_error(model(x), model.run_with_cache(x)[0]) < 1e-12
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_fused_gives_what_eager_gives(name):
+    model, x = softmax_model(VARIANTS[name]), tokens(2, 9)
+    eager = model(x)
+    model.set_softmax_form("fused")
+    assert relative_error(model(x), eager) < 1e-12
+
+
+@pytest.mark.parametrize("kind", BUILD)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_gradients_match_finite_differences(kind, name):
+    """Along one random direction in all weights; h^2 and rounding / h are both below 1e-6 here."""
+    model, x = BUILD[kind](VARIANTS[name]), tokens(1, 6)
+    parameters = [p for _, p in sorted(model.named_parameters())]
+    generator = torch.Generator().manual_seed(2)
+    directions = [torch.randn(p.shape, generator=generator, dtype=p.dtype) for p in parameters]
+    start, h = [p.detach().clone() for p in parameters], 1e-5
+
+    def loss_at(t):
+        for p, s, d in zip(parameters, start, directions, strict=True):
+            p.data.copy_(s + t * d)
+        return model(x, return_type="loss")
+
+    numeric = float(loss_at(h) - loss_at(-h)) / (2 * h)
+    for p in parameters:
+        p.requires_grad_(True)
+    gradients = torch.autograd.grad(loss_at(0.0), parameters, allow_unused=True)
+    analytic = sum(float((g * d).sum()) for g, d in zip(gradients, directions, strict=True) if g is not None)
+    assert analytic == pytest.approx(numeric, rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize("kind", BUILD)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_decoding_equals_the_full_forward_pass_or_is_refused(kind, name):
+    from kvlens._tl import TransformerLensKeyValueCache
+
+    variant = VARIANTS[name]
+    model, x = BUILD[kind](variant), tokens(2, 8)
+    whole = model(x)
+    cache = TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", 2)
+    first = model(x[:, :5], past_kv_cache=cache)
+    assert relative_error(first, whole[:, :5]) < 1e-11
+    if variant.negative is not None and (kind == "linear" or variant.negative.per == "label"):
+        with pytest.raises(KVLensError, match="use_past_kv_cache=False"):
+            model(x[:, 5:6], past_kv_cache=cache)
+        text = model.generate(x, max_new_tokens=2, use_past_kv_cache=False, do_sample=False, verbose=False, stop_at_eos=False)
+        assert text.shape == (2, 10)
+        return
+    rest = [model(x[:, 5:6], past_kv_cache=cache), model(x[:, 6:8], past_kv_cache=cache)]
+    assert relative_error(torch.cat(rest, dim=1), whole[:, 5:]) < 1e-10
+
+
+@pytest.mark.parametrize("kind", BUILD)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_padding_changes_nothing(kind, name):
+    model, x = BUILD[kind](VARIANTS[name]), tokens(1, 7)
+    padded = torch.cat([torch.zeros(1, 2, dtype=torch.long), x], dim=1)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1]])
+    with_mask = model(padded, attention_mask=mask)[:, 2:]
+    assert relative_error(with_mask, model(x)) < 1e-11
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_conversion_is_exact_or_refused(name):
+    model, x = linear_variant(VARIANTS[name]), tokens(1, 12)
+    if name not in CONVERTIBLE:
+        with pytest.raises(KVLensError, match="has no KV bias"):
+            convert_prompt(model, x[0, :7])
+        return
+    with model.kv_bias(convert_prompt(model, x[0, :7])):
+        new = model(x[:, 7:])
+    assert relative_error(new, model(x)[:, 7:]) < 1e-12
+
+
+@pytest.mark.parametrize("kind", BUILD)
+def test_variants_that_are_nothing_are_plain_attention(kind):
+    x = tokens(2, 9)
+    plain = BUILD[kind](None)
+    for variant in [
+        dict(regularised=dict(alpha=0.0)),
+        dict(regularised=dict(alpha=0.0, form="one_step")),
+        dict(negative=dict(k=2, beta=0.0)),
+    ]:
+        assert relative_error(BUILD[kind](variant)(x), plain(x)) < 1e-13
+    grafted = HookedKVTransformer.from_hooked_transformer(plain, attention_variant=AttentionVariantConfig(augmented=PARALLEL))
+    assert torch.equal(grafted(x), plain(x))  # its last layer starts at 0
+
+
+def test_every_parameter_of_a_variant_is_drawn_and_trains():
+    model = small_model(attention_variant=VARIANTS["all but ridge"])
+    for name, parameter in model.named_parameters():
+        if ".augment_" in name:
+            assert bool(torch.isfinite(parameter).all()) and float(parameter.detach().abs().max()) > 0, name
+    model(tokens(2, 9), return_type="loss").backward()
+    assert all(float(p.grad.abs().max()) > 0 for name, p in model.named_parameters() if ".augment_" in name)
+
+
+@pytest.mark.parametrize("kind", BUILD)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_weight_processing_keeps_the_output_or_is_refused(kind, name):
+    model, x = BUILD[kind](VARIANTS[name], kv_shift=None), tokens(2, 9)
+    before = model(x).log_softmax(-1)
+    if name in ("normalised, negative alpha", "augmented keys") and kind == "softmax":
+        model.process_weights_(fold_value_biases=True)
+    else:
+        with pytest.raises(KVLensError, match="fold_value_biases would change"):
+            model.process_weights_(fold_value_biases=True)
+        model.process_weights_()
+    assert relative_error(model(x).log_softmax(-1), before) < 1e-5  # TransformerLens processes weights in float32
+    with pytest.raises(KVLensError, match="refactor_factored"):
+        model.process_weights_(refactor_factored_attn_matrices=True)
+
+
+def test_hooks_patch_and_fire_only_where_a_variant_is_on():
+    x = tokens(1, 9)
+    names = [f"hook_{n}" for n in ("k_augmented", "v_augmented", "z_own", "z_negative")]
+    plain = small_model(dtype=torch.float64)
+    assert not [key for key in plain.run_with_cache(x)[1] if key.endswith(tuple(names))]
+    model = softmax_model(VARIANTS["all but ridge"])
+    cache = model.run_with_cache(x)[1]
+    assert [n for n in names if f"blocks.1.attn.{n}" in cache] == names[1:]
+    for leaf in names[1:]:
+        patched = model.run_with_hooks(x, fwd_hooks=[(f"blocks.0.attn.{leaf}", lambda t, hook: t * 0)])
+        assert relative_error(patched, model(x)) > 1e-4
+    sliced = model.run_with_cache(x, pos_slice=slice(2, 5), names_filter=["blocks.0.attn.hook_z_negative"])[1]
+    assert sliced["blocks.0.attn.hook_z_negative"].shape == (1, 3, 6, 6)
+
+
+def test_saving_and_fingerprints(tmp_path):
+    model = linear_variant(VARIANTS["augmented in parallel"])
+    model.save(tmp_path / "m")
+    again = HookedKVTransformer.load(tmp_path / "m")
+    x = tokens(1, 9)
+    assert torch.equal(again(x), model(x))
+    assert again.cfg.attention_variant == model.cfg.attention_variant
+    plain = linear_variant(None)
+    assert "attention_variant" not in plain.fingerprint().rest
+    weaker = linear_variant(AttentionVariantConfig(regularised=Regularised(0.1)))
+    with pytest.raises(KVLensError):
+        weaker.attach_kv_bias(convert_prompt(plain, x))
+
+
+def test_the_fingerprint_of_a_shipped_model_is_what_it_was():
+    """Biases that users hold were made before this field existed."""
+    rest = HookedKVTransformer.from_zoo("docs-linear").fingerprint().rest
+    assert "variant" not in rest
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (dict(attention_variant={}), "none is set"),
+        (dict(attention_variant={"regularized": {"alpha": 1.0}}), "did you mean 'regularised'"),
+        (dict(attention_variant={"negative": {"k": 2}}), "beta"),
+        (dict(attention_variant={"negative": {"k": 0, "beta": 0.1}}), "count of at least 1 or a share"),
+        (dict(attention_variant={"negative": {"k": 2, "beta": 0.1, "per": "queries"}}), "did you mean 'query'"),
+        (dict(attention_variant={"augmented": {}}), "set keys or values"),
+        (dict(attention_variant={"augmented": {"keys": True, "parallel": 1.0}}), "depth of at least 2"),
+        (dict(attention_variant={"regularised": {"alpha": 1.0, "form": "normalised"}}), "must not be 1"),
+        (dict(attention_variant={"ridge": {"strength": 0.0}}), "must be positive"),
+        (dict(attention_variant={"ridge": {"strength": 1.0}, "negative": {"k": 1, "beta": 1.0}}), "augmented alone"),
+        (dict(attention_variant={"ridge": {"strength": 1.0}}, positional_embedding_type="alibi"), "does not go with decay"),
+        (
+            dict(attention_variant={"negative": {"k": 1, "beta": 0.1}}, attention="linear", linear_attention_form="chunked"),
+            "never forms",
+        ),
+        (
+            dict(attention_variant={"ridge": {"strength": 1.0}}, attention="linear", trainable_kv_bias=True),
+            "do not hold",
+        ),
+    ],
+)
+def test_what_has_no_meaning_is_refused(arguments, words):
+    sizes = dict(n_layers=1, d_model=8, d_head=4, n_ctx=9, d_vocab=5, act_fn="gelu")
+    with pytest.raises(KVLensError, match=words):
+        HookedKVTransformerConfig(**sizes, **arguments)

@@ -1,0 +1,178 @@
+"""Stories and questions: text and tokens agree, answers stand where the ground truth says, held-out pairs are held out."""
+
+from collections import Counter
+
+import pytest
+import torch
+from task_checks import seeded
+
+from kvlens import HookedKVTransformer
+from kvlens.errors import KVLensError
+from kvlens.tasks import make_task
+from kvlens.tasks.facts import FactsTask, Story, answer_shares, judged_questions, word_tokenizer
+from kvlens.tasks.facts.story import is_heldout_pair
+from kvlens.tasks.facts.words import KINDS
+from kvlens.training import build_model
+
+TASK = FactsTask(min_facts=2, max_facts=7, length=120)
+
+
+@pytest.fixture(scope="module")
+def stories() -> list[Story]:
+    return TASK.stories(120, seeded(0))
+
+
+def pairs(stories):
+    return {(s.fact.kind.name, s.fact.subject, s.fact.value) for story in stories for s in story.sentences}
+
+
+def test_text_and_tokens_are_the_same_story(stories):
+    tokenizer = word_tokenizer()
+    for story in stories:
+        whole = f"{story.prompt} {story.text}"
+        assert tokenizer.encode(whole) == story.tokens and len(story.tokens) == story.n_tokens
+        assert tokenizer.decode(story.tokens, skip_special_tokens=True) == whole
+        assert tokenizer.encode(story.prompt) == story.tokens[: story.n_prompt_tokens]
+        assert tokenizer.encode(story.text, add_special_tokens=False) == story.tokens[story.n_prompt_tokens :]
+
+
+def test_the_ground_truth_points_at_subject_value_and_answer(stories):
+    tokenizer = word_tokenizer()
+    for story in stories:
+        word = tokenizer.convert_ids_to_tokens(story.tokens)
+        for sentence in story.sentences:
+            assert word[sentence.subject_position] == "\u2581" + sentence.fact.subject
+            assert word[sentence.value_position] == "\u2581" + sentence.fact.value
+            assert word[sentence.value_position + 1] == "."
+        for question in story.questions:
+            told = story.sentences[question.sentence]
+            assert told.fact == question.fact
+            assert story.tokens[question.value_position] == story.tokens[told.value_position]
+            assert word[question.answer_start - 1] == "?" and word[question.end - 1] == "."
+
+
+def test_the_story_alone_decides_the_answer(stories):
+    for story in stories:
+        asked = Counter((sentence.fact.kind.name, sentence.fact.subject) for sentence in story.sentences)
+        assert set(asked.values()) == {1}  # one value for each subject and kind
+        for kind in KINDS:
+            values = [sentence.fact.value for sentence in story.sentences if sentence.fact.kind == kind]
+            assert len(set(values)) == len(values)
+
+
+def test_each_fact_is_asked_once_before_any_is_asked_again(stories):
+    for story in stories:
+        first = [question.sentence for question in story.questions if not question.repeated]
+        assert len(set(first)) == len(first)
+        if len(story.questions) > len(story.sentences):
+            assert len(first) == len(story.sentences)
+            assert all(question.repeated for question in story.questions[len(first) :])
+        assert TASK.length - 14 < story.n_tokens <= TASK.length  # no question with its answer fits into what is left
+
+
+def test_held_out_stories_join_only_what_no_training_story_joins(stories):
+    heldout = TASK.stories(120, seeded(0), "heldout")
+    assert all(is_heldout_pair(s.fact.kind, s.fact.subject, s.fact.value) for story in heldout for s in story.sentences)
+    assert not pairs(stories) & pairs(heldout)
+    for kind in KINDS:  # every word is seen in training, joined to most of the other side
+        for subject in kind.subjects:
+            free = sum(not is_heldout_pair(kind, subject, value) for value in kind.values)
+            assert free == len(kind.values) * 7 / 8
+
+
+def test_held_out_batches_score_the_answer_words_and_training_batches_the_answers():
+    drawn, (inputs, targets, scored) = TASK.stories(9, seeded(3), "heldout"), TASK.sample(9, seeded(3), "heldout")
+    judged = judged_questions(drawn)
+    assert int(scored.sum()) == len(judged.token)
+    assert bool(scored[judged.story, judged.position - 1].all())
+    assert torch.equal(targets[judged.story, judged.position - 1], judged.token)
+    assert torch.equal(inputs[judged.story, judged.position], judged.token)
+    drawn, batch = TASK.stories(9, seeded(3)), FactsTask(2, 7, 120, whole_share=0.0).sample(9, seeded(3))
+    for row, story in enumerate(drawn):
+        wanted = [position - 1 for q in story.questions for position in range(q.answer_start, q.end)]
+        assert batch.scored[row].nonzero()[:, 0].tolist() == wanted
+
+
+def test_of_a_whole_story_every_token_is_predicted_but_padding():
+    drawn, batch = TASK.stories(9, seeded(4)), FactsTask(2, 7, 120, whole_share=1.0).sample(9, seeded(4))
+    for row, story in enumerate(drawn):
+        assert batch.scored[row].nonzero()[:, 0].tolist() == list(range(story.n_tokens - 1))
+        assert set(batch.inputs[row, story.n_tokens :].tolist()) <= {word_tokenizer().pad_token_id}
+
+
+def test_two_hand_made_guessers_reach_the_stated_chance():
+    task = make_task("facts", min_facts=6, max_facts=6, length=160)
+    drawn = task.stories(1500, seeded(5), "heldout")
+    shares = answer_shares(build_model(task, dict(n_layers=1, d_model=16, d_head=8)), drawn[:8])
+    assert shares.n_facts == 6 and shares.n_answers == len(judged_questions(drawn[:8]).token)
+    generator, hits, n = seeded(6), [0, 0], 0
+    expected = answer_shares_of_chance(drawn)
+    for story in drawn:
+        for question in story.questions[:6]:
+            values = question.fact.kind.values
+            named = [s.fact.value for s in story.sentences if s.fact.kind == question.fact.kind]
+            for i, choices in enumerate((values, named)):
+                hits[i] += choices[int(torch.randint(len(choices), (), generator=generator))] == question.fact.value
+            n += 1
+    for hit, chance in zip(hits, expected, strict=True):
+        assert abs(hit / n - chance) < 5 * (chance * (1 - chance) / n) ** 0.5
+
+
+def answer_shares_of_chance(drawn):
+    blind = answer_shares(Blank(), drawn, batch_size=len(drawn))
+    return blind.guess, blind.guess_in_story
+
+
+class Blank:
+    """A stand-in for a model: always the same answer."""
+
+    class cfg:
+        attention = "softmax"
+
+    def __call__(self, tokens):
+        return torch.nn.functional.one_hot(torch.full_like(tokens, 7), 8)
+
+
+def test_shares_are_one_for_a_model_that_knows_and_chance_for_one_that_cannot(stories):
+    class Knows(Blank):
+        def __call__(self, tokens):
+            return torch.nn.functional.one_hot(tokens.roll(-1, dims=1), TASK.d_input)
+
+    same = [story for story in stories if len(story.sentences) == 4]
+    assert len(same) > 5
+    shares = answer_shares(Knows(), same, batch_size=3)
+    assert shares.with_story == shares.without_story == 1.0 and shares.converted is None
+    assert answer_shares(Blank(), same).with_story == 0.0
+    assert 1 / 32 < shares.guess < 1 / 16 and 1 / 4 <= shares.guess_in_story <= 1 / 2
+
+
+def test_a_converted_story_gives_the_same_answers():
+    task = FactsTask(min_facts=3, max_facts=3, length=90)
+    model = build_model(task, dict(n_layers=2, d_model=16, d_head=8, attention="linear", kv_shift=dict(window=2)))
+    shares = answer_shares(model, task.stories(20, seeded(7), "heldout"), batch_size=6)
+    assert shares.converted == shares.with_story
+
+
+def test_the_model_of_the_task_reads_and_writes_text():
+    model = build_model(TASK, dict(n_layers=1, d_model=16, d_head=8))
+    assert isinstance(model, HookedKVTransformer)
+    assert model.to_str_tokens("Where is the kite?") == ["<|bos|>", "Where", "is", "the", "kite", "?"]
+    text = model.generate("Where is the kite?", max_new_tokens=3, do_sample=False, verbose=False)
+    assert text.startswith("Where is the kite?")
+    assert model.to_tokens("Where is the dragon?")[0, 4] == model.tokenizer.unk_token_id
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(min_facts=5, max_facts=4), "min_facts <= max_facts <= 18, got min_facts=5, max_facts=4"),
+        (dict(max_facts=19, length=900), "min_facts <= max_facts <= 18"),
+        (dict(max_facts=12, length=110), "a story of 12 facts and one question need a length of 111, got 110"),
+        (dict(min_facts=0), "min_facts must be an integer of at least 1, got 0"),
+        (dict(whole_share=1.5), "whole_share must be a number from 0.0 to 1.0, got 1.5"),
+    ],
+)
+def test_a_bad_setting_is_refused(settings, message):
+    with pytest.raises(KVLensError, match="task 'facts'") as error:
+        make_task("facts", **settings)
+    assert message in str(error.value)
