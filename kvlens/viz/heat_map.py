@@ -47,7 +47,7 @@ def head_heatmap(
     clickable = f'<div class="detail"></div>{_data(details)}' if details is not None else ""
     body = (
         f'<figure class="piece" data-kvlens="heat-map"><figcaption>{html_text(name)}{_choice(columns)}</figcaption>'
-        f'<div class="scroll">{maps}</div>{clickable}</figure>'
+        f'<div class="scroll" tabindex="0" role="region" aria-label="map of heads">{maps}</div>{clickable}</figure>'
     )
     return Piece(name, body, figure=functools.partial(_figure, table, value, name))
 

@@ -33,7 +33,8 @@ def error_table(frame: pd.DataFrame, *, title: str = "table", max_rows: int = MA
     )
     more = f'<p class="note">The first {max_rows} of {len(frame):,} rows.</p>' if len(frame) > max_rows else ""
     body = (
-        f'<figure class="piece"><figcaption>{html_text(title)}</figcaption><div class="scroll"><table class="plain">'
+        f'<figure class="piece"><figcaption>{html_text(title)}</figcaption><div class="scroll" tabindex="0" role="region" '
+        f'aria-label="{html_text(title)}"><table class="plain">'
         f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>{more}</figure>"
     )
     return Piece(title, body)

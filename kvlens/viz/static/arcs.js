@@ -44,7 +44,7 @@
       const button = element("button", "head wide", `L${layer} H${head}`);
       button.type = "button";
       paint(button, score, top);
-      button.title = `layer ${layer} head ${head}: induction score ${number(score)}`;
+      button.title = `L${layer} H${head}: induction score ${number(score)}`;
       button.setAttribute("aria-label", button.title);
       strip.append(button);
       return button;

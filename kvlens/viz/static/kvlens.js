@@ -219,6 +219,12 @@
       target.replaceChildren();
       CircuitsVis.render(target.id, CircuitsVis.AttentionHeads, props);
     };
+    new MutationObserver(() => { // its canvases have a role and no name
+      for (const canvas of target.querySelectorAll("canvas:not([aria-label])")) canvas.setAttribute("aria-label", "attention pattern of a head");
+    }).observe(target, { childList: true, subtree: true });
+    figure.tabIndex = 0; // it scrolls sideways on a small screen
+    figure.setAttribute("role", "region");
+    figure.setAttribute("aria-label", "attention patterns");
     render();
     window.addEventListener("resize", () => { clearTimeout(waiting); waiting = setTimeout(render, 200); });
   };

@@ -1,0 +1,65 @@
+"""axe-core, run over the pages in Chromium: nothing serious in the report, nor in any picture alone.
+
+axe-core is an npm package; the environment variable KVLENS_AXE tells where its axe.min.js is, else it is looked for where
+`.ci/run` puts it.
+"""
+
+import html
+import json
+import os
+import re
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from headless_chromium import CHROMIUM, WITHOUT, visit, with_script
+from tiny_text_model import PROMPT, TEXT, tiny_text_model
+
+from kvlens.report import build_report, write_report
+from kvlens.viz import Page, coloured_tokens, contribution_bars, head_heatmap
+
+AXE = Path(os.environ.get("KVLENS_AXE", Path(__file__).parents[2] / ".axe/node_modules/axe-core/axe.min.js"))
+RUN = """;axe.run(document, {resultTypes: ["violations"]}).then((result) => {
+  const found = document.createElement("pre");
+  found.id = "axe-result";
+  const where = (v) => v.nodes.map((n) => n.target.join(" ")).slice(0, 3);
+  found.textContent = JSON.stringify(result.violations.map((v) => [v.id, v.impact, where(v)]));
+  document.body.append(found);
+});"""
+
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason=WITHOUT),
+    pytest.mark.skipif(not AXE.is_file(), reason="needs axe-core: npm install --prefix .axe axe-core, or set KVLENS_AXE"),
+]
+
+
+def serious(page: Path, folder: Path) -> list:
+    """What axe-core calls serious or critical in ``page`` as it stands after its scripts ran."""
+    checked = folder / "checked.html"
+    script = AXE.read_text(encoding="utf-8") + RUN
+    checked.write_text(with_script(page.read_text(encoding="utf-8"), script), encoding="utf-8")
+    found = re.search(r'<pre id="axe-result">(.*?)</pre>', visit(checked, folder).dom, flags=re.DOTALL)
+    assert found, "axe-core gave no result"
+    return [entry for entry in json.loads(html.unescape(found[1])) if entry[1] in ("serious", "critical")]
+
+
+def test_the_checker_sees_what_is_wrong(tmp_path):
+    """A button without a name and grey on grey are serious: the checker must say so."""
+    page = Page("bad").section("x", "y").add(coloured_tokens(["a"], [1.0]))
+    bad = page.to_html().replace("</main>", '<button></button><p style="color:#aaa;background:#bbb">grey</p></main>')
+    (tmp_path / "bad.html").write_text(bad, encoding="utf-8")
+    assert {entry[0] for entry in serious(tmp_path / "bad.html", tmp_path)} >= {"button-name", "color-contrast"}
+
+
+def test_the_report_has_nothing_serious(tmp_path):
+    write_report(build_report(tiny_text_model(), PROMPT, TEXT, model_name="tiny", new_tokens=3), tmp_path / "report")
+    assert serious(tmp_path / "report" / "report.html", tmp_path) == []
+
+
+def test_pictures_at_full_strength_have_nothing_serious(tmp_path):
+    table = pd.DataFrame({"layer": [0, 0, 1, 1], "head": [0, 1, 0, 1], "x": [1.0, -1.0, 0.5, -0.5]})
+    strengths = torch.linspace(-1.2, 1.2, 25).tolist()
+    page = Page("pictures").add(head_heatmap(table, "x")).add(contribution_bars(table, "x", part="head"))
+    page.add(coloured_tokens([f"t{i} " for i in range(25)], strengths, top=1.0)).save_html(tmp_path / "p.html")
+    assert serious(tmp_path / "p.html", tmp_path) == []
