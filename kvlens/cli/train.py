@@ -18,8 +18,8 @@ def add_command(commands: Any) -> None:
         "train",
         help="train a small model on a task, or a shipped model again",
         description="Train NAME: a recipe of a shipped model (see `kvlens zoo`), or a task: induction, bigrams, ngrams, hops, "
-        "arithmetic, regression, facts, text. The folder gets checkpoint, metrics and the model with its card. The same command "
-        "takes an interrupted run up where it was. Several processes: torchrun --nproc-per-node N -m kvlens train ...",
+        "arithmetic, regression, facts, text. The folder gets checkpoint, metrics and the model with its card. The same "
+        "command takes an interrupted run up where it was. Several processes: torchrun --nproc-per-node N -m kvlens train ...",
         epilog="example: kvlens train induction --out run --task vocab_size=256 length=64 --model n_layers=1 kv_shift=true "
         "--set steps=500 learning_rate=0.002",
         allow_abbrev=False,
