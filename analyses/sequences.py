@@ -1,26 +1,46 @@
-"""What the analyses of one prompt and one text share: checking tokens, naming them, and the logits on the text.
+"""What the analyses of one prompt and one text share: reading and naming tokens, and the prompt's bias.
 
-Comparisons are made on concatenated tokens, never on concatenated text: the tokens of "ab" are not those of "a" and "b".
+A prompt or a text is a string, or token ids [pos] or [1, pos]. A string becomes the tokens that the model would read: a prompt
+begins with BOS where the model is used to one and holds no bias, a text stands behind a prompt and gets none. Comparisons are
+made on concatenated tokens, never on concatenated text: the tokens of "ab" are not those of "a" and "b".
 """
 
 from typing import Any
 
-import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from kvlens import HookedKVTransformer, KVBias, KVLensError, convert_prompt
 
-PromptTokens = Int[Tensor, " prompt_pos"]
-TextTokens = Int[Tensor, " text_pos"]
-BaselineTokens = Int[Tensor, " baseline_pos"]
+PromptTokens = str | Int[Tensor, "*one prompt_pos"]
+TextTokens = str | Int[Tensor, "*one text_pos"]
+BaselineTokens = str | Int[Tensor, "*one baseline_pos"]
 
 
-def one_sequence(model: HookedKVTransformer, what: str, tokens: Tensor, *, may_be_empty: bool = False) -> Tensor:
-    """Return ``tokens`` [pos] on the model's device, or raise KVLensError that names ``what``."""
+def one_sequence(
+    model: HookedKVTransformer, what: str, tokens: Any, *, may_be_empty: bool = False, prepend_bos: bool = False
+) -> Int[Tensor, " pos"]:
+    """``tokens``, a string or ids [pos] or [1, pos], as ids [pos] on the model's device.
+
+    Args:
+        model: whose tokenizer reads strings.
+        what: the argument's name, for messages.
+        tokens: what was given.
+        may_be_empty: whether no token at all will do.
+        prepend_bos: whether a string gets a BOS in front.
+
+    Raises:
+        KVLensError: something else, several sequences, nothing, ids outside the vocabulary, a string without a tokenizer.
+    """
+    if isinstance(tokens, str):
+        if model.tokenizer is None:
+            raise KVLensError(f"{what}: this model has no tokenizer, so it cannot read {tokens[:40]!r}; give token ids")
+        tokens = model.to_tokens(tokens, prepend_bos=prepend_bos, truncate=False)
+    if isinstance(tokens, Tensor) and tokens.dim() == 2 and len(tokens) == 1:
+        tokens = tokens[0]
     if not isinstance(tokens, Tensor) or tokens.dim() != 1:
         came = f"shape {list(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
-        raise KVLensError(f"{what}: expected a tensor of token ids [pos], got {came}; one prompt and one text at a time")
+        raise KVLensError(f"{what}: expected a string or token ids [pos] or [1, pos], got {came}; one at a time")
     if tokens.numel() == 0 and not may_be_empty:
         raise KVLensError(f"{what}: it is empty; give at least one token")
     try:
@@ -31,63 +51,52 @@ def one_sequence(model: HookedKVTransformer, what: str, tokens: Tensor, *, may_b
     return tokens.to(model.W_E.device)
 
 
-def token_texts(model: HookedKVTransformer, tokens: Tensor) -> list[str]:
+def prompt_sequence(model: HookedKVTransformer, what: str, prompt: Any, initial: KVBias | None = None) -> Int[Tensor, " pos"]:
+    """A prompt as ids [pos]; a string gets a BOS as in ``convert_prompt``: by the model's habit, where nothing is continued."""
+    continues = initial is not None or model.attached_kv_bias is not None
+    return one_sequence(model, what, prompt, prepend_bos=bool(model.cfg.default_prepend_bos) and not continues)
+
+
+def token_texts(model: HookedKVTransformer, tokens: Int[Tensor, " pos"]) -> list[str]:
     """Each token as text; its number as text where the model has no tokenizer."""
     if model.tokenizer is None:
         return [str(token) for token in tokens.tolist()]
     return [model.tokenizer.decode([token]) for token in tokens.tolist()]
 
 
-def text_logits(model: HookedKVTransformer, before: Tensor | None, text: Tensor) -> Float[Tensor, "pos d_vocab"]:
-    """Logits at the places of ``text`` when ``before`` stands in front of it; no other place is unembedded."""
-    tokens = (text if before is None else torch.cat([before, text]))[None]
-
-    def keep_text(resid: Tensor, hook: Any) -> Tensor:
-        return resid[:, -len(text) :]
-
-    last = f"blocks.{model.cfg.n_layers - 1}.hook_resid_post"
-    mask = torch.ones_like(tokens)  # a pad token that was typed is a token, not padding
-    return model.run_with_hooks(tokens, attention_mask=mask, fwd_hooks=[(last, keep_text)])[0]
-
-
-def converted_logits(model: HookedKVTransformer, bias: KVBias, text: Tensor) -> Float[Tensor, "pos d_vocab"]:
-    """Logits on ``text`` alone with ``bias`` attached."""
-    with model.kv_bias(bias):
-        return text_logits(model, None, text)
-
-
-def bias_of(model: HookedKVTransformer, prompt: Tensor, bias: KVBias | None) -> KVBias:
+def bias_of(model: HookedKVTransformer, prompt: Int[Tensor, " pos"], bias: KVBias | None) -> KVBias:
     """``bias`` if the caller has converted the prompt already, else its conversion."""
-    bias = convert_prompt(model, prompt) if bias is None else bias
+    return one_bias("bias", convert_prompt(model, prompt) if bias is None else bias)
+
+
+def one_bias(what: str, bias: KVBias) -> KVBias:
+    """``bias``, or KVLensError that names ``what`` for a batch of biases."""
     if bias.batch_size is not None:
         raise KVLensError(
-            f"bias: expected that of one prompt, got a batch of {bias.batch_size}; bias.select_prompt(i) picks one"
+            f"{what}: expected the bias of one prompt, got a batch of {bias.batch_size}; bias.select_prompt(i) picks one"
         )
     return bias
 
 
+def converted(model: HookedKVTransformer, what: str, prompt: Any) -> KVBias:
+    """The bias of a prompt that is given as such, or as a string or tokens."""
+    if isinstance(prompt, KVBias):
+        return one_bias(what, prompt)
+    return convert_prompt(model, prompt_sequence(model, what, prompt))
+
+
 def prompt_text_bias(
-    model: HookedKVTransformer, prompt_tokens: Tensor, text_tokens: Tensor, bias: KVBias | None
+    model: HookedKVTransformer, prompt_tokens: PromptTokens, text_tokens: TextTokens, bias: KVBias | None
 ) -> tuple[Tensor, Tensor, KVBias]:
-    """What every analysis of one prompt and one text begins with: both checked, and the prompt's bias."""
-    prompt = one_sequence(model, "prompt_tokens", prompt_tokens)
+    """What every analysis of one prompt and one text begins with: both read, and the prompt's bias."""
+    prompt = prompt_sequence(model, "prompt_tokens", prompt_tokens)
     text = one_sequence(model, "text_tokens", text_tokens)
     return prompt, text, bias_of(model, prompt, bias)
 
 
-def log_probabilities(logits: Tensor) -> Float[Tensor, "*batch pos d_vocab"]:
-    """In float64, so that a divergence of 1e-12 is not rounding."""
-    return logits.double().log_softmax(dim=-1)
-
-
-def kl_divergence(log_p: Tensor, log_q: Tensor) -> Float[Tensor, "*batch pos"]:
-    """KL(p || q) in nats; never negative, where rounding of equal distributions would be."""
-    return (log_p.exp() * (log_p - log_q)).sum(dim=-1).clamp(min=0)
-
-
-def next_token_losses(log_p: Tensor, text: Tensor) -> Float[Tensor, "*batch pos"]:
-    """-log p of the token that follows, in nats; NaN at the last place, where none follows."""
-    losses = log_p.new_full(log_p.shape[:-1], float("nan"))
-    targets = text[1:, None].expand(*log_p.shape[:-2], -1, -1)
-    losses[..., :-1] = -log_p[..., :-1, :].gather(-1, targets).squeeze(-1)
-    return losses
+def bias_and_text(model: HookedKVTransformer, analysis: str, prompt: Any, text_tokens: Any) -> tuple[KVBias, Tensor]:
+    """What every analysis of one bias and one text begins with: the prompt, converted or still to be, and the text."""
+    if isinstance(text_tokens, KVBias):
+        raise KVLensError(f"{analysis}: the bias comes before the text: {analysis}(model, bias, text, ...)")
+    text = one_sequence(model, "text_tokens", text_tokens)
+    return converted(model, analysis, prompt), text

@@ -20,9 +20,9 @@
 # %%
 import torch
 
-from analyses import bias_by_head
+from analyses import bias_by_head, head_details
 from kvlens import HookedKVTransformer, convert_prompt
-from kvlens.viz import attention_view, coloured_tokens, head_details, head_heatmap
+from kvlens.viz import attention_view, coloured_tokens, head_heatmap
 
 torch.set_grad_enabled(False)
 model = HookedKVTransformer.from_zoo("docs-linear")

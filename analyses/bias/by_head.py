@@ -46,8 +46,8 @@ def bias_by_head(
 
     Args:
         model: with linear attention.
-        prompt_tokens: [pos], BOS included where the model wants one.
-        text_tokens: [pos], without BOS.
+        prompt_tokens: a string, or tokens [pos] with BOS where the model wants one.
+        text_tokens: a string, or tokens [pos] without BOS.
         bias: the converted prompt, if it is at hand; None converts it here.
         batch_size, on_progress: as in :func:`analyses.bias.removal.bias_ablation`.
 
@@ -109,7 +109,7 @@ def _describe(
     of_bias, of_context = (z.square().sum(dim=-1).unflatten(2, (-1, heads_a_group)).sum(dim=-1).sqrt() for z in outputs[:2])
     pairs = list(product(range(bias.n_layers), range(bias.n_heads)))
     groups = [pairs[first : first + heads_a_group] for first in range(0, len(pairs), heads_a_group)]
-    effect = bias_ablation(model, text, bias, groups, batch_size=batch_size, on_progress=on_progress)
+    effect = bias_ablation(model, bias, text, groups, batch_size=batch_size, on_progress=on_progress)
     return {
         "b_kv_norm": _group_norms(bias.b_KV.flatten(2), heads_a_group),
         "b_d_norm": _group_norms(bias.b_D, heads_a_group),

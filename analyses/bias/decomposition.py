@@ -52,8 +52,8 @@ def bias_decomposition(
 
     Args:
         model: with linear attention.
-        prompt_tokens: [pos], BOS included where the model wants one.
-        text_tokens: [pos], without BOS.
+        prompt_tokens: a string, or tokens [pos] with BOS where the model wants one.
+        text_tokens: a string, or tokens [pos] without BOS.
         bias: the converted prompt, if it is at hand, or any other bias; None converts the prompt.
         answer: the token (id, or the text of one) whose logit is attributed at the text's last place; None takes the mean,
             over all places but the last, of the logit of the token that follows.

@@ -21,17 +21,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from analyses.bias.interventions import Interventions, donors_of, logits_under
-from analyses.bias.spectrum import check_one_prompt
 from analyses.declaration import Analysis, Columns, Field, Option
 from analyses.inputs import ANSWER, PROMPT, TEXT, WRONG, needs_linear_attention, read_tokens
-from analyses.sequences import (
-    TextTokens,
-    converted_logits,
-    kl_divergence,
-    log_probabilities,
-    next_token_losses,
-    one_sequence,
-)
+from analyses.predictions import converted_logits, kl_divergence, log_probabilities, next_token_losses
+from analyses.sequences import PromptTokens, TextTokens, bias_and_text
 from analyses.stream.logit_attribution import LogitTarget, Token, logit_target
 from kvlens import HookedKVTransformer, KVBias, KVLensError, convert_prompt
 
@@ -68,8 +61,8 @@ COLUMNS = Columns(
 @torch.no_grad()
 def bias_effects(
     model: HookedKVTransformer,
+    prompt: KVBias | PromptTokens,
     text_tokens: TextTokens,
-    bias: KVBias,
     *,
     by: str = "head",
     methods: Sequence[str] = ("zero",),
@@ -84,9 +77,9 @@ def bias_effects(
     """Ablate every head (layer, the whole) of a bias, and measure what changes on a text.
 
     Args:
-        model: that ``bias`` was converted with.
-        text_tokens: [pos], without BOS.
-        bias: of one prompt.
+        model: with linear attention.
+        prompt: converted, or a string or tokens [pos], which are converted here.
+        text_tokens: a string, or tokens [pos] without BOS.
         by: what is ablated at once: ``head``, ``layer`` or ``model``.
         methods: of :data:`METHODS`.
         parts: of :data:`PARTS`; None takes all that the bias has. With grouped queries, the boundary of a head is that of
@@ -106,8 +99,7 @@ def bias_effects(
         KVLensError: an unknown name, references that are missing or at other positions, a boundary that the model has
             not, a bias of another model, tokens that do not fit.
     """
-    text = one_sequence(model, "text_tokens", text_tokens)
-    check_one_prompt(bias, "bias_effects")
+    bias, text = bias_and_text(model, "bias_effects", prompt, text_tokens)
     target = logit_target(model, text, answer, wrong)
     parts = _parts_of(bias) if parts is None else parts
     ablations = _ablations(bias, by, methods, parts, references)
@@ -207,32 +199,6 @@ def _kept(bias: KVBias, ablations: Sequence[Ablation], parts: Sequence[str]) -> 
     return (~removed).to(bias.b_KV)
 
 
-def _ablated_prompt(
-    model: HookedKVTransformer,
-    prompt_tokens: Tensor,
-    text_tokens: Tensor,
-    references: KVBias | None,
-    answer: Token | None,
-    wrong: Token | None,
-    *,
-    by: str = "head",
-    methods: Sequence[str] = METHODS[:1],
-    parts: Sequence[str] | None = None,
-) -> pd.DataFrame:
-    """:func:`bias_effects` of a prompt that is still to be converted."""
-    return bias_effects(
-        model,
-        text_tokens,
-        convert_prompt(model, prompt_tokens),
-        by=by,
-        methods=methods,
-        parts=parts,
-        references=references,
-        answer=answer,
-        wrong=wrong,
-    )
-
-
 def _read_references(model: HookedKVTransformer, prompts: Any) -> KVBias:
     if not isinstance(prompts, list) or not prompts:
         raise KVLensError(f"references: expected a list of other prompts, got {prompts!r}")
@@ -255,10 +221,10 @@ def _n_ablations(model: HookedKVTransformer, *, by: str, methods: Sequence[str],
 BIAS_EFFECTS = Analysis(
     name="bias_effects",
     summary="what is lost when the bias or boundary of a head, layer or prompt is ablated",
-    function=_ablated_prompt,
+    function=bias_effects,
     columns=COLUMNS,
     inputs={
-        "prompt_tokens": PROMPT,
+        "prompt": PROMPT,
         "text_tokens": TEXT,
         "references": Field("references", _read_references, required=False),
         "answer": ANSWER,

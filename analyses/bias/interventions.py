@@ -14,11 +14,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvlens import HookedKVTransformer, KVBias, KVLensError
+from analyses.passes import MEMORY_A_PASS, check_batch_size
+from kvlens import HookedKVTransformer, KVBias
 
-MEMORY_A_PASS = 2**28
-"""Bytes that one forward pass may roughly take when the batch size is left open."""
-TENSORS = ("b_KV", "b_D", "last_k", "last_v", "last_q")
+OF_BIAS, OF_BOUNDARY = ("b_KV", "b_D"), ("last_k", "last_v", "last_q")
+"""The tensors of a bias, and those of the boundary that it carries."""
 
 
 class Interventions(NamedTuple):
@@ -37,7 +37,7 @@ class Interventions(NamedTuple):
 def donors_of(bias: KVBias, references: KVBias | None = None) -> KVBias:
     """A batch of what may stand in the place of ``bias``: zeros, then the references' mean, then each reference."""
     tensors: dict[str, Any] = {}
-    for name in TENSORS:
+    for name in OF_BIAS + OF_BOUNDARY:
         zeros = torch.zeros_like(getattr(bias, name))[:, None]
         others = zeros[:, :0] if references is None else getattr(references, name).to(zeros)
         mean = zeros[:, :0] if references is None else others.mean(dim=1, keepdim=True)
@@ -61,14 +61,13 @@ def logits_under(
         text: [pos].
         bias: of one prompt.
         rows: the interventions.
-        batch_size: how many share a forward pass; None takes what :data:`MEMORY_A_PASS` allows.
+        batch_size: how many share a forward pass; None takes what :data:`analyses.passes.MEMORY_A_PASS` allows.
         on_progress: called with the fraction done after each forward pass.
 
     Raises:
         KVLensError: a batch size below 1, a bias of another model.
     """
-    if batch_size is not None and batch_size < 1:
-        raise KVLensError(f"batch_size must be at least 1, got {batch_size}")
+    check_batch_size("ablations", batch_size)
     rows_a_pass = batch_size or max(1, MEMORY_A_PASS // _bytes_a_row(model, bias, len(text)))
     n_rows = len(rows.donor)
     for first in range(0, n_rows, rows_a_pass):

@@ -33,18 +33,12 @@ from torch import Tensor
 from analyses.bias.carrying import carried_bias
 from analyses.declaration import Analysis, Columns
 from analyses.inputs import PROMPT, needs_linear_attention, tokens_field
-from analyses.sequences import (
-    TextTokens,
-    converted_logits,
-    kl_divergence,
-    log_probabilities,
-    next_token_losses,
-    one_sequence,
-)
+from analyses.predictions import converted_logits, kl_divergence, log_probabilities, next_token_losses
+from analyses.sequences import TextTokens, one_sequence, prompt_sequence
 from kvlens import HookedKVTransformer, KVBias, KVLensError, combine, convert_prompt
 
-FirstTokens = Int[Tensor, " first_pos"]
-SecondTokens = Int[Tensor, " second_pos"]
+FirstTokens = str | Int[Tensor, "*one first_pos"]
+SecondTokens = str | Int[Tensor, "*one second_pos"]
 SUMS = ("plain", "aligned")
 SIMILARITY_COLUMNS = Columns(
     prompt_a=("int64", "index into ``biases``"),
@@ -144,8 +138,8 @@ def bias_overwriting(
 
     Args:
         model: with linear attention.
-        first_tokens: [pos], BOS included where the model wants one.
-        second_tokens: [pos], the continuation, without BOS.
+        first_tokens: a string, or tokens [pos] with BOS where the model wants one.
+        second_tokens: a string, or tokens [pos] without BOS: the continuation.
         n_directions: at most so many directions a head, the strongest; None takes all above rounding.
 
     Returns:
@@ -196,7 +190,7 @@ def bias_addition(
     Args:
         model: with linear attention, nothing attached.
         first_tokens, second_tokens: as in :func:`bias_overwriting`.
-        text_tokens: [pos], without BOS.
+        text_tokens: a string, or tokens [pos] without BOS.
 
     Returns:
         One row a condition, in this order: ``whole`` (the concatenation, converted), ``plain``, ``aligned`` (see the
@@ -272,11 +266,11 @@ class _Pair(NamedTuple):
         return self.whole.b_KV.double() - self.carried.b_KV.double()
 
 
-def _convert_pair(model: HookedKVTransformer, first_tokens: Tensor, second_tokens: Tensor) -> _Pair:
+def _convert_pair(model: HookedKVTransformer, first_tokens: FirstTokens, second_tokens: SecondTokens) -> _Pair:
     """Four passes: each prompt alone, the second on top of the first and aligned; and one for the carried bias."""
     if model.attached_kv_bias is not None:
         raise KVLensError("circuits: a bias is attached, and every prompt would be converted on top of it; detach it first")
-    one, two = one_sequence(model, "first_tokens", first_tokens), one_sequence(model, "second_tokens", second_tokens)
+    one, two = prompt_sequence(model, "first_tokens", first_tokens), one_sequence(model, "second_tokens", second_tokens)
     first, second = convert_prompt(model, one), convert_prompt(model, two)
     whole = convert_prompt(model, two, initial=first)
     aligned = convert_prompt(model, two, initial=0.0 * first)  # keeps the boundary and the offset

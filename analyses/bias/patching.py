@@ -14,15 +14,13 @@ Shift coefficients are parameters and the same under both prompts. They are patc
 default the identity (1, 0, ...): what if this head did not shift the text? The prompt stays as it was converted, shifted.
 """
 
-import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import pandas as pd
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
-from analyses.bias.interventions import MEMORY_A_PASS
 from analyses.bias.patches import (
     HEAD_AXIS,
     POINTS,
@@ -35,9 +33,11 @@ from analyses.bias.patches import (
 )
 from analyses.declaration import Analysis, Columns, Option
 from analyses.inputs import ANSWER, PROMPT, TEXT, WRONG, needs_linear_attention, tokens_field
-from analyses.sequences import TextTokens, bias_of, one_sequence
+from analyses.passes import MEMORY_A_PASS, check_batch_size
+from analyses.sequences import PromptTokens, TextTokens, converted, one_sequence
 from analyses.stream.logit_attribution import Token, logit_target
 from kvlens import HookedKVTransformer, KVBias, KVLensError
+from kvlens.errors import nearest
 
 Metric = Callable[[Float[Tensor, "row pos d_vocab"]], Float[Tensor, " row"]]
 """From the logits on the text, one row a patch, to one number a row."""
@@ -61,8 +61,8 @@ COLUMNS = Columns(
 @torch.no_grad()
 def activation_patching(
     model: HookedKVTransformer,
-    clean: KVBias | Int[Tensor, " clean_pos"],
-    corrupted: KVBias | Int[Tensor, " corrupted_pos"],
+    clean: KVBias | PromptTokens,
+    corrupted: KVBias | PromptTokens,
     text_tokens: TextTokens,
     *,
     answer: Token | None = None,
@@ -78,8 +78,8 @@ def activation_patching(
 
     Args:
         model: with linear attention.
-        clean, corrupted: the two prompts, as tokens [pos] or converted. Where positions are absolute they must be of equal
-            length.
+        clean, corrupted: the two prompts: strings, tokens [pos], or converted. Where positions are absolute they must be of
+            equal length.
         text_tokens: [pos], without BOS, read under both.
         answer, wrong: the metric is the logit of ``answer``, minus that of ``wrong``, at the text's last place (ids, or the
             texts of single tokens); without ``answer`` it is the mean logit of the text's next tokens.
@@ -104,7 +104,7 @@ def activation_patching(
 
     Source: the scale and the grids are those of ``transformer_lens.patching``.
     """
-    clean, corrupted = _bias(model, "clean", clean), _bias(model, "corrupted", corrupted)
+    clean, corrupted = converted(model, "clean", clean), converted(model, "corrupted", corrupted)
     text = one_sequence(model, "text_tokens", text_tokens)
     _check(clean, corrupted, batch_size)
     metric = _default_metric(model, text, answer, wrong) if metric is None else metric
@@ -136,14 +136,6 @@ def activation_patching(
     )
 
 
-def _bias(model: HookedKVTransformer, what: str, prompt: KVBias | Tensor) -> KVBias:
-    if not isinstance(prompt, KVBias):
-        return bias_of(model, one_sequence(model, what, prompt), None)
-    if prompt.batch_size is not None:
-        raise KVLensError(f"{what}: expected the bias of one prompt, got a batch of {prompt.batch_size}")
-    return prompt
-
-
 def _check(clean: KVBias, corrupted: KVBias, batch_size: int | None) -> None:
     if clean.position_offset != corrupted.position_offset:
         raise KVLensError(
@@ -151,8 +143,7 @@ def _check(clean: KVBias, corrupted: KVBias, batch_size: int | None) -> None:
             f"{corrupted.position_offset} under the corrupted one; this model's positions are absolute: give prompts of "
             "equal length"
         )
-    if batch_size is not None and batch_size < 1:
-        raise KVLensError(f"activation_patching: batch_size must be at least 1, got {batch_size}")
+    check_batch_size("activation_patching", batch_size)
 
 
 def _default_metric(model: HookedKVTransformer, text: Tensor, answer: Token | None, wrong: Token | None) -> Metric:
@@ -166,9 +157,9 @@ def _known(model: HookedKVTransformer, points: Sequence[str] | None) -> Sequence
     points = [points] if isinstance(points, str) else available_points(model) if points is None else points
     for name in points:
         if name not in POINTS:
-            near = difflib.get_close_matches(str(name), POINTS, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(POINTS)}"
-            raise KVLensError(f"activation_patching: no point is called {name!r}; {hint}")
+            raise KVLensError(
+                f"activation_patching: no point is called {name!r}; there are {', '.join(POINTS)}{nearest(name, POINTS)}"
+            )
     return points
 
 

@@ -19,7 +19,7 @@ from analyses.bias.outputs import share_probes
 from analyses.bias.reads import VIEWS, LayerReads, read_layer, run_prompt_and_text
 from analyses.declaration import Analysis, Columns, Option
 from analyses.inputs import ANSWER, PROMPT, TEXT, WRONG, needs_linear_attention
-from analyses.sequences import PromptTokens, TextTokens, one_sequence, token_texts
+from analyses.sequences import PromptTokens, TextTokens, one_sequence, prompt_sequence, token_texts
 from analyses.stream.logit_attribution import (
     LogitTarget,
     Token,
@@ -71,8 +71,8 @@ def bias_positions(
 
     Args:
         model: with linear attention.
-        prompt_tokens: [pos], as converted, BOS included where the model wants one.
-        text_tokens: [pos], without BOS.
+        prompt_tokens: a string, or tokens [pos] as converted, with BOS where the model wants one.
+        text_tokens: a string, or tokens [pos] without BOS.
         initial: the bias that the prompt continues; None continues what the model holds now, as ``convert_prompt`` does.
         by: ``attended`` or ``source``, see :mod:`analyses.bias.reads`; the same thing where values are not shifted.
         at: places of the text to tell apart; None takes all of them together.
@@ -89,7 +89,7 @@ def bias_positions(
     """
     needs_linear_attention("bias_positions")(model)
     check_heads_write_directly(model, "bias_positions")
-    prompt = one_sequence(model, "prompt_tokens", prompt_tokens)
+    prompt = prompt_sequence(model, "prompt_tokens", prompt_tokens, initial)
     text = one_sequence(model, "text_tokens", text_tokens)
     target = logit_target(model, text, answer, wrong)
     _check_view(by, at, len(text))

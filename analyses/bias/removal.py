@@ -13,9 +13,8 @@ from torch import Tensor
 
 from analyses.bias.effects import measured_effects
 from analyses.bias.interventions import Interventions, donors_of
-from analyses.bias.spectrum import check_one_prompt
 from analyses.declaration import Columns
-from analyses.sequences import TextTokens, one_sequence
+from analyses.sequences import PromptTokens, TextTokens, bias_and_text
 from analyses.stream.logit_attribution import logit_target
 from kvlens import HookedKVTransformer, KVBias, KVLensError
 
@@ -34,8 +33,8 @@ COLUMNS = Columns(
 @torch.no_grad()
 def bias_ablation(
     model: HookedKVTransformer,
+    prompt: KVBias | PromptTokens,
     text_tokens: TextTokens,
-    bias: KVBias,
     removals: Sequence[Heads],
     *,
     batch_size: int | None = None,
@@ -44,11 +43,11 @@ def bias_ablation(
     """Measure what each removal changes against the whole bias.
 
     Args:
-        model: that ``bias`` was converted with.
-        text_tokens: [pos], without BOS.
-        bias: of one prompt.
+        model: with linear attention.
+        prompt: converted, or a string or tokens [pos], which are converted here.
+        text_tokens: a string, or tokens [pos] without BOS.
         removals: for each, the (layer, head) pairs whose bias is removed; an empty one changes nothing.
-        batch_size: removals a forward pass; None takes what :data:`analyses.bias.interventions.MEMORY_A_PASS` allows.
+        batch_size: removals a forward pass; None takes what :data:`analyses.passes.MEMORY_A_PASS` allows.
         on_progress: called with the fraction done after each forward pass.
 
     Returns:
@@ -59,8 +58,7 @@ def bias_ablation(
     Raises:
         KVLensError: a head that does not exist, a batch of biases, a bias of another model, tokens that do not fit.
     """
-    text = one_sequence(model, "text_tokens", text_tokens)
-    check_one_prompt(bias, "bias_ablation")
+    bias, text = bias_and_text(model, "bias_ablation", prompt, text_tokens)
     keep = _kept_heads(bias, removals)
     no_donor = torch.zeros(len(keep), dtype=torch.long, device=keep.device)
     rows = Interventions(keep, torch.ones_like(keep), no_donor, donors_of(bias))

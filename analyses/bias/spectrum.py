@@ -13,7 +13,8 @@ from torch import Tensor
 
 from analyses.declaration import Analysis, Columns
 from analyses.inputs import PROMPT, needs_linear_attention
-from kvlens import HookedKVTransformer, KVBias, KVLensError, convert_prompt
+from analyses.sequences import one_bias
+from kvlens import HookedKVTransformer, KVBias, convert_prompt
 
 COLUMNS = Columns(
     layer=("int64", "from 0"),
@@ -56,7 +57,7 @@ def bias_singular_values(bias: KVBias) -> pd.DataFrame:
     Raises:
         KVLensError: a batch of biases.
     """
-    check_one_prompt(bias, "bias_singular_values")
+    one_bias("bias_singular_values", bias)
     values = singular_values(bias)
     energy = values.square()
     total = energy.sum(dim=-1, keepdim=True)
@@ -64,14 +65,6 @@ def bias_singular_values(bias: KVBias) -> pd.DataFrame:
     shares = energy / total.where(total > 0, 1.0)
     columns = {"layer": layers, "head": heads, "index": indices, "singular_value": values, "energy_share": shares}
     return COLUMNS.frame(columns)
-
-
-def check_one_prompt(bias: KVBias, analysis: str) -> None:
-    """Raise KVLensError for a batch of biases."""
-    if bias.batch_size is not None:
-        raise KVLensError(
-            f"{analysis}: expected the bias of one prompt, got a batch of {bias.batch_size}; bias.select_prompt(i) picks one"
-        )
 
 
 def _of_prompt(model: HookedKVTransformer, prompt_tokens: Tensor) -> pd.DataFrame:

@@ -14,9 +14,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from analyses.bias.interventions import MEMORY_A_PASS
 from analyses.heads.repeated_tokens import RepeatedTokens
 from analyses.heads.weights import wide_dtype
+from analyses.passes import MEMORY_A_PASS, check_batch_size
 from kvlens import HookedKVTransformer, KVLensError
 
 Start = Callable[[int], None]
@@ -58,8 +58,7 @@ def resampling_ablation(
     n_layers, n_heads, n_texts = model.cfg.n_layers, model.cfg.n_heads, len(repeated.tokens)
     if model.cfg.positional_embedding_type == "shortformer":
         raise KVLensError("ablations: shortformer adds positions inside every layer, a pass cannot start in the middle of them")
-    if batch_size is not None and batch_size < 1:
-        raise KVLensError(f"ablations: batch_size must be at least 1, got {batch_size}")
+    check_batch_size("ablations", batch_size)
     heads = torch.arange(n_heads).repeat_interleave(n_texts)
     texts = torch.arange(n_texts).repeat(n_heads)
     rows = batch_size or max(1, MEMORY_A_PASS // _bytes_a_row(model, repeated))

@@ -6,11 +6,11 @@ from jaxtyping import Int
 from torch import Tensor
 
 from analyses.declaration import Analysis, Columns
+from analyses.heads.rows import attention_rows
 from analyses.heads.shift_roles import layer_taps, roles, shifted_projections
 from analyses.inputs import PROMPT, TEXT
-from analyses.sequences import PromptTokens, TextTokens, one_sequence
+from analyses.sequences import PromptTokens, TextTokens, one_sequence, prompt_sequence
 from kvlens import HookedKVTransformer
-from kvlens.viz import attention_rows
 
 COLUMNS = Columns(
     layer=("int64", "from 0"),
@@ -29,8 +29,8 @@ def prompt_copies(model: HookedKVTransformer, prompt_tokens: PromptTokens, text_
 
     Args:
         model: with any attention.
-        prompt_tokens: [pos], BOS included where the model wants one.
-        text_tokens: [pos], without BOS.
+        prompt_tokens: a string, or tokens [pos] with BOS where the model wants one.
+        text_tokens: a string, or tokens [pos] without BOS.
 
     Returns:
         By layer, head, text token, then earlier occurrence; no row where nothing occurs again:
@@ -40,9 +40,8 @@ def prompt_copies(model: HookedKVTransformer, prompt_tokens: PromptTokens, text_
     Raises:
         KVLensError: tokens that are empty, misshapen or outside the vocabulary.
     """
-    prompt, text = (
-        one_sequence(model, name, given) for name, given in (("prompt_tokens", prompt_tokens), ("text_tokens", text_tokens))
-    )
+    prompt = prompt_sequence(model, "prompt_tokens", prompt_tokens)
+    text = one_sequence(model, "text_tokens", text_tokens)
     pairs = repeated_pairs(prompt, text)
     queries, rows = pairs[:, 0].unique(return_inverse=True)
     pattern = attention_rows(model, torch.cat([prompt, text]), queries)

@@ -13,15 +13,8 @@ from torch import Tensor
 
 from analyses.declaration import Analysis, Columns
 from analyses.inputs import PROMPT, TEXT
-from analyses.sequences import (
-    BaselineTokens,
-    PromptTokens,
-    TextTokens,
-    log_probabilities,
-    next_token_losses,
-    one_sequence,
-    token_texts,
-)
+from analyses.predictions import log_probabilities, next_token_losses
+from analyses.sequences import BaselineTokens, PromptTokens, TextTokens, one_sequence, prompt_sequence, token_texts
 from kvlens import HookedKVTransformer
 
 COLUMNS = Columns(
@@ -50,8 +43,8 @@ def prompt_by_depth(
 
     Args:
         model: with any attention; what is attached to it stays attached.
-        prompt_tokens: [pos], BOS included where the model wants one.
-        text_tokens: [pos], without BOS.
+        prompt_tokens: a string, or tokens [pos] with BOS where the model wants one.
+        text_tokens: a string, or tokens [pos] without BOS.
         baseline_tokens: [pos], what stands in front of the text "without the prompt"; None takes the prompt's BOS, and nothing
             if it does not begin with the tokenizer's BOS.
 
@@ -63,9 +56,8 @@ def prompt_by_depth(
     Raises:
         KVLensError: tokens that are empty, misshapen or outside the vocabulary.
     """
-    prompt, text = (
-        one_sequence(model, name, given) for name, given in (("prompt_tokens", prompt_tokens), ("text_tokens", text_tokens))
-    )
+    prompt = prompt_sequence(model, "prompt_tokens", prompt_tokens)
+    text = one_sequence(model, "text_tokens", text_tokens)
     if baseline_tokens is None:
         begins_with_bos = model.tokenizer is not None and int(prompt[0]) == model.tokenizer.bos_token_id
         baseline = prompt[: int(begins_with_bos)]

@@ -13,19 +13,8 @@ from torch import Tensor
 
 from analyses.declaration import Analysis, Columns
 from analyses.inputs import PROMPT, TEXT, needs_linear_attention
-from analyses.sequences import (
-    BaselineTokens,
-    PromptTokens,
-    TextTokens,
-    converted_logits,
-    kl_divergence,
-    log_probabilities,
-    next_token_losses,
-    one_sequence,
-    prompt_text_bias,
-    text_logits,
-    token_texts,
-)
+from analyses.predictions import converted_logits, kl_divergence, log_probabilities, next_token_losses, text_logits
+from analyses.sequences import BaselineTokens, PromptTokens, TextTokens, one_sequence, prompt_text_bias, token_texts
 from kvlens import HookedKVTransformer, KVBias
 
 CONDITIONS = ("with_prompt", "without_prompt", "converted")
@@ -56,8 +45,8 @@ def prompt_effect(
 
     Args:
         model: with linear attention.
-        prompt_tokens: [pos], BOS included where the model wants one.
-        text_tokens: [pos], without BOS.
+        prompt_tokens: a string, or tokens [pos] with BOS where the model wants one.
+        text_tokens: a string, or tokens [pos] without BOS.
         baseline_tokens: [pos], what stands in front of the text in ``without_prompt``, possibly nothing; None takes the
             prompt's BOS, and nothing if the prompt does not begin with the tokenizer's BOS.
         bias: the converted prompt, if it is at hand; None converts it here.

@@ -9,7 +9,8 @@ import torch
 
 from analyses.declaration import Analysis, Columns
 from analyses.inputs import PROMPT, TEXT, needs_linear_attention
-from analyses.sequences import PromptTokens, TextTokens, converted_logits, prompt_text_bias, text_logits, token_texts
+from analyses.predictions import converted_logits, text_logits
+from analyses.sequences import PromptTokens, TextTokens, prompt_text_bias, token_texts
 from kvlens import HookedKVTransformer, KVBias
 
 COLUMNS = Columns(
@@ -32,8 +33,8 @@ def conversion_error(
 
     Args:
         model: with linear attention.
-        prompt_tokens: [pos], BOS included where the model wants one.
-        text_tokens: [pos], without BOS.
+        prompt_tokens: a string, or tokens [pos] with BOS where the model wants one.
+        text_tokens: a string, or tokens [pos] without BOS.
         bias: the converted prompt, if it is at hand; None converts it here.
 
     Returns:

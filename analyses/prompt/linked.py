@@ -8,17 +8,58 @@ signed; |o| over the sum of all heads' weighs the heads. At each text token the 
 included, sum to 1. It holds for linear and for softmax attention: a conversion changes neither pattern nor values.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from analyses.sequences import PromptTokens, TextTokens, converted_logits, prompt_text_bias, text_logits, token_texts
-from kvlens import HookedKVTransformer, KVBias
-from kvlens.viz import LinkedShares, attention_rows
+from analyses.heads.rows import attention_rows
+from analyses.predictions import converted_logits, text_logits
+from analyses.sequences import PromptTokens, TextTokens, prompt_text_bias, token_texts
+from kvlens import HookedKVTransformer, KVBias, KVLensError
 
 N_GUESSES = 5
+
+
+@dataclass(frozen=True)
+class LinkedShares:
+    """What :func:`kvlens.viz.linked_view` draws.
+
+    Attributes:
+        prompt, text: their tokens as text.
+        by_prompt: w summed over nothing but the text, as a mean over its tokens: [layer, head, prompt].
+        by_text: w summed over the prompt: [layer, head, text].
+        between: w summed over layers and heads: [text, prompt].
+        next_tokens: by condition ("with prompt", ...), for each text token the likeliest next tokens and their probabilities.
+        colourings: other numbers of each head, [layer, head], by name: losses, ablations, scores.
+    """
+
+    prompt: Sequence[str]
+    text: Sequence[str]
+    by_prompt: Float[Tensor, "layer head prompt_pos"]
+    by_text: Float[Tensor, "layer head text_pos"]
+    between: Float[Tensor, "text_pos prompt_pos"]
+    next_tokens: Mapping[str, Sequence[Sequence[tuple[str, float]]]]
+    colourings: Mapping[str, Float[Tensor, "layer head"]] = field(default_factory=dict)
+
+    def __post_init__(self):
+        n_layers, n_heads, n_prompt = self.by_prompt.shape
+        n_text = len(self.text)
+        expected: dict[str, tuple[int, ...]] = {"by_prompt": (n_layers, n_heads, len(self.prompt))}
+        expected |= {"by_text": (n_layers, n_heads, n_text), "between": (n_text, n_prompt)}
+        for name, shape in expected.items():
+            if tuple(getattr(self, name).shape) != shape:
+                raise KVLensError(f"LinkedShares: {name} must be {list(shape)}, got {list(getattr(self, name).shape)}")
+        for name, guesses in self.next_tokens.items():
+            if len(guesses) != n_text:
+                raise KVLensError(f"LinkedShares: next_tokens[{name!r}] has {len(guesses)} rows for {n_text} text tokens")
+        for name, numbers in self.colourings.items():
+            if tuple(numbers.shape) != (n_layers, n_heads):
+                raise KVLensError(
+                    f"LinkedShares: colouring {name!r} must be [{n_layers}, {n_heads}], got {list(numbers.shape)}"
+                )
 
 
 @torch.no_grad()
@@ -34,8 +75,8 @@ def linked_shares(
 
     Args:
         model: with nothing attached.
-        prompt_tokens: [pos], as converted, BOS included where the model wants one.
-        text_tokens: [pos], without BOS.
+        prompt_tokens: a string, or tokens [pos] as converted, with BOS where the model wants one.
+        text_tokens: a string, or tokens [pos] without BOS.
         bias: the converted prompt, if it is at hand; None converts it here.
         colourings: other numbers of each head that the reader may look at, by name.
 

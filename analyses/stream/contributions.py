@@ -23,7 +23,7 @@ from torch import Tensor
 
 from analyses.declaration import Analysis, Columns, Option
 from analyses.inputs import ANSWER, PROMPT, TEXT, WRONG
-from analyses.sequences import TextTokens, one_sequence, token_texts
+from analyses.sequences import PromptTokens, TextTokens, one_bias, one_sequence, token_texts
 from analyses.stream.logit_attribution import (
     Token,
     check_heads_write_directly,
@@ -64,7 +64,7 @@ def layer_contributions(
     text_tokens: TextTokens,
     *,
     bias: KVBias | None = None,
-    before_tokens: Int[Tensor, " before_pos"] | None = None,
+    before_tokens: PromptTokens | None = None,
     next_token: bool = True,
     tokens: Sequence[Token] = (),
     per_head: bool = False,
@@ -92,10 +92,9 @@ def layer_contributions(
             its attention's output, or one that adds something which is not in the table.
     """
     check_heads_write_directly(model, "layer_contributions")
-    text = one_sequence(model, "text_tokens", text_tokens)
-    before = text[:0] if before_tokens is None else one_sequence(model, "before_tokens", before_tokens, may_be_empty=True)
-    if bias is not None and bias.batch_size is not None:
-        raise KVLensError(f"layer_contributions: expected the bias of one prompt, got a batch of {bias.batch_size}")
+    text, before = _text_and_before(model, text_tokens, before_tokens, bias)
+    if bias is not None:
+        one_bias("layer_contributions", bias)
     targets = _targets(model, text, next_token, tokens)
     cache = _run(model, torch.cat([before, text]), len(text), bias)
     residual = cache[_last(model)].double()
@@ -116,6 +115,18 @@ def layer_contributions(
         shares=torch.cat([*(part.shares for part in parts), nothing]),
         logits=torch.cat([*(part.logits for part in parts), constant], dim=1),
     )
+
+
+def _text_and_before(
+    model: HookedKVTransformer, text_tokens: TextTokens, before_tokens: PromptTokens | None, bias: KVBias | None
+) -> tuple[Tensor, Tensor]:
+    """BOS in front of whatever string the model reads first."""
+    begins = bool(model.cfg.default_prepend_bos) and bias is None and model.attached_kv_bias is None
+    if before_tokens is None:
+        text = one_sequence(model, "text_tokens", text_tokens, prepend_bos=begins)
+        return text, text[:0]
+    before = one_sequence(model, "before_tokens", before_tokens, may_be_empty=True, prepend_bos=begins)
+    return one_sequence(model, "text_tokens", text_tokens), before
 
 
 class _Target(NamedTuple):

@@ -11,14 +11,21 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from analyses import bias_ablation, bias_by_head, bias_by_layer, conversion_error, prompt_effect
-from analyses.stream.contributions import layer_contributions
+from analyses import (
+    HeadDetails,
+    bias_ablation,
+    bias_by_head,
+    bias_by_layer,
+    conversion_error,
+    head_details,
+    layer_contributions,
+    prompt_effect,
+)
 from kvlens.conversion import convert_prompt
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import KVBias
 from kvlens.model import HookedKVTransformer
 from kvlens.report.folder import FORMAT
-from kvlens.viz import HeadDetails, head_details
 
 FORMAT_VERSION = 1
 BROKEN = 0.01
@@ -91,7 +98,7 @@ def build_report(
         model, prompt_tokens, text_tokens, bias=bias, on_progress=lambda x: tell("removing layers", 0.5 + 0.1 * x)
     )
     everything = [(layer, head) for layer in range(bias.n_layers) for head in range(bias.n_heads)]
-    total = bias_ablation(model, text_tokens, bias, [everything]).iloc[0]
+    total = bias_ablation(model, bias, text_tokens, [everything]).iloc[0]
     heads = head_details(model, prompt_tokens, text_tokens, bias=bias)
     generated = {}
     for i, condition in enumerate(CONDITIONS):

@@ -1,8 +1,10 @@
 """Pictures of a converted prompt, for notebooks, papers and pages that need no network.
 
-Every function takes tidy frames or tensors and returns a `Piece`: it displays inline in a notebook, ``save_html`` writes it as
-one self-contained file, and ``save_png`` and ``save_svg`` where it is a static picture. A `Page` puts several into one file.
+Every function draws what an analysis returned, a tidy frame or tensors, and never runs a model. It returns a `Piece`, which
+displays inline in a notebook; ``save_html`` writes it as one self-contained file, and ``save_png`` and ``save_svg`` where it is a
+static picture. A `Page` puts several into one file.
 
+    from analyses import bias_by_head, head_details
     head_heatmap(bias_by_head(model, prompt, text), "ablation_kl", details=head_details(model, prompt, text))
 """
 
@@ -10,29 +12,23 @@ from kvlens.viz.arcs import induction_arcs
 from kvlens.viz.attention import attention_view
 from kvlens.viz.bars import contribution_bars
 from kvlens.viz.depth import depth_map
-from kvlens.viz.details import HeadDetails, head_details
 from kvlens.viz.generated import generated_text
 from kvlens.viz.heat_map import head_heatmap
-from kvlens.viz.linked import LinkedShares, linked_view
+from kvlens.viz.linked import linked_view
 from kvlens.viz.page import Page
-from kvlens.viz.patterns import attention_rows
 from kvlens.viz.piece import Piece
 from kvlens.viz.tables import error_table
 from kvlens.viz.tokens import coloured_tokens
 
 __all__ = [
-    "HeadDetails",
-    "LinkedShares",
     "Page",
     "Piece",
-    "attention_rows",
     "attention_view",
     "coloured_tokens",
     "contribution_bars",
     "depth_map",
     "error_table",
     "generated_text",
-    "head_details",
     "head_heatmap",
     "induction_arcs",
     "linked_view",

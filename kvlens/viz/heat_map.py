@@ -6,11 +6,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from analyses import HeadDetails
 from kvlens.errors import KVLensError
 from kvlens.viz._colour import diverging_map, strongest, style
+from kvlens.viz._details import details_json
 from kvlens.viz._frames import check_columns, check_numbers
 from kvlens.viz._text import html_text, number, script_json
-from kvlens.viz.details import HeadDetails
 from kvlens.viz.piece import Piece
 
 MAX_NUMBERED = 24
@@ -88,7 +89,7 @@ def _legend(grid: pd.DataFrame, top: float, column: str) -> str:
 
 
 def _data(details: HeadDetails) -> str:
-    return f'<script type="application/json">{script_json(details.to_json())}</script>'
+    return f'<script type="application/json">{script_json(details_json(details))}</script>'
 
 
 def _grid(table: pd.DataFrame, column: str) -> pd.DataFrame:

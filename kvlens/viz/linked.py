@@ -9,13 +9,10 @@ one or two axes only, so that three matrices are all that a page holds.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
-from jaxtyping import Float
-from torch import Tensor
-
+from analyses import LinkedShares
 from kvlens.errors import KVLensError
 from kvlens.viz._blocks import block_means, block_size
 from kvlens.viz._quantised import quantised
@@ -24,70 +21,6 @@ from kvlens.viz.piece import Piece
 
 MAX_CELLS = 150_000
 """Numbers in each of the three matrices; each takes about three bytes."""
-
-
-@dataclass(frozen=True)
-class LinkedShares:
-    """What :func:`linked_view` draws.
-
-    Attributes:
-        prompt, text: their tokens as text.
-        by_prompt: w summed over nothing but the text, as a mean over its tokens: [layer, head, prompt].
-        by_text: w summed over the prompt: [layer, head, text].
-        between: w summed over layers and heads: [text, prompt].
-        next_tokens: by condition ("with prompt", ...), for each text token the likeliest next tokens and their probabilities.
-        colourings: other numbers of each head, [layer, head], by name: losses, ablations, scores.
-    """
-
-    prompt: Sequence[str]
-    text: Sequence[str]
-    by_prompt: Float[Tensor, "layer head prompt_pos"]
-    by_text: Float[Tensor, "layer head text_pos"]
-    between: Float[Tensor, "text_pos prompt_pos"]
-    next_tokens: Mapping[str, Sequence[Sequence[tuple[str, float]]]]
-    colourings: Mapping[str, Float[Tensor, "layer head"]] = field(default_factory=dict)
-
-    def __post_init__(self):
-        n_layers, n_heads, n_prompt = self.by_prompt.shape
-        n_text = len(self.text)
-        expected: dict[str, tuple[int, ...]] = {"by_prompt": (n_layers, n_heads, len(self.prompt))}
-        expected |= {"by_text": (n_layers, n_heads, n_text), "between": (n_text, n_prompt)}
-        for name, shape in expected.items():
-            if tuple(getattr(self, name).shape) != shape:
-                raise KVLensError(f"LinkedShares: {name} must be {list(shape)}, got {list(getattr(self, name).shape)}")
-        for name, guesses in self.next_tokens.items():
-            if len(guesses) != n_text:
-                raise KVLensError(f"LinkedShares: next_tokens[{name!r}] has {len(guesses)} rows for {n_text} text tokens")
-        for name, numbers in self.colourings.items():
-            if tuple(numbers.shape) != (n_layers, n_heads):
-                raise KVLensError(
-                    f"LinkedShares: colouring {name!r} must be [{n_layers}, {n_heads}], got {list(numbers.shape)}"
-                )
-
-    def to_json(self) -> dict[str, Any]:
-        """The data of the page. A long prompt is shown in blocks of neighbours, each with its mean per token."""
-        n_layers, n_heads, n_prompt = self.by_prompt.shape
-        n_text = min(len(self.text), max(16, MAX_CELLS // (n_layers * n_heads)))
-        limit = min(MAX_CELLS // (n_layers * n_heads), MAX_CELLS // n_text)
-        size = block_size(n_prompt, limit)
-        starts = range(0, n_prompt, size)
-        return {
-            "n_layers": n_layers,
-            "n_heads": n_heads,
-            "n_prompt": n_prompt,
-            "block": size,
-            "blocks": [_block(self.prompt, start, size) for start in starts],
-            "text": list(self.text[:n_text]),
-            "by_prompt": quantised(block_means(self.by_prompt, size)),
-            "by_text": quantised(self.by_text[..., :n_text]),
-            "between": quantised(block_means(self.between[:n_text], size)),
-            "next": {
-                name: [[[token, round(p, 4)] for token, p in row] for row in rows[:n_text]]
-                for name, rows in self.next_tokens.items()
-            },
-            "colourings": {name: quantised(numbers) for name, numbers in self.colourings.items()},
-            "note": f"{len(self.text):,} tokens." + (f" The first {n_text} are shown." if n_text < len(self.text) else ""),
-        }
 
 
 def linked_view(data: LinkedShares, *, title: str = "prompt, heads and next token") -> Piece:
@@ -110,7 +43,7 @@ def linked_view(data: LinkedShares, *, title: str = "prompt, heads and next toke
     body = (
         f'<figure class="piece" data-kvlens="linked"><figcaption>{html_text(title)}</figcaption>'
         f'<p class="note">{html_text(said)}</p><div class="linked"></div>'
-        f'<script type="application/json">{script_json(data.to_json())}</script></figure>'
+        f'<script type="application/json">{script_json(_json(data))}</script></figure>'
     )
     return Piece(title, body)
 
@@ -118,3 +51,29 @@ def linked_view(data: LinkedShares, *, title: str = "prompt, heads and next toke
 def _block(tokens: Sequence[str], start: int, size: int) -> dict[str, Any]:
     last = min(start + size, len(tokens)) - 1
     return {"place": str(start) if last == start else f"{start}–{last}", "text": "".join(tokens[start : last + 1])}
+
+
+def _json(data: LinkedShares) -> dict[str, Any]:
+    """The data of the page. A long prompt is shown in blocks of neighbours, each with its mean per token."""
+    n_layers, n_heads, n_prompt = data.by_prompt.shape
+    n_text = min(len(data.text), max(16, MAX_CELLS // (n_layers * n_heads)))
+    limit = min(MAX_CELLS // (n_layers * n_heads), MAX_CELLS // n_text)
+    size = block_size(n_prompt, limit)
+    starts = range(0, n_prompt, size)
+    return {
+        "n_layers": n_layers,
+        "n_heads": n_heads,
+        "n_prompt": n_prompt,
+        "block": size,
+        "blocks": [_block(data.prompt, start, size) for start in starts],
+        "text": list(data.text[:n_text]),
+        "by_prompt": quantised(block_means(data.by_prompt, size)),
+        "by_text": quantised(data.by_text[..., :n_text]),
+        "between": quantised(block_means(data.between[:n_text], size)),
+        "next": {
+            name: [[[token, round(p, 4)] for token, p in row] for row in rows[:n_text]]
+            for name, rows in data.next_tokens.items()
+        },
+        "colourings": {name: quantised(numbers) for name, numbers in data.colourings.items()},
+        "note": f"{len(data.text):,} tokens." + (f" The first {n_text} are shown." if n_text < len(data.text) else ""),
+    }

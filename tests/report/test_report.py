@@ -74,7 +74,7 @@ def test_headline_figures_follow_from_the_tables(model, report):
         assert figures["next_token_agreement"] == pytest.approx(rows["argmax_agrees"].mean())
         assert figures["loss_nats_a_token"] == pytest.approx(rows["loss"].mean())
     everything = [(layer, head) for layer in range(2) for head in range(3)]
-    total = bias_ablation(model, text, report.bias, [everything])
+    total = bias_ablation(model, report.bias, text, [everything])
     assert summary["bias"]["kl_without_any_head"] == total.loc[0, "kl"]
     strongest = summary["bias"]["heads_by_ablation_kl"]
     assert [row["ablation_kl"] for row in strongest] == sorted(tables["bias_by_head"]["ablation_kl"], reverse=True)

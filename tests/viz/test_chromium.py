@@ -8,9 +8,9 @@ import torch
 from headless_chromium import CHROMIUM, WITHOUT, tags_and_handlers, visible_text, visit, with_script, without_policy
 from tiny_text_model import PROMPT, TEXT, tiny_text_model
 
+from analyses import HeadDetails
 from kvlens.report import build_report, write_report
 from kvlens.viz import (
-    HeadDetails,
     Page,
     attention_view,
     coloured_tokens,

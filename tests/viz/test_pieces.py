@@ -8,9 +8,9 @@ import pandas as pd
 import pytest
 import torch
 
+from analyses import HeadDetails
 from kvlens import KVLensError
 from kvlens.viz import (
-    HeadDetails,
     Page,
     attention_view,
     coloured_tokens,
@@ -20,6 +20,7 @@ from kvlens.viz import (
     head_heatmap,
 )
 from kvlens.viz._blocks import block_size, block_sums, strongest_positions
+from kvlens.viz._details import details_json
 from kvlens.viz._document import SCRIPTS, circuitsvis_bundle
 from kvlens.viz._text import html_text, label, number, script_json
 
@@ -141,7 +142,7 @@ def test_details_survive_the_page_to_three_digits():
     pattern = torch.randn(2, 3, 4, 9)
     pattern[1, 2, 0, 0] = math.nan
     details = HeadDetails(list("abcde"), list("wxyz"), torch.arange(5, 9), pattern, pattern[..., 0, :5])
-    data = json.loads(script_json(details.to_json()))
+    data = json.loads(script_json(details_json(details)))
     for layer in range(2):
         for head in range(3):
             quantised = data["heads"][layer][head]["pattern"]

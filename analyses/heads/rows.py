@@ -14,26 +14,25 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvlens.errors import KVLensError
-from kvlens.model import HookedKVTransformer
+from analyses.sequences import one_sequence
+from kvlens import HookedKVTransformer, KVLensError
 
 
 @torch.no_grad()
 def attention_rows(
-    model: HookedKVTransformer, tokens: Int[Tensor, " pos"], queries: Int[Tensor, " query"]
+    model: HookedKVTransformer, tokens: str | Int[Tensor, "*one pos"], queries: Int[Tensor, " query"]
 ) -> Float[Tensor, "layer head query pos"]:
     """The pattern that the model has at ``queries``, float32 on the CPU.
 
     Args:
         model: with whatever is attached to it; a bias takes its part of the normaliser, and has no column.
-        tokens: the whole sequence.
+        tokens: the whole sequence: a string, or tokens [pos].
         queries: positions in it.
 
     Raises:
         KVLensError: tokens that are no sequence, or a query outside it.
     """
-    if tokens.dim() != 1 or not len(tokens):
-        raise KVLensError(f"attention_rows: expected tokens [pos], at least one, got shape {list(tokens.shape)}")
+    tokens = one_sequence(model, "attention_rows", tokens, prepend_bos=bool(model.cfg.default_prepend_bos))
     if len(queries) and not 0 <= int(queries.min()) <= int(queries.max()) < len(tokens):
         raise KVLensError(
             f"attention_rows: queries {int(queries.min())}..{int(queries.max())} do not lie in 0..{len(tokens) - 1}"

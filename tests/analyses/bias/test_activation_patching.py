@@ -245,7 +245,7 @@ def test_the_batch_script_gives_the_promised_columns():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"points": ["b_kvs"]}, "no point is called 'b_kvs'; did you mean 'b_kv'"),
+        ({"points": ["b_kvs"]}, "no point is called 'b_kvs'; there are .*; did you mean 'b_kv'"),
         ({"points": ["xxxxxxx"]}, "no point is called 'xxxxxxx'; there are b_kv, b_d, bias"),
         ({"points": "q_shift_coef"}, "has no 'q_shift_coef': it has b_kv, b_d, bias, boundary, prompt, z_bias, k_shift_coef"),
         ({"coefficients": {"q": torch.ones(3)}}, "'q' is not shifted in this model; shifted are: k, v"),

@@ -128,7 +128,7 @@ def test_killed_often_the_table_is_that_of_an_uninterrupted_run(model_folder, tm
     source = prompts(tmp_path, n=31)
     run_batch(Task("bias_by_head", (model_folder,)), source, tmp_path / "whole.parquet")
     out = tmp_path / "killed" / "t.parquet"
-    script = Path(__file__).parent / "batch_probes" / "killed_often.py"
+    script = Path(__file__).parents[1] / "batch_probes" / "killed_often.py"
     command = [sys.executable, str(script), str(source.prompts), model_folder, str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

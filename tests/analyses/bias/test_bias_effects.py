@@ -63,7 +63,7 @@ def test_every_ablation_is_what_hooks_do(name, by):
     model = random_model(**MODELS[name])
     bias, references = convert_prompt(model, PROMPT), convert_prompt(model, OTHERS)
     methods = ["zero", "mean", "resample"] if by != "head" else ["resample"]
-    frame = bias_effects(model, TEXT, bias, by=by, methods=methods, references=references, answer=3, wrong=11)
+    frame = bias_effects(model, bias, TEXT, by=by, methods=methods, references=references, answer=3, wrong=11)
     n_parts = 1 if model.cfg.kv_shift is None else 3
     units = {"head": 2 * model.cfg.n_heads, "layer": 2, "model": 1}[by]
     assert len(frame) == units * n_parts * (len(methods) + 2)  # three references
@@ -79,7 +79,7 @@ def test_every_ablation_is_what_hooks_do(name, by):
 def test_order_and_defaults():
     model = random_model()
     bias, references = convert_prompt(model, PROMPT), convert_prompt(model, OTHERS[:2])
-    frame = bias_effects(model, TEXT, bias, by="layer", methods=["resample", "zero"], parts=["both"], references=references)
+    frame = bias_effects(model, bias, TEXT, by="layer", methods=["resample", "zero"], parts=["both"], references=references)
     expected = pd.DataFrame(
         {
             "method": ["resample"] * 4 + ["zero"] * 2,
@@ -90,40 +90,40 @@ def test_order_and_defaults():
         }
     ).astype({"method": "str", "part": "str"})
     pd.testing.assert_frame_equal(frame[list(expected)], expected)
-    whole = bias_effects(model, TEXT, bias)
+    whole = bias_effects(model, bias, TEXT)
     assert whole["part"].drop_duplicates().tolist() == ["bias", "boundary", "both"]
     assert whole["method"].unique().tolist() == ["zero"]
     shiftless = random_model(kv_shift=None)
-    assert bias_effects(shiftless, TEXT, convert_prompt(shiftless, PROMPT))["part"].unique().tolist() == ["bias"]
+    assert bias_effects(shiftless, convert_prompt(shiftless, PROMPT), TEXT)["part"].unique().tolist() == ["bias"]
 
 
 def test_without_an_answer_the_logit_is_the_next_tokens():
     model = random_model()
     bias = convert_prompt(model, PROMPT)
-    row = bias_effects(model, TEXT, bias, by="model", parts=["both"]).iloc[0]
+    row = bias_effects(model, bias, TEXT, by="model", parts=["both"]).iloc[0]
     with model.kv_bias(bias):
         whole = model(TEXT[None])[0]
     with model.kv_bias(bias.zero_like()):
         change = (model(TEXT[None])[0] - whole)[torch.arange(4), TEXT[1:]].mean()
     assert row["logit_change"] == pytest.approx(float(change), **ROUNDING)
-    assert bias_effects(model, TEXT[:1], bias, by="model")[["loss_change", "logit_change"]].isna().all(axis=None)
+    assert bias_effects(model, bias, TEXT[:1], by="model")[["loss_change", "logit_change"]].isna().all(axis=None)
 
 
 def test_the_number_is_said_before_the_first_and_the_batch_size_changes_nothing_but_rounding():
     model, told = random_model(), []
     bias = convert_prompt(model, PROMPT)
     tell = dict(on_start=told.append, on_progress=lambda done: told.append(round(done, 3)))
-    whole = bias_effects(model, TEXT, bias, parts=["bias"], batch_size=4, **tell)
+    whole = bias_effects(model, bias, TEXT, parts=["bias"], batch_size=4, **tell)
     assert told == [10, 0.4, 0.8, 1.0]
     for batch_size in (None, 1, 10):
-        frame = bias_effects(model, TEXT, bias, parts=["bias"], batch_size=batch_size)
+        frame = bias_effects(model, bias, TEXT, parts=["bias"], batch_size=batch_size)
         pd.testing.assert_frame_equal(frame, whole, rtol=1e-9, atol=1e-13)
 
 
 def test_another_prompt_that_is_the_same_changes_nothing():
     model = random_model()
     bias, same = convert_prompt(model, PROMPT), convert_prompt(model, PROMPT[None].expand(2, -1))
-    frame = bias_effects(model, TEXT, bias, methods=["mean", "resample"], references=same)
+    frame = bias_effects(model, bias, TEXT, methods=["mean", "resample"], references=same)
     assert (frame["kl"] < 17 * 2.3e-16).all()  # a sum over the vocabulary
 
 
@@ -142,23 +142,23 @@ def test_bad_input():
     model = random_model()
     bias = convert_prompt(model, PROMPT)
     with pytest.raises(KVLensError, match=r"methods: .* zero, mean, resample, got \['mode'\]"):
-        bias_effects(model, TEXT, bias, methods=["mode"])
+        bias_effects(model, bias, TEXT, methods=["mode"])
     with pytest.raises(KVLensError, match="methods: expected names"):
-        bias_effects(model, TEXT, bias, methods="zero")
+        bias_effects(model, bias, TEXT, methods="zero")
     with pytest.raises(KVLensError, match=r"by: .* got \['token'\]"):
-        bias_effects(model, TEXT, bias, by="token")
+        bias_effects(model, bias, TEXT, by="token")
     with pytest.raises(KVLensError, match="give references=.* got none"):
-        bias_effects(model, TEXT, bias, methods=["mean"])
+        bias_effects(model, bias, TEXT, methods=["mean"])
     with pytest.raises(KVLensError, match="that of a single prompt"):
-        bias_effects(model, TEXT, bias, methods=["mean"], references=bias)
+        bias_effects(model, bias, TEXT, methods=["mean"], references=bias)
     with pytest.raises(KVLensError, match="weights differs"):
         other = random_model(seed=4)
-        bias_effects(model, TEXT, bias, methods=["mean"], references=convert_prompt(other, OTHERS))
+        bias_effects(model, bias, TEXT, methods=["mean"], references=convert_prompt(other, OTHERS))
     with pytest.raises(KVLensError, match="batch_size must be at least 1, got 0"):
-        bias_effects(model, TEXT, bias, batch_size=0)
+        bias_effects(model, bias, TEXT, batch_size=0)
     absolute = random_model(positional_embedding_type="standard", kv_shift=None)
     with pytest.raises(KVLensError, match=r"starts at position 7 .* \[6\] under the references"):
         references = convert_prompt(absolute, OTHERS[:, :6])
-        bias_effects(absolute, TEXT, convert_prompt(absolute, PROMPT), methods=["mean"], references=references)
+        bias_effects(absolute, convert_prompt(absolute, PROMPT), TEXT, methods=["mean"], references=references)
     with pytest.raises(KVLensError, match="leave no boundary"):
-        bias_effects(absolute, TEXT, convert_prompt(absolute, PROMPT), parts=["boundary"])
+        bias_effects(absolute, convert_prompt(absolute, PROMPT), TEXT, parts=["boundary"])

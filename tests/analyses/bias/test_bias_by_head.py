@@ -65,7 +65,7 @@ def test_removing_layers_and_everything_is_selecting_the_rest(name):
     model = random_model(**VARIANTS[name])
     bias = convert_prompt(model, PROMPT)
     everything = [(layer, head) for layer in range(2) for head in range(model.cfg.n_heads)]
-    total = bias_ablation(model, TEXT, bias, [everything]).iloc[0]
+    total = bias_ablation(model, bias, TEXT, [everything]).iloc[0]
     layers = bias_by_layer(model, PROMPT, TEXT)
     with model.kv_bias(bias):
         whole = model(TEXT[None])[0]
@@ -109,7 +109,7 @@ def test_the_size_of_the_batch_changes_nothing_but_rounding():
     model = random_model()
     bias = convert_prompt(model, PROMPT)
     removals = [[(0, 1)], [], [(1, 4), (0, 0)], [(1, 2), (1, 2)], [(0, 3)]]
-    frames = [bias_ablation(model, TEXT, bias, removals, batch_size=n) for n in (None, 1, 2, 5)]
+    frames = [bias_ablation(model, bias, TEXT, removals, batch_size=n) for n in (None, 1, 2, 5)]
     for frame in frames[1:]:
         pd.testing.assert_frame_equal(frame, frames[0], rtol=1e-9, atol=1e-14)
     assert frames[0]["n_heads"].tolist() == [1, 0, 2, 1, 1]
@@ -125,7 +125,7 @@ def test_progress_goes_to_one():
 def test_nothing_to_remove_gives_an_empty_frame_of_the_same_columns():
     model = random_model()
     bias = convert_prompt(model, PROMPT)
-    empty, one = (bias_ablation(model, TEXT, bias, removals) for removals in ([], [[]]))
+    empty, one = (bias_ablation(model, bias, TEXT, removals) for removals in ([], [[]]))
     assert len(empty) == 0
     pd.testing.assert_series_equal(empty.dtypes, one.dtypes)
 
@@ -140,10 +140,10 @@ def test_bad_input():
     model = random_model()
     bias = convert_prompt(model, PROMPT)
     with pytest.raises(KVLensError, match="removal 1 names layer 2, head 0; there are 2 layers of 5 heads"):
-        bias_ablation(model, TEXT, bias, [[], [(2, 0)]])
+        bias_ablation(model, bias, TEXT, [[], [(2, 0)]])
     with pytest.raises(KVLensError, match="batch_size must be at least 1, got 0"):
-        bias_ablation(model, TEXT, bias, [[]], batch_size=0)
+        bias_ablation(model, bias, TEXT, [[]], batch_size=0)
     with pytest.raises(KVLensError, match="batch of 2"):
-        bias_ablation(model, TEXT, convert_prompt(model, tokens(6).reshape(2, 3)), [[]])
+        bias_ablation(model, convert_prompt(model, tokens(6).reshape(2, 3)), TEXT, [[]])
     with pytest.raises(KVLensError, match="weights differs"):
-        bias_ablation(random_model(seed=4), TEXT, bias, [[]])
+        bias_ablation(random_model(seed=4), bias, TEXT, [[]])

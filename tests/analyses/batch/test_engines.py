@@ -3,6 +3,7 @@
 import json
 import os
 from itertools import islice
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -163,7 +164,7 @@ def test_two_processes_of_which_one_is_killed(model_folder, tmp_path):
 def ray(monkeypatch):
     """Ray with two CPUs, whose workers find the probes."""
     ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'kvlens[ray]' runs this test")
-    folder = os.path.dirname(__file__)
+    folder = str(Path(__file__).parents[1])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")])))
     ray.init(num_cpus=2, address="local", log_to_driver=False, include_dashboard=False)
     yield ray

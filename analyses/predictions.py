@@ -1,0 +1,47 @@
+"""The logits on a text, with something in front of it or under a bias, and the figures that compare them."""
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvlens import HookedKVTransformer, KVBias
+
+
+def text_logits(
+    model: HookedKVTransformer, before: Int[Tensor, " before_pos"] | None, text: Int[Tensor, " pos"]
+) -> Float[Tensor, "pos d_vocab"]:
+    """Logits at the places of ``text`` when ``before`` stands in front of it; no other place is unembedded."""
+    tokens = (text if before is None else torch.cat([before, text]))[None]
+
+    def keep_text(resid: Tensor, hook: Any) -> Tensor:
+        return resid[:, -len(text) :]
+
+    last = f"blocks.{model.cfg.n_layers - 1}.hook_resid_post"
+    mask = torch.ones_like(tokens)  # a pad token that was typed is a token, not padding
+    return model.run_with_hooks(tokens, attention_mask=mask, fwd_hooks=[(last, keep_text)])[0]
+
+
+def converted_logits(model: HookedKVTransformer, bias: KVBias, text: Int[Tensor, " pos"]) -> Float[Tensor, "pos d_vocab"]:
+    """Logits on ``text`` alone with ``bias`` attached."""
+    with model.kv_bias(bias):
+        return text_logits(model, None, text)
+
+
+def log_probabilities(logits: Float[Tensor, "*batch pos d_vocab"]) -> Float[Tensor, "*batch pos d_vocab"]:
+    """In float64, so that a divergence of 1e-12 is not rounding."""
+    return logits.double().log_softmax(dim=-1)
+
+
+def kl_divergence(log_p: Float[Tensor, "*p pos d_vocab"], log_q: Float[Tensor, "*q pos d_vocab"]) -> Float[Tensor, "*pq pos"]:
+    """KL(p || q) in nats; never negative, where rounding of equal distributions would be."""
+    return (log_p.exp() * (log_p - log_q)).sum(dim=-1).clamp(min=0)
+
+
+def next_token_losses(log_p: Float[Tensor, "*batch pos d_vocab"], text: Int[Tensor, " pos"]) -> Float[Tensor, "*batch pos"]:
+    """-log p of the token that follows, in nats; NaN at the last place, where none follows."""
+    losses = log_p.new_full(log_p.shape[:-1], float("nan"))
+    targets = text[1:, None].expand(*log_p.shape[:-2], -1, -1)
+    losses[..., :-1] = -log_p[..., :-1, :].gather(-1, targets).squeeze(-1)
+    return losses

@@ -1,0 +1,65 @@
+"""Strings, tokens [pos] and [1, pos] are the same prompt and text to every analysis."""
+
+import pandas as pd
+import pytest
+import torch
+from tiny_text_model import PROMPT, TEXT, tiny_text_model
+
+import analyses
+from analyses.sequences import one_sequence, prompt_sequence
+from kvlens import KVLensError, convert_prompt
+
+OF_PROMPT_AND_TEXT = ("bias_by_head", "bias_by_layer", "bias_decomposition", "bias_positions", "conversion_error",
+                      "prompt_effect", "bias_effects")  # fmt: skip
+OF_TWO_PROMPTS = ("circuits", "bias_overwriting")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_text_model()
+
+
+def forms(model, text, **bos):
+    tokens = model.to_tokens(text, truncate=False, **bos)
+    return text, tokens[0], tokens
+
+
+def all_equal(frames) -> None:
+    first, *others = frames
+    for other in others:
+        pd.testing.assert_frame_equal(first, other, check_exact=True)
+
+
+@pytest.mark.parametrize("name", OF_PROMPT_AND_TEXT)
+def test_prompt_and_text_in_any_form(model, name):
+    pairs = zip(forms(model, PROMPT), forms(model, TEXT, prepend_bos=False), strict=True)
+    all_equal([getattr(analyses, name)(model, prompt, text) for prompt, text in pairs])
+
+
+@pytest.mark.parametrize("name", OF_TWO_PROMPTS)
+def test_two_prompts_in_any_form(model, name):
+    pairs = zip(forms(model, PROMPT), forms(model, TEXT, prepend_bos=False), strict=True)
+    all_equal([getattr(analyses, name)(model, one, two) for one, two in pairs])
+
+
+def test_the_other_first_arguments(model):
+    prompt, text = forms(model, PROMPT), forms(model, TEXT, prepend_bos=False)
+    bias = convert_prompt(model, PROMPT)
+    all_equal([analyses.bias_ablation(model, x, y, [[(0, 1)]]) for x, y in zip([*prompt, bias], [*text, TEXT], strict=True)])
+    all_equal([analyses.activation_patching(model, x, TEXT, y, points=["b_kv"]) for x, y in zip(prompt, text, strict=True)])
+    all_equal([analyses.layer_contributions(model, y, before_tokens=x) for x, y in zip(prompt, text, strict=True)])
+    all_equal([analyses.layer_contributions(model, x) for x in prompt])  # a string gets the model's BOS
+    all_equal([analyses.layer_contributions(model, y, bias=bias) for y in text])  # but not behind a prompt
+    rows = [analyses.attention_rows(model, x, torch.tensor([2])) for x in prompt]
+    details = [analyses.head_details(model, x, y) for x, y in zip(prompt, text, strict=True)]
+    assert all(torch.equal(rows[0], x) for x in rows) and all(d.prompt == details[0].prompt for d in details)
+    with pytest.raises(KVLensError, match="the bias comes before the text"):
+        analyses.bias_effects(model, TEXT, bias)
+
+
+def test_bos_as_convert_prompt_has_it(model):
+    assert prompt_sequence(model, "x", PROMPT)[0] == model.tokenizer.bos_token_id
+    bias = convert_prompt(model, PROMPT)
+    assert torch.equal(prompt_sequence(model, "x", TEXT, bias), one_sequence(model, "x", TEXT))
+    with model.kv_bias(bias):
+        assert torch.equal(prompt_sequence(model, "x", TEXT), one_sequence(model, "x", TEXT))
