@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from analyses.heads.rows import attention_rows
@@ -103,7 +103,7 @@ def linked_shares(
 
 
 def attention_output_shares(
-    model: HookedKVTransformer, prompt: PromptTokens, text: TextTokens
+    model: HookedKVTransformer, prompt: Int[Tensor, " prompt_pos"], text: Int[Tensor, " text_pos"]
 ) -> list[Float[Tensor, "head text_pos prompt_pos"]]:
     """w of every layer, in float64 on the CPU."""
     n_prompt, everything = len(prompt), torch.cat([prompt, text])
