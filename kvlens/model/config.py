@@ -124,6 +124,8 @@ class HookedKVTransformerConfig(HookedTransformerConfig):
         self.seed = seed
         if isinstance(self.kv_shift, dict):
             self.kv_shift = KVShiftConfig.from_dict(self.kv_shift)
+        if self.trust_remote_code:
+            raise KVLensError("trust_remote_code=True is refused: kvlens runs no code that comes with a model or a tokenizer")
         _one_of("attention", self.attention, ATTENTION_KINDS)
         _one_of("positional_embedding_type", self.positional_embedding_type, POSITIONAL_TYPES)
         self._check_heads()
@@ -203,7 +205,7 @@ class HookedKVTransformerConfig(HookedTransformerConfig):
     def from_tl(cls, cfg: HookedTransformerConfig, **changes: Any) -> "HookedKVTransformerConfig":
         """The same configuration as a plain TransformerLens one, with ``changes``."""
         values = {f.name: getattr(cfg, f.name) for f in fields(type(cfg)) if f.init}
-        return cls(**{**values, **changes})
+        return cls(**{**values, "trust_remote_code": False, **changes})
 
     def _check_heads(self) -> None:
         if self.n_key_value_heads is not None and self.n_heads % self.n_key_value_heads:

@@ -11,7 +11,15 @@ from kvlens.model.config import HookedKVTransformerConfig, KVShiftConfig
 from kvlens.model.fingerprint import is_weight
 from kvlens.model.shift_graft import place_shift_coefficients, shift_config_of
 from kvlens.model.weights import check_weight_processing
-from kvlens.pretrained import is_local_folder, load_llama2c_parts, load_pretrained_parts, official_name
+from kvlens.pretrained import (
+    is_local_folder,
+    load_llama2c_parts,
+    load_pretrained_parts,
+    nothing_asked,
+    official_name,
+    refuse_names_with_code,
+    refuse_to_run_code,
+)
 
 M = TypeVar("M", bound=HookedTransformer)
 """The class that is asked for: HookedKVTransformer or a subclass of it. It stands above this module, which never imports it."""
@@ -102,6 +110,7 @@ def from_pretrained(
     Raises:
         KVLensError: an unknown name (the nearest is proposed), a folder that lacks something, an unsupported architecture.
     """
+    refuse_to_run_code(loader_kwargs)
     if hf_model is None and not is_local_folder(model_name):
         if kv_shift is not None and kv_shift.values and fold_value_biases is None:
             fold_value_biases = False
@@ -173,10 +182,16 @@ def from_llama2c(
 
 def _from_hub(cls: type[M], name: str, tokenizer: Any, kv_shift: KVShiftConfig | None, kwargs: dict[str, Any]) -> M:
     """TransformerLens' own way by official name, which asks the hub or its cache; it builds ``cls`` by itself."""
+    refuse_names_with_code(name)
     if kv_shift is not None:
         probe = HookedKVTransformerConfig(n_layers=1, d_model=2, d_head=2, n_ctx=1, d_vocab=1, act_fn="relu", kv_shift=kv_shift)
         check_weight_processing(probe, kwargs["fold_value_biases"], kwargs["refactor_factored_attn_matrices"])
     load = HookedTransformer.from_pretrained.__func__  # type: ignore[attr-defined]
-    with without_deprecation_warning():
-        model = load(cls, name, tokenizer=tokenizer, **kwargs)
+    try:
+        with without_deprecation_warning(), nothing_asked():
+            model = load(cls, name, tokenizer=tokenizer, **{**kwargs, "trust_remote_code": False})
+    except OSError as error:
+        raise KVLensError(
+            f"from_pretrained: {name} is neither in the local cache nor to be had from the hub: {' '.join(str(error).split())}"
+        ) from error
     return model if kv_shift is None else from_hooked_transformer(cls, model, kv_shift=kv_shift)

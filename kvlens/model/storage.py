@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from kvlens._tl import HookedTransformer
 from kvlens.errors import KVLensError
@@ -16,6 +16,7 @@ from kvlens.files import check_writable, write_folder
 from kvlens.model.config import HookedKVTransformerConfig
 from kvlens.model.fingerprint import is_weight, weights_hash
 from kvlens.model.loading import M, build_with_ready_tokenizer
+from kvlens.pretrained import read_tokenizer
 
 FORMAT, FORMAT_VERSION = "kvlens.model", 1
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -124,9 +125,4 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
-    if not (folder / "tokenizer_config.json").is_file():
-        return None
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # transformers raises whatever its parsers raise
-        raise KVLensError(f"load: the tokenizer in {folder} is damaged ({error})") from error
+    return read_tokenizer(folder) if (folder / "tokenizer_config.json").is_file() else None

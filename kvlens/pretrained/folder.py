@@ -42,9 +42,11 @@ def load_folder(folder: Path, dtype: torch.dtype, kwargs: dict[str, Any]) -> tup
     Returns:
         The model, and the shift coefficients that the checkpoint holds beside its weights: transformers drops them.
     """
-    kwargs = {**kwargs, "local_files_only": True}
+    kwargs = {**kwargs, "trust_remote_code": False, "weights_only": True, "local_files_only": True}
     try:
-        hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=kwargs.get("trust_remote_code", False))
+        hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        # the file may name a kernel of the hub, which transformers would fetch and run
+        hf_config._attn_implementation = kwargs.pop("attn_implementation", "eager")
     except Exception as error:
         raise KVLensError(f"from_pretrained: transformers cannot read {folder / 'config.json'}: {error}") from error
     class_name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(hf_config.model_type)
@@ -56,7 +58,9 @@ def load_folder(folder: Path, dtype: torch.dtype, kwargs: dict[str, Any]) -> tup
             "be converted. Load it dequantised with transformers and pass it as hf_model=."
         )
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True, **kwargs)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, config=hf_config, dtype=dtype, output_loading_info=True, **kwargs
+        )
     except Exception as error:
         raise KVLensError(
             f"from_pretrained: transformers cannot load the model in {folder}: {type(error).__name__}: {error}"

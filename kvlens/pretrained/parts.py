@@ -34,6 +34,7 @@ from kvlens.pretrained.baichuan import (
     is_baichuan_m1_weight,
 )
 from kvlens.pretrained.checkpoint_files import read_json_config, read_tensors
+from kvlens.pretrained.code import refuse_to_run_code
 from kvlens.pretrained.folder import check_folder_files, load_folder
 from kvlens.pretrained.names import is_local_folder, official_name
 from kvlens.pretrained.shift_import import import_shift_coefficients
@@ -177,6 +178,7 @@ def _convert_baichuan_m1(
 
 def _check_arguments(model_name: str | Path, hf_model: Any, kwargs: dict[str, Any]) -> None:
     """Refuse what this way of loading cannot honour, before any file is read."""
+    refuse_to_run_code(kwargs)
     for key in ("load_in_4bit", "load_in_8bit", "quantization_config"):
         if kwargs.get(key):
             raise KVLensError(f"from_pretrained: {key} asks for quantised weights, which cannot be converted: remove it")

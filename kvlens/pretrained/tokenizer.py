@@ -26,7 +26,7 @@ def find_tokenizer(
             "they do not belong together"
         )
     if tokenizer is None and folder is not None and any((folder / file).is_file() for file in TOKENIZER_FILES):
-        tokenizer, name = _folder_tokenizer(folder), str(folder)
+        tokenizer, name = read_tokenizer(folder), str(folder)
     if tokenizer is None and official is not None:
         tokenizer, name = _cached_tokenizer(official, cfg.d_vocab), official
     if tokenizer is None:
@@ -35,22 +35,29 @@ def find_tokenizer(
     return _with_bos(tokenizer, cfg.tokenizer_name, cfg.original_architecture)
 
 
-def _folder_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
-    """Load the folder's own tokenizer; None, with a warning, where it is code that comes with the folder."""
+def read_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder. Code that comes with it is not run, and nothing is fetched.
+
+    Raises:
+        KVLensError: it needs code of its own, or its files are missing or damaged.
+    """
     try:
         # False, not the default, which asks on the terminal whether to run code that comes with the folder
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:
-        config = folder / "tokenizer_config.json"
+    except Exception as error:  # transformers raises whatever its parsers raise
+        config = Path(folder) / "tokenizer_config.json"
         if config.is_file() and '"auto_map"' in config.read_text(encoding="utf-8", errors="replace"):
-            logger.warning(
-                "the tokenizer in %s is code of its own, which is not run: the model works on token ids; pass tokenizer=",
-                folder,
-            )
-            return None
+            raise KVLensError(
+                f"the tokenizer in {folder} is code of its own, which kvlens does not run. If you trust it, load it with "
+                "transformers and pass tokenizer=; without tokenizer_config.json the model works on token ids"
+            ) from error
         raise KVLensError(
-            f"from_pretrained: transformers cannot load the tokenizer in {folder}: {error}. Repair it, or pass tokenizer=."
+            f"the tokenizer in {folder} cannot be loaded: {_in_one_line(error)}. Repair it, or pass tokenizer="
         ) from error
+
+
+def _in_one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def _cached_tokenizer(official: str, d_vocab: int) -> PreTrainedTokenizerBase | None:
@@ -61,9 +68,9 @@ def _cached_tokenizer(official: str, d_vocab: int) -> PreTrainedTokenizerBase | 
     if not folders:
         return None
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folders[0], local_files_only=True)
-    except Exception as error:  # half a download: the model then works on token ids, as one without a tokenizer
-        logger.warning("the cached tokenizer of %s in %s cannot be loaded (%s): none is used", official, folders[0], error)
+        tokenizer = read_tokenizer(folders[0])
+    except KVLensError as error:  # half a download: the model then works on token ids, as one without a tokenizer
+        logger.warning("no tokenizer for %s: %s", official, error)
         return None
     return tokenizer if tokenizer.vocab_size <= d_vocab else None
 

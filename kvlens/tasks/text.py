@@ -15,12 +15,13 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from kvlens.corpus import DocsCorpus, TokenWindows, build_docs_corpus, train_bpe_tokenizer
 from kvlens.errors import KVLensError
 from kvlens.files import reason
 from kvlens.model import HookedKVTransformer
+from kvlens.pretrained import read_tokenizer
 from kvlens.tasks.batch import Batch, Model, Task
 from kvlens.tasks.context import context_effect
 
@@ -76,11 +77,7 @@ class TextTask(Task):
         """The given tokenizer, or the one learned from the training part."""
         if self.tokenizer is None:
             return train_bpe_tokenizer(self.texts["train"], self.vocab_size)
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(self.tokenizer, local_files_only=True)
-        except Exception as error:  # transformers raises whatever its parsers raise
-            raise KVLensError(f"task 'text': no tokenizer can be read from {self.tokenizer} ({error})") from error
-        return tokenizer
+        return read_tokenizer(self.tokenizer)
 
     @cached_property
     def texts(self) -> dict[str, list[str]]:

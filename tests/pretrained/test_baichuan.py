@@ -172,7 +172,7 @@ def test_a_loaded_model_gives_what_its_folder_gives(tmp_path):
     assert not any(p.requires_grad for p in load_pretrained_parts("x", hf_model=hf_model).state_dict.values())
 
 
-def test_a_tokenizer_in_the_folder_is_used_and_one_that_is_code_is_not_run(tmp_path, caplog):
+def test_a_tokenizer_in_the_folder_is_used_and_one_that_is_code_is_not_run(tmp_path):
     folder = write_folder(tmp_path / "m1", CONFIG, random_weights(CONFIG))
     tiny_tokenizer().save_pretrained(folder)
     assert load_pretrained_parts(folder).tokenizer.encode("the cat")[1:] == tiny_tokenizer().encode("the cat")
@@ -184,8 +184,10 @@ def test_a_tokenizer_in_the_folder_is_used_and_one_that_is_code_is_not_run(tmp_p
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(own_code))
     (folder / "tokenization_baichuan.py").write_text("raise SystemExit('remote code was run')")
-    assert load_pretrained_parts(folder).tokenizer is None
-    assert "code of its own, which is not run" in caplog.text
+    with pytest.raises(KVLensError, match=f"the tokenizer in {folder} is code of its own.*pass tokenizer="):
+        load_pretrained_parts(folder)
+    given = load_pretrained_parts(folder, tokenizer=tiny_tokenizer()).tokenizer
+    assert given.encode("the cat")[1:] == tiny_tokenizer().encode("the cat")
 
 
 # Bad input

@@ -260,7 +260,7 @@ def test_tokenizer_larger_than_the_vocabulary_is_refused():
 def test_broken_tokenizer_in_the_folder_is_named(tmp_path):
     folder = save(tiny_hf_model("gpt2"), tmp_path / "run", tiny_tokenizer())
     (folder / "tokenizer.json").write_text("{}")
-    with pytest.raises(KVLensError, match=r"cannot load the tokenizer in .*run"):
+    with pytest.raises(KVLensError, match=r"the tokenizer in .*run cannot be loaded"):
         load_pretrained_parts(folder)
 
 

@@ -1,0 +1,51 @@
+"""Code that comes with a model is never run, and nothing asks whether it may be.
+
+Hugging Face folders can name Python files of their own (``auto_map``), which transformers runs once it is trusted, and about
+which it asks on the terminal where nobody said anything; an attention implementation with a "/" in its name is a kernel that
+it fetches and runs. kvlens says no in every call. TransformerLens says yes for some official names: those are refused here.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from transformers import dynamic_module_utils
+
+from kvlens._tl import loading
+from kvlens.errors import KVLensError
+
+
+def refuse_to_run_code(kwargs: Mapping[str, Any]) -> None:
+    """Raise KVLensError if an argument for Hugging Face's ``from_pretrained`` would let files of others run."""
+    if kwargs.get("trust_remote_code"):
+        raise KVLensError(
+            "from_pretrained: trust_remote_code=True is refused: kvlens runs no code that comes with a model. If you trust "
+            "it, load the model with transformers yourself and pass hf_model= and tokenizer="
+        )
+    if kwargs.get("weights_only") is False:
+        raise KVLensError("from_pretrained: weights_only=False is refused: a pickle in a weights file could run anything")
+    if "/" in str(kwargs.get("attn_implementation", "")):
+        raise KVLensError(
+            f"from_pretrained: attn_implementation={kwargs['attn_implementation']!r} is code from the hub, which is not run; "
+            "take 'eager' or 'sdpa'"
+        )
+
+
+def refuse_names_with_code(official: str) -> None:
+    """Raise KVLensError for an official name whose code TransformerLens would trust without being asked."""
+    if official.startswith(loading.NEED_REMOTE_CODE_MODELS):
+        raise KVLensError(
+            f"from_pretrained: TransformerLens would run code that comes with {official}, and kvlens runs none: load it with "
+            "transformers (AutoModelForCausalLM.from_pretrained), whose own code knows most of these, and pass hf_model="
+        )
+
+
+@contextlib.contextmanager
+def nothing_asked() -> Iterator[None]:
+    """No question on the terminal, also from calls of TransformerLens that leave ``trust_remote_code`` open."""
+    before = dynamic_module_utils.TIME_OUT_REMOTE_CODE
+    dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # transformers' own switch: no time to answer, so it raises
+    try:
+        yield
+    finally:
+        dynamic_module_utils.TIME_OUT_REMOTE_CODE = before
