@@ -1,9 +1,9 @@
 """Analyses of kvlens models: each a function that returns a tidy DataFrame, built on kvlens' public names only.
 
 Folders go by what is looked at: :mod:`~analyses.bias` (a converted prompt), :mod:`~analyses.heads`, :mod:`~analyses.stream`
-(the residual stream), :mod:`~analyses.prompt` (the predictions); :mod:`~analyses.batch` runs any of them over many prompts, and
-:mod:`~analyses.declaration` says how to write your own. Every public name is imported from here, and loaded when it is first
-used, so that importing the package, and help, are quick.
+(the residual stream), :mod:`~analyses.prompt` (the predictions), :mod:`~analyses.dual` (a head as a step of learning);
+:mod:`~analyses.batch` runs any of them over many prompts, and :mod:`~analyses.declaration` says how to write your own. Every
+public name is imported from here, and loaded when it is first used, so that importing the package, and help, are quick.
 """
 
 import importlib

@@ -37,8 +37,9 @@ ORDER = [
     "reference",
     "cli",
 ]
-FOUNDATIONS = {"kvlens.errors", "kvlens.files", "kvlens.zoo"}
-"""Beside kvlens' public names: errors propose the nearest name, and a batch writes files and finds shipped models."""
+FOUNDATIONS = {"kvlens.dual", "kvlens.errors", "kvlens.files", "kvlens.zoo"}
+"""Beside kvlens' public names: the dual model's own package, errors that propose the nearest name, and what a batch needs to
+write files and to find shipped models."""
 PURE = {"torch", "einops", "jaxtyping", "math", "typing", "collections", "kvlens"}
 
 Sources = Mapping[str, tuple[str, bool]]

@@ -1,6 +1,7 @@
 """Every benchmark runs at a small size and checks its answer; what it measures is not looked at."""
 
 import bench_conversion_error
+import bench_dual_losses
 import bench_induction_heads
 import bench_linear_attention
 import bench_model
@@ -27,6 +28,11 @@ def test_training_smoke(capsys):
 def test_induction_heads_smoke(capsys):
     bench_induction_heads.main(["--small"])
     assert "induction_heads over the forward pass" in capsys.readouterr().out
+
+
+def test_dual_losses_smoke(capsys):
+    bench_dual_losses.main(["--small"])
+    assert "without cosines over a forward pass" in capsys.readouterr().out
 
 
 def test_conversion_error_smoke(capsys):

@@ -1,0 +1,82 @@
+"""What each demonstration gives to a head's step: one row a layer, head and token, for one query.
+
+Source: DUAL th. 3.1, eq. 9.
+"""
+
+import pandas as pd
+import torch
+
+from analyses.declaration import Analysis, Columns, Option
+from analyses.inputs import PROMPT
+from analyses.sequences import PromptTokens, one_sequence, token_texts
+from kvlens import HookedKVTransformer
+from kvlens.dual import check_attention, demonstration_figures
+
+COLUMNS = Columns(
+    layer=("int64", "from 0"),
+    head=("int64", "query head"),
+    query=("int64", "place of the query"),
+    position=("int64", "place of the demonstration"),
+    token=("str", "the demonstration"),
+    weight=("float64", "kernel(k, q) over the normaliser: the head's attention to it"),
+    output_share=("float64", "part of the head's output, along it, that this demonstration's step makes"),
+    log_step_norm=("float64", "natural logarithm of |v| sqrt(kernel(k, k)) / normaliser: the size of its part of the step"),
+    cosine_before=("float64", "of (W_0 phi(k), v)"),
+    cosine_after=("float64", "of (W_1 phi(k), v)"),
+)
+
+
+@COLUMNS.document
+@torch.no_grad()
+def dual_demonstrations(
+    model: HookedKVTransformer, prompt_tokens: PromptTokens, *, query_pos: int = -1, n_demonstrations: int | None = None
+) -> pd.DataFrame:
+    """What every demonstration does in every head's step.
+
+    Args:
+        model: any; an attached KV bias is part of W_0.
+        prompt_tokens: [pos], BOS included where the model wants one.
+        query_pos: the query's place; negative ones count from the end.
+        n_demonstrations: how many tokens from the front are demonstrations; None takes all before the query.
+
+    Returns:
+        By layer, head, then demonstration:
+
+        {columns}
+
+    Raises:
+        KVLensError: an attention without a dual model, a query that does not exist or stands before its demonstrations.
+    """
+    tokens = one_sequence(model, "prompt_tokens", prompt_tokens)
+    query = query_pos % len(tokens) if -len(tokens) <= query_pos < len(tokens) else query_pos
+    figures = demonstration_figures(model, tokens, query_pos, n_demonstrations)
+    n_layers, n_heads, n = figures.weight.shape
+    layer, head, position = torch.meshgrid(*(torch.arange(n) for n in (n_layers, n_heads, n)), indexing="ij")
+    return COLUMNS.frame(
+        {
+            "layer": layer,
+            "head": head,
+            "query": torch.full_like(layer, query),
+            "position": position,
+            "token": token_texts(model, tokens[:n]) * (n_layers * n_heads),
+            **figures._asdict(),
+        }
+    )
+
+
+def _has_dual_model(model: HookedKVTransformer) -> None:
+    check_attention(model, 1)
+
+
+DUAL_DEMONSTRATIONS = Analysis(
+    name="dual_demonstrations",
+    summary="what each token before a query gives to the step that every head makes there",
+    function=dual_demonstrations,
+    columns=COLUMNS,
+    inputs={"prompt_tokens": PROMPT},
+    options={
+        "query_pos": Option("the query's place; negative ones count from the end"),
+        "n_demonstrations": Option("how many tokens from the front are demonstrations; all before the query", value_type=int),
+    },
+    check_model=_has_dual_model,
+)

@@ -1,0 +1,86 @@
+"""Where the losses of the dual models are: one row a layer, head and query.
+
+The loss is linear in W and has no minimiser, so its drop says how far the step goes, not how good it is; it spans dozens of
+orders of magnitude over the heads of one model. Read it as a logarithm, beside the figures without a scale.
+
+Source: DUAL th. 3.1, eq. 9.
+"""
+
+import pandas as pd
+import torch
+
+from analyses.declaration import Analysis, Columns, Option
+from analyses.inputs import PROMPT
+from analyses.sequences import PromptTokens, one_sequence, token_texts
+from kvlens import HookedKVTransformer
+from kvlens.dual import check_attention, dual_figures
+
+COLUMNS = Columns(
+    layer=("int64", "from 0"),
+    head=("int64", "query head"),
+    query=("int64", "place of the query"),
+    token=("str", "the token at the query"),
+    n_demonstrations=("int64", "tokens in the training set"),
+    log_loss_drop=("float64", "natural logarithm of L(W_0) - L(W_1) at learning rate 1"),
+    equivalence_error=("float64", "|f(q) after one step - the head's output| / |the head's output|"),
+    step_share=("float64", "part of the output, along it, that the step makes; the rest is W_0's"),
+    demonstration_weight=("float64", "sum of kernel over normaliser over the demonstrations: attention to them"),
+    cosine_before=("float64", "mean over demonstrations of the cosine of (W_0 phi(k), v); NaN without cosines"),
+    cosine_after=("float64", "the same with W_1"),
+)
+
+
+@COLUMNS.document
+@torch.no_grad()
+def dual_losses(
+    model: HookedKVTransformer, prompt_tokens: PromptTokens, *, n_demonstrations: int | None = None, cosines: bool = True
+) -> pd.DataFrame:
+    """What the dual model's step does, for every head and query of a text.
+
+    Args:
+        model: any; an attached KV bias is part of W_0.
+        prompt_tokens: [pos], BOS included where the model wants one.
+        n_demonstrations: the first so many tokens are every query's demonstrations; None takes all tokens before each query.
+        cosines: whether the cosines are computed, which takes most of the time.
+
+    Returns:
+        By layer, head, then query:
+
+        {columns}
+
+    Raises:
+        KVLensError: an attention without a dual model (the reason is given), a text with no query behind a demonstration.
+    """
+    tokens = one_sequence(model, "prompt_tokens", prompt_tokens)
+    figures = dual_figures(model, tokens, n_demonstrations, cosines=cosines)
+    first = 1 if n_demonstrations is None else n_demonstrations
+    n_layers, n_heads, n_queries = figures.log_loss_drop.shape
+    layer, head, query = torch.meshgrid(*(torch.arange(n) for n in (n_layers, n_heads, n_queries)), indexing="ij")
+    return COLUMNS.frame(
+        {
+            "layer": layer,
+            "head": head,
+            "query": query + first,
+            "token": token_texts(model, tokens[first:]) * (n_layers * n_heads),
+            "n_demonstrations": query + 1 if n_demonstrations is None else torch.full_like(query, n_demonstrations),
+            **figures._asdict(),
+        }
+    )
+
+
+def _has_dual_model(model: HookedKVTransformer) -> None:
+    check_attention(model, 1)
+
+
+DUAL_LOSSES = Analysis(
+    name="dual_losses",
+    summary="every head as one step of representation learning: how far the step goes, and what it makes of the output",
+    function=dual_losses,
+    columns=COLUMNS,
+    inputs={"prompt_tokens": PROMPT},
+    options={
+        "n_demonstrations": Option("the first so many tokens are the demonstrations of every query", value_type=int),
+        "cosines": Option("whether to compute the cosines, which take most of the time"),
+    },
+    check_model=_has_dual_model,
+)

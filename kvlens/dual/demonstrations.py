@@ -1,0 +1,82 @@
+"""What each demonstration gives to the step of every head, at one query: one forward pass, all heads of a layer at once."""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvlens.dual.queries import check_demonstrations, kernel_between_keys, query_weights
+from kvlens.dual.reading import LayerReading, TextTokens, check_index, read_layers
+from kvlens.errors import KVLensError
+from kvlens.model import HookedKVTransformer
+from kvlens.ops import dual as ops
+
+PerDemonstration = Float[Tensor, "*layer head demo"]
+
+
+class DemonstrationFigures(NamedTuple):
+    """For the demonstrations of one query.
+
+    Attributes:
+        weight: kappa(k_j, q) / D.
+        output_share: of the head's output, along it, what weight times v_j makes.
+        log_step_norm: log of |v_j| sqrt(kappa(k_j, k_j)) / |D|, the size of v_j phi(k_j)^T / D.
+        cosine_before, cosine_after: of (W phi(k_j), v_j), with W_0 and with W_1.
+    """
+
+    weight: PerDemonstration
+    output_share: PerDemonstration
+    log_step_norm: PerDemonstration
+    cosine_before: PerDemonstration
+    cosine_after: PerDemonstration
+
+
+def demonstration_figures(
+    model: HookedKVTransformer, tokens: TextTokens, query_pos: int = -1, n_demonstrations: int | None = None
+) -> DemonstrationFigures:
+    """The figures of every layer, head and demonstration [layer, head, demo] at one query, in float64.
+
+    Raises:
+        KVLensError: as :func:`kvlens.dual.read_layers`; a query that does not exist, or stands before its demonstrations.
+    """
+    query = check_index("query_pos", query_pos, len(tokens))
+    n = query if n_demonstrations is None else n_demonstrations
+    check_demonstrations(query + 1, n)
+    if n < 1:
+        raise KVLensError(f"dual model: the query at position {query} has no demonstrations in front of it")
+    layers: list[DemonstrationFigures] = []
+    read_layers(model, tokens[: query + 1], lambda _, reading: layers.append(_figures(reading, n)))
+    return DemonstrationFigures(*(torch.stack(figure) for figure in zip(*layers, strict=True)))
+
+
+def _figures(reading: LayerReading, n: int) -> DemonstrationFigures:
+    """Of the last token as the query."""
+    weight, between = query_weights(reading)[:, :n], kernel_between_keys(reading)
+    v, z = reading.values, reading.z[:, -1]
+    share = weight * (v[:, :n] @ z[..., None]).squeeze(-1) / z.square().sum(dim=-1, keepdim=True)
+    diagonal = between.log_size.diagonal(dim1=-2, dim2=-1)[:, :n]
+    log_normalizer, sign = reading.log_normalizer[:, -1:], reading.normalizer_sign[:, -1:]
+    log_norm = v[:, :n].norm(dim=-1).log() + diagonal / 2 - log_normalizer
+    values = v
+    if reading.bias_features is not None and reading.bias_values is not None:  # its rows join H_T
+        between, values = _with_bias_rows(reading, between, reading.bias_features, reading.bias_values)
+    before, after = ops.predictions_at_demonstrations(between, values, n)
+    cosines = [sign * ops.cosine(x, v[:, :n]) for x in (before, after)]
+    return DemonstrationFigures(weight, share, log_norm, cosines[0], cosines[1])
+
+
+def _with_bias_rows(
+    reading: LayerReading, between: ops.LogKernel, features: Tensor, bias_values: Tensor
+) -> tuple[ops.LogKernel, Tensor]:
+    """The kernel and the values with a KV bias's rows behind the text; only the columns of the text matter."""
+    rows = ops.feature_kernel(features, reading.keys)
+    log_size = rows.log_size
+    if reading.log_decay is not None:
+        pos = reading.keys.shape[1]
+        steps = pos + (pos - 1 - torch.arange(pos, device=log_size.device, dtype=log_size.dtype))
+        log_size = log_size + reading.log_decay[:, None, None] * steps
+    assert between.sign is not None
+    assert rows.sign is not None
+    joined = ops.LogKernel(torch.cat([between.log_size, log_size], dim=1), torch.cat([between.sign, rows.sign], dim=1))
+    return joined, torch.cat([reading.values, bias_values], dim=1)

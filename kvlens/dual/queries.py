@@ -1,0 +1,171 @@
+"""The dual models of every head at every query of a text, as figures: one forward pass, tensor operations, no loop over tokens.
+
+A layer is reduced to its figures as the pass goes through it. Query i's demonstrations are all tokens before it, or the first N
+of the text; a KV bias counts as part of W_0. What each figure means is said at :class:`QueryFigures`.
+"""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvlens.dual.reading import LayerReading, TextTokens, read_layers
+from kvlens.errors import KVLensError
+from kvlens.model import HookedKVTransformer
+from kvlens.ops import dual as ops
+
+PerQuery = Float[Tensor, "*layer head query"]
+MEMORY = 2**28
+"""Bytes of the square matrices of the heads that are computed together."""
+N_MATRICES = 16
+"""Square matrices of a head that are held at once, at most."""
+
+
+class QueryFigures(NamedTuple):
+    """For queries 1 .. pos - 1, or N .. pos - 1.
+
+    Attributes:
+        log_loss_drop: log(L(W_0) - L(W_1)) at eta = 1.
+        equivalence_error: |f(q) after one step - the head's output| / |the head's output|.
+        step_share: of the output, what the step makes: (W_1 - W_0) phi(q) along the output; the rest is W_0's.
+        demonstration_weight: sum of kappa(k_j, q) / D over the demonstrations: their share of attention.
+        cosine_before, cosine_after: mean over the demonstrations of the cosine of (W phi(k_j), v_j) with W_0 and W_1; NaN
+            where cosines were not asked for.
+    """
+
+    log_loss_drop: PerQuery
+    equivalence_error: PerQuery
+    step_share: PerQuery
+    demonstration_weight: PerQuery
+    cosine_before: PerQuery
+    cosine_after: PerQuery
+
+
+def dual_figures(
+    model: HookedKVTransformer, tokens: TextTokens, n_demonstrations: int | None = None, *, cosines: bool = True
+) -> QueryFigures:
+    """The figures of every layer, head and query [layer, head, query], in float64.
+
+    Args:
+        model: any; what has no dual model is refused.
+        tokens: [pos].
+        n_demonstrations: N, the same for all queries; None takes all tokens before each query.
+        cosines: whether to compute the cosines, which take most of the time.
+
+    Raises:
+        KVLensError: as :func:`kvlens.dual.read_layers`; a text with no query behind a demonstration.
+    """
+    check_demonstrations(len(tokens), n_demonstrations)
+    layers: list[QueryFigures] = []
+    read_layers(model, tokens, lambda _, reading: layers.append(layer_figures(reading, n_demonstrations, cosines=cosines)))
+    return QueryFigures(*(torch.stack(figure) for figure in zip(*layers, strict=True)))
+
+
+def layer_figures(reading: LayerReading, n_demonstrations: int | None = None, *, cosines: bool = True) -> QueryFigures:
+    """The figures of one layer [head, query], as many heads at a time as :data:`MEMORY` allows."""
+    n_heads, pos = reading.log_normalizer.shape
+    together = max(1, MEMORY // (N_MATRICES * 8 * pos * pos))
+    parts = [
+        _figures(_heads(reading, slice(first, first + together)), n_demonstrations, cosines)
+        for first in range(0, n_heads, together)
+    ]
+    return QueryFigures(*(torch.cat(figure) for figure in zip(*parts, strict=True)))
+
+
+def check_demonstrations(pos: int, n_demonstrations: int | None) -> None:
+    """Raise KVLensError unless some query of the text has demonstrations in front of it."""
+    n = 1 if n_demonstrations is None else n_demonstrations
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise KVLensError(f"dual model: n_demonstrations must be at least 1 (or None), got {n_demonstrations!r}")
+    if pos <= n:
+        raise KVLensError(f"dual model: of {pos} tokens none stands behind {n} demonstrations; give a longer text")
+
+
+def _heads(reading: LayerReading, part: slice) -> LayerReading:
+    return LayerReading(*(x[part] if isinstance(x, Tensor) else x for x in reading))
+
+
+def _figures(reading: LayerReading, n: int | None, cosines: bool) -> QueryFigures:
+    first = 1 if n is None else n
+    between, pattern = _kernel_and_pattern(reading)
+    v, z, sign = reading.values, reading.z[:, first:], reading.normalizer_sign[:, first:]
+    step = ops.step_outputs(pattern, v, n)
+    predicted = pattern[:, first:] @ v
+    start = None
+    if reading.bias_features is not None and reading.bias_values is not None:
+        b_kv = reading.bias_features.transpose(-1, -2) @ reading.bias_values
+        predicted = predicted + _read_bias(reading, b_kv)[:, first:]
+        start = _bias_at_tokens(reading, b_kv)
+    before = after = torch.full_like(sign, float("nan"))
+    if cosines:
+        before, after = (sign * c for c in ops.mean_cosines(between, v, n, start))
+    weights = pattern.tril(-1)[:, 1:].sum(dim=-1) if n is None else pattern[:, n:, :n].sum(dim=-1)
+    size = z.square().sum(dim=-1)
+    return QueryFigures(
+        log_loss_drop=ops.log_loss_drops(between, v, reading.log_normalizer, n, reading.log_decay),
+        equivalence_error=(predicted - z).norm(dim=-1) / size.sqrt(),
+        step_share=(step * z).sum(dim=-1) / size,
+        demonstration_weight=weights,
+        cosine_before=before,
+        cosine_after=after,
+    )
+
+
+def _kernel_and_pattern(reading: LayerReading) -> tuple[ops.LogKernel, Float[Tensor, "head query token"]]:
+    """kappa between keys, times gamma^{-s-t}, and kappa(k_t, q_i) gamma^{i-t} / D_i, causal."""
+    q, k = reading.queries, reading.keys
+    if reading.scale is None:
+        between, at_query = ops.feature_kernel(k, k), ops.feature_kernel(q, k)
+    else:
+        between, at_query = ops.softmax_kernel(k, k, reading.scale), ops.softmax_kernel(q, k, reading.scale)
+    log_factor = -reading.log_normalizer[..., None]
+    if reading.log_decay is not None:
+        places = torch.arange(k.shape[1], device=k.device, dtype=k.dtype)
+        log_gamma = reading.log_decay[:, None, None]
+        between = between._replace(log_size=between.log_size - log_gamma * (places[:, None] + places))
+        log_factor = log_factor + log_gamma * (places[:, None] - places)
+    above = torch.ones(k.shape[1], k.shape[1], dtype=torch.bool, device=k.device).triu(1)
+    causal = at_query._replace(log_size=at_query.log_size.masked_fill(above, float("-inf")))
+    return between, reading.normalizer_sign[..., None] * ops.kernel_values(causal, log_factor)
+
+
+def query_weights(reading: LayerReading) -> Float[Tensor, "head token"]:
+    """kappa(k_t, q) gamma^{i-t} / D of the last token as the query."""
+    q, k = reading.queries[:, -1:], reading.keys
+    at_query = ops.feature_kernel(q, k) if reading.scale is None else ops.softmax_kernel(q, k, reading.scale)
+    log_factor = _log_seen(reading) - reading.log_normalizer[:, -1:]
+    return reading.normalizer_sign[:, -1:] * ops.kernel_values(at_query, log_factor[:, None]).squeeze(1)
+
+
+def kernel_between_keys(reading: LayerReading) -> ops.LogKernel:
+    """kappa(k_s, k_t) gamma^{i-s} gamma^{i-t}, as the last token sees it."""
+    k, seen = reading.keys, _log_seen(reading)
+    between = ops.feature_kernel(k, k) if reading.scale is None else ops.softmax_kernel(k, k, reading.scale)
+    return between._replace(log_size=between.log_size + seen[:, :, None] + seen[:, None, :])
+
+
+def _log_seen(reading: LayerReading) -> Float[Tensor, "head token"]:
+    """log gamma^{i-t}, for the last token i."""
+    n_heads, pos = reading.log_normalizer.shape
+    steps = pos - 1 - torch.arange(pos, device=reading.keys.device, dtype=reading.keys.dtype)
+    log_gamma = reading.keys.new_zeros(n_heads) if reading.log_decay is None else reading.log_decay
+    return log_gamma[:, None] * steps
+
+
+def _read_bias(reading: LayerReading, b_kv: Tensor) -> Float[Tensor, "head pos d_head"]:
+    """gamma^{i+1} phi~(q_i)^T b_KV / D_i."""
+    log_factor = -reading.log_normalizer
+    if reading.log_decay is not None:
+        steps = torch.arange(1, reading.keys.shape[1] + 1, device=b_kv.device, dtype=b_kv.dtype)
+        log_factor = log_factor + reading.log_decay[:, None] * steps
+    return (reading.queries @ b_kv) * (reading.normalizer_sign * log_factor.exp())[..., None]
+
+
+def _bias_at_tokens(reading: LayerReading, b_kv: Tensor) -> Float[Tensor, "head pos d_head"]:
+    """What b_KV adds to W_0 phi~(k_j), in the units of the kernel between keys: times gamma^{1-j}."""
+    at_tokens = reading.keys @ b_kv
+    if reading.log_decay is None:
+        return at_tokens
+    places = torch.arange(reading.keys.shape[1], device=b_kv.device, dtype=b_kv.dtype)
+    return at_tokens * (reading.log_decay[:, None] * (1 - places)).exp()[..., None]
