@@ -53,3 +53,30 @@ HOMES = {
     "conversion_error": "analyses.prompt.error",
     "dual_demonstrations": "analyses.dual.demonstrations",
     "dual_losses": "analyses.dual.losses",
+    "head_details": "analyses.heads.details",
+    "induction_heads": "analyses.heads.induction",
+    "layer_contributions": "analyses.stream.contributions",
+    "linked_shares": "analyses.prompt.linked",
+    "prompt_by_depth": "analyses.prompt.depth",
+    "prompt_copies": "analyses.heads.copies",
+    "prompt_effect": "analyses.prompt.effect",
+    "tokens_field": "analyses.inputs",
+}
+"""Public name of ``analyses`` -> the module that holds it."""
+
+
+def locate(name: str) -> tuple[str, str]:
+    """Module and attribute of an analysis: of kvlens' own by its name, of any other as MODULE:OBJECT.
+
+    Raises:
+        KVLensError: neither (the nearest name is proposed).
+    """
+    if name not in ANALYSES and ":" not in name:
+        raise KVLensError(
+            f"no analysis is called {name!r}; there are {', '.join(ANALYSES)}, and your own as "
+            f"my_package.my_module:MY_ANALYSIS{nearest(name, ANALYSES)}"
+        )
+    module, _, attribute = ANALYSES.get(name, name).partition(":")
+    if not all(part.isidentifier() for part in (*module.split("."), attribute)):
+        raise KVLensError(f"analysis: expected MODULE:OBJECT, such as my_package.my_module:MY_ANALYSIS, got {name!r}")
+    return module, attribute
