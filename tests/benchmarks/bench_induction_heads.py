@@ -7,11 +7,10 @@ GPT-2-small's size with random weights: 12 layers of 12 heads, d_model 768, voca
 
 import argparse
 import resource
-from time import perf_counter
 from typing import Any
 
 import torch
-from timing import check_close, verdict
+from timing import check_close, fastest, verdict
 
 from analyses.heads.induction import induction_heads
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig
@@ -23,17 +22,6 @@ SMALL = dict(n_layers=2, n_heads=3, d_model=24, d_head=8, n_ctx=128, d_vocab=101
 def model_of(sizes: dict[str, Any]) -> HookedKVTransformer:
     cfg = HookedKVTransformerConfig(**sizes, act_fn="gelu_new", normalization_type="LN", seed=0, device="cpu")
     return HookedKVTransformer(cfg).requires_grad_(False)
-
-
-def fastest(*calls: Any, repeats: int) -> list[float]:
-    """Least seconds of each call, the calls interleaved: what others do on the machine can only add to it."""
-    times: list[list[float]] = [[] for _ in calls]
-    for _ in range(repeats):
-        for call, into in zip(calls, times, strict=True):
-            start = perf_counter()
-            call()
-            into.append(perf_counter() - start)
-    return [min(t) for t in times]
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -1,27 +1,41 @@
-"""How the benchmarks time: what is compared runs in turn, A B A B ..., in one process, and the medians are compared.
+"""How the benchmarks time: what is compared runs in turn, A B A B ..., in one process, and medians or minima are compared.
 
-Ratios within one run are what counts; absolute times are those of one machine.
+Ratios within one run are what counts; absolute times are those of one machine. On a machine that others use too, the least of
+several wall times is what they disturb least; with one thread, processor time is hardly disturbed at all.
 """
 
 from collections.abc import Callable
 from statistics import median
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import torch
 
+CLOCKS = {"wall": perf_counter, "processor": process_time}
 
-def medians(*calls: Callable[[], Any], repeats: int) -> list[float]:
-    """Median seconds of each call, after one warm-up, the calls interleaved."""
+
+def times(*calls: Callable[[], Any], repeats: int, clock: str = "wall") -> list[list[float]]:
+    """Seconds of each call, ``repeats`` of each after one warm-up, the calls interleaved."""
+    now = CLOCKS[clock]
     for call in calls:
         call()
-    times: list[list[float]] = [[] for _ in calls]
+    taken: list[list[float]] = [[] for _ in calls]
     for _ in range(repeats):
-        for call, into in zip(calls, times, strict=True):
-            start = perf_counter()
+        for call, into in zip(calls, taken, strict=True):
+            start = now()
             call()
-            into.append(perf_counter() - start)
-    return [median(t) for t in times]
+            into.append(now() - start)
+    return taken
+
+
+def medians(*calls: Callable[[], Any], repeats: int) -> list[float]:
+    """Median seconds of each call."""
+    return [median(taken) for taken in times(*calls, repeats=repeats)]
+
+
+def fastest(*calls: Callable[[], Any], repeats: int, clock: str = "wall") -> list[float]:
+    """Least seconds of each call: what others do on the machine can only add to it."""
+    return [min(taken) for taken in times(*calls, repeats=repeats, clock=clock)]
 
 
 def check_close(new: torch.Tensor, old: torch.Tensor, tolerance: float, what: str) -> float:
