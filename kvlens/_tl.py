@@ -12,7 +12,16 @@ import transformer_lens.loading_from_pretrained as loading
 from transformer_lens import ActivationCache, HookedTransformer, HookedTransformerConfig
 from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 from transformer_lens.cache.key_value_cache_entry import TransformerLensKeyValueCacheEntry
-from transformer_lens.components import AbstractAttention, Attention, GroupedQueryAttention, PosEmbed
+from transformer_lens.components import (
+    AbstractAttention,
+    Attention,
+    GroupedQueryAttention,
+    LayerNorm,
+    LayerNormPre,
+    PosEmbed,
+    TransformerBlock,
+    Unembed,
+)
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.HookedTransformer import Output
 from transformer_lens.utilities import (
@@ -35,11 +44,15 @@ __all__ = [
     "HookPoint",
     "HookedTransformer",
     "HookedTransformerConfig",
+    "LayerNorm",
+    "LayerNormPre",
     "Output",
     "PosEmbed",
     "Slice",
+    "TransformerBlock",
     "TransformerLensKeyValueCache",
     "TransformerLensKeyValueCacheEntry",
+    "Unembed",
     "get_attention_mask",
     "get_device_for_block_index",
     "get_offset_position_ids",

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from kvlens._tl import HookPoint
+from kvlens.components.block import runs_lean
 from kvlens.components.kv_shift import real_tokens, through
 from kvlens.components.pieces import HeadOutputs, Piece
+from kvlens.components.projections import project_heads
 from kvlens.components.variants import AttentionVariants
 from kvlens.errors import KVLensError
 
@@ -67,6 +69,20 @@ class KVAttention(AttentionVariants):
         if heads.z_bias is not None:
             z = self.hook_z_context(z) + self.hook_z_bias(heads.z_bias)
         return self._project(self.hook_z(z.to(self.W_O.dtype)))
+
+    def calculate_qkv_matrices(self, query_input: Tensor, key_input: Tensor, value_input: Tensor) -> tuple[Tensor, ...]:
+        """TransformerLens' q, k and v, with its hooks and norms; one input for each head, and 4 bits, are left to it."""
+        cfg = self.cfg
+        ungrouped = cfg.n_key_value_heads is not None and cfg.ungroup_grouped_query_attention
+        if not runs_lean(cfg) or query_input.dim() != 3 or ungrouped or cfg.load_in_4bit:
+            return super().calculate_qkv_matrices(query_input, key_input, value_input)  # type: ignore[misc]
+        stored = "" if cfg.n_key_value_heads is None else "_"
+        weights = [(self.W_Q, self.b_Q), *((getattr(self, f"{stored}W_{x}"), getattr(self, f"{stored}b_{x}")) for x in "KV")]
+        inputs, hooks = (query_input, key_input, value_input), (self.hook_q, self.hook_k, self.hook_v)
+        q, k, v = (hook(project_heads(x, *w)) for hook, x, w in zip(hooks, inputs, weights, strict=True))
+        if cfg.use_qk_norm:
+            q, k = self._apply_qk_norm(q, self.q_norm), self._apply_qk_norm(k, self.k_norm)
+        return q, k, v
 
     def _check_batch(self, batch: int) -> None:
         n_prompts = 1 if self.layer_bias is None else self.layer_bias.b_kv.shape[0]

@@ -21,7 +21,16 @@ from kvlens._tl import (
     TransformerLensKeyValueCache,
     without_deprecation_warning,
 )
-from kvlens.components import LayerBias, NoPosEmbed, OffsetPosEmbed, SinusoidalPosEmbed, build_attention, upgrade_cache
+from kvlens.components import (
+    KVBlock,
+    KVUnembed,
+    LayerBias,
+    NoPosEmbed,
+    OffsetPosEmbed,
+    SinusoidalPosEmbed,
+    build_attention,
+    upgrade_cache,
+)
 from kvlens.errors import KVLensError, nearest
 from kvlens.kv_bias import Fingerprint, KVBias
 from kvlens.model.attention_variant import why_no_kv_bias
@@ -77,6 +86,8 @@ class HookedKVTransformer(HookedTransformer):
         cfg = self.cfg
         for layer, block in enumerate(self.blocks):
             block.attn = build_attention(cfg, block.attn.attn_type, layer)
+            self.blocks[layer] = KVBlock.of(block)
+        self.unembed: Any = KVUnembed.of(self.unembed)
         tables = [block.attn.rotary_table for block in self.blocks if hasattr(block.attn, "rotary_table")]
         for block in self.blocks[1:] if tables else ():
             block.attn.rotary_table = tables[0]  # one table for all layers

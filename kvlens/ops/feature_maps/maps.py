@@ -38,7 +38,7 @@ def elu_plus_one(x: Float[Tensor, "*lead d"]) -> Float[Tensor, "*lead d"]:
 
     Written so that no 1 is taken away and added back: ``elu(x) + 1`` is exactly 0 in float32 below x = -17.
     """
-    return x.clamp(max=0.0).exp() + x.relu()
+    return x.clamp(max=0.0).exp_() + x.relu()
 
 
 def relu(x: Float[Tensor, "*lead d"]) -> Float[Tensor, "*lead d"]:

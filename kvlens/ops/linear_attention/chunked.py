@@ -19,6 +19,8 @@ from kvlens.ops.linear_attention.state import without_padding
 from kvlens.ops.linear_attention.types import LinearAttentionOutput, LinearAttentionState
 
 CHUNK_SIZE = 64
+NORMALIZER_CHUNK_SIZE = 16
+"""The normaliser's products with a triangle are all within a chunk: shorter chunks are less work."""
 SEGMENT_ON_CPU, SEGMENT_ELSEWHERE = 512, 16384
 """Tokens a segment: the cache is what counts on a CPU, enough parallel work on an accelerator."""
 
@@ -55,7 +57,7 @@ def chunked_linear_attention(
         numerators.append(numerator)
     if norm_q is not None and norm_k is not None and k_sum is not None:
         for q_part, k_part in zip(norm_q.split(length, dim=1), norm_k.split(length, dim=1), strict=True):
-            normalizer, k_sum = _normalizer(q_part, k_part, k_sum, chunk_size)
+            normalizer, k_sum = _normalizer(q_part, k_part, k_sum, min(chunk_size, NORMALIZER_CHUNK_SIZE))
             normalizers.append(normalizer)
     return LinearAttentionOutput(
         _join(numerators), _join(normalizers) if normalizers else None, LinearAttentionState(kv, k_sum)

@@ -20,10 +20,13 @@ def rotate(
     """
     rotary_dim = cos.shape[-1]
     turned = x[..., :rotary_dim]
+    # the sign goes into the rows, which all heads share, not into the features
     if adjacent_pairs:
-        flipped = torch.stack([-turned[..., 1::2], turned[..., ::2]], dim=-1).flatten(-2)
+        flipped = torch.stack([turned[..., 1::2], turned[..., ::2]], dim=-1).flatten(-2)
+        sin = torch.stack([-sin[..., ::2], sin[..., 1::2]], dim=-1).flatten(-2)
     else:
         half = rotary_dim // 2
-        flipped = torch.cat([-turned[..., half:], turned[..., :half]], dim=-1)
+        flipped = torch.cat([turned[..., half:], turned[..., :half]], dim=-1)
+        sin = torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
     turned = torch.addcmul(turned * cos, flipped, sin)
     return turned if rotary_dim == x.shape[-1] else torch.cat([turned, x[..., rotary_dim:]], dim=-1)

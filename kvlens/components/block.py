@@ -1,0 +1,102 @@
+"""TransformerLens' block and unembedding without work that nobody sees.
+
+TransformerLens norms the residual stream three times over, once for queries, keys and values each, and copies W_U at every
+call. What comes out here is the same; the norm's hooks fire once. A softmax model in the eager form runs TransformerLens' own
+code, bit for bit, and so does every block of another build (inputs split by head, norms after the layer, shortformer).
+"""
+
+from typing import Any, Self
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from kvlens._tl import POST_NORM_ARCHITECTURES, LayerNorm, LayerNormPre, TransformerBlock, Unembed
+
+FEW_ROWS = 16
+"""Up to so many tokens, all rows together, a copy of W_U costs more than the product with it."""
+
+
+def runs_lean(cfg: Any) -> bool:
+    """Whether kvlens may compute in another way than TransformerLens: in all but softmax models in the eager form."""
+    return cfg.attention == "linear" or cfg.softmax_form == "fused"
+
+
+class _TakesOver(nn.Module):
+    """Mixed in before a class of TransformerLens, to put itself in the place of one that is already built."""
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Self:
+        """This class with everything that ``module`` holds; ``module`` is to be dropped."""
+        new = cls.__new__(cls)
+        new.__dict__ = module.__dict__
+        return new
+
+
+class KVBlock(_TakesOver, TransformerBlock):
+    """A transformer block that norms its input once."""
+
+    def forward(
+        self,
+        resid_pre: Float[Tensor, "batch pos d_model"],
+        shortformer_pos_embed: Tensor | None = None,
+        past_kv_cache_entry: Any = None,
+        attention_mask: Tensor | None = None,
+    ) -> Float[Tensor, "batch pos d_model"]:
+        """As ``transformer_lens.components.TransformerBlock.forward``."""
+        if shortformer_pos_embed is not None or not self._is_usual():
+            return super().forward(resid_pre, shortformer_pos_embed, past_kv_cache_entry, attention_mask)
+        resid_pre = self.hook_resid_pre(resid_pre)
+        normed = norm(self.ln1, resid_pre)
+        attn_out = self.attn(normed, normed, normed, past_kv_cache_entry=past_kv_cache_entry, attention_mask=attention_mask)
+        attn_out = self.hook_attn_out(attn_out)
+        resid_pre = resid_pre.to(attn_out.device)
+        if self.cfg.attn_only:
+            return self.hook_resid_post(resid_pre + attn_out)
+        if self.cfg.parallel_attn_mlp:
+            mlp_out = self.apply_mlp(norm(self.ln2, self._mlp_in(resid_pre)))
+            return self.hook_resid_post(resid_pre + attn_out + mlp_out)
+        resid_mid = self.hook_resid_mid(resid_pre + attn_out)
+        return self.hook_resid_post(resid_mid + self.apply_mlp(norm(self.ln2, self._mlp_in(resid_mid))))
+
+    def _is_usual(self) -> bool:
+        cfg = self.cfg
+        split = cfg.use_attn_in or cfg.use_split_qkv_input
+        after = cfg.use_normalization_before_and_after or cfg.original_architecture in POST_NORM_ARCHITECTURES
+        return runs_lean(cfg) and not split and not after
+
+    def _mlp_in(self, resid: Tensor) -> Tensor:
+        return self.hook_mlp_in(resid.clone()) if self.cfg.use_hook_mlp_in else resid
+
+
+def norm(module: nn.Module, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
+    """``module(x)``; TransformerLens' LayerNorm in fewer passes over memory where nobody hooks it.
+
+    Without gradients the steps are TransformerLens' own, in place, and the result is the same to the bit; with gradients
+    it is torch's fused layer norm, the same to rounding.
+    """
+    if type(module) not in (LayerNorm, LayerNormPre) or x.dtype not in (torch.float32, torch.float64):
+        return module(x)
+    if torch.is_autocast_enabled(x.device.type) or _is_hooked(module, module.hook_scale, module.hook_normalized):
+        return module(x)
+    weight, shift = getattr(module, "w", None), getattr(module, "b", None)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, shift)):
+        return nn.functional.layer_norm(x, x.shape[-1:], weight, shift, module.eps)
+    x = x - x.mean(-1, keepdim=True)
+    x /= x.pow(2).mean(-1, keepdim=True).add_(module.eps).sqrt_()
+    return x if weight is None or shift is None else x.mul_(weight).add_(shift)
+
+
+def _is_hooked(*modules: nn.Module) -> bool:
+    return any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in modules)
+
+
+class KVUnembed(_TakesOver, Unembed):
+    """The unembedding; for a few rows, as in decoding, copying W_U would cost more than the product."""
+
+    def forward(self, residual: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_vocab_out"]:
+        """As ``transformer_lens.components.Unembed.forward``."""
+        if not runs_lean(self.cfg) or residual.shape[:-1].numel() > FEW_ROWS:
+            return super().forward(residual)
+        residual = self.hook_in(residual)
+        return self.hook_out(nn.functional.linear(residual, self.W_U.T, self.b_U))

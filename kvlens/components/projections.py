@@ -1,0 +1,22 @@
+"""Queries, keys and values from the residual stream: x W + b for each head."""
+
+import torch
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor
+
+
+def project_heads(
+    x: Float[Tensor, "batch pos d_model"], weight: Float[Tensor, "head d_model d_head"], bias: Float[Tensor, "head d_head"]
+) -> Float[Tensor, "batch pos head d_head"]:
+    """One product per head: W is not copied, and a head's rows lie together, as linear attention reads them.
+
+    With gradients it is one product with all heads' weights side by side, as TransformerLens has it: the backward pass of the
+    other would hold the gradient of ``x`` once per head.
+    """
+    batch, pos = x.shape[:2]
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        together = rearrange(weight, "head d_model d_head -> (head d_head) d_model")
+        return torch.nn.functional.linear(x, together, bias.flatten()).unflatten(-1, bias.shape)
+    rows = x.reshape(1, batch * pos, -1).expand(weight.shape[0], -1, -1)
+    return rearrange(torch.baddbmm(bias[:, None], rows, weight), "head (batch pos) d_head -> batch pos head d_head", pos=pos)
