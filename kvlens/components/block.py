@@ -12,9 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from kvlens._tl import POST_NORM_ARCHITECTURES, LayerNorm, LayerNormPre, TransformerBlock, Unembed
-
-FEW_ROWS = 16
-"""Up to so many tokens, all rows together, a copy of W_U costs more than the product with it."""
+from kvlens.components.projections import FEW_ROWS
 
 
 def runs_lean(cfg: Any) -> bool:
@@ -22,7 +20,7 @@ def runs_lean(cfg: Any) -> bool:
     return cfg.attention == "linear" or cfg.softmax_form == "fused"
 
 
-class _TakesOver(nn.Module):
+class _TakesOver:
     """Mixed in before a class of TransformerLens, to put itself in the place of one that is already built."""
 
     @classmethod
@@ -69,7 +67,7 @@ class KVBlock(_TakesOver, TransformerBlock):
         return self.hook_mlp_in(resid.clone()) if self.cfg.use_hook_mlp_in else resid
 
 
-def norm(module: nn.Module, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
+def norm(module: Any, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
     """``module(x)``; TransformerLens' LayerNorm in fewer passes over memory where nobody hooks it.
 
     Without gradients the steps are TransformerLens' own, in place, and the result is the same to the bit; with gradients

@@ -5,17 +5,16 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
+FEW_ROWS = 16
+"""Up to so many tokens, all rows together, a copy of a weight matrix costs more than the product with it."""
+
 
 def project_heads(
     x: Float[Tensor, "batch pos d_model"], weight: Float[Tensor, "head d_model d_head"], bias: Float[Tensor, "head d_head"]
 ) -> Float[Tensor, "batch pos head d_head"]:
-    """One product per head: W is not copied, and a head's rows lie together, as linear attention reads them.
-
-    With gradients it is one product with all heads' weights side by side, as TransformerLens has it: the backward pass of the
-    other would hold the gradient of ``x`` once per head.
-    """
+    """Many tokens: one product with all heads' weights side by side, as TransformerLens; few: one product per head, no copy."""
     batch, pos = x.shape[:2]
-    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+    if batch * pos > FEW_ROWS:
         together = rearrange(weight, "head d_model d_head -> (head d_head) d_model")
         return torch.nn.functional.linear(x, together, bias.flatten()).unflatten(-1, bias.shape)
     rows = x.reshape(1, batch * pos, -1).expand(weight.shape[0], -1, -1)

@@ -1,0 +1,101 @@
+"""The block, norms, projections and unembedding of kvlens against TransformerLens' own code, hooked and not."""
+
+import pytest
+import torch
+from small_models import linear_model, relative_error, small_model, tokens
+
+from kvlens._tl import TransformerBlock, Unembed
+from kvlens.components import block as lean
+from kvlens.components.projections import FEW_ROWS, project_heads
+
+ROUNDING = 1e-14  # float64: sums of tens of terms, in another order
+KINDS = {
+    "linear": {},
+    "folded norms": dict(normalization_type="LNPre"),
+    "rms": dict(normalization_type="RMS"),
+    "no norm": dict(normalization_type=None),
+    "attention only": dict(attn_only=True),
+    "parallel": dict(parallel_attn_mlp=True),
+    "gqa": dict(n_heads=6, d_model=36, n_key_value_heads=2),
+    "qk norm": dict(use_qk_norm=True),
+    "split inputs": dict(use_split_qkv_input=True),
+    "attention input": dict(use_attn_in=True),
+    "mlp input": dict(use_hook_mlp_in=True),
+    "result": dict(use_attn_result=True),
+}
+
+
+def transformer_lens_blocks(model, monkeypatch):
+    """From now on the model's blocks, norms, projections and unembedding run TransformerLens' code."""
+    monkeypatch.setattr(lean.KVBlock, "forward", TransformerBlock.forward)
+    monkeypatch.setattr(lean.KVUnembed, "forward", Unembed.forward)
+    monkeypatch.setattr("kvlens.components.kv_attention.runs_lean", lambda cfg: False)
+
+
+@pytest.mark.parametrize("pos", [3, 19])
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_and_gradients_are_those_of_transformer_lens_blocks(kind, pos, monkeypatch):
+    model, text = linear_model(**KINDS[kind]), tokens(2, pos)
+
+    def logits_and_gradients():
+        model.zero_grad()
+        logits = model(text)
+        logits.square().sum().backward()
+        return [logits.detach(), *(p.grad.clone() for _, p in sorted(model.named_parameters()) if p.grad is not None)]
+
+    ours = logits_and_gradients()
+    with torch.no_grad():
+        without_graph = model(text)
+    transformer_lens_blocks(model, monkeypatch)
+    expected = logits_and_gradients()
+    assert relative_error(without_graph, expected[0]) < ROUNDING
+    assert len(ours) == len(expected)
+    for a, b in zip(ours, expected, strict=True):
+        # a gradient that is 0 by symmetry (of a bias in front of a norm) is rounding itself
+        assert (a - b).norm() <= 1e-12 * (b.norm() + 1e-3 * max(x.norm() for x in expected[1:]))
+
+
+def test_without_gradients_norms_are_the_same_to_the_bit_hooked_or_not():
+    model, text = linear_model(dtype=torch.float32).requires_grad_(False), tokens(2, 11)
+    plain = model(text)
+    seen = []
+    names = ["blocks.0.ln1.hook_scale", "blocks.1.ln2.hook_normalized"]
+    hooked = model.run_with_hooks(text, fwd_hooks=[(name, lambda x, hook: seen.append(hook.name)) for name in names])
+    assert torch.equal(plain, hooked)
+    assert seen == names  # once each
+
+
+def test_an_edit_of_a_norm_reaches_queries_keys_and_values(monkeypatch):
+    model, text = linear_model().requires_grad_(False), tokens(2, 11)
+    hooks = [("blocks.0.ln1.hook_normalized", lambda x, hook: 0.5 * x), ("ln_final.hook_scale", lambda x, hook: 2 * x)]
+    ours = model.run_with_hooks(text, fwd_hooks=hooks)
+    transformer_lens_blocks(model, monkeypatch)
+    assert relative_error(ours, model.run_with_hooks(text, fwd_hooks=hooks)) < ROUNDING
+    assert relative_error(ours, model(text)) > 1e-3
+
+
+def test_a_torch_hook_on_a_norm_is_called():
+    model, text, seen = linear_model().requires_grad_(False), tokens(1, 5), []
+    handle = model.blocks[0].ln1.register_forward_hook(lambda module, args, out: seen.append(out.shape))
+    model(text)
+    handle.remove()
+    assert seen == [(1, 5, 30)]
+
+
+def test_eager_softmax_runs_transformer_lens_own_block(monkeypatch):
+    model, calls = small_model().requires_grad_(False), []
+    forward = TransformerBlock.forward
+    monkeypatch.setattr(TransformerBlock, "forward", lambda *args, **rest: (calls.append(1), forward(*args, **rest))[1])
+    model(tokens(1, 5))
+    assert len(calls) == 2
+    model.set_softmax_form("fused")
+    model(tokens(1, 5))
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize(("batch", "pos"), [(1, 1), (3, 5), (2, FEW_ROWS)])
+def test_projections_are_x_w_plus_b_for_each_head(batch, pos):
+    generator = torch.Generator().manual_seed(0)
+    x, w, b = (torch.randn(*s, generator=generator, dtype=torch.float64) for s in ((batch, pos, 7), (3, 7, 5), (3, 5)))
+    expected = torch.stack([x @ w[h] + b[h] for h in range(3)], dim=2)
+    assert relative_error(project_heads(x, w, b), expected) < ROUNDING
