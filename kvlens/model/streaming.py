@@ -44,7 +44,7 @@ def streams(
 ) -> bool:
     """Whether a forward pass with these arguments runs in segments by itself: long, linear, no hooks, no gradients."""
     cfg = model.cfg
-    if cfg.attention != "linear" or cfg.linear_attention_form == "parallel":
+    if cfg.attention != "linear" or cfg.linear_attention_form == "parallel" or _needs_the_whole_text(cfg.attention_variant):
         return False
     if why_no_kv_bias(cfg.attention_variant) is not None:  # attention that no state of linear attention carries on
         return False
@@ -61,6 +61,11 @@ def streams(
     ):
         return False  # TransformerLens' own pass answers these, or refuses them
     return not has_hooks(model) and not wants_gradients(model, cache)
+
+
+def _needs_the_whole_text(variant: Any) -> bool:
+    """Negative samples are chosen among all scores; ridge attention behind a state goes token by token."""
+    return variant is not None and (variant.negative is not None or variant.ridge is not None)
 
 
 def has_hooks(model: torch.nn.Module) -> bool:

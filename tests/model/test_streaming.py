@@ -35,6 +35,8 @@ VARIANTS = {
     "no positions": dict(positional_embedding_type="none"),
     "attention only": dict(attn_only=True),
     "parallel attention and mlp": dict(parallel_attn_mlp=True),
+    "regularised": dict(attention_variant=dict(regularised=dict(alpha=0.3))),
+    "augmented": dict(attention_variant=dict(augmented=dict(keys=True, values=True))),
     "recurrent": dict(linear_attention_form="recurrent"),
 }
 
@@ -196,8 +198,16 @@ def test_hooks_of_either_kind_and_gradients_let_the_text_run_whole(short_segment
     assert seen == [5, 5, 5, 5, 3]
 
 
-def test_softmax_and_the_parallel_form_run_whole(short_segments, monkeypatch):
-    for model in (small_model().requires_grad_(False), linear_model(linear_attention_form="parallel").requires_grad_(False)):
+def test_softmax_the_parallel_form_and_variants_that_need_all_scores_run_whole(short_segments, monkeypatch):
+    plain = dict(kv_shift=None, positional_embedding_type="none")
+    models = [
+        small_model(),
+        linear_model(linear_attention_form="parallel"),
+        linear_model(**plain, attention_variant=dict(negative=dict(k=2, beta=0.5))),
+        linear_model(**plain, attention_variant=dict(ridge=dict(strength=0.5))),
+    ]
+    for model in models:
+        model.requires_grad_(False)
         seen = lengths_seen(model, monkeypatch)
         model(tokens(1, POS))
         assert seen == [POS]
