@@ -181,10 +181,13 @@ class DualModel:
 
     # --- what the step does ------------------------------------------------------------------------------------------
 
+    def after_one_step(self) -> Float[Tensor, " d_head"]:
+        """f(q) with W_1, wherever W is now."""
+        return self._tokens.weights @ self._tokens.values
+
     def equivalence_error(self) -> float:
         """|f(q) after one step - the head's output| / |the head's output|; of approximate features, their own error."""
-        after = self._tokens.weights @ self._tokens.values
-        return float((after - self.output).norm() / self.output.norm())
+        return float((self.after_one_step() - self.output).norm() / self.output.norm())
 
     def log_loss_drop(self) -> float:
         """log(L(W_0) - L(W_1)) at eta = 1."""

@@ -112,6 +112,15 @@ def _figures(reading: LayerReading, n: int | None, cosines: bool) -> QueryFigure
     )
 
 
+def predicted_outputs(reading: LayerReading) -> Float[Tensor, "head pos d_head"]:
+    """f(q) after one step, of every token as the query; the first one's has no demonstrations and is W_0's alone."""
+    pattern = _kernel_and_pattern(reading)[1]
+    outputs = pattern @ reading.values
+    if reading.bias_features is None or reading.bias_values is None:
+        return outputs
+    return outputs + _read_bias(reading, reading.bias_features.transpose(-1, -2) @ reading.bias_values)
+
+
 def _kernel_and_pattern(reading: LayerReading) -> tuple[ops.LogKernel, Float[Tensor, "head query token"]]:
     """kappa between keys, times gamma^{-s-t}, and kappa(k_t, q_i) gamma^{i-t} / D_i, causal."""
     q, k = reading.queries, reading.keys

@@ -1,0 +1,200 @@
+"""DualLayer: a head and the MLP behind it as one dual model (DUAL th. B.1); and the dual models of all layers in a row.
+
+In a real block, for one query and with the norm's scale held at its value there, the way from a head's output to the residual
+stream behind the block is one linear map and a constant:
+
+    x_out = z_h G + b        G = W_O (I + N W_FFN)        (N: the norm as a matrix; without the residual W_O N W_FFN)
+
+so the labels become v_j G, the initial weight G^T W_0, and b holds the residual, the other heads and every bias.
+"""
+
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvlens.dual.model import DualModel
+from kvlens.dual.queries import predicted_outputs
+from kvlens.dual.reading import TextTokens, check_attention, check_index, layer_reading, reading_hooks
+from kvlens.errors import KVLensError
+from kvlens.model import HookedKVTransformer
+
+PIECEWISE_LINEAR = ("relu", "leaky_relu")
+
+
+class DualLayer:
+    """The dual model of one head and the MLP behind it, at one query.
+
+    Attributes:
+        head: the head's own dual model.
+        label_map: G: a label v_j of the head becomes v_j G.
+        bias: b.
+        output: the residual stream behind the block at the query (or the MLP's output, without the residual).
+        remainder: |b's part that no piecewise linear activation has| / |the MLP's output|; 0 up to rounding for ReLU.
+        singular_values: of W_V N' W_FFN, the map from a normed token to its label behind the MLP, largest first.
+    """
+
+    head: DualModel
+    label_map: Float[Tensor, "d_head d_model"]
+    bias: Float[Tensor, " d_model"]
+    output: Float[Tensor, " d_model"]
+    remainder: float
+    singular_values: Float[Tensor, " value"]
+
+    def __init__(self, head: DualModel, label_map: Tensor, bias: Tensor, output: Tensor, remainder: float, values: Tensor):
+        self.head, self.label_map, self.bias = head, label_map, bias
+        self.output, self.remainder, self.singular_values = output, remainder, values
+
+    @classmethod
+    def from_layer(
+        cls,
+        model: HookedKVTransformer,
+        tokens: TextTokens,
+        layer: int,
+        head: int,
+        query_pos: int = -1,
+        n_demonstrations: int | None = None,
+        *,
+        residual: bool = True,
+        exact: bool = False,
+    ) -> "DualLayer":
+        """Fold a block's norm and MLP, as they act at the query, into labels and bias.
+
+        Args:
+            model, tokens, layer, head, query_pos, n_demonstrations: as for :meth:`DualModel.from_head`.
+            residual: whether the output is the residual stream behind the block, or the MLP's output alone.
+            exact: insist that the MLP's mask is a mask: refuse activations that are not piecewise linear.
+
+        Raises:
+            KVLensError: as :meth:`DualModel.from_head`; a block without an MLP behind its attention, or with norms behind it;
+                ``exact`` with an activation that is not piecewise linear.
+        """
+        layer = check_index("layer", layer, model.cfg.n_layers)
+        head = check_index("head", head, model.cfg.n_heads)
+        _check_block(model, exact)
+        dual = DualModel.from_head(model, tokens, layer, head, query_pos, n_demonstrations)
+        query = check_index("query_pos", query_pos, len(tokens))
+        block: Any = model.blocks[layer]
+        mid, scale = _read_block(model, tokens, layer, query)
+        normed, norm_map = _norm_map(block, mid, scale)
+        weight, out, rest = _tangent(block.mlp, normed)
+        through = norm_map @ weight
+        W_O = block.attn.W_O[head].double()
+        label_map = W_O @ (through + torch.eye(len(mid), dtype=through.dtype, device=mid.device) if residual else through)
+        output = mid + out if residual else out
+        kv_head = head // (model.cfg.n_heads // block.attn.W_V.shape[0])
+        values = torch.linalg.svdvals(block.attn.W_V[kv_head].double() @ W_O @ through)
+        remainder = float(rest.norm() / out.norm())
+        return cls(dual, label_map, output - dual.output @ label_map, output, remainder, values)
+
+    @property
+    def labels(self) -> Float[Tensor, "demo d_model"]:
+        """v_j G of the demonstrations."""
+        return self.head.labels @ self.label_map
+
+    @property
+    def rank(self) -> int:
+        """Of W_V N W_FFN, numerically: singular values above the largest times its size times eps."""
+        largest, n = float(self.singular_values[0]), self.label_map.shape[1]
+        return int((self.singular_values > largest * n * torch.finfo(torch.float64).eps).sum())
+
+    def step(self, eta: float = 1.0, alpha: float = 0.0) -> "DualLayer":
+        """One step of the head's dual model; returns itself. b is not trained."""
+        self.head.step(eta, alpha)
+        return self
+
+    def predict(self) -> Float[Tensor, " d_model"]:
+        """f(q) = G^T W phi(q) + b: after one step, the block's output."""
+        return self.head.predict() @ self.label_map + self.bias
+
+    def equivalence_error(self) -> float:
+        """|f(q) after one step - the block's output| / |the block's output|."""
+        after = self.head.after_one_step() @ self.label_map + self.bias
+        return float((after - self.output).norm() / self.output.norm())
+
+
+@torch.no_grad()
+def dual_logits(model: HookedKVTransformer, tokens: TextTokens) -> Float[Tensor, "pos d_vocab"]:
+    """Logits of a text when every head's output, at every token and in every layer, is its dual model's after one step.
+
+    The causal form of th. B.2, our extension: every token is a query with the tokens before it as demonstrations, and what the
+    dual models of one layer predict is what those of the next are built from. Equal to the model's own logits up to rounding.
+    """
+    check_attention(model, len(tokens))
+    held: dict[str, Tensor] = {}
+
+    def keep(x: Tensor, hook: Any) -> None:
+        held[hook.name] = x
+
+    def replace(z: Tensor, hook: Any) -> Tensor:
+        held[hook.name] = z
+        reading = layer_reading(model, int(hook.name.split(".")[1]), held)
+        held.clear()
+        return predicted_outputs(reading).transpose(0, 1)[None].to(z.dtype)
+
+    hooks: list[Any] = []
+    for layer in range(model.cfg.n_layers):
+        z, *others = reading_hooks(model, layer)
+        hooks += [*((name, keep) for name in others), (z, replace)]
+    text = tokens[None].to(model.W_E.device)
+    return model.run_with_hooks(text, attention_mask=torch.ones_like(text), fwd_hooks=hooks)[0]
+
+
+def _check_block(model: HookedKVTransformer, exact: bool) -> None:
+    cfg = model.cfg
+    refused = [
+        (cfg.attn_only, "the model has no MLPs"),
+        (cfg.parallel_attn_mlp, "its MLPs stand beside the attention, not behind it"),
+        (cfg.use_normalization_before_and_after, "its blocks have norms behind attention and MLP"),
+        (cfg.num_experts is not None, "its MLPs choose among experts"),
+    ]
+    for is_refused, reason in refused:
+        if is_refused:
+            raise KVLensError(f"DualLayer: th. B.1 folds the MLP behind an attention into its labels, and {reason}")
+    if exact and (cfg.act_fn not in PIECEWISE_LINEAR or cfg.gated_mlp):
+        raise KVLensError(
+            f"DualLayer: exact=True needs a piecewise linear MLP ({', '.join(PIECEWISE_LINEAR)}, not gated), and this one "
+            f"has {cfg.act_fn!r}{', gated' if cfg.gated_mlp else ''}; exact=False takes its tangent at the query"
+        )
+
+
+def _read_block(model: HookedKVTransformer, tokens: Tensor, layer: int, query: int) -> tuple[Tensor, Tensor | None]:
+    """The residual stream in front of the MLP and the norm's scale there, at the query."""
+    names = [f"blocks.{layer}.hook_resid_mid"]
+    if model.cfg.normalization_type is not None:
+        names.append(f"blocks.{layer}.ln2.hook_scale")
+    text = tokens[None].to(model.W_E.device)
+    _, cache = model.run_with_cache(
+        text, attention_mask=torch.ones_like(text), names_filter=names, stop_at_layer=layer + 1, return_type=None
+    )
+    return cache[names[0]][0, query].double(), cache[names[1]][0, query].double() if len(names) > 1 else None
+
+
+def _norm_map(block: Any, mid: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """What the MLP reads, and the matrix of the norm with its scale held."""
+    eye = torch.eye(len(mid), dtype=mid.dtype, device=mid.device)
+    if scale is None:
+        return mid, eye
+    centred = eye - 1.0 / len(mid) if "LayerNorm" in type(block.ln2).__name__ else eye
+    weight = block.ln2.w.double() if hasattr(block.ln2, "w") else torch.ones_like(mid)
+    norm_map = centred / scale * weight
+    shift = block.ln2.b.double() if hasattr(block.ln2, "b") else 0.0
+    return mid @ norm_map + shift, norm_map
+
+
+def _tangent(mlp: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """W_FFN (rows: inputs), the MLP's output, and its part that a piecewise linear MLP does not have.
+
+    A piecewise linear MLP is homogeneous in its input and biases together, so that its derivative along them is its output.
+    """
+    with torch.no_grad():
+        parameters = {name: p.detach().double() for name, p in mlp.named_parameters()}
+
+    def run(inputs: Tensor, biases: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(mlp, {**parameters, **biases}, (inputs[None, None],))[0, 0]
+
+    biases = {name: p for name, p in parameters.items() if name.startswith("b_")}
+    jacobian = torch.func.jacrev(run)(x, biases)
+    output, along = torch.func.jvp(run, (x, biases), (x, biases))
+    return jacobian.T, output, output - along

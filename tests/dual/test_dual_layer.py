@@ -1,0 +1,130 @@
+"""A head with the MLP behind it (th. B.1), and layers in a row (th. B.2), PrefixLM and causal."""
+
+import pytest
+import torch
+from dual_models import LINEAR, SOFTMAX, model_of, text_for
+from small_models import small_model
+
+from kvlens import KVLensError, convert_prompt
+from kvlens.dual import DualLayer, dual_logits
+from kvlens.ops import dual as ops
+
+
+def normal(*shape, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def relu_model(**changes):
+    return small_model(**{**dict(act_fn="relu", dtype=torch.float64), **changes}).requires_grad_(False)
+
+
+@pytest.mark.parametrize("residual", [True, False])
+@pytest.mark.parametrize("norm", ["LN", "RMS", None])
+@pytest.mark.parametrize("attention", ["softmax", "linear"])
+def test_one_step_is_the_blocks_output(norm, residual, attention):
+    model = relu_model(normalization_type=norm, attention=attention)
+    tokens = text_for(model, 9)
+    leaf = "hook_resid_post" if residual else "hook_mlp_out"
+    for layer, head in [(0, 1), (1, 4)]:
+        dual = DualLayer.from_layer(model, tokens, layer, head, query_pos=7, n_demonstrations=5, residual=residual, exact=True)
+        name = f"blocks.{layer}.{leaf}"
+        expected = model.run_with_cache(tokens[None], names_filter=name)[1][name][0, 7]
+        error = (dual.step().predict() - expected).norm() / expected.norm()
+        assert error < 1e-12
+        assert dual.equivalence_error() < 1e-12
+        assert dual.remainder < 1e-14
+        assert dual.labels.shape == (5, model.cfg.d_model)
+
+
+def test_the_bias_is_that_of_the_mask():
+    """b from the theorem: W_2 diag(mask) b_1 + b_2, with the rest of the stream through the same map."""
+    model = relu_model(normalization_type=None)
+    tokens, block = text_for(model, 9), model.blocks[0]
+    dual = DualLayer.from_layer(model, tokens, 0, 1, residual=False)
+    _, cache = model.run_with_cache(tokens[None])
+    pre, mid = cache["blocks.0.mlp.hook_pre"][0, -1], cache["blocks.0.hook_resid_mid"][0, -1]
+    folded = ops.fold_mlp(block.mlp.W_in, block.mlp.b_in, block.mlp.W_out, block.mlp.b_out, torch.relu, pre)
+    assert float(folded.remainder.norm()) == 0
+    torch.testing.assert_close(folded.weight, (block.mlp.W_in * (pre > 0)) @ block.mlp.W_out)
+    W_O = block.attn.W_O[1]
+    rest = mid - dual.head.output @ W_O
+    torch.testing.assert_close(dual.label_map, W_O @ folded.weight, rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(dual.bias, rest @ folded.weight + folded.bias, rtol=1e-11, atol=1e-12)
+    singular = torch.linalg.svdvals(block.attn.W_V[1] @ W_O @ folded.weight)
+    torch.testing.assert_close(dual.singular_values, singular, rtol=1e-10, atol=1e-12)
+    assert dual.rank == int(torch.linalg.matrix_rank(block.attn.W_V[1] @ W_O @ folded.weight))
+
+
+@pytest.mark.parametrize("act", ["gelu", "silu"])
+def test_smooth_activations_leave_a_remainder(act):
+    model = relu_model(act_fn=act)
+    tokens = text_for(model, 9)
+    dual = DualLayer.from_layer(model, tokens, 1, 2)
+    assert dual.equivalence_error() < 1e-12  # the tangent touches at the query
+    assert 1e-3 < dual.remainder < 10
+    with pytest.raises(KVLensError, match="piecewise linear"):
+        DualLayer.from_layer(model, tokens, 1, 2, exact=True)
+
+
+def test_gated_mlps_and_grouped_heads():
+    model = model_of("hf llama")
+    dual = DualLayer.from_layer(model, text_for(model, 9), 1, 5)
+    assert dual.equivalence_error() < 1e-12
+
+
+def test_blocks_without_an_mlp_behind_the_attention_are_refused():
+    for changes, words in [(dict(attn_only=True), "no MLPs"), (dict(parallel_attn_mlp=True), "beside the attention")]:
+        model = relu_model(**changes)
+        with pytest.raises(KVLensError, match=words):
+            DualLayer.from_layer(model, text_for(model, 9), 0, 0)
+
+
+def test_a_wrong_initial_weight_is_seen():
+    """The printed theorem leaves W_0 as it was; then the block's output is missed by far."""
+    model = relu_model(normalization_type=None)
+    dual = DualLayer.from_layer(model, text_for(model, 9), 0, 1, query_pos=7, n_demonstrations=2, residual=False)
+    start = dual.head.predict()
+    wrong = dual.output - start @ dual.label_map + start @ model.blocks[0].attn.W_O[1]
+    assert (wrong - dual.output).norm() / dual.output.norm() > 0.05
+
+
+@pytest.mark.parametrize("eta", [0.1, 5.0])
+def test_layers_in_a_row_under_prefix_lm_attention(eta):
+    d = 7
+    layers = [ops.AttentionWeights(*(normal(d, d, seed=10 * i + j) / d**0.5 for j in range(3))) for i in range(4)]
+    x = normal(11, d, seed=99)
+    plain = ops.through_layers(x, layers, d**0.5, ops.prefix_lm_attention)
+    dual = ops.through_layers(x, layers, d**0.5, lambda y, w, scale: ops.dual_of_prefix_lm(y, w, scale, eta))
+    for ours, theirs in zip(dual, plain, strict=True):
+        assert (ours - theirs).norm() / theirs.norm() < 1e-11
+
+
+def test_prefix_lm_attention_by_loops():
+    weights, x = ops.AttentionWeights(*(normal(5, 3, seed=j) for j in range(3))), normal(6, 5, seed=9)
+    out = ops.prefix_lm_attention(x, weights, 1.7)
+    for i in range(6):
+        seen = range(6) if i == 5 else range(5)
+        scores = torch.stack([(x[i] @ weights.W_Q) @ (x[j] @ weights.W_K) / 1.7 for j in seen]).softmax(0)
+        expected = sum(p * (x[j] @ weights.W_V) for p, j in zip(scores, seen, strict=True))
+        torch.testing.assert_close(out[i], expected)
+
+
+@pytest.mark.parametrize("name", [*LINEAR, *SOFTMAX])
+def test_logits_by_dual_models_alone(name):
+    model = model_of(name)
+    tokens = text_for(model, 11)
+    own = model(tokens[None])[0]
+    assert (dual_logits(model, tokens) - own).norm() / own.norm() < 1e-11
+
+
+def test_logits_by_dual_models_under_a_bias():
+    model = model_of("rope after, shift 2")
+    with model.kv_bias(convert_prompt(model, text_for(model, 9, seed=1))):
+        tokens = text_for(model, 7, seed=2)
+        own = model(tokens[None])[0]
+        assert (dual_logits(model, tokens) - own).norm() / own.norm() < 1e-11
+
+
+def test_rank_bound():
+    mask = torch.tensor([[1.0, 0, 1, 0, 0], [1, 1, 1, 1, 1]])
+    assert ops.rank_bound(mask, 3).tolist() == [2.0, 3.0]
