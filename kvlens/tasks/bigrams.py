@@ -9,9 +9,13 @@ Each sequence draws its own f(t), uniform among the letters that are no triggers
 reading left to right t *commits* on its first use to the letter that happens to follow it. A prediction is scored at each
 *committed* trigger: at position i if x_i is a trigger that stood at an earlier position too. Everything else is noise.
 
+That is the law ``blocks``, the default. The law ``markov`` is ICLCA's own: what follows a letter that is no trigger is uniform
+over the *whole* alphabet, and so is f(t). Triggers are rarer there, may follow each other, and one whose follower is itself
+repeats for ever.
+
 Nothing about f can be known from other sequences; without having seen the first use the best guess is right once in
-``n_letters - n_triggers`` times. That makes the task a test of what a converted prompt carries: `BigramTask.sample_with_prompt`
-scores only what the prompt has settled.
+``n_letters - n_triggers`` times (``markov``: ``n_letters``). That makes the task a test of what a converted prompt carries:
+`BigramTask.sample_with_prompt` scores only what the prompt has settled.
 
 Source: ICLCA sec. 6.2 (52 letters, five triggers).
 """
@@ -26,11 +30,13 @@ from torch import Tensor
 
 from kvlens.errors import KVLensError
 from kvlens.tasks.batch import Batch, Task
-from kvlens.tasks.checks import require_between, require_drawable, require_integers
+from kvlens.tasks.checks import require_between, require_choice, require_drawable, require_integers
 from kvlens.tasks.drawing import draw_until_scored
 from kvlens.tasks.occurrences import previous_occurrence
 
 ALPHABET = string.ascii_letters
+BLOCKS, MARKOV = "blocks", "markov"
+LAWS = (BLOCKS, MARKOV)
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,8 @@ class BigramTask(Task):
         n_triggers: letters 0 to n_triggers - 1 are triggers.
         length: positions of a sequence.
         trigger_rate: chance that a letter which does not follow a trigger is one; a share of
-            ``trigger_rate / (1 + trigger_rate)`` of all letters are triggers.
+            ``trigger_rate / (1 + trigger_rate)`` of all letters are triggers. Of no meaning for ``markov``.
+        law: "blocks" or "markov".
     """
 
     name: ClassVar[str] = "bigrams"
@@ -51,10 +58,12 @@ class BigramTask(Task):
     n_triggers: int = 5
     length: int = 128
     trigger_rate: float = 0.25
+    law: str = BLOCKS
 
     def __post_init__(self):
         require_integers(self, n_letters=3, n_triggers=1, length=4)
         require_between(self, "trigger_rate", 0.01, 1.0)
+        require_choice(self, "law", LAWS)
         if self.n_letters > len(ALPHABET):
             raise KVLensError(f"task 'bigrams': there are {len(ALPHABET)} letters (a-z, A-Z), got n_letters={self.n_letters}")
         if self.n_triggers > self.n_letters - 2:
@@ -74,7 +83,7 @@ class BigramTask(Task):
         require_drawable(self, batch_size, generator, split)
 
         def draw() -> Batch:
-            letters = self._draw_letters(batch_size, generator)
+            letters = (self._draw_chain if self.law == MARKOV else self._draw_letters)(batch_size, generator)
             inputs = letters[:, :-1]
             committed = previous_occurrence(inputs) >= 0
             return Batch(inputs, letters[:, 1:], committed & (inputs < self.n_triggers))
@@ -147,6 +156,17 @@ class BigramTask(Task):
         letters = torch.where(is_trigger, triggers, others)
         letters[:, 1:] = torch.where(is_trigger[:, :-1], followers.gather(1, triggers[:, :-1]), letters[:, 1:])
         return letters
+
+    def _draw_chain(self, batch_size: int, generator: torch.Generator) -> Int[Tensor, "batch pos_plus_1"]:
+        """A Markov chain for each sequence: each letter depends on the one before."""
+        drawn = torch.randint(self.n_letters, (batch_size, self.length + 1), generator=generator)
+        followers = torch.randint(self.n_letters, (batch_size, self.n_triggers), generator=generator)
+        columns = [drawn[:, 0]]
+        for column in drawn[:, 1:].unbind(1):
+            before = columns[-1]
+            follower = followers.gather(1, before.clamp(max=self.n_triggers - 1)[:, None])[:, 0]
+            columns.append(torch.where(before < self.n_triggers, follower, column))
+        return torch.stack(columns, dim=1)
 
     def _settled_by_prompt(
         self, letters: Int[Tensor, "batch pos"], prompt_length: int, first_use_only: bool

@@ -112,18 +112,18 @@ RECIPES: dict[str, Recipe] = {
             summary="One layer of softmax attention with KV shift that copies repeated random tokens: an induction head in a "
             "single layer (KVSA th. 2, fig. 1a).",
             task="induction",
-            task_settings=dict(vocab_size=512, length=128),
+            task_settings=dict(vocab_size=512, length=128, law="both"),
             model=dict(n_layers=1, d_model=128, d_head=32, attn_only=True, kv_shift={}),
-            training=dict(steps=400, batch_size=32, learning_rate=2e-3, eval_every=25, watch="shift_coef"),
+            training=dict(steps=800, batch_size=32, learning_rate=2e-3, eval_every=25, watch="shift_coef"),
         ),
         Recipe(
             name="induction-plain-2l",
             summary="Two layers of plain softmax attention that copy repeated random tokens: a previous-token head below an "
             "induction head, the circuit that one shifted layer replaces (KVSA th. 1, fig. 1a).",
             task="induction",
-            task_settings=dict(vocab_size=512, length=128),
+            task_settings=dict(vocab_size=512, length=128, law="both"),
             model=dict(n_layers=2, d_model=128, d_head=32, attn_only=True),
-            training=dict(steps=1200, batch_size=32, learning_rate=2e-3, eval_every=50),
+            training=dict(steps=2000, batch_size=32, learning_rate=2e-3, eval_every=50),
         ),
     )
 }

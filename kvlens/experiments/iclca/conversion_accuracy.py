@@ -11,11 +11,15 @@ end in: its follower opens the text, and would give itself away. Three condition
 Converted and prompted model compute the same function, so every prediction must be the same. Rounding could change one only
 where the two largest logits are nearly equal: the margin of each prediction is measured too, beside what conversion changes.
 
+All this is measured on two laws of sequences (`kvlens.tasks.bigrams`): the one that the shipped model is trained on, dense with
+triggers, and the paper's own (``markov``), beside the paper's numbers.
+
 The shipped model ``bigram-linear`` is the paper's: 12 layers of width 128. The setting ``model`` may name the folder of another
 one, or be None: then a model is trained as ``training`` says.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,29 +35,38 @@ from kvlens import zoo
 from kvlens.conversion import convert_prompt
 from kvlens.errors import KVLensError, nearest
 from kvlens.experiments.iclca.conversion_error import float64_logits, relative_error
+from kvlens.experiments.shared.judge import JUDGE
 from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
 from kvlens.model import HookedKVTransformer
 from kvlens.tasks import Batch, make_task
-from kvlens.tasks.bigrams import BigramTask
+from kvlens.tasks.bigrams import BLOCKS, MARKOV, BigramTask
 from kvlens.training import build_model, find_recipe, train
 
 PROMPTED, ALONE, CONVERTED = "with prompt", "without prompt", "converted"
 CONDITIONS = (PROMPTED, ALONE, CONVERTED)
 ENOUGH = 0.999
 """In-context accuracy from which on the task counts as learned."""
+NEAR_CHANCE = 0.01
+"""How much above chance an accuracy may be told to lie and still be called chance."""
+PRINTED = {PROMPTED: 0.9995, ALONE: 0.0223, CONVERTED: 0.9995}
+"""Table 2: in-context accuracy."""
 
 
 def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
     """Measure the three conditions on the sequences that ``settings`` asks for."""
     task = make_task("bigrams", **settings["task"])
     assert isinstance(task, BigramTask)
+    paper_task = replace(task, law=MARKOV)
     model = obtain_model(settings, task, tell)
     predictions, errors = measure(model, task, settings, tell)
-    accuracy = accuracy_by_use(predictions)
+    paper_predictions, paper_errors = measure(model, paper_task, settings, tell)
+    accuracy, paper_accuracy = accuracy_by_use(predictions), accuracy_by_use(paper_predictions)
+    by_law = {task.law: (accuracy, predictions, errors), MARKOV: (paper_accuracy, paper_predictions, paper_errors)}
+    tables = [pd.concat([part[i].assign(law=law) for law, part in by_law.items()], ignore_index=True) for i in range(3)]
     return Outcome(
-        tables={"accuracy": accuracy, "predictions": predictions, "errors": errors},
+        tables=dict(zip(("accuracy", "predictions", "errors"), tables, strict=True)),
         figure=draw(accuracy, predictions, chance(task)),
-        comparisons=[*compare(predictions, errors, chance(task))],
+        comparisons=[*compare(predictions, errors, chance(task)), *compare_with_paper(paper_predictions)],
         differences=[*_differences(model, task, settings)],
     )
 
@@ -84,8 +97,8 @@ def obtain_model(settings: Mapping[str, Any], task: BigramTask, tell: Callable[[
 
 
 def chance(task: BigramTask) -> float:
-    """How often a trigger's follower is guessed by one who has not seen it: followers are uniform over the other letters."""
-    return 1 / (task.n_letters - task.n_triggers)
+    """How often a trigger's follower is guessed by one who has not seen it: it is uniform over all letters that it may be."""
+    return 1 / (task.n_letters - (task.n_triggers if task.law == BLOCKS else 0))
 
 
 # --- measuring ---
@@ -206,8 +219,8 @@ def compare(predictions: pd.DataFrame, errors: pd.DataFrame, guess: float) -> It
         f"in-context accuracy with the prompt ({_counts(predictions, PROMPTED)})",
         None,
         score[PROMPTED],
-        f"the model has learned to use its context: {ENOUGH:.1%} or more",
-        score[PROMPTED] >= ENOUGH,
+        f"the model has learned to use its context: told to be right in more than {ENOUGH:.1%} of cases",
+        JUDGE.share_above(*_count(predictions, PROMPTED), ENOUGH),
     )
     yield Comparison(
         f"in-context accuracy of the converted model ({_counts(predictions, CONVERTED)})",
@@ -225,13 +238,12 @@ def compare(predictions: pd.DataFrame, errors: pd.DataFrame, guess: float) -> It
         differing == 0,
     )
     first = predictions[(predictions["condition"] == ALONE) & (predictions["use"] == 1)]
-    spread = (guess * (1 - guess) / len(first)) ** 0.5
     yield Comparison(
         f"accuracy without the prompt, at the first use of a trigger ({first['is_right'].sum():,} of {len(first):,} right)",
         None,
         _score(first),
-        f"without the prompt accuracy falls to chance, {guess:.4f} here (four standard errors are {4 * spread:.4f})",
-        _score(first) <= guess + 4 * spread,
+        f"without the prompt accuracy falls to chance, {guess:.4f} here (told to lie below {guess + NEAR_CHANCE:.4f})",
+        _not(JUDGE.share_above(int(first["is_right"].sum()), len(first), guess + NEAR_CHANCE)),
     )
     conversion, own = float(errors["conversion"].mean()), float(errors["forward_pass"].mean())
     yield Comparison(
@@ -243,13 +255,39 @@ def compare(predictions: pd.DataFrame, errors: pd.DataFrame, guess: float) -> It
     )
 
 
+def compare_with_paper(predictions: pd.DataFrame) -> Iterator[Comparison]:
+    """Table 2 on the paper's own law of sequences. The model was trained on another, so that sizes are put side by side."""
+    for condition in CONDITIONS:
+        right, of = _count(predictions, condition)
+        what = f"in-context accuracy, sequences by the paper's law, {condition} ({right:,} of {of:,} right)"
+        claim = "as accurate with the bias as with the prompt, lost without either; the paper's model is trained on this law"
+        yield Comparison.stated(what, PRINTED[condition], right / of, claim)
+    differing = n_disagreeing(predictions)
+    yield Comparison(
+        "scored positions, by the paper's law, at which the converted model predicts another letter than the prompted one",
+        0.0,
+        float(differing),
+        "the conversion is exact: none",
+        differing == 0,
+    )
+
+
+def _not(told: bool | None) -> bool | None:
+    return None if told is None else not told
+
+
+def _count(predictions: pd.DataFrame, condition: str) -> tuple[int, int]:
+    right = predictions.loc[predictions["condition"] == condition, "is_right"]
+    return int(right.sum()), len(right)
+
+
 def _score(rows: pd.DataFrame) -> float:
     return float(rows["is_right"].mean())
 
 
 def _counts(predictions: pd.DataFrame, condition: str) -> str:
-    right = predictions.loc[predictions["condition"] == condition, "is_right"]
-    return f"{right.sum():,} of {len(right):,} right"
+    right, of = _count(predictions, condition)
+    return f"{right:,} of {of:,} right"
 
 
 def _differences(model: HookedKVTransformer, task: BigramTask, settings: Mapping[str, Any]) -> Iterator[str]:
@@ -260,7 +298,8 @@ def _differences(model: HookedKVTransformer, task: BigramTask, settings: Mapping
         yield "The model has KV shift, the paper's has none."
     yield (
         f"Sequences of {task.length} letters, the first {settings['prompt_length']} of them the prompt; a letter that follows "
-        f"no trigger is one with probability {task.trigger_rate:g}. The paper's lengths and rates are not known to us."
+        f"no trigger is one with probability {task.trigger_rate:g}. In the paper's law (sec. 6.2) what follows no trigger "
+        "is uniform over all letters; its lengths are not printed."
     )
     yield "Scored are only triggers whose follower the prompt has shown; up to their first use in the text only the prompt has."
 

@@ -168,13 +168,12 @@ def compare(errors: pd.DataFrame, bound: float, shown: Mapping[str, float]) -> l
             "the error vanishes as p1 grows (th. 1): down to rounding",
             blind <= bound,
         ),
-        Comparison(
+        Comparison.stated(
             "smallest error of the two-layer head over all p1, ordinary causal mask",
             None,
             ordinary,
             "no claim of the paper's: seeing itself costs the head half of the digits, about the root of the precision "
             f"({precision**0.5:.1e})",
-            None,
         ),
     ]
 

@@ -11,6 +11,7 @@ Descent is *monotone* where it leads left and up, towards the induction head in 
 paper's O(T), the tokens that play no part) is small it is not so everywhere.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -172,6 +173,7 @@ def compare(plane: pd.DataFrame, path: pd.DataFrame) -> list[Comparison]:
             all(difference <= rounding_bound(int(str(T))) for T, difference in error.items()),
         ),
         *_compare_shares({T: monotone_share(plane[plane["T"] == T]) for T in sorted(set(plane["T"].tolist()))}),
+        _compare_speed({T: mean_slope(plane[plane["T"] == T]) for T in sorted(set(plane["T"].tolist()))}),
         Comparison(
             "largest distance of an end of descent from (alpha_1, beta_1) = (0, 1)",
             0.0,
@@ -180,6 +182,25 @@ def compare(plane: pd.DataFrame, path: pd.DataFrame) -> list[Comparison]:
             bool(distance.max() == 0),
         ),
     ]
+
+
+def mean_slope(plane: pd.DataFrame) -> float:
+    """The length of the gradient, mean over the unit square: how fast gradient descent moves at a given step size."""
+    return float((plane["descent_alpha_1"] ** 2 + plane["descent_beta_1"] ** 2).pow(0.5).mean())
+
+
+def _compare_speed(slope: Mapping[int, float]) -> Comparison:
+    """What "the contour lines become sparse, which means the convergence speed slows down" says of slopes; no noise, exact."""
+    lengths = list(slope)
+    falls = [slope[later] < slope[earlier] for earlier, later in itertools.pairwise(lengths)]
+    words = ", ".join(f"{slope[T]:.3g} at T = {T}" for T in lengths)
+    return Comparison(
+        "length of the gradient, mean over the unit square",
+        None,
+        words,
+        "as O(T) increases convergence slows down: the gradient is shorter at each larger T (sec. 3.2, fig. 2)",
+        None if not falls else True if all(falls) else False if not any(falls) else None,
+    )
 
 
 def _compare_shares(share: Mapping[int, float]) -> Iterator[Comparison]:

@@ -1,7 +1,7 @@
 """What is said about transformers that learn functions in context, against the tables of ``function-classes``."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 
@@ -11,6 +11,8 @@ MATCH = 0.05
 """Two methods match where their relative errors differ by at most so much; 1 is the error of always saying 0."""
 DEGRADES = 2.0
 """An error is called worse out of distribution where it is more than so many times that in distribution, plus MATCH."""
+N_ERRORS = 3.0
+"""Standard errors over prompts that a figure may be off: one of 370 normal means lies farther out."""
 LEARNED = 0.5
 """A model whose relative error in distribution stays above this has learned too little to say how it carries over."""
 JUDGES = ("least squares", "ridge", "nearest neighbours")
@@ -22,7 +24,7 @@ SHIFT_CLAIMS = {
 
 
 def compare(tables: Mapping[str, pd.DataFrame], settings: Mapping[str, Any]) -> list[Comparison]:
-    """Every claim beside its number; trained models count with the worst of their seeds."""
+    """Every claim beside its number."""
     error, dimensions = tables["error"], settings["task"]["dimensions"]
     return [
         *compare_linear(error[error["functions"] == "linear"], dimensions),
@@ -34,81 +36,124 @@ def compare(tables: Mapping[str, pd.DataFrame], settings: Mapping[str, Any]) -> 
     ]
 
 
-def worst_of_seeds(error: pd.DataFrame, shift: str, predictor: str, column: str = "relative_error") -> pd.Series:
-    """``column`` against n_examples: at each the largest of the seeds."""
+class Measured(NamedTuple):
+    """A relative error, and how far the prompts that it was measured on may have moved it: three standard errors."""
+
+    value: float
+    margin: float
+
+    def below(self, bound: float) -> bool | None:
+        """Whether it is told to lie below ``bound`` (True), above it (False), or neither."""
+        if abs(self.value - bound) < self.margin:
+            return None
+        return self.value <= bound
+
+
+def worst_of_seeds(error: pd.DataFrame, shift: str, predictor: str) -> dict[int, Measured]:
+    """By number of examples: the largest relative error of the seeds, with its margin.
+
+    Trained models count with the worst of their seeds, and what is told is told of these models: how another training would
+    come out is not in the margin.
+    """
     rows = error[(error["shift"] == shift) & (error["predictor"] == predictor)]
-    return rows.groupby("n_examples")[column].max()
+    worst = rows.loc[rows.groupby("n_examples")["relative_error"].idxmax()]
+    margins = N_ERRORS * worst["standard_error"] / worst["zero_error"]
+    return dict(zip(worst["n_examples"], map(Measured, worst["relative_error"], margins), strict=True))
+
+
+def last(curve: dict[int, Measured]) -> Measured:
+    """With the largest number of examples."""
+    return curve[max(curve)]
+
+
+def gap_between(ours: dict[int, Measured], theirs: dict[int, Measured]) -> dict[int, Measured]:
+    """How far two curves lie apart; the margins add up, as if the two did not share their prompts."""
+    return {n: Measured(abs(ours[n].value - theirs[n].value), ours[n].margin + theirs[n].margin) for n in ours}
+
+
+def mean_of(curve: dict[int, Measured]) -> Measured:
+    """Over all numbers of examples; the margin is that of points that err together."""
+    return Measured(*(sum(column) / len(curve) for column in zip(*curve.values(), strict=True)))
 
 
 def compare_linear(error: pd.DataFrame, dimensions: int) -> Iterator[Comparison]:
     """Linear functions, in distribution."""
     ours = worst_of_seeds(error, "none", "transformer")
-    gaps = {judge: (ours - worst_of_seeds(error, "none", judge)).abs() for judge in JUDGES}
-    gap, nearest = float(gaps["least squares"].max()), min(JUDGES, key=lambda judge: gaps[judge].mean())
+    gaps = {judge: gap_between(ours, worst_of_seeds(error, "none", judge)) for judge in JUDGES}
+    distance = {judge: mean_of(gap) for judge, gap in gaps.items()}
+    nearest = min(JUDGES, key=lambda judge: distance[judge].value)
+    first, second = distance["least squares"], min(distance[judge] for judge in JUDGES if judge != "least squares")
     yield Comparison(
         "judge whose error curve lies nearest to the transformer's, linear functions, mean gap over all n",
         "least squares",
         nearest,
         "the error of a transformer trained on linear functions falls with n as that of least squares",
-        nearest == "least squares",
+        Measured(first.value - second.value, first.margin + second.margin).below(0.0),
     )
+    widest = max(gaps["least squares"].values())
+    told = [gap.below(MATCH) for gap in gaps["least squares"].values()]
     yield Comparison(
         "largest gap between the transformer's relative error and least squares', linear functions, over all n",
         None,
-        gap,
-        "a transformer trained on linear functions does as well as least squares on new ones",
-        gap <= MATCH,
+        widest.value,
+        f"a transformer trained on linear functions does as well as least squares on new ones (no gap above {MATCH})",
+        False if False in told else None if None in told else True,
     )
-    n = min(2 * dimensions, int(ours.index.max()))
+    n = min(2 * dimensions, max(ours))
     yield Comparison(
         f"relative error of the transformer after {n} examples of a linear function in {dimensions} dimensions",
         None,
-        float(ours[n]),
-        "with more examples than dimensions the error is close to 0, where least squares is exact",
-        bool(ours[n] <= MATCH),
+        ours[n].value,
+        f"with more examples than dimensions the error is close to 0 (below {MATCH}), where least squares is exact",
+        ours[n].below(MATCH),
     )
 
 
 def compare_shifts(error: pd.DataFrame) -> Iterator[Comparison]:
     """Linear functions on other distributions, at the largest number of examples."""
-    here = float(worst_of_seeds(error, "none", "transformer").iloc[-1])
+    here = last(worst_of_seeds(error, "none", "transformer"))
     for shift, (claim, kind) in SHIFT_CLAIMS.items():
-        there = float(worst_of_seeds(error, shift, "transformer").iloc[-1])
-        bound = DEGRADES * here + MATCH
+        there = last(worst_of_seeds(error, shift, "transformer"))
+        keeps = Measured(there.value - DEGRADES * here.value, there.margin + DEGRADES * here.margin).below(MATCH)
         yield Comparison(
-            f"relative error of the transformer with all examples, {shift} (in distribution {here:.2g})",
+            f"relative error of the transformer with all examples, {shift} (in distribution {here.value:.2g})",
             None,
-            there,
+            there.value,
             claim,
-            None if here > LEARNED else there > bound if kind == "degrades" else there <= bound,
+            None if here.value > LEARNED or keeps is None else keeps == (kind == "keeps"),
         )
 
 
 def compare_noise(error: pd.DataFrame) -> Comparison:
     """Linear functions with noise on the answers of the examples: is there a number of examples that harms?"""
-    here = float(worst_of_seeds(error, "none", "transformer").iloc[-1])
+    here = last(worst_of_seeds(error, "none", "transformer"))
     curve = worst_of_seeds(error, "noisy", "transformer")
+    peak = max(curve, key=lambda n: curve[n].value)
+    harmless = curve[peak].below(1 + MATCH)
+    falls_again = Measured(last(curve).value - curve[peak].value, last(curve).margin + curve[peak].margin).below(0.0)
+    told = None if harmless is None else not harmless and (peak != max(curve)) and falls_again
     return Comparison(
-        f"largest relative error of the transformer over all n, noisy (at n = {curve.idxmax()})",
+        f"largest relative error of the transformer over all n, noisy (at n = {peak})",
         None,
-        float(curve.max()),
+        curve[peak].value,
         "noise on the answers: near n = d the error exceeds that without any example, as least squares' does (double descent)",
-        None if here > LEARNED else bool(curve.max() > 1 + MATCH and curve.iloc[-1] < curve.max()),
+        None if here.value > LEARNED else told,
     )
 
 
 def compare_classes(error: pd.DataFrame) -> Iterator[Comparison]:
     """The other classes, in distribution, at the largest number of examples."""
     for functions, rows in error.groupby("functions", sort=False):
-        ours = float(worst_of_seeds(rows, "none", "transformer").iloc[-1])
-        best = {judge: float(worst_of_seeds(rows, "none", judge).iloc[-1]) for judge in JUDGES}
-        judge = min(best, key=lambda name: best[name])
+        ours = last(worst_of_seeds(rows, "none", "transformer"))
+        best = {judge: last(worst_of_seeds(rows, "none", judge)) for judge in JUDGES}
+        judge = min(best, key=lambda name: best[name].value)
+        behind = Measured(ours.value - best[judge].value, ours.margin + best[judge].margin)
         yield Comparison(
-            f"relative error of the transformer with all examples, {functions} (best judge: {judge}, {best[judge]:.2g})",
+            f"relative error of the transformer with all examples, {functions} (best judge: {judge}, {best[judge].value:.2g})",
             None,
-            ours,
+            ours.value,
             "a transformer trained on a class learns its functions at least as well as methods that do not know the class",
-            ours <= best[judge] + MATCH,
+            behind.below(MATCH),
         )
 
 
@@ -154,10 +199,9 @@ def compare_lengths(table: pd.DataFrame) -> Iterator[Comparison]:
         bool(refused.all()),
     )
     inside, beyond = (sinusoidal[sinusoidal["in_training"] == where]["relative_error"].iloc[-1] for where in (True, False))
-    yield Comparison(
+    yield Comparison.stated(
         f"relative error with sinusoidal positions, longest prompt (longest in training {inside:.2g})",
         None,
         float(beyond),
         "sinusoidal positions have no end: the model reads longer prompts, if not as well",
-        bool(pd.notna(beyond)),
     )

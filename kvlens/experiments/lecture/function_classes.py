@@ -210,6 +210,8 @@ def differences(settings: Mapping[str, Any]) -> list[str]:
         "A covariance in proportion to 1 / i^2 is far more skewed in the paper's 20 dimensions than in few.",
         "Where n = d, the mean error of least squares under noise, or on functions that are not linear, has no finite "
         "expectation: the number in the table is an accident of the prompts drawn, and the figure cuts it off.",
+        "What is told of trained models is told of those trained here, beyond the noise of the prompts they are judged on; how "
+        "another training would come out is not in that margin.",
         "T(pi X) = pi T(X) is a fact about the architecture, measured on fresh weights, not on a trained model.",
     ]
 

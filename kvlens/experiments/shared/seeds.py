@@ -1,9 +1,7 @@
-"""Is a difference between two models larger than the spread of seeds?
+"""From the course of every run to one number for each seed, and how such numbers are written out.
 
-Runs of one seed share their batches, so two models are compared seed by seed: what is asked is whether the differences, one a
-seed, keep their sign. The rule, the same one in every experiment that uses this module: a difference counts when the mean over
-seeds lies more than twice the standard deviation (of single differences) from 0. With three seeds that is Student's t = 3.5,
-which chance alone gives in either direction one time in 27.
+Runs of one seed share their batches, so two models are compared seed by seed; whether the differences are more than noise is
+for :data:`kvlens.experiments.shared.judge.JUDGE` to say.
 """
 
 import math
@@ -13,22 +11,6 @@ from typing import Any
 import pandas as pd
 
 from kvlens.experiments.shared.curves import of_heldout
-
-N_DEVIATIONS = 2.0
-
-
-def counts_as_positive(differences: Sequence[float]) -> bool | None:
-    """Whether ``differences``, one a seed, are positive (True), negative (False), or not told apart from 0 (None).
-
-    A run that diverged to an infinite loss leaves no difference to speak of: None.
-    """
-    if not all(math.isfinite(difference) for difference in differences):
-        return None
-    values = pd.Series(differences, dtype=float)
-    mean, spread = values.mean(), values.std()
-    if not abs(mean) > N_DEVIATIONS * spread:  # also where a single seed leaves the spread unknown
-        return None
-    return bool(mean > 0)
 
 
 def mean_and_spread(values: Sequence[float]) -> str:
@@ -60,11 +42,16 @@ def final_losses(course: pd.DataFrame, by: Sequence[str] = ("model", "seed"), la
     return ends.reindex(heldout.index).reset_index()
 
 
-def differences_by_seed(finals: pd.DataFrame, of: str, minus: str, column: str) -> list[float]:
-    """``column`` of model ``of`` minus that of model ``minus``, seed by seed, by rising seed."""
-    by_model: Mapping[Any, pd.Series] = {
-        name: rows.set_index("seed")[column] for name, rows in finals[finals["model"].isin([of, minus])].groupby("model")
-    }
+def differences_by_seed(runs: pd.DataFrame, of: str, minus: str, column: str) -> list[float]:
+    """``column`` of model ``of`` minus that of model ``minus``, seed by seed, by rising seed.
+
+    Args:
+        runs: columns ``model``, ``seed`` and ``column``. Several rows of a run (at several widths, say) are averaged first.
+        of, minus: labels in ``model``.
+        column: what is compared.
+    """
+    chosen = runs[runs["model"].isin([of, minus])]
+    by_model: Mapping[Any, pd.Series] = {name: rows.groupby("seed")[column].mean() for name, rows in chosen.groupby("model")}
     return (by_model[of] - by_model[minus]).sort_index().tolist()
 
 

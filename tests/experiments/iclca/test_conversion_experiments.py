@@ -174,9 +174,9 @@ def test_measuring_is_one_draw_of_tables_that_belong_together():
 
 
 def predictions_table(right_without, differs):
-    """One scored position in each of 100 sequences, all right with the prompt; ``right_without`` right without it."""
+    """One scored position in each of 10,000 sequences, all right with the prompt; ``right_without`` right without it."""
     rows = []
-    for sequence in range(100):
+    for sequence in range(10_000):
         for condition in conversion_accuracy.CONDITIONS:
             is_right = (
                 sequence < right_without if condition == ALONE else not (differs and condition == CONVERTED and sequence == 0)
@@ -187,13 +187,22 @@ def predictions_table(right_without, differs):
 
 def test_the_claims_of_table_2_can_fail():
     errors = pd.DataFrame(dict(sequence=[0, 1], conversion=[4e-7, 6e-7], forward_pass=[5e-7, 5e-7]))
-    good = list(conversion_accuracy.compare(predictions_table(2, differs=False), errors, 0.02))
+    good = list(conversion_accuracy.compare(predictions_table(200, differs=False), errors, 0.02))
     assert [c.holds for c in good] == [True] * 5
     assert [c.ours for c in good] == [1, 1, 0, 0.02, pytest.approx(5e-7)]
-    bad = list(conversion_accuracy.compare(predictions_table(8, differs=True), errors.assign(conversion=1.1e-6), 0.02))
-    assert [c.holds for c in bad] == [True, False, False, False, False]  # 4 sqrt(0.02 * 0.98 / 100) = 0.056
-    untrained = predictions_table(2, differs=False).assign(is_right=False)
+    bad = list(conversion_accuracy.compare(predictions_table(400, differs=True), errors.assign(conversion=1.1e-6), 0.02))
+    assert [c.holds for c in bad] == [True, False, False, False, False]
+    near = list(conversion_accuracy.compare(predictions_table(300, differs=False), errors, 0.02))
+    assert near[3].holds is None  # 0.03 is a hundredth above chance, neither nearer nor farther
+    untrained = predictions_table(200, differs=False).assign(is_right=False)
     assert next(conversion_accuracy.compare(untrained, errors, 0.02)).holds is False
+
+
+def test_the_papers_table_stands_beside_ours_and_the_identity_is_judged():
+    *stated, same = conversion_accuracy.compare_with_paper(predictions_table(200, differs=True))
+    assert [c.paper for c in stated] == [0.9995, 0.0223, 0.9995]
+    assert [c.ours for c in stated] == [1.0, 0.02, 0.9999] and not any(c.judged for c in stated)
+    assert (same.paper, same.ours, same.holds) == (0.0, 1.0, False)
 
 
 def test_a_model_that_is_not_there_says_how_to_train_it():
@@ -214,6 +223,7 @@ def test_a_folder_names_a_model(tmp_path):
 
 def test_chance_is_uniform_over_letters_that_are_no_triggers():
     assert conversion_accuracy.chance(make_task("bigrams")) == 1 / 47
+    assert conversion_accuracy.chance(make_task("bigrams", law="markov")) == 1 / 52
 
 
 # --- trainable-bias ---
@@ -235,22 +245,23 @@ def test_runs_are_compared_seed_by_seed():
     by_seed = trainable_bias.measures_by_seed(runs_table([(0.6, 0.2), (0.4, 0.1)], [(0.8, 0.3), (0.8, 0.5)]))
     first = by_seed[(by_seed["model"] == trainable_bias.WITH) & (by_seed["seed"] == 0)].iloc[0]
     assert (first["mean_loss"], first["loss"], first["accuracy"]) == (pytest.approx(0.4), 0.2, 0.8)
-    difference, error = trainable_bias.paired_difference(by_seed, "mean_loss")  # -0.15 and -0.4
-    assert difference == pytest.approx(-0.275) and error == pytest.approx(0.125)  # sqrt(2) 0.125 / sqrt(2)
+    saved, better = trainable_bias.compare(by_seed)
+    assert saved.ours == "+0.275 ± 0.177 (2 seeds)"  # 0.15 and 0.4
+    assert better.ours == "+0.250 ± 0.212 (2 seeds)"  # 0.1 and 0.4
 
 
 @pytest.mark.parametrize(
     ("with_bias", "expected"),
     [
-        ([(0.5, 0.2), (0.5, 0.21)], [True, True]),
-        ([(0.9, 0.6), (0.9, 0.61)], [False, False]),
-        ([(0.5, 0.2), (0.9, 0.6)], [None, None]),  # one seed better, one worse
-        ([(0.8, 0.4), (0.8, 0.4)], [None, None]),  # no difference at all
-        ([(0.6, 0.4), (0.61, 0.4)], [True, None]),  # faster, but no better at the end
+        ([(0.5, 0.2 + i / 100) for i in range(6)], [True, True]),
+        ([(0.9, 0.6 + i / 100) for i in range(6)], [False, False]),
+        ([(0.5, 0.2)] * 5 + [(0.9, 0.6)], [None, None]),  # one seed better, one worse
+        ([(0.8, 0.4)] * 6, [None, None]),  # no difference at all
+        ([(0.6 + i / 100, 0.4) for i in range(6)], [True, None]),  # faster, but no better at the end
     ],
 )
-def test_a_difference_counts_beyond_two_standard_errors(with_bias, expected):
-    by_seed = trainable_bias.measures_by_seed(runs_table(with_bias, [(0.8, 0.4), (0.8, 0.4)]))
+def test_a_difference_is_told_where_every_seed_has_it(with_bias, expected):
+    by_seed = trainable_bias.measures_by_seed(runs_table(with_bias, [(0.8, 0.4)] * 6))
     assert [comparison.holds for comparison in trainable_bias.compare(by_seed)] == expected
 
 

@@ -197,13 +197,14 @@ def test_claims_about_the_landscape_can_fail():
     down = dict(descent_alpha_1=-1.0, descent_beta_1=1.0)
     turns = dict(descent_alpha_1=-1.0, descent_beta_1=-1.0)
     plane = pd.DataFrame([dict(T=4, **down), dict(T=4, **turns), dict(T=14, **down), dict(T=14, **down)])
+    plane.loc[2:, ["descent_alpha_1", "descent_beta_1"]] *= 0.5
     end = dict(start=0, alpha_1=0.0, beta_1=1.0, loss_error=0.0)
     path = pd.DataFrame([dict(T=4, **end), dict(T=14, **end)])
-    assert [c.holds for c in landscape.compare(plane, path)] == [True] * 4
-    assert [c.ours for c in landscape.compare(plane, path)] == [0, 0.5, 1, 0]
+    assert [c.holds for c in landscape.compare(plane, path)] == [True] * 5
+    assert [c.ours for c in landscape.compare(plane, path)] == [0, 0.5, 1, "1.41 at T = 4, 0.707 at T = 14", 0]
     wrong_order = plane.assign(T=[14, 14, 4, 4])
     elsewhere = path.assign(beta_1=[1.0, 0.9], loss_error=[1e-9, 0])
-    assert [c.holds for c in landscape.compare(wrong_order, elsewhere)] == [False] * 4
+    assert [c.holds for c in landscape.compare(wrong_order, elsewhere)] == [False] * 5
 
 
 # --- whole runs ---
