@@ -13,7 +13,10 @@ from tiny_text_model import PROMPT, TEXT, tiny_text_model, tiny_tokenizer
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, __version__, zoo
 from kvlens.cli import main
 
-TABLES = ("conversion_error", "prompt_effect", "bias_by_head", "bias_by_layer", "layer_contributions", "generated")
+TABLES = (
+    *("conversion_error", "prompt_effect", "prompt_by_depth", "prompt_copies"),
+    *("bias_by_head", "bias_by_layer", "layer_contributions", "generated"),
+)
 FILES = {"summary.json", "bias.safetensors", "report.html", *(f"{name}.parquet" for name in TABLES)}
 
 

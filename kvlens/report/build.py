@@ -13,12 +13,16 @@ from torch import Tensor
 
 from analyses import (
     HeadDetails,
+    LinkedShares,
     bias_ablation,
     bias_by_head,
     bias_by_layer,
     conversion_error,
     head_details,
     layer_contributions,
+    linked_shares,
+    prompt_by_depth,
+    prompt_copies,
     prompt_effect,
 )
 from kvlens.conversion import convert_prompt
@@ -39,17 +43,20 @@ class Report:
 
     Attributes:
         summary: the headline figures, nested, of JSON's types (NaN where there is no number).
-        tables: ``conversion_error``, ``prompt_effect``, ``bias_by_head``, ``bias_by_layer``, ``layer_contributions`` as the
+        tables: ``conversion_error``, ``prompt_effect``, ``prompt_by_depth``, ``prompt_copies``, ``bias_by_head``,
+            ``bias_by_layer``, ``layer_contributions`` as the
             analyses of those names return them, and ``generated``: one row a condition and generated token, with its
             ``position`` from 0, ``token_id`` and ``token``.
         bias: the converted prompt.
         heads: what each head attends to, for the page.
+        linked: who reads which prompt token for which text token, for the page.
     """
 
     summary: dict[str, Any]
     tables: dict[str, pd.DataFrame]
     bias: KVBias
     heads: HeadDetails
+    linked: LinkedShares
 
 
 def build_report(
@@ -131,12 +138,21 @@ def build_report(
     tables = {
         "conversion_error": errors,
         "prompt_effect": effect,
+        "prompt_by_depth": prompt_by_depth(model, prompt_tokens, text_tokens),
+        "prompt_copies": prompt_copies(model, prompt_tokens, text_tokens),
         "bias_by_head": by_head,
         "bias_by_layer": by_layer,
         "layer_contributions": layer_contributions(model, text_tokens, bias=bias),
         "generated": _generated_table(model, generated),
     }
-    return Report(summary, tables, bias, heads)
+    colourings = {"ablation_kl": _by_head(by_head, "ablation_kl", bias)}
+    linked = linked_shares(model, prompt_tokens, text_tokens, bias=bias, colourings=colourings)
+    return Report(summary, tables, bias, heads, linked)
+
+
+def _by_head(table: pd.DataFrame, column: str, bias: KVBias) -> Tensor:
+    """A column of a table with one row per head, in order, as [layer, head]."""
+    return torch.tensor(table[column].to_numpy(), dtype=torch.float64).view(bias.n_layers, bias.n_heads)
 
 
 # --- checks ----------------------------------------------------------------------------------------------------------

@@ -12,37 +12,57 @@ from kvlens.viz import (
     attention_view,
     coloured_tokens,
     contribution_bars,
+    depth_map,
     error_table,
     generated_text,
     head_heatmap,
+    induction_arcs,
+    linked_view,
 )
+from kvlens.viz._text import number
 
 TOP_HEADS = 12
 """Heads in the circuitsvis view, a row of it."""
+TOP_PLACES = 5
+LONGEST_NAME = 120
+LOSSES = ("converted", "without_prompt")
 TITLES = {"with_prompt": "with prompt", "converted": "converted", "without_prompt": "without prompt"}
 
 
 def build_page(report: Report) -> Page:
     """The report's page: conversion, effect of the prompt, heads, patterns, generated text."""
     summary, tables = report.summary, report.tables
-    page = Page(f"kvlens report: {summary['model']['name']}", _subtitle(summary))
+    page = Page(f"kvlens report: {_short(summary['model']['name'])}", _subtitle(summary))
     page.section("What the conversion keeps", "The converted model without the prompt, against the original model with it.")
     page.add(_conversion(summary))
-    page.section("What the prompt changes", "Means over the text, and the text itself: where the prompt saves loss.")
-    page.add(_effect(summary["prompt_effect"])).add(_gain(tables["prompt_effect"]))
+    page.section(
+        "Prompt, heads, next token",
+        "Choose a prompt token to see which heads hold it, a head to see what it reads and which text it serves, or a token of "
+        "the text to see all that it reads and what the model expects next. Arrow keys move, Enter chooses, Escape clears.",
+    )
+    page.add(linked_view(report.linked))
+    page.section("What the prompt changes", "Means over the text; then where it saves loss, and where it costs some.")
+    page.add(_effect(summary["prompt_effect"])).add(_places(tables["prompt_effect"])).add(_gain(tables["prompt_effect"]))
+    page.section("Layer by layer", "At which depth the prompt's help, or harm, is there.")
+    page.add(depth_map(tables["prompt_by_depth"]))
     page.section(
         "Which heads carry it",
-        "ablation_kl: what the predictions lose, in nats, when that head's bias is removed; effects do not add up. "
-        "bias_share: how much of the head's output the bias makes up. Click a head to see its pattern and its prompt tokens.",
+        "The total effect of a head, by way of all later layers. ablation_kl: what the predictions lose, in nats, when that "
+        "head's bias is removed; effects do not add up. bias_share: how much of the head's output the bias makes up. Choose a "
+        "head to see its pattern and its prompt tokens.",
     )
     page.add(head_heatmap(tables["bias_by_head"], "ablation_kl", details=report.heads, title="heads"))
     page.add(contribution_bars(tables["bias_by_layer"], "ablation_kl", title="layers: all heads of a layer removed"))
     page.section(
-        "What each layer writes",
-        "Direct contribution to the logit of the token that follows, mean over the text, with the bias attached. "
-        "attention_input is what the heads read from the text, attention_bias what they read from the converted prompt.",
+        "What each part writes directly",
+        "Direct contribution to the logit of the token that follows, mean over the text, with the bias attached: what a part "
+        "writes itself. What it does by way of later layers is in their bars, so that a head that matters much above may write "
+        "little here. attention_input is what the heads read from the text, attention_bias what they read from the converted "
+        "prompt. All bars add up to the mean logit.",
     )
     page.add(_contributions(tables["layer_contributions"]))
+    page.section("Induction", "Where the text meets a token of the prompt again, and who looks at what followed it then.")
+    page.add(_arcs(report))
     page.section("How much of each token's attention output is the bias", "Mean over all layers and heads.")
     page.add(_bias_share(report))
     page.section("Attention patterns", "The heads that carry most, in circuitsvis; hover to enlarge, click to keep.")
@@ -51,6 +71,10 @@ def build_page(report: Report) -> Page:
     page.add(_generated(summary))
     versions = ", ".join(f"{name} {number}" for name, number in summary["versions"].items())
     return page.footer(f"Made {summary['created']} with {versions}. The numbers stand in the Parquet files beside this page.")
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 1] + "…"
 
 
 def _subtitle(summary: dict[str, Any]) -> str:
@@ -92,10 +116,39 @@ def _gain(effect: pd.DataFrame) -> Piece:
     return coloured_tokens(tokens, gain, title="loss that the converted prompt saves on each token", unit="nats")
 
 
+def _places(effect: pd.DataFrame) -> Piece:
+    """The places where the prompt saves most, and those where it costs most."""
+    wide = effect.set_index(["position", "condition"])["loss"].unstack()  # noqa: PD010, one row for each
+    rows = effect[effect["condition"] == "converted"].set_index("position")
+    gain = (wide["without_prompt"] - wide["converted"]).dropna()
+    helped, hurt = gain[gain > 0].nlargest(TOP_PLACES), gain[gain < 0].nsmallest(TOP_PLACES)
+    found = [("helps", helped), ("hurts", hurt)]
+    table = [
+        (effect_, place, rows.loc[place, "token"], rows.loc[place, "next_token"], *wide.loc[place, list(LOSSES)])
+        for effect_, places in found
+        for place in places.index
+    ]
+    columns = ["the prompt", "place", "after", "comes", *(f"loss {TITLES[name]}" for name in LOSSES)]
+    return error_table(pd.DataFrame(table, columns=columns), title="where it helps most, and where it hurts most")
+
+
 def _contributions(table: pd.DataFrame) -> Piece:
     means = table.groupby(["layer", "component"], sort=False)["logit"].mean().reset_index()
-    in_layers = means[means["layer"].between(0, means["layer"].max() - 1)]
-    return contribution_bars(in_layers, "logit", part="component", title="contributions by layer")
+    outside = ~means["layer"].between(0, means["layer"].max() - 1)
+    means["part"] = means["component"].where(outside, "layer " + means["layer"].astype(str) + ", " + means["component"])
+    total = number(float(means["logit"].sum()))
+    return contribution_bars(means, "logit", by="part", title=f"direct contributions; their sum, the mean logit, is {total}")
+
+
+def _arcs(report: Report) -> Piece:
+    copies, linked = report.tables["prompt_copies"], report.linked
+    n_layers, n_heads = linked.by_text.shape[:2]
+    everyone = pd.MultiIndex.from_product([range(n_layers), range(n_heads)], names=["layer", "head"])
+    scores = copies.groupby(["layer", "head"])["share"].mean().reindex(everyone, fill_value=0.0).rename("score").reset_index()
+    tokens = [*linked.prompt, *linked.text]
+    return induction_arcs(
+        tokens, len(linked.prompt), copies, scores, title="arcs; the strip shows each head's mean share of them"
+    )
 
 
 def _bias_share(report: Report) -> Piece:

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from analyses import HeadDetails
-from kvlens.viz._blocks import block_size, block_sums
+from kvlens.viz._blocks import block_means, block_size
 from kvlens.viz._quantised import quantised
+from kvlens.viz._text import rounded
 
 MAX_PROMPT_COLUMNS, MAX_TEXT_COLUMNS = 256, 128
 MAX_CELLS, MAX_SHARES = 600_000, 300_000
@@ -24,9 +25,9 @@ def details_json(details: HeadDetails) -> dict[str, Any]:
     of_prompt = block_size(n_prompt, min(MAX_PROMPT_COLUMNS, 2 * a_head // 3))
     of_text = block_size(n_text, min(MAX_TEXT_COLUMNS, a_head // 3))
     parts = details.pattern[:, :, of_query].split([n_prompt, n_text], dim=-1)
-    cells = torch.cat([block_sums(parts[0], of_prompt), block_sums(parts[1], of_text)], dim=-1)
+    cells = torch.cat([block_means(parts[0], of_prompt), block_means(parts[1], of_text)], dim=-1)
     of_share = block_size(n_prompt, MAX_SHARES // (n_layers * n_heads))
-    shares = block_sums(details.prompt_shares, of_share)
+    shares = block_means(details.prompt_shares, of_share)
     return {
         "prompt": details.prompt,
         "text": details.text,
@@ -41,7 +42,8 @@ def details_json(details: HeadDetails) -> dict[str, Any]:
 
 
 def _head(details: HeadDetails, layer: int, head: int, cells: Tensor, shares: Tensor) -> dict[str, Any]:
-    own = {"pattern": quantised(cells), "shares": quantised(shares)}
+    whole = rounded(float(details.prompt_shares[layer, head].sum()))
+    own = {"pattern": quantised(cells), "shares": quantised(shares), "whole": whole}
     return own if details.bias_shares is None else {**own, "bias": quantised(details.bias_shares[layer, head])}
 
 
@@ -50,9 +52,9 @@ def _notes(details: HeadDetails, n_queries: int, of_prompt: int, of_text: int, o
     if n_queries < len(details.text):
         notes.append(f"{n_queries} of the text's {len(details.text):,} queries are shown, evenly spaced.")
     if of_prompt > 1:
-        notes.append(f"One column sums {of_prompt} neighbouring tokens of the prompt's {len(details.prompt):,}.")
+        notes.append(f"One column is the mean of {of_prompt} neighbouring tokens of the prompt's {len(details.prompt):,}.")
     if of_text > 1:
-        notes.append(f"One column sums {of_text} neighbouring tokens of the text's {len(details.text):,}.")
+        notes.append(f"One column is the mean of {of_text} neighbouring tokens of the text's {len(details.text):,}.")
     if of_share > 1:
-        notes.append(f"Shares are those of {of_share} neighbouring prompt tokens together.")
+        notes.append(f"Shares are means over {of_share} neighbouring prompt tokens.")
     return notes

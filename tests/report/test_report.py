@@ -15,7 +15,16 @@ from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVBias, KVLen
 from kvlens.report import build_report, check_folder, print_report, write_report
 from kvlens.report.build import rounding_bound
 
-TABLES = ("conversion_error", "prompt_effect", "bias_by_head", "bias_by_layer", "layer_contributions", "generated")
+TABLES = (
+    "conversion_error",
+    "prompt_effect",
+    "prompt_by_depth",
+    "prompt_copies",
+    "bias_by_head",
+    "bias_by_layer",
+    "layer_contributions",
+    "generated",
+)
 FILES = {"summary.json", "bias.safetensors", "report.html", *(f"{name}.parquet" for name in TABLES)}
 
 

@@ -163,7 +163,7 @@
     const list = most.map(([x, i]) => `“${label(tokens[i])}” (${i * data.block.share}) ${number(x)}`).join(", ");
     place.append(
       element("h4", "", "Prompt tokens by their share of the head's output on the text"),
-      element("p", "note", `All of them together: ${number(sumOf(shares))}; the rest is the text's own, and the shift boundary's. Most: ${list}.`),
+      element("p", "note", `All of them together: ${number(head.whole)}; the rest is the text's own, and the shift boundary's. Most: ${list}.`),
       legend(scales.shares, "of the head's output", signed("shares")),
       colouredTokens(tokens, shares, scales.shares, (token, i, x) => `prompt ${i * data.block.share} ${label(token)}: ${number(x)}`));
     if (head.bias) {
