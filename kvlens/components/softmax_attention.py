@@ -12,6 +12,7 @@ Inside TransformerLens 3.9 it relies on ``calculate_attention_scores``, ``apply_
 ``_extend_rotary_embeddings``, ``_apply_logn_scaling``, ``create_alibi_bias`` and ``create_alibi_slope``.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,13 +39,16 @@ class _Softmax(KVAttention):
     """Mixed in before TransformerLens' attention classes, whose steps it uses."""
 
     alibi: Tensor | None
+    observer: Callable[[Tensor, Tensor, Tensor], None] | None = None
+    """Sees the queries, and all keys and values so far, as they are scored; set while a prompt is converted."""
 
     def forward(self, query_input, key_input, value_input, past_kv_cache_entry=None, *args, **kwargs):  # noqa: ANN001
         """As ``transformer_lens.components.AbstractAttention.forward``, which runs where nothing is added to it."""
         if self.cfg.positional_embedding_type == "alibi":
             past = 0 if past_kv_cache_entry is None else past_kv_cache_entry.past_keys.shape[1]
             self._grow_alibi(past + key_input.shape[1], key_input.device)
-        plain = self.cfg.kv_shift is None and self.layer_bias is None and self.variant is None and not self._runs_fused()
+        unseen = self.layer_bias is None and self.observer is None
+        plain = self.cfg.kv_shift is None and unseen and self.variant is None and not self._runs_fused()
         run = AbstractAttention.forward if plain else KVAttention.forward
         return run(self, query_input, key_input, value_input, past_kv_cache_entry, *args, **kwargs)
 
@@ -53,6 +57,8 @@ class _Softmax(KVAttention):
         past = 0 if entry is None else entry.past_keys.shape[1]
         k, v = (piece.k, piece.v) if entry is None else entry.append(piece.k, piece.v)
         q, k = self._positioned(piece.q, k, past, piece.attention_mask)
+        if self.observer is not None:
+            self.observer(q, k, v)
         if self.ridge is not None:
             return HeadOutputs(self._solved(q, k, v, piece.attention_mask, self.ridge), None, None)
         bias = self.read_bias(torch.promote_types(q.dtype, torch.float32))

@@ -1,4 +1,4 @@
-"""From a prompt to weights: exact for linear attention (ICLCA): no error but rounding."""
+"""From a prompt to weights: exact for linear attention (ICLCA), exact or compressed for softmax."""
 
 from kvlens.conversion.carry import carry_bias
 from kvlens.conversion.convert import convert_prompt

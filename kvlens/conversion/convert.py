@@ -15,7 +15,7 @@ old offset + M.
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from kvlens._tl import TransformerLensKeyValueCache
 from kvlens.components import LinearCacheEntry
 from kvlens.conversion.carry import carry_layer_state, per_query_head
 from kvlens.conversion.prompt import Prompt, PromptTokens, prompt_tokens
+from kvlens.conversion.softmax import SoftmaxChoices, SoftmaxOptions, convert_softmax_prompt
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import Fingerprint, KVBias
 from kvlens.model import HookedKVTransformer
@@ -42,13 +43,15 @@ def convert_prompt(
     detach: bool = True,
     segment_length: int | None = None,
     on_progress: Callable[[float], None] | None = None,
+    **softmax: Unpack[SoftmaxChoices],
 ) -> KVBias:
     """Turn a prompt into the bias that replaces it, at the cost of one forward pass over it.
 
-    With the bias attached, the model gives on any text the logits that it gave on [prompt; text], to rounding.
+    With the bias attached, the model gives on any text the logits that it gave on [prompt; text], to rounding; with softmax
+    attention that holds for ``method="exact"``, which keeps every key, and the other methods approximate it.
 
     Args:
-        model: with ``attention="linear"``.
+        model: linear or softmax.
         prompt: a string, a list of strings (their biases form a batch), or tokens [pos] or [batch, pos].
         initial: the bias to continue from; None continues from what the model holds now (nothing, a trained bias, an
             attached one). Continuing equals converting the concatenation of both prompts' tokens.
@@ -64,18 +67,30 @@ def convert_prompt(
             ``hook_b_d`` come every time, ``hook_last_k``, ``hook_last_v`` and ``hook_last_q`` with the first segment alone,
             and the last segment's bias is the one that the new bias continues from.
         on_progress: called after each segment with the fraction of the prompt that is done.
+        softmax: for softmax attention alone, :class:`SoftmaxOptions`:
+            ``method``: "exact" (the default: all keys), "landmark" (few keys with fitted weights), or, for comparison,
+            "random", "taylor" and "learned" features.
+            ``n_features``: virtual keys per key-value head, or features; ``ratio``: the same as a share of the prompt's tokens.
+            ``budget``: "equal", or "greedy": the same number on average, given to the heads where it removes most error.
+            ``reference``: on whose queries it is fitted: None for the model's own continuations of the prompt, "prompt" for the
+            prompt read again, another string or tokens for that text. ``n_continuations``, ``continuation_length``: how many,
+            and of how many tokens.
+            ``polish_steps``: gradient steps afterwards, on the logits or, with ``objective="kl"``, on the next token's
+            distribution; ``verbose=False`` hides their progress.
+            ``keys`` ("output", "normalizer", "mass"), ``fit=False``, ``layer_by_layer``: ways that measured no better.
+            ``seed``: of continuations, random features and polishing.
 
     Returns:
         The whole new bias, ``initial`` included; with a batch axis for a list or a [batch, pos] tensor.
 
     Raises:
-        KVLensError: softmax attention, an empty prompt, tokens outside the vocabulary, a prompt beyond ``n_ctx`` where
-            positions are learned, ``initial`` of another model or batch, weights or activations that are not finite,
-            a ``segment_length`` below 1.
+        KVLensError: options that the method does not have, an empty prompt, tokens outside the vocabulary, a prompt beyond
+            ``n_ctx`` where positions are learned, ``initial`` of another model or batch, weights or activations that are not
+            finite, a ``segment_length`` below 1.
 
     Source: ICLCA sec. 4, alg. 1; the boundary and padding are kvlens'.
     """
-    _check_convertible(model)
+    options = _check_convertible(model, softmax)
     if segment_length is not None and segment_length < 1:
         raise KVLensError(f"convert_prompt: segment_length must be at least 1, got {segment_length}")
     continued = initial is not None or model.attached_kv_bias is not None
@@ -95,29 +110,35 @@ def convert_prompt(
                 f"convert_prompt: the bias to continue from holds {old.batch_size} prompts, this prompt "
                 f"{tokens.tokens.shape[0]}: give one row a prompt, or continue from one (select_prompt)"
             )
-        entries = _run_prompt(model, tokens, fwd_hooks, segment_length, on_progress)
-        bias = _collect(model, tokens, entries, old, fingerprint)
+        if options is None:
+            entries = _run_prompt(model, tokens, fwd_hooks, segment_length, on_progress)
+            bias = _collect(model, tokens, entries, old, fingerprint)
+        else:
+            bias = convert_softmax_prompt(model, tokens, old, fingerprint, options, fwd_hooks)
     _check_finite(model, bias)
     return bias
 
 
-def _check_convertible(model: HookedKVTransformer) -> None:
+def _check_convertible(model: HookedKVTransformer, softmax: Any) -> SoftmaxOptions | None:
+    """The options of a softmax conversion; None for linear attention."""
     if not isinstance(model, HookedKVTransformer):
         raise KVLensError(
             f"convert_prompt: expected a HookedKVTransformer, got {type(model).__name__}; "
             "HookedKVTransformer.from_hooked_transformer makes one of a model at hand"
-        )
-    if model.cfg.attention != "linear":
-        raise KVLensError(
-            "convert_prompt: this model has softmax attention, and no method for it exists here yet. Linear attention scores a "
-            "key by phi(q).phi(k), so that the sum over a prompt's keys leaves the query outside and can be stored: exact. "
-            "Softmax scores it by exp(q.k), which no finite sum separates: only an approximation is possible."
         )
     reason = why_no_kv_bias(model.cfg.attention_variant)
     if reason is not None:
         raise KVLensError(f"convert_prompt: a prompt of this model has no KV bias: {reason}")
     if model.cfg.ungroup_grouped_query_attention:
         raise KVLensError("convert_prompt: call model.set_ungroup_grouped_query_attention(False) first")
+    if model.cfg.attention == "softmax":
+        return SoftmaxOptions.of(softmax)
+    if softmax:
+        raise KVLensError(
+            f"convert_prompt: {', '.join(softmax)} is for softmax attention; with linear attention the conversion is exact and "
+            "has nothing to choose"
+        )
+    return None
 
 
 def _run_prompt(

@@ -63,7 +63,7 @@ def _from_tensor(model: HookedKVTransformer, prompt: Tensor, device: torch.devic
     if prompt.numel() == 0:
         raise KVLensError(f"prompt: it is empty (shape {list(prompt.shape)}); give at least one token")
     model.check_tokens(prompt)
-    tokens = prompt.to(device)
+    tokens = (prompt.clone() if prompt.is_inference() else prompt).to(device)  # generate's output takes no part in a graph
     return PromptTokens(tokens if prompt.dim() == 2 else tokens[None], None, has_batch=prompt.dim() == 2)
 
 

@@ -21,7 +21,7 @@ class BiasFit:
         n_held_out_tokens: queries that it did not see, on which the errors were measured.
         prompt_passes: forward passes over the prompt, in units of one pass over its tokens.
         reference_passes: forward passes over (and generation of) the reference text, in units of one pass over the prompt.
-        seconds: wall-clock time.
+        seconds: wall-clock time by step.
         n_keys: virtual keys (or features) with a weight per layer and key-value head.
         output_error: of each head's output z, per layer and query head.
         mass_error: of the prompt's share of the normaliser, per layer and query head.
@@ -33,7 +33,7 @@ class BiasFit:
     n_held_out_tokens: int
     prompt_passes: float
     reference_passes: float
-    seconds: float
+    seconds: dict[str, float]
     n_keys: Int[Tensor, "layer *batch kv_head"]
     output_error: Float[Tensor, "layer *batch head"]
     mass_error: Float[Tensor, "layer *batch head"]
@@ -79,5 +79,5 @@ class BiasFit:
     def __repr__(self) -> str:
         return (
             f"BiasFit({self.method}, {self.n_reference_tokens} reference tokens, {self.prompt_passes:.3g} prompt passes, "
-            f"{self.seconds:.3g} s, output error {float(self.output_error.mean()):.3g} held out)"
+            f"{sum(self.seconds.values()):.3g} s, output error {float(self.output_error.mean()):.3g} held out)"
         )

@@ -40,7 +40,7 @@ def virtual_key_scores(
     assert positions is not None
     apart = positions[:, :, None, None] + distance.repeat_interleave(q.shape[2] // keys.shape[1], dim=1)[:, None]
     if rule.slopes is not None:
-        scores = scores - rule.slopes.to(scores)[:, None] * apart
+        scores = scores - (rule.slopes[:, None] * apart).to(scores)  # rounded as TransformerLens' table is, in float32
     return scores if rule.window is None else scores.masked_fill(apart >= rule.window, -torch.inf)
 
 

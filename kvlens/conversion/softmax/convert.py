@@ -1,0 +1,63 @@
+"""From a prompt to the bias of a softmax model: the prompt's pass, the method, what it continues from, the record."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from kvlens.conversion.prompt import PromptTokens
+from kvlens.conversion.softmax.free_features import check_free_features, learned_bias, random_bias, taylor_bias
+from kvlens.conversion.softmax.landmark import Landmarks
+from kvlens.conversion.softmax.polish import polish
+from kvlens.conversion.softmax.prompt_pass import ConvertedExactly, continued, convert_exactly
+from kvlens.conversion.softmax.settings import SoftmaxOptions
+from kvlens.conversion.softmax.teacher import Teacher
+from kvlens.errors import KVLensError
+from kvlens.kv_bias import Fingerprint, KVBias
+from kvlens.model import HookedKVTransformer
+
+
+def convert_softmax_prompt(
+    model: HookedKVTransformer,
+    prompt: PromptTokens,
+    old: KVBias | None,
+    fingerprint: Fingerprint,
+    options: SoftmaxOptions,
+    fwd_hooks: Sequence[Any] = (),
+) -> KVBias:
+    """See :func:`kvlens.convert_prompt`, which checks the prompt and what it continues from."""
+    if options.method not in ("exact", "landmark"):
+        check_free_features(model, options.method)
+    exact = convert_exactly(model, prompt, fwd_hooks, old, fingerprint)
+    _check_finite(exact)
+    bias = exact.bias
+    lengths = torch.as_tensor(prompt.lengths()).reshape(-1).tolist()
+    keeps_all = options.method == "landmark" and options.keeps_all(lengths)
+    if options.method != "exact" and not keeps_all:
+        bias = _approximated(Teacher(model, prompt, exact, old, options))
+    bias = replace(continued(old, bias), fit=bias.fit)
+    has_batch = prompt.has_batch or (old is not None and old.batch_size is not None)
+    return bias if has_batch else bias.select_prompt(0)
+
+
+def _approximated(teacher: Teacher) -> KVBias:
+    method = teacher.options.method
+    with teacher.timed("fit"):
+        if method == "landmark":
+            bias = Landmarks(teacher).fit()
+        else:
+            bias = {"random": random_bias, "taylor": taylor_bias, "learned": learned_bias}[method](teacher)
+    if teacher.options.polish_steps:
+        with teacher.timed("polish"):
+            bias = polish(teacher, bias)
+    return teacher.with_record(bias, fitted=method in ("landmark", "learned"))
+
+
+def _check_finite(exact: ConvertedExactly) -> None:
+    bad = ~exact.bias.b_KV.isfinite()
+    if bool(bad.any()):
+        layer = int(bad.flatten(1).any(dim=1).nonzero()[0])
+        raise KVLensError(
+            f"convert_prompt: the values of layer {layer} are not finite: activations overflow in the prompt's pass"
+        )

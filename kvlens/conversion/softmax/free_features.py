@@ -1,0 +1,103 @@
+"""Features that do not know the prompt: method="random", "taylor" and "learned" (DESIGN 1.4; ICLAA in ICLCA sec. 5 and 6.4).
+
+    b_KV = sum_j phi(k_j) v_j^T        b_D = sum_j phi(k_j)
+
+as for linear attention, on one log-scale per head. Softmax scores of real models are large, and features of a fixed number
+cannot follow them: measured, they improve little on leaving the prompt out. They are here for comparison.
+"""
+
+from dataclasses import replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvlens.conversion.softmax.learned import train_features
+from kvlens.conversion.softmax.prompt_pass import ConvertedExactly
+from kvlens.conversion.softmax.teacher import Teacher
+from kvlens.errors import KVLensError
+from kvlens.kv_bias import KVBias, LearnedFeatures, RandomFeatures, SoftmaxFeatures, TaylorFeatures, VirtualKeys
+from kvlens.model import HookedKVTransformer
+from kvlens.ops.feature_maps import draw_projections
+from kvlens.ops.softmax_features import learned_log_features, random_log_features, taylor_features
+
+
+def check_free_features(model: HookedKVTransformer, method: str) -> None:
+    """Raise KVLensError where a model's scores are more than exp(q.k): such features would miss the rest."""
+    for block in model.blocks:
+        rule = block.attn.score_rule()
+        for what, present in (
+            ("ALiBi", rule.slopes is not None),
+            ("local windows", rule.window is not None),
+            ("soft-capping", rule.soft_cap is not None),
+        ):
+            if present:
+                raise KVLensError(
+                    f'convert_prompt: method="{method}" approximates exp(q.k), and this model\'s scores have {what} besides: '
+                    'use method="exact" or "landmark", whose keys are scored as the model does'
+                )
+
+
+def random_bias(teacher: Teacher) -> KVBias:
+    """Positive random features, orthogonal in blocks; one draw per layer and key-value head."""
+    cfg, options = teacher.model.cfg, teacher.options
+    generator = torch.Generator().manual_seed(options.seed)
+    m = options.n_features
+    assert m is not None
+    drawn = [draw_projections(cfg.n_kv_heads, m, cfg.d_head, "orthogonal", generator) for _ in range(cfg.n_layers)]
+    projection = torch.stack(drawn).to(teacher.exact.bias.b_KV)
+    scale = _scale(teacher.model)
+    logs = [random_log_features(_keys(teacher.exact, i), projection[i], scale) for i in range(cfg.n_layers)]
+    return _summed(teacher.exact, logs, RandomFeatures(projection))
+
+
+def learned_bias(teacher: Teacher) -> KVBias:
+    """Features trained on the reference queries and the prompt's keys."""
+    queries_map, keys_map = train_features(teacher)
+    logs = [
+        learned_log_features(_keys(teacher.exact, i), keys_map.weight[i], keys_map.offset[i])
+        for i in range(teacher.model.cfg.n_layers)
+    ]
+    return _summed(teacher.exact, logs, LearnedFeatures(queries_map.weight, queries_map.offset))
+
+
+def taylor_bias(teacher: Teacher) -> KVBias:
+    """The second-order polynomial: exact where scores are small, and nowhere else."""
+    exact, b_kv, b_d, log_scale = teacher.exact, [], [], []
+    for layer in range(teacher.model.cfg.n_layers):
+        phi = taylor_features(_keys(exact, layer), _scale(teacher.model))
+        logs = _masked(exact, phi.log_scale[..., None]).squeeze(-1)
+        top = logs.amax(dim=1)
+        features = phi.features * (logs - top[:, None]).exp()[..., None]
+        b_kv.append(torch.einsum("bjgr,bgjd->bgrd", features, exact.bias.b_KV[layer]))
+        b_d.append(features.sum(dim=1))
+        log_scale.append(top)
+    new = dict(b_KV=torch.stack(b_kv), b_D=torch.stack(b_d), log_scale=torch.stack(log_scale))
+    return replace(exact.bias, **new, features=TaylorFeatures(teacher.model.cfg.d_head))  # type: ignore[arg-type]
+
+
+def _summed(exact: ConvertedExactly, logs: list[Float[Tensor, "batch key kv_head r"]], features: SoftmaxFeatures) -> KVBias:
+    """b_KV and b_D of positive features given by their logarithms."""
+    b_kv, b_d, log_scale = [], [], []
+    for layer, log_phi in enumerate(logs):
+        log_phi = _masked(exact, log_phi)
+        top = log_phi.amax(dim=(1, 3))
+        phi = (log_phi - top[:, None, :, None]).exp()
+        b_kv.append(torch.einsum("bjgr,bgjd->bgrd", phi, exact.bias.b_KV[layer]))
+        b_d.append(phi.sum(dim=1))
+        log_scale.append(top)
+    stacked = dict(b_KV=torch.stack(b_kv), b_D=torch.stack(b_d), log_scale=torch.stack(log_scale))
+    return replace(exact.bias, **stacked, features=features)  # type: ignore[arg-type]
+
+
+def _masked(exact: ConvertedExactly, log_phi: Tensor) -> Tensor:
+    return log_phi if exact.real is None else log_phi.masked_fill(~exact.real[:, :, None, None], -torch.inf)
+
+
+def _keys(exact: ConvertedExactly, layer: int) -> Float[Tensor, "batch key kv_head d_head"]:
+    assert isinstance(exact.bias.features, VirtualKeys)
+    return exact.bias.features.keys[layer].transpose(1, 2)
+
+
+def _scale(model: HookedKVTransformer) -> float:
+    return model.blocks[0].attn.score_rule().scale

@@ -1,0 +1,125 @@
+"""method="landmark": r of the prompt's keys per head, with fitted weights and values (DESIGN 1.4).
+
+For each layer, on the queries of the reference text: choose keys, give out budgets, fit weights, fit values. No gradient, no
+forward pass beyond the prompt's own and the reference text's; see :mod:`kvlens.ops.landmarks` for the mathematics.
+"""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from einops import rearrange
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvlens.conversion.softmax.prompt_pass import continued
+from kvlens.conversion.softmax.teacher import Teacher
+from kvlens.kv_bias import KVBias, VirtualKeys
+from kvlens.ops.landmarks import (
+    Chosen,
+    Queries,
+    Statistics,
+    choose_keys,
+    fit_values,
+    fit_weights,
+    greedy_budgets,
+    statistics,
+)
+
+LONGEST_PATH = 4
+"""A head gets at most so many times the average number of keys, or 64 where that is more and the prompt has as many."""
+
+
+class LayerFit(NamedTuple):
+    """The fitted keys of one layer, by prompt and key-value head."""
+
+    keys: Float[Tensor, "batch kv_head r d_head"]
+    distance: Int[Tensor, "batch kv_head r"]
+    weights: Float[Tensor, "batch kv_head r"]
+    values: Float[Tensor, "batch kv_head r d_head"]
+
+
+class Landmarks:
+    """One conversion: what its steps share."""
+
+    def __init__(self, teacher: Teacher):
+        self.teacher, self.model, self.options = teacher, teacher.model, teacher.options
+        self.wanted = torch.tensor([self.options.n_keys(int(n)) for n in teacher.lengths])
+        longest, n_keys = int(self.wanted.max()), teacher.exact.bias.d_phi
+        self.path = longest if self.options.budget == "equal" else min(n_keys, max(LONGEST_PATH * longest, 64))
+
+    @torch.no_grad()
+    def fit(self) -> KVBias:
+        """The fitted bias of this prompt alone, with a batch axis."""
+        queries = self.teacher.read(self.teacher.whole, self.teacher.seen)
+        sums = [self._statistics(layer, each) for layer, each in enumerate(queries)]
+        chosen = [choose_keys(each, self.path, self.options.keys) for each in sums]
+        budgets = self._budgets(chosen)
+        if self.options.layer_by_layer:
+            return self._assembled(self._fit_layer_by_layer(budgets))
+        every = zip(range(len(sums)), queries, sums, chosen, budgets, strict=True)
+        return self._assembled([self._fit(*each) for each in every])
+
+    def _statistics(self, layer: int, queries: Queries) -> Statistics:
+        w_o = self.model.blocks[layer].attn.W_O.to(queries.z.dtype)
+        metric = (w_o @ w_o.mT).unflatten(0, (self.model.cfg.n_kv_heads, -1)).mean(dim=1)
+        size, axes = torch.linalg.eigh(metric)
+        return statistics(queries, self.teacher.keys(layer), axes * size.clamp(min=0).sqrt()[:, None, :])
+
+    def _budgets(self, chosen: list[Chosen]) -> Int[Tensor, "layer batch kv_head"]:
+        batch = len(self.wanted)
+        gain = torch.stack([rearrange(each.gain, "(b g) r -> b g r", b=batch) for each in chosen])
+        wanted = self.wanted.to(gain.device)
+        if self.options.budget == "equal":
+            return wanted[None, :, None].expand(gain.shape[:3])
+        return greedy_budgets(gain, wanted * gain.shape[0] * gain.shape[2])
+
+    def _fit(self, layer: int, queries: Queries, sums: Statistics, chosen: Chosen, budgets: Tensor) -> LayerFit:
+        prompt, counts = self.teacher.keys(layer), budgets.flatten()
+        r = max(1, int(counts.max()))
+        index = chosen.keys[:, :r]
+        active = torch.arange(r, device=index.device) < counts[:, None]
+        keys, distance, values = prompt.keys.flatten(0, 1), prompt.distance.flatten(0, 1), prompt.values.flatten(0, 1)
+        rows = index[..., None].expand(-1, -1, keys.shape[-1])
+        if self.options.fit:
+            weights = fit_weights(sums, index, active)
+            fitted = fit_values(queries, prompt, index, weights)
+        else:
+            weights = active.to(sums.gram)
+            fitted = weights[..., None] * values.gather(1, rows)
+        kept = (keys.gather(1, rows), distance.gather(1, index), weights.to(keys), fitted.to(keys))
+        return LayerFit(*(t.unflatten(0, prompt.keys.shape[:2]) for t in kept))
+
+    def _fit_layer_by_layer(self, budgets: Tensor) -> list[LayerFit]:
+        """Each layer on the queries that the layers below, already converted, produce."""
+        layers: list[LayerFit] = []
+        for layer in range(self.model.cfg.n_layers):
+            so_far = continued(self.teacher.old, self._assembled(layers))
+            queries = self.teacher.read(so_far, self.teacher.seen, range(layer, layer + 1))[0]
+            sums = self._statistics(layer, queries)
+            layers.append(self._fit(layer, queries, sums, choose_keys(sums, self.path, self.options.keys), budgets[layer]))
+        return layers
+
+    def _assembled(self, layers: list[LayerFit]) -> KVBias:
+        """The bias of the fitted layers; layers above them keep all their keys."""
+        exact = self.teacher.exact.bias
+        assert isinstance(exact.features, VirtualKeys)
+        r = max([each.weights.shape[-1] for each in layers] + ([exact.d_phi] if len(layers) < exact.n_layers else []))
+        keys, distance, weights, values = [], [], [], []
+        for layer in range(exact.n_layers):
+            if layer < len(layers):
+                each = layers[layer]
+            else:
+                features = exact.features
+                each = LayerFit(features.keys[layer], features.distance[layer], exact.b_D[layer], exact.b_KV[layer])
+            missing = r - each.weights.shape[-1]
+            keys.append(torch.cat([each.keys, each.keys[..., :1, :].expand(-1, -1, missing, -1)], dim=-2))
+            distance.append(torch.cat([each.distance, each.distance[..., :1].expand(-1, -1, missing)], dim=-1))
+            weights.append(torch.nn.functional.pad(each.weights, (0, missing)))
+            values.append(torch.nn.functional.pad(each.values, (0, 0, 0, missing)))
+        return replace(
+            exact,
+            b_KV=torch.stack(values),
+            b_D=torch.stack(weights),
+            features=VirtualKeys(torch.stack(keys), torch.stack(distance)),
+        )

@@ -1,0 +1,107 @@
+"""Polishing: gradient steps on the logits from where the closed form ends. Keys, log-weights and values are free.
+
+Adam with a learning rate that falls to 0 along a cosine; a step reads some of the reference texts. The objective is the
+squared relative error of the logits, or the divergence KL(prompted || converted) of the next token.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from kvlens.conversion.softmax.prompt_pass import attached, continued, rows_of
+from kvlens.conversion.softmax.teacher import Teacher
+from kvlens.kv_bias import KVBias, VirtualKeys
+
+LEARNING_RATE, TEXTS_PER_STEP = 2e-2, 16
+
+
+@dataclass
+class Polished:
+    """What is free: virtual keys, the logarithm of their weights, and their values; heads' missing keys stay missing."""
+
+    keys: Float[Tensor, "layer batch kv_head r d_head"]
+    log_weights: Float[Tensor, "layer batch kv_head r"]
+    values: Float[Tensor, "layer batch kv_head r d_head"]
+    used: Tensor
+
+    @classmethod
+    def of(cls, bias: KVBias) -> "Polished":
+        assert isinstance(bias.features, VirtualKeys)
+        used = bias.b_D > 0
+        weights = torch.where(used, bias.b_D, 1.0)
+        keys, log_weights, values = bias.features.keys, weights.log(), bias.b_KV / weights[..., None]
+        return cls(_leaf(keys), _leaf(log_weights), _leaf(values), used)
+
+    def free(self) -> list[Tensor]:
+        return [self.keys, self.log_weights, self.values]
+
+    def bias(self, like: KVBias) -> KVBias:
+        """As a bias, with a graph to what is free."""
+        assert isinstance(like.features, VirtualKeys)
+        weights = torch.where(self.used, self.log_weights.exp(), 0.0)
+        features = VirtualKeys(self.keys, like.features.distance)
+        return replace(like, b_D=weights, b_KV=weights[..., None] * self.values, features=features)
+
+
+def _leaf(x: Tensor) -> Tensor:
+    return x.detach().clone().requires_grad_()
+
+
+def polish(teacher: Teacher, bias: KVBias) -> KVBias:
+    """``bias`` (of this prompt alone) after ``options.polish_steps`` steps on the texts that the teacher has seen."""
+    options, model = teacher.options, teacher.model
+    generator = torch.Generator().manual_seed(options.seed)
+    requires = [p.requires_grad for p in model.parameters()]
+    with torch.inference_mode(False), torch.enable_grad():
+        model.requires_grad_(False)
+        try:
+            target = _target_logits(teacher)
+            state = Polished.of(bias)
+            optimizer = torch.optim.Adam(state.free(), lr=LEARNING_RATE)
+            schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.polish_steps)
+            progress = tqdm(range(options.polish_steps), desc="polishing", disable=not options.verbose)
+            for _ in progress:
+                texts = torch.randperm(teacher.seen.shape[1], generator=generator)[:TEXTS_PER_STEP]
+                loss = _loss(teacher, state.bias(bias), texts, target, options.objective)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                schedule.step()
+                progress.set_postfix(loss=f"{float(loss.detach()):.3g}")
+        finally:
+            for p, wanted in zip(model.parameters(), requires, strict=True):
+                p.requires_grad_(wanted)
+    with torch.no_grad():
+        return state.bias(bias)
+
+
+def _logits(teacher: Teacher, bias: KVBias, texts: Int[Tensor, " text"]) -> Tensor:
+    """Logits of some reference texts of every prompt, [batch, text, pos, vocab]."""
+    tokens = teacher.seen[:, texts.to(teacher.seen.device)]
+    rows = torch.arange(tokens.shape[0]).repeat_interleave(tokens.shape[1])
+    flat = tokens.flatten(0, 1)
+    teacher.count(tokens[0].numel())
+    with attached(teacher.model, rows_of(bias, rows)):
+        return teacher.model(flat, attention_mask=torch.ones_like(flat)).unflatten(0, tokens.shape[:2])
+
+
+@torch.no_grad()
+def _target_logits(teacher: Teacher) -> list[Tensor]:
+    """What the prompted model says to each text; [batch, pos, vocab] each."""
+    every = torch.arange(teacher.seen.shape[1])
+    return [logits for part in every.split(TEXTS_PER_STEP) for logits in _logits(teacher, teacher.whole, part).unbind(dim=1)]
+
+
+def _loss(
+    teacher: Teacher, bias: KVBias, texts: Tensor, target: list[Tensor], objective: Literal["logits", "kl"]
+) -> Float[Tensor, ""]:
+    new = _logits(teacher, continued(teacher.old, bias), texts)
+    old = torch.stack([target[i] for i in texts.tolist()], dim=1)
+    if objective == "kl":
+        old, new = old.log_softmax(dim=-1), new.log_softmax(dim=-1)
+        return (old.exp() * (old - new)).sum(dim=-1).mean()
+    return ((new - old).square().sum(dim=-1) / old.square().sum(dim=-1)).mean()

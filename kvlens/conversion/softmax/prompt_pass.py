@@ -1,0 +1,156 @@
+"""The prompt's own forward pass through a softmax model: its keys and values as they are scored, and the exact bias of them.
+
+The exact bias keeps every key (r = M, weight 1): attention over it is softmax attention over the prompt. All other methods
+start from it: it is what they approximate, and it plays the prompt while reference text is read.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from kvlens._tl import TransformerLensKeyValueCache
+from kvlens.components import ShiftedCacheEntry
+from kvlens.conversion.prompt import PromptTokens
+from kvlens.errors import KVLensError
+from kvlens.kv_bias import Fingerprint, KVBias, VirtualKeys
+from kvlens.model import HookedKVTransformer
+from kvlens.ops.landmarks import PromptKeys
+
+
+class ConvertedExactly(NamedTuple):
+    """A prompt with every key kept.
+
+    Attributes:
+        bias: of this prompt alone, without what it continues from; always with a batch axis.
+        real: True at real tokens, None where no prompt is padded.
+        last_residual: of each prompt's last token, for the logits of the first token after it.
+    """
+
+    bias: KVBias
+    real: Bool[Tensor, "batch key"] | None
+    last_residual: Float[Tensor, "batch 1 d_model"]
+
+    def keys(self, model: HookedKVTransformer, layer: int) -> PromptKeys:
+        """One layer's keys, as the fits want them."""
+        features = self.bias.features
+        assert isinstance(features, VirtualKeys)
+        rule = model.blocks[layer].attn.score_rule()
+        return PromptKeys(features.keys[layer], self.bias.b_KV[layer], features.distance[layer], self.real, rule)
+
+
+def convert_exactly(
+    model: HookedKVTransformer, prompt: PromptTokens, fwd_hooks: Sequence[Any], old: KVBias | None, fingerprint: Fingerprint
+) -> ConvertedExactly:
+    """One pass over the prompt, the bias it continues from attached; every layer's keys and values become virtual keys."""
+    tokens, cfg = prompt.tokens, model.cfg
+    batch, n_places = tokens.shape
+    cache = TransformerLensKeyValueCache.init_cache(cfg, cfg.device, batch)
+    mask = torch.ones_like(tokens) if prompt.mask is None else prompt.mask.long()
+    with observed(model) as seen:
+        residual = model.run_with_hooks(
+            tokens,
+            fwd_hooks=list(fwd_hooks),
+            attention_mask=mask,
+            past_kv_cache=cache,
+            stop_at_layer=cfg.n_layers,
+        )
+    keys = torch.stack([k.transpose(1, 2).to(tokens.device) for _, k, _ in seen])
+    values = torch.stack([v.transpose(1, 2).to(tokens.device) for _, _, v in seen])
+    lengths = torch.as_tensor(prompt.lengths(), device=tokens.device).expand(batch)
+    distance = lengths[:, None] - torch.arange(n_places, device=tokens.device)
+    weight = torch.ones(batch, n_places, device=tokens.device) if prompt.mask is None else prompt.mask
+    on = weight[:, None, :].to(keys).expand(*keys.shape[:-1])
+    rows = {x: _boundary(model, cache, x, keys) for x in "kvq"}
+    bias = KVBias(
+        b_KV=values * on[..., None],
+        b_D=on.clone(),
+        last_k=rows["k"],
+        last_v=rows["v"],
+        last_q=rows["q"],
+        n_prompt_tokens=prompt.lengths(),
+        position_offset=prompt.lengths() + (0 if old is None else old.position_offset),
+        fingerprint=fingerprint,
+        features=VirtualKeys(keys, distance.clamp(min=1)[None, :, None].expand(*keys.shape[:-1]).clone()),
+        log_scale=keys.new_zeros(keys.shape[:3]),
+    )
+    last = residual[torch.arange(batch, device=residual.device), lengths.to(residual.device) - 1][:, None]
+    return ConvertedExactly(bias, prompt.mask, last)
+
+
+def _boundary(model: HookedKVTransformer, cache: TransformerLensKeyValueCache, name: str, like: Tensor) -> Tensor:
+    """The raw last rows of one projection, [layer, batch, window, head, d_head]; window 0 where it is not shifted."""
+    n_heads = model.cfg.n_heads if name == "q" else model.cfg.n_kv_heads
+    entries = [entry for entry in cache.entries if isinstance(entry, ShiftedCacheEntry) and name in entry.boundary]
+    if not entries:
+        return like.new_zeros(like.shape[0], like.shape[1], 0, n_heads, like.shape[-1])
+    return torch.stack([entry.boundary[name].to(like) for entry in entries])
+
+
+def continued(old: KVBias | None, new: KVBias) -> KVBias:
+    """``new`` after ``old``: virtual keys side by side, the old ones as far away as the new prompt is long.
+
+    Raises:
+        KVLensError: the bias to continue from has other features.
+    """
+    if old is None:
+        return new
+    if not isinstance(old.features, type(new.features)):
+        kinds = f"{old.features.kind} features, this method has {new.features.kind}"  # type: ignore[union-attr]
+        raise KVLensError(f"convert_prompt: the bias to continue from has {kinds}: continue with the method that made it")
+    old = as_batch(old, new.b_KV.shape[1])
+    if isinstance(old.features, VirtualKeys):
+        passed = torch.as_tensor(new.n_prompt_tokens, device=old.b_KV.device).reshape(-1, 1, 1)
+        old = replace(old, features=VirtualKeys(old.features.keys, old.features.distance + passed))
+    return KVBias.combine(old, new, boundary="last")
+
+
+def as_batch(bias: KVBias, batch: int) -> KVBias:
+    """The bias of one prompt as that of ``batch`` equal prompts; a batch of that size as it is."""
+    if bias.batch_size == batch:
+        return bias
+    bias = bias if bias.batch_size is None else bias.select_prompt(0)
+    changed = bias._changed(lambda tensor: tensor[:, None].expand(-1, batch, *tensor.shape[1:]), per_prompt_only=True)
+    return replace(bias, **changed, fit=None)
+
+
+def rows_of(bias: KVBias, index: Int[Tensor, " row"]) -> KVBias:
+    """The prompts of a batch by number, repetitions allowed. The only prompt of a batch serves any number of rows."""
+    if bias.batch_size == 1:
+        return bias.select_prompt(0)
+    index = index.to(bias.b_KV.device)
+
+    counts = {name: getattr(bias, name) for name in ("n_prompt_tokens", "position_offset")}
+    counts = {name: value[index] if isinstance(value, Tensor) else value for name, value in counts.items()}
+    return replace(bias, **bias._changed(lambda tensor: tensor[:, index], per_prompt_only=True), **counts, fit=None)
+
+
+@contextlib.contextmanager
+def attached(model: HookedKVTransformer, bias: KVBias) -> Iterator[None]:
+    """:meth:`HookedKVTransformer.kv_bias` without hashing the weights again, for a bias that was made from this model."""
+    before = model.attached_kv_bias
+    model._attached = bias
+    model._spread_bias()
+    try:
+        yield
+    finally:
+        model._attached = before
+        model._spread_bias()
+
+
+@contextlib.contextmanager
+def observed(model: HookedKVTransformer) -> Iterator[list[tuple[Tensor, Tensor, Tensor]]]:
+    """Inside, (q, k, v) of every layer as they are scored are appended to the list, layer after layer."""
+    seen: list[tuple[Tensor, Tensor, Tensor]] = []
+    attentions = [block.attn for block in model.blocks]
+    for attn in attentions:
+        attn.observer = lambda q, k, v: seen.append((q, k, v))
+    try:
+        yield seen
+    finally:
+        for attn in attentions:
+            attn.observer = None

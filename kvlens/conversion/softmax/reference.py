@@ -1,0 +1,145 @@
+"""Reference text: what may follow the prompt, on whose queries the fits are made.
+
+``None``: the model's own continuations, sampled at temperature 1 (the best, and the default); ``"prompt"``: the prompt read
+again; any other string, or tokens [pos] or [text, pos]: a given text. The exact bias stands for the prompt.
+"""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from kvlens._tl import TransformerLensKeyValueCache
+from kvlens.conversion.prompt import PromptTokens, prompt_tokens
+from kvlens.conversion.softmax.prompt_pass import ConvertedExactly, attached, observed, rows_of
+from kvlens.conversion.softmax.settings import SoftmaxOptions
+from kvlens.errors import KVLensError
+from kvlens.kv_bias import KVBias
+from kvlens.model import HookedKVTransformer
+from kvlens.ops.landmarks import Queries
+
+ROWS_AT_ONCE = 32
+HELD_OUT = 8
+"""One reference text in so many is kept for measuring the error."""
+
+
+class ReferenceText(NamedTuple):
+    """Texts per prompt. ``passes`` is what making them cost, in units of a pass over the prompt."""
+
+    tokens: Int[Tensor, "batch text pos"]
+    passes: float
+
+
+def reference_text(
+    model: HookedKVTransformer, prompt: PromptTokens, exact: ConvertedExactly, whole: KVBias, options: SoftmaxOptions
+) -> ReferenceText:
+    """The reference texts of every prompt.
+
+    Args:
+        whole: the exact bias with what it continues from.
+
+    Raises:
+        KVLensError: an empty or unreadable given text, or no room for one within ``n_ctx``.
+    """
+    batch, given = prompt.tokens.shape[0], options.reference
+    room = _room(model, whole)
+    if given is None:
+        length = min(options.continuation_length, room)
+        tokens = sample_continuations(model, exact, whole, options.n_continuations, length, options.seed)
+        passes = options.n_continuations * length / prompt.tokens.shape[1]
+        return ReferenceText(tokens, passes)
+    if isinstance(given, str) and given == "prompt":
+        shortest = prompt.tokens.shape[1] if prompt.mask is None else int(prompt.mask.sum(dim=1).min())
+        return ReferenceText(_cut(prompt.tokens[:, None, : min(shortest, room)]), 0.0)
+    read = prompt_tokens(model, given, prepend_bos=False)
+    if read.mask is not None:
+        raise KVLensError("convert_prompt: reference texts must have one length; give one text, or tokens [text, pos]")
+    return ReferenceText(_cut(read.tokens[None, :, :room].expand(batch, -1, -1)), 0.0)
+
+
+def _cut(tokens: Tensor) -> Tensor:
+    """Texts cut in two to eight pieces each, so that one can be held out: [batch, text, pos]."""
+    n_texts, length = tokens.shape[1:]
+    if n_texts >= HELD_OUT or length < 4:
+        return tokens
+    pieces = min(HELD_OUT, length // 2)
+    return tokens[..., : length // pieces * pieces].reshape(tokens.shape[0], n_texts * pieces, -1)
+
+
+def _room(model: HookedKVTransformer, whole: KVBias) -> int:
+    """Places left after the prompt."""
+    if not model.cfg.has_position_limit:
+        return 10**9
+    room = model.cfg.n_ctx - int(torch.as_tensor(whole.position_offset).max())
+    if room < 2:
+        raise KVLensError(
+            f"convert_prompt: the prompt fills n_ctx={model.cfg.n_ctx}: no reference text fits after it, and no text would; "
+            'shorten the prompt, or use method="exact"'
+        )
+    return room
+
+
+@torch.no_grad()
+def sample_continuations(
+    model: HookedKVTransformer, exact: ConvertedExactly, whole: KVBias, n: int, length: int, seed: int
+) -> Int[Tensor, "batch text pos"]:
+    """``n`` texts per prompt, sampled at temperature 1 from what the model would write next."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = model.unembed(model.ln_final(exact.last_residual))[:, 0]
+    batch = logits.shape[0]
+    rows = torch.arange(batch).repeat_interleave(n)
+    return torch.cat([_sample(model, whole, logits, part, length, generator) for part in rows.split(ROWS_AT_ONCE)]).view(
+        batch, n, length
+    )
+
+
+def _sample(
+    model: HookedKVTransformer, whole: KVBias, logits: Tensor, rows: Tensor, length: int, generator: torch.Generator
+) -> Tensor:
+    cache = TransformerLensKeyValueCache.init_cache(model.cfg, model.cfg.device, len(rows))
+    logits, text = logits[rows.to(logits.device)], []
+    with attached(model, rows_of(whole, rows)):
+        for step in range(length):
+            text.append(torch.multinomial(logits.float().cpu().softmax(dim=-1), 1, generator=generator).to(logits.device))
+            if step + 1 < length:
+                logits = model(text[-1], attention_mask=torch.ones_like(text[-1]), past_kv_cache=cache)[:, -1]
+    return torch.cat(text, dim=1)
+
+
+@torch.no_grad()
+def read_queries(
+    model: HookedKVTransformer, bias: KVBias, tokens: Int[Tensor, "batch text pos"], layers: range | None = None
+) -> list[Queries]:
+    """Queries, outputs and log-normalisers of the texts, with ``bias`` in the prompt's place: one record per layer."""
+    batch, n_texts, pos = tokens.shape
+    layers = range(model.cfg.n_layers) if layers is None else layers
+    rows = torch.arange(batch).repeat_interleave(n_texts)
+    parts = []
+    for part in torch.arange(len(rows)).split(ROWS_AT_ONCE):
+        with attached(model, rows_of(bias, rows[part])):
+            parts.append(_read(model, tokens.flatten(0, 1)[part.to(tokens.device)], layers))
+    positions = torch.arange(pos, device=tokens.device).repeat(n_texts)
+    records = []
+    for layer in zip(*parts, strict=True):
+        q, z, log_n = (torch.cat(t).reshape(batch, n_texts * pos, *t[0].shape[2:]) for t in zip(*layer, strict=True))
+        records.append(Queries(q, z, log_n, positions))
+    return records
+
+
+def _read(model: HookedKVTransformer, tokens: Tensor, layers: range) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """(q, z, log n) of the given layers."""
+    z: dict[int, Tensor] = {}
+    log_n: dict[int, Tensor] = {}
+    hooks = [(f"blocks.{i}.attn.hook_z", lambda x, hook: z.__setitem__(hook.layer(), x.detach())) for i in layers]
+    hooks += [(f"blocks.{i}.attn.hook_normalizer", lambda x, hook: log_n.__setitem__(hook.layer(), x.detach())) for i in layers]
+    with observed(model) as seen, model.hooks(fwd_hooks=hooks):
+        model(tokens, attention_mask=torch.ones_like(tokens), stop_at_layer=layers[-1] + 1)
+    return [(seen[i][0].to(z[i]), z[i], log_n[i]) for i in layers]
+
+
+def split_held_out(tokens: Int[Tensor, "batch text pos"]) -> tuple[Tensor, Tensor]:
+    """Texts to fit on and texts to measure on: one in :data:`HELD_OUT`, at least one; a single text serves as both."""
+    n = tokens.shape[1]
+    held_out = max(1, n // HELD_OUT)
+    return (tokens, tokens) if n == 1 else (tokens[:, held_out:], tokens[:, :held_out])

@@ -1,0 +1,131 @@
+"""The options of a softmax conversion, checked once."""
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypedDict
+
+from torch import Tensor
+
+from kvlens.errors import KVLensError, nearest
+from kvlens.ops.landmarks import CRITERIA, Criterion
+
+Method = Literal["exact", "landmark", "random", "taylor", "learned"]
+METHODS = ("exact", "landmark", "random", "taylor", "learned")
+Reference = str | Tensor | None
+
+
+class SoftmaxChoices(TypedDict, total=False):
+    """The keyword arguments of :func:`kvlens.convert_prompt` that are for softmax attention."""
+
+    method: Method
+    n_features: int | None
+    ratio: float | None
+    budget: Literal["equal", "greedy"]
+    reference: Reference
+    n_continuations: int
+    continuation_length: int
+    polish_steps: int
+    objective: Literal["logits", "kl"]
+    keys: Criterion
+    fit: bool
+    layer_by_layer: bool
+    seed: int
+    verbose: bool
+
+
+@dataclass(frozen=True)
+class SoftmaxOptions:
+    """How the prompt of a softmax model is converted; see :func:`kvlens.convert_prompt`.
+
+    ``keys``, ``fit``, ``layer_by_layer`` and ``objective`` are there for comparisons: their defaults are what measured best.
+    """
+
+    method: Method = "exact"
+    n_features: int | None = None
+    ratio: float | None = None
+    budget: Literal["equal", "greedy"] = "equal"
+    reference: Reference = None
+    n_continuations: int = 24
+    continuation_length: int = 64
+    polish_steps: int = 0
+    objective: Literal["logits", "kl"] = "logits"
+    keys: Criterion = "output"
+    fit: bool = True
+    layer_by_layer: bool = False
+    seed: int = 0
+    verbose: bool = True
+
+    def __post_init__(self):
+        _one_of("method", self.method, METHODS)
+        _one_of("budget", self.budget, ("equal", "greedy"))
+        _one_of("objective", self.objective, ("logits", "kl"))
+        _one_of("keys", self.keys, CRITERIA)
+        for name in ("n_continuations", "continuation_length"):
+            if getattr(self, name) < 2:
+                raise KVLensError(f"convert_prompt: {name} must be at least 2, got {getattr(self, name)}")
+        if self.polish_steps < 0:
+            raise KVLensError(f"convert_prompt: polish_steps must not be negative, got {self.polish_steps}")
+        if self.n_features is not None and self.ratio is not None:
+            raise KVLensError("convert_prompt: give n_features or ratio, not both")
+        if self.n_features is not None and (isinstance(self.n_features, bool) or self.n_features < 1):
+            raise KVLensError(
+                f"convert_prompt: n_features must be at least 1, got {self.n_features}; without any, the prompt is dropped, "
+                "which needs no bias"
+            )
+        if self.ratio is not None and not 0 < self.ratio <= 1:
+            raise KVLensError(f"convert_prompt: ratio is a share of the prompt's keys, 0 < ratio <= 1, got {self.ratio}")
+        needs_size = self.method in ("landmark", "random", "learned")
+        if needs_size and self.n_features is None and (self.ratio is None or self.method != "landmark"):
+            raise KVLensError(f'convert_prompt: method="{self.method}" needs n_features=, the features per key-value head')
+        if not needs_size and (self.n_features is not None or self.ratio is not None):
+            raise KVLensError(
+                f'convert_prompt: method="{self.method}" has no number of features to choose; method="landmark" has'
+            )
+        if self.polish_steps and self.method != "landmark":
+            raise KVLensError(f'convert_prompt: polish_steps belong to method="landmark", not to "{self.method}"')
+
+    @classmethod
+    def of(cls, choices: Mapping[str, Any]) -> "SoftmaxOptions":
+        """From keyword arguments.
+
+        Raises:
+            KVLensError: an argument that does not exist (the nearest is named), or does not go with the others.
+        """
+        known = {f.name for f in fields(cls)}
+        for name in choices:
+            if name not in known:
+                raise KVLensError(f"convert_prompt: no argument is called {name!r}{nearest(name, known)}")
+        return cls(**choices)
+
+    def n_keys(self, n_tokens: int) -> int:
+        """Virtual keys per key-value head for a prompt of so many tokens, on average; at most one per token."""
+        return min(self._wanted(n_tokens), n_tokens)
+
+    def keeps_all(self, lengths: Sequence[int]) -> bool:
+        """Whether every key of every prompt is to be kept, so that nothing is left to fit. Warns where more are asked for."""
+        above = [n for n in lengths if self._wanted(n) > n]
+        if above:
+            warnings.warn(
+                f"convert_prompt: {self._wanted(above[0])} virtual keys for a prompt of {above[0]} tokens: all {above[0]} are "
+                "kept, which is exact",
+                stacklevel=5,
+            )
+        return all(self._wanted(n) >= n for n in lengths)
+
+    def _wanted(self, n_tokens: int) -> int:
+        return self.n_features if self.n_features is not None else math.ceil(self.ratio * n_tokens)  # type: ignore[operator]
+
+    def to_json(self) -> dict[str, Any]:
+        """The options as JSON's types."""
+        reference = "own continuations" if self.reference is None else "given"
+        reference = "prompt" if isinstance(self.reference, str) and self.reference == "prompt" else reference
+        left_out = ("reference", "verbose", "method")
+        rest = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in left_out}
+        return {**rest, "reference": reference}
+
+
+def _one_of(name: str, value: Any, options: tuple[str, ...]) -> None:
+    if value not in options:
+        raise KVLensError(f"convert_prompt: {name} must be one of {', '.join(options)}, got {value!r}{nearest(value, options)}")

@@ -1,0 +1,104 @@
+"""What every approximation is fitted to and measured against: the prompt with all its keys, and text read after it."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from kvlens.conversion.prompt import PromptTokens
+from kvlens.conversion.softmax.prompt_pass import ConvertedExactly, continued
+from kvlens.conversion.softmax.reference import read_queries, reference_text, split_held_out
+from kvlens.conversion.softmax.settings import SoftmaxOptions
+from kvlens.kv_bias import BiasFit, KVBias
+from kvlens.model import HookedKVTransformer
+from kvlens.ops.landmarks import PromptKeys, Queries, output_errors
+
+
+class Teacher:
+    """The exact conversion, the reference texts, and the account of what reading them cost.
+
+    Attributes:
+        exact: this prompt's keys, all of them.
+        old: what the conversion continues from.
+        whole: the exact bias with ``old`` in front: it stands for the prompt while reference text is read.
+        seen, held_out: reference texts for the fit, and for measuring the error.
+        lengths: real tokens of each prompt.
+    """
+
+    def __init__(
+        self,
+        model: HookedKVTransformer,
+        prompt: PromptTokens,
+        exact: ConvertedExactly,
+        old: KVBias | None,
+        options: SoftmaxOptions,
+    ):
+        self.model, self.exact, self.old, self.options = model, exact, old, options
+        self.lengths = torch.as_tensor(prompt.lengths()).expand(prompt.tokens.shape[0])
+        self.seconds: dict[str, float] = {}
+        with self.timed("reference"):
+            self.whole = continued(old, exact.bias)
+            text = reference_text(model, prompt, exact, self.whole, options)
+        self.seen, self.held_out = split_held_out(text.tokens)
+        self.reference_passes = text.passes
+
+    def keys(self, layer: int) -> PromptKeys:
+        """The prompt's keys of one layer."""
+        return self.exact.keys(self.model, layer)
+
+    def read(self, bias: KVBias, tokens: Int[Tensor, "batch text pos"], layers: range | None = None) -> list[Queries]:
+        """Queries of texts, with ``bias`` in the prompt's place; counted as reference passes."""
+        self.count(tokens[0].numel())
+        with self.timed("reference"):
+            return read_queries(self.model, bias, tokens, layers)
+
+    def count(self, n_tokens: int) -> None:
+        """Tokens of reference text that went through the model, for each prompt."""
+        self.reference_passes += n_tokens / int(self.lengths.max())
+
+    @contextmanager
+    def timed(self, step: str) -> Iterator[None]:
+        """Count the time inside under ``step``, and not under the step around it."""
+        start, inner = time.perf_counter(), sum(self.seconds.values())
+        try:
+            yield
+        finally:
+            spent = time.perf_counter() - start - (sum(self.seconds.values()) - inner)
+            self.seconds[step] = self.seconds.get(step, 0.0) + spent
+
+    @torch.no_grad()
+    def with_record(self, bias: KVBias, fitted: bool) -> KVBias:
+        """``bias`` (of this prompt alone) with the record of its fit; its errors are measured on the held-out texts."""
+        queries = self.read(self.whole, self.held_out)
+        with self.timed("errors"):
+            errors = [self._errors(bias, layer, each) for layer, each in enumerate(queries)]
+        record = BiasFit(
+            method=self.options.method,
+            settings=self.options.to_json(),
+            n_reference_tokens=self.seen[0].numel() if fitted else 0,
+            n_held_out_tokens=self.held_out[0].numel(),
+            prompt_passes=1.0,
+            reference_passes=self.reference_passes,
+            seconds=dict(self.seconds),
+            n_keys=(bias.b_D != 0).sum(dim=-1),
+            output_error=torch.stack([output for output, _ in errors]),
+            mass_error=torch.stack([mass for _, mass in errors]),
+        )
+        return replace(bias, fit=record)
+
+    def _errors(self, bias: KVBias, layer: int, queries: Queries) -> tuple[Tensor, Tensor]:
+        features, log_scale, prompt = bias.features, bias.log_scale, self.keys(layer)
+        assert features is not None
+        assert log_scale is not None
+        b_kv, b_d, scale = bias.b_KV[layer], bias.b_D[layer], log_scale[layer]
+        return output_errors(
+            queries,
+            prompt,
+            lambda block: features.read(layer, block.q, prompt.rule, block.positions[None], scale, b_kv, b_d),
+            b_kv,
+            b_d,
+        )

@@ -1,0 +1,123 @@
+"""What a prompt's keys do to the queries after it: the numbers from which keys are chosen and weights are fitted.
+
+Of query i with the whole normaliser n_i (text and prompt), key j of the prompt has the share psi_ij = exp(s_ij) / n_i. The
+prompt's part of the normaliser is p_i = sum_j psi_ij, its part of the output a_i = sum_j psi_ij v_j. Keys S with weights w and
+values u w = B give psi_iS w and psi_iS B in their place; the head's output is then off by
+
+    e_i = (psi_iS B - a_i - z_i (psi_iS w - p_i)) / (1 - p_i + psi_iS w)
+
+exactly. All of it is invariant to the size of the scores. Query heads that share a key-value head are rows of one problem; the
+leading axis ("cell") runs over prompts and key-value heads.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from einops import rearrange
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from kvlens.ops.softmax_features import ScoreRule, virtual_key_scores
+
+BLOCK_NUMBERS = 2**23
+"""Shares held at once: 64 MiB in float64."""
+
+
+class Queries(NamedTuple):
+    """Reference queries of one layer, with what attention over text and prompt gave them.
+
+    Attributes:
+        q: as the model scores them.
+        z: the heads' outputs.
+        log_n: the logarithm of the whole normaliser.
+        positions: within the text, from 0.
+    """
+
+    q: Float[Tensor, "batch query head d_head"]
+    z: Float[Tensor, "batch query head d_head"]
+    log_n: Float[Tensor, "batch query head"]
+    positions: Int[Tensor, " query"]
+
+    def part(self, rows: slice | Tensor) -> "Queries":
+        """Some of the queries."""
+        return Queries(self.q[:, rows], self.z[:, rows], self.log_n[:, rows], self.positions[rows])
+
+
+class PromptKeys(NamedTuple):
+    """A prompt's keys and values in one layer, and how they are scored. ``real`` is None where no row is padded."""
+
+    keys: Float[Tensor, "batch kv_head key d_head"]
+    values: Float[Tensor, "batch kv_head key d_head"]
+    distance: Int[Tensor, "batch kv_head key"]
+    real: Bool[Tensor, "batch key"] | None
+    rule: ScoreRule
+
+
+class Shares(NamedTuple):
+    """psi, p, a and z of a block of queries, by cell."""
+
+    psi: Float[Tensor, "cell row key"]
+    p: Float[Tensor, "cell row"]
+    a: Float[Tensor, "cell row d_head"]
+    z: Float[Tensor, "cell row d_head"]
+
+
+class Statistics(NamedTuple):
+    """Sums over the queries: all that the choice of keys needs.
+
+    Attributes:
+        gram: sum_i psi_i psi_i^T.
+        with_p: sum_i psi_i p_i.
+        with_a: sum_i psi_i (a_i R)^T, R the square root of the metric of outputs.
+        z_size: sqrt of the mean of |z_i R|^2.
+        n_rows: rows summed over.
+    """
+
+    gram: Float[Tensor, "cell key key"]
+    with_p: Float[Tensor, "cell key"]
+    with_a: Float[Tensor, "cell key d_head"]
+    z_size: Float[Tensor, " cell"]
+    n_rows: int
+
+
+def shares(queries: Queries, prompt: PromptKeys) -> Shares:
+    """The shares of every key of the prompt in every query."""
+    group = queries.q.shape[2] // prompt.keys.shape[1]
+    scores = virtual_key_scores(queries.q, prompt.keys, prompt.rule, prompt.distance, queries.positions[None])
+    if prompt.real is not None:
+        scores = scores.masked_fill(~prompt.real[:, None, None, :], -torch.inf)
+    psi = rearrange((scores - queries.log_n[..., None]).exp(), "b i (g s) j -> (b g) (i s) j", s=group)
+    z = rearrange(queries.z, "b i (g s) d -> (b g) (i s) d", s=group)
+    return Shares(psi, psi.sum(dim=-1), psi @ prompt.values.flatten(0, 1), z)
+
+
+def blocks_of(queries: Queries, n_keys: int) -> Iterator[Queries]:
+    """The queries in blocks, so that shares with ``n_keys`` keys stay within bounds."""
+    batch, n, heads = queries.log_n.shape
+    size = max(1, BLOCK_NUMBERS // (batch * heads * n_keys))
+    for first in range(0, n, size):
+        yield queries.part(slice(first, first + size))
+
+
+def statistics(queries: Queries, prompt: PromptKeys, root_metric: Float[Tensor, "kv_head d_head d_head"]) -> Statistics:
+    """Sums over all queries, a block at a time, in float64.
+
+    Args:
+        queries, prompt: of one layer.
+        root_metric: R with e R's length the size of an output error: sqrt(W_O W_O^T), the mean over the heads of a group.
+    """
+    batch, kv_heads, n_keys, d = prompt.keys.shape
+    root = root_metric.repeat(batch, 1, 1)
+    cells, double = batch * kv_heads, dict(dtype=torch.float64, device=prompt.keys.device)
+    gram, with_p = torch.zeros(cells, n_keys, n_keys, **double), torch.zeros(cells, n_keys, **double)  # type: ignore[call-overload]
+    with_a, z_square = torch.zeros(cells, n_keys, d, **double), torch.zeros(cells, **double)  # type: ignore[call-overload]
+    n_rows = 0
+    for block in blocks_of(queries, n_keys):
+        psi, p, a, z = shares(block, prompt)
+        gram += psi.mT @ psi
+        with_p += (psi.mT @ p[..., None]).squeeze(-1)
+        with_a += psi.mT @ (a @ root)
+        z_square += (z @ root).square().sum(dim=(1, 2))
+        n_rows += psi.shape[1]
+    return Statistics(gram, with_p, with_a, (z_square / n_rows).sqrt(), n_rows)

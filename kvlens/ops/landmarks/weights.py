@@ -1,0 +1,109 @@
+"""Weights and values of the kept keys, in closed form: first the normaliser, then the output.
+
+    w >= 0:  sum_i (psi_iS w - p_i)^2 -> min                                          (non-negative least squares)
+    B:       sum_i |psi_iS B - a_i - z_i (psi_iS w - p_i)|^2 / (1 - p_i + psi_iS w)^2 -> min, ridge towards w v
+
+Weights stay non-negative so that the normaliser stays positive for queries that the fit did not see. The second line is the
+head's output error itself, linear in B once w is known.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from einops import rearrange
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from kvlens.ops.landmarks.shares import PromptKeys, Queries, Statistics, blocks_of, shares
+from kvlens.ops.softmax_attention import ScaledFeatures
+
+RIDGE_WEIGHTS, RIDGE_VALUES = 1e-9, 1e-6
+"""Relative to the mean diagonal of the Gram matrix; 1e-8 to 1e-5 change the error of the logits by less than 1 %."""
+
+
+class Errors(NamedTuple):
+    """Relative errors over queries, per query head: of the head's output, and of the prompt's share of the normaliser."""
+
+    output: Float[Tensor, "batch head"]
+    mass: Float[Tensor, "batch head"]
+
+
+def fit_weights(sums: Statistics, index: Int[Tensor, "cell r"], active: Bool[Tensor, "cell r"]) -> Float[Tensor, "cell r"]:
+    """w of the active keys: least squares, then again without those that came out negative, until none does."""
+    every = torch.arange(len(index), device=index.device)[:, None]
+    gram = sums.gram[every[..., None], index[:, :, None], index[:, None, :]]
+    target = sums.with_p[every, index]
+    for _ in range(index.shape[1] + 1):
+        w = _solve(gram, target[..., None], active, RIDGE_WEIGHTS).squeeze(-1)
+        negative = active & (w < 0)
+        if not bool(negative.any()):
+            break
+        active = active & ~negative
+    return w
+
+
+def fit_values(
+    queries: Queries,
+    prompt: PromptKeys,
+    index: Int[Tensor, "cell r"],
+    w: Float[Tensor, "cell r"],
+) -> Float[Tensor, "cell r d_head"]:
+    """B, weight times value, given the weights; 0 where the weight is 0."""
+    kept = _gather(prompt.values, index)
+    start = w[..., None].to(kept) * kept
+    active, r = w > 0, index.shape[1]
+    gram = torch.zeros(len(w), r, r, dtype=torch.float64, device=w.device)
+    right = torch.zeros(len(w), r, kept.shape[-1], dtype=torch.float64, device=w.device)
+    for block in blocks_of(queries, prompt.keys.shape[2]):
+        psi, p, a, z = shares(block, prompt)
+        psi = psi.gather(2, index[:, None].expand(-1, psi.shape[1], -1))
+        mass = (psi @ w[..., None].to(psi)).squeeze(-1)
+        whole = (1 - p + mass).clamp(min=1e-6)[..., None]
+        psi, target = psi / whole, (a + z * (mass - p)[..., None] - psi @ start) / whole
+        gram += psi.mT @ psi
+        right += psi.mT @ target
+    return (start + _solve(gram, right, active, RIDGE_VALUES)) * active[..., None]
+
+
+def output_errors(
+    queries: Queries,
+    prompt: PromptKeys,
+    phi: Callable[[Queries], ScaledFeatures],
+    b_kv: Float[Tensor, "batch kv_head r d_head"],
+    b_d: Float[Tensor, "batch kv_head r"],
+) -> Errors:
+    """Root mean square errors over the queries of stored features ``phi``, b_KV and b_D in the prompt's place.
+
+    The output's relative to the outputs, the mass's relative to the prompt's part of the normaliser; in float64.
+    """
+    group, sums = queries.q.shape[2] // prompt.keys.shape[1], None
+    stored = torch.cat([b_kv, b_d[..., None]], dim=-1).double().flatten(0, 1)
+    for block in blocks_of(queries, prompt.keys.shape[2]):
+        _, p, a, z = (t.double() for t in shares(block, prompt))
+        features, log_scale = phi(block)
+        size = (log_scale - block.log_n).double().clamp(max=300.0).exp()  # features that are far off stay finite
+        rows = rearrange(features * size[..., None], "b i (g s) r -> (b g) (i s) r", s=group)
+        read = rows @ stored
+        off = read[..., -1] - p
+        e = (read[..., :-1] - a - z * off[..., None]) / (1 + off)[..., None]
+        squares = torch.stack([e.square().sum(-1), z.square().sum(-1), off.square(), p.square()]).unflatten(2, (-1, group))
+        sums = squares.sum(dim=2) if sums is None else sums + squares.sum(dim=2)
+    assert sums is not None
+    e, z, off, p = sums.unflatten(1, (queries.q.shape[0], -1)).flatten(2)
+    tiny = torch.finfo(e.dtype).tiny
+    return Errors((e / z.clamp(min=tiny)).sqrt(), (off / p.clamp(min=tiny)).sqrt())
+
+
+def _solve(gram: Tensor, right: Tensor, active: Tensor, ridge: float) -> Tensor:
+    """Ridge least squares over the active unknowns; 0 for the others."""
+    on = active.to(gram)
+    size = (gram.diagonal(dim1=-2, dim2=-1) * on).sum(dim=-1) / on.sum(dim=-1).clamp(min=1)
+    size = torch.where(size > 0, size, 1.0)[:, None]
+    scaled = gram / size[..., None] * on[:, :, None] * on[:, None] + torch.diag_embed(ridge * on + (1 - on))
+    return torch.linalg.solve(scaled, right / size[..., None] * on[..., None])
+
+
+def _gather(x: Float[Tensor, "batch kv_head key d"], index: Int[Tensor, "cell r"]) -> Float[Tensor, "cell r d"]:
+    x = x.flatten(0, 1)
+    return x.gather(1, index[..., None].expand(-1, -1, x.shape[-1]))

@@ -1,0 +1,180 @@
+"""A softmax prompt with every key kept: the model says what it said with the prompt in front."""
+
+import pytest
+import torch
+from small_models import relative_error, small_model, tokens
+from tiny_hf import tiny_hf_model, tiny_tokenizer
+
+from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVBias, KVLensError, KVShiftConfig, convert_prompt
+
+DOUBLE = dict(dtype=torch.float64)
+KINDS = {
+    "learned positions": {},
+    "rotary": dict(positional_embedding_type="rotary"),
+    "rotary, grouped": dict(positional_embedding_type="rotary", n_heads=6, n_key_value_heads=3),
+    "sinusoidal": dict(positional_embedding_type="sinusoidal"),
+    "no positions": dict(positional_embedding_type="none"),
+    # powers of two: TransformerLens rounds slope times distance to float32, differently in tables of different sizes
+    "alibi": dict(positional_embedding_type="alibi", alibi_slopes=(0.5, 0.25, 0.125, 0.0625, 0.03125)),
+    "alibi, grouped": dict(positional_embedding_type="alibi", n_heads=6, n_key_value_heads=2),
+    "shifted": dict(positional_embedding_type="rotary", kv_shift=KVShiftConfig(window=2, queries=True)),
+    "soft-capped": dict(attn_scores_soft_cap=0.8),
+    "local": dict(use_local_attn=True, window_size=5, attn_types=["local", "global"]),
+    "sinks": dict(use_attention_sinks=True),
+}
+
+
+def with_and_without(model, prompt, text, bias) -> float:
+    """Relative error of the logits of ``text`` between the prompt in front and the bias in its place."""
+    with torch.no_grad():
+        whole = model(torch.cat([prompt, text], dim=1))[:, prompt.shape[1] :]
+        with model.kv_bias(bias):
+            return relative_error(model(text), whole)
+
+
+@pytest.mark.parametrize("form", ["eager", "fused"])
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_exact_in_float64(kind, form):
+    if form == "fused" and "attn_scores_soft_cap" in kind:
+        pytest.skip("the fused kernel has no soft-cap, and the model refuses the combination")
+    model = small_model(**DOUBLE, **kind, softmax_form=form)
+    prompt, text = tokens(2, 7), tokens(2, 9, seed=1)
+    bias = convert_prompt(model, prompt)
+    assert with_and_without(model, prompt, text, bias) < 1e-12
+    assert bias.fit is None
+    assert bias.features.keys.shape == (2, 2, model.cfg.n_key_value_heads or model.cfg.n_heads, 7, 6)
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_two_prompts_one_after_the_other_equal_their_concatenation(kind):
+    model = small_model(**DOUBLE, **kind)
+    first, second, text = tokens(2, 4), tokens(2, 6, seed=1), tokens(2, 8, seed=2)
+    bias = convert_prompt(model, second, initial=convert_prompt(model, first))
+    assert with_and_without(model, torch.cat([first, second], dim=1), text, bias) < 1e-12
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_decoding_token_by_token(kind):
+    model = small_model(**DOUBLE, **kind)
+    prompt, text = tokens(2, 7), tokens(2, 5, seed=1)
+    from kvlens._tl import TransformerLensKeyValueCache
+
+    with torch.no_grad(), model.kv_bias(convert_prompt(model, prompt)):
+        cache = TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", 2)
+        steps = [model(text[:, i : i + 1], past_kv_cache=cache) for i in range(5)]
+    whole = model(torch.cat([prompt, text], dim=1))[:, 7:]
+    assert relative_error(torch.cat(steps, dim=1), whole) < 1e-12
+
+
+@pytest.mark.parametrize("kind", ["rotary, grouped", "alibi", "learned positions", "shifted"])
+def test_prompts_of_unequal_length_are_those_of_each_alone(kind):
+    from kvlens.conversion.prompt import PromptTokens
+    from kvlens.conversion.softmax import SoftmaxOptions, convert_softmax_prompt
+
+    model, prompt = small_model(**DOUBLE, **KINDS[kind]), tokens(2, 7)
+    mask = torch.ones(2, 7, dtype=torch.bool)
+    mask[1, 4:] = False
+    both = convert_softmax_prompt(model, PromptTokens(prompt, mask, True), None, model.fingerprint(), SoftmaxOptions())
+    assert both.position_offset.tolist() == [7, 4]
+    for row, length in ((0, 7), (1, 4)):
+        text = tokens(1, 6, seed=3)
+        assert with_and_without(model, prompt[row : row + 1, :length], text, both.select_prompt(row)) < 1e-12
+    text = tokens(2, 6, seed=3)
+    with torch.no_grad(), model.kv_bias(both):
+        new = model(text)
+    assert relative_error(new[1], model(torch.cat([prompt[1:, :4], text[1:]], dim=1))[0, 4:]) < 1e-12
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "neox", "llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("larger", [1.0, 20.0])
+def test_exact_on_real_architectures(kind, dtype, larger):
+    model = HookedKVTransformer.from_pretrained(kind, hf_model=tiny_hf_model(kind), tokenizer=tiny_tokenizer(), dtype=dtype)
+    for block in model.blocks:
+        for name in ("W_Q", "b_Q"):
+            getattr(block.attn, name).data.mul_(larger)
+    prompt, text = tokens(1, 11), tokens(1, 13, seed=1)
+    bound = 1e-5 if dtype == torch.float32 else 1e-12
+    assert with_and_without(model, prompt, text, convert_prompt(model, prompt)) < bound
+
+
+def test_scores_of_thousands_stay_finite_and_right():
+    model = small_model(**DOUBLE, positional_embedding_type="rotary")
+    for block in model.blocks:
+        block.attn.W_Q.data.mul_(1e5)
+    prompt, text = tokens(1, 7), tokens(1, 9, seed=1)
+    with torch.no_grad():
+        _, cache = model.run_with_cache(torch.cat([prompt, text], dim=1))
+    assert float(cache["attn_scores", 0].masked_fill(cache["attn_scores", 0].isinf(), 0).abs().max()) > 1e3
+    assert with_and_without(model, prompt, text, convert_prompt(model, prompt)) < 1e-9  # a score of 1e5 is itself off by 1e-11
+
+
+def test_gradients_flow_into_the_bias_and_through_the_conversion():
+    model = small_model(**DOUBLE, positional_embedding_type="rotary")
+    bias = convert_prompt(model, tokens(1, 5), detach=False)
+    with model.kv_bias(bias):
+        model(tokens(1, 4, seed=1)).square().sum().backward()
+    through = model.blocks[0].attn.W_K.grad.clone()
+    model.zero_grad()
+    model(torch.cat([tokens(1, 5), tokens(1, 4, seed=1)], dim=1))[:, 5:].square().sum().backward()
+    torch.testing.assert_close(through, model.blocks[0].attn.W_K.grad, rtol=1e-9, atol=1e-9)
+
+
+def test_hooks_of_a_biased_softmax_model():
+    model = small_model(**DOUBLE, positional_embedding_type="rotary", n_heads=6, n_key_value_heads=3)
+    prompt, text = tokens(1, 7), tokens(1, 4, seed=1)
+    bias = convert_prompt(model, prompt)
+    with torch.no_grad(), model.kv_bias(bias):
+        _, cache = model.run_with_cache(text)
+    at = "blocks.1.attn."
+    assert cache[at + "hook_b_kv"].shape == (1, 3, 7, 6)
+    assert cache[at + "hook_phi_q"].shape == (1, 4, 6, 7)
+    whole = model.run_with_cache(torch.cat([prompt, text], dim=1))[1]
+    pattern = whole["pattern", 1][:, :, 7:]
+    from_prompt = torch.einsum("bhij,bjhd->bihd", pattern[..., :7], whole["v", 1][:, :7].repeat_interleave(2, dim=2))
+    torch.testing.assert_close(cache[at + "hook_z_bias"], from_prompt, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(cache["pattern", 1], pattern[..., 7:], rtol=1e-10, atol=1e-12)
+
+
+def test_interventions_in_the_prompts_own_pass():
+    model = small_model(**DOUBLE)
+    prompt = tokens(1, 7)
+
+    def silence(z, hook):
+        return torch.zeros_like(z)
+
+    hook = ("blocks.0.attn.hook_z", silence)
+    bias = convert_prompt(model, prompt, fwd_hooks=[hook])
+    assert float((bias.b_KV - convert_prompt(model, prompt).b_KV)[1].abs().max()) > 1e-3
+    assert not model.hook_dict["blocks.0.attn.hook_z"].has_hooks()
+    assert model.blocks[0].attn.observer is None
+
+
+def test_files_sums_and_selections_of_real_biases(tmp_path):
+    model = small_model(**DOUBLE, positional_embedding_type="none")
+    a, b, text = tokens(1, 5), tokens(1, 6, seed=1), tokens(1, 4, seed=2)
+    first, second = convert_prompt(model, a), convert_prompt(model, b)
+    both = KVBias.combine(first, second, boundary="last")
+    both.save(tmp_path / "both.safetensors")
+    with torch.no_grad(), model.kv_bias(KVBias.load(tmp_path / "both.safetensors")):
+        stored = model(text)
+    with torch.no_grad(), model.kv_bias(both):
+        assert torch.equal(model(text), stored)
+    with torch.no_grad(), model.kv_bias(both.zero_like()):
+        assert relative_error(model(text), model(text)) == 0
+        zeroed = model(text)
+    assert relative_error(zeroed, model(text)) < 1e-12
+
+
+def test_a_bias_of_softmax_is_refused_by_another_model():
+    model, other = small_model(**DOUBLE), small_model(**DOUBLE, seed=4)
+    with pytest.raises(KVLensError, match="weights differs"):
+        other.attach_kv_bias(convert_prompt(model, tokens(1, 5)))
+
+
+def test_linear_models_have_no_methods():
+    cfg = HookedKVTransformerConfig(
+        n_layers=1, d_model=8, d_head=4, n_ctx=20, d_vocab=9, act_fn="gelu", attention="linear", device="cpu"
+    )
+    with pytest.raises(KVLensError, match="method is for softmax attention"):
+        convert_prompt(HookedKVTransformer(cfg), tokens(1, 5) % 9, method="landmark")

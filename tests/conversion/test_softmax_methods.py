@@ -1,0 +1,255 @@
+"""Approximate conversions of softmax prompts: what is chosen, what is fitted, what is refused, what is recorded."""
+
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+from small_models import relative_error, small_model, tokens
+
+from kvlens import KVBias, KVLensError, KVShiftConfig, convert_prompt
+
+MORE = dict(n_ctx=120, dtype=torch.float64)
+KINDS = {
+    "learned positions": {},
+    "rotary, grouped": dict(positional_embedding_type="rotary", n_heads=6, n_key_value_heads=3),
+    "alibi": dict(positional_embedding_type="alibi"),
+    "shifted": dict(positional_embedding_type="rotary", kv_shift=KVShiftConfig(window=1)),
+    "soft-capped": dict(attn_scores_soft_cap=0.8),
+    "local": dict(use_local_attn=True, window_size=20, attn_types=["local", "global"]),
+}
+QUICK = dict(n_continuations=9, continuation_length=12, verbose=False)
+PROMPT, TEXT = tokens(1, 24), tokens(1, 12, seed=1)
+
+
+def model_of(**changes):
+    """A small model whose attention is anything but uniform: keys must matter, or every choice is as good."""
+    model = small_model(**MORE, **changes)
+    for block in model.blocks:
+        block.attn.W_Q.data.mul_(12.0)
+    return model
+
+
+def error(model, bias, prompt=PROMPT, text=TEXT) -> float:
+    with torch.no_grad():
+        whole = model(torch.cat([prompt, text], dim=1))[:, prompt.shape[1] :]
+        if bias is None:
+            return relative_error(model(text), whole)
+        with model.kv_bias(bias):
+            return relative_error(model(text), whole)
+
+
+def dropped(model) -> float:
+    return error(model, convert_prompt(model, PROMPT).zero_like())
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("budget", ["equal", "greedy"])
+def test_more_keys_are_nearer_to_the_prompt(kind, budget):
+    model = model_of(**kind)
+    errors = [
+        error(model, convert_prompt(model, PROMPT, method="landmark", n_features=r, budget=budget, **QUICK))
+        for r in (3, 12, 23)
+    ]
+    assert errors[2] < errors[1] < errors[0] < dropped(model)
+    assert errors[2] < 0.1 * dropped(model)
+
+
+def test_the_record_is_what_was_done():
+    model = model_of(positional_embedding_type="rotary", n_heads=6, n_key_value_heads=3)
+    fit = convert_prompt(model, PROMPT, method="landmark", n_features=4, budget="greedy", seed=5, **QUICK).fit
+    assert (fit.method, fit.settings["budget"], fit.settings["seed"]) == ("landmark", "greedy", 5)
+    assert (fit.n_reference_tokens, fit.n_held_out_tokens, fit.prompt_passes) == (8 * 12, 12, 1.0)
+    assert fit.reference_passes == pytest.approx(2 * 9 * 12 / 24)
+    assert int(fit.n_keys.sum()) <= 4 * 2 * 3
+    assert len(fit.rows()) == 2 * 6
+    assert all(row["output_error"] >= 0 and row["mass_error"] >= 0 and row["n_keys"] <= 24 for row in fit.rows())
+
+
+def test_held_out_errors_are_those_of_the_heads_outputs():
+    """The record's errors, measured a second way: through the hooks of the model with either bias attached."""
+    model = model_of(n_layers=1)
+    exact = convert_prompt(model, PROMPT)
+    bias = convert_prompt(model, PROMPT, method="landmark", n_features=5, reference=TEXT[0], verbose=False)
+    held_out = TEXT[:, : 12 // 6 * 6].reshape(1, 6, -1)[:, :1].flatten(0, 1)  # the first of six pieces
+    z = []
+    for each in (exact, bias):
+        with torch.no_grad(), model.kv_bias(each):
+            z.append(model.run_with_cache(held_out)[1]["z", 0])
+    expected = (z[1] - z[0]).square().sum(dim=(0, 1, 3)).sqrt() / z[0].square().sum(dim=(0, 1, 3)).sqrt()
+    torch.testing.assert_close(bias.select_prompt(0).fit.output_error[0], expected, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("reference", [None, "prompt", TEXT[0], tokens(9, 10, seed=4)])
+def test_any_reference_serves(reference):
+    model = model_of(positional_embedding_type="rotary")
+    bias = convert_prompt(model, PROMPT, method="landmark", n_features=12, reference=reference, **QUICK)
+    assert error(model, bias) < 0.5 * dropped(model)
+
+
+def test_a_batch_is_its_prompts():
+    model, prompts = model_of(positional_embedding_type="rotary"), tokens(2, 24)
+    at = dict(method="landmark", n_features=5, reference=TEXT[0], budget="greedy", verbose=False)
+    both = convert_prompt(model, prompts, **at)
+    for row in range(2):
+        alone = convert_prompt(model, prompts[row], **at)
+        mine = both.select_prompt(row)
+        r = alone.d_phi
+        torch.testing.assert_close(mine.b_KV[..., :r, :], alone.b_KV, rtol=1e-6, atol=1e-9)
+        assert not mine.b_D[..., r:].any()
+        torch.testing.assert_close(mine.fit.output_error, alone.fit.output_error, rtol=1e-6, atol=1e-9)
+
+
+def test_prompts_of_unequal_length():
+    from kvlens.conversion.prompt import PromptTokens
+    from kvlens.conversion.softmax import SoftmaxOptions, convert_softmax_prompt
+
+    model, prompts = model_of(positional_embedding_type="rotary"), tokens(2, 24)
+    mask = torch.ones(2, 24, dtype=torch.bool)
+    mask[1, 10:] = False
+    options = SoftmaxOptions(method="landmark", n_features=8, reference=TEXT[0], verbose=False)
+    both = convert_softmax_prompt(model, PromptTokens(prompts, mask, True), None, model.fingerprint(), options)
+    alone = convert_prompt(model, prompts[1, :10], method="landmark", n_features=8, reference=TEXT[0], verbose=False)
+    torch.testing.assert_close(both.select_prompt(1).b_KV, alone.b_KV, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_a_second_prompt_goes_beside_the_first(kind):
+    model, second = model_of(**kind), tokens(1, 10, seed=7)
+    at = dict(method="landmark", n_features=8, **QUICK)
+    both = convert_prompt(model, second, initial=convert_prompt(model, PROMPT), **at)
+    assert both.d_phi == 24 + 8
+    assert both.position_offset == both.n_prompt_tokens == 34
+    assert error(model, both, torch.cat([PROMPT, second], dim=1)) < 0.5 * error(
+        model, both.zero_like(), torch.cat([PROMPT, second], dim=1)
+    )
+
+
+def test_layer_by_layer_fits_as_well():
+    model = model_of(positional_embedding_type="rotary")
+    at = dict(method="landmark", n_features=8, **QUICK)
+    one_shot, by_layer = convert_prompt(model, PROMPT, **at), convert_prompt(model, PROMPT, layer_by_layer=True, **at)
+    assert torch.equal(one_shot.b_KV[0], by_layer.b_KV[0])  # nothing lies below the first layer
+    assert not torch.equal(one_shot.b_KV[1], by_layer.b_KV[1])
+    assert error(model, by_layer) < 1.5 * error(model, one_shot)
+
+
+@pytest.mark.parametrize("objective", ["logits", "kl"])
+def test_polishing_lowers_the_error_on_text_it_did_not_see(objective):
+    model = model_of(positional_embedding_type="rotary", n_heads=6, n_key_value_heads=3)
+    model.blocks[0].attn.W_O.requires_grad_(False)
+    at = dict(method="landmark", n_features=3, **{**QUICK, "n_continuations": 40})
+    plain = convert_prompt(model, PROMPT, **at)
+    polished = convert_prompt(model, PROMPT, polish_steps=60, objective=objective, **at)
+    texts = tokens(1, 12, seed=8)
+    assert error(model, polished, text=texts) < 0.9 * error(model, plain, text=texts)
+    assert bool((polished.b_D > 0).all())
+    assert [p.requires_grad for p in (model.blocks[0].attn.W_O, model.blocks[0].attn.W_Q)] == [False, True]
+    assert model.attached_kv_bias is None
+    assert not polished.b_KV.requires_grad
+
+
+def test_random_features_come_near_where_scores_are_small():
+    model = small_model(**MORE, positional_embedding_type="rotary")
+    for block in model.blocks:
+        block.attn.W_K.data.mul_(0.5)
+    bias = convert_prompt(model, PROMPT, method="random", n_features=4000, **QUICK)
+    assert error(model, bias) < 0.1 * dropped(model)
+
+
+def test_taylor_features_come_near_where_scores_are_small():
+    model = small_model(**MORE, positional_embedding_type="rotary")
+    for block in model.blocks:
+        block.attn.W_K.data.mul_(0.5)
+    assert error(model, convert_prompt(model, PROMPT, method="taylor", **QUICK)) < 0.05 * dropped(model)
+
+
+def test_learned_features_come_near():
+    model = small_model(**MORE, positional_embedding_type="rotary")
+    bias = convert_prompt(model, PROMPT, method="learned", n_features=24, **QUICK)
+    assert error(model, bias) < 0.5 * dropped(model)
+
+
+def test_as_many_keys_as_tokens_is_exact_and_more_says_so():
+    model = model_of()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert error(model, convert_prompt(model, PROMPT, method="landmark", n_features=24)) < 1e-12
+        assert convert_prompt(model, PROMPT, method="landmark", ratio=1.0).fit is None
+    with pytest.warns(UserWarning, match="25 virtual keys for a prompt of 24 tokens: all 24 are kept"):
+        assert error(model, convert_prompt(model, PROMPT, method="landmark", n_features=25)) < 1e-12
+    assert convert_prompt(model, PROMPT, method="landmark", ratio=0.1, **QUICK).d_phi == 3
+
+
+def test_a_prompt_that_came_out_of_generate():
+    model = model_of()
+    prompt = model.generate(PROMPT[:, :5], max_new_tokens=19, stop_at_eos=False, return_type="tokens", verbose=False)
+    assert prompt.is_inference()
+    bias = convert_prompt(model, prompt, method="landmark", n_features=4, polish_steps=2, **QUICK)
+    assert bool(bias.b_KV.isfinite().all())
+
+
+def test_heads_that_never_look_at_the_prompt_and_singular_fits():
+    model = model_of()
+    model.blocks[0].attn.W_K.data[0] = 0.0  # all keys of this head are one key
+    model.blocks[0].attn.b_K.data[0] = 0.0
+    model.blocks[1].attn.W_V.data[2] = 0.0
+    model.blocks[1].attn.b_V.data[2] = 0.0
+    for budget in ("equal", "greedy"):
+        bias = convert_prompt(model, PROMPT, method="landmark", n_features=6, budget=budget, **QUICK)
+        assert all(bool(x.isfinite().all()) for x in (bias.b_KV, bias.b_D, bias.fit.output_error, bias.fit.mass_error))
+        assert error(model, bias) < dropped(model)
+    one_token = convert_prompt(model, torch.full((1, 24), 3), method="landmark", n_features=6, **QUICK)
+    assert bool(one_token.b_KV.isfinite().all())
+
+
+def test_nothing_random_is_left_to_chance_and_the_global_generator_stays():
+    model, state = model_of(), torch.random.get_rng_state()
+    at = dict(method="landmark", n_features=4, polish_steps=3, **QUICK)
+    assert torch.equal(convert_prompt(model, PROMPT, seed=1, **at).b_KV, convert_prompt(model, PROMPT, seed=1, **at).b_KV)
+    assert not torch.equal(convert_prompt(model, PROMPT, seed=1, **at).b_KV, convert_prompt(model, PROMPT, seed=2, **at).b_KV)
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (dict(method="landmarks"), "did you mean 'landmark'"),
+        (dict(method="landmark"), "needs n_features"),
+        (dict(method="landmark", n_features=0), "at least 1, got 0"),
+        (dict(method="landmark", ratio=1.5), "0 < ratio <= 1, got 1.5"),
+        (dict(method="landmark", n_features=3, ratio=0.5), "not both"),
+        (dict(method="exact", n_features=3), "has no number of features"),
+        (dict(method="random", n_features=3, polish_steps=5), 'belong to method="landmark"'),
+        (dict(method="landmark", n_features=3, polish_steps=-1), "must not be negative"),
+        (dict(n_feature=3), "did you mean 'n_features'"),
+        (dict(method="landmark", n_features=3, reference=torch.zeros(0, dtype=torch.long)), "empty"),
+        (dict(method="landmark", n_features=3, budget="even"), "budget must be one of equal, greedy"),
+    ],
+)
+def test_bad_options_say_what_to_do(options, words):
+    with pytest.raises(KVLensError, match=words):
+        convert_prompt(model_of(), PROMPT, **options)
+
+
+def test_what_a_method_cannot_do_is_refused():
+    with pytest.raises(KVLensError, match="scores have ALiBi besides"):
+        convert_prompt(model_of(positional_embedding_type="alibi"), PROMPT, method="random", n_features=4)
+    model = model_of()
+    with pytest.raises(KVLensError, match="has virtual_keys features, this method has random"):
+        convert_prompt(model, TEXT, initial=convert_prompt(model, PROMPT), method="random", n_features=4, **QUICK)
+    full = small_model(n_ctx=24, dtype=torch.float64)
+    with pytest.raises(KVLensError, match="fills n_ctx=24"):
+        convert_prompt(full, PROMPT, method="landmark", n_features=4)
+    assert error(full, convert_prompt(full, PROMPT[:, :12]), PROMPT[:, :12]) < 1e-12
+
+
+def test_sums_of_converted_prompts_read_both():
+    model = model_of(positional_embedding_type="none")
+    at = dict(method="landmark", n_features=6, **QUICK)
+    a, b = convert_prompt(model, PROMPT, **at), convert_prompt(model, tokens(1, 24, seed=5), **at)
+    both = KVBias.combine(a, replace(b, position_offset=24), boundary="last")
+    with torch.no_grad(), model.kv_bias(both - b):
+        less = model(TEXT)
+    with torch.no_grad(), model.kv_bias(a):
+        torch.testing.assert_close(less, model(TEXT), rtol=1e-9, atol=1e-9)
