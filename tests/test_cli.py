@@ -63,11 +63,18 @@ def test_report_writes_and_shows(folder, capsys):
     assert summary["prompt"]["text"] == PROMPT
 
 
-def test_report_without_arguments_is_the_example_on_the_shipped_model(folder, capsys, monkeypatch):
+def test_report_without_arguments_is_the_story_on_the_model_of_stories(capsys):
+    assert main(["report"]) == 0
+    assert "The kite is in the barn" in json.loads(Path("report/summary.json").read_text())["prompt"]["text"]
+    assert "kvlens report: facts-linear" in capsys.readouterr().out
+
+
+def test_report_on_another_model_takes_the_help_page_and_a_prompt_of_ones_own_the_model_of_docs(folder, capsys, monkeypatch):
     monkeypatch.setattr(zoo, "names", lambda: ["docs-linear"])
     monkeypatch.setattr(zoo, "folder_of", lambda name: Path(folder))
-    assert main(["report"]) == 0
+    assert main(["report", "--model", "docs-linear", "--new-tokens", "2"]) == 0
     assert "frobnicate(widget" in json.loads(Path("report/summary.json").read_text())["prompt"]["text"]
+    assert main(["report", "--prompt", PROMPT, "--text", TEXT, "--new-tokens", "2", "--out", "own"]) == 0
     assert "kvlens report: docs-linear" in capsys.readouterr().out
 
 

@@ -1,19 +1,28 @@
 """The models that ship: each loads, does what its card says, and those of text read and write text."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
 from kvlens import HookedKVTransformer, zoo
 from kvlens.tasks import make_task
+from kvlens.tasks.facts import answer_shares
 from kvlens.training import score_heldout
 
 NAMES = zoo.names()
 
 
-def test_five_models_ship_in_less_than_30_megabytes():
-    assert {"bigram-linear", "docs-linear", "docs-shift", "induction-plain-2l", "induction-shift-1l"} == set(NAMES)
+def test_the_models_ship_in_less_than_30_megabytes():
+    assert {
+        "bigram-linear",
+        "docs-linear",
+        "docs-shift",
+        "facts-linear",
+        "induction-plain-2l",
+        "induction-shift-1l",
+    } == set(NAMES)
     assert sum(file.stat().st_size for name in NAMES for file in zoo.folder_of(name).iterdir()) < 30e6
 
 
@@ -27,7 +36,7 @@ def test_card_and_facts_are_of_this_model(name):
         assert piece in card
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("docs")])
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith(("docs", "facts"))])
 def test_held_out_accuracy_is_as_the_facts_say(name):
     facts = json.loads((zoo.folder_of(name) / "training.json").read_text(encoding="utf-8"))
     task = make_task(facts["recipe"]["task"], **facts["recipe"]["task_settings"])
@@ -46,3 +55,19 @@ def test_models_of_text_read_and_write_text(name):
     text = model.generate("Return a list of", max_new_tokens=5, do_sample=False, verbose=False)
     assert text.startswith("Return a list of") and len(text) > len("Return a list of")
     assert torch.isfinite(model(tokens)).all()
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("facts")])
+def test_models_of_stories_answer_as_their_facts_say(name):
+    facts = json.loads((zoo.folder_of(name) / "training.json").read_text(encoding="utf-8"))
+    model, task = HookedKVTransformer.from_zoo(name), make_task("facts", **facts["recipe"]["task_settings"])
+    for stated in facts["heldout"]["answers"]:
+        n_facts, bound = stated["n_facts"], {4: 0.90, 8: 0.90}[stated["n_facts"]]
+        stories = replace(task, min_facts=n_facts, max_facts=n_facts).stories(64, torch.Generator().manual_seed(5), "heldout")
+        shares = answer_shares(model, stories)
+        # Another draw of n answers: four standard errors below what is stated, which itself is at least the bound.
+        slack = 4 * (bound * (1 - bound) / shares.n_answers) ** 0.5
+        assert stated["with_story"] >= bound and shares.with_story >= stated["with_story"] - slack
+        assert shares.without_story <= shares.guess + slack < shares.guess_in_story
+        if model.cfg.attention == "linear":
+            assert shares.converted == shares.with_story and stated["converted"] == stated["with_story"]

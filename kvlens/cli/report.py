@@ -29,9 +29,9 @@ def add_command(commands: Any) -> None:
     report.add_argument("--text-file", metavar="FILE", help="read the text from a UTF-8 file instead")
     report.add_argument(
         "--model",
-        default=DEFAULT_MODEL,
         metavar="NAME",
-        help="a shipped model (see `kvlens zoo`), or a folder written by HookedKVTransformer.save (default: %(default)s)",
+        help="a shipped model (see `kvlens zoo`), or a folder written by HookedKVTransformer.save (default: facts-linear for "
+        f"the built-in example, {DEFAULT_MODEL} for a prompt of yours)",
     )
     report.add_argument("--out", default="report", metavar="DIR", help="folder of the report (default: %(default)s)")
     report.add_argument("--overwrite", action="store_true", help="replace the report that DIR holds; nothing else is replaced")
@@ -51,8 +51,9 @@ def _report(args: argparse.Namespace) -> int:
     from kvlens.report.folder import check_folder  # light: bad input is answered before torch is loaded
 
     check_folder(args.out, overwrite=args.overwrite)
-    source = model_folder(args.model)
-    prompt, text = _prompt_and_text(args)
+    name = args.model or _default_model(args)
+    source = model_folder(name)
+    prompt, text = _prompt_and_text(args, name)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
     from kvlens.report.console import progress_bar
@@ -67,7 +68,7 @@ def _report(args: argparse.Namespace) -> int:
             model,
             prompt,
             text,
-            model_name=args.model,
+            model_name=name,
             new_tokens=args.new_tokens,
             temperature=args.temperature,
             seed=args.seed,
@@ -86,13 +87,20 @@ def _report(args: argparse.Namespace) -> int:
     return 0
 
 
-def _prompt_and_text(args: argparse.Namespace) -> tuple[str, str]:
+def _default_model(args: argparse.Namespace) -> str:
+    from kvlens.report.example import EXAMPLE_MODEL
+
+    given = (args.prompt, args.prompt_file, args.text, args.text_file)
+    return DEFAULT_MODEL if any(value is not None for value in given) else EXAMPLE_MODEL
+
+
+def _prompt_and_text(args: argparse.Namespace, model: str) -> tuple[str, str]:
     prompt = _given(args.prompt, args.prompt_file, "prompt")
     text = _given(args.text, args.text_file, "text")
     if prompt is None and text is None:
-        from kvlens.report.example import EXAMPLE_PROMPT, EXAMPLE_TEXT
+        from kvlens.report.example import example_for
 
-        return EXAMPLE_PROMPT, EXAMPLE_TEXT
+        return example_for(model)
     if prompt is None or text is None:
         missing = "--prompt" if prompt is None else "--text"
         raise KVLensError(f"{missing} is missing: give both a prompt and a text, or neither for the built-in example")

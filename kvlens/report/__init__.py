@@ -9,27 +9,29 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvlens.report.build import Report, build_report
-    from kvlens.report.example import EXAMPLE_PROMPT, EXAMPLE_TEXT
+    from kvlens.report.example import EXAMPLE_MODEL, Example, example_for
     from kvlens.report.folder import check_folder
     from kvlens.report.terminal import print_report
     from kvlens.report.write import write_report
 
 _HOMES = {
-    "EXAMPLE_PROMPT": "kvlens.report.example",
-    "EXAMPLE_TEXT": "kvlens.report.example",
+    "EXAMPLE_MODEL": "kvlens.report.example",
+    "Example": "kvlens.report.example",
     "Report": "kvlens.report.build",
     "build_report": "kvlens.report.build",
     "check_folder": "kvlens.report.folder",
+    "example_for": "kvlens.report.example",
     "print_report": "kvlens.report.terminal",
     "write_report": "kvlens.report.write",
 }
 
 __all__ = [
-    "EXAMPLE_PROMPT",
-    "EXAMPLE_TEXT",
+    "EXAMPLE_MODEL",
+    "Example",
     "Report",
     "build_report",
     "check_folder",
+    "example_for",
     "print_report",
     "write_report",
 ]

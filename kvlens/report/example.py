@@ -1,10 +1,30 @@
-"""The prompt and text that ``kvlens report`` takes when none is given: the help page of a function that does not exist.
+"""The prompt and text that ``kvlens report`` takes when none is given.
 
-No training text holds it, so whatever the model knows about it comes from the prompt. The text repeats the invented names in
-places that only a reader of the prompt can foresee.
+For the shipped models of made-up stories: a story, and a question that it alone answers. For models of other text: the help
+page of a function that does not exist. No training text holds either, so what the model knows of them comes from the prompt.
 """
 
-EXAMPLE_PROMPT = """\
+from typing import NamedTuple
+
+EXAMPLE_MODEL = "facts-linear"
+"""What the report is made of when neither a model nor a prompt is given."""
+STORY_MODELS = ("facts-linear", "facts-gpt2")
+
+
+class Example(NamedTuple):
+    """What is converted, and what the predictions are compared on."""
+
+    prompt: str
+    text: str
+
+
+STORY = Example(
+    prompt="The kite is in the barn. Mira keeps a goat. The drum stands in the cellar. Pavel has a parrot. "
+    "Look for the lamp in the attic. At night Rosa feeds a camel.",
+    text=" Which animal does Pavel keep? Pavel keeps a parrot. Which animal does Rosa keep? Rosa keeps a",
+)
+HELP_PAGE = Example(
+    prompt="""\
 frobnicate(widget, colour='purple', depth=7)
 
 Frobnicate a widget and return it.
@@ -23,11 +43,16 @@ Returns
 Widget
     The frobnicated widget.
 
-"""
-
-EXAMPLE_TEXT = """\
+""",
+    text="""\
 Examples
 --------
 >>> widget = Widget()
 >>> frobnicate(widget, colour='purple', depth=7)
-The widget is"""
+The widget is""",
+)
+
+
+def example_for(model: str) -> Example:
+    """The built-in example for a model of that name or folder."""
+    return STORY if model in STORY_MODELS else HELP_PAGE

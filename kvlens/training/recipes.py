@@ -88,6 +88,19 @@ RECIPES: dict[str, Recipe] = {
             stored_dtype="float16",
         ),
         Recipe(
+            name="facts-gpt2",
+            summary="A softmax model with learned positions, GPT-2's blocks and a KV shift over a window of 4, that reads a "
+            "made-up story of two to six facts and answers questions about it. Without the shift the same model comes no "
+            "further in as many steps than any value of the right kind in the story.",
+            task="facts",
+            task_settings=dict(max_facts=6, length=128),
+            model=dict(n_layers=2, positional_embedding_type="standard", kv_shift=dict(queries=True, window=4)),
+            training=dict(
+                steps=1600, batch_size=32, learning_rate=3e-3, weight_decay=0.05, eval_every=100, precision="bfloat16"
+            ),
+            stored_dtype="float16",
+        ),
+        Recipe(
             name="bigram-linear",
             summary="The linear-attention model of ICLCA sec. 6.2: 12 layers of width 128 that learn a bigram in context, "
             "each trigger letter being followed by whatever followed it first. Attention is a RetNet's without decay: the "

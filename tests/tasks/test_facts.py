@@ -31,7 +31,7 @@ def test_text_and_tokens_are_the_same_story(stories):
     for story in stories:
         whole = f"{story.prompt} {story.text}"
         assert tokenizer.encode(whole) == story.tokens and len(story.tokens) == story.n_tokens
-        assert tokenizer.decode(story.tokens, skip_special_tokens=True) == whole
+        assert tokenizer.decode(story.tokens, skip_special_tokens=True) == " " + whole
         assert tokenizer.encode(story.prompt) == story.tokens[: story.n_prompt_tokens]
         assert tokenizer.encode(story.text, add_special_tokens=False) == story.tokens[story.n_prompt_tokens :]
 
@@ -156,9 +156,9 @@ def test_a_converted_story_gives_the_same_answers():
 def test_the_model_of_the_task_reads_and_writes_text():
     model = build_model(TASK, dict(n_layers=1, d_model=16, d_head=8))
     assert isinstance(model, HookedKVTransformer)
-    assert model.to_str_tokens("Where is the kite?") == ["<|bos|>", "Where", "is", "the", "kite", "?"]
+    assert model.to_str_tokens("Where is the kite?") == ["<|bos|>", " Where", " is", " the", " kite", "?"]
     text = model.generate("Where is the kite?", max_new_tokens=3, do_sample=False, verbose=False)
-    assert text.startswith("Where is the kite?")
+    assert text.startswith(" Where is the kite?") and len(text) > len(" Where is the kite?")
     assert model.to_tokens("Where is the dragon?")[0, 4] == model.tokenizer.unk_token_id
 
 

@@ -1,7 +1,8 @@
-"""One token for each word and each mark of the stories; text goes in and comes out as it is written.
+"""One token for each word and each mark of the stories.
 
-A token carries the space before it (shown as U+2581), so that decoding puts spaces between words and none before a full stop.
-A word that the stories do not have is read as ``<|unk|>``.
+A token carries the space before it (shown as U+2581), so that the texts of tokens put side by side are the text: " kite" and
+"." for "kite.". The first word of a text gets that space too, so a text is read alike alone and behind another; decoded, it
+begins with a space. A word that the stories do not have is read as ``<|unk|>``.
 """
 
 import re
@@ -48,7 +49,7 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
             pre_tokenizers.Split(Regex(r"[^\w\u2581]"), behavior="isolated"),
         ]
     )
-    tokenizer.decoder = decoders.Metaspace(replacement=SPACE, prepend_scheme="always")
+    tokenizer.decoder = decoders.Metaspace(replacement=SPACE, prepend_scheme="never")
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, ids[BOS])]
     )
