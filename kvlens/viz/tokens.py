@@ -82,9 +82,8 @@ def _figure(tokens: list[str], values: list[float], top: float, title: str, unit
     for i in range(41):  # the scale, as a strip under the text
         strength = i / 20 - 1
         ax.add_patch(Rectangle((8 + 0.5 * i, n_lines + 0.5), 0.5, 0.7, color=colours(0.5 + 0.35 * strength), linewidth=0))
-    ends = ((7.5, f"{-top:.3g}", "right"), (29, f"{top:.3g} {unit}", "left"))
-    for column, shown, side in ends:
-        ax.text(column, n_lines + 0.85, shown, va="center", ha=side, fontsize=FONT, parse_math=False)
+    for x, end, side in ((7.5, f"{-top:.3g}", "right"), (29.0, f"{top:.3g} {unit}", "left")):
+        ax.text(x, n_lines + 0.85, end, va="center", ha=side, fontsize=FONT, parse_math=False)
     return figure
 
 

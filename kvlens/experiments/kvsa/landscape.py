@@ -263,8 +263,9 @@ def _draw_plane(axes: Axes, plane: pd.DataFrame, n_arrows: int) -> None:
         scale=26,
         width=0.0035,
         pivot="mid",
-        label="direction of descent",
     )
+    arrow = dict(marker="$\\rightarrow$", color="#1f2937", linestyle="none", markersize=14)  # a quiver's own is a rectangle
+    axes.plot([], [], **arrow, label="direction of descent")
 
 
 def _draw_paths(axes: Axes, path: pd.DataFrame) -> None:
