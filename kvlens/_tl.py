@@ -25,6 +25,7 @@ from transformer_lens.components import (
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.HookedTransformer import Output
 from transformer_lens.utilities import (
+    SUPPORTED_ACTIVATIONS,
     USE_DEFAULT_VALUE,
     Slice,
     get_attention_mask,
@@ -36,6 +37,7 @@ from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 
 __all__ = [
     "POST_NORM_ARCHITECTURES",
+    "SUPPORTED_ACTIVATIONS",
     "USE_DEFAULT_VALUE",
     "AbstractAttention",
     "ActivationCache",

@@ -17,6 +17,9 @@ ROOT = Path(__file__).resolve().parents[1]
 ORDER = [
     "errors",
     "files",
+    "checksum",
+    "dtypes",
+    "tensor_files",
     "ops",
     "_tl",
     "kv_bias",
@@ -37,7 +40,7 @@ ORDER = [
     "reference",
     "cli",
 ]
-FOUNDATIONS = {"kvlens.dual", "kvlens.errors", "kvlens.files", "kvlens.zoo"}
+FOUNDATIONS = {"kvlens.checksum", "kvlens.dual", "kvlens.errors", "kvlens.files", "kvlens.zoo"}
 """Beside kvlens' public names: the dual model's own package, errors that propose the nearest name, and what a batch needs to
 write files and to find shipped models."""
 PURE = {"torch", "einops", "jaxtyping", "math", "typing", "collections", "kvlens"}

@@ -14,12 +14,14 @@ from typing import Any
 
 from analyses.batch.worker import REFUSED, Outcome
 from kvlens import KVLensError
+from kvlens.checksum import checksum
 
 _TABLES = """
-CREATE TABLE settings (value TEXT NOT NULL);
+CREATE TABLE settings (value TEXT NOT NULL, checksum TEXT NOT NULL);
 CREATE TABLE done (
     model INTEGER NOT NULL, prompt INTEGER NOT NULL, prompt_id TEXT NOT NULL,
-    n_rows INTEGER NOT NULL, rows BLOB, kind TEXT, error TEXT, PRIMARY KEY (model, prompt)
+    n_rows INTEGER NOT NULL, rows BLOB, kind TEXT, error TEXT, checksum TEXT NOT NULL,
+    PRIMARY KEY (model, prompt)
 );
 """
 
@@ -71,14 +73,17 @@ class Journal:
             if not self._db.execute("SELECT name FROM sqlite_master").fetchall():
                 for statement in _TABLES.split(";"):
                     self._db.execute(statement)
-                self._db.execute("INSERT INTO settings VALUES (?)", (settings,))
+                self._db.execute("INSERT INTO settings VALUES (?, ?)", (settings, checksum(settings)))
             if anew:
                 self._db.execute("DELETE FROM done")
-                self._db.execute("UPDATE settings SET value = ?", (settings,))
+                self._db.execute("UPDATE settings SET value = ?, checksum = ?", (settings, checksum(settings)))
+            self._check_whole()
             begun = json.loads(self._db.execute("SELECT value FROM settings").fetchone()[0])
             # what failed for another reason than the prompt itself, such as memory, is tried again
             self._db.execute("DELETE FROM done WHERE kind != ?", (REFUSED,))
             self._db.execute("COMMIT")
+        except KVLensError:
+            raise
         except (sqlite3.Error, TypeError, ValueError) as error:
             raise KVLensError(_why_unusable(self.path, error)) from error
         differing = differences(begun, json.loads(settings))
@@ -88,6 +93,14 @@ class Journal:
                 "with to go on, another output, or --overwrite to begin anew"
             )
 
+    def _check_whole(self) -> None:
+        """Raise KVLensError unless every row is what was once written, and the database holds together."""
+        whole = [row[0] for row in self._db.execute("PRAGMA integrity_check")] == ["ok"]
+        settings = self._db.execute("SELECT value, checksum FROM settings").fetchall()
+        whole = whole and len(settings) == 1 and checksum(settings[0][0]) == settings[0][1]
+        if not whole or any(_row_checksum(row) != written for *row, written in self._db.execute("SELECT * FROM done")):
+            raise KVLensError(f"{self.path}, which holds what a batch has done so far, is damaged: move it away to begin anew")
+
     def add(self, outcomes: Sequence[Outcome]) -> None:
         """Record outcomes, all or none.
 
@@ -95,9 +108,10 @@ class Journal:
             KVLensError: the disk is full, or the file has gone.
         """
         rows = [(o.model, o.prompt, o.prompt_id, o.n_rows, o.rows, o.kind, o.error) for o in outcomes]
+        checked = [(*row, _row_checksum(row)) for row in rows]
         try:
             self._db.execute("BEGIN")
-            self._db.executemany("INSERT INTO done VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
+            self._db.executemany("INSERT INTO done VALUES (?, ?, ?, ?, ?, ?, ?, ?)", checked)
             self._db.execute("COMMIT")
         except sqlite3.Error as error:
             raise KVLensError(f"cannot write {self.path}: {error}; what was done before is kept") from error
@@ -131,6 +145,12 @@ class Journal:
         self._db.close()
         self.path.with_name(f"{self.path.name}-journal").unlink(missing_ok=True)
         self.path.unlink(missing_ok=True)
+
+
+def _row_checksum(row: Sequence[Any]) -> str:
+    """Of everything that a row says: the rows of a table as bytes, the rest as Python writes it."""
+    model, prompt, prompt_id, n_rows, rows, kind, error = row
+    return checksum(repr((model, prompt, prompt_id, n_rows, type(rows).__name__, kind, error)), rows or b"")
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:

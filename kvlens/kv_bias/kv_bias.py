@@ -287,8 +287,7 @@ class KVBias:
         if self.fit is not None:
             meta["fit"] = self.fit.to_json()
             tensors |= {f"fit.{name}": tensor for name, tensor in self.fit.to_tensors().items()}
-        stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        write_bias_file(path, stored, {**meta, "fingerprint": self.fingerprint.to_json()})
+        write_bias_file(path, tensors, {**meta, "fingerprint": self.fingerprint.to_json()})
 
     @classmethod
     def load(cls, path: str | Path) -> "KVBias":

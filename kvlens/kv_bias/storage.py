@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor
 
 from kvlens.errors import KVLensError
 from kvlens.files import write_atomically
 from kvlens.kv_bias.fingerprint import Fingerprint
+from kvlens.tensor_files import checked_tensor_bytes, read_checked_tensors
 
 FORMAT_VERSION = 2
-"""2 brought features; a bias without them is still written as 1, which older readers know."""
+"""2 brought the checksum, and features."""
+FORMAT = "kvlens.KVBias"
 
 
 def write_bias_file(path: str | Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
@@ -28,34 +28,21 @@ def write_bias_file(path: str | Path, tensors: Mapping[str, Tensor], meta: Mappi
     Raises:
         KVLensError: the folder does not exist or cannot be written.
     """
-    version = FORMAT_VERSION if "features" in meta else 1
-    metadata = {"format": "kvlens.KVBias", "format_version": str(version), "kv_bias": json.dumps(meta)}
-    write_atomically(path, save(dict(tensors), metadata))
+    metadata = {"format": FORMAT, "format_version": str(FORMAT_VERSION), "kv_bias": json.dumps(meta)}
+    write_atomically(path, checked_tensor_bytes(tensors, metadata))
 
 
 def read_bias_file(path: str | Path, names: Sequence[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read the tensors, those called ``names`` among them, and the metadata; counts come as int or [batch] tensors.
 
     Raises:
-        KVLensError: no such file, not a kvlens bias, incomplete, truncated, or written by a newer kvlens.
+        KVLensError: no such file, not a kvlens bias, incomplete, damaged, or written by a newer kvlens.
     """
     path = Path(path)
     if not path.is_file():
         raise KVLensError(f"KVBias.load: no file at {path}")
+    tensors, metadata = read_checked_tensors(path, "KVBias.load", FORMAT, FORMAT_VERSION)
     try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    except (SafetensorError, OSError) as error:
-        raise KVLensError(f"KVBias.load: {path} is truncated or not a safetensors file ({error})") from error
-    if metadata.get("format") != "kvlens.KVBias":
-        raise KVLensError(f"KVBias.load: {path} is a safetensors file, but not a KV bias saved by kvlens")
-    try:
-        version = int(metadata["format_version"])
-        if version > FORMAT_VERSION:
-            raise KVLensError(
-                f"KVBias.load: {path} has format version {version}, this kvlens reads up to {FORMAT_VERSION}: upgrade kvlens"
-            )
         return _complete(path, tensors, json.loads(metadata["kv_bias"]), names)
     except KVLensError:
         raise

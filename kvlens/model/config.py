@@ -11,8 +11,10 @@ from typing import Any
 import torch
 
 from kvlens._tl import HookedTransformerConfig
+from kvlens.dtypes import dtype_of
 from kvlens.errors import KVLensError, nearest
 from kvlens.model.attention_variant import AttentionVariantConfig, from_fields, why_no_kv_bias
+from kvlens.model.sizes import check_sizes
 from kvlens.ops.feature_maps import FEATURE_MAPS, feature_dim
 from kvlens.ops.linear_attention import retnet_decay
 
@@ -90,7 +92,7 @@ class HookedKVTransformerConfig(HookedTransformerConfig):
             layer whose scores and pattern nobody hooks). It changes rounding and nothing else.
         accumulation_dtype: ``float32`` or ``float64``: features, states and sums of linear attention are computed at least
             in this precision. float64 makes a conversion exact to the last bit of a float32 model, nearly always.
-        kv_shift: a :class:`KVShiftConfig` (or a dict of its fields), None for no shift.
+        kv_shift: a :class:`KVShiftConfig` (or a dict of its fields, or True for the default one), None for no shift.
         attention_variant: a :class:`AttentionVariantConfig` (or a dict of its fields): regularised, augmented, negative or
             ridge attention (DUAL sec. 4); None for plain attention.
         trainable_kv_bias: make b_KV and b_D parameters (ICLCA sec. 6.3).
@@ -119,11 +121,15 @@ class HookedKVTransformerConfig(HookedTransformerConfig):
     alibi_slopes: Sequence[float] | None = None
 
     def __post_init__(self):
+        self.dtype: torch.dtype = dtype_of(self.dtype)
+        self.kv_shift = _shift_of(self.kv_shift)
+        check_sizes(self)
         seed, self.seed = self.seed, None  # TransformerLens would seed torch, numpy and random for the whole process
-        super().__post_init__()
+        try:
+            super().__post_init__()
+        except (AssertionError, TypeError, ValueError) as error:
+            raise KVLensError(f"TransformerLens refuses this configuration: {' '.join(str(error).split())}") from error
         self.seed = seed
-        if isinstance(self.kv_shift, dict):
-            self.kv_shift = KVShiftConfig.from_dict(self.kv_shift)
         if self.trust_remote_code:
             raise KVLensError("trust_remote_code=True is refused: kvlens runs no code that comes with a model or a tokenizer")
         _one_of("attention", self.attention, ATTENTION_KINDS)
@@ -199,7 +205,7 @@ class HookedKVTransformerConfig(HookedTransformerConfig):
                 raise KVLensError(f"config: unknown field {name!r}{nearest(name, known)}; was it written by a newer kvlens?")
         shift = plain.get("kv_shift")
         values = {**plain, "kv_shift": KVShiftConfig.from_dict(shift) if isinstance(shift, dict) else shift}
-        return cls(**{**values, "dtype": getattr(torch, plain.get("dtype", "float32")), **overrides})
+        return cls(**{**values, **overrides})
 
     @classmethod
     def from_tl(cls, cfg: HookedTransformerConfig, **changes: Any) -> "HookedKVTransformerConfig":
@@ -341,6 +347,17 @@ class HookedKVTransformerConfig(HookedTransformerConfig):
             raise KVLensError(f"decay: expected one gamma a query head ({self.n_heads}), got {len(self.decay)}")
         if not all(math.isfinite(g) and 0 < g <= 1 for g in self.decay):
             raise KVLensError(f"decay: every gamma must lie in (0, 1], got {list(self.decay)}")
+
+
+def _shift_of(value: Any) -> KVShiftConfig | None:
+    """The shift that is meant by itself, by a dict of its fields, or by True (the default one) and False (none)."""
+    if value is None or isinstance(value, KVShiftConfig):
+        return value
+    if isinstance(value, bool):
+        return KVShiftConfig() if value else None
+    if isinstance(value, Mapping):
+        return KVShiftConfig.from_dict(dict(value))
+    raise KVLensError(f"kv_shift: expected a KVShiftConfig, a dict of its fields, True or None, got {value!r}")
 
 
 def _one_of(what: str, value: object, options: Sequence[str]) -> None:

@@ -20,10 +20,10 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from kvlens._tl import ActivationCache
+from kvlens.dtypes import dtype_of
 from kvlens.errors import KVLensError
-from kvlens.files import write_folder
 from kvlens.model.config import HookedKVTransformerConfig
-from kvlens.model.storage import check_model_folder
+from kvlens.model.storage import save_model
 from kvlens.model.transformer import HookedKVTransformer
 
 MAPS = "maps.safetensors"
@@ -105,16 +105,12 @@ class HookedKVRegressor(nn.Module):
         with self.transformer.hooks(fwd_hooks=list(fwd_hooks)):
             return self(inputs)
 
-    def save(self, folder: str | Path, *, overwrite: bool = False, stored_dtype: torch.dtype | None = None) -> None:
+    def save(self, folder: str | Path, *, overwrite: bool = False, stored_dtype: torch.dtype | str | None = None) -> None:
         """Write ``folder`` as :meth:`HookedKVTransformer.save` does, with the two linear maps beside the weights."""
-        check_model_folder(folder, overwrite=overwrite)
+        stored_dtype = None if stored_dtype is None else dtype_of(stored_dtype, "save: stored_dtype")
         maps = {name: p.detach().to("cpu", stored_dtype or p.dtype) for name, p in self.named_parameters() if "read_" in name}
-
-        def fill(temporary: Path) -> None:
-            self.transformer.save(temporary, stored_dtype=stored_dtype)
-            (temporary / MAPS).write_bytes(save({name: value.contiguous() for name, value in maps.items()}))
-
-        write_folder(folder, fill)
+        stored = save({name: value.contiguous() for name, value in maps.items()})
+        save_model(self.transformer, folder, overwrite=overwrite, stored_dtype=stored_dtype, beside={MAPS: stored})
 
     @classmethod
     def load(cls, folder: str | Path, *, device: Any = None) -> "HookedKVRegressor":

@@ -1,24 +1,31 @@
 """A kvlens model on disk: a folder with ``model.safetensors``, ``config.json`` and the tokenizer's own files."""
 
 import json
+import logging
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from transformers import PreTrainedTokenizerBase
 
 from kvlens._tl import HookedTransformer
+from kvlens.checksum import checksum, checksum_of_json
+from kvlens.dtypes import dtype_of
 from kvlens.errors import KVLensError
-from kvlens.files import check_writable, write_folder
+from kvlens.files import check_writable, files_in, reason, write_folder
 from kvlens.model.config import HookedKVTransformerConfig
 from kvlens.model.fingerprint import is_weight, weights_hash
 from kvlens.model.loading import M, build_with_ready_tokenizer
+from kvlens.model.sizes import check_weights_have_these_sizes
 from kvlens.pretrained import read_tokenizer
 
-FORMAT, FORMAT_VERSION = "kvlens.model", 1
+logger = logging.getLogger(__name__)
+
+FORMAT, FORMAT_VERSION = "kvlens.model", 2
+"""2 brought checksums: of every file in ``config.json``, and of that in itself."""
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
 
@@ -27,7 +34,8 @@ def save_model(
     folder: str | Path,
     *,
     overwrite: bool = False,
-    stored_dtype: torch.dtype | None = None,
+    stored_dtype: torch.dtype | str | None = None,
+    beside: Mapping[str, bytes] | None = None,
 ) -> None:
     """Write ``model`` to ``folder``, whole or not at all.
 
@@ -35,11 +43,14 @@ def save_model(
         model: what to save; an attached bias is not saved.
         folder: its path; parents are made.
         overwrite: replace a kvlens model that stands there; nothing else is ever replaced.
-        stored_dtype: round the weights to this dtype on disk, e.g. float16 for half the size; loading widens them again.
+        stored_dtype: round the weights to this floating dtype (or its name) on disk, e.g. float16 for half the size; loading
+            widens them again.
+        beside: further files of the model, by name.
 
     Raises:
         KVLensError: something stands there that may not be replaced, or the folder cannot be written.
     """
+    stored_dtype = None if stored_dtype is None else dtype_of(stored_dtype, "save: stored_dtype")
     check_model_folder(folder, overwrite=overwrite)
     config = {"format": FORMAT, "format_version": FORMAT_VERSION, "kvlens_version": version("kvlens")}
     config["config"] = model.cfg.to_json()
@@ -48,9 +59,13 @@ def save_model(
 
     def fill(temporary: Path) -> None:
         (temporary / WEIGHTS).write_bytes(save({n: t.contiguous().clone() for n, t in tensors.items()}, {"format": "pt"}))
-        (temporary / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        for name, content in (beside or {}).items():
+            (temporary / name).write_bytes(content)
         if model.tokenizer is not None:
             model.tokenizer.save_pretrained(temporary)
+        config["files"] = {name: checksum((temporary / name).read_bytes()) for name in sorted(files_in(temporary))}
+        config["checksum"] = checksum_of_json(config)
+        (temporary / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
     write_folder(folder, fill)
 
@@ -69,7 +84,7 @@ def check_model_folder(folder: str | Path, *, overwrite: bool = False) -> None:
     check_writable(folder)
 
 
-def load_model(cls: type[M], folder: str | Path, *, device: Any = None, dtype: torch.dtype | None = None) -> M:
+def load_model(cls: type[M], folder: str | Path, *, device: Any = None, dtype: torch.dtype | str | None = None) -> M:
     """Read a folder that :func:`save_model` wrote.
 
     Args:
@@ -80,13 +95,15 @@ def load_model(cls: type[M], folder: str | Path, *, device: Any = None, dtype: t
     Raises:
         KVLensError: not such a folder, a truncated file, a newer format, or weights that do not fit the configuration.
     """
-    folder = Path(folder)
+    folder, dtype = Path(folder), None if dtype is None else dtype_of(dtype)
     stored = _read_config(folder)
-    cfg = HookedKVTransformerConfig.from_json(stored["config"], device=device, init_weights=False)
+    _check_files(folder, stored)
+    cfg = _config_of(folder, stored["config"], device)
     try:
         tensors = load_file(folder / WEIGHTS)
-    except (SafetensorError, OSError) as error:
+    except Exception as error:  # a damaged header raises whatever its parsers meet
         raise KVLensError(f"load: {folder / WEIGHTS} is missing or truncated ({error})") from error
+    check_weights_have_these_sizes(cfg, tensors, f"load: the weights in {folder}")
     model = build_with_ready_tokenizer(cls, cfg, _load_tokenizer(folder))
     cfg.init_weights = True
     expected = {(name, t.shape) for name, t in model.state_dict().items() if is_weight(name)}
@@ -109,19 +126,49 @@ def _read_config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise KVLensError(f"load: {folder} holds no config.json; expected a folder written by HookedKVTransformer.save")
     try:
-        stored = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise KVLensError(f"load: {path} is truncated or not JSON ({error})") from error
     if not isinstance(stored, dict) or stored.get("format") != FORMAT or not isinstance(stored.get("config"), dict):
         raise KVLensError(
             f"load: {path} was not written by kvlens; for a Hugging Face folder use HookedKVTransformer.from_pretrained"
         )
-    if int(stored.get("format_version", 0)) > FORMAT_VERSION:
-        raise KVLensError(
-            f"load: {path} has format version {stored['format_version']}, this kvlens reads up to {FORMAT_VERSION}: "
-            "upgrade kvlens"
-        )
+    found = stored.get("format_version")
+    if isinstance(found, bool) or not isinstance(found, int) or found < 1:
+        raise KVLensError(f"load: {path} is damaged: its format version is {found!r}")
+    if found > FORMAT_VERSION:
+        raise KVLensError(f"load: {path} has format version {found}, this kvlens reads up to {FORMAT_VERSION}: upgrade kvlens")
+    if (found > 1 or "checksum" in stored) and stored.get("checksum") != checksum_of_json(stored):
+        raise KVLensError(f"load: {path} is damaged: its contents do not fit the checksum in it; take a copy that is whole")
     return stored
+
+
+def _check_files(folder: Path, stored: dict[str, Any]) -> None:
+    """Raise KVLensError unless every file that was saved is there as it was; format 1 does not say."""
+    if "files" not in stored:
+        logger.warning("load: %s is of format 1, which carries no checksums: damage would go unnoticed; save it anew", folder)
+        return
+    for name, written in stored["files"].items():
+        try:
+            found = checksum((folder / name).read_bytes())
+        except OSError as error:
+            raise KVLensError(f"load: {folder / name} is missing: {reason(error)}") from error
+        if found != written:
+            raise KVLensError(
+                f"load: {folder / name} is damaged: it is not what was saved; take a copy that is whole. To change a "
+                "model, load it, change it and save it anew"
+            )
+
+
+def _config_of(folder: Path, plain: dict[str, Any], device: Any) -> HookedKVTransformerConfig:
+    try:
+        return HookedKVTransformerConfig.from_json(plain, device=device, init_weights=False)
+    except KVLensError as error:
+        raise KVLensError(f"load: {folder / CONFIG}: {error}") from error
+    except Exception as error:  # TransformerLens' own checks are assertions, and a wrong type fails anywhere
+        raise KVLensError(
+            f"load: {folder / CONFIG} describes no model that can be built ({type(error).__name__}: {error})"
+        ) from error
 
 
 def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:

@@ -499,16 +499,16 @@ class HookedKVTransformer(HookedTransformer):
         return from_hooked_transformer(cls, model, **changes)
 
     @classmethod
-    def from_zoo(cls, name: str = "docs-linear", *, device: Any = None, dtype: torch.dtype | None = None):
+    def from_zoo(cls, name: str = "docs-linear", *, device: Any = None, dtype: torch.dtype | str | None = None):
         """A small trained model that ships with kvlens, by name; see :func:`kvlens.zoo.names`."""
         return cls.load(folder_of(name), device=device, dtype=dtype)
 
-    def save(self, folder: str | Path, *, overwrite: bool = False, stored_dtype: torch.dtype | None = None) -> None:
+    def save(self, folder: str | Path, *, overwrite: bool = False, stored_dtype: torch.dtype | str | None = None) -> None:
         """Write weights (safetensors), configuration (JSON) and tokenizer to ``folder``, whole or not at all."""
         save_model(self, folder, overwrite=overwrite, stored_dtype=stored_dtype)
 
     @classmethod
-    def load(cls, folder: str | Path, *, device: Any = None, dtype: torch.dtype | None = None) -> "HookedKVTransformer":
+    def load(cls, folder: str | Path, *, device: Any = None, dtype: torch.dtype | str | None = None) -> "HookedKVTransformer":
         """Read what :meth:`save` wrote."""
         return load_model(cls, folder, device=device, dtype=dtype)
 

@@ -1,9 +1,9 @@
 """Which architectures can be read, and whether a loaded model is one of them with weights that can be converted."""
 
-import torch
 from transformers import PreTrainedModel
 
-from kvlens.errors import KVLensError, nearest
+from kvlens.dtypes import DTYPES
+from kvlens.errors import KVLensError
 from kvlens.pretrained.baichuan import ARCHITECTURE as BAICHUAN_M1
 
 NO_BIAS_ARCHITECTURES = (
@@ -35,17 +35,6 @@ Not here: Gemma and OLMo 1 and 2 (sized by official name only), Phi 1 and 2 (its
 wrong: the pattern no longer sums to one).
 """
 
-READABLE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in READABLE_DTYPES}
-
-
-def dtype_of(dtype: torch.dtype | str) -> torch.dtype:
-    """Return the floating dtype that is meant by a dtype or by its name."""
-    found = DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
-    if found not in READABLE_DTYPES:
-        raise KVLensError(f"from_pretrained: dtype must be one of {sorted(DTYPES)}, got {dtype!r}{nearest(dtype, DTYPES)}")
-    return found
-
 
 def unsupported(architecture: str, where: str) -> KVLensError:
     """Make the error for an architecture that cannot be built from its config."""
@@ -72,7 +61,7 @@ def check_readable(hf_model: PreTrainedModel) -> None:
             raise KVLensError(f"from_pretrained: the model carries an adapter ({name}): merge it first")
         if weight.device.type == "meta":
             raise KVLensError(f"from_pretrained: {name} is on the meta device: load the model with real weights")
-        if weight.dtype not in READABLE_DTYPES:
+        if weight.dtype not in DTYPES.values():
             raise KVLensError(
                 f"from_pretrained: {name} is stored as {weight.dtype}: a quantised model cannot be converted. Load it "
                 "dequantised."

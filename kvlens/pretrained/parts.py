@@ -24,8 +24,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvlens._tl import HookedTransformerConfig, loading
+from kvlens.dtypes import dtype_of
 from kvlens.errors import KVLensError
-from kvlens.pretrained.architectures import architecture_of, check_readable, dtype_of
+from kvlens.pretrained.architectures import architecture_of, check_readable
 from kvlens.pretrained.baichuan import (
     baichuan_m1_config,
     conv_window_of,
@@ -99,7 +100,7 @@ def load_pretrained_parts(
         KVLensError: no such folder or name, files missing, an architecture or a feature of it that TransformerLens
             cannot express, a quantised model, or sizes out of range.
     """
-    dtype = dtype_of(from_pretrained_kwargs.pop("torch_dtype", dtype))
+    dtype = dtype_of(from_pretrained_kwargs.pop("torch_dtype", dtype), "from_pretrained: dtype")
     _check_arguments(model_name, hf_model, from_pretrained_kwargs)
     folder = Path(model_name).expanduser().resolve() if is_local_folder(model_name) else None
     if hf_model is None and folder is None:

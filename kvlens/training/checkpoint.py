@@ -16,16 +16,15 @@ from typing import Any
 
 import pandas as pd
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor
 
 from kvlens.errors import KVLensError
 from kvlens.files import check_writable, reason, write_atomically
 from kvlens.model.fingerprint import is_weight
+from kvlens.tensor_files import checked_tensor_bytes, read_checked_tensors
 from kvlens.training.run import Progress, Row, Run
 
-FORMAT, FORMAT_VERSION = "kvlens.training", 1
+FORMAT, FORMAT_VERSION = "kvlens.training", 2
 CHECKPOINT, METRICS = "checkpoint.safetensors", "metrics.parquet"
 SPLITS = ("train", "heldout")
 
@@ -67,7 +66,7 @@ class CheckpointFolder:
         progress.pop("rows")
         header["progress"] = json.dumps(progress)
         header["watched_steps"] = json.dumps([step for step, _ in self.run.watched])
-        write_atomically(self._file, save(tensors_of(self.run), header))
+        write_atomically(self._file, checked_tensor_bytes(tensors_of(self.run), header))
         write_atomically(self.path / METRICS, metrics_frame(self.run.progress.rows).to_parquet(index=False))
 
     def resume(self) -> bool:
@@ -78,23 +77,13 @@ class CheckpointFolder:
         """
         if not self._file.is_file():
             return False
-        header, tensors = self._read()
-        if header.get("format") != FORMAT:
-            raise KVLensError(f"train: {self._file} is not a checkpoint of kvlens; choose another folder")
-        if int(header["format_version"]) > FORMAT_VERSION:
-            raise KVLensError(f"train: {self._file} was written by a newer kvlens; upgrade kvlens")
+        try:
+            tensors, header = read_checked_tensors(self._file, "train: the checkpoint", FORMAT, FORMAT_VERSION)
+        except KVLensError as error:
+            raise KVLensError(f"{error}; or delete it, or ask for a restart, to begin anew") from error
         self._check_identity(json.loads(header["identity"]))
         restore(self.run, json.loads(header["progress"]), json.loads(header["watched_steps"]), tensors)
         return True
-
-    def _read(self) -> tuple[dict[str, str], dict[str, Tensor]]:
-        try:
-            with safe_open(self._file, framework="pt") as file:
-                return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (SafetensorError, OSError) as error:
-            raise KVLensError(
-                f"train: the checkpoint {self._file} is damaged ({error}); delete it, or ask for a restart, to begin anew"
-            ) from error
 
     def _check_identity(self, theirs: Mapping[str, Any]) -> None:
         for part in sorted({*self.identity, *theirs}):

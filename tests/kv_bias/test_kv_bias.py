@@ -7,7 +7,6 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 from kvlens import (
@@ -20,6 +19,7 @@ from kvlens import (
     convert_prompt,
 )
 from kvlens.kv_bias import Fingerprint
+from kvlens.tensor_files import checked_tensor_bytes, read_checked_tensors
 
 SIZES = dict(n_layers=2, d_model=30, d_head=6, n_heads=5, n_ctx=43, d_vocab=17, act_fn="gelu", device="cpu", seed=1)
 LINEAR = dict(attention="linear", positional_embedding_type="rotary", feature_map="hedgehog", dtype=torch.float64)
@@ -400,19 +400,17 @@ def test_a_truncated_file_is_refused_wherever_it_ends(tmp_path):
 
 
 def rewrite(path, change_metadata=lambda metadata: None, without=()):
-    """The file again, with other metadata or fewer tensors."""
-    with safe_open(path, framework="pt") as file:
-        metadata = file.metadata()
-        tensors = {name: file.get_tensor(name) for name in file.keys() if name not in without}  # noqa: SIM118
+    """The file again, with other metadata or fewer tensors, and a checksum that fits."""
+    tensors, metadata = read_checked_tensors(path, "test", "kvlens.KVBias", newest=2)
     change_metadata(metadata)
-    save_file(tensors, path, metadata)
+    path.write_bytes(checked_tensor_bytes({k: v for k, v in tensors.items() if k not in without}, metadata))
 
 
 def test_foreign_newer_and_incomplete_files_are_refused(tmp_path):
     path = tmp_path / "prompt.safetensors"
     for metadata in (None, {"format": "pt"}, {"format": "somebody.else"}):
         save_file({"b_KV": torch.zeros(2)}, path, metadata)
-        with pytest.raises(KVLensError, match="not a KV bias saved by kvlens"):
+        with pytest.raises(KVLensError, match="was not saved by kvlens as kvlens.KVBias"):
             KVBias.load(path)
 
     bias_of(1).save(path)

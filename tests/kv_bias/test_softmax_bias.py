@@ -1,15 +1,16 @@
 """KVBias for softmax attention: what it holds, how it adds, what it keeps on disk."""
 
+import json
 from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from kvlens import KVBias, KVLensError, combine
 from kvlens.kv_bias import BiasFit, Fingerprint, LearnedFeatures, RandomFeatures, TaylorFeatures, VirtualKeys
 from kvlens.ops.softmax_attention import join_bias
 from kvlens.ops.softmax_features import ScoreRule
+from kvlens.tensor_files import checked_tensor_bytes, read_checked_tensors
 
 LAYERS, HEADS, KV, D, R = 2, 6, 3, 5, 7
 RULE = ScoreRule(D**0.5)
@@ -154,16 +155,11 @@ def test_the_rows_of_a_fit():
     ],
 )
 def test_a_file_with_other_features_is_refused(change, words, tmp_path):
-    import json
-
-    from safetensors import safe_open
-
     path = tmp_path / "b.safetensors"
     bias().save(path)
-    with safe_open(path, framework="pt") as file:
-        metadata = dict(file.metadata())
+    tensors, metadata = read_checked_tensors(path, "test", "kvlens.KVBias", newest=2)
     metadata["kv_bias"] = json.dumps({**json.loads(metadata["kv_bias"]), **change})
-    save_file(load_file(path), path, metadata)
+    path.write_bytes(checked_tensor_bytes(tensors, metadata))
     with pytest.raises(KVLensError, match=words):
         KVBias.load(path)
 

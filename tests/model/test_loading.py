@@ -9,6 +9,7 @@ from tiny_hf import D_VOCAB, tiny_hf_model, tiny_tokenizer
 
 from kvlens import HookedKVTransformer, KVLensError, KVShiftConfig, convert_prompt
 from kvlens._tl import HookedTransformer
+from kvlens.checksum import checksum_of_json
 from kvlens.pretrained import load_pretrained_parts
 
 KINDS = ["gpt2", "neox", "llama", "qwen2", "qwen3"]
@@ -137,8 +138,11 @@ def test_saving_refuses_a_folder_with_something_in_it(tmp_path):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:500]), "truncated"),
-        (lambda f: (f / "model.safetensors").unlink(), "missing or truncated"),
+        (
+            lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:500]),
+            "model.safetensors is damaged",
+        ),
+        (lambda f: (f / "model.safetensors").unlink(), "model.safetensors is missing"),
         (lambda f: (f / "config.json").write_text("{"), "not JSON"),
         (lambda f: (f / "config.json").unlink(), "no config.json"),
         (lambda f: edit(f, lambda c: c.update(format="other")), "not written by kvlens"),
@@ -157,6 +161,7 @@ def test_a_damaged_folder_is_refused_with_the_reason(damage, message, tmp_path):
 def edit(folder, change):
     config = json.loads((folder / "config.json").read_text())
     change(config)
+    config["checksum"] = checksum_of_json(config)
     (folder / "config.json").write_text(json.dumps(config))
 
 

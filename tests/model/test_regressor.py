@@ -213,11 +213,14 @@ def test_damaged_and_foreign_folders_are_refused(tmp_path):
     whole = (folder / "maps.safetensors").read_bytes()
     for damaged in (whole[:40], b"", whole.replace(b"read_out.bias", b"read_out.blas")):
         (folder / "maps.safetensors").write_bytes(damaged)
-        with pytest.raises(KVLensError, match=r"maps.safetensors is missing or damaged"):
+        with pytest.raises(KVLensError, match=r"maps.safetensors is damaged"):
             HookedKVRegressor.load(folder)
     (folder / "maps.safetensors").unlink()
-    with pytest.raises(KVLensError, match="written by a regressor"):
+    with pytest.raises(KVLensError, match="maps.safetensors is missing"):
         HookedKVRegressor.load(folder)
+    regressor().transformer.save(tmp_path / "transformer")
+    with pytest.raises(KVLensError, match="written by a regressor"):
+        HookedKVRegressor.load(tmp_path / "transformer")
     with pytest.raises(KVLensError, match=r"holds no config.json"):
         HookedKVRegressor.load(tmp_path / "nothing")
     assert json.loads((folder / "config.json").read_text())["format"] == "kvlens.model"

@@ -1,0 +1,87 @@
+"""Numbers and names of a configuration that cannot describe a model, said in words before anything is built."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvlens._tl import SUPPORTED_ACTIVATIONS, HookedTransformerConfig
+from kvlens.errors import KVLensError, nearest
+
+NORMALIZATIONS = (None, "LN", "LNPre", "RMS", "RMSPre")
+COUNTED = ("n_layers", "d_model", "d_head", "n_heads", "n_ctx")
+COUNTED_OR_NONE = ("d_mlp", "n_key_value_heads", "window_size", "num_experts", "experts_per_token", "rotary_dim")
+VOCABULARIES = ("d_vocab", "d_vocab_out")
+
+
+def check_sizes(cfg: HookedTransformerConfig) -> None:
+    """Raise KVLensError unless every size of ``cfg`` is one that a model can have. Called before TransformerLens reads it."""
+    for name in COUNTED:
+        default = name == "n_heads" and cfg.n_heads == -1  # TransformerLens then takes d_model // d_head
+        if not default and not _is_count(getattr(cfg, name)):
+            raise KVLensError(f"{name} must be a whole number of at least 1, got {getattr(cfg, name)!r}")
+    for name in COUNTED_OR_NONE:
+        if getattr(cfg, name) is not None and not _is_count(getattr(cfg, name)):
+            raise KVLensError(f"{name} must be a whole number of at least 1, or None, got {getattr(cfg, name)!r}")
+    for name in VOCABULARIES:
+        if getattr(cfg, name) != -1 and not _is_count(getattr(cfg, name)):
+            raise KVLensError(
+                f"{name} must be a whole number of at least 1, or -1 to take the tokenizer's, got {getattr(cfg, name)!r}"
+            )
+    if cfg.n_heads == -1 and cfg.d_model < cfg.d_head:
+        raise KVLensError(f"d_model={cfg.d_model} is below d_head={cfg.d_head}: there is no room for a head; give n_heads")
+    if cfg.n_heads == -1 and cfg.d_model % cfg.d_head:
+        raise KVLensError(f"d_model={cfg.d_model} is no multiple of d_head={cfg.d_head}: give n_heads")
+    if not _is_number(cfg.eps) or cfg.eps <= 0:
+        raise KVLensError(f"eps must be a positive number, got {cfg.eps!r}")
+    if not _is_number(cfg.attn_scale) or (cfg.attn_scale <= 0 and cfg.attn_scale != -1):
+        raise KVLensError(f"attn_scale must be a positive number, or -1 for sqrt(d_head), got {cfg.attn_scale!r}")
+    if cfg.seed is not None and (
+        not isinstance(cfg.seed, int) or isinstance(cfg.seed, bool) or not -(2**63) <= cfg.seed < 2**64
+    ):
+        raise KVLensError(f"seed must be a whole number of at most 64 bits, got {cfg.seed!r}")
+    _check_names(cfg)
+
+
+def _check_names(cfg: HookedTransformerConfig) -> None:
+    if cfg.normalization_type not in NORMALIZATIONS:
+        known = ", ".join(repr(kind) for kind in NORMALIZATIONS)
+        raise KVLensError(f"normalization_type: unknown value {cfg.normalization_type!r}, expected one of {known}")
+    if cfg.attention_dir not in ("causal", "bidirectional"):
+        raise KVLensError(f"attention_dir: unknown value {cfg.attention_dir!r}, expected 'causal' or 'bidirectional'")
+    if not cfg.attn_only and cfg.act_fn not in SUPPORTED_ACTIVATIONS:
+        raise KVLensError(
+            f"act_fn: unknown value {cfg.act_fn!r}, expected one of {', '.join(SUPPORTED_ACTIVATIONS)}"
+            f"{nearest(cfg.act_fn, SUPPORTED_ACTIVATIONS)}; a model without MLPs has attn_only=True"
+        )
+    if cfg.n_devices != 1 and not (_is_count(cfg.n_devices) and torch.cuda.device_count() >= cfg.n_devices):
+        raise KVLensError(f"n_devices={cfg.n_devices!r}: this machine has {torch.cuda.device_count()} CUDA devices")
+
+
+def check_weights_have_these_sizes(cfg: HookedTransformerConfig, tensors: Mapping[str, Tensor], where: str) -> None:
+    """Raise KVLensError where stored weights cannot be those of ``cfg``, before a model of its size is built."""
+    layers = {int(name.split(".")[1]) for name in tensors if name.startswith("blocks.") and name.split(".")[1].isdigit()}
+    if layers != set(range(min(cfg.n_layers, len(layers) + 1))):
+        raise KVLensError(f"{where} hold {len(layers)} layers, the configuration asks for n_layers={cfg.n_layers}")
+    wanted: dict[str, Sequence[int | None]] = {
+        "embed.W_E": (cfg.d_vocab, cfg.d_model),
+        "unembed.W_U": (cfg.d_model, cfg.d_vocab_out),
+        "blocks.0.attn.W_Q": (cfg.n_heads, cfg.d_model, cfg.d_head),
+        "blocks.0.mlp.W_in": (cfg.d_model, cfg.d_mlp),
+        "pos_embed.W_pos": (cfg.n_ctx, cfg.d_model),
+    }
+    for name, shape in wanted.items():
+        if name in tensors and tuple(tensors[name].shape) != tuple(shape):
+            raise KVLensError(
+                f"{where} do not fit the configuration: {name} is {list(tensors[name].shape)}, expected {list(shape)}"
+            )
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value < 2**31
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

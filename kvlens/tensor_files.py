@@ -1,0 +1,69 @@
+"""Tensors in a safetensors file that knows its own checksum, over header and tensors alike. Never pickle."""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from kvlens.checksum import checksum
+from kvlens.errors import KVLensError
+
+logger = logging.getLogger(__name__)
+
+CHECKSUM = "checksum"
+WITHOUT = "1"
+"""The format version that carries no checksum; all later ones do."""
+
+
+def checked_tensor_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+    """The bytes of a safetensors file with ``tensors`` and ``metadata``, and the checksum of both."""
+    stored = {name: tensor.detach().to("cpu").contiguous().clone() for name, tensor in tensors.items()}
+    return save(stored, {**metadata, CHECKSUM: _checksum(stored, metadata)})
+
+
+def read_checked_tensors(path: Path, what: str, file_format: str, newest: int) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Read what :func:`checked_tensor_bytes` wrote.
+
+    Args:
+        path: of the file.
+        what: the operation, for messages.
+        file_format: what the metadata must call its ``format``.
+        newest: the highest ``format_version`` that this kvlens knows.
+
+    Returns:
+        The tensors and the metadata. A file of format version 1 carries no checksum, which is logged.
+
+    Raises:
+        KVLensError: the file is truncated, of another format or a newer one, or its contents are not those that were written.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = dict(file.metadata() or {})
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    except Exception as error:  # a damaged header raises whatever its parsers meet
+        raise KVLensError(f"{what}: {path} is truncated or not a safetensors file ({error})") from error
+    if metadata.get("format") != file_format:
+        raise KVLensError(f"{what}: {path} is a safetensors file, but was not saved by kvlens as {file_format}")
+    version = metadata.get("format_version", "")
+    if not version.isdecimal():
+        raise KVLensError(f"{what}: {path} is damaged: its format version is {version!r}")
+    if int(version) > newest:
+        raise KVLensError(f"{what}: {path} has format version {version}, this kvlens reads up to {newest}: upgrade kvlens")
+    found = metadata.pop(CHECKSUM, None)
+    if found is None and version == WITHOUT:
+        logger.warning("%s: %s is of format 1, which carries no checksum: damage would go unnoticed; save it anew", what, path)
+    elif found != _checksum(tensors, metadata):
+        raise KVLensError(f"{what}: {path} is damaged: its contents do not fit the checksum in it; take a copy that is whole")
+    return tensors, metadata
+
+
+def _checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    parts: list[str | memoryview] = [text for key in sorted(metadata) for text in (key, metadata[key])]
+    for name in sorted(tensors):
+        tensor = tensors[name].contiguous()
+        parts += [f"{name} {tensor.dtype} {list(tensor.shape)}", tensor.reshape(-1).view(torch.uint8).numpy().data]
+    return checksum(*parts)

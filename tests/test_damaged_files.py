@@ -1,0 +1,151 @@
+"""One flipped bit, or a file that ends too early: what was saved is refused, or read as what it was."""
+
+import json
+import random
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_runs import run, tiny_model, weights
+from tiny_text_model import PROMPT, TEXT, tiny_text_model
+
+from analyses.batch.journal import Journal
+from analyses.batch.worker import REFUSED, Outcome
+from kvlens import HookedKVTransformer, KVBias, KVLensError, convert_prompt
+from kvlens.kv_bias.kv_bias import TENSORS
+
+DAMAGES = 60  # of each kind of file; tried once with 600
+
+
+def damage(path, seed):
+    """One bit turned over, or (one time in five) the end cut off."""
+    draw, data = random.Random(seed), bytearray(path.read_bytes())
+    if draw.random() < 0.2:
+        del data[draw.randrange(len(data)) :]
+    else:
+        data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+    path.write_bytes(bytes(data))
+
+
+def is_refused_or_unchanged(read, original):
+    """Whether reading is an error of ours; a file that is read must give the original."""
+    try:
+        found = read()
+    except KVLensError:
+        return True
+    assert found == original
+    return False
+
+
+def of_bias(bias):
+    raw = [getattr(bias, name).contiguous().view(torch.uint8).flatten().tolist() for name in TENSORS]
+    return raw, bias.n_prompt_tokens, bias.position_offset, bias.fingerprint
+
+
+def test_a_bias(tmp_path):
+    path = tmp_path / "bias.safetensors"
+    convert_prompt(tiny_text_model(), PROMPT).save(path)
+    whole, original = path.read_bytes(), of_bias(KVBias.load(path))
+    refused = 0
+    for seed in range(DAMAGES):
+        path.write_bytes(whole)
+        damage(path, seed)
+        refused += is_refused_or_unchanged(lambda: of_bias(KVBias.load(path)), original)
+    assert refused >= DAMAGES - 1  # white space of the header may change
+
+
+def of_model(model):
+    tokens = model.to_tokens(TEXT)
+    return weights(model).tolist(), model.cfg.to_json(), tokens.tolist(), model.fingerprint()
+
+
+def test_every_file_of_a_model_folder(tmp_path):
+    tiny_text_model().save(tmp_path / "whole")
+    original = of_model(HookedKVTransformer.load(tmp_path / "whole"))
+    files = sorted(path.name for path in (tmp_path / "whole").iterdir())
+    assert files == ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+    refused = 0
+    for seed in range(DAMAGES):
+        folder = tmp_path / f"damaged{seed}"
+        shutil.copytree(tmp_path / "whole", folder)
+        damage(folder / files[seed % len(files)], seed)
+        refused += is_refused_or_unchanged(lambda folder=folder: of_model(HookedKVTransformer.load(folder)), original)
+    assert refused >= DAMAGES - 5  # white space of config.json may change
+
+
+def test_a_checkpoint(tmp_path):
+    path = tmp_path / "run" / "checkpoint.safetensors"
+    run(folder=path.parent)
+    whole = path.read_bytes()
+
+    def taken_up():
+        model = tiny_model()
+        result = run(model, folder=path.parent)
+        return weights(model).tolist(), result.metrics.drop(columns=["seconds"], errors="ignore").to_dict(), result.steps
+
+    original = taken_up()
+    refused = 0
+    for seed in range(DAMAGES):
+        path.write_bytes(whole)
+        damage(path, seed)
+        refused += is_refused_or_unchanged(taken_up, original)
+    assert refused >= DAMAGES - 1
+
+
+def outcomes():
+    draw = random.Random(0)
+    done = [Outcome(0, i, f"prompt {i}", n_rows=i, rows=draw.randbytes(900)) for i in range(40)]
+    return [*done, Outcome(0, 40, "bad", kind=REFUSED, error="too long")]
+
+
+def test_a_journal(tmp_path):
+    path = tmp_path / "out.partial"
+    with Journal(path, {"seed": 1}) as journal:
+        journal.add(outcomes())
+    whole = path.read_bytes()
+
+    def held():
+        with Journal(path, {"seed": 1}) as journal:
+            return list(journal.tables()), list(journal.failures()), journal.progress()
+
+    original = held()
+    assert original[2].n_done == 41
+    refused = 0
+    for seed in range(3 * DAMAGES):
+        path.write_bytes(whole)
+        damage(path, seed)
+        refused += is_refused_or_unchanged(held, original)
+    assert refused >= 2 * DAMAGES  # the rest met free space, and the rows are whole
+
+
+def as_format_1(folder):
+    stored = json.loads((folder / "config.json").read_text())
+    del stored["files"], stored["checksum"]
+    (folder / "config.json").write_text(json.dumps({**stored, "format_version": 1}))
+
+
+def test_files_of_format_1_are_read_and_say_that_they_carry_no_checksum(tmp_path, caplog):
+    model = tiny_text_model()
+    model.save(tmp_path / "model")
+    as_format_1(tmp_path / "model")
+    assert of_model(HookedKVTransformer.load(tmp_path / "model")) == of_model(model)
+    assert "model is of format 1, which carries no checksums" in caplog.text
+
+    bias, path = convert_prompt(model, PROMPT), tmp_path / "bias.safetensors"
+    bias.save(path)
+    meta = {"n_prompt_tokens": bias.n_prompt_tokens, "position_offset": 0, "fingerprint": bias.fingerprint.to_json()}
+    header = {"format": "kvlens.KVBias", "format_version": "1", "kv_bias": json.dumps(meta)}
+    save_file(load_file(path), path, header)
+    caplog.clear()
+    assert of_bias(KVBias.load(path)) == of_bias(bias)
+    assert "bias.safetensors is of format 1, which carries no checksum" in caplog.text
+
+
+def test_a_checksum_that_was_taken_out_is_missed(tmp_path):
+    tiny_text_model().save(tmp_path / "model")
+    as_format_1(tmp_path / "model")
+    config = tmp_path / "model" / "config.json"
+    config.write_text(config.read_text().replace('"format_version": 1', '"format_version": 2'))
+    with pytest.raises(KVLensError, match="config.json is damaged"):
+        HookedKVTransformer.load(tmp_path / "model")
