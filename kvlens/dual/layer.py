@@ -196,5 +196,5 @@ def _tangent(mlp: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     biases = {name: p for name, p in parameters.items() if name.startswith("b_")}
     jacobian = torch.func.jacrev(run)(x, biases)
-    output, along = torch.func.jvp(run, (x, biases), (x, biases))
+    output, along = torch.func.jvp(run, (x, biases), (x, biases))[:2]
     return jacobian.T, output, output - along

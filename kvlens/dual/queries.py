@@ -83,7 +83,7 @@ def check_demonstrations(pos: int, n_demonstrations: int | None) -> None:
 
 
 def _heads(reading: LayerReading, part: slice) -> LayerReading:
-    return LayerReading(*(x[part] if isinstance(x, Tensor) else x for x in reading))
+    return LayerReading._make(x[part] if isinstance(x, Tensor) else x for x in reading)
 
 
 def _figures(reading: LayerReading, n: int | None, cosines: bool) -> QueryFigures:

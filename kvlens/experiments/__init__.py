@@ -26,6 +26,11 @@ EXPERIMENTS = {
     "conversion-error": "iclca",
     "trainable-bias": "iclca",
     "function-classes": "lecture",
+    "dual-equivalence": "dual",
+    "dual-variants": "dual",
+    "random-features": "dual",
+    "dual-layer": "dual",
+    "gradient-descent": "dual",
 }
 """Name -> the folder that holds the module of that name (with underscores), in the order of the papers."""
 

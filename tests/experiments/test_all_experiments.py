@@ -33,7 +33,7 @@ def test_tiny_run_leaves_tables_figure_and_comparisons(name, tmp_path, monkeypat
 def test_every_experiment_names_its_source_scales_and_cost(name):
     experiment = find_experiment(name)
     assert experiment.name == name
-    assert experiment.source.split()[0].rstrip(",;") in ("KVSA", "ICLCA", "LECTURE")
+    assert experiment.source.split()[0].rstrip(",;") in ("KVSA", "ICLCA", "LECTURE", "DUAL")
     assert set(experiment.scales) == set(experiment.cost) == {"tiny", "small", "paper"}
 
 

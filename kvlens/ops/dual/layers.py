@@ -5,8 +5,8 @@
     x_out = W_FFN x_mid + b        W_FFN = W_2 diag(mask) W_1        b = W_2 diag(mask) b_1 + b_2
 
 and the dual model has labels W_FFN v_j, the initial weight W_FFN W_0 (leaving W_0 as it was is wrong by a third), and b beside
-it. For activations that are not piecewise linear, the tangent at the query's own pre-activations takes the mask's place; what it
-leaves over at the query is a constant, the remainder.
+it. For activations that are not piecewise linear, the tangent at the query's own pre-activations takes the mask's place; what
+it leaves over at the query is a constant, the remainder.
 
 **Several layers.** Under PrefixLM attention (demonstrations see each other, the query sees all) layer l's dual model gives the
 query's output after one step, and, by eq. 25, those of the demonstrations themselves, which are layer l + 1's inputs:

@@ -1,0 +1,132 @@
+"""``dual-layer``: attention and the MLP behind it as one dual model, and the rank of its labels (DUAL fig. 14).
+
+Left: a random layer of attention and ReLU MLP, at its last token, against its dual model after one step (th. B.1). Right: the
+upper bound of rank W_FFN W_V, min(d_model, active units), for random inputs, as the width of the MLP varies; and the rank
+itself.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pandas as pd
+import torch
+from matplotlib.figure import Figure
+
+from kvlens.experiments.dual.one_step import after_one_step
+from kvlens.experiments.shared.judge import JUDGE
+from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
+from kvlens.ops import dual
+
+LARGEST = 1e-12
+
+
+def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
+    """Random layers of every width and seed."""
+    rows = []
+    for seed in settings["seeds"]:
+        for d_mlp in settings["d_mlp"]:
+            rows.append(dict(seed=seed, d_mlp=d_mlp, **_one_layer(settings, d_mlp, seed)))
+        tell(f"seed {seed}")
+    layers = pd.DataFrame(rows)
+    d = settings["d_model"]
+    return Outcome(
+        tables={"layers": layers},
+        figure=draw(layers, d),
+        comparisons=compare(layers, d),
+        differences=[f"d_model {d}, {settings['n_tokens']} tokens, {settings['n_inputs']} inputs a width, random weights."],
+    )
+
+
+def _one_layer(settings: Mapping[str, Any], d_mlp: int, seed: int) -> dict[str, float]:
+    d, n = settings["d_model"], settings["n_tokens"]
+    generator = torch.Generator().manual_seed(1000 * seed + d_mlp)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    W_Q, W_K, W_V = (normal(d, d) / d**0.5 for _ in range(3))
+    W_in, b_in, W_out, b_out = normal(d, d_mlp) / d**0.5, normal(d_mlp) / 10, normal(d_mlp, d) / d_mlp**0.5, normal(d) / 10
+    bounds, ranks, errors = [], [], []
+    for _ in range(settings["n_inputs"]):
+        x = normal(n, d)
+        q, k, v = x[-1] @ W_Q, x @ W_K, x @ W_V
+        pre = (k @ q / d**0.5).softmax(dim=0) @ v @ W_in + b_in
+        folded = dual.fold_mlp(W_in, b_in, W_out, b_out, torch.relu, pre)
+        output = torch.relu(pre) @ W_out + b_out
+        after = after_one_step(q, k, v @ folded.weight, d**0.5) + folded.bias
+        errors.append(float((after - output).norm() / output.norm()))
+        bounds.append(float(dual.rank_bound((pre > 0).double(), d)))
+        ranks.append(float(torch.linalg.matrix_rank(W_V @ folded.weight)))
+    n_inputs = len(bounds)
+    return dict(rank_bound=sum(bounds) / n_inputs, rank=sum(ranks) / n_inputs, largest_error=max(errors))
+
+
+def compare(layers: pd.DataFrame, d: int) -> list[Comparison]:
+    """Equivalence, and where the bound leaves d_model."""
+    largest = float(layers["largest_error"].max())
+    wide, narrow = layers[layers["d_mlp"] >= 4 * d], layers[layers["d_mlp"] <= d]
+    found = [
+        Comparison(
+            "largest relative difference of the layer's output and the dual model's prediction",
+            "0 (strictly equivalent)",
+            largest,
+            "after one step the dual model with labels W_FFN v predicts the layer's output",
+            largest <= LARGEST,
+        )
+    ]
+    if len(wide):
+        lost = [d - x for x in wide.groupby("seed")["rank_bound"].mean()]
+        found.append(
+            Comparison(
+                "MLPs of at least 4 d_model: d_model less the bound of the rank, mean",
+                0,
+                sum(lost) / len(lost),
+                "where the MLP is wide the bound stays at d_model",
+                max(lost) < 0.5,
+            )
+        )
+    if len(narrow):
+        lost = [d - x for x in narrow.groupby("seed")["rank_bound"].mean()]
+        found.append(
+            Comparison(
+                "MLPs of at most d_model: d_model less the bound of the rank, mean",
+                None,
+                sum(lost) / len(lost),
+                "where it is narrow W_FFN W_V has clearly low rank",
+                JUDGE.above(lost, 0.25 * d),
+            )
+        )
+    return found
+
+
+def draw(layers: pd.DataFrame, d: int) -> Figure:
+    """Bound and rank against the MLP's width."""
+    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    axes = figure.subplots()
+    mean = layers.groupby("d_mlp")[["rank_bound", "rank"]].mean()
+    axes.plot(mean.index, mean["rank_bound"], marker="o", label="upper bound")
+    axes.plot(mean.index, mean["rank"], marker="x", linestyle="--", label="rank of W_FFN W_V")
+    axes.axhline(d, color="#999999", linewidth=0.8, label="d_model")
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel="d_mlp", ylabel="rank, mean over inputs and seeds")
+    axes.set_title("What a ReLU MLP leaves of a label's dimensions", loc="left", fontsize=11)
+    axes.legend(frameon=False, fontsize=9)
+    return figure
+
+
+def _scale(seeds: int, d_model: int, widths: list[int], inputs: int) -> dict[str, Any]:
+    return dict(seeds=list(range(seeds)), d_model=d_model, d_mlp=widths, n_tokens=16, n_inputs=inputs)
+
+
+EXPERIMENT = Experiment(
+    name="dual-layer",
+    source="DUAL th. B.1, fig. 14",
+    question="Is a whole Transformer layer one gradient step, and of which rank are its labels?",
+    run=run,
+    scales={
+        "tiny": _scale(2, 6, [4, 24], 3),
+        "small": _scale(8, 12, [6, 12, 24, 48, 96], 64),
+        "paper": _scale(5, 12, [6, 12, 16, 24, 32, 48, 64, 96], 1024),
+    },
+    cost={"tiny": "seconds", "small": "under a minute on one core", "paper": "minutes on one core"},
+)

@@ -1,0 +1,137 @@
+"""``random-features``: how well random features stand for the softmax kernel, by their number and kind (DUAL figs. 6 to 9).
+
+Attention of random queries and keys is computed exactly and with positive random features: independent, orthogonal, or simplex
+(Reid et al. 2023, which the paper suggests and does not try). Every kind is drawn anew a seed, on the same queries, keys and
+values.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pandas as pd
+import torch
+from jaxtyping import Float
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from kvlens.experiments.shared.curves import draw_curves
+from kvlens.experiments.shared.judge import JUDGE
+from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
+from kvlens.ops import dual
+from kvlens.ops.feature_maps import draw_projections
+
+KINDS = ("iid", "orthogonal", "simplex")
+
+
+def simplex_projections(m: int, d: int, generator: torch.Generator) -> Float[Tensor, "m d"]:
+    """Blocks of d directions that point to the corners of a simplex, turned at random, with the lengths of normal vectors.
+
+    d unit vectors with inner products -1 / (d - 1), the most obtuse that there are: they span d - 1 dimensions.
+    """
+    corners = (torch.eye(d, dtype=torch.float64) - 1.0 / d) * math.sqrt(d / (d - 1))
+    normal = torch.randn(m, d, generator=generator, dtype=torch.float64)
+    blocks = []
+    for _ in range(-(-m // d)):
+        q, r = torch.linalg.qr(torch.randn(d, d, generator=generator, dtype=torch.float64))
+        blocks.append(corners @ (q * r.diagonal().sign()))
+    return torch.cat(blocks)[:m] * normal.norm(dim=-1, keepdim=True)
+
+
+def _projection(kind: str, m: int, d: int, draws: torch.Generator) -> Float[Tensor, "one m d"]:
+    if kind == "simplex":
+        return simplex_projections(m, d, draws)[None]
+    return draw_projections(1, m, d, "iid" if kind == "iid" else "orthogonal", draws).double()
+
+
+def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
+    """Errors of attention and output for every kind, number and seed."""
+    d, n, rows = settings["d_head"], settings["n_tokens"], []
+    for seed in settings["seeds"]:
+        generator = torch.Generator().manual_seed(seed)
+        q, k, v = (torch.randn(1, n, d, generator=generator, dtype=torch.float64) for _ in range(3))
+        scale = math.sqrt(d)
+        exact = (q @ k.transpose(-1, -2) / scale).softmax(dim=-1)
+        for m in settings["n_features"]:
+            for kind in KINDS:
+                draws = torch.Generator().manual_seed(1000 * seed + m)
+                projection = _projection(kind, m, d, draws)
+                (phi_q, _), (phi_k, log_k) = (dual.random_log_features(x, projection, scale) for x in (q, k))
+                kernel = dual.kernel_values(dual.feature_kernel(phi_q, phi_k, None, log_k - log_k.max()))
+                pattern = kernel / kernel.sum(dim=-1, keepdim=True)
+                for what, error in (("attention", pattern - exact), ("output", (pattern - exact) @ v)):
+                    mse, mae = float(error.square().mean()), float(error.abs().mean())
+                    rows.append(dict(kind=kind, n_features=m, seed=seed, what=what, mse=mse, mae=mae))
+        tell(f"seed {seed}")
+    errors = pd.DataFrame(rows)
+    return Outcome(
+        tables={"errors": errors},
+        figure=draw(errors),
+        comparisons=compare(errors),
+        differences=[
+            f"{n} normal queries and keys of {d} dimensions instead of a trained layer's; {len(settings['seeds'])} seeds."
+        ],
+    )
+
+
+def compare(errors: pd.DataFrame) -> list[Comparison]:
+    """Does the error fall, how fast, and which kind is better?"""
+    log_mse = errors[errors["what"] == "output"].assign(log_mse=lambda t: t["mse"].map(math.log))
+    wide = log_mse.pivot_table(index="seed", columns=["kind", "n_features"], values="log_mse")
+    few, many = int(errors["n_features"].min()), int(errors["n_features"].max())
+    found = []
+    for kind in KINDS:
+        fall = (wide[kind, few] - wide[kind, many]).tolist()
+        slope = -sum(fall) / len(fall) / math.log(many / few)
+        found.append(
+            Comparison(
+                f"{kind}: power of the number of features with which the output's squared error falls, {few} to {many}",
+                None,
+                slope,
+                "approximation gradually improves with the number of features (figs. 6 to 8)",
+                JUDGE.above(fall),
+            )
+        )
+    for kind, than in (("orthogonal", "iid"), ("simplex", "orthogonal")):
+        gain = pd.concat([wide[than, m] - wide[kind, m] for m in wide[kind].columns], axis=1).mean(axis=1).tolist()
+        found.append(
+            Comparison(
+                f"{kind} against {than}: log of the ratio of squared errors, mean over numbers of features",
+                None,
+                sum(gain) / len(gain),
+                f"{kind} random features can do better (app. E.1)",
+                JUDGE.above(gain),
+            )
+        )
+    return found
+
+
+def draw(errors: pd.DataFrame) -> Figure:
+    """Mean squared error against the number of features, attention and output."""
+    figure = Figure(figsize=(9.6, 4.2), layout="constrained")
+    for axes, what in zip(figure.subplots(1, 2), ("attention", "output"), strict=True):
+        draw_curves(axes, errors[errors["what"] == what], x="n_features", y="mse", by="kind", marker="o", markersize=4)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set(xlabel="random features", ylabel="mean squared error")
+        axes.set_title(what, loc="left", fontsize=11)
+        axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def _scale(seeds: int, d_head: int, n_tokens: int, n_features: list[int]) -> dict[str, Any]:
+    return dict(seeds=list(range(seeds)), d_head=d_head, n_tokens=n_tokens, n_features=n_features)
+
+
+EXPERIMENT = Experiment(
+    name="random-features",
+    source="DUAL app. E.1, figs. 6 to 9",
+    question="How many random features stand for the softmax kernel, and of which kind?",
+    run=run,
+    scales={
+        "tiny": _scale(2, 4, 6, [8, 32]),
+        "small": _scale(20, 12, 16, [12, 48, 192, 768, 3072]),
+        "paper": _scale(100, 12, 16, [12, 48, 192, 768, 1200, 3072, 12288]),
+    },
+    cost={"tiny": "seconds", "small": "under a minute on one core", "paper": "minutes on one core"},
+)

@@ -1,0 +1,110 @@
+"""What the experiments on the dual model are made of, and that their verdicts can come out either way."""
+
+import math
+
+import pandas as pd
+import pytest
+import torch
+
+from kvlens.experiments.dual import dual_equivalence, dual_layer, dual_variants, random_features
+from kvlens.experiments.dual.one_step import after_one_step
+from kvlens.experiments.dual.regression_layer import Variant, draw_layer, draw_sequences, draw_tasks, losses, train_layer
+
+SETTINGS = dict(n_demonstrations=5, batch_size=3, heldout_sequences=4, steps=3, eval_every=3)
+
+
+def test_seeds_train_apart():
+    """Each seed's course is the one that it has alone: they share tensors and nothing else."""
+    together, alone = [], []
+    for seeds, into in (([3, 4], together), ([4], alone)):
+        W = draw_tasks(seeds, 2)
+        layer = draw_layer(seeds, 3, Variant(key_depth=2, negatives=2, beta=0.1, alpha=0.2))
+        into += train_layer(layer, W, SETTINGS, "linear", seeds, 0.05)
+    for (step, both), (same, one) in zip(together, alone, strict=True):
+        assert step == same
+        assert float(both[1]) == pytest.approx(float(one[0]), rel=1e-12)
+
+
+def test_training_lowers_the_error():
+    seeds = [0, 1]
+    W = draw_tasks(seeds, 2)
+    course = train_layer(
+        draw_layer(seeds, 3, Variant()), W, {**SETTINGS, "steps": 150, "batch_size": 16}, "linear", seeds, 0.05
+    )
+    assert bool((course[-1][1] < course[0][1]).all())
+
+
+def test_the_last_label_is_hidden():
+    sequences = draw_sequences(draw_tasks([0], 2), "exponential", [0], 4, 3, 5)
+    assert sequences.tokens[..., -1, -1].abs().max() == 0
+    x, W = sequences.tokens[0, :, -1, :2], draw_tasks([0], 2)[0]
+    torch.testing.assert_close(sequences.answers[0], (x @ W).exp())
+
+
+def test_variants_that_are_nothing_are_plain():
+    W, seeds = draw_tasks([0], 2), [0]
+    sequences = draw_sequences(W, "linear", seeds, 4, 3, 5)
+    plain = losses(draw_layer(seeds, 3, Variant()), sequences)
+    assert torch.equal(losses(draw_layer(seeds, 3, Variant(negatives=2, beta=0.0)), sequences), plain)
+    assert not torch.equal(losses(draw_layer(seeds, 3, Variant(alpha=0.1)), sequences), plain)
+
+
+def test_one_step_is_attention_and_wrong_labels_are_not():
+    generator = torch.Generator().manual_seed(0)
+    k, v, q = (torch.randn(s, generator=generator, dtype=torch.float64) for s in ((6, 3), (6, 4), (3,)))
+    output = (k @ q / 1.3).softmax(0) @ v
+    torch.testing.assert_close(after_one_step(q, k, v, 1.3), output, rtol=1e-12, atol=1e-13)
+    assert (after_one_step(q, k, v, 1.3, v[:5].flip(0)) - output).norm() > 1e-3
+
+
+def test_simplex_features_are_a_simplex_and_as_unbiased_as_their_lengths():
+    projection = random_features.simplex_projections(8, 4, torch.Generator().manual_seed(0))
+    unit = projection / projection.norm(dim=-1, keepdim=True)
+    block = unit[:4] @ unit[:4].T
+    torch.testing.assert_close(block, torch.eye(4).double() * (4 / 3) - 1 / 3, rtol=1e-12, atol=1e-12)
+
+
+def verdict(comparisons, words):
+    return next(c for c in comparisons if words in c.what).holds
+
+
+def test_equivalence_fails_where_it_should():
+    errors = pd.DataFrame(dict(task="linear", seed=0, sequence=0, kernel="exact", error=[1e-15, 1e-3], shuffled_error=0.5))
+    assert verdict(dual_equivalence.compare(errors), "largest") is False
+    assert verdict(dual_equivalence.compare(errors.head(1)), "largest") is True
+
+
+def test_variants_are_judged_in_both_directions_and_not_at_all():
+    def of(ratios, model="augmented keys, 1 layer"):
+        table = pd.DataFrame(dict(task="linear", model=model, seed=range(len(ratios)), log_ratio=ratios))
+        return dual_variants.compare(table)[0].holds
+
+    assert of([-0.2] * 8) is True
+    assert of([0.2] * 8) is False
+    assert of([0.2, -0.2] * 4) is None
+    assert of([math.nan] * 8) is None
+    assert of([0.2] * 8, "regularised, alpha 0.5") is True  # the paper expects it to be worse
+
+
+def test_the_rank_claims_can_fail():
+    def layers(bound):
+        return pd.DataFrame(dict(seed=range(8), d_mlp=4, rank_bound=bound, rank=bound, largest_error=1e-16))
+
+    assert verdict(dual_layer.compare(layers(3.0), 12), "at most d_model") is True
+    assert verdict(dual_layer.compare(layers(12.0), 12), "at most d_model") is False
+    wide = layers(10.0).assign(d_mlp=96)
+    assert verdict(dual_layer.compare(wide, 12), "at least 4 d_model") is False
+
+
+def test_more_features_and_other_kinds_are_judged():
+    rows = [
+        dict(kind=kind, n_features=m, seed=seed, what="output", mse=factor / m, mae=1.0)
+        for kind, factor in (("iid", 2.0), ("orthogonal", 1.0), ("simplex", 1.5))
+        for m in (8, 32)
+        for seed in range(8)
+    ]
+    found = random_features.compare(pd.DataFrame(rows))
+    assert verdict(found, "iid: power") is True
+    assert float(next(c for c in found if "iid: power" in c.what).ours) == pytest.approx(-1.0)
+    assert verdict(found, "orthogonal against iid") is True
+    assert verdict(found, "simplex against orthogonal") is False
