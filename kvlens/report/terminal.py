@@ -15,6 +15,8 @@ SHADES = " ░▒▓█"
 NEWLINE = "⏎"
 CELL = 6
 TOP = 5
+LONGEST_SHOWN = 320
+"""Characters of prompt and text, four lines, that the head of the report repeats."""
 _TITLES = {"with_prompt": "with prompt", "converted": "converted", "without_prompt": "without prompt"}
 
 
@@ -63,6 +65,10 @@ def _print_head(console: Console, summary: dict[str, Any]) -> None:
         f"prompt of {summary['prompt']['n_tokens']} tokens -> bias of {bias['n_numbers']:,} numbers (b_KV and b_D); "
         f"text of {summary['text']['n_tokens']}"
     )
+    for what in ("prompt", "text"):
+        whole = summary[what]["text"]
+        shown = whole if len(whole) <= LONGEST_SHOWN else whole[: LONGEST_SHOWN - 1] + "…"
+        console.print(Padding(Text.assemble((f"{what}: ", "cyan"), _printable(shown)), (0, 0, 0, 2)))
 
 
 def _conversion(summary: dict[str, Any]) -> Padding:

@@ -264,7 +264,9 @@ def _draw_plane(axes: Axes, plane: pd.DataFrame, n_arrows: int) -> None:
         width=0.0035,
         pivot="mid",
     )
-    arrow: dict[str, Any] = dict(marker="$\\rightarrow$", color="#1f2937", linestyle="none", markersize=14)  # a quiver's own is a rectangle
+    arrow: dict[str, Any] = dict(
+        marker="$\\rightarrow$", color="#1f2937", linestyle="none", markersize=14
+    )  # a quiver's own is a rectangle
     axes.plot([], [], **arrow, label="direction of descent")
 
 

@@ -89,14 +89,6 @@
     place.append(element("p", "note", what), table);
   };
 
-  // the text token after which the prompt raises the probability of what follows most
-  const mostHelped = (data) => {
-    const [first, last] = [Object.keys(data.next)[0], Object.keys(data.next).at(-1)];
-    const chance = (name, i) => data.next[name][i].find(([token]) => token === data.text[i + 1])?.[1] ?? 0;
-    const gains = data.text.map((_, i) => (first === undefined ? 0 : chance(first, i) - chance(last, i)));
-    return gains.reduce((best, gain, i) => (gain > gains[best] ? i : best), 0);
-  };
-
   const setUp = (figure) => {
     const data = dataOf(figure), nHeads = data.n_heads, nPrompt = data.blocks.length, nText = data.text.length;
     const byPrompt = matrix(data.by_prompt, nPrompt), byText = matrix(data.by_text, nText), between = matrix(data.between, nPrompt);
@@ -184,7 +176,7 @@
     colouring.listen(() => { kind = index = null; draw(); });
     prompt.note.textContent = data.block > 1 ? `${data.n_prompt} tokens in blocks of ${data.block}; colours are means per token.` : `${data.n_prompt} tokens.`;
     text.note.textContent = data.note;
-    choose("text")(mostHelped(data)); // something to see at once
+    choose("text")(data.text.length - 1); // something to see at once: what the model says next
   };
 
   const colouringChoice = (heads, data) => {
