@@ -16,7 +16,7 @@ from torch import Tensor
 from analyses.bias.outputs import bias_outputs, share_by_size
 from analyses.bias.removal import bias_ablation
 from analyses.declaration import Analysis, Columns
-from analyses.inputs import PROMPT, TEXT, needs_linear_attention
+from analyses.inputs import PROMPT, TEXT
 from analyses.sequences import PromptTokens, TextTokens, prompt_text_bias
 from kvlens import HookedKVTransformer, KVBias
 
@@ -45,7 +45,7 @@ def bias_by_head(
     """Describe the bias of each head, and remove it.
 
     Args:
-        model: with linear attention.
+        model: linear or softmax.
         prompt_tokens: a string, or tokens [pos] with BOS where the model wants one.
         text_tokens: a string, or tokens [pos] without BOS.
         bias: the converted prompt, if it is at hand; None converts it here.
@@ -57,7 +57,7 @@ def bias_by_head(
         {columns}
 
     Raises:
-        KVLensError: softmax attention, tokens that are empty, misshapen or outside the vocabulary.
+        KVLensError: tokens that are empty, misshapen or outside the vocabulary.
     """
     described = _describe(model, prompt_tokens, text_tokens, bias, 1, batch_size, on_progress)
     layer, head = torch.cartesian_prod(torch.arange(model.cfg.n_layers), torch.arange(model.cfg.n_heads)).T
@@ -107,12 +107,13 @@ def _describe(
     _, text, bias = prompt_text_bias(model, prompt_tokens, text_tokens, bias)
     outputs = bias_outputs(model, bias, text)
     of_bias, of_context = (z.square().sum(dim=-1).unflatten(2, (-1, heads_a_group)).sum(dim=-1).sqrt() for z in outputs[:2])
+    stored = bias.per_query_head()
     pairs = list(product(range(bias.n_layers), range(bias.n_heads)))
     groups = [pairs[first : first + heads_a_group] for first in range(0, len(pairs), heads_a_group)]
     effect = bias_ablation(model, bias, text, groups, batch_size=batch_size, on_progress=on_progress)
     return {
-        "b_kv_norm": _group_norms(bias.b_KV.flatten(2), heads_a_group),
-        "b_d_norm": _group_norms(bias.b_D, heads_a_group),
+        "b_kv_norm": _group_norms(stored.b_KV.flatten(2), heads_a_group),
+        "b_d_norm": _group_norms(stored.b_D, heads_a_group),
         "bias_share": share_by_size(of_bias, of_context).mean(dim=1),
         "ablation_kl": effect["kl"],
         "loss_change": effect["loss_change"],
@@ -129,5 +130,4 @@ BIAS_BY_HEAD = Analysis(
     function=bias_by_head,
     columns=BY_HEAD,
     inputs={"prompt_tokens": PROMPT, "text_tokens": TEXT},
-    check_model=needs_linear_attention("bias_by_head"),
 )

@@ -19,7 +19,7 @@ from torch import Tensor
 from analyses.bias.outputs import BiasOutputs, bias_outputs, share_by_size, share_probes
 from analyses.bias.spectrum import effective_rank, singular_values
 from analyses.declaration import Analysis, Columns
-from analyses.inputs import ANSWER, PROMPT, TEXT, WRONG, needs_linear_attention
+from analyses.inputs import ANSWER, PROMPT, TEXT, WRONG
 from analyses.sequences import PromptTokens, TextTokens, prompt_text_bias
 from analyses.stream.logit_attribution import LogitTarget, Token, check_heads_write_directly, logit_target
 from kvlens import HookedKVTransformer, KVBias
@@ -51,7 +51,7 @@ def bias_decomposition(
     """Describe the bias of each head, and what the text reads from it.
 
     Args:
-        model: with linear attention.
+        model: linear or softmax.
         prompt_tokens: a string, or tokens [pos] with BOS where the model wants one.
         text_tokens: a string, or tokens [pos] without BOS.
         bias: the converted prompt, if it is at hand, or any other bias; None converts the prompt.
@@ -67,7 +67,6 @@ def bias_decomposition(
     Raises:
         KVLensError: softmax attention, heads that do not write to the residual stream directly, tokens that do not fit.
     """
-    needs_linear_attention("bias_decomposition")(model)
     check_heads_write_directly(model, "bias_decomposition")
     _, text, bias = prompt_text_bias(model, prompt_tokens, text_tokens, bias)
     target = logit_target(model, text, answer, wrong)
@@ -103,5 +102,4 @@ BIAS_DECOMPOSITION = Analysis(
     function=bias_decomposition,
     columns=COLUMNS,
     inputs={"prompt_tokens": PROMPT, "text_tokens": TEXT, "answer": ANSWER, "wrong": WRONG},
-    check_model=needs_linear_attention("bias_decomposition"),
 )

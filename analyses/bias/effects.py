@@ -22,7 +22,7 @@ from torch import Tensor
 
 from analyses.bias.interventions import Interventions, donors_of, logits_under
 from analyses.declaration import Analysis, Columns, Field, Option
-from analyses.inputs import ANSWER, PROMPT, TEXT, WRONG, needs_linear_attention, read_tokens
+from analyses.inputs import ANSWER, PROMPT, TEXT, WRONG, read_tokens
 from analyses.predictions import converted_logits, kl_divergence, log_probabilities, next_token_losses
 from analyses.sequences import PromptTokens, TextTokens, bias_and_text
 from analyses.stream.logit_attribution import LogitTarget, Token, logit_target
@@ -77,7 +77,7 @@ def bias_effects(
     """Ablate every head (layer, the whole) of a bias, and measure what changes on a text.
 
     Args:
-        model: with linear attention.
+        model: linear or softmax.
         prompt: converted, or a string or tokens [pos], which are converted here.
         text_tokens: a string, or tokens [pos] without BOS.
         by: what is ablated at once: ``head``, ``layer`` or ``model``.
@@ -235,6 +235,5 @@ BIAS_EFFECTS = Analysis(
         "methods": Option("all but zero need references", METHODS, many=True),
         "parts": Option("all that the model has if empty", PARTS, many=True),
     },
-    check_model=needs_linear_attention("bias_effects"),
     n_interventions=_n_ablations,
 )

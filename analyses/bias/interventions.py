@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from analyses.passes import MEMORY_A_PASS, check_batch_size
-from kvlens import HookedKVTransformer, KVBias
+from kvlens import HookedKVTransformer, KVBias, KVLensError
 
 OF_BIAS, OF_BOUNDARY = ("b_KV", "b_D"), ("last_k", "last_v", "last_q")
 """The tensors of a bias, and those of the boundary that it carries."""
@@ -36,13 +36,19 @@ class Interventions(NamedTuple):
 
 def donors_of(bias: KVBias, references: KVBias | None = None) -> KVBias:
     """A batch of what may stand in the place of ``bias``: zeros, then the references' mean, then each reference."""
+    if references is not None and bias.features is not None and bias.features.per_prompt:
+        raise KVLensError(
+            "references: each prompt of a softmax model has virtual keys of its own, and one prompt's b_KV means nothing under "
+            "another's keys; ablate with zeros"
+        )
+    bias = bias.per_query_head()
     tensors: dict[str, Any] = {}
     for name in OF_BIAS + OF_BOUNDARY:
         zeros = torch.zeros_like(getattr(bias, name))[:, None]
         others = zeros[:, :0] if references is None else getattr(references, name).to(zeros)
         mean = zeros[:, :0] if references is None else others.mean(dim=1, keepdim=True)
         tensors[name] = torch.cat([zeros, mean, others], dim=1)
-    return replace(bias, **tensors)
+    return replace(bias.repeat(tensors["b_KV"].shape[1]), **tensors)
 
 
 def logits_under(
@@ -81,6 +87,7 @@ def logits_under(
 
 def _intervened(bias: KVBias, rows: Interventions) -> KVBias:
     """A batch: ``bias`` with each row's parts replaced."""
+    bias = bias.per_query_head()
     keep = rows.keep_bias.transpose(0, 1)  # the batch comes after the layer
     keep_kv = rows.keep_boundary.transpose(0, 1).unflatten(-1, (bias.last_k.shape[-2], -1)).amin(dim=-1)
     keep_q = keep_kv.repeat_interleave(bias.n_heads // keep_kv.shape[-1], dim=-1)
@@ -95,7 +102,7 @@ def _intervened(bias: KVBias, rows: Interventions) -> KVBias:
     for name, k in kept.items():
         donated = getattr(rows.donors, name)[:, rows.donor]
         mixed[name] = torch.where(k.bool(), getattr(bias, name)[:, None], donated)
-    return replace(bias, **mixed)
+    return replace(bias.repeat(len(rows.donor)), **mixed)
 
 
 def _bytes_a_row(model: HookedKVTransformer, bias: KVBias, pos: int) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor
 from analyses.bias.outputs import share_probes
 from analyses.bias.reads import VIEWS, LayerReads, read_layer, run_prompt_and_text
 from analyses.declaration import Analysis, Columns, Option
-from analyses.inputs import ANSWER, PROMPT, TEXT, WRONG, needs_linear_attention
+from analyses.inputs import ANSWER, PROMPT, TEXT, WRONG
 from analyses.sequences import PromptTokens, TextTokens, one_sequence, prompt_sequence, token_texts
 from analyses.stream.logit_attribution import (
     LogitTarget,
@@ -70,7 +70,7 @@ def bias_positions(
     """What each prompt position gives to each head's output on the text, and to a logit.
 
     Args:
-        model: with linear attention.
+        model: linear or softmax.
         prompt_tokens: a string, or tokens [pos] as converted, with BOS where the model wants one.
         text_tokens: a string, or tokens [pos] without BOS.
         initial: the bias that the prompt continues; None continues what the model holds now, as ``convert_prompt`` does.
@@ -85,9 +85,8 @@ def bias_positions(
         {columns}
 
     Raises:
-        KVLensError: softmax attention, an unknown view, places outside the text, tokens that do not fit.
+        KVLensError: an unknown view, places outside the text, tokens that do not fit.
     """
-    needs_linear_attention("bias_positions")(model)
     check_heads_write_directly(model, "bias_positions")
     prompt = prompt_sequence(model, "prompt_tokens", prompt_tokens, initial)
     text = one_sequence(model, "text_tokens", text_tokens)
@@ -206,5 +205,4 @@ BIAS_POSITIONS = Analysis(
         "by": Option("whose position counts where values are shifted", VIEWS),
         "places": Option("which places of the text to tell apart", PLACES),
     },
-    check_model=needs_linear_attention("bias_positions"),
 )

@@ -17,6 +17,9 @@ position". ``attended``: the position j that is attended to, with its mixed valu
 it is, with the weight sum_s beta_s A_{i,p+s} over p + s < M; what tokens before the prompt gave to its first values is
 then inherited. Both have the same sum.
 
+For softmax attention A is the pattern itself: the exact shares of the prompt's own keys, which ``method="exact"`` keeps and
+the other methods approximate.
+
 Source: ICLCA eq. 13 and 19; the boundary, the decay and the two views are kvlens'.
 """
 
@@ -91,14 +94,18 @@ def read_layer(model: HookedKVTransformer, cache: Any, layer: int, n_prompt: int
     of = {name: cache[at + name].double() for name in hooks_to_read(model) if at + name in cache}
     of = {name: x if name == "hook_v_shift_coef" else x[0] for name, x in of.items()}
     group = cfg.n_heads // cfg.n_kv_heads
-    kind = "rot" if cfg.rotates_after else "phi"
     coef = of["hook_v_shift_coef"].repeat_interleave(group, dim=0) if "hook_v_shift_coef" in of else None
     window = 0 if coef is None else coef.shape[1] - 1
-    queries, keys = of[f"hook_{kind}_q"][n_prompt:], of[f"hook_{kind}_k"][: n_prompt + window]
-    queries, keys = _with_decay(cfg.decay_per_head(), queries, keys.repeat_interleave(group, dim=1), n_prompt)
-    n = of.get("hook_normalizer")
+    if cfg.attention == "softmax":
+        queries, keys = _of_pattern(of["hook_pattern"], n_prompt, window)
+    else:
+        kind = "rot" if cfg.rotates_after else "phi"
+        queries, keys = of[f"hook_{kind}_q"][n_prompt:], of[f"hook_{kind}_k"][: n_prompt + window]
+        queries, keys = _with_decay(cfg.decay_per_head(), queries, keys.repeat_interleave(group, dim=1), n_prompt)
+        n = of.get("hook_normalizer")
+        queries = queries / (model.blocks[layer].attn.attn_scale if n is None else n[n_prompt:, :, None])
     reads = LayerReads(
-        queries=queries / (model.blocks[layer].attn.attn_scale if n is None else n[n_prompt:, :, None]),
+        queries=queries,
         keys=keys[:n_prompt],
         values=of["hook_v" if coef is None else "hook_v_shifted"][:n_prompt].repeat_interleave(group, dim=1),
         z=of["hook_z"][n_prompt:],
@@ -116,7 +123,7 @@ def read_layer(model: HookedKVTransformer, cache: Any, layer: int, n_prompt: int
 def hooks_to_read(model: HookedKVTransformer) -> list[str]:
     """What :func:`read_layer` reads of a layer's attention; those of a feature that is off do not fire."""
     kind = "rot" if model.cfg.rotates_after else "phi"
-    features = [f"hook_{kind}_q", f"hook_{kind}_k"]
+    features = [f"hook_{kind}_q", f"hook_{kind}_k"] if model.cfg.attention == "linear" else ["hook_pattern"]
     return [
         *features,
         "hook_v",
@@ -127,6 +134,13 @@ def hooks_to_read(model: HookedKVTransformer) -> list[str]:
         "hook_z",
         "hook_z_bias",
     ]
+
+
+def _of_pattern(pattern: Float[Tensor, "head query key"], n_prompt: int, window: int) -> tuple[Tensor, Tensor]:
+    """Softmax attention as a product: each position of the prompt (and the first ``window`` of the text) is a feature."""
+    n_keys = min(n_prompt + window, pattern.shape[-1])
+    one_hot = torch.eye(n_keys, dtype=pattern.dtype, device=pattern.device)
+    return pattern[:, n_prompt:, :n_keys].transpose(0, 1), one_hot[:, None].expand(-1, len(pattern), -1)
 
 
 def _with_decay(gamma: Tensor | None, queries: Tensor, keys: Tensor, n_prompt: int) -> tuple[Tensor, Tensor]:

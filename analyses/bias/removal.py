@@ -43,7 +43,7 @@ def bias_ablation(
     """Measure what each removal changes against the whole bias.
 
     Args:
-        model: with linear attention.
+        model: linear or softmax.
         prompt: converted, or a string or tokens [pos], which are converted here.
         text_tokens: a string, or tokens [pos] without BOS.
         removals: for each, the (layer, head) pairs whose bias is removed; an empty one changes nothing.

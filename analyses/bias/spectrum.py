@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from analyses.declaration import Analysis, Columns
-from analyses.inputs import PROMPT, needs_linear_attention
+from analyses.inputs import PROMPT
 from analyses.sequences import one_bias
 from kvlens import HookedKVTransformer, KVBias, convert_prompt
 
@@ -27,7 +27,7 @@ COLUMNS = Columns(
 
 def singular_values(bias: KVBias) -> Float[Tensor, "layer head index"]:
     """Of b_KV, in float64, largest first."""
-    return torch.linalg.svdvals(bias.b_KV.detach().double())
+    return torch.linalg.svdvals(bias.per_query_head().b_KV.detach().double())
 
 
 def effective_rank(values: Float[Tensor, "*lead index"]) -> Float[Tensor, "*lead"]:
@@ -78,5 +78,4 @@ BIAS_SINGULAR_VALUES = Analysis(
     function=_of_prompt,
     columns=COLUMNS,
     inputs={"prompt_tokens": PROMPT},
-    check_model=needs_linear_attention("bias_singular_values"),
 )

@@ -49,7 +49,7 @@ def head_details(
     """Run the unconverted model on prompt and text, and the converted one on the text.
 
     Args:
-        model: with linear attention and nothing attached.
+        model: linear or softmax, nothing attached.
         prompt_tokens: a string, or tokens [pos] with BOS where the model wants one.
         text_tokens: a string, or tokens [pos] without BOS.
         bias: the converted prompt, if it is at hand; None converts it here.

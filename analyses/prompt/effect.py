@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from analyses.declaration import Analysis, Columns
-from analyses.inputs import PROMPT, TEXT, needs_linear_attention
+from analyses.inputs import PROMPT, TEXT
 from analyses.predictions import converted_logits, kl_divergence, log_probabilities, next_token_losses, text_logits
 from analyses.sequences import BaselineTokens, PromptTokens, TextTokens, one_sequence, prompt_text_bias, token_texts
 from kvlens import HookedKVTransformer, KVBias
@@ -44,7 +44,7 @@ def prompt_effect(
     """Compare the next-token predictions on the text in the three conditions.
 
     Args:
-        model: with linear attention.
+        model: linear or softmax.
         prompt_tokens: a string, or tokens [pos] with BOS where the model wants one.
         text_tokens: a string, or tokens [pos] without BOS.
         baseline_tokens: [pos], what stands in front of the text in ``without_prompt``, possibly nothing; None takes the
@@ -57,7 +57,7 @@ def prompt_effect(
         {columns}
 
     Raises:
-        KVLensError: softmax attention, tokens that are empty, misshapen or outside the vocabulary.
+        KVLensError: tokens that are empty, misshapen or outside the vocabulary.
     """
     prompt, text, bias = prompt_text_bias(model, prompt_tokens, text_tokens, bias)
     if baseline_tokens is None:
@@ -101,5 +101,4 @@ PROMPT_EFFECT = Analysis(
     function=prompt_effect,
     columns=COLUMNS,
     inputs={"prompt_tokens": PROMPT, "text_tokens": TEXT},
-    check_model=needs_linear_attention("prompt_effect"),
 )

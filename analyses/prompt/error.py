@@ -8,7 +8,7 @@ import pandas as pd
 import torch
 
 from analyses.declaration import Analysis, Columns
-from analyses.inputs import PROMPT, TEXT, needs_linear_attention
+from analyses.inputs import PROMPT, TEXT
 from analyses.predictions import converted_logits, text_logits
 from analyses.sequences import PromptTokens, TextTokens, prompt_text_bias, token_texts
 from kvlens import HookedKVTransformer, KVBias
@@ -32,7 +32,7 @@ def conversion_error(
     """Compare the logits on the text with the prompt in front and with the prompt converted.
 
     Args:
-        model: with linear attention.
+        model: linear or softmax.
         prompt_tokens: a string, or tokens [pos] with BOS where the model wants one.
         text_tokens: a string, or tokens [pos] without BOS.
         bias: the converted prompt, if it is at hand; None converts it here.
@@ -43,7 +43,7 @@ def conversion_error(
         {columns}
 
     Raises:
-        KVLensError: softmax attention, tokens that are empty, misshapen or outside the vocabulary.
+        KVLensError: tokens that are empty, misshapen or outside the vocabulary.
     """
     prompt, text, bias = prompt_text_bias(model, prompt_tokens, text_tokens, bias)
     old = text_logits(model, prompt, text)
@@ -69,5 +69,4 @@ CONVERSION_ERROR = Analysis(
     function=conversion_error,
     columns=COLUMNS,
     inputs={"prompt_tokens": PROMPT, "text_tokens": TEXT},
-    check_model=needs_linear_attention("conversion_error"),
 )

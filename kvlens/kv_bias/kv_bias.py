@@ -187,6 +187,13 @@ class KVBias:
             picked[name] = int(value[index]) if isinstance(value, Tensor) else value
         return replace(self, **picked)
 
+    def repeat(self, n: int) -> "KVBias":
+        """The bias of one prompt as a batch of ``n`` equal ones, without copies; the record of a fit is dropped."""
+        if self.batch_size is not None:
+            raise KVLensError(f"repeat: this bias is a batch of {self.batch_size} already; select_prompt takes one")
+        changed = self._changed(lambda x: x[:, None].expand(-1, n, *x.shape[1:]), per_prompt_only=True)
+        return replace(self, **changed, fit=None)
+
     def select(self, layers: Sequence[int] = (), heads: Sequence[tuple[int, int]] = ()) -> "KVBias":
         """Keep b_KV and b_D of the union of the named layers and (layer, head) pairs; zeros elsewhere.
 

@@ -113,9 +113,7 @@ def as_batch(bias: KVBias, batch: int) -> KVBias:
     """The bias of one prompt as that of ``batch`` equal prompts; a batch of that size as it is."""
     if bias.batch_size == batch:
         return bias
-    bias = bias if bias.batch_size is None else bias.select_prompt(0)
-    changed = bias._changed(lambda tensor: tensor[:, None].expand(-1, batch, *tensor.shape[1:]), per_prompt_only=True)
-    return replace(bias, **changed, fit=None)
+    return (bias if bias.batch_size is None else bias.select_prompt(0)).repeat(batch)
 
 
 def rows_of(bias: KVBias, index: Int[Tensor, " row"]) -> KVBias:
