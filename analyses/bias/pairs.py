@@ -270,6 +270,7 @@ def _convert_pair(model: HookedKVTransformer, first_tokens: FirstTokens, second_
     """Four passes: each prompt alone, the second on top of the first and aligned; and one for the carried bias."""
     if model.attached_kv_bias is not None:
         raise KVLensError("circuits: a bias is attached, and every prompt would be converted on top of it; detach it first")
+    needs_linear_attention("circuits")(model)
     one, two = prompt_sequence(model, "first_tokens", first_tokens), one_sequence(model, "second_tokens", second_tokens)
     first, second = convert_prompt(model, one), convert_prompt(model, two)
     whole = convert_prompt(model, two, initial=first)

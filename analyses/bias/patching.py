@@ -104,6 +104,7 @@ def activation_patching(
 
     Source: the scale and the grids are those of ``transformer_lens.patching``.
     """
+    needs_linear_attention("activation_patching")(model)
     clean, corrupted = converted(model, "clean", clean), converted(model, "corrupted", corrupted)
     text = one_sequence(model, "text_tokens", text_tokens)
     _check(clean, corrupted, batch_size)

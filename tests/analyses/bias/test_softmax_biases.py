@@ -1,0 +1,66 @@
+"""The analyses of a bias on softmax models: what is told apart adds up to what the model does, and removals are real ones."""
+
+import numpy as np
+import pytest
+import torch
+from analysis_models import random_model, tokens
+
+from analyses import bias_ablation, bias_by_head, bias_decomposition, bias_effects, bias_positions, bias_singular_values
+from kvlens import KVLensError, KVShiftConfig, convert_prompt
+
+KINDS = {
+    "learned positions": dict(kv_shift=None, positional_embedding_type="standard"),
+    "rotary, grouped": dict(kv_shift=None, n_heads=6, d_model=36, n_key_value_heads=2),
+    "shifted": dict(kv_shift=KVShiftConfig(window=2)),
+}
+PROMPT, TEXT = tokens(6), tokens(5)
+
+
+def softmax_model(name: str):
+    return random_model(attention="softmax", **KINDS[name])
+
+
+@pytest.mark.parametrize("by", ["attended", "source"])
+@pytest.mark.parametrize("name", KINDS)
+def test_positions_are_the_shares_of_the_patterns_own_keys(name, by):
+    model = softmax_model(name)
+    frame = bias_positions(model, PROMPT, TEXT, by=by, at=range(5))
+    sums = frame.groupby(["layer", "head", "text_position"])["output_share"].sum()
+    np.testing.assert_allclose(sums, 1.0, rtol=1e-9)
+    if by == "attended":
+        _, cache = model.run_with_cache(torch.cat([PROMPT, TEXT])[None])
+        of_prompt = frame[(frame["part"] == "prompt") & (frame["layer"] == 1)]["attention"].to_numpy()
+        expected = cache["pattern", 1][0, :, 6:, :6].detach().numpy().reshape(-1)
+        np.testing.assert_allclose(of_prompt, expected, rtol=1e-9, atol=1e-15)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_removing_a_head_is_selecting_the_others(name):
+    model = softmax_model(name)
+    bias = convert_prompt(model, PROMPT)
+    pairs = [(layer, head) for layer in range(bias.n_layers) for head in range(bias.n_heads)]
+    with torch.no_grad(), model.kv_bias(bias):
+        whole = model(TEXT[None]).log_softmax(-1)
+    with torch.no_grad(), model.kv_bias(bias.select(heads=pairs[1:])):
+        less = model(TEXT[None]).log_softmax(-1)
+    expected = float((whole.exp() * (whole - less)).sum(-1).mean())
+    found = bias_ablation(model, bias, TEXT, [pairs[:1]]).loc[0, "kl"]
+    assert found == pytest.approx(expected, rel=1e-9)
+    assert bias_by_head(model, PROMPT, TEXT).loc[0, "ablation_kl"] == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_query_head_has_its_rows(name):
+    model = softmax_model(name)
+    n = model.cfg.n_layers * model.cfg.n_heads
+    bias = convert_prompt(model, PROMPT)
+    assert len(bias_by_head(model, PROMPT, TEXT, bias=bias)) == n
+    assert len(bias_singular_values(bias)) == n * min(bias.d_phi, model.cfg.d_head)
+    assert set(bias_decomposition(model, PROMPT, TEXT)["head"]) == set(range(model.cfg.n_heads))
+    assert len(bias_effects(model, PROMPT, TEXT, parts=["bias"])) == n
+
+
+def test_another_prompts_keys_are_no_reference():
+    model = softmax_model("learned positions")
+    with pytest.raises(KVLensError, match="virtual keys of its own"):
+        bias_effects(model, PROMPT, TEXT, methods=["mean"], references=convert_prompt(model, tokens(12).reshape(2, 6)))
