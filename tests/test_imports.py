@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ORDER = [
     "errors",
     "files",
+    "terminal",
     "checksum",
     "dtypes",
     "tensor_files",
@@ -42,8 +43,8 @@ ORDER = [
 ]
 PUBLIC = {"kvlens.dual", "kvlens.errors"}
 """Beside what ``kvlens`` itself offers: the dual model's package, and errors that propose the nearest name."""
-FOUNDATIONS = {"kvlens.checksum", "kvlens.files", "kvlens.zoo"}
-"""What a batch needs to write files that notice damage, and to find shipped models."""
+FOUNDATIONS = {"kvlens.checksum", "kvlens.files", "kvlens.terminal", "kvlens.zoo"}
+"""What a batch needs to write files that notice damage, to read a command line, and to find shipped models."""
 PURE = {"torch", "einops", "jaxtyping", "math", "typing", "collections", "kvlens"}
 
 Sources = Mapping[str, tuple[str, bool]]

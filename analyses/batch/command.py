@@ -9,28 +9,18 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from analyses.batch.runner import BatchResult, Input, run_batch
 from analyses.batch.task import Resources, Task, load_analysis
 from analyses.declaration import Analysis, Option
 from analyses.registry import ANALYSES
-from kvlens import KVLensError
-from kvlens.errors import nearest
+from kvlens.terminal import Arguments, how_it_ended, visible
 
-INCOMPLETE, INTERRUPTED = 1, 130
+INCOMPLETE = 1
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 WIDTH = 100
 """Of the table of columns in the help."""
-
-
-class _Parser(argparse.ArgumentParser):
-    """Answers bad input with one line, and a misspelt option with the nearest one."""
-
-    def error(self, message: str) -> NoReturn:
-        unknown = message.removeprefix("unrecognized arguments: ").split()[0] if "unrecognized arguments" in message else ""
-        known = nearest(unknown, self._option_string_actions) if unknown.startswith("-") else ""
-        raise KVLensError(f"{message}{known} (see {self.prog} --help)")
 
 
 def run_analysis(name: str, argv: Sequence[str], prog: str, epilog: str) -> int:
@@ -58,9 +48,10 @@ def run_analysis(name: str, argv: Sequence[str], prog: str, epilog: str) -> int:
     resources = Resources(args.engine, args.workers, args.gpus_per_worker, args.threads, args.prompts_a_job)
     try:
         result = run_batch(task, Input(Path(args.prompts), args.text), args.out, resources=resources, overwrite=args.overwrite)
-    except KeyboardInterrupt:
-        print(f"{prog}: interrupted; what is done is kept, and the same command goes on from there", file=sys.stderr)
-        return INTERRUPTED
+    except KeyboardInterrupt as error:
+        word, status = how_it_ended(error)
+        print(f"{prog}: {word}; what is done is kept, and the same command goes on from there", file=sys.stderr)
+        return status
     _print(result, n_models=len(task.models))
     return INCOMPLETE if result.errors else 0
 
@@ -76,7 +67,7 @@ def print_list(prog: str) -> int:
 
 def _print(result: BatchResult, n_models: int) -> None:
     models = f" on {n_models} models" if n_models > 1 else ""
-    print(f"Written to {result.out}: {result.n_rows:,} rows of {result.n_prompts:,} prompts{models}")
+    print(f"Written to {visible(str(result.out))}: {result.n_rows:,} rows of {result.n_prompts:,} prompts{models}")
     if result.errors is not None:
         print(
             f"{result.n_malformed:,} lines without a prompt and {result.n_without_rows:,} prompts without rows: see "
@@ -85,7 +76,7 @@ def _print(result: BatchResult, n_models: int) -> None:
 
 
 def _parser(analysis: Analysis, prog: str, epilog: str) -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Arguments(
         prog=prog,
         description=_description(analysis),
         epilog=epilog,

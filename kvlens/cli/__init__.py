@@ -6,39 +6,34 @@ Nothing of torch or TransformerLens, which take seconds to import, is imported b
 import argparse
 import os
 import sys
-from typing import NoReturn
 
 import kvlens
 from kvlens.cli import analyse, reference, report, reproduce, train, zoo
 from kvlens.errors import KVLensError, nearest
+from kvlens.terminal import Arguments, how_it_ended, sigterm_as_interrupt, visible
 
 MODULES = (report, analyse, train, zoo, reproduce, reference)
 COMMANDS = tuple(module.__name__.rsplit(".", 1)[-1] for module in MODULES)
-BAD_INPUT, INTERRUPTED = 2, 130
-
-
-class _Parser(argparse.ArgumentParser):
-    """Answers bad input with one line, without the usage in front."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(BAD_INPUT, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+BAD_INPUT = 2
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; return the exit status: 0, 2 on bad input, 130 on Ctrl-C."""
+    """Run the command line; return the exit status: 0, 2 on bad input, 130 on Ctrl-C, 143 on SIGTERM."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal without Unicode shows "?" for a shade, and goes on
     try:
-        status = _run(sys.argv[1:] if argv is None else argv)
+        with sigterm_as_interrupt():
+            status = _run(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()  # here, where a closed pipe is answered, and not at the interpreter's end
         return status
     except KVLensError as error:
-        print(f"kvlens: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"kvlens: error: {visible(' '.join(str(error).split()))}", file=sys.stderr)
         return BAD_INPUT
-    except KeyboardInterrupt:
-        print("kvlens: interrupted", file=sys.stderr)
-        return INTERRUPTED
+    except KeyboardInterrupt as error:
+        word, status = how_it_ended(error)
+        print(f"kvlens: {word}", file=sys.stderr)
+        return status
     except BrokenPipeError:  # the reader, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -59,14 +54,14 @@ def _run(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Arguments(
         prog="kvlens",
         description="Mechanistic interpretability of the key-value side of attention: prompts as weights.",
         epilog="`kvlens report` alone runs a built-in example; `kvlens COMMAND --help` explains a command.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"kvlens {kvlens.__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Arguments)
     for module in MODULES:
         module.add_command(commands)
     return parser

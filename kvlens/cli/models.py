@@ -30,10 +30,24 @@ def load_on(folder: Path, device: str | None, dtype: str | None) -> Any:
 
     from kvlens.model import HookedKVTransformer
 
-    if device is not None:
-        try:
-            torch.empty(0, device=device)
-        except (RuntimeError, AssertionError, NotImplementedError) as error:
-            reason = str(error).splitlines()[0]
-            raise KVLensError(f"--device: {device!r} cannot be used here ({reason}); cpu always can") from error
+    check_device(device)
     return HookedKVTransformer.load(folder, device=device, dtype=None if dtype is None else getattr(torch, dtype))
+
+
+def check_device(device: str | None) -> None:
+    """Raise KVLensError unless tensors can be computed on ``device``; None is always fine. Imports torch."""
+    if device is None:
+        return
+    import torch
+
+    try:
+        torch.ones(1, device=device).sum().item()  # "meta" makes tensors, and holds no numbers
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise KVLensError(f"--device: {device!r} cannot be used here ({reason}); cpu always can") from error
+
+
+def check_seed(seed: int) -> None:
+    """Raise KVLensError unless torch's generators take ``seed``."""
+    if not 0 <= seed < 2**63:
+        raise KVLensError(f"--seed: expected a number from 0 to 2**63 - 1, got {seed}")

@@ -2,12 +2,14 @@
 
 import argparse
 import os
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any
 
-from kvlens.cli.models import DEFAULT_MODEL, load_on, model_folder
+from kvlens.cli.models import DEFAULT_MODEL, check_seed, load_on, model_folder
 from kvlens.errors import KVLensError
+from kvlens.terminal import visible
 
 
 def add_command(commands: Any) -> None:
@@ -24,9 +26,9 @@ def add_command(commands: Any) -> None:
         allow_abbrev=False,
     )
     report.add_argument("--prompt", metavar="TEXT", help="what is converted; it gets a BOS")
-    report.add_argument("--prompt-file", metavar="FILE", help="read the prompt from a UTF-8 file instead")
+    report.add_argument("--prompt-file", metavar="FILE", help="read the prompt from a UTF-8 file instead; - is standard input")
     report.add_argument("--text", metavar="TEXT", help="what the predictions are compared on; tokenised apart from the prompt")
-    report.add_argument("--text-file", metavar="FILE", help="read the text from a UTF-8 file instead")
+    report.add_argument("--text-file", metavar="FILE", help="read the text from a UTF-8 file instead; - is standard input")
     report.add_argument(
         "--model",
         metavar="NAME",
@@ -50,6 +52,7 @@ def add_command(commands: Any) -> None:
 def _report(args: argparse.Namespace) -> int:
     from kvlens.report.folder import check_folder  # light: bad input is answered before torch is loaded
 
+    check_seed(args.seed)
     check_folder(args.out, overwrite=args.overwrite)
     name = args.model or _default_model(args)
     source = model_folder(name)
@@ -81,7 +84,7 @@ def _report(args: argparse.Namespace) -> int:
     from kvlens.report.write import PAGE, report_files
 
     print_report(report)
-    folder = f"{Path(args.out)}{os.sep}"
+    folder = visible(f"{Path(args.out)}{os.sep}")
     print("\n" + _wrapped(f"Written to {folder}: {', '.join(report_files(report))}"))
     print(_wrapped(f"Open {folder}{PAGE} in a browser to see it all; it needs no network."))
     return 0
@@ -95,6 +98,8 @@ def _default_model(args: argparse.Namespace) -> str:
 
 
 def _prompt_and_text(args: argparse.Namespace, model: str) -> tuple[str, str]:
+    if args.prompt_file == args.text_file == "-":
+        raise KVLensError("--prompt-file and --text-file are both standard input; give one as a file")
     prompt = _given(args.prompt, args.prompt_file, "prompt")
     text = _given(args.text, args.text_file, "text")
     if prompt is None and text is None:
@@ -120,7 +125,7 @@ def _given(value: str | None, file: str | None, what: str) -> str | None:
     if value is not None:
         raise KVLensError(f"--{what} and --{what}-file are both given; give one")
     try:
-        return Path(file).read_text(encoding="utf-8")
+        return sys.stdin.buffer.read().decode("utf-8") if file == "-" else Path(file).read_text(encoding="utf-8")
     except OSError as error:
         raise KVLensError(f"--{what}-file: cannot read {file}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:

@@ -7,6 +7,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from kvlens.terminal import visible
+
 SCALES = ("small", "paper", "tiny")
 
 
@@ -62,7 +64,7 @@ def _print_summary(summary: dict[str, Any], folder: Path) -> None:
         print(textwrap.fill(comparison["claim"], 80, initial_indent="  ", subsequent_indent="  "))
     for sentence in summary["differences"]:
         print(textwrap.fill(f"difference: {sentence}", 80, subsequent_indent="  "))
-    print(f"\n{summary['seconds']:g} s; written to {folder}: summary.json, {', '.join(summary['files'])}")
+    print(f"\n{summary['seconds']:g} s; written to {visible(str(folder))}: summary.json, {', '.join(summary['files'])}")
 
 
 def _number(value: Any) -> str:

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from kvlens.cli.models import check_device, check_seed
 from kvlens.errors import KVLensError
-
-INTERRUPTED = 130
+from kvlens.terminal import how_it_ended, visible
 
 
 def add_command(commands: Any) -> None:
@@ -45,6 +45,7 @@ def _train(args: argparse.Namespace) -> int:
     given = {"steps": args.steps, "max_minutes": args.minutes, "seed": args.seed}
     training |= {name: value for name, value in given.items() if value is not None}
     if args.seed is not None:
+        check_seed(args.seed)
         model.setdefault("seed", args.seed)
 
     from kvlens.training import TrainSettings, find_recipe, train_recipe
@@ -58,14 +59,16 @@ def _train(args: argparse.Namespace) -> int:
         training={**recipe.training, **training},
     )
     TrainSettings.of(dict(recipe.training))  # bad settings are answered before the data are built
+    check_device(args.device)
     try:
         with process_group() as device:
             facts = train_recipe(
                 recipe, args.out, device=args.device or device, restart=args.restart, progress=sys.stderr.isatty()
             )
-    except KeyboardInterrupt:
-        print(f"kvlens: interrupted; the same command goes on from the last checkpoint in {args.out}", file=sys.stderr)
-        return INTERRUPTED
+    except KeyboardInterrupt as error:
+        word, status = how_it_ended(error)
+        print(f"kvlens: {word}; the same command goes on from the last checkpoint in {visible(args.out)}", file=sys.stderr)
+        return status
     if facts:
         _print_facts(facts, args.out)
     return 0
@@ -96,4 +99,4 @@ def _print_facts(facts: dict[str, Any], out: str) -> None:
         print(f"  without context         {held['without']:.3f} nats a token")
         print(f"  after the context       {held['with_context']:.3f}")
         print(f"  context converted       {held['converted']:.3f}  (relative error of the logits {held['relative_error']:.1e})")
-    print(f"Written to {out}; load it with HookedKVTransformer.load({str(out) + '/model'!r})")
+    print(f"Written to {visible(out)}; load it with HookedKVTransformer.load({str(out) + '/model'!r})")

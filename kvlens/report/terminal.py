@@ -1,6 +1,5 @@
 """A report in the terminal: 80 columns wide, with colours where there is a terminal and without them in a pipe."""
 
-import unicodedata
 from typing import Any
 
 from rich.console import Console
@@ -10,6 +9,7 @@ from rich.text import Text
 
 from kvlens.report.build import CONDITIONS, Report
 from kvlens.report.console import WIDTH, make_console
+from kvlens.terminal import visible
 
 SHADES = " ░▒▓█"
 NEWLINE = "⏎"
@@ -56,7 +56,7 @@ def _heading(console: Console, text: str) -> None:
 
 def _print_head(console: Console, summary: dict[str, Any]) -> None:
     model, bias = summary["model"], summary["bias"]
-    console.print(Text(f"kvlens report: {model['name']}", style="bold"))
+    console.print(Text(f"kvlens report: {visible(model['name'])}", style="bold"))
     console.print(
         f"{model['n_layers']} layers of {model['n_heads']} heads, {model['n_parameters']:,} parameters, "
         f"{model['dtype']} on {model['device']}"
@@ -217,6 +217,5 @@ def _quoted(text: str, width: int, keep: str = "start") -> str:
 
 
 def _printable(text: str) -> str:
-    """``text`` on one line, each newline as a sign and every other control character made visible."""
-    text = text.replace("\n", NEWLINE).expandtabs(4)
-    return "".join("\N{REPLACEMENT CHARACTER}" if unicodedata.category(char) == "Cc" else char for char in text)
+    """``text`` on one line, each newline as a sign, and visible whatever else a terminal would obey."""
+    return visible(text.replace("\n", NEWLINE).expandtabs(4))

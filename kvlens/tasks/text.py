@@ -23,10 +23,13 @@ from kvlens.files import reason
 from kvlens.model import HookedKVTransformer
 from kvlens.pretrained import read_tokenizer
 from kvlens.tasks.batch import Batch, Model, Task
+from kvlens.tasks.checks import require_integers
 from kvlens.tasks.context import context_effect
 
 DOCS, TOPICS = "docs", "topics"
 HELDOUT_SHARE = 0.05
+MOST_BYTES = 259
+"""The smallest vocabulary of a byte-level tokenizer: 256 bytes, 3 special tokens."""
 N_CONTEXT, N_TEXT = 256, 64
 """Tokens of context and of text behind it, with which a shipped model's use of its context is measured."""
 
@@ -55,12 +58,12 @@ class TextTask(Task):
     heldout_length: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("length", "heldout_length"):
-            value = getattr(self, name)
-            if value is not None and value < 2:
-                raise KVLensError(f"task 'text': {name} must be at least 2, got {value}")
-        if self.tokenizer is None and self.vocab_size < 259:
-            raise KVLensError(f"task 'text': vocab_size must be at least 259 (256 bytes, 3 special), got {self.vocab_size}")
+        require_integers(self, length=2, vocab_size=MOST_BYTES)
+        if self.heldout_length is not None:
+            require_integers(self, heldout_length=2)
+        for name in ("corpus", *(() if self.tokenizer is None else ("tokenizer",))):
+            if not isinstance(getattr(self, name), str):
+                raise KVLensError(f"task 'text': {name} must be a name or a path, got {getattr(self, name)!r}")
 
     @property
     def n_positions(self) -> int:

@@ -22,6 +22,7 @@ from kvlens.errors import KVLensError
 from kvlens.files import check_writable, reason, write_atomically
 from kvlens.model.fingerprint import is_weight
 from kvlens.tensor_files import checked_tensor_bytes, read_checked_tensors
+from kvlens.training.lock import is_of_a_run
 from kvlens.training.run import Progress, Row, Run
 
 FORMAT, FORMAT_VERSION = "kvlens.training", 2
@@ -99,9 +100,13 @@ class CheckpointFolder:
 
 def check_run_folder(folder: Path) -> None:
     """Raise KVLensError unless a run may be written to, or taken up from, ``folder``; nothing stays changed."""
-    if folder.exists() and not folder.is_dir():
+    try:
+        is_taken = folder.exists() and not folder.is_dir()
+    except OSError as error:  # a name too long for the file system
+        raise KVLensError(f"train: {folder} cannot be a folder: {reason(error)}; choose another") from error
+    if is_taken:
         raise KVLensError(f"train: {folder} is a file; choose another folder")
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / CHECKPOINT).is_file():
+    if folder.is_dir() and not all(map(is_of_a_run, folder.iterdir())) and not (folder / CHECKPOINT).is_file():
         raise KVLensError(f"train: {folder} is not empty and holds no checkpoint; choose another folder")
     check_writable(folder)
 

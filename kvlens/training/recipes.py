@@ -17,6 +17,8 @@ from kvlens.tasks.batch import Model
 DEFAULT_MODEL: dict[str, Any] = dict(
     n_layers=2, d_model=128, d_head=32, act_fn="gelu", normalization_type="LN", positional_embedding_type="rotary"
 )
+NOT_SETTINGS = ("device", "model_name")
+"""Fields of a configuration that are arguments of `build_model`."""
 
 
 @dataclass(frozen=True)
@@ -196,8 +198,10 @@ def build_model(task: Task, settings: Mapping[str, Any], *, name: str | None = N
     if values.get("attn_only"):
         values["act_fn"] = None
     values.setdefault("d_vocab", task.d_vocab)
-    known = HookedKVTransformerConfig.__dataclass_fields__
-    for key in values:
+    known = {name: field for name, field in HookedKVTransformerConfig.__dataclass_fields__.items() if name not in NOT_SETTINGS}
+    for key, value in values.items():
         if key not in known:
             raise KVLensError(f"model: unknown field {key!r}{nearest(key, known)}")
+        if known[key].type in (bool, "bool") and not isinstance(value, bool):
+            raise KVLensError(f"model: {key} must be true or false, got {value!r}")
     return task.new_model(HookedKVTransformerConfig(**values, model_name=name or task.name, device=device))

@@ -60,19 +60,23 @@ class TrainSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            _check_type(field.name, getattr(self, field.name), str(field.type))
         for name in ("steps", "batch_size", "eval_every", "eval_sequences", "log_every", "patience", "checkpoint_every"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
+            if value is not None and value < 1:
                 raise KVLensError(f"train: {name} must be an integer of at least 1, got {value!r}")
         for name in ("max_minutes", "max_grad_norm"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise KVLensError(f"train: {name} must be positive, got {value}")
+        if not 0 <= self.seed < 2**63:
+            raise KVLensError(f"train: seed must be from 0 to 2**63 - 1, got {self.seed}")
         if self.stop_at_accuracy is not None and not 0 < self.stop_at_accuracy <= 1:
             raise KVLensError(f"train: stop_at_accuracy must be in (0, 1], got {self.stop_at_accuracy}")
         if not (self.weight_decay >= 0 and math.isfinite(self.weight_decay)):
             raise KVLensError(f"train: weight_decay must be finite and at least 0, got {self.weight_decay}")
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+        if len(self.betas) != 2 or not all(isinstance(b, int | float) and 0 <= b < 1 for b in self.betas):
             raise KVLensError(f"train: betas must be two numbers in [0, 1), got {self.betas}")
         if self.precision not in PRECISIONS:
             hint = nearest(self.precision, PRECISIONS)
@@ -86,8 +90,22 @@ class TrainSettings:
         for name in settings:
             if name not in known:
                 raise KVLensError(f"train: unknown setting {name!r}{nearest(name, known)}; there are {', '.join(known)}")
-        return cls(**{**settings, **({"betas": tuple(settings["betas"])} if "betas" in settings else {})})
+        return cls(**{**settings, **({"betas": tuple(settings["betas"])} if isinstance(settings.get("betas"), list) else {})})
 
     def rate(self) -> Schedule:
         """The learning rate as a function of progress."""
         return Schedule(self.learning_rate, self.schedule, self.warmup_fraction, self.final_fraction)
+
+
+KINDS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "tuple": (tuple, list)}
+
+
+def _check_type(name: str, value: object, annotation: str) -> None:
+    """Refuse what is not of the kind that the field's annotation names first."""
+    kind = annotation.removeprefix("<class '").split("'")[0].split("[")[0].split(" ")[0]
+    if value is None and "None" in annotation:
+        return
+    if not isinstance(value, KINDS[kind]) or isinstance(value, bool):
+        least = " of at least 1" if kind == "int" and name != "seed" else ""
+        words = {"int": f"an integer{least}", "float": "a number", "str": "text", "tuple": "two numbers"}[kind]
+        raise KVLensError(f"train: {name} must be {words}, got {value!r}")

@@ -20,6 +20,7 @@ from kvlens.tasks.batch import Model
 from kvlens.training.card import model_card
 from kvlens.training.checkpoint import check_run_folder
 from kvlens.training.distributed import Workers
+from kvlens.training.lock import only_run_in
 from kvlens.training.recipes import Recipe, build_model, build_task, command_of
 from kvlens.training.settings import TrainSettings
 from kvlens.training.trainer import TrainResult, score_heldout, train
@@ -59,7 +60,7 @@ def train_recipe(
     result = train(model, task, folder=folder, restart=restart, progress=progress, **recipe.training)
     if not Workers.current().is_first:
         return {}
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+    with only_run_in(folder), tempfile.TemporaryDirectory(dir=folder, prefix=".saving.") as scratch:
         saved = Path(scratch) / "model"
         model.save(saved, stored_dtype=getattr(torch, recipe.stored_dtype))
         facts = describe(recipe, task, type(model).load(saved), result)

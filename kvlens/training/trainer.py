@@ -15,6 +15,7 @@ What it promises beyond the plain loop:
 Nothing here draws random numbers; the task does, from a generator seeded by the run's seed and the step.
 """
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,8 +25,9 @@ from tqdm.auto import tqdm
 
 from kvlens.tasks import Task
 from kvlens.tasks.batch import Model
-from kvlens.training.checkpoint import CheckpointFolder, metrics_frame
+from kvlens.training.checkpoint import CheckpointFolder, check_run_folder, metrics_frame
 from kvlens.training.distributed import Workers
+from kvlens.training.lock import only_run_in
 from kvlens.training.loss import Loss, Objective, check_fit, loss_of, score_in_parts
 from kvlens.training.run import Row, Run
 from kvlens.training.settings import TrainSettings
@@ -88,7 +90,7 @@ def train(
 
     Raises:
         KVLensError: model and task do not fit, a setting is out of range, the folder holds another run or cannot be written,
-            or (as a :class:`kvlens.training.NotFiniteError`) a loss or gradient is not finite.
+            another run is at work in it, or (as a :class:`kvlens.training.NotFiniteError`) a loss or gradient is not finite.
     """
     chosen = TrainSettings.of(settings)
     check_fit(model, task)
@@ -96,13 +98,17 @@ def train(
     workers.check_batch(chosen.batch_size)
     was_training = model.training
     run = Run(model, task, loss or loss_of(task), chosen, workers)
-    store = None if folder is None else CheckpointFolder(folder, run, restart=restart)
-    if store is not None:
-        store.resume()
-    try:
-        _loop(run, store, progress and workers.is_first)
-    finally:
-        model.train(was_training)
+    if folder is not None:
+        check_run_folder(Path(folder).expanduser())
+    held = nullcontext() if folder is None or not workers.is_first else only_run_in(Path(folder).expanduser())
+    with held:
+        store = None if folder is None else CheckpointFolder(folder, run, restart=restart)
+        if store is not None:
+            store.resume()
+        try:
+            _loop(run, store, progress and workers.is_first)
+        finally:
+            model.train(was_training)
     if run.best is not None:
         model.load_state_dict(run.best, strict=False)
     return _result(run)

@@ -19,6 +19,7 @@ from tiny_runs import run, tiny_model, tiny_task, weights
 import kvlens.files
 from kvlens import KVLensError
 from kvlens.tasks import InductionTask
+from kvlens.training.lock import only_run_in
 
 
 class Killed(Exception):
@@ -143,7 +144,7 @@ def test_a_full_disk_keeps_the_checkpoint_before(tmp_path, uninterrupted, monkey
     monkeypatch.setattr(kvlens.files.os, "fsync", full)
     with pytest.raises(KVLensError, match="No space left on device"):
         run(folder=tmp_path / "r")
-    assert sorted(path.name for path in (tmp_path / "r").iterdir()) == ["checkpoint.safetensors", "metrics.parquet"]
+    assert sorted(path.name for path in (tmp_path / "r").glob("[!.]*")) == ["checkpoint.safetensors", "metrics.parquet"]
     monkeypatch.undo()
     model = tiny_model()
     run(model, folder=tmp_path / "r")
@@ -153,3 +154,28 @@ def test_a_full_disk_keeps_the_checkpoint_before(tmp_path, uninterrupted, monkey
 def test_metrics_file_is_what_the_result_says(tmp_path):
     result = run(folder=tmp_path / "r", task=tiny_task())
     pd.testing.assert_frame_equal(pd.read_parquet(Path(tmp_path / "r" / "metrics.parquet")), result.metrics)
+
+
+def test_a_second_run_in_a_folder_is_refused_and_a_dead_ones_leftovers_are_cleared(tmp_path):
+    folder = tmp_path / "run"
+    run(folder=folder)
+    for name in (".checkpoint.safetensors.x1", ".metrics.parquet.x2"):
+        (folder / name).write_bytes(b"half")
+    for name in (".model.x3", ".saving.x4"):
+        (folder / name / "model").mkdir(parents=True)
+    with only_run_in(folder):
+        assert sorted(p.name for p in folder.iterdir()) == [".lock", "checkpoint.safetensors", "metrics.parquet"]
+        with pytest.raises(KVLensError, match=r"another run is at work in .*run; wait for it"):
+            run(folder=folder)
+    run(folder=folder)  # the lock went with its holder
+
+
+def test_a_folder_of_leftovers_alone_is_free_and_one_with_other_files_is_not(tmp_path):
+    (tmp_path / "dead").mkdir()
+    (tmp_path / "dead" / ".checkpoint.safetensors.x1").write_bytes(b"half")
+    run(folder=tmp_path / "dead")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("x")
+    with pytest.raises(KVLensError, match="not empty and holds no checkpoint"):
+        run(folder=tmp_path / "mine")
+    assert [p.name for p in (tmp_path / "mine").iterdir()] == ["notes.txt"]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from kvlens.errors import KVLensError
-from kvlens.files import check_writable, plain, write_folder
+from kvlens.files import check_writable, plain, reason, write_folder
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -96,7 +96,11 @@ class Experiment:
 def check_outcome_folder(folder: str | Path, *, overwrite: bool = False) -> None:
     """Raise KVLensError unless an outcome may be written to ``folder``; only another outcome is ever replaced."""
     path = Path(folder).expanduser()
-    if path.exists() and not path.is_dir():
+    try:
+        is_file = path.exists() and not path.is_dir()
+    except OSError as error:  # a name too long for the file system
+        raise KVLensError(f"{folder} cannot be a folder: {reason(error)}; choose another") from error
+    if is_file:
         raise KVLensError(f"{folder} exists and is a file, not a folder; choose another folder")
     if path.is_dir() and any(path.iterdir()):
         if not _is_outcome(path):

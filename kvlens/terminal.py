@@ -1,0 +1,68 @@
+"""What every command of kvlens shares: how arguments are read, what a signal ends with, what may reach the terminal."""
+
+import argparse
+import signal
+import threading
+import unicodedata
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+from kvlens.errors import KVLensError, nearest
+
+INTERRUPTED, TERMINATED = 130, 143
+UNREADABLE = "\N{REPLACEMENT CHARACTER}"
+_UNKNOWN = "unrecognized arguments: "
+_HIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}
+"""Unicode's controls (the escape character among them), marks such as those of direction, halves of a character, line ends."""
+
+
+class Arguments(argparse.ArgumentParser):
+    """A parser that answers bad input with a `KVLensError`, and a misspelt option with the nearest one that it has."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:  # type: ignore[override]
+        """As argparse's, but what a subcommand does not know is answered here, where its options are known."""
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(_UNKNOWN + " ".join(unknown))
+        return known, unknown
+
+    def error(self, message: str) -> NoReturn:
+        """Raise KVLensError."""
+        unknown = message.removeprefix(_UNKNOWN).split()[0] if message.startswith(_UNKNOWN) else ""
+        hint = nearest(unknown.split("=")[0], self._option_string_actions) if unknown.startswith("-") else ""
+        raise KVLensError(f"{message}{hint} (see {self.prog} --help)")
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, which asks for the same as Ctrl-C does: stop where nothing is half done."""
+
+    def __str__(self) -> str:
+        return "terminated"
+
+
+def how_it_ended(error: KeyboardInterrupt) -> tuple[str, int]:
+    """("interrupted" or "terminated", the exit status that a shell expects)."""
+    return ("terminated", TERMINATED) if isinstance(error, Terminated) else ("interrupted", INTERRUPTED)
+
+
+@contextmanager
+def sigterm_as_interrupt() -> Iterator[None]:
+    """Inside, SIGTERM raises `Terminated` in the main thread; in other threads nothing changes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(signum: int, frame: Any) -> NoReturn:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def visible(text: str) -> str:
+    """``text`` on one line without anything that a terminal would obey: controls, direction marks, line ends become signs."""
+    return "".join(UNREADABLE if unicodedata.category(char) in _HIDDEN else char for char in text)
