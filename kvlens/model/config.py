@@ -138,6 +138,11 @@ class HookedKVTransformerConfig(HookedTransformerConfig):
         self._check_alibi()
         if isinstance(self.attention_variant, Mapping):
             self.attention_variant = from_fields(AttentionVariantConfig, self.attention_variant)
+        if not isinstance(self.attention_variant, AttentionVariantConfig | None):
+            raise KVLensError(
+                f"attention_variant: expected an AttentionVariantConfig, a dict of its fields or None, got "
+                f"{self.attention_variant!r}"
+            )
         if self.kv_shift is not None:
             self._check_shift()
         if self.attention_variant is not None:
