@@ -10,10 +10,13 @@ share is the part of what the head reads, chance what uniform attention over the
 on a stretch whose share is at least ``threshold`` and at least ``ratio`` times chance, if at least half of its places do their
 part, each with half of ``ratio`` times its own chance: a head that looks at one fixed place after the other at random hits a
 lag now and then, with all of its attention. Of several kinds that are met the one farthest above chance names the head;
-"current token", which an idle head comes near, only where no other is met.
+"current token", which an idle head comes near, only where no other is met and from a share of :data:`OF_ITSELF` on.
 
-The constants were chosen on models of our own, trained for this (two to four layers, rotary and learned positions, plain and
-shifted, softmax and linear), and on random ones: there no head but a trained one came above 1.9 times chance.
+The constants were chosen on softmax models of our own, trained for this (two with two layers and one with four, learned
+positions; one layer with KV shift), and on random ones. From 16 tokens said twice to the models' limit, 97 % of the verdicts
+stayed the same, every head whose ablation cost more than 0.1 nats was named, and of 1,536 random heads, most of them with weights
+as sharp as trained ones, fewer than 5 in 1,000 were. What the rule does not see: heads that spread their attention, as those of a
+linear model with elu + 1 features do, and those of a model that has not learned induction yet.
 """
 
 from typing import NamedTuple
@@ -31,6 +34,7 @@ NO_VERDICT = "none"
 STRETCH = 16
 THRESHOLD = 0.12
 RATIO = 3.0
+OF_ITSELF = 0.4
 
 
 class Verdict(NamedTuple):
@@ -90,7 +94,8 @@ def _judge(by_kind: dict[str, _Stretches], layer: int, head: int, threshold: flo
     for kind, stretches in by_kind.items():
         share, ratios = stretches.share[layer, head], stretches.ratio[layer, head]
         steady = stretches.steady[layer, head] >= 0.5
-        enough: Bool[Tensor, " stretch"] = (share >= threshold) & (ratios >= ratio) & steady
+        least = max(threshold, OF_ITSELF) if kind == "current_token" else threshold
+        enough: Bool[Tensor, " stretch"] = (share >= least) & (ratios >= ratio) & steady
         strongest[kind] = _largest(ratios)
         if bool(enough.any()):
             met[kind] = _largest(ratios.where(enough, -1.0))
