@@ -13,10 +13,10 @@ lag now and then, with all of its attention. Of several kinds that are met the o
 "current token", which an idle head comes near, only where no other is met and from a share of :data:`OF_ITSELF` on.
 
 The constants were chosen on softmax models of our own, trained for this (two with two layers and one with four, learned
-positions; one layer with KV shift), and on random ones. From 16 tokens said twice to the models' limit, 97 % of the verdicts
-stayed the same, every head whose ablation cost more than 0.1 nats was named, and of 1,536 random heads, most of them with
-weights as sharp as trained ones, fewer than 5 in 1,000 were. What the rule does not see: heads that spread their attention, as those of a
-linear model with elu + 1 features do, and those of a model that has not learned induction yet.
+positions; one layer with KV shift), and on random ones. From 16 tokens said twice to the models' limit, 97 % of the
+verdicts stayed the same, every head whose ablation cost more than 0.1 nats was named, and of 1,536 random heads, most of
+them with weights as sharp as trained ones, fewer than 5 in 1,000 were. What the rule does not see: heads that spread their
+attention, as those of a linear model with elu + 1 features do, and those of a model that has not learned induction yet.
 """
 
 from typing import NamedTuple
