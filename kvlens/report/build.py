@@ -90,7 +90,7 @@ def build_report(
     text_tokens = _tokens_of(model, "text", text, prepend_bos=False)
     _check_lengths(model, len(prompt_tokens), len(text_tokens), new_tokens, temperature)
     tell("converting the prompt", 0.0)
-    bias = convert_prompt(model, prompt_tokens)
+    bias = convert_prompt(model, prompt_tokens, on_progress=lambda x: tell("converting the prompt", 0.05 * x))
     tell("comparing predictions", 0.05)
     errors = conversion_error(model, prompt_tokens, text_tokens, bias=bias)
     if not bool(errors["squared_norm"].map(lambda x: x < float("inf")).all()):
