@@ -8,120 +8,171 @@
 #     display_name: Python 3
 #     language: python
 #     name: python3
-# ---
 
 # %% [markdown]
 # # A prompt as weights
 #
-# A linear-attention head keeps a running sum of its keys and values. Everything that a prompt leaves behind in the head is
-# that sum - so the prompt can be taken out of the text and put into the model, exactly. This notebook converts a prompt, reads
-# the result through hooks, takes it apart by head, and looks at the pattern.
+# *Can a prompt be taken out of the text and put into the model, exactly?* A head of linear attention keeps two running sums of its
+# keys and values and reads nothing else:
+#
+# $$A_i = A_{i-1} + \phi(k_i)\, v_i^T \qquad D_i = D_{i-1} + \phi(k_i) \qquad z_i = \frac{\phi(q_i)^T A_i}{\phi(q_i)^T D_i}$$
+#
+# All that a prompt leaves behind in a head is $A$ and $D$ at its end. Start the sums there, and the prompt is no longer needed: it
+# has become a bias of the head, $b_{KV}$ and $b_D$. This notebook converts a story, asks about it, and finds the heads that hold it.
 
 # %%
+import pandas as pd
 import torch
 
 from analyses import bias_by_head, head_details
 from kvlens import HookedKVTransformer, convert_prompt
-from kvlens.viz import attention_view, coloured_tokens, head_heatmap
+from kvlens.viz import coloured_tokens, head_heatmap
 
 torch.set_grad_enabled(False)
-model = HookedKVTransformer.from_zoo("docs-linear")
-model.cfg
+model = HookedKVTransformer.from_zoo("facts-linear")  # two small layers that have learned to read stories
+
+story = (
+    "The drum stands in the cellar. Mira keeps a goat. Pavel has a parrot. "
+    "Look for the lamp in the attic. At night Rosa feeds a camel."
+)
+questions = {
+    " Where is the drum? The drum is in the": " cellar",
+    " Where is the lamp? The lamp is in the": " attic",
+    " Which animal does Pavel keep? Pavel keeps a": " parrot",
+    " Which animal does Rosa keep? Rosa keeps a": " camel",
+}
 
 # %% [markdown]
 # ## Convert
 #
-# `convert_prompt` costs one forward pass over the prompt. The bias holds, per layer and head, the sum of keys times values
-# (`b_KV`) and the sum of keys (`b_D`), and the prompt's last raw keys and values, which the KV shift mixes into the first
-# token of whatever comes next.
+# One forward pass over the story. The bias also holds the story's last raw keys and values, which KV shift mixes into whatever
+# comes next.
 
 # %%
-prompt = "class Widget: Base class of all widgets. A widget has a colour and a name. The colour of a widget"
-text = " must be a string. The widget"
-
-bias = convert_prompt(model, prompt)
+bias = convert_prompt(model, story)
 bias
 
 # %% [markdown]
-# The model without the prompt, with the bias attached, gives the logits of the model with the prompt. What is left is the
+# ## Ask
+#
+# Three ways: with the story in front, with the story converted (the question alone goes through the model), and without it.
+
+
+# %%
+def answer(question, way):
+    tokens = model.to_tokens(question, prepend_bos=way == "without")
+    if way == "converted":
+        with model.kv_bias(bias):
+            return model(tokens)[0, -1]
+    story_tokens = [model.to_tokens(story)] if way == "with" else []
+    return model(torch.cat([*story_tokens, tokens], dim=1))[0, -1]
+
+
+logits = {(question, way): answer(question, way) for question in questions for way in ("with", "converted", "without")}
+answers = pd.Series({key: model.to_string(value.argmax()) for key, value in logits.items()}).unstack()
+answers["right"] = answers.index.map(questions)
+answers[["right", "with", "converted", "without"]]
+
+# %% [markdown]
+# The story's own answers, twice; and guesses. The converted model is not *nearly* the same, it is the same: what differs is the
 # rounding of float32.
 
 # %%
-tokens = model.to_tokens(text, prepend_bos=False)
-with_prompt = model(torch.cat([model.to_tokens(prompt), tokens], dim=1))[:, -tokens.shape[1] :]
+assert (answers["with"] == answers["right"]).all() and (answers["converted"] == answers["right"]).all()
+assert not (answers["without"] == answers["right"]).any()
+errors = [float((logits[q, "converted"] - logits[q, "with"]).norm() / logits[q, "with"].norm()) for q in questions]
+assert max(errors) < 1e-5
+print(f"largest relative error of the logits: {max(errors):.1e}")
+
+# %% [markdown]
+# ## Which heads carry it
+#
+# Let each head forget the story in turn, and see how far the prediction moves: `ablation_kl` in the table, averaged over the
+# question's tokens. Click a head of the map: below appear its pattern, the share of each story token in its output, and how much of
+# its output comes from the story. `save_html`, `save_png` and `save_svg` write it to a file; it needs no network.
+
+# %%
+question = " Which animal does Pavel keep? Pavel keeps a"
+table = bias_by_head(model, story, question, bias=bias)
+head_heatmap(table, "ablation_kl", details=head_details(model, story, question, bias=bias), title="KL when the head forgets the story, nats")
+
+# %% [markdown]
+# The three heads that carry most:
+
+# %%
+top = table.nlargest(3, "ablation_kl")[["layer", "head", "ablation_kl", "loss_change", "bias_share"]]
+assert (top["ablation_kl"] > 0.5).all() and table["ablation_kl"].min() < 0.01  # some carry it, some do not
+top
+
+# %% [markdown]
+# ## Hook it
+#
+# The bias passes through `hook_b_kv` and `hook_b_d` at every forward pass: scale it, patch it, ablate it there. Here the top head
+# forgets, by hand. The table above says the same number, for the mean over the tokens.
+
+# %%
+layer, head = (int(top.iloc[0][name]) for name in ("layer", "head"))
+
+
+def forget(b, hook):
+    b = b.clone()
+    b[:, head] = 0
+    return b
+
+
 with model.kv_bias(bias):
-    converted = model(tokens)
-print("relative error", float((converted - with_prompt).norm() / with_prompt.norm()))
-print("without the prompt", float((model(tokens) - with_prompt).norm() / with_prompt.norm()))
+    whole = model(question, prepend_bos=False).log_softmax(-1)
+    hooks = [(f"blocks.{layer}.attn.{name}", forget) for name in ("hook_b_kv", "hook_b_d")]
+    ablated = model.run_with_hooks(question, prepend_bos=False, fwd_hooks=hooks).log_softmax(-1)
+by_hand = float((whole.exp() * (whole - ablated)).sum(-1).mean())
+assert abs(by_hand - top.iloc[0]["ablation_kl"]) < 1e-3
+print(f"layer {layer}, head {head}: {by_hand:.3f} nats by hand, {top.iloc[0]['ablation_kl']:.3f} in the table")
 
 # %% [markdown]
-# ## Hook
+# ## What comes from the story, and what from the question
 #
-# The bias passes through `hook_b_kv` and `hook_b_d` at every forward pass: ablate it, scale it, patch it there.
-
+# `hook_z_bias` and `hook_z_context` are the two parts of a head's output; they add up to `hook_z`.
 
 # %%
-def without_head(head):
-    def ablate(b, hook):
-        b = b.clone()
-        b[:, head] = 0
-        return b
-
-    return ablate
-
-
-layer, head = 1, 0
+names = [f"blocks.{layer}.attn.hook_z{part}" for part in ("_bias", "_context", "")]
 with model.kv_bias(bias):
-    hooks = [(f"blocks.{layer}.attn.{name}", without_head(head)) for name in ("hook_b_kv", "hook_b_d")]
-    ablated = model.run_with_hooks(tokens, fwd_hooks=hooks)
-print("changed by", float((ablated - converted).norm() / converted.norm()))
+    _, cache = model.run_with_cache(question, prepend_bos=False, names_filter=names)
+from_story, from_question, z = (cache[name][0] for name in names)
+assert torch.allclose(from_story + from_question, z, atol=1e-5)
+share = (from_story.norm(dim=-1) / (from_story.norm(dim=-1) + from_question.norm(dim=-1))).mean(dim=-1)
+coloured_tokens(model.to_str_tokens(question, prepend_bos=False), share, title=f"share of the story in layer {layer}", unit="mean over heads")
 
 # %% [markdown]
-# ## Which heads carry the prompt
+# ## Your own model
 #
-# The same for every head at once, in one table: KL from the converted model to the one whose head has forgotten the prompt.
-#
-# The map shows one column of the table, and any other on demand. Click a head: below appear its attention pattern, the share of
-# each prompt token in its output, and how much of its output the bias makes up at each token of the text. It needs no network,
-# and `save_html`, `save_png` and `save_svg` write it to a file.
+# A Hugging Face folder on your disk loads with `from_pretrained`, without a network. It has softmax attention, for which the
+# conversion keeps every key (`method="exact"`, the default) or approximates with few (notebook 05). Here the folder is a tiny GPT-2
+# with random weights, so that this cell runs anywhere; put your own path in its place.
 
 # %%
-prompt_tokens = model.to_tokens(prompt)[0]
-table = bias_by_head(model, prompt_tokens, tokens[0], bias=bias)
-details = head_details(model, prompt_tokens, tokens[0], bias=bias)
-head_heatmap(table, "ablation_kl", details=details, title="KL when the head forgets the prompt, nats")
+import transformers
+
+transformers.utils.logging.disable_progress_bar()  # its bars show as red boxes in a notebook
+config = transformers.GPT2Config(n_layer=2, n_head=4, n_embd=32, n_positions=128, n_ctx=128, vocab_size=model.cfg.d_vocab)
+torch.manual_seed(0)
+transformers.GPT2LMHeadModel(config).save_pretrained("my-gpt2")
+model.tokenizer.save_pretrained("my-gpt2")
+
+mine = HookedKVTransformer.from_pretrained("my-gpt2")
+with_story = mine(torch.cat([mine.to_tokens(story), mine.to_tokens(question, prepend_bos=False)], dim=1))[0, -1]
+mine_bias = convert_prompt(mine, story)
+with mine.kv_bias(mine_bias):
+    converted = mine(question, prepend_bos=False)[0, -1]
+assert torch.allclose(converted, with_story, atol=1e-4)
 
 # %% [markdown]
-# ## Look at the pattern
-#
-# Linear attention has a pattern too, computed only when something asks for it. Its entries may be negative: RoPE turns the
-# features after the feature map made them positive. Here is that of the original model over prompt and text, in circuitsvis. The
-# converted model has the lower right part of it as its own pattern; what stands below the prompt's tokens, it reads from the bias.
+# Which heads carry it there? The same call as above:
 
 # %%
-attention_view(
-    [*details.prompt, *details.text],
-    details.pattern[layer],
-    queries=details.queries,
-    n_prompt=len(details.prompt),
-    title=f"layer {layer}",
-)
+carry = bias_by_head(mine, story, question, bias=mine_bias).nlargest(3, "ablation_kl")
+assert len(carry) == 3 and (carry["ablation_kl"] > 0).all()
+carry[["layer", "head", "ablation_kl"]]
 
 # %% [markdown]
-# `hook_z_context` and `hook_z_bias` hold the two parts of a head's output: what comes from the text, and what from the prompt.
-
-# %%
-names = [f"blocks.{layer}.attn.hook_z_{part}" for part in ("bias", "context")]
-with model.kv_bias(bias):
-    _, cache = model.run_with_cache(tokens, names_filter=names)
-from_prompt, context = (cache[name][0].norm(dim=-1) for name in names)
-share = (from_prompt / (from_prompt + context)).mean(dim=-1)
-coloured_tokens(details.text, share, title=f"share of the prompt in layer {layer}'s attention", unit="mean over heads")
-
-# %% [markdown]
-# ## A tidy table
-#
-# Every analysis returns one: a row an observation, a column a variable.
-
-# %%
-table.sort_values("ablation_kl", ascending=False, ignore_index=True).head(8)
+# Random weights carry next to nothing, as the numbers say. Next: which head holds which fact (notebook 02), or what arithmetic on
+# biases does (03).

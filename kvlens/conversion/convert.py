@@ -50,6 +50,14 @@ def convert_prompt(
     With the bias attached, the model gives on any text the logits that it gave on [prompt; text], to rounding; with softmax
     attention that holds for ``method="exact"``, which keeps every key, and the other methods approximate it.
 
+    >>> from kvlens import HookedKVTransformer
+    >>> model = HookedKVTransformer.from_zoo("bigram-linear")
+    >>> prompt, text = torch.tensor([[3, 1, 4, 1, 5]]), torch.tensor([[9, 2, 6]])
+    >>> with model.kv_bias(convert_prompt(model, prompt)):
+    ...     converted = model(text)
+    >>> torch.allclose(converted, model(torch.cat([prompt, text], dim=1))[:, 5:], atol=1e-4)
+    True
+
     Args:
         model: linear or softmax.
         prompt: a string, a list of strings (their biases form a batch), or tokens [pos] or [batch, pos].

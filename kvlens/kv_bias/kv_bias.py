@@ -39,6 +39,18 @@ class KVBias:
     Sums and positive multiples of biases keep the normaliser phi(q).D positive; a difference or a negative multiple may not,
     and then the output is finite and means nothing: look at ``hook_normalizer``.
 
+    >>> from kvlens import HookedKVTransformer, convert_prompt
+    >>> model = HookedKVTransformer.from_zoo("bigram-linear")
+    >>> bias = convert_prompt(model, torch.tensor([3, 1, 4, 1, 5]))
+    >>> bias
+    KVBias(12 layers x 4 heads, d_phi 32, d_head 32, n_prompt_tokens=5, position_offset=0)
+    >>> one_head = bias.select(heads=[(2, 3)])  # layer 2, head 3; zeros elsewhere
+    >>> torch.equal((bias + one_head - bias).b_KV[2, 3], bias.b_KV[2, 3])
+    True
+    >>> bias.save("prompt.safetensors")
+    >>> torch.equal(KVBias.load("prompt.safetensors").b_KV, bias.b_KV)
+    True
+
     Attributes:
         b_KV: [layer, (batch,) head, d_phi, d_head], per query head; for softmax per key-value head, or per query head after
             single heads were selected.

@@ -22,6 +22,8 @@ def coloured_tokens(
 ) -> Piece:
     """Tokens in reading order, blue where their value is positive and red where it is negative.
 
+    >>> coloured_tokens(["a", " widget"], [0.5, -1.0], unit="nats").save_html("tokens.html")
+
     Args:
         tokens: as text, whatever it holds.
         values: one number a token; one that is not finite leaves its token without colour.

@@ -6,7 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ops_cases import assert_within_rounding, double, laws, map_tensors, normal, random_mask, values_and_gradients
 
-from kvlens.ops.kv_shift import coefficients_from_parameter, initial_shift_parameter, kv_shift, naive_kv_shift
+from kvlens.errors import KVLensError
+from kvlens.ops.kv_shift import (
+    coefficients_from_parameter,
+    effective_pattern,
+    initial_shift_parameter,
+    kv_shift,
+    naive_kv_shift,
+)
 
 BATCH, POS, HEAD, D = 2, 11, 3, 5
 seeds = st.integers(0, 10_000)
@@ -192,3 +199,22 @@ def test_identity_starts_are_the_identity_and_seeds_repeat():
     draws = [initial_shift_parameter(3, 2, "free", "uniform", torch.Generator().manual_seed(s)) for s in (4, 4, 5)]
     assert torch.equal(draws[0], draws[1])
     assert not torch.equal(draws[0], draws[2])
+
+
+@pytest.mark.parametrize("taps", [1, 2, 3, 9])
+def test_effective_pattern_reads_raw_rows_as_the_pattern_reads_shifted_ones(taps):
+    generator = torch.Generator().manual_seed(taps)
+    pattern = torch.rand(2, 6, 5, 7, dtype=torch.float64, generator=generator)
+    coef = torch.randn(3, taps, dtype=torch.float64, generator=generator)
+    v = torch.randn(2, 7, 3, 11, dtype=torch.float64, generator=generator)
+    shifted, _ = naive_kv_shift(v, coef)
+    by_head = [x.repeat_interleave(2, dim=2).transpose(1, 2) for x in (v, shifted)]
+    read = effective_pattern(pattern, coef) @ by_head[0]
+    torch.testing.assert_close(read, pattern @ by_head[1], rtol=1e-12, atol=1e-12)
+
+
+def test_effective_pattern_by_hand_and_refused():
+    pattern = torch.tensor([[[0.0, 1.0]]])
+    assert effective_pattern(pattern, torch.tensor([[0.25, 2.0]])).tolist() == [[[2.0, 0.25]]]
+    with pytest.raises(KVLensError, match="3 heads cannot share 2 rows"):
+        effective_pattern(torch.zeros(3, 2, 2), torch.zeros(2, 2))

@@ -195,7 +195,7 @@ def shares_over_training(course: pd.DataFrame) -> pd.DataFrame:
     return counts.assign(**{"outside [0, 1]": outside}).reindex(columns=columns[2:], fill_value=0.0).reset_index()
 
 
-def sums(coefficients: pd.DataFrame) -> "pd.Series[float]":
+def sums(coefficients: pd.DataFrame) -> pd.Series:
     """The sum of each head's alphas and of its betas: 1 at the paper's initialisation, and always for the gate."""
     letters = coefficients["coefficient"].str.partition("_")[0]
     return coefficients.groupby([*(coefficients[key] for key in HEAD), letters])["value"].sum()

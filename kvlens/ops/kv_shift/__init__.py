@@ -2,6 +2,7 @@
 
 from kvlens.ops.kv_shift.coefficients import coefficients_from_parameter, initial_shift_parameter
 from kvlens.ops.kv_shift.naive import naive_kv_shift
+from kvlens.ops.kv_shift.pattern import effective_pattern
 from kvlens.ops.kv_shift.shift import kv_shift
 
-__all__ = ["coefficients_from_parameter", "initial_shift_parameter", "kv_shift", "naive_kv_shift"]
+__all__ = ["coefficients_from_parameter", "effective_pattern", "initial_shift_parameter", "kv_shift", "naive_kv_shift"]

@@ -1,0 +1,39 @@
+"""Which tokens a head reads, or is drawn by, when its rows are shifted: the pattern carried back to raw rows (KVSA eq. 5-6).
+
+A pattern A weighs shifted rows, each a mixture of tokens. Its entry A[i, j] therefore does not say that query i reads token j:
+
+    sum_j A[i, j] v^_j  =  sum_t E[i, t] v_t          E[i, t] = sum_{s=0..w} c_s A[i, t + s]
+
+With the values' coefficients E says which tokens are read; with the keys', whose raw keys drew the attention.
+"""
+
+from jaxtyping import Float
+from torch import Tensor
+
+from kvlens.errors import KVLensError
+
+
+def effective_pattern(
+    pattern: Float[Tensor, "*batch head query key"], coef: Float[Tensor, "kv_head taps"]
+) -> Float[Tensor, "*batch head query key"]:
+    """Carry a pattern over shifted rows back to the raw ones.
+
+    Args:
+        pattern: ``hook_pattern``.
+        coef: coefficients as used, ``hook_v_shift_coef`` or ``hook_k_shift_coef``; column 0 belongs to the current token. One
+            row a head, or a KV head that several heads share.
+
+    Returns:
+        E. What lies before the first key (the boundary) has no column.
+
+    Raises:
+        KVLensError: the heads cannot be shared out among the rows of ``coef``.
+    """
+    n_heads, n_rows = pattern.shape[-3], coef.shape[0]
+    if n_heads % n_rows:
+        raise KVLensError(f"effective_pattern: {n_heads} heads cannot share {n_rows} rows of coefficients")
+    taps = coef.repeat_interleave(n_heads // n_rows, dim=0)[:, :, None, None].to(pattern)
+    effective = taps[:, 0] * pattern
+    for s in range(1, min(coef.shape[1], pattern.shape[-1])):
+        effective[..., :-s] += taps[:, s] * pattern[..., s:]
+    return effective

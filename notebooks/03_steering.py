@@ -1,0 +1,142 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+
+# %% [markdown]
+# # Steering: adding, subtracting and scaling prompts
+#
+# *If a prompt is a tensor, what does arithmetic on it do?* A head of linear attention reads
+#
+# $$z_i = \frac{\phi(q_i)^T (A_i + b_{KV})}{\phi(q_i)^T (D_i + b_D)}$$
+#
+# so the bias enters as a sum, above and below the line. `c * bias` makes the prompt weigh as much as c copies of what it stored, and
+# `a + b` holds what both stored. Only the sums are linear: the prompts were read apart, so the second has not seen the first. How
+# much that matters is a question for a measurement.
+
+# %%
+import matplotlib.pyplot as plt
+import pandas as pd
+import torch
+
+from kvlens import HookedKVTransformer, convert_prompt
+
+torch.set_grad_enabled(False)
+model = HookedKVTransformer.from_zoo("docs-linear")
+
+prompts = {
+    "frobnicator": "class Frobnicator: A frobnicator holds a list of widgets. The frobnicator sorts its widgets by colour.",
+    "gizmo": "def quux(gizmo, threshold): Quux a gizmo. If the gizmo exceeds the threshold, a GizmoError is raised.",
+}
+texts = {
+    "frobnicator": " The frobnicator sorts its widgets by colour. The frobnicator holds a list of widgets.",
+    "gizmo": " If the gizmo exceeds the threshold, a GizmoError is raised. Quux a gizmo.",
+}
+f, g = (convert_prompt(model, prompt) for prompt in prompts.values())
+nothing = f.zero_like()
+
+
+def losses(bias):
+    """Mean loss of each text in nats, with the bias attached."""
+    with model.kv_bias(bias):
+        return {name: float(model(text, return_type="loss", prepend_bos=False)) for name, text in texts.items()}
+
+
+# %% [markdown]
+# ## Adding
+#
+# Two made-up documents, and a text about each. The table holds the mean loss of the text (columns) under a bias (rows); *f, then g*
+# is the real thing, the second prompt converted on top of the first.
+
+# %%
+both = convert_prompt(model, prompts["gizmo"], initial=f)
+table = pd.DataFrame({name: losses(b) for name, b in {"nothing": nothing, "f": f, "g": g, "f + g": f + g, "f, then g": both}.items()}).T
+table.round(2)
+
+# %% [markdown]
+# Each prompt helps its own text most. The sum helps both, though each less than alone: the two share one normaliser. And it comes
+# within half a nat of having read both.
+
+# %%
+gain = table.loc["nothing"] - table
+assert gain.loc["f", "frobnicator"] > gain.loc["g", "frobnicator"] + 0.5 and gain.loc["g", "gizmo"] > gain.loc["f", "gizmo"] + 0.5
+assert (gain.loc["f + g"] > 1).all()
+assert gain.loc["f + g", "frobnicator"] < gain.loc["f", "frobnicator"] and gain.loc["f + g", "gizmo"] < gain.loc["g", "gizmo"]
+assert (gain.loc["f + g"] - gain.loc["f, then g"]).abs().max() < 0.5
+gain.round(2)
+
+# %% [markdown]
+# ## Subtracting
+#
+# What was added can be taken away again: `f + g - f` is `g` up to rounding. The boundary (the last raw keys and values, which KV
+# shift and the sums keep apart) goes by a rule: a sum reads "a, then b" and ends as b ended, a difference ends as its left side did.
+
+# %%
+back = f + g - f
+error = float((back.b_KV - g.b_KV).norm() / g.b_KV.norm())
+assert error < 1e-6 and abs(losses(back)["gizmo"] - losses(g)["gizmo"]) < 1e-4
+print(f"relative error of f + g - f against g: {error:.1e}")
+
+# %% [markdown]
+# Taking away what is *not* there is another matter: it turns the knowledge of the prompt against its text, and makes it less likely
+# than no prompt at all.
+
+# %%
+against = losses(-1 * f)["frobnicator"]
+assert against > table.loc["nothing", "frobnicator"] + 0.5
+print(f"with -f: {against:.2f} nats, with nothing: {table.loc['nothing', 'frobnicator']:.2f}")
+
+# %% [markdown]
+# ## Scaling
+#
+# A knob that lets the prompt weigh less or more than itself. The dashed lines are the losses without any prompt.
+
+# %%
+scales = [0.05, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 3]
+knob = pd.DataFrame([losses(c * f) for c in scales], index=pd.Index(scales, name="c"))
+figure, axes = plt.subplots(figsize=(6, 3.2), layout="constrained")
+for name, column in knob.items():
+    (line,) = axes.plot(column, marker=".", label=f"text about the {name}")
+    axes.axhline(table.loc["nothing", name], color=line.get_color(), linestyle="--", linewidth=0.8)
+axes.set(xlabel="c, in c x f", ylabel="loss, nats", xscale="log", xticks=scales, xticklabels=scales)
+axes.legend();
+
+# %% [markdown]
+# Its own text gains all the way, quickly at first and little beyond 1: the share of the bias in a head's output can only go
+# towards 1. The other text is best served by a *quarter* of the prompt, a hint that this is documentation; the more the prompt
+# weighs, the more it gets in the way.
+
+# %%
+own, other = knob["frobnicator"], knob["gizmo"]
+assert own.loc[:2].is_monotonic_decreasing
+assert own.loc[0.25] - own.loc[1] > 3 * (own.loc[1] - own.loc[2])
+assert 0.1 <= other.idxmin() <= 0.5 and other.loc[0.5:].is_monotonic_increasing
+knob.round(2)
+
+# %% [markdown]
+# ## Where it sits
+#
+# `select` keeps the bias of some layers or heads and zeroes the rest. Here each layer forgets the prompt in turn.
+
+# %%
+layers = range(model.cfg.n_layers)
+without = pd.Series({layer: losses(f.select(layers=[other for other in layers if other != layer]))["frobnicator"] for layer in layers})
+lost = without - table.loc["f", "frobnicator"]
+figure, axes = plt.subplots(figsize=(5, 2.6), layout="constrained")
+axes.bar(lost.index.astype(str), lost)
+axes.axhline(gain.loc["f", "frobnicator"], color="grey", linewidth=0.8)
+axes.set(xlabel="the layer that forgets", ylabel="nats lost");
+
+# %% [markdown]
+# Every layer is needed, and the losses do not add up to what the prompt gave (the grey line): layers read what earlier ones wrote.
+# Notebook 02 asks which heads hold what.
+
+# %%
+assert (lost > 0.1).all() and abs(lost.sum() - gain.loc["f", "frobnicator"]) > 0.3
+lost.round(2).to_dict()

@@ -1,0 +1,175 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # One layer that copies: KV shift and induction
+#
+# *Can a single layer of attention be an induction head?* Having seen "... A B ... A", an induction head answers B. A plain layer
+# cannot: its query must find the token **after** an earlier A, and that token's key knows nothing of what stood before it. Two
+# layers can: the first writes "I come after A" into the token, the second looks for it.
+#
+# KV shift (KVSA: Xu, Cheng, Wang, Chen 2024) gives each head two numbers for its keys and two for its values:
+#
+# $$\hat k_i = \alpha_1 k_i + \alpha_2 k_{i-1} \qquad\qquad \hat v_i = \beta_1 v_i + \beta_2 v_{i-1}$$
+#
+# With $\alpha = (0, 1)$ a token answers to the name of its predecessor, and with $\beta = (1, 0)$ it gives its own content: an
+# induction head in one layer. Nobody sets these numbers by hand. Let us watch them being learned.
+
+# %%
+import matplotlib.pyplot as plt
+import torch
+
+from analyses import induction_heads
+from kvlens import HookedKVTransformer
+from kvlens.ops.induction import landscape_loss
+from kvlens.ops.kv_shift import effective_pattern
+from kvlens.tasks import make_task
+from kvlens.training import build_model, train
+
+# %% [markdown]
+# ## Train one layer
+#
+# The task: a block of random tokens, drawn anew for every sequence, said again and again. What follows can only be known by
+# looking it up. `watch` keeps the shift coefficients at every evaluation.
+
+# %%
+task = make_task("induction", vocab_size=128, length=48)
+size = {"n_layers": 1, "d_model": 64, "d_head": 16, "attn_only": True}
+settings = dict(steps=120, batch_size=64, learning_rate=5e-3, eval_every=5, progress=False)
+
+shifted = build_model(task, {**size, "kv_shift": True})
+learned = train(shifted, task, **settings, watch="shift_coef")
+plain = train(build_model(task, size), task, **settings)
+
+figure, axes = plt.subplots(figsize=(6, 3), layout="constrained")
+for name, result in {"with KV shift": learned, "plain": plain}.items():
+    axes.plot(result.heldout["step"], result.heldout["accuracy"], label=f"one layer, {name}")
+axes.set(xlabel="training step", ylabel="held-out accuracy", ylim=(0, 1.02))
+axes.legend();
+
+# %% [markdown]
+# The shifted layer learns to copy within some fifty steps. The plain one, given the same training, stays near chance: the best it
+# can do is guess among the tokens of the block.
+
+# %%
+accuracy = {name: result.heldout["accuracy"].iloc[-1] for name, result in {"shifted": learned, "plain": plain}.items()}
+assert accuracy["shifted"] > 0.98 and accuracy["plain"] < 0.3
+accuracy
+
+# %% [markdown]
+# ## The way across the landscape
+#
+# For a single head, identity weights and random embeddings the loss is known in closed form (KVSA theorem 3). Below it is drawn
+# over $\alpha_1 - \alpha_2$ (left: the key of the predecessor) and $\beta_1 - \beta_2$ (up: the token's own value). The induction
+# head stands in the upper left corner. On top run the four heads of our model, from their random start (dot) to the end (star).
+
+# %%
+coefficients = learned.watched.assign(
+    kind=learned.watched["parameter"].str.extract("attn.(.)_shift", expand=False),
+    head=learned.watched["index"] // 2,
+    tap=learned.watched["index"] % 2,
+).pivot_table(index=["head", "step"], columns=["kind", "tap"], values="value")
+paths = coefficients.diff(axis=1)[[("k", 1), ("v", 1)]].mul(-1).droplevel(1, axis=1)  # alpha_1 - alpha_2, beta_1 - beta_2
+
+ticks = torch.linspace(-1.2, 1.2, 60, dtype=torch.float64)
+y, x = torch.meshgrid(ticks, ticks, indexing="ij")
+loss = landscape_loss(torch.stack([1 + x, 1 - x], -1) / 2, torch.stack([1 + y, 1 - y], -1) / 2, T=24)
+
+figure, axes = plt.subplots(figsize=(5.5, 4.5), layout="constrained")
+shades = axes.contourf(x, y, loss, levels=20, cmap="Greys")
+figure.colorbar(shades, label="loss of the landscape, nats")
+for head, path in paths.groupby("head"):
+    (line,) = axes.plot(path["k"], path["v"], label=f"head {head}")
+    axes.plot(path["k"].iloc[0], path["v"].iloc[0], "o", color=line.get_color())
+    axes.plot(path["k"].iloc[-1], path["v"].iloc[-1], "*", markersize=12, color=line.get_color())
+axes.set(xlabel=r"$\alpha_1 - \alpha_2$", ylabel=r"$\beta_1 - \beta_2$")
+axes.legend();
+
+# %% [markdown]
+# The heads whose keys end left of zero, and whose values above it, do the work. The others need not move: one induction head is
+# enough.
+
+# %%
+ends = paths.groupby("head").last()
+nearest = ((ends["k"] + 1) ** 2 + (ends["v"] - 1) ** 2).idxmin()
+assert ends.loc[nearest, "k"] < -0.6 and ends.loc[nearest, "v"] > 0.3  # it got to the corner
+assert float(loss[-6:, :6].mean()) < float(loss[:6, -6:].mean())  # and the landscape is lower there than in the one opposite
+ends.assign(nearest_to_the_corner=ends.index == nearest)
+
+# %% [markdown]
+# ## Which head copies?
+#
+# `induction_heads` says random tokens twice and looks where each head attends. Its verdict comes from the pattern, its *role* from
+# the coefficients alone. On this model they agree.
+
+# %%
+table = induction_heads(shifted, n_repeated=20)
+copying = table[table["verdict"] == "induction"]
+assert len(copying) and set(copying["role"]) == {"induction"} and nearest in set(copying["head"])
+table[["layer", "head", "verdict", "role", "prefix_matching_score", "duplicate_token_score_key", "alpha_1", "alpha_2", "beta_1", "beta_2"]].round(2)
+
+# %% [markdown]
+# `prefix_matching_score` is attention to the token *after* the earlier copy. `duplicate_token_score_key` asks whose key drew it:
+# the earlier copy itself. That is the whole trick: matched here, read there.
+#
+# ## Where the raw pattern misleads
+#
+# A pattern weighs *shifted* rows, and each row is a mixture of two tokens. So an attention map no longer says which tokens are
+# read. The pattern carried back to tokens does:
+#
+# $$E_{it} = \beta_1 A_{it} + \beta_2 A_{i,\,t+1}$$
+#
+# `docs-shift`, a small language model that ships with kvlens, has a head with $\beta \approx (-0.3, 1.0)$ in its last layer.
+# What does it read?
+
+# %%
+model = HookedKVTransformer.from_zoo("docs-shift")
+layer, head = 3, 1
+tokens = model.to_tokens("Return a list of the names of all widgets. The names of the widgets are sorted, and the list")
+names = [f"blocks.{layer}.attn.hook_{name}" for name in ("pattern", "v_shift_coef")]
+with torch.no_grad():
+    _, cache = model.run_with_cache(tokens, names_filter=names)
+raw, beta = (cache[name] for name in names)
+read = effective_pattern(raw, beta)[0, head]
+raw = raw[0, head]
+
+figure, axes = plt.subplots(1, 2, figsize=(9, 4), layout="constrained", sharey=True)
+for panel, pattern, title in zip(axes, (raw, read), ("raw pattern", "tokens read"), strict=True):
+    image = panel.imshow(pattern, cmap="RdBu", vmin=-1, vmax=1)
+    panel.set(title=f"layer {layer}, head {head}: {title}", xlabel="token looked at")
+axes[0].set_ylabel("token that looks")
+figure.colorbar(image, ax=axes, label="weight");
+
+# %% [markdown]
+# The raw pattern lies on the diagonal: "each token looks at itself". In truth it reads the token *before*, and takes a little of
+# its own content away.
+
+
+# %%
+def mean_at_lag(pattern, lag):
+    return float(pattern.diagonal(-lag)[1:].mean())
+
+
+looks = {lag: mean_at_lag(raw, lag) for lag in (0, 1)}
+reads = {lag: mean_at_lag(read, lag) for lag in (0, 1)}
+assert looks[0] > 2 * looks[1]  # raw: itself
+assert reads[1] > 0.2 > reads[0]  # effective: the one before
+{"raw, at lag": looks, "read, at lag": reads}
+
+# %% [markdown]
+# Every score of `induction_heads` comes three times for that reason: of the raw pattern, of what is read (`_value`), and of what
+# drew the attention (`_key`).
+
+# %%
+row = induction_heads(model).set_index(["layer", "head"]).loc[(layer, head)]
+assert row["previous_token_score_value"] > 3 * row["previous_token_score"]
+row[["verdict", "role", "previous_token_score", "previous_token_score_value", "previous_token_score_key"]]
