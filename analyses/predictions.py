@@ -12,15 +12,22 @@ from kvlens import HookedKVTransformer, KVBias
 def text_logits(
     model: HookedKVTransformer, before: Int[Tensor, " before_pos"] | None, text: Int[Tensor, " pos"]
 ) -> Float[Tensor, "pos d_vocab"]:
-    """Logits at the places of ``text`` when ``before`` stands in front of it; no other place is unembedded."""
+    """Logits at the places of ``text`` when ``before`` stands in front of it; no other place is unembedded.
+
+    With linear attention ``before`` is read in segments, into a state: its length costs no memory.
+    """
+    if before is not None and len(before) and model.cfg.attention == "linear" and model.cfg.attention_variant is None:
+        cache = model.empty_cache()
+        # a pad token that was typed is a token, not padding
+        model(before[None], return_type=None, attention_mask=torch.ones_like(before[None]), past_kv_cache=cache)
+        return model(text[None], attention_mask=torch.ones_like(text[None]), past_kv_cache=cache)[0]
     tokens = (text if before is None else torch.cat([before, text]))[None]
 
     def keep_text(resid: Tensor, hook: Any) -> Tensor:
         return resid[:, -len(text) :]
 
     last = f"blocks.{model.cfg.n_layers - 1}.hook_resid_post"
-    mask = torch.ones_like(tokens)  # a pad token that was typed is a token, not padding
-    return model.run_with_hooks(tokens, attention_mask=mask, fwd_hooks=[(last, keep_text)])[0]
+    return model.run_with_hooks(tokens, attention_mask=torch.ones_like(tokens), fwd_hooks=[(last, keep_text)])[0]
 
 
 def converted_logits(model: HookedKVTransformer, bias: KVBias, text: Int[Tensor, " pos"]) -> Float[Tensor, "pos d_vocab"]:

@@ -19,6 +19,7 @@ def test_the_models_ship_in_less_than_30_megabytes():
         "bigram-linear",
         "docs-linear",
         "docs-shift",
+        "facts-gpt2",
         "facts-linear",
         "induction-plain-2l",
         "induction-shift-1l",

@@ -30,12 +30,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from analyses.bias.carrying import carried_bias
 from analyses.declaration import Analysis, Columns
 from analyses.inputs import PROMPT, needs_linear_attention, tokens_field
 from analyses.predictions import converted_logits, kl_divergence, log_probabilities, next_token_losses
 from analyses.sequences import TextTokens, one_sequence, prompt_sequence
-from kvlens import HookedKVTransformer, KVBias, KVLensError, combine, convert_prompt
+from kvlens import HookedKVTransformer, KVBias, KVLensError, carry_bias, combine, convert_prompt
 
 FirstTokens = str | Int[Tensor, "*one first_pos"]
 SecondTokens = str | Int[Tensor, "*one second_pos"]
@@ -267,7 +266,7 @@ class _Pair(NamedTuple):
 
 
 def _convert_pair(model: HookedKVTransformer, first_tokens: FirstTokens, second_tokens: SecondTokens) -> _Pair:
-    """Four passes: each prompt alone, the second on top of the first and aligned; and one for the carried bias."""
+    """Four passes: each prompt alone, the second on top of the first and aligned; the carried bias needs none."""
     if model.attached_kv_bias is not None:
         raise KVLensError("circuits: a bias is attached, and every prompt would be converted on top of it; detach it first")
     needs_linear_attention("circuits")(model)
@@ -275,7 +274,7 @@ def _convert_pair(model: HookedKVTransformer, first_tokens: FirstTokens, second_
     first, second = convert_prompt(model, one), convert_prompt(model, two)
     whole = convert_prompt(model, two, initial=first)
     aligned = convert_prompt(model, two, initial=0.0 * first)  # keeps the boundary and the offset
-    carried = carried_bias(model, first, two)
+    carried = carry_bias(model, first, len(two))
     sums = {
         name: _as_if_after_both(combine(a, b, boundary="last"), whole)
         for name, a, b in zip(SUMS, (first, carried), (second, aligned), strict=True)

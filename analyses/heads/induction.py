@@ -5,10 +5,9 @@ by where it looks (:mod:`analyses.heads.lags`), by what it does with what it fin
 what is lost without it (ablation), and by how it came to look there: the earlier head that its keys read most, or, in a model
 with KV shift, its own coefficients (:mod:`analyses.heads.shift_roles`), which can make an induction head in one layer.
 
-The verdict goes by what the head *reads*: the kind whose value-side score, as a share of all attention, is the largest, if it
-reaches the threshold. That share is |score| / (mass sum_s |beta_s|): for softmax without a shift it is the score itself, and
-no rescaling of beta against W_V, or of a linear attention's pattern, changes it. A verdict says nothing of copying: a head
-that finds the right token and lowers its logit has the verdict ``induction`` and a negative ``copying_score``.
+The verdict goes by what the head *reads*, on the strongest stretch of places, against chance
+(:mod:`analyses.heads.verdicts`). It says nothing of copying: a head that finds the right token and lowers its logit has the
+verdict ``induction`` and a negative ``copying_score``.
 
 Source: Olsson et al. 2022; Elhage et al. 2021; KVSA sec. 3, table 4.
 """
@@ -22,28 +21,30 @@ from torch import Tensor
 
 from analyses.declaration import Analysis, Columns, Option
 from analyses.heads.ablation import AblationEffect, Progress, Start, resampling_ablation
-from analyses.heads.lags import KINDS, PatternScores
+from analyses.heads.lags import KINDS
 from analyses.heads.measures import HeadMeasures, measure_heads
-from analyses.heads.repeated_tokens import draw_piece, repeat_tokens
-from analyses.heads.shift_roles import ShiftTaps, displacement, roles
+from analyses.heads.repeated_tokens import draw_piece, longest_repeat, repeat_tokens
+from analyses.heads.shift_roles import displacement, roles
+from analyses.heads.verdicts import RATIO, THRESHOLD, Verdict, judge_heads
 from analyses.heads.weights import composition_scores, copying_scores, head_weights
 from analyses.inputs import tokens_field
+from analyses.sequences import one_sequence
 from kvlens import HookedKVTransformer, KVLensError
 
-VERDICTS = dict(zip(KINDS, ("induction", "previous token", "duplicate token"), strict=True))
-NO_VERDICT = "none"
-THRESHOLD = 0.4
-"""Share of a head's attention that names it: what the field's exercises on small attention-only models use."""
-
+DEFAULT_LENGTH = 50
 _LOOKS = {
     "prefix_matching": "from the second copy to what followed the token's first copy",
     "previous_token": "to the place before",
     "duplicate_token": "from the second copy to the token's first copy",
+    "current_token": "to the place itself",
 }
 COLUMNS = Columns(
     layer=("int64", "from 0"),
     head=("int64", "query head"),
-    verdict=("str", '"induction", "previous token", "duplicate token", or "none"'),
+    verdict=("str", '"induction", "previous token", "duplicate token", "current token", or "none"'),
+    stretch_share=("float64", "of what the head reads on its strongest stretch of places, the part that the verdict speaks of"),
+    stretch_ratio=("float64", 'how many times what uniform attention would give there; of the strongest kind for "none"'),
+    stretch_start=("int64", "first place of that stretch, BOS counted"),
     threshold=("float64", "of the verdict, as given"),
     role=("str", 'by its shift coefficients: "plain", "induction", "predecessor", "delayed"'),
     **{f"{kind}_score": ("float64", f"mean attention {_LOOKS[kind]}") for kind in KINDS},
@@ -74,11 +75,12 @@ def induction_heads(
     model: HookedKVTransformer,
     *,
     n_sequences: int = 10,
-    n_repeated: int = 50,
+    n_repeated: int | None = None,
     seed: int = 0,
-    tokens: Int[Tensor, "batch piece"] | None = None,
+    tokens: str | Int[Tensor, "*batch piece"] | None = None,
     prepend_bos: bool | None = None,
     threshold: float = THRESHOLD,
+    ratio: float = RATIO,
     ablations: bool = False,
     batch_size: int | None = None,
     on_start: Start | None = None,
@@ -89,11 +91,13 @@ def induction_heads(
     Args:
         model: causal, one vocabulary for input and output; a bias that is attached stays attached.
         n_sequences: how many random sequences.
-        n_repeated: length of the piece that is said twice.
+        n_repeated: length of the piece that is said twice; None takes 50, or what ``n_ctx`` has room for.
         seed: of the random tokens, and of those that ablations resample from.
-        tokens: pieces of your own, without BOS, in place of random ones; they are said twice.
+        tokens: pieces of your own, without BOS, in place of random ones: a string, [piece] or [batch, piece]; they are said
+            twice.
         prepend_bos: None puts a BOS in front where the model is used to one.
-        threshold: share of attention from which on a head is named.
+        threshold: share of what a head reads from which on it is named, on its strongest stretch.
+        ratio: how many times that must be what uniform attention would give; see :mod:`analyses.heads.verdicts`.
         ablations: also replace each head's output by that on other random tokens (n_layers x n_heads x n_sequences runs).
         batch_size: rows a forward pass of the ablations; None goes by memory.
         on_start: called with the number of ablations before they start.
@@ -110,15 +114,20 @@ def induction_heads(
     check_model(model)
     if not 0 < threshold <= 1:
         raise KVLensError(f"induction_heads: threshold must lie in (0, 1], got {threshold}")
+    if not 0 < ratio < float("inf"):
+        raise KVLensError(f"induction_heads: ratio must be above 0, got {ratio}")
     generator = torch.Generator().manual_seed(seed)
-    piece = draw_piece(model, n_sequences, n_repeated, generator) if tokens is None else _pieces(tokens)
+    if tokens is None:
+        n_repeated = longest_repeat(model, prepend_bos, DEFAULT_LENGTH) if n_repeated is None else n_repeated
+    piece = draw_piece(model, n_sequences, n_repeated or 0, generator) if tokens is None else _pieces(model, tokens)
     repeated = repeat_tokens(model, piece, prepend_bos)
     measured = measure_heads(model, repeated)
     effect = None
     if ablations:
         donors = repeat_tokens(model, draw_piece(model, piece.shape[0], piece.shape[1], generator), prepend_bos)
         effect = resampling_ablation(model, repeated, donors, batch_size=batch_size, on_start=on_start, on_progress=on_progress)
-    return _frame(model, measured, effect, threshold)
+    verdicts = judge_heads(measured.scores, measured.taps, repeated, threshold=threshold, ratio=ratio)
+    return _frame(model, measured, effect, [verdict for layer in verdicts for verdict in layer], threshold)
 
 
 def check_model(model: HookedKVTransformer) -> None:
@@ -132,22 +141,33 @@ def check_model(model: HookedKVTransformer) -> None:
         )
 
 
-def _pieces(tokens: Tensor) -> Tensor:
+def _pieces(model: HookedKVTransformer, tokens: Any) -> Tensor:
+    if isinstance(tokens, str) or (isinstance(tokens, Tensor) and tokens.dim() == 1):
+        return one_sequence(model, "induction_heads: tokens", tokens)[None]
     if not isinstance(tokens, Tensor) or tokens.dim() != 2 or not tokens.numel():
         came = f"shape {list(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
         raise KVLensError(f"induction_heads: tokens: expected a tensor of token ids [batch, piece], got {came}")
     return tokens
 
 
-def _frame(model: HookedKVTransformer, measured: HeadMeasures, effect: AblationEffect | None, threshold: float) -> pd.DataFrame:
+def _frame(
+    model: HookedKVTransformer,
+    measured: HeadMeasures,
+    effect: AblationEffect | None,
+    verdicts: list[Verdict],
+    threshold: float,
+) -> pd.DataFrame:
     n_layers, n_heads, scores = model.cfg.n_layers, model.cfg.n_heads, measured.scores
     weights = [head_weights(model, layer) for layer in range(n_layers)]
     unknown = torch.full((n_layers, n_heads), torch.nan)
     columns: dict[str, Any] = {
         "layer": torch.arange(n_layers).repeat_interleave(n_heads),
         "head": torch.arange(n_heads).repeat(n_layers),
-        "verdict": _verdicts(scores, measured.taps, threshold),
-        "threshold": torch.full((n_layers, n_heads), threshold, dtype=torch.float64),
+        "verdict": [verdict.name for verdict in verdicts],
+        "stretch_share": [verdict.share for verdict in verdicts],
+        "stretch_ratio": [verdict.ratio for verdict in verdicts],
+        "stretch_start": [verdict.start for verdict in verdicts],
+        "threshold": threshold,
         "role": [role for taps in measured.taps for role in roles(taps)],
         "copying_score": copying_scores(model, weights),
         "logit_attribution": measured.attribution,
@@ -162,14 +182,6 @@ def _frame(model: HookedKVTransformer, measured: HeadMeasures, effect: AblationE
         columns |= {f"{name}_1": by_lag[..., 0], f"{name}_2": by_lag[..., 1]}
     columns |= _strongest_k_composition(composition_scores(weights, "K"))
     return COLUMNS.frame(columns)
-
-
-def _verdicts(scores: PatternScores, taps: list[ShiftTaps], threshold: float) -> list[str]:
-    total = torch.stack([t.v.abs().sum(dim=1) for t in taps])[:, None]  # [layer, 1, head]
-    share = (scores.value_side.abs() / (scores.mass * total)).nan_to_num()  # a head that looks nowhere is none
-    largest, kind = (x.flatten().tolist() for x in share.max(dim=1))
-    names = [VERDICTS[name] for name in KINDS]
-    return [names[k] if x >= threshold else NO_VERDICT for x, k in zip(largest, kind, strict=True)]
 
 
 def _strongest_k_composition(scores: Tensor) -> dict[str, Any]:
@@ -192,10 +204,11 @@ def _of_prompt_said_twice(
     n_random: int = 0,
     seed: int = 0,
     threshold: float = THRESHOLD,
+    ratio: float = RATIO,
     ablations: bool = False,
 ) -> pd.DataFrame:
     """:func:`induction_heads` of a prompt, or of ``n_random`` sequences of random tokens that are as long."""
-    common: dict[str, Any] = dict(seed=seed, threshold=threshold, ablations=ablations)
+    common: dict[str, Any] = dict(seed=seed, threshold=threshold, ratio=ratio, ablations=ablations)
     if n_random:
         return induction_heads(model, n_sequences=n_random, n_repeated=len(piece), **common)
     return induction_heads(model, tokens=piece[None], **common)
@@ -214,7 +227,8 @@ INDUCTION_HEADS = Analysis(
     options={
         "n_random": Option("use this many sequences of random tokens, as long as the prompt; 0 repeats the prompt itself"),
         "seed": Option("of random tokens"),
-        "threshold": Option("share of attention from which on a head is named"),
+        "threshold": Option("share of what a head reads from which on it is named, on its strongest stretch"),
+        "ratio": Option("how many times that must be what uniform attention would give"),
         "ablations": Option("also measure the effect of resampling each head's output"),
     },
     check_model=check_model,

@@ -1,6 +1,6 @@
 """Where a head looks on repeated tokens, as numbers: mean attention at the lags that name a kind of head.
 
-On a text of N tokens said twice (:mod:`analyses.heads.repeated_tokens`) three kinds of head attend at one lag each:
+On a text of N tokens said twice (:mod:`analyses.heads.repeated_tokens`) four kinds of head attend at one lag each:
 
     ================ ================ ===============================
     kind             query i looks at mean over
@@ -8,6 +8,7 @@ On a text of N tokens said twice (:mod:`analyses.heads.repeated_tokens`) three k
     prefix_matching  i - N + 1        the N places of the second copy
     previous_token   i - 1            all places but the first
     duplicate_token  i - N            the N places of the second copy
+    current_token    i                all places but the first
     ================ ================ ===============================
 
 With a KV shift the raw pattern A says at which *shifted* row a head looks, which is a mixture of tokens. Two more views say
@@ -30,19 +31,33 @@ from torch import Tensor
 from analyses.heads.repeated_tokens import RepeatedTokens
 from analyses.heads.shift_roles import ShiftTaps
 
-KINDS = ("prefix_matching", "previous_token", "duplicate_token")
+KINDS = ("prefix_matching", "previous_token", "duplicate_token", "current_token")
 
 
 class PatternScores(NamedTuple):
-    """Scores of heads, of one layer or of all, in the order of :data:`KINDS`.
+    """Scores of heads, of one layer or of all, in the order of :data:`KINDS`, and the same place by place.
 
-    ``mass`` is the mean sum of absolute attention of the scored queries: 1 for softmax.
+    ``mass`` is the mean sum of absolute attention of the scored queries: 1 for softmax. Place by place, a query whose lag
+    reaches before the text has the value 0.
     """
 
     raw: Float[Tensor, "*layer kind head"]
     value_side: Float[Tensor, "*layer kind head"]
     key_side: Float[Tensor, "*layer kind head"]
     mass: Float[Tensor, "*layer kind head"]
+    value_by_place: Float[Tensor, "*layer kind head pos"]
+    mass_by_place: Float[Tensor, "*layer head pos"]
+
+
+def lags_and_queries(repeated: RepeatedTokens) -> dict[str, tuple[int, int]]:
+    """kind -> its lag and the first query that is scored."""
+    n = repeated.n_repeated
+    return {
+        "prefix_matching": (n - 1, repeated.second),
+        "previous_token": (1, 1),
+        "duplicate_token": (n, repeated.second),
+        "current_token": (0, 1),
+    }
 
 
 def pattern_scores(pattern: Float[Tensor, "batch head query key"], repeated: RepeatedTokens, taps: ShiftTaps) -> PatternScores:
@@ -53,25 +68,22 @@ def pattern_scores(pattern: Float[Tensor, "batch head query key"], repeated: Rep
         repeated: the text.
         taps: the shift coefficients as used.
     """
-    n = repeated.n_repeated
-    lags_and_queries = {
-        "prefix_matching": (n - 1, repeated.second),
-        "previous_token": (1, 1),
-        "duplicate_token": (n, repeated.second),
-    }
-    absolute = pattern.abs().sum(dim=-1).to(taps.v.dtype)  # [batch, head, query]
+    mass = pattern.abs().sum(dim=-1).mean(dim=0).to(taps.v.dtype)  # [head, query]
     rows: list[tuple[Tensor, ...]] = []
-    for lag, first in (lags_and_queries[kind] for kind in KINDS):
-        at = torch.stack([_mean_at_lag(pattern, lag - s, first) for s in range(taps.v.shape[1])], dim=-1).to(taps.v.dtype)
-        mass = absolute[:, :, first:].mean(dim=(0, 2))
-        rows.append((at[:, 0], (at * taps.v).sum(dim=-1), (at * taps.k).sum(dim=-1), mass))
-    return PatternScores(*(torch.stack(column) for column in zip(*rows, strict=True)))
+    for lag, first in lags_and_queries(repeated).values():
+        at = torch.stack([_at_lag(pattern, lag - s) for s in range(taps.v.shape[1])], dim=-1).to(taps.v.dtype)
+        value = torch.einsum("hqs,hs->hq", at, taps.v)
+        key = torch.einsum("hqs,hs->hq", at, taps.k)
+        means = [x[:, first:].mean(dim=1) for x in (at[..., 0], value, key, mass)]
+        rows.append((*means, value))
+    raw, value_side, key_side, mean_mass, by_place = (torch.stack(column) for column in zip(*rows, strict=True))
+    return PatternScores(raw, value_side, key_side, mean_mass, by_place, mass)
 
 
-def _mean_at_lag(pattern: Tensor, lag: int, first_query: int) -> Float[Tensor, " head"]:
-    """Mean of A[i, i - lag] over the queries i >= ``first_query``; what lies before the text or ahead of i counts as 0."""
-    n_queries = pattern.shape[-1] - first_query
-    if lag < 0 or n_queries < 1:
-        return pattern.new_zeros(pattern.shape[1])
-    diagonal = pattern.diagonal(offset=-lag, dim1=-2, dim2=-1)  # its entry t belongs to query t + lag
-    return diagonal[..., max(first_query - lag, 0) :].sum(dim=-1).mean(dim=0) / n_queries
+def _at_lag(pattern: Tensor, lag: int) -> Float[Tensor, "head query"]:
+    """A[i, i - lag] of every query i, mean over the batch; what lies before the text or ahead of i counts as 0."""
+    n_heads, n_queries = pattern.shape[1:3]
+    if not 0 <= lag < n_queries:
+        return pattern.new_zeros(n_heads, n_queries)
+    diagonal = pattern.diagonal(offset=-lag, dim1=-2, dim2=-1).mean(dim=0)  # its entry t belongs to query t + lag
+    return torch.nn.functional.pad(diagonal, (lag, 0))

@@ -72,6 +72,11 @@ def repeat_tokens(model: HookedKVTransformer, piece: Int[Tensor, "batch piece"],
     return RepeatedTokens(torch.cat([front, piece, piece], dim=1), n_repeated)
 
 
+def longest_repeat(model: HookedKVTransformer, prepend_bos: bool | None, most: int) -> int:
+    """How long a piece should be so that two of it lie within ``n_ctx``, what the model is used to; at most ``most``."""
+    return max(2, min(most, (model.cfg.n_ctx - len(_bos(model, prepend_bos))) // 2))
+
+
 def draw_piece(
     model: HookedKVTransformer, n_sequences: int, n_repeated: int, generator: torch.Generator
 ) -> Int[Tensor, "batch piece"]:

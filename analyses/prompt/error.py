@@ -1,7 +1,7 @@
 """How exactly a converted prompt replaces the prompt: the logits on a text, both ways, place by place (ICLCA sec. 4).
 
 Old: the model reads [prompt; text]. New: the model reads the text alone, under the bias that the prompt was converted to.
-The two are equal up to rounding, so that a relative error far above it means that something is broken.
+The two are equal up to rounding. How much that is, the model's own forward pass tells: :mod:`analyses.prompt.rounding`.
 """
 
 import pandas as pd
@@ -10,6 +10,7 @@ import torch
 from analyses.declaration import Analysis, Columns
 from analyses.inputs import PROMPT, TEXT
 from analyses.predictions import converted_logits, text_logits
+from analyses.prompt.rounding import relative_error, rounding_error, rounding_limit
 from analyses.sequences import PromptTokens, TextTokens, prompt_text_bias, token_texts
 from kvlens import HookedKVTransformer, KVBias
 
@@ -21,6 +22,14 @@ COLUMNS = Columns(
     squared_norm=("float64", "||old||^2"),
     max_abs_error=("float64", "the largest difference of one logit"),
     argmax_agrees=("bool", "whether both predict the same next token"),
+    rounding_error=(
+        "float64",
+        "relative error of the unconverted model's own forward pass on these tokens, against float64; the same at every place",
+    ),
+    exact_to_rounding=(
+        "bool",
+        "whether the relative error over all places is at most 4 times that (1e-12 for a float64 model); the same everywhere",
+    ),
 )
 
 
@@ -50,6 +59,7 @@ def conversion_error(
     new = converted_logits(model, bias, text)
     difference, old64 = new.double() - old.double(), old.double()
     squared_error, squared_norm = difference.square().sum(dim=-1), old64.square().sum(dim=-1)
+    rounding = rounding_error(model, prompt, text)
     return COLUMNS.frame(
         {
             "position": range(len(text)),
@@ -58,7 +68,9 @@ def conversion_error(
             "squared_error": squared_error,
             "squared_norm": squared_norm,
             "max_abs_error": difference.abs().amax(dim=-1),
-            "argmax_agrees": (new.argmax(dim=-1) == old.argmax(dim=-1)),
+            "argmax_agrees": new.argmax(dim=-1) == old.argmax(dim=-1),
+            "rounding_error": rounding,
+            "exact_to_rounding": relative_error(new.double(), old64) <= rounding_limit(model, rounding),
         }
     )
 

@@ -70,15 +70,16 @@ class KVBlock(_TakesOver, TransformerBlock):
 def norm(module: Any, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
     """``module(x)``; TransformerLens' LayerNorm in fewer passes over memory where nobody hooks it.
 
-    Without gradients the steps are TransformerLens' own, in place, and the result is the same to the bit; with gradients
-    it is torch's fused layer norm, the same to rounding.
+    Without gradients the steps are TransformerLens' own, in place, and the result is the same to the bit. With gradients, and
+    for the few rows of a decoding step, it is torch's fused layer norm, the same to rounding.
     """
     if type(module) not in (LayerNorm, LayerNormPre) or x.dtype not in (torch.float32, torch.float64):
         return module(x)
     if torch.is_autocast_enabled(x.device.type) or _is_hooked(module, module.hook_scale, module.hook_normalized):
         return module(x)
     weight, shift = getattr(module, "w", None), getattr(module, "b", None)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, shift)):
+    few = x.shape[:-1].numel() <= FEW_ROWS
+    if few or (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, shift))):
         return nn.functional.layer_norm(x, x.shape[-1:], weight, shift, module.eps)
     x = x - x.mean(-1, keepdim=True)
     x /= x.pow(2).mean(-1, keepdim=True).add_(module.eps).sqrt_()

@@ -18,4 +18,5 @@ def project_heads(
         together = rearrange(weight, "head d_model d_head -> (head d_head) d_model")
         return torch.nn.functional.linear(x, together, bias.flatten()).unflatten(-1, bias.shape)
     rows = x.reshape(1, batch * pos, -1).expand(weight.shape[0], -1, -1)
-    return rearrange(torch.baddbmm(bias[:, None], rows, weight), "head (batch pos) d_head -> batch pos head d_head", pos=pos)
+    by_head = torch.baddbmm(bias[:, None], rows, weight)  # [head, batch x pos, d_head]; einops here is a tenth of the time
+    return by_head.transpose(0, 1).reshape(batch, pos, *bias.shape)

@@ -25,6 +25,7 @@ EXPERIMENTS = {
     "conversion-accuracy": "iclca",
     "conversion-error": "iclca",
     "trainable-bias": "iclca",
+    "facts-recall": "iclca",
     "function-classes": "lecture",
     "dual-equivalence": "dual",
     "dual-variants": "dual",

@@ -109,10 +109,11 @@ def segments(
     cache: TransformerLensKeyValueCache | None = None,
     *,
     segment_length: int | None = None,
+    return_type: str | None = "logits",
     stop_at_layer: int | None = None,
     on_progress: Callable[[float], None] | None = None,
-) -> Iterator[Float[Tensor, "batch segment d"]]:
-    """The output of each segment in turn: logits, or the residual stream before ``stop_at_layer``.
+) -> Iterator[Float[Tensor, "batch segment d"] | None]:
+    """The output of each segment in turn: logits, nothing, or the residual stream before ``stop_at_layer``.
 
     Args:
         model: with linear attention.
@@ -121,6 +122,7 @@ def segments(
         cache: what came before, as for a forward pass. When the last segment is done it holds what one pass would leave in
             it; a frozen one stays as it is.
         segment_length: tokens per row and segment; None for :func:`default_segment_length`.
+        return_type: "logits", or None for a pass that is run for what it leaves in ``cache``: nothing is unembedded.
         stop_at_layer: as in TransformerLens; at least one layer must run.
         on_progress: called with the fraction done after each segment.
     """
@@ -131,7 +133,8 @@ def segments(
     working = _SegmentCache.of(model, cache, mask)
     for start in range(0, pos, length):
         here = slice(start, start + length)
-        yield model(tokens[:, here], attention_mask=mask[:, here], past_kv_cache=working, stop_at_layer=stop_at_layer)
+        options: dict[str, Any] = dict(attention_mask=mask[:, here], past_kv_cache=working, stop_at_layer=stop_at_layer)
+        yield model(tokens[:, here], return_type=return_type, **options)
         if on_progress is not None:
             on_progress(min(1.0, (start + length) / pos))
     if cache is not None:
@@ -164,7 +167,10 @@ def forward_in_segments(
     output: Tensor | None = None
     losses: list[Tensor] = []
     last, start = None, 0
-    for part in segments(model, tokens, mask, cache, stop_at_layer=stop_at_layer):
+    needed = None if return_type is None else "logits"
+    for part in segments(model, tokens, mask, cache, return_type=needed, stop_at_layer=stop_at_layer):
+        if part is None:
+            continue
         end = start + part.shape[1]
         if wants_output:
             output = part.new_empty(*tokens.shape, part.shape[-1]) if output is None else output

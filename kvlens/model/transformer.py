@@ -171,6 +171,10 @@ class HookedKVTransformer(HookedTransformer):
             past_kv_cache,
         )
 
+    def empty_cache(self, batch: int = 1) -> TransformerLensKeyValueCache:
+        """A decode cache to pass as ``past_kv_cache``: a pass leaves in it what the text after it needs."""
+        return TransformerLensKeyValueCache.init_cache(self.cfg, self.cfg.device, batch)
+
     def input_to_embed(
         self,
         input: Any,  # noqa: A002

@@ -32,8 +32,6 @@ from kvlens.model import HookedKVTransformer
 from kvlens.report.folder import FORMAT
 
 FORMAT_VERSION = 1
-BROKEN = 0.01
-"""Relative error from which a conversion counts as broken: a lost shift boundary or a wrong position costs this and more."""
 CONDITIONS = ("with_prompt", "converted", "without_prompt")
 
 
@@ -92,7 +90,7 @@ def build_report(
     text_tokens = _tokens_of(model, "text", text, prepend_bos=False)
     _check_lengths(model, len(prompt_tokens), len(text_tokens), new_tokens, temperature)
     tell("converting the prompt", 0.0)
-    bias = convert_prompt(model, prompt_tokens)
+    bias = convert_prompt(model, prompt_tokens, on_progress=lambda x: tell("converting the prompt", 0.05 * x))
     tell("comparing predictions", 0.05)
     errors = conversion_error(model, prompt_tokens, text_tokens, bias=bias)
     if not bool(errors["squared_norm"].map(lambda x: x < float("inf")).all()):
@@ -119,7 +117,7 @@ def build_report(
         "model": _model_facts(model, model_name),
         "prompt": {"text": prompt, "n_tokens": len(prompt_tokens)},
         "text": {"text": text, "n_tokens": len(text_tokens)},
-        "conversion": _conversion_figures(model, errors, len(prompt_tokens) + len(text_tokens)),
+        "conversion": _conversion_figures(errors),
         "prompt_effect": _effect_figures(effect),
         "bias": {
             "n_numbers": bias.num_parameters,
@@ -258,28 +256,14 @@ def _generated_table(model: HookedKVTransformer, generated: dict[str, Tensor]) -
 # --- figures ---------------------------------------------------------------------------------------------------------
 
 
-def _conversion_figures(model: HookedKVTransformer, errors: pd.DataFrame, n_tokens: int) -> dict[str, Any]:
-    relative_error = float((errors["squared_error"].sum() / errors["squared_norm"].sum()) ** 0.5)
-    bound = rounding_bound(model.cfg.n_layers, n_tokens, model.cfg.dtype)
-    telling = bound < BROKEN / 2
+def _conversion_figures(errors: pd.DataFrame) -> dict[str, Any]:
     return {
-        "relative_error": relative_error,
-        "rounding_bound": bound,
-        "exact_to_rounding": (relative_error <= bound) if telling else None,
+        "relative_error": float((errors["squared_error"].sum() / errors["squared_norm"].sum()) ** 0.5),
+        "rounding_error": float(errors["rounding_error"].iloc[0]),
+        "exact_to_rounding": bool(errors["exact_to_rounding"].iloc[0]),
         "max_abs_error": float(errors["max_abs_error"].max()),
         "argmax_agreement": float(errors["argmax_agrees"].mean()),
     }
-
-
-def rounding_bound(n_layers: int, n_tokens: int, dtype: torch.dtype) -> float:
-    """A relative error that rounding alone can reach.
-
-    Each layer sums over at most ``n_tokens`` keys in float32 or better, in another order with and without the prompt
-    (n_tokens eps), and rounds its two additions to the residual stream to the model's dtype (2 eps, both ways: 4 eps).
-    In bfloat16 and float16 this comes near :data:`BROKEN`, and then nothing can be told.
-    """
-    accumulation = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
-    return n_layers * (n_tokens * accumulation + 4 * torch.finfo(dtype).eps)
 
 
 def _effect_figures(effect: pd.DataFrame) -> dict[str, Any]:

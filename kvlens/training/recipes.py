@@ -78,27 +78,37 @@ RECIPES: dict[str, Recipe] = {
             stored_dtype="float16",
         ),
         Recipe(
+            name="docs-gpt2",
+            summary="A small language model of English software documentation with softmax attention, learned positions and "
+            "GPT-2's blocks, for trying approximate conversion on real text. Corpus and tokenizer are those of docs-linear.",
+            task="text",
+            task_settings={**_DOCS, "length": 320},
+            model=dict(n_layers=4, d_model=192, positional_embedding_type="standard", softmax_form="fused"),
+            training={**_DOCS_TRAINING, "batch_size": 24, "learning_rate": 1.5e-3, "max_minutes": 12.0},
+            stored_dtype="float16",
+        ),
+        Recipe(
             name="facts-linear",
-            summary="A linear-attention model that reads a made-up story of two to ten facts and answers questions about "
+            summary="A linear-attention model that reads a made-up story of two to eight facts and answers questions about "
             "it: with the story it is right, with the story converted to a KV bias it is as right, without it it guesses.",
             task="facts",
-            task_settings=dict(max_facts=10, length=144),
-            model=dict(n_layers=2, attention="linear", kv_shift=dict(queries=True, window=4)),
+            task_settings=dict(max_facts=8, length=136),
+            model=dict(n_layers=2, attention="linear", kv_shift=dict(queries=True, window=5)),
             training=dict(
-                steps=2000, batch_size=32, learning_rate=3e-3, weight_decay=0.05, eval_every=100, precision="bfloat16"
+                steps=1700, batch_size=32, learning_rate=3e-3, weight_decay=0.05, eval_every=100, precision="bfloat16"
             ),
             stored_dtype="float16",
         ),
         Recipe(
             name="facts-gpt2",
-            summary="A softmax model with learned positions, GPT-2's blocks and a KV shift over a window of 4, that reads a "
-            "made-up story of two to six facts and answers questions about it. Without the shift the same model comes no "
-            "further in as many steps than any value of the right kind in the story.",
+            summary="A softmax model with learned positions, GPT-2's blocks and a KV shift over a window of 5, that reads a "
+            "made-up story of two to six facts and answers questions about it. Plain models of two and of three layers still "
+            "took any value of the right kind in the story after 900 steps (36 % and 31 % right on four facts).",
             task="facts",
             task_settings=dict(max_facts=6, length=128),
-            model=dict(n_layers=2, positional_embedding_type="standard", kv_shift=dict(queries=True, window=4)),
+            model=dict(n_layers=2, positional_embedding_type="standard", kv_shift=dict(queries=True, window=5)),
             training=dict(
-                steps=1600, batch_size=32, learning_rate=3e-3, weight_decay=0.05, eval_every=100, precision="bfloat16"
+                steps=1100, batch_size=32, learning_rate=3e-3, weight_decay=0.05, eval_every=100, precision="bfloat16"
             ),
             stored_dtype="float16",
         ),

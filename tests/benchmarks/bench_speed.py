@@ -14,11 +14,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
-from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
-from timing import check_close, fastest, verdict
+from timing import CLOCKS, check_close, fastest, verdict
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVShiftConfig, convert_prompt
@@ -205,7 +204,8 @@ def cache(run: Run) -> None:
 def convert(run: Run) -> None:
     """1,000,000 tokens converted on docs-linear, in a process of its own: peak memory, and time per token."""
     short, long = (512, 4096) if run.small else (16384, 1_000_000)
-    command = [sys.executable, __file__, "--convert-here", str(short), str(long), "--threads", str(torch.get_num_threads())]
+    threads = ["--threads", str(torch.get_num_threads()), "--clock", run.clock]
+    command = [sys.executable, __file__, "--convert-here", str(short), str(long), *threads]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     found = json.loads(done.stdout.splitlines()[-1])
     print(f"{long} tokens converted on docs-linear: {found['long'] * 1e6:.4g} us a token, {short}: {found['short'] * 1e6:.4g}")
@@ -213,21 +213,22 @@ def convert(run: Run) -> None:
     print(verdict("peak memory of the process, GiB", found["peak"], 1.0), flush=True)
 
 
-def convert_here(short: int, long: int) -> None:
+def convert_here(short: int, long: int, clock: str) -> None:
     """The work of :func:`convert`; the last line is its figures as JSON."""
     model = HookedKVTransformer.from_zoo("docs-linear").requires_grad_(False)
     tokens = torch.randint(0, model.cfg.d_vocab, (long,), generator=torch.Generator().manual_seed(0))
     whole, in_two = convert_prompt(model, tokens[:2000]), convert_prompt(model, tokens[:1200])
     check_close(convert_prompt(model, tokens[1200:2000], initial=in_two).b_KV, whole.b_KV, 1e-4, "conversion")
     gc.collect()
-    start = perf_counter()
+    now = CLOCKS[clock]
+    start = now()
     convert_prompt(model, tokens)
-    long_time = perf_counter() - start
+    long_time = now() - start
     shorts = []
     for _ in range(3):
-        start = perf_counter()
+        start = now()
         convert_prompt(model, tokens[:short])
-        shorts.append(perf_counter() - start)
+        shorts.append(now() - start)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(json.dumps({"long": long_time / long, "short": min(shorts) / short, "peak": peak}))
 
@@ -256,7 +257,7 @@ def main(argv: list[str] | None = None) -> None:
     torch.set_num_threads(args.threads)
     try:
         if args.convert_here:
-            convert_here(*args.convert_here)
+            convert_here(*args.convert_here, args.clock)
             return
         run = Run(SMALL if args.small else SIZES, 1 if args.small else args.repeats, args.clock, args.small)
         for name in args.only:

@@ -9,10 +9,17 @@ import pytest
 import torch
 from analysis_models import VARIANTS, pencil_model, random_model, tokens
 
-from analyses.bias.carrying import carried_bias
 from analyses.bias.pairs import CIRCUITS, bias_addition, bias_overwriting, bias_similarity, circuits
 from analyses.declaration import Record
-from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVLensError, KVShiftConfig, combine, convert_prompt
+from kvlens import (
+    HookedKVTransformer,
+    HookedKVTransformerConfig,
+    KVLensError,
+    KVShiftConfig,
+    carry_bias,
+    combine,
+    convert_prompt,
+)
 
 FIRST, SECOND, TEXT = tokens(7), tokens(4, seed=2), tokens(5, seed=1)
 ROUNDING = 1e-14  # sums over at most 11 tokens of products of a few features, 2.2e-16 each
@@ -92,7 +99,7 @@ def rotated_back(b_kv, n_tokens, rotary_dim=6, base=10000.0):
 def test_the_carried_bias_decays_and_turns(name):
     model = random_model(**ALL_KINDS[name])
     bias = convert_prompt(model, FIRST)
-    carried = carried_bias(model, bias, SECOND)
+    carried = carry_bias(model, bias, len(SECOND))
     expected = bias.b_KV if model.cfg.decay is None else bias.b_KV * model.cfg.decay_per_head()[:, None, None] ** 4
     if model.cfg.rotates_after:
         expected = rotated_back(expected, 4)
@@ -106,7 +113,7 @@ def test_overwriting_by_its_definition(name):
     frame = bias_overwriting(model, FIRST, SECOND)
     first = convert_prompt(model, FIRST)
     both = convert_prompt(model, torch.cat([FIRST, SECOND])).b_KV.numpy()
-    carried = carried_bias(model, first, SECOND).b_KV.numpy()
+    carried = carry_bias(model, first, len(SECOND)).b_KV.numpy()
     rows = frame.set_index(["layer", "head", "direction"])
     for layer in range(2):
         for head in range(model.cfg.n_heads):

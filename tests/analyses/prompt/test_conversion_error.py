@@ -20,6 +20,8 @@ def test_a_doubled_bias_by_pencil():
             "squared_norm": [0.49, 4.84],
             "max_abs_error": [0.5, 1.0],
             "argmax_agrees": [True, True],
+            "rounding_error": 2.0**-54,
+            "exact_to_rounding": False,
         }
     )
     pd.testing.assert_frame_equal(frame, expected, rtol=1e-14)

@@ -1,0 +1,67 @@
+"""How far a model's own forward pass is from what its weights say: the measure for "exact to rounding".
+
+A conversion that is exact in real numbers sums the same terms in another order, so it may differ from the unconverted model by
+about as much as either of them differs from float64. That error is measured on the same tokens and not bounded: a bound grows
+with the length of the text and soon lies far above what rounding does.
+"""
+
+import copy
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from analyses.predictions import text_logits
+from kvlens import HookedKVTransformer
+
+SAMPLE = 1024
+"""Of a longer sequence, the last so many tokens are run in float64."""
+ALLOWED = 4
+"""Multiples of the forward pass's own error that count as rounding: two passes differ by sqrt(2) of it, give or take two."""
+FLOAT64_LIMIT = 1e-12
+"""For a float64 model there is nothing more exact to compare with."""
+
+
+def rounding_error(model: HookedKVTransformer, prompt: Int[Tensor, " prompt_pos"], text: Int[Tensor, " text_pos"]) -> float:
+    """||logits - logits in float64|| / ||logits in float64|| of the unconverted model over the text's places.
+
+    Args:
+        model: with whatever is attached to it.
+        prompt, text: of more than :data:`SAMPLE` tokens together, the last ones are taken.
+
+    Returns:
+        At least a quarter of the dtype's precision, for models so small that nothing is rounded.
+    """
+    precision = torch.finfo(model.cfg.dtype).eps
+    if model.cfg.dtype == torch.float64:
+        return precision / 4
+    text = text[-SAMPLE:]
+    prompt = prompt[max(0, len(prompt) + len(text) - SAMPLE) :]
+    own = text_logits(model, prompt, text).double()
+    exact = text_logits(_in_float64(model), prompt, text).to(own)
+    return max(relative_error(own, exact), precision / 4)
+
+
+def rounding_limit(model: HookedKVTransformer, error: float) -> float:
+    """The relative error up to which a conversion is exact to rounding.
+
+    Args:
+        model: whose dtype decides.
+        error: of :func:`rounding_error`.
+    """
+    return FLOAT64_LIMIT if model.cfg.dtype == torch.float64 else ALLOWED * error
+
+
+def relative_error(x: Float[Tensor, "pos d_vocab"], reference: Float[Tensor, "pos d_vocab"]) -> float:
+    """||x - reference|| / ||reference|| over everything."""
+    return float((x - reference).norm() / reference.norm())
+
+
+def _in_float64(model: HookedKVTransformer) -> HookedKVTransformer:
+    """A copy with the same weights, hooks and attached bias; the tokenizer is not copied."""
+    attached = model.attached_kv_bias
+    with torch.no_grad():
+        exact = copy.deepcopy(model, {id(model.tokenizer): model.tokenizer, id(attached): attached})
+        exact.cfg.dtype = torch.float64
+        torch.nn.Module.to(exact, dtype=torch.float64)
+    return exact

@@ -1,0 +1,247 @@
+"""``facts-recall``: how many virtual keys per head does a softmax model need to remember a story?
+
+``facts-gpt2`` reads a made-up story and answers questions about it; the story alone says what the answer is. The story becomes
+a KV bias: all its keys (exact), or fewer, chosen and fitted on the model's own continuations of the story, never on the
+questions that are judged. Counted is, of the answers that the model gives right with the story in front, the share that stays
+right:
+
+    share kept = right with the story and with its bias / right with the story        at so many keys per head
+
+Ways to get fewer keys: *greedy* gives keys to the heads where they remove most error, *equal* gives each head as many, *no fit*
+keeps the same keys as they are, without fitted weights and values. *dropped* is no bias at all.
+
+Source: ICLCA sec. 5 and 6.4, for the approximate conversion of softmax attention; the stories, the judged answers and the
+virtual keys are kvlens'.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import pandas as pd
+import torch
+from matplotlib.figure import Figure
+
+from kvlens import zoo
+from kvlens.conversion import convert_prompt
+from kvlens.experiments.shared.judge import JUDGE
+from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
+from kvlens.model import HookedKVTransformer
+from kvlens.tasks.facts import FactsTask, Story, right_after_story, right_with_bias, right_without_story
+
+GREEDY, EQUAL, NO_FIT, EXACT, DROPPED = "greedy", "equal", "no fit", "exact", "dropped"
+FEWER_KEYS: dict[str, dict[str, Any]] = {
+    GREEDY: dict(budget="greedy"),
+    EQUAL: dict(budget="equal"),
+    NO_FIT: dict(budget="equal", fit=False),
+}
+"""What each way passes to :func:`kvlens.convert_prompt` beside the number of keys."""
+AIM, AIM_RATIO = 0.99, 0.25
+"""Share of answers to be kept at this share of the story's keys."""
+
+
+class Way(NamedTuple):
+    """A way to replace the story, and the share of its keys that is kept."""
+
+    name: str
+    ratio: float
+
+
+def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
+    """Convert stories in every way, and ask for what they say."""
+    model = HookedKVTransformer.load(zoo.folder_of(settings["model"])).eval().requires_grad_(False)
+    task = FactsTask(min_facts=settings["n_facts"], max_facts=settings["n_facts"], length=model.cfg.n_ctx)
+    stories = task.stories(settings["n_stories"], torch.Generator().manual_seed(settings["seed"]), "heldout")
+    parts = []
+    for start in range(0, len(stories), settings["batch_size"]):
+        part = stories[start : start + settings["batch_size"]]
+        parts.append(measure(model, part, settings, first_story=start))
+        tell(f"{start + len(part)} of {len(stories)} stories")
+    answers = pd.concat(parts, ignore_index=True)
+    kept = share_kept(answers)
+    return Outcome(
+        tables={"kept": kept, "answers": answers},
+        figure=draw(kept),
+        comparisons=[*compare(kept, answers, chance(stories))],
+        differences=[*_differences(model, settings)],
+    )
+
+
+@torch.no_grad()
+def measure(
+    model: HookedKVTransformer, stories: Sequence[Story], settings: Mapping[str, Any], first_story: int = 0
+) -> pd.DataFrame:
+    """One row per way and question: ``story``, ``question``, ``kind``, ``way``, ``ratio``, ``keys`` (per head, on average),
+    ``right_with_story``, ``is_right``.
+    """
+    asked = [(row, number) for row, story in enumerate(stories) for number, q in enumerate(story.questions) if not q.repeated]
+    shared = {
+        "story": [first_story + row for row, _ in asked],
+        "question": [number for _, number in asked],
+        "kind": [stories[row].questions[number].fact.kind.name for row, number in asked],
+        "right_with_story": right_after_story(model, stories).numpy(),
+    }
+    tokens = torch.tensor([stories[row].n_prompt_tokens for row, _ in asked], dtype=torch.float64)
+    dropped = {"way": DROPPED, "ratio": 0.0, "keys": 0.0, "is_right": right_without_story(model, stories).numpy()}
+    frames = [pd.DataFrame({**shared, **dropped})]
+    for way, options in ways(settings):
+        bias = convert_prompt(model, [story.prompt for story in stories], prepend_bos=True, **options)
+        with model.kv_bias(bias):
+            right = right_with_bias(model, stories)
+        keys = tokens if bias.fit is None else _keys_by_story(bias.fit.n_keys)[[row for row, _ in asked]]
+        frames.append(
+            pd.DataFrame({**shared, "way": way.name, "ratio": way.ratio, "keys": keys.numpy(), "is_right": right.numpy()})
+        )
+    return pd.concat(frames, ignore_index=True)
+
+
+def ways(settings: Mapping[str, Any]) -> Iterator[tuple[Way, dict[str, Any]]]:
+    """Every way that is measured, with the arguments of :func:`kvlens.convert_prompt`."""
+    yield Way(EXACT, 1.0), dict(method="exact")
+    for ratio in settings["ratios"]:
+        for name, options in FEWER_KEYS.items():
+            landmark = dict(method="landmark", ratio=ratio, seed=settings["seed"], **settings["reference"])
+            yield Way(name, ratio), {**landmark, **options}
+
+
+def _keys_by_story(n_keys: torch.Tensor) -> torch.Tensor:
+    """Mean over layers and heads of [layer story kv_head]."""
+    return n_keys.double().mean(dim=(0, 2))
+
+
+def chance(stories: Sequence[Story]) -> float:
+    """How often any value of the right kind in the story is the answer."""
+    shares = [
+        1 / sum(sentence.fact.kind == question.fact.kind for sentence in story.sentences)
+        for story in stories
+        for question in story.questions
+        if not question.repeated
+    ]
+    return sum(shares) / len(shares)
+
+
+def share_kept(answers: pd.DataFrame) -> pd.DataFrame:
+    """By way and ratio: ``keys``, ``n_answers`` (right with the story), ``n_kept`` (of those), ``share_kept``."""
+    right = answers[answers["right_with_story"]]
+    grouped = right.groupby(["way", "ratio"], sort=False)
+    table = grouped.agg(keys=("keys", "mean"), n_answers=("is_right", "size"), n_kept=("is_right", "sum")).reset_index()
+    return table.assign(share_kept=table["n_kept"] / table["n_answers"])
+
+
+def compare(kept: pd.DataFrame, answers: pd.DataFrame, guess: float) -> Iterator[Comparison]:
+    """What should be kept: everything by all keys, nearly everything by a quarter, no more than a guess by none."""
+    told = answers[answers["way"] == EXACT]
+    yield Comparison.stated(
+        f"answers right with the story in front ({told['right_with_story'].sum():,} of {len(told):,})",
+        None,
+        float(told["right_with_story"].mean()),
+        "the model answers from the story",
+    )
+    exact = _row(kept, EXACT, 1.0)
+    yield Comparison(
+        f"of these, kept with every key ({exact['n_kept']:,} of {exact['n_answers']:,})",
+        None,
+        float(exact["share_kept"]),
+        "the exact conversion keeps all",
+        bool(exact["n_kept"] == exact["n_answers"]),
+    )
+    quarter = _row(kept, GREEDY, AIM_RATIO)
+    yield Comparison(
+        f"kept at a quarter of the story's keys ({quarter['n_kept']:,} of {quarter['n_answers']:,})",
+        None,
+        float(quarter["share_kept"]),
+        f"{AIM:.0%} or more",
+        JUDGE.share_above(int(quarter["n_kept"]), int(quarter["n_answers"]), AIM),
+    )
+    gain = _gain_of_fitting(answers)
+    yield Comparison(
+        "kept at a quarter, fitted with greedy budgets less no fit, mean over stories",
+        None,
+        sum(gain) / len(gain),
+        "choosing budgets and fitting keeps more answers",
+        JUDGE.above(gain),
+    )
+    dropped = answers[answers["way"] == DROPPED]
+    yield Comparison(
+        f"right without the story ({dropped['is_right'].sum():,} of {len(dropped):,})",
+        None,
+        float(dropped["is_right"].mean()),
+        f"fewer than any value of the kind in the story would be right, {guess:.3f}",
+        _not(JUDGE.share_above(int(dropped["is_right"].sum()), len(dropped), guess)),
+    )
+
+
+def _gain_of_fitting(answers: pd.DataFrame) -> list[float]:
+    right = answers[answers["right_with_story"] & (answers["ratio"] == AIM_RATIO)]
+    by_story = right.pivot_table(index="story", columns="way", values="is_right", aggfunc="mean").astype(float)
+    return (by_story[GREEDY] - by_story[NO_FIT]).tolist()
+
+
+def _row(kept: pd.DataFrame, way: str, ratio: float) -> pd.Series:
+    return kept[(kept["way"] == way) & (kept["ratio"] == ratio)].iloc[0]
+
+
+def _not(verdict: bool | None) -> bool | None:
+    return None if verdict is None else not verdict
+
+
+def _differences(model: HookedKVTransformer, settings: Mapping[str, Any]) -> Iterator[str]:
+    yield (
+        f"The paper converts GPT-2 with Performer features and reads the error of the logits; here a model of "
+        f"{model.cfg.n_layers} layers answers questions about stories of {settings['n_facts']} facts."
+    )
+    if model.cfg.kv_shift is not None:
+        yield f"The model has a KV shift over a window of {model.cfg.kv_shift.window}, which GPT-2 has not."
+
+
+# --- figure ---
+
+COLOURS = {GREEDY: "#1b7f4b", EQUAL: "#2763a5", NO_FIT: "#d1662a"}
+
+
+def draw(kept: pd.DataFrame) -> Figure:
+    """Share of answers kept against virtual keys per head, a line for each way."""
+    figure = Figure(figsize=(7.2, 4.6), layout="constrained")
+    axes = figure.subplots()
+    ends = {name: _row(kept, name, ratio) for name, ratio in ((EXACT, 1.0), (DROPPED, 0.0))}
+    for way, colour in COLOURS.items():
+        rows = pd.concat([kept[kept["way"] == way], ends[EXACT].to_frame().T]).sort_values("keys")
+        axes.plot(rows["keys"].astype(float), rows["share_kept"].astype(float), marker="o", color=colour, label=way)
+    axes.axhline(ends[DROPPED]["share_kept"], color="#444444", linestyle=":", linewidth=1, label="no bias")
+    axes.axhline(AIM, color="#94a3b8", linestyle="--", linewidth=1, label=f"{AIM:.0%}")
+    axes.set(xlabel="virtual keys per head", ylabel="share of right answers that stay right", xscale="log", ylim=(0, 1.04))
+    axes.set_title("How many keys remember a story", loc="left", fontsize=11)
+    axes.legend(frameon=False, fontsize=9)
+    return figure
+
+
+def _scale(**changes: Any) -> dict[str, Any]:
+    small = dict(
+        model="facts-gpt2",
+        n_facts=4,
+        n_stories=128,
+        batch_size=32,
+        ratios=[0.0625, 0.125, 0.25, 0.5],
+        reference=dict(n_continuations=24, continuation_length=48),
+        seed=0,
+    )
+    return {**small, **changes}
+
+
+EXPERIMENT = Experiment(
+    name="facts-recall",
+    source="ICLCA sec. 5, on answers in place of logits",
+    question="How many virtual keys per head does a softmax model need to remember a story?",
+    run=run,
+    scales={
+        "tiny": _scale(
+            n_stories=4, batch_size=2, ratios=[0.125, 0.25], reference=dict(n_continuations=4, continuation_length=16)
+        ),
+        "small": _scale(),
+        "paper": _scale(n_stories=1024),
+    },
+    cost={
+        "tiny": "a few seconds, with the shipped model",
+        "small": "some minutes on one core, with the shipped model",
+        "paper": "an hour on one core, with the shipped model; more stories",
+    },
+)
