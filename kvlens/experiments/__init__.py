@@ -32,6 +32,7 @@ EXPERIMENTS = {
     "random-features": "dual",
     "dual-layer": "dual",
     "gradient-descent": "dual",
+    "dual-heads": "dual",
 }
 """Name -> the folder that holds the module of that name (with underscores), in the order of the papers."""
 

@@ -1,5 +1,6 @@
 """Every benchmark runs at a small size and checks its answer; what it measures is not looked at."""
 
+import bench_attention_variants
 import bench_conversion_error
 import bench_dual_losses
 import bench_induction_heads
@@ -28,6 +29,11 @@ def test_training_smoke(capsys):
 def test_induction_heads_smoke(capsys):
     bench_induction_heads.main(["--small"])
     assert "induction_heads over the forward pass" in capsys.readouterr().out
+
+
+def test_attention_variants_smoke(capsys):
+    bench_attention_variants.main(["--small"])
+    assert capsys.readouterr().out.count("speed over plain attention") == 7
 
 
 def test_dual_losses_smoke(capsys):

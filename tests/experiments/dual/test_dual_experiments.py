@@ -2,13 +2,16 @@
 
 import math
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
 
-from kvlens.experiments.dual import dual_equivalence, dual_layer, dual_variants, random_features
+from kvlens import HookedKVTransformer
+from kvlens.experiments.dual import dual_equivalence, dual_heads, dual_layer, dual_variants, random_features
 from kvlens.experiments.dual.one_step import after_one_step
 from kvlens.experiments.dual.regression_layer import Variant, draw_layer, draw_sequences, draw_tasks, losses, train_layer
+from kvlens.tasks import make_task
 
 SETTINGS = dict(n_demonstrations=5, batch_size=3, heldout_sequences=4, steps=3, eval_every=3)
 
@@ -108,3 +111,33 @@ def test_more_features_and_other_kinds_are_judged():
     assert float(next(c for c in found if "iid: power" in c.what).ours) == pytest.approx(-1.0)
     assert verdict(found, "orthogonal against iid") is True
     assert verdict(found, "simplex against orthogonal") is False
+
+
+def test_rank_correlations_and_their_chance():
+    a = np.arange(6.0)
+    assert dual_heads.spearman(a, a**3) == pytest.approx(1.0)
+    assert dual_heads.spearman(a, -a) == pytest.approx(-1.0)
+    assert dual_heads.chance_of_pairing(a, a) == pytest.approx(2 / 720)  # only the order and its reverse are as far
+    assert dual_heads.chance_of_pairing(np.arange(4.0), np.arange(4.0)) == pytest.approx(2 / 24)  # four heads tell nothing
+
+
+def test_unrelated_heads_are_called_related_in_one_of_twenty_cases():
+    generator = np.random.default_rng(1)
+    n_called = sum(dual_heads.chance_of_pairing(*generator.normal(size=(2, 6))) <= dual_heads.LEVEL for _ in range(300))
+    assert n_called <= 25  # 15 expected; more than 25 of 300 at one in twenty happens in 0.5 % of cases
+
+
+def test_earlier_occurrences():
+    after = dual_heads._follows_earlier_occurrence(torch.tensor([[7, 3, 7, 5, 7]]))
+    assert after[0].nonzero().tolist() == [[2, 1], [4, 1], [4, 3]]
+
+
+def test_a_head_that_does_nothing_has_no_effect():
+    model = HookedKVTransformer.from_zoo("induction-plain-2l").requires_grad_(False)
+    model.blocks[0].attn.W_O[2] = 0
+    frame = dual_heads.measure_heads(model, make_task("induction", vocab_size=512, length=32).heldout(2))
+    effects = frame.groupby(["layer", "head"])["ablation_effect"].mean()
+    assert effects[0, 2] == 0
+    assert effects.max() > 0.1
+    assert frame.groupby(["layer", "head"])["induction_score"].mean().max() > 0.3
+    assert len(frame) == 2 * 2 * 4 and frame.notna().all().all()

@@ -1,0 +1,212 @@
+"""``dual-heads``: do the heads with a large drop of the dual model's loss do the in-context learning?
+
+DUAL reads every head as a step that lowers a loss, and asks nothing of which heads matter. Here each head of shipped models
+gets, on sequences of a task, at the places that are scored:
+
+- the logarithm of its loss's drop at learning rate 1, the share of its output that the step makes, and how much closer the step
+  brings values and predictions (cosine);
+- what the model loses when the head's output is that of another sequence (resampling ablation);
+- its induction score: attention to the tokens that follow an earlier occurrence of the query's token.
+
+The rank correlation of each dual figure with each of the other two, over the heads of a model, comes with a bootstrap interval
+over sequences and a permutation test over heads: under "which head is which makes no difference" every pairing is equally
+likely, so a verdict at p <= 0.05 is wrong in at most one of twenty cases. Four heads can tell nothing (2 of 24 pairings are as
+extreme as any).
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from kvlens.dual import dual_figures
+from kvlens.experiments.shared.curves import PALETTE
+from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
+from kvlens.model import HookedKVTransformer
+from kvlens.tasks import make_task
+from kvlens.tasks.batch import Batch
+
+DUAL = ("log_loss_drop", "step_share", "cosine_gain")
+OTHERS = ("ablation_effect", "induction_score")
+LEVEL = 0.05
+MOST_COUNTED = 20_000
+
+
+def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
+    """Measure every head of every model, and correlate."""
+    heads = []
+    for name, task in settings["models"].items():
+        model = HookedKVTransformer.from_zoo(name).requires_grad_(False)
+        drawn = make_task(task["name"], **task["settings"]).heldout(settings["n_sequences"])
+        heads.append(measure_heads(model, drawn).assign(model=name))
+        tell(f"{name}: {model.cfg.n_layers * model.cfg.n_heads} heads on {settings['n_sequences']} sequences")
+    by_sequence = pd.concat(heads, ignore_index=True)
+    table = by_sequence.groupby(["model", "layer", "head"], sort=False, as_index=False)[[*DUAL, *OTHERS]].mean()
+    found = correlations(by_sequence, settings["n_bootstrap"])
+    return Outcome(
+        tables={"heads": table, "correlations": found},
+        figure=draw(table),
+        comparisons=compare(found),
+        differences=[
+            "The paper makes no statement on which heads matter; the question is ours.",
+            f"{settings['n_sequences']} sequences a model; figures are means over scored places.",
+        ],
+    )
+
+
+@torch.no_grad()
+def measure_heads(model: HookedKVTransformer, batch: Batch) -> pd.DataFrame:
+    """One row a sequence, layer and head: the dual figures, the ablation's effect and the induction score."""
+    n_layers, n_heads = model.cfg.n_layers, model.cfg.n_heads
+    names = [f"blocks.{layer}.attn.hook_{leaf}" for layer in range(n_layers) for leaf in ("z", "pattern")]
+    logits, cache = model.run_with_cache(batch.inputs, attention_mask=torch.ones_like(batch.inputs), names_filter=names)
+    whole = _scored_losses(logits, batch)
+    effects, scores = torch.zeros(len(batch.inputs), n_layers, n_heads), torch.zeros(len(batch.inputs), n_layers, n_heads)
+    after = _follows_earlier_occurrence(batch.inputs)
+    for layer, head in itertools.product(range(n_layers), range(n_heads)):
+        other = cache[f"blocks.{layer}.attn.hook_z"].roll(1, dims=0)[:, :, head]
+
+        def resample(z: Tensor, hook: Any, other: Tensor = other, head: int = head) -> Tensor:
+            z = z.clone()
+            z[:, :, head] = other
+            return z
+
+        mask = torch.ones_like(batch.inputs)
+        ablated = model.run_with_hooks(batch.inputs, attention_mask=mask, fwd_hooks=[(f"blocks.{layer}.attn.hook_z", resample)])
+        effects[:, layer, head] = _scored_losses(ablated, batch) - whole
+        pattern = cache[f"blocks.{layer}.attn.hook_pattern"][:, head]
+        scores[:, layer, head] = _mean_scored((pattern * after).sum(dim=-1), batch.scored)
+    rows = []
+    for i, tokens in enumerate(batch.inputs):
+        figures = dual_figures(model, tokens)
+        scored = batch.scored[i, 1:].expand_as(figures.step_share)
+        gain = figures.cosine_after - figures.cosine_before
+        for layer, head in itertools.product(range(n_layers), range(n_heads)):
+            at = scored[layer, head]
+            means = [x[layer, head][at].mean() for x in (figures.log_loss_drop, figures.step_share, gain)]
+            values = [*means, effects[i, layer, head], scores[i, layer, head]]
+            rows.append(
+                dict(sequence=i, layer=layer, head=head, **dict(zip((*DUAL, *OTHERS), map(float, values), strict=True)))
+            )
+    return pd.DataFrame(rows)
+
+
+def _scored_losses(logits: Tensor, batch: Batch) -> Float[Tensor, " batch"]:
+    losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2).double(), batch.targets, reduction="none")
+    return _mean_scored(losses, batch.scored)
+
+
+def _mean_scored(x: Tensor, scored: Tensor) -> Float[Tensor, " batch"]:
+    return (x * scored).sum(dim=1) / scored.sum(dim=1)
+
+
+def _follows_earlier_occurrence(tokens: Tensor) -> Float[Tensor, "batch query key"]:
+    """1 where the token before the key is the query's own token, met before the query."""
+    same = tokens[:, :, None] == tokens[:, None, :].roll(1, dims=2)
+    return (same.tril() & (torch.arange(tokens.shape[1]) > 0)).double()
+
+
+def correlations(by_sequence: pd.DataFrame, n_bootstrap: int) -> pd.DataFrame:
+    """Rank correlations over the heads of each model, with an interval over sequences and the permutation test's p."""
+    rows = []
+    for model, of_model in by_sequence.groupby("model", sort=False):
+        cube = of_model.pivot_table(index="sequence", columns=["layer", "head"], values=[*DUAL, *OTHERS])
+        n = len(cube)
+        draws = np.random.default_rng(0).integers(0, n, size=(n_bootstrap, n))
+        for x, y in itertools.product(DUAL, OTHERS):
+            a, b = cube[x].to_numpy(), cube[y].to_numpy()
+            rho = spearman(a.mean(axis=0), b.mean(axis=0))
+            again = [spearman(a[d].mean(axis=0), b[d].mean(axis=0)) for d in draws]
+            low, high = np.nanquantile(again, [0.025, 0.975])
+            p = chance_of_pairing(a.mean(axis=0), b.mean(axis=0))
+            rows.append(dict(model=model, dual=x, other=y, n_heads=a.shape[1], rho=rho, low=low, high=high, p=p))
+    return pd.DataFrame(rows)
+
+
+def spearman(a: Float[np.ndarray, " head"], b: Float[np.ndarray, " head"]) -> float:
+    """Rank correlation; ties share their ranks."""
+    ranks = [pd.Series(x).rank().to_numpy() for x in (a, b)]
+    centred = [r - r.mean() for r in ranks]
+    size = math.sqrt(float((centred[0] ** 2).sum() * (centred[1] ** 2).sum()))
+    return float((centred[0] * centred[1]).sum()) / size if size else math.nan
+
+
+def chance_of_pairing(a: Float[np.ndarray, " head"], b: Float[np.ndarray, " head"]) -> float:
+    """The share of pairings of heads whose rank correlation is at least as far from 0; counted, or drawn where too many."""
+    n, seen = len(a), abs(spearman(a, b))
+    if math.factorial(n) <= MOST_COUNTED:
+        orders = np.array(list(itertools.permutations(range(n))))
+    else:
+        generator = np.random.default_rng(0)
+        orders = np.stack([generator.permutation(n) for _ in range(MOST_COUNTED)])
+        orders[0] = np.arange(n)
+    ra, rb = (pd.Series(x).rank().to_numpy() for x in (a, b))
+    ra, rb = ra - ra.mean(), rb - rb.mean()
+    size = math.sqrt(float((ra**2).sum() * (rb**2).sum()))
+    return float((np.abs(ra[orders] @ rb / size) >= seen - 1e-12).mean()) if size else 1.0
+
+
+def compare(found: pd.DataFrame) -> list[Comparison]:
+    """Each correlation, judged by the permutation test."""
+    comparisons = []
+    for row in found.itertuples():
+        holds = None if not row.p <= LEVEL else bool(row.rho > 0)
+        comparisons.append(
+            Comparison(
+                f"{row.model}: rank correlation of {row.dual} with {row.other} over {row.n_heads} heads "
+                f"(95 % over sequences {row.low:+.2f} to {row.high:+.2f}, p {row.p:.3f})",
+                None,
+                float(row.rho),
+                "heads that step far in their dual model are those that do the in-context learning (our question)",
+                holds,
+            )
+        )
+    return comparisons
+
+
+def draw(table: pd.DataFrame) -> Figure:
+    """Each head of each model: the loss's drop against the ablation's effect and the induction score."""
+    figure = Figure(figsize=(10.4, 4.4), layout="constrained")
+    for axes, y in zip(figure.subplots(1, 2), OTHERS, strict=True):
+        for colour, (model, rows) in zip(itertools.cycle(PALETTE), table.groupby("model", sort=False), strict=False):
+            axes.scatter(rows["log_loss_drop"], rows[y], s=16, alpha=0.75, color=colour, label=model)
+        axes.set(xlabel="log of the loss's drop at learning rate 1", ylabel=y.replace("_", " "))
+        axes.grid(color="#dddddd", linewidth=0.6)
+    figure.axes[0].set_yscale("symlog", linthresh=1e-3)
+    figure.axes[0].legend(frameon=False, fontsize=8)
+    figure.suptitle("The dual model's step, and what each head is good for", x=0.01, ha="left", fontsize=11)
+    return figure
+
+
+def _induction(vocab_size: int, length: int) -> dict[str, Any]:
+    return dict(name="induction", settings=dict(vocab_size=vocab_size, length=length))
+
+
+_MODELS: dict[str, Any] = {
+    "induction-shift-1l": _induction(512, 64),
+    "induction-plain-2l": _induction(512, 64),
+    "bigram-linear": dict(name="bigrams", settings=dict(n_letters=52, n_triggers=5, length=64, trigger_rate=0.5)),
+    "facts-linear": dict(name="facts", settings=dict(min_facts=2, max_facts=10, length=144, whole_share=0.125)),
+    "docs-linear": _induction(1024, 64),
+    "docs-shift": _induction(1024, 64),
+}
+
+EXPERIMENT = Experiment(
+    name="dual-heads",
+    source="DUAL th. 3.1 (the question is ours)",
+    question="Do the heads with a large drop of the dual model's loss do the in-context learning?",
+    run=run,
+    scales={
+        "tiny": dict(models={"induction-plain-2l": _induction(512, 32)}, n_sequences=2, n_bootstrap=20),
+        "small": dict(models=_MODELS, n_sequences=12, n_bootstrap=1000),
+        "paper": dict(models=_MODELS, n_sequences=64, n_bootstrap=10_000),
+    },
+    cost={"tiny": "seconds", "small": "about two minutes on one core", "paper": "ten minutes on one core"},
+)
