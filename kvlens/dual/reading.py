@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens.errors import KVLensError
-from kvlens.model import HookedKVTransformer
+from kvlens.model import Augmented, HookedKVTransformer
 
 TextTokens = Int[Tensor, " pos"]
 
@@ -119,7 +119,15 @@ def check_attention(model: HookedKVTransformer, pos: int) -> None:
     """Raise KVLensError, with the reason, for an attention that is no kernel-weighted sum of values."""
     cfg = model.cfg
     rotary = cfg.positional_embedding_type == "rotary"
+    variant = cfg.attention_variant
+    changes_step = variant is not None and any(x is not None for x in (variant.regularised, variant.negative, variant.ridge))
     refused = [
+        (changes_step, "regularised, negative or ridge attention: their step is that of another loss"),
+        (
+            cfg.attention == "softmax" and model.attached_kv_bias is not None,
+            "softmax attention under a KV bias: its features are not those of the exact kernel; detach it, or put the prompt's "
+            "tokens in front",
+        ),
         (cfg.attention_dir != "causal", "bidirectional attention: tokens behind the query would be demonstrations too"),
         (cfg.attn_scores_soft_cap > 0, "soft-capped scores: they are no product of a query's features and a key's"),
         (cfg.use_logn_attn, "log-n scaling: it rescales queries behind the last hook point on them"),
@@ -162,13 +170,22 @@ def _query_hook(model: HookedKVTransformer, x: str) -> str:
         return f"hook_rot_{x}" if rotary and cfg.rotates_after else f"hook_phi_{x}"
     if rotary:
         return f"hook_rot_{x}"
+    augmented = _augmented(model)
+    if x == "k" and augmented is not None and augmented.keys:
+        return "hook_k_augmented"
     shifted = cfg.kv_shift is not None and (cfg.kv_shift.queries if x == "q" else cfg.kv_shift.keys)
     return f"hook_{x}_shifted" if shifted else f"hook_{x}"
 
 
 def _value_hook(model: HookedKVTransformer) -> str:
-    shift = model.cfg.kv_shift
+    shift, augmented = model.cfg.kv_shift, _augmented(model)
+    if augmented is not None and augmented.values:
+        return "hook_v_augmented"
     return "hook_v_shifted" if shift is not None and shift.values else "hook_v"
+
+
+def _augmented(model: HookedKVTransformer) -> Augmented | None:
+    return None if model.cfg.attention_variant is None else model.cfg.attention_variant.augmented
 
 
 def _has_bias(model: HookedKVTransformer) -> bool:

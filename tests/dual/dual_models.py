@@ -15,6 +15,7 @@ LINEAR: dict[str, dict[str, Any]] = {
     "no normaliser, gqa, decay": dict(
         n_heads=6, d_model=36, n_key_value_heads=2, normalizer="none", decay="retnet", feature_map="identity"
     ),
+    "augmented values": dict(attention_variant={"augmented": {"values": True}}),
     "learned positions, values shifted": dict(
         positional_embedding_type="standard", kv_shift=KVShiftConfig(keys=False), feature_map="relu"
     ),
@@ -27,6 +28,7 @@ SOFTMAX: dict[str, dict[str, Any]] = {
     # four heads: their slopes are powers of 2, so that TransformerLens' float32 products of slope and distance are exact
     "alibi": dict(positional_embedding_type="alibi", n_heads=4, d_model=24),
     "fused": dict(softmax_form="fused", positional_embedding_type="rotary"),
+    "augmented": dict(attention_variant={"augmented": {"keys": True, "values": True, "depth": 2}}),
 }
 
 

@@ -219,7 +219,14 @@ def test_bad_input_is_refused_with_the_reason():
 
 
 @pytest.mark.parametrize(
-    ("kind", "words"), [("gpt_neo", "local windows"), ("soft cap", "soft-capped"), ("bidirectional", "bidirectional")]
+    ("kind", "words"),
+    [
+        ("gpt_neo", "local windows"),
+        (dict(attn_scores_soft_cap=5.0), "soft-capped"),
+        (dict(attention_dir="bidirectional"), "bidirectional"),
+        (dict(attention_variant={"ridge": {"strength": 1.0}}), "another loss"),
+        (dict(attention_variant={"negative": {"k": 1, "beta": 0.1}}), "another loss"),
+    ],
 )
 def test_attention_without_a_dual_model_is_refused(kind, words):
     from small_models import small_model
@@ -227,6 +234,6 @@ def test_attention_without_a_dual_model_is_refused(kind, words):
     if kind == "gpt_neo":
         model = model_of("hf gpt_neo")
     else:
-        model = small_model(**(dict(attn_scores_soft_cap=5.0) if kind == "soft cap" else dict(attention_dir="bidirectional")))
+        model = small_model(**kind)
     with pytest.raises(KVLensError, match=words):
         DualModel.from_head(model, text_for(model, 9), 0, 0)
