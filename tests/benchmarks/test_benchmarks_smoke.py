@@ -6,6 +6,7 @@ import bench_dual_losses
 import bench_induction_heads
 import bench_linear_attention
 import bench_model
+import bench_speed
 import bench_training
 import pytest
 import torch
@@ -46,6 +47,14 @@ def test_conversion_error_smoke(capsys):
     out = capsys.readouterr().out
     assert "float64" in out
     assert "NO" not in out
+
+
+def test_speed_smoke(capsys):
+    rows = [row for row in bench_speed.ROWS if row != "convert"]  # a process of its own
+    bench_speed.main(["--small", "--threads", "1", "--only", *rows])
+    out = capsys.readouterr().out
+    assert out.count("ratio:") == 9
+    assert out.count("times faster than Hugging Face") == 3
 
 
 def test_a_wrong_answer_is_not_timed():
