@@ -42,6 +42,9 @@ def add_command(commands: Any) -> None:
         "--temperature", type=float, default=0.0, metavar="T", help="of sampling; 0 is greedy (default: %(default)g)"
     )
     report.add_argument("--seed", type=int, default=0, help="of sampling (default: %(default)s)")
+    report.add_argument(
+        "--dual", action="store_true", help="also each head as a step of learning, with the prompt as its demonstrations"
+    )
     report.add_argument("--device", help="where the model runs, e.g. cpu or cuda (default: cuda where there is one)")
     report.add_argument(
         "--dtype", choices=("float32", "float64", "bfloat16", "float16"), help="of the weights (default: the model's own)"
@@ -75,6 +78,7 @@ def _report(args: argparse.Namespace) -> int:
             new_tokens=args.new_tokens,
             temperature=args.temperature,
             seed=args.seed,
+            dual=args.dual,
             on_progress=tell,
         )
         tell("writing", 1.0)

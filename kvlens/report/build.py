@@ -18,6 +18,8 @@ from analyses import (
     bias_by_head,
     bias_by_layer,
     conversion_error,
+    dual_demonstrations,
+    dual_losses,
     head_details,
     layer_contributions,
     linked_shares,
@@ -44,7 +46,8 @@ class Report:
         tables: ``conversion_error``, ``prompt_effect``, ``prompt_by_depth``, ``prompt_copies``, ``bias_by_head``,
             ``bias_by_layer``, ``layer_contributions`` as the
             analyses of those names return them, and ``generated``: one row a condition and generated token, with its
-            ``position`` from 0, ``token_id`` and ``token``.
+            ``position`` from 0, ``token_id`` and ``token``. With ``dual`` also ``dual_losses`` of the text's tokens and
+            ``dual_demonstrations`` of the last of them, the prompt's tokens being the demonstrations of all.
         bias: the converted prompt.
         heads: what each head attends to, for the page.
         linked: who reads which prompt token for which text token, for the page.
@@ -66,6 +69,7 @@ def build_report(
     new_tokens: int = 40,
     temperature: float = 0.0,
     seed: int = 0,
+    dual: bool = False,
     on_progress: Callable[[str, float], None] | None = None,
 ) -> Report:
     """Convert ``prompt`` and measure, on ``text``, what the conversion keeps, what the prompt changes and where it sits.
@@ -78,6 +82,7 @@ def build_report(
         new_tokens: how many tokens to generate in each condition.
         temperature: 0 generates greedily; above 0 samples, with equal random numbers in the three conditions.
         seed: of the sampling; the global generators stay as they were.
+        dual: also what each head's dual model does with the prompt as its demonstrations.
         on_progress: called with a description and the fraction done, in 0..1.
 
     Raises:
@@ -144,8 +149,21 @@ def build_report(
         "generated": _generated_table(model, generated),
     }
     colourings = {"ablation_kl": _by_head(by_head, "ablation_kl", bias)}
+    if dual:
+        tables |= _dual_tables(model, prompt_tokens, text_tokens)
+        drops = tables["dual_losses"].groupby(["layer", "head"], as_index=False)["log_loss_drop"].mean()
+        colourings["dual loss drop (log)"] = _by_head(drops, "log_loss_drop", bias)
     linked = linked_shares(model, prompt_tokens, text_tokens, bias=bias, colourings=colourings)
     return Report(summary, tables, bias, heads, linked)
+
+
+def _dual_tables(model: HookedKVTransformer, prompt: Tensor, text: Tensor) -> dict[str, pd.DataFrame]:
+    """The dual models of the text's tokens, whose demonstrations are the prompt's."""
+    whole = torch.cat([prompt, text])
+    return {
+        "dual_losses": dual_losses(model, whole, n_demonstrations=len(prompt)),
+        "dual_demonstrations": dual_demonstrations(model, whole, n_demonstrations=len(prompt)),
+    }
 
 
 def _by_head(table: pd.DataFrame, column: str, bias: KVBias) -> Tensor:

@@ -29,6 +29,9 @@ LOSSES = ("converted", "without_prompt")
 TITLES = {"with_prompt": "with prompt", "converted": "converted", "without_prompt": "without prompt"}
 
 
+DUAL_FIGURES = ["log_loss_drop", "step_share", "demonstration_weight", "cosine_before", "cosine_after"]
+
+
 def build_page(report: Report) -> Page:
     """The report's page: conversion, effect of the prompt, heads, patterns, generated text."""
     summary, tables = report.summary, report.tables
@@ -61,6 +64,8 @@ def build_page(report: Report) -> Page:
         "prompt. All bars add up to the mean logit.",
     )
     page.add(_contributions(tables["layer_contributions"]))
+    if "dual_losses" in tables:
+        _add_dual(page, tables["dual_losses"], tables["dual_demonstrations"])
     page.section("Induction", "Where the text meets a token of the prompt again, and who looks at what followed it then.")
     page.add(_arcs(report))
     page.section("How much of each token's attention output is the bias", "Mean over all layers and heads.")
@@ -71,6 +76,23 @@ def build_page(report: Report) -> Page:
     page.add(_generated(summary))
     versions = ", ".join(f"{name} {number}" for name, number in summary["versions"].items())
     return page.footer(f"Made {summary['created']} with {versions}. The numbers stand in the Parquet files beside this page.")
+
+
+def _add_dual(page: Page, losses: pd.DataFrame, demonstrations: pd.DataFrame) -> None:
+    """Each head as a step of learning from the prompt's tokens, and the demonstrations that give most to it."""
+    page.section(
+        "Heads as a step of learning",
+        "Every head's output is what a model W phi(k) gives after one gradient step on the prompt's tokens as its training set "
+        "(the dual model). log_loss_drop: how far the step lowers its loss, as a logarithm, over many orders of magnitude. "
+        "step_share: the part of the head's output that the step makes. cosine_before, cosine_after: how well W phi(k) points "
+        "along v, over the prompt's tokens. Means over the text's tokens; below, the prompt tokens that make most of the last "
+        "token's output.",
+    )
+    by_head = losses.groupby(["layer", "head"], as_index=False)[DUAL_FIGURES].mean()
+    page.add(head_heatmap(by_head, "log_loss_drop", title="steps of the dual models"))
+    most = demonstrations.loc[demonstrations.groupby(["layer", "head"])["output_share"].idxmax()]
+    strongest = most.nlargest(TOP_PLACES, "output_share")[["layer", "head", "position", "token", "output_share", "weight"]]
+    page.add(error_table(strongest.reset_index(drop=True), title="demonstrations that make most of a head's output"))
 
 
 def _short(name: str) -> str:

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from tiny_text_model import PROMPT, TEXT, tiny_text_model, tiny_tokenizer
 
-from analyses import bias_ablation, bias_by_head, bias_by_layer, conversion_error, prompt_effect
+from analyses import bias_ablation, bias_by_head, bias_by_layer, conversion_error, dual_losses, prompt_effect
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVBias, KVLensError, convert_prompt
 from kvlens.report import build_report, check_folder, print_report, write_report
 
@@ -353,3 +353,21 @@ def test_many_heads_are_shown_in_blocks():
     assert max(map(len, view.splitlines())) <= 80
     assert sum(line.startswith("  layer 1 ") for line in view.splitlines()) == 2
     assert "\x1b" not in view
+
+
+# --- the dual model ----------------------------------------------------------------------------------------------------
+
+
+def test_with_dual_the_report_says_what_each_step_does(model, tmp_path):
+    prompt, text = model.to_tokens(PROMPT)[0], model.to_tokens(TEXT, prepend_bos=False)[0]
+    report = build_report(model, PROMPT, TEXT, new_tokens=1, dual=True)
+    expected = dual_losses(model, torch.cat([prompt, text]), n_demonstrations=len(prompt))
+    pd.testing.assert_frame_equal(report.tables["dual_losses"], expected)
+    assert set(expected["query"]) == set(range(len(prompt), len(prompt) + len(text)))
+    assert set(report.tables["dual_demonstrations"]["position"]) == set(range(len(prompt)))
+    mean = expected.groupby(["layer", "head"])["log_loss_drop"].mean()
+    colouring = report.linked.colourings["dual loss drop (log)"]
+    assert colouring[1, 2].item() == pytest.approx(mean[1, 2])
+    write_report(report, tmp_path / "r")
+    assert "Heads as a step of learning" in (tmp_path / "r" / "report.html").read_text(encoding="utf-8")
+    assert FILES | {"dual_losses.parquet", "dual_demonstrations.parquet"} == set(listing(tmp_path / "r"))
