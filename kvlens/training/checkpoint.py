@@ -10,7 +10,7 @@ that holds another run is refused and the first difference named.
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from kvlens.training.run import Progress, Row, Run
 FORMAT, FORMAT_VERSION = "kvlens.training", 2
 CHECKPOINT, METRICS = "checkpoint.safetensors", "metrics.parquet"
 SPLITS = ("train", "heldout")
+JSON_TYPES = (bool, int, float, str, tuple, type(None))
 
 
 class CheckpointFolder:
@@ -89,8 +90,11 @@ class CheckpointFolder:
     def _check_identity(self, theirs: Mapping[str, Any]) -> None:
         for part in sorted({*self.identity, *theirs}):
             ours, those = self.identity.get(part, {}), theirs.get(part, {})
+            usual = usual_values(self.run).get(part, {})
             for name in sorted({*ours, *those}):
                 was, now = those.get(name), ours.get(name)
+                if name not in those and name in usual and usual[name] == now:
+                    continue  # a setting that came later, at the value that does what was done before
                 if was != now:
                     raise KVLensError(
                         f"train: {self.path} holds another run: {part} {name} was {was!r} there and is {now!r} now; give the "
@@ -118,6 +122,15 @@ def identity(run: Run) -> dict[str, dict[str, Any]]:
     loss = run.loss.identity()
     known = {"task": task, "model": {"kind": type(run.model).__name__, **cfg}, "setting": asdict(run.settings)}
     return known if loss is None else {**known, "loss": loss}
+
+
+def usual_values(run: Run) -> dict[str, dict[str, Any]]:
+    """The defaults of what `identity` holds, of JSON's types."""
+    kinds: dict[str, Any] = {"task": run.task, "model": run.model.cfg, "setting": run.settings}
+    return {
+        part: {f.name: json.loads(json.dumps(f.default)) for f in fields(kind) if isinstance(f.default, JSON_TYPES)}
+        for part, kind in kinds.items()
+    }
 
 
 def tensors_of(run: Run) -> dict[str, Tensor]:

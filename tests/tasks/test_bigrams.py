@@ -79,3 +79,37 @@ def test_letters_are_a_to_z_then_capitals():
     assert task.text_as_tokens("azAZ").tolist() == [0, 25, 26, 51]
     with pytest.raises(KVLensError, match=r"the letters are abcdefghijklmnopq, got 'A', 'z'"):
         TASK.text_as_tokens("zA")
+
+
+# --- the paper's own law ---
+
+CHAIN = BigramTask(n_letters=11, n_triggers=3, length=41, law="markov")
+
+
+def test_in_a_chain_every_committed_trigger_is_scored_with_its_follower():
+    inputs, targets, scored = CHAIN.sample(40, seeded(0))
+    for row, target, is_scored in zip(inputs.tolist(), targets.tolist(), scored.tolist(), strict=True):
+        follower: dict[int, int] = {}
+        for i, letter in enumerate(row):
+            assert is_scored[i] == (letter in follower)
+            if letter < CHAIN.n_triggers:
+                assert target[i] == follower.setdefault(letter, target[i])
+
+
+def test_in_a_chain_what_follows_is_uniform_over_the_whole_alphabet():
+    inputs, targets, scored = CHAIN.sample(8000, seeded(1))
+    letters = torch.arange(CHAIN.n_letters)
+    assert_frequency(inputs[:, :1] == letters, 1 / 11)
+    first = (inputs[:, 0] >= CHAIN.n_triggers).nonzero().squeeze(1)
+    assert_frequency(targets[first, :1] == letters, 1 / 11)
+    triggers = (inputs[:, 0] < CHAIN.n_triggers).nonzero().squeeze(1)
+    assert_frequency(targets[triggers, :1] == letters, 1 / 11)  # followers, triggers among them
+    assert not scored[:, 0].any()
+
+
+def test_prompts_of_a_chain_settle_what_is_scored():
+    batch = CHAIN.sample_with_prompt(50, seeded(2), 20)
+    assert not batch.scored[:, :20].any()
+    for row, is_scored in zip(batch.inputs.tolist(), batch.scored.tolist(), strict=True):
+        shown = set(row[:19])
+        assert all(is_scored[i] == (row[i] < 3 and row[i] in shown) for i in range(20, len(row)))

@@ -18,7 +18,8 @@ from tiny_runs import run, tiny_model, tiny_task, weights
 
 import kvlens.files
 from kvlens import KVLensError
-from kvlens.tasks import InductionTask
+from kvlens.tasks import InductionTask, make_task
+from kvlens.training import checkpoint
 from kvlens.training.lock import only_run_in
 
 
@@ -179,3 +180,24 @@ def test_a_folder_of_leftovers_alone_is_free_and_one_with_other_files_is_not(tmp
     with pytest.raises(KVLensError, match="not empty and holds no checkpoint"):
         run(folder=tmp_path / "mine")
     assert [p.name for p in (tmp_path / "mine").iterdir()] == ["notes.txt"]
+
+
+def test_a_run_of_before_a_setting_came_goes_on_where_the_setting_changes_nothing(tmp_path, monkeypatch):
+    run(folder=tmp_path / "run", steps=3)
+    known = checkpoint.identity
+
+    def without(run, part, name):
+        found = known(run)
+        return {**found, part: {key: value for key, value in found[part].items() if key != name}}
+
+    for part, name in (("task", "law"), ("setting", "watch"), ("model", "softmax_form")):
+        folder = tmp_path / name
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint, "identity", lambda run, part=part, name=name: without(run, part, name))
+            run(folder=folder, steps=3)
+        run(folder=folder, steps=3)
+        with pytest.raises(KVLensError, match="holds another run"):
+            run(folder=folder, steps=4)
+    other = make_task("induction", vocab_size=13, length=9, law="both")
+    with pytest.raises(KVLensError, match="task law was None there and is 'both' now"):
+        run(task=other, folder=tmp_path / "law", steps=3)
