@@ -230,7 +230,6 @@ def test_models_that_have_no_report(capsys, tmp_path):
     broken = tiny_text_model()
     broken.W_E[3, 0] = torch.nan
     models = {
-        "softmax attention": tiny_text_model(attention="softmax", kv_shift=None),
         "n_ctx=64": tiny_text_model(positional_embedding_type="standard"),
         "token ids must lie in 0..4": HookedKVTransformer(cfg, tiny_tokenizer()),
         "NaN or infinity: embed.W_E": broken,

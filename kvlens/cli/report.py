@@ -32,9 +32,15 @@ def add_command(commands: Any) -> None:
     report.add_argument(
         "--model",
         metavar="NAME",
-        help="a shipped model (see `kvlens zoo`), or a folder written by HookedKVTransformer.save (default: facts-linear for "
-        f"the built-in example, {DEFAULT_MODEL} for a prompt of yours)",
+        help="a shipped model (see `kvlens zoo`), a folder written by HookedKVTransformer.save, a Hugging Face folder, or a "
+        f"llama2.c checkpoint (default: facts-linear for the built-in example, {DEFAULT_MODEL} for a prompt of yours)",
     )
+    report.add_argument("--tokenizer", metavar="FILE", help="of a llama2.c checkpoint")
+    softmax = report.add_argument_group("softmax models", "without these every key is kept, which is exact")
+    softmax.add_argument("--method", choices=("exact", "landmark", "random", "taylor", "learned"), help="of the conversion")
+    softmax.add_argument("--features", type=int, metavar="N", help="virtual keys (or features) per key-value head")
+    softmax.add_argument("--budget", choices=("equal", "greedy"), help="who gets how many keys")
+    softmax.add_argument("--polish", type=int, metavar="STEPS", help="gradient steps on the logits after the fit")
     report.add_argument("--out", default="report", metavar="DIR", help="folder of the report (default: %(default)s)")
     report.add_argument("--overwrite", action="store_true", help="replace the report that DIR holds; nothing else is replaced")
     report.add_argument("--new-tokens", type=int, default=40, metavar="N", help="tokens to generate (default: %(default)s)")
@@ -65,7 +71,7 @@ def _report(args: argparse.Namespace) -> int:
     from kvlens.report.console import progress_bar
 
     with progress_bar("loading the model") as tell:
-        model = load_on(source, args.device, args.dtype)
+        model = load_on(source, args.device, args.dtype, args.tokenizer)
 
         from kvlens.report.build import build_report
         from kvlens.report.write import write_report
@@ -79,6 +85,7 @@ def _report(args: argparse.Namespace) -> int:
             temperature=args.temperature,
             seed=args.seed,
             dual=args.dual,
+            conversion=_conversion(args),
             on_progress=tell,
         )
         tell("writing", 1.0)
@@ -99,6 +106,13 @@ def _default_model(args: argparse.Namespace) -> str:
 
     given = (args.prompt, args.prompt_file, args.text, args.text_file)
     return DEFAULT_MODEL if any(value is not None for value in given) else EXAMPLE_MODEL
+
+
+def _conversion(args: argparse.Namespace) -> dict[str, Any]:
+    """The options of the conversion that were given."""
+    given = {"method": args.method, "n_features": args.features, "budget": args.budget, "polish_steps": args.polish}
+    given = {name: value for name, value in given.items() if value is not None}
+    return {**given, "seed": args.seed, "verbose": False} if given else {}
 
 
 def _prompt_and_text(args: argparse.Namespace, model: str) -> tuple[str, str]:

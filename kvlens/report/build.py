@@ -1,7 +1,7 @@
 """Computing a report: one model, one prompt, one text; the analyses, and text generated in three conditions."""
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -29,7 +29,7 @@ from analyses import (
 )
 from kvlens.conversion import convert_prompt
 from kvlens.errors import KVLensError
-from kvlens.kv_bias import KVBias
+from kvlens.kv_bias import BiasFit, KVBias
 from kvlens.model import HookedKVTransformer
 from kvlens.report.folder import FORMAT
 
@@ -70,12 +70,13 @@ def build_report(
     temperature: float = 0.0,
     seed: int = 0,
     dual: bool = False,
+    conversion: Mapping[str, Any] | None = None,
     on_progress: Callable[[str, float], None] | None = None,
 ) -> Report:
     """Convert ``prompt`` and measure, on ``text``, what the conversion keeps, what the prompt changes and where it sits.
 
     Args:
-        model: with linear attention and a tokenizer; nothing may be attached to it.
+        model: linear or softmax, with a tokenizer; nothing may be attached to it.
         prompt: not empty; it gets a BOS by the model's default.
         text: not empty; tokenised apart from the prompt, without BOS.
         model_name: how the report calls the model; None takes the configuration's name.
@@ -83,11 +84,13 @@ def build_report(
         temperature: 0 generates greedily; above 0 samples, with equal random numbers in the three conditions.
         seed: of the sampling; the global generators stay as they were.
         dual: also what each head's dual model does with the prompt as its demonstrations.
+        conversion: for softmax attention, how the prompt is converted: ``method``, ``n_features`` and the other options of
+            :func:`kvlens.convert_prompt`; None keeps every key, which is exact.
         on_progress: called with a description and the fraction done, in 0..1.
 
     Raises:
-        KVLensError: softmax attention, weights that are not finite, no tokenizer, an empty prompt or text, tokens outside
-            the vocabulary, more tokens than ``n_ctx`` where positions are learned.
+        KVLensError: options that the model or the method does not have, weights that are not finite, no tokenizer, an empty
+            prompt or text, tokens outside the vocabulary, more tokens than ``n_ctx`` where positions are learned.
     """
     tell = on_progress or (lambda description, done: None)
     _check_model(model)
@@ -95,7 +98,9 @@ def build_report(
     text_tokens = _tokens_of(model, "text", text, prepend_bos=False)
     _check_lengths(model, len(prompt_tokens), len(text_tokens), new_tokens, temperature)
     tell("converting the prompt", 0.0)
-    bias = convert_prompt(model, prompt_tokens, on_progress=lambda x: tell("converting the prompt", 0.05 * x))
+    bias = convert_prompt(
+        model, prompt_tokens, on_progress=lambda x: tell("converting the prompt", 0.05 * x), **(conversion or {})
+    )
     tell("comparing predictions", 0.05)
     errors = conversion_error(model, prompt_tokens, text_tokens, bias=bias)
     if not bool(errors["squared_norm"].map(lambda x: x < float("inf")).all()):
@@ -122,7 +127,7 @@ def build_report(
         "model": _model_facts(model, model_name),
         "prompt": {"text": prompt, "n_tokens": len(prompt_tokens)},
         "text": {"text": text, "n_tokens": len(text_tokens)},
-        "conversion": _conversion_figures(errors),
+        "conversion": _conversion_figures(bias, errors),
         "prompt_effect": _effect_figures(effect),
         "bias": {
             "n_numbers": bias.num_parameters,
@@ -175,11 +180,6 @@ def _by_head(table: pd.DataFrame, column: str, bias: KVBias) -> Tensor:
 
 
 def _check_model(model: HookedKVTransformer) -> None:
-    if model.cfg.attention != "linear":
-        raise KVLensError(
-            "this model has softmax attention: it scores a key by exp(q.k), which no finite sum over the prompt separates "
-            "from the query, so a prompt has no exact bias; the report needs a linear-attention model, such as docs-linear"
-        )
     if model.attached_kv_bias is not None:
         raise KVLensError("a bias is attached to this model; detach it first (model.detach_kv_bias())")
     broken = [name for name, parameter in model.named_parameters() if not bool(parameter.isfinite().all())]
@@ -274,14 +274,22 @@ def _generated_table(model: HookedKVTransformer, generated: dict[str, Tensor]) -
 # --- figures ---------------------------------------------------------------------------------------------------------
 
 
-def _conversion_figures(errors: pd.DataFrame) -> dict[str, Any]:
+def _conversion_figures(bias: KVBias, errors: pd.DataFrame) -> dict[str, Any]:
     return {
+        "approximation": None if bias.fit is None else _approximation(bias.fit),
         "relative_error": float((errors["squared_error"].sum() / errors["squared_norm"].sum()) ** 0.5),
         "rounding_error": float(errors["rounding_error"].iloc[0]),
-        "exact_to_rounding": bool(errors["exact_to_rounding"].iloc[0]),
+        "exact_to_rounding": bool(errors["exact_to_rounding"].iloc[0]) if bias.fit is None else None,
         "max_abs_error": float(errors["max_abs_error"].max()),
         "argmax_agreement": float(errors["argmax_agrees"].mean()),
     }
+
+
+def _approximation(fit: BiasFit) -> str:
+    """How an approximate conversion was made, in a few words."""
+    keys = float(fit.n_keys.double().mean())
+    polished = fit.settings["polish_steps"]
+    return f"{fit.method}, {keys:.4g} features per head" + (f", {polished} steps of polishing" if polished else "")
 
 
 def _effect_figures(effect: pd.DataFrame) -> dict[str, Any]:

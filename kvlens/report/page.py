@@ -111,6 +111,8 @@ def _subtitle(summary: dict[str, Any]) -> str:
 def _conversion(summary: dict[str, Any]) -> Piece:
     figures, n_text = summary["conversion"], summary["text"]["n_tokens"]
     verdict = "exact to rounding" if figures["exact_to_rounding"] else "NOT EXACT"
+    if figures["approximation"] is not None:
+        verdict = f"approximate: {figures['approximation']}"
     rows = [
         ("relative error of the logits", f"{figures['relative_error']:.1e}", verdict),
         ("that of the original, against float64", f"{figures['rounding_error']:.1e}", "up to 4 times that is exact"),

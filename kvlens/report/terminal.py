@@ -74,6 +74,8 @@ def _print_head(console: Console, summary: dict[str, Any]) -> None:
 def _conversion(summary: dict[str, Any]) -> Padding:
     figures, n_text = summary["conversion"], summary["text"]["n_tokens"]
     verdict = Text("exact to rounding", "green") if figures["exact_to_rounding"] else Text("NOT EXACT", "bold red")
+    if figures["approximation"] is not None:
+        verdict = Text(f"approximate: {figures['approximation']}", "yellow")
     table = _table()
     table.add_row("relative error of the logits", f"{figures['relative_error']:.1e}", verdict)
     table.add_row("that of the original, against float64", f"{figures['rounding_error']:.1e}", "up to 4 times that is exact")

@@ -173,7 +173,6 @@ def with_a_bias():
         (tiny_text_model, {"new_tokens": 0}, "new_tokens must be at least 1, got 0"),
         (tiny_text_model, {"temperature": -1.0}, "temperature must be 0 .* got -1"),
         (tiny_text_model, {"temperature": float("nan")}, "temperature must be 0 .* got nan"),
-        (lambda: tiny_text_model(attention="softmax", kv_shift=None), {}, "softmax attention: it scores a key by exp"),
         (lambda: with_nan(tiny_text_model()), {}, "hold NaN or infinity: unembed.W_U"),
         (small_vocabulary, {}, r"the prompt: token ids must lie in 0\.\.4 .* tokenizer does not belong to this model"),
         (without_tokenizer, {}, "no tokenizer"),
