@@ -84,18 +84,18 @@ RECIPES: dict[str, Recipe] = {
             task="text",
             task_settings={**_DOCS, "length": 320},
             model=dict(n_layers=4, d_model=192, positional_embedding_type="standard", softmax_form="fused"),
-            training={**_DOCS_TRAINING, "batch_size": 24, "learning_rate": 1.5e-3, "max_minutes": 12.0},
+            training={**_DOCS_TRAINING, "batch_size": 8, "learning_rate": 2e-3, "max_minutes": 10.0},
             stored_dtype="float16",
         ),
         Recipe(
             name="facts-linear",
-            summary="A linear-attention model that reads a made-up story of two to eight facts and answers questions about "
+            summary="A linear-attention model that reads a made-up story of two to ten facts and answers questions about "
             "it: with the story it is right, with the story converted to a KV bias it is as right, without it it guesses.",
             task="facts",
-            task_settings=dict(max_facts=8, length=136),
-            model=dict(n_layers=2, attention="linear", kv_shift=dict(queries=True, window=5)),
+            task_settings=dict(max_facts=10, length=144),
+            model=dict(n_layers=2, attention="linear", kv_shift=dict(queries=True, window=4)),
             training=dict(
-                steps=1700, batch_size=32, learning_rate=3e-3, weight_decay=0.05, eval_every=100, precision="bfloat16"
+                steps=2000, batch_size=32, learning_rate=3e-3, weight_decay=0.05, eval_every=100, precision="bfloat16"
             ),
             stored_dtype="float16",
         ),
