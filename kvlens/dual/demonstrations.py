@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvlens.dual.queries import check_demonstrations, kernel_between_keys, query_weights
+from kvlens.dual.queries import check_demonstrations, kernel_between_keys, kernel_with_bias, query_weights
 from kvlens.dual.reading import LayerReading, TextTokens, check_index, read_layers
 from kvlens.errors import KVLensError
 from kvlens.model import HookedKVTransformer
@@ -70,13 +70,12 @@ def _with_bias_rows(
     reading: LayerReading, between: ops.LogKernel, features: Tensor, bias_values: Tensor
 ) -> tuple[ops.LogKernel, Tensor]:
     """The kernel and the values with a KV bias's rows behind the text; only the columns of the text matter."""
-    rows = ops.feature_kernel(features, reading.keys)
-    log_size = rows.log_size
+    rows = kernel_with_bias(reading, reading.keys, features)
+    log_size, sign = rows.log_size.transpose(-1, -2), None if rows.sign is None else rows.sign.transpose(-1, -2)
     if reading.log_decay is not None:
         pos = reading.keys.shape[1]
         steps = pos + (pos - 1 - torch.arange(pos, device=log_size.device, dtype=log_size.dtype))
         log_size = log_size + reading.log_decay[:, None, None] * steps
-    assert between.sign is not None
-    assert rows.sign is not None
-    joined = ops.LogKernel(torch.cat([between.log_size, log_size], dim=1), torch.cat([between.sign, rows.sign], dim=1))
-    return joined, torch.cat([reading.values, bias_values], dim=1)
+    joined = None if between.sign is None or sign is None else torch.cat([between.sign, sign], dim=1)
+    kernel = ops.LogKernel(torch.cat([between.log_size, log_size], dim=1), joined)
+    return kernel, torch.cat([reading.values, bias_values], dim=1)

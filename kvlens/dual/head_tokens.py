@@ -101,6 +101,11 @@ def approximate_tokens(
         raise KVLensError(
             f"dual model: kernel={kernel!r} approximates softmax; linear attention has its own features, and they are exact"
         )
+    if reading.bias_features is not None:
+        raise KVLensError(
+            f"dual model: kernel={kernel!r} normalises by the features' own sum over the text, which an attached KV bias is no "
+            "part of; detach it, or take kernel='exact'"
+        )
     query, keys, log_seen = reading.queries[:, -1:], reading.keys[:, order], _log_seen(reading, order)
     if kernel == "random":
         m = 16 * keys.shape[-1] if n_features is None else n_features

@@ -94,9 +94,8 @@ def _figures(reading: LayerReading, n: int | None, cosines: bool) -> QueryFigure
     predicted = pattern[:, first:] @ v
     start = None
     if reading.bias_features is not None and reading.bias_values is not None:
-        b_kv = reading.bias_features.transpose(-1, -2) @ reading.bias_values
-        predicted = predicted + _read_bias(reading, b_kv)[:, first:]
-        start = _bias_at_tokens(reading, b_kv)
+        predicted = predicted + _read_bias(reading, reading.bias_features, reading.bias_values)[:, first:]
+        start = _bias_at_tokens(reading, reading.bias_features, reading.bias_values)
     before = after = torch.full_like(sign, float("nan"))
     if cosines:
         before, after = (sign * c for c in ops.mean_cosines(between, v, n, start))
@@ -118,7 +117,7 @@ def predicted_outputs(reading: LayerReading) -> Float[Tensor, "head pos d_head"]
     outputs = pattern @ reading.values
     if reading.bias_features is None or reading.bias_values is None:
         return outputs
-    return outputs + _read_bias(reading, reading.bias_features.transpose(-1, -2) @ reading.bias_values)
+    return outputs + _read_bias(reading, reading.bias_features, reading.bias_values)
 
 
 def _kernel_and_pattern(reading: LayerReading) -> tuple[ops.LogKernel, Float[Tensor, "head query token"]]:
@@ -162,19 +161,27 @@ def _log_seen(reading: LayerReading) -> Float[Tensor, "head token"]:
     return log_gamma[:, None] * steps
 
 
-def _read_bias(reading: LayerReading, b_kv: Tensor) -> Float[Tensor, "head pos d_head"]:
+def kernel_with_bias(
+    reading: LayerReading, x: Float[Tensor, "head pos d_query"], features: Float[Tensor, "head row d_query"]
+) -> ops.LogKernel:
+    """kappa between queries or keys and the rows of a KV bias."""
+    return ops.feature_kernel(x, features) if reading.scale is None else ops.softmax_kernel(x, features, reading.scale)
+
+
+def _read_bias(reading: LayerReading, features: Tensor, values: Tensor) -> Float[Tensor, "head pos d_head"]:
     """gamma^{i+1} phi~(q_i)^T b_KV / D_i."""
     log_factor = -reading.log_normalizer
     if reading.log_decay is not None:
-        steps = torch.arange(1, reading.keys.shape[1] + 1, device=b_kv.device, dtype=b_kv.dtype)
+        steps = torch.arange(1, reading.keys.shape[1] + 1, device=values.device, dtype=values.dtype)
         log_factor = log_factor + reading.log_decay[:, None] * steps
-    return (reading.queries @ b_kv) * (reading.normalizer_sign * log_factor.exp())[..., None]
+    weights = ops.kernel_values(kernel_with_bias(reading, reading.queries, features), log_factor[..., None])
+    return reading.normalizer_sign[..., None] * (weights @ values)
 
 
-def _bias_at_tokens(reading: LayerReading, b_kv: Tensor) -> Float[Tensor, "head pos d_head"]:
-    """What b_KV adds to W_0 phi~(k_j), in the units of the kernel between keys: times gamma^{1-j}."""
-    at_tokens = reading.keys @ b_kv
-    if reading.log_decay is None:
-        return at_tokens
-    places = torch.arange(reading.keys.shape[1], device=b_kv.device, dtype=b_kv.dtype)
-    return at_tokens * (reading.log_decay[:, None] * (1 - places)).exp()[..., None]
+def _bias_at_tokens(reading: LayerReading, features: Tensor, values: Tensor) -> Float[Tensor, "head pos d_head"]:
+    """What a KV bias adds to W_0 phi~(k_j), in the units of the kernel between keys: times gamma^{1-j}."""
+    log_factor = torch.zeros_like(reading.log_normalizer)
+    if reading.log_decay is not None:
+        places = torch.arange(reading.keys.shape[1], device=values.device, dtype=values.dtype)
+        log_factor = reading.log_decay[:, None] * (1 - places)
+    return ops.kernel_values(kernel_with_bias(reading, reading.keys, features), log_factor[..., None]) @ values

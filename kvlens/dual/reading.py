@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens.errors import KVLensError
+from kvlens.kv_bias import VirtualKeys
 from kvlens.model import Augmented, HookedKVTransformer
 
 TextTokens = Int[Tensor, " pos"]
@@ -29,7 +30,8 @@ class LayerReading(NamedTuple):
         normalizer_sign: of D; a linear head's may be negative, where features are or a bias was subtracted.
         scale: of the softmax, exp(q.k / scale); None for linear attention, where ``queries`` and ``keys`` are features.
         log_decay: log gamma, or minus ALiBi's slope; None for no decay.
-        bias_features, bias_values: an attached or trained KV bias as rows phi and v with sum phi v^T = b_KV; None without.
+        bias_features, bias_values: a linear model's attached or trained KV bias as rows phi and v with sum phi v^T = b_KV; a
+            softmax model's as its virtual keys and their values, times their weights. None without.
     """
 
     queries: Float[Tensor, "head pos d_query"]
@@ -94,9 +96,9 @@ def reading_hooks(model: HookedKVTransformer, layer: int) -> list[str]:
     """The hook points that a layer is read at, ``hook_z`` first; all of them fire on every forward pass of this model."""
     cfg = model.cfg
     names = ["hook_z", _query_hook(model, "q"), _query_hook(model, "k"), _value_hook(model)]
-    if cfg.attention == "linear" and cfg.normalizer == "kernel":
+    if cfg.normalizer == "kernel" if cfg.attention == "linear" else _has_bias(model):
         names.append("hook_normalizer")
-    if cfg.attention == "linear" and _has_bias(model):
+    if _has_bias(model):
         names.append("hook_b_kv")
     return [f"blocks.{layer}.attn.{name}" for name in names]
 
@@ -109,9 +111,8 @@ def layer_reading(model: HookedKVTransformer, layer: int, cache: Any) -> LayerRe
         return x.repeat_interleave(model.cfg.n_heads // x.shape[1], dim=1).transpose(0, 1)
 
     q, k, v, z = (get(name) for name in (_query_hook(model, "q"), _query_hook(model, "k"), _value_hook(model), "hook_z"))
-    attention: Any = model.blocks[layer].attn
     softmax = model.cfg.attention == "softmax"
-    terms = _softmax_terms(model, attention, q, k) if softmax else _linear_terms(model, layer, cache)
+    terms = _softmax_terms(model, layer, cache, q, k) if softmax else _linear_terms(model, layer, cache)
     return LayerReading(q, k, v, z, **terms)
 
 
@@ -119,14 +120,18 @@ def check_attention(model: HookedKVTransformer, pos: int) -> None:
     """Raise KVLensError, with the reason, for an attention that is no kernel-weighted sum of values."""
     cfg = model.cfg
     rotary = cfg.positional_embedding_type == "rotary"
-    variant = cfg.attention_variant
+    variant, bias = cfg.attention_variant, model.attached_kv_bias
     changes_step = variant is not None and any(x is not None for x in (variant.regularised, variant.negative, variant.ridge))
     refused = [
         (changes_step, "regularised, negative or ridge attention: their step is that of another loss"),
         (
-            cfg.attention == "softmax" and model.attached_kv_bias is not None,
-            "softmax attention under a KV bias: its features are not those of the exact kernel; detach it, or put the prompt's "
-            "tokens in front",
+            cfg.attention == "softmax" and bias is not None and not isinstance(bias.features, VirtualKeys),
+            "a softmax bias whose features are not those of the exact kernel; virtual keys have them (methods exact, landmark)",
+        ),
+        (bias is not None and bias.batch_size not in (None, 1), "several prompts' biases at once; attach that of one prompt"),
+        (
+            cfg.attention == "softmax" and bias is not None and cfg.positional_embedding_type == "alibi",
+            "ALiBi under a KV bias, whose keys have distances of their own",
         ),
         (cfg.attention_dir != "causal", "bidirectional attention: tokens behind the query would be demonstrations too"),
         (cfg.attn_scores_soft_cap > 0, "soft-capped scores: they are no product of a query's features and a key's"),
@@ -192,7 +197,8 @@ def _has_bias(model: HookedKVTransformer) -> bool:
     return model.attached_kv_bias is not None or model.cfg.trainable_kv_bias
 
 
-def _softmax_terms(model: HookedKVTransformer, attention: Any, q: Tensor, k: Tensor) -> dict[str, Any]:
+def _softmax_terms(model: HookedKVTransformer, layer: int, cache: Any, q: Tensor, k: Tensor) -> dict[str, Any]:
+    attention: Any = model.blocks[layer].attn
     scale, pos = float(attention.attn_scale), q.shape[1]
     scores = q @ k.transpose(-1, -2) / scale
     log_decay = None
@@ -204,14 +210,34 @@ def _softmax_terms(model: HookedKVTransformer, attention: Any, q: Tensor, k: Ten
     log_normalizer = scores.masked_fill_(above, float("-inf")).logsumexp(dim=-1)
     if model.cfg.use_attention_sinks:
         log_normalizer = torch.logaddexp(log_normalizer, attention.sinks.to(q)[:, None])
+    bias_keys, bias_values = _virtual_keys(model, layer, cache)
+    if bias_keys is not None:
+        log_normalizer = cache[f"blocks.{layer}.attn.hook_normalizer"][0].double().T
     return dict(
         log_normalizer=log_normalizer,
         normalizer_sign=torch.ones_like(log_normalizer),
         scale=scale,
         log_decay=log_decay,
-        bias_features=None,
-        bias_values=None,
+        bias_features=bias_keys,
+        bias_values=bias_values,
     )
+
+
+def _virtual_keys(model: HookedKVTransformer, layer: int, cache: Any) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Keys and values (times their weights) of an attached softmax bias, a row a query head."""
+    bias = model.attached_kv_bias
+    if bias is None:
+        return None, None
+    assert isinstance(bias.features, VirtualKeys)
+    assert bias.log_scale is not None
+    keys, log_scale = bias.features.keys[layer].double(), bias.log_scale[layer].double()
+    keys, log_scale = (keys, log_scale) if bias.batch_size is None else (keys[0], log_scale[0])
+    b_kv = cache[f"blocks.{layer}.attn.hook_b_kv"][0].double()
+
+    def per_head(x: Tensor) -> Tensor:
+        return x.to(b_kv.device).repeat_interleave(model.cfg.n_heads // x.shape[0], dim=0)
+
+    return per_head(keys), per_head(b_kv) * per_head(log_scale).exp()[:, None, None]
 
 
 def _linear_terms(model: HookedKVTransformer, layer: int, cache: Any) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def test_losses_of_all_queries_are_those_of_one_by_one(name, n):
     )
 
 
-@pytest.mark.parametrize("name", ["rope after, shift 2", "no normaliser, gqa, decay"])
+@pytest.mark.parametrize("name", ["rope after, shift 2", "no normaliser, gqa, decay", "rotary, gqa, shift"])
 def test_losses_under_an_attached_bias(name):
     model = model_of(name)
     tokens = text_for(model, 5)
@@ -75,8 +75,6 @@ def test_the_step_is_exact_in_every_kind_of_model(name):
 @pytest.mark.parametrize("bias", [False, True])
 def test_demonstrations_are_those_of_the_dual_model(name, bias):
     model = model_of(name)
-    if bias and model.cfg.attention == "softmax":
-        pytest.skip("softmax biases: no dual model reads them yet")
     tokens = text_for(model, 7)
     if bias:
         model.attach_kv_bias(convert_prompt(model, text_for(model, 6, seed=8)))

@@ -62,6 +62,43 @@ def test_an_attached_bias_is_part_of_the_dual_model(name, role):
             assert dual.step().loss() < dual.reset().loss()
 
 
+@pytest.mark.parametrize("options", [dict(method="exact"), dict(method="landmark", n_features=4)])
+@pytest.mark.parametrize("name", ["learned positions", "rotary, gqa, shift"])
+def test_virtual_keys_of_a_softmax_bias_are_tokens(name, options):
+    model = model_of(name)
+    prompt, tokens = text_for(model, 9, seed=1), text_for(model, 6, seed=2)
+    with model.kv_bias(convert_prompt(model, prompt, **options)):
+        for layer, head in heads_of(model)[::3]:
+            for role in ("initial", "demonstrations"):
+                dual = DualModel.from_head(model, tokens, layer, head, bias=role)
+                assert dual.equivalence_error() < 1e-11  # signed weights of fitted keys cancel by a digit
+                assert dual.n_virtual == (0 if role == "initial" else options.get("n_features", 9))
+
+
+def test_the_prompt_in_front_and_its_exact_bias_are_the_same_demonstrations():
+    model = model_of("rotary, gqa, shift")
+    prompt, tokens = text_for(model, 9, seed=1), text_for(model, 6, seed=2)
+    whole = DualModel.from_head(model, torch.cat([prompt, tokens]), 1, 4)
+    with model.kv_bias(convert_prompt(model, prompt, method="exact")):
+        split = DualModel.from_head(model, tokens, 1, 4, bias="demonstrations")
+    torch.testing.assert_close(split.contributions(), whole.contributions(), rtol=1e-9, atol=1e-11)
+    assert split.log_loss_drop() == pytest.approx(whole.log_loss_drop(), abs=1e-9)
+
+
+def test_softmax_features_of_another_kernel_are_refused():
+    model = model_of("learned positions")
+    with (
+        model.kv_bias(convert_prompt(model, text_for(model, 9), method="random", n_features=8)),
+        pytest.raises(KVLensError, match="virtual keys have them"),
+    ):
+        DualModel.from_head(model, text_for(model, 5), 0, 0)
+    with (
+        model.kv_bias(convert_prompt(model, text_for(model, 9), method="exact")),
+        pytest.raises(KVLensError, match="take kernel='exact'"),
+    ):
+        DualModel.from_head(model, text_for(model, 5), 0, 0, kernel="landmark")
+
+
 def test_a_bias_as_initial_weight_or_as_demonstrations_is_the_same_head():
     """The prompt's tokens are demonstrations: the step from a bias contributes what they contributed together."""
     model = model_of("rope after, shift 2")
