@@ -26,6 +26,7 @@ EXPERIMENTS = {
     "conversion-error": "iclca",
     "trainable-bias": "iclca",
     "facts-recall": "iclca",
+    "softmax-conversion": "iclca",
     "function-classes": "lecture",
     "dual-equivalence": "dual",
     "dual-variants": "dual",
