@@ -5,6 +5,7 @@ dearer than the model, whose state has one size; the loop here hands over the ne
 padding are TransformerLens'.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,8 +14,43 @@ from jaxtyping import Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from kvlens._tl import HookedTransformer, TransformerLensKeyValueCache, get_attention_mask, sample_logits
+from kvlens._tl import USE_DEFAULT_VALUE, HookedTransformer, TransformerLensKeyValueCache, get_attention_mask, sample_logits
 from kvlens.errors import KVLensError
+
+RETURN_TYPES = ("input", "str", "tokens", "embeds", None)
+
+
+def check_sampling(
+    *,
+    max_new_tokens: Any,
+    temperature: Any,
+    top_k: Any,
+    top_p: Any,
+    freq_penalty: Any,
+    return_type: Any,
+    padding_side: Any,
+    **rest: Any,
+) -> None:
+    """Raise KVLensError where an argument of ``generate`` has no meaning, before the model is touched."""
+
+    def number(value: Any) -> bool:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+    def count(value: Any) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool)
+
+    checks = (
+        ("max_new_tokens", max_new_tokens, count(max_new_tokens) and max_new_tokens >= 0, "a whole number of at least 0"),
+        ("temperature", temperature, number(temperature) and temperature >= 0, "a number of at least 0"),
+        ("top_k", top_k, top_k is None or (count(top_k) and top_k > 0), "a whole number of at least 1, or None"),
+        ("top_p", top_p, top_p is None or (number(top_p) and 0 < top_p <= 1), "in (0, 1], or None"),
+        ("freq_penalty", freq_penalty, number(freq_penalty), "a number"),
+        ("return_type", return_type, return_type in RETURN_TYPES, f"one of {', '.join(map(repr, RETURN_TYPES))}"),
+        ("padding_side", padding_side, padding_side in ("left", "right", None, USE_DEFAULT_VALUE), "'left' or 'right'"),
+    )
+    for name, value, fits, wanted in checks:
+        if not fits:
+            raise KVLensError(f"generate: {name} must be {wanted}, got {value!r}")
 
 
 def generate_from_state(

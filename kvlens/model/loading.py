@@ -47,6 +47,8 @@ def from_hooked_transformer(cls: type[M], model: HookedTransformer, **changes: A
         changes: fields of :class:`HookedKVTransformerConfig`, e.g. ``kv_shift=KVShiftConfig(init="identity")`` to graft a
             shift that changes nothing yet, or ``attention="linear"`` (another function of the same weights).
 
+    Permanent hooks are copied too; others are not.
+
     Raises:
         KVLensError: a change of shape (``n_layers``, ``d_model``, ...), which the weights cannot follow.
     """
@@ -58,7 +60,23 @@ def from_hooked_transformer(cls: type[M], model: HookedTransformer, **changes: A
     copy.init_kv_parameters()
     _copy_weights(copy, model)
     copy.rounded_from = getattr(model, "rounded_from", None)
+    _copy_permanent_hooks(copy, model)
     return copy
+
+
+def _copy_permanent_hooks(copy: HookedTransformer, model: HookedTransformer) -> None:
+    """Permanent hooks are part of what a model computes (a padding mask, for one): the copy gets them, in their order."""
+    for name, point in model.hook_dict.items():
+        for direction, handles in (("fwd", point.fwd_hooks), ("bwd", point.bwd_hooks)):
+            for handle in handles:
+                if not handle.is_permanent:
+                    continue
+                if name not in copy.hook_dict:
+                    raise KVLensError(
+                        f"from_hooked_transformer: the model has a permanent hook on {name}, which the copy has not; "
+                        "reset_hooks(including_permanent=True) on the model first, and add it to the copy where it belongs"
+                    )
+                copy.hook_dict[name].add_hook(handle.user_hook, dir=direction, is_permanent=True)
 
 
 def _copy_weights(copy: HookedTransformer, model: HookedTransformer) -> None:

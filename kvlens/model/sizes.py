@@ -56,6 +56,10 @@ def _check_names(cfg: HookedTransformerConfig) -> None:
             f"act_fn: unknown value {cfg.act_fn!r}, expected one of {', '.join(SUPPORTED_ACTIVATIONS)}"
             f"{nearest(cfg.act_fn, SUPPORTED_ACTIVATIONS)}; a model without MLPs has attn_only=True"
         )
+    if cfg.attn_only and cfg.parallel_attn_mlp:
+        raise KVLensError("parallel_attn_mlp needs MLPs: with attn_only=True there are none")
+    if cfg.positional_embedding_type == "relative_positional_bias":
+        raise KVLensError("relative_positional_bias (T5) belongs to TransformerLens' encoder-decoder; here it cannot be built")
     if cfg.n_devices != 1 and not (_is_count(cfg.n_devices) and torch.cuda.device_count() >= cfg.n_devices):
         raise KVLensError(f"n_devices={cfg.n_devices!r}: this machine has {torch.cuda.device_count()} CUDA devices")
 

@@ -37,12 +37,13 @@ from kvlens.model.attention_variant import why_no_kv_bias
 from kvlens.model.caching import slice_right_axis
 from kvlens.model.config import HookedKVTransformerConfig
 from kvlens.model.fingerprint import fingerprint_of, weights_hash
-from kvlens.model.generation import generate_from_state
+from kvlens.model.generation import check_sampling, generate_from_state
 from kvlens.model.loading import from_hooked_transformer, from_llama2c, from_pretrained
 from kvlens.model.shift_graft import load_shift_coefficients
 from kvlens.model.storage import load_model, save_model
 from kvlens.model.streaming import forward_in_segments, streams
-from kvlens.model.weights import check_weight_processing
+from kvlens.model.threads import OneThread
+from kvlens.model.weights import check_weight_processing, refuse_wrong_folding
 from kvlens.zoo import folder_of
 
 
@@ -73,6 +74,7 @@ class HookedKVTransformer(HookedTransformer):
         finally:
             cfg.init_weights = wants_init
         self._attached: KVBias | None = None
+        self._thread = OneThread()
         self._in_transformer_lens_generate = False
         self.rounded_from: tuple[str, str] | None = None  # (hash of the rounded weights, hash before rounding)
         self._replace_components()
@@ -140,36 +142,37 @@ class HookedKVTransformer(HookedTransformer):
         With linear attention a long text runs in segments through all layers, unless something is hooked or gradients are
         wanted: see :mod:`kvlens.model.streaming`.
         """
-        if past_kv_cache is not None and (self.cfg.attention == "linear" or self.cfg.kv_shift is not None):
-            upgrade_cache(past_kv_cache, linear=self.cfg.attention == "linear")
-        if start_at_layer is None:
-            if isinstance(input, (str, list)) and self.tokenizer is not None:
-                input = self.to_tokens(input, prepend_bos=prepend_bos, padding_side=padding_side)  # noqa: A001
-            if streams(self, input, attention_mask, past_kv_cache, return_type, stop_at_layer):
-                return forward_in_segments(
-                    self,
-                    input,
-                    attention_mask,
-                    past_kv_cache,
-                    return_type=return_type,
-                    loss_per_token=loss_per_token,
-                    prepend_bos=self._prepend_bos(prepend_bos),
-                    padding_side=padding_side,
-                    stop_at_layer=stop_at_layer,
-                )
-        return super().forward(
-            input,
-            return_type,
-            loss_per_token,
-            prepend_bos,
-            padding_side,
-            start_at_layer,
-            tokens,
-            shortformer_pos_embed,
-            attention_mask,
-            stop_at_layer,
-            past_kv_cache,
-        )
+        with self._thread.passes(self._attached is not None):
+            if past_kv_cache is not None and (self.cfg.attention == "linear" or self.cfg.kv_shift is not None):
+                upgrade_cache(past_kv_cache, linear=self.cfg.attention == "linear")
+            if start_at_layer is None:
+                if isinstance(input, (str, list)) and self.tokenizer is not None:
+                    input = self.to_tokens(input, prepend_bos=prepend_bos, padding_side=padding_side)  # noqa: A001
+                if streams(self, input, attention_mask, past_kv_cache, return_type, stop_at_layer):
+                    return forward_in_segments(
+                        self,
+                        input,
+                        attention_mask,
+                        past_kv_cache,
+                        return_type=return_type,
+                        loss_per_token=loss_per_token,
+                        prepend_bos=self._prepend_bos(prepend_bos),
+                        padding_side=padding_side,
+                        stop_at_layer=stop_at_layer,
+                    )
+            return super().forward(
+                input,
+                return_type,
+                loss_per_token,
+                prepend_bos,
+                padding_side,
+                start_at_layer,
+                tokens,
+                shortformer_pos_embed,
+                attention_mask,
+                stop_at_layer,
+                past_kv_cache,
+            )
 
     def empty_cache(self, batch: int = 1) -> TransformerLensKeyValueCache:
         """A decode cache to pass as ``past_kv_cache``: a pass leaves in it what the text after it needs."""
@@ -227,7 +230,7 @@ class HookedKVTransformer(HookedTransformer):
         residual = embed
         if kind == "sinusoidal":
             positions = self.pos_embed(embed[..., 0], pos_offset, attention_mask)
-            residual = embed + self.hook_pos_embed(positions.to(embed.dtype))
+            residual = embed + self.hook_pos_embed(positions.to(embed.dtype).contiguous())  # not a view: hooks may write
         return (residual, None) if return_shortformer_pos_embed else residual
 
     def check_length(self, n_places: int, attention_mask: Tensor | None) -> None:
@@ -285,13 +288,20 @@ class HookedKVTransformer(HookedTransformer):
             return_type=return_type,
             verbose=verbose,
         )
+        check_sampling(**common, **sampling)
+        was_training = self.training
         embeddings = isinstance(input, Tensor) and input.dim() == 3
+        if isinstance(input, Tensor) and not embeddings:
+            self.check_tokens(input)
         stateful = self.cfg.attention == "linear" and use_past_kv_cache and max_new_tokens > 0
         if stateful and not embeddings and return_type in ("input", "str", "tokens") and not generation_kwargs:
             return generate_from_state(self, input, **common, **sampling)
         self._in_transformer_lens_generate = True
         try:
             return super().generate(input, use_past_kv_cache=use_past_kv_cache, **common, **sampling, **generation_kwargs)
+        except BaseException:
+            self.train(was_training)  # TransformerLens' loop switches to eval before it looks at its arguments
+            raise
         finally:
             self._in_transformer_lens_generate = False
 
@@ -360,10 +370,12 @@ class HookedKVTransformer(HookedTransformer):
     def attach_kv_bias(self, bias: KVBias) -> None:
         """Let every forward pass start from ``bias``, in the place of what was attached or trained.
 
-        While it is attached, strings get no BOS unless asked for: the prompt had one.
+        While it is attached, strings get no BOS unless asked for: the prompt had one. It belongs to the thread that attached
+        it: others are refused until it is detached (hooks are not watched over in this way; give every thread a copy).
 
         Raises:
-            KVLensError: the bias belongs to another model (the field that differs is named), or the model is softmax.
+            KVLensError: the bias belongs to another model (the field that differs is named), a number in it is not finite, or
+                another thread uses the model.
         """
         if not isinstance(bias, KVBias):
             raise KVLensError(f"attach_kv_bias: expected a KVBias, got {type(bias).__name__}")
@@ -372,6 +384,7 @@ class HookedKVTransformer(HookedTransformer):
             raise KVLensError(f"attach_kv_bias: this model's attention reads no KV bias: {reason}")
         bias.fingerprint.check(self.fingerprint(), "attach_kv_bias")
         bias.check_finite("attach_kv_bias")
+        self._thread.changes("attach_kv_bias", attaches=True)
         self._attached = bias
         self._spread_bias()
 
@@ -379,6 +392,7 @@ class HookedKVTransformer(HookedTransformer):
         """Undo :meth:`attach_kv_bias`; nothing happens where nothing is attached."""
         if self._attached is None:
             return
+        self._thread.changes("detach_kv_bias", attaches=False)
         self._attached = None
         self._spread_bias()
 
@@ -390,6 +404,7 @@ class HookedKVTransformer(HookedTransformer):
         try:
             yield self
         finally:
+            self._thread.changes("kv_bias", attaches=before is not None)
             self._attached = before
             self._spread_bias()
 
@@ -419,6 +434,9 @@ class HookedKVTransformer(HookedTransformer):
             KVLensError: ``fold_value_biases`` or ``refactor_factored_attn_matrices`` would change the model's output.
         """
         fold_value_biases = check_weight_processing(self.cfg, fold_value_biases, refactor_factored_attn_matrices)
+        refuse_wrong_folding(self.cfg, state_dict, fold_ln=fold_ln, center_writing_weights=center_writing_weights)
+        if self.cfg.positional_embedding_type == "sinusoidal":  # TransformerLens looks for a table; nothing is learned here
+            state_dict = {**state_dict, "pos_embed.W_pos": torch.zeros(1, self.cfg.d_model, dtype=self.cfg.dtype)}
         processes = fold_ln or center_writing_weights or center_unembed or fold_value_biases or refactor_factored_attn_matrices
         if self.cfg.dtype == torch.float64 and not processes:  # TransformerLens' way goes through float32 even then
             self.load_state_dict(self.fill_missing_keys(state_dict), strict=False)

@@ -1,5 +1,9 @@
 """Which of TransformerLens' weight processing keeps a kvlens model's output, and which would change it silently."""
 
+from collections.abc import Mapping
+
+from torch import Tensor
+
 from kvlens.errors import KVLensError
 from kvlens.model.attention_variant import AttentionVariantConfig
 from kvlens.model.config import HookedKVTransformerConfig
@@ -25,6 +29,39 @@ def check_weight_processing(cfg: HookedKVTransformerConfig, fold_value_biases: b
             f"{reason or f'{between} between the two factors'}. Pass refactor_factored_attn_matrices=False."
         )
     return reason is None if fold_value_biases is None else fold_value_biases
+
+
+def refuse_wrong_folding(
+    cfg: HookedKVTransformerConfig, state_dict: Mapping[str, Tensor], *, fold_ln: bool, center_writing_weights: bool
+) -> None:
+    """Raise KVLensError where folding the norms or centring what is written would change the output, or is not written for.
+
+    TransformerLens does both without a look at these cases: its result would be another model.
+    """
+    kind = cfg.normalization_type
+    if cfg.positional_embedding_type == "shortformer" and (fold_ln or center_writing_weights) and kind is not None:
+        _refuse("shortformer adds positions to keys and queries behind the norm", fold_ln, center_writing_weights)
+    layer_norm = kind in ("LN", "LNPre")
+    if center_writing_weights and layer_norm and cfg.num_experts:
+        _refuse("TransformerLens centres the experts' router too", False, True)
+    if layer_norm and cfg.final_rms and (fold_ln or center_writing_weights):
+        _refuse("the final RMS norm, unlike a LayerNorm, sees the mean of the stream", fold_ln, center_writing_weights)
+    if fold_ln and kind == "LN" and cfg.gated_mlp and any(bool(w.any()) for n, w in state_dict.items() if n.endswith("ln2.b")):
+        _refuse("the gate has no bias that could take up the norm's", True, False)
+    if (
+        fold_ln
+        and kind is not None
+        and cfg.act_fn is not None
+        and cfg.act_fn.endswith("_ln")
+        and (cfg.attn_only or kind != "LN")
+    ):
+        _refuse(f"TransformerLens folds the norm of act_fn={cfg.act_fn!r} into MLPs with LayerNorms alone", True, False)
+
+
+def _refuse(reason: str, fold_ln: bool, center_writing_weights: bool) -> None:
+    wrong = [n for n, asked in (("fold_ln", fold_ln), ("center_writing_weights", center_writing_weights)) if asked]
+    remedy = ", ".join(f"{name}=False" for name in wrong)
+    raise KVLensError(f"{' and '.join(wrong)} would change this model's output: {reason}. Pass {remedy}.")
 
 
 def _why_not_fold(cfg: HookedKVTransformerConfig) -> str | None:

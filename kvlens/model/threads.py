@@ -1,0 +1,69 @@
+"""One model, one thread at a time, as far as a KV bias goes.
+
+An attached bias is part of the model: a second thread that attached its own, or ran under somebody else's, would get other
+numbers without a word. It is refused instead. Hooks belong to the model in the same way, and nothing watches over them: give
+every thread a copy (``copy.deepcopy(model)``).
+"""
+
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import Iterator
+
+from kvlens.errors import KVLensError
+
+_LOCK = threading.Lock()
+_REMEDY = "give every thread its own copy: copy.deepcopy(model)"
+
+
+class OneThread:
+    """Which thread attached the bias, and which threads are in a forward pass. A copy of a model starts with a fresh one."""
+
+    def __init__(self) -> None:
+        self._owner: int | None = None
+        self._running: Counter[int] = Counter()
+
+    def __deepcopy__(self, memo: object) -> "OneThread":
+        return OneThread()
+
+    def __reduce__(self) -> tuple[type["OneThread"], tuple[()]]:
+        return OneThread, ()
+
+    def changes(self, what: str, *, attaches: bool) -> None:
+        """Note that this thread attaches or detaches a bias.
+
+        Raises:
+            KVLensError: another thread has one attached, or is in a forward pass.
+        """
+        me = threading.get_ident()
+        with _LOCK:
+            self._check_owner(what, me)
+            if any(thread != me for thread in self._running):
+                raise KVLensError(f"{what}: another thread is in a forward pass of this model; {_REMEDY}")
+            self._owner = me if attaches else None
+
+    @contextlib.contextmanager
+    def passes(self, attached: bool) -> Iterator[None]:
+        """Around a forward pass. ``attached``: whether a bias is.
+
+        Raises:
+            KVLensError: the bias is another thread's.
+        """
+        me = threading.get_ident()
+        with _LOCK:
+            self._check_owner("forward pass", me)
+            if attached and self._owner is None:
+                self._owner = me  # a copy of a model with a bias belongs to whoever uses it first
+            self._running[me] += 1
+        try:
+            yield
+        finally:
+            with _LOCK:
+                self._running[me] -= 1
+                if not self._running[me]:
+                    del self._running[me]
+
+    def _check_owner(self, what: str, me: int) -> None:
+        alive = {thread.ident for thread in threading.enumerate()}
+        if self._owner not in (None, me) and self._owner in alive:
+            raise KVLensError(f"{what}: another thread has a KV bias attached to this model; {_REMEDY}")

@@ -1,0 +1,218 @@
+"""Bad input is refused in words, before anything is built or written, and leaves the model as it was."""
+
+import copy
+import json
+import threading
+
+import pytest
+import torch
+from small_models import linear_model, plain_model, small_model, tokens
+from tiny_text_model import PROMPT, TEXT, tiny_text_model
+
+from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVLensError, KVShiftConfig, convert_prompt
+from kvlens.checksum import checksum_of_json
+
+SIZES = dict(n_layers=2, d_model=12, d_head=4, n_ctx=16, d_vocab=11, act_fn="gelu", device="cpu", seed=0)
+
+
+@pytest.mark.unhooked
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("n_layers", v) for v in (0, -1, "x", 2.0, True, None, 10**12)),
+        *(("d_model", v) for v in (33, 0, "12", 2)),
+        *(("d_head", v) for v in (0, -4, 1.5)),
+        *(("n_heads", v) for v in (0, -2)),
+        *(("n_ctx", v) for v in (0, "long")),
+        *(("d_vocab", v) for v in (0, -2, 1.0)),
+        *(("d_mlp", v) for v in (0, -1, "x")),
+        *(("act_fn", v) for v in ("q", "gelo", None, 3)),
+        *(("eps", v) for v in (-1, 0, float("nan"), "small")),
+        *(("attn_scale", v) for v in (0, -2.0, float("inf"))),
+        *(("dtype", v) for v in ("float23", "int8", torch.int8, torch.bool, 32, None)),
+        *(("kv_shift", v) for v in (5, "yes", {"windw": 2})),
+        *(("seed", v) for v in (2**64, 1.5, "seed")),
+        *(("normalization_type", v) for v in ("layer", "BN")),
+        *(("attention_dir", v) for v in ("forward", None)),
+        *(("positional_embedding_type", v) for v in ("rotery", "relative_positional_bias")),
+        ("n_devices", 900),
+        ("trust_remote_code", True),
+    ],
+)
+def test_no_model_has_such_a_configuration(name, value):
+    with pytest.raises(KVLensError):
+        HookedKVTransformerConfig(**{**SIZES, name: value})
+
+
+def test_names_and_flags_stand_for_what_they_mean():
+    cfg = HookedKVTransformerConfig(**SIZES, dtype="float64", kv_shift=True)
+    assert (cfg.dtype, cfg.kv_shift) == (torch.float64, KVShiftConfig())
+    assert HookedKVTransformerConfig(**SIZES, kv_shift=False).kv_shift is None
+    assert HookedKVTransformerConfig(**SIZES, dtype="torch.bfloat16").dtype == torch.bfloat16
+
+
+@pytest.mark.unhooked
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *(dict(max_new_tokens=v) for v in (-1, 2.5, "3", None, True)),
+        *(dict(temperature=v) for v in (-1.0, float("nan"), "hot", None)),
+        *(dict(top_k=v) for v in (0, -3, 1.5, "all")),
+        *(dict(top_p=v) for v in (0, 1.5, -0.1, "most")),
+        *(dict(freq_penalty=v) for v in ("much", float("inf"))),
+        *(dict(return_type=v) for v in ("text", 3)),
+        *(dict(padding_side=v) for v in ("middle", 1)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", [linear_model, small_model])
+def test_generate_with_such_an_argument_leaves_the_model_as_it_was(kind, wrong):
+    model = kind().train()
+    with pytest.raises(KVLensError, match=f"generate: {next(iter(wrong))} must be"):
+        model.generate(tokens(1, 4), stop_at_eos=False, verbose=False, **{"max_new_tokens": 2, **wrong})
+    assert model.training
+
+
+def test_generate_that_fails_later_leaves_the_mode_too():
+    model = small_model().train()
+    with pytest.raises(KVLensError):
+        model.generate(tokens(1, 4) + 10**6, stop_at_eos=False, verbose=False, max_new_tokens=2)
+    assert model.training
+
+
+@pytest.mark.parametrize("stored", [torch.int8, "int8", torch.bool, "float8", 16])
+@pytest.mark.unhooked
+def test_weights_are_not_rounded_to_nothing(stored, tmp_path):
+    with pytest.raises(KVLensError, match="stored_dtype must be one of float16, bfloat16, float32, float64"):
+        linear_model().save(tmp_path / "model", stored_dtype=stored)
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(n_layers=10**9),
+        dict(n_layers=1),
+        dict(d_vocab=10**9),
+        dict(d_model=10**6, d_head=10**6, n_heads=1),
+        dict(n_layers="2"),
+        dict(dtype="float99"),
+        dict(kv_shift=7),
+        dict(act_fn=None),
+        dict(attention="linearr"),
+        dict(eps="x"),
+    ],
+    ids=str,
+)
+def test_a_configuration_that_does_not_fit_the_weights_is_refused_before_it_is_built(change, tmp_path):
+    linear_model().save(tmp_path / "model")
+    stored = json.loads((tmp_path / "model" / "config.json").read_text())
+    stored["config"].update(change)
+    stored["checksum"] = checksum_of_json(stored)
+    (tmp_path / "model" / "config.json").write_text(json.dumps(stored))
+    with pytest.raises(KVLensError, match="load: "):
+        HookedKVTransformer.load(tmp_path / "model")
+
+
+# --- weight processing ---
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sinusoidal_positions_are_processed_and_hooked(dtype):
+    model = small_model(positional_embedding_type="sinusoidal", normalization_type="LN", dtype=dtype)
+    x = tokens(3, 7)
+    expected = model(x).log_softmax(-1)
+    model.process_weights_()
+    torch.testing.assert_close(model(x).log_softmax(-1), expected, atol=2e-5, rtol=0)  # processing goes through float32
+
+    def in_place(value, hook):
+        value.add_(1.0)
+
+    with model.hooks(fwd_hooks=[("hook_pos_embed", in_place)]):
+        assert not torch.equal(model(x).log_softmax(-1), expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(positional_embedding_type="shortformer"), "adds positions to keys and queries behind the norm"),
+        (dict(num_experts=3, experts_per_token=2), "experts"),
+        (dict(final_rms=True), "final RMS norm"),
+        (dict(act_fn="solu_ln", normalization_type="RMS"), "solu_ln"),
+    ],
+)
+def test_processing_that_would_change_the_output_says_why_not(changes, message):
+    model = HookedKVTransformer(HookedKVTransformerConfig(**{**SIZES, "normalization_type": "LN", **changes}))
+    x = torch.randint(0, 11, (2, 7), generator=torch.Generator().manual_seed(1))
+    before = model(x)
+    with pytest.raises(KVLensError, match=message):
+        model.process_weights_()
+    assert torch.equal(model(x), before)
+
+
+# --- permanent hooks ---
+
+
+def test_a_copy_keeps_permanent_hooks_in_their_order_and_no_others():
+    plain = plain_model()
+    plain.add_hook("blocks.0.hook_resid_pre", lambda value, hook: value * 2, is_permanent=True)
+    plain.add_hook("blocks.0.hook_resid_pre", lambda value, hook: value + 1, is_permanent=True)
+    x = tokens(2, 7)
+    expected = plain(x)
+    plain.add_hook("blocks.0.hook_resid_pre", lambda value, hook: value * 0)
+    copied = HookedKVTransformer.from_hooked_transformer(plain)
+    assert torch.equal(copied(x), expected)
+    copied.reset_hooks()
+    assert torch.equal(copied(x), expected)
+
+
+# --- threads ---
+
+
+def in_a_thread(work):
+    found = []
+
+    def run():
+        try:
+            found.append(work())
+        except KVLensError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def test_a_bias_belongs_to_the_thread_that_attached_it():
+    model = tiny_text_model()
+    bias = convert_prompt(model, PROMPT)
+    with model.kv_bias(bias):
+        expected = model(TEXT)
+        for work in (lambda: model.attach_kv_bias(bias), model.detach_kv_bias, lambda: model(TEXT)):
+            assert "another thread has a KV bias attached" in str(in_a_thread(work))
+        assert model.attached_kv_bias is bias
+        own = copy.deepcopy(model)
+        assert torch.equal(in_a_thread(lambda: own(TEXT)), expected)
+    assert torch.equal(in_a_thread(lambda: model(TEXT)), model(TEXT))
+
+
+def test_nobody_attaches_into_another_threads_forward_pass():
+    model = tiny_text_model()
+    bias, refused = convert_prompt(model, PROMPT), []
+
+    def attach_elsewhere(value, hook):
+        refused.append(in_a_thread(lambda: model.attach_kv_bias(bias)))
+
+    expected = model(TEXT)
+    assert torch.equal(model.run_with_hooks(TEXT, fwd_hooks=[("blocks.1.hook_resid_pre", attach_elsewhere)]), expected)
+    assert "another thread is in a forward pass" in str(refused[0])
+    assert model.attached_kv_bias is None
+
+
+def test_a_thread_that_died_with_its_bias_locks_nobody_out():
+    model = tiny_text_model()
+    bias = convert_prompt(model, PROMPT)
+    in_a_thread(lambda: model.attach_kv_bias(bias))
+    model.detach_kv_bias()
+    assert model.attached_kv_bias is None
