@@ -150,20 +150,35 @@ class _Linear(KVAttention):
         if not pattern_hooked:
             out = FORMS[form](phi_q, phi_k, v, norm_q, norm_k, decay, mask, past.state)
             n, state = self._normalizer(out.normalizer, norm_q, bias, mask), out.state
-            z_context = out.numerator if n is None else out.numerator / n[..., None]
+            divisor = _without_zeros(n)
+            z_context = out.numerator if divisor is None else out.numerator / divisor[..., None]
         else:
             n_context = None
             if norm_q is not None and norm_k is not None:
                 k_sum = None if past.state is None else past.state.k_sum
                 n_context = running_normalizer(norm_q, norm_k, mask, k_sum)
             n = self._normalizer(n_context, norm_q, bias, mask)
-            z_context = self._through_pattern(features, past, decay, mask, n)
+            divisor = _without_zeros(n)
+            z_context = self._through_pattern(features, past, decay, mask, divisor)
             state = final_state(phi_k, v, norm_k, decay, mask, past.state)
         z_bias = None
         if bias is not None:
             z_bias = read_state(phi_q, bias[0], decay, self._steps(phi_q, past.n_tokens, mask))
-            z_bias = z_bias if n is None else z_bias / n[..., None]
-        return HeadOutputs(z_context, z_bias, n, self._own_share(phi_q, phi_k, n)), state
+            z_bias = z_bias if divisor is None else z_bias / divisor[..., None]
+        if divisor is not n:
+            self._check_nothing_visible(n, z_context if z_bias is None else z_context + z_bias)
+        return HeadOutputs(z_context, z_bias, n, self._own_share(phi_q, phi_k, divisor)), state
+
+    def _check_nothing_visible(self, n: Tensor, undivided: Tensor) -> None:
+        """Raise KVLensError unless the numerator is 0 too wherever the normaliser is: then nothing is visible, and z is 0."""
+        broken = ((n == 0) & (undivided != 0).any(dim=-1)).nonzero()
+        if len(broken):
+            _, place, head = broken[0].tolist()
+            raise KVLensError(
+                f"layer {self.layer_id}, head {head}, place {place}: the normaliser phi(q).D is 0 where phi(q).A is not: there "
+                f"is nothing to divide by. Features of the map {self.cfg.feature_map!r} cancel each other; use one that is "
+                "positive (elu_plus_one, relu, random, hedgehog), or normalizer='none'"
+            )
 
     def _own_share(self, phi_q: Tensor, phi_k: Tensor, n: Tensor | None) -> Tensor | None:
         """phi~(q_i).phi~(k_i) / n_i, where it is asked for."""
@@ -237,6 +252,13 @@ class _Linear(KVAttention):
     def _steps(phi_q: Tensor, n_before: int | Tensor, mask: Tensor | None) -> Tensor:
         """Real tokens up to and with each place, those before the new ones included: [batch or 1, pos]."""
         return real_steps(mask, phi_q) + (n_before[:, None].to(phi_q.device) if isinstance(n_before, Tensor) else n_before)
+
+
+def _without_zeros(n: Tensor | None) -> Tensor | None:
+    """``n`` itself where it has no zeros; else with 1 in their place, so that 0 / 0 is 0 and its gradient finite."""
+    if n is None or bool((n != 0).all()):
+        return n
+    return torch.where(n == 0, 1.0, n)
 
 
 class LinearAttention(_Linear, Attention):

@@ -224,4 +224,8 @@ def _check_finite(model: HookedKVTransformer, bias: KVBias) -> None:
     bad = (~bias.b_KV.isfinite()).flatten(1).any(dim=1) | (~bias.b_D.isfinite()).flatten(1).any(dim=1)
     if bool(bad.any()):
         layer = int(bad.nonzero()[0])
-        raise KVLensError(f"convert_prompt: the bias of layer {layer} is not finite: activations overflow in the prompt's pass")
+        cause = "holds NaN" if bool(bias.b_KV[layer].isnan().any() | bias.b_D[layer].isnan().any()) else "overflows"
+        raise KVLensError(
+            f"convert_prompt: the bias of layer {layer} {cause} ({bias.b_KV.dtype}): the features or values of the prompt's pass "
+            "are too large there, or a hook made them so; a wider dtype helps against the first"
+        )

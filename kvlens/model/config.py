@@ -177,8 +177,12 @@ class HookedKVTransformerConfig(HookedTransformerConfig):
 
     @property
     def accumulates_in(self) -> torch.dtype:
-        """What linear attention computes in: ``accumulation_dtype``, or the model's dtype where that is wider."""
-        return torch.promote_types(self.dtype, getattr(torch, self.accumulation_dtype))
+        """What linear attention computes in: ``accumulation_dtype``, or the model's dtype where that is wider.
+
+        Random features are computed in float64: exp(w.x - |x|^2 / 2) leaves float32 at scores of about 150.
+        """
+        least = "float64" if self.feature_map == "random" else self.accumulation_dtype
+        return torch.promote_types(self.dtype, getattr(torch, least))
 
     def decay_per_head(self) -> torch.Tensor | None:
         """gamma [head] in float64, or None for 1."""
