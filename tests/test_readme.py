@@ -22,13 +22,22 @@ def test_python_examples_run(number, tmp_path, monkeypatch, capsys):
     namespace: dict = {"__name__": "readme"}
     exec(compile(code, f"README.md, example {number + 1}", "exec"), namespace)
     if "relative error" in code:
-        error = float(re.search(r"relative error: (\S+)", capsys.readouterr().out).group(1))
-        assert error < 1e-5  # float32 rounding through four layers is some 1e-6
+        printed = capsys.readouterr().out
+        assert (
+            float(re.search(r"relative error: (\S+)", printed).group(1)) < 1e-5
+        )  # float32 rounding through the layers: some 1e-6
+        assert "answer:  parrot\n" in printed
 
 
 def test_the_readme_has_examples():
-    assert len(blocks("python")) >= 4
+    assert len(blocks("python")) >= 3
     assert len(blocks("bash")) >= 3
+
+
+def test_what_the_readme_links_to_is_there():
+    paths = re.findall(r"\]\((?!https?:)([^)#]+)\)", README.read_text(encoding="utf-8"))
+    assert ".github/report.png" in paths
+    assert not [path for path in paths if not (README.parent / path).exists()]
 
 
 def test_the_commands_of_the_readme_are_commands(tmp_path, monkeypatch):
