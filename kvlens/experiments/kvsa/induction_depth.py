@@ -72,7 +72,7 @@ def compare(curves: pd.DataFrame, steps: pd.DataFrame, limit: int) -> list[Compa
         limit: steps that a run had at most.
     """
     last = last_heldout(curves).set_index("model")["accuracy"]
-    shifted, one = (last[label].tolist() for label in (SHIFT_1, PLAIN_1))
+    shifted, one = (last[[label]].tolist() for label in (SHIFT_1, PLAIN_1))
     censored = steps.assign(steps=steps["steps"].clip(upper=limit))  # a run that never got there needed more than its limit
     median = steps.groupby("model")["steps"].median()
     return [
