@@ -47,8 +47,9 @@ def kl_divergence(log_p: Float[Tensor, "*p pos d_vocab"], log_q: Float[Tensor, "
 
 
 def next_token_losses(log_p: Float[Tensor, "*batch pos d_vocab"], text: Int[Tensor, " pos"]) -> Float[Tensor, "*batch pos"]:
-    """-log p of the token that follows, in nats; NaN at the last place, where none follows."""
+    """-log p of the token that follows, in nats; NaN at the last place, where none follows, and for one that has no logit."""
     losses = log_p.new_full(log_p.shape[:-1], float("nan"))
-    targets = text[1:, None].expand(*log_p.shape[:-2], -1, -1)
-    losses[..., :-1] = -log_p[..., :-1, :].gather(-1, targets).squeeze(-1)
+    known = text[1:] < log_p.shape[-1]  # a classifier predicts fewer classes than there are tokens
+    targets = text[1:].where(known, 0)[:, None].expand(*log_p.shape[:-2], -1, -1)
+    losses[..., :-1] = (-log_p[..., :-1, :].gather(-1, targets).squeeze(-1)).where(known, float("nan"))
     return losses

@@ -64,7 +64,9 @@ def head_weights(model: HookedKVTransformer, layer: int) -> HeadWeights:
 def copying_scores(model: HookedKVTransformer, weights: list[HeadWeights]) -> Float[Tensor, "layer head"]:
     """sum(lambda) / sum(|lambda|) over the eigenvalues of W_E W_V W_O W_U, token in, logits out.
 
-    1: whatever token is read, its own logit rises; -1: it falls; random weights give about 0. The eigenvalues that are not 0
+    1: whatever token is read, its own logit rises; -1: it falls; random weights give about 0. What a LayerNorm takes away, the
+    mean over d_model, is taken from W_V and W_U, and from W_U the mean over the vocabulary, which no probability sees: so the
+    score does not depend on whether the model was loaded with folded norms and centred weights. The eigenvalues that are not 0
     are those of the d_head x d_head matrix W_O (W_U W_E) W_V, so nothing of vocabulary x vocabulary is built.
 
     Raises:
@@ -76,11 +78,27 @@ def copying_scores(model: HookedKVTransformer, weights: list[HeadWeights]) -> Fl
             f"the copying score needs one vocabulary for input and output; the model reads {W_E.shape[0]} tokens and "
             f"predicts {W_U.shape[1]}"
         )
-    dtype, final = wide_dtype(model), gain(getattr(model, "ln_final", None))
-    unembed_embed = (W_U.to(dtype) @ W_E.to(dtype)) * (final.to(dtype)[:, None] if isinstance(final, Tensor) else final)
-    circuits = torch.stack([w.W_O @ unembed_embed @ w.W_V for w in weights])
+    dtype, norm = wide_dtype(model), getattr(model, "ln_final", None)
+    final = gain(norm)
+    W_U = W_U.to(dtype) * (final.to(dtype)[:, None] if isinstance(final, Tensor) else final)
+    W_U = W_U - W_U.mean(dim=1, keepdim=True)
+    W_U = W_U - W_U.mean(dim=0) if _centers(norm) else W_U
+    unembed_embed = W_U @ W_E.to(dtype)
+    read = [
+        w.W_V - w.W_V.mean(dim=1, keepdim=True) if _reads_centred(model, layer) else w.W_V for layer, w in enumerate(weights)
+    ]
+    circuits = torch.stack([w.W_O @ unembed_embed @ W_V for w, W_V in zip(weights, read, strict=True)])
     total = torch.linalg.eigvals(circuits).abs().sum(dim=-1)
     return _ratio(circuits.diagonal(dim1=-2, dim2=-1).sum(dim=-1), total)  # the trace is the sum of the eigenvalues
+
+
+def _centers(norm: Any) -> bool:
+    return type(norm).__name__ in ("LayerNorm", "LayerNormPre")
+
+
+def _reads_centred(model: HookedKVTransformer, layer: int) -> bool:
+    """Whether a norm that subtracts the mean stands in front of the layer's heads."""
+    return model.cfg.original_architecture not in NORM_BEHIND_ATTENTION and _centers(getattr(model.blocks[layer], "ln1", None))
 
 
 def composition_scores(weights: list[HeadWeights], kind: str) -> Float[Tensor, "layer head later_layer later_head"]:

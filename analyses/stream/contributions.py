@@ -27,6 +27,7 @@ from analyses.sequences import PromptTokens, TextTokens, one_bias, one_sequence,
 from analyses.stream.logit_attribution import (
     Token,
     check_heads_write_directly,
+    check_predicts_text,
     component_logits,
     constant_logits,
     final_scale,
@@ -156,6 +157,7 @@ class _Measured(NamedTuple):
 def _targets(model: HookedKVTransformer, text: Tensor, next_token: bool, tokens: Sequence[Token]) -> list[_Target]:
     targets = []
     if next_token:
+        check_predicts_text(model, text)
         following = torch.cat([text[1:], text[:1]])  # the last one is not read
         targets.append(_Target("next", following, [*token_texts(model, text[1:]), None]))
     for token in tokens:

@@ -165,12 +165,23 @@ def logit_target(
     if answer is None:
         if wrong is not None:
             raise KVLensError("wrong: it is taken away from the logit of an answer; give answer= as well")
+        check_predicts_text(model, text)
         return LogitTarget(torch.arange(len(text) - 1, device=text.device), text[1:], None)
     last = torch.tensor([len(text) - 1], device=text.device)
     ids = [None if token is None else _token_id(model, what, token) for what, token in (("answer", answer), ("wrong", wrong))]
     right, other = (None if token is None else torch.tensor([token], device=text.device) for token in ids)
     assert right is not None
     return LogitTarget(last, right, other)
+
+
+def check_predicts_text(model: HookedKVTransformer, text: Int[Tensor, " pos"]) -> None:
+    """Raise KVLensError where a token of the text is none that the model can predict."""
+    n_out = model.cfg.d_vocab_out
+    if len(text) > 1 and int(text[1:].max()) >= n_out:
+        raise KVLensError(
+            f"text_tokens: token {int(text[1:].max())} follows in the text, and this model predicts {n_out} classes only, so "
+            "that it has no logit and no loss; use an analysis of chosen classes (answer=, or tokens= with next_token=False)"
+        )
 
 
 def _token_id(model: HookedKVTransformer, what: str, token: Token) -> int:

@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 import textwrap
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -76,18 +77,20 @@ def _report(args: argparse.Namespace) -> int:
         from kvlens.report.build import build_report
         from kvlens.report.write import write_report
 
-        report = build_report(
-            model,
-            prompt,
-            text,
-            model_name=name,
-            new_tokens=args.new_tokens,
-            temperature=args.temperature,
-            seed=args.seed,
-            dual=args.dual,
-            conversion=_conversion(args),
-            on_progress=tell,
-        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The prompt has")  # the report says so itself
+            report = build_report(
+                model,
+                prompt,
+                text,
+                model_name=name,
+                new_tokens=args.new_tokens,
+                temperature=args.temperature,
+                seed=args.seed,
+                dual=args.dual,
+                conversion=_conversion(args),
+                on_progress=tell,
+            )
         tell("writing", 1.0)
         write_report(report, args.out, overwrite=args.overwrite)
 

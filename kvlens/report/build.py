@@ -1,6 +1,7 @@
 """Computing a report: one model, one prompt, one text; the analyses, and text generated in three conditions."""
 
 import platform
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -34,6 +35,8 @@ from kvlens.model import HookedKVTransformer
 from kvlens.report.folder import FORMAT
 
 FORMAT_VERSION = 1
+HARMED = 3
+"""Places that are named where the prompt hurts."""
 CONDITIONS = ("with_prompt", "converted", "without_prompt")
 
 
@@ -97,6 +100,9 @@ def build_report(
     prompt_tokens = _tokens_of(model, "prompt", prompt, model.cfg.default_prepend_bos)
     text_tokens = _tokens_of(model, "text", text, prepend_bos=False)
     _check_lengths(model, len(prompt_tokens), len(text_tokens), new_tokens, temperature)
+    notes = _length_notes(model, len(prompt_tokens))
+    for note in notes:
+        warnings.warn(note, stacklevel=2)
     tell("converting the prompt", 0.0)
     bias = convert_prompt(
         model, prompt_tokens, on_progress=lambda x: tell("converting the prompt", 0.05 * x), **(conversion or {})
@@ -129,6 +135,7 @@ def build_report(
         "text": {"text": text, "n_tokens": len(text_tokens)},
         "conversion": _conversion_figures(bias, errors),
         "prompt_effect": _effect_figures(effect),
+        "notes": notes + _harm_notes(effect),
         "bias": {
             "n_numbers": bias.num_parameters,
             "position_offset": int(bias.position_offset),
@@ -215,6 +222,31 @@ def _check_lengths(model: HookedKVTransformer, prompt: int, text: int, new_token
             f"prompt ({prompt} tokens), text ({text}) and new tokens ({new_tokens}) make {prompt + text + new_tokens}, and "
             f"this model's learned positions end at n_ctx={model.cfg.n_ctx}; shorten one of the three"
         )
+
+
+def _length_notes(model: HookedKVTransformer, n_prompt: int) -> list[str]:
+    if n_prompt <= model.cfg.n_ctx:
+        return []
+    return [
+        f"The prompt has {n_prompt:,} tokens, and the model was made for n_ctx={model.cfg.n_ctx:,}. Its positions allow more, "
+        "but it has not learned to use them: such a prompt may raise the loss instead of lowering it."
+    ]
+
+
+def _harm_notes(effect: pd.DataFrame) -> list[str]:
+    """When the prompt raises the mean loss on the text, and where most."""
+    wide = effect.pivot(index="position", columns="condition", values="loss")  # noqa: PD010
+    harm = (wide["converted"] - wide["without_prompt"]).dropna()
+    if harm.empty or harm.mean() <= 0:
+        return []
+    tokens = effect.loc[effect["condition"] == "converted"].set_index("position")["next_token"]
+    worst = ", ".join(
+        f"{tokens[place]!r} at {place} (+{harm[place]:.2f})" for place in harm.nlargest(HARMED).index if harm[place] > 0
+    )
+    return [
+        f"The prompt hurts: the mean loss on the text is {harm.mean():.3f} nats a token higher with it than without, at "
+        f"{int((harm > 0).sum())} of {len(harm)} places. Most before: {worst}."
+    ]
 
 
 # --- generation ------------------------------------------------------------------------------------------------------

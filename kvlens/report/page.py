@@ -101,10 +101,11 @@ def _short(name: str) -> str:
 
 def _subtitle(summary: dict[str, Any]) -> str:
     model = summary["model"]
+    notes = "".join(f" Note: {note}" for note in summary["notes"])
     return (
         f"{model['n_layers']} layers of {model['n_heads']} heads, {model['n_parameters']:,} parameters, {model['dtype']}. "
         f"A prompt of {summary['prompt']['n_tokens']:,} tokens became a bias of {summary['bias']['n_numbers']:,} numbers; "
-        f"it is judged on a text of {summary['text']['n_tokens']:,} tokens."
+        f"it is judged on a text of {summary['text']['n_tokens']:,} tokens.{notes}"
     )
 
 

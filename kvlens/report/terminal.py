@@ -35,6 +35,9 @@ def print_report(report: Report, console: Console | None = None) -> None:
 def _show(console: Console, report: Report) -> None:
     summary = report.summary
     _print_head(console, summary)
+    for note in summary["notes"]:
+        console.print()
+        console.print(Text(f"Note: {_printable(note)}", style="yellow"))
     _heading(console, "1  The converted model, without the prompt, against the original with it")
     console.print(_conversion(summary))
     _heading(console, "2  What the prompt changes, and whether the conversion changes the same")

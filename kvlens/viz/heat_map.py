@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch
 
 from analyses import HeadDetails
 from kvlens.errors import KVLensError
@@ -19,20 +20,26 @@ MAX_NUMBERED = 24
 
 
 def head_heatmap(
-    table: pd.DataFrame, value: str = "b_kv_norm", *, details: HeadDetails | None = None, title: str | None = None
+    table: Any, value: str | None = None, *, details: HeadDetails | None = None, title: str | None = None
 ) -> Piece:
     """A map of layers (downwards) and heads (across).
 
     Args:
-        table: one row a head, with columns ``layer`` and ``head`` and numbers, as ``bias_by_head`` returns it. A head that is
-            missing stays empty.
-        value: the column that is shown first; the reader of the page can choose among all columns of numbers.
+        table: one row a head, with columns ``layer`` and ``head`` and numbers, as ``bias_by_head`` returns it (a head that is
+            missing stays empty); or one number a head, a tensor or array [layer, head], as ``transformer_lens.patching``
+            returns it.
+        value: the column that is shown first, of which the reader of the page can choose another; ``b_kv_norm`` if None. For a
+            tensor, what its numbers are called; "value" if None.
         details: what a click on a head shows; None makes a map without clicking.
         title: above the map.
 
     Raises:
         KVLensError: a missing column (the nearest is proposed), no rows, two rows for one head, a column without numbers.
     """
+    if not isinstance(table, pd.DataFrame):
+        value = value or "value"
+        table = _table(table, value)
+    value = value or "b_kv_norm"
     check_columns("head_heatmap", table, ("layer", "head", value))
     check_numbers("head_heatmap", table, value)
     if table.duplicated(["layer", "head"]).any():
@@ -51,6 +58,18 @@ def head_heatmap(
         f'<div class="scroll" tabindex="0" role="region" aria-label="map of heads">{maps}</div>{clickable}</figure>'
     )
     return Piece(name, body, figure=functools.partial(_figure, table, value, name))
+
+
+def _table(values: Any, name: str) -> pd.DataFrame:
+    """One row a head, from numbers [layer, head]."""
+    try:
+        numbers = torch.as_tensor(values).detach().double().cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise KVLensError(f"head_heatmap: expected a table, or numbers [layer, head], got {type(values).__name__}") from error
+    if numbers.dim() != 2 or not numbers.numel():
+        raise KVLensError(f"head_heatmap: expected numbers [layer, head], got shape {list(numbers.shape)}")
+    layer, head = np.indices(tuple(numbers.shape)).reshape(2, -1)
+    return pd.DataFrame({"layer": layer, "head": head, name: numbers.flatten().numpy()})
 
 
 def _choice(columns: list[str]) -> str:

@@ -12,7 +12,7 @@ from kvlens.files import write_atomically
 from kvlens.viz._document import document, in_frame
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Piece:
     """One picture or table.
 
@@ -27,6 +27,11 @@ class Piece:
     body: str
     circuitsvis: bool = False
     figure: Callable[[], Any] | None = None
+
+    def __repr__(self) -> str:
+        """One line, where HTML is not shown; the page itself may have megabytes."""
+        ways = "save_html" if self.figure is None else "save_html, save_png, save_svg"
+        return f"<Piece {self.name!r}: {len(self.body) / 1000:,.0f} kB of HTML; {ways}>"
 
     def to_html(self) -> str:
         """The piece as one self-contained HTML document."""

@@ -13,6 +13,8 @@ from tiny_text_model import PROMPT, TEXT, tiny_text_model, tiny_tokenizer
 from analyses import bias_ablation, bias_by_head, bias_by_layer, conversion_error, dual_losses, prompt_effect
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVBias, KVLensError, convert_prompt
 from kvlens.report import build_report, check_folder, print_report, write_report
+from kvlens.report.build import _harm_notes
+from kvlens.report.page import build_page
 
 TABLES = (
     "conversion_error",
@@ -190,9 +192,26 @@ def test_bad_input(make, options, message):
 
 
 def test_a_text_beyond_n_ctx_is_welcome_with_rotary_positions(model):
-    long = build_report(model, PROMPT * 5, TEXT, new_tokens=2)
+    with pytest.warns(UserWarning, match=r"The prompt has \d+ tokens, and the model was made for n_ctx=64"):
+        long = build_report(model, PROMPT * 5, TEXT, new_tokens=2)
+    assert "n_ctx=64" in long.summary["notes"][0] and "Note: The prompt has" in shown(long)
+    assert "n_ctx=64" in build_page(long).to_html()
     assert long.summary["prompt"]["n_tokens"] > model.cfg.n_ctx
     assert long.summary["conversion"]["exact_to_rounding"]
+
+
+def test_a_prompt_that_hurts_is_said_to_hurt_and_where(report):
+    assert report.summary["notes"] == [] or report.summary["prompt_effect"]["gain_nats_a_token"] < 0
+    effect = report.tables["prompt_effect"].copy()
+    losses = {"with_prompt": 1.0, "converted": 1.0, "without_prompt": 0.5}
+    effect["loss"] = effect["condition"].map(losses).where(effect["next_token"].notna())
+    effect.loc[(effect["position"] == 2) & (effect["condition"] == "converted"), "loss"] = 4.0
+    (note,) = _harm_notes(effect)
+    n, token = effect["position"].max(), effect.loc[effect["position"] == 2, "next_token"].iloc[0]
+    assert f"{(0.5 * (n - 1) + 3.5) / n:.3f} nats a token higher" in note and f"at {n} of {n} places" in note
+    assert f"{token!r} at 2 (+3.50)" in note
+    effect["loss"] = -effect["loss"]
+    assert _harm_notes(effect) == []
 
 
 # --- the folder ------------------------------------------------------------------------------------------------------

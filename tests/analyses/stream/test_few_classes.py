@@ -1,0 +1,46 @@
+"""A model that predicts fewer classes than it reads tokens: next tokens are refused by name, chosen classes are split."""
+
+import pytest
+import torch
+from analysis_models import random_model, tokens
+
+import analyses
+from kvlens import KVLensError, convert_prompt
+
+
+@pytest.fixture(scope="module")
+def classifier():
+    return random_model(d_vocab_out=3)
+
+
+PROMPT, TEXT = tokens(7), torch.tensor([4, 16, 2, 9])
+
+
+@pytest.mark.parametrize("name", ["bias_positions", "bias_by_head", "bias_decomposition", "bias_effects"])
+def test_a_text_that_it_cannot_predict_is_refused_by_name(classifier, name):
+    with pytest.raises(KVLensError, match="predicts 3 classes only"):
+        getattr(analyses, name)(classifier, PROMPT, TEXT)
+
+
+def test_chosen_classes_are_split_and_patched(classifier):
+    bias = convert_prompt(classifier, PROMPT)
+    with classifier.kv_bias(bias):
+        logits = classifier(TEXT[None])[0]
+    frame = analyses.layer_contributions(classifier, TEXT, bias=bias, next_token=False, tokens=[0, 2])
+    sums = frame.groupby(["position", "target_token"])["logit"].sum().to_numpy().reshape(len(TEXT), 2)
+    torch.testing.assert_close(torch.tensor(sums), logits[:, [0, 2]], rtol=1e-9, atol=1e-9)
+    with pytest.raises(KVLensError, match="predicts 3 classes only"):
+        analyses.layer_contributions(classifier, TEXT, bias=bias)
+    assert analyses.bias_decomposition(classifier, PROMPT, TEXT, answer=1)["logit"].notna().all()
+    assert analyses.bias_effects(classifier, PROMPT, TEXT, answer=1)["logit_change"].notna().all()
+    patched = analyses.activation_patching(classifier, PROMPT, tokens(7, seed=2), TEXT, answer=1, points=["b_kv"])
+    assert patched["recovered"].notna().all()
+    assert analyses.prompt_effect(classifier, PROMPT, torch.tensor([4, 1, 16, 2]))["loss"].notna().groupby(level=0).any().any()
+
+
+def test_a_bidirectional_classifier_has_a_table():
+    model = random_model(attention="softmax", kv_shift=None, positional_embedding_type="standard", attention_dir="bidirectional",
+                         d_vocab_out=3)  # fmt: skip
+    frame = analyses.layer_contributions(model, TEXT, next_token=False, tokens=[1])
+    sums = torch.tensor(frame.groupby("position")["logit"].sum().to_numpy())
+    torch.testing.assert_close(sums, model(TEXT[None])[0, :, 1], rtol=1e-9, atol=1e-9)
