@@ -39,8 +39,8 @@ def test_chosen_classes_are_split_and_patched(classifier):
 
 
 def test_a_bidirectional_classifier_has_a_table():
-    model = random_model(attention="softmax", kv_shift=None, positional_embedding_type="standard", attention_dir="bidirectional",
-                         d_vocab_out=3)  # fmt: skip
+    changes = dict(attention="softmax", kv_shift=None, positional_embedding_type="standard", attention_dir="bidirectional")
+    model = random_model(d_vocab_out=3, **changes)
     frame = analyses.layer_contributions(model, TEXT, next_token=False, tokens=[1])
     sums = torch.tensor(frame.groupby("position")["logit"].sum().to_numpy())
     torch.testing.assert_close(sums, model(TEXT[None])[0, :, 1], rtol=1e-9, atol=1e-9)
