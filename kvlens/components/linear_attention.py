@@ -165,7 +165,7 @@ class _Linear(KVAttention):
         if bias is not None:
             z_bias = read_state(phi_q, bias[0], decay, self._steps(phi_q, past.n_tokens, mask))
             z_bias = z_bias if divisor is None else z_bias / divisor[..., None]
-        if divisor is not n:
+        if n is not None and divisor is not n:
             self._check_nothing_visible(n, z_context if z_bias is None else z_context + z_bias)
         return HeadOutputs(z_context, z_bias, n, self._own_share(phi_q, phi_k, divisor)), state
 
