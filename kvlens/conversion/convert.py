@@ -226,6 +226,6 @@ def _check_finite(model: HookedKVTransformer, bias: KVBias) -> None:
         layer = int(bad.nonzero()[0])
         cause = "holds NaN" if bool(bias.b_KV[layer].isnan().any() | bias.b_D[layer].isnan().any()) else "overflows"
         raise KVLensError(
-            f"convert_prompt: the bias of layer {layer} {cause} ({bias.b_KV.dtype}): features or values of the prompt's pass are "
-            "too large there, or a hook made them so; a wider dtype helps against the first"
+            f"convert_prompt: the bias of layer {layer} {cause} ({bias.b_KV.dtype}): features or values of the prompt's pass "
+            "are too large there, or a hook made them so; a wider dtype helps against the first"
         )

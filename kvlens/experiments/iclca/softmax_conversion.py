@@ -53,8 +53,8 @@ def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
         figure=draw(table),
         comparisons=[*compare(contexts, settings)],
         differences=[
-            f"The paper converts prompts of GPT-2; here the model is {settings['model']}, which ships, and prompts and texts are "
-            "its own samples.",
+            f"The paper converts prompts of GPT-2; here the model is {settings['model']}, which ships, and prompts and texts "
+            "are its own samples.",
             "The paper's random features are compared with no other method; the landmark keys are kvlens'.",
         ],
     )
