@@ -1,0 +1,39 @@
+"""What all commands share: signals end a command with a word and the status that a shell expects, and controls become signs."""
+
+import os
+import signal
+
+import pytest
+
+from kvlens.cli import main, zoo
+from kvlens.errors import KVLensError
+from kvlens.terminal import UNREADABLE, Arguments, visible
+
+
+@pytest.mark.parametrize(
+    ("number", "word", "status"), [(signal.SIGTERM, "terminated", 143), (signal.SIGINT, "interrupted", 130)]
+)
+def test_a_signal_ends_a_command_and_says_so(number, word, status, monkeypatch, capsys):
+    before = signal.getsignal(number)
+    monkeypatch.setattr(zoo.zoo, "names", lambda: os.kill(os.getpid(), number))
+    assert main(["zoo"]) == status
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", f"kvlens: {word}\n")
+    assert signal.getsignal(number) is before
+
+
+def test_controls_marks_and_line_ends_become_signs_and_letters_stay():
+    assert visible("a\x1b[31m\x07\x9b\u202e\u2066\u200f\u2028\u2029\x85\n\ud800b") == f"a{UNREADABLE}[31m{UNREADABLE * 10}b"
+    assert visible("naïve 語 ⏎ é ·") == "naïve 語 ⏎ é ·"
+
+
+def test_a_parser_proposes_the_nearest_of_its_own_options():
+    parser = Arguments(prog="p", allow_abbrev=False)
+    inner = parser.add_subparsers(parser_class=Arguments).add_parser("inner", allow_abbrev=False)
+    inner.add_argument("--prompt")
+    with pytest.raises(
+        KVLensError, match=r"unrecognized arguments: --promt x; did you mean '--prompt'\? \(see p inner --help\)"
+    ):
+        parser.parse_args(["inner", "--promt", "x"])
+    with pytest.raises(KVLensError, match=r"unrecognized arguments: --zzz \(see p inner"):
+        parser.parse_args(["inner", "--zzz"])
