@@ -9,13 +9,13 @@ Each sequence draws its own f(t), uniform among the letters that are no triggers
 reading left to right t *commits* on its first use to the letter that happens to follow it. A prediction is scored at each
 *committed* trigger: at position i if x_i is a trigger that stood at an earlier position too. Everything else is noise.
 
-That is the law ``blocks``, the default. The law ``markov`` is ICLCA's own: what follows a letter that is no trigger is uniform
-over the *whole* alphabet, and so is f(t). Triggers are rarer there, may follow each other, and one whose follower is itself
-repeats for ever.
+That is the law ``blocks``, the default. The law ``markov`` is ICLCA's own, a Markov chain: what follows a letter that is no
+trigger is uniform over the *whole* alphabet, so that triggers are rarer (five of 52 letters). Followers are drawn as above: the
+paper leaves open whether a trigger may follow a trigger, and where it may, loops such as "aaa" fill most of what is scored.
 
 Nothing about f can be known from other sequences; without having seen the first use the best guess is right once in
-``n_letters - n_triggers`` times (``markov``: ``n_letters``). That makes the task a test of what a converted prompt carries:
-`BigramTask.sample_with_prompt` scores only what the prompt has settled.
+``n_letters - n_triggers`` times. That makes the task a test of what a converted prompt carries: `BigramTask.sample_with_prompt`
+scores only what the prompt has settled.
 
 Source: ICLCA sec. 6.2 (52 letters, five triggers).
 """
@@ -160,7 +160,7 @@ class BigramTask(Task):
     def _draw_chain(self, batch_size: int, generator: torch.Generator) -> Int[Tensor, "batch pos_plus_1"]:
         """A Markov chain for each sequence: each letter depends on the one before."""
         drawn = torch.randint(self.n_letters, (batch_size, self.length + 1), generator=generator)
-        followers = torch.randint(self.n_letters, (batch_size, self.n_triggers), generator=generator)
+        followers = torch.randint(self.n_triggers, self.n_letters, (batch_size, self.n_triggers), generator=generator)
         columns = [drawn[:, 0]]
         for column in drawn[:, 1:].unbind(1):
             before = columns[-1]

@@ -96,14 +96,15 @@ def test_in_a_chain_every_committed_trigger_is_scored_with_its_follower():
                 assert target[i] == follower.setdefault(letter, target[i])
 
 
-def test_in_a_chain_what_follows_is_uniform_over_the_whole_alphabet():
+def test_in_a_chain_what_follows_no_trigger_is_uniform_over_the_whole_alphabet():
     inputs, targets, scored = CHAIN.sample(8000, seeded(1))
     letters = torch.arange(CHAIN.n_letters)
     assert_frequency(inputs[:, :1] == letters, 1 / 11)
     first = (inputs[:, 0] >= CHAIN.n_triggers).nonzero().squeeze(1)
     assert_frequency(targets[first, :1] == letters, 1 / 11)
     triggers = (inputs[:, 0] < CHAIN.n_triggers).nonzero().squeeze(1)
-    assert_frequency(targets[triggers, :1] == letters, 1 / 11)  # followers, triggers among them
+    assert_frequency(targets[triggers, :1] == letters[CHAIN.n_triggers :], 1 / 8)
+    assert not (targets[triggers, 0] < CHAIN.n_triggers).any()
     assert not scored[:, 0].any()
 
 

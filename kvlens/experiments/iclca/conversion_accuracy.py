@@ -39,7 +39,7 @@ from kvlens.experiments.shared.judge import JUDGE
 from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
 from kvlens.model import HookedKVTransformer
 from kvlens.tasks import Batch, make_task
-from kvlens.tasks.bigrams import BLOCKS, MARKOV, BigramTask
+from kvlens.tasks.bigrams import MARKOV, BigramTask
 from kvlens.training import build_model, find_recipe, train
 
 PROMPTED, ALONE, CONVERTED = "with prompt", "without prompt", "converted"
@@ -97,8 +97,8 @@ def obtain_model(settings: Mapping[str, Any], task: BigramTask, tell: Callable[[
 
 
 def chance(task: BigramTask) -> float:
-    """How often a trigger's follower is guessed by one who has not seen it: it is uniform over all letters that it may be."""
-    return 1 / (task.n_letters - (task.n_triggers if task.law == BLOCKS else 0))
+    """How often a trigger's follower is guessed by one who has not seen it: followers are uniform over the other letters."""
+    return 1 / (task.n_letters - task.n_triggers)
 
 
 # --- measuring ---

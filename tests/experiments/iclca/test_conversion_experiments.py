@@ -223,7 +223,6 @@ def test_a_folder_names_a_model(tmp_path):
 
 def test_chance_is_uniform_over_letters_that_are_no_triggers():
     assert conversion_accuracy.chance(make_task("bigrams")) == 1 / 47
-    assert conversion_accuracy.chance(make_task("bigrams", law="markov")) == 1 / 52
 
 
 # --- trainable-bias ---
