@@ -262,7 +262,7 @@ EXPERIMENT = Experiment(
     },
     cost={
         "tiny": "a few seconds, with the shipped model",
-        "small": "some minutes on one core, with the shipped model",
-        "paper": "an hour on one core, with the shipped model; more stories",
+        "small": "about a quarter of an hour on one core, with the shipped model",
+        "paper": "about two hours on one core, with the shipped model; more stories",
     },
 )
