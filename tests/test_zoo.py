@@ -17,6 +17,7 @@ NAMES = zoo.names()
 def test_the_models_ship_in_less_than_30_megabytes():
     assert {
         "bigram-linear",
+        "docs-gpt2",
         "docs-linear",
         "docs-shift",
         "facts-gpt2",
