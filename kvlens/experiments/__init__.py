@@ -27,6 +27,7 @@ EXPERIMENTS = {
     "trainable-bias": "iclca",
     "facts-recall": "iclca",
     "softmax-conversion": "iclca",
+    "weights-to-prompt": "iclca",
     "function-classes": "lecture",
     "dual-equivalence": "dual",
     "dual-variants": "dual",
