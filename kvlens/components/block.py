@@ -5,7 +5,7 @@ call. What comes out here is the same; the norm's hooks fire once. A softmax mod
 code, bit for bit, and so does every block of another build (inputs split by head, norms after the layer, shortformer).
 """
 
-from typing import Any, Self
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -24,7 +24,7 @@ class _TakesOver:
     """Mixed in before a class of TransformerLens, to put itself in the place of one that is already built."""
 
     @classmethod
-    def of(cls, module: nn.Module) -> Self:
+    def of(cls, module: nn.Module) -> Any:
         """This class with everything that ``module`` holds; ``module`` is to be dropped."""
         new = cls.__new__(cls)
         new.__dict__ = module.__dict__

@@ -8,7 +8,7 @@ from torch import Tensor
 
 def augment(
     x: Float[Tensor, "batch pos head d"],
-    weights: Sequence[Float[Tensor, "head d_in d_out"]],
+    weights: Sequence[Float[Tensor, "head _ _"]],
     activation: Callable[[Tensor], Tensor],
     parallel: float | None = None,
 ) -> Float[Tensor, "batch pos head d"]:

@@ -26,7 +26,7 @@ def log_loss_drops(
     log_normalizer: PerQuery,
     n_demonstrations: int | None = None,
     log_decay: Float[Tensor, "*lead"] | None = None,
-) -> PerQuery:
+) -> Float[Tensor, "*lead judged_query"]:
     """log(L(W_0) - L(W_1)) at eta = 1, for every query that has demonstrations.
 
     Args:
