@@ -17,16 +17,16 @@ from torch import Tensor
 
 from kvlens.ops.dual.kernel import LogKernel, kernel_values, middle_of_course
 
-PerQuery = Float[Tensor, "*lead query"]
+PerJudgedQuery = Float[Tensor, "*lead judged_query"]
 
 
 def log_loss_drops(
     log_kernel: LogKernel,
     values: Float[Tensor, "*lead token d_out"],
-    log_normalizer: PerQuery,
+    log_normalizer: Float[Tensor, "*lead query"],
     n_demonstrations: int | None = None,
     log_decay: Float[Tensor, "*lead"] | None = None,
-) -> Float[Tensor, "*lead judged_query"]:
+) -> PerJudgedQuery:
     """log(L(W_0) - L(W_1)) at eta = 1, for every query that has demonstrations.
 
     Args:
@@ -60,7 +60,7 @@ def step_outputs(
     pattern: Float[Tensor, "*lead query token"],
     values: Float[Tensor, "*lead token d_out"],
     n_demonstrations: int | None = None,
-) -> Float[Tensor, "*lead query d_out"]:
+) -> Float[Tensor, "*lead judged_query d_out"]:
     """(W_1 - W_0) phi(q): what the demonstrations add, for queries 1 .. pos - 1, or N .. pos - 1.
 
     Args:
@@ -79,7 +79,7 @@ def mean_cosines(
     values: Float[Tensor, "*lead token d_out"],
     n_demonstrations: int | None = None,
     start: Float[Tensor, "*lead token d_out"] | None = None,
-) -> tuple[PerQuery, PerQuery]:
+) -> tuple[PerJudgedQuery, PerJudgedQuery]:
     """Mean over the demonstrations j of the cosines of (W_0 phi(k_j), v_j) and of (W_1 phi(k_j), v_j), for every query.
 
     Args:
