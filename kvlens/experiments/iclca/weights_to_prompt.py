@@ -187,5 +187,5 @@ EXPERIMENT = Experiment(
         "small": _scale(),
         "paper": _scale(n_texts=64, n_candidates=1024, keys=[1, 4, 16, 64, 256, 512]),
     },
-    cost={"tiny": "seconds", "small": "about a minute on two cores", "paper": "some minutes on two cores"},
+    cost={"tiny": "seconds", "small": "about ten minutes on two cores", "paper": "about half an hour on two cores"},
 )
