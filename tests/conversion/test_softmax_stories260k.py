@@ -45,5 +45,5 @@ def test_eight_keys_of_128(story):
     assert error(story, greedy) < 0.018
     assert error(story, convert_prompt(model, prompt, **at)) < 0.024
     assert error(story, convert_prompt(model, prompt, keys="mass", fit=False, **at)) > 2 * error(story, greedy)
-    assert int(greedy.fit.n_keys.sum()) == 8 * 5 * 4
+    assert 0.9 * 8 * 5 * 4 <= int(greedy.fit.n_keys.sum()) <= 8 * 5 * 4  # weights that came out negative are dropped
     assert float(greedy.fit.output_error.mean()) < 0.1
