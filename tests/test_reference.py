@@ -11,7 +11,7 @@ from kvlens import reference
 from kvlens.cli import main
 from kvlens.errors import KVLensError
 
-PAPERS = ("iclca", "kvsa", "lecture")
+PAPERS = ("iclca", "kvsa", "dual", "lecture")
 
 
 def resolve(name: str):

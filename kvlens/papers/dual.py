@@ -1,0 +1,55 @@
+r"""DUAL: what a head computes is one step of gradient descent on a representation-learning loss.
+
+Ren, Liu 2024, *Towards Understanding How Transformers Learn In-context Through a Representation Learning Lens*.
+
+# The idea in three lines
+
+Take a head at one query. Split what it sees into demonstrations and the query's side, and write $\kappa(k, q)$ for its unnormalised
+score, $D$ for its normaliser. The dual model $f(z) = W\, \phi(z)$ starts from what the query's side gives and makes one step:
+
+$$W_0 = \frac{1}{D} \sum_{j \in H_T} v_j\, \phi(k_j)^T, \qquad L(W) = -\frac{1}{\eta D} \sum_{j \in H_D} v_j^T\, W \phi(k_j), \qquad W_1 = W_0 - \eta\, \frac{\partial L}{\partial W}$$
+
+Then $f(q)$ with $W_1$ is the head's output at the query, exactly, for every learning rate $\eta$ (theorem 3.1).
+
+# Symbols
+
+| paper | here |
+|---|---|
+| $X$, the demonstration tokens; $X'$, the query tokens | ``n_demonstrations`` and ``query_pos`` of `kvlens.dual.DualModel.from_head` |
+| $\phi$, the softmax kernel's map | ``kernel``: "exact" needs no map, everything is written in the kernel: `kvlens.ops.dual.softmax_kernel`, `kvlens.ops.dual.feature_kernel` |
+| $D$, a constant | the head's own normaliser at the query: `kvlens.dual.DualModel.normalizer` |
+| $W_V x$ and $\phi(W_K x)$: labels and inputs | `kvlens.dual.DualModel.labels`, `kvlens.dual.DualModel.inputs` |
+| $\eta$ | ``eta`` of `kvlens.dual.DualModel.step` |
+
+# Equations
+
+| equation | here |
+|---|---|
+| eq. 1 and 5-7: softmax attention through a kernel | `kvlens.ops.dual.softmax_kernel`, `kvlens.ops.softmax_attention.naive_softmax_attention` |
+| eq. 3-4: a linear layer after gradient descent is linear attention | `kvlens.ops.dual.weight_after`, `kvlens.ops.dual.predict` |
+| eq. 8: the dual model | `kvlens.dual.DualModel` |
+| eq. 9, theorem 3.1 (app. A): loss, step, equality | `kvlens.ops.dual.naive_dual` (the judge), `kvlens.ops.dual.dual_loss`, `kvlens.dual.DualModel.after_one_step`; of all heads `analyses.dual_losses`, `analyses.dual_demonstrations`; `kvlens.experiments.dual.dual_equivalence` |
+| eq. 10-11, theorem 3.2 (app. C): generalisation bound | `kvlens.ops.dual.bound_terms`, `kvlens.dual.DualModel.bound` |
+| eq. 12-13, app. D.1: regularised attention | `kvlens.model.attention_variant.Regularised` |
+| eq. 14, app. D.2: augmented keys and values | `kvlens.model.attention_variant.Augmented` |
+| eq. 15 and 34, app. D.3: negative samples | `kvlens.model.attention_variant.Negative`, `kvlens.ops.attention_variants.naive_negative` |
+| eq. 33, app. D.1: the ridge solution in the step's place | `kvlens.model.attention_variant.Ridge`, `kvlens.ops.attention_variants.ridge_attention` |
+| eq. 20-23, theorem B.1: a whole transformer layer | `kvlens.dual.DualLayer`, `kvlens.ops.dual.fold_mlp`; `kvlens.experiments.dual.dual_layer` |
+| eq. 24-25, theorem B.2: several attention layers, PrefixLM | `kvlens.ops.dual.dual_of_prefix_lm`, `kvlens.ops.dual.through_layers` |
+| sec. 5, app. E: the variants on regression | `kvlens.experiments.dual.dual_variants` |
+| app. E.1: random features | `kvlens.experiments.dual.random_features` |
+| app. E.4: rank of $W_{FFN} W_V$ | `kvlens.ops.dual.rank_bound` |
+| app. F, eq. 35-38: linear regression by one step | `kvlens.experiments.dual.gradient_descent` |
+
+# Misprints, and what the paper leaves open
+
+| place | printed | right |
+|---|---|---|
+| eq. 9 and 19 | $D$ is a constant that normalises the scores | for linear attention with RoPE after the feature map it is the head's own normaliser, with $\phi$ unrotated; the rotated one is off by 19 to 260 times on real models |
+| theorem B.1 | the labels become $W_{FFN} v_j$ | and $W_0$ becomes $W_{FFN} W_0$ with them: leaving it is 30 % off |
+| app. B.1 | neither residual connections nor LayerNorm | the norm's scale is frozen, residual and other heads go into the bias |
+| eq. 15 and 34 against the remark in sec. 5 | a set of negatives for each label in one, for each query in the other | they differ by 46 %: ``per="label"`` or ``per="query"`` |
+| eq. 12-13 against app. D.1 | $W_0$ scaled by $1 - \alpha$ in one, the token's own value taken away in the other | two models, under names that tell them apart |
+| eq. 9 | called a cosine similarity | it is linear in $W$ and has no minimum: its drop is told as a logarithm, beside cosines and the share of the output |
+| theorem 3.2 | $O(\cdot)$ without constants, for tokens drawn independently | text is not: a figure, no guarantee |
+"""  # noqa: E501

@@ -1,0 +1,107 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+
+# %% [markdown]
+# # Where the prompt lives
+#
+# *Which head holds which fact?* In a made-up story the ground truth is known. So claims about heads
+# can be checked: take the head's memory away, and the answer must go; give it another story's memory, and that answer must come.
+#
+# The output of a head is a sum over the prompt's tokens, exactly, also after the prompt has become a bias:
+#
+# $$z_i = \frac{1}{n_i} \sum_j \phi(q_i)^T \phi(k_j)\, v_j + \text{(the text's own part)}$$
+
+# %%
+import matplotlib.pyplot as plt
+import pandas as pd
+import torch
+
+from kvlens import HookedKVTransformer, convert_prompt
+
+torch.set_grad_enabled(False)
+model = HookedKVTransformer.from_zoo("facts-linear")
+story = "The drum stands in the cellar. Mira keeps a goat. Pavel has a parrot. Look for the lamp in the attic. At night Rosa feeds a camel."
+questions = {
+    " cellar": " Where is the drum? The drum is in the",
+    " attic": " Where is the lamp? The lamp is in the",
+    " parrot": " Which animal does Pavel keep? Pavel keeps a",
+    " camel": " Which animal does Rosa keep? Rosa keeps a",
+}
+bias = convert_prompt(model, story)
+heads = [(layer, head) for layer in range(model.cfg.n_layers) for head in range(model.cfg.n_heads)]
+
+
+def says(question, kept):
+    """The answer, and the probability of every token, when only these heads keep the story."""
+    with model.kv_bias(bias.select(heads=kept)):
+        p = model(question, prepend_bos=False)[0, -1].softmax(-1)
+    return model.to_string(p.argmax()), p
+
+
+# %% [markdown]
+# ## Take a head's memory away
+#
+# For every question and head: by how much the probability of the right answer falls when this head forgets the story.
+
+# %%
+rows = {}
+for answer, question in questions.items():
+    _, whole = says(question, heads)
+    token = model.to_single_token(answer)
+    rows[answer] = {f"{l}.{h}": float(whole[token] - says(question, [k for k in heads if k != (l, h)])[1][token]) for l, h in heads}
+fall = pd.DataFrame(rows).T
+figure, axes = plt.subplots(figsize=(6.5, 2.4), layout="constrained")
+image = axes.imshow(fall, cmap="RdBu", vmin=-1, vmax=1, aspect="auto")
+axes.set(xticks=range(len(heads)), xticklabels=fall.columns, yticks=range(len(fall)), yticklabels=fall.index, xlabel="layer.head that forgets")
+figure.colorbar(image, label="fall of the answer's probability");
+
+# %% [markdown]
+# Two heads of the first layer hold nearly all of it. Places need head 0.1 alone; animals need 0.1 and 0.0.
+
+# %%
+places, animals = fall.iloc[:2].mean(), fall.iloc[2:].mean()
+holders = [(0, 0), (0, 1)]
+others = [head for head in heads if head not in holders]
+assert places["0.1"] > 0.8 and places["0.0"] < 0.3 and animals["0.0"] > 0.4 and animals["0.1"] > 0.4
+assert fall[[f"{layer}.{head}" for layer, head in others]].mean().abs().max() < 0.1
+pd.DataFrame({"places": places, "animals": animals}).T.round(2)
+
+# %% [markdown]
+# ## The answer goes
+#
+# Without these two heads every answer goes; without any single other head all of them stay.
+
+# %%
+gone = pd.DataFrame({answer: {"all heads": says(q, heads)[0], "without 0.0 and 0.1": says(q, others)[0]} for answer, q in questions.items()}).T
+assert (gone["all heads"] == gone.index).all() and (gone["without 0.0 and 0.1"] != gone.index).all()
+assert all(says(q, [head for head in heads if head != one])[0] == answer for one in others for answer, q in questions.items())
+gone
+
+# %% [markdown]
+# ## Swap a memory
+#
+# If these heads hold the facts, their memory of *another* story must bring that story's answers. Biases are tensors: take the two
+# heads from one and all the others from the other.
+
+# %%
+swaps = {"cellar": "tower", "attic": "stable", "parrot": "rabbit", "camel": "donkey"}
+other_story = story
+for old, new in swaps.items():
+    other_story = other_story.replace(old, new)
+mixed = bias.select(heads=others) + convert_prompt(model, other_story).select(heads=holders)
+with model.kv_bias(mixed):
+    swapped = {answer: model.to_string(model(q, prepend_bos=False)[0, -1].argmax()) for answer, q in questions.items()}
+new_answers = sum(swapped[answer] == " " + swaps[answer.strip()] for answer in questions)
+assert new_answers == len(questions) and not any(swapped[answer] == answer for answer in questions)
+pd.Series(swapped, name="answer with the other story's memory in heads 0.0 and 0.1").to_frame()
+
+# %% [markdown]
+# The six other heads still hold the first story, and the model answers from the second.

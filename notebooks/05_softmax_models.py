@@ -1,0 +1,94 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+
+# %% [markdown]
+# # Softmax models: how small can a prompt get?
+#
+# *What does a softmax model lose when its prompt becomes a few stored keys?* Softmax attention scores a key by $\exp(q \cdot k)$,
+# which no finite sum separates from the query. So no fixed bias is exact, except the one that keeps every key:
+#
+# $$z_i = \frac{\sum_{j \le i} e^{s_{ij}} v_j + \phi(q_i)^T b_{KV}}{\sum_{j \le i} e^{s_{ij}} + \phi(q_i)^T b_D} \qquad\quad \phi(q) = \left[e^{q \cdot c_1 / s}, \dots, e^{q \cdot c_r / s}\right]$$
+#
+# with $r$ *virtual keys* $c$ a head. All of the prompt's keys: exact. Fewer: a choice of keys, with fitted weights in $b_D$ and fitted
+# values in $b_{KV}$.
+
+# %%
+import matplotlib.pyplot as plt
+import pandas as pd
+import torch
+
+from kvlens import HookedKVTransformer, convert_prompt
+
+torch.set_grad_enabled(False)
+model = HookedKVTransformer.from_zoo("facts-gpt2")  # reads made-up stories, as the model of notebook 01, but with softmax
+story = "The drum stands in the cellar. Mira keeps a goat. Pavel has a parrot. Look for the lamp in the attic. At night Rosa feeds a camel."
+question = " Which animal does Pavel keep? Pavel keeps a"
+story_tokens, question_tokens = model.to_tokens(story), model.to_tokens(question, prepend_bos=False)
+with_story = model(torch.cat([story_tokens, question_tokens], dim=1))[0, -question_tokens.shape[1] :].log_softmax(-1)
+without = model(model.to_tokens(question))[0, -question_tokens.shape[1] :].log_softmax(-1)
+
+
+def distance(log_p):
+    """Mean KL from the predictions with the story, nats."""
+    return float((with_story.exp() * (with_story - log_p)).sum(-1).mean())
+
+
+def converted(bias):
+    with model.kv_bias(bias):
+        return model(question_tokens)[0].log_softmax(-1)
+
+
+# %% [markdown]
+# ## Every key: exact
+
+# %%
+exact = convert_prompt(model, story)
+assert distance(converted(exact)) < 1e-5 < distance(without)
+print(exact)
+print(f"KL: {distance(converted(exact)):.1e} nats converted, {distance(without):.2f} without the story")
+
+# %% [markdown]
+# ## Fewer keys
+#
+# `method="landmark"` chooses keys and fits them in closed form on queries that the model itself produces; `bias.fit` says how far
+# off the heads' outputs are on queries that the fit has not seen. `method="random"` is what Performers do: random positive
+# features, here as many as keys.
+
+# %%
+sizes = [2, 4, 8, 16, 24]
+rows = []
+for method in ("landmark", "random"):
+    for size in sizes:
+        bias = convert_prompt(model, story, method=method, n_features=size, seed=0)
+        rows.append({"method": method, "size": size, "kl": distance(converted(bias)), "bias": bias})
+table = pd.DataFrame(rows)
+figure, axes = plt.subplots(figsize=(6, 3.2), layout="constrained")
+table.pivot(index="size", columns="method", values="kl").plot(ax=axes, marker=".", logy=True)
+axes.axhline(distance(without), color="grey", linewidth=0.8)
+axes.set(xlabel=f"stored keys (or features) a head; the story has {story_tokens.shape[1]} tokens", ylabel="KL from with the story, nats");
+
+# %% [markdown]
+# The grey line is having no story at all. Two fitted keys a head already give most of the story, and every key more brings it
+# nearer; random features need far more of them than
+# the story has tokens, which is no conversion worth having.
+
+# %%
+kl = table.pivot(index="size", columns="method", values="kl")
+assert kl["landmark"].is_monotonic_decreasing and kl["landmark"].iloc[0] < 0.2 * distance(without)
+assert (kl["landmark"].iloc[-2:] < kl["random"].iloc[-2:]).all()
+print(table.query("method == 'landmark'")["bias"].iloc[-1].fit)
+kl.round(3)
+
+# %% [markdown]
+# ## Your own models
+#
+# A Hugging Face folder loads as in notebook 01; a llama2.c checkpoint with `HookedKVTransformer.from_llama2c(path, tokenizer_path)`.
+# `convert_prompt` is the same call for all of them. On the command line: `kvlens report --model FOLDER --method landmark --features 16`.

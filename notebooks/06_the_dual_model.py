@@ -1,0 +1,89 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+
+# %% [markdown]
+# # The dual model: attention as one step of learning
+#
+# *In what sense does a head learn from its context?* Read a head at one query as a linear model $f(z) = W \phi(z)$. Tokens before the
+# query are demonstrations: inputs $\phi(k_j)$, labels $v_j$. One step of gradient descent on
+#
+# $$L(W) = -\frac{1}{\eta D} \sum_{j} v_j^T\, W \phi(k_j)$$
+#
+# (make the prediction at each key point along its value) takes $W_0$ to $W_1 = W_0 + \frac{1}{D} \sum_j v_j \phi(k_j)^T$, and the head's
+# output is $f(q)$ after that step. Exactly, for every learning rate $\eta$ (DUAL, theorem 3.1).
+
+# %%
+import matplotlib.pyplot as plt
+import torch
+
+from analyses import dual_demonstrations, dual_losses
+from kvlens import HookedKVTransformer
+from kvlens.viz import coloured_tokens
+
+torch.set_grad_enabled(False)
+model = HookedKVTransformer.from_zoo("facts-linear")
+text = "The drum stands in the cellar. Pavel has a parrot. At night Rosa feeds a camel. Which animal does Pavel keep? Pavel keeps a"
+tokens = model.to_tokens(text)[0]
+
+# %% [markdown]
+# ## The equality, for every head and query
+#
+# One row a head and query: what the step does, and how far the model after one step is from the head's own output.
+
+# %%
+table = dual_losses(model, tokens)
+assert table["equivalence_error"].median() < 1e-5 and table["equivalence_error"].max() < 1e-2
+table[["layer", "head", "query", "token", "log_loss_drop", "step_share", "equivalence_error"]].tail(4)
+
+# %% [markdown]
+# What is left is float32's rounding, largest where a head's output is nearly zero.
+#
+# ## What the step does
+#
+# $L$ is linear in $W$ and has no minimum, so its drop spans many orders of magnitude and is told as a logarithm. Two figures without a
+# scale say more: the share of the output that the step makes (the rest is $W_0$, the token's own), and the cosine between the
+# prediction $W \phi(k_j)$ and its label $v_j$, before and after.
+
+# %%
+by_layer = table.groupby(["layer", "head"])[["step_share", "cosine_before", "cosine_after"]].mean()
+figure, axes = plt.subplots(1, 2, figsize=(9, 3), layout="constrained")
+for layer, rows in table.groupby("layer"):
+    axes[0].hist(rows["log_loss_drop"], bins=30, alpha=0.6, label=f"layer {layer}")
+axes[0].set(xlabel="log of the loss's drop, learning rate 1", ylabel="heads and queries")
+axes[0].legend()
+labels = [f"{layer}.{head}" for layer, head in by_layer.index]
+axes[1].plot(labels, by_layer["cosine_before"], "o", label="before the step")
+axes[1].plot(labels, by_layer["cosine_after"], "*", markersize=10, label="after it")
+axes[1].set(xlabel="layer.head", ylabel="mean cosine of prediction and label")
+axes[1].legend();
+
+# %% [markdown]
+# Every step lowers the loss, as it must: its drop is a squared length. And after it, the predictions of every head point
+# more along their labels than before.
+
+# %%
+assert table["log_loss_drop"].notna().all()
+assert (by_layer["cosine_after"] > by_layer["cosine_before"]).all()
+by_layer.round(2)
+
+# %% [markdown]
+# ## Which demonstrations make the answer
+#
+# At the last token the model is about to say which animal. `dual_demonstrations` splits each head's step by demonstration. Here is
+# the head in which the tokens "Pavel" and "parrot" make the largest share.
+
+# %%
+shares = dual_demonstrations(model, tokens)
+named = shares[shares["token"].str.strip().isin(["Pavel", "parrot"])].groupby(["layer", "head"])["output_share"].sum()
+layer, head = named.idxmax()
+chosen = shares.query("layer == @layer and head == @head")
+assert named.max() > 1.5 * (2 + 1) / len(tokens)  # well above an even split among the tokens
+coloured_tokens(chosen["token"].tolist(), chosen["output_share"].tolist(), title=f"layer {layer}, head {head}: part of its step", unit="share of the output")
