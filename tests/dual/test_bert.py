@@ -1,0 +1,159 @@
+"""The variants inside a tiny random BERT, and fine-tuning on a made-up GLUE folder in the real format."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+from kvlens import KVLensError
+from kvlens.dual.bert import swap_self_attention
+from kvlens.dual.glue import fine_tune, metrics_of, read_examples
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "good", "bad", "the", "cat", "dog", "sat", "ran", "is"]
+
+
+def bert(num_labels=2, seed=0):
+    config = transformers.BertConfig(
+        vocab_size=len(WORDS), hidden_size=12, num_hidden_layers=2, num_attention_heads=3, intermediate_size=17,
+        max_position_embeddings=20, num_labels=num_labels, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = transformers.BertForSequenceClassification(config).eval()
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            parameter.data.mul_(12)  # BERT's start of 0.02 is for 768 dimensions; with 12 it would hide every change
+    return model
+
+
+def tokenizer():
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="[PAD]", unk_token="[UNK]")
+
+
+INPUTS = dict(
+    input_ids=torch.tensor([[2, 4, 6, 7, 3], [2, 5, 3, 0, 0]]), attention_mask=torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+)
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        dict(regularised=dict(alpha=0.0)),
+        dict(negative=dict(k=2, beta=0.0)),
+        dict(augmented=dict(keys=True, values=True, depth=2, parallel=0.5)),
+    ],
+)
+def test_variants_that_are_nothing_leave_bert_as_it_was(variant):
+    before = bert()(**INPUTS).logits
+    after = swap_self_attention(bert(), variant)(**INPUTS).logits
+    torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        dict(regularised=dict(alpha=-0.5, form="normalised")),
+        dict(regularised=dict(alpha=0.3, form="one_step")),
+        dict(augmented=dict(values=True)),
+        dict(negative=dict(k=0.5, beta=0.3)),
+        dict(negative=dict(k=1, beta=0.3, per="label")),
+    ],
+)
+def test_variants_change_the_output_and_do_not_see_padding(variant):
+    plain, model = bert()(**INPUTS).logits, swap_self_attention(bert(), variant)
+    out = model(**INPUTS).logits
+    assert (out - plain).abs().max() > 1e-5
+    alone = model(input_ids=INPUTS["input_ids"][1:, :3], attention_mask=INPUTS["attention_mask"][1:, :3]).logits
+    torch.testing.assert_close(out[1:], alone, rtol=1e-4, atol=1e-6)
+
+
+def test_one_layer_by_hand():
+    """The normalised form on the first layer: (softmax(q.k) v - alpha v) / (1 - alpha), head by head."""
+    model = swap_self_attention(bert(), dict(regularised=dict(alpha=-0.5, form="normalised")))
+    attention, x = model.bert.encoder.layer[0].attention.self, torch.randn(1, 4, 12, generator=torch.Generator().manual_seed(1))
+    out, _ = attention(x)
+    for head in range(3):
+        part = slice(4 * head, 4 * head + 4)
+        q, k, v = (f(x[0])[:, part] for f in (attention.query, attention.key, attention.value))
+        expected = ((q @ k.T / 2).softmax(-1) @ v + 0.5 * v) / 1.5
+        torch.testing.assert_close(out[0, :, part], expected)
+
+
+def test_what_cannot_be_swapped():
+    with pytest.raises(KVLensError, match="BertForSequenceClassification"):
+        swap_self_attention(torch.nn.Linear(2, 2), dict(regularised=dict(alpha=0.1)))
+    with pytest.raises(KVLensError, match="causally"):
+        swap_self_attention(bert(), dict(ridge=dict(strength=1.0)))
+    with pytest.raises(KVLensError, match="already"):
+        swap_self_attention(swap_self_attention(bert(), dict(regularised=dict(alpha=0.1))), dict(regularised=dict(alpha=0.1)))
+
+
+def write_glue(folder, task, n=24):
+    """Sentences with "good" are 1 (entailed, similar), those with "bad" 0; quotes as GLUE has them, unpaired."""
+    folder.mkdir()
+    generator = np.random.default_rng(0)
+    for split in ("train", "dev"):
+        rows = []
+        for i in range(n):
+            good, animal = bool(generator.integers(2)), ["cat", "dog"][generator.integers(2)]
+            one, other = f'the {animal} is {"good" if good else "bad"} "', f"the {animal} sat"
+            if task == "cola":
+                rows.append(f"src\t{int(good)}\t\t{one}")
+            elif task == "mrpc":
+                rows.append(f"{int(good)}\t{i}\t{i}\t{one}\t{other}")
+            elif task == "stsb":
+                rows.append(f"{i}\tg\tf\ty\to\ts1\ts2\t{one}\t{other}\t{4.5 if good else 0.5}")
+            else:
+                rows.append(f"{i}\t{one}\t{other}\t{'entailment' if good else 'not_entailment'}")
+        header = {
+            "mrpc": "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\n",
+            "stsb": "index\tgenre\tfilename\tyear\told_index\tsource1\tsource2\tsentence1\tsentence2\tscore\n",
+            "rte": "index\tsentence1\tsentence2\tlabel\n",
+        }.get(task, "")
+        (folder / f"{split}.tsv").write_text(header + "\n".join(rows) + "\n", encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("task", ["cola", "mrpc", "stsb", "rte"])
+def test_fine_tuning_learns_a_made_up_task(task, tmp_path):
+    folder = write_glue(tmp_path / task, task)
+    model = swap_self_attention(
+        bert(1 if task == "stsb" else 2), dict(regularised=dict(alpha=-0.1), negative=dict(k=1, beta=0.1))
+    )
+    epochs, learning_rate = (20, 3e-3) if task == "stsb" else (12, 1e-2)  # numbers of 0.5 and 4.5 take longer than two classes
+    frame = fine_tune(model, tokenizer(), folder, task, epochs=epochs, batch_size=8, learning_rate=learning_rate)
+    assert frame["epoch"].tolist() == list(range(1, epochs + 1))
+    assert frame["train_loss"].iloc[-1] < 0.5 * frame["train_loss"].iloc[0]
+    metric = {"cola": "matthews", "mrpc": "f1", "stsb": "pearson", "rte": "accuracy"}[task]
+    assert frame[metric].iloc[-1] > 0.9
+
+
+def test_metrics_by_hand():
+    predicted, labels = np.array([1.0, 1, 0, 0]), np.array([1.0, 0, 0, 0])
+    assert metrics_of("mrpc", predicted, labels) == pytest.approx(dict(f1=2 / 3, accuracy=0.75))
+    assert metrics_of("cola", predicted, labels)["matthews"] == pytest.approx(1 / math.sqrt(3))
+    assert metrics_of("stsb", np.array([1.0, 2, 4]), np.array([1.0, 2, 3]))["spearman"] == pytest.approx(1.0)
+    assert math.isnan(metrics_of("cola", np.zeros(4), labels)["matthews"])
+
+
+def test_bad_folders(tmp_path):
+    folder = write_glue(tmp_path / "rte", "rte")
+    with pytest.raises(KVLensError, match="did you mean 'rte'"):
+        read_examples(folder, "rtee", "dev")
+    with pytest.raises(KVLensError, match="is missing"):
+        read_examples(tmp_path, "rte", "dev")
+    with pytest.raises(KVLensError, match="lacks the columns"):
+        read_examples(folder, "mrpc", "dev")
+    (folder / "dev.tsv").write_text("index\tsentence1\tsentence2\tlabel\n0\ta\tb\tmaybe\n")
+    with pytest.raises(KVLensError, match="'maybe' is no label"):
+        read_examples(folder, "rte", "dev")
+    with pytest.raises(KVLensError, match="2 outputs"):
+        fine_tune(bert(3), tokenizer(), write_glue(tmp_path / "again", "rte"), "rte")
