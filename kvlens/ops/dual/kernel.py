@@ -46,8 +46,8 @@ def feature_kernel(
     return LogKernel(log_size, products.sign())
 
 
-def kernel_values(kernel: LogKernel, log_factor: Float[Tensor, "*#lead #a #b"] | float = 0.0) -> Float[Tensor, "*lead a b"]:
-    """kappa * exp(log_factor); only a product that itself is too large overflows."""
+def kernel_values(kernel: LogKernel, log_factor: Float[Tensor, "..."] | float = 0.0) -> Float[Tensor, "*lead a b"]:
+    """kappa * exp(log_factor), broadcast; only a product that itself is too large overflows."""
     values = (kernel.log_size + log_factor).exp()
     return values if kernel.sign is None else kernel.sign * values
 
