@@ -12,7 +12,7 @@
 # %% [markdown]
 # # A thousand prompts: batches and tables
 #
-# *How many facts fit into a bias, and does it matter where they stand?* One story cannot tell. A thousand can: two hundred each
+# *How many facts fit into a bias?* One story cannot tell. A thousand can: two hundred each
 # of 2, 5, 8, 11 and 14 facts, every one with a question that only the story answers. The model was trained on 2 to 10.
 
 # %%
