@@ -89,13 +89,13 @@ RECIPES: dict[str, Recipe] = {
         ),
         Recipe(
             name="facts-linear",
-            summary="A linear-attention model that reads a made-up story of two to ten facts and answers questions about "
+            summary="A linear-attention model that reads a made-up story of two to eight facts and answers questions about "
             "it: with the story it is right, with the story converted to a KV bias it is as right, without it it guesses.",
             task="facts",
-            task_settings=dict(max_facts=10, length=144),
+            task_settings=dict(max_facts=8, length=128, whole_share=0.04),
             model=dict(n_layers=2, attention="linear", kv_shift=dict(queries=True, window=4)),
             training=dict(
-                steps=2000, batch_size=32, learning_rate=3e-3, weight_decay=0.05, eval_every=100, precision="bfloat16"
+                steps=2200, batch_size=32, learning_rate=3e-3, weight_decay=0.05, eval_every=100, precision="bfloat16"
             ),
             stored_dtype="float16",
         ),
