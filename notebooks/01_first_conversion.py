@@ -33,13 +33,13 @@ model = HookedKVTransformer.from_zoo("facts-linear")  # two small layers that ha
 
 story = (
     "The drum stands in the cellar. Mira keeps a goat. Pavel has a parrot. "
-    "Look for the lamp in the attic. At night Rosa feeds a camel."
+    "Look for the lamp in the attic. At night Kaya feeds a donkey."
 )
 questions = {
     " Where is the drum? The drum is in the": " cellar",
     " Where is the lamp? The lamp is in the": " attic",
     " Which animal does Pavel keep? Pavel keeps a": " parrot",
-    " Which animal does Rosa keep? Rosa keeps a": " camel",
+    " Which animal does Kaya keep? Kaya keeps a": " donkey",
 }
 
 # %% [markdown]

@@ -28,12 +28,12 @@ from kvlens import HookedKVTransformer, convert_prompt
 
 torch.set_grad_enabled(False)
 model = HookedKVTransformer.from_zoo("facts-linear")
-story = "The drum stands in the cellar. Mira keeps a goat. Pavel has a parrot. Look for the lamp in the attic. At night Rosa feeds a camel."
+story = "The drum stands in the cellar. Mira keeps a goat. Pavel has a parrot. Look for the lamp in the attic. At night Kaya feeds a donkey."
 questions = {
     " cellar": " Where is the drum? The drum is in the",
     " attic": " Where is the lamp? The lamp is in the",
     " parrot": " Which animal does Pavel keep? Pavel keeps a",
-    " camel": " Which animal does Rosa keep? Rosa keeps a",
+    " donkey": " Which animal does Kaya keep? Kaya keeps a",
 }
 bias = convert_prompt(model, story)
 heads = [(layer, head) for layer in range(model.cfg.n_layers) for head in range(model.cfg.n_heads)]
@@ -91,7 +91,7 @@ gone
 # heads from one and all the others from the other.
 
 # %%
-swaps = {"cellar": "tower", "attic": "stable", "parrot": "rabbit", "camel": "donkey"}
+swaps = {"cellar": "tower", "attic": "stable", "parrot": "rabbit", "donkey": "donkey"}
 other_story = story
 for old, new in swaps.items():
     other_story = other_story.replace(old, new)

@@ -30,7 +30,7 @@ from kvlens.viz import coloured_tokens
 
 torch.set_grad_enabled(False)
 model = HookedKVTransformer.from_zoo("facts-linear")
-text = "The drum stands in the cellar. Pavel has a parrot. At night Rosa feeds a camel. Which animal does Pavel keep? Pavel keeps a"
+text = "The drum stands in the cellar. Pavel has a parrot. At night Kaya feeds a donkey. Which animal does Pavel keep? Pavel keeps a"
 tokens = model.to_tokens(text)[0]
 
 # %% [markdown]

@@ -1,6 +1,6 @@
 """phi of a softmax model's bias: what travels with b_KV and b_D, because a softmax model has no features of its own.
 
-A linear model's features are its own, and its biases have none (``bias.features`` is None). For softmax (DESIGN 1.4):
+A linear model's features are its own, and its biases have none (``bias.features`` is None). For softmax (ICLCA sec. 5):
 
 | class | phi_r(q) | knows the prompt |
 |---|---|---|

@@ -1,4 +1,4 @@
-"""KVBias: what a prompt leaves behind in a model, and all that has to stay of it (ICLCA eq. 13, 19; DESIGN 1.4 for softmax).
+"""KVBias: what a prompt leaves behind in a model, and all that has to stay of it (ICLCA eq. 13, 19; sec. 5 for softmax).
 
     b_KV[l, h] = sum over the prompt's tokens of phi(k) v^T       [d_phi, d_head]
     b_D[l, h]  = sum over the prompt's tokens of phi(k)           [d_phi]

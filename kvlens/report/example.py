@@ -20,8 +20,8 @@ class Example(NamedTuple):
 
 STORY = Example(
     prompt="The kite is in the barn. Mira keeps a goat. The drum stands in the cellar. Pavel has a parrot. "
-    "Look for the lamp in the attic. At night Rosa feeds a camel.",
-    text=" Which animal does Pavel keep? Pavel keeps a parrot. Which animal does Rosa keep? Rosa keeps a",
+    "Look for the lamp in the attic. At night Kaya feeds a donkey.",
+    text=" Which animal does Pavel keep? Pavel keeps a parrot. Which animal does Kaya keep? Kaya keeps a",
 )
 HELP_PAGE = Example(
     prompt="""\

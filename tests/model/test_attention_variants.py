@@ -182,7 +182,8 @@ def test_variants_that_are_nothing_are_plain_attention(kind):
     ]:
         assert relative_error(BUILD[kind](variant)(x), plain(x)) < 1e-13
     grafted = HookedKVTransformer.from_hooked_transformer(plain, attention_variant=AttentionVariantConfig(augmented=PARALLEL))
-    assert torch.equal(grafted(x), plain(x))  # its last layer starts at 0
+    # its last layer starts at 0; a grafted copy may run through other products, each sum of about 60 float64 terms
+    assert relative_error(grafted(x), plain(x)) < 1e-13
 
 
 def test_every_parameter_of_a_variant_is_drawn_and_trains():

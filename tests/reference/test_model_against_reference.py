@@ -146,7 +146,7 @@ def redraw(model: HookedKVTransformer) -> None:
 
 
 def spec_of(options: dict[str, Any]) -> judge.Spec:
-    """The structure as DESIGN has it, defaults included, from the arguments and not from the configuration object."""
+    """The structure as it is defined, defaults included, from the arguments and not from the configuration object."""
     shift, positions = options["kv_shift"], options["positional_embedding_type"]
     feature_map = options.get("feature_map", "elu_plus_one")
     placement = "after" if feature_map in ("identity", "elu_plus_one", "relu") else "before"

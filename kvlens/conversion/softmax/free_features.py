@@ -1,4 +1,4 @@
-"""Features that do not know the prompt: method="random", "taylor" and "learned" (DESIGN 1.4; ICLAA in ICLCA sec. 5 and 6.4).
+"""Features that do not know the prompt: method="random", "taylor" and "learned" (ICLAA in ICLCA sec. 5 and 6.4).
 
     b_KV = sum_j phi(k_j) v_j^T        b_D = sum_j phi(k_j)
 

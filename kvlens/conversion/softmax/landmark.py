@@ -1,4 +1,4 @@
-"""method="landmark": r of the prompt's keys per head, with fitted weights and values (DESIGN 1.4).
+"""method="landmark": r of the prompt's keys per head, with fitted weights and values.
 
 For each layer, on the queries of the reference text: choose keys, give out budgets, fit weights, fit values. No gradient, no
 forward pass beyond the prompt's own and the reference text's; see :mod:`kvlens.ops.landmarks` for the mathematics.

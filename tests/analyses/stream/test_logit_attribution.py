@@ -40,6 +40,10 @@ def model_of(name, folded):
 @pytest.mark.parametrize("folded", [False, True])
 @pytest.mark.parametrize("name", NORMS)
 def test_components_and_the_constant_are_the_logits(name, folded):
+    if folded and name == "LN, RMS at the end":
+        with pytest.raises(KVLensError, match="fold_ln would change"):
+            model_of(name, folded)
+        return
     model = model_of(name, folded)
     logits, cache = model.run_with_cache(TOKENS[None])
     components, labels = cache.decompose_resid(return_labels=True, apply_ln=False)
