@@ -101,7 +101,7 @@ head_heatmap(table, "ablation_kl", details=head_details(model, story, question, 
 
 # %%
 top = table.nlargest(3, "ablation_kl")[["layer", "head", "ablation_kl", "loss_change", "bias_share"]]
-assert (top["ablation_kl"] > 0.5).all() and table["ablation_kl"].min() < 0.01  # some carry it, some do not
+assert (top["ablation_kl"] > 0.4).all() and table["ablation_kl"].min() < 0.01  # some carry it, some do not
 top
 
 # %% [markdown]

@@ -64,34 +64,34 @@ axes.set(xticks=range(len(heads)), xticklabels=fall.columns, yticks=range(len(fa
 figure.colorbar(image, label="fall of the answer's probability");
 
 # %% [markdown]
-# Two heads of the first layer hold nearly all of it: 0.1 for every answer, and 0.0 beside it for one.
+# Three heads of the first layer hold nearly all of it: 0.1 both places and the donkey, 0.2 the parrot; 0.0 stands beside 0.1.
 
 # %%
-holders = [(0, 0), (0, 1)]
+holders = [(0, 0), (0, 1), (0, 2)]
 others = [head for head in heads if head not in holders]
-assert fall["0.1"].min() > 0.4 and (fall["0.0"] > 0.5).sum() == 1
+assert fall.loc[[" cellar", " attic", " donkey"], "0.1"].min() > 0.6 and fall.loc[" parrot", "0.2"] > 0.9
 assert fall[[f"{layer}.{head}" for layer, head in others]].mean().abs().max() < 0.1
 fall.round(2)
 
 # %% [markdown]
 # ## The answer goes
 #
-# Without these two heads every answer goes; without any single other head all of them stay.
+# Without these three heads every answer goes; without any single other head all of them stay.
 
 # %%
-gone = pd.DataFrame({answer: {"all heads": says(q, heads)[0], "without 0.0 and 0.1": says(q, others)[0]} for answer, q in questions.items()}).T
-assert (gone["all heads"] == gone.index).all() and (gone["without 0.0 and 0.1"] != gone.index).all()
+gone = pd.DataFrame({answer: {"all heads": says(q, heads)[0], "without 0.0, 0.1, 0.2": says(q, others)[0]} for answer, q in questions.items()}).T
+assert (gone["all heads"] == gone.index).all() and (gone["without 0.0, 0.1, 0.2"] != gone.index).all()
 assert all(says(q, [head for head in heads if head != one])[0] == answer for one in others for answer, q in questions.items())
 gone
 
 # %% [markdown]
 # ## Swap a memory
 #
-# If these heads hold the facts, their memory of *another* story must bring that story's answers. Biases are tensors: take the two
-# heads from one and all the others from the other.
+# If these heads hold the facts, their memory of *another* story must bring that story's answers. Biases are tensors: take the
+# three heads from one and all the others from the other.
 
 # %%
-swaps = {"cellar": "tower", "attic": "stable", "parrot": "rabbit", "donkey": "donkey"}
+swaps = {"cellar": "tower", "attic": "stable", "parrot": "rabbit", "donkey": "fox"}
 other_story = story
 for old, new in swaps.items():
     other_story = other_story.replace(old, new)
@@ -100,7 +100,7 @@ with model.kv_bias(mixed):
     swapped = {answer: model.to_string(model(q, prepend_bos=False)[0, -1].argmax()) for answer, q in questions.items()}
 new_answers = sum(swapped[answer] == " " + swaps[answer.strip()] for answer in questions)
 assert new_answers == len(questions) and not any(swapped[answer] == answer for answer in questions)
-pd.Series(swapped, name="answer with the other story's memory in heads 0.0 and 0.1").to_frame()
+pd.Series(swapped, name="answer with the other story's memory in heads 0.0, 0.1, 0.2").to_frame()
 
 # %% [markdown]
-# The six other heads still hold the first story, and the model answers from the second.
+# The five other heads still hold the first story, and the model answers from the second.

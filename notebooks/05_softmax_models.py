@@ -29,7 +29,7 @@ from kvlens import HookedKVTransformer, convert_prompt
 
 torch.set_grad_enabled(False)
 model = HookedKVTransformer.from_zoo("facts-gpt2")  # reads made-up stories, as the model of notebook 01, but with softmax
-story = "The drum stands in the cellar. Mira keeps a goat. Pavel has a parrot. Look for the lamp in the attic. At night Kaya feeds a donkey."
+story = "The drum stands in the cellar. Mira keeps a goat. Pavel has a parrot. Look for the lamp in the attic. At night Rosa feeds a camel."
 question = " Which animal does Pavel keep? Pavel keeps a"
 story_tokens, question_tokens = model.to_tokens(story), model.to_tokens(question, prepend_bos=False)
 with_story = model(torch.cat([story_tokens, question_tokens], dim=1))[0, -question_tokens.shape[1] :].log_softmax(-1)
