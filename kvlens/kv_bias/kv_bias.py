@@ -71,7 +71,7 @@ class KVBias:
     b_D: Float[Tensor, "layer *batch head d_phi"]
     last_k: Float[Tensor, "layer *batch window_k kv_head d_head"]
     last_v: Float[Tensor, "layer *batch window_v kv_head d_head"]
-    last_q: Float[Tensor, "layer *batch window_q head d_head"]
+    last_q: Float[Tensor, "layer *batch window_q query_head d_head"]
     n_prompt_tokens: int | Int[Tensor, " batch"]
     position_offset: int | Int[Tensor, " batch"]
     fingerprint: Fingerprint

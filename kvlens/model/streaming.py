@@ -71,7 +71,8 @@ def _needs_the_whole_text(variant: Any) -> bool:
 def has_hooks(model: torch.nn.Module) -> bool:
     """Whether anything would see what passes through a module: TransformerLens' hooks, torch's own, its global ones."""
     return torch.nn.modules.module._has_any_global_hook() or any(
-        m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in model.modules()
+        len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) + len(m._backward_pre_hooks) > 0
+        for m in model.modules()
     )
 
 

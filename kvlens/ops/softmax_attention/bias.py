@@ -1,4 +1,4 @@
-"""A KV bias beside softmax attention, joined in log space (ICLCA sec. 5, ICLAA; the equation as it stands is ``naive_join_bias``).
+"""A KV bias beside softmax attention, joined in log space (ICLCA sec. 5, ICLAA; the plain equation is ``naive_join_bias``).
 
     z_i = (sum_j exp(s_ij) v_j + phi(q_i)^T b_KV) / n_i        n_i = sum_j exp(s_ij) + phi(q_i)^T b_D
 
@@ -37,7 +37,7 @@ def naive_join_bias(
 
 
 def join_bias(
-    z_context: Float[Tensor, "batch query head d_head"],
+    z_context: Float[Tensor, "batch query head d_z"],
     log_normalizer: Float[Tensor, "batch query head"],
     phi: ScaledFeatures,
     b_kv: Float[Tensor, "#batch kv_head d_phi d_head"],
