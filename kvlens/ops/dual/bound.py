@@ -31,12 +31,16 @@ class BoundTerms(NamedTuple):
         log_complexity: log(w rho sqrt(d_o Tr K_S) / N).
         log_confidence: log(rho^2 sqrt(log(1 / delta) / N)).
         log_bound: log of the sum of both.
+        log_norm: log w, as given.
+        log_rho: log rho, as given.
     """
 
     log_trace: Float[Tensor, "*lead"]
     log_complexity: Float[Tensor, "*lead"]
     log_confidence: Float[Tensor, "*lead"]
     log_bound: Float[Tensor, "*lead"]
+    log_norm: Float[Tensor, "*lead"]
+    log_rho: Float[Tensor, "*lead"]
 
 
 def log_trace(kernel: LogKernel) -> Float[Tensor, "*lead"]:
@@ -93,4 +97,4 @@ def bound_terms(
         raise KVLensError(f"bound: expected at least one demonstration, got {n_demonstrations}")
     complexity = log_norm + log_rho + (log_trace + math.log(d_out)) / 2 - math.log(n_demonstrations)
     confidence = 2 * log_rho + math.log(math.log(1 / delta) / n_demonstrations) / 2 + math.log1p(beta)
-    return BoundTerms(log_trace, complexity, confidence, torch.logaddexp(complexity, confidence))
+    return BoundTerms(log_trace, complexity, confidence, torch.logaddexp(complexity, confidence), log_norm, log_rho)

@@ -1,0 +1,110 @@
+"""The generalisation bound of one head's dual model, term by term, as demonstrations are added.
+
+With probability 1 - delta the risk exceeds the empirical one by at most a constant times
+
+    w rho sqrt(d_o Tr K_S) / N  +  rho^2 sqrt(log(1 / delta) / N)
+
+The paper prints it as O(.), without constants, and text tokens are not independent draws: a figure, not a guarantee. Here w is
+the norm of W_1, the weight after the step, and rho the largest norm of a label or a prediction. Every number but N is a natural
+logarithm, because real heads span hundreds of orders of magnitude.
+
+Source: DUAL th. 3.2, and its version with negative samples.
+"""
+
+import pandas as pd
+import torch
+
+from analyses.declaration import Analysis, Columns, Option
+from analyses.inputs import PROMPT
+from analyses.sequences import PromptTokens, one_sequence
+from kvlens import HookedKVTransformer, KVLensError
+from kvlens.dual import DualModel, check_attention
+
+COLUMNS = Columns(
+    layer=("int64", "from 0"),
+    head=("int64", "query head"),
+    n_demonstrations=("int64", "N, tokens from the front"),
+    log_norm=("float64", "log w, the norm of W_1"),
+    log_rho=("float64", "log of the largest norm of a label or a prediction"),
+    log_trace=("float64", "log Tr K_S, effective with negative samples"),
+    log_complexity=("float64", "log of the bound's first term"),
+    log_confidence=("float64", "log of its second"),
+    log_bound=("float64", "log of their sum"),
+    delta=("float64", "the probability with which it may fail, as given"),
+)
+
+
+@COLUMNS.document
+@torch.no_grad()
+def dual_bound(
+    model: HookedKVTransformer,
+    prompt_tokens: PromptTokens,
+    *,
+    layer: int = 0,
+    head: int = 0,
+    query_pos: int = -1,
+    n_steps: int = 8,
+    delta: float = 0.05,
+    n_negative: int = 0,
+    beta: float = 0.0,
+) -> pd.DataFrame:
+    """The bound's terms for training sets that grow to all tokens before the query.
+
+    Args:
+        model: any whose attention has a dual model.
+        prompt_tokens: [pos], BOS included where the model wants one.
+        layer, head: which head.
+        query_pos: the query's place; negative ones count from the end.
+        n_steps: sizes of the training set, evenly spaced (fewer where there are fewer tokens). Each takes a pass.
+        delta: the probability with which the bound may fail.
+        n_negative, beta: negative samples for each demonstration, and their weight; 0 for none.
+
+    Returns:
+        By number of demonstrations:
+
+        {columns}
+
+    Raises:
+        KVLensError: no demonstrations, a kernel that is not positive, ``delta`` outside (0, 1), a head that does not exist.
+    """
+    tokens = one_sequence(model, "prompt_tokens", prompt_tokens)
+    last = query_pos % len(tokens) if -len(tokens) <= query_pos < len(tokens) else len(tokens) - 1
+    first = max(1, n_negative)
+    if n_steps < 1 or last < first:
+        raise KVLensError(
+            f"dual_bound: expected at least {first} tokens before the query and n_steps of at least 1, got {last} and {n_steps}"
+        )
+    sizes = torch.linspace(first, last, min(n_steps, last - first + 1)).round().long().unique().tolist()
+    terms = []
+    for n in sizes:
+        dual = DualModel.from_head(model, tokens, layer, head, query_pos, n_demonstrations=n)
+        dual.step()
+        terms.append(dual.bound(delta, n_negative=n_negative, beta=beta)._asdict())
+    return COLUMNS.frame(
+        {
+            "layer": layer,
+            "head": head,
+            "n_demonstrations": sizes,
+            "delta": float(delta),
+            **{name: torch.stack([one[name].double() for one in terms]) for name in terms[0]},
+        }
+    )
+
+
+DUAL_BOUND = Analysis(
+    name="dual_bound",
+    summary="the terms of a head's generalisation bound as demonstrations are added",
+    function=dual_bound,
+    columns=COLUMNS,
+    inputs={"prompt_tokens": PROMPT},
+    options={
+        "layer": Option("which layer"),
+        "head": Option("which query head"),
+        "query_pos": Option("the query's place; negative ones count from the end"),
+        "n_steps": Option("how many sizes of the training set"),
+        "delta": Option("the probability with which the bound may fail"),
+        "n_negative": Option("negative samples for each demonstration"),
+        "beta": Option("their weight"),
+    },
+    check_model=lambda model: check_attention(model, 1),
+)

@@ -1,0 +1,46 @@
+"""The bound's course: each row is the head's own bound at that number of demonstrations, and its terms add up."""
+
+import numpy as np
+import pytest
+import torch
+
+from analyses import dual_bound
+from kvlens import HookedKVTransformer, KVLensError
+from kvlens.dual import DualModel
+
+
+@pytest.fixture(scope="module")
+def model():
+    return HookedKVTransformer.from_zoo("induction-plain-2l", dtype=torch.float64)
+
+
+TOKENS = torch.arange(3, 19)
+
+
+def test_rows_are_the_models_own_bounds(model):
+    table = dual_bound(model, TOKENS, layer=1, head=2, n_steps=4, delta=0.1)
+    assert table["n_demonstrations"].tolist() == [1, 6, 10, 15]
+    for row in table.itertuples():
+        dual = DualModel.from_head(model, TOKENS, 1, 2, -1, n_demonstrations=row.n_demonstrations)
+        dual.step()
+        assert row.log_bound == pytest.approx(float(dual.bound(0.1).log_bound), rel=1e-12)
+    whole = np.logaddexp(table["log_complexity"], table["log_confidence"])
+    assert table["log_bound"].to_numpy() == pytest.approx(whole.to_numpy(), rel=1e-12)
+    complexity = table["log_norm"] + table["log_rho"] + table["log_trace"] / 2 + np.log(model.cfg.d_head) / 2
+    complexity -= np.log(table["n_demonstrations"])
+    assert table["log_complexity"].to_numpy() == pytest.approx(complexity.to_numpy(), rel=1e-10)
+
+
+def test_a_smaller_delta_widens_the_second_term_alone(model):
+    wide, narrow = (dual_bound(model, TOKENS, n_steps=3, delta=delta) for delta in (0.01, 0.2))
+    assert (wide["log_confidence"] > narrow["log_confidence"]).all()
+    assert (wide["log_complexity"] == narrow["log_complexity"]).all()
+
+
+def test_too_few_tokens_and_bad_probabilities_are_refused(model):
+    with pytest.raises(KVLensError, match="at least 1 tokens before the query"):
+        dual_bound(model, TOKENS[:1])
+    with pytest.raises(KVLensError, match="delta is a probability"):
+        dual_bound(model, TOKENS, delta=1.5)
+    with pytest.raises(KVLensError, match="at least 20 tokens"):
+        dual_bound(model, TOKENS, n_negative=20)
