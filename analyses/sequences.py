@@ -57,6 +57,14 @@ def prompt_sequence(model: HookedKVTransformer, what: str, prompt: Any, initial:
     return one_sequence(model, what, prompt, prepend_bos=bool(model.cfg.default_prepend_bos) and not continues)
 
 
+def baseline_sequence(model: HookedKVTransformer, prompt: Int[Tensor, " pos"], given: Any) -> Int[Tensor, " baseline_pos"]:
+    """What stands in front of a text without its prompt: ``given``, or the BOS that the prompt began with, or nothing."""
+    if given is not None:
+        return one_sequence(model, "baseline_tokens", given, may_be_empty=True)
+    begins_with_bos = model.tokenizer is not None and int(prompt[0]) == model.tokenizer.bos_token_id
+    return prompt[: int(begins_with_bos)]
+
+
 def token_texts(model: HookedKVTransformer, tokens: Int[Tensor, " pos"]) -> list[str]:
     """Each token as text; its number as text where the model has no tokenizer."""
     if model.tokenizer is None:

@@ -7,10 +7,11 @@ import pandas as pd
 import torch
 
 from analyses.declaration import Analysis, Columns, Option
+from analyses.dual.refusal import has_dual_model
 from analyses.inputs import PROMPT
 from analyses.sequences import PromptTokens, one_sequence, token_texts
 from kvlens import HookedKVTransformer
-from kvlens.dual import check_attention, demonstration_figures
+from kvlens.dual import demonstration_figures
 
 COLUMNS = Columns(
     layer=("int64", "from 0"),
@@ -64,10 +65,6 @@ def dual_demonstrations(
     )
 
 
-def _has_dual_model(model: HookedKVTransformer) -> None:
-    check_attention(model, 1)
-
-
 DUAL_DEMONSTRATIONS = Analysis(
     name="dual_demonstrations",
     summary="what each token before a query gives to the step that every head makes there",
@@ -78,5 +75,5 @@ DUAL_DEMONSTRATIONS = Analysis(
         "query_pos": Option("the query's place; negative ones count from the end"),
         "n_demonstrations": Option("how many tokens from the front are demonstrations; all before the query", value_type=int),
     },
-    check_model=_has_dual_model,
+    check_model=has_dual_model,
 )

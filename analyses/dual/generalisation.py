@@ -15,10 +15,11 @@ import pandas as pd
 import torch
 
 from analyses.declaration import Analysis, Columns, Option
+from analyses.dual.refusal import has_dual_model
 from analyses.inputs import PROMPT
 from analyses.sequences import PromptTokens, one_sequence
 from kvlens import HookedKVTransformer, KVLensError
-from kvlens.dual import DualModel, check_attention
+from kvlens.dual import DualModel
 
 COLUMNS = Columns(
     layer=("int64", "from 0"),
@@ -106,5 +107,5 @@ DUAL_BOUND = Analysis(
         "n_negative": Option("negative samples for each demonstration"),
         "beta": Option("their weight"),
     },
-    check_model=lambda model: check_attention(model, 1),
+    check_model=has_dual_model,
 )

@@ -10,10 +10,11 @@ import pandas as pd
 import torch
 
 from analyses.declaration import Analysis, Columns, Option
+from analyses.dual.refusal import has_dual_model
 from analyses.inputs import PROMPT
 from analyses.sequences import PromptTokens, one_sequence, token_texts
 from kvlens import HookedKVTransformer
-from kvlens.dual import check_attention, dual_figures
+from kvlens.dual import dual_figures
 
 COLUMNS = Columns(
     layer=("int64", "from 0"),
@@ -68,10 +69,6 @@ def dual_losses(
     )
 
 
-def _has_dual_model(model: HookedKVTransformer) -> None:
-    check_attention(model, 1)
-
-
 DUAL_LOSSES = Analysis(
     name="dual_losses",
     summary="every head as one step of representation learning: how far the step goes, and what it makes of the output",
@@ -82,5 +79,5 @@ DUAL_LOSSES = Analysis(
         "n_demonstrations": Option("the first so many tokens are the demonstrations of every query", value_type=int),
         "cosines": Option("whether to compute the cosines, which take most of the time"),
     },
-    check_model=_has_dual_model,
+    check_model=has_dual_model,
 )

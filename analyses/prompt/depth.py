@@ -14,7 +14,15 @@ from torch import Tensor
 from analyses.declaration import Analysis, Columns
 from analyses.inputs import PROMPT, TEXT
 from analyses.predictions import log_probabilities, next_token_losses
-from analyses.sequences import BaselineTokens, PromptTokens, TextTokens, one_sequence, prompt_sequence, token_texts
+from analyses.sequences import (
+    BaselineTokens,
+    PromptTokens,
+    TextTokens,
+    baseline_sequence,
+    one_sequence,
+    prompt_sequence,
+    token_texts,
+)
 from kvlens import HookedKVTransformer
 
 COLUMNS = Columns(
@@ -58,11 +66,7 @@ def prompt_by_depth(
     """
     prompt = prompt_sequence(model, "prompt_tokens", prompt_tokens)
     text = one_sequence(model, "text_tokens", text_tokens)
-    if baseline_tokens is None:
-        begins_with_bos = model.tokenizer is not None and int(prompt[0]) == model.tokenizer.bos_token_id
-        baseline = prompt[: int(begins_with_bos)]
-    else:
-        baseline = one_sequence(model, "baseline_tokens", baseline_tokens, may_be_empty=True)
+    baseline = baseline_sequence(model, prompt, baseline_tokens)
     streams = [_residuals(model, before, text) for before in (prompt, baseline)]
     tokens, n_depths = token_texts(model, text), model.cfg.n_layers + 1
     losses: dict[str, list[Tensor]] = {"with": [], "without": []}

@@ -9,12 +9,11 @@ Three conditions, aligned on the tokens of the text:
 
 import pandas as pd
 import torch
-from torch import Tensor
 
 from analyses.declaration import Analysis, Columns
 from analyses.inputs import PROMPT, TEXT
 from analyses.predictions import converted_logits, kl_divergence, log_probabilities, next_token_losses, text_logits
-from analyses.sequences import BaselineTokens, PromptTokens, TextTokens, one_sequence, prompt_text_bias, token_texts
+from analyses.sequences import BaselineTokens, PromptTokens, TextTokens, baseline_sequence, prompt_text_bias, token_texts
 from kvlens import HookedKVTransformer, KVBias
 
 CONDITIONS = ("with_prompt", "without_prompt", "converted")
@@ -60,10 +59,7 @@ def prompt_effect(
         KVLensError: tokens that are empty, misshapen or outside the vocabulary.
     """
     prompt, text, bias = prompt_text_bias(model, prompt_tokens, text_tokens, bias)
-    if baseline_tokens is None:
-        baseline = prompt[:1] if _begins_with_bos(model, prompt) else prompt[:0]
-    else:
-        baseline = one_sequence(model, "baseline_tokens", baseline_tokens, may_be_empty=True)
+    baseline = baseline_sequence(model, prompt, baseline_tokens)
     logits = {
         "with_prompt": text_logits(model, prompt, text),
         "without_prompt": text_logits(model, baseline, text),
@@ -89,10 +85,6 @@ def prompt_effect(
             )
         )
     return pd.concat(frames).sort_values("position", kind="stable", ignore_index=True)
-
-
-def _begins_with_bos(model: HookedKVTransformer, prompt: Tensor) -> bool:
-    return model.tokenizer is not None and int(prompt[0]) == model.tokenizer.bos_token_id
 
 
 PROMPT_EFFECT = Analysis(

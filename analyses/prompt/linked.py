@@ -17,7 +17,7 @@ from torch import Tensor
 
 from analyses.heads.rows import attention_rows
 from analyses.predictions import converted_logits, text_logits
-from analyses.sequences import PromptTokens, TextTokens, prompt_text_bias, token_texts
+from analyses.sequences import PromptTokens, TextTokens, baseline_sequence, prompt_text_bias, token_texts
 from kvlens import HookedKVTransformer, KVBias, KVLensError
 
 N_GUESSES = 5
@@ -85,11 +85,10 @@ def linked_shares(
     """
     prompt, text, bias = prompt_text_bias(model, prompt_tokens, text_tokens, bias)
     shares = attention_output_shares(model, prompt, text)
-    starts_with_bos = model.tokenizer is not None and int(prompt[0]) == model.tokenizer.bos_token_id
     logits = {
         "with prompt": text_logits(model, prompt, text),
         "converted": converted_logits(model, bias, text),
-        "without prompt": text_logits(model, prompt[: int(starts_with_bos)], text),
+        "without prompt": text_logits(model, baseline_sequence(model, prompt, None), text),
     }
     return LinkedShares(
         prompt=token_texts(model, prompt),
