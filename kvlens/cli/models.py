@@ -1,27 +1,11 @@
 """Models as the command line names them: a shipped one, or a folder."""
 
-import json
 from pathlib import Path
 from typing import Any
 
-from kvlens import zoo
-from kvlens.errors import KVLensError, nearest
+from kvlens.errors import KVLensError
 
 DEFAULT_MODEL = "docs-linear"
-
-
-def model_folder(name: str) -> Path:
-    """The folder of a shipped model, else ``name`` itself as a folder or a file."""
-    shipped = zoo.names()
-    if name in shipped:
-        return zoo.folder_of(name)
-    folder = Path(name).expanduser()
-    if folder.exists():
-        return folder
-    listed = f"shipped are: {', '.join(shipped)}" if shipped else "this installation ships none"
-    raise KVLensError(
-        f"--model: {name!r} is neither a shipped model nor a folder or file that holds one; {listed}{nearest(name, shipped)}"
-    )
 
 
 def load_on(source: Path, device: str | None, dtype: str | None, tokenizer: str | None = None) -> Any:
@@ -34,17 +18,11 @@ def load_on(source: Path, device: str | None, dtype: str | None, tokenizer: str 
     """
     import torch
 
-    from kvlens.model import HookedKVTransformer
+    from kvlens.model.sources import load_source
 
     check_device(device)
-    wanted = {} if dtype is None else {"dtype": getattr(torch, dtype)}
-    if source.is_file():
-        return HookedKVTransformer.from_llama2c(source, tokenizer, device=device, **wanted)
-    if tokenizer is not None:
-        raise KVLensError("--tokenizer is for a llama2.c checkpoint; a folder brings its own")
-    if _is_hugging_face(source):
-        return HookedKVTransformer.from_pretrained(source, device=device, **wanted)
-    return HookedKVTransformer.load(source, device=device, **wanted)
+    wanted = None if dtype is None else getattr(torch, dtype)
+    return load_source(source, tokenizer=tokenizer, device=device, dtype=wanted)
 
 
 def check_device(device: str | None) -> None:
@@ -64,12 +42,3 @@ def check_seed(seed: int) -> None:
     """Raise KVLensError unless torch's generators take ``seed``."""
     if not 0 <= seed < 2**63:
         raise KVLensError(f"--seed: expected a number from 0 to 2**63 - 1, got {seed}")
-
-
-def _is_hugging_face(folder: Path) -> bool:
-    """Whether the folder's config.json is one of transformers, which names the type of model and not our format."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(config, dict) and "model_type" in config and "format" not in config

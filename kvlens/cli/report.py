@@ -8,9 +8,10 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from kvlens.cli.models import DEFAULT_MODEL, check_seed, load_on, model_folder
+from kvlens.cli.models import DEFAULT_MODEL, check_seed, load_on
 from kvlens.errors import KVLensError
 from kvlens.terminal import visible
+from kvlens.zoo import source_of
 
 
 def add_command(commands: Any) -> None:
@@ -65,7 +66,7 @@ def _report(args: argparse.Namespace) -> int:
     check_seed(args.seed)
     check_folder(args.out, overwrite=args.overwrite)
     name = args.model or _default_model(args)
-    source = model_folder(name)
+    source = source_of(name)
     prompt, text = _prompt_and_text(args, name)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

@@ -1,12 +1,14 @@
 """``kvlens reproduce``: one figure, table or theorem of the papers, measured here, with the paper's numbers beside ours."""
 
 import argparse
+import json
 import sys
 import textwrap
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from kvlens.errors import KVLensError
 from kvlens.terminal import visible
 
 SCALES = ("small", "paper", "tiny")
@@ -24,6 +26,17 @@ def add_command(commands: Any) -> None:
     )
     parser.add_argument("name", nargs="?", metavar="NAME", help="the experiment")
     parser.add_argument("--scale", choices=SCALES, default="small", help="small: minutes on two cores (default: %(default)s)")
+    parser.add_argument(
+        "--model", metavar="NAME", help="the model, where it is a setting: a shipped one, a folder, a llama2.c checkpoint"
+    )
+    parser.add_argument("--tokenizer", metavar="FILE", help="of a llama2.c checkpoint")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="change one setting of the scale; VALUE is JSON, or a word; summary.json lists the settings",
+    )
     parser.add_argument("--out", metavar="DIR", help="folder of the outcome (default: NAME-SCALE)")
     parser.add_argument("--overwrite", action="store_true", help="replace the outcome that DIR holds; nothing else is replaced")
     parser.set_defaults(run=_reproduce)
@@ -40,7 +53,7 @@ def _reproduce(args: argparse.Namespace) -> int:
 
     from kvlens.experiments.shared.outcome import check_outcome_folder, write_outcome
 
-    experiment = find_experiment(args.name)
+    experiment = _with_settings(find_experiment(args.name), args)
     folder = Path(args.out or f"{args.name}-{args.scale}")
     check_outcome_folder(folder, overwrite=args.overwrite)
     print(f"{experiment.name} ({experiment.source}), scale {args.scale}: {experiment.cost[args.scale]}", flush=True)
@@ -49,6 +62,26 @@ def _reproduce(args: argparse.Namespace) -> int:
     summary = write_outcome(outcome, experiment, args.scale, perf_counter() - started, folder, overwrite=args.overwrite)
     _print_summary(summary, folder)
     return 0
+
+
+def _with_settings(experiment: Any, args: argparse.Namespace) -> Any:
+    """The experiment with --model, --tokenizer and --set in the settings of its scale."""
+    from kvlens.experiments.shared.outcome import changed_settings
+
+    words = [word.partition("=") for word in args.set]
+    for name, equals, _ in words:
+        if not (name and equals):
+            raise KVLensError(f"--set: expected NAME=VALUE, got {name + equals!r}")
+    given = {"model": args.model, "tokenizer": args.tokenizer}
+    changes = {name: _value(text) for name, _, text in words} | {k: v for k, v in given.items() if v is not None}
+    return changed_settings(experiment, args.scale, changes)
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _tell(text: str) -> None:

@@ -27,6 +27,7 @@ EXPERIMENTS = {
     "trainable-bias": "iclca",
     "facts-recall": "iclca",
     "softmax-conversion": "iclca",
+    "gpt2-text": "iclca",
     "weights-to-prompt": "iclca",
     "function-classes": "lecture",
     "dual-equivalence": "dual",

@@ -22,3 +22,21 @@ def folder_of(name: str) -> Path:
     if name not in names():
         raise KVLensError(f"zoo: no shipped model is called {name!r}{nearest(name, names())}; there are {', '.join(names())}")
     return _ROOT / name
+
+
+def source_of(name: str) -> Path:
+    """Where a model is that a person names: the folder of a shipped model, else ``name`` itself as a folder or a file.
+
+    Raises:
+        KVLensError: there is neither; the nearest shipped name is proposed.
+    """
+    shipped = names()
+    if name in shipped:
+        return folder_of(name)
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
+    listed = f"shipped are: {', '.join(shipped)}" if shipped else "this installation ships none"
+    raise KVLensError(
+        f"--model: {name!r} is neither a shipped model nor a folder or file that holds one; {listed}{nearest(name, shipped)}"
+    )
