@@ -29,9 +29,17 @@ from kvlens.components.kv_attention import KVAttention
 from kvlens.components.kv_shift import through
 from kvlens.components.pieces import HeadOutputs, Piece
 from kvlens.errors import KVLensError
+from kvlens.kv_bias import VirtualKeys
 from kvlens.ops.attention_variants import ridge_attention
 from kvlens.ops.rotary import rotate
-from kvlens.ops.softmax_attention import JoinedBias, fused_softmax_attention, join_bias
+from kvlens.ops.softmax_attention import (
+    JoinedBias,
+    KeysBeside,
+    attend_beside,
+    fused_softmax_attention,
+    join_bias,
+    visible_keys,
+)
 from kvlens.ops.softmax_features import ScoreRule
 
 
@@ -62,6 +70,10 @@ class _Softmax(KVAttention):
         if self.ridge is not None:
             return HeadOutputs(self._solved(q, k, v, piece.attention_mask, self.ridge), None, None)
         bias = self.read_bias(torch.promote_types(q.dtype, torch.float32))
+        beside = self._beside(bias, q, k, v, piece)
+        if beside is not None:
+            visible = visible_keys(q.shape[1], k.shape[1], self.cfg.attention_dir == "causal", device=q.device)
+            return HeadOutputs(attend_beside(q, k, v, beside, float(self.attn_scale), visible), None, None)
         needs_normalizer = bias is not None or self.cfg.use_attention_sinks
         if self._runs_fused() and not (needs_normalizer and _wants_gradient(q, k, v)):
             z, log_n = self._fused(q, k, v, piece, needs_normalizer)
@@ -89,6 +101,25 @@ class _Softmax(KVAttention):
         padding = None if padding is None or bool(padding.all()) else padding.bool()
         window = self.cfg.window_size if self.attn_type == "local" else None
         return fused_softmax_attention(q, k, v, self.attn_scale, causal, padding, window, score_bias, log_normalizer)
+
+    def _beside(
+        self, bias: tuple[Tensor, Tensor | None] | None, q: Tensor, k: Tensor, v: Tensor, piece: Piece
+    ) -> KeysBeside | None:
+        """The attached virtual keys as keys of the same softmax, where a gradient is wanted and nothing between is."""
+        held = self.layer_bias
+        if bias is None or bias[1] is None or held is None or not _wants_gradient(q, k, v, bias[0], bias[1]):
+            return None
+        features, rule = held.features, self.score_rule()
+        more_than_scores = rule.soft_cap is not None or rule.needs_distance or self.cfg.use_attention_sinks
+        if not isinstance(features, VirtualKeys) or more_than_scores or piece.score_bias is not None or _is_padded(piece):
+            return None
+        between = (self.hook_attn_scores, self.hook_pattern, self.hook_phi_q, self.hook_normalizer, self.hook_z_context)
+        if self.needs_pattern or self.wants_own_share or any(hook.has_hooks() for hook in (*between, self.hook_z_bias)):
+            return None
+        if bias[0].shape[1] != k.shape[2] or held.log_scale is None:  # single query heads were selected
+            return None
+        keys = features.keys[held.layer].to(q)
+        return KeysBeside.of(keys if keys.dim() == 4 else keys[None], bias[0], bias[1], held.log_scale.to(q))
 
     def _eager(
         self, q: Tensor, k: Tensor, v: Tensor, past: int, piece: Piece, bias: tuple[Tensor, Tensor | None] | None
@@ -226,6 +257,10 @@ class _Softmax(KVAttention):
         else:
             slopes = self.W_Q.new_tensor(list(self.cfg.alibi_slopes))
             self.alibi = AbstractAttention.create_alibi_slope(n, device) * slopes[:, None, None]  # type: ignore[arg-type]
+
+
+def _is_padded(piece: Piece) -> bool:
+    return piece.attention_mask is not None and not bool(piece.attention_mask.all())
 
 
 def _wants_gradient(*tensors: Tensor) -> bool:

@@ -86,6 +86,7 @@ def convert_prompt(
             ``polish_steps``: gradient steps afterwards, on the logits or, with ``objective="kl"``, on the next token's
             distribution; ``verbose=False`` hides their progress.
             ``keys`` ("output", "normalizer", "mass"), ``fit=False``, ``layer_by_layer``: ways that measured no better.
+            ``random_feature_kind``: "orthogonal" (in blocks of d_head, as FAVOR+), or "iid".
             ``seed``: of continuations, random features and polishing.
 
     Returns:

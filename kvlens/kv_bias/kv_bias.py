@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kvlens.errors import KVLensError
 from kvlens.kv_bias.arithmetic import fields_of_sum
-from kvlens.kv_bias.features import SoftmaxFeatures, features_from
+from kvlens.kv_bias.features import SoftmaxFeatures, VirtualKeys, features_from
 from kvlens.kv_bias.fingerprint import Fingerprint
 from kvlens.kv_bias.fit import BiasFit
 from kvlens.kv_bias.storage import read_bias_file, write_bias_file
@@ -141,9 +141,16 @@ class KVBias:
 
     @property
     def num_parameters(self) -> int:
-        """How many numbers b_KV and b_D hold, virtual keys included (one prompt's, times the batch)."""
-        keys = self.features.tensors().get("keys") if self.features is not None else None
-        return self.b_KV.numel() + self.b_D.numel() + (0 if keys is None else keys.numel())
+        """How many numbers stand for the prompt (one prompt's, times the batch): b_KV, b_D, and virtual keys.
+
+        Of virtual keys those count that have a weight or a value: heads with fewer than others are filled up with zeros.
+        """
+        if not isinstance(self.features, VirtualKeys):
+            return self.b_KV.numel() + self.b_D.numel()
+        used = (self.b_D != 0) | (self.b_KV != 0).any(dim=-1)
+        of_key = used.unflatten(-2, (self.fingerprint.n_kv_heads, -1)).any(dim=-2)
+        d_head = self.fingerprint.d_head
+        return int(used.sum()) * (d_head + 1) + int(of_key.sum()) * d_head
 
     def __repr__(self) -> str:
         f, family = self.fingerprint, "" if self.features is None else f"{self.features.kind}, "

@@ -6,6 +6,7 @@ import bench_dual_losses
 import bench_induction_heads
 import bench_linear_attention
 import bench_model
+import bench_softmax_conversion
 import bench_speed
 import bench_training
 import pytest
@@ -55,6 +56,13 @@ def test_speed_smoke(capsys):
     out = capsys.readouterr().out
     assert out.count("ratio:") == 9
     assert out.count("times faster than Hugging Face") == 3
+
+
+def test_softmax_conversion_smoke(capsys):
+    bench_softmax_conversion.main(["--small", "--threads", "1"])
+    out = capsys.readouterr().out
+    assert out.count("converting, in forward passes") == 2
+    assert "reference queries" in out
 
 
 def test_a_wrong_answer_is_not_timed():

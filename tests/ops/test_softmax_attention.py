@@ -7,7 +7,9 @@ import torch
 from ops_cases import normal, random_mask
 
 from kvlens.ops.softmax_attention import (
+    KeysBeside,
     ScaledFeatures,
+    attend_beside,
     fused_softmax_attention,
     join_bias,
     naive_join_bias,
@@ -160,3 +162,59 @@ def test_nothing_seen_on_either_side_is_zero_and_finite_in_gradient():
     assert bool((joined.log_normalizer == -torch.inf).all())
     (gradient,) = torch.autograd.grad((joined.z_context + joined.z_bias).sum(), features)
     assert bool(gradient.isfinite().all())
+
+
+# --- virtual keys beside the keys of the text ---
+
+
+def weighted_keys(prompts: int):
+    """(keys, b_kv, b_d) of 3 heads; the second has a key fewer."""
+    keys, values = normal(prompts, 3, 4, 5, seed=21), normal(prompts, 3, 4, 5, seed=22)
+    weights = normal(prompts, 3, 4, seed=23).exp()
+    weights[:, 1, 3] = 0
+    return keys, weights[..., None] * values, weights
+
+
+@pytest.mark.parametrize("prompts", [1, 2])
+@pytest.mark.parametrize("n_queries", [11, 4, 1])
+def test_one_softmax_over_all_keys_is_the_plain_equation(n_queries, prompts):
+    """Two sides joined by the equation as it stands, and one softmax over the keys of both; values and gradients."""
+    q, k, v = draw(n_queries)
+    scale, log_scale = 1.7, normal(prompts, 3, seed=24)
+    keys, b_kv, b_d = weighted_keys(prompts)
+    leaves = [x.requires_grad_() for x in (q, k, v, keys, b_kv, b_d)]
+    context = naive_softmax_attention(q, k, v, scale, log_normalizer=True)
+    scores = torch.einsum("bihd,bhrd->bihr", q, keys.expand(2, -1, -1, -1).repeat_interleave(2, dim=1)) / scale
+    scores = scores + log_scale.repeat_interleave(2, dim=1)[:, None, :, None]
+    phi = ScaledFeatures(scores.exp(), torch.zeros(2, n_queries, 6, dtype=torch.float64))
+    joined = naive_join_bias(context.z, context.log_normalizer, phi, b_kv, b_d)
+    beside = KeysBeside.of(keys, b_kv, b_d, log_scale)
+    z = attend_beside(q, k, v, beside, scale, visible_keys(n_queries, 11))
+    torch.testing.assert_close(z, joined.z_context + joined.z_bias, rtol=1e-12, atol=1e-12)
+    weights = normal(*z.shape, seed=25)
+    used = (b_d > 0).detach()  # a key without a weight is none: the plain equation has a slope there, towards a new key
+    for a, b, leaf in zip(
+        *(torch.autograd.grad((x * weights).sum(), leaves) for x in (z, joined.z_context + joined.z_bias)), leaves, strict=True
+    ):
+        on = used.view(*used.shape, *[1] * (leaf.dim() - 3)) if leaf.shape[1:3] == used.shape[1:] else torch.ones(())
+        torch.testing.assert_close(a * on, b * on, rtol=1e-10, atol=1e-11)
+        assert bool(a.isfinite().all())
+
+
+def test_scores_of_thousands_beside_the_text_stay_finite():
+    q, k, v = draw(size=100.0, dtype=torch.float32)
+    keys, b_kv, b_d = (x.float() for x in weighted_keys(1))
+    arguments = [x.requires_grad_() for x in (q, k, v, 100.0 * keys)]
+    beside = KeysBeside.of(arguments[-1], b_kv, b_d, torch.zeros(1, 3))
+    z = attend_beside(q, k, v, beside, 1.0, visible_keys(11, 11))
+    assert all(bool(x.isfinite().all()) for x in (z, *torch.autograd.grad(z.sum(), arguments)))
+
+
+def test_signed_weights_are_no_softmax():
+    keys, b_kv, b_d = weighted_keys(1)
+    log_scale = torch.zeros(1, 3, dtype=torch.float64)
+    assert KeysBeside.of(keys, b_kv, b_d, log_scale) is not None
+    assert KeysBeside.of(keys, b_kv, -b_d, log_scale) is None
+    without_weight = b_kv.clone()
+    without_weight[0, 1, 3] = 1.0  # a value where the weight is 0
+    assert KeysBeside.of(keys, without_weight, b_d, log_scale) is None

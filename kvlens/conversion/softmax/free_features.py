@@ -39,12 +39,13 @@ def check_free_features(model: HookedKVTransformer, method: str) -> None:
 
 
 def random_bias(teacher: Teacher) -> KVBias:
-    """Positive random features, orthogonal in blocks; one draw per layer and key-value head."""
+    """Positive random features, orthogonal in blocks or independent; one draw per layer and key-value head."""
     cfg, options = teacher.model.cfg, teacher.options
     generator = torch.Generator().manual_seed(options.seed)
     m = options.n_features
     assert m is not None
-    drawn = [draw_projections(cfg.n_kv_heads, m, cfg.d_head, "orthogonal", generator) for _ in range(cfg.n_layers)]
+    kind = options.random_feature_kind
+    drawn = [draw_projections(cfg.n_kv_heads, m, cfg.d_head, kind, generator) for _ in range(cfg.n_layers)]
     projection = torch.stack(drawn).to(teacher.exact.bias.b_KV)
     scale = _scale(teacher.model)
     logs = [random_log_features(_keys(teacher.exact, i), projection[i], scale) for i in range(cfg.n_layers)]

@@ -30,6 +30,7 @@ class SoftmaxChoices(TypedDict, total=False):
     objective: Literal["logits", "kl"]
     keys: Criterion
     fit: bool
+    random_feature_kind: Literal["orthogonal", "iid"]
     layer_by_layer: bool
     seed: int
     verbose: bool
@@ -39,7 +40,8 @@ class SoftmaxChoices(TypedDict, total=False):
 class SoftmaxOptions:
     """How the prompt of a softmax model is converted; see :func:`kvlens.convert_prompt`.
 
-    ``keys``, ``fit``, ``layer_by_layer`` and ``objective`` are there for comparisons: their defaults are what measured best.
+    ``keys``, ``fit``, ``random_feature_kind``, ``layer_by_layer`` and ``objective`` are there for comparisons: their defaults
+    are what measured best.
     """
 
     method: Method = "exact"
@@ -53,6 +55,7 @@ class SoftmaxOptions:
     objective: Literal["logits", "kl"] = "logits"
     keys: Criterion = "output"
     fit: bool = True
+    random_feature_kind: Literal["orthogonal", "iid"] = "orthogonal"
     layer_by_layer: bool = False
     seed: int = 0
     verbose: bool = True
@@ -62,6 +65,7 @@ class SoftmaxOptions:
         _one_of("budget", self.budget, ("equal", "greedy"))
         _one_of("objective", self.objective, ("logits", "kl"))
         _one_of("keys", self.keys, CRITERIA)
+        _one_of("random_feature_kind", self.random_feature_kind, ("orthogonal", "iid"))
         for name in ("n_continuations", "continuation_length"):
             if getattr(self, name) < 2:
                 raise KVLensError(f"convert_prompt: {name} must be at least 2, got {getattr(self, name)}")

@@ -9,7 +9,7 @@ with attention sinks (the first keys and the last ones). Every method is measure
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
@@ -17,47 +17,72 @@ from jaxtyping import Int
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from kvlens import zoo
+from kvlens._tl import TransformerLensKeyValueCache
 from kvlens.conversion import convert_prompt
+from kvlens.errors import KVLensError
 from kvlens.experiments.shared.judge import JUDGE
 from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
 from kvlens.kv_bias import KVBias, VirtualKeys
 from kvlens.model import HookedKVTransformer
+from kvlens.model.sources import load_source
 
 SINKS = 4
 """Keys at the start that a sliding window keeps."""
-DROPPED, TOP, WINDOW, RANDOM, EQUAL, GREEDY, POLISHED = (
-    *("prompt left out", "most attended keys, no fit", "sliding window with sinks", "random features"),
-    *("landmark, equal budgets", "landmark, greedy budgets", "landmark, greedy and polished"),
-)
+DROPPED, TOP, WINDOW, TAYLOR = "prompt left out", "most attended keys, no fit", "sliding window with sinks", "taylor features"
+IID, ORTHOGONAL, LEARNED = "random features, iid", "random features, orthogonal", "learned features"
+EQUAL, GREEDY = "landmark, equal budgets", "landmark, greedy budgets"
+EQUAL_POLISHED, POLISHED = "landmark, equal and polished", "landmark, greedy and polished"
+SIZE = ["method", "keys_per_head", "n_continuations"]
+"""What a row of the table is told apart by."""
 PAPER_DROPPED, PAPER_RANDOM = 0.1656, 0.0917
 """ICLCA sec. 6.4: relative error of GPT-2's logits without the prompt, and converted with random features."""
 
 
+class Way(NamedTuple):
+    """One way to convert: what :func:`kvlens.convert_prompt` gets, features per head, and continuations that a fit reads."""
+
+    method: str
+    size: int
+    n_continuations: int
+    options: dict[str, Any]
+
+
 def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
     """Convert every context by every method, and measure."""
-    model = HookedKVTransformer.from_zoo(settings["model"], device="cpu").requires_grad_(False)
+    model = _model(settings)
     rows: list[dict[str, Any]] = []
     for context in range(settings["n_contexts"]):
         prompt, texts = _context(model, settings, seed=context)
-        for method, r, bias, seconds in _biases(model, prompt, settings, seed=context):
+        for way, bias in _biases(model, prompt, settings, seed=context):
+            size = {"keys_per_head": way.size, "n_continuations": way.n_continuations}
+            stored = 0 if way.method == DROPPED else bias.num_parameters
             measured = _measure(model, prompt, texts, bias)
-            fit = {} if bias.fit is None else {"output_error": float(bias.fit.output_error.mean())}
-            size = dict(keys_per_head=r, stored_numbers=0 if r == 0 else bias.num_parameters, seconds=seconds)
-            rows.append({"context": context, "method": method, **size, **measured, **fit})
+            rows.append({"context": context, "method": way.method, **size, "stored_numbers": stored, **measured, **_cost(bias)})
         tell(f"context {context + 1} of {settings['n_contexts']}")
     contexts = pd.DataFrame(rows)
-    table = contexts.groupby(["method", "keys_per_head"], sort=False).mean(numeric_only=True).drop(columns="context")
-    table = table.reset_index()
+    table = contexts.groupby(SIZE, sort=False).mean(numeric_only=True).drop(columns="context").reset_index()
     return Outcome(
         tables={"methods": table, "contexts": contexts},
         figure=draw(table),
         comparisons=[*compare(contexts, settings)],
         differences=[
-            f"The paper converts prompts of GPT-2; here the model is {settings['model']}, which ships, and prompts and texts "
-            "are its own samples.",
+            f"The paper converts prompts of GPT-2; here the model is {settings['model']}, and prompts and texts are its own "
+            "samples.",
             "The paper's random features are compared with no other method; the landmark keys are kvlens'.",
         ],
     )
+
+
+def _model(settings: Mapping[str, Any]) -> HookedKVTransformer:
+    """Any softmax model that can write prompts of its own."""
+    model = load_source(zoo.source_of(settings["model"]), tokenizer=settings["tokenizer"], device="cpu")
+    if model.cfg.attention != "softmax" or model.tokenizer is None or model.tokenizer.bos_token_id is None:
+        raise KVLensError(
+            "softmax-conversion: the model must have softmax attention, and a tokenizer with a BOS, from which it writes its "
+            f"own prompts; {settings['model']} has {model.cfg.attention} attention"
+        )
+    return model.eval().requires_grad_(False)
 
 
 def _context(model: HookedKVTransformer, settings: Mapping[str, Any], seed: int) -> tuple[Tensor, Tensor]:
@@ -71,36 +96,56 @@ def _context(model: HookedKVTransformer, settings: Mapping[str, Any], seed: int)
 
 @torch.no_grad()
 def _sampled(model: HookedKVTransformer, tokens: Tensor, n: int, generator: torch.Generator) -> Int[Tensor, "text pos"]:
+    cache, new = TransformerLensKeyValueCache.init_cache(model.cfg, model.cfg.device, len(tokens)), tokens
     for _ in range(n):
-        p = model(tokens, attention_mask=torch.ones_like(tokens))[:, -1].softmax(dim=-1)
-        tokens = torch.cat([tokens, torch.multinomial(p, 1, generator=generator)], dim=1)
+        p = model(new, attention_mask=torch.ones_like(new), past_kv_cache=cache)[:, -1].softmax(dim=-1)
+        new = torch.multinomial(p, 1, generator=generator)
+        tokens = torch.cat([tokens, new], dim=1)
     return tokens
 
 
-def _biases(
-    model: HookedKVTransformer, prompt: Tensor, settings: Mapping[str, Any], seed: int
-) -> Iterator[tuple[str, int, KVBias, float]]:
-    """(method, keys per head, bias, seconds of its fit) of every method and size."""
-    exact = convert_prompt(model, prompt)
-    yield DROPPED, 0, exact.zero_like(), 0.0
-    at: dict[str, Any] = dict(seed=seed, n_continuations=settings["n_continuations"], verbose=False)
-    at["continuation_length"] = settings["n_text"]
-    for m in settings["random"]:
-        yield RANDOM, m, *_timed(model, prompt, method="random", n_features=m, **at)
+def ways(settings: Mapping[str, Any], seed: int) -> Iterator[Way]:
+    """Every approximation that is measured; the polished ones, which read the most continuations, come last."""
+    least, most = min(settings["continuations"]), max(settings["continuations"])
+
+    def way(name: str, size: int, n: int, **options: Any) -> Way:
+        shared = dict(seed=seed, n_continuations=n, continuation_length=settings["n_text"], verbose=False)
+        return Way(name, size, n, {**shared, **options})
+
+    for kind, name in (("iid", IID), ("orthogonal", ORTHOGONAL)):
+        for m in settings["random"]:
+            yield way(name, m, least, method="random", n_features=m, random_feature_kind=kind)
+    if settings["taylor"]:
+        yield way(TAYLOR, 0, least, method="taylor")
+    for m in settings["learned"]:
+        yield way(LEARNED, m, least, method="learned", n_features=m)
     for r in settings["keys"]:
-        landmark = dict(method="landmark", n_features=r, **at)
-        yield TOP, r, *_timed(model, prompt, keys="mass", fit=False, **landmark)
-        yield WINDOW, r, _window(exact, r), 0.0
-        yield EQUAL, r, *_timed(model, prompt, **landmark)
-        yield GREEDY, r, *_timed(model, prompt, budget="greedy", **landmark)
+        landmark = dict(method="landmark", n_features=r)
+        yield way(TOP, r, least, keys="mass", fit=False, **landmark)
+        for n in settings["continuations"]:
+            yield way(EQUAL, r, n, **landmark)
+            yield way(GREEDY, r, n, budget="greedy", **landmark)
         if settings["polish_steps"]:
-            polished = dict(budget="greedy", polish_steps=settings["polish_steps"])
-            yield POLISHED, r, *_timed(model, prompt, **polished, **landmark)
+            landmark["polish_steps"] = settings["polish_steps"]
+            for budget in settings["polished_budgets"]:
+                yield way(EQUAL_POLISHED if budget == "equal" else POLISHED, r, most, budget=budget, **landmark)
 
 
-def _timed(model: HookedKVTransformer, prompt: Tensor, **options: Any) -> tuple[KVBias, float]:
-    bias = convert_prompt(model, prompt, **options)
-    return bias, 0.0 if bias.fit is None else sum(bias.fit.seconds.values())
+def _biases(model: HookedKVTransformer, prompt: Tensor, settings: Mapping[str, Any], seed: int) -> Iterator[tuple[Way, KVBias]]:
+    exact = convert_prompt(model, prompt)
+    yield Way(DROPPED, 0, 0, {}), exact.zero_like()
+    for r in settings["keys"]:
+        yield Way(WINDOW, r, 0, {}), _window(exact, r)
+    for way in ways(settings, seed):
+        yield way, convert_prompt(model, prompt, **way.options)
+
+
+def _cost(bias: KVBias) -> dict[str, float]:
+    """What the fit took: seconds by step, and passes over the reference text in units of one over the prompt."""
+    if bias.fit is None:
+        return {}
+    seconds = {f"{step}_seconds": bias.fit.seconds.get(step, 0.0) for step in ("reference", "fit", "polish")}
+    return {"output_error": float(bias.fit.output_error.mean()), "reference_passes": bias.fit.reference_passes, **seconds}
 
 
 def _window(exact: KVBias, r: int) -> KVBias:
@@ -129,25 +174,31 @@ def _measure(model: HookedKVTransformer, prompt: Tensor, texts: Tensor, bias: KV
 
 def compare(contexts: pd.DataFrame, settings: Mapping[str, Any]) -> Iterator[Comparison]:
     """The paper's figures beside ours, and what each step buys, judged over contexts."""
-    error = contexts.set_index(["method", "keys_per_head", "context"])["relative_error"].sort_index()
-    dropped = error[DROPPED, 0]
-    for m in settings["random"]:
-        yield Comparison(
-            f"relative error with {m} random features, over that of the prompt left out",
-            PAPER_RANDOM / PAPER_DROPPED,
-            float((error[RANDOM, m] / dropped).mean()),
-            "random features recover part of what the prompt does",
-            JUDGE.above((dropped - error[RANDOM, m]).to_numpy()),
-        )
-    for r in settings["keys"]:
-        steps = [(TOP, DROPPED), (WINDOW, DROPPED), (EQUAL, TOP), (GREEDY, EQUAL)] + [(POLISHED, GREEDY)] * bool(
-            settings["polish_steps"]
-        )
-        for better, worse in steps:
-            before = dropped if worse == DROPPED else error[worse, r]
-            ratio = error[better, r] / before
+    error = contexts.set_index([*SIZE, "context"])["relative_error"].sort_index()
+    dropped = error[DROPPED, 0, 0]
+    least, most = min(settings["continuations"]), max(settings["continuations"])
+    for kind in (IID, ORTHOGONAL):
+        for m in settings["random"]:
             yield Comparison(
-                f"relative error, {r} keys: {better}, over {worse}",
+                f"relative error with {m} {kind}, over that of the prompt left out",
+                PAPER_RANDOM / PAPER_DROPPED,
+                float((error[kind, m, least] / dropped).mean()),
+                "random features recover part of what the prompt does",
+                JUDGE.above((dropped - error[kind, m, least]).to_numpy()),
+            )
+    nothing = (DROPPED, 0, 0)
+    for r in settings["keys"]:
+        top, equal, greedy = (TOP, r, least), (EQUAL, r, least), (GREEDY, r, least)
+        steps = [(top, nothing), ((WINDOW, r, 0), nothing), (equal, top), (greedy, equal)]
+        if most > least:
+            steps.append(((GREEDY, r, most), greedy))
+        if settings["polish_steps"] and "greedy" in settings["polished_budgets"]:
+            steps.append(((POLISHED, r, most), (GREEDY, r, most)))
+        for better, worse in steps:
+            ratio = error[better] / error[worse]
+            more = f" on {better[2]} continuations" if better[0] == worse[0] else ""
+            yield Comparison(
+                f"relative error, {r} keys: {better[0]}{more}, over {worse[0]}",
                 None,
                 float(ratio.mean()),
                 "the ratio is below 1",
@@ -161,8 +212,9 @@ def draw(table: pd.DataFrame) -> Figure:
     axes = figure.subplots()
     dropped = float(table.loc[table["method"] == DROPPED, "relative_error"].iloc[0])
     axes.axhline(dropped, color="#555555", linestyle=":", linewidth=1.4, label=DROPPED)
-    for method, rows in table[table["method"] != DROPPED].groupby("method", sort=False):
-        axes.plot(rows["stored_numbers"], rows["relative_error"], marker="o", linewidth=1.8, label=method)
+    for (method, n), rows in table[table["method"] != DROPPED].groupby(["method", "n_continuations"], sort=False):
+        label = f"{method}, {n} continuations" if method in (EQUAL, GREEDY) else method
+        axes.plot(rows["stored_numbers"], rows["relative_error"], marker="o", linewidth=1.8, label=label)
     axes.set(xscale="log", yscale="log", xlabel="stored numbers", ylabel="relative error of the logits")
     axes.set_title("What a softmax prompt costs to store, on text that no fit has seen", loc="left", fontsize=11)
     axes.grid(color="#dddddd", linewidth=0.6)
@@ -172,8 +224,17 @@ def draw(table: pd.DataFrame) -> Figure:
 
 
 def _scale(**changes: Any) -> dict[str, Any]:
-    common = dict(model="facts-gpt2", n_prompt=64, n_text=32, n_texts=4, n_continuations=24)
-    return {**common, "n_contexts": 8, "keys": [4, 8, 16, 32], "random": [64, 1024], "polish_steps": 0, **changes}
+    sizes = dict(
+        n_contexts=8,
+        n_prompt=64,
+        n_text=32,
+        n_texts=8,
+        continuations=[24],
+        polish_steps=0,
+        polished_budgets=["equal", "greedy"],
+    )
+    methods = dict(keys=[4, 8, 16, 32], random=[64, 1024], taylor=True, learned=[64])
+    return {"model": "facts-gpt2", "tokenizer": None, **sizes, **methods, **changes}
 
 
 EXPERIMENT = Experiment(
@@ -182,13 +243,15 @@ EXPERIMENT = Experiment(
     question="How far is an approximate conversion of a softmax prompt from the prompt, by method and size?",
     run=run,
     scales={
-        "tiny": _scale(n_prompt=16, n_text=8, n_texts=2, n_continuations=9, n_contexts=2, keys=[4], random=[16]),
+        "tiny": _scale(
+            n_prompt=16, n_text=8, n_texts=2, continuations=[9, 10], n_contexts=2, keys=[4], random=[16], polish_steps=2
+        ),
         "small": _scale(),
-        "paper": _scale(polish_steps=400, n_continuations=96, random=[64, 1024, 4096]),
+        "paper": _scale(n_prompt=128, n_text=64, keys=[8, 16, 32], random=[64, 4096], continuations=[24, 96], polish_steps=400),
     },
     cost={
         "tiny": "seconds",
         "small": "minutes on two cores",
-        "paper": "about an hour on two cores: 400 steps of polishing for each of 32 conversions",
+        "paper": "an hour on two cores: 400 steps of polishing for each of 48 conversions",
     },
 )

@@ -1,5 +1,6 @@
 """Softmax attention with its normaliser, and a KV bias merged into it in log space (what its forms share: ``types``)."""
 
+from kvlens.ops.softmax_attention.beside import KeysBeside, attend_beside
 from kvlens.ops.softmax_attention.bias import join_bias, naive_join_bias
 from kvlens.ops.softmax_attention.fused import fused_softmax_attention
 from kvlens.ops.softmax_attention.naive import naive_softmax_attention
@@ -8,8 +9,10 @@ from kvlens.ops.softmax_attention.visible import visible_keys
 
 __all__ = [
     "JoinedBias",
+    "KeysBeside",
     "ScaledFeatures",
     "SoftmaxAttentionOutput",
+    "attend_beside",
     "fused_softmax_attention",
     "join_bias",
     "naive_join_bias",

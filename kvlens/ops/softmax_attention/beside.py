@@ -1,0 +1,65 @@
+"""Virtual keys as further keys of one softmax: the form for gradients.
+
+    z_i = (sum_j exp(s_ij) v_j + sum_r exp(s_ir) w_r u_r) / (sum_j exp(s_ij) + sum_r exp(s_ir) w_r)
+        = softmax over [keys of the text; virtual keys] of [s_ij; s_ir + log w_r], times [v_j; u_r]
+
+Where weights are positive and nobody asks for the two summands apart, that is all there is: one softmax, stable by itself. A
+step of polishing takes about half of what it takes with two sides that are joined afterwards
+(:mod:`kvlens.ops.softmax_attention.bias`).
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+
+class KeysBeside(NamedTuple):
+    """Virtual keys with positive weights. ``log_weights`` is minus infinity where a head has fewer of them."""
+
+    keys: Float[Tensor, "#batch kv_head r d_head"]
+    log_weights: Float[Tensor, "#batch kv_head r"]
+    values: Float[Tensor, "#batch kv_head r d_head"]
+
+    @classmethod
+    def of(
+        cls,
+        keys: Float[Tensor, "#batch kv_head r d_head"],
+        b_kv: Float[Tensor, "#batch kv_head r d_head"],
+        b_d: Float[Tensor, "#batch kv_head r"],
+        log_scale: Float[Tensor, "#batch kv_head"],
+    ) -> "KeysBeside | None":
+        """From a bias; None where a weight is negative, or a value has no weight, which no softmax can express."""
+        used = b_d > 0
+        if not bool((used | ((b_d == 0) & (b_kv == 0).all(dim=-1))).all()):
+            return None
+        weights = torch.where(used, b_d, 1.0)  # log 0 has no gradient, not even under a mask
+        log_weights = (weights.log() + log_scale[..., None]).masked_fill(~used, -torch.inf)
+        return cls(keys, log_weights, b_kv / weights[..., None])
+
+
+def attend_beside(
+    q: Float[Tensor, "batch query head d_head"],
+    k: Float[Tensor, "batch key kv_head d_head"],
+    v: Float[Tensor, "batch key kv_head d_head"],
+    beside: KeysBeside,
+    scale: float,
+    visible: Bool[Tensor, "1 1 query key"] | None,
+) -> Float[Tensor, "batch query head d_head"]:
+    """z of the whole (arguments in :mod:`kvlens.ops.softmax_attention.types`); ``visible`` as ``visible_keys`` gives it."""
+    batch, n_queries, n_heads, d = q.shape
+    kv_heads = k.shape[2]
+    # log w_r is one more dimension of the key, at which every query is 1: so its gradient is part of a matrix product
+    rows = F.pad(q / scale, (0, 1), value=1.0).unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    log_weights = beside.log_weights.clamp(min=torch.finfo(q.dtype).min / 4)  # in a product, 0 times infinity would be NaN
+    virtual = torch.cat([beside.keys, log_weights[..., None]], dim=-1).expand(batch, -1, -1, -1)
+    keys = torch.cat([virtual, F.pad(k.transpose(1, 2), (0, 1))], dim=2)
+    values = torch.cat([beside.values.expand(batch, -1, -1, -1), v.transpose(1, 2)], dim=2)
+    scores = (rows @ keys.mT).unflatten(2, (-1, n_queries))  # [batch, kv_head, group, query, r + key]
+    if visible is not None:
+        mask = torch.where(visible[:, :, None], 0.0, -torch.inf).to(scores)
+        scores += F.pad(mask, (beside.keys.shape[2], 0))
+    z = scores.softmax(dim=-1).flatten(2, 3) @ values
+    return z.view(batch, kv_heads, n_heads // kv_heads, n_queries, d).permute(0, 3, 1, 2, 4).flatten(2, 3)

@@ -1,0 +1,142 @@
+"""What a softmax prompt in fewer keys costs: reading it, converting it. Ratios to a forward pass, the answers checked first.
+
+    python tests/benchmarks/bench_softmax_conversion.py [--threads 2] [--repeats 9] [--small]
+
+4 layers, d_model 512, 8 heads, vocabulary 1,000, rotary, MLP; a prompt and a text of 512 tokens, 32 virtual keys per head.
+What is compared runs in turn, and least times are compared. A conversion is timed from its call to its return, less the time in
+which it wrote and read its reference text, which is printed beside it.
+"""
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+from time import perf_counter
+from typing import Any
+
+import torch
+from timing import check_close, fastest, verdict
+
+from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVBias, convert_prompt
+
+SIZES = dict(n_layers=4, d_model=512, d_head=64, d_vocab=1000, act_fn="gelu", device="cpu", seed=0)
+SMALL = dict(n_layers=2, d_model=64, d_head=16, d_vocab=100, act_fn="gelu", device="cpu", seed=0)
+ATTACHED = 1.1
+"""At most: a forward pass under a bias over one without."""
+FITTED, SEARCHED = 10.0, 30.0
+"""At most: a conversion over a forward pass over its prompt, with equal budgets and with a search for them."""
+HELD = 0.5
+"""At most: memory that converting takes, over that of the shares of all reference queries, layers and keys."""
+
+
+def model_of(sizes: dict[str, Any]) -> HookedKVTransformer:
+    cfg = HookedKVTransformerConfig(**sizes, n_ctx=2048, positional_embedding_type="rotary", softmax_form="fused")
+    return HookedKVTransformer(cfg).requires_grad_(False)
+
+
+def tokens_of(model: HookedKVTransformer, n: int, seed: int) -> torch.Tensor:
+    return torch.randint(0, model.cfg.d_vocab, (1, n), generator=torch.Generator().manual_seed(seed))
+
+
+def in_keys(model: HookedKVTransformer, prompt: torch.Tensor, **options: Any) -> KVBias:
+    """The prompt in 32 keys per head, or half of it where it is short."""
+    n = min(32, prompt.shape[1] // 2)
+    return convert_prompt(model, prompt[0], method="landmark", n_features=n, verbose=False, **options)
+
+
+def check_answers(model: HookedKVTransformer, prompt: torch.Tensor, text: torch.Tensor, bias: KVBias) -> None:
+    """All keys are the prompt itself, and under fewer the fused form says what the eager one says."""
+    with model.kv_bias(convert_prompt(model, prompt[0])):
+        exact = model(text)
+    check_close(exact, model(torch.cat([prompt, text], dim=1))[:, prompt.shape[1] :], 1e-5, "every key kept")
+    with model.kv_bias(bias):
+        fused = model(text)
+        model.set_softmax_form("eager")
+        eager = model(text)
+        model.set_softmax_form("fused")
+    check_close(fused, eager, 1e-5, "the fused form under a bias")
+
+
+def attached(model: HookedKVTransformer, text: torch.Tensor, bias: KVBias, repeats: int) -> None:
+    """A forward pass under the bias against one without. The attaching itself, which hashes the weights, is not timed."""
+    other = HookedKVTransformer(model.cfg).requires_grad_(False)
+    other.load_state_dict(model.state_dict())
+    with other.kv_bias(bias):
+        under, plain = fastest(lambda: other(text), lambda: model(text), repeats=repeats)
+    print(f"{text.shape[1]} tokens: {plain * 1e3:.4g} ms, under {bias.d_phi} keys per head {under * 1e3:.4g} ms")
+    print(verdict("attached, over without", under / plain, ATTACHED), flush=True)
+
+
+def converting(model: HookedKVTransformer, prompt: torch.Tensor, repeats: int) -> None:
+    """A conversion less its reference passes against a forward pass over the prompt."""
+    for budget, bound in (("equal", FITTED), ("greedy", SEARCHED)):
+        passes, fits, references = [], [], []
+        for _ in range(repeats):
+            start = perf_counter()
+            model(prompt)
+            passes.append(perf_counter() - start)
+            start = perf_counter()
+            fit = in_keys(model, prompt, budget=budget).fit
+            whole = perf_counter() - start
+            references.append(fit.seconds["reference"])
+            fits.append(whole - references[-1])
+        forward = min(passes)
+        print(f"{budget} budgets: {min(fits) * 1e3:.4g} ms, a forward pass over the prompt {forward * 1e3:.4g} ms")
+        print(
+            f"  beside it: {fit.reference_passes:.3g} passes over reference text, {min(references) / forward:.3g} times as long"
+        )
+        print(verdict("converting, in forward passes", min(fits) / forward, bound), flush=True)
+
+
+def memory(small: bool) -> None:
+    """Memory of one conversion, in a process of its own."""
+    command = [sys.executable, __file__, "--convert-here", "--threads", str(torch.get_num_threads())]
+    done = subprocess.run(command + ["--small"] * small, check=True, capture_output=True, text=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+    print(f"{found['n_queries']} reference queries: {found['taken']:.4g} MiB taken, all shares are {found['shares']:.4g} MiB")
+    if not small:  # a small conversion takes less than what the interpreter itself grows by
+        print(verdict("memory, over that of all shares", found["taken"] / found["shares"], HELD), flush=True)
+
+
+def convert_here(small: bool) -> None:
+    """The work of :func:`memory`; the last line is its figures as JSON."""
+    model = model_of(SMALL if small else SIZES)
+    prompt, n = tokens_of(model, 16 if small else 512, seed=0), 8 if small else 256
+    in_keys(model, prompt, n_continuations=2, continuation_length=2)  # what is loaded once
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    fit = in_keys(model, prompt, n_continuations=n, budget="greedy").fit
+    taken = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**10
+    cfg = model.cfg
+    shares = fit.n_reference_tokens * prompt.shape[1] * cfg.n_heads * cfg.n_layers * 4 / 2**20
+    print(json.dumps({"n_queries": fit.n_reference_tokens, "taken": taken, "shares": shares}))
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--small", action="store_true", help="a tiny model, one repeat: a smoke test")
+    parser.add_argument("--convert-here", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    before = torch.get_num_threads()
+    torch.set_num_threads(args.threads)
+    try:
+        with torch.no_grad():
+            if args.convert_here:
+                convert_here(args.small)
+                return
+            model = model_of(SMALL if args.small else SIZES)
+            prompt, text = (tokens_of(model, 16 if args.small else 512, seed=seed) for seed in (0, 1))
+            bias = in_keys(model, prompt)
+            check_answers(model, prompt, text, bias)
+            repeats = 1 if args.small else args.repeats
+            attached(model, text, bias, repeats)
+            converting(model, prompt, repeats)
+            memory(args.small)
+    finally:
+        torch.set_num_threads(before)
+
+
+if __name__ == "__main__":
+    main()

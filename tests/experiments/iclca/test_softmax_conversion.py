@@ -1,0 +1,94 @@
+"""``softmax-conversion``: what is measured is what is said, every way is named once, and verdicts can go either way."""
+
+from itertools import pairwise
+
+import pandas as pd
+import pytest
+import torch
+
+from kvlens import KVLensError, convert_prompt
+from kvlens.experiments.iclca import softmax_conversion
+from kvlens.experiments.iclca.softmax_conversion import DROPPED, EXPERIMENT, GREEDY, POLISHED, SIZE, WINDOW, ways
+from kvlens.model import HookedKVTransformer
+
+TINY = EXPERIMENT.scales["tiny"]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return softmax_conversion._model(TINY)
+
+
+def test_contexts_are_the_models_own_and_one_draw_by_seed(model):
+    settings = {**TINY, "n_prompt": 12, "n_text": 7, "n_texts": 3}
+    prompt, texts = softmax_conversion._context(model, settings, seed=5)
+    assert prompt.shape == (12,) and texts.shape == (3, 7) and prompt[0] == model.tokenizer.bos_token_id
+    again, other = (softmax_conversion._context(model, settings, seed=seed)[0] for seed in (5, 6))
+    assert torch.equal(prompt, again) and not torch.equal(prompt, other)
+
+
+def test_every_key_has_no_error_and_no_key_has_the_prompts_whole_effect(model):
+    prompt, texts = softmax_conversion._context(model, TINY, seed=0)
+    exact = convert_prompt(model, prompt)
+    measured = softmax_conversion._measure(model, prompt, texts, exact)
+    assert measured["relative_error"] < 1e-5 and abs(measured["kl"]) < 1e-6 and measured["argmax_agrees"] == 1
+    dropped = softmax_conversion._measure(model, prompt, texts, exact.zero_like())
+    assert dropped["relative_error"] > 0.05 and dropped["kl"] > 0.01
+    old = model(torch.cat([prompt, texts[0]])[None])[0, len(prompt) :].double()
+    new = softmax_conversion._measure(model, prompt, texts[:1], exact.select(layers=[0]))
+    with model.kv_bias(exact.select(layers=[0])):
+        by_hand = model(texts[:1])[0].double()
+    assert new["relative_error"] == pytest.approx(float(((by_hand - old).norm(dim=1) / old.norm(dim=1)).mean()), rel=1e-5)
+
+
+def test_a_window_keeps_the_first_keys_and_the_last_ones(model):
+    exact = convert_prompt(model, torch.arange(3, 19))
+    window = softmax_conversion._window(exact, 6)
+    kept = [0, 1, 2, 3, 14, 15]
+    assert torch.equal(window.features.keys, exact.features.keys[..., kept, :])
+    assert torch.equal(window.b_KV, exact.b_KV[..., kept, :])
+    assert softmax_conversion._window(exact, 3).d_phi == 3
+
+
+def test_no_two_rows_have_one_name():
+    for settings in EXPERIMENT.scales.values():
+        names = [(way.method, way.size, way.n_continuations) for way in ways(settings, seed=0)]
+        assert len(set(names)) == len(names)
+
+
+def made_table(factor: float, contexts: int = 6) -> pd.DataFrame:
+    """Every step multiplies the error by ``factor`` in every context; random features halve it."""
+    settings, rows = EXPERIMENT.scales["tiny"], []
+    order = [(DROPPED, 0, 0), *((way.method, way.size, way.n_continuations) for way in ways(settings, 0))]
+    steps = [name for name in order if name[0] in (softmax_conversion.TOP, softmax_conversion.EQUAL, GREEDY, POLISHED)]
+    errors = {steps[0]: factor}
+    for before, after in pairwise(
+        [steps[0], (softmax_conversion.EQUAL, 4, 9), (GREEDY, 4, 9), (GREEDY, 4, 10), (POLISHED, 4, 10)]
+    ):
+        errors[after] = errors[before] * factor
+    for context in range(contexts):
+        for name in [*order, (WINDOW, 4, 0)]:
+            error = {DROPPED: 1.0, WINDOW: factor}.get(name[0], errors.get(name, 0.5)) * (1 + 0.01 * context)
+            rows.append({**dict(zip(SIZE, name, strict=True)), "context": context, "relative_error": error})
+    return pd.DataFrame(rows)
+
+
+@pytest.mark.parametrize(("factor", "contexts", "holds"), [(0.5, 6, True), (1.5, 6, False), (0.5, 3, None)])
+def test_verdicts_go_either_way_and_few_contexts_give_none(factor, contexts, holds):
+    found = list(softmax_conversion.compare(made_table(factor, contexts), TINY))
+    steps = [c for c in found if c.what.startswith("relative error, 4 keys")]
+    assert len(steps) == 6 and {c.holds for c in steps} == {holds}
+    assert all(c.ours == pytest.approx(factor) for c in steps)
+
+
+def test_models_that_cannot_write_their_own_prompts_are_refused():
+    with pytest.raises(KVLensError, match="must have softmax attention.* docs-linear has linear attention"):
+        softmax_conversion._model({**TINY, "model": "docs-linear"})
+
+
+def test_checkpoints_of_llama2c_are_read(outside_data):
+    source = {"model": str(outside_data / "stories260K.bin"), "tokenizer": str(outside_data / "tok512.bin")}
+    model = softmax_conversion._model({**TINY, **source})
+    assert isinstance(model, HookedKVTransformer) and model.cfg.n_layers == 5
+    prompt, _ = softmax_conversion._context(model, TINY, seed=0)
+    assert prompt[0] == 1
