@@ -8,7 +8,7 @@ signed; |o| over the sum of all heads' weighs the heads. At each text token the 
 included, sum to 1. It holds for linear and for softmax attention: a conversion changes neither pattern nor values.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -34,6 +34,7 @@ class LinkedShares:
         between: w summed over layers and heads: [text, prompt].
         next_tokens: by condition ("with prompt", ...), for each text token the likeliest next tokens and their probabilities.
         colourings: other numbers of each head, [layer, head], by name: losses, ablations, scores.
+        without_zero: names of colourings whose 0 means nothing, such as logarithms: coloured from lowest to highest.
     """
 
     prompt: Sequence[str]
@@ -43,6 +44,7 @@ class LinkedShares:
     between: Float[Tensor, "text_pos prompt_pos"]
     next_tokens: Mapping[str, Sequence[Sequence[tuple[str, float]]]]
     colourings: Mapping[str, Float[Tensor, "layer head"]] = field(default_factory=dict)
+    without_zero: Collection[str] = ()
 
     def __post_init__(self):
         n_layers, n_heads, n_prompt = self.by_prompt.shape
@@ -70,6 +72,7 @@ def linked_shares(
     *,
     bias: KVBias | None = None,
     colourings: Mapping[str, Float[Tensor, "layer head"]] | None = None,
+    without_zero: Collection[str] = (),
 ) -> LinkedShares:
     """What :func:`kvlens.viz.linked_view` draws.
 
@@ -79,6 +82,7 @@ def linked_shares(
         text_tokens: a string, or tokens [pos] without BOS.
         bias: the converted prompt, if it is at hand; None converts it here.
         colourings: other numbers of each head that the reader may look at, by name.
+        without_zero: names of those whose 0 means nothing, such as logarithms.
 
     Raises:
         KVLensError: tokens that do not fit.
@@ -98,6 +102,7 @@ def linked_shares(
         between=torch.stack([w.sum(dim=0) for w in shares]).sum(dim=0),
         next_tokens={name: likeliest(model, given) for name, given in logits.items()},
         colourings=dict(colourings or {}),
+        without_zero=tuple(without_zero),
     )
 
 

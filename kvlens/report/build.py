@@ -38,6 +38,7 @@ FORMAT_VERSION = 1
 HARMED = 3
 """Places that are named where the prompt hurts."""
 CONDITIONS = ("with_prompt", "converted", "without_prompt")
+DUAL_COLOURINGS = {"dual loss drop (log)": "log_loss_drop", "dual step's share of the output": "step_share"}
 
 
 @dataclass(frozen=True)
@@ -163,9 +164,11 @@ def build_report(
     colourings = {"ablation_kl": _by_head(by_head, "ablation_kl", bias)}
     if dual:
         tables |= _dual_tables(model, prompt_tokens, text_tokens)
-        drops = tables["dual_losses"].groupby(["layer", "head"], as_index=False)["log_loss_drop"].mean()
-        colourings["dual loss drop (log)"] = _by_head(drops, "log_loss_drop", bias)
-    linked = linked_shares(model, prompt_tokens, text_tokens, bias=bias, colourings=colourings)
+        steps = tables["dual_losses"].groupby(["layer", "head"], as_index=False)[["log_loss_drop", "step_share"]].mean()
+        colourings |= {name: _by_head(steps, column, bias) for name, column in DUAL_COLOURINGS.items()}
+    linked = linked_shares(
+        model, prompt_tokens, text_tokens, bias=bias, colourings=colourings, without_zero=["dual loss drop (log)"]
+    )
     return Report(summary, tables, bias, heads, linked)
 
 

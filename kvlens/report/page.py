@@ -13,6 +13,7 @@ from kvlens.viz import (
     coloured_tokens,
     contribution_bars,
     depth_map,
+    dual_view,
     error_table,
     generated_text,
     head_heatmap,
@@ -29,9 +30,6 @@ LOSSES = ("converted", "without_prompt")
 TITLES = {"with_prompt": "with prompt", "converted": "converted", "without_prompt": "without prompt"}
 
 
-DUAL_FIGURES = ["log_loss_drop", "step_share", "demonstration_weight", "cosine_before", "cosine_after"]
-
-
 def build_page(report: Report) -> Page:
     """The report's page: conversion, effect of the prompt, heads, patterns, generated text."""
     summary, tables = report.summary, report.tables
@@ -43,18 +41,20 @@ def build_page(report: Report) -> Page:
         "Choose a prompt token to see which heads hold it, a head to see what it reads and which text it serves, or a token of "
         "the text to see all that it reads and what the model expects next. Arrow keys move, Enter chooses, Escape clears.",
     )
-    page.add(linked_view(report.linked))
+    page.add(linked_view(report.linked, title="shares of the prompt in the attention output"))
     page.section("What the prompt changes", "Means over the text; then where it saves loss, and where it costs some.")
     page.add(_effect(summary["prompt_effect"])).add(_places(tables["prompt_effect"])).add(_gain(tables["prompt_effect"]))
     page.section("Layer by layer", "At which depth the prompt's help, or harm, is there.")
-    page.add(depth_map(tables["prompt_by_depth"]))
+    page.add(depth_map(tables["prompt_by_depth"], title="loss with the prompt, less loss without it"))
     page.section(
         "Which heads carry it",
         "The total effect of a head, by way of all later layers. ablation_kl: what the predictions lose, in nats, when that "
         "head's bias is removed; effects do not add up. bias_share: how much of the head's output the bias makes up. Choose a "
         "head to see its pattern and its prompt tokens.",
     )
-    page.add(head_heatmap(tables["bias_by_head"], "ablation_kl", details=report.heads, title="heads"))
+    page.add(
+        head_heatmap(tables["bias_by_head"], "ablation_kl", details=report.heads, title="heads by what their removal costs")
+    )
     page.add(contribution_bars(tables["bias_by_layer"], "ablation_kl", title="layers: all heads of a layer removed"))
     page.section(
         "What each part writes directly",
@@ -65,7 +65,7 @@ def build_page(report: Report) -> Page:
     )
     page.add(_contributions(tables["layer_contributions"]))
     if "dual_losses" in tables:
-        _add_dual(page, tables["dual_losses"], tables["dual_demonstrations"])
+        _add_dual(page, report)
     page.section("Induction", "Where the text meets a token of the prompt again, and who looks at what followed it then.")
     page.add(_arcs(report))
     page.section("How much of each token's attention output is the bias", "Mean over all layers and heads.")
@@ -78,21 +78,18 @@ def build_page(report: Report) -> Page:
     return page.footer(f"Made {summary['created']} with {versions}. The numbers stand in the Parquet files beside this page.")
 
 
-def _add_dual(page: Page, losses: pd.DataFrame, demonstrations: pd.DataFrame) -> None:
-    """Each head as a step of learning from the prompt's tokens, and the demonstrations that give most to it."""
+def _add_dual(page: Page, report: Report) -> None:
+    """Each head as a step of learning from the prompt's tokens, and what each of them gives to it."""
     page.section(
         "Heads as a step of learning",
-        "Every head's output is what a model W phi(k) gives after one gradient step on the prompt's tokens as its training set "
-        "(the dual model). log_loss_drop: how far the step lowers its loss, as a logarithm, over many orders of magnitude. "
-        "step_share: the part of the head's output that the step makes. cosine_before, cosine_after: how well W phi(k) points "
-        "along v, over the prompt's tokens. Means over the text's tokens; below, the prompt tokens that make most of the last "
-        "token's output.",
+        "Every head's output is what a model W φ(k) gives after one gradient step on the prompt's tokens as its training set "
+        "(the dual model). log_loss_drop: how far the step lowers the loss, as a natural logarithm, for it spans many orders "
+        "of magnitude. step_share: the part of the head's output that the step makes. demonstration_weight: the head's "
+        "attention to the prompt. cosine_before, cosine_after: how well W φ(k) points along v, over the prompt's tokens. The "
+        "map holds means over the text; choose a head to see what each prompt token gives to its step at the last text token.",
     )
-    by_head = losses.groupby(["layer", "head"], as_index=False)[DUAL_FIGURES].mean()
-    page.add(head_heatmap(by_head, "log_loss_drop", title="steps of the dual models"))
-    most = demonstrations.loc[demonstrations.groupby(["layer", "head"])["output_share"].idxmax()]
-    strongest = most.nlargest(TOP_PLACES, "output_share")[["layer", "head", "position", "token", "output_share", "weight"]]
-    page.add(error_table(strongest.reset_index(drop=True), title="demonstrations that make most of a head's output"))
+    last = report.linked.text[-1]
+    page.add(dual_view(report.tables["dual_losses"], report.tables["dual_demonstrations"], query=last))
 
 
 def _short(name: str) -> str:

@@ -12,6 +12,7 @@ from kvlens.viz.arcs import induction_arcs
 from kvlens.viz.attention import attention_view
 from kvlens.viz.bars import contribution_bars
 from kvlens.viz.depth import depth_map
+from kvlens.viz.dual import dual_view
 from kvlens.viz.generated import generated_text
 from kvlens.viz.heat_map import head_heatmap
 from kvlens.viz.linked import linked_view
@@ -27,6 +28,7 @@ __all__ = [
     "coloured_tokens",
     "contribution_bars",
     "depth_map",
+    "dual_view",
     "error_table",
     "generated_text",
     "head_heatmap",

@@ -5,6 +5,7 @@ the total.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float, Int
@@ -14,6 +15,17 @@ from torch import Tensor
 def block_size(n: int, limit: int) -> int:
     """How many neighbours make a block, so that ``n`` places make at most ``limit`` blocks."""
     return max(1, math.ceil(n / max(1, limit)))
+
+
+def token_blocks(tokens: Sequence[str], limit: int) -> tuple[int, list[dict[str, str]]]:
+    """Tokens in at most ``limit`` blocks of neighbours: how many make a block, and each block's place and text."""
+    size = block_size(len(tokens), limit)
+    return size, [_block(tokens, start, size) for start in range(0, len(tokens), size)]
+
+
+def _block(tokens: Sequence[str], start: int, size: int) -> dict[str, str]:
+    last = min(start + size, len(tokens)) - 1
+    return {"place": str(start) if last == start else f"{start}–{last}", "text": "".join(tokens[start : last + 1])}
 
 
 def block_sums(values: Float[Tensor, "*rest pos"], size: int) -> Float[Tensor, "*rest block"]:

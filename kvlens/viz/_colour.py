@@ -13,13 +13,31 @@ POSITIVE, NEGATIVE = "#1d5fa8", "#c0392b"
 
 FULL = 0.98
 """Where many values share a scale, this quantile of their magnitudes gets full colour: one token, often the first, that draws
-most of a head's attention would leave all others white. ``static/kvlens.js`` has the same number."""
+most of a head's attention would leave all others white. ``static/base.js`` has the same number."""
 
 
 def strongest(values: Iterable[float], quantile: float = 1.0) -> float:
     """The magnitude that gets full colour: a quantile of the finite ones that are not 0; 0 where there is none."""
     sizes = sorted(abs(value) for value in values if math.isfinite(value) and value)
     return sizes[math.ceil(quantile * len(sizes)) - 1] if sizes else 0.0
+
+
+def scale_of(values: Iterable[float], *, without_zero: bool = False) -> tuple[float, float]:
+    """The value without colour and the one with full colour: 0 and the largest magnitude, or the lowest and the highest value.
+
+    Args:
+        values: what is coloured; what is not finite does not count.
+        without_zero: their 0 means nothing, as that of a logarithm, and the scale runs from lowest to highest.
+    """
+    finite = [value for value in values if math.isfinite(value)]
+    if without_zero and finite:
+        return min(finite), max(finite)
+    return 0.0, strongest(finite)
+
+
+def strength_style(value: float, low: float, top: float) -> str:
+    """The ``class`` and ``style`` attributes of an element that shows ``value`` on a scale from ``low`` to ``top``."""
+    return style(value, top) if low == 0 else style(value - low, top - low)
 
 
 def style(value: float, top: float) -> str:

@@ -16,7 +16,7 @@ from importlib.resources import files
 from kvlens.errors import KVLensError
 from kvlens.viz._text import html_text
 
-SCRIPTS = ("base.js", "kvlens.js", "linked.js", "depth.js", "arcs.js")
+SCRIPTS = ("base.js", "kvlens.js", "dual.js", "linked.js", "depth.js", "arcs.js")
 """Ours, in the order in which they run: the first holds what the others share."""
 
 

@@ -9,12 +9,11 @@ one or two axes only, so that three matrices are all that a page holds.
 """
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 from analyses import LinkedShares
 from kvlens.errors import KVLensError
-from kvlens.viz._blocks import block_means, block_size
+from kvlens.viz._blocks import block_means, token_blocks
 from kvlens.viz._quantised import quantised
 from kvlens.viz._text import html_text, script_json
 from kvlens.viz.piece import Piece
@@ -48,24 +47,18 @@ def linked_view(data: LinkedShares, *, title: str = "prompt, heads and next toke
     return Piece(title, body)
 
 
-def _block(tokens: Sequence[str], start: int, size: int) -> dict[str, Any]:
-    last = min(start + size, len(tokens)) - 1
-    return {"place": str(start) if last == start else f"{start}–{last}", "text": "".join(tokens[start : last + 1])}
-
-
 def _json(data: LinkedShares) -> dict[str, Any]:
     """The data of the page. A long prompt is shown in blocks of neighbours, each with its mean per token."""
     n_layers, n_heads, n_prompt = data.by_prompt.shape
     n_text = min(len(data.text), max(16, MAX_CELLS // (n_layers * n_heads)))
     limit = min(MAX_CELLS // (n_layers * n_heads), MAX_CELLS // n_text)
-    size = block_size(n_prompt, limit)
-    starts = range(0, n_prompt, size)
+    size, blocks = token_blocks(data.prompt, limit)
     return {
         "n_layers": n_layers,
         "n_heads": n_heads,
         "n_prompt": n_prompt,
         "block": size,
-        "blocks": [_block(data.prompt, start, size) for start in starts],
+        "blocks": blocks,
         "text": list(data.text[:n_text]),
         "by_prompt": quantised(block_means(data.by_prompt, size)),
         "by_text": quantised(data.by_text[..., :n_text]),
@@ -74,6 +67,8 @@ def _json(data: LinkedShares) -> dict[str, Any]:
             name: [[[token, round(p, 4)] for token, p in row] for row in rows[:n_text]]
             for name, rows in data.next_tokens.items()
         },
-        "colourings": {name: quantised(numbers) for name, numbers in data.colourings.items()},
+        "colourings": {
+            name: {**quantised(numbers), "without_zero": name in data.without_zero} for name, numbers in data.colourings.items()
+        },
         "note": f"{len(data.text):,} tokens." + (f" The first {n_text} are shown." if n_text < len(data.text) else ""),
     }

@@ -53,7 +53,8 @@ def test_the_checker_sees_what_is_wrong(tmp_path):
 
 
 def test_the_report_has_nothing_serious(tmp_path):
-    write_report(build_report(tiny_text_model(), PROMPT, TEXT, model_name="tiny", new_tokens=3), tmp_path / "report")
+    report = build_report(tiny_text_model(), PROMPT, TEXT, model_name="tiny", new_tokens=3, dual=True)
+    write_report(report, tmp_path / "report")
     assert serious(tmp_path / "report" / "report.html", tmp_path) == []
 
 

@@ -66,11 +66,54 @@ const KVLENS = (() => {
   };
 
   // a scale: its ends and what full colour means, in words and in colour
-  const legend = (top, unit, signed) => {
+  const legend = (top, unit, signed, low = 0) => {
     const box = element("div", "legend"), bar = element("span", signed ? "ramp signed" : "ramp");
     bar.setAttribute("aria-hidden", "true");
-    box.append(element("span", "", signed ? number(-top) : "0"), bar, element("span", "", `${number(top)} ${unit}`));
+    box.append(element("span", "", number(signed ? -top : low)), bar, element("span", "", `${number(top)} ${unit}`));
     return box;
+  };
+
+  // tokens as running text, each with its colour and, to the mouse, its words
+  const colouredTokens = (tokens, values, top, describe) => {
+    const box = element("div", "tokens");
+    tokens.forEach((token, i) => {
+      const span = element("span", "none", token.replace(/\n/g, NEWLINE + "\n"));
+      paint(span, values[i], top);
+      span.title = describe(token, i, values[i]);
+      box.append(span);
+    });
+    return box;
+  };
+
+  // The maps of heads in a figure: the selector of a column, arrow keys, and what choosing a head shows. `show` fills the place
+  // under the map and returns what draws it anew when the page changes its size.
+  const mapOfHeads = (figure, known, show) => {
+    const select = figure.querySelector("figcaption select"), maps = [...figure.querySelectorAll("table.heat")];
+    select?.addEventListener("change", () => maps.forEach((map) => { map.hidden = map.dataset.column !== select.value; }));
+    const place = figure.querySelector(".detail");
+    if (!place) return;
+    const said = element("p", "unseen");
+    said.setAttribute("role", "status");
+    figure.append(said);
+    let redraw = () => {};
+    const choose = (layer, head, quietly) => {
+      figure.dataset.selected = `${layer}.${head}`;
+      for (const button of figure.querySelectorAll("table.heat button"))
+        button.setAttribute("aria-pressed", button.dataset.layer === layer && button.dataset.head === head);
+      redraw = show(place, Number(layer), Number(head)) ?? (() => {});
+      if (!quietly) said.textContent = `Layer ${layer}, head ${head} is shown below.`;
+    };
+    const isKnown = (button) => known(button.dataset.layer, button.dataset.head);
+    for (const map of maps) {
+      const buttons = [...map.querySelectorAll("button")], across = map.querySelectorAll("thead th").length - 1;
+      roving(buttons, across, (i) => isKnown(buttons[i]) && choose(buttons[i].dataset.layer, buttons[i].dataset.head), null);
+    }
+    const strength = (button) => (isKnown(button) ? parseFloat(button.style.getPropertyValue("--x")) || 0 : -1);
+    const first = [...maps[0].querySelectorAll("button")].reduce((a, b) => (strength(b) > strength(a) ? b : a));
+    if (isKnown(first)) choose(first.dataset.layer, first.dataset.head);
+    document.addEventListener("kvlens-head", ({ detail: [layer, head] }) => known(layer, head) && choose(`${layer}`, `${head}`, true));
+    window.addEventListener("resize", () => redraw());
+    window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => redraw());
   };
 
   const svg = (name, attributes, text) => {
@@ -80,5 +123,5 @@ const KVLENS = (() => {
     return made;
   };
 
-  return { NEWLINE, dataOf, label, number, valuesOf, strongest, sumOf, element, paint, roving, legend, svg };
+  return { NEWLINE, dataOf, label, number, valuesOf, strongest, sumOf, element, paint, roving, legend, colouredTokens, mapOfHeads, svg };
 })();

@@ -1,20 +1,7 @@
-// Coloured tokens, the map of heads with its details, circuitsvis, and the frame of a notebook.
+// The map of heads with its details, circuitsvis, and the frame of a notebook.
 "use strict";
 (() => {
-  const { NEWLINE, dataOf, label, number, valuesOf, strongest, sumOf, element, paint, roving, legend } = KVLENS;
-
-  // --- coloured tokens -------------------------------------------------------------------------------------------
-
-  const colouredTokens = (tokens, values, top, describe) => {
-    const box = element("div", "tokens");
-    tokens.forEach((token, i) => {
-      const span = element("span", "none", token.replace(/\n/g, NEWLINE + "\n"));
-      paint(span, values[i], top);
-      span.title = describe(token, i, values[i]);
-      box.append(span);
-    });
-    return box;
-  };
+  const { dataOf, label, number, valuesOf, strongest, sumOf, element, legend, colouredTokens, mapOfHeads } = KVLENS;
 
   const inBlocks = (tokens, size) => {
     if (size === 1) return tokens;
@@ -178,33 +165,9 @@
   };
 
   const setUpHeatMap = (figure) => {
-    const select = figure.querySelector("figcaption select");
-    const maps = [...figure.querySelectorAll("table.heat")];
-    select?.addEventListener("change", () => maps.forEach((map) => { map.hidden = map.dataset.column !== select.value; }));
-    const data = dataOf(figure);
-    if (!data) return;
-    const place = figure.querySelector(".detail"), scales = scalesOf(data);
-    const said = element("p", "unseen");
-    said.setAttribute("role", "status");
-    figure.append(said);
-    let redraw = () => {};
-    const choose = (layer, head) => {
-      figure.dataset.selected = `${layer}.${head}`;
-      for (const button of figure.querySelectorAll("button"))
-        button.setAttribute("aria-pressed", button.dataset.layer === layer && button.dataset.head === head);
-      redraw = showHead(place, data, scales, Number(layer), Number(head));
-      said.textContent = `Layer ${layer}, head ${head} is shown below.`;
-    };
-    const known = (button) => data.heads[button.dataset.layer]?.[button.dataset.head] !== undefined;
-    for (const map of maps) {
-      const buttons = [...map.querySelectorAll("button")], across = map.querySelectorAll("thead th").length - 1;
-      roving(buttons, across, (i) => known(buttons[i]) && choose(buttons[i].dataset.layer, buttons[i].dataset.head), null);
-    }
-    const strength = (button) => (known(button) ? parseFloat(button.style.getPropertyValue("--x")) || 0 : -1);
-    const first = [...maps[0].querySelectorAll("button")].reduce((a, b) => (strength(b) > strength(a) ? b : a));
-    if (known(first)) choose(first.dataset.layer, first.dataset.head);
-    window.addEventListener("resize", () => redraw());
-    window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => redraw());
+    const data = dataOf(figure), scales = data && scalesOf(data);
+    const known = (layer, head) => data?.heads[layer]?.[head] !== undefined;
+    mapOfHeads(figure, known, (place, layer, head) => showHead(place, data, scales, layer, head));
   };
 
   // --- circuitsvis, and the frame of a notebook ----------------------------------------------------------------------

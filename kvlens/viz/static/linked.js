@@ -59,6 +59,28 @@
     return buttons;
   };
 
+  // the same head stands chosen in the figures below; a way to each
+  const BELOW = { "heat-map": "its attention pattern", dual: "what each prompt token gives to its step of learning" };
+  const waysBelow = (place) => {
+    const links = Object.entries(BELOW).flatMap(([kind, what]) => {
+      const figure = document.querySelector(`figure[data-kvlens="${kind}"]:has(.detail)`);
+      if (!figure) return [];
+      const button = element("button", "way", what);
+      button.type = "button";
+      button.addEventListener("click", () => {
+        const map = figure.querySelector(".detail");
+        map.tabIndex = -1;
+        map.focus({ preventScroll: true });
+        map.scrollIntoView({ block: "start" });
+      });
+      return [button];
+    });
+    if (!links.length) return place.replaceChildren();
+    const line = element("p", "note", "Further down: ");
+    links.forEach((link, i) => line.append(...(i ? ["; ", link] : [link])));
+    place.replaceChildren(line);
+  };
+
   const nextTokens = (place, data, chosen) => {
     place.replaceChildren();
     if (chosen === null) return place.append(element("p", "note", "Choose a token of the text to see what the model expects after it."));
@@ -144,17 +166,21 @@
         scaleOf(part, top, name === "prompt" ? per : "");
         buttons.forEach((button, i) => button.setAttribute("aria-pressed", String(name === own && i === index)));
       }
-      if (kind === null && colouring.value() !== null) {
-        const chosen = data.colourings[colouring.value()], numbers = valuesOf(chosen), top = strongest(numbers);
-        headCells.forEach((button, i) => {
-          paint(button, numbers[i], top);
-          button.title = `${names.heads(i)}: ${colouring.value()} ${number(numbers[i])}`;
-          button.setAttribute("aria-label", button.title);
-        });
-        heads.scale.replaceChildren(legend(top, colouring.value(), numbers.some((x) => x < 0)));
-      }
+      if ((kind === null || kind === "head") && colouring.value() !== null) colourHeads(colouring.value());
       status.textContent = said(values);
-      nextTokens(expected, data, kind === "text" ? index : null);
+      if (kind === "head") waysBelow(expected);
+      else nextTokens(expected, data, kind === "text" ? index : null);
+    };
+    const colourHeads = (name) => { // by other numbers than shares of the prompt
+      const chosen = data.colourings[name], numbers = valuesOf(chosen), real = numbers.filter((x) => x !== null);
+      const low = chosen.without_zero && real.length ? Math.min(...real) : 0;
+      const top = chosen.without_zero && real.length ? Math.max(...real) : strongest(numbers);
+      headCells.forEach((button, i) => {
+        paint(button, numbers[i] === null ? null : numbers[i] - low, top - low);
+        button.title = `${names.heads(i)}: ${name} ${number(numbers[i])}`;
+        button.setAttribute("aria-label", button.title);
+      });
+      heads.scale.replaceChildren(legend(top, name, low === 0 && numbers.some((x) => x < 0), low));
     };
     const best = (values, name, n) => values.map((x, i) => [x ?? 0, i]).sort((a, b) => Math.abs(b[0]) - Math.abs(a[0])).slice(0, n)
       .map(([x, i]) => `${name(i)} ${percent(x)}`).join(", ");
@@ -168,12 +194,13 @@
       [kind, index] = kind === what && index === i ? [null, null] : [what, i];
       figure.dataset.chosen = kind === null ? "" : `${kind} ${index}`;
       draw();
+      if (kind === "head") document.dispatchEvent(new CustomEvent("kvlens-head", { detail: [Math.floor(index / nHeads), index % nHeads] }));
     };
     const clear = () => { kind = index = null; figure.dataset.chosen = ""; draw(); };
     roving(promptButtons, 0, choose("prompt"), clear);
     roving(headCells, nHeads, choose("head"), clear);
     roving(textButtons, 0, choose("text"), clear);
-    colouring.listen(() => { kind = index = null; draw(); });
+    colouring.listen(() => { if (kind !== "head") clear(); else draw(); });
     prompt.note.textContent = data.block > 1 ? `${data.n_prompt} tokens in blocks of ${data.block}; colours are means per token.` : `${data.n_prompt} tokens.`;
     text.note.textContent = data.note;
     choose("text")(data.text.length - 1); // something to see at once: what the model says next
@@ -183,7 +210,7 @@
     const names = Object.keys(data.colourings);
     if (!names.length) return { value: () => null, listen: () => {} };
     const select = element("select");
-    select.setAttribute("aria-label", "what the heads show while nothing is chosen");
+    select.setAttribute("aria-label", "what the heads show while no token is chosen");
     select.append(element("option", "", "share of the prompt"), ...names.map((name) => element("option", "", name)));
     heads.note.append(select);
     return { value: () => (select.selectedIndex ? names[select.selectedIndex - 1] : null), listen: (f) => select.addEventListener("change", f) };

@@ -1,0 +1,98 @@
+"""Heads as steps of learning: a map of their dual models' losses, and under it the demonstrations of a chosen head."""
+
+import functools
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+
+from kvlens.errors import KVLensError
+from kvlens.viz._blocks import block_means, token_blocks
+from kvlens.viz._frames import check_columns, check_numbers
+from kvlens.viz._head_maps import check_heads, column_choice, head_maps
+from kvlens.viz._quantised import quantised
+from kvlens.viz._text import html_text, rounded, script_json
+from kvlens.viz.heat_map import heat_figure
+from kvlens.viz.piece import Piece
+
+FIGURES = ("log_loss_drop", "step_share", "demonstration_weight", "cosine_before", "cosine_after")
+LOGARITHMS = ("log_loss_drop",)
+OF_TOKENS = ("weight", "output_share", "log_step_norm", "cosine_before", "cosine_after")
+MOST = 5
+"""Demonstrations named for each head: so many that give most to the output, and so many that give most to the step."""
+MAX_CELLS = 100_000
+"""Numbers in each of the two matrices; each takes about three bytes."""
+
+
+def dual_view(
+    losses: pd.DataFrame, demonstrations: pd.DataFrame, *, query: str = "the query", title: str = "steps of the dual models"
+) -> Piece:
+    """A map of the heads' steps; choosing a head shows what each demonstration gives to its step and to its output.
+
+    Args:
+        losses: as ``dual_losses`` returns it, for one prompt; each head's figures are means over its queries.
+        demonstrations: as ``dual_demonstrations`` returns it, for one query.
+        query: that query's token.
+        title: above the map.
+
+    Raises:
+        KVLensError: a missing column (the nearest is proposed), no rows, a head whose demonstrations are missing or come twice.
+    """
+    check_columns("dual_view", losses, ("layer", "head", *FIGURES))
+    check_columns("dual_view", demonstrations, ("layer", "head", "position", "token", *OF_TOKENS))
+    for column in FIGURES:
+        check_numbers("dual_view", losses, column)
+    by_head = losses.groupby(["layer", "head"], as_index=False)[list(FIGURES)].mean()
+    check_heads("dual_view", by_head, FIGURES[0])
+    given = demonstrations.sort_values(["layer", "head", "position"], kind="stable")
+    n = given["position"].nunique()
+    if not (given.groupby(["layer", "head"]).size() == n).all() or len(given) != n * len(by_head):
+        raise KVLensError(
+            f"dual_view: expected one row for each of {len(by_head)} heads and {n} demonstrations, got {len(given)}; give the "
+            "table of one query of the same prompt"
+        )
+    data = _json(given, by_head, n, query)
+    body = (
+        f'<figure class="piece" data-kvlens="dual"><figcaption>{html_text(title)}{column_choice(FIGURES)}</figcaption>'
+        f"{head_maps(by_head, FIGURES, clickable=True, without_zero=LOGARITHMS, title=title)}"
+        f'<div class="detail"></div><script type="application/json">{script_json(data)}</script></figure>'
+    )
+    return Piece(title, body, figure=functools.partial(heat_figure, by_head, FIGURES[0], title, without_zero=True))
+
+
+def _json(given: pd.DataFrame, by_head: pd.DataFrame, n: int, query: str) -> dict[str, Any]:
+    """The data of the page. Long prompts are coloured in blocks of neighbours, each with its mean per token."""
+    numbers = {name: given[name].to_numpy().reshape(len(by_head), n) for name in OF_TOKENS}
+    numbers["step"] = _shares(numbers["log_step_norm"])
+    places, tokens = given["position"].tolist()[:n], [str(token) for token in given["token"].tolist()[:n]]
+    size, blocks = token_blocks(tokens, MAX_CELLS // len(by_head))
+    heads: dict[int, dict[int, Any]] = {}
+    for i, row in enumerate(by_head.itertuples()):
+        of_head = {name: values[i] for name, values in numbers.items()}
+        heads.setdefault(int(row.layer), {})[int(row.head)] = {
+            "step": quantised(block_means(torch.tensor(of_head["step"]), size)),
+            "output": quantised(block_means(torch.tensor(of_head["output_share"]), size)),
+            "whole": rounded(float(of_head["output_share"].sum())),
+            "most": [_row(of_head, places[j], tokens[j], j) for j in _most(of_head)],
+        }
+    return {"n": n, "query": query, "block": size, "blocks": blocks, "heads": heads}
+
+
+def _shares(logs: np.ndarray) -> np.ndarray:
+    """exp of each number over the sum of its row's."""
+    largest = logs.max(axis=1, keepdims=True)
+    sizes = np.exp(logs - np.where(np.isfinite(largest), largest, 0.0))
+    total = sizes.sum(axis=1, keepdims=True)
+    return sizes / np.where(total > 0, total, 1.0)
+
+
+def _most(of_head: dict[str, np.ndarray]) -> list[int]:
+    """The demonstrations that are named: those of the output first, then those of the step."""
+    strongest = [np.argsort(-np.abs(of_head[name]), kind="stable")[:MOST].tolist() for name in ("output_share", "step")]
+    return list(dict.fromkeys([*strongest[0], *strongest[1]]))
+
+
+def _row(of_head: dict[str, np.ndarray], place: int, token: str, j: int) -> list[Any]:
+    names = ("step", "output_share", "weight", "cosine_before", "cosine_after")
+    return [place, token, *(rounded(float(of_head[name][j])) for name in names)]
