@@ -5,8 +5,9 @@ With probability 1 - delta the risk exceeds the empirical one by at most a const
     w rho sqrt(d_o Tr K_S) / N  +  rho^2 sqrt(log(1 / delta) / N)
 
 The paper prints it as O(.), without constants, and text tokens are not independent draws: a figure, not a guarantee. Here w is
-the norm of W_1, the weight after the step, and rho the largest norm of a label or a prediction. Every number but N is a natural
-logarithm, because real heads span hundreds of orders of magnitude.
+the norm of W_1, the weight after the step, and rho the largest norm of a label or a prediction. With negative samples K_S is
+the kernel of phi(k_j) - beta mean phi(k_n), and rho^2 in the second term grows by 1 + beta. Norms and terms are natural
+logarithms, because real heads span hundreds of orders of magnitude.
 
 Source: DUAL th. 3.2, and its version with negative samples.
 """
@@ -25,6 +26,9 @@ COLUMNS = Columns(
     layer=("int64", "from 0"),
     head=("int64", "query head"),
     n_demonstrations=("int64", "N, tokens from the front"),
+    d_output=("int64", "d_o, the width of a label"),
+    n_negative=("int64", "negative samples for each demonstration, as given"),
+    beta=("float64", "their weight, as given"),
     log_norm=("float64", "log w, the norm of W_1"),
     log_rho=("float64", "log of the largest norm of a label or a prediction"),
     log_trace=("float64", "log Tr K_S, effective with negative samples"),
@@ -86,6 +90,9 @@ def dual_bound(
             "layer": layer,
             "head": head,
             "n_demonstrations": sizes,
+            "d_output": model.cfg.d_head,
+            "n_negative": n_negative,
+            "beta": float(beta),
             "delta": float(delta),
             **{name: torch.stack([one[name].double() for one in terms]) for name in terms[0]},
         }

@@ -3,9 +3,13 @@
 TransformerLens reads the position offset off ``past_keys.shape`` of the first entry. Linear attention keeps no keys, only
 its state: its entry answers with a tensor of the right shape and no memory (one zero, expanded). Softmax attention with a
 KV shift keeps the shifted keys and values, as TransformerLens does, and beside them the raw last rows.
+
+Negative samples are chosen among the scores of all tokens so far, which no state of a fixed size can hold: with them linear
+attention keeps every token's features and value too, and decoding is exact but no longer O(1).
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +23,28 @@ Boundary = dict[str, Tensor]
 """The raw last rows by projection: keys among "k", "v", "q"; each [batch, window, head, d_head]."""
 
 
+class SeenTokens(NamedTuple):
+    """Every token so far, as the scores of linear attention need it.
+
+    Attributes:
+        phi_k: [batch, key_pos, kv_head, d_phi].
+        v: [batch, key_pos, kv_head, d_head].
+        mask: True at real tokens, [batch, key_pos]; None where all are.
+    """
+
+    phi_k: Tensor
+    v: Tensor
+    mask: Tensor | None
+
+    def followed_by(self, new: "SeenTokens") -> "SeenTokens":
+        """These tokens and then those."""
+        mask = None
+        if self.mask is not None or new.mask is not None:
+            masks = (x.phi_k.new_ones(x.phi_k.shape[:2], dtype=torch.bool) if x.mask is None else x.mask for x in (self, new))
+            mask = torch.cat(list(masks), dim=1)
+        return SeenTokens(torch.cat([self.phi_k, new.phi_k], dim=1), torch.cat([self.v, new.v], dim=1), mask)
+
+
 @dataclass
 class LinearCacheEntry:
     """The state of one linear-attention layer.
@@ -29,6 +55,8 @@ class LinearCacheEntry:
         n_tokens: real tokens so far: an int, or [batch] where rows differ (padding).
         n_places: places so far, padding included, as TransformerLens counts them.
         ridge: the state of ridge attention, which takes the place of ``state``.
+        seen: every token so far, where negative samples are chosen among them.
+        negative_means: mean_{N_j} v of every token so far [batch, head, key_pos, d_head], where negatives are a label's.
         bias: (b_KV, b_D) as the last forward pass read them (b_D is None under normaliser "none"); None without a bias.
     """
 
@@ -42,6 +70,8 @@ class LinearCacheEntry:
     n_places: int = 0
     bias: tuple[Tensor, Tensor | None] | None = None
     ridge: RidgeState | None = None
+    seen: SeenTokens | None = None
+    negative_means: Tensor | None = None
     frozen: bool = False
 
     @property
@@ -54,9 +84,10 @@ class LinearCacheEntry:
 
 @dataclass
 class ShiftedCacheEntry(TransformerLensKeyValueCacheEntry):
-    """TransformerLens' entry (shifted keys and values, before RoPE) with the raw last rows beside it."""
+    """TransformerLens' entry (shifted keys and values, before RoPE), the raw last rows, and the means of negative samples."""
 
     boundary: Boundary = field(default_factory=dict)
+    negative_means: Tensor | None = None
 
 
 def upgrade_cache(cache: TransformerLensKeyValueCache, *, linear: bool) -> None:
@@ -68,7 +99,7 @@ def upgrade_cache(cache: TransformerLensKeyValueCache, *, linear: bool) -> None:
         if n_places:
             raise KVLensError(
                 f"past_kv_cache: entry {i} already holds {n_places} keys of a plain softmax model; a model with linear "
-                "or shifted attention needs more than keys and values. Start from an empty cache."
+                "or shifted attention, or negative samples, need more than keys and values. Start from an empty cache."
             )
         if linear:
             new = LinearCacheEntry(batch, n_kv_heads, d_head, entry.past_keys.device, frozen=entry.frozen)

@@ -7,7 +7,8 @@ normaliser "none" the denominator is ``attn_scale``. Everything between the proj
 float32 or better, whatever the model's dtype.
 
 ``hook_attn_scores`` and ``hook_pattern`` are computed when something is hooked to them: the parallel form then runs, at
-pos x pos. With a decode cache they cover the new tokens; what lies before is read from the state.
+pos x pos. With a decode cache they cover the new tokens; what lies before is read from the state. With negative samples they
+are always computed, and cover all tokens so far.
 """
 
 import functools
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from kvlens._tl import Attention, GroupedQueryAttention, HookPoint
-from kvlens.components.decode_cache import LinearCacheEntry
+from kvlens.components.decode_cache import LinearCacheEntry, SeenTokens
 from kvlens.components.features import FeatureMap
 from kvlens.components.kv_attention import KVAttention
 from kvlens.components.kv_shift import through
@@ -61,6 +62,11 @@ class Past(NamedTuple):
     state: LinearAttentionState | None
     n_tokens: int | Tensor
 
+    @classmethod
+    def of(cls, entry: LinearCacheEntry | None) -> "Past":
+        """What a decode cache says."""
+        return cls(None, 0) if entry is None else cls(entry.state, entry.n_tokens)
+
 
 class _Linear(KVAttention):
     """Mixed in before TransformerLens' attention classes, whose projections it uses."""
@@ -88,14 +94,14 @@ class _Linear(KVAttention):
         if piece.score_bias is not None:
             raise KVLensError("linear attention has no softmax scores to add a mask or position bias to")
         accumulate = torch.promote_types(piece.q.dtype, self.cfg.accumulates_in)
-        past = Past(None, 0) if entry is None else Past(entry.state, entry.n_tokens)
+        past = Past.of(entry)
         with torch.autocast(piece.q.device.type, enabled=False):  # or it would round the products below to its own dtype
             q, k, v = (x.to(accumulate) for x in (piece.q, piece.k, piece.v))
             features = self._features(q, k, v, past, piece.mask)
             bias = self.read_bias(accumulate)
             if self.ridge is not None:
                 return self._solved(features, entry, piece.mask, self.ridge)
-            heads, state = self._attend(features, past, bias, piece.mask)
+            heads, state = self._attend(features, past, bias, piece.mask, entry)
         if entry is not None and not entry.frozen:
             entry.state, entry.bias = state, bias
             entry.n_tokens = past.n_tokens + (q.shape[1] if piece.mask is None else piece.mask.sum(dim=1))
@@ -132,7 +138,12 @@ class _Linear(KVAttention):
         return cos[:, :, None], sin[:, :, None]
 
     def _attend(
-        self, features: Features, past: Past, bias: tuple[Tensor, Tensor | None] | None, mask: Tensor | None
+        self,
+        features: Features,
+        past: Past,
+        bias: tuple[Tensor, Tensor | None] | None,
+        mask: Tensor | None,
+        entry: LinearCacheEntry | None,
     ) -> tuple[HeadOutputs, LinearAttentionState]:
         """Both summands of z, and the context's state after the last token."""
         phi_q, phi_k, norm_q, norm_k, v = features
@@ -140,11 +151,6 @@ class _Linear(KVAttention):
         if decay is not None and phi_k.shape[2] != phi_q.shape[2]:  # gamma is the query head's: the state must be as well
             phi_k, v = (x.repeat_interleave(phi_q.shape[2] // x.shape[2], dim=2) for x in (phi_k, v))
             features = features._replace(phi_k=phi_k, v=v)
-        if self.needs_pattern and past.state is not None:
-            raise KVLensError(
-                "negative samples are chosen among the scores of all tokens so far, and the state of linear attention keeps "
-                "none of them: there is no decoding with a cache; pass use_past_kv_cache=False"
-            )
         pattern_hooked = self.hook_attn_scores.has_hooks() or self.hook_pattern.has_hooks() or self.needs_pattern
         form = self._form(phi_q.shape[1], past, pattern_hooked)
         if not pattern_hooked:
@@ -159,7 +165,7 @@ class _Linear(KVAttention):
                 n_context = running_normalizer(norm_q, norm_k, mask, k_sum)
             n = self._normalizer(n_context, norm_q, bias, mask)
             divisor = _without_zeros(n)
-            z_context = self._through_pattern(features, past, decay, mask, divisor)
+            z_context = self._through_pattern(features, past, decay, mask, divisor, entry)
             state = final_state(phi_k, v, norm_k, decay, mask, past.state)
         z_bias = None
         if bias is not None:
@@ -235,18 +241,37 @@ class _Linear(KVAttention):
         return self.hook_normalizer(n_context)
 
     def _through_pattern(
-        self, features: Features, past: Past, decay: Tensor | None, mask: Tensor | None, n: Tensor | None
+        self,
+        features: Features,
+        past: Past,
+        decay: Tensor | None,
+        mask: Tensor | None,
+        n: Tensor | None,
+        entry: LinearCacheEntry | None,
     ) -> Tensor:
         """The context's part of z by way of the hooked scores and pattern."""
-        v = features.v if mask is None else without_padding(features.v, mask)
-        scores = self.hook_attn_scores(causal_scores(features.phi_q, features.phi_k, decay, mask))
+        seen = self._seen(SeenTokens(features.phi_k, features.v, mask), entry)
+        v = seen.v if seen.mask is None else without_padding(seen.v, seen.mask)
+        scores = self.hook_attn_scores(causal_scores(features.phi_q, seen.phi_k, decay, seen.mask))
         pattern = through(self.hook_pattern, scores if n is None else scores / n.transpose(1, 2)[..., None])
-        visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=v.device).tril()[None, None]
-        z_context = self.read_values(pattern, scores, visible if mask is None else visible & mask[:, None, None], v)
-        if past.state is None:
+        visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=v.device).tril(v.shape[1] - scores.shape[-2])[
+            None, None
+        ]
+        visible = visible if seen.mask is None else visible & seen.mask[:, None, None]
+        z_context = self.read_values(pattern, scores, visible, v, entry)
+        if past.state is None or self.needs_pattern:  # then the pattern covers the tokens before, too
             return z_context
         read = read_state(features.phi_q, past.state.kv, decay, self._steps(features.phi_q, 0, mask))
         return z_context + (read if n is None else read / n[..., None])
+
+    def _seen(self, new: SeenTokens, entry: LinearCacheEntry | None) -> SeenTokens:
+        """The tokens that the scores cover: the new ones, and those before them where negatives are chosen among all."""
+        if entry is None or not self.needs_pattern:
+            return new
+        seen = new if entry.seen is None else entry.seen.followed_by(new)
+        if not entry.frozen:
+            entry.seen = seen
+        return seen
 
     @staticmethod
     def _steps(phi_q: Tensor, n_before: int | Tensor, mask: Tensor | None) -> Tensor:

@@ -83,7 +83,7 @@ class _Softmax(KVAttention):
                 return HeadOutputs(z, None, None)
             joined = self._joined(z.to(log_n.dtype), log_n, q, bias, past, piece.attention_mask)
             return HeadOutputs(joined.z_context, joined.z_bias, self.hook_normalizer(joined.log_normalizer))
-        return self._eager(q, k, v, past, piece, bias)
+        return self._eager(q, k, v, past, piece, bias, entry)
 
     # --- the two forms -------------------------------------------------------------------------------------------------
 
@@ -122,7 +122,7 @@ class _Softmax(KVAttention):
         return KeysBeside.of(keys if keys.dim() == 4 else keys[None], bias[0], bias[1], held.log_scale.to(q))
 
     def _eager(
-        self, q: Tensor, k: Tensor, v: Tensor, past: int, piece: Piece, bias: tuple[Tensor, Tensor | None] | None
+        self, q: Tensor, k: Tensor, v: Tensor, past: int, piece: Piece, bias: tuple[Tensor, Tensor | None] | None, entry: Any
     ) -> HeadOutputs:
         """TransformerLens' steps, in its order and with its hooks."""
         scores = self.calculate_attention_scores(q, k)
@@ -135,7 +135,7 @@ class _Softmax(KVAttention):
         scores = self.hook_attn_scores(scores)
         if bias is None:
             pattern = self.hook_pattern(self._pattern(scores))
-            z = self.read_values(pattern, scores, scores > -torch.inf, v)
+            z = self.read_values(pattern, scores, scores > -torch.inf, v, entry)
             return HeadOutputs(z, None, None, self._own_share(pattern, past))
         log_n = self._sinks_joined(scores.to(bias[0].dtype).logsumexp(dim=-1))
         ones = torch.ones((), device=q.device, dtype=log_n.dtype).expand(*q.shape[:-1], 1)
@@ -144,7 +144,7 @@ class _Softmax(KVAttention):
         pattern = (scores - log_n[..., None]).exp()  # a row that sees nothing is all NaN, as in TransformerLens
         pattern = torch.where(log_n[..., None] == -torch.inf, 0.0, pattern) * share.transpose(1, 2)
         pattern = self.hook_pattern(pattern)
-        z = self.read_values(pattern, scores, scores > -torch.inf, v)
+        z = self.read_values(pattern, scores, scores > -torch.inf, v, entry)
         return HeadOutputs(z, z_bias, log_whole, self._own_share(pattern, past))
 
     def _pattern(self, scores: Tensor) -> Tensor:

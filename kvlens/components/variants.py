@@ -21,7 +21,6 @@ from torch.nn import functional as F
 from kvlens._tl import HookPoint
 from kvlens.components.kv_shift import KVShiftAndHooks
 from kvlens.components.pieces import HeadOutputs, Piece
-from kvlens.errors import KVLensError
 from kvlens.ops.attention_variants import augment, lowest_scored, mean_of_negatives
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu, "tanh": torch.tanh}
@@ -97,7 +96,7 @@ class AttentionVariants(KVShiftAndHooks):
             v = self.hook_v_augmented(self.augment_v(v))
         return k, v
 
-    def read_values(self, pattern: Tensor, scores: Tensor, visible: Tensor, v: Tensor) -> Tensor:
+    def read_values(self, pattern: Tensor, scores: Tensor, visible: Tensor, v: Tensor, entry: Any) -> Tensor:
         """pattern @ v, less the negatives' mean value: [batch, pos, head, d_head].
 
         Args:
@@ -105,6 +104,7 @@ class AttentionVariants(KVShiftAndHooks):
             scores: what negatives are chosen by.
             visible: what a query sees, broadcastable to ``scores``.
             v: [batch, key_pos, kv_head, d_head].
+            entry: of the decode cache, which keeps the means of labels; None without one.
         """
         values = v.repeat_interleave(pattern.shape[1] // v.shape[2], dim=2).transpose(1, 2)
         pattern = pattern.to(v.device, v.dtype)
@@ -112,15 +112,11 @@ class AttentionVariants(KVShiftAndHooks):
         negative = None if self.variant is None else self.variant.negative
         if negative is None:
             return z.transpose(1, 2)
-        past = pattern.shape[-1] - pattern.shape[-2]
-        if past and negative.per == "label":
-            raise KVLensError(
-                "negative samples per label: the negatives of earlier tokens were chosen with their own queries, which no "
-                "decode cache holds; pass use_past_kv_cache=False, or take per='query'"
-            )
         mean = mean_of_negatives(values, lowest_scored(scores, visible, negative.k))
         mean = self.hook_z_negative(mean.transpose(1, 2)).transpose(1, 2)
-        return (z - negative.beta * (mean if negative.per == "query" else pattern @ mean)).transpose(1, 2)
+        if negative.per == "label":
+            mean = pattern @ _all_means(mean, entry)
+        return (z - negative.beta * mean).transpose(1, 2)
 
     def regularised(self, heads: HeadOutputs, piece: Piece) -> HeadOutputs:
         """z_i - alpha v_i, that over 1 - alpha, or z_i - alpha p_ii v_i; the text's part of z alone loses anything."""
@@ -136,3 +132,14 @@ class AttentionVariants(KVShiftAndHooks):
             return heads._replace(z_context=z)
         rest = 1.0 - settings.alpha
         return heads._replace(z_context=z / rest, z_bias=None if heads.z_bias is None else heads.z_bias / rest)
+
+
+def _all_means(mean: Tensor, entry: Any) -> Tensor:
+    """mean_{N_j} v of all tokens so far: an earlier token chose with its own query, which is gone."""
+    if entry is None:
+        return mean
+    before = entry.negative_means
+    mean = mean if before is None else torch.cat([before, mean], dim=2)
+    if not entry.frozen:
+        entry.negative_means = mean
+    return mean

@@ -47,6 +47,7 @@ class DualLayer:
         self.output, self.remainder, self.singular_values = output, remainder, values
 
     @classmethod
+    @torch.no_grad()
     def from_layer(
         cls,
         model: HookedKVTransformer,

@@ -164,6 +164,12 @@ class HookedKVTransformerConfig(HookedTransformerConfig):
         return feature_dim(self.feature_map, self.d_head, self.n_random_features or 2 * self.d_head)
 
     @property
+    def needs_own_cache(self) -> bool:
+        """Whether decoding keeps more than TransformerLens' keys and values."""
+        labels = self.attention_variant is not None and self.attention_variant.needs_pattern
+        return self.attention == "linear" or self.kv_shift is not None or labels
+
+    @property
     def rotates_after(self) -> bool:
         """Whether RoPE follows the feature map: a converted prompt is then rebased to position 0."""
         return self.attention == "linear" and self.rotary_placement == "after"

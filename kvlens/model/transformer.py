@@ -143,7 +143,7 @@ class HookedKVTransformer(HookedTransformer):
         wanted: see :mod:`kvlens.model.streaming`.
         """
         with self._thread.passes(self._attached is not None):
-            if past_kv_cache is not None and (self.cfg.attention == "linear" or self.cfg.kv_shift is not None):
+            if past_kv_cache is not None and self.cfg.needs_own_cache:
                 upgrade_cache(past_kv_cache, linear=self.cfg.attention == "linear")
             if start_at_layer is None:
                 if isinstance(input, (str, list)) and self.tokenizer is not None:

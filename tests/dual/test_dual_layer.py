@@ -66,6 +66,14 @@ def test_smooth_activations_leave_a_remainder(act):
         DualLayer.from_layer(model, tokens, 1, 2, exact=True)
 
 
+def test_a_model_that_trains_gives_the_same_and_no_graph():
+    model = small_model(dtype=torch.float64)
+    tokens = text_for(model, 9)
+    training, frozen = (DualLayer.from_layer(model.requires_grad_(grad), tokens, 1, 2) for grad in (True, False))
+    assert training.remainder == frozen.remainder and not training.label_map.requires_grad
+    assert torch.equal(training.label_map, frozen.label_map)
+
+
 def test_gated_mlps_and_grouped_heads():
     model = model_of("hf llama")
     dual = DualLayer.from_layer(model, text_for(model, 9), 1, 5)

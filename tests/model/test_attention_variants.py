@@ -5,6 +5,7 @@ import torch
 from small_models import linear_model, relative_error, small_model, tokens
 
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVLensError, KVShiftConfig, convert_prompt
+from kvlens._tl import TransformerLensKeyValueCache
 from kvlens.model import AttentionVariantConfig, Augmented, Negative, Regularised, Ridge
 from kvlens.ops.attention_variants import naive_negative, naive_regularised, naive_ridge
 
@@ -21,6 +22,8 @@ VARIANTS = {
     "all but ridge": AttentionVariantConfig(
         regularised=Regularised(0.2), augmented=Augmented(values=True, depth=2), negative=Negative(k=2, beta=0.1)
     ),
+    "regularised, augmented": AttentionVariantConfig(regularised=Regularised(0.2, form="one_step"), augmented=PARALLEL),
+    "regularised, negative": AttentionVariantConfig(regularised=Regularised(-0.5), negative=Negative(k=2, beta=0.3)),
     "ridge, augmented": AttentionVariantConfig(ridge=Ridge(0.5), augmented=Augmented(keys=True, activation="relu")),
 }
 CONVERTIBLE = [name for name, variant in VARIANTS.items() if variant.negative is None and variant.ridge is None]
@@ -130,23 +133,38 @@ def test_gradients_match_finite_differences(kind, name):
 
 @pytest.mark.parametrize("kind", BUILD)
 @pytest.mark.parametrize("name", VARIANTS)
-def test_decoding_equals_the_full_forward_pass_or_is_refused(kind, name):
-    from kvlens._tl import TransformerLensKeyValueCache
+def test_decoding_equals_the_full_forward_pass(kind, name):
+    """In pieces of 5, 1 and 2 tokens; the decode cache keeps what each variant needs of the tokens before."""
+    model, x = BUILD[kind](VARIANTS[name]), tokens(2, 8)
+    whole, cache = model(x), TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", 2)
+    pieces = [model(x[:, a:b], past_kv_cache=cache) for a, b in [(0, 5), (5, 6), (6, 8)]]
+    assert relative_error(torch.cat(pieces, dim=1), whole) < 1e-10
 
-    variant = VARIANTS[name]
-    model, x = BUILD[kind](variant), tokens(2, 8)
-    whole = model(x)
-    cache = TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", 2)
-    first = model(x[:, :5], past_kv_cache=cache)
-    assert relative_error(first, whole[:, :5]) < 1e-11
-    if variant.negative is not None and (kind == "linear" or variant.negative.per == "label"):
-        with pytest.raises(KVLensError, match="use_past_kv_cache=False"):
-            model(x[:, 5:6], past_kv_cache=cache)
-        text = model.generate(x, max_new_tokens=2, use_past_kv_cache=False, do_sample=False, verbose=False, stop_at_eos=False)
-        assert text.shape == (2, 10)
-        return
-    rest = [model(x[:, 5:6], past_kv_cache=cache), model(x[:, 6:8], past_kv_cache=cache)]
-    assert relative_error(torch.cat(rest, dim=1), whole[:, 5:]) < 1e-10
+
+@pytest.mark.parametrize("kind", BUILD)
+@pytest.mark.parametrize("name", [name for name in VARIANTS if "egative" in name or name == "all but ridge"])
+def test_decoding_behind_padding_and_a_frozen_cache(kind, name):
+    """Left padding, as in generation; a frozen cache is read and not written."""
+    model, x = BUILD[kind](VARIANTS[name]), tokens(1, 8)
+    padded = torch.cat([torch.zeros(1, 2, dtype=torch.long), x], dim=1)
+    mask = torch.ones_like(padded)
+    mask[:, :2] = 0
+    cache = TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", 1)
+    model(padded[:, :7], past_kv_cache=cache, attention_mask=mask[:, :7])
+    cache.freeze()
+    twice = [model(padded[:, 7:], past_kv_cache=cache, attention_mask=mask[:, 7:]) for _ in range(2)]
+    assert torch.equal(*twice)
+    assert relative_error(twice[0], model(x)[:, 5:]) < 1e-10
+
+
+@pytest.mark.parametrize("per", ["query", "label"])
+def test_decoding_linear_attention_with_decay_and_negatives(per):
+    """gamma^{i-j} between a query and tokens of earlier pieces."""
+    changes = dict(decay="retnet", normalizer="none", positional_embedding_type="none")
+    model = linear_variant(AttentionVariantConfig(negative=Negative(k=3, beta=0.4, per=per)), **changes)
+    x, cache = tokens(2, 9), TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", 2)
+    pieces = [model(x[:, a:b], past_kv_cache=cache) for a, b in [(0, 4), (4, 5), (5, 9)]]
+    assert relative_error(torch.cat(pieces, dim=1), model(x)) < 1e-10
 
 
 @pytest.mark.parametrize("kind", BUILD)
@@ -159,16 +177,35 @@ def test_padding_changes_nothing(kind, name):
     assert relative_error(with_mask, model(x)) < 1e-11
 
 
+@pytest.mark.parametrize("kind", BUILD)
 @pytest.mark.parametrize("name", VARIANTS)
-def test_conversion_is_exact_or_refused(name):
-    model, x = linear_variant(VARIANTS[name]), tokens(1, 12)
+def test_conversion_is_exact_or_refused_with_its_reason(kind, name):
+    model, x = BUILD[kind](VARIANTS[name]), tokens(1, 12)
     if name not in CONVERTIBLE:
-        with pytest.raises(KVLensError, match="has no KV bias"):
+        with pytest.raises(KVLensError, match=r"has no KV bias: (negative samples are chosen|ridge attention also needs)"):
             convert_prompt(model, x[0, :7])
         return
     with model.kv_bias(convert_prompt(model, x[0, :7])):
         new = model(x[:, 7:])
     assert relative_error(new, model(x)[:, 7:]) < 1e-12
+
+
+@pytest.mark.parametrize("kind", BUILD)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_each_variant_fires_its_own_hooks_and_they_act(kind, name):
+    model, x, kept = BUILD[kind](VARIANTS[name]), tokens(1, 9), VARIANTS[name]
+    augmented = kept.augmented
+    expected = {
+        "hook_k_augmented": augmented is not None and augmented.keys,
+        "hook_v_augmented": augmented is not None and augmented.values,
+        "hook_z_own": kept.regularised is not None,
+        "hook_z_negative": kept.negative is not None,
+    }
+    plain, cache = model.run_with_cache(x)
+    assert {leaf: f"blocks.1.attn.{leaf}" in cache for leaf in expected} == expected
+    for leaf in [*(leaf for leaf, fires in expected.items() if fires), "hook_z"]:
+        hook = (f"blocks.0.attn.{leaf}", lambda t, hook: t * 0)
+        assert relative_error(model.run_with_hooks(x, fwd_hooks=[hook]), plain) > 1e-4, leaf
 
 
 @pytest.mark.parametrize("kind", BUILD)
@@ -211,7 +248,7 @@ def test_weight_processing_keeps_the_output_or_is_refused(kind, name):
         model.process_weights_(refactor_factored_attn_matrices=True)
 
 
-def test_hooks_patch_and_fire_only_where_a_variant_is_on():
+def test_hooks_fire_only_where_a_variant_is_on():
     x = tokens(1, 9)
     names = [f"hook_{n}" for n in ("k_augmented", "v_augmented", "z_own", "z_negative")]
     plain = small_model(dtype=torch.float64)
@@ -219,9 +256,6 @@ def test_hooks_patch_and_fire_only_where_a_variant_is_on():
     model = softmax_model(VARIANTS["all but ridge"])
     cache = model.run_with_cache(x)[1]
     assert [n for n in names if f"blocks.1.attn.{n}" in cache] == names[1:]
-    for leaf in names[1:]:
-        patched = model.run_with_hooks(x, fwd_hooks=[(f"blocks.0.attn.{leaf}", lambda t, hook: t * 0)])
-        assert relative_error(patched, model(x)) > 1e-4
     sliced = model.run_with_cache(x, pos_slice=slice(2, 5), names_filter=["blocks.0.attn.hook_z_negative"])[1]
     assert sliced["blocks.0.attn.hook_z_negative"].shape == (1, 3, 6, 6)
 

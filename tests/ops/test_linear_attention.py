@@ -319,6 +319,7 @@ def test_scores_normaliser_and_final_state_are_those_of_the_loop(mask, decay):
     # the scores, entry by entry: q_i . k_j gamma^(real tokens in j+1 .. i), 0 for j > i and for padding
     scores = causal_scores(q, k, gamma, real)
     assert scores.shape == (BATCH, HEAD, POS, POS)
+    torch.testing.assert_close(causal_scores(q[:, 2:], k, gamma, real), scores[:, :, 2:], rtol=1e-13, atol=1e-13)
     is_real = torch.ones(BATCH, POS, dtype=torch.bool) if real is None else real
     for b in range(BATCH):
         for h in range(HEAD):

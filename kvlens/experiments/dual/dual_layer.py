@@ -3,6 +3,10 @@
 Left: a random layer of attention and ReLU MLP, at its last token, against its dual model after one step (th. B.1). Right: the
 upper bound of rank W_FFN W_V, min(d_model, active units), for random inputs, as the width of the MLP varies; and the rank
 itself.
+
+Then every head of shipped models, in whole blocks with norm and residual. Their MLPs are GELU, which no mask describes: the
+dual model takes the tangent at the query, exact there, and the table says which part of the MLP's output the tangent leaves to
+the bias (0 for ReLU).
 """
 
 from collections.abc import Callable, Mapping
@@ -12,12 +16,18 @@ import pandas as pd
 import torch
 from matplotlib.figure import Figure
 
+from kvlens.dual import DualLayer
 from kvlens.experiments.dual.one_step import after_one_step
 from kvlens.experiments.shared.judge import JUDGE
 from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
+from kvlens.model import HookedKVTransformer
 from kvlens.ops import dual
 
 LARGEST = 1e-12
+TEXTS = {
+    "docs-gpt2": "Return a list of the names of all widgets. The list is sorted by name, and empty if there is no widget.",
+    "facts-gpt2": "The drum stands in the cellar. Pavel has a parrot. At night Kaya feeds a donkey. Pavel keeps a",
+}
 
 
 def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
@@ -28,13 +38,42 @@ def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
             rows.append(dict(seed=seed, d_mlp=d_mlp, **_one_layer(settings, d_mlp, seed)))
         tell(f"seed {seed}")
     layers = pd.DataFrame(rows)
+    blocks = pd.concat([trained_blocks(name, settings["n_queries"]) for name in settings["models"]], ignore_index=True)
+    tell(f"{len(blocks)} heads and queries of {', '.join(settings['models'])}")
     d = settings["d_model"]
     return Outcome(
-        tables={"layers": layers},
+        tables={"layers": layers, "trained_blocks": blocks},
         figure=draw(layers, d),
-        comparisons=compare(layers, d),
-        differences=[f"d_model {d}, {settings['n_tokens']} tokens, {settings['n_inputs']} inputs a width, random weights."],
+        comparisons=[*compare(layers, d), *compare_blocks(blocks)],
+        differences=[
+            f"d_model {d}, {settings['n_tokens']} tokens, {settings['n_inputs']} inputs a width, random weights.",
+            "The paper has no trained model here, and its layer neither norm nor residual.",
+        ],
     )
+
+
+def trained_blocks(name: str, n_queries: int) -> pd.DataFrame:
+    """Every layer and head of a shipped model, in float64, at the last ``n_queries`` tokens of a text."""
+    model = HookedKVTransformer.from_zoo(name, dtype=torch.float64)
+    tokens = model.to_tokens(TEXTS[name])[0]
+    rows = []
+    for layer in range(model.cfg.n_layers):
+        for head in range(model.cfg.n_heads):
+            for query in range(len(tokens) - n_queries, len(tokens)):
+                dual_layer = DualLayer.from_layer(model, tokens, layer, head, query)
+                rows.append(
+                    dict(
+                        model=name,
+                        layer=layer,
+                        head=head,
+                        query=query,
+                        equivalence_error=dual_layer.equivalence_error(),
+                        remainder=dual_layer.remainder,
+                        rank=dual_layer.rank,
+                        d_head=model.cfg.d_head,
+                    )
+                )
+    return pd.DataFrame(rows)
 
 
 def _one_layer(settings: Mapping[str, Any], d_mlp: int, seed: int) -> dict[str, float]:
@@ -99,6 +138,27 @@ def compare(layers: pd.DataFrame, d: int) -> list[Comparison]:
     return found
 
 
+def compare_blocks(blocks: pd.DataFrame) -> list[Comparison]:
+    """Equivalence in trained blocks, and how far their MLPs are from piecewise linear ones."""
+    largest = float(blocks["equivalence_error"].max())
+    median, most = float(blocks["remainder"].median()), float(blocks["remainder"].max())
+    return [
+        Comparison(
+            "shipped GELU models, norm and residual included: largest relative difference after one step",
+            None,
+            largest,
+            "with the tangent at the query th. B.1 holds for a trained block, too",
+            largest <= LARGEST,
+        ),
+        Comparison.stated(
+            f"the same: part of the MLP's output that its tangent leaves to the bias, median (largest {most:.2g})",
+            None,
+            median,
+            "0 for ReLU; the paper has no such activation",
+        ),
+    ]
+
+
 def draw(layers: pd.DataFrame, d: int) -> Figure:
     """Bound and rank against the MLP's width."""
     figure = Figure(figsize=(6.4, 4.2), layout="constrained")
@@ -114,8 +174,16 @@ def draw(layers: pd.DataFrame, d: int) -> Figure:
     return figure
 
 
-def _scale(seeds: int, d_model: int, widths: list[int], inputs: int) -> dict[str, Any]:
-    return dict(seeds=list(range(seeds)), d_model=d_model, d_mlp=widths, n_tokens=16, n_inputs=inputs)
+def _scale(seeds: int, d_model: int, widths: list[int], inputs: int, models: list[str], queries: int) -> dict[str, Any]:
+    return dict(
+        seeds=list(range(seeds)),
+        d_model=d_model,
+        d_mlp=widths,
+        n_tokens=16,
+        n_inputs=inputs,
+        models=models,
+        n_queries=queries,
+    )
 
 
 EXPERIMENT = Experiment(
@@ -124,9 +192,9 @@ EXPERIMENT = Experiment(
     question="Is a whole Transformer layer one gradient step, and of which rank are its labels?",
     run=run,
     scales={
-        "tiny": _scale(2, 6, [4, 24], 3),
-        "small": _scale(8, 12, [6, 12, 24, 48, 96], 64),
-        "paper": _scale(5, 12, [6, 12, 16, 24, 32, 48, 64, 96], 1024),
+        "tiny": _scale(2, 6, [4, 24], 3, ["facts-gpt2"], 1),
+        "small": _scale(8, 12, [6, 12, 24, 48, 96], 64, list(TEXTS), 3),
+        "paper": _scale(5, 12, [6, 12, 16, 24, 32, 48, 64, 96], 1024, list(TEXTS), 8),
     },
     cost={"tiny": "seconds", "small": "under a minute on one core", "paper": "minutes on one core"},
 )

@@ -12,17 +12,17 @@ from kvlens.ops.linear_attention.types import LinearAttentionOutput, LinearAtten
 
 def causal_scores(
     phi_q: Float[Tensor, "batch pos head d_phi"],
-    phi_k: Float[Tensor, "batch pos kv_head d_phi"],
+    phi_k: Float[Tensor, "batch key_pos kv_head d_phi"],
     decay: Float[Tensor, " kv_head"] | None = None,
-    mask: Bool[Tensor, "batch pos"] | None = None,
-) -> Float[Tensor, "batch head pos pos"]:
-    """phi~(q_i).phi~(k_j) gamma^{i-j}, 0 where j > i or token j is padding."""
-    group = phi_q.shape[2] // phi_k.shape[2]
+    mask: Bool[Tensor, "batch key_pos"] | None = None,
+) -> Float[Tensor, "batch head pos key_pos"]:
+    """phi~(q_i).phi~(k_j) gamma^{i-j}, 0 where j > i or token j is padding; the queries are the last ``pos`` tokens."""
+    group, past = phi_q.shape[2] // phi_k.shape[2], phi_k.shape[1] - phi_q.shape[1]
     k = phi_k.repeat_interleave(group, dim=2) if group > 1 else phi_k
-    scores = (phi_q.transpose(1, 2) @ k.permute(0, 2, 3, 1)).tril()
+    scores = (phi_q.transpose(1, 2) @ k.permute(0, 2, 3, 1)).tril(past)
     if decay is not None:
-        steps = real_steps(mask, phi_q)
-        distance = (steps[:, :, None] - steps[:, None, :]).clamp(min=0).to(scores)
+        steps = real_steps(mask, phi_k)
+        distance = (steps[:, past:, None] - steps[:, None, :]).clamp(min=0).to(scores)
         scores = scores * decay.repeat_interleave(group).to(scores)[:, None, None] ** distance[:, None]
     return scores if mask is None else scores.masked_fill(~mask[:, None, None, :], 0.0)
 

@@ -31,6 +31,21 @@ def test_rows_are_the_models_own_bounds(model):
     assert table["log_complexity"].to_numpy() == pytest.approx(complexity.to_numpy(), rel=1e-10)
 
 
+def test_negative_samples_change_the_trace_and_the_second_term(model):
+    settings = dict(layer=0, head=3, n_steps=3, delta=0.1)
+    plain = dual_bound(model, TOKENS, **settings)
+    table = dual_bound(model, TOKENS, **settings, n_negative=2, beta=0.5)
+    assert plain[["n_negative", "beta"]].eq(0).all(axis=None) and table["d_output"].eq(model.cfg.d_head).all()
+    last = DualModel.from_head(model, TOKENS, 0, 3, -1)
+    last.step()
+    assert table["log_trace"].iloc[-1] == pytest.approx(float(last.bound(0.1, n_negative=2, beta=0.5).log_trace), rel=1e-12)
+    same = table["n_demonstrations"].isin(plain["n_demonstrations"])
+    merged = table[same].merge(plain, on="n_demonstrations", suffixes=("", "_plain"))
+    assert len(merged) and (merged["log_trace"] != merged["log_trace_plain"]).all()
+    grown = merged["log_confidence"] - merged["log_confidence_plain"]
+    assert grown.to_numpy() == pytest.approx(np.log(1.5), rel=1e-9)
+
+
 def test_a_smaller_delta_widens_the_second_term_alone(model):
     wide, narrow = (dual_bound(model, TOKENS, n_steps=3, delta=delta) for delta in (0.01, 0.2))
     assert (wide["log_confidence"] > narrow["log_confidence"]).all()
