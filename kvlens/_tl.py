@@ -13,6 +13,7 @@ from transformer_lens import ActivationCache, HookedTransformer, HookedTransform
 from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 from transformer_lens.cache.key_value_cache_entry import TransformerLensKeyValueCacheEntry
 from transformer_lens.components import (
+    MLP,
     AbstractAttention,
     Attention,
     GroupedQueryAttention,
@@ -36,6 +37,7 @@ from transformer_lens.utilities import (
 from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 
 __all__ = [
+    "MLP",
     "POST_NORM_ARCHITECTURES",
     "SUPPORTED_ACTIVATIONS",
     "USE_DEFAULT_VALUE",

@@ -5,13 +5,15 @@ call. What comes out here is the same; the norm's hooks fire once. A softmax mod
 code, bit for bit, and so does every block of another build (inputs split by head, norms after the layer, shortformer).
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from kvlens._tl import POST_NORM_ARCHITECTURES, LayerNorm, LayerNormPre, TransformerBlock, Unembed
+from kvlens._tl import MLP, POST_NORM_ARCHITECTURES, LayerNorm, LayerNormPre, TransformerBlock, Unembed
 from kvlens.components.projections import FEW_ROWS
 
 
@@ -33,6 +35,14 @@ class _TakesOver:
 
 class KVBlock(_TakesOver, TransformerBlock):
     """A transformer block that norms its input once."""
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Any:
+        """This class with everything that ``module`` holds, and a :class:`KVMLP` for its MLP."""
+        new = super().of(module)
+        if type(getattr(new, "mlp", None)) is MLP:
+            new.mlp = KVMLP.of(new.mlp)
+        return new
 
     def forward(
         self,
@@ -68,26 +78,36 @@ class KVBlock(_TakesOver, TransformerBlock):
 
 
 def norm(module: Any, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
-    """``module(x)``; TransformerLens' LayerNorm in fewer passes over memory where nobody hooks it.
-
-    Without gradients the steps are TransformerLens' own, in place, and the result is the same to the bit. With gradients, and
-    for the few rows of a decoding step, it is torch's fused layer norm, the same to rounding.
-    """
+    """``module(x)``; TransformerLens' LayerNorm as torch's fused one, the same to rounding, where nobody hooks it."""
     if type(module) not in (LayerNorm, LayerNormPre) or x.dtype not in (torch.float32, torch.float64):
         return module(x)
     if torch.is_autocast_enabled(x.device.type) or _is_hooked(module, module.hook_scale, module.hook_normalized):
         return module(x)
     weight, shift = getattr(module, "w", None), getattr(module, "b", None)
-    few = x.shape[:-1].numel() <= FEW_ROWS
-    if few or (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, shift))):
-        return nn.functional.layer_norm(x, x.shape[-1:], weight, shift, module.eps)
-    x = x - x.mean(-1, keepdim=True)
-    x /= x.pow(2).mean(-1, keepdim=True).add_(module.eps).sqrt_()
-    return x if weight is None or shift is None else x.mul_(weight).add_(shift)
+    return nn.functional.layer_norm(x, x.shape[-1:], weight, shift, module.eps)
 
 
 def _is_hooked(*modules: nn.Module) -> bool:
     return any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in modules)
+
+
+IN_PLACE: dict[Any, Callable[[Tensor], Tensor]] = {
+    nn.functional.gelu: torch.ops.aten.gelu_,
+    nn.functional.relu: torch.relu_,
+    nn.functional.silu: functools.partial(nn.functional.silu, inplace=True),
+}
+
+
+class KVMLP(_TakesOver, MLP):
+    """An MLP that keeps one tensor of d_mlp features instead of two, where nobody sees either of them."""
+
+    def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
+        """As ``transformer_lens.components.MLP.forward``."""
+        act = IN_PLACE.get(self.act_fn)
+        if act is None or not runs_lean(self.cfg) or torch.is_grad_enabled() or _is_hooked(self.hook_pre, self.hook_post):
+            return super().forward(x)
+        hidden = torch.addmm(self.b_in, x.flatten(0, -2), self.W_in)
+        return torch.addmm(self.b_out, act(hidden), self.W_out).view(*x.shape[:-1], -1)
 
 
 class KVUnembed(_TakesOver, Unembed):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from small_models import linear_model, relative_error, small_model, tokens
 
-from kvlens._tl import TransformerBlock, Unembed
+from kvlens._tl import MLP, TransformerBlock, Unembed
 from kvlens.components import block as lean
 from kvlens.components.projections import FEW_ROWS, project_heads
 
@@ -55,13 +55,13 @@ def test_logits_and_gradients_are_those_of_transformer_lens_blocks(kind, pos, mo
         assert (a - b).norm() <= 1e-12 * (b.norm() + 1e-3 * max(x.norm() for x in expected[1:]))
 
 
-def test_without_gradients_norms_are_the_same_to_the_bit_hooked_or_not():
-    model, text = linear_model(dtype=torch.float32).requires_grad_(False), tokens(2, 11)
+def test_a_hooked_norm_fires_once_and_gives_the_same_to_rounding():
+    model, text = linear_model().requires_grad_(False), tokens(2, 11)
     plain = model(text)
     seen = []
     names = ["blocks.0.ln1.hook_scale", "blocks.1.ln2.hook_normalized"]
     hooked = model.run_with_hooks(text, fwd_hooks=[(name, lambda x, hook: seen.append(hook.name)) for name in names])
-    assert torch.equal(plain, hooked)
+    assert relative_error(plain, hooked) < ROUNDING
     assert seen == names  # once each
 
 
@@ -91,6 +91,18 @@ def test_eager_softmax_runs_transformer_lens_own_block(monkeypatch):
     model.set_softmax_form("fused")
     model(tokens(1, 5))
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize("act_fn", ["gelu", "relu", "silu", "gelu_new", "solu_ln"])
+def test_an_mlp_without_gradients_is_transformer_lens_own(act_fn):
+    model, x = linear_model(act_fn=act_fn), torch.randn(2, 5, 30, generator=torch.Generator().manual_seed(0)).double()
+    mlp = model.blocks[1].mlp
+    with torch.no_grad():
+        expected = MLP.forward(mlp, x)
+        assert relative_error(mlp(x), expected) < ROUNDING
+        # whoever looks at the features in front of the activation must not find those behind it
+        _, cache = model.run_with_cache(tokens(1, 5), names_filter=lambda name: name.endswith("mlp.hook_pre"))
+        assert (cache["blocks.1.mlp.hook_pre"] < -0.3).any()
 
 
 @pytest.mark.parametrize(("batch", "pos"), [(1, 1), (3, 5), (2, FEW_ROWS)])

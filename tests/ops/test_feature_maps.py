@@ -74,6 +74,14 @@ def test_gradcheck_of_learned_and_fixed_projections():
     assert torch.autograd.gradcheck(maps.hedgehog, (x, weight), fast_mode=True)
 
 
+def test_elu_plus_one_has_every_kind_of_derivative():
+    x = torch.tensor([-30.0, -1, -0.1, 0.2, 5], dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(maps.elu_plus_one, x, check_forward_ad=True, check_batched_grad=True)
+    assert torch.autograd.gradgradcheck(maps.elu_plus_one, x)
+    jacobian = torch.func.jacrev(maps.elu_plus_one)(x.detach())
+    assert torch.equal(jacobian.diag(), x.detach().clamp(max=0).exp())
+
+
 def test_answers_by_hand():
     x = torch.tensor([[-1.0, 0, 2]], dtype=torch.float64)
     assert torch.equal(maps.identity(x), x)

@@ -59,9 +59,13 @@ def test_equals_the_matrix_values_and_gradients(rotary_dim, adjacent_pairs, dtyp
 @pytest.mark.parametrize("adjacent_pairs", [False, True])
 def test_gradcheck(adjacent_pairs):
     rows = table(6, adjacent_pairs)
-    assert torch.autograd.gradcheck(
-        lambda x: turn(x, [3, 11, 0], 6, adjacent_pairs, rows=rows), (normal(3, D, seed=1).requires_grad_(),)
-    )
+
+    def turned(x):
+        return turn(x, [3, 11, 0], 6, adjacent_pairs, rows=rows)
+
+    x = normal(3, D, seed=1).requires_grad_()
+    assert torch.autograd.gradcheck(turned, x, check_forward_ad=True, check_batched_grad=True)
+    assert torch.autograd.gradgradcheck(turned, x)
 
 
 def test_a_quarter_turn_by_hand():

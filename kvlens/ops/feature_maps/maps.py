@@ -15,6 +15,7 @@ prompt and those of its continuation on different scales, and their sum would me
 """
 
 import math
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -38,7 +39,34 @@ def elu_plus_one(x: Float[Tensor, "*lead d"]) -> Float[Tensor, "*lead d"]:
 
     Written so that no 1 is taken away and added back: ``elu(x) + 1`` is exactly 0 in float32 below x = -17.
     """
-    return x.clamp(max=0.0).exp_() + x.relu()
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _EluPlusOne.apply(x)  # type: ignore[no-untyped-call]
+    return x.clamp(max=0.0).exp_().add_(x.relu())
+
+
+class _EluPlusOne(torch.autograd.Function):
+    """The derivative is exp(x) below 0 and 1 above: min(phi, 1). Nothing but phi is kept for it."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.clamp(max=0.0).exp_().add_(x.relu())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(output)
+        ctx.save_for_forward(output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (phi,) = ctx.saved_tensors
+        return gradient * phi.clamp(max=1.0)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+        (phi,) = ctx.saved_tensors
+        return tangent * phi.clamp(max=1.0)
 
 
 def relu(x: Float[Tensor, "*lead d"]) -> Float[Tensor, "*lead d"]:

@@ -12,6 +12,7 @@ cache: on a CPU this is worth a factor of two. Backward is autograd through the 
 from typing import NamedTuple
 
 import torch
+from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -48,46 +49,45 @@ def chunked_linear_attention(
 
     numerators: list[Tensor] = []
     normalizers: list[Tensor] = []
-    length = max(chunk_size, SEGMENT_ON_CPU if v.device.type == "cpu" else SEGMENT_ELSEWHERE)
+    pos, size = v.shape[1], max(1, min(chunk_size, v.shape[1]))
+    length = max(size, (SEGMENT_ON_CPU if v.device.type == "cpu" else SEGMENT_ELSEWHERE) // size * size)
     # split, not slices: the backward of a slice fills a whole tensor with zeros, once a segment
     parts = [x.split(length, dim=1) for x in (phi_q, phi_k, v)]
     masks = mask.split(length, dim=1) if mask is not None else [None] * len(parts[0])
     for q_part, k_part, v_part, mask_part in zip(*parts, masks, strict=True):
-        numerator, kv = _numerator(q_part, k_part, v_part, decay, mask_part, kv, chunk_size)
+        numerator, kv = _numerator(q_part, k_part, v_part, decay, mask_part, kv, size)
         numerators.append(numerator)
     if norm_q is not None and norm_k is not None and k_sum is not None:
         for q_part, k_part in zip(norm_q.split(length, dim=1), norm_k.split(length, dim=1), strict=True):
-            normalizer, k_sum = _normalizer(q_part, k_part, k_sum, min(chunk_size, NORMALIZER_CHUNK_SIZE))
+            normalizer, k_sum = _normalizer(q_part, k_part, k_sum, min(size, NORMALIZER_CHUNK_SIZE))
             normalizers.append(normalizer)
-    return LinearAttentionOutput(
-        _join(numerators), _join(normalizers) if normalizers else None, LinearAttentionState(kv, k_sum)
-    )
+    together = rearrange(torch.cat(numerators, dim=1), "b c t k g d -> b (c t) (k g) d")[:, :pos]
+    divisor = torch.cat(normalizers, dim=1) if normalizers else None
+    return LinearAttentionOutput(together, divisor, LinearAttentionState(kv, k_sum))
 
 
 def _numerator(
-    phi_q: Tensor, phi_k: Tensor, v: Tensor, decay: Tensor | None, mask: Tensor | None, before: Tensor, chunk_size: int
+    phi_q: Tensor, phi_k: Tensor, v: Tensor, decay: Tensor | None, mask: Tensor | None, before: Tensor, size: int
 ) -> tuple[Tensor, Tensor]:
-    """One segment: the numerator and the state after it."""
-    batch, pos, n_heads, d_phi = phi_q.shape
-    n_kv, d_head = v.shape[2:]
-    size = max(1, min(chunk_size, pos))
+    """One segment in chunks of ``size``: the numerator [batch, chunk, size, kv_head, group, d_head], and the state after it."""
+    batch, pos, n_heads, _ = phi_q.shape
+    n_kv = v.shape[2]
     if decay is not None and mask is None and pos % size:
         mask = torch.ones(1, pos, dtype=torch.bool, device=v.device)  # what pads the last chunk must not decay
     phi_q, phi_k, v = (_pad_end(x, size) for x in (phi_q, phi_k, v))
     n_chunks, group = phi_q.shape[1] // size, n_heads // n_kv
-    # b (c t) (k g) f -> (b k c) (g t) f: a group's queries are more rows against the same keys
-    q = phi_q.reshape(batch, n_chunks, size, n_kv, group, d_phi).permute(0, 3, 1, 4, 2, 5).reshape(-1, group * size, d_phi)
-    k = phi_k.reshape(batch, n_chunks, size, n_kv, d_phi).permute(0, 3, 1, 2, 4).reshape(-1, size, d_phi)
-    values = v.reshape(batch, n_chunks, size, n_kv, d_head).permute(0, 3, 1, 2, 4).reshape(-1, size, d_head)
+    # a group's queries are more rows against the same keys
+    q = rearrange(phi_q, "b (c t) (k g) f -> (b k c) (g t) f", t=size, k=n_kv)
+    k, values = (rearrange(x, "b (c t) k f -> (b k c) t f", t=size) for x in (phi_k, v))
 
     weight = _weights(decay, mask, batch, n_chunks, size, group, q)
     scores = (q @ k.transpose(1, 2)).mul_(weight.within)
     added = (k if weight.key is None else k * weight.key).transpose(1, 2) @ values
     states = _states_before(before, added.unflatten(0, (batch, n_kv, n_chunks)), weight.chunk)
     read = (q if weight.query is None else q * weight.query) @ states[:, :, :-1].flatten(0, 2)
-    numerator = read.baddbmm_(scores, values).reshape(batch, n_kv, n_chunks, group, size, d_head)
-    numerator = numerator.permute(0, 2, 4, 1, 3, 5).reshape(batch, n_chunks * size, n_heads, d_head)
-    return numerator[:, :pos], states[:, :, -1]
+    numerator = read.baddbmm_(scores, values)
+    numerator = rearrange(numerator, "(b k c) (g t) d -> b c t k g d", b=batch, k=n_kv, g=group)
+    return numerator, states[:, :, -1]
 
 
 def _states_before(before: Tensor, added: Tensor, chunk_weight: Tensor | None) -> Tensor:
@@ -144,10 +144,6 @@ def _normalizer(norm_q: Tensor, norm_k: Tensor, before: Tensor, chunk_size: int)
     running = within.add_(sums[:, :-1, None]).reshape(batch, padded, n_kv, 1, d_phi)
     normalizer = (norm_q.unflatten(2, (n_kv, -1)) * running).sum(-1).flatten(2, 3)
     return normalizer[:, :pos], sums[:, -1].reshape(batch, n_kv, d_phi)
-
-
-def _join(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 def _pad_end(x: Tensor, size: int) -> Tensor:

@@ -1,5 +1,7 @@
 """RoPE, the fast form."""
 
+from typing import Any
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -15,18 +17,48 @@ def rotate(
 
     Args:
         x: row vectors in the last axis.
-        cos, sin: rows of a :class:`RotaryTable`, broadcast over the axes before.
+        cos, sin: rows of a :class:`RotaryTable`, broadcast over the axes before. No gradient goes into them.
         adjacent_pairs: pairs (0, 1), (2, 3), ... as GPT-J does, instead of (i, i + rotary_dim / 2) as GPT-NeoX does.
     """
-    rotary_dim = cos.shape[-1]
-    turned = x[..., :rotary_dim]
-    # the sign goes into the rows, which all heads share, not into the features
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _Rotation.apply(x, cos, sin, adjacent_pairs)  # type: ignore[no-untyped-call]
+    return _turned(x, cos, sin, adjacent_pairs)
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, adjacent_pairs: bool) -> Tensor:
+    """(x_1 cos - x_2 sin, x_2 cos + x_1 sin) for each pair of features, in one new tensor and no other."""
+    n = cos.shape[-1]
     if adjacent_pairs:
-        flipped = torch.stack([turned[..., 1::2], turned[..., ::2]], dim=-1).flatten(-2)
-        sin = torch.stack([-sin[..., ::2], sin[..., 1::2]], dim=-1).flatten(-2)
+        first, second = (..., slice(0, n, 2)), (..., slice(1, n, 2))
     else:
-        half = rotary_dim // 2
-        flipped = torch.cat([turned[..., half:], turned[..., :half]], dim=-1)
-        sin = torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
-    turned = torch.addcmul(turned * cos, flipped, sin)
-    return turned if rotary_dim == x.shape[-1] else torch.cat([turned, x[..., rotary_dim:]], dim=-1)
+        first, second = (..., slice(0, n // 2)), (..., slice(n // 2, n))
+    turned = x[..., :n] * cos
+    turned[first].addcmul_(x[second], sin[first], value=-1)
+    turned[second].addcmul_(x[first], sin[second])
+    return turned if n == x.shape[-1] else torch.cat([turned, x[..., n:]], dim=-1)
+
+
+class _Rotation(torch.autograd.Function):
+    """A rotation is linear and orthogonal: its gradient is the rotation back, which needs nothing kept but the rows."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, cos: Tensor, sin: Tensor, adjacent_pairs: bool) -> Tensor:
+        return _turned(x, cos, sin, adjacent_pairs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, bool], output: Tensor) -> None:
+        _, cos, sin, ctx.adjacent_pairs = inputs
+        ctx.save_for_backward(cos, sin)
+        ctx.save_for_forward(cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        cos, sin = ctx.saved_tensors
+        return rotate(gradient, cos, -sin, ctx.adjacent_pairs), None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
+        cos, sin = ctx.saved_tensors
+        return rotate(tangent, cos, sin, ctx.adjacent_pairs)
