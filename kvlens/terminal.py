@@ -1,10 +1,12 @@
 """What every command of kvlens shares: how arguments are read, what a signal ends with, what may reach the terminal."""
 
 import argparse
+import shutil
 import signal
+import textwrap
 import threading
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -17,8 +19,41 @@ _HIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 """Unicode's controls (the escape character among them), marks such as those of direction, halves of a character, line ends."""
 
 
+def terminal_width() -> int:
+    """Columns of the terminal, as argparse counts them, and at most 100: longer lines are hard to read."""
+    return max(40, min(100, shutil.get_terminal_size().columns - 2))
+
+
+def paragraphs(text: str, width: int) -> str:
+    """``text`` in lines of at most ``width``; paragraphs that begin with two blanks (tables, commands) stay."""
+    return "\n\n".join(
+        part if part.startswith("  ") else textwrap.fill(part, width, break_on_hyphens=False, break_long_words=False)
+        for part in text.split("\n\n")
+    )
+
+
+def listed(rows: Iterable[tuple[str, str]], width: int) -> str:
+    """Names and what they are, in two columns."""
+    pairs = list(rows)
+    column = max(len(name) for name, _ in pairs) + 2
+    return "\n".join(
+        textwrap.fill(text, width, initial_indent=f"{name:<{column}}", subsequent_indent=" " * column, break_on_hyphens=False)
+        for name, text in pairs
+    )
+
+
+class Help(argparse.HelpFormatter):
+    """Help in paragraphs, with tables and commands that can be copied as they stand."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return textwrap.indent(paragraphs(text, width - len(indent)), indent)
+
+
 class Arguments(argparse.ArgumentParser):
     """A parser that answers bad input with a `KVLensError`, and a misspelt option with the nearest one that it has."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **{"formatter_class": Help, **kwargs})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:  # type: ignore[override]
         """As argparse's, but what a subcommand does not know is answered here, where its options are known."""

@@ -1,5 +1,6 @@
 """The command line through ``main(argv)``: what it prints, its exit status, and that bad input gets one line and no folder."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -291,3 +292,26 @@ def test_a_reader_that_leaves_early_is_no_error(folder):
     process.stderr.close()
     assert process.returncode == 0, err
     assert set(os.listdir("report")) == FILES
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        *([command, "--help"] for command in ("report", "analyse", "train", "zoo", "reproduce", "reference")),
+        ["analyse", "bias_by_head", "--help"],
+        ["analyse", "dual_bound", "--help"],
+        ["analyse"],
+        ["reproduce"],
+        ["zoo"],
+    ],
+    ids=" ".join,
+)
+def test_help_and_lists_fit_a_terminal_of_80_columns(arguments, monkeypatch, capsys):
+    """But for commands, which stand on a line of their own so that they can be copied."""
+    monkeypatch.setenv("COLUMNS", "80")
+    with contextlib.suppress(SystemExit):
+        main(arguments)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 3
+    assert [line for line in lines if len(line) > 80 and not line.startswith(("  kvlens ", "  torchrun "))] == []

@@ -15,12 +15,14 @@ from analyses.batch.runner import BatchResult, Input, run_batch
 from analyses.batch.task import Resources, Task, load_analysis
 from analyses.declaration import Analysis, Option
 from analyses.registry import ANALYSES
-from kvlens.terminal import Arguments, how_it_ended, visible
+from kvlens.terminal import Arguments, how_it_ended, listed, terminal_width, visible
 
 INCOMPLETE = 1
+TEXT_HELP = {
+    True: 'the text for prompts without a "text" of their own; needed, unless every prompt has one',
+    False: 'the text for prompts without a "text" of their own',
+}
 DTYPES = ("float32", "float64", "bfloat16", "float16")
-WIDTH = 100
-"""Of the table of columns in the help."""
 
 
 def run_analysis(name: str, argv: Sequence[str], prog: str, epilog: str) -> int:
@@ -58,9 +60,7 @@ def run_analysis(name: str, argv: Sequence[str], prog: str, epilog: str) -> int:
 
 def print_list(prog: str) -> int:
     """Print name and summary of kvlens' own analyses; return the exit status."""
-    width = max(map(len, ANALYSES)) + 2
-    for name in ANALYSES:
-        print(f"{name:<{width}}{load_analysis(name).summary}")
+    print(listed(((name, load_analysis(name).summary) for name in ANALYSES), terminal_width()))
     print(f"\n`{prog} NAME --help` shows columns and options of one.")
     return 0
 
@@ -80,14 +80,13 @@ def _parser(analysis: Analysis, prog: str, epilog: str) -> argparse.ArgumentPars
         prog=prog,
         description=_description(analysis),
         epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("prompts", metavar="PROMPTS", help="JSONL file, text file or folder")
     add("--model", action="append", required=True, help="a shipped model (see `kvlens zoo`) or a folder; may be repeated")
-    add("--out", required=True, metavar="FILE", help="the table, .parquet")
-    add("--text", help="the text of the prompts that have none of their own" + (" (needed)" if analysis.needs_text else ""))
+    add("--out", required=True, metavar="FILE", help="the table that is written, .parquet")
+    add("--text", help=TEXT_HELP[analysis.needs_text])
     add("--columns", metavar="A,B", help="only these columns, beside model and prompt_id")
     add("--overwrite", action="store_true", help="begin anew, and replace the table that FILE holds")
     add("--device", help="where the models run, e.g. cpu or cuda (default: cuda where there is one)")
@@ -110,8 +109,8 @@ def _description(analysis: Analysis) -> str:
         fields[source.name] = fields.get(source.name, False) or source.required
     named = ", ".join(name if required else f"{name} (optional)" for name, required in fields.items())
     reads = f"fields of a record that it reads: {named or 'none; one prompt, of any text, is enough'}"
-    columns = "\n".join(f"  {line}" for line in analysis.columns.table(WIDTH))
-    return f"{analysis.summary}\n\n{reads}\n\ncolumns, after model (str) and prompt_id (str):\n{columns}"
+    columns = "\n".join(f"  {line}" for line in analysis.columns.table(terminal_width() - 2))
+    return f"{analysis.summary}\n\n{reads}\n\ncolumns, after model (str) and prompt_id (str):\n\n{columns}"
 
 
 def _add_option(group: "argparse._ActionsContainer", name: str, option: Option, default: Any) -> None:

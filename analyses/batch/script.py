@@ -8,13 +8,16 @@ from collections.abc import Sequence
 
 from analyses.registry import ANALYSES, locate
 from kvlens import KVLensError
+from kvlens.terminal import paragraphs, terminal_width
 
 BAD_INPUT = 2
 EPILOG = """\
-PROMPTS is a JSONL file (an object a line: "prompt", and where wanted "text", "id" and fields of the analysis), any other file
-with a prompt a line, or a folder with a prompt a file. FILE gets one row group a prompt, by model, then in the order of the
-prompts; FILE.errors.jsonl names the lines and prompts that gave no rows. Until all is done, FILE.partial holds what is done: a
-run that was interrupted or killed goes on with the same command."""
+PROMPTS is a JSONL file (an object a line: "prompt", and where wanted "text", "id" and fields of the analysis), any other file \
+with a prompt a line, or a folder with a prompt a file. FILE gets one row group a prompt, by model, then in the order of the \
+prompts; FILE.errors.jsonl names the lines and prompts that gave no rows. Until all is done, FILE.partial holds what is done: \
+a run that was interrupted or killed goes on with the same command.
+
+  kvlens analyse bias_by_head prompts.jsonl --model docs-linear --text ' The' --out table.parquet"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,11 +41,7 @@ def analyse(argv: Sequence[str], prog: str = "kvlens analyse") -> int:
         return print_list(prog)
     name, *rest = argv
     if name in ("-h", "--help"):
-        print(f"usage: {prog} [NAME PROMPTS --model MODEL --out FILE [options]]\n")
-        print("Run an analysis over many prompts and models, into one Parquet file. Without NAME, the analyses are listed.\n")
-        print(f"{EPILOG}\n\nNAME is one of {', '.join(ANALYSES)}, or one of your own as MODULE:OBJECT, for instance")
-        print("my_package.my_module:MY_ANALYSIS, where the module is found from here or is installed, and the object is an")
-        print(f"analyses.Analysis. `{prog} NAME --help` shows columns and options.")
+        print(f"usage: {prog} [NAME PROMPTS --model MODEL --out FILE [options]]\n\n{paragraphs(_help(prog), terminal_width())}")
         return 0
     if name.startswith("-"):
         raise KVLensError(f"expected the name of an analysis, got {name!r}; `{prog}` lists them")
@@ -51,3 +50,14 @@ def analyse(argv: Sequence[str], prog: str = "kvlens analyse") -> int:
     from analyses.batch.command import run_analysis
 
     return run_analysis(name, rest, prog=f"{prog} {name}", epilog=EPILOG)
+
+
+def _help(prog: str) -> str:
+    return (
+        "Run an analysis over many prompts and models, into one Parquet file. Without NAME, the analyses are listed, each with "
+        f"what it is about; `{prog} NAME --help` shows the columns and options of one.\n\n"
+        f"{EPILOG}\n\n"
+        f"NAME is one of {', '.join(ANALYSES)}, or one of your own as MODULE:OBJECT, for instance "
+        "my_package.my_module:MY_ANALYSIS, where the module is found from here or is installed, and the object is an "
+        "analyses.Analysis."
+    )

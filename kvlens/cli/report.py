@@ -23,13 +23,13 @@ def add_command(commands: Any) -> None:
         "gives the logits of the original with it; what the prompt changes; which layers and heads carry it; and what is "
         "generated with the prompt, converted, and without. Without --prompt and --text, a built-in example is shown.",
         epilog="The folder gets a page to open in a browser (report.html), tidy Parquet tables, summary.json and the bias "
-        "(bias.safetensors). Example: kvlens report --prompt 'Colours: red, green, blue.' --text ' Colours: red, gr' "
-        "--out colours",
+        "(bias.safetensors).\n\n"
+        "  kvlens report --prompt 'Colours: red, green, blue.' --text ' Colours: red, gr' --out colours",
         allow_abbrev=False,
     )
-    report.add_argument("--prompt", metavar="TEXT", help="what is converted; it gets a BOS")
+    report.add_argument("--prompt", metavar="TEXT", help="what is converted; it gets the model's BOS token, if it has one")
     report.add_argument("--prompt-file", metavar="FILE", help="read the prompt from a UTF-8 file instead; - is standard input")
-    report.add_argument("--text", metavar="TEXT", help="what the predictions are compared on; tokenised apart from the prompt")
+    report.add_argument("--text", metavar="TEXT", help="what follows it, to compare predictions on; tokenised apart")
     report.add_argument("--text-file", metavar="FILE", help="read the text from a UTF-8 file instead; - is standard input")
     report.add_argument(
         "--model",
@@ -37,15 +37,29 @@ def add_command(commands: Any) -> None:
         help="a shipped model (see `kvlens zoo`), a folder written by HookedKVTransformer.save, a Hugging Face folder, or a "
         f"llama2.c checkpoint (default: facts-linear for the built-in example, {DEFAULT_MODEL} for a prompt of yours)",
     )
-    report.add_argument("--tokenizer", metavar="FILE", help="of a llama2.c checkpoint")
-    softmax = report.add_argument_group("softmax models", "without these every key is kept, which is exact")
-    softmax.add_argument("--method", choices=("exact", "landmark", "random", "taylor", "learned"), help="of the conversion")
-    softmax.add_argument("--features", type=int, metavar="N", help="virtual keys (or features) per key-value head")
-    softmax.add_argument("--budget", choices=("equal", "greedy"), help="who gets how many keys")
-    softmax.add_argument("--polish", type=int, metavar="STEPS", help="gradient steps on the logits after the fit")
+    report.add_argument("--tokenizer", metavar="FILE", help="the tokenizer's file, for a llama2.c checkpoint alone")
+    softmax = report.add_argument_group(
+        "softmax models", "without these every key of the prompt is kept, which is exact; linear models are always exact"
+    )
+    softmax.add_argument(
+        "--method",
+        choices=("exact", "landmark", "random", "taylor", "learned"),
+        help="landmark: few keys with fitted weights; the others are for comparison (default: exact)",
+    )
+    softmax.add_argument(
+        "--features", type=int, metavar="N", help="keys (or features) per key-value head; needed for landmark and random"
+    )
+    softmax.add_argument(
+        "--budget",
+        choices=("equal", "greedy"),
+        help="the same number of keys for every head, or more where they remove most error (default: equal)",
+    )
+    softmax.add_argument("--polish", type=int, metavar="STEPS", help="gradient steps on the logits after the fit (default: 0)")
     report.add_argument("--out", default="report", metavar="DIR", help="folder of the report (default: %(default)s)")
     report.add_argument("--overwrite", action="store_true", help="replace the report that DIR holds; nothing else is replaced")
-    report.add_argument("--new-tokens", type=int, default=40, metavar="N", help="tokens to generate (default: %(default)s)")
+    report.add_argument(
+        "--new-tokens", type=int, default=40, metavar="N", help="tokens to generate, three ways (default: %(default)s)"
+    )
     report.add_argument(
         "--temperature", type=float, default=0.0, metavar="T", help="of sampling; 0 is greedy (default: %(default)g)"
     )

@@ -9,7 +9,7 @@ from time import perf_counter
 from typing import Any
 
 from kvlens.errors import KVLensError
-from kvlens.terminal import visible
+from kvlens.terminal import terminal_width, visible
 
 SCALES = ("small", "paper", "tiny")
 
@@ -21,11 +21,16 @@ def add_command(commands: Any) -> None:
         help="repeat a figure or table of the papers",
         description="Repeat an experiment of the papers: a table, a figure and summary.json, which puts the paper's number "
         "beside ours and says where the scale differs. Without NAME: the list.",
-        epilog="example: kvlens reproduce induction-depth --out induction-depth",
+        epilog="  kvlens reproduce induction-depth --out induction-depth",
         allow_abbrev=False,
     )
     parser.add_argument("name", nargs="?", metavar="NAME", help="the experiment")
-    parser.add_argument("--scale", choices=SCALES, default="small", help="small: minutes on two cores (default: %(default)s)")
+    parser.add_argument(
+        "--scale",
+        choices=SCALES,
+        default="small",
+        help="small: minutes; tiny: seconds, for tests (default: %(default)s)",
+    )
     parser.add_argument(
         "--model", metavar="NAME", help="the model, where it is a setting: a shipped one, a folder, a llama2.c checkpoint"
     )
@@ -47,7 +52,9 @@ def _reproduce(args: argparse.Namespace) -> int:
 
     if args.name is None:
         for experiment in all_experiments():
-            print(f"{experiment.name:<22}{experiment.source:<28}small: {experiment.cost['small']}")
+            facts = f"{experiment.name}  ({experiment.source}; small: {experiment.cost['small']})"
+            print(textwrap.fill(facts, terminal_width(), subsequent_indent="    ", break_on_hyphens=False))
+            print(textwrap.fill(experiment.question, terminal_width(), initial_indent="    ", subsequent_indent="    "))
         print("\nkvlens reproduce NAME [--scale small|paper]; figures and tables go to a folder")
         return 0
 

@@ -19,9 +19,11 @@ def add_command(commands: Any) -> None:
         help="train a small model on a task, or a shipped model again",
         description="Train NAME: a recipe of a shipped model (see `kvlens zoo`), or a task: induction, bigrams, ngrams, hops, "
         "arithmetic, regression, facts, text. The folder gets checkpoint, metrics and the model with its card. The same "
-        "command takes an interrupted run up where it was. Several processes: torchrun --nproc-per-node N -m kvlens train ...",
-        epilog="example: kvlens train induction --out run --task vocab_size=256 length=64 --model n_layers=1 kv_shift=true "
-        "--set steps=500 learning_rate=0.002",
+        "command takes an interrupted run up where it was.",
+        epilog="An example, and how several processes share a run:\n\n"
+        "  kvlens train induction --out run --task vocab_size=256 length=64 \\\n"
+        "      --model n_layers=1 kv_shift=true --set steps=500 learning_rate=0.002\n"
+        "  torchrun --nproc-per-node 2 -m kvlens train ...",
         allow_abbrev=False,
     )
     train.add_argument("name", metavar="NAME", help="a recipe or a task")
@@ -32,9 +34,9 @@ def add_command(commands: Any) -> None:
         ("--set", "training settings, fields of TrainSettings", "steps=500 batch_size=64"),
     ):
         train.add_argument(flag, nargs="+", action="extend", default=[], metavar="KEY=VALUE", help=f"{what}, e.g. {example}")
-    train.add_argument("--steps", type=int, help="number of updates, at most")
-    train.add_argument("--minutes", type=float, metavar="M", help="time budget")
-    train.add_argument("--seed", type=int, help="of weights and batches")
+    train.add_argument("--steps", type=int, help="number of updates, at most (default: the recipe's own)")
+    train.add_argument("--minutes", type=float, metavar="M", help="time budget in minutes (default: none)")
+    train.add_argument("--seed", type=int, help="of weights and batches (default: the recipe's own)")
     train.add_argument("--device", help="where to train, e.g. cpu or cuda (default: cuda where there is one)")
     train.add_argument("--restart", action="store_true", help="begin anew where a run stands in DIR")
     train.set_defaults(run=_train)

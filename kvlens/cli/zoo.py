@@ -5,6 +5,12 @@ import json
 from typing import Any
 
 from kvlens import zoo
+from kvlens.terminal import paragraphs, terminal_width
+
+LEGEND = (
+    "loss (nats) and accuracy: on held-out data, at the positions that count for the task; gain: nats a token that a converted "
+    'context saves. Load one with HookedKVTransformer.from_zoo("docs-linear").'
+)
 
 
 def add_command(commands: Any) -> None:
@@ -35,5 +41,5 @@ def _zoo(args: argparse.Namespace) -> int:
             f"{name:<20}{facts['recipe']['task']:<11}{facts['n_parameters']:>11,}{size:>6.1f} MB{held['loss']:>9.4f}"
             f"{held['accuracy']:>10.4f}{gain}"
         )
-    print("held-out, over scored positions: loss in nats, share of right predictions; gain: nats a converted context saves")
+    print(f"\n{paragraphs(LEGEND, terminal_width())}")
     return 0

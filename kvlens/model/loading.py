@@ -19,6 +19,7 @@ from kvlens.pretrained import (
     official_name,
     refuse_names_with_code,
     refuse_to_run_code,
+    without_progress_bars,
 )
 
 M = TypeVar("M", bound=HookedTransformer)
@@ -206,7 +207,7 @@ def _from_hub(cls: type[M], name: str, tokenizer: Any, kv_shift: KVShiftConfig |
         check_weight_processing(probe, kwargs["fold_value_biases"], kwargs["refactor_factored_attn_matrices"])
     load = HookedTransformer.from_pretrained.__func__  # type: ignore[attr-defined]
     try:
-        with without_deprecation_warning(), nothing_asked():
+        with without_deprecation_warning(), without_progress_bars(), nothing_asked():
             model = load(cls, name, tokenizer=tokenizer, **{**kwargs, "trust_remote_code": False})
     except OSError as error:
         raise KVLensError(

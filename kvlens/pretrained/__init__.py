@@ -13,6 +13,7 @@ What comes out is TransformerLens' own configuration and weights under its names
 from kvlens.pretrained.architectures import SUPPORTED_ARCHITECTURES
 from kvlens.pretrained.checkpoint_files import read_tensors
 from kvlens.pretrained.code import nothing_asked, refuse_names_with_code, refuse_to_run_code
+from kvlens.pretrained.folder import without_progress_bars
 from kvlens.pretrained.llama2c import load_llama2c_parts
 from kvlens.pretrained.names import is_local_folder, official_name
 from kvlens.pretrained.parts import PretrainedParts, load_pretrained_parts
@@ -32,4 +33,5 @@ __all__ = [
     "read_tokenizer",
     "refuse_names_with_code",
     "refuse_to_run_code",
+    "without_progress_bars",
 ]

@@ -1,6 +1,7 @@
 """A folder in Hugging Face's format: is all there, and what transformers makes of it."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging
 
 from kvlens.errors import KVLensError
 from kvlens.pretrained.architectures import SUPPORTED_ARCHITECTURES, unsupported
@@ -36,6 +38,18 @@ def check_folder_files(folder: Path) -> None:
         raise KVLensError(f"from_pretrained: no weights in {folder}: expected {expected}; {found}")
 
 
+@contextlib.contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """transformers draws its bars on stderr, which a notebook shows as a red box; here it draws none."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
 def load_folder(folder: Path, dtype: torch.dtype, kwargs: dict[str, Any]) -> tuple[PreTrainedModel, Mapping[str, Tensor]]:
     """Load the causal language model in ``folder`` and make sure that every one of its weights came from there.
 
@@ -58,9 +72,10 @@ def load_folder(folder: Path, dtype: torch.dtype, kwargs: dict[str, Any]) -> tup
             "be converted. Load it dequantised with transformers and pass it as hf_model=."
         )
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, config=hf_config, dtype=dtype, output_loading_info=True, **kwargs
-        )
+        with without_progress_bars():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                folder, config=hf_config, dtype=dtype, output_loading_info=True, **kwargs
+            )
     except Exception as error:
         raise KVLensError(
             f"from_pretrained: transformers cannot load the model in {folder}: {type(error).__name__}: {error}"

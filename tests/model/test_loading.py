@@ -6,6 +6,7 @@ import pytest
 import torch
 from small_models import linear_model, plain_model, relative_error, small_model, tokens
 from tiny_hf import D_VOCAB, tiny_hf_model, tiny_tokenizer
+from transformers.utils import logging as hf_logging
 
 from kvlens import HookedKVTransformer, KVLensError, KVShiftConfig, convert_prompt
 from kvlens._tl import HookedTransformer
@@ -17,6 +18,18 @@ KINDS = ["gpt2", "neox", "llama", "qwen2", "qwen3"]
 
 def hf_tokens() -> torch.Tensor:
     return torch.randint(0, D_VOCAB, (2, 11), generator=torch.Generator().manual_seed(1))
+
+
+def test_loading_a_folder_writes_nothing_to_the_screen(tmp_path, capfd):
+    """transformers' bars would be red boxes in a notebook; its setting is what it was."""
+    tiny_hf_model("gpt2").save_pretrained(tmp_path / "m")
+    tiny_tokenizer().save_pretrained(tmp_path / "m")
+    before = hf_logging.is_progress_bar_enabled()
+    capfd.readouterr()
+    HookedKVTransformer.from_pretrained(tmp_path / "m", device="cpu")
+    written = capfd.readouterr()
+    assert (written.out, written.err) == ("", "")
+    assert hf_logging.is_progress_bar_enabled() == before
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -31,6 +31,15 @@ VARIANTS: dict[str, Variant] = {
     "regularised and augmented": Variant(alpha=-0.5, key_depth=1),
     "all three": Variant(alpha=-0.5, key_depth=1, negatives=3, beta=0.1),
 }
+FAMILIES = {
+    family: [name for name in VARIANTS if name.startswith(start)]
+    for family, start in [
+        ("regularised", "regularised, alpha"),
+        ("augmented", "augmented"),
+        ("negative", "negative"),
+        ("combined", ("regularised and", "all three", AGAIN)),
+    ]
+}
 CLAIMS: dict[tuple[str, str], tuple[str, bool]] = {
     ("linear", "regularised, alpha 0.5"): ("with alpha > 0 the layer converges to a poorer result (sec. 5)", False),
     ("linear", "regularised, alpha -0.5"): ("with alpha < 0 it converges faster, to a comparable result (sec. 5)", True),
@@ -107,16 +116,19 @@ def compare(ratios: pd.DataFrame) -> list[Comparison]:
 
 
 def draw(curves: pd.DataFrame) -> Figure:
-    """Held-out error against steps, a panel a task."""
+    """Held-out error against steps: a column a task, a row a family of variants, plain attention in each."""
     tasks = list(curves["task"].unique())
-    figure = Figure(figsize=(5.0 * len(tasks), 4.6), layout="constrained")
-    panels = figure.subplots(1, len(tasks), squeeze=False)[0]
-    for axes, task in zip(panels, tasks, strict=True):
-        draw_curves(axes, curves[curves["task"] == task], y="loss")
-        axes.set_yscale("log")
-        axes.set(xlabel="step", ylabel="held-out squared error")
-        axes.set_title(f"{task} task", loc="left", fontsize=11)
-    panels[-1].legend(frameon=False, fontsize=7)
+    figure = Figure(figsize=(4.6 * len(tasks), 3.1 * len(FAMILIES)), layout="constrained")
+    panels = figure.subplots(len(FAMILIES), len(tasks), squeeze=False, sharex=True)
+    for row, members in zip(panels, FAMILIES.values(), strict=True):
+        for axes, task in zip(row, tasks, strict=True):
+            draw_curves(axes, curves[(curves["task"] == task) & curves["model"].isin([PLAIN, *members])], y="loss")
+            axes.set_yscale("log")
+        row[-1].legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+        row[0].set_ylabel("held-out squared error")
+    for top, bottom, task in zip(panels[0], panels[-1], tasks, strict=True):
+        top.set_title(f"{task} task", loc="left", fontsize=11)
+        bottom.set_xlabel("step")
     return figure
 
 
@@ -141,7 +153,7 @@ EXPERIMENT = Experiment(
     scales={"tiny": _scale([0, 1], 4, 2), "small": _scale(list(range(8)), 400, 8), "paper": _scale(list(range(16)), 5000, 16)},
     cost={
         "tiny": "seconds",
-        "small": "about five minutes on one core",
-        "paper": "an hour or two on one core (not run here)",
+        "small": "under a minute on one core",
+        "paper": "about an hour on one core (not run here)",
     },
 )
