@@ -31,15 +31,13 @@ VARIANTS: dict[str, Variant] = {
     "regularised and augmented": Variant(alpha=-0.5, key_depth=1),
     "all three": Variant(alpha=-0.5, key_depth=1, negatives=3, beta=0.1),
 }
-FAMILIES = {
-    family: [name for name in VARIANTS if name.startswith(start)]
-    for family, start in [
-        ("regularised", "regularised, alpha"),
-        ("augmented", "augmented"),
-        ("negative", "negative"),
-        ("combined", ("regularised and", "all three", AGAIN)),
-    ]
+FAMILY_STARTS: dict[str, tuple[str, ...]] = {
+    "regularised": ("regularised, alpha",),
+    "augmented": ("augmented",),
+    "negative": ("negative",),
+    "combined": ("regularised and", "all three", AGAIN),
 }
+FAMILIES = {family: [name for name in VARIANTS if name.startswith(starts)] for family, starts in FAMILY_STARTS.items()}
 CLAIMS: dict[tuple[str, str], tuple[str, bool]] = {
     ("linear", "regularised, alpha 0.5"): ("with alpha > 0 the layer converges to a poorer result (sec. 5)", False),
     ("linear", "regularised, alpha -0.5"): ("with alpha < 0 it converges faster, to a comparable result (sec. 5)", True),
