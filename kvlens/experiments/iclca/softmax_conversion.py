@@ -52,14 +52,15 @@ def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
     """Convert every context by every method, and measure."""
     model = _model(settings)
     rows: list[dict[str, Any]] = []
-    for context in range(settings["n_contexts"]):
+    first, n_contexts = settings["first_context"], settings["n_contexts"]
+    for context in range(first, first + n_contexts):
         prompt, texts = _context(model, settings, seed=context)
         for way, bias in _biases(model, prompt, settings, seed=context):
             size = {"keys_per_head": way.size, "n_continuations": way.n_continuations}
             stored = 0 if way.method == DROPPED else bias.num_parameters
             measured = _measure(model, prompt, texts, bias)
             rows.append({"context": context, "method": way.method, **size, "stored_numbers": stored, **measured, **_cost(bias)})
-        tell(f"context {context + 1} of {settings['n_contexts']}")
+        tell(f"context {context + 1 - first} of {n_contexts}: {_told(rows)}")
     contexts = pd.DataFrame(rows)
     table = contexts.groupby(SIZE, sort=False).mean(numeric_only=True).drop(columns="context").reset_index()
     return Outcome(
@@ -72,6 +73,12 @@ def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
             "The paper's random features are compared with no other method; the landmark keys are kvlens'.",
         ],
     )
+
+
+def _told(rows: list[dict[str, Any]]) -> str:
+    """The last context's errors of the landmark methods, by keys per head."""
+    last = [row for row in rows if row["context"] == rows[-1]["context"] and row["method"] in (GREEDY, POLISHED)]
+    return ", ".join(f"{row['method'].split()[-1]} {row['keys_per_head']}: {row['relative_error']:.2%}" for row in last)
 
 
 def _model(settings: Mapping[str, Any]) -> HookedKVTransformer:
@@ -225,6 +232,7 @@ def draw(table: pd.DataFrame) -> Figure:
 
 def _scale(**changes: Any) -> dict[str, Any]:
     sizes = dict(
+        first_context=0,
         n_contexts=8,
         n_prompt=64,
         n_text=32,
