@@ -84,7 +84,7 @@ def convert_prompt(
             prompt read again, another string or tokens for that text. ``n_continuations``, ``continuation_length``: how many,
             and of how many tokens.
             ``polish_steps``: gradient steps afterwards, on the logits or, with ``objective="kl"``, on the next token's
-            distribution; ``verbose=False`` hides their progress.
+            distribution; each reads ``texts_per_step`` of the reference texts. ``verbose=False`` hides their progress.
             ``keys`` ("output", "normalizer", "mass"), ``fit=False``, ``layer_by_layer``: ways that measured no better.
             ``random_feature_kind``: "orthogonal" (in blocks of d_head, as FAVOR+), or "iid".
             ``seed``: of continuations, random features and polishing.

@@ -24,6 +24,7 @@ from kvlens.kv_bias.arithmetic import fields_of_sum
 from kvlens.kv_bias.features import SoftmaxFeatures, VirtualKeys, features_from
 from kvlens.kv_bias.fingerprint import Fingerprint
 from kvlens.kv_bias.fit import BiasFit
+from kvlens.kv_bias.ragged import packed, used_keys
 from kvlens.kv_bias.storage import read_bias_file, write_bias_file
 
 TENSORS = ("b_KV", "b_D", "last_k", "last_v", "last_q")
@@ -147,10 +148,9 @@ class KVBias:
         """
         if not isinstance(self.features, VirtualKeys):
             return self.b_KV.numel() + self.b_D.numel()
-        used = (self.b_D != 0) | (self.b_KV != 0).any(dim=-1)
-        of_key = used.unflatten(-2, (self.fingerprint.n_kv_heads, -1)).any(dim=-2)
-        d_head = self.fingerprint.d_head
-        return int(used.sum()) * (d_head + 1) + int(of_key.sum()) * d_head
+        n_kv_heads, d_head = self.fingerprint.n_kv_heads, self.fingerprint.d_head
+        readers = self.b_D.shape[-2] // n_kv_heads
+        return int(used_keys(self.b_KV, self.b_D, n_kv_heads).sum()) * (readers * (d_head + 1) + d_head)
 
     def __repr__(self) -> str:
         f, family = self.fingerprint, "" if self.features is None else f"{self.features.kind}, "
@@ -310,6 +310,8 @@ class KVBias:
             meta["features"] = self.features.kind
             tensors["log_scale"] = self.log_scale
             tensors |= {f"features.{name}": tensor for name, tensor in self.features.tensors().items()}
+        if isinstance(self.features, VirtualKeys):
+            tensors = packed(tensors, self.fingerprint.n_kv_heads)
         if self.fit is not None:
             meta["fit"] = self.fit.to_json()
             tensors |= {f"fit.{name}": tensor for name, tensor in self.fit.to_tensors().items()}

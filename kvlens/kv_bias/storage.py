@@ -15,10 +15,11 @@ from torch import Tensor
 from kvlens.errors import KVLensError
 from kvlens.files import write_atomically
 from kvlens.kv_bias.fingerprint import Fingerprint
+from kvlens.kv_bias.ragged import unpacked
 from kvlens.tensor_files import checked_tensor_bytes, read_checked_tensors
 
-FORMAT_VERSION = 2
-"""2 brought the checksum, and features."""
+FORMAT_VERSION = 3
+"""2 brought the checksum, and features; 3 leaves virtual keys without a use out."""
 FORMAT = "kvlens.KVBias"
 
 
@@ -43,7 +44,7 @@ def read_bias_file(path: str | Path, names: Sequence[str]) -> tuple[dict[str, Te
         raise KVLensError(f"KVBias.load: no file at {path}")
     tensors, metadata = read_checked_tensors(path, "KVBias.load", FORMAT, FORMAT_VERSION)
     try:
-        return _complete(path, tensors, json.loads(metadata["kv_bias"]), names)
+        return _complete(path, unpacked(tensors), json.loads(metadata["kv_bias"]), names)
     except KVLensError:
         raise
     except (KeyError, ValueError, TypeError, AttributeError) as error:

@@ -140,6 +140,55 @@ def test_a_file_keeps_everything(kind, tmp_path):
     assert loaded.features.kind == kind
 
 
+def with_budgets(b: KVBias) -> KVBias:
+    """Between 1 and 7 keys per head, the others without a weight."""
+    counts = torch.arange(LAYERS * KV * (b.batch_size or 1)).reshape(b.b_D.shape[:-1]) % R + 1
+    on = (torch.arange(R) < counts[..., None]).to(b.b_D)
+    return replace(b, b_KV=b.b_KV * on[..., None], b_D=b.b_D * on)
+
+
+@pytest.mark.parametrize("batch", [None, 2])
+@pytest.mark.parametrize("selected", [False, True])
+def test_a_file_leaves_out_keys_without_a_weight(selected, batch, tmp_path):
+    whole = bias(batch=batch)
+    ragged = with_budgets(whole)
+    heads = HEADS if selected else KV
+    if selected:
+        whole, ragged = (b.select(layers=[0], heads=[(1, 2)]) for b in (whole, ragged))
+    counts = (torch.arange(LAYERS * KV * (batch or 1)) % R + 1).reshape(LAYERS, batch or 1, KV)
+    kept = (
+        int(counts[0].sum() + counts[1, :, 1].sum()) if selected else int(counts.sum())
+    )  # query head 2 reads key-value head 1
+    assert ragged.num_parameters == kept * (heads // KV * (D + 1) + D)
+    whole.save(tmp_path / "whole.safetensors")
+    ragged.save(tmp_path / "ragged.safetensors")
+    assert (tmp_path / "ragged.safetensors").stat().st_size < (tmp_path / "whole.safetensors").stat().st_size - kept * D
+    loaded = KVBias.load(tmp_path / "ragged.safetensors")
+    assert torch.equal(loaded.b_KV, ragged.b_KV) and torch.equal(loaded.b_D, ragged.b_D)
+    assert_same(loaded, ragged)
+    loaded.save(tmp_path / "again.safetensors")
+    assert_same(KVBias.load(tmp_path / "again.safetensors"), ragged)
+
+
+def test_a_bias_without_any_key_in_use_is_kept_too(tmp_path):
+    nothing = bias().zero_like()
+    assert nothing.num_parameters == 0
+    nothing.save(tmp_path / "b.safetensors")
+    loaded = KVBias.load(tmp_path / "b.safetensors")
+    assert torch.equal(loaded.b_KV, nothing.b_KV) and loaded.d_phi == R
+
+
+@pytest.mark.parametrize("name", ["b_D", "features.keys", "features.distance", "used"])
+def test_rows_that_do_not_fit_the_keys_in_use_are_refused(name, tmp_path):
+    path = tmp_path / "b.safetensors"
+    with_budgets(bias()).save(path)
+    tensors, metadata = read_checked_tensors(path, "test", "kvlens.KVBias", newest=3)
+    tensors[name] = tensors[name][:-1]
+    path.write_bytes(checked_tensor_bytes(tensors, metadata))
+    with pytest.raises(KVLensError, match="incomplete or damaged"):
+        KVBias.load(path)
+
+
 def test_the_rows_of_a_fit():
     rows = a_fit(2).rows()
     assert len(rows) == LAYERS * 2 * HEADS
@@ -157,7 +206,7 @@ def test_the_rows_of_a_fit():
 def test_a_file_with_other_features_is_refused(change, words, tmp_path):
     path = tmp_path / "b.safetensors"
     bias().save(path)
-    tensors, metadata = read_checked_tensors(path, "test", "kvlens.KVBias", newest=2)
+    tensors, metadata = read_checked_tensors(path, "test", "kvlens.KVBias", newest=3)
     metadata["kv_bias"] = json.dumps({**json.loads(metadata["kv_bias"]), **change})
     path.write_bytes(checked_tensor_bytes(tensors, metadata))
     with pytest.raises(KVLensError, match=words):

@@ -16,7 +16,7 @@ from kvlens.conversion.softmax.prompt_pass import attached, continued, rows_of
 from kvlens.conversion.softmax.teacher import Teacher
 from kvlens.kv_bias import KVBias, VirtualKeys
 
-LEARNING_RATE, TEXTS_PER_STEP = 2e-2, 16
+LEARNING_RATE = 2e-2
 
 
 @dataclass
@@ -65,7 +65,7 @@ def polish(teacher: Teacher, bias: KVBias) -> KVBias:
             schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.polish_steps)
             progress = tqdm(range(options.polish_steps), desc="polishing", disable=not options.verbose)
             for _ in progress:
-                texts = torch.randperm(teacher.seen.shape[1], generator=generator)[:TEXTS_PER_STEP]
+                texts = torch.randperm(teacher.seen.shape[1], generator=generator)[: options.texts_per_step]
                 loss = _loss(teacher, state.bias(bias), texts, target, options.objective)
                 optimizer.zero_grad()
                 loss.backward()
@@ -93,7 +93,11 @@ def _logits(teacher: Teacher, bias: KVBias, texts: Int[Tensor, " text"]) -> Tens
 def _target_logits(teacher: Teacher) -> list[Tensor]:
     """What the prompted model says to each text; [batch, pos, vocab] each."""
     every = torch.arange(teacher.seen.shape[1])
-    return [logits for part in every.split(TEXTS_PER_STEP) for logits in _logits(teacher, teacher.whole, part).unbind(dim=1)]
+    return [
+        logits
+        for part in every.split(teacher.options.texts_per_step)
+        for logits in _logits(teacher, teacher.whole, part).unbind(dim=1)
+    ]
 
 
 def _loss(

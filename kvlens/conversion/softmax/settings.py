@@ -27,6 +27,7 @@ class SoftmaxChoices(TypedDict, total=False):
     n_continuations: int
     continuation_length: int
     polish_steps: int
+    texts_per_step: int
     objective: Literal["logits", "kl"]
     keys: Criterion
     fit: bool
@@ -52,6 +53,7 @@ class SoftmaxOptions:
     n_continuations: int = 24
     continuation_length: int = 64
     polish_steps: int = 0
+    texts_per_step: int = 16
     objective: Literal["logits", "kl"] = "logits"
     keys: Criterion = "output"
     fit: bool = True
@@ -69,6 +71,8 @@ class SoftmaxOptions:
         for name in ("n_continuations", "continuation_length"):
             if getattr(self, name) < 2:
                 raise KVLensError(f"convert_prompt: {name} must be at least 2, got {getattr(self, name)}")
+        if self.texts_per_step < 1:
+            raise KVLensError(f"convert_prompt: texts_per_step must be at least 1, got {self.texts_per_step}")
         if self.polish_steps < 0:
             raise KVLensError(f"convert_prompt: polish_steps must not be negative, got {self.polish_steps}")
         if self.n_features is not None and self.ratio is not None:

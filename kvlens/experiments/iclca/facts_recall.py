@@ -1,15 +1,18 @@
 """``facts-recall``: how many virtual keys per head does a softmax model need to remember a story?
 
 ``facts-gpt2`` reads a made-up story and answers questions about it; the story alone says what the answer is. The story becomes
-a KV bias: all its keys (exact), or fewer, chosen and fitted on the model's own continuations of the story, never on the
-questions that are judged. Counted is, of the answers that the model gives right with the story in front, the share that stays
-right:
+a KV bias: all its keys (exact), or fewer, chosen and fitted on the model's own continuations of the story. Counted is, of the
+answers that the model gives right with the story in front, the share that stays right:
 
     share kept = right with the story and with its bias / right with the story        at so many keys per head
 
 Ways to get fewer keys: *greedy* gives keys to the heads where they remove most error, *equal* gives each head as many, *no fit*
 keeps the same keys as they are, without fitted weights and values. *polished* goes on from greedy, at a quarter of the keys, by
-gradient steps on the next token's distribution over the same continuations. *dropped* is no bias at all.
+gradient steps on the next token's distribution over more continuations. *dropped* is no bias at all.
+
+The continuations are what the model itself writes after the story, drawn at random. It was trained on stories with questions,
+so it mostly asks about the story's facts and answers: the fits see questions of the judged form, some of them the judged ones,
+as the model happens to write them, with whatever answer it gives.
 
 Source: ICLCA sec. 5 and 6.4, for the approximate conversion of softmax attention; the stories, the judged answers and the
 virtual keys are kvlens'.
@@ -112,7 +115,7 @@ def ways(settings: Mapping[str, Any]) -> Iterator[tuple[Way, dict[str, Any]]]:
             )
             yield Way(name, ratio), {**landmark, **options}
         if ratio == AIM_RATIO:
-            polish = dict(polish_steps=settings["polish_steps"], objective="kl")
+            polish = {**settings["polish"], "objective": "kl"}
             yield Way(POLISHED, ratio), {**landmark, **FEWER_KEYS[GREEDY], **polish}
 
 
@@ -238,7 +241,7 @@ def _scale(**changes: Any) -> dict[str, Any]:
         batch_size=32,
         ratios=[0.0625, 0.125, 0.25, 0.5],
         reference=dict(n_continuations=24, continuation_length=48),
-        polish_steps=100,
+        polish=dict(polish_steps=200, texts_per_step=4, n_continuations=64),
         seed=0,
     )
     return {**small, **changes}
@@ -255,7 +258,7 @@ EXPERIMENT = Experiment(
             batch_size=2,
             ratios=[0.125, 0.25],
             reference=dict(n_continuations=4, continuation_length=16),
-            polish_steps=4,
+            polish=dict(polish_steps=4),
         ),
         "small": _scale(),
         "paper": _scale(n_stories=1024),

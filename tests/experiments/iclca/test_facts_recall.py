@@ -50,7 +50,9 @@ def test_measuring_asks_every_first_time_question_once_in_every_way():
     task = FactsTask(min_facts=3, max_facts=3, length=90)
     model = build_model(task, dict(n_layers=1, d_model=16, d_head=8, positional_embedding_type="standard"))
     stories = task.stories(3, torch.Generator().manual_seed(0), "heldout")
-    settings = dict(ratios=[0.25], reference=dict(n_continuations=2, continuation_length=6), polish_steps=2, seed=0)
+    settings = dict(
+        ratios=[0.25], reference=dict(n_continuations=2, continuation_length=6), polish=dict(polish_steps=2), seed=0
+    )
     answers = facts_recall.measure(model, stories, settings, first_story=10)
     assert answers.groupby("way").size().to_dict() == dict.fromkeys((EXACT, DROPPED, GREEDY, EQUAL, NO_FIT, POLISHED), 9)
     exact, dropped = (answers[answers["way"] == way] for way in (EXACT, DROPPED))

@@ -1,0 +1,64 @@
+"""Virtual keys as a file holds them: those of every head one after another, without the ones that only fill heads up.
+
+In memory all heads have as many virtual keys as the one with the most, filled up with some that have no weight. With
+unequal budgets that is twice the numbers and more, so a file leaves them out:
+
+    used [layer, (batch,) kv_head, r]          b_KV, b_D, keys, distance: the rows where ``used``, in its order
+
+``b_KV`` and ``b_D`` of single query heads (after a selection) have the rows of their key-value head.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+USED = "used"
+RAGGED = {"b_KV": 1, "b_D": 0, "features.keys": 1, "features.distance": 0}
+"""What is packed, and how many axes follow that of the keys."""
+
+
+def used_keys(b_kv: Tensor, b_d: Tensor, n_kv_heads: int) -> Bool[Tensor, "layer *batch kv_head r"]:
+    """Where a key has a weight or a value, for any of the query heads that read it."""
+    used = (b_d != 0) | (b_kv != 0).any(dim=-1)
+    return used.unflatten(-2, (n_kv_heads, -1)).any(dim=-2)
+
+
+def packed(tensors: Mapping[str, Tensor], n_kv_heads: int) -> dict[str, Tensor]:
+    """The tensors of a bias, virtual keys without a use left out; unchanged where every key has one."""
+    used = used_keys(tensors["b_KV"], tensors["b_D"], n_kv_heads)
+    if bool(used.all()):
+        return dict(tensors)
+    rows = {name: tensors[name][_of_heads(used, tensors[name], after)] for name, after in RAGGED.items()}
+    return {**tensors, **rows, USED: used}
+
+
+def unpacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What :func:`packed` was given, but for the contents of keys without a use: those are 0, at distance 1.
+
+    Raises:
+        ValueError: the numbers of rows do not fit.
+    """
+    rest = {name: tensor for name, tensor in tensors.items() if name != USED}
+    if USED not in tensors:
+        return rest
+    used = tensors[USED]
+    if used.dtype != torch.bool or used.dim() < 3 or not RAGGED.keys() <= rest.keys():
+        raise ValueError(f"used must be truth values [layer, (batch,) kv_head, r], got {used.dtype} {list(used.shape)}")
+    for name, after in RAGGED.items():
+        rows, n = rest[name], int(used.sum())
+        group = max(1, len(rows) // max(n, 1)) if name.startswith("b_") else 1  # query heads of a key-value head
+        if rows.dim() != 1 + after or len(rows) != n * group:
+            raise ValueError(f"{name} holds {len(rows)} rows for {n} virtual keys")
+        where = used.repeat_interleave(group, dim=-2)
+        whole = rows.new_full((*where.shape, *rows.shape[1:]), 1 if name == "features.distance" else 0)
+        whole[where] = rows
+        rest[name] = whole
+    return rest
+
+
+def _of_heads(used: Tensor, like: Tensor, after: int) -> Tensor:
+    """``used`` for as many heads as ``like`` has."""
+    heads = like.shape[-2 - after]
+    return used.repeat_interleave(heads // used.shape[-2], dim=-2)
