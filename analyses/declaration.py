@@ -20,7 +20,7 @@ A whole analysis, as you might write it in ``my_package/my_module.py``::
         \"\"\"The largest logit at every place of a text.
 
         Returns:
-            One row a place, in order:
+            One row per place, in order:
 
             {columns}
         \"\"\"

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from kvlens import HookedKVTransformer, KVBias, KVLensError, convert_prompt
 
-PromptTokens = str | Int[Tensor, "*one prompt_pos"]
-TextTokens = str | Int[Tensor, "*one text_pos"]
-BaselineTokens = str | Int[Tensor, "*one baseline_pos"]
+PromptTokens = str | Int[Tensor, "*one_prompt prompt_pos"]
+CorruptedTokens = str | Int[Tensor, "*one_corrupted corrupted_pos"]
+TextTokens = str | Int[Tensor, "*one_text text_pos"]
+BaselineTokens = str | Int[Tensor, "*one_baseline baseline_pos"]
 
 
 def one_sequence(

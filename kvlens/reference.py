@@ -132,7 +132,8 @@ def _settle_lazy_names(names: list[str]) -> None:
 def _settle_inherited_annotations() -> None:
     """Resolve the annotations that our dataclass inherits from TransformerLens, which mean something only in its module."""
     config: Any = kvlens.HookedKVTransformerConfig
-    config.__init__.__annotations__.update(typing.get_type_hints(config))
+    of_init, hints = config.__init__.__annotations__, typing.get_type_hints(config)
+    of_init.update({name: hints[name] for name, hint in of_init.items() if isinstance(hint, str)})
 
 
 def _file_of(module: str) -> str:

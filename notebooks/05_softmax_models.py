@@ -76,7 +76,7 @@ axes.axhline(distance(without), color="grey", linewidth=0.8)
 axes.set(xlabel=f"stored keys (or features) a head; the story has {story_tokens.shape[1]} tokens", ylabel="KL from with the story, nats");
 
 # %% [markdown]
-# The grey line is having no story at all. Two fitted keys a head already give most of the story, and every key more brings it
+# The grey line is having no story at all. Two fitted keys per head already give most of the story, and every key more brings it
 # nearer; random features need far more of them than
 # the story has tokens, which is no conversion worth having.
 

@@ -36,7 +36,7 @@ tokens = model.to_tokens(text)[0]
 # %% [markdown]
 # ## The equality, for every head and query
 #
-# One row a head and query: what the step does, and how far the model after one step is from the head's own output.
+# One row per head and query: what the step does, and how far the model after one step is from the head's own output.
 
 # %%
 table = dual_losses(model, tokens)

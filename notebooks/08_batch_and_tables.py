@@ -39,7 +39,7 @@ record
 # %% [markdown]
 # ## From the command line
 #
-# Every analysis is also a command. It takes a file of prompts and writes one Parquet file, a row group a prompt. Kill it at any
+# Every analysis is also a command. It takes a file of prompts and writes one Parquet file, a row group per prompt. Kill it at any
 # moment and start it again: it goes on where it was. `--workers` shares the prompts out, `--engine ray` over a cluster.
 
 # %%

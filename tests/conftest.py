@@ -8,19 +8,22 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import socket
 from pathlib import Path
 
+import jaxtyping
 import pytest
 import torch
 
 torch.set_num_threads(1)  # the tests run one process a core
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With ``--jaxtyping-packages`` an argument of the wrong type is refused before our own message is reached."""
-    if not config.getoption("--jaxtyping-packages", None):
-        return
-    for item in items:
-        if item.get_closest_marker("unhooked"):
-            item.add_marker(pytest.mark.skip(reason="our own message for a wrong type: run without --jaxtyping-packages"))
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item):
+    """With ``--jaxtyping-packages`` a wrong type is refused before our own message is reached: not in tests of that message."""
+    unchecked = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", unchecked or item.get_closest_marker("unhooked") is not None)
+    try:
+        return (yield)
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", unchecked)
 
 
 @pytest.fixture(scope="session")

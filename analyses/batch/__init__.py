@@ -7,5 +7,5 @@
 - :mod:`~analyses.batch.engines` shares them out among workers, and gives them out again where a worker died;
 - :mod:`~analyses.batch.worker` is what runs in each: it keeps its model and turns prompts into tables;
 - :mod:`~analyses.batch.journal` keeps what is done, safe from a kill at any moment;
-- :mod:`~analyses.batch.table` turns the journal into the Parquet file, one row group a prompt.
+- :mod:`~analyses.batch.table` turns the journal into the Parquet file, one row group per prompt.
 """

@@ -50,7 +50,7 @@ def read_records(path: Path, text: str | None = None) -> Iterator[Record | BadLi
 
     Args:
         path: a folder (every file in it, at any depth, is one prompt as it stands; hidden files are passed over), a
-            ``.jsonl`` or ``.ndjson`` file (an object a line: ``prompt``, and where wanted ``text``, ``id``, and fields of
+            ``.jsonl`` or ``.ndjson`` file (an object per line: ``prompt``, and where wanted ``text``, ``id``, and fields of
             the analysis), or any other file (a prompt a line).
         text: the text of the records that have none of their own.
 
@@ -109,7 +109,7 @@ def _folder(folder: Path) -> Iterator[Record | BadLine]:
 
 def _lines(path: Path) -> Iterator[Record | BadLine]:
     if path.suffix == ".json":
-        raise KVLensError(f"prompts: {path} is one JSON document; write an object a line and call it .jsonl")
+        raise KVLensError(f"prompts: {path} is one JSON document; write an object per line and call it .jsonl")
     is_jsonl = path.suffix in JSONL
     with open(path, "rb") as file:  # a line ends at a newline byte alone, not at every separator that Unicode knows
         for number, raw in enumerate(file, start=1):

@@ -84,7 +84,7 @@ def run_batch(
     progress: bool | None = None,
     tell: Callable[[str], None] = tell_on_stderr,
 ) -> BatchResult:
-    """Run an analysis over all prompts and models, into one Parquet file with a row group a prompt.
+    """Run an analysis over all prompts and models, into one Parquet file with a row group per prompt.
 
     Args:
         task: which analysis, with which models, columns and options.
@@ -165,7 +165,7 @@ def _tell_interventions(analysis: Analysis, models: ModelShelf, options: dict[st
         return
     for index, name in enumerate(models.names):
         if number := analysis.n_interventions(models[index], **options):
-            tell(f"{name}: {number:,} ablations or patches a prompt, in batches")
+            tell(f"{name}: {number:,} ablations or patches per prompt, in batches")
 
 
 def _settings(analysis: Analysis, task: Task, found: Survey, fingerprints: dict[str, Any]) -> dict[str, Any]:

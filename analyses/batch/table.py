@@ -1,4 +1,4 @@
-"""From frames to the Parquet file: one schema for all prompts, one row group a prompt.
+"""From frames to the Parquet file: one schema for all prompts, one row group per prompt.
 
 A prompt's rows travel as the bytes of an Arrow stream: from worker to journal to file they are copied, not understood.
 """

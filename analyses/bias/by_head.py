@@ -52,7 +52,7 @@ def bias_by_head(
         batch_size, on_progress: as in :func:`analyses.bias.removal.bias_ablation`.
 
     Returns:
-        One row a head, by layer, then head:
+        One row per head, by layer, then head:
 
         {columns}
 
@@ -83,7 +83,7 @@ def bias_by_layer(
         model, prompt_tokens, text_tokens, bias, batch_size, on_progress: as in :func:`bias_by_head`.
 
     Returns:
-        One row a layer:
+        One row per layer:
 
         {columns}
 

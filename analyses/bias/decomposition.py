@@ -60,7 +60,7 @@ def bias_decomposition(
         wrong: with ``answer``: the token whose logit is taken away.
 
     Returns:
-        One row a head, by layer, then head:
+        One row per head, by layer, then head:
 
         {columns}
 

@@ -86,12 +86,12 @@ def bias_effects(
             its group.
         references: the biases of other prompts, as a batch, for ``mean`` and ``resample``.
         answer, wrong: the logit, as in :func:`analyses.bias.decomposition.bias_decomposition`.
-        batch_size: ablations a forward pass; None takes what memory allows.
+        batch_size: ablations per forward pass; None takes what memory allows.
         on_start: called once, before the first ablation, with their number.
         on_progress: called with the fraction done after each forward pass.
 
     Returns:
-        One row an ablation, by method and part in the order given, then layer, then head:
+        One row per ablation, by method and part in the order given, then layer, then head:
 
         {columns}
 
@@ -169,8 +169,8 @@ def _check_references(bias: KVBias, references: KVBias | None) -> None:
             f"biases (convert_prompt of a list of prompts), got {came}"
         )
     references.fingerprint.check(bias.fingerprint, "bias_effects: references")
-    offsets = torch.as_tensor(references.position_offset)
-    if bool((offsets != torch.as_tensor(bias.position_offset)).any()):
+    if not bias.starts_where(references):
+        offsets = torch.as_tensor(references.position_offset)
         raise KVLensError(
             f"bias_effects: the text starts at position {int(bias.position_offset)} under this prompt and at "
             f"{sorted(set(offsets.reshape(-1).tolist()))} under the references; this model's positions are absolute: give "

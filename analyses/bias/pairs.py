@@ -101,7 +101,7 @@ def bias_similarity(biases: KVBias | Sequence[KVBias]) -> pd.DataFrame:
         biases: a batch of biases, or single ones of one model.
 
     Returns:
-        One row a pair of prompts (``prompt_a < prompt_b``), layer and head, in this order:
+        One row per pair of prompts (``prompt_a < prompt_b``), layer and head, in this order:
 
         {columns}
 
@@ -139,10 +139,10 @@ def bias_overwriting(
         model: with linear attention.
         first_tokens: a string, or tokens [pos] with BOS where the model wants one.
         second_tokens: a string, or tokens [pos] without BOS: the continuation.
-        n_directions: at most so many directions a head, the strongest; None takes all above rounding.
+        n_directions: at most so many directions per head, the strongest; None takes all above rounding.
 
     Returns:
-        One row a layer, head and direction r, in this order. u_r (features) and w_r (values) are the singular vectors of
+        One row per layer, head and direction r, in this order. u_r (features) and w_r (values) are the singular vectors of
         the carried bias C; those of b_1 are the same up to the rotation that takes all of its keys along.
 
         {columns}
@@ -192,7 +192,7 @@ def bias_addition(
         text_tokens: a string, or tokens [pos] without BOS.
 
     Returns:
-        One row a condition, in this order: ``whole`` (the concatenation, converted), ``plain``, ``aligned`` (see the
+        One row per condition, in this order: ``whole`` (the concatenation, converted), ``plain``, ``aligned`` (see the
         module), ``first`` and ``second`` (one prompt alone, carried and aligned, to judge the errors by):
 
         {columns}
@@ -221,14 +221,14 @@ def bias_addition(
 @CIRCUIT_COLUMNS.document
 @torch.no_grad()
 def circuits(model: HookedKVTransformer, first_tokens: FirstTokens, second_tokens: SecondTokens) -> pd.DataFrame:
-    """One line a head about two prompts: how alike their biases are, what survives of the first, what adding would cost.
+    """One line per head about two prompts: how alike their biases are, what survives of the first, what adding would cost.
 
     Args:
         model: with linear attention, nothing attached.
         first_tokens, second_tokens: as in :func:`bias_overwriting`.
 
     Returns:
-        One row a head, by layer, then head:
+        One row per head, by layer, then head:
 
         {columns}
 

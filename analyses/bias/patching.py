@@ -34,13 +34,13 @@ from analyses.bias.patches import (
 from analyses.declaration import Analysis, Columns, Option
 from analyses.inputs import ANSWER, PROMPT, TEXT, WRONG, needs_linear_attention, tokens_field
 from analyses.passes import MEMORY_A_PASS, check_batch_size
-from analyses.sequences import PromptTokens, TextTokens, converted, one_sequence
+from analyses.sequences import CorruptedTokens, PromptTokens, TextTokens, converted, one_sequence
 from analyses.stream.logit_attribution import Token, logit_target
 from kvlens import HookedKVTransformer, KVBias, KVLensError
 from kvlens.errors import nearest
 
 Metric = Callable[[Float[Tensor, "row pos d_vocab"]], Float[Tensor, " row"]]
-"""From the logits on the text, one row a patch, to one number a row."""
+"""From the logits on the text, one row per patch, to one number per row."""
 
 COLUMNS = Columns(
     point=("str", "what was patched"),
@@ -62,7 +62,7 @@ COLUMNS = Columns(
 def activation_patching(
     model: HookedKVTransformer,
     clean: KVBias | PromptTokens,
-    corrupted: KVBias | PromptTokens,
+    corrupted: KVBias | CorruptedTokens,
     text_tokens: TextTokens,
     *,
     answer: Token | None = None,
@@ -87,20 +87,20 @@ def activation_patching(
         points: names of :data:`analyses.bias.patches.POINTS`; None takes all that the model has.
         coefficients: "k", "v" or "q" -> what is patched in for its shift coefficients, [window+1] or [layer, head,
             window+1]; the identity for those that are not given.
-        batch_size: patches a forward pass; None takes what memory allows. A pass with shift coefficients holds one: they
+        batch_size: patches per forward pass; None takes what memory allows. A pass with shift coefficients holds one: they
             have no batch axis.
         on_start: called once, before the first patch, with their number.
         on_progress: called with the fraction done after each forward pass.
 
     Returns:
-        One row a patch; points in the order given, each by layer, then head, then whole layers, then everything:
+        One row per patch; points in the order given, each by layer, then head, then whole layers, then everything:
 
         {columns}
 
     Raises:
         KVLensError: softmax attention, an unknown point (the nearest is proposed) or one that the model lacks, prompts of
             different lengths where positions are absolute, coefficients of the wrong shape, a metric that is not one
-            number a row.
+            number per row.
 
     Source: the scale and the grids are those of ``transformer_lens.patching``.
     """
@@ -138,7 +138,7 @@ def activation_patching(
 
 
 def _check(clean: KVBias, corrupted: KVBias, batch_size: int | None) -> None:
-    if clean.position_offset != corrupted.position_offset:
+    if not clean.starts_where(corrupted):
         raise KVLensError(
             f"activation_patching: the text starts at position {clean.position_offset} under the clean prompt and at "
             f"{corrupted.position_offset} under the corrupted one; this model's positions are absolute: give prompts of "
@@ -221,7 +221,7 @@ def _values(metric: Metric, logits: Tensor) -> list[float]:
     values = metric(logits)
     if tuple(values.shape) != logits.shape[:1]:
         raise KVLensError(
-            f"metric: expected one number a row, [{logits.shape[0]}], from logits {list(logits.shape)}, "
+            f"metric: expected one number per row, [{logits.shape[0]}], from logits {list(logits.shape)}, "
             f"got shape {list(values.shape)}"
         )
     return values.double().tolist()

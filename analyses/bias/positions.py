@@ -1,7 +1,7 @@
 """A converted prompt, one prompt position at a time: what each of them gives to each head's output and to a logit.
 
 The parts of a head's output, and the two views of a shifted value, are those of :mod:`analyses.bias.reads`. Here they are
-made into numbers that add up: everything is linear in the part, a product with one probe vector a text place.
+made into numbers that add up: everything is linear in the part, a product with one probe vector per text place.
 
 Sums over the text's places are taken before those over features: sum_i A_ij (v'_j . w_i) = phi~(k'_j)^T (sum_i q_i w_i^T) v'_j.
 A text x prompt x head tensor arises only where single places of the text are asked for.
@@ -80,7 +80,7 @@ def bias_positions(
 
     Returns:
         By layer, head and place of the text, then the parts of the head's output in the order in which they stand before
-        it: one row "inherited" if something was held, one a prompt position, one "boundary" if values are shifted, "text":
+        it: one row "inherited" if something was held, one per prompt position, one "boundary" if values are shifted, "text":
 
         {columns}
 

@@ -50,7 +50,7 @@ def bias_singular_values(bias: KVBias) -> pd.DataFrame:
         bias: of one prompt.
 
     Returns:
-        One row a singular value, by layer, head, index:
+        One row per singular value, by layer, head, index:
 
         {columns}
 

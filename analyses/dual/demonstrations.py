@@ -1,4 +1,4 @@
-"""What each demonstration gives to a head's step: one row a layer, head and token, for one query.
+"""What each demonstration gives to a head's step: one row per layer, head and token, for one query.
 
 Source: DUAL th. 3.1, eq. 9.
 """

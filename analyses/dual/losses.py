@@ -1,4 +1,4 @@
-"""Where the losses of the dual models are: one row a layer, head and query.
+"""Where the losses of the dual models are: one row per layer, head and query.
 
 The loss is linear in W and has no minimiser, so its drop says how far the step goes, not how good it is; it spans dozens of
 orders of magnitude over the heads of one model. Read it as a logarithm, beside the figures without a scale.

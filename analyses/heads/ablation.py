@@ -45,7 +45,7 @@ def resampling_ablation(
         model: whose heads they are.
         repeated: the texts.
         donors: as many texts of the same length.
-        batch_size: rows a forward pass; None takes what :data:`MEMORY_A_PASS` allows.
+        batch_size: rows per forward pass; None takes what :data:`MEMORY_A_PASS` allows.
         on_start: called once, before anything runs, with the number of ablations: heads times texts.
         on_progress: called with the fraction done after each forward pass.
 

@@ -39,7 +39,7 @@ def composition(model: HookedKVTransformer, *, kinds: Sequence[str] = COMPOSITIO
         kinds: of "Q", "K", "V" those that are wanted, in the order in which they should come.
 
     Returns:
-        One row a kind and pair of heads, by kind, layer, head, later_layer, later_head:
+        One row per kind and pair of heads, by kind, layer, head, later_layer, later_head:
 
         {columns}
 

@@ -99,12 +99,12 @@ def induction_heads(
         threshold: share of what a head reads from which on it is named, on its strongest stretch.
         ratio: how many times that must be what uniform attention would give; see :mod:`analyses.heads.verdicts`.
         ablations: also replace each head's output by that on other random tokens (n_layers x n_heads x n_sequences runs).
-        batch_size: rows a forward pass of the ablations; None goes by memory.
+        batch_size: rows per forward pass of the ablations; None goes by memory.
         on_start: called with the number of ablations before they start.
         on_progress: called with the fraction of the ablations done.
 
     Returns:
-        One row a head, by layer, then head:
+        One row per head, by layer, then head:
 
         {columns}
 

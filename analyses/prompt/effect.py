@@ -51,7 +51,7 @@ def prompt_effect(
         bias: the converted prompt, if it is at hand; None converts it here.
 
     Returns:
-        One row a place of the text and condition, places in order, conditions as in :data:`CONDITIONS`:
+        One row per place of the text and condition, places in order, conditions as in :data:`CONDITIONS`:
 
         {columns}
 

@@ -47,7 +47,7 @@ def conversion_error(
         bias: the converted prompt, if it is at hand; None converts it here.
 
     Returns:
-        One row a place of the text, in order:
+        One row per place of the text, in order:
 
         {columns}
 

@@ -80,10 +80,10 @@ def layer_contributions(
             it gets no rows.
         next_token: whether the logit of the token that follows is split.
         tokens: ids or texts of further tokens whose logits are split at every place.
-        per_head: one row a head instead of one a layer for ``attention_input`` and ``attention_bias``.
+        per_head: one row per head instead of one per layer for ``attention_input`` and ``attention_bias``.
 
     Returns:
-        One row a place, target and component; places in order, targets as above (``next`` first), components in the order
+        One row per place, target and component; places in order, targets as above (``next`` first), components in the order
         in which they are added:
 
         {columns}
@@ -297,6 +297,6 @@ LAYER_CONTRIBUTIONS = Analysis(
     function=_after_prompt,
     columns=COLUMNS,
     inputs={"prompt_tokens": PROMPT, "text_tokens": TEXT, "answer": ANSWER, "wrong": WRONG},
-    options={"per_head": Option("one row a head instead of one a layer")},
+    options={"per_head": Option("one row per head instead of one per layer")},
     check_model=_check_model,
 )

@@ -87,7 +87,7 @@ def component_logits(
         model: as :func:`residual_directions`.
         components: summands of the residual stream before the final norm.
         scale: s at these places, of :func:`final_scale`.
-        tokens, wrong: as :func:`residual_directions`, one a place.
+        tokens, wrong: as :func:`residual_directions`, one per place.
 
     Returns:
         Their sum over all components, plus :func:`constant_logits`, is the model's logit.

@@ -98,7 +98,7 @@ def _print_facts(facts: dict[str, Any], out: str) -> None:
     if held["accuracy"] is not None:
         print(f"  accuracy                {held['accuracy']:.4%}")
     if "gain" in held:
-        print(f"  without context         {held['without']:.3f} nats a token")
+        print(f"  without context         {held['without']:.3f} nats per token")
         print(f"  after the context       {held['with_context']:.3f}")
         print(f"  context converted       {held['converted']:.3f}  (relative error of the logits {held['relative_error']:.1e})")
     print(f"Written to {visible(out)}; load it with HookedKVTransformer.load({str(out) + '/model'!r})")

@@ -50,8 +50,8 @@ class KVBlock(_TakesOver, TransformerBlock):
         shortformer_pos_embed: Tensor | None = None,
         past_kv_cache_entry: Any = None,
         attention_mask: Tensor | None = None,
-    ) -> Float[Tensor, "batch pos d_model"]:
-        """As ``transformer_lens.components.TransformerBlock.forward``."""
+    ) -> Float[Tensor, "batch kept_pos d_model"]:
+        """As ``transformer_lens.components.TransformerBlock.forward``; a hook may keep fewer places."""
         if shortformer_pos_embed is not None or not self._is_usual():
             return super().forward(resid_pre, shortformer_pos_embed, past_kv_cache_entry, attention_mask)
         resid_pre = self.hook_resid_pre(resid_pre)

@@ -12,7 +12,7 @@ from kvlens.ops import feature_maps as maps
 class FeatureMap(nn.Module):
     """phi of one layer, the same function for queries and keys.
 
-    ``random`` holds fixed projections (a buffer, saved with the model), ``hedgehog`` a learned W; both one a key-value
+    ``random`` holds fixed projections (a buffer, saved with the model), ``hedgehog`` a learned W; both one per key-value
     head, shared by the query heads that read it.
     """
 

@@ -11,7 +11,7 @@ from kvlens.errors import KVLensError
 
 
 class _Offset(nn.Module):
-    """Positions of the new tokens; ``position_offset`` is set when a bias is attached (an int, or one a row)."""
+    """Positions of the new tokens; ``position_offset`` is set when a bias is attached (an int, or one per row)."""
 
     cfg: Any
     W_pos: nn.Parameter

@@ -272,4 +272,4 @@ class SoftmaxAttention(_Softmax, Attention):
 
 
 class GroupedSoftmaxAttention(_Softmax, GroupedQueryAttention):
-    """Grouped-query attention; the shift has one coefficient vector a key-value head."""
+    """Grouped-query attention; the shift has one coefficient vector per key-value head."""

@@ -117,7 +117,7 @@ def convert_prompt(
         if old is not None and old.batch_size not in (None, 1, tokens.tokens.shape[0]):
             raise KVLensError(
                 f"convert_prompt: the bias to continue from holds {old.batch_size} prompts, this prompt "
-                f"{tokens.tokens.shape[0]}: give one row a prompt, or continue from one (select_prompt)"
+                f"{tokens.tokens.shape[0]}: give one row per prompt, or continue from one (select_prompt)"
             )
         if options is None:
             entries = _run_prompt(model, tokens, fwd_hooks, segment_length, on_progress)

@@ -21,7 +21,7 @@ class PromptTokens(NamedTuple):
     has_batch: bool
 
     def lengths(self) -> int | Int[Tensor, " batch"]:
-        """Real tokens: an int, or one a row where rows differ."""
+        """Real tokens: an int, or one per row where rows differ."""
         if self.mask is None:
             return self.tokens.shape[1]
         lengths = self.mask.sum(dim=1)

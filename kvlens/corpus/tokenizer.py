@@ -109,7 +109,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
 
 
 def encode_texts(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[list[int]]:
-    """Return each text's token ids, without BOS, in one parallel call (megabytes a second)."""
+    """Return each text's token ids, without BOS, in one parallel call (megabytes per second)."""
     encodings = tokenizer.backend_tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
     return [encoding.ids for encoding in encodings]
 

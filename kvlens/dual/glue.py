@@ -107,7 +107,7 @@ def fine_tune(
         tell: called with a sentence after each epoch.
 
     Returns:
-        One row an epoch: ``epoch`` from 1, ``train_loss``, and the task's metrics on ``dev.tsv``.
+        One row per epoch: ``epoch`` from 1, ``train_loss``, and the task's metrics on ``dev.tsv``.
 
     Raises:
         KVLensError: as :func:`read_examples`; a classifier with another number of outputs.

@@ -228,7 +228,7 @@ class DualModel:
         trace = ops.log_trace(kernel)
         if n_negative:
             if not 0 < n_negative <= self._n:
-                raise KVLensError(f"bound: n_negative must be 1 to {self._n} (one a demonstration), got {n_negative}")
+                raise KVLensError(f"bound: n_negative must be 1 to {self._n} (one per demonstration), got {n_negative}")
             trace = ops.log_effective_trace(kernel, _least_similar(kernel, n_negative), beta)
         predictions = _at_demonstrations(self._tokens, self._tokens.values, self._n)
         rho = torch.stack([self.labels.norm(dim=-1).max(), predictions.norm(dim=-1).max()]).max()

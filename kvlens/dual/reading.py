@@ -2,7 +2,7 @@
 
 Of a softmax head these are q and k after RoPE (after shift and norm too), v after the shift, and D = sum exp(q.k / scale). Of a
 linear head they are phi~(q) and phi~(k), v after the shift, and D as ``hook_normalizer`` shows it, or ``attn_scale`` under
-normaliser "none". Grouped keys and values are repeated, so that everything has one row a query head. Numbers are float64.
+normaliser "none". Grouped keys and values are repeated, so that everything has one row per query head. Numbers are float64.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ TextTokens = Int[Tensor, " pos"]
 
 
 class LayerReading(NamedTuple):
-    """One layer on one text, a row a query head.
+    """One layer on one text, a row per query head.
 
     Attributes:
         queries, keys: softmax: after RoPE; linear: phi~(q) and phi~(k).
@@ -224,7 +224,7 @@ def _softmax_terms(model: HookedKVTransformer, layer: int, cache: Any, q: Tensor
 
 
 def _virtual_keys(model: HookedKVTransformer, layer: int, cache: Any) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """Keys and values (times their weights) of an attached softmax bias, a row a query head."""
+    """Keys and values (times their weights) of an attached softmax bias, a row per query head."""
     bias = model.attached_kv_bias
     if bias is None:
         return None, None

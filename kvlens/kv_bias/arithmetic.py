@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from kvlens.errors import KVLensError
 from kvlens.kv_bias.features import same_features
@@ -106,13 +105,9 @@ def _check_equal_boundaries(first: Any, other: Any) -> None:
 
 
 def _check_equal_offsets(first: Any, other: Any) -> None:
-    if not _equal(first.position_offset, other.position_offset):
+    if not first.starts_where(other):
         raise KVLensError(
             f"adding KV biases: the position offsets differ ({first.position_offset} and {other.position_offset}), so the text "
             "would start at one place for one of them and at another for the other; kvlens.combine(a, b, boundary='last') "
             "takes the last one's. To read one prompt after another, use convert_prompt(model, b, initial=bias_of_a)"
         )
-
-
-def _equal(a: int | Tensor, b: int | Tensor) -> bool:
-    return bool((torch.as_tensor(a) == torch.as_tensor(b)).all())

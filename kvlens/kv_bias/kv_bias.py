@@ -121,6 +121,11 @@ class KVBias:
                 layer = int((~tensor.isfinite()).flatten(1).any(dim=1).nonzero()[0])
                 raise KVLensError(f"{what}: {name} of layer {layer} is not finite; convert the prompt again")
 
+    def starts_where(self, other: "KVBias") -> bool:
+        """Whether a text starts at the same position under both; in a model without positions it does under any two."""
+        offsets = torch.as_tensor(self.position_offset), torch.as_tensor(other.position_offset)
+        return self.fingerprint.positional_embedding_type == "none" or bool((offsets[0] == offsets[1]).all())
+
     @property
     def n_layers(self) -> int:
         return self.b_KV.shape[0]
@@ -346,7 +351,7 @@ def _shape(x: Tensor) -> list[int]:
 
 
 def plain(value: int | Tensor) -> int | list[int]:
-    """A count as Python's own types: an int, or a list of one a prompt."""
+    """A count as Python's own types: an int, or a list of one per prompt."""
     return value.tolist() if isinstance(value, Tensor) else value
 
 

@@ -74,7 +74,29 @@ class KVShiftConfig:
 
 
 @dataclass
-class HookedKVTransformerConfig(HookedTransformerConfig):
+class _Given(HookedTransformerConfig):
+    """The fields as they may be given: a dict for a configuration, a name for a dtype, no act_fn where there are no MLPs."""
+
+    act_fn: str | None = "relu"
+    dtype: torch.dtype | str = torch.float32
+    attention: str = "softmax"
+    feature_map: str = "elu_plus_one"
+    normalizer: str = "kernel"
+    rotary_placement: str | None = None
+    decay: str | Sequence[float] | None = None
+    n_random_features: int | None = None
+    random_feature_kind: str = "orthogonal"
+    linear_attention_form: str = "auto"
+    softmax_form: str = "eager"
+    accumulation_dtype: str = "float32"
+    kv_shift: KVShiftConfig | Mapping[str, Any] | bool | None = None
+    trainable_kv_bias: bool = False
+    attention_variant: AttentionVariantConfig | Mapping[str, Any] | None = None
+    seed: int | None = None
+    alibi_slopes: Sequence[float] | None = None
+
+
+class HookedKVTransformerConfig(_Given):
     """TransformerLens' configuration plus attention kind, KV shift and KV bias. Every argument is a keyword.
 
     Args:
@@ -83,7 +105,7 @@ class HookedKVTransformerConfig(HookedTransformerConfig):
         normalizer: ``kernel`` (divide by phi(q).D) or ``none`` (divide phi(q).phi(k) by ``attn_scale``).
         rotary_placement: RoPE ``after`` or ``before`` the feature map; None takes ICLCA's "after" where it is possible
             (identity, elu_plus_one, relu) and "before" elsewhere.
-        decay: None, ``"retnet"`` (gamma_h = 1 - 2^(-5-h)) or one gamma a query head; needs normalizer "none".
+        decay: None, ``"retnet"`` (gamma_h = 1 - 2^(-5-h)) or one gamma per query head; needs normalizer "none".
         n_random_features: m of the ``random`` map; None takes 2 d_head.
         random_feature_kind: ``orthogonal`` (FAVOR+) or ``iid``.
         linear_attention_form: which form computes a forward pass; ``auto`` takes the recurrent one to decode, the parallel
@@ -96,7 +118,7 @@ class HookedKVTransformerConfig(HookedTransformerConfig):
         attention_variant: a :class:`AttentionVariantConfig` (or a dict of its fields): regularised, augmented, negative or
             ridge attention (DUAL sec. 4); None for plain attention.
         trainable_kv_bias: make b_KV and b_D parameters (ICLCA sec. 6.3).
-        alibi_slopes: one slope a head, with ``positional_embedding_type="alibi"``; None takes TransformerLens' series.
+        alibi_slopes: one slope per head, with ``positional_embedding_type="alibi"``; None takes TransformerLens' series.
         positional_embedding_type: TransformerLens' values, and ``"sinusoidal"`` and ``"none"``.
         seed: initial weights; unlike TransformerLens', it leaves the global generators as they were.
 
@@ -104,24 +126,12 @@ class HookedKVTransformerConfig(HookedTransformerConfig):
         KVLensError: an unknown value (the nearest is proposed) or a combination that has no meaning.
     """
 
-    attention: str = "softmax"
-    feature_map: str = "elu_plus_one"
-    normalizer: str = "kernel"
-    rotary_placement: str | None = None
-    decay: str | Sequence[float] | None = None
-    n_random_features: int | None = None
-    random_feature_kind: str = "orthogonal"
-    linear_attention_form: str = "auto"
-    softmax_form: str = "eager"
-    accumulation_dtype: str = "float32"
-    kv_shift: KVShiftConfig | None = None
-    trainable_kv_bias: bool = False
-    attention_variant: AttentionVariantConfig | None = None
-    seed: int | None = None
-    alibi_slopes: Sequence[float] | None = None
+    dtype: torch.dtype
+    kv_shift: KVShiftConfig | None
+    attention_variant: AttentionVariantConfig | None
 
     def __post_init__(self):
-        self.dtype: torch.dtype = dtype_of(self.dtype)
+        self.dtype = dtype_of(self.dtype)
         self.kv_shift = _shift_of(self.kv_shift)
         check_sizes(self)
         seed, self.seed = self.seed, None  # TransformerLens would seed torch, numpy and random for the whole process
@@ -160,7 +170,7 @@ class HookedKVTransformerConfig(HookedTransformerConfig):
 
     @property
     def d_phi(self) -> int:
-        """Features a head of the feature map."""
+        """Features per head of the feature map."""
         return feature_dim(self.feature_map, self.d_head, self.n_random_features or 2 * self.d_head)
 
     @property
@@ -238,7 +248,7 @@ class HookedKVTransformerConfig(HookedTransformerConfig):
         if self.positional_embedding_type != "alibi":
             raise KVLensError("alibi_slopes needs positional_embedding_type='alibi'")
         if len(self.alibi_slopes) != self.n_heads:
-            raise KVLensError(f"alibi_slopes: expected one slope a head ({self.n_heads}), got {len(self.alibi_slopes)}")
+            raise KVLensError(f"alibi_slopes: expected one slope per head ({self.n_heads}), got {len(self.alibi_slopes)}")
 
     def _check_shift(self) -> None:
         if self.attention_dir != "causal":
@@ -359,7 +369,7 @@ class HookedKVTransformerConfig(HookedTransformerConfig):
             _one_of("decay", self.decay, ("retnet",))
             return
         if len(self.decay) != self.n_heads:
-            raise KVLensError(f"decay: expected one gamma a query head ({self.n_heads}), got {len(self.decay)}")
+            raise KVLensError(f"decay: expected one gamma per query head ({self.n_heads}), got {len(self.decay)}")
         if not all(math.isfinite(g) and 0 < g <= 1 for g in self.decay):
             raise KVLensError(f"decay: every gamma must lie in (0, 1], got {list(self.decay)}")
 

@@ -1,4 +1,4 @@
-"""Decoding whose cost a token does not grow with the text.
+"""Decoding whose cost per token does not grow with the text.
 
 TransformerLens' ``generate`` copies the embeddings of the whole text at every token. With linear attention that copy is soon
 dearer than the model, whose state has one size; the loop here hands over the new token alone. Tokens, sampling, stopping and

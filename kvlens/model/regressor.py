@@ -32,7 +32,7 @@ NOT_ADDED = ("shortformer", "relative_positional_bias")
 
 
 class HookedKVRegressor(nn.Module):
-    """Numbers in, one number a position out.
+    """Numbers in, one number per position out.
 
     Args:
         cfg: of the transformer; its ``d_vocab`` plays no role (1 will do).

@@ -70,7 +70,7 @@ def _needs_the_whole_text(variant: Any) -> bool:
 
 def has_hooks(model: torch.nn.Module) -> bool:
     """Whether anything would see what passes through a module: TransformerLens' hooks, torch's own, its global ones."""
-    return torch.nn.modules.module._has_any_global_hook() or any(
+    return bool(torch.nn.modules.module._has_any_global_hook()) or any(
         len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) + len(m._backward_pre_hooks) > 0
         for m in model.modules()
     )
@@ -201,6 +201,7 @@ def _mean_loss(losses: Tensor, mask: Tensor | None, per_token: bool) -> Tensor:
 class _SegmentCache(TransformerLensKeyValueCache):
     """The states between segments. TransformerLens' cache would copy the mask of the whole text at every segment."""
 
+    entries: list[LinearCacheEntry]  # type: ignore[assignment]
     n_masked: int = 0
 
     @classmethod

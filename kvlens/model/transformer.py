@@ -1,9 +1,8 @@
 """HookedKVTransformer: a HookedTransformer whose attention may be linear, shifted, and biased by a converted prompt.
 
-What it relies on inside TransformerLens 3.9, beside the public names in :mod:`kvlens._tl`: ``TransformerBlock.attn`` and
-``HookedTransformer.pos_embed`` may be replaced before ``init_weights`` and ``setup`` run, in that order (the other order
-leaves the weights uninitialised and the hooks unnamed, silently); ``get_residual`` is where absolute positions are added;
-``past_kv_cache.entries`` are handed to ``attn.forward`` one by one.
+What it relies on inside TransformerLens 3.9, beside the public names in :mod:`kvlens._tl` and what :mod:`kvlens.model.assembly`
+says: ``get_residual`` is where absolute positions are added; ``past_kv_cache.entries`` are handed to ``attn.forward`` one by
+one.
 """
 
 import contextlib
@@ -21,23 +20,16 @@ from kvlens._tl import (
     TransformerLensKeyValueCache,
     without_deprecation_warning,
 )
-from kvlens.components import (
-    KVBlock,
-    KVUnembed,
-    LayerBias,
-    NoPosEmbed,
-    OffsetPosEmbed,
-    SinusoidalPosEmbed,
-    build_attention,
-    upgrade_cache,
-)
-from kvlens.errors import KVLensError, nearest
+from kvlens.components import upgrade_cache
+from kvlens.errors import KVLensError
 from kvlens.kv_bias import Fingerprint, KVBias
+from kvlens.model.assembly import init_kv_parameters, replace_components, spread_bias
 from kvlens.model.attention_variant import why_no_kv_bias
 from kvlens.model.caching import slice_right_axis
 from kvlens.model.config import HookedKVTransformerConfig
 from kvlens.model.fingerprint import fingerprint_of, weights_hash
 from kvlens.model.generation import check_sampling, generate_from_state
+from kvlens.model.inputs import as_kv_config, bos_under_bias, check_hook_names, check_length, check_tokens
 from kvlens.model.loading import from_hooked_transformer, from_llama2c, from_pretrained
 from kvlens.model.shift_graft import load_shift_coefficients
 from kvlens.model.storage import load_model, save_model
@@ -66,7 +58,7 @@ class HookedKVTransformer(HookedTransformer):
         move_to_device: bool = True,
         default_padding_side: Any = None,
     ):
-        cfg = _as_kv_config(cfg)
+        cfg = as_kv_config(cfg)
         wants_init, cfg.init_weights = cfg.init_weights, False
         try:
             with without_deprecation_warning():
@@ -77,29 +69,14 @@ class HookedKVTransformer(HookedTransformer):
         self._thread = OneThread()
         self._in_transformer_lens_generate = False
         self.rounded_from: tuple[str, str] | None = None  # (hash of the rounded weights, hash before rounding)
-        self._replace_components()
+        self.pos_embed: Any
+        self.unembed: Any
+        replace_components(self)
         if wants_init:
             self.init_weights()
         if move_to_device:
             self.move_model_modules_to_device()
         self.setup()
-
-    def _replace_components(self) -> None:
-        cfg = self.cfg
-        for layer, block in enumerate(self.blocks):
-            block.attn = build_attention(cfg, block.attn.attn_type, layer)
-            self.blocks[layer] = KVBlock.of(block)
-        self.unembed: Any = KVUnembed.of(self.unembed)
-        tables = [block.attn.rotary_table for block in self.blocks if hasattr(block.attn, "rotary_table")]
-        for block in self.blocks[1:] if tables else ():
-            block.attn.rotary_table = tables[0]  # one table for all layers
-        self.pos_embed: Any
-        if cfg.positional_embedding_type == "none":
-            self.pos_embed = NoPosEmbed()
-        elif cfg.positional_embedding_type == "sinusoidal":
-            self.pos_embed = SinusoidalPosEmbed(cfg.d_model)
-        elif cfg.positional_embedding_type != "rotary":
-            self.pos_embed = OffsetPosEmbed(cfg)
 
     def init_weights(self) -> None:
         """TransformerLens' initial weights for ``cfg.seed``, and kvlens' own; the global generators stay as they were."""
@@ -111,15 +88,7 @@ class HookedKVTransformer(HookedTransformer):
 
     def init_kv_parameters(self) -> None:
         """Draw what TransformerLens does not know: shift coefficients and feature maps (b_KV and b_D start at 0)."""
-        generator = None if self.cfg.seed is None else torch.Generator().manual_seed(self.cfg.seed)
-        for block in self.blocks:
-            block.attn.init_shift(generator)
-            block.attn.init_variants(generator)
-            if self.cfg.attention == "linear":
-                block.attn.feature_map.init_weights(generator)
-            if self.cfg.trainable_kv_bias:
-                torch.nn.init.zeros_(block.attn.b_KV)
-                torch.nn.init.zeros_(block.attn.b_D)
+        init_kv_parameters(self)
 
     # --- forward -----------------------------------------------------------------------------------------------------
 
@@ -198,15 +167,7 @@ class HookedKVTransformer(HookedTransformer):
 
     def check_tokens(self, tokens: Tensor) -> None:
         """Raise KVLensError unless every token id lies in the vocabulary."""
-        if tokens.is_floating_point() or tokens.dtype in (torch.bool, torch.uint8):  # torch reads uint8 indices as a mask
-            raise KVLensError(f"tokens must be integers (int64 or int32), got {tokens.dtype}")
-        if tokens.numel() == 0:
-            raise KVLensError("the text is empty: give at least one token (a bias stands for a prompt, not for a text)")
-        if int(tokens.min()) < 0 or int(tokens.max()) >= self.cfg.d_vocab:
-            raise KVLensError(
-                f"token ids must lie in 0..{self.cfg.d_vocab - 1} (d_vocab={self.cfg.d_vocab}), "
-                f"got {int(tokens.min())}..{int(tokens.max())}"
-            )
+        check_tokens(self.cfg, tokens)
 
     def get_residual(
         self,
@@ -235,11 +196,7 @@ class HookedKVTransformer(HookedTransformer):
 
     def check_length(self, n_places: int, attention_mask: Tensor | None) -> None:
         """Raise KVLensError where the model has a longest text and this one, padding left out, is longer."""
-        if not self.cfg.has_position_limit or n_places <= self.cfg.n_ctx:
-            return
-        longest = n_places if attention_mask is None else int(attention_mask.sum(dim=1).max())
-        if longest > self.cfg.n_ctx:
-            raise KVLensError(f"a text of {longest} tokens is longer than n_ctx={self.cfg.n_ctx}: shorten it")
+        check_length(self.cfg, n_places, attention_mask)
 
     def to_tokens(
         self,
@@ -254,8 +211,7 @@ class HookedKVTransformer(HookedTransformer):
         return super().to_tokens(input, self._prepend_bos(prepend_bos), padding_side, move_to_device, truncate)
 
     def _prepend_bos(self, wanted: Any) -> Any:
-        """By default no BOS while a bias is attached: the prompt had one."""
-        return False if wanted is USE_DEFAULT_VALUE and self._attached is not None else wanted
+        return bos_under_bias(wanted, self._attached is not None)
 
     @torch.inference_mode()
     def generate(
@@ -320,11 +276,11 @@ class HookedKVTransformer(HookedTransformer):
 
     def add_hook(self, name: Any, *args: Any, **kwargs: Any) -> None:
         """As TransformerLens'."""
-        self._check_hook_names(name)
+        check_hook_names(name, self.hook_dict)
         return super().add_hook(name, *args, **kwargs)
 
     def _enable_hook(self, name: Any, *args: Any, **kwargs: Any) -> None:
-        self._check_hook_names(name)
+        check_hook_names(name, self.hook_dict)
         return super()._enable_hook(name, *args, **kwargs)
 
     def get_caching_hooks(
@@ -337,7 +293,7 @@ class HookedKVTransformer(HookedTransformer):
         pos_slice: Any = None,
     ):
         """As TransformerLens'; ``names_filter`` must name hook points that exist."""
-        self._check_hook_names(names_filter)
+        check_hook_names(names_filter, self.hook_dict)
         cache, fwd, bwd = super().get_caching_hooks(names_filter, incl_bwd, device, remove_batch_dim, cache, pos_slice)
         how = dict(device=device, remove_batch_dim=remove_batch_dim)
         fwd = slice_right_axis(fwd, cache, pos_slice, **how)
@@ -345,13 +301,8 @@ class HookedKVTransformer(HookedTransformer):
 
     def add_caching_hooks(self, names_filter: Any = None, *args: Any, **kwargs: Any):
         """As TransformerLens'; ``names_filter`` must name hook points that exist."""
-        self._check_hook_names(names_filter)
+        check_hook_names(names_filter, self.hook_dict)
         return super().add_caching_hooks(names_filter, *args, **kwargs)
-
-    def _check_hook_names(self, names: Any) -> None:
-        for name in [names] if isinstance(names, str) else names if isinstance(names, (list, tuple)) else ():
-            if name not in self.hook_dict:
-                raise KVLensError(f"no hook point is called {name!r}{nearest(name, self.hook_dict)}")
 
     # --- KV bias -----------------------------------------------------------------------------------------------------
 
@@ -386,7 +337,7 @@ class HookedKVTransformer(HookedTransformer):
         bias.check_finite("attach_kv_bias")
         self._thread.changes("attach_kv_bias", attaches=True)
         self._attached = bias
-        self._spread_bias()
+        spread_bias(self, self._attached)
 
     def detach_kv_bias(self) -> None:
         """Undo :meth:`attach_kv_bias`; nothing happens where nothing is attached."""
@@ -394,7 +345,7 @@ class HookedKVTransformer(HookedTransformer):
             return
         self._thread.changes("detach_kv_bias", attaches=False)
         self._attached = None
-        self._spread_bias()
+        spread_bias(self, self._attached)
 
     @contextlib.contextmanager
     def kv_bias(self, bias: KVBias) -> Iterator["HookedKVTransformer"]:
@@ -406,16 +357,7 @@ class HookedKVTransformer(HookedTransformer):
         finally:
             self._thread.changes("kv_bias", attaches=before is not None)
             self._attached = before
-            self._spread_bias()
-
-    @torch.enable_grad()
-    def _spread_bias(self) -> None:
-        """Give each layer its share of the attached bias; gradients on, so that they flow however it was attached."""
-        bias = self._attached
-        for layer, block in enumerate(self.blocks):
-            block.attn.layer_bias = None if bias is None else LayerBias.of(bias, layer, block.attn.W_O.device)
-        if isinstance(getattr(self, "pos_embed", None), (OffsetPosEmbed, SinusoidalPosEmbed)):
-            self.pos_embed.position_offset = 0 if bias is None else bias.position_offset
+            spread_bias(self, self._attached)
 
     # --- weights -----------------------------------------------------------------------------------------------------
 
@@ -498,7 +440,7 @@ class HookedKVTransformer(HookedTransformer):
         if before is not None:
             self.rounded_from = (weights_hash(self.state_dict()), before)
         if self._attached is not None:
-            self._spread_bias()
+            spread_bias(self, self._attached)
         return self
 
     # --- coming and going --------------------------------------------------------------------------------------------
@@ -533,15 +475,3 @@ class HookedKVTransformer(HookedTransformer):
     def load(cls, folder: str | Path, *, device: Any = None, dtype: torch.dtype | str | None = None) -> "HookedKVTransformer":
         """Read what :meth:`save` wrote."""
         return load_model(cls, folder, device=device, dtype=dtype)
-
-
-def _as_kv_config(cfg: Any) -> HookedKVTransformerConfig:
-    if isinstance(cfg, HookedKVTransformerConfig):
-        return cfg
-    if isinstance(cfg, dict):
-        return HookedKVTransformerConfig(**cfg)
-    if isinstance(cfg, HookedTransformerConfig):
-        return HookedKVTransformerConfig.from_tl(cfg)
-    raise KVLensError(
-        f"cfg: expected a HookedKVTransformerConfig, got {type(cfg).__name__}; to load by name, use from_pretrained"
-    )

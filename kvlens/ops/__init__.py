@@ -1,6 +1,6 @@
 """The mathematics of kvlens as pure tensor functions: no module, no hook, no TransformerLens.
 
-One folder a word of the papers. Each holds ``naive.py`` (the slow, obvious form, one line an equation, the judge of the
+One folder per word of the papers. Each holds ``naive.py`` (the slow, obvious form, one line per equation, the judge of the
 others) beside the fast forms, which share its signature and layout ``batch pos head d``:
 
 - ``kv_shift``: keys and values mixed with their predecessors (KVSA);

@@ -49,7 +49,7 @@ class Report:
         summary: the headline figures, nested, of JSON's types (NaN where there is no number).
         tables: ``conversion_error``, ``prompt_effect``, ``prompt_by_depth``, ``prompt_copies``, ``bias_by_head``,
             ``bias_by_layer``, ``layer_contributions`` as the
-            analyses of those names return them, and ``generated``: one row a condition and generated token, with its
+            analyses of those names return them, and ``generated``: one row per condition and generated token, with its
             ``position`` from 0, ``token_id`` and ``token``. With ``dual`` also ``dual_losses`` of the text's tokens and
             ``dual_demonstrations`` of the last of them, the prompt's tokens being the demonstrations of all.
         bias: the converted prompt.
@@ -247,7 +247,7 @@ def _harm_notes(effect: pd.DataFrame) -> list[str]:
         f"{tokens[place]!r} at {place} (+{harm[place]:.2f})" for place in harm.nlargest(HARMED).index if harm[place] > 0
     )
     return [
-        f"The prompt hurts: the mean loss on the text is {harm.mean():.3f} nats a token higher with it than without, at "
+        f"The prompt hurts: the mean loss on the text is {harm.mean():.3f} nats per token higher with it than without, at "
         f"{int((harm > 0).sum())} of {len(harm)} places. Most before: {worst}."
     ]
 

@@ -93,7 +93,7 @@ def _effect(figures: dict[str, Any]) -> Padding:
     rows = (
         ("KL from with prompt, nats", "kl_from_with_prompt", _nats),
         ("same predicted next token", "next_token_agreement", lambda x: f"{100 * x:.0f} %"),
-        ("loss, nats a token", "loss_nats_a_token", _nats),
+        ("loss, nats per token", "loss_nats_a_token", _nats),
     )
     for title, key, shown in rows:
         table.add_row(title, *(shown(figures[c][key]) for c in CONDITIONS))
@@ -126,7 +126,7 @@ def _print_heads(console: Console, report: Report) -> None:
     console.print(_heat_map(heads, layers, unit))
     console.print(
         f"  all heads removed: KL {_nats(bias['kl_without_any_head'])}, "
-        f"loss {_signed(bias['loss_change_without_any_head'])} nats a token (effects do not add up)"
+        f"loss {_signed(bias['loss_change_without_any_head'])} nats per token (effects do not add up)"
     )
     table = _table(("layer", "head", "KL removed", "loss change", "share of output", "norm of b_KV"))
     table.columns[0].justify = "right"

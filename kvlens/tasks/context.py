@@ -12,7 +12,7 @@ from kvlens.model import HookedKVTransformer
 
 
 class ContextEffect(NamedTuple):
-    """Mean next-token losses on the text, nats a token, over the same predictions.
+    """Mean next-token losses on the text, nats per token, over the same predictions.
 
     Attributes:
         without: BOS and the text alone.
@@ -28,7 +28,7 @@ class ContextEffect(NamedTuple):
 
     @property
     def gain(self) -> float:
-        """Nats a token that the converted context saves."""
+        """Nats per token that the converted context saves."""
         return self.without - self.converted
 
 

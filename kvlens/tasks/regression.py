@@ -92,7 +92,7 @@ class RegressionTask(Task):
         self._check_kind(model, HookedKVRegressor)
         has = model.d_input
         if has != self.d_input:
-            raise self._misfit(f"uses {self.d_input} numbers a position (d_input), the model has {has}; make them fit")
+            raise self._misfit(f"uses {self.d_input} numbers per position (d_input), the model has {has}; make them fit")
         self._check_length(model)
 
     def sample(self, batch_size: int, generator: torch.Generator, split: str = "train") -> Batch:

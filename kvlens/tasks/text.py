@@ -142,7 +142,7 @@ def next_token_batch(tokens: Tensor) -> Batch:
 
 @cache
 def docs_corpus() -> DocsCorpus:
-    """The docs corpus, built once a process (about ten seconds)."""
+    """The docs corpus, built once per process (about ten seconds)."""
     return build_docs_corpus()
 
 

@@ -83,7 +83,7 @@ def _measurements(held: dict[str, Any]) -> list[tuple[str, str]]:
             (f"loss on {held['n_text']} tokens, no context", f"{held['without']:.4f}"),
             (f"the same after {held['n_context']} tokens of context", f"{held['with_context']:.4f}"),
             ("the same with the context converted to a bias", f"{held['converted']:.4f}"),
-            ("gain of the converted context", f"{held['gain']:.4f} nats a token"),
+            ("gain of the converted context", f"{held['gain']:.4f} nats per token"),
             ("relative error of the converted logits", f"{held['relative_error']:.1e}"),
         ]
     for answers in held.get("answers", ()):

@@ -192,7 +192,7 @@ def build_model(task: Task, settings: Mapping[str, Any], *, name: str | None = N
     """A model for ``task`` with fresh weights.
 
     Args:
-        task: decides vocabulary (or numbers a position), context length and tokenizer.
+        task: decides vocabulary (or numbers per position), context length and tokenizer.
         settings: fields of :class:`kvlens.HookedKVTransformerConfig` over `DEFAULT_MODEL`; ``kv_shift`` may be a dict of
             :class:`kvlens.KVShiftConfig`'s fields, and True stands for its defaults.
         name: the model's name.

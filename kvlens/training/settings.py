@@ -16,7 +16,7 @@ class TrainSettings:
 
     Attributes:
         steps: number of updates, at most.
-        batch_size: sequences an update, over all processes.
+        batch_size: sequences per update, over all processes.
         learning_rate: the peak.
         schedule: "cosine" or "constant", after a linear warm-up over ``warmup_fraction`` of the run; the cosine ends at
             ``final_fraction`` of the peak.

@@ -38,7 +38,7 @@ class TrainResult:
     """What a run did. The model itself was trained in place.
 
     Attributes:
-        metrics: one row a measurement, a function of model, task and settings alone: ``step`` (updates done), ``split``
+        metrics: one row per measurement, a function of model, task and settings alone: ``step`` (updates done), ``split``
             ("train": the batch of that update, before it; "heldout": after it), ``loss`` (mean over scored positions: nats,
             or squared error), ``accuracy`` (share of scored positions; NaN for numbers), ``tokens`` (positions seen so far),
             ``learning_rate`` (of that update; of the last one for "heldout"), ``grad_norm`` (before clipping; NaN for

@@ -1,7 +1,7 @@
 """Keeping a page small: long axes in blocks of neighbours, long token lists by what matters.
 
-A 4,096-token prompt has 4,096 columns a head and query; a picture has a few hundred. Sums over neighbours keep the geometry and
-the total.
+A 4,096-token prompt has 4,096 columns per head and query; a picture has a few hundred. Sums over neighbours keep the geometry
+and the total.
 """
 
 import math

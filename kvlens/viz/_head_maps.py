@@ -10,7 +10,7 @@ from kvlens.viz._frames import check_columns, check_numbers
 from kvlens.viz._text import html_text, number
 
 MAX_NUMBERED = 24
-"""Up to so many heads a layer, a cell has room for its number."""
+"""Up to so many heads per layer, a cell has room for its number."""
 
 
 def check_heads(piece: str, table: pd.DataFrame, value: str) -> None:
@@ -20,7 +20,7 @@ def check_heads(piece: str, table: pd.DataFrame, value: str) -> None:
     if table.duplicated(["layer", "head"]).any():
         twice = table.loc[table.duplicated(["layer", "head"]), ["layer", "head"]].iloc[0]
         raise KVLensError(
-            f"{piece}: layer {twice['layer']}, head {twice['head']} has two rows; give one row a head "
+            f"{piece}: layer {twice['layer']}, head {twice['head']} has two rows; give one row per head "
             "(filter one prompt, or average over prompts, first)"
         )
 

@@ -103,7 +103,7 @@ def _checked(
         raise KVLensError(f"attention_view: n_prompt must lie in 0..{n_keys}, the number of tokens, got {n_prompt}")
     names = [f"Head {i}" for i in range(len(values))] if head_names is None else [str(name) for name in head_names]
     if len(names) != len(values) or len(names) > MAX_HEADS:
-        raise KVLensError(f"attention_view: {len(values)} heads and {len(names)} names; give one a head, at most {MAX_HEADS}")
+        raise KVLensError(f"attention_view: {len(values)} heads and {len(names)} names; give one per head, at most {MAX_HEADS}")
     return values, places, names
 
 

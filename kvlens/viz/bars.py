@@ -1,4 +1,4 @@
-"""Contributions as bars: one group a layer (or whatever the table groups by), one bar a part."""
+"""Contributions as bars: one group per layer (or whatever the table groups by), one bar per part."""
 
 import functools
 from typing import Any
@@ -17,10 +17,10 @@ def contribution_bars(
     """Horizontal bars from zero, blue to the right and red to the left.
 
     Args:
-        table: tidy: one row a group and part.
+        table: tidy: one row per group and part.
         value: the column of the bars' lengths.
         by: the column that groups them.
-        part: the column that names the bars of a group, such as ``component``; None has one bar a group.
+        part: the column that names the bars of a group, such as ``component``; None has one bar per group.
         title: above the bars.
 
     Raises:

@@ -1,4 +1,4 @@
-"""One number a head, as a map of layers and heads; a click on a head opens what it attends to."""
+"""One number per head, as a map of layers and heads; a click on a head opens what it attends to."""
 
 import functools
 from typing import Any
@@ -22,8 +22,8 @@ def head_heatmap(
     """A map of layers (downwards) and heads (across).
 
     Args:
-        table: one row a head, with columns ``layer`` and ``head`` and numbers, as ``bias_by_head`` returns it (a head that is
-            missing stays empty); or one number a head, a tensor or array [layer, head], as ``transformer_lens.patching``
+        table: one row per head, with columns ``layer`` and ``head`` and numbers, as ``bias_by_head`` returns it (a head that is
+            missing stays empty); or one number per head, a tensor or array [layer, head], as ``transformer_lens.patching``
             returns it.
         value: the column that is shown first, of which the reader of the page can choose another; ``b_kv_norm`` if None. For a
             tensor, what its numbers are called; "value" if None.
@@ -50,7 +50,7 @@ def head_heatmap(
 
 
 def _table(values: Any, name: str) -> pd.DataFrame:
-    """One row a head, from numbers [layer, head]."""
+    """One row per head, from numbers [layer, head]."""
     try:
         numbers = torch.as_tensor(values).detach().double().cpu()
     except (TypeError, ValueError, RuntimeError) as error:

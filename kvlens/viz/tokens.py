@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from kvlens.errors import KVLensError
@@ -18,7 +18,7 @@ FONT, CHARACTER = 7.5, 7.5 * 0.602 / 72
 
 
 def coloured_tokens(
-    tokens: Sequence[str], values: Any, *, title: str = "tokens", unit: str = "value", top: float | None = None
+    tokens: Iterable[str], values: Any, *, title: str = "tokens", unit: str = "value", top: float | None = None
 ) -> Piece:
     """Tokens in reading order, blue where their value is positive and red where it is negative.
 
@@ -26,7 +26,7 @@ def coloured_tokens(
 
     Args:
         tokens: as text, whatever it holds.
-        values: one number a token; one that is not finite leaves its token without colour.
+        values: one number per token; one that is not finite leaves its token without colour.
         title, unit: what is shown, and what the numbers are.
         top: the magnitude that gets full colour; None takes a high quantile.
 
@@ -37,7 +37,9 @@ def coloured_tokens(
     """
     shown, numbers = list(tokens), [float(value) for value in values]
     if not shown or len(shown) != len(numbers):
-        raise KVLensError(f"coloured_tokens: {len(shown)} tokens, {len(numbers)} values; give one value a token, at least one")
+        raise KVLensError(
+            f"coloured_tokens: {len(shown)} tokens, {len(numbers)} values; give one value per token, at least one"
+        )
     if len(shown) > MAX_TOKENS:
         size = math.ceil(len(shown) / MAX_TOKENS)
         title += f" (blocks of {size} of the {len(shown):,} tokens, mean of each)"

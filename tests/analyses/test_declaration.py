@@ -50,7 +50,7 @@ def test_the_docstring_gets_the_table_where_it_says_so():
         """One line.
 
         Returns:
-            One row a place:
+            One row per place:
 
             {columns}
 

@@ -53,8 +53,12 @@ def test_the_other_first_arguments(model):
     rows = [analyses.attention_rows(model, x, torch.tensor([2])) for x in prompt]
     details = [analyses.head_details(model, x, y) for x, y in zip(prompt, text, strict=True)]
     assert all(torch.equal(rows[0], x) for x in rows) and all(d.prompt == details[0].prompt for d in details)
+
+
+@pytest.mark.unhooked
+def test_bias_and_text_in_the_wrong_order_are_refused(model):
     with pytest.raises(KVLensError, match="the bias comes before the text"):
-        analyses.bias_effects(model, TEXT, bias)
+        analyses.bias_effects(model, TEXT, convert_prompt(model, PROMPT))
 
 
 def test_bos_as_convert_prompt_has_it(model):

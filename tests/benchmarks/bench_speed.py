@@ -194,7 +194,7 @@ def cache(run: Run) -> None:
     numbers = sum(x.numel() for x in cached.values()) // n
     del logits, cached
     run.compare(
-        f"run_with_cache, {n} tokens, {numbers:,} numbers a token, against a bare forward pass",
+        f"run_with_cache, {n} tokens, {numbers:,} numbers per token, against a bare forward pass",
         1.4,
         lambda: model.run_with_cache(tokens, names_filter=wanted),
         lambda: model(tokens),

@@ -230,6 +230,7 @@ def test_a_pencil_example():
     assert cache["z", 0].item() == pytest.approx((1.001 + 4.002 + 25.005) / (1.001 + 2.001 + 5.001))
 
 
+@pytest.mark.unhooked
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
@@ -275,6 +276,10 @@ def test_a_bias_of_another_model_is_refused_with_the_field_that_differs():
         with pytest.raises(KVLensError, match=f"attach_kv_bias: {field}"):
             other.attach_kv_bias(bias)
         assert other.attached_kv_bias is None
+
+
+@pytest.mark.unhooked
+def test_a_file_name_is_no_bias():
     with pytest.raises(KVLensError, match="expected a KVBias"):
         model_of("gqa").attach_kv_bias("prompt.safetensors")
 

@@ -211,6 +211,7 @@ def test_nothing_random_is_left_to_chance_and_the_global_generator_stays():
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
+@pytest.mark.unhooked
 @pytest.mark.parametrize(
     ("options", "words"),
     [

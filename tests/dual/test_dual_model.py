@@ -224,6 +224,7 @@ def test_bound_terms_by_hand():
         dual.bound(n_negative=9)
 
 
+@pytest.mark.unhooked
 def test_bad_input_is_refused_with_the_reason():
     model = model_of("learned positions")
     tokens = text_for(model, 9)

@@ -176,6 +176,7 @@ def test_combine_takes_the_boundary_that_it_is_told_to():
         combine(a, b, boundary="zero")
 
 
+@pytest.mark.unhooked
 def test_combine_refuses_what_it_cannot_add():
     a = bias_of(1)
     with pytest.raises(KVLensError, match="expected biases"):
@@ -327,6 +328,7 @@ def test_tensors_of_another_model_are_refused_at_birth():
             bias_of(1, fingerprint=replace(f, **{field: 99}))
 
 
+@pytest.mark.unhooked
 @pytest.mark.parametrize("name", ["n_prompt_tokens", "position_offset"])
 def test_counts_that_count_nothing_are_refused_at_birth(name):
     wrong = (-7, 1e12, 10**12, "a", None, True, 2.0, torch.tensor(3), torch.tensor([1.0, 2, 3]), torch.tensor([1, 2]))
@@ -338,6 +340,7 @@ def test_counts_that_count_nothing_are_refused_at_birth(name):
     assert getattr(bias_of(1, **{name: 2**24}), name) == 2**24
 
 
+@pytest.mark.unhooked
 @pytest.mark.parametrize("tensor", TENSORS)
 def test_integers_are_no_bias_and_what_is_not_finite_is_never_attached(tensor):
     model, a = model_of(), bias_of(1)
@@ -545,6 +548,7 @@ def test_damaged_metadata_is_an_error_of_ours(damage, tmp_path):
         KVBias.load(path)
 
 
+@pytest.mark.unhooked
 def test_arguments_of_the_wrong_kind_are_refused():
     b = bias_of(1)
     for call in (

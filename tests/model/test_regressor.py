@@ -229,6 +229,7 @@ def test_damaged_and_foreign_folders_are_refused(tmp_path):
 # --- bad input ---
 
 
+@pytest.mark.unhooked
 @pytest.mark.parametrize("shape", [(BATCH, POS), (BATCH, POS, D_INPUT + 1), (BATCH, 0, D_INPUT), (1, BATCH, POS, D_INPUT)])
 def test_inputs_of_another_shape_are_refused(shape):
     with pytest.raises(KVLensError, match=r"expected inputs \[batch, pos, 4\], got \["):

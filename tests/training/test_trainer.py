@@ -179,7 +179,7 @@ def test_model_and_task_must_fit():
     regression = make_task("regression", functions="linear", dimensions=3, n_points=4)
     with pytest.raises(KVLensError, match="needs a HookedKVRegressor"):
         train(tiny_model(), regression, progress=False)
-    with pytest.raises(KVLensError, match="numbers a position"):
+    with pytest.raises(KVLensError, match="numbers per position"):
         wrong = build_model(
             make_task("regression", functions="linear", dimensions=5, n_points=4), {"n_layers": 1}, device="cpu"
         )

@@ -19,6 +19,7 @@ from kvlens.conversion.prompt import PromptTokens
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import Fingerprint, KVBias, VirtualKeys
 from kvlens.model import HookedKVTransformer
+from kvlens.model.assembly import spread_bias
 from kvlens.ops.landmarks import PromptKeys
 
 
@@ -132,12 +133,12 @@ def attached(model: HookedKVTransformer, bias: KVBias) -> Iterator[None]:
     """:meth:`HookedKVTransformer.kv_bias` without hashing the weights again, for a bias that was made from this model."""
     before = model.attached_kv_bias
     model._attached = bias
-    model._spread_bias()
+    spread_bias(model, bias)
     try:
         yield
     finally:
         model._attached = before
-        model._spread_bias()
+        spread_bias(model, before)
 
 
 @contextlib.contextmanager

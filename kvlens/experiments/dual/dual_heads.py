@@ -56,7 +56,7 @@ def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
         comparisons=compare(found),
         differences=[
             "The paper makes no statement on which heads matter; the question is ours.",
-            f"{settings['n_sequences']} sequences a model; figures are means over scored places.",
+            f"{settings['n_sequences']} sequences per model; figures are means over scored places.",
             f"{len(found)} correlations: about {len(found) * LEVEL:.1g} would be called different from 0 if all were 0.",
         ],
     )
@@ -64,7 +64,7 @@ def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
 
 @torch.no_grad()
 def measure_heads(model: HookedKVTransformer, batch: Batch) -> pd.DataFrame:
-    """One row a sequence, layer and head: the dual figures, the ablation's effect and the induction score."""
+    """One row per sequence, layer and head: the dual figures, the ablation's effect and the induction score."""
     n_layers, n_heads = model.cfg.n_layers, model.cfg.n_heads
     names = [f"blocks.{layer}.attn.hook_{leaf}" for layer in range(n_layers) for leaf in ("z", "pattern")]
     logits, cache = model.run_with_cache(batch.inputs, attention_mask=torch.ones_like(batch.inputs), names_filter=names)

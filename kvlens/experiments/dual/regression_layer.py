@@ -1,9 +1,9 @@
 """The paper's own model: one attention layer that predicts y for the last of N + 1 tokens, and its variants (DUAL sec. 5).
 
 A token is (x, y); the last one's y is 0 and is predicted. Attention is self-attention over all tokens, softmax, one head, with
-square W_Q, W_K, W_V. The task is one fixed W; every sequence draws new x. Many seeds train at once, one a row of every tensor:
-each has its own task, its own start and its own sequences, and plain gradient descent on the sum of their losses keeps them
-apart.
+square W_Q, W_K, W_V. The task is one fixed W; every sequence draws new x. Many seeds train at once, one per row of every
+tensor: each has its own task, its own start and its own sequences, and plain gradient descent on the sum of their losses keeps
+them apart.
 
 | task | y | x |
 |---|---|---|
@@ -105,7 +105,7 @@ def draw_tasks(seeds: list[int], d_x: int) -> Float[Tensor, "seed d_x"]:
 def draw_sequences(
     W: Float[Tensor, "seed d_x"], task: str, seeds: list[int], stream: int, n_sequences: int, n_demonstrations: int
 ) -> Sequences:
-    """N demonstrations and a query, as many sequences a seed; ``stream`` numbers the draws."""
+    """N demonstrations and a query, as many sequences per seed; ``stream`` numbers the draws."""
     shape = (n_sequences, n_demonstrations + 1, W.shape[1])
     x = torch.stack([torch.rand(shape, generator=_generator(seed, stream), dtype=torch.float64) * 2 - 1 for seed in seeds])
     y = TASKS[task](torch.einsum("sbtd,sd->sbt", x, W))

@@ -110,10 +110,10 @@ def measure(
     """Run the three conditions on ``n_sequences`` sequences.
 
     Returns:
-        predictions: one row a condition and scored position: ``sequence``, ``position`` (in the text), ``use`` (of this trigger
-            in the text, from 1), ``trigger``, ``follower``, ``condition``, ``prediction``, ``is_right``; ``margin`` (of the
-            largest logit over the second) and ``change`` (largest absolute difference of a logit from the prompted one's).
-        errors: one row a sequence: relative error of the ``conversion``, and of the float32 ``forward_pass`` with the prompt,
+        predictions: one row per condition and scored position: ``sequence``, ``position`` (in the text), ``use`` (of this
+            trigger in the text, from 1), ``trigger``, ``follower``, ``condition``, ``prediction``, ``is_right``; ``margin`` (of
+            the largest logit over the second) and ``change`` (largest absolute difference of a logit from the prompted one's).
+        errors: one row per sequence: relative error of the ``conversion``, and of the float32 ``forward_pass`` with the prompt,
             of the logits at all positions of the text.
     """
     cut, generator = settings["prompt_length"], torch.Generator().manual_seed(settings["seed"])

@@ -119,7 +119,7 @@ def summarise(errors: pd.DataFrame) -> pd.DataFrame:
 
 
 def _measure(model: HookedKVTransformer, prompt: Tensor, text: Tensor) -> pd.DataFrame:
-    """One row a pair, measure and accumulation."""
+    """One row per pair, measure and accumulation."""
     exact = float64_logits(model, torch.cat([prompt, text], dim=1))[:, prompt.shape[1] :]
     parts = []
     for accumulation in ACCUMULATIONS:
@@ -131,7 +131,7 @@ def _measure(model: HookedKVTransformer, prompt: Tensor, text: Tensor) -> pd.Dat
 
 
 def _table(summary: pd.DataFrame) -> pd.DataFrame:
-    """One row a size; columns by (measure, accumulation)."""
+    """One row per size; columns by (measure, accumulation)."""
     return summary.pivot_table(index="n_parameters", columns=["measure", "accumulation"], values="relative_error").sort_index()
 
 

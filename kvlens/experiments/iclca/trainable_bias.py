@@ -42,7 +42,7 @@ def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
 
 
 def measures_by_seed(curves: pd.DataFrame) -> pd.DataFrame:
-    """One row a run: ``mean_loss`` (held-out, over all evaluations: the lower, the faster), final ``accuracy``, ``loss``."""
+    """One row per run: ``mean_loss`` (held-out, over all evaluations: the lower, the faster), final ``accuracy``, ``loss``."""
     speed = of_heldout(curves).groupby(["model", "seed"], sort=False)["loss"].mean().rename("mean_loss")
     return last_heldout(curves)[["model", "seed", "n_parameters", "accuracy", "loss"]].merge(speed.reset_index())
 

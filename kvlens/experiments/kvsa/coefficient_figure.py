@@ -14,10 +14,10 @@ def draw(heads: pd.DataFrame, counts: pd.DataFrame, course: pd.DataFrame, shares
     """One plane a model; then, for the first model whose training was watched, its coefficients and shares against step.
 
     Args:
-        heads: one row a head, with its coefficients as columns.
-        counts: rows of table 4 a model.
-        course: one row a coefficient and step; may be empty.
-        shares: one row a step; may be empty.
+        heads: one row per head, with its coefficients as columns.
+        counts: rows of table 4 per model.
+        course: one row per coefficient and step; may be empty.
+        shares: one row per step; may be empty.
     """
     names = heads["model"].unique().tolist()
     watched = course["model"].unique().tolist()[:1]
@@ -60,7 +60,7 @@ def _draw_plane(axes: Axes, heads: pd.DataFrame, counts: pd.DataFrame, name: str
     reach = 1.45 * max(across.abs().max(), up.abs().max())  # room for the counts in the corners
     axes.set(xlim=(-reach, reach), ylim=(-reach, reach))
     axes.set(xlabel="$\\alpha_1 - \\alpha_2$   (keys: right, the current token)", ylabel="$\\beta_1 - \\beta_2$   (values)")
-    axes.set_title(f"{name}: a dot a head", loc="left", fontsize=11)
+    axes.set_title(f"{name}: a dot per head", loc="left", fontsize=11)
     axes.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=6, handletextpad=0.1)
     axes.spines[["top", "right"]].set_visible(False)
 

@@ -133,7 +133,7 @@ def tidy(watched: pd.DataFrame, source: Source) -> pd.DataFrame:
         source: the model they belong to.
 
     Returns:
-        One row a coefficient: model, step, layer, head, coefficient ("alpha_1" ...), value.
+        One row per coefficient: model, step, layer, head, coefficient ("alpha_1" ...), value.
     """
     shift: Any = source.model.cfg.kv_shift
     rows = watched[watched["parameter"].str.fullmatch(PARAMETER)].sort_values(["step", "parameter", "index"], ignore_index=True)
@@ -154,7 +154,7 @@ def tidy(watched: pd.DataFrame, source: Source) -> pd.DataFrame:
 
 
 def leanings(coefficients: pd.DataFrame) -> pd.DataFrame:
-    """One row a head (and step): its coefficients as columns, and ``kind``, one of the pairs that `KINDS` has as keys."""
+    """One row per head (and step): its coefficients as columns, and ``kind``, one of the pairs that `KINDS` has as keys."""
     heads = coefficients.pivot_table(index=HEAD, columns="coefficient", values="value", sort=False).reset_index()
     heads.columns.name = None
     keys, values = heads["alpha_1"] > heads["alpha_2"], heads["beta_1"] > heads["beta_2"]
@@ -184,7 +184,7 @@ def outside_share(coefficients: pd.DataFrame) -> float:
 
 
 def shares_over_training(course: pd.DataFrame) -> pd.DataFrame:
-    """One row a model and step: the share of each kind of head, and that of coefficients outside [0, 1]."""
+    """One row per model and step: the share of each kind of head, and that of coefficients outside [0, 1]."""
     labels = {kind: f"{describe_side('alpha', kind[0])}, {describe_side('beta', kind[1])}" for kind in KINDS}
     columns = ["model", "step", *labels.values(), "outside [0, 1]"]
     if course.empty:

@@ -1,6 +1,6 @@
 """Models whose weights are written down instead of trained: the induction heads of KVSA th. 1-3, as HookedKVTransformers.
 
-All are attention-only, without norms; what is not set below is zero. ``embeddings`` are W_E, one row a token.
+All are attention-only, without norms; what is not set below is zero. ``embeddings`` are W_E, one row per token.
 
 - :func:`shifted_head`: one layer, width d. Keys shifted by one, values not, all projections the identity.
 - :func:`two_layer_head`: two layers, width 2d, no shift. The stream starts as (x_s, 0). The first layer has ALiBi alone, of

@@ -54,7 +54,7 @@ def hops_learned(final: pd.DataFrame) -> pd.DataFrame:
     """How many hops each run learned at each depth: the largest k up to which its seed learned every k that was tried.
 
     Args:
-        final: one row a run: n_layers, k, model, seed, accuracy.
+        final: one row per run: n_layers, k, model, seed, accuracy.
 
     Returns:
         Columns n_layers, model, seed, hops (0 where not even the first was learned).

@@ -39,7 +39,7 @@ def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
     embeddings, tokens = draw_text(settings)
     errors = pd.DataFrame(_measure_all(embeddings, tokens, settings, tell))
     shown = dict(sigma=settings["sigmas"][0], slope=settings["slopes"][0])
-    comparisons = compare(errors, rounding_bound(embeddings, tokens.shape[1], **shown, dtype=torch.float64), shown)
+    comparisons = compare(errors, head_rounding(embeddings, tokens.shape[1], **shown, dtype=torch.float64), shown)
     return Outcome(
         tables={"error": errors},
         figure=draw(errors, shown, *example_pattern()),
@@ -118,7 +118,7 @@ def head_output(model: HookedKVTransformer, tokens: Int[Tensor, "batch pos"], bl
     return cache[name][..., : model.cfg.d_head]
 
 
-def rounding_bound(embeddings: Float[Tensor, "token d"], length: int, sigma: float, slope: float, dtype: torch.dtype) -> float:
+def head_rounding(embeddings: Float[Tensor, "token d"], length: int, sigma: float, slope: float, dtype: torch.dtype) -> float:
     """How far rounding alone may part two ways to compute IH, to first order in the precision.
 
     A score is a sum of d products, divided by sigma, minus slope times distance; its absolute error is a relative error of its

@@ -52,7 +52,7 @@ def compare(accuracy: pd.DataFrame) -> list[Comparison]:
     """The figure's statement at each width, judged seed by seed, and what the two models cost at the widest.
 
     Args:
-        accuracy: one row a run: d_model, model, seed, n_parameters, accuracy.
+        accuracy: one row per run: d_model, model, seed, n_parameters, accuracy.
     """
     found = []
     for width, runs in accuracy.groupby("d_model"):

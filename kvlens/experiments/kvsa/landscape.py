@@ -99,7 +99,7 @@ def descend(
     step_size: float,
     max_steps: int,
 ) -> Iterator[dict[str, Any]]:
-    """Gradient descent on the model's own loss; one row a step, the start included, until it stands still.
+    """Gradient descent on the model's own loss; one row per step, the start included, until it stands still.
 
     Args:
         model: a :func:`landscape_model`; its shift parameters are moved.
@@ -142,7 +142,7 @@ def model_slope(
     return loss.item(), float(by_alpha[0, 0] - by_alpha[0, 1]), float(by_beta[0, 0] - by_beta[0, 1])
 
 
-def rounding_bound(T: int) -> float:
+def loss_rounding(T: int) -> float:
     """How far the model's float64 loss may lie from the closed form: three sums of 2T products one after the other.
 
     Scores, outputs and logits are products of rows of norm 1 with coefficients of at most 1 in size, in sums of up to 2T terms;
@@ -170,7 +170,7 @@ def compare(plane: pd.DataFrame, path: pd.DataFrame) -> list[Comparison]:
             None,
             float(error.max()),
             "the loss of th. 3 is the loss of one head with KV shift",
-            all(difference <= rounding_bound(int(str(T))) for T, difference in error.items()),
+            all(difference <= loss_rounding(int(str(T))) for T, difference in error.items()),
         ),
         *_compare_shares({T: monotone_share(plane[plane["T"] == T]) for T in sorted(set(plane["T"].tolist()))}),
         _compare_speed({T: mean_slope(plane[plane["T"] == T]) for T in sorted(set(plane["T"].tolist()))}),

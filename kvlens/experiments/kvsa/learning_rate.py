@@ -151,7 +151,7 @@ def _compare_stability(runs: pd.DataFrame) -> Comparison:
 
 
 def draw(runs: pd.DataFrame, no_context: float) -> Figure:
-    """Final held-out loss against learning rate; a dot a seed, a line through the means."""
+    """Final held-out loss against learning rate; a dot per seed, a line through the means."""
     figure = Figure(figsize=(7.6, 5), layout="constrained")
     axes = figure.subplots()
     top = no_context + 0.25 * (no_context - runs["heldout_loss"].min())
@@ -167,7 +167,7 @@ def draw(runs: pd.DataFrame, no_context: float) -> Figure:
         fontsize=9,
     )
     axes.set(xscale="log", xlabel="learning rate (peak)", ylabel="held-out loss at the end (nats)")
-    axes.set_title("A dot a seed, lines through the means; losses off the chart stand at its top", loc="left", fontsize=11)
+    axes.set_title("A dot per seed, lines through the means; losses off the chart stand at its top", loc="left", fontsize=11)
     axes.grid(color="#dddddd", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)

@@ -140,7 +140,7 @@ def draw(course: pd.DataFrame, finals: pd.DataFrame) -> Figure:
     for kind, colour in COLOURS.items():
         _draw_scaling(right, finals[finals["model"] == kind], kind, colour)
     right.set(xscale="log", yscale="log", xlabel="parameters outside the embeddings", ylabel="held-out loss at the end (nats)")
-    right.set_title("A dot a seed, lines the power laws through the means", loc="left", fontsize=11)
+    right.set_title("A dot per seed, lines the power laws through the means", loc="left", fontsize=11)
     right.yaxis.set_major_formatter("{x:.3g}")
     right.yaxis.set_minor_formatter("{x:.3g}")
     right.legend(frameon=False)

@@ -78,7 +78,7 @@ def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
 
 
 def summarise(finals: pd.DataFrame) -> pd.DataFrame:
-    """One row a variant, best training loss first: losses and the difference from the free form, mean and spread over seeds."""
+    """One row per variant, best training loss first: losses and difference from the free form, mean and spread over seeds."""
     rows = []
     for label in finals["model"].unique():
         own = finals[finals["model"] == label]
@@ -148,7 +148,7 @@ def _draw_differences(axes: Axes, finals: pd.DataFrame) -> None:
     axes.set_yticks(range(len(order)), order)
     axes.invert_yaxis()
     axes.set_xlabel("final training loss above the free form's, same seed (nats)")
-    axes.set_title("Best on top; a dot a seed, a bar the mean", loc="left", fontsize=11)
+    axes.set_title("Best on top; a dot per seed, a bar the mean", loc="left", fontsize=11)
     axes.grid(axis="x", color="#dddddd", linewidth=0.6)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)

@@ -27,7 +27,7 @@ def equivariance_table(model: Mapping[str, Any], n_positions: int, d_input: int,
     Args:
         model: fields of :class:`kvlens.HookedKVTransformerConfig`; attention, positions and dtype are set here.
         n_positions: of an input.
-        d_input: numbers a position.
+        d_input: numbers per position.
         n_prompts: random inputs X, all permuted alike.
         n_models: how many draws of weights, inputs and pi.
     """
@@ -48,7 +48,7 @@ def _measure(
                     dtype=str(dtype).removeprefix("torch."),
                     seed=seed,
                     deviation=deviation(HookedKVRegressor(cfg, d_input), n_positions, n_prompts, seed),
-                    rounding=rounding_bound(cfg),
+                    rounding=permutation_rounding(cfg),
                 )
 
 
@@ -64,7 +64,7 @@ def deviation(model: HookedKVRegressor, n_positions: int, n_prompts: int, seed: 
     return float((model(x[:, order]) - out[:, order]).norm() / out.norm())
 
 
-def rounding_bound(cfg: HookedKVTransformerConfig) -> float:
+def permutation_rounding(cfg: HookedKVTransformerConfig) -> float:
     """How far rounding alone may take the two sides apart, to first order and in the worst case.
 
     In each layer a permutation changes the order of two sums over n_ctx positions, and a kernel may sum the features of another

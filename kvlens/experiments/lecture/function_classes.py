@@ -20,7 +20,7 @@ from typing import Any
 import pandas as pd
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvlens.errors import KVLensError
 from kvlens.experiments.lecture.equivariance import equivariance_table
@@ -78,7 +78,7 @@ def train_one(
 # --- error against the number of examples ---
 
 
-def error_curves(task: RegressionTask, models: Mapping[int, HookedKVRegressor], settings: Mapping[str, Any]) -> pd.DataFrame:
+def error_curves(task: RegressionTask, models: Mapping[int, nn.Module], settings: Mapping[str, Any]) -> pd.DataFrame:
     """Squared error of every predictor on held-out prompts of ``task``, for every number of examples that it scores.
 
     Args:
@@ -130,10 +130,10 @@ def penalty(task: RegressionTask) -> float:
 
 
 @torch.no_grad()
-def predict(model: HookedKVRegressor, inputs: Float[Tensor, "prompt pos d_input"]) -> Float[Tensor, "prompt point"]:
+def predict(model: nn.Module, inputs: Float[Tensor, "prompt pos d_input"]) -> Float[Tensor, "prompt point"]:
     """The model's predictions at the points (every other position), in float64 on the CPU."""
     model.eval()
-    device = model.read_in.weight.device
+    device = next(model.parameters()).device
     parts = [model(part.to(device)).cpu() for part in inputs.split(PROMPTS_AT_ONCE)]
     return torch.cat(parts)[:, 0::2].double()
 

@@ -42,7 +42,7 @@ def least_squares(x: Points, y: Answers) -> Predictions:
     return (x[:, :, None] @ w).flatten(1)
 
 
-def ridge(x: Points, y: Answers, penalty: float) -> Predictions:
+def ridge(x: Points, y: Answers, penalty: float | int) -> Predictions:
     """Least squares with ``penalty`` |w|^2 added to the squared error; arguments and result as of `least_squares`.
 
     Raises:

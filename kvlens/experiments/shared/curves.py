@@ -1,6 +1,6 @@
 """Learning curves: several models trained on one task with several seeds, as one tidy table, and how such a table is drawn.
 
-The table has one row a measurement: ``model``, ``seed``, ``n_parameters``, ``step``, ``split``, ``loss``, ``accuracy``. A
+The table has one row per measurement: ``model``, ``seed``, ``n_parameters``, ``step``, ``split``, ``loss``, ``accuracy``. A
 seed decides a run altogether, its initial weights and its batches, so runs of the same seed differ by the model alone. A
 run that stopped early (``stop_at_accuracy``) just has fewer rows; where seeds are averaged, it keeps its last value.
 """
@@ -41,7 +41,7 @@ def train_and_compare(
         examine: called with label, seed and trained model after each run; no model is kept otherwise.
 
     Returns:
-        One row a measurement: model, seed, n_parameters, step, split ("train" or "heldout"), loss, accuracy.
+        One row per measurement: model, seed, n_parameters, step, split ("train" or "heldout"), loss, accuracy.
     """
     courses = []
     for (label, settings), seed in itertools.product(models.items(), seeds):
@@ -76,7 +76,7 @@ def steps_to(table: pd.DataFrame, accuracy: float, by: Iterable[str] = ("model",
     """The first evaluation of every run at which its held-out accuracy is at least ``accuracy``.
 
     Returns:
-        One row a run: the columns of ``by``, and ``steps``, infinite where the run never got there. So a median over seeds
+        One row per run: the columns of ``by``, and ``steps``, infinite where the run never got there. So a median over seeds
         counts failures as what they are.
     """
     keys = list(by)

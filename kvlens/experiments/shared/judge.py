@@ -23,10 +23,14 @@ from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Real
 
 MOST_COUNTED = 20_000
 """Beyond so many patterns, as many are drawn instead of counted; with the one that was seen among them p stays a true bound."""
+
+
+Values = Sequence[float | int] | Real[np.ndarray, " value"]
+"""One for each seed, prompt or sequence."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ class Judge:
 
     level: float = 0.05
 
-    def above(self, values: Sequence[float], bound: float = 0.0) -> bool | None:
+    def above(self, values: Values, bound: float | int = 0.0) -> bool | None:
         """Whether ``values`` lie above ``bound`` (True), below it (False), or cannot be told from it (None).
 
         Args:
@@ -51,7 +55,7 @@ class Judge:
             return None
         return bool(distance.sum() > 0)
 
-    def larger(self, first: Sequence[float], second: Sequence[float]) -> bool | None:
+    def larger(self, first: Values, second: Values) -> bool | None:
         """Whether ``first`` is larger on average than ``second`` (True), smaller (False), or neither can be told (None).
 
         For values that do not pair, such as those of two sets of seeds.

@@ -42,14 +42,14 @@ class Comparison:
     """
 
     what: str
-    paper: float | str | None
-    ours: float | str | None
+    paper: float | int | str | None
+    ours: float | int | str | None
     claim: str
     holds: bool | None
     judged: bool = True
 
     @classmethod
-    def stated(cls, what: str, paper: float | str | None, ours: float | str | None, claim: str) -> "Comparison":
+    def stated(cls, what: str, paper: float | int | str | None, ours: float | int | str | None, claim: str) -> "Comparison":
         """Numbers side by side, without a verdict."""
         return cls(what, paper, ours, claim, None, judged=False)
 

@@ -32,7 +32,7 @@ def final_losses(course: pd.DataFrame, by: Sequence[str] = ("model", "seed"), la
         last_share: share of the steps whose training losses are averaged (one batch alone is noisy).
 
     Returns:
-        One row a run: ``by``, ``heldout_loss`` at the last evaluation, ``train_loss`` over the last steps (NaN for a run that
+        One row per run: ``by``, ``heldout_loss`` at the last evaluation, ``train_loss`` over the last steps (NaN for a run that
         logged none of them).
     """
     keys = list(by)

@@ -3,8 +3,8 @@
     per query:  z_i = sum_j (p_ij - (beta / k_i) [j in N_i]) v_j            = z_i - beta mean_{N_i} v
     per label:  z_i = sum_j p_ij (v_j - beta mean_{N_j} v)
 
-The equations take a set a label, the remark in sec. 5 one a query; they are different attentions (by about half of the output
-on random heads). The choice of the set has no gradient; the values in it have.
+The equations take a set per label, the remark in sec. 5 one per query; they are different attentions (by about half of the
+output on random heads). The choice of the set has no gradient; the values in it have.
 """
 
 import math

@@ -35,7 +35,7 @@ def landmark_features(
     """
     n_keys = keys.shape[1]
     if not 1 <= n_landmarks <= n_keys:
-        raise KVLensError(f"landmarks: expected 1 to {n_keys} (one a key), got {n_landmarks}")
+        raise KVLensError(f"landmarks: expected 1 to {n_keys} (one per key), got {n_landmarks}")
     log_keys = keys.square().sum(dim=-1) / (2 * scale)
     at_queries = queries @ keys.transpose(-1, -2) / scale - log_keys[:, None]
     log_queries = at_queries.amax(dim=-1)
@@ -65,7 +65,7 @@ def landmark_features(
 def random_log_features(
     x: Float[Tensor, "head token d"], projection: Float[Tensor, "head m d"], scale: float
 ) -> tuple[Float[Tensor, "head token m"], Float[Tensor, "head token"]]:
-    """Positive random features, scaled to a largest entry of 1 a row, and the logarithm of that scale.
+    """Positive random features, scaled to a largest entry of 1 per row, and the logarithm of that scale.
 
     The same map as :func:`kvlens.ops.feature_maps.random_features`, for vectors whose features no float would hold.
     """

@@ -20,7 +20,7 @@ Inputs = Float[Tensor, "*lead demo d_phi"]
 Labels = Float[Tensor, "*lead demo d_out"]
 Weight = Float[Tensor, "*lead d_out d_phi"]
 Normalizer = Float[Tensor, "*#lead"]
-"""D, one a query."""
+"""D, one per query."""
 
 
 def mean_outer(inputs: Inputs, labels: Labels, normalizer: Normalizer) -> Weight:

@@ -22,7 +22,7 @@ def induction_head(x: Float[Tensor, "batch pos d_model"], sigma: float, slope: f
     Args:
         x: rows of a text, before any head.
         sigma: temperature; scores are divided by it (TransformerLens' ``attn_scale``).
-        slope: ALiBi slope m, subtracted once a position of distance.
+        slope: ALiBi slope m, subtracted once per position of distance.
 
     Returns:
         The rows that an induction head writes.

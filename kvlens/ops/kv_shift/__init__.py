@@ -1,4 +1,4 @@
-"""KV shift: each key and value mixed with its predecessors, one coefficient vector a head (KVSA eq. 4-6)."""
+"""KV shift: each key and value mixed with its predecessors, one coefficient vector per head (KVSA eq. 4-6)."""
 
 from kvlens.ops.kv_shift.coefficients import coefficients_from_parameter, initial_shift_parameter
 from kvlens.ops.kv_shift.naive import naive_kv_shift

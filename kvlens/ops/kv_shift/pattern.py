@@ -21,7 +21,7 @@ def effective_pattern(
     Args:
         pattern: ``hook_pattern``.
         coef: coefficients as used, ``hook_v_shift_coef`` or ``hook_k_shift_coef``; column 0 belongs to the current token. One
-            row a head, or a KV head that several heads share.
+            row per head, or a KV head that several heads share.
 
     Returns:
         E. What lies before the first key (the boundary) has no column.

@@ -25,7 +25,7 @@ def kv_shift(
 
     Args:
         x: raw keys, values or queries.
-        coef: ``window + 1`` coefficients a head; column 0 multiplies the current token. Our ``coef`` for keys is the
+        coef: ``window + 1`` coefficients per head; column 0 multiplies the current token. Our ``coef`` for keys is the
             paper's (alpha_1, alpha_2), for values (beta_1, beta_2).
         boundary: the raw rows before the first token, oldest first; zeros if None.
         mask: True at real tokens; None if there is no padding.

@@ -51,7 +51,7 @@ def chunked_linear_attention(
     normalizers: list[Tensor] = []
     pos, size = v.shape[1], max(1, min(chunk_size, v.shape[1]))
     length = max(size, (SEGMENT_ON_CPU if v.device.type == "cpu" else SEGMENT_ELSEWHERE) // size * size)
-    # split, not slices: the backward of a slice fills a whole tensor with zeros, once a segment
+    # split, not slices: the backward of a slice fills a whole tensor with zeros, once per segment
     parts = [x.split(length, dim=1) for x in (phi_q, phi_k, v)]
     masks = mask.split(length, dim=1) if mask is not None else [None] * len(parts[0])
     for q_part, k_part, v_part, mask_part in zip(*parts, masks, strict=True):

@@ -1,4 +1,4 @@
-"""Linear attention, the recurrent form: O(1) memory and time a token, for decoding."""
+"""Linear attention, the recurrent form: O(1) memory and time per token, for decoding."""
 
 import torch
 from jaxtyping import Bool, Float

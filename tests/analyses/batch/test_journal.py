@@ -1,4 +1,4 @@
-"""The journal keeps jobs whole and once, and refuses to mix settings; the table has one schema and a row group a prompt."""
+"""The journal keeps jobs whole and once, and refuses to mix settings; the table has one schema and a row group per prompt."""
 
 import pandas as pd
 import pyarrow as pa

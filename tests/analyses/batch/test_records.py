@@ -96,7 +96,7 @@ def test_inputs_that_are_refused(tmp_path):
         survey(tmp_path / "nowhere.jsonl")
     with pytest.raises(KVLensError, match="holds no prompt; it is empty"):
         survey(tmp_path)
-    with pytest.raises(KVLensError, match="one JSON document; write an object a line"):
+    with pytest.raises(KVLensError, match="one JSON document; write an object per line"):
         survey(write(tmp_path / "p.json", "[]"))
     with pytest.raises(KVLensError, match="holds no prompt: p.jsonl:1: the line is empty"):
         survey(write(tmp_path / "p.jsonl", "", ""))

@@ -103,7 +103,7 @@ def test_the_number_of_ablations_is_said_before_they_start(model_folder, tmp_pat
     source = prompts(tmp_path, {"prompt": "The widget", "text": " is green"})
     result = run_batch(task, source, tmp_path / "t.parquet", tell=lines.append)
     n_layers = pd.read_parquet(result.out)["layer"].nunique()
-    assert lines == [f"{model_folder}: {n_layers} ablations or patches a prompt, in batches"]
+    assert lines == [f"{model_folder}: {n_layers} ablations or patches per prompt, in batches"]
     assert result.n_rows == n_layers
 
 

@@ -45,6 +45,7 @@ def test_the_model_is_left_as_it_was():
     assert not any(point.fwd_hooks for point in model.hook_dict.values())
 
 
+@pytest.mark.unhooked
 @pytest.mark.parametrize(
     ("prompt", "text", "message"),
     [

@@ -229,7 +229,7 @@ def test_chance_is_uniform_over_letters_that_are_no_triggers():
 
 
 def runs_table(with_bias, without_bias):
-    """Held-out losses of runs of two evaluations, one pair of numbers a seed; accuracy is 1 - loss."""
+    """Held-out losses of runs of two evaluations, one pair of numbers per seed; accuracy is 1 - loss."""
     rows = [
         dict(model=label, seed=seed, n_parameters=9, step=10 * (number + 1), split="heldout", loss=loss, accuracy=1 - loss)
         for label, runs in ((trainable_bias.WITHOUT, without_bias), (trainable_bias.WITH, with_bias))

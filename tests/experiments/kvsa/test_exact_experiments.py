@@ -37,7 +37,7 @@ def test_one_shifted_layer_is_the_induction_head(dtype):
     embeddings, tokens = embeddings_and_tokens(dtype)
     model = constructed_models.shifted_head(embeddings, SIGMA, SLOPE)
     assert model.cfg.d_model == D
-    assert head_error(model, embeddings, tokens) <= induction_exact.rounding_bound(embeddings, POS, SIGMA, SLOPE, dtype)
+    assert head_error(model, embeddings, tokens) <= induction_exact.head_rounding(embeddings, POS, SIGMA, SLOPE, dtype)
 
 
 @pytest.mark.parametrize("p1", [2.0, 5.0, 11.0, 23.0, 40.0])
@@ -53,7 +53,7 @@ def test_two_blind_layers_stay_within_the_derived_error(p1):
     assert model.cfg.kv_shift is None
     score_error = 2 * math.exp(-p1) * float(embeddings.square().sum(-1).max()) / SIGMA
     bound = math.expm1(2 * score_error) * float(embeddings.abs().max())
-    rounding = induction_exact.rounding_bound(embeddings, POS, SIGMA, SLOPE, torch.float64)
+    rounding = induction_exact.head_rounding(embeddings, POS, SIGMA, SLOPE, torch.float64)
     error = head_error(model, embeddings, tokens, blind=True)
     assert error <= bound + rounding
     if p1 < 30:  # the leak is there: it is no exact head
@@ -122,10 +122,10 @@ def test_the_model_has_the_closed_forms_loss_and_gradients_off_the_plane_too(T):
         attn.v_shift_coef.copy_(torch.tensor([[1.2, 0.4]]))
     alpha, beta = (p.detach()[0].clone().requires_grad_() for p in (attn.k_shift_coef, attn.v_shift_coef))
     loss, closed = cross_entropy(model(tokens)[:, -1], answers), landscape_loss(alpha, beta, T)
-    assert abs(float(loss.detach() - closed.detach())) <= 4 * landscape.rounding_bound(T)  # sizes up to 1.2 + 0.8
+    assert abs(float(loss.detach() - closed.detach())) <= 4 * landscape.loss_rounding(T)  # sizes up to 1.2 + 0.8
     got = torch.autograd.grad(loss, (attn.k_shift_coef, attn.v_shift_coef))
     for a, b in zip(got, torch.autograd.grad(closed, (alpha, beta)), strict=True):
-        assert (a[0] - b).abs().max() <= 4 * landscape.rounding_bound(T)
+        assert (a[0] - b).abs().max() <= 4 * landscape.loss_rounding(T)
 
 
 def test_every_text_alone_has_the_same_loss():
@@ -133,7 +133,7 @@ def test_every_text_alone_has_the_same_loss():
     model, tokens, answers = landscape.model_and_texts(T, n_texts=5, seed=3)
     constructed_models.set_shift(model, 0.2, 0.7)
     losses = cross_entropy(model(tokens)[:, -1], answers, reduction="none").detach()
-    assert losses.max() - losses.min() <= 2 * landscape.rounding_bound(T)
+    assert losses.max() - losses.min() <= 2 * landscape.loss_rounding(T)
 
 
 def test_descent_ends_at_the_induction_head_downhill_and_inside_the_square():
@@ -144,8 +144,8 @@ def test_descent_ends_at_the_induction_head_downhill_and_inside_the_square():
     assert path[["alpha_1", "beta_1"]].iloc[-1].tolist() == [0, 1]
     assert (path["loss"].diff().dropna() < 0).all()
     assert path["alpha_1"].between(0, 1).all() and path["beta_1"].between(0, 1).all()
-    assert path["loss_error"].max() <= landscape.rounding_bound(6)
-    assert path["gradient_error"].max() <= landscape.rounding_bound(6)
+    assert path["loss_error"].max() <= landscape.loss_rounding(6)
+    assert path["gradient_error"].max() <= landscape.loss_rounding(6)
     # the first step by hand: against the gradient of the closed form
     _, by_alpha, by_beta = landscape.slope_in_plane(*torch.tensor([0.95, 0.05], dtype=torch.float64), 6)
     step = path[["alpha_1", "beta_1"]].iloc[1].tolist()

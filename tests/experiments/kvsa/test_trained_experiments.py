@@ -181,6 +181,7 @@ class Scribe:
         return torch.nn.functional.one_hot(following, 99).float()
 
 
+@pytest.mark.unhooked
 @pytest.mark.parametrize("n_ops", [1, 2, 4])
 def test_the_answer_is_judged_at_its_own_place(n_ops):
     task = ArithmeticTask(max_ops=3, test_ops=4, modulus=5, n_names=7)

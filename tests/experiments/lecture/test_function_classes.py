@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvlens.errors import KVLensError
 from kvlens.experiments.lecture import equivariance, function_class_claims, function_classes
 from kvlens.experiments.lecture.regression_baselines import least_squares, nearest_neighbours, ridge
-from kvlens.model import HookedKVTransformerConfig
+from kvlens.model import HookedKVRegressor, HookedKVTransformerConfig
 from kvlens.tasks import FUNCTION_CLASSES, Batch, RegressionTask
 from kvlens.tasks.regression import SHIFTS
 from kvlens.training import build_model
@@ -219,14 +219,13 @@ def test_only_the_plain_transformer_commutes_with_permutations():
 def test_a_deviation_by_a_pencil():
     """A model that says 1 at the first of two positions and 0 at the second, whatever stands there."""
 
-    class FirstOnly(torch.nn.Module):
-        d_input, cfg = 1, HookedKVTransformerConfig(n_layers=1, d_model=2, d_head=2, n_ctx=2, d_vocab=1, act_fn="relu")
-
+    class FirstOnly(HookedKVRegressor):
         def forward(self, x):
             return torch.tensor([1.0, 0.0])[None].expand(len(x), 2)
 
     # pi can only exchange the two positions: (1, 0) against (0, 1), over a norm of 1
-    assert equivariance.deviation(FirstOnly(), n_positions=2, n_prompts=1, seed=0) == pytest.approx(math.sqrt(2))
+    cfg = HookedKVTransformerConfig(n_layers=1, d_model=2, d_head=2, n_ctx=2, d_vocab=1, act_fn="relu")
+    assert equivariance.deviation(FirstOnly(cfg, d_input=1), n_positions=2, n_prompts=1, seed=0) == pytest.approx(math.sqrt(2))
 
 
 # --- claims ---

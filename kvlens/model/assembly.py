@@ -1,0 +1,60 @@
+"""Putting kvlens' parts into the place of TransformerLens', and a bias into the parts: what each layer needs to hold.
+
+TransformerLens chooses the class of a block's attention itself. ``block.attn`` and ``model.pos_embed`` may be replaced before
+``init_weights`` and ``setup`` run, in that order; the other order leaves weights uninitialised and hooks unnamed, silently.
+"""
+
+from typing import Any
+
+import torch
+
+from kvlens.components import (
+    KVBlock,
+    KVUnembed,
+    LayerBias,
+    NoPosEmbed,
+    OffsetPosEmbed,
+    SinusoidalPosEmbed,
+    build_attention,
+)
+from kvlens.kv_bias import KVBias
+
+
+def replace_components(model: Any) -> None:
+    """kvlens' attention, blocks, unembedding and positions, in a model that TransformerLens has just built."""
+    cfg = model.cfg
+    for layer, block in enumerate(model.blocks):
+        block.attn = build_attention(cfg, block.attn.attn_type, layer)
+        model.blocks[layer] = KVBlock.of(block)
+    model.unembed = KVUnembed.of(model.unembed)
+    tables = [block.attn.rotary_table for block in model.blocks if hasattr(block.attn, "rotary_table")]
+    for block in model.blocks[1:] if tables else ():
+        block.attn.rotary_table = tables[0]  # one table for all layers
+    if cfg.positional_embedding_type == "none":
+        model.pos_embed = NoPosEmbed()
+    elif cfg.positional_embedding_type == "sinusoidal":
+        model.pos_embed = SinusoidalPosEmbed(cfg.d_model)
+    elif cfg.positional_embedding_type != "rotary":
+        model.pos_embed = OffsetPosEmbed(cfg)
+
+
+def init_kv_parameters(model: Any) -> None:
+    """Draw what TransformerLens does not know: shift coefficients and feature maps (b_KV and b_D start at 0)."""
+    generator = None if model.cfg.seed is None else torch.Generator().manual_seed(model.cfg.seed)
+    for block in model.blocks:
+        block.attn.init_shift(generator)
+        block.attn.init_variants(generator)
+        if model.cfg.attention == "linear":
+            block.attn.feature_map.init_weights(generator)
+        if model.cfg.trainable_kv_bias:
+            torch.nn.init.zeros_(block.attn.b_KV)
+            torch.nn.init.zeros_(block.attn.b_D)
+
+
+@torch.enable_grad()
+def spread_bias(model: Any, bias: KVBias | None) -> None:
+    """Give each layer its share of the attached bias; gradients on, so that they flow however it was attached."""
+    for layer, block in enumerate(model.blocks):
+        block.attn.layer_bias = None if bias is None else LayerBias.of(bias, layer, block.attn.W_O.device)
+    if isinstance(getattr(model, "pos_embed", None), (OffsetPosEmbed, SinusoidalPosEmbed)):
+        model.pos_embed.position_offset = 0 if bias is None else bias.position_offset

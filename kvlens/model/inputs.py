@@ -1,0 +1,67 @@
+"""What a model may be given: a configuration, tokens, how many of them, names of hooks. All else is refused in words."""
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from kvlens._tl import USE_DEFAULT_VALUE, HookedTransformerConfig
+from kvlens.errors import KVLensError, nearest
+from kvlens.model.config import HookedKVTransformerConfig
+
+NOT_TOKENS = (torch.bool, torch.uint8)
+"""Integers that torch reads as a mask, not as indices."""
+
+
+def as_kv_config(cfg: Any) -> HookedKVTransformerConfig:
+    """A configuration of kvlens, from one, from a plain one of TransformerLens, or from a dict of its fields.
+
+    Raises:
+        KVLensError: something else.
+    """
+    if isinstance(cfg, HookedKVTransformerConfig):
+        return cfg
+    if isinstance(cfg, dict):
+        return HookedKVTransformerConfig(**cfg)
+    if isinstance(cfg, HookedTransformerConfig):
+        return HookedKVTransformerConfig.from_tl(cfg)
+    raise KVLensError(
+        f"cfg: expected a HookedKVTransformerConfig, got {type(cfg).__name__}; to load by name, use from_pretrained"
+    )
+
+
+def check_tokens(cfg: HookedKVTransformerConfig, tokens: Tensor) -> None:
+    """Raise KVLensError unless ``tokens``, of any shape, are integers of the vocabulary, at least one."""
+    if tokens.is_floating_point() or tokens.dtype in NOT_TOKENS:
+        raise KVLensError(f"tokens must be integers (int64 or int32), got {tokens.dtype}")
+    if tokens.numel() == 0:
+        raise KVLensError("the text is empty: give at least one token (a bias stands for a prompt, not for a text)")
+    if int(tokens.min()) < 0 or int(tokens.max()) >= cfg.d_vocab:
+        raise KVLensError(
+            f"token ids must lie in 0..{cfg.d_vocab - 1} (d_vocab={cfg.d_vocab}), got {int(tokens.min())}..{int(tokens.max())}"
+        )
+
+
+def check_length(
+    cfg: HookedKVTransformerConfig, n_places: int, attention_mask: Int[Tensor, "batch pos"] | Bool[Tensor, "batch pos"] | None
+) -> None:
+    """Raise KVLensError where the model has a longest text and this one, padding left out, is longer."""
+    if not cfg.has_position_limit or n_places <= cfg.n_ctx:
+        return
+    longest = n_places if attention_mask is None else int(attention_mask.sum(dim=1).max())
+    if longest > cfg.n_ctx:
+        raise KVLensError(f"a text of {longest} tokens is longer than n_ctx={cfg.n_ctx}: shorten it")
+
+
+def bos_under_bias(prepend_bos: Any, attached: bool) -> Any:
+    """Whether a string gets a BOS: what the caller said, and by default none while a bias is attached: the prompt had one."""
+    return False if prepend_bos is USE_DEFAULT_VALUE and attached else prepend_bos
+
+
+def check_hook_names(names: Any, hook_points: Collection[str]) -> None:
+    """Raise KVLensError for a name, or one of several, that no hook point has; the nearest is proposed."""
+    for name in [names] if isinstance(names, str) else names if isinstance(names, (list, tuple)) else ():
+        if name not in hook_points:
+            raise KVLensError(f"no hook point is called {name!r}{nearest(name, hook_points)}")
