@@ -14,7 +14,7 @@ MAX_NUMBERED = 24
 
 
 def check_heads(piece: str, table: pd.DataFrame, value: str) -> None:
-    """Raise KVLensError unless ``table`` has one row a head and numbers in column ``value``."""
+    """Raise KVLensError unless ``table`` has one row per head and numbers in column ``value``."""
     check_columns(piece, table, ("layer", "head", value))
     check_numbers(piece, table, value)
     if table.duplicated(["layer", "head"]).any():
@@ -45,7 +45,7 @@ def head_maps(
     """A map for each column, the first of them shown; a head is a button where a click on it does something.
 
     Args:
-        table: one row a head.
+        table: one row per head.
         columns: what may be shown.
         clickable: whether a head is a button.
         without_zero: columns whose 0 means nothing, such as logarithms: coloured from their lowest value to their highest.
