@@ -10,24 +10,40 @@ from kvlens import HookedKVTransformer, KVBias
 
 
 def text_logits(
-    model: HookedKVTransformer, before: Int[Tensor, " before_pos"] | None, text: Int[Tensor, " pos"]
+    model: HookedKVTransformer,
+    before: Int[Tensor, " before_pos"] | None,
+    text: Int[Tensor, " pos"],
+    residuals: list[Tensor] | None = None,
 ) -> Float[Tensor, "pos d_vocab"]:
     """Logits at the places of ``text`` when ``before`` stands in front of it; no other place is unembedded.
 
     With linear attention ``before`` is read in segments, into a state: its length costs no memory.
+
+    Args:
+        model: with whatever is attached to it.
+        before: None or empty for nothing.
+        text: tokens.
+        residuals: the residual stream at the text's places, [pos, d_model], is appended before each layer and after the last.
     """
-    if before is not None and len(before) and model.cfg.attention == "linear" and model.cfg.attention_variant is None:
-        cache = model.empty_cache()
-        # a pad token that was typed is a token, not padding
-        model(before[None], return_type=None, attention_mask=torch.ones_like(before[None]), past_kv_cache=cache)
-        return model(text[None], attention_mask=torch.ones_like(text[None]), past_kv_cache=cache)[0]
-    tokens = (text if before is None else torch.cat([before, text]))[None]
+    last = model.cfg.n_layers - 1
+
+    def keep(resid: Tensor, hook: Any) -> None:
+        residuals.append(resid[0, -len(text) :].clone())  # type: ignore[union-attr]
 
     def keep_text(resid: Tensor, hook: Any) -> Tensor:
         return resid[:, -len(text) :]
 
-    last = f"blocks.{model.cfg.n_layers - 1}.hook_resid_post"
-    return model.run_with_hooks(tokens, attention_mask=torch.ones_like(tokens), fwd_hooks=[(last, keep_text)])[0]
+    names = [*(f"blocks.{layer}.hook_resid_pre" for layer in range(last + 1)), f"blocks.{last}.hook_resid_post"]
+    hooks: list[Any] = [] if residuals is None else [(name, keep) for name in names]
+    if before is not None and len(before) and model.cfg.attention == "linear" and model.cfg.attention_variant is None:
+        cache = model.empty_cache()
+        # a pad token that was typed is a token, not padding
+        model(before[None], return_type=None, attention_mask=torch.ones_like(before[None]), past_kv_cache=cache)
+        mask = torch.ones_like(text[None])
+        return model.run_with_hooks(text[None], attention_mask=mask, past_kv_cache=cache, fwd_hooks=hooks)[0]
+    tokens = (text if before is None else torch.cat([before, text]))[None]
+    hooks.append((names[-1], keep_text))
+    return model.run_with_hooks(tokens, attention_mask=torch.ones_like(tokens), fwd_hooks=hooks)[0]
 
 
 def converted_logits(model: HookedKVTransformer, bias: KVBias, text: Int[Tensor, " pos"]) -> Float[Tensor, "pos d_vocab"]:

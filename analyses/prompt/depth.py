@@ -14,6 +14,7 @@ from torch import Tensor
 from analyses.declaration import Analysis, Columns
 from analyses.inputs import PROMPT, TEXT
 from analyses.predictions import log_probabilities, next_token_losses
+from analyses.prompt.readings import Readings, read_text
 from analyses.sequences import (
     BaselineTokens,
     PromptTokens,
@@ -46,6 +47,7 @@ def prompt_by_depth(
     text_tokens: TextTokens,
     *,
     baseline_tokens: BaselineTokens | None = None,
+    readings: Readings | None = None,
 ) -> pd.DataFrame:
     """Losses on the text at every depth, with and without the prompt.
 
@@ -55,6 +57,7 @@ def prompt_by_depth(
         text_tokens: a string, or tokens [pos] without BOS.
         baseline_tokens: [pos], what stands in front of the text "without the prompt"; None takes the prompt's BOS, and nothing
             if it does not begin with the tokenizer's BOS.
+        readings: of this text with and without the prompt, residuals included, where they are at hand; None reads it here.
 
     Returns:
         By depth, then place of the text:
@@ -67,12 +70,16 @@ def prompt_by_depth(
     prompt = prompt_sequence(model, "prompt_tokens", prompt_tokens)
     text = one_sequence(model, "text_tokens", text_tokens)
     baseline = baseline_sequence(model, prompt, baseline_tokens)
-    streams = [_residuals(model, before, text) for before in (prompt, baseline)]
+    if readings is None:
+        conditions = ("with_prompt", "without_prompt")
+        readings = read_text(model, prompt, text, baseline=baseline, conditions=conditions, residuals=True)
+    streams = [readings[condition].residuals for condition in ("with_prompt", "without_prompt")]
     tokens, n_depths = token_texts(model, text), model.cfg.n_layers + 1
     losses: dict[str, list[Tensor]] = {"with": [], "without": []}
     guesses: dict[str, list[str]] = {"with": [], "without": []}
     for depth in range(n_depths):
         for name, stream in zip(losses, streams, strict=True):
+            assert stream is not None
             log_p = log_probabilities(_unembedded(model, stream[depth]))
             losses[name].append(next_token_losses(log_p, text))
             guesses[name] += token_texts(model, log_p.argmax(dim=-1))
@@ -90,16 +97,6 @@ def prompt_by_depth(
             "guess_without": guesses["without"],
         }
     )
-
-
-def _residuals(model: HookedKVTransformer, before: Tensor, text: Tensor) -> list[Float[Tensor, "text_pos d_model"]]:
-    """The stream at the places of ``text`` before each layer and after the last."""
-    tokens, last = torch.cat([before, text])[None], model.cfg.n_layers - 1
-    names = [f"blocks.{layer}.hook_resid_pre" for layer in range(model.cfg.n_layers)] + [f"blocks.{last}.hook_resid_post"]
-    _, cache = model.run_with_cache(
-        tokens, attention_mask=torch.ones_like(tokens), names_filter=names, stop_at_layer=model.cfg.n_layers
-    )
-    return [cache[name][0, -len(text) :] for name in names]
 
 
 def _unembedded(model: HookedKVTransformer, residual: Float[Tensor, "pos d_model"]) -> Float[Tensor, "pos d_vocab"]:

@@ -1,10 +1,6 @@
 """What a prompt changes in the predictions on a text, and whether its conversion changes the same.
 
-Three conditions, aligned on the tokens of the text:
-
-- ``with_prompt``: the model reads [prompt; text];
-- ``without_prompt``: the model reads the text with nothing in front but the BOS that the prompt began with;
-- ``converted``: the model reads the text alone, under the bias that the prompt was converted to.
+The three conditions of :mod:`analyses.prompt.readings`, aligned on the tokens of the text.
 """
 
 import pandas as pd
@@ -12,11 +8,10 @@ import torch
 
 from analyses.declaration import Analysis, Columns
 from analyses.inputs import PROMPT, TEXT
-from analyses.predictions import converted_logits, kl_divergence, log_probabilities, next_token_losses, text_logits
+from analyses.predictions import kl_divergence, log_probabilities, next_token_losses
+from analyses.prompt.readings import CONDITIONS, Readings, read_text
 from analyses.sequences import BaselineTokens, PromptTokens, TextTokens, baseline_sequence, prompt_text_bias, token_texts
 from kvlens import HookedKVTransformer, KVBias
-
-CONDITIONS = ("with_prompt", "without_prompt", "converted")
 
 COLUMNS = Columns(
     position=("int64", "0 is the first token of the text"),
@@ -39,6 +34,7 @@ def prompt_effect(
     *,
     baseline_tokens: BaselineTokens | None = None,
     bias: KVBias | None = None,
+    readings: Readings | None = None,
 ) -> pd.DataFrame:
     """Compare the next-token predictions on the text in the three conditions.
 
@@ -49,6 +45,7 @@ def prompt_effect(
         baseline_tokens: [pos], what stands in front of the text in ``without_prompt``, possibly nothing; None takes the
             prompt's BOS, and nothing if the prompt does not begin with the tokenizer's BOS.
         bias: the converted prompt, if it is at hand; None converts it here.
+        readings: of this text in the three conditions, where they are at hand; None reads it here.
 
     Returns:
         One row per place of the text and condition, places in order, conditions as in :data:`CONDITIONS`:
@@ -59,12 +56,9 @@ def prompt_effect(
         KVLensError: tokens that are empty, misshapen or outside the vocabulary.
     """
     prompt, text, bias = prompt_text_bias(model, prompt_tokens, text_tokens, bias)
-    baseline = baseline_sequence(model, prompt, baseline_tokens)
-    logits = {
-        "with_prompt": text_logits(model, prompt, text),
-        "without_prompt": text_logits(model, baseline, text),
-        "converted": converted_logits(model, bias, text),
-    }
+    if readings is None:
+        readings = read_text(model, prompt, text, bias=bias, baseline=baseline_sequence(model, prompt, baseline_tokens))
+    logits = {condition: readings[condition].logits for condition in CONDITIONS}
     tokens = token_texts(model, text)
     reference = log_probabilities(logits["with_prompt"])
     frames = []

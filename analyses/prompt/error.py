@@ -9,7 +9,7 @@ import torch
 
 from analyses.declaration import Analysis, Columns
 from analyses.inputs import PROMPT, TEXT
-from analyses.predictions import converted_logits, text_logits
+from analyses.prompt.readings import Readings, read_text
 from analyses.prompt.rounding import relative_error, rounding_error, rounding_limit
 from analyses.sequences import PromptTokens, TextTokens, prompt_text_bias, token_texts
 from kvlens import HookedKVTransformer, KVBias
@@ -36,7 +36,12 @@ COLUMNS = Columns(
 @COLUMNS.document
 @torch.no_grad()
 def conversion_error(
-    model: HookedKVTransformer, prompt_tokens: PromptTokens, text_tokens: TextTokens, *, bias: KVBias | None = None
+    model: HookedKVTransformer,
+    prompt_tokens: PromptTokens,
+    text_tokens: TextTokens,
+    *,
+    bias: KVBias | None = None,
+    readings: Readings | None = None,
 ) -> pd.DataFrame:
     """Compare the logits on the text with the prompt in front and with the prompt converted.
 
@@ -45,6 +50,7 @@ def conversion_error(
         prompt_tokens: a string, or tokens [pos] with BOS where the model wants one.
         text_tokens: a string, or tokens [pos] without BOS.
         bias: the converted prompt, if it is at hand; None converts it here.
+        readings: of this text with the prompt and converted, where they are at hand; None reads it here.
 
     Returns:
         One row per place of the text, in order:
@@ -55,8 +61,9 @@ def conversion_error(
         KVLensError: tokens that are empty, misshapen or outside the vocabulary.
     """
     prompt, text, bias = prompt_text_bias(model, prompt_tokens, text_tokens, bias)
-    old = text_logits(model, prompt, text)
-    new = converted_logits(model, bias, text)
+    if readings is None:
+        readings = read_text(model, prompt, text, bias=bias, conditions=("with_prompt", "converted"))
+    old, new = readings["with_prompt"].logits, readings["converted"].logits
     difference, old64 = new.double() - old.double(), old.double()
     squared_error, squared_norm = difference.square().sum(dim=-1), old64.square().sum(dim=-1)
     rounding = rounding_error(model, prompt, text)

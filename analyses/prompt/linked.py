@@ -16,11 +16,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from analyses.heads.rows import attention_rows
-from analyses.predictions import converted_logits, text_logits
-from analyses.sequences import PromptTokens, TextTokens, baseline_sequence, prompt_text_bias, token_texts
+from analyses.prompt.readings import Readings, read_text
+from analyses.sequences import PromptTokens, TextTokens, prompt_text_bias, token_texts
 from kvlens import HookedKVTransformer, KVBias, KVLensError
 
 N_GUESSES = 5
+SHOWN = {"with prompt": "with_prompt", "converted": "converted", "without prompt": "without_prompt"}
+"""What the view calls each condition, in its order."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ def linked_shares(
     bias: KVBias | None = None,
     colourings: Mapping[str, Float[Tensor, "layer head"]] | None = None,
     without_zero: Collection[str] = (),
+    readings: Readings | None = None,
 ) -> LinkedShares:
     """What :func:`kvlens.viz.linked_view` draws.
 
@@ -83,24 +86,21 @@ def linked_shares(
         bias: the converted prompt, if it is at hand; None converts it here.
         colourings: other numbers of each head that the reader may look at, by name.
         without_zero: names of those whose 0 means nothing, such as logarithms.
+        readings: of this text in the three conditions, where they are at hand; None reads it here.
 
     Raises:
         KVLensError: tokens that do not fit.
     """
     prompt, text, bias = prompt_text_bias(model, prompt_tokens, text_tokens, bias)
     shares = attention_output_shares(model, prompt, text)
-    logits = {
-        "with prompt": text_logits(model, prompt, text),
-        "converted": converted_logits(model, bias, text),
-        "without prompt": text_logits(model, baseline_sequence(model, prompt, None), text),
-    }
+    readings = read_text(model, prompt, text, bias=bias) if readings is None else readings
     return LinkedShares(
         prompt=token_texts(model, prompt),
         text=token_texts(model, text),
         by_prompt=torch.stack([w.mean(dim=1) for w in shares]),
         by_text=torch.stack([w.sum(dim=2) for w in shares]),
         between=torch.stack([w.sum(dim=0) for w in shares]).sum(dim=0),
-        next_tokens={name: likeliest(model, given) for name, given in logits.items()},
+        next_tokens={name: likeliest(model, readings[condition].logits) for name, condition in SHOWN.items()},
         colourings=dict(colourings or {}),
         without_zero=tuple(without_zero),
     )

@@ -28,6 +28,8 @@ from analyses import (
     prompt_copies,
     prompt_effect,
 )
+from analyses.prompt.readings import read_text
+from analyses.sequences import baseline_sequence
 from kvlens.conversion import convert_prompt
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import BiasFit, KVBias
@@ -109,10 +111,11 @@ def build_report(
         model, prompt_tokens, on_progress=lambda x: tell("converting the prompt", 0.05 * x), **(conversion or {})
     )
     tell("comparing predictions", 0.05)
-    errors = conversion_error(model, prompt_tokens, text_tokens, bias=bias)
+    readings = read_text(model, prompt_tokens, text_tokens, bias=bias, residuals=True)
+    errors = conversion_error(model, prompt_tokens, text_tokens, bias=bias, readings=readings)
     if not bool(errors["squared_norm"].map(lambda x: x < float("inf")).all()):
         raise KVLensError("the model's logits on the text are not finite: activations overflow; try --dtype float32")
-    effect = prompt_effect(model, prompt_tokens, text_tokens, bias=bias)
+    effect = prompt_effect(model, prompt_tokens, text_tokens, bias=bias, readings=readings)
     by_head = bias_by_head(
         model, prompt_tokens, text_tokens, bias=bias, on_progress=lambda x: tell("removing heads", 0.1 + 0.4 * x)
     )
@@ -154,7 +157,7 @@ def build_report(
     tables = {
         "conversion_error": errors,
         "prompt_effect": effect,
-        "prompt_by_depth": prompt_by_depth(model, prompt_tokens, text_tokens),
+        "prompt_by_depth": prompt_by_depth(model, prompt_tokens, text_tokens, readings=readings),
         "prompt_copies": prompt_copies(model, prompt_tokens, text_tokens),
         "bias_by_head": by_head,
         "bias_by_layer": by_layer,
@@ -167,7 +170,13 @@ def build_report(
         steps = tables["dual_losses"].groupby(["layer", "head"], as_index=False)[["log_loss_drop", "step_share"]].mean()
         colourings |= {name: _by_head(steps, column, bias) for name, column in DUAL_COLOURINGS.items()}
     linked = linked_shares(
-        model, prompt_tokens, text_tokens, bias=bias, colourings=colourings, without_zero=["dual loss drop (log)"]
+        model,
+        prompt_tokens,
+        text_tokens,
+        bias=bias,
+        colourings=colourings,
+        without_zero=["dual loss drop (log)"],
+        readings=readings,
     )
     return Report(summary, tables, bias, heads, linked)
 
@@ -266,8 +275,8 @@ def _generate(
     seed: int,
 ) -> Tensor:
     """The generated tokens alone, [pos]; they end with the EOS where the model writes one."""
-    has_bos = int(prompt[0]) == model.tokenizer.bos_token_id
-    before = {"with_prompt": prompt, "converted": prompt[:0], "without_prompt": prompt[: int(has_bos)]}[condition]
+    baseline = baseline_sequence(model, prompt, None)
+    before = {"with_prompt": prompt, "converted": prompt[:0], "without_prompt": baseline}[condition]
     start = torch.cat([before, text])[None]
 
     def run() -> Tensor:
