@@ -16,7 +16,7 @@ torch.set_num_threads(1)  # the tests run one process a core
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item):
+def pytest_runtest_protocol(item: pytest.Item):
     """With ``--jaxtyping-packages`` a wrong type is refused before our own message is reached: not in tests of that message."""
     unchecked = jaxtyping.config.jaxtyping_disable
     jaxtyping.config.update("jaxtyping_disable", unchecked or item.get_closest_marker("unhooked") is not None)
@@ -34,6 +34,21 @@ def outside_data() -> Path:
     if not folder.is_dir():
         pytest.skip("no outside data here: set KVLENS_TEST_DATA to a folder that holds stories260K.bin and its tokenizer")
     return folder
+
+
+@pytest.fixture
+def fused_calls(monkeypatch):
+    """One entry per call of the fused softmax kernel."""
+    from kvlens.components import softmax_attention
+
+    made, whole = [], softmax_attention.fused_softmax_attention
+
+    def counted(*args):
+        made.append(args)
+        return whole(*args)
+
+    monkeypatch.setattr(softmax_attention, "fused_softmax_attention", counted)
+    return made
 
 
 @pytest.fixture

@@ -8,6 +8,8 @@ import pytest
 from kvlens.cli import main
 from kvlens.training import ship
 
+pytestmark = pytest.mark.unhooked  # numbers, names and nonsense, from the command line into every settings class
+
 TRAINING = {
     "steps": ["many", "0", "1.5", "true", "[]", "null"],
     "batch_size": ["x", "-1", "2.5"],

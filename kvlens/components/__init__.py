@@ -25,6 +25,7 @@ from kvlens.components.layer_bias import LayerBias
 from kvlens.components.linear_attention import GroupedLinearAttention, LinearAttention
 from kvlens.components.pos_embed import NoPosEmbed, OffsetPosEmbed, SinusoidalPosEmbed
 from kvlens.components.softmax_attention import GroupedSoftmaxAttention, SoftmaxAttention
+from kvlens.components.softmax_form import form_of, in_form
 
 __all__ = [
     "KVLENS_HOOKS",
@@ -41,5 +42,7 @@ __all__ = [
     "SinusoidalPosEmbed",
     "SoftmaxAttention",
     "build_attention",
+    "form_of",
+    "in_form",
     "upgrade_cache",
 ]

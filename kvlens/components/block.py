@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from kvlens._tl import MLP, POST_NORM_ARCHITECTURES, LayerNorm, LayerNormPre, TransformerBlock, Unembed
 from kvlens.components.projections import FEW_ROWS
+from kvlens.components.softmax_form import form_of
 
 
 def runs_lean(cfg: Any) -> bool:
     """Whether kvlens may compute in another way than TransformerLens: in all but softmax models in the eager form."""
-    return cfg.attention == "linear" or cfg.softmax_form == "fused"
+    return cfg.attention == "linear" or form_of(cfg) == "fused"
 
 
 class _TakesOver:

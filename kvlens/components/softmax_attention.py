@@ -28,6 +28,7 @@ from kvlens._tl import (
 from kvlens.components.kv_attention import KVAttention
 from kvlens.components.kv_shift import through
 from kvlens.components.pieces import HeadOutputs, Piece
+from kvlens.components.softmax_form import form_of
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import VirtualKeys
 from kvlens.ops.attention_variants import ridge_attention
@@ -89,7 +90,7 @@ class _Softmax(KVAttention):
 
     def _runs_fused(self) -> bool:
         hooked = self.hook_attn_scores.has_hooks() or self.hook_pattern.has_hooks()
-        return self.cfg.softmax_form == "fused" and not (hooked or self.needs_pattern or self.wants_own_share)
+        return form_of(self.cfg) == "fused" and not (hooked or self.needs_pattern or self.wants_own_share)
 
     def _fused(self, q: Tensor, k: Tensor, v: Tensor, piece: Piece, log_normalizer: bool) -> tuple[Tensor, Tensor | None]:
         score_bias = piece.score_bias

@@ -293,8 +293,12 @@ class HookedKVTransformerConfig(_Given):
     def check_softmax_form(self, form: str) -> None:
         """Raise KVLensError unless this model's softmax attention can be computed in ``form``."""
         _one_of("softmax_form", form, SOFTMAX_FORMS)
-        if form == "eager":
-            return
+        reason = None if form == "eager" else self.why_not_fused()
+        if reason is not None:
+            raise KVLensError(f"softmax_form='fused' does not go with this model: {reason}")
+
+    def why_not_fused(self) -> str | None:
+        """Why torch's kernel cannot compute this model's attention; None where it can."""
         refused = [
             (self.attention == "linear", "linear attention has forms of its own: see linear_attention_form"),
             (self.attn_scores_soft_cap > 0, "soft-capping acts on each score, which the kernel does not show"),
@@ -302,9 +306,7 @@ class HookedKVTransformerConfig(_Given):
             (self.original_architecture in NORM_OVER_ALL_HEADS or self.clip_qkv is not None, _INSIDE),
             (self.load_in_4bit, "4-bit weights are projected inside TransformerLens' attention"),
         ]
-        for is_refused, reason in refused:
-            if is_refused:
-                raise KVLensError(f"softmax_form='fused' does not go with this model: {reason}")
+        return next((reason for is_refused, reason in refused if is_refused), None)
 
     def _check_linear(self) -> None:
         _one_of("feature_map", self.feature_map, FEATURE_MAPS)

@@ -10,6 +10,7 @@ regressor has TransformerLens' keys. The embedding and unembedding of the transf
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,10 @@ class HookedKVRegressor(nn.Module):
         """As ``HookedTransformer.run_with_hooks``, on numbers."""
         with self.transformer.hooks(fwd_hooks=list(fwd_hooks)):
             return self(inputs)
+
+    def softmax_form(self, form: str | None = None) -> AbstractContextManager[HookedKVTransformer]:
+        """As :meth:`HookedKVTransformer.softmax_form`, for the transformer."""
+        return self.transformer.softmax_form(form)
 
     def save(self, folder: str | Path, *, overwrite: bool = False, stored_dtype: torch.dtype | str | None = None) -> None:
         """Write ``folder`` as :meth:`HookedKVTransformer.save` does, with the two linear maps beside the weights."""

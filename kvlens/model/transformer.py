@@ -20,7 +20,7 @@ from kvlens._tl import (
     TransformerLensKeyValueCache,
     without_deprecation_warning,
 )
-from kvlens.components import upgrade_cache
+from kvlens.components import in_form, upgrade_cache
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import Fingerprint, KVBias
 from kvlens.model.assembly import init_kv_parameters, replace_components, spread_bias
@@ -68,6 +68,7 @@ class HookedKVTransformer(HookedTransformer):
         self._attached: KVBias | None = None
         self._thread = OneThread()
         self._in_transformer_lens_generate = False
+        self._softmax_form_is_chosen = False
         self.rounded_from: tuple[str, str] | None = None  # (hash of the rounded weights, hash before rounding)
         self.pos_embed: Any
         self.unembed: Any
@@ -230,9 +231,14 @@ class HookedKVTransformer(HookedTransformer):
         padding_side: Any = USE_DEFAULT_VALUE,
         return_type: str | None = "input",
         verbose: bool = True,
+        softmax_form: str | None = None,
         **generation_kwargs: Any,
     ):
-        """As ``HookedTransformer.generate``; with linear attention the cost of a token does not grow with the text."""
+        """As ``HookedTransformer.generate``; with linear attention the cost per token does not grow with the text.
+
+        Softmax attention runs as :meth:`softmax_form` says for ``softmax_form``: fused where it can, unless a form was chosen.
+        ``softmax_form="eager"`` gives TransformerLens' logits to the bit.
+        """
         sampling: dict[str, Any] = dict(top_k=top_k, top_p=top_p, temperature=temperature, freq_penalty=freq_penalty)
         common: dict[str, Any] = dict(
             max_new_tokens=max_new_tokens,
@@ -254,7 +260,8 @@ class HookedKVTransformer(HookedTransformer):
             return generate_from_state(self, input, **common, **sampling)
         self._in_transformer_lens_generate = True
         try:
-            return super().generate(input, use_past_kv_cache=use_past_kv_cache, **common, **sampling, **generation_kwargs)
+            with self.softmax_form(softmax_form):
+                return super().generate(input, use_past_kv_cache=use_past_kv_cache, **common, **sampling, **generation_kwargs)
         except BaseException:
             self.train(was_training)  # TransformerLens' loop switches to eval before it looks at its arguments
             raise
@@ -271,6 +278,25 @@ class HookedKVTransformer(HookedTransformer):
         """
         self.cfg.check_softmax_form(form)
         self.cfg.softmax_form = form
+        self._softmax_form_is_chosen = True
+
+    @contextlib.contextmanager
+    def softmax_form(self, form: str | None = None) -> Iterator["HookedKVTransformer"]:
+        """``with model.softmax_form("fused"): ...``; in this thread alone, and afterwards all is as before.
+
+        Args:
+            form: "eager" or "fused"; None takes fused where the model's attention allows it and nobody has chosen a form by
+                :meth:`set_softmax_form`. This is how :meth:`generate`, ``kvlens train`` and batches of analyses run.
+
+        Raises:
+            KVLensError: as :meth:`set_softmax_form`.
+        """
+        if form is not None:
+            self.cfg.check_softmax_form(form)
+        elif self.cfg.attention == "softmax" and not self._softmax_form_is_chosen and self.cfg.why_not_fused() is None:
+            form = "fused"
+        with contextlib.nullcontext() if form is None else in_form(self.cfg, form):
+            yield self
 
     # --- hooks: a misspelt name is an error that proposes the nearest ------------------------------------------------
 

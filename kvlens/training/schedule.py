@@ -33,10 +33,10 @@ class Schedule:
         KVLensError: a value is outside its range.
     """
 
-    peak: float
+    peak: float | int
     kind: str = "cosine"
-    warmup_fraction: float = 0.02
-    final_fraction: float = 0.1
+    warmup_fraction: float | int = 0.02
+    final_fraction: float | int = 0.1
 
     def __post_init__(self) -> None:
         if self.kind not in SCHEDULES:

@@ -41,18 +41,18 @@ class TrainSettings:
 
     steps: int = 1000
     batch_size: int = 32
-    learning_rate: float = 1e-3
+    learning_rate: float | int = 1e-3
     schedule: str = "cosine"
-    warmup_fraction: float = 0.02
-    final_fraction: float = 0.1
-    weight_decay: float = 0.01
-    betas: tuple[float, float] = (0.9, 0.99)
-    max_grad_norm: float = 1.0
+    warmup_fraction: float | int = 0.02
+    final_fraction: float | int = 0.1
+    weight_decay: float | int = 0.01
+    betas: tuple[float | int, float | int] = (0.9, 0.99)
+    max_grad_norm: float | int = 1.0
     eval_every: int = 100
     eval_sequences: int = 128
-    stop_at_accuracy: float | None = None
+    stop_at_accuracy: float | int | None = None
     patience: int | None = None
-    max_minutes: float | None = None
+    max_minutes: float | int | None = None
     log_every: int = 1
     checkpoint_every: int | None = None
     watch: str | None = None

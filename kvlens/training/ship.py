@@ -57,7 +57,8 @@ def train_recipe(
     check_run_folder(folder)  # now, not after the corpus is built
     task = build_task(recipe)
     model = build_model(task, recipe.model, name=recipe.name, device=device)
-    result = train(model, task, folder=folder, restart=restart, progress=progress, **recipe.training)
+    with model.softmax_form(recipe.model.get("softmax_form")):
+        result = train(model, task, folder=folder, restart=restart, progress=progress, **recipe.training)
     if not Workers.current().is_first:
         return {}
     with only_run_in(folder), tempfile.TemporaryDirectory(dir=folder, prefix=".saving.") as scratch:

@@ -52,7 +52,7 @@ def rounded(value: float, digits: int = 3) -> float | None:
     return float(f"{value:.{digits}g}") if math.isfinite(value) else None
 
 
-def number(value: float) -> str:
+def number(value: float | int) -> str:
     """``value`` as a reader wants it: three significant digits, without an exponent in the common range, ``–`` for none."""
     if not math.isfinite(value):
         return "–"

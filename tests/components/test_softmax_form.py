@@ -1,5 +1,7 @@
 """The fused form gives what the eager form gives, to rounding, and runs wherever nobody looks at the pattern."""
 
+import threading
+
 import pytest
 import torch
 
@@ -95,22 +97,13 @@ def test_decoding_in_pieces_agrees_with_the_whole(name):
     torch.testing.assert_close(torch.cat(pieces, dim=1), model(x), rtol=1e-12, atol=1e-12)
 
 
-def test_a_hooked_layer_runs_eagerly_and_the_others_stay_fused(monkeypatch):
-    from kvlens.components import softmax_attention
-
-    model, x, calls = build(), tokens(2, 9), []
-    whole = softmax_attention.fused_softmax_attention
-
-    def counted(*args):
-        calls.append(args)
-        return whole(*args)
-
-    monkeypatch.setattr(softmax_attention, "fused_softmax_attention", counted)
+def test_a_hooked_layer_runs_eagerly_and_the_others_stay_fused(fused_calls):
+    model, x = build(), tokens(2, 9)
     expected = model.run_with_cache(x)[1]
-    assert not calls
+    assert not fused_calls
     model.set_softmax_form("fused")
     _, cache = model.run_with_cache(x, names_filter=["blocks.1.attn.hook_pattern", "blocks.1.hook_resid_post"])
-    assert len(calls) == 1
+    assert len(fused_calls) == 1
     torch.testing.assert_close(cache["pattern", 1], expected["pattern", 1], rtol=1e-12, atol=1e-14)
     patched = model.run_with_hooks(x, fwd_hooks=[("blocks.0.attn.hook_pattern", lambda p, hook: torch.zeros_like(p))])
     assert not torch.allclose(patched, model(x))
@@ -145,3 +138,84 @@ def test_what_the_kernel_cannot_do_is_refused_with_the_reason(changes, words):
 def test_an_unknown_form_proposes_the_nearest():
     with pytest.raises(KVLensError, match="did you mean 'fused'"):
         build().set_softmax_form("fusd")
+
+
+# --- for the duration of a call ---
+
+# TransformerLens itself generates nothing with these: it needs causal attention, and no cache of theirs is right
+NOT_GENERATED = ("bidirectional", "shortformer", "ungrouped gqa")
+
+
+def written(model, x, **options):
+    return model.generate(x, max_new_tokens=5, do_sample=False, stop_at_eos=False, verbose=False, **options)
+
+
+@pytest.mark.parametrize("use_past_kv_cache", [True, False])
+@pytest.mark.parametrize("name", [n for n in VARIANTS if n not in NOT_GENERATED])
+def test_text_is_generated_fused_and_is_the_same(name, use_past_kv_cache, fused_calls):
+    model, x = build(**VARIANTS[name]), tokens(3, 7)
+    eager = written(model, x, use_past_kv_cache=use_past_kv_cache, softmax_form="eager")
+    assert not fused_calls
+    assert torch.equal(written(model, x, use_past_kv_cache=use_past_kv_cache), eager)
+    assert len(fused_calls) == 2 * 5  # layers, tokens
+    assert model.cfg.softmax_form == "eager"
+
+
+def test_a_form_that_was_chosen_stays_and_a_call_may_ask_for_another(fused_calls):
+    model, x = build(), tokens(2, 7)
+    model.set_softmax_form("eager")
+    written(model, x)
+    assert not fused_calls
+    written(model, x, softmax_form="fused")
+    assert fused_calls
+    fused_calls.clear()
+    model.set_softmax_form("fused")
+    written(model, x, softmax_form="eager")
+    assert not fused_calls
+    assert model.cfg.softmax_form == "fused"
+
+
+def test_a_hooked_pattern_is_still_seen_while_text_is_generated(fused_calls):
+    model, x, seen = build(), tokens(2, 7), []
+    with model.hooks(fwd_hooks=[("blocks.1.attn.hook_pattern", lambda pattern, hook: seen.append(pattern.shape))]):
+        written(model, x)
+    assert len(seen) == 5
+    assert len(fused_calls) == 5  # the other layer
+
+
+def test_a_block_ends_with_its_form_whatever_happens_inside(fused_calls):
+    model, other, x = build(), build(seed=4), tokens(2, 7)
+    with pytest.raises(ZeroDivisionError), model.softmax_form():
+        other(x)
+        assert not fused_calls  # another model
+        with model.softmax_form("eager"):
+            model(x)
+        assert not fused_calls
+        model(x)
+        assert fused_calls
+        raise ZeroDivisionError
+    fused_calls.clear()
+    model(x)
+    assert not fused_calls
+
+
+def test_another_thread_runs_in_the_models_own_form(fused_calls):
+    model, x, found = build(), tokens(2, 7), []
+    with model.softmax_form("fused"):
+        thread = threading.Thread(target=lambda: found.append(model(x)))
+        thread.start()
+        thread.join()
+        assert not fused_calls
+        torch.testing.assert_close(model(x), found[0], rtol=1e-12, atol=1e-12)
+    assert len(fused_calls) == 2
+
+
+def test_what_cannot_be_fused_runs_eagerly_and_is_refused_only_when_asked_for(fused_calls):
+    for changes in (dict(attn_scores_soft_cap=5.0), dict(attention="linear")):
+        model = build(**changes)
+        written(model, tokens(2, 7))
+        with pytest.raises(KVLensError, match="does not go with this model"):
+            written(model, tokens(2, 7), softmax_form="fused") if model.cfg.attention == "softmax" else model.softmax_form(
+                "fused"
+            ).__enter__()
+    assert not fused_calls

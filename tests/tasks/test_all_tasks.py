@@ -93,6 +93,7 @@ def test_a_request_that_cannot_be_served_is_refused(name):
         task.sample(1, seeded(0), "held_out")
 
 
+@pytest.mark.unhooked
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [

@@ -100,6 +100,7 @@ def test_of_a_whole_story_every_token_is_predicted_but_padding():
         assert set(batch.inputs[row, story.n_tokens :].tolist()) <= {word_tokenizer().pad_token_id}
 
 
+@pytest.mark.unhooked
 def test_two_hand_made_guessers_reach_the_stated_chance():
     task = make_task("facts", min_facts=6, max_facts=6, length=160)
     drawn = task.stories(1500, seeded(5), "heldout")
@@ -133,6 +134,7 @@ class Blank:
         return torch.nn.functional.one_hot(torch.full_like(tokens, 7), 8)
 
 
+@pytest.mark.unhooked
 def test_shares_are_one_for_a_model_that_knows_and_chance_for_one_that_cannot(stories):
     class Knows(Blank):
         def __call__(self, tokens):

@@ -170,6 +170,7 @@ def test_bad_settings_are_refused(change, message):
         run(**change)
 
 
+@pytest.mark.unhooked
 def test_model_and_task_must_fit():
     task = tiny_task()
     with pytest.raises(KVLensError, match="uses 13 token ids .* the model has 11"):

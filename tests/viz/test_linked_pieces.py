@@ -62,6 +62,7 @@ def test_a_short_last_block_is_a_mean_over_what_it_has():
     assert block_means(torch.tensor([1.0, 3.0, 5.0]), 2).tolist() == [2.0, 5.0]
 
 
+@pytest.mark.unhooked
 def test_shapes_that_do_not_fit_are_named():
     with pytest.raises(KVLensError, match=r"by_text must be \[2, 2, 2\]"):
         shares(by_text=torch.zeros(2, 2, 5))

@@ -1,0 +1,41 @@
+"""Batches run softmax models fused where an analysis does not look at the pattern; the numbers are the eager ones."""
+
+import pandas as pd
+import pyarrow as pa
+import pytest
+import torch
+from tiny_text_model import PROMPT, TEXT, tiny_text_model
+
+from analyses import prompt_copies, prompt_effect
+from analyses.batch.task import Task
+from analyses.batch.worker import Job, Worker
+from analyses.declaration import Record
+
+
+@pytest.fixture
+def folder(tmp_path):
+    tiny_text_model(attention="softmax", dtype=torch.float64).save(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def table_of(analysis, folder):
+    worker = Worker(Task(analysis=analysis, models=(str(folder),), device="cpu"))
+    outcome = worker.run(Job(0, ((0, Record(id="0", prompt=PROMPT, text=TEXT)),)))[0]
+    assert outcome.error is None
+    return pa.ipc.open_stream(outcome.rows).read_all().to_pandas(), worker.models[0]
+
+
+def test_predictions_come_from_the_fused_kernel(folder, fused_calls):
+    table, model = table_of("prompt_effect", folder)
+    assert fused_calls
+    assert model.cfg.softmax_form == "eager"
+    fused_calls.clear()
+    expected = prompt_effect(model, PROMPT, TEXT)
+    assert not fused_calls
+    pd.testing.assert_frame_equal(table[expected.columns], expected, rtol=1e-10, atol=1e-12)
+
+
+def test_an_analysis_of_patterns_finds_the_same(folder):
+    table, model = table_of("prompt_copies", folder)
+    expected = prompt_copies(model, PROMPT, TEXT)
+    pd.testing.assert_frame_equal(table[expected.columns], expected, check_dtype=False, rtol=1e-10, atol=1e-12)
