@@ -8,7 +8,7 @@ import hashlib
 import math
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -187,7 +187,7 @@ def build_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.Ad
     """AdamW over the trainable parameters, with weight decay on `decayed_parameters` only."""
     decayed = decayed_parameters(model)
     others = [p for name, p in model.named_parameters() if p.requires_grad and name not in decayed]
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": list(decayed.values()), "weight_decay": settings.weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
