@@ -102,8 +102,8 @@ class Columns(Mapping[str, Column]):
         """The table with these values.
 
         Args:
-            values: one entry a column, in any order: a tensor of any shape (read row by row), a sequence, or one value for all
-                rows.
+            values: one entry per column, in any order: a tensor of any shape (read row by row), a sequence, or one value for
+                all rows.
 
         Raises:
             TypeError: other columns than those declared: a mistake of whoever wrote the analysis.

@@ -12,7 +12,7 @@ import jaxtyping
 import pytest
 import torch
 
-torch.set_num_threads(1)  # the tests run one process a core
+torch.set_num_threads(1)  # the tests run one process per core
 
 
 @pytest.hookimpl(wrapper=True)

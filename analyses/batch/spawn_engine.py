@@ -1,7 +1,7 @@
 """Workers as spawned processes of this machine, each with a pipe of its own.
 
 The pools of the standard library do not serve here: ``multiprocessing.Pool`` waits for ever for a worker that was killed, and
-``ProcessPoolExecutor`` fails every job in flight without saying whose worker it was. With a pipe a worker, the end of the
+``ProcessPoolExecutor`` fails every job in flight without saying whose worker it was. With one pipe per worker, the end of the
 file says who died, and the others never notice.
 """
 

@@ -8,8 +8,8 @@ from kvlens import zoo
 from kvlens.terminal import paragraphs, terminal_width
 
 LEGEND = (
-    "loss (nats) and accuracy: on held-out data, at the positions that count for the task; gain: nats a token that a converted "
-    'context saves. Load one with HookedKVTransformer.from_zoo("docs-linear").'
+    "loss (nats) and accuracy: on held-out data, at the positions that count for the task; gain: nats per token that a "
+    'converted context saves. Load one with HookedKVTransformer.from_zoo("docs-linear").'
 )
 
 

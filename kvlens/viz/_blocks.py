@@ -28,19 +28,15 @@ def _block(tokens: Sequence[str], start: int, size: int) -> dict[str, str]:
     return {"place": str(start) if last == start else f"{start}–{last}", "text": "".join(tokens[start : last + 1])}
 
 
-def block_sums(values: Float[Tensor, "*rest pos"], size: int) -> Float[Tensor, "*rest block"]:
-    """Sums over blocks of ``size`` neighbours; the last block may be shorter."""
-    missing = -values.shape[-1] % size
-    return torch.nn.functional.pad(values, (0, missing)).unflatten(-1, (-1, size)).sum(dim=-1) if size > 1 else values
-
-
 def block_means(values: Float[Tensor, "*rest pos"], size: int) -> Float[Tensor, "*rest block"]:
-    """Means over blocks of ``size`` neighbours, each over the places that it has."""
+    """Means over blocks of ``size`` neighbours; the last block may be shorter, and is the mean of what it has."""
     if size == 1:
         return values
-    places = torch.full((math.ceil(values.shape[-1] / size),), float(size), dtype=values.dtype)
-    places[-1] = values.shape[-1] - size * (len(places) - 1)
-    return block_sums(values, size) / places.to(values.device)
+    missing = -values.shape[-1] % size
+    sums = torch.nn.functional.pad(values, (0, missing)).unflatten(-1, (-1, size)).sum(dim=-1)
+    places = torch.full_like(sums, size)
+    places[..., -1] -= missing
+    return sums / places
 
 
 def strongest_positions(

@@ -1,4 +1,4 @@
-"""Training steps a second: a shifted model and a linear-attention model against plain TransformerLens of the same size.
+"""Training steps per second: a shifted model and a linear-attention model against plain TransformerLens of the same size.
 
     python tests/benchmarks/bench_training.py [--small]
 
@@ -44,7 +44,7 @@ def compare(name: str, settings: dict, n_pos: int, n_tokens: int, bound: float, 
     check(plain, ours, tokens[:, :32])
     ours_time, plain_time = medians(step_of(ours, tokens), step_of(plain, tokens), repeats=repeats)
     ours_speed, plain_speed = n_tokens / ours_time, n_tokens / plain_time
-    print(f"{name}, {tokens.shape[0]} x {n_pos} tokens: {ours_speed:,.0f} tokens a second, plain {plain_speed:,.0f}")
+    print(f"{name}, {tokens.shape[0]} x {n_pos} tokens: {ours_speed:,.0f} tokens per second, plain {plain_speed:,.0f}")
     print(verdict(f"{name}: throughput over plain TransformerLens", plain_time / ours_time, bound, at_least=True))
 
 

@@ -24,7 +24,7 @@ def test_documents_stand_one_after_the_other_each_behind_bos():
     windows = TokenWindows.from_texts(texts, tokenizer)
     assert windows.tokens.tolist() == [i for text in texts for i in tokenizer.encode(text)]
     assert windows.n_documents == 3
-    assert windows.chars_per_token == 1.0  # no merges were learned: one byte a token
+    assert windows.chars_per_token == 1.0  # no merges were learned: one byte per token
 
 
 @pytest.mark.parametrize("bos_first", [True, False])

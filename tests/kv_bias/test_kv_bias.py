@@ -152,6 +152,18 @@ def test_different_offsets_are_refused(operation):
         operation(*rows)
 
 
+def test_without_positions_prompts_of_any_length_add():
+    model, x, y = model_of(positional_embedding_type="none", kv_shift=None), tokens(1, 9), tokens(1, 5, seed=1)
+    a, b = convert_prompt(model, x), convert_prompt(model, y)
+    whole = convert_prompt(model, torch.cat([x, y], dim=1))
+    assert a.position_offset != b.position_offset and a.starts_where(b)
+    assert torch.equal((a + b).b_KV[0], a.b_KV[0] + b.b_KV[0])
+    assert (sum([a, b]).b_KV[0] - whole.b_KV[0]).norm() <= ROUNDING * whole.b_KV[0].norm()  # layer 0 mixes nothing yet
+    rotary = model_of(rotary_placement="before", kv_shift=None)
+    a, b = convert_prompt(rotary, x), convert_prompt(rotary, y)
+    assert not a.starts_where(b)
+
+
 def test_combine_refuses_different_boundaries_unless_one_is_chosen():
     with pytest.raises(KVLensError, match=r"boundaries differ \(last_k\).*boundary='last'"):
         combine(bias_of(1), bias_of(2))

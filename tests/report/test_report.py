@@ -57,6 +57,20 @@ def listing(folder) -> list[str]:
 # --- what it computes ------------------------------------------------------------------------------------------------
 
 
+def test_each_condition_is_read_once(monkeypatch):
+    from analyses.prompt import readings
+
+    model, read, before = tiny_text_model(), readings.text_logits, []
+
+    def counted(model, prompt, *rest):
+        before.append(None if prompt is None else len(prompt))
+        return read(model, prompt, *rest)
+
+    monkeypatch.setattr(readings, "text_logits", counted)
+    build_report(model, PROMPT, TEXT, new_tokens=1)
+    assert before == [len(model.to_tokens(PROMPT)[0]), 1, None]  # with the prompt, behind its BOS alone, converted
+
+
 def test_tables_are_those_of_the_analyses(model, report):
     prompt, text = model.to_tokens(PROMPT)[0], model.to_tokens(TEXT, prepend_bos=False)[0]
     bias = convert_prompt(model, prompt)

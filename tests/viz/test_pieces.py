@@ -19,7 +19,7 @@ from kvlens.viz import (
     generated_text,
     head_heatmap,
 )
-from kvlens.viz._blocks import block_size, block_sums, strongest_positions
+from kvlens.viz._blocks import block_means, block_size, strongest_positions
 from kvlens.viz._details import details_json
 from kvlens.viz._document import SCRIPTS, circuitsvis_bundle
 from kvlens.viz._text import html_text, label, number, script_json
@@ -129,13 +129,14 @@ def test_positions_are_chosen_by_the_last_queries():
     assert sorted([*kept.tolist(), *left_out.tolist()]) == list(range(10))
 
 
-def test_blocks_keep_the_sum():
+def test_blocks_hold_the_mean_of_the_places_that_they_have():
     values = torch.rand(3, 11)
     assert block_size(11, 4) == 3 and block_size(4, 11) == 1
-    sums = block_sums(values, 3)
-    assert sums.shape == (3, 4)
-    torch.testing.assert_close(sums.sum(dim=-1), values.sum(dim=-1))
-    torch.testing.assert_close(sums[:, 3], values[:, 9:].sum(dim=-1))
+    means = block_means(values, 3)
+    assert means.shape == (3, 4)
+    torch.testing.assert_close(means[:, 1], values[:, 3:6].mean(dim=-1))
+    torch.testing.assert_close(means[:, 3], values[:, 9:].mean(dim=-1))
+    assert torch.equal(block_means(values, 1), values)
 
 
 def test_details_survive_the_page_to_three_digits():
