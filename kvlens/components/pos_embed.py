@@ -44,8 +44,12 @@ class OffsetPosEmbed(_Offset, PosEmbed):
         tokens: Int[Tensor, "batch pos"],
         past_kv_pos_offset: int = 0,
         attention_mask: Int[Tensor, "batch offset_pos"] | None = None,
-    ) -> Float[Tensor, "batch pos d_model"]:
-        """[batch, pos, d_model]. Raises KVLensError where a position lies beyond ``n_ctx``."""
+    ) -> Float[Tensor, "batch new_pos d_model"]:
+        """[batch, new_pos, d_model]; with a mask the new places are those behind the past, whatever tokens are given.
+
+        Raises:
+            KVLensError: a position lies beyond ``n_ctx``.
+        """
         if not self.has_offset():
             return super().forward(tokens, past_kv_pos_offset, attention_mask)
         ids = self.positions(tokens, past_kv_pos_offset, attention_mask)
@@ -70,8 +74,8 @@ class SinusoidalPosEmbed(_Offset):
         tokens: Shaped[Tensor, "batch pos"],
         past_kv_pos_offset: int = 0,
         attention_mask: Int[Tensor, "batch offset_pos"] | None = None,
-    ) -> Float[Tensor, "batch pos d_model"]:
-        """[batch, pos, d_model] in float64, to be rounded by the caller; there is no longest text."""
+    ) -> Float[Tensor, "batch new_pos d_model"]:
+        """[batch, new_pos, d_model] in float64, to be rounded by the caller; there is no longest text."""
         ids = self.positions(tokens, past_kv_pos_offset, attention_mask)
         even = torch.arange(0, self.d_model, 2, device=ids.device, dtype=torch.float64)
         angles = ids.double()[..., None] * 10000.0 ** (-even / self.d_model)

@@ -75,7 +75,7 @@ def _map(table: pd.DataFrame, column: str, *, clickable: bool, hidden: bool, wit
         rows.append(f'<tr><th scope="row">{layer}</th>{"".join(cells)}</tr>')
     kind = f'class="heat{" wide" if wide else ""}" data-column="{html_text(column)}"{" hidden" if hidden else ""}'
     head = f"<thead><tr><th>layer \\ head</th>{heads}</tr></thead>"
-    caption = _legend(low, top, column, signed=low == 0 and bool((grid < 0).any(axis=None)))
+    caption = _legend(low, top, column, signed=bool(low == 0 and (grid < 0).any(axis=None)))
     return f"<table {kind}><caption>{caption}</caption>{head}<tbody>{''.join(rows)}</tbody></table>"
 
 
