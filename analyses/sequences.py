@@ -70,7 +70,14 @@ def token_texts(model: HookedKVTransformer, tokens: Int[Tensor, " pos"]) -> list
     """Each token as text; its number as text where the model has no tokenizer."""
     if model.tokenizer is None:
         return [str(token) for token in tokens.tolist()]
-    return [model.tokenizer.decode([token]) for token in tokens.tolist()]
+    return [_token_text(model.tokenizer, token) for token in tokens.tolist()]
+
+
+def _token_text(tokenizer: Any, token: int) -> str:
+    """One token as it stands inside a text: SentencePiece tokenizers drop the blank in front of one that they decode alone."""
+    text, piece = tokenizer.decode([token]), tokenizer.convert_ids_to_tokens(token)
+    blanks = len(piece) - len(piece.lstrip("\u2581 ")) if isinstance(piece, str) else 0
+    return " " * blanks + text.lstrip(" ") if blanks else text
 
 
 def bias_of(model: HookedKVTransformer, prompt: Int[Tensor, " pos"], bias: KVBias | None) -> KVBias:

@@ -29,7 +29,7 @@ from analyses import (
     prompt_effect,
 )
 from analyses.prompt.readings import read_text
-from analyses.sequences import baseline_sequence
+from analyses.sequences import baseline_sequence, token_texts
 from kvlens.conversion import convert_prompt
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import BiasFit, KVBias
@@ -306,7 +306,7 @@ def _generated_table(model: HookedKVTransformer, generated: dict[str, Tensor]) -
                     "condition": condition,
                     "position": range(len(tokens)),
                     "token_id": tokens.tolist(),
-                    "token": [model.tokenizer.decode([token]) for token in tokens.tolist()],
+                    "token": token_texts(model, tokens),
                 }
             )
             for condition, tokens in generated.items()

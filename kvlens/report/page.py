@@ -20,7 +20,7 @@ from kvlens.viz import (
     induction_arcs,
     linked_view,
 )
-from kvlens.viz._text import number
+from kvlens.viz._text import label, number
 
 TOP_HEADS = 12
 """Heads in the circuitsvis view, a row of it."""
@@ -146,7 +146,7 @@ def _places(effect: pd.DataFrame) -> Piece:
     helped, hurt = gain[gain > 0].nlargest(TOP_PLACES), gain[gain < 0].nsmallest(TOP_PLACES)
     found = [("helps", helped), ("hurts", hurt)]
     table = [
-        (effect_, place, rows.loc[place, "token"], rows.loc[place, "next_token"], *wide.loc[place, list(LOSSES)])
+        (effect_, place, *(label(rows.loc[place, name]) for name in ("token", "next_token")), *wide.loc[place, list(LOSSES)])
         for effect_, places in found
         for place in places.index
     ]
