@@ -112,9 +112,9 @@ def _conversion(summary: dict[str, Any]) -> Piece:
     if figures["approximation"] is not None:
         verdict = f"approximate: {figures['approximation']}"
     rows = [
-        ("relative error of the logits", f"{figures['relative_error']:.1e}", verdict),
-        ("that of the original, against float64", f"{figures['rounding_error']:.1e}", "up to 4 times that is exact"),
-        ("largest difference of a logit", f"{figures['max_abs_error']:.1e}", ""),
+        ("relative error of the logits", number(figures["relative_error"]), verdict),
+        ("that of the original, against float64", number(figures["rounding_error"]), "up to 4 times that is exact"),
+        ("largest difference of a logit", number(figures["max_abs_error"]), ""),
         ("same predicted next token", f"{round(figures['argmax_agreement'] * n_text)} of {n_text}", "places of the text"),
     ]
     return error_table(pd.DataFrame(rows, columns=["measure", "value", "verdict"]), title="conversion error")

@@ -28,7 +28,8 @@
     const data = dataOf(figure), place = figure.querySelector(".arcs");
     const longest = Math.max(1, ...data.arcs.map((a) => a[2] - a[3]));
     const base = Math.min(320, Math.max(60, (STEP * longest) / 2)) + 10;
-    const picture = svg("svg", { width: STEP * data.tokens.length, height: base + LABELS, role: "img" });
+    const wide = STEP * data.tokens.length, high = base + LABELS;
+    const picture = svg("svg", { width: wide, height: high, viewBox: `0 0 ${wide} ${high}`, role: "img" });
     picture.setAttribute("aria-label", `${data.arcs.length} induction arcs over ${data.tokens.length} tokens`);
     const curves = svg("g", {}), border = STEP * data.n_prompt;
     picture.append(svg("line", { x1: border, x2: border, y1: 0, y2: base + LABELS, class: "axis" }), curves);

@@ -2,7 +2,7 @@
 "use strict";
 (() => {
   const { dataOf, label, number, valuesOf, strongest, element, legend, colouredTokens, mapOfHeads } = KVLENS;
-  const percent = (x) => `${number(x === null ? null : 100 * x)} %`;
+  const percent = (x) => `${number(x === null ? null : 100 * x)}\u00a0%`;
   const COLUMNS = ["place", "demonstration", "of the step", "of the output", "attention", "cosine before", "after"];
 
   const tableOf = (data, rows) => {

@@ -3,7 +3,7 @@
 "use strict";
 (() => {
   const { NEWLINE, dataOf, label, number, valuesOf, strongest, element, paint, roving, legend } = KVLENS;
-  const percent = (x) => `${number(100 * x)} %`;
+  const percent = (x) => `${number(100 * x)}\u00a0%`;
 
   const matrix = (quantised, nColumns) => {
     const values = valuesOf(quantised);
