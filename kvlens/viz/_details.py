@@ -12,7 +12,7 @@ from kvlens.viz._quantised import quantised
 from kvlens.viz._text import rounded
 
 MAX_PROMPT_COLUMNS, MAX_TEXT_COLUMNS = 256, 128
-MAX_CELLS, MAX_SHARES = 260_000, 300_000
+MAX_CELLS, MAX_SHARES = 270_000, 300_000
 """Numbers in a page for all heads together; each takes about three bytes. A page on a prompt of 512 tokens stays below 3 MB."""
 
 
@@ -23,7 +23,7 @@ def details_json(details: HeadDetails) -> dict[str, Any]:
     of_query = details.queries >= n_prompt
     n_queries = int(of_query.sum())
     a_head = max(32, MAX_CELLS // max(1, n_layers * n_heads * n_queries))
-    of_text = block_size(n_text, min(MAX_TEXT_COLUMNS, a_head // 2))
+    of_text = block_size(n_text, min(MAX_TEXT_COLUMNS, 2 * a_head // 5))
     of_prompt = block_size(n_prompt, min(MAX_PROMPT_COLUMNS, a_head - math.ceil(n_text / of_text)))
     parts = details.pattern[:, :, of_query].split([n_prompt, n_text], dim=-1)
     cells = torch.cat([block_means(parts[0], of_prompt), block_means(parts[1], of_text)], dim=-1)

@@ -1,4 +1,4 @@
-"""The dual models of every query of a text at once: O(pos^2) memory, O(pos^3) time for the cosines, no loop over anything.
+"""The dual models of every query of a text at once: O(pos^2) memory, no loop over anything.
 
 Query i has N_i demonstrations: all tokens before it (N_i = i), or the first N of the text. A running sum over tokens serves
 all queries, because query i's W_1 is query i-1's (up to the factor D_{i-1} / D_i) with one token more:
@@ -7,12 +7,14 @@ all queries, because query i's W_1 is query i-1's (up to the factor D_{i-1} / D_
     cosine after: S_ij = sum_{t <= i} kappa(t, j) v_t,   v_j.S_ij = sum_{t <= i} kappa(t, j) (v_t.v_j),
                   |S_ij|^2 = |S_{i-1,j}|^2 + 2 kappa(i, j) sum_{t < i} (v_i.v_t) kappa(t, j) + kappa(i, j)^2 |v_i|^2
 
+The cosines take O(pos^3) time, and O(N pos (pos - N)) where the first N tokens are everybody's demonstrations.
+
 Here ``log_kernel`` is kappa times gamma^{-s} gamma^{-t} for a head with decay; :func:`log_loss_drops` puts gamma^{2i} back.
 Checked against :func:`kvlens.ops.dual.naive_dual`, query by query.
 """
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from kvlens.ops.dual.kernel import LogKernel, kernel_values, middle_of_course
@@ -97,44 +99,45 @@ def mean_cosines(
     middle = middle_of_course(torch.stack([first, running_peak[..., -1, :]], dim=-1)).transpose(-1, -2)  # [.., 1, j]
     kappa = kernel_values(log_kernel, -middle)
     offset = None if start is None else start * (-middle.transpose(-1, -2)).exp()
-    demonstration = _demonstrations(pos, n_demonstrations, values.device)
-    after = _running_cosine(kappa, values, offset)
-    if n_demonstrations is None:
-        before = _single_cosine(kappa, log_kernel.sign, values, offset)
-    else:
-        before = _running_cosine(_without_first(kappa, n_demonstrations), values, offset)
-    first_query = 1 if n_demonstrations is None else n_demonstrations
-    counts = demonstration.sum(dim=-1)[first_query:]
-    means = [(torch.where(demonstration, c, 0.0).sum(dim=-1)[..., first_query:] / counts) for c in (before, after)]
+    if n_demonstrations is not None:
+        return _cosines_of_the_first(kappa, values, offset, n_demonstrations)
+    after = _running_cosine(kappa, values, values, offset)
+    before = _single_cosine(kappa, log_kernel.sign, values, offset)
+    tokens = torch.arange(pos, device=values.device)
+    demonstration = tokens[None] < tokens[:, None]
+    means = [(torch.where(demonstration, c, 0.0).sum(dim=-1)[..., 1:] / tokens[1:]) for c in (before, after)]
     return means[0], means[1]
 
 
-def _demonstrations(pos: int, n_demonstrations: int | None, device: torch.device) -> Bool[Tensor, "query token"]:
-    """Whether token j is a demonstration of query i."""
-    tokens = torch.arange(pos, device=device)
-    if n_demonstrations is None:
-        return tokens[None] < tokens[:, None]
-    return (tokens[None] < n_demonstrations).expand(pos, -1)
+def _cosines_of_the_first(
+    kappa: Tensor, values: Tensor, offset: Tensor | None, n: int
+) -> tuple[PerJudgedQuery, PerJudgedQuery]:
+    """The first n tokens as everybody's demonstrations: what they add is one sum, and only the tokens behind them run."""
+    kappa, labels, rest = kappa[..., :n], values[..., :n, :], values[..., n:, :]
+    start = None if offset is None else offset[..., :n, :]
+    learned = kappa[..., :n, :].transpose(-1, -2) @ labels
+    before = _running_cosine(kappa[..., n:, :], rest, labels, start)
+    after = _running_cosine(kappa[..., n:, :], rest, labels, learned if start is None else start + learned)
+    return before.mean(dim=-1), after.mean(dim=-1)
 
 
-def _without_first(kappa: Tensor, n: int) -> Tensor:
-    return torch.cat([torch.zeros_like(kappa[..., :n, :]), kappa[..., n:, :]], dim=-2)
-
-
-def _running_cosine(kappa: Tensor, values: Tensor, offset: Tensor | None) -> Float[Tensor, "*lead query token"]:
-    """Of (sum_{t <= i} kappa(t, j) v_t + offset_j, v_j), at (i, j)."""
-    products = values @ values.transpose(-1, -2)
-    dot = (kappa * products).cumsum(dim=-2)
-    mixed = 2 * (products.tril(-1) @ kappa)
-    sizes = products.diagonal(dim1=-2, dim2=-1)
+def _running_cosine(
+    kappa: Float[Tensor, "*lead query demo"],
+    values: Float[Tensor, "*lead query d_out"],
+    labels: Float[Tensor, "*lead demo d_out"],
+    offset: Float[Tensor, "*lead demo d_out"] | None,
+) -> Float[Tensor, "*lead query demo"]:
+    """Of (sum_{t <= i} kappa(t, j) values_t + offset_j, labels_j), at (i, j)."""
+    among = values @ values.transpose(-1, -2)
+    dot = (kappa * (values @ labels.transpose(-1, -2))).cumsum(dim=-2)
+    mixed = 2 * (among.tril(-1) @ kappa)
     if offset is not None:
-        with_offset = values @ offset.transpose(-1, -2)  # [.., t, j]: v_t.offset_j
-        mixed = mixed + 2 * with_offset
-        dot = dot + with_offset.diagonal(dim1=-2, dim2=-1)[..., None, :]
-    square = (kappa * (mixed + kappa * sizes[..., None])).cumsum(dim=-2)
+        mixed = mixed + 2 * (values @ offset.transpose(-1, -2))
+        dot = dot + (labels * offset).sum(dim=-1)[..., None, :]
+    square = (kappa * (mixed + kappa * among.diagonal(dim1=-2, dim2=-1)[..., None])).cumsum(dim=-2)
     if offset is not None:
         square = square + offset.square().sum(dim=-1)[..., None, :]
-    return _cosine(dot, square, sizes)
+    return _cosine(dot, square, labels.square().sum(dim=-1))
 
 
 def _single_cosine(
