@@ -74,7 +74,8 @@ def convert_prompt(
             tokens alone: in a tensor with a position axis, position 0 is the segment's first token; ``hook_b_kv`` and
             ``hook_b_d`` come every time, ``hook_last_k``, ``hook_last_v`` and ``hook_last_q`` with the first segment alone,
             and the last segment's bias is the one that the new bias continues from.
-        on_progress: called after each segment with the fraction of the prompt that is done.
+        on_progress: called after each segment with the fraction of the prompt that is done; with softmax attention once, with
+            1, when the bias is ready (fits that take long draw bars of their own).
         softmax: for softmax attention alone, :class:`SoftmaxOptions`:
             ``method``: "exact" (the default: all keys), "landmark" (few keys with fitted weights), or, for comparison,
             "random", "taylor" and "learned" features.
@@ -100,6 +101,11 @@ def convert_prompt(
     Source: ICLCA sec. 4, alg. 1; the boundary and padding are kvlens'.
     """
     options = _check_convertible(model, softmax)
+    if options is not None and segment_length is not None:
+        raise KVLensError(
+            "convert_prompt: segment_length is for linear attention, whose state does not grow; a softmax prompt is read "
+            "whole, because all of its keys are kept until the fit"
+        )
     if segment_length is not None and segment_length < 1:
         raise KVLensError(f"convert_prompt: segment_length must be at least 1, got {segment_length}")
     continued = initial is not None or model.attached_kv_bias is not None
@@ -124,6 +130,8 @@ def convert_prompt(
             bias = _collect(model, tokens, entries, old, fingerprint)
         else:
             bias = convert_softmax_prompt(model, tokens, old, fingerprint, options, fwd_hooks)
+            if on_progress is not None:
+                on_progress(1.0)
     _check_finite(model, bias)
     return bias
 

@@ -7,7 +7,7 @@ A linear model's features are its own, and its biases have none (``bias.features
 | VirtualKeys | exp(score of q and a virtual key c_r), with soft-cap, ALiBi and window | yes: its keys, or fitted ones |
 | RandomFeatures | exp(w_r.q' - |q'|^2 / 2) / sqrt(m) | no |
 | TaylorFeatures | [1, q', vec(q' q'^T) / sqrt 2] | no |
-| LearnedFeatures | exp(w_r.q + a_r), w and a trained to match the attention | no |
+| LearnedFeatures | exp(w_r.q + a_r), w and a trained to match the attention | they were trained on it |
 
 The sum of two biases is their virtual keys side by side; with features that do not know the prompt, b_KV and b_D add.
 """

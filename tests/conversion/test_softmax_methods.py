@@ -166,8 +166,19 @@ def test_taylor_features_come_near_where_scores_are_small():
 
 def test_learned_features_come_near():
     model = small_model(**MORE, positional_embedding_type="rotary")
-    bias = convert_prompt(model, PROMPT, method="learned", n_features=24, **QUICK)
-    assert error(model, bias) < 0.5 * dropped(model)
+    bias = convert_prompt(model, PROMPT, method="learned", n_features=12, **QUICK)
+    assert error(model, bias) < 0.2 * dropped(model)
+    assert bias.features.n_features == 12
+
+
+def test_learned_features_follow_large_scores_of_every_prompt_of_a_batch():
+    """Scores of some 50: random features would be nowhere near."""
+    model = model_of(positional_embedding_type="rotary", n_heads=6, n_key_value_heads=3)
+    prompts = tokens(2, 24, seed=3)
+    biases = convert_prompt(model, prompts, method="learned", n_features=40, **QUICK)
+    for row in range(2):
+        without = error(model, biases.select_prompt(row).zero_like(), prompts[row : row + 1])
+        assert error(model, biases.select_prompt(row), prompts[row : row + 1]) < 0.5 * without
 
 
 def test_as_many_keys_as_tokens_is_exact_and_more_says_so():
@@ -231,6 +242,14 @@ def test_nothing_random_is_left_to_chance_and_the_global_generator_stays():
 def test_bad_options_say_what_to_do(options, words):
     with pytest.raises(KVLensError, match=words):
         convert_prompt(model_of(), PROMPT, **options)
+
+
+def test_progress_ends_at_one_and_segments_are_refused():
+    told = []
+    convert_prompt(model_of(), PROMPT, on_progress=told.append)
+    assert told == [1.0]
+    with pytest.raises(KVLensError, match="segment_length is for linear attention"):
+        convert_prompt(model_of(), PROMPT, segment_length=8)
 
 
 def test_what_a_method_cannot_do_is_refused():
