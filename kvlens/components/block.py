@@ -5,44 +5,27 @@ call. What comes out here is the same; the norm's hooks fire once. A softmax mod
 code, bit for bit, and so does every block of another build (inputs split by head, norms after the layer, shortformer).
 """
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from kvlens._tl import MLP, POST_NORM_ARCHITECTURES, LayerNorm, LayerNormPre, TransformerBlock, Unembed
-from kvlens.components.projections import FEW_ROWS
-from kvlens.components.softmax_form import form_of
+from kvlens._tl import POST_NORM_ARCHITECTURES, LayerNorm, LayerNormPre, TransformerBlock, Unembed
+from kvlens.components.lean import TakesOver, is_hooked, runs_lean
+from kvlens.components.mlp import lean_mlp
+from kvlens.ops.affine import affine
 
 
-def runs_lean(cfg: Any) -> bool:
-    """Whether kvlens may compute in another way than TransformerLens: in all but softmax models in the eager form."""
-    return cfg.attention == "linear" or form_of(cfg) == "fused"
-
-
-class _TakesOver:
-    """Mixed in before a class of TransformerLens, to put itself in the place of one that is already built."""
-
-    @classmethod
-    def of(cls, module: nn.Module) -> Any:
-        """This class with everything that ``module`` holds; ``module`` is to be dropped."""
-        new = cls.__new__(cls)
-        new.__dict__ = module.__dict__
-        return new
-
-
-class KVBlock(_TakesOver, TransformerBlock):
+class KVBlock(TakesOver, TransformerBlock):
     """A transformer block that norms its input once."""
 
     @classmethod
     def of(cls, module: nn.Module) -> Any:
-        """This class with everything that ``module`` holds, and a :class:`KVMLP` for its MLP."""
+        """This class with everything that ``module`` holds, and an MLP of kvlens where it has a dense one."""
         new = super().of(module)
-        if type(getattr(new, "mlp", None)) is MLP:
-            new.mlp = KVMLP.of(new.mlp)
+        if hasattr(new, "mlp"):
+            new.mlp = lean_mlp(new.mlp)
         return new
 
     def forward(
@@ -82,41 +65,17 @@ def norm(module: Any, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "b
     """``module(x)``; TransformerLens' LayerNorm as torch's fused one, the same to rounding, where nobody hooks it."""
     if type(module) not in (LayerNorm, LayerNormPre) or x.dtype not in (torch.float32, torch.float64):
         return module(x)
-    if torch.is_autocast_enabled(x.device.type) or _is_hooked(module, module.hook_scale, module.hook_normalized):
+    if torch.is_autocast_enabled(x.device.type) or is_hooked(module, module.hook_scale, module.hook_normalized):
         return module(x)
     weight, shift = getattr(module, "w", None), getattr(module, "b", None)
     return nn.functional.layer_norm(x, x.shape[-1:], weight, shift, module.eps)
 
 
-def _is_hooked(*modules: nn.Module) -> bool:
-    return any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in modules)
-
-
-IN_PLACE: dict[Any, Callable[[Tensor], Tensor]] = {
-    nn.functional.gelu: torch.ops.aten.gelu_,
-    nn.functional.relu: torch.relu_,
-    nn.functional.silu: functools.partial(nn.functional.silu, inplace=True),
-}
-
-
-class KVMLP(_TakesOver, MLP):
-    """An MLP that keeps one tensor of d_mlp features instead of two, where nobody sees either of them."""
-
-    def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
-        """As ``transformer_lens.components.MLP.forward``."""
-        act = IN_PLACE.get(self.act_fn)
-        if act is None or not runs_lean(self.cfg) or torch.is_grad_enabled() or _is_hooked(self.hook_pre, self.hook_post):
-            return super().forward(x)
-        hidden = torch.addmm(self.b_in, x.flatten(0, -2), self.W_in)
-        return torch.addmm(self.b_out, act(hidden), self.W_out).view(*x.shape[:-1], -1)
-
-
-class KVUnembed(_TakesOver, Unembed):
-    """The unembedding; for a few rows, as in decoding, copying W_U would cost more than the product."""
+class KVUnembed(TakesOver, Unembed):
+    """The unembedding without a copy of W_U."""
 
     def forward(self, residual: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_vocab_out"]:
         """As ``transformer_lens.components.Unembed.forward``."""
-        if not runs_lean(self.cfg) or residual.shape[:-1].numel() > FEW_ROWS:
+        if not runs_lean(self.cfg):
             return super().forward(residual)
-        residual = self.hook_in(residual)
-        return self.hook_out(nn.functional.linear(residual, self.W_U.T, self.b_U))
+        return self.hook_out(affine(self.hook_in(residual), self.W_U, self.b_U))

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from kvlens._tl import HookPoint
-from kvlens.components.block import runs_lean
 from kvlens.components.kv_shift import real_tokens, through
+from kvlens.components.lean import runs_lean
 from kvlens.components.pieces import HeadOutputs, Piece
 from kvlens.components.projections import project_heads
 from kvlens.components.variants import AttentionVariants
 from kvlens.errors import KVLensError
+from kvlens.ops.affine import affine
 
 
 class KVAttention(AttentionVariants):
@@ -107,7 +108,8 @@ class KVAttention(AttentionVariants):
     def _project(self, z: Tensor) -> Tensor:
         """z W_O + b_O, through ``hook_result`` where the configuration asks for it."""
         if not self.cfg.use_attn_result:
-            return nn.functional.linear(z.flatten(2), self.W_O.flatten(0, 1).T, self.b_O)
+            z, weight = z.flatten(2), self.W_O.flatten(0, 1)
+            return affine(z, weight, self.b_O) if runs_lean(self.cfg) else nn.functional.linear(z, weight.T, self.b_O)
         result = self.hook_result(torch.einsum("bphd,hdm->bphm", z, self.W_O))
         return result.sum(dim=2) + self.b_O
 

@@ -1,7 +1,8 @@
 """The mathematics of kvlens as pure tensor functions: no module, no hook, no TransformerLens.
 
-One folder per word of the papers. Each holds ``naive.py`` (the slow, obvious form, one line per equation, the judge of the
-others) beside the fast forms, which share its signature and layout ``batch pos head d``:
+``affine`` is the dense product, for which torch has two kernels. All else is one folder per word of the papers. Each holds
+``naive.py`` (the slow, obvious form, one line per equation, the judge of the others) beside the fast forms, which share its
+signature and layout ``batch pos head d``:
 
 - ``kv_shift``: keys and values mixed with their predecessors (KVSA);
 - ``feature_maps``: phi, with phi(q).phi(k) in the place of exp(q.k) (ICLCA);

@@ -1,0 +1,55 @@
+"""TransformerLens' MLPs on the fastest dense product, without copies of weights and without features that nobody sees."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from kvlens._tl import MLP, SUPPORTED_ACTIVATIONS, GatedMLP
+from kvlens.components.lean import TakesOver, is_hooked, runs_lean
+from kvlens.ops.affine import Activation, affine
+
+FUSED: dict[Callable[..., Tensor], Activation] = {
+    SUPPORTED_ACTIVATIONS["gelu"]: "gelu",
+    SUPPORTED_ACTIVATIONS["gelu_new"]: "gelu_tanh",
+    SUPPORTED_ACTIVATIONS["gelu_pytorch_tanh"]: "gelu_tanh",
+    SUPPORTED_ACTIVATIONS["relu"]: "relu",
+    SUPPORTED_ACTIVATIONS["silu"]: "silu",
+}
+"""TransformerLens' activation functions that a product can end with."""
+
+
+def lean_mlp(mlp: nn.Module) -> nn.Module:
+    """``mlp`` as a class of kvlens where it is one of TransformerLens' two dense ones; any other as it is."""
+    ours: dict[type, Any] = {MLP: KVMLP, GatedMLP: KVGatedMLP}
+    return ours[type(mlp)].of(mlp) if type(mlp) in ours else mlp
+
+
+class KVMLP(TakesOver, MLP):
+    """act(x W_in + b_in) W_out + b_out; without gradients and hooks the features before the activation are never stored."""
+
+    def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
+        """As ``transformer_lens.components.MLP.forward``."""
+        if not runs_lean(self.cfg) or self.cfg.is_layer_norm_activation():
+            return super().forward(x)
+        fused = FUSED.get(self.act_fn)
+        if fused is None or torch.is_grad_enabled() or is_hooked(self.hook_pre):
+            features = self.act_fn(self.hook_pre(affine(x, self.W_in, self.b_in)))
+        else:
+            features = affine(x, self.W_in, self.b_in, fused)
+        return affine(self.hook_post(features), self.W_out, self.b_out)
+
+
+class KVGatedMLP(TakesOver, GatedMLP):
+    """(act(x W_gate) * (x W_in) + b_in) W_out + b_out."""
+
+    def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
+        """As ``transformer_lens.components.GatedMLP.forward``."""
+        if not runs_lean(self.cfg) or self.cfg.is_layer_norm_activation():
+            return super().forward(x)
+        x = x.to(self.W_gate.device)
+        gate = self.hook_pre(affine(x, self.W_gate))
+        features = self.act_fn(gate) * self.hook_pre_linear(affine(x, self.W_in)) + self.b_in
+        return affine(self.hook_post(features), self.W_out, self.b_out)

@@ -1,0 +1,105 @@
+"""x W + b, the dense product that most of a transformer's time goes into, by the fastest kernel that torch has for it.
+
+On a CPU torch multiplies float32 matrices by MKL, which on processors of other makers than Intel's takes twice the time of
+oneDNN. oneDNN comes with torch too; ``torch.compile`` calls it by the operator that is used here. Where it is missing (other
+devices, other dtypes, other builds of torch) or cannot serve (autocast, transforms of ``torch.func``), ``torch.addmm`` runs.
+Both round as float32 products do; their sums run in different orders.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.autograd import forward_ad
+
+Activation = Literal["gelu", "gelu_tanh", "relu", "silu"]
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": functools.partial(torch.nn.functional.gelu, approximate="tanh"),
+    "relu": torch.nn.functional.relu,
+    "silu": torch.nn.functional.silu,
+}
+_ONE_DNN_NAMES: dict[Activation | None, tuple[str, str]] = {
+    None: ("none", ""),
+    "gelu": ("gelu", "none"),
+    "gelu_tanh": ("gelu", "tanh"),
+    "relu": ("relu", ""),
+    "silu": ("swish", ""),
+}
+FEW_ROWS = 8
+"""Up to so many rows, as in decoding, ``torch.addmm`` is no slower."""
+
+
+def affine(
+    x: Float[Tensor, "*lead d_in"],
+    weight: Float[Tensor, "d_in d_out"],
+    bias: Float[Tensor, " d_out"] | None = None,
+    activation: Activation | None = None,
+) -> Float[Tensor, "*lead d_out"]:
+    """activation(x W + b), with gradients of every order."""
+    rows = x.reshape(-1, x.shape[-1])
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
+        y = _Affine.apply(rows, weight, bias) if _one_dnn_serves(rows, weight) else _plain(rows, weight, bias)  # type: ignore
+        y = y if activation is None else ACTIVATIONS[activation](y)
+    else:
+        y = _product(rows, weight, bias, activation)
+    return y.view(*x.shape[:-1], weight.shape[1])
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation | None = None) -> Tensor:
+    if _one_dnn_serves(x, weight):
+        name, algorithm = _ONE_DNN_NAMES[activation]
+        return _one_dnn()(x, weight.T, bias, name, [], algorithm)
+    y = _plain(x, weight, bias)
+    return y if activation is None else ACTIVATIONS[activation](y)
+
+
+def _plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x @ weight if bias is None else torch.addmm(bias, x, weight)
+
+
+def _one_dnn_serves(x: Tensor, weight: Tensor) -> bool:
+    return (
+        x.dtype == weight.dtype == torch.float32
+        and x.device.type == "cpu"
+        and x.shape[0] > FEW_ROWS
+        and not torch.is_autocast_enabled("cpu")
+        and forward_ad._current_level < 0
+        and not any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in (x, weight))
+        and bool(torch.backends.mkldnn.enabled)
+        and _one_dnn() is not None
+    )
+
+
+@functools.cache
+def _one_dnn() -> Any:
+    """oneDNN's product as an operator, or None where this torch has none that gives the right answer."""
+    try:
+        operator = torch.ops.mkldnn._linear_pointwise.default
+        x, weight, bias = torch.arange(6.0).view(3, 2), torch.arange(8.0).view(2, 4), torch.arange(4.0)
+        right = torch.equal(operator(x, weight.T, bias, "none", [], ""), torch.addmm(bias, x, weight))
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return None
+    return operator if right else None
+
+
+class _Affine(torch.autograd.Function):
+    """The product of rows, and its gradients by the same kernel, which has none of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _product(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        of_x, of_weight, of_bias = ctx.needs_input_grad
+        return (
+            affine(gradient, weight.T) if of_x else None,
+            affine(x.T, gradient) if of_weight else None,
+            gradient.sum(dim=0) if of_bias else None,
+        )
