@@ -45,7 +45,7 @@ PUBLIC = {"kvlens.dual", "kvlens.errors"}
 """Beside what ``kvlens`` itself offers: the dual model's package, and errors that propose the nearest name."""
 FOUNDATIONS = {"kvlens.checksum", "kvlens.files", "kvlens.terminal", "kvlens.zoo"}
 """What a batch needs to write files that notice damage, to read a command line, and to find shipped models."""
-PURE = {"torch", "einops", "jaxtyping", "math", "typing", "collections", "kvlens"}
+PURE = {"torch", "einops", "jaxtyping", "math", "typing", "collections", "functools", "kvlens"}
 
 Sources = Mapping[str, tuple[str, bool]]
 """Source and whether it is a package, by the module's name."""
