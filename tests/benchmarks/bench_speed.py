@@ -9,11 +9,11 @@ compared. ``--clock processor --threads 1`` measures processor time, for a machi
 import argparse
 import gc
 import json
-import resource
 import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -231,7 +231,8 @@ def convert_here(short: int, long: int, clock: str) -> None:
         start = now()
         convert_prompt(model, tokens[:short])
         shorts.append(now() - start)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    # not ru_maxrss, which begins with what the process that started this one held
+    peak = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) / 2**20
     print(json.dumps({"long": long_time / long, "short": min(shorts) / short, "peak": peak}))
 
 
