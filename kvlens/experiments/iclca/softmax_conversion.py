@@ -4,7 +4,8 @@
 
 on texts that no fit has seen: the model's own continuations of the prompt, apart from those that the fits read. Beside the
 methods of :func:`kvlens.convert_prompt` stand the prompt left out, the most attended keys without a fit, and a sliding window
-with attention sinks (the first keys and the last ones). Every method is measured on the same contexts and texts.
+with attention sinks (the first keys and the last ones), and a copy of the model whose weights have learned the prompt
+(:mod:`~kvlens.experiments.iclca.context_distillation`). Every method is measured on the same contexts and texts.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +22,7 @@ from kvlens import zoo
 from kvlens._tl import TransformerLensKeyValueCache
 from kvlens.conversion import convert_prompt
 from kvlens.errors import KVLensError
+from kvlens.experiments.iclca.context_distillation import OBJECTIVES, distil, prompted_logits
 from kvlens.experiments.shared.judge import JUDGE
 from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
 from kvlens.kv_bias import KVBias, VirtualKeys
@@ -33,6 +35,7 @@ DROPPED, TOP, WINDOW, TAYLOR = "prompt left out", "most attended keys, no fit", 
 IID, ORTHOGONAL, LEARNED = "random features, iid", "random features, orthogonal", "learned features"
 EQUAL, GREEDY = "landmark, equal budgets", "landmark, greedy budgets"
 EQUAL_POLISHED, POLISHED = "landmark, equal and polished", "landmark, greedy and polished"
+DISTILLED = {objective: f"context distillation, {objective}" for objective in OBJECTIVES}
 SIZE = ["method", "keys_per_head", "n_continuations"]
 """What a row of the table is told apart by."""
 PAPER_DROPPED, PAPER_RANDOM = 0.1656, 0.0917
@@ -60,13 +63,14 @@ def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
             stored = 0 if way.method == DROPPED else bias.num_parameters
             measured = _measure(model, prompt, texts, bias)
             rows.append({"context": context, "method": way.method, **size, "stored_numbers": stored, **measured, **_cost(bias)})
+        rows += [{"context": context, **row} for row in _distilled(model, prompt, texts, settings, seed=context)]
         tell(f"context {context + 1 - first} of {n_contexts}: {_told(rows)}")
     contexts = pd.DataFrame(rows)
     table = contexts.groupby(SIZE, sort=False).mean(numeric_only=True).drop(columns="context").reset_index()
     return Outcome(
         tables={"methods": table, "contexts": contexts},
         figure=draw(table),
-        comparisons=[*compare(contexts, settings)],
+        comparisons=[*compare(contexts, settings), *compare_with_distillation(contexts, settings)],
         differences=[
             f"The paper converts prompts of GPT-2; here the model is {settings['model']}, and prompts and texts are its own "
             "samples.",
@@ -164,13 +168,31 @@ def _window(exact: KVBias, r: int) -> KVBias:
     return replace(exact, b_KV=exact.b_KV[..., kept, :], b_D=exact.b_D[..., kept], features=features)
 
 
+def _distilled(
+    model: HookedKVTransformer, prompt: Tensor, texts: Tensor, settings: Mapping[str, Any], seed: int
+) -> Iterator[dict[str, Any]]:
+    """A row for each way to teach a copy of the model the prompt, on as many continuations as the richest fits read."""
+    n = max(settings["continuations"])
+    generator = torch.Generator().manual_seed(2_000 + seed)
+    seen = _sampled(model, prompt.expand(n, -1), settings["n_text"], generator)[:, len(prompt) :]
+    steps = dict(steps=settings["distil_steps"], learning_rate=settings["distil_learning_rate"], seed=seed)
+    for objective in OBJECTIVES if settings["distil_steps"] else ():
+        copy, n_changed, seconds, _ = distil(model, prompt, seen, objective=objective, **steps)
+        figures = _figures(prompted_logits(model, prompt, texts), copy(texts, attention_mask=torch.ones_like(texts)))
+        size = {"method": DISTILLED[objective], "keys_per_head": 0, "n_continuations": n, "stored_numbers": n_changed}
+        yield {**size, **figures, "fit_seconds": seconds, "fit_steps": settings["distil_steps"]}
+
+
 @torch.no_grad()
 def _measure(model: HookedKVTransformer, prompt: Tensor, texts: Tensor, bias: KVBias) -> dict[str, float]:
     """Means over the tokens of the texts, which no fit has seen."""
-    whole = torch.cat([prompt.expand(len(texts), -1), texts], dim=1)
-    old = model(whole, attention_mask=torch.ones_like(whole))[:, len(prompt) :].double()
+    old = prompted_logits(model, prompt, texts)
     with model.kv_bias(bias):
-        new = model(texts, attention_mask=torch.ones_like(texts)).double()
+        return _figures(old, model(texts, attention_mask=torch.ones_like(texts)))
+
+
+def _figures(old: Tensor, new: Tensor) -> dict[str, float]:
+    old, new = old.double(), new.double()
     log_old, log_new = old.log_softmax(dim=-1), new.log_softmax(dim=-1)
     return {
         "relative_error": float(((new - old).norm(dim=-1) / old.norm(dim=-1)).mean()),
@@ -213,6 +235,21 @@ def compare(contexts: pd.DataFrame, settings: Mapping[str, Any]) -> Iterator[Com
             )
 
 
+def compare_with_distillation(contexts: pd.DataFrame, settings: Mapping[str, Any]) -> Iterator[Comparison]:
+    """The naive conversion against the fewest fitted keys, by the divergence, which is what distillation makes small."""
+    kl = contexts.set_index([*SIZE, "context"])["kl"].sort_index()
+    r, least, most = min(settings["keys"]), min(settings["continuations"]), max(settings["continuations"])
+    for method in DISTILLED.values() if settings["distil_steps"] else ():
+        ratio = kl[GREEDY, r, least] / kl[method, 0, most]
+        yield Comparison(
+            f"divergence of the next token: {GREEDY}, {r} keys, over {method}",
+            None,
+            float(ratio.mean()),
+            "a few fitted keys come nearer to the prompt than new weights do (a ratio below 1)",
+            JUDGE.above((1 - ratio).to_numpy()),
+        )
+
+
 def draw(table: pd.DataFrame) -> Figure:
     """Relative error against stored numbers, both logarithmic."""
     figure = Figure(figsize=(7.6, 4.8), layout="constrained")
@@ -242,6 +279,7 @@ def _scale(**changes: Any) -> dict[str, Any]:
         polished_budgets=["equal", "greedy"],
     )
     methods = dict(keys=[4, 8, 16, 32], random=[64, 1024], taylor=True, learned=[64])
+    methods |= dict(distil_steps=100, distil_learning_rate=3e-4)
     return {"model": "facts-gpt2", "tokenizer": None, **sizes, **methods, **changes}
 
 
@@ -253,9 +291,11 @@ EXPERIMENT = Experiment(
     scales={
         "tiny": _scale(
             n_prompt=16, n_text=8, n_texts=2, continuations=[9, 10], n_contexts=2, keys=[4], random=[16], polish_steps=2
-        ),
+        )
+        | dict(distil_steps=2),
         "small": _scale(),
-        "paper": _scale(n_prompt=128, n_text=64, keys=[8, 16, 32], random=[64, 4096], continuations=[24, 96], polish_steps=400),
+        "paper": _scale(n_prompt=128, n_text=64, keys=[8, 16, 32], random=[64, 4096], continuations=[24, 96], polish_steps=400)
+        | dict(distil_steps=400),
     },
     cost={
         "tiny": "seconds",

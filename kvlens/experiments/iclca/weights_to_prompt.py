@@ -1,180 +1,196 @@
-"""``weights-to-prompt``: virtual keys that act as a given change of the value weights does (ICLCA's slides, second half).
+"""``weights-to-prompt``: virtual keys that act as a given change of the weights does (ICLCA's slides, second half).
 
-A change of W_V moves head h's output at place i by dz_i = sum_j p_ij x_j dW_V. Virtual keys with b_D = 0 leave the normaliser
-alone and add phi(q_i).b_KV / n_i to the output, so that b_KV is a least-squares fit, linear in closed form:
+The slides ask how far one can go from a change of the weights, delta-W, to a prompt: any change of attention, they suppose, can
+be approximated by b_KV alone, and any change of an MLP by attention, with enough keys. Here is the curve, on a real model.
 
-    sum_i | psi_i b_KV - dz_i |^2 -> min        psi_ir = exp(q_i.c_r / scale) / n_i
+The changes come from context distillation (:mod:`~kvlens.experiments.iclca.context_distillation`): the weights of attention
+(Q, K, V, O) or of the MLPs learn a prompt. So the answer is known to exist where distillation is perfect: the prompt. Two ways
+to find one: *given keys*, chosen among keys of other texts, values in closed form (:mod:`~kvlens.experiments.iclca.imitation`);
+*free keys*, where gradient steps on the logits then move keys, weights and values alike.
 
-on queries of reference texts. The keys c_r are taken by matching pursuit from those of other texts. The slides ask how much can
-be had in this way, with r as large as one likes; here is the curve, on texts that the fit did not see.
+    left = || imitated - changed || / || original - changed ||       of the logits, on texts that no fit has seen
+
+1 is no imitation at all. As a null the same fit is made to changes whose sign is drawn at random text by text.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pandas as pd
 import torch
-from einops import rearrange
 from jaxtyping import Float, Int
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from kvlens import zoo
 from kvlens.conversion import convert_prompt
-from kvlens.conversion.softmax.prompt_pass import observed
+from kvlens.conversion.softmax.polish import LEARNING_RATE, Polished
+from kvlens.conversion.softmax.prompt_pass import attached
+from kvlens.experiments.iclca.context_distillation import TEXTS_PER_STEP, distil
+from kvlens.experiments.iclca.imitation import check_imitable, imitation
 from kvlens.experiments.shared.judge import JUDGE
 from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
-from kvlens.kv_bias import KVBias, VirtualKeys
+from kvlens.kv_bias import KVBias
 from kvlens.model import HookedKVTransformer
-from kvlens.ops.landmarks import Statistics, choose_keys
+from kvlens.model.sources import load_source
 
-RIDGE = 1e-6
+PARTS = {"attention": ".attn.", "mlp": ".mlp."}
+"""What changes, and what its parameters' names have in common."""
+GIVEN, FREE, NULL, PROMPT = "given keys", "free keys", "given keys, null", "the prompt itself"
 
 
 def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
     """Imitate several changes of the weights with every number of keys."""
-    rows = []
+    model = load_source(zoo.source_of(settings["model"]), tokenizer=settings["tokenizer"], device="cpu")
+    model.eval().requires_grad_(False)
+    check_imitable(model)
+    rows: list[dict[str, Any]] = []
     for seed in range(settings["n_changes"]):
-        model, changed = (HookedKVTransformer.from_zoo(settings["model"], device="cpu").double() for _ in range(2))
-        texts = _sampled(model, 3 * settings["n_texts"], settings["n_text"], seed)
-        fitted, unseen, others = texts.split(settings["n_texts"])
-        _change_values(changed, others, settings["size"])
-        pairs = [
-            _layer_targets(model, changed, layer, fitted, others, settings["n_candidates"], seed) for layer in _layers(model)
-        ]
-        for r in settings["keys"]:
-            bias = _imitation(model, [_fit(psi, dz, keys, r) for psi, dz, keys in pairs], r)
-            rows.append({"change": seed, "keys_per_head": r, "left": _left(model, changed, bias, unseen)})
-        tell(f"change {seed + 1} of {settings['n_changes']}")
+        for part in PARTS:
+            rows += [{"change": seed, "part": part, **row} for row in _imitate(model, part, settings, seed)]
+            tell(f"change {seed + 1} of {settings['n_changes']}, {part}")
     changes = pd.DataFrame(rows)
-    table = changes.groupby("keys_per_head")["left"].agg(["mean", "min", "max"]).reset_index()
+    grouped = changes.groupby(["part", "way", "keys_per_head"], sort=False)["left"]
+    table = grouped.agg(["mean", "min", "max"]).reset_index()
     return Outcome(
         tables={"curve": table, "changes": changes},
-        figure=_draw(table),
-        comparisons=[_compared(changes, r) for r in settings["keys"]],
+        figure=draw(table),
+        comparisons=[*compare(changes)],
         differences=[
-            "The slides state the capacity as a hypothesis, for any change and without a number; here the change is one "
-            f"gradient step on W_V of every layer, {settings['size']:.0%} of its size.",
+            "The slides state the capacity as a hypothesis, for any change and without a number; here the changes are those "
+            f"by which {settings['model']} learns prompts of {settings['n_prompt']} tokens in {settings['distil']['steps']} "
+            "steps.",
         ],
     )
 
 
-def _layers(model: HookedKVTransformer) -> range:
-    return range(model.cfg.n_layers)
+def _imitate(model: HookedKVTransformer, part: str, settings: Mapping[str, Any], seed: int) -> Iterator[dict[str, Any]]:
+    """A row for each way and number of keys, for one change of the weights."""
+    generator = torch.Generator().manual_seed(1_000 * seed)
+    prompt, learned = _prompt_and_texts(model, settings, generator)
+    is_free = lambda name: PARTS[part] in name  # noqa: E731
+    changed = distil(model, prompt, learned, is_free=is_free, seed=seed, **settings["distil"]).model
+    start = torch.full((2 * settings["n_texts"], 1), model.tokenizer.bos_token_id)
+    fitted, unseen = sampled(changed, start, settings["n_text"] - 1, generator).split(settings["n_texts"])
+    others = sampled(model, start[: settings["n_texts"]], settings["n_text"] - 1, generator)
+    aim, before = _logits(changed, unseen), _logits(model, unseen)
+    size = float((before - aim).norm() / aim.norm())
+
+    def row(way: str, r: int, bias: KVBias) -> dict[str, Any]:
+        with attached(model, bias):
+            left = float((_logits(model, unseen) - aim).norm() / (before - aim).norm())
+        return {"way": way, "keys_per_head": r, "size_of_change": size, "left": left}
+
+    yield row(PROMPT, len(prompt), convert_prompt(model, prompt))
+    for r in settings["keys"]:
+        fit = dict(r=r, n_candidates=settings["n_candidates"], generator=generator)
+        bias = imitation(model, changed, fitted, others, **fit)
+        yield row(GIVEN, r, bias)
+        if settings["free_steps"]:
+            yield row(FREE, r, freed(model, changed, bias, fitted, settings["free_steps"], generator))
+    yield row(NULL, r, imitation(model, changed, fitted, others, flip=True, **fit))
+
+
+def _prompt_and_texts(
+    model: HookedKVTransformer, settings: Mapping[str, Any], generator: torch.Generator
+) -> tuple[Int[Tensor, " pos"], Int[Tensor, "text pos"]]:
+    """A prompt that the model wrote, and texts from which its weights may learn it."""
+    bos = torch.tensor([[model.tokenizer.bos_token_id]])
+    prompt = sampled(model, bos, settings["n_prompt"] - 1, generator)
+    whole = sampled(model, prompt.expand(settings["n_texts"], -1), settings["n_text"], generator)
+    return prompt[0], torch.cat([bos.expand(settings["n_texts"], -1), whole[:, prompt.shape[1] : -1]], dim=1)
 
 
 @torch.no_grad()
-def _sampled(model: HookedKVTransformer, n: int, length: int, seed: int) -> Int[Tensor, "text pos"]:
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.full((n, 1), model.tokenizer.bos_token_id)
-    for _ in range(length - 1):
-        p = model(tokens, attention_mask=torch.ones_like(tokens))[:, -1].softmax(dim=-1)
-        tokens = torch.cat([tokens, torch.multinomial(p, 1, generator=generator)], dim=1)
+def sampled(
+    model: HookedKVTransformer, tokens: Int[Tensor, "text pos"], n: int, generator: torch.Generator
+) -> Int[Tensor, "text longer"]:
+    """``tokens`` with ``n`` more, sampled at temperature 1."""
+    cache, new = model.empty_cache(len(tokens)), tokens
+    for _ in range(n):
+        p = model(new, attention_mask=torch.ones_like(new), past_kv_cache=cache)[:, -1].softmax(dim=-1)
+        new = torch.multinomial(p, 1, generator=generator)
+        tokens = torch.cat([tokens, new], dim=1)
     return tokens
 
 
-def _change_values(model: HookedKVTransformer, texts: Tensor, size: float) -> None:
-    """One gradient step on W_V of every layer, towards the texts in reverse order, ``size`` of the weights' norm."""
-    model(texts.flip(1), attention_mask=torch.ones_like(texts), return_type="loss").backward()
-    for block in model.blocks:
-        weight = block.attn.W_V
-        step = weight.grad * (size * weight.detach().norm() / weight.grad.norm())
-        weight.data -= step
-    model.zero_grad()
-    model.requires_grad_(False)
-
-
 @torch.no_grad()
-def _layer_targets(
-    model: HookedKVTransformer, changed: HookedKVTransformer, layer: int, texts: Tensor, others: Tensor, n: int, seed: int
-) -> tuple[Float[Tensor, "head row key"], Float[Tensor, "head row d_head"], Float[Tensor, "head key d_head"]]:
-    """psi of ``n`` candidate keys, and dz, on the changed model's own queries; the candidates."""
-    q, _, z, log_n = _seen(changed, layer, texts)
-    new, attn = changed.blocks[layer].attn.W_V.data, changed.blocks[layer].attn
-    attn.W_V.data = model.blocks[layer].attn.W_V.data
-    dz = z - _seen(changed, layer, texts)[2]
-    attn.W_V.data = new
-    candidates = rearrange(_seen(changed, layer, others)[1], "b p h d -> h (b p) d")
-    chosen = torch.randperm(candidates.shape[1], generator=torch.Generator().manual_seed(seed))[:n]
-    keys = candidates[:, chosen]
-    scores = rearrange(q, "b p h d -> h (b p) d") @ keys.mT / attn.attn_scale
-    psi = (scores - rearrange(log_n, "b h p -> h (b p) 1")).exp()
-    return psi, rearrange(dz, "b p h d -> h (b p) d"), keys
+def _logits(model: HookedKVTransformer, texts: Int[Tensor, "text pos"]) -> Float[Tensor, "text pos vocab"]:
+    """Less their mean, which changes no prediction."""
+    logits = model(texts, attention_mask=torch.ones_like(texts))
+    return logits - logits.mean(dim=-1, keepdim=True)
 
 
-def _seen(model: HookedKVTransformer, layer: int, texts: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(q, k, z, log n) of one layer, queries and keys as they are scored."""
-    at = f"blocks.{layer}.attn."
-    names = [at + "hook_z", at + "hook_attn_scores"]
-    with observed(model) as seen:
-        _, cache = model.run_with_cache(texts, attention_mask=torch.ones_like(texts), names_filter=names)
-    return seen[layer][0], seen[layer][1], cache[names[0]], cache[names[1]].logsumexp(dim=-1)
+def freed(
+    model: HookedKVTransformer,
+    changed: HookedKVTransformer,
+    bias: KVBias,
+    texts: Int[Tensor, "text pos"],
+    steps: int,
+    generator: torch.Generator,
+) -> KVBias:
+    """``bias`` after gradient steps on the squared error of the logits; keys, weights and values are free."""
+    aim, before = _logits(changed, texts), _logits(model, texts)
+    state = Polished.of(bias)
+    optimizer = torch.optim.Adam(state.free(), lr=LEARNING_RATE)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    for _ in range(steps):
+        rows = torch.randperm(len(texts), generator=generator)[:TEXTS_PER_STEP]
+        with attached(model, state.bias(bias)):
+            logits = model(texts[rows], attention_mask=torch.ones_like(texts[rows]))
+        off = logits - logits.mean(dim=-1, keepdim=True) - aim[rows]
+        loss = off.square().sum() / (before[rows] - aim[rows]).square().sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    with torch.no_grad():
+        return state.bias(bias)
 
 
-def _fit(
-    psi: Tensor, dz: Tensor, keys: Tensor, r: int
-) -> tuple[Float[Tensor, "head r d_head"], Float[Tensor, "head r d_head"]]:
-    """(keys, b_KV) of the ``r`` candidates that explain most of dz."""
-    gram, right = psi.mT @ psi, psi.mT @ dz
-    sums = Statistics(gram, torch.zeros_like(gram[..., 0]), right, torch.zeros_like(gram[:, 0, 0]), psi.shape[1])
-    index = choose_keys(sums, r).keys
-    every = torch.arange(len(index))[:, None]
-    small = gram[every[..., None], index[:, :, None], index[:, None]]
-    ridge = RIDGE * small.diagonal(dim1=-2, dim2=-1).mean(dim=-1)[:, None].expand(-1, r)
-    return keys[every, index], torch.linalg.solve(small + torch.diag_embed(ridge), right[every, index])
+def compare(changes: pd.DataFrame) -> Iterator[Comparison]:
+    """What is left of the change, by way and number of keys, judged over the changes; and the null."""
+    for (part, way, r), rows in changes.groupby(["part", "way", "keys_per_head"], sort=False):
+        left = rows["left"]
+        name = f"share of a change of {part} that is left: {way}, {r} per head"
+        verdict = JUDGE.above((1 - left).to_numpy())
+        if way == NULL:
+            claim, verdict = "where there is nothing to learn nothing is imitated (not below 1)", verdict is not True
+        else:
+            claim = "virtual keys take over part of a change of the weights (a share below 1)"
+        yield Comparison(name, None, float(left.mean()), claim, verdict)
 
 
-def _imitation(model: HookedKVTransformer, layers: list[tuple[Tensor, Tensor]], r: int) -> KVBias:
-    """The bias of the fitted keys: b_D is 0, the text starts at position 0."""
-    keys, b_kv = (torch.stack(part) for part in zip(*layers, strict=True))
-    nothing = convert_prompt(model, torch.zeros(1, dtype=torch.long)).zero_like()  # no prompt: a boundary of zeros
-    return replace(
-        nothing,
-        b_KV=b_kv,
-        b_D=torch.zeros_like(b_kv[..., 0]),
-        n_prompt_tokens=r,
-        position_offset=0,
-        features=VirtualKeys(keys, torch.ones(keys.shape[:3], dtype=torch.long)),
-        log_scale=keys.new_zeros(keys.shape[:2]),
-    )
+COLOURS = {GIVEN: "#1b7f4b", FREE: "#7c3aed"}
 
 
-@torch.no_grad()
-def _left(model: HookedKVTransformer, changed: HookedKVTransformer, bias: KVBias, texts: Tensor) -> float:
-    """||imitated - changed|| / ||original - changed|| of the logits, on texts that the fit did not see: 1 is no imitation."""
-    mask = torch.ones_like(texts)
-    aim, start = changed(texts, attention_mask=mask), model(texts, attention_mask=mask)
-    with model.kv_bias(bias):
-        return float((model(texts, attention_mask=mask) - aim).norm() / (start - aim).norm())
-
-
-def _compared(changes: pd.DataFrame, r: int) -> Comparison:
-    left = changes.loc[changes["keys_per_head"] == r, "left"]
-    return Comparison(
-        f"share of the change of the logits that {r} virtual keys per head leave over",
-        None,
-        float(left.mean()),
-        "virtual keys take over part of a change of the weights (a share below 1)",
-        JUDGE.above((1 - left).to_numpy()),
-    )
-
-
-def _draw(table: pd.DataFrame) -> Figure:
-    figure = Figure(figsize=(7, 4.4), layout="constrained")
-    axes = figure.subplots()
-    axes.fill_between(table["keys_per_head"], table["min"], table["max"], color="#1b7f4b", alpha=0.15, linewidth=0)
-    axes.plot(table["keys_per_head"], table["mean"], marker="o", color="#1b7f4b", linewidth=2)
-    axes.axhline(1, color="#555555", linestyle=":", linewidth=1.4)
-    axes.set(xscale="log", yscale="log", xlabel="virtual keys per head", ylabel="share of the change that is left")
-    axes.set_title("Virtual keys in the place of a change of W_V, on unseen text", loc="left", fontsize=11)
-    axes.grid(color="#dddddd", linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
+def draw(table: pd.DataFrame) -> Figure:
+    """What is left against keys per head, a panel for each part of the model."""
+    figure = Figure(figsize=(9.6, 4.4), layout="constrained")
+    panels = figure.subplots(1, len(PARTS), sharey=True)
+    for axes, part in zip(panels, PARTS, strict=True):
+        here = table[table["part"] == part]
+        for way, colour in COLOURS.items():
+            rows = here[here["way"] == way]
+            axes.fill_between(rows["keys_per_head"], rows["min"], rows["max"], color=colour, alpha=0.15, linewidth=0)
+            axes.plot(rows["keys_per_head"], rows["mean"], marker="o", color=colour, linewidth=2, label=way)
+        for way, marker in ((PROMPT, "D"), (NULL, "x")):
+            rows = here[here["way"] == way]
+            axes.plot(rows["keys_per_head"], rows["mean"], marker, color="#555555", linestyle="none", label=way)
+        axes.axhline(1, color="#555555", linestyle=":", linewidth=1.4)
+        axes.set(xscale="log", xlabel="virtual keys per head", title=f"a change of {part}", ylim=(0, None))
+        axes.grid(color="#dddddd", linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("share of the change of the logits that is left")
+    panels[0].legend(frameon=False, fontsize=9)
+    figure.suptitle("Virtual keys in the place of a change of the weights, on unseen text", fontsize=11, x=0.02, ha="left")
     return figure
 
 
 def _scale(**changes: Any) -> dict[str, Any]:
-    common = dict(model="facts-gpt2", n_changes=8, n_texts=24, n_text=48, n_candidates=512, size=0.05)
-    return {**common, "keys": [1, 4, 16, 64, 256], **changes}
+    learning = dict(steps=100, learning_rate=5e-4)
+    common = dict(model="facts-gpt2", tokenizer=None, n_changes=6, n_prompt=48, n_texts=48, n_text=32, n_candidates=256)
+    return {**common, "keys": [1, 4, 16, 64], "free_steps": 100, "distil": learning, **changes}
 
 
 EXPERIMENT = Experiment(
@@ -183,9 +199,22 @@ EXPERIMENT = Experiment(
     question="How much of a given change of the weights can virtual keys take over?",
     run=run,
     scales={
-        "tiny": _scale(n_changes=2, n_texts=4, n_text=12, n_candidates=16, keys=[1, 8]),
+        "tiny": _scale(
+            n_changes=2,
+            n_prompt=8,
+            n_texts=8,
+            n_text=12,
+            n_candidates=16,
+            keys=[1, 8],
+            free_steps=3,
+            distil=dict(steps=5, learning_rate=1e-3),
+        ),
         "small": _scale(),
-        "paper": _scale(n_texts=64, n_candidates=1024, keys=[1, 4, 16, 64, 256, 512]),
+        "paper": _scale(n_changes=8, n_texts=192, keys=[1, 4, 16, 64, 256], n_candidates=1024, free_steps=1000),
     },
-    cost={"tiny": "seconds", "small": "about ten minutes on two cores", "paper": "about half an hour on two cores"},
+    cost={
+        "tiny": "seconds",
+        "small": "about ten minutes on two cores",
+        "paper": "hours on two cores: five times the steps on four times the texts",
+    },
 )

@@ -1,0 +1,115 @@
+"""The naive conversion of ICLCA's slides, as a baseline: a copy of the model learns to do without the prompt.
+
+With the prompt fixed, the model writes answers to many queries; on these pairs its weights w are fine-tuned, which is called
+context distillation:
+
+    pairs            - mean log p_w(answer | query) -> min
+    distributions    mean KL( p(. | prompt, text) || p_w(. | text) ) -> min
+
+The second objective asks more of the prompted model (its whole distribution at every place), and learns more from every text.
+What has to be stored is every weight that changed.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvlens.errors import KVLensError, nearest
+from kvlens.model import HookedKVTransformer
+
+Objective = Literal["pairs", "distributions"]
+OBJECTIVES: tuple[Objective, ...] = ("pairs", "distributions")
+QUERY = 4
+"""Tokens of a text that are its query; the rest is the answer."""
+TEXTS_PER_STEP = 16
+
+
+class Distilled(NamedTuple):
+    """A copy of the model that has learned a prompt.
+
+    Attributes:
+        model: the copy.
+        n_changed: weights that changed, all of which must be stored.
+        seconds: of the steps and of reading the texts with the prompt.
+        losses: of every step.
+    """
+
+    model: HookedKVTransformer
+    n_changed: int
+    seconds: float
+    losses: Float[Tensor, " step"]
+
+
+def distil(
+    model: HookedKVTransformer,
+    prompt: Int[Tensor, " pos"],
+    texts: Int[Tensor, "text pos"],
+    *,
+    steps: int,
+    learning_rate: float,
+    objective: Objective = "distributions",
+    is_free: Callable[[str], bool] = lambda name: True,
+    seed: int = 0,
+) -> Distilled:
+    """Fine-tune a copy of ``model`` so that it reads texts as the model reads them after ``prompt``.
+
+    Adam, with a learning rate that falls to 0 along a cosine; a step reads some of the texts.
+
+    Args:
+        model: stays as it is.
+        prompt: not seen by the copy.
+        texts: what the prompted model wrote; the copy reads them alone, from position 0.
+        is_free: which parameters change, by name.
+        objective: see the module.
+
+    Raises:
+        KVLensError: an objective that does not exist.
+    """
+    if objective not in OBJECTIVES:
+        raise KVLensError(
+            f"distil: objective must be one of {', '.join(OBJECTIVES)}, got {objective!r}{nearest(objective, OBJECTIVES)}"
+        )
+    start, generator = time.perf_counter(), torch.Generator().manual_seed(seed)
+    copy = HookedKVTransformer.from_hooked_transformer(model).train(model.training)
+    for name, parameter in copy.named_parameters():
+        parameter.requires_grad_(is_free(name))
+    free = [parameter for parameter in copy.parameters() if parameter.requires_grad]
+    before = [parameter.detach().clone() for parameter in free]
+    target = prompted_logits(model, prompt, texts) if objective == "distributions" else None
+    optimizer = torch.optim.Adam(free, lr=learning_rate)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    losses = []
+    for _ in range(steps):
+        rows = torch.randperm(len(texts), generator=generator)[:TEXTS_PER_STEP]
+        loss = _loss(copy, texts[rows], None if target is None else target[rows])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.detach())
+    copy.requires_grad_(False)
+    n_changed = sum(int((new != old).sum()) for new, old in zip(free, before, strict=True))
+    return Distilled(copy, n_changed, time.perf_counter() - start, torch.stack(losses))
+
+
+@torch.no_grad()
+def prompted_logits(
+    model: HookedKVTransformer, prompt: Int[Tensor, " pos"], texts: Int[Tensor, "text pos"]
+) -> Float[Tensor, "text pos vocab"]:
+    """What the model says at every place of the texts, with the prompt in front."""
+    whole = torch.cat([prompt.expand(len(texts), -1), texts], dim=1)
+    parts = [model(part, attention_mask=torch.ones_like(part))[:, len(prompt) :] for part in whole.split(TEXTS_PER_STEP)]
+    return torch.cat(parts)
+
+
+def _loss(copy: HookedKVTransformer, texts: Tensor, target: Tensor | None) -> Float[Tensor, ""]:
+    log_new = copy(texts, attention_mask=torch.ones_like(texts)).log_softmax(dim=-1)
+    if target is None:
+        query = min(QUERY, texts.shape[1] - 1)
+        return -log_new[:, query - 1 : -1].gather(2, texts[:, query:, None]).mean()
+    log_old = target.log_softmax(dim=-1)
+    return (log_old.exp() * (log_old - log_new)).sum(dim=-1).mean()
