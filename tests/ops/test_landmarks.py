@@ -1,0 +1,165 @@
+"""Choosing and fitting a prompt's keys against the plain forms, which solve every fit anew, and the error formula itself."""
+
+import math
+import sys
+
+import pytest
+import torch
+from ops_cases import normal
+
+from kvlens.ops.landmarks import (
+    PromptKeys,
+    Queries,
+    choose_keys,
+    fit_values,
+    fit_weights,
+    greedy_budgets,
+    output_errors,
+    shares,
+    statistics,
+)
+from kvlens.ops.landmarks.naive import (
+    naive_choose_keys,
+    naive_fit_values,
+    naive_fit_weights,
+    naive_greedy_budgets,
+    naive_share,
+)
+from kvlens.ops.softmax_attention import ScaledFeatures
+from kvlens.ops.softmax_features import ScoreRule, virtual_key_scores
+
+BATCH, KV, GROUP, D, KEYS, ROWS = 2, 3, 2, 5, 7, 11
+RULES = {
+    "plain": ScoreRule(1.7),
+    "alibi": ScoreRule(1.7, slopes=0.1 * torch.arange(1, 7)),
+    "soft-capped": ScoreRule(1.7, soft_cap=2.0),
+}
+
+
+def attention(rule: ScoreRule = RULES["plain"]) -> tuple[Queries, PromptKeys]:
+    """Queries that saw the prompt's keys and some text of their own, and what attention over both gave them."""
+    keys, values = normal(BATCH, KV, KEYS, D, seed=1), normal(BATCH, KV, KEYS, D, seed=2)
+    q = 1.5 * normal(BATCH, ROWS, KV * GROUP, D, seed=3)
+    distance = torch.arange(KEYS, 0, -1).expand(BATCH, KV, KEYS).clone()
+    positions = torch.arange(ROWS)
+    scores = virtual_key_scores(q, keys, rule, distance, positions[None])
+    of_text = normal(BATCH, ROWS, KV * GROUP, seed=4)
+    log_n = torch.cat([scores, of_text[..., None]], dim=-1).logsumexp(dim=-1)
+    psi = (scores - log_n[..., None]).exp()
+    read = torch.einsum("bihj,bhjd->bihd", psi, values.repeat_interleave(GROUP, dim=1))
+    z = read + (of_text - log_n).exp()[..., None] * normal(BATCH, ROWS, KV * GROUP, D, seed=5)
+    return Queries(q, z, log_n, positions), PromptKeys(keys, values, distance, None, rule)
+
+
+def roots() -> torch.Tensor:
+    return normal(KV, D, D, seed=6)
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_shares_are_the_keys_parts_of_the_normaliser(rule):
+    queries, prompt = attention(rule)
+    got = shares(queries, prompt)
+    for b, g, i, s, j in ((0, 0, 0, 0, 0), (1, 2, 10, 1, 6), (0, 1, 4, 1, 3)):
+        head, apart = g * GROUP + s, int(queries.positions[i] + prompt.distance[b, g, j])
+        log_n = float(queries.log_n[b, i, head])
+        expected = naive_share(queries.q[b, i, head], prompt.keys[b, g, j], log_n, rule, head, apart)
+        assert float(got.psi[b * KV + g, i * GROUP + s, j]) == pytest.approx(expected, rel=1e-6)  # slopes are float32
+    torch.testing.assert_close(got.p, got.psi.sum(dim=-1))
+
+
+def test_sums_over_blocks_are_sums(monkeypatch):
+    queries, prompt = attention()
+    whole = statistics(queries, prompt, roots())
+    monkeypatch.setattr(sys.modules["kvlens.ops.landmarks.shares"], "BLOCK_NUMBERS", 3 * BATCH * KV * GROUP * KEYS)
+    for a, b in zip(whole, statistics(queries, prompt, roots()), strict=True):
+        torch.testing.assert_close(torch.as_tensor(a), torch.as_tensor(b), rtol=1e-12, atol=1e-12)
+
+
+def test_matching_pursuit_takes_the_key_after_which_least_is_left():
+    queries, prompt = attention()
+    got = choose_keys(statistics(queries, prompt, roots()), 4)
+    psi, p, a, z = shares(queries, prompt)
+    for cell in range(BATCH * KV):
+        root = roots()[cell % KV]
+        keys, gains = naive_choose_keys(psi[cell], p[cell], a[cell] @ root, z[cell] @ root, 4)
+        assert got.keys[cell].tolist() == keys
+        torch.testing.assert_close(got.gain[cell], torch.tensor(gains, dtype=torch.float64), rtol=1e-7, atol=1e-10)
+
+
+def test_weights_are_the_best_that_are_not_negative():
+    """Where dropping the negative ones, again and again, ends: it need not be the best set, and here it is."""
+    queries, prompt = attention()
+    sums = statistics(queries, prompt, roots())
+    index = choose_keys(sums, 4).keys
+    w = fit_weights(sums, index, torch.ones_like(index, dtype=torch.bool))
+    psi, p, _, _ = shares(queries, prompt)
+    for cell in range(BATCH * KV):
+        expected = naive_fit_weights(psi[cell][:, index[cell]], p[cell])
+        torch.testing.assert_close(w[cell], expected, rtol=1e-5, atol=1e-7)  # the ridge is 1e-9 of the diagonal
+
+
+def test_values_have_least_output_error():
+    queries, prompt = attention()
+    index = torch.stack([torch.tensor([4, 1, 6])] * (BATCH * KV))
+    w = torch.tensor([0.5, 1.5, 1.0], dtype=torch.float64).expand(BATCH * KV, 3)
+    got = fit_values(queries, prompt, index, w)
+    psi, p, a, z = shares(queries, prompt)
+    for cell in range(BATCH * KV):
+        expected = naive_fit_values(psi[cell][:, [4, 1, 6]], p[cell], a[cell], z[cell], w[cell])
+        torch.testing.assert_close(got[cell], expected, rtol=1e-3, atol=1e-4)  # the ridge is 1e-6 of the diagonal
+
+
+def test_the_error_formula_is_the_error():
+    """Attention with the fitted keys in the prompt's place, from its definition, against what output_errors reports."""
+    queries, prompt = attention()
+    index, w = torch.tensor([4, 1, 6]), torch.tensor([0.5, 1.5, 1.0], dtype=torch.float64)
+    b_d = w.expand(BATCH, KV, 3)
+    b_kv = normal(BATCH, KV, 3, D, seed=9)
+    scores = virtual_key_scores(queries.q, prompt.keys[:, :, index], prompt.rule)
+    found = output_errors(queries, prompt, lambda _: ScaledFeatures(scores.exp(), torch.zeros_like(queries.log_n)), b_kv, b_d)
+    psi, p, a, z = (t.unflatten(0, (BATCH, KV)).unflatten(2, (ROWS, GROUP)) for t in shares(queries, prompt))
+    rows = psi[..., index]
+    text = z - a  # what the text gives, times its share of the normaliser
+    mass = (rows * w).sum(dim=-1)
+    new = (text + torch.einsum("bgisr,bgrd->bgisd", rows, b_kv)) / (1 - p + mass)[..., None]
+    expected = ((new - z).square().sum(dim=(2, 4)) / z.square().sum(dim=(2, 4))).sqrt().flatten(1)
+    torch.testing.assert_close(found.output, expected, rtol=1e-10, atol=1e-12)
+    expected = ((mass - p).square().sum(dim=2) / p.square().sum(dim=2)).sqrt().flatten(1)
+    torch.testing.assert_close(found.mass, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("total", [0, 1, 5, 9, 12])
+def test_greedy_budgets_remove_most(total):
+    """With gains that fall, as a pursuit's do, one key after the other is the best of all ways to give them out."""
+    gain = normal(3, 4, seed=8).abs().sort(dim=-1, descending=True).values
+    got = greedy_budgets(gain[:, None, None], torch.tensor([total]))[:, 0, 0]
+    assert got.tolist() == naive_greedy_budgets(gain, total).tolist()
+
+
+def test_a_small_gain_before_a_large_one_does_not_stop_a_head():
+    gain = torch.tensor([[0.1, 5.0, 0.0], [1.0, 0.5, 0.4]])
+    assert greedy_budgets(gain[:, None, None], torch.tensor([2]))[:, 0, 0].tolist() == [2, 0]
+
+
+def test_one_key_by_hand():
+    """Two keys, one query: shares 3/4 and 1/8, text 1/8; the first key alone needs weight 7/6 for the same normaliser."""
+    keys = torch.tensor([[[[math.log(6.0)], [0.0]]]], dtype=torch.float64)
+    queries = Queries(
+        torch.ones(1, 1, 1, 1, dtype=torch.float64),
+        torch.ones(1, 1, 1, 1, dtype=torch.float64),
+        torch.full((1, 1, 1), math.log(8.0), dtype=torch.float64),
+        torch.zeros(1, dtype=torch.long),
+    )
+    prompt = PromptKeys(
+        keys, torch.tensor([[[[2.0], [4.0]]]], dtype=torch.float64), torch.ones(1, 1, 2).long(), None, ScoreRule(1.0)
+    )
+    psi, p, a, _ = shares(queries, prompt)
+    assert (
+        psi[0, 0].tolist() == pytest.approx([0.75, 0.125])
+        and float(p) == pytest.approx(0.875)
+        and float(a) == pytest.approx(2.0)
+    )
+    sums = statistics(queries, prompt, torch.ones(1, 1, 1, dtype=torch.float64))
+    chosen = choose_keys(sums, 1).keys
+    assert chosen.tolist() == [[0]]
+    assert float(fit_weights(sums, chosen, torch.ones(1, 1, dtype=torch.bool))) == pytest.approx(7 / 6)
