@@ -26,10 +26,10 @@ import torch
 
 from analyses import dual_demonstrations, dual_losses
 from kvlens import HookedKVTransformer
-from kvlens.viz import coloured_tokens
+from kvlens.viz import dual_view
 
 torch.set_grad_enabled(False)
-model = HookedKVTransformer.from_zoo("facts-linear")
+model = HookedKVTransformer.from_zoo("facts-linear", dtype=torch.float64)
 text = "The drum stands in the cellar. Pavel has a parrot. At night Kaya feeds a donkey. Which animal does Pavel keep? Pavel keeps a"
 tokens = model.to_tokens(text)[0]
 
@@ -40,11 +40,11 @@ tokens = model.to_tokens(text)[0]
 
 # %%
 table = dual_losses(model, tokens)
-assert table["equivalence_error"].median() < 1e-5 and table["equivalence_error"].max() < 1e-2
+assert table["equivalence_error"].max() < 1e-10
 table[["layer", "head", "query", "token", "log_loss_drop", "step_share", "equivalence_error"]].tail(4)
 
 # %% [markdown]
-# What is left is float32's rounding, largest where a head's output is nearly zero.
+# What is left is the rounding of float64.
 #
 # ## What the step does
 #
@@ -77,13 +77,21 @@ by_layer.round(2)
 # %% [markdown]
 # ## Which demonstrations make the answer
 #
-# At the last token the model is about to say which animal. `dual_demonstrations` splits each head's step by demonstration. Here is
-# the head in which the tokens "Pavel" and "parrot" make the largest share.
+# At the last token the model is about to say which animal. `dual_demonstrations` splits each head's step by demonstration, and
+# `dual_view` puts both tables into one picture: the map of the heads, and under it, for the head that is chosen, what every token
+# gives to the step and to the output.
 
 # %%
 shares = dual_demonstrations(model, tokens)
+dual_view(table, shares, query=model.to_string(tokens[-1]))
+
+# %% [markdown]
+# The parts of a head's output that its demonstrations make add up to what the whole step makes. In which head do the tokens "Pavel"
+# and "parrot" make the largest share?
+
+# %%
+at_the_end = table[table["query"] == len(tokens) - 1].set_index(["layer", "head"])["step_share"]
+assert (shares.groupby(["layer", "head"])["output_share"].sum() - at_the_end).abs().max() < 1e-10
 named = shares[shares["token"].str.strip().isin(["Pavel", "parrot"])].groupby(["layer", "head"])["output_share"].sum()
-layer, head = named.idxmax()
-chosen = shares.query("layer == @layer and head == @head")
-assert named.max() > 1.5 * (2 + 1) / len(tokens)  # well above an even split among the tokens
-coloured_tokens(chosen["token"].tolist(), chosen["output_share"].tolist(), title=f"layer {layer}, head {head}: part of its step", unit="share of the output")
+assert named.max() > 1.5 * 4 / len(tokens)  # four such tokens stand before the last: well above an even split
+named.nlargest(3).round(3).to_frame("share of the output")
