@@ -154,6 +154,19 @@ def test_details_survive_the_page_to_three_digits():
     assert data["notes"] == [] and data["queries"] == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize(("n_layers", "n_heads", "largest"), [(4, 6, 1.1e6), (12, 12, 1.8e6)])
+def test_details_of_512_tokens_stay_small(n_layers, n_heads, largest):
+    """Here every cell takes its three digits and a comma; a real pattern, 0 above its diagonal, takes three quarters of that.
+
+    Of a page of 3 MB circuitsvis takes 1.3, and a report's other pieces 0.7. Text tokens keep a column each while they can.
+    """
+    pattern = torch.rand(n_layers, n_heads, 64, 576)
+    details = HeadDetails([" w"] * 512, [" t"] * 64, torch.arange(512, 576), pattern, torch.rand(n_layers, n_heads, 512))
+    data = details_json(details)
+    assert len(script_json(data)) < largest
+    assert (data["block"]["text"] == 1) == (n_heads == 6)
+
+
 def test_coloured_tokens_scale_and_signs():
     body = coloured_tokens(["a", "b", "c"], [0.5, -1.0, math.nan], unit="nats").body
     assert '<span title="0 a: nats 0.500" class="positive" style="--x:50.0%">a</span>' in body
