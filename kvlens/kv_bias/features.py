@@ -33,6 +33,10 @@ from kvlens.ops.softmax_features import (
 )
 
 F = TypeVar("F", bound="SoftmaxFeatures")
+Queries = Float[Tensor, "batch pos head d_head"]
+Positions = Int[Tensor, "#batch pos"]
+Used = Bool[Tensor, "#batch head d_phi"]
+LogFeatures = Float[Tensor, "batch pos head d_phi"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,12 +63,7 @@ class SoftmaxFeatures(ABC):
 
     @abstractmethod
     def of_queries(
-        self,
-        layer: int,
-        q: Float[Tensor, "batch pos head d_head"],
-        rule: ScoreRule,
-        positions: Int[Tensor, "#batch pos"] | None = None,
-        used: Bool[Tensor, "#batch head d_phi"] | None = None,
+        self, layer: int, q: Queries, rule: ScoreRule, positions: Positions | None = None, used: Used | None = None
     ) -> ScaledFeatures:
         """phi(q) of one layer.
 
@@ -79,9 +78,9 @@ class SoftmaxFeatures(ABC):
     def read(
         self,
         layer: int,
-        q: Float[Tensor, "batch pos head d_head"],
+        q: Queries,
         rule: ScoreRule,
-        positions: Int[Tensor, "#batch pos"] | None,
+        positions: Positions | None,
         log_scale: Float[Tensor, "#batch kv_head"],
         b_kv: Float[Tensor, "#batch some_head d_phi d_head"],
         b_d: Float[Tensor, "#batch some_head d_phi"],
@@ -102,8 +101,21 @@ class SoftmaxFeatures(ABC):
                 raise KVLensError(f"KVBias: features.{name} must be {list(shape)}, got {list(tensor.shape)}")
 
 
+class PositiveFeatures(SoftmaxFeatures):
+    """A family whose features are exponentials: it gives their logarithms."""
+
+    @abstractmethod
+    def log_features(self, layer: int, q: Queries, rule: ScoreRule, positions: Positions | None) -> LogFeatures:
+        """log phi(q) of one layer; arguments as of :meth:`of_queries`."""
+
+    def of_queries(
+        self, layer: int, q: Queries, rule: ScoreRule, positions: Positions | None = None, used: Used | None = None
+    ) -> ScaledFeatures:
+        return scaled_exp(self.log_features(layer, q, rule, positions), used)
+
+
 @dataclass(frozen=True, eq=False)
-class VirtualKeys(SoftmaxFeatures):
+class VirtualKeys(PositiveFeatures):
     """Keys that stand for the prompt's.
 
     Attributes:
@@ -120,18 +132,11 @@ class VirtualKeys(SoftmaxFeatures):
     def n_features(self) -> int:
         return self.keys.shape[-2]
 
-    def of_queries(
-        self,
-        layer: int,
-        q: Float[Tensor, "batch pos head d_head"],
-        rule: ScoreRule,
-        positions: Int[Tensor, "#batch pos"] | None = None,
-        used: Bool[Tensor, "#batch head d_phi"] | None = None,
-    ) -> ScaledFeatures:
+    def log_features(self, layer: int, q: Queries, rule: ScoreRule, positions: Positions | None) -> LogFeatures:
         keys, distance = self.keys[layer].to(q), self.distance[layer].to(q.device)
         if keys.dim() == 3:
             keys, distance = keys[None], distance[None]
-        return scaled_exp(virtual_key_scores(q, keys, rule, distance, positions), used)
+        return virtual_key_scores(q, keys, rule, distance, positions)
 
     def beside(self, other: "VirtualKeys") -> "VirtualKeys":
         """These keys, then those of ``other``."""
@@ -139,7 +144,7 @@ class VirtualKeys(SoftmaxFeatures):
 
 
 @dataclass(frozen=True, eq=False)
-class RandomFeatures(SoftmaxFeatures):
+class RandomFeatures(PositiveFeatures):
     """Positive random features (FAVOR+); ``projection`` holds w, rows ~ N(0, I), i.i.d. or orthogonal in blocks."""
 
     projection: Float[Tensor, "layer kv_head m d_head"]
@@ -149,19 +154,12 @@ class RandomFeatures(SoftmaxFeatures):
     def n_features(self) -> int:
         return self.projection.shape[-2]
 
-    def of_queries(
-        self,
-        layer: int,
-        q: Float[Tensor, "batch pos head d_head"],
-        rule: ScoreRule,
-        positions: Int[Tensor, "#batch pos"] | None = None,
-        used: Bool[Tensor, "#batch head d_phi"] | None = None,
-    ) -> ScaledFeatures:
-        return scaled_exp(random_log_features(q, self.projection[layer].to(q), rule.scale), used)
+    def log_features(self, layer: int, q: Queries, rule: ScoreRule, positions: Positions | None) -> LogFeatures:
+        return random_log_features(q, self.projection[layer].to(q), rule.scale)
 
 
 @dataclass(frozen=True, eq=False)
-class LearnedFeatures(SoftmaxFeatures):
+class LearnedFeatures(PositiveFeatures):
     """Trained positive features of the queries; the keys' map is needed for converting only."""
 
     weight: Float[Tensor, "layer kv_head m d_head"]
@@ -172,15 +170,8 @@ class LearnedFeatures(SoftmaxFeatures):
     def n_features(self) -> int:
         return self.weight.shape[-2]
 
-    def of_queries(
-        self,
-        layer: int,
-        q: Float[Tensor, "batch pos head d_head"],
-        rule: ScoreRule,
-        positions: Int[Tensor, "#batch pos"] | None = None,
-        used: Bool[Tensor, "#batch head d_phi"] | None = None,
-    ) -> ScaledFeatures:
-        return scaled_exp(learned_log_features(q, self.weight[layer].to(q), self.offset[layer].to(q)), used)
+    def log_features(self, layer: int, q: Queries, rule: ScoreRule, positions: Positions | None) -> LogFeatures:
+        return learned_log_features(q, self.weight[layer].to(q), self.offset[layer].to(q))
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,12 +189,7 @@ class TaylorFeatures(SoftmaxFeatures):
         return {}
 
     def of_queries(
-        self,
-        layer: int,
-        q: Float[Tensor, "batch pos head d_head"],
-        rule: ScoreRule,
-        positions: Int[Tensor, "#batch pos"] | None = None,
-        used: Bool[Tensor, "#batch head d_phi"] | None = None,
+        self, layer: int, q: Queries, rule: ScoreRule, positions: Positions | None = None, used: Used | None = None
     ) -> ScaledFeatures:
         return taylor_features(q, rule.scale)
 
