@@ -251,6 +251,8 @@ class HookedKVTransformer(HookedTransformer):
             verbose=verbose,
         )
         check_sampling(**common, **sampling)
+        if softmax_form is not None:
+            self.cfg.check_softmax_form(softmax_form)
         was_training = self.training
         embeddings = isinstance(input, Tensor) and input.dim() == 3
         if isinstance(input, Tensor) and not embeddings:
