@@ -25,7 +25,8 @@ def test_two_processes_train_as_one(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.spawn(_work, (port, str(tmp_path)), nprocs=2)
+    # forks, which have imported everything: importing took most of the time that fresh processes took
+    mp.start_processes(_work, (port, str(tmp_path)), nprocs=2, start_method="fork")
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1))
     assert torch.equal(first["weights"], second["weights"])
     alone = tiny_model()
