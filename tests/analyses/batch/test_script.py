@@ -74,7 +74,8 @@ def test_every_analysis_has_help_with_its_columns_and_fields(name, capsys):
 def test_without_a_name_the_analyses_are_listed(capsys):
     assert main(["analyse"]) == 0
     listed = capsys.readouterr().out
-    assert [line.split()[0] for line in listed.splitlines()[: len(ANALYSES)]] == list(ANALYSES)
+    names = [line.split()[0] for line in listed.splitlines() if line.strip() and not line.startswith(" ")]  # others go on
+    assert names[: len(ANALYSES)] == list(ANALYSES)
 
 
 def test_a_function_keeps_its_name_when_its_module_is_imported():
