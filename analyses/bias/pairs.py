@@ -15,13 +15,15 @@ where the keys and values of N were computed *with* the first prompt in view. Th
   behind the first prompt's boundary, its own pass reading no bias.
 
 In the first layer keys and values depend on the tokens alone, so ``aligned`` is exact there, and exact altogether in a
-one-layer model; without positions, shift and decay so is ``plain``. A BOS in both prompts would be in the concatenation
-twice: give the second prompt none. A trained bias is the start of every conversion, so ``plain`` counts it twice.
+one-layer model; without positions, shift and decay so is ``plain``. For softmax attention :func:`bias_addition` asks the same
+of keys side by side: what it costs to keep texts' keys and values apart, and to put them together when they are needed. A BOS
+in both prompts would be in the concatenation twice: give the second prompt none. A trained bias is the start of every
+conversion, so ``plain`` counts it twice.
 
 Source: ICLCA sec. 4 for the bias and its continuation; the decomposition is kvlens'.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -31,7 +33,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from analyses.declaration import Analysis, Columns
-from analyses.inputs import PROMPT, needs_linear_attention, tokens_field
+from analyses.inputs import PROMPT, tokens_field
 from analyses.predictions import converted_logits, kl_divergence, log_probabilities, next_token_losses
 from analyses.sequences import TextTokens, one_sequence, prompt_sequence
 from kvlens import HookedKVTransformer, KVBias, KVLensError, carry_bias, combine, convert_prompt
@@ -155,6 +157,7 @@ def bias_overwriting(
     """
     if n_directions is not None and n_directions < 1:
         raise KVLensError(f"bias_overwriting: n_directions must be at least 1, got {n_directions}")
+    _needs_one_space("bias_overwriting")(model)
     pair = _convert_pair(model, first_tokens, second_tokens)
     carried, new = pair.carried.b_KV.double(), pair.new
     strength = torch.linalg.svdvals(pair.first.b_KV.double())
@@ -187,7 +190,7 @@ def bias_addition(
     """What the text's predictions lose when two prompts are converted apart and their biases added.
 
     Args:
-        model: with linear attention, nothing attached.
+        model: linear or softmax, nothing attached.
         first_tokens, second_tokens: as in :func:`bias_overwriting`.
         text_tokens: a string, or tokens [pos] without BOS.
 
@@ -201,7 +204,8 @@ def bias_addition(
         :func:`circuits`.
 
     Raises:
-        KVLensError: as :func:`bias_overwriting`; an attached bias, which both sums would hold twice.
+        KVLensError: an attached bias, which both sums would hold twice; tokens that are empty, misshapen or outside the
+            vocabulary.
     """
     pair, text = _convert_pair(model, first_tokens, second_tokens), one_sequence(model, "text_tokens", text_tokens)
     biases = {"whole": pair.whole, **pair.sums, "first": pair.carried, "second": pair.aligned_second}
@@ -235,6 +239,7 @@ def circuits(model: HookedKVTransformer, first_tokens: FirstTokens, second_token
     Raises:
         KVLensError: as :func:`bias_addition`.
     """
+    _needs_one_space("circuits")(model)
     pair = _convert_pair(model, first_tokens, second_tokens)
     first, carried, whole = (b.b_KV.double().flatten(2) for b in (pair.first, pair.carried, pair.whole))
     alike = bias_similarity([pair.first, pair.second])
@@ -247,6 +252,20 @@ def circuits(model: HookedKVTransformer, first_tokens: FirstTokens, second_token
         columns[f"{name}_b_d_error"] = _relative(added.b_D.double(), pair.whole.b_D.double())
     shared = ("layer", "head", "b_kv_cosine", "b_d_cosine")
     return CIRCUIT_COLUMNS.frame({**{name: alike[name] for name in shared}, **columns})
+
+
+def _needs_one_space(analysis: str) -> Callable[[HookedKVTransformer], None]:
+    """For ``Analysis.check_model``: refuse softmax models, whose prompts bring features of their own."""
+
+    def check(model: HookedKVTransformer) -> None:
+        if model.cfg.attention != "linear":
+            raise KVLensError(
+                f"{analysis}: it compares the biases of two prompts number by number, which needs attention='linear': in "
+                "softmax attention each prompt's keys are features of its own, side by side, and none is written over; "
+                "bias_addition compares what the model says"
+            )
+
+    return check
 
 
 class _Pair(NamedTuple):
@@ -269,7 +288,6 @@ def _convert_pair(model: HookedKVTransformer, first_tokens: FirstTokens, second_
     """Four passes: each prompt alone, the second on top of the first and aligned; the carried bias needs none."""
     if model.attached_kv_bias is not None:
         raise KVLensError("circuits: a bias is attached, and every prompt would be converted on top of it; detach it first")
-    needs_linear_attention("circuits")(model)
     one, two = prompt_sequence(model, "first_tokens", first_tokens), one_sequence(model, "second_tokens", second_tokens)
     first, second = convert_prompt(model, one), convert_prompt(model, two)
     whole = convert_prompt(model, two, initial=first)
@@ -318,5 +336,5 @@ CIRCUITS = Analysis(
     function=circuits,
     columns=CIRCUIT_COLUMNS,
     inputs={"first_tokens": PROMPT, "second_tokens": tokens_field("second_prompt", prepend_bos=False)},
-    check_model=needs_linear_attention("circuits"),
+    check_model=_needs_one_space("circuits"),
 )

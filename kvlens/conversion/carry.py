@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvlens.components.attention import KVAttention
 from kvlens.errors import KVLensError
-from kvlens.kv_bias import KVBias
+from kvlens.kv_bias import KVBias, VirtualKeys
 from kvlens.model import HookedKVTransformer
 from kvlens.ops.linear_attention import LinearAttentionState, carry_state
 
@@ -18,7 +18,8 @@ def carry_bias(model: HookedKVTransformer, bias: KVBias, n_tokens: int) -> KVBia
 
         carried(b_KV) = gamma^M R_{-M} b_KV        carried(b_D) = b_D        (M tokens; ICLCA eq. 19 without the new terms)
 
-    so that ``convert_prompt(model, tokens, initial=bias)`` less this is what those tokens wrote.
+    so that ``convert_prompt(model, tokens, initial=bias)`` less this is what those tokens wrote. A softmax model's keys neither
+    decay nor turn: they are M places further away.
 
     Args:
         model: the one that ``bias`` was converted with.
@@ -29,13 +30,15 @@ def carry_bias(model: HookedKVTransformer, bias: KVBias, n_tokens: int) -> KVBia
         Offset and number of tokens are those after the M tokens; the boundary stays, as tokens that write nothing have none.
 
     Raises:
-        KVLensError: softmax attention, a bias of another model, or a negative number of tokens.
+        KVLensError: a bias of another model, or a negative number of tokens.
     """
-    if model.cfg.attention != "linear":
-        raise KVLensError("carry_bias: a softmax model's bias is not a state; it neither decays nor turns")
     if n_tokens < 0:
         raise KVLensError(f"carry_bias: n_tokens must not be negative, got {n_tokens}")
     bias.fingerprint.check(model.fingerprint(), "carry_bias")
+    if bias.features is not None:
+        features = bias.features.further(n_tokens) if isinstance(bias.features, VirtualKeys) else bias.features
+        after = {name: getattr(bias, name) + n_tokens for name in ("n_prompt_tokens", "position_offset")}
+        return replace(bias, features=features, **after, fit=None)
     has_batch = bias.batch_size is not None
     layers = []
     for block, kv, k_sum in zip(model.blocks, bias.b_KV, bias.b_D, strict=True):

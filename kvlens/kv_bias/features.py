@@ -138,6 +138,11 @@ class VirtualKeys(PositiveFeatures):
             keys, distance = keys[None], distance[None]
         return virtual_key_scores(q, keys, rule, distance, positions)
 
+    def further(self, n_tokens: int | Int[Tensor, " batch"]) -> "VirtualKeys":
+        """These keys with ``n_tokens`` more tokens between them and the text."""
+        passed = torch.as_tensor(n_tokens, device=self.distance.device)
+        return VirtualKeys(self.keys, self.distance + (passed[:, None, None] if passed.dim() else passed))
+
     def beside(self, other: "VirtualKeys") -> "VirtualKeys":
         """These keys, then those of ``other``."""
         return VirtualKeys(torch.cat([self.keys, other.keys], dim=-2), torch.cat([self.distance, other.distance], dim=-1))

@@ -59,5 +59,18 @@ def test_refusals():
     other = replace(bias, fingerprint=convert_prompt(linear_model(seed=4), tokens(1, 5)[0]).fingerprint)
     with pytest.raises(KVLensError, match="carry_bias"):
         carry_bias(model, other, 1)
-    with pytest.raises(KVLensError, match="is not a state"):
+    with pytest.raises(KVLensError, match="carry_bias: attention differs"):
         carry_bias(small_model(), bias, 1)
+
+
+def test_a_softmax_prompt_moves_away():
+    """Under ALiBi keys lose with distance: three tokens that write nothing are three places more."""
+    slopes = (0.5, 0.25, 0.125, 0.0625, 0.03125)
+    model = small_model(dtype=torch.float64, positional_embedding_type="alibi", alibi_slopes=slopes).requires_grad_(False)
+    bias = convert_prompt(model, tokens(2, 6))
+    moved = carry_bias(model, bias, 3)
+    assert moved.n_prompt_tokens == moved.position_offset == 9
+    assert torch.equal(moved.features.distance, bias.features.distance + 3)
+    whole = convert_prompt(model, tokens(2, 3, seed=4), initial=bias)
+    assert torch.equal(whole.features.distance[..., :6], moved.features.distance)
+    assert torch.equal(carry_bias(model, bias, 0).features.distance, bias.features.distance)

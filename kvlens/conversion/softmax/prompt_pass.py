@@ -105,8 +105,7 @@ def continued(old: KVBias | None, new: KVBias) -> KVBias:
         raise KVLensError(f"convert_prompt: the bias to continue from has {kinds}: continue with the method that made it")
     old = as_batch(old, new.b_KV.shape[1])
     if isinstance(old.features, VirtualKeys):
-        passed = torch.as_tensor(new.n_prompt_tokens, device=old.b_KV.device).reshape(-1, 1, 1)
-        old = replace(old, features=VirtualKeys(old.features.keys, old.features.distance + passed))
+        old = replace(old, features=old.features.further(new.n_prompt_tokens))
     return KVBias.combine(old, new, boundary="last")
 
 

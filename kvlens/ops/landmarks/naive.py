@@ -1,6 +1,5 @@
 """The references: one head, one query, one key at a time, every fit solved anew from its rows. For small problems."""
 
-import itertools
 import math
 
 import torch
@@ -45,12 +44,12 @@ def naive_fit_weights(psi: Float[Tensor, "row r"], p: Float[Tensor, " row"]) -> 
     """w >= 0 with least |psi w - p|^2: the best of all sets of keys whose unconstrained weights are positive."""
     best, least = torch.zeros(psi.shape[1], dtype=psi.dtype), float(p.square().sum())
     for n in range(1, psi.shape[1] + 1):
-        for kept in itertools.combinations(range(psi.shape[1]), n):
+        for kept in torch.combinations(torch.arange(psi.shape[1]), n):
             w = torch.linalg.lstsq(psi[:, kept], p[:, None]).solution[:, 0]
             error = float((psi[:, kept] @ w - p).square().sum())
             if bool((w > 0).all()) and error < least:
                 best, least = torch.zeros_like(best), error
-                best[list(kept)] = w
+                best[kept] = w
     return best
 
 
@@ -69,9 +68,10 @@ def naive_fit_values(
 
 def naive_greedy_budgets(gain: Float[Tensor, "head r"], total: int) -> Int[Tensor, " head"]:
     """Keys per head: of all ways to give out ``total`` keys, the one that removes most."""
-    counts = [c for c in itertools.product(range(gain.shape[1] + 1), repeat=len(gain)) if sum(c) == total]
-    removed = [sum(float(gain[head, :n].sum()) for head, n in enumerate(c)) for c in counts]
-    return torch.tensor(counts[max(range(len(counts)), key=removed.__getitem__)])
+    counts = torch.cartesian_prod(*[torch.arange(gain.shape[1] + 1)] * len(gain))
+    counts = counts[counts.sum(dim=1) == total]
+    removed = [sum(float(gain[head, :n].sum()) for head, n in enumerate(c.tolist())) for c in counts]
+    return counts[max(range(len(counts)), key=removed.__getitem__)]
 
 
 def _left_of(target: Tensor, columns: Tensor) -> float:
