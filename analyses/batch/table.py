@@ -4,16 +4,15 @@ A prompt's rows travel as the bytes of an Arrow stream: from worker to journal t
 """
 
 import json
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from kvlens import KVLensError
+from kvlens.files import write_file
 
 METADATA = b"kvlens.batch"
 
@@ -42,11 +41,10 @@ def to_bytes(frame: pd.DataFrame, schema: pa.Schema) -> bytes:
 
 
 def write_parquet(path: Path, schema: pa.Schema, prompts: Iterable[bytes], facts: Mapping[str, Any]) -> None:
-    """Write the rows of every prompt as a row group of its own; ``path`` appears when it is whole.
+    """Write the rows of every prompt as a row group of its own; ``path``, which is replaced, appears when it is whole.
 
     Args:
-        path: is replaced. Its temporary neighbour has a fixed name, so that a killed attempt leaves at most one, which the
-            next attempt overwrites.
+        path: of the file.
         schema: of :func:`schema_of`.
         prompts: what :func:`to_bytes` made, in order; a prompt without rows has no row group.
         facts: kept as JSON in the file's metadata, for :func:`read_facts`.
@@ -54,20 +52,16 @@ def write_parquet(path: Path, schema: pa.Schema, prompts: Iterable[bytes], facts
     Raises:
         KVLensError: not writable, or the disk is full.
     """
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with pq.ParquetWriter(temporary, schema, compression="zstd") as writer:
+
+    def fill(file: IO[bytes]) -> None:
+        with pq.ParquetWriter(file, schema, compression="zstd") as writer:
             for rows in prompts:
                 table = pa.ipc.open_stream(rows).read_all()
                 if table.num_rows:
                     writer.write_table(table, row_group_size=table.num_rows)
             writer.add_key_value_metadata({METADATA: json.dumps(facts)})
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise KVLensError(f"cannot write {path}: {error.strerror or error}") from error
+
+    write_file(path, fill)
 
 
 def read_facts(path: Path) -> dict[str, Any] | None:

@@ -21,6 +21,7 @@ from kvlens.model.fingerprint import is_weight, weights_hash
 from kvlens.model.loading import M, build_with_ready_tokenizer
 from kvlens.model.sizes import check_weights_have_these_sizes
 from kvlens.pretrained import read_tokenizer
+from kvlens.temporaries import clear_dead
 
 logger = logging.getLogger(__name__)
 
@@ -72,8 +73,13 @@ def save_model(
 
 def check_model_folder(folder: str | Path, *, overwrite: bool = False) -> None:
     """Raise KVLensError unless a model may be saved there; with ``overwrite`` in the place of another kvlens model."""
-    folder = Path(folder)
-    if folder.exists() and not folder.is_dir():
+    folder = Path(folder).expanduser()
+    clear_dead(folder)
+    try:
+        is_file = folder.exists() and not folder.is_dir()
+    except OSError as error:  # a name too long for the file system
+        raise KVLensError(f"save: {folder} cannot be a folder: {reason(error)}; choose another") from error
+    if is_file:
         raise KVLensError(f"save: {folder} is a file; choose another folder")
     if folder.is_dir() and any(folder.iterdir()):
         if not overwrite:
@@ -95,7 +101,9 @@ def load_model(cls: type[M], folder: str | Path, *, device: Any = None, dtype: t
     Raises:
         KVLensError: not such a folder, a truncated file, a newer format, or weights that do not fit the configuration.
     """
-    folder, dtype = Path(folder), None if dtype is None else dtype_of(dtype)
+    folder, dtype = Path(folder).expanduser(), None if dtype is None else dtype_of(dtype)
+    if not folder.exists():
+        clear_dead(folder)  # where it had stepped aside, it comes back
     stored = _read_config(folder)
     _check_files(folder, stored)
     cfg = _config_of(folder, stored["config"], device)

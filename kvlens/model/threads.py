@@ -8,7 +8,7 @@ every thread a copy (``copy.deepcopy(model)``).
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from kvlens.errors import KVLensError
 
@@ -21,6 +21,7 @@ class OneThread:
 
     def __init__(self) -> None:
         self._owner: int | None = None
+        self._claims = 0
         self._running: Counter[int] = Counter()
 
     def __deepcopy__(self, memo: object) -> "OneThread":
@@ -29,8 +30,9 @@ class OneThread:
     def __reduce__(self) -> tuple[type["OneThread"], tuple[()]]:
         return OneThread, ()
 
-    def changes(self, what: str, *, attaches: bool) -> None:
-        """Note that this thread attaches or detaches a bias.
+    @contextlib.contextmanager
+    def changes(self, what: str, attached: Callable[[], bool]) -> Iterator[None]:
+        """Inside, the model is this thread's; afterwards as well, if ``attached`` says that a bias is.
 
         Raises:
             KVLensError: another thread has one attached, or is in a forward pass.
@@ -40,10 +42,18 @@ class OneThread:
             self._check_owner(what, me)
             if any(thread != me for thread in self._running):
                 raise KVLensError(f"{what}: another thread is in a forward pass of this model; {_REMEDY}")
-            self._owner = me if attaches else None
+            self._claims = self._claims + 1 if self._owner == me else 1
+            self._owner = me
+        try:
+            yield
+        finally:
+            with _LOCK:
+                self._claims -= 1
+                if self._claims <= 0 and not attached():
+                    self._owner = None
 
     @contextlib.contextmanager
-    def passes(self, attached: bool) -> Iterator[None]:
+    def passes(self, attached: Callable[[], bool]) -> Iterator[None]:
         """Around a forward pass. ``attached``: whether a bias is.
 
         Raises:
@@ -52,7 +62,7 @@ class OneThread:
         me = threading.get_ident()
         with _LOCK:
             self._check_owner("forward pass", me)
-            if attached and self._owner is None:
+            if attached() and self._owner is None:
                 self._owner = me  # a copy of a model with a bias belongs to whoever uses it first
             self._running[me] += 1
         try:

@@ -112,7 +112,7 @@ class HookedKVTransformer(HookedTransformer):
         With linear attention a long text runs in segments through all layers, unless something is hooked or gradients are
         wanted: see :mod:`kvlens.model.streaming`.
         """
-        with self._thread.passes(self._attached is not None):
+        with self._thread.passes(self._has_bias):
             if past_kv_cache is not None and self.cfg.needs_own_cache:
                 upgrade_cache(past_kv_cache, linear=self.cfg.attention == "linear")
             if start_at_layer is None:
@@ -363,29 +363,33 @@ class HookedKVTransformer(HookedTransformer):
             raise KVLensError(f"attach_kv_bias: this model's attention reads no KV bias: {reason}")
         bias.fingerprint.check(self.fingerprint(), "attach_kv_bias")
         bias.check_finite("attach_kv_bias")
-        self._thread.changes("attach_kv_bias", attaches=True)
-        self._attached = bias
-        spread_bias(self, self._attached)
+        with self._thread.changes("attach_kv_bias", self._has_bias):
+            self._attached = bias
+            spread_bias(self, self._attached)
 
     def detach_kv_bias(self) -> None:
         """Undo :meth:`attach_kv_bias`; nothing happens where nothing is attached."""
         if self._attached is None:
             return
-        self._thread.changes("detach_kv_bias", attaches=False)
-        self._attached = None
-        spread_bias(self, self._attached)
+        with self._thread.changes("detach_kv_bias", self._has_bias):
+            self._attached = None
+            spread_bias(self, self._attached)
 
     @contextlib.contextmanager
     def kv_bias(self, bias: KVBias) -> Iterator["HookedKVTransformer"]:
         """``with model.kv_bias(bias): ...``; afterwards what was attached before is attached again."""
-        before = self._attached
-        self.attach_kv_bias(bias)
+        with self._thread.changes("kv_bias", self._has_bias):
+            before = self._attached
+            self.attach_kv_bias(bias)
         try:
             yield self
         finally:
-            self._thread.changes("kv_bias", attaches=before is not None)
-            self._attached = before
-            spread_bias(self, self._attached)
+            with self._thread.changes("kv_bias", self._has_bias):
+                self._attached = before
+                spread_bias(self, self._attached)
+
+    def _has_bias(self) -> bool:
+        return self._attached is not None
 
     # --- weights -----------------------------------------------------------------------------------------------------
 

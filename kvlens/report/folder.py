@@ -9,13 +9,14 @@ from pathlib import Path
 
 from kvlens.errors import KVLensError
 from kvlens.files import check_writable, files_in, reason
+from kvlens.temporaries import clear_dead
 
 FORMAT = "kvlens.report"
 SUMMARY = "summary.json"
 
 
 def check_folder(folder: str | Path, *, overwrite: bool = False) -> Path:
-    """Return the absolute path of a folder that a report may be written to; nothing stays changed.
+    """Return the absolute path of a folder that a report may be written to; only what dead writers left is cleared.
 
     Args:
         folder: its path; it need not exist.
@@ -25,6 +26,7 @@ def check_folder(folder: str | Path, *, overwrite: bool = False) -> Path:
         KVLensError: the place is taken (by a report, without ``overwrite``; by anything else, always) or not writable.
     """
     path = Path(os.path.realpath(Path(folder).expanduser()))
+    clear_dead(path)
     if os.path.lexists(path) and not path.is_dir():
         raise KVLensError(f"{folder} exists and is a file, not a folder; choose another folder")
     try:

@@ -37,18 +37,16 @@ class CheckpointFolder:
     Args:
         folder: made where it is missing.
         run: what is saved there and restored from there.
-        restart: begin anew where a checkpoint of any run of kvlens stands.
+        restart: begin anew where a checkpoint of any run of kvlens stands; the first one of this run replaces it.
 
     Raises:
         KVLensError: the folder holds other things, or cannot be written.
     """
 
     def __init__(self, folder: str | Path, run: Run, *, restart: bool = False):
-        self.path, self.run = Path(folder).expanduser(), run
+        self.path, self.run, self._restart = Path(folder).expanduser(), run, restart
         self.identity = json.loads(json.dumps(identity(run)))  # as it comes back: tuples are lists
         check_run_folder(self.path)
-        if restart and run.workers.is_first:
-            self._file.unlink(missing_ok=True)
         run.workers.wait()
 
     @property
@@ -72,12 +70,12 @@ class CheckpointFolder:
         write_atomically(self.path / METRICS, metrics_frame(self.run.progress.rows).to_parquet(index=False))
 
     def resume(self) -> bool:
-        """Bring the run to where its checkpoint is; returns whether there was one.
+        """Bring the run to where its checkpoint is, unless it begins anew; returns whether there was one.
 
         Raises:
             KVLensError: the file is damaged, of another kind, or of another run; it is left as it is.
         """
-        if not self._file.is_file():
+        if self._restart or not self._file.is_file():
             return False
         try:
             tensors, header = read_checked_tensors(self._file, "train: the checkpoint", FORMAT, FORMAT_VERSION)

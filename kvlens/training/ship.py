@@ -7,7 +7,6 @@ The folder of a run then holds ``checkpoint.safetensors`` and ``metrics.parquet`
 import json
 import math
 import shutil
-import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from kvlens.files import write_folder
 from kvlens.tasks import Task
 from kvlens.tasks.batch import Model
+from kvlens.temporaries import temporary_folder
 from kvlens.training.card import model_card
 from kvlens.training.checkpoint import check_run_folder
 from kvlens.training.distributed import Workers
@@ -61,8 +61,8 @@ def train_recipe(
         result = train(model, task, folder=folder, restart=restart, progress=progress, **recipe.training)
     if not Workers.current().is_first:
         return {}
-    with only_run_in(folder), tempfile.TemporaryDirectory(dir=folder, prefix=".saving.") as scratch:
-        saved = Path(scratch) / "model"
+    with only_run_in(folder), temporary_folder(folder / "saving") as scratch:
+        saved = scratch / "model"
         model.save(saved, stored_dtype=getattr(torch, recipe.stored_dtype))
         facts = describe(recipe, task, type(model).load(saved), result)
         write_beside(saved, facts, result)

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import sys
 import threading
 
 import pytest
@@ -208,6 +209,39 @@ def test_nobody_attaches_into_another_threads_forward_pass():
     assert torch.equal(model.run_with_hooks(TEXT, fwd_hooks=[("blocks.1.hook_resid_pre", attach_elsewhere)]), expected)
     assert "another thread is in a forward pass" in str(refused[0])
     assert model.attached_kv_bias is None
+
+
+@pytest.mark.parametrize("attention", ["linear", "softmax"])
+def test_threads_that_share_a_model_get_their_own_answer_or_none(attention):
+    model = tiny_text_model(attention=attention)
+    prompts = [PROMPT, TEXT, "Return the gadget. Frobnicate both."]
+    expected = [convert_prompt(model, prompt).b_KV for prompt in prompts]
+    wrong = []
+
+    def work(index):
+        for _ in range(10):
+            try:
+                found = convert_prompt(model, prompts[index])
+                if not torch.equal(found.b_KV, expected[index]):
+                    wrong.append(found)
+                with model.kv_bias(found):
+                    model(TEXT)
+            except KVLensError as error:
+                if "another thread" not in str(error):
+                    wrong.append(error)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=work, args=(index,)) for index in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert not wrong and model.attached_kv_bias is None
+    in_a_thread(lambda: model(TEXT))  # nobody is left as its owner
 
 
 def test_a_thread_that_died_with_its_bias_locks_nobody_out():

@@ -161,9 +161,9 @@ def test_metrics_file_is_what_the_result_says(tmp_path):
 def test_a_second_run_in_a_folder_is_refused_and_a_dead_ones_leftovers_are_cleared(tmp_path):
     folder = tmp_path / "run"
     run(folder=folder)
-    for name in (".checkpoint.safetensors.x1", ".metrics.parquet.x2"):
+    for name in (".checkpoint.safetensors.kvlens-abcdefg1", ".metrics.parquet.kvlens-abcdefg2"):
         (folder / name).write_bytes(b"half")
-    for name in (".model.x3", ".saving.x4"):
+    for name in (".model.kvlens-abcdefg3", ".saving.kvlens-abcdefg4"):
         (folder / name / "model").mkdir(parents=True)
     with only_run_in(folder):
         assert sorted(p.name for p in folder.iterdir()) == [".lock", "checkpoint.safetensors", "metrics.parquet"]
@@ -174,7 +174,7 @@ def test_a_second_run_in_a_folder_is_refused_and_a_dead_ones_leftovers_are_clear
 
 def test_a_folder_of_leftovers_alone_is_free_and_one_with_other_files_is_not(tmp_path):
     (tmp_path / "dead").mkdir()
-    (tmp_path / "dead" / ".checkpoint.safetensors.x1").write_bytes(b"half")
+    (tmp_path / "dead" / ".checkpoint.safetensors.kvlens-abcdefg1").write_bytes(b"half")
     run(folder=tmp_path / "dead")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("x")

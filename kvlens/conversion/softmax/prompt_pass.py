@@ -129,26 +129,36 @@ def rows_of(bias: KVBias, index: Int[Tensor, " row"]) -> KVBias:
 
 @contextlib.contextmanager
 def attached(model: HookedKVTransformer, bias: KVBias) -> Iterator[None]:
-    """:meth:`HookedKVTransformer.kv_bias` without hashing the weights again, for a bias that was made from this model."""
-    before = model.attached_kv_bias
-    model._attached = bias
-    spread_bias(model, bias)
-    try:
-        yield
-    finally:
-        model._attached = before
-        spread_bias(model, before)
+    """:meth:`HookedKVTransformer.kv_bias` without hashing the weights again, for a bias that was made from this model.
+
+    Raises:
+        KVLensError: another thread is at work with this model.
+    """
+    with model._thread.changes("convert_prompt", model._has_bias):
+        before = model.attached_kv_bias
+        model._attached = bias
+        spread_bias(model, bias)
+        try:
+            yield
+        finally:
+            model._attached = before
+            spread_bias(model, before)
 
 
 @contextlib.contextmanager
 def observed(model: HookedKVTransformer) -> Iterator[list[tuple[Tensor, Tensor, Tensor]]]:
-    """Inside, (q, k, v) of every layer as they are scored are appended to the list, layer after layer."""
+    """Inside, (q, k, v) of every layer as they are scored are appended to the list, layer after layer.
+
+    Raises:
+        KVLensError: another thread is at work with this model.
+    """
     seen: list[tuple[Tensor, Tensor, Tensor]] = []
     attentions = [block.attn for block in model.blocks]
-    for attn in attentions:
-        attn.observer = lambda q, k, v: seen.append((q, k, v))
-    try:
-        yield seen
-    finally:
+    with model._thread.changes("convert_prompt", model._has_bias):
         for attn in attentions:
-            attn.observer = None
+            attn.observer = lambda q, k, v: seen.append((q, k, v))
+        try:
+            yield seen
+        finally:
+            for attn in attentions:
+                attn.observer = None

@@ -18,6 +18,7 @@ import pandas as pd
 
 from kvlens.errors import KVLensError, nearest
 from kvlens.files import check_writable, plain, reason, write_folder
+from kvlens.temporaries import clear_dead
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -123,6 +124,7 @@ def _may_stand_for(value: Any, setting: Any) -> bool:
 def check_outcome_folder(folder: str | Path, *, overwrite: bool = False) -> None:
     """Raise KVLensError unless an outcome may be written to ``folder``; only another outcome is ever replaced."""
     path = Path(folder).expanduser()
+    clear_dead(path)
     try:
         is_file = path.exists() and not path.is_dir()
     except OSError as error:  # a name too long for the file system

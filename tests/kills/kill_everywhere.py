@@ -1,0 +1,227 @@
+"""``python kill_everywhere.py FOLDER KIND...``: write over what is there, killed before every step on the file system.
+
+A fork is killed (SIGKILL) when Python announces (``sys.addaudithook``) its n-th look or change below FOLDER, for n = 1, 2, ...
+until one comes to its end. After every kill the old content or the new one must be there, whole; after one more run, nothing
+else. Prints each kind and how often it was killed. A kind that ends in ``-`` is written as on a system that cannot swap folders.
+"""
+
+import json
+import os
+import shutil
+import signal
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from kvlens import temporaries
+
+STEPS = ("os.", "open", "shutil.", "tempfile.", "sqlite3.connect", "ctypes.dlsym")
+
+
+class Case(NamedTuple):
+    """One kind of thing that is written.
+
+    Attributes:
+        write: writes it (again) below a folder, over whatever stands there.
+        read: its content; raises where it is not whole.
+        names: what lies in the folder when all is done.
+    """
+
+    write: Callable[[Path], object]
+    read: Callable[[Path], object]
+    names: set[str]
+
+
+def bias(place: Path) -> Case:
+    from tiny_text_model import PROMPT, TEXT, tiny_text_model
+
+    from kvlens import KVBias, convert_prompt
+
+    model, turn = tiny_text_model(), Turn()
+    biases = [convert_prompt(model, words) for words in (PROMPT, TEXT)]
+    return Case(
+        lambda folder: biases[turn()].save(folder / "b.safetensors"),
+        lambda folder: KVBias.load(folder / "b.safetensors").b_KV.sum().item(),
+        {"b.safetensors"},
+    )
+
+
+def model(place: Path) -> Case:
+    from tiny_text_model import tiny_text_model
+
+    from kvlens import HookedKVTransformer
+
+    models, turn = [tiny_text_model(seed=seed) for seed in (1, 2)], Turn()
+    return Case(
+        lambda folder: models[turn()].save(folder / "m", overwrite=True),
+        lambda folder: HookedKVTransformer.load(folder / "m").fingerprint().weights,
+        {"m"},
+    )
+
+
+def report(place: Path) -> Case:
+    from tiny_text_model import PROMPT, TEXT, tiny_text_model
+
+    from kvlens import KVBias
+    from kvlens.report import build_report, check_folder, write_report
+
+    built = [build_report(tiny_text_model(), prompt, TEXT, model_name="t", new_tokens=1) for prompt in (PROMPT, PROMPT + "s")]
+    turn = Turn()
+
+    def read(folder: Path) -> object:
+        check_folder(folder / "rst", overwrite=True)  # whole, with its own files alone
+        assert (folder / "rst" / "report.html").read_text().rstrip().endswith("</html>")
+        return KVBias.load(folder / "rst" / "bias.safetensors").n_prompt_tokens
+
+    return Case(lambda folder: write_report(built[turn()], folder / "rst", overwrite=True), read, {"rst"})
+
+
+def outcome(place: Path) -> Case:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+    from kvlens.experiments import find_experiment
+    from kvlens.experiments.shared.outcome import Outcome, check_outcome_folder, write_outcome
+
+    turn = Turn()
+
+    def write(folder: Path) -> None:
+        found = Outcome({"t": pd.DataFrame({"a": [turn()]})}, Figure(), [])
+        write_outcome(found, find_experiment("hops"), "tiny", 1.0, folder / "o", overwrite=True)
+
+    def read(folder: Path) -> object:
+        check_outcome_folder(folder / "o", overwrite=True)
+        return pd.read_parquet(folder / "o" / "t.parquet")["a"].item()
+
+    return Case(write, read, {"o"})
+
+
+def run(place: Path) -> Case:
+    from tiny_runs import run as train_tiny
+
+    from kvlens.tensor_files import read_checked_tensors
+    from kvlens.training.checkpoint import FORMAT, FORMAT_VERSION
+
+    turn = Turn()
+
+    def read(folder: Path) -> object:
+        _, header = read_checked_tensors(folder / "r" / "checkpoint.safetensors", "test", FORMAT, FORMAT_VERSION)
+        return json.loads(header["identity"])["setting"]["steps"]
+
+    return Case(lambda folder: train_tiny(folder=folder / "r", steps=(3, 6)[turn()], restart=True), read, {"r"})
+
+
+def trained(place: Path) -> Case:
+    from kvlens import HookedKVTransformer
+    from kvlens.training import find_recipe, ship
+
+    ship.MEASURED_SEQUENCES = 4
+    sizes, task = dict(n_layers=1, d_model=12, d_head=6, attn_only=True, kv_shift={}), dict(vocab_size=13, length=9)
+    training = dict(steps=2, batch_size=3, eval_every=2, eval_sequences=3, watch="shift_coef")
+    turn = Turn()
+
+    def write(folder: Path) -> None:
+        recipe = replace(find_recipe("induction"), task_settings=task, model={**sizes, "seed": turn()}, training=training)
+        ship.train_recipe(recipe, folder / "r", device="cpu", restart=True, progress=False)
+
+    return Case(write, lambda folder: HookedKVTransformer.load(folder / "r" / "model").cfg.seed, {"r"})
+
+
+def table(place: Path) -> Case:
+    import pandas as pd
+    from tiny_text_model import PROMPT, TEXT, tiny_text_model
+
+    from analyses.batch.runner import Input, run_batch
+    from analyses.batch.task import Task
+
+    place.mkdir()
+    tiny_text_model().save(place / "model")
+    (place / "p.jsonl").write_text("".join(json.dumps({"prompt": PROMPT + end, "text": TEXT}) + "\n" for end in "ab"))
+    turn = Turn()
+
+    def write(folder: Path) -> None:
+        task = Task("conversion_error", (str(place / "model"),), dtype=("float32", "float64")[turn()])
+        run_batch(task, Input(place / "p.jsonl"), folder / "t.parquet", overwrite=True, progress=False)
+
+    return Case(write, lambda folder: pd.read_parquet(folder / "t.parquet")["relative_error"].sum(), {"t.parquet"})
+
+
+class Turn:
+    """0 until it is set to 1: which of two contents is written."""
+
+    value = 0
+
+    def __call__(self) -> int:
+        return self.value
+
+
+def die_at(step: int, folder: str) -> None:
+    """From now on: SIGKILL before the ``step``-th step on the file system below ``folder``."""
+    seen = [0]
+
+    def hook(event: str, args: tuple[object, ...]) -> None:
+        if event.startswith(STEPS) and (event == "ctypes.dlsym" or any(folder in str(argument) for argument in args)):
+            seen[0] += 1
+            if seen[0] == step:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+
+
+def forked(work: Callable[[], object]) -> bool:
+    """Do ``work`` in a fork; whether it was killed."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            work()
+            status = 0
+        finally:
+            os._exit(status)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, status
+    return os.WIFSIGNALED(status)
+
+
+def kill_everywhere(kind: str, place: Path) -> int:
+    """Kill the writing of ``kind`` before every step; how many there were."""
+    case = KINDS[kind.rstrip("-")](place)
+    turn = next(cell.cell_contents for cell in case.write.__closure__ if isinstance(cell.cell_contents, Turn))
+    old, at_work = place / "old", place / "work"
+    old.mkdir(parents=True)
+    case.write(old)
+    before, seen, kills, died = case.read(old), set(), 0, True
+    turn.value = 1
+    while died:
+        shutil.copytree(old, at_work, symlinks=True)
+
+        def killed(step: int = kills + 1) -> None:
+            die_at(step, str(at_work))
+            case.write(at_work)
+
+        died = forked(killed)
+        kills += died
+        seen.add(case.read(at_work))
+        case.write(at_work)
+        after = case.read(at_work)
+        assert after != before and set(os.listdir(at_work)) == case.names, os.listdir(at_work)
+        left = [path.name for path in at_work.rglob("*") if temporaries.is_temporary(path.name) or path.name == ".lock"]
+        assert not left, left
+        shutil.rmtree(at_work)
+    assert seen == {before, after}, (seen, before, after)
+    return kills
+
+
+KINDS = {case.__name__: case for case in (bias, model, report, outcome, run, trained, table)}
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    swapped = temporaries._swapped
+    for name in sys.argv[2:]:
+        temporaries._swapped = (lambda a, b: False) if name.endswith("-") else swapped
+        print(name, kill_everywhere(name, Path(sys.argv[1]) / name))
