@@ -14,6 +14,7 @@ old offset + M.
 """
 
 import contextlib
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
@@ -23,7 +24,7 @@ from torch import Tensor
 from kvlens._tl import TransformerLensKeyValueCache
 from kvlens.components import LinearCacheEntry
 from kvlens.conversion.carry import carry_layer_state, per_query_head
-from kvlens.conversion.prompt import Prompt, PromptTokens, prompt_tokens
+from kvlens.conversion.prompt import Prompt, PromptTokens, length_note, prompt_tokens
 from kvlens.conversion.softmax import SoftmaxChoices, SoftmaxOptions, convert_softmax_prompt
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import Fingerprint, KVBias
@@ -91,7 +92,8 @@ def convert_prompt(
             ``seed``: of continuations, random features and polishing.
 
     Returns:
-        The whole new bias, ``initial`` included; with a batch axis for a list or a [batch, pos] tensor.
+        The whole new bias, ``initial`` included; with a batch axis for a list or a [batch, pos] tensor. A warning says where
+        the prompt, with what it continues from, is longer than ``n_ctx`` and the positions allow it.
 
     Raises:
         KVLensError: options that the method does not have, an empty prompt, tokens outside the vocabulary, a prompt beyond
@@ -108,11 +110,12 @@ def convert_prompt(
         )
     if segment_length is not None and segment_length < 1:
         raise KVLensError(f"convert_prompt: segment_length must be at least 1, got {segment_length}")
-    continued = initial is not None or model.attached_kv_bias is not None
-    if prepend_bos is None:
-        prepend_bos = model.cfg.default_prepend_bos and not continued
-    tokens = prompt_tokens(model, prompt, prepend_bos)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(model._thread.passes(model._has_bias))
+        continued = initial is not None or model.attached_kv_bias is not None
+        if prepend_bos is None:
+            prepend_bos = model.cfg.default_prepend_bos and not continued
+        tokens = prompt_tokens(model, prompt, prepend_bos)
         stack.enter_context(torch.set_grad_enabled(not detach and torch.is_grad_enabled()))
         if initial is not None:
             stack.enter_context(model.kv_bias(initial))
@@ -125,6 +128,7 @@ def convert_prompt(
                 f"convert_prompt: the bias to continue from holds {old.batch_size} prompts, this prompt "
                 f"{tokens.tokens.shape[0]}: give one row per prompt, or continue from one (select_prompt)"
             )
+        _warn_of_length(model, tokens, old)
         if options is None:
             entries = _run_prompt(model, tokens, fwd_hooks, segment_length, on_progress)
             bias = _collect(model, tokens, entries, old, fingerprint)
@@ -134,6 +138,13 @@ def convert_prompt(
                 on_progress(1.0)
     _check_finite(model, bias)
     return bias
+
+
+def _warn_of_length(model: HookedKVTransformer, prompt: PromptTokens, old: KVBias | None) -> None:
+    before = 0 if old is None else torch.as_tensor(old.n_prompt_tokens).cpu()
+    note = length_note(model, int((torch.as_tensor(prompt.lengths()).cpu() + before).max()))
+    if note is not None:
+        warnings.warn(note, stacklevel=3)
 
 
 def _check_convertible(model: HookedKVTransformer, softmax: Any) -> SoftmaxOptions | None:

@@ -79,3 +79,13 @@ def _describe(prompt: object) -> str:
     empty = isinstance(prompt, (list, tuple)) and not prompt
     kinds = f" of {type(prompt[0]).__name__}" if isinstance(prompt, list) and prompt else ""
     return f"an empty {type(prompt).__name__}" if empty else type(prompt).__name__ + kinds
+
+
+def length_note(model: HookedKVTransformer, n_tokens: int) -> str | None:
+    """A sentence where a prompt is longer than ``n_ctx`` and positions allow it; elsewhere it is refused."""
+    if model.cfg.has_position_limit or n_tokens <= model.cfg.n_ctx:
+        return None
+    return (
+        f"The prompt has {n_tokens:,} tokens, and the model was made for n_ctx={model.cfg.n_ctx:,}. Its positions allow more, "
+        "but it has not learned to use them: such a prompt may raise the loss instead of lowering it."
+    )

@@ -1,7 +1,6 @@
 """Computing a report: one model, one prompt, one text; the analyses, and text generated in three conditions."""
 
 import platform
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -31,6 +30,7 @@ from analyses import (
 from analyses.prompt.readings import read_text
 from analyses.sequences import baseline_sequence, token_texts
 from kvlens.conversion import convert_prompt
+from kvlens.conversion.prompt import length_note
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import BiasFit, KVBias
 from kvlens.model import HookedKVTransformer
@@ -103,9 +103,6 @@ def build_report(
     prompt_tokens = _tokens_of(model, "prompt", prompt, model.cfg.default_prepend_bos)
     text_tokens = _tokens_of(model, "text", text, prepend_bos=False)
     _check_lengths(model, len(prompt_tokens), len(text_tokens), new_tokens, temperature)
-    notes = _length_notes(model, len(prompt_tokens))
-    for note in notes:
-        warnings.warn(note, stacklevel=2)
     tell("converting the prompt", 0.0)
     bias = convert_prompt(
         model, prompt_tokens, on_progress=lambda x: tell("converting the prompt", 0.05 * x), **(conversion or {})
@@ -139,7 +136,7 @@ def build_report(
         "text": {"text": text, "n_tokens": len(text_tokens)},
         "conversion": _conversion_figures(bias, errors),
         "prompt_effect": _effect_figures(effect),
-        "notes": notes + _harm_notes(effect),
+        "notes": _length_notes(model, len(prompt_tokens)) + _harm_notes(effect),
         "bias": {
             "n_numbers": bias.num_parameters,
             "position_offset": int(bias.position_offset),
@@ -237,12 +234,8 @@ def _check_lengths(model: HookedKVTransformer, prompt: int, text: int, new_token
 
 
 def _length_notes(model: HookedKVTransformer, n_prompt: int) -> list[str]:
-    if n_prompt <= model.cfg.n_ctx:
-        return []
-    return [
-        f"The prompt has {n_prompt:,} tokens, and the model was made for n_ctx={model.cfg.n_ctx:,}. Its positions allow more, "
-        "but it has not learned to use them: such a prompt may raise the loss instead of lowering it."
-    ]
+    note = length_note(model, n_prompt)
+    return [] if note is None else [note]
 
 
 def _harm_notes(effect: pd.DataFrame) -> list[str]:

@@ -2,7 +2,7 @@
 
 A fork is killed (SIGKILL) when Python announces (``sys.addaudithook``) its n-th look or change below FOLDER, for n = 1, 2, ...
 until one comes to its end. After every kill the old content or the new one must be there, whole; after one more run, nothing
-else. Prints each kind and how often it was killed. A kind that ends in ``-`` is written as on a system that cannot swap folders.
+else. Prints each kind and how often it was killed. A kind that ends in ``-`` is written as where no folders can be swapped.
 """
 
 import json
