@@ -13,7 +13,9 @@ from tiny_text_model import PROMPT, TEXT, tiny_text_model
 from analyses.batch.journal import Journal
 from analyses.batch.worker import REFUSED, Outcome
 from kvlens import HookedKVTransformer, KVBias, KVLensError, convert_prompt
+from kvlens.beside import read_beside
 from kvlens.kv_bias.kv_bias import TENSORS
+from kvlens.zoo import folder_of
 
 DAMAGES = 60  # of each kind of file; tried once with 600
 
@@ -91,6 +93,23 @@ def test_a_checkpoint(tmp_path):
         damage(path, seed)
         refused += is_refused_or_unchanged(taken_up, original)
     assert refused >= DAMAGES - 1
+
+
+def test_what_is_read_back_beside_a_trained_model(tmp_path):
+    whole = folder_of("docs-shift")
+    for name in ("training.json", "watched.parquet"):
+        for seed in range(DAMAGES):
+            folder = tmp_path / f"{name}{seed}"
+            folder.mkdir()
+            for file in ("config.json", name):
+                shutil.copy(whole / file, folder / file)
+            damage(folder / (name if seed % 3 else "config.json"), seed)
+            original = (whole / name).read_bytes()
+            is_refused_or_unchanged(lambda folder=folder, name=name: read_beside(folder, name), original)
+    with pytest.raises(KVLensError, match=r"training.json is damaged: it is not what was saved"):
+        shutil.copy(folder_of("docs-linear") / "training.json", tmp_path / "training.json")
+        shutil.copy(whole / "config.json", tmp_path / "config.json")
+        read_beside(tmp_path, "training.json")
 
 
 def outcomes():

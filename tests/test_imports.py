@@ -20,6 +20,7 @@ ORDER = [
     "files",
     "terminal",
     "checksum",
+    "beside",
     "dtypes",
     "tensor_files",
     "ops",

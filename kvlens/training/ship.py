@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from kvlens.beside import list_beside
 from kvlens.files import write_folder
 from kvlens.tasks import Task
 from kvlens.tasks.batch import Model
@@ -25,6 +26,7 @@ from kvlens.training.recipes import Recipe, build_model, build_task, command_of
 from kvlens.training.settings import TrainSettings
 from kvlens.training.trainer import TrainResult, score_heldout, train
 
+FACTS, WATCHED = "training.json", "watched.parquet"
 MEASURED_SEQUENCES = 1024
 MEASURE_SEED = 1
 """Another draw than that of the evaluations in training, which chose the weights."""
@@ -101,8 +103,11 @@ def measure(model: Model, task: Task) -> dict[str, Any]:
 
 def write_beside(folder: Path, facts: dict[str, Any], result: TrainResult) -> None:
     """Card, facts and the course of the run, into a model's folder."""
-    (folder / "training.json").write_text(json.dumps(facts, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    (folder / FACTS).write_text(json.dumps(facts, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     (folder / "MODEL_CARD.md").write_text(model_card(facts), encoding="utf-8")
     result.metrics.to_parquet(folder / "metrics.parquet", index=False)
+    names = [FACTS, "metrics.parquet"]
     if len(result.watched):
-        result.watched.to_parquet(folder / "watched.parquet", index=False)
+        result.watched.to_parquet(folder / WATCHED, index=False)
+        names.append(WATCHED)
+    list_beside(folder, names)

@@ -10,6 +10,7 @@ writes it), the course over training is shown, too. The shipped weights are thos
 last one of that course.
 """
 
+import io
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 import torch
 
+from kvlens.beside import read_beside
 from kvlens.errors import KVLensError, nearest
 from kvlens.experiments.kvsa.coefficient_figure import draw
 from kvlens.experiments.kvsa.text_scales import TINY_TEXT
@@ -27,6 +29,7 @@ from kvlens.model import HookedKVTransformer
 from kvlens.ops.kv_shift import coefficients_from_parameter
 from kvlens.tasks import make_task
 from kvlens.training import build_model, train
+from kvlens.training.ship import WATCHED
 from kvlens.zoo import folder_of, names
 
 KINDS = {(True, True): 50, (False, True): 17, (True, False): 9, (False, False): 52}
@@ -93,8 +96,9 @@ def load_source(name: str) -> Source:
             f"{', '.join(names())}. `kvlens train docs-shift --out docs-shift` trains the model of this experiment, which "
             "is then found from the folder where the command ran"
         )
-    watched = folder / "watched.parquet"
-    return Source(name, HookedKVTransformer.load(folder), pd.read_parquet(watched) if watched.is_file() else no_course())
+    is_watched = (folder / WATCHED).is_file()
+    watched = pd.read_parquet(io.BytesIO(read_beside(folder, WATCHED))) if is_watched else no_course()
+    return Source(name, HookedKVTransformer.load(folder), watched)
 
 
 def train_source(task: Mapping[str, Any], model: Mapping[str, Any], training: Mapping[str, Any]) -> Source:
