@@ -17,7 +17,7 @@ from kvlens.beside import read_beside
 from kvlens.kv_bias.kv_bias import TENSORS
 from kvlens.zoo import folder_of
 
-DAMAGES = 60  # of each kind of file; tried once with 600
+DAMAGES = 600  # of each kind of file
 
 
 def damage(path, seed):
@@ -131,11 +131,11 @@ def test_a_journal(tmp_path):
     original = held()
     assert original[2].n_done == 41
     refused = 0
-    for seed in range(3 * DAMAGES):
+    for seed in range(DAMAGES):
         path.write_bytes(whole)
         damage(path, seed)
         refused += is_refused_or_unchanged(held, original)
-    assert refused >= 2 * DAMAGES  # the rest met free space, and the rows are whole
+    assert refused >= DAMAGES * 2 // 3  # the rest met free space, and the rows are whole
 
 
 def as_format_1(folder):

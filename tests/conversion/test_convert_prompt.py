@@ -356,3 +356,14 @@ def test_every_shaping_field_of_the_configuration_counts():
             other.attach_kv_bias(bias)
     for change in (dict(n_ctx=99), dict(linear_attention_form="parallel"), dict(use_attn_result=True)):
         HookedKVTransformer.from_hooked_transformer(model, **change).attach_kv_bias(bias)
+
+
+def test_a_prompt_beyond_n_ctx_is_warned_of_where_positions_allow_it(recwarn):
+    model = model_of("rope after", n_ctx=12)
+    bias = convert_prompt(model, tokens(2, 12))
+    assert not recwarn.list
+    for options in (dict(prompt=tokens(2, 13)), dict(prompt=tokens(2, 1), initial=bias)):
+        with pytest.warns(UserWarning, match="The prompt has 13 tokens, and the model was made for n_ctx=12"):
+            convert_prompt(model, **options)
+    with pytest.raises(KVLensError, match="n_ctx=12"):
+        convert_prompt(model_of("learned", n_ctx=12), tokens(2, 13))
