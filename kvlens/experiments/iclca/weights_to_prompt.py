@@ -25,7 +25,7 @@ from torch import Tensor
 from kvlens import zoo
 from kvlens.conversion import convert_prompt
 from kvlens.conversion.softmax.polish import LEARNING_RATE, Polished
-from kvlens.conversion.softmax.prompt_pass import attached
+from kvlens.conversion.softmax.prompt_pass import as_batch, attached
 from kvlens.experiments.iclca.context_distillation import TEXTS_PER_STEP, distil
 from kvlens.experiments.iclca.imitation import check_imitable, imitation
 from kvlens.experiments.shared.judge import JUDGE
@@ -131,12 +131,13 @@ def freed(
 ) -> KVBias:
     """``bias`` after gradient steps on the squared error of the logits; keys, weights and values are free."""
     aim, before = _logits(changed, texts), _logits(model, texts)
-    state = Polished.of(bias)
+    one = as_batch(bias, 1)
+    state = Polished.of(one)
     optimizer = torch.optim.Adam(state.free(), lr=LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     for _ in range(steps):
         rows = torch.randperm(len(texts), generator=generator)[:TEXTS_PER_STEP]
-        with attached(model, state.bias(bias)):
+        with attached(model, state.bias(one).select_prompt(0)):
             logits = model(texts[rows], attention_mask=torch.ones_like(texts[rows]))
         off = logits - logits.mean(dim=-1, keepdim=True) - aim[rows]
         loss = off.square().sum() / (before[rows] - aim[rows]).square().sum()
@@ -145,7 +146,7 @@ def freed(
         optimizer.step()
         schedule.step()
     with torch.no_grad():
-        return state.bias(bias)
+        return state.bias(one).select_prompt(0)
 
 
 def compare(changes: pd.DataFrame) -> Iterator[Comparison]:
