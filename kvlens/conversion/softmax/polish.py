@@ -23,9 +23,9 @@ LEARNING_RATE = 2e-2
 class Polished:
     """What is free: virtual keys, the logarithm of their weights, and their values; heads' missing keys stay missing."""
 
-    keys: Float[Tensor, "layer batch kv_head r d_head"]
-    log_weights: Float[Tensor, "layer batch kv_head r"]
-    values: Float[Tensor, "layer batch kv_head r d_head"]
+    keys: Float[Tensor, "layer *batch kv_head r d_head"]
+    log_weights: Float[Tensor, "layer *batch head r"]
+    values: Float[Tensor, "layer *batch head r d_head"]
     used: Tensor
 
     @classmethod

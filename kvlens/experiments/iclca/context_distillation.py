@@ -46,7 +46,7 @@ class Distilled(NamedTuple):
 
 def distil(
     model: HookedKVTransformer,
-    prompt: Int[Tensor, " pos"],
+    prompt: Int[Tensor, " prompt_pos"],
     texts: Int[Tensor, "text pos"],
     *,
     steps: int,
@@ -98,7 +98,7 @@ def distil(
 
 @torch.no_grad()
 def prompted_logits(
-    model: HookedKVTransformer, prompt: Int[Tensor, " pos"], texts: Int[Tensor, "text pos"]
+    model: HookedKVTransformer, prompt: Int[Tensor, " prompt_pos"], texts: Int[Tensor, "text pos"]
 ) -> Float[Tensor, "text pos vocab"]:
     """What the model says at every place of the texts, with the prompt in front."""
     whole = torch.cat([prompt.expand(len(texts), -1), texts], dim=1)

@@ -71,6 +71,7 @@ def test_what_it_learned_holds_on_other_texts(model, prompt_and_texts):
     assert _loss(found.model, unseen, old) < 0.8 * _loss(model, unseen, old)
 
 
+@pytest.mark.unhooked
 def test_an_objective_that_does_not_exist(model, prompt_and_texts):
     with pytest.raises(KVLensError, match="did you mean 'pairs'"):
         distil(model, *prompt_and_texts, steps=1, learning_rate=1e-3, objective="pair")
