@@ -59,6 +59,7 @@ MODEL = [
     *("attention_variant=x", "rotary_dim=x", "window_size=x", "softmax_form=x"),
 ]
 TRAIN = ["train", "induction", "--out", "m"]
+ANALYSE = ["analyse", "bias_decomposition", "p.jsonl", "--model", "docs-linear", "--out"]
 TEXTS = ["--prompt", "a", "--text", "b"]
 WORDS = [
     [""],
@@ -111,6 +112,11 @@ WORDS = [
     ["analyse", "nope"],
     ["analyse", ".."],
     ["analyse", "--bogus"],
+    *(
+        [*ANALYSE, out]
+        for out in ("file/t.parquet", "file/a/t.parquet", f"{'x' * 300}.parquet", "", ".", "t.csv", "\0.parquet")
+    ),
+    *([*ANALYSE, out] for out in ("/proc/t.parquet", "/proc/x/t.parquet")),
 ]
 COMMANDS = [
     *WORDS,

@@ -27,7 +27,7 @@ from analyses.batch.task import Resources, Task, check_task
 from analyses.batch.worker import Job, columns_of
 from analyses.declaration import Analysis, Record
 from kvlens import KVLensError, __version__
-from kvlens.files import write_atomically
+from kvlens.files import check_writable, reason, write_atomically
 
 FORMAT_VERSION = 1
 MALFORMED = "malformed"
@@ -104,6 +104,7 @@ def run_batch(
     """
     analysis, out = check_task(task), Path(out).expanduser()
     resources = resources or Resources()
+    _check_place(out)
     journal_path = out.with_name(f"{out.name}.partial")
     _check_output(out, overwrite=overwrite or journal_path.exists())
     found = survey(source.prompts, source.text)
@@ -114,7 +115,7 @@ def run_batch(
     _tell_interventions(analysis, models, settings["options"], tell)
     if elsewhere:
         del models
-    out.parent.mkdir(parents=True, exist_ok=True)
+    _make_folder(out.parent)
     with Journal(journal_path, settings, anew=overwrite) as journal:
         total, done = found.n_prompts * len(task.models), journal.progress().n_done
         jobs = _jobs(task, source, journal, resources.prompts_a_job)
@@ -126,9 +127,25 @@ def run_batch(
         return _finish(out, journal, task, analysis, settings, found)
 
 
+def _check_place(out: Path) -> None:
+    """Raise KVLensError unless this may be the name of a table."""
+    if out.suffix != ".parquet" or "\0" in str(out):
+        raise KVLensError(f"out: expected a file that ends in .parquet, got {str(out)!r}")
+    try:
+        out.exists(), out.with_name(f"{out.name}.partial").exists()
+    except OSError as error:  # a name too long for the file system
+        raise KVLensError(f"out: {out} cannot be a file: {reason(error)}; choose another") from error
+    check_writable(out)
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise KVLensError(f"out: cannot make the folder {folder}: {reason(error)}; choose another") from error
+
+
 def _check_output(out: Path, *, overwrite: bool) -> None:
-    if out.suffix != ".parquet":
-        raise KVLensError(f"out: expected a file that ends in .parquet, got {out}")
     if not out.exists():
         return
     facts = read_facts(out) if out.is_file() else None
