@@ -51,8 +51,8 @@ def scaled_exp(
 
     Where no feature is used, or none is in the window, features are 0 and the log-scale is minus infinity.
     """
-    if used is not None:
+    if used is not None and not bool(used.all()):
         log_features = log_features.masked_fill(~used[:, None], -torch.inf)
     log_scale = log_features.detach().amax(dim=-1)
     shift = log_scale.masked_fill(log_scale == -torch.inf, 0.0)  # inf - inf would be NaN
-    return ScaledFeatures((log_features - shift[..., None]).exp(), log_scale)
+    return ScaledFeatures((log_features - shift[..., None]).exp_(), log_scale)
