@@ -93,7 +93,7 @@ def _imitate(model: HookedKVTransformer, part: str, settings: Mapping[str, Any],
 
 def _prompt_and_texts(
     model: HookedKVTransformer, settings: Mapping[str, Any], generator: torch.Generator
-) -> tuple[Int[Tensor, " pos"], Int[Tensor, "text pos"]]:
+) -> tuple[Int[Tensor, " prompt"], Int[Tensor, "text pos"]]:
     """A prompt that the model wrote, and texts from which its weights may learn it."""
     bos = torch.tensor([[model.tokenizer.bos_token_id]])
     prompt = sampled(model, bos, settings["n_prompt"] - 1, generator)
