@@ -33,6 +33,7 @@ def one_sequence(
     Raises:
         KVLensError: something else, several sequences, nothing, ids outside the vocabulary, a string without a tokenizer.
     """
+    check_is_model(what, model)
     if isinstance(tokens, str):
         if model.tokenizer is None:
             raise KVLensError(f"{what}: this model has no tokenizer, so it cannot read {tokens[:40]!r}; give token ids")
@@ -52,8 +53,15 @@ def one_sequence(
     return tokens.to(model.W_E.device)
 
 
+def check_is_model(what: str, model: Any) -> None:
+    """Raise KVLensError unless ``model`` is one of kvlens."""
+    if not isinstance(model, HookedKVTransformer):
+        raise KVLensError(f"{what}: expected a HookedKVTransformer to read it with, got {type(model).__name__}")
+
+
 def prompt_sequence(model: HookedKVTransformer, what: str, prompt: Any, initial: KVBias | None = None) -> Int[Tensor, " pos"]:
     """A prompt as ids [pos]; a string gets a BOS as in ``convert_prompt``: by the model's habit, where nothing is continued."""
+    check_is_model(what, model)
     continues = initial is not None or model.attached_kv_bias is not None
     return one_sequence(model, what, prompt, prepend_bos=bool(model.cfg.default_prepend_bos) and not continues)
 
@@ -86,7 +94,9 @@ def bias_of(model: HookedKVTransformer, prompt: Int[Tensor, " pos"], bias: KVBia
 
 
 def one_bias(what: str, bias: KVBias) -> KVBias:
-    """``bias``, or KVLensError that names ``what`` for a batch of biases."""
+    """``bias``, or KVLensError that names ``what`` for a batch of biases, and for what is none."""
+    if not isinstance(bias, KVBias):
+        raise KVLensError(f"{what}: expected a KVBias, got {type(bias).__name__}; convert_prompt(model, prompt) makes one")
     if bias.batch_size is not None:
         raise KVLensError(
             f"{what}: expected the bias of one prompt, got a batch of {bias.batch_size}; bias.select_prompt(i) picks one"

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from kvlens.arguments import path_of
 from kvlens.errors import KVLensError
 from kvlens.temporaries import rename_into_place, temporary_file, temporary_folder
 
@@ -30,7 +31,7 @@ def write_file(path: str | Path, fill: Callable[[IO[bytes]], object]) -> None:
     Raises:
         KVLensError: the folder does not exist, cannot be written, or the disk is full.
     """
-    path = Path(path)
+    path = path_of("cannot write", path)
     try:
         with temporary_file(path) as temporary:
             with open(temporary, "wb") as file:
@@ -51,7 +52,7 @@ def write_folder(folder: str | Path, fill: Callable[[Path], object]) -> Path:
     Raises:
         KVLensError: not writable, or the disk is full. What ``fill`` raises is passed on, and nothing is left.
     """
-    path = Path(os.path.realpath(Path(folder).expanduser()))
+    path = Path(os.path.realpath(path_of("folder", folder)))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with temporary_folder(path) as temporary:
@@ -78,12 +79,12 @@ def plain(value: Any) -> Any:
 
 def check_writable(path: Path) -> None:
     """Raise KVLensError unless a folder can be made at ``path`` (and parents that are missing); nothing stays changed."""
-    path = Path(os.path.realpath(path))
+    wanted = path = Path(os.path.realpath(path))
     while not os.path.lexists(path.parent):
         path = path.parent
     try:
-        with temporary_folder(path):
-            pass
+        with temporary_folder(path) as trial:
+            (trial / wanted.relative_to(path)).mkdir(parents=True, exist_ok=True)  # what is missing may have an impossible name
     except OSError as error:
         raise KVLensError(f"cannot make a folder in {path.parent}: {reason(error)}; choose another folder") from error
 

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.unhooked  # numbers, names and nonsense, from the comma
 
 TRAINING = {
     "steps": ["many", "0", "1.5", "true", "[]", "null"],
-    "batch_size": ["x", "-1", "2.5"],
+    "batch_size": ["x", "-1", "2.5", str(10**15)],
     "learning_rate": ["fast", "0", "-1", "nan", "Infinity", "null"],
     "schedule": ["5", "cosin", "null"],
     "warmup_fraction": ["x", "1", "-0.1"],
@@ -21,7 +21,7 @@ TRAINING = {
     "betas": ["0.9", "[0.9]", '["a", 0.9]', "[0.9, 1]"],
     "max_grad_norm": ["x", "0", "-1", "nan"],
     "eval_every": ["x", "0"],
-    "eval_sequences": ["[]", "0"],
+    "eval_sequences": ["[]", "0", str(10**15)],
     "stop_at_accuracy": ["x", "2", "0"],
     "patience": ["x", "0", "1.5"],
     "max_minutes": ["x", "0", "nan"],
@@ -60,6 +60,14 @@ MODEL = [
 ]
 TRAIN = ["train", "induction", "--out", "m"]
 ANALYSE = ["analyse", "bias_decomposition", "p.jsonl", "--model", "docs-linear", "--out"]
+BAD_OPTIONS = [
+    *(["--device", device] for device in ("meta", "cudda", "")),
+    *(["--workers", number] for number in ("99999999", "0", "-1", "x", "1.5")),
+    *(["--threads", number] for number in ("99999999", "0", "x")),
+    *(["--prompts-a-job", number] for number in ("0", "x")),
+    *(["--columns", columns] for columns in ("", "layer,", "layr", "layer,layer")),
+    *(["--dtype", "int8"], ["--engine", "rey"], ["--gpus-per-worker", "nan"], ["--gpus-per-worker", "1"]),
+]
 TEXTS = ["--prompt", "a", "--text", "b"]
 WORDS = [
     [""],
@@ -116,6 +124,23 @@ WORDS = [
         [*ANALYSE, out]
         for out in ("file/t.parquet", "file/a/t.parquet", f"{'x' * 300}.parquet", "", ".", "t.csv", "\0.parquet")
     ),
+    *([*ANALYSE, out] for out in (f"a/{'x' * 300}/t.parquet", f"a/b/{'x' * 300}.parquet")),
+    *([*ANALYSE[:4], model, "--out", "t.parquet"] for model in ("", "x" * 300, "~nobody/at/all", "a\0b", "file")),
+    *([*ANALYSE, "t.parquet", *more] for more in BAD_OPTIONS),
+    ["analyse", "bias_decomposition", "", *ANALYSE[3:], "t.parquet"],
+    ["analyse", "bias_decomposition", "x" * 300, *ANALYSE[3:], "t.parquet"],
+    *(["report", "--model", model, *TEXTS] for model in ("", "x" * 300, "~nobody/at/all", "file")),
+    ["report", "--out", "", *TEXTS],
+    ["report", "--out", f"a/{'x' * 300}/r", *TEXTS],
+    ["report", "--prompt-file", "x" * 300, "--text", "b"],
+    ["report", "--prompt-file", "", "--text", "b"],
+    ["reproduce", "hops", "--out", ""],
+    ["reproduce", "hops", "--out", f"a/{'x' * 300}/r"],
+    ["train", "induction", "--out", ""],
+    ["train", "induction", "--out", f"a/{'x' * 300}/m"],
+    ["train", "text", "--out", "m", "--task", "corpus=empty"],
+    ["train", "text", "--out", "m", "--task", "corpus="],
+    ["train", "text", "--out", "m", "--task", f"corpus={'x' * 300}"],
     *([*ANALYSE, out] for out in ("/proc/t.parquet", "/proc/x/t.parquet")),
 ]
 COMMANDS = [
@@ -130,6 +155,8 @@ COMMANDS = [
 def _nothing_trains(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("x")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "p.jsonl").write_text('{"prompt": "Return the widget.", "text": " It is"}\n')
     monkeypatch.setattr(ship, "train", lambda *_, **__: pytest.fail("this would have trained"))
 
 
@@ -143,7 +170,7 @@ def test_is_refused_in_one_line(command, capsys):
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1
     assert captured.err.startswith("kvlens: error: ") and len(captured.err) > 40
-    assert os.listdir(".") == ["file"]
+    assert sorted(os.listdir(".")) == ["empty", "file", "p.jsonl"] and not os.listdir("empty")
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 ORDER = [
     "errors",
+    "arguments",
     "temporaries",
     "files",
     "terminal",
@@ -43,8 +44,8 @@ ORDER = [
     "reference",
     "cli",
 ]
-PUBLIC = {"kvlens.dual", "kvlens.errors"}
-"""Beside what ``kvlens`` itself offers: the dual model's package, and errors that propose the nearest name."""
+PUBLIC = {"kvlens.arguments", "kvlens.dual", "kvlens.errors"}
+"""Beside what ``kvlens`` itself offers: the dual model, what arguments must be, and errors that propose the nearest name."""
 FOUNDATIONS = {"kvlens.checksum", "kvlens.files", "kvlens.terminal", "kvlens.zoo"}
 """What a batch needs to write files that notice damage, to read a command line, and to find shipped models."""
 PURE = {"torch", "einops", "jaxtyping", "math", "typing", "collections", "functools", "kvlens"}

@@ -8,13 +8,13 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from analyses.batch.runner import BatchResult, Input, run_batch
 from analyses.batch.task import Resources, Task, load_analysis
 from analyses.declaration import Analysis, Option
 from analyses.registry import ANALYSES
+from kvlens.arguments import path_of
 from kvlens.terminal import Arguments, how_it_ended, listed, terminal_width, visible
 
 INCOMPLETE = 1
@@ -41,15 +41,16 @@ def run_analysis(name: str, argv: Sequence[str], prog: str, epilog: str) -> int:
     task = Task(
         name,
         models=tuple(args.model),
-        columns=tuple(column.strip() for column in args.columns.split(",")) if args.columns else (),
+        columns=tuple(column.strip() for column in args.columns.split(",")) if args.columns is not None else (),
         options={option: getattr(args, f"option_{option}") for option in analysis.options},
         dtype=args.dtype,
         device=args.device,
         folder=folder,
     )
     resources = Resources(args.engine, args.workers, args.gpus_per_worker, args.threads, args.prompts_a_job)
+    source = Input(path_of("PROMPTS", args.prompts), args.text)
     try:
-        result = run_batch(task, Input(Path(args.prompts), args.text), args.out, resources=resources, overwrite=args.overwrite)
+        result = run_batch(task, source, args.out, resources=resources, overwrite=args.overwrite)
     except KeyboardInterrupt as error:
         word, status = how_it_ended(error)
         print(f"{prog}: {word}; what is done is kept, and the same command goes on from there", file=sys.stderr)

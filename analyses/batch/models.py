@@ -1,12 +1,14 @@
 """Models by name, as a batch is given them: shipped ones, folders of kvlens, and folders of Hugging Face."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from kvlens import HookedKVTransformer, KVLensError, zoo
+from kvlens.arguments import check_device, path_of
 from kvlens.errors import nearest
 
 
@@ -33,7 +35,7 @@ class ModelShelf:
 def check_model_name(name: str) -> None:
     """Raise KVLensError unless ``name`` is a shipped model or a folder; nothing is read."""
     shipped = zoo.names()
-    if name not in shipped and not Path(name).expanduser().is_dir():
+    if name not in shipped and not os.path.isdir(os.path.expanduser(name)):
         raise KVLensError(
             f"model: {name!r} is neither a shipped model nor a folder; shipped are: {', '.join(shipped)}"
             f"{nearest(name, shipped)}"
@@ -47,9 +49,9 @@ def load_model(name: str, *, device: str | None = None, dtype: str | None = None
         KVLensError: it cannot be read, or the device cannot be used here.
     """
     check_model_name(name)
-    _check_device(device)
+    check_device("device", device)
     kwargs: dict[str, Any] = dict(device=device, dtype=None if dtype is None else getattr(torch, dtype))
-    folder = Path(name).expanduser()
+    folder = path_of("model", name)
     if name in zoo.names():
         return HookedKVTransformer.from_zoo(name, **kwargs)
     if _is_hugging_face(folder):
@@ -62,13 +64,3 @@ def _is_hugging_face(folder: Path) -> bool:
         return "model_type" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError):
         return False
-
-
-def _check_device(device: str | None) -> None:
-    if device is None:
-        return
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
-        raise KVLensError(f"device: {device!r} cannot be used here ({reason}); cpu always can") from error

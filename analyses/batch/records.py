@@ -13,6 +13,7 @@ from typing import Any
 
 from analyses.declaration import Record
 from kvlens import KVLensError
+from kvlens.arguments import path_of
 
 JSONL = (".jsonl", ".ndjson")
 
@@ -57,7 +58,7 @@ def read_records(path: Path, text: str | None = None) -> Iterator[Record | BadLi
     Raises:
         KVLensError: there is no such file, it cannot be read, or it is one JSON document.
     """
-    path = path.expanduser()
+    path = path_of("prompts", path)
     try:
         entries = _folder(path) if path.is_dir() else _lines(path)
         for entry in entries:

@@ -27,6 +27,7 @@ from analyses.batch.task import Resources, Task, check_task
 from analyses.batch.worker import Job, columns_of
 from analyses.declaration import Analysis, Record
 from kvlens import KVLensError, __version__
+from kvlens.arguments import path_of
 from kvlens.files import check_writable, reason, write_atomically
 
 FORMAT_VERSION = 1
@@ -102,7 +103,7 @@ def run_batch(
         KVLensError: unknown names, an input without prompts, a model that cannot be loaded or lacks what the analysis needs,
             an output that exists, an interrupted run of other settings, a full disk.
     """
-    analysis, out = check_task(task), Path(out).expanduser()
+    analysis, out = check_task(task), path_of("out", out)
     resources = resources or Resources()
     _check_place(out)
     journal_path = out.with_name(f"{out.name}.partial")

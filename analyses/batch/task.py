@@ -5,6 +5,7 @@ not at all. The resources only decide how long it takes, and may change between 
 """
 
 import importlib
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,10 +14,13 @@ from typing import Any
 from analyses.declaration import Analysis
 from analyses.registry import locate
 from kvlens import KVLensError
+from kvlens.arguments import check_whole
 from kvlens.errors import nearest
 
 FRONT_COLUMNS = ("model", "prompt_id")
 ENGINES = ("processes", "ray")
+MOST_A_CORE, MOST_ACTORS = 16, 10_000
+"""Processes (or threads of one) that a core may be given, and actors of a cluster: more are a slip of the hand."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +68,15 @@ class Resources:
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:
             raise KVLensError(f"engine: expected {' or '.join(ENGINES)}, got {self.engine!r}{nearest(self.engine, ENGINES)}")
+        cores = os.cpu_count() or 1
         for name in ("workers", "prompts_a_job") + (("threads",) if self.threads is not None else ()):
-            if getattr(self, name) < 1:
-                raise KVLensError(f"{name} must be at least 1, got {getattr(self, name)}")
+            check_whole(name, getattr(self, name), 1)
+        most = {"workers": MOST_ACTORS if self.engine == "ray" else MOST_A_CORE * cores, "threads": MOST_A_CORE * cores}
+        for name, limit in most.items():
+            if (getattr(self, name) or 0) > limit:
+                raise KVLensError(
+                    f"{name}: at most {limit:,} ({cores} cores are here), got {getattr(self, name):,}; give fewer"
+                )
         if not 0 <= self.gpus_per_worker < float("inf"):
             raise KVLensError(f"gpus_per_worker must be 0 or more, got {self.gpus_per_worker:g}")
         if self.gpus_per_worker and self.engine != "ray":

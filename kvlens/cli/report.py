@@ -8,7 +8,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from kvlens.cli.models import DEFAULT_MODEL, check_seed, load_on
+from kvlens.arguments import check_seed
+from kvlens.cli.models import DEFAULT_MODEL, load_on
 from kvlens.errors import KVLensError
 from kvlens.terminal import visible
 from kvlens.zoo import source_of
@@ -77,9 +78,9 @@ def add_command(commands: Any) -> None:
 def _report(args: argparse.Namespace) -> int:
     from kvlens.report.folder import check_folder  # light: bad input is answered before torch is loaded
 
-    check_seed(args.seed)
+    check_seed("--seed", args.seed)
     check_folder(args.out, overwrite=args.overwrite)
-    name = args.model or _default_model(args)
+    name = _default_model(args) if args.model is None else args.model
     source = source_of(name)
     prompt, text = _prompt_and_text(args, name)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -8,6 +8,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from kvlens.arguments import path_of
 from kvlens.errors import KVLensError
 from kvlens.terminal import terminal_width, visible
 
@@ -61,7 +62,7 @@ def _reproduce(args: argparse.Namespace) -> int:
     from kvlens.experiments.shared.outcome import check_outcome_folder, write_outcome
 
     experiment = _with_settings(find_experiment(args.name), args)
-    folder = Path(args.out or f"{args.name}-{args.scale}")
+    folder = path_of("--out", f"{args.name}-{args.scale}" if args.out is None else args.out)
     check_outcome_folder(folder, overwrite=args.overwrite)
     print(f"{experiment.name} ({experiment.source}), scale {args.scale}: {experiment.cost[args.scale]}", flush=True)
     started = perf_counter()

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from kvlens.cli.models import check_device, check_seed
+from kvlens.arguments import check_device, check_seed
 from kvlens.errors import KVLensError
 from kvlens.terminal import how_it_ended, visible
 
@@ -47,7 +47,7 @@ def _train(args: argparse.Namespace) -> int:
     given = {"steps": args.steps, "max_minutes": args.minutes, "seed": args.seed}
     training |= {name: value for name, value in given.items() if value is not None}
     if args.seed is not None:
-        check_seed(args.seed)
+        check_seed("--seed", args.seed)
         model.setdefault("seed", args.seed)
 
     from kvlens.training import TrainSettings, find_recipe, train_recipe
@@ -61,7 +61,7 @@ def _train(args: argparse.Namespace) -> int:
         training={**recipe.training, **training},
     )
     TrainSettings.of(dict(recipe.training))  # bad settings are answered before the data are built
-    check_device(args.device)
+    check_device("--device", args.device)
     try:
         with process_group() as device:
             facts = train_recipe(

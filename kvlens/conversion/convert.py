@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from kvlens._tl import TransformerLensKeyValueCache
+from kvlens.arguments import check_flag, check_function, check_whole
 from kvlens.components import LinearCacheEntry
 from kvlens.conversion.carry import carry_layer_state, per_query_head
 from kvlens.conversion.prompt import Prompt, PromptTokens, length_note, prompt_tokens
@@ -108,8 +109,7 @@ def convert_prompt(
             "convert_prompt: segment_length is for linear attention, whose state does not grow; a softmax prompt is read "
             "whole, because all of its keys are kept until the fit"
         )
-    if segment_length is not None and segment_length < 1:
-        raise KVLensError(f"convert_prompt: segment_length must be at least 1, got {segment_length}")
+    _check_arguments(prepend_bos, fwd_hooks, detach, segment_length, on_progress)
     with contextlib.ExitStack() as stack:
         stack.enter_context(model._thread.passes(model._has_bias))
         continued = initial is not None or model.attached_kv_bias is not None
@@ -145,6 +145,19 @@ def _warn_of_length(model: HookedKVTransformer, prompt: PromptTokens, old: KVBia
     note = length_note(model, int((torch.as_tensor(prompt.lengths()).cpu() + before).max()))
     if note is not None:
         warnings.warn(note, stacklevel=3)
+
+
+def _check_arguments(prepend_bos: Any, fwd_hooks: Any, detach: Any, segment_length: Any, on_progress: Any) -> None:
+    """Raise KVLensError where an argument that goes with every kind of attention has no meaning."""
+    if prepend_bos is not None:
+        check_flag("convert_prompt: prepend_bos", prepend_bos)
+    check_flag("convert_prompt: detach", detach)
+    if segment_length is not None:
+        check_whole("convert_prompt: segment_length", segment_length, 1)
+    check_function("convert_prompt: on_progress", on_progress)
+    pairs = isinstance(fwd_hooks, Sequence) and all(isinstance(hook, tuple | list) and len(hook) == 2 for hook in fwd_hooks)
+    if not pairs or not all(callable(function) for _, function in fwd_hooks):
+        raise KVLensError(f"convert_prompt: fwd_hooks must be pairs of a hook point's name and a function, got {fwd_hooks!r}")
 
 
 def _check_convertible(model: HookedKVTransformer, softmax: Any) -> SoftmaxOptions | None:

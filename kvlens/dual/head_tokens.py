@@ -109,8 +109,6 @@ def approximate_tokens(
     query, keys, log_seen = reading.queries[:, -1:], reading.keys[:, order], _log_seen(reading, order)
     if kernel == "random":
         m = 16 * keys.shape[-1] if n_features is None else n_features
-        if m < 1:
-            raise KVLensError(f"dual model: n_features must be at least 1, got {n_features}")
         drawn = draw_projections(1, m, keys.shape[-1], "orthogonal", torch.Generator().manual_seed(seed)).to(keys)
         (phi_k, log_k), (phi_q, log_q) = (ops.random_log_features(x, drawn, reading.scale) for x in (keys, query))
     else:

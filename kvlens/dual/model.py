@@ -14,13 +14,13 @@ demonstration, so W_0 is not what the head would give without demonstrations.
 Source: DUAL th. 3.1, eq. 9; the regularised step eq. 12; the bound th. 3.2.
 """
 
-import math
 from typing import Any, get_args
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvlens.arguments import check_number, check_seed, check_whole
 from kvlens.dual.head_tokens import (
     BiasRole,
     HeadTokens,
@@ -87,6 +87,9 @@ class DualModel:
             KVLensError: a head, layer or position that does not exist, no demonstrations, a query before its demonstrations,
                 an attention without a dual model, features asked of a head that has its own.
         """
+        check_seed("dual model: seed", seed)
+        if n_features is not None:
+            check_whole("dual model: n_features", n_features, 1)
         _check_choices(kernel=(kernel, Kernel), bias=(bias, BiasRole))
         head = check_index("head", head, model.cfg.n_heads)
         layer = check_index("layer", layer, model.cfg.n_layers)
@@ -134,6 +137,7 @@ class DualModel:
 
     def loss(self, eta: float = 1.0, alpha: float = 0.0) -> Float[Tensor, ""]:
         """L(W) now, for learning rate ``eta`` (eq. 9; with ``alpha`` eq. 12)."""
+        _check_rates(eta, alpha)
         fit = (self.labels * self._predictions()).sum() * self._inverse()
         loss = -fit / eta
         return loss if alpha == 0 else loss + alpha / (2 * eta) * self._square_norm()
@@ -146,6 +150,7 @@ class DualModel:
             alpha: of eq. 12: the step then also shrinks W by 1 - alpha.
             autograd: differentiate the loss with respect to the predictions f(k_j) instead of using the closed form.
         """
+        _check_rates(eta, alpha)
         toward = self._coefficients_of_gradient(eta) if autograd else self.labels
         moved = (1.0 - alpha) * self._coefficients
         self._coefficients = torch.cat([moved[: self._n] + toward, moved[self._n :]])
@@ -166,6 +171,7 @@ class DualModel:
         """L(W_0), ..., L(W_n). Without ``alpha`` a straight line: the loss is linear in W and has no minimiser."""
         if isinstance(n_steps, bool) or not isinstance(n_steps, int) or n_steps < 0:
             raise KVLensError(f"losses: n_steps must be a number of steps, got {n_steps!r}")
+        _check_rates(eta, alpha)
         return ops.losses(self._sums(), n_steps, eta, alpha)
 
     def minimise(self, alpha: float) -> "DualModel":
@@ -174,7 +180,8 @@ class DualModel:
         Raises:
             KVLensError: ``alpha`` is not positive: the loss then has no minimiser.
         """
-        if not (alpha > 0 and math.isfinite(alpha)):
+        check_number("minimise: alpha", alpha)
+        if not alpha > 0:
             raise KVLensError(f"minimise: the loss has a minimiser for alpha > 0 only, got alpha={alpha}")
         self._coefficients = torch.cat([self.labels / alpha, torch.zeros_like(self._tokens.values[self._n :])])
         return self
@@ -224,6 +231,11 @@ class DualModel:
         Raises:
             KVLensError: a kernel that is not positive, ``delta`` outside (0, 1), more negatives than demonstrations.
         """
+        check_number("bound: delta", delta)
+        check_number("bound: beta", beta)
+        check_whole("bound: n_negative", n_negative)
+        if log_norm is not None:
+            check_number("bound: log_norm", log_norm)
         kernel = self._demonstration_kernel()
         trace = ops.log_trace(kernel)
         if n_negative:
@@ -268,6 +280,13 @@ class DualModel:
 
     def _sums(self) -> ops.PairSums:
         return ops.pair_sums(self._tokens.log_kernel, self._tokens.values, self._tokens.log_normalizer, self._n)
+
+
+def _check_rates(eta: Any, alpha: Any) -> None:
+    check_number("dual model: eta", eta)
+    check_number("dual model: alpha", alpha)
+    if eta <= 0:
+        raise KVLensError(f"dual model: eta, the learning rate, must be positive, got {eta}")
 
 
 def _check_choices(**choices: tuple[str, Any]) -> None:

@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvlens.arguments import check_device, check_whole
 from kvlens.errors import KVLensError
 from kvlens.kv_bias.arithmetic import fields_of_sum
 from kvlens.kv_bias.features import SoftmaxFeatures, VirtualKeys, features_from
@@ -170,9 +171,11 @@ class KVBias:
 
     def to(self, device_or_dtype: torch.device | torch.dtype | str) -> "KVBias":
         """The same bias on another device or in another floating dtype."""
-        if isinstance(device_or_dtype, torch.dtype) and not device_or_dtype.is_floating_point:
-            raise KVLensError(f"KVBias.to: expected a floating dtype or a device, got {device_or_dtype}")
         to_dtype = isinstance(device_or_dtype, torch.dtype)
+        if device_or_dtype is None or (to_dtype and not device_or_dtype.is_floating_point):  # type: ignore[union-attr]
+            raise KVLensError(f"KVBias.to: expected a floating dtype or a device, got {device_or_dtype}")
+        if not to_dtype:
+            check_device("KVBias.to", device_or_dtype)
 
         def move(tensor: Tensor) -> Tensor:
             return tensor if to_dtype and not tensor.is_floating_point() else tensor.to(device_or_dtype)
@@ -201,6 +204,8 @@ class KVBias:
         """One prompt of a batch, without the batch axis."""
         if self.batch_size is None:
             raise KVLensError("select_prompt: this bias holds a single prompt, without a batch axis")
+        if isinstance(index, bool) or not hasattr(index, "__index__"):
+            raise KVLensError(f"select_prompt: expected the number of a prompt, got {index!r}")
         index = operator.index(index)
         if not -self.batch_size <= index < self.batch_size:
             raise KVLensError(f"select_prompt: index {index} is out of range for {self.batch_size} prompts")
@@ -215,6 +220,7 @@ class KVBias:
         """The bias of one prompt as a batch of ``n`` equal ones, without copies; the record of a fit is dropped."""
         if self.batch_size is not None:
             raise KVLensError(f"repeat: this bias is a batch of {self.batch_size} already; select_prompt takes one")
+        check_whole("repeat: n", n, 1)
         changed = self._changed(lambda x: x[:, None].expand(-1, n, *x.shape[1:]), per_prompt_only=True)
         return replace(self, **changed, fit=None)
 
@@ -227,7 +233,8 @@ class KVBias:
             KVLensError: a layer or head that does not exist.
         """
         keep = self.b_KV.new_zeros(self.n_layers, self.n_heads)
-        if isinstance(layers, int) or any(not isinstance(pair, Sequence) or len(pair) != 2 for pair in heads):
+        lists = isinstance(layers, Sequence) and isinstance(heads, Sequence)
+        if not lists or any(not isinstance(pair, Sequence) or len(pair) != 2 for pair in heads):
             raise KVLensError("select: expected layers=[1, 2] and heads=[(layer, head), ...]")
         for layer in layers:
             keep[_index("layer", layer, self.n_layers)] = 1

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvlens.arguments import path_of
 from kvlens.errors import KVLensError
 from kvlens.files import write_atomically
 from kvlens.kv_bias.fingerprint import Fingerprint
@@ -39,7 +40,7 @@ def read_bias_file(path: str | Path, names: Sequence[str]) -> tuple[dict[str, Te
     Raises:
         KVLensError: no such file, not a kvlens bias, incomplete, damaged, or written by a newer kvlens.
     """
-    path = Path(path)
+    path = path_of("KVBias.load", path)
     if not path.is_file():
         raise KVLensError(f"KVBias.load: no file at {path}")
     tensors, metadata = read_checked_tensors(path, "KVBias.load", FORMAT, FORMAT_VERSION)

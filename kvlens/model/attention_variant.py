@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar
 
+from kvlens.arguments import check_flag
 from kvlens.errors import KVLensError, nearest
 
 ACTIVATIONS = ("gelu", "relu", "silu", "tanh")
@@ -58,6 +59,8 @@ class Augmented:
     parallel: float | None = None
 
     def __post_init__(self):
+        check_flag("Augmented: keys", self.keys)
+        check_flag("Augmented: values", self.values)
         if not (self.keys or self.values):
             raise KVLensError("Augmented: nothing is augmented; set keys or values")
         for name, value in (("depth", self.depth), ("width", 1 if self.width is None else self.width)):

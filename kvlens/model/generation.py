@@ -29,6 +29,9 @@ def check_sampling(
     freq_penalty: Any,
     return_type: Any,
     padding_side: Any,
+    eos_token_id: Any,
+    stop_at_eos: Any,
+    do_sample: Any,
     **rest: Any,
 ) -> None:
     """Raise KVLensError where an argument of ``generate`` has no meaning, before the model is touched."""
@@ -39,7 +42,13 @@ def check_sampling(
     def count(value: Any) -> bool:
         return isinstance(value, int) and not isinstance(value, bool)
 
+    def stop(value: Any) -> bool:
+        return all(map(count, value)) if isinstance(value, list | tuple) and value else value is None or count(value)
+
     checks = (
+        ("eos_token_id", eos_token_id, stop(eos_token_id), "a token id, several, or None"),
+        ("stop_at_eos", stop_at_eos, isinstance(stop_at_eos, bool), "True or False"),
+        ("do_sample", do_sample, isinstance(do_sample, bool), "True or False"),
         ("max_new_tokens", max_new_tokens, count(max_new_tokens) and max_new_tokens >= 0, "a whole number of at least 0"),
         ("temperature", temperature, number(temperature) and temperature >= 0, "a number of at least 0"),
         ("top_k", top_k, top_k is None or (count(top_k) and top_k > 0), "a whole number of at least 1, or None"),
@@ -51,6 +60,20 @@ def check_sampling(
     for name, value, fits, wanted in checks:
         if not fits:
             raise KVLensError(f"generate: {name} must be {wanted}, got {value!r}")
+
+
+def check_start(cfg: Any, given: Any) -> None:
+    """Raise KVLensError unless ``given`` is text, token ids or embeddings, which ``generate`` can go on from."""
+    shape = tuple(given.shape) if isinstance(given, Tensor) else None
+    if shape is not None and (len(shape) in (1, 2) or (len(shape) == 3 and shape[-1] == cfg.d_model)):
+        return
+    if isinstance(given, str) or (isinstance(given, list) and given and all(isinstance(text, str) for text in given)):
+        return
+    came = type(given).__name__ if shape is None else f"shape {list(shape)}"
+    raise KVLensError(
+        f"generate: expected a string, strings, token ids [pos] or [batch, pos], or embeddings [batch, pos, {cfg.d_model}], "
+        f"got {came}"
+    )
 
 
 def generate_from_state(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvlens._tl import USE_DEFAULT_VALUE, HookedTransformerConfig
 from kvlens.errors import KVLensError, nearest
+from kvlens.kv_bias import KVBias
 from kvlens.model.config import HookedKVTransformerConfig
 
 NOT_TOKENS = (torch.bool, torch.uint8)
@@ -41,6 +42,16 @@ def check_tokens(cfg: HookedKVTransformerConfig, tokens: Tensor) -> None:
     if int(tokens.min()) < 0 or int(tokens.max()) >= cfg.d_vocab:
         raise KVLensError(
             f"token ids must lie in 0..{cfg.d_vocab - 1} (d_vocab={cfg.d_vocab}), got {int(tokens.min())}..{int(tokens.max())}"
+        )
+
+
+def check_room(cfg: HookedKVTransformerConfig, bias: KVBias) -> None:
+    """Raise KVLensError where a bias stands in the place of so many tokens that no position is left for a text."""
+    offset = int(torch.as_tensor(bias.position_offset).max())
+    if cfg.has_position_limit and offset >= cfg.n_ctx:
+        raise KVLensError(
+            f"attach_kv_bias: the text behind this bias starts at position {offset}, and the model has positions 0 to "
+            f"{cfg.n_ctx - 1} (n_ctx={cfg.n_ctx}); convert a shorter prompt"
         )
 
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save
 from transformers import PreTrainedTokenizerBase
 
 from kvlens._tl import HookedTransformer
+from kvlens.arguments import check_device, path_of
 from kvlens.checksum import checksum, checksum_of_json
 from kvlens.dtypes import dtype_of
 from kvlens.errors import KVLensError
@@ -73,7 +74,7 @@ def save_model(
 
 def check_model_folder(folder: str | Path, *, overwrite: bool = False) -> None:
     """Raise KVLensError unless a model may be saved there; with ``overwrite`` in the place of another kvlens model."""
-    folder = Path(folder).expanduser()
+    folder = path_of("save", folder)
     clear_dead(folder)
     try:
         is_file = folder.exists() and not folder.is_dir()
@@ -101,7 +102,8 @@ def load_model(cls: type[M], folder: str | Path, *, device: Any = None, dtype: t
     Raises:
         KVLensError: not such a folder, a truncated file, a newer format, or weights that do not fit the configuration.
     """
-    folder, dtype = Path(folder).expanduser(), None if dtype is None else dtype_of(dtype)
+    check_device("load: device", device)
+    folder, dtype = path_of("load", folder), None if dtype is None else dtype_of(dtype)
     if not folder.exists():
         clear_dead(folder)  # where it had stepped aside, it comes back
     stored = _read_config(folder)

@@ -28,8 +28,8 @@ from kvlens.model.attention_variant import why_no_kv_bias
 from kvlens.model.caching import slice_right_axis
 from kvlens.model.config import HookedKVTransformerConfig
 from kvlens.model.fingerprint import fingerprint_of, weights_hash
-from kvlens.model.generation import check_sampling, generate_from_state
-from kvlens.model.inputs import as_kv_config, bos_under_bias, check_hook_names, check_length, check_tokens
+from kvlens.model.generation import check_sampling, check_start, generate_from_state
+from kvlens.model.inputs import as_kv_config, bos_under_bias, check_hook_names, check_length, check_room, check_tokens
 from kvlens.model.loading import from_hooked_transformer, from_llama2c, from_pretrained
 from kvlens.model.shift_graft import load_shift_coefficients
 from kvlens.model.storage import load_model, save_model
@@ -255,6 +255,7 @@ class HookedKVTransformer(HookedTransformer):
             self.cfg.check_softmax_form(softmax_form)
         was_training = self.training
         embeddings = isinstance(input, Tensor) and input.dim() == 3
+        check_start(self.cfg, input)
         if isinstance(input, Tensor) and not embeddings:
             self.check_tokens(input)
         stateful = self.cfg.attention == "linear" and use_past_kv_cache and max_new_tokens > 0
@@ -363,6 +364,7 @@ class HookedKVTransformer(HookedTransformer):
             raise KVLensError(f"attach_kv_bias: this model's attention reads no KV bias: {reason}")
         bias.fingerprint.check(self.fingerprint(), "attach_kv_bias")
         bias.check_finite("attach_kv_bias")
+        check_room(self.cfg, bias)
         with self._thread.changes("attach_kv_bias", self._has_bias):
             self._attached = bias
             spread_bias(self, self._attached)

@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from kvlens.arguments import path_of
 from kvlens.errors import KVLensError
 
 INDEX_SUFFIX = ".index.json"
@@ -42,7 +43,7 @@ def read_tensors(source: str | Path, wanted: Callable[[str], bool] = lambda name
         KVLensError: there is no such folder or file, it holds no weights, a shard is missing, or a file is damaged.
     """
     tensors: dict[str, Tensor] = {}
-    for path in _weight_files(Path(source).expanduser(), wanted):
+    for path in _weight_files(path_of("checkpoint", source), wanted):
         tensors |= _read_safetensors(path, wanted) if path.suffix == ".safetensors" else _read_torch(path, wanted)
     return tensors
 

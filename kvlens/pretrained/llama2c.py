@@ -27,6 +27,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from kvlens._tl import HookedTransformerConfig
+from kvlens.arguments import path_of
 from kvlens.errors import KVLensError
 from kvlens.files import reason
 from kvlens.pretrained.llama2c_tokenizer import read_llama2c_tokenizer
@@ -104,7 +105,7 @@ def load_llama2c_parts(
     Raises:
         KVLensError: not such a file, truncated, too long, damaged, of a later export, or a tokenizer that does not fit.
     """
-    path = Path(path).expanduser()
+    path = path_of("llama2.c checkpoint", path)
     sizes = read_sizes(path)
     tokenizer = None if tokenizer_path is None else read_llama2c_tokenizer(tokenizer_path, sizes.vocab)
     cfg = _config(sizes, path.stem, dtype, tokenizer)

@@ -20,6 +20,7 @@ from typing import NamedTuple
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from kvlens.arguments import path_of
 from kvlens.errors import KVLensError
 from kvlens.files import reason
 
@@ -56,7 +57,7 @@ def read_llama2c_tokenizer(path: str | Path, vocab: int) -> PreTrainedTokenizerF
     Raises:
         KVLensError: not such a file, truncated, damaged, or of another number of tokens.
     """
-    path = Path(path).expanduser()
+    path = path_of("tokenizer", path)
     tokens = _read_tokens(path)
     if len(tokens) != vocab:
         raise KVLensError(

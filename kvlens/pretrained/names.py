@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 from kvlens._tl import loading
+from kvlens.arguments import path_of
 from kvlens.errors import KVLensError, nearest
 
 
@@ -15,7 +16,7 @@ def is_local_folder(model_name: str | Path) -> bool:
     """
     if isinstance(model_name, Path):
         return True
-    path = Path(model_name).expanduser()
+    path = path_of("from_pretrained", model_name)
     if (path / "config.json").is_file():
         return True
     if model_name.lower() in loading.make_model_alias_map():

@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvlens._tl import HookedTransformerConfig, loading
+from kvlens.arguments import path_of
 from kvlens.dtypes import dtype_of
 from kvlens.errors import KVLensError
 from kvlens.pretrained.architectures import architecture_of, check_readable
@@ -102,7 +103,7 @@ def load_pretrained_parts(
     """
     dtype = dtype_of(from_pretrained_kwargs.pop("torch_dtype", dtype), "from_pretrained: dtype")
     _check_arguments(model_name, hf_model, from_pretrained_kwargs)
-    folder = Path(model_name).expanduser().resolve() if is_local_folder(model_name) else None
+    folder = path_of("from_pretrained", model_name).resolve() if is_local_folder(model_name) else None
     if hf_model is None and folder is None:
         raise KVLensError(
             f"load_pretrained_parts: {official_name(str(model_name))!r} is a name on the hub. Pass a local folder, "

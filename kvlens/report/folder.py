@@ -7,6 +7,7 @@ import json
 import os
 from pathlib import Path
 
+from kvlens.arguments import path_of
 from kvlens.errors import KVLensError
 from kvlens.files import check_writable, files_in, reason
 from kvlens.temporaries import clear_dead
@@ -25,7 +26,7 @@ def check_folder(folder: str | Path, *, overwrite: bool = False) -> Path:
     Raises:
         KVLensError: the place is taken (by a report, without ``overwrite``; by anything else, always) or not writable.
     """
-    path = Path(os.path.realpath(Path(folder).expanduser()))
+    path = Path(os.path.realpath(path_of("--out", folder)))
     clear_dead(path)
     if os.path.lexists(path) and not path.is_dir():
         raise KVLensError(f"{folder} exists and is a file, not a folder; choose another folder")

@@ -60,6 +60,6 @@ def make_task(name: str, **settings: object) -> Task:
     Raises:
         KVLensError: no task has this name, it has no such setting, or a setting has a bad value.
     """
-    if name not in TASKS:
+    if not isinstance(name, str) or name not in TASKS:
         raise KVLensError(f"unknown task {name!r}{nearest(name, TASKS)}; there are {', '.join(TASKS)}")
     return TASKS[name].from_settings(settings)

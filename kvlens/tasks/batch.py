@@ -19,6 +19,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from kvlens.arguments import check_seed
 from kvlens.errors import KVLensError, nearest
 from kvlens.model import HookedKVRegressor, HookedKVTransformer, HookedKVTransformerConfig
 from kvlens.model.loading import build_with_ready_tokenizer
@@ -73,6 +74,7 @@ class Task(ABC):
 
     def heldout(self, n_sequences: int, seed: int = 0) -> Batch:
         """``n_sequences`` held-out sequences: the same ones for the same seed."""
+        check_seed(f"task {self.name!r}: seed", seed)
         return self.sample(n_sequences, torch.Generator().manual_seed(1_000_003 + seed), "heldout")
 
     def data_hash(self) -> str | None:

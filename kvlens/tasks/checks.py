@@ -4,8 +4,12 @@ from collections.abc import Iterable
 
 import torch
 
+from kvlens.arguments import check_whole
 from kvlens.errors import KVLensError, nearest
 from kvlens.tasks.batch import SPLITS, Task
+
+MOST_PLACES = 2**31
+"""Positions of a batch: 16 GB of token ids alone."""
 
 
 def require_integers(task: Task, **least: int) -> None:
@@ -48,14 +52,24 @@ def require_choice(task: Task, setting: str, options: Iterable[str]) -> None:
         )
 
 
+def require_batch(task: Task, what: str, n_sequences: int) -> None:
+    """Refuse a number of sequences that is none, or whose tokens no memory holds.
+
+    Raises:
+        KVLensError: as said; ``what`` is the argument's name.
+    """
+    check_whole(f"task {task.name!r}: {what}", n_sequences, 1, max(1, MOST_PLACES // task.n_positions))
+
+
 def require_drawable(task: Task, batch_size: int, generator: torch.Generator, split: str) -> None:
     """Refuse the arguments of `Task.sample` that cannot be served.
 
     Raises:
         KVLensError: an empty batch, a generator of another device, or an unknown split.
     """
-    if batch_size < 1:
-        raise KVLensError(f"task {task.name!r}: batch_size must be at least 1, got {batch_size}")
+    require_batch(task, "batch_size", batch_size)
+    if not isinstance(generator, torch.Generator):
+        raise KVLensError(f"task {task.name!r}: expected a torch.Generator, got {generator!r}; torch.Generator() makes one")
     if generator.device.type != "cpu":
         raise KVLensError(f"task {task.name!r}: batches are drawn on the CPU, but the generator is on {generator.device}")
     if split not in SPLITS:

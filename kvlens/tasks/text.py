@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from kvlens.arguments import path_of
 from kvlens.corpus import DocsCorpus, TokenWindows, build_docs_corpus, train_bpe_tokenizer
 from kvlens.errors import KVLensError
 from kvlens.files import reason
@@ -88,7 +89,7 @@ class TextTask(Task):
         if self.corpus == DOCS:
             corpus = docs_corpus()
             return {"train": [d.text for d in corpus.train], "heldout": [d.text for d in corpus.heldout]}
-        texts = list(topics.values()) if self.corpus == TOPICS else _read(Path(self.corpus).expanduser())
+        texts = list(topics.values()) if self.corpus == TOPICS else _read(path_of("task 'text': corpus", self.corpus))
         cut = [(text, round(len(text) * (1 - HELDOUT_SHARE))) for text in texts]
         return {"train": [text[:at] for text, at in cut], "heldout": [text[at:] for text, at in cut]}
 

@@ -18,6 +18,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from kvlens.arguments import path_of
 from kvlens.errors import KVLensError
 from kvlens.files import check_writable, reason, write_atomically
 from kvlens.model.fingerprint import is_weight
@@ -44,7 +45,7 @@ class CheckpointFolder:
     """
 
     def __init__(self, folder: str | Path, run: Run, *, restart: bool = False):
-        self.path, self.run, self._restart = Path(folder).expanduser(), run, restart
+        self.path, self.run, self._restart = path_of("train: folder", folder), run, restart
         self.identity = json.loads(json.dumps(identity(run)))  # as it comes back: tuples are lists
         check_run_folder(self.path)
         run.workers.wait()

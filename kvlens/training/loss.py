@@ -130,6 +130,12 @@ def score_in_parts(objective: Objective, batch: Batch, batch_size: int) -> Float
     return torch.stack(sums).sum(dim=0)
 
 
+def check_loss(loss: Any) -> None:
+    """Raise KVLensError unless ``loss`` is a `Loss`, or None for the one that goes with the task."""
+    if loss is not None and not isinstance(loss, Loss):
+        raise KVLensError(f"train: loss must be a kvlens.training.Loss or None, got {loss!r}")
+
+
 def check_fit(model: Model, task: Task) -> None:
     """Raise KVLensError unless ``task`` is one, and ``model`` can read its inputs and predict its targets."""
     if not isinstance(task, Task):

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvlens.arguments import check_device
 from kvlens.errors import KVLensError, nearest
 from kvlens.model import HookedKVTransformerConfig, KVShiftConfig
 from kvlens.tasks import Task, make_task, task_names
@@ -160,9 +161,9 @@ def find_recipe(name: str) -> Recipe:
     Raises:
         KVLensError: neither; the nearest name is proposed.
     """
-    if name in RECIPES:
+    if isinstance(name, str) and name in RECIPES:
         return RECIPES[name]
-    if name in task_names():
+    if isinstance(name, str) and name in task_names():
         return Recipe(name=name, summary=f"A model of kvlens' task {name!r}.", task=name)
     known = [*RECIPES, *task_names()]
     raise KVLensError(
@@ -201,6 +202,11 @@ def build_model(task: Task, settings: Mapping[str, Any], *, name: str | None = N
     Raises:
         KVLensError: an unknown field, or one that has no meaning with the others.
     """
+    if not isinstance(task, Task):
+        raise KVLensError(f"model: expected a task of kvlens.tasks, got {type(task).__name__}; make_task(name) makes one")
+    if not isinstance(settings, Mapping):
+        raise KVLensError(f"model: expected settings by name, such as {{'n_layers': 2}}, got {settings!r}")
+    check_device("model: device", device)
     values = {**DEFAULT_MODEL, "n_ctx": task.n_positions, "seed": 0, **settings}
     shift = values.get("kv_shift")
     if isinstance(shift, dict | bool):

@@ -5,6 +5,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from kvlens.errors import KVLensError, nearest
+from kvlens.tasks import Task
+from kvlens.tasks.checks import require_batch
 from kvlens.training.schedule import Schedule
 
 PRECISIONS = ("float32", "bfloat16")
@@ -91,6 +93,11 @@ class TrainSettings:
             if name not in known:
                 raise KVLensError(f"train: unknown setting {name!r}{nearest(name, known)}; there are {', '.join(known)}")
         return cls(**{**settings, **({"betas": tuple(settings["betas"])} if isinstance(settings.get("betas"), list) else {})})
+
+    def check_batches(self, task: Task) -> None:
+        """Raise KVLensError where a batch of ``task`` would fit into no memory."""
+        require_batch(task, "batch_size", self.batch_size)
+        require_batch(task, "eval_sequences", self.eval_sequences)
 
     def rate(self) -> Schedule:
         """The learning rate as a function of progress."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from kvlens.arguments import path_of
 from kvlens.beside import list_beside
 from kvlens.files import write_folder
 from kvlens.tasks import Task
@@ -55,9 +56,10 @@ def train_recipe(
     Raises:
         KVLensError: as :func:`kvlens.training.train`.
     """
-    folder = Path(folder).expanduser()
+    folder = path_of("train: folder", folder)
     check_run_folder(folder)  # now, not after the corpus is built
     task = build_task(recipe)
+    TrainSettings.of(dict(recipe.training)).check_batches(task)
     model = build_model(task, recipe.model, name=recipe.name, device=device)
     with model.softmax_form(recipe.model.get("softmax_form")):
         result = train(model, task, folder=folder, restart=restart, progress=progress, **recipe.training)

@@ -23,12 +23,14 @@ import pandas as pd
 import torch
 from tqdm.auto import tqdm
 
+from kvlens.arguments import check_flag, check_whole, path_of
 from kvlens.tasks import Task
 from kvlens.tasks.batch import Model
+from kvlens.tasks.checks import require_batch
 from kvlens.training.checkpoint import CheckpointFolder, check_run_folder, metrics_frame
 from kvlens.training.distributed import Workers
 from kvlens.training.lock import only_run_in
-from kvlens.training.loss import Loss, Objective, check_fit, loss_of, score_in_parts
+from kvlens.training.loss import Loss, Objective, check_fit, check_loss, loss_of, score_in_parts
 from kvlens.training.run import Row, Run
 from kvlens.training.settings import TrainSettings
 
@@ -94,13 +96,18 @@ def train(
     """
     chosen = TrainSettings.of(settings)
     check_fit(model, task)
+    chosen.check_batches(task)
+    check_flag("train: restart", restart)
+    check_flag("train: progress", progress)
+    check_loss(loss)
+    folder = None if folder is None else path_of("train: folder", folder)
     workers = Workers.current()
     workers.check_batch(chosen.batch_size)
     was_training = model.training
     run = Run(model, task, loss or loss_of(task), chosen, workers)
     if folder is not None:
-        check_run_folder(Path(folder).expanduser())
-    held = nullcontext() if folder is None or not workers.is_first else only_run_in(Path(folder).expanduser())
+        check_run_folder(folder)
+    held = nullcontext() if folder is None or not workers.is_first else only_run_in(folder)
     with held:
         store = None if folder is None else CheckpointFolder(folder, run, restart=restart)
         if store is not None:
@@ -131,6 +138,9 @@ def score_heldout(
         Loss (nats, or squared error) and accuracy (NaN for numbers).
     """
     check_fit(model, task)
+    require_batch(task, "n_sequences", n_sequences)
+    check_whole("score_heldout: batch_size", batch_size, 1)
+    check_loss(loss)
     was_training, heldout = model.training, task.heldout(n_sequences, seed)
     model.eval()
     try:

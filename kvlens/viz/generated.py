@@ -18,8 +18,9 @@ def generated_text(conditions: Mapping[str, str], *, start: str = "", title: str
     Raises:
         KVLensError: no condition.
     """
-    if not conditions:
-        raise KVLensError("generated_text: no condition; give at least one text")
+    texts = isinstance(conditions, Mapping) and all(isinstance(word, str) for pair in conditions.items() for word in pair)
+    if not texts or not conditions:
+        raise KVLensError(f"generated_text: no condition with a text; expected texts by name, at least one, got {conditions!r}")
     reference = next(iter(conditions.values()))
     cards = "".join(_card(name, text, reference, start, i > 0) for i, (name, text) in enumerate(conditions.items()))
     body = f'<figure class="piece"><figcaption>{html_text(title)}</figcaption><div class="cards">{cards}</div></figure>'

@@ -1,5 +1,6 @@
 """Small trained models that ship inside the package: each a folder with weights, tokenizer, configuration and a model card."""
 
+import os
 from importlib.resources import files
 from pathlib import Path
 
@@ -33,9 +34,9 @@ def source_of(name: str) -> Path:
     shipped = names()
     if name in shipped:
         return folder_of(name)
-    path = Path(name).expanduser()
-    if path.exists():
-        return path
+    path = os.path.expanduser(name)
+    if os.path.exists(path):  # False for what can be no path at all
+        return Path(path)
     listed = f"shipped are: {', '.join(shipped)}" if shipped else "this installation ships none"
     raise KVLensError(
         f"--model: {name!r} is neither a shipped model nor a folder or file that holds one; {listed}{nearest(name, shipped)}"

@@ -233,7 +233,7 @@ def test_nothing_random_is_left_to_chance_and_the_global_generator_stays():
         (dict(method="landmark", n_features=3, ratio=0.5), "not both"),
         (dict(method="exact", n_features=3), "has no number of features"),
         (dict(method="random", n_features=3, polish_steps=5), 'belong to method="landmark"'),
-        (dict(method="landmark", n_features=3, polish_steps=-1), "must not be negative"),
+        (dict(method="landmark", n_features=3, polish_steps=-1), "must be at least 0, got -1"),
         (dict(n_feature=3), "did you mean 'n_features'"),
         (dict(method="landmark", n_features=3, reference=torch.zeros(0, dtype=torch.long)), "empty"),
         (dict(method="landmark", n_features=3, budget="even"), "budget must be one of equal, greedy"),

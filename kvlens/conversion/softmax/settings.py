@@ -8,6 +8,7 @@ from typing import Any, Literal, TypedDict
 
 from torch import Tensor
 
+from kvlens.arguments import check_flag, check_number, check_seed, check_whole
 from kvlens.errors import KVLensError, nearest
 from kvlens.ops.landmarks import CRITERIA, Criterion
 
@@ -68,22 +69,19 @@ class SoftmaxOptions:
         _one_of("objective", self.objective, ("logits", "kl"))
         _one_of("keys", self.keys, CRITERIA)
         _one_of("random_feature_kind", self.random_feature_kind, ("orthogonal", "iid"))
-        for name in ("n_continuations", "continuation_length"):
-            if getattr(self, name) < 2:
-                raise KVLensError(f"convert_prompt: {name} must be at least 2, got {getattr(self, name)}")
-        if self.texts_per_step < 1:
-            raise KVLensError(f"convert_prompt: texts_per_step must be at least 1, got {self.texts_per_step}")
-        if self.polish_steps < 0:
-            raise KVLensError(f"convert_prompt: polish_steps must not be negative, got {self.polish_steps}")
+        for name, least in (("n_continuations", 2), ("continuation_length", 2), ("texts_per_step", 1), ("polish_steps", 0)):
+            check_whole(f"convert_prompt: {name}", getattr(self, name), least)
+        for name in ("fit", "layer_by_layer", "verbose"):
+            check_flag(f"convert_prompt: {name}", getattr(self, name))
+        check_seed("convert_prompt: seed", self.seed)
         if self.n_features is not None and self.ratio is not None:
             raise KVLensError("convert_prompt: give n_features or ratio, not both")
-        if self.n_features is not None and (isinstance(self.n_features, bool) or self.n_features < 1):
-            raise KVLensError(
-                f"convert_prompt: n_features must be at least 1, got {self.n_features}; without any, the prompt is dropped, "
-                "which needs no bias"
-            )
-        if self.ratio is not None and not 0 < self.ratio <= 1:
-            raise KVLensError(f"convert_prompt: ratio is a share of the prompt's keys, 0 < ratio <= 1, got {self.ratio}")
+        if self.n_features is not None:
+            check_whole("convert_prompt: n_features", self.n_features, 1)
+        if self.ratio is not None:
+            check_number("convert_prompt: ratio", self.ratio)
+            if not 0 < self.ratio <= 1:
+                raise KVLensError(f"convert_prompt: ratio is a share of the prompt's keys, 0 < ratio <= 1, got {self.ratio}")
         needs_size = self.method in ("landmark", "random", "learned")
         if needs_size and self.n_features is None and (self.ratio is None or self.method != "landmark"):
             raise KVLensError(f'convert_prompt: method="{self.method}" needs n_features=, the features per key-value head')

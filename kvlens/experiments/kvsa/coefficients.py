@@ -13,12 +13,12 @@ last one of that course.
 import io
 import re
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
 
+from kvlens.arguments import path_of
 from kvlens.beside import read_beside
 from kvlens.errors import KVLensError, nearest
 from kvlens.experiments.kvsa.coefficient_figure import draw
@@ -88,7 +88,7 @@ def load_source(name: str) -> Source:
     Raises:
         KVLensError: there is none.
     """
-    place = folder_of(name) if name in names() else Path(name).expanduser()
+    place = folder_of(name) if name in names() else path_of("model", name)
     folder = next((path for path in (place, place / "model") if (path / "config.json").is_file()), None)
     if folder is None:
         raise KVLensError(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from kvlens.arguments import path_of
 from kvlens.errors import KVLensError, nearest
 from kvlens.files import check_writable, plain, reason, write_folder
 from kvlens.temporaries import clear_dead
@@ -123,7 +124,7 @@ def _may_stand_for(value: Any, setting: Any) -> bool:
 
 def check_outcome_folder(folder: str | Path, *, overwrite: bool = False) -> None:
     """Raise KVLensError unless an outcome may be written to ``folder``; only another outcome is ever replaced."""
-    path = Path(folder).expanduser()
+    path = path_of("--out", folder)
     clear_dead(path)
     try:
         is_file = path.exists() and not path.is_dir()

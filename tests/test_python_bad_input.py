@@ -1,0 +1,228 @@
+"""Every bad argument that a public function may be given: a KVLensError, nothing written, and the models as they were."""
+
+import functools
+import math
+import os
+
+import pytest
+import torch
+from tiny_text_model import PROMPT, TEXT, tiny_text_model
+
+import analyses
+from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVBias, KVLensError, convert_prompt, viz
+from kvlens.dual import DualModel
+from kvlens.tasks import make_task
+from kvlens.training import build_model, find_recipe, score_heldout, train
+
+pytestmark = pytest.mark.unhooked  # the messages are kvlens' own
+
+NAN = math.nan
+FEW = dict(method="landmark", n_features=2, verbose=False, n_continuations=2, continuation_length=4)
+LANDMARK = {
+    "method": [5, None, "landmrk"],
+    "n_features": [2.5, 0, -1, True, "3", NAN],
+    "budget": [None, "best", 1],
+    "reference": [5, "", [], torch.ones(3), torch.tensor([10**6])],
+    "n_continuations": [1, 2.5, "3", None, True],
+    "continuation_length": [1, 2.5, "x", None],
+    "polish_steps": [-1, 1.5, "x", None, True],
+    "texts_per_step": [0, 2.5, "x", None],
+    "objective": [3, "kk", None],
+    "keys": ["x", None],
+    "fit": ["yes", 2, None],
+    "random_feature_kind": [3, "orth"],
+    "layer_by_layer": ["x", None],
+    "seed": [-1, 1.5, 2**64, "x", None, True],
+    "verbose": ["x", 3],
+    "ratio": [0.5],
+}
+CONVERSION = {
+    "initial": [3, "x"],
+    "prepend_bos": ["yes", 3],
+    "fwd_hooks": [5, ["a"], [("blocks.0.hook_resid_pre", 3)]],
+    "detach": ["x"],
+    "segment_length": [0, 1.5, "x", True],
+    "on_progress": [3, "x"],
+    "n_featurs": [1],
+}
+PROMPTS = [None, 5, "", [], ["a", ""], ["a", 3], torch.zeros(0), torch.ones(3), torch.tensor(3), torch.tensor([-1])]
+DUAL = {
+    "layer": [9, 1.5, "x", None],
+    "head": [9, 0.0, []],
+    "query_pos": [99, 1.0, "x"],
+    "n_demonstrations": [0, 99, 1.5, "x"],
+    "kernel": ["x", 3],
+    "bias": ["x", None],
+    "n_features": [0, 1.5, "x", True, -1],
+    "seed": [-1, 1.5, 2**70, "x"],
+    "tokens": [3, None, torch.ones(3), torch.zeros(0, dtype=torch.long), [1, 2]],
+}
+STEPS = [
+    *(("loss", (v,)) for v in (0, NAN, "x", None)),
+    *(("loss", (1.0, v)) for v in (NAN, "x")),
+    *(("step", (v,)) for v in (0, -1, "x", NAN)),
+    *(("losses", v) for v in (("x",), (1.5,), (2, 0), (2, "x"), (2, 1.0, NAN))),
+    *(("minimise", (v,)) for v in (0, "x", None, NAN)),
+    *(("bound", v) for v in ((0,), ("x",), (2,), (0.1, "x"), (0.1, None, 1.5), (0.1, None, -1), (0.1, None, 1, "x"))),
+]
+GENERATE = {
+    "input": [3, None, [], [3], torch.tensor(3), torch.zeros(1, 1, 1, 1), torch.zeros(2, 3, 13)],
+    "eos_token_id": ["x", 1.5, ["a"], []],
+    "stop_at_eos": ["x"],
+    "do_sample": ["x"],
+    "softmax_form": ["x", 3],
+    "max_new_tokens": [-1, "3"],
+}
+VARIANTS = [
+    *(3, "x", {}, {"rige": {}}, {"regularised": 3}, {"regularised": {}}, {"regularised": {"alpha": "x"}}),
+    *({"regularised": {"alpha": 1, "form": form}} for form in ("normalised", "x", None)),
+    *({"augmented": {"keys": True, **more}} for more in ({"depth": 0}, {"width": 1.5}, {"activation": "x"}, {"parallel": 1.0})),
+    *({"augmented": {"keys": keys}} for keys in ("x", 3)),
+    *({"negative": {"k": k, "beta": 1}} for k in (0, 1.5, True, "x")),
+    *({"negative": {"k": 1, "beta": beta}} for beta in ("x", math.inf)),
+    *({"ridge": {"strength": strength}} for strength in (0, -1, NAN, "x")),
+]
+TASKS = {
+    "vocab_size": [1, "x", 2.5, None, True],
+    "length": [0, "x", []],
+    "law": [5, "x", None],
+}
+TRAIN = {
+    "loss": [3, "x"],
+    "folder": [3, "a\0", "x" * 300, ""],
+    "batch_size": [10**15, 1.5],
+    "eval_sequences": [10**15],
+    "stepz": [3],
+    "progress": ["x"],
+    "restart": ["x"],
+    "betas": [3, (1,)],
+    "learning_rate": [NAN],
+}
+PATHS = [3, None, "", "a\0b", "x" * 300]
+CONFIG = dict(n_layers=1, d_model=8, d_head=4, n_ctx=8, d_vocab=9, act_fn="gelu", device="cpu")
+
+
+@functools.cache
+def linear():
+    return tiny_text_model()
+
+
+@functools.cache
+def softmax():
+    return tiny_text_model(attention="softmax")
+
+
+@functools.cache
+def bias():
+    return convert_prompt(linear(), PROMPT)
+
+
+@functools.cache
+def induction():
+    return make_task("induction", vocab_size=16, length=8)
+
+
+@functools.cache
+def trained():
+    return build_model(induction(), {"n_layers": 1, "d_model": 8, "d_head": 4})
+
+
+def pairs(table):
+    return [(name, value) for name, values in table.items() for value in values]
+
+
+def dual(**given):
+    return DualModel.from_head(**{"model": softmax(), "tokens": softmax().to_tokens(PROMPT)[0], "layer": 0, "head": 0, **given})
+
+
+def generate(**given):
+    return linear().generate(**{"input": TEXT, "max_new_tokens": 2, "verbose": False, **given})
+
+
+def drawn(size, generator, *split):
+    return induction().sample(size, torch.Generator().manual_seed(0) if generator == "own" else generator, *split)
+
+
+def heads():
+    return analyses.bias_by_head(linear(), PROMPT, TEXT)
+
+
+CALLS = [
+    *((lambda k=k, v=v: convert_prompt(softmax(), PROMPT, **{**FEW, k: v})) for k, v in pairs(LANDMARK)),
+    *((lambda k=k, v=v: convert_prompt(linear(), PROMPT, **{k: v})) for k, v in pairs(CONVERSION)),
+    *((lambda v=v: convert_prompt(linear(), v)) for v in PROMPTS),
+    *(
+        (lambda v=v: convert_prompt(softmax(), PROMPT, method="landmark", ratio=v, verbose=False))
+        for v in (0, -1, "x", True, NAN)
+    ),
+    *((lambda k=k, v=v: dual(**{"kernel": "random", k: v})) for k, v in pairs(DUAL)),
+    *((lambda name=name, given=given: getattr(dual(), name)(*given)) for name, given in STEPS),
+    *((lambda k=k, v=v: generate(**{k: v})) for k, v in pairs(GENERATE)),
+    *((lambda v=v: HookedKVTransformerConfig(**CONFIG, attention_variant=v)) for v in VARIANTS),
+    *((lambda k=k, v=v: make_task("induction", **{k: v})) for k, v in pairs(TASKS)),
+    *((lambda v=v: make_task(v)) for v in (None, 3, [], "inducton")),
+    *((lambda v=v: find_recipe(v)) for v in (None, 3, [], "inducton")),
+    *((lambda v=v: drawn(*v)) for v in ((0, "own"), (1.5, "own"), ("x", "own"), (10**15, "own"), (2, None), (2, "own", "x"))),
+    *((lambda v=v: induction().heldout(*v)) for v in ((0,), ("x",), (2, -1), (2, "x"), (2, 2**70))),
+    *((lambda v=v: build_model(induction(), v)) for v in (3, None, {"n_layer": 1}, {"n_layers": "x"})),
+    *((lambda v=v: build_model(induction(), {}, device=v)) for v in ("meta", "cudda", [])),
+    *((lambda k=k, v=v: train(trained(), induction(), **{"steps": 1, "progress": False, k: v})) for k, v in pairs(TRAIN)),
+    *((lambda v=v: score_heldout(trained(), induction(), v)) for v in (0, -1, "x", 1.5)),
+    *((lambda v=v: linear().save(v)) for v in PATHS),
+    *((lambda v=v: HookedKVTransformer.load(v)) for v in PATHS),
+    *((lambda v=v: HookedKVTransformer.from_llama2c(v)) for v in PATHS),
+    *((lambda v=v: bias().save(v)) for v in PATHS),
+    *((lambda v=v: KVBias.load(v)) for v in PATHS),
+    *((lambda v=v: HookedKVTransformer.from_zoo("bigram-linear", device=v)) for v in ("meta", "cudda", [])),
+    *((lambda v=v: linear().softmax_form(v).__enter__()) for v in ("x", 3, True)),
+    *((lambda v=v: linear().set_softmax_form(v)) for v in ("x", 3, None)),
+    *((lambda v=v: linear().attach_kv_bias(v)) for v in (3, None, "x")),
+    *((lambda v=v: bias().to(v)) for v in ("x", [], None, torch.int8)),
+    *((lambda v=v: bias().select_prompt(v)) for v in ("x", 9)),
+    *((lambda v=v: bias().repeat(v)) for v in ("x", 0, -1, 1.5)),
+    *((lambda v=v: bias().select(v)) for v in (1.5, 9, "x", [99])),
+    *((lambda v=v: analyses.bias_by_head(linear(), PROMPT, TEXT, batch_size=v)) for v in (0, 1.5, "x", [])),
+    *((lambda v=v: analyses.bias_by_head(linear(), PROMPT, TEXT, bias=v)) for v in (3, "x", [])),
+    *((lambda v=v: analyses.bias_by_head(v, PROMPT, TEXT)) for v in (None, "docs-linear")),
+    *((lambda v=v: analyses.dual_losses(softmax(), v)) for v in (None, 3, torch.ones(3))),
+    *((lambda v=v: analyses.dual_losses(softmax(), PROMPT, n_demonstrations=v)) for v in (0, -1, 1.5, "x", 10**9)),
+    *((lambda v=v: viz.head_heatmap(v, "ablation_kl")) for v in (None, 3, torch.zeros(3), torch.zeros(2, 2, 2), "x")),
+    *((lambda v=v: viz.head_heatmap(heads(), v)) for v in ("x", 3)),
+    *((lambda v=v: viz.contribution_bars(v, "x")) for v in (None, 3, "x")),
+    *((lambda v=v: viz.generated_text(v)) for v in (None, 3, {}, "x", {"a": 3}, {3: "x"})),
+    *((lambda v=v: viz.generated_text({"a": "b"}).save_html(v)) for v in PATHS),
+]
+
+
+@pytest.fixture(autouse=True)
+def _an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def test_the_list_is_long():
+    assert len(CALLS) >= 150
+
+
+@pytest.mark.parametrize("call", CALLS, ids=range(len(CALLS)))
+def test_is_refused_in_words(call):
+    models = linear(), softmax()
+    modes = [model.training for model in models]
+    with pytest.raises(KVLensError) as refused:
+        call()
+    assert len(str(refused.value)) > 20
+    assert not os.listdir(".")
+    assert [model.training for model in models] == modes and all(model.attached_kv_bias is None for model in models)
+
+
+def test_the_models_are_unchanged_by_the_whole_list():
+    for kind, model in ((linear, tiny_text_model()), (softmax, tiny_text_model(attention="softmax"))):
+        assert kind().fingerprint() == model.fingerprint() and torch.equal(kind()(TEXT), model(TEXT))
+
+
+def test_a_bias_that_leaves_no_position_is_not_attached():
+    model = tiny_text_model(attention="softmax", positional_embedding_type="standard", kv_shift=None)
+    tokens = torch.arange(model.cfg.n_ctx) % 200
+    with pytest.raises(KVLensError, match=r"starts at position 64, and the model has positions 0 to 63 \(n_ctx=64\)"):
+        model.attach_kv_bias(convert_prompt(model, tokens))
+    with model.kv_bias(convert_prompt(model, tokens[:-1])):
+        assert model(torch.tensor([[5]])).isfinite().all()
