@@ -189,6 +189,7 @@ CALLS = [
     *((lambda v=v: viz.head_heatmap(v, "ablation_kl")) for v in (None, 3, torch.zeros(3), torch.zeros(2, 2, 2), "x")),
     *((lambda v=v: viz.head_heatmap(heads(), v)) for v in ("x", 3)),
     *((lambda v=v: viz.contribution_bars(v, "x")) for v in (None, 3, "x")),
+    *((lambda v=v: viz.error_table(v)) for v in (None, 3, "x", torch.zeros(2, 3))),
     *((lambda v=v: viz.generated_text(v)) for v in (None, 3, {}, "x", {"a": 3}, {3: "x"})),
     *((lambda v=v: viz.generated_text({"a": "b"}).save_html(v)) for v in PATHS),
 ]
