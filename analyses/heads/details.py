@@ -55,7 +55,7 @@ def head_details(
         bias: the converted prompt, if it is at hand; None converts it here.
 
     Raises:
-        KVLensError: softmax attention, an attached bias, an empty prompt or text, heads that do not write to the residual
+        KVLensError: an attached bias, an empty prompt or text, heads that do not write to the residual
             stream directly.
     """
     if model.attached_kv_bias is not None:

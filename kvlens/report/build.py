@@ -139,6 +139,7 @@ def build_report(
         "notes": _length_notes(model, len(prompt_tokens)) + _harm_notes(effect),
         "bias": {
             "n_numbers": bias.num_parameters,
+            "holds": "b_KV and b_D" if bias.features is None else "b_KV, b_D and what its features need",
             "position_offset": int(bias.position_offset),
             "kl_without_any_head": float(total["kl"]),
             "loss_change_without_any_head": float(total["loss_change"]),

@@ -39,7 +39,8 @@ def build_page(report: Report) -> Page:
     page.section(
         "Prompt, heads, next token",
         "Choose a prompt token to see which heads hold it, a head to see what it reads and which text it serves, or a token of "
-        "the text to see all that it reads and what the model expects next. Arrow keys move, Enter chooses, Escape clears.",
+        "the text to see all that it reads and what the model expects next. A large share need not matter much: the menu also "
+        "colours the heads by what their removal costs (ablation_kl). Arrow keys move, Enter chooses, Escape clears.",
     )
     page.add(linked_view(report.linked, title="shares of the prompt in the attention output"))
     page.section("What the prompt changes", "Means over the text; then where it saves loss, and where it costs some.")

@@ -65,7 +65,7 @@ def _print_head(console: Console, summary: dict[str, Any]) -> None:
         f"{model['dtype']} on {model['device']}"
     )
     console.print(
-        f"prompt of {summary['prompt']['n_tokens']} tokens -> bias of {bias['n_numbers']:,} numbers (b_KV and b_D); "
+        f"prompt of {summary['prompt']['n_tokens']} tokens -> bias of {bias['n_numbers']:,} numbers ({bias['holds']}); "
         f"text of {summary['text']['n_tokens']}"
     )
     for what in ("prompt", "text"):
