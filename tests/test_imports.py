@@ -46,8 +46,8 @@ ORDER = [
 ]
 PUBLIC = {"kvlens.arguments", "kvlens.dual", "kvlens.errors"}
 """Beside what ``kvlens`` itself offers: the dual model, what arguments must be, and errors that propose the nearest name."""
-FOUNDATIONS = {"kvlens.checksum", "kvlens.files", "kvlens.terminal", "kvlens.zoo"}
-"""What a batch needs to write files that notice damage, to read a command line, and to find shipped models."""
+FOUNDATIONS = {"kvlens.checksum", "kvlens.files", "kvlens.model", "kvlens.terminal", "kvlens.zoo"}
+"""What a batch needs to write files that notice damage, to read a command line, and to load a model by its name."""
 PURE = {"torch", "einops", "jaxtyping", "math", "typing", "collections", "functools", "kvlens"}
 
 Sources = Mapping[str, tuple[str, bool]]

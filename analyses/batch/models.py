@@ -1,15 +1,13 @@
 """Models by name, as a batch is given them: shipped ones, folders of kvlens, and folders of Hugging Face."""
 
-import json
 import os
-from pathlib import Path
-from typing import Any
 
 import torch
 
 from kvlens import HookedKVTransformer, KVLensError, zoo
-from kvlens.arguments import check_device, path_of
+from kvlens.arguments import check_device
 from kvlens.errors import nearest
+from kvlens.model import load_source
 
 
 class ModelShelf:
@@ -50,17 +48,5 @@ def load_model(name: str, *, device: str | None = None, dtype: str | None = None
     """
     check_model_name(name)
     check_device("device", device)
-    kwargs: dict[str, Any] = dict(device=device, dtype=None if dtype is None else getattr(torch, dtype))
-    folder = path_of("model", name)
-    if name in zoo.names():
-        return HookedKVTransformer.from_zoo(name, **kwargs)
-    if _is_hugging_face(folder):
-        return HookedKVTransformer.from_pretrained(folder, **{k: v for k, v in kwargs.items() if v is not None})
-    return HookedKVTransformer.load(folder, **kwargs)
-
-
-def _is_hugging_face(folder: Path) -> bool:
-    try:
-        return "model_type" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError):
-        return False
+    wanted = None if dtype is None else getattr(torch, dtype)
+    return load_source(zoo.source_of(name), device=device, dtype=wanted)

@@ -18,7 +18,7 @@ def load_on(source: Path, device: str | None, dtype: str | None, tokenizer: str 
     """
     import torch
 
-    from kvlens.model.sources import load_source
+    from kvlens.model import load_source
 
     check_device("--device", device)
     wanted = None if dtype is None else getattr(torch, dtype)

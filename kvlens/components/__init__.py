@@ -22,6 +22,7 @@ from kvlens.components.block import KVBlock, KVUnembed
 from kvlens.components.decode_cache import LinearCacheEntry, ShiftedCacheEntry, upgrade_cache
 from kvlens.components.kv_shift import KVLENS_HOOKS
 from kvlens.components.layer_bias import LayerBias
+from kvlens.components.lean import is_hooked
 from kvlens.components.linear_attention import GroupedLinearAttention, LinearAttention
 from kvlens.components.pos_embed import NoPosEmbed, OffsetPosEmbed, SinusoidalPosEmbed
 from kvlens.components.softmax_attention import GroupedSoftmaxAttention, SoftmaxAttention
@@ -44,5 +45,6 @@ __all__ = [
     "build_attention",
     "form_of",
     "in_form",
+    "is_hooked",
     "upgrade_cache",
 ]

@@ -14,7 +14,7 @@ def runs_lean(cfg: Any) -> bool:
 
 def is_hooked(*modules: nn.Module) -> bool:
     """Whether anything is hooked to one of ``modules`` themselves."""
-    return any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in modules)
+    return any(bool(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks) for m in modules)
 
 
 class TakesOver:

@@ -3,6 +3,7 @@
 from kvlens.model.attention_variant import AttentionVariantConfig, Augmented, Negative, Regularised, Ridge
 from kvlens.model.config import HookedKVTransformerConfig, KVShiftConfig
 from kvlens.model.regressor import HookedKVRegressor
+from kvlens.model.sources import load_source
 from kvlens.model.transformer import HookedKVTransformer
 
 __all__ = [
@@ -15,4 +16,5 @@ __all__ = [
     "Negative",
     "Regularised",
     "Ridge",
+    "load_source",
 ]

@@ -76,11 +76,7 @@ def check_model_folder(folder: str | Path, *, overwrite: bool = False) -> None:
     """Raise KVLensError unless a model may be saved there; with ``overwrite`` in the place of another kvlens model."""
     folder = path_of("save", folder)
     clear_dead(folder)
-    try:
-        is_file = folder.exists() and not folder.is_dir()
-    except OSError as error:  # a name too long for the file system
-        raise KVLensError(f"save: {folder} cannot be a folder: {reason(error)}; choose another") from error
-    if is_file:
+    if folder.exists() and not folder.is_dir():
         raise KVLensError(f"save: {folder} is a file; choose another folder")
     if folder.is_dir() and any(folder.iterdir()):
         if not overwrite:

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvlens._tl import USE_DEFAULT_VALUE, Output, TransformerLensKeyValueCache, get_attention_mask
-from kvlens.components import LinearCacheEntry, upgrade_cache
+from kvlens.components import LinearCacheEntry, is_hooked, upgrade_cache
 from kvlens.model.attention_variant import why_no_kv_bias
 
 WIDEST_ON_CPU, WIDEST_ELSEWHERE = 2**21, 2**28
@@ -70,10 +70,7 @@ def _needs_the_whole_text(variant: Any) -> bool:
 
 def has_hooks(model: torch.nn.Module) -> bool:
     """Whether anything would see what passes through a module: TransformerLens' hooks, torch's own, its global ones."""
-    return bool(torch.nn.modules.module._has_any_global_hook()) or any(
-        len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) + len(m._backward_pre_hooks) > 0
-        for m in model.modules()
-    )
+    return bool(torch.nn.modules.module._has_any_global_hook()) or is_hooked(*model.modules())
 
 
 def wants_gradients(model: Any, cache: TransformerLensKeyValueCache | None = None) -> bool:

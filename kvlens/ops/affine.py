@@ -42,20 +42,18 @@ def affine(
 ) -> Float[Tensor, "*lead d_out"]:
     """activation(x W + b), with gradients of every order."""
     rows = x.reshape(-1, x.shape[-1])
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
-        y = _Affine.apply(rows, weight, bias) if _one_dnn_serves(rows, weight) else _plain(rows, weight, bias)  # type: ignore
-        y = y if activation is None else ACTIVATIONS[activation](y)
+    by_one_dnn = _one_dnn_serves(rows, weight)
+    if by_one_dnn and not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))):
+        y = _by_one_dnn(rows, weight, bias, activation)
     else:
-        y = _product(rows, weight, bias, activation)
+        y = _Affine.apply(rows, weight, bias) if by_one_dnn else _plain(rows, weight, bias)  # type: ignore[no-untyped-call]
+        y = y if activation is None else ACTIVATIONS[activation](y)
     return y.view(*x.shape[:-1], weight.shape[1])
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation | None = None) -> Tensor:
-    if _one_dnn_serves(x, weight):
-        name, algorithm = _ONE_DNN_NAMES[activation]
-        return _one_dnn()(x, weight.T, bias, name, [], algorithm)
-    y = _plain(x, weight, bias)
-    return y if activation is None else ACTIVATIONS[activation](y)
+def _by_one_dnn(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation | None = None) -> Tensor:
+    name, algorithm = _ONE_DNN_NAMES[activation]
+    return _one_dnn()(x, weight.T, bias, name, [], algorithm)
 
 
 def _plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -93,7 +91,7 @@ class _Affine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return _product(x, weight, bias)
+        return _by_one_dnn(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

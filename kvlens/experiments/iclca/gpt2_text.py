@@ -28,8 +28,7 @@ from kvlens.experiments.iclca.prompt_pairs import PAIRS, Pair
 from kvlens.experiments.shared.judge import JUDGE
 from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
 from kvlens.kv_bias import KVBias
-from kvlens.model import HookedKVTransformer
-from kvlens.model.sources import load_source
+from kvlens.model import HookedKVTransformer, load_source
 
 WITH, WITHOUT, EXACT, LANDMARK, RANDOM = (
     *("with the prompt", "without", "converted, all keys"),

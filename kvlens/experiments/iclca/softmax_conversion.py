@@ -14,20 +14,18 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
-from jaxtyping import Int
 from matplotlib.figure import Figure
 from torch import Tensor
 
 from kvlens import zoo
-from kvlens._tl import TransformerLensKeyValueCache
 from kvlens.conversion import convert_prompt
 from kvlens.errors import KVLensError
 from kvlens.experiments.iclca.context_distillation import OBJECTIVES, distil, prompted_logits
 from kvlens.experiments.shared.judge import JUDGE
 from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
+from kvlens.experiments.shared.sampling import sampled
 from kvlens.kv_bias import KVBias, VirtualKeys
-from kvlens.model import HookedKVTransformer
-from kvlens.model.sources import load_source
+from kvlens.model import HookedKVTransformer, load_source
 
 SINKS = 4
 """Keys at the start that a sliding window keeps."""
@@ -100,19 +98,9 @@ def _context(model: HookedKVTransformer, settings: Mapping[str, Any], seed: int)
     """A prompt [pos] that the model wrote from its BOS, and texts [text, pos] that it might go on with."""
     generator = torch.Generator().manual_seed(1_000 + seed)
     bos = torch.tensor([[model.tokenizer.bos_token_id]])
-    prompt = _sampled(model, bos, settings["n_prompt"] - 1, generator)
-    texts = _sampled(model, prompt.expand(settings["n_texts"], -1), settings["n_text"], generator)
+    prompt = sampled(model, bos, settings["n_prompt"] - 1, generator)
+    texts = sampled(model, prompt.expand(settings["n_texts"], -1), settings["n_text"], generator)
     return prompt[0], texts[:, prompt.shape[1] :]
-
-
-@torch.no_grad()
-def _sampled(model: HookedKVTransformer, tokens: Tensor, n: int, generator: torch.Generator) -> Int[Tensor, "text pos"]:
-    cache, new = TransformerLensKeyValueCache.init_cache(model.cfg, model.cfg.device, len(tokens)), tokens
-    for _ in range(n):
-        p = model(new, attention_mask=torch.ones_like(new), past_kv_cache=cache)[:, -1].softmax(dim=-1)
-        new = torch.multinomial(p, 1, generator=generator)
-        tokens = torch.cat([tokens, new], dim=1)
-    return tokens
 
 
 def ways(settings: Mapping[str, Any], seed: int) -> Iterator[Way]:
@@ -174,7 +162,7 @@ def _distilled(
     """A row for each way to teach a copy of the model the prompt, on as many continuations as the richest fits read."""
     n = max(settings["continuations"])
     generator = torch.Generator().manual_seed(2_000 + seed)
-    seen = _sampled(model, prompt.expand(n, -1), settings["n_text"], generator)[:, len(prompt) :]
+    seen = sampled(model, prompt.expand(n, -1), settings["n_text"], generator)[:, len(prompt) :]
     steps = dict(steps=settings["distil_steps"], learning_rate=settings["distil_learning_rate"], seed=seed)
     for objective in OBJECTIVES if settings["distil_steps"] else ():
         copy, n_changed, seconds, _ = distil(model, prompt, seen, objective=objective, **steps)

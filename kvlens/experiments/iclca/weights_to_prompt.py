@@ -30,9 +30,9 @@ from kvlens.experiments.iclca.context_distillation import TEXTS_PER_STEP, distil
 from kvlens.experiments.iclca.imitation import check_imitable, imitation
 from kvlens.experiments.shared.judge import JUDGE
 from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
+from kvlens.experiments.shared.sampling import sampled
 from kvlens.kv_bias import KVBias
-from kvlens.model import HookedKVTransformer
-from kvlens.model.sources import load_source
+from kvlens.model import HookedKVTransformer, load_source
 
 PARTS = {"attention": ".attn.", "mlp": ".mlp."}
 """What changes, and what its parameters' names have in common."""
@@ -99,19 +99,6 @@ def _prompt_and_texts(
     prompt = sampled(model, bos, settings["n_prompt"] - 1, generator)
     whole = sampled(model, prompt.expand(settings["n_texts"], -1), settings["n_text"], generator)
     return prompt[0], torch.cat([bos.expand(settings["n_texts"], -1), whole[:, prompt.shape[1] : -1]], dim=1)
-
-
-@torch.no_grad()
-def sampled(
-    model: HookedKVTransformer, tokens: Int[Tensor, "text pos"], n: int, generator: torch.Generator
-) -> Int[Tensor, "text longer"]:
-    """``tokens`` with ``n`` more, sampled at temperature 1."""
-    cache, new = model.empty_cache(len(tokens)), tokens
-    for _ in range(n):
-        p = model(new, attention_mask=torch.ones_like(new), past_kv_cache=cache)[:, -1].softmax(dim=-1)
-        new = torch.multinomial(p, 1, generator=generator)
-        tokens = torch.cat([tokens, new], dim=1)
-    return tokens
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ import pandas as pd
 
 from kvlens.arguments import path_of
 from kvlens.errors import KVLensError, nearest
-from kvlens.files import check_writable, plain, reason, write_folder
+from kvlens.files import check_writable, plain, write_folder
 from kvlens.temporaries import clear_dead
 
 if TYPE_CHECKING:
@@ -126,11 +126,7 @@ def check_outcome_folder(folder: str | Path, *, overwrite: bool = False) -> None
     """Raise KVLensError unless an outcome may be written to ``folder``; only another outcome is ever replaced."""
     path = path_of("--out", folder)
     clear_dead(path)
-    try:
-        is_file = path.exists() and not path.is_dir()
-    except OSError as error:  # a name too long for the file system
-        raise KVLensError(f"{folder} cannot be a folder: {reason(error)}; choose another") from error
-    if is_file:
+    if path.exists() and not path.is_dir():
         raise KVLensError(f"{folder} exists and is a file, not a folder; choose another folder")
     if path.is_dir() and any(path.iterdir()):
         if not _is_outcome(path):

@@ -27,7 +27,7 @@ def model():
 def prompt_and_texts(model):
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(17, (11,), generator=generator)
-    texts = softmax_conversion._sampled(model, prompt.expand(48, -1), 9, generator)[:, 11:]
+    texts = softmax_conversion.sampled(model, prompt.expand(48, -1), 9, generator)[:, 11:]
     return prompt, texts
 
 
