@@ -1,6 +1,6 @@
 """One analysis over many prompts and many models: resumable, on one process, many, or a Ray cluster, into one Parquet file.
 
-:func:`analyses.batch.runner.run_batch` is the function, ``kvlens analyse NAME`` and ``python -m analyses.NAME`` the commands
+:func:`analyses.batch.runner.run_batch` is the function, ``kvlens analyse NAME`` and ``python -m analyses NAME`` the commands
 (:mod:`analyses.batch.script`). From the outside in:
 
 - :mod:`~analyses.batch.records` reads the prompts;

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from analyses.batch.runner import BatchResult, Input, run_batch
-from analyses.batch.task import Resources, Task, load_analysis
+from analyses.batch.work import Resources, Work, load_analysis
 from analyses.declaration import Analysis, Option
 from analyses.registry import ANALYSES
 from kvlens.arguments import path_of
@@ -38,7 +38,7 @@ def run_analysis(name: str, argv: Sequence[str], prog: str, epilog: str) -> int:
     except SystemExit:  # --help
         return 0
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    task = Task(
+    work = Work(
         name,
         models=tuple(args.model),
         columns=tuple(column.strip() for column in args.columns.split(",")) if args.columns is not None else (),
@@ -50,12 +50,12 @@ def run_analysis(name: str, argv: Sequence[str], prog: str, epilog: str) -> int:
     resources = Resources(args.engine, args.workers, args.gpus_per_worker, args.threads, args.prompts_a_job)
     source = Input(path_of("PROMPTS", args.prompts), args.text)
     try:
-        result = run_batch(task, source, args.out, resources=resources, overwrite=args.overwrite)
+        result = run_batch(work, source, args.out, resources=resources, overwrite=args.overwrite)
     except KeyboardInterrupt as error:
         word, status = how_it_ended(error)
         print(f"{prog}: {word}; what is done is kept, and the same command goes on from there", file=sys.stderr)
         return status
-    _print(result, n_models=len(task.models))
+    _print(result, n_models=len(work.models))
     return INCOMPLETE if result.errors else 0
 
 

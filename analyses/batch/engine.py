@@ -2,7 +2,7 @@
 
 from typing import Any, Protocol, runtime_checkable
 
-from analyses.batch.worker import Job, Outcome
+from analyses.batch.worker import Job, PromptResult
 
 
 class WorkerDied(Exception):
@@ -14,7 +14,7 @@ class Engine(Protocol):
     """A way to run workers elsewhere. A worker is whatever ``start`` returns; it holds one job at a time."""
 
     def start(self) -> Any:
-        """Start a worker without waiting for it; its first answer is no outcome."""
+        """Start a worker without waiting for it; its first answer is no result."""
 
     def submit(self, worker: Any, job: Job) -> None:
         """Give a worker that has answered its next job; a death is told by ``wait`` and ``collect``."""
@@ -22,7 +22,7 @@ class Engine(Protocol):
     def wait(self, workers: list[Any]) -> list[Any]:
         """Wait until at least one of these has answered or died, and return those."""
 
-    def collect(self, worker: Any) -> list[Outcome]:
+    def collect(self, worker: Any) -> list[PromptResult]:
         """The answer; raises WorkerDied, or KVLensError where the job cannot be run by any worker."""
 
     def stop(self, worker: Any) -> None:

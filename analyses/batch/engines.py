@@ -9,34 +9,34 @@ from analyses.batch.models import ModelShelf
 from analyses.batch.ray_engine import RayEngine
 from analyses.batch.sharing import share_out
 from analyses.batch.spawn_engine import SpawnEngine
-from analyses.batch.task import Resources, Task
-from analyses.batch.worker import Job, Outcome, Worker
+from analyses.batch.work import Resources, Work
+from analyses.batch.worker import Job, PromptResult, Worker
 
 
 def run_jobs(
     jobs: Iterable[Job],
-    task: Task,
+    work: Work,
     resources: Resources,
     tell: Callable[[str], None] = print,
     models: ModelShelf | None = None,
-) -> Iterator[list[Outcome]]:
-    """Run every job and yield the outcomes as they come: in order of the jobs with one process, else in any order.
+) -> Iterator[list[PromptResult]]:
+    """Run every job and yield the results as they come: in order of the jobs with one process, else in any order.
 
     Args:
         jobs: read as they are needed.
-        task: what is computed.
+        work: what is computed.
         resources: which engine, and how many workers.
         tell: called with a line when a worker has died.
-        models: the task's, where they are at hand in this process; other processes load their own.
+        models: the work's, where they are at hand in this process; other processes load their own.
 
     Raises:
         KVLensError: a model cannot be loaded, Ray is not installed, or workers die whatever they do.
     """
     if resources.engine == "processes" and resources.workers == 1:
-        yield from map(Worker(task, resources.threads, models).run, jobs)
+        yield from map(Worker(work, resources.threads, models).run, jobs)
         return
     threads = resources.threads or max(1, torch.get_num_threads() // resources.workers)
     engine: Engine = (
-        RayEngine(task, threads, resources.gpus_per_worker) if resources.engine == "ray" else SpawnEngine(task, threads)
+        RayEngine(work, threads, resources.gpus_per_worker) if resources.engine == "ray" else SpawnEngine(work, threads)
     )
     yield from share_out(jobs, engine, resources.workers, tell)

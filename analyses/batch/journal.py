@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from analyses.batch.worker import REFUSED, Outcome
+from analyses.batch.worker import REFUSED, PromptResult
 from kvlens import KVLensError
 from kvlens.checksum import checksum
 
@@ -101,13 +101,13 @@ class Journal:
         if not whole or any(_row_checksum(row) != written for *row, written in self._db.execute("SELECT * FROM done")):
             raise KVLensError(f"{self.path}, which holds what a batch has done so far, is damaged: move it away to begin anew")
 
-    def add(self, outcomes: Sequence[Outcome]) -> None:
-        """Record outcomes, all or none.
+    def add(self, results: Sequence[PromptResult]) -> None:
+        """Record results, all or none.
 
         Raises:
             KVLensError: the disk is full, or the file has gone.
         """
-        rows = [(o.model, o.prompt, o.prompt_id, o.n_rows, o.rows, o.kind, o.error) for o in outcomes]
+        rows = [(o.model, o.prompt, o.prompt_id, o.n_rows, o.rows, o.kind, o.error) for o in results]
         checked = [(*row, _row_checksum(row)) for row in rows]
         try:
             self._db.execute("BEGIN")

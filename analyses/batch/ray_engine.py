@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from analyses.batch.engine import WorkerDied
-from analyses.batch.task import Task
-from analyses.batch.worker import Job, Outcome, Worker
+from analyses.batch.work import Work
+from analyses.batch.worker import Job, PromptResult, Worker
 from kvlens import KVLensError
 
 
@@ -28,7 +28,7 @@ class RayEngine:
     job is given out again there.
 
     Args:
-        task: what they compute.
+        work: what they compute.
         threads: that each may use, and the CPUs that Ray counts for it.
         gpus: that Ray counts for each: 0.25 puts four on one GPU. Without, they see none.
 
@@ -36,7 +36,7 @@ class RayEngine:
         KVLensError: Ray is not installed, or cannot be started or reached.
     """
 
-    def __init__(self, task: Task, threads: int, gpus: float):
+    def __init__(self, work: Work, threads: int, gpus: float):
         try:
             import ray
         except ImportError as error:
@@ -47,7 +47,7 @@ class RayEngine:
                 ray.init(log_to_driver=False, configure_logging=False)
             except (ConnectionError, RuntimeError, ValueError) as error:
                 raise KVLensError(f"the engine ray cannot start or reach its cluster: {error}") from error
-        self._arguments = (task, threads)
+        self._arguments = (work, threads)
         self._new = ray.remote(num_cpus=threads, num_gpus=gpus, max_restarts=0)(Worker).remote
 
     def start(self) -> ActorWorker:
@@ -64,7 +64,7 @@ class RayEngine:
         ready, _ = self.ray.wait([worker.answer for worker in workers], num_returns=1, fetch_local=False)
         return [worker for worker in workers if worker.answer in ready]
 
-    def collect(self, worker: ActorWorker) -> list[Outcome]:
+    def collect(self, worker: ActorWorker) -> list[PromptResult]:
         """Fetch the answer.
 
         Raises:

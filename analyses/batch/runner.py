@@ -23,7 +23,7 @@ from analyses.batch.journal import Journal
 from analyses.batch.models import ModelShelf
 from analyses.batch.records import Survey, read_records, survey
 from analyses.batch.table import read_facts, schema_of, write_parquet
-from analyses.batch.task import Resources, Task, check_task
+from analyses.batch.work import Resources, Work, check_work
 from analyses.batch.worker import Job, columns_of
 from analyses.declaration import Analysis, Record
 from kvlens import KVLensError, __version__
@@ -76,7 +76,7 @@ def tell_on_stderr(line: str) -> None:
 
 
 def run_batch(
-    task: Task,
+    work: Work,
     source: Input,
     out: str | Path,
     *,
@@ -88,7 +88,7 @@ def run_batch(
     """Run an analysis over all prompts and models, into one Parquet file with a row group per prompt.
 
     Args:
-        task: which analysis, with which models, columns and options.
+        work: which analysis, with which models, columns and options.
         source: the prompts; see :func:`analyses.batch.records.read_records`.
         out: the table's file, ``.parquet``; folders that are missing are made.
         resources: engine and workers; None works in this process.
@@ -103,7 +103,7 @@ def run_batch(
         KVLensError: unknown names, an input without prompts, a model that cannot be loaded or lacks what the analysis needs,
             an output that exists, an interrupted run of other settings, a full disk.
     """
-    analysis, out = check_task(task), path_of("out", out)
+    analysis, out = check_work(work), path_of("out", out)
     resources = resources or Resources()
     _check_place(out)
     journal_path = out.with_name(f"{out.name}.partial")
@@ -111,21 +111,21 @@ def run_batch(
     found = survey(source.prompts, source.text)
     _tell_bad_lines(found, tell)
     elsewhere = resources.engine == "ray" or resources.workers > 1
-    models = ModelShelf(task.models, device="cpu" if elsewhere else task.device, dtype=task.dtype)
-    settings = _settings(analysis, task, found, _check_models(analysis, models))
+    models = ModelShelf(work.models, device="cpu" if elsewhere else work.device, dtype=work.dtype)
+    settings = _settings(analysis, work, found, _check_models(analysis, models))
     _tell_interventions(analysis, models, settings["options"], tell)
     if elsewhere:
         del models
     _make_folder(out.parent)
     with Journal(journal_path, settings, anew=overwrite) as journal:
-        total, done = found.n_prompts * len(task.models), journal.progress().n_done
-        jobs = _jobs(task, source, journal, resources.prompts_a_job)
+        total, done = found.n_prompts * len(work.models), journal.progress().n_done
+        jobs = _jobs(work, source, journal, resources.prompts_a_job)
         hidden = None if progress is None else not progress
         with tqdm(total=total, initial=done, unit="prompt", desc=analysis.name, disable=hidden) as bar:
-            for outcomes in run_jobs(jobs, task, resources, tell, None if elsewhere else models):
-                journal.add(outcomes)
-                bar.update(len(outcomes))
-        return _finish(out, journal, task, analysis, settings, found)
+            for results in run_jobs(jobs, work, resources, tell, None if elsewhere else models):
+                journal.add(results)
+                bar.update(len(results))
+        return _finish(out, journal, work, analysis, settings, found)
 
 
 def _check_place(out: Path) -> None:
@@ -186,46 +186,46 @@ def _tell_interventions(analysis: Analysis, models: ModelShelf, options: dict[st
             tell(f"{name}: {number:,} ablations or patches per prompt, in batches")
 
 
-def _settings(analysis: Analysis, task: Task, found: Survey, fingerprints: dict[str, Any]) -> dict[str, Any]:
+def _settings(analysis: Analysis, work: Work, found: Survey, fingerprints: dict[str, Any]) -> dict[str, Any]:
     """Everything that the rows depend on; equal settings give equal rows."""
     return {
         "format_version": FORMAT_VERSION,
         "kvlens": __version__,
         "analysis": analysis.name,
-        "options": analysis.read_options(task.options),
-        "columns": list(columns_of(analysis, task)),
+        "options": analysis.read_options(work.options),
+        "columns": list(columns_of(analysis, work)),
         "models": fingerprints,
-        "order_of_models": list(task.models),
-        "dtype": task.dtype,
+        "order_of_models": list(work.models),
+        "dtype": work.dtype,
         "n_prompts": found.n_prompts,
         "prompts": found.sha256,
     }
 
 
-def _jobs(task: Task, source: Input, journal: Journal, size: int) -> Iterator[Job]:
+def _jobs(work: Work, source: Input, journal: Journal, size: int) -> Iterator[Job]:
     """What the journal does not hold yet, model by model, so that a worker loads each model once."""
-    for model in range(len(task.models)):
+    for model in range(len(work.models)):
         todo = ((place, record) for place, record in source.records() if not journal.holds(model, place))
         while prompts := tuple(islice(todo, size)):
             yield Job(model, prompts)
 
 
 def _finish(
-    out: Path, journal: Journal, task: Task, analysis: Analysis, settings: dict[str, Any], found: Survey
+    out: Path, journal: Journal, work: Work, analysis: Analysis, settings: dict[str, Any], found: Survey
 ) -> BatchResult:
     """Write errors, then the table, then forget the journal: a kill in between repeats this and nothing else."""
     progress = journal.progress()
-    if progress.n_done != found.n_prompts * len(task.models):
+    if progress.n_done != found.n_prompts * len(work.models):
         raise KVLensError("the prompts changed while they were read; run the command again")
     errors = out.with_name(f"{out.name}.errors.jsonl")
     lines = [{"model": None, "prompt": bad.where, "kind": MALFORMED, "error": bad.problem} for bad in found.bad]
     for model, prompt_id, kind, error in journal.failures():
-        lines.append({"model": task.models[model], "prompt": prompt_id, "kind": kind, "error": error})
+        lines.append({"model": work.models[model], "prompt": prompt_id, "kind": kind, "error": error})
     if lines:
         write_atomically(errors, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
     else:
         errors.unlink(missing_ok=True)
     facts = {**settings, "n_without_rows": progress.n_failed, "n_malformed": len(found.bad)}
-    write_parquet(out, schema_of(columns_of(analysis, task)), journal.tables(), facts)
+    write_parquet(out, schema_of(columns_of(analysis, work)), journal.tables(), facts)
     journal.delete()
     return BatchResult(out, progress.n_rows, found.n_prompts, progress.n_failed, len(found.bad), errors if lines else None)

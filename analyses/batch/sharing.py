@@ -2,7 +2,7 @@
 
 Workers are killed for their memory, with their machine, by hand. The job that a dead worker held is given out again, one
 prompt at a time, so that a prompt that kills its worker is found and costs only itself. Which worker does what decides nothing:
-outcomes name their prompts.
+results name their prompts.
 """
 
 from collections import deque
@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Any
 
 from analyses.batch.engine import Engine, WorkerDied
-from analyses.batch.worker import DIED, Job, Outcome
+from analyses.batch.worker import DIED, Job, PromptResult
 from kvlens import KVLensError
 
 MAX_DEATHS = 2
@@ -24,7 +24,7 @@ job of eight deadly prompts alone makes 17.)"""
 
 def share_out(
     jobs: Iterable[Job], engine: Engine, n_workers: int, tell: Callable[[str], None] = print
-) -> Iterator[list[Outcome]]:
+) -> Iterator[list[PromptResult]]:
     """Keep ``n_workers`` busy until every job is done, replacing those that die; stop all of them at the end, however it comes.
 
     Raises:
@@ -40,32 +40,32 @@ def share_out(
         while holds:
             for worker in engine.wait(list(holds)):
                 try:
-                    outcomes = engine.collect(worker)
+                    results = engine.collect(worker)
                 except WorkerDied as death:
                     deaths += 1
                     if deaths > MAX_DEATHS_WITHOUT_RESULT * n_workers:
                         raise KVLensError(f"{deaths} workers died one after the other; of the last: {death}") from death
                     tell(f"a worker died ({death}); another takes over")
                     engine.stop(worker)
-                    retries, outcomes = _after_death(holds.pop(worker), str(death))
+                    retries, results = _after_death(holds.pop(worker), str(death))
                     again.extend(retries)
                     holds[engine.start()] = None
                 else:
-                    deaths = 0 if outcomes else deaths
+                    deaths = 0 if results else deaths
                     job = holds[worker] = again.popleft() if again else next(waiting, None)
                     if job is not None:
                         engine.submit(worker, job)
                     else:
                         del holds[worker]
                         engine.stop(worker)
-                if outcomes:
-                    yield outcomes
+                if results:
+                    yield results
     finally:
         for worker in holds:
             engine.stop(worker)
 
 
-def _after_death(job: Job | None, how: str) -> tuple[list[Job], list[Outcome]]:
+def _after_death(job: Job | None, how: str) -> tuple[list[Job], list[PromptResult]]:
     """What is given out again of the job of a dead worker, and what is given up."""
     if job is None:
         return [], []
@@ -75,4 +75,4 @@ def _after_death(job: Job | None, how: str) -> tuple[list[Job], list[Outcome]]:
         return [replace(job, deaths=job.deaths + 1)], []
     place, record = job.prompts[0]
     error = f"its worker died {MAX_DEATHS} times ({how}); it may need more memory than there is"
-    return [], [Outcome(job.model, place, record.id, kind=DIED, error=error)]
+    return [], [PromptResult(job.model, place, record.id, kind=DIED, error=error)]

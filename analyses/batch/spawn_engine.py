@@ -13,8 +13,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 
 from analyses.batch.engine import WorkerDied
-from analyses.batch.task import Task
-from analyses.batch.worker import Job, Outcome, Worker
+from analyses.batch.work import Work
+from analyses.batch.worker import Job, PromptResult, Worker
 from kvlens import KVLensError
 
 
@@ -30,18 +30,18 @@ class SpawnEngine:
     """An :class:`analyses.batch.engine.Engine` of processes, spawned rather than forked: torch's threads survive no fork.
 
     Args:
-        task: what they compute.
+        work: what they compute.
         threads: that each may use.
     """
 
-    def __init__(self, task: Task, threads: int):
-        self.task, self.threads = task, threads
+    def __init__(self, work: Work, threads: int):
+        self.work, self.threads = work, threads
         self._context = multiprocessing.get_context("spawn")
 
     def start(self) -> SpawnedWorker:
         """Start a process; it loads torch on its own time."""
         ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=_serve, args=(theirs, self.task, self.threads), daemon=True)
+        process = self._context.Process(target=_serve, args=(theirs, self.work, self.threads), daemon=True)
         process.start()
         theirs.close()  # so that the pipe ends when the process does
         return SpawnedWorker(process, ours)
@@ -56,7 +56,7 @@ class SpawnEngine:
         ready = set(wait([worker.pipe for worker in workers]))
         return [worker for worker in workers if worker.pipe in ready]
 
-    def collect(self, worker: SpawnedWorker) -> list[Outcome]:
+    def collect(self, worker: SpawnedWorker) -> list[PromptResult]:
         """Receive the answer.
 
         Raises:
@@ -86,12 +86,12 @@ def _how(exitcode: int | None) -> str:
     return f"exit status {exitcode}"
 
 
-def _serve(pipe: Connection, task: Task, threads: int) -> None:
+def _serve(pipe: Connection, work: Work, threads: int) -> None:
     """The life of a worker: answer every job, until the other end of the pipe is gone."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches the whole group: end without a traceback
     with contextlib.suppress(EOFError, OSError):  # the parent is gone, whatever became of it
         try:
-            worker = Worker(task, threads)
+            worker = Worker(work, threads)
             pipe.send(worker.ready())
             while True:
                 pipe.send(worker.run(pipe.recv()))

@@ -1,6 +1,6 @@
 """What runs in every worker, whatever started it: it keeps its model, and turns prompts into rows.
 
-A prompt that the analysis refuses, or that fails, is an outcome like any other: the rest goes on. A model that cannot be
+A prompt that the analysis refuses, or that fails, is a result like any other: the rest goes on. A model that cannot be
 loaded is not: it ends the batch.
 """
 
@@ -11,7 +11,7 @@ import torch
 
 from analyses.batch.models import ModelShelf
 from analyses.batch.table import schema_of, to_bytes
-from analyses.batch.task import FRONT_COLUMNS, Task, load_analysis
+from analyses.batch.work import FRONT_COLUMNS, Work, load_analysis
 from analyses.declaration import Analysis, Record
 from kvlens import HookedKVTransformer, KVLensError
 
@@ -24,7 +24,7 @@ class Job:
     """Prompts for one model, with their places in the input.
 
     Attributes:
-        model: index into the task's models.
+        model: index into the work's models.
         prompts: (place, record), at least one.
         deaths: how many workers have died over it.
     """
@@ -35,11 +35,11 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PromptResult:
     """What became of one prompt on one model.
 
     Attributes:
-        model: index into the task's models.
+        model: index into the work's models.
         prompt: the prompt's place in the input.
         prompt_id: its id.
         n_rows: of its table.
@@ -57,35 +57,35 @@ class Outcome:
     error: str | None = None
 
 
-def columns_of(analysis: Analysis, task: Task) -> dict[str, str]:
-    """The table's columns with their dtypes: model and prompt in front of those that the task keeps."""
-    kept = task.columns or tuple(analysis.columns)
+def columns_of(analysis: Analysis, work: Work) -> dict[str, str]:
+    """The table's columns with their dtypes: model and prompt in front of those that the work keeps."""
+    kept = work.columns or tuple(analysis.columns)
     return {**dict.fromkeys(FRONT_COLUMNS, "str"), **{name: analysis.columns[name].dtype for name in kept}}
 
 
 class Worker:
-    """Runs jobs of one task, with the model of the last job at hand.
+    """Runs the jobs of one batch, with the model of the last job at hand.
 
     Args:
-        task: what is computed.
+        work: what is computed.
         threads: that torch may use; None leaves that as it is.
-        models: the task's, where they are at hand.
+        models: the work's, where they are at hand.
     """
 
-    def __init__(self, task: Task, threads: int | None = None, models: ModelShelf | None = None):
+    def __init__(self, work: Work, threads: int | None = None, models: ModelShelf | None = None):
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads and torch's get in each other's way
         if threads is not None:
             torch.set_num_threads(threads)
-        self.task, self.analysis = task, load_analysis(task.analysis, task.folder)
-        self.schema = schema_of(columns_of(self.analysis, task))
-        self.models = models or ModelShelf(task.models, device=task.device, dtype=task.dtype)
+        self.work, self.analysis = work, load_analysis(work.analysis, work.folder)
+        self.schema = schema_of(columns_of(self.analysis, work))
+        self.models = models or ModelShelf(work.models, device=work.device, dtype=work.dtype)
 
-    def ready(self) -> list[Outcome]:
-        """The first answer of a new worker: no outcome yet."""
+    def ready(self) -> list[PromptResult]:
+        """The first answer of a new worker: no result yet."""
         return []
 
-    def run(self, job: Job) -> list[Outcome]:
-        """One outcome a prompt, in order.
+    def run(self, job: Job) -> list[PromptResult]:
+        """One result per prompt, in order.
 
         Raises:
             KVLensError: the model cannot be loaded.
@@ -94,16 +94,16 @@ class Worker:
         with model.softmax_form():  # fused where it can, in layers whose pattern the analysis does not look at
             return [self._run_one(model, job.model, place, record) for place, record in job.prompts]
 
-    def _run_one(self, model: HookedKVTransformer, index: int, place: int, record: Record) -> Outcome:
+    def _run_one(self, model: HookedKVTransformer, index: int, place: int, record: Record) -> PromptResult:
         try:
-            frame = self.analysis.run(model, record, **self.task.options)
-            frame = frame.assign(model=self.task.models[index], prompt_id=record.id)
+            frame = self.analysis.run(model, record, **self.work.options)
+            frame = frame.assign(model=self.work.models[index], prompt_id=record.id)
             rows = to_bytes(frame[self.schema.names], self.schema)
         except KVLensError as error:
-            return Outcome(index, place, record.id, kind=REFUSED, error=_one_line(str(error)))
+            return PromptResult(index, place, record.id, kind=REFUSED, error=_one_line(str(error)))
         except Exception as error:  # whatever one prompt does to an analysis, the others go on
-            return Outcome(index, place, record.id, kind=FAILED, error=_one_line(f"{type(error).__name__}: {error}"))
-        return Outcome(index, place, record.id, n_rows=len(frame), rows=rows)
+            return PromptResult(index, place, record.id, kind=FAILED, error=_one_line(f"{type(error).__name__}: {error}"))
+        return PromptResult(index, place, record.id, n_rows=len(frame), rows=rows)
 
 
 def _one_line(text: str) -> str:

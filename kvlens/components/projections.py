@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvlens.ops.affine import affine
 
-FEW_ROWS = 16
+NO_COPY_ROWS = 16
 """Up to so many tokens, all rows together, a copy of a weight matrix costs more than the product with it."""
 
 
@@ -16,7 +16,7 @@ def project_heads(
 ) -> Float[Tensor, "batch pos head d_head"]:
     """Many tokens: one product with all heads' weights side by side, as TransformerLens; few: one product per head, no copy."""
     batch, pos = x.shape[:2]
-    if batch * pos > FEW_ROWS:
+    if batch * pos > NO_COPY_ROWS:
         together = rearrange(weight, "head d_model d_head -> d_model (head d_head)")
         return affine(x, together, bias.flatten()).unflatten(-1, bias.shape)
     rows = x.reshape(1, batch * pos, -1).expand(weight.shape[0], -1, -1)

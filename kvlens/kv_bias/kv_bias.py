@@ -165,8 +165,8 @@ class KVBias:
         batch = "" if self.batch_size is None else f"batch {self.batch_size}, "
         sizes = f"{self.n_layers} layers x {self.n_heads} heads, d_phi {self.d_phi}, d_head {f.d_head}"
         return (
-            f"KVBias({family}{batch}{sizes}{boundary}, n_prompt_tokens={plain(self.n_prompt_tokens)}, "
-            f"position_offset={plain(self.position_offset)})"
+            f"KVBias({family}{batch}{sizes}{boundary}, n_prompt_tokens={as_numbers(self.n_prompt_tokens)}, "
+            f"position_offset={as_numbers(self.position_offset)})"
         )
 
     def to(self, device_or_dtype: torch.device | torch.dtype | str) -> "KVBias":
@@ -316,7 +316,7 @@ class KVBias:
         Raises:
             KVLensError: the folder does not exist or cannot be written.
         """
-        meta: dict[str, Any] = {name: plain(getattr(self, name)) for name in COUNTS}
+        meta: dict[str, Any] = {name: as_numbers(getattr(self, name)) for name in COUNTS}
         tensors = {name: getattr(self, name) for name in TENSORS}
         if self.features is not None and self.log_scale is not None:
             meta["features"] = self.features.kind
@@ -357,7 +357,7 @@ def _shape(x: Tensor) -> list[int]:
     return list(x.shape)
 
 
-def plain(value: int | Tensor) -> int | list[int]:
+def as_numbers(value: int | Tensor) -> int | list[int]:
     """A count as Python's own types: an int, or a list of one per prompt."""
     return value.tolist() if isinstance(value, Tensor) else value
 

@@ -30,7 +30,7 @@ _ONE_DNN_NAMES: dict[Activation | None, tuple[str, str]] = {
     "relu": ("relu", ""),
     "silu": ("swish", ""),
 }
-FEW_ROWS = 8
+ADDMM_ROWS = 8
 """Up to so many rows, as in decoding, ``torch.addmm`` is no slower."""
 
 
@@ -64,7 +64,7 @@ def _one_dnn_serves(x: Tensor, weight: Tensor) -> bool:
     return (
         x.dtype == weight.dtype == torch.float32
         and x.device.type == "cpu"
-        and x.shape[0] > FEW_ROWS
+        and x.shape[0] > ADDMM_ROWS
         and not torch.is_autocast_enabled("cpu")
         and forward_ad._current_level < 0
         and not any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in (x, weight))

@@ -6,7 +6,7 @@ from small_models import linear_model, relative_error, small_model, tokens
 
 from kvlens._tl import MLP, TransformerBlock, Unembed
 from kvlens.components import block as lean
-from kvlens.components.projections import FEW_ROWS, project_heads
+from kvlens.components.projections import NO_COPY_ROWS, project_heads
 
 ROUNDING = 1e-14  # float64: sums of tens of terms, in another order
 KINDS = {
@@ -105,7 +105,7 @@ def test_an_mlp_without_gradients_is_transformer_lens_own(act_fn):
         assert (cache["blocks.1.mlp.hook_pre"] < -0.3).any()
 
 
-@pytest.mark.parametrize(("batch", "pos"), [(1, 1), (3, 5), (2, FEW_ROWS)])
+@pytest.mark.parametrize(("batch", "pos"), [(1, 1), (3, 5), (2, NO_COPY_ROWS)])
 def test_projections_are_x_w_plus_b_for_each_head(batch, pos):
     generator = torch.Generator().manual_seed(0)
     x, w, b = (torch.randn(*s, generator=generator, dtype=torch.float64) for s in ((batch, pos, 7), (3, 7, 5), (3, 5)))

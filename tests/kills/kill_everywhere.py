@@ -134,10 +134,10 @@ def trained(place: Path) -> Case:
 
 def table(place: Path) -> Case:
     import pandas as pd
+    from analyses.batch.task import Task
     from tiny_text_model import PROMPT, TEXT, tiny_text_model
 
     from analyses.batch.runner import Input, run_batch
-    from analyses.batch.task import Task
 
     place.mkdir()
     tiny_text_model().save(place / "model")

@@ -5,7 +5,7 @@ import torch
 from ops_cases import normal
 
 from kvlens.ops import affine as module
-from kvlens.ops.affine import ACTIVATIONS, FEW_ROWS, affine
+from kvlens.ops.affine import ACTIVATIONS, ADDMM_ROWS, affine
 
 EPS = torch.finfo(torch.float32).eps
 D_IN, D_OUT = 70, 50
@@ -27,7 +27,7 @@ def error(a, b):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("rows", [1, FEW_ROWS, 40])
+@pytest.mark.parametrize("rows", [1, ADDMM_ROWS, 40])
 @pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_equals_float64(activation, rows, with_bias, dtype):
@@ -43,7 +43,7 @@ def test_many_float32_rows_on_a_cpu_go_to_one_dnn():
     x, weight, _ = case(40)
     flat = x.flatten(0, 1)
     assert module._one_dnn_serves(flat, weight)
-    assert not module._one_dnn_serves(flat[:FEW_ROWS], weight)
+    assert not module._one_dnn_serves(flat[:ADDMM_ROWS], weight)
     assert not module._one_dnn_serves(flat.double(), weight.double())
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert affine(x, weight).dtype == torch.bfloat16  # as a product of torch's own

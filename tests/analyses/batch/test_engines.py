@@ -12,8 +12,8 @@ from tiny_text_model import tiny_text_model
 from analyses.batch.engine import WorkerDied
 from analyses.batch.runner import Input, run_batch
 from analyses.batch.sharing import MAX_DEATHS, share_out
-from analyses.batch.task import Resources, Task
-from analyses.batch.worker import Job, Outcome
+from analyses.batch.work import Resources, Work
+from analyses.batch.worker import Job, PromptResult
 from analyses.declaration import Record
 from kvlens import KVLensError
 
@@ -48,7 +48,7 @@ class ListEngine:
         if self.dies(job, self.deaths):
             self.deaths += 1
             raise WorkerDied("killed by hand")
-        return [Outcome(job.model, place, record.id, rows=b"") for place, record in job.prompts] if job else []
+        return [PromptResult(job.model, place, record.id, rows=b"") for place, record in job.prompts] if job else []
 
     def stop(self, worker):
         assert self.alive[worker[1]] is not None, "stopped twice"
@@ -63,9 +63,9 @@ def jobs(*sizes):
 
 def shared(engine, given, n_workers=3):
     lines = []
-    outcomes = [outcome for part in share_out(given, engine, n_workers, lines.append) for outcome in part]
+    results = [result for part in share_out(given, engine, n_workers, lines.append) for result in part]
     assert all(worker is None for worker in engine.alive), "a worker was left running"
-    return sorted(outcomes, key=lambda outcome: outcome.prompt), lines
+    return sorted(results, key=lambda result: result.prompt), lines
 
 
 def holds(job, *places):
@@ -74,16 +74,16 @@ def holds(job, *places):
 
 def test_every_prompt_once_and_no_more_workers_than_jobs():
     engine = ListEngine(lambda job, deaths: False)
-    outcomes, lines = shared(engine, jobs(2, 2, 1), n_workers=7)
-    assert [o.prompt for o in outcomes] == [0, 1, 2, 3, 4] and not lines
+    results, lines = shared(engine, jobs(2, 2, 1), n_workers=7)
+    assert [o.prompt for o in results] == [0, 1, 2, 3, 4] and not lines
     assert engine.started == 3
     assert shared(ListEngine(None), []) == ([], [])
 
 
 def test_the_job_of_a_dead_worker_is_given_out_again():
     engine = ListEngine(lambda job, deaths: holds(job, 4) and deaths == 0)
-    outcomes, lines = shared(engine, jobs(3, 3, 3))
-    assert [(o.prompt, o.kind) for o in outcomes] == [(i, None) for i in range(9)]
+    results, lines = shared(engine, jobs(3, 3, 3))
+    assert [(o.prompt, o.kind) for o in results] == [(i, None) for i in range(9)]
     assert lines == ["a worker died (killed by hand); another takes over"]
     assert engine.started == 4
     assert sum(holds(job, 0) for job in engine.jobs) == 1, "the others' jobs are left alone"
@@ -91,10 +91,10 @@ def test_the_job_of_a_dead_worker_is_given_out_again():
 
 def test_a_deadly_prompt_costs_only_itself():
     engine = ListEngine(lambda job, deaths: holds(job, 1, 5))
-    outcomes, _ = shared(engine, jobs(3, 3, 3), n_workers=2)
-    assert [o.prompt for o in outcomes if o.kind == "died"] == [1, 5]
-    assert "its worker died 2 times (killed by hand)" in outcomes[1].error
-    assert len(outcomes) == 9
+    results, _ = shared(engine, jobs(3, 3, 3), n_workers=2)
+    assert [o.prompt for o in results if o.kind == "died"] == [1, 5]
+    assert "its worker died 2 times (killed by hand)" in results[1].error
+    assert len(results) == 9
     assert engine.deaths == 2 * (1 + MAX_DEATHS)
 
 
@@ -118,9 +118,9 @@ def test_an_error_and_a_reader_that_leaves_stop_every_worker():
         shared(engine, jobs(1, 1))
     assert engine.alive == [None, None]
     engine = ListEngine(lambda job, deaths: False)
-    outcomes = share_out(jobs(1, 1, 1), engine, 3)
-    next(outcomes)
-    outcomes.close()
+    results = share_out(jobs(1, 1, 1), engine, 3)
+    next(results)
+    results.close()
     assert engine.alive == [None, None, None]
 
 
@@ -154,9 +154,9 @@ def test_two_processes_of_which_one_is_killed(model_folder, tmp_path):
     out = tmp_path / "t.parquet"
     resources = Resources(workers=2, threads=1, prompts_a_job=3)
     source = deadly_prompts(tmp_path)
-    result = run_batch(Task(LETTERS, (model_folder,)), source, out, resources=resources, tell=lines.append)
+    result = run_batch(Work(LETTERS, (model_folder,)), source, out, resources=resources, tell=lines.append)
     check_deadly_prompts(out, result, lines, "killed by SIGKILL")
-    alone = run_batch(Task(LETTERS, (model_folder,)), source, tmp_path / "alone.parquet")
+    alone = run_batch(Work(LETTERS, (model_folder,)), source, tmp_path / "alone.parquet")
     assert alone.out.read_bytes() == out.read_bytes()
 
 
@@ -177,9 +177,9 @@ def test_two_ray_actors_of_which_one_is_killed(model_folder, tmp_path, ray):
     out = tmp_path / "t.parquet"
     resources = Resources(engine="ray", workers=2, threads=1, prompts_a_job=3)
     source = deadly_prompts(tmp_path)
-    result = run_batch(Task(LETTERS, (model_folder,)), source, out, resources=resources, tell=lines.append)
+    result = run_batch(Work(LETTERS, (model_folder,)), source, out, resources=resources, tell=lines.append)
     check_deadly_prompts(out, result, lines, "")
-    alone = run_batch(Task(LETTERS, (model_folder,)), source, tmp_path / "alone.parquet")
+    alone = run_batch(Work(LETTERS, (model_folder,)), source, tmp_path / "alone.parquet")
     assert alone.out.read_bytes() == out.read_bytes()
 
 
@@ -187,5 +187,5 @@ def test_without_ray_it_says_what_to_install(model_folder, tmp_path, monkeypatch
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
     with pytest.raises(KVLensError, match=r"pip install 'kvlens\[ray\]'"):
         run_batch(
-            Task(LETTERS, (model_folder,)), deadly_prompts(tmp_path), tmp_path / "t.parquet", resources=Resources(engine="ray")
+            Work(LETTERS, (model_folder,)), deadly_prompts(tmp_path), tmp_path / "t.parquet", resources=Resources(engine="ray")
         )

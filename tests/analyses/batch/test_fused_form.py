@@ -7,7 +7,7 @@ import torch
 from tiny_text_model import PROMPT, TEXT, tiny_text_model
 
 from analyses import prompt_copies, prompt_effect
-from analyses.batch.task import Task
+from analyses.batch.work import Work
 from analyses.batch.worker import Job, Worker
 from analyses.declaration import Record
 
@@ -19,10 +19,10 @@ def folder(tmp_path):
 
 
 def table_of(analysis, folder):
-    worker = Worker(Task(analysis=analysis, models=(str(folder),), device="cpu"))
-    outcome = worker.run(Job(0, ((0, Record(id="0", prompt=PROMPT, text=TEXT)),)))[0]
-    assert outcome.error is None
-    return pa.ipc.open_stream(outcome.rows).read_all().to_pandas(), worker.models[0]
+    worker = Worker(Work(analysis=analysis, models=(str(folder),), device="cpu"))
+    result = worker.run(Job(0, ((0, Record(id="0", prompt=PROMPT, text=TEXT)),)))[0]
+    assert result.error is None
+    return pa.ipc.open_stream(result.rows).read_all().to_pandas(), worker.models[0]
 
 
 def test_predictions_come_from_the_fused_kernel(folder, fused_calls):

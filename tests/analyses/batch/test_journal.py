@@ -7,21 +7,21 @@ import pytest
 
 from analyses.batch.journal import Journal, Progress, differences
 from analyses.batch.table import read_facts, schema_of, to_bytes, write_parquet
-from analyses.batch.worker import DIED, FAILED, REFUSED, Outcome
+from analyses.batch.worker import DIED, FAILED, REFUSED, PromptResult
 from kvlens import KVLensError
 
 SETTINGS = {"analysis": "letters", "options": {"times": 2}, "columns": ["a", "b"]}
 
 
 def done(model, prompt, n_rows=3):
-    return Outcome(model, prompt, f"p{prompt}", n_rows, f"rows of {model}, {prompt}".encode())
+    return PromptResult(model, prompt, f"p{prompt}", n_rows, f"rows of {model}, {prompt}".encode())
 
 
 def test_what_was_added_is_there_in_order(tmp_path):
     path = tmp_path / "j"
     with Journal(path, SETTINGS) as journal:
         journal.add([done(1, 0), done(0, 11)])
-        journal.add([done(0, 2), Outcome(0, 1, "p1", kind=REFUSED, error="no")])
+        journal.add([done(0, 2), PromptResult(0, 1, "p1", kind=REFUSED, error="no")])
     with Journal(path, SETTINGS) as journal:
         assert journal.progress() == Progress(n_done=4, n_failed=1, n_rows=9)
         assert list(journal.tables()) == [b"rows of 0, 2", b"rows of 0, 11", b"rows of 1, 0"]
@@ -42,7 +42,7 @@ def test_a_job_is_there_altogether_or_not_at_all(tmp_path):
 
 def test_what_failed_for_another_reason_than_the_prompt_is_tried_again(tmp_path):
     with Journal(tmp_path / "j", SETTINGS) as journal:
-        journal.add([Outcome(0, i, f"p{i}", kind=kind, error="x") for i, kind in enumerate([FAILED, REFUSED, DIED])])
+        journal.add([PromptResult(0, i, f"p{i}", kind=kind, error="x") for i, kind in enumerate([FAILED, REFUSED, DIED])])
     with Journal(tmp_path / "j", SETTINGS) as journal:
         assert [journal.holds(0, i) for i in range(3)] == [False, True, False]
 

@@ -14,7 +14,7 @@ from analyses import bias_by_head
 from analyses.batch import runner
 from analyses.batch.journal import Journal
 from analyses.batch.runner import Input, run_batch
-from analyses.batch.task import Resources, Task
+from analyses.batch.work import Resources, Work
 from kvlens import HookedKVTransformer, KVLensError
 
 LETTERS = "batch_probes.letters:LETTERS"
@@ -53,7 +53,7 @@ def silent(line):
 def test_the_table_is_what_the_analysis_returns(model_folder, other_folder, tmp_path):
     source = prompts(tmp_path, n=3)
     out = tmp_path / "new" / "t.parquet"
-    result = run_batch(Task("bias_by_head", (other_folder, model_folder)), source, out, tell=silent)
+    result = run_batch(Work("bias_by_head", (other_folder, model_folder)), source, out, tell=silent)
     frames = []
     for name in (other_folder, model_folder):
         model = HookedKVTransformer.load(name)
@@ -71,8 +71,8 @@ def test_the_table_is_what_the_analysis_returns(model_folder, other_folder, tmp_
 
 def test_columns_and_options(model_folder, tmp_path):
     source = prompts(tmp_path, {"prompt": "ab", "id": "x"})
-    task = Task(LETTERS, (model_folder,), columns=("letter", "place"), options={"upper": True, "times": 2})
-    run_batch(task, source, tmp_path / "t.parquet")
+    work = Work(LETTERS, (model_folder,), columns=("letter", "place"), options={"upper": True, "times": 2})
+    run_batch(work, source, tmp_path / "t.parquet")
     table = pd.read_parquet(tmp_path / "t.parquet")
     assert list(table.columns) == ["model", "prompt_id", "letter", "place"]
     assert "".join(table["letter"]) == "ABAB"
@@ -83,7 +83,7 @@ def test_what_gives_no_rows_is_reported_and_the_rest_goes_on(model_folder, tmp_p
     source = prompts(
         tmp_path, {"prompt": "ab"}, "", {"prompt": "c", "raises": 1}, {"prompt": "d", "breaks": 1}, {"prompt": "e"}
     )
-    result = run_batch(Task(LETTERS, (model_folder,)), source, tmp_path / "t.parquet", tell=lines.append)
+    result = run_batch(Work(LETTERS, (model_folder,)), source, tmp_path / "t.parquet", tell=lines.append)
     assert lines == ["p.jsonl:2: the line is empty"]
     assert "".join(pd.read_parquet(result.out)["letter"]) == "abe"
     assert (result.n_rows, result.n_prompts, result.n_without_rows, result.n_malformed) == (3, 4, 2, 1)
@@ -93,15 +93,15 @@ def test_what_gives_no_rows_is_reported_and_the_rest_goes_on(model_folder, tmp_p
         {"model": model_folder, "prompt": "p.jsonl:4", "kind": "failed", "error": "ZeroDivisionError: a bug"},
     ]
     prompts(tmp_path, {"prompt": "ab"})
-    run_batch(Task(LETTERS, (model_folder,)), source, tmp_path / "t.parquet", overwrite=True, tell=silent)
+    run_batch(Work(LETTERS, (model_folder,)), source, tmp_path / "t.parquet", overwrite=True, tell=silent)
     assert names(tmp_path) == ["p.jsonl", "t.parquet"], "the errors of the old table are gone with it"
 
 
 def test_the_number_of_ablations_is_said_before_they_start(model_folder, tmp_path):
     lines = []
-    task = Task("bias_effects", (model_folder,), options={"by": "layer", "methods": "zero", "parts": "bias"})
+    work = Work("bias_effects", (model_folder,), options={"by": "layer", "methods": "zero", "parts": "bias"})
     source = prompts(tmp_path, {"prompt": "The widget", "text": " is green"})
-    result = run_batch(task, source, tmp_path / "t.parquet", tell=lines.append)
+    result = run_batch(work, source, tmp_path / "t.parquet", tell=lines.append)
     n_layers = pd.read_parquet(result.out)["layer"].nunique()
     assert lines == [f"{model_folder}: {n_layers} ablations or patches per prompt, in batches"]
     assert result.n_rows == n_layers
@@ -109,24 +109,24 @@ def test_the_number_of_ablations_is_said_before_they_start(model_folder, tmp_pat
 
 def test_an_analysis_that_needs_a_text_says_so(model_folder, tmp_path):
     source = prompts(tmp_path, {"prompt": "ab"}, {"prompt": "cd", "text": " e"})
-    result = run_batch(Task("bias_by_head", (model_folder,)), source, tmp_path / "t.parquet")
+    result = run_batch(Work("bias_by_head", (model_folder,)), source, tmp_path / "t.parquet")
     assert "needs a text: give the prompt" in result.errors.read_text()
     assert set(pd.read_parquet(result.out)["prompt_id"]) == {"p.jsonl:2"}
-    result = run_batch(Task("bias_by_head", (model_folder,)), Input(source.prompts, " f"), tmp_path / "u.parquet")
+    result = run_batch(Work("bias_by_head", (model_folder,)), Input(source.prompts, " f"), tmp_path / "u.parquet")
     assert result.errors is None
 
 
 def test_many_bad_lines_are_counted(model_folder, tmp_path):
     lines = []
     run_batch(
-        Task(LETTERS, (model_folder,)), prompts(tmp_path, {"prompt": "a"}, *"[" * 33), tmp_path / "t.parquet", tell=lines.append
+        Work(LETTERS, (model_folder,)), prompts(tmp_path, {"prompt": "a"}, *"[" * 33), tmp_path / "t.parquet", tell=lines.append
     )
     assert len(lines) == 21 and lines[-1] == "... and 13 more lines without a prompt"
 
 
 def test_killed_often_the_table_is_that_of_an_uninterrupted_run(model_folder, tmp_path):
     source = prompts(tmp_path, n=31)
-    run_batch(Task("bias_by_head", (model_folder,)), source, tmp_path / "whole.parquet")
+    run_batch(Work("bias_by_head", (model_folder,)), source, tmp_path / "whole.parquet")
     out = tmp_path / "killed" / "t.parquet"
     script = Path(__file__).parents[1] / "batch_probes" / "killed_often.py"
     command = [sys.executable, str(script), str(source.prompts), model_folder, str(out)]
@@ -140,9 +140,9 @@ def test_killed_often_the_table_is_that_of_an_uninterrupted_run(model_folder, tm
 @pytest.mark.parametrize("where", ["Journal.add", "Journal.failures", "write_atomically", "write_parquet", "Journal.delete"])
 @pytest.mark.parametrize("after", [False, True])
 def test_interrupted_anywhere_it_goes_on(model_folder, tmp_path, monkeypatch, where, after):
-    task, resources = Task(LETTERS, (model_folder,)), Resources(prompts_a_job=2)
+    work, resources = Work(LETTERS, (model_folder,)), Resources(prompts_a_job=2)
     source = prompts(tmp_path, *({"prompt": f"{i}", **({"raises": 1} if i == 3 else {})} for i in range(5)))
-    run_batch(task, source, tmp_path / "whole.parquet", resources=resources)
+    run_batch(work, source, tmp_path / "whole.parquet", resources=resources)
     owner, name = (Journal, where.split(".")[1]) if "." in where else (runner, where)
     real, calls = getattr(owner, name), []
 
@@ -157,21 +157,21 @@ def test_interrupted_anywhere_it_goes_on(model_folder, tmp_path, monkeypatch, wh
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, interrupted)
         with pytest.raises(KeyboardInterrupt):
-            run_batch(task, source, tmp_path / "t.parquet", resources=resources)
+            run_batch(work, source, tmp_path / "t.parquet", resources=resources)
     if where == "Journal.delete" and after:
         with pytest.raises(KVLensError, match=r"t.parquet is complete"):
-            run_batch(task, source, tmp_path / "t.parquet")
+            run_batch(work, source, tmp_path / "t.parquet")
     else:
         assert "t.parquet.partial" in names(tmp_path)
-        run_batch(task, source, tmp_path / "t.parquet")
+        run_batch(work, source, tmp_path / "t.parquet")
     for suffix in ("", ".errors.jsonl"):
         assert (tmp_path / f"t.parquet{suffix}").read_bytes() == (tmp_path / f"whole.parquet{suffix}").read_bytes()
     assert len(names(tmp_path)) == 5
 
 
 def test_what_is_done_is_not_done_again(model_folder, tmp_path, monkeypatch):
-    def add_once(self, outcomes):
-        added(self, outcomes)
+    def add_once(self, results):
+        added(self, results)
         raise KeyboardInterrupt
 
     added, source, marker = (
@@ -183,62 +183,62 @@ def test_what_is_done_is_not_done_again(model_folder, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Journal, "add", add_once)
         with pytest.raises(KeyboardInterrupt):
-            run_batch(Task(LETTERS, (model_folder,)), source, tmp_path / "t.parquet", resources=Resources(prompts_a_job=1))
+            run_batch(Work(LETTERS, (model_folder,)), source, tmp_path / "t.parquet", resources=Resources(prompts_a_job=1))
     marker.unlink()  # whoever runs the first prompt again, dies
-    assert run_batch(Task(LETTERS, (model_folder,)), source, tmp_path / "t.parquet").n_rows == 3
+    assert run_batch(Work(LETTERS, (model_folder,)), source, tmp_path / "t.parquet").n_rows == 3
 
 
 def test_an_interrupted_run_of_other_settings_is_not_gone_on_with(model_folder, other_folder, tmp_path, monkeypatch):
-    task, out = Task(LETTERS, (model_folder,)), tmp_path / "t.parquet"
+    work, out = Work(LETTERS, (model_folder,)), tmp_path / "t.parquet"
     with monkeypatch.context() as patch:
         patch.setattr(runner, "write_parquet", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            run_batch(task, prompts(tmp_path, n=3), out)
+            run_batch(work, prompts(tmp_path, n=3), out)
     for words, other in {
-        "options.times was 1, now 2": Task(LETTERS, (model_folder,), options={"times": 2}),
-        'dtype was null, now "float64"': Task(LETTERS, (model_folder,), dtype="float64"),
-        f"models.{other_folder} was null": Task(LETTERS, (model_folder, other_folder)),
-        "columns was": Task(LETTERS, (model_folder,), columns=("letter",)),
+        "options.times was 1, now 2": Work(LETTERS, (model_folder,), options={"times": 2}),
+        'dtype was null, now "float64"': Work(LETTERS, (model_folder,), dtype="float64"),
+        f"models.{other_folder} was null": Work(LETTERS, (model_folder, other_folder)),
+        "columns was": Work(LETTERS, (model_folder,), columns=("letter",)),
     }.items():
         with pytest.raises(KVLensError, match="was begun with other settings") as refusal:
             run_batch(other, Input(tmp_path / "p.jsonl"), out)
         assert words in str(refusal.value)
     with pytest.raises(KVLensError, match="n_prompts was 3, now 4; prompts was"):
-        run_batch(task, prompts(tmp_path, n=4), out)
+        run_batch(work, prompts(tmp_path, n=4), out)
     assert names(tmp_path) == ["p.jsonl", "t.parquet.partial"]
-    assert run_batch(task, prompts(tmp_path, n=4), out, overwrite=True).n_prompts == 4
+    assert run_batch(work, prompts(tmp_path, n=4), out, overwrite=True).n_prompts == 4
 
 
 def test_a_model_that_was_trained_on_is_another_model(tmp_path, monkeypatch):
     model = tiny_text_model()
     model.save(tmp_path / "m")
-    task, out, source = Task(LETTERS, (str(tmp_path / "m"),)), tmp_path / "t.parquet", prompts(tmp_path, n=2)
+    work, out, source = Work(LETTERS, (str(tmp_path / "m"),)), tmp_path / "t.parquet", prompts(tmp_path, n=2)
     with monkeypatch.context() as patch:
         patch.setattr(runner, "write_parquet", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            run_batch(task, source, out)
+            run_batch(work, source, out)
     model.W_E[0, 0] += 1
     model.save(tmp_path / "m", overwrite=True)
     with pytest.raises(KVLensError, match=r"m\.weights was"):
-        run_batch(task, source, out)
+        run_batch(work, source, out)
 
 
 def test_outputs_that_exist(model_folder, tmp_path):
-    task, source, out = Task(LETTERS, (model_folder,)), prompts(tmp_path, n=2), tmp_path / "t.parquet"
-    run_batch(task, source, out)
+    work, source, out = Work(LETTERS, (model_folder,)), prompts(tmp_path, n=2), tmp_path / "t.parquet"
+    run_batch(work, source, out)
     before = out.read_bytes()
     with pytest.raises(KVLensError, match=r"t.parquet is complete: letters of 2 prompts; pass --overwrite"):
-        run_batch(task, source, out)
+        run_batch(work, source, out)
     assert out.read_bytes() == before
-    run_batch(task, source, out, overwrite=True)
+    run_batch(work, source, out, overwrite=True)
     assert out.read_bytes() == before
     pd.DataFrame({"a": [1]}).to_parquet(tmp_path / "mine.parquet")
     (tmp_path / "folder.parquet").mkdir()
     for name in ("mine.parquet", "folder.parquet"):
         with pytest.raises(KVLensError, match="exists and is not the table of a batch, so it is left alone"):
-            run_batch(task, source, tmp_path / name, overwrite=True)
+            run_batch(work, source, tmp_path / name, overwrite=True)
     with pytest.raises(KVLensError, match=r"ends in .parquet, got .*t.csv"):
-        run_batch(task, source, tmp_path / "t.csv")
+        run_batch(work, source, tmp_path / "t.csv")
     assert names(tmp_path) == ["folder.parquet", "mine.parquet", "p.jsonl", "t.parquet"]
 
 
@@ -250,9 +250,9 @@ def test_models_that_will_not_do(tmp_path):
         "docs-liner": "'docs-liner' is neither a shipped model nor a folder.*did you mean 'docs-linear'",
     }.items():
         with pytest.raises(KVLensError, match=words):
-            run_batch(Task(LETTERS, (name,)), source, out)
+            run_batch(Work(LETTERS, (name,)), source, out)
     with pytest.raises(KVLensError, match="device: 'abacus' cannot be used here"):
-        run_batch(Task(LETTERS, ("docs-linear",), device="abacus"), source, out)
+        run_batch(Work(LETTERS, ("docs-linear",), device="abacus"), source, out)
     assert names(tmp_path) == ["p.jsonl", "softmax"]
 
 
@@ -274,9 +274,9 @@ def test_models_that_will_not_do(tmp_path):
     ],
 )
 def test_unknown_names_propose_the_nearest(tmp_path, changes, words):
-    task = Task(**{"analysis": LETTERS, "models": ("docs-linear",), **changes})
+    work = Work(**{"analysis": LETTERS, "models": ("docs-linear",), **changes})
     with pytest.raises(KVLensError, match=words):
-        run_batch(task, prompts(tmp_path, n=1), tmp_path / "t.parquet")
+        run_batch(work, prompts(tmp_path, n=1), tmp_path / "t.parquet")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from tiny_text_model import tiny_text_model
 import analyses
 from analyses import ANALYSES
 from analyses.batch import script
-from analyses.batch.task import load_analysis
+from analyses.batch.work import load_analysis
 from kvlens.cli import main
 
 LETTERS = "batch_probes.letters:LETTERS"

@@ -13,18 +13,18 @@ from pathlib import Path
 import torch
 
 from analyses.batch.runner import Input, run_batch
-from analyses.batch.task import Resources, Task, load_analysis
+from analyses.batch.work import Resources, Work, load_analysis
 
 
 def main(prompts: str, model: str, out: str) -> None:
-    task, source, pause = Task("bias_by_head", (model,)), Input(Path(prompts)), random.Random(0)
-    load_analysis(task.analysis)
+    work, source, pause = Work("bias_by_head", (model,)), Input(Path(prompts)), random.Random(0)
+    load_analysis(work.analysis)
     torch.set_num_threads(1)  # as in the tests: the last bits of a sum depend on it
     kills, attempts = 0, 0
     while True:
         child = os.fork()
         if child == 0:
-            run_batch(task, source, out, resources=Resources(prompts_a_job=2), progress=False)
+            run_batch(work, source, out, resources=Resources(prompts_a_job=2), progress=False)
             os._exit(0)
         attempts += 1
         time.sleep(pause.uniform(0, 0.04 * attempts))  # ever later, so that it comes to an end on any machine

@@ -1,6 +1,6 @@
 """What is computed, and with what: the two halves of a batch's settings.
 
-The task decides every number of the table, is sent to each worker, and is recorded: a batch is resumed with the same task or
+The work decides every number of the table, is sent to each worker, and is recorded: a batch is resumed with the same work or
 not at all. The resources only decide how long it takes, and may change between an interruption and the resumption.
 """
 
@@ -24,7 +24,7 @@ MOST_A_CORE, MOST_ACTORS = 16, 10_000
 
 
 @dataclass(frozen=True)
-class Task:
+class Work:
     """What every row of the table depends on, beside the prompts.
 
     Attributes:
@@ -106,28 +106,28 @@ def load_analysis(name: str, folder: str | None = None) -> Analysis:
     return analysis
 
 
-def check_task(task: Task) -> Analysis:
-    """Return the analysis of a task whose names all exist.
+def check_work(work: Work) -> Analysis:
+    """Return the analysis of ``work``, all of whose names exist.
 
     Raises:
         KVLensError: an unknown analysis, column or option, an option of another type, no model or one twice.
     """
-    analysis = load_analysis(task.analysis, task.folder)
-    for column in task.columns:
+    analysis = load_analysis(work.analysis, work.folder)
+    for column in work.columns:
         if column not in analysis.columns:
             raise KVLensError(
                 f"{analysis.name} has no column {column!r}; it has {', '.join(analysis.columns)}"
                 f"{nearest(column, analysis.columns)}"
             )
-    for name in task.options:
+    for name in work.options:
         if name not in analysis.options:
             listed = f"it has {', '.join(analysis.options)}" if analysis.options else "it has none"
             raise KVLensError(f"{analysis.name} has no option {name!r}; {listed}{nearest(name, analysis.options)}")
-    analysis.read_options(task.options)
-    for what, names in (("model", task.models), ("column", task.columns)):
+    analysis.read_options(work.options)
+    for what, names in (("model", work.models), ("column", work.columns)):
         if len(set(names)) < len(names):
             twice = next(name for i, name in enumerate(names) if name in names[:i])
             raise KVLensError(f"the {what} {twice!r} is given twice")
-    if not task.models:
+    if not work.models:
         raise KVLensError("no model is given; name at least one")
     return analysis
