@@ -10,12 +10,12 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from analyses.batch.task import load_analysis
 from analysis_models import pencil_model
 from tiny_text_model import tiny_text_model
 
 import analyses
 from analyses import ANALYSES, TEXT, Analysis, Columns, Field, Option, Record, declaration
+from analyses.batch.work import load_analysis
 from analyses.registry import HOMES
 from kvlens import KVLensError
 from kvlens.cli import main

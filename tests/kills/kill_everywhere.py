@@ -134,10 +134,10 @@ def trained(place: Path) -> Case:
 
 def table(place: Path) -> Case:
     import pandas as pd
-    from analyses.batch.task import Task
     from tiny_text_model import PROMPT, TEXT, tiny_text_model
 
     from analyses.batch.runner import Input, run_batch
+    from analyses.batch.work import Work
 
     place.mkdir()
     tiny_text_model().save(place / "model")
@@ -145,8 +145,8 @@ def table(place: Path) -> Case:
     turn = Turn()
 
     def write(folder: Path) -> None:
-        task = Task("conversion_error", (str(place / "model"),), dtype=("float32", "float64")[turn()])
-        run_batch(task, Input(place / "p.jsonl"), folder / "t.parquet", overwrite=True, progress=False)
+        work = Work("conversion_error", (str(place / "model"),), dtype=("float32", "float64")[turn()])
+        run_batch(work, Input(place / "p.jsonl"), folder / "t.parquet", overwrite=True, progress=False)
 
     return Case(write, lambda folder: pd.read_parquet(folder / "t.parquet")["relative_error"].sum(), {"t.parquet"})
 
