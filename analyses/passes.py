@@ -2,7 +2,7 @@
 
 from kvlens.arguments import check_whole
 
-MEMORY_A_PASS = 2**28
+MEMORY_PER_PASS = 2**28
 """Bytes that one forward pass may roughly take when the batch size is left open."""
 
 

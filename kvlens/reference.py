@@ -18,7 +18,7 @@ import kvlens
 from kvlens.errors import KVLensError
 
 PACKAGES = ("kvlens", "analyses")
-A_PAGE_A_MODULE = ("kvlens.papers", "kvlens.experiments", "analyses.declaration")
+A_PAGE_PER_MODULE = ("kvlens.papers", "kvlens.experiments", "analyses.declaration")
 """Where modules have pages of their own; elsewhere a package's page shows what the package names."""
 WITHOUT_A_PAGE = ("cli", "bias", "heads", "prompt", "stream")
 """Packages that name nothing: commands explain themselves with --help, and the analyses are on the page of their package."""
@@ -71,7 +71,7 @@ def pages() -> list[str]:
     for name in found:  # grows while it is read
         for info in pkgutil.iter_modules(getattr(importlib.import_module(name), "__path__", []), f"{name}."):
             last = info.name.rpartition(".")[2]
-            wanted = info.name.startswith(A_PAGE_A_MODULE) or (info.ispkg and last not in WITHOUT_A_PAGE)
+            wanted = info.name.startswith(A_PAGE_PER_MODULE) or (info.ispkg and last not in WITHOUT_A_PAGE)
             if wanted and not last.startswith("_"):
                 found.append(info.name)
     return sorted(found)

@@ -43,7 +43,7 @@ record
 # moment and start it again: it goes on where it was. `--workers` shares the prompts out, `--engine ray` over a cluster.
 
 # %%
-# !kvlens analyse prompt_effect stories.jsonl --model facts-linear --out effect.parquet --workers 2 --threads 1 --prompts-a-job 50 2>&1 | tail -1
+# !kvlens analyse prompt_effect stories.jsonl --model facts-linear --out effect.parquet --workers 2 --threads 1 --prompts-per-job 50 2>&1 | tail -1
 
 # %% [markdown]
 # ## One tidy table

@@ -64,7 +64,7 @@ BAD_OPTIONS = [
     *(["--device", device] for device in ("meta", "cudda", "")),
     *(["--workers", number] for number in ("99999999", "0", "-1", "x", "1.5")),
     *(["--threads", number] for number in ("99999999", "0", "x")),
-    *(["--prompts-a-job", number] for number in ("0", "x")),
+    *(["--prompts-per-job", number] for number in ("0", "x")),
     *(["--columns", columns] for columns in ("", "layer,", "layr", "layer,layer")),
     *(["--dtype", "int8"], ["--engine", "rey"], ["--gpus-per-worker", "nan"], ["--gpus-per-worker", "1"]),
 ]

@@ -47,7 +47,7 @@ def run_analysis(name: str, argv: Sequence[str], prog: str, epilog: str) -> int:
         device=args.device,
         folder=folder,
     )
-    resources = Resources(args.engine, args.workers, args.gpus_per_worker, args.threads, args.prompts_a_job)
+    resources = Resources(args.engine, args.workers, args.gpus_per_worker, args.threads, args.prompts_per_job)
     source = Input(path_of("PROMPTS", args.prompts), args.text)
     try:
         result = run_batch(work, source, args.out, resources=resources, overwrite=args.overwrite)
@@ -96,7 +96,7 @@ def _parser(analysis: Analysis, prog: str, epilog: str) -> argparse.ArgumentPars
     add("--engine", choices=("processes", "ray"), default="processes", help="ray needs kvlens[ray] (default: %(default)s)")
     add("--gpus-per-worker", type=float, default=0.0, metavar="X", help="with ray: GPU, or part of one (default: %(default)g)")
     add("--threads", type=int, metavar="N", help="of each worker (default: torch's threads here, shared out)")
-    add("--prompts-a-job", type=int, default=8, metavar="N", help="what is handed out, and recorded, at once (default: 8)")
+    add("--prompts-per-job", type=int, default=8, metavar="N", help="what is handed out, and recorded, at once (default: 8)")
     own = parser.add_argument_group("options of this analysis") if analysis.options else parser
     for name, default in analysis.defaults.items():
         _add_option(own, name, analysis.options[name], default)

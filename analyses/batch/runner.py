@@ -119,7 +119,7 @@ def run_batch(
     _make_folder(out.parent)
     with Journal(journal_path, settings, anew=overwrite) as journal:
         total, done = found.n_prompts * len(work.models), journal.progress().n_done
-        jobs = _jobs(work, source, journal, resources.prompts_a_job)
+        jobs = _jobs(work, source, journal, resources.prompts_per_job)
         hidden = None if progress is None else not progress
         with tqdm(total=total, initial=done, unit="prompt", desc=analysis.name, disable=hidden) as bar:
             for results in run_jobs(jobs, work, resources, tell, None if elsewhere else models):

@@ -19,7 +19,7 @@ from kvlens.errors import nearest
 
 FRONT_COLUMNS = ("model", "prompt_id")
 ENGINES = ("processes", "ray")
-MOST_A_CORE, MOST_ACTORS = 16, 10_000
+MOST_PER_CORE, MOST_ACTORS = 16, 10_000
 """Processes (or threads of one) that a core may be given, and actors of a cluster: more are a slip of the hand."""
 
 
@@ -56,22 +56,22 @@ class Resources:
         workers: how many processes or actors; one process alone works in this one.
         gpus_per_worker: for Ray, 0.25 puts four workers on a GPU.
         threads: of each worker; None shares out those that torch has here. The last bits of a sum depend on it.
-        prompts_a_job: what a worker is given, and what is recorded, at once.
+        prompts_per_job: what a worker is given, and what is recorded, at once.
     """
 
     engine: str = "processes"
     workers: int = 1
     gpus_per_worker: float = 0.0
     threads: int | None = None
-    prompts_a_job: int = 8
+    prompts_per_job: int = 8
 
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:
             raise KVLensError(f"engine: expected {' or '.join(ENGINES)}, got {self.engine!r}{nearest(self.engine, ENGINES)}")
         cores = os.cpu_count() or 1
-        for name in ("workers", "prompts_a_job") + (("threads",) if self.threads is not None else ()):
+        for name in ("workers", "prompts_per_job") + (("threads",) if self.threads is not None else ()):
             check_whole(name, getattr(self, name), 1)
-        most = {"workers": MOST_ACTORS if self.engine == "ray" else MOST_A_CORE * cores, "threads": MOST_A_CORE * cores}
+        most = {"workers": MOST_ACTORS if self.engine == "ray" else MOST_PER_CORE * cores, "threads": MOST_PER_CORE * cores}
         for name, limit in most.items():
             if (getattr(self, name) or 0) > limit:
                 raise KVLensError(

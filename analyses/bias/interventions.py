@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from analyses.passes import MEMORY_A_PASS, check_batch_size
+from analyses.passes import MEMORY_PER_PASS, check_batch_size
 from kvlens import HookedKVTransformer, KVBias, KVLensError
 
 OF_BIAS, OF_BOUNDARY = ("b_KV", "b_D"), ("last_k", "last_v", "last_q")
@@ -67,17 +67,17 @@ def logits_under(
         text: [pos].
         bias: of one prompt.
         rows: the interventions.
-        batch_size: how many share a forward pass; None takes what :data:`analyses.passes.MEMORY_A_PASS` allows.
+        batch_size: how many share a forward pass; None takes what :data:`analyses.passes.MEMORY_PER_PASS` allows.
         on_progress: called with the fraction done after each forward pass.
 
     Raises:
         KVLensError: a batch size below 1, a bias of another model.
     """
     check_batch_size("ablations", batch_size)
-    rows_a_pass = batch_size or max(1, MEMORY_A_PASS // _bytes_a_row(model, bias, len(text)))
+    rows_per_pass = batch_size or max(1, MEMORY_PER_PASS // _bytes_per_row(model, bias, len(text)))
     n_rows = len(rows.donor)
-    for first in range(0, n_rows, rows_a_pass):
-        chunk = rows.some(slice(first, first + rows_a_pass))
+    for first in range(0, n_rows, rows_per_pass):
+        chunk = rows.some(slice(first, first + rows_per_pass))
         with model.kv_bias(_intervened(bias, chunk)):
             batch = text[None].expand(len(chunk.donor), -1)
             yield model(batch, attention_mask=torch.ones_like(batch))
@@ -105,7 +105,7 @@ def _intervened(bias: KVBias, rows: Interventions) -> KVBias:
     return replace(bias.repeat(len(rows.donor)), **mixed)
 
 
-def _bytes_a_row(model: HookedKVTransformer, bias: KVBias, pos: int) -> int:
+def _bytes_per_row(model: HookedKVTransformer, bias: KVBias, pos: int) -> int:
     """The bias and its copy in the layers, the logits and their float64 probabilities, the widest activations."""
     widest = max(model.cfg.d_mlp or 0, model.cfg.d_model, bias.n_heads * bias.b_KV.shape[-2])
     return 8 * bias.num_parameters + pos * (28 * model.cfg.d_vocab_out + 16 * widest)

@@ -33,7 +33,7 @@ from analyses.bias.patches import (
 )
 from analyses.declaration import Analysis, Columns, Option
 from analyses.inputs import ANSWER, PROMPT, TEXT, WRONG, needs_linear_attention, tokens_field
-from analyses.passes import MEMORY_A_PASS, check_batch_size
+from analyses.passes import MEMORY_PER_PASS, check_batch_size
 from analyses.sequences import CorruptedTokens, PromptTokens, TextTokens, converted, one_sequence
 from analyses.stream.logit_attribution import Token, logit_target
 from kvlens import HookedKVTransformer, KVBias, KVLensError
@@ -115,11 +115,11 @@ def activation_patching(
         on_start(len(patches))
     clean_metric, of_clean = _clean_run(model, clean, text, metric)
     sources |= of_clean
-    rows_a_pass = batch_size or max(1, MEMORY_A_PASS // _bytes_a_row(model, corrupted, len(text)))
+    rows_per_pass = batch_size or max(1, MEMORY_PER_PASS // _bytes_per_row(model, corrupted, len(text)))
     values: list[float] = []
     with model.kv_bias(corrupted):
         corrupted_metric = _run(model, text, metric, [], rows=1)[0]
-        for chunk in _passes(patches, rows_a_pass):
+        for chunk in _passes(patches, rows_per_pass):
             values += _run(model, text, metric, patch_hooks(model, chunk, sources), len(chunk))
             if on_progress is not None:
                 on_progress(len(values) / len(patches))
@@ -192,17 +192,17 @@ def _clean_run(
     return _values(metric, logits)[0], {place: cache[name] for name, place in where.items()}
 
 
-def _bytes_a_row(model: HookedKVTransformer, bias: KVBias, pos: int) -> int:
+def _bytes_per_row(model: HookedKVTransformer, bias: KVBias, pos: int) -> int:
     """One layer's bias, twice; the logits and what a metric may make of them; the widest activations."""
     widest = max(model.cfg.d_mlp or 0, model.cfg.d_model, bias.n_heads * bias.b_KV.shape[-2])
     return 16 * bias.num_parameters // bias.n_layers + pos * (24 * model.cfg.d_vocab_out + 32 * widest)
 
 
-def _passes(patches: Sequence[Patch], rows_a_pass: int) -> Iterator[Sequence[Patch]]:
+def _passes(patches: Sequence[Patch], rows_per_pass: int) -> Iterator[Sequence[Patch]]:
     """Consecutive patches that share a forward pass."""
     chunk: list[Patch] = []
     for patch in patches:
-        if chunk and (len(chunk) == rows_a_pass or not has_batch_axis(patch) or not has_batch_axis(chunk[-1])):
+        if chunk and (len(chunk) == rows_per_pass or not has_batch_axis(patch) or not has_batch_axis(chunk[-1])):
             yield chunk
             chunk = []
         chunk.append(patch)

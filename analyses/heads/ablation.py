@@ -16,7 +16,7 @@ from torch import Tensor
 
 from analyses.heads.repeated_tokens import RepeatedTokens
 from analyses.heads.weights import wide_dtype
-from analyses.passes import MEMORY_A_PASS, check_batch_size
+from analyses.passes import MEMORY_PER_PASS, check_batch_size
 from kvlens import HookedKVTransformer, KVLensError
 
 Start = Callable[[int], None]
@@ -45,7 +45,7 @@ def resampling_ablation(
         model: whose heads they are.
         repeated: the texts.
         donors: as many texts of the same length.
-        batch_size: rows per forward pass; None takes what :data:`MEMORY_A_PASS` allows.
+        batch_size: rows per forward pass; None takes what :data:`MEMORY_PER_PASS` allows.
         on_start: called once, before anything runs, with the number of ablations: heads times texts.
         on_progress: called with the fraction done after each forward pass.
 
@@ -61,7 +61,7 @@ def resampling_ablation(
     check_batch_size("ablations", batch_size)
     heads = torch.arange(n_heads).repeat_interleave(n_texts)
     texts = torch.arange(n_texts).repeat(n_heads)
-    rows = batch_size or max(1, MEMORY_A_PASS // _bytes_a_row(model, repeated))
+    rows = batch_size or max(1, MEMORY_PER_PASS // _bytes_per_row(model, repeated))
     passes = [(layer, part) for layer in range(n_layers) for part in torch.arange(len(heads)).split(rows)]
     if on_start is not None:
         on_start(n_layers * len(heads))
@@ -78,7 +78,7 @@ def resampling_ablation(
     return AblationEffect(*sums / n_texts)
 
 
-def _bytes_a_row(model: HookedKVTransformer, repeated: RepeatedTokens) -> int:
+def _bytes_per_row(model: HookedKVTransformer, repeated: RepeatedTokens) -> int:
     """Logits and their exponentials, the pattern and its scores, the widest activations."""
     pos, cfg = repeated.tokens.shape[1], model.cfg
     return repeated.n_repeated * 16 * cfg.d_vocab_out + 16 * pos * (cfg.n_heads * pos + 2 * max(cfg.d_mlp or 0, cfg.d_model))

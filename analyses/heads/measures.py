@@ -16,7 +16,7 @@ from analyses.heads.lags import PatternScores, pattern_scores
 from analyses.heads.repeated_tokens import RepeatedTokens
 from analyses.heads.shift_roles import ShiftTaps, layer_taps, shifted_projections
 from analyses.heads.weights import wide_dtype
-from analyses.passes import MEMORY_A_PASS
+from analyses.passes import MEMORY_PER_PASS
 from kvlens import HookedKVTransformer
 
 
@@ -30,14 +30,14 @@ class HeadMeasures(NamedTuple):
 
 def measure_heads(model: HookedKVTransformer, repeated: RepeatedTokens) -> HeadMeasures:
     """Run the text, as many sequences at a time as memory allows, and average over all of them."""
-    parts = repeated.split(max(1, MEMORY_A_PASS // _bytes_a_sequence(model, repeated)))
+    parts = repeated.split(max(1, MEMORY_PER_PASS // _bytes_per_sequence(model, repeated)))
     measured = [_measure_part(model, part) for part in parts]
     shares = [len(part.tokens) / len(repeated.tokens) for part in parts]
     scores = PatternScores(*(_weighted(shares, tensors) for tensors in zip(*(m.scores for m in measured), strict=True)))
     return HeadMeasures(scores, _weighted(shares, [m.attribution for m in measured]), measured[0].taps)
 
 
-def _bytes_a_sequence(model: HookedKVTransformer, repeated: RepeatedTokens) -> int:
+def _bytes_per_sequence(model: HookedKVTransformer, repeated: RepeatedTokens) -> int:
     """One layer's pattern, scores and temporaries; every layer's z; the widest activations."""
     pos, cfg = repeated.tokens.shape[1], model.cfg
     return 4 * pos * (4 * cfg.n_heads * pos + cfg.n_layers * cfg.n_heads * cfg.d_head + 4 * max(cfg.d_mlp or 0, cfg.d_model))

@@ -336,12 +336,12 @@ def _effect_figures(effect: pd.DataFrame) -> dict[str, Any]:
         condition: {
             "kl_from_with_prompt": float(means.loc[condition, "kl"]),
             "next_token_agreement": float(means.loc[condition, "argmax_agrees"]),
-            "loss_nats_a_token": float(means.loc[condition, "loss"]),
+            "loss_nats_per_token": float(means.loc[condition, "loss"]),
         }
         for condition in CONDITIONS
     }
-    losses = {condition: figures[condition]["loss_nats_a_token"] for condition in CONDITIONS}
-    return {**figures, "gain_nats_a_token": losses["without_prompt"] - losses["converted"]}
+    losses = {condition: figures[condition]["loss_nats_per_token"] for condition in CONDITIONS}
+    return {**figures, "gain_nats_per_token": losses["without_prompt"] - losses["converted"]}
 
 
 def _versions() -> dict[str, str]:

@@ -125,7 +125,7 @@ def _effect(figures: dict[str, Any]) -> Piece:
     names = {
         "kl_from_with_prompt": "KL from with prompt, nats",
         "next_token_agreement": "same predicted next token, fraction",
-        "loss_nats_a_token": "loss, nats per token",
+        "loss_nats_per_token": "loss, nats per token",
     }
     rows = [[title, *(figures[condition][key] for condition in CONDITIONS)] for key, title in names.items()]
     return error_table(pd.DataFrame(rows, columns=["mean over the text", *TITLES.values()]), title="three conditions")

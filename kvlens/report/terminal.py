@@ -93,7 +93,7 @@ def _effect(figures: dict[str, Any]) -> Padding:
     rows = (
         ("KL from with prompt, nats", "kl_from_with_prompt", _nats),
         ("same predicted next token", "next_token_agreement", lambda x: f"{100 * x:.0f} %"),
-        ("loss, nats per token", "loss_nats_a_token", _nats),
+        ("loss, nats per token", "loss_nats_per_token", _nats),
     )
     for title, key, shown in rows:
         table.add_row(title, *(shown(figures[c][key]) for c in CONDITIONS))

@@ -142,7 +142,7 @@ def test_the_docstrings_example_runs_in_a_batch(tmp_path, monkeypatch, capsys, w
     Path("p.txt").write_text("ab\ncde\n")
     monkeypatch.setattr(sys, "path", list(sys.path))
     command = ["analyse", f"my_package_{workers}.my_module:LARGEST_LOGITS", "p.txt", "--model", "tiny", "--out", "t.parquet"]
-    assert main([*command, "--text", "the widget", "--scale", "0.5", "--workers", workers, "--prompts-a-job", "2"]) == 0
+    assert main([*command, "--text", "the widget", "--scale", "0.5", "--workers", workers, "--prompts-per-job", "2"]) == 0
     table = pd.read_parquet("t.parquet")
     model = tiny_text_model()
     text = model.to_tokens("the widget", prepend_bos=False)

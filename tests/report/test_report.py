@@ -96,7 +96,7 @@ def test_headline_figures_follow_from_the_tables(model, report):
         rows, figures = effect[effect["condition"] == condition], summary["prompt_effect"][condition]
         assert figures["kl_from_with_prompt"] == pytest.approx(rows["kl"].mean())
         assert figures["next_token_agreement"] == pytest.approx(rows["argmax_agrees"].mean())
-        assert figures["loss_nats_a_token"] == pytest.approx(rows["loss"].mean())
+        assert figures["loss_nats_per_token"] == pytest.approx(rows["loss"].mean())
     everything = [(layer, head) for layer in range(2) for head in range(3)]
     total = bias_ablation(model, report.bias, text, [everything])
     assert summary["bias"]["kl_without_any_head"] == total.loc[0, "kl"]
@@ -215,7 +215,7 @@ def test_a_text_beyond_n_ctx_is_welcome_with_rotary_positions(model):
 
 
 def test_a_prompt_that_hurts_is_said_to_hurt_and_where(report):
-    assert report.summary["notes"] == [] or report.summary["prompt_effect"]["gain_nats_a_token"] < 0
+    assert report.summary["notes"] == [] or report.summary["prompt_effect"]["gain_nats_per_token"] < 0
     effect = report.tables["prompt_effect"].copy()
     losses = {"with_prompt": 1.0, "converted": 1.0, "without_prompt": 0.5}
     effect["loss"] = effect["condition"].map(losses).where(effect["next_token"].notna())
@@ -247,7 +247,7 @@ def test_figures_that_do_not_exist_are_null(model, tmp_path):
     report = build_report(model, PROMPT, "t", new_tokens=1)
     assert report.summary["text"]["n_tokens"] == 1
     summary = json.loads((write_report(report, tmp_path / "r") / "summary.json").read_text())
-    assert summary["prompt_effect"]["converted"]["loss_nats_a_token"] is None
+    assert summary["prompt_effect"]["converted"]["loss_nats_per_token"] is None
     assert "NaN" not in shown(report) and "nan" not in shown(report)
 
 

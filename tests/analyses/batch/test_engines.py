@@ -152,7 +152,7 @@ def check_deadly_prompts(out, result, lines, how):
 def test_two_processes_of_which_one_is_killed(model_folder, tmp_path):
     lines = []
     out = tmp_path / "t.parquet"
-    resources = Resources(workers=2, threads=1, prompts_a_job=3)
+    resources = Resources(workers=2, threads=1, prompts_per_job=3)
     source = deadly_prompts(tmp_path)
     result = run_batch(Work(LETTERS, (model_folder,)), source, out, resources=resources, tell=lines.append)
     check_deadly_prompts(out, result, lines, "killed by SIGKILL")
@@ -175,7 +175,7 @@ def ray(monkeypatch):
 def test_two_ray_actors_of_which_one_is_killed(model_folder, tmp_path, ray):
     lines = []
     out = tmp_path / "t.parquet"
-    resources = Resources(engine="ray", workers=2, threads=1, prompts_a_job=3)
+    resources = Resources(engine="ray", workers=2, threads=1, prompts_per_job=3)
     source = deadly_prompts(tmp_path)
     result = run_batch(Work(LETTERS, (model_folder,)), source, out, resources=resources, tell=lines.append)
     check_deadly_prompts(out, result, lines, "")

@@ -140,7 +140,7 @@ def test_killed_often_the_table_is_that_of_an_uninterrupted_run(model_folder, tm
 @pytest.mark.parametrize("where", ["Journal.add", "Journal.failures", "write_atomically", "write_parquet", "Journal.delete"])
 @pytest.mark.parametrize("after", [False, True])
 def test_interrupted_anywhere_it_goes_on(model_folder, tmp_path, monkeypatch, where, after):
-    work, resources = Work(LETTERS, (model_folder,)), Resources(prompts_a_job=2)
+    work, resources = Work(LETTERS, (model_folder,)), Resources(prompts_per_job=2)
     source = prompts(tmp_path, *({"prompt": f"{i}", **({"raises": 1} if i == 3 else {})} for i in range(5)))
     run_batch(work, source, tmp_path / "whole.parquet", resources=resources)
     owner, name = (Journal, where.split(".")[1]) if "." in where else (runner, where)
@@ -183,7 +183,7 @@ def test_what_is_done_is_not_done_again(model_folder, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Journal, "add", add_once)
         with pytest.raises(KeyboardInterrupt):
-            run_batch(Work(LETTERS, (model_folder,)), source, tmp_path / "t.parquet", resources=Resources(prompts_a_job=1))
+            run_batch(Work(LETTERS, (model_folder,)), source, tmp_path / "t.parquet", resources=Resources(prompts_per_job=1))
     marker.unlink()  # whoever runs the first prompt again, dies
     assert run_batch(Work(LETTERS, (model_folder,)), source, tmp_path / "t.parquet").n_rows == 3
 
@@ -285,7 +285,7 @@ def test_unknown_names_propose_the_nearest(tmp_path, changes, words):
         ({"engine": "rays"}, "expected processes or ray, got 'rays'; did you mean 'ray'"),
         ({"workers": 0}, "workers must be at least 1, got 0"),
         ({"threads": -1}, "threads must be at least 1"),
-        ({"prompts_a_job": 0}, "prompts_a_job must be at least 1"),
+        ({"prompts_per_job": 0}, "prompts_per_job must be at least 1"),
         ({"gpus_per_worker": float("nan"), "engine": "ray"}, "gpus_per_worker must be 0 or more"),
         ({"gpus_per_worker": 0.5}, "gpus_per_worker is for the engine ray"),
     ],

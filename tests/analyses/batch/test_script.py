@@ -85,7 +85,7 @@ def test_a_function_keeps_its_name_when_its_module_is_imported():
 
 
 def test_a_table_is_written_with_status_0(model_folder, capsys):
-    assert letters(model_folder, "--times", "2", "--upper", "--columns", "letter", "--prompts-a-job", "1") == 0
+    assert letters(model_folder, "--times", "2", "--upper", "--columns", "letter", "--prompts-per-job", "1") == 0
     assert capsys.readouterr().out == "Written to t.parquet: 10 rows of 2 prompts\n"
     table = pd.read_parquet("t.parquet")
     assert list(table.columns) == ["model", "prompt_id", "letter"] and "".join(table["letter"]) == "ABABCDECDE"

@@ -24,7 +24,7 @@ def main(prompts: str, model: str, out: str) -> None:
     while True:
         child = os.fork()
         if child == 0:
-            run_batch(work, source, out, resources=Resources(prompts_a_job=2), progress=False)
+            run_batch(work, source, out, resources=Resources(prompts_per_job=2), progress=False)
             os._exit(0)
         attempts += 1
         time.sleep(pause.uniform(0, 0.04 * attempts))  # ever later, so that it comes to an end on any machine

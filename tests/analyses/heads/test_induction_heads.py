@@ -325,7 +325,7 @@ def test_columns_order_seeds_and_parts(monkeypatch, tmp_path):
     assert not frame.equals(induction_heads(model, n_sequences=5, n_repeated=N, seed=1))
     frame.to_parquet(tmp_path / "heads.parquet")
     pd.testing.assert_frame_equal(pd.read_parquet(tmp_path / "heads.parquet"), frame)
-    monkeypatch.setattr(measures, "MEMORY_A_PASS", 1)  # one sequence a forward pass
+    monkeypatch.setattr(measures, "MEMORY_PER_PASS", 1)  # one sequence per forward pass
     pd.testing.assert_frame_equal(induction_heads(model, n_sequences=5, n_repeated=N), frame, rtol=1e-10)
 
 
