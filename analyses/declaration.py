@@ -116,7 +116,8 @@ class Columns(Mapping[str, Column]):
             {
                 name: pd.Series(x, dtype=self[name].dtype, index=range(n_rows) if _is_one_value(x) else None)
                 for name, x in flat.items()
-            }
+            },
+            copy=False,
         )
 
     def document(self, function: Function) -> Function:

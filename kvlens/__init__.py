@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvlens.conversion import carry_bias, convert_prompt
     from kvlens.errors import KVLensError
     from kvlens.kv_bias import KVBias, combine
-    from kvlens.model import HookedKVTransformer, HookedKVTransformerConfig, KVShiftConfig
+    from kvlens.model import HookedKVTransformer, HookedKVTransformerConfig, KVShiftConfig, run_in_segments
 
 _HOMES = {
     "HookedKVTransformer": "kvlens.model",
@@ -32,6 +32,7 @@ _HOMES = {
     "carry_bias": "kvlens.conversion",
     "combine": "kvlens.kv_bias",
     "convert_prompt": "kvlens.conversion",
+    "run_in_segments": "kvlens.model",
 }
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "carry_bias",
     "combine",
     "convert_prompt",
+    "run_in_segments",
 ]
 __version__ = "0.1.0"
 

@@ -7,6 +7,7 @@ Sums over the text's places are taken before those over features: sum_i A_ij (v'
 A text x prompt x head tensor arises only where single places of the text are asked for.
 """
 
+import contextlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,15 +17,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from analyses.bias.outputs import share_probes
-from analyses.bias.reads import VIEWS, LayerReads, read_layer, run_prompt_and_text
+from analyses.bias.reads import VIEWS, PromptReading, Stretch
 from analyses.declaration import Analysis, Columns, Option
 from analyses.inputs import ANSWER, PROMPT, TEXT, WRONG
+from analyses.segments import Progress, bar_unless
 from analyses.sequences import PromptTokens, TextTokens, one_sequence, prompt_sequence, token_texts
 from analyses.stream.logit_attribution import (
     LogitTarget,
     Token,
     check_heads_write_directly,
-    final_scale,
     logit_target,
 )
 from kvlens import HookedKVTransformer, KVBias, KVLensError
@@ -66,8 +67,13 @@ def bias_positions(
     at: Sequence[int] | None = None,
     answer: Token | None = None,
     wrong: Token | None = None,
+    segment_length: int | None = None,
+    on_progress: Progress | None = None,
 ) -> pd.DataFrame:
     """What each prompt position gives to each head's output on the text, and to a logit.
+
+    A long prompt of linear attention is read in segments, twice: memory beyond the table does not grow with it. Softmax
+    attention is read whole, with its pattern.
 
     Args:
         model: linear or softmax.
@@ -77,6 +83,9 @@ def bias_positions(
         by: ``attended`` or ``source``, see :mod:`analyses.bias.reads`; the same thing where values are not shifted.
         at: places of the text to tell apart; None takes all of them together.
         answer, wrong: the logit, as in :func:`analyses.bias.decomposition.bias_decomposition`.
+        segment_length: tokens per segment, for linear attention; None takes a good length, and the whole text where something
+            is hooked to the model.
+        on_progress: called with the fraction done; None shows a bar on a terminal where it takes long.
 
     Returns:
         By layer, head and place of the text, then the parts of the head's output in the order in which they stand before
@@ -92,16 +101,11 @@ def bias_positions(
     text = one_sequence(model, "text_tokens", text_tokens)
     target = logit_target(model, text, answer, wrong)
     _check_view(by, at, len(text))
-    cache = run_prompt_and_text(model, prompt, text, initial)
-    scale = final_scale(model, cache)[0, len(prompt) :].double()
-    layers = []
-    for layer in range(model.cfg.n_layers):
-        reads = read_layer(model, cache, layer, len(prompt), by)
-        probes = torch.stack([share_probes(reads.z, at is None), _logit_probes(model, target, scale, layer, at)], dim=-1)
-        if at is not None:
-            reads, probes = reads.at(list(at)), probes[list(at)]
-        layers.append(_numbers(reads, probes, pooled=at is None))
-    return _frame(model, prompt, torch.stack(layers), at, reads.inherited is not None, reads.boundary is not None)
+    attached = contextlib.nullcontext() if initial is None else model.kv_bias(initial)
+    with attached, bar_unless(on_progress, "bias_positions") as tell:
+        reading = PromptReading(model, prompt, text, by=by, segment_length=segment_length, on_progress=tell)
+        numbers, parts = _read(reading, target, at)
+    return _frame(model, prompt, numbers, parts, at)
 
 
 def _check_view(by: str, at: Sequence[int] | None, n_text: int) -> None:
@@ -124,54 +128,88 @@ def _logit_probes(
     return probes.where(has_target[:, None, None], float("nan"))
 
 
+def _read(
+    reading: PromptReading, target: LogitTarget, at: Sequence[int] | None
+) -> tuple[Float[Tensor, "layer head place part number"], list[str]]:
+    """Attention and one number a probe, for each part in the order of the frame; and the parts beside the prompt's."""
+    model, n_prompt = reading.model, reading.n_prompt
+    text, scale = reading.text()
+    outside = [part for part in ("inherited", "boundary") if getattr(text[0], part) is not None] + ["text"]
+    probes = [
+        torch.stack([share_probes(reads.z, at is None), _logit_probes(model, target, scale, layer, at)], dim=-1)
+        for layer, reads in enumerate(text)
+    ]
+    if at is not None:
+        text, probes = [reads.at(list(at)) for reads in text], [p[list(at)] for p in probes]
+    first = int(outside[0] == "inherited")  # of the prompt's parts
+    n_places, n_parts = 1 if at is None else len(at), n_prompt + len(outside)
+    numbers = torch.full((len(text), model.cfg.n_heads, n_places, n_parts, 3), torch.nan, dtype=torch.float64)
+
+    def add(layer: int, stretch: Stretch) -> None:
+        here = slice(first + stretch.first, first + stretch.first + len(stretch.keys))
+        numbers[layer, :, :, here] = _numbers(text[layer].queries, stretch, probes[layer], pooled=at is None).cpu()
+
+    reading.visit_prompt(add)
+    behind = first + n_prompt
+    for layer, reads in enumerate(text):
+        of_layer = numbers[layer, ..., 1:]
+        whole, inherited, boundary = (_numbers_of(z, probes[layer], at is None) for z in (reads.z, *reads[2:]))
+        of_layer[:, :, :first], of_layer[:, :, behind:-1] = inherited, boundary
+        of_layer[:, :, -1:] = whole - of_layer[:, :, :-1].sum(dim=2, keepdim=True)  # what is left is the text's own
+    return numbers, outside
+
+
 def _numbers(
-    reads: LayerReads, probes: Float[Tensor, "text head d_head probe"], pooled: bool
-) -> Float[Tensor, "head place part number"]:
-    """Attention and one number a probe, for each part in the order of the frame."""
+    queries: Float[Tensor, "text head d_phi"],
+    stretch: Stretch,
+    probes: Float[Tensor, "text head d_head probe"],
+    pooled: bool,
+) -> Float[Tensor, "head place pos number"]:
+    """Attention to each position of a stretch, and its numbers."""
     if pooled:
-        attention = torch.einsum("hf,phf->hp", reads.queries.mean(dim=0), reads.keys)[:, None]
-        read = torch.einsum("thf,thdn->hfdn", reads.queries, probes)
-        numbers = torch.einsum("phf,hfdn,phd->hpn", reads.keys, read, reads.values)[:, None]
+        attention = torch.einsum("hf,phf->hp", queries.mean(dim=0), stretch.keys)[:, None]
+        read = torch.einsum("thf,thdn->hfdn", queries, probes)
+        numbers = torch.einsum("phf,hfdn,phd->hpn", stretch.keys, read, stretch.values)[:, None]
     else:
-        attention = torch.einsum("thf,phf->htp", reads.queries, reads.keys)
-        numbers = attention[..., None] * torch.einsum("phd,thdn->htpn", reads.values, probes)
-    prompt = torch.cat([attention[..., None], numbers], dim=-1)
-    inherited, boundary, text = (
-        [] if z is None else [_numbers_of(z, probes, pooled)] for z in (reads.inherited, reads.boundary, reads.of_text())
-    )
-    return torch.cat([*inherited, prompt, *boundary, *text], dim=2)
+        attention = torch.einsum("thf,phf->htp", queries, stretch.keys)
+        numbers = attention[..., None] * torch.einsum("phd,thdn->htpn", stretch.values, probes)
+    return torch.cat([attention[..., None], numbers], dim=-1)
 
 
-def _numbers_of(z: Tensor, probes: Tensor, pooled: bool) -> Float[Tensor, "head place 1 number"]:
+def _numbers_of(
+    z: Float[Tensor, "text head d_head"] | None, probes: Float[Tensor, "text head d_head probe"], pooled: bool
+) -> Float[Tensor, "head place part number"]:
+    """Those of a part of the outputs; of no part, nothing."""
+    if z is None:
+        return torch.zeros(probes.shape[1], 1 if pooled else len(probes), 0, probes.shape[-1], dtype=torch.float64)
     numbers = torch.einsum("thd,thdn->htn", z, probes)
-    numbers = numbers.sum(dim=1, keepdim=True) if pooled else numbers
-    return torch.cat([torch.full_like(numbers[..., :1], float("nan")), numbers], dim=-1)[:, :, None]
+    return (numbers.sum(dim=1, keepdim=True) if pooled else numbers)[:, :, None].cpu()
 
 
 def _frame(
     model: HookedKVTransformer,
     prompt: Tensor,
     numbers: Float[Tensor, "layer head place part number"],
+    outside: list[str],
     at: Sequence[int] | None,
-    has_inherited: bool,
-    has_boundary: bool,
 ) -> pd.DataFrame:
     n_layers, n_heads, n_places, n_parts, _ = numbers.shape
-    before, after = ["inherited"] * has_inherited, ["boundary"] * has_boundary + ["text"]
-    parts = np.array([*before, *["prompt"] * len(prompt), *after], dtype=object)
+    first = int(outside[0] == "inherited")
+    parts = np.array([*outside[:first], *["prompt"] * len(prompt), *outside[first:]], dtype=object)
     positions = np.full(n_parts, NONE)
-    positions[len(before) : len(before) + len(prompt)] = np.arange(len(prompt))
-    tokens = np.array([*[None] * len(before), *token_texts(model, prompt), *[None] * len(after)], dtype=object)
-    layer, head, place, part = np.indices((n_layers, n_heads, n_places, n_parts)).reshape(4, -1)
-    attention, output_share, logit = numbers.flatten(0, 3).cpu().numpy().T
+    positions[first : first + len(prompt)] = np.arange(len(prompt))
+    tokens = np.array([*[None] * first, *token_texts(model, prompt), *[None] * (len(outside) - first)], dtype=object)
+    places = np.array([NONE] if at is None else list(at))
+    attention, output_share, logit = numbers.flatten(0, 3).numpy().T
+    n_blocks = n_layers * n_heads * n_places
     return COLUMNS.frame(
         {
-            "layer": layer,
-            "head": head,
-            "text_position": np.array([NONE] if at is None else list(at))[place],
-            "part": parts[part],
-            "prompt_position": positions[part],
-            "token": tokens[part],
+            "layer": np.repeat(np.arange(n_layers), n_heads * n_places * n_parts),
+            "head": np.tile(np.repeat(np.arange(n_heads), n_places * n_parts), n_layers),
+            "text_position": np.tile(np.repeat(places, n_parts), n_layers * n_heads),
+            "part": np.tile(parts, n_blocks),
+            "prompt_position": np.tile(positions, n_blocks),
+            "token": np.tile(tokens, n_blocks),
             "attention": attention,
             "output_share": output_share,
             "logit": logit,

@@ -1,4 +1,4 @@
-"""What one layer's text reads from a prompt, taken apart by prompt position, from one pass over [prompt; text].
+"""What one layer's text reads from a prompt, taken apart by prompt position, from passes over [prompt; text].
 
     z_i = inherited_i + sum_j A_ij v'_j + boundary_i + text_i        A_ij = phi~(q_i) . phi~(k'_j) gamma^{M+i-j} / n_i
 
@@ -18,139 +18,193 @@ it is, with the weight sum_s beta_s A_{i,p+s} over p + s < M; what tokens before
 then inherited. Both have the same sum.
 
 For softmax attention A is the pattern itself: the exact shares of the prompt's own keys, which ``method="exact"`` keeps and
-the other methods approximate.
+the other methods approximate. It is run whole, and its memory grows with the square of the length.
+
+A long prompt of linear attention is run twice, in segments (:mod:`analyses.segments`): what the text brings is read first, then
+the prompt's keys and values, those of one segment at a time. A shifted value mixes its neighbours across a segment's end too:
+the last ``window`` keys wait for the next segment.
 
 Source: ICLCA eq. 13 and 19; the boundary, the decay and the two views are kvlens'.
 """
 
-import contextlib
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from analyses.stream.logit_attribution import final_scale_name
-from kvlens import HookedKVTransformer, KVBias
+from analyses.segments import Found, Looks, Progress, rows_at
+from analyses.stream.logit_attribution import final_scale, final_scale_name
+from kvlens import HookedKVTransformer
 
 VIEWS = ("attended", "source")
 
 
-def run_prompt_and_text(model: HookedKVTransformer, prompt: Tensor, text: Tensor, initial: KVBias | None) -> Any:
-    """The ActivationCache of one pass over [prompt; text], continuing ``initial`` or what the model holds."""
-    names = [f"blocks.{layer}.attn.{name}" for layer in range(model.cfg.n_layers) for name in hooks_to_read(model)]
-    tokens = torch.cat([prompt, text])[None]
-    with contextlib.nullcontext() if initial is None else model.kv_bias(initial):
-        _, cache = model.run_with_cache(
-            tokens,
-            attention_mask=torch.ones_like(tokens),
-            names_filter=[*names, final_scale_name(model)],
-            return_type=None,
-        )
-    return cache
+class TextReads(NamedTuple):
+    """One layer's attention from the text to everything before it, but for the prompt's keys and values, in float64.
 
-
-class LayerReads(NamedTuple):
-    """One layer's attention from the text to everything before it, in float64.
-
-    ``queries`` hold the normaliser and gamma^{i+1}, ``keys`` gamma^{M-1-j}, so that their product is the pattern. The
-    outputs that no prompt position accounts for are there as such; None where the model has no such thing.
+    ``queries`` hold the normaliser and gamma^{i+1}; their product with a stretch's keys is the pattern. The outputs that no
+    prompt position accounts for are there as such; None where the model has no such thing.
     """
 
     queries: Float[Tensor, "text head d_phi"]
-    keys: Float[Tensor, "prompt head d_phi"]
-    values: Float[Tensor, "prompt head d_head"]
     z: Float[Tensor, "text head d_head"]
     inherited: Float[Tensor, "text head d_head"] | None
     boundary: Float[Tensor, "text head d_head"] | None
 
-    def at(self, places: list[int]) -> "LayerReads":
+    def at(self, places: list[int]) -> "TextReads":
         """The same for some places of the text."""
-        inherited, boundary = (None if x is None else x[places] for x in (self.inherited, self.boundary))
-        return self._replace(queries=self.queries[places], z=self.z[places], inherited=inherited, boundary=boundary)
-
-    def of_prompt(self) -> Float[Tensor, "text head d_head"]:
-        """sum_j A_ij v'_j, by way of the state that the prompt leaves."""
-        state = torch.einsum("phf,phd->hfd", self.keys, self.values)
-        return torch.einsum("thf,hfd->thd", self.queries, state)
-
-    def of_text(self) -> Float[Tensor, "text head d_head"]:
-        """What is left of z."""
-        before = [x for x in (self.inherited, self.boundary) if x is not None]
-        return self.z - self.of_prompt() - sum(before)
+        return TextReads(*(None if x is None else x[places] for x in self))  # type: ignore[arg-type]
 
 
-def read_layer(model: HookedKVTransformer, cache: Any, layer: int, n_prompt: int, by: str) -> LayerReads:
-    """One layer of a run over [prompt; text], as the text reads it.
+class Stretch(NamedTuple):
+    """Consecutive positions of the prompt as one layer's text reads them, in float64; ``keys`` hold gamma^{M-1-j}."""
+
+    first: int
+    keys: Float[Tensor, "pos head d_phi"]
+    values: Float[Tensor, "pos head d_head"]
+
+
+class PromptReading:
+    """A prompt and a text behind it, to be read layer by layer: the text's side first, then the prompt's.
 
     Args:
-        model: whose run it was.
-        cache: its ActivationCache, with the hook points of :func:`hooks_to_read` that fire.
-        layer: which.
-        n_prompt: M, how many of the places are the prompt's.
+        model: with what the prompt continues attached.
+        prompt, text: tokens [pos].
         by: ``attended`` or ``source``.
+        segment_length: as in :func:`kvlens.run_in_segments`.
+        on_progress: called with the fraction done.
     """
-    cfg, at = model.cfg, f"blocks.{layer}.attn."
-    of = {name: cache[at + name].double() for name in hooks_to_read(model) if at + name in cache}
-    of = {name: x if name == "hook_v_shift_coef" else x[0] for name, x in of.items()}
-    group = cfg.n_heads // cfg.n_kv_heads
-    coef = of["hook_v_shift_coef"].repeat_interleave(group, dim=0) if "hook_v_shift_coef" in of else None
-    window = 0 if coef is None else coef.shape[1] - 1
-    if cfg.attention == "softmax":
-        queries, keys = _of_pattern(of["hook_pattern"], n_prompt, window)
-    else:
+
+    def __init__(
+        self,
+        model: HookedKVTransformer,
+        prompt: Int[Tensor, " prompt_pos"],
+        text: Int[Tensor, " text_pos"],
+        *,
+        by: str = VIEWS[0],
+        segment_length: int | None = None,
+        on_progress: Progress | None = None,
+    ):
+        cfg = self.cfg = model.cfg
+        self.model, self.by = model, by
+        self.n_prompt, self.n_all = len(prompt), len(prompt) + len(text)
+        shift = cfg.kv_shift
+        self.window = shift.window if shift is not None and shift.values else 0
+        self.shifts_values = self.window > 0
         kind = "rot" if cfg.rotates_after else "phi"
-        queries, keys = of[f"hook_{kind}_q"][n_prompt:], of[f"hook_{kind}_k"][: n_prompt + window]
-        queries, keys = _with_decay(cfg.decay_per_head(), queries, keys.repeat_interleave(group, dim=1), n_prompt)
-        n = of.get("hook_normalizer")
-        queries = queries / (model.blocks[layer].attn.attn_scale if n is None else n[n_prompt:, :, None])
-    reads = LayerReads(
-        queries=queries,
-        keys=keys[:n_prompt],
-        values=of["hook_v" if coef is None else "hook_v_shifted"][:n_prompt].repeat_interleave(group, dim=1),
-        z=of["hook_z"][n_prompt:],
-        inherited=of["hook_z_bias"][n_prompt:] if "hook_z_bias" in of else None,
-        boundary=None,
-    )
-    if coef is None:
-        return reads
-    before = of.get("hook_last_v", torch.zeros_like(of["hook_v"][:window]))
-    raw = torch.cat([before.expand(window, -1, -1), of["hook_v"][:n_prompt]]).repeat_interleave(group, dim=1)
-    reads = reads._replace(boundary=_through_boundary(reads.queries, keys[n_prompt:], raw[n_prompt:], coef))
-    return reads if by == "attended" else _by_source(reads, raw, coef)
+        self.query = f"hook_{kind}_q" if cfg.attention == "linear" else "hook_pattern"
+        self.key: str | None = f"hook_{kind}_k" if cfg.attention == "linear" else None
+        value = ["hook_v", "hook_v_shifted", "hook_v_shift_coef", "hook_last_v"] if self.shifts_values else ["hook_v"]
+        features = [self.query] if self.key is None else [self.query, self.key]
+        self.looks = Looks(
+            model,
+            torch.cat([prompt, text]),
+            [*features, *value, "hook_normalizer", "hook_z_bias", "hook_z"],
+            after_layers=final_scale_name(model),
+            segment_length=segment_length,
+            on_progress=on_progress,
+        )
+
+    def text(self) -> tuple[list[TextReads], Float[Tensor, "text 1"]]:
+        """The text's side of every layer, and the final norm's scale there."""
+        m, n, w = self.n_prompt, self.n_all, self.window
+        text = torch.arange(m, n)
+        edges = torch.cat([torch.arange(min(w, m)), torch.arange(m, min(m + w, n))])
+        of_scale = final_scale_name(self.model)
+        leaf = of_scale.rsplit(".", 1)[-1]
+        places = dict.fromkeys((self.query, "hook_normalizer", "hook_z", "hook_z_bias", leaf), text)
+        places |= {} if self.key is None else {self.key: edges}
+        *layers, behind = rows_at(self.looks, {**places, "hook_v": torch.arange(max(0, m - w), m)})
+        scale = final_scale(self.model, {of_scale: behind[leaf]})
+        return [self._text_reads(layer, of) for layer, of in enumerate(layers)], scale.double()
+
+    def visit_prompt(self, visit: Callable[[int, Stretch], None]) -> None:
+        """Hand every layer's keys and values to ``visit(layer, stretch)``, stretch by stretch, positions in order."""
+        waiting: dict[int, Stretch] = {}
+
+        def look(layer: int, first: int, found: Found) -> None:
+            if layer == self.cfg.n_layers or first >= self.n_prompt:
+                return
+            stretch = self._stretch(layer, first, found)
+            if self.by == "source" and self.shifts_values:
+                coef = self._per_query_head(found["hook_v_shift_coef"].double(), dim=0)
+                stretch, waiting[layer] = self._by_source(stretch, waiting.get(layer), coef)
+            if len(stretch.keys):
+                visit(layer, stretch)
+
+        self.looks.look(look)
+
+    def _stretch(self, layer: int, first: int, found: Found) -> Stretch:
+        """The part of a segment that is the prompt's; its raw values where positions are told by source."""
+        n = min(len(found["hook_z"]), self.n_prompt - first)
+        values = found["hook_v_shifted" if self.shifts_values and self.by == "attended" else "hook_v"][:n].double()
+        keys = found[self.key][:n].double() if self.key else None
+        positions = torch.arange(first, first + n, device=values.device)
+        return Stretch(first, self._keys(keys, positions), self._per_query_head(values))
+
+    def _keys(self, keys: Tensor | None, positions: Tensor) -> Float[Tensor, "pos head d_phi"]:
+        """Those of the features, with gamma^{M-1-j} in them; of softmax one feature per position."""
+        if keys is None:
+            n_features = min(self.n_prompt + self.window, self.n_all)
+            one_hot = positions[:, None] == torch.arange(n_features, device=positions.device)
+            return one_hot.double()[:, None].expand(-1, self.cfg.n_heads, -1)
+        keys, gamma = self._per_query_head(keys), self.cfg.decay_per_head()
+        return keys if gamma is None else keys * (gamma.to(keys) ** (self.n_prompt - 1 - positions)[:, None])[..., None]
+
+    def _by_source(self, new: Stretch, waiting: Stretch | None, coef: Tensor) -> tuple[Stretch, Stretch]:
+        """Positions told by whose raw value it is, as far as the keys behind them are known, and what waits for more.
+
+        Token p is read with the key sum_s beta_s k_{p+s}, over p + s in the prompt.
+        """
+        is_last = new.first + len(new.keys) == self.n_prompt
+        if waiting is not None:
+            new = Stretch(waiting.first, torch.cat([waiting.keys, new.keys]), torch.cat([waiting.values, new.values]))
+        n_ready = len(new.keys) if is_last else max(0, len(new.keys) - self.window)
+        ready = Stretch(new.first, _keys_by_source(new.keys, coef)[:n_ready], new.values[:n_ready])
+        return ready, Stretch(new.first + n_ready, new.keys[n_ready:], new.values[n_ready:])
+
+    def _text_reads(self, layer: int, of: dict[str, Tensor]) -> TextReads:
+        """From the rows that :meth:`text` asked for."""
+        of = {name: x.double() for name, x in of.items()}
+        queries, n = of[self.query], of.get("hook_normalizer")
+        if self.key is None:
+            queries = queries[..., : self.n_prompt + self.window]
+        else:
+            queries = queries / (self.model.blocks[layer].attn.attn_scale if n is None else n[..., None])
+            gamma = self.cfg.decay_per_head()
+            if gamma is not None:
+                passed = torch.arange(1, len(queries) + 1, device=queries.device)[:, None]
+                queries = queries * (gamma.to(queries) ** passed)[..., None]
+        reads = TextReads(queries, of["hook_z"], of.get("hook_z_bias"), boundary=None)
+        return self._with_boundary(reads, of) if self.shifts_values else reads
+
+    def _with_boundary(self, reads: TextReads, of: dict[str, Tensor]) -> TextReads:
+        """With what values carry over the prompt's end, and, told by source, over its beginning."""
+        m, w = self.n_prompt, self.window
+        n_first, n_after = min(w, m), min(w, self.n_all - m)
+        device = reads.queries.device
+        positions = torch.cat([torch.arange(n_first), torch.arange(m, m + n_after)]).to(device)
+        first, after = self._keys(of[self.key] if self.key else None, positions).split([n_first, n_after])
+        coef = self._per_query_head(of["hook_v_shift_coef"], dim=0)
+        before = of.get("hook_last_v", torch.zeros_like(of["hook_v"][:1])).expand(w, -1, -1)
+        raw = self._per_query_head(torch.cat([before, of["hook_v"]]))
+        reads = reads._replace(boundary=_through_boundary(reads.queries, after, raw[-w:], coef))
+        if self.by == "attended" or reads.inherited is None:
+            return reads
+        edge = first.new_zeros(w, *first.shape[1:])
+        weights = torch.einsum("thf,whf->twh", reads.queries, _keys_by_source(torch.cat([edge, first]), coef)[:w])
+        return reads._replace(inherited=reads.inherited + torch.einsum("twh,whd->thd", weights, raw[:w]))
+
+    def _per_query_head(self, x: Tensor, dim: int = 1) -> Tensor:
+        return x.repeat_interleave(self.cfg.n_heads // x.shape[dim], dim=dim)
 
 
-def hooks_to_read(model: HookedKVTransformer) -> list[str]:
-    """What :func:`read_layer` reads of a layer's attention; those of a feature that is off do not fire."""
-    kind = "rot" if model.cfg.rotates_after else "phi"
-    features = [f"hook_{kind}_q", f"hook_{kind}_k"] if model.cfg.attention == "linear" else ["hook_pattern"]
-    return [
-        *features,
-        "hook_v",
-        "hook_v_shifted",
-        "hook_v_shift_coef",
-        "hook_last_v",
-        "hook_normalizer",
-        "hook_z",
-        "hook_z_bias",
-    ]
-
-
-def _of_pattern(pattern: Float[Tensor, "head query key"], n_prompt: int, window: int) -> tuple[Tensor, Tensor]:
-    """Softmax attention as a product: each position of the prompt (and the first ``window`` of the text) is a feature."""
-    n_keys = min(n_prompt + window, pattern.shape[-1])
-    one_hot = torch.eye(n_keys, dtype=pattern.dtype, device=pattern.device)
-    return pattern[:, n_prompt:, :n_keys].transpose(0, 1), one_hot[:, None].expand(-1, len(pattern), -1)
-
-
-def _with_decay(gamma: Tensor | None, queries: Tensor, keys: Tensor, n_prompt: int) -> tuple[Tensor, Tensor]:
-    """gamma^{M+i-j} shared out: gamma^{i+1} to the queries, gamma^{M-1-j} to the keys, [head]."""
-    if gamma is None:
-        return queries, keys
-    gamma = gamma.to(queries)
-    passed = torch.arange(1, len(queries) + 1, device=queries.device)[:, None]
-    left = n_prompt - 1 - torch.arange(len(keys), device=queries.device)[:, None]
-    return queries * (gamma**passed)[..., None], keys * (gamma**left)[..., None]
+def _keys_by_source(keys: Float[Tensor, "pos head d_phi"], coef: Float[Tensor, "head taps"]) -> Float[Tensor, "pos head d_phi"]:
+    """sum_s beta_s k_{p+s}, zeros standing behind the last key."""
+    edge = keys.new_zeros(coef.shape[1] - 1, *keys.shape[1:])
+    return torch.einsum("phfs,hs->phf", torch.cat([keys, edge]).unfold(0, coef.shape[1], 1), coef)
 
 
 def _through_boundary(
@@ -164,18 +218,3 @@ def _through_boundary(
     carried = torch.einsum("whds,hs->whd", padded.unfold(0, coef.shape[1], 1), coef.flip(-1))[: len(keys)]
     pattern = torch.einsum("thf,whf->htw", queries, keys).tril()
     return torch.einsum("htw,whd->thd", pattern, carried)
-
-
-def _by_source(reads: LayerReads, raw: Float[Tensor, "rows head d_head"], coef: Float[Tensor, "head taps"]) -> LayerReads:
-    """The same, told by whose raw value it is: token p is read with the key sum_s beta_s k_{p+s}, over p + s in the prompt.
-
-    ``raw`` begins with the ``window`` values before the prompt: what they gave to its first values becomes inherited.
-    """
-    window = coef.shape[1] - 1
-    edge = reads.keys.new_zeros(window, *reads.keys.shape[1:])
-    keys = torch.einsum("phfs,hs->phf", torch.cat([edge, reads.keys, edge]).unfold(0, window + 1, 1), coef)
-    inherited = reads.inherited
-    if inherited is not None:
-        weights = torch.einsum("thf,whf->twh", reads.queries, keys[:window])
-        inherited = inherited + torch.einsum("twh,whd->thd", weights, raw[:window])
-    return reads._replace(keys=keys[window:], values=raw[window:], inherited=inherited)

@@ -4,6 +4,7 @@ from kvlens.model.attention_variant import AttentionVariantConfig, Augmented, Ne
 from kvlens.model.config import HookedKVTransformerConfig, KVShiftConfig
 from kvlens.model.regressor import HookedKVRegressor
 from kvlens.model.sources import load_source
+from kvlens.model.streaming import run_in_segments
 from kvlens.model.transformer import HookedKVTransformer
 
 __all__ = [
@@ -17,4 +18,5 @@ __all__ = [
     "Regularised",
     "Ridge",
     "load_source",
+    "run_in_segments",
 ]

@@ -6,10 +6,11 @@ stay in the processor's cache, which on a CPU is worth a fifth of the time. What
 rounding: each row goes through the same products, the state through the same sums.
 
 A hook would see segments where it expects the text, and a backward pass needs every activation: then the text runs whole.
+Hooks that want to see segments, to look at a text of any length, are given to :func:`run_in_segments`.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvlens._tl import USE_DEFAULT_VALUE, Output, TransformerLensKeyValueCache, get_attention_mask
+from kvlens.arguments import check_whole
 from kvlens.components import LinearCacheEntry, is_hooked, upgrade_cache
+from kvlens.errors import KVLensError
 from kvlens.model.attention_variant import why_no_kv_bias
 
 WIDEST_ON_CPU, WIDEST_ELSEWHERE = 2**21, 2**28
@@ -44,9 +47,7 @@ def streams(
 ) -> bool:
     """Whether a forward pass with these arguments runs in segments by itself: long, linear, no hooks, no gradients."""
     cfg = model.cfg
-    if cfg.attention != "linear" or cfg.linear_attention_form == "parallel" or _needs_the_whole_text(cfg.attention_variant):
-        return False
-    if why_no_kv_bias(cfg.attention_variant) is not None:  # attention that no state of linear attention carries on
+    if not _has_a_state(cfg):
         return False
     if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.is_floating_point():
         return False
@@ -63,9 +64,14 @@ def streams(
     return not has_hooks(model) and not wants_gradients(model, cache)
 
 
-def _needs_the_whole_text(variant: Any) -> bool:
-    """Negative samples are chosen among all scores; ridge attention behind a state goes token by token."""
-    return variant is not None and (variant.negative is not None or variant.ridge is not None)
+def _has_a_state(cfg: Any) -> bool:
+    """Whether a state of one size carries the attention from one segment to the next, as fast as in the whole text."""
+    if cfg.attention != "linear" or cfg.linear_attention_form == "parallel":
+        return False
+    variant = cfg.attention_variant
+    if variant is not None and (variant.negative is not None or variant.ridge is not None):
+        return False  # negative samples are chosen among all scores; ridge attention behind a state goes token by token
+    return why_no_kv_bias(variant) is None
 
 
 def has_hooks(model: torch.nn.Module) -> bool:
@@ -137,6 +143,66 @@ def segments(
             on_progress(min(1.0, (start + length) / pos))
     if cache is not None:
         working.hand_over(cache, mask)
+
+
+@torch.no_grad()
+def run_in_segments(
+    model: Any,
+    tokens: Int[Tensor, " pos"],
+    fwd_hooks: Sequence[tuple[str, Callable[..., Any]]],
+    *,
+    segment_length: int | None = None,
+    stop_at_layer: int | None = None,
+    on_progress: Callable[[float], None] | None = None,
+) -> None:
+    """A pass over one text, run for what its hooks see: of linear attention one segment of the text after the other.
+
+    So a text of any length can be looked at, in memory that does not grow with it. Nothing is unembedded.
+
+    >>> import torch
+    >>> from kvlens import HookedKVTransformer, run_in_segments
+    >>> model, lengths = HookedKVTransformer.from_zoo("bigram-linear"), []
+    >>> look = lambda v, hook: lengths.append(v.shape[1])
+    >>> run_in_segments(model, torch.arange(10), [("blocks.0.attn.hook_v", look)], segment_length=4)
+    >>> lengths
+    [4, 4, 2]
+
+    Args:
+        model: a HookedKVTransformer; what is attached to it is what the text continues.
+        tokens: [pos], each of them real.
+        fwd_hooks: TransformerLens hooks (name, function), as for ``run_with_hooks``. Each fires once per segment, in order, and
+            sees that segment alone: position 0 is the segment's first token. ``hook_last_k`` and its like fire with the first
+            segment only.
+        segment_length: tokens per segment. None takes a good length; the whole text where something else is hooked to the
+            model, which expects it whole, and where no state carries its attention on (softmax, the parallel form).
+        stop_at_layer: as in TransformerLens.
+        on_progress: called with the fraction done after each segment.
+
+    Raises:
+        KVLensError: a length below 1, a length for attention that has no state, more tokens than positions.
+    """
+    rows = tokens[None].to(model.W_E.device)
+    mask = torch.ones_like(rows)  # a pad token that was typed is a token, not padding
+    model.check_length(rows.shape[1], mask)
+    streamed = _has_a_state(model.cfg) and (segment_length is not None or not has_hooks(model))
+    if segment_length is not None:
+        check_whole("segment_length", segment_length, 1)
+        if not streamed:
+            raise KVLensError(
+                "segment_length: this model's attention needs the whole text at once (softmax, the parallel form, negative "
+                "samples or ridge): leave it out"
+            )
+    if not streamed:
+        model.run_with_hooks(
+            rows, return_type=None, attention_mask=mask, stop_at_layer=stop_at_layer, fwd_hooks=list(fwd_hooks)
+        )
+        if on_progress is not None:
+            on_progress(1.0)
+        return
+    options: dict[str, Any] = dict(segment_length=segment_length, stop_at_layer=stop_at_layer, on_progress=on_progress)
+    with model.hooks(fwd_hooks=list(fwd_hooks)):
+        for _ in segments(model, rows, mask, return_type=None, **options):
+            pass
 
 
 def forward_in_segments(

@@ -1,0 +1,95 @@
+"""A prompt read in segments gives what it gives when it is read whole; and nothing of it is held."""
+
+import pandas as pd
+import pytest
+from analysis_models import VARIANTS, random_model, tokens
+from live_bytes import growth
+
+from analyses import bias_positions
+from kvlens import KVLensError, KVShiftConfig, convert_prompt, run_in_segments
+from kvlens.model import streaming
+
+PROMPT, TEXT = tokens(11), tokens(5, seed=1)
+MODELS = {
+    **VARIANTS,
+    "gqa, window 3, before, taylor": dict(
+        n_heads=6, d_model=36, n_key_value_heads=2, feature_map="taylor", kv_shift=KVShiftConfig(window=3, keys=False)
+    ),
+    "no normaliser, keys shifted, rms": dict(
+        normalizer="none", feature_map="identity", kv_shift=KVShiftConfig(values=False), normalization_type="RMS"
+    ),
+    "no final norm, regularised": dict(normalization_type=None, attention_variant=dict(regularised=dict(alpha=0.3))),
+    "classes": dict(d_vocab_out=3),
+}
+CASES = [  # view, places, length of a segment, whether the prompt continues a bias
+    ("attended", None, 3, True),
+    ("source", None, 1, True),  # shorter than the window of a shift
+    ("source", [0, 4], 4, False),
+    ("attended", [3], 5, False),
+]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_in_segments_equals_whole(name):
+    model = random_model(**MODELS[name])
+    target = dict(answer=2, wrong=1) if name == "classes" else {}
+    held = convert_prompt(model, tokens(4, seed=2))
+    for by, at, length, continues in CASES:
+        options = dict(by=by, at=at, initial=held if continues else None, **target)
+        whole = bias_positions(model, PROMPT, TEXT, **options)
+        streamed = bias_positions(model, PROMPT, TEXT, segment_length=length, **options)
+        # shares are near 1 and logits near 10 at most: sums of some hundred products each
+        pd.testing.assert_frame_equal(streamed, whole, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("n_prompt", "n_text"), [(1, 5), (2, 1), (11, 1)])
+def test_prompts_and_texts_shorter_than_the_window(n_prompt, n_text):
+    model = random_model(kv_shift=KVShiftConfig(window=3))
+    for by in ("attended", "source"):
+        options = dict(by=by, answer=3, initial=convert_prompt(model, tokens(2, seed=2)))
+        whole = bias_positions(model, PROMPT[:n_prompt], TEXT[:n_text], **options)
+        streamed = bias_positions(model, PROMPT[:n_prompt], TEXT[:n_text], segment_length=2, **options)
+        pd.testing.assert_frame_equal(streamed, whole, rtol=1e-12, atol=1e-12)
+
+
+def test_a_long_prompt_streams_by_itself_and_a_hooked_one_does_not(monkeypatch):
+    model, told, seen = random_model(), [], []
+    whole = bias_positions(model, PROMPT, TEXT)
+    monkeypatch.setattr(streaming, "default_segment_length", lambda model, batch: 6)
+    streamed = bias_positions(model, PROMPT, TEXT, on_progress=told.append)
+    pd.testing.assert_frame_equal(streamed, whole, rtol=1e-12, atol=1e-12)
+    assert told == pytest.approx([6 / 32, 12 / 32, 0.5, 0.5, 0.5 + 6 / 32, 0.5 + 12 / 32, 1.0, 1.0])
+    with model.hooks([("blocks.0.attn.hook_k", lambda x, hook: seen.append(x.shape[1]))]):
+        pd.testing.assert_frame_equal(bias_positions(model, PROMPT, TEXT), whole, rtol=1e-12, atol=1e-12)
+    assert seen == [16]
+
+
+@pytest.mark.parametrize("options", [{}, dict(by="source"), dict(at=[2])], ids=str)
+def test_memory_grows_by_the_table_alone(options):
+    """24 bytes of numbers per head and position, twice while parts are put together; an activation has 8 x 16 per head."""
+    model = random_model(n_layers=1, d_model=80, d_head=16)
+
+    def run(n):
+        bias_positions(model, tokens(n), TEXT, segment_length=32, **options)
+
+    table, activation = 5 * 24, 5 * 16 * 8
+    assert table <= growth(run, 256, 512) < activation
+
+
+def test_whole_activations_would_be_noticed():
+    """The same measure of a run that keeps one of them."""
+    model, kept = random_model(n_layers=1, d_model=80, d_head=16), []
+
+    def run(n):
+        kept.clear()
+        run_in_segments(model, tokens(n), [("blocks.0.attn.hook_v", lambda x, hook: kept.append(x))], segment_length=32)
+
+    assert growth(run, 256, 512) >= 5 * 16 * 8
+
+
+def test_bad_lengths():
+    with pytest.raises(KVLensError, match="segment_length must be at least 1, got 0"):
+        bias_positions(random_model(), PROMPT, TEXT, segment_length=0)
+    for whole in (dict(attention="softmax", kv_shift=None), dict(linear_attention_form="parallel")):
+        with pytest.raises(KVLensError, match="needs the whole text at once"):
+            run_in_segments(random_model(**whole), PROMPT, [], segment_length=4)
