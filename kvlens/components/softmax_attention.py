@@ -36,6 +36,7 @@ from kvlens.ops.rotary import rotate
 from kvlens.ops.softmax_attention import (
     JoinedBias,
     KeysBeside,
+    ScaledMass,
     attend_beside,
     fused_softmax_attention,
     join_bias,
@@ -71,10 +72,14 @@ class _Softmax(KVAttention):
         if self.ridge is not None:
             return HeadOutputs(self._solved(q, k, v, piece.attention_mask, self.ridge), None, None)
         bias = self.read_bias(torch.promote_types(q.dtype, torch.float32))
-        beside = self._beside(bias, q, k, v, piece)
+        beside = self._beside(bias, q, k)
         if beside is not None:
-            visible = visible_keys(q.shape[1], k.shape[1], self.cfg.attention_dir == "causal", device=q.device)
-            return HeadOutputs(attend_beside(q, k, v, beside, float(self.attn_scale), visible), None, None)
+            if not _wants_gradient(q, k, v, *beside):
+                if not self._runs_fused():
+                    return HeadOutputs(self._eager_beside(q, k, v, past, piece, beside, entry), None, None)
+            elif self._is_plain_beside(piece):
+                visible = visible_keys(q.shape[1], k.shape[1], self.cfg.attention_dir == "causal", device=q.device)
+                return HeadOutputs(attend_beside(q, k, v, beside, float(self.attn_scale), visible), None, None)
         needs_normalizer = bias is not None or self.cfg.use_attention_sinks
         if self._runs_fused() and not (needs_normalizer and _wants_gradient(q, k, v)):
             z, log_n = self._fused(q, k, v, piece, needs_normalizer)
@@ -82,7 +87,7 @@ class _Softmax(KVAttention):
                 z, log_n = self._with_sink(z, log_n)
             if log_n is None or bias is None:
                 return HeadOutputs(z, None, None)
-            joined = self._joined(z.to(log_n.dtype), log_n, q, bias, past, piece.attention_mask)
+            joined = self._joined(z.to(log_n.dtype), ScaledMass.of_log(log_n), q, bias, past, piece.attention_mask)
             return HeadOutputs(joined.z_context, joined.z_bias, self.hook_normalizer(joined.log_normalizer))
         return self._eager(q, k, v, past, piece, bias, entry)
 
@@ -103,48 +108,61 @@ class _Softmax(KVAttention):
         window = self.cfg.window_size if self.attn_type == "local" else None
         return fused_softmax_attention(q, k, v, self.attn_scale, causal, padding, window, score_bias, log_normalizer)
 
-    def _beside(
-        self, bias: tuple[Tensor, Tensor | None] | None, q: Tensor, k: Tensor, v: Tensor, piece: Piece
-    ) -> KeysBeside | None:
-        """The attached virtual keys as keys of the same softmax, where a gradient is wanted and nothing between is."""
+    def _beside(self, bias: tuple[Tensor, Tensor | None] | None, q: Tensor, k: Tensor) -> KeysBeside | None:
+        """The attached virtual keys as keys of the text's own softmax, where nothing that lies between is hooked."""
         held = self.layer_bias
-        if bias is None or bias[1] is None or held is None or not _wants_gradient(q, k, v, bias[0], bias[1]):
+        if bias is None or bias[1] is None or held is None or held.log_scale is None:
             return None
-        features, rule = held.features, self.score_rule()
-        more_than_scores = rule.soft_cap is not None or rule.needs_distance or self.cfg.use_attention_sinks
-        if not isinstance(features, VirtualKeys) or more_than_scores or piece.score_bias is not None or _is_padded(piece):
+        if not isinstance(held.features, VirtualKeys) or self.score_rule().needs_distance:
             return None
         between = (self.hook_attn_scores, self.hook_pattern, self.hook_phi_q, self.hook_normalizer, self.hook_z_context)
         if self.needs_pattern or self.wants_own_share or any(hook.has_hooks() for hook in (*between, self.hook_z_bias)):
             return None
-        if bias[0].shape[1] != k.shape[2] or held.log_scale is None:  # single query heads were selected
+        if bias[0].shape[1] != k.shape[2]:  # single query heads were selected
             return None
-        keys = features.keys[held.layer].to(q)
+        keys = held.features.keys[held.layer].to(q)
         return KeysBeside.of(keys if keys.dim() == 4 else keys[None], bias[0], bias[1], held.log_scale.to(q))
+
+    def _is_plain_beside(self, piece: Piece) -> bool:
+        """Whether scores are q.k / scale and nothing else, as the form for gradients has them."""
+        more = self.score_rule().soft_cap is not None or self.cfg.use_attention_sinks
+        return not more and piece.score_bias is None and not _is_padded(piece)
+
+    def _eager_beside(self, q: Tensor, k: Tensor, v: Tensor, past: int, piece: Piece, beside: KeysBeside, entry: Any) -> Tensor:
+        """z of one softmax over virtual keys and the text's, in TransformerLens' order: a prompt's own keys then round as they
+        would in front of the text.
+        """
+        batch, r = q.shape[0], beside.keys.shape[2]
+        keys, values = (x.expand(batch, -1, -1, -1).transpose(1, 2) for x in (beside.keys, beside.values))
+        scores = self.calculate_attention_scores(q, torch.cat([keys, k], dim=1)).to(beside.log_weights.dtype)
+        log_weights = beside.log_weights.repeat_interleave(q.shape[2] // k.shape[2], dim=1)[:, :, None]
+        scores = torch.cat([scores[..., :r] + log_weights, self._masked(scores[..., r:], past, piece)], dim=-1)
+        pattern = self._pattern(scores)
+        return self.read_values(pattern, scores, scores > -torch.inf, torch.cat([values.to(v), v], dim=1), entry)
+
+    def _masked(self, scores: Tensor, past: int, piece: Piece) -> Tensor:
+        """Scores of the text's own keys with everything that is added to them."""
+        n_queries, n_keys = scores.shape[-2:]
+        if self.cfg.positional_embedding_type == "alibi":
+            scores += self.alibi[:, n_keys - n_queries : n_keys, :n_keys]  # type: ignore[index]
+        if self.cfg.attention_dir == "causal":
+            scores = self.apply_causal_mask(scores, past, piece.attention_mask)
+        return scores if piece.score_bias is None else scores + piece.score_bias
 
     def _eager(
         self, q: Tensor, k: Tensor, v: Tensor, past: int, piece: Piece, bias: tuple[Tensor, Tensor | None] | None, entry: Any
     ) -> HeadOutputs:
         """TransformerLens' steps, in its order and with its hooks."""
-        scores = self.calculate_attention_scores(q, k)
-        if self.cfg.positional_embedding_type == "alibi":
-            scores += self.alibi[:, k.shape[1] - q.shape[1] : k.shape[1], : k.shape[1]]  # type: ignore[index]
-        if self.cfg.attention_dir == "causal":
-            scores = self.apply_causal_mask(scores, past, piece.attention_mask)
-        if piece.score_bias is not None:
-            scores = scores + piece.score_bias
-        scores = self.hook_attn_scores(scores)
+        scores = self.hook_attn_scores(self._masked(self.calculate_attention_scores(q, k), past, piece))
         if bias is None:
             pattern = self.hook_pattern(self._pattern(scores))
             z = self.read_values(pattern, scores, scores > -torch.inf, v, entry)
             return HeadOutputs(z, None, None, self._own_share(pattern, past))
-        log_n = self._sinks_joined(scores.to(bias[0].dtype).logsumexp(dim=-1))
-        ones = torch.ones((), device=q.device, dtype=log_n.dtype).expand(*q.shape[:-1], 1)
-        share, z_bias, log_whole = self._joined(ones, log_n.transpose(1, 2), q, bias, past, piece.attention_mask)
+        scores = scores.to(bias[0].dtype)
+        ones = torch.ones((), device=q.device, dtype=scores.dtype).expand(*q.shape[:-1], 1)
+        share, z_bias, log_whole = self._joined(ones, self._mass(scores), q, bias, past, piece.attention_mask)
         log_whole = self.hook_normalizer(log_whole)
-        pattern = (scores - log_n[..., None]).exp()  # a row that sees nothing is all NaN, as in TransformerLens
-        pattern = torch.where(log_n[..., None] == -torch.inf, 0.0, pattern) * share.transpose(1, 2)
-        pattern = self.hook_pattern(pattern)
+        pattern = self.hook_pattern(self._pattern(scores) * share.transpose(1, 2))
         z = self.read_values(pattern, scores, scores > -torch.inf, v, entry)
         return HeadOutputs(z, z_bias, log_whole, self._own_share(pattern, past))
 
@@ -167,6 +185,17 @@ class _Softmax(KVAttention):
         kernel, at_queries = ((a @ b.transpose(-1, -2) / self.attn_scale).exp() for a, b in ((k, k), (q, k_of_q)))
         mask = None if attention_mask is None or bool(attention_mask.all()) else attention_mask.bool()
         return ridge_attention(kernel, at_queries, v, strength, mask).transpose(1, 2)
+
+    def _mass(self, scores: Tensor) -> ScaledMass:
+        """The context's normaliser relative to its largest term: as a logarithm it would be rounded by that term's size."""
+        top = scores.detach().amax(dim=-1)
+        if self.cfg.use_attention_sinks:
+            top = torch.maximum(top, self.sinks.detach()[:, None].to(top))
+        shift = top.masked_fill(top == -torch.inf, 0.0)  # inf - inf would be NaN
+        mass = (scores - shift[..., None]).exp().sum(dim=-1)
+        if self.cfg.use_attention_sinks:
+            mass = mass + (self.sinks[:, None].to(mass) - shift).exp()
+        return ScaledMass(mass.transpose(1, 2), top.transpose(1, 2))
 
     def _sinks_joined(self, log_n: Tensor) -> Tensor:
         """log n [batch, head, pos] with the sink's part in it, where there are sinks."""
@@ -194,7 +223,11 @@ class _Softmax(KVAttention):
         if self.cfg.use_dynamic_ntk_rope and not self.training:
             self._rescale_rotary_for_ntk(first + x.shape[1])
         cos, sin = self._rotary_rows(x, first, attention_mask, offset)
-        return rotate(x, cos, sin, self.cfg.rotary_adjacent_pairs)
+        if self._runs_fused():
+            return rotate(x, cos, sin, self.cfg.rotary_adjacent_pairs)
+        turned, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1)
+        turned = turned * cos + self.rotate_every_two(turned) * sin  # TransformerLens' sums, which round as the prompt's did
+        return torch.cat([turned, rest], dim=-1)
 
     def _rotary_rows(self, x: Tensor, first: int, attention_mask: Tensor | None, offset: int | Tensor) -> tuple[Tensor, Tensor]:
         """cos, sin of the places of ``x``, [batch or 1, pos, 1, rotary_dim], from TransformerLens' tables."""
@@ -220,7 +253,7 @@ class _Softmax(KVAttention):
     def _joined(
         self,
         z: Tensor,
-        log_n: Tensor,
+        mass: ScaledMass,
         q: Tensor,
         bias: tuple[Tensor, Tensor | None],
         past: int,
@@ -235,9 +268,9 @@ class _Softmax(KVAttention):
         if rule.needs_distance:
             places = torch.arange(past, past + q.shape[1], device=q.device)[None]
             positions = places if attention_mask is None else get_offset_position_ids(past, attention_mask)
-        phi = self.layer_bias.phi(q.to(log_n.dtype), rule, positions, b_kv, b_d)
+        phi = self.layer_bias.phi(q.to(mass.log_scale.dtype), rule, positions, b_kv, b_d)
         phi = phi._replace(features=through(self.hook_phi_q, phi.features))
-        return join_bias(z, log_n, phi, b_kv, b_d)
+        return join_bias(z, mass, phi, b_kv, b_d)
 
     def score_rule(self) -> ScoreRule:
         """How this layer scores a key, stored ones included."""

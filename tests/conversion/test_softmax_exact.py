@@ -119,16 +119,24 @@ REAL = ["gpt2", "neox", "llama", "qwen2", "qwen3", "docs-gpt2", "facts-gpt2", "s
 def test_exact_on_real_models(kind, which, data_if_needed):
     """Queries and keys 20 times as long: scores of up to 5,000, of both up to 100,000, which float32 knows to 1e-2.
 
-    In float32 the conversion is within 1e-5, or where float32's own forward pass is further off than that, no worse than it.
+    Its own forward pass is then off by as much as 2e-5 (measured: 2.2e-5). The converted one makes the same error, within 1e-5,
+    because it takes the prompt's keys and the text's through one softmax, in the order in which they stand in front of it.
     """
     prompt, text = tokens(1, 11), tokens(1, 13, seed=1)
     single, double = (scaled_up(real_model(kind, dtype, data_if_needed), which) for dtype in (torch.float32, torch.float64))
     assert with_and_without(double, prompt, text, convert_prompt(double, prompt)) < 1e-12
-    with torch.no_grad():
-        whole = torch.cat([prompt, text], dim=1)
-        own = relative_error(single(whole)[:, 11:], double(whole)[:, 11:])
-    assert which or own < 1e-5  # nothing hides in the models as they are
-    assert with_and_without(single, prompt, text, convert_prompt(single, prompt)) < max(1e-5, 2 * own)
+    assert with_and_without(single, prompt, text, convert_prompt(single, prompt)) < 1e-5
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_a_pass_with_every_hook_says_what_a_bare_one_says(kind):
+    """With the two summands of z apart, that is, where a bare pass has one softmax over the keys of both."""
+    model = small_model(**DOUBLE, **kind)
+    prompt, text = tokens(2, 7), tokens(2, 9, seed=1)
+    with torch.no_grad(), model.kv_bias(convert_prompt(model, prompt)):
+        bare, (hooked, cache) = model(text), model.run_with_cache(text)
+    assert relative_error(hooked, bare) < 1e-12
+    assert "blocks.1.attn.hook_z_bias" in cache
 
 
 def test_scores_of_thousands_stay_finite_and_right():

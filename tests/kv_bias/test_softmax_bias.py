@@ -8,7 +8,7 @@ import torch
 
 from kvlens import KVBias, KVLensError, combine
 from kvlens.kv_bias import BiasFit, Fingerprint, LearnedFeatures, RandomFeatures, TaylorFeatures, VirtualKeys
-from kvlens.ops.softmax_attention import join_bias
+from kvlens.ops.softmax_attention import ScaledMass, join_bias
 from kvlens.ops.softmax_features import ScoreRule
 from kvlens.tensor_files import checked_tensor_bytes, read_checked_tensors
 
@@ -94,7 +94,7 @@ def test_a_log_scale_of_hundreds_adds_without_overflow():
     total = a + b
     assert all(bool(x.isfinite().all()) for x in (total.b_KV, total.b_D, total.log_scale))
     z = join_bias(
-        normal(1, 4, HEADS, D, seed=60), normal(1, 4, HEADS, seed=61),
+        normal(1, 4, HEADS, D, seed=60), ScaledMass(normal(1, 4, HEADS, seed=61).exp(), normal(1, 4, HEADS, seed=62)),
         total.features.read(0, normal(1, 4, HEADS, D, seed=50), RULE, None, total.log_scale[:1], total.b_KV[:1], total.b_D[:1]),
         total.b_KV[:1], total.b_D[:1],
     )  # fmt: skip

@@ -9,6 +9,7 @@ from ops_cases import normal, random_mask
 from kvlens.ops.softmax_attention import (
     KeysBeside,
     ScaledFeatures,
+    ScaledMass,
     attend_beside,
     fused_softmax_attention,
     join_bias,
@@ -119,13 +120,18 @@ def features_at(q, keys, scale):
     return ScaledFeatures((scores - log_scale[..., None]).exp(), log_scale)
 
 
+def mass_of(context):
+    """The context's normaliser, part of it in the mass and part in the scale."""
+    return ScaledMass(torch.full_like(context.log_normalizer, 2.0), context.log_normalizer - math.log(2.0))
+
+
 @pytest.mark.parametrize("size", [1.0, 20.0])
 def test_all_of_a_prompts_keys_as_features_are_the_prompt(size):
     """Exactness (r = M, b_D = 1, b_KV = v'): joined to the text's own attention it is attention over both."""
     q, k, v = draw(size=size)
     keys, values, b_kv, b_d = virtual_keys(size=size)
     context = naive_softmax_attention(q, k, v, 1.7, log_normalizer=True)
-    joined = join_bias(*context, features_at(q, keys, 1.7), b_kv, b_d)
+    joined = join_bias(context.z, mass_of(context), features_at(q, keys, 1.7), b_kv, b_d)
     whole = naive_softmax_attention(q, torch.cat([keys, k], 1), torch.cat([values, v], 1), 1.7, log_normalizer=True)
     # scores reach 2,000 at size 20: exp() of one is off by 2,000 eps, relatively
     torch.testing.assert_close(joined.z_context + joined.z_bias, whole.z, rtol=1e-11, atol=1e-11)
@@ -138,7 +144,8 @@ def test_the_join_is_the_plain_equation_for_signed_weights():
     b_kv, b_d = normal(1, 3, 4, 5, seed=21), 0.1 * normal(1, 3, 4, seed=22)
     context = naive_softmax_attention(q, k, v, 1.7, log_normalizer=True)
     phi = features_at(q, keys, 1.7)
-    expected, got = naive_join_bias(*context, phi, b_kv, b_d), join_bias(*context, phi, b_kv, b_d)
+    expected = naive_join_bias(*context, phi, b_kv, b_d)
+    got = join_bias(context.z, mass_of(context), phi, b_kv, b_d)
     positive = ~expected.log_normalizer.isnan()
     assert int(positive.sum()) > 0
     for a, b in zip(got, expected, strict=True):
@@ -149,7 +156,7 @@ def test_a_bias_of_nothing_changes_nothing():
     q, k, v = draw()
     context = naive_softmax_attention(q, k, v, 1.7, log_normalizer=True)
     zeros = torch.zeros(1, 3, 4, 5, dtype=torch.float64)
-    joined = join_bias(*context, features_at(q, virtual_keys()[0], 1.7), zeros, zeros[..., 0])
+    joined = join_bias(context.z, mass_of(context), features_at(q, virtual_keys()[0], 1.7), zeros, zeros[..., 0])
     torch.testing.assert_close(joined.z_context, context.z, rtol=1e-14, atol=0)
     assert bool((joined.z_bias == 0).all())
 
@@ -157,7 +164,8 @@ def test_a_bias_of_nothing_changes_nothing():
 def test_nothing_seen_on_either_side_is_zero_and_finite_in_gradient():
     z, log_n = torch.zeros(1, 2, 1, 3), torch.full((1, 2, 1), -torch.inf)
     features = torch.ones(1, 2, 1, 4, requires_grad=True)
-    joined = join_bias(z, log_n, ScaledFeatures(features, torch.zeros(1, 2, 1)), torch.zeros(1, 1, 4, 3), torch.zeros(1, 1, 4))
+    phi, context = ScaledFeatures(features, torch.zeros(1, 2, 1)), ScaledMass(torch.ones(1, 2, 1), log_n)
+    joined = join_bias(z, context, phi, torch.zeros(1, 1, 4, 3), torch.zeros(1, 1, 4))
     assert bool((joined.z_context == 0).all())
     assert bool((joined.log_normalizer == -torch.inf).all())
     (gradient,) = torch.autograd.grad((joined.z_context + joined.z_bias).sum(), features)

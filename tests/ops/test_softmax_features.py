@@ -7,7 +7,7 @@ import torch
 from ops_cases import normal
 from torch import Tensor
 
-from kvlens.ops.softmax_attention import ScaledFeatures, join_bias
+from kvlens.ops.softmax_attention import ScaledFeatures, ScaledMass, join_bias
 from kvlens.ops.softmax_features import (
     ScoreRule,
     learned_log_features,
@@ -114,7 +114,7 @@ def biased(scale: float = 1.0, dtype: torch.dtype = torch.float64):
 def test_keys_that_are_the_context_split_in_two_give_the_whole_at_any_score(scale):
     q, keys, own, values, phi, z, log_n, _, _ = biased(scale)
     b_kv = normal(BATCH, KV, R, D, seed=14)
-    merged = join_bias(z, log_n, phi, b_kv, torch.ones(BATCH, KV, R, dtype=torch.float64))
+    merged = join_bias(z, ScaledMass.of_log(log_n), phi, b_kv, torch.ones(BATCH, KV, R, dtype=torch.float64))
     all_keys = torch.cat([keys.transpose(1, 2), own], dim=1)
     whole, log_whole = context(q, all_keys, torch.cat([b_kv.transpose(1, 2), values], dim=1), math.sqrt(D))
     size = float(all_keys.abs().max() * q.abs().max())  # a score's rounding error is about eps * d * this, absolute
@@ -131,7 +131,7 @@ def test_nothing_overflows_and_nothing_is_nan(dtype, weights):
     b_kv = (b_kv * factor).requires_grad_()
     b_d = (b_d * (0.0 if weights == "only b_KV" else factor)).requires_grad_()
     for shift in (-1e3, 0.0, 1e3):
-        merged = join_bias(z, log_n, ScaledFeatures(phi.features, phi.log_scale + shift), b_kv, b_d)
+        merged = join_bias(z, ScaledMass.of_log(log_n), ScaledFeatures(phi.features, phi.log_scale + shift), b_kv, b_d)
         assert all(bool(part.isfinite().all()) for part in merged[:2])
         assert weights == "negative" or not bool(merged.log_normalizer.isnan().any())
         if weights in ("only b_KV", "negative"):  # no normaliser is left: finite, and that is all
@@ -151,6 +151,8 @@ def test_gradients_of_merging():
 
     def attend(q: Tensor, keys: Tensor, b_kv: Tensor, b_d: Tensor) -> tuple[Tensor, ...]:
         z, log_n = context(q, own, values, math.sqrt(D))
-        return tuple(join_bias(z, log_n, scaled_exp(virtual_key_scores(q, keys, RULES["capped"])), b_kv, b_d))
+        return tuple(
+            join_bias(z, ScaledMass.of_log(log_n), scaled_exp(virtual_key_scores(q, keys, RULES["capped"])), b_kv, b_d)
+        )
 
     assert torch.autograd.gradcheck(attend, (q, keys, b_kv, b_d))

@@ -4,13 +4,14 @@ from kvlens.ops.softmax_attention.beside import KeysBeside, attend_beside
 from kvlens.ops.softmax_attention.bias import join_bias, naive_join_bias
 from kvlens.ops.softmax_attention.fused import fused_softmax_attention
 from kvlens.ops.softmax_attention.naive import naive_softmax_attention
-from kvlens.ops.softmax_attention.types import JoinedBias, ScaledFeatures, SoftmaxAttentionOutput
+from kvlens.ops.softmax_attention.types import JoinedBias, ScaledFeatures, ScaledMass, SoftmaxAttentionOutput
 from kvlens.ops.softmax_attention.visible import visible_keys
 
 __all__ = [
     "JoinedBias",
     "KeysBeside",
     "ScaledFeatures",
+    "ScaledMass",
     "SoftmaxAttentionOutput",
     "attend_beside",
     "fused_softmax_attention",

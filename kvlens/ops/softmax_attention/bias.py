@@ -3,7 +3,8 @@
     z_i = (sum_j exp(s_ij) v_j + phi(q_i)^T b_KV) / n_i        n_i = sum_j exp(s_ij) + phi(q_i)^T b_D
 
 Each side comes with its own logarithmic scale, and both are brought to the larger one before anything is added: scores of 100
-and more neither overflow nor swallow the other side.
+and more neither overflow nor swallow the other side. Scales are subtracted from each other, which is exact between numbers of
+like size, before anything small is added to them: a scale of 1,000 plus a logarithm would be off by 6e-5 in float32.
 """
 
 import torch
@@ -11,7 +12,7 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from kvlens.ops.softmax_attention.types import JoinedBias, ScaledFeatures
+from kvlens.ops.softmax_attention.types import JoinedBias, ScaledFeatures, ScaledMass
 
 
 def naive_join_bias(
@@ -38,7 +39,7 @@ def naive_join_bias(
 
 def join_bias(
     z_context: Float[Tensor, "batch query head d_z"],
-    log_normalizer: Float[Tensor, "batch query head"],
+    normalizer: ScaledMass,
     phi: ScaledFeatures,
     b_kv: Float[Tensor, "#batch kv_head d_phi d_head"],
     b_d: Float[Tensor, "#batch kv_head d_phi"],
@@ -47,7 +48,7 @@ def join_bias(
 
     Args:
         z_context: attention over the context alone, already divided by its own normaliser.
-        log_normalizer: the logarithm of that normaliser; -inf where a query sees no key.
+        normalizer: that normaliser; its log_scale is -inf where a query sees no key.
         phi: the query's features.
         b_kv, b_d: the bias, one per key-value head.
 
@@ -60,10 +61,11 @@ def join_bias(
     stored = torch.cat([b_kv, b_d[..., None]], dim=-1)  # [batch or 1, kv_head, d_phi, d_head + 1]
     size = stored.detach().abs().amax(dim=(-1, -2))
     numerator, mass = _read(phi.features, stored / torch.where(size == 0, 1.0, size)[..., None, None], group)
-    log_scale = phi.log_scale + size.log().repeat_interleave(group, dim=1)[:, None]
-    top = torch.maximum(log_normalizer, log_scale)
+    log_size = size.log().repeat_interleave(group, dim=1)[:, None]
+    top = torch.maximum(normalizer.log_scale, phi.log_scale + log_size)
     top = torch.where(top == -torch.inf, 0.0, top)
-    from_context, from_bias = (log_normalizer - top).exp(), (log_scale - top).exp()
+    from_context = (normalizer.log_scale - top).exp() * normalizer.mass
+    from_bias = (phi.log_scale - top + log_size).exp()
     n = from_context + from_bias * mass
     nothing = n.abs() < torch.finfo(n.dtype).tiny  # whose inverse overflows
     share = 1 / torch.where(nothing, 1.0, n)

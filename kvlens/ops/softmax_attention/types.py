@@ -21,6 +21,7 @@ A query that sees no key gets z = 0 and log n = -inf. The forms: ``naive`` (a lo
 
 from typing import NamedTuple
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -40,6 +41,18 @@ class ScaledFeatures(NamedTuple):
 
     features: Float[Tensor, "batch query head d_phi"]
     log_scale: Float[Tensor, "batch query head"]
+
+
+class ScaledMass(NamedTuple):
+    """A sum of exponentials, mass * exp(log_scale): where a score is 1,000, float32 knows the sum's logarithm to 6e-5 alone."""
+
+    mass: Float[Tensor, "batch query head"]
+    log_scale: Float[Tensor, "batch query head"]
+
+    @classmethod
+    def of_log(cls, log_sum: Float[Tensor, "batch query head"]) -> "ScaledMass":
+        """The sum with this logarithm."""
+        return cls(torch.ones_like(log_sum), log_sum)
 
 
 class JoinedBias(NamedTuple):
