@@ -10,24 +10,26 @@ gets, on sequences of a task, at the places that are scored:
 
 The rank correlation of each dual figure with each of the other two, over the heads of a model, comes with a bootstrap interval
 over sequences and a permutation test over heads: under "which head is which makes no difference" every pairing is equally
-likely, so a verdict at p <= 0.05 is wrong in at most one of twenty cases. Four heads can tell nothing (2 of 24 pairings are as
-extreme as any).
+likely, so a verdict at the judge's level (p <= 0.02) is wrong in at most one of fifty cases. Four heads can tell nothing (2 of
+24 pairings are as extreme as any).
 """
 
 import itertools
 import math
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from matplotlib.figure import Figure
 from torch import Tensor
 
 from kvlens.dual import dual_figures
 from kvlens.experiments.shared.curves import PALETTE
+from kvlens.experiments.shared.judge import JUDGE, MOST_COUNTED
 from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
 from kvlens.model import HookedKVTransformer
 from kvlens.tasks import make_task
@@ -35,8 +37,7 @@ from kvlens.tasks.batch import Batch
 
 DUAL = ("log_loss_drop", "step_share", "cosine_gain")
 OTHERS = ("ablation_effect", "induction_score")
-LEVEL = 0.05
-MOST_COUNTED = 20_000
+LEVEL = JUDGE.level
 
 
 def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
@@ -141,17 +142,21 @@ def spearman(a: Float[np.ndarray, " head"], b: Float[np.ndarray, " head"]) -> fl
 
 def chance_of_pairing(a: Float[np.ndarray, " head"], b: Float[np.ndarray, " head"]) -> float:
     """The share of pairings of heads whose rank correlation is at least as far from 0; counted, or drawn where too many."""
-    n, seen = len(a), abs(spearman(a, b))
-    if math.factorial(n) <= MOST_COUNTED:
-        orders = np.array(list(itertools.permutations(range(n))))
-    else:
-        generator = np.random.default_rng(0)
-        orders = np.stack([generator.permutation(n) for _ in range(MOST_COUNTED)])
-        orders[0] = np.arange(n)
+    seen, orders = abs(spearman(a, b)), _orders(len(a))
     ra, rb = (pd.Series(x).rank().to_numpy() for x in (a, b))
     ra, rb = ra - ra.mean(), rb - rb.mean()
     size = math.sqrt(float((ra**2).sum() * (rb**2).sum()))
     return float((np.abs(ra[orders] @ rb / size) >= seen - 1e-12).mean()) if size else 1.0
+
+
+@cache
+def _orders(n: int) -> Int[np.ndarray, "order head"]:
+    """Every order of n heads, or as many drawn ones as are counted at most, the given one among them."""
+    if math.factorial(n) <= MOST_COUNTED:
+        return np.array(list(itertools.permutations(range(n))))
+    orders = np.random.default_rng(0).permuted(np.tile(np.arange(n), (MOST_COUNTED, 1)), axis=1)
+    orders[0] = np.arange(n)
+    return orders
 
 
 def compare(found: pd.DataFrame) -> list[Comparison]:

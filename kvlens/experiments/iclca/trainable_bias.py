@@ -2,11 +2,8 @@
 
 The bias is the state that the attention starts from (see :mod:`kvlens.ops.linear_attention`): b_KV alone where nothing
 normalises, b_KV and b_D where the features do. It starts at zero, so that with and without it a seed gives the same function
-and the same batches; what differs afterwards is the bias' doing. The two are therefore compared seed by seed,
-
-    difference = mean over seeds of (with - without)        standard error = standard deviation of these / sqrt(seeds)
-
-and a difference counts where it exceeds two standard errors.
+and the same batches; what differs afterwards is the bias' doing. The two are therefore compared seed by seed; whether their
+differences are more than noise is for :data:`kvlens.experiments.shared.judge.JUDGE` to say.
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -143,7 +143,10 @@ def compare(changes: pd.DataFrame) -> Iterator[Comparison]:
         name = f"share of a change of {part} that is left: {way}, {r} per head"
         verdict = JUDGE.above((1 - left).to_numpy())
         if way == NULL:
-            claim, verdict = "where there is nothing to learn nothing is imitated (not below 1)", verdict is not True
+            claim, verdict = (
+                "where there is nothing to learn nothing is imitated (not below 1)",
+                None if verdict is None else not verdict,
+            )
         else:
             claim = "virtual keys take over part of a change of the weights (a share below 1)"
         yield Comparison(name, None, float(left.mean()), claim, verdict)

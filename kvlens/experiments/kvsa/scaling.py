@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from jaxtyping import Float
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import nn
@@ -60,10 +61,15 @@ def non_embedding_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for name, parameter in model.named_parameters() if "embed" not in name)
 
 
-def power_law(n: pd.Series, loss: pd.Series) -> tuple[float, float]:
-    """(p, c) of loss = c n^(-p) by least squares on the logarithms."""
-    slope, intercept = np.polyfit(np.log(n.to_numpy(dtype=float)), np.log(loss.to_numpy(dtype=float)), 1)
-    return -float(slope), float(np.exp(intercept))
+def power_law(n: Any, loss: Any) -> tuple[Float[np.ndarray, "*seed"], Float[np.ndarray, "*seed"]]:
+    """(p, c) of loss = c n^(-p) by least squares on the logarithms.
+
+    Args:
+        n: one for each size.
+        loss: a row for each size; of one seed, or a column for each of several.
+    """
+    slope, intercept = np.polyfit(np.log(np.asarray(n, dtype=float)), np.log(np.asarray(loss, dtype=float)), 1)
+    return -slope, np.exp(intercept)
 
 
 def compare(finals: pd.DataFrame) -> list[Comparison]:
@@ -91,7 +97,8 @@ def _compare_falls(finals: pd.DataFrame) -> list[Comparison]:
     found = []
     for kind in MODELS:
         runs = finals[finals["model"] == kind]
-        exponents = [power_law(rows["non_embedding"], rows["heldout_loss"])[0] for _, rows in runs.groupby("seed")]
+        by_size = runs.pivot_table(index="non_embedding", columns="seed", values="heldout_loss")
+        exponents = power_law(by_size.index, by_size)[0].tolist()
         found.append(
             Comparison(
                 f"p of loss = c N^(-p), {kind}",
@@ -164,7 +171,7 @@ def _draw_courses(axes: Axes, heldout: pd.DataFrame) -> None:
 def _draw_scaling(axes: Axes, finals: pd.DataFrame, kind: str, colour: str) -> None:
     axes.plot(finals["non_embedding"], finals["heldout_loss"], "o", color=colour, alpha=0.5, markersize=7, markeredgewidth=0)
     means = finals.groupby("non_embedding")["heldout_loss"].mean()
-    exponent, factor = power_law(means.index.to_series(), means)
+    exponent, factor = (float(part) for part in power_law(means.index, means))
     n = np.array([means.index.min(), means.index.max()], dtype=float)
     axes.plot(n, factor * n**-exponent, color=colour, linewidth=1.8, label=f"{kind}: $N^{{-{exponent:.3f}}}$")
 

@@ -158,7 +158,7 @@ def changes_table(left: float, null: float, n: int) -> pd.DataFrame:
 
 @pytest.mark.parametrize(
     ("left", "null", "n", "holds", "null_holds"),
-    [(0.5, 1.0, 6, True, True), (1.5, 0.7, 6, False, False), (0.5, 0.7, 3, None, True)],
+    [(0.5, 1.0, 6, True, None), (1.5, 0.7, 6, False, False), (1.5, 1.4, 6, False, True), (0.5, 0.7, 3, None, None)],
 )
 def test_verdicts_go_either_way_and_few_changes_give_none(left, null, n, holds, null_holds):
     found = list(weights_to_prompt.compare(changes_table(left, null, n)))

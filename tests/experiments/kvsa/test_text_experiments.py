@@ -147,6 +147,8 @@ def test_one_seed_that_diverges_ends_stability_also_where_a_larger_rate_did_not(
     runs.loc[(runs["learning_rate"] == 1e-2) & (runs["seed"] == 1), "diverged"] = True
     assert learning_rate.largest_stable_rate(runs) == 1e-3
     assert learning_rate.largest_stable_rate(runs.assign(diverged=True)) == 0
+    borne = learning_rate.rates_borne(runs.sample(frac=1, random_state=0)).set_index(["model", "seed"])["borne"]
+    assert (borne.xs(1, level="seed") == 1).all() and (borne.drop(1, level="seed") == 3).all()
 
 
 def test_a_run_whose_loss_is_not_finite_counts_as_diverged_and_the_experiment_goes_on():
