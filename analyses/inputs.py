@@ -12,8 +12,10 @@ from torch import Tensor
 
 from analyses.declaration import Field
 from kvlens import HookedKVTransformer, KVLensError
+from kvlens.signature import checked
 
 
+@checked
 def tokens_field(name: str, *, prepend_bos: bool, required: bool = True) -> Field:
     """A field as tokens [pos], with a BOS in front where ``prepend_bos`` and the model wants one."""
 

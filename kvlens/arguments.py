@@ -2,11 +2,14 @@
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvlens.errors import KVLensError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def check_whole(what: str, value: Any, least: int = 0, most: int | None = None) -> None:
@@ -56,6 +59,33 @@ def path_of(what: str, value: str | Path) -> Path:
     except OSError as error:  # a name too long for the file system
         raise KVLensError(f"{what}: {str(path)!r} can be no path: {error.strerror or error}; choose another") from error
     return path
+
+
+def numbers_of(what: str, values: Any) -> "Tensor":
+    """``values``, a tensor, an array or nested lists, as float64 on the CPU, without gradients. Imports torch.
+
+    Raises:
+        KVLensError: they hold something else than real numbers, or rows of different lengths.
+    """
+    import torch  # kept out of the command line's start
+
+    values = list(values) if isinstance(values, Iterator) else values.to_numpy() if hasattr(values, "to_numpy") else values
+    try:
+        found = torch.as_tensor(values).detach().cpu()
+    except (TypeError, ValueError, RuntimeError, NotImplementedError, OverflowError) as error:
+        raise KVLensError(f"{what}: expected numbers as a tensor, an array or lists, got {brief(values)}") from error
+    if found.is_complex():
+        raise KVLensError(f"{what}: expected real numbers, got {found.dtype}; take their size or one of their parts")
+    return found.double()
+
+
+def brief(value: Any) -> str:
+    """A value in a few words, for a message."""
+    shape = getattr(value, "shape", None)
+    if isinstance(shape, tuple):
+        return f"{type(value).__name__} of shape {list(shape)}"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:60]}... ({type(value).__name__})"
 
 
 def check_device(what: str, device: Any) -> None:

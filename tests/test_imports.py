@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ORDER = [
     "errors",
     "arguments",
+    "signature",
     "temporaries",
     "files",
     "terminal",
@@ -44,7 +45,7 @@ ORDER = [
     "reference",
     "cli",
 ]
-PUBLIC = {"kvlens.arguments", "kvlens.dual", "kvlens.errors"}
+PUBLIC = {"kvlens.arguments", "kvlens.dual", "kvlens.errors", "kvlens.signature"}
 """Beside what ``kvlens`` itself offers: the dual model, what arguments must be, and errors that propose the nearest name."""
 FOUNDATIONS = {"kvlens.checksum", "kvlens.files", "kvlens.model", "kvlens.terminal", "kvlens.zoo"}
 """What a batch needs to write files that notice damage, to read a command line, and to load a model by its name."""

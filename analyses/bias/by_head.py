@@ -19,6 +19,7 @@ from analyses.declaration import Analysis, Columns
 from analyses.inputs import PROMPT, TEXT
 from analyses.sequences import PromptTokens, TextTokens, prompt_text_bias
 from kvlens import HookedKVTransformer, KVBias
+from kvlens.signature import checked
 
 MEASURES = dict(
     b_kv_norm=("float64", "Frobenius norm of b_KV"),
@@ -32,6 +33,7 @@ BY_LAYER = Columns(layer=("int64", "from 0"), **MEASURES)
 
 
 @BY_HEAD.document
+@checked
 @torch.no_grad()
 def bias_by_head(
     model: HookedKVTransformer,
@@ -65,6 +67,7 @@ def bias_by_head(
 
 
 @BY_LAYER.document
+@checked
 @torch.no_grad()
 def bias_by_layer(
     model: HookedKVTransformer,

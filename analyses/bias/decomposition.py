@@ -23,6 +23,7 @@ from analyses.inputs import ANSWER, PROMPT, TEXT, WRONG
 from analyses.sequences import PromptTokens, TextTokens, prompt_text_bias
 from analyses.stream.logit_attribution import LogitTarget, Token, check_heads_write_directly, logit_target
 from kvlens import HookedKVTransformer, KVBias
+from kvlens.signature import checked
 
 COLUMNS = Columns(
     layer=("int64", "from 0"),
@@ -38,6 +39,7 @@ COLUMNS = Columns(
 
 
 @COLUMNS.document
+@checked
 @torch.no_grad()
 def bias_decomposition(
     model: HookedKVTransformer,

@@ -27,6 +27,7 @@ from analyses.predictions import converted_logits, kl_divergence, log_probabilit
 from analyses.sequences import PromptTokens, TextTokens, bias_and_text
 from analyses.stream.logit_attribution import LogitTarget, Token, logit_target
 from kvlens import HookedKVTransformer, KVBias, KVLensError, convert_prompt
+from kvlens.signature import checked
 
 METHODS = ("zero", "mean", "resample")
 PARTS = ("bias", "boundary", "both")
@@ -58,6 +59,7 @@ COLUMNS = Columns(
 
 
 @COLUMNS.document
+@checked
 @torch.no_grad()
 def bias_effects(
     model: HookedKVTransformer,
@@ -147,8 +149,8 @@ def _ablations(
 ) -> list[Ablation]:
     for what, names, known in (("by", [by], UNITS), ("methods", methods, METHODS), ("parts", parts, PARTS)):
         unknown = [name for name in names if name not in known]
-        if unknown or isinstance(names, str):
-            raise KVLensError(f"bias_effects: {what}: expected names of {', '.join(known)}, got {unknown or [names]}")
+        if unknown or not len(names):
+            raise KVLensError(f"bias_effects: {what}: expected some of {', '.join(known)}, got {unknown or 'none'}")
     if set(parts) - {"bias"} and not _has_boundary(bias):
         raise KVLensError("bias_effects: this model shifts nothing, so that its prompts leave no boundary; parts=['bias']")
     if set(methods) - {"zero"}:

@@ -37,6 +37,7 @@ from analyses.inputs import PROMPT, tokens_field
 from analyses.predictions import converted_logits, kl_divergence, log_probabilities, next_token_losses
 from analyses.sequences import TextTokens, one_sequence, prompt_sequence
 from kvlens import HookedKVTransformer, KVBias, KVLensError, carry_bias, combine, convert_prompt
+from kvlens.signature import checked
 
 FirstTokens = str | Int[Tensor, "*one first_pos"]
 SecondTokens = str | Int[Tensor, "*one second_pos"]
@@ -92,6 +93,7 @@ CIRCUIT_COLUMNS = Columns(
 
 
 @SIMILARITY_COLUMNS.document
+@checked
 @torch.no_grad()
 def bias_similarity(biases: KVBias | Sequence[KVBias]) -> pd.DataFrame:
     """Cosine between the biases of different prompts, head by head.
@@ -127,6 +129,7 @@ def bias_similarity(biases: KVBias | Sequence[KVBias]) -> pd.DataFrame:
 
 
 @OVERWRITING_COLUMNS.document
+@checked
 @torch.no_grad()
 def bias_overwriting(
     model: HookedKVTransformer,
@@ -183,6 +186,7 @@ def bias_overwriting(
 
 
 @ADDITION_COLUMNS.document
+@checked
 @torch.no_grad()
 def bias_addition(
     model: HookedKVTransformer, first_tokens: FirstTokens, second_tokens: SecondTokens, text_tokens: TextTokens
@@ -223,6 +227,7 @@ def bias_addition(
 
 
 @CIRCUIT_COLUMNS.document
+@checked
 @torch.no_grad()
 def circuits(model: HookedKVTransformer, first_tokens: FirstTokens, second_tokens: SecondTokens) -> pd.DataFrame:
     """One line per head about two prompts: how alike their biases are, what survives of the first, what adding would cost.

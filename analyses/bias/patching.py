@@ -15,6 +15,7 @@ default the identity (1, 0, ...): what if this head did not shift the text? The 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import pandas as pd
 import torch
@@ -37,7 +38,9 @@ from analyses.passes import MEMORY_PER_PASS, check_batch_size
 from analyses.sequences import CorruptedTokens, PromptTokens, TextTokens, converted, one_sequence
 from analyses.stream.logit_attribution import Token, logit_target
 from kvlens import HookedKVTransformer, KVBias, KVLensError
+from kvlens.arguments import brief, numbers_of
 from kvlens.errors import nearest
+from kvlens.signature import checked
 
 Metric = Callable[[Float[Tensor, "row pos d_vocab"]], Float[Tensor, " row"]]
 """From the logits on the text, one row per patch, to one number per row."""
@@ -58,6 +61,7 @@ COLUMNS = Columns(
 
 
 @COLUMNS.document
+@checked
 @torch.no_grad()
 def activation_patching(
     model: HookedKVTransformer,
@@ -68,8 +72,8 @@ def activation_patching(
     answer: Token | None = None,
     wrong: Token | None = None,
     metric: Metric | None = None,
-    points: Sequence[str] | None = None,
-    coefficients: Mapping[str, Tensor] | None = None,
+    points: str | Sequence[str] | None = None,
+    coefficients: Mapping[str, Any] | None = None,
     batch_size: int | None = None,
     on_start: Callable[[int], None] | None = None,
     on_progress: Callable[[float], None] | None = None,
@@ -84,9 +88,9 @@ def activation_patching(
         answer, wrong: the metric is the logit of ``answer``, minus that of ``wrong``, at the text's last place (ids, or the
             texts of single tokens); without ``answer`` it is the mean logit of the text's next tokens.
         metric: another one, in their place.
-        points: names of :data:`analyses.bias.patches.POINTS`; None takes all that the model has.
-        coefficients: "k", "v" or "q" -> what is patched in for its shift coefficients, [window+1] or [layer, head,
-            window+1]; the identity for those that are not given.
+        points: one or several of :data:`analyses.bias.patches.POINTS`; None takes all that the model has.
+        coefficients: "k", "v" or "q" -> what is patched in for its shift coefficients, a tensor or lists, [window+1] or
+            [layer, head, window+1]; the identity for those that are not given.
         batch_size: patches per forward pass; None takes what memory allows. A pass with shift coefficients holds one: they
             have no batch axis.
         on_start: called once, before the first patch, with their number.
@@ -154,7 +158,7 @@ def _default_metric(model: HookedKVTransformer, text: Tensor, answer: Token | No
     return lambda logits: target.read(logits).mean(dim=-1)
 
 
-def _known(model: HookedKVTransformer, points: Sequence[str] | None) -> Sequence[str]:
+def _known(model: HookedKVTransformer, points: str | Sequence[str] | None) -> Sequence[str]:
     points = [points] if isinstance(points, str) else available_points(model) if points is None else points
     for name in points:
         if name not in POINTS:
@@ -164,7 +168,7 @@ def _known(model: HookedKVTransformer, points: Sequence[str] | None) -> Sequence
     return points
 
 
-def _given_coefficients(model: HookedKVTransformer, given: Mapping[str, Tensor]) -> dict[tuple[str, int], Tensor]:
+def _given_coefficients(model: HookedKVTransformer, given: Mapping[str, Any]) -> dict[tuple[str, int], Tensor]:
     """(hook, layer) -> the coefficients [head, window+1] that are patched in."""
     cfg = model.cfg
     shifted = [hook[0] for hook in available_hooks(model) if hook.endswith("_shift_coef")]
@@ -174,7 +178,7 @@ def _given_coefficients(model: HookedKVTransformer, given: Mapping[str, Tensor])
     sources: dict[tuple[str, int], Tensor] = {}
     for x in shifted:
         full = (cfg.n_layers, cfg.n_heads if x == "q" else cfg.n_kv_heads, cfg.kv_shift.window + 1)  # type: ignore[union-attr]
-        coef = torch.as_tensor(given.get(x, [1.0, *[0.0] * (full[-1] - 1)]), dtype=torch.float64)
+        coef = numbers_of(f"coefficients: {x!r}", given.get(x, [1.0, *[0.0] * (full[-1] - 1)]))
         if tuple(coef.shape) not in (full, full[-1:]):
             raise KVLensError(f"coefficients: {x!r} must be {list(full[-1:])} or {list(full)}, got {list(coef.shape)}")
         sources |= {(f"{x}_shift_coef", layer): row for layer, row in enumerate(coef.expand(full))}
@@ -219,10 +223,9 @@ def _run(
 
 def _values(metric: Metric, logits: Tensor) -> list[float]:
     values = metric(logits)
-    if tuple(values.shape) != logits.shape[:1]:
+    if not isinstance(values, Tensor) or tuple(values.shape) != logits.shape[:1]:
         raise KVLensError(
-            f"metric: expected one number per row, [{logits.shape[0]}], from logits {list(logits.shape)}, "
-            f"got shape {list(values.shape)}"
+            f"metric: expected one number per row, [{logits.shape[0]}], from logits {list(logits.shape)}, got {brief(values)}"
         )
     return values.double().tolist()
 

@@ -29,6 +29,7 @@ from analyses.stream.logit_attribution import (
     logit_target,
 )
 from kvlens import HookedKVTransformer, KVBias, KVLensError
+from kvlens.signature import checked
 
 NONE = -1
 """In place of a position: all places of the text together, or a part that is no prompt position."""
@@ -56,6 +57,7 @@ COLUMNS = Columns(
 
 
 @COLUMNS.document
+@checked
 @torch.no_grad()
 def bias_positions(
     model: HookedKVTransformer,

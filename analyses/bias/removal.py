@@ -17,6 +17,7 @@ from analyses.declaration import Columns
 from analyses.sequences import PromptTokens, TextTokens, bias_and_text
 from analyses.stream.logit_attribution import logit_target
 from kvlens import HookedKVTransformer, KVBias, KVLensError
+from kvlens.signature import checked
 
 Heads = Sequence[tuple[int, int]]
 
@@ -30,6 +31,7 @@ COLUMNS = Columns(
 
 
 @COLUMNS.document
+@checked
 @torch.no_grad()
 def bias_ablation(
     model: HookedKVTransformer,

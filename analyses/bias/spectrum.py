@@ -15,6 +15,7 @@ from analyses.declaration import Analysis, Columns
 from analyses.inputs import PROMPT
 from analyses.sequences import one_bias
 from kvlens import HookedKVTransformer, KVBias, convert_prompt
+from kvlens.signature import checked
 
 COLUMNS = Columns(
     layer=("int64", "from 0"),
@@ -42,6 +43,7 @@ def effective_rank(values: Float[Tensor, "*lead index"]) -> Float[Tensor, "*lead
 
 
 @COLUMNS.document
+@checked
 @torch.no_grad()
 def bias_singular_values(bias: KVBias) -> pd.DataFrame:
     """The singular values of every head's b_KV.

@@ -12,6 +12,7 @@ from analyses.inputs import PROMPT
 from analyses.sequences import PromptTokens, one_sequence, token_texts
 from kvlens import HookedKVTransformer
 from kvlens.dual import demonstration_figures
+from kvlens.signature import checked
 
 COLUMNS = Columns(
     layer=("int64", "from 0"),
@@ -28,6 +29,7 @@ COLUMNS = Columns(
 
 
 @COLUMNS.document
+@checked
 @torch.no_grad()
 def dual_demonstrations(
     model: HookedKVTransformer, prompt_tokens: PromptTokens, *, query_pos: int = -1, n_demonstrations: int | None = None

@@ -21,6 +21,7 @@ from analyses.inputs import PROMPT
 from analyses.sequences import PromptTokens, one_sequence
 from kvlens import HookedKVTransformer, KVLensError
 from kvlens.dual import DualModel
+from kvlens.signature import checked
 
 COLUMNS = Columns(
     layer=("int64", "from 0"),
@@ -40,6 +41,7 @@ COLUMNS = Columns(
 
 
 @COLUMNS.document
+@checked
 @torch.no_grad()
 def dual_bound(
     model: HookedKVTransformer,

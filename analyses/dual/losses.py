@@ -15,6 +15,7 @@ from analyses.inputs import PROMPT
 from analyses.sequences import PromptTokens, one_sequence, token_texts
 from kvlens import HookedKVTransformer
 from kvlens.dual import dual_figures
+from kvlens.signature import checked
 
 COLUMNS = Columns(
     layer=("int64", "from 0"),
@@ -32,6 +33,7 @@ COLUMNS = Columns(
 
 
 @COLUMNS.document
+@checked
 @torch.no_grad()
 def dual_losses(
     model: HookedKVTransformer, prompt_tokens: PromptTokens, *, n_demonstrations: int | None = None, cosines: bool = True

@@ -61,7 +61,7 @@ def resampling_ablation(
     check_batch_size("ablations", batch_size)
     heads = torch.arange(n_heads).repeat_interleave(n_texts)
     texts = torch.arange(n_texts).repeat(n_heads)
-    rows = batch_size or max(1, MEMORY_PER_PASS // _bytes_per_row(model, repeated))
+    rows = min(batch_size or max(1, MEMORY_PER_PASS // _bytes_per_row(model, repeated)), len(heads))
     passes = [(layer, part) for layer in range(n_layers) for part in torch.arange(len(heads)).split(rows)]
     if on_start is not None:
         on_start(n_layers * len(heads))

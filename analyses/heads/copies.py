@@ -11,6 +11,7 @@ from analyses.heads.shift_roles import layer_taps, roles, shifted_projections
 from analyses.inputs import PROMPT, TEXT
 from analyses.sequences import PromptTokens, TextTokens, one_sequence, prompt_sequence
 from kvlens import HookedKVTransformer
+from kvlens.signature import checked
 
 COLUMNS = Columns(
     layer=("int64", "from 0"),
@@ -23,6 +24,7 @@ COLUMNS = Columns(
 
 
 @COLUMNS.document
+@checked
 @torch.no_grad()
 def prompt_copies(model: HookedKVTransformer, prompt_tokens: PromptTokens, text_tokens: TextTokens) -> pd.DataFrame:
     """Attention of every head along the pairs that induction would use.

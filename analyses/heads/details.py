@@ -11,6 +11,7 @@ from analyses.bias.positions import bias_positions
 from analyses.heads.rows import attention_rows
 from analyses.sequences import PromptTokens, TextTokens, prompt_text_bias, token_texts
 from kvlens import HookedKVTransformer, KVBias, KVLensError
+from kvlens.signature import checked
 
 MAX_QUERIES, MAX_PROMPT_QUERIES = 128, 64
 """Rows of the pattern that are computed: of the text, evenly spaced, and of the prompt, those that the text attends to most."""
@@ -38,6 +39,7 @@ class HeadDetails:
     bias_shares: Float[Tensor, "layer head text_pos"] | None = None
 
 
+@checked
 @torch.no_grad()
 def head_details(
     model: HookedKVTransformer,

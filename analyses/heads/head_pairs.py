@@ -18,6 +18,7 @@ import torch
 from analyses.declaration import Analysis, Columns, Option
 from analyses.heads.weights import COMPOSITION_KINDS, composition_scores, head_weights
 from kvlens import HookedKVTransformer, KVLensError
+from kvlens.signature import checked
 
 COLUMNS = Columns(
     kind=("str", '"Q", "K" or "V": what of the later head reads'),
@@ -30,6 +31,7 @@ COLUMNS = Columns(
 
 
 @COLUMNS.document
+@checked
 @torch.no_grad()
 def composition(model: HookedKVTransformer, *, kinds: Sequence[str] = COMPOSITION_KINDS) -> pd.DataFrame:
     """Composition scores of all pairs of heads in different layers.
@@ -46,7 +48,7 @@ def composition(model: HookedKVTransformer, *, kinds: Sequence[str] = COMPOSITIO
     Raises:
         KVLensError: an unknown kind, or none.
     """
-    if not kinds or any(kind not in COMPOSITION_KINDS for kind in kinds) or len(set(kinds)) < len(kinds):
+    if not len(kinds) or any(kind not in COMPOSITION_KINDS for kind in kinds) or len(set(kinds)) < len(kinds):
         raise KVLensError(f"composition: kinds: expected some of {', '.join(COMPOSITION_KINDS)}, each once, got {list(kinds)}")
     n_layers = model.cfg.n_layers
     weights = [head_weights(model, layer) for layer in range(n_layers)]

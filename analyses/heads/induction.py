@@ -28,8 +28,11 @@ from analyses.heads.shift_roles import displacement, roles
 from analyses.heads.verdicts import RATIO, THRESHOLD, Verdict, judge_heads
 from analyses.heads.weights import composition_scores, copying_scores, head_weights
 from analyses.inputs import tokens_field
+from analyses.passes import check_batch_size
 from analyses.sequences import one_sequence
 from kvlens import HookedKVTransformer, KVLensError
+from kvlens.arguments import check_seed
+from kvlens.signature import checked
 
 DEFAULT_LENGTH = 50
 _LOOKS = {
@@ -70,6 +73,7 @@ COLUMNS = Columns(
 
 
 @COLUMNS.document
+@checked
 @torch.no_grad()
 def induction_heads(
     model: HookedKVTransformer,
@@ -114,8 +118,10 @@ def induction_heads(
     check_model(model)
     if not 0 < threshold <= 1:
         raise KVLensError(f"induction_heads: threshold must lie in (0, 1], got {threshold}")
-    if not 0 < ratio < float("inf"):
-        raise KVLensError(f"induction_heads: ratio must be above 0, got {ratio}")
+    if not 0 < ratio < 1e9:
+        raise KVLensError(f"induction_heads: ratio must be above 0, and is a few times chance, got {ratio}")
+    check_seed("induction_heads: seed", seed)
+    check_batch_size("induction_heads", batch_size)
     generator = torch.Generator().manual_seed(seed)
     if tokens is None:
         n_repeated = longest_repeat(model, prepend_bos, DEFAULT_LENGTH) if n_repeated is None else n_repeated

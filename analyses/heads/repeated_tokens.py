@@ -15,6 +15,10 @@ from jaxtyping import Int
 from torch import Tensor
 
 from kvlens import HookedKVTransformer, KVLensError
+from kvlens.arguments import check_whole
+
+LONGEST = 2**20
+"""Sequences, and tokens of one: more is a slip of the hand."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +90,7 @@ def draw_piece(
     with replacement.
     """
     for name, value, least in (("n_sequences", n_sequences, 1), ("n_repeated", n_repeated, 2)):
-        if value < least:
-            raise KVLensError(f"induction_heads: {name} must be at least {least}, got {value}")
+        check_whole(f"induction_heads: {name}", value, least, LONGEST)
     special = [] if model.tokenizer is None else [t for t in model.tokenizer.all_special_ids if 0 <= t < model.cfg.d_vocab]
     ordinary = torch.ones(model.cfg.d_vocab)
     if len(special) < model.cfg.d_vocab:

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from analyses.sequences import one_sequence
 from kvlens import HookedKVTransformer, KVLensError
+from kvlens.signature import checked
 
 
+@checked
 @torch.no_grad()
 def attention_rows(
     model: HookedKVTransformer, tokens: str | Int[Tensor, "*one pos"], queries: Int[Tensor, " query"]
@@ -33,6 +35,8 @@ def attention_rows(
         KVLensError: tokens that are no sequence, or a query outside it.
     """
     tokens = one_sequence(model, "attention_rows", tokens, prepend_bos=bool(model.cfg.default_prepend_bos))
+    if queries.dim() != 1 or queries.is_floating_point() or queries.is_complex() or queries.dtype == torch.bool:
+        raise KVLensError(f"attention_rows: queries: expected whole numbers [query], got {queries.dtype} {list(queries.shape)}")
     if len(queries) and not 0 <= int(queries.min()) <= int(queries.max()) < len(tokens):
         raise KVLensError(
             f"attention_rows: queries {int(queries.min())}..{int(queries.max())} do not lie in 0..{len(tokens) - 1}"

@@ -14,7 +14,7 @@ from torch import Tensor
 from analyses.declaration import Analysis, Columns
 from analyses.inputs import PROMPT, TEXT
 from analyses.predictions import log_probabilities, next_token_losses
-from analyses.prompt.readings import Readings, read_text
+from analyses.prompt.readings import Readings, check_readings, read_text
 from analyses.sequences import (
     BaselineTokens,
     PromptTokens,
@@ -25,6 +25,7 @@ from analyses.sequences import (
     token_texts,
 )
 from kvlens import HookedKVTransformer
+from kvlens.signature import checked
 
 COLUMNS = Columns(
     layer=("int64", "how many layers have been read; the number of layers for the whole model"),
@@ -40,6 +41,7 @@ COLUMNS = Columns(
 
 
 @COLUMNS.document
+@checked
 @torch.no_grad()
 def prompt_by_depth(
     model: HookedKVTransformer,
@@ -73,6 +75,7 @@ def prompt_by_depth(
     if readings is None:
         conditions = ("with_prompt", "without_prompt")
         readings = read_text(model, prompt, text, baseline=baseline, conditions=conditions, residuals=True)
+    check_readings(readings, ("with_prompt", "without_prompt"), len(text), residuals=True)
     streams = [readings[condition].residuals for condition in ("with_prompt", "without_prompt")]
     tokens, n_depths = token_texts(model, text), model.cfg.n_layers + 1
     losses: dict[str, list[Tensor]] = {"with": [], "without": []}

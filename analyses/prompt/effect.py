@@ -9,9 +9,10 @@ import torch
 from analyses.declaration import Analysis, Columns
 from analyses.inputs import PROMPT, TEXT
 from analyses.predictions import kl_divergence, log_probabilities, next_token_losses
-from analyses.prompt.readings import CONDITIONS, Readings, read_text
+from analyses.prompt.readings import CONDITIONS, Readings, check_readings, read_text
 from analyses.sequences import BaselineTokens, PromptTokens, TextTokens, baseline_sequence, prompt_text_bias, token_texts
 from kvlens import HookedKVTransformer, KVBias
+from kvlens.signature import checked
 
 COLUMNS = Columns(
     position=("int64", "0 is the first token of the text"),
@@ -26,6 +27,7 @@ COLUMNS = Columns(
 
 
 @COLUMNS.document
+@checked
 @torch.no_grad()
 def prompt_effect(
     model: HookedKVTransformer,
@@ -58,6 +60,7 @@ def prompt_effect(
     prompt, text, bias = prompt_text_bias(model, prompt_tokens, text_tokens, bias)
     if readings is None:
         readings = read_text(model, prompt, text, bias=bias, baseline=baseline_sequence(model, prompt, baseline_tokens))
+    check_readings(readings, CONDITIONS, len(text))
     logits = {condition: readings[condition].logits for condition in CONDITIONS}
     tokens = token_texts(model, text)
     reference = log_probabilities(logits["with_prompt"])

@@ -9,10 +9,11 @@ import torch
 
 from analyses.declaration import Analysis, Columns
 from analyses.inputs import PROMPT, TEXT
-from analyses.prompt.readings import Readings, read_text
+from analyses.prompt.readings import Readings, check_readings, read_text
 from analyses.prompt.rounding import relative_error, rounding_error, rounding_limit
 from analyses.sequences import PromptTokens, TextTokens, prompt_text_bias, token_texts
 from kvlens import HookedKVTransformer, KVBias
+from kvlens.signature import checked
 
 COLUMNS = Columns(
     position=("int64", "0 is the first token of the text"),
@@ -34,6 +35,7 @@ COLUMNS = Columns(
 
 
 @COLUMNS.document
+@checked
 @torch.no_grad()
 def conversion_error(
     model: HookedKVTransformer,
@@ -63,6 +65,7 @@ def conversion_error(
     prompt, text, bias = prompt_text_bias(model, prompt_tokens, text_tokens, bias)
     if readings is None:
         readings = read_text(model, prompt, text, bias=bias, conditions=("with_prompt", "converted"))
+    check_readings(readings, ("with_prompt", "converted"), len(text))
     old, new = readings["with_prompt"].logits, readings["converted"].logits
     difference, old64 = new.double() - old.double(), old.double()
     squared_error, squared_norm = difference.square().sum(dim=-1), old64.square().sum(dim=-1)

@@ -16,9 +16,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from analyses.heads.rows import attention_rows
-from analyses.prompt.readings import Readings, read_text
+from analyses.prompt.readings import CONDITIONS, Readings, check_readings, read_text
 from analyses.sequences import PromptTokens, TextTokens, prompt_text_bias, token_texts
 from kvlens import HookedKVTransformer, KVBias, KVLensError
+from kvlens.arguments import brief
+from kvlens.signature import checked
 
 N_GUESSES = 5
 SHOWN = {"with prompt": "with_prompt", "converted": "converted", "without prompt": "without_prompt"}
@@ -60,12 +62,11 @@ class LinkedShares:
             if len(guesses) != n_text:
                 raise KVLensError(f"LinkedShares: next_tokens[{name!r}] has {len(guesses)} rows for {n_text} text tokens")
         for name, numbers in self.colourings.items():
-            if tuple(numbers.shape) != (n_layers, n_heads):
-                raise KVLensError(
-                    f"LinkedShares: colouring {name!r} must be [{n_layers}, {n_heads}], got {list(numbers.shape)}"
-                )
+            if not isinstance(numbers, Tensor) or tuple(numbers.shape) != (n_layers, n_heads):
+                raise KVLensError(f"LinkedShares: colouring {name!r} must be [{n_layers}, {n_heads}], got {brief(numbers)}")
 
 
+@checked
 @torch.no_grad()
 def linked_shares(
     model: HookedKVTransformer,
@@ -94,6 +95,7 @@ def linked_shares(
     prompt, text, bias = prompt_text_bias(model, prompt_tokens, text_tokens, bias)
     shares = attention_output_shares(model, prompt, text)
     readings = read_text(model, prompt, text, bias=bias) if readings is None else readings
+    check_readings(readings, CONDITIONS, len(text))
     return LinkedShares(
         prompt=token_texts(model, prompt),
         text=token_texts(model, text),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from analyses.predictions import text_logits
 from analyses.sequences import baseline_sequence
-from kvlens import HookedKVTransformer, KVBias
+from kvlens import HookedKVTransformer, KVBias, KVLensError
 
 CONDITIONS = ("with_prompt", "without_prompt", "converted")
 
@@ -33,6 +33,18 @@ class Reading(NamedTuple):
 
 Readings = Mapping[str, Reading]
 """By condition."""
+
+
+def check_readings(readings: Readings, conditions: Sequence[str], n_places: int, *, residuals: bool = False) -> None:
+    """Raise KVLensError unless readings at hand are those of ``n_places`` text tokens in ``conditions``."""
+    for condition in conditions:
+        reading = readings.get(condition)
+        if not isinstance(reading, Reading) or len(reading.logits) != n_places:
+            came = "none" if reading is None else type(reading).__name__
+            came = f"one of {len(reading.logits)}" if isinstance(reading, Reading) else came
+            raise KVLensError(f"readings: expected a Reading of {n_places} places for {condition!r}, got {came}")
+        if residuals and reading.residuals is None:
+            raise KVLensError(f"readings: that of {condition!r} was read without residuals=True")
 
 
 @torch.no_grad()

@@ -35,6 +35,7 @@ from analyses.stream.logit_attribution import (
     logit_target,
 )
 from kvlens import HookedKVTransformer, KVBias, KVLensError, convert_prompt
+from kvlens.signature import checked
 
 COLUMNS = Columns(
     position=("int64", "0 is the first token of the text"),
@@ -59,6 +60,7 @@ POSITIONS_ADDED = ("standard", "sinusoidal")
 
 
 @COLUMNS.document
+@checked
 @torch.no_grad()
 def layer_contributions(
     model: HookedKVTransformer,

@@ -35,7 +35,7 @@ def as_kv_config(cfg: Any) -> HookedKVTransformerConfig:
 
 def check_tokens(cfg: HookedKVTransformerConfig, tokens: Tensor) -> None:
     """Raise KVLensError unless ``tokens``, of any shape, are integers of the vocabulary, at least one."""
-    if tokens.is_floating_point() or tokens.dtype in NOT_TOKENS:
+    if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype in NOT_TOKENS:
         raise KVLensError(f"tokens must be integers (int64 or int32), got {tokens.dtype}")
     if tokens.numel() == 0:
         raise KVLensError("the text is empty: give at least one token (a bias stands for a prompt, not for a text)")

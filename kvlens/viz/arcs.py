@@ -7,6 +7,7 @@ from typing import Any
 import pandas as pd
 
 from kvlens.errors import KVLensError
+from kvlens.signature import checked
 from kvlens.viz._colour import NEGATIVE, POSITIVE
 from kvlens.viz._frames import check_columns, check_numbers
 from kvlens.viz._text import html_text, label, printable, rounded, script_json
@@ -16,6 +17,7 @@ MAX_ARCS, MAX_TOKENS = 4000, 1024
 COLUMNS = ("layer", "head", "query", "key", "share", "shifted")
 
 
+@checked
 def induction_arcs(
     tokens: Sequence[str], n_prompt: int, arcs: pd.DataFrame, scores: pd.DataFrame, *, title: str = "induction arcs"
 ) -> Piece:

@@ -14,7 +14,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvlens.arguments import brief, numbers_of
 from kvlens.errors import KVLensError
+from kvlens.signature import checked
 from kvlens.viz._blocks import strongest_positions
 from kvlens.viz._colour import FULL, NEGATIVE, POSITIVE, diverging_map, strongest
 from kvlens.viz._text import html_text, label, number, rounded, script_json
@@ -25,6 +27,7 @@ MAX_CELLS = 64_000
 """Cells that circuitsvis draws in about a second, all heads together."""
 
 
+@checked
 def attention_view(
     tokens: Sequence[str],
     pattern: Any,
@@ -51,7 +54,7 @@ def attention_view(
         KVLensError: sizes that do not fit each other, more than 64 heads, ``max_tokens`` below 4.
     """
     values, places, names = _checked(tokens, pattern, queries, n_prompt, head_names)
-    limit = max_tokens or max(16, math.isqrt(MAX_CELLS // (len(values) + 1)))
+    limit = max(16, math.isqrt(MAX_CELLS // (len(values) + 1))) if max_tokens is None else max_tokens
     if limit < 4:
         raise KVLensError(f"attention_view: max_tokens must be at least 4, got {max_tokens}")
     n_broken = int((~values.isfinite()).sum())
@@ -86,18 +89,19 @@ def attention_view(
 def _checked(
     tokens: Sequence[str], pattern: Any, queries: Any, n_prompt: int, head_names: Sequence[str] | None
 ) -> tuple[Float[Tensor, "head query key"], Int[Tensor, " query"], list[str]]:
-    values, n_keys = torch.as_tensor(pattern).detach().float().cpu(), len(tokens)
+    values, n_keys = numbers_of("attention_view: pattern", pattern).float(), len(tokens)
     if values.dim() != 3 or not values.numel() or values.shape[1] > n_keys or values.shape[2] != n_keys:
         raise KVLensError(
             f"attention_view: expected a pattern [head, query, key] with query <= key = {n_keys} tokens, "
             f"got shape {list(values.shape)}"
         )
-    places = torch.arange(n_keys)[n_keys - values.shape[1] :] if queries is None else torch.as_tensor(queries).long().cpu()
-    ascending = bool((places.diff() > 0).all())
-    if len(places) != values.shape[1] or not ascending or not 0 <= int(places[0]) <= int(places[-1]) < n_keys:
+    last = torch.arange(n_keys)[n_keys - values.shape[1] :]
+    places = last if queries is None else numbers_of("attention_view: queries", queries).long()
+    ascending = places.dim() == 1 and bool((places.diff() > 0).all())
+    if not ascending or len(places) != values.shape[1] or not 0 <= int(places[0]) <= int(places[-1]) < n_keys:
         raise KVLensError(
             f"attention_view: expected {values.shape[1]} ascending query positions in 0..{n_keys - 1}, "
-            f"got {places.tolist()[:8]}"
+            f"got {brief(places) if places.dim() != 1 else places.tolist()[:8]}"
         )
     if not 0 <= n_prompt <= n_keys:
         raise KVLensError(f"attention_view: n_prompt must lie in 0..{n_keys}, the number of tokens, got {n_prompt}")

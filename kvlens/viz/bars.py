@@ -5,12 +5,14 @@ from typing import Any
 
 import pandas as pd
 
+from kvlens.signature import checked
 from kvlens.viz._colour import NEGATIVE, POSITIVE, strongest
 from kvlens.viz._frames import check_columns, check_numbers
 from kvlens.viz._text import html_text, number
 from kvlens.viz.piece import Piece
 
 
+@checked
 def contribution_bars(
     table: pd.DataFrame, value: str, *, by: str = "layer", part: str | None = None, title: str = "contributions"
 ) -> Piece:
@@ -26,9 +28,9 @@ def contribution_bars(
     Raises:
         KVLensError: a missing column (the nearest is proposed), no rows, a column without numbers.
     """
-    check_columns("contribution_bars", table, [by, value, *([part] if part else [])])
+    check_columns("contribution_bars", table, [by, value, *([] if part is None else [part])])
     check_numbers("contribution_bars", table, value)
-    names = [_name(row, by, part) for row in table[[by, *([part] if part else [])]].itertuples(index=False)]
+    names = [_name(row, by, part) for row in table[[by, *([] if part is None else [part])]].itertuples(index=False)]
     numbers = [float(x) for x in table[value]]
     top = strongest(numbers)
     left = max(0.0, -min((x for x in numbers if x == x), default=0.0)) / top if top else 0.0

@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 
 from kvlens.errors import KVLensError
+from kvlens.signature import checked
 from kvlens.viz._colour import diverging_map, strongest
 from kvlens.viz._frames import check_columns, check_numbers
 from kvlens.viz._text import html_text, label, number, printable, rounded, script_json
@@ -17,6 +18,7 @@ MAX_PLACES = 512
 COLUMNS = ("layer", "position", "token", "loss_change", "guess_with", "guess_without")
 
 
+@checked
 def depth_map(table: pd.DataFrame, *, title: str = "layer by layer") -> Piece:
     """Depths down, text tokens across; blue where the prompt lowers the loss on the token that follows, red where it hurts.
 

@@ -8,6 +8,7 @@ import pandas as pd
 import torch
 
 from kvlens.errors import KVLensError
+from kvlens.signature import checked
 from kvlens.viz._blocks import block_means, token_blocks
 from kvlens.viz._frames import check_columns, check_numbers
 from kvlens.viz._head_maps import check_heads, column_choice, head_maps
@@ -25,6 +26,7 @@ MAX_CELLS = 100_000
 """Numbers in each of the two matrices; each takes about three bytes."""
 
 
+@checked
 def dual_view(
     losses: pd.DataFrame, demonstrations: pd.DataFrame, *, query: str = "the query", title: str = "steps of the dual models"
 ) -> Piece:

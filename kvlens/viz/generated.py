@@ -3,10 +3,12 @@
 from collections.abc import Mapping
 
 from kvlens.errors import KVLensError
+from kvlens.signature import checked
 from kvlens.viz._text import html_text
 from kvlens.viz.piece import Piece
 
 
+@checked
 def generated_text(conditions: Mapping[str, str], *, start: str = "", title: str = "generated text") -> Piece:
     """One card a condition; what differs from the first condition, from the first different character on, is marked.
 

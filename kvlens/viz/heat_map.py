@@ -5,10 +5,11 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
 
 from analyses import HeadDetails
+from kvlens.arguments import numbers_of
 from kvlens.errors import KVLensError
+from kvlens.signature import checked
 from kvlens.viz._colour import diverging_map, scale_of
 from kvlens.viz._details import details_json
 from kvlens.viz._head_maps import MAX_NUMBERED, check_heads, column_choice, head_grid, head_maps
@@ -16,6 +17,7 @@ from kvlens.viz._text import html_text, number, script_json
 from kvlens.viz.piece import Piece
 
 
+@checked
 def head_heatmap(
     table: Any, value: str | None = None, *, details: HeadDetails | None = None, title: str | None = None
 ) -> Piece:
@@ -51,10 +53,7 @@ def head_heatmap(
 
 def _table(values: Any, name: str) -> pd.DataFrame:
     """One row per head, from numbers [layer, head]."""
-    try:
-        numbers = torch.as_tensor(values).detach().double().cpu()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise KVLensError(f"head_heatmap: expected a table, or numbers [layer, head], got {type(values).__name__}") from error
+    numbers = numbers_of("head_heatmap: table [layer, head]", values)
     if numbers.dim() != 2 or not numbers.numel():
         raise KVLensError(f"head_heatmap: expected numbers [layer, head], got shape {list(numbers.shape)}")
     layer, head = np.indices(tuple(numbers.shape)).reshape(2, -1)

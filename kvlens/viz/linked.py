@@ -13,6 +13,7 @@ from typing import Any
 
 from analyses import LinkedShares
 from kvlens.errors import KVLensError
+from kvlens.signature import checked
 from kvlens.viz._blocks import block_means, token_blocks
 from kvlens.viz._quantised import quantised
 from kvlens.viz._text import html_text, script_json
@@ -22,6 +23,7 @@ MAX_CELLS = 150_000
 """Numbers in each of the three matrices; each takes about three bytes."""
 
 
+@checked
 def linked_view(data: LinkedShares, *, title: str = "prompt, heads and next token") -> Piece:
     """The three panels, and under them the likeliest next tokens after a chosen token of the text.
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from kvlens.files import write_atomically
+from kvlens.signature import checked
 from kvlens.viz._document import document, in_frame
 from kvlens.viz._text import html_text
 from kvlens.viz.piece import Piece
@@ -16,11 +17,13 @@ class Page:
         subtitle: a line below it.
     """
 
+    @checked
     def __init__(self, title: str, subtitle: str = ""):
         self.title, self.subtitle = title, subtitle
         self._sections: list[tuple[str, str, list[Piece]]] = []
         self._footer = ""
 
+    @checked
     def section(self, heading: str, note: str = "") -> "Page":
         """Start a section; what is added next stands under it.
 
@@ -31,6 +34,7 @@ class Page:
         self._sections.append((heading, note, []))
         return self
 
+    @checked
     def add(self, piece: Piece) -> "Page":
         """Append ``piece``; return the page, so that calls chain."""
         if not self._sections:
@@ -38,6 +42,7 @@ class Page:
         self._sections[-1][2].append(piece)
         return self
 
+    @checked
     def footer(self, text: str) -> "Page":
         """Set the small print at the end."""
         self._footer = text

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvlens.arguments import check_whole
 from kvlens.errors import KVLensError
 from kvlens.files import write_atomically
+from kvlens.signature import checked
 from kvlens.viz._document import document, in_frame
 
 
@@ -41,12 +43,14 @@ class Piece:
         """Write the piece as one file that works without a network."""
         write_atomically(path, self.to_html())
 
+    @checked
     def save_png(self, path: str | Path, *, dpi: int = 200) -> None:
         """Write the static picture as PNG.
 
         Raises:
-            KVLensError: there is no static picture of it, or the file cannot be written.
+            KVLensError: there is no static picture of it, the file cannot be written, or ``dpi`` is no resolution.
         """
+        check_whole("save_png: dpi", dpi, 10, 2400)
         write_atomically(path, self._drawn("png", dpi=dpi))
 
     def save_svg(self, path: str | Path) -> None:

@@ -6,12 +6,14 @@ from typing import Any
 import pandas as pd
 
 from kvlens.errors import KVLensError
+from kvlens.signature import checked
 from kvlens.viz._text import html_text, number
 from kvlens.viz.piece import Piece
 
 MAX_ROWS = 200
 
 
+@checked
 def error_table(frame: pd.DataFrame, *, title: str = "table", max_rows: int = MAX_ROWS) -> Piece:
     """Numbers to three digits, text as it is; the first ``max_rows`` rows, and how many there are.
 

@@ -5,7 +5,9 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from kvlens.arguments import brief, numbers_of
 from kvlens.errors import KVLensError
+from kvlens.signature import checked
 from kvlens.viz._colour import FULL, diverging_map, strongest, style
 from kvlens.viz._text import NEWLINE, html_text, label, number, printable
 from kvlens.viz.piece import Piece
@@ -17,6 +19,7 @@ FONT, CHARACTER = 7.5, 7.5 * 0.602 / 72
 """Size of its monospaced letters in points, and their width in inches: DejaVu Sans Mono is 0.602 of its size wide."""
 
 
+@checked
 def coloured_tokens(
     tokens: Iterable[str], values: Any, *, title: str = "tokens", unit: str = "value", top: float | None = None
 ) -> Piece:
@@ -35,7 +38,10 @@ def coloured_tokens(
     Raises:
         KVLensError: no tokens, or another number of values than of tokens.
     """
-    shown, numbers = list(tokens), [float(value) for value in values]
+    shown, read = list(tokens), numbers_of("coloured_tokens: values", values)
+    if read.dim() != 1:
+        raise KVLensError(f"coloured_tokens: values: expected one number per token, got {brief(read)}")
+    numbers: list[float] = read.tolist()
     if not shown or len(shown) != len(numbers):
         raise KVLensError(
             f"coloured_tokens: {len(shown)} tokens, {len(numbers)} values; give one value per token, at least one"
@@ -44,6 +50,8 @@ def coloured_tokens(
         size = math.ceil(len(shown) / MAX_TOKENS)
         title += f" (blocks of {size} of the {len(shown):,} tokens, mean of each)"
         shown, numbers = _in_blocks(shown, numbers, size)
+    if top is not None and top < 0:
+        raise KVLensError(f"coloured_tokens: top must be at least 0, got {top}")
     full = strongest(numbers, FULL) if top is None else top
     spans = "".join(_span(token, value, full, i, unit) for i, (token, value) in enumerate(zip(shown, numbers, strict=True)))
     body = (

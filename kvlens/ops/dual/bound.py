@@ -89,10 +89,12 @@ def bound_terms(
         beta: weight of the negative samples, 0 without.
 
     Raises:
-        KVLensError: ``delta`` outside (0, 1), or no demonstrations.
+        KVLensError: ``delta`` outside (0, 1), a negative ``beta``, or no demonstrations.
     """
     if not 0 < delta < 1:
         raise KVLensError(f"bound: delta is a probability, in (0, 1), got {delta}")
+    if beta < 0:
+        raise KVLensError(f"bound: beta must be at least 0, got {beta}")
     if n_demonstrations < 1:
         raise KVLensError(f"bound: expected at least one demonstration, got {n_demonstrations}")
     complexity = log_norm + log_rho + (log_trace + math.log(d_out)) / 2 - math.log(n_demonstrations)

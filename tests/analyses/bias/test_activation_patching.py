@@ -251,7 +251,7 @@ def test_the_batch_script_gives_the_promised_columns():
         ({"coefficients": {"q": torch.ones(3)}}, "'q' is not shifted in this model; shifted are: k, v"),
         ({"coefficients": {"k": torch.ones(2)}}, r"'k' must be \[3\] or \[2, 5, 3\], got \[2\]"),
         ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
-        ({"metric": lambda logits: logits[:, -1]}, r"one number per row, \[1\], .* got shape \[1, 17\]"),
+        ({"metric": lambda logits: logits[:, -1]}, r"one number per row, \[1\], .* of shape \[1, 17\]"),
         ({"answer": 17}, r"answer: expected a token id in 0\.\.16"),
         ({"answer": None, "wrong": None, "text_tokens": TEXT[:1]}, "one token has no next token"),
         ({"clean": CLEAN[:0]}, "clean: it is empty"),

@@ -143,7 +143,7 @@ def test_bad_input():
     bias = convert_prompt(model, PROMPT)
     with pytest.raises(KVLensError, match=r"methods: .* zero, mean, resample, got \['mode'\]"):
         bias_effects(model, bias, TEXT, methods=["mode"])
-    with pytest.raises(KVLensError, match="methods: expected names"):
+    with pytest.raises(KVLensError, match="methods must be a list of strings"):
         bias_effects(model, bias, TEXT, methods="zero")
     with pytest.raises(KVLensError, match=r"by: .* got \['token'\]"):
         bias_effects(model, bias, TEXT, by="token")

@@ -98,7 +98,7 @@ def test_columns_order_and_the_batch_form():
     assert len(single) == 0 and {name: str(dtype) for name, dtype in single.dtypes.items()} == COLUMNS.dtypes
 
 
-@pytest.mark.parametrize("kinds", ["", "k", "QQ", ["Q", "R"]])
+@pytest.mark.parametrize("kinds", [[], ["k"], "QQ", ["Q", "Q"], ["Q", "R"]])
 def test_unknown_kinds_are_refused(kinds):
-    with pytest.raises(KVLensError, match="expected some of Q, K, V, each once"):
+    with pytest.raises(KVLensError, match="expected some of Q, K, V, each once|kinds must be a list"):
         composition(random_model(), kinds=kinds)

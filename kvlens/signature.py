@@ -1,0 +1,153 @@
+"""A public function's signature, kept: an argument of another type is refused in words, before anything is done."""
+
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Sized
+from pathlib import Path
+from typing import Any, TypeVar, Union
+
+from kvlens.arguments import brief
+from kvlens.errors import KVLensError
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+UNFIT = object()
+"""In the place of a value that is of another kind."""
+CALLED = {bool: "True or False", int: "a whole number", float: "a number", str: "a string", type(None): "None"}
+SEVERAL = {int: "whole numbers", float: "numbers", str: "strings"}
+
+
+def checked(function: Function) -> Function:
+    """Hold a function to the plain types of its signature; for use as a decorator.
+
+    Whole numbers of numpy and torch, such as a column of a table holds, arrive as Python's; NaN is no number. The shape of a
+    tensor, and what else an argument may be that takes a tensor or a path among other things, the function asks itself.
+
+    >>> @checked
+    ... def scaled(values: Sequence[float], by: int = 2) -> list[float]:
+    ...     return [by * value for value in values]
+    >>> scaled([0.5, 1])
+    [1.0, 2]
+    >>> scaled("0.5")
+    Traceback (most recent call last):
+    kvlens.errors.KVLensError: scaled: values must be a list of numbers, got '0.5'
+    """
+    signature = inspect.signature(function)
+    kinds = {
+        name: parameter.annotation
+        for name, parameter in signature.parameters.items()
+        if _is_plain(parameter.annotation) and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    }
+    name_of_it = function.__qualname__.split("<locals>.")[-1].removesuffix(".__init__")
+
+    @functools.wraps(function)
+    def held(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        for name, value in given.arguments.items():
+            if name in kinds and value is not signature.parameters[name].default:
+                given.arguments[name] = read = _read(kinds[name], value)
+                if read is UNFIT:
+                    raise KVLensError(f"{name_of_it}: {name} must be {_called(kinds[name])}, got {brief(value)}")
+        return function(*given.args, **given.kwargs)
+
+    return typing.cast(Function, held)
+
+
+def _members(kind: Any) -> tuple[Any, ...]:
+    return typing.get_args(kind) if typing.get_origin(kind) in (Union, types.UnionType) else (kind,)
+
+
+def _is_plain(kind: Any) -> bool:
+    """Whether a value can be judged by the annotation; one that may be a tensor or something else is judged by its reader."""
+    members = _members(kind)
+    return all(
+        typing.get_origin(member) in (Sequence, Collection, Iterable, Mapping, Callable, tuple)
+        or (isinstance(member, type) and member not in (Any, Path, inspect.Parameter.empty) and not _is_array(member))
+        or (len(members) == 1 and _is_array(member))
+        for member in members
+    )
+
+
+def _is_array(kind: Any) -> bool:
+    """Whether it is an annotation of jaxtyping, whose ``array_type`` is what a value must be."""
+    return isinstance(getattr(kind, "array_type", None), type)
+
+
+def _read(kind: Any, value: Any) -> Any:
+    """``value`` as the annotation has it, or `UNFIT`."""
+    if not _is_plain(kind):
+        return value
+    return next((read for member in _members(kind) if (read := _read_one(member, value)) is not UNFIT), UNFIT)
+
+
+def _read_one(kind: Any, value: Any) -> Any:
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if kind in (bool, int, float):
+        return _read_number(kind, value)
+    if origin is Callable:
+        return value if callable(value) else UNFIT
+    if origin is Mapping:
+        return value if isinstance(value, Mapping) and _all_fit(inner, value.items()) else UNFIT
+    if origin is not None:
+        return _read_several(origin, inner, value)
+    return value if isinstance(value, getattr(kind, "array_type", kind)) else UNFIT
+
+
+def _all_fit(kinds: tuple[Any, Any], pairs: Iterable[tuple[Any, Any]]) -> bool:
+    return all(_read(kind, one) is not UNFIT for pair in pairs for kind, one in zip(kinds, pair, strict=True))
+
+
+def _read_number(kind: type, value: Any) -> Any:
+    number = value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
+    if isinstance(number, bool) or kind is bool:
+        return number if isinstance(number, kind) and type(number) is kind else UNFIT
+    return number if isinstance(number, int if kind is int else int | float) and number == number else UNFIT
+
+
+def _read_several(origin: Any, inner: tuple[Any, ...], value: Any) -> Any:
+    """A list, tuple, array or tensor with each of its values read; a stream is taken as it is."""
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:
+        return UNFIT
+    if not isinstance(value, Sized):
+        return value if origin is Iterable else UNFIT
+    pair = origin is tuple and ... not in inner
+    if (origin is Sequence and not hasattr(value, "__getitem__")) or (pair and len(value) != len(inner)):
+        return UNFIT
+    kinds = inner if pair else [inner[0]] * len(value)
+    read = [_read(kind, one) for kind, one in zip(kinds, value, strict=True)]
+    if any(one is UNFIT for one in read):
+        return UNFIT
+    if all(new is old for new, old in zip(read, value, strict=True)):
+        return value
+    return tuple(read) if origin is tuple else read
+
+
+def _called(kind: Any) -> str:
+    """An annotation in words."""
+    words = [_called_one(member) for member in _members(kind)]
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def _called_one(kind: Any) -> str:
+    origin = typing.get_origin(kind)
+    if origin is Callable:
+        return "a function"
+    if origin is Mapping:
+        return "a dict"
+    if origin is not None:
+        return f"a {_called_several(kind).removesuffix('s') if origin is tuple else 'list of ' + _inner_called(kind)}"
+    return CALLED.get(kind, f"a {getattr(kind, 'array_type', kind).__name__}")
+
+
+def _called_several(kind: Any) -> str:
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin is tuple:
+        return "pairs" if len(inner) == 2 and ... not in inner else "tuples"
+    if origin is not None:
+        return f"lists of {_inner_called(kind)}"
+    return SEVERAL.get(kind, f"{kind.__name__}s")
+
+
+def _inner_called(kind: Any) -> str:
+    return " or ".join(_called_several(member) for member in _members(typing.get_args(kind)[0]))

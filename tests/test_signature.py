@@ -1,0 +1,151 @@
+"""Every public function holds its arguments to the types of its signature, and says which one does not fit."""
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from jaxtyping import Float, Int
+from tiny_text_model import tiny_text_model
+from torch import Tensor
+
+import analyses
+from kvlens import HookedKVTransformer, KVLensError, viz
+from kvlens.signature import _is_plain, checked
+
+pytestmark = pytest.mark.unhooked  # the messages are kvlens' own
+
+
+class Stranger:
+    """Fits no annotation."""
+
+
+def public_functions():
+    named = [(module.__name__, name, getattr(module, name)) for module in (analyses, viz) for name in module.__all__]
+    methods = [("kvlens.viz", f"Page.{name}", getattr(viz.Page, name)) for name in ("section", "add", "footer")]
+    return {f"{module}.{name}": f for module, name, f in [*named, *methods] if inspect.isfunction(f)}
+
+
+@functools.cache
+def model():
+    return tiny_text_model()
+
+
+def placeholder(kind):
+    """Something of a type, for an argument that is not the one in question."""
+    if kind is HookedKVTransformer:
+        return model()
+    if isinstance(kind, type) and kind.__module__.partition(".")[0] in ("analyses", "kvlens"):
+        return object.__new__(kind)
+    made = {str: "a", int: 1, bool: True, pd.DataFrame: pd.DataFrame(), Sequence: [], Iterable: [], Mapping: {}}
+    return made.get(getattr(kind, "__origin__", kind), torch.zeros(1, dtype=torch.long))
+
+
+CASES = [
+    (name, argument)
+    for name, function in public_functions().items()
+    for argument, parameter in inspect.signature(function).parameters.items()
+    if argument != "self" and _is_plain(parameter.annotation)
+]
+
+
+def test_the_list_is_long():
+    assert len({name for name, _ in CASES}) >= 35 and len(CASES) >= 120
+
+
+@pytest.mark.parametrize(("name", "argument"), CASES, ids=[".".join(case) for case in CASES])
+def test_a_stranger_is_refused_by_name(name, argument):
+    function = public_functions()[name]
+    given = {
+        other: placeholder(parameter.annotation)
+        for other, parameter in inspect.signature(function).parameters.items()
+        if parameter.default is inspect.Parameter.empty
+    }
+    with pytest.raises(KVLensError, match=f"{function.__qualname__}: {argument} must be "):
+        function(**{**given, argument: Stranger()})
+
+
+@checked
+def taken(
+    whole: int | None = None,
+    number: float = 0.5,
+    flag: bool = True,
+    word: str = "",
+    words: Sequence[str] = (),
+    mixed: Sequence[int | str] = (),
+    groups: Sequence[Sequence[tuple[int, int]]] = (),
+    stream: Iterable[str] = (),
+    names: Collection[str] = (),
+    by_name: Mapping[str, float] | None = None,
+    call: Callable[[int], None] | None = None,
+    tensor: Float[Tensor, " pos"] | None = None,
+    queries: Int[Tensor, " query"] = torch.zeros(0, dtype=torch.long),  # noqa: B008
+    anything=None,
+):
+    return dict(locals())
+
+
+FITS = [
+    *(("whole", x, 3) for x in (3, np.int64(3), torch.tensor(3), np.array(3))),
+    *(("number", x, 3) for x in (3, 3.0, np.float32(3), torch.tensor(3.0), np.int32(3))),
+    *(("flag", x, True) for x in (True, np.True_, torch.tensor(True))),
+    ("words", ["a", "b"], ["a", "b"]),
+    ("mixed", [np.int64(1), "a"], [1, "a"]),
+    ("mixed", torch.tensor([1, 2]), [1, 2]),
+    ("groups", [[(0, np.int64(1))], []], [[(0, 1)], []]),
+    ("names", {"a"}, {"a"}),
+    ("by_name", {"a": 1}, {"a": 1}),
+    ("call", print, print),
+    ("tensor", "left to the function", "left to the function"),
+    ("anything", Stranger, Stranger),
+]
+REFUSED = [
+    *(("whole", x) for x in (True, 1.5, "3", [3], torch.tensor(1.5), torch.ones(2), np.float64(3))),
+    *(("number", x) for x in (True, float("nan"), "x", 1j, torch.ones(2))),
+    *(("flag", x) for x in (1, 0, "x", None)),
+    *(("word", x) for x in (3, None, ["a"], b"a")),
+    *(("words", x) for x in ("ab", [3], 3, {"a": 1}, {"a"}, iter("ab"))),
+    *(("groups", x) for x in ([3], [[3]], [[(1, 2, 3)]], [["ab"]])),
+    *(("stream", x) for x in (3, "ab", [3])),
+    *(("by_name", x) for x in ([], {"a": "x"}, {3: 1})),
+    *(("call", x) for x in (3, "x", [])),
+    *(("queries", x) for x in (3, [1], np.ones(2))),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "read"), FITS)
+def test_what_fits_arrives_as_pythons_own(name, value, read):
+    arrived = taken(**{name: value})[name]
+    assert arrived == read and type(arrived) in (type(read), float)
+
+
+@pytest.mark.parametrize(("name", "value"), REFUSED)
+def test_what_does_not_fit_is_refused(name, value):
+    with pytest.raises(KVLensError, match=f"taken: {name} must be "):
+        taken(**{name: value})
+
+
+def test_a_stream_is_not_read_ahead():
+    stream = iter("ab")
+    assert taken(stream=stream)["stream"] is stream and next(stream) == "a"
+
+
+def test_the_words():
+    with pytest.raises(KVLensError, match="groups must be a list of lists of pairs, got 3$"):
+        taken(groups=3)
+    with pytest.raises(KVLensError, match="mixed must be a list of whole numbers or strings, got 'x'$"):
+        taken(mixed="x")
+    with pytest.raises(KVLensError, match=r"whole must be a whole number or None, got Tensor of shape \[2\]$"):
+        taken(whole=torch.ones(2))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'wort'"):
+        taken(wort=3)
+
+
+def test_the_signature_and_the_docstring_stay():
+    function = analyses.bias_by_head
+    assert list(inspect.signature(function).parameters)[:3] == ["model", "prompt_tokens", "text_tokens"]
+    assert "ablation_kl" in function.__doc__ and importlib.import_module(function.__module__).bias_by_head is function
