@@ -4,7 +4,6 @@ A prompt begins as the model is used to, with BOS where that is its default; eve
 without a tokenizer reads token numbers: a list, or their text with blanks between.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,16 +41,6 @@ def read_tokens(model: HookedKVTransformer, what: str, value: Any, *, prepend_bo
             if model.tokenizer is None
             else f"{what}: expected a string or a list of token numbers, got {value!r}"
         ) from None
-
-
-def needs_linear_attention(analysis: str) -> Callable[[HookedKVTransformer], None]:
-    """For ``Analysis.check_model``: refuse models whose prompts have no exact bias."""
-
-    def check(model: HookedKVTransformer) -> None:
-        if model.cfg.attention != "linear":
-            raise KVLensError(f"{analysis}: it takes the biases of converted prompts apart, which needs attention='linear'")
-
-    return check
 
 
 PROMPT = tokens_field("prompt", prepend_bos=True)

@@ -1,7 +1,8 @@
-"""The hook points that :mod:`analyses.bias.patching` patches, and the hooks of many patches as rows of one batch.
+"""The points that :mod:`analyses.bias.patching` patches, and the hooks of many patches as rows of one batch.
 
 A patch names a point, a layer and a head, -1 for all. Its row of the batch reads the given tensor where it is named, and
-what the model has everywhere else: for each hook and layer one mask [row, head] says which rows take what.
+what the model has everywhere else: for each source and layer one mask [row, head] says which rows take what. A source is
+named as the hook that it is for, with the point in front where two points have different tensors for one hook.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,9 +32,9 @@ HEAD_AXIS = {
 
 
 class Point(NamedTuple):
-    """What is patched together: hooks, and whose heads are counted (None: all heads of a layer at once)."""
+    """What is patched together: sources, and whose heads are counted (None: all heads of a layer at once)."""
 
-    hooks: tuple[str, ...]
+    sources: tuple[str, ...]
     heads: str | None
 
 
@@ -41,6 +42,8 @@ POINTS = {
     "b_kv": Point(("b_kv",), "query"),
     "b_d": Point(("b_d",), "query"),
     "bias": Point(("b_kv", "b_d"), "query"),
+    "keys": Point(("keys.b_kv", "keys.b_d"), "query"),
+    "values": Point(("values.b_kv",), "query"),
     "boundary": Point(("last_k", "last_v", "last_q"), "key-value"),
     "prompt": Point(("b_kv", "b_d", "last_k", "last_v", "last_q"), None),
     "z_bias": Point(("z_bias",), "query"),
@@ -48,7 +51,12 @@ POINTS = {
     "v_shift_coef": Point(("v_shift_coef",), "key-value"),
     "q_shift_coef": Point(("q_shift_coef",), "query"),
 }
-"""point -> what it is. ``bias`` is b_KV and b_D; ``prompt`` is everything that a converted prompt consists of."""
+"""point -> what it is. ``bias`` is b_KV and b_D, with softmax attention their keys too; ``prompt`` is everything that a
+converted prompt consists of. ``keys`` and ``values`` are the two halves of a softmax bias, ``b_kv`` and ``b_d`` those of a
+linear one.
+"""
+LINEAR_ONLY = ("b_kv", "b_d")
+"""Points that softmax attention has not: exp(q.c) over another prompt's normaliser has no bound."""
 
 
 class Patch(NamedTuple):
@@ -60,34 +68,45 @@ class Patch(NamedTuple):
 
 
 Sources = Mapping[tuple[str, int], Tensor]
-"""(hook, layer) -> what is patched in: shaped as the hook's tensor, with a batch of 1 where it has a batch axis."""
+"""(source, layer) -> what is patched in: shaped as the hook's tensor, with a batch of 1 where it has a batch axis."""
 
 
-def available_hooks(model: HookedKVTransformer) -> list[str]:
-    """Of :data:`HEAD_AXIS` those that fire in this model under a bias."""
+def hook_of(source: str) -> str:
+    """The hook, without ``hook_``, that a source is for."""
+    return source.rpartition(".")[2]
+
+
+def available_sources(model: HookedKVTransformer) -> list[str]:
+    """What can be patched in this model under a bias."""
     shift = model.cfg.kv_shift
     shifted = [] if shift is None else [x for x, on in zip("kvq", (shift.keys, shift.values, shift.queries), strict=True) if on]
-    bias = ["b_kv", "b_d"] if model.cfg.normalizer == "kernel" else ["b_kv"]
-    return [*bias, "z_bias", *(f"last_{x}" for x in shifted), *(f"{x}_shift_coef" for x in shifted)]
+    bias = ["b_kv"] if model.cfg.attention == "linear" and model.cfg.normalizer == "none" else ["b_kv", "b_d"]
+    halves = [*POINTS["keys"].sources, *POINTS["values"].sources] if model.cfg.attention == "softmax" else []
+    return [*bias, *halves, "z_bias", *(f"last_{x}" for x in shifted), *(f"{x}_shift_coef" for x in shifted)]
 
 
 def available_points(model: HookedKVTransformer) -> list[str]:
     """Points of which the model has something, each once: ``bias`` only beside a b_D, ``prompt`` only beside a boundary."""
-    hooks = set(available_hooks(model))
-    found = [name for name, point in POINTS.items() if hooks & set(point.hooks)]
+    sources = set(available_sources(model))
+    found = [name for name, point in POINTS.items() if sources & set(point.sources)]
     twins = {"bias": "b_d", "prompt": "boundary"}
-    return [name for name in found if twins.get(name, name) in found]
+    found = [name for name in found if twins.get(name, name) in found]
+    return [name for name in found if not _is_refused(model, name)]
+
+
+def _is_refused(model: HookedKVTransformer, point: str) -> bool:
+    return model.cfg.attention == "softmax" and point in LINEAR_ONLY
 
 
 def patches_of(model: HookedKVTransformer, points: Sequence[str]) -> list[Patch]:
     """All patches of ``points``: every head, every layer (head -1), everything (layer -1, head -1), in this order."""
     n_layers, n_heads = model.cfg.n_layers, {"query": model.cfg.n_heads, "key-value": model.cfg.n_kv_heads, None: 0}
-    hooks, patches = available_hooks(model), []
+    sources, patches = set(available_sources(model)), []
     for name in points:
-        if not set(POINTS[name].hooks) & set(hooks):
+        if not sources & set(POINTS[name].sources) or _is_refused(model, name):
             raise KVLensError(
                 f"activation_patching: this model has no {name!r}: it has {', '.join(available_points(model))} "
-                f"(normalizer {model.cfg.normalizer!r}, kv_shift {model.cfg.kv_shift})"
+                f"({_kind_of(model)}, kv_shift {model.cfg.kv_shift})"
             )
         heads = range(n_heads[POINTS[name].heads])
         patches += [Patch(name, layer, head) for layer in range(n_layers) for head in heads]
@@ -95,9 +114,13 @@ def patches_of(model: HookedKVTransformer, points: Sequence[str]) -> list[Patch]
     return patches
 
 
+def _kind_of(model: HookedKVTransformer) -> str:
+    return f"normalizer {model.cfg.normalizer!r}" if model.cfg.attention == "linear" else "softmax attention"
+
+
 def has_batch_axis(patch: Patch) -> bool:
     """Whether this patch can share a pass with others."""
-    return all(HEAD_AXIS[hook] for hook in POINTS[patch.point].hooks)
+    return all(HEAD_AXIS[hook_of(source)] for source in POINTS[patch.point].sources)
 
 
 def patch_hooks(
@@ -105,21 +128,22 @@ def patch_hooks(
 ) -> list[tuple[str, Callable[..., Tensor]]]:
     """TransformerLens hooks under which row i of the input runs with ``patches[i]``."""
     hooks = []
-    for (hook, layer), source in sources.items():
-        mask = _reads(model, patches, hook, layer, source.shape[HEAD_AXIS[hook]])
+    for (source, layer), tensor in sources.items():
+        hook = hook_of(source)
+        mask = _reads(model, patches, source, layer, tensor.shape[HEAD_AXIS[hook]])
         if bool(mask.any()):
-            hooks.append((f"blocks.{layer}.attn.hook_{hook}", _setter(mask, source, HEAD_AXIS[hook])))
+            hooks.append((f"blocks.{layer}.attn.hook_{hook}", _setter(mask, tensor, HEAD_AXIS[hook])))
     return hooks
 
 
 def _reads(
-    model: HookedKVTransformer, patches: Sequence[Patch], hook: str, layer: int, n_heads: int
+    model: HookedKVTransformer, patches: Sequence[Patch], source: str, layer: int, n_heads: int
 ) -> Bool[Tensor, "row head"]:
-    """Which heads of this hook each patch names."""
-    here = torch.tensor([hook in POINTS[patch.point].hooks and patch.layer in (layer, ALL) for patch in patches])
+    """Which heads of this source each patch names."""
+    here = torch.tensor([source in POINTS[patch.point].sources and patch.layer in (layer, ALL) for patch in patches])
     named = torch.tensor([patch.head for patch in patches])[:, None]
     heads = torch.arange(n_heads)
-    if hook == "last_q":  # it belongs to the boundary, whose heads are counted as key-value heads
+    if source == "last_q":  # it belongs to the boundary, whose heads are counted as key-value heads
         heads = heads // (n_heads // model.cfg.n_kv_heads)
     return here[:, None] & ((named == ALL) | (named == heads))
 

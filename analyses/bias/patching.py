@@ -10,6 +10,20 @@ what is patched, part by part. ``prompt`` in all layers gives the clean run, and
 ``z_bias`` everywhere need not: the normaliser of ``hook_z_context`` still holds the corrupted b_D. Swap the two prompts to
 ask the opposite question, what is enough to break the clean run ("noising").
 
+In a softmax model each prompt brings keys of its own. Both prompts' keys then stand side by side, the corrupted one's with
+their weights and the clean one's with 0, or the other way round in a patched head (:mod:`analyses.bias.one_space`):
+
+    z_i = (sum_j exp(s_ij) v_j + sum_r exp(q_i.c_r) w_r u_r) / (sum_j exp(s_ij) + sum_r exp(q_i.c_r) w_r)
+
+    ``bias``:    c, w and u of the clean prompt: the head reads that prompt
+    ``keys``:    its c and w, and the corrupted u: it looks where it would have looked, and finds the other values there
+    ``values``:  its u alone, under the corrupted c and w
+
+``keys`` and ``values`` pair the prompts token by token, so they are there for two prompts of one length with every key kept.
+In the last layer they are ``transformer_lens.patching``'s k and v of all prompt positions; below it theirs change what the
+prompt's own later layers write, and these do not. ``b_kv`` or ``b_d`` alone has no counterpart: exp(q.c) over the normaliser of
+another prompt has no bound.
+
 Shift coefficients are parameters and the same under both prompts. They are patched from coefficients that are *given*, by
 default the identity (1, 0, ...): what if this head did not shift the text? The prompt stays as it was converted, shifted.
 """
@@ -22,18 +36,20 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from analyses.bias.one_space import in_one_space, keys_and_values, pair_token_by_token
 from analyses.bias.patches import (
     HEAD_AXIS,
     POINTS,
     Patch,
-    available_hooks,
     available_points,
+    available_sources,
     has_batch_axis,
+    hook_of,
     patch_hooks,
     patches_of,
 )
 from analyses.declaration import Analysis, Columns, Option
-from analyses.inputs import ANSWER, PROMPT, TEXT, WRONG, needs_linear_attention, tokens_field
+from analyses.inputs import ANSWER, PROMPT, TEXT, WRONG, tokens_field
 from analyses.passes import MEMORY_PER_PASS, check_batch_size
 from analyses.sequences import CorruptedTokens, PromptTokens, TextTokens, converted, one_sequence
 from analyses.stream.logit_attribution import Token, logit_target
@@ -81,14 +97,15 @@ def activation_patching(
     """Patch every point, layer and head from the clean into the corrupted run.
 
     Args:
-        model: with linear attention.
-        clean, corrupted: the two prompts: strings, tokens [pos], or converted. Where positions are absolute they must be of
-            equal length.
+        model: linear or softmax.
+        clean, corrupted: the two prompts: strings, tokens [pos], or converted (softmax: both by one method). Where positions
+            are absolute they must be of equal length.
         text_tokens: [pos], without BOS, read under both.
         answer, wrong: the metric is the logit of ``answer``, minus that of ``wrong``, at the text's last place (ids, or the
             texts of single tokens); without ``answer`` it is the mean logit of the text's next tokens.
         metric: another one, in their place.
-        points: one or several of :data:`analyses.bias.patches.POINTS`; None takes all that the model has.
+        points: one or several of :data:`analyses.bias.patches.POINTS`; None takes all that the model and the
+            two prompts have.
         coefficients: "k", "v" or "q" -> what is patched in for its shift coefficients, a tensor or lists, [window+1] or
             [layer, head, window+1]; the identity for those that are not given.
         batch_size: patches per forward pass; None takes what memory allows. A pass with shift coefficients holds one: they
@@ -102,19 +119,22 @@ def activation_patching(
         {columns}
 
     Raises:
-        KVLensError: softmax attention, an unknown point (the nearest is proposed) or one that the model lacks, prompts of
-            different lengths where positions are absolute, coefficients of the wrong shape, a metric that is not one
-            number per row.
+        KVLensError: an unknown point (the nearest is proposed) or one that the model lacks, ``keys`` or ``values`` of prompts
+            that do not pair token by token, prompts of different lengths where positions are absolute, coefficients of the
+            wrong shape, a metric that is not one number per row.
 
     Source: the scale and the grids are those of ``transformer_lens.patching``.
     """
-    needs_linear_attention("activation_patching")(model)
     clean, corrupted = converted(model, "clean", clean), converted(model, "corrupted", corrupted)
     text = one_sequence(model, "text_tokens", text_tokens)
     _check(clean, corrupted, batch_size)
     metric = _default_metric(model, text, answer, wrong) if metric is None else metric
-    patches = patches_of(model, _known(model, points))
+    patches = patches_of(model, _points_of(model, points, clean, corrupted))
     sources = _given_coefficients(model, coefficients or {})
+    paired = pair_token_by_token(clean, corrupted)
+    clean, corrupted = in_one_space(clean, corrupted)
+    if paired:
+        sources |= keys_and_values(clean, corrupted)
     if on_start is not None:
         on_start(len(patches))
     clean_metric, of_clean = _clean_run(model, clean, text, metric)
@@ -168,10 +188,26 @@ def _known(model: HookedKVTransformer, points: str | Sequence[str] | None) -> Se
     return points
 
 
+def _points_of(
+    model: HookedKVTransformer, points: str | Sequence[str] | None, clean: KVBias, corrupted: KVBias
+) -> Sequence[str]:
+    """The points that are asked for, and can be had of these prompts."""
+    halves, known = ("keys", "values"), _known(model, points)
+    if model.cfg.attention == "linear" or pair_token_by_token(clean, corrupted):
+        return known
+    if points is not None and set(halves) & set(known):
+        raise KVLensError(
+            "activation_patching: keys and values of two prompts are told apart where every token of one has its own in the "
+            f'other: convert both with method="exact" and give prompts of one length (here {clean.d_phi} keys for '
+            f"{clean.n_prompt_tokens} tokens, {corrupted.d_phi} for {corrupted.n_prompt_tokens}), or patch the whole bias"
+        )
+    return [name for name in known if name not in halves]
+
+
 def _given_coefficients(model: HookedKVTransformer, given: Mapping[str, Any]) -> dict[tuple[str, int], Tensor]:
     """(hook, layer) -> the coefficients [head, window+1] that are patched in."""
     cfg = model.cfg
-    shifted = [hook[0] for hook in available_hooks(model) if hook.endswith("_shift_coef")]
+    shifted = [hook[0] for hook in available_sources(model) if hook.endswith("_shift_coef")]
     for x in given:
         if x not in shifted:
             raise KVLensError(f"coefficients: {x!r} is not shifted in this model; shifted are: {', '.join(shifted) or 'none'}")
@@ -189,7 +225,7 @@ def _clean_run(
     model: HookedKVTransformer, clean: KVBias, text: Tensor, metric: Metric
 ) -> tuple[float, dict[tuple[str, int], Tensor]]:
     """The metric under the clean prompt, and everything that can be patched in from it."""
-    names = [hook for hook in available_hooks(model) if HEAD_AXIS[hook]]
+    names = [source for source in available_sources(model) if source == hook_of(source) and HEAD_AXIS[source]]
     where = {f"blocks.{layer}.attn.hook_{name}": (name, layer) for layer in range(model.cfg.n_layers) for name in names}
     with model.kv_bias(clean):
         logits, cache = model.run_with_cache(text[None], attention_mask=torch.ones_like(text[None]), names_filter=list(where))
@@ -199,7 +235,7 @@ def _clean_run(
 def _bytes_per_row(model: HookedKVTransformer, bias: KVBias, pos: int) -> int:
     """One layer's bias, twice; the logits and what a metric may make of them; the widest activations."""
     widest = max(model.cfg.d_mlp or 0, model.cfg.d_model, bias.n_heads * bias.b_KV.shape[-2])
-    return 16 * bias.num_parameters // bias.n_layers + pos * (24 * model.cfg.d_vocab_out + 32 * widest)
+    return 16 * (bias.b_KV.numel() + bias.b_D.numel()) // bias.n_layers + pos * (24 * model.cfg.d_vocab_out + 32 * widest)
 
 
 def _passes(patches: Sequence[Patch], rows_per_pass: int) -> Iterator[Sequence[Patch]]:
@@ -247,6 +283,5 @@ ACTIVATION_PATCHING = Analysis(
         "wrong": WRONG,
     },
     options={"points": Option("what is patched; all that the model has if empty", tuple(POINTS), many=True)},
-    check_model=needs_linear_attention("activation_patching"),
     n_interventions=_n_patches,
 )

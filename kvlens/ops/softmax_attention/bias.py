@@ -58,7 +58,8 @@ def join_bias(
         for the caller to report.
     """
     group = z_context.shape[2] // b_kv.shape[1]
-    stored = torch.cat([b_kv, b_d[..., None]], dim=-1)  # [batch or 1, kv_head, d_phi, d_head + 1]
+    n_biases = max(len(b_kv), len(b_d))  # a hook may have made a batch of one of them
+    stored = torch.cat([b_kv.expand(n_biases, -1, -1, -1), b_d[..., None].expand(n_biases, -1, -1, -1)], dim=-1)
     size = stored.detach().abs().amax(dim=(-1, -2))
     numerator, mass = _read(phi.features, stored / torch.where(size == 0, 1.0, size)[..., None, None], group)
     log_size = size.log().repeat_interleave(group, dim=1)[:, None]

@@ -268,5 +268,3 @@ def test_prompts_and_models_that_do_not_go():
         patching(model, corrupted=tokens(4))
     with pytest.raises(KVLensError, match="corrupted: expected the bias of one prompt, got a batch of 2"):
         patching(model, corrupted=convert_prompt(model, tokens(6).reshape(2, 3)))
-    with pytest.raises(KVLensError, match="attention='linear'"):
-        patching(random_model(attention="softmax"))

@@ -1,0 +1,66 @@
+"""The biases of several prompts over one set of features, so that the numbers of one may stand in the place of another's.
+
+A linear model's biases are there already. Those of a softmax model bring virtual keys of their own: with all keys side by side,
+
+    phi(q) = [phi_a(q); phi_b(q); ...]        b_KV of a = [b_KV_a; 0; ...]        b_KV of b = [0; b_KV_b; ...]
+
+and b_D alike, each bias says what it said alone, and any head of a sum, a mean or a patched mixture is a bias like any other.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kvlens import KVBias, combine
+
+
+def in_one_space(*biases: KVBias) -> list[KVBias]:
+    """Each of ``biases`` over the features of all of them, per query head; boundary, offset and number of tokens stay its own.
+
+    Raises:
+        KVLensError: biases of different models or with features of different kinds.
+    """
+    biases = tuple(bias.per_query_head() for bias in biases)
+    if biases[0].features is None:
+        return list(biases)
+    alone = torch.eye(len(biases)).tolist()
+    return [_with_own_boundary(combine(*biases, weights=w, boundary="first"), b) for w, b in zip(alone, biases, strict=True)]
+
+
+def _with_own_boundary(bias: KVBias, own: KVBias) -> KVBias:
+    kept = ("last_k", "last_v", "last_q", "n_prompt_tokens", "position_offset")
+    return replace(bias, **{name: getattr(own, name) for name in kept})
+
+
+def pair_token_by_token(a: KVBias, b: KVBias) -> bool:
+    """Whether both hold one virtual key for each token, with a weight, and as many."""
+    return a.d_phi == b.d_phi and all(
+        bias.features is not None
+        and bias.features.kind == "virtual_keys"
+        and bias.fit is None
+        and bias.d_phi == bias.n_prompt_tokens
+        and bool((bias.b_D != 0).all())
+        for bias in (a, b)
+    )
+
+
+def keys_and_values(clean: KVBias, corrupted: KVBias) -> dict[tuple[str, int], Tensor]:
+    """The clean keys with the corrupted values, and the other way round, of two biases :func:`in_one_space`, in this order.
+
+    Returns:
+        (source of :mod:`analyses.bias.patches`, layer) -> b_KV or b_D [1, head, ...].
+    """
+    r = clean.d_phi // 2
+    weights = {"clean": clean.b_D[..., :r, None], "corrupted": corrupted.b_D[..., r:, None]}
+    values = {
+        "clean": clean.b_KV[..., :r, :] / weights["clean"],
+        "corrupted": corrupted.b_KV[..., r:, :] / weights["corrupted"],
+    }
+    nothing = torch.zeros_like(values["clean"])
+    made = {
+        "keys.b_kv": torch.cat([weights["clean"] * values["corrupted"], nothing], dim=-2),
+        "keys.b_d": clean.b_D,
+        "values.b_kv": torch.cat([nothing, weights["corrupted"] * values["clean"]], dim=-2),
+    }
+    return {(name, layer): tensor[layer][None] for name, tensor in made.items() for layer in range(clean.n_layers)}

@@ -1,0 +1,148 @@
+"""Patching a softmax prompt, head by head: held against plain TransformerLens hooks on [prompt; text], and the scale's ends."""
+
+import numpy as np
+import pytest
+import torch
+from analysis_models import random_model, tokens
+
+from analyses.bias.patching import ACTIVATION_PATCHING, activation_patching
+from analyses.declaration import Record
+from kvlens import KVLensError, KVShiftConfig, convert_prompt
+
+CLEAN, CORRUPTED, TEXT = tokens(7), tokens(7, seed=5), tokens(4, seed=1)
+ANSWER, WRONG = 3, 11
+MODELS = {
+    "learned positions": dict(kv_shift=None, positional_embedding_type="standard"),
+    "rotary, grouped": dict(kv_shift=None, n_heads=6, d_model=36, n_key_value_heads=2),
+    "queries shifted": dict(kv_shift=KVShiftConfig(window=2, queries=True)),
+    "alibi": dict(kv_shift=None, positional_embedding_type="alibi", alibi_slopes=(0.5, 0.25, 0.125, 0.0625, 0.03125)),
+}
+
+
+def softmax_model(name):
+    return random_model(attention="softmax", **MODELS[name])
+
+
+def patching(model, **changes):
+    arguments = dict(clean=CLEAN, corrupted=CORRUPTED, text_tokens=TEXT, answer=ANSWER, wrong=WRONG)
+    return activation_patching(model, **{**arguments, **changes})
+
+
+def metric(logits) -> float:
+    return float(logits[0, -1, ANSWER] - logits[0, -1, WRONG])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_everything_gives_the_clean_run_and_nothing_the_corrupted_one(name):
+    model = softmax_model(name)
+    frame = patching(model)
+    shift = ["boundary", "prompt", "z_bias", "k_shift_coef", "v_shift_coef", "q_shift_coef"]
+    assert frame["point"].unique().tolist() == [
+        "bias",
+        "keys",
+        "values",
+        *(["z_bias"] if model.cfg.kv_shift is None else shift),
+    ]
+    rows = frame.set_index(["point", "layer", "head"])["recovered"]
+    assert rows["bias" if model.cfg.kv_shift is None else "prompt", -1, -1] == pytest.approx(1, abs=1e-10)
+    clean, corrupted = (metric(model(torch.cat([x, TEXT])[None])) for x in (CLEAN, CORRUPTED))
+    assert frame["clean_metric"].iloc[0] == pytest.approx(clean, rel=1e-10)
+    assert frame["corrupted_metric"].iloc[0] == pytest.approx(corrupted, rel=1e-10)
+    itself = patching(model, corrupted=CLEAN, points=["bias", "keys", "values", "z_bias"])
+    np.testing.assert_allclose(itself["metric"], clean, rtol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["learned positions", "rotary, grouped", "alibi"])
+def test_the_last_layers_keys_and_values_are_those_of_transformer_lens(name):
+    """There no later layer reads what the prompt itself becomes, so that patching hook_k and hook_v says the same."""
+    model = softmax_model(name)
+    frame = patching(model, points=["bias", "keys", "values"]).set_index(["point", "layer", "head"])["metric"]
+    _, cache = model.run_with_cache(torch.cat([CLEAN, TEXT])[None])
+    whole, n_kv = torch.cat([CORRUPTED, TEXT])[None], model.cfg.n_kv_heads
+    group = model.cfg.n_heads // n_kv
+
+    def take(x, hook, head):
+        x = x.clone()
+        x[:, :7, head] = cache[hook.name][:, :7, head]
+        return x
+
+    for point, hooked in {"bias": "kv", "keys": "k", "values": "v"}.items():
+        by_hand = []
+        for head in range(n_kv):
+            hooks = [(f"blocks.1.attn.hook_{x}", lambda x, hook, head=head: take(x, hook, head)) for x in hooked]
+            by_hand.append(metric(model.run_with_hooks(whole, fwd_hooks=hooks)))
+        if group == 1:
+            assert [frame[point, 1, head] for head in range(n_kv)] == pytest.approx(by_hand, rel=1e-9)
+        all_heads = [(f"blocks.1.attn.hook_{x}", lambda x, hook: take(x, hook, slice(None))) for x in hooked]
+        assert frame[point, 1, -1] == pytest.approx(metric(model.run_with_hooks(whole, fwd_hooks=all_heads)), rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["learned positions", "rotary, grouped"])
+@pytest.mark.parametrize("point", ["bias", "keys", "values"])
+def test_every_head_against_a_softmax_by_hand(name, point):
+    """The corrupted run, with one head's output at the text recomputed from the clean prompt's keys or values, or both."""
+    model = softmax_model(name)
+    caches = {x: model.run_with_cache(torch.cat([prompt, TEXT])[None])[1] for x, prompt in (("a", CLEAN), ("b", CORRUPTED))}
+    key = "hook_k" if model.cfg.positional_embedding_type == "standard" else "hook_rot_k"
+    group, scale = model.cfg.n_heads // model.cfg.n_kv_heads, float(model.blocks[0].attn.attn_scale)
+    frame = patching(model, points=point).set_index(["layer", "head"])["metric"]
+    keys_from, values_from = {"bias": "aa", "keys": "ab", "values": "ba"}[point]
+    seen = {}
+
+    def watch(x, hook):
+        seen[hook.name.rpartition(".")[2]] = x
+
+    for layer in range(2):
+        at = f"blocks.{layer}.attn."
+        for head in range(model.cfg.n_heads):
+
+            def recomputed(z, hook, head=head, at=at):
+                k, v = (seen[x][0, :, head // group].clone() for x in (key, "hook_v"))
+                k[:7] = caches[keys_from][at + key][0, :7, head // group]
+                v[:7] = caches[values_from][at + "hook_v"][0, :7, head // group]
+                q = seen["hook_q" if key == "hook_k" else "hook_rot_q"][0, 7:, head]
+                scores = (q @ k.T / scale).masked_fill(~torch.ones(4, 11, dtype=torch.bool).tril(7), -torch.inf)
+                z = z.clone()
+                z[0, 7:, head] = scores.softmax(dim=-1) @ v
+                return z
+
+            names = [key, "hook_v", "hook_q" if key == "hook_k" else "hook_rot_q"]
+            hooks = [*((at + name, watch) for name in names), (at + "hook_z", recomputed)]
+            logits = model.run_with_hooks(torch.cat([CORRUPTED, TEXT])[None], fwd_hooks=hooks)
+            assert frame[layer, head] == pytest.approx(metric(logits), rel=1e-9)
+
+
+def test_biases_of_fewer_keys_and_of_features_that_know_no_prompt():
+    model = softmax_model("learned positions")
+    for options in (
+        dict(method="landmark", n_features=3, verbose=False, n_continuations=2, continuation_length=3),
+        dict(method="random", n_features=8),
+    ):
+        clean, corrupted = (convert_prompt(model, x, **options) for x in (CLEAN, CORRUPTED))
+        frame = patching(model, clean=clean, corrupted=corrupted)
+        assert frame["point"].unique().tolist() == ["bias", "z_bias"]
+        assert frame.set_index(["point", "layer", "head"])["recovered"]["bias", -1, -1] == pytest.approx(1, abs=1e-9)
+        with model.kv_bias(clean):
+            assert frame["clean_metric"].iloc[0] == pytest.approx(metric(model(TEXT[None])), rel=1e-9)
+        with pytest.raises(KVLensError, match="every token of one has its own in the other"):
+            patching(model, clean=clean, corrupted=corrupted, points=["keys"])
+
+
+def test_what_softmax_has_not_is_refused_and_what_it_has_named():
+    model = softmax_model("learned positions")
+    with pytest.raises(KVLensError, match=r"no 'b_d': it has bias, keys, values, z_bias \(softmax attention"):
+        patching(model, points="b_d")
+    with pytest.raises(KVLensError, match="no 'keys': it has b_kv"):
+        patching(random_model(), points="keys")
+    with pytest.raises(KVLensError, match="one bias has virtual_keys features, the other random"):
+        patching(model, corrupted=convert_prompt(model, CORRUPTED, method="random", n_features=8))
+
+
+def test_a_batch_of_records_takes_softmax_models():
+    model = softmax_model("learned positions")
+    fields = {"corrupted": " ".join(map(str, CORRUPTED.tolist())), "answer": ANSWER, "wrong": WRONG}
+    record = Record("a", " ".join(map(str, CLEAN.tolist())), " ".join(map(str, TEXT.tolist())), fields)
+    ACTIVATION_PATCHING.check_model(model)
+    frame = ACTIVATION_PATCHING.run(model, record, points="")
+    np.testing.assert_allclose(frame["metric"], patching(model)["metric"], rtol=1e-10)
+    assert len(frame) == ACTIVATION_PATCHING.n_interventions(model, points=None)
