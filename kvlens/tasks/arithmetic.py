@@ -133,6 +133,23 @@ class ArithmeticTask(Task):
         table = [*SIGNS, *map(str, range(self.modulus)), *NAMES[: self.n_names]]
         return " ".join(table[token] for token in tokens.tolist())
 
+    def some_step_answers(
+        self, solution: Int[Tensor, "batch pos"], asked: Int[Tensor, " batch"], answer: Int[Tensor, " batch"]
+    ) -> Bool[Tensor, " batch"]:
+        """Whether some step of a written solution, such as "k = 0 + 2 = 2", gives the variable that is asked for its value.
+
+        So KVSA judges iGSM (app. I): steps that are wrong, missing or follow the answer do not matter.
+
+        Args:
+            solution: what was written after the question, at least one step long.
+            asked: the variable's token.
+            answer: that of its value.
+        """
+        step = solution.unfold(1, STEP_LENGTH - 1, 1)  # [batch start token]
+        begins = torch.cat([torch.full_like(asked[:, None], END), solution], dim=1)[:, : step.shape[1]] == END
+        is_equation = (step[..., 1] == EQUALS) & (step[..., 5] == EQUALS)
+        return (begins & is_equation & (step[..., 0] == asked[:, None]) & (step[..., 6] == answer[:, None])).any(dim=1)
+
     @property
     def _most_ops(self) -> int:
         return max(self.max_ops, self.test_ops)

@@ -99,7 +99,7 @@ def ngram_runs(runs):
 
 
 def arithmetic_runs(runs):
-    fixed = dict(row="r", stands_for="Tr12-Te15", max_ops=3, test_ops=4, chance=0.01, way="free")
+    fixed = dict(row="r", stands_for="Tr12-Te15", max_ops=3, test_ops=4, chance=0.01, way=arithmetic.SOME_STEP)
     return arithmetic.compare(stacked(runs.table(v, model=m, n_ops=n, **fixed) for m, v in pair(runs).items() for n in (3, 4)))
 
 

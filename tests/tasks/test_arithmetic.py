@@ -95,3 +95,32 @@ def test_both_orders_of_operands_and_all_operators_occur():
             kinds.add(("n" if x.isdigit() else "v") + op + ("n" if y.isdigit() else "v"))
             assert op != "*" or not (x.isalpha() and y.isalpha())
     assert kinds == {f"{x}{op}{y}" for op in "+-*" for x in "nv" for y in "nv"} - {"v*v"}
+
+
+TABLE = ArithmeticTask(modulus=5, n_names=4)
+
+
+def tokens_of(text):
+    """The inverse of `tokens_as_text`, for modulus 5 and names a to d."""
+    vocabulary = {TABLE.tokens_as_text(torch.tensor([token])): token for token in range(TABLE.d_vocab)}
+    return torch.tensor([[vocabulary[word] for word in text.split()]])
+
+
+@pytest.mark.parametrize(
+    ("solution", "answers"),
+    [
+        ("a = 1 + 2 = 3 ; b = 3 - 1 = 2", True),
+        ("b = 3 - 1 = 2 ; a = 1 + 2 = 3", True),  # the first step answers, and more follow
+        ("a = 1 + 2 = 0 ; b = 4 * 4 = 2", True),  # only what is asked counts, not how it came about
+        ("b = 3 - 1 = 4 ; b = 3 - 1 = 2", True),
+        ("a = 1 + 2 = 3 ; b = 3 - 1 = 4", False),
+        ("a = 1 + 2 = 2 ; c = 3 - 1 = 2", False),  # the value, of another variable
+        ("a = b = 3 - 1 = 2 ; a = 1 + 2", False),  # no step of its own
+        ("b = 3 - 1 - 2 ; a = 1 + 2 = 3", False),  # no result
+    ],
+)
+def test_some_step_answers_what_is_asked(solution, answers):
+    written, (asked, two) = tokens_of(solution), tokens_of("b 2")[0]
+    assert TABLE.some_step_answers(written, asked[None], two[None]).tolist() == [answers]
+    both = torch.cat([written, tokens_of("b = 2 * 1 = 2 ; a = 1 + 2 = 3")])
+    assert TABLE.some_step_answers(both, asked.expand(2), two.expand(2)).tolist() == [answers, True]
