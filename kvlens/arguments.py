@@ -1,15 +1,19 @@
 """What an argument has to be - a whole number, a path, a device - asked in one place and answered in one sentence."""
 
-import math
 import os
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvlens.errors import KVLensError
+from kvlens.errors import KVLensError, nearest
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+MOST = 2**63 - 1
+"""The largest whole number that torch takes."""
 
 
 def check_whole(what: str, value: Any, least: int = 0, most: int | None = None) -> None:
@@ -17,14 +21,25 @@ def check_whole(what: str, value: Any, least: int = 0, most: int | None = None) 
     limits = f"at least {least}" if most is None or (isinstance(value, int) and value < least) else f"{least} to {most}"
     if isinstance(value, bool) or not isinstance(value, int):
         raise KVLensError(f"{what} must be a whole number of {limits}, got {value!r}")
-    if value < least or (most is not None and value > most):
-        raise KVLensError(f"{what} must be {limits}, got {value}")
+    if not least <= value <= (MOST if most is None else most):
+        raise KVLensError(f"{what} must be {limits}, got {value if value <= MOST else 'a number of more than 63 bits'}")
 
 
 def check_number(what: str, value: Any) -> None:
     """Raise KVLensError unless ``value`` is a finite number; a bool is none."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise KVLensError(f"{what} must be a finite number, got {value!r}")
+    if not is_number(value):
+        raise KVLensError(f"{what} must be a finite number, got {brief(value)}")
+
+
+def is_number(value: Any) -> bool:
+    """Whether ``value`` is a finite number, one that a float can hold; a bool is none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def check_choice(what: str, value: Any, options: Collection[str]) -> None:
+    """Raise KVLensError unless ``value`` is one of the names; the nearest is proposed."""
+    if not isinstance(value, str) or value not in options:
+        raise KVLensError(f"{what} must be one of {', '.join(options)}, got {brief(value)}{nearest(value, options)}")
 
 
 def check_flag(what: str, value: Any) -> None:
@@ -96,6 +111,10 @@ def check_device(what: str, device: Any) -> None:
 
     try:
         torch.ones(1, device=device).sum().item()  # "meta" makes tensors, and holds no numbers
-    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise KVLensError(f"{what}: {device!r} cannot be used here ({reason}); cpu always can") from error
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError, ValueError) as error:
+        raise KVLensError(f"{what}: {device!r} cannot be used here ({first_line(error)}); cpu always can") from error
+
+
+def first_line(error: Exception) -> str:
+    """What an error of another library says first."""
+    return (str(error).splitlines() or [type(error).__name__])[0]

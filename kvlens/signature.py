@@ -8,13 +8,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, S
 from pathlib import Path
 from typing import Any, TypeVar, Union
 
-from kvlens.arguments import brief
+from kvlens.arguments import brief, first_line
 from kvlens.errors import KVLensError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 UNFIT = object()
 """In the place of a value that is of another kind."""
 CALLED = {bool: "True or False", int: "a whole number", float: "a number", str: "a string", type(None): "None"}
+OUT_OF_MEMORY = ("allocate memory", "not enough memory", "out of memory", "calculation overflowed", "multiplication overflow")
 SEVERAL = {int: "whole numbers", float: "numbers", str: "strings"}
 
 
@@ -22,7 +23,8 @@ def checked(function: Function) -> Function:
     """Hold a function to the plain types of its signature; for use as a decorator.
 
     Whole numbers of numpy and torch, such as a column of a table holds, arrive as Python's; NaN is no number. The shape of a
-    tensor, and what else an argument may be that takes a tensor or a path among other things, the function asks itself.
+    tensor, and what else an argument may be that takes a tensor or a path among other things, the function asks itself. What
+    asks for more memory than there is, is refused when it is found out.
 
     >>> @checked
     ... def scaled(values: Sequence[float], by: int = 2) -> list[float]:
@@ -49,9 +51,20 @@ def checked(function: Function) -> Function:
                 given.arguments[name] = read = _read(kinds[name], value)
                 if read is UNFIT:
                     raise KVLensError(f"{name_of_it}: {name} must be {_called(kinds[name])}, got {brief(value)}")
-        return function(*given.args, **given.kwargs)
+        try:
+            return function(*given.args, **given.kwargs)
+        except (RuntimeError, MemoryError) as error:
+            if not _is_about_memory(error):
+                raise
+            why = f"this asks for more memory than there is ({first_line(error)}); ask for less"
+            raise KVLensError(f"{name_of_it}: {why}") from error
 
     return typing.cast(Function, held)
+
+
+def _is_about_memory(error: Exception) -> bool:
+    """Whether torch, or Python, found no room for a tensor: torch has no class of its own for that on the CPU."""
+    return isinstance(error, MemoryError) or any(word in str(error) for word in OUT_OF_MEMORY)
 
 
 def _members(kind: Any) -> tuple[Any, ...]:

@@ -29,6 +29,7 @@ from analyses.declaration import Analysis, Record
 from kvlens import KVLensError, __version__
 from kvlens.arguments import path_of
 from kvlens.files import check_writable, reason, write_atomically
+from kvlens.signature import checked
 
 FORMAT_VERSION = 1
 MALFORMED = "malformed"
@@ -75,6 +76,7 @@ def tell_on_stderr(line: str) -> None:
     tqdm.write(line, file=sys.stderr)
 
 
+@checked
 def run_batch(
     work: Work,
     source: Input,

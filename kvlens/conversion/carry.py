@@ -6,13 +6,15 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from kvlens.arguments import check_whole
 from kvlens.components.attention import KVAttention
-from kvlens.errors import KVLensError
-from kvlens.kv_bias import KVBias, VirtualKeys
+from kvlens.kv_bias import LAST_POSITION, KVBias, VirtualKeys
 from kvlens.model import HookedKVTransformer
 from kvlens.ops.linear_attention import LinearAttentionState, carry_state
+from kvlens.signature import checked
 
 
+@checked
 def carry_bias(model: HookedKVTransformer, bias: KVBias, n_tokens: int) -> KVBias:
     """``bias`` as it stands after ``n_tokens`` tokens that wrote nothing: what it has in the bias of a prompt that follows it.
 
@@ -32,8 +34,7 @@ def carry_bias(model: HookedKVTransformer, bias: KVBias, n_tokens: int) -> KVBia
     Raises:
         KVLensError: a bias of another model, or a negative number of tokens.
     """
-    if n_tokens < 0:
-        raise KVLensError(f"carry_bias: n_tokens must not be negative, got {n_tokens}")
+    check_whole("carry_bias: n_tokens", n_tokens, 0, LAST_POSITION)
     bias.fingerprint.check(model.fingerprint(), "carry_bias")
     if bias.features is not None:
         features = bias.features.further(n_tokens) if isinstance(bias.features, VirtualKeys) else bias.features

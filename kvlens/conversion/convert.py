@@ -33,8 +33,10 @@ from kvlens.model import HookedKVTransformer
 from kvlens.model.attention_variant import why_no_kv_bias
 from kvlens.model.streaming import has_hooks, segments, wants_gradients
 from kvlens.ops.linear_attention import LinearAttentionState
+from kvlens.signature import checked
 
 
+@checked
 def convert_prompt(
     model: HookedKVTransformer,
     prompt: Prompt,

@@ -24,12 +24,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from kvlens.errors import KVLensError
+from kvlens.signature import checked
 
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
 MIN_VOCAB_SIZE = 256 + 3
 _NAME = "kvlens-byte-bpe"
 
 
+@checked
 def train_bpe_tokenizer(texts: Iterable[str], vocab_size: int = 1024) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer; equal texts give an equal tokenizer.
 
@@ -108,6 +110,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
     return for_transformer_lens(tokenizer, str(folder))
 
 
+@checked
 def encode_texts(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[list[int]]:
     """Return each text's token ids, without BOS, in one parallel call (megabytes per second)."""
     encodings = tokenizer.backend_tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kvlens.corpus.tokenizer import encode_texts
 from kvlens.errors import KVLensError
+from kvlens.signature import checked
 
 
 class TokenWindows:
@@ -54,6 +55,7 @@ class TokenWindows:
         self.n_chars = n_chars
 
     @classmethod
+    @checked
     def from_texts(cls, texts: Sequence[str], tokenizer: PreTrainedTokenizerFast, *, bos_first: bool = True) -> "TokenWindows":
         """Tokenise ``texts`` (such as ``[document.text for document in corpus.train]``), BOS before each.
 
@@ -77,6 +79,7 @@ class TokenWindows:
         """Characters of text behind one token, BOS not counted: loss / (ln 2 * this) is bits per character."""
         return self.n_chars / max(1, len(self) - self.n_documents)
 
+    @checked
     def sample(self, batch: int, length: int, generator: torch.Generator) -> Int[Tensor, "{batch} {length}"]:
         """Return ``batch`` windows at uniformly random places.
 
@@ -92,6 +95,7 @@ class TokenWindows:
         starts = torch.randint(len(self) - stride + 1, (batch, 1), generator=generator)
         return self._with_bos(self.tokens[starts + torch.arange(stride)])
 
+    @checked
     def consecutive(self, length: int, max_windows: int | None = None) -> Int[Tensor, "window {length}"]:
         """Return non-overlapping windows in order, for evaluation; what does not fill the last window is left out.
 

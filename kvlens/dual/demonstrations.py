@@ -11,6 +11,7 @@ from kvlens.dual.reading import LayerReading, TextTokens, check_index, read_laye
 from kvlens.errors import KVLensError
 from kvlens.model import HookedKVTransformer
 from kvlens.ops import dual as ops
+from kvlens.signature import checked
 
 PerDemonstration = Float[Tensor, "*layer head demo"]
 
@@ -32,6 +33,7 @@ class DemonstrationFigures(NamedTuple):
     cosine_after: PerDemonstration
 
 
+@checked
 def demonstration_figures(
     model: HookedKVTransformer, tokens: TextTokens, query_pos: int = -1, n_demonstrations: int | None = None
 ) -> DemonstrationFigures:

@@ -19,6 +19,7 @@ from kvlens.dual.queries import predicted_outputs
 from kvlens.dual.reading import TextTokens, check_attention, check_index, layer_reading, reading_hooks
 from kvlens.errors import KVLensError
 from kvlens.model import HookedKVTransformer
+from kvlens.signature import checked
 
 PIECEWISE_LINEAR = ("relu", "leaky_relu")
 
@@ -47,6 +48,7 @@ class DualLayer:
         self.output, self.remainder, self.singular_values = output, remainder, values
 
     @classmethod
+    @checked
     @torch.no_grad()
     def from_layer(
         cls,
@@ -100,6 +102,7 @@ class DualLayer:
         largest, n = float(self.singular_values[0]), self.label_map.shape[1]
         return int((self.singular_values > largest * n * torch.finfo(torch.float64).eps).sum())
 
+    @checked
     def step(self, eta: float = 1.0, alpha: float = 0.0) -> "DualLayer":
         """One step of the head's dual model; returns itself. b is not trained."""
         self.head.step(eta, alpha)
@@ -115,6 +118,7 @@ class DualLayer:
         return float((after - self.output).norm() / self.output.norm())
 
 
+@checked
 @torch.no_grad()
 def dual_logits(model: HookedKVTransformer, tokens: TextTokens) -> Float[Tensor, "pos d_vocab"]:
     """Logits of a text when every head's output, at every token and in every layer, is its dual model's after one step.

@@ -35,6 +35,7 @@ from kvlens.dual.reading import LayerReading, TextTokens, check_index, read_laye
 from kvlens.errors import KVLensError, nearest
 from kvlens.model import HookedKVTransformer
 from kvlens.ops import dual as ops
+from kvlens.signature import checked
 
 
 class DualModel:
@@ -56,6 +57,7 @@ class DualModel:
         self._coefficients = torch.cat([torch.zeros_like(tokens.values[: self._n]), tokens.values[self._n :]])  # of D W
 
     @classmethod
+    @checked
     def from_head(
         cls,
         model: HookedKVTransformer,
@@ -135,6 +137,7 @@ class DualModel:
 
     # --- one step after the other ------------------------------------------------------------------------------------
 
+    @checked
     def loss(self, eta: float = 1.0, alpha: float = 0.0) -> Float[Tensor, ""]:
         """L(W) now, for learning rate ``eta`` (eq. 9; with ``alpha`` eq. 12)."""
         _check_rates(eta, alpha)
@@ -142,6 +145,7 @@ class DualModel:
         loss = -fit / eta
         return loss if alpha == 0 else loss + alpha / (2 * eta) * self._square_norm()
 
+    @checked
     def step(self, eta: float = 1.0, alpha: float = 0.0, *, autograd: bool = False) -> "DualModel":
         """One gradient step, W <- W - eta dL/dW; returns itself.
 
@@ -167,6 +171,7 @@ class DualModel:
         """f(q) with W as it is now: after one step, the head's output."""
         return self._tokens.weights @ self._coefficients
 
+    @checked
     def losses(self, n_steps: int, eta: float = 1.0, alpha: float = 0.0) -> Float[Tensor, " step"]:
         """L(W_0), ..., L(W_n). Without ``alpha`` a straight line: the loss is linear in W and has no minimiser."""
         if isinstance(n_steps, bool) or not isinstance(n_steps, int) or n_steps < 0:
@@ -174,6 +179,7 @@ class DualModel:
         _check_rates(eta, alpha)
         return ops.losses(self._sums(), n_steps, eta, alpha)
 
+    @checked
     def minimise(self, alpha: float) -> "DualModel":
         """Go to the minimiser of the regularised loss, W = (1 / (alpha D)) sum v_j phi(k_j)^T; returns itself.
 
@@ -217,6 +223,7 @@ class DualModel:
         diagonal = self._tokens.log_kernel.log_size.diagonal()[: self._n]
         return self.labels.norm(dim=-1).log() + diagonal / 2 - self._tokens.log_normalizer
 
+    @checked
     def bound(
         self, delta: float = 0.05, log_norm: float | None = None, n_negative: int = 0, beta: float = 0.0
     ) -> ops.BoundTerms:

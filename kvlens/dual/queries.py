@@ -14,6 +14,7 @@ from kvlens.dual.reading import LayerReading, TextTokens, read_layers
 from kvlens.errors import KVLensError
 from kvlens.model import HookedKVTransformer
 from kvlens.ops import dual as ops
+from kvlens.signature import checked
 
 PerQuery = Float[Tensor, "*layer head query"]
 MEMORY = 2**28
@@ -42,6 +43,7 @@ class QueryFigures(NamedTuple):
     cosine_after: PerQuery
 
 
+@checked
 def dual_figures(
     model: HookedKVTransformer, tokens: TextTokens, n_demonstrations: int | None = None, *, cosines: bool = True
 ) -> QueryFigures:

@@ -15,6 +15,7 @@ from torch import Tensor
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import VirtualKeys
 from kvlens.model import Augmented, HookedKVTransformer
+from kvlens.signature import checked
 
 TextTokens = Int[Tensor, " pos"]
 
@@ -46,6 +47,7 @@ class LayerReading(NamedTuple):
     bias_values: Float[Tensor, "head row d_head"] | None
 
 
+@checked
 @torch.no_grad()
 def read_layers(
     model: HookedKVTransformer,
@@ -116,6 +118,7 @@ def layer_reading(model: HookedKVTransformer, layer: int, cache: Any) -> LayerRe
     return LayerReading(q, k, v, z, **terms)
 
 
+@checked
 def check_attention(model: HookedKVTransformer, pos: int) -> None:
     """Raise KVLensError, with the reason, for an attention that is no kernel-weighted sum of values."""
     cfg = model.cfg

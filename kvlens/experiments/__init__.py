@@ -9,6 +9,7 @@ import importlib
 
 from kvlens.errors import KVLensError, nearest
 from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome, write_outcome
+from kvlens.signature import checked
 
 EXPERIMENTS = {
     "induction-depth": "kvsa",
@@ -42,6 +43,7 @@ EXPERIMENTS = {
 __all__ = ["EXPERIMENTS", "Comparison", "Experiment", "Outcome", "all_experiments", "find_experiment", "write_outcome"]
 
 
+@checked
 def find_experiment(name: str) -> Experiment:
     """The experiment of that name.
 

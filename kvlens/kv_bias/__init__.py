@@ -9,11 +9,12 @@ from kvlens.kv_bias.features import (
 )
 from kvlens.kv_bias.fingerprint import Fingerprint
 from kvlens.kv_bias.fit import BiasFit
-from kvlens.kv_bias.kv_bias import KVBias
+from kvlens.kv_bias.kv_bias import LAST_POSITION, KVBias
 
 combine = KVBias.combine
 
 __all__ = [
+    "LAST_POSITION",
     "BiasFit",
     "Fingerprint",
     "KVBias",

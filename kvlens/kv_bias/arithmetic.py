@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from kvlens.arguments import check_choice
 from kvlens.errors import KVLensError
 from kvlens.kv_bias.features import same_features
 
@@ -32,8 +33,7 @@ def fields_of_sum(
     weights = [1.0] * len(biases) if weights is None else list(weights)
     if len(weights) != len(biases):
         raise KVLensError(f"combine: expected one weight per bias, got {len(weights)} weights for {len(biases)} biases")
-    if boundary not in ("equal", "first", "last", "zero"):
-        raise KVLensError(f"combine: unknown boundary {boundary!r}, expected 'equal', 'first', 'last' or 'zero'")
+    check_choice("combine: boundary", boundary, ("equal", "first", "last", "zero"))
     first = biases[0]
     for other in biases[1:]:
         _check_same_kind(first, other)

@@ -12,6 +12,7 @@ For a softmax model phi is not the model's own: it comes with the bias, as ``fea
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvlens.arguments import check_device, check_whole
+from kvlens.arguments import brief, check_device, check_number, check_whole
 from kvlens.errors import KVLensError
 from kvlens.kv_bias.arithmetic import fields_of_sum
 from kvlens.kv_bias.features import SoftmaxFeatures, VirtualKeys, features_from
@@ -27,6 +28,7 @@ from kvlens.kv_bias.fingerprint import Fingerprint
 from kvlens.kv_bias.fit import BiasFit
 from kvlens.kv_bias.ragged import packed, used_keys
 from kvlens.kv_bias.storage import read_bias_file, write_bias_file
+from kvlens.signature import checked
 
 TENSORS = ("b_KV", "b_D", "last_k", "last_v", "last_q")
 COUNTS = ("n_prompt_tokens", "position_offset")
@@ -82,6 +84,11 @@ class KVBias:
     fit: BiasFit | None = None
 
     def __post_init__(self):
+        for name in TENSORS:
+            if not isinstance(tensor := getattr(self, name), Tensor) or tensor.dim() < 3:
+                raise KVLensError(f"KVBias: {name} must be a tensor with an axis of layers, got {brief(tensor)}")
+        if not isinstance(self.fingerprint, Fingerprint):
+            raise KVLensError(f"KVBias: fingerprint must be model.fingerprint(), got {brief(self.fingerprint)}")
         f, lead = self.fingerprint, tuple(self.b_KV.shape[:-3])
         if len(lead) not in (1, 2) or lead[0] != f.n_layers:
             raise KVLensError(
@@ -200,13 +207,11 @@ class KVBias:
                 changed["features"] = self.features.map(change)
         return changed
 
+    @checked
     def select_prompt(self, index: int) -> "KVBias":
         """One prompt of a batch, without the batch axis."""
         if self.batch_size is None:
             raise KVLensError("select_prompt: this bias holds a single prompt, without a batch axis")
-        if isinstance(index, bool) or not hasattr(index, "__index__"):
-            raise KVLensError(f"select_prompt: expected the number of a prompt, got {index!r}")
-        index = operator.index(index)
         if not -self.batch_size <= index < self.batch_size:
             raise KVLensError(f"select_prompt: index {index} is out of range for {self.batch_size} prompts")
         picked = self._changed(lambda tensor: tensor[:, index], per_prompt_only=True)
@@ -216,6 +221,7 @@ class KVBias:
             picked[name] = int(value[index]) if isinstance(value, Tensor) else value
         return replace(self, **picked)
 
+    @checked
     def repeat(self, n: int) -> "KVBias":
         """The bias of one prompt as a batch of ``n`` equal ones, without copies; the record of a fit is dropped."""
         if self.batch_size is not None:
@@ -257,6 +263,7 @@ class KVBias:
         return replace(self, **zeros)
 
     @staticmethod
+    @checked
     def combine(
         *biases: "KVBias",
         weights: Sequence[float | int] | None = None,
@@ -293,13 +300,18 @@ class KVBias:
         return self if isinstance(other, int) and other == 0 else NotImplemented  # sum([a, b]) starts from 0
 
     def __mul__(self, factor: float | int) -> "KVBias":
-        if not isinstance(factor, (int, float)):
+        if isinstance(factor, Tensor) and factor.dim() == 0:
+            factor = factor.item()
+        if not isinstance(factor, Real):
             return NotImplemented
-        return replace(self, b_KV=self.b_KV * factor, b_D=self.b_D * factor)
+        check_number("KVBias: a factor", factor := factor if isinstance(factor, int) else float(factor))
+        return replace(self, b_KV=self.b_KV * float(factor), b_D=self.b_D * float(factor))
 
     __rmul__ = __mul__
 
     def __truediv__(self, factor: float | int) -> "KVBias":
+        if isinstance(factor, Real) and factor == 0:
+            raise KVLensError("KVBias: nothing can be divided by 0; zero_like gives the bias that does nothing")
         return self * (1.0 / factor)
 
     def __neg__(self) -> "KVBias":

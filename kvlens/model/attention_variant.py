@@ -11,9 +11,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar
 
-from kvlens.arguments import check_flag
+from kvlens.arguments import check_flag, check_whole
 from kvlens.errors import KVLensError, nearest
 
+LARGEST = {"depth": 64, "width": 2**20}
+"""Of the MLPs on keys and values: larger ones are a slip of the hand."""
 ACTIVATIONS = ("gelu", "relu", "silu", "tanh")
 FORMS = ("self_attention", "normalised", "one_step")
 
@@ -64,8 +66,7 @@ class Augmented:
         if not (self.keys or self.values):
             raise KVLensError("Augmented: nothing is augmented; set keys or values")
         for name, value in (("depth", self.depth), ("width", 1 if self.width is None else self.width)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise KVLensError(f"Augmented: {name} must be an integer of at least 1, got {value!r}")
+            check_whole(f"Augmented: {name}", value, 1, LARGEST[name])
         _one_of("Augmented: activation", self.activation, ACTIVATIONS)
         if self.parallel is not None:
             _number("Augmented: parallel", self.parallel)

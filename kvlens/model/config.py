@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from kvlens._tl import HookedTransformerConfig
+from kvlens.arguments import check_flag, check_whole
 from kvlens.dtypes import dtype_of
 from kvlens.errors import KVLensError, nearest
 from kvlens.model.attention_variant import AttentionVariantConfig, from_fields, why_no_kv_bias
@@ -18,6 +19,8 @@ from kvlens.model.sizes import check_sizes
 from kvlens.ops.feature_maps import FEATURE_MAPS, feature_dim
 from kvlens.ops.linear_attention import retnet_decay
 
+WIDEST = 2**16
+"""Window of a shift: more is a slip of the hand."""
 ATTENTION_KINDS = ("softmax", "linear")
 NORMALIZERS = ("kernel", "none")
 LINEAR_ATTENTION_FORMS = ("auto", "parallel", "chunked", "recurrent")
@@ -51,10 +54,11 @@ class KVShiftConfig:
     init: str = "uniform"
 
     def __post_init__(self):
-        if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 1:
-            raise KVLensError(f"KVShiftConfig: window must be an integer of at least 1, got {self.window!r}")
+        check_whole("KVShiftConfig: window", self.window, 1, WIDEST)
         _one_of("KVShiftConfig: parametrization", self.parametrization, ("free", "gate", "clamp"))
         _one_of("KVShiftConfig: init", self.init, ("uniform", "identity"))
+        for name in ("keys", "values", "queries"):
+            check_flag(f"KVShiftConfig: {name}", getattr(self, name))
         if not (self.keys or self.values or self.queries):
             raise KVLensError("KVShiftConfig: nothing is shifted; set keys, values or queries, or give kv_shift=None")
         if self.parametrization == "gate" and self.init == "identity":
@@ -388,5 +392,5 @@ def _shift_of(value: Any) -> KVShiftConfig | None:
 
 
 def _one_of(what: str, value: object, options: Sequence[str]) -> None:
-    if value not in options:
+    if not isinstance(value, str) or value not in options:
         raise KVLensError(f"{what}: unknown value {value!r}, expected one of {', '.join(options)}{nearest(value, options)}")

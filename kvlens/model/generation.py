@@ -5,7 +5,6 @@ dearer than the model, whose state has one size; the loop here hands over the ne
 padding are TransformerLens'.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,9 +14,13 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from kvlens._tl import USE_DEFAULT_VALUE, HookedTransformer, TransformerLensKeyValueCache, get_attention_mask, sample_logits
+from kvlens.arguments import brief, is_number
 from kvlens.errors import KVLensError
 
-RETURN_TYPES = ("input", "str", "tokens", "embeds", None)
+RETURN_TYPES = ("input", "str", "tokens", "embeds")
+MOST_NEW = 2**31 - 1
+COLDEST, HOTTEST = 1e-20, 1e20
+TEMPERATURES = f"0 (the likeliest token), or a number from {COLDEST:g} to {HOTTEST:g}"
 
 
 def check_sampling(
@@ -32,34 +35,48 @@ def check_sampling(
     eos_token_id: Any,
     stop_at_eos: Any,
     do_sample: Any,
-    **rest: Any,
+    use_past_kv_cache: Any,
+    verbose: Any,
+    prepend_bos: Any,
+    d_vocab: int,
 ) -> None:
     """Raise KVLensError where an argument of ``generate`` has no meaning, before the model is touched."""
 
-    def number(value: Any) -> bool:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    def count(value: Any, least: int, most: int = MOST_NEW) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
-    def count(value: Any) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool)
+    def token(value: Any) -> bool:
+        return count(value, 0, d_vocab - 1)
 
     def stop(value: Any) -> bool:
-        return all(map(count, value)) if isinstance(value, list | tuple) and value else value is None or count(value)
+        return all(map(token, value)) if isinstance(value, list | tuple) and value else value is None or token(value)
+
+    def among(value: Any, options: Sequence[Any]) -> bool:
+        return any(value is option or (isinstance(value, str) and value == option) for option in options)
 
     checks = (
-        ("eos_token_id", eos_token_id, stop(eos_token_id), "a token id, several, or None"),
+        ("eos_token_id", eos_token_id, stop(eos_token_id), f"a token id in 0..{d_vocab - 1}, several, or None"),
         ("stop_at_eos", stop_at_eos, isinstance(stop_at_eos, bool), "True or False"),
         ("do_sample", do_sample, isinstance(do_sample, bool), "True or False"),
-        ("max_new_tokens", max_new_tokens, count(max_new_tokens) and max_new_tokens >= 0, "a whole number of at least 0"),
-        ("temperature", temperature, number(temperature) and temperature >= 0, "a number of at least 0"),
-        ("top_k", top_k, top_k is None or (count(top_k) and top_k > 0), "a whole number of at least 1, or None"),
-        ("top_p", top_p, top_p is None or (number(top_p) and 0 < top_p <= 1), "in (0, 1], or None"),
-        ("freq_penalty", freq_penalty, number(freq_penalty), "a number"),
-        ("return_type", return_type, return_type in RETURN_TYPES, f"one of {', '.join(map(repr, RETURN_TYPES))}"),
-        ("padding_side", padding_side, padding_side in ("left", "right", None, USE_DEFAULT_VALUE), "'left' or 'right'"),
+        ("use_past_kv_cache", use_past_kv_cache, isinstance(use_past_kv_cache, bool), "True or False"),
+        ("verbose", verbose, isinstance(verbose, bool), "True or False"),
+        ("prepend_bos", prepend_bos, among(prepend_bos, (True, False, None, USE_DEFAULT_VALUE)), "True, False or None"),
+        ("max_new_tokens", max_new_tokens, count(max_new_tokens, 1), f"a whole number from 1 to {MOST_NEW}"),
+        ("temperature", temperature, is_temperature(temperature), TEMPERATURES),
+        ("top_k", top_k, top_k is None or count(top_k, 1), "a whole number of at least 1, or None"),
+        ("top_p", top_p, top_p is None or (is_number(top_p) and 0 < top_p <= 1), "in (0, 1], or None"),
+        ("freq_penalty", freq_penalty, is_number(freq_penalty) and abs(freq_penalty) <= HOTTEST, "a number"),
+        ("return_type", return_type, among(return_type, RETURN_TYPES), f"one of {', '.join(map(repr, RETURN_TYPES))}"),
+        ("padding_side", padding_side, among(padding_side, ("left", "right", None, USE_DEFAULT_VALUE)), "'left' or 'right'"),
     )
     for name, value, fits, wanted in checks:
         if not fits:
-            raise KVLensError(f"generate: {name} must be {wanted}, got {value!r}")
+            raise KVLensError(f"generate: {name} must be {wanted}, got {brief(value)}")
+
+
+def is_temperature(value: Any) -> bool:
+    """Whether logits can be divided by it: 0 takes the likeliest token; below `COLDEST` they would overflow float32."""
+    return is_number(value) and (value == 0 or COLDEST <= value <= HOTTEST)
 
 
 def check_start(cfg: Any, given: Any) -> None:

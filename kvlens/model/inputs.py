@@ -7,7 +7,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from kvlens._tl import USE_DEFAULT_VALUE, HookedTransformerConfig
+from kvlens._tl import USE_DEFAULT_VALUE, HookedTransformerConfig, TransformerLensKeyValueCache
+from kvlens.arguments import brief
 from kvlens.errors import KVLensError, nearest
 from kvlens.kv_bias import KVBias
 from kvlens.model.config import HookedKVTransformerConfig
@@ -31,6 +32,32 @@ def as_kv_config(cfg: Any) -> HookedKVTransformerConfig:
     raise KVLensError(
         f"cfg: expected a HookedKVTransformerConfig, got {type(cfg).__name__}; to load by name, use from_pretrained"
     )
+
+
+def check_input(given: Any, attention_mask: Any, past_kv_cache: Any) -> None:
+    """Raise KVLensError unless a forward pass can begin with ``given``, and the mask is one of its places."""
+    if not isinstance(given, Tensor):
+        check_text("forward", given)
+    elif given.dim() == 0:
+        raise KVLensError("forward: expected token ids [pos] or [batch, pos], got a single number; put it into a list")
+    if past_kv_cache is not None and not isinstance(past_kv_cache, TransformerLensKeyValueCache):
+        raise KVLensError(f"forward: past_kv_cache must be a cache, such as model.empty_cache(), got {brief(past_kv_cache)}")
+    if attention_mask is None:
+        return
+    known = isinstance(given, Tensor) and past_kv_cache is None  # with a cache, TransformerLens takes the whole text's mask
+    places = ([1, *given.shape] if given.dim() == 1 else list(given.shape[:2])) if known else None
+    if not isinstance(attention_mask, Tensor) or (places is not None and list(attention_mask.shape) != places):
+        wanted = "[batch, pos]" if places is None else str(places)
+        raise KVLensError(f"forward: attention_mask must be a tensor {wanted}, a number per token, got {brief(attention_mask)}")
+
+
+def check_text(what: str, given: Any) -> None:
+    """Raise KVLensError unless ``given`` is a string, or a list of at least one."""
+    several = isinstance(given, list | tuple) and len(given) > 0 and all(isinstance(text, str) for text in given)
+    if not isinstance(given, str) and not several:
+        raise KVLensError(
+            f"{what}: expected a string, a list of strings, or token ids as a tensor [pos] or [batch, pos], got {brief(given)}"
+        )
 
 
 def check_tokens(cfg: HookedKVTransformerConfig, tokens: Tensor) -> None:

@@ -13,6 +13,8 @@ from kvlens.errors import KVLensError, nearest
 NORMALIZATIONS = (None, "LN", "LNPre", "RMS", "RMSPre")
 COUNTED = ("n_layers", "d_model", "d_head", "n_heads", "n_ctx")
 COUNTED_OR_NONE = ("d_mlp", "n_key_value_heads", "window_size", "num_experts", "experts_per_token", "rotary_dim")
+MOST_LAYERS = 10_000
+"""Each is a module of Python: more would be minutes of building, and is a slip of the hand."""
 VOCABULARIES = ("d_vocab", "d_vocab_out")
 
 
@@ -22,6 +24,8 @@ def check_sizes(cfg: HookedTransformerConfig) -> None:
         default = name == "n_heads" and cfg.n_heads == -1  # TransformerLens then takes d_model // d_head
         if not default and not _is_count(getattr(cfg, name)):
             raise KVLensError(f"{name} must be a whole number of at least 1, got {getattr(cfg, name)!r}")
+    if cfg.n_layers > MOST_LAYERS:
+        raise KVLensError(f"n_layers must be at most {MOST_LAYERS}, got {cfg.n_layers}")
     for name in COUNTED_OR_NONE:
         if getattr(cfg, name) is not None and not _is_count(getattr(cfg, name)):
             raise KVLensError(f"{name} must be a whole number of at least 1, or None, got {getattr(cfg, name)!r}")

@@ -29,13 +29,23 @@ from kvlens.model.caching import slice_right_axis
 from kvlens.model.config import HookedKVTransformerConfig
 from kvlens.model.fingerprint import fingerprint_of, weights_hash
 from kvlens.model.generation import check_sampling, check_start, generate_from_state
-from kvlens.model.inputs import as_kv_config, bos_under_bias, check_hook_names, check_length, check_room, check_tokens
+from kvlens.model.inputs import (
+    as_kv_config,
+    bos_under_bias,
+    check_hook_names,
+    check_input,
+    check_length,
+    check_room,
+    check_text,
+    check_tokens,
+)
 from kvlens.model.loading import from_hooked_transformer, from_llama2c, from_pretrained
 from kvlens.model.shift_graft import load_shift_coefficients
 from kvlens.model.storage import load_model, save_model
 from kvlens.model.streaming import forward_in_segments, streams
 from kvlens.model.threads import OneThread
 from kvlens.model.weights import check_weight_processing, refuse_wrong_folding
+from kvlens.signature import checked
 from kvlens.zoo import folder_of
 
 
@@ -51,6 +61,7 @@ class HookedKVTransformer(HookedTransformer):
 
     cfg: HookedKVTransformerConfig
 
+    @checked
     def __init__(
         self,
         cfg: HookedKVTransformerConfig | HookedTransformerConfig | dict[str, Any],
@@ -112,6 +123,7 @@ class HookedKVTransformer(HookedTransformer):
         With linear attention a long text runs in segments through all layers, unless something is hooked or gradients are
         wanted: see :mod:`kvlens.model.streaming`.
         """
+        check_input(input, attention_mask, past_kv_cache)
         with self._thread.passes(self._has_bias):
             if past_kv_cache is not None and self.cfg.needs_own_cache:
                 upgrade_cache(past_kv_cache, linear=self.cfg.attention == "linear")
@@ -208,6 +220,7 @@ class HookedKVTransformer(HookedTransformer):
         truncate: bool = True,
     ):
         """As TransformerLens'; nothing is cut off where the model has no longest text, no BOS added under a bias."""
+        check_text("to_tokens", input)
         truncate = truncate and self.cfg.has_position_limit
         return super().to_tokens(input, self._prepend_bos(prepend_bos), padding_side, move_to_device, truncate)
 
@@ -250,7 +263,7 @@ class HookedKVTransformer(HookedTransformer):
             return_type=return_type,
             verbose=verbose,
         )
-        check_sampling(**common, **sampling)
+        check_sampling(**common, **sampling, use_past_kv_cache=use_past_kv_cache, d_vocab=self.cfg.d_vocab_out)
         if softmax_form is not None:
             self.cfg.check_softmax_form(softmax_form)
         was_training = self.training
@@ -258,7 +271,7 @@ class HookedKVTransformer(HookedTransformer):
         check_start(self.cfg, input)
         if isinstance(input, Tensor) and not embeddings:
             self.check_tokens(input)
-        stateful = self.cfg.attention == "linear" and use_past_kv_cache and max_new_tokens > 0
+        stateful = self.cfg.attention == "linear" and use_past_kv_cache
         if stateful and not embeddings and return_type in ("input", "str", "tokens") and not generation_kwargs:
             return generate_from_state(self, input, **common, **sampling)
         self._in_transformer_lens_generate = True
@@ -271,6 +284,7 @@ class HookedKVTransformer(HookedTransformer):
         finally:
             self._in_transformer_lens_generate = False
 
+    @checked
     def set_softmax_form(self, form: str) -> None:
         """Compute softmax attention as ``"eager"`` (TransformerLens' own, bit for bit) or ``"fused"`` (torch's kernel).
 
@@ -283,6 +297,7 @@ class HookedKVTransformer(HookedTransformer):
         self.cfg.softmax_form = form
         self._softmax_form_is_chosen = True
 
+    @checked
     @contextlib.contextmanager
     def softmax_form(self, form: str | None = None) -> Iterator["HookedKVTransformer"]:
         """``with model.softmax_form("fused"): ...``; in this thread alone, and afterwards all is as before.
@@ -426,6 +441,7 @@ class HookedKVTransformer(HookedTransformer):
             refactor_factored_attn_matrices=refactor_factored_attn_matrices,
         )
 
+    @checked
     def process_weights_(  # type: ignore[override]
         self,
         fold_ln: bool = True,
@@ -497,6 +513,7 @@ class HookedKVTransformer(HookedTransformer):
         return from_hooked_transformer(cls, model, **changes)
 
     @classmethod
+    @checked
     def from_zoo(cls, name: str = "docs-linear", *, device: Any = None, dtype: torch.dtype | str | None = None):
         """A small trained model that ships with kvlens, by name; see :func:`kvlens.zoo.names`."""
         return cls.load(folder_of(name), device=device, dtype=dtype)

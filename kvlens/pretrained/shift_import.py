@@ -24,6 +24,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvlens.errors import KVLensError
+from kvlens.signature import checked
 
 __all__ = ["import_shift_coefficients", "is_shift_coefficient", "parameter_from_coefficients"]
 
@@ -37,6 +38,7 @@ def is_shift_coefficient(name: str) -> bool:
     return _IN_A_LAYER.search(name) is not None
 
 
+@checked
 def import_shift_coefficients(tensors: Mapping[str, Tensor]) -> dict[str, Float[Tensor, "kv_head taps"]]:
     """Find the shift coefficients in a public state dict and bring them into kvlens' form.
 

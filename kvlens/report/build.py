@@ -34,7 +34,9 @@ from kvlens.conversion.prompt import length_note
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import BiasFit, KVBias
 from kvlens.model import HookedKVTransformer
+from kvlens.model.generation import TEMPERATURES, is_temperature
 from kvlens.report.folder import FORMAT
+from kvlens.signature import checked
 
 FORMAT_VERSION = 1
 HARMED = 3
@@ -66,6 +68,7 @@ class Report:
     linked: LinkedShares
 
 
+@checked
 def build_report(
     model: HookedKVTransformer,
     prompt: str,
@@ -225,8 +228,8 @@ def _tokens_of(model: HookedKVTransformer, what: str, text: str, prepend_bos: bo
 def _check_lengths(model: HookedKVTransformer, prompt: int, text: int, new_tokens: int, temperature: float) -> None:
     if new_tokens < 1:
         raise KVLensError(f"new_tokens must be at least 1, got {new_tokens}")
-    if not 0 <= temperature < float("inf"):
-        raise KVLensError(f"temperature must be 0 (greedy) or a positive number, got {temperature:g}")
+    if not is_temperature(temperature):
+        raise KVLensError(f"temperature must be {TEMPERATURES}, got {temperature:g}")
     if model.cfg.has_position_limit and prompt + text + new_tokens > model.cfg.n_ctx:
         raise KVLensError(
             f"prompt ({prompt} tokens), text ({text}) and new tokens ({new_tokens}) make {prompt + text + new_tokens}, and "

@@ -6,6 +6,8 @@ page of a function that does not exist. No training text holds either, so what t
 
 from typing import NamedTuple
 
+from kvlens.signature import checked
+
 EXAMPLE_MODEL = "facts-linear"
 """What the report is made of when neither a model nor a prompt is given."""
 STORY_MODELS = ("facts-linear", "facts-gpt2")
@@ -53,6 +55,7 @@ The widget is""",
 )
 
 
+@checked
 def example_for(model: str) -> Example:
     """The built-in example for a model of that name or folder."""
     return STORY if model in STORY_MODELS else HELP_PAGE

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from kvlens.report.build import CONDITIONS, Report
 from kvlens.report.console import WIDTH, make_console
+from kvlens.signature import checked
 from kvlens.terminal import visible
 
 SHADES = " ░▒▓█"
@@ -20,6 +21,7 @@ LONGEST_SHOWN = 320
 _TITLES = {"with_prompt": "with prompt", "converted": "converted", "without_prompt": "without prompt"}
 
 
+@checked
 def print_report(report: Report, console: Console | None = None) -> None:
     """Show ``report``; a console of one's own decides where and in which colours."""
     console = console or make_console()

@@ -7,11 +7,13 @@ from kvlens.files import plain, write_folder
 from kvlens.report.build import Report
 from kvlens.report.folder import SUMMARY, check_folder
 from kvlens.report.page import build_page
+from kvlens.signature import checked
 
 BIAS = "bias.safetensors"
 PAGE = "report.html"
 
 
+@checked
 def write_report(report: Report, folder: str | Path, *, overwrite: bool = False) -> Path:
     """Write ``report`` to ``folder``, whole or not at all; return the folder's absolute path.
 

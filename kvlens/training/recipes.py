@@ -12,6 +12,7 @@ from typing import Any
 from kvlens.arguments import check_device
 from kvlens.errors import KVLensError, nearest
 from kvlens.model import HookedKVTransformerConfig, KVShiftConfig
+from kvlens.signature import checked
 from kvlens.tasks import Task, make_task, task_names
 from kvlens.tasks.batch import Model
 
@@ -155,6 +156,7 @@ RECIPES: dict[str, Recipe] = {
 }
 
 
+@checked
 def find_recipe(name: str) -> Recipe:
     """The recipe of that name, or for a task's name that task with the default model.
 
@@ -189,6 +191,7 @@ def build_task(recipe: Recipe) -> Task:
     return make_task(recipe.task, **recipe.task_settings)
 
 
+@checked
 def build_model(task: Task, settings: Mapping[str, Any], *, name: str | None = None, device: Any = None) -> Model:
     """A model for ``task`` with fresh weights.
 

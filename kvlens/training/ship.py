@@ -16,6 +16,7 @@ import torch
 from kvlens.arguments import path_of
 from kvlens.beside import list_beside
 from kvlens.files import write_folder
+from kvlens.signature import checked
 from kvlens.tasks import Task
 from kvlens.tasks.batch import Model
 from kvlens.temporaries import temporary_folder
@@ -33,6 +34,7 @@ MEASURE_SEED = 1
 """Another draw than that of the evaluations in training, which chose the weights."""
 
 
+@checked
 def train_recipe(
     recipe: Recipe,
     folder: str | Path,

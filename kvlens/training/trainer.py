@@ -24,6 +24,7 @@ import torch
 from tqdm.auto import tqdm
 
 from kvlens.arguments import check_flag, check_whole, path_of
+from kvlens.signature import checked
 from kvlens.tasks import Task
 from kvlens.tasks.batch import Model
 from kvlens.tasks.checks import require_batch
@@ -121,6 +122,7 @@ def train(
     return _result(run)
 
 
+@checked
 @torch.no_grad()
 def score_heldout(
     model: Model, task: Task, n_sequences: int, *, loss: Loss | None = None, seed: int = 0, batch_size: int = 32

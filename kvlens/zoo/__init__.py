@@ -5,6 +5,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from kvlens.errors import KVLensError, nearest
+from kvlens.signature import checked
 
 _ROOT = Path(str(files("kvlens.zoo")))
 
@@ -14,6 +15,7 @@ def names() -> list[str]:
     return sorted(path.parent.name for path in _ROOT.glob("*/config.json"))
 
 
+@checked
 def folder_of(name: str) -> Path:
     """The folder of a shipped model, for ``HookedKVTransformer.load``.
 
@@ -25,6 +27,7 @@ def folder_of(name: str) -> Path:
     return _ROOT / name
 
 
+@checked
 def source_of(name: str) -> Path:
     """Where a model is that a person names: the folder of a shipped model, else ``name`` itself as a folder or a file.
 

@@ -188,7 +188,7 @@ def with_a_bias():
         (tiny_text_model, {"text": ""}, "the text is empty"),
         (tiny_text_model, {"new_tokens": 0}, "new_tokens must be at least 1, got 0"),
         (tiny_text_model, {"temperature": -1.0}, "temperature must be 0 .* got -1"),
-        (tiny_text_model, {"temperature": float("nan")}, "temperature must be 0 .* got nan"),
+        (tiny_text_model, {"temperature": float("nan")}, "temperature must be a number, got nan"),
         (lambda: with_nan(tiny_text_model()), {}, "hold NaN or infinity: unembed.W_U"),
         (small_vocabulary, {}, r"the prompt: token ids must lie in 0\.\.4 .* tokenizer does not belong to this model"),
         (without_tokenizer, {}, "no tokenizer"),

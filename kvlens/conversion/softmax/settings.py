@@ -8,12 +8,14 @@ from typing import Any, Literal, TypedDict
 
 from torch import Tensor
 
-from kvlens.arguments import check_flag, check_number, check_seed, check_whole
+from kvlens.arguments import check_choice, check_flag, check_number, check_seed, check_whole
 from kvlens.errors import KVLensError, nearest
 from kvlens.ops.landmarks import CRITERIA, Criterion
 
 Method = Literal["exact", "landmark", "random", "taylor", "learned"]
 METHODS = ("exact", "landmark", "random", "taylor", "learned")
+MOST_ASKED = 2**24
+"""Of features, steps and texts: more is a slip of the hand, or takes years."""
 Reference = str | Tensor | None
 
 
@@ -64,20 +66,20 @@ class SoftmaxOptions:
     verbose: bool = True
 
     def __post_init__(self):
-        _one_of("method", self.method, METHODS)
-        _one_of("budget", self.budget, ("equal", "greedy"))
-        _one_of("objective", self.objective, ("logits", "kl"))
-        _one_of("keys", self.keys, CRITERIA)
-        _one_of("random_feature_kind", self.random_feature_kind, ("orthogonal", "iid"))
+        check_choice("convert_prompt: method", self.method, METHODS)
+        check_choice("convert_prompt: budget", self.budget, ("equal", "greedy"))
+        check_choice("convert_prompt: objective", self.objective, ("logits", "kl"))
+        check_choice("convert_prompt: keys", self.keys, CRITERIA)
+        check_choice("convert_prompt: random_feature_kind", self.random_feature_kind, ("orthogonal", "iid"))
         for name, least in (("n_continuations", 2), ("continuation_length", 2), ("texts_per_step", 1), ("polish_steps", 0)):
-            check_whole(f"convert_prompt: {name}", getattr(self, name), least)
+            check_whole(f"convert_prompt: {name}", getattr(self, name), least, MOST_ASKED)
         for name in ("fit", "layer_by_layer", "verbose"):
             check_flag(f"convert_prompt: {name}", getattr(self, name))
         check_seed("convert_prompt: seed", self.seed)
         if self.n_features is not None and self.ratio is not None:
             raise KVLensError("convert_prompt: give n_features or ratio, not both")
         if self.n_features is not None:
-            check_whole("convert_prompt: n_features", self.n_features, 1)
+            check_whole("convert_prompt: n_features", self.n_features, 1, MOST_ASKED)
         if self.ratio is not None:
             check_number("convert_prompt: ratio", self.ratio)
             if not 0 < self.ratio <= 1:
@@ -130,8 +132,3 @@ class SoftmaxOptions:
         left_out = ("reference", "verbose", "method")
         rest = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in left_out}
         return {**rest, "reference": reference}
-
-
-def _one_of(name: str, value: Any, options: tuple[str, ...]) -> None:
-    if value not in options:
-        raise KVLensError(f"convert_prompt: {name} must be one of {', '.join(options)}, got {value!r}{nearest(value, options)}")

@@ -19,6 +19,7 @@ import pandas as pd
 from kvlens.arguments import path_of
 from kvlens.errors import KVLensError, nearest
 from kvlens.files import check_writable, plain, write_folder
+from kvlens.signature import checked
 from kvlens.temporaries import clear_dead
 
 if TYPE_CHECKING:
@@ -136,6 +137,7 @@ def check_outcome_folder(folder: str | Path, *, overwrite: bool = False) -> None
     check_writable(path)
 
 
+@checked
 def write_outcome(
     outcome: Outcome, experiment: Experiment, scale: str, seconds: float, folder: str | Path, *, overwrite: bool = False
 ) -> dict[str, Any]:
