@@ -5,6 +5,7 @@ By its rule the axis of an unknown name is the last but one: it would cut heads 
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -26,17 +27,24 @@ def slice_right_axis(hooks: list[tuple[str, Callable]], cache: dict[str, Tensor]
         how: ``device``, ``remove_batch_dim`` and ``suffix`` ("_grad" for backward hooks).
     """
     return [
-        (name, _saver(cache, Slice.unwrap(pos_slice), **how) if name.rsplit(".", 1)[-1] in HERE else f) for name, f in hooks
+        (name, _Saver(cache, Slice.unwrap(pos_slice), **how) if name.rsplit(".", 1)[-1] in HERE else f) for name, f in hooks
     ]
 
 
-def _saver(cache: dict[str, Tensor], pos_slice: Any, device: Any, remove_batch_dim: bool, suffix: str = "") -> Callable:
-    def save(tensor: Tensor, hook: HookPoint) -> None:
-        assert hook.name is not None
-        kept, leaf = tensor.detach().to(device), hook.name.rsplit(".", 1)[-1]
-        if leaf not in WITHOUT_POSITIONS and not leaf.endswith("shift_coef"):
-            kept = pos_slice.apply(kept, dim=1)
-        has_batch = not leaf.endswith("shift_coef")
-        cache[hook.name + suffix] = kept[0] if remove_batch_dim and has_batch else kept
+@dataclass(repr=False, eq=False)  # TransformerLens names a hook by its repr, which would print the cache
+class _Saver:
+    """Saves a tensor of one of our hook points; ``suffix`` goes behind its name."""
 
-    return save
+    cache: dict[str, Tensor]
+    pos_slice: Any
+    device: Any
+    remove_batch_dim: bool
+    suffix: str = ""
+
+    def __call__(self, tensor: Tensor, hook: HookPoint) -> None:
+        assert hook.name is not None
+        kept, leaf = tensor.detach().to(self.device), hook.name.rsplit(".", 1)[-1]
+        if leaf not in WITHOUT_POSITIONS and not leaf.endswith("shift_coef"):
+            kept = self.pos_slice.apply(kept, dim=1)
+        has_batch = not leaf.endswith("shift_coef")
+        self.cache[hook.name + self.suffix] = kept[0] if self.remove_batch_dim and has_batch else kept

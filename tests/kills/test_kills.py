@@ -5,12 +5,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TESTS = Path(__file__).resolve().parents[1]
 STEPS = {"bias": 5, "model": 20, "model-": 25, "outcome-": 20, "run": 30, "table": 10}
 """At least so many steps each has on the file system. Reports and trained models, which are written in
 the same way, take longer: `kill_everywhere.py FOLDER report trained`."""
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_killed_before_every_step(tmp_path):
     path = os.pathsep.join([str(TESTS.parent), str(TESTS), str(TESTS / "training"), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, str(Path(__file__).with_name("kill_everywhere.py")), str(tmp_path), *STEPS]
