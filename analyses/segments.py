@@ -7,12 +7,14 @@ because it is short, or softmax, or hooked, is run once, and kept for the second
 """
 
 import contextlib
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -24,6 +26,8 @@ Found = Mapping[str, Tensor]
 Visit = Callable[[int, int, Found], None]
 """Called with the layer, the position of the segment's first token, and what was found there."""
 
+MAX_COLUMNS = 4096
+"""Of a longer prompt, what would have a column per token and a row per text token is summed over blocks of neighbours."""
 PER_TEXT = ("hook_v_shift_coef", "hook_last_v")
 """What has no positions; ``hook_last_v`` comes with the first segment alone."""
 Z = "hook_z"
@@ -140,6 +144,27 @@ def rows_at(looks: Looks, places: Mapping[str, Int[Tensor, " place"]]) -> list[d
 
     looks.look(visit)
     return [{name: torch.cat(rows) for name, rows in found.items()} for found in found_by_layer]
+
+
+@dataclass(frozen=True)
+class PromptColumns:
+    """The prompt's tokens in at most :data:`MAX_COLUMNS` columns: each ``block`` neighbours, the last one what is left."""
+
+    n_tokens: int
+    block: int
+
+    @classmethod
+    def of(cls, n_tokens: int) -> "PromptColumns":
+        """As few neighbours per column as will do: one, up to :data:`MAX_COLUMNS` tokens."""
+        return cls(n_tokens, math.ceil(n_tokens / MAX_COLUMNS))
+
+    def __len__(self) -> int:
+        return math.ceil(self.n_tokens / self.block)
+
+    def add(self, sums: Float[Tensor, "*rest column"], values: Float[Tensor, "*rest pos"], first: int) -> None:
+        """Add the values of consecutive tokens, ``first`` and on, to the sums of their columns, in place."""
+        columns = torch.arange(first, first + values.shape[-1], device=sums.device) // self.block
+        sums.index_add_(-1, columns, values.to(sums))
 
 
 @contextlib.contextmanager

@@ -78,7 +78,9 @@ def token_texts(model: HookedKVTransformer, tokens: Int[Tensor, " pos"]) -> list
     """Each token as text; its number as text where the model has no tokenizer."""
     if model.tokenizer is None:
         return [str(token) for token in tokens.tolist()]
-    return [_token_text(model.tokenizer, token) for token in tokens.tolist()]
+    ids = tokens.tolist()
+    texts = {token: _token_text(model.tokenizer, token) for token in set(ids)}  # a long prompt says the same tokens often
+    return [texts[token] for token in ids]
 
 
 def _token_text(tokenizer: Any, token: int) -> str:

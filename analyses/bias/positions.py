@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from analyses.bias.outputs import share_probes
@@ -108,6 +108,28 @@ def bias_positions(
         reading = PromptReading(model, prompt, text, by=by, segment_length=segment_length, on_progress=tell)
         numbers, parts = _read(reading, target, at)
     return _frame(model, prompt, numbers, parts, at)
+
+
+@torch.no_grad()
+def output_shares(
+    model: HookedKVTransformer,
+    prompt: Int[Tensor, " prompt_pos"],
+    text: Int[Tensor, " text_pos"],
+    *,
+    on_progress: Progress | None = None,
+) -> Float[Tensor, "layer head prompt_pos"]:
+    """``output_share`` of :func:`bias_positions` for every prompt position, all places of the text together."""
+    reading = PromptReading(model, prompt, text, on_progress=on_progress)
+    layers, _ = reading.text()
+    probes = [share_probes(reads.z, pooled=True)[..., None] for reads in layers]
+    shares = torch.zeros(len(layers), model.cfg.n_heads, len(prompt), dtype=torch.float64)
+
+    def add(layer: int, stretch: Stretch) -> None:
+        numbers = _numbers(layers[layer].queries, stretch, probes[layer], pooled=True)
+        shares[layer, :, stretch.first : stretch.first + len(stretch.keys)] = numbers[:, 0, :, 1].cpu()
+
+    reading.visit_prompt(add)
+    return shares
 
 
 def _check_view(by: str, at: Sequence[int] | None, n_text: int) -> None:

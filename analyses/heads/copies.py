@@ -6,9 +6,10 @@ from jaxtyping import Int
 from torch import Tensor
 
 from analyses.declaration import Analysis, Columns
-from analyses.heads.rows import attention_rows
+from analyses.heads.rows import visit_rows
 from analyses.heads.shift_roles import layer_taps, roles, shifted_projections
 from analyses.inputs import PROMPT, TEXT
+from analyses.segments import Progress, bar_unless
 from analyses.sequences import PromptTokens, TextTokens, one_sequence, prompt_sequence
 from kvlens import HookedKVTransformer
 from kvlens.signature import checked
@@ -26,13 +27,20 @@ COLUMNS = Columns(
 @COLUMNS.document
 @checked
 @torch.no_grad()
-def prompt_copies(model: HookedKVTransformer, prompt_tokens: PromptTokens, text_tokens: TextTokens) -> pd.DataFrame:
+def prompt_copies(
+    model: HookedKVTransformer,
+    prompt_tokens: PromptTokens,
+    text_tokens: TextTokens,
+    *,
+    on_progress: Progress | None = None,
+) -> pd.DataFrame:
     """Attention of every head along the pairs that induction would use.
 
     Args:
         model: with any attention.
         prompt_tokens: a string, or tokens [pos] with BOS where the model wants one.
         text_tokens: a string, or tokens [pos] without BOS.
+        on_progress: called with the fraction done; None shows a bar on a terminal where it takes long.
 
     Returns:
         By layer, head, text token, then earlier occurrence; no row where nothing occurs again:
@@ -45,10 +53,16 @@ def prompt_copies(model: HookedKVTransformer, prompt_tokens: PromptTokens, text_
     prompt = prompt_sequence(model, "prompt_tokens", prompt_tokens)
     text = one_sequence(model, "text_tokens", text_tokens)
     pairs = repeated_pairs(prompt, text)
-    queries, rows = pairs[:, 0].unique(return_inverse=True)
-    pattern = attention_rows(model, torch.cat([prompt, text]), queries)
-    share = pattern[:, :, rows, pairs[:, 1]]
-    n_layers, n_heads, n_pairs = share.shape
+    queries, row = pairs[:, 0].unique(return_inverse=True)
+    n_layers, n_heads, n_pairs = model.cfg.n_layers, model.cfg.n_heads, len(pairs)
+    share = torch.zeros(n_layers, n_heads, n_pairs)
+
+    def pick(layer: int, first: int, rows: Tensor) -> None:
+        here = (pairs[:, 1] >= first) & (pairs[:, 1] < first + rows.shape[-1])
+        share[layer][:, here] = rows[:, row[here], pairs[here, 1] - first]
+
+    with bar_unless(on_progress, "prompt_copies") as tell:
+        visit_rows(model, torch.cat([prompt, text]), queries, pick, on_progress=tell)
     by_shift = torch.tensor([[role == "induction" for role in row] for row in _roles(model, prompt[:1])])
     layer, head, pair = torch.meshgrid(torch.arange(n_layers), torch.arange(n_heads), torch.arange(n_pairs), indexing="ij")
     return COLUMNS.frame(
@@ -65,9 +79,10 @@ def prompt_copies(model: HookedKVTransformer, prompt_tokens: PromptTokens, text_
 
 def repeated_pairs(prompt: Int[Tensor, " prompt_pos"], text: Int[Tensor, " text_pos"]) -> Int[Tensor, "pair 2"]:
     """(place of a text token, place after an equal token of the prompt), both counted through prompt and text."""
-    same = text[:, None].cpu() == prompt[None, :-1].cpu()
-    i, j = same.nonzero().T
-    return torch.stack([i + len(prompt), j + 1], dim=1)
+    before = prompt[:-1].cpu()
+    keys = [(before == token).nonzero().squeeze(1) + 1 for token in text.cpu()]
+    queries = [torch.full_like(found, len(prompt) + i) for i, found in enumerate(keys)]
+    return torch.stack([torch.cat(queries), torch.cat(keys)], dim=1)
 
 
 def _roles(model: HookedKVTransformer, token: Int[Tensor, " 1"]) -> list[list[str]]:

@@ -7,14 +7,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from analyses.bias.outputs import bias_outputs, share_by_size
-from analyses.bias.positions import bias_positions
-from analyses.heads.rows import attention_rows
+from analyses.bias.positions import output_shares
+from analyses.heads.rows import attention_among, visit_rows
+from analyses.segments import Progress, PromptColumns, bar_unless
 from analyses.sequences import PromptTokens, TextTokens, prompt_text_bias, token_texts
 from kvlens import HookedKVTransformer, KVBias, KVLensError
 from kvlens.signature import checked
 
-MAX_QUERIES, MAX_PROMPT_QUERIES = 128, 64
-"""Rows of the pattern that are computed: of the text, evenly spaced, and of the prompt, those that the text attends to most."""
+MAX_QUERIES, MAX_STRONGEST = 128, 64
+"""Rows of the pattern that are computed, evenly spaced over the text; the prompt's tokens among the strongest."""
 
 
 @dataclass(frozen=True)
@@ -23,20 +24,26 @@ class HeadDetails:
 
     Attributes:
         prompt, text: their tokens as text.
-        queries: positions in prompt + text, ascending: the rows of ``pattern``. The text's are there (128 of a longer one),
-            and of the prompt the positions that these attend to most.
-        pattern: of the unconverted model, over prompt and text: [layer, head, query, prompt + text].
+        queries: positions in prompt + text of the rows of ``pattern``, ascending: the text's, 128 of a longer one.
+        pattern: of the unconverted model: [layer, head, query, column]. The first columns are the prompt's, each the sum over
+            ``block`` neighbouring tokens, the last of them over what is left; then the text's, a token each.
         prompt_shares: [layer, head, prompt] of each prompt token in the head's output, over the whole text; with the shares of
             the shift boundary and of the text itself they sum to 1.
         bias_shares: [layer, head, text] how much of the head's output comes from the prompt, 0..1; None where it is unknown.
+        block: tokens per column of the prompt: 1 up to 4,096 of them.
+        strongest: positions in prompt + text, ascending: the prompt's 64 that the text attends to most, the text's last 128.
+        among: the pattern among these, [layer, head, place, place]; None where it is unknown, as ``strongest``.
     """
 
     prompt: list[str]
     text: list[str]
     queries: Int[Tensor, " query"]
-    pattern: Float[Tensor, "layer head query pos"]
+    pattern: Float[Tensor, "layer head query column"]
     prompt_shares: Float[Tensor, "layer head prompt_pos"]
     bias_shares: Float[Tensor, "layer head text_pos"] | None = None
+    block: int = 1
+    strongest: Int[Tensor, " place"] | None = None
+    among: Float[Tensor, "layer head place place"] | None = None
 
 
 @checked
@@ -47,6 +54,7 @@ def head_details(
     text_tokens: TextTokens,
     *,
     bias: KVBias | None = None,
+    on_progress: Progress | None = None,
 ) -> HeadDetails:
     """Run the unconverted model on prompt and text, and the converted one on the text.
 
@@ -55,6 +63,7 @@ def head_details(
         prompt_tokens: a string, or tokens [pos] with BOS where the model wants one.
         text_tokens: a string, or tokens [pos] without BOS.
         bias: the converted prompt, if it is at hand; None converts it here.
+        on_progress: called with the fraction done; None shows a bar on a terminal where it takes long.
 
     Raises:
         KVLensError: an attached bias, an empty prompt or text, heads that do not write to the residual
@@ -66,27 +75,44 @@ def head_details(
     n_prompt, n_text = len(prompt), len(text)
     everything = torch.cat([prompt, text])
     queries = n_prompt + torch.linspace(0, n_text - 1, min(n_text, MAX_QUERIES)).round().long()
-    pattern = attention_rows(model, everything, queries)
-    attended = pattern[..., :n_prompt].abs().sum(dim=(0, 1, 2))
-    in_prompt = attended.topk(min(n_prompt, MAX_PROMPT_QUERIES)).indices.sort().values
+    with bar_unless(on_progress, "head_details") as tell:
+        pattern, attended = _rows(model, everything, queries, n_prompt, lambda x: tell(0.4 * x))
+        in_prompt = attended.topk(min(n_prompt, MAX_STRONGEST)).indices.sort().values
+        strongest = torch.cat([in_prompt, torch.arange(max(n_prompt, len(everything) - MAX_QUERIES), len(everything))])
+        among = attention_among(model, everything, strongest, on_progress=lambda x: tell(0.4 + 0.2 * x))
+        shares = output_shares(model, prompt, text, on_progress=lambda x: tell(0.6 + 0.4 * x)).float()
     return HeadDetails(
         prompt=token_texts(model, prompt),
         text=token_texts(model, text),
-        queries=torch.cat([in_prompt, queries]),
-        pattern=torch.cat([attention_rows(model, everything, in_prompt), pattern], dim=2),
-        prompt_shares=_prompt_shares(model, prompt, text),
+        queries=queries,
+        pattern=pattern,
+        prompt_shares=shares,
         bias_shares=_bias_shares(model, text, bias),
+        block=PromptColumns.of(n_prompt).block,
+        strongest=strongest,
+        among=among,
     )
 
 
-def _prompt_shares(
-    model: HookedKVTransformer, prompt: Int[Tensor, " prompt_pos"], text: Int[Tensor, " text_pos"]
-) -> Float[Tensor, "layer head prompt_pos"]:
-    """The share of each prompt token in each head's output on the text (:func:`analyses.bias.positions.bias_positions`)."""
-    frame = bias_positions(model, prompt, text)
-    of_prompt = frame.loc[frame["part"] == "prompt", "output_share"]  # by layer, head, position
-    shares = torch.tensor(of_prompt.to_numpy(), dtype=torch.float32)
-    return shares.view(model.cfg.n_layers, model.cfg.n_heads, len(prompt))
+def _rows(
+    model: HookedKVTransformer, everything: Tensor, queries: Tensor, n_prompt: int, tell: Progress
+) -> tuple[Float[Tensor, "layer head query column"], Float[Tensor, " prompt_pos"]]:
+    """The pattern at ``queries`` in columns, and how much all of them and all heads attend to each prompt token."""
+    columns = PromptColumns.of(n_prompt)
+    n_text = len(everything) - n_prompt
+    pattern = torch.zeros(model.cfg.n_layers, model.cfg.n_heads, len(queries), len(columns) + n_text)
+    attended = torch.zeros(n_prompt)
+
+    def add(layer: int, first: int, rows: Tensor) -> None:
+        n_here = min(max(0, n_prompt - first), rows.shape[-1])
+        of_prompt, of_text = rows[..., :n_here], rows[..., n_here:]
+        columns.add(pattern[layer, ..., : len(columns)], of_prompt, first)
+        attended[first : first + n_here] += of_prompt.abs().sum(dim=(0, 1))
+        behind = len(columns) + max(0, first - n_prompt)
+        pattern[layer, ..., behind : behind + of_text.shape[-1]] = of_text
+
+    visit_rows(model, everything, queries, add, on_progress=tell)
+    return pattern, attended
 
 
 def _bias_shares(

@@ -1,22 +1,27 @@
 """Attention patterns at chosen queries: rows of ``hook_pattern``, without the rest of it.
 
-TransformerLens' pattern is N x N a head: 1.6 GB for 24 heads and 4,096 tokens, of which a picture needs a few rows. Linear
+TransformerLens' pattern is N x N per head: 1.6 GB for 24 heads and 4,096 tokens, of which a picture needs a few rows. Linear
 attention gives single rows from its features,
 
     pattern[i, j] = phi~(q_i).phi~(k_j) gamma^{i-j} / n_i     for j <= i       (n_i = attn_scale under normaliser "none")
 
-(ICLCA eq. 12-13, divided out). Softmax attention computes all of them, and the rows are cut out layer by layer.
+(ICLCA eq. 12-13, divided out): the queries are read first, then the keys, of a long text one segment at a time
+(:mod:`analyses.segments`). Softmax attention computes all rows, and the chosen ones are cut out layer by layer.
 """
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from analyses.segments import Found, Looks, Progress, rows_at
 from analyses.sequences import one_sequence
 from kvlens import HookedKVTransformer, KVLensError
 from kvlens.signature import checked
+
+VisitRows = Callable[[int, int, Float[Tensor, "head query pos"]], None]
+"""Called with a layer, the position of the first key, and the pattern from all queries to these keys, float32."""
 
 
 @checked
@@ -41,44 +46,100 @@ def attention_rows(
         raise KVLensError(
             f"attention_rows: queries {int(queries.min())}..{int(queries.max())} do not lie in 0..{len(tokens) - 1}"
         )
-    of_layer = _linear_rows if model.cfg.attention == "linear" else _softmax_rows
-    return torch.stack(of_layer(model, tokens, queries.to(model.W_E.device)))
+    rows = torch.zeros(model.cfg.n_layers, model.cfg.n_heads, len(queries), len(tokens))
 
+    def keep(layer: int, first: int, part: Tensor) -> None:
+        rows[layer, :, :, first : first + part.shape[-1]] = part
 
-def _linear_rows(model: HookedKVTransformer, tokens: Tensor, queries: Tensor) -> list[Tensor]:
-    features = "rot" if model.cfg.positional_embedding_type == "rotary" and model.cfg.rotates_after else "phi"
-    names = [f"{features}_q", f"{features}_k"] + (["normalizer"] if model.cfg.normalizer == "kernel" else [])
-    wanted = [f"blocks.{layer}.attn.hook_{name}" for layer in range(model.cfg.n_layers) for name in names]
-    cache = _run(model, tokens, names_filter=wanted)
-    rows = []
-    for layer in range(model.cfg.n_layers):
-        attn = model.blocks[layer].attn
-        q, k, *n = (cache[f"blocks.{layer}.attn.hook_{name}"][0] for name in names)
-        k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-        scores = torch.einsum("qhf,khf->hqk", q[queries], k)
-        distance = queries[:, None] - torch.arange(len(tokens), device=queries.device)
-        if attn.decay is not None:
-            scores = scores * attn.decay.to(scores)[:, None, None] ** distance.clamp(min=0)
-        scale = n[0][queries].T[..., None] if n else attn.attn_scale
-        rows.append((scores / scale).masked_fill(distance < 0, 0.0).float().cpu())
+    visit_rows(model, tokens, queries, keep)
     return rows
 
 
-def _softmax_rows(model: HookedKVTransformer, tokens: Tensor, queries: Tensor) -> list[Tensor]:
-    rows: list[Tensor] = []
+@torch.no_grad()
+def visit_rows(
+    model: HookedKVTransformer,
+    tokens: Int[Tensor, " pos"],
+    queries: Int[Tensor, " query"],
+    visit: VisitRows,
+    *,
+    on_progress: Progress | None = None,
+) -> None:
+    """Hand the rows of :func:`attention_rows` to ``visit``, of a long text in parts: nothing as long as the text is held.
 
-    def keep(pattern: Tensor, hook: Any) -> None:
-        rows.append(pattern[0, :, queries].float().cpu())
+    Args:
+        model, tokens, queries: as there; tokens [pos], queries that exist.
+        visit: called for each layer with consecutive parts of the keys.
+        on_progress: called with the fraction done.
+    """
+    queries = queries.to(model.W_E.device)
+    if model.cfg.attention == "softmax":
 
-    hooks = [(f"blocks.{layer}.attn.hook_pattern", keep) for layer in range(model.cfg.n_layers)]
-    _run(model, tokens, fwd_hooks=hooks)
-    return rows
+        def cut(layer: int, first: int, found: Found) -> None:
+            rows = found["hook_pattern"][queries.to(found["hook_pattern"].device)]
+            visit(layer, first, rows.transpose(0, 1).float().cpu())
+
+        Looks(model, tokens, ["hook_pattern"], n_looks=1, on_progress=on_progress).look(cut)
+        return
+    query, key = _features(model)
+    looks = Looks(model, tokens, [query, key, "hook_normalizer"], on_progress=on_progress)
+    places, order = queries.unique(return_inverse=True)
+    of_queries = rows_at(looks, {query: places, "hook_normalizer": places})
+
+    def multiply(layer: int, first: int, found: Found) -> None:
+        keys = found[key]
+        positions = torch.arange(first, first + len(keys), device=keys.device)
+        rows = _pattern(model, layer, of_queries[layer], keys, places, positions)
+        visit(layer, first, rows[:, order.to(rows.device)].float().cpu())
+
+    looks.look(multiply)
 
 
-def _run(model: HookedKVTransformer, tokens: Tensor, *, fwd_hooks: list | None = None, **options: Any) -> Any:
-    """One forward pass without unembedding; its cache where nothing else is hooked."""
-    rows = tokens[None].to(model.W_E.device)
-    mask = torch.ones_like(rows)  # a pad token that was typed is a token, not padding
-    if fwd_hooks is not None:
-        return model.run_with_hooks(rows, attention_mask=mask, fwd_hooks=fwd_hooks, stop_at_layer=model.cfg.n_layers)
-    return model.run_with_cache(rows, attention_mask=mask, stop_at_layer=model.cfg.n_layers, **options)[1]
+@torch.no_grad()
+def attention_among(
+    model: HookedKVTransformer,
+    tokens: Int[Tensor, " pos"],
+    places: Int[Tensor, " place"],
+    *,
+    on_progress: Progress | None = None,
+) -> Float[Tensor, "layer head place place"]:
+    """The pattern among chosen places of a text, float32 on the CPU.
+
+    Args:
+        model, tokens: as :func:`visit_rows`.
+        places: positions, ascending.
+        on_progress: called with the fraction done.
+    """
+    places = places.to(model.W_E.device)
+    softmax = model.cfg.attention == "softmax"
+    names = ["hook_pattern"] if softmax else [*_features(model), "hook_normalizer"]
+    looks = Looks(model, tokens, names, n_looks=1, on_progress=on_progress)
+    layers = rows_at(looks, dict.fromkeys(names, places))[: model.cfg.n_layers]
+    if softmax:
+        found = [of["hook_pattern"][..., places.to(of["hook_pattern"].device)].transpose(0, 1) for of in layers]
+    else:
+        found = [_pattern(model, layer, of, of[names[1]], places, places) for layer, of in enumerate(layers)]
+    return torch.stack([pattern.float().cpu() for pattern in found])
+
+
+def _features(model: HookedKVTransformer) -> tuple[str, str]:
+    kind = "rot" if model.cfg.rotates_after else "phi"
+    return f"hook_{kind}_q", f"hook_{kind}_k"
+
+
+def _pattern(
+    model: HookedKVTransformer,
+    layer: int,
+    of_queries: Found,
+    keys: Float[Tensor, "pos kv_head d_phi"],
+    queries: Int[Tensor, " query"],
+    positions: Int[Tensor, " pos"],
+) -> Float[Tensor, "head query pos"]:
+    """Linear attention's pattern from ``queries``, whose features and normalisers are given, to keys at ``positions``."""
+    q, n = of_queries[_features(model)[0]], of_queries.get("hook_normalizer")
+    scores = torch.einsum("qhf,khf->hqk", q, keys.repeat_interleave(q.shape[1] // keys.shape[1], dim=1))
+    attn = model.blocks[layer].attn
+    distance = queries.to(keys.device)[:, None] - positions.to(keys.device)
+    if attn.decay is not None:
+        scores = scores * attn.decay.to(scores)[:, None, None] ** distance.clamp(min=0)
+    scale = attn.attn_scale if n is None else n.T[..., None]
+    return (scores / scale).masked_fill(distance < 0, 0.0)

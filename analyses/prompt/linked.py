@@ -8,21 +8,24 @@ signed; |o| over the sum of all heads' weighs the heads. At each text token the 
 included, sum to 1. It holds for linear and for softmax attention: a conversion changes neither pattern nor values.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from analyses.heads.rows import attention_rows
+from analyses.bias.reads import PromptReading, Stretch, TextReads
 from analyses.prompt.readings import CONDITIONS, Readings, check_readings, read_text
+from analyses.segments import Progress, PromptColumns, bar_unless
 from analyses.sequences import PromptTokens, TextTokens, prompt_text_bias, token_texts
 from kvlens import HookedKVTransformer, KVBias, KVLensError
 from kvlens.arguments import brief
 from kvlens.signature import checked
 
 N_GUESSES = 5
+MAX_AT_ONCE = 2**21
+"""Numbers w that are computed at a time, as long as one prompt token of all text tokens and heads has fewer."""
 SHOWN = {"with prompt": "with_prompt", "converted": "converted", "without prompt": "without_prompt"}
 """What the view calls each condition, in its order."""
 
@@ -35,26 +38,29 @@ class LinkedShares:
         prompt, text: their tokens as text.
         by_prompt: w summed over nothing but the text, as a mean over its tokens: [layer, head, prompt].
         by_text: w summed over the prompt: [layer, head, text].
-        between: w summed over layers and heads: [text, prompt].
+        between: w summed over layers and heads: [text, column]. A column is the sum over ``block`` neighbouring prompt tokens,
+            the last one over what is left.
         next_tokens: by condition ("with prompt", ...), for each text token the likeliest next tokens and their probabilities.
         colourings: other numbers of each head, [layer, head], by name: losses, ablations, scores.
         without_zero: names of colourings whose 0 means nothing, such as logarithms: coloured from lowest to highest.
+        block: tokens per column of ``between``: 1 up to 4,096 prompt tokens.
     """
 
     prompt: Sequence[str]
     text: Sequence[str]
     by_prompt: Float[Tensor, "layer head prompt_pos"]
     by_text: Float[Tensor, "layer head text_pos"]
-    between: Float[Tensor, "text_pos prompt_pos"]
+    between: Float[Tensor, "text_pos column"]
     next_tokens: Mapping[str, Sequence[Sequence[tuple[str, float]]]]
     colourings: Mapping[str, Float[Tensor, "layer head"]] = field(default_factory=dict)
     without_zero: Collection[str] = ()
+    block: int = 1
 
     def __post_init__(self):
-        n_layers, n_heads, n_prompt = self.by_prompt.shape
-        n_text = len(self.text)
+        n_layers, n_heads, _ = self.by_prompt.shape
+        n_text, n_columns = len(self.text), -(-len(self.prompt) // self.block)
         expected: dict[str, tuple[int, ...]] = {"by_prompt": (n_layers, n_heads, len(self.prompt))}
-        expected |= {"by_text": (n_layers, n_heads, n_text), "between": (n_text, n_prompt)}
+        expected |= {"by_text": (n_layers, n_heads, n_text), "between": (n_text, n_columns)}
         for name, shape in expected.items():
             if tuple(getattr(self, name).shape) != shape:
                 raise KVLensError(f"LinkedShares: {name} must be {list(shape)}, got {list(getattr(self, name).shape)}")
@@ -77,6 +83,7 @@ def linked_shares(
     colourings: Mapping[str, Float[Tensor, "layer head"]] | None = None,
     without_zero: Collection[str] = (),
     readings: Readings | None = None,
+    on_progress: Progress | None = None,
 ) -> LinkedShares:
     """What :func:`kvlens.viz.linked_view` draws.
 
@@ -88,51 +95,74 @@ def linked_shares(
         colourings: other numbers of each head that the reader may look at, by name.
         without_zero: names of those whose 0 means nothing, such as logarithms.
         readings: of this text in the three conditions, where they are at hand; None reads it here.
+        on_progress: called with the fraction done; None shows a bar on a terminal where it takes long.
 
     Raises:
         KVLensError: tokens that do not fit.
     """
     prompt, text, bias = prompt_text_bias(model, prompt_tokens, text_tokens, bias)
-    shares = attention_output_shares(model, prompt, text)
+    columns, shape = PromptColumns.of(len(prompt)), (model.cfg.n_layers, model.cfg.n_heads)
+    by_prompt, by_text = (torch.zeros(*shape, len(tokens), dtype=torch.float64) for tokens in (prompt, text))
+    between = torch.zeros(len(text), len(columns), dtype=torch.float64)
+
+    def add(layer: int, first: int, shares: Tensor) -> None:
+        by_prompt[layer, :, first : first + shares.shape[-1]] = shares.mean(dim=1)
+        by_text[layer] += shares.sum(dim=2)
+        columns.add(between, shares.sum(dim=0), first)
+
+    with bar_unless(on_progress, "linked_shares") as tell:
+        visit_output_shares(model, prompt, text, add, on_progress=tell)
     readings = read_text(model, prompt, text, bias=bias) if readings is None else readings
     check_readings(readings, CONDITIONS, len(text))
     return LinkedShares(
         prompt=token_texts(model, prompt),
         text=token_texts(model, text),
-        by_prompt=torch.stack([w.mean(dim=1) for w in shares]),
-        by_text=torch.stack([w.sum(dim=2) for w in shares]),
-        between=torch.stack([w.sum(dim=0) for w in shares]).sum(dim=0),
+        by_prompt=by_prompt,
+        by_text=by_text,
+        between=between,
         next_tokens={name: likeliest(model, readings[condition].logits) for name, condition in SHOWN.items()},
         colourings=dict(colourings or {}),
         without_zero=tuple(without_zero),
+        block=columns.block,
     )
 
 
-def attention_output_shares(
-    model: HookedKVTransformer, prompt: Int[Tensor, " prompt_pos"], text: Int[Tensor, " text_pos"]
-) -> list[Float[Tensor, "head text_pos prompt_pos"]]:
-    """w of every layer, in float64 on the CPU."""
-    n_prompt, everything = len(prompt), torch.cat([prompt, text])
-    places = torch.arange(n_prompt, len(everything))
-    patterns = attention_rows(model, everything, places)[..., :n_prompt].double()
-    value = "hook_v_shifted" if model.cfg.kv_shift is not None and model.cfg.kv_shift.values else "hook_v"
-    names = [f"blocks.{layer}.attn.{name}" for layer in range(model.cfg.n_layers) for name in (value, "hook_z")]
-    mask = torch.ones_like(everything[None])
-    _, cache = model.run_with_cache(everything[None], attention_mask=mask, names_filter=names, stop_at_layer=model.cfg.n_layers)
-    projections, sizes = [], []
-    for layer, pattern in enumerate(patterns):
-        v, z = (cache[f"blocks.{layer}.attn.{name}"][0].double().cpu() for name in (value, "hook_z"))
-        w_o = model.blocks[layer].attn.W_O.double().cpu()
-        written = torch.einsum("thd,hdm->thm", z[n_prompt:], w_o)
-        back = torch.einsum("thm,hdm->thd", written, w_o)  # <v W_O, o> = <v, o W_O^T>
-        v = v[:n_prompt].repeat_interleave(z.shape[1] // v.shape[1], dim=1)
-        projections.append(pattern * torch.einsum("phd,thd->htp", v, back))
-        sizes.append(written.norm(dim=-1).T)
-    whole = torch.stack(sizes).sum(dim=(0, 1))  # of all heads, at each text token
-    weights = [size * whole for size in sizes]
-    return [
-        projection / weight.where(weight > 0, 1.0)[..., None] for projection, weight in zip(projections, weights, strict=True)
-    ]
+@torch.no_grad()
+def visit_output_shares(
+    model: HookedKVTransformer,
+    prompt: Int[Tensor, " prompt_pos"],
+    text: Int[Tensor, " text_pos"],
+    visit: Callable[[int, int, Float[Tensor, "head text_pos pos"]], None],
+    *,
+    segment_length: int | None = None,
+    on_progress: Progress | None = None,
+) -> None:
+    """Hand w, in float64 on the CPU, to ``visit(layer, first, w)``: for each layer consecutive parts of the prompt."""
+    reading = PromptReading(model, prompt, text, segment_length=segment_length, on_progress=on_progress)
+    layers, _ = reading.text()
+    probes = _probes(model, layers)
+    at_once = max(1, MAX_AT_ONCE // (model.cfg.n_heads * len(text)))
+
+    def multiply(layer: int, stretch: Stretch) -> None:
+        for start in range(0, len(stretch.keys), at_once):
+            keys, values = (x[start : start + at_once] for x in (stretch.keys, stretch.values))
+            attention = torch.einsum("thf,phf->htp", layers[layer].queries, keys)
+            visit(layer, stretch.first + start, (attention * torch.einsum("phd,thd->htp", values, probes[layer])).cpu())
+
+    reading.visit_prompt(multiply)
+
+
+def _probes(model: HookedKVTransformer, layers: Sequence[TextReads]) -> list[Float[Tensor, "text_pos head d_head"]]:
+    """What a value's product with, times the attention, is w: o W_O^T / (|o| sum of all heads' |o|)."""
+    backs, sizes = [], []
+    for layer, reads in enumerate(layers):
+        w_o = model.blocks[layer].attn.W_O.double()
+        written = torch.einsum("thd,hdm->thm", reads.z, w_o)
+        backs.append(torch.einsum("thm,hdm->thd", written, w_o))  # <v W_O, o> = <v, o W_O^T>
+        sizes.append(written.norm(dim=-1))
+    whole = torch.stack([size.cpu() for size in sizes]).sum(dim=(0, 2))  # of all heads, at each text token
+    weights = [size * whole.to(size)[:, None] for size in sizes]
+    return [back / weight.where(weight > 0, 1.0)[..., None] for back, weight in zip(backs, weights, strict=True)]
 
 
 def likeliest(model: HookedKVTransformer, logits: Float[Tensor, "pos d_vocab"]) -> list[list[tuple[str, float]]]:

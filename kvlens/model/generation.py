@@ -16,7 +16,10 @@ from tqdm.auto import tqdm
 from kvlens._tl import USE_DEFAULT_VALUE, HookedTransformer, TransformerLensKeyValueCache, get_attention_mask, sample_logits
 from kvlens.arguments import brief, is_number
 from kvlens.errors import KVLensError
+from kvlens.model.streaming import has_hooks
 
+LONG = 1024
+"""Tokens from which on a text is read without logits, which would take more memory than all the rest."""
 RETURN_TYPES = ("input", "str", "tokens", "embeds")
 MOST_NEW = 2**31 - 1
 COLDEST, HOTTEST = 1e-20, 1e20
@@ -116,7 +119,7 @@ def generate_from_state(
     stops, filler = _stop_tokens(model, stop_at_eos, eos_token_id)
     cache = TransformerLensKeyValueCache.init_cache(model.cfg, model.cfg.device, tokens.shape[0])
     finished = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
-    text, new = tokens, tokens
+    text, new, mask = tokens, *_read_all_but_the_last(model, tokens, mask, cache)
     for _ in tqdm(range(max_new_tokens), disable=not verbose):
         logits = model(new, attention_mask=mask, past_kv_cache=cache)[:, -1]
         chosen = sample_logits(logits, tokens=text, **sampling) if do_sample else logits.argmax(dim=-1)
@@ -132,6 +135,17 @@ def generate_from_state(
         return text
     decoded = [model.tokenizer.decode(row, skip_special_tokens=True) for row in text]  # type: ignore[union-attr]
     return decoded[0] if len(decoded) == 1 else decoded
+
+
+def _read_all_but_the_last(
+    model: HookedTransformer, tokens: Int[Tensor, "batch pos"], mask: Tensor, cache: TransformerLensKeyValueCache
+) -> tuple[Tensor, Tensor]:
+    """What is still to be read, and its mask: of a long text its end alone, as nobody asks for the logits before it."""
+    n = tokens.shape[1] - 1
+    if n < LONG or has_hooks(model):  # a hook expects the text whole
+        return tokens, mask
+    model(tokens[:, :n], attention_mask=mask[:, :n], past_kv_cache=cache, return_type=None)
+    return tokens[:, n:], mask[:, n:]
 
 
 def _tokens_and_mask(model: HookedTransformer, given: Any, prepend_bos: Any, padding_side: Any) -> tuple[Tensor, Tensor, bool]:

@@ -39,6 +39,8 @@ from kvlens.report.folder import FORMAT
 from kvlens.signature import checked
 
 FORMAT_VERSION = 1
+SHOWN_WHOLE = 1024
+"""Prompt tokens up to which the page leaves out little."""
 HARMED = 3
 """Places that are named where the prompt hurts."""
 CONDITIONS = ("with_prompt", "converted", "without_prompt")
@@ -106,28 +108,28 @@ def build_report(
     prompt_tokens = _tokens_of(model, "prompt", prompt, model.cfg.default_prepend_bos)
     text_tokens = _tokens_of(model, "text", text, prepend_bos=False)
     _check_lengths(model, len(prompt_tokens), len(text_tokens), new_tokens, temperature)
-    tell("converting the prompt", 0.0)
-    bias = convert_prompt(
-        model, prompt_tokens, on_progress=lambda x: tell("converting the prompt", 0.05 * x), **(conversion or {})
-    )
-    tell("comparing predictions", 0.05)
+
+    def part(description: str, start: float, end: float) -> Callable[[float], None]:
+        tell(description, start)
+        return lambda done: tell(description, start + (end - start) * done)
+
+    bias = convert_prompt(model, prompt_tokens, on_progress=part("converting the prompt", 0.0, 0.08), **(conversion or {}))
+    tell("comparing predictions", 0.08)
     readings = read_text(model, prompt_tokens, text_tokens, bias=bias, residuals=True)
     errors = conversion_error(model, prompt_tokens, text_tokens, bias=bias, readings=readings)
     if not bool(errors["squared_norm"].map(lambda x: x < float("inf")).all()):
         raise KVLensError("the model's logits on the text are not finite: activations overflow; try --dtype float32")
     effect = prompt_effect(model, prompt_tokens, text_tokens, bias=bias, readings=readings)
-    by_head = bias_by_head(
-        model, prompt_tokens, text_tokens, bias=bias, on_progress=lambda x: tell("removing heads", 0.1 + 0.4 * x)
-    )
-    by_layer = bias_by_layer(
-        model, prompt_tokens, text_tokens, bias=bias, on_progress=lambda x: tell("removing layers", 0.5 + 0.1 * x)
-    )
+    sequences = (model, prompt_tokens, text_tokens)
+    by_head = bias_by_head(*sequences, bias=bias, on_progress=part("removing heads", 0.16, 0.35))
+    by_layer = bias_by_layer(*sequences, bias=bias, on_progress=part("removing layers", 0.35, 0.4))
     everything = [(layer, head) for layer in range(bias.n_layers) for head in range(bias.n_heads)]
     total = bias_ablation(model, bias, text_tokens, [everything]).iloc[0]
-    heads = head_details(model, prompt_tokens, text_tokens, bias=bias)
+    heads = head_details(*sequences, bias=bias, on_progress=part("looking into heads", 0.4, 0.65))
+    copies = prompt_copies(*sequences, on_progress=part("looking for copies", 0.65, 0.75))
     generated = {}
     for i, condition in enumerate(CONDITIONS):
-        tell(f"generating, {condition.replace('_', ' ')}", 0.6 + 0.4 * i / 3)
+        tell(f"generating, {condition.replace('_', ' ')}", 0.75 + 0.1 * i / 3)
         generated[condition] = _generate(model, condition, prompt_tokens, text_tokens, bias, new_tokens, temperature, seed)
     summary = {
         "format": FORMAT,
@@ -139,7 +141,7 @@ def build_report(
         "text": {"text": text, "n_tokens": len(text_tokens)},
         "conversion": _conversion_figures(bias, errors),
         "prompt_effect": _effect_figures(effect),
-        "notes": _length_notes(model, len(prompt_tokens)) + _harm_notes(effect),
+        "notes": _length_notes(model, len(prompt_tokens)) + _harm_notes(effect) + _page_notes(len(prompt_tokens)),
         "bias": {
             "n_numbers": bias.num_parameters,
             "holds": "b_KV and b_D" if bias.features is None else "b_KV, b_D and what its features need",
@@ -159,7 +161,7 @@ def build_report(
         "conversion_error": errors,
         "prompt_effect": effect,
         "prompt_by_depth": prompt_by_depth(model, prompt_tokens, text_tokens, readings=readings),
-        "prompt_copies": prompt_copies(model, prompt_tokens, text_tokens),
+        "prompt_copies": copies,
         "bias_by_head": by_head,
         "bias_by_layer": by_layer,
         "layer_contributions": layer_contributions(model, text_tokens, bias=bias),
@@ -171,13 +173,12 @@ def build_report(
         steps = tables["dual_losses"].groupby(["layer", "head"], as_index=False)[["log_loss_drop", "step_share"]].mean()
         colourings |= {name: _by_head(steps, column, bias) for name, column in DUAL_COLOURINGS.items()}
     linked = linked_shares(
-        model,
-        prompt_tokens,
-        text_tokens,
+        *sequences,
         bias=bias,
         colourings=colourings,
         without_zero=["dual loss drop (log)"],
         readings=readings,
+        on_progress=part("linking prompt and text", 0.85, 1.0),
     )
     return Report(summary, tables, bias, heads, linked)
 
@@ -240,6 +241,16 @@ def _check_lengths(model: HookedKVTransformer, prompt: int, text: int, new_token
 def _length_notes(model: HookedKVTransformer, n_prompt: int) -> list[str]:
     note = length_note(model, n_prompt)
     return [] if note is None else [note]
+
+
+def _page_notes(n_prompt: int) -> list[str]:
+    """That the pictures cannot show every token of a long prompt."""
+    if n_prompt <= SHOWN_WHOLE:
+        return []
+    return [
+        f"The page shows the prompt's {n_prompt:,} tokens in blocks of neighbours, and in arcs and attention patterns those "
+        "that count most; each picture says what it leaves out. analyses.bias_positions has the numbers of every token."
+    ]
 
 
 def _harm_notes(effect: pd.DataFrame) -> list[str]:

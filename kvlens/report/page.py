@@ -182,12 +182,16 @@ def _bias_share(report: Report) -> Piece:
 
 def _attention(report: Report) -> Piece:
     heads, details = report.tables["bias_by_head"].nlargest(TOP_HEADS, "ablation_kl"), report.heads
+    assert details.among is not None
+    assert details.strongest is not None
+    everything, n_prompt, kept = [*details.prompt, *details.text], len(details.prompt), details.strongest.tolist()
     return attention_view(
-        [*details.prompt, *details.text],
-        details.pattern[heads["layer"].tolist(), heads["head"].tolist()],
-        queries=details.queries,
-        n_prompt=len(details.prompt),
+        [everything[place] for place in kept],
+        details.among[heads["layer"].tolist(), heads["head"].tolist()],
+        n_prompt=sum(place < n_prompt for place in kept),
         head_names=[f"L{row.layer} H{row.head}" for row in heads.itertuples()],
+        places=[place if place < n_prompt else place - n_prompt for place in kept],
+        n_left_out=len(everything) - len(kept),
         title="the original model's attention over prompt and text",
     )
 

@@ -11,32 +11,44 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+MAX_TEXT = 40
+"""Characters of a block's text."""
+
 
 def block_size(n: int, limit: int) -> int:
     """How many neighbours make a block, so that ``n`` places make at most ``limit`` blocks."""
     return max(1, math.ceil(n / max(1, limit)))
 
 
-def token_blocks(tokens: Sequence[str], limit: int) -> tuple[int, list[dict[str, str]]]:
-    """Tokens in at most ``limit`` blocks of neighbours: how many make a block, and each block's place and text."""
-    size = block_size(len(tokens), limit)
-    return size, [_block(tokens, start, size) for start in range(0, len(tokens), size)]
+def token_blocks(tokens: Sequence[str], size: int) -> list[dict[str, str]]:
+    """Tokens in blocks of ``size`` neighbours: the place of each, and its text, of a long one beginning and end."""
+    return [_block(tokens, start, size) for start in range(0, len(tokens), size)]
 
 
 def _block(tokens: Sequence[str], start: int, size: int) -> dict[str, str]:
     last = min(start + size, len(tokens)) - 1
-    return {"place": str(start) if last == start else f"{start}–{last}", "text": "".join(tokens[start : last + 1])}
+    text = "".join(tokens[start : last + 1])
+    if last > start and len(text) > MAX_TEXT:
+        text = f"{text[: MAX_TEXT // 2]} … {text[-MAX_TEXT // 2 :]}"
+    return {"place": str(start) if last == start else f"{start}–{last}", "text": text}
 
 
-def block_means(values: Float[Tensor, "*rest pos"], size: int) -> Float[Tensor, "*rest block"]:
-    """Means over blocks of ``size`` neighbours; the last block may be shorter, and is the mean of what it has."""
-    if size == 1:
-        return values
-    missing = -values.shape[-1] % size
-    sums = torch.nn.functional.pad(values, (0, missing)).unflatten(-1, (-1, size)).sum(dim=-1)
-    places = torch.full_like(sums, size)
-    places[..., -1] -= missing
-    return sums / places
+def block_means(
+    sums: Float[Tensor, "*rest column"], size: int, *, per_column: int = 1, n: int | None = None
+) -> Float[Tensor, "*rest block"]:
+    """Means per token over blocks of neighbours.
+
+    Args:
+        sums: a column each for ``per_column`` neighbouring tokens, the last one for what is left.
+        size: columns per block; the last block may have fewer.
+        per_column: tokens per column.
+        n: tokens altogether; None where the last column is full.
+    """
+    n = sums.shape[-1] * per_column if n is None else n
+    blocks = torch.nn.functional.pad(sums, (0, -sums.shape[-1] % size)).unflatten(-1, (-1, size)).sum(dim=-1)
+    n_tokens = torch.full((blocks.shape[-1],), size * per_column)
+    n_tokens[-1] = n - (len(n_tokens) - 1) * size * per_column
+    return blocks / n_tokens
 
 
 def strongest_positions(

@@ -7,33 +7,38 @@ import torch
 from torch import Tensor
 
 from analyses import HeadDetails
-from kvlens.viz._blocks import block_means, block_size
+from kvlens.viz._blocks import block_means, block_size, token_blocks
 from kvlens.viz._quantised import quantised
 from kvlens.viz._text import rounded
 
 MAX_PROMPT_COLUMNS, MAX_TEXT_COLUMNS = 256, 128
-MAX_CELLS, MAX_SHARES = 270_000, 300_000
-"""Numbers in a page for all heads together; each takes about three bytes. A page on a prompt of 512 tokens stays below 3 MB."""
+MAX_NUMBERS, MAX_SHARES = 270_000, 70_000
+"""Numbers in a page for all heads together, and those of them that are shares; each takes about three bytes.
+
+A page of a report has about 3 MB, however long the prompt.
+"""
 
 
 def details_json(details: HeadDetails) -> dict[str, Any]:
     """The data of the page, within its limits of size, and ``notes`` that say what was left out."""
     n_layers, n_heads = details.pattern.shape[:2]
-    n_prompt, n_text = len(details.prompt), len(details.text)
-    of_query = details.queries >= n_prompt
-    n_queries = int(of_query.sum())
-    a_head = max(32, MAX_CELLS // max(1, n_layers * n_heads * n_queries))
-    of_text = block_size(n_text, min(MAX_TEXT_COLUMNS, 2 * a_head // 5))
-    of_prompt = block_size(n_prompt, min(MAX_PROMPT_COLUMNS, a_head - math.ceil(n_text / of_text)))
-    parts = details.pattern[:, :, of_query].split([n_prompt, n_text], dim=-1)
-    cells = torch.cat([block_means(parts[0], of_prompt), block_means(parts[1], of_text)], dim=-1)
+    n_prompt, n_text, n_queries = len(details.prompt), len(details.text), len(details.queries)
+    n_columns = details.pattern.shape[-1] - n_text
     of_share = block_size(n_prompt, MAX_SHARES // (n_layers * n_heads))
     shares = block_means(details.prompt_shares, of_share)
+    a_head = max(32, (MAX_NUMBERS - shares.numel()) // max(1, n_layers * n_heads * n_queries))
+    of_text = block_size(n_text, min(MAX_TEXT_COLUMNS, 2 * a_head // 5))
+    per_cell = block_size(n_columns, min(MAX_PROMPT_COLUMNS, a_head - math.ceil(n_text / of_text)))
+    of_prompt = per_cell * details.block
+    parts = details.pattern.split([n_columns, n_text], dim=-1)
+    means = block_means(parts[0], per_cell, per_column=details.block, n=n_prompt), block_means(parts[1], of_text)
+    cells = torch.cat(means, dim=-1)
     return {
-        "prompt": details.prompt,
+        "n_prompt": n_prompt,
         "text": details.text,
-        "queries": (details.queries[of_query] - n_prompt).tolist(),
-        "block": {"prompt": of_prompt, "text": of_text, "share": of_share},
+        "queries": (details.queries - n_prompt).tolist(),
+        "columns": {"prompt": token_blocks(details.prompt, of_prompt), "text": token_blocks(details.text, of_text)},
+        "blocks": token_blocks(details.prompt, of_share),
         "heads": [
             [_head(details, layer, head, cells[layer, head], shares[layer, head]) for head in range(n_heads)]
             for layer in range(n_layers)
@@ -57,5 +62,5 @@ def _notes(details: HeadDetails, n_queries: int, of_prompt: int, of_text: int, o
     if of_text > 1:
         notes.append(f"One column is the mean of {of_text} neighbouring tokens of the text's {len(details.text):,}.")
     if of_share > 1:
-        notes.append(f"Shares are means over {of_share} neighbouring prompt tokens.")
+        notes.append(f"Shares are means over {of_share} neighbouring prompt tokens; of a long block the text is cut.")
     return notes

@@ -14,6 +14,8 @@ from kvlens.viz._text import html_text, label, printable, rounded, script_json
 from kvlens.viz.piece import Piece
 
 MAX_ARCS, MAX_TOKENS = 4000, 1024
+MAX_TOUCHED = 256
+"""Of more than ``MAX_TOKENS``, so many are shown: those that the strongest arcs of each head touch."""
 COLUMNS = ("layer", "head", "query", "key", "share", "shifted")
 
 
@@ -42,18 +44,23 @@ def induction_arcs(
         raise KVLensError(f"induction_arcs: arcs lack the column {missing[0]!r}; expected {', '.join(COLUMNS)}")
     if len(arcs) and not (arcs["key"].min() >= 0 and arcs["query"].max() < len(tokens)):
         raise KVLensError(f"induction_arcs: places must lie in 0..{len(tokens) - 1}")
-    strongest_first = arcs.reindex(arcs["share"].abs().sort_values(ascending=False, kind="stable").index).head(MAX_ARCS)
-    shown = strongest_first[strongest_first["query"] < MAX_TOKENS]
+    strongest, places = _shown(arcs, len(tokens))
+    at = {place: i for i, place in enumerate(places)}
     data = {
-        "tokens": [str(token) for token in tokens[:MAX_TOKENS]],
-        "n_prompt": int(n_prompt),
+        "tokens": [str(tokens[place]) for place in places],
+        "places": [place if place < n_prompt else place - n_prompt for place in places],
+        "n_prompt": sum(place < n_prompt for place in places),
         "scores": [[int(r.layer), int(r.head), rounded(float(r.score))] for r in scores.itertuples()],
         "arcs": [
-            [int(r.layer), int(r.head), int(r.query), int(r.key), rounded(float(r.share)), int(bool(r.shifted))]
-            for r in shown.itertuples()
+            [int(r.layer), int(r.head), at[r.query], at[r.key], rounded(float(r.share)), int(bool(r.shifted))]
+            for r in strongest.itertuples()
         ],
     }
-    left_out = "" if len(shown) == len(arcs) else f" {len(shown):,} of {len(arcs):,} arcs are shown, the strongest."
+    left_out = ""
+    if len(strongest) < len(arcs):
+        left_out += f" {len(strongest):,} of {len(arcs):,} arcs are shown, each head's strongest."
+    if len(places) < len(tokens):
+        left_out += f" Of {len(tokens):,} tokens the {len(places):,} under them are shown; ⋯ stands where some are left out."
     note = (
         "From a text token to the token after its earlier occurrence; as wide as the head's share of attention. Dashed: "
         f"the head reaches it by its key shift. Choose heads in the strip.{left_out}"
@@ -66,6 +73,23 @@ def induction_arcs(
         f'<script type="application/json">{script_json(data)}</script></figure>'
     )
     return Piece(title, body, figure=functools.partial(_figure, data, title))
+
+
+def _shown(arcs: pd.DataFrame, n_tokens: int) -> tuple[pd.DataFrame, list[int]]:
+    """The arcs that are drawn, each head's strongest first, and the places of the tokens under them."""
+    size = arcs["share"].abs()
+    rank = size.groupby([arcs["layer"], arcs["head"]]).rank(method="first", ascending=False)
+    best = arcs.loc[rank.sort_values(kind="stable").index[:MAX_ARCS]]
+    if n_tokens <= MAX_TOKENS:
+        return best, list(range(n_tokens))
+    places: set[int] = set()
+    n_drawn = 0
+    for query, key in zip(best["query"].tolist(), best["key"].tolist(), strict=True):
+        touched = places | {query, key, max(0, key - 1)}  # what occurs again stands before the key
+        if len(touched) > MAX_TOUCHED:
+            break
+        places, n_drawn = touched, n_drawn + 1
+    return best.iloc[:n_drawn], sorted(places)
 
 
 def _figure(data: dict[str, Any], title: str) -> Any:

@@ -36,6 +36,8 @@ def attention_view(
     n_prompt: int = 0,
     head_names: Sequence[str] | None = None,
     max_tokens: int | None = None,
+    places: Sequence[int] | None = None,
+    n_left_out: int = 0,
     title: str = "attention patterns",
 ) -> Piece:
     """circuitsvis' heads: a small map each, one of them enlarged; hover to see it, click to keep it.
@@ -48,24 +50,31 @@ def attention_view(
         head_names: for each head; None counts them.
         max_tokens: rows and columns of the view; None takes what a browser draws without delay. Of a longer sequence the last
             queries are shown, and the earlier tokens that these attend to most.
+        places: what the tokens are numbered by, where they are chosen from a longer prompt and text: each one's place in its
+            own; None counts them.
+        n_left_out: how many tokens that choice left out, for the caption.
         title: above the view.
 
     Raises:
         KVLensError: sizes that do not fit each other, more than 64 heads, ``max_tokens`` below 4.
     """
-    values, places, names = _checked(tokens, pattern, queries, n_prompt, head_names)
+    values, rows, names = _checked(tokens, pattern, queries, n_prompt, head_names)
+    if places is not None and len(places) != len(tokens):
+        raise KVLensError(f"attention_view: {len(tokens)} tokens and {len(places)} places; give one place per token")
     limit = max(16, math.isqrt(MAX_CELLS // (len(values) + 1))) if max_tokens is None else max_tokens
     if limit < 4:
         raise KVLensError(f"attention_view: max_tokens must be at least 4, got {max_tokens}")
     n_broken = int((~values.isfinite()).sum())
-    marked = [f"{f'p{i}' if i < n_prompt else i - n_prompt}:{label(token)}" for i, token in enumerate(tokens)]
-    square, labels, n_left_out = _square(values.nan_to_num(0.0, 0.0, 0.0), places, marked, n_prompt, limit)
+    numbers = [*range(n_prompt), *range(len(tokens) - n_prompt)] if places is None else places
+    marked = [f"{'p' * (i < n_prompt)}{numbers[i]}:{label(token)}" for i, token in enumerate(tokens)]
+    square, labels, n_too_many = _square(values.nan_to_num(0.0, 0.0, 0.0), rows, marked, n_prompt, limit)
     top = rounded(strongest(square.flatten().tolist(), FULL)) or 1.0
     notes = [f"full colour at {number(top)}"]
     if n_prompt:
         notes.append("p0, p1, ... are the prompt's tokens, which the bias holds; their rows are of the prompt's own pass")
-    if n_left_out:
-        notes.append(f"{n_left_out:,} of {len(tokens):,} tokens, those least attended to, are left out")
+    if n_too_many + n_left_out:
+        n_all = len(tokens) + n_left_out
+        notes.append(f"{n_too_many + n_left_out:,} of {n_all:,} tokens, those least attended to, are left out")
     if n_broken:
         notes.append(f"{n_broken:,} values are not finite and drawn as 0")
     props = {

@@ -9,7 +9,7 @@ import torch
 
 from kvlens.errors import KVLensError
 from kvlens.signature import checked
-from kvlens.viz._blocks import block_means, token_blocks
+from kvlens.viz._blocks import block_means, block_size, token_blocks
 from kvlens.viz._frames import check_columns, check_numbers
 from kvlens.viz._head_maps import check_heads, column_choice, head_maps
 from kvlens.viz._quantised import quantised
@@ -68,7 +68,7 @@ def _json(given: pd.DataFrame, by_head: pd.DataFrame, n: int, query: str) -> dic
     numbers = {name: given[name].to_numpy().reshape(len(by_head), n) for name in OF_TOKENS}
     numbers["step"] = _shares(numbers["log_step_norm"])
     places, tokens = given["position"].tolist()[:n], [str(token) for token in given["token"].tolist()[:n]]
-    size, blocks = token_blocks(tokens, MAX_CELLS // len(by_head))
+    size = block_size(n, MAX_CELLS // len(by_head))
     heads: dict[int, dict[int, Any]] = {}
     for i, row in enumerate(by_head.itertuples()):
         of_head = {name: values[i] for name, values in numbers.items()}
@@ -78,7 +78,7 @@ def _json(given: pd.DataFrame, by_head: pd.DataFrame, n: int, query: str) -> dic
             "whole": rounded(float(of_head["output_share"].sum())),
             "most": [_row(of_head, places[j], tokens[j], j) for j in _most(of_head)],
         }
-    return {"n": n, "query": query, "block": size, "blocks": blocks, "heads": heads}
+    return {"n": n, "query": query, "block": size, "blocks": token_blocks(tokens, size), "heads": heads}
 
 
 def _shares(logs: np.ndarray) -> np.ndarray:

@@ -14,12 +14,12 @@ from typing import Any
 from analyses import LinkedShares
 from kvlens.errors import KVLensError
 from kvlens.signature import checked
-from kvlens.viz._blocks import block_means, token_blocks
+from kvlens.viz._blocks import block_means, block_size, token_blocks
 from kvlens.viz._quantised import quantised
 from kvlens.viz._text import html_text, script_json
 from kvlens.viz.piece import Piece
 
-MAX_CELLS = 150_000
+MAX_CELLS = 60_000
 """Numbers in each of the three matrices; each takes about three bytes."""
 
 
@@ -54,17 +54,18 @@ def _json(data: LinkedShares) -> dict[str, Any]:
     n_layers, n_heads, n_prompt = data.by_prompt.shape
     n_text = min(len(data.text), max(16, MAX_CELLS // (n_layers * n_heads)))
     limit = min(MAX_CELLS // (n_layers * n_heads), MAX_CELLS // n_text)
-    size, blocks = token_blocks(data.prompt, limit)
+    per_block = block_size(data.between.shape[1], limit)
+    size = per_block * data.block
     return {
         "n_layers": n_layers,
         "n_heads": n_heads,
         "n_prompt": n_prompt,
         "block": size,
-        "blocks": blocks,
+        "blocks": token_blocks(data.prompt, size),
         "text": list(data.text[:n_text]),
         "by_prompt": quantised(block_means(data.by_prompt, size)),
         "by_text": quantised(data.by_text[..., :n_text]),
-        "between": quantised(block_means(data.between[:n_text], size)),
+        "between": quantised(block_means(data.between[:n_text], per_block, per_column=data.block, n=n_prompt)),
         "next": {
             name: [[[token, round(p, 4)] for token, p in row] for row in rows[:n_text]]
             for name, rows in data.next_tokens.items()

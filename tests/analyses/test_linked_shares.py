@@ -5,7 +5,7 @@ import torch
 
 from analyses import bias_positions, linked_shares, prompt_by_depth, prompt_copies, prompt_effect
 from analyses.heads.copies import repeated_pairs
-from analyses.prompt.linked import attention_output_shares
+from analyses.prompt.linked import visit_output_shares
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVShiftConfig
 
 SHIFT = KVShiftConfig(window=2, queries=True)
@@ -29,14 +29,25 @@ def draw(n, seed):
 PROMPT, TEXT = draw(9, 1), draw(5, 2)
 
 
+def output_shares(model, prompt, text, **options):
+    """w, [layer, head, text, prompt]."""
+    w = torch.full((model.cfg.n_layers, model.cfg.n_heads, len(text), len(prompt)), torch.nan, dtype=torch.float64)
+
+    def keep(layer, first, part):
+        w[layer, ..., first : first + part.shape[-1]] = part
+
+    visit_output_shares(model, prompt, text, keep, **options)
+    return w
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_prompt_and_text_share_the_whole_output(name):
     """At each text token the shares of all heads and positions, the text's own included, sum to 1."""
     model = build(**MODELS[name])
     tokens = torch.cat([PROMPT, TEXT])
-    rows = torch.stack([w.sum(dim=2) for w in attention_output_shares(model, tokens[:-1], tokens[-1:])]).sum(dim=(0, 1))
+    rows = output_shares(model, tokens[:-1], tokens[-1:]).sum(dim=(0, 1, 3))
     own = _own_share(model, tokens)
-    torch.testing.assert_close(rows + own, torch.ones_like(rows), rtol=0, atol=1e-6)  # patterns are float32 in pictures
+    torch.testing.assert_close(rows + own, torch.ones_like(rows), rtol=0, atol=1e-12)
 
 
 def _own_share(model, tokens):
@@ -68,10 +79,10 @@ def test_marginals_agree_with_each_other_and_with_bias_positions():
     # one head with W_O an isometry: sharing by z and sharing by z W_O are then the same
     one = build(**{**MODELS["linear"], "n_layers": 1, "n_heads": 1, "d_model": 6, "d_head": 6})
     one.blocks[0].attn.W_O.data = torch.eye(6, dtype=torch.float64)[None]
-    got = attention_output_shares(one, PROMPT, TEXT)[0][0]
+    got = output_shares(one, PROMPT, TEXT)[0, 0]
     table = bias_positions(one, PROMPT, TEXT, at=list(range(len(TEXT))))
     expected = torch.tensor(table.loc[table["part"] == "prompt", "output_share"].to_numpy()).view(len(TEXT), len(PROMPT))
-    torch.testing.assert_close(got, expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
 
 
 @torch.no_grad()

@@ -204,7 +204,7 @@ def test_a_long_prompt_gives_a_page_that_opens(tmp_path):
     text = visible_text(visit(tmp_path / "page.html", tmp_path).dom)
     for words in (
         "100 of the text's 600 queries are shown",
-        "One column is the mean of 60 neighbouring tokens of the prompt's 4,096",
+        "One column is the mean of 74 neighbouring tokens of the prompt's 4,096",
         "those least attended to, are left out",
         "blocks of 2 of the 4,696 tokens, mean of each",
         "Head Selector",

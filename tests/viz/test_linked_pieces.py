@@ -110,3 +110,18 @@ def test_arcs_outside_the_tokens_are_refused_and_none_says_why():
     with pytest.raises(KVLensError, match=r"0\.\.1"):
         induction_arcs(["a", "b"], 1, ARCS, SCORES)
     assert "nothing for induction to copy" in induction_arcs(["a", "b"], 1, ARCS.iloc[:0], SCORES).body
+
+
+def test_arcs_over_a_long_prompt_keep_the_tokens_under_them():
+    n_prompt = 2000
+    tokens = [f"p{i}" for i in range(n_prompt)] + ["t0", "t1"]
+    keys = list(range(1, 1500))
+    heads = [dict(layer=0, head=head, shifted=False) for head in (0, 1)]
+    rows = [{**head, "query": n_prompt + 1, "key": key, "share": key / 1e4} for head in heads for key in keys]
+    data = data_of(piece := induction_arcs(tokens, n_prompt, pd.DataFrame(rows), SCORES))
+    assert len(data["tokens"]) == len(data["places"]) <= 256
+    assert data["tokens"][-1] == "t1" and data["places"][-1] == 1  # a place in the text
+    assert data["n_prompt"] == len(data["tokens"]) - 1
+    strongest = {data["tokens"][arc[3]] for arc in data["arcs"] if arc[1] == 0}
+    assert {f"p{key}" for key in keys[-100:]} <= strongest
+    assert f"{len(data['arcs']):,} of 2,998 arcs are shown" in piece.body and "Of 2,002 tokens the" in piece.body

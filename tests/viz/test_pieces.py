@@ -137,6 +137,10 @@ def test_blocks_hold_the_mean_of_the_places_that_they_have():
     torch.testing.assert_close(means[:, 1], values[:, 3:6].mean(dim=-1))
     torch.testing.assert_close(means[:, 3], values[:, 9:].mean(dim=-1))
     assert torch.equal(block_means(values, 1), values)
+    sums = torch.stack(
+        [values[:, i : i + 2].sum(dim=1) for i in range(0, 11, 2)], dim=1
+    )  # what is summed already, 2 to a column
+    torch.testing.assert_close(block_means(sums, 2, per_column=2, n=11), block_means(values, 4))
 
 
 def test_details_survive_the_page_to_three_digits():
@@ -164,7 +168,7 @@ def test_details_of_512_tokens_stay_small(n_layers, n_heads, largest):
     details = HeadDetails([" w"] * 512, [" t"] * 64, torch.arange(512, 576), pattern, torch.rand(n_layers, n_heads, 512))
     data = details_json(details)
     assert len(script_json(data)) < largest
-    assert (data["block"]["text"] == 1) == (n_heads == 6)
+    assert (len(data["columns"]["text"]) == 64) == (n_heads == 6)
 
 
 def test_coloured_tokens_scale_and_signs():

@@ -7,8 +7,9 @@
   const tokensOf = (picture, data, base) => data.tokens.forEach((token, i) => {
     const x = STEP * (i + 0.5);
     const text = svg("text", { x, y: base + 8, transform: `rotate(90 ${x} ${base + 8})`, class: i < data.n_prompt ? "of-prompt" : "of-text" });
-    text.textContent = label(token).slice(0, 13);
-    text.append(svg("title", {}, `${i < data.n_prompt ? "prompt" : "text"} ${i < data.n_prompt ? i : i - data.n_prompt} “${label(token)}”`));
+    const gap = i > 0 && i !== data.n_prompt && data.places[i] !== data.places[i - 1] + 1;
+    text.textContent = (gap ? "⋯ " : "") + label(token).slice(0, 13);
+    text.append(svg("title", {}, `${i < data.n_prompt ? "prompt" : "text"} ${data.places[i]} “${label(token)}”`));
     picture.append(text);
   });
 
@@ -19,8 +20,8 @@
       d: `M ${x1} ${base} C ${x1} ${base - 1.33 * height} ${x2} ${base - 1.33 * height} ${x2} ${base}`,
       "stroke-width": width, class: `arc${shifted ? " shifted" : ""}${share < 0 ? " less" : ""}`,
     });
-    path.append(svg("title", {}, `layer ${layer} head ${head}: “${label(data.tokens[query])}” (${query}) attends to ` +
-      `“${label(data.tokens[key])}” (${key}), ${number(share)}${shifted ? ", by its key shift" : ""}`));
+    path.append(svg("title", {}, `layer ${layer} head ${head}: “${label(data.tokens[query])}” (text ${data.places[query]}) attends to ` +
+      `“${label(data.tokens[key])}” (prompt ${data.places[key]}), ${number(share)}${shifted ? ", by its key shift" : ""}`));
     return path;
   };
 
@@ -69,6 +70,7 @@
     place.append(legend(top, "induction score", data.scores.some((s) => s[2] < 0)), strip, scroll, status);
     roving(buttons, 0, toggle, () => { chosen.clear(); draw(); });
     draw();
+    scroll.scrollLeft = wide; // to the text, where the arcs begin
   };
 
   document.querySelectorAll('[data-kvlens="arcs"]').forEach(setUp);

@@ -3,26 +3,10 @@
 (() => {
   const { dataOf, label, number, valuesOf, strongest, sumOf, element, legend, colouredTokens, mapOfHeads } = KVLENS;
 
-  const inBlocks = (tokens, size) => {
-    if (size === 1) return tokens;
-    const blocks = [];
-    for (let i = 0; i < tokens.length; i += size) blocks.push(tokens.slice(i, i + size).join(""));
-    return blocks;
-  };
-
   // --- one head's pattern, on a canvas: queries of the text downwards, keys of prompt and text across -----------------
 
-  const columnsOf = (data) => {
-    const columns = [];
-    for (const [part, size] of [["prompt", data.block.prompt], ["text", data.block.text]])
-      for (let i = 0; i < data[part].length; i += size) {
-        const last = Math.min(i + size, data[part].length) - 1;
-        const place = last === i ? `${i}` : `${i}–${last}`;
-        const text = data[part].slice(i, last + 1).join("");
-        columns.push({ part, place, text: label(text.length > 24 ? text.slice(0, 23) + "…" : text) });
-      }
-    return columns;
-  };
+  const columnsOf = (data) => ["prompt", "text"].flatMap((part) =>
+    data.columns[part].map(({ place, text }) => ({ part, place, text: label(text.length > 24 ? text.slice(0, 23) + "…" : text) })));
 
   const colourReader = (context) => {
     // the browser parses the style sheet's colours, whatever notation they have
@@ -72,7 +56,7 @@
     }
     context.fillStyle = `rgb(${ink})`;
     context.font = "11px system-ui, sans-serif";
-    context.fillText(`prompt, ${data.prompt.length} tokens →`, xOf(0), 16);
+    context.fillText(`prompt, ${data.n_prompt} tokens →`, xOf(0), 16);
     const inText = `text, ${data.text.length} tokens →`;
     const right = box.width - context.measureText(inText).width - 2;
     context.fillText(inText, Math.min(xOf(nPrompt), right), 16);
@@ -135,7 +119,7 @@
 
   const showHead = (place, data, scales, layer, headIndex) => {
     const head = data.heads[layer][headIndex];
-    const shares = valuesOf(head.shares), tokens = inBlocks(data.prompt, data.block.share);
+    const shares = valuesOf(head.shares), tokens = data.blocks.map((block) => block.text);
     const title = element("h3", "", `Layer ${layer}, head ${headIndex}`);
     const { panel, draw } = patternPanel(data, head, scales.pattern);
     const patternTitle = element("h4", "", "Attention pattern of the unconverted model");
@@ -147,12 +131,12 @@
       element("p", "note", ["Rows are the text's tokens.", negative, ...data.notes].filter(Boolean).join(" ")),
       legend(scales.pattern, "of the head's attention; the same scale for every head", signed("pattern")));
     const most = shares.map((x, i) => [x ?? 0, i]).sort((a, b) => Math.abs(b[0]) - Math.abs(a[0])).slice(0, 5);
-    const list = most.map(([x, i]) => `“${label(tokens[i])}” (${i * data.block.share}) ${number(x)}`).join(", ");
+    const list = most.map(([x, i]) => `“${label(tokens[i])}” (${data.blocks[i].place}) ${number(x)}`).join(", ");
     place.append(
       element("h4", "", "Prompt tokens by their share of the head's output on the text"),
       element("p", "note", `All of them together: ${number(head.whole)}; the rest is the text's own, and the shift boundary's. Most: ${list}.`),
       legend(scales.shares, "of the head's output", signed("shares")),
-      colouredTokens(tokens, shares, scales.shares, (token, i, x) => `prompt ${i * data.block.share} ${label(token)}: ${number(x)}`));
+      colouredTokens(tokens, shares, scales.shares, (token, i, x) => `prompt ${data.blocks[i].place} ${label(token)}: ${number(x)}`));
     if (head.bias) {
       const bias = valuesOf(head.bias);
       place.append(

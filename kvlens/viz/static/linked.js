@@ -201,7 +201,7 @@
     roving(headCells, nHeads, choose("head"), clear);
     roving(textButtons, 0, choose("text"), clear);
     colouring.listen(() => { if (kind !== "head") clear(); else draw(); });
-    prompt.note.textContent = data.block > 1 ? `${data.n_prompt} tokens in blocks of ${data.block}; colours are means per token.` : `${data.n_prompt} tokens.`;
+    prompt.note.textContent = data.block > 1 ? `${data.n_prompt} tokens in blocks of ${data.block}; colours are means per token. Of a long block the text is cut.` : `${data.n_prompt} tokens.`;
     text.note.textContent = data.note;
     choose("text")(data.text.length - 1); // something to see at once: what the model says next
   };

@@ -50,9 +50,11 @@ def test_details_are_the_pattern_and_the_shares():
     details = head_details(model, prompt, text)
     n_prompt, n_keys = len(prompt), len(prompt) + len(text)
     assert details.prompt[0] == model.tokenizer.bos_token and "".join(details.text) == TEXT
-    assert details.queries.tolist() == list(range(n_keys))  # short enough for every row
+    assert details.queries.tolist() == list(range(n_prompt, n_keys)) and details.block == 1  # short enough for all
     everything = attention_rows(model, torch.cat([prompt, text]), torch.arange(n_keys))
-    torch.testing.assert_close(details.pattern, everything)
+    torch.testing.assert_close(details.pattern, everything[:, :, n_prompt:])
+    assert details.strongest.tolist() == list(range(n_keys))
+    torch.testing.assert_close(details.among, everything)
     assert details.prompt_shares.shape == (2, 3, n_prompt)
     means = details.bias_shares.double().mean(dim=-1).flatten()
     expected = bias_by_head(model, prompt, text)["bias_share"]
