@@ -15,15 +15,17 @@ where the keys and values of N were computed *with* the first prompt in view. Th
   behind the first prompt's boundary, its own pass reading no bias.
 
 In the first layer keys and values depend on the tokens alone, so ``aligned`` is exact there, and exact altogether in a
-one-layer model; without positions, shift and decay so is ``plain``. For softmax attention :func:`bias_addition` asks the same
-of keys side by side: what it costs to keep texts' keys and values apart, and to put them together when they are needed. A BOS
-in both prompts would be in the concatenation twice: give the second prompt none. A trained bias is the start of every
-conversion, so ``plain`` counts it twice.
+one-layer model; without positions, shift and decay so is ``plain``. A BOS in both prompts would be in the concatenation twice:
+give the second prompt none. A trained bias is the start of every conversion, so ``plain`` counts it twice.
+
+In a softmax model C keeps the first prompt's keys as they are, N brings its own, and nothing is erased. All the same a query
+that reads C reads N along with it, and the same questions are asked of what queries read (:mod:`analyses.bias.probes`): the
+queries of the second prompt's tokens, as if they stood behind both prompts, over the normaliser of both.
 
 Source: ICLCA sec. 4 for the bias and its continuation; the decomposition is kvlens'.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -32,6 +34,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from analyses.bias.probes import Numbers, numbers_read, numbers_stored, probes_of, side_by_side
 from analyses.declaration import Analysis, Columns
 from analyses.inputs import PROMPT, tokens_field
 from analyses.predictions import converted_logits, kl_divergence, log_probabilities, next_token_losses
@@ -83,7 +86,7 @@ CIRCUIT_COLUMNS = Columns(
     normalizer_kept=(
         "float64",
         "sum of b_D over its features, first prompt over both: what is left of the first prompt's output for a query that "
-        'reads all features alike; NaN under "none"',
+        'reads all features alike; NaN under "none"; softmax: the first prompt\'s share of the mass, mean over queries',
     ),
     plain_error=("float64", "||b_1 + b_2 - b_12|| / ||b_12|| of b_KV"),
     plain_b_d_error=("float64", 'of b_D; NaN under "none"'),
@@ -95,7 +98,12 @@ CIRCUIT_COLUMNS = Columns(
 @SIMILARITY_COLUMNS.document
 @checked
 @torch.no_grad()
-def bias_similarity(biases: KVBias | Sequence[KVBias]) -> pd.DataFrame:
+def bias_similarity(
+    biases: KVBias | Sequence[KVBias],
+    *,
+    model: HookedKVTransformer | None = None,
+    text_tokens: TextTokens | None = None,
+) -> pd.DataFrame:
     """Cosine between the biases of different prompts, head by head.
 
     Where RoPE follows the feature map every bias is seen from the end of its prompt, so prompts of different lengths
@@ -103,6 +111,8 @@ def bias_similarity(biases: KVBias | Sequence[KVBias]) -> pd.DataFrame:
 
     Args:
         biases: a batch of biases, or single ones of one model.
+        model, text_tokens: for softmax models, whose prompts compare by what they give to the queries of this text (a string,
+            or tokens [pos] without BOS), read behind each of them in turn.
 
     Returns:
         One row per pair of prompts (``prompt_a < prompt_b``), layer and head, in this order:
@@ -110,10 +120,12 @@ def bias_similarity(biases: KVBias | Sequence[KVBias]) -> pd.DataFrame:
         {columns}
 
     Raises:
-        KVLensError: fewer than two biases, a batch among single ones, biases of different models.
+        KVLensError: fewer than two biases, a batch among single ones, biases of different models; softmax biases without a
+            model and a text.
     """
-    b_kv, b_d = _stack(biases)
-    n_prompts, n_layers, n_heads = b_d.shape[:3]
+    biases = _listed(biases)
+    kv, d = (torch.stack(x) for x in zip(*map(_comparable(biases, model, text_tokens), biases), strict=True))
+    n_prompts, n_layers, n_heads = d.shape[:3]
     a, b = torch.triu_indices(n_prompts, n_prompts, offset=1)
     places = torch.cartesian_prod(torch.arange(len(a)), torch.arange(n_layers), torch.arange(n_heads))
     return SIMILARITY_COLUMNS.frame(
@@ -122,10 +134,23 @@ def bias_similarity(biases: KVBias | Sequence[KVBias]) -> pd.DataFrame:
             "prompt_b": b[places[:, 0]],
             "layer": places[:, 1],
             "head": places[:, 2],
-            "b_kv_cosine": _cosines(b_kv.flatten(-2))[a, b],
-            "b_d_cosine": _cosines(b_d)[a, b],
+            "b_kv_cosine": _cosines(kv.flatten(-2))[a, b],
+            "b_d_cosine": _cosines(d)[a, b],
         }
     )
+
+
+def _comparable(biases: Sequence[KVBias], model: HookedKVTransformer | None, text_tokens: TextTokens | None) -> Numbers:
+    """The numbers in which ``biases`` are compared."""
+    if biases[0].features is None:
+        return numbers_stored
+    if model is None or text_tokens is None:
+        raise KVLensError(
+            "bias_similarity: each prompt of a softmax model has keys of its own, and what compares is what a text's queries "
+            "read of them: give model= and text_tokens="
+        )
+    text = one_sequence(model, "text_tokens", text_tokens)
+    return numbers_read(model, side_by_side([probes_of(model, bias, text) for bias in biases]), biases)
 
 
 @OVERWRITING_COLUMNS.document
@@ -141,14 +166,15 @@ def bias_overwriting(
     """Follow each singular direction of the first prompt's b_KV through the conversion of the second prompt.
 
     Args:
-        model: with linear attention.
+        model: linear or softmax, nothing attached.
         first_tokens: a string, or tokens [pos] with BOS where the model wants one.
         second_tokens: a string, or tokens [pos] without BOS: the continuation.
         n_directions: at most so many directions per head, the strongest; None takes all above rounding.
 
     Returns:
         One row per layer, head and direction r, in this order. u_r (features) and w_r (values) are the singular vectors of
-        the carried bias C; those of b_1 are the same up to the rotation that takes all of its keys along.
+        the carried bias C; those of b_1 are the same up to the rotation that takes all of its keys along. Of a softmax model
+        u_r is over the queries that read.
 
         {columns}
 
@@ -156,16 +182,16 @@ def bias_overwriting(
         ``normalizer_kept`` of :func:`circuits`.
 
     Raises:
-        KVLensError: softmax attention, tokens that are empty, misshapen or outside the vocabulary.
+        KVLensError: an attached bias, tokens that are empty, misshapen or outside the vocabulary.
     """
     if n_directions is not None and n_directions < 1:
         raise KVLensError(f"bias_overwriting: n_directions must be at least 1, got {n_directions}")
-    _needs_one_space("bias_overwriting")(model)
     pair = _convert_pair(model, first_tokens, second_tokens)
-    carried, new = pair.carried.b_KV.double(), pair.new
-    strength = torch.linalg.svdvals(pair.first.b_KV.double())
+    numbers = _numbers(model, pair)
+    (first, _), (carried, _), (whole, _) = (numbers(bias) for bias in (pair.first, pair.carried, pair.whole))
+    strength = torch.linalg.svdvals(first)
     u, s, wh = torch.linalg.svd(carried, full_matrices=False)
-    read = torch.einsum("lhfr,lhfd->lhrd", u, new)  # what a query along u_r reads of the new term
+    read = torch.einsum("lhfr,lhfd->lhrd", u, whole - carried)  # what a query along u_r reads of the new term
     written = (read * wh).sum(dim=-1)
     crosstalk = (read - written[..., None] * wh).norm(dim=-1)
     rounding = max(carried.shape[-2:]) * torch.finfo(pair.carried.b_KV.dtype).eps * strength[..., :1]
@@ -233,7 +259,7 @@ def circuits(model: HookedKVTransformer, first_tokens: FirstTokens, second_token
     """One line per head about two prompts: how alike their biases are, what survives of the first, what adding would cost.
 
     Args:
-        model: with linear attention, nothing attached.
+        model: linear or softmax, nothing attached.
         first_tokens, second_tokens: as in :func:`bias_overwriting`.
 
     Returns:
@@ -244,33 +270,32 @@ def circuits(model: HookedKVTransformer, first_tokens: FirstTokens, second_token
     Raises:
         KVLensError: as :func:`bias_addition`.
     """
-    _needs_one_space("circuits")(model)
     pair = _convert_pair(model, first_tokens, second_tokens)
-    first, carried, whole = (b.b_KV.double().flatten(2) for b in (pair.first, pair.carried, pair.whole))
-    alike = bias_similarity([pair.first, pair.second])
+    numbers = _numbers(model, pair)
+    (first, first_d), (second, second_d), (whole, whole_d) = (numbers(b) for b in (pair.first, pair.second, pair.whole))
+    carried, carried_d = numbers(pair.carried)
+    first, second, carried, whole = (x.flatten(2) for x in (first, second, carried, whole))
+    layer, head = torch.cartesian_prod(torch.arange(model.cfg.n_layers), torch.arange(model.cfg.n_heads)).T
     columns = {
+        "layer": layer,
+        "head": head,
+        "b_kv_cosine": _cosines(torch.stack([first, second]))[0, 1],
+        "b_d_cosine": _cosines(torch.stack([first_d, second_d]))[0, 1],
         "survival": (carried * whole).sum(dim=-1) / (carried.norm(dim=-1) * first.norm(dim=-1)),
-        "normalizer_kept": pair.first.b_D.double().sum(dim=-1) / pair.whole.b_D.double().sum(dim=-1),
+        "normalizer_kept": carried_d.sum(dim=-1) / whole_d.sum(dim=-1),
     }
     for name, added in pair.sums.items():
-        columns[f"{name}_error"] = _relative(added.b_KV.double().flatten(2), whole)
-        columns[f"{name}_b_d_error"] = _relative(added.b_D.double(), pair.whole.b_D.double())
-    shared = ("layer", "head", "b_kv_cosine", "b_d_cosine")
-    return CIRCUIT_COLUMNS.frame({**{name: alike[name] for name in shared}, **columns})
+        kv, d = numbers(added)
+        columns[f"{name}_error"] = _relative(kv.flatten(2), whole)
+        columns[f"{name}_b_d_error"] = _relative(d, whole_d)
+    return CIRCUIT_COLUMNS.frame(columns)
 
 
-def _needs_one_space(analysis: str) -> Callable[[HookedKVTransformer], None]:
-    """For ``Analysis.check_model``: refuse softmax models, whose prompts bring features of their own."""
-
-    def check(model: HookedKVTransformer) -> None:
-        if model.cfg.attention != "linear":
-            raise KVLensError(
-                f"{analysis}: it compares the biases of two prompts number by number, which needs attention='linear': in "
-                "softmax attention each prompt's keys are features of its own, side by side, and none is written over; "
-                "bias_addition compares what the model says"
-            )
-
-    return check
+def _numbers(model: HookedKVTransformer, pair: "_Pair") -> Numbers:
+    """The numbers in which the biases of ``pair`` are compared."""
+    if model.cfg.attention == "linear":
+        return numbers_stored
+    return numbers_read(model, probes_of(model, pair.first, pair.second_tokens), [pair.whole])
 
 
 class _Pair(NamedTuple):
@@ -282,11 +307,7 @@ class _Pair(NamedTuple):
     carried: KVBias
     aligned_second: KVBias
     sums: dict[str, KVBias]
-
-    @property
-    def new(self) -> Float[Tensor, "layer head d_phi d_head"]:
-        """N, what the second prompt wrote with the first in view."""
-        return self.whole.b_KV.double() - self.carried.b_KV.double()
+    second_tokens: Int[Tensor, " second_pos"]
 
 
 def _convert_pair(model: HookedKVTransformer, first_tokens: FirstTokens, second_tokens: SecondTokens) -> _Pair:
@@ -303,7 +324,7 @@ def _convert_pair(model: HookedKVTransformer, first_tokens: FirstTokens, second_
         for name, a, b in zip(SUMS, (first, carried), (second, aligned), strict=True)
     }
     alone = replace(carried, last_k=whole.last_k, last_v=whole.last_v, last_q=whole.last_q)
-    return _Pair(first, second, whole, _as_if_after_both(alone, whole), aligned, sums)
+    return _Pair(first, second, whole, _as_if_after_both(alone, whole), aligned, sums, two)
 
 
 def _as_if_after_both(bias: KVBias, whole: KVBias) -> KVBias:
@@ -311,8 +332,8 @@ def _as_if_after_both(bias: KVBias, whole: KVBias) -> KVBias:
     return replace(bias, position_offset=whole.position_offset, n_prompt_tokens=whole.n_prompt_tokens)
 
 
-def _stack(biases: KVBias | Sequence[KVBias]) -> tuple[Tensor, Tensor]:
-    """b_KV [prompt, layer, head, d_phi, d_head] and b_D, in float64 on the CPU."""
+def _listed(biases: KVBias | Sequence[KVBias]) -> list[KVBias]:
+    """Single biases of one model, two or more."""
     if isinstance(biases, KVBias):
         biases = [biases] if biases.batch_size is None else [biases.select_prompt(i) for i in range(biases.batch_size)]
     if len(biases) < 2:
@@ -322,8 +343,7 @@ def _stack(biases: KVBias | Sequence[KVBias]) -> tuple[Tensor, Tensor]:
             came = f"a batch of {bias.batch_size}" if isinstance(bias, KVBias) else type(bias).__name__
             raise KVLensError(f"bias_similarity: bias {i}: expected the bias of one prompt, got {came}")
         bias.fingerprint.check(biases[0].fingerprint, f"bias_similarity: bias {i}", whose="the first bias")
-    b_kv, b_d = (torch.stack([getattr(b, name).double().cpu() for b in biases]) for name in ("b_KV", "b_D"))
-    return b_kv, b_d
+    return list(biases)
 
 
 def _cosines(x: Float[Tensor, "prompt layer head d"]) -> Float[Tensor, "prompt prompt layer head"]:
@@ -341,5 +361,4 @@ CIRCUITS = Analysis(
     function=circuits,
     columns=CIRCUIT_COLUMNS,
     inputs={"first_tokens": PROMPT, "second_tokens": tokens_field("second_prompt", prepend_bos=False)},
-    check_model=_needs_one_space("circuits"),
 )

@@ -13,7 +13,6 @@ from analyses import (
     bias_effects,
     bias_positions,
     bias_singular_values,
-    circuits,
 )
 from kvlens import KVLensError, KVShiftConfig, convert_prompt
 
@@ -99,8 +98,3 @@ def test_adding_softmax_biases_against_the_slow_way():
     )
     assert 1e-3 < frame.loc["aligned", "logit_error"] < frame.loc["first", "logit_error"]
     assert frame.loc["first", "logit_error"] != pytest.approx(float((first - whole).norm() / whole.norm()), rel=1e-3)
-
-
-def test_what_compares_numbers_of_one_space_is_refused():
-    with pytest.raises(KVLensError, match="bias_addition compares what the model says"):
-        circuits(softmax_model("shifted"), PROMPT, tokens(4))

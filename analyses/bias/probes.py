@@ -1,0 +1,93 @@
+"""What a text's queries read of a softmax prompt: numbers in which two prompts with keys of their own compare.
+
+The numbers of a linear model's bias are over the model's own features, the same for every prompt. A softmax prompt brings keys
+of its own, and only what queries make of them can be compared. The queries are a real text's; head by head, query q_i reads
+
+    phi(q_i)^T b_KV / n_i  [d_head]        phi(q_i)^T b_D / n_i        n_i: of all that is compared, the same for every bias
+
+which is the share of a prompt in the head's output, and in its normaliser's mass. One row a query, they stand where b_KV
+[d_phi, d_head] and b_D [d_phi] of a linear model stand.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvlens import HookedKVTransformer, KVBias
+
+Numbers = Callable[[KVBias], tuple[Float[Tensor, "layer head row d_head"], Float[Tensor, "layer head row"]]]
+"""From a bias to its b_KV and b_D, or to what probes read of them; in float64 on the CPU."""
+
+
+class Probes(NamedTuple):
+    """Queries as a model scores them (shifted, after RoPE), layer by layer, and their places in the text."""
+
+    queries: Float[Tensor, "layer row head d_head"]
+    positions: Int[Tensor, " row"]
+
+
+class Reads(NamedTuple):
+    """What is meant is exp(log_scale) times ``kv`` and ``d``, which may be beyond numbers."""
+
+    kv: Float[Tensor, "layer head row d_head"]
+    d: Float[Tensor, "layer head row"]
+    log_scale: Float[Tensor, "layer head row"]
+
+    @property
+    def log_normalizer(self) -> Float[Tensor, "layer head row"]:
+        """The logarithm of what b_D gives; NaN where signed weights make it negative."""
+        return self.d.log() + self.log_scale
+
+    def over(self, log_n: Float[Tensor, "layer head row"]) -> tuple[Tensor, Tensor]:
+        """Both, divided by n."""
+        factor = (self.log_scale - log_n).exp()
+        return self.kv * factor[..., None], self.d * factor
+
+
+def numbers_stored(bias: KVBias) -> tuple[Tensor, Tensor]:
+    """b_KV and b_D themselves, where their features are the model's."""
+    return bias.b_KV.double().cpu(), bias.b_D.double().cpu()
+
+
+def numbers_read(model: HookedKVTransformer, probes: Probes, all_of_it: Sequence[KVBias]) -> Numbers:
+    """What ``probes`` read of a bias, over the normaliser of ``all_of_it`` together."""
+    log_n = torch.stack([reads(model, bias, probes).log_normalizer for bias in all_of_it]).logsumexp(dim=0)
+    log_n = torch.where(log_n == -torch.inf, 0.0, log_n)  # a query whose window holds nothing of them reads 0
+    return lambda bias: reads(model, bias, probes).over(log_n)
+
+
+def probes_of(model: HookedKVTransformer, bias: KVBias, text: Int[Tensor, " pos"]) -> Probes:
+    """The queries of ``text`` behind the prompt of ``bias``."""
+    kept = "hook_q"
+    if model.cfg.positional_embedding_type == "rotary":
+        kept = "hook_rot_q"
+    elif model.cfg.kv_shift is not None and model.cfg.kv_shift.queries:
+        kept = "hook_q_shifted"
+    names = [f"blocks.{layer}.attn.{kept}" for layer in range(model.cfg.n_layers)]
+    with model.kv_bias(bias):
+        _, cache = model.run_with_cache(text[None], names_filter=names)
+    queries = torch.stack([cache[name][0].double().cpu() for name in names])
+    return Probes(queries, torch.arange(len(text)))
+
+
+def side_by_side(probes: Sequence[Probes]) -> Probes:
+    """Several texts' queries as one set."""
+    return Probes(torch.cat([p.queries for p in probes], dim=1), torch.cat([p.positions for p in probes]))
+
+
+def reads(model: HookedKVTransformer, bias: KVBias, probes: Probes) -> Reads:
+    """What each query reads of ``bias``, as if its text stood behind it, with the model's own scoring."""
+    bias = bias.per_query_head().to("cpu").to(torch.float64)
+    assert bias.features is not None
+    assert bias.log_scale is not None
+    layers = []
+    for layer, block in enumerate(model.blocks):
+        b_kv, b_d, scale = bias.b_KV[layer], bias.b_D[layer], bias.log_scale[layer]
+        rule, q = block.attn.score_rule(), probes.queries[layer][None]
+        phi = bias.features.read(layer, q, rule, probes.positions[None], scale[None], b_kv[None], b_d[None])
+        features = phi.features[0].transpose(0, 1)  # [head, row, d_phi]
+        layers.append((features @ b_kv, (features @ b_d[..., None])[..., 0], phi.log_scale[0].T))
+    return Reads(*(torch.stack(x) for x in zip(*layers, strict=True)))
