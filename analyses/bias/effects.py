@@ -21,6 +21,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from analyses.bias.interventions import Interventions, donors_of, logits_under
+from analyses.bias.one_space import with_references
 from analyses.declaration import Analysis, Columns, Field, Option
 from analyses.inputs import ANSWER, PROMPT, TEXT, WRONG, read_tokens
 from analyses.predictions import converted_logits, kl_divergence, log_probabilities, next_token_losses
@@ -86,7 +87,8 @@ def bias_effects(
         methods: of :data:`METHODS`.
         parts: of :data:`PARTS`; None takes all that the bias has. With grouped queries, the boundary of a head is that of
             its group.
-        references: the biases of other prompts, as a batch, for ``mean`` and ``resample``.
+        references: the biases of other prompts, as a batch, for ``mean`` and ``resample``. Of a softmax model they bring their
+            own keys, each with its weight, in the mean with that over their number.
         answer, wrong: the logit, as in :func:`analyses.bias.decomposition.bias_decomposition`.
         batch_size: ablations per forward pass; None takes what memory allows.
         on_start: called once, before the first ablation, with their number.
@@ -107,6 +109,7 @@ def bias_effects(
     ablations = _ablations(bias, by, methods, parts, references)
     if on_start is not None:
         on_start(len(ablations))
+    bias, references = with_references(bias, references)
     rows = _interventions(bias, ablations, references)
     numbers = measured_effects(model, text, bias, rows, target, batch_size=batch_size, on_progress=on_progress)
     which = {name: [getattr(ablation, name) for ablation in ablations] for name in Ablation._fields}

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from analyses.passes import MEMORY_PER_PASS, check_batch_size
-from kvlens import HookedKVTransformer, KVBias, KVLensError
+from kvlens import HookedKVTransformer, KVBias
 
 OF_BIAS, OF_BOUNDARY = ("b_KV", "b_D"), ("last_k", "last_v", "last_q")
 """The tensors of a bias, and those of the boundary that it carries."""
@@ -35,12 +35,10 @@ class Interventions(NamedTuple):
 
 
 def donors_of(bias: KVBias, references: KVBias | None = None) -> KVBias:
-    """A batch of what may stand in the place of ``bias``: zeros, then the references' mean, then each reference."""
-    if references is not None and bias.features is not None and bias.features.per_prompt:
-        raise KVLensError(
-            "references: each prompt of a softmax model has virtual keys of its own, and one prompt's b_KV means nothing under "
-            "another's keys; ablate with zeros"
-        )
+    """A batch of what may stand in the place of ``bias``: zeros, then the references' mean, then each reference.
+
+    A softmax model's references are over the features of ``bias`` (:func:`analyses.bias.one_space.with_references`).
+    """
     bias = bias.per_query_head()
     tensors: dict[str, Any] = {}
     for name in OF_BIAS + OF_BOUNDARY:

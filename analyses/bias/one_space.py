@@ -8,6 +8,7 @@ and b_D alike, each bias says what it said alone, and any head of a sum, a mean 
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +27,17 @@ def in_one_space(*biases: KVBias) -> list[KVBias]:
         return list(biases)
     alone = torch.eye(len(biases)).tolist()
     return [_with_own_boundary(combine(*biases, weights=w, boundary="first"), b) for w, b in zip(alone, biases, strict=True)]
+
+
+def with_references(bias: KVBias, references: KVBias | None) -> tuple[KVBias, KVBias | None]:
+    """A bias and a batch of others, over one set of features."""
+    if references is None or bias.features is None:
+        return bias, references
+    n = references.b_KV.shape[1]
+    own, *others = in_one_space(bias, *(references.select_prompt(i) for i in range(n)))
+    names = ("b_KV", "b_D", "last_k", "last_v", "last_q")
+    stacked: dict[str, Any] = {name: torch.stack([getattr(b, name) for b in others], dim=1) for name in names}
+    return own, replace(others[0].repeat(n), **stacked)
 
 
 def _with_own_boundary(bias: KVBias, own: KVBias) -> KVBias:

@@ -14,7 +14,7 @@ from analyses import (
     bias_positions,
     bias_singular_values,
 )
-from kvlens import KVLensError, KVShiftConfig, convert_prompt
+from kvlens import KVShiftConfig, combine, convert_prompt
 
 KINDS = {
     "learned positions": dict(kv_shift=None, positional_embedding_type="standard"),
@@ -68,10 +68,26 @@ def test_every_query_head_has_its_rows(name):
     assert len(bias_effects(model, PROMPT, TEXT, parts=["bias"])) == n
 
 
-def test_another_prompts_keys_are_no_reference():
-    model = softmax_model("learned positions")
-    with pytest.raises(KVLensError, match="virtual keys of its own"):
-        bias_effects(model, PROMPT, TEXT, methods=["mean"], references=convert_prompt(model, tokens(12).reshape(2, 6)))
+@pytest.mark.parametrize("name", KINDS)
+def test_other_prompts_in_the_place_of_a_heads_own(name):
+    """Each against a bias put together by sums: the rest of this prompt, and that head of the others."""
+    model = softmax_model(name)
+    bias, others = convert_prompt(model, PROMPT), convert_prompt(model, tokens(12, seed=4).reshape(2, 6))
+    methods = ["resample", "mean"]
+    frame = bias_effects(model, bias, TEXT, methods=methods, parts=["bias"], references=others, by="layer")
+    everything = bias_effects(model, bias, TEXT, methods=methods, parts=["bias"], references=others, by="model")
+    with torch.no_grad(), model.kv_bias(bias):
+        whole = model(TEXT[None]).log_softmax(-1)[0]
+    kl = frame.set_index(["method", "reference", "layer"])["kl"]
+    for layer, rest in ((0, [1]), (1, [0])):
+        for i in range(2):
+            taken = others.select_prompt(i).select(layers=[layer])
+            with torch.no_grad(), model.kv_bias(combine(bias.select(layers=rest), taken, boundary="first")):
+                less = model(TEXT[None]).log_softmax(-1)[0]
+            assert kl["resample", i, layer] == pytest.approx(float((whole.exp() * (whole - less)).sum(-1).mean()), rel=1e-8)
+    assert everything["kl"].gt(0).all() and len(everything) == 3
+    itself = bias_effects(model, bias, TEXT, methods=methods, references=convert_prompt(model, PROMPT[None]), by="model")
+    np.testing.assert_allclose(itself["kl"], 0, atol=1e-12)
 
 
 ALIBI = {"alibi": dict(kv_shift=None, positional_embedding_type="alibi", alibi_slopes=(0.5, 0.25, 0.125, 0.0625, 0.03125))}
