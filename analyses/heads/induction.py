@@ -100,7 +100,8 @@ def induction_heads(
         tokens: pieces of your own, without BOS, in place of random ones: a string, [piece] or [batch, piece]; they are said
             twice.
         prepend_bos: None puts a BOS in front where the model is used to one.
-        threshold: share of what a head reads from which on it is named, on its strongest stretch.
+        threshold: share of what a head reads from which on it is named, on its strongest stretch; a quarter of it for
+            "induction" and "duplicate token", which compete with every other place of the text.
         ratio: how many times that must be what uniform attention would give; see :mod:`analyses.heads.verdicts`.
         ablations: also replace each head's output by that on other random tokens (n_layers x n_heads x n_sequences runs).
         batch_size: rows per forward pass of the ablations; None goes by memory.
@@ -233,7 +234,9 @@ INDUCTION_HEADS = Analysis(
     options={
         "n_random": Option("use this many sequences of random tokens, as long as the prompt; 0 repeats the prompt itself"),
         "seed": Option("of random tokens"),
-        "threshold": Option("share of what a head reads from which on it is named, on its strongest stretch"),
+        "threshold": Option(
+            "share of what a head reads from which on it is named (a quarter of it for a match), on its strongest stretch"
+        ),
         "ratio": Option("how many times that must be what uniform attention would give"),
         "ablations": Option("also measure the effect of resampling each head's output"),
     },

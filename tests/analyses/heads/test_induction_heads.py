@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 import torch
 from analysis_models import random_model
-from repeated_models import D_VOCAB, HEAD_TAPS, blank_model, shifted_heads, two_layer_circuit
+from repeated_models import D_VOCAB, HEAD_TAPS, SHARP, blank_model, shifted_heads, two_layer_circuit
 from transformer_lens.head_detector import detect_head
 
 from analyses.declaration import Record
@@ -119,10 +119,11 @@ def test_the_verdict_does_not_see_a_rescaling_of_the_coefficients_against_the_va
 
 
 def test_the_threshold_decides():
-    assert (
-        induction_heads(shifted_heads(), n_repeated=N, threshold=0.51)["verdict"].iloc[3] != "duplicate token"
-    )  # its share is 0.5
-    assert induction_heads(shifted_heads(), n_repeated=N, threshold=0.49)["verdict"].iloc[3] == "duplicate token"
+    """A score of 3 beside i scores of 0 takes e^3 / (e^3 + i): 0.84 on the first seven places, 0.67 on the last."""
+    model = two_layer_circuit()
+    model.blocks[0].attn.W_Q[1] *= 3 / SHARP
+    for threshold, name in ((0.9, "none"), (0.8, "previous token"), (0.6, "previous token")):
+        assert induction_heads(model, n_sequences=2, n_repeated=N, threshold=threshold)["verdict"].iloc[1] == name
 
 
 def test_roles_of_wider_windows_and_shifted_queries():

@@ -8,7 +8,7 @@ from analyses import induction_heads
 from analyses.heads.lags import KINDS, pattern_scores
 from analyses.heads.repeated_tokens import RepeatedTokens
 from analyses.heads.shift_roles import ShiftTaps
-from analyses.heads.verdicts import NO_VERDICT, RATIO, STRETCH, THRESHOLD, judge_heads
+from analyses.heads.verdicts import NO_VERDICT, OF_A_MATCH, RATIO, STRETCH, THRESHOLD, judge_heads
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig
 
 ONE = torch.tensor([[1.0, 0.0]], dtype=torch.float64)
@@ -71,7 +71,10 @@ def test_each_kind_by_its_lag_and_the_farthest_above_chance_of_two(n):
 
 def test_below_the_threshold_or_near_chance_there_is_no_name():
     n = 40
-    assert verdict(mixed(n, n - 1, THRESHOLD - 0.03, slice(n, 2 * n)), n).name == NO_VERDICT
+    assert verdict(mixed(n, 1, THRESHOLD - 0.03, slice(n, 2 * n)), n).name == NO_VERDICT
+    assert verdict(mixed(n, n - 1, THRESHOLD - 0.03, slice(n, 2 * n)), n).name == "induction"  # a match needs a quarter of it
+    long = 300  # where this is far above chance
+    assert verdict(mixed(long, long - 1, OF_A_MATCH * THRESHOLD - 0.005, slice(long, 2 * long)), long).name == NO_VERDICT
     short = 2
     assert verdict(mixed(short, 1, 0.3, slice(1, 4)), short).name == NO_VERDICT  # less than three times chance is none
 
@@ -81,6 +84,27 @@ def test_a_head_that_looks_at_one_place_after_the_other_at_random_has_no_name():
     for _ in range(200):
         places = (torch.rand(2 * n, generator=generator) * torch.arange(1, 2 * n + 1)).long()
         assert verdict(torch.eye(2 * n, dtype=torch.float64)[places], n).name == NO_VERDICT
+
+
+def test_a_head_that_does_its_part_on_every_other_place_has_no_name():
+    n = 40
+    every_other = torch.zeros(2 * n, dtype=torch.bool)
+    every_other[n::2] = True
+    assert verdict(mixed(n, n - 1, 0.9, every_other), n).name == NO_VERDICT
+    most = every_other.clone()
+    most[n + 1 :: 4] = True
+    most[n + 3 :: 8] = True  # seven of eight
+    assert verdict(mixed(n, n - 1, 0.9, most), n).name == "induction"
+
+
+@pytest.mark.parametrize("n", [16, 30, 60, 120])
+def test_a_match_whose_share_falls_with_the_length_keeps_its_name(n):
+    """Five times chance at every place, as of a kernel that cannot be sharp."""
+    pattern = uniform(n)
+    for i in range(n, 2 * n):
+        pattern[i, i - n + 1] *= 5
+        pattern[i] /= pattern[i].sum()
+    assert verdict(pattern, n).name == "induction"
 
 
 def test_the_value_side_decides_and_a_common_factor_does_not():
