@@ -60,6 +60,45 @@ def test_the_story_alone_decides_the_answer(stories):
             assert len(set(values)) == len(values)
 
 
+RETOLD = FactsTask(min_facts=4, max_facts=7, length=160, update_share=0.4, pronoun_share=0.7)
+
+
+@pytest.mark.parametrize("split", ["train", "heldout"])
+def test_updates_and_pronouns_leave_one_sentence_that_holds_the_answer(split):
+    drawn, tokenizer = RETOLD.stories(120, seeded(1), split), word_tokenizer(pronouns=True)
+    seen = Counter()
+    for story in drawn:
+        assert tokenizer.encode(f"{story.prompt} {story.text}") == story.tokens
+        word = tokenizer.convert_ids_to_tokens(story.tokens)
+        last = {(s.fact.kind.name, s.fact.subject): i for i, s in enumerate(story.sentences)}
+        for i, sentence in enumerate(story.sentences):
+            assert sentence.outdated == (last[sentence.fact.kind.name, sentence.fact.subject] != i)
+            assert word[sentence.value_position] == "\u2581" + sentence.fact.value
+            named = word[sentence.subject_position].removeprefix("\u2581")
+            assert named in ("It", "This") if sentence.pronoun else named == sentence.fact.subject
+            assert not sentence.pronoun or story.sentences[i - 1].fact.subject == sentence.fact.subject
+            assert is_heldout_pair(*sentence.fact) == (split == "heldout")
+            seen += Counter(update=sentence.outdated, pronoun=sentence.pronoun)
+        asked = [question.sentence for question in story.questions if not question.repeated]
+        assert set(asked) <= set(last.values()) and len(set(asked)) == len(asked)
+        for question in story.questions:
+            assert story.sentences[question.sentence].fact == question.fact
+        values = [(s.fact.kind.name, s.fact.value) for s in story.sentences]
+        assert len(set(values)) == len(values)
+    assert seen["update"] > 100 and seen["pronoun"] > 100
+    every = sum(not sentence.outdated for story in drawn for sentence in story.sentences)
+    assert abs(seen["update"] / every - 0.4) < 5 * (0.24 / every) ** 0.5
+
+
+def test_pronouns_are_words_more_and_change_no_number():
+    plain, more = word_tokenizer().get_vocab(), word_tokenizer(pronouns=True).get_vocab()
+    assert {word: more[word] for word in plain} == plain and len(more) == len(plain) + 3  # It, This, person
+    assert TASK.d_input == len(plain) and RETOLD.d_input == len(more)
+    assert FactsTask(min_facts=2, max_facts=7, length=160, update_share=1.0).d_input == len(plain)
+    with pytest.raises(KVLensError, match="7 facts and up to 7 updates and one question need a length of"):
+        FactsTask(min_facts=2, max_facts=7, length=100, update_share=0.1)
+
+
 def test_each_fact_is_asked_once_before_any_is_asked_again(stories):
     for story in stories:
         first = [question.sentence for question in story.questions if not question.repeated]

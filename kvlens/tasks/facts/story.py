@@ -36,16 +36,20 @@ class Sentence:
         fact: what it states.
         words: how.
         start: position of its first token; the BOS is at 0.
+        outdated: whether a later sentence gives its subject another value.
+        pronoun: whether a pronoun stands for its subject, which is that of the sentence before.
     """
 
     fact: Fact
     words: tuple[str, ...]
     start: int
+    outdated: bool = False
+    pronoun: bool = False
 
     @property
     def subject_position(self) -> int:
-        """Position of the subject's token."""
-        return self.start + self.words.index(self.fact.subject)
+        """Position of the subject's token, or of the first one of the pronoun that stands for it."""
+        return self.start if self.pronoun else self.start + self.words.index(self.fact.subject)
 
     @property
     def value_position(self) -> int:
@@ -59,7 +63,7 @@ class Question:
 
     Attributes:
         fact: what is asked for.
-        sentence: which sentence of the story states it.
+        sentence: which sentence of the story states it: the last one about this subject and kind.
         words: of question and answer.
         start: position of its first token.
         repeated: whether it was asked before.
@@ -122,7 +126,7 @@ class Story:
     @property
     def tokens(self) -> list[int]:
         """BOS, story, questions and answers as token ids."""
-        ids = token_ids()
+        ids = token_ids(pronouns=True)  # which number all other words as without
         parts: tuple[Sentence | Question, ...] = (*self.sentences, *self.questions)
         return [ids[BOS], *(ids[word] for part in parts for word in part.words)]
 
@@ -176,20 +180,63 @@ def _pair(kind: Kind, subjects: Sequence[str], random: Random, heldout: bool) ->
     return facts
 
 
-def draw_story(n_facts: int, n_tokens: int, random: Random, *, heldout: bool) -> Story:
-    """A story of ``n_facts`` sentences and as many questions as fit into ``n_tokens`` with it.
+class Told(NamedTuple):
+    """A fact as the story will tell it."""
 
-    Each fact is asked for once, in random order, then each again in another order, until no question fits.
+    fact: Fact
+    outdated: bool = False
+    pronoun: bool = False
+
+
+def with_updates(told: Sequence[Told], share: float, random: Random, *, heldout: bool) -> list[Told]:
+    """Some facts stated anew further on, with a value that nothing else of their kind has; the last statement holds."""
+    told = list(told)
+    for old in list(told):
+        if random.random() >= share:
+            continue
+        taken = {each.fact.value for each in told if each.fact.kind == old.fact.kind}
+        kind, subject, _ = old.fact
+        fitting = [v for v in kind.values if v not in taken and is_heldout_pair(kind, subject, v) == heldout]
+        if fitting:
+            place = told.index(old)
+            told[place] = old._replace(outdated=True)
+            told.insert(random.randint(place + 1, len(told)), Told(Fact(kind, subject, random.choice(fitting))))
+    return told
+
+
+def with_pronouns(told: Sequence[Told], share: float, random: Random) -> list[Told]:
+    """Some sentences moved right behind the last one about the same subject, which a pronoun then names."""
+    moved: list[Told] = []
+    for each in told:
+        same = [i for i, other in enumerate(moved) if other.fact.subject == each.fact.subject]
+        if same and random.random() < share:
+            moved.insert(same[-1] + 1, each._replace(pronoun=True))
+        else:
+            moved.append(each)
+    return moved
+
+
+def draw_story(
+    n_facts: int, n_tokens: int, random: Random, *, heldout: bool, update_share: float = 0.0, pronoun_share: float = 0.0
+) -> Story:
+    """A story of ``n_facts`` facts and as many questions as fit into ``n_tokens`` with it.
+
+    Each fact is asked for once, in random order, then each again in another order, until no question fits. Of the facts a share
+    is told anew with another value, of the sentences whose subject was named before a share names it by a pronoun.
     """
+    told = [Told(fact) for fact in draw_facts(n_facts, random, heldout=heldout)]
+    told = with_updates(told, update_share, random, heldout=heldout) if update_share else told
+    told = with_pronouns(told, pronoun_share, random) if pronoun_share else told
     sentences: list[Sentence] = []
     end = 1
-    for fact in draw_facts(n_facts, random, heldout=heldout):
-        words = _filled(random.choice(fact.kind.statements), fact)
-        sentences.append(Sentence(fact, words, end))
+    for fact, outdated, pronoun in told:
+        words = _filled(fact.kind.pronoun if pronoun else random.choice(fact.kind.statements), fact)
+        sentences.append(Sentence(fact, words, end, outdated, pronoun))
         end += len(words)
+    holds = [number for number, sentence in enumerate(sentences) if not sentence.outdated]
     questions: list[Question] = []
     while True:
-        for number in random.sample(range(n_facts), n_facts):
+        for number in random.sample(holds, n_facts):
             fact = sentences[number].fact
             words = _filled(fact.kind.question, fact) + _filled(fact.kind.answer, fact)
             if end + len(words) > n_tokens:

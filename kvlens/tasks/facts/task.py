@@ -33,6 +33,10 @@ class FactsTask(Task):
         min_facts, max_facts: sentences of a story; any number between is as likely.
         length: tokens of story and questions together; questions are asked, again where need be, until no more fit.
         whole_share: share of the training stories of which every token is scored, story and questions included.
+        update_share: share of the facts that a later sentence gives another value, which is then the one that holds. An update
+            is a sentence more, and told like any other.
+        pronoun_share: of the sentences whose subject was named before, the share that follows right behind the last of them
+            and names it by a pronoun ("It is in the barn."). Above 0 the vocabulary has the pronouns too.
     """
 
     name: ClassVar[str] = "facts"
@@ -41,20 +45,23 @@ class FactsTask(Task):
     max_facts: int = 12
     length: int = 176
     whole_share: float = 0.125
+    update_share: float = 0.0
+    pronoun_share: float = 0.0
 
     def __post_init__(self) -> None:
         require_integers(self, min_facts=1, max_facts=1, length=1)
-        require_between(self, "whole_share", 0.0, 1.0)
+        for name in ("whole_share", "update_share", "pronoun_share"):
+            require_between(self, name, 0.0, 1.0)
         if not self.min_facts <= self.max_facts <= MOST_FACTS:
             raise KVLensError(
                 f"task 'facts': expected min_facts <= max_facts <= {MOST_FACTS}, got min_facts={self.min_facts}, "
                 f"max_facts={self.max_facts}"
             )
-        least = 1 + LONGEST_STATEMENT * self.max_facts + LONGEST_QUESTION
+        updates = self.max_facts if self.update_share else 0
+        least = 1 + LONGEST_STATEMENT * (self.max_facts + updates) + LONGEST_QUESTION
         if self.length < least:
-            raise KVLensError(
-                f"task 'facts': a story of {self.max_facts} facts and one question need a length of {least}, got {self.length}"
-            )
+            told = f"{self.max_facts} facts" + (f" and up to {updates} updates" if updates else "")
+            raise KVLensError(f"task 'facts': a story of {told} and one question need a length of {least}, got {self.length}")
 
     @property
     def n_positions(self) -> int:
@@ -62,12 +69,12 @@ class FactsTask(Task):
 
     @property
     def d_input(self) -> int:
-        return len(token_ids())
+        return len(token_ids(pronouns=self.pronoun_share > 0))
 
     @property
     def built_tokenizer(self) -> PreTrainedTokenizerFast:
         """One token for each word."""
-        return word_tokenizer()
+        return word_tokenizer(pronouns=self.pronoun_share > 0)
 
     def measure_more(self, model: Model, n_sequences: int, loss: float) -> dict[str, Any]:
         """Shares of right answers on stories of four and of eight facts, and what guesses would reach."""
@@ -86,7 +93,8 @@ class FactsTask(Task):
         require_drawable(self, n_stories, generator, split)
         random = Random(int(torch.randint(2**62, (), generator=generator)))
         counts = [random.randint(self.min_facts, self.max_facts) for _ in range(n_stories)]
-        return [draw_story(n, self.length, random, heldout=split == "heldout") for n in counts]
+        shares = dict(update_share=self.update_share, pronoun_share=self.pronoun_share)
+        return [draw_story(n, self.length, random, heldout=split == "heldout", **shares) for n in counts]
 
     def sample(self, batch_size: int, generator: torch.Generator, split: str = "train") -> Batch:
         stories = self.stories(batch_size, generator, split)

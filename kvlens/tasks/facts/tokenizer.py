@@ -2,7 +2,8 @@
 
 A token carries the space before it (shown as U+2581), so that the texts of tokens put side by side are the text: " kite" and
 "." for "kite.". The first word of a text gets that space too, so a text is read alike alone and behind another; decoded, it
-begins with a space. A word that the stories do not have is read as ``<|unk|>``.
+begins with a space. A word that the stories do not have is read as ``<|unk|>``. Pronouns come after all other words, whose
+numbers are the same with and without them.
 """
 
 import re
@@ -18,6 +19,7 @@ UNK = "<|unk|>"
 SPACE = "\u2581"
 MARKS = (".", "?")
 _NAME = "kvlens-facts-words"
+_PRONOUNS_NAME = "kvlens-facts-words-and-pronouns"
 
 
 def words_of(sentence: str) -> list[str]:
@@ -26,7 +28,7 @@ def words_of(sentence: str) -> list[str]:
 
 
 @cache
-def token_ids() -> dict[str, int]:
+def token_ids(pronouns: bool = False) -> dict[str, int]:
     """The number of every word and mark, after those of the special tokens."""
     words: dict[str, None] = dict.fromkeys((BOS, EOS, PAD, UNK, *MARKS))
     for kind in KINDS:
@@ -34,14 +36,16 @@ def token_ids() -> dict[str, int]:
             words.update(dict.fromkeys(word for word in words_of(sentence) if word not in ("{s}", "{v}")))
     for kind in KINDS:
         words.update(dict.fromkeys((*kind.subjects, *kind.values)))
+    if pronouns:
+        words.update(dict.fromkeys(word for kind in KINDS for word in words_of(kind.pronoun) if word != "{v}"))
     return {word: number for number, word in enumerate(words)}
 
 
 @cache
-def word_tokenizer() -> PreTrainedTokenizerFast:
+def word_tokenizer(pronouns: bool = False) -> PreTrainedTokenizerFast:
     """The tokenizer: BOS in front unless ``add_special_tokens=False``, padding on the right."""
     special = (BOS, EOS, PAD, UNK)
-    ids = {word if word in (*special, *MARKS) else SPACE + word: number for word, number in token_ids().items()}
+    ids = {word if word in (*special, *MARKS) else SPACE + word: number for word, number in token_ids(pronouns).items()}
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token=UNK))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -63,5 +67,5 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
             padding_side="right",
             clean_up_tokenization_spaces=False,
         ),
-        _NAME,
+        _PRONOUNS_NAME if pronouns else _NAME,
     )

@@ -48,6 +48,7 @@ class Kind:
         subjects: what it may be about, one word each.
         values: what it may say, one word each.
         statements: ways of stating it; ``{s}`` is the subject, ``{v}`` the value, which comes last.
+        pronoun: states it of what the sentence before is about.
         question: asks for the value.
         answer: states the fact again, so that subject and value stand in one sentence.
     """
@@ -56,13 +57,14 @@ class Kind:
     subjects: tuple[str, ...]
     values: tuple[str, ...]
     statements: tuple[str, ...]
+    pronoun: str
     question: str
     answer: str
 
 
 KINDS: tuple[Kind, ...] = tuple(
-    Kind(name, subjects, values, statements, question, answer)
-    for name, subjects, values, statements, question, answer in (
+    Kind(name, subjects, values, statements, pronoun, question, answer)
+    for name, subjects, values, statements, pronoun, question, answer in (
         (
             "place",
             THINGS,
@@ -73,6 +75,7 @@ KINDS: tuple[Kind, ...] = tuple(
                 "Look for the {s} in the {v}.",
                 "Someone left the {s} in the {v}.",
             ),
+            "It is in the {v}.",
             "Where is the {s}?",
             "The {s} is in the {v}.",
         ),
@@ -81,6 +84,7 @@ KINDS: tuple[Kind, ...] = tuple(
             THINGS,
             COLORS,
             ("The {s} is painted {v}.", "The color of the {s} is {v}.", "Everyone knows that the {s} is {v}."),
+            "It is painted {v}.",
             "What color is the {s}?",
             "The color of the {s} is {v}.",
         ),
@@ -89,6 +93,7 @@ KINDS: tuple[Kind, ...] = tuple(
             THINGS,
             NAMES,
             ("The {s} belongs to {v}.", "The owner of the {s} is {v}.", "They gave the {s} to {v}."),
+            "It belongs to {v}.",
             "Who owns the {s}?",
             "The {s} belongs to {v}.",
         ),
@@ -97,6 +102,7 @@ KINDS: tuple[Kind, ...] = tuple(
             NAMES,
             FOODS,
             ("{s} likes {v}.", "{s} is fond of {v}.", "Most of all {s} likes {v}."),
+            "This person likes {v}.",
             "What does {s} like?",
             "{s} likes {v}.",
         ),
@@ -105,6 +111,7 @@ KINDS: tuple[Kind, ...] = tuple(
             NAMES,
             JOBS,
             ("{s} works as a {v}.", "{s} became a {v}.", "People say that {s} is a {v}."),
+            "This person works as a {v}.",
             "What is the job of {s}?",
             "{s} works as a {v}.",
         ),
@@ -113,6 +120,7 @@ KINDS: tuple[Kind, ...] = tuple(
             NAMES,
             TOWNS,
             ("{s} lives in {v}.", "The home of {s} is {v}.", "Last year {s} moved to {v}."),
+            "This person lives in {v}.",
             "Where does {s} live?",
             "{s} lives in {v}.",
         ),
@@ -121,6 +129,7 @@ KINDS: tuple[Kind, ...] = tuple(
             NAMES,
             ANIMALS,
             ("{s} keeps a {v}.", "{s} has a {v}.", "At night {s} feeds a {v}."),
+            "This person keeps a {v}.",
             "Which animal does {s} keep?",
             "{s} keeps a {v}.",
         ),
