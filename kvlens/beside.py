@@ -10,7 +10,7 @@ from pathlib import Path
 from kvlens.checksum import checksum, checksum_of_json
 from kvlens.errors import KVLensError
 
-CONFIG, LIST = "config.json", "beside"
+CONFIG, LIST, CARD = "config.json", "beside", "MODEL_CARD.md"
 
 
 def list_beside(folder: Path, names: Iterable[str]) -> None:

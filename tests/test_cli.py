@@ -94,7 +94,7 @@ def test_report_overwrites_when_asked(folder, capsys):
     assert report(folder) == 0
     before = Path("report/summary.json").read_text()
     capsys.readouterr()
-    assert "report already holds a report; pass --overwrite" in refused(capsys, report(folder))
+    assert "report already holds a kvlens report; pass --overwrite" in refused(capsys, report(folder))
     assert Path("report/summary.json").read_text() == before
     assert report(folder, "--overwrite", "--temperature", "1", "--seed", "3") == 0
     assert "sampled" in json.loads(Path("report/summary.json").read_text())["generation"]["method"]
@@ -257,7 +257,7 @@ def test_train_refuses_before_it_starts(capsys, monkeypatch):
     Path("photos").mkdir()
     Path("photos/config.json").write_text("{}")
     command = ["train", "docs-linear", "--out"]
-    assert "is not empty and holds no checkpoint; choose another" in refused(capsys, main([*command, "photos"]))
+    assert "is not empty and not a run with a checkpoint, so it is left alone" in refused(capsys, main([*command, "photos"]))
     assert "is a file" in refused(capsys, main([*command, "photos/config.json"]))
     assert "Not a directory" in refused(capsys, main([*command, "photos/config.json/m"]))
 

@@ -20,6 +20,7 @@ ORDER = [
     "signature",
     "temporaries",
     "files",
+    "folders",
     "terminal",
     "checksum",
     "beside",

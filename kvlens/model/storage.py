@@ -13,10 +13,12 @@ from transformers import PreTrainedTokenizerBase
 
 from kvlens._tl import HookedTransformer
 from kvlens.arguments import check_device, path_of
+from kvlens.beside import CARD, LIST
 from kvlens.checksum import checksum, checksum_of_json
 from kvlens.dtypes import dtype_of
 from kvlens.errors import KVLensError
-from kvlens.files import check_writable, files_in, reason, write_folder
+from kvlens.files import files_in, reason, write_folder
+from kvlens.folders import FolderKind, check_folder, listed_in
 from kvlens.model.config import HookedKVTransformerConfig
 from kvlens.model.fingerprint import is_weight, weights_hash
 from kvlens.model.loading import M, build_with_ready_tokenizer
@@ -29,6 +31,14 @@ logger = logging.getLogger(__name__)
 FORMAT, FORMAT_VERSION = "kvlens.model", 2
 """2 brought checksums: of every file in ``config.json``, and of that in itself."""
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+
+
+def _own_files(folder: Path) -> set[str] | None:
+    own = listed_in(CONFIG, FORMAT, "files", LIST)(folder)
+    return None if own is None else own | {WEIGHTS, CARD}  # format 1 lists nothing, and a card never is
+
+
+MODEL_FOLDER = FolderKind("a kvlens model", _own_files, operation="save", allow="pass overwrite=True")
 
 
 def save_model(
@@ -74,17 +84,7 @@ def save_model(
 
 def check_model_folder(folder: str | Path, *, overwrite: bool = False) -> None:
     """Raise KVLensError unless a model may be saved there; with ``overwrite`` in the place of another kvlens model."""
-    folder = path_of("save", folder)
-    clear_dead(folder)
-    if folder.exists() and not folder.is_dir():
-        raise KVLensError(f"save: {folder} is a file; choose another folder")
-    if folder.is_dir() and any(folder.iterdir()):
-        if not overwrite:
-            raise KVLensError(f"save: {folder} is not empty; choose another folder, or allow overwriting")
-        config = folder / CONFIG
-        if not config.is_file() or f'"{FORMAT}"' not in config.read_text(encoding="utf-8", errors="replace"):
-            raise KVLensError(f"save: {folder} is not empty and not a kvlens model, so it is left alone; choose another folder")
-    check_writable(folder)
+    check_folder(folder, MODEL_FOLDER, overwrite=overwrite)
 
 
 def load_model(cls: type[M], folder: str | Path, *, device: Any = None, dtype: torch.dtype | str | None = None) -> M:

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from kvlens.arguments import path_of
 from kvlens.errors import KVLensError
-from kvlens.files import check_writable, reason, write_atomically
+from kvlens.files import reason, write_atomically
+from kvlens.folders import FolderKind, check_folder
 from kvlens.model.fingerprint import is_weight
 from kvlens.tensor_files import checked_tensor_bytes, read_checked_tensors
 from kvlens.training.lock import is_of_a_run
@@ -29,6 +30,13 @@ from kvlens.training.run import Progress, Row, Run
 FORMAT, FORMAT_VERSION = "kvlens.training", 2
 CHECKPOINT, METRICS = "checkpoint.safetensors", "metrics.parquet"
 SPLITS = ("train", "heldout")
+RUN_FOLDER = FolderKind(
+    "a run with a checkpoint",
+    lambda folder: {CHECKPOINT} if (folder / CHECKPOINT).is_file() else None,
+    operation="train",
+    allow=None,
+    ignored=is_of_a_run,
+)
 JSON_TYPES = (bool, int, float, str, tuple, type(None))
 
 
@@ -103,15 +111,7 @@ class CheckpointFolder:
 
 def check_run_folder(folder: Path) -> None:
     """Raise KVLensError unless a run may be written to, or taken up from, ``folder``; nothing stays changed."""
-    try:
-        is_taken = folder.exists() and not folder.is_dir()
-    except OSError as error:  # a name too long for the file system
-        raise KVLensError(f"train: {folder} cannot be a folder: {reason(error)}; choose another") from error
-    if is_taken:
-        raise KVLensError(f"train: {folder} is a file; choose another folder")
-    if folder.is_dir() and not all(map(is_of_a_run, folder.iterdir())) and not (folder / CHECKPOINT).is_file():
-        raise KVLensError(f"train: {folder} is not empty and holds no checkpoint; choose another folder")
-    check_writable(folder)
+    check_folder(folder, RUN_FOLDER)
 
 
 def identity(run: Run) -> dict[str, dict[str, Any]]:

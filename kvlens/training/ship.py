@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from kvlens.arguments import path_of
-from kvlens.beside import list_beside
+from kvlens.beside import CARD, list_beside
 from kvlens.files import write_folder
+from kvlens.model.storage import check_model_folder
 from kvlens.signature import checked
 from kvlens.tasks import Task
 from kvlens.tasks.batch import Model
@@ -60,6 +61,7 @@ def train_recipe(
     """
     folder = path_of("train: folder", folder)
     check_run_folder(folder)  # now, not after the corpus is built
+    check_model_folder(folder / "model", overwrite=True)
     task = build_task(recipe)
     TrainSettings.of(dict(recipe.training)).check_batches(task)
     model = build_model(task, recipe.model, name=recipe.name, device=device)
@@ -72,6 +74,7 @@ def train_recipe(
         model.save(saved, stored_dtype=getattr(torch, recipe.stored_dtype))
         facts = describe(recipe, task, type(model).load(saved), result)
         write_beside(saved, facts, result)
+        check_model_folder(folder / "model", overwrite=True)
         write_folder(folder / "model", lambda temporary: shutil.copytree(saved, temporary, dirs_exist_ok=True))
     return facts
 
@@ -108,7 +111,7 @@ def measure(model: Model, task: Task) -> dict[str, Any]:
 def write_beside(folder: Path, facts: dict[str, Any], result: TrainResult) -> None:
     """Card, facts and the course of the run, into a model's folder."""
     (folder / FACTS).write_text(json.dumps(facts, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    (folder / "MODEL_CARD.md").write_text(model_card(facts), encoding="utf-8")
+    (folder / CARD).write_text(model_card(facts), encoding="utf-8")
     result.metrics.to_parquet(folder / "metrics.parquet", index=False)
     names = [FACTS, "metrics.parquet"]
     if len(result.watched):

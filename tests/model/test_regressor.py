@@ -196,7 +196,7 @@ def test_a_rounded_copy_is_smaller_and_near(tmp_path):
 def test_a_model_is_replaced_when_asked_and_nothing_else_ever(tmp_path):
     one, two = regressor(), regressor(seed=4)
     one.save(tmp_path / "model")
-    with pytest.raises(KVLensError, match="not empty"):
+    with pytest.raises(KVLensError, match="save: .* already holds a kvlens model; pass overwrite=True to replace it"):
         two.save(tmp_path / "model")
     two.save(tmp_path / "model", overwrite=True)
     assert torch.equal(HookedKVRegressor.load(tmp_path / "model").read_in.weight, two.read_in.weight)

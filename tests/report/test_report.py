@@ -254,7 +254,7 @@ def test_figures_that_do_not_exist_are_null(model, tmp_path):
 def test_a_report_is_replaced_only_when_asked(report, tmp_path):
     folder = write_report(report, tmp_path / "r")
     (folder / "summary.json").write_text((folder / "summary.json").read_text().replace("tiny", "old"))
-    with pytest.raises(KVLensError, match="already holds a report; pass --overwrite"):
+    with pytest.raises(KVLensError, match="already holds a kvlens report; pass --overwrite"):
         write_report(report, folder)
     assert "old" in (folder / "summary.json").read_text()
     write_report(report, folder, overwrite=True)
@@ -291,7 +291,7 @@ def test_a_report_with_other_files_is_never_deleted(report, tmp_path):
     folder = write_report(report, tmp_path / "r")
     (folder / "notes").mkdir()
     (folder / "notes" / "mine.md").write_text("thoughts")
-    with pytest.raises(KVLensError, match=r"not part of its report \(notes/mine.md\); move them away first"):
+    with pytest.raises(KVLensError, match=r"not part of a kvlens report \(notes/mine.md\); move them away first"):
         write_report(report, folder, overwrite=True)
     assert (folder / "notes" / "mine.md").read_text() == "thoughts"
 

@@ -127,7 +127,7 @@ def test_a_damaged_checkpoint_is_named(size, tmp_path):
 
 def test_foreign_folders_are_left_alone(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(KVLensError, match="not empty and holds no checkpoint"):
+    with pytest.raises(KVLensError, match="not empty and not a run with a checkpoint"):
         run(folder=tmp_path)
     with pytest.raises(KVLensError, match="is a file"):
         run(folder=tmp_path / "notes.txt")
@@ -181,7 +181,7 @@ def test_a_folder_of_leftovers_alone_is_free_and_one_with_other_files_is_not(tmp
     run(folder=tmp_path / "dead")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("x")
-    with pytest.raises(KVLensError, match="not empty and holds no checkpoint"):
+    with pytest.raises(KVLensError, match="not empty and not a run with a checkpoint"):
         run(folder=tmp_path / "mine")
     assert [p.name for p in (tmp_path / "mine").iterdir()] == ["notes.txt"]
 

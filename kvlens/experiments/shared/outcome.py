@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from kvlens.arguments import path_of
 from kvlens.errors import KVLensError, nearest
-from kvlens.files import check_writable, plain, write_folder
+from kvlens.files import plain, write_folder
+from kvlens.folders import FolderKind, check_folder, listed_in
 from kvlens.signature import checked
-from kvlens.temporaries import clear_dead
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FORMAT = "kvlens.experiment"
 SUMMARY = "summary.json"
+OUTCOME_FOLDER = FolderKind("an experiment", listed_in(SUMMARY, FORMAT, "files"))
 
 
 @dataclass(frozen=True)
@@ -125,16 +125,7 @@ def _may_stand_for(value: Any, setting: Any) -> bool:
 
 def check_outcome_folder(folder: str | Path, *, overwrite: bool = False) -> None:
     """Raise KVLensError unless an outcome may be written to ``folder``; only another outcome is ever replaced."""
-    path = path_of("--out", folder)
-    clear_dead(path)
-    if path.exists() and not path.is_dir():
-        raise KVLensError(f"{folder} exists and is a file, not a folder; choose another folder")
-    if path.is_dir() and any(path.iterdir()):
-        if not _is_outcome(path):
-            raise KVLensError(f"{folder} is not empty and not an experiment's folder, so it is left alone; choose another")
-        if not overwrite:
-            raise KVLensError(f"{folder} already holds an experiment; pass --overwrite to replace it, or choose another folder")
-    check_writable(path)
+    check_folder(folder, OUTCOME_FOLDER, overwrite=overwrite)
 
 
 @checked
@@ -170,10 +161,3 @@ def write_outcome(
 
     write_folder(folder, fill)
     return summary
-
-
-def _is_outcome(folder: Path) -> bool:
-    try:
-        return json.loads((folder / SUMMARY).read_text(encoding="utf-8"))["format"] == FORMAT
-    except (OSError, ValueError, KeyError, TypeError):
-        return False

@@ -1,0 +1,90 @@
+"""Whether a folder may be written: one rule for models, reports, outcomes of experiments and runs of training.
+
+A folder that is empty or missing may. One that holds another thing of the same kind may be replaced when that is allowed (a run
+is taken up where it stands), and nothing else ever: not a folder of other things, and not one in which somebody keeps files of
+their own beside ours.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from kvlens.arguments import path_of
+from kvlens.errors import KVLensError
+from kvlens.files import check_writable, files_in, reason
+from kvlens.temporaries import clear_dead
+
+
+class FolderKind(NamedTuple):
+    """What stands in a folder.
+
+    Attributes:
+        name: what it is called, with its article.
+        own_files: the files that belong to the one in a folder, relative to it; None where there is none.
+        operation: what messages begin with.
+        allow: how a user allows that it is replaced; None where it is taken up, and nothing in the folder is deleted.
+        ignored: paths that do not make a folder one that is in use.
+    """
+
+    name: str
+    own_files: Callable[[Path], set[str] | None]
+    operation: str = ""
+    allow: str | None = "pass --overwrite"
+    ignored: Callable[[Path], bool] = lambda path: False
+
+
+def check_folder(folder: str | Path, kind: FolderKind, *, overwrite: bool = False) -> Path:
+    """Return the absolute path of a folder that ``kind`` may be written to; only what dead writers left is cleared.
+
+    Args:
+        folder: its path; it need not exist.
+        kind: what is to stand there.
+        overwrite: whether one of that kind may be replaced.
+
+    Raises:
+        KVLensError: a file is in the way; the folder holds something else, files that do not belong to what stands there, or
+            one of that kind and ``overwrite`` is False; or it is not writable.
+    """
+    say = f"{kind.operation}: {folder}" if kind.operation else f"{folder}"
+    path = Path(os.path.realpath(path_of(kind.operation or "--out", folder)))
+    clear_dead(path)
+    if os.path.lexists(path) and not path.is_dir():
+        raise KVLensError(f"{say} is a file, not a folder; choose another folder")
+    try:
+        if path.is_dir() and not all(map(kind.ignored, path.iterdir())):
+            _check_contents(path, kind, say, overwrite)
+    except OSError as error:
+        raise KVLensError(f"{say} cannot be read: {reason(error)}; choose another folder") from error
+    check_writable(path)
+    return path
+
+
+def _check_contents(path: Path, kind: FolderKind, say: str, overwrite: bool) -> None:
+    own = kind.own_files(path)
+    if own is None:
+        raise KVLensError(f"{say} is not empty and not {kind.name}, so it is left alone; choose another folder")
+    if kind.allow is None:
+        return
+    if not overwrite:
+        raise KVLensError(f"{say} already holds {kind.name}; {kind.allow} to replace it, or choose another folder")
+    others = sorted(files_in(path) - own)
+    if others:
+        named = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
+        raise KVLensError(f"{say} holds files that are not part of {kind.name} ({named}); move them away first")
+
+
+def listed_in(manifest: str, file_format: str, *lists: str) -> Callable[[Path], set[str] | None]:
+    """For `FolderKind.own_files`: a JSON file that names its ``format``, and under ``lists`` the files beside it."""
+
+    def own_files(folder: Path) -> set[str] | None:
+        try:
+            content = json.loads((folder / manifest).read_text(encoding="utf-8"))
+            if content["format"] != file_format:
+                return None
+            return {manifest}.union(*(content.get(name, ()) for name in lists))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return None
+
+    return own_files

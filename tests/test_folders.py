@@ -1,0 +1,107 @@
+"""Which folders may be written: one rule for a model, a report, an outcome and a run, and nobody's own files are deleted."""
+
+import json
+import os
+from functools import cache
+from pathlib import Path
+
+import pytest
+from matplotlib.figure import Figure
+from tiny_runs import run
+from tiny_text_model import PROMPT, TEXT, tiny_text_model
+
+from kvlens import KVLensError
+from kvlens.beside import list_beside
+from kvlens.experiments import find_experiment
+from kvlens.experiments.shared.outcome import Outcome, write_outcome
+from kvlens.folders import FolderKind, check_folder, listed_in
+from kvlens.model.storage import check_model_folder
+from kvlens.report import build_report, write_report
+
+
+@cache
+def report():
+    return build_report(tiny_text_model(), PROMPT, TEXT, model_name="t", new_tokens=1)
+
+
+def outcome(folder: Path, overwrite: bool) -> None:
+    write_outcome(Outcome({}, Figure(), []), find_experiment("hops"), "tiny", 1.0, folder, overwrite=overwrite)
+
+
+REPLACED = {
+    "a kvlens model": lambda folder, overwrite: tiny_text_model().save(folder, overwrite=overwrite),
+    "a kvlens report": lambda folder, overwrite: write_report(report(), folder, overwrite=overwrite),
+    "an experiment": outcome,
+}
+WRITTEN = {**REPLACED, "a run with a checkpoint": lambda folder, overwrite: run(folder=folder, steps=2, restart=overwrite)}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_folder_of_other_things_is_left_alone(name, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text("[1]")
+    for overwrite in (False, True):
+        with pytest.raises(KVLensError, match=f"mine is not empty and not {name}, so it is left alone; choose another folder"):
+            WRITTEN[name](tmp_path / "mine", overwrite)
+        with pytest.raises(KVLensError, match=r"config.json is a file, not a folder; choose another folder"):
+            WRITTEN[name](tmp_path / "mine" / "config.json", overwrite)
+    assert contents(tmp_path) == {"mine/config.json": b"[1]"} and os.listdir(tmp_path) == ["mine"]
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_one_of_the_kind_is_replaced_when_asked(name, tmp_path):
+    REPLACED[name](tmp_path / "x", False)
+    before = contents(tmp_path)
+    with pytest.raises(KVLensError, match=f"already holds {name}; pass .*overwrite.* to replace it"):
+        REPLACED[name](tmp_path / "x", False)
+    assert contents(tmp_path) == before
+    REPLACED[name](tmp_path / "x", True)
+    assert contents(tmp_path).keys() == before.keys()
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_files_of_ones_own_are_never_deleted(name, tmp_path):
+    REPLACED[name](tmp_path / "x", False)
+    (tmp_path / "x" / "notes").mkdir()
+    (tmp_path / "x" / "notes" / "mine.md").write_text("thoughts")
+    before = contents(tmp_path)
+    with pytest.raises(KVLensError, match=rf"not part of {name} \(notes/mine.md\); move them away first"):
+        REPLACED[name](tmp_path / "x", True)
+    assert contents(tmp_path) == before
+
+
+def test_a_run_is_taken_up_beside_files_of_ones_own(tmp_path):
+    run(folder=tmp_path / "r", steps=2)
+    (tmp_path / "r" / "mine.md").write_text("thoughts")
+    run(folder=tmp_path / "r", steps=2)
+    run(folder=tmp_path / "r", steps=3, restart=True)
+    assert (tmp_path / "r" / "mine.md").read_text() == "thoughts"
+
+
+def test_a_trained_model_may_have_its_card_and_what_is_listed_beside_it_and_no_more(tmp_path):
+    tiny_text_model().save(tmp_path / "m")
+    for name in ("MODEL_CARD.md", "training.json"):
+        (tmp_path / "m" / name).write_text("{}")
+    with pytest.raises(KVLensError, match=r"not part of a kvlens model \(training.json\)"):
+        check_model_folder(tmp_path / "m", overwrite=True)
+    list_beside(tmp_path / "m", ["training.json"])
+    check_model_folder(tmp_path / "m", overwrite=True)
+
+
+@pytest.mark.parametrize("manifest", ['{"format": "other"}', "[1]", "no json", '{"format": "k", "files": 3}', "[" * 100_000])
+def test_a_manifest_that_is_none_names_no_files(manifest, tmp_path):
+    (tmp_path / "m.json").write_text(manifest)
+    assert listed_in("m.json", "k", "files")(tmp_path) is None
+    (tmp_path / "m.json").write_text(json.dumps({"format": "k", "files": {"a": "1"}, "more": ["b"]}))
+    assert listed_in("m.json", "k", "files", "more", "none")(tmp_path) == {"m.json", "a", "b"}
+
+
+def test_many_files_of_ones_own_are_named_in_part(tmp_path):
+    for name in "abcd":
+        (tmp_path / name).touch()
+    with pytest.raises(KVLensError, match=r"\(a, b, c, \.\.\.\); move"):
+        check_folder(tmp_path, FolderKind("a box", lambda folder: set()), overwrite=True)
