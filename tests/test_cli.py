@@ -201,7 +201,7 @@ def test_bad_words(argv, message, capsys):
         (["--prompt", "a", "--text", "b", "--new-tokens", "0"], "new_tokens must be at least 1, got 0"),
         (
             ["--prompt", "a", "--text", "b", "--temperature", "-1"],
-            "temperature must be 0 (greedy) or a positive number",
+            "temperature must be 0 (the likeliest token), or a number from",
         ),
         (["--prompt", "a", "--text", "b", "--device", "abacus"], "--device: 'abacus' cannot be used here"),
     ],
