@@ -69,7 +69,7 @@ def power_law(n: Any, loss: Any) -> tuple[Float[np.ndarray, "*seed"], Float[np.n
         loss: a row for each size; of one seed, or a column for each of several.
     """
     slope, intercept = np.polyfit(np.log(np.asarray(n, dtype=float)), np.log(np.asarray(loss, dtype=float)), 1)
-    return -slope, np.exp(intercept)
+    return np.asarray(-slope), np.asarray(np.exp(intercept))
 
 
 def compare(finals: pd.DataFrame) -> list[Comparison]:
