@@ -4,9 +4,13 @@
 
 With everything off, every line that runs is TransformerLens'. Otherwise the *eager* form runs TransformerLens' own steps one
 by one (scores, mask, pattern), and the *fused* form hands q, k and v to torch's kernel, in every layer whose scores and
-pattern nobody hooks. ``hook_pattern`` is exp(s_ij) over the whole normaliser, so that its rows sum to less than 1 under a bias;
-``hook_normalizer`` is the normaliser's logarithm, and fires under a bias only; ``hook_phi_q`` are the query's features up to
-their scale, the largest of which is about 1 (their true size may overflow).
+pattern nobody hooks. Where nothing that lies between is hooked, the eager form takes virtual keys (of positive weight, without
+ALiBi or a window) as keys in front of the text's, through the same softmax: the sums of a pass with the prompt in front, in
+their order, so that scores of thousands round alike in both.
+
+``hook_pattern`` is exp(s_ij) over the whole normaliser, so that its rows sum to less than 1 under a bias; ``hook_normalizer``
+is the normaliser's logarithm, and fires under a bias only; ``hook_phi_q`` are the query's features up to their scale, the
+largest of which is about 1 (their true size may overflow).
 
 Inside TransformerLens 3.9 it relies on ``calculate_attention_scores``, ``apply_causal_mask``, ``apply_rotary``,
 ``_extend_rotary_embeddings``, ``_apply_logn_scaling``, ``create_alibi_bias`` and ``create_alibi_slope``.
