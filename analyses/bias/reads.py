@@ -17,6 +17,9 @@ position". ``attended``: the position j that is attended to, with its mixed valu
 it is, with the weight sum_s beta_s A_{i,p+s} over p + s < M; what tokens before the prompt gave to its first values is
 then inherited. Both have the same sum.
 
+Values of augmented attention are an MLP of the shifted ones: no sum over tokens is left in them. There ``source`` is refused,
+and what a shift carries over the end of the prompt counts as the text's own.
+
 For softmax attention A is the pattern itself: the exact shares of the prompt's own keys, which ``method="exact"`` keeps and
 the other methods approximate. It is run whole, and its memory grows with the square of the length.
 
@@ -36,7 +39,7 @@ from torch import Tensor
 
 from analyses.segments import Found, Looks, Progress, rows_at
 from analyses.stream.logit_attribution import final_scale, final_scale_name
-from kvlens import HookedKVTransformer
+from kvlens import HookedKVTransformer, KVLensError
 
 VIEWS = ("attended", "source")
 
@@ -75,6 +78,9 @@ class PromptReading:
         by: ``attended`` or ``source``.
         segment_length: as in :func:`kvlens.run_in_segments`.
         on_progress: called with the fraction done.
+
+    Raises:
+        KVLensError: attention that is no sum over positions, ``source`` where a value is no sum over tokens.
     """
 
     def __init__(
@@ -90,18 +96,19 @@ class PromptReading:
         cfg = self.cfg = model.cfg
         self.model, self.by = model, by
         self.n_prompt, self.n_all = len(prompt), len(prompt) + len(text)
-        shift = cfg.kv_shift
-        self.window = shift.window if shift is not None and shift.values else 0
-        self.shifts_values = self.window > 0
+        window, augments = _mixed_values(model, by)
+        self.value = "hook_v_augmented" if augments else "hook_v_shifted" if window else "hook_v"
+        self.window = 0 if augments else window
+        self.mixes_tokens = self.window > 0
         kind = "rot" if cfg.rotates_after else "phi"
         self.query = f"hook_{kind}_q" if cfg.attention == "linear" else "hook_pattern"
         self.key: str | None = f"hook_{kind}_k" if cfg.attention == "linear" else None
-        value = ["hook_v", "hook_v_shifted", "hook_v_shift_coef", "hook_last_v"] if self.shifts_values else ["hook_v"]
+        values = [self.value, "hook_v", "hook_v_shift_coef", "hook_last_v"] if self.mixes_tokens else [self.value]
         features = [self.query] if self.key is None else [self.query, self.key]
         self.looks = Looks(
             model,
             torch.cat([prompt, text]),
-            [*features, *value, "hook_normalizer", "hook_z_bias", "hook_z"],
+            [*features, *values, "hook_normalizer", "hook_z_bias", "hook_z"],
             after_layers=final_scale_name(model),
             segment_length=segment_length,
             on_progress=on_progress,
@@ -127,8 +134,8 @@ class PromptReading:
         def look(layer: int, first: int, found: Found) -> None:
             if layer == self.cfg.n_layers or first >= self.n_prompt:
                 return
-            stretch = self._stretch(layer, first, found)
-            if self.by == "source" and self.shifts_values:
+            stretch = self._stretch(first, found)
+            if self.by == "source" and self.mixes_tokens:
                 coef = self._per_query_head(found["hook_v_shift_coef"].double(), dim=0)
                 stretch, waiting[layer] = self._by_source(stretch, waiting.get(layer), coef)
             if len(stretch.keys):
@@ -136,10 +143,10 @@ class PromptReading:
 
         self.looks.look(look)
 
-    def _stretch(self, layer: int, first: int, found: Found) -> Stretch:
+    def _stretch(self, first: int, found: Found) -> Stretch:
         """The part of a segment that is the prompt's; its raw values where positions are told by source."""
         n = min(len(found["hook_z"]), self.n_prompt - first)
-        values = found["hook_v_shifted" if self.shifts_values and self.by == "attended" else "hook_v"][:n].double()
+        values = found["hook_v" if self.mixes_tokens and self.by == "source" else self.value][:n].double()
         keys = found[self.key][:n].double() if self.key else None
         positions = torch.arange(first, first + n, device=values.device)
         return Stretch(first, self._keys(keys, positions), self._per_query_head(values))
@@ -163,7 +170,7 @@ class PromptReading:
             new = Stretch(waiting.first, torch.cat([waiting.keys, new.keys]), torch.cat([waiting.values, new.values]))
         n_ready = len(new.keys) if is_last else max(0, len(new.keys) - self.window)
         ready = Stretch(new.first, _keys_by_source(new.keys, coef)[:n_ready], new.values[:n_ready])
-        return ready, Stretch(new.first + n_ready, new.keys[n_ready:], new.values[n_ready:])
+        return ready, Stretch(new.first + n_ready, new.keys[n_ready:].clone(), new.values[n_ready:].clone())
 
     def _text_reads(self, layer: int, of: dict[str, Tensor]) -> TextReads:
         """From the rows that :meth:`text` asked for."""
@@ -178,7 +185,7 @@ class PromptReading:
                 passed = torch.arange(1, len(queries) + 1, device=queries.device)[:, None]
                 queries = queries * (gamma.to(queries) ** passed)[..., None]
         reads = TextReads(queries, of["hook_z"], of.get("hook_z_bias"), boundary=None)
-        return self._with_boundary(reads, of) if self.shifts_values else reads
+        return self._with_boundary(reads, of) if self.mixes_tokens else reads
 
     def _with_boundary(self, reads: TextReads, of: dict[str, Tensor]) -> TextReads:
         """With what values carry over the prompt's end, and, told by source, over its beginning."""
@@ -199,6 +206,24 @@ class PromptReading:
 
     def _per_query_head(self, x: Tensor, dim: int = 1) -> Tensor:
         return x.repeat_interleave(self.cfg.n_heads // x.shape[dim], dim=dim)
+
+
+def _mixed_values(model: HookedKVTransformer, by: str) -> tuple[int, bool]:
+    """Of how many predecessors a value holds something, and whether an MLP follows; KVLensError where no part is a token's."""
+    shift, variant = model.cfg.kv_shift, model.cfg.attention_variant
+    window = shift.window if shift is not None and shift.values else 0
+    augments = variant is not None and variant.augmented is not None and variant.augmented.values
+    if variant is not None and (variant.negative is not None or variant.ridge is not None):
+        raise KVLensError(
+            "this model's heads read no sum of A_ij v_j (negative samples, or ridge attention), so that no prompt position "
+            "has a part of their output"
+        )
+    if window and augments and by == "source":
+        raise KVLensError(
+            "by='source': this model's values are an MLP of mixed tokens (augmented attention), so that no part of a value "
+            "belongs to one token alone; use by='attended'"
+        )
+    return window, augments
 
 
 def _keys_by_source(keys: Float[Tensor, "pos head d_phi"], coef: Float[Tensor, "head taps"]) -> Float[Tensor, "pos head d_phi"]:

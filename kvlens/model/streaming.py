@@ -18,10 +18,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvlens._tl import USE_DEFAULT_VALUE, Output, TransformerLensKeyValueCache, get_attention_mask
-from kvlens.arguments import check_whole
+from kvlens.arguments import brief, check_whole
 from kvlens.components import LinearCacheEntry, is_hooked, upgrade_cache
 from kvlens.errors import KVLensError
 from kvlens.model.attention_variant import why_no_kv_bias
+from kvlens.signature import checked
 
 WIDEST_ON_CPU, WIDEST_ELSEWHERE = 2**21, 2**28
 """Numbers in the widest activation of a segment: 8 MiB in float32 on a CPU; enough parallel work on an accelerator."""
@@ -145,6 +146,7 @@ def segments(
         working.hand_over(cache, mask)
 
 
+@checked
 @torch.no_grad()
 def run_in_segments(
     model: Any,
@@ -179,8 +181,12 @@ def run_in_segments(
         on_progress: called with the fraction done after each segment.
 
     Raises:
-        KVLensError: a length below 1, a length for attention that has no state, more tokens than positions.
+        KVLensError: tokens of another shape or outside the vocabulary, more of them than positions, a length below 1, a
+            length for attention that has no state.
     """
+    if not isinstance(tokens, Tensor) or tokens.dim() != 1 or not tokens.numel():
+        raise KVLensError(f"run_in_segments: tokens: expected token ids [pos], at least one, got {brief(tokens)}")
+    model.check_tokens(tokens)
     rows = tokens[None].to(model.W_E.device)
     mask = torch.ones_like(rows)  # a pad token that was typed is a token, not padding
     model.check_length(rows.shape[1], mask)

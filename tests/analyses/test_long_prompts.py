@@ -82,4 +82,4 @@ def test_memory_grows_by_the_shares_alone(analysis, monkeypatch):
         analysis(model, draw(n), TEXT, bias=bias)
 
     bias = convert_prompt(model, draw(8))
-    assert growth(run, 256, 512) < 3 * 16 * 8 / 2
+    assert growth(run, 64, 192) < 3 * 16 * 8 / 2

@@ -9,7 +9,7 @@ from small_models import linear_model, relative_error, small_model, tokens
 from kvlens import KVLensError, KVShiftConfig, convert_prompt
 from kvlens._tl import TransformerLensKeyValueCache
 from kvlens.corpus import train_bpe_tokenizer
-from kvlens.model import streaming
+from kvlens.model import generation, streaming
 from kvlens.model.streaming import default_segment_length, segments
 
 # The state enters a segment as one sum where the whole pass has it chunk by chunk, and a product over fewer rows may block
@@ -267,3 +267,14 @@ def test_progress_is_told_and_ends_at_one():
     told = []
     list(segments(model_of("elu_plus_one"), tokens(1, POS), segment_length=10, on_progress=told.append))
     assert told == [pytest.approx(10 / POS), pytest.approx(20 / POS), 1.0]
+
+
+def test_a_long_start_is_generated_from_without_its_logits(monkeypatch):
+    model, start = linear_model().requires_grad_(False), tokens(2, 9)
+    options = dict(max_new_tokens=4, do_sample=False, stop_at_eos=False, verbose=False)
+    whole = model.generate(start, **options)
+    monkeypatch.setattr(generation, "LONG", 8)
+    unembed, seen = model.unembed.forward, []
+    monkeypatch.setattr(model.unembed, "forward", lambda x: (seen.append(x.shape[1]), unembed(x))[1])
+    assert torch.equal(model.generate(start, **options), whole)
+    assert seen == [1, 1, 1, 1]

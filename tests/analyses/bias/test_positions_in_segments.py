@@ -5,7 +5,7 @@ import pytest
 from analysis_models import VARIANTS, random_model, tokens
 from live_bytes import growth
 
-from analyses import bias_positions
+from analyses import bias_decomposition, bias_positions
 from kvlens import KVLensError, KVShiftConfig, convert_prompt, run_in_segments
 from kvlens.model import streaming
 
@@ -52,6 +52,16 @@ def test_prompts_and_texts_shorter_than_the_window(n_prompt, n_text):
         pd.testing.assert_frame_equal(streamed, whole, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("shift", [None, KVShiftConfig(window=2)])
+def test_augmented_values_add_up_to_what_the_bias_gives(shift):
+    """Each value is an MLP of its own; what is read of them is still their sum under the pattern."""
+    model = random_model(attention_variant=dict(augmented=dict(keys=True, values=True)), kv_shift=shift)
+    frame = bias_positions(model, PROMPT, TEXT, segment_length=4)
+    found = frame[frame["part"] == "prompt"].groupby(["layer", "head"])["output_share"].sum().to_numpy()
+    assert found == pytest.approx(bias_decomposition(model, PROMPT, TEXT)["output_share"].to_numpy(), rel=1e-11)
+    assert "boundary" not in set(frame["part"])
+
+
 def test_a_long_prompt_streams_by_itself_and_a_hooked_one_does_not(monkeypatch):
     model, told, seen = random_model(), [], []
     whole = bias_positions(model, PROMPT, TEXT)
@@ -73,7 +83,7 @@ def test_memory_grows_by_the_table_alone(options):
         bias_positions(model, tokens(n), TEXT, segment_length=32, **options)
 
     table, activation = 5 * 24, 5 * 16 * 8
-    assert table <= growth(run, 256, 512) < activation
+    assert table <= growth(run, 64, 192) < activation
 
 
 def test_whole_activations_would_be_noticed():
@@ -84,12 +94,21 @@ def test_whole_activations_would_be_noticed():
         kept.clear()
         run_in_segments(model, tokens(n), [("blocks.0.attn.hook_v", lambda x, hook: kept.append(x))], segment_length=32)
 
-    assert growth(run, 256, 512) >= 5 * 16 * 8
+    assert growth(run, 64, 192) >= 5 * 16 * 8
 
 
-def test_bad_lengths():
+def test_bad_input():
+    for bad, why in ((tokens(4)[None], r"expected token ids \[pos\].*\[1, 4\]"), (tokens(0), r"\[0\]"), ([1, 2], "Tensor")):
+        with pytest.raises(KVLensError, match=f"run_in_segments: tokens.*{why}"):
+            run_in_segments(random_model(), bad, [])
     with pytest.raises(KVLensError, match="segment_length must be at least 1, got 0"):
         bias_positions(random_model(), PROMPT, TEXT, segment_length=0)
     for whole in (dict(attention="softmax", kv_shift=None), dict(linear_attention_form="parallel")):
         with pytest.raises(KVLensError, match="needs the whole text at once"):
             run_in_segments(random_model(**whole), PROMPT, [], segment_length=4)
+    augmented = random_model(attention_variant=dict(augmented=dict(values=True)))
+    with pytest.raises(KVLensError, match="values are an MLP of mixed tokens"):
+        bias_positions(augmented, PROMPT, TEXT, by="source")
+    for variant in (dict(negative=dict(k=2, beta=0.3)), dict(ridge=dict(strength=0.1))):
+        with pytest.raises(KVLensError, match="no prompt position has a part of their output"):
+            bias_positions(random_model(attention_variant=variant), PROMPT, TEXT)
