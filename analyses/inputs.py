@@ -19,7 +19,7 @@ def tokens_field(name: str, *, prepend_bos: bool, required: bool = True) -> Fiel
     """A field as tokens [pos], with a BOS in front where ``prepend_bos`` and the model wants one."""
 
     def read(model: HookedKVTransformer, value: Any) -> Tensor:
-        return read_tokens(model, name, value, prepend_bos=prepend_bos and bool(model.cfg.default_prepend_bos))
+        return read_tokens(model, name, value, prepend_bos=prepend_bos and model.prepends_bos)
 
     return Field(name, read, required)
 

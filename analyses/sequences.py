@@ -63,7 +63,7 @@ def prompt_sequence(model: HookedKVTransformer, what: str, prompt: Any, initial:
     """A prompt as ids [pos]; a string gets a BOS as in ``convert_prompt``: by the model's habit, where nothing is continued."""
     check_is_model(what, model)
     continues = initial is not None or model.attached_kv_bias is not None
-    return one_sequence(model, what, prompt, prepend_bos=bool(model.cfg.default_prepend_bos) and not continues)
+    return one_sequence(model, what, prompt, prepend_bos=model.prepends_bos and not continues)
 
 
 def baseline_sequence(model: HookedKVTransformer, prompt: Int[Tensor, " pos"], given: Any) -> Int[Tensor, " baseline_pos"]:

@@ -9,6 +9,24 @@ from kvlens.errors import KVLensError, nearest
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
 
 
+def is_dtype(value: Any) -> bool:
+    """Whether a dtype is meant, and not a device, by ``value``: a dtype, or the name of one of these."""
+    return isinstance(value, torch.dtype) or (isinstance(value, str) and value.removeprefix("torch.") in DTYPES)
+
+
+def check_holds(what: str, stored: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Raise KVLensError where a tensor, rounded to another dtype, became infinite, or nothing but zeros."""
+    if stored.dtype == tensor.dtype or not tensor.numel():
+        return
+    largest = float(tensor.abs().max())
+    if (bool(tensor.isfinite().all()) and not bool(stored.isfinite().all())) or (largest > 0 and not bool(stored.any())):
+        dtype = str(stored.dtype).removeprefix("torch.")
+        raise KVLensError(
+            f"{what}: its largest number is {largest:.3g}, which {dtype} cannot hold ({torch.finfo(stored.dtype).tiny:.1g} to "
+            f"{torch.finfo(stored.dtype).max:.3g}); take bfloat16, which reaches as far as float32"
+        )
+
+
 def dtype_of(value: Any, what: str = "dtype") -> torch.dtype:
     """The floating dtype that is meant by a dtype or by its name.
 

@@ -209,7 +209,7 @@ def _read_references(model: HookedKVTransformer, prompts: Any) -> KVBias:
         raise KVLensError(f"references: expected a list of other prompts, got {prompts!r}")
     if all(isinstance(prompt, str) for prompt in prompts) and model.tokenizer is not None:
         return convert_prompt(model, prompts)
-    bos = bool(model.cfg.default_prepend_bos)
+    bos = model.prepends_bos
     others = [read_tokens(model, "references", prompt, prepend_bos=bos) for prompt in prompts]
     if len({len(tokens) for tokens in others}) > 1:
         raise KVLensError("references: token numbers of different lengths make no batch; give prompts of one length")

@@ -106,5 +106,5 @@ def _bos(model: HookedKVTransformer, wanted: bool | None) -> list[int]:
             raise KVLensError("induction_heads: prepend_bos=True needs a tokenizer with a BOS token; this model has none")
         return []
     if wanted is None:
-        wanted = bool(model.cfg.default_prepend_bos) and model.attached_kv_bias is None
+        wanted = model.prepends_bos and model.attached_kv_bias is None
     return [known] if wanted else []

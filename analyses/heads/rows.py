@@ -39,7 +39,7 @@ def attention_rows(
     Raises:
         KVLensError: tokens that are no sequence, or a query outside it.
     """
-    tokens = one_sequence(model, "attention_rows", tokens, prepend_bos=bool(model.cfg.default_prepend_bos))
+    tokens = one_sequence(model, "attention_rows", tokens, prepend_bos=model.prepends_bos)
     if queries.dim() != 1 or queries.is_floating_point() or queries.is_complex() or queries.dtype == torch.bool:
         raise KVLensError(f"attention_rows: queries: expected whole numbers [query], got {queries.dtype} {list(queries.shape)}")
     if len(queries) and not 0 <= int(queries.min()) <= int(queries.max()) < len(tokens):

@@ -124,7 +124,7 @@ def _text_and_before(
     model: HookedKVTransformer, text_tokens: TextTokens, before_tokens: PromptTokens | None, bias: KVBias | None
 ) -> tuple[Tensor, Tensor]:
     """BOS in front of whatever string the model reads first."""
-    begins = bool(model.cfg.default_prepend_bos) and bias is None and model.attached_kv_bias is None
+    begins = model.prepends_bos and bias is None and model.attached_kv_bias is None
     if before_tokens is None:
         text = one_sequence(model, "text_tokens", text_tokens, prepend_bos=begins)
         return text, text[:0]

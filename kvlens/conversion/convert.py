@@ -116,7 +116,7 @@ def convert_prompt(
         stack.enter_context(model._thread.passes(model._has_bias))
         continued = initial is not None or model.attached_kv_bias is not None
         if prepend_bos is None:
-            prepend_bos = model.cfg.default_prepend_bos and not continued
+            prepend_bos = model.prepends_bos and not continued
         tokens = prompt_tokens(model, prompt, prepend_bos)
         stack.enter_context(torch.set_grad_enabled(not detach and torch.is_grad_enabled()))
         if initial is not None:

@@ -31,7 +31,6 @@ MIN_VOCAB_SIZE = 256 + 3
 _NAME = "kvlens-byte-bpe"
 
 
-@checked
 def train_bpe_tokenizer(texts: Iterable[str], vocab_size: int = 1024) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer; equal texts give an equal tokenizer.
 

@@ -55,7 +55,6 @@ class TokenWindows:
         self.n_chars = n_chars
 
     @classmethod
-    @checked
     def from_texts(cls, texts: Sequence[str], tokenizer: PreTrainedTokenizerFast, *, bos_first: bool = True) -> "TokenWindows":
         """Tokenise ``texts`` (such as ``[document.text for document in corpus.train]``), BOS before each.
 

@@ -21,6 +21,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens.arguments import brief, check_device, check_number, check_whole
+from kvlens.dtypes import check_holds, dtype_of, is_dtype
 from kvlens.errors import KVLensError
 from kvlens.kv_bias.arithmetic import fields_of_sum
 from kvlens.kv_bias.features import SoftmaxFeatures, VirtualKeys, features_from
@@ -177,15 +178,25 @@ class KVBias:
         )
 
     def to(self, device_or_dtype: torch.device | torch.dtype | str) -> "KVBias":
-        """The same bias on another device or in another floating dtype."""
-        to_dtype = isinstance(device_or_dtype, torch.dtype)
-        if device_or_dtype is None or (to_dtype and not device_or_dtype.is_floating_point):  # type: ignore[union-attr]
-            raise KVLensError(f"KVBias.to: expected a floating dtype or a device, got {device_or_dtype}")
-        if not to_dtype:
+        """The same bias on another device, or in another floating dtype, by itself or by its name.
+
+        Raises:
+            KVLensError: neither a device nor such a dtype, or one that cannot hold the numbers of this bias.
+        """
+        to_dtype = is_dtype(device_or_dtype)
+        if device_or_dtype is None:
+            raise KVLensError("KVBias.to: expected a floating dtype or a device, got None")
+        if to_dtype:
+            device_or_dtype = dtype_of(device_or_dtype, "KVBias.to")
+        else:
             check_device("KVBias.to", device_or_dtype)
 
         def move(tensor: Tensor) -> Tensor:
-            return tensor if to_dtype and not tensor.is_floating_point() else tensor.to(device_or_dtype)
+            if to_dtype and not tensor.is_floating_point():
+                return tensor
+            moved = tensor.to(device_or_dtype)
+            check_holds("KVBias.to", moved, tensor)
+            return moved
 
         moved = self._changed(move)
         if not to_dtype:

@@ -158,7 +158,7 @@ def _tokens_and_mask(model: HookedTransformer, given: Any, prepend_bos: Any, pad
     model.check_tokens(tokens)
     if model.tokenizer is None:
         return tokens, torch.ones_like(tokens), False
-    has_bos = prepend_bos if isinstance(prepend_bos, bool) else model.cfg.default_prepend_bos
+    has_bos = prepend_bos if isinstance(prepend_bos, bool) else model.prepends_bos
     mask = get_attention_mask(model.tokenizer, tokens, has_bos, side)
     _check_left_padding(model, tokens, mask)
     return tokens, mask, not isinstance(given, Tensor)

@@ -15,7 +15,7 @@ from kvlens._tl import HookedTransformer
 from kvlens.arguments import check_device, path_of
 from kvlens.beside import CARD, LIST
 from kvlens.checksum import checksum, checksum_of_json
-from kvlens.dtypes import dtype_of
+from kvlens.dtypes import check_holds, dtype_of
 from kvlens.errors import KVLensError
 from kvlens.files import files_in, reason, write_folder
 from kvlens.folders import FolderKind, check_folder, listed_in
@@ -67,6 +67,9 @@ def save_model(
     config = {"format": FORMAT, "format_version": FORMAT_VERSION, "kvlens_version": version("kvlens")}
     config["config"] = model.cfg.to_json()
     tensors = {n: t.detach().to("cpu", stored_dtype or t.dtype) for n, t in model.state_dict().items() if is_weight(n)}
+    for name, tensor in model.state_dict().items():
+        if name in tensors:
+            check_holds(f"save: {name}", tensors[name], tensor.detach().cpu())
     config["rounded_from"] = [weights_hash(tensors), model.fingerprint().weights]  # a rounded copy keeps its biases
 
     def fill(temporary: Path) -> None:

@@ -1,8 +1,11 @@
-"""One model, one thread at a time, as far as a KV bias goes.
+"""One model, one thread at a time, as far as a KV bias goes; and passes of several threads one after the other.
 
 An attached bias is part of the model: a second thread that attached its own, or ran under somebody else's, would get other
 numbers without a word. It is refused instead. Hooks belong to the model in the same way, and nothing watches over them: give
 every thread a copy (``copy.deepcopy(model)``).
+
+TransformerLens keeps ``prepend_bos=`` and ``padding_side=`` in the model itself while a call lasts, and puts back afterwards
+what it found: two threads that overlapped there would leave one's choice behind for good. Hence the turns.
 """
 
 import contextlib
@@ -23,6 +26,8 @@ class OneThread:
         self._owner: int | None = None
         self._claims = 0
         self._running: Counter[int] = Counter()
+        self.turn = threading.RLock()
+        """Held while a call of TransformerLens may have replaced defaults of the model."""
 
     def __deepcopy__(self, memo: object) -> "OneThread":
         return OneThread()

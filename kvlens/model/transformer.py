@@ -21,6 +21,7 @@ from kvlens._tl import (
     without_deprecation_warning,
 )
 from kvlens.components import in_form, upgrade_cache
+from kvlens.dtypes import dtype_of, is_dtype
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import Fingerprint, KVBias
 from kvlens.model.assembly import init_kv_parameters, replace_components, spread_bias
@@ -124,7 +125,7 @@ class HookedKVTransformer(HookedTransformer):
         wanted: see :mod:`kvlens.model.streaming`.
         """
         check_input(input, attention_mask, past_kv_cache)
-        with self._thread.passes(self._has_bias):
+        with self._thread.turn, self._thread.passes(self._has_bias):
             if past_kv_cache is not None and self.cfg.needs_own_cache:
                 upgrade_cache(past_kv_cache, linear=self.cfg.attention == "linear")
             if start_at_layer is None:
@@ -222,7 +223,19 @@ class HookedKVTransformer(HookedTransformer):
         """As TransformerLens'; nothing is cut off where the model has no longest text, no BOS added under a bias."""
         check_text("to_tokens", input)
         truncate = truncate and self.cfg.has_position_limit
-        return super().to_tokens(input, self._prepend_bos(prepend_bos), padding_side, move_to_device, truncate)
+        with self._thread.turn:
+            return super().to_tokens(input, self._prepend_bos(prepend_bos), padding_side, move_to_device, truncate)
+
+    @property
+    def prepends_bos(self) -> bool:
+        """Whether the model is used to a BOS: ``cfg.default_prepend_bos``, whatever a call in another thread says now."""
+        with self._thread.turn:
+            return bool(self.cfg.default_prepend_bos)
+
+    def to_str_tokens(self, *args: Any, **kwargs: Any):
+        """As TransformerLens'."""
+        with self._thread.turn:
+            return super().to_str_tokens(*args, **kwargs)
 
     def _prepend_bos(self, wanted: Any) -> Any:
         return bos_under_bias(wanted, self._attached is not None)
@@ -276,7 +289,7 @@ class HookedKVTransformer(HookedTransformer):
             return generate_from_state(self, input, **common, **sampling)
         self._in_transformer_lens_generate = True
         try:
-            with self.softmax_form(softmax_form):
+            with self._thread.turn, self.softmax_form(softmax_form):
                 return super().generate(input, use_past_kv_cache=use_past_kv_cache, **common, **sampling, **generation_kwargs)
         except BaseException:
             self.train(was_training)  # TransformerLens' loop switches to eval before it looks at its arguments
@@ -479,6 +492,11 @@ class HookedKVTransformer(HookedTransformer):
             KVLensError: no coefficients, one is missing, or they do not fit this model, which is then unchanged.
         """
         load_shift_coefficients(self, source)
+
+    def to(self, device_or_dtype: torch.device | torch.dtype | str, print_details: bool = True):  # type: ignore[override]
+        """As TransformerLens'; a dtype may be given by its name, and is one of those that weights can have."""
+        wanted = dtype_of(device_or_dtype, "to: dtype") if is_dtype(device_or_dtype) else device_or_dtype
+        return super().to(wanted, print_details)
 
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> "HookedKVTransformer":
         """Moving or rounding the model: a rounded copy keeps the name of the weights that it was rounded from."""

@@ -105,7 +105,7 @@ def build_report(
     """
     tell = on_progress or (lambda description, done: None)
     _check_model(model)
-    prompt_tokens = _tokens_of(model, "prompt", prompt, model.cfg.default_prepend_bos)
+    prompt_tokens = _tokens_of(model, "prompt", prompt, model.prepends_bos)
     text_tokens = _tokens_of(model, "text", text, prepend_bos=False)
     _check_lengths(model, len(prompt_tokens), len(text_tokens), new_tokens, temperature)
 

@@ -167,6 +167,29 @@ def test_a_copy_keeps_permanent_hooks_in_their_order_and_no_others():
     assert torch.equal(copied(x), expected)
 
 
+def test_a_dtype_that_cannot_hold_the_numbers_is_refused(tmp_path):
+    model = tiny_text_model()
+    with torch.no_grad():
+        model.embed.W_E.mul_(1e9)
+    with pytest.raises(KVLensError, match="W_E: its largest number is .*, which float16 cannot hold"):
+        model.save(tmp_path / "large", stored_dtype="float16")
+    with torch.no_grad():
+        model.embed.W_E.mul_(1e-30)
+    with pytest.raises(KVLensError, match="W_E: its largest number is .*, which float16 cannot hold"):
+        model.save(tmp_path / "small", stored_dtype="float16")
+    bias = 1e9 * convert_prompt(tiny_text_model(), PROMPT)
+    with pytest.raises(KVLensError, match=r"KVBias.to: .* float16 cannot hold"):
+        bias.to("float16")
+    assert bias.to("bfloat16").b_KV.dtype == torch.bfloat16 and not any(tmp_path.iterdir())
+
+
+def test_a_dtype_is_meant_by_its_name_wherever_one_is_given():
+    assert tiny_text_model().to("float64", print_details=False).W_E.dtype == torch.float64
+    assert convert_prompt(tiny_text_model(), PROMPT).to("torch.float64").b_D.dtype == torch.float64
+    with pytest.raises(KVLensError, match="to: dtype must be one of"):
+        tiny_text_model().to(torch.int8)
+
+
 # --- threads ---
 
 
@@ -242,6 +265,33 @@ def test_threads_that_share_a_model_get_their_own_answer_or_none(attention):
         sys.setswitchinterval(before)
     assert not wrong and model.attached_kv_bias is None
     in_a_thread(lambda: model(TEXT))  # nobody is left as its owner
+
+
+def test_how_one_thread_reads_its_text_does_not_stay_in_the_model():
+    """TransformerLens keeps prepend_bos in the model while it reads, and puts back what it found."""
+    model = tiny_text_model()
+    whole, bare = (model.to_tokens(TEXT, prepend_bos=bos) for bos in (True, False))
+    expected, wrong = convert_prompt(model, PROMPT).b_KV, []
+
+    def work(index):
+        for _ in range(30):
+            found = model.to_tokens(TEXT, prepend_bos=False) if index else model.to_tokens(TEXT)
+            wrong.extend([found] * (not torch.equal(found, bare if index else whole)))
+            if not torch.allclose(convert_prompt(model, PROMPT).b_KV, expected, rtol=1e-4, atol=1e-4):
+                wrong.append(index)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=work, args=(index,)) for index in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert not wrong and model.cfg.default_prepend_bos is True
+    assert torch.equal(model.to_tokens(TEXT), whole)
 
 
 def test_a_thread_that_died_with_its_bias_locks_nobody_out():

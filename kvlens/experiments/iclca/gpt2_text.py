@@ -79,7 +79,7 @@ def read(model: HookedKVTransformer, pair: Pair, settings: Mapping[str, Any]) ->
 
     The converted model reads the text without a BOS, as the prompt had one; the model without the prompt gets its own.
     """
-    bos = model.cfg.default_prepend_bos
+    bos = model.prepends_bos
     prompt = model.to_tokens(pair.prompt, prepend_bos=bos, truncate=False)[0]
     text = model.to_tokens(pair.text, prepend_bos=False, truncate=False)[0]
     n = settings["n_new"]
