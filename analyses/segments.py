@@ -8,6 +8,7 @@ because it is short, or softmax, or hooked, is run once, and kept for the second
 
 import contextlib
 import math
+import multiprocessing
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,9 +44,10 @@ class Looks:
         model: with what the text continues attached.
         tokens: [pos].
         names: hook points of each layer's attention, such as ``hook_v``; those that do not fire are not found.
+        again: those of them that looks after the first one are at; all that is kept of a text that runs whole.
         after_layers: a hook point behind the layers, visited as if it were one more layer; None for nothing.
         segment_length: as in :func:`kvlens.run_in_segments`.
-        n_looks: how many there will be, for ``on_progress``.
+        n_looks: how many there will be.
         on_progress: called with the fraction of all looks that is done.
     """
 
@@ -55,13 +57,15 @@ class Looks:
         tokens: Int[Tensor, " pos"],
         names: Sequence[str],
         *,
+        again: Sequence[str] = (),
         after_layers: str | None = None,
         segment_length: int | None = None,
         n_looks: int = 2,
         on_progress: Progress | None = None,
     ):
         self.model, self.tokens = model, tokens
-        self._names, self._after_layers = [*(name for name in names if name != Z), Z], after_layers
+        self._names, self._again = [*(name for name in names if name != Z), Z], again
+        self._after_layers = after_layers
         self._segment_length, self._on_progress = segment_length, on_progress
         self._n_looks, self._done = n_looks, 0
         self._kept: list[tuple[int, Found]] = []
@@ -89,8 +93,8 @@ class Looks:
             held.clear()
             first = seen[layer]
             seen[layer] += n_tokens
-            if keeps and n_tokens == len(self.tokens):
-                self._kept.append((layer, found))
+            if keeps and layer < n_layers and n_tokens == len(self.tokens):
+                self._kept.append((layer, {name: x for name, x in found.items() if name in self._again}))
             visit(layer, first, found)
 
         def of_layer(x: Tensor, hook: Any) -> None:
@@ -174,7 +178,8 @@ def bar_unless(on_progress: Progress | None, what: str) -> Iterator[Progress]:
         yield on_progress
         return
     shape = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
-    with tqdm(total=1.0, desc=what, bar_format=shape, leave=False, disable=None, delay=BAR_AFTER) as bar:
+    hidden = True if multiprocessing.parent_process() else None  # workers share a terminal; None: where there is none
+    with tqdm(total=1.0, desc=what, bar_format=shape, leave=False, disable=hidden, delay=BAR_AFTER) as bar:
         yield lambda done: bar.update(done - bar.n) and None
 
 

@@ -109,6 +109,7 @@ class PromptReading:
             model,
             torch.cat([prompt, text]),
             [*features, *values, "hook_normalizer", "hook_z_bias", "hook_z"],
+            again=values if self.key is None else [self.key, *values],
             after_layers=final_scale_name(model),
             segment_length=segment_length,
             on_progress=on_progress,
@@ -145,7 +146,7 @@ class PromptReading:
 
     def _stretch(self, first: int, found: Found) -> Stretch:
         """The part of a segment that is the prompt's; its raw values where positions are told by source."""
-        n = min(len(found["hook_z"]), self.n_prompt - first)
+        n = min(len(found[self.value]), self.n_prompt - first)
         values = found["hook_v" if self.mixes_tokens and self.by == "source" else self.value][:n].double()
         keys = found[self.key][:n].double() if self.key else None
         positions = torch.arange(first, first + n, device=values.device)

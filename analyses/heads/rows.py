@@ -81,7 +81,7 @@ def visit_rows(
         Looks(model, tokens, ["hook_pattern"], n_looks=1, on_progress=on_progress).look(cut)
         return
     query, key = _features(model)
-    looks = Looks(model, tokens, [query, key, "hook_normalizer"], on_progress=on_progress)
+    looks = Looks(model, tokens, [query, key, "hook_normalizer"], again=[key], on_progress=on_progress)
     places, order = queries.unique(return_inverse=True)
     of_queries = rows_at(looks, {query: places, "hook_normalizer": places})
 

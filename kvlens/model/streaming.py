@@ -26,15 +26,20 @@ from kvlens.signature import checked
 
 WIDEST_ON_CPU, WIDEST_ELSEWHERE = 2**21, 2**28
 """Numbers in the widest activation of a segment: 8 MiB in float32 on a CPU; enough parallel work on an accelerator."""
+WIDEST_LOOKED_AT = 2**24
+"""The same where hooks look at a segment, who hold several of its activations at a time."""
 MULTIPLE = 64
 """Segments are cut between the chunks of the chunked form."""
 
 
 def default_segment_length(model: Any, batch: int) -> int:
     """Tokens of each row in a segment: the widest activation then has about as many numbers as the constants above say."""
+    return _length_for(model, batch, WIDEST_ON_CPU if model.W_E.device.type == "cpu" else WIDEST_ELSEWHERE)
+
+
+def _length_for(model: Any, batch: int, numbers: int) -> int:
     cfg = model.cfg
     widest = max(cfg.d_model, cfg.d_mlp or 0, cfg.n_heads * max(cfg.d_head, cfg.d_phi))
-    numbers = WIDEST_ON_CPU if model.W_E.device.type == "cpu" else WIDEST_ELSEWHERE
     return max(1, numbers // (widest * max(1, batch) * MULTIPLE)) * MULTIPLE
 
 
@@ -205,7 +210,8 @@ def run_in_segments(
         if on_progress is not None:
             on_progress(1.0)
         return
-    options: dict[str, Any] = dict(segment_length=segment_length, stop_at_layer=stop_at_layer, on_progress=on_progress)
+    length = segment_length or min(default_segment_length(model, 1), _length_for(model, 1, WIDEST_LOOKED_AT))
+    options: dict[str, Any] = dict(segment_length=length, stop_at_layer=stop_at_layer, on_progress=on_progress)
     with model.hooks(fwd_hooks=list(fwd_hooks)):
         for _ in segments(model, rows, mask, return_type=None, **options):
             pass

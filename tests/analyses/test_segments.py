@@ -1,0 +1,34 @@
+"""The bar of a long look: on a terminal alone, in the main process alone, and not where somebody else shows the progress."""
+
+import io
+import sys
+
+import pytest
+
+from analyses import segments
+from analyses.segments import bar_unless
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(
+    ("stderr", "worker", "shown"), [(Terminal(), None, True), (io.StringIO(), None, False), (Terminal(), object(), False)]
+)
+def test_a_bar_shows_on_a_terminal_and_goes(monkeypatch, stderr, worker, shown):
+    monkeypatch.setattr(segments, "BAR_AFTER", 0)
+    monkeypatch.setattr(segments.multiprocessing, "parent_process", lambda: worker)
+    monkeypatch.setattr(sys, "stderr", stderr)
+    with bar_unless(None, "looking") as tell:
+        tell(0.5)
+    assert ("looking" in stderr.getvalue()) == shown
+    assert stderr.getvalue().split("\r")[-1].strip() == ""
+
+
+def test_who_asks_is_told_instead():
+    told = []
+    with bar_unless(told.append, "looking") as tell:
+        tell(0.25)
+    assert told == [0.25]
