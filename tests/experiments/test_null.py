@@ -351,7 +351,7 @@ def test_shares_at_the_bound_and_at_a_known_distance_from_it(of, bound, known):
 
 def test_errors_with_a_margin_are_told_at_four_standard_errors_and_not_at_their_bound():
     """function-classes: a margin of three standard errors."""
-    noise = np.random.default_rng(3).normal(0, 0.01, N_DRAWS)
+    noise = np.random.default_rng(3).normal(0, 0.01, N_DRAWS).tolist()
     at_rest, moved = ([Measured(0.05 + x + lead, 0.03).below(0.05) for x in noise] for lead in (0.0, 0.04))
     assert sum(verdict is not None for verdict in at_rest) <= 0.01 * N_DRAWS
     assert moved.count(False) >= LEAST * N_DRAWS and True not in moved
