@@ -10,9 +10,9 @@
 #     name: python3
 
 # %% [markdown]
-# # A thousand prompts: batches and tables
+# # Three hundred prompts: batches and tables
 #
-# *How many facts fit into a bias?* One story cannot tell. A thousand can: two hundred each
+# *How many facts fit into a bias?* One story cannot tell. Three hundred can: sixty each
 # of 2, 5, 8, 11 and 14 facts, every one with a question that only the story answers. The model was trained on 2 to 10.
 
 # %%
@@ -24,7 +24,7 @@ import torch
 
 from kvlens.tasks import make_task
 
-LENGTHS, N_STORIES = (2, 5, 8, 11, 14), 200
+LENGTHS, N_STORIES = (2, 5, 8, 11, 14), 60
 
 with open("stories.jsonl", "w", encoding="utf-8") as file:
     for n_facts in LENGTHS:
@@ -43,7 +43,7 @@ record
 # moment and start it again: it goes on where it was. `--workers` shares the prompts out, `--engine ray` over a cluster.
 
 # %%
-# !kvlens analyse prompt_effect stories.jsonl --model facts-linear --out effect.parquet --workers 2 --threads 1 --prompts-per-job 50 2>&1 | tail -1
+# !kvlens analyse prompt_effect stories.jsonl --model facts-linear --out effect.parquet --workers 2 --threads 1 --prompts-per-job 20 2>&1 | tail -1
 
 # %% [markdown]
 # ## One tidy table

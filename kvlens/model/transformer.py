@@ -26,14 +26,13 @@ from kvlens.errors import KVLensError
 from kvlens.kv_bias import Fingerprint, KVBias
 from kvlens.model.assembly import init_kv_parameters, replace_components, spread_bias
 from kvlens.model.attention_variant import why_no_kv_bias
-from kvlens.model.caching import slice_right_axis
 from kvlens.model.config import HookedKVTransformerConfig
 from kvlens.model.fingerprint import fingerprint_of, weights_hash
 from kvlens.model.generation import check_sampling, check_start, generate_from_state
+from kvlens.model.hooks import ChecksHookNames
 from kvlens.model.inputs import (
     as_kv_config,
     bos_under_bias,
-    check_hook_names,
     check_input,
     check_length,
     check_room,
@@ -45,12 +44,12 @@ from kvlens.model.shift_graft import load_shift_coefficients
 from kvlens.model.storage import load_model, save_model
 from kvlens.model.streaming import forward_in_segments, streams
 from kvlens.model.threads import OneThread
-from kvlens.model.weights import check_weight_processing, refuse_wrong_folding
+from kvlens.model.weights import ProcessesWeights
 from kvlens.signature import checked
 from kvlens.zoo import folder_of
 
 
-class HookedKVTransformer(HookedTransformer):
+class HookedKVTransformer(ProcessesWeights, ChecksHookNames, HookedTransformer):
     """A :class:`transformer_lens.HookedTransformer` in every respect, with KV shift, linear attention and KV bias.
 
     Args:
@@ -102,8 +101,6 @@ class HookedKVTransformer(HookedTransformer):
     def init_kv_parameters(self) -> None:
         """Draw what TransformerLens does not know: shift coefficients and feature maps (b_KV and b_D start at 0)."""
         init_kv_parameters(self)
-
-    # --- forward -----------------------------------------------------------------------------------------------------
 
     def forward(
         self,
@@ -329,40 +326,6 @@ class HookedKVTransformer(HookedTransformer):
         with contextlib.nullcontext() if form is None else in_form(self.cfg, form):
             yield self
 
-    # --- hooks: a misspelt name is an error that proposes the nearest ------------------------------------------------
-
-    def add_hook(self, name: Any, *args: Any, **kwargs: Any) -> None:
-        """As TransformerLens'."""
-        check_hook_names(name, self.hook_dict)
-        return super().add_hook(name, *args, **kwargs)
-
-    def _enable_hook(self, name: Any, *args: Any, **kwargs: Any) -> None:
-        check_hook_names(name, self.hook_dict)
-        return super()._enable_hook(name, *args, **kwargs)
-
-    def get_caching_hooks(
-        self,
-        names_filter: Any = None,
-        incl_bwd: bool = False,
-        device: Any = None,
-        remove_batch_dim: bool = False,
-        cache: dict[str, Tensor] | None = None,
-        pos_slice: Any = None,
-    ):
-        """As TransformerLens'; ``names_filter`` must name hook points that exist."""
-        check_hook_names(names_filter, self.hook_dict)
-        cache, fwd, bwd = super().get_caching_hooks(names_filter, incl_bwd, device, remove_batch_dim, cache, pos_slice)
-        how = dict(device=device, remove_batch_dim=remove_batch_dim)
-        fwd = slice_right_axis(fwd, cache, pos_slice, **how)
-        return cache, fwd, slice_right_axis(bwd, cache, pos_slice, **how, suffix="_grad")
-
-    def add_caching_hooks(self, names_filter: Any = None, *args: Any, **kwargs: Any):
-        """As TransformerLens'; ``names_filter`` must name hook points that exist."""
-        check_hook_names(names_filter, self.hook_dict)
-        return super().add_caching_hooks(names_filter, *args, **kwargs)
-
-    # --- KV bias -----------------------------------------------------------------------------------------------------
-
     @property
     def attached_kv_bias(self) -> KVBias | None:
         """The bias that forward passes read now, None without one."""
@@ -421,68 +384,6 @@ class HookedKVTransformer(HookedTransformer):
     def _has_bias(self) -> bool:
         return self._attached is not None
 
-    # --- weights -----------------------------------------------------------------------------------------------------
-
-    def load_and_process_state_dict(  # type: ignore[override]
-        self,
-        state_dict: dict[str, Tensor],
-        fold_ln: bool = True,
-        center_writing_weights: bool = True,
-        center_unembed: bool = True,
-        fold_value_biases: bool | None = None,
-        refactor_factored_attn_matrices: bool = False,
-    ) -> None:
-        """As TransformerLens'. ``fold_value_biases=None`` folds where that is right; True is refused where it is wrong.
-
-        Raises:
-            KVLensError: ``fold_value_biases`` or ``refactor_factored_attn_matrices`` would change the model's output.
-        """
-        fold_value_biases = check_weight_processing(self.cfg, fold_value_biases, refactor_factored_attn_matrices)
-        refuse_wrong_folding(self.cfg, state_dict, fold_ln=fold_ln, center_writing_weights=center_writing_weights)
-        if self.cfg.positional_embedding_type == "sinusoidal":  # TransformerLens looks for a table; nothing is learned here
-            state_dict = {**state_dict, "pos_embed.W_pos": torch.zeros(1, self.cfg.d_model, dtype=self.cfg.dtype)}
-        processes = fold_ln or center_writing_weights or center_unembed or fold_value_biases or refactor_factored_attn_matrices
-        if self.cfg.dtype == torch.float64 and not processes:  # TransformerLens' way goes through float32 even then
-            self.load_state_dict(self.fill_missing_keys(state_dict), strict=False)
-            return
-        super().load_and_process_state_dict(
-            state_dict,
-            fold_ln=fold_ln,
-            center_writing_weights=center_writing_weights,
-            center_unembed=center_unembed,
-            fold_value_biases=fold_value_biases,
-            refactor_factored_attn_matrices=refactor_factored_attn_matrices,
-        )
-
-    @checked
-    def process_weights_(  # type: ignore[override]
-        self,
-        fold_ln: bool = True,
-        center_writing_weights: bool = True,
-        center_unembed: bool = True,
-        fold_value_biases: bool | None = None,
-        refactor_factored_attn_matrices: bool = False,
-    ) -> None:
-        """As TransformerLens', with ``fold_value_biases`` as in :meth:`load_and_process_state_dict`."""
-        self.load_and_process_state_dict(
-            self.state_dict(),
-            fold_ln,
-            center_writing_weights,
-            center_unembed,
-            fold_value_biases,
-            refactor_factored_attn_matrices,
-        )
-
-    def fold_value_biases(self, state_dict: dict[str, Tensor]):
-        """As TransformerLens', refused where it would change the output."""
-        check_weight_processing(self.cfg, True, False)
-        return super().fold_value_biases(state_dict)
-
-    def refactor_factored_attn_matrices(self, state_dict: dict[str, Tensor]):
-        """As TransformerLens', refused where it would change the output."""
-        check_weight_processing(self.cfg, False, True)
-        return super().refactor_factored_attn_matrices(state_dict)
-
     def load_shift_coefficients(self, source: Mapping[str, Tensor] | str | Path) -> None:
         """Take over the KV-shift coefficients of a public checkpoint: a state dict, a folder or a weights file.
 
@@ -510,8 +411,6 @@ class HookedKVTransformer(HookedTransformer):
         if self._attached is not None:
             spread_bias(self, self._attached)
         return self
-
-    # --- coming and going --------------------------------------------------------------------------------------------
 
     @classmethod
     def from_pretrained(  # type: ignore[override]

@@ -2,11 +2,80 @@
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
+from kvlens._tl import HookedTransformer
 from kvlens.errors import KVLensError
 from kvlens.model.attention_variant import AttentionVariantConfig
 from kvlens.model.config import HookedKVTransformerConfig
+from kvlens.signature import checked
+
+
+class ProcessesWeights(HookedTransformer):
+    """A HookedTransformer whose weights are processed where that keeps its output, and where it would not, with an error."""
+
+    cfg: HookedKVTransformerConfig
+
+    def load_and_process_state_dict(  # type: ignore[override]
+        self,
+        state_dict: dict[str, Tensor],
+        fold_ln: bool = True,
+        center_writing_weights: bool = True,
+        center_unembed: bool = True,
+        fold_value_biases: bool | None = None,
+        refactor_factored_attn_matrices: bool = False,
+    ) -> None:
+        """As TransformerLens'. ``fold_value_biases=None`` folds where that is right; True is refused where it is wrong.
+
+        Raises:
+            KVLensError: ``fold_value_biases`` or ``refactor_factored_attn_matrices`` would change the model's output.
+        """
+        fold_value_biases = check_weight_processing(self.cfg, fold_value_biases, refactor_factored_attn_matrices)
+        refuse_wrong_folding(self.cfg, state_dict, fold_ln=fold_ln, center_writing_weights=center_writing_weights)
+        if self.cfg.positional_embedding_type == "sinusoidal":  # TransformerLens looks for a table; nothing is learned here
+            state_dict = {**state_dict, "pos_embed.W_pos": torch.zeros(1, self.cfg.d_model, dtype=self.cfg.dtype)}
+        processes = fold_ln or center_writing_weights or center_unembed or fold_value_biases or refactor_factored_attn_matrices
+        if self.cfg.dtype == torch.float64 and not processes:  # TransformerLens' way goes through float32 even then
+            self.load_state_dict(self.fill_missing_keys(state_dict), strict=False)
+            return
+        super().load_and_process_state_dict(
+            state_dict,
+            fold_ln=fold_ln,
+            center_writing_weights=center_writing_weights,
+            center_unembed=center_unembed,
+            fold_value_biases=fold_value_biases,
+            refactor_factored_attn_matrices=refactor_factored_attn_matrices,
+        )
+
+    @checked
+    def process_weights_(  # type: ignore[override]
+        self,
+        fold_ln: bool = True,
+        center_writing_weights: bool = True,
+        center_unembed: bool = True,
+        fold_value_biases: bool | None = None,
+        refactor_factored_attn_matrices: bool = False,
+    ) -> None:
+        """As TransformerLens', with ``fold_value_biases`` as in :meth:`load_and_process_state_dict`."""
+        self.load_and_process_state_dict(
+            self.state_dict(),
+            fold_ln,
+            center_writing_weights,
+            center_unembed,
+            fold_value_biases,
+            refactor_factored_attn_matrices,
+        )
+
+    def fold_value_biases(self, state_dict: dict[str, Tensor]):
+        """As TransformerLens', refused where it would change the output."""
+        check_weight_processing(self.cfg, True, False)
+        return super().fold_value_biases(state_dict)
+
+    def refactor_factored_attn_matrices(self, state_dict: dict[str, Tensor]):
+        """As TransformerLens', refused where it would change the output."""
+        check_weight_processing(self.cfg, False, True)
+        return super().refactor_factored_attn_matrices(state_dict)
 
 
 def check_weight_processing(cfg: HookedKVTransformerConfig, fold_value_biases: bool | None, refactor: bool) -> bool:

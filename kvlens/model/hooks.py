@@ -1,0 +1,43 @@
+"""Hooks by name: one that no hook point has, which TransformerLens passes over, is an error that proposes the nearest."""
+
+from typing import Any
+
+from torch import Tensor
+
+from kvlens._tl import HookedTransformer
+from kvlens.model.caching import slice_right_axis
+from kvlens.model.inputs import check_hook_names
+
+
+class ChecksHookNames(HookedTransformer):
+    """A HookedTransformer whose hooks and caches are asked for by names that exist."""
+
+    def add_hook(self, name: Any, *args: Any, **kwargs: Any) -> None:
+        """As TransformerLens'."""
+        check_hook_names(name, self.hook_dict)
+        return super().add_hook(name, *args, **kwargs)
+
+    def _enable_hook(self, name: Any, *args: Any, **kwargs: Any) -> None:
+        check_hook_names(name, self.hook_dict)
+        return super()._enable_hook(name, *args, **kwargs)
+
+    def get_caching_hooks(
+        self,
+        names_filter: Any = None,
+        incl_bwd: bool = False,
+        device: Any = None,
+        remove_batch_dim: bool = False,
+        cache: dict[str, Tensor] | None = None,
+        pos_slice: Any = None,
+    ):
+        """As TransformerLens'; ``names_filter`` must name hook points that exist."""
+        check_hook_names(names_filter, self.hook_dict)
+        cache, fwd, bwd = super().get_caching_hooks(names_filter, incl_bwd, device, remove_batch_dim, cache, pos_slice)
+        how = dict(device=device, remove_batch_dim=remove_batch_dim)
+        fwd = slice_right_axis(fwd, cache, pos_slice, **how)
+        return cache, fwd, slice_right_axis(bwd, cache, pos_slice, **how, suffix="_grad")
+
+    def add_caching_hooks(self, names_filter: Any = None, *args: Any, **kwargs: Any):
+        """As TransformerLens'; ``names_filter`` must name hook points that exist."""
+        check_hook_names(names_filter, self.hook_dict)
+        return super().add_caching_hooks(names_filter, *args, **kwargs)
