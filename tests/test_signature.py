@@ -4,6 +4,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import UnionType
 
 import numpy as np
 import pandas as pd
@@ -14,7 +15,7 @@ from tiny_text_model import tiny_text_model
 from torch import Tensor
 
 import analyses
-from kvlens import HookedKVTransformer, KVLensError, viz
+from kvlens import HookedKVTransformer, KVBias, KVLensError, viz
 from kvlens.signature import _is_plain, checked
 
 pytestmark = pytest.mark.unhooked  # the messages are kvlens' own
@@ -37,6 +38,8 @@ def model():
 
 def placeholder(kind):
     """Something of a type, for an argument that is not the one in question."""
+    if isinstance(kind, UnionType) and KVBias in kind.__args__:
+        kind = KVBias
     if kind is HookedKVTransformer:
         return model()
     if isinstance(kind, type) and kind.__module__.partition(".")[0] in ("analyses", "kvlens"):
