@@ -195,7 +195,7 @@ def test_combine_refuses_what_it_cannot_add():
         combine()
     with pytest.raises(KVLensError, match="3 weights for 2 biases"):
         combine(a, a, weights=(1, 2, 3))
-    with pytest.raises(KVLensError, match="'equal', 'first', 'last' or 'zero'"):
+    with pytest.raises(KVLensError, match="boundary must be one of equal, first, last, zero"):
         combine(a, a, boundary="frist")
     with pytest.raises(KVLensError, match="batch shapes differ"):
         combine(a, bias_of(1, 3))
