@@ -197,6 +197,17 @@ def test_what_a_terminal_would_obey_does_not_reach_it(capsys):
     assert not set(capsys.readouterr().err[:-1]) & set("\x1b\u202e\u2028\x07\u200f")
 
 
+def test_names_of_files_that_a_batch_tells_of_are_made_visible(capsys):
+    evil = "a\x1b[31m\u202eb\u2028"
+    lines = '{"prompt": "Return the widget.", "text": " It is"}\nno JSON\n{"text": "no prompt"}\n'
+    with open(f"{evil}.jsonl", "w", encoding="utf-8") as file:
+        file.write(lines)
+    assert main(["analyse", "bias_decomposition", f"{evil}.jsonl", "--model", "docs-linear", "--out", f"{evil}.parquet"]) == 1
+    captured = capsys.readouterr()
+    told = captured.out + captured.err
+    assert "errors.jsonl" in told and "not JSON" in told and not set(told) & set("\x1b\u202e\u2028")
+
+
 def test_a_prompt_from_standard_input_that_is_no_text(monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"ab\xff")))
     assert main(["report", "--prompt-file", "-", "--text", "b"]) == 2

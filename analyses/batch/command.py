@@ -72,7 +72,7 @@ def _print(result: BatchResult, n_models: int) -> None:
     if result.errors is not None:
         print(
             f"{result.n_malformed:,} lines without a prompt and {result.n_without_rows:,} prompts without rows: see "
-            f"{result.errors}"
+            f"{visible(str(result.errors))}"
         )
 
 

@@ -30,6 +30,7 @@ from kvlens import KVLensError, __version__
 from kvlens.arguments import path_of
 from kvlens.files import check_writable, reason, write_atomically
 from kvlens.signature import checked
+from kvlens.terminal import visible
 
 FORMAT_VERSION = 1
 MALFORMED = "malformed"
@@ -73,7 +74,7 @@ class Input:
 
 def tell_on_stderr(line: str) -> None:
     """Print a line above the progress bar."""
-    tqdm.write(line, file=sys.stderr)
+    tqdm.write(visible(line), file=sys.stderr)
 
 
 @checked

@@ -4,6 +4,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from kvlens.terminal import visible
+
 
 def add_command(commands: Any) -> None:
     """Add ``reference`` to the command line."""
@@ -22,5 +24,5 @@ def _reference(args: argparse.Namespace) -> int:
     from kvlens.reference import build_reference
 
     names = build_reference(Path(args.out))
-    print(f"{len(names)} pages; begin at {Path(args.out) / 'index.html'}")
+    print(f"{len(names)} pages; begin at {visible(str(Path(args.out) / 'index.html'))}")
     return 0

@@ -93,7 +93,7 @@ def _value(text: str) -> Any:
 
 
 def _tell(text: str) -> None:
-    print(f"  {text}", file=sys.stderr, flush=True)
+    print(f"  {visible(text)}", file=sys.stderr, flush=True)
 
 
 def _print_summary(summary: dict[str, Any], folder: Path) -> None:

@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from kvlens.arguments import check_device, check_seed
@@ -51,6 +52,7 @@ def _train(args: argparse.Namespace) -> int:
         model.setdefault("seed", args.seed)
 
     from kvlens.training import TrainSettings, find_recipe, train_recipe
+    from kvlens.training.checkpoint import CHECKPOINT
     from kvlens.training.distributed import process_group
 
     recipe = find_recipe(args.name)
@@ -69,7 +71,12 @@ def _train(args: argparse.Namespace) -> int:
             )
     except KeyboardInterrupt as error:
         word, status = how_it_ended(error)
-        print(f"kvlens: {word}; the same command goes on from the last checkpoint in {visible(args.out)}", file=sys.stderr)
+        goes_on = (
+            "goes on from the last checkpoint in"
+            if (Path(args.out) / CHECKPOINT).is_file()
+            else "begins anew: nothing is kept yet in"
+        )
+        print(f"kvlens: {word}; the same command {goes_on} {visible(args.out)}", file=sys.stderr)
         return status
     if facts:
         _print_facts(facts, args.out)

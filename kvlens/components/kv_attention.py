@@ -56,7 +56,7 @@ class KVAttention(AttentionVariants):
     ) -> Tensor:
         """[batch, pos, d_model] from [batch, pos, d_model] or [batch, pos, head, d_model], as TransformerLens' attention."""
         self._check_batch(query_input.shape[0])
-        q, k, v = self.calculate_qkv_matrices(query_input, key_input, value_input)
+        q, k, v = self._normed_and_clamped(*self.calculate_qkv_matrices(query_input, key_input, value_input))
         mask = real_tokens(attention_mask, q.shape[1], q.device)
         boundary = getattr(past_kv_cache_entry, "boundary", {})
         shifted, boundary = self.shift({"q": q, "k": k, "v": v}, boundary, mask)
@@ -83,6 +83,14 @@ class KVAttention(AttentionVariants):
         q, k, v = (hook(project_heads(x, *w)) for hook, x, w in zip(hooks, inputs, weights, strict=True))
         if cfg.use_qk_norm:
             q, k = self._apply_qk_norm(q, self.q_norm), self._apply_qk_norm(k, self.k_norm)
+        return q, k, v
+
+    def _normed_and_clamped(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What TransformerLens does behind ``hook_q``, ``hook_k``, ``hook_v``: norms over all heads (OLMo 2, 3), clamps."""
+        if self.q_norm is not None and not self.cfg.use_qk_norm:
+            q, k = (norm(x.flatten(2)).view_as(x) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
+        if self.cfg.clip_qkv is not None:
+            q, k, v = (x.clamp(min=-self.cfg.clip_qkv, max=self.cfg.clip_qkv) for x in (q, k, v))
         return q, k, v
 
     def _check_batch(self, batch: int) -> None:

@@ -172,6 +172,11 @@ def _check_convertible(model: HookedKVTransformer, softmax: Any) -> SoftmaxOptio
     reason = why_no_kv_bias(model.cfg.attention_variant)
     if reason is not None:
         raise KVLensError(f"convert_prompt: a prompt of this model has no KV bias: {reason}")
+    if model.cfg.attention_dir != "causal":
+        raise KVLensError(
+            "convert_prompt: bidirectional attention: the prompt's own keys depend on the text behind it, so that no bias "
+            "stands for the prompt in front of any text"
+        )
     if model.cfg.ungroup_grouped_query_attention:
         raise KVLensError("convert_prompt: call model.set_ungroup_grouped_query_attention(False) first")
     if model.cfg.attention == "softmax":

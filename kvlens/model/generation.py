@@ -84,6 +84,8 @@ def is_temperature(value: Any) -> bool:
 
 def check_start(cfg: Any, given: Any) -> None:
     """Raise KVLensError unless ``given`` is text, token ids or embeddings, which ``generate`` can go on from."""
+    if cfg.d_vocab_out > cfg.d_vocab:
+        raise KVLensError(f"generate: this model predicts {cfg.d_vocab_out} tokens and reads {cfg.d_vocab}: it cannot go on")
     shape = tuple(given.shape) if isinstance(given, Tensor) else None
     if shape is not None and (len(shape) in (1, 2) or (len(shape) == 3 and shape[-1] == cfg.d_model)):
         return

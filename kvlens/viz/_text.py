@@ -63,4 +63,5 @@ def number(value: float | int) -> str:
 
 
 def _is_unreadable(char: str) -> bool:
-    return unicodedata.category(char) in ("Cc", "Cs") and char not in "\n\t"
+    """Controls, halves of a character, line ends that are none of HTML's, and marks that turn the text behind them around."""
+    return (unicodedata.category(char) in ("Cc", "Cs", "Zl", "Zp") and char not in "\n\t") or "\u202a" <= char <= "\u202e"

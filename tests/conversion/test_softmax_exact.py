@@ -21,6 +21,7 @@ KINDS = {
     "soft-capped": dict(attn_scores_soft_cap=0.8),
     "local": dict(use_local_attn=True, window_size=5, attn_types=["local", "global"]),
     "sinks": dict(use_attention_sinks=True),
+    "clamped": dict(clip_qkv=0.05),
 }
 
 
@@ -32,11 +33,27 @@ def with_and_without(model, prompt, text, bias) -> float:
             return relative_error(model(text), whole)
 
 
+@pytest.mark.parametrize("architecture", ["olmoe", "olmo3"])
+def test_norms_over_all_heads_act_under_a_bias_too(architecture):
+    """TransformerLens applies them behind hook_q and hook_k. Rounding is about 1e-6 here; without the norms it was off by 1."""
+    plain = dict(fold_ln=False, center_writing_weights=False, center_unembed=False)
+    model = HookedKVTransformer.from_pretrained("tiny", hf_model=tiny_hf_model(architecture, seed=3), **plain)
+    tokens = torch.randint(0, 300, (1, 20), generator=torch.Generator().manual_seed(1))
+    prompt, text = tokens[:, :11], tokens[:, 11:]
+    assert with_and_without(model, prompt, text, convert_prompt(model, prompt)) < 1e-5
+
+
+def test_a_bidirectional_model_has_no_bias():
+    model = small_model(attention_dir="bidirectional")
+    with pytest.raises(KVLensError, match="bidirectional attention: the prompt's own keys depend on the text behind it"):
+        convert_prompt(model, tokens(1, 5))
+
+
 @pytest.mark.parametrize("form", ["eager", "fused"])
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_exact_in_float64(kind, form):
-    if form == "fused" and "attn_scores_soft_cap" in kind:
-        pytest.skip("the fused kernel has no soft-cap, and the model refuses the combination")
+    if form == "fused" and ("attn_scores_soft_cap" in kind or "clip_qkv" in kind):
+        pytest.skip("the fused kernel has no soft-cap and no clamp, and the model refuses the combination")
     model = small_model(**DOUBLE, **kind, softmax_form=form)
     prompt, text = tokens(2, 7), tokens(2, 9, seed=1)
     bias = convert_prompt(model, prompt)

@@ -211,6 +211,7 @@ def test_numbers(value, shown):
 def test_text_is_escaped():
     assert script_json("</script>\u2028&\ud800") == '"\\u003c/script\\u003e\\u2028\\u0026\ufffd"'
     assert html_text("<a href='x'>\x00") == "&lt;a href=&#x27;x&#x27;&gt;\ufffd"
+    assert html_text("\u202eabc\u2028d") == "\ufffdabc\ufffdd"  # nothing behind it is turned around, no line is broken
     assert label(" a\n\t") == "·a⏎⇥"
     with pytest.raises(ValueError, match="not JSON compliant"):
         script_json(math.nan)
