@@ -11,7 +11,7 @@ from tiny_runs import run, tiny_model, weights
 from tiny_text_model import PROMPT, TEXT, tiny_text_model
 
 from analyses.batch.journal import Journal
-from analyses.batch.worker import REFUSED, Outcome
+from analyses.batch.worker import REFUSED, PromptResult
 from kvlens import HookedKVTransformer, KVBias, KVLensError, convert_prompt
 from kvlens.beside import read_beside
 from kvlens.kv_bias.kv_bias import TENSORS
@@ -114,8 +114,8 @@ def test_what_is_read_back_beside_a_trained_model(tmp_path):
 
 def outcomes():
     draw = random.Random(0)
-    done = [Outcome(0, i, f"prompt {i}", n_rows=i, rows=draw.randbytes(900)) for i in range(40)]
-    return [*done, Outcome(0, 40, "bad", kind=REFUSED, error="too long")]
+    done = [PromptResult(0, i, f"prompt {i}", n_rows=i, rows=draw.randbytes(900)) for i in range(40)]
+    return [*done, PromptResult(0, 40, "bad", kind=REFUSED, error="too long")]
 
 
 def test_a_journal(tmp_path):
