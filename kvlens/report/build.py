@@ -1,5 +1,6 @@
 """Computing a report: one model, one prompt, one text; the analyses, and text generated in three conditions."""
 
+import math
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -39,6 +40,8 @@ from kvlens.report.folder import FORMAT
 from kvlens.signature import checked
 
 FORMAT_VERSION = 1
+MOST_PAIRS = 2**28
+"""Pairs of prompt tokens in all heads of a layer for which dual models are computed: in about 10 GB."""
 SHOWN_WHOLE = 1024
 """Prompt tokens up to which the page leaves out little."""
 HARMED = 3
@@ -101,13 +104,16 @@ def build_report(
 
     Raises:
         KVLensError: options that the model or the method does not have, weights that are not finite, no tokenizer, an empty
-            prompt or text, tokens outside the vocabulary, more tokens than ``n_ctx`` where positions are learned.
+            prompt or text, tokens outside the vocabulary, more tokens than ``n_ctx`` where positions are learned, more than
+            there is room for with ``dual``.
     """
     tell = on_progress or (lambda description, done: None)
     _check_model(model)
     prompt_tokens = _tokens_of(model, "prompt", prompt, model.prepends_bos)
     text_tokens = _tokens_of(model, "text", text, prepend_bos=False)
     _check_lengths(model, len(prompt_tokens), len(text_tokens), new_tokens, temperature)
+    if dual:
+        _check_dual_length(model, len(prompt_tokens))
 
     def part(description: str, start: float, end: float) -> Callable[[float], None]:
         tell(description, start)
@@ -235,6 +241,15 @@ def _check_lengths(model: HookedKVTransformer, prompt: int, text: int, new_token
         raise KVLensError(
             f"prompt ({prompt} tokens), text ({text}) and new tokens ({new_tokens}) make {prompt + text + new_tokens}, and "
             f"this model's learned positions end at n_ctx={model.cfg.n_ctx}; shorten one of the three"
+        )
+
+
+def _check_dual_length(model: HookedKVTransformer, n_prompt: int) -> None:
+    if n_prompt**2 * model.cfg.n_heads > MOST_PAIRS:
+        longest = math.isqrt(MOST_PAIRS // model.cfg.n_heads)
+        raise KVLensError(
+            f"dual: the dual models compare every two of the prompt's tokens, {n_prompt:,} here; for this model's "
+            f"{model.cfg.n_heads} heads there is room for {longest:,}. Leave dual out, or shorten the prompt"
         )
 
 

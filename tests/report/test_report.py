@@ -405,3 +405,13 @@ def test_with_dual_the_report_says_what_each_step_does(model, tmp_path):
     write_report(report, tmp_path / "r")
     assert "Heads as a step of learning" in (tmp_path / "r" / "report.html").read_text(encoding="utf-8")
     assert FILES | {"dual_losses.parquet", "dual_demonstrations.parquet"} == set(listing(tmp_path / "r"))
+
+
+def test_dual_models_of_a_long_prompt_are_refused_before_anything_runs(model, monkeypatch):
+    n_prompt = len(model.to_tokens(PROMPT)[0])
+    monkeypatch.setattr("kvlens.report.build.MOST_PAIRS", model.cfg.n_heads * n_prompt**2 - 1)
+    monkeypatch.setattr("kvlens.report.build.convert_prompt", lambda *_, **__: pytest.fail("it ran"))
+    with pytest.raises(
+        KVLensError, match=rf"compare every two of the prompt's tokens, {n_prompt} here.* room for {n_prompt - 1}\."
+    ):
+        build_report(model, PROMPT, TEXT, dual=True)
