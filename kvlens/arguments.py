@@ -97,7 +97,7 @@ def numbers_of(what: str, values: Any) -> "Tensor":
 def brief(value: Any) -> str:
     """A value in a few words, for a message."""
     shape = getattr(value, "shape", None)
-    if isinstance(shape, tuple):
+    if isinstance(shape, tuple) and shape:
         return f"{type(value).__name__} of shape {list(shape)}"
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:60]}... ({type(value).__name__})"

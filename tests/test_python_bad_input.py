@@ -9,7 +9,16 @@ import torch
 from tiny_text_model import PROMPT, TEXT, tiny_text_model
 
 import analyses
-from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVBias, KVLensError, convert_prompt, viz
+from kvlens import (
+    HookedKVTransformer,
+    HookedKVTransformerConfig,
+    KVBias,
+    KVLensError,
+    KVShiftConfig,
+    carry_bias,
+    convert_prompt,
+    viz,
+)
 from kvlens.dual import DualModel
 from kvlens.tasks import make_task
 from kvlens.training import build_model, find_recipe, score_heldout, train
@@ -67,16 +76,27 @@ STEPS = [
 ]
 GENERATE = {
     "input": [3, None, [], [3], torch.tensor(3), torch.zeros(1, 1, 1, 1), torch.zeros(2, 3, 13)],
-    "eos_token_id": ["x", 1.5, ["a"], []],
+    "eos_token_id": ["x", 1.5, ["a"], [], 10**6, [10**6], -1],
     "stop_at_eos": ["x"],
     "do_sample": ["x"],
     "softmax_form": ["x", 3],
-    "max_new_tokens": [-1, "3"],
+    "max_new_tokens": [-1, "3", 0, 2**70],
+    "temperature": [1e-320, 2**2000, 1e300, "x", NAN],
+    "use_past_kv_cache": ["x", 1],
+    "verbose": ["x"],
+    "prepend_bos": ["yes", 3],
+    "return_type": [None, "text"],
 }
 VARIANTS = [
     *(3, "x", {}, {"rige": {}}, {"regularised": 3}, {"regularised": {}}, {"regularised": {"alpha": "x"}}),
     *({"regularised": {"alpha": 1, "form": form}} for form in ("normalised", "x", None)),
-    *({"augmented": {"keys": True, **more}} for more in ({"depth": 0}, {"width": 1.5}, {"activation": "x"}, {"parallel": 1.0})),
+    *(
+        {"augmented": {"keys": True, **more}}
+        * (
+            {"augmented": {"keys": True, **size}} for size in ({"depth": 0}, {"depth": 10**9}, {"width": 1.5}, {"width": 2**40})
+        ),
+        *({"augmented": {"keys": True, **more}} for more in ({"activation": "x"}, {"parallel": 1.0})),
+    ),
     *({"augmented": {"keys": keys}} for keys in ("x", 3)),
     *({"negative": {"k": k, "beta": 1}} for k in (0, 1.5, True, "x")),
     *({"negative": {"k": 1, "beta": beta}} for beta in ("x", math.inf)),
@@ -97,6 +117,12 @@ TRAIN = {
     "restart": ["x"],
     "betas": [3, (1,)],
     "learning_rate": [NAN],
+}
+EFFECTS = {"methods": [[], "zero", [3], ["zer"]], "parts": [[], ["bia"]], "references": [3], "by": ["heads", None]}
+FORWARD = {
+    "input": [None, 3, [1, 2], [], torch.tensor(3), torch.ones(3)],
+    "attention_mask": [3, torch.ones(3), torch.ones(2, 2)],
+    "past_kv_cache": [3, "x"],
 }
 PATHS = [3, None, "", "a\0b", "x" * 300]
 CONFIG = dict(n_layers=1, d_model=8, d_head=4, n_ctx=8, d_vocab=9, act_fn="gelu", device="cpu")
@@ -186,6 +212,24 @@ CALLS = [
     *((lambda v=v: analyses.bias_by_head(v, PROMPT, TEXT)) for v in (None, "docs-linear")),
     *((lambda v=v: analyses.dual_losses(softmax(), v)) for v in (None, 3, torch.ones(3))),
     *((lambda v=v: analyses.dual_losses(softmax(), PROMPT, n_demonstrations=v)) for v in (0, -1, 1.5, "x", 10**9)),
+    *((lambda k=k, v=v: analyses.bias_effects(linear(), PROMPT, TEXT, **{k: v})) for k, v in pairs(EFFECTS)),
+    *((lambda k=k, v=v: linear()(**{"input": linear().to_tokens(TEXT), k: v})) for k, v in pairs(FORWARD)),
+    *((lambda v=v: linear().to_tokens(v)) for v in (None, 3, [], [3], torch.arange(3))),
+    *((lambda v=v: analyses.bias_positions(linear(), PROMPT, TEXT, at=v)) for v in (3, "x", [99], [0.5])),
+    *((lambda v=v: analyses.induction_heads(linear(), n_repeated=4, **v)) for v in ({"seed": -1}, {"n_sequences": 2**60})),
+    *((lambda v=v: analyses.prompt_effect(linear(), PROMPT, TEXT, readings=v)) for v in (3, {}, {"converted": 3})),
+    *((lambda v=v: analyses.linked_shares(linear(), PROMPT, TEXT, colourings=v)) for v in (3, {"a": 3}, {3: torch.ones(2, 3)})),
+    *((lambda v=v: analyses.attention_rows(linear(), TEXT, v)) for v in (3, [1], torch.ones(2), torch.tensor(1))),
+    *((lambda v=v: carry_bias(linear(), bias(), v)) for v in ("x", -1, 2**70, 1.5)),
+    *((lambda v=v: make_task("ngrams", table_seed=v)) for v in (2**70, -1, "x")),
+    *((lambda v=v: bias() * v) for v in (NAN, math.inf, 2**2000)),
+    *((lambda v=v: bias() / v) for v in (0, 0.0, NAN)),
+    *((lambda v=v: KVShiftConfig(keys=v)) for v in (3, "x", None)),
+    *((lambda v=v: viz.coloured_tokens(["a", "b"], v)) for v in (3, "x", ["a", "b"], torch.ones(2, 2), [1 + 2j, 0], None)),
+    *((lambda v=v: viz.attention_view(["a", "b"], v)) for v in (None, "x", torch.ones(2, 2), torch.ones(1, 2, 2) * 1j)),
+    *((lambda v=v: viz.attention_view(["a", "b"], torch.ones(1, 2, 2), queries=v)) for v in (3, "x", [1, 0], [[0, 1]])),
+    *((lambda v=v: viz.head_heatmap(torch.ones(2, 3) * v)) for v in (1j,)),
+    *((lambda v=v: viz.head_heatmap(torch.ones(2, 3)).save_png("x.png", dpi=v)) for v in (0, -1, 10**9, "x")),
     *((lambda v=v: viz.head_heatmap(v, "ablation_kl")) for v in (None, 3, torch.zeros(3), torch.zeros(2, 2, 2), "x")),
     *((lambda v=v: viz.head_heatmap(heads(), v)) for v in ("x", 3)),
     *((lambda v=v: viz.contribution_bars(v, "x")) for v in (None, 3, "x")),

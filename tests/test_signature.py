@@ -15,7 +15,7 @@ from tiny_text_model import tiny_text_model
 from torch import Tensor
 
 import analyses
-from kvlens import HookedKVTransformer, KVBias, KVLensError, viz
+from kvlens import HookedKVTransformer, KVBias, KVLensError, convert_prompt, viz
 from kvlens.signature import _is_plain, checked
 
 pytestmark = pytest.mark.unhooked  # the messages are kvlens' own
@@ -146,6 +146,26 @@ def test_the_words():
         taken(whole=torch.ones(2))
     with pytest.raises(TypeError, match="unexpected keyword argument 'wort'"):
         taken(wort=3)
+
+
+def test_a_warning_points_at_the_line_that_called():
+    softmax = tiny_text_model(attention="softmax")
+    for call in (
+        lambda: convert_prompt(model(), torch.arange(100) % 200),
+        lambda: convert_prompt(softmax, "The widget", method="landmark", n_features=99, verbose=False),
+    ):
+        with pytest.warns(UserWarning, match="tokens") as caught:
+            call()
+        assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_what_memory_refuses_is_refused_in_words():
+    @checked
+    def numbers(n: int) -> Tensor:
+        return torch.empty(n, n)
+
+    with pytest.raises(KVLensError, match=r"numbers: this asks for more memory than there is \(.*\); ask for less"):
+        numbers(2**40)
 
 
 def test_the_signature_and_the_docstring_stay():

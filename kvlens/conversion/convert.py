@@ -146,7 +146,7 @@ def _warn_of_length(model: HookedKVTransformer, prompt: PromptTokens, old: KVBia
     before = 0 if old is None else torch.as_tensor(old.n_prompt_tokens).cpu()
     note = length_note(model, int((torch.as_tensor(prompt.lengths()).cpu() + before).max()))
     if note is not None:
-        warnings.warn(note, stacklevel=3)
+        warnings.warn(note, stacklevel=4)  # of who called convert_prompt, around which `checked` stands
 
 
 def _check_arguments(prepend_bos: Any, fwd_hooks: Any, detach: Any, segment_length: Any, on_progress: Any) -> None:

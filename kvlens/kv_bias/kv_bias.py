@@ -241,6 +241,7 @@ class KVBias:
         changed = self._changed(lambda x: x[:, None].expand(-1, n, *x.shape[1:]), per_prompt_only=True)
         return replace(self, **changed, fit=None)
 
+    @checked
     def select(self, layers: Sequence[int] = (), heads: Sequence[tuple[int, int]] = ()) -> "KVBias":
         """Keep b_KV and b_D of the union of the named layers and (layer, head) pairs; zeros elsewhere.
 
@@ -250,9 +251,6 @@ class KVBias:
             KVLensError: a layer or head that does not exist.
         """
         keep = self.b_KV.new_zeros(self.n_layers, self.n_heads)
-        lists = isinstance(layers, Sequence) and isinstance(heads, Sequence)
-        if not lists or any(not isinstance(pair, Sequence) or len(pair) != 2 for pair in heads):
-            raise KVLensError("select: expected layers=[1, 2] and heads=[(layer, head), ...]")
         for layer in layers:
             keep[_index("layer", layer, self.n_layers)] = 1
         for layer, head in heads:

@@ -36,6 +36,7 @@ def replace_components(model: Any) -> None:
         model.pos_embed = SinusoidalPosEmbed(cfg.d_model)
     elif cfg.positional_embedding_type != "rotary":
         model.pos_embed = OffsetPosEmbed(cfg)
+        torch.nn.init.zeros_(model.pos_embed.W_pos)  # no checkpoint with ALiBi brings it, and nothing may stay unset
 
 
 def init_kv_parameters(model: Any) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from small_models import linear_model, plain_model, relative_error, small_model, tokens
 from tiny_hf import D_VOCAB, tiny_hf_model, tiny_tokenizer
+from tiny_hf import KINDS as ALL_KINDS
 from transformers.utils import logging as hf_logging
 
 from kvlens import HookedKVTransformer, KVLensError, KVShiftConfig, convert_prompt
@@ -223,3 +224,17 @@ def test_a_rounded_model_keeps_its_biases_through_save_load_and_copy(dtype, tmp_
     loaded.W_E.data[0, 0] += 1
     with pytest.raises(KVLensError, match="weights differs"):
         loaded.attach_kv_bias(bias)
+
+
+@pytest.mark.parametrize("kind", sorted(ALL_KINDS))
+def test_no_weight_is_left_unset(kind, monkeypatch):
+    """What torch.empty leaves is NaN here: a parameter that no checkpoint brings would differ from one load to the next."""
+    hf_model = tiny_hf_model(kind)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: filled_with_nan(empty(*args, **kwargs)))
+    model = HookedKVTransformer.from_pretrained("tiny", hf_model=hf_model)
+    assert [name for name, weight in model.named_parameters() if not bool(weight.isfinite().all())] == []
+
+
+def filled_with_nan(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.fill_(torch.nan) if tensor.is_floating_point() and not tensor.is_meta else tensor
