@@ -241,7 +241,7 @@ def _scale(**changes: Any) -> dict[str, Any]:
         batch_size=32,
         ratios=[0.0625, 0.125, 0.25, 0.5],
         reference=dict(n_continuations=24, continuation_length=48),
-        polish=dict(polish_steps=200, texts_per_step=4, n_continuations=64),
+        polish=dict(polish_steps=400, texts_per_step=4, n_continuations=64),
         seed=0,
     )
     return {**small, **changes}
@@ -265,7 +265,7 @@ EXPERIMENT = Experiment(
     },
     cost={
         "tiny": "a few seconds, with the shipped model",
-        "small": "about a quarter of an hour on one core, with the shipped model",
-        "paper": "about two hours on one core, with the shipped model; more stories",
+        "small": "about twenty minutes on one core, with the shipped model",
+        "paper": "about two and a half hours on one core, with the shipped model; more stories",
     },
 )
