@@ -90,13 +90,8 @@ GENERATE = {
 VARIANTS = [
     *(3, "x", {}, {"rige": {}}, {"regularised": 3}, {"regularised": {}}, {"regularised": {"alpha": "x"}}),
     *({"regularised": {"alpha": 1, "form": form}} for form in ("normalised", "x", None)),
-    *(
-        {"augmented": {"keys": True, **more}}
-        * (
-            {"augmented": {"keys": True, **size}} for size in ({"depth": 0}, {"depth": 10**9}, {"width": 1.5}, {"width": 2**40})
-        ),
-        *({"augmented": {"keys": True, **more}} for more in ({"activation": "x"}, {"parallel": 1.0})),
-    ),
+    *({"augmented": {"keys": True, **size}} for size in ({"depth": 0}, {"depth": 10**9}, {"width": 1.5}, {"width": 2**40})),
+    *({"augmented": {"keys": True, **more}} for more in ({"activation": "x"}, {"parallel": 1.0})),
     *({"augmented": {"keys": keys}} for keys in ("x", 3)),
     *({"negative": {"k": k, "beta": 1}} for k in (0, 1.5, True, "x")),
     *({"negative": {"k": 1, "beta": beta}} for beta in ("x", math.inf)),
