@@ -101,7 +101,7 @@ def convert_prompt(
     Raises:
         KVLensError: options that the method does not have, an empty prompt, tokens outside the vocabulary, a prompt beyond
             ``n_ctx`` where positions are learned, ``initial`` of another model or batch, weights or activations that are not
-            finite, a ``segment_length`` below 1.
+            finite, a ``segment_length`` below 1, a bidirectional model.
 
     Source: ICLCA sec. 4, alg. 1; the boundary and padding are kvlens'.
     """
