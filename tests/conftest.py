@@ -15,9 +15,11 @@ from pathlib import Path
 import jaxtyping
 import pytest
 import torch
+import type_checks
 import warm_python as warm
 
 torch.set_num_threads(1)
+jaxtyping.jaxtyped = type_checks.jaxtyped
 
 
 @pytest.hookimpl(wrapper=True)

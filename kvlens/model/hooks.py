@@ -18,7 +18,8 @@ class ChecksHookNames(HookedTransformer):
         return super().add_hook(name, *args, **kwargs)
 
     def _enable_hook(self, name: Any, *args: Any, **kwargs: Any) -> None:
-        check_hook_names(name, self.hook_dict)
+        if isinstance(name, str) and name not in self.hook_dict:  # asked before: a cache of everything comes by here for each
+            check_hook_names(name, self.hook_dict)
         return super()._enable_hook(name, *args, **kwargs)
 
     def get_caching_hooks(
