@@ -22,6 +22,11 @@ torch.set_num_threads(1)
 jaxtyping.jaxtyped = type_checks.jaxtyped
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow tests come first, so that the processes of a run end together."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item):
     """With ``--jaxtyping-packages`` a wrong type is refused before our own message is reached: not in tests of that message."""

@@ -13,6 +13,7 @@ STEPS = {"bias": 5, "model": 20, "model-": 25, "outcome-": 20, "run": 30, "table
 the same way, take longer: `kill_everywhere.py FOLDER report trained`."""
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("warm_python")
 def test_killed_before_every_step(tmp_path):
     path = os.pathsep.join([str(TESTS.parent), str(TESTS), str(TESTS / "training"), os.environ.get("PYTHONPATH", "")])

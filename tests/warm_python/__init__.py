@@ -6,6 +6,7 @@ own files, exit status and signals. What they do not show is what an import does
 
 import contextlib
 import fcntl
+import multiprocessing.resource_tracker
 import multiprocessing.spawn
 import os
 import socket
@@ -56,6 +57,7 @@ def processes(path: str, programs: Path) -> Iterator[None]:
         patch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
         patch.setattr(sys, "executable", str(programs / "python"))
         before = multiprocessing.spawn.get_executable()
+        multiprocessing.resource_tracker.ensure_running()  # a process of this one's own, which outlives the server
         multiprocessing.spawn.set_executable(sys.executable)
         yield
         multiprocessing.spawn.set_executable(before)
