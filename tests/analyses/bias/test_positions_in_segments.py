@@ -97,6 +97,7 @@ def test_whole_activations_would_be_noticed():
     assert growth(run, 64, 192) >= 5 * 16 * 8
 
 
+@pytest.mark.unhooked
 def test_bad_input():
     for bad, why in ((tokens(4)[None], r"expected token ids \[pos\].*\[1, 4\]"), (tokens(0), r"\[0\]"), ([1, 2], "Tensor")):
         with pytest.raises(KVLensError, match=f"run_in_segments: tokens.*{why}"):
