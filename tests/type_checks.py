@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jaxtyping
+from beartype.roar import BeartypeCallHintViolation
 
 ORIGINAL = jaxtyping.jaxtyped
 
@@ -32,7 +33,12 @@ def jaxtyped(function: Any = None, *, typechecker: Callable[[Any], Any]) -> Any:
 
     @functools.wraps(function)
     def chosen(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs) if config.jaxtyping_disable else checked(*args, **kwargs)
+        if config.jaxtyping_disable:
+            return function(*args, **kwargs)
+        try:
+            return checked(*args, **kwargs)
+        except BeartypeCallHintViolation as error:  # jaxtyping's is a TypeError
+            raise jaxtyping.TypeCheckError(str(error)) from error
 
     return chosen
 
