@@ -5,7 +5,7 @@ import jaxtyping
 import pytest
 from jaxtyping import Float
 from torch import Tensor, zeros
-from type_checks import ORIGINAL, jaxtyped, may_name_a_shape
+from type_checks import ORIGINAL, holds, is_array, is_quoted, jaxtyped
 
 check = jaxtyped(typechecker=beartype.beartype)
 REFUSED = jaxtyping.TypeCheckError
@@ -52,8 +52,9 @@ def lying() -> int:
 
 
 def test_shapes_are_looked_at_by_jaxtyping_wherever_they_stand():
-    assert may_name_a_shape(Float[Tensor, "a"] | None) and may_name_a_shape(list[tuple[int, Float[Tensor, "a"]]])
-    assert may_name_a_shape("Example") and not any(map(may_name_a_shape, (Tensor | None, dict[str, int], None, ...)))
+    assert holds(is_array, Float[Tensor, "a"] | None) and holds(is_array, list[tuple[int, Float[Tensor, "a"]]])
+    assert not any(holds(is_array, hint) for hint in (Tensor | None, dict[str, int], None, ..., "Example"))
+    assert holds(is_quoted, "Example") and holds(is_quoted, list["Example"]) and not holds(is_quoted, Float[Tensor, "a"])
     assert check(shaped)(zeros(2, 3), {"k": [zeros(3)]}) == 1
     for arguments in ((zeros(2), {}), (zeros(2, 3), {"k": [zeros(2)]}), (zeros(2, 3), {"k": [3]})):
         with pytest.raises(REFUSED):

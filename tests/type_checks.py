@@ -1,7 +1,8 @@
-"""Cheaper type checks for a test run: jaxtyping looks at functions that name a shape, beartype alone at all others.
+"""Cheaper type checks for a test run: they look at each argument once.
 
 With ``--jaxtyping-packages`` every function of ours is wrapped by ``jaxtyping.jaxtyped``, which keeps a book of axis sizes for
-each call. A function without an axis in its signature has nothing to write there; beartype alone refuses the same arguments.
+each call and, for the sake of its messages, has beartype look at the arguments three times. Here beartype looks once; and where
+no axis stands in a signature, no book is kept. What is refused is the same.
 """
 
 import functools
@@ -25,11 +26,16 @@ def jaxtyped(function: Any = None, *, typechecker: Callable[[Any], Any]) -> Any:
     if isinstance(function, property):
         parts = (function.fget, function.fset, function.fdel)
         return property(*(part and jaxtyped(part, typechecker=typechecker) for part in parts))
-    if not inspect.isfunction(function) or any(map(may_name_a_shape, function.__annotations__.values())):
+    if not inspect.isfunction(function) or inspect.isgeneratorfunction(function):
+        return ORIGINAL(function, typechecker=typechecker)
+    hints = function.__annotations__.values()
+    if any(holds(is_quoted, hint) for hint in hints):  # which jaxtyping reads, or leaves
         return ORIGINAL(function, typechecker=typechecker)
     checked, config = typechecker(function), jaxtyping.config
     if checked is function:  # nothing in its signature can be checked
         return function
+    if any(holds(is_array, hint) for hint in hints):
+        checked = ORIGINAL(checked, typechecker=None)
 
     @functools.wraps(function)
     def chosen(*args: Any, **kwargs: Any) -> Any:
@@ -43,12 +49,17 @@ def jaxtyped(function: Any = None, *, typechecker: Callable[[Any], Any]) -> Any:
     return chosen
 
 
-def may_name_a_shape(hint: Any) -> bool:
-    """Whether an annotation holds an array with axes; one in quotes may."""
-    if isinstance(hint, str | typing.ForwardRef):
-        return True
-    if isinstance(hint, list | tuple):
-        return any(map(may_name_a_shape, hint))
-    if isinstance(hint, type) and issubclass(hint, jaxtyping.AbstractArray):
-        return True
-    return any(map(may_name_a_shape, typing.get_args(hint)))
+def holds(found: Callable[[Any], bool], hint: Any) -> bool:
+    """Whether an annotation, or a part of it, is one of those that are looked for."""
+    parts = hint if isinstance(hint, list | tuple) else typing.get_args(hint)
+    return found(hint) or any(holds(found, part) for part in parts)
+
+
+def is_array(hint: Any) -> bool:
+    """Whether it is an array with axes."""
+    return isinstance(hint, type) and issubclass(hint, jaxtyping.AbstractArray)
+
+
+def is_quoted(hint: Any) -> bool:
+    """Whether it is in quotes, and may be anything."""
+    return isinstance(hint, str | typing.ForwardRef)
