@@ -14,7 +14,6 @@ old offset + M.
 """
 
 import contextlib
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
@@ -27,7 +26,7 @@ from kvlens.components import LinearCacheEntry
 from kvlens.conversion.carry import carry_layer_state, per_query_head
 from kvlens.conversion.prompt import Prompt, PromptTokens, length_note, prompt_tokens
 from kvlens.conversion.softmax import SoftmaxChoices, SoftmaxOptions, convert_softmax_prompt
-from kvlens.errors import KVLensError
+from kvlens.errors import KVLensError, warn
 from kvlens.kv_bias import Fingerprint, KVBias
 from kvlens.model import HookedKVTransformer
 from kvlens.model.attention_variant import why_no_kv_bias
@@ -146,7 +145,7 @@ def _warn_of_length(model: HookedKVTransformer, prompt: PromptTokens, old: KVBia
     before = 0 if old is None else torch.as_tensor(old.n_prompt_tokens).cpu()
     note = length_note(model, int((torch.as_tensor(prompt.lengths()).cpu() + before).max()))
     if note is not None:
-        warnings.warn(note, stacklevel=4)  # of who called convert_prompt, around which `checked` stands
+        warn(note)
 
 
 def _check_arguments(prepend_bos: Any, fwd_hooks: Any, detach: Any, segment_length: Any, on_progress: Any) -> None:

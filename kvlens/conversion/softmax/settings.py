@@ -1,7 +1,6 @@
 """The options of a softmax conversion, checked once."""
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict
@@ -9,7 +8,7 @@ from typing import Any, Literal, TypedDict
 from torch import Tensor
 
 from kvlens.arguments import check_choice, check_flag, check_number, check_seed, check_whole
-from kvlens.errors import KVLensError, nearest
+from kvlens.errors import KVLensError, nearest, warn
 from kvlens.ops.landmarks import CRITERIA, Criterion
 
 Method = Literal["exact", "landmark", "random", "taylor", "learned"]
@@ -115,10 +114,9 @@ class SoftmaxOptions:
         """Whether every key of every prompt is to be kept, so that nothing is left to fit. Warns where more are asked for."""
         above = [n for n in lengths if self._wanted(n) > n]
         if above:
-            warnings.warn(
+            warn(
                 f"convert_prompt: {self._wanted(above[0])} virtual keys for a prompt of {above[0]} tokens: all {above[0]} are "
-                "kept, which is exact",
-                stacklevel=5,
+                "kept, which is exact"
             )
         return all(self._wanted(n) >= n for n in lengths)
 
