@@ -76,7 +76,8 @@ class _Softmax(KVAttention):
         if self.ridge is not None:
             return HeadOutputs(self._solved(q, k, v, piece.attention_mask, self.ridge), None, None)
         bias = self.read_bias(torch.promote_types(q.dtype, torch.float32))
-        beside = self._beside(bias, q, k)
+        joins_apart = self._runs_fused() and not torch.is_grad_enabled()
+        beside = None if joins_apart else self._beside(bias, q, k)
         if beside is not None:
             if not _wants_gradient(q, k, v, *beside):
                 if not self._runs_fused():
