@@ -76,17 +76,17 @@ class _Softmax(KVAttention):
         if self.ridge is not None:
             return HeadOutputs(self._solved(q, k, v, piece.attention_mask, self.ridge), None, None)
         bias = self.read_bias(torch.promote_types(q.dtype, torch.float32))
-        joins_apart = self._runs_fused() and not torch.is_grad_enabled()
-        beside = None if joins_apart else self._beside(bias, q, k)
+        fused = self._runs_fused()
+        beside = None if fused and not torch.is_grad_enabled() else self._beside(bias, q, k)
         if beside is not None:
             if not _wants_gradient(q, k, v, *beside):
-                if not self._runs_fused():
+                if not fused:
                     return HeadOutputs(self._eager_beside(q, k, v, past, piece, beside, entry), None, None)
             elif self._is_plain_beside(piece):
                 visible = visible_keys(q.shape[1], k.shape[1], self.cfg.attention_dir == "causal", device=q.device)
                 return HeadOutputs(attend_beside(q, k, v, beside, float(self.attn_scale), visible), None, None)
         needs_normalizer = bias is not None or self.cfg.use_attention_sinks
-        if self._runs_fused() and not (needs_normalizer and _wants_gradient(q, k, v)):
+        if fused and not (needs_normalizer and _wants_gradient(q, k, v)):
             z, log_n = self._fused(q, k, v, piece, needs_normalizer)
             if log_n is not None and self.cfg.use_attention_sinks:
                 z, log_n = self._with_sink(z, log_n)

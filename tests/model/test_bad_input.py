@@ -193,6 +193,20 @@ def test_a_dtype_is_meant_by_its_name_wherever_one_is_given():
 # --- threads ---
 
 
+def in_three_threads(work):
+    """Call ``work`` with 0, 1 and 2 at once, the threads taking turns as often as Python lets them."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=work, args=(index,)) for index in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+
+
 def in_a_thread(work):
     found = []
 
@@ -253,16 +267,7 @@ def test_threads_that_share_a_model_get_their_own_answer_or_none(attention):
                 if "another thread" not in str(error):
                     wrong.append(error)
 
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        threads = [threading.Thread(target=work, args=(index,)) for index in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(before)
+    in_three_threads(work)
     assert not wrong and model.attached_kv_bias is None
     in_a_thread(lambda: model(TEXT))  # nobody is left as its owner
 
@@ -280,16 +285,7 @@ def test_how_one_thread_reads_its_text_does_not_stay_in_the_model():
             if not torch.allclose(convert_prompt(model, PROMPT).b_KV, expected, rtol=1e-4, atol=1e-4):
                 wrong.append(index)
 
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        threads = [threading.Thread(target=work, args=(index,)) for index in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(before)
+    in_three_threads(work)
     assert not wrong and model.cfg.default_prepend_bos is True
     assert torch.equal(model.to_tokens(TEXT), whole)
 
