@@ -67,10 +67,12 @@ def _is_about_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or any(word in str(error) for word in OUT_OF_MEMORY)
 
 
+@functools.cache
 def _members(kind: Any) -> tuple[Any, ...]:
     return typing.get_args(kind) if typing.get_origin(kind) in (Union, types.UnionType) else (kind,)
 
 
+@functools.cache
 def _is_plain(kind: Any) -> bool:
     """Whether a value can be judged by the annotation; one that may be a tensor or something else is judged by its reader."""
     members = _members(kind)
