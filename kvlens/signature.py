@@ -48,9 +48,7 @@ def checked(function: Function) -> Function:
         given = signature.bind(*args, **kwargs)
         for name, value in given.arguments.items():
             if name in kinds and value is not signature.parameters[name].default:
-                given.arguments[name] = read = _read(kinds[name], value)
-                if read is UNFIT:
-                    raise KVLensError(f"{name_of_it}: {name} must be {_called(kinds[name])}, got {brief(value)}")
+                given.arguments[name] = fitting(f"{name_of_it}: {name}", kinds[name], value)
         try:
             return function(*given.args, **given.kwargs)
         except (RuntimeError, MemoryError) as error:
@@ -60,6 +58,18 @@ def checked(function: Function) -> Function:
             raise KVLensError(f"{name_of_it}: {why}") from error
 
     return typing.cast(Function, held)
+
+
+def fitting(what: str, kind: Any, value: Any) -> Any:
+    """``value`` as the annotation ``kind`` has it: whole numbers of numpy and torch as Python's; the rest as it is.
+
+    Raises:
+        KVLensError: it is of another kind.
+    """
+    read = _read(kind, value)
+    if read is UNFIT:
+        raise KVLensError(f"{what} must be {_called(kind)}, got {brief(value)}")
+    return read
 
 
 def _is_about_memory(error: Exception) -> bool:

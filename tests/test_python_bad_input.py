@@ -1,11 +1,13 @@
 """Every bad argument that a public function may be given: a KVLensError, nothing written, and the models as they were."""
 
+import dataclasses
 import functools
 import math
 import os
 
 import pytest
 import torch
+from tiny_hf import tiny_hf_model
 from tiny_text_model import PROMPT, TEXT, tiny_text_model
 
 import analyses
@@ -120,6 +122,22 @@ FORWARD = {
     "past_kv_cache": [3, "x"],
 }
 PATHS = [3, None, "", "a\0b", "x" * 300]
+FROM_PRETRAINED = {
+    "dtype": ["flot64", torch.int8, 3],
+    "device": ["cudda", "meta", 5],
+    "n_ctx": [-1, "x", 2.5, 64],
+    "first_n_layers": [0, 9, "x"],
+    "n_devices": ["x"],
+    "fold_ln": ["x"],
+    "default_padding_side": ["middle", 3],
+    "kv_shift": [5],
+    "tokenizer": ["x"],
+    "hf_model": [5],
+}
+CHANGES = [{"dtype": "int8"}, {"device": "cudda"}, {"foo": 3}, {"n_layers": 3}, {"n_layers": "x"}, {"attention": "linaer"}]
+WRONG_FIELDS = [{"init_mode": "x"}, {"feature_map": "x"}, {"clip_qkv": 0}]
+NO_VOCABULARY = [{"d_vocab": -1}, {"tokenizer_name": "no/such/name"}, {"tokenizer_name": ""}]
+FIELDS = [field.name for field in dataclasses.fields(HookedKVTransformerConfig) if field.name != "n_params"]
 CONFIG = dict(n_layers=1, d_model=8, d_head=4, n_ctx=8, d_vocab=9, act_fn="gelu", device="cpu")
 
 
@@ -131,6 +149,11 @@ def linear():
 @functools.cache
 def softmax():
     return tiny_text_model(attention="softmax")
+
+
+@functools.cache
+def gpt2():
+    return tiny_hf_model("gpt2")
 
 
 @functools.cache
@@ -154,6 +177,10 @@ def pairs(table):
 
 def dual(**given):
     return DualModel.from_head(**{"model": softmax(), "tokens": softmax().to_tokens(PROMPT)[0], "layer": 0, "head": 0, **given})
+
+
+def pretrained(**given):
+    return HookedKVTransformer.from_pretrained("gpt2-x", **{"hf_model": gpt2(), **given})
 
 
 def generate(**given):
@@ -192,6 +219,16 @@ CALLS = [
     *((lambda v=v: linear().save(v)) for v in PATHS),
     *((lambda v=v: HookedKVTransformer.load(v)) for v in PATHS),
     *((lambda v=v: HookedKVTransformer.from_llama2c(v)) for v in PATHS),
+    *(
+        (lambda k=k, v=v: HookedKVTransformer.from_pretrained("gpt2-x", **{"hf_model": gpt2(), k: v}))
+        for k, v in pairs(FROM_PRETRAINED)
+    ),
+    *((lambda v=v: HookedKVTransformer.from_hooked_transformer(softmax(), **v)) for v in CHANGES),
+    *(
+        (lambda v=v: HookedKVTransformerConfig(**{**CONFIG, **v}))
+        for v in ({"init_mode": "x"}, {"feature_map": "x"}, {"clip_qkv": 0})
+    ),
+    *((lambda v=v: HookedKVTransformer(HookedKVTransformerConfig(**{**CONFIG, **v}))) for v in NO_VOCABULARY),
     *((lambda v=v: bias().save(v)) for v in PATHS),
     *((lambda v=v: KVBias.load(v)) for v in PATHS),
     *((lambda v=v: HookedKVTransformer.from_zoo("bigram-linear", device=v)) for v in ("meta", "cudda", [])),
@@ -257,6 +294,13 @@ def test_is_refused_in_words(call):
 def test_the_models_are_unchanged_by_the_whole_list():
     for kind, model in ((linear, tiny_text_model()), (softmax, tiny_text_model(attention="softmax"))):
         assert kind().fingerprint() == model.fingerprint() and torch.equal(kind()(TEXT), model(TEXT))
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_no_field_of_a_configuration_takes_a_value_of_another_kind(name):
+    for value in ({3}, b"x", object()):
+        with pytest.raises(KVLensError, match=name):
+            HookedKVTransformerConfig(**{**CONFIG, name: value})
 
 
 def test_a_bias_that_leaves_no_position_is_not_attached():

@@ -15,7 +15,7 @@ from kvlens.arguments import check_flag, check_whole
 from kvlens.dtypes import dtype_of
 from kvlens.errors import KVLensError, nearest
 from kvlens.model.attention_variant import AttentionVariantConfig, from_fields, why_no_kv_bias
-from kvlens.model.sizes import check_sizes
+from kvlens.model.sizes import check_kinds, check_sizes
 from kvlens.ops.feature_maps import FEATURE_MAPS, feature_dim
 from kvlens.ops.linear_attention import retnet_decay
 
@@ -26,6 +26,16 @@ NORMALIZERS = ("kernel", "none")
 LINEAR_ATTENTION_FORMS = ("auto", "parallel", "chunked", "recurrent")
 SOFTMAX_FORMS = ("eager", "fused")
 POSITIONAL_TYPES = ("standard", "rotary", "alibi", "shortformer", "relative_positional_bias", "sinusoidal", "none")
+NAMES = {
+    "attention": ATTENTION_KINDS,
+    "positional_embedding_type": POSITIONAL_TYPES,
+    "feature_map": FEATURE_MAPS,
+    "normalizer": NORMALIZERS,
+    "linear_attention_form": LINEAR_ATTENTION_FORMS,
+    "accumulation_dtype": ("float32", "float64"),
+    "random_feature_kind": ("orthogonal", "iid"),
+}
+"""Fields that are one of a few names."""
 NORM_OVER_ALL_HEADS = ("OlmoeForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM")
 """Architectures that norm queries and keys before they are split into heads."""
 _INSIDE = (
@@ -98,6 +108,7 @@ class _Given(HookedTransformerConfig):
     attention_variant: AttentionVariantConfig | Mapping[str, Any] | None = None
     seed: int | None = None
     alibi_slopes: Sequence[float] | None = None
+    attn_types: Sequence[str] | None = None  # type: ignore[assignment]
 
 
 class HookedKVTransformerConfig(_Given):
@@ -137,6 +148,7 @@ class HookedKVTransformerConfig(_Given):
     def __post_init__(self):
         self.dtype = dtype_of(self.dtype)
         self.kv_shift = _shift_of(self.kv_shift)
+        check_kinds(self)
         check_sizes(self)
         seed, self.seed = self.seed, None  # TransformerLens would seed torch, numpy and random for the whole process
         try:
@@ -146,8 +158,8 @@ class HookedKVTransformerConfig(_Given):
         self.seed = seed
         if self.trust_remote_code:
             raise KVLensError("trust_remote_code=True is refused: kvlens runs no code that comes with a model or a tokenizer")
-        _one_of("attention", self.attention, ATTENTION_KINDS)
-        _one_of("positional_embedding_type", self.positional_embedding_type, POSITIONAL_TYPES)
+        for name, known in NAMES.items():
+            _one_of(name, getattr(self, name), known)
         self._check_heads()
         self._check_alibi()
         if isinstance(self.attention_variant, Mapping):
@@ -239,6 +251,10 @@ class HookedKVTransformerConfig(_Given):
     @classmethod
     def from_tl(cls, cfg: HookedTransformerConfig, **changes: Any) -> "HookedKVTransformerConfig":
         """The same configuration as a plain TransformerLens one, with ``changes``."""
+        known = {f.name for f in fields(cls)}
+        for name in changes:
+            if name not in known:
+                raise KVLensError(f"config: unknown field {name!r}{nearest(name, known)}")
         values = {f.name: getattr(cfg, f.name) for f in fields(type(cfg)) if f.init}
         return cls(**{**values, "trust_remote_code": False, **changes})
 
@@ -296,7 +312,7 @@ class HookedKVTransformerConfig(_Given):
 
     def check_softmax_form(self, form: str) -> None:
         """Raise KVLensError unless this model's softmax attention can be computed in ``form``."""
-        _one_of("softmax_form", form, SOFTMAX_FORMS)
+        _one_of("softmax_form", form, SOFTMAX_FORMS)  # the name that a method was given
         reason = None if form == "eager" else self.why_not_fused()
         if reason is not None:
             raise KVLensError(f"softmax_form='fused' does not go with this model: {reason}")
@@ -313,11 +329,6 @@ class HookedKVTransformerConfig(_Given):
         return next((reason for is_refused, reason in refused if is_refused), None)
 
     def _check_linear(self) -> None:
-        _one_of("feature_map", self.feature_map, FEATURE_MAPS)
-        _one_of("normalizer", self.normalizer, NORMALIZERS)
-        _one_of("linear_attention_form", self.linear_attention_form, LINEAR_ATTENTION_FORMS)
-        _one_of("accumulation_dtype", self.accumulation_dtype, ("float32", "float64"))
-        _one_of("random_feature_kind", self.random_feature_kind, ("orthogonal", "iid"))
         for refused, reason in self._refused_with_linear():
             if refused:
                 raise KVLensError(f"attention='linear' does not go with {reason}")

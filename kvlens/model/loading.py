@@ -6,6 +6,8 @@ from typing import Any, TypeVar
 import torch
 
 from kvlens._tl import POST_NORM_ARCHITECTURES, HookedTransformer, without_deprecation_warning
+from kvlens.arguments import check_choice, check_device
+from kvlens.dtypes import dtype_of
 from kvlens.errors import KVLensError
 from kvlens.model.config import HookedKVTransformerConfig, KVShiftConfig
 from kvlens.model.fingerprint import is_weight
@@ -21,9 +23,12 @@ from kvlens.pretrained import (
     refuse_to_run_code,
     without_progress_bars,
 )
+from kvlens.signature import checked
 
 M = TypeVar("M", bound=HookedTransformer)
 """The class that is asked for: HookedKVTransformer or a subclass of it. It stands above this module, which never imports it."""
+DRAWN_ANEW = ("shift_coef", ".b_KV", ".b_D", ".feature_map.", ".augment_")
+"""In the names of kvlens' own parameters, which have initial values in a model that had none."""
 
 
 def build_with_ready_tokenizer(cls: type[M], cfg: HookedKVTransformerConfig, tokenizer: Any, move_to_device: bool = True) -> M:
@@ -93,8 +98,12 @@ def _copy_weights(copy: HookedTransformer, model: HookedTransformer) -> None:
     lost = [name for name in report.unexpected_keys if "shift_coef" not in name and not name.endswith(("b_KV", "b_D"))]
     if lost:
         raise KVLensError(f"from_hooked_transformer: weights without a place in the new configuration: {lost[:3]}")
+    new = [name for name in report.missing_keys if is_weight(name) and not any(part in name for part in DRAWN_ANEW)]
+    if new:
+        raise KVLensError(f"from_hooked_transformer: the changes ask for weights that the model does not have: {new[:3]}")
 
 
+@checked
 def from_pretrained(
     cls: type[M],
     model_name: str | Path,
@@ -130,6 +139,8 @@ def from_pretrained(
         KVLensError: an unknown name (the nearest is proposed), a folder that lacks something, an unsupported architecture.
     """
     refuse_to_run_code(loader_kwargs)
+    if default_padding_side is not None:
+        check_choice("from_pretrained: default_padding_side", default_padding_side, ("left", "right"))
     if hf_model is None and not is_local_folder(model_name):
         if kv_shift is not None and kv_shift.values and fold_value_biases is None:
             fold_value_biases = False
@@ -176,7 +187,7 @@ def from_llama2c(
     tokenizer_path: str | Path | None = None,
     *,
     device: Any = None,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | str = torch.float32,
 ) -> M:
     """Load a checkpoint of llama2.c: the weights as they are, nothing folded or centred.
 
@@ -184,12 +195,14 @@ def from_llama2c(
         path: the ``.bin`` file of the weights, of llama2.c's first ("legacy") export.
         tokenizer_path: the ``.bin`` file of the tokenizer; without it the model works on token ids.
         device: where to put the model; None takes TransformerLens' choice.
-        dtype: of the weights.
+        dtype: of the weights; a torch dtype or its name.
 
     Raises:
-        KVLensError: a file that is truncated, too long, damaged, of another format, or of another vocabulary.
+        KVLensError: a device that cannot be used; a file that is truncated, too long, damaged, of another format, or of
+            another vocabulary.
     """
-    parts = load_llama2c_parts(path, tokenizer_path, dtype=dtype)
+    check_device("from_llama2c: device", device)
+    parts = load_llama2c_parts(path, tokenizer_path, dtype=dtype_of(dtype, "from_llama2c: dtype"))
     cfg = HookedKVTransformerConfig.from_tl(parts.cfg, init_weights=False, device=device)
     model = build_with_ready_tokenizer(cls, cfg, parts.tokenizer)
     cfg.init_weights = True

@@ -1,14 +1,18 @@
 """Numbers and names of a configuration that cannot describe a model, said in words before anything is built."""
 
 import math
+import typing
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvlens._tl import SUPPORTED_ACTIVATIONS, HookedTransformerConfig
+from kvlens.arguments import MOST, check_choice, check_device
 from kvlens.errors import KVLensError, nearest
+from kvlens.signature import fitting
 
 NORMALIZATIONS = (None, "LN", "LNPre", "RMS", "RMSPre")
 COUNTED = ("n_layers", "d_model", "d_head", "n_heads", "n_ctx")
@@ -16,6 +20,26 @@ COUNTED_OR_NONE = ("d_mlp", "n_key_value_heads", "window_size", "num_experts", "
 MOST_LAYERS = 10_000
 """Each is a module of Python: more would be minutes of building, and is a slip of the hand."""
 VOCABULARIES = ("d_vocab", "d_vocab_out")
+SIZES = (*COUNTED, *COUNTED_OR_NONE, *VOCABULARIES, "eps", "attn_scale", "seed", "n_devices")
+"""Fields whose kind :func:`check_sizes` asks together with their range."""
+OTHERS = ("device", "dtype", "n_params", "kv_shift", "attention_variant")
+"""Fields that others read, and that may be given in several ways."""
+INIT_MODES = ("gpt2", "xavier_uniform", "xavier_normal", "kaiming_uniform", "kaiming_normal", "muP")
+
+
+def check_kinds(cfg: HookedTransformerConfig) -> None:
+    """Raise KVLensError unless every field of ``cfg`` is of the kind that its annotation says."""
+    kinds = typing.get_type_hints(type(cfg))
+    for field in fields(cfg):
+        value = getattr(cfg, field.name)
+        if field.name in (*SIZES, *OTHERS) or value is field.default:
+            continue
+        value = fitting(field.name, kinds[field.name], value)
+        setattr(cfg, field.name, float(value) if isinstance(value, int) and abs(value) > MOST else value)
+    check_device("device", cfg.device)
+    check_choice("init_mode", cfg.init_mode, INIT_MODES)
+    if cfg.clip_qkv is not None and cfg.clip_qkv <= 0:
+        raise KVLensError(f"clip_qkv must be a positive number or None, got {cfg.clip_qkv!r}")
 
 
 def check_sizes(cfg: HookedTransformerConfig) -> None:
@@ -64,6 +88,11 @@ def _check_names(cfg: HookedTransformerConfig) -> None:
         raise KVLensError("parallel_attn_mlp needs MLPs: with attn_only=True there are none")
     if cfg.positional_embedding_type == "relative_positional_bias":
         raise KVLensError("relative_positional_bias (T5) belongs to TransformerLens' encoder-decoder; here it cannot be built")
+    if cfg.use_normalization_before_and_after and cfg.normalization_type not in (None, "RMS", "RMSPre"):
+        raise KVLensError(
+            "use_normalization_before_and_after: TransformerLens norms again behind a block by RMS only; "
+            f"normalization_type is {cfg.normalization_type!r}"
+        )
     if cfg.n_devices != 1 and not (_is_count(cfg.n_devices) and torch.cuda.device_count() >= cfg.n_devices):
         raise KVLensError(f"n_devices={cfg.n_devices!r}: this machine has {torch.cuda.device_count()} CUDA devices")
 
@@ -92,4 +121,4 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value <= MOST

@@ -20,6 +20,7 @@ from kvlens._tl import (
     TransformerLensKeyValueCache,
     without_deprecation_warning,
 )
+from kvlens.arguments import first_line
 from kvlens.components import in_form, upgrade_cache
 from kvlens.dtypes import dtype_of, is_dtype
 from kvlens.errors import KVLensError
@@ -74,6 +75,11 @@ class HookedKVTransformer(ProcessesWeights, ChecksHookNames, HookedTransformer):
         try:
             with without_deprecation_warning():
                 super().__init__(cfg, tokenizer, move_to_device=False, default_padding_side=default_padding_side)
+        except (AssertionError, OSError, ValueError) as error:  # no vocabulary, or a tokenizer's name that leads nowhere
+            raise KVLensError(
+                f"HookedKVTransformer: {first_line(error)} (tokenizer_name={cfg.tokenizer_name!r}); give a loaded tokenizer, "
+                "or d_vocab and tokenizer_name=None for a model of token ids"
+            ) from error
         finally:
             cfg.init_weights = wants_init
         self._attached: KVBias | None = None

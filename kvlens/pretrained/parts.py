@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvlens._tl import HookedTransformerConfig, loading
-from kvlens.arguments import path_of
+from kvlens.arguments import brief, check_device, path_of
 from kvlens.dtypes import dtype_of
 from kvlens.errors import KVLensError
 from kvlens.pretrained.architectures import architecture_of, check_readable
@@ -43,6 +43,7 @@ from kvlens.pretrained.shift_import import import_shift_coefficients
 from kvlens.pretrained.tokenizer import find_tokenizer
 from kvlens.pretrained.translation import translate_config
 from kvlens.pretrained.weights import convert_weights
+from kvlens.signature import fitting
 
 
 class PretrainedParts(NamedTuple):
@@ -103,6 +104,7 @@ def load_pretrained_parts(
     """
     dtype = dtype_of(from_pretrained_kwargs.pop("torch_dtype", dtype), "from_pretrained: dtype")
     _check_arguments(model_name, hf_model, from_pretrained_kwargs)
+    _check_options(tokenizer, device, {"n_devices": n_devices, "first_n_layers": first_n_layers, "n_ctx": n_ctx})
     folder = path_of("from_pretrained", model_name).resolve() if is_local_folder(model_name) else None
     if hf_model is None and folder is None:
         raise KVLensError(
@@ -176,6 +178,15 @@ def _convert_baichuan_m1(
         conv_window=conv_window_of(config),
     )
     return cfg, weights, checkpoint
+
+
+def _check_options(tokenizer: Any, device: Any, sizes: Mapping[str, Any]) -> None:
+    """Refuse what is of another kind than its name says; None is a default everywhere."""
+    if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise KVLensError(f"from_pretrained: tokenizer must be a loaded tokenizer of transformers, got {brief(tokenizer)}")
+    check_device("from_pretrained: device", device)
+    for name, size in sizes.items():
+        fitting(f"from_pretrained: {name}", int | None, size)
 
 
 def _check_arguments(model_name: str | Path, hf_model: Any, kwargs: dict[str, Any]) -> None:
