@@ -1,5 +1,6 @@
 """Choosing and fitting a prompt's keys against the plain forms, which solve every fit anew, and the error formula itself."""
 
+import functools
 import math
 import sys
 
@@ -67,10 +68,25 @@ def test_shares_are_the_keys_parts_of_the_normaliser(rule):
     torch.testing.assert_close(got.p, got.psi.sum(dim=-1))
 
 
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_sums_are_sums_over_every_query(rule):
+    queries, prompt = attention(rule)
+    prompt = prompt._replace(real=torch.arange(KEYS) < torch.tensor([[KEYS], [KEYS - 2]]))
+    got, (psi, p, a, z) = statistics(queries, prompt, roots()), shares(queries, prompt)
+    root = roots().repeat(BATCH, 1, 1)
+    close = functools.partial(torch.testing.assert_close, rtol=1e-6, atol=1e-9)  # slopes are float32
+    close(got.gram, torch.einsum("cij,cik->cjk", psi, psi))
+    close(got.with_p, torch.einsum("cij,ci->cj", psi, p))
+    close(got.with_a, torch.einsum("cij,cid->cjd", psi, a @ root))
+    close(got.z_size, (z @ root).square().sum(dim=-1).mean(dim=1).sqrt())
+    assert got.n_rows == psi.shape[1]
+
+
 def test_sums_over_blocks_are_sums(monkeypatch):
     queries, prompt = attention()
     whole = statistics(queries, prompt, roots())
-    monkeypatch.setattr(sys.modules["kvlens.ops.landmarks.shares"], "BLOCK_NUMBERS", 3 * BATCH * KV * GROUP * KEYS)
+    monkeypatch.setattr(sys.modules["kvlens.ops.landmarks.shares"], "BLOCK_NUMBERS", 3 * GROUP * KEYS)
+    monkeypatch.setattr(sys.modules["kvlens.ops.landmarks.shares"], "GRAM_COLUMNS", 3)  # 7 keys: in threes, and one
     for a, b in zip(whole, statistics(queries, prompt, roots()), strict=True):
         torch.testing.assert_close(torch.as_tensor(a), torch.as_tensor(b), rtol=1e-12, atol=1e-12)
 

@@ -11,6 +11,7 @@ from kvlens.ops.softmax_attention import (
     ScaledFeatures,
     ScaledMass,
     attend_beside,
+    by_kv_head,
     fused_softmax_attention,
     join_bias,
     naive_join_bias,
@@ -226,3 +227,11 @@ def test_signed_weights_are_no_softmax():
     without_weight = b_kv.clone()
     without_weight[0, 1, 3] = 1.0  # a value where the weight is 0
     assert KeysBeside.of(keys, without_weight, b_d, log_scale) is None
+
+
+@pytest.mark.parametrize("n_held", [1, 3], ids=["shared", "of each row"])
+def test_a_head_is_multiplied_with_what_its_key_value_head_holds(n_held):
+    x, held = normal(3, 5, 8, 7, seed=1), normal(n_held, 4, 7, 11, seed=2)
+    got = by_kv_head(x, held).unflatten(2, (5, 2)).permute(0, 2, 1, 3, 4).flatten(2, 3)
+    expected = torch.einsum("bphd,bhdn->bphn", x, held.repeat_interleave(2, dim=1).expand(3, -1, -1, -1))
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)

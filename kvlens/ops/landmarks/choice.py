@@ -41,24 +41,32 @@ def choose_keys(sums: Statistics, r: int, criterion: Criterion = "output") -> Ch
     return _matching_pursuit(sums.gram, target, r, sums.n_rows)
 
 
-def _matching_pursuit(gram: Tensor, target: Tensor, r: int, n_rows: int) -> Chosen:
-    """Keys whose residual columns explain most of the residual target, one after the other."""
-    cells, n_keys, _ = gram.shape
+def _matching_pursuit(gram: Float[Tensor, "cell key key"], target: Float[Tensor, "cell key d"], r: int, n_rows: int) -> Chosen:
+    """Keys whose residual columns explain most of the residual target, one after the other.
+
+    ``columns`` are those of the Cholesky factor, ``rows`` what each takes out of the target: what is left of the Gram matrix is
+    gram - columns^T columns, of the target target - columns^T rows. Neither is formed; of both only the squared lengths of
+    their rows are kept up to date.
+    """
+    cells, n_keys, d = target.shape
     every = torch.arange(cells, device=gram.device)
-    left, target = gram.diagonal(dim1=-2, dim2=-1).clone(), target.clone()  # squared length of what is left of each key
+    left, size = gram.diagonal(dim1=-2, dim2=-1).clone(), target.square().sum(dim=-1)
     floor = 1e-9 * left.amax(dim=-1, keepdim=True) + torch.finfo(gram.dtype).tiny
-    columns = gram.new_zeros(cells, n_keys, r)
+    columns, rows = gram.new_zeros(cells, r, n_keys), gram.new_zeros(cells, r, d)
     index, gain = torch.zeros(cells, r, dtype=torch.long, device=gram.device), gram.new_zeros(cells, r)
     taken = torch.zeros(cells, n_keys, dtype=torch.bool, device=gram.device)
     for step in range(r):
-        explained = target.square().sum(dim=-1) / left.clamp(min=floor)
-        explained = torch.where(left > floor, explained, 0.0).masked_fill(taken, -1.0)
+        explained = torch.where(left > floor, size / left.clamp(min=floor), 0.0).masked_fill_(taken, -1.0)
         gain[:, step], j = explained.max(dim=-1)
-        root = left[every, j].clamp(min=floor[:, 0]).sqrt()
-        column = gram[every, :, j] - (columns[:, :, :step] @ columns[every, j, :step, None]).squeeze(-1)
-        columns[:, :, step] = column = column / root[:, None]
-        target -= column[:, :, None] * (target[every, j] / root[:, None])[:, None]
+        root = left[every, j].clamp(min=floor[:, 0]).sqrt()[:, None]
+        earlier, before = columns[:, :step], columns[every, :step, j][:, None]
+        row = (target[every, j] - (before @ rows[:, :step]).squeeze(1)) / root
+        along = (rows[:, :step] @ row[..., None]).mT
+        taken_out, met = (torch.cat([before, along], dim=1) @ earlier).unbind(dim=1)
+        column = (gram[every, j] - taken_out) / root
+        along_row = (target @ row[..., None]).squeeze(-1) - met
+        size = (size + column * (column * row.square().sum(dim=-1, keepdim=True) - 2 * along_row)).clamp_(min=0)
         left -= column.square()
+        columns[:, step], rows[:, step], index[:, step] = column, row, j
         taken[every, j] = True
-        index[:, step] = j
     return Chosen(index, gain / n_rows)

@@ -8,9 +8,12 @@ values u w = B give psi_iS w and psi_iS B in their place; the head's output is t
 
 exactly. All of it is invariant to the size of the scores. Query heads that share a key-value head are rows of one problem; the
 leading axis ("cell") runs over prompts and key-value heads.
+
+Sums over the queries go one cell after the other, so that what is read again and again stays in the processor's cache.
 """
 
 from collections.abc import Iterator
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -18,10 +21,12 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvlens.ops.softmax_features import ScoreRule, virtual_key_scores
+from kvlens.ops.softmax_features import ScoreRule, grouped_key_scores
 
-BLOCK_NUMBERS = 2**23
-"""Shares held at once: 64 MiB in float64."""
+BLOCK_NUMBERS = 2**20
+"""Shares held at once: 4 MiB in float32."""
+GRAM_COLUMNS = 128
+"""Columns of a Gram matrix that are computed at once; what lies above them is their mirror image."""
 
 
 class Queries(NamedTuple):
@@ -81,14 +86,20 @@ class Statistics(NamedTuple):
     n_rows: int
 
 
-def shares(queries: Queries, prompt: PromptKeys) -> Shares:
-    """The shares of every key of the prompt in every query."""
-    group = queries.q.shape[2] // prompt.keys.shape[1]
-    scores = virtual_key_scores(queries.q, prompt.keys, prompt.rule, prompt.distance, queries.positions[None])
+def key_shares(queries: Queries, prompt: PromptKeys) -> Float[Tensor, "cell row key"]:
+    """psi: the share of every key of the prompt in every query."""
+    kv_heads = prompt.keys.shape[1]
+    scores = grouped_key_scores(queries.q, prompt.keys, prompt.rule, prompt.distance, queries.positions[None])
     if prompt.real is not None:
         scores = scores.masked_fill(~prompt.real[:, None, None, :], -torch.inf)
-    psi = rearrange((scores - queries.log_n[..., None]).exp(), "b i (g s) j -> (b g) (i s) j", s=group)
-    z = rearrange(queries.z, "b i (g s) d -> (b g) (i s) d", s=group)
+    log_n = rearrange(queries.log_n, "b i (g s) -> b g (i s) 1", g=kv_heads)
+    return scores.sub_(log_n).exp_().flatten(0, 1)
+
+
+def shares(queries: Queries, prompt: PromptKeys) -> Shares:
+    """The shares of every key, and what the prompt's keys and all keys give."""
+    psi = key_shares(queries, prompt)
+    z = rearrange(queries.z, "b i (g s) d -> (b g) (i s) d", g=prompt.keys.shape[1])
     return Shares(psi, psi.sum(dim=-1), psi @ prompt.values.flatten(0, 1), z)
 
 
@@ -100,24 +111,44 @@ def blocks_of(queries: Queries, n_keys: int) -> Iterator[Queries]:
         yield queries.part(slice(first, first + size))
 
 
+def cells_of(queries: Queries, prompt: PromptKeys) -> Iterator[tuple[Queries, PromptKeys]]:
+    """Each prompt and key-value head as a problem of its own, with the queries of its heads."""
+    batch, kv_heads = prompt.keys.shape[:2]
+    group = queries.q.shape[2] // kv_heads
+    for b, g in product(range(batch), range(kv_heads)):
+        row, head, heads = slice(b, b + 1), slice(g, g + 1), slice(g * group, (g + 1) * group)
+        real = None if prompt.real is None else prompt.real[row]
+        slopes = None if prompt.rule.slopes is None else prompt.rule.slopes[heads]
+        q, z, log_n = (x[row, :, heads] for x in (queries.q, queries.z, queries.log_n))
+        keys, values, distance = (x[row, head] for x in (prompt.keys, prompt.values, prompt.distance))
+        rule = prompt.rule._replace(slopes=slopes)
+        yield Queries(q, z, log_n, queries.positions), PromptKeys(keys, values, distance, real, rule)
+
+
 def statistics(queries: Queries, prompt: PromptKeys, root_metric: Float[Tensor, "kv_head d_head d_head"]) -> Statistics:
-    """Sums over all queries, a block at a time, in float64.
+    """Sums over all queries, a block at a time, in float64. p and a are sums over the keys themselves, so that one sum over the
+    queries, the Gram matrix, holds the others: sum_i psi_i p_i = gram 1, sum_i psi_i a_i^T = gram v.
 
     Args:
         queries, prompt: of one layer.
         root_metric: R with e R's length the size of an output error: sqrt(W_O W_O^T), the mean over the heads of a group.
     """
-    batch, kv_heads, n_keys, d = prompt.keys.shape
-    root = root_metric.repeat(batch, 1, 1)
+    batch, kv_heads, n_keys, _ = prompt.keys.shape
     cells, double = batch * kv_heads, dict(dtype=torch.float64, device=prompt.keys.device)
-    gram, with_p = torch.zeros(cells, n_keys, n_keys, **double), torch.zeros(cells, n_keys, **double)  # type: ignore[call-overload]
-    with_a, z_square = torch.zeros(cells, n_keys, d, **double), torch.zeros(cells, **double)  # type: ignore[call-overload]
-    n_rows = 0
-    for block in blocks_of(queries, n_keys):
-        psi, p, a, z = shares(block, prompt)
-        gram += psi.mT @ psi
-        with_p += (psi.mT @ p[..., None]).squeeze(-1)
-        with_a += psi.mT @ (a @ root)
-        z_square += (z @ root).square().sum(dim=(1, 2))
-        n_rows += psi.shape[1]
-    return Statistics(gram, with_p, with_a, (z_square / n_rows).sqrt(), n_rows)
+    gram, z_square = torch.zeros(cells, n_keys, n_keys, **double), torch.zeros(cells, **double)  # type: ignore[call-overload]
+    for cell, (own, keys) in enumerate(cells_of(queries, prompt)):
+        z_square[cell] = (own.z @ root_metric[cell % kv_heads].to(own.z)).square().sum()
+        for block in blocks_of(own, n_keys):
+            _add_gram(gram[cell], key_shares(block, keys)[0])
+    n_rows = queries.log_n[0].numel() // kv_heads
+    values = prompt.values.flatten(0, 1).double() @ root_metric.double().repeat(batch, 1, 1)
+    return Statistics(gram, gram.sum(dim=-1), gram @ values, (z_square / n_rows).sqrt(), n_rows)
+
+
+def _add_gram(gram: Float[Tensor, "key key"], psi: Float[Tensor, "row key"]) -> None:
+    """Add psi^T psi, of which one half is computed."""
+    for first in range(0, len(gram), GRAM_COLUMNS):
+        some = slice(first, first + GRAM_COLUMNS)
+        products = psi[:, some].mT @ psi[:, first:]
+        gram[some, first:] += products
+        gram[first + GRAM_COLUMNS :, some] += products[:, GRAM_COLUMNS:].mT

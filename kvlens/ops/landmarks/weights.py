@@ -15,7 +15,7 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvlens.ops.landmarks.shares import PromptKeys, Queries, Statistics, blocks_of, shares
+from kvlens.ops.landmarks.shares import PromptKeys, Queries, Statistics, blocks_of, cells_of, shares
 from kvlens.ops.softmax_attention import ScaledFeatures
 
 RIDGE_WEIGHTS, RIDGE_VALUES = 1e-9, 1e-6
@@ -52,18 +52,20 @@ def fit_values(
     """B, weight times value, given the weights; 0 where the weight is 0."""
     kept = _gather(prompt.values, index)
     start = w[..., None].to(kept) * kept
-    active, r = w > 0, index.shape[1]
+    r = index.shape[1]
     gram = torch.zeros(len(w), r, r, dtype=torch.float64, device=w.device)
     right = torch.zeros(len(w), r, kept.shape[-1], dtype=torch.float64, device=w.device)
-    for block in blocks_of(queries, prompt.keys.shape[2]):
-        psi, p, a, z = shares(block, prompt)
-        psi = psi.gather(2, index[:, None].expand(-1, psi.shape[1], -1))
-        mass = (psi @ w[..., None].to(psi)).squeeze(-1)
-        whole = (1 - p + mass).clamp(min=1e-6)[..., None]
-        psi, target = psi / whole, (a + z * (mass - p)[..., None] - psi @ start) / whole
-        gram += psi.mT @ psi
-        right += psi.mT @ target
-    return (start + _solve(gram, right, active, RIDGE_VALUES)) * active[..., None]
+    for cell, (own, keys) in enumerate(cells_of(queries, prompt)):
+        for block in blocks_of(own, keys.keys.shape[2]):
+            psi, p, a, z = (x[0] for x in shares(block, keys))
+            psi = psi[:, index[cell]]
+            off = psi @ w[cell].to(psi) - p
+            whole = (1 + off).clamp(min=1e-6)[:, None]
+            target = (a + z * off[:, None] - psi @ start[cell]) / whole
+            psi = psi / whole
+            gram[cell] += psi.mT @ psi
+            right[cell] += psi.mT @ target
+    return (start + _solve(gram, right, w > 0, RIDGE_VALUES)) * (w > 0)[..., None]
 
 
 def output_errors(

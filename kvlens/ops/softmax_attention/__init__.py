@@ -3,6 +3,7 @@
 from kvlens.ops.softmax_attention.beside import KeysBeside, attend_beside
 from kvlens.ops.softmax_attention.bias import join_bias, naive_join_bias
 from kvlens.ops.softmax_attention.fused import fused_softmax_attention
+from kvlens.ops.softmax_attention.grouped import by_kv_head
 from kvlens.ops.softmax_attention.naive import naive_softmax_attention
 from kvlens.ops.softmax_attention.types import JoinedBias, ScaledFeatures, ScaledMass, SoftmaxAttentionOutput
 from kvlens.ops.softmax_attention.visible import visible_keys
@@ -14,6 +15,7 @@ __all__ = [
     "ScaledMass",
     "SoftmaxAttentionOutput",
     "attend_beside",
+    "by_kv_head",
     "fused_softmax_attention",
     "join_bias",
     "naive_join_bias",

@@ -12,6 +12,7 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
+from kvlens.ops.softmax_attention.grouped import by_kv_head
 from kvlens.ops.softmax_attention.types import JoinedBias, ScaledFeatures, ScaledMass
 
 
@@ -79,6 +80,6 @@ def join_bias(
 
 def _read(features: Tensor, stored: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """phi^T b_KV and phi^T b_D in one product per key-value head: a group's queries are more rows against the same keys."""
-    rows = rearrange(features, "batch query (kv_head group) d_phi -> batch kv_head (query group) d_phi", group=group)
-    read = rearrange(rows @ stored, "batch kv_head (query group) d -> batch query (kv_head group) d", group=group)
+    rows = by_kv_head(features, stored)
+    read = rearrange(rows, "batch kv_head (query group) d -> batch query (kv_head group) d", group=group)
     return read[..., :-1], read[..., -1]

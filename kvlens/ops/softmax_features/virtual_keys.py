@@ -10,7 +10,7 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvlens.ops.softmax_attention import ScaledFeatures
+from kvlens.ops.softmax_attention import ScaledFeatures, by_kv_head
 from kvlens.ops.softmax_features.types import ScoreRule
 
 
@@ -30,18 +30,32 @@ def virtual_key_scores(
         distance: from the key to the first token of the text, at least 1; needed with ALiBi or a window.
         positions: of the queries within the text, from 0; needed with ALiBi or a window.
     """
-    grouped = rearrange(q, "b p (g s) d -> b g (p s) d", g=keys.shape[1])
-    scores = rearrange(grouped @ keys.mT, "b g (p s) r -> b p (g s) r", p=q.shape[1]) / rule.scale
+    scores = grouped_key_scores(q, keys, rule, distance, positions)
+    return rearrange(scores, "b g (p s) r -> b p (g s) r", p=q.shape[1])
+
+
+def grouped_key_scores(
+    q: Float[Tensor, "batch pos head d_head"],
+    keys: Float[Tensor, "#batch kv_head r d_head"],
+    rule: ScoreRule,
+    distance: Int[Tensor, "#batch kv_head r"] | None = None,
+    positions: Int[Tensor, "#batch pos"] | None = None,
+) -> Float[Tensor, "batch kv_head row r"]:
+    """The same by key-value head: its rows are the queries of its heads, place by place."""
+    group = q.shape[2] // keys.shape[1]
+    scores = by_kv_head(q, keys.mT).div_(rule.scale)
     if rule.soft_cap:
         scores = rule.soft_cap * torch.tanh(scores / rule.soft_cap)
     if not rule.needs_distance:
         return scores
     assert distance is not None
     assert positions is not None
-    apart = positions[:, :, None, None] + distance.repeat_interleave(q.shape[2] // keys.shape[1], dim=1)[:, None]
+    apart = positions[:, None, :, None, None] + distance[:, :, None, None]  # [batch, kv_head, pos, 1, r]
+    scores = scores.unflatten(2, (-1, group))
     if rule.slopes is not None:
-        scores = scores - (rule.slopes[:, None] * apart).to(scores)  # rounded as TransformerLens' table is, in float32
-    return scores if rule.window is None else scores.masked_fill(apart >= rule.window, -torch.inf)
+        slopes = rule.slopes.unflatten(0, (-1, 1, group, 1))
+        scores = scores - (slopes * apart).to(scores)  # rounded as TransformerLens' table is, in float32
+    return (scores if rule.window is None else scores.masked_fill(apart >= rule.window, -torch.inf)).flatten(2, 3)
 
 
 def scaled_exp(
