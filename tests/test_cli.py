@@ -203,7 +203,7 @@ def test_bad_words(argv, message, capsys):
             ["--prompt", "a", "--text", "b", "--temperature", "-1"],
             "temperature must be 0 (the likeliest token), or a number from",
         ),
-        (["--prompt", "a", "--text", "b", "--device", "abacus"], "--device: 'abacus' cannot be used here"),
+        (["--prompt", "a", "--text", "b", "--device", "abacus"], "device: 'abacus' cannot be used here"),
     ],
 )
 def test_bad_report_options(options, message, folder, capsys):

@@ -2,10 +2,7 @@
 
 import os
 
-import torch
-
 from kvlens import HookedKVTransformer, KVLensError, zoo
-from kvlens.arguments import check_device
 from kvlens.errors import nearest
 from kvlens.model import load_source
 
@@ -47,6 +44,4 @@ def load_model(name: str, *, device: str | None = None, dtype: str | None = None
         KVLensError: it cannot be read, or the device cannot be used here.
     """
     check_model_name(name)
-    check_device("device", device)
-    wanted = None if dtype is None else getattr(torch, dtype)
-    return load_source(zoo.source_of(name), device=device, dtype=wanted)
+    return load_source(zoo.source_of(name), device=device, dtype=dtype)

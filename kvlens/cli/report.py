@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from kvlens.arguments import check_seed
-from kvlens.cli.models import DEFAULT_MODEL, load_on
 from kvlens.errors import KVLensError
+from kvlens.report.example import EXAMPLE_MODEL, TEXT_MODEL
 from kvlens.terminal import visible
 from kvlens.zoo import source_of
 
@@ -36,7 +36,7 @@ def add_command(commands: Any) -> None:
         "--model",
         metavar="NAME",
         help="a shipped model (see `kvlens zoo`), a folder written by HookedKVTransformer.save, a Hugging Face folder, or a "
-        f"llama2.c checkpoint (default: facts-linear for the built-in example, {DEFAULT_MODEL} for a prompt of yours)",
+        f"llama2.c checkpoint (default: {EXAMPLE_MODEL} for the built-in example, {TEXT_MODEL} for a prompt of yours)",
     )
     report.add_argument("--tokenizer", metavar="FILE", help="the tokenizer's file, for a llama2.c checkpoint alone")
     softmax = report.add_argument_group(
@@ -88,7 +88,9 @@ def _report(args: argparse.Namespace) -> int:
     from kvlens.report.console import progress_bar
 
     with progress_bar("loading the model") as tell:
-        model = load_on(source, args.device, args.dtype, args.tokenizer)
+        from kvlens.model import load_source
+
+        model = load_source(source, tokenizer=args.tokenizer, device=args.device, dtype=args.dtype)
 
         from kvlens.report.build import build_report
         from kvlens.report.write import write_report
@@ -121,10 +123,8 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _default_model(args: argparse.Namespace) -> str:
-    from kvlens.report.example import EXAMPLE_MODEL
-
     given = (args.prompt, args.prompt_file, args.text, args.text_file)
-    return DEFAULT_MODEL if any(value is not None for value in given) else EXAMPLE_MODEL
+    return TEXT_MODEL if any(value is not None for value in given) else EXAMPLE_MODEL
 
 
 def _conversion(args: argparse.Namespace) -> dict[str, Any]:

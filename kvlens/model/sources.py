@@ -22,7 +22,7 @@ def load_source(
         source: a folder of ours or of Hugging Face, or a checkpoint of llama2.c; :func:`kvlens.zoo.source_of` finds those that
             ship.
         tokenizer: the file of a llama2.c tokenizer; folders bring their own.
-        device, dtype: None keeps the default.
+        device, dtype: as in :meth:`HookedKVTransformer.load`; None keeps the default.
         processing: what :meth:`HookedKVTransformer.from_pretrained` does to the weights of a Hugging Face folder
             (``center_unembed=False``, ...); nothing is done to the others.
 

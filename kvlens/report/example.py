@@ -10,6 +10,8 @@ from kvlens.signature import checked
 
 EXAMPLE_MODEL = "facts-linear"
 """What the report is made of when neither a model nor a prompt is given."""
+TEXT_MODEL = "docs-linear"
+"""What it is made of when a prompt is given and no model."""
 STORY_MODELS = ("facts-linear", "facts-gpt2")
 
 

@@ -52,7 +52,7 @@ class Source(NamedTuple):
 
 def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
     """Read the coefficients of every model of ``settings["models"]``, and of one trained here if ``settings["train"]``."""
-    sources = [load_source(name) for name in settings["models"]]
+    sources = [read_source(name) for name in settings["models"]]
     if settings["train"] is not None:
         tell("training a model")
         sources.append(train_source(**settings["train"]))
@@ -82,7 +82,7 @@ def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
     )
 
 
-def load_source(name: str) -> Source:
+def read_source(name: str) -> Source:
     """A shipped model by its name, or the model in a folder, or in the folder of a training run.
 
     Raises:

@@ -309,7 +309,7 @@ def test_a_saved_model_is_found_in_its_folder_and_in_that_of_its_run(tmp_path):
     known = coefficients.parameters_now(coefficients.Source("", model, coefficients.no_course()))
     known.assign(step=3).to_parquet(tmp_path / "run" / "model" / "watched.parquet")
     for place in (tmp_path / "run", tmp_path / "run" / "model"):
-        source = coefficients.load_source(str(place))
+        source = coefficients.read_source(str(place))
         pd.testing.assert_frame_equal(coefficients.parameters_now(source), known)
         assert set(source.watched["step"]) == {3}
 
@@ -324,7 +324,7 @@ def test_a_shipped_model_is_read_without_a_course():
 
 def test_a_model_that_is_not_there_or_does_not_shift_both_is_refused(tmp_path):
     with pytest.raises(KVLensError, match="did you mean 'docs-linear'.*kvlens train docs-shift --out docs-shift"):
-        coefficients.load_source("docs-liner")
+        coefficients.read_source("docs-liner")
     task = make_task("text", corpus="topics", vocab_size=300, length=8)
     keys_only = build_model(task, dict(n_layers=1, d_model=6, d_head=2, attn_only=True, kv_shift={"values": False}))
     with pytest.raises(KVLensError, match="must shift keys and values both.*values=False"):
