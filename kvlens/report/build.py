@@ -31,21 +31,17 @@ from analyses import (
 from analyses.prompt.readings import read_text
 from analyses.sequences import baseline_sequence, token_texts
 from kvlens.conversion import convert_prompt
-from kvlens.conversion.prompt import length_note
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import BiasFit, KVBias
 from kvlens.model import HookedKVTransformer
 from kvlens.model.generation import TEMPERATURES, is_temperature
 from kvlens.report.folder import FORMAT
+from kvlens.report.notes import notes_on
 from kvlens.signature import checked
 
 FORMAT_VERSION = 1
 MOST_PAIRS = 2**28
 """Pairs of prompt tokens in all heads of a layer for which dual models are computed: in about 10 GB."""
-SHOWN_WHOLE = 1024
-"""Prompt tokens up to which the page leaves out little."""
-HARMED = 3
-"""Places that are named where the prompt hurts."""
 CONDITIONS = ("with_prompt", "converted", "without_prompt")
 DUAL_COLOURINGS = {"dual loss drop (log)": "log_loss_drop", "dual step's share of the output": "step_share"}
 
@@ -147,7 +143,7 @@ def build_report(
         "text": {"text": text, "n_tokens": len(text_tokens)},
         "conversion": _conversion_figures(bias, errors),
         "prompt_effect": _effect_figures(effect),
-        "notes": _length_notes(model, len(prompt_tokens)) + _harm_notes(effect) + _page_notes(len(prompt_tokens)),
+        "notes": notes_on(model, prompt_tokens, effect),
         "bias": {
             "n_numbers": bias.num_parameters,
             "holds": "b_KV and b_D" if bias.features is None else "b_KV, b_D and what its features need",
@@ -251,37 +247,6 @@ def _check_dual_length(model: HookedKVTransformer, n_prompt: int) -> None:
             f"dual: the dual models compare every two of the prompt's tokens, {n_prompt:,} here; for this model's "
             f"{model.cfg.n_heads} heads there is room for {longest:,}. Leave dual out, or shorten the prompt"
         )
-
-
-def _length_notes(model: HookedKVTransformer, n_prompt: int) -> list[str]:
-    note = length_note(model, n_prompt)
-    return [] if note is None else [note]
-
-
-def _page_notes(n_prompt: int) -> list[str]:
-    """That the pictures cannot show every token of a long prompt."""
-    if n_prompt <= SHOWN_WHOLE:
-        return []
-    return [
-        f"The page shows the prompt's {n_prompt:,} tokens in blocks of neighbours, and in arcs and attention patterns those "
-        "that count most; each picture says what it leaves out. analyses.bias_positions has the numbers of every token."
-    ]
-
-
-def _harm_notes(effect: pd.DataFrame) -> list[str]:
-    """When the prompt raises the mean loss on the text, and where most."""
-    wide = effect.pivot(index="position", columns="condition", values="loss")  # noqa: PD010
-    harm = (wide["converted"] - wide["without_prompt"]).dropna()
-    if harm.empty or harm.mean() <= 0:
-        return []
-    tokens = effect.loc[effect["condition"] == "converted"].set_index("position")["next_token"]
-    worst = ", ".join(
-        f"{tokens[place]!r} at {place} (+{harm[place]:.2f})" for place in harm.nlargest(HARMED).index if harm[place] > 0
-    )
-    return [
-        f"The prompt hurts: the mean loss on the text is {harm.mean():.3f} nats per token higher with it than without, at "
-        f"{int((harm > 0).sum())} of {len(harm)} places. Most before: {worst}."
-    ]
 
 
 # --- generation ------------------------------------------------------------------------------------------------------

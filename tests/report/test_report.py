@@ -13,7 +13,7 @@ from tiny_text_model import PROMPT, TEXT, tiny_text_model, tiny_tokenizer
 from analyses import bias_ablation, bias_by_head, bias_by_layer, conversion_error, dual_losses, prompt_effect
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVBias, KVLensError, convert_prompt, temporaries
 from kvlens.report import build_report, check_folder, print_report, write_report
-from kvlens.report.build import _harm_notes
+from kvlens.report.notes import harm_note, notes_on
 from kvlens.report.page import build_page
 
 TABLES = (
@@ -220,12 +220,20 @@ def test_a_prompt_that_hurts_is_said_to_hurt_and_where(report):
     losses = {"with_prompt": 1.0, "converted": 1.0, "without_prompt": 0.5}
     effect["loss"] = effect["condition"].map(losses).where(effect["next_token"].notna())
     effect.loc[(effect["position"] == 2) & (effect["condition"] == "converted"), "loss"] = 4.0
-    (note,) = _harm_notes(effect)
+    note = harm_note(effect)
     n, token = effect["position"].max(), effect.loc[effect["position"] == 2, "next_token"].iloc[0]
     assert f"{(0.5 * (n - 1) + 3.5) / n:.3f} nats per token higher" in note and f"at {n} of {n} places" in note
     assert f"{token!r} at 2 (+3.50)" in note
     effect["loss"] = -effect["loss"]
-    assert _harm_notes(effect) == []
+    assert harm_note(effect) is None
+
+
+def test_a_model_of_learned_positions_is_said_to_see_that_the_text_moves(report):
+    learned = tiny_text_model(attention="softmax", positional_embedding_type="standard", kv_shift=None)
+    tokens = learned.to_tokens(PROMPT)[0]
+    (note,) = [note for note in notes_on(learned, tokens, report.tables["prompt_effect"]) if "position" in note]
+    assert f"begins at position 1, with it or converted at {len(tokens)}:" in note
+    assert not any("position" in note for note in report.summary["notes"])  # rotary
 
 
 # --- the folder ------------------------------------------------------------------------------------------------------

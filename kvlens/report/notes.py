@@ -1,0 +1,63 @@
+"""What a reader of a report is told beside its figures: a prompt that is too long, that hurts, or that moves the text."""
+
+import pandas as pd
+from torch import Tensor
+
+from analyses.sequences import baseline_sequence
+from kvlens.conversion.prompt import length_note
+from kvlens.model import HookedKVTransformer
+
+SHOWN_WHOLE = 1024
+"""Prompt tokens up to which the page leaves out little."""
+ABSOLUTE_POSITIONS = ("standard", "shortformer", "sinusoidal")
+HARMED = 3
+"""Places that are named where the prompt hurts."""
+
+
+def notes_on(model: HookedKVTransformer, prompt: Tensor, effect: pd.DataFrame) -> list[str]:
+    """Everything that there is to say, a sentence or two each.
+
+    Args:
+        model: the report's.
+        prompt: [pos].
+        effect: of :func:`analyses.prompt_effect`.
+    """
+    notes = (length_note(model, len(prompt)), harm_note(effect), _position_note(model, prompt), _page_note(len(prompt)))
+    return [note for note in notes if note is not None]
+
+
+def harm_note(effect: pd.DataFrame) -> str | None:
+    """When the prompt raises the mean loss on the text, and where most."""
+    wide = effect.pivot(index="position", columns="condition", values="loss")  # noqa: PD010
+    harm = (wide["converted"] - wide["without_prompt"]).dropna()
+    if harm.empty or harm.mean() <= 0:
+        return None
+    tokens = effect.loc[effect["condition"] == "converted"].set_index("position")["next_token"]
+    worst = ", ".join(
+        f"{tokens[place]!r} at {place} (+{harm[place]:.2f})" for place in harm.nlargest(HARMED).index if harm[place] > 0
+    )
+    return (
+        f"The prompt hurts: the mean loss on the text is {harm.mean():.3f} nats per token higher with it than without, at "
+        f"{int((harm > 0).sum())} of {len(harm)} places. Most before: {worst}."
+    )
+
+
+def _position_note(model: HookedKVTransformer, prompt: Tensor) -> str | None:
+    """That without the prompt the text also stands elsewhere, for a model that sees at which position a token stands."""
+    if model.cfg.positional_embedding_type not in ABSOLUTE_POSITIONS:
+        return None
+    alone = len(baseline_sequence(model, prompt, None))
+    return (
+        f"This model sees a token's position. Without the prompt the text begins at position {alone}, with it or converted at "
+        f"{len(prompt)}: part of what the prompt changes may be this move."
+    )
+
+
+def _page_note(n_prompt: int) -> str | None:
+    """That the pictures cannot show every token of a long prompt."""
+    if n_prompt <= SHOWN_WHOLE:
+        return None
+    return (
+        f"The page shows the prompt's {n_prompt:,} tokens in blocks of neighbours, and in arcs and attention patterns those "
+        "that count most; each picture says what it leaves out. analyses.bias_positions has the numbers of every token."
+    )
