@@ -10,11 +10,10 @@ from typing import Any
 
 import pandas as pd
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from analyses.bias.outputs import bias_outputs, share_by_size
 from analyses.bias.removal import bias_ablation
+from analyses.bias.spectrum import sizes
 from analyses.declaration import Analysis, Columns
 from analyses.inputs import PROMPT, TEXT
 from analyses.sequences import PromptTokens, TextTokens, prompt_text_bias
@@ -22,8 +21,8 @@ from kvlens import HookedKVTransformer, KVBias
 from kvlens.signature import checked
 
 MEASURES = dict(
-    b_kv_norm=("float64", "Frobenius norm of b_KV"),
-    b_d_norm=("float64", "norm of b_D"),
+    b_kv_norm=("float64", "Frobenius norm of b_KV, its log_scale included"),
+    b_d_norm=("float64", "norm of b_D, likewise"),
     bias_share=("float64", "mean over the text's places of ||z_bias|| / (||z_bias|| + ||z_context||), 0 for 0 / 0"),
     ablation_kl=("float64", "mean KL(whole bias || bias without it), nats"),
     loss_change=("float64", "by how much the mean loss rises without it, nats; NaN for one token"),
@@ -110,21 +109,16 @@ def _describe(
     _, text, bias = prompt_text_bias(model, prompt_tokens, text_tokens, bias)
     outputs = bias_outputs(model, bias, text)
     of_bias, of_context = (z.square().sum(dim=-1).unflatten(2, (-1, heads_a_group)).sum(dim=-1).sqrt() for z in outputs[:2])
-    stored = bias.per_query_head()
     pairs = list(product(range(bias.n_layers), range(bias.n_heads)))
     groups = [pairs[first : first + heads_a_group] for first in range(0, len(pairs), heads_a_group)]
     effect = bias_ablation(model, bias, text, groups, batch_size=batch_size, on_progress=on_progress)
     return {
-        "b_kv_norm": _group_norms(stored.b_KV.flatten(2), heads_a_group),
-        "b_d_norm": _group_norms(stored.b_D, heads_a_group),
+        "b_kv_norm": sizes(bias, "b_KV", heads_a_group),
+        "b_d_norm": sizes(bias, "b_D", heads_a_group),
         "bias_share": share_by_size(of_bias, of_context).mean(dim=1),
         "ablation_kl": effect["kl"],
         "loss_change": effect["loss_change"],
     }
-
-
-def _group_norms(x: Float[Tensor, "layer head d"], heads_a_group: int) -> Float[Tensor, "layer group"]:
-    return x.double().unflatten(1, (-1, heads_a_group)).flatten(2).norm(dim=-1)
 
 
 BIAS_BY_HEAD = Analysis(

@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from analyses.bias.outputs import BiasOutputs, bias_outputs, share_by_size, share_probes
-from analyses.bias.spectrum import effective_rank, singular_values
+from analyses.bias.spectrum import effective_rank, singular_values, sizes
 from analyses.declaration import Analysis, Columns
 from analyses.inputs import ANSWER, PROMPT, TEXT, WRONG
 from analyses.sequences import PromptTokens, TextTokens, prompt_text_bias
@@ -28,10 +28,10 @@ from kvlens.signature import checked
 COLUMNS = Columns(
     layer=("int64", "from 0"),
     head=("int64", "query head"),
-    b_kv_norm=("float64", "Frobenius norm of b_KV"),
+    b_kv_norm=("float64", "Frobenius norm of b_KV, its log_scale included"),
     b_kv_spectral_norm=("float64", "its largest singular value"),
     b_kv_effective_rank=("float64", "exp of the entropy of its normalised singular values; 0 for a b_KV of zeros"),
-    b_d_norm=("float64", "norm of b_D"),
+    b_d_norm=("float64", "norm of b_D, likewise"),
     bias_share=("float64", "mean over the text's places of ||z_bias|| / (||z_bias|| + ||z_context||), 0 for 0 / 0"),
     output_share=("float64", "sum over the places of z_bias . z, over that of ||z||^2: what adds up"),
     logit=("float64", "direct logit attribution of z_bias; NaN in a text of one token without ``answer``"),
@@ -81,10 +81,10 @@ def bias_decomposition(
         {
             "layer": layers,
             "head": heads,
-            "b_kv_norm": bias.b_KV.double().norm(dim=(-2, -1)),
+            "b_kv_norm": sizes(bias, "b_KV"),
             "b_kv_spectral_norm": values[..., 0],
             "b_kv_effective_rank": effective_rank(values),
-            "b_d_norm": bias.b_D.double().norm(dim=-1),
+            "b_d_norm": sizes(bias, "b_D"),
             "bias_share": share_by_size(*norms).mean(dim=1),
             "output_share": (outputs.of_bias * share_probes(z, pooled=True)).sum(dim=(1, 3)),
             "logit": _logits(model, outputs, target),

@@ -4,7 +4,13 @@
 
 A sum over M tokens has rank at most min(M, d_phi, d_head). How many of its directions carry weight is told by the effective
 rank, exp(-sum_r p_r log p_r) with p_r = sigma_r / sum sigma: n for n equal singular values, 1 for a single one.
+
+A softmax model's bias is stored as numbers and a log-scale for each head; sizes here are those of what they stand for,
+exp(log_scale) times the numbers, so that they compare across heads, prompts and ways of converting. What would leave float64
+stands as its largest number.
 """
+
+import math
 
 import pandas as pd
 import torch
@@ -21,14 +27,34 @@ COLUMNS = Columns(
     layer=("int64", "from 0"),
     head=("int64", "query head"),
     index=("int64", "from 0, largest first; min(d_phi, d_head) of them"),
-    singular_value=("float64", "of b_KV"),
+    singular_value=("float64", "of b_KV, its log_scale included"),
     energy_share=("float64", "its square over the sum of the head's squares; 0 for a b_KV of zeros"),
 )
 
 
 def singular_values(bias: KVBias) -> Float[Tensor, "layer head index"]:
-    """Of b_KV, in float64, largest first."""
-    return torch.linalg.svdvals(bias.per_query_head().b_KV.detach().double())
+    """Of b_KV, its log_scale included, in float64, largest first."""
+    stored = torch.linalg.svdvals(bias.per_query_head().b_KV.detach().double())
+    return _from_logs(stored.log() + _log_scales(bias)[:, :, None])
+
+
+def sizes(bias: KVBias, name: str, heads_a_group: int = 1) -> Float[Tensor, "layer group"]:
+    """Frobenius norms of ``b_KV`` or ``b_D``, its log_scale included, in float64: of a query head, or several side by side."""
+    stored = getattr(bias.per_query_head(), name).detach().double()
+    logs = stored.flatten(2).norm(dim=-1).log() + _log_scales(bias)
+    return _from_logs((2 * logs).unflatten(1, (-1, heads_a_group)).logsumexp(dim=-1) / 2)
+
+
+def _log_scales(bias: KVBias) -> Float[Tensor, "layer head"]:
+    """One for each query head; 0 where nothing is scaled."""
+    if bias.log_scale is None:
+        return torch.zeros(bias.n_layers, bias.n_heads, dtype=torch.float64, device=bias.b_KV.device)
+    stored = bias.log_scale.detach().double()
+    return stored.repeat_interleave(bias.n_heads // stored.shape[1], dim=1)
+
+
+def _from_logs(logs: Float[Tensor, "*lead"]) -> Float[Tensor, "*lead"]:
+    return logs.exp().clamp(max=math.nextafter(math.inf, 0.0))
 
 
 def effective_rank(values: Float[Tensor, "*lead index"]) -> Float[Tensor, "*lead"]:
@@ -36,10 +62,11 @@ def effective_rank(values: Float[Tensor, "*lead index"]) -> Float[Tensor, "*lead
 
     Source: Roy & Vetterli 2007, The effective rank: a measure of effective dimensionality, eq. 4.
     """
-    total = values.sum(dim=-1, keepdim=True)
-    p = values / total.where(total > 0, 1.0)
+    largest = values.amax(dim=-1, keepdim=True)
+    parts = values / largest.where(largest > 0, 1.0)
+    p = parts / parts.sum(dim=-1, keepdim=True).where(largest > 0, 1.0)
     rank = -torch.special.xlogy(p, p).sum(dim=-1)
-    return torch.where(total.squeeze(-1) > 0, rank.exp(), 0.0)
+    return torch.where(largest.squeeze(-1) > 0, rank.exp(), 0.0)
 
 
 @COLUMNS.document
@@ -61,7 +88,7 @@ def bias_singular_values(bias: KVBias) -> pd.DataFrame:
     """
     one_bias("bias_singular_values", bias)
     values = singular_values(bias)
-    energy = values.square()
+    energy = (values / values[..., :1].where(values[..., :1] > 0, 1.0)).square()
     total = energy.sum(dim=-1, keepdim=True)
     layers, heads, indices = torch.meshgrid(*(torch.arange(n) for n in values.shape), indexing="ij")
     shares = energy / total.where(total > 0, 1.0)

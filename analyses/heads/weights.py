@@ -1,8 +1,9 @@
 """A head's four weight matrices as the residual stream sees them, and what follows from them alone.
 
-The gain of a norm is part of the matrix behind it (TransformerLens' ``fold_ln``), so that the figures do not depend on
-whether the model was loaded with folded norms. What a norm subtracts (the mean) and divides by is left out, as it is in
-TransformerLens; its default processing makes the weights free of that mean.
+What a norm does by itself is part of the matrix behind it, so that the figures do not depend on how the model was loaded: its
+gain, and the mean over d_model that a LayerNorm takes away, which TransformerLens folds into the weights (``fold_ln``). What is
+written into a stream that only LayerNorms read is written without that mean (``center_writing_weights``). What a norm divides
+by is left out.
 
 Grouped queries: every query head has its own W_Q and W_O and its group's W_K and W_V.
 
@@ -26,7 +27,7 @@ NORM_BEHIND_ATTENTION = ("Olmo2ForCausalLM", "Olmo3ForCausalLM")
 
 
 class HeadWeights(NamedTuple):
-    """One layer's matrices, gains folded, in float32 or wider."""
+    """One layer's matrices, gains and means folded, in float32 or wider."""
 
     W_Q: Float[Tensor, "head d_model d_head"]
     W_K: Float[Tensor, "head d_model d_head"]
@@ -58,7 +59,12 @@ def head_weights(model: HookedKVTransformer, layer: int) -> HeadWeights:
     reading = in_front[:, None] if isinstance(in_front, Tensor) else in_front
     writing = 1.0 if behind is None else gain(model.get_submodule(behind))
     W_Q, W_K, W_V = ((W * reading).to(dtype) for W in (attn.W_Q, attn.W_K, attn.W_V))
-    return HeadWeights(W_Q, W_K, W_V, (attn.W_O * writing).to(dtype))
+    W_O = (attn.W_O * writing).to(dtype)
+    if _reads_centred(model, layer):
+        W_Q, W_K, W_V = (W - W.mean(dim=1, keepdim=True) for W in (W_Q, W_K, W_V))
+    if _all_read_centred(model):
+        W_O = W_O - W_O.mean(dim=2, keepdim=True)
+    return HeadWeights(W_Q, W_K, W_V, W_O)
 
 
 def copying_scores(model: HookedKVTransformer, weights: list[HeadWeights]) -> Float[Tensor, "layer head"]:
@@ -84,16 +90,20 @@ def copying_scores(model: HookedKVTransformer, weights: list[HeadWeights]) -> Fl
     W_U = W_U - W_U.mean(dim=1, keepdim=True)
     W_U = W_U - W_U.mean(dim=0) if _centers(norm) else W_U
     unembed_embed = W_U @ W_E.to(dtype)
-    read = [
-        w.W_V - w.W_V.mean(dim=1, keepdim=True) if _reads_centred(model, layer) else w.W_V for layer, w in enumerate(weights)
-    ]
-    circuits = torch.stack([w.W_O @ unembed_embed @ W_V for w, W_V in zip(weights, read, strict=True)])
+    circuits = torch.stack([w.W_O @ unembed_embed @ w.W_V for w in weights])
     total = torch.linalg.eigvals(circuits).abs().sum(dim=-1)
     return _ratio(circuits.diagonal(dim1=-2, dim2=-1).sum(dim=-1), total)  # the trace is the sum of the eigenvalues
 
 
 def _centers(norm: Any) -> bool:
     return type(norm).__name__ in ("LayerNorm", "LayerNormPre")
+
+
+def _all_read_centred(model: HookedKVTransformer) -> bool:
+    """Whether whatever reads the residual stream takes its mean away first."""
+    return _centers(getattr(model, "ln_final", None)) and all(
+        _reads_centred(model, layer) for layer in range(model.cfg.n_layers)
+    )
 
 
 def _reads_centred(model: HookedKVTransformer, layer: int) -> bool:
@@ -108,7 +118,7 @@ def composition_scores(weights: list[HeadWeights], kind: str) -> Float[Tensor, "
 
     1 at most, 0 where nothing written is read; a random rotation between the two gives 1/sqrt(d_model) in the root mean
     square. Where one of the two is 0 so is the score, and it is 0 where the second head does not come later. Layout and
-    values are those of ``HookedTransformer.all_composition_scores``.
+    values are those of ``HookedTransformer.all_composition_scores`` on weights that TransformerLens has processed.
 
     Args:
         weights: of every layer.

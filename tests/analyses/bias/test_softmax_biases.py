@@ -1,5 +1,7 @@
 """The analyses of a bias on softmax models: what is told apart adds up to what the model does, and removals are real ones."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from analyses import (
     bias_ablation,
     bias_addition,
     bias_by_head,
+    bias_by_layer,
     bias_decomposition,
     bias_effects,
     bias_positions,
@@ -114,3 +117,23 @@ def test_adding_softmax_biases_against_the_slow_way():
     )
     assert 1e-3 < frame.loc["aligned", "logit_error"] < frame.loc["first", "logit_error"]
     assert frame.loc["first", "logit_error"] != pytest.approx(float((first - whole).norm() / whole.norm()), rel=1e-3)
+
+
+def test_sizes_are_of_what_the_stored_numbers_stand_for():
+    """exp(log_scale) times them: the same bias with its scale stored elsewhere has the same sizes, and none overflows."""
+    model = softmax_model("rotary, grouped")
+    bias = convert_prompt(model, PROMPT, method="random", n_features=8)
+    assert bias.log_scale.unique().numel() > 1
+    moved = torch.linspace(-3.0, 5.0, bias.log_scale.numel(), dtype=bias.b_KV.dtype).view_as(bias.log_scale)
+    smaller = moved.exp()[:, :, None]
+    same = replace(bias, b_KV=bias.b_KV / smaller[..., None], b_D=bias.b_D / smaller, log_scale=bias.log_scale + moved)
+    first, second = (bias_by_head(model, PROMPT, TEXT, bias=each) for each in (bias, same))
+    np.testing.assert_allclose(second[["b_kv_norm", "b_d_norm"]], first[["b_kv_norm", "b_d_norm"]], rtol=1e-12)
+    whole = (bias.b_KV * bias.log_scale.exp()[..., None, None]).repeat_interleave(3, dim=1).norm(dim=(-2, -1))
+    np.testing.assert_allclose(first["b_kv_norm"], whole.flatten(), rtol=1e-12)
+    values = bias_singular_values(bias).groupby(["layer", "head"])["singular_value"].agg(lambda sigma: (sigma**2).sum() ** 0.5)
+    np.testing.assert_allclose(values, whole.flatten(), rtol=1e-12)
+    by_layer = bias_by_layer(model, PROMPT, TEXT, bias=bias)["b_kv_norm"]
+    np.testing.assert_allclose(by_layer, whole.norm(dim=1), rtol=1e-12)
+    enormous = bias_singular_values(replace(bias, log_scale=bias.log_scale + 1e4))
+    assert np.isfinite(enormous[["singular_value", "energy_share"]]).all(axis=None)

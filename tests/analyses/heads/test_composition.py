@@ -51,25 +51,28 @@ def test_rank_one_heads_compose_by_the_cosine_of_what_is_written_and_what_is_rea
 
 @pytest.mark.parametrize("changes", [{}, dict(n_heads=6, d_model=36, n_key_value_heads=2), dict(d_head=7, n_heads=3)])
 @pytest.mark.parametrize("kind", ["Q", "K", "V"])
-def test_equals_transformer_lens_on_plain_and_on_processed_models(changes, kind):
+def test_equals_transformer_lens_on_processed_models_and_before_processing(changes, kind):
     model = random_model(n_layers=3, **{**PLAIN, "positional_embedding_type": "standard", **changes})
-    torch.testing.assert_close(
-        scores_of(composition(model), model, kind), model.all_composition_scores(kind), rtol=1e-9, atol=0
-    )
     for block in model.blocks:
         block.ln1.w.mul_(torch.linspace(0.5, 2, model.cfg.d_model))
+        block.attn.W_O.add_(0.3)
+    before = scores_of(composition(model), model, kind)
     model.process_weights_()
-    torch.testing.assert_close(
-        scores_of(composition(model), model, kind), model.all_composition_scores(kind), rtol=1e-9, atol=0
-    )
+    expected = model.all_composition_scores(kind)
+    for found in (before, scores_of(composition(model), model, kind)):  # TransformerLens folds in float32: 1e-7 in each weight
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
 
 
-def test_gains_count_as_if_they_had_been_folded():
-    models = [random_model(**PLAIN, normalization_type="RMS") for _ in range(2)]
+@pytest.mark.parametrize("norm", ["LN", "RMS", None])
+def test_norms_count_as_if_they_had_been_folded(norm):
+    models = [random_model(**PLAIN, normalization_type=norm) for _ in range(2)]
     for model in models:
-        model.blocks[1].ln1.w.mul_(torch.linspace(0.1, 3, model.cfg.d_model))
-    models[1].process_weights_(fold_ln=True, center_writing_weights=False, center_unembed=False)
-    # TransformerLens folds in float32: 1e-7 in each weight
+        for block in model.blocks if norm else ():
+            block.ln1.w.mul_(torch.linspace(0.1, 3, model.cfg.d_model))
+        for block in model.blocks:
+            for matrix in (block.attn.W_Q, block.attn.W_K, block.attn.W_V, block.attn.W_O):
+                matrix.add_(0.2)
+    models[1].process_weights_()
     pd.testing.assert_frame_equal(composition(models[0]), composition(models[1]), rtol=1e-6)
 
 
