@@ -46,14 +46,22 @@ FORMS = {
 }
 
 
+POSITIVE_MAPS = ("elu_plus_one", "relu", "random", "hedgehog")
+"""Under these a token always sees something: itself."""
+
+
 class Features(NamedTuple):
-    """A piece's features: those of the numerator, those of the normaliser (None under "none"), and the values."""
+    """A piece's features: those of the numerator, those of the normaliser (None under "none"), and the values.
+
+    ``made_of`` is what the feature map was given, queries and keys.
+    """
 
     phi_q: Tensor
     phi_k: Tensor
     norm_q: Tensor | None
     norm_k: Tensor | None
     v: Tensor
+    made_of: tuple[Tensor, Tensor]
 
 
 class Past(NamedTuple):
@@ -116,14 +124,15 @@ class _Linear(KVAttention):
         if rotary and not after:
             q = self.hook_rot_q(rotate(q, cos, sin, self.cfg.rotary_adjacent_pairs))
             k = self.hook_rot_k(rotate(k, cos, sin, self.cfg.rotary_adjacent_pairs))
+        made_of = (q, k)
         phi_q = norm_q = through(self.hook_phi_q, self.feature_map(q))
         phi_k = norm_k = through(self.hook_phi_k, self.feature_map(k))
         if rotary and after:
             phi_q = self.hook_rot_q(rotate(phi_q, cos, sin, self.cfg.rotary_adjacent_pairs))
             phi_k = self.hook_rot_k(rotate(phi_k, cos, sin, self.cfg.rotary_adjacent_pairs))
         if self.cfg.normalizer == "none":
-            return Features(phi_q / self.attn_scale, phi_k, None, None, v)
-        return Features(phi_q, phi_k, norm_q, norm_k, v)
+            return Features(phi_q / self.attn_scale, phi_k, None, None, v, made_of)
+        return Features(phi_q, phi_k, norm_q, norm_k, v, made_of)
 
     def _rotary_rows(self, q: Tensor, n_before: int | Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """cos, sin of the new tokens' positions, [batch or 1, pos, 1, rotary_dim]."""
@@ -146,7 +155,7 @@ class _Linear(KVAttention):
         entry: LinearCacheEntry | None,
     ) -> tuple[HeadOutputs, LinearAttentionState]:
         """Both summands of z, and the context's state after the last token."""
-        phi_q, phi_k, norm_q, norm_k, v = features
+        phi_q, phi_k, norm_q, norm_k, v, _ = features
         decay = None if self.decay is None else self.decay.to(v)
         if decay is not None and phi_k.shape[2] != phi_q.shape[2]:  # gamma is the query head's: the state must be as well
             phi_k, v = (x.repeat_interleave(phi_q.shape[2] // x.shape[2], dim=2) for x in (phi_k, v))
@@ -156,7 +165,7 @@ class _Linear(KVAttention):
         if not pattern_hooked:
             out = FORMS[form](phi_q, phi_k, v, norm_q, norm_k, decay, mask, past.state)
             n, state = self._normalizer(out.normalizer, norm_q, bias, mask), out.state
-            divisor = _without_zeros(n)
+            divisor = self._divisor(n, features)
             z_context = out.numerator if divisor is None else out.numerator / divisor[..., None]
         else:
             n_context = None
@@ -164,7 +173,7 @@ class _Linear(KVAttention):
                 k_sum = None if past.state is None else past.state.k_sum
                 n_context = running_normalizer(norm_q, norm_k, mask, k_sum)
             n = self._normalizer(n_context, norm_q, bias, mask)
-            divisor = _without_zeros(n)
+            divisor = self._divisor(n, features)
             z_context = self._through_pattern(features, past, decay, mask, divisor, entry)
             state = final_state(phi_k, v, norm_k, decay, mask, past.state)
         z_bias = None
@@ -174,6 +183,34 @@ class _Linear(KVAttention):
         if n is not None and divisor is not n:
             self._check_nothing_visible(n, z_context if z_bias is None else z_context + z_bias)
         return HeadOutputs(z_context, z_bias, n, self._own_share(phi_q, phi_k, divisor)), state
+
+    def _divisor(self, n: Tensor | None, features: Features) -> Tensor | None:
+        """``n`` itself where nothing in it is near 0; else with 1 for its zeros, so that 0 / 0 is 0 and its gradient finite."""
+        if n is None or bool((n.abs() >= _least(n)).all()):
+            return n
+        if self.cfg.feature_map in POSITIVE_MAPS:
+            self._check_features_hold(n, *features.made_of)
+        return torch.where(n == 0, 1.0, n)
+
+    @torch.no_grad()
+    def _check_features_hold(self, n: Tensor, q: Tensor, k: Tensor) -> None:
+        """Raise KVLensError where a place's own key, as the map makes it, is too small to divide by: n >= phi(q_i).phi(k_i).
+
+        Where it is not, hooks took the features away on purpose, and nothing is visible.
+        """
+        phi_q, phi_k = self.feature_map(q), self.feature_map(k)
+        own = (phi_q * phi_k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)).sum(dim=-1)
+        lost = ((n.abs() < _least(n)) & (own < _least(n))).nonzero()
+        if len(lost):
+            row, place, head = lost[0].tolist()
+            norms = [x[row, place, head // (q.shape[2] // x.shape[2])].norm().item() for x in (q, k)]
+            wider = "" if n.dtype == torch.float64 else "accumulation_dtype='float64', "
+            raise KVLensError(
+                f"layer {self.layer_id}, head {head}, place {place}: the normaliser phi(q).D underflows, it is "
+                f"{n[row, place, head]:.1g}. A query of length {norms[0]:.3g} and a key of length {norms[1]:.3g} are too long "
+                f"for features of the map {self.cfg.feature_map!r} in {str(n.dtype).removeprefix('torch.')}; use {wider}"
+                "smaller W_Q and W_K, or the map relu"
+            )
 
     def _check_nothing_visible(self, n: Tensor, undivided: Tensor) -> None:
         """Raise KVLensError unless the numerator is 0 too wherever the normaliser is: then nothing is visible, and z is 0."""
@@ -195,7 +232,7 @@ class _Linear(KVAttention):
 
     def _solved(self, features: Features, entry: LinearCacheEntry | None, mask: Tensor | None, strength: float) -> HeadOutputs:
         """z of ridge attention: whole texts at once, and one token after the other behind a state."""
-        phi_q, phi_k, _, _, v = features
+        phi_q, phi_k, _, _, v, _ = features
         if self.cfg.normalizer == "none":
             phi_q = phi_q * self.attn_scale  # it was divided by it, as a normaliser, and ridge has none
         before = None if entry is None else entry.ridge
@@ -279,11 +316,10 @@ class _Linear(KVAttention):
         return real_steps(mask, phi_q) + (n_before[:, None].to(phi_q.device) if isinstance(n_before, Tensor) else n_before)
 
 
-def _without_zeros(n: Tensor | None) -> Tensor | None:
-    """``n`` itself where it has no zeros; else with 1 in their place, so that 0 / 0 is 0 and its gradient finite."""
-    if n is None or bool((n != 0).all()):
-        return n
-    return torch.where(n == 0, 1.0, n)
+def _least(n: Tensor) -> float:
+    """Where normalisers begin to lose digits: a sum's small terms, eps of it, are no normal numbers below that."""
+    found = torch.finfo(n.dtype)
+    return found.tiny / found.eps
 
 
 class LinearAttention(_Linear, Attention):

@@ -211,9 +211,10 @@ class HookedKVTransformerConfig(_Given):
     def accumulates_in(self) -> torch.dtype:
         """What linear attention computes in: ``accumulation_dtype``, or the model's dtype where that is wider.
 
-        Random features are computed in float64: exp(w.x - |x|^2 / 2) leaves float32 at scores of about 150.
+        The features of exponentials are computed in float64: random ones, exp(w.x - |x|^2 / 2), leave float32 at scores of
+        about 150, and Hedgehog's where 2 W q and 2 W k are more than 40 apart.
         """
-        least = "float64" if self.feature_map == "random" else self.accumulation_dtype
+        least = "float64" if self.feature_map in ("random", "hedgehog") else self.accumulation_dtype
         return torch.promote_types(self.dtype, getattr(torch, least))
 
     def decay_per_head(self) -> torch.Tensor | None:

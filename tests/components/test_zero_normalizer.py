@@ -55,19 +55,64 @@ def test_a_normalizer_that_is_zero_alone_names_layer_head_and_place():
         model.run_with_hooks(tokens(4), fwd_hooks=[("blocks.1.attn.hook_phi_k", cancel)])
 
 
-@pytest.mark.parametrize("size", [1.0, 17.0])  # scores of about 1 and 300
-def test_random_features_stay_finite_in_a_float32_model(size):
-    models = [build(feature_map="random", n_random_features=16, dtype=dtype) for dtype in (torch.float32, torch.float64)]
-    models[1].load_state_dict(models[0].state_dict())
-    outputs = []
-    for model in models:
-        with torch.no_grad():
-            for block in model.blocks:
-                for x in "QK":
-                    getattr(block.attn, f"W_{x}").mul_(size * 6.0)
-            outputs.append(model(tokens(9)))
-    assert bool(outputs[0].isfinite().all())
-    # keys and queries are float32's, and so are off by 300 eps in the exponent
-    assert float((outputs[0] - outputs[1]).norm() / outputs[1].norm()) < 1e-3
-    bias = convert_prompt(models[0], tokens(9)[0])
-    assert bool(bias.b_KV.isfinite().all())
+def scaled_to(model, score):
+    """The model with queries and keys that meet at a largest |q.k / scale| of ``score`` in its first layer."""
+    _, cache = model.run_with_cache(tokens(9), names_filter=["blocks.0.attn.hook_q", "blocks.0.attn.hook_k"])
+    q, k = (cache[f"blocks.0.attn.hook_{x}"] for x in "qk")
+    largest = float(torch.einsum("bqhd,bkhd->bhqk", q, k).abs().max()) / model.blocks[0].attn.attn_scale
+    with torch.no_grad():
+        for block in model.blocks:
+            for x in "QK":
+                getattr(block.attn, f"W_{x}").mul_((score / largest) ** 0.5)
+    return model
+
+
+def loss_and_gradients(model):
+    """The loss, all gradients in one row, and the smallest normaliser."""
+    normalizers = []
+    hooks = [(lambda name: name.endswith("hook_normalizer"), lambda n, hook: normalizers.append(n.min().item()))]
+    loss = model.run_with_hooks(tokens(9), return_type="loss", fwd_hooks=hooks)
+    loss.backward()
+    gradients = torch.cat([p.grad.flatten().double() for p in model.parameters() if p.grad is not None])
+    return loss.item(), gradients, min(normalizers)
+
+
+@pytest.mark.parametrize(
+    ("feature_map", "score"), [("random", 1.0), ("random", 300.0), ("hedgehog", 300.0), ("hedgehog", 2000.0)]
+)
+def test_features_of_exponentials_hold_large_scores_in_a_float32_model(feature_map, score):
+    """Both in float64; the weights of both are float32's. Where float32's features gave 0 / 0, float64's are far from 0."""
+    model = scaled_to(build(feature_map=feature_map, n_random_features=16), score)
+    wide = build(feature_map=feature_map, n_random_features=16, dtype=torch.float64)
+    wide.load_state_dict(model.state_dict())
+    (loss, gradients, smallest), (exact, exact_gradients, _) = (loss_and_gradients(each) for each in (model, wide))
+    assert smallest > 1e-290
+    eps = max(score, 10.0) * torch.finfo(torch.float32).eps  # of queries and keys, which stand in the exponent
+    assert abs(loss - exact) < 100 * eps
+    assert float((gradients - exact_gradients).norm()) < 1000 * eps * float(exact_gradients.norm())
+    bias = convert_prompt(model, tokens(9)[0])
+    assert bool(bias.b_KV.isfinite().all()) and bool((bias.b_D.sum(dim=-1) > 0).all())
+
+
+@pytest.mark.parametrize(
+    ("feature_map", "score", "remedy"),
+    [("random", 5e3, "use smaller"), ("hedgehog", 1e6, "use smaller"), ("elu_plus_one", 1e7, "accumulation_dtype='float64'")],
+)
+@pytest.mark.parametrize("names", [[], ["hook_pattern"]])
+def test_features_that_underflow_are_an_error_that_names_layer_head_and_cause(feature_map, score, remedy, names):
+    """Not 0 without a word: a token always sees itself under a positive map."""
+    model = scaled_to(build(feature_map=feature_map, n_random_features=16), score)
+    with pytest.raises(
+        KVLensError, match=rf"layer \d, head \d, place \d: the normaliser .* underflows.*\n?.*{feature_map}.*{remedy}"
+    ):
+        model.run_with_cache(tokens(30), names_filter=lambda name: any(name.endswith(hook) for hook in names))
+    with pytest.raises(KVLensError, match=r"layer \d, head .* underflows"):
+        convert_prompt(model, tokens(30)[0])
+
+
+def test_keys_that_a_hook_takes_away_are_no_underflow():
+    model = build(feature_map="random", n_random_features=16)
+    hooks = [("blocks.0.attn.hook_phi_k", lambda phi, hook: phi * 0), ("blocks.0.attn.hook_z", lambda z, hook: seen.append(z))]
+    seen = []
+    model.run_with_hooks(tokens(5), fwd_hooks=hooks)
+    assert bool((seen[0] == 0).all())
