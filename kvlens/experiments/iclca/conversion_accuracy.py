@@ -302,7 +302,8 @@ def _differences(model: HookedKVTransformer, task: BigramTask, settings: Mapping
     yield (
         f"Sequences of {task.length} letters, the first {settings['prompt_length']} of them the prompt; a letter that follows "
         f"no trigger is one with probability {task.trigger_rate:g}. In the paper's law (sec. 6.2) what follows no trigger "
-        "is uniform over all letters; its lengths are not printed."
+        "is uniform over all letters; its lengths are not printed, nor whether a trigger may follow a trigger, which it never "
+        "does here."
     )
     yield "Scored are only triggers whose follower the prompt has shown; up to their first use in the text only the prompt has."
 

@@ -14,7 +14,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from kvlens.experiments.kvsa.llama import LLAMA_BLOCKS
+from kvlens.experiments.kvsa.llama import LLAMA_BLOCKS, steps_in_words
 from kvlens.experiments.shared.curves import (
     PLAIN,
     SHIFTED,
@@ -58,7 +58,8 @@ def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
             f"Width {settings['model']['d_model']}, seeds {settings['seeds']}, at most {limit} steps; the paper's width is "
             "1,024, with 20 million parameters outside the embeddings. A run ends when its held-out "
             "accuracy is as good as perfect.",
-            "Trained on is the judged position alone; what the paper trains on besides, and how, is not printed.",
+            steps_in_words(settings["training"]),
+            "Trained on is the judged position alone; what the paper trains on besides is not printed.",
         ],
     )
 
@@ -153,7 +154,16 @@ EXPERIMENT = Experiment(
         "tiny": _scale(16, 16, 16, 8, [0], learning_rate=5e-3, steps=20, eval_every=10, eval_sequences=16),
         "small": _scale(64, 32, 64, 16, [0, 1, 2, 3, 4, 5], learning_rate=3e-3, steps=800, eval_every=25, eval_sequences=256),
         "paper": _scale(
-            8000, 512, 1024, 64, [0, 1, 2, 3, 4, 5], learning_rate=3e-4, steps=20_000, eval_every=100, eval_sequences=512
+            8000,
+            512,
+            1024,
+            64,
+            [0, 1, 2, 3, 4, 5],
+            learning_rate=2e-4,
+            warmup_fraction=0.05,  # 1,000 steps
+            steps=20_000,
+            eval_every=100,
+            eval_sequences=512,
         ),
     },
     cost={

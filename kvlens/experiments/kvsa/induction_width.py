@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from kvlens.experiments.kvsa.llama import LLAMA_BLOCKS
+from kvlens.experiments.kvsa.llama import LLAMA_BLOCKS, steps_in_words
 from kvlens.experiments.shared.curves import PLAIN, SHIFTED, draw_curves, last_heldout, train_and_compare
 from kvlens.experiments.shared.judge import JUDGE
 from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
@@ -44,6 +44,7 @@ def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
             "fails here may still learn later.",
             "The paper presses its models at width 8 alone; how many heads they have there, and for how long they train, is "
             "not printed. Trained on is the judged position alone.",
+            steps_in_words(settings["training"]),
         ],
     )
 
@@ -116,7 +117,8 @@ EXPERIMENT = Experiment(
             512,
             [8, 16, 32, 64, 128, 256, 512],
             [0, 1, 2, 3, 4, 5],
-            learning_rate=1e-3,
+            learning_rate=2e-4,
+            warmup_fraction=0.05,  # 1,000 steps
             steps=20_000,
             eval_every=500,
             eval_sequences=512,
