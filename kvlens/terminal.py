@@ -3,6 +3,7 @@
 import argparse
 import shutil
 import signal
+import sys
 import textwrap
 import threading
 import unicodedata
@@ -14,7 +15,7 @@ from kvlens.errors import KVLensError, nearest
 
 INTERRUPTED, TERMINATED = 130, 143
 UNREADABLE = "\N{REPLACEMENT CHARACTER}"
-_UNKNOWN = "unrecognized arguments: "
+_UNKNOWN, _MISSING = "unrecognized arguments: ", "the following arguments are required: "
 _HIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 """Unicode's controls (the escape character among them), marks such as those of direction, halves of a character, line ends."""
 
@@ -54,9 +55,11 @@ class Arguments(argparse.ArgumentParser):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **{"formatter_class": Help, **kwargs})
+        self._given: list[str] = []
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:  # type: ignore[override]
         """As argparse's, but what a subcommand does not know is answered here, where its options are known."""
+        self._given = sys.argv[1:] if args is None else list(args)
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(_UNKNOWN + " ".join(unknown))
@@ -64,8 +67,16 @@ class Arguments(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise KVLensError."""
-        unknown = message.removeprefix(_UNKNOWN).split()[0] if message.startswith(_UNKNOWN) else ""
-        hint = nearest(unknown.split("=")[0], self._option_string_actions) if unknown.startswith("-") else ""
+        words: list[str] = []
+        if message.startswith(_UNKNOWN):
+            words = message.removeprefix(_UNKNOWN).split()[:1]
+        elif message.startswith(_MISSING):  # perhaps it is there, misspelt
+            words = [word for word in self._given if word.startswith("--")]
+        options = self._option_string_actions
+        unknown = [name for name in (word.split("=")[0] for word in words) if name.startswith("-") and name not in options]
+        hint = nearest(unknown[0], options) if unknown else ""
+        if hint and message.startswith(_MISSING):
+            message += f"; there is no {unknown[0]}"
         raise KVLensError(f"{message}{hint} (see {self.prog} --help)")
 
 

@@ -181,6 +181,8 @@ def test_is_refused_in_one_line(command, capsys):
         ([*TRAIN, "--step", "3"], "did you mean '--steps'?"),
         (["reproduce", "hops", "--overwrit"], "did you mean '--overwrite'?"),
         ([*TRAIN, "--set", "stepz=3"], "did you mean 'steps'?"),
+        (["train", "induction", "--ot", "x"], "required: --out; there is no --ot; did you mean '--out'?"),
+        (["train", "induction", "--seed", "-1"], "required: --out (see"),
     ],
 )
 def test_the_nearest_option_is_proposed(command, hint, capsys):

@@ -207,6 +207,11 @@ CALLS = [
     *((lambda name=name, given=given: getattr(dual(), name)(*given)) for name, given in STEPS),
     *((lambda k=k, v=v: generate(**{k: v})) for k, v in pairs(GENERATE)),
     *((lambda v=v: HookedKVTransformerConfig(**CONFIG, attention_variant=v)) for v in VARIANTS),
+    *((lambda v=v: HookedKVTransformerConfig(**CONFIG, tokenizer_name=v)) for v in (3, ["x"])),
+    *(
+        (lambda v=v: HookedKVTransformer(HookedKVTransformerConfig(**CONFIG, tokenizer_name=v)))
+        for v in ("", "no/such", "../x")
+    ),
     *((lambda k=k, v=v: make_task("induction", **{k: v})) for k, v in pairs(TASKS)),
     *((lambda v=v: make_task(v)) for v in (None, 3, [], "inducton")),
     *((lambda v=v: find_recipe(v)) for v in (None, 3, [], "inducton")),

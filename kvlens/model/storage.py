@@ -16,7 +16,7 @@ from kvlens.arguments import check_device, path_of
 from kvlens.beside import CARD, LIST
 from kvlens.checksum import checksum, checksum_of_json
 from kvlens.dtypes import check_holds, dtype_of
-from kvlens.errors import KVLensError
+from kvlens.errors import KVLensError, warn
 from kvlens.files import files_in, reason, write_folder
 from kvlens.folders import FolderKind, check_folder, listed_in
 from kvlens.model.config import HookedKVTransformerConfig
@@ -52,7 +52,8 @@ def save_model(
     """Write ``model`` to ``folder``, whole or not at all.
 
     Args:
-        model: what to save; an attached bias is not saved.
+        model: what to save; an attached bias is not saved. Nor are hooks, and of permanent ones, which belong to what the
+            model computes, a warning says so.
         folder: its path; parents are made.
         overwrite: replace a kvlens model that stands there; nothing else is ever replaced.
         stored_dtype: round the weights to this floating dtype (or its name) on disk, e.g. float16 for half the size; loading
@@ -64,6 +65,12 @@ def save_model(
     """
     stored_dtype = None if stored_dtype is None else dtype_of(stored_dtype, "save: stored_dtype")
     check_model_folder(folder, overwrite=overwrite)
+    hooked = [name for name, point in model.hook_dict.items() if any(h.is_permanent for h in point.fwd_hooks + point.bwd_hooks)]
+    if hooked:
+        warn(
+            f"save: permanent hooks (on {', '.join(hooked[:3])}) are functions, which no folder holds: what is loaded from "
+            f"{folder} computes something else until they are added again"
+        )
     config = {"format": FORMAT, "format_version": FORMAT_VERSION, "kvlens_version": version("kvlens")}
     config["config"] = model.cfg.to_json()
     tensors = {n: t.detach().to("cpu", stored_dtype or t.dtype) for n, t in model.state_dict().items() if is_weight(n)}

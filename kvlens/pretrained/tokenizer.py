@@ -57,7 +57,7 @@ def read_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
 
 
 def _in_one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300].rstrip('.')}"
 
 
 def _cached_tokenizer(official: str, d_vocab: int) -> PreTrainedTokenizerBase | None:

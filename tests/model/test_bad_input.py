@@ -167,6 +167,14 @@ def test_a_copy_keeps_permanent_hooks_in_their_order_and_no_others():
     assert torch.equal(copied(x), expected)
 
 
+def test_saving_says_that_permanent_hooks_are_not_kept(tmp_path):
+    model = tiny_text_model()
+    model.save(tmp_path / "plain")
+    model.add_hook("blocks.0.hook_resid_pre", lambda value, hook: value, is_permanent=True)
+    with pytest.warns(UserWarning, match=r"permanent hooks \(on blocks.0.hook_resid_pre\) .* until they are added again"):
+        model.save(tmp_path / "hooked")
+
+
 def test_a_dtype_that_cannot_hold_the_numbers_is_refused(tmp_path):
     model = tiny_text_model()
     with torch.no_grad():
