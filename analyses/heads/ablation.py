@@ -61,47 +61,44 @@ def resampling_ablation(
     check_batch_size("ablations", batch_size)
     heads = torch.arange(n_heads).repeat_interleave(n_texts)
     texts = torch.arange(n_texts).repeat(n_heads)
-    rows = min(batch_size or max(1, MEMORY_PER_PASS // _bytes_per_row(model, repeated)), len(heads))
+    rows = min(batch_size or max(1, MEMORY_PER_PASS // bytes_per_row(model, repeated)), len(heads))
     passes = [(layer, part) for layer in range(n_layers) for part in torch.arange(len(heads)).split(rows)]
     if on_start is not None:
         on_start(n_layers * len(heads))
-    starts, z = _run_both(model, repeated, donors)
-    whole = _next_token_losses_and_logits(model, starts[-1], n_layers, repeated.next_tokens)
+    starts, names = residuals(model, repeated), [f"blocks.{layer}.attn.hook_z" for layer in range(n_layers)]
+    others = cached(model, donors.tokens, names)
+    whole = losses_and_logits(model, starts[-1], n_layers, repeated.next_tokens)
     sums = starts[0].new_zeros(2, n_layers, n_heads, dtype=wide_dtype(model))
     for done, (layer, part) in enumerate(passes, start=1):
         head, text = heads[part], texts[part]
-        swap = _replace_head(layer, head, z[layer][text, :, head])
-        effect = _next_token_losses_and_logits(model, starts[layer][text], layer, repeated.next_tokens[text], swap)
+        swap = replace_head(layer, head, others[names[layer]][text, :, head])
+        effect = losses_and_logits(model, starts[layer][text], layer, repeated.next_tokens[text], swap)
         sums[:, layer].index_add_(1, head.to(sums.device), effect - whole[:, text])
         if on_progress is not None:
             on_progress(done / len(passes))
     return AblationEffect(*sums / n_texts)
 
 
-def _bytes_per_row(model: HookedKVTransformer, repeated: RepeatedTokens) -> int:
+def bytes_per_row(model: HookedKVTransformer, repeated: RepeatedTokens) -> int:
     """Logits and their exponentials, the pattern and its scores, the widest activations."""
     pos, cfg = repeated.tokens.shape[1], model.cfg
     return repeated.n_repeated * 16 * cfg.d_vocab_out + 16 * pos * (cfg.n_heads * pos + 2 * max(cfg.d_mlp or 0, cfg.d_model))
 
 
-def _run_both(
-    model: HookedKVTransformer, repeated: RepeatedTokens, donors: RepeatedTokens
-) -> tuple[list[Tensor], list[Tensor]]:
-    """The residual stream in front of every layer and behind the last one, and the donors' z of every layer."""
-    layers = range(model.cfg.n_layers)
-    before = [f"blocks.{layer}.hook_resid_pre" for layer in layers]
-    last, z = f"blocks.{layers[-1]}.hook_resid_post", [f"blocks.{layer}.attn.hook_z" for layer in layers]
-    own = _cache(model, repeated.tokens, [*before, last])
-    others = _cache(model, donors.tokens, z)
-    return [own[name] for name in [*before, last]], [others[name] for name in z]
+def residuals(model: HookedKVTransformer, repeated: RepeatedTokens) -> list[Float[Tensor, "text pos d_model"]]:
+    """The residual stream in front of every layer and behind the last one."""
+    names = [f"blocks.{layer}.hook_resid_pre" for layer in range(model.cfg.n_layers)]
+    names.append(f"blocks.{model.cfg.n_layers - 1}.hook_resid_post")
+    own = cached(model, repeated.tokens, names)
+    return [own[name] for name in names]
 
 
-def _cache(model: HookedKVTransformer, tokens: Tensor, names: list[str]) -> Any:
-    """A pad token that was typed is a token, not padding: hence the mask."""
+def cached(model: HookedKVTransformer, tokens: Tensor, names: list[str]) -> Any:
+    """What the hook points hold. A pad token that was typed is a token, not padding: hence the mask."""
     return model.run_with_cache(tokens, attention_mask=torch.ones_like(tokens), return_type=None, names_filter=names)[1]
 
 
-def _replace_head(layer: int, heads: Tensor, other: Tensor) -> tuple[str, Callable]:
+def replace_head(layer: int, heads: Tensor, other: Tensor) -> tuple[str, Callable]:
     """A hook that gives row i of a batch ``other[i]`` [pos, d_head] as the output of head ``heads[i]``."""
 
     def replace(z: Tensor, hook: Any) -> Tensor:
@@ -112,7 +109,7 @@ def _replace_head(layer: int, heads: Tensor, other: Tensor) -> tuple[str, Callab
     return f"blocks.{layer}.attn.hook_z", replace
 
 
-def _next_token_losses_and_logits(
+def losses_and_logits(
     model: HookedKVTransformer, start: Tensor, layer: int, targets: Tensor, *hooks: tuple[str, Callable]
 ) -> Float[Tensor, "two batch"]:
     """Mean loss and mean logit of the targets, for residual streams in front of ``layer`` (behind all layers: n_layers)."""

@@ -5,27 +5,29 @@ by where it looks (:mod:`analyses.heads.lags`), by what it does with what it fin
 what is lost without it (ablation), and by how it came to look there: the earlier head that its keys read most, or, in a model
 with KV shift, its own coefficients (:mod:`analyses.heads.shift_roles`), which can make an induction head in one layer.
 
-The verdict goes by what the head *reads*, on the strongest stretch of places, against chance
-(:mod:`analyses.heads.verdicts`). It says nothing of copying: a head that finds the right token and lowers its logit has the
-verdict ``induction`` and a negative ``copying_score``.
+The verdict goes by what the head *reads*, against chance, and with ``ablations`` by the loss of reading something else there
+(:mod:`analyses.heads.verdicts`, :mod:`analyses.heads.swaps`): then every head that costs more than 0.1 nats has a name.
+It says nothing of copying: a head that finds the right token and lowers its logit has the verdict ``induction`` and a
+negative ``copying_score``.
 
 Source: Olsson et al. 2022; Elhage et al. 2021; KVSA sec. 3, table 4.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from analyses.declaration import Analysis, Columns, Option
-from analyses.heads.ablation import AblationEffect, Progress, Start, resampling_ablation
+from analyses.heads.ablation import Progress, Start, resampling_ablation
 from analyses.heads.lags import KINDS
 from analyses.heads.measures import HeadMeasures, measure_heads
-from analyses.heads.repeated_tokens import draw_piece, longest_repeat, repeat_tokens
+from analyses.heads.repeated_tokens import RepeatedTokens, draw_piece, longest_repeat, repeat_tokens
 from analyses.heads.shift_roles import displacement, roles
-from analyses.heads.verdicts import RATIO, THRESHOLD, Verdict, judge_heads
+from analyses.heads.swaps import swap_costs
+from analyses.heads.verdicts import MATCHES, RATIO, THRESHOLD, WORTH_ASKING, Losses, Verdict, contrasts, judge_heads
 from analyses.heads.weights import composition_scores, copying_scores, head_weights
 from analyses.inputs import tokens_field
 from analyses.passes import check_batch_size
@@ -44,7 +46,11 @@ _LOOKS = {
 COLUMNS = Columns(
     layer=("int64", "from 0"),
     head=("int64", "query head"),
-    verdict=("str", '"induction", "previous token", "duplicate token", "current token", or "none"'),
+    verdict=(
+        "str",
+        '"induction", "previous token", "duplicate token", "current token" or "none"; with ablations also "other": the model '
+        "needs the head, and not for any one of these",
+    ),
     stretch_share=("float64", "of what the head reads on its strongest stretch of places, the part that the verdict speaks of"),
     stretch_ratio=("float64", 'how many times what uniform attention would give there; of the strongest kind for "none"'),
     stretch_start=("int64", "first place of that stretch, BOS counted"),
@@ -53,10 +59,22 @@ COLUMNS = Columns(
     **{f"{kind}_score": ("float64", f"mean attention {_LOOKS[kind]}") for kind in KINDS},
     **{f"{kind}_score_value": ("float64", "the same of the value-side pattern A (beta_1 I + beta_2 Shift)") for kind in KINDS},
     **{f"{kind}_score_key": ("float64", "the same of the key-side pattern A (alpha_1 I + alpha_2 Shift)") for kind in KINDS},
+    **{
+        f"{kind}_contrast": ("float64", f"score_value of {kind} over the mean |attention| to other places of the first copy")
+        for kind in MATCHES
+    },
     copying_score=("float64", "sum(lambda) / sum(|lambda|) of W_E W_V W_O W_U, in [-1, 1]"),
     logit_attribution=("float64", "mean direct contribution to the logit of the right next token, second copy"),
     ablation_loss_change=("float64", "rise of the second copy's loss under resampling, nats; NaN unless asked for"),
     ablation_logit_change=("float64", "change of the right next token's logit then; NaN unless asked for"),
+    **{
+        f"{kind}_loss_change": (
+            "float64",
+            f"rise of the loss when the head reads another text's token {_LOOKS[kind].removeprefix('from the second copy ')}, "
+            f"nats; NaN unless asked for, and where the ablation changes it by at most {WORTH_ASKING}",
+        )
+        for kind in KINDS
+    },
     k_composition_layer=("Int64", "the earlier head that this head's keys read most; NA in the first layer"),
     k_composition_head=("Int64", "which of that layer"),
     k_composition_score=("float64", "||W_OV W_K W_Q^T|| / (||W_OV|| ||W_K W_Q^T||); NaN in the first layer"),
@@ -100,10 +118,13 @@ def induction_heads(
         tokens: pieces of your own, without BOS, in place of random ones: a string, [piece] or [batch, piece]; they are said
             twice.
         prepend_bos: None puts a BOS in front where the model is used to one.
-        threshold: share of what a head reads from which on it is named, on its strongest stretch; a quarter of it for
-            "induction" and "duplicate token", which compete with every other place of the text.
-        ratio: how many times that must be what uniform attention would give; see :mod:`analyses.heads.verdicts`.
-        ablations: also replace each head's output by that on other random tokens (n_layers x n_heads x n_sequences runs).
+        threshold: share of what a head reads from which on it is a "previous token" or "current token" head, on its strongest
+            stretch of 16 places.
+        ratio: how many times what uniform attention would give the share of any kind must be; see
+            :mod:`analyses.heads.verdicts`.
+        ablations: also replace each head's output by that on other random tokens (n_layers x n_heads x n_sequences runs), and,
+            of each head that changes the loss by more than 0.005 nats, what it reads at each of the four kinds of place
+            (4 n_sequences runs a head; not in models with an attention variant, which keep the verdict of the pattern).
         batch_size: rows per forward pass of the ablations; None goes by memory.
         on_start: called with the number of ablations before they start.
         on_progress: called with the fraction of the ablations done.
@@ -129,12 +150,32 @@ def induction_heads(
     piece = draw_piece(model, n_sequences, n_repeated or 0, generator) if tokens is None else _pieces(model, tokens)
     repeated = repeat_tokens(model, piece, prepend_bos)
     measured = measure_heads(model, repeated)
-    effect = None
+    effect = _unknown(model)
     if ablations:
         donors = repeat_tokens(model, draw_piece(model, piece.shape[0], piece.shape[1], generator), prepend_bos)
-        effect = resampling_ablation(model, repeated, donors, batch_size=batch_size, on_start=on_start, on_progress=on_progress)
-    verdicts = judge_heads(measured.scores, measured.taps, repeated, threshold=threshold, ratio=ratio)
-    return _frame(model, measured, effect, [verdict for layer in verdicts for verdict in layer], threshold)
+        ablated = resampling_ablation(
+            model, repeated, donors, batch_size=batch_size, on_start=on_start, on_progress=on_progress
+        )
+        effect = _Effect(ablated.loss_change, ablated.logit_change, effect.by_kind)
+        if model.cfg.attention_variant is None:
+            asked = ablated.loss_change.abs() > WORTH_ASKING
+            effect = effect._replace(by_kind=swap_costs(model, repeated, donors, measured.taps, asked, batch_size=batch_size))
+    losses = Losses(effect.loss_change, effect.by_kind) if ablations and model.cfg.attention_variant is None else None
+    verdicts = judge_heads(measured.scores, repeated, losses, threshold=threshold, ratio=ratio)
+    return _frame(model, measured, repeated, effect, [verdict for layer in verdicts for verdict in layer], threshold)
+
+
+class _Effect(NamedTuple):
+    """What the model loses without a head, or with another text's token at one kind of place; NaN where not measured."""
+
+    loss_change: Float[Tensor, "layer head"]
+    logit_change: Float[Tensor, "layer head"]
+    by_kind: Float[Tensor, "kind layer head"]
+
+
+def _unknown(model: HookedKVTransformer) -> _Effect:
+    nothing = torch.full((len(KINDS), model.cfg.n_layers, model.cfg.n_heads), torch.nan)
+    return _Effect(nothing[0], nothing[0], nothing)
 
 
 def check_model(model: HookedKVTransformer) -> None:
@@ -160,13 +201,13 @@ def _pieces(model: HookedKVTransformer, tokens: Any) -> Tensor:
 def _frame(
     model: HookedKVTransformer,
     measured: HeadMeasures,
-    effect: AblationEffect | None,
+    repeated: RepeatedTokens,
+    effect: _Effect,
     verdicts: list[Verdict],
     threshold: float,
 ) -> pd.DataFrame:
     n_layers, n_heads, scores = model.cfg.n_layers, model.cfg.n_heads, measured.scores
     weights = [head_weights(model, layer) for layer in range(n_layers)]
-    unknown = torch.full((n_layers, n_heads), torch.nan)
     columns: dict[str, Any] = {
         "layer": torch.arange(n_layers).repeat_interleave(n_heads),
         "head": torch.arange(n_heads).repeat(n_layers),
@@ -178,10 +219,12 @@ def _frame(
         "role": [role for taps in measured.taps for role in roles(taps)],
         "copying_score": copying_scores(model, weights),
         "logit_attribution": measured.attribution,
-        "ablation_loss_change": unknown if effect is None else effect.loss_change,
-        "ablation_logit_change": unknown if effect is None else effect.logit_change,
+        "ablation_loss_change": effect.loss_change,
+        "ablation_logit_change": effect.logit_change,
         "displacement": torch.stack([displacement(taps) for taps in measured.taps]),
     }
+    columns |= {f"{kind}_loss_change": effect.by_kind[i] for i, kind in enumerate(KINDS)}
+    columns |= {f"{kind}_contrast": contrasts(scores, repeated, kind) for kind in MATCHES}
     for view, by_kind in (("", scores.raw), ("_value", scores.value_side), ("_key", scores.key_side)):
         columns |= {f"{kind}_score{view}": by_kind[:, i] for i, kind in enumerate(KINDS)}
     for name, taps in (("alpha", [t.k for t in measured.taps]), ("beta", [t.v for t in measured.taps])):
@@ -235,10 +278,10 @@ INDUCTION_HEADS = Analysis(
         "n_random": Option("use this many sequences of random tokens, as long as the prompt; 0 repeats the prompt itself"),
         "seed": Option("of random tokens"),
         "threshold": Option(
-            "share of what a head reads from which on it is named (a quarter of it for a match), on its strongest stretch"
+            "share of what a head reads from which on it is a previous or current token head, on its strongest stretch"
         ),
-        "ratio": Option("how many times that must be what uniform attention would give"),
-        "ablations": Option("also measure the effect of resampling each head's output"),
+        "ratio": Option("how many times what uniform attention would give that share must be"),
+        "ablations": Option("also measure what resampling each head's output costs, and name every head that costs 0.1 nats"),
     },
     check_model=check_model,
     n_interventions=_n_ablations,

@@ -13,8 +13,7 @@ On a text of N tokens said twice (:mod:`analyses.heads.repeated_tokens`) four ki
 
 With a KV shift the raw pattern A says at which *shifted* row a head looks, which is a mixture of tokens. Two more views say
 which tokens these are: the value-side pattern A (beta_1 I + beta_2 Shift), what is read, and the key-side pattern
-A (alpha_1 I + alpha_2 Shift), whose keys drew the attention. At (i, t) the first is sum_s beta_s A[i, t + s], for any window:
-a score of it is a sum of means at neighbouring lags, so no effective pattern is ever built.
+A (alpha_1 I + alpha_2 Shift), whose keys drew the attention. At (i, t) the first is sum_s beta_s A[i, t + s], for any window.
 
 For linear attention A is the implied pattern phi~(q).phi~(k) gamma^{i-j} / n_i, which may be negative and need not sum to 1.
 
@@ -32,21 +31,26 @@ from analyses.heads.repeated_tokens import RepeatedTokens
 from analyses.heads.shift_roles import ShiftTaps
 
 KINDS = ("prefix_matching", "previous_token", "duplicate_token", "current_token")
+NEAR = 2
+"""Places beside the token's own on which a shift may smear its attention."""
 
 
 class PatternScores(NamedTuple):
-    """Scores of heads, of one layer or of all, in the order of :data:`KINDS`, and the same place by place.
+    """Scores of heads, of one layer or of all, in the order of :data:`KINDS`, and what the verdict needs, place by place.
 
-    ``mass`` is the mean sum of absolute attention of the scored queries: 1 for softmax. Place by place, a query whose lag
-    reaches before the text has the value 0.
+    By place, all of the value-side pattern E and means over sequences: E at the lag of each kind and its square (0 for a query
+    whose lag reaches before the text), the sums of \\|E\\| and of E^2 over all keys, and, for the queries of the second copy,
+    \\|E\\| on the places of the first copy that are more than :data:`NEAR` away from the token's own.
     """
 
     raw: Float[Tensor, "*layer kind head"]
     value_side: Float[Tensor, "*layer kind head"]
     key_side: Float[Tensor, "*layer kind head"]
-    mass: Float[Tensor, "*layer kind head"]
-    value_by_place: Float[Tensor, "*layer kind head pos"]
-    mass_by_place: Float[Tensor, "*layer head pos"]
+    read: Float[Tensor, "*layer kind head pos"]
+    squares: Float[Tensor, "*layer kind head pos"]
+    all_read: Float[Tensor, "*layer head pos"]
+    all_squares: Float[Tensor, "*layer head pos"]
+    elsewhere: Float[Tensor, "*layer head place"]
 
 
 def lags_and_queries(repeated: RepeatedTokens) -> dict[str, tuple[int, int]]:
@@ -68,22 +72,42 @@ def pattern_scores(pattern: Float[Tensor, "batch head query key"], repeated: Rep
         repeated: the text.
         taps: the shift coefficients as used.
     """
-    mass = pattern.abs().sum(dim=-1).mean(dim=0).to(taps.v.dtype)  # [head, query]
+    effective = value_side_pattern(pattern, taps)
     rows: list[tuple[Tensor, ...]] = []
     for lag, first in lags_and_queries(repeated).values():
-        at = torch.stack([_at_lag(pattern, lag - s) for s in range(taps.v.shape[1])], dim=-1).to(taps.v.dtype)
-        value = torch.einsum("hqs,hs->hq", at, taps.v)
-        key = torch.einsum("hqs,hs->hq", at, taps.k)
-        means = [x[:, first:].mean(dim=1) for x in (at[..., 0], value, key, mass)]
-        rows.append((*means, value))
-    raw, value_side, key_side, mean_mass, by_place = (torch.stack(column) for column in zip(*rows, strict=True))
-    return PatternScores(raw, value_side, key_side, mean_mass, by_place, mass)
+        value = at_lag(effective, lag)
+        at = torch.stack([at_lag(pattern, lag - s).mean(dim=0).to(taps.k.dtype) for s in range(taps.k.shape[1])])
+        of_head = value.mean(dim=0)
+        means = [x[:, first:].mean(dim=1) for x in (at[0], of_head, torch.einsum("shq,hs->hq", at, taps.k))]
+        rows.append((*means, of_head, value.square().mean(dim=0)))
+    all_read, all_squares = (x.sum(dim=-1).mean(dim=0) for x in (effective.abs(), effective.square()))
+    raw, value_side, key_side, read, squares = (torch.stack(column) for column in zip(*rows, strict=True))
+    elsewhere = _elsewhere(effective, repeated)
+    return PatternScores(raw, value_side, key_side, read, squares, all_read, all_squares, elsewhere)
 
 
-def _at_lag(pattern: Tensor, lag: int) -> Float[Tensor, "head query"]:
-    """A[i, i - lag] of every query i, mean over the batch; what lies before the text or ahead of i counts as 0."""
-    n_heads, n_queries = pattern.shape[1:3]
-    if not 0 <= lag < n_queries:
-        return pattern.new_zeros(n_heads, n_queries)
-    diagonal = pattern.diagonal(offset=-lag, dim1=-2, dim2=-1).mean(dim=0)  # its entry t belongs to query t + lag
+def value_side_pattern(
+    pattern: Float[Tensor, "batch head query key"], taps: ShiftTaps
+) -> Float[Tensor, "batch head query token"]:
+    """How much of each token's own value is read: sum_s beta_s A[i, t + s]."""
+    effective = pattern.to(taps.v.dtype) * taps.v[:, :1, None]
+    for lag in range(1, taps.v.shape[1]):
+        effective[..., :-lag] += pattern[..., lag:] * taps.v[:, lag, None, None]
+    return effective
+
+
+def at_lag(pattern: Float[Tensor, "batch head query key"], lag: int) -> Float[Tensor, "batch head query"]:
+    """A[i, i - lag] of every query i; what lies before the text or ahead of i counts as 0."""
+    if not 0 <= lag < pattern.shape[-1]:
+        return pattern.new_zeros(pattern.shape[:-1])
+    diagonal = pattern.diagonal(offset=-lag, dim1=-2, dim2=-1)  # its entry t belongs to query t + lag
     return torch.nn.functional.pad(diagonal, (lag, 0))
+
+
+def _elsewhere(effective: Tensor, repeated: RepeatedTokens) -> Float[Tensor, "head place"]:
+    """Mean \\|E\\| on the first copy, away from the token's own place there; 0 where no place is far enough away."""
+    n, second = repeated.n_repeated, repeated.second
+    place = torch.arange(n, device=effective.device)
+    far = ((place[:, None] - place).abs() > NEAR).to(effective.dtype)
+    first_copy = effective[:, :, second:, second - n : second].abs().mean(dim=0)
+    return (first_copy * far).sum(dim=-1) / far.sum(dim=-1).clamp(min=1)

@@ -40,7 +40,7 @@ def measure_heads(model: HookedKVTransformer, repeated: RepeatedTokens) -> HeadM
 def _bytes_per_sequence(model: HookedKVTransformer, repeated: RepeatedTokens) -> int:
     """One layer's pattern, scores and temporaries; every layer's z; the widest activations."""
     pos, cfg = repeated.tokens.shape[1], model.cfg
-    return 4 * pos * (4 * cfg.n_heads * pos + cfg.n_layers * cfg.n_heads * cfg.d_head + 4 * max(cfg.d_mlp or 0, cfg.d_model))
+    return 4 * pos * (6 * cfg.n_heads * pos + cfg.n_layers * cfg.n_heads * cfg.d_head + 4 * max(cfg.d_mlp or 0, cfg.d_model))
 
 
 def _weighted(shares: Sequence[float], tensors: Sequence[Tensor]) -> Tensor:

@@ -1,22 +1,49 @@
-"""What ``induction_heads`` costs beside a forward pass that caches the patterns of the same batch.
+"""What ``induction_heads`` costs, and how far its verdicts can be trusted.
 
-    python tests/benchmarks/bench_induction_heads.py [--small]
+    python tests/benchmarks/bench_induction_heads.py [--small] [--lengths 12] [MODEL ...]
 
-GPT-2-small's size with random weights: 12 layers of 12 heads, d_model 768, vocabulary 50,257; 10 sequences of 2 x 50 tokens.
+Cost: beside a forward pass that caches the patterns of the same batch, GPT-2-small's size with random weights (12 layers of 12
+heads, d_model 768, vocabulary 50,257; 10 sequences of 2 x 50 tokens).
+
+Verdicts, of untrained models: how many heads get a name, with and without ablations. Of MODELs (shipped ones by name, others by
+folder; all shipped ones where none is given), with the pattern's verdict and with that of ablations: how often a head has its
+commonest name over ``--lengths`` lengths from 16 to the model's limit, how often two draws of sequences give the same name, and
+how many of the heads whose ablation costs more than 0.1 nats have one.
 """
 
 import argparse
 import resource
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from timing import check_close, fastest, verdict
 
 from analyses.heads.induction import induction_heads
+from analyses.heads.repeated_tokens import longest_repeat
+from analyses.heads.verdicts import COSTLY, NO_VERDICT
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig
+from kvlens.zoo import names
 
 GPT2_SMALL = dict(n_layers=12, n_heads=12, d_model=768, d_head=64, n_ctx=1024, d_vocab=50257)
 SMALL = dict(n_layers=2, n_heads=3, d_model=24, d_head=8, n_ctx=128, d_vocab=101)
+SHORTEST, LONGEST = 16, 512
+RANDOM: list[tuple[dict[str, Any], float, float]] = [  # settings, gain of W_Q and W_K, gain of W_pos
+    (dict(positional_embedding_type="standard"), 1, 1),
+    (dict(positional_embedding_type="standard"), 3, 10),
+    (dict(positional_embedding_type="rotary"), 3, 1),
+    (dict(positional_embedding_type="none"), 3, 1),
+    (dict(positional_embedding_type="alibi"), 3, 1),
+    (dict(positional_embedding_type="rotary", kv_shift=True), 3, 1),
+    (dict(positional_embedding_type="rotary", n_layers=4, attn_only=False, act_fn="gelu"), 8, 1),
+    (dict(positional_embedding_type="rotary", attention="linear"), 1, 1),
+    (dict(positional_embedding_type="rotary", attention="linear"), 4, 1),
+    (dict(positional_embedding_type="rotary", attention="linear", kv_shift=True), 3, 1),
+    (dict(positional_embedding_type="standard", attention="linear", kv_shift=True), 4, 10),
+    (dict(positional_embedding_type="none", attention="linear", decay="retnet", normalizer="none", kv_shift=True), 3, 1),
+]
 
 
 def model_of(sizes: dict[str, Any]) -> HookedKVTransformer:
@@ -24,10 +51,8 @@ def model_of(sizes: dict[str, Any]) -> HookedKVTransformer:
     return HookedKVTransformer(cfg).requires_grad_(False)
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", action="store_true", help="a tiny model, one repeat: a smoke test")
-    small = parser.parse_args(argv).small
+def cost(small: bool) -> None:
+    """Time and memory."""
     model = model_of(SMALL if small else GPT2_SMALL)
     n, batch = (5, 2) if small else (50, 10)
     generator = torch.Generator().manual_seed(1)
@@ -46,6 +71,90 @@ def main(argv: list[str] | None = None) -> None:
     print(f"{batch} x {2 * n} tokens: run_with_cache of the patterns {forward:.3f} s, induction_heads {ours:.3f} s")
     print(verdict("induction_heads over the forward pass, times", ours / forward, 2.0))
     print(verdict("peak memory of the process, GiB", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 4.0))
+
+
+def random_models(seeds: range) -> Iterator[HookedKVTransformer]:
+    """Untrained models, most with weights that make attention as sharp as a trained model's."""
+    sizes = dict(n_layers=2, n_heads=16, d_model=64, d_head=8, n_ctx=128, d_vocab=100, attn_only=True, device="cpu")
+    for settings, gain, of_positions in RANDOM:
+        for seed in seeds:
+            model = HookedKVTransformer(HookedKVTransformerConfig(**{**sizes, **settings}, seed=seed)).requires_grad_(False)
+            for name, parameter in model.named_parameters():
+                parameter.mul_(gain if name.endswith(("W_Q", "W_K")) else of_positions if name.endswith("W_pos") else 1)
+            yield model
+
+
+def false_positives(small: bool) -> None:
+    """Heads of untrained models that get a name."""
+    named: Counter[str] = Counter()
+    for model in random_models(range(100, 101 if small else 103)):
+        for n in (SHORTEST, 30, 60)[: 1 if small else 3]:
+            frame = induction_heads(model, n_repeated=n, ablations=not small)
+            plain = frame if small else induction_heads(model, n_repeated=n)
+            named += Counter(
+                heads=len(frame),
+                pattern=int((plain["verdict"] != NO_VERDICT).sum()),
+                ablations=int((frame["verdict"] != NO_VERDICT).sum()),
+            )
+    for way in ("pattern", "ablations"):
+        count = f"heads of untrained models with a name by {way}, of 1,000 ({named[way]} of {named['heads']:,})"
+        print(verdict(count, 1000 * named[way] / named["heads"], 5))
+
+
+def names_at(model: HookedKVTransformer, lengths: list[int], seed: int, ablations: bool) -> list[Any]:
+    return [induction_heads(model, n_repeated=n, seed=seed, ablations=ablations) for n in lengths]
+
+
+def commonest(frames: list[Any]) -> float:
+    """Mean share of a head's commonest name."""
+    by_head = list(zip(*(frame["verdict"] for frame in frames), strict=True))
+    return sum(Counter(names).most_common(1)[0][1] for names in by_head) / (len(by_head) * len(frames))
+
+
+def trust(source: str, n_lengths: int) -> None:
+    """The verdicts of one trained model."""
+    model = HookedKVTransformer.load(source) if Path(source).is_dir() else HookedKVTransformer.from_zoo(source)
+    model.requires_grad_(False)
+    longest = longest_repeat(model, None, LONGEST)
+    steps = range(n_lengths)
+    lengths = sorted({round(SHORTEST * (longest / SHORTEST) ** (i / max(1, n_lengths - 1))) for i in steps})
+    print(f"{source}: {model.cfg.n_layers} layers of {model.cfg.n_heads} heads, {len(lengths)} lengths to {lengths[-1]}")
+    for ablations in (False, True):
+        first, second = (names_at(model, lengths, seed, ablations) for seed in (0, 1))
+        same = sum(int((a["verdict"] == b["verdict"]).sum()) for a, b in zip(first, second, strict=True))
+        way = "with ablations" if ablations else "by the pattern"
+        print(verdict(f"{way}: a head's commonest name over the lengths, %", 100 * commonest(first), 95, at_least=True))
+        n_heads = sum(map(len, first))
+        print(verdict(f"{way}: the same name from two draws, %", 100 * same / n_heads, 95, at_least=True))
+        if not ablations:
+            plain = first
+    costly = named = told = 0
+    others: Counter[str] = Counter()
+    for frame, by_pattern in zip(first, plain, strict=True):
+        dear = frame["ablation_loss_change"] > COSTLY
+        costly += int(dear.sum())
+        named += int((frame["verdict"][dear] != NO_VERDICT).sum())
+        told += int((by_pattern["verdict"][dear] != NO_VERDICT).sum())
+        others += Counter(frame["verdict"][dear])
+    print(f"  costly heads over all lengths: {costly}; named by the pattern {told}, with ablations {named}: {dict(others)}")
+    if named < costly:
+        print(verdict("costly heads without a name", costly - named, 0))
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", action="store_true", help="tiny models, one repeat: a smoke test")
+    parser.add_argument("--lengths", type=int, default=12, help="how many lengths")
+    parser.add_argument("--only", choices=("cost", "random", "models"), nargs="+", default=("cost", "random", "models"))
+    parser.add_argument("models", nargs="*", metavar="MODEL", help="a shipped model or a folder")
+    args = parser.parse_args(argv)
+    if "cost" in args.only:
+        cost(args.small)
+    if "random" in args.only:
+        false_positives(args.small)
+    if "models" in args.only:
+        for source in args.models or (["induction-shift-1l"] if args.small else names()):
+            trust(source, 1 if args.small else args.lengths)
 
 
 if __name__ == "__main__":

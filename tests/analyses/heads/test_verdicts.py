@@ -1,26 +1,31 @@
 """The verdict on a head: by hand on given patterns, at any length, and never on heads that were not trained."""
 
+import math
+
 import pytest
 import torch
-from repeated_models import two_layer_circuit
+from analysis_models import random_model
+from repeated_models import SHARP, shifted_heads, two_layer_circuit
 
 from analyses import induction_heads
 from analyses.heads.lags import KINDS, pattern_scores
-from analyses.heads.repeated_tokens import RepeatedTokens
+from analyses.heads.measures import measure_heads
+from analyses.heads.repeated_tokens import RepeatedTokens, draw_piece, repeat_tokens
 from analyses.heads.shift_roles import ShiftTaps
-from analyses.heads.verdicts import NO_VERDICT, OF_A_MATCH, RATIO, STRETCH, THRESHOLD, judge_heads
-from kvlens import HookedKVTransformer, HookedKVTransformerConfig
+from analyses.heads.swaps import swap_costs
+from analyses.heads.verdicts import CONTRAST, COSTLY, NO_VERDICT, OTHER, PLACES, RATIO, STRETCH, THRESHOLD, judge_heads
+from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVShiftConfig
 
 ONE = torch.tensor([[1.0, 0.0]], dtype=torch.float64)
 
 
 def verdict(pattern, n, taps=ONE):
-    """The verdict on one head whose pattern [query, key] is given, on 2 n places."""
+    """The verdict on one head whose pattern [query, key] or [text, query, key] is given, on 2 n places."""
     repeated = RepeatedTokens(torch.arange(n).repeat(2)[None], n)
     given = ShiftTaps(ONE, taps, ONE)
-    scores = pattern_scores(pattern[None, None], repeated, given)
+    scores = pattern_scores(pattern.view(-1, 1, 2 * n, 2 * n), repeated, given)
     layered = type(scores)(*(x[None] for x in scores))
-    return judge_heads(layered, [given], repeated, threshold=THRESHOLD, ratio=RATIO)[0][0]
+    return judge_heads(layered, repeated, threshold=THRESHOLD, ratio=RATIO)[0][0]
 
 
 def uniform(n):
@@ -53,28 +58,36 @@ def test_a_head_of_a_few_places_is_named_at_every_length_with_its_stretch(n):
 
 
 @pytest.mark.parametrize("n", [16, 24, 40, 128])
-def test_each_kind_by_its_lag_and_the_farthest_above_chance_of_two(n):
-    whole = slice(n, 2 * n)
-    lags = {"induction": n - 1, "duplicate token": n, "previous token": 1, "current token": 0}
-    for name, lag in lags.items():
-        assert verdict(mixed(n, lag, 0.4, whole), n).name == name
-    both = mixed(n, n, 0.5, whole)
+def test_each_kind_by_its_lag_and_the_larger_variance_of_two(n):
+    whole, second = slice(1, 2 * n), slice(n, 2 * n)
+    for name, lag, places in (
+        ("induction", n - 1, second),
+        ("duplicate token", n, second),
+        ("previous token", 1, whole),
+        ("current token", 0, whole),
+    ):
+        assert verdict(mixed(n, lag, 0.6, places), n).name == name
+    both = mixed(n, n, 0.5, second)
     rows = torch.arange(n, 2 * n)
     both[rows] *= 0.7
     both[rows, rows - n + 1] += 0.3
     assert verdict(both, n).name == "duplicate token"
-    idle = mixed(n, 0, 0.6, slice(0, 2 * n))
+    idle = mixed(n, 0, 0.6, whole)
     idle[rows] *= 0.7
     idle[rows, rows - n + 1] += 0.3
-    assert verdict(idle, n).name == "induction"  # "current token" is said of heads that are nothing else
+    assert verdict(idle, n).name == "induction"  # "current token" is said of heads that match nothing
+    for of_itself, name in ((0.5, "current token"), (0.3, "previous token")):
+        pair = mixed(n, 1, 0.8 - of_itself, whole)
+        pair[whole] *= 1 - of_itself
+        pair[torch.arange(1, 2 * n), torch.arange(1, 2 * n)] += of_itself
+        assert verdict(pair, n).name == name
 
 
 def test_below_the_threshold_or_near_chance_there_is_no_name():
     n = 40
-    assert verdict(mixed(n, 1, THRESHOLD - 0.03, slice(n, 2 * n)), n).name == NO_VERDICT
-    assert verdict(mixed(n, n - 1, THRESHOLD - 0.03, slice(n, 2 * n)), n).name == "induction"  # a match needs a quarter of it
-    long = 300  # where this is far above chance
-    assert verdict(mixed(long, long - 1, OF_A_MATCH * THRESHOLD - 0.005, slice(long, 2 * long)), long).name == NO_VERDICT
+    assert verdict(mixed(n, 1, THRESHOLD - 0.06, slice(1, 2 * n)), n).name == NO_VERDICT
+    assert verdict(mixed(n, 1, THRESHOLD, slice(1, 2 * n)), n).name == "previous token"
+    assert verdict(mixed(n, n - 1, 0.02, slice(n, 2 * n)), n).name == NO_VERDICT  # about twice what it looks elsewhere
     short = 2
     assert verdict(mixed(short, 1, 0.3, slice(1, 4)), short).name == NO_VERDICT  # less than three times chance is none
 
@@ -82,29 +95,32 @@ def test_below_the_threshold_or_near_chance_there_is_no_name():
 def test_a_head_that_looks_at_one_place_after_the_other_at_random_has_no_name():
     n, generator = 40, torch.Generator().manual_seed(0)
     for _ in range(200):
-        places = (torch.rand(2 * n, generator=generator) * torch.arange(1, 2 * n + 1)).long()
+        places = (torch.rand(3, 2 * n, generator=generator) * torch.arange(1, 2 * n + 1)).long()
         assert verdict(torch.eye(2 * n, dtype=torch.float64)[places], n).name == NO_VERDICT
 
 
-def test_a_head_that_does_its_part_on_every_other_place_has_no_name():
+def test_a_head_that_goes_by_place_does_its_part_on_most_places_and_a_match_may_do_it_on_a_few():
     n = 40
     every_other = torch.zeros(2 * n, dtype=torch.bool)
-    every_other[n::2] = True
-    assert verdict(mixed(n, n - 1, 0.9, every_other), n).name == NO_VERDICT
+    every_other[1::2] = True
+    assert verdict(mixed(n, 1, 0.9, every_other), n).name == NO_VERDICT
     most = every_other.clone()
-    most[n + 1 :: 4] = True
-    most[n + 3 :: 8] = True  # seven of eight
-    assert verdict(mixed(n, n - 1, 0.9, most), n).name == "induction"
+    most[2::4] = True
+    most[4::8] = True  # seven of eight
+    assert verdict(mixed(n, 1, 0.9, most), n).name == "previous token"
+    for n_places, name in ((PLACES - 1, NO_VERDICT), (PLACES, "induction")):  # enough to tell how long the copy is
+        assert verdict(mixed(n, n - 1, 0.95, slice(n, n + n_places)), n).name == name
 
 
 @pytest.mark.parametrize("n", [16, 30, 60, 120])
-def test_a_match_whose_share_falls_with_the_length_keeps_its_name(n):
-    """Five times chance at every place, as of a kernel that cannot be sharp."""
+@pytest.mark.parametrize(("times", "name"), [(CONTRAST - 0.5, NO_VERDICT), (CONTRAST + 0.5, "induction")])
+def test_a_match_whose_share_falls_with_the_length_has_one_name_at_every_length(n, times, name):
+    """So many times what it looks at any other place, as of a kernel that cannot be sharp."""
     pattern = uniform(n)
     for i in range(n, 2 * n):
-        pattern[i, i - n + 1] *= 5
+        pattern[i, i - n + 1] *= times
         pattern[i] /= pattern[i].sum()
-    assert verdict(pattern, n).name == "induction"
+    assert verdict(pattern, n).name == name
 
 
 def test_the_value_side_decides_and_a_common_factor_does_not():
@@ -148,8 +164,70 @@ def test_the_names_do_not_change_with_the_length_of_the_text():
 def test_a_costly_head_has_a_name():
     for model in (two_layer_circuit(), HookedKVTransformer.from_zoo("induction-plain-2l")):
         frame = induction_heads(model, n_sequences=3, n_repeated=11, ablations=True)
-        costly = frame[frame["ablation_loss_change"] > 0.1]
-        assert len(costly) and (costly["verdict"] != NO_VERDICT).all()
+        costly = frame[frame["ablation_loss_change"] > COSTLY]
+        assert len(costly) and not set(costly["verdict"]) & {NO_VERDICT, OTHER}
+
+
+def faint_heads(score, loudness):
+    """One layer, a shifted induction head whose match scores no more than ``score``, and what it reads is said aloud."""
+    model = shifted_heads()
+    attn = model.blocks[0].attn
+    attn.W_Q.mul_(score / SHARP)
+    attn.W_O[0].mul_(loudness)
+    attn.W_O[1:].zero_()
+    return model
+
+
+def test_a_faint_head_is_named_by_what_swapping_costs():
+    """Three times as much attention on the right place as on any other is not much of a pattern, and all that is needed."""
+    model = faint_heads(math.log(3), 60)
+    assert induction_heads(model, n_sequences=3, n_repeated=8)["verdict"].iloc[0] == NO_VERDICT
+    head = induction_heads(model, n_sequences=3, n_repeated=8, ablations=True).iloc[0]
+    assert head["verdict"] == "induction" and 2 < head["prefix_matching_contrast"] < CONTRAST
+    assert head["prefix_matching_loss_change"] > head["ablation_loss_change"] / 2 > COSTLY
+    assert all(head[f"{kind}_loss_change"] < 0.1 * head["prefix_matching_loss_change"] for kind in KINDS[1:])
+
+
+def test_a_head_that_reads_all_alike_is_needed_and_no_induction_head():
+    """It raises the tokens that the text holds, the right one among them."""
+    head = induction_heads(faint_heads(0.0, 60), n_sequences=3, n_repeated=8, ablations=True).iloc[0]
+    assert head["verdict"] == OTHER and head["ablation_loss_change"] > COSTLY
+    assert head["prefix_matching_contrast"] == pytest.approx(1, abs=0.2)
+
+
+@pytest.mark.parametrize(
+    "settings", [dict(attention="softmax", kv_shift=KVShiftConfig(window=2), n_heads=6, d_model=36, n_key_value_heads=2), {}]
+)
+def test_swaps_equal_one_hooked_forward_pass_each(settings):
+    model, n = random_model(**settings), 6
+    generator = torch.Generator().manual_seed(0)
+    own, donors = (repeat_tokens(model, draw_piece(model, 3, n, generator), None) for _ in range(2))
+    taps = measure_heads(model, own).taps
+    asked = torch.ones(model.cfg.n_layers, model.cfg.n_heads, dtype=torch.bool)
+    asked[0, 1] = False
+    costs = swap_costs(model, own, donors, taps, asked, batch_size=2)
+    assert costs[:, 0, 1].isnan().all()
+    (logits, cache), (_, other) = model.run_with_cache(own.tokens), model.run_with_cache(donors.tokens)
+
+    def loss(logits):
+        return -logits.log_softmax(-1)[:, n:-1].gather(-1, own.tokens[:, n + 1 :, None]).mean()
+
+    group = model.cfg.n_heads // model.cfg.n_kv_heads
+    for layer, head in ((0, 0), (1, 2), (1, model.cfg.n_heads - 1)):
+        v, v_other = (x[f"blocks.{layer}.attn.hook_v"][:, :, head // group] for x in (cache, other))
+        for number, (lag, first) in enumerate(((n - 1, n), (1, 1), (n, n), (0, 1))):
+
+            def swap(z, hook, v=v, v_other=v_other, head=head, layer=layer, lag=lag, first=first):
+                z, pattern = z.clone(), cache["pattern", layer][:, head]
+                for i in range(first, 2 * n):
+                    for s, beta in enumerate(taps[layer].v[head]):
+                        if i - lag + s <= i:
+                            read = beta * pattern[:, i, i - lag + s, None]
+                            z[:, i, head] += read * (v_other - v)[:, i - lag]
+                return z
+
+            swapped = model.run_with_hooks(own.tokens, fwd_hooks=[(f"blocks.{layer}.attn.hook_z", swap)])
+            torch.testing.assert_close(costs[number, layer, head], loss(swapped) - loss(logits), rtol=1e-8, atol=1e-11)
 
 
 def test_the_defaults_fit_a_short_model():

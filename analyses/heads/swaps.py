@@ -1,0 +1,115 @@
+"""What the model loses when a head reads another text's token at one kind of place, and all else as before.
+
+Resampling a head's whole output (:mod:`analyses.heads.ablation`) says that the model needs the head, not what for. Here only
+what it reads at the lag of one kind is swapped: with E the value-side pattern of :mod:`analyses.heads.lags`, v the values of
+the text in front of the shift and v' those of another,
+
+    z_i  ->  z_i - E[i, i - lag] (v_{i - lag} - v'_{i - lag})
+
+The attention stays as it was, in its place and in its size, so this says the same of a sharp softmax head and of a linear one
+that reads a tenth here and the rest everywhere. As z is linear in the tokens, the swaps at all lags add up, in z, to reading
+the other text throughout.
+
+Source: Wang et al. 2022 (path patching) and Chan et al. 2022 (resampling), of one edge of the attention pattern.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from analyses.heads.ablation import bytes_per_row, cached, losses_and_logits, replace_head, residuals
+from analyses.heads.lags import KINDS, at_lag, lags_and_queries, value_side_pattern
+from analyses.heads.repeated_tokens import RepeatedTokens
+from analyses.heads.shift_roles import ShiftTaps
+from analyses.passes import MEMORY_PER_PASS
+from kvlens import HookedKVTransformer
+
+
+class _Layer(NamedTuple):
+    """What one layer's heads write, what they read at each kind of place (0 where it is not looked for), and how v differs."""
+
+    z: Float[Tensor, "text pos head d_head"]
+    edges: Float[Tensor, "kind text head query"]
+    difference: Float[Tensor, "text pos head d_head"]
+
+
+def swap_costs(
+    model: HookedKVTransformer,
+    repeated: RepeatedTokens,
+    donors: RepeatedTokens,
+    taps: list[ShiftTaps],
+    heads: Bool[Tensor, "layer head"],
+    *,
+    batch_size: int | None = None,
+) -> Float[Tensor, "kind layer head"]:
+    """Swap what each head reads at each kind of place, one at a time.
+
+    Args:
+        model: without an attention variant, whose z is not linear in v.
+        repeated: the texts.
+        donors: as many texts of the same length.
+        taps: the shift coefficients of every layer.
+        heads: which heads are asked.
+        batch_size: rows per forward pass; None takes what :data:`MEMORY_PER_PASS` allows.
+
+    Returns:
+        By how much the loss of the next tokens of the second copy rises, nats; NaN for heads that are not asked.
+    """
+    starts, layers = residuals(model, repeated), _layers(model, repeated, donors, taps)
+    whole, _ = losses_and_logits(model, starts[-1], len(layers), repeated.next_tokens)
+    rows = batch_size or max(1, MEMORY_PER_PASS // bytes_per_row(model, repeated))
+    costs = torch.full((len(KINDS), *heads.shape), torch.nan, dtype=whole.dtype, device=whole.device)
+    texts = torch.arange(len(repeated.tokens)).repeat(len(KINDS))
+    for layer, head in heads.nonzero().tolist():
+        z = _swapped(layers[layer], head, repeated)
+        losses = [
+            losses_and_logits(
+                model,
+                starts[layer][texts[part]],
+                layer,
+                repeated.next_tokens[texts[part]],
+                replace_head(layer, torch.full_like(part, head), z[part]),
+            )[0]
+            for part in torch.arange(len(texts)).split(rows)
+        ]
+        costs[:, layer, head] = (torch.cat(losses).view(len(KINDS), -1) - whole).mean(dim=1)
+    return costs
+
+
+def _swapped(own: _Layer, head: int, repeated: RepeatedTokens) -> Float[Tensor, "row pos d_head"]:
+    """A head's output after each swap: the rows are the kinds, and of each the texts."""
+    z, difference = own.z[:, :, head], own.difference[:, :, head]
+    lags = [lag for lag, _ in lags_and_queries(repeated).values()]
+    read = torch.stack([difference.roll(lag, dims=1) for lag in lags])  # what comes round from the end has the edge 0
+    return (z + own.edges[:, :, head, :, None] * read).flatten(0, 1)
+
+
+def _layers(
+    model: HookedKVTransformer, repeated: RepeatedTokens, donors: RepeatedTokens, taps: list[ShiftTaps]
+) -> list[_Layer]:
+    names = [[f"blocks.{layer}.attn.hook_{x}" for layer in range(model.cfg.n_layers)] for x in ("pattern", "v", "z")]
+    edges: list[Tensor] = []
+
+    def reduce(pattern: Tensor, hook: Any) -> None:
+        effective = value_side_pattern(pattern, taps[len(edges)])
+        at = [(at_lag(effective, lag), first) for lag, first in lags_and_queries(repeated).values()]
+        edges.append(
+            torch.stack([entries.index_fill(-1, torch.arange(first, device=pattern.device), 0) for entries, first in at])
+        )
+
+    with model.hooks(fwd_hooks=[(name, reduce) for name in names[0]]):
+        own = cached(model, repeated.tokens, names[1] + names[2])
+    others = cached(model, donors.tokens, names[1])
+    return [
+        _Layer(own[z], edge, _per_query_head(model, others[v]) - _per_query_head(model, own[v]))
+        for edge, v, z in zip(edges, names[1], names[2], strict=True)
+    ]
+
+
+def _per_query_head(model: HookedKVTransformer, v: Tensor) -> Float[Tensor, "text pos head d_head"]:
+    """As the heads read them: behind the clamp that some architectures have, one for each query head."""
+    clip = model.cfg.clip_qkv
+    v = v if clip is None else v.clamp(min=-clip, max=clip)
+    return v.repeat_interleave(model.cfg.n_heads // v.shape[2], dim=2)
