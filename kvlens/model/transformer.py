@@ -126,6 +126,10 @@ class HookedKVTransformer(ProcessesWeights, ChecksHookNames, HookedTransformer):
 
         With linear attention a long text runs in segments through all layers, unless something is hooked or gradients are
         wanted: see :mod:`kvlens.model.streaming`.
+
+        With a cache TransformerLens takes pad tokens at a piece's end for padding (at its beginning, where the tokenizer pads
+        on the left), also where they are text: ``attention_mask=torch.ones_like(piece)`` says that they are. Without a cache
+        and with padding on the right they are text.
         """
         check_input(input, attention_mask, past_kv_cache)
         with self._thread.turn, self._thread.passes(self._has_bias):
@@ -161,7 +165,10 @@ class HookedKVTransformer(ProcessesWeights, ChecksHookNames, HookedTransformer):
             )
 
     def empty_cache(self, batch: int = 1) -> TransformerLensKeyValueCache:
-        """A decode cache to pass as ``past_kv_cache``: a pass leaves in it what the text after it needs."""
+        """A decode cache to pass as ``past_kv_cache``: a pass leaves in it what the text after it needs.
+
+        What becomes of pad tokens in a piece stands at :meth:`forward`.
+        """
         return TransformerLensKeyValueCache.init_cache(self.cfg, self.cfg.device, batch)
 
     def input_to_embed(

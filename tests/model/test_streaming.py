@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from small_models import linear_model, relative_error, small_model, tokens
+from tiny_text_model import tiny_text_model
 
 from kvlens import KVLensError, KVShiftConfig, convert_prompt
 from kvlens._tl import TransformerLensKeyValueCache
@@ -278,3 +279,15 @@ def test_a_long_start_is_generated_from_without_its_logits(monkeypatch):
     monkeypatch.setattr(model.unembed, "forward", lambda x: (seen.append(x.shape[1]), unembed(x))[1])
     assert torch.equal(model.generate(start, **options), whole)
     assert seen == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("attention", ["linear", "softmax"])
+def test_a_mask_of_ones_makes_text_of_pad_tokens_in_pieces(attention):
+    model = tiny_text_model(attention=attention)
+    pad = model.tokenizer.pad_token_id
+    text = torch.tensor([[pad, pad, 7, 9, pad, 11, pad]])
+    cache = model.empty_cache()
+    with torch.no_grad():
+        pieces = [model(x, attention_mask=torch.ones_like(x), past_kv_cache=cache) for x in text.split([1, 2, 2, 2], dim=1)]
+        whole = model(text)
+    torch.testing.assert_close(torch.cat(pieces, dim=1), whole, rtol=1e-4, atol=1e-5)  # sums of one text in another order
