@@ -7,6 +7,7 @@ cannot be read) is an error here.
 
 import importlib
 import inspect
+import json
 import pkgutil
 import re
 import typing
@@ -16,6 +17,8 @@ from typing import Any
 
 import kvlens
 from kvlens.errors import KVLensError
+from kvlens.files import write_folder
+from kvlens.folders import FolderKind, check_folder, listed_in
 
 PACKAGES = ("kvlens", "analyses")
 A_PAGE_PER_MODULE = ("kvlens.papers", "kvlens.experiments", "analyses.declaration")
@@ -23,18 +26,27 @@ A_PAGE_PER_MODULE = ("kvlens.papers", "kvlens.experiments", "analyses.declaratio
 WITHOUT_A_PAGE = ("cli", "bias", "heads", "prompt", "stream")
 """Packages that name nothing: commands explain themselves with --help, and the analyses are on the page of their package."""
 
+FORMAT, MANIFEST = "kvlens.pages", "reference.json"
+REFERENCE_FOLDER = FolderKind("a reference of kvlens", listed_in(MANIFEST, FORMAT, "files"))
+
 _RULE = re.compile(r"=+(?: =+)+")
 
 
-def build_reference(folder: Path) -> list[str]:
-    """Write the reference into a folder; ``index.html`` is where to begin.
+def build_reference(folder: str | Path, *, overwrite: bool = False) -> list[str]:
+    """Write the reference to a folder, whole or not at all; ``index.html`` is where to begin.
+
+    Args:
+        folder: its path; parents are made.
+        overwrite: replace a reference that stands there; anything else is never replaced.
 
     Returns:
         The modules that got a page.
 
     Raises:
-        KVLensError: pdoc is missing, or something in the docstrings or annotations cannot be rendered.
+        KVLensError: pdoc is missing, the place is taken or not writable, or something in the docstrings or annotations cannot
+            be rendered.
     """
+    check_folder(folder, REFERENCE_FOLDER, overwrite=overwrite)
     try:
         import latex2mathml  # noqa: F401  (pdoc's markdown asks for it when it meets a formula)
         import pdoc.doc
@@ -58,10 +70,15 @@ def build_reference(folder: Path) -> list[str]:
     if caught:
         raise KVLensError("the reference cannot be built:\n" + "\n".join(sorted({str(each.message) for each in caught})))
     files["index.html"] = '<!doctype html><html lang="en"><meta http-equiv="refresh" content="0; url=kvlens.html"></html>\n'
-    for name, text in files.items():
-        path = Path(folder) / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+    files[MANIFEST] = json.dumps({"format": FORMAT, "files": sorted(files)}, indent=2) + "\n"
+
+    def fill(temporary: Path) -> None:
+        for name, text in files.items():
+            path = temporary / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+
+    write_folder(folder, fill)
     return names
 
 

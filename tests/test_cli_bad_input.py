@@ -115,6 +115,7 @@ WORDS = [
     ["reproduce", "hops", "--out", "file/x"],
     ["reproduce", "hops", "--out", "x" * 300],
     ["reproduce", "hops", "--overwrit"],
+    *(["reference", "--out", out] for out in ("file", "file/x", "", ".", "x" * 300, f"a/{'x' * 300}/r")),
     ["zoo", "x"],
     ["zoo", "--x"],
     ["analyse", "nope"],

@@ -10,6 +10,7 @@ import pytest
 from kvlens import reference
 from kvlens.cli import main
 from kvlens.errors import KVLensError
+from kvlens.files import files_in
 
 PAPERS = ("iclca", "kvsa", "dual", "lecture")
 
@@ -96,6 +97,9 @@ def test_the_reference_builds(tmp_path, capsys):
     pytest.importorskip("latex2mathml", reason='needs the extra: pip install "kvlens[docs]"')
     assert main(["reference", "--out", str(tmp_path)]) == 0
     assert "index.html" in capsys.readouterr().out
+    assert main(["reference", "--out", str(tmp_path)]) == 2
+    assert "already holds a reference of kvlens; pass --overwrite" in capsys.readouterr().err
+    assert reference.REFERENCE_FOLDER.own_files(tmp_path) == files_in(tmp_path)
     page = (tmp_path / "kvlens/papers/iclca.html").read_text()
     assert page.count("<math") > 20
     assert "$" not in re.sub(r"<script.*?</script>|<pre.*?</pre>", "", page, flags=re.DOTALL)  # every formula was rendered

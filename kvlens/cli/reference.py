@@ -17,12 +17,15 @@ def add_command(commands: Any) -> None:
         allow_abbrev=False,
     )
     parser.add_argument("--out", default="reference", metavar="DIR", help="folder of the pages (default: %(default)s)")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace the reference that DIR holds; nothing else is replaced"
+    )
     parser.set_defaults(run=_reference)
 
 
 def _reference(args: argparse.Namespace) -> int:
     from kvlens.reference import build_reference
 
-    names = build_reference(Path(args.out))
+    names = build_reference(args.out, overwrite=args.overwrite)
     print(f"{len(names)} pages; begin at {visible(str(Path(args.out) / 'index.html'))}")
     return 0
