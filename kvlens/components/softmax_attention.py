@@ -42,6 +42,7 @@ from kvlens.ops.softmax_attention import (
     KeysBeside,
     ScaledMass,
     attend_beside,
+    fused_beside,
     fused_softmax_attention,
     join_bias,
     visible_keys,
@@ -77,14 +78,14 @@ class _Softmax(KVAttention):
             return HeadOutputs(self._solved(q, k, v, piece.attention_mask, self.ridge), None, None)
         bias = self.read_bias(torch.promote_types(q.dtype, torch.float32))
         fused = self._runs_fused()
-        beside = None if fused and not torch.is_grad_enabled() else self._beside(bias, q, k)
-        if beside is not None:
-            if not _wants_gradient(q, k, v, *beside):
-                if not fused:
-                    return HeadOutputs(self._eager_beside(q, k, v, past, piece, beside, entry), None, None)
-            elif self._is_plain_beside(piece):
+        beside = self._beside(bias, q, k)
+        if beside is not None and _wants_gradient(q, k, v, *beside):
+            if self._is_plain_beside(piece):
                 visible = visible_keys(q.shape[1], k.shape[1], self.cfg.attention_dir == "causal", device=q.device)
                 return HeadOutputs(attend_beside(q, k, v, beside, float(self.attn_scale), visible), None, None)
+            beside = None
+        if beside is not None and not fused:
+            return HeadOutputs(self._eager_beside(q, k, v, past, piece, beside, entry), None, None)
         needs_normalizer = bias is not None or self.cfg.use_attention_sinks
         if fused and not (needs_normalizer and _wants_gradient(q, k, v)):
             z, log_n = self._fused(q, k, v, piece, needs_normalizer)
@@ -92,6 +93,8 @@ class _Softmax(KVAttention):
                 z, log_n = self._with_sink(z, log_n)
             if log_n is None or bias is None:
                 return HeadOutputs(z, None, None)
+            if beside is not None:
+                return HeadOutputs(fused_beside(z, log_n, q, beside, float(self.attn_scale)), None, None)
             joined = self._joined(z.to(log_n.dtype), ScaledMass.of_log(log_n), q, bias, past, piece.attention_mask)
             return HeadOutputs(joined.z_context, joined.z_bias, self.hook_normalizer(joined.log_normalizer))
         return self._eager(q, k, v, past, piece, bias, entry)

@@ -51,7 +51,9 @@ def convert_prompt(
     """Turn a prompt into the bias that replaces it, at the cost of one forward pass over it.
 
     With the bias attached, the model gives on any text the logits that it gave on [prompt; text], to rounding; with softmax
-    attention that holds for ``method="exact"``, which keeps every key, and the other methods approximate it.
+    attention that holds for ``method="exact"``, which keeps every key, and the other methods approximate it. In the eager form
+    an exact bias rounds as the prompt in front would; the fused form rounds prompt and text apart, so that two passes differ by
+    about what each of them differs from float64 (3e-7; with scores of 100,000, 1e-5 and in single cases 1e-3).
 
     >>> from kvlens import HookedKVTransformer
     >>> model = HookedKVTransformer.from_zoo("bigram-linear")

@@ -311,7 +311,8 @@ class HookedKVTransformer(ProcessesWeights, ChecksHookNames, HookedTransformer):
     def set_softmax_form(self, form: str) -> None:
         """Compute softmax attention as ``"eager"`` (TransformerLens' own, bit for bit) or ``"fused"`` (torch's kernel).
 
-        Fused is several times faster and differs by rounding alone; a layer whose scores or pattern are hooked runs eagerly.
+        Fused is several times faster and differs by rounding alone, under an exact bias too (:func:`kvlens.convert_prompt`); a
+        layer whose scores or pattern are hooked runs eagerly.
 
         Raises:
             KVLensError: an unknown form, or a model that the kernel cannot compute (linear attention, soft-capping, ...).

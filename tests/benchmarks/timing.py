@@ -28,9 +28,9 @@ def times(*calls: Callable[[], Any], repeats: int, clock: str = "wall") -> list[
     return taken
 
 
-def medians(*calls: Callable[[], Any], repeats: int) -> list[float]:
+def medians(*calls: Callable[[], Any], repeats: int, clock: str = "wall") -> list[float]:
     """Median seconds of each call."""
-    return [median(taken) for taken in times(*calls, repeats=repeats)]
+    return [median(taken) for taken in times(*calls, repeats=repeats, clock=clock)]
 
 
 def fastest(*calls: Callable[[], Any], repeats: int, clock: str = "wall") -> list[float]:

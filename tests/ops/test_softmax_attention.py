@@ -12,6 +12,7 @@ from kvlens.ops.softmax_attention import (
     ScaledMass,
     attend_beside,
     by_kv_head,
+    fused_beside,
     fused_softmax_attention,
     join_bias,
     naive_join_bias,
@@ -200,6 +201,9 @@ def test_one_softmax_over_all_keys_is_the_plain_equation(n_queries, prompts):
     beside = KeysBeside.of(keys, b_kv, b_d, log_scale)
     z = attend_beside(q, k, v, beside, scale, visible_keys(n_queries, 11))
     torch.testing.assert_close(z, joined.z_context + joined.z_bias, rtol=1e-12, atol=1e-12)
+    with torch.no_grad():
+        fused = fused_beside(context.z, context.log_normalizer, q, beside, scale)
+    torch.testing.assert_close(fused, z, rtol=1e-12, atol=1e-12)
     weights = normal(*z.shape, seed=25)
     used = (b_d > 0).detach()  # a key without a weight is none: the plain equation has a slope there, towards a new key
     for a, b, leaf in zip(
@@ -217,6 +221,22 @@ def test_scores_of_thousands_beside_the_text_stay_finite():
     beside = KeysBeside.of(arguments[-1], b_kv, b_d, torch.zeros(1, 3))
     z = attend_beside(q, k, v, beside, 1.0, visible_keys(11, 11))
     assert all(bool(x.isfinite().all()) for x in (z, *torch.autograd.grad(z.sum(), arguments)))
+
+
+def test_a_head_without_keys_and_a_query_without_text():
+    """The one leaves the text's z, the other that of the virtual keys; where there is neither, z is 0."""
+    q, k, v = draw()
+    keys, b_kv, b_d = weighted_keys(1)
+    b_kv[:, 0], b_d[:, 0] = 0, 0
+    beside = KeysBeside.of(keys, b_kv, b_d, torch.zeros(1, 3, dtype=torch.float64))
+    padding = torch.arange(11) > 0
+    context = fused_softmax_attention(q, k, v, 1.7, padding=padding.expand(2, -1), log_normalizer=True)
+    z = fused_beside(*context, q, beside, 1.7)
+    torch.testing.assert_close(z[:, :, :2], context.z[:, :, :2], rtol=0, atol=0)
+    assert not z[:, 0, :2].any()
+    nothing = torch.full_like(context.log_normalizer, -torch.inf)
+    torch.testing.assert_close(z[:, 0], fused_beside(context.z, nothing, q, beside, 1.7)[:, 0], rtol=0, atol=0)
+    assert bool(z[:, 0, 2:].any(dim=-1).all())
 
 
 def test_signed_weights_are_no_softmax():

@@ -115,16 +115,18 @@ def read_queries(
     batch, n_texts, pos = tokens.shape
     layers = range(model.cfg.n_layers) if layers is None else layers
     rows = torch.arange(batch).repeat_interleave(n_texts)
-    parts = []
-    for part in torch.arange(len(rows)).split(ROWS_AT_ONCE):
-        with attached(model, rows_of(bias, rows[part])):
-            parts.append(_read(model, tokens.flatten(0, 1)[part.to(tokens.device)], layers))
+    whole: list[tuple[Tensor, ...]] = []
+    for part in torch.arange(len(rows), device=tokens.device).split(ROWS_AT_ONCE):
+        with attached(model, rows_of(bias, rows[part.cpu()])):
+            read = _read(model, tokens.flatten(0, 1)[part], layers)
+        if not whole:  # filled piece by piece: pieces that are joined at the end are held twice
+            whole = [tuple(x.new_empty(len(rows), *x.shape[1:]) for x in layer) for layer in read]
+        for into, layer in zip(whole, read, strict=True):
+            for every, some in zip(into, layer, strict=True):
+                every[part.to(every.device)] = some
     positions = torch.arange(pos, device=tokens.device).repeat(n_texts)
-    records = []
-    for layer in zip(*parts, strict=True):
-        q, z, log_n = (torch.cat(t).reshape(batch, n_texts * pos, *t[0].shape[2:]) for t in zip(*layer, strict=True))
-        records.append(Queries(q, z, log_n, positions))
-    return records
+    by_prompt = [[x.view(batch, n_texts * pos, *x.shape[2:]) for x in layer] for layer in whole]
+    return [Queries(q, z, log_n, positions) for q, z, log_n in by_prompt]
 
 
 def _read(model: HookedKVTransformer, tokens: Tensor, layers: range) -> list[tuple[Tensor, Tensor, Tensor]]:

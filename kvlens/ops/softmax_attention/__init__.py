@@ -1,6 +1,6 @@
 """Softmax attention with its normaliser, and a KV bias merged into it in log space (what its forms share: ``types``)."""
 
-from kvlens.ops.softmax_attention.beside import KeysBeside, attend_beside
+from kvlens.ops.softmax_attention.beside import KeysBeside, attend_beside, fused_beside
 from kvlens.ops.softmax_attention.bias import join_bias, naive_join_bias
 from kvlens.ops.softmax_attention.fused import fused_softmax_attention
 from kvlens.ops.softmax_attention.grouped import by_kv_head
@@ -16,6 +16,7 @@ __all__ = [
     "SoftmaxAttentionOutput",
     "attend_beside",
     "by_kv_head",
+    "fused_beside",
     "fused_softmax_attention",
     "join_bias",
     "naive_join_bias",

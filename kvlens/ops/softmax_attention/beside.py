@@ -1,11 +1,12 @@
-"""Virtual keys as further keys of one softmax: the form for gradients.
+"""Virtual keys as further keys of one softmax.
 
     z_i = (sum_j exp(s_ij) v_j + sum_r exp(s_ir) w_r u_r) / (sum_j exp(s_ij) + sum_r exp(s_ir) w_r)
         = softmax over [keys of the text; virtual keys] of [s_ij; s_ir + log w_r], times [v_j; u_r]
 
-Where weights are positive and nobody asks for the two summands apart, that is all there is: one softmax, stable by itself. A
-step of polishing takes about half of what it takes with two sides that are joined afterwards
-(:mod:`kvlens.ops.softmax_attention.bias`).
+Where weights are positive and nobody asks for the two summands apart, that is all there is: one softmax, stable by itself. Two
+forms: ``attend_beside`` for gradients (a step of polishing takes about half of what it takes with two sides that are joined
+afterwards, :mod:`kvlens.ops.softmax_attention.bias`), ``fused_beside`` without them, which calls the kernel once more, for the
+virtual keys.
 """
 
 from typing import NamedTuple
@@ -14,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
+
+from kvlens.ops.softmax_attention.fused import fused_softmax_attention
 
 
 class KeysBeside(NamedTuple):
@@ -63,3 +66,27 @@ def attend_beside(
         scores += F.pad(mask, (beside.keys.shape[2], 0))
     z = scores.softmax(dim=-1).flatten(2, 3) @ values
     return z.view(batch, kv_heads, n_heads // kv_heads, n_queries, d).permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+def fused_beside(
+    z: Float[Tensor, "batch query head d_head"],
+    log_normalizer: Float[Tensor, "batch query head"],
+    q: Float[Tensor, "batch query head d_head"],
+    beside: KeysBeside,
+    scale: float,
+) -> Float[Tensor, "batch query head d_head"]:
+    """z of the whole from the text's own z and log n: both kernels' outputs, mixed in the ratio of their normalisers.
+
+    Raises:
+        ValueError: a gradient is wanted.
+    """
+    keys, log_weights, values = (x.to(log_normalizer) for x in beside)
+    log_weights = log_weights.clamp(min=torch.finfo(log_weights.dtype).min / 4)  # a head may have no key at all
+    log_weights = log_weights.repeat_interleave(q.shape[2] // keys.shape[1], dim=1)[:, :, None]
+    rows = q.to(keys).reshape(len(keys), -1, *q.shape[2:])  # a batch under one bias is one long list of queries
+    read = fused_softmax_attention(
+        rows, keys.transpose(1, 2), values.transpose(1, 2), scale, causal=False, score_bias=log_weights, log_normalizer=True
+    )
+    assert read.log_normalizer is not None
+    share = (log_normalizer - read.log_normalizer.reshape(log_normalizer.shape)).sigmoid()
+    return torch.lerp(read.z.reshape(q.shape), z.to(keys), share[..., None])

@@ -25,7 +25,7 @@ def fused_softmax_attention(
     causal: bool = True,
     padding: Bool[Tensor, "batch key"] | None = None,
     window: int | None = None,
-    score_bias: Float[Tensor, "#batch #head query key"] | None = None,
+    score_bias: Float[Tensor, "#batch #head #query key"] | None = None,
     log_normalizer: bool = False,
 ) -> SoftmaxAttentionOutput:
     """One call of torch's kernel (arguments in :mod:`kvlens.ops.softmax_attention.types`).
