@@ -60,7 +60,7 @@ COSTLY = 0.1
 WORTH_ASKING = 0.005
 """Change of the loss, up or down, from which on a head's swaps are measured."""
 PART = 1 / 3
-LEAD = 1.5
+LEAD = 1.25
 MATCHES = ("prefix_matching", "duplicate_token")
 
 
