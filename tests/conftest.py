@@ -1,6 +1,7 @@
 """Shared by all tests: no network, one thread a process, warm Pythons, and the outside data folder."""
 
 import contextlib
+import gc
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -20,6 +21,13 @@ import warm_python as warm
 
 torch.set_num_threads(1)
 jaxtyping.jaxtyped = type_checks.jaxtyped
+gc.disable()  # while everything is imported, of which nothing is garbage
+
+
+def pytest_collection_finish() -> None:
+    """What a test leaves is collected as ever; what was imported for all of them is not looked through each time."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

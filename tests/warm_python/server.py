@@ -164,7 +164,8 @@ class Server:
 if __name__ == "__main__":
     server = Server(sys.argv[1])
     sys.path.pop(0)  # this folder
+    gc.disable()  # while nothing is garbage
     import_everything()
-    gc.collect()
     gc.freeze()  # the collector touches no page that forks share
+    gc.enable()
     server.serve()
