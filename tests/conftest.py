@@ -15,12 +15,14 @@ from pathlib import Path
 
 import jaxtyping
 import pytest
+import shape_checks
 import torch
 import type_checks
 import warm_python as warm
 
 torch.set_num_threads(1)
 jaxtyping.jaxtyped = type_checks.jaxtyped
+shape_checks.ARRAYS.__instancecheck__ = shape_checks.is_instance
 gc.disable()  # while everything is imported, of which nothing is garbage
 
 

@@ -1,11 +1,15 @@
 """The cheaper type checks refuse what jaxtyping's own refuse."""
 
+import gc
+import weakref
+from typing import Literal
+
 import beartype
 import jaxtyping
 import pytest
 from jaxtyping import Float
 from torch import Tensor, zeros
-from type_checks import ORIGINAL, holds, is_array, is_quoted, jaxtyped
+from type_checks import MADE, ORIGINAL, holds, is_array, is_left, jaxtyped
 
 check = jaxtyped(typechecker=beartype.beartype)
 REFUSED = jaxtyping.TypeCheckError
@@ -54,7 +58,8 @@ def lying() -> int:
 def test_shapes_are_looked_at_by_jaxtyping_wherever_they_stand():
     assert holds(is_array, Float[Tensor, "a"] | None) and holds(is_array, list[tuple[int, Float[Tensor, "a"]]])
     assert not any(holds(is_array, hint) for hint in (Tensor | None, dict[str, int], None, ..., "Example"))
-    assert holds(is_quoted, "Example") and holds(is_quoted, list["Example"]) and not holds(is_quoted, Float[Tensor, "a"])
+    assert holds(is_left, "Example") and holds(is_left, list["Example"]) and not holds(is_left, Float[Tensor, "a"])
+    assert holds(is_left, Float[Tensor, "{size}"] | None) and not holds(is_left, Literal["a", "b"])
     assert check(shaped)(zeros(2, 3), {"k": [zeros(3)]}) == 1
     for arguments in ((zeros(2), {}), (zeros(2, 3), {"k": [zeros(2)]}), (zeros(2, 3), {"k": [3]})):
         with pytest.raises(REFUSED):
@@ -74,6 +79,64 @@ def test_functions_without_shapes_are_refused_the_same_arguments():
         with pytest.raises(REFUSED):
             function()
     assert Example.of([1, 2]).size == 3
+
+
+def adder(to: Tensor, kind: type = int):
+    """A function of a signature that is another one for another kind."""
+
+    @check
+    def add(x: Float[Tensor, "a"], times: kind, *, back: bool = False) -> Float[Tensor, "a"]:
+        """Add it."""
+        return None if back else to + x * times
+
+    return add
+
+
+def test_a_function_made_anew_is_checked_as_the_first_and_is_itself():
+    before = len(MADE)
+    adders = [adder(to) for to in (zeros(2), zeros(2) + 1, zeros(2) + 2)]
+    assert len(MADE) == before + 1
+    for i, add in enumerate(adders):
+        assert add(zeros(2) + 1, 2).tolist() == [i + 2] * 2
+        assert add.__name__ == "add" and add.__doc__ == "Add it."
+        for arguments, named in (
+            ((zeros(2, 2), 1), {}),
+            ((zeros(2), 1.5), {}),
+            ((zeros(2), 1), {"back": 1}),
+            ((zeros(2), 1), {"back": True}),
+        ):
+            with pytest.raises(REFUSED):
+                add(*arguments, **named)
+        with pytest.raises(TypeError):
+            add(zeros(2))
+    with pytest.raises(REFUSED):
+        adder(zeros(2), str)(zeros(2), 1)
+    with pytest.raises(REFUSED):
+        adder(zeros(2))(zeros(2), "1")
+
+
+def test_nothing_is_kept_alive():
+    kept = zeros(2)
+    add, gone = adder(kept), weakref.ref(kept)
+    assert add(zeros(2), 1) is not None
+    del kept, add
+    gc.collect()
+    assert gone() is None
+
+
+def sized(n: int, x: Float[Tensor, "{n}"], how: Literal["a", "b"] = "a") -> Float[Tensor, "{n}"]:
+    return x
+
+
+def chosen(x: Float[Tensor, "a"], how: Literal["up", "down"]) -> Float[Tensor, "a"]:
+    return x if how == "up" else x[1:]
+
+
+def test_sizes_that_are_arguments_and_words_of_a_choice():
+    assert len(check(sized)(2, zeros(2))) == len(check(chosen)(zeros(2), "up")) == 2
+    for function, arguments in ((sized, (3, zeros(2))), (chosen, (zeros(2), "down")), (chosen, (zeros(2), "left"))):
+        with pytest.raises(REFUSED):
+            check(function)(*arguments)
 
 
 def test_where_checks_are_off_nothing_is_refused():

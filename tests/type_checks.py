@@ -1,20 +1,24 @@
-"""Cheaper type checks for a test run: they look at each argument once.
+"""Cheaper type checks for a test run: they look at each argument once, and read a signature once.
 
 With ``--jaxtyping-packages`` every function of ours is wrapped by ``jaxtyping.jaxtyped``, which keeps a book of axis sizes for
-each call and, for the sake of its messages, has beartype look at the arguments three times. Here beartype looks once; and where
-no axis stands in a signature, no book is kept. What is refused is the same.
+each call and, for the sake of its messages, binds the arguments and has beartype look at them three times. Here beartype looks
+once; where no axis stands in a signature, no book is kept; and a function within a function, which is made anew at each call,
+gets the checks of the first one. What is refused is the same.
 """
 
 import functools
 import inspect
+import types
 import typing
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import jaxtyping
 from beartype.roar import BeartypeCallHintViolation
 
 ORIGINAL = jaxtyping.jaxtyped
+BOOK = ORIGINAL("context")
+"""Within: a book of axis sizes of one's own."""
 
 
 def jaxtyped(function: Any = None, *, typechecker: Callable[[Any], Any]) -> Any:
@@ -28,17 +32,14 @@ def jaxtyped(function: Any = None, *, typechecker: Callable[[Any], Any]) -> Any:
         return property(*(part and jaxtyped(part, typechecker=typechecker) for part in parts))
     if not inspect.isfunction(function) or inspect.isgeneratorfunction(function):
         return ORIGINAL(function, typechecker=typechecker)
-    hints = function.__annotations__.values()
-    if any(holds(is_quoted, hint) for hint in hints):  # which jaxtyping reads, or leaves
+    checks = checks_of(function, typechecker)
+    if checks is None:
         return ORIGINAL(function, typechecker=typechecker)
-    checked, config = typechecker(function), jaxtyping.config
-    if checked is function:  # nothing in its signature can be checked
+    checked, config = checks.around(function), jaxtyping.config
+    if checked is function:
         return function
-    if any(holds(is_array, hint) for hint in hints):
-        checked = ORIGINAL(checked, typechecker=None)
 
-    @functools.wraps(function)
-    def chosen(*args: Any, **kwargs: Any) -> Any:
+    def alone(*args: Any, **kwargs: Any) -> Any:
         if config.jaxtyping_disable:
             return function(*args, **kwargs)
         try:
@@ -46,11 +47,80 @@ def jaxtyped(function: Any = None, *, typechecker: Callable[[Any], Any]) -> Any:
         except BeartypeCallHintViolation as error:  # jaxtyping's is a TypeError
             raise jaxtyping.TypeCheckError(str(error)) from error
 
-    return chosen
+    def with_a_book(*args: Any, **kwargs: Any) -> Any:
+        if config.jaxtyping_disable:
+            return function(*args, **kwargs)
+        try:
+            with BOOK:
+                return checked(*args, **kwargs)
+        except BeartypeCallHintViolation as error:
+            raise jaxtyping.TypeCheckError(str(error)) from error
+
+    return functools.wraps(function)(with_a_book if checks.has_axes else alone)
+
+
+class Checks(NamedTuple):
+    """What a type checker made of a function's signature.
+
+    Attributes:
+        annotations: that were read.
+        has_axes: whether an array with axes is among them.
+        wrapper: of a function with this signature; None where nothing in it can be checked.
+        name: under which the wrapper holds what it wraps; None where it is made for one function alone.
+    """
+
+    annotations: dict[str, Any]
+    has_axes: bool
+    wrapper: Any
+    name: str | None
+
+    def around(self, function: Any) -> Any:
+        """The wrapper of this function."""
+        if self.wrapper is None or self.name is None:
+            return self.wrapper or function
+        wrapper = types.FunctionType(self.wrapper.__code__, self.wrapper.__globals__, function.__name__)
+        wrapper.__kwdefaults__ = {**self.wrapper.__kwdefaults__, self.name: function}
+        return wrapper
+
+
+MADE: dict[tuple[types.CodeType, Any], Checks] = {}
+"""By the code of functions within functions."""
+
+
+def checks_of(function: Any, typechecker: Callable[[Any], Any]) -> Checks | None:
+    """The checks of its signature; None where they are left to jaxtyping."""
+    made = MADE.get((function.__code__, typechecker))
+    if made is not None and made.annotations == function.__annotations__:
+        return made
+    annotations = dict(function.__annotations__)
+    if any(holds(is_left, hint) for hint in annotations.values()):
+        return None
+    has_axes = any(holds(is_array, hint) for hint in annotations.values())
+    if "<locals>" in function.__qualname__:
+        model = without_its_cells(function)
+        wrapper = typechecker(model)
+        names = [name for name, value in (wrapper.__kwdefaults__ or {}).items() if value is model]
+        if wrapper is model or (len(names) == 1 and not wrapper.__defaults__ and not wrapper.__closure__):
+            checks = Checks(annotations, has_axes, None if wrapper is model else wrapper, *(names or [None]))
+            MADE[function.__code__, typechecker] = checks
+            return checks
+    wrapper = typechecker(function)
+    return Checks(annotations, has_axes, None if wrapper is function else wrapper, None)
+
+
+def without_its_cells(function: Any) -> Any:
+    """A function of the same signature that keeps nothing alive."""
+    cells = tuple(types.CellType() for _ in function.__code__.co_freevars)
+    bare = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
+    bare.__kwdefaults__, bare.__qualname__ = function.__kwdefaults__, function.__qualname__
+    bare.__annotations__, bare.__module__ = function.__annotations__, function.__module__
+    return bare
 
 
 def holds(found: Callable[[Any], bool], hint: Any) -> bool:
     """Whether an annotation, or a part of it, is one of those that are looked for."""
+    if typing.get_origin(hint) is Literal:  # whose parts are values
+        return False
     parts = hint if isinstance(hint, list | tuple) else typing.get_args(hint)
     return found(hint) or any(holds(found, part) for part in parts)
 
@@ -60,6 +130,6 @@ def is_array(hint: Any) -> bool:
     return isinstance(hint, type) and issubclass(hint, jaxtyping.AbstractArray)
 
 
-def is_quoted(hint: Any) -> bool:
-    """Whether it is in quotes, and may be anything."""
-    return isinstance(hint, str | typing.ForwardRef)
+def is_left(hint: Any) -> bool:
+    """Whether it is in quotes, and may be anything; or an array with sizes that are other arguments' values."""
+    return isinstance(hint, str | typing.ForwardRef) or (is_array(hint) and "{" in hint.dim_str)
