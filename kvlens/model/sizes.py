@@ -121,4 +121,5 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value <= MOST
+    # a float of numpy's compares to a bool of numpy's
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and bool(value <= MOST)

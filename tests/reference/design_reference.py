@@ -9,6 +9,7 @@ read by name out of a model's ``state_dict``. A padded batch is judged by taking
     z_i  = phi~(q_i)^T A_i / n_i                n_i = phi(q_i)^T D_i ("kernel") or attn_scale ("none")
 """
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -91,6 +92,7 @@ def empty_bias(spec: Spec, weights: Weights) -> Bias:
     return Bias(tuple(layers), 0, 0)
 
 
+@functools.cache
 def rotation(spec: Spec, position: int) -> torch.Tensor:
     """R_m as a matrix [d_head, d_head]: block after block of 2 x 2 rotations, the features behind ``rotary_dim`` left alone."""
     matrix = torch.eye(spec.d_head, dtype=torch.float64)
