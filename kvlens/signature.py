@@ -1,5 +1,6 @@
 """A public function's signature, kept: an argument of another type is refused in words, before anything is done."""
 
+import dataclasses
 import functools
 import inspect
 import types
@@ -70,6 +71,19 @@ def fitting(what: str, kind: Any, value: Any) -> Any:
     if read is UNFIT:
         raise KVLensError(f"{what} must be {_called(kind)}, got {brief(value)}")
     return read
+
+
+def hold_fields(given: Any) -> None:
+    """Hold a dataclass to the plain types of its fields; for its ``__post_init__``.
+
+    Raises:
+        KVLensError: a field is of another kind.
+    """
+    for field in dataclasses.fields(given):
+        value = getattr(given, field.name)
+        read = fitting(f"{type(given).__name__}: {field.name}", field.type, value)
+        if read is not value:
+            object.__setattr__(given, field.name, read)  # also where it is frozen
 
 
 def _is_about_memory(error: Exception) -> bool:
@@ -143,7 +157,8 @@ def _read_several(origin: Any, inner: tuple[Any, ...], value: Any) -> Any:
     read = [_read(kind, one) for kind, one in zip(kinds, value, strict=True)]
     if any(one is UNFIT for one in read):
         return UNFIT
-    if all(new is old for new, old in zip(read, value, strict=True)):
+    same = all(new is old for new, old in zip(read, value, strict=True))
+    if same and (origin is not tuple or isinstance(value, tuple)):
         return value
     return tuple(read) if origin is tuple else read
 

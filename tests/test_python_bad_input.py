@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from tiny_hf import tiny_hf_model
 from tiny_text_model import PROMPT, TEXT, tiny_text_model
 
 import analyses
+from analyses.batch.runner import Input, run_batch
+from analyses.batch.work import Resources, Work
 from kvlens import (
     HookedKVTransformer,
     HookedKVTransformerConfig,
@@ -21,6 +24,7 @@ from kvlens import (
     convert_prompt,
     viz,
 )
+from kvlens.corpus import TokenWindows, build_docs_corpus, load_tokenizer, train_bpe_tokenizer
 from kvlens.dual import DualModel
 from kvlens.tasks import make_task
 from kvlens.training import build_model, find_recipe, score_heldout, train
@@ -195,7 +199,68 @@ def heads():
     return analyses.bias_by_head(linear(), PROMPT, TEXT)
 
 
+def arithmetic():
+    return make_task("arithmetic", max_ops=2, modulus=5, n_names=6)
+
+
+def bigrams():
+    return make_task("bigrams", n_letters=9, n_triggers=2, length=12)
+
+
+def windows(tokens=None):
+    return TokenWindows(torch.arange(50) if tokens is None else tokens, 0)
+
+
+def batch(**given):
+    work = {name: value for name, value in given.items() if name not in ("prompts", "text")}
+    source = Input(**{"prompts": Path(__file__), **{name: given[name] for name in ("prompts", "text") if name in given}})
+    return run_batch(Work(**{"analysis": "bias_singular_values", "models": ("docs-linear",), **work}), source, "out.parquet")
+
+
+ODD = (None, 3, "x", torch.zeros(0), torch.tensor(3), torch.ones(2, 2), torch.tensor([math.nan]))
+BATCH = {
+    "analysis": [None, 3, ["x"], "x"],
+    "models": [None, "docs-linear", [3], (), torch.zeros(0), ("docs-linear", "docs-linear")],
+    "columns": [None, 3, "layer", [3], ["x"]],
+    "options": [None, 3, ["x"], {"x": 1}],
+    "dtype": [3, "int8", "x"],
+    "device": [3, "cudda", "meta"],
+    "folder": [3, "a\0b", "nowhere"],
+    "prompts": [None, 3, "", "a\0b", "nowhere"],
+    "text": [3, ["x"]],
+}
+RESOURCES = {
+    "engine": [None, 3, "x"],
+    "workers": [None, 0, 1.5, "x", True, 10**9],
+    "gpus_per_worker": [None, -1, NAN, "x", 0.5],
+    "threads": [0, 1.5, "x", 10**9],
+    "prompts_per_job": [None, 0, 1.5, "x"],
+}
 CALLS = [
+    *((lambda v=v: make_task("ngrams", order=v)) for v in (1, 2.0, "x", 10**12, 2**70)),
+    *((lambda v=v, t=t: t().new_model(v)) for t in (induction, arithmetic) for v in (None, 3, "x", {})),
+    *((lambda v=v: make_task("regression").new_model(v)) for v in (None, 3, "x", {})),
+    *((lambda v=v: make_task("regression").points_and_values(v)) for v in ODD),
+    *((lambda v=v: make_task("facts").as_batch(v)) for v in (None, 3, "x", [3])),
+    *((lambda v=v: make_task("facts").measure_more(v, 2, 1.0)) for v in (None, 3)),
+    *((lambda v=v: make_task("text").sample(*v)) for v in ((0, None), (2, "x"), (2, torch.Generator(), "x"))),
+    *((lambda v=v, t=t: t().tokens_as_text(v)) for t in (arithmetic, bigrams) for v in (*ODD, torch.tensor([-1]))),
+    *((lambda v=v: bigrams().text_as_tokens(v)) for v in (None, 3, ["a"], "ü")),
+    *((lambda v=v: bigrams().sample_with_prompt(*v)) for v in ((2, torch.Generator(), "x"), (2, None, 3), (2, 3, 3.5))),
+    *((lambda v=v: arithmetic().question_length(v)) for v in (None, "x", 1.5)),
+    *((lambda v=v: arithmetic().some_step_answers(*v)) for v in ((None, None, None), (torch.zeros(2, 3),) * 3)),
+    *((lambda v=v: train_bpe_tokenizer(v)) for v in (None, 3, "x", [], [3])),
+    *((lambda v=v: train_bpe_tokenizer(["a"], v)) for v in (None, 3, "x", 1e3, 10**12)),
+    *((lambda v=v: load_tokenizer(v)) for v in (None, 3, "", "a\0b", "nowhere")),
+    *((lambda v=v: build_docs_corpus(v)) for v in (None, 3, "numpy", [], ["x"], torch.zeros(0))),
+    *((lambda v=v: build_docs_corpus(roots=v)) for v in (3, {"a": 3}, {"a": "nowhere"}, {"a": "a\0b"})),
+    *((lambda v=v: windows(v)) for v in ODD if v is not None),
+    *((lambda v=v: TokenWindows.from_texts(v, linear().tokenizer)) for v in (None, 3, "x", [], [3])),
+    *((lambda v=v: TokenWindows.from_texts(["a"], v)) for v in (None, 3)),
+    *((lambda v=v: windows().sample(*v, torch.Generator())) for v in ((0, 4), (-1, 4), (2, 1), (2, 99), (2.5, 4), ("x", 4))),
+    *((lambda v=v: windows().consecutive(*v)) for v in ((1,), (99,), ("x",), (4, 0), (4, "x"))),
+    *((lambda k=k, v=v: batch(**{k: v})) for k, v in pairs(BATCH)),
+    *((lambda k=k, v=v: Resources(**{k: v})) for k, v in pairs(RESOURCES)),
     *((lambda k=k, v=v: convert_prompt(softmax(), PROMPT, **{**FEW, k: v})) for k, v in pairs(LANDMARK)),
     *((lambda k=k, v=v: convert_prompt(linear(), PROMPT, **{k: v})) for k, v in pairs(CONVERSION)),
     *((lambda v=v: convert_prompt(linear(), v)) for v in PROMPTS),

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from analyses.batch.runner import BatchResult, Input, run_batch
-from analyses.batch.work import Resources, Work, load_analysis
+from analyses.batch.work import DTYPES, Resources, Work, load_analysis
 from analyses.declaration import Analysis, Option
 from analyses.registry import ANALYSES
 from kvlens.arguments import path_of
@@ -22,7 +22,6 @@ TEXT_HELP = {
     True: 'the text for prompts without a "text" of their own; needed, unless every prompt has one',
     False: 'the text for prompts without a "text" of their own',
 }
-DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 
 def run_analysis(name: str, argv: Sequence[str], prog: str, epilog: str) -> int:

@@ -29,7 +29,7 @@ from analyses.declaration import Analysis, Record
 from kvlens import KVLensError, __version__
 from kvlens.arguments import path_of
 from kvlens.files import check_writable, reason, write_atomically
-from kvlens.signature import checked
+from kvlens.signature import checked, hold_fields
 from kvlens.terminal import visible
 
 FORMAT_VERSION = 1
@@ -65,6 +65,9 @@ class Input:
 
     prompts: Path
     text: str | None = None
+
+    def __post_init__(self) -> None:
+        hold_fields(self)
 
     def records(self) -> Iterator[tuple[int, Record]]:
         """(place, record) of every prompt, places counted from 0."""

@@ -13,10 +13,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from kvlens.files import write_file
+from kvlens.signature import checked
 
 METADATA = b"kvlens.batch"
 
 
+@checked
 def schema_of(columns: Mapping[str, str]) -> pa.Schema:
     """The Arrow schema of a table with these columns (name -> dtype of pandas)."""
     empty = pd.DataFrame({name: pd.Series(dtype="str" if kind == "category" else kind) for name, kind in columns.items()})

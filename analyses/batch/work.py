@@ -14,11 +14,13 @@ from typing import Any
 from analyses.declaration import Analysis
 from analyses.registry import locate
 from kvlens import KVLensError
-from kvlens.arguments import check_whole
+from kvlens.arguments import check_choice, check_whole, path_of
 from kvlens.errors import nearest
+from kvlens.signature import hold_fields
 
 FRONT_COLUMNS = ("model", "prompt_id")
 ENGINES = ("processes", "ray")
+DTYPES = ("float32", "float64", "bfloat16", "float16")
 MOST_PER_CORE, MOST_ACTORS = 16, 10_000
 """Processes (or threads of one) that a core may be given, and actors of a cluster: more are a slip of the hand."""
 
@@ -46,6 +48,9 @@ class Work:
     device: str | None = None
     folder: str | None = None
 
+    def __post_init__(self) -> None:
+        hold_fields(self)
+
 
 @dataclass(frozen=True)
 class Resources:
@@ -66,6 +71,7 @@ class Resources:
     prompts_per_job: int = 8
 
     def __post_init__(self) -> None:
+        hold_fields(self)
         if self.engine not in ENGINES:
             raise KVLensError(f"engine: expected {' or '.join(ENGINES)}, got {self.engine!r}{nearest(self.engine, ENGINES)}")
         cores = os.cpu_count() or 1
@@ -91,6 +97,8 @@ def load_analysis(name: str, folder: str | None = None) -> Analysis:
     """
     path, attribute = locate(name)
     if folder is not None and folder not in sys.path:
+        if not path_of("folder", folder).is_dir():  # in the path of Python it would stay, and be in everybody's way
+            raise KVLensError(f"folder: {folder!r} is no folder; give the one that the analysis' module is in")
         sys.path.insert(0, folder)
     try:
         module = importlib.import_module(path)
@@ -110,7 +118,8 @@ def check_work(work: Work) -> Analysis:
     """Return the analysis of ``work``, all of whose names exist.
 
     Raises:
-        KVLensError: an unknown analysis, column or option, an option of another type, no model or one twice.
+        KVLensError: an unknown analysis, column or option, an option of another type, no model or one twice, a dtype that
+            weights cannot have.
     """
     analysis = load_analysis(work.analysis, work.folder)
     for column in work.columns:
@@ -124,6 +133,8 @@ def check_work(work: Work) -> Analysis:
             listed = f"it has {', '.join(analysis.options)}" if analysis.options else "it has none"
             raise KVLensError(f"{analysis.name} has no option {name!r}; {listed}{nearest(name, analysis.options)}")
     analysis.read_options(work.options)
+    if work.dtype is not None:
+        check_choice("dtype", work.dtype, DTYPES)
     for what, names in (("model", work.models), ("column", work.columns)):
         if len(set(names)) < len(names):
             twice = next(name for i, name in enumerate(names) if name in names[:i])

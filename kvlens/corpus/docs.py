@@ -28,6 +28,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvlens.arguments import path_of
 from kvlens.corpus.docstrings import Docstring, find_modules, module_order, read_docstrings, stable_fraction
 from kvlens.errors import KVLensError, nearest
 from kvlens.signature import checked
@@ -181,7 +182,7 @@ def build_docs_corpus(
         KVLensError: a package is unknown or not installed, a limit names no package, or a fraction is outside (0, 1).
     """
     started = time.perf_counter()
-    folders = {name: Path(root) for name, root in (roots or {}).items()}
+    folders = {name: path_of(f"build_docs_corpus: roots={name!r}", root) for name, root in (roots or {}).items()}
     _check(packages, heldout_fraction, max_chars or {}, folders)
     limits = {**DEFAULT_MAX_CHARS, **(max_chars or {})}
     new_paragraphs, documents, counts = ParagraphFilter(), [], {}
@@ -252,7 +253,7 @@ def _sources(package: str, roots: Mapping[str, Path]) -> dict[str, Path | str]:
 
 def _check(packages: Sequence[str], heldout_fraction: float, max_chars: Mapping[str, int], roots: Mapping[str, Path]) -> None:
     known = [*LICENCES, *roots]
-    if isinstance(packages, str) or not packages:
+    if not len(packages):
         raise KVLensError(f"build_docs_corpus: packages= must be a list of names from {known}, got {packages!r}")
     for what, names in (("packages=", packages), ("max_chars=", max_chars)):
         for name in names:

@@ -16,21 +16,22 @@ the first comes back on loading as the folder's name, the second does not. `load
 `AutoTokenizer.from_pretrained(folder)` works too, by way of that second reading.
 """
 
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from kvlens.arguments import brief, first_line, path_of
 from kvlens.errors import KVLensError
 from kvlens.signature import checked
 
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
-MIN_VOCAB_SIZE = 256 + 3
+MIN_VOCAB_SIZE, MOST_TOKENS = 256 + 3, 2**20
 _NAME = "kvlens-byte-bpe"
 
 
+@checked
 def train_bpe_tokenizer(texts: Iterable[str], vocab_size: int = 1024) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer; equal texts give an equal tokenizer.
 
@@ -44,15 +45,13 @@ def train_bpe_tokenizer(texts: Iterable[str], vocab_size: int = 1024) -> PreTrai
         that contains the letters of a special token is read as that token, as with every Hugging Face tokenizer.
 
     Raises:
-        KVLensError: ``vocab_size`` is below 259, or ``texts`` is one string, or empty.
+        KVLensError: ``vocab_size`` is below 259, or above a million; ``texts`` is one string, empty, or holds something else.
     """
-    if vocab_size < MIN_VOCAB_SIZE:
+    if not MIN_VOCAB_SIZE <= vocab_size <= MOST_TOKENS:  # tokenizers takes memory for all of them at once, or the process ends
         raise KVLensError(
-            f"train_bpe_tokenizer: vocab_size must be at least {MIN_VOCAB_SIZE} (256 bytes and 3 special tokens), "
-            f"got {vocab_size}"
+            f"train_bpe_tokenizer: vocab_size must be at least {MIN_VOCAB_SIZE} (256 bytes and 3 special tokens) and at most "
+            f"{MOST_TOKENS}, got {vocab_size}"
         )
-    if isinstance(texts, str):
-        raise KVLensError("train_bpe_tokenizer: texts must be several strings, got one; give [text]")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -68,6 +67,8 @@ def train_bpe_tokenizer(texts: Iterable[str], vocab_size: int = 1024) -> PreTrai
     def counted() -> Iterable[str]:
         nonlocal n_texts
         for text in texts:
+            if not isinstance(text, str):
+                raise KVLensError(f"train_bpe_tokenizer: texts must hold strings, got {brief(text)}")
             n_texts += 1
             yield text
 
@@ -91,16 +92,19 @@ def train_bpe_tokenizer(texts: Iterable[str], vocab_size: int = 1024) -> PreTrai
     )
 
 
-def load_tokenizer(folder: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
+def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
     """Load what ``tokenizer.save_pretrained(folder)`` wrote; the folder is not needed afterwards, nor is a network.
 
     Raises:
-        KVLensError: ``folder`` has no ``tokenizer.json``, or its tokenizer does not prepend one BOS.
+        KVLensError: ``folder`` has no ``tokenizer.json``, a damaged one, or its tokenizer does not prepend one BOS.
     """
-    folder = Path(folder)
+    folder = path_of("load_tokenizer", folder)
     if not (folder / "tokenizer.json").is_file():
         raise KVLensError(f"load_tokenizer: {folder} has no tokenizer.json; give the folder of save_pretrained")
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder))
+    try:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder))
+    except Exception as error:  # the parser of a damaged file raises its own
+        raise KVLensError(f"load_tokenizer: {folder} cannot be read: {first_line(error)}") from error
     if tokenizer.bos_token_id is None or tokenizer.encode("") != [tokenizer.bos_token_id]:
         raise KVLensError(
             f"load_tokenizer: the tokenizer in {folder} does not prepend its BOS; it was not written by "

@@ -15,6 +15,7 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from kvlens.arguments import check_whole
 from kvlens.corpus.tokenizer import encode_texts
 from kvlens.errors import KVLensError
 from kvlens.signature import checked
@@ -31,6 +32,7 @@ class TokenWindows:
         n_chars: characters of text behind the tokens, or 0 if unknown.
     """
 
+    @checked
     def __init__(
         self,
         tokens: Int[Tensor, " total"],
@@ -44,7 +46,7 @@ class TokenWindows:
         Raises:
             KVLensError: the tensor is not flat, or not of integers.
         """
-        if tokens.ndim != 1 or tokens.is_floating_point():
+        if tokens.ndim != 1 or tokens.is_floating_point() or tokens.is_complex():
             raise KVLensError(
                 f"TokenWindows: tokens must be a flat tensor of integers, got {tokens.dtype} {list(tokens.shape)}"
             )
@@ -55,13 +57,14 @@ class TokenWindows:
         self.n_chars = n_chars
 
     @classmethod
+    @checked
     def from_texts(cls, texts: Sequence[str], tokenizer: PreTrainedTokenizerFast, *, bos_first: bool = True) -> "TokenWindows":
         """Tokenise ``texts`` (such as ``[document.text for document in corpus.train]``), BOS before each.
 
         Raises:
             KVLensError: there is no text, or the tokenizer has no BOS.
         """
-        if isinstance(texts, str) or not texts:
+        if not len(texts):
             raise KVLensError("TokenWindows.from_texts: texts must be a list of at least one string")
         bos = tokenizer.bos_token_id
         if bos is None:
@@ -91,6 +94,7 @@ class TokenWindows:
             KVLensError: a window would be longer than the text, or shorter than 2.
         """
         stride = self._stride(length, "sample")
+        check_whole("TokenWindows.sample: batch", batch, 1)
         starts = torch.randint(len(self) - stride + 1, (batch, 1), generator=generator)
         return self._with_bos(self.tokens[starts + torch.arange(stride)])
 

@@ -31,8 +31,9 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from kvlens.errors import KVLensError
+from kvlens.signature import checked
 from kvlens.tasks.batch import Batch, Task
-from kvlens.tasks.checks import require_choice, require_drawable, require_integers
+from kvlens.tasks.checks import require_choice, require_drawable, require_ids, require_integers
 from kvlens.tasks.drawing import draw_distinct
 
 SIGNS = ("_", "=", ";", "?", ":", "+", "-", "*")
@@ -109,10 +110,12 @@ class ArithmeticTask(Task):
     def d_input(self) -> int:
         return self._first_name + self.n_names
 
+    @checked
     def question_length(self, n_ops: int) -> int:
         """Return how many tokens come before the solution: what a model is given that is to write the solution itself."""
         return EQUATION_LENGTH * n_ops + QUESTION_LENGTH
 
+    @checked
     def solution_length(self, n_ops: int) -> int:
         """Return how many tokens come after the question, the answer (the last) included."""
         return STEP_LENGTH * n_ops - 1 if self.solution else 1
@@ -128,11 +131,18 @@ class ArithmeticTask(Task):
         first_scored = SOLUTION if self.scored_part == "solution" else ANSWER
         return Batch(tokens[:, :-1], tokens[:, 1:], roles[:, 1:] >= first_scored)
 
+    @checked
     def tokens_as_text(self, tokens: Int[Tensor, " pos"]) -> str:
-        """Return one sequence as text, a space between tokens."""
+        """Return one sequence as text, a space between tokens.
+
+        Raises:
+            KVLensError: they are no ids [pos] of this task.
+        """
+        require_ids(self, tokens)
         table = [*SIGNS, *map(str, range(self.modulus)), *NAMES[: self.n_names]]
         return " ".join(table[token] for token in tokens.tolist())
 
+    @checked
     def some_step_answers(
         self, solution: Int[Tensor, "batch pos"], asked: Int[Tensor, " batch"], answer: Int[Tensor, " batch"]
     ) -> Bool[Tensor, " batch"]:
@@ -144,7 +154,15 @@ class ArithmeticTask(Task):
             solution: what was written after the question, at least one step long.
             asked: the variable's token.
             answer: that of its value.
+
+        Raises:
+            KVLensError: a solution that is shorter, or other shapes.
         """
+        if solution.dim() != 2 or solution.shape[1] < STEP_LENGTH - 1 or not asked.shape == answer.shape == solution.shape[:1]:
+            raise KVLensError(
+                f"task 'arithmetic': expected solution [batch, pos of at least {STEP_LENGTH - 1}], asked [batch] and answer "
+                f"[batch], got {list(solution.shape)}, {list(asked.shape)} and {list(answer.shape)}"
+            )
         step = solution.unfold(1, STEP_LENGTH - 1, 1)  # [batch start token]
         begins = torch.cat([torch.full_like(asked[:, None], END), solution], dim=1)[:, : step.shape[1]] == END
         is_equation = (step[..., 1] == EQUALS) & (step[..., 5] == EQUALS)

@@ -23,6 +23,7 @@ from kvlens.arguments import check_seed
 from kvlens.errors import KVLensError, nearest
 from kvlens.model import HookedKVRegressor, HookedKVTransformer, HookedKVTransformerConfig
 from kvlens.model.loading import build_with_ready_tokenizer
+from kvlens.signature import checked
 
 SPLITS = ("train", "heldout")
 Model = HookedKVTransformer | HookedKVRegressor
@@ -91,6 +92,7 @@ class Task(ABC):
         """The vocabulary of a model for this task."""
         return self.d_input
 
+    @checked
     def new_model(self, cfg: HookedKVTransformerConfig) -> Model:
         """A model of this configuration, with fresh weights, that reads and predicts what this task has."""
         return build_with_ready_tokenizer(HookedKVTransformer, cfg, self.built_tokenizer)

@@ -29,8 +29,9 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from kvlens.errors import KVLensError
+from kvlens.signature import checked
 from kvlens.tasks.batch import Batch, Task
-from kvlens.tasks.checks import require_between, require_choice, require_drawable, require_integers
+from kvlens.tasks.checks import require_between, require_choice, require_drawable, require_ids, require_integers
 from kvlens.tasks.drawing import draw_until_scored
 from kvlens.tasks.occurrences import previous_occurrence
 
@@ -90,6 +91,7 @@ class BigramTask(Task):
 
         return draw_until_scored(self, draw)
 
+    @checked
     def sample_with_prompt(
         self,
         batch_size: int,
@@ -125,10 +127,17 @@ class BigramTask(Task):
 
         return draw_until_scored(self, draw)
 
+    @checked
     def tokens_as_text(self, tokens: Int[Tensor, " pos"]) -> str:
-        """Return the letters of one sequence."""
+        """Return the letters of one sequence.
+
+        Raises:
+            KVLensError: they are no ids [pos] of this task's letters.
+        """
+        require_ids(self, tokens)
         return "".join(ALPHABET[token] for token in tokens.tolist())
 
+    @checked
     def text_as_tokens(self, text: str) -> Int[Tensor, " pos"]:
         """Return the token ids of a text of letters.
 

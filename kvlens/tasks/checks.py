@@ -3,9 +3,10 @@
 from collections.abc import Iterable
 
 import torch
+from torch import Tensor
 
-from kvlens.arguments import check_whole
-from kvlens.errors import KVLensError, nearest
+from kvlens.arguments import brief, check_choice, check_whole
+from kvlens.errors import KVLensError
 from kvlens.tasks.batch import SPLITS, Task
 
 MOST_PLACES = 2**31
@@ -46,10 +47,7 @@ def require_choice(task: Task, setting: str, options: Iterable[str]) -> None:
         KVLensError: the setting is another name.
     """
     value, options = getattr(task, setting), list(options)
-    if value not in options:
-        raise KVLensError(
-            f"task {task.name!r}: {setting} must be one of {', '.join(options)}, got {value!r}{nearest(value, options)}"
-        )
+    check_choice(f"task {task.name!r}: {setting}", value, options)
 
 
 def require_batch(task: Task, what: str, n_sequences: int) -> None:
@@ -72,7 +70,17 @@ def require_drawable(task: Task, batch_size: int, generator: torch.Generator, sp
         raise KVLensError(f"task {task.name!r}: expected a torch.Generator, got {generator!r}; torch.Generator() makes one")
     if generator.device.type != "cpu":
         raise KVLensError(f"task {task.name!r}: batches are drawn on the CPU, but the generator is on {generator.device}")
-    if split not in SPLITS:
+    check_choice(f"task {task.name!r}: split", split, SPLITS)
+
+
+def require_ids(task: Task, tokens: Tensor) -> None:
+    """Refuse tokens that are not one sequence of this task's ids.
+
+    Raises:
+        KVLensError: as said.
+    """
+    is_row = tokens.dim() == 1 and not (tokens.is_floating_point() or tokens.is_complex())
+    if not is_row or bool(((tokens < 0) | (tokens >= task.d_input)).any()):
         raise KVLensError(
-            f"task {task.name!r}: split must be one of {', '.join(SPLITS)}, got {split!r}{nearest(split, SPLITS)}"
+            f"task {task.name!r}: expected token ids [pos], whole numbers from 0 to {task.d_input - 1}, got {brief(tokens)}"
         )

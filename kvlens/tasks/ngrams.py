@@ -55,7 +55,8 @@ class NgramTask(Task):
         require_integers(self, order=2, vocab_size=2, length=2, table_seed=0)
         check_seed("task 'ngrams': table_seed", self.table_seed)
         require_between(self, "restart_rate", 0.0, 0.9)
-        if self.vocab_size ** (self.order - 1) > MAX_TABLE:
+        # an order beyond the table's bits is too large by itself, and its power no number to be worked out
+        if self.order > MAX_TABLE.bit_length() or self.vocab_size ** (self.order - 1) > MAX_TABLE:
             raise KVLensError(
                 f"task 'ngrams': the table has vocab_size ** (order - 1) entries, at most {MAX_TABLE}; got vocab_size="
                 f"{self.vocab_size}, order={self.order}"

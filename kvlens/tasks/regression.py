@@ -32,6 +32,7 @@ from torch import Tensor
 
 from kvlens.errors import KVLensError
 from kvlens.model import HookedKVRegressor, HookedKVTransformerConfig
+from kvlens.signature import checked
 from kvlens.tasks.batch import Batch, Model, Task
 from kvlens.tasks.checks import require_between, require_choice, require_drawable, require_integers
 from kvlens.tasks.functions import FUNCTION_CLASSES, SPARSITY
@@ -85,6 +86,7 @@ class RegressionTask(Task):
         """Nothing is read from a vocabulary; 1 is the least that a configuration allows."""
         return 1
 
+    @checked
     def new_model(self, cfg: HookedKVTransformerConfig) -> Model:
         return HookedKVRegressor(cfg, self.d_input)
 
@@ -114,10 +116,19 @@ class RegressionTask(Task):
             scored[:, :-1] = False
         return Batch(inputs, targets, scored)
 
+    @checked
     def points_and_values(
         self, inputs: Float[Tensor, "batch pos d_input"]
     ) -> tuple[Float[Tensor, "batch point dim"], Float[Tensor, "batch point_minus_1"]]:
-        """Take ``inputs`` apart: all points x, and the y of all but the last, as least squares wants them."""
+        """Take ``inputs`` apart: all points x, and the y of all but the last, as least squares wants them.
+
+        Raises:
+            KVLensError: they are no inputs of this task.
+        """
+        if inputs.dim() != 3 or inputs.shape[-1] != self.d_input:
+            raise KVLensError(
+                f"task {self.name!r}: expected inputs [batch, pos, d_input={self.d_input}], got {list(inputs.shape)}"
+            )
         return inputs[:, 0::2, :-1], inputs[:, 1::2, -1]
 
     def _draw_points(self, batch_size: int, generator: torch.Generator, shift: str) -> Float[Tensor, "batch point dim"]:

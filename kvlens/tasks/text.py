@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from kvlens.arguments import path_of
+from kvlens.arguments import check_seed, path_of
 from kvlens.corpus import DocsCorpus, TokenWindows, build_docs_corpus, train_bpe_tokenizer
 from kvlens.errors import KVLensError
 from kvlens.files import reason
 from kvlens.model import HookedKVTransformer
 from kvlens.pretrained import read_tokenizer
 from kvlens.tasks.batch import Batch, Model, Task
-from kvlens.tasks.checks import require_integers
+from kvlens.tasks.checks import require_drawable, require_integers
 from kvlens.tasks.context import context_effect
 
 DOCS, TOPICS = "docs", "topics"
@@ -114,22 +114,25 @@ class TextTask(Task):
 
     def measure_more(self, model: Model, n_sequences: int, loss: float) -> dict[str, Any]:
         """Bits a character; for linear attention also what a converted context is worth, where windows are long enough."""
+        self._check_kind(model, HookedKVTransformer)
+        assert isinstance(model, HookedKVTransformer)
         windows = self.windows["heldout"].consecutive(self.heldout_length or self.length, n_sequences)
         bits = loss / self.windows["heldout"].chars_per_token / math.log(2)
         measured = {"sequences": len(windows), "bits_a_character": bits}
         if model.cfg.attention != "linear" or windows.shape[1] < N_CONTEXT + N_TEXT:
             return measured
-        assert isinstance(model, HookedKVTransformer)  # `check_fit` lets no other pass
         effect = context_effect(model, windows[:, : N_CONTEXT + N_TEXT], N_CONTEXT)
         return {**measured, "n_context": N_CONTEXT, "n_text": N_TEXT, **effect._asdict(), "gain": effect.gain}
 
     def sample(self, batch_size: int, generator: torch.Generator, split: str = "train") -> Batch:
         """Windows at random places of ``split``."""
+        require_drawable(self, batch_size, generator, split)
         length = self.length if split == "train" else self.heldout_length or self.length
         return next_token_batch(self.windows[split].sample(batch_size, length, generator))
 
     def heldout(self, n_sequences: int, seed: int = 0) -> Batch:
         """Windows spread evenly over the held-out part, the same ones for every seed; fewer where it is shorter."""
+        check_seed(f"task {self.name!r}: seed", seed)
         windows = self.windows["heldout"].consecutive(self.heldout_length or self.length, n_sequences)
         return next_token_batch(windows)
 

@@ -102,7 +102,14 @@ def test_transformer_lens_takes_it_offline(origin, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("texts", "size", "message"), [(TEXTS, 258, "at least 259"), ("text", 300, r"give \[text\]"), ([], 300, "empty")]
+    ("texts", "size", "message"),
+    [
+        (TEXTS, 258, "at least 259"),
+        ("text", 300, "a list of strings"),
+        (TEXTS, 10**12, "at most"),
+        ([3], 300, "of strings"),
+        ([], 300, "empty"),
+    ],
 )
 def test_bad_arguments_are_answered(texts, size, message):
     with pytest.raises(KVLensError, match=message):

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kvlens.errors import KVLensError
 from kvlens.model import HookedKVTransformer
+from kvlens.signature import checked
 from kvlens.tasks.batch import Batch, Model, Task
 from kvlens.tasks.checks import require_between, require_drawable, require_integers
 from kvlens.tasks.facts.answers import answer_shares
@@ -78,7 +79,8 @@ class FactsTask(Task):
 
     def measure_more(self, model: Model, n_sequences: int, loss: float) -> dict[str, Any]:
         """Shares of right answers on stories of four and of eight facts, and what guesses would reach."""
-        assert isinstance(model, HookedKVTransformer)  # `check_fit` lets no other pass
+        self._check_kind(model, HookedKVTransformer)
+        assert isinstance(model, HookedKVTransformer)
         counts = [n for n in MEASURED_FACTS if self.min_facts <= n <= self.max_facts]
         tasks = [replace(self, min_facts=n, max_facts=n) for n in counts]
         drawn = [task.stories(MEASURED_STORIES, torch.Generator().manual_seed(MEASURE_SEED), "heldout") for task in tasks]
@@ -106,6 +108,7 @@ class FactsTask(Task):
             [[(1, story.n_tokens)] if every else _answers(story) for story, every in zip(stories, whole.tolist(), strict=True)],
         )
 
+    @checked
     def as_batch(self, stories: Sequence[Story], spans: Sequence[Sequence[tuple[int, int]]] | None = None) -> Batch:
         """Stories as tokens, padded on the right.
 

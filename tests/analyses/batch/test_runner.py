@@ -287,7 +287,7 @@ def test_unknown_names_propose_the_nearest(tmp_path, changes, words):
         ({"workers": 0}, "workers must be at least 1, got 0"),
         ({"threads": -1}, "threads must be at least 1"),
         ({"prompts_per_job": 0}, "prompts_per_job must be at least 1"),
-        ({"gpus_per_worker": float("nan"), "engine": "ray"}, "gpus_per_worker must be 0 or more"),
+        ({"gpus_per_worker": float("nan"), "engine": "ray"}, "gpus_per_worker must be a number"),
         ({"gpus_per_worker": 0.5}, "gpus_per_worker is for the engine ray"),
     ],
 )
