@@ -16,7 +16,6 @@ the answer explode. Ridge and weight are chosen on texts that are held out, and 
 none to speak of.
 """
 
-import math
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -33,10 +32,11 @@ from kvlens.model import HookedKVTransformer
 from kvlens.ops.landmarks import Statistics, choose_keys
 from kvlens.ops.softmax_features import virtual_key_scores
 
-RIDGES, WEIGHTS = (1.0, 1e-1, 1e-2, 1e-3), (1.0, 0.1, 0.01, 1e-3)
-"""What is tried: the ridge relative to the mean diagonal of the normal equations, and the weight of every key."""
+RIDGES, SHARES = (1.0, 1e-1, 1e-2, 1e-3), (0.3, 0.1, 0.03, 0.01, 0.003)
+"""What is tried: the ridge relative to the mean diagonal of the normal equations, and the share of a head's attention that its
+keys take together, each the same, on the mean and roughly. (One weight for all keys would leave it to the largest scores.)"""
 OFF = 1e-4
-"""Weight of keys that are not to act: little enough to do nothing, enough for gradient steps to begin from."""
+"""Share of keys that are not to act: little enough to do nothing, enough for gradient steps to begin from."""
 NEWTON_STEPS, DAMPING, CG_STEPS = 2, 1e-2, 40
 ROWS_AT_ONCE = 256
 HELD_OUT = 4
@@ -55,10 +55,10 @@ class Seen(NamedTuple):
 
 
 class LayerKeys(NamedTuple):
-    """Virtual keys of one layer, their common weight, and their values."""
+    """Virtual keys of one layer, their weights (1 is that of a token), and their values."""
 
     keys: Float[Tensor, "kv_head r d_head"]
-    weight: float
+    weights: Float[Tensor, "kv_head r"]
     values: Float[Tensor, "kv_head r d_head"]
 
 
@@ -113,21 +113,35 @@ def wanted(model: HookedKVTransformer, layer: int, ours: Seen, changed: Seen) ->
     return t
 
 
-def shares(
-    model: HookedKVTransformer,
-    layer: int,
-    seen: Seen,
-    keys: Float[Tensor, "kv_head r d_head"],
-    weight: float = 1.0,
-    alone: bool = False,
+def log_ratios(
+    model: HookedKVTransformer, layer: int, seen: Seen, keys: Float[Tensor, "kv_head r d_head"]
 ) -> Float[Tensor, "head row r"]:
-    """s: the share of each head's attention that each key takes, from the context and from the others unless ``alone``."""
+    """log of exp(q_i.c_r / scale) / n_i: what a key of weight 1 is beside the context."""
     rule, n_texts, pos = model.blocks[layer].attn.score_rule(), *seen.log_n.shape[:2]
     distance = torch.ones(1, *keys.shape[:2], dtype=torch.long)
-    scores = virtual_key_scores(seen.q, keys[None], rule, distance, torch.arange(pos).expand(n_texts, -1)) + math.log(weight)
-    rest = seen.log_n[..., None]
-    whole = torch.logaddexp(rest, scores if alone else scores.logsumexp(dim=-1, keepdim=True))
-    return rearrange((scores - whole).exp(), "t p h r -> h (t p) r").double()
+    scores = virtual_key_scores(seen.q, keys[None], rule, distance, torch.arange(pos).expand(n_texts, -1))
+    return rearrange(scores - seen.log_n[..., None], "t p h r -> h (t p) r").double()
+
+
+def shares(
+    log_ratios: Float[Tensor, "head row r"], weights: Float[Tensor, "kv_head r"] | None = None, alone: bool = False
+) -> Float[Tensor, "head row r"]:
+    """s: the share of each head's attention that each key takes, from the context and from the others unless ``alone``."""
+    if weights is not None:
+        log_ratios = log_ratios + weights.log().repeat_interleave(len(log_ratios) // len(weights), dim=0)[:, None]
+    whole = log_ratios if alone else log_ratios.logsumexp(dim=-1, keepdim=True)
+    return (log_ratios + torch.nn.functional.logsigmoid(-whole)).exp()
+
+
+def even_weights(log_ratios: Float[Tensor, "head row r"], kv_heads: int, share: float) -> Float[Tensor, "kv_head r"]:
+    """Weights with which every key, alone, would take ``share / r`` of the attention on the mean; by bisection."""
+    rows = rearrange(log_ratios, "(g s) i r -> g (s i) r", g=kv_heads)
+    low, high = (torch.full_like(rows[:, 0], x) for x in (-100.0, 100.0))
+    for _ in range(24):
+        middle = (low + high) / 2
+        above = (rows + middle[:, None]).sigmoid().mean(dim=1) > share / rows.shape[-1]
+        low, high = torch.where(above, low, middle), torch.where(above, middle, high)
+    return high.exp()
 
 
 class Fit:
@@ -175,6 +189,11 @@ class Fit:
         return x.unflatten(0, (self.kv_heads, -1)).sum(dim=1)
 
 
+def held_out(texts: Int[Tensor, "text pos"]) -> Int[Tensor, "some_text pos"]:
+    """The texts to choose by, which nothing is fitted on: one in :data:`HELD_OUT`, the last ones."""
+    return texts[-max(1, len(texts) // HELD_OUT) :]
+
+
 def imitation(
     model: HookedKVTransformer,
     changed: HookedKVTransformer,
@@ -189,12 +208,12 @@ def imitation(
 
     Args:
         model, changed: equal but for the weights of attention and MLPs.
-        texts: to fit on; one in four is held out for the ridge.
+        texts: to fit on, but for those that are :func:`held_out`, on which ridge and weights are chosen.
         candidates: texts whose keys are the given ones, ``n_candidates`` of them drawn for every head.
         flip: turn the sign of what is wanted text by text at random: nothing is left to learn. For a null.
     """
     layers: list[LayerKeys] = []
-    n_held_out = max(1, len(texts) // HELD_OUT)
+    n_held_out = len(held_out(texts))
     for layer in range(model.cfg.n_layers):
         with attached(model, as_bias(model, layers, r)):
             ours, pool = see(model, layer, texts), see(model, layer, candidates).k
@@ -212,17 +231,21 @@ def _fit_layer(
     model: HookedKVTransformer, layer: int, ours: Seen, t: Tensor, pool: Tensor, r: int, n_held_out: int
 ) -> LayerKeys:
     """Choose keys, fit their values with every ridge, and keep what is best on the last ``n_held_out`` rows, or nothing."""
-    w_o, kv_heads = model.blocks[layer].attn.W_O, model.cfg.n_kv_heads
-    keys = pool.gather(1, _chosen(shares(model, layer, ours, pool, alone=True), w_o, t, kv_heads, r))
+    w_o, kv_heads, z = model.blocks[layer].attn.W_O.double(), model.cfg.n_kv_heads, ours.z.double()
     train, unseen = slice(None, -n_held_out), slice(-n_held_out, None)
-    best, left = LayerKeys(keys, OFF, _mean(ours.z, kv_heads).to(keys).expand_as(keys)), float(t[unseen].norm())
-    for weight in WEIGHTS:
-        s = shares(model, layer, ours, keys, weight)
-        fit = Fit(s[:, train], ours.z[:, train], w_o, t[train], kv_heads)
+    alone = shares(log_ratios(model, layer, ours, pool)[:, train], alone=True)
+    keys = pool.gather(1, _chosen(alone, w_o, t[train], kv_heads, r))
+    ratios = log_ratios(model, layer, ours, keys)
+    mean = _mean(z, kv_heads).expand(-1, r, -1)
+    off_weights, even = even_weights(ratios, kv_heads, OFF), even_weights(ratios, kv_heads, SHARES[0]) / SHARES[0]
+    best, left = LayerKeys(keys, off_weights.to(keys), mean.to(keys)), float(t[unseen].norm())
+    for weights in (share * even for share in SHARES):
+        s = shares(ratios, weights)
+        fit = Fit(s[:, train], z[:, train], w_o, t[train], kv_heads)
         for u in map(fit.solve, RIDGES):
-            off = float((brought(fit.start + u, s[:, unseen], ours.z[:, unseen].double(), w_o.double()) - t[unseen]).norm())
+            off = float((brought(fit.start + u, s[:, unseen], z[:, unseen], w_o) - t[unseen]).norm())
             if off < left:
-                best, left = LayerKeys(keys, weight, (fit.start + u).to(keys)), off
+                best, left = LayerKeys(keys, weights.to(keys), (fit.start + u).to(keys)), off
     return best
 
 
@@ -256,9 +279,8 @@ def as_bias(model: HookedKVTransformer, layers: list[LayerKeys], r: int) -> KVBi
     cfg = model.cfg
     nothing = convert_prompt(model, torch.zeros(1, dtype=torch.long)).zero_like()  # no prompt: a boundary of zeros
     empty = torch.zeros(cfg.n_kv_heads, r, cfg.d_head).to(nothing.b_KV)
-    layers = [*layers, *[LayerKeys(empty, 0.0, empty)] * (cfg.n_layers - len(layers))]
-    keys = torch.stack([each.keys for each in layers])
-    weights = torch.stack([torch.full_like(each.keys[..., 0], each.weight) for each in layers])
+    layers = [*layers, *[LayerKeys(empty, empty[..., 0], empty)] * (cfg.n_layers - len(layers))]
+    keys, weights = torch.stack([each.keys for each in layers]), torch.stack([each.weights for each in layers])
     return replace(
         nothing,
         b_KV=weights[..., None] * torch.stack([each.values for each in layers]),

@@ -10,7 +10,9 @@ to find one: *given keys*, chosen among keys of other texts, values in closed fo
 
     left = || imitated - changed || / || original - changed ||       of the logits, on texts that no fit has seen
 
-1 is no imitation at all. As a null the same fit is made to changes whose sign is drawn at random text by text.
+1 is no imitation at all. "Up to r keys per head" is, of all fits with at most so many, the one that does best on texts that are
+held out from them: room for more keys then does no harm but by the noise of that choice. As a null the same fit is made to
+changes whose sign is drawn at random text by text.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -27,7 +29,7 @@ from kvlens.conversion import convert_prompt
 from kvlens.conversion.softmax.polish import LEARNING_RATE, Polished
 from kvlens.conversion.softmax.prompt_pass import as_batch, attached
 from kvlens.experiments.iclca.context_distillation import TEXTS_PER_STEP, distil
-from kvlens.experiments.iclca.imitation import check_imitable, imitation
+from kvlens.experiments.iclca.imitation import check_imitable, held_out, imitation
 from kvlens.experiments.shared.judge import JUDGE
 from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
 from kvlens.experiments.shared.sampling import sampled
@@ -36,6 +38,8 @@ from kvlens.model import HookedKVTransformer, load_source
 
 PARTS = {"attention": ".attn.", "mlp": ".mlp."}
 """What changes, and what its parameters' names have in common."""
+SHOWN = 10
+"""Gradient steps between two looks at the held-out texts."""
 GIVEN, FREE, NULL, PROMPT = "given keys", "free keys", "given keys, null", "the prompt itself"
 
 
@@ -82,12 +86,15 @@ def _imitate(model: HookedKVTransformer, part: str, settings: Mapping[str, Any],
         return {"way": way, "keys_per_head": r, "size_of_change": size, "left": left}
 
     yield row(PROMPT, len(prompt), convert_prompt(model, prompt))
+    given, free = (Best(model, changed, held_out(fitted)) for _ in range(2))
     for r in settings["keys"]:
         fit = dict(r=r, n_candidates=settings["n_candidates"], generator=generator)
         bias = imitation(model, changed, fitted, others, **fit)
-        yield row(GIVEN, r, bias)
+        yield row(GIVEN, r, given.of(bias))
         if settings["free_steps"]:
-            yield row(FREE, r, freed(model, changed, bias, fitted, settings["free_steps"], generator))
+            free.of(bias)
+            freed(model, changed, bias, fitted, settings["free_steps"], generator, free.of)
+            yield row(FREE, r, free.bias)
     yield row(NULL, r, imitation(model, changed, fitted, others, flip=True, **fit))
 
 
@@ -108,6 +115,23 @@ def _logits(model: HookedKVTransformer, texts: Int[Tensor, "text pos"]) -> Float
     return logits - logits.mean(dim=-1, keepdim=True)
 
 
+class Best:
+    """The bias under which ``model`` comes nearest to ``changed`` on some texts, of all that were shown."""
+
+    bias: KVBias
+
+    def __init__(self, model: HookedKVTransformer, changed: HookedKVTransformer, texts: Int[Tensor, "text pos"]):
+        self.model, self.texts, self.aim, self.least = model, texts, _logits(changed, texts), float("inf")
+
+    def of(self, bias: KVBias) -> KVBias:
+        """The best so far, ``bias`` among them."""
+        with attached(self.model, bias):
+            off = float((_logits(self.model, self.texts) - self.aim).norm())
+        if off < self.least:
+            self.least, self.bias = off, bias
+        return self.bias
+
+
 def freed(
     model: HookedKVTransformer,
     changed: HookedKVTransformer,
@@ -115,14 +139,24 @@ def freed(
     texts: Int[Tensor, "text pos"],
     steps: int,
     generator: torch.Generator,
+    show: Callable[[KVBias], object] = lambda bias: None,
 ) -> KVBias:
-    """``bias`` after gradient steps on the squared error of the logits; keys, weights and values are free."""
+    """``bias`` after gradient steps on the squared error of the logits; keys, weights and values are free.
+
+    The texts that are :func:`held_out` are not read. ``show`` gets the bias after every :data:`SHOWN` steps and at the end.
+    """
+    texts = texts[: -len(held_out(texts))]
     aim, before = _logits(changed, texts), _logits(model, texts)
     one = as_batch(bias, 1)
     state = Polished.of(one)
     optimizer = torch.optim.Adam(state.free(), lr=LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    for _ in range(steps):
+
+    def now() -> KVBias:
+        with torch.no_grad():
+            return state.bias(one).select_prompt(0)
+
+    for step in range(steps):
         rows = torch.randperm(len(texts), generator=generator)[:TEXTS_PER_STEP]
         with attached(model, state.bias(one).select_prompt(0)):
             logits = model(texts[rows], attention_mask=torch.ones_like(texts[rows]))
@@ -132,8 +166,9 @@ def freed(
         loss.backward()
         optimizer.step()
         schedule.step()
-    with torch.no_grad():
-        return state.bias(one).select_prompt(0)
+        if (step + 1) % SHOWN == 0 or step + 1 == steps:
+            show(now())
+    return now()
 
 
 def compare(changes: pd.DataFrame) -> Iterator[Comparison]:

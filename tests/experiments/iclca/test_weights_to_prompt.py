@@ -70,14 +70,14 @@ def test_a_large_ridge_brings_the_mean_output_and_a_small_one_fits_best():
 
 def test_the_model_under_the_bias_gives_what_the_shares_promise(texts):
     """The stream after attention moves by what ``brought`` says, in the model's own forward pass."""
-    model, weight = small_model(), 0.3
+    model, weights = small_model(), 0.3 * torch.arange(1, 1 + R).expand(KV_HEADS, R).double()
     seen = imitation.see(model, 0, texts)
     keys, values = drawn(3, R, 4), drawn(3, R, 4)
-    layer = imitation.LayerKeys(keys, weight, values)
+    layer = imitation.LayerKeys(keys, weights, values)
     bias = imitation.as_bias(model, [layer], R)
     with model.kv_bias(bias):
         _, cache = model.run_with_cache(texts, names_filter="blocks.0.hook_resid_mid")
-    s = imitation.shares(model, 0, seen, keys, weight)
+    s = imitation.shares(imitation.log_ratios(model, 0, seen, keys), weights)
     moved = imitation.brought(values, s, seen.z, model.blocks[0].attn.W_O)
     torch.testing.assert_close(cache["blocks.0.hook_resid_mid"].flatten(0, 1), seen.middle + moved, rtol=1e-9, atol=1e-9)
     assert moved.norm() > 0.1 * seen.middle.norm()
@@ -105,16 +105,48 @@ def test_what_virtual_keys_did_is_found_again_and_nothing_where_signs_are_drawn(
     seen, n_unseen = imitation.see(model, 0, texts), 10 * 11
     pool = imitation.see(model, 0, others).k.permute(2, 0, 1, 3).flatten(1, 2)[:, :48]
     values, w_o = 3 * drawn(3, 3, 4), model.blocks[0].attn.W_O
-    t = imitation.brought(values, imitation.shares(model, 0, seen, pool[:, [5, 17, 31]], weight), seen.z, w_o)
+    ratios = imitation.log_ratios(model, 0, seen, pool[:, [5, 17, 31]])
+    t = imitation.brought(values, imitation.shares(ratios, torch.full_like(pool[:, :3, 0], weight)), seen.z, w_o)
 
     def left(t: torch.Tensor) -> float:
         found = imitation._fit_layer(model, 0, seen, t, pool, 8, n_unseen)
-        s = imitation.shares(model, 0, seen, found.keys, found.weight)
+        s = imitation.shares(imitation.log_ratios(model, 0, seen, found.keys), found.weights)
         return float((imitation.brought(found.values, s, seen.z, w_o) - t)[-n_unseen:].norm() / t[-n_unseen:].norm())
 
     assert left(t) < 0.5  # measured: 0.27 and 0.35; other keys than the three serve nearly as well
     sign = torch.randint(0, 2, (40, 1, 1), generator=generator) * 2 - 1
     assert left((t.view(40, 11, -1) * sign).flatten(0, 1)) > 0.9
+
+
+def test_keys_that_find_nothing_to_do_do_nothing(texts):
+    """However large their scores are: on stories260K 64 keys of weight 1e-4 once made of an error of 1 one of 1.28."""
+    model = small_model()
+    seen = imitation.see(model, 0, texts)
+    pool = 6 * seen.k.permute(2, 0, 1, 3).flatten(1, 2)
+    found = imitation._fit_layer(model, 0, seen, torch.zeros_like(seen.middle), pool, R, 2 * texts.shape[1])
+    s = imitation.shares(imitation.log_ratios(model, 0, seen, found.keys), found.weights)
+    assert 0 < float(s.sum(dim=-1).mean()) < 1.01 * imitation.OFF
+
+
+def test_weights_are_those_with_which_each_key_takes_its_share(texts):
+    model = small_model()
+    seen = imitation.see(model, 0, texts)
+    ratios = imitation.log_ratios(model, 0, seen, 5 * drawn(3, R, 4))
+    s = imitation.shares(ratios, imitation.even_weights(ratios, KV_HEADS, 0.3), alone=True)
+    each = s.unflatten(0, (KV_HEADS, -1)).mean(dim=(1, 2))
+    torch.testing.assert_close(each, torch.full_like(each, 0.3 / R), rtol=1e-3, atol=0)  # bisected 24 times from 200
+
+
+def test_of_the_biases_shown_the_nearest_is_kept():
+    model, changed = small_model(), changed_model(".mlp.b_out")
+    generator = torch.Generator().manual_seed(2)
+    fitted, others = torch.randint(19, (2, 16, 11), generator=generator)
+    good = imitation.imitation(model, changed, fitted, others, 4, generator, n_candidates=32)
+    bad = good.select(layers=[0]) * 50.0
+    best = weights_to_prompt.Best(model, changed, imitation.held_out(fitted))
+    assert best.of(bad) is bad
+    assert best.of(good) is good
+    assert best.of(bad) is good
 
 
 def test_gradient_steps_lower_the_error_of_the_texts_that_they_read():
@@ -127,7 +159,7 @@ def test_gradient_steps_lower_the_error_of_the_texts_that_they_read():
 
     def off(bias) -> float:
         with model.kv_bias(bias):
-            return float((weights_to_prompt._logits(model, fitted) - aim).norm())
+            return float((weights_to_prompt._logits(model, fitted) - aim)[:12].norm())  # the last four are held out
 
     assert off(free) < 0.8 * off(given)
 
