@@ -70,7 +70,7 @@ COLUMNS = Columns(
     **{
         f"{kind}_loss_change": (
             "float64",
-            f"rise of the loss when the head reads another text's token {_LOOKS[kind].removeprefix('from the second copy ')}, "
+            f"rise of the loss when {_LOOKS[kind].split('to ', 1)[1]} is another text's token for this head, "
             f"nats; NaN unless asked for, and where the ablation changes it by at most {WORTH_ASKING}",
         )
         for kind in KINDS

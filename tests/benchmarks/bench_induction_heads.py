@@ -86,20 +86,17 @@ def random_models(kinds: list[tuple[dict[str, Any], float, float]], seeds: range
 
 
 def false_positives(small: bool) -> None:
-    """Heads of untrained models that get a name."""
-    named: Counter[str] = Counter()
+    """Heads of untrained models that get a name: by the pattern at three lengths, with ablations at the shortest."""
+    counts: Counter[str] = Counter()
     for model in random_models(RANDOM[::6], range(1)) if small else random_models(RANDOM, range(100, 103)):
-        for n in (SHORTEST, 30, 60)[: 1 if small else 3]:
-            frame = induction_heads(model, n_repeated=n, ablations=not small)
-            plain = frame if small else induction_heads(model, n_repeated=n)
-            named += Counter(
-                heads=len(frame),
-                pattern=int((plain["verdict"] != NO_VERDICT).sum()),
-                ablations=int((frame["verdict"] != NO_VERDICT).sum()),
-            )
-    for way in ("pattern", "ablations"):
-        count = f"heads of untrained models with a name by {way}, of 1,000 ({named[way]} of {named['heads']:,})"
-        print(verdict(count, 1000 * named[way] / named["heads"], 5))
+        plain = [induction_heads(model, n_repeated=n) for n in (SHORTEST, 30, 60)[: 1 if small else 3]]
+        ways = {"by the pattern": plain, "with ablations": [induction_heads(model, n_repeated=SHORTEST, ablations=True)]}
+        for way, frames in ways.items():
+            counts[f"heads {way}"] += sum(map(len, frames))
+            counts[f"named {way}"] += sum(int((frame["verdict"] != NO_VERDICT).sum()) for frame in frames)
+    for way in ways:
+        named, heads = counts[f"named {way}"], counts[f"heads {way}"]
+        print(verdict(f"of 1,000 heads of untrained models named {way} ({named} of {heads:,})", 1000 * named / heads, 5))
 
 
 def commonest(frames: list[pd.DataFrame]) -> float:
