@@ -26,6 +26,14 @@ from kvlens import (
 )
 from kvlens.corpus import TokenWindows, build_docs_corpus, load_tokenizer, train_bpe_tokenizer
 from kvlens.dual import DualModel
+from kvlens.ops.feature_maps import draw_projections, feature_dim
+from kvlens.ops.linear_attention import (
+    chunked_linear_attention,
+    naive_linear_attention,
+    parallel_linear_attention,
+    recurrent_linear_attention,
+    retnet_decay,
+)
 from kvlens.tasks import make_task
 from kvlens.training import build_model, find_recipe, score_heldout, train
 
@@ -217,6 +225,19 @@ def batch(**given):
     return run_batch(Work(**{"analysis": "bias_singular_values", "models": ("docs-linear",), **work}), source, "out.parquet")
 
 
+def linear_attention(form, **given):
+    shapes = dict(phi_q=(2, 7, 6, 4), phi_k=(2, 7, 3, 4), v=(2, 7, 3, 5), norm_q=(2, 7, 6, 4), norm_k=(2, 7, 3, 4))
+    return form(**{name: torch.ones(given.get(name, shape)) for name, shape in shapes.items()})
+
+
+FORMS = (naive_linear_attention, parallel_linear_attention, chunked_linear_attention, recurrent_linear_attention)
+SHAPES = {
+    "phi_q": [(2, 6, 6, 4), (2, 1, 6, 4), (1, 7, 6, 4), (2, 7, 5, 4), (2, 7, 6, 5), (2, 7, 24)],
+    "phi_k": [(2, 6, 3, 4), (2, 1, 3, 4), (1, 7, 3, 4), (2, 7, 1, 4), (2, 7, 3, 1)],
+    "v": [(2, 6, 3, 5), (1, 7, 3, 5), (2, 7, 1, 5), (2, 7, 0, 5)],
+    "norm_q": [(1, 7, 6, 4), (2, 1, 6, 4), (2, 7, 1, 4), (336,)],
+    "norm_k": [(2, 6, 3, 4), (2, 1, 3, 4), (1, 7, 3, 4), (2, 7, 1, 4)],
+}
 ODD = (None, 3, "x", torch.zeros(0), torch.tensor(3), torch.ones(2, 2), torch.tensor([math.nan]))
 BATCH = {
     "analysis": [None, 3, ["x"], "x"],
@@ -237,6 +258,10 @@ RESOURCES = {
     "prompts_per_job": [None, 0, 1.5, "x"],
 }
 CALLS = [
+    *((lambda k=k, v=v, form=form: linear_attention(form, **{k: v})) for form in FORMS for k, v in pairs(SHAPES)),
+    *((lambda v=v: retnet_decay(v)) for v in (None, 0, -1, 1.5, "x", 2**70)),
+    *((lambda v=v: feature_dim(v, 4, 8)) for v in (None, 3, "rando")),
+    *((lambda v=v: draw_projections(*v)) for v in ((0, 2, 3, "iid"), (1, -2, 3, "iid"), (1, 2, 1.5, "iid"), (1, 2, 3, "i"))),
     *((lambda v=v: make_task("ngrams", order=v)) for v in (1, 2.0, "x", 10**12, 2**70)),
     *((lambda v=v, t=t: t().new_model(v)) for t in (induction, arithmetic) for v in (None, 3, "x", {})),
     *((lambda v=v: make_task("regression").new_model(v)) for v in (None, 3, "x", {})),

@@ -21,11 +21,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvlens.arguments import check_choice
+
 FEATURE_MAPS = ("identity", "elu_plus_one", "relu", "random", "taylor", "hedgehog")
 
 
 def feature_dim(name: str, d_head: int, n_random_features: int) -> int:
     """d_phi of the named map for heads of ``d_head`` dimensions."""
+    check_choice("feature_map", name, FEATURE_MAPS)
     return {"random": n_random_features, "taylor": 1 + d_head + d_head**2, "hedgehog": 2 * d_head}.get(name, d_head)
 
 

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kvlens.ops.linear_attention.state import without_padding
-from kvlens.ops.linear_attention.types import LinearAttentionOutput, LinearAttentionState
+from kvlens.ops.linear_attention.types import LinearAttentionOutput, LinearAttentionState, check_shapes
 
 CHUNK_SIZE = 64
 NORMALIZER_CHUNK_SIZE = 16
@@ -38,6 +38,7 @@ def chunked_linear_attention(
     chunk_size: int = CHUNK_SIZE,
 ) -> LinearAttentionOutput:
     """Segment by segment, all chunks of one at once (arguments in ``types``; ``chunk_size`` changes speed, not the result)."""
+    check_shapes(phi_q, phi_k, v, norm_q, norm_k, mask)
     if mask is not None:
         phi_k, v = without_padding(phi_k, mask), without_padding(v, mask)
         norm_k = None if norm_k is None else without_padding(norm_k, mask)

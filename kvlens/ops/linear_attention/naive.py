@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from kvlens.ops.linear_attention.types import LinearAttentionOutput, LinearAttentionState
+from kvlens.ops.linear_attention.types import LinearAttentionOutput, LinearAttentionState, check_shapes
 from kvlens.ops.rotary import naive_rotate
 
 
@@ -19,6 +19,7 @@ def naive_linear_attention(
     state: LinearAttentionState | None = None,
 ) -> LinearAttentionOutput:
     """The recurrence itself (ICLCA eq. 12-13; arguments in :mod:`kvlens.ops.linear_attention.types`)."""
+    check_shapes(phi_q, phi_k, v, norm_q, norm_k, mask)
     batch, pos, n_heads, d_phi = phi_q.shape
     n_kv, d_head = v.shape[2:]
     group = n_heads // n_kv

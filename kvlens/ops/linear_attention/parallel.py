@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kvlens.ops.linear_attention.state import read_state, real_steps, without_padding
-from kvlens.ops.linear_attention.types import LinearAttentionOutput, LinearAttentionState
+from kvlens.ops.linear_attention.types import LinearAttentionOutput, LinearAttentionState, check_shapes
 
 
 def causal_scores(
@@ -81,6 +81,7 @@ def parallel_linear_attention(
     state: LinearAttentionState | None = None,
 ) -> LinearAttentionOutput:
     """All tokens at once through the pos x pos scores: O(pos^2) memory (arguments in ``types``)."""
+    check_shapes(phi_q, phi_k, v, norm_q, norm_k, mask)
     group = phi_q.shape[2] // v.shape[2]
     scores = causal_scores(phi_q, phi_k, decay, mask)
     v = v if mask is None else without_padding(v, mask)

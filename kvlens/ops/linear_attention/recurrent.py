@@ -5,7 +5,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kvlens.ops.linear_attention.state import without_padding
-from kvlens.ops.linear_attention.types import LinearAttentionOutput, LinearAttentionState
+from kvlens.ops.linear_attention.types import LinearAttentionOutput, LinearAttentionState, check_shapes
 
 
 def recurrent_linear_attention(
@@ -19,6 +19,7 @@ def recurrent_linear_attention(
     state: LinearAttentionState | None = None,
 ) -> LinearAttentionOutput:
     """One update and one read a token (arguments in ``types``). States are never changed in place."""
+    check_shapes(phi_q, phi_k, v, norm_q, norm_k, mask)
     batch, pos, n_heads, d_phi = phi_q.shape
     n_kv, d_head = v.shape[2:]
     kv = v.new_zeros(batch, n_kv, d_phi, d_head) if state is None else state.kv

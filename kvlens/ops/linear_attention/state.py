@@ -4,7 +4,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvlens.arguments import check_whole
 from kvlens.ops.rotary import rotate
+from kvlens.signature import checked
 
 
 def read_state(
@@ -52,6 +54,8 @@ def without_padding(x: Float[Tensor, "batch pos *rest"], mask: Bool[Tensor, "bat
     return x.masked_fill(~mask.reshape(*mask.shape, *[1] * (x.dim() - 2)), 0.0)
 
 
+@checked
 def retnet_decay(n_heads: int) -> Float[Tensor, " head"]:
     """gamma_h = 1 - 2^(-5 - h), in float64 (Sun et al. 2023; ICLCA's own RetNet has gamma = 1)."""
+    check_whole("retnet_decay: n_heads", n_heads, 1)
     return 1.0 - 2.0 ** (-5.0 - torch.arange(n_heads, dtype=torch.float64))
