@@ -5,8 +5,8 @@
 
 Where weights are positive and nobody asks for the two summands apart, that is all there is: one softmax, stable by itself. Two
 forms: ``attend_beside`` for gradients (a step of polishing on stories260K takes 0.8 of what it takes with two sides that are
-joined afterwards, :mod:`kvlens.ops.softmax_attention.bias`), ``fused_beside`` without them, which calls the kernel once more, for
-the virtual keys.
+joined afterwards, :mod:`kvlens.ops.softmax_attention.bias`), ``fused_beside`` without them, which calls the kernel once more,
+for the virtual keys.
 """
 
 from typing import NamedTuple
