@@ -23,11 +23,12 @@ match is met, and "current token" yields to a match.
 **By the loss.** Where a kernel cannot be sharp, a head may look nearly everywhere and still carry the answer by the small rest
 of its attention. Its pattern alone does not tell, but swapping does: :mod:`analyses.heads.swaps` lets a head read another
 text's token at the lag of one kind, and nowhere else. Asked are the kinds that a head looks at :data:`LEAD` times as much as
-elsewhere (by contrast, or by chance on the strongest stretch): one that reads all of the first copy alike raises the right
-token too, and is no induction head. A head of which a swap or the ablation costs more than :data:`COSTLY` is called by its
-dearest swap, if that is at least :data:`PART` of what the ablation costs (it may be more: what a head reads elsewhere can do
-harm). Else it keeps the name of its pattern, if that swap costs more than :data:`COSTLY`; else it is "other", if the ablation
-does: the model needs it, and not for any one of these kinds of place.
+elsewhere (by contrast; for places by chance on the strongest stretch, of E or, as E of linear heads may have any sign from
+text to text, of the root of E^2): one that reads all of the first copy alike raises the right token too, and is no induction
+head. A head of which a swap or the ablation costs more than :data:`COSTLY` is called by its dearest swap, if that is at least
+:data:`PART` of what the ablation costs (it may be more: what a head reads elsewhere can do harm). Else it keeps the name of
+its pattern, if that swap costs more than :data:`COSTLY`; else it is "other", if the ablation does: the model needs it, and not
+for any one of these kinds of place.
 
 The constants were chosen on models of our own, trained for this (softmax ones with one to four layers, learned and rotary
 positions, with and without KV shift; linear ones with elu + 1 features), on the shipped ones, and on random ones with weights
@@ -138,8 +139,10 @@ def _evidence(scores: PatternScores, repeated: RepeatedTokens, kind: str, thresh
         good = (shares >= threshold) & (ratios >= ratio) & steady
         if kind == "current_token":
             good &= (_over(read.sum(dim=-1).abs(), whole.sum(dim=-1)) >= max(threshold, OF_ITSELF))[..., None]
-        met, variance = good.any(dim=-1), _over(own_squares, looked_squares).where(good, 0.0).amax(dim=-1)
-        lead, best = ratios.amax(dim=-1), ratios.where(good | ~met[..., None], -1.0).argmax(dim=-1)
+        variances = _over(own_squares, looked_squares)
+        met, variance = good.any(dim=-1), variances.where(good, 0.0).amax(dim=-1)
+        lead = torch.maximum(ratios, (variances / (expected / length)).sqrt()).amax(dim=-1)
+        best = ratios.where(good | ~met[..., None], -1.0).argmax(dim=-1)
     share, times = (x.gather(-1, best[..., None]).squeeze(-1) for x in (shares, ratios))
     return _Evidence(met, lead, variance, late_variance, share, times, best + places.start)
 
