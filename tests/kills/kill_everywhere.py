@@ -113,7 +113,8 @@ def run(place: Path) -> Case:
         _, header = read_checked_tensors(folder / "r" / "checkpoint.safetensors", "test", FORMAT, FORMAT_VERSION)
         return json.loads(header["identity"])["setting"]["steps"]
 
-    return Case(lambda folder: train_tiny(folder=folder / "r", steps=(3, 6)[turn()], restart=True), read, {"r"})
+    often = dict(eval_every=1, checkpoint_every=1, restart=True)
+    return Case(lambda folder: train_tiny(folder=folder / "r", steps=(1, 2)[turn()], **often), read, {"r"})
 
 
 def trained(place: Path) -> Case:

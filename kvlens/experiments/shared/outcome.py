@@ -156,6 +156,7 @@ def write_outcome(
         for name, table in outcome.tables.items():
             table.to_parquet(temporary / f"{name}.parquet", index=False)
         outcome.figure.savefig(temporary / "figure.png", dpi=150, bbox_inches="tight")
+        outcome.figure.set_layout_engine("none")  # both pictures are laid out alike
         outcome.figure.savefig(temporary / "figure.svg", bbox_inches="tight", metadata={"Date": None})
         (temporary / SUMMARY).write_text(json.dumps(plain(summary), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
