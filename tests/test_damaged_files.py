@@ -81,8 +81,9 @@ def test_a_checkpoint(tmp_path):
     run(folder=path.parent)
     whole = path.read_bytes()
 
+    model = tiny_model()
+
     def taken_up():
-        model = tiny_model()
         result = run(model, folder=path.parent)
         return weights(model).tolist(), result.metrics.drop(columns=["seconds"], errors="ignore").to_dict(), result.steps
 

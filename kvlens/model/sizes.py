@@ -1,5 +1,6 @@
 """Numbers and names of a configuration that cannot describe a model, said in words before anything is built."""
 
+import functools
 import math
 import typing
 from collections.abc import Mapping, Sequence
@@ -29,7 +30,7 @@ INIT_MODES = ("gpt2", "xavier_uniform", "xavier_normal", "kaiming_uniform", "kai
 
 def check_kinds(cfg: HookedTransformerConfig) -> None:
     """Raise KVLensError unless every field of ``cfg`` is of the kind that its annotation says."""
-    kinds = typing.get_type_hints(type(cfg))
+    kinds = _annotations(cfg.__class__)
     for field in fields(cfg):
         value = getattr(cfg, field.name)
         if field.name in (*SIZES, *OTHERS) or value is field.default:
@@ -40,6 +41,11 @@ def check_kinds(cfg: HookedTransformerConfig) -> None:
     check_choice("init_mode", cfg.init_mode, INIT_MODES)
     if cfg.clip_qkv is not None and cfg.clip_qkv <= 0:
         raise KVLensError(f"clip_qkv must be a positive number or None, got {cfg.clip_qkv!r}")
+
+
+@functools.cache
+def _annotations(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
 
 
 def check_sizes(cfg: HookedTransformerConfig) -> None:

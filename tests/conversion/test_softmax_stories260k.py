@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kvlens import HookedKVTransformer, convert_prompt
+from kvlens.conversion.softmax import learned
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +50,9 @@ def test_eight_keys_of_128(story):
     assert float(greedy.fit.output_error.mean()) < 0.1
 
 
-def test_learned_features_learn_and_a_polynomial_cannot(story):
-    """Measured: dropped 10.2, 64 learned features 0.73, second-order polynomial 35 %: scores reach 247 here."""
+def test_learned_features_learn_and_a_polynomial_cannot(story, monkeypatch):
+    """Measured here: dropped 8.7, 64 features learned in 300 steps 0.50, in 100 steps 0.72, second-order polynomial 35 %."""
+    monkeypatch.setattr(learned, "STEPS", 100)
     model, prompt, _ = story
     dropped = error(story, convert_prompt(model, prompt).zero_like())
     assert error(story, convert_prompt(model, prompt, method="learned", n_features=64, verbose=False)) < 0.2 * dropped
