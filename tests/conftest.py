@@ -32,6 +32,12 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """The processes of a run get their tests by and by: in large parts one of them would get all the slow ones."""
+    if getattr(config.option, "maxschedchunk", "absent") is None:
+        config.option.maxschedchunk = 20
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Slow tests come first, so that the processes of a run end together."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 FORMAT = "kvlens.experiment"
 SUMMARY = "summary.json"
+MARGIN = 0.1
+"""Inches around a figure."""
 OUTCOME_FOLDER = FolderKind("an experiment", listed_in(SUMMARY, FORMAT, "files"))
 
 
@@ -155,9 +157,11 @@ def write_outcome(
     def fill(temporary: Path) -> None:
         for name, table in outcome.tables.items():
             table.to_parquet(temporary / f"{name}.parquet", index=False)
-        outcome.figure.savefig(temporary / "figure.png", dpi=150, bbox_inches="tight")
-        outcome.figure.set_layout_engine("none")  # both pictures are laid out alike
-        outcome.figure.savefig(temporary / "figure.svg", bbox_inches="tight", metadata={"Date": None})
+        outcome.figure.draw_without_rendering()
+        outcome.figure.set_layout_engine("none")  # both pictures are laid out, and cut out, alike
+        inches = outcome.figure.get_tightbbox().padded(MARGIN)
+        outcome.figure.savefig(temporary / "figure.png", dpi=150, bbox_inches=inches)
+        outcome.figure.savefig(temporary / "figure.svg", bbox_inches=inches, metadata={"Date": None})
         (temporary / SUMMARY).write_text(json.dumps(plain(summary), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
     write_folder(folder, fill)
