@@ -61,7 +61,7 @@ def resampling_ablation(
     check_batch_size("ablations", batch_size)
     heads = torch.arange(n_heads).repeat_interleave(n_texts)
     texts = torch.arange(n_texts).repeat(n_heads)
-    rows = min(batch_size or max(1, MEMORY_PER_PASS // bytes_per_row(model, repeated)), len(heads))
+    rows = min(batch_size or rows_per_pass(model, repeated), len(heads))
     passes = [(layer, part) for layer in range(n_layers) for part in torch.arange(len(heads)).split(rows)]
     if on_start is not None:
         on_start(n_layers * len(heads))
@@ -79,10 +79,11 @@ def resampling_ablation(
     return AblationEffect(*sums / n_texts)
 
 
-def bytes_per_row(model: HookedKVTransformer, repeated: RepeatedTokens) -> int:
-    """Logits and their exponentials, the pattern and its scores, the widest activations."""
+def rows_per_pass(model: HookedKVTransformer, repeated: RepeatedTokens) -> int:
+    """Texts that :data:`MEMORY_PER_PASS` holds: logits and their exponentials, pattern and scores, the widest activations."""
     pos, cfg = repeated.tokens.shape[1], model.cfg
-    return repeated.n_repeated * 16 * cfg.d_vocab_out + 16 * pos * (cfg.n_heads * pos + 2 * max(cfg.d_mlp or 0, cfg.d_model))
+    row = repeated.n_repeated * 16 * cfg.d_vocab_out + 16 * pos * (cfg.n_heads * pos + 2 * max(cfg.d_mlp or 0, cfg.d_model))
+    return max(1, MEMORY_PER_PASS // row)
 
 
 def residuals(model: HookedKVTransformer, repeated: RepeatedTokens) -> list[Float[Tensor, "text pos d_model"]]:

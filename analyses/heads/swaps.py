@@ -19,11 +19,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from analyses.heads.ablation import bytes_per_row, cached, losses_and_logits, replace_head, residuals
+from analyses.heads.ablation import cached, losses_and_logits, replace_head, residuals, rows_per_pass
 from analyses.heads.lags import KINDS, at_lag, lags_and_queries, value_side_pattern
 from analyses.heads.repeated_tokens import RepeatedTokens
 from analyses.heads.shift_roles import ShiftTaps
-from analyses.passes import MEMORY_PER_PASS
 from kvlens import HookedKVTransformer
 
 
@@ -52,14 +51,14 @@ def swap_costs(
         donors: as many texts of the same length.
         taps: the shift coefficients of every layer.
         heads: which heads are asked.
-        batch_size: rows per forward pass; None takes what :data:`MEMORY_PER_PASS` allows.
+        batch_size: rows per forward pass; None takes what memory allows.
 
     Returns:
         By how much the loss of the next tokens of the second copy rises, nats; NaN for heads that are not asked.
     """
     starts, layers = residuals(model, repeated), _layers(model, repeated, donors, taps)
     whole, _ = losses_and_logits(model, starts[-1], len(layers), repeated.next_tokens)
-    rows = batch_size or max(1, MEMORY_PER_PASS // bytes_per_row(model, repeated))
+    rows = batch_size or rows_per_pass(model, repeated)
     costs = torch.full((len(KINDS), *heads.shape), torch.nan, dtype=whole.dtype, device=whole.device)
     texts = torch.arange(len(repeated.tokens)).repeat(len(KINDS))
     for layer, head in heads.nonzero().tolist():

@@ -93,7 +93,8 @@ def _imitate(model: HookedKVTransformer, part: str, settings: Mapping[str, Any],
         yield row(GIVEN, r, given.of(bias))
         if settings["free_steps"]:
             free.of(bias)
-            freed(model, changed, bias, fitted, settings["free_steps"], generator, free.of)
+            for later in freed(model, changed, bias, fitted, settings["free_steps"], generator):
+                free.of(later)
             yield row(FREE, r, free.bias)
     yield row(NULL, r, imitation(model, changed, fitted, others, flip=True, **fit))
 
@@ -139,11 +140,10 @@ def freed(
     texts: Int[Tensor, "text pos"],
     steps: int,
     generator: torch.Generator,
-    show: Callable[[KVBias], object] = lambda bias: None,
-) -> KVBias:
-    """``bias`` after gradient steps on the squared error of the logits; keys, weights and values are free.
+) -> Iterator[KVBias]:
+    """``bias`` in the course of gradient steps on the squared error of the logits; keys, weights and values are free.
 
-    The texts that are :func:`held_out` are not read. ``show`` gets the bias after every :data:`SHOWN` steps and at the end.
+    After every :data:`SHOWN` steps, and at the end. The texts that are :func:`held_out` are not read.
     """
     texts = texts[: -len(held_out(texts))]
     aim, before = _logits(changed, texts), _logits(model, texts)
@@ -151,11 +151,6 @@ def freed(
     state = Polished.of(one)
     optimizer = torch.optim.Adam(state.free(), lr=LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-
-    def now() -> KVBias:
-        with torch.no_grad():
-            return state.bias(one).select_prompt(0)
-
     for step in range(steps):
         rows = torch.randperm(len(texts), generator=generator)[:TEXTS_PER_STEP]
         with attached(model, state.bias(one).select_prompt(0)):
@@ -167,8 +162,9 @@ def freed(
         optimizer.step()
         schedule.step()
         if (step + 1) % SHOWN == 0 or step + 1 == steps:
-            show(now())
-    return now()
+            with torch.no_grad():
+                now = state.bias(one).select_prompt(0)
+            yield now
 
 
 def compare(changes: pd.DataFrame) -> Iterator[Comparison]:

@@ -154,7 +154,7 @@ def test_gradient_steps_lower_the_error_of_the_texts_that_they_read():
     generator = torch.Generator().manual_seed(2)
     fitted, others = torch.randint(19, (2, 16, 11), generator=generator)
     given = imitation.imitation(model, changed, fitted, others, 4, generator, n_candidates=32)
-    free = weights_to_prompt.freed(model, changed, given, fitted, 30, generator)
+    *_, free = weights_to_prompt.freed(model, changed, given, fitted, 30, generator)
     aim = weights_to_prompt._logits(changed, fitted)
 
     def off(bias) -> float:
