@@ -12,6 +12,7 @@ import pkgutil
 import re
 import typing
 import warnings
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,7 @@ def build_reference(folder: str | Path, *, overwrite: bool = False) -> list[str]
         for name, module in documented.items():
             module.__dict__["submodules"] = [documented[child] for child in names if child.rpartition(".")[0] == name]
             _prepare_docstrings(module)
+        _adopt_members_without_a_page(documented.values())
         files = {_file_of(name): pdoc.render.html_module(module, documented) for name, module in documented.items()}
         files["search.js"] = pdoc.render.search_index(documented)
     if caught:
@@ -136,6 +138,17 @@ def _prepare_docstrings(documented: Any) -> None:
     documented.__dict__["docstring"] = markdown_tables(docstring)
     for member in getattr(documented, "members", {}).values():
         _prepare_docstrings(member)
+
+
+def _adopt_members_without_a_page(modules: Collection[Any]) -> None:
+    """Show the methods that a class has from bases of ours, which have no page, as its own: pdoc would list bare names."""
+    classes = [member for module in modules for member in module.members.values() if member.kind == "class"]
+    shown = {each.taken_from for each in classes}
+    for each in classes:
+        for member in each.members.values():
+            home, (base, _, _) = member.taken_from[0], member.taken_from[1].rpartition(".")
+            if home.partition(".")[0] in PACKAGES and (home, base) not in shown:
+                member.taken_from = (each.taken_from[0], f"{each.taken_from[1]}.{member.name}")
 
 
 def _settle_lazy_names(names: list[str]) -> None:

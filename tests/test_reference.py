@@ -104,7 +104,10 @@ def test_the_reference_builds(tmp_path, capsys):
     assert page.count("<math") > 20
     assert "$" not in re.sub(r"<script.*?</script>|<pre.*?</pre>", "", page, flags=re.DOTALL)  # every formula was rendered
     assert 'href="../ops/linear_attention.html#carry_state"' in page
-    assert "convert_prompt" in (tmp_path / "kvlens.html").read_text()
+    page = (tmp_path / "kvlens.html").read_text()
+    assert "convert_prompt" in page
+    assert 'id="HookedKVTransformer.from_pretrained"' in page  # a method of a base that has no page
+    assert 'id="HookedKVTransformer.run_with_cache"' not in page  # TransformerLens' own are named, not told again
     assert "<td>ablation_kl</td>" in (tmp_path / "analyses.html").read_text()  # the table that a decorator wrote
     everything = [path.read_text() for path in tmp_path.rglob("*.html")]
     assert not [text for text in everything if re.search(r'(?:src|href)="https?://(?!pdoc\.dev)[^"]+\.(?:js|css)', text)]

@@ -6,8 +6,7 @@ one.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -40,17 +39,14 @@ from kvlens.model.inputs import (
     check_text,
     check_tokens,
 )
-from kvlens.model.loading import from_hooked_transformer, from_llama2c, from_pretrained
-from kvlens.model.shift_graft import load_shift_coefficients
-from kvlens.model.storage import load_model, save_model
+from kvlens.model.load_and_save import LoadsAndSaves
 from kvlens.model.streaming import forward_in_segments, streams
 from kvlens.model.threads import OneThread
 from kvlens.model.weights import ProcessesWeights
 from kvlens.signature import checked
-from kvlens.zoo import folder_of
 
 
-class HookedKVTransformer(ProcessesWeights, ChecksHookNames, HookedTransformer):
+class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, HookedTransformer):
     """A :class:`transformer_lens.HookedTransformer` in every respect, with KV shift, linear attention and KV bias.
 
     Args:
@@ -398,16 +394,6 @@ class HookedKVTransformer(ProcessesWeights, ChecksHookNames, HookedTransformer):
     def _has_bias(self) -> bool:
         return self._attached is not None
 
-    def load_shift_coefficients(self, source: Mapping[str, Tensor] | str | Path) -> None:
-        """Take over the KV-shift coefficients of a public checkpoint: a state dict, a folder or a weights file.
-
-        The forms that are understood are listed in :mod:`kvlens.pretrained.shift_import`; nothing but the coefficients changes.
-
-        Raises:
-            KVLensError: no coefficients, one is missing, or they do not fit this model, which is then unchanged.
-        """
-        load_shift_coefficients(self, source)
-
     def to(self, device_or_dtype: torch.device | torch.dtype | str, print_details: bool = True):  # type: ignore[override]
         """As TransformerLens'; a dtype may be given by its name, and is one of those that weights can have."""
         wanted = dtype_of(device_or_dtype, "to: dtype") if is_dtype(device_or_dtype) else device_or_dtype
@@ -425,35 +411,3 @@ class HookedKVTransformer(ProcessesWeights, ChecksHookNames, HookedTransformer):
         if self._attached is not None:
             spread_bias(self, self._attached)
         return self
-
-    @classmethod
-    def from_pretrained(  # type: ignore[override]
-        cls, model_name: str | Path, *, hf_model: Any = None, tokenizer: Any = None, **kwargs: Any
-    ) -> "HookedKVTransformer":
-        """A pretrained softmax model: see :func:`kvlens.model.loading.from_pretrained` for every argument."""
-        return from_pretrained(cls, model_name, hf_model=hf_model, tokenizer=tokenizer, **kwargs)
-
-    @classmethod
-    def from_llama2c(cls, path: str | Path, tokenizer_path: str | Path | None = None, **kwargs: Any) -> "HookedKVTransformer":
-        """A checkpoint of llama2.c and its tokenizer: see :func:`kvlens.model.loading.from_llama2c` for every argument."""
-        return from_llama2c(cls, path, tokenizer_path, **kwargs)
-
-    @classmethod
-    def from_hooked_transformer(cls, model: HookedTransformer, **changes: Any) -> "HookedKVTransformer":
-        """A copy of a model at hand, with changes to its configuration (``kv_shift=KVShiftConfig(init="identity")``)."""
-        return from_hooked_transformer(cls, model, **changes)
-
-    @classmethod
-    @checked
-    def from_zoo(cls, name: str = "docs-linear", *, device: Any = None, dtype: torch.dtype | str | None = None):
-        """A small trained model that ships with kvlens, by name; see :func:`kvlens.zoo.names`."""
-        return cls.load(folder_of(name), device=device, dtype=dtype)
-
-    def save(self, folder: str | Path, *, overwrite: bool = False, stored_dtype: torch.dtype | str | None = None) -> None:
-        """Write weights (safetensors), configuration (JSON) and tokenizer to ``folder``, whole or not at all."""
-        save_model(self, folder, overwrite=overwrite, stored_dtype=stored_dtype)
-
-    @classmethod
-    def load(cls, folder: str | Path, *, device: Any = None, dtype: torch.dtype | str | None = None) -> "HookedKVTransformer":
-        """Read what :meth:`save` wrote."""
-        return load_model(cls, folder, device=device, dtype=dtype)

@@ -1,0 +1,64 @@
+"""Where a kvlens model comes from and where it goes: the methods, each a call of the function that does the work.
+
+The functions are in :mod:`kvlens.model.loading`, :mod:`kvlens.model.storage` and :mod:`kvlens.model.shift_graft`.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from kvlens._tl import HookedTransformer
+from kvlens.model.loading import from_hooked_transformer, from_llama2c, from_pretrained
+from kvlens.model.shift_graft import load_shift_coefficients
+from kvlens.model.storage import load_model, save_model
+from kvlens.signature import checked
+from kvlens.zoo import folder_of
+
+
+class LoadsAndSaves(HookedTransformer):
+    """A HookedTransformer that is read from checkpoints of several kinds, and written to a folder of kvlens' own."""
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]
+        cls, model_name: str | Path, *, hf_model: Any = None, tokenizer: Any = None, **kwargs: Any
+    ) -> Self:
+        """A pretrained softmax model: see :func:`kvlens.model.loading.from_pretrained` for every argument."""
+        return from_pretrained(cls, model_name, hf_model=hf_model, tokenizer=tokenizer, **kwargs)
+
+    @classmethod
+    def from_llama2c(cls, path: str | Path, tokenizer_path: str | Path | None = None, **kwargs: Any) -> Self:
+        """A checkpoint of llama2.c and its tokenizer: see :func:`kvlens.model.loading.from_llama2c` for every argument."""
+        return from_llama2c(cls, path, tokenizer_path, **kwargs)
+
+    @classmethod
+    def from_hooked_transformer(cls, model: HookedTransformer, **changes: Any) -> Self:
+        """A copy of a model at hand, with changes to its configuration (``kv_shift=KVShiftConfig(init="identity")``)."""
+        return from_hooked_transformer(cls, model, **changes)
+
+    @classmethod
+    @checked
+    def from_zoo(cls, name: str = "docs-linear", *, device: Any = None, dtype: torch.dtype | str | None = None) -> Self:
+        """A small trained model that ships with kvlens, by name; see :func:`kvlens.zoo.names`."""
+        return cls.load(folder_of(name), device=device, dtype=dtype)
+
+    @classmethod
+    def load(cls, folder: str | Path, *, device: Any = None, dtype: torch.dtype | str | None = None) -> Self:
+        """Read what :meth:`save` wrote."""
+        return load_model(cls, folder, device=device, dtype=dtype)
+
+    def save(self, folder: str | Path, *, overwrite: bool = False, stored_dtype: torch.dtype | str | None = None) -> None:
+        """Write weights (safetensors), configuration (JSON) and tokenizer to ``folder``, whole or not at all."""
+        save_model(self, folder, overwrite=overwrite, stored_dtype=stored_dtype)
+
+    def load_shift_coefficients(self, source: Mapping[str, Tensor] | str | Path) -> None:
+        """Take over the KV-shift coefficients of a public checkpoint: a state dict, a folder or a weights file.
+
+        The forms that are understood are listed in :mod:`kvlens.pretrained.shift_import`; nothing but the coefficients changes.
+
+        Raises:
+            KVLensError: no coefficients, one is missing, or they do not fit this model, which is then unchanged.
+        """
+        load_shift_coefficients(self, source)
