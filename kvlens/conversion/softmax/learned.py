@@ -20,6 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from kvlens.conversion.softmax.descent import descend
 from kvlens.conversion.softmax.teacher import Teacher
 
 STEPS, LEARNING_RATE, ROWS = 300, 3e-2, 256
@@ -82,17 +83,18 @@ def train_features(teacher: Teacher) -> Trained:
         sharp = SHARPNESS / scale
         start = (centres / scale, torch.zeros_like(centres[..., 0]), sharp * centres, -sharp / 2 * centres.square().sum(dim=-1))
         free = [x.clone().requires_grad_() for x in start]
-        optimizer = torch.optim.Adam(free, lr=LEARNING_RATE)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-        progress = tqdm(range(STEPS), desc="training features", disable=not options.verbose)
-        for _ in progress:
-            rows = torch.randperm(whole.q.shape[3], generator=generator)[:ROWS]
-            loss = _loss(free, whole.some(rows), scale)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            schedule.step()
-            progress.set_postfix(loss=f"{float(loss.detach()):.3g}")
+        losses = descend(
+            free,
+            lambda rows: _loss(free, whole.some(rows), scale),
+            n_rows=whole.q.shape[3],
+            rows_per_step=ROWS,
+            steps=STEPS,
+            learning_rate=LEARNING_RATE,
+            generator=generator,
+        )
+        progress = tqdm(losses, desc="training features", total=STEPS, disable=not options.verbose)
+        for loss in progress:
+            progress.set_postfix(loss=f"{float(loss):.3g}")
     w_q, a_q, w_k, a_k = (x.detach() for x in free)
     return Trained(FeatureMap(w_q, a_q), rearrange(_log_keys(whole.keys, w_k, a_k), "l g b j m -> l b j g m"))
 

@@ -1,6 +1,6 @@
 """Polishing: gradient steps on the logits from where the closed form ends. Keys, log-weights and values are free.
 
-Adam with a learning rate that falls to 0 along a cosine; a step reads some of the reference texts. The objective is the
+The steps are those of :mod:`~kvlens.conversion.softmax.descent`; each reads some of the reference texts. The objective is the
 squared relative error of the logits, or the divergence KL(prompted || converted) of the next token.
 """
 
@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from kvlens.conversion.softmax.descent import descend
 from kvlens.conversion.softmax.prompt_pass import attached, continued, rows_of
 from kvlens.conversion.softmax.teacher import Teacher
 from kvlens.kv_bias import KVBias, VirtualKeys
@@ -54,24 +55,24 @@ def _leaf(x: Tensor) -> Tensor:
 def polish(teacher: Teacher, bias: KVBias) -> KVBias:
     """``bias`` (of this prompt alone) after ``options.polish_steps`` steps on the texts that the teacher has seen."""
     options, model = teacher.options, teacher.model
-    generator = torch.Generator().manual_seed(options.seed)
     requires = [p.requires_grad for p in model.parameters()]
     with torch.inference_mode(False), torch.enable_grad():
         model.requires_grad_(False)
         try:
             target = _target_logits(teacher)
             state = Polished.of(bias)
-            optimizer = torch.optim.Adam(state.free(), lr=LEARNING_RATE)
-            schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.polish_steps)
-            progress = tqdm(range(options.polish_steps), desc="polishing", disable=not options.verbose)
-            for _ in progress:
-                texts = torch.randperm(teacher.seen.shape[1], generator=generator)[: options.texts_per_step]
-                loss = _loss(teacher, state.bias(bias), texts, target, options.objective)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                schedule.step()
-                progress.set_postfix(loss=f"{float(loss.detach()):.3g}")
+            losses = descend(
+                state.free(),
+                lambda texts: _loss(teacher, state.bias(bias), texts, target, options.objective),
+                n_rows=teacher.seen.shape[1],
+                rows_per_step=options.texts_per_step,
+                steps=options.polish_steps,
+                learning_rate=LEARNING_RATE,
+                generator=torch.Generator().manual_seed(options.seed),
+            )
+            progress = tqdm(losses, desc="polishing", total=options.polish_steps, disable=not options.verbose)
+            for loss in progress:
+                progress.set_postfix(loss=f"{float(loss):.3g}")
         finally:
             for p, wanted in zip(model.parameters(), requires, strict=True):
                 p.requires_grad_(wanted)

@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvlens.conversion.softmax.descent import descend
 from kvlens.errors import KVLensError, nearest
 from kvlens.model import HookedKVTransformer
 
@@ -57,7 +58,7 @@ def distil(
 ) -> Distilled:
     """Fine-tune a copy of ``model`` so that it reads texts as the model reads them after ``prompt``.
 
-    Adam, with a learning rate that falls to 0 along a cosine; a step reads some of the texts.
+    The steps are those of :mod:`~kvlens.conversion.softmax.descent`; each reads some of the texts.
 
     Args:
         model: stays as it is.
@@ -73,27 +74,26 @@ def distil(
         raise KVLensError(
             f"distil: objective must be one of {', '.join(OBJECTIVES)}, got {objective!r}{nearest(objective, OBJECTIVES)}"
         )
-    start, generator = time.perf_counter(), torch.Generator().manual_seed(seed)
+    start = time.perf_counter()
     copy = HookedKVTransformer.from_hooked_transformer(model).train(model.training)
     for name, parameter in copy.named_parameters():
         parameter.requires_grad_(is_free(name))
     free = [parameter for parameter in copy.parameters() if parameter.requires_grad]
     before = [parameter.detach().clone() for parameter in free]
     target = prompted_logits(model, prompt, texts) if objective == "distributions" else None
-    optimizer = torch.optim.Adam(free, lr=learning_rate)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    losses = []
-    for _ in range(steps):
-        rows = torch.randperm(len(texts), generator=generator)[:TEXTS_PER_STEP]
-        loss = _loss(copy, texts[rows], None if target is None else target[rows])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-        losses.append(loss.detach())
+    descent = descend(
+        free,
+        lambda rows: _loss(copy, texts[rows], None if target is None else target[rows]),
+        n_rows=len(texts),
+        rows_per_step=TEXTS_PER_STEP,
+        steps=steps,
+        learning_rate=learning_rate,
+        generator=torch.Generator().manual_seed(seed),
+    )
+    losses = torch.stack(list(descent))
     copy.requires_grad_(False)
     n_changed = sum(int((new != old).sum()) for new, old in zip(free, before, strict=True))
-    return Distilled(copy, n_changed, time.perf_counter() - start, torch.stack(losses))
+    return Distilled(copy, n_changed, time.perf_counter() - start, losses)
 
 
 @torch.no_grad()

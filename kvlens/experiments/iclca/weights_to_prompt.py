@@ -26,6 +26,7 @@ from torch import Tensor
 
 from kvlens import zoo
 from kvlens.conversion import convert_prompt
+from kvlens.conversion.softmax.descent import descend
 from kvlens.conversion.softmax.polish import LEARNING_RATE, Polished
 from kvlens.conversion.softmax.prompt_pass import as_batch, attached
 from kvlens.experiments.iclca.context_distillation import TEXTS_PER_STEP, distil
@@ -149,19 +150,24 @@ def freed(
     aim, before = _logits(changed, texts), _logits(model, texts)
     one = as_batch(bias, 1)
     state = Polished.of(one)
-    optimizer = torch.optim.Adam(state.free(), lr=LEARNING_RATE)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    for step in range(steps):
-        rows = torch.randperm(len(texts), generator=generator)[:TEXTS_PER_STEP]
+
+    def loss_on(rows: Int[Tensor, " row"]) -> Float[Tensor, ""]:
         with attached(model, state.bias(one).select_prompt(0)):
             logits = model(texts[rows], attention_mask=torch.ones_like(texts[rows]))
         off = logits - logits.mean(dim=-1, keepdim=True) - aim[rows]
-        loss = off.square().sum() / (before[rows] - aim[rows]).square().sum()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-        if (step + 1) % SHOWN == 0 or step + 1 == steps:
+        return off.square().sum() / (before[rows] - aim[rows]).square().sum()
+
+    losses = descend(
+        state.free(),
+        loss_on,
+        n_rows=len(texts),
+        rows_per_step=TEXTS_PER_STEP,
+        steps=steps,
+        learning_rate=LEARNING_RATE,
+        generator=generator,
+    )
+    for step, _ in enumerate(losses, start=1):
+        if step % SHOWN == 0 or step == steps:
             with torch.no_grad():
                 now = state.bias(one).select_prompt(0)
             yield now
