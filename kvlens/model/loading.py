@@ -215,6 +215,7 @@ def from_llama2c(
 def _from_hub(cls: type[M], name: str, tokenizer: Any, kv_shift: KVShiftConfig | None, kwargs: dict[str, Any]) -> M:
     """TransformerLens' own way by official name, which asks the hub or its cache; it builds ``cls`` by itself."""
     refuse_names_with_code(name)
+    check_device("from_pretrained: device", kwargs.get("device"))
     if kv_shift is not None:
         probe = HookedKVTransformerConfig(n_layers=1, d_model=2, d_head=2, n_ctx=1, d_vocab=1, act_fn="relu", kv_shift=kv_shift)
         check_weight_processing(probe, kwargs["fold_value_biases"], kwargs["refactor_factored_attn_matrices"])

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvlens.arguments import check_device
 from kvlens.errors import KVLensError, nearest
 from kvlens.model import HookedKVTransformerConfig, KVShiftConfig
 from kvlens.signature import checked
@@ -209,7 +208,6 @@ def build_model(task: Task, settings: Mapping[str, Any], *, name: str | None = N
         raise KVLensError(f"model: expected a task of kvlens.tasks, got {type(task).__name__}; make_task(name) makes one")
     if not isinstance(settings, Mapping):
         raise KVLensError(f"model: expected settings by name, such as {{'n_layers': 2}}, got {settings!r}")
-    check_device("model: device", device)
     values = {**DEFAULT_MODEL, "n_ctx": task.n_positions, "seed": 0, **settings}
     shift = values.get("kv_shift")
     if isinstance(shift, dict | bool):

@@ -238,3 +238,10 @@ def test_no_weight_is_left_unset(kind, monkeypatch):
 
 def filled_with_nan(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.fill_(torch.nan) if tensor.is_floating_point() and not tensor.is_meta else tensor
+
+
+@pytest.mark.parametrize("name", ["gpt2", "no/such/folder"])
+def test_a_device_is_asked_for_before_anything_is_looked_up(name):
+    load = HookedKVTransformer.from_pretrained if name == "gpt2" else HookedKVTransformer.load
+    with pytest.raises(KVLensError, match="device: 'cudda' cannot be used here"):
+        load(name, device="cudda")
