@@ -10,7 +10,8 @@ to find one: *given keys*, chosen among keys of other texts, values in closed fo
 
     left = || imitated - changed || / || original - changed ||       of the logits, on texts that no fit has seen
 
-1 is no imitation at all. "Up to r keys per head" is, of all fits with at most so many, the one that does best on texts that are
+1 is no imitation at all. The prompt itself, shown beside the curves, need not lie below 1: the weights learn part of it, and
+other things besides. "Up to r keys per head" is, of all fits with at most so many, the one that does best on texts that are
 held out from them: room for more keys then does no harm but by the noise of that choice. As a null the same fit is made to
 changes whose sign is drawn at random text by text.
 """
@@ -39,6 +40,8 @@ from kvlens.model import HookedKVTransformer, load_source
 
 PARTS = {"attention": ".attn.", "mlp": ".mlp."}
 """What changes, and what its parameters' names have in common."""
+NAMES = {"attention": "attention", "mlp": "the MLPs"}
+"""In words."""
 SHOWN = 10
 """Gradient steps between two looks at the held-out texts."""
 GIVEN, FREE, NULL, PROMPT = "given keys", "free keys", "given keys, null", "the prompt itself"
@@ -177,13 +180,15 @@ def compare(changes: pd.DataFrame) -> Iterator[Comparison]:
     """What is left of the change, by way and number of keys, judged over the changes; and the null."""
     for (part, way, r), rows in changes.groupby(["part", "way", "keys_per_head"], sort=False):
         left = rows["left"]
-        name = f"share of a change of {part} that is left: {way}, {r} per head"
+        name = f"share of a change of {NAMES[part]} that is left: {way}, {r} per head"
         verdict = JUDGE.above((1 - left).to_numpy())
         if way == NULL:
             claim, verdict = (
                 "where there is nothing to learn nothing is imitated (not below 1)",
                 None if verdict is None else not verdict,
             )
+        elif way == PROMPT:
+            claim = "the weights that learned a prompt act on other texts as the prompt does (a share below 1)"
         else:
             claim = "virtual keys take over part of a change of the weights (a share below 1)"
         yield Comparison(name, None, float(left.mean()), claim, verdict)
@@ -206,9 +211,12 @@ def draw(table: pd.DataFrame) -> Figure:
             rows = here[here["way"] == way]
             axes.plot(rows["keys_per_head"], rows["mean"], marker, color="#555555", linestyle="none", label=way)
         axes.axhline(1, color="#555555", linestyle=":", linewidth=1.4)
-        axes.set(xscale="log", xlabel="virtual keys per head", title=f"a change of {part}", ylim=(0, None))
+        axes.set(xscale="log", xlabel="virtual keys per head", title=f"a change of {NAMES[part]}")
+        axes.set_xticks(ticks := sorted(set(here["keys_per_head"])), [str(r) for r in ticks])
+        axes.minorticks_off()
         axes.grid(color="#dddddd", linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylim(bottom=0)  # of all panels, once all of them are drawn
     panels[0].set_ylabel("share of the change of the logits that is left")
     panels[0].legend(frameon=False, fontsize=9)
     figure.suptitle("Virtual keys in the place of a change of the weights, on unseen text", fontsize=11, x=0.02, ha="left")
