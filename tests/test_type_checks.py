@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from typing import Literal
+from typing import Literal, Self
 
 import beartype
 import jaxtyping
@@ -137,6 +137,18 @@ def test_sizes_that_are_arguments_and_words_of_a_choice():
     for function, arguments in ((sized, (3, zeros(2))), (chosen, (zeros(2), "down")), (chosen, (zeros(2), "left"))):
         with pytest.raises(REFUSED):
             check(function)(*arguments)
+
+
+class Small:
+    def times(self, n: int) -> Self:
+        return self
+
+
+def test_methods_that_return_their_own_class():
+    small = Small()
+    assert check(Small.times)(small, 2) is small
+    with pytest.raises(REFUSED):
+        check(Small.times)(small, "2")
 
 
 def test_where_checks_are_off_nothing_is_refused():

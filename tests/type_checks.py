@@ -96,6 +96,9 @@ def checks_of(function: Any, typechecker: Callable[[Any], Any]) -> Checks | None
     if any(holds(is_left, hint) for hint in annotations.values()):
         return None
     has_axes = any(holds(is_array, hint) for hint in annotations.values())
+    if typing.Self in annotations.values():  # which beartype reads in whole classes alone
+        function = copied(function, function.__closure__ or ())
+        function.__annotations__ = {name: Any if hint is typing.Self else hint for name, hint in annotations.items()}
     if "<locals>" in function.__qualname__:
         model = without_its_cells(function)
         wrapper = typechecker(model)
@@ -110,7 +113,11 @@ def checks_of(function: Any, typechecker: Callable[[Any], Any]) -> Checks | None
 
 def without_its_cells(function: Any) -> Any:
     """A function of the same signature that keeps nothing alive."""
-    cells = tuple(types.CellType() for _ in function.__code__.co_freevars)
+    return copied(function, tuple(types.CellType() for _ in function.__code__.co_freevars))
+
+
+def copied(function: Any, cells: tuple[types.CellType, ...]) -> Any:
+    """A function of the same signature with cells of its own."""
     bare = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
     bare.__kwdefaults__, bare.__qualname__ = function.__kwdefaults__, function.__qualname__
     bare.__annotations__, bare.__module__ = function.__annotations__, function.__module__
