@@ -396,8 +396,12 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
 
     def to(self, device_or_dtype: torch.device | torch.dtype | str, print_details: bool = True):  # type: ignore[override]
         """As TransformerLens'; a dtype may be given by its name, and is one of those that weights can have."""
-        wanted = dtype_of(device_or_dtype, "to: dtype") if is_dtype(device_or_dtype) else device_or_dtype
-        return super().to(wanted, print_details)
+        if not is_dtype(device_or_dtype):
+            return super().to(device_or_dtype, print_details)
+        dtype = self.cfg.dtype = dtype_of(device_or_dtype, "to: dtype")
+        if print_details:
+            print("Changing model dtype to", dtype)
+        return torch.nn.Module.to(self, dtype)  # TransformerLens' own writes all weights into copies that it drops
 
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> "HookedKVTransformer":
         """Moving or rounding the model: a rounded copy keeps the name of the weights that it was rounded from."""

@@ -157,11 +157,14 @@ def write_outcome(
     def fill(temporary: Path) -> None:
         for name, table in outcome.tables.items():
             table.to_parquet(temporary / f"{name}.parquet", index=False)
-        outcome.figure.draw_without_rendering()
-        outcome.figure.set_layout_engine("none")  # both pictures are laid out, and cut out, alike
-        inches = outcome.figure.get_tightbbox().padded(MARGIN)
-        outcome.figure.savefig(temporary / "figure.png", dpi=150, bbox_inches=inches)
-        outcome.figure.savefig(temporary / "figure.svg", bbox_inches=inches, metadata={"Date": None})
+        figure = outcome.figure
+        figure.set_dpi(150)
+        if engine := figure.get_layout_engine():
+            engine.execute(figure)
+            figure.set_layout_engine(None)  # both pictures are laid out, and cut out, alike, and each is drawn once
+        inches = figure.get_tightbbox().padded(MARGIN)
+        figure.savefig(temporary / "figure.png", dpi=figure.dpi, bbox_inches=inches)
+        figure.savefig(temporary / "figure.svg", bbox_inches=inches, metadata={"Date": None})
         (temporary / SUMMARY).write_text(json.dumps(plain(summary), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
     write_folder(folder, fill)
