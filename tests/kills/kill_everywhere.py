@@ -1,12 +1,16 @@
 """``python kill_everywhere.py FOLDER KIND...``: write over what is there, killed before every step on the file system.
 
-A fork is killed (SIGKILL) when Python announces (``sys.addaudithook``) its n-th look or change below FOLDER, for n = 1, 2, ...
-until one comes to its end. After every kill the old content or the new one must be there, whole; after one more run, nothing
-else. Prints each kind and how often it was killed. A kind that ends in ``-`` is written as where no folders can be swapped.
+Python announces (``sys.addaudithook``) every look or change below FOLDER. A fork writes once and copies the folder before each:
+SIGKILL at that moment would leave just that, as all that a dead process takes along is its locks. One step in five is also
+killed in earnest, and must leave what its picture shows. From every one of them the old content or the new one must be
+read, whole; after one more run, nothing else may lie there. Prints each kind and how often it was killed. A kind that ends in
+``-`` is written as where no folders can be swapped.
 """
 
+import gc
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -20,6 +24,8 @@ import torch
 
 from kvlens import temporaries
 
+KILLED_IN_EARNEST = 5
+"""One step in so many; the others are pictures."""
 STEPS = ("os.", "open", "shutil.", "tempfile.", "sqlite3.connect", "ctypes.dlsym")
 
 
@@ -56,7 +62,7 @@ def model(place: Path) -> Case:
 
     from kvlens import HookedKVTransformer
 
-    models, turn = [tiny_text_model(seed=seed) for seed in (1, 2)], Turn()
+    models, turn = [tiny_text_model(n_layers=1, seed=seed) for seed in (1, 2)], Turn()
     return Case(
         lambda folder: models[turn()].save(folder / "m", overwrite=True),
         lambda folder: HookedKVTransformer.load(folder / "m").fingerprint().weights,
@@ -91,7 +97,7 @@ def outcome(place: Path) -> Case:
     turn = Turn()
 
     def write(folder: Path) -> None:
-        found = Outcome({"t": pd.DataFrame({"a": [turn()]})}, Figure(), [])
+        found = Outcome({"t": pd.DataFrame({"a": [turn()]})}, Figure(figsize=(0.1, 0.1)), [])
         write_outcome(found, find_experiment("hops"), "tiny", 1.0, folder / "o", overwrite=True)
 
     def read(folder: Path) -> object:
@@ -103,18 +109,19 @@ def outcome(place: Path) -> Case:
 
 def run(place: Path) -> Case:
     from tiny_runs import run as train_tiny
+    from tiny_runs import tiny_model
 
     from kvlens.tensor_files import read_checked_tensors
     from kvlens.training.checkpoint import FORMAT, FORMAT_VERSION
 
-    turn = Turn()
+    turn, trained = Turn(), tiny_model()
 
     def read(folder: Path) -> object:
         _, header = read_checked_tensors(folder / "r" / "checkpoint.safetensors", "test", FORMAT, FORMAT_VERSION)
         return json.loads(header["identity"])["setting"]["steps"]
 
-    often = dict(eval_every=1, checkpoint_every=1, restart=True)
-    return Case(lambda folder: train_tiny(folder=folder / "r", steps=(1, 2)[turn()], **often), read, {"r"})
+    often = dict(batch_size=1, eval_sequences=1, eval_every=1, checkpoint_every=1, restart=True)
+    return Case(lambda folder: train_tiny(trained, folder=folder / "r", steps=(1, 2)[turn()], **often), read, {"r"})
 
 
 def trained(place: Path) -> Case:
@@ -161,21 +168,25 @@ class Turn:
         return self.value
 
 
-def die_at(step: int, folder: str) -> None:
-    """From now on: SIGKILL before the ``step``-th step on the file system below ``folder``."""
-    seen = [0]
+class Steps:
+    """Counts what Python announces (``sys.addaudithook``): each look or change below ``folder``, just before it is done."""
 
-    def hook(event: str, args: tuple[object, ...]) -> None:
-        if event.startswith(STEPS) and (event == "ctypes.dlsym" or any(folder in str(argument) for argument in args)):
-            seen[0] += 1
-            if seen[0] == step:
-                os.kill(os.getpid(), signal.SIGKILL)
+    def __init__(self, folder: Path, before: Callable[[int], object]):
+        self.folder, self.before, self.count, self.watching = str(folder), before, 0, True
+        sys.addaudithook(self.hook)
 
-    sys.addaudithook(hook)
+    def hook(self, event: str, args: tuple[object, ...]) -> None:
+        if not self.watching or not event.startswith(STEPS):
+            return
+        if event == "ctypes.dlsym" or any(self.folder in str(argument) for argument in args):
+            self.count += 1
+            self.watching = False  # not what ``before`` does itself
+            self.before(self.count)
+            self.watching = True
 
 
-def forked(work: Callable[[], object]) -> bool:
-    """Do ``work`` in a fork; whether it was killed."""
+def in_a_fork(work: Callable[[], object]) -> int:
+    """Do ``work`` in a fork; the signal that killed it, or 0."""
     child = os.fork()
     if child == 0:
         status = 1
@@ -186,34 +197,64 @@ def forked(work: Callable[[], object]) -> bool:
             os._exit(status)
     _, status = os.waitpid(child, 0)
     assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, status
-    return os.WIFSIGNALED(status)
+    return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+
+
+def photograph(write: Callable[[Path], object], folder: Path, album: Path) -> None:
+    """Write in ``folder``, and copy it to ``album / "1"``, ``"2"``, ... before each step: what a SIGKILL would leave there."""
+
+    def photographed() -> None:
+        steps = Steps(folder, lambda step: shutil.copytree(folder, album / str(step), symlinks=True))
+        write(folder)
+        steps.watching = False
+
+    assert in_a_fork(photographed) == 0
+
+
+def kill(write: Callable[[Path], object], folder: Path, at: int) -> None:
+    """Write in ``folder``, killed before the step ``at``."""
+
+    def killed() -> None:
+        Steps(folder, lambda step: step == at and os.kill(os.getpid(), signal.SIGKILL))
+        write(folder)
+
+    assert in_a_fork(killed) == signal.SIGKILL
+
+
+def tree(folder: Path) -> dict[str, bool]:
+    """What lies below a folder: names, less what is random in those of temporaries, and whether each is a folder or empty."""
+    random = re.compile(rf"({re.escape(temporaries.MARK)}(old-)?)\w{{8}}")
+    return {
+        random.sub(r"\1", str(path.relative_to(folder))): path.is_dir() or not path.stat().st_size for path in folder.rglob("*")
+    }
 
 
 def kill_everywhere(kind: str, place: Path) -> int:
     """Kill the writing of ``kind`` before every step; how many there were."""
     case = KINDS[kind.rstrip("-")](place)
     turn = next(cell.cell_contents for cell in case.write.__closure__ if isinstance(cell.cell_contents, Turn))
-    old, at_work = place / "old", place / "work"
+    old, at_work, album = place / "old", place / "work", place / "album"
     old.mkdir(parents=True)
     case.write(old)
-    before, seen, kills, died = case.read(old), set(), 0, True
-    turn.value = 1
-    while died:
-        shutil.copytree(old, at_work, symlinks=True)
-
-        def killed(step: int = kills + 1) -> None:
-            die_at(step, str(at_work))
-            case.write(at_work)
-
-        died = forked(killed)
-        kills += died
+    before, seen, turn.value = case.read(old), set(), 1
+    gc.freeze()  # forks share these pages
+    shutil.copytree(old, at_work, symlinks=True)
+    photograph(case.write, at_work, album)
+    kills = len(os.listdir(album))
+    for step in range(1, kills + 1):
+        shutil.rmtree(at_work)
+        if step % KILLED_IN_EARNEST == 1:
+            shutil.copytree(old, at_work, symlinks=True)
+            kill(case.write, at_work, step)
+            assert tree(at_work) == tree(album / str(step)), step
+        else:
+            (album / str(step)).rename(at_work)
         seen.add(case.read(at_work))
         case.write(at_work)
         after = case.read(at_work)
         assert after != before and set(os.listdir(at_work)) == case.names, os.listdir(at_work)
         left = [path.name for path in at_work.rglob("*") if temporaries.is_temporary(path.name) or path.name == ".lock"]
         assert not left, left
-        shutil.rmtree(at_work)
     assert seen == {before, after}, (seen, before, after)
     return kills
 
