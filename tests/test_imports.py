@@ -50,7 +50,7 @@ PUBLIC = {"kvlens.arguments", "kvlens.dual", "kvlens.errors", "kvlens.signature"
 """Beside what ``kvlens`` itself offers: the dual model, what arguments must be, and errors that propose the nearest name."""
 FOUNDATIONS = {"kvlens.checksum", "kvlens.files", "kvlens.model", "kvlens.terminal", "kvlens.zoo"}
 """What a batch needs to write files that notice damage, to read a command line, and to load a model by its name."""
-PURE = {"torch", "einops", "itertools", "jaxtyping", "math", "typing", "collections", "functools", "kvlens"}
+PURE = {"torch", "einops", "inspect", "itertools", "jaxtyping", "math", "typing", "collections", "functools", "kvlens"}
 
 Sources = Mapping[str, tuple[str, bool]]
 """Source and whether it is a package, by the module's name."""

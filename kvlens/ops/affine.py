@@ -16,6 +16,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from kvlens.ops.shapes import shaped
+
 Activation = Literal["gelu", "gelu_tanh", "relu", "silu"]
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "gelu": torch.nn.functional.gelu,
@@ -34,6 +36,7 @@ ADDMM_ROWS = 8
 """Up to so many rows, as in decoding, ``torch.addmm`` is no slower."""
 
 
+@shaped()
 def affine(
     x: Float[Tensor, "*lead d_in"],
     weight: Float[Tensor, "d_in d_out"],

@@ -5,7 +5,11 @@ from collections.abc import Callable, Sequence
 from jaxtyping import Float
 from torch import Tensor
 
+from kvlens.errors import KVLensError
+from kvlens.ops.shapes import shaped
 
+
+@shaped()
 def augment(
     x: Float[Tensor, "batch pos head d"],
     weights: Sequence[Float[Tensor, "head _ _"]],
@@ -19,7 +23,14 @@ def augment(
         weights: one matrix a layer and head; the first reads d, the last writes d.
         activation: between the layers; behind a single one.
         parallel: c, the weight of a branch beside x; None for the MLP alone.
+
+    Raises:
+        KVLensError: matrices that do not follow from x to x one after the other.
     """
+    widths = [x.shape[-1], *(width for weight in weights for width in weight.shape[1:]), x.shape[-1]]
+    if widths[::2] != widths[1::2]:
+        came = ", ".join(str(list(weight.shape[1:])) for weight in weights)
+        raise KVLensError(f"augment: expected matrices [d, n], ..., [m, d] that follow each other, d={x.shape[-1]}, got {came}")
     out = x
     for layer, weight in enumerate(weights):
         out = (out.transpose(1, 2) @ weight.to(x.dtype)).transpose(1, 2)

@@ -14,6 +14,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvlens.ops.shapes import shaped
+
 
 class Negatives(NamedTuple):
     """N_i of every query.
@@ -27,6 +29,7 @@ class Negatives(NamedTuple):
     share: Float[Tensor, "batch head pos most"]
 
 
+@shaped()
 @torch.no_grad()
 def lowest_scored(
     scores: Float[Tensor, "batch head pos key_pos"], visible: Bool[Tensor, "#batch #head pos key_pos"], k: int | float
@@ -47,6 +50,7 @@ def lowest_scored(
     return Negatives(lowest.indices, share.expand_as(lowest.indices))
 
 
+@shaped()
 def mean_of_negatives(
     v: Float[Tensor, "batch head key_pos d_head"], negatives: Negatives
 ) -> Float[Tensor, "batch head pos d_head"]:

@@ -18,14 +18,16 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvlens.ops.dual.kernel import LogKernel, kernel_values, middle_of_course
+from kvlens.ops.shapes import shaped
 
 PerJudgedQuery = Float[Tensor, "*lead judged_query"]
 
 
+@shaped()
 def log_loss_drops(
     log_kernel: LogKernel,
     values: Float[Tensor, "*lead token d_out"],
-    log_normalizer: Float[Tensor, "*lead query"],
+    log_normalizer: Float[Tensor, "*lead token"],
     n_demonstrations: int | None = None,
     log_decay: Float[Tensor, "*lead"] | None = None,
 ) -> PerJudgedQuery:
@@ -58,6 +60,7 @@ def log_loss_drops(
     return drops + 2 * queries * log_decay[..., None]
 
 
+@shaped()
 def step_outputs(
     pattern: Float[Tensor, "*lead query token"],
     values: Float[Tensor, "*lead token d_out"],
@@ -76,6 +79,7 @@ def step_outputs(
     return pattern[..., N:, :N] @ values[..., :N, :]
 
 
+@shaped()
 def mean_cosines(
     log_kernel: LogKernel,
     values: Float[Tensor, "*lead token d_out"],

@@ -14,24 +14,28 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvlens.ops.shapes import shaped
+
 
 class LogKernel(NamedTuple):
-    """A matrix of kernel values, kappa = sign * exp(log_size).
+    """A matrix of kernel values between tokens and what they are looked at, kappa = sign * exp(log_size).
 
     Attributes:
         log_size: log |kappa|, -inf where kappa is 0.
         sign: -1, 0 or 1; None where all are positive.
     """
 
-    log_size: Float[Tensor, "*lead a b"]
-    sign: Float[Tensor, "*lead a b"] | None
+    log_size: Float[Tensor, "*lead token at"]
+    sign: Float[Tensor, "*lead token at"] | None
 
 
+@shaped()
 def softmax_kernel(a: Float[Tensor, "*lead a d"], b: Float[Tensor, "*lead b d"], scale: float) -> LogKernel:
     """kappa(a, b) = exp(a.b / scale), the kernel of softmax attention (DUAL eq. 7)."""
     return LogKernel(a @ b.transpose(-1, -2) / scale, None)
 
 
+@shaped()
 def feature_kernel(
     a: Float[Tensor, "*lead a d_phi"],
     b: Float[Tensor, "*lead b d_phi"],
@@ -46,7 +50,8 @@ def feature_kernel(
     return LogKernel(log_size, products.sign())
 
 
-def kernel_values(kernel: LogKernel, log_factor: Float[Tensor, "..."] | float = 0.0) -> Float[Tensor, "*lead a b"]:
+@shaped()
+def kernel_values(kernel: LogKernel, log_factor: Float[Tensor, "..."] | float = 0.0) -> Float[Tensor, "*lead token at"]:
     """kappa * exp(log_factor), broadcast; only a product that itself is too large overflows."""
     values = (kernel.log_size + log_factor).exp()
     return values if kernel.sign is None else kernel.sign * values

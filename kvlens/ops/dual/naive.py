@@ -11,6 +11,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvlens.ops.shapes import shaped
+
 Kernel = Callable[[Tensor, Tensor], Tensor]
 """kappa of two vectors: a number."""
 
@@ -39,6 +41,7 @@ class NaiveDual(NamedTuple):
     cosine_after: Float[Tensor, " demo"]
 
 
+@shaped()
 def naive_dual(
     query: Float[Tensor, " d"],
     keys: Float[Tensor, "token d"],

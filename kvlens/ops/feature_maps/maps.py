@@ -22,6 +22,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvlens.arguments import check_choice
+from kvlens.ops.shapes import shaped
 
 FEATURE_MAPS = ("identity", "elu_plus_one", "relu", "random", "taylor", "hedgehog")
 
@@ -77,6 +78,7 @@ def relu(x: Float[Tensor, "*lead d"]) -> Float[Tensor, "*lead d"]:
     return torch.relu(x) + 1e-3
 
 
+@shaped()
 def random_features(
     x: Float[Tensor, "*lead head d"], projection: Float[Tensor, "head m d"], attn_scale: float
 ) -> Float[Tensor, "*lead head m"]:
@@ -96,6 +98,7 @@ def taylor(x: Float[Tensor, "*lead d"], attn_scale: float) -> Float[Tensor, "*le
     return torch.cat([torch.ones_like(scaled[..., :1]), scaled, pairs], dim=-1)
 
 
+@shaped()
 def hedgehog(x: Float[Tensor, "*lead head d"], weight: Float[Tensor, "head d d"]) -> Float[Tensor, "*lead head d_phi"]:
     """phi(x) = softmax([2Wx, -2Wx]), W learned a head."""
     projected = 2.0 * torch.einsum("...hd,hed->...he", x, weight.to(x.dtype))

@@ -6,8 +6,10 @@ from torch import Tensor
 
 from kvlens.errors import KVLensError
 from kvlens.ops.induction.landscape import check_length
+from kvlens.ops.shapes import shaped
 
 
+@shaped()
 def naive_induction_head(
     x: Float[Tensor, "batch pos d_model"], sigma: float, slope: float
 ) -> Float[Tensor, "batch pos d_model"]:
@@ -24,6 +26,7 @@ def naive_induction_head(
     return torch.stack(texts)
 
 
+@shaped()
 def naive_landscape_loss(
     alpha: Float[Tensor, "2"],
     beta: Float[Tensor, "2"],

@@ -10,9 +10,10 @@ With the values' coefficients E says which tokens are read; with the keys', whos
 from jaxtyping import Float
 from torch import Tensor
 
-from kvlens.errors import KVLensError
+from kvlens.ops.shapes import shaped
 
 
+@shaped(head="kv_head")
 def effective_pattern(
     pattern: Float[Tensor, "*batch head query key"], coef: Float[Tensor, "kv_head taps"]
 ) -> Float[Tensor, "*batch head query key"]:
@@ -29,10 +30,7 @@ def effective_pattern(
     Raises:
         KVLensError: the heads cannot be shared out among the rows of ``coef``.
     """
-    n_heads, n_rows = pattern.shape[-3], coef.shape[0]
-    if n_heads % n_rows:
-        raise KVLensError(f"effective_pattern: {n_heads} heads cannot share {n_rows} rows of coefficients")
-    taps = coef.repeat_interleave(n_heads // n_rows, dim=0)[:, :, None, None].to(pattern)
+    taps = coef.repeat_interleave(pattern.shape[-3] // coef.shape[0], dim=0)[:, :, None, None].to(pattern)
     effective = taps[:, 0] * pattern
     for s in range(1, min(coef.shape[1], pattern.shape[-1])):
         effective[..., :-s] += taps[:, s] * pattern[..., s:]

@@ -14,7 +14,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from kvlens.errors import KVLensError
+from kvlens.ops.shapes import shaped
 
+
+@shaped()
 def kv_shift(
     x: Float[Tensor, "batch pos head d"],
     coef: Float[Tensor, "head taps"],
@@ -40,7 +44,7 @@ def kv_shift(
     if boundary is None:
         boundary = x.new_zeros(1, window, *x.shape[2:])
     if boundary.shape[1] != window:
-        raise ValueError(
+        raise KVLensError(
             f"kv_shift: expected a boundary of {window} rows for {window + 1} coefficients, got {boundary.shape[1]}"
         )
     boundary = boundary.to(x.dtype).expand(x.shape[0], -1, -1, -1)

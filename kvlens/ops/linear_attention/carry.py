@@ -14,8 +14,10 @@ from torch import Tensor
 
 from kvlens.ops.linear_attention.state import rebase_state
 from kvlens.ops.linear_attention.types import LinearAttentionState
+from kvlens.ops.shapes import shaped
 
 
+@shaped(head="kv_head")
 def carry_state(
     before: LinearAttentionState | None,
     n_tokens: int | Int[Tensor, " batch"],

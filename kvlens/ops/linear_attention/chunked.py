@@ -17,7 +17,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kvlens.ops.linear_attention.state import without_padding
-from kvlens.ops.linear_attention.types import LinearAttentionOutput, LinearAttentionState, check_shapes
+from kvlens.ops.linear_attention.types import LinearAttentionOutput, LinearAttentionState, check_normalizer
+from kvlens.ops.shapes import shaped
 
 CHUNK_SIZE = 64
 NORMALIZER_CHUNK_SIZE = 16
@@ -26,6 +27,7 @@ SEGMENT_ON_CPU, SEGMENT_ELSEWHERE = 512, 16384
 """Tokens a segment: the cache is what counts on a CPU, enough parallel work on an accelerator."""
 
 
+@shaped(head="kv_head")
 def chunked_linear_attention(
     phi_q: Float[Tensor, "batch pos head d_phi"],
     phi_k: Float[Tensor, "batch pos kv_head d_phi"],
@@ -33,12 +35,12 @@ def chunked_linear_attention(
     norm_q: Float[Tensor, "batch pos head d_phi"] | None = None,
     norm_k: Float[Tensor, "batch pos kv_head d_phi"] | None = None,
     decay: Float[Tensor, " kv_head"] | None = None,
-    mask: Bool[Tensor, "batch pos"] | None = None,
+    mask: Bool[Tensor, "#batch pos"] | None = None,
     state: LinearAttentionState | None = None,
     chunk_size: int = CHUNK_SIZE,
 ) -> LinearAttentionOutput:
     """Segment by segment, all chunks of one at once (arguments in ``types``; ``chunk_size`` changes speed, not the result)."""
-    check_shapes(phi_q, phi_k, v, norm_q, norm_k, mask)
+    check_normalizer(norm_q, norm_k)
     if mask is not None:
         phi_k, v = without_padding(phi_k, mask), without_padding(v, mask)
         norm_k = None if norm_k is None else without_padding(norm_k, mask)

@@ -4,10 +4,12 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from kvlens.ops.linear_attention.types import LinearAttentionOutput, LinearAttentionState, check_shapes
+from kvlens.ops.linear_attention.types import LinearAttentionOutput, LinearAttentionState, check_normalizer
 from kvlens.ops.rotary import naive_rotate
+from kvlens.ops.shapes import shaped
 
 
+@shaped(head="kv_head")
 def naive_linear_attention(
     phi_q: Float[Tensor, "batch pos head d_phi"],
     phi_k: Float[Tensor, "batch pos kv_head d_phi"],
@@ -15,11 +17,11 @@ def naive_linear_attention(
     norm_q: Float[Tensor, "batch pos head d_phi"] | None = None,
     norm_k: Float[Tensor, "batch pos kv_head d_phi"] | None = None,
     decay: Float[Tensor, " kv_head"] | None = None,
-    mask: Bool[Tensor, "batch pos"] | None = None,
+    mask: Bool[Tensor, "#batch pos"] | None = None,
     state: LinearAttentionState | None = None,
 ) -> LinearAttentionOutput:
     """The recurrence itself (ICLCA eq. 12-13; arguments in :mod:`kvlens.ops.linear_attention.types`)."""
-    check_shapes(phi_q, phi_k, v, norm_q, norm_k, mask)
+    check_normalizer(norm_q, norm_k)
     batch, pos, n_heads, d_phi = phi_q.shape
     n_kv, d_head = v.shape[2:]
     group = n_heads // n_kv
@@ -42,6 +44,7 @@ def naive_linear_attention(
     )
 
 
+@shaped(head="kv_head")
 def naive_carry_state(
     before: LinearAttentionState,
     n_tokens: int,

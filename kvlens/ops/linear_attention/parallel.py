@@ -7,14 +7,16 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kvlens.ops.linear_attention.state import read_state, real_steps, without_padding
-from kvlens.ops.linear_attention.types import LinearAttentionOutput, LinearAttentionState, check_shapes
+from kvlens.ops.linear_attention.types import LinearAttentionOutput, LinearAttentionState, check_normalizer
+from kvlens.ops.shapes import shaped
 
 
+@shaped(head="kv_head")
 def causal_scores(
     phi_q: Float[Tensor, "batch pos head d_phi"],
     phi_k: Float[Tensor, "batch key_pos kv_head d_phi"],
     decay: Float[Tensor, " kv_head"] | None = None,
-    mask: Bool[Tensor, "batch key_pos"] | None = None,
+    mask: Bool[Tensor, "#batch key_pos"] | None = None,
 ) -> Float[Tensor, "batch head pos key_pos"]:
     """phi~(q_i).phi~(k_j) gamma^{i-j}, 0 where j > i or token j is padding; the queries are the last ``pos`` tokens."""
     group, past = phi_q.shape[2] // phi_k.shape[2], phi_k.shape[1] - phi_q.shape[1]
@@ -27,10 +29,11 @@ def causal_scores(
     return scores if mask is None else scores.masked_fill(~mask[:, None, None, :], 0.0)
 
 
+@shaped(head="kv_head")
 def running_normalizer(
     norm_q: Float[Tensor, "batch pos head d_phi"],
     norm_k: Float[Tensor, "batch pos kv_head d_phi"],
-    mask: Bool[Tensor, "batch pos"] | None = None,
+    mask: Bool[Tensor, "#batch pos"] | None = None,
     k_sum: Float[Tensor, "batch kv_head d_phi"] | None = None,
 ) -> Float[Tensor, "batch pos head"]:
     """phi(q_i)^T (k_sum + sum_{j <= i} phi(k_j))."""
@@ -43,12 +46,13 @@ def running_normalizer(
     return (norm_q.unflatten(2, (-1, group)) * running.unsqueeze(3)).sum(-1).flatten(2, 3)
 
 
+@shaped()
 def final_state(
     phi_k: Float[Tensor, "batch pos kv_head d_phi"],
     v: Float[Tensor, "batch pos kv_head d_head"],
     norm_k: Float[Tensor, "batch pos kv_head d_phi"] | None = None,
     decay: Float[Tensor, " kv_head"] | None = None,
-    mask: Bool[Tensor, "batch pos"] | None = None,
+    mask: Bool[Tensor, "#batch pos"] | None = None,
     state: LinearAttentionState | None = None,
 ) -> LinearAttentionState:
     """A and D after the last real token, in one product over all tokens."""
@@ -70,6 +74,7 @@ def final_state(
     return LinearAttentionState(kv, k_sum)
 
 
+@shaped(head="kv_head")
 def parallel_linear_attention(
     phi_q: Float[Tensor, "batch pos head d_phi"],
     phi_k: Float[Tensor, "batch pos kv_head d_phi"],
@@ -77,11 +82,11 @@ def parallel_linear_attention(
     norm_q: Float[Tensor, "batch pos head d_phi"] | None = None,
     norm_k: Float[Tensor, "batch pos kv_head d_phi"] | None = None,
     decay: Float[Tensor, " kv_head"] | None = None,
-    mask: Bool[Tensor, "batch pos"] | None = None,
+    mask: Bool[Tensor, "#batch pos"] | None = None,
     state: LinearAttentionState | None = None,
 ) -> LinearAttentionOutput:
     """All tokens at once through the pos x pos scores: O(pos^2) memory (arguments in ``types``)."""
-    check_shapes(phi_q, phi_k, v, norm_q, norm_k, mask)
+    check_normalizer(norm_q, norm_k)
     group = phi_q.shape[2] // v.shape[2]
     scores = causal_scores(phi_q, phi_k, decay, mask)
     v = v if mask is None else without_padding(v, mask)

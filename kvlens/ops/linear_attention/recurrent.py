@@ -5,9 +5,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kvlens.ops.linear_attention.state import without_padding
-from kvlens.ops.linear_attention.types import LinearAttentionOutput, LinearAttentionState, check_shapes
+from kvlens.ops.linear_attention.types import LinearAttentionOutput, LinearAttentionState, check_normalizer
+from kvlens.ops.shapes import shaped
 
 
+@shaped(head="kv_head")
 def recurrent_linear_attention(
     phi_q: Float[Tensor, "batch pos head d_phi"],
     phi_k: Float[Tensor, "batch pos kv_head d_phi"],
@@ -15,11 +17,11 @@ def recurrent_linear_attention(
     norm_q: Float[Tensor, "batch pos head d_phi"] | None = None,
     norm_k: Float[Tensor, "batch pos kv_head d_phi"] | None = None,
     decay: Float[Tensor, " kv_head"] | None = None,
-    mask: Bool[Tensor, "batch pos"] | None = None,
+    mask: Bool[Tensor, "#batch pos"] | None = None,
     state: LinearAttentionState | None = None,
 ) -> LinearAttentionOutput:
     """One update and one read a token (arguments in ``types``). States are never changed in place."""
-    check_shapes(phi_q, phi_k, v, norm_q, norm_k, mask)
+    check_normalizer(norm_q, norm_k)
     batch, pos, n_heads, d_phi = phi_q.shape
     n_kv, d_head = v.shape[2:]
     kv = v.new_zeros(batch, n_kv, d_phi, d_head) if state is None else state.kv

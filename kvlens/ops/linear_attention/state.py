@@ -6,9 +6,11 @@ from torch import Tensor
 
 from kvlens.arguments import check_whole
 from kvlens.ops.rotary import rotate
+from kvlens.ops.shapes import shaped
 from kvlens.signature import checked
 
 
+@shaped(head="head_or_kv_head")
 def read_state(
     phi_q: Float[Tensor, "batch pos head d_phi"],
     kv: Float[Tensor, "#batch head_or_kv_head d_phi d_head"],
@@ -32,6 +34,7 @@ def read_state(
     return read * factor[..., None]
 
 
+@shaped()
 def rebase_state(
     kv: Float[Tensor, "*lead d_phi d_head"],
     cos: Float[Tensor, "*#lead rotary_dim"],
@@ -42,14 +45,16 @@ def rebase_state(
     return rotate(kv.transpose(-1, -2), cos.unsqueeze(-2), -sin.unsqueeze(-2), adjacent_pairs).transpose(-1, -2)
 
 
-def real_steps(mask: Bool[Tensor, "batch pos"] | None, like: Float[Tensor, "batch pos *rest"]) -> Int[Tensor, "#batch pos"]:
+@shaped()
+def real_steps(mask: Bool[Tensor, "#batch pos"] | None, like: Float[Tensor, "batch pos *rest"]) -> Int[Tensor, "#batch pos"]:
     """How many real tokens there are up to and with each place: [batch or 1, pos]."""
     if mask is None:
         return torch.arange(1, like.shape[1] + 1, device=like.device)[None]
     return mask.cumsum(dim=1)
 
 
-def without_padding(x: Float[Tensor, "batch pos *rest"], mask: Bool[Tensor, "batch pos"]) -> Float[Tensor, "batch pos *rest"]:
+@shaped()
+def without_padding(x: Float[Tensor, "batch pos *rest"], mask: Bool[Tensor, "#batch pos"]) -> Float[Tensor, "batch pos *rest"]:
     """Zeros at padded places, whatever stood there: 0 * inf would be NaN, and NaN would reach the real tokens."""
     return x.masked_fill(~mask.reshape(*mask.shape, *[1] * (x.dim() - 2)), 0.0)
 

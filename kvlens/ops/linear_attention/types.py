@@ -29,10 +29,10 @@ from kvlens.errors import KVLensError
 
 
 class LinearAttentionState(NamedTuple):
-    """All that linear attention keeps of a text: A and D after its last real token."""
+    """All that linear attention keeps of a text: A and D after its last real token. A batch may start from one state."""
 
-    kv: Float[Tensor, "batch kv_head d_phi d_head"]
-    k_sum: Float[Tensor, "batch kv_head d_phi"] | None
+    kv: Float[Tensor, "#batch kv_head d_phi d_head"]
+    k_sum: Float[Tensor, "#batch kv_head d_phi"] | None
 
 
 class LinearAttentionOutput(NamedTuple):
@@ -43,23 +43,10 @@ class LinearAttentionOutput(NamedTuple):
     state: LinearAttentionState
 
 
-def check_shapes(
-    phi_q: Tensor, phi_k: Tensor, v: Tensor, norm_q: Tensor | None, norm_k: Tensor | None, mask: Tensor | None
-) -> None:
-    """Raise KVLensError where the arguments of a form do not belong together, and would be broadcast or cut in silence."""
-    if any(x is not None and x.dim() != 4 for x in (phi_q, phi_k, v, norm_q, norm_k)):
-        fit = False
-    else:
-        fit = phi_q.shape[:2] == v.shape[:2] and phi_k.shape[:3] == v.shape[:3] and phi_q.shape[3] == phi_k.shape[3]
-        fit = fit and v.shape[2] > 0 and phi_q.shape[2] % v.shape[2] == 0 and (norm_q is None) == (norm_k is None)
-        if norm_q is not None and norm_k is not None:
-            fit = fit and norm_q.shape[:3] == phi_q.shape[:3] and norm_k.shape[:3] == phi_k.shape[:3]
-            fit = fit and norm_q.shape[3] == norm_k.shape[3]
-    if not fit or (mask is not None and (mask.dim() != 2 or mask.shape[1] != v.shape[1])):
-        named = dict(phi_q=phi_q, phi_k=phi_k, v=v, norm_q=norm_q, norm_k=norm_k, mask=mask)
-        came = ", ".join(f"{name} {list(x.shape)}" for name, x in named.items() if x is not None)
+def check_normalizer(norm_q: Tensor | None, norm_k: Tensor | None) -> None:
+    """Raise KVLensError where the normaliser has features on one side alone."""
+    if (norm_q is None) != (norm_k is None):
         raise KVLensError(
-            "linear attention: expected phi_q [batch, pos, head, d_phi], phi_k [batch, pos, kv_head, d_phi], "
-            "v [batch, pos, kv_head, d_head], norm_q and norm_k like phi_q and phi_k or neither, mask [batch, pos], with head "
-            f"a multiple of kv_head; got {came}"
+            "linear attention: expected norm_q and norm_k, or neither for no normaliser, got norm_"
+            f"{'k' if norm_q is None else 'q'} alone"
         )

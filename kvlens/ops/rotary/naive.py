@@ -4,7 +4,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvlens.ops.shapes import shaped
 
+
+@shaped()
 def naive_rotate(
     x: Float[Tensor, "*lead d"], position: int, frequencies: Float[Tensor, " pairs"], adjacent_pairs: bool
 ) -> Float[Tensor, "*lead d"]:

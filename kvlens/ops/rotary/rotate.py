@@ -6,7 +6,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvlens.errors import KVLensError
+from kvlens.ops.shapes import shaped
 
+
+@shaped()
 def rotate(
     x: Float[Tensor, "*lead d"],
     cos: Float[Tensor, "*#lead rotary_dim"],
@@ -19,7 +23,14 @@ def rotate(
         x: row vectors in the last axis.
         cos, sin: rows of a :class:`RotaryTable`, broadcast over the axes before. No gradient goes into them.
         adjacent_pairs: pairs (0, 1), (2, 3), ... as GPT-J does, instead of (i, i + rotary_dim / 2) as GPT-NeoX does.
+
+    Raises:
+        KVLensError: rows that do not fit ``x``, or that are no pairs.
     """
+    if cos.shape[-1] > x.shape[-1] or cos.shape[-1] % 2:
+        raise KVLensError(
+            f"rotate: expected an even rotary_dim of at most d={x.shape[-1]}, got cos and sin of {cos.shape[-1]} features"
+        )
     if torch.is_grad_enabled() and x.requires_grad:
         return _Rotation.apply(x, cos, sin, adjacent_pairs)  # type: ignore[no-untyped-call]
     return _turned(x, cos, sin, adjacent_pairs)

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from kvlens.ops.shapes import shaped
 from kvlens.ops.softmax_attention.fused import fused_softmax_attention
 
 
@@ -43,6 +44,7 @@ class KeysBeside(NamedTuple):
         return cls(keys, log_weights, b_kv / weights[..., None])
 
 
+@shaped(head="kv_head")
 def attend_beside(
     q: Float[Tensor, "batch query head d_head"],
     k: Float[Tensor, "batch key kv_head d_head"],
@@ -68,6 +70,7 @@ def attend_beside(
     return z.view(batch, kv_heads, n_heads // kv_heads, n_queries, d).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
+@shaped(head="kv_head")
 def fused_beside(
     z: Float[Tensor, "batch query head d_head"],
     log_normalizer: Float[Tensor, "batch query head"],

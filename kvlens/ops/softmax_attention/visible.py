@@ -4,7 +4,11 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from kvlens.errors import KVLensError
+from kvlens.ops.shapes import shaped
 
+
+@shaped()
 def visible_keys(
     n_queries: int,
     n_keys: int,
@@ -17,7 +21,14 @@ def visible_keys(
 
     The queries are the last ``n_queries`` of ``n_keys`` places. The other arguments are those of
     :mod:`kvlens.ops.softmax_attention.types`.
+
+    Raises:
+        KVLensError: more queries than keys where places count, or padding of another number of keys.
     """
+    if (causal or window is not None) and n_queries > n_keys:
+        raise KVLensError(f"softmax attention: expected at most as many queries as keys ({n_keys}), got {n_queries}")
+    if padding is not None and padding.shape[1] != n_keys:
+        raise KVLensError(f"softmax attention: expected padding [batch, {n_keys}], got {list(padding.shape)}")
     visible = None
     if (causal and n_queries > 1) or (window is not None and window < n_keys):
         key = torch.arange(n_keys, device=device)

@@ -10,10 +10,12 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvlens.ops.shapes import shaped
 from kvlens.ops.softmax_attention import ScaledFeatures, by_kv_head
 from kvlens.ops.softmax_features.types import ScoreRule
 
 
+@shaped(head="kv_head")
 def virtual_key_scores(
     q: Float[Tensor, "batch pos head d_head"],
     keys: Float[Tensor, "#batch kv_head r d_head"],
@@ -34,6 +36,7 @@ def virtual_key_scores(
     return rearrange(scores, "b g (p s) r -> b p (g s) r", p=q.shape[1])
 
 
+@shaped(head="kv_head")
 def grouped_key_scores(
     q: Float[Tensor, "batch pos head d_head"],
     keys: Float[Tensor, "#batch kv_head r d_head"],
@@ -58,6 +61,7 @@ def grouped_key_scores(
     return (scores if rule.window is None else scores.masked_fill(apart >= rule.window, -torch.inf)).flatten(2, 3)
 
 
+@shaped()
 def scaled_exp(
     log_features: Float[Tensor, "batch pos head r"], used: Bool[Tensor, "#batch #head r"] | None = None
 ) -> ScaledFeatures:

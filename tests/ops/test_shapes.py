@@ -1,0 +1,218 @@
+"""Every op refuses tensors that do not belong together, in words of its own, and takes those that do."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvlens import KVLensError
+from kvlens.ops import attention_variants, dual, feature_maps, induction, kv_shift, landmarks, linear_attention, rotary
+from kvlens.ops import softmax_attention as softmax
+from kvlens.ops import softmax_features as features
+from kvlens.ops.affine import affine
+from kvlens.ops.shapes import shaped
+
+pytestmark = pytest.mark.unhooked  # the messages are kvlens' own
+SIZES = dict(b=2, p=7, key=7, h=6, g=3, d=4, f=5, r=5, m=8, w=1, t=2, c=6, n=3, e=9, one=1, two=2, all=6)
+
+
+class Axes(NamedTuple):
+    """A tensor's axes, and the kind of its numbers."""
+
+    axes: str
+    kind: str = "float"
+
+
+def ints(axes: str) -> Axes:
+    return Axes(axes, "int")
+
+
+def bools(axes: str) -> Axes:
+    return Axes(axes, "bool")
+
+
+def made(x: Any) -> Any:
+    """A tensor from its axes (letters of `SIZES`), what holds such tensors, or a constant."""
+    if isinstance(x, Axes):
+        shape = [SIZES[axis] for axis in x.axes.split()]
+        return (
+            torch.rand(shape)
+            if x.kind == "float"
+            else torch.zeros(shape).long()
+            if x.kind == "int"
+            else torch.ones(shape).bool()
+        )
+    if isinstance(x, str):
+        return made(Axes(x))
+    if isinstance(x, list):
+        return [made(each) for each in x]
+    return type(x)(*map(made, x)) if hasattr(x, "_fields") else x
+
+
+RULE = features.ScoreRule(2.0)
+QUERIES = landmarks.Queries("b p h d", "b p h d", "b p h", ints("p"))
+PROMPT = landmarks.PromptKeys("b g r d", "b g r d", ints("b g r"), None, RULE)
+SUMS = landmarks.Statistics("c r r", "c r", "c r d", "c", 14)
+KERNEL = dual.LogKernel("h p p", None)
+BESIDE = softmax.KeysBeside("b g r d", "b g r", "b g r d")
+PHI = softmax.ScaledFeatures("b p h r", "b p h")
+HEAD = dual.AttentionWeights("d e", "d e", "d f")
+LINEAR = dict(phi_q="b p h f", phi_k="b p g f", v="b p g d", norm_q="b p h f", norm_k="b p g f", mask=bools("b p"))
+SOFTMAX = dict(q="b p h d", k="b key g d", v="b key g d", scale=2.0, padding=bools("b key"), score_bias="b h p key")
+STATE = linear_attention.LinearAttentionState("b g f d", "b g f")
+RIDGE = attention_variants.RidgeState("b g f d", "b g f f")
+WEIGHT, INPUTS, LABELS = "h e f", "h n f", "h n e"
+OPS: dict[Any, dict[str, Any]] = {
+    affine: dict(x="b p d", weight="d e", bias="e"),
+    kv_shift.kv_shift: dict(x="b p h d", coef="h t", boundary="b w h d", mask=bools("b p")),
+    kv_shift.naive_kv_shift: dict(x="b p h d", coef="h t", boundary="b w h d", mask=bools("b p")),
+    kv_shift.effective_pattern: dict(pattern="b h p key", coef="g t"),
+    rotary.rotate: dict(x="b p h d", cos="p one two", sin="p one two"),
+    feature_maps.random_features: dict(x="b p h d", projection="h m d", attn_scale=2.0),
+    feature_maps.hedgehog: dict(x="b p h d", weight="h d d"),
+    linear_attention.naive_linear_attention: dict(LINEAR, state=STATE),
+    linear_attention.parallel_linear_attention: dict(LINEAR, state=STATE),
+    linear_attention.chunked_linear_attention: dict(LINEAR, state=STATE),
+    linear_attention.recurrent_linear_attention: dict(LINEAR, state=STATE),
+    linear_attention.read_state: dict(phi_q="b p h f", kv="b g f d", decay="g", steps=ints("b p")),
+    linear_attention.running_normalizer: dict(norm_q="b p h f", norm_k="b p g f", k_sum="b g f"),
+    linear_attention.causal_scores: dict(phi_q="b p h f", phi_k="b key g f", decay="g", mask=bools("b key")),
+    softmax.naive_softmax_attention: SOFTMAX,
+    softmax.fused_softmax_attention: SOFTMAX,
+    softmax.by_kv_head: dict(x="b p h d", held="b g d n"),
+    softmax.join_bias: dict(
+        z_context="b p h e", normalizer=softmax.ScaledMass("b p h", "b p h"), phi=PHI, b_kv="b g r d", b_d="b g r"
+    ),
+    softmax.attend_beside: dict(
+        q="b p h d", k="b key g d", v="b key g d", beside=BESIDE, scale=2.0, visible=bools("one one p key")
+    ),
+    softmax.fused_beside: dict(z="b p h d", log_normalizer="b p h", q="b p h d", beside=BESIDE, scale=2.0),
+    features.virtual_key_scores: dict(
+        q="b p h d", keys="b g r d", rule=RULE._replace(slopes="h"), distance=ints("b g r"), positions=ints("b p")
+    ),
+    features.grouped_key_scores: dict(q="b p h d", keys="b g r d", rule=RULE),
+    features.random_log_features: dict(x="b p h d", projection="g m d", scale=2.0),
+    features.learned_log_features: dict(x="b p h d", weight="g m d", offset="g m"),
+    features.scaled_exp: dict(log_features="b p h r", used=bools("b h r")),
+    features.taylor_features: dict(x="b p h d", scale=2.0),
+    landmarks.shares: dict(queries=QUERIES, prompt=PROMPT),
+    landmarks.statistics: dict(queries=QUERIES, prompt=PROMPT, root_metric="g d d"),
+    landmarks.choose_keys: dict(sums=SUMS, r=2),
+    landmarks.fit_weights: dict(sums=SUMS, index=torch.arange(2).expand(6, 2), active=bools("c two")),
+    landmarks.fit_values: dict(queries=QUERIES, prompt=PROMPT, index=ints("c two"), w="c two"),
+    landmarks.greedy_budgets: dict(gain="n b g r", total=ints("b")),
+    attention_variants.augment: dict(x="b p h d", weights=["h d e", "h e d"], activation=torch.relu),
+    attention_variants.lowest_scored: dict(scores="b h p key", visible=bools("b h p key"), k=2),
+    attention_variants.mean_of_negatives: dict(
+        v="b h key d", negatives=attention_variants.Negatives(ints("b h p two"), "b h p two")
+    ),
+    attention_variants.ridge_attention: dict(
+        kernel="b g key key", at_queries="b h p key", v="b g key d", strength=9.0, mask=bools("b key")
+    ),
+    attention_variants.ridge_step: dict(phi_q="b h f", phi_k="b g f", v="b g d", strength=9.0, state=RIDGE),
+    attention_variants.ridge_state: dict(phi_k="b g p f", v="b g p d", mask=bools("b p")),
+    attention_variants.naive_ridge: dict(kernel="p p", at_queries="p p", v="p d", strength=9.0),
+    induction.induction_head: dict(x="b p d", sigma=2.0, slope=0.5),
+    induction.landscape_loss: dict(alpha="b two", beta="b two", T=9),
+    dual.softmax_kernel: dict(a="h p d", b="h key d", scale=2.0),
+    dual.feature_kernel: dict(a="h p f", b="h key f", log_a="h p", log_b="h key"),
+    dual.pair_sums: dict(log_kernel=KERNEL, values="h p d", log_normalizer="h", n_demonstrations=3),
+    dual.log_loss_drops: dict(log_kernel=KERNEL, values="h p d", log_normalizer="h p"),
+    dual.mean_cosines: dict(log_kernel=KERNEL, values="h p d", start="h p d"),
+    dual.step_outputs: dict(pattern="h p p", values="h p d"),
+    dual.predict: dict(weight=WEIGHT, inputs=INPUTS),
+    dual.dual_loss: dict(weight=WEIGHT, inputs=INPUTS, labels=LABELS, normalizer=torch.ones(()), eta=1.0),
+    dual.weight_after: dict(weight=WEIGHT, added=WEIGHT, n_steps=2),
+    dual.landmark_features: dict(keys="h p d", queries="h key d", scale=2.0, n_landmarks=2),
+    dual.random_log_features: dict(x="h p d", projection="h m d", scale=2.0),
+    dual.fold_mlp: dict(W_in="d e", b_in="e", W_out="e d", b_out="d", activation=torch.relu, pre="e"),
+    dual.prefix_lm_attention: dict(x="p d", weights=HEAD, scale=2.0),
+    dual.bound_terms: dict(log_norm="h", log_rho="h", log_trace="h", n_demonstrations=3, d_out=4, delta=0.1),
+}
+
+
+def axes_in(x: Any) -> Iterator[str]:
+    if isinstance(x, Axes | str):
+        yield from (x.axes if isinstance(x, Axes) else x).split()
+    elif isinstance(x, list) or hasattr(x, "_fields"):
+        for each in x:
+            yield from axes_in(each)
+
+
+def spoilt(x: Any) -> Iterator[Any]:
+    """``x`` with one of its tensors an axis short, or of another size along an axis."""
+    if isinstance(x, str):
+        yield from spoilt(Axes(x))
+    elif isinstance(x, Axes):
+        axes = x.axes.split()
+        yield Axes(" ".join(axes[:-1]), x.kind)
+        for axis in axes:
+            longer = "e" if axis != "e" else "m"
+            yield Axes(" ".join(longer if each == axis else each for each in axes), x.kind)
+    elif isinstance(x, list) or hasattr(x, "_fields"):
+        for i, each in enumerate(x):
+            for wrong in spoilt(each):
+                parts = [*x[:i], wrong, *x[i + 1 :]]
+                yield parts if isinstance(x, list) else type(x)(*parts)
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: f"{op.__module__.split('.')[2]}-{op.__name__}")
+def test_an_op_takes_what_fits_and_refuses_what_does_not(op):
+    arguments = OPS[op]
+    op(**{name: made(x) for name, x in arguments.items()})
+    everything = [axis for x in arguments.values() for axis in axes_in(x)]
+    refused = 0
+    for name, x in arguments.items():
+        for wrong in spoilt(x):
+            before, after = list(axes_in(x)), list(axes_in(wrong))
+            if len(before) == len(after):
+                changed = {axis for axis, new in zip(before, after, strict=True) if axis != new}
+                if all(everything.count(axis) == before.count(axis) for axis in changed):
+                    continue  # nothing else has this axis: any size will do
+            with pytest.raises(KVLensError, match=r"expected .*; got |expected .*, got "):
+                op(**{n: made(wrong if n == name else y) for n, y in arguments.items()})
+            refused += 1
+    assert refused
+
+
+@shaped(head="kv_head")
+def read(q: Float[Tensor, "*lead head d"], v: Float[Tensor, "kv_head d"], rows: Float[Tensor, "*#lead 2"] | None = None) -> int:
+    return len(q)
+
+
+def test_the_message_says_what_was_expected_and_what_came():
+    with pytest.raises(KVLensError) as refused:
+        read(torch.ones(5, 4, 3), v=torch.ones(3, 3))
+    assert str(refused.value) == (
+        "read: expected q [..., head, d], v [kv_head, d], head a multiple of kv_head; got q [5, 4, 3], v [3, 3]"
+    )
+    with pytest.raises(KVLensError, match=r"rows \[\.\.\., 2\], .*; got .* rows 'x'"):
+        read(torch.ones(5, 4, 3), torch.ones(2, 3), "x")
+
+
+def test_axes_may_be_several_broadcast_given_by_number_or_absent():
+    q, v = torch.ones(5, 7, 4, 3), torch.ones(2, 3)
+    assert read(q, v) == read(q, v, None) == read(q, v, rows=torch.ones(7, 2)) == read(q, v, torch.ones(1, 7, 2)) == 5
+    for rows in (torch.ones(7, 3), torch.ones(5, 2), torch.ones(3, 7, 2), torch.ones(5, 5, 7, 2)):
+        with pytest.raises(KVLensError):
+            read(q, v, rows)
+    with pytest.raises(KVLensError):  # 4 heads cannot share none
+        read(q, torch.ones(0, 3))
+
+
+def test_what_fitted_once_does_not_let_other_shapes_and_kinds_in():
+    for _ in range(2):
+        assert read(torch.ones(5, 4, 3), torch.ones(2, 3)) == 5
+        for wrong in (torch.ones(3, 3), 3, None, [torch.ones(2, 3)]):
+            with pytest.raises(KVLensError):
+                read(torch.ones(5, 4, 3), wrong)
+
+
+def test_a_wrong_number_of_arguments_stays_pythons_error():
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'v'"):
+        read(torch.ones(5, 4, 3))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'w'"):
+        read(torch.ones(5, 4, 3), torch.ones(2, 3), w=3)
