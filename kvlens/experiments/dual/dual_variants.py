@@ -130,14 +130,14 @@ def draw(curves: pd.DataFrame) -> Figure:
     return figure
 
 
-def _scale(seeds: list[int], steps: int, batch: int) -> dict[str, Any]:
+def _scale(seeds: list[int], steps: int, batch: int, heldout: int = 128) -> dict[str, Any]:
     return dict(
         d_x=dict(linear=11, trigonometric=6, exponential=5),
         n_demonstrations=15,
         batch_size=batch,
         steps=steps,
         eval_every=max(1, steps // 20),
-        heldout_sequences=128,
+        heldout_sequences=heldout,
         learning_rate=0.02,
         seeds=seeds,
     )
@@ -148,7 +148,11 @@ EXPERIMENT = Experiment(
     source="DUAL sec. 4 and 5, figs. 3, 10 to 13",
     question="Do regularised, augmented and negative attention train better than plain attention?",
     run=run,
-    scales={"tiny": _scale([0, 1], 4, 2), "small": _scale(list(range(8)), 400, 8), "paper": _scale(list(range(16)), 5000, 16)},
+    scales={
+        "tiny": _scale([0, 1], 2, 2, heldout=8),
+        "small": _scale(list(range(8)), 400, 8),
+        "paper": _scale(list(range(16)), 5000, 16),
+    },
     cost={
         "tiny": "seconds",
         "small": "under a minute on one core",

@@ -368,7 +368,7 @@ def _scale(**changes: Any) -> dict[str, Any]:
 
 _TINY_TRAINING = dict(
     model=dict(n_layers=1, d_model=32, d_head=16, attention="linear", kv_shift=True, attn_only=True),
-    settings=dict(steps=300, batch_size=32, learning_rate=1e-2, eval_every=25, eval_sequences=64, stop_at_accuracy=1.0),
+    settings=dict(steps=30, batch_size=16, learning_rate=1e-2, eval_every=15, eval_sequences=16, stop_at_accuracy=1.0),
 )
 
 EXPERIMENT = Experiment(

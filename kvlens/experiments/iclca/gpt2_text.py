@@ -217,7 +217,7 @@ EXPERIMENT = Experiment(
     question="What does a softmax model write with a prompt, without it, and with the prompt converted?",
     run=run,
     scales={
-        "tiny": _scale(n_pairs=6, n_new=4, random=16, reference=dict(n_continuations=9, continuation_length=8)),
+        "tiny": _scale(n_pairs=2, n_new=4, random=16, reference=dict(n_continuations=9, continuation_length=8)),
         "small": _scale(),
         "paper": _scale(random=4096, reference=dict(n_continuations=96, continuation_length=64)),
     },

@@ -237,11 +237,11 @@ EXPERIMENT = Experiment(
     scales={
         "tiny": _scale(
             n_changes=2,
-            n_prompt=8,
-            n_texts=4,
-            n_text=6,
-            n_candidates=8,
-            keys=[1, 4],
+            n_prompt=4,
+            n_texts=2,
+            n_text=5,
+            n_candidates=4,
+            keys=[2],
             free_steps=2,
             distil=dict(steps=2, learning_rate=1e-3),
         ),

@@ -298,7 +298,7 @@ EXPERIMENT = Experiment(
             train=dict(
                 task=TINY_TEXT,
                 model=dict(n_layers=2, d_model=24, d_head=8, attn_only=True, kv_shift=True),
-                training=dict(steps=20, batch_size=4, learning_rate=3e-2, eval_every=2, eval_sequences=4),
+                training=dict(steps=6, batch_size=4, learning_rate=3e-2, eval_every=2, eval_sequences=4),
             ),
         ),
         "small": dict(models=["docs-shift", "docs-linear"], train=None),

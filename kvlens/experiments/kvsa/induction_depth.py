@@ -140,7 +140,7 @@ def _scale(vocab_size: int, length: int, d_model: int, d_head: int, seeds: list[
     return dict(
         task=dict(vocab_size=vocab_size, length=length, law="first_repeat"),
         model=dict(d_model=d_model, d_head=d_head, **LLAMA_BLOCKS),
-        training=dict(batch_size=128, schedule="constant", stop_at_accuracy=0.999, **training),
+        training={"batch_size": 128, "schedule": "constant", "stop_at_accuracy": 0.999, **training},
         seeds=seeds,
     )
 
@@ -151,7 +151,7 @@ EXPERIMENT = Experiment(
     question="Does one layer with KV shift learn induction, for which plain attention needs two?",
     run=run,
     scales={
-        "tiny": _scale(16, 16, 16, 8, [0], learning_rate=5e-3, steps=20, eval_every=10, eval_sequences=16),
+        "tiny": _scale(16, 16, 16, 8, [0], learning_rate=5e-3, steps=6, eval_every=3, eval_sequences=16, batch_size=16),
         "small": _scale(64, 32, 64, 16, [0, 1, 2, 3, 4, 5], learning_rate=3e-3, steps=800, eval_every=25, eval_sequences=256),
         "paper": _scale(
             8000,

@@ -97,7 +97,7 @@ def _scale(vocab_size: int, length: int, widths: list[int], seeds: list[int], **
         task=dict(vocab_size=vocab_size, length=length, law="first_repeat"),
         n_heads=2,
         widths=widths,
-        training=dict(batch_size=128, stop_at_accuracy=0.999, **training),
+        training={"batch_size": 128, "stop_at_accuracy": 0.999, **training},
         seeds=seeds,
     )
 
@@ -108,7 +108,7 @@ EXPERIMENT = Experiment(
     question="Does induction need less width with KV shift than without?",
     run=run,
     scales={
-        "tiny": _scale(16, 16, [8, 16], [0], learning_rate=5e-3, steps=30, eval_every=15, eval_sequences=16),
+        "tiny": _scale(16, 16, [8, 16], [0], learning_rate=5e-3, steps=6, eval_every=3, eval_sequences=16, batch_size=16),
         "small": _scale(
             64, 32, [8, 16, 32], [0, 1, 2, 3, 4, 5], learning_rate=6e-3, steps=600, eval_every=50, eval_sequences=256
         ),

@@ -64,6 +64,7 @@ def draw_errors(axes: Axes, rows: pd.DataFrame, title: str, dimensions: int) -> 
     axes.axvline(dimensions, color="#94a3b8", linewidth=1, linestyle=":")
     axes.axhline(1, color="#94a3b8", linewidth=0.8)
     axes.set(yscale="log", ylim=(LOWEST, HIGHEST), xlabel="examples in the prompt")
+    axes.minorticks_off()
     axes.set_title(title, loc="left", fontsize=10.5)
 
 
@@ -80,6 +81,7 @@ def draw_lengths(axes: Axes, table: pd.DataFrame) -> None:
     place: dict[str, Any] = dict(xytext=(4, 7), textcoords="offset points", fontsize=8.5)
     axes.annotate("refused", (last, end["relative_error"]), color=POSITION_STYLES["standard"][1], **place)
     axes.set(yscale="log", ylim=(LOWEST, HIGHEST), xlabel="examples in the prompt")
+    axes.minorticks_off()
     axes.set_title("prompts longer than in training", loc="left", fontsize=10.5)
     axes.grid(color="#dddddd", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
@@ -96,6 +98,7 @@ def draw_orders(axes: Axes, table: pd.DataFrame) -> None:
             axes.plot(rows["deviation"], at, marker, color="#334155" if dtype == "float64" else "#94a3b8", label=label)
     axes.set_yticks(range(len(KIND_LABELS)), list(reversed(KIND_LABELS.values())), fontsize=8.5)
     axes.set(xscale="log", xlim=(1e-17, 10), ylim=(-0.6, len(KIND_LABELS) - 0.4))
+    axes.minorticks_off()
     axes.set_xlabel("$|T(\\pi X) - \\pi T(X)|\\,/\\,|T(X)|$")
     axes.set_title("what a permutation changes", loc="left", fontsize=10.5)
     axes.grid(color="#dddddd", linewidth=0.6, axis="x")

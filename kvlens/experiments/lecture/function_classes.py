@@ -255,8 +255,8 @@ EXPERIMENT = Experiment(
         "tiny": _scale(
             task=dict(dimensions=4, n_points=5),
             model=_model(n_layers=1, d_model=12, d_head=6),
-            training=_training(batch_size=8, eval_every=10, eval_sequences=16),
-            classes=dict(linear=dict(steps=20, n_seeds=2), sparse_linear=dict(steps=10, n_seeds=1)),
+            training=_training(batch_size=8, eval_every=2, eval_sequences=16),
+            classes=dict(linear=dict(steps=6, n_seeds=2), sparse_linear=dict(steps=4, n_seeds=1)),
             n_prompts=64,
             longest=7,
         ),

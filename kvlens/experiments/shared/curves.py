@@ -94,7 +94,7 @@ def mean_course(table: pd.DataFrame, x: str = "step", y: str = "accuracy") -> pd
     Returns:
         Columns ``x``, ``mean``, ``least``, ``largest``, by rising x.
     """
-    by_seed = table.pivot_table(index=x, columns="seed", values=y).sort_index().ffill()
+    by_seed = table.dropna(subset=[y]).set_index([x, "seed"])[y].unstack().sort_index().ffill()  # noqa: PD010
     course = dict(mean=by_seed.mean(axis=1), least=by_seed.min(axis=1), largest=by_seed.max(axis=1))
     return pd.DataFrame(course).reset_index()
 
