@@ -2,8 +2,9 @@
 
 What a text reads from a prompt needs the text's side first - queries, normalisers, probes - and then the prompt's keys and
 values, each once. So the text is run twice, in segments that go through all layers before the next one starts
-(:func:`kvlens.run_in_segments`), and of each segment only that layer's part of the answer is kept. A text that runs whole,
-because it is short, or softmax, or hooked, is run once, and kept for the second look.
+(:func:`kvlens.run_in_segments`), and of each segment only that layer's part of the answer is kept. Where the keys and values of
+all segments have room in memory, and where the text runs whole (it is short, or softmax, or hooked), it is run once, and they
+are kept for the second look.
 """
 
 import contextlib
@@ -37,6 +38,10 @@ BAR_AFTER = 2.0
 """Seconds after which a pass that is still running shows a bar."""
 
 
+KEPT_BYTES = 2**27
+"""What the segments of a text may take that are kept for a second look."""
+
+
 class Looks:
     """One text of one model, at whose activations one may look several times.
 
@@ -44,7 +49,7 @@ class Looks:
         model: with what the text continues attached.
         tokens: [pos].
         names: hook points of each layer's attention, such as ``hook_v``; those that do not fire are not found.
-        again: those of them that looks after the first one are at; all that is kept of a text that runs whole.
+        again: those of them that looks after the first one are at; all that is kept of a text.
         after_layers: a hook point behind the layers, visited as if it were one more layer; None for nothing.
         segment_length: as in :func:`kvlens.run_in_segments`.
         n_looks: how many there will be.
@@ -68,20 +73,21 @@ class Looks:
         self._after_layers = after_layers
         self._segment_length, self._on_progress = segment_length, on_progress
         self._n_looks, self._done = n_looks, 0
-        self._kept: list[tuple[int, Found]] = []
+        self._kept: list[tuple[int, int, Found]] | None = None
 
     def look(self, visit: Visit) -> None:
         """Show each layer of each segment to ``visit``, segment by segment."""
-        if self._kept:
-            for layer, found in self._kept:
-                visit(layer, 0, found)
+        if self._kept is None:
+            self._kept = self._run(visit)
         else:
-            self._run(visit)
+            for layer, first, found in self._kept:
+                visit(layer, first, found)
         self._done += 1
         self._tell(0.0)
 
-    def _run(self, visit: Visit) -> None:
-        n_layers, keeps = self.model.cfg.n_layers, self._n_looks > 1
+    def _run(self, visit: Visit) -> list[tuple[int, int, Found]] | None:
+        """One pass; what may be shown again, or None where that is too much to keep."""
+        n_layers, kept = self.model.cfg.n_layers, _Kept(len(self.tokens)) if self._n_looks > 1 else None
         held: dict[str, Tensor] = {}
         seen: Counter[int] = Counter()
 
@@ -93,8 +99,8 @@ class Looks:
             held.clear()
             first = seen[layer]
             seen[layer] += n_tokens
-            if keeps and layer < n_layers and n_tokens == len(self.tokens):
-                self._kept.append((layer, {name: x for name, x in found.items() if name in self._again}))
+            if kept is not None and layer < n_layers:
+                kept.add(layer, first, n_tokens, {name: x for name, x in found.items() if name in self._again})
             visit(layer, first, found)
 
         def of_layer(x: Tensor, hook: Any) -> None:
@@ -119,10 +125,26 @@ class Looks:
             stop_at_layer=n_layers if self._after_layers is None else None,
             on_progress=self._tell,
         )
+        return None if kept is None else kept.shown
 
     def _tell(self, done: float) -> None:
         if self._on_progress is not None and self._done + done <= self._n_looks:
             self._on_progress((self._done + done) / self._n_looks)
+
+
+class _Kept:
+    """What was shown of a text of ``n_tokens``, as long as there is room for it."""
+
+    def __init__(self, n_tokens: int):
+        self.n_tokens, self.n_bytes = n_tokens, 0
+        self.shown: list[tuple[int, int, Found]] | None = []
+
+    def add(self, layer: int, first: int, n_tokens: int, found: Found) -> None:
+        self.n_bytes += sum(x.untyped_storage().nbytes() for x in found.values())
+        if self.shown is None or (self.n_bytes > KEPT_BYTES and n_tokens < self.n_tokens):
+            self.shown = None
+        else:
+            self.shown.append((layer, first, found))
 
 
 def rows_at(looks: Looks, places: Mapping[str, Int[Tensor, " place"]]) -> list[dict[str, Tensor]]:

@@ -74,8 +74,8 @@ def bias_positions(
 ) -> pd.DataFrame:
     """What each prompt position gives to each head's output on the text, and to a logit.
 
-    A long prompt of linear attention is read in segments, twice: memory beyond the table does not grow with it. Softmax
-    attention is read whole, with its pattern.
+    A long prompt of linear attention is read in segments, and twice where its keys and values take more than 128 MiB: memory
+    beyond that and the table does not grow with it. Softmax attention is read whole, with its pattern.
 
     Args:
         model: linear or softmax.

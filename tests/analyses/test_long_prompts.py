@@ -27,11 +27,12 @@ def model_of(**changes):
     return tiny_text_model(dtype=torch.float64, **changes).requires_grad_(False)
 
 
-@pytest.fixture
-def in_segments(monkeypatch):
-    """A function after which segments have 4 tokens, and the prompt at most 5 columns."""
+@pytest.fixture(params=[0, segments.KEPT_BYTES], ids=["run twice", "kept"])
+def in_segments(monkeypatch, request):
+    """A function after which segments have 4 tokens, and the prompt at most 5 columns; with room for its keys, and without."""
 
     def switch():
+        monkeypatch.setattr(segments, "KEPT_BYTES", request.param)
         monkeypatch.setattr(streaming, "default_segment_length", lambda model, batch: 4)
         monkeypatch.setattr(segments, "MAX_COLUMNS", 5)
 
@@ -76,6 +77,7 @@ def test_memory_grows_by_the_shares_alone(analysis, monkeypatch):
     """A few numbers per head and prompt token: less than one activation, of 8 x 16 bytes per head."""
     monkeypatch.setattr(streaming, "default_segment_length", lambda model, batch: 32)
     monkeypatch.setattr(segments, "MAX_COLUMNS", 16)
+    monkeypatch.setattr(segments, "KEPT_BYTES", 0)
     model = model_of(n_layers=1, d_model=48, d_head=16, n_heads=3)
 
     def run(n):

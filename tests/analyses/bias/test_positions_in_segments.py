@@ -5,7 +5,7 @@ import pytest
 from analysis_models import VARIANTS, random_model, tokens
 from live_bytes import growth
 
-from analyses import bias_decomposition, bias_positions
+from analyses import bias_decomposition, bias_positions, segments
 from kvlens import KVLensError, KVShiftConfig, convert_prompt, run_in_segments
 from kvlens.model import streaming
 
@@ -29,8 +29,10 @@ CASES = [  # view, places, length of a segment, whether the prompt continues a b
 ]
 
 
+@pytest.mark.parametrize("room", [0, segments.KEPT_BYTES], ids=["run twice", "kept"])
 @pytest.mark.parametrize("name", MODELS)
-def test_in_segments_equals_whole(name):
+def test_in_segments_equals_whole(name, room, monkeypatch):
+    monkeypatch.setattr(segments, "KEPT_BYTES", room)
     model = random_model(**MODELS[name])
     target = dict(answer=2, wrong=1) if name == "classes" else {}
     held = convert_prompt(model, tokens(4, seed=2))
@@ -62,21 +64,25 @@ def test_augmented_values_add_up_to_what_the_bias_gives(shift):
     assert "boundary" not in set(frame["part"])
 
 
-def test_a_long_prompt_streams_by_itself_and_a_hooked_one_does_not(monkeypatch):
+@pytest.mark.parametrize(("room", "second"), [(0, [0.5 + 6 / 32, 0.5 + 12 / 32, 1.0, 1.0]), (segments.KEPT_BYTES, [1.0])])
+def test_a_long_prompt_streams_by_itself_and_a_hooked_one_does_not(room, second, monkeypatch):
+    """Where there is no room for its keys and values it is run twice."""
+    monkeypatch.setattr(segments, "KEPT_BYTES", room)
     model, told, seen = random_model(), [], []
     whole = bias_positions(model, PROMPT, TEXT)
     monkeypatch.setattr(streaming, "default_segment_length", lambda model, batch: 6)
     streamed = bias_positions(model, PROMPT, TEXT, on_progress=told.append)
     pd.testing.assert_frame_equal(streamed, whole, rtol=1e-12, atol=1e-12)
-    assert told == pytest.approx([6 / 32, 12 / 32, 0.5, 0.5, 0.5 + 6 / 32, 0.5 + 12 / 32, 1.0, 1.0])
+    assert told == pytest.approx([6 / 32, 12 / 32, 0.5, 0.5, *second])
     with model.hooks([("blocks.0.attn.hook_k", lambda x, hook: seen.append(x.shape[1]))]):
         pd.testing.assert_frame_equal(bias_positions(model, PROMPT, TEXT), whole, rtol=1e-12, atol=1e-12)
     assert seen == [16]
 
 
 @pytest.mark.parametrize("options", [{}, dict(by="source"), dict(at=[2])], ids=str)
-def test_memory_grows_by_the_table_alone(options):
+def test_memory_grows_by_the_table_alone(options, monkeypatch):
     """24 bytes of numbers per head and position, twice while parts are put together; an activation has 8 x 16 per head."""
+    monkeypatch.setattr(segments, "KEPT_BYTES", 4096)  # has room for a segment and is then given up
     model = random_model(n_layers=1, d_model=80, d_head=16)
 
     def run(n):
