@@ -4,9 +4,9 @@
 
 With everything off, every line that runs is TransformerLens'. Otherwise the *eager* form runs TransformerLens' own steps one
 by one (scores, mask, pattern), and the *fused* form hands q, k and v to torch's kernel, in every layer whose scores and
-pattern nobody hooks. Where nothing that lies between is hooked, the eager form takes virtual keys (of positive weight, without
-ALiBi or a window) as keys in front of the text's, through the same softmax: the sums of a pass with the prompt in front, in
-their order, so that scores of thousands round alike in both.
+pattern nobody hooks. Where nothing that lies between is hooked, the eager form takes virtual keys of positive weight as keys in
+front of the text's, through the same softmax: the sums of a pass with the prompt in front, in their order, so that scores of
+thousands round alike in both.
 
 ``hook_pattern`` is exp(s_ij) over the whole normaliser, so that its rows sum to less than 1 under a bias; ``hook_normalizer``
 is the normaliser's logarithm, and fires under a bias only; ``hook_phi_q`` are the query's features up to their scale, the
@@ -47,7 +47,7 @@ from kvlens.ops.softmax_attention import (
     join_bias,
     visible_keys,
 )
-from kvlens.ops.softmax_features import ScoreRule
+from kvlens.ops.softmax_features import ScoreRule, distance_scores
 
 
 class _Softmax(KVAttention):
@@ -78,10 +78,11 @@ class _Softmax(KVAttention):
             return HeadOutputs(self._solved(q, k, v, piece.attention_mask, self.ridge), None, None)
         bias = self.read_bias(torch.promote_types(q.dtype, torch.float32))
         fused = self._runs_fused()
-        beside = self._beside(bias, q, k)
-        if beside is not None and _wants_gradient(q, k, v, *beside):
+        beside = self._beside(bias, q, k, past, piece.attention_mask)
+        if beside is not None and _wants_gradient(q, k, v, *beside[:3]):
             if self._is_plain_beside(piece):
-                visible = visible_keys(q.shape[1], k.shape[1], self.cfg.attention_dir == "causal", device=q.device)
+                causal = self.cfg.attention_dir == "causal"
+                visible = visible_keys(q.shape[1], k.shape[1], causal, window=self._window, device=q.device)
                 return HeadOutputs(attend_beside(q, k, v, beside, float(self.attn_scale), visible), None, None)
             beside = None
         if beside is not None and not fused:
@@ -113,27 +114,38 @@ class _Softmax(KVAttention):
         causal = self.cfg.attention_dir == "causal"
         padding = piece.attention_mask if causal else None  # TransformerLens' bidirectional attention sees padding
         padding = None if padding is None or bool(padding.all()) else padding.bool()
-        window = self.cfg.window_size if self.attn_type == "local" else None
-        return fused_softmax_attention(q, k, v, self.attn_scale, causal, padding, window, score_bias, log_normalizer)
+        return fused_softmax_attention(q, k, v, self.attn_scale, causal, padding, self._window, score_bias, log_normalizer)
 
-    def _beside(self, bias: tuple[Tensor, Tensor | None] | None, q: Tensor, k: Tensor) -> KeysBeside | None:
+    @property
+    def _window(self) -> int | None:
+        return self.cfg.window_size if self.attn_type == "local" else None
+
+    def _beside(
+        self, bias: tuple[Tensor, Tensor | None] | None, q: Tensor, k: Tensor, past: int, attention_mask: Tensor | None
+    ) -> KeysBeside | None:
         """The attached virtual keys as keys of the text's own softmax, where nothing that lies between is hooked."""
         held = self.layer_bias
         if bias is None or bias[1] is None or held is None or held.log_scale is None:
             return None
-        if not isinstance(held.features, VirtualKeys) or self.score_rule().needs_distance:
+        if not isinstance(held.features, VirtualKeys):
             return None
         between = (self.hook_attn_scores, self.hook_pattern, self.hook_phi_q, self.hook_normalizer, self.hook_z_context)
         if self.needs_pattern or self.wants_own_share or any(hook.has_hooks() for hook in (*between, self.hook_z_bias)):
             return None
         if bias[0].shape[1] != k.shape[2]:  # single query heads were selected
             return None
-        keys = held.features.keys[held.layer].to(q)
-        return KeysBeside.of(keys if keys.dim() == 4 else keys[None], bias[0], bias[1], held.log_scale.to(q))
+        keys, distance = held.features.keys[held.layer].to(q), held.features.distance[held.layer].to(q.device)
+        keys, distance = (keys, distance) if keys.dim() == 4 else (keys[None], distance[None])
+        beside, rule = KeysBeside.of(keys, bias[0], bias[1], held.log_scale.to(q)), self.score_rule()
+        if beside is None or not rule.needs_distance:
+            return beside
+        positions = _places(q, past, attention_mask)
+        return beside._replace(by_distance=distance_scores(rule, distance, positions, q.shape[2]))
 
     def _is_plain_beside(self, piece: Piece) -> bool:
-        """Whether scores are q.k / scale and nothing else, as the form for gradients has them."""
-        more = self.score_rule().soft_cap is not None or self.cfg.use_attention_sinks
+        """Whether scores are q.k / scale and at most a window, as the form for gradients has them."""
+        rule = self.score_rule()
+        more = rule.soft_cap is not None or rule.slopes is not None or self.cfg.use_attention_sinks
         return not more and piece.score_bias is None and not _is_padded(piece)
 
     def _eager_beside(self, q: Tensor, k: Tensor, v: Tensor, past: int, piece: Piece, beside: KeysBeside, entry: Any) -> Tensor:
@@ -143,8 +155,7 @@ class _Softmax(KVAttention):
         batch, r = q.shape[0], beside.keys.shape[2]
         keys, values = (x.expand(batch, -1, -1, -1).transpose(1, 2) for x in (beside.keys, beside.values))
         scores = self.calculate_attention_scores(q, torch.cat([keys, k], dim=1)).to(beside.log_weights.dtype)
-        log_weights = beside.log_weights.repeat_interleave(q.shape[2] // k.shape[2], dim=1)[:, :, None]
-        scores = torch.cat([scores[..., :r] + log_weights, self._masked(scores[..., r:], past, piece)], dim=-1)
+        scores = torch.cat([scores[..., :r] + beside.added(q.shape[2]), self._masked(scores[..., r:], past, piece)], dim=-1)
         pattern = self._pattern(scores)
         return self.read_values(pattern, scores, scores > -torch.inf, torch.cat([values.to(v), v], dim=1), entry)
 
@@ -272,10 +283,7 @@ class _Softmax(KVAttention):
         assert b_d is not None
         assert self.layer_bias is not None
         rule = self.score_rule()
-        positions = None
-        if rule.needs_distance:
-            places = torch.arange(past, past + q.shape[1], device=q.device)[None]
-            positions = places if attention_mask is None else get_offset_position_ids(past, attention_mask)
+        positions = _places(q, past, attention_mask) if rule.needs_distance else None
         phi = self.layer_bias.phi(q.to(mass.log_scale.dtype), rule, positions, b_kv, b_d)
         phi = phi._replace(features=through(self.hook_phi_q, phi.features))
         return join_bias(z, mass, phi, b_kv, b_d)
@@ -286,9 +294,8 @@ class _Softmax(KVAttention):
         if self.cfg.positional_embedding_type == "alibi":
             self._grow_alibi(2, self.W_O.device)
             slopes = -self.alibi[:, 1, 0]  # type: ignore[index]
-        window = self.cfg.window_size if self.attn_type == "local" else None
         cap = self.cfg.attn_scores_soft_cap
-        return ScoreRule(float(self.attn_scale), cap if cap > 0 else None, slopes, window)
+        return ScoreRule(float(self.attn_scale), cap if cap > 0 else None, slopes, self._window)
 
     def _grow_alibi(self, n: int, device: torch.device) -> None:
         """Have an ALiBi bias of sufficient size ready, with the slopes that were given; TransformerLens keeps what it finds."""
@@ -299,6 +306,13 @@ class _Softmax(KVAttention):
         else:
             slopes = self.W_Q.new_tensor(list(self.cfg.alibi_slopes))
             self.alibi = AbstractAttention.create_alibi_slope(n, device) * slopes[:, None, None]  # type: ignore[arg-type]
+
+
+def _places(q: Tensor, past: int, attention_mask: Tensor | None) -> Tensor:
+    """Positions of the queries within the text, [batch or 1, pos]."""
+    if attention_mask is not None:
+        return get_offset_position_ids(past, attention_mask)
+    return torch.arange(past, past + q.shape[1], device=q.device)[None]
 
 
 def _is_padded(piece: Piece) -> bool:

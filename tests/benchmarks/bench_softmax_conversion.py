@@ -2,18 +2,18 @@
 
     python tests/benchmarks/bench_softmax_conversion.py [--threads 2] [--repeats 11] [--small]
 
-4 layers, d_model 512, 8 heads, vocabulary 1,000, rotary, MLP; a prompt and a text of 512 tokens, 32 virtual keys per head.
-What is compared runs in turn, and medians are compared; the attached bias four times as often, by processor time with one
-thread. A conversion is timed from its call to its return, less the time in which it wrote and read its reference text, which is
-printed beside it.
+4 layers, d_model 512, 8 heads, vocabulary 1,000, rotary, MLP; a prompt and a text of 512 tokens, 32 virtual keys per head. A
+bias is attached to models with ALiBi and with windows of 128 tokens too. What is compared runs in turn, and medians are
+compared; the attached bias four times as often, by processor time with one thread. A conversion is timed from its call to its
+return, less the time in which it wrote and read its reference text, which is printed beside it.
 """
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -25,6 +25,11 @@ from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVBias, conve
 
 SIZES = dict(n_layers=4, d_model=512, d_head=64, d_vocab=1000, act_fn="gelu", device="cpu", seed=0)
 SMALL = dict(n_layers=2, d_model=64, d_head=16, d_vocab=100, act_fn="gelu", device="cpu", seed=0)
+KINDS: dict[str, dict[str, Any]] = {
+    "rotary": {},
+    "ALiBi": dict(positional_embedding_type="alibi"),
+    "windows": dict(use_local_attn=True, window_size=128),
+}
 ATTACHED = 1.1
 """At most: a forward pass under a bias over one without."""
 FITTED, SEARCHED = 10.0, 30.0
@@ -33,9 +38,9 @@ HELD = 0.5
 """At most: memory that converting takes, over that of the shares of all reference queries, layers and keys."""
 
 
-def model_of(sizes: dict[str, Any]) -> HookedKVTransformer:
-    cfg = HookedKVTransformerConfig(**sizes, n_ctx=2048, positional_embedding_type="rotary", softmax_form="fused")
-    return HookedKVTransformer(cfg).requires_grad_(False)
+def model_of(sizes: dict[str, Any], kind: str = "rotary") -> HookedKVTransformer:
+    usual = dict(n_ctx=2048, positional_embedding_type="rotary", softmax_form="fused", attn_types=["local"] * sizes["n_layers"])
+    return HookedKVTransformer(HookedKVTransformerConfig(**{**usual, **sizes, **KINDS[kind]})).requires_grad_(False)
 
 
 def tokens_of(model: HookedKVTransformer, n: int, seed: int) -> torch.Tensor:
@@ -61,14 +66,14 @@ def check_answers(model: HookedKVTransformer, prompt: torch.Tensor, text: torch.
     check_close(fused, eager, 1e-5, "the fused form under a bias")
 
 
-def attached(model: HookedKVTransformer, text: torch.Tensor, bias: KVBias, repeats: int) -> None:
+def attached(kind: str, model: HookedKVTransformer, text: torch.Tensor, bias: KVBias, repeats: int) -> None:
     """A forward pass under the bias against one without. The attaching itself, which hashes the weights, is not timed."""
     other = HookedKVTransformer(model.cfg).requires_grad_(False)
     other.load_state_dict(model.state_dict())
     clock = "processor" if torch.get_num_threads() == 1 else "wall"
     with other.kv_bias(bias):
         under, plain = medians(lambda: other(text), lambda: model(text), repeats=4 * repeats, clock=clock)
-    print(f"{text.shape[1]} tokens: {plain * 1e3:.4g} ms, under {bias.d_phi} keys per head {under * 1e3:.4g} ms")
+    print(f"{kind}, {text.shape[1]} tokens: {plain * 1e3:.4g} ms, under {bias.d_phi} keys per head {under * 1e3:.4g} ms")
     print(verdict("attached, over without", under / plain, ATTACHED), flush=True)
 
 
@@ -112,12 +117,17 @@ def convert_here(small: bool) -> None:
     model = model_of(SMALL if small else SIZES)
     prompt, n = tokens_of(model, 16 if small else 512, seed=0), 8 if small else 256
     in_keys(model, prompt, n_continuations=2, continuation_length=2)  # what is loaded once
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak_mib()
     fit = in_keys(model, prompt, n_continuations=n, budget="greedy").fit
-    taken = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**10
+    taken = peak_mib() - before
     cfg = model.cfg
     shares = fit.n_reference_tokens * prompt.shape[1] * cfg.n_heads * cfg.n_layers * 4 / 2**20
     print(json.dumps({"n_queries": fit.n_reference_tokens, "taken": taken, "shares": shares}))
+
+
+def peak_mib() -> float:
+    """The most memory this process has held (not ru_maxrss, which begins with what the process that started this one held)."""
+    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) / 2**10
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -134,13 +144,14 @@ def main(argv: list[str] | None = None) -> None:
             if args.convert_here:
                 convert_here(args.small)
                 return
-            model = model_of(SMALL if args.small else SIZES)
-            prompt, text = (tokens_of(model, 16 if args.small else 512, seed=seed) for seed in (0, 1))
-            bias = in_keys(model, prompt)
-            check_answers(model, prompt, text, bias)
             repeats = 1 if args.small else args.repeats
-            attached(model, text, bias, repeats)
-            converting(model, prompt, repeats)
+            models = {kind: model_of(SMALL if args.small else SIZES, kind) for kind in KINDS}
+            prompt, text = (tokens_of(models["rotary"], 16 if args.small else 512, seed=seed) for seed in (0, 1))
+            for kind, model in models.items():
+                bias = in_keys(model, prompt)
+                check_answers(model, prompt, text, bias)
+                attached(kind, model, text, bias, repeats)
+            converting(models["rotary"], prompt, repeats)
             memory(args.small)
     finally:
         torch.set_num_threads(before)

@@ -6,6 +6,7 @@ from small_models import relative_error, small_model, tokens
 from tiny_hf import tiny_hf_model, tiny_tokenizer
 
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVBias, KVLensError, KVShiftConfig, convert_prompt
+from kvlens._tl import TransformerLensKeyValueCache
 
 DOUBLE = dict(dtype=torch.float64)
 KINDS = {
@@ -74,8 +75,6 @@ def test_two_prompts_one_after_the_other_equal_their_concatenation(kind):
 def test_decoding_token_by_token(kind):
     model = small_model(**DOUBLE, **kind)
     prompt, text = tokens(2, 7), tokens(2, 5, seed=1)
-    from kvlens._tl import TransformerLensKeyValueCache
-
     with torch.no_grad(), model.kv_bias(convert_prompt(model, prompt)):
         cache = TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", 2)
         steps = [model(text[:, i : i + 1], past_kv_cache=cache) for i in range(5)]
@@ -166,14 +165,25 @@ def test_a_converted_prompt_is_as_near_to_float64_as_the_prompt_itself(kind, whi
     assert float(off) < 2 * float(off_plain)
 
 
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("method", ["exact", "landmark"])
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_a_pass_with_every_hook_says_what_a_bare_one_says(kind):
-    """With the two summands of z apart, that is, where a bare pass has one softmax over the keys of both."""
+def test_a_pass_with_every_hook_says_what_bare_ones_say(kind, method, padded):
+    """With the two summands of z apart, that is, where bare passes have one softmax over the keys of both."""
     model = small_model(**DOUBLE, **kind)
     prompt, text = tokens(2, 7), tokens(2, 9, seed=1)
-    with torch.no_grad(), model.kv_bias(convert_prompt(model, prompt)):
-        bare, (hooked, cache) = model(text), model.run_with_cache(text)
-    assert relative_error(hooked, bare) < 1e-12
+    options = {} if method == "exact" else dict(method=method, n_features=3, n_continuations=2, continuation_length=6)
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[1, :3] = int(not padded)
+    real, fusable = mask.bool(), model.cfg.attn_scores_soft_cap <= 0 and model.cfg.clip_qkv is None
+    with torch.no_grad(), model.kv_bias(convert_prompt(model, prompt, verbose=False, **options)):
+        hooked, cache = model.run_with_cache(text, attention_mask=mask)
+        for form in ("eager", "fused") if fusable else ("eager",):
+            model.set_softmax_form(form)
+            assert relative_error(model(text, attention_mask=mask)[real], hooked[real]) < 1e-12
+            steps = TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", 2)
+            parts = [model(text[:, a:b], attention_mask=mask[:, a:b], past_kv_cache=steps) for a, b in ((0, 5), (5, 8), (8, 9))]
+            assert relative_error(torch.cat(parts, dim=1)[real], hooked[real]) < 1e-12
     assert "blocks.1.attn.hook_z_bias" in cache
 
 

@@ -185,9 +185,10 @@ def weighted_keys(prompts: int):
     return keys, weights[..., None] * values, weights
 
 
+@pytest.mark.parametrize("distances", [0, 1, 2], ids=["without distances", "distances", "distances of each row"])
 @pytest.mark.parametrize("prompts", [1, 2])
 @pytest.mark.parametrize("n_queries", [11, 4, 1])
-def test_one_softmax_over_all_keys_is_the_plain_equation(n_queries, prompts):
+def test_one_softmax_over_all_keys_is_the_plain_equation(n_queries, prompts, distances):
     """Two sides joined by the equation as it stands, and one softmax over the keys of both; values and gradients."""
     q, k, v = draw(n_queries)
     scale, log_scale = 1.7, normal(prompts, 3, seed=24)
@@ -196,9 +197,13 @@ def test_one_softmax_over_all_keys_is_the_plain_equation(n_queries, prompts):
     context = naive_softmax_attention(q, k, v, scale, log_normalizer=True)
     scores = torch.einsum("bihd,bhrd->bihr", q, keys.expand(2, -1, -1, -1).repeat_interleave(2, dim=1)) / scale
     scores = scores + log_scale.repeat_interleave(2, dim=1)[:, None, :, None]
+    by_distance = -normal(distances, 6, n_queries, 4, seed=26).abs() if distances else None
+    if by_distance is not None:
+        by_distance[:, :2, -1, 1] = by_distance[:, 4, 0] = -torch.inf  # one key out of the window, and all of them
+        scores = scores + by_distance.transpose(1, 2)
     phi = ScaledFeatures(scores.exp(), torch.zeros(2, n_queries, 6, dtype=torch.float64))
     joined = naive_join_bias(context.z, context.log_normalizer, phi, b_kv, b_d)
-    beside = KeysBeside.of(keys, b_kv, b_d, log_scale)
+    beside = KeysBeside.of(keys, b_kv, b_d, log_scale)._replace(by_distance=by_distance)
     z = attend_beside(q, k, v, beside, scale, visible_keys(n_queries, 11))
     torch.testing.assert_close(z, joined.z_context + joined.z_bias, rtol=1e-12, atol=1e-12)
     with torch.no_grad():
@@ -237,6 +242,8 @@ def test_a_head_without_keys_and_a_query_without_text():
     nothing = torch.full_like(context.log_normalizer, -torch.inf)
     torch.testing.assert_close(z[:, 0], fused_beside(context.z, nothing, q, beside, 1.7)[:, 0], rtol=0, atol=0)
     assert bool(z[:, 0, 2:].any(dim=-1).all())
+    far = beside._replace(by_distance=torch.full((1, 6, 11, 4), -torch.inf))
+    torch.testing.assert_close(fused_beside(*context, q, far, 1.7), context.z, rtol=0, atol=0)
 
 
 def test_signed_weights_are_no_softmax():

@@ -21,11 +21,18 @@ from kvlens.ops.softmax_attention.fused import fused_softmax_attention
 
 
 class KeysBeside(NamedTuple):
-    """Virtual keys with positive weights. ``log_weights`` is minus infinity where a head has fewer of them."""
+    """Virtual keys with positive weights.
+
+    Attributes:
+        keys, values: one set per key-value head.
+        log_weights: minus infinity where a head has fewer keys.
+        by_distance: what the distance between query and key adds to the score (ALiBi, windows); None where nothing.
+    """
 
     keys: Float[Tensor, "#batch kv_head r d_head"]
     log_weights: Float[Tensor, "#batch kv_head r"]
     values: Float[Tensor, "#batch kv_head r d_head"]
+    by_distance: Float[Tensor, "#batch head query r"] | None = None
 
     @classmethod
     def of(
@@ -42,6 +49,11 @@ class KeysBeside(NamedTuple):
         weights = torch.where(used, b_d, 1.0)  # log 0 has no gradient, not even under a mask
         log_weights = (weights.log() + log_scale[..., None]).masked_fill(~used, -torch.inf)
         return cls(keys, log_weights, b_kv / weights[..., None])
+
+    def added(self, n_heads: int) -> Float[Tensor, "#batch head #query r"]:
+        """What is added to the scores of ``n_heads`` query heads: log w_r, and what comes of the distance."""
+        log_weights = self.log_weights.repeat_interleave(n_heads // self.keys.shape[1], dim=1)[:, :, None]
+        return log_weights if self.by_distance is None else log_weights + self.by_distance.to(log_weights)
 
 
 @shaped(head="kv_head")
@@ -66,6 +78,9 @@ def attend_beside(
     if visible is not None:
         mask = torch.where(visible[:, :, None], 0.0, -torch.inf).to(scores)
         scores += F.pad(mask, (beside.keys.shape[2], 0))
+    if beside.by_distance is not None:
+        by_distance = beside.by_distance.unflatten(1, (kv_heads, -1)).to(scores)
+        scores += F.pad(by_distance, (0, k.shape[1]))
     z = scores.softmax(dim=-1).flatten(2, 3) @ values
     return z.view(batch, kv_heads, n_heads // kv_heads, n_queries, d).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
@@ -83,13 +98,16 @@ def fused_beside(
     Raises:
         ValueError: a gradient is wanted.
     """
-    keys, log_weights, values = (x.to(log_normalizer) for x in beside)
-    log_weights = log_weights.clamp(min=torch.finfo(log_weights.dtype).min / 4)  # a head may have no key at all
-    log_weights = log_weights.repeat_interleave(q.shape[2] // keys.shape[1], dim=1)[:, :, None]
-    rows = q.to(keys).reshape(len(keys), -1, *q.shape[2:])  # a batch under one bias is one long list of queries
-    read = fused_softmax_attention(
-        rows, keys.transpose(1, 2), values.transpose(1, 2), scale, causal=False, score_bias=log_weights, log_normalizer=True
-    )
+    none = torch.finfo(log_normalizer.dtype).min / 4  # a head may have no key at all, a query none in its window
+    added = beside.added(q.shape[2]).to(log_normalizer).clamp(min=none)
+    keys, values = (x.to(log_normalizer).transpose(1, 2) for x in (beside.keys, beside.values))
+    rows = q.to(keys)
+    if beside.by_distance is None:
+        rows = rows.reshape(len(keys), -1, *q.shape[2:])  # a batch under one bias is one long list of queries
+    else:
+        keys, values = (x.expand(len(q), -1, -1, -1) for x in (keys, values))
+    read = fused_softmax_attention(rows, keys, values, scale, causal=False, score_bias=added, log_normalizer=True)
     assert read.log_normalizer is not None
-    share = (log_normalizer - read.log_normalizer.reshape(log_normalizer.shape)).sigmoid()
+    log_read = read.log_normalizer.reshape(log_normalizer.shape)
+    share = (log_normalizer - log_read).sigmoid().masked_fill(log_read < none / 2, 1.0)
     return torch.lerp(read.z.reshape(q.shape), z.to(keys), share[..., None])

@@ -3,10 +3,11 @@
 from kvlens.ops.softmax_features.positive import learned_log_features, random_log_features
 from kvlens.ops.softmax_features.taylor import taylor_features
 from kvlens.ops.softmax_features.types import ScoreRule
-from kvlens.ops.softmax_features.virtual_keys import grouped_key_scores, scaled_exp, virtual_key_scores
+from kvlens.ops.softmax_features.virtual_keys import distance_scores, grouped_key_scores, scaled_exp, virtual_key_scores
 
 __all__ = [
     "ScoreRule",
+    "distance_scores",
     "grouped_key_scores",
     "learned_log_features",
     "random_log_features",

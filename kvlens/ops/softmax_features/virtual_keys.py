@@ -53,12 +53,24 @@ def grouped_key_scores(
         return scores
     assert distance is not None
     assert positions is not None
-    apart = positions[:, None, :, None, None] + distance[:, :, None, None]  # [batch, kv_head, pos, 1, r]
-    scores = scores.unflatten(2, (-1, group))
-    if rule.slopes is not None:
-        slopes = rule.slopes.unflatten(0, (-1, 1, group, 1))
-        scores = scores - (slopes * apart).to(scores)  # rounded as TransformerLens' table is, in float32
-    return (scores if rule.window is None else scores.masked_fill(apart >= rule.window, -torch.inf)).flatten(2, 3)
+    by_distance = distance_scores(rule, distance, positions, q.shape[2]).to(scores)
+    by_distance = rearrange(by_distance, "b (g s) p r -> b g p s r", s=group)
+    return (scores.unflatten(2, (-1, group)) + by_distance).flatten(2, 3)
+
+
+def distance_scores(
+    rule: ScoreRule, distance: Int[Tensor, "#batch kv_head r"], positions: Int[Tensor, "#batch pos"], n_heads: int
+) -> Float[Tensor, "batch head pos r"]:
+    """What the distance between a query and a virtual key adds to their score: ALiBi's share, minus infinity out of the window.
+
+    ALiBi's share is rounded as in TransformerLens' table, in the dtype of the slopes. Arguments as of
+    :func:`virtual_key_scores`.
+    """
+    apart = positions[:, None, :, None] + distance.repeat_interleave(n_heads // distance.shape[1], dim=1)[:, :, None]
+    added = (
+        torch.zeros((), device=apart.device).expand(apart.shape) if rule.slopes is None else -rule.slopes[:, None, None] * apart
+    )
+    return added if rule.window is None else torch.where(apart >= rule.window, -torch.inf, added)
 
 
 @shaped()
