@@ -155,7 +155,7 @@ def _logit_probes(
 def _read(
     reading: PromptReading, target: LogitTarget, at: Sequence[int] | None
 ) -> tuple[Float[Tensor, "layer head place part number"], list[str]]:
-    """Attention and one number a probe, for each part in the order of the frame; and the parts beside the prompt's."""
+    """Attention and one number per probe, for each part in the order of the frame; and the parts beside the prompt's."""
     model, n_prompt = reading.model, reading.n_prompt
     text, scale = reading.text()
     outside = [part for part in ("inherited", "boundary") if getattr(text[0], part) is not None] + ["text"]

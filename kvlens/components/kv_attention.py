@@ -97,7 +97,7 @@ class KVAttention(AttentionVariants):
         n_prompts = 1 if self.layer_bias is None else self.layer_bias.b_kv.shape[0]
         if n_prompts not in (1, batch):
             raise KVLensError(
-                f"the attached bias holds {n_prompts} prompts and the input has batch {batch}: give one row of input a prompt, "
+                f"the attached bias holds {n_prompts} prompts and the input has batch {batch}: give one row per prompt, "
                 "or attach the bias of a single prompt, which serves every row"
             )
 

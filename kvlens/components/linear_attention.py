@@ -323,8 +323,8 @@ def _least(n: Tensor) -> float:
 
 
 class LinearAttention(_Linear, Attention):
-    """One key-value head a query head."""
+    """One key-value head per query head."""
 
 
 class GroupedLinearAttention(_Linear, GroupedQueryAttention):
-    """Grouped-query attention: the state is a key-value head's, the bias a query head's."""
+    """Grouped-query attention: one state per key-value head, one bias per query head."""

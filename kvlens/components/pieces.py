@@ -30,7 +30,8 @@ class HeadOutputs(NamedTuple):
 
     Attributes:
         z_context: the text's part of z, already divided by the whole normaliser.
-        z_bias: the KV bias's part, likewise; None without a bias.
+        z_bias: the KV bias's part, likewise; None without a bias, and where softmax read its virtual keys as further keys
+            of the text: ``z_context`` is then the whole z.
         normalizer: n_i as hooked (its logarithm for softmax); None where none is computed.
         own_share: p_ii, each token's own share of z, where a variant of attention asks for it.
     """

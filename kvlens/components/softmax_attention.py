@@ -324,7 +324,7 @@ def _wants_gradient(*tensors: Tensor) -> bool:
 
 
 class SoftmaxAttention(_Softmax, Attention):
-    """One key-value head a query head."""
+    """One key-value head per query head."""
 
 
 class GroupedSoftmaxAttention(_Softmax, GroupedQueryAttention):

@@ -27,7 +27,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.
 
 
 class Augmentation(nn.Module):
-    """One MLP a key-value head, for keys or for values (DUAL eq. 14)."""
+    """One MLP per key-value head, for keys or for values (DUAL eq. 14)."""
 
     def __init__(self, cfg: Any):
         super().__init__()

@@ -11,6 +11,8 @@ pass reads the *old* bias and boundary (ICLCA alg. 1 step (d) prints the new one
 Where RoPE follows the feature map, R_{-M} turns the stored keys so that the text after it starts at position 0. Elsewhere
 (learned, sinusoidal or no positions, RoPE before the feature map) R drops out and the text starts at ``position_offset'`` =
 old offset + M.
+
+The prompt of a softmax model is handed on to :mod:`kvlens.conversion.softmax`.
 """
 
 import contextlib

@@ -75,21 +75,7 @@ def train_bpe_tokenizer(texts: Iterable[str], vocab_size: int = 1024) -> PreTrai
     tokenizer.train_from_iterator(counted(), trainer)
     if n_texts == 0:
         raise KVLensError("train_bpe_tokenizer: texts is empty; there is nothing to learn merges from")
-    bos_id = tokenizer.token_to_id(BOS)
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, bos_id)]
-    )
-    return for_transformer_lens(
-        PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer,
-            bos_token=BOS,
-            eos_token=EOS,
-            pad_token=PAD,
-            padding_side="right",
-            clean_up_tokenization_spaces=False,
-        ),
-        _NAME,
-    )
+    return with_bos(tokenizer, _NAME)
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
@@ -110,7 +96,7 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
             f"load_tokenizer: the tokenizer in {folder} does not prepend its BOS; it was not written by "
             "train_bpe_tokenizer: load it with transformers.AutoTokenizer"
         )
-    return for_transformer_lens(tokenizer, str(folder))
+    return _for_transformer_lens(tokenizer, str(folder))
 
 
 @checked
@@ -120,7 +106,30 @@ def encode_texts(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> li
     return [encoding.ids for encoding in encodings]
 
 
-def for_transformer_lens(tokenizer: PreTrainedTokenizerFast, name: str) -> PreTrainedTokenizerFast:
+def with_bos(tokenizer: Tokenizer, name: str, **special_tokens: str) -> PreTrainedTokenizerFast:
+    """A tokenizer of Hugging Face's that puts BOS in front of every text, pads on the right, and that TransformerLens accepts.
+
+    Args:
+        tokenizer: knows :data:`BOS`, :data:`EOS` and :data:`PAD`.
+        name: what TransformerLens calls it.
+        special_tokens: further ones, such as ``unk_token``.
+    """
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
+    )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=BOS,
+        eos_token=EOS,
+        pad_token=PAD,
+        padding_side="right",
+        clean_up_tokenization_spaces=False,
+        **special_tokens,
+    )
+    return _for_transformer_lens(fast, name)
+
+
+def _for_transformer_lens(tokenizer: PreTrainedTokenizerFast, name: str) -> PreTrainedTokenizerFast:
     """Give a tokenizer that prepends BOS the two entries that TransformerLens asks for (see above)."""
     tokenizer.init_kwargs["name_or_path"] = name
     tokenizer.init_kwargs["add_bos_token"] = True

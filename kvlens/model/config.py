@@ -192,8 +192,8 @@ class HookedKVTransformerConfig(_Given):
     @property
     def needs_own_cache(self) -> bool:
         """Whether decoding keeps more than TransformerLens' keys and values."""
-        labels = self.attention_variant is not None and self.attention_variant.needs_pattern
-        return self.attention == "linear" or self.kv_shift is not None or labels
+        negatives = self.attention_variant is not None and self.attention_variant.needs_pattern
+        return self.attention == "linear" or self.kv_shift is not None or negatives
 
     @property
     def rotates_after(self) -> bool:
@@ -282,7 +282,7 @@ class HookedKVTransformerConfig(_Given):
             )
 
     def _check_variant(self, variant: AttentionVariantConfig) -> None:
-        chosen, ridge = "attention_variant: negative", "attention_variant: ridge"
+        negative, ridge = "attention_variant: negative", "attention_variant: ridge"
         solved = "its kernel must be one function of key and key, and of query and key"
         positions = self.positional_embedding_type in ("alibi", "relative_positional_bias")
         weighted = positions or self.decay is not None or self.attn_scores_soft_cap > 0 or self.use_attention_sinks
@@ -295,7 +295,7 @@ class HookedKVTransformerConfig(_Given):
             (variant.ridge and self.attention_dir != "causal", f"{ridge} is solved causally: it needs attention_dir='causal'"),
             (
                 variant.negative and self.attention == "linear" and self.linear_attention_form not in ("auto", "parallel"),
-                f"{chosen} needs all scores, which linear_attention_form={self.linear_attention_form!r} never forms",
+                f"{negative} needs all scores, which linear_attention_form={self.linear_attention_form!r} never forms",
             ),
             (
                 self.trainable_kv_bias and why_no_kv_bias(variant) is not None,

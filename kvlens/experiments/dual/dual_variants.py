@@ -114,7 +114,7 @@ def compare(ratios: pd.DataFrame) -> list[Comparison]:
 
 
 def draw(curves: pd.DataFrame) -> Figure:
-    """Held-out error against steps: a column a task, a row a family of variants, plain attention in each."""
+    """Held-out error against steps: a column per task, a row per family of variants, plain attention in each."""
     tasks = list(curves["task"].unique())
     figure = Figure(figsize=(4.6 * len(tasks), 3.1 * len(FAMILIES)), layout="constrained")
     panels = figure.subplots(len(FAMILIES), len(tasks), squeeze=False, sharex=True)

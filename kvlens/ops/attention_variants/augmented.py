@@ -20,7 +20,7 @@ def augment(
 
     Args:
         x: keys or values.
-        weights: one matrix a layer and head; the first reads d, the last writes d.
+        weights: per layer, one matrix for each head; the first reads d, the last writes d.
         activation: between the layers; behind a single one.
         parallel: c, the weight of a branch beside x; None for the MLP alone.
 

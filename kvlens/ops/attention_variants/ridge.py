@@ -8,7 +8,7 @@ Cholesky factor serves every query, causally:
     z = tril((L^{-1} kappa(K, Q))^T) L^{-1} V
 
 The mesa-layer of Von Oswald et al. 2023 is the same sum for linear attention. Nothing is divided by a normaliser. With finite
-features A = sum phi v^T and C = sum phi phi^T are a state: :func:`ridge_step` goes on from them at O(d_phi^3) a token.
+features A = sum phi v^T and C = sum phi phi^T are a state: :func:`ridge_step` goes on from them at O(d_phi^3) per token.
 """
 
 from typing import NamedTuple
@@ -36,7 +36,7 @@ def ridge_attention(
     strength: float,
     mask: Bool[Tensor, "batch key_pos"] | None = None,
 ) -> Float[Tensor, "batch head pos d_head"]:
-    """All queries at once, causally, at O(key_pos^3) a key-value head; solved in float64.
+    """All queries at once, causally, at O(key_pos^3) per key-value head; solved in float64.
 
     Args:
         kernel: kappa(k_i, k_j).

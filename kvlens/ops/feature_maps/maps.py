@@ -1,4 +1,4 @@
-"""The feature maps of linear attention, x in R^d a head -> phi(x) in R^d_phi.
+"""The feature maps of linear attention, for each head x in R^d -> phi(x) in R^d_phi.
 
 | name | phi(x) | d_phi | source |
 |---|---|---|---|
@@ -10,7 +10,7 @@
 | hedgehog | softmax([2Wx, -2Wx]) | 2d | Zhang et al. 2024 |
 
 with x' = x / sqrt(attn_scale), so that phi(q).phi(k) approximates exp(q.k / attn_scale) for random and taylor. Random
-features stay on one fixed log-scale: subtracting a maximum a call, as code in the wild does, would put the features of a
+features stay on one fixed log-scale: subtracting a maximum per call, as code in the wild does, would put the features of a
 prompt and those of its continuation on different scales, and their sum would mean nothing.
 """
 
@@ -100,6 +100,6 @@ def taylor(x: Float[Tensor, "*lead d"], attn_scale: float) -> Float[Tensor, "*le
 
 @shaped()
 def hedgehog(x: Float[Tensor, "*lead head d"], weight: Float[Tensor, "head d d"]) -> Float[Tensor, "*lead head d_phi"]:
-    """phi(x) = softmax([2Wx, -2Wx]), W learned a head."""
+    """phi(x) = softmax([2Wx, -2Wx]), W learned per head."""
     projected = 2.0 * torch.einsum("...hd,hed->...he", x, weight.to(x.dtype))
     return torch.cat([projected, -projected], dim=-1).softmax(dim=-1)

@@ -20,7 +20,7 @@ def recurrent_linear_attention(
     mask: Bool[Tensor, "#batch pos"] | None = None,
     state: LinearAttentionState | None = None,
 ) -> LinearAttentionOutput:
-    """One update and one read a token (arguments in ``types``). States are never changed in place."""
+    """One update and one read per token (arguments in ``types``). States are never changed in place."""
     check_normalizer(norm_q, norm_k)
     batch, pos, n_heads, d_phi = phi_q.shape
     n_kv, d_head = v.shape[2:]

@@ -17,7 +17,7 @@ Arguments of every form, in this order:
 - ``state``: what came before (:class:`LinearAttentionState`), or None for zeros.
 
 The forms: ``naive`` (a loop over time, the judge), ``parallel`` (materialises the pos x pos scores), ``chunked`` (O(pos)),
-``recurrent`` (O(1) a token). Inputs are accumulated in float32 or better: give them in that precision.
+``recurrent`` (O(1) per token). Inputs are accumulated in float32 or better: give them in that precision.
 """
 
 from typing import NamedTuple

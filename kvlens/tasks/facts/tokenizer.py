@@ -9,10 +9,10 @@ numbers are the same with and without them.
 import re
 from functools import cache
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from kvlens.corpus.tokenizer import BOS, EOS, PAD, for_transformer_lens
+from kvlens.corpus.tokenizer import BOS, EOS, PAD, with_bos
 from kvlens.tasks.facts.words import KINDS
 
 UNK = "<|unk|>"
@@ -54,18 +54,4 @@ def word_tokenizer(pronouns: bool = False) -> PreTrainedTokenizerFast:
         ]
     )
     tokenizer.decoder = decoders.Metaspace(replacement=SPACE, prepend_scheme="never")
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, ids[BOS])]
-    )
-    return for_transformer_lens(
-        PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer,
-            bos_token=BOS,
-            eos_token=EOS,
-            pad_token=PAD,
-            unk_token=UNK,
-            padding_side="right",
-            clean_up_tokenization_spaces=False,
-        ),
-        _PRONOUNS_NAME if pronouns else _NAME,
-    )
+    return with_bos(tokenizer, _PRONOUNS_NAME if pronouns else _NAME, unk_token=UNK)
