@@ -3,6 +3,7 @@
 import bench_attention_variants
 import bench_conversion_error
 import bench_dual_losses
+import bench_exact_conversion
 import bench_induction_heads
 import bench_linear_attention
 import bench_model
@@ -47,6 +48,13 @@ def test_conversion_error_smoke(capsys):
     bench_conversion_error.main(["--pairs", "3"])
     out = capsys.readouterr().out
     assert "float64" in out
+    assert "NO" not in out
+
+
+def test_exact_conversion_smoke(capsys):
+    bench_exact_conversion.main(["--models", "gpt2", "--prompts", "2", "--scaled", "", "Q"])
+    out = capsys.readouterr().out
+    assert out.count("gpt2, ") == 4
     assert "NO" not in out
 
 
