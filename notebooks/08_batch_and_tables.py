@@ -10,10 +10,10 @@
 #     name: python3
 
 # %% [markdown]
-# # Three hundred prompts: batches and tables
+# # A hundred and twenty prompts: batches and tables
 #
-# *How many facts fit into a bias?* One story cannot tell. Three hundred can: sixty each
-# of 2, 5, 8, 11 and 14 facts, every one with a question that only the story answers. The model was trained on 2 to 10.
+# *How many facts fit into a bias?* One story cannot tell. A hundred and twenty can: forty each
+# of 2, 10 and 18 facts, every one with a question that only the story answers. The model was trained on 2 to 10.
 
 # %%
 import json
@@ -24,7 +24,7 @@ import torch
 
 from kvlens.tasks import make_task
 
-LENGTHS, N_STORIES = (2, 5, 8, 11, 14), 60
+LENGTHS, N_STORIES = (2, 10, 18), 40
 
 with open("stories.jsonl", "w", encoding="utf-8") as file:
     for n_facts in LENGTHS:
@@ -78,12 +78,12 @@ share[["with_prompt", "converted", "without_prompt"]].plot(ax=axes, marker="o", 
 axes.set(xlabel="facts in the story", ylabel="share of right answers", xticks=LENGTHS);
 
 # %% [markdown]
-# With the story and converted the curves lie on each other. The bias has the same size for 2 facts and for 14, and what it holds
+# With the story and converted the curves lie on each other. The bias has the same size for 2 facts and for 18, and what it holds
 # fades slowly, also beyond the 10 facts that the model was trained on. Without the story the model guesses.
 
 # %%
 assert (share["converted"] - share["with_prompt"]).abs().max() < 0.02
-assert share["converted"].min() > 0.7 and share["converted"][14] < share["converted"][2] - 0.05
+assert share["converted"].min() > 0.7 and share["converted"][18] < share["converted"][2] - 0.05
 assert share["without_prompt"].max() < 0.15
 share.round(3)
 
