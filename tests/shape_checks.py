@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import AbstractArray
-from jaxtyping._storage import get_shape_memo
+from jaxtyping._storage import _shape_storage as BOOKS
 
 ARRAYS = type(AbstractArray)
 ORIGINAL = ARRAYS.__instancecheck__
@@ -25,12 +25,14 @@ class Axes(NamedTuple):
         first, last: names or sizes of single axes, and whether an axis of 1 may stand for any size; ``last`` are those
             behind the word that stands for several.
         several: that word; None where there is none.
+        names: the single axes, where each is a name and has one size; else None.
         dtypes: that jaxtyping has accepted so far.
     """
 
     first: list[tuple[str | int, bool]]
     several: str | None
     last: list[tuple[str | int, bool]]
+    names: tuple[str, ...] | None
     dtypes: set[torch.dtype]
 
 
@@ -63,25 +65,41 @@ def read(annotation: Any) -> Axes | None:
     if len(several) > 1 or not all(AXIS.fullmatch(word) for word in single):
         return None
     one = [(int(word) if word.isdigit() else word.removeprefix("#"), word.startswith("#")) for word in single]
-    return Axes(one[:at], words[at][1:] if several else None, one[at:], set())
+    names = None if any(word[0] == "#" or word.isdigit() for word in single) else tuple(single)
+    return Axes(one[:at], words[at][1:] if several else None, one[at:], names, set())
+
+
+def book() -> tuple[dict, ...]:
+    """The innermost book of sizes: of single axes, of several, and two that are not looked at here."""
+    stack = getattr(BOOKS, "memo_stack", None)
+    return stack[-1] if stack else ({}, {}, {}, {})
 
 
 def fits(axes: Axes, shape: torch.Size) -> bool:
     """Whether the sizes are those in the book, which then holds the new ones; it stays as it was where they are not."""
-    n_several = len(shape) - len(axes.first) - len(axes.last)
+    n_first = len(axes.first)
+    n_several = len(shape) - n_first - len(axes.last)
     if n_several if axes.several is None else n_several < 0:
         return False
-    one, more, *_ = get_shape_memo()
-    seen = one.copy()
-    sizes = shape if axes.several is None else (*shape[: len(axes.first)], *shape[len(axes.first) + n_several :])
-    for (word, is_any_if_1), size in zip((*axes.first, *axes.last), sizes, strict=True):
-        if is_any_if_1 and size == 1:
-            continue
-        if size != (word if isinstance(word, int) else seen.setdefault(word, size)):
-            return False
-    if axes.several is not None:
-        new = (False, shape[len(axes.first) : len(axes.first) + n_several])
-        if more.setdefault(axes.several, new) != new:
-            return False
-    one.update(seen)
-    return True
+    one, more, *_ = book()
+    n_seen, sizes = len(one), shape if axes.several is None else shape[:n_first] + shape[n_first + n_several :]
+    if axes.names is None:
+        fitting = all(fits_one(one, axis, size) for axis, size in zip((*axes.first, *axes.last), sizes, strict=True))
+    else:
+        fitting = True
+        for name, size in zip(axes.names, sizes, strict=True):
+            if one.setdefault(name, size) != size:
+                fitting = False
+                break
+    if fitting and axes.several is not None:
+        new = (False, shape[n_first : n_first + n_several])
+        fitting = more.setdefault(axes.several, new) == new
+    while not fitting and len(one) > n_seen:
+        one.popitem()
+    return fitting
+
+
+def fits_one(one: dict[str, int], axis: tuple[str | int, bool], size: int) -> bool:
+    """Whether a single axis has the size that it has in the book, which then holds it."""
+    word, is_any_if_1 = axis
+    return (is_any_if_1 and size == 1) or size == (word if isinstance(word, int) else one.setdefault(word, size))

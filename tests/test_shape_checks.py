@@ -3,13 +3,13 @@
 import jaxtyping
 import pytest
 import torch
+import type_checks
 from hypothesis import given
 from hypothesis import strategies as st
 from jaxtyping import Bool, Float, Int, Shaped
 from jaxtyping._storage import get_shape_memo
 from shape_checks import ORIGINAL, READ, is_instance, read
 from torch import Tensor
-from type_checks import BOOK
 
 DIMS = (
     "",
@@ -43,7 +43,7 @@ looks = st.lists(st.tuples(st.sampled_from(KINDS), st.sampled_from(DIMS), arrays
 def in_turn(look, annotations_and_arrays):
     """What ``look`` says of one after the other, and its book after each."""
     said = []
-    with BOOK:
+    with type_checks.ORIGINAL("context"):
         for annotation, x in annotations_and_arrays:
             try:
                 said.append(look(annotation, x))

@@ -58,7 +58,8 @@ def lying() -> int:
 def test_shapes_are_looked_at_by_jaxtyping_wherever_they_stand():
     assert holds(is_array, Float[Tensor, "a"] | None) and holds(is_array, list[tuple[int, Float[Tensor, "a"]]])
     assert not any(holds(is_array, hint) for hint in (Tensor | None, dict[str, int], None, ..., "Example"))
-    assert holds(is_left, "Example") and holds(is_left, list["Example"]) and not holds(is_left, Float[Tensor, "a"])
+    assert holds(is_left, "Example | None") and holds(is_left, list["Example[int]"])
+    assert not any(holds(is_left, hint) for hint in ("Example", list["Example"], Float[Tensor, "a"]))
     assert holds(is_left, Float[Tensor, "{size}"] | None) and not holds(is_left, Literal["a", "b"])
     assert check(shaped)(zeros(2, 3), {"k": [zeros(3)]}) == 1
     for arguments in ((zeros(2), {}), (zeros(2, 3), {"k": [zeros(2)]}), (zeros(2, 3), {"k": [3]})):
@@ -143,12 +144,19 @@ class Small:
     def times(self, n: int) -> Self:
         return self
 
+    def plus(self, others: list["Small"]) -> "Small":
+        return others[0] if others else "nothing"  # type: ignore[return-value]
+
 
 def test_methods_that_return_their_own_class():
     small = Small()
     assert check(Small.times)(small, 2) is small
     with pytest.raises(REFUSED):
         check(Small.times)(small, "2")
+    assert check(Small.plus)(small, [small]) is small
+    for others in (["small"], [], small):
+        with pytest.raises(REFUSED):
+            check(Small.plus)(small, others)
 
 
 def test_where_checks_are_off_nothing_is_refused():

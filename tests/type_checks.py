@@ -15,10 +15,11 @@ from typing import Any, Literal, NamedTuple
 
 import jaxtyping
 from beartype.roar import BeartypeCallHintViolation
+from jaxtyping._storage import pop_shape_memo, push_shape_memo
 
 ORIGINAL = jaxtyping.jaxtyped
-BOOK = ORIGINAL("context")
-"""Within: a book of axis sizes of one's own."""
+NO_ARGUMENTS: dict[str, Any] = {}
+"""Those that sizes in an annotation may be computed from; such annotations are left to jaxtyping."""
 
 
 def jaxtyped(function: Any = None, *, typechecker: Callable[[Any], Any]) -> Any:
@@ -50,11 +51,13 @@ def jaxtyped(function: Any = None, *, typechecker: Callable[[Any], Any]) -> Any:
     def with_a_book(*args: Any, **kwargs: Any) -> Any:
         if config.jaxtyping_disable:
             return function(*args, **kwargs)
+        push_shape_memo(NO_ARGUMENTS)
         try:
-            with BOOK:
-                return checked(*args, **kwargs)
+            return checked(*args, **kwargs)
         except BeartypeCallHintViolation as error:
             raise jaxtyping.TypeCheckError(str(error)) from error
+        finally:
+            pop_shape_memo()
 
     return functools.wraps(function)(with_a_book if checks.has_axes else alone)
 
@@ -95,7 +98,7 @@ def checks_of(function: Any, typechecker: Callable[[Any], Any]) -> Checks | None
     annotations = dict(function.__annotations__)
     if any(holds(is_left, hint) for hint in annotations.values()):
         return None
-    has_axes = any(holds(is_array, hint) for hint in annotations.values())
+    has_axes = any(holds(is_array, hint) or holds(is_name, hint) for hint in annotations.values())
     if typing.Self in annotations.values():  # which beartype reads in whole classes alone
         function = copied(function, function.__closure__ or ())
         function.__annotations__ = {name: Any if hint is typing.Self else hint for name, hint in annotations.items()}
@@ -138,5 +141,17 @@ def is_array(hint: Any) -> bool:
 
 
 def is_left(hint: Any) -> bool:
-    """Whether it is in quotes, and may be anything; or an array with sizes that are other arguments' values."""
-    return isinstance(hint, str | typing.ForwardRef) or (is_array(hint) and "{" in hint.dim_str)
+    """Whether it is code in quotes, which may be anything, or an array with sizes that are other arguments' values."""
+    words = in_quotes(hint)
+    return (words is not None and not words.isidentifier()) or (is_array(hint) and "{" in hint.dim_str)
+
+
+def is_name(hint: Any) -> bool:
+    """Whether it is a name in quotes, which may be an array's."""
+    return in_quotes(hint) is not None
+
+
+def in_quotes(hint: Any) -> str | None:
+    """The words of an annotation in quotes; None for any other."""
+    words = hint.__forward_arg__ if isinstance(hint, typing.ForwardRef) else hint
+    return words if isinstance(words, str) else None
