@@ -70,7 +70,7 @@ def attend_beside(
     kv_heads = k.shape[2]
     # log w_r is one more dimension of the key, at which every query is 1: so its gradient is part of a matrix product
     rows = F.pad(q / scale, (0, 1), value=1.0).unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
-    log_weights = beside.log_weights.clamp(min=torch.finfo(q.dtype).min / 4)  # in a product, 0 times infinity would be NaN
+    log_weights = beside.log_weights.clamp(min=_log_of_nothing(q.dtype))
     virtual = torch.cat([beside.keys, log_weights[..., None]], dim=-1).expand(batch, -1, -1, -1)
     keys = torch.cat([virtual, F.pad(k.transpose(1, 2), (0, 1))], dim=2)
     values = torch.cat([beside.values.expand(batch, -1, -1, -1), v.transpose(1, 2)], dim=2)
@@ -98,8 +98,8 @@ def fused_beside(
     Raises:
         ValueError: a gradient is wanted.
     """
-    none = torch.finfo(log_normalizer.dtype).min / 4  # a head may have no key at all, a query none in its window
-    added = beside.added(q.shape[2]).to(log_normalizer).clamp(min=none)
+    nothing = _log_of_nothing(log_normalizer.dtype)  # a head may have no key at all, a query none in its window
+    added = beside.added(q.shape[2]).to(log_normalizer).clamp(min=nothing)
     keys, values = (x.to(log_normalizer).transpose(1, 2) for x in (beside.keys, beside.values))
     rows = q.to(keys)
     if beside.by_distance is None:
@@ -109,5 +109,10 @@ def fused_beside(
     read = fused_softmax_attention(rows, keys, values, scale, causal=False, score_bias=added, log_normalizer=True)
     assert read.log_normalizer is not None
     log_read = read.log_normalizer.reshape(log_normalizer.shape)
-    share = (log_normalizer - log_read).sigmoid().masked_fill(log_read < none / 2, 1.0)
+    share = (log_normalizer - log_read).sigmoid().masked_fill(log_read < nothing / 2, 1.0)
     return torch.lerp(read.z.reshape(q.shape), z.to(keys), share[..., None])
+
+
+def _log_of_nothing(dtype: torch.dtype) -> float:
+    """In the place of log 0: minus infinity, times 0 or less itself, is NaN. Scores can be added to this, and itself."""
+    return torch.finfo(dtype).min / 4
