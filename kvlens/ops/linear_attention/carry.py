@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvlens.errors import KVLensError
 from kvlens.ops.linear_attention.state import rebase_state
 from kvlens.ops.linear_attention.types import LinearAttentionState
 from kvlens.ops.shapes import shaped
@@ -42,7 +43,7 @@ def carry_state(
     terms = [] if before is None else [_decayed(before, n_tokens, decay)]
     terms += [] if written is None else [written]
     if not terms:
-        raise ValueError("carry_state: give the state before the tokens, what they wrote, or both")
+        raise KVLensError("carry_state: give the state before the tokens, what they wrote, or both")
     kv = sum((term.kv for term in terms[1:]), terms[0].kv)
     sums = [term.k_sum for term in terms if term.k_sum is not None]
     if rotation is not None:

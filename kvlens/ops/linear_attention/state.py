@@ -5,6 +5,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvlens.arguments import check_whole
+from kvlens.errors import KVLensError
 from kvlens.ops.rotary import rotate
 from kvlens.ops.shapes import shaped
 from kvlens.signature import checked
@@ -29,7 +30,7 @@ def read_state(
     if decay is None:
         return read
     if steps is None:
-        raise ValueError("read_state: a decaying state needs `steps`, the number of real tokens since the state")
+        raise KVLensError("read_state: a decaying state needs `steps`, the number of real tokens since the state")
     factor = decay.repeat_interleave(group).to(read) ** steps[:, :, None].to(read)
     return read * factor[..., None]
 
