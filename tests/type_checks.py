@@ -96,9 +96,10 @@ def checks_of(function: Any, typechecker: Callable[[Any], Any]) -> Checks | None
     if made is not None and made.annotations == function.__annotations__:
         return made
     annotations = dict(function.__annotations__)
-    if any(holds(is_left, hint) for hint in annotations.values()):
+    own_class = function.__qualname__.rpartition(".")[0].rpartition(".")[2]
+    if any(holds(is_left, hint, own_class) for hint in annotations.values()):
         return None
-    has_axes = any(holds(is_array, hint) or holds(is_name, hint) for hint in annotations.values())
+    has_axes = any(holds(is_array, hint) for hint in annotations.values())
     if typing.Self in annotations.values():  # which beartype reads in whole classes alone
         function = copied(function, function.__closure__ or ())
         function.__annotations__ = {name: Any if hint is typing.Self else hint for name, hint in annotations.items()}
@@ -127,12 +128,12 @@ def copied(function: Any, cells: tuple[types.CellType, ...]) -> Any:
     return bare
 
 
-def holds(found: Callable[[Any], bool], hint: Any) -> bool:
-    """Whether an annotation, or a part of it, is one of those that are looked for."""
+def holds(found: Callable[..., bool], hint: Any, *beside: Any) -> bool:
+    """Whether an annotation, or a part of it, is one of those that are looked for, with what ``found`` is told beside it."""
     if typing.get_origin(hint) is Literal:  # whose parts are values
         return False
     parts = hint if isinstance(hint, list | tuple) else typing.get_args(hint)
-    return found(hint) or any(holds(found, part) for part in parts)
+    return found(hint, *beside) or any(holds(found, part, *beside) for part in parts)
 
 
 def is_array(hint: Any) -> bool:
@@ -140,18 +141,7 @@ def is_array(hint: Any) -> bool:
     return isinstance(hint, type) and issubclass(hint, jaxtyping.AbstractArray)
 
 
-def is_left(hint: Any) -> bool:
-    """Whether it is code in quotes, which may be anything, or an array with sizes that are other arguments' values."""
-    words = in_quotes(hint)
-    return (words is not None and not words.isidentifier()) or (is_array(hint) and "{" in hint.dim_str)
-
-
-def is_name(hint: Any) -> bool:
-    """Whether it is a name in quotes, which may be an array's."""
-    return in_quotes(hint) is not None
-
-
-def in_quotes(hint: Any) -> str | None:
-    """The words of an annotation in quotes; None for any other."""
+def is_left(hint: Any, own_class: str = "") -> bool:
+    """Whether it is in quotes, and may be anything but ``own_class``, or an array of computed sizes."""
     words = hint.__forward_arg__ if isinstance(hint, typing.ForwardRef) else hint
-    return words if isinstance(words, str) else None
+    return (isinstance(words, str) and words != own_class) or (is_array(hint) and "{" in hint.dim_str)

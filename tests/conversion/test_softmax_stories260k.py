@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kvlens import HookedKVTransformer, convert_prompt
+from kvlens._tl import TransformerLensKeyValueCache
 from kvlens.conversion.softmax import learned
 
 
@@ -14,8 +15,11 @@ def story(outside_data):
     generator = torch.Generator().manual_seed(0)
 
     def extended(text, n):
+        cache = TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", len(text))
+        new = text
         for _ in range(n):
-            text = torch.cat([text, torch.multinomial(model(text)[:, -1].softmax(-1), 1, generator=generator)], dim=1)
+            new = torch.multinomial(model(new, past_kv_cache=cache)[:, -1].softmax(-1), 1, generator=generator)
+            text = torch.cat([text, new], dim=1)
         return text
 
     with torch.no_grad():
@@ -51,8 +55,8 @@ def test_eight_keys_of_128(story):
 
 
 def test_learned_features_learn_and_a_polynomial_cannot(story, monkeypatch):
-    """Measured here: dropped 8.7, 64 features learned in 300 steps 0.50, in 100 steps 0.72, second-order polynomial 35 %."""
-    monkeypatch.setattr(learned, "STEPS", 100)
+    """Measured here: dropped 8.7, 64 features learned in 300 steps 0.50, 100 0.72, 50 1.0, second-order polynomial 35 %."""
+    monkeypatch.setattr(learned, "STEPS", 50)
     model, prompt, _ = story
     dropped = error(story, convert_prompt(model, prompt).zero_like())
     assert error(story, convert_prompt(model, prompt, method="learned", n_features=64, verbose=False)) < 0.2 * dropped

@@ -126,7 +126,7 @@ def test_many_bad_lines_are_counted(model_folder, tmp_path):
 
 @pytest.mark.usefixtures("warm_python")
 def test_killed_often_the_table_is_that_of_an_uninterrupted_run(model_folder, tmp_path):
-    source = prompts(tmp_path, n=31)
+    source = prompts(tmp_path, n=13)
     run_batch(Work("bias_by_head", (model_folder,)), source, tmp_path / "whole.parquet")
     out = tmp_path / "killed" / "t.parquet"
     script = Path(__file__).parents[1] / "batch_probes" / "killed_often.py"
