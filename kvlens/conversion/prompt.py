@@ -28,8 +28,8 @@ class PromptTokens(NamedTuple):
         return int(lengths[0]) if bool((lengths == lengths[0]).all()) else lengths
 
 
-def prompt_tokens(model: HookedKVTransformer, prompt: Prompt, prepend_bos: bool) -> PromptTokens:
-    """Tokenise and check a prompt.
+def prompt_tokens(model: HookedKVTransformer, prompt: Prompt, prepend_bos: bool, what: str = "prompt") -> PromptTokens:
+    """Tokenise and check a prompt, or another text by the name of ``what``.
 
     Args:
         model: whose tokenizer, vocabulary and device count.
@@ -42,12 +42,14 @@ def prompt_tokens(model: HookedKVTransformer, prompt: Prompt, prepend_bos: bool)
     """
     device = get_device_for_block_index(0, model.cfg)
     if isinstance(prompt, Tensor):
-        return _from_tensor(model, prompt, device)
+        return _from_tensor(model, prompt, device, what)
     texts = [prompt] if isinstance(prompt, str) else prompt
     if not isinstance(texts, list) or not texts or not all(isinstance(t, str) for t in texts):
-        raise KVLensError(f"prompt: expected a string, a list of strings, or a tensor of token ids, got {_describe(prompt)}")
+        raise KVLensError(f"{what}: expected a string, a list of strings, or a tensor of token ids, got {_describe(prompt)}")
     if model.tokenizer is None:
-        raise KVLensError("prompt: this model has no tokenizer, so it cannot read strings; give token ids")
+        raise KVLensError(f"{what}: this model has no tokenizer, so it cannot read strings; give token ids")
+    if not all(texts):
+        raise KVLensError(f"{what}: it is empty; give at least one character")
     rows = [_tokenize(model, text, prepend_bos) for text in texts]
     longest = max(len(row) for row in rows)
     tokens = torch.zeros(len(rows), longest, dtype=torch.long, device=device)
@@ -57,19 +59,17 @@ def prompt_tokens(model: HookedKVTransformer, prompt: Prompt, prepend_bos: bool)
     return PromptTokens(tokens, None if bool(mask.all()) else mask, has_batch=isinstance(prompt, list))
 
 
-def _from_tensor(model: HookedKVTransformer, prompt: Tensor, device: torch.device) -> PromptTokens:
+def _from_tensor(model: HookedKVTransformer, prompt: Tensor, device: torch.device, what: str) -> PromptTokens:
     if prompt.dim() not in (1, 2):
-        raise KVLensError(f"prompt: expected tokens [pos] or [batch, pos], got shape {list(prompt.shape)}")
+        raise KVLensError(f"{what}: expected tokens [pos] or [batch, pos], got shape {list(prompt.shape)}")
     if prompt.numel() == 0:
-        raise KVLensError(f"prompt: it is empty (shape {list(prompt.shape)}); give at least one token")
+        raise KVLensError(f"{what}: it is empty (shape {list(prompt.shape)}); give at least one token")
     model.check_tokens(prompt)
     tokens = (prompt.clone() if prompt.is_inference() else prompt).to(device)  # generate's output takes no part in a graph
     return PromptTokens(tokens if prompt.dim() == 2 else tokens[None], None, has_batch=prompt.dim() == 2)
 
 
 def _tokenize(model: HookedKVTransformer, text: str, prepend_bos: bool) -> Tensor:
-    if not text:
-        raise KVLensError("prompt: it is empty; give at least one character")
     row = model.to_tokens(text, prepend_bos=prepend_bos, truncate=False)[0]
     model.check_tokens(row)
     return row

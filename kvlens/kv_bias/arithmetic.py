@@ -45,8 +45,29 @@ def fields_of_sum(
     changed = {name: getattr(chosen, name) for name in (*BOUNDARY, "position_offset")}
     if boundary == "zero":
         changed |= {name: torch.zeros_like(getattr(first, name)) for name in BOUNDARY}
-    changed |= _stored_sums(biases, weights)
+    sums = _stored_sums(biases, weights)
+    _check_held("combine: the sum", sums, biases)
+    changed |= sums
     return {**changed, "n_prompt_tokens": sum(b.n_prompt_tokens for b in biases)}
+
+
+def scaled_fields(bias: Any, factor: float) -> dict[str, Any]:
+    """b_KV and b_D of ``factor`` times a bias.
+
+    Raises:
+        KVLensError: they leave its dtype.
+    """
+    scaled = {name: factor * getattr(bias, name) for name in ("b_KV", "b_D")}
+    _check_held(f"KVBias: {factor:.3g} times this bias", scaled, [bias])
+    return scaled
+
+
+def _check_held(what: str, new: dict[str, Any], biases: Sequence[Any]) -> None:
+    """Refuse numbers that became infinite."""
+    for name in ("b_KV", "b_D"):
+        if not bool(new[name].isfinite().all()) and all(bool(getattr(bias, name).isfinite().all()) for bias in biases):
+            dtype = str(new[name].dtype).removeprefix("torch.")
+            raise KVLensError(f"{what} has numbers in {name} that {dtype} cannot hold: take smaller factors")
 
 
 def _stored_sums(biases: Sequence[Any], weights: Sequence[float | int]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from torch import Tensor
 from kvlens.arguments import brief, check_device, check_number, check_whole
 from kvlens.dtypes import check_holds, dtype_of, is_dtype
 from kvlens.errors import KVLensError
-from kvlens.kv_bias.arithmetic import fields_of_sum
+from kvlens.kv_bias.arithmetic import fields_of_sum, scaled_fields
 from kvlens.kv_bias.features import SoftmaxFeatures, VirtualKeys, features_from
 from kvlens.kv_bias.fingerprint import Fingerprint
 from kvlens.kv_bias.fit import BiasFit
@@ -314,7 +314,7 @@ class KVBias:
         if not isinstance(factor, Real):
             return NotImplemented
         check_number("KVBias: a factor", factor := factor if isinstance(factor, int) else float(factor))
-        return replace(self, b_KV=self.b_KV * float(factor), b_D=self.b_D * float(factor))
+        return replace(self, **scaled_fields(self, float(factor)))
 
     __rmul__ = __mul__
 

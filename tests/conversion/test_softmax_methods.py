@@ -200,6 +200,37 @@ def test_a_prompt_that_came_out_of_generate():
     assert bool(bias.b_KV.isfinite().all())
 
 
+@pytest.mark.parametrize("method", ["landmark", "random", "taylor", "learned"])
+def test_half_precision_is_fitted_in_float32(method):
+    """Rounded to bfloat16 in the end, whose steps are 2^-8: off by a few of them from what float32 gives."""
+    at = dict(n_ctx=120, positional_embedding_type="rotary")
+    wide, narrow = (small_model(**at, dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
+    for (_, a), (_, b) in zip(wide.named_parameters(), narrow.named_parameters(), strict=True):
+        a.data.copy_(b.data)
+    options = {"landmark": dict(n_features=8, polish_steps=2), "random": dict(n_features=16), "learned": dict(n_features=8)}
+    at = dict(method=method, reference="prompt", **options.get(method, {}), **QUICK)
+    a, b = (convert_prompt(model, PROMPT, **at) for model in (wide, narrow))
+    stored = (b.b_KV, b.b_D, b.log_scale, *b.features.tensors().values())
+    assert {x.dtype for x in stored if x.is_floating_point()} == {torch.bfloat16}
+    with torch.no_grad(), wide.kv_bias(a):
+        expected = wide(TEXT)
+    with torch.no_grad(), narrow.kv_bias(b):
+        assert relative_error(narrow(TEXT).float(), expected) < 10 * 2.0**-8
+
+
+def test_the_first_token_of_a_continuation_is_drawn_from_the_models_own_logits():
+    """Soft-capped at 1e-3 they are all alike; without the cap they differ by hundreds, and one token would win every draw."""
+    from kvlens.conversion.prompt import PromptTokens
+    from kvlens.conversion.softmax.prompt_pass import convert_exactly
+    from kvlens.conversion.softmax.reference import sample_continuations
+
+    model = model_of(output_logits_soft_cap=1e-3)
+    model.W_U.data.mul_(1e3)
+    exact = convert_exactly(model, PromptTokens(PROMPT, None, True), (), None, model.fingerprint())
+    drawn = sample_continuations(model, exact, exact.bias, n=64, length=2, seed=0)
+    assert len(drawn[0, :, 0].unique()) > 10
+
+
 def test_heads_that_never_look_at_the_prompt_and_singular_fits():
     model = model_of()
     model.blocks[0].attn.W_K.data[0] = 0.0  # all keys of this head are one key
@@ -235,7 +266,8 @@ def test_nothing_random_is_left_to_chance_and_the_global_generator_stays():
         (dict(method="random", n_features=3, polish_steps=5), 'belong to method="landmark"'),
         (dict(method="landmark", n_features=3, polish_steps=-1), "must be at least 0, got -1"),
         (dict(n_feature=3), "did you mean 'n_features'"),
-        (dict(method="landmark", n_features=3, reference=torch.zeros(0, dtype=torch.long)), "empty"),
+        (dict(method="landmark", n_features=3, reference=torch.zeros(0, dtype=torch.long)), "reference: it is empty"),
+        (dict(method="landmark", n_features=3, reference=[]), "reference: expected a string, .* got an empty list"),
         (dict(method="landmark", n_features=3, budget="even"), "budget must be one of equal, greedy"),
     ],
 )
@@ -273,3 +305,6 @@ def test_sums_of_converted_prompts_read_both():
         less = model(TEXT)
     with torch.no_grad(), model.kv_bias(a):
         torch.testing.assert_close(less, model(TEXT), rtol=1e-9, atol=1e-9)
+    for too_much in (lambda: a * 1e308, lambda: KVBias.combine(a, b, weights=[1.0, -1e308], boundary="last")):
+        with pytest.raises(KVLensError, match="has numbers in b_KV that float64 cannot hold: take smaller factors"):
+            too_much()

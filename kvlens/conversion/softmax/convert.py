@@ -35,7 +35,9 @@ def convert_softmax_prompt(
     lengths = torch.as_tensor(prompt.lengths()).reshape(-1).tolist()
     keeps_all = options.method == "landmark" and options.keeps_all(lengths)
     if options.method != "exact" and not keeps_all:
-        bias = _approximated(Teacher(model, prompt, exact, old, options))
+        wide, dtype = torch.promote_types(bias.b_KV.dtype, torch.float32), bias.b_KV.dtype  # no fit in 8 bits of mantissa
+        exact = exact._replace(bias=bias.to(wide))
+        bias = _approximated(Teacher(model, prompt, exact, None if old is None else old.to(wide), options)).to(dtype)
     bias = replace(continued(old, bias), fit=bias.fit)
     has_batch = prompt.has_batch or (old is not None and old.batch_size is not None)
     return bias if has_batch else bias.select_prompt(0)

@@ -52,7 +52,7 @@ def reference_text(
     if isinstance(given, str) and given == "prompt":
         shortest = prompt.tokens.shape[1] if prompt.mask is None else int(prompt.mask.sum(dim=1).min())
         return ReferenceText(_cut(prompt.tokens[:, None, : min(shortest, room)]), 0.0)
-    read = prompt_tokens(model, given, prepend_bos=False)
+    read = prompt_tokens(model, given, prepend_bos=False, what="convert_prompt: reference")
     if read.mask is not None:
         raise KVLensError("convert_prompt: reference texts must have one length; give one text, or tokens [text, pos]")
     return ReferenceText(_cut(read.tokens[None, :, :room].expand(batch, -1, -1)), 0.0)
@@ -86,7 +86,7 @@ def sample_continuations(
 ) -> Int[Tensor, "batch text pos"]:
     """``n`` texts per prompt, sampled at temperature 1 from what the model would write next."""
     generator = torch.Generator().manual_seed(seed)
-    logits = model.unembed(model.ln_final(exact.last_residual))[:, 0]
+    logits = model(exact.last_residual, start_at_layer=model.cfg.n_layers)[:, 0]
     batch = logits.shape[0]
     rows = torch.arange(batch).repeat_interleave(n)
     return torch.cat([_sample(model, whole, logits, part, length, generator) for part in rows.split(ROWS_AT_ONCE)]).view(
@@ -130,14 +130,14 @@ def read_queries(
 
 
 def _read(model: HookedKVTransformer, tokens: Tensor, layers: range) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """(q, z, log n) of the given layers."""
+    """(q, z, log n) of the given layers, in float32 or better."""
     z: dict[int, Tensor] = {}
     log_n: dict[int, Tensor] = {}
     hooks = [(f"blocks.{i}.attn.hook_z", lambda x, hook: z.__setitem__(hook.layer(), x.detach())) for i in layers]
     hooks += [(f"blocks.{i}.attn.hook_normalizer", lambda x, hook: log_n.__setitem__(hook.layer(), x.detach())) for i in layers]
     with observed(model) as seen, model.hooks(fwd_hooks=hooks):
         model(tokens, attention_mask=torch.ones_like(tokens), stop_at_layer=layers[-1] + 1)
-    return [(seen[i][0].to(z[i]), z[i], log_n[i]) for i in layers]
+    return [(seen[i][0].to(log_n[i]), z[i].to(log_n[i]), log_n[i]) for i in layers]
 
 
 def split_held_out(tokens: Int[Tensor, "batch text pos"]) -> tuple[Tensor, Tensor]:

@@ -65,13 +65,17 @@ def attend_beside(
     scale: float,
     visible: Bool[Tensor, "1 1 query key"] | None,
 ) -> Float[Tensor, "batch query head d_head"]:
-    """z of the whole (arguments in :mod:`kvlens.ops.softmax_attention.types`); ``visible`` as ``visible_keys`` gives it."""
+    """z of the whole (arguments in :mod:`kvlens.ops.softmax_attention.types`); ``visible`` as ``visible_keys`` gives it.
+
+    It is computed, and returned, in the dtype of the weights: half precision has none to lose in scores.
+    """
+    q, k, v = (x.to(beside.log_weights) for x in (q, k, v))
     batch, n_queries, n_heads, d = q.shape
     kv_heads = k.shape[2]
     # log w_r is one more dimension of the key, at which every query is 1: so its gradient is part of a matrix product
     rows = F.pad(q / scale, (0, 1), value=1.0).unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
     log_weights = beside.log_weights.clamp(min=_log_of_nothing(q.dtype))
-    virtual = torch.cat([beside.keys, log_weights[..., None]], dim=-1).expand(batch, -1, -1, -1)
+    virtual = torch.cat([beside.keys.to(q), log_weights[..., None]], dim=-1).expand(batch, -1, -1, -1)
     keys = torch.cat([virtual, F.pad(k.transpose(1, 2), (0, 1))], dim=2)
     values = torch.cat([beside.values.expand(batch, -1, -1, -1), v.transpose(1, 2)], dim=2)
     scores = (rows @ keys.mT).unflatten(2, (-1, n_queries))  # [batch, kv_head, group, query, r + key]
