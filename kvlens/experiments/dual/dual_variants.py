@@ -130,17 +130,18 @@ def draw(curves: pd.DataFrame) -> Figure:
     return figure
 
 
-def _scale(seeds: list[int], steps: int, batch: int, heldout: int = 128) -> dict[str, Any]:
-    return dict(
+def _scale(seeds: list[int], steps: int, batch: int, **changes: Any) -> dict[str, Any]:
+    usual = dict(
         d_x=dict(linear=11, trigonometric=6, exponential=5),
         n_demonstrations=15,
         batch_size=batch,
         steps=steps,
         eval_every=max(1, steps // 20),
-        heldout_sequences=heldout,
+        heldout_sequences=128,
         learning_rate=0.02,
         seeds=seeds,
     )
+    return {**usual, **changes}
 
 
 EXPERIMENT = Experiment(
@@ -149,7 +150,7 @@ EXPERIMENT = Experiment(
     question="Do regularised, augmented and negative attention train better than plain attention?",
     run=run,
     scales={
-        "tiny": _scale([0, 1], 2, 2, heldout=8),
+        "tiny": _scale([0, 1], 2, 2, heldout_sequences=8, d_x=dict(linear=11, exponential=5)),
         "small": _scale(list(range(8)), 400, 8),
         "paper": _scale(list(range(16)), 5000, 16),
     },

@@ -256,7 +256,7 @@ EXPERIMENT = Experiment(
         "tiny": _scale(
             n_stories=4,
             batch_size=2,
-            ratios=[0.125, 0.25],
+            ratios=[0.25],
             reference=dict(n_continuations=4, continuation_length=8),
             polish=dict(polish_steps=2),
         ),

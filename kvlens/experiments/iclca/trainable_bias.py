@@ -117,7 +117,7 @@ EXPERIMENT = Experiment(
         "tiny": _scale(
             task=dict(n_letters=11, n_triggers=3, length=16, trigger_rate=0.5),
             model=dict(n_layers=2, d_model=16, d_head=8, attention="linear", feature_map="identity", normalizer="none"),
-            training=dict(steps=20, batch_size=8, learning_rate=3e-3, eval_every=5, eval_sequences=16),
+            training=dict(steps=6, batch_size=8, learning_rate=3e-3, eval_every=2, eval_sequences=16),
             seeds=[0, 1],
         ),
         "small": _scale(),

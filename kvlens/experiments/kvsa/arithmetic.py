@@ -229,9 +229,9 @@ EXPERIMENT = Experiment(
             n_problems=8,
             seeds=[0],
             learning_rate=1e-2,
-            steps=20,
+            steps=6,
             batch_size=8,
-            eval_every=10,
+            eval_every=3,
             eval_sequences=8,
         ),
         "small": _scale(

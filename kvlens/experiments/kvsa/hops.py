@@ -148,7 +148,7 @@ EXPERIMENT = Experiment(
     run=run,
     scales={
         "tiny": _scale(
-            3, 10, 8, 4, depths=[1, 2], hops=[1], seeds=[0], learning_rate=1e-2, steps=20, eval_every=10, eval_sequences=16
+            3, 10, 8, 4, depths=[1, 2], hops=[1], seeds=[0], learning_rate=1e-2, steps=6, eval_every=3, eval_sequences=16
         ),
         "small": _scale(
             4,

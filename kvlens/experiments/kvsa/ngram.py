@@ -119,8 +119,8 @@ EXPERIMENT = Experiment(
     run=run,
     scales={
         "tiny": dict(
-            sizes=[_size("1 layer", 4, 16, _SMALLEST, steps=30)],
-            training=dict(learning_rate=1e-2, eval_every=15, eval_sequences=16, batch_size=16),
+            sizes=[_size("1 layer", 4, 16, _SMALLEST, steps=6)],
+            training=dict(learning_rate=1e-2, eval_every=3, eval_sequences=16, batch_size=16),
             seeds=[0],
         ),
         "small": dict(
