@@ -128,7 +128,9 @@ def _default_model(args: argparse.Namespace) -> str:
 
 
 def _conversion(args: argparse.Namespace) -> dict[str, Any]:
-    """The options of the conversion that were given."""
+    """The options of the conversion that were given, by the names that :func:`kvlens.convert_prompt` has for them."""
+    if args.method in ("landmark", "random") and args.features is None:
+        raise KVLensError(f"--method {args.method} needs --features, the number of keys (or features) per key-value head")
     given = {"method": args.method, "n_features": args.features, "budget": args.budget, "polish_steps": args.polish}
     given = {name: value for name, value in given.items() if value is not None}
     return {**given, "seed": args.seed, "verbose": False} if given else {}

@@ -212,7 +212,10 @@ def _check_model(model: HookedKVTransformer) -> None:
             f"these weights hold NaN or infinity: {', '.join(broken[:3])}{more}; the model is broken, train or save it again"
         )
     if model.tokenizer is None:
-        raise KVLensError("this model has no tokenizer, so it cannot read text; save it together with its tokenizer")
+        raise KVLensError(
+            "this model has no tokenizer, so it cannot read text: save it together with its tokenizer, or, for a llama2.c "
+            "checkpoint, name the tokenizer's file (--tokenizer)"
+        )
 
 
 def _tokens_of(model: HookedKVTransformer, what: str, text: str, prepend_bos: bool) -> Tensor:

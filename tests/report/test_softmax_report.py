@@ -40,7 +40,7 @@ def test_landmarks_are_called_approximate(outside_data, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--method", "landmark"], "needs n_features"),
+        (["--method", "landmark"], "needs --features"),
         (["--features", "4"], "no number of features to choose"),
     ],
 )
