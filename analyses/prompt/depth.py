@@ -8,7 +8,6 @@ Source: nostalgebraist 2020, interpreting GPT: the logit lens; TransformerLens' 
 
 import pandas as pd
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from analyses.declaration import Analysis, Columns
@@ -83,7 +82,7 @@ def prompt_by_depth(
     for depth in range(n_depths):
         for name, stream in zip(losses, streams, strict=True):
             assert stream is not None
-            log_p = log_probabilities(_unembedded(model, stream[depth]))
+            log_p = log_probabilities(model(stream[depth][None], start_at_layer=model.cfg.n_layers)[0])
             losses[name].append(next_token_losses(log_p, text))
             guesses[name] += token_texts(model, log_p.argmax(dim=-1))
     loss_with, loss_without = (torch.stack(losses[name]) for name in ("with", "without"))
@@ -100,11 +99,6 @@ def prompt_by_depth(
             "guess_without": guesses["without"],
         }
     )
-
-
-def _unembedded(model: HookedKVTransformer, residual: Float[Tensor, "pos d_model"]) -> Float[Tensor, "pos d_vocab"]:
-    normed = residual[None] if model.cfg.normalization_type is None else model.ln_final(residual[None])
-    return model.unembed(normed)[0]
 
 
 PROMPT_BY_DEPTH = Analysis(

@@ -89,10 +89,9 @@ def loss_of(task: Task) -> Loss:
 
 def logits_at(model: HookedKVTransformer, inputs: Tensor, scored: Tensor) -> Float[Tensor, "scored d_vocab"]:
     """The model's logits at the positions where ``scored`` [batch pos] is True, and no others."""
-    resid = model(inputs, stop_at_layer=model.cfg.n_layers)[scored][None]
-    if model.cfg.normalization_type is not None:
-        resid = model.ln_final(resid)
-    return model.unembed(resid)[0]
+    n_layers = model.cfg.n_layers
+    resid = model(inputs, stop_at_layer=n_layers)[scored]
+    return model(resid[None], start_at_layer=n_layers)[0]
 
 
 def in_float(predicted: Tensor) -> Tensor:

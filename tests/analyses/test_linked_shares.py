@@ -86,8 +86,9 @@ def test_marginals_agree_with_each_other_and_with_bias_positions():
 
 
 @torch.no_grad()
-def test_the_deepest_row_is_the_models_own_loss():
-    model = build(**MODELS["linear"])
+@pytest.mark.parametrize("changes", [dict(), dict(output_logits_soft_cap=0.1)], ids=["plain", "soft-cap"])
+def test_the_deepest_row_is_the_models_own_loss(changes):
+    model = build(**MODELS["linear"], **changes)
     table = prompt_by_depth(model, PROMPT, TEXT)
     assert table["layer"].unique().tolist() == [0, 1, 2]
     last = table[table["layer"] == 2]

@@ -36,8 +36,9 @@ def test_metrics_are_tidy_and_measure_what_they_say():
     assert score_heldout(model, task, 7)[0] == pytest.approx(result.best_loss, rel=1e-6)
 
 
-def test_the_objective_is_cross_entropy_over_the_scored_positions_alone():
-    model = tiny_model(normalization_type="LN")
+@pytest.mark.parametrize("changes", [dict(), dict(output_logits_soft_cap=0.1)], ids=["plain", "soft-cap"])
+def test_the_objective_is_cross_entropy_over_the_scored_positions_alone(changes):
+    model = tiny_model(normalization_type="LN", **changes)
     task = tiny_task()
     batch = task.sample(5, torch.Generator().manual_seed(3))
     score = loss_of(task).score(model, batch)
