@@ -1,5 +1,7 @@
 """Real models whose queries and keys are made longer, so that their scores reach thousands."""
 
+from copy import deepcopy
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -12,7 +14,12 @@ REAL = ["gpt2", "neox", "llama", "qwen2", "qwen3", "docs-gpt2", "facts-gpt2", "s
 
 
 def real_model(kind: str, dtype: torch.dtype, data: Path | None = None) -> HookedKVTransformer:
-    """One of ``REAL``; ``data`` is the folder of stories260K's files, which no other kind needs."""
+    """One of ``REAL``, to be changed at will; ``data`` is the folder of stories260K's files, which no other kind needs."""
+    return deepcopy(_loaded(kind, dtype, data))
+
+
+@cache
+def _loaded(kind: str, dtype: torch.dtype, data: Path | None) -> HookedKVTransformer:
     if kind == "stories260K":
         assert data is not None
         return HookedKVTransformer.from_llama2c(data / "stories260K.bin", data / "tok512.bin", dtype=dtype)
