@@ -244,9 +244,11 @@ def draw(table: pd.DataFrame) -> Figure:
     axes = figure.subplots()
     dropped = float(table.loc[table["method"] == DROPPED, "relative_error"].iloc[0])
     axes.axhline(dropped, color="#555555", linestyle=":", linewidth=1.4, label=DROPPED)
-    for (method, n), rows in table[table["method"] != DROPPED].groupby(["method", "n_continuations"], sort=False):
+    lines = table[table["method"] != DROPPED].groupby(["method", "n_continuations"], sort=False)
+    for i, ((method, n), rows) in enumerate(lines):
         label = f"{method}, {n} continuations" if method in (EQUAL, GREEDY) else method
-        axes.plot(rows["stored_numbers"], rows["relative_error"], marker="o", linewidth=1.8, label=label)
+        marker = "osD"[i // 10 % 3]  # colours come again after ten lines
+        axes.plot(rows["stored_numbers"], rows["relative_error"], marker=marker, linewidth=1.8, label=label)
     axes.set(xscale="log", yscale="log", xlabel="stored numbers", ylabel="relative error of the logits")
     axes.set_title("What a softmax prompt costs to store, on text that no fit has seen", loc="left", fontsize=11)
     axes.grid(color="#dddddd", linewidth=0.6)
