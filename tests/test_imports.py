@@ -26,6 +26,7 @@ ORDER = [
     "beside",
     "dtypes",
     "tensor_files",
+    "tokenizer",
     "ops",
     "_tl",
     "kv_bias",

@@ -79,7 +79,7 @@ class _Softmax(KVAttention):
         bias = self.read_bias(torch.promote_types(q.dtype, torch.float32))
         fused = self._runs_fused()
         beside = self._beside(bias, q, k, past, piece.attention_mask)
-        if beside is not None and _wants_gradient(q, k, v, *beside[:3]):
+        if beside is not None and _wants_gradient(q, k, v, beside.keys, beside.log_weights, beside.values):
             if self._is_plain_beside(piece):
                 causal = self.cfg.attention_dir == "causal"
                 visible = visible_keys(q.shape[1], k.shape[1], causal, window=self._window, device=q.device)

@@ -3,30 +3,24 @@
 Byte-level means that the 256 bytes are the alphabet: any Unicode text can be written, and decoding gives back exactly what was
 encoded. Small vocabularies (1024) suit small models: the embedding stays small, and each token is seen often.
 
-What TransformerLens needs. `HookedTransformer.set_tokenizer` passes each tokenizer through `get_tokenizer_with_bos`, which
-
-- reads ``init_kwargs["name_or_path"]`` and raises KeyError without it (an in-memory tokenizer has none by itself);
-- keeps the tokenizer as it is if ``init_kwargs["add_bos_token"]`` is true, and otherwise loads
-  ``AutoTokenizer.from_pretrained(name_or_path, add_bos_token=True)``: a look-up on the hub for an in-memory tokenizer, a second
-  reading of the folder for a loaded one, which fails if the folder is gone by then.
-
-So the tokenizers made here carry both entries and prepend BOS themselves, which TransformerLens finds out
-(``cfg.tokenizer_prepends_bos``) and honours for ``prepend_bos`` true and false. Neither entry survives `save_pretrained`:
-the first comes back on loading as the folder's name, the second does not. `load_tokenizer` puts it back; plain
-`AutoTokenizer.from_pretrained(folder)` works too, by way of that second reading.
+Neither of the two entries that :mod:`kvlens.tokenizer` gives to a tokenizer survives `save_pretrained`: the name comes back on
+loading as the folder's, ``add_bos_token`` does not. `load_tokenizer` puts it back; `AutoTokenizer.from_pretrained(folder)`
+works too: TransformerLens then reads the folder a second time.
 """
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from kvlens.arguments import brief, first_line, path_of
 from kvlens.errors import KVLensError
 from kvlens.signature import checked
+from kvlens.tokenizer import for_transformer_lens, with_bos
 
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
+SPECIAL_TOKENS = {"bos_token": BOS, "eos_token": EOS, "pad_token": PAD}
 MIN_VOCAB_SIZE, MOST_TOKENS = 256 + 3, 2**20
 _NAME = "kvlens-byte-bpe"
 
@@ -75,7 +69,7 @@ def train_bpe_tokenizer(texts: Iterable[str], vocab_size: int = 1024) -> PreTrai
     tokenizer.train_from_iterator(counted(), trainer)
     if n_texts == 0:
         raise KVLensError("train_bpe_tokenizer: texts is empty; there is nothing to learn merges from")
-    return with_bos(tokenizer, _NAME)
+    return with_bos(tokenizer, _NAME, **SPECIAL_TOKENS)
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
@@ -96,7 +90,7 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
             f"load_tokenizer: the tokenizer in {folder} does not prepend its BOS; it was not written by "
             "train_bpe_tokenizer: load it with transformers.AutoTokenizer"
         )
-    return _for_transformer_lens(tokenizer, str(folder))
+    return for_transformer_lens(tokenizer, str(folder))
 
 
 @checked
@@ -104,33 +98,3 @@ def encode_texts(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> li
     """Return each text's token ids, without BOS, in one parallel call (megabytes per second)."""
     encodings = tokenizer.backend_tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
     return [encoding.ids for encoding in encodings]
-
-
-def with_bos(tokenizer: Tokenizer, name: str, **special_tokens: str) -> PreTrainedTokenizerFast:
-    """A tokenizer of Hugging Face's that puts BOS in front of every text, pads on the right, and that TransformerLens accepts.
-
-    Args:
-        tokenizer: knows :data:`BOS`, :data:`EOS` and :data:`PAD`.
-        name: what TransformerLens calls it.
-        special_tokens: further ones, such as ``unk_token``.
-    """
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
-    )
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=BOS,
-        eos_token=EOS,
-        pad_token=PAD,
-        padding_side="right",
-        clean_up_tokenization_spaces=False,
-        **special_tokens,
-    )
-    return _for_transformer_lens(fast, name)
-
-
-def _for_transformer_lens(tokenizer: PreTrainedTokenizerFast, name: str) -> PreTrainedTokenizerFast:
-    """Give a tokenizer that prepends BOS the two entries that TransformerLens asks for (see above)."""
-    tokenizer.init_kwargs["name_or_path"] = name
-    tokenizer.init_kwargs["add_bos_token"] = True
-    return tokenizer

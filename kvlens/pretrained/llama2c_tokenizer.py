@@ -17,12 +17,13 @@ import struct
 from pathlib import Path
 from typing import NamedTuple
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from kvlens.arguments import path_of
 from kvlens.errors import KVLensError
 from kvlens.files import reason
+from kvlens.tokenizer import with_bos
 
 UNK_ID, BOS_ID, EOS_ID = 0, 1, 2
 UNK, BOS, EOS = "<unk>", "<s>", "</s>"
@@ -103,22 +104,8 @@ def _as_hugging_face(tokens: list[ScoredToken], path: Path) -> PreTrainedTokeniz
     tokenizer = Tokenizer(models.BPE(ids, _merges(tokens, ids), unk_token=UNK, fuse_unk=True, byte_fallback=True))
     tokenizer.normalizer = normalizers.Prepend(" ")
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, BOS_ID)]
-    )
     tokenizer.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in (UNK, BOS, EOS)])
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        unk_token=UNK,
-        bos_token=BOS,
-        eos_token=EOS,
-        pad_token=EOS,
-        padding_side="right",
-        clean_up_tokenization_spaces=False,
-    )
-    fast.init_kwargs["name_or_path"] = str(path)
-    fast.init_kwargs["add_bos_token"] = True  # it does so: TransformerLens need not load it again
-    return fast
+    return with_bos(tokenizer, str(path), bos_token=BOS, eos_token=EOS, pad_token=EOS, unk_token=UNK)
 
 
 def _merges(tokens: list[ScoredToken], ids: dict[str, int]) -> list[tuple[str, str]]:

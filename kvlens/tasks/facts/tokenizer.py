@@ -12,8 +12,9 @@ from functools import cache
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from kvlens.corpus.tokenizer import BOS, EOS, PAD, with_bos
+from kvlens.corpus.tokenizer import BOS, EOS, PAD, SPECIAL_TOKENS
 from kvlens.tasks.facts.words import KINDS
+from kvlens.tokenizer import with_bos
 
 UNK = "<|unk|>"
 SPACE = "\u2581"
@@ -54,4 +55,4 @@ def word_tokenizer(pronouns: bool = False) -> PreTrainedTokenizerFast:
         ]
     )
     tokenizer.decoder = decoders.Metaspace(replacement=SPACE, prepend_scheme="never")
-    return with_bos(tokenizer, _PRONOUNS_NAME if pronouns else _NAME, unk_token=UNK)
+    return with_bos(tokenizer, _PRONOUNS_NAME if pronouns else _NAME, **SPECIAL_TOKENS, unk_token=UNK)
