@@ -29,6 +29,7 @@ gc.disable()  # while everything is imported, of which nothing is garbage
 def pytest_collection_finish() -> None:
     """What a test leaves is collected as ever; what was imported for all of them is not looked through each time."""
     gc.freeze()
+    gc.set_threshold(5_000, 10, 30)  # often enough for tests, whose results stay to the end and are looked through each time
     gc.enable()
 
 

@@ -180,7 +180,9 @@
     let frame = null;
     try { frame = window.frameElement; } catch { return; } // the frame of another origin, which keeps its own height
     if (!frame || !frame.hasAttribute("srcdoc")) return;
-    new ResizeObserver(() => { frame.style.height = document.documentElement.offsetHeight + 4 + "px"; }).observe(document.body);
+    const fit = () => { frame.style.height = document.documentElement.offsetHeight + 4 + "px"; };
+    fit(); // now, and not first when the page is drawn: that may be late, or never in a tab at the back
+    new ResizeObserver(fit).observe(document.body);
   };
 
   document.querySelectorAll('[data-kvlens="heat-map"]').forEach(setUpHeatMap);
