@@ -29,6 +29,7 @@ RUN = """;axe.run(document, {resultTypes: ["violations"]}).then((result) => {
 });"""
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason=WITHOUT),
     pytest.mark.skipif(not AXE.is_file(), reason="needs axe-core: npm install --prefix .axe axe-core, or set KVLENS_AXE"),
 ]

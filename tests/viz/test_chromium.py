@@ -20,7 +20,7 @@ from kvlens.viz import (
     head_heatmap,
 )
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=WITHOUT)
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason=WITHOUT)]
 
 HOSTILE = [
     "</script><img src=x onerror=\"document.title='owned'\">",

@@ -101,6 +101,7 @@ def linked() -> LinkedShares:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason=WITHOUT)
 def test_a_head_chosen_in_the_grid_keeps_the_losses_colours_and_shows_its_demonstrations(tmp_path):
     script = """
