@@ -164,7 +164,7 @@ def test_a_notebook_frame_holds_the_whole_piece_and_grows(tmp_path):
     piece = head_heatmap(by_head(), details=details_of(HOSTILE, HOSTILE))
     output = piece._repr_html_() + coloured_tokens(HOSTILE, range(len(HOSTILE)))._repr_html_()
     report_heights = """
-        addEventListener("load", () => setInterval(() => {  // a frame that grows later does so when it is next drawn, which is at no fixed time
+        addEventListener("load", () => setInterval(() => {  // growing later waits for the next drawing
             const frames = [...document.querySelectorAll("iframe")];
             document.title = JSON.stringify(frames.map((frame) => [
                 frame.contentDocument.documentElement.offsetHeight <= parseInt(frame.style.height),
