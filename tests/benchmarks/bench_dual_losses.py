@@ -6,11 +6,10 @@ Random weights, keys and queries scaled up to the scores of trained models. The 
 """
 
 import argparse
-import resource
 from typing import Any
 
 import torch
-from timing import medians, verdict
+from timing import medians, peak_gib, verdict
 
 from analyses import dual_losses
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig
@@ -41,9 +40,9 @@ def main(argv: list[str] | None = None) -> None:
     def with_cosines() -> Any:
         return dual_losses(model, tokens)
 
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak_gib()
     worst = float(with_cosines()["equivalence_error"].max())
-    memory = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**20
+    memory = peak_gib() - before
     if not worst < 1e-4:  # rounding of a float32 softmax over scores of tens
         raise SystemExit(f"dual_losses: wrong answer, equivalence error {worst:.1e}")
     passes, plain, full = medians(forward, without_cosines, with_cosines, repeats=1 if small else 3)

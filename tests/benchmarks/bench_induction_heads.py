@@ -13,7 +13,6 @@ the length may change: those two figures have no bound.
 """
 
 import argparse
-import resource
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any
 
 import pandas as pd
 import torch
-from timing import check_close, fastest, verdict
+from timing import check_close, fastest, peak_gib, verdict
 
 from analyses.heads.induction import induction_heads
 from analyses.heads.repeated_tokens import longest_repeat
@@ -72,7 +71,7 @@ def cost(small: bool) -> None:
     forward, ours = fastest(patterns, analysis, repeats=1 if small else 7)
     print(f"{batch} x {2 * n} tokens: run_with_cache of the patterns {forward:.3f} s, induction_heads {ours:.3f} s")
     print(verdict("induction_heads over the forward pass, times", ours / forward, 2.0))
-    print(verdict("peak memory of the process, GiB", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 4.0))
+    print(verdict("peak memory of the process, GiB", peak_gib(), 4.0))
 
 
 def random_models(kinds: list[tuple[dict[str, Any], float, float]], seeds: range) -> Iterator[HookedKVTransformer]:

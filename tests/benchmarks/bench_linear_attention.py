@@ -4,10 +4,9 @@ python tests/benchmarks/bench_linear_attention.py [--small]
 """
 
 import argparse
-import resource
 
 import torch
-from timing import check_close, medians, verdict
+from timing import check_close, medians, peak_gib, verdict
 
 from kvlens.ops.linear_attention import chunked_linear_attention, naive_linear_attention, parallel_linear_attention
 
@@ -67,7 +66,7 @@ def main(argv: list[str] | None = None) -> None:
             direction = "forward + backward" if backward else "forward"
             print(f"{n} tokens, {direction}: linear {a * 1e3:.1f} ms, softmax {b * 1e3:.1f} ms")
             print(verdict("speed-up", b / a, bound, at_least=True))
-    print(verdict("peak memory of the process, GiB", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2.0))
+    print(verdict("peak memory of the process, GiB", peak_gib(), 2.0))
 
 
 if __name__ == "__main__":

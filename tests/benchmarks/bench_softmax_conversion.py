@@ -13,13 +13,12 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
 
 import torch
-from timing import check_close, medians, verdict
+from timing import check_close, medians, peak_gib, verdict
 
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVBias, convert_prompt
 
@@ -117,17 +116,12 @@ def convert_here(small: bool) -> None:
     model = model_of(SMALL if small else SIZES)
     prompt, n = tokens_of(model, 16 if small else 512, seed=0), 8 if small else 256
     in_keys(model, prompt, n_continuations=2, continuation_length=2)  # what is loaded once
-    before = peak_mib()
+    before = peak_gib()
     fit = in_keys(model, prompt, n_continuations=n, budget="greedy").fit
-    taken = peak_mib() - before
+    taken = (peak_gib() - before) * 2**10
     cfg = model.cfg
     shares = fit.n_reference_tokens * prompt.shape[1] * cfg.n_heads * cfg.n_layers * 4 / 2**20
     print(json.dumps({"n_queries": fit.n_reference_tokens, "taken": taken, "shares": shares}))
-
-
-def peak_mib() -> float:
-    """The most memory this process has held (not ru_maxrss, which begins with what the process that started this one held)."""
-    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) / 2**10
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -5,6 +5,7 @@ several wall times is what they disturb least; with one thread, processor time i
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 from time import perf_counter, process_time
 from typing import Any
@@ -36,6 +37,11 @@ def medians(*calls: Callable[[], Any], repeats: int, clock: str = "wall") -> lis
 def fastest(*calls: Callable[[], Any], repeats: int, clock: str = "wall") -> list[float]:
     """Least seconds of each call: what others do on the machine can only add to it."""
     return [min(taken) for taken in times(*calls, repeats=repeats, clock=clock)]
+
+
+def peak_gib() -> float:
+    """The most memory this process has held: Linux's own count, as ``ru_maxrss`` begins with what its parent held."""
+    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) / 2**20
 
 
 def check_close(new: torch.Tensor, old: torch.Tensor, tolerance: float, what: str) -> float:
