@@ -24,7 +24,7 @@ import torch
 
 from kvlens.tasks import make_task
 
-LENGTHS, N_STORIES = (2, 10, 18), 40
+LENGTHS, N_STORIES = (2, 10, 18), 24
 
 with open("stories.jsonl", "w", encoding="utf-8") as file:
     for n_facts in LENGTHS:
@@ -43,7 +43,7 @@ record
 # moment and start it again: it goes on where it was. `--workers` shares the prompts out, `--engine ray` over a cluster.
 
 # %%
-# !kvlens analyse prompt_effect stories.jsonl --model facts-linear --out effect.parquet --workers 2 --threads 1 --prompts-per-job 20 2>&1 | tail -1
+# !kvlens analyse prompt_effect stories.jsonl --model facts-linear --out effect.parquet --workers 2 --threads 1 --prompts-per-job 12 2>&1 | tail -1
 
 # %% [markdown]
 # ## One tidy table
