@@ -7,26 +7,71 @@ import pandas as pd
 import pytest
 
 from kvlens.cli import main
+from kvlens.conversion.softmax import learned
 from kvlens.experiments import EXPERIMENTS, find_experiment
+from kvlens.experiments.kvsa import induction_exact
+from kvlens.experiments.lecture import function_class_claims
+from kvlens.experiments.shared import outcome
+from kvlens.tasks.regression import SHIFTS
+
+
+def every_claim_holds(found, told):
+    assert [c.what for c in found.comparisons if c.holds is False] == []
+
+
+def every_construction_and_setting_has_a_row(found, told):
+    tiny, table = dict(induction_exact.EXPERIMENT.scales["tiny"]), found.tables["error"]
+    assert len(table) == 2 * len(tiny["sigmas"]) * len(tiny["slopes"]) * (1 + 2 * len(tiny["p1"]))
+    shifted = table[table["construction"] == induction_exact.SHIFTED]
+    assert set(shifted["d_model"]) == {tiny["d"]} and set(table["d_model"]) == {tiny["d"], 2 * tiny["d"]}
+    assert (shifted["predicted"] == 0).all() and shifted["p1"].isna().all()
+
+
+def every_curve_is_there_and_the_claims_of_architecture_hold(found, told):
+    error = found.tables["error"]
+    assert len(told) == 2 + 1 + 1  # two seeds, one more class, one more kind of positions
+    assert set(error["predictor"]) == {"transformer", *function_class_claims.JUDGES}
+    assert set(error.loc[error["functions"] == "linear", "shift"]) == set(SHIFTS)
+    assert not error.duplicated(["functions", "shift", "predictor", "seed", "n_examples"]).any()
+    assert error["relative_error"].notna().all()
+    settled = [c.holds for c in found.comparisons if "T(pi X)" in c.what or "the same with" in c.what or "refuse" in c.what]
+    assert settled == [True] * 5
+
+
+BESIDES = {
+    "induction-exact": [every_claim_holds, every_construction_and_setting_has_a_row],
+    "landscape": [every_claim_holds],
+    "function-classes": [every_curve_is_there_and_the_claims_of_architecture_hold],
+}
+"""What is asked of the tiny run of one experiment, beside what is asked of all."""
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_tiny_run_leaves_tables_figure_and_comparisons(name, tmp_path, monkeypatch, capsys):
+    found, write = [], outcome.write_outcome
+    monkeypatch.setattr(outcome, "write_outcome", lambda it, *args, **kwargs: found.append(it) or write(it, *args, **kwargs))
+    monkeypatch.setattr(learned, "STEPS", 9)  # of learned features, which no setting of an experiment changes
     monkeypatch.chdir(tmp_path)
     assert main(["reproduce", name, "--scale", "tiny"]) == 0
-    out = capsys.readouterr().out
+    out, told = capsys.readouterr()
     folder = tmp_path / f"{name}-tiny"
     summary = json.loads((folder / "summary.json").read_text())
     assert set(os.listdir(folder)) == {"summary.json", *summary["files"]}
     assert (folder / "figure.png").read_bytes().startswith(b"\x89PNG") and "<svg" in (folder / "figure.svg").read_text()
-    tables = [pd.read_parquet(folder / file) for file in summary["files"] if file.endswith(".parquet")]
-    assert tables and all(len(table) for table in tables)
+    assert all((folder / file).stat().st_size > 1000 for file in summary["files"])
+    for table_name, table in found[0].tables.items():
+        assert len(table)
+        pd.testing.assert_frame_equal(pd.read_parquet(folder / f"{table_name}.parquet"), table)
+    assert {f"{table_name}.parquet" for table_name in found[0].tables} == {f for f in summary["files"] if f.endswith("parquet")}
     assert summary["comparisons"], "a reproduction puts the paper beside ours"
     for comparison in summary["comparisons"]:
         assert set(comparison) == {"what", "paper", "ours", "claim", "holds", "judged"}
         assert comparison["judged"] or comparison["holds"] is None
         assert comparison["what"] in out
     assert summary["settings"] == json.loads(json.dumps(dict(find_experiment(name).scales["tiny"])))
+    assert summary["name"] == name and told.strip()
+    for check in BESIDES.get(name, ()):
+        check(found[0], told.splitlines())
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -39,7 +84,7 @@ def test_every_experiment_names_its_source_scales_and_cost(name):
 
 def test_an_outcome_is_not_replaced_unasked_and_other_folders_never(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    command = ["reproduce", "induction-exact", "--scale", "tiny", "--out", "o"]
+    command = ["reproduce", "ngram", "--scale", "tiny", "--out", "o"]
     assert main(command) == 0
     assert main(command) == 2
     assert "already holds an experiment" in capsys.readouterr().err

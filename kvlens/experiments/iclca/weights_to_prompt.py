@@ -236,7 +236,7 @@ EXPERIMENT = Experiment(
     run=run,
     scales={
         "tiny": _scale(
-            n_changes=2,
+            n_changes=1,
             n_prompt=4,
             n_texts=2,
             n_text=5,

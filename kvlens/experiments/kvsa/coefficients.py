@@ -195,6 +195,7 @@ def shares_over_training(course: pd.DataFrame) -> pd.DataFrame:
         return pd.DataFrame(columns=columns)
     heads = leanings(course)
     counts = pd.crosstab([heads["model"], heads["step"]], heads["kind"].map(labels), normalize="index")
+    counts.columns.name = None
     outside = course.groupby(["model", "step"])["value"].agg(lambda values: float((~values.between(0, 1)).mean()))
     return counts.assign(**{"outside [0, 1]": outside}).reindex(columns=columns[2:], fill_value=0.0).reset_index()
 
