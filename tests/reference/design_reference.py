@@ -81,7 +81,7 @@ def empty_bias(spec: Spec, weights: Weights) -> Bias:
     layers = []
     for layer in range(spec.n_layers):
         attn = _below(weights, f"blocks.{layer}.attn.")
-        d_phi = feature(spec, attn, torch.zeros(spec.d_head, dtype=torch.float64), head=0).shape[0]
+        d_phi = feature(spec, attn, torch.zeros(1, spec.d_head, dtype=torch.float64), head=0).shape[1]
         b_KV = attn.get("b_KV", torch.zeros(spec.n_heads, d_phi, spec.d_head, dtype=torch.float64))
         b_D = attn.get("b_D", torch.zeros(spec.n_heads, d_phi, dtype=torch.float64))
         last = {
@@ -108,25 +108,30 @@ def rotation(spec: Spec, position: int) -> torch.Tensor:
     return matrix
 
 
+def _turned(spec: Spec, rows: torch.Tensor, first: int) -> torch.Tensor:
+    """Each row under its rotation, of the position ``first`` and those behind it."""
+    return torch.stack([rotation(spec, first + i) @ row for i, row in enumerate(rows)])
+
+
 def feature(spec: Spec, attn: Weights, x: torch.Tensor, head: int) -> torch.Tensor:
-    """phi(x) [d_phi] of a vector x [d_head] of query head ``head``, or of a key that this head reads."""
+    """phi [pos, d_phi] of vectors x [pos, d_head] of query head ``head``, or of keys that this head reads."""
     scaled = x / math.sqrt(spec.attn_scale)
     if spec.feature_map == "identity":
         return x
     if spec.feature_map == "elu_plus_one":
-        return torch.stack([c + 1 if c > 0 else c.exp() for c in x])
+        return torch.where(x > 0, x + 1, x.exp())
     if spec.feature_map == "relu":
-        return torch.stack([c.clamp(min=0) + 1e-3 for c in x])
+        return x.clamp(min=0) + 1e-3
     if spec.feature_map == "random":
         w = attn["feature_map.projection"][head // (spec.n_heads // spec.n_kv_heads)]
-        return torch.stack([(row @ scaled - scaled @ scaled / 2).exp() for row in w]) / math.sqrt(w.shape[0])
+        return (scaled @ w.T - (scaled * scaled).sum(-1, keepdim=True) / 2).exp() / math.sqrt(w.shape[0])
     if spec.feature_map == "taylor":
-        second = [a * b / math.sqrt(2) for a in scaled for b in scaled]
-        return torch.cat([torch.ones(1, dtype=torch.float64), scaled, torch.stack(second)])
+        second = [torch.outer(one, one).flatten() / math.sqrt(2) for one in scaled]
+        return torch.cat([torch.ones(len(x), 1, dtype=torch.float64), scaled, torch.stack(second)], dim=1)
     if spec.feature_map == "hedgehog":
-        wx = attn["feature_map.hedgehog_weight"][head // (spec.n_heads // spec.n_kv_heads)] @ x
-        exponentials = torch.cat([2 * wx, -2 * wx]).exp()
-        return exponentials / exponentials.sum()
+        wx = x @ attn["feature_map.hedgehog_weight"][head // (spec.n_heads // spec.n_kv_heads)].T
+        exponentials = torch.cat([2 * wx, -2 * wx], dim=1).exp()
+        return exponentials / exponentials.sum(-1, keepdim=True)
     raise ValueError(f"no feature map {spec.feature_map!r}")
 
 
@@ -163,26 +168,22 @@ def _attention(spec: Spec, attn: Weights, x: torch.Tensor, old: LayerBias, offse
     for head in range(spec.n_heads):
         kv_head = head // (spec.n_heads // spec.n_kv_heads)
         gamma = 1.0 if spec.decay is None else spec.decay[head]
+        q, k, v = mixed["q"][:, head], mixed["k"][:, kv_head], mixed["v"][:, kv_head]
+        if before:
+            q, k = (_turned(spec, x, offset) for x in (q, k))
+        phi_q, phi_k = feature(spec, attn, q, head), feature(spec, attn, k, head)
+        read, written = (_turned(spec, phi, offset) if after else phi for phi in (phi_q, phi_k))
+        stored = _turned(spec, phi_k, -n) if after else phi_k
         A, D = old.b_KV[head], old.b_D[head]
-        stored_A, stored_D = gamma**n * (rotation(spec, -n) @ A if after else A), D
+        stored_A = gamma**n * (rotation(spec, -n) @ A if after else A)
         for i in range(n):
-            q, k, v = mixed["q"][i, head], mixed["k"][i, kv_head], mixed["v"][i, kv_head]
-            if before:
-                q, k = rotation(spec, offset + i) @ q, rotation(spec, offset + i) @ k
-            phi_q, phi_k = feature(spec, attn, q, head), feature(spec, attn, k, head)
-            if after:
-                read, written = rotation(spec, offset + i) @ phi_q, rotation(spec, offset + i) @ phi_k
-            else:
-                read, written = phi_q, phi_k
-            A = gamma * A + torch.outer(written, v)
-            D = D + phi_k
-            divisor = phi_q @ D if spec.normalizer == "kernel" else spec.attn_scale
-            z[i, head] = read @ A / divisor
-            stored_row = rotation(spec, i - n) @ phi_k if after else phi_k
-            stored_A = stored_A + gamma ** (n - 1 - i) * torch.outer(stored_row, v)
-            stored_D = stored_D + phi_k
+            A = gamma * A + torch.outer(written[i], v[i])
+            D = D + phi_k[i]
+            divisor = phi_q[i] @ D if spec.normalizer == "kernel" else spec.attn_scale
+            z[i, head] = read[i] @ A / divisor
+            stored_A = stored_A + gamma ** (n - 1 - i) * torch.outer(stored[i], v[i])
         new_KV.append(stored_A)
-        new_D.append(stored_D)
+        new_D.append(D)
     return z, LayerBias(torch.stack(new_KV), torch.stack(new_D), last)
 
 
@@ -207,10 +208,9 @@ def _shift(spec: Spec, attn: Weights, letter: str, raw: torch.Tensor, last: torc
         coef = coef.clamp(0, 1)
     shifted = torch.zeros_like(raw)
     for i in range(raw.shape[0]):
-        for head in range(raw.shape[1]):
-            for s in range(spec.window + 1):
-                source = raw[i - s, head] if i >= s else last[spec.window + i - s, head]
-                shifted[i, head] += coef[head, s] * source
+        for s in range(spec.window + 1):
+            source = raw[i - s] if i >= s else last[spec.window + i - s]
+            shifted[i] += coef[:, s, None] * source
     return shifted
 
 
