@@ -27,7 +27,7 @@ from torch import Tensor
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "model"))
 
-from scaled_models import REAL, real_model, scaled_up
+from scaled_models import REAL, scaled_up
 
 from kvlens import HookedKVTransformer, convert_prompt
 from kvlens._tl import TransformerLensKeyValueCache
@@ -65,13 +65,16 @@ def errors(single: HookedKVTransformer, double: HookedKVTransformer, prompt: Ten
 
 def measure(kind: str, which: str, form: str, n_prompts: int, lengths: list[int], data: Path | None) -> Tensor:
     """The mean over tokens, [way, prompt], one prompt after the other."""
-    single, double = (scaled_up(real_model(kind, dtype, data), which) for dtype in (torch.float32, torch.float64))
     generator, found = torch.Generator().manual_seed(0), []
-    for model in (single, double):
-        model.set_softmax_form(form)
-    for _ in range(n_prompts):
-        prompt, text = (torch.randint(0, single.cfg.d_vocab, (1, n), generator=generator) for n in lengths)
-        found.append(errors(single, double, prompt, text).mean(dim=-1))
+    with (
+        scaled_up(kind, torch.float32, which, data) as single,
+        scaled_up(kind, torch.float64, which, data) as double,
+        single.softmax_form(form),
+        double.softmax_form(form),
+    ):
+        for _ in range(n_prompts):
+            prompt, text = (torch.randint(0, single.cfg.d_vocab, (1, n), generator=generator) for n in lengths)
+            found.append(errors(single, double, prompt, text).mean(dim=-1))
     return torch.cat(found, dim=1)
 
 
