@@ -22,6 +22,12 @@ class ChecksHookNames(HookedTransformer):
             check_hook_names(name, self.hook_dict)
         return super()._enable_hook(name, *args, **kwargs)
 
+    def remove_all_hook_fns(self, direction: Any = "both", including_permanent: bool = False, level: int | None = None) -> None:
+        """As TransformerLens', which at the end of every hooked pass writes to all hook points, hooked or not."""
+        for point in self.hook_points():
+            if point.fwd_hooks or point.bwd_hooks:
+                point.remove_hooks(direction, including_permanent=including_permanent, level=level)
+
     def get_caching_hooks(
         self,
         names_filter: Any = None,

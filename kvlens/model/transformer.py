@@ -94,10 +94,16 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
 
     def init_weights(self) -> None:
         """TransformerLens' initial weights for ``cfg.seed``, and kvlens' own; the global generators stay as they were."""
-        seed = self.cfg.seed
+        seed, self.cfg.seed = self.cfg.seed, None  # TransformerLens would seed GPUs too, now or when they are first used
         devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
-        with torch.random.fork_rng(devices, enabled=seed is not None):
-            super().init_weights()
+        try:
+            with torch.random.fork_rng(devices, enabled=seed is not None):
+                if seed is not None:
+                    on_cpu = all(weight.device.type == "cpu" for weight in self.parameters())
+                    (torch.default_generator if on_cpu else torch).manual_seed(seed)
+                super().init_weights()
+        finally:
+            self.cfg.seed = seed
         self.init_kv_parameters()
 
     def init_kv_parameters(self) -> None:

@@ -1,6 +1,7 @@
 """Which of TransformerLens' weight processing keeps a kvlens model's output, and which would change it silently."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ class ProcessesWeights(HookedTransformer):
     """A HookedTransformer whose weights are processed where that keeps its output, and where it would not, with an error."""
 
     cfg: HookedKVTransformerConfig
+    _handed_over: dict[str, Tensor] | None = None
 
     def load_and_process_state_dict(  # type: ignore[override]
         self,
@@ -39,14 +41,26 @@ class ProcessesWeights(HookedTransformer):
         if self.cfg.dtype == torch.float64 and not processes:  # TransformerLens' way goes through float32 even then
             self.load_state_dict(self.fill_missing_keys(state_dict), strict=False)
             return
-        super().load_and_process_state_dict(
-            state_dict,
-            fold_ln=fold_ln,
-            center_writing_weights=center_writing_weights,
-            center_unembed=center_unembed,
-            fold_value_biases=fold_value_biases,
-            refactor_factored_attn_matrices=refactor_factored_attn_matrices,
-        )
+        processed: dict[str, Tensor] = {}
+        self._handed_over = processed
+        try:
+            super().load_and_process_state_dict(
+                state_dict,
+                fold_ln=fold_ln,
+                center_writing_weights=center_writing_weights,
+                center_unembed=center_unembed,
+                fold_value_biases=fold_value_biases,
+                refactor_factored_attn_matrices=refactor_factored_attn_matrices,
+            )
+        finally:
+            self._handed_over = None
+        self.load_state_dict(processed, strict=False)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As torch's. TransformerLens hands over weight by weight, and torch asks every module each time: once will do."""
+        if self._handed_over is None or assign:
+            return super().load_state_dict(state_dict, strict, assign)
+        self._handed_over.update(state_dict)
 
     @checked
     def process_weights_(  # type: ignore[override]

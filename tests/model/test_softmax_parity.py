@@ -115,7 +115,10 @@ def test_a_cache_that_a_plain_model_filled_is_refused():
         ours(tokens(2, 1), past_kv_cache=cache)
 
 
-def test_the_global_generators_are_left_alone():
+def test_the_global_generators_are_left_alone(monkeypatch):
+    monkeypatch.setattr(
+        torch.cuda, "manual_seed_all", lambda seed: pytest.fail("GPUs would be seeded, when they are first used")
+    )
     before = torch.get_rng_state()
     small_model(seed=7)
     assert torch.equal(before, torch.get_rng_state())
