@@ -26,6 +26,7 @@ class Axes(NamedTuple):
             behind the word that stands for several.
         several: that word; None where there is none.
         names: the single axes, where each is a name and has one size; else None.
+        n_single: how many single axes.
         dtypes: that jaxtyping has accepted so far.
     """
 
@@ -33,6 +34,7 @@ class Axes(NamedTuple):
     several: str | None
     last: list[tuple[str | int, bool]]
     names: tuple[str, ...] | None
+    n_single: int
     dtypes: set[torch.dtype]
 
 
@@ -66,37 +68,39 @@ def read(annotation: Any) -> Axes | None:
         return None
     one = [(int(word) if word.isdigit() else word.removeprefix("#"), word.startswith("#")) for word in single]
     names = None if any(word[0] == "#" or word.isdigit() for word in single) else tuple(single)
-    return Axes(one[:at], words[at][1:] if several else None, one[at:], names, set())
-
-
-def book() -> tuple[dict, ...]:
-    """The innermost book of sizes: of single axes, of several, and two that are not looked at here."""
-    stack = getattr(BOOKS, "memo_stack", None)
-    return stack[-1] if stack else ({}, {}, {}, {})
+    return Axes(one[:at], words[at][1:] if several else None, one[at:], names, len(single), set())
 
 
 def fits(axes: Axes, shape: torch.Size) -> bool:
-    """Whether the sizes are those in the book, which then holds the new ones; it stays as it was where they are not."""
-    n_first = len(axes.first)
-    n_several = len(shape) - n_first - len(axes.last)
-    if n_several if axes.several is None else n_several < 0:
+    """Whether the sizes are those in the innermost book, which then holds the new ones, or else stays as it was."""
+    stack = getattr(BOOKS, "memo_stack", None)
+    one, more = stack[-1][:2] if stack else ({}, {})  # of single axes, and of several
+    n_several = len(shape) - axes.n_single
+    sizes: Any = shape
+    if axes.several is not None and n_several >= 0:
+        n_first = len(axes.first)
+        new = (False, shape[n_first : n_first + n_several])
+        if more.get(axes.several, new) != new:
+            return False
+        sizes = shape[:n_first] + shape[n_first + n_several :]
+    elif n_several:
         return False
-    one, more, *_ = book()
-    n_seen, sizes = len(one), shape if axes.several is None else shape[:n_first] + shape[n_first + n_several :]
+    n_seen = len(one)
     if axes.names is None:
         fitting = all(fits_one(one, axis, size) for axis, size in zip((*axes.first, *axes.last), sizes, strict=True))
     else:
         fitting = True
-        for name, size in zip(axes.names, sizes, strict=True):
+        for name, size in zip(axes.names, sizes):  # noqa: B905 - as many as these are, and the word strict costs a fifth of the look
             if one.setdefault(name, size) != size:
                 fitting = False
                 break
-    if fitting and axes.several is not None:
-        new = (False, shape[n_first : n_first + n_several])
-        fitting = more.setdefault(axes.several, new) == new
-    while not fitting and len(one) > n_seen:
+    if fitting:
+        if axes.several is not None:
+            more[axes.several] = new
+        return True
+    while len(one) > n_seen:
         one.popitem()
-    return fitting
+    return False
 
 
 def fits_one(one: dict[str, int], axis: tuple[str | int, bool], size: int) -> bool:

@@ -1,7 +1,10 @@
 """The cheaper type checks refuse what jaxtyping's own refuse."""
 
+import contextlib
+import dataclasses
 import gc
 import weakref
+from collections.abc import Iterator
 from typing import Literal, Self
 
 import beartype
@@ -159,7 +162,60 @@ def test_methods_that_return_their_own_class():
             check(Small.plus)(small, others)
 
 
+@check
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    x: Float[Tensor, "a b"]
+    y: Float[Tensor, " b"]
+    name: str | None = None
+    before: list["Pair"] = dataclasses.field(default_factory=list)
+
+
+class Named(Pair):
+    """Takes what a pair takes."""
+
+
+@pytest.mark.parametrize("kind", [Pair, Named])
+def test_dataclasses_are_refused_the_same_fields(kind):
+    pair = kind(zeros(2, 3), zeros(3), "one")
+    assert kind(zeros(2, 3), y=zeros(3), before=[pair]).before == [pair]
+    for arguments in (
+        (zeros(2, 3), zeros(2)),
+        (zeros(2), zeros(2)),
+        (zeros(2, 3), zeros(3), 1),
+        (zeros(2, 3), zeros(3), None, [1]),
+    ):
+        with pytest.raises(REFUSED):
+            kind(*arguments)
+    with pytest.raises(TypeError):
+        kind(zeros(2, 3))
+
+
+@contextlib.contextmanager
+@check
+def counted(upto: int) -> Iterator[list[int]]:
+    yield list(range(upto))
+
+
+@check
+def rows(x: Float[Tensor, "a b"]) -> Iterator[Float[Tensor, " b"]]:
+    yield from x
+
+
+def test_generators_are_refused_when_they_begin():
+    with counted(3) as numbers:
+        assert numbers == [0, 1, 2]
+    assert len(list(rows(zeros(2, 3)))) == 2
+    for begin in (lambda: counted("3").__enter__(), lambda: next(rows(zeros(2)))):
+        with pytest.raises(REFUSED):
+            begin()
+    jaxtyping.config.update("jaxtyping_disable", True)
+    with counted(True) as numbers:
+        assert numbers == [0]
+
+
 def test_where_checks_are_off_nothing_is_refused():
     jaxtyping.config.update("jaxtyping_disable", True)
+    assert Pair(1, 2).x == 1
     assert check(lying)() == "no number" and check(shaped)(zeros(2), {}) == 0
     assert check(plain)(1, 2) == 2

@@ -3,9 +3,10 @@
 With ``--jaxtyping-packages`` every function of ours is wrapped by ``jaxtyping.jaxtyped``, which keeps a book of axis sizes for
 each call and, for the sake of its messages, binds the arguments and has beartype look at them three times. Here beartype looks
 once; where no axis stands in a signature, no book is kept; and a function within a function, which is made anew at each call,
-gets the checks of the first one. What is refused is the same.
+gets the checks of the first one. What is refused is the same, by a generator when it begins.
 """
 
+import dataclasses
 import functools
 import inspect
 import types
@@ -31,10 +32,14 @@ def jaxtyped(function: Any = None, *, typechecker: Callable[[Any], Any]) -> Any:
     if isinstance(function, property):
         parts = (function.fget, function.fset, function.fdel)
         return property(*(part and jaxtyped(part, typechecker=typechecker) for part in parts))
-    if not inspect.isfunction(function) or inspect.isgeneratorfunction(function):
+    if dataclasses.is_dataclass(function) and "__init__" in vars(function):
+        function.__init__ = jaxtyped(function.__init__, typechecker=typechecker)
+        return function
+    if not inspect.isfunction(function):
         return ORIGINAL(function, typechecker=typechecker)
     checks = checks_of(function, typechecker)
-    if checks is None:
+    is_generator = inspect.isgeneratorfunction(function)
+    if checks is None or (is_generator and checks.has_axes):
         return ORIGINAL(function, typechecker=typechecker)
     checked, config = checks.around(function), jaxtyping.config
     if checked is function:
@@ -59,7 +64,15 @@ def jaxtyped(function: Any = None, *, typechecker: Callable[[Any], Any]) -> Any:
         finally:
             pop_shape_memo()
 
-    return functools.wraps(function)(with_a_book if checks.has_axes else alone)
+    def begun(*args: Any, **kwargs: Any) -> Any:
+        if config.jaxtyping_disable:
+            return (yield from function(*args, **kwargs))
+        try:
+            return (yield from checked(*args, **kwargs))
+        except BeartypeCallHintViolation as error:
+            raise jaxtyping.TypeCheckError(str(error)) from error
+
+    return functools.wraps(function)(begun if is_generator else with_a_book if checks.has_axes else alone)
 
 
 class Checks(NamedTuple):
