@@ -74,9 +74,11 @@ def cost(small: bool) -> None:
     print(verdict("peak memory of the process, GiB", peak_gib(), 4.0))
 
 
-def random_models(kinds: list[tuple[dict[str, Any], float, float]], seeds: range) -> Iterator[HookedKVTransformer]:
+def random_models(
+    kinds: list[tuple[dict[str, Any], float, float]], seeds: range, n_heads: int
+) -> Iterator[HookedKVTransformer]:
     """Untrained models, most with weights that make attention as sharp as a trained model's."""
-    sizes = dict(n_layers=2, n_heads=16, d_model=64, d_head=8, n_ctx=128, d_vocab=100, attn_only=True, device="cpu")
+    sizes = dict(n_layers=2, n_heads=n_heads, d_model=64, d_head=8, n_ctx=128, d_vocab=100, attn_only=True, device="cpu")
     for settings, gain, of_positions in kinds:
         for seed in seeds:
             model = HookedKVTransformer(HookedKVTransformerConfig(**{**sizes, **settings}, seed=seed)).requires_grad_(False)
@@ -88,7 +90,8 @@ def random_models(kinds: list[tuple[dict[str, Any], float, float]], seeds: range
 def false_positives(small: bool, seed: int) -> None:
     """Heads of untrained models that get a name: by the pattern at three lengths, with ablations at the shortest."""
     counts: Counter[str] = Counter()
-    for model in random_models(RANDOM[::6], range(1)) if small else random_models(RANDOM, range(seed, seed + 3)):
+    models = random_models(RANDOM[::6], range(1), 3) if small else random_models(RANDOM, range(seed, seed + 3), 16)
+    for model in models:
         plain = [induction_heads(model, n_repeated=n) for n in (SHORTEST, 30, 60)[: 1 if small else 3]]
         ways = {"by the pattern": plain, "with ablations": [induction_heads(model, n_repeated=SHORTEST, ablations=True)]}
         for way, frames in ways.items():

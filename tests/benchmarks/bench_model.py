@@ -15,39 +15,45 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVShiftConfig, convert_prompt
 from kvlens._tl import HookedTransformer, HookedTransformerConfig, TransformerLensKeyValueCache
 
-SIZES = dict(n_layers=4, d_model=512, d_head=64, d_vocab=1000, act_fn="gelu", device="cpu", seed=0)
+SIZES = dict(n_layers=4, d_model=512, d_head=64)
+SMALL = dict(n_layers=2, d_model=64, d_head=16)
+COMMON = dict(d_vocab=1000, act_fn="gelu", device="cpu", seed=0, positional_embedding_type="rotary")
 
 
-def linear_model(n_ctx: int, **changes: Any) -> HookedKVTransformer:
-    settings = {**SIZES, "n_ctx": n_ctx, "attention": "linear", "positional_embedding_type": "rotary", **changes}
+def linear_model(sizes: dict[str, int], n_ctx: int, **changes: Any) -> HookedKVTransformer:
+    settings = {**COMMON, **sizes, "n_ctx": n_ctx, "attention": "linear", **changes}
     return HookedKVTransformer(HookedKVTransformerConfig(**settings)).requires_grad_(False)
+
+
+def softmax_model(sizes: dict[str, int], n_ctx: int) -> HookedTransformer:
+    return HookedTransformer(HookedTransformerConfig(**COMMON, **sizes, n_ctx=n_ctx))
 
 
 def random_tokens(batch: int, n: int) -> torch.Tensor:
     return torch.randint(0, 1000, (batch, n), generator=torch.Generator().manual_seed(n))
 
 
-def whole_model(n: int, repeats: int) -> None:
+def whole_model(sizes: dict[str, int], n: int, repeats: int) -> None:
     """Forward over ``n`` tokens: ours, TransformerLens' softmax, Hugging Face's fused softmax, and the dense products alone."""
-    ours, tokens = linear_model(n), random_tokens(1, n)
-    softmax = HookedTransformer(HookedTransformerConfig(**SIZES, n_ctx=n, positional_embedding_type="rotary")).requires_grad_(
-        False
-    )
+    ours, tokens = linear_model(sizes, n), random_tokens(1, n)
+    softmax, width = softmax_model(sizes, n).requires_grad_(False), sizes["d_model"]
     config = GPTNeoXConfig(
-        vocab_size=1000, hidden_size=512, num_hidden_layers=4, num_attention_heads=8, intermediate_size=2048,
-        max_position_embeddings=n, attn_implementation="sdpa",
+        vocab_size=1000, hidden_size=width, num_hidden_layers=sizes["n_layers"], intermediate_size=4 * width,
+        num_attention_heads=width // sizes["d_head"], max_position_embeddings=n, attn_implementation="sdpa",
     )  # fmt: skip
     hf_model = GPTNeoXForCausalLM(config).eval().requires_grad_(False)
-    check_close(ours(tokens[:, :64]), linear_model(n, linear_attention_form="recurrent")(tokens[:, :64]), 1e-5, "whole model")
-    dense = [torch.rand(512, 512) for _ in range(4)], torch.rand(512, 2048), torch.rand(2048, 512), torch.rand(512, 1000)
-    x = torch.rand(n, 512)
+    check_close(
+        ours(tokens[:, :64]), linear_model(sizes, n, linear_attention_form="recurrent")(tokens[:, :64]), 1e-5, "whole model"
+    )
+    dense = [torch.rand(width, width) for _ in range(4)], *(torch.rand(a * width, b * width) for a, b in ((1, 4), (4, 1)))
+    x, unembedding = torch.rand(n, width), torch.rand(width, 1000)
 
     def dense_products():
-        for _ in range(4):
+        for _ in range(sizes["n_layers"]):
             for w in dense[0]:
                 x @ w
             (x @ dense[1]) @ dense[2]
-        x @ dense[3]
+        x @ unembedding
 
     a, b, c, d = medians(
         lambda: ours(tokens), lambda: softmax(tokens), lambda: hf_model(tokens), dense_products, repeats=repeats
@@ -57,9 +63,9 @@ def whole_model(n: int, repeats: int) -> None:
     print(verdict("faster than Hugging Face, times", c / a, 1.0, at_least=True))
 
 
-def conversion(n: int, repeats: int) -> None:
+def conversion(sizes: dict[str, int], n: int, repeats: int) -> None:
     """What converting ``n`` tokens costs, and what the text after it costs then."""
-    model, prompt, text = linear_model(n + 16), random_tokens(1, n), random_tokens(1, 16)
+    model, prompt, text = linear_model(sizes, n + 16), random_tokens(1, n), random_tokens(1, 16)
     whole = torch.cat([prompt, text], dim=1)
     bias = convert_prompt(model, prompt)
     with model.kv_bias(bias):
@@ -86,9 +92,9 @@ def model_without(model: HookedKVTransformer, tokens: torch.Tensor) -> torch.Ten
     return logits
 
 
-def decoding(short: int, long: int, repeats: int) -> None:
+def decoding(sizes: dict[str, int], short: int, long: int, repeats: int) -> None:
     """Seconds a decoded token after a short and after a long context: the state does not grow."""
-    model = linear_model(4096)
+    model = linear_model(sizes, 4096)
     caches = []
     for n in (short, long):
         cache = TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", 1)
@@ -104,9 +110,9 @@ def decoding(short: int, long: int, repeats: int) -> None:
     print(verdict("ratio", b / a, 1.2))
 
 
-def generation(short: int, long: int, n_new: int) -> None:
+def generation(sizes: dict[str, int], short: int, long: int, n_new: int) -> None:
     """The same through ``generate``, whose own bookkeeping copies the text's embeddings at every token."""
-    model = linear_model(4096)
+    model = linear_model(sizes, 4096)
     times = []
     for n in (short, long):
         options = dict(do_sample=False, stop_at_eos=False, verbose=False)
@@ -119,9 +125,9 @@ def generation(short: int, long: int, n_new: int) -> None:
     print(f"the same through generate(): {times[0] * 1e3:.2f} ms and {times[1] * 1e3:.2f} ms, ratio {times[1] / times[0]:.2f}")
 
 
-def shift_cost(batch: int, n: int, repeats: int) -> None:
+def shift_cost(sizes: dict[str, int], batch: int, n: int, repeats: int) -> None:
     """A softmax model with KV shift against the plain one, forward and forward + backward."""
-    plain = HookedTransformer(HookedTransformerConfig(**SIZES, n_ctx=n, positional_embedding_type="rotary"))
+    plain = softmax_model(sizes, n)
     shifted = HookedKVTransformer.from_hooked_transformer(plain, kv_shift=KVShiftConfig(init="identity"))
     tokens = random_tokens(batch, n)
     check_close(shifted(tokens), plain(tokens), 1e-6, "shift at the identity")
@@ -148,14 +154,15 @@ def shift_cost(batch: int, n: int, repeats: int) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", action="store_true", help="few tokens, one repeat: a smoke test")
+    parser.add_argument("--small", action="store_true", help="a small model, few tokens, one repeat: a smoke test")
     small = parser.parse_args(argv).small
+    sizes = SMALL if small else SIZES
     with torch.no_grad():
-        whole_model(64 if small else 4096, 1 if small else 3)
-        conversion(64 if small else 4096, 1 if small else 5)
-        decoding(16 if small else 128, 64 if small else 8192, 1 if small else 100)
-        generation(16 if small else 128, 64 if small else 8192, 2 if small else 256)
-    shift_cost(1 if small else 4, 16 if small else 512, 1 if small else 9)
+        whole_model(sizes, 64 if small else 4096, 1 if small else 3)
+        conversion(sizes, 64 if small else 4096, 1 if small else 5)
+        decoding(sizes, 16 if small else 128, 64 if small else 8192, 1 if small else 100)
+        generation(sizes, 16 if small else 128, 64 if small else 8192, 2 if small else 256)
+    shift_cost(sizes, 1 if small else 4, 16 if small else 512, 1 if small else 9)
 
 
 if __name__ == "__main__":

@@ -47,8 +47,9 @@ def tokens_of(model: HookedKVTransformer, n: int, seed: int) -> torch.Tensor:
 
 
 def in_keys(model: HookedKVTransformer, prompt: torch.Tensor, **options: Any) -> KVBias:
-    """The prompt in 32 keys per head, or half of it where it is short."""
-    n = min(32, prompt.shape[1] // 2)
+    """The prompt in 32 keys per head, or half of it where it is short; a continuation is no longer than the prompt."""
+    n, length = min(32, prompt.shape[1] // 2), min(64, prompt.shape[1])
+    options = {"continuation_length": length, **options}
     return convert_prompt(model, prompt[0], method="landmark", n_features=n, verbose=False, **options)
 
 

@@ -17,7 +17,9 @@ from kvlens._tl import HookedTransformer, HookedTransformerConfig, without_depre
 from kvlens.training import TrainSettings
 from kvlens.training.run import build_optimizer
 
-SIZES = dict(n_layers=4, d_model=256, d_head=64, d_vocab=1000, act_fn="gelu", device="cpu", seed=0)
+SIZES = dict(n_layers=4, d_model=256, d_head=64)
+SMALL = dict(n_layers=2, d_model=64, d_head=16)
+COMMON = dict(d_vocab=1000, act_fn="gelu", device="cpu", seed=0, positional_embedding_type="rotary")
 
 
 def step_of(model: torch.nn.Module, tokens: torch.Tensor) -> Callable[[], None]:
@@ -34,12 +36,12 @@ def step_of(model: torch.nn.Module, tokens: torch.Tensor) -> Callable[[], None]:
     return step
 
 
-def compare(name: str, settings: dict, n_pos: int, n_tokens: int, bound: float, repeats: int) -> None:
+def compare(name: str, settings: dict, sizes: dict[str, int], n_pos: int, n_tokens: int, bound: float, repeats: int) -> None:
     """Time ``HookedKVTransformer`` with ``settings`` against plain TransformerLens, in turn."""
-    sizes = {**SIZES, "n_ctx": n_pos, "positional_embedding_type": "rotary"}
+    common = {**COMMON, **sizes, "n_ctx": n_pos}
     with without_deprecation_warning():
-        plain = HookedTransformer(HookedTransformerConfig(**sizes))
-    ours = HookedKVTransformer(HookedKVTransformerConfig(**sizes, **settings))
+        plain = HookedTransformer(HookedTransformerConfig(**common))
+    ours = HookedKVTransformer(HookedKVTransformerConfig(**common, **settings))
     tokens = torch.randint(0, 1000, (n_tokens // n_pos, n_pos), generator=torch.Generator().manual_seed(0))
     check(plain, ours, tokens[:, :32])
     ours_time, plain_time = medians(step_of(ours, tokens), step_of(plain, tokens), repeats=repeats)
@@ -66,10 +68,10 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true", help="seconds instead of a minute; figures mean little then")
     small = parser.parse_args(argv).small
-    repeats, n_tokens = (1, 256) if small else (7, 4096)
-    compare("KV shift", dict(kv_shift=KVShiftConfig()), 64 if small else 512, n_tokens, 0.95, repeats)
+    repeats, n_tokens, sizes = (1, 256, SMALL) if small else (7, 4096, SIZES)
+    compare("KV shift", dict(kv_shift=KVShiftConfig()), sizes, 64 if small else 512, n_tokens, 0.95, repeats)
     linear = dict(attention="linear", kv_shift=None)
-    compare("linear attention", linear, 128 if small else 1024, n_tokens, 2.0, repeats)
+    compare("linear attention", linear, sizes, 128 if small else 1024, n_tokens, 2.0, repeats)
 
 
 if __name__ == "__main__":
