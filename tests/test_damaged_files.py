@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_runs import run, tiny_model, weights
+from tiny_runs import SETTINGS, run, tiny_model, tiny_task, weights
 from tiny_text_model import PROMPT, TEXT, tiny_text_model
 
 from analyses.batch.journal import Journal
@@ -15,18 +15,24 @@ from analyses.batch.worker import REFUSED, PromptResult
 from kvlens import HookedKVTransformer, KVBias, KVLensError, convert_prompt
 from kvlens.beside import read_beside
 from kvlens.kv_bias.kv_bias import TENSORS
+from kvlens.training import TrainSettings
+from kvlens.training.checkpoint import CheckpointFolder
+from kvlens.training.distributed import Workers
+from kvlens.training.loss import loss_of
+from kvlens.training.run import Run
 from kvlens.zoo import folder_of
 
 DAMAGES = 600  # of each kind of file
 
 
-def damage(path, seed):
-    """One bit turned over, or (one time in five) the end cut off."""
-    draw, data = random.Random(seed), bytearray(path.read_bytes())
+def damage(path, whole, seed):
+    """Write ``whole`` to ``path`` with one bit turned over, or (one time in five) the end cut off."""
+    draw, data = random.Random(seed), bytearray(whole)
     if draw.random() < 0.2:
         del data[draw.randrange(len(data)) :]
     else:
         data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+    path.unlink()  # a file that is written over is flushed to the disk when it is closed
     path.write_bytes(bytes(data))
 
 
@@ -51,8 +57,7 @@ def test_a_bias(tmp_path):
     whole, original = path.read_bytes(), of_bias(KVBias.load(path))
     refused = 0
     for seed in range(DAMAGES):
-        path.write_bytes(whole)
-        damage(path, seed)
+        damage(path, whole, seed)
         refused += is_refused_or_unchanged(lambda: of_bias(KVBias.load(path)), original)
     assert refused >= DAMAGES - 1  # white space of the header may change
 
@@ -71,7 +76,8 @@ def test_every_file_of_a_model_folder(tmp_path):
     for seed in range(DAMAGES):
         folder = tmp_path / f"damaged{seed}"
         shutil.copytree(tmp_path / "whole", folder)
-        damage(folder / files[seed % len(files)], seed)
+        damaged = folder / files[seed % len(files)]
+        damage(damaged, damaged.read_bytes(), seed)
         refused += is_refused_or_unchanged(lambda folder=folder: of_model(HookedKVTransformer.load(folder)), original)
     assert refused >= DAMAGES - 5  # white space of config.json may change
 
@@ -79,21 +85,26 @@ def test_every_file_of_a_model_folder(tmp_path):
 def test_a_checkpoint(tmp_path):
     path = tmp_path / "run" / "checkpoint.safetensors"
     run(folder=path.parent)
-    whole = path.read_bytes()
+    whole, task = path.read_bytes(), tiny_task()
+    taken_up = Run(tiny_model(), task, loss_of(task), TrainSettings.of(SETTINGS), Workers.current())
+    store = CheckpointFolder(path.parent, taken_up)
 
-    model = tiny_model()
+    def resumed():
+        assert store.resume()
+        best, optimizer = (sorted(x.items()) for x in (taken_up.best, dict(enumerate(taken_up.optimizer.state.values()))))
+        held = [weights(taken_up.model).tolist(), [(name, value.tolist()) for name, value in best]]
+        return *held, [{key: x.tolist() for key, x in state.items()} for _, state in optimizer], repr(taken_up.progress)
 
-    def taken_up():
-        result = run(model, folder=path.parent)
-        return weights(model).tolist(), result.metrics.drop(columns=["seconds"], errors="ignore").to_dict(), result.steps
-
-    original = taken_up()
+    original = resumed()
     refused = 0
     for seed in range(DAMAGES):
-        path.write_bytes(whole)
-        damage(path, seed)
-        refused += is_refused_or_unchanged(taken_up, original)
+        damage(path, whole, seed)
+        refused += is_refused_or_unchanged(resumed, original)
     assert refused >= DAMAGES - 1
+    path.write_bytes(damaged := whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(KVLensError, match="train: the checkpoint.*is damaged"):
+        run(folder=path.parent)  # which reads it in the same way
+    assert path.read_bytes() == damaged
 
 
 def test_what_is_read_back_beside_a_trained_model(tmp_path):
@@ -104,7 +115,8 @@ def test_what_is_read_back_beside_a_trained_model(tmp_path):
             folder.mkdir()
             for file in ("config.json", name):
                 shutil.copy(whole / file, folder / file)
-            damage(folder / (name if seed % 3 else "config.json"), seed)
+            damaged = folder / (name if seed % 3 else "config.json")
+            damage(damaged, damaged.read_bytes(), seed)
             original = (whole / name).read_bytes()
             is_refused_or_unchanged(lambda folder=folder, name=name: read_beside(folder, name), original)
     with pytest.raises(KVLensError, match=r"training.json is damaged: it is not what was saved"):
@@ -133,8 +145,7 @@ def test_a_journal(tmp_path):
     assert original[2].n_done == 41
     refused = 0
     for seed in range(DAMAGES):
-        path.write_bytes(whole)
-        damage(path, seed)
+        damage(path, whole, seed)
         refused += is_refused_or_unchanged(held, original)
     assert refused >= DAMAGES * 2 // 3  # the rest met free space, and the rows are whole
 
