@@ -12,6 +12,7 @@ are, but come last (`module_order`), so that a package cut at a number of charac
 import ast
 import hashlib
 import inspect
+import os
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -56,13 +57,14 @@ def find_modules(root: Path, package: str = "") -> dict[str, Path]:
         root: a package's folder, or a folder of modules such as the standard library's.
         package: what stands before each name (``"numpy"``); empty for a folder of modules.
     """
-    modules = {}
-    for path in sorted(root.rglob("*.py")):
+    modules, found = {}, []
+    for folder, below, files in os.walk(root):
+        below[:] = [name for name in below if name.isidentifier() and name not in SKIPPED_FOLDERS]  # the others are not walked
+        found += [Path(folder, name) for name in files if name.endswith(".py")]
+    for path in sorted(found):
+        if not path.stem.isidentifier() or path.stem in {*SKIPPED_FOLDERS, "conftest"} or path.stem.startswith("test_"):
+            continue
         relative = path.relative_to(root).with_suffix("")
-        if SKIPPED_FOLDERS & set(relative.parts) or path.stem == "conftest" or path.stem.startswith("test_"):
-            continue
-        if not all(part.isidentifier() for part in relative.parts):
-            continue
         parts = [package, *relative.parts] if package else [*relative.parts]
         if parts[-1] == "__init__":
             parts.pop()
