@@ -21,10 +21,10 @@ def heads_of(model):
 def test_one_step_is_the_heads_output(name, query, n):
     model = model_of(name)
     tokens = text_for(model, 11)
+    _, cache = model.run_with_cache(tokens[None], names_filter=lambda hook: hook.endswith("hook_z"))
     for layer, head in heads_of(model):
         dual = DualModel.from_head(model, tokens, layer, head, query, n)
-        name_of_z = f"blocks.{layer}.attn.hook_z"
-        z = model.run_with_cache(tokens[None], names_filter=name_of_z)[1][name_of_z][0, query, head]
+        z = cache["z", layer][0, query, head]
         error = (dual.step().predict() - z).norm() / z.norm()
         assert error < EXACT, (layer, head, float(error))
         assert dual.equivalence_error() < EXACT

@@ -66,32 +66,33 @@ def assert_same_function(parts: PretrainedParts, hf_model, processed: bool) -> N
     torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("processed", [False, True], ids=["raw", "processed"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_model_in_memory_gives_its_own_logits(kind, processed):
+def test_model_in_memory_gives_its_own_logits(kind):
     hf_model = tiny_hf_model(kind)
     before = {name: weight.clone() for name, weight in hf_model.state_dict().items()}
     config_before = hf_model.config.to_dict()
-    parts = load_pretrained_parts("my-llama-run", hf_model=hf_model, fold_ln=processed, device="cpu")
-    assert_same_function(parts, hf_model, processed)
-    assert not any(weight.requires_grad for weight in parts.state_dict.values())
-    assert all(torch.equal(weight, before[name]) for name, weight in hf_model.state_dict().items())
-    assert hf_model.config.to_dict() == config_before
-    assert all(weight.requires_grad for weight in hf_model.parameters())
+    for processed in (False, True):
+        parts = load_pretrained_parts("my-llama-run", hf_model=hf_model, fold_ln=processed, device="cpu")
+        assert_same_function(parts, hf_model, processed)
+        assert not any(weight.requires_grad for weight in parts.state_dict.values())
+        assert all(torch.equal(weight, before[name]) for name, weight in hf_model.state_dict().items())
+        assert hf_model.config.to_dict() == config_before
+        assert all(weight.requires_grad for weight in hf_model.parameters())
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["llama-7b/gpt2", "gemma-bert-t5/my-llama-run"])
-def test_folder_gives_the_saved_models_logits_whatever_it_is_called(kind, name, tmp_path):
+def test_folder_gives_the_saved_models_logits_whatever_it_is_called(kind, tmp_path):
     hf_model = tiny_hf_model(kind, seed=1)
-    folder = save(hf_model, tmp_path / name)
-    for processed in (False, True):
+    folder = save(hf_model, tmp_path / "gemma-bert-t5/my-llama-run")
+    for name, processed in (("llama-7b/gpt2", False), ("gemma-bert-t5/my-llama-run", True)):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        folder = folder.rename(tmp_path / name)
         parts = load_pretrained_parts(str(folder), fold_ln=processed, device="cpu")
         assert_same_function(parts, hf_model, processed)
-    assert parts.tokenizer is None
-    assert parts.cfg.tokenizer_name is None
-    assert parts.cfg.d_vocab == D_VOCAB
-    assert parts.cfg.model_name == folder.name
+        assert parts.tokenizer is None
+        assert parts.cfg.tokenizer_name is None
+        assert parts.cfg.d_vocab == D_VOCAB
+        assert parts.cfg.model_name == folder.name
 
 
 @pytest.mark.parametrize("name", ["gpt2", "meta-llama/Llama-2-7b-hf", "gemma-2b", "pythia-70m", "nobody/ever"])
@@ -141,7 +142,7 @@ def test_bfloat16_weights_are_the_rounded_float32_weights(kind, tmp_path):
     folder = save(hf_model, tmp_path / "run")
     for parts in (
         load_pretrained_parts("x", hf_model=hf_model, dtype="bfloat16", device="cpu"),
-        load_pretrained_parts(folder, torch_dtype=torch.bfloat16, device="cpu"),
+        load_pretrained_parts(folder, torch_dtype=torch.bfloat16, fold_ln=False, device="cpu"),
     ):
         assert parts.cfg.dtype == torch.bfloat16
         assert parts.state_dict.keys() == exact.keys()
@@ -149,7 +150,7 @@ def test_bfloat16_weights_are_the_rounded_float32_weights(kind, tmp_path):
     if parts.cfg.num_experts:
         return  # TransformerLens keeps the router of a mixture of experts in float32 and then cannot run in bfloat16
     with torch.no_grad():
-        logits = hooked(load_pretrained_parts(folder, dtype=torch.bfloat16, fold_ln=False, device="cpu"), False)(TOKENS)
+        logits = hooked(parts, False)(TOKENS)
     assert logits.dtype == torch.bfloat16
     assert logits.isfinite().all()
 

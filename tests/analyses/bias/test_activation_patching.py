@@ -1,6 +1,8 @@
 """Every patch against the slow way (a KVBias or a model put together by hand), and the ends of the scale by law."""
 
+import contextlib
 import copy
+import functools
 from dataclasses import replace
 
 import pandas as pd
@@ -55,22 +57,25 @@ def mixed_bias(model, clean, corrupted, row):
     return replace(corrupted, **mixed)
 
 
+@contextlib.contextmanager
 def without_shift(model, row):
-    """The same weights with the identity as the named coefficients."""
-    changed = copy.deepcopy(model)
-    for layer, block in enumerate(changed.blocks):
-        if row.layer in (-1, layer):
-            coef = getattr(block.attn, row.point)
-            coef[slice(None) if row.head == -1 else row.head] = torch.eye(1, coef.shape[1], dtype=coef.dtype)[0]
-    return changed
+    """The same weights with the identity as the named coefficients, for the duration."""
+    coefs = [getattr(block.attn, row.point) for layer, block in enumerate(model.blocks) if row.layer in (-1, layer)]
+    before = [coef.clone() for coef in coefs]
+    for coef in coefs:
+        coef[slice(None) if row.head == -1 else row.head] = torch.eye(1, coef.shape[1], dtype=coef.dtype)[0]
+    try:
+        yield
+    finally:
+        for coef, old in zip(coefs, before, strict=True):
+            coef.copy_(old)
 
 
-def slow_metric(model, clean, corrupted, row):
+def slow_metric(model, clean, corrupted, row, cache):
+    """``cache``: of the clean run."""
     if row.point in BIAS_TENSORS:
         return metric_under(model, mixed_bias(model, clean, corrupted, row))
     if row.point == "z_bias":
-        with model.kv_bias(clean):
-            _, cache = model.run_with_cache(TEXT[None])
 
         def put_back(z, hook):
             z = z.clone()
@@ -80,20 +85,28 @@ def slow_metric(model, clean, corrupted, row):
 
         layers = range(2) if row.layer == -1 else [row.layer]
         return metric_under(model, corrupted, [(f"blocks.{layer}.attn.hook_z_bias", put_back) for layer in layers])
-    changed = without_shift(model, row)
-    return metric_under(changed, replace(corrupted, fingerprint=changed.fingerprint()))
+    with without_shift(model, row):
+        return metric_under(model, replace(corrupted, fingerprint=model.fingerprint()))
+
+
+@functools.cache
+def patched(name):
+    """A model that nobody may change, and what patching says of it."""
+    model = random_model(**MODELS[name])
+    return model, patching(model)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_patch_against_the_slow_way(name):
-    model = random_model(**MODELS[name])
+    model, frame = patched(name)
     clean, corrupted = convert_prompt(model, CLEAN), convert_prompt(model, CORRUPTED)
-    frame = patching(model)
+    with model.kv_bias(clean):
+        _, cache = model.run_with_cache(TEXT[None])
     assert frame["clean_metric"].unique() == pytest.approx([metric_under(model, clean)], rel=1e-12)
     assert frame["corrupted_metric"].unique() == pytest.approx([metric_under(model, corrupted)], rel=1e-12)
     gap = frame["clean_metric"][0] - frame["corrupted_metric"][0]
     for row in frame.itertuples():
-        assert row.metric == pytest.approx(slow_metric(model, clean, corrupted, row), rel=1e-10, abs=1e-12), row
+        assert row.metric == pytest.approx(slow_metric(model, clean, corrupted, row, cache), rel=1e-10, abs=1e-12), row
         assert row.recovered == pytest.approx((row.metric - row.corrupted_metric) / gap, rel=1e-12)
     moved = (frame["metric"] - frame["corrupted_metric"]).abs() > 1e-9
     assert moved.groupby(frame["point"]).any().all()
@@ -101,8 +114,8 @@ def test_every_patch_against_the_slow_way(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_rows_are_every_head_then_every_layer_then_everything(name):
-    model = random_model(**MODELS[name])
-    cfg, frame = model.cfg, patching(model)
+    model, frame = patched(name)
+    cfg = model.cfg
     by_key_value_head = ("boundary", "k_shift_coef", "v_shift_coef")
     for point, rows in frame.groupby("point", sort=False):
         n_heads = cfg.n_kv_heads if point in by_key_value_head else 0 if point == "prompt" else cfg.n_heads
@@ -122,9 +135,8 @@ def test_the_rows_are_every_head_then_every_layer_then_everything(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_patching_everything_gives_the_clean_run(name):
-    model = random_model(**MODELS[name])
-    everything = "bias" if model.cfg.kv_shift is None else "prompt"
-    frame = patching(model, points=everything)
+    model, frame = patched(name)
+    frame = frame[frame["point"] == ("bias" if model.cfg.kv_shift is None else "prompt")]
     assert frame.iloc[-1][["layer", "head"]].tolist() == [-1, -1]
     assert frame["recovered"].iloc[-1] == pytest.approx(1, abs=1e-12)
     assert not frame["recovered"].iloc[:-1].isin([0, 1]).any()

@@ -41,10 +41,12 @@ def of_bias(frame):
     return frame.groupby(["layer", "head"], as_index=False)[["output_share", "logit"]].sum()
 
 
-def direct(model, bias, layer, hooks):
-    """Logits where ``hooks`` act on one layer and nothing behind it reacts, the final norm's scale included."""
+def direct(model, bias, cache, layer, hooks):
+    """Logits where ``hooks`` act on one layer and nothing behind it reacts, the final norm's scale included.
+
+    ``cache``: of the pass under the bias without them.
+    """
     with model.kv_bias(bias):
-        _, cache = model.run_with_cache(TEXT[None])
         frozen = [f"blocks.{i}.hook_attn_out" for i in range(layer + 1, model.cfg.n_layers)]
         frozen += [f"blocks.{i}.hook_mlp_out" for i in range(layer, model.cfg.n_layers)] + ["ln_final.hook_scale"]
         keep = [(name, lambda x, hook: cache[hook.name]) for name in frozen]
@@ -160,10 +162,10 @@ def test_a_heads_logit_is_what_its_direct_path_loses(name):
     bias = convert_prompt(model, PROMPT)
     frame = bias_decomposition(model, PROMPT, TEXT, answer=3, wrong=11).set_index(["layer", "head"])
     with model.kv_bias(bias):
-        whole = model(TEXT[None])[0]
+        logits, cache = model.run_with_cache(TEXT[None])
     for (layer, head), row in frame.iterrows():
-        ablated = direct(model, bias, layer, [(f"blocks.{layer}.attn.hook_b_kv", without(head, 1))])
-        change = (ablated - whole)[-1]
+        ablated = direct(model, bias, cache, layer, [(f"blocks.{layer}.attn.hook_b_kv", without(head, 1))])
+        change = (ablated - logits[0])[-1]
         assert float(change[11] - change[3]) == pytest.approx(row["logit"], **ROUNDING)
     assert (frame["logit"].abs() > 1e-6).all()
 
@@ -174,15 +176,15 @@ def test_a_positions_logit_is_what_is_lost_without_its_value(name, by):
     model = random_model(**MODELS[name])
     bias = convert_prompt(model, PROMPT)
     frame = bias_positions(model, PROMPT, TEXT, by=by).query("part == 'prompt'")
-    logits = frame.groupby(["layer", "prompt_position"])["logit"].sum()  # a key-value head's queries lose it together
+    predicted = frame.groupby(["layer", "prompt_position"])["logit"].sum()  # a key-value head's queries lose it together
     shifted = model.cfg.kv_shift is not None and model.cfg.kv_shift.values and by == "attended"
     with model.kv_bias(bias):
-        whole = model(TEXT[None])[0]
-    for (layer, position), logit in logits.items():
+        logits, cache = model.run_with_cache(TEXT[None])
+    for (layer, position), logit in predicted.items():
         name_v = f"blocks.{layer}.attn.hook_v{'_shifted' if shifted else ''}"
         lost = convert_prompt(model, PROMPT, fwd_hooks=[(name_v, without(position, 1))]).b_KV[layer][None]
-        ablated = direct(model, bias, layer, [(f"blocks.{layer}.attn.hook_b_kv", lambda b, hook, lost=lost: lost)])
-        change = (whole - ablated)[torch.arange(4), TEXT[1:]].mean()
+        ablated = direct(model, bias, cache, layer, [(f"blocks.{layer}.attn.hook_b_kv", lambda b, hook, lost=lost: lost)])
+        change = (logits[0] - ablated)[torch.arange(4), TEXT[1:]].mean()
         assert float(change) == pytest.approx(logit, **ROUNDING)
 
 

@@ -21,27 +21,29 @@ MODELS = {
     "no final norm, regularised": dict(normalization_type=None, attention_variant=dict(regularised=dict(alpha=0.3))),
     "classes": dict(d_vocab_out=3),
 }
-CASES = [  # view, places, length of a segment, whether the prompt continues a bias
-    ("attended", None, 3, True),
-    ("source", None, 1, True),  # shorter than the window of a shift
-    ("source", [0, 4], 4, False),
-    ("attended", [3], 5, False),
+ROOM = segments.KEPT_BYTES
+CASES = [  # view, places, length of a segment, whether the prompt continues a bias, rooms for the prompt's keys and values
+    ("attended", None, 3, True, (0, ROOM)),
+    ("source", None, 1, True, (0, ROOM)),  # shorter than the window of a shift
+    ("source", [0, 4], 4, False, (0,)),
+    ("attended", [3], 5, False, (ROOM,)),
 ]
 
 
-@pytest.mark.parametrize("room", [0, segments.KEPT_BYTES], ids=["run twice", "kept"])
 @pytest.mark.parametrize("name", MODELS)
-def test_in_segments_equals_whole(name, room, monkeypatch):
-    monkeypatch.setattr(segments, "KEPT_BYTES", room)
+def test_in_segments_equals_whole(name, monkeypatch):
+    """Where there is room for the prompt's keys and values, and where it is run twice."""
     model = random_model(**MODELS[name])
     target = dict(answer=2, wrong=1) if name == "classes" else {}
     held = convert_prompt(model, tokens(4, seed=2))
-    for by, at, length, continues in CASES:
+    for by, at, length, continues, rooms in CASES:
         options = dict(by=by, at=at, initial=held if continues else None, **target)
         whole = bias_positions(model, PROMPT, TEXT, **options)
-        streamed = bias_positions(model, PROMPT, TEXT, segment_length=length, **options)
-        # shares are near 1 and logits near 10 at most: sums of some hundred products each
-        pd.testing.assert_frame_equal(streamed, whole, rtol=1e-12, atol=1e-12)
+        for room in rooms:
+            monkeypatch.setattr(segments, "KEPT_BYTES", room)
+            streamed = bias_positions(model, PROMPT, TEXT, segment_length=length, **options)
+            # shares are near 1 and logits near 10 at most: sums of some hundred products each
+            pd.testing.assert_frame_equal(streamed, whole, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(("n_prompt", "n_text"), [(1, 5), (2, 1), (11, 1)])
@@ -64,7 +66,7 @@ def test_augmented_values_add_up_to_what_the_bias_gives(shift):
     assert "boundary" not in set(frame["part"])
 
 
-@pytest.mark.parametrize(("room", "second"), [(0, [0.5 + 6 / 32, 0.5 + 12 / 32, 1.0, 1.0]), (segments.KEPT_BYTES, [1.0])])
+@pytest.mark.parametrize(("room", "second"), [(0, [0.5 + 6 / 32, 0.5 + 12 / 32, 1.0, 1.0]), (ROOM, [1.0])])
 def test_a_long_prompt_streams_by_itself_and_a_hooked_one_does_not(room, second, monkeypatch):
     """Where there is no room for its keys and values it is run twice."""
     monkeypatch.setattr(segments, "KEPT_BYTES", room)
