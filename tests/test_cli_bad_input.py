@@ -152,12 +152,19 @@ COMMANDS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """One for all refused commands, which leave it as it is: each of many folders of a name takes a look at all before it."""
+    folder = tmp_path_factory.mktemp("here")
+    (folder / "file").write_text("x")
+    (folder / "empty").mkdir()
+    (folder / "p.jsonl").write_text('{"prompt": "Return the widget.", "text": " It is"}\n')
+    return folder
+
+
 @pytest.fixture(autouse=True)
-def _nothing_trains(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "file").write_text("x")
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "p.jsonl").write_text('{"prompt": "Return the widget.", "text": " It is"}\n')
+def _nothing_trains(folder, monkeypatch):
+    monkeypatch.chdir(folder)
     monkeypatch.setattr(ship, "train", lambda *_, **__: pytest.fail("this would have trained"))
 
 
@@ -200,7 +207,8 @@ def test_what_a_terminal_would_obey_does_not_reach_it(capsys):
     assert not set(capsys.readouterr().err[:-1]) & set("\x1b\u202e\u2028\x07\u200f")
 
 
-def test_names_of_files_that_a_batch_tells_of_are_made_visible(capsys):
+def test_names_of_files_that_a_batch_tells_of_are_made_visible(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     evil = "a\x1b[31m\u202eb\u2028"
     lines = '{"prompt": "Return the widget.", "text": " It is"}\nno JSON\n{"text": "no prompt"}\n'
     with open(f"{evil}.jsonl", "w", encoding="utf-8") as file:

@@ -366,9 +366,15 @@ CALLS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def empty_folder(tmp_path_factory):
+    """One for all of them: each of many folders of a name takes a look at all before it."""
+    return tmp_path_factory.mktemp("empty")
+
+
 @pytest.fixture(autouse=True)
-def _an_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def _in_an_empty_folder(empty_folder, monkeypatch):
+    monkeypatch.chdir(empty_folder)
 
 
 def test_the_list_is_long():
