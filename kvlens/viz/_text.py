@@ -8,14 +8,14 @@ import html
 import json
 import math
 import re
-import unicodedata
 from typing import Any
 
 NEWLINE, SPACE, UNREADABLE = "⏎", "·", "\N{REPLACEMENT CHARACTER}"
 _IN_SCRIPT = str.maketrans({sign: f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"})
 _LONE_SURROGATES = re.compile("[\ud800-\udfff]")
 """Halves of a character, which no file of UTF-8 can hold and on which browsers stumble."""
-
+_UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u2028\u2029\u202a-\u202e]")
+"""Controls, halves of a character, line ends that are none of HTML's, and marks that turn the text behind them around."""
 
 _TURNS = re.compile("[\u0590-\u08ff\u200f\u202a-\u202e\u2066-\u2069\ufb1d-\ufdff\ufe70-\ufeff]")
 """Text from right to left, which would turn around the numbers beside it; an isolate (U+2068, U+2069) keeps it to itself."""
@@ -33,12 +33,12 @@ def script_json(value: Any) -> str:
 
 def html_text(text: str) -> str:
     """``text`` as HTML that shows it, in an attribute or between tags; controls and lone surrogates become visible."""
-    return html.escape("".join(UNREADABLE if _is_unreadable(char) else char for char in text))
+    return html.escape(_UNSEEN.sub(UNREADABLE, text))
 
 
 def printable(text: str) -> str:
     """``text`` as a font can draw it: controls and lone surrogates become visible."""
-    return "".join(UNREADABLE if _is_unreadable(char) or char in "\n\t" else char for char in text)
+    return _UNSEEN.sub(UNREADABLE, text).replace("\n", UNREADABLE).replace("\t", UNREADABLE)
 
 
 def label(token: str) -> str:
@@ -60,8 +60,3 @@ def number(value: float | int) -> str:
         digits = 0 if value == 0 else max(0, 2 - math.floor(math.log10(abs(value))))
         return f"{value:,.{digits}f}".replace("-", "−")
     return f"{value:.1e}".replace("-", "−")
-
-
-def _is_unreadable(char: str) -> bool:
-    """Controls, halves of a character, line ends that are none of HTML's, and marks that turn the text behind them around."""
-    return (unicodedata.category(char) in ("Cc", "Cs", "Zl", "Zp") and char not in "\n\t") or "\u202a" <= char <= "\u202e"

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 
 import pandas as pd
 import pytest
@@ -37,6 +38,12 @@ def model():
 @pytest.fixture(scope="module")
 def report(model):
     return build_report(model, PROMPT, TEXT, model_name="tiny", new_tokens=9)
+
+
+@pytest.fixture(scope="module")
+def written(report, tmp_path_factory):
+    """The report on disk, to be copied."""
+    return write_report(report, tmp_path_factory.mktemp("written") / "r")
 
 
 def shown(report, **options) -> str:
@@ -259,8 +266,8 @@ def test_figures_that_do_not_exist_are_null(model, tmp_path):
     assert "NaN" not in shown(report) and "nan" not in shown(report)
 
 
-def test_a_report_is_replaced_only_when_asked(report, tmp_path):
-    folder = write_report(report, tmp_path / "r")
+def test_a_report_is_replaced_only_when_asked(report, written, tmp_path):
+    folder = shutil.copytree(written, tmp_path / "r")
     (folder / "summary.json").write_text((folder / "summary.json").read_text().replace("tiny", "old"))
     with pytest.raises(KVLensError, match="already holds a kvlens report; pass --overwrite"):
         write_report(report, folder)
@@ -295,8 +302,8 @@ def test_a_folder_that_is_no_report_is_never_touched(report, tmp_path, overwrite
     assert listing(folder) == before and listing(tmp_path) == ["photos"]
 
 
-def test_a_report_with_other_files_is_never_deleted(report, tmp_path):
-    folder = write_report(report, tmp_path / "r")
+def test_a_report_with_other_files_is_never_deleted(report, written, tmp_path):
+    folder = shutil.copytree(written, tmp_path / "r")
     (folder / "notes").mkdir()
     (folder / "notes" / "mine.md").write_text("thoughts")
     with pytest.raises(KVLensError, match=r"not part of a kvlens report \(notes/mine.md\); move them away first"):
@@ -324,11 +331,11 @@ def test_a_place_that_is_not_writable(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("failure", [KVLensError("broken"), KeyboardInterrupt(), OSError(28, "No space left on device")])
 @pytest.mark.parametrize("where", ["kvlens.kv_bias.KVBias.save", "pandas.DataFrame.to_parquet", "pathlib.Path.write_text"])
-def test_a_failure_in_the_middle_leaves_nothing(report, tmp_path, monkeypatch, failure, where):
+def test_a_failure_in_the_middle_leaves_nothing(report, written, tmp_path, monkeypatch, failure, where):
     def fail(*args, **kwargs):
         raise failure
 
-    old = write_report(report, tmp_path / "old")
+    old = shutil.copytree(written, tmp_path / "old")
     stamp = identity(old / "summary.json")
     monkeypatch.setattr(where, fail)
     expected = KVLensError if isinstance(failure, OSError) else type(failure)
