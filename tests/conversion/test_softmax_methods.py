@@ -149,7 +149,7 @@ def test_polishing_lowers_the_error_on_text_it_did_not_see(objective):
     model.blocks[0].attn.W_O.requires_grad_(False)
     at = dict(method="landmark", n_features=3, **{**QUICK, "n_continuations": 40})
     plain = convert_prompt(model, PROMPT, **at)
-    polished = convert_prompt(model, PROMPT, polish_steps=60, objective=objective, **at)
+    polished = convert_prompt(model, PROMPT, polish_steps=30, objective=objective, **at)
     texts = tokens(1, 12, seed=8)
     assert error(model, polished, text=texts) < 0.9 * error(model, plain, text=texts)
     assert bool((polished.b_D > 0).all())
