@@ -2,9 +2,12 @@
 
 On a CPU torch multiplies float32 matrices by MKL, which on processors of other makers than Intel's takes twice the time of
 oneDNN. oneDNN comes with torch too; ``torch.compile`` calls it by the operator that is used here. ``torch.addmm`` runs where
-oneDNN is missing (other devices, other dtypes, other builds of torch), cannot serve (autocast, transforms of ``torch.func``) or
-is turned off (``torch.backends.mkldnn.flags(enabled=False)``). Both round as float32 products do; their sums run in different
-orders, and oneDNN's error is the larger one: 4e-7 where MKL's is 2.4e-7, for sums of 512 terms.
+oneDNN is missing (other devices, other dtypes, other builds of torch), cannot serve (autocast, transforms of ``torch.func``),
+is turned off (``torch.backends.mkldnn.flags(enabled=False)``) or does not pay (it takes 13 microseconds to begin). Both round
+as float32 products do; their sums run in different orders, and oneDNN's error is the larger one: 4e-7 where MKL's is 2.4e-7,
+for sums of 512 terms.
+
+A decoded token is one row. ``torch.addmm`` then runs on one core; a sum over slices of the weights runs on all of them.
 """
 
 import functools
@@ -32,8 +35,12 @@ _ONE_DNN_NAMES: dict[Activation | None, tuple[str, str]] = {
     "relu": ("relu", ""),
     "silu": ("swish", ""),
 }
-ADDMM_ROWS = 8
-"""Up to so many rows, as in decoding, ``torch.addmm`` is no slower."""
+FEW_ROWS = 8
+"""Up to so many rows, as in decoding, oneDNN is no faster."""
+ONE_DNN_WORK = 2**20
+"""Multiplications from which on oneDNN is no slower; for 2**14, as in a tiny model, it takes six times as long."""
+SLICED_WEIGHTS, SLICES = 2**18, 8
+"""Weights from which on a product of few rows is cut into slices of them, and into how many."""
 
 
 @shaped()
@@ -60,6 +67,10 @@ def _by_one_dnn(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Acti
 
 
 def _plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    n_rows, d_in = x.shape
+    if n_rows <= FEW_ROWS and weight.numel() >= SLICED_WEIGHTS and d_in % SLICES == 0 and x.device.type == "cpu":
+        y = torch.bmm(x.unflatten(1, (SLICES, -1)).transpose(0, 1), weight.unflatten(0, (SLICES, -1))).sum(dim=0)
+        return y if bias is None else y + bias
     return x @ weight if bias is None else torch.addmm(bias, x, weight)
 
 
@@ -67,7 +78,8 @@ def _one_dnn_serves(x: Tensor, weight: Tensor) -> bool:
     return (
         x.dtype == weight.dtype == torch.float32
         and x.device.type == "cpu"
-        and x.shape[0] > ADDMM_ROWS
+        and x.shape[0] > FEW_ROWS
+        and x.numel() * weight.shape[1] >= ONE_DNN_WORK
         and not torch.is_autocast_enabled("cpu")
         and forward_ad._current_level < 0
         and not any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in (x, weight))

@@ -5,10 +5,12 @@ import torch
 from ops_cases import normal
 
 from kvlens.ops import affine as module
-from kvlens.ops.affine import ACTIVATIONS, ADDMM_ROWS, affine
+from kvlens.ops.affine import ACTIVATIONS, FEW_ROWS, ONE_DNN_WORK, SLICED_WEIGHTS, affine
 
 EPS = torch.finfo(torch.float32).eps
 D_IN, D_OUT = 70, 50
+MANY = 120
+assert 3 * MANY * D_IN * D_OUT >= ONE_DNN_WORK
 one_dnn = pytest.mark.skipif(module._one_dnn() is None, reason="this torch has no oneDNN product")
 
 
@@ -27,7 +29,7 @@ def error(a, b):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("rows", [1, ADDMM_ROWS, 40])
+@pytest.mark.parametrize("rows", [1, FEW_ROWS, MANY])
 @pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_equals_float64(activation, rows, with_bias, dtype):
@@ -40,10 +42,11 @@ def test_equals_float64(activation, rows, with_bias, dtype):
 
 @one_dnn
 def test_many_float32_rows_on_a_cpu_go_to_one_dnn():
-    x, weight, _ = case(40)
+    x, weight, _ = case(MANY)
     flat = x.flatten(0, 1)
     assert module._one_dnn_serves(flat, weight)
-    assert not module._one_dnn_serves(flat[:ADDMM_ROWS], weight)
+    assert not module._one_dnn_serves(flat[:FEW_ROWS], weight.expand(1000, -1, -1).reshape(D_IN, -1))
+    assert not module._one_dnn_serves(flat[:120], weight)  # too little work
     assert not module._one_dnn_serves(flat.double(), weight.double())
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert affine(x, weight).dtype == torch.bfloat16  # as a product of torch's own
@@ -54,9 +57,30 @@ def test_many_float32_rows_on_a_cpu_go_to_one_dnn():
         torch._C._set_mkldnn_enabled(True)
 
 
+@pytest.mark.parametrize("n_rows", [1, FEW_ROWS])
+def test_a_few_rows_with_many_weights_are_summed_slice_by_slice(n_rows, monkeypatch):
+    x, weight, bias = normal(n_rows, 512, seed=1), normal(512, 600, seed=2), normal(600, seed=3)
+    assert weight.numel() >= SLICED_WEIGHTS
+    sliced, bmm = [], torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda *tensors: sliced.append(1) or bmm(*tensors))
+    for dtype in (torch.float32, torch.float64):
+        tensors = [t.to(dtype, copy=True).requires_grad_() for t in (x, weight, bias)]
+        y, right = affine(*tensors), exact(*tensors)
+        bound = 23 * torch.finfo(dtype).eps  # 512 products a sum: sqrt(512) roundings
+        assert error(y, right) < bound
+        found = torch.autograd.grad(y.square().sum(), tensors)
+        wanted = torch.autograd.grad(right.square().sum(), tensors)
+        assert all(error(a, b) < 2 * bound for a, b in zip(found, wanted, strict=True))
+        assert torch.equal(affine(tensors[0], tensors[1]), affine(*tensors[:2], torch.zeros(600, dtype=dtype)))
+    assert len(sliced) == 6
+    affine(x[:, :70], weight[:70], bias)  # 8 does not divide 70
+    affine(x.new_ones(FEW_ROWS + 1, 512), weight, bias)
+    assert len(sliced) == 6
+
+
 @pytest.mark.parametrize("activation", [None, "gelu"])
 def test_gradients_of_first_and_second_order(activation):
-    single, double = case(40, grad=True), case(40, torch.float64, grad=True)
+    single, double = case(MANY, grad=True), case(MANY, torch.float64, grad=True)
     found = []
     for tensors in (single, double):
         loss = affine(*tensors, activation).pow(3).sum()
@@ -64,25 +88,25 @@ def test_gradients_of_first_and_second_order(activation):
         second = torch.autograd.grad(sum(g.square().sum() for g in first), tensors)
         found.append([*first, *second])
     for a, b in zip(*found, strict=True):
-        assert error(a, b) < 1e-5  # cubes of sums of 70 products, their sums over 120 rows, and all that once more
+        assert error(a, b) < 1e-5  # cubes of sums of 70 products, their sums over 360 rows, and all that once more
 
 
 def test_a_gradient_of_one_number_spread_over_all_places():
-    x, weight, bias = case(40, grad=True)
+    x, weight, bias = case(MANY, grad=True)
     affine(x, weight, bias).sum().backward()  # its gradient is one 1, expanded
-    assert torch.allclose(bias.grad, torch.full((D_OUT,), 120.0))
-    assert error(x.grad, weight.double().sum(1).expand(3, 40, D_IN)) < 9 * EPS
+    assert torch.allclose(bias.grad, torch.full((D_OUT,), 3.0 * MANY))
+    assert error(x.grad, weight.double().sum(1).expand(3, MANY, D_IN)) < 9 * EPS
 
 
 def test_transforms_of_torch_func_see_a_product_of_torchs_own():
-    x, weight, bias = case(40)
+    x, weight, bias = case(MANY)
     tangent = torch.randn(x.shape, generator=torch.Generator().manual_seed(4))
     along = torch.func.jvp(lambda x: affine(x, weight, bias), (x,), (tangent,))[1]
     assert error(along, exact(tangent, weight, None)) < 9 * EPS
     mapped = torch.func.vmap(lambda x: affine(x, weight, bias))(x)
     assert error(mapped, exact(x, weight, bias)) < 9 * EPS
     gradient = torch.func.grad(lambda w: affine(x, w, bias).sum())(weight)
-    assert error(gradient, x.double().sum((0, 1))[:, None].expand(D_IN, D_OUT)) < 30 * EPS  # sums of 120 places
+    assert error(gradient, x.double().sum((0, 1))[:, None].expand(D_IN, D_OUT)) < 30 * EPS  # sums of 360 places
 
 
 def test_a_kernel_that_answers_wrongly_is_not_used(monkeypatch):
@@ -92,7 +116,7 @@ def test_a_kernel_that_answers_wrongly_is_not_used(monkeypatch):
     monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", Wrong)
     module._one_dnn.cache_clear()
     try:
-        x, weight, bias = case(40)
+        x, weight, bias = case(MANY)
         assert module._one_dnn() is None
         assert error(affine(x, weight, bias), exact(x, weight, bias)) < 9 * EPS
     finally:
