@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from kvlens._tl import HookPoint
 from kvlens.components.decode_cache import Boundary
 from kvlens.components.layer_bias import LayerBias
+from kvlens.components.lean import is_hooked
 from kvlens.ops.kv_shift import coefficients_from_parameter, initial_shift_parameter, kv_shift
 
 KVLENS_HOOKS = (
@@ -102,7 +103,7 @@ def through(hook: HookPoint, x: Tensor) -> Tensor:
 
     A backward hook gets its gradient also where ``x`` asked for none, as the tensors of an attached bias.
     """
-    if not hook.has_hooks():
+    if not is_hooked(hook):
         return x
     x = x.clone()
     if hook.has_hooks("bwd") and torch.is_grad_enabled() and not x.requires_grad:

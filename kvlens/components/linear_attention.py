@@ -22,6 +22,7 @@ from kvlens.components.decode_cache import LinearCacheEntry, SeenTokens
 from kvlens.components.features import FeatureMap
 from kvlens.components.kv_attention import KVAttention
 from kvlens.components.kv_shift import through
+from kvlens.components.lean import is_hooked
 from kvlens.components.pieces import HeadOutputs, Piece
 from kvlens.errors import KVLensError
 from kvlens.ops.attention_variants import ridge_attention, ridge_state, ridge_steps
@@ -160,7 +161,7 @@ class _Linear(KVAttention):
         if decay is not None and phi_k.shape[2] != phi_q.shape[2]:  # gamma is the query head's: the state must be as well
             phi_k, v = (x.repeat_interleave(phi_q.shape[2] // x.shape[2], dim=2) for x in (phi_k, v))
             features = features._replace(phi_k=phi_k, v=v)
-        pattern_hooked = self.hook_attn_scores.has_hooks() or self.hook_pattern.has_hooks() or self.needs_pattern
+        pattern_hooked = is_hooked(self.hook_attn_scores, self.hook_pattern) or self.needs_pattern
         form = self._form(phi_q.shape[1], past, pattern_hooked)
         if not pattern_hooked:
             out = FORMS[form](phi_q, phi_k, v, norm_q, norm_k, decay, mask, past.state)
@@ -186,7 +187,7 @@ class _Linear(KVAttention):
 
     def _divisor(self, n: Tensor | None, features: Features) -> Tensor | None:
         """``n`` itself where nothing in it is near 0; else with 1 for its zeros, so that 0 / 0 is 0 and its gradient finite."""
-        if n is None or bool((n.abs() >= _least(n)).all()):
+        if n is None or float(n.detach().abs().amin()) >= _least(n):
             return n
         if self.cfg.feature_map in POSITIVE_MAPS:
             self._check_features_hold(n, *features.made_of)

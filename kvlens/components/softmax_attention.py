@@ -31,6 +31,7 @@ from kvlens._tl import (
 )
 from kvlens.components.kv_attention import KVAttention
 from kvlens.components.kv_shift import through
+from kvlens.components.lean import is_hooked
 from kvlens.components.pieces import HeadOutputs, Piece
 from kvlens.components.softmax_form import form_of
 from kvlens.errors import KVLensError
@@ -103,7 +104,7 @@ class _Softmax(KVAttention):
     # --- the two forms -------------------------------------------------------------------------------------------------
 
     def _runs_fused(self) -> bool:
-        hooked = self.hook_attn_scores.has_hooks() or self.hook_pattern.has_hooks()
+        hooked = is_hooked(self.hook_attn_scores, self.hook_pattern)
         return form_of(self.cfg) == "fused" and not (hooked or self.needs_pattern or self.wants_own_share)
 
     def _fused(self, q: Tensor, k: Tensor, v: Tensor, piece: Piece, log_normalizer: bool) -> tuple[Tensor, Tensor | None]:
@@ -130,7 +131,7 @@ class _Softmax(KVAttention):
         if not isinstance(held.features, VirtualKeys):
             return None
         between = (self.hook_attn_scores, self.hook_pattern, self.hook_phi_q, self.hook_normalizer, self.hook_z_context)
-        if self.needs_pattern or self.wants_own_share or any(hook.has_hooks() for hook in (*between, self.hook_z_bias)):
+        if self.needs_pattern or self.wants_own_share or is_hooked(*between, self.hook_z_bias):
             return None
         if bias[0].shape[1] != k.shape[2]:  # single query heads were selected
             return None
