@@ -8,12 +8,14 @@ compared. ``--clock processor --threads 1`` measures processor time, for a machi
 
 import argparse
 import gc
+import itertools
 import json
 import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +27,7 @@ from kvlens.ops.affine import affine
 
 SIZES = dict(n_layers=4, d_model=512, d_head=64, d_vocab=1000, act_fn="gelu", device="cpu", seed=0)
 SMALL = dict(n_layers=2, d_model=64, d_head=16, d_vocab=100, act_fn="gelu", device="cpu", seed=0)
-N_SHORT = 20
+STOPS = 40
 
 
 class Run(NamedTuple):
@@ -208,16 +210,16 @@ def cache(run: Run) -> None:
 def convert(run: Run) -> None:
     """1,000,000 tokens converted on docs-linear, in a process of its own: peak memory, and time per token.
 
-    Compared is the time of a token in one conversion of the long text with that in ``N_SHORT`` conversions of a short one,
-    which run at equal distances within the long one, between its segments.
+    The long text is one conversion, stopped at ``STOPS`` places between its segments to convert the short one; each stretch
+    between two stops is compared with the short conversions on both its sides, and the median of these ratios counts.
     """
-    short, long = (512, 4096) if run.small else (16384, 1_000_000)
+    short, long = (512, 16384) if run.small else (16384, 1_000_000)
     threads = ["--threads", str(torch.get_num_threads()), "--clock", run.clock]
     command = [sys.executable, __file__, "--convert-here", str(short), str(long), *threads]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     found = json.loads(done.stdout.splitlines()[-1])
     print(f"{long} tokens converted on docs-linear: {found['long'] * 1e6:.4g} us a token, {short}: {found['short'] * 1e6:.4g}")
-    print(verdict("time per token, long over short", found["long"] / found["short"], 1.15))
+    print(verdict("time per token, long over short", found["ratio"], 1.15))
     print(verdict("peak memory of the process, GiB", found["peak"], 1.0), flush=True)
 
 
@@ -229,21 +231,26 @@ def convert_here(short: int, long: int, clock: str) -> None:
     check_close(convert_prompt(model, tokens[1200:2000], initial=in_two).b_KV, whole.b_KV, 1e-4, "conversion")
     gc.collect()
     now = CLOCKS[clock]
+    stretches: list[tuple[float, float]] = []  # (fraction of the text, seconds) up to each stop
     shorts: list[float] = []
 
-    def convert_a_short_one(done: float) -> None:
-        if done < (len(shorts) + 0.5) / N_SHORT:
+    def stop(done: float) -> None:
+        if done < (len(shorts) + 1) / STOPS:
             return
+        stretches.append((done, now() - resumed[-1]))
         start = now()
         convert_prompt(model, tokens[:short])
         shorts.append(now() - start)
+        resumed.append(now())
 
-    start = now()
-    convert_prompt(model, tokens, on_progress=convert_a_short_one)
-    taken = {"long": (now() - start - sum(shorts)) / long, "short": sum(shorts) / len(shorts) / short}
+    resumed = [now()]
+    convert_prompt(model, tokens, on_progress=stop)
+    per_token = [seconds / ((done - before) * long) for (before, _), (done, seconds) in itertools.pairwise(stretches)]
+    beside = [(a + b) / 2 / short for a, b in itertools.pairwise(shorts)]
+    ratio = median(a / b for a, b in zip(per_token, beside, strict=True))
     # not ru_maxrss, which begins with what the process that started this one held
     peak = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) / 2**20
-    print(json.dumps({**taken, "peak": peak}))
+    print(json.dumps({"long": median(per_token), "short": median(beside), "ratio": ratio, "peak": peak}))
 
 
 ROWS: dict[str, Callable[[Run], None]] = {

@@ -4,6 +4,7 @@ import pytest
 import torch
 from small_models import linear_model, relative_error, small_model, tokens
 
+from kvlens import KVShiftConfig, convert_prompt
 from kvlens._tl import MLP, TransformerBlock, Unembed
 from kvlens.components import block as lean
 from kvlens.components.projections import NO_COPY_ROWS, project_heads
@@ -80,6 +81,26 @@ def test_a_torch_hook_on_a_norm_is_called():
     model(text)
     handle.remove()
     assert seen == [(1, 5, 30)]
+
+
+@pytest.mark.parametrize("attention", ["linear", "softmax"])
+@pytest.mark.parametrize("name", ["phi_q", "b_kv", "b_d", "k_shift_coef", "attn_scores", "pattern"])
+def test_a_torch_hook_on_a_hook_point_is_called_and_its_edit_counts(name, attention):
+    model = (linear_model if attention == "linear" else small_model)(kv_shift=KVShiftConfig()).requires_grad_(False)
+    text, seen = tokens(1, 5), []
+    if attention == "softmax":
+        model.set_softmax_form("fused")
+    with model.kv_bias(convert_prompt(model, tokens(1, 7)[0])):
+        plain = model(text)
+        handle = model.hook_dict[f"blocks.1.attn.hook_{name}"].register_forward_hook(
+            lambda module, args, out: (seen.append(1), 0.5 + out.flip(-1))[1]
+        )
+        edited = model(text)
+        handle.remove()
+        again = model(text)
+    assert seen == [1]
+    assert relative_error(edited, plain) > 1e-3
+    assert torch.equal(again, plain)
 
 
 def test_eager_softmax_runs_transformer_lens_own_block(monkeypatch):
