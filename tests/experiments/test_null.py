@@ -371,7 +371,7 @@ def test_real_runs_of_one_model_under_two_names():
     """24 short trainings of one model, shared out at random to six seeds of "plain" and six of "KV shift"."""
     task = make_task("hops", k=1, vocab_size=3, length=10)
     model = dict(n_layers=1, d_model=8, d_head=4, attn_only=True)
-    training = dict(batch_size=8, learning_rate=1e-2, steps=8, eval_every=8, eval_sequences=32)
+    training = dict(batch_size=8, learning_rate=1e-2, steps=4, eval_every=4, eval_sequences=32)
     course = train_and_compare(task, {"m": model}, training, range(24), lambda text: None)
     accuracy = course.loc[course["split"] == "heldout", "accuracy"].to_numpy()
     assert len(set(accuracy)) > 6

@@ -280,7 +280,7 @@ EXPERIMENT = Experiment(
     run=run,
     scales={
         "tiny": _scale(
-            n_prompt=8, n_text=4, n_texts=2, continuations=[9, 10], n_contexts=2, keys=[4], random=[16], polish_steps=2
+            n_prompt=8, n_text=4, n_texts=2, continuations=[9, 10], n_contexts=1, keys=[4], random=[16], polish_steps=2
         )
         | dict(distil_steps=2),
         "small": _scale(),

@@ -197,7 +197,7 @@ EXPERIMENT = Experiment(
         "tiny": dict(
             task=TINY_TEXT,
             model=dict(n_layers=1, d_model=16, d_head=8, attn_only=True),
-            training=dict(steps=6, batch_size=4, eval_every=6, eval_sequences=4),
+            training=dict(steps=2, batch_size=4, eval_every=2, eval_sequences=4),
             rates=[3e-2, 3.0],
             seeds=[0, 1],
         ),

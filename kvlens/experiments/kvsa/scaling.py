@@ -185,7 +185,7 @@ EXPERIMENT = Experiment(
         "tiny": dict(
             task=TINY_TEXT,
             sizes={"d 16": dict(n_layers=1, d_model=16, d_head=8), "d 24": dict(n_layers=1, d_model=24, d_head=8)},
-            training=dict(steps=4, batch_size=4, learning_rate=1e-2, eval_every=2, eval_sequences=4),
+            training=dict(steps=2, batch_size=4, learning_rate=1e-2, eval_every=1, eval_sequences=4),
             seeds=[0, 1],
         ),
         "small": dict(

@@ -163,7 +163,7 @@ EXPERIMENT = Experiment(
         "tiny": dict(
             task=TINY_TEXT,
             model=dict(n_layers=1, d_model=16, d_head=8, attn_only=True),
-            training=dict(steps=4, batch_size=4, learning_rate=1e-2, eval_every=2, eval_sequences=4),
+            training=dict(steps=2, batch_size=4, learning_rate=1e-2, eval_every=1, eval_sequences=4),
             seeds=[0, 1],
         ),
         "small": dict(

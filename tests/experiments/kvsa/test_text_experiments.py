@@ -1,5 +1,6 @@
 """``variants``, ``learning-rate``, ``scaling``, ``coefficients``: what they count and conclude, on answers known by hand."""
 
+import functools
 import math
 
 import pandas as pd
@@ -13,6 +14,11 @@ from kvlens.tasks import make_task
 from kvlens.training import build_model
 
 SILENT = dict(tell=lambda text: None)
+
+
+@functools.cache
+def text_task():
+    return make_task("text", corpus="topics", vocab_size=300, length=8)
 
 
 # --- differences between seeds ---
@@ -91,7 +97,7 @@ def test_claims_about_variants_can_fail_and_rest_on_differences_of_equal_seeds()
 
 
 def test_every_variant_has_the_shift_that_its_name_says():
-    task = make_task("text", corpus="topics", vocab_size=300, length=8)
+    task = text_task()
     sizes = {}
     for label, shift in variants.VARIANTS.items():
         model = build_model(task, dict(n_layers=1, d_model=12, d_head=4, attn_only=True, kv_shift=shift))
@@ -169,7 +175,7 @@ def test_a_run_whose_loss_is_not_finite_counts_as_diverged_and_the_experiment_go
 
 def test_non_embedding_parameters_by_hand():
     """Two layers, d = 12, three heads of 4, MLP of 48, LayerNorms folded nowhere."""
-    task = make_task("text", corpus="topics", vocab_size=300, length=8)
+    task = text_task()
     fields = dict(n_layers=2, d_model=12, d_head=4)
     attention = 4 * (12 * 12) + 3 * 12 + 12  # W_Q W_K W_V W_O, b_Q b_K b_V, b_O
     mlp = 2 * 12 * 48 + 48 + 12
@@ -230,7 +236,7 @@ HEADS = {  # (layer, head) -> alpha_1, alpha_2, beta_1, beta_2
 
 
 def model_with_known_heads(parametrization="free"):
-    task = make_task("text", corpus="topics", vocab_size=300, length=8)
+    task = text_task()
     shift = dict(parametrization=parametrization)
     model = build_model(task, dict(n_layers=2, d_model=6, d_head=2, attn_only=True, kv_shift=shift))
     with torch.no_grad():
@@ -325,7 +331,7 @@ def test_a_shipped_model_is_read_without_a_course():
 def test_a_model_that_is_not_there_or_does_not_shift_both_is_refused(tmp_path):
     with pytest.raises(KVLensError, match="did you mean 'docs-linear'.*kvlens train docs-shift --out docs-shift"):
         coefficients.read_source("docs-liner")
-    task = make_task("text", corpus="topics", vocab_size=300, length=8)
+    task = text_task()
     keys_only = build_model(task, dict(n_layers=1, d_model=6, d_head=2, attn_only=True, kv_shift={"values": False}))
     with pytest.raises(KVLensError, match="must shift keys and values both.*values=False"):
         coefficients.parameters_now(coefficients.Source("k", keys_only, coefficients.no_course()))
