@@ -67,11 +67,16 @@ def _by_one_dnn(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Acti
 
 
 def _plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    n_rows, d_in = x.shape
-    if n_rows <= FEW_ROWS and weight.numel() >= SLICED_WEIGHTS and d_in % SLICES == 0 and x.device.type == "cpu":
+    if _pays_in_slices(x, weight):
         y = torch.bmm(x.unflatten(1, (SLICES, -1)).transpose(0, 1), weight.unflatten(0, (SLICES, -1))).sum(dim=0)
         return y if bias is None else y + bias
     return x @ weight if bias is None else torch.addmm(bias, x, weight)
+
+
+def _pays_in_slices(x: Tensor, weight: Tensor) -> bool:
+    n_rows, d_in = x.shape
+    much = n_rows <= FEW_ROWS and weight.numel() >= SLICED_WEIGHTS and d_in % SLICES == 0
+    return much and x.device.type == "cpu" and torch.get_num_threads() > 1
 
 
 def _one_dnn_serves(x: Tensor, weight: Tensor) -> bool:

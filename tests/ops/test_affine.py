@@ -62,6 +62,7 @@ def test_a_few_rows_with_many_weights_are_summed_slice_by_slice(n_rows, monkeypa
     x, weight, bias = normal(n_rows, 512, seed=1), normal(512, 600, seed=2), normal(600, seed=3)
     assert weight.numel() >= SLICED_WEIGHTS
     sliced, bmm = [], torch.bmm
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(torch, "bmm", lambda *tensors: sliced.append(1) or bmm(*tensors))
     for dtype in (torch.float32, torch.float64):
         tensors = [t.to(dtype, copy=True).requires_grad_() for t in (x, weight, bias)]
@@ -75,6 +76,8 @@ def test_a_few_rows_with_many_weights_are_summed_slice_by_slice(n_rows, monkeypa
     assert len(sliced) == 6
     affine(x[:, :70], weight[:70], bias)  # 8 does not divide 70
     affine(x.new_ones(FEW_ROWS + 1, 512), weight, bias)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    affine(x, weight, bias)
     assert len(sliced) == 6
 
 
