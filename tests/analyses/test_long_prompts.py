@@ -17,6 +17,7 @@ MODELS = {
     "grouped, decay": dict(n_heads=6, d_model=24, n_key_value_heads=2, normalizer="none", decay="retnet"),
 }
 TEXT = torch.tensor([3, 1, 4, 1, 5])
+ROOM = segments.KEPT_BYTES
 
 
 def draw(n):
@@ -27,12 +28,12 @@ def model_of(**changes):
     return tiny_text_model(dtype=torch.float64, **changes).requires_grad_(False)
 
 
-@pytest.fixture(params=[0, segments.KEPT_BYTES], ids=["run twice", "kept"])
-def in_segments(monkeypatch, request):
-    """A function after which segments have 4 tokens, and the prompt at most 5 columns; with room for its keys, and without."""
+@pytest.fixture
+def in_segments(monkeypatch):
+    """A function after which segments have 4 tokens, and the prompt at most 5 columns; with this much room for its keys."""
 
-    def switch():
-        monkeypatch.setattr(segments, "KEPT_BYTES", request.param)
+    def switch(room):
+        monkeypatch.setattr(segments, "KEPT_BYTES", room)
         monkeypatch.setattr(streaming, "default_segment_length", lambda model, batch: 4)
         monkeypatch.setattr(segments, "MAX_COLUMNS", 5)
 
@@ -56,20 +57,21 @@ def test_in_segments_equals_whole(name, in_segments):
         return shares, details, rows, among, prompt_copies(model, prompt, TEXT)
 
     whole, details, *tables, copies = look()
-    in_segments()
-    whole_in, details_in, *tables_in, copies_in = look()
-    single, double = dict(rtol=1e-5, atol=1e-6), dict(rtol=1e-12, atol=1e-13)  # pictures of patterns are float32
-    for name in ("by_prompt", "by_text"):
-        torch.testing.assert_close(getattr(whole_in, name), getattr(whole, name), **double)
-    assert (whole.block, whole_in.block, details_in.block) == (1, 3, 3)
-    torch.testing.assert_close(whole_in.between, in_columns(whole.between, 3), **double)
     of_prompt, of_text = details.pattern[..., :14], details.pattern[..., 14:]
-    torch.testing.assert_close(details_in.pattern, torch.cat([in_columns(of_prompt, 3), of_text], dim=-1), **single)
-    for name in ("prompt_shares", "strongest", "among"):
-        torch.testing.assert_close(getattr(details_in, name), getattr(details, name), **single)
-    for found, expected in zip(tables_in, tables, strict=True):
-        torch.testing.assert_close(found, expected, **single)
-    pd.testing.assert_frame_equal(copies_in, copies, rtol=1e-5, atol=1e-6)
+    single, double = dict(rtol=1e-5, atol=1e-6), dict(rtol=1e-12, atol=1e-13)  # pictures of patterns are float32
+    for room in (0, ROOM):  # run twice, and kept
+        in_segments(room)
+        whole_in, details_in, *tables_in, copies_in = look()
+        for name in ("by_prompt", "by_text"):
+            torch.testing.assert_close(getattr(whole_in, name), getattr(whole, name), **double)
+        assert (whole.block, whole_in.block, details_in.block) == (1, 3, 3)
+        torch.testing.assert_close(whole_in.between, in_columns(whole.between, 3), **double)
+        torch.testing.assert_close(details_in.pattern, torch.cat([in_columns(of_prompt, 3), of_text], dim=-1), **single)
+        for name in ("prompt_shares", "strongest", "among"):
+            torch.testing.assert_close(getattr(details_in, name), getattr(details, name), **single)
+        for found, expected in zip(tables_in, tables, strict=True):
+            torch.testing.assert_close(found, expected, **single)
+        pd.testing.assert_frame_equal(copies_in, copies, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("analysis", [linked_shares, head_details])

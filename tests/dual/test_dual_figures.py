@@ -23,7 +23,7 @@ def expected_losses(model, tokens, n):
         for query in range(n or 1, len(tokens))
     ]:
         dual = DualModel.from_head(model, tokens, layer, head, query, n)
-        step = dual.contributions().sum(0)
+        step, (before, after) = dual.contributions().sum(0), dual.cosines()
         rows.append(
             {
                 "layer": layer,
@@ -34,8 +34,8 @@ def expected_losses(model, tokens, n):
                 "log_loss_drop": dual.log_loss_drop(),
                 "step_share": float(step @ dual.output / dual.output.square().sum()),
                 "demonstration_weight": float(dual._tokens.weights[: len(dual.labels)].sum()),
-                "cosine_before": float(dual.cosines()[0].mean()),
-                "cosine_after": float(dual.cosines()[1].mean()),
+                "cosine_before": float(before.mean()),
+                "cosine_after": float(after.mean()),
             }
         )
     return pd.DataFrame(rows)

@@ -52,21 +52,21 @@ def reading(model):
     return PROMPT[:0]
 
 
-@pytest.mark.parametrize("per_head", [False, True])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
 @pytest.mark.parametrize("name", MODELS)
-def test_the_parts_add_up(name, dtype, tolerance, per_head):
+def test_the_parts_add_up(name, dtype, tolerance):
     model = shaken(dtype=dtype, **MODELS[name])
     before = reading(model)
     logits = model(torch.cat([before, TEXT])[None])[0, -5:].double()
-    frame = layer_contributions(model, TEXT, before_tokens=before, tokens=range(17), per_head=per_head)
-    sums = frame.groupby(["position", "target", "target_token"], sort=False)[["logit", "residual_share"]].sum()
-    chosen = torch.tensor(sums.xs("chosen", level="target")["logit"].to_numpy()).reshape(5, 17)
-    assert float(((chosen - logits).norm(dim=-1) / logits.norm(dim=-1)).max()) < tolerance
-    following = sums.xs("next", level="target")["logit"].to_numpy()
-    expected = logits[torch.arange(4), TEXT[1:]].numpy()
-    np.testing.assert_allclose(following, expected, atol=tolerance * float(logits.norm(dim=-1).max()))
-    np.testing.assert_allclose(sums["residual_share"], 1, atol=tolerance)
+    for per_head in (False, True):
+        frame = layer_contributions(model, TEXT, before_tokens=before, tokens=range(17), per_head=per_head)
+        sums = frame.groupby(["position", "target", "target_token"], sort=False)[["logit", "residual_share"]].sum()
+        chosen = torch.tensor(sums.xs("chosen", level="target")["logit"].to_numpy()).reshape(5, 17)
+        assert float(((chosen - logits).norm(dim=-1) / logits.norm(dim=-1)).max()) < tolerance
+        following = sums.xs("next", level="target")["logit"].to_numpy()
+        expected = logits[torch.arange(4), TEXT[1:]].numpy()
+        np.testing.assert_allclose(following, expected, atol=tolerance * float(logits.norm(dim=-1).max()))
+        np.testing.assert_allclose(sums["residual_share"], 1, atol=tolerance)
 
 
 @pytest.mark.parametrize("name", MODELS)
