@@ -1,5 +1,6 @@
 """Small models whose axes all differ, in every variant that the tests go through."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,6 +28,29 @@ def linear_model(**changes: Any) -> HookedKVTransformer:
 def plain_model(**changes: Any) -> HookedTransformer:
     """TransformerLens' own, with the weights of :func:`small_model`."""
     return with_random_biases(HookedTransformer(HookedTransformerConfig(**{**SIZES, **changes})))
+
+
+class Shared:
+    """Models that are built once for many tests, which leave them as they are."""
+
+    def __init__(self, build: Callable[..., HookedKVTransformer]):
+        self.build = build
+        self.made: dict[Any, tuple[HookedKVTransformer, Any]] = {}
+
+    def __call__(self, *of: Any) -> HookedKVTransformer:
+        if of not in self.made:
+            model = self.build(*of)
+            self.made[of] = model, self._state(model)
+        return self.made[of][0]
+
+    def assert_untouched(self) -> None:
+        for of, (model, before) in self.made.items():
+            assert self._state(model) == before, of
+
+    @staticmethod
+    def _state(model: HookedKVTransformer) -> Any:
+        hooked = [name for name, point in model.hook_dict.items() if point.has_hooks()]
+        return model.fingerprint(), {**model.cfg.to_dict()}, model.training, hooked, model.attached_kv_bias
 
 
 def with_random_biases(model: Any) -> Any:

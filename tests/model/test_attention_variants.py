@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from small_models import linear_model, relative_error, small_model, tokens
+from small_models import Shared, linear_model, relative_error, small_model, tokens
 
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVLensError, KVShiftConfig, convert_prompt
 from kvlens._tl import TransformerLensKeyValueCache
@@ -52,6 +52,13 @@ def with_drawn_augmentation(model):
 BUILD = {"softmax": softmax_model, "linear": linear_variant}
 
 
+@pytest.fixture(scope="module")
+def shared():
+    models = Shared(lambda kind, name: BUILD[kind](VARIANTS[name]))
+    yield models
+    models.assert_untouched()
+
+
 def expected_z(model, x):
     """z of layer 0 by the loops, from what the hooks show before it."""
     kept, at = model.cfg.attention_variant, "blocks.0.attn."
@@ -87,25 +94,25 @@ def expected_z(model, x):
 
 @pytest.mark.parametrize("kind", BUILD)
 @pytest.mark.parametrize("name", VARIANTS)
-def test_heads_against_the_loops(kind, name):
-    slow, fast = expected_z(BUILD[kind](VARIANTS[name]), tokens(2, 9))
+def test_heads_against_the_loops(kind, name, shared):
+    slow, fast = expected_z(shared(kind, name), tokens(2, 9))
     torch.testing.assert_close(fast, slow, rtol=1e-9, atol=1e-11)  # ridge: times the condition number of kernel + 0.5 I
 
 
 @pytest.mark.parametrize("kind", BUILD)
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_bare_pass_gives_what_a_hooked_one_gives(kind, name):
-    model = BUILD[kind](VARIANTS[name])
+def test_a_bare_pass_gives_what_a_hooked_one_gives(kind, name, shared):
+    model = shared(kind, name)
     x = tokens(2, 9)
     assert relative_error(model(x), model.run_with_cache(x)[0]) < 1e-12
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_fused_gives_what_eager_gives(name):
-    model, x = softmax_model(VARIANTS[name]), tokens(2, 9)
+def test_fused_gives_what_eager_gives(name, shared):
+    model, x = shared("softmax", name), tokens(2, 9)
     eager = model(x)
-    model.set_softmax_form("fused")
-    assert relative_error(model(x), eager) < 1e-12
+    with model.softmax_form("fused"):
+        assert relative_error(model(x), eager) < 1e-12
 
 
 @pytest.mark.parametrize("kind", BUILD)
@@ -133,9 +140,9 @@ def test_gradients_match_finite_differences(kind, name):
 
 @pytest.mark.parametrize("kind", BUILD)
 @pytest.mark.parametrize("name", VARIANTS)
-def test_decoding_equals_the_full_forward_pass(kind, name):
+def test_decoding_equals_the_full_forward_pass(kind, name, shared):
     """In pieces of 5, 1 and 2 tokens; the decode cache keeps what each variant needs of the tokens before."""
-    model, x = BUILD[kind](VARIANTS[name]), tokens(2, 8)
+    model, x = shared(kind, name), tokens(2, 8)
     whole, cache = model(x), TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", 2)
     pieces = [model(x[:, a:b], past_kv_cache=cache) for a, b in [(0, 5), (5, 6), (6, 8)]]
     assert relative_error(torch.cat(pieces, dim=1), whole) < 1e-10
@@ -143,9 +150,9 @@ def test_decoding_equals_the_full_forward_pass(kind, name):
 
 @pytest.mark.parametrize("kind", BUILD)
 @pytest.mark.parametrize("name", [name for name in VARIANTS if "egative" in name or name == "all but ridge"])
-def test_decoding_behind_padding_and_a_frozen_cache(kind, name):
+def test_decoding_behind_padding_and_a_frozen_cache(kind, name, shared):
     """Left padding, as in generation; a frozen cache is read and not written."""
-    model, x = BUILD[kind](VARIANTS[name]), tokens(1, 8)
+    model, x = shared(kind, name), tokens(1, 8)
     padded = torch.cat([torch.zeros(1, 2, dtype=torch.long), x], dim=1)
     mask = torch.ones_like(padded)
     mask[:, :2] = 0
@@ -169,8 +176,8 @@ def test_decoding_linear_attention_with_decay_and_negatives(per):
 
 @pytest.mark.parametrize("kind", BUILD)
 @pytest.mark.parametrize("name", VARIANTS)
-def test_padding_changes_nothing(kind, name):
-    model, x = BUILD[kind](VARIANTS[name]), tokens(1, 7)
+def test_padding_changes_nothing(kind, name, shared):
+    model, x = shared(kind, name), tokens(1, 7)
     padded = torch.cat([torch.zeros(1, 2, dtype=torch.long), x], dim=1)
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1]])
     with_mask = model(padded, attention_mask=mask)[:, 2:]
@@ -179,8 +186,8 @@ def test_padding_changes_nothing(kind, name):
 
 @pytest.mark.parametrize("kind", BUILD)
 @pytest.mark.parametrize("name", VARIANTS)
-def test_conversion_is_exact_or_refused_with_its_reason(kind, name):
-    model, x = BUILD[kind](VARIANTS[name]), tokens(1, 12)
+def test_conversion_is_exact_or_refused_with_its_reason(kind, name, shared):
+    model, x = shared(kind, name), tokens(1, 12)
     if name not in CONVERTIBLE:
         with pytest.raises(KVLensError, match=r"has no KV bias: (negative samples are chosen|ridge attention also needs)"):
             convert_prompt(model, x[0, :7])
@@ -192,8 +199,8 @@ def test_conversion_is_exact_or_refused_with_its_reason(kind, name):
 
 @pytest.mark.parametrize("kind", BUILD)
 @pytest.mark.parametrize("name", VARIANTS)
-def test_each_variant_fires_its_own_hooks_and_they_act(kind, name):
-    model, x, kept = BUILD[kind](VARIANTS[name]), tokens(1, 9), VARIANTS[name]
+def test_each_variant_fires_its_own_hooks_and_they_act(kind, name, shared):
+    model, x, kept = shared(kind, name), tokens(1, 9), VARIANTS[name]
     augmented = kept.augmented
     expected = {
         "hook_k_augmented": augmented is not None and augmented.keys,

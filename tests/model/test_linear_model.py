@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from small_models import linear_model, relative_error, small_model, tokens
+from small_models import Shared, linear_model, relative_error, small_model, tokens
 
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVLensError, KVShiftConfig, convert_prompt
 from kvlens._tl import TransformerLensKeyValueCache
@@ -42,9 +42,16 @@ def model_of(name):
     return model.requires_grad_(False)
 
 
+@pytest.fixture(scope="module")
+def shared():
+    models = Shared(model_of)
+    yield models
+    models.assert_untouched()
+
+
 @pytest.mark.parametrize("name", VARIANTS)
-def test_decoding_equals_the_full_forward_pass(name):
-    model, x = model_of(name), tokens(3, 11)
+def test_decoding_equals_the_full_forward_pass(name, shared):
+    model, x = shared(name), tokens(3, 11)
     cache = TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", 3)
     pieces = [model(x[:, :1], past_kv_cache=cache), model(x[:, 1:7], past_kv_cache=cache)]
     pieces += [model(x[:, i : i + 1], past_kv_cache=cache) for i in range(7, 11)]
@@ -52,8 +59,8 @@ def test_decoding_equals_the_full_forward_pass(name):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_converted_prompt_serves_decoding_as_it_serves_a_forward_pass(name):
-    model, prompt, x = model_of(name), tokens(3, 7, seed=4), tokens(3, 9)
+def test_a_converted_prompt_serves_decoding_as_it_serves_a_forward_pass(name, shared):
+    model, prompt, x = shared(name), tokens(3, 7, seed=4), tokens(3, 9)
     whole = model(torch.cat([prompt, x], dim=1))[:, 7:]
     with model.kv_bias(convert_prompt(model, prompt)):
         cache = TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", 3)
@@ -63,8 +70,8 @@ def test_a_converted_prompt_serves_decoding_as_it_serves_a_forward_pass(name):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_all_forms_and_the_hooked_pattern_give_the_same_logits(name):
-    model, x = model_of(name), tokens(2, 9)
+def test_all_forms_and_the_hooked_pattern_give_the_same_logits(name, shared):
+    model, x = shared(name), tokens(2, 9)
     expected = model(x)
     for form in ("parallel", "chunked", "recurrent"):
         model.cfg.linear_attention_form = form
@@ -81,8 +88,8 @@ def test_all_forms_and_the_hooked_pattern_give_the_same_logits(name):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_left_and_right_padding_change_nothing(name):
-    model, x = model_of(name), tokens(1, 7)
+def test_left_and_right_padding_change_nothing(name, shared):
+    model, x = shared(name), tokens(1, 7)
     expected, junk = model(x), tokens(1, 4, seed=9)
     left = torch.tensor([[0] * 4 + [1] * 7])
     assert relative_error(model(torch.cat([junk, x], 1), attention_mask=left)[:, 4:], expected) < ROUNDING
@@ -91,8 +98,8 @@ def test_left_and_right_padding_change_nothing(name):
 
 
 @pytest.mark.parametrize("name", ["rope after", "learned", "gqa decay", "sinusoidal"])
-def test_decoding_after_left_padding_equals_the_unpadded_rows(name):
-    model = model_of(name)
+def test_decoding_after_left_padding_equals_the_unpadded_rows(name, shared):
+    model = shared(name)
     short, long = tokens(1, 3, seed=1), tokens(1, 7, seed=2)
     more = tokens(2, 4, seed=3)
     batch = torch.cat([torch.cat([tokens(1, 4, seed=8), short], dim=1), long])
