@@ -231,6 +231,21 @@ def test_backward_hooks_and_gradients_through_the_bias():
     assert not convert_prompt(model, tokens(1, 5)).b_KV.requires_grad
 
 
+def test_no_hook_of_a_pass_stays_behind():
+    model, x = linear_model(), tokens(1, 8)
+    at = [(f"blocks.0.attn.{name}", lambda t, hook: None) for name in ("hook_z", "hook_v")]
+    with model.hooks(fwd_hooks=at[:1], bwd_hooks=at):
+        assert [len(model.hook_dict[name].fwd_hooks) for name, _ in at] == [1, 0]
+        assert [len(model.hook_dict[name].bwd_hooks) for name, _ in at] == [1, 1]
+        model(x).sum().backward()
+    assert not any(point.has_hooks() for point in model.hook_dict.values())
+    model.add_perma_hook(*at[0])
+    model.run_with_cache(x, incl_bwd=False)
+    assert [name for name, point in model.hook_dict.items() if point.has_hooks()] == [at[0][0]]
+    model.reset_hooks(including_permanent=True)
+    assert not any(point.has_hooks() for point in model.hook_dict.values())
+
+
 def test_gradients_through_a_conversion_are_those_of_the_whole_text():
     model, prompt, x = linear_model(kv_shift=KVShiftConfig(window=2, queries=True)), tokens(2, 6, seed=1), tokens(2, 7)
 
