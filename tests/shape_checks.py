@@ -44,6 +44,8 @@ READ: dict[Any, Axes | None] = {}
 
 def is_instance(annotation: Any, x: Any) -> bool:
     """In the place of jaxtyping's ``isinstance(x, annotation)``."""
+    if x is None and getattr(annotation, "array_type", None) is torch.Tensor:  # an argument that may be left out, and is
+        return False
     try:
         axes = READ[annotation]
     except KeyError:

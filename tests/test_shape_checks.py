@@ -1,5 +1,7 @@
 """The cheaper looks at shapes accept what jaxtyping accepts, and leave its book as it would."""
 
+from typing import Any
+
 import jaxtyping
 import pytest
 import torch
@@ -70,6 +72,12 @@ def test_what_is_no_such_tensor_is_refused(x):
     annotation = Float[Tensor, "a"]
     assert is_instance(annotation, torch.nn.Parameter(torch.zeros(2))) and torch.float32 in READ[annotation].dtypes
     assert not is_instance(annotation, x)
+
+
+def test_none_is_an_array_only_where_anything_is():
+    for annotation in (Float[Tensor, "a"], Float[Tensor, "*#a"], Float[torch.nn.Parameter, ""], Shaped[Any, ""]):
+        assert is_instance(annotation, None) == ORIGINAL(annotation, None) == isinstance(None, annotation)
+    assert isinstance(None, Float[Tensor, "a"] | None)
 
 
 def test_it_is_in_use():
