@@ -167,6 +167,17 @@ def test_bad_arguments_are_answered(options, message):
         build_docs_corpus(**options)
 
 
+@pytest.mark.parametrize(
+    "place",
+    ["tests/helpers.py", "sub/site-packages/m.py", "sub/not-a-name/m.py", "conftest.py", "test_m.py", "tests.py", "a.b.py"],
+)
+def test_tests_caches_and_names_that_cannot_be_imported_are_no_modules(package, place):
+    before = find_modules(package, "pack")
+    (package / place).parent.mkdir(parents=True, exist_ok=True)
+    (package / place).write_text('"""Text that nobody is to learn from, and of sufficient length for it."""')
+    assert find_modules(package, "pack") == before
+
+
 def test_the_standard_library_smoke():
     corpus = build_docs_corpus(["stdlib"], max_chars={"stdlib": 60_000})
     assert corpus.licences == {"stdlib": "PSF-2.0"}
