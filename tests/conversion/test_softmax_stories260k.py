@@ -49,9 +49,10 @@ def test_eight_keys_of_128(story):
     at = dict(method="landmark", n_features=8, verbose=False)
     greedy = convert_prompt(model, prompt, budget="greedy", **at)
     at["reference"] = others  # the first wrote its own
-    assert error(story, greedy) < 0.018
-    assert error(story, convert_prompt(model, prompt, **at)) < 0.024
-    assert error(story, convert_prompt(model, prompt, keys="mass", fit=False, **at)) > 2 * error(story, greedy)
+    searched, equal = error(story, greedy), error(story, convert_prompt(model, prompt, **at))
+    assert searched < 0.018 and equal < 0.024
+    assert searched < 0.85 * equal  # 0.71 here
+    assert error(story, convert_prompt(model, prompt, keys="mass", fit=False, **at)) > 2 * searched
     assert 0.9 * 8 * 5 * 4 <= int(greedy.fit.n_keys.sum()) <= 8 * 5 * 4  # weights that came out negative are dropped
     assert float(greedy.fit.output_error.mean()) < 0.1
 
