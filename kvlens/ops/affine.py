@@ -76,7 +76,8 @@ def _plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _pays_in_slices(x: Tensor, weight: Tensor) -> bool:
     n_rows, d_in = x.shape
     much = n_rows <= FEW_ROWS and weight.numel() >= SLICED_WEIGHTS and d_in % SLICES == 0
-    return much and x.device.type == "cpu" and torch.get_num_threads() > 1
+    precise = x.dtype in (torch.float32, torch.float64)  # in half precision each slice would be rounded
+    return much and precise and x.device.type == "cpu" and torch.get_num_threads() > 1
 
 
 def _one_dnn_serves(x: Tensor, weight: Tensor) -> bool:

@@ -76,6 +76,7 @@ def test_a_few_rows_with_many_weights_are_summed_slice_by_slice(n_rows, monkeypa
     assert len(sliced) == 6
     affine(x[:, :70], weight[:70], bias)  # 8 does not divide 70
     affine(x.new_ones(FEW_ROWS + 1, 512), weight, bias)
+    affine(x.bfloat16(), weight.bfloat16(), bias.bfloat16())
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     affine(x, weight, bias)
     assert len(sliced) == 6
