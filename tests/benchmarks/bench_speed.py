@@ -14,12 +14,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from timing import CLOCKS, check_close, fastest, verdict
+from timing import CLOCKS, check_close, fastest, peak_gib, verdict
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVShiftConfig, convert_prompt
@@ -248,9 +247,7 @@ def convert_here(short: int, long: int, clock: str) -> None:
     per_token = [seconds / ((done - before) * long) for (before, _), (done, seconds) in itertools.pairwise(stretches)]
     beside = [(a + b) / 2 / short for a, b in itertools.pairwise(shorts)]
     ratio = median(a / b for a, b in zip(per_token, beside, strict=True))
-    # not ru_maxrss, which begins with what the process that started this one held
-    peak = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) / 2**20
-    print(json.dumps({"long": median(per_token), "short": median(beside), "ratio": ratio, "peak": peak}))
+    print(json.dumps({"long": median(per_token), "short": median(beside), "ratio": ratio, "peak": peak_gib()}))
 
 
 ROWS: dict[str, Callable[[Run], None]] = {
