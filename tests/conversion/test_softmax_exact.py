@@ -134,16 +134,17 @@ def test_exact_on_real_models(kind, which, data_if_needed):
             with torch.no_grad():
                 single(prompt, past_kv_cache=cache, attention_mask=real[:, :11])
                 cached = single(text, past_kv_cache=cache, attention_mask=real[:, 11:])
+                whole = single(torch.cat([prompt, text], dim=1))[:, prompt.shape[1] :]
                 with single.kv_bias(bias):
-                    assert torch.equal(single(text), cached)
-            off.append(with_and_without(single, prompt, text, bias))
+                    converted = single(text)
+            assert torch.equal(converted, cached)
+            off.append(relative_error(converted, whole))
     assert median(off) < 1e-5
 
 
-@pytest.mark.parametrize("form", ["eager", "fused"])
 @pytest.mark.parametrize("kind", REAL)
 @pytest.mark.parametrize("which", ["", "QK"])
-def test_a_converted_prompt_is_as_near_to_float64_as_the_prompt_itself(kind, which, form, data_if_needed):
+def test_a_converted_prompt_is_as_near_to_float64_as_the_prompt_itself(kind, which, data_if_needed):
     """The median of 16 prompts. The fused form rounds the two sides apart: another error than the plain pass's, of its size.
 
     Measured: 0.92 to 1.03 of the plain pass's as the models are, 0.5 to 1.2 with queries and keys 20 times as long, where the
@@ -153,12 +154,14 @@ def test_a_converted_prompt_is_as_near_to_float64_as_the_prompt_itself(kind, whi
     both = torch.cat([prompt, text], dim=1)
     with torch.no_grad(), scaled_up(kind, torch.float64, which, data_if_needed) as double:
         true = double(both)[:, prompt.shape[1] :]
-    with torch.no_grad(), scaled_up(kind, torch.float32, which, data_if_needed) as single, single.softmax_form(form):
-        plain = single(both)[:, prompt.shape[1] :].double()
-        with single.kv_bias(convert_prompt(single, prompt)):
-            converted = single(text).double()
-    off_plain, off = (((x - true).norm(dim=(1, 2)) / true.norm(dim=(1, 2))).median() for x in (plain, converted))
-    assert float(off) < 2 * float(off_plain)
+    with torch.no_grad(), scaled_up(kind, torch.float32, which, data_if_needed) as single:
+        for form in ("eager", "fused"):
+            with single.softmax_form(form):
+                plain = single(both)[:, prompt.shape[1] :].double()
+                with single.kv_bias(convert_prompt(single, prompt)):
+                    converted = single(text).double()
+            off_plain, off = (((x - true).norm(dim=(1, 2)) / true.norm(dim=(1, 2))).median() for x in (plain, converted))
+            assert float(off) < 2 * float(off_plain), form
 
 
 @pytest.mark.parametrize("method", ["exact", "landmark"])

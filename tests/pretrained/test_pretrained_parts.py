@@ -1,5 +1,6 @@
 """Folders and in-memory models give Hugging Face's logits through a plain HookedTransformer, with the network shut."""
 
+import functools
 import json
 import logging
 import os
@@ -47,6 +48,8 @@ def save(model, folder: Path, tokenizer=None) -> Path:
 def hooked(parts: PretrainedParts, processed: bool) -> HookedTransformer:
     model = HookedTransformer(parts.cfg, parts.tokenizer, move_to_device=False)
     foldable = processed and parts.cfg.original_architecture != "Olmo3ForCausalLM"  # normalises after its sublayers
+    weights: dict[str, torch.Tensor] = {}
+    model.load_state_dict = lambda one, strict: weights.update(one)  # TransformerLens loads weight by weight: once will do
     model.load_and_process_state_dict(
         dict(parts.state_dict),
         fold_ln=foldable,
@@ -54,7 +57,13 @@ def hooked(parts: PretrainedParts, processed: bool) -> HookedTransformer:
         center_unembed=processed,
         fold_value_biases=processed,
     )
+    del model.load_state_dict
+    model.load_state_dict(weights, strict=False)
     return model
+
+
+shared_model = functools.cache(tiny_hf_model)
+"""For tests that leave it as it is, as the first of them sees to."""
 
 
 @torch.no_grad()
@@ -68,7 +77,7 @@ def assert_same_function(parts: PretrainedParts, hf_model, processed: bool) -> N
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_model_in_memory_gives_its_own_logits(kind):
-    hf_model = tiny_hf_model(kind)
+    hf_model = shared_model(kind)
     before = {name: weight.clone() for name, weight in hf_model.state_dict().items()}
     config_before = hf_model.config.to_dict()
     for processed in (False, True):
@@ -97,7 +106,7 @@ def test_folder_gives_the_saved_models_logits_whatever_it_is_called(kind, tmp_pa
 
 @pytest.mark.parametrize("name", ["gpt2", "meta-llama/Llama-2-7b-hf", "gemma-2b", "pythia-70m", "nobody/ever"])
 def test_official_and_other_names_take_sizes_from_the_model_in_memory(name):
-    hf_model = tiny_hf_model("llama")
+    hf_model = shared_model("llama")
     assert hf_model.config.architectures is None
     parts = load_pretrained_parts(name, hf_model=hf_model, tokenizer=tiny_tokenizer(), device="cpu")
     assert (parts.cfg.d_model, parts.cfg.n_key_value_heads, parts.cfg.n_ctx) == (24, 2, N_CTX)
@@ -105,7 +114,7 @@ def test_official_and_other_names_take_sizes_from_the_model_in_memory(name):
 
 
 def test_every_supported_architecture_has_a_tiny_model():
-    classes = {type(tiny_hf_model(kind)).__name__ for kind in KINDS}
+    classes = {type(shared_model(kind)).__name__ for kind in KINDS}
     assert classes == set(SUPPORTED_ARCHITECTURES)
 
 
@@ -137,7 +146,7 @@ def test_float64_is_exact_to_float64_without_processing(tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_bfloat16_weights_are_the_rounded_float32_weights(kind, tmp_path):
-    hf_model = tiny_hf_model(kind)
+    hf_model = shared_model(kind)
     exact = load_pretrained_parts("x", hf_model=hf_model, device="cpu").state_dict
     folder = save(hf_model, tmp_path / "run")
     for parts in (

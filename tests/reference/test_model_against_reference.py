@@ -229,9 +229,9 @@ def test_conversions_of_two_prompts_in_a_row_equal_the_reference(name):
         judged = judge.convert(spec, weights, second[row].tolist(), judged)
         assert_same_bias(name, both.select_prompt(row), judged, spec)
         assert relative_error(got[row], judge.logits(spec, weights, text[row].tolist(), judged)) < tolerance(name)
-        # and the reference itself: converted equals concatenated
-        whole = torch.cat([first[row], second[row], text[row]]).tolist()
-        assert relative_error(got[row], judge.logits(spec, weights, whole)[7:]) < tolerance(name)
+    # and the reference itself: converted equals concatenated
+    whole = torch.cat([first[1], second[1], text[1]]).tolist()
+    assert relative_error(got[1], judge.logits(spec, weights, whole)[7:]) < tolerance(name)
 
 
 @pytest.mark.parametrize("name", OF_UNEQUAL_LENGTH)

@@ -1,6 +1,5 @@
 """Every patch against the slow way (a KVBias or a model put together by hand), and the ends of the scale by law."""
 
-import contextlib
 import copy
 import functools
 from dataclasses import replace
@@ -35,10 +34,10 @@ def patching(model, **changes):
     return activation_patching(model, **{**arguments, **changes})
 
 
-def metric_under(model, bias, fwd_hooks=()):
+def metrics_under(model, bias, n_rows=1, fwd_hooks=()):
     with model.kv_bias(bias):
-        logits = model.run_with_hooks(TEXT[None], fwd_hooks=list(fwd_hooks))[0, -1]
-    return float(logits[ANSWER] - logits[WRONG])
+        logits = model.run_with_hooks(TEXT.expand(n_rows, -1), fwd_hooks=list(fwd_hooks))[:, -1]
+    return (logits[:, ANSWER] - logits[:, WRONG]).tolist()
 
 
 def mixed_bias(model, clean, corrupted, row):
@@ -57,36 +56,40 @@ def mixed_bias(model, clean, corrupted, row):
     return replace(corrupted, **mixed)
 
 
-@contextlib.contextmanager
-def without_shift(model, row):
-    """The same weights with the identity as the named coefficients, for the duration."""
+def without_shift(model, corrupted, row):
+    """The metric of the same weights with the identity as the named coefficients."""
     coefs = [getattr(block.attn, row.point) for layer, block in enumerate(model.blocks) if row.layer in (-1, layer)]
     before = [coef.clone() for coef in coefs]
     for coef in coefs:
         coef[slice(None) if row.head == -1 else row.head] = torch.eye(1, coef.shape[1], dtype=coef.dtype)[0]
     try:
-        yield
+        return metrics_under(model, replace(corrupted, fingerprint=model.fingerprint()))[0]
     finally:
         for coef, old in zip(coefs, before, strict=True):
             coef.copy_(old)
 
 
-def slow_metric(model, clean, corrupted, row, cache):
-    """``cache``: of the clean run."""
-    if row.point in BIAS_TENSORS:
-        return metric_under(model, mixed_bias(model, clean, corrupted, row))
-    if row.point == "z_bias":
+def slow_metrics(model, clean, corrupted, rows, cache):
+    """Of the rows of one point, in one batch where it can be one. ``cache``: of the clean run."""
+    rows = list(rows.itertuples())
+    if rows[0].point in BIAS_TENSORS:
+        mixed = [mixed_bias(model, clean, corrupted, row) for row in rows]
+        together = {x: torch.stack([getattr(bias, x) for bias in mixed], dim=1) for x in BIAS_TENSORS["prompt"]}
+        return metrics_under(model, replace(corrupted, **together), len(rows))
+    if rows[0].point == "z_bias":
 
         def put_back(z, hook):
             z = z.clone()
-            heads = slice(None) if row.head == -1 else row.head
-            z[:, :, heads] = cache[hook.name][:, :, heads]
+            for i, row in enumerate(rows):
+                if row.layer in (-1, hook.layer()):
+                    heads = slice(None) if row.head == -1 else row.head
+                    z[i, :, heads] = cache[hook.name][0, :, heads]
             return z
 
-        layers = range(2) if row.layer == -1 else [row.layer]
-        return metric_under(model, corrupted, [(f"blocks.{layer}.attn.hook_z_bias", put_back) for layer in layers])
-    with without_shift(model, row):
-        return metric_under(model, replace(corrupted, fingerprint=model.fingerprint()))
+        return metrics_under(
+            model, corrupted, len(rows), [(f"blocks.{layer}.attn.hook_z_bias", put_back) for layer in range(2)]
+        )
+    return [without_shift(model, corrupted, row) for row in rows]
 
 
 @functools.cache
@@ -102,12 +105,15 @@ def test_every_patch_against_the_slow_way(name):
     clean, corrupted = convert_prompt(model, CLEAN), convert_prompt(model, CORRUPTED)
     with model.kv_bias(clean):
         _, cache = model.run_with_cache(TEXT[None])
-    assert frame["clean_metric"].unique() == pytest.approx([metric_under(model, clean)], rel=1e-12)
-    assert frame["corrupted_metric"].unique() == pytest.approx([metric_under(model, corrupted)], rel=1e-12)
+    assert frame["clean_metric"].unique() == pytest.approx(metrics_under(model, clean), rel=1e-12)
+    assert frame["corrupted_metric"].unique() == pytest.approx(metrics_under(model, corrupted), rel=1e-12)
     gap = frame["clean_metric"][0] - frame["corrupted_metric"][0]
-    for row in frame.itertuples():
-        assert row.metric == pytest.approx(slow_metric(model, clean, corrupted, row, cache), rel=1e-10, abs=1e-12), row
-        assert row.recovered == pytest.approx((row.metric - row.corrupted_metric) / gap, rel=1e-12)
+    for point, rows in frame.groupby("point"):
+        expected = slow_metrics(model, clean, corrupted, rows, cache)
+        assert rows["metric"].tolist() == pytest.approx(expected, rel=1e-10, abs=1e-12), point
+    assert frame["recovered"].tolist() == pytest.approx(
+        ((frame["metric"] - frame["corrupted_metric"]) / gap).tolist(), rel=1e-12
+    )
     moved = (frame["metric"] - frame["corrupted_metric"]).abs() > 1e-9
     assert moved.groupby(frame["point"]).any().all()
 
@@ -148,8 +154,7 @@ def test_patching_a_prompt_with_itself_changes_nothing():
     frame = patching(model, corrupted=CLEAN, coefficients=own)
     assert frame["metric"].to_numpy() == pytest.approx(frame["clean_metric"].to_numpy(), rel=1e-13)
     assert frame["clean_metric"].equals(frame["corrupted_metric"])
-    same = patching(model, coefficients=own)
-    coefs = same[same["point"].str.endswith("coef")]
+    coefs = patching(model, coefficients=own, points=[f"{x}_shift_coef" for x in "kvq"])
     assert coefs["recovered"].to_numpy() == pytest.approx(0, abs=1e-12)
 
 
@@ -190,11 +195,11 @@ def test_by_pencil():
 
 
 def test_the_size_of_the_batch_changes_nothing_but_rounding_and_progress_tells_it():
-    model = random_model()
+    model, points = random_model(), ["bias", "boundary", "z_bias", "v_shift_coef"]
     frames = {}
     for size in (None, 1, 5, 1000):
         started, done = [], []
-        frames[size] = patching(model, batch_size=size, on_start=started.append, on_progress=done.append)
+        frames[size] = patching(model, points=points, batch_size=size, on_start=started.append, on_progress=done.append)
         assert started == [len(frames[size])]
         assert done == sorted(done) and done[-1] == 1
         n_coef = int(frames[size]["point"].str.endswith("coef").sum())

@@ -41,7 +41,7 @@ def of_bias(frame):
     return frame.groupby(["layer", "head"], as_index=False)[["output_share", "logit"]].sum()
 
 
-def direct(model, bias, cache, layer, hooks):
+def direct(model, bias, cache, layer, hooks, texts=TEXT[None]):
     """Logits where ``hooks`` act on one layer and nothing behind it reacts, the final norm's scale included.
 
     ``cache``: of the pass under the bias without them.
@@ -50,7 +50,7 @@ def direct(model, bias, cache, layer, hooks):
         frozen = [f"blocks.{i}.hook_attn_out" for i in range(layer + 1, model.cfg.n_layers)]
         frozen += [f"blocks.{i}.hook_mlp_out" for i in range(layer, model.cfg.n_layers)] + ["ln_final.hook_scale"]
         keep = [(name, lambda x, hook: cache[hook.name]) for name in frozen]
-        return model.run_with_hooks(TEXT[None], fwd_hooks=[*hooks, *keep])[0]
+        return model.run_with_hooks(texts, fwd_hooks=[*hooks, *keep])
 
 
 def without(row, axis):
@@ -165,7 +165,7 @@ def test_a_heads_logit_is_what_its_direct_path_loses(name):
         logits, cache = model.run_with_cache(TEXT[None])
     for (layer, head), row in frame.iterrows():
         ablated = direct(model, bias, cache, layer, [(f"blocks.{layer}.attn.hook_b_kv", without(head, 1))])
-        change = (ablated - logits[0])[-1]
+        change = (ablated - logits)[0, -1]
         assert float(change[11] - change[3]) == pytest.approx(row["logit"], **ROUNDING)
     assert (frame["logit"].abs() > 1e-6).all()
 
@@ -178,14 +178,24 @@ def test_a_positions_logit_is_what_is_lost_without_its_value(name, by):
     frame = bias_positions(model, PROMPT, TEXT, by=by).query("part == 'prompt'")
     predicted = frame.groupby(["layer", "prompt_position"])["logit"].sum()  # a key-value head's queries lose it together
     shifted = model.cfg.kv_shift is not None and model.cfg.kv_shift.values and by == "attended"
+    n = len(PROMPT)
+    prompts, texts = PROMPT.expand(n, -1), TEXT.expand(n, -1)  # each row without the value of one position
     with model.kv_bias(bias):
-        logits, cache = model.run_with_cache(TEXT[None])
-    for (layer, position), logit in predicted.items():
+        logits, cache = model.run_with_cache(texts)
+
+    def without_one(v, hook):
+        v = v.clone()
+        v[range(n), range(n)] = 0
+        return v
+
+    for layer in range(model.cfg.n_layers):
         name_v = f"blocks.{layer}.attn.hook_v{'_shifted' if shifted else ''}"
-        lost = convert_prompt(model, PROMPT, fwd_hooks=[(name_v, without(position, 1))]).b_KV[layer][None]
-        ablated = direct(model, bias, cache, layer, [(f"blocks.{layer}.attn.hook_b_kv", lambda b, hook, lost=lost: lost)])
-        change = (logits[0] - ablated)[torch.arange(4), TEXT[1:]].mean()
-        assert float(change) == pytest.approx(logit, **ROUNDING)
+        lost = convert_prompt(model, prompts, fwd_hooks=[(name_v, without_one)]).b_KV[layer]
+        ablated = direct(
+            model, bias, cache, layer, [(f"blocks.{layer}.attn.hook_b_kv", lambda b, hook, lost=lost: lost)], texts
+        )
+        change = (logits - ablated)[:, torch.arange(4), TEXT[1:]].mean(dim=1)
+        assert change.tolist() == pytest.approx(predicted[layer].tolist(), **ROUNDING)
 
 
 @pytest.mark.parametrize("name", ["rope after", "gqa decay", "learned, queries shifted", "gqa, kernel, before, taylor"])
