@@ -183,18 +183,18 @@ def few_steps(monkeypatch):
 def test_learned_features_come_near(few_steps):
     model = small_model(**MORE, positional_embedding_type="rotary")
     bias = convert_prompt(model, PROMPT, method="learned", n_features=12, **QUICK)
-    assert error(model, bias) < 0.2 * dropped(model)
+    assert error(model, bias) < 0.08 * dropped(model)  # 0.053; what training starts from is off by 0.117
     assert bias.features.n_features == 12
 
 
 def test_learned_features_follow_large_scores_of_every_prompt_of_a_batch(few_steps):
-    """Scores of some 50: random features would be nowhere near."""
+    """Scores of some 50: random features would be nowhere near. Off by 0.21 and 0.28, before training by 0.42 and 0.48."""
     model = model_of(positional_embedding_type="rotary", n_heads=6, n_key_value_heads=3)
     prompts = tokens(2, 24, seed=3)
     biases = convert_prompt(model, prompts, method="learned", n_features=40, **QUICK)
     for row in range(2):
         without = error(model, biases.select_prompt(row).zero_like(), prompts[row : row + 1])
-        assert error(model, biases.select_prompt(row), prompts[row : row + 1]) < 0.5 * without
+        assert error(model, biases.select_prompt(row), prompts[row : row + 1]) < 0.35 * without
 
 
 def test_as_many_keys_as_tokens_is_exact_and_more_says_so():
