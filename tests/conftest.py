@@ -21,9 +21,6 @@ import type_checks
 import warm_python as warm
 
 torch.set_num_threads(1)
-for absent in (torch.cuda, torch.xpu, torch.mtia):  # where seeding only notes the stack of its caller, each time anew
-    if not absent.is_available():
-        absent.manual_seed_all = lambda seed: None
 jaxtyping.jaxtyped = type_checks.jaxtyped
 shape_checks.ARRAYS.__instancecheck__ = shape_checks.is_instance
 gc.disable()  # while everything is imported, of which nothing is garbage

@@ -4,6 +4,8 @@ TransformerLens chooses the class of a block's attention itself. ``block.attn`` 
 ``init_weights`` and ``setup`` run, in that order; the other order leaves weights uninitialised and hooks unnamed, silently.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -37,6 +39,16 @@ def replace_components(model: Any) -> None:
     elif cfg.positional_embedding_type != "rotary":
         model.pos_embed = OffsetPosEmbed(cfg)
         torch.nn.init.zeros_(model.pos_embed.W_pos)  # no checkpoint with ALiBi brings it, and nothing may stay unset
+
+
+@contextmanager
+def seeded(seed: int | None, *, on_cpu: bool = True) -> Iterator[None]:
+    """Torch draws by ``seed`` within, unless it is None, and afterwards as before; GPUs are seeded unless all is ``on_cpu``."""
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices, enabled=seed is not None):
+        if seed is not None:
+            (torch.default_generator if on_cpu else torch).manual_seed(seed)
+        yield
 
 
 def init_kv_parameters(model: Any) -> None:

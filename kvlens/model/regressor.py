@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from kvlens._tl import ActivationCache
 from kvlens.dtypes import dtype_of
 from kvlens.errors import KVLensError
+from kvlens.model.assembly import seeded
 from kvlens.model.config import HookedKVTransformerConfig
 from kvlens.model.storage import save_model
 from kvlens.model.transformer import HookedKVTransformer
@@ -60,9 +61,7 @@ class HookedKVRegressor(nn.Module):
         self.d_input = d_input
         self.transformer = HookedKVTransformer(cfg)
         self.cfg = self.transformer.cfg
-        with torch.random.fork_rng([], enabled=cfg.seed is not None):
-            if cfg.seed is not None:
-                torch.manual_seed(cfg.seed)
+        with seeded(cfg.seed):
             self.read_in = nn.Linear(d_input, self.cfg.d_model, dtype=self.cfg.dtype)
             self.read_out = nn.Linear(self.cfg.d_model, 1, dtype=self.cfg.dtype)
         self.to(self.transformer.W_E.device)

@@ -24,7 +24,7 @@ from kvlens.components import in_form, upgrade_cache
 from kvlens.dtypes import dtype_of, is_dtype
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import Fingerprint, KVBias
-from kvlens.model.assembly import init_kv_parameters, replace_components, spread_bias
+from kvlens.model.assembly import init_kv_parameters, replace_components, seeded, spread_bias
 from kvlens.model.attention_variant import why_no_kv_bias
 from kvlens.model.config import HookedKVTransformerConfig
 from kvlens.model.fingerprint import fingerprint_of, weights_hash
@@ -95,12 +95,8 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
     def init_weights(self) -> None:
         """TransformerLens' initial weights for ``cfg.seed``, and kvlens' own; the global generators stay as they were."""
         seed, self.cfg.seed = self.cfg.seed, None  # TransformerLens would seed GPUs too, now or when they are first used
-        devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
         try:
-            with torch.random.fork_rng(devices, enabled=seed is not None):
-                if seed is not None:
-                    on_cpu = all(weight.device.type == "cpu" for weight in self.parameters())
-                    (torch.default_generator if on_cpu else torch).manual_seed(seed)
+            with seeded(seed, on_cpu=all(weight.device.type == "cpu" for weight in self.parameters())):
                 super().init_weights()
         finally:
             self.cfg.seed = seed

@@ -1,7 +1,7 @@
 """Which of TransformerLens' weight processing keeps a kvlens model's output, and which would change it silently."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -13,11 +13,30 @@ from kvlens.model.config import HookedKVTransformerConfig
 from kvlens.signature import checked
 
 
+@contextmanager
+def loaded_at_once(model: HookedTransformer) -> Iterator[None]:
+    """What TransformerLens loads within, weight by weight, is loaded at the end: torch asks every module at each call."""
+    weights: dict[str, Tensor] = {}
+    load = model.load_state_dict
+
+    def keep(some: Mapping[str, Tensor], strict: bool = True, assign: bool = False) -> None:
+        if assign:  # all of them, already
+            load(some, strict, assign)
+        else:
+            weights.update(some)
+
+    model.load_state_dict = keep  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        del model.load_state_dict
+    load(weights, strict=False)
+
+
 class ProcessesWeights(HookedTransformer):
     """A HookedTransformer whose weights are processed where that keeps its output, and where it would not, with an error."""
 
     cfg: HookedKVTransformerConfig
-    _handed_over: dict[str, Tensor] | None = None
 
     def load_and_process_state_dict(  # type: ignore[override]
         self,
@@ -41,9 +60,7 @@ class ProcessesWeights(HookedTransformer):
         if self.cfg.dtype == torch.float64 and not processes:  # TransformerLens' way goes through float32 even then
             self.load_state_dict(self.fill_missing_keys(state_dict), strict=False)
             return
-        processed: dict[str, Tensor] = {}
-        self._handed_over = processed
-        try:
+        with loaded_at_once(self):
             super().load_and_process_state_dict(
                 state_dict,
                 fold_ln=fold_ln,
@@ -52,15 +69,6 @@ class ProcessesWeights(HookedTransformer):
                 fold_value_biases=fold_value_biases,
                 refactor_factored_attn_matrices=refactor_factored_attn_matrices,
             )
-        finally:
-            self._handed_over = None
-        self.load_state_dict(processed, strict=False)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As torch's. TransformerLens hands over weight by weight, and torch asks every module each time: once will do."""
-        if self._handed_over is None or assign:
-            return super().load_state_dict(state_dict, strict, assign)
-        self._handed_over.update(state_dict)
 
     @checked
     def process_weights_(  # type: ignore[override]

@@ -98,8 +98,11 @@ def test_float32_and_float64_agree_to_float32():
     assert 0 < error < 1e3 * torch.finfo(torch.float32).eps  # sums of at most 13 terms of order 1, two layers of them
 
 
-def test_the_same_seed_gives_the_same_maps_and_leaves_the_global_generator_alone():
+def test_the_same_seed_gives_the_same_maps_and_leaves_the_global_generators_alone(monkeypatch):
     torch.manual_seed(5)
+    monkeypatch.setattr(
+        torch.cuda, "manual_seed_all", lambda seed: pytest.fail("GPUs would be seeded, when they are first used")
+    )
     before = torch.get_rng_state()
     one, two, other = (HookedKVRegressor(HookedKVTransformerConfig(**{**SIZES, "seed": s}), D_INPUT) for s in (3, 3, 4))
     assert torch.equal(torch.get_rng_state(), before)

@@ -16,6 +16,7 @@ from transformers import BertConfig, BertLMHeadModel, GPT2Model, PreTrainedToken
 
 from kvlens._tl import HookedTransformer
 from kvlens.errors import KVLensError
+from kvlens.model.weights import loaded_at_once
 from kvlens.pretrained import SUPPORTED_ARCHITECTURES, PretrainedParts, is_local_folder, load_pretrained_parts, official_name
 
 pytestmark = pytest.mark.filterwarnings("ignore:HookedTransformer:DeprecationWarning")
@@ -48,17 +49,14 @@ def save(model, folder: Path, tokenizer=None) -> Path:
 def hooked(parts: PretrainedParts, processed: bool) -> HookedTransformer:
     model = HookedTransformer(parts.cfg, parts.tokenizer, move_to_device=False)
     foldable = processed and parts.cfg.original_architecture != "Olmo3ForCausalLM"  # normalises after its sublayers
-    weights: dict[str, torch.Tensor] = {}
-    model.load_state_dict = lambda one, strict: weights.update(one)  # TransformerLens loads weight by weight: once will do
-    model.load_and_process_state_dict(
-        dict(parts.state_dict),
-        fold_ln=foldable,
-        center_writing_weights=foldable,
-        center_unembed=processed,
-        fold_value_biases=processed,
-    )
-    del model.load_state_dict
-    model.load_state_dict(weights, strict=False)
+    with loaded_at_once(model):
+        model.load_and_process_state_dict(
+            dict(parts.state_dict),
+            fold_ln=foldable,
+            center_writing_weights=foldable,
+            center_unembed=processed,
+            fold_value_biases=processed,
+        )
     return model
 
 
