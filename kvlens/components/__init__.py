@@ -9,7 +9,7 @@ a cache they are named in full (``cache["blocks.0.attn.hook_phi_q"]``) or with t
 | ``hook_k_shift_coef``, ``hook_v_shift_coef``, ``hook_q_shift_coef`` | [kv_head or head, window+1] | the coefficients as used |
 | ``hook_k_shifted``, ``hook_v_shifted``, ``hook_q_shifted`` | [batch, pos, kv_head or head, d_head] | after the shift, before RoPE |
 | ``hook_phi_q``, ``hook_phi_k`` | [batch, pos, head or kv_head, d_phi] | features; ``hook_rot_q``, ``hook_rot_k`` hold the rotated ones |
-| ``hook_b_kv``, ``hook_b_d`` | [batch or 1, head, d_phi(, d_head)] | the bias as read, at every pass and decoding step |
+| ``hook_b_kv``, ``hook_b_d`` | [batch or 1, head, d_phi(, d_head)] | the bias as read, at every pass and decoding step; query heads, also where keys are grouped |
 | ``hook_last_k``, ``hook_last_v``, ``hook_last_q`` | [batch or 1, window, kv_head or head, d_head] | the shift boundary as read |
 | ``hook_normalizer`` | [batch, pos, head] | phi(q).D, bias included; for softmax with a bias its logarithm |
 | ``hook_z_context``, ``hook_z_bias`` | [batch, pos, head, d_head] | the two summands of ``hook_z`` |

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from kvlens._tl import HookPoint
 from kvlens.components.kv_shift import real_tokens, through
-from kvlens.components.lean import runs_lean
+from kvlens.components.lean import is_hooked, runs_lean
 from kvlens.components.pieces import HeadOutputs, Piece
 from kvlens.components.projections import project_heads
 from kvlens.components.variants import AttentionVariants
@@ -102,16 +102,45 @@ class KVAttention(AttentionVariants):
             )
 
     def read_bias(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None] | None:
-        """(b_KV, b_D) through their hooks: the attached bias, else the trained one, else None. b_D is None under "none"."""
+        """(b_KV, b_D) through their hooks: the attached bias, else the trained one, else None. b_D is None under "none".
+
+        Hooks see query heads. A softmax bias has a row per key-value head, and comes back so unless a hook made the query heads
+        of a group differ.
+        """
         if self.layer_bias is not None:
             b_kv, b_d = self.layer_bias.b_kv, self.layer_bias.b_d
         elif self.cfg.trainable_kv_bias:
             b_kv, b_d = self.b_KV[None], self.b_D[None]
         else:
             return None
-        b_kv = through(self.hook_b_kv, b_kv.to(self.W_O.device, dtype))
+        b_kv, b_d = (b.to(self.W_O.device, dtype) for b in (b_kv, b_d))
         unused = self.cfg.attention == "linear" and self.cfg.normalizer == "none"
-        return b_kv, None if unused else through(self.hook_b_d, b_d.to(self.W_O.device, dtype))
+        if not is_hooked(self.hook_b_kv, self.hook_b_d):
+            return b_kv, None if unused else b_d
+        b_kv = self._by_query_head(self.hook_b_kv, b_kv)
+        return (b_kv, None) if unused else self._grouped_where_equal(b_kv, self._by_query_head(self.hook_b_d, b_d))
+
+    def _by_query_head(self, hook: HookPoint, b: Tensor) -> Tensor:
+        """``b`` with a row per query head, through ``hook``."""
+        b = b.repeat_interleave(self.cfg.n_heads // b.shape[1], dim=1)
+        hooked = through(hook, b)
+        if hooked.shape[1:] != b.shape[1:]:
+            expected = f"[batch or 1, {', '.join(map(str, b.shape[1:]))}]"
+            raise KVLensError(
+                f"{hook.name}: a hook made {list(hooked.shape)} of it, and it is {expected}, a row per query head, as "
+                "bias.per_query_head() has them"
+            )
+        return hooked
+
+    def _grouped_where_equal(self, b_kv: Tensor, b_d: Tensor) -> tuple[Tensor, Tensor]:
+        """Of rows per query head one per key-value head, where a group's are equal: what stands for them is computed alike."""
+        group = self.cfg.n_heads // self.cfg.n_kv_heads
+        if group == 1 or self.cfg.attention == "linear" or b_kv.requires_grad or b_d.requires_grad:
+            return b_kv, b_d  # each query head has a gradient of its own
+        grouped = [b.unflatten(1, (-1, group)) for b in (b_kv, b_d)]
+        if all(torch.equal(b, b[:, :, :1].expand_as(b)) for b in grouped):
+            return grouped[0][:, :, 0], grouped[1][:, :, 0]
+        return b_kv, b_d
 
     def _project(self, z: Tensor) -> Tensor:
         """z W_O + b_O, through ``hook_result`` where the configuration asks for it."""

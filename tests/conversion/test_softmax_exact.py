@@ -219,7 +219,7 @@ def test_hooks_of_a_biased_softmax_model():
     with torch.no_grad(), model.kv_bias(bias):
         _, cache = model.run_with_cache(text)
     at = "blocks.1.attn."
-    assert cache[at + "hook_b_kv"].shape == (1, 3, 7, 6)
+    assert cache[at + "hook_b_kv"].shape == (1, 6, 7, 6)  # query heads
     assert cache[at + "hook_phi_q"].shape == (1, 4, 6, 7)
     whole = model.run_with_cache(torch.cat([prompt, text], dim=1))[1]
     pattern = whole["pattern", 1][:, :, 7:]
