@@ -8,6 +8,11 @@ from torch import Tensor
 
 from kvlens import HookedKVTransformer, KVBias
 
+KL = "KL(original || intervened), nats"
+LOSS_CHANGE = "loss, intervened minus original, nats: positive where what is taken away helps"
+LOGIT_CHANGE = "logit, intervened minus original: negative where what is taken away helps"
+"""How every table says what an intervention changes, and with which sign."""
+
 
 def text_logits(
     model: HookedKVTransformer,

@@ -16,6 +16,7 @@ from analyses.bias.removal import bias_ablation
 from analyses.bias.spectrum import sizes
 from analyses.declaration import Analysis, Columns
 from analyses.inputs import PROMPT, TEXT
+from analyses.predictions import KL, LOSS_CHANGE
 from analyses.sequences import PromptTokens, TextTokens, prompt_text_bias
 from kvlens import HookedKVTransformer, KVBias
 from kvlens.signature import checked
@@ -24,8 +25,8 @@ MEASURES = dict(
     b_kv_norm=("float64", "Frobenius norm of b_KV, its log_scale included"),
     b_d_norm=("float64", "norm of b_D, likewise"),
     bias_share=("float64", "mean over the text's places of ||z_bias|| / (||z_bias|| + ||z_context||), 0 for 0 / 0"),
-    ablation_kl=("float64", "mean KL(whole bias || bias without it), nats"),
-    loss_change=("float64", "by how much the mean loss rises without it, nats; NaN for one token"),
+    ablation_kl=("float64", f"{KL}; without it, mean over the text's places"),
+    loss_change=("float64", f"{LOSS_CHANGE}; without it, mean over the text's next tokens; NaN for one token"),
 )
 BY_HEAD = Columns(layer=("int64", "from 0"), head=("int64", "query head"), **MEASURES)
 BY_LAYER = Columns(layer=("int64", "from 0"), **MEASURES)

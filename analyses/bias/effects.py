@@ -24,7 +24,15 @@ from analyses.bias.interventions import Interventions, donors_of, logits_under
 from analyses.bias.one_space import with_references
 from analyses.declaration import Analysis, Columns, Field, Option
 from analyses.inputs import ANSWER, PROMPT, TEXT, WRONG, read_tokens
-from analyses.predictions import converted_logits, kl_divergence, log_probabilities, next_token_losses
+from analyses.predictions import (
+    KL,
+    LOGIT_CHANGE,
+    LOSS_CHANGE,
+    converted_logits,
+    kl_divergence,
+    log_probabilities,
+    next_token_losses,
+)
 from analyses.sequences import PromptTokens, TextTokens, bias_and_text
 from analyses.stream.logit_attribution import LogitTarget, Token, logit_target
 from kvlens import HookedKVTransformer, KVBias, KVLensError, convert_prompt
@@ -53,9 +61,9 @@ COLUMNS = Columns(
     part=("str", "``bias``, ``boundary`` or ``both``"),
     layer=("int64", "-1: all"),
     head=("int64", "query head; -1: all"),
-    kl=("float64", "mean over the text's places of KL(whole bias || ablated), nats"),
-    loss_change=("float64", "by how much the mean loss of the text's next tokens rises, nats; NaN for one token"),
-    logit_change=("float64", "by how much the target's logit (or difference) rises, mean over its places; NaN without one"),
+    kl=("float64", f"{KL}; mean over the text's places"),
+    loss_change=("float64", f"{LOSS_CHANGE}; mean over the text's next tokens; NaN for one token"),
+    logit_change=("float64", f"{LOGIT_CHANGE}; the target's, or difference, mean over its places; NaN without one"),
 )
 
 

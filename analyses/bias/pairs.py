@@ -37,7 +37,7 @@ from torch import Tensor
 from analyses.bias.probes import Numbers, numbers_read, numbers_stored, probes_of, side_by_side
 from analyses.declaration import Analysis, Columns
 from analyses.inputs import PROMPT, tokens_field
-from analyses.predictions import converted_logits, kl_divergence, log_probabilities, next_token_losses
+from analyses.predictions import KL, converted_logits, kl_divergence, log_probabilities, next_token_losses
 from analyses.sequences import TextTokens, one_sequence, prompt_sequence
 from kvlens import HookedKVTransformer, KVBias, KVLensError, carry_bias, combine, convert_prompt
 from kvlens.signature import checked
@@ -70,7 +70,7 @@ OVERWRITING_COLUMNS = Columns(
 ADDITION_COLUMNS = Columns(
     condition=("str", "``whole``, ``plain``, ``aligned``, ``first`` or ``second``"),
     logit_error=("float64", "||logits - whole|| / ||whole|| over the text's places"),
-    kl=("float64", "mean KL(whole || condition) over the text's places, nats"),
+    kl=("float64", f"{KL}; original ``whole``, intervened this condition; mean over the text's places"),
     loss=("float64", "mean loss of the text's next tokens, nats; NaN for one token"),
 )
 CIRCUIT_COLUMNS = Columns(

@@ -14,6 +14,7 @@ from torch import Tensor
 from analyses.bias.effects import measured_effects
 from analyses.bias.interventions import Interventions, donors_of
 from analyses.declaration import Columns
+from analyses.predictions import KL, LOSS_CHANGE
 from analyses.sequences import PromptTokens, TextTokens, bias_and_text
 from analyses.stream.logit_attribution import logit_target
 from kvlens import HookedKVTransformer, KVBias, KVLensError
@@ -25,8 +26,8 @@ Heads = Sequence[tuple[int, int]]
 COLUMNS = Columns(
     removal=("int64", "index into ``removals``"),
     n_heads=("int64", "how many heads were removed"),
-    kl=("float64", "mean over the text's places of KL(whole bias || bias without these heads), nats"),
-    loss_change=("float64", "by how much the mean loss of the text's next tokens rises, nats; NaN for one token"),
+    kl=("float64", f"{KL}; without these heads, mean over the text's places"),
+    loss_change=("float64", f"{LOSS_CHANGE}; without these heads, mean over the text's next tokens; NaN for one token"),
 )
 
 

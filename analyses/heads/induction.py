@@ -31,6 +31,7 @@ from analyses.heads.verdicts import MATCHES, RATIO, THRESHOLD, WORTH_ASKING, Los
 from analyses.heads.weights import composition_scores, copying_scores, head_weights
 from analyses.inputs import tokens_field
 from analyses.passes import check_batch_size
+from analyses.predictions import LOGIT_CHANGE, LOSS_CHANGE
 from analyses.sequences import one_sequence
 from kvlens import HookedKVTransformer, KVLensError
 from kvlens.arguments import check_seed
@@ -65,13 +66,13 @@ COLUMNS = Columns(
     },
     copying_score=("float64", "sum(lambda) / sum(|lambda|) of W_E W_V W_O W_U, in [-1, 1]"),
     logit_attribution=("float64", "mean direct contribution to the logit of the right next token, second copy"),
-    ablation_loss_change=("float64", "rise of the second copy's loss under resampling, nats; NaN unless asked for"),
-    ablation_logit_change=("float64", "change of the right next token's logit then; NaN unless asked for"),
+    ablation_loss_change=("float64", f"{LOSS_CHANGE}; resampled head, mean over the second copy; NaN unless asked for"),
+    ablation_logit_change=("float64", f"{LOGIT_CHANGE}; the right next token's, likewise; NaN unless asked for"),
     **{
         f"{kind}_loss_change": (
             "float64",
-            f"rise of the loss when {_LOOKS[kind].split('to ', 1)[1]} is another text's token for this head, "
-            f"nats; NaN unless asked for, and where the ablation changes it by at most {WORTH_ASKING}",
+            f"{LOSS_CHANGE}; {_LOOKS[kind].split('to ', 1)[1]} is another text's token for this head; "
+            f"NaN unless asked for, and where the ablation changes it by at most {WORTH_ASKING}",
         )
         for kind in KINDS
     },

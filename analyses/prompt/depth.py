@@ -1,7 +1,7 @@
 """What a prompt has changed about each next token at each depth: the logit lens, with and without the prompt.
 
 The residual stream before layer l, through the final norm and the unembedding, is a guess at the next token (the logit lens).
-Its loss with the prompt minus that without tells how much of the prompt's help, or harm, stands there already.
+By how much its loss rises without the prompt tells how much of the prompt's help, or harm, stands there already.
 
 Source: nostalgebraist 2020, interpreting GPT: the logit lens; TransformerLens' ``ActivationCache.accumulated_resid``.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from analyses.declaration import Analysis, Columns
 from analyses.inputs import PROMPT, TEXT
-from analyses.predictions import log_probabilities, next_token_losses
+from analyses.predictions import LOSS_CHANGE, log_probabilities, next_token_losses
 from analyses.prompt.readings import Readings, check_readings, read_text
 from analyses.sequences import (
     BaselineTokens,
@@ -33,7 +33,7 @@ COLUMNS = Columns(
     next_token=("str", "the token that follows in the text, missing at the last place"),
     loss_with=("float64", "-log p(next_token) at this depth with the prompt, nats; NaN at the last place"),
     loss_without=("float64", "the same without the prompt"),
-    loss_change=("float64", "with minus without: negative where the prompt helps"),
+    loss_change=("float64", f"{LOSS_CHANGE}; without the prompt, loss_without - loss_with"),
     guess_with=("str", "the likeliest next token at this depth with the prompt"),
     guess_without=("str", "the same without the prompt"),
 )
@@ -94,7 +94,7 @@ def prompt_by_depth(
             "next_token": [*tokens[1:], None] * n_depths,
             "loss_with": loss_with,
             "loss_without": loss_without,
-            "loss_change": loss_with - loss_without,
+            "loss_change": loss_without - loss_with,
             "guess_with": guesses["with"],
             "guess_without": guesses["without"],
         }

@@ -8,7 +8,7 @@ import torch
 
 from analyses.declaration import Analysis, Columns
 from analyses.inputs import PROMPT, TEXT
-from analyses.predictions import kl_divergence, log_probabilities, next_token_losses
+from analyses.predictions import KL, kl_divergence, log_probabilities, next_token_losses
 from analyses.prompt.readings import CONDITIONS, Readings, check_readings, read_text
 from analyses.sequences import BaselineTokens, PromptTokens, TextTokens, baseline_sequence, prompt_text_bias, token_texts
 from kvlens import HookedKVTransformer, KVBias
@@ -20,7 +20,7 @@ COLUMNS = Columns(
     next_token=("str", "the token that follows in the text, missing at the last place"),
     condition=("str", "``with_prompt``, ``without_prompt`` or ``converted``"),
     predicted_token=("str", "the most probable next token"),
-    kl=("float64", "KL(with_prompt || condition) in nats; 0 for ``with_prompt``"),
+    kl=("float64", f"{KL}; original ``with_prompt``, intervened this condition"),
     argmax_agrees=("bool", "whether the most probable next token is that of ``with_prompt``"),
     loss=("float64", "-log p(next_token) in nats, NaN at the last place"),
 )

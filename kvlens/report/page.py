@@ -46,7 +46,7 @@ def build_page(report: Report) -> Page:
     page.section("What the prompt changes", "Means over the text; then where it saves loss, and where it costs some.")
     page.add(_effect(summary["prompt_effect"])).add(_places(tables["prompt_effect"])).add(_gain(tables["prompt_effect"]))
     page.section("Layer by layer", "At which depth the prompt's help, or harm, is there.")
-    page.add(depth_map(tables["prompt_by_depth"], title="loss with the prompt, less loss without it"))
+    page.add(depth_map(tables["prompt_by_depth"], title="loss without the prompt, less loss with it"))
     page.section(
         "Which heads carry it",
         "The total effect of a head, by way of all later layers. ablation_kl: what the predictions lose, in nats, when that "

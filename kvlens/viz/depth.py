@@ -24,7 +24,7 @@ def depth_map(table: pd.DataFrame, *, title: str = "layer by layer") -> Piece:
 
     Args:
         table: one row per depth and text token, as :func:`analyses.prompt_by_depth` returns it: ``layer`` (n_layers for the
-            whole model), ``position``, ``token``, ``loss_change`` (with minus without the prompt, nats), ``guess_with`` and
+            whole model), ``position``, ``token``, ``loss_change`` (without minus with the prompt, nats), ``guess_with`` and
             ``guess_without`` (the likeliest next token at that depth).
         title: above the map.
 
@@ -52,7 +52,7 @@ def depth_map(table: pd.DataFrame, *, title: str = "layer by layer") -> Piece:
     }
     left_out = "" if len(places) <= MAX_PLACES else f" The first {MAX_PLACES} of {len(places):,} text tokens are shown."
     note = (
-        "The loss on the token that follows, read off the residual stream at each depth (logit lens), with minus without the "
+        "The loss on the token that follows, read off the residual stream at each depth (logit lens), without minus with the "
         f"prompt, in nats: blue where the prompt helps, red where it hurts. Mean at the end: {number(float(means.iloc[-1]))}."
         f"{left_out}"
     )
@@ -76,7 +76,7 @@ def _figure(data: dict[str, Any], title: str) -> Any:
     figure = Figure(figsize=(2.5 + 0.16 * min(n_columns, 120), 1.4 + 0.3 * n_rows))
     ax, curve = figure.subplots(1, 2, width_ratios=(max(3, n_columns / 6), 1), sharey=True)
     top = data["top"] or 1.0
-    image = ax.imshow(values, cmap=diverging_map().reversed(), vmin=-top, vmax=top, aspect="auto", origin="lower")
+    image = ax.imshow(values, cmap=diverging_map(), vmin=-top, vmax=top, aspect="auto", origin="lower")
     ax.set(ylabel="depth (layers read)", title=printable(title))
     ax.set_yticks(range(n_rows), [str(layer) for layer in data["layers"]])
     ax.xaxis.tick_top()
@@ -86,5 +86,5 @@ def _figure(data: dict[str, Any], title: str) -> Any:
     curve.plot([np.nan if x is None else x for x in data["means"]], range(n_rows), color="black", marker=".")
     curve.axvline(0, color="grey", linewidth=0.8)
     curve.set(xlabel="mean, nats")
-    figure.colorbar(image, ax=curve, label="loss with - without, nats")
+    figure.colorbar(image, ax=curve, label="loss without - with, nats")
     return figure

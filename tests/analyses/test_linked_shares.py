@@ -96,7 +96,7 @@ def test_the_deepest_row_is_the_models_own_loss(changes):
     for column, condition in (("loss_with", "with_prompt"), ("loss_without", "without_prompt")):
         expected = effect.loc[effect["condition"] == condition, "loss"].to_numpy()
         assert last[column].to_numpy() == pytest.approx(expected, rel=1e-10, nan_ok=True)
-    assert (table["loss_change"] - (table["loss_with"] - table["loss_without"])).abs().max() == 0
+    assert (table["loss_change"] - (table["loss_without"] - table["loss_with"])).abs().max() == 0
 
 
 def test_a_prompt_that_changes_nothing_changes_no_depth():

@@ -11,7 +11,7 @@
     const picture = svg("svg", { width, height, role: "img", class: "curve" });
     const ends = data.means[data.means.length - 1];
     picture.append(
-      svg("title", {}, `mean change of the loss by depth; at the end ${number(ends)} nats`),
+      svg("title", {}, `mean loss that the prompt saves, by depth; at the end ${number(ends)} nats`),
       svg("line", { x1: width / 2, x2: width / 2, y1: 0, y2: height, class: "axis" }),
       svg("polyline", { points: data.means.map((value, row) => `${x(value)},${y(row)}`).join(" "), class: "line" }));
     data.means.forEach((value, row) => picture.append(svg("circle", { cx: x(value), cy: y(row), r: 2.5, class: "dot" })));
@@ -24,7 +24,7 @@
     const readout = element("p", "readout", "Point at a cell, or move with the arrow keys, to read it.");
     readout.setAttribute("role", "status");
     const frame = element("div", "depth-frame"), scroll = element("div", "scroll"), table = element("table", "depth-grid");
-    const caption = element("caption", "hidden", "change of the loss by the prompt: depths down, text tokens across");
+    const caption = element("caption", "hidden", "loss that the prompt saves: depths down, text tokens across");
     const head = element("tr"), cells = [];
     head.append(element("td", "corner"));
     data.tokens.forEach((token) => {
@@ -42,9 +42,9 @@
       for (let column = 0; column < columns; column++) {
         const cell = element("td"), button = element("button", "cell"), value = data.change[row][column];
         button.type = "button";
-        paint(button, value === null ? null : -value, data.top); // what lowers the loss is good, hence blue
+        paint(button, value, data.top); // positive: the prompt helps, hence blue
         const said = `after ${depth} layers, text ${data.positions[column]} “${label(data.tokens[column])}”: ` +
-          (value === null ? "no next token" : `${number(value)} nats`) +
+          (value === null ? "no next token" : `${number(value)} nats saved`) +
           `; expects “${label(data.with[row][column])}” with, “${label(data.without[row][column])}” without`;
         button.setAttribute("aria-label", said);
         button.title = said;

@@ -1,0 +1,86 @@
+"""What an intervention changes has one sign in every table, intervened minus original, and every table says so alike."""
+
+import importlib
+import pkgutil
+
+import pytest
+import torch
+from repeated_models import two_layer_circuit
+
+import analyses
+from analyses import ANALYSES, bias_ablation, bias_by_head, bias_by_layer, bias_effects, induction_heads, prompt_by_depth
+from analyses.batch.work import load_analysis
+from analyses.declaration import Columns
+from analyses.predictions import KL, LOGIT_CHANGE, LOSS_CHANGE
+from kvlens import convert_prompt
+from kvlens.viz import depth_map
+
+WORDS = {"loss_change": LOSS_CHANGE, "logit_change": LOGIT_CHANGE, "kl": KL}
+"""How the name of such a column ends, and how its text begins."""
+OTHER_WORDS = ("rises", "falls", "rise of", "change of", "minus")
+"""Other ways to say it, which no column needs."""
+
+
+def declared():
+    """(where, column, meaning) of every table in ``analyses``, those that no command runs included."""
+    modules = [name for _, name, _ in pkgutil.walk_packages(analyses.__path__, "analyses.") if "__main__" not in name]
+    tables = {id(t): (name, t) for name in modules for t in vars(importlib.import_module(name)).values() if type(t) is Columns}
+    return [(where, name, column.meaning) for where, table in tables.values() for name, column in table.items()]
+
+
+def test_the_words_agree():
+    assert {id(load_analysis(name).columns) for name in ANALYSES} and len(declared()) > 150
+    found = []
+    for where, name, meaning in declared():
+        words = [text for end, text in WORDS.items() if name == end or name.endswith(f"_{end}")]
+        found += words
+        begins = meaning.startswith("".join(words))
+        rest = meaning.removeprefix("".join(words))
+        assert begins and not any(word in rest for word in OTHER_WORDS), f"{where}: {name}: {meaning}"
+    assert {text: found.count(text) for text in WORDS.values()} == {LOSS_CHANGE: 10, LOGIT_CHANGE: 2, KL: 6}
+
+
+def test_a_column_that_says_it_otherwise_is_found(monkeypatch):
+    column = Columns(loss_change=("float64", "with minus without: negative where the prompt helps"))
+    monkeypatch.setattr("analyses.prompt.depth.COLUMNS", column)
+    with pytest.raises(AssertionError, match=r"analyses.prompt.depth: loss_change: with minus"):
+        test_the_words_agree()
+
+
+@torch.no_grad()
+def test_what_helps_has_a_positive_change_of_the_loss_in_every_table():
+    """The text says the prompt again: head 1.2 finds there what follows, and without it or the prompt nothing is known."""
+    model, piece = two_layer_circuit(), torch.tensor([3, 7, 1, 9, 4, 6])
+    bias = convert_prompt(model, piece)
+
+    def loss(*before, hooks=()):
+        logits = model.run_with_hooks(torch.cat([*before, piece])[None], fwd_hooks=list(hooks))[0, -len(piece) : -1]
+        return float(-logits.log_softmax(dim=-1).gather(-1, piece[1:, None]).mean())
+
+    with model.kv_bias(bias):
+        whole = loss()
+    with model.kv_bias(bias.select(heads=[(0, head) for head in range(3)] + [(1, 0), (1, 1)])):
+        without_head = loss()
+    with model.kv_bias(bias.select(layers=[0])):
+        without_layer = loss()
+    assert without_head - whole > 0.5
+    by_head, by_layer = bias_by_head(model, piece, piece), bias_by_layer(model, piece, piece)
+    effects = bias_effects(model, bias, piece, by="head")
+    is_head = {name: (table["layer"] == 1) & (table["head"] == 2) for name, table in (("by_head", by_head), ("all", effects))}
+    near = dict(rel=1e-9, abs=1e-12)
+    assert by_head.loc[is_head["by_head"], "loss_change"].item() == pytest.approx(without_head - whole, **near)
+    assert effects.loc[is_head["all"], "loss_change"].item() == pytest.approx(without_head - whole, **near)
+    assert effects.loc[is_head["all"], "logit_change"].item() < -0.1
+    assert bias_ablation(model, bias, piece, [[(1, 2)]])["loss_change"].item() == pytest.approx(without_head - whole, **near)
+    assert by_layer["loss_change"].iloc[1] == pytest.approx(without_layer - whole, **near)
+
+    depths = prompt_by_depth(model, piece, piece, baseline_tokens=piece[:0])
+    end = depths.loc[depths["layer"] == 2, "loss_change"].mean()
+    assert end == pytest.approx(loss() - loss(piece), **near) and end > 0.5
+    assert "without minus with" in depth_map(depths).body and '"means":[0.0,' in depth_map(depths).body.replace(" ", "")
+
+    resampled = induction_heads(model, tokens=piece, ablations=True)
+    row = resampled[(resampled["layer"] == 1) & (resampled["head"] == 2)].iloc[0]
+    assert (
+        row["ablation_loss_change"] > 0.5 and row["prefix_matching_loss_change"] > 0.5 and row["ablation_logit_change"] < -0.1
+    )
