@@ -39,7 +39,7 @@ from kvlens.report.folder import FORMAT
 from kvlens.report.notes import notes_on
 from kvlens.signature import checked
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MOST_PAIRS = 2**28
 """Pairs of prompt tokens in all heads of a layer for which dual models are computed: in about 10 GB."""
 CONDITIONS = ("with_prompt", "converted", "without_prompt")
