@@ -26,7 +26,11 @@ COLUMNS = Columns(
     head=("int64", "the head that writes"),
     later_layer=("int64", "of the head that reads, a later one"),
     later_head=("int64", "query head; the heads of a group share keys and values, and differ in queries and outputs"),
-    score=("float64", "in [0, 1]"),
+    score=(
+        "float64",
+        "||W_OV W|| / (||W_OV|| ||W||), in [0, 1]; W: W_Q W_K^T, W_K W_Q^T or W_OV of the later head, all folded: times their "
+        "norm's gain, less the mean over d_model that a LayerNorm takes away",
+    ),
 )
 
 

@@ -64,7 +64,11 @@ COLUMNS = Columns(
         f"{kind}_contrast": ("float64", f"score_value of {kind} over the mean |attention| to other places of the first copy")
         for kind in MATCHES
     },
-    copying_score=("float64", "sum(lambda) / sum(|lambda|) of W_E W_V W_O W_U, in [-1, 1]"),
+    copying_score=(
+        "float64",
+        "sum(lambda) / sum(|lambda|), in [-1, 1], over the eigenvalues of W_E W_V W_O W_U, the last three folded: times their "
+        "norm's gain, less the mean over d_model that a LayerNorm takes away, W_U also less its mean over the vocabulary",
+    ),
     logit_attribution=("float64", "mean direct contribution to the logit of the right next token, second copy"),
     ablation_loss_change=("float64", f"{LOSS_CHANGE}; resampled head, mean over the second copy; NaN unless asked for"),
     ablation_logit_change=("float64", f"{LOGIT_CHANGE}; the right next token's, likewise; NaN unless asked for"),
@@ -78,7 +82,7 @@ COLUMNS = Columns(
     },
     k_composition_layer=("Int64", "the earlier head that this head's keys read most; NA in the first layer"),
     k_composition_head=("Int64", "which of that layer"),
-    k_composition_score=("float64", "||W_OV W_K W_Q^T|| / (||W_OV|| ||W_K W_Q^T||); NaN in the first layer"),
+    k_composition_score=("float64", "||W_OV W_K W_Q^T|| / (||W_OV|| ||W_K W_Q^T||), folded likewise; NaN in the first layer"),
     alpha_1=("float64", "key coefficient of the token; 1 without a shift"),
     alpha_2=("float64", "of its predecessor; 0 without a shift"),
     beta_1=("float64", "value coefficient of the token; 1 without a shift"),

@@ -3,7 +3,14 @@
 What a norm does by itself is part of the matrix behind it, so that the figures do not depend on how the model was loaded: its
 gain, and the mean over d_model that a LayerNorm takes away, which TransformerLens folds into the weights (``fold_ln``). What is
 written into a stream that only LayerNorms read is written without that mean (``center_writing_weights``). What a norm divides
-by is left out.
+by is left out. The matrices of all formulas below, and of the columns' texts that say "folded", are therefore
+
+    W_Q, W_K, W_V -> C diag(g) W        g: gain of the norm in front; C = 1 - 11^T / d_model for a LayerNorm, else 1
+    W_O           -> W_O diag(g') C     g': gain of an RMSNorm behind; C only where every norm that reads is a LayerNorm
+    W_U           -> C diag(g) W_U V    g, C: of the final norm; V = 1 - 11^T / d_vocab takes away the mean over the vocabulary,
+                                        which no probability sees (``center_unembed``)
+
+with g = 1 and C = 1 where there is no norm. On weights that TransformerLens has folded and centered, -> changes nothing.
 
 Grouped queries: every query head has its own W_Q and W_O and its group's W_K and W_V.
 
@@ -68,12 +75,12 @@ def head_weights(model: HookedKVTransformer, layer: int) -> HeadWeights:
 
 
 def copying_scores(model: HookedKVTransformer, weights: list[HeadWeights]) -> Float[Tensor, "layer head"]:
-    """sum(lambda) / sum(|lambda|) over the eigenvalues of W_E W_V W_O W_U, token in, logits out.
+    """sum(lambda) / sum(|lambda|) over the eigenvalues of W_E W_V W_O W_U, token in, logits out, of the folded matrices.
 
-    1: whatever token is read, its own logit rises; -1: it falls; random weights give about 0. What a LayerNorm takes away, the
-    mean over d_model, is taken from W_V and W_U, and from W_U the mean over the vocabulary, which no probability sees: so the
-    score does not depend on whether the model was loaded with folded norms and centred weights. The eigenvalues that are not 0
-    are those of the d_head x d_head matrix W_O (W_U W_E) W_V, so nothing of vocabulary x vocabulary is built.
+    1: whatever token is read, its own logit rises; -1: it falls; random weights give about 0. The matrices are those of the
+    module's text: the same formula of raw weights has another value, by the means that no output of the model depends on, and
+    would change with the way in which the model was loaded. The eigenvalues that are not 0 are those of the d_head x d_head
+    matrix W_O (W_U W_E) W_V, so nothing of vocabulary x vocabulary is built.
 
     Raises:
         KVLensError: input and output vocabularies differ.
@@ -114,7 +121,9 @@ def _reads_centred(model: HookedKVTransformer, layer: int) -> bool:
 def composition_scores(weights: list[HeadWeights], kind: str) -> Float[Tensor, "layer head later_layer later_head"]:
     """How much of what an earlier head writes a later head reads, with its queries, keys or values.
 
-        ||W_OV W|| / (||W_OV|| ||W||)      W = W_Q W_K^T ("Q"),  W_K W_Q^T ("K"),  W_OV ("V")       Frobenius norms
+        ||W_OV W|| / (||W_OV|| ||W||)      W = W_Q W_K^T ("Q"),  W_K W_Q^T ("K"),  W_OV ("V")       W_OV = W_V W_O
+
+    in Frobenius norms, of the folded matrices.
 
     1 at most, 0 where nothing written is read; a random rotation between the two gives 1/sqrt(d_model) in the root mean
     square. Where one of the two is 0 so is the score, and it is 0 where the second head does not come later. Layout and
