@@ -1,7 +1,7 @@
 """One analysis as its command line says: its own options and columns in the help, the batch, and the exit status.
 
-Exit status: 0 when every prompt has its rows, 1 when the table is complete but some lines or prompts gave none, 2 on bad input,
-130 on Ctrl-C (then, as after a kill, the same command goes on where it stopped).
+Exit status: 0 when every prompt has its rows, 1 when the table is complete but some lines or prompts gave none, 2 on bad input
+and where the table stands there already, 130 on Ctrl-C (then, as after a kill, the same command goes on where it stopped).
 """
 
 import argparse
@@ -49,7 +49,9 @@ def run_analysis(name: str, argv: Sequence[str], prog: str, epilog: str) -> int:
     resources = Resources(args.engine, args.workers, args.gpus_per_worker, args.threads, args.prompts_per_job)
     source = Input(path_of("PROMPTS", args.prompts), args.text)
     try:
-        result = run_batch(work, source, args.out, resources=resources, overwrite=args.overwrite)
+        result = run_batch(
+            work, source, args.out, resources=resources, overwrite=args.overwrite, retry_failed=args.retry_failed
+        )
     except KeyboardInterrupt as error:
         word, status = how_it_ended(error)
         print(f"{prog}: {word}; what is done is kept, and the same command goes on from there", file=sys.stderr)
@@ -68,11 +70,17 @@ def print_list(prog: str) -> int:
 def _print(result: BatchResult, n_models: int) -> None:
     models = f" on {n_models} models" if n_models > 1 else ""
     print(f"Written to {visible(str(result.out))}: {result.n_rows:,} rows of {result.n_prompts:,} prompts{models}")
-    if result.errors is not None:
-        print(
-            f"{result.n_malformed:,} lines without a prompt and {result.n_without_rows:,} prompts without rows: see "
-            f"{visible(str(result.errors))}"
-        )
+    if result.errors is None:
+        return
+    failed = f"{result.n_without_rows:,} of {result.n_prompts * n_models:,} runs of a prompt failed"
+    if n_models == 1:
+        failed = f"{result.n_without_rows:,} of {result.n_prompts:,} prompts failed"
+    malformed = f"{result.n_malformed:,} line{'s' * (result.n_malformed != 1)} without a prompt"
+    told = [words for number, words in ((result.n_malformed, malformed), (result.n_without_rows, failed)) if number]
+    print(f"{' and '.join(told)}: see {visible(str(result.errors))}")
+    if result.first_failure is not None:
+        print(f"The first: {visible(result.first_failure)}")
+        print("The same command with --retry-failed runs those again and keeps the rest")
 
 
 def _parser(analysis: Analysis, prog: str, epilog: str) -> argparse.ArgumentParser:
@@ -89,6 +97,7 @@ def _parser(analysis: Analysis, prog: str, epilog: str) -> argparse.ArgumentPars
     add("--text", help=TEXT_HELP[analysis.needs_text])
     add("--columns", metavar="A,B", help="only these columns, beside model and prompt_id")
     add("--overwrite", action="store_true", help="begin anew, and replace the table that FILE holds")
+    add("--retry-failed", action="store_true", help="run the prompts again that failed, and keep the rows of the others")
     add("--device", help="where the models run, e.g. cpu or cuda (default: cuda where there is one)")
     add("--dtype", choices=DTYPES, help="of the weights (default: each model's own)")
     add("--workers", type=int, default=1, metavar="N", help="processes, or Ray actors (default: %(default)s)")

@@ -7,7 +7,7 @@ at a time may write. It also holds the settings that it was begun with; rows of 
 
 import json
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ _TABLES = """
 CREATE TABLE settings (value TEXT NOT NULL, checksum TEXT NOT NULL);
 CREATE TABLE done (
     model INTEGER NOT NULL, prompt INTEGER NOT NULL, prompt_id TEXT NOT NULL,
-    n_rows INTEGER NOT NULL, rows BLOB, kind TEXT, error TEXT, checksum TEXT NOT NULL,
+    n_rows INTEGER NOT NULL, rows BLOB, kind TEXT, error TEXT, raised_at TEXT, checksum TEXT NOT NULL,
     PRIMARY KEY (model, prompt)
 );
 """
@@ -42,20 +42,22 @@ class Journal:
         path: of the database. It is made where it is missing, and gone on with where it was begun with equal settings.
         settings: everything that the rows depend on, of JSON's types.
         anew: forget what it holds, with its settings.
+        retry_failed: forget every prompt that failed. What failed for another reason than the prompt itself, such as memory, is
+            forgotten in any case, and so tried again.
 
     Raises:
         KVLensError: it was begun with other settings (those that differ are named), another run is writing it, it is
             something else, or it cannot be written.
     """
 
-    def __init__(self, path: Path, settings: Mapping[str, Any], *, anew: bool = False):
+    def __init__(self, path: Path, settings: Mapping[str, Any], *, anew: bool = False, retry_failed: bool = False):
         self.path = path
         try:
             self._db = sqlite3.connect(path, timeout=0, isolation_level=None)
         except sqlite3.Error as error:
             raise KVLensError(f"cannot write {path}: {error}") from error
         try:
-            self._begin(json.dumps(settings), anew)
+            self._begin(json.dumps(settings), anew, retry_failed)
         except BaseException:
             self._db.close()
             raise
@@ -66,7 +68,7 @@ class Journal:
     def __exit__(self, *error: object) -> None:
         self._db.close()
 
-    def _begin(self, settings: str, anew: bool) -> None:
+    def _begin(self, settings: str, anew: bool, retry_failed: bool) -> None:
         try:
             self._db.execute("PRAGMA locking_mode = EXCLUSIVE")  # held until the file is closed, or the process dies
             self._db.execute("BEGIN EXCLUSIVE")
@@ -77,41 +79,42 @@ class Journal:
             if anew:
                 self._db.execute("DELETE FROM done")
                 self._db.execute("UPDATE settings SET value = ?, checksum = ?", (settings, checksum(settings)))
-            self._check_whole()
-            begun = json.loads(self._db.execute("SELECT value FROM settings").fetchone()[0])
-            # what failed for another reason than the prompt itself, such as memory, is tried again
-            self._db.execute("DELETE FROM done WHERE kind != ?", (REFUSED,))
+            self._check_settings(json.loads(settings))
+            self._check_rows()
+            self._db.execute("DELETE FROM done WHERE kind != ?", ("" if retry_failed else REFUSED,))
             self._db.execute("COMMIT")
         except KVLensError:
             raise
         except (sqlite3.Error, TypeError, ValueError) as error:
             raise KVLensError(_why_unusable(self.path, error)) from error
-        differing = differences(begun, json.loads(settings))
-        if differing:
-            raise KVLensError(
-                f"{self.path} was begun with other settings: {'; '.join(differing[:4])}. Give the settings that it was begun "
-                "with to go on, another output, or --overwrite to begin anew"
-            )
 
-    def _check_whole(self) -> None:
-        """Raise KVLensError unless every row is what was once written, and the database holds together."""
+    def _check_settings(self, now: Mapping[str, Any]) -> None:
+        """Raise KVLensError unless the database holds together, and was begun with these settings."""
         whole = [row[0] for row in self._db.execute("PRAGMA integrity_check")] == ["ok"]
         settings = self._db.execute("SELECT value, checksum FROM settings").fetchall()
-        whole = whole and len(settings) == 1 and checksum(settings[0][0]) == settings[0][1]
-        if not whole or any(_row_checksum(row) != written for *row, written in self._db.execute("SELECT * FROM done")):
-            raise KVLensError(f"{self.path}, which holds what a batch has done so far, is damaged: move it away to begin anew")
+        if not whole or len(settings) != 1 or checksum(settings[0][0]) != settings[0][1]:
+            raise KVLensError(self._damaged())
+        check_same(self.path, json.loads(settings[0][0]), now)
 
-    def add(self, results: Sequence[PromptResult]) -> None:
-        """Record results, all or none.
+    def _check_rows(self) -> None:
+        """Raise KVLensError unless every row is what was once written."""
+        if any(_row_checksum(row) != written for *row, written in self._db.execute("SELECT * FROM done")):
+            raise KVLensError(self._damaged())
+
+    def _damaged(self) -> str:
+        return f"{self.path}, which holds what a batch has done so far, is damaged: move it away to begin anew"
+
+    def add(self, results: Iterable[PromptResult]) -> None:
+        """Record results, all or none; one at a time is in memory.
 
         Raises:
             KVLensError: the disk is full, or the file has gone.
         """
-        rows = [(o.model, o.prompt, o.prompt_id, o.n_rows, o.rows, o.kind, o.error) for o in results]
-        checked = [(*row, _row_checksum(row)) for row in rows]
+        rows = ((o.model, o.prompt, o.prompt_id, o.n_rows, o.rows, o.kind, o.error, o.where) for o in results)
+        checked = ((*row, _row_checksum(row)) for row in rows)
         try:
             self._db.execute("BEGIN")
-            self._db.executemany("INSERT INTO done VALUES (?, ?, ?, ?, ?, ?, ?, ?)", checked)
+            self._db.executemany("INSERT INTO done VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", checked)
             self._db.execute("COMMIT")
         except sqlite3.Error as error:
             raise KVLensError(f"cannot write {self.path}: {error}; what was done before is kept") from error
@@ -131,11 +134,13 @@ class Journal:
         for (rows,) in self._db.execute("SELECT rows FROM done WHERE rows IS NOT NULL ORDER BY model, prompt"):
             yield rows
 
-    def failures(self) -> Iterator[tuple[int, str, str, str]]:
-        """(model, prompt_id, kind, error) of every prompt that has no rows, in the same order."""
-        yield from self._db.execute(
-            "SELECT model, prompt_id, kind, error FROM done WHERE kind IS NOT NULL ORDER BY model, prompt"
-        )
+    def failures(self) -> Iterator[PromptResult]:
+        """Every prompt that failed, in the same order."""
+        for row in self._db.execute(
+            "SELECT model, prompt, prompt_id, n_rows, rows, kind, error, raised_at FROM done WHERE kind IS NOT NULL "
+            "ORDER BY model, prompt"
+        ):
+            yield PromptResult(*row)
 
     def delete(self) -> None:
         """Close the journal and remove it: the table stands.
@@ -149,8 +154,18 @@ class Journal:
 
 def _row_checksum(row: Sequence[Any]) -> str:
     """Of everything that a row says: the rows of a table as bytes, the rest as Python writes it."""
-    model, prompt, prompt_id, n_rows, rows, kind, error = row
-    return checksum(repr((model, prompt, prompt_id, n_rows, type(rows).__name__, kind, error)), rows or b"")
+    model, prompt, prompt_id, n_rows, rows, kind, error, where = row
+    return checksum(repr((model, prompt, prompt_id, n_rows, type(rows).__name__, kind, error, where)), rows or b"")
+
+
+def check_same(path: Path, begun: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise KVLensError where a file was begun with other settings; those that differ are named."""
+    differing = differences(begun, now)
+    if differing:
+        raise KVLensError(
+            f"{path} was begun with other settings: {'; '.join(differing[:4])}. Give the settings that it was begun "
+            "with to go on, another output, or --overwrite to begin anew"
+        )
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:

@@ -4,7 +4,8 @@
     OUT.parquet.partial         what is done so far, while a batch runs or after it was interrupted
     OUT.parquet.errors.jsonl    the lines without a prompt and the prompts without rows, and why, where there are any
 
-A run that was killed is gone on with by the same call. Rows come by model, then in the order of the prompts, whatever the
+A prompt that fails costs its own rows alone; ``retry_failed`` runs those that failed again and keeps the rest. A run that was
+killed is gone on with by the same call. Rows come by model, then in the order of the prompts, whatever the
 number of workers and however often it was interrupted.
 """
 
@@ -12,19 +13,20 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 from tqdm import tqdm
 
 from analyses.batch.engines import run_jobs
-from analyses.batch.journal import Journal
+from analyses.batch.journal import Journal, check_same
 from analyses.batch.models import ModelShelf
 from analyses.batch.records import Survey, read_records, survey
-from analyses.batch.table import read_facts, schema_of, write_parquet
+from analyses.batch.table import read_facts, read_parquet, schema_of, to_bytes, write_parquet
 from analyses.batch.work import Resources, Work, check_work
-from analyses.batch.worker import Job, columns_of
+from analyses.batch.worker import Job, PromptResult, columns_of
 from analyses.declaration import Analysis, Record
 from kvlens import KVLensError, __version__
 from kvlens.arguments import path_of
@@ -32,7 +34,7 @@ from kvlens.files import check_writable, reason, write_atomically
 from kvlens.signature import checked, hold_fields
 from kvlens.terminal import visible
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MALFORMED = "malformed"
 LINES_SHOWN = 20
 """Bad lines that are told one by one; all of them stand in the errors file."""
@@ -49,6 +51,7 @@ class BatchResult:
         n_without_rows: prompts, a model each, that the analysis refused or that failed.
         n_malformed: lines of the input that held no prompt.
         errors: the file that names them all; None where there are none.
+        first_failure: of the prompts without rows: which it is, why, and where that was raised.
     """
 
     out: Path
@@ -57,6 +60,7 @@ class BatchResult:
     n_without_rows: int
     n_malformed: int
     errors: Path | None
+    first_failure: str | None = None
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,7 @@ def run_batch(
     *,
     resources: Resources | None = None,
     overwrite: bool = False,
+    retry_failed: bool = False,
     progress: bool | None = None,
     tell: Callable[[str], None] = tell_on_stderr,
 ) -> BatchResult:
@@ -99,21 +104,24 @@ def run_batch(
         out: the table's file, ``.parquet``; folders that are missing are made.
         resources: engine and workers; None works in this process.
         overwrite: begin anew: forget what an interrupted run has done, and replace the table of an earlier batch in the end.
+        retry_failed: run the prompts again that failed in an earlier batch of the same settings, and keep the others' rows.
         progress: whether a bar is drawn on stderr; None draws it on a terminal.
-        tell: called with a line for each bad line of the input, and when a worker dies.
+        tell: called with a line for each bad line of the input, for the first prompt that fails, and when a worker dies.
 
     Returns:
         Counts and files. What was interrupted or killed raises or ends; the same call goes on from there.
 
     Raises:
         KVLensError: unknown names, an input without prompts, a model that cannot be loaded or lacks what the analysis needs,
-            an output that exists, an interrupted run of other settings, a full disk.
+            an output that exists, an earlier run of other settings, a full disk.
     """
+    if overwrite and retry_failed:
+        raise KVLensError("overwrite computes everything again and retry_failed what failed: give one of them")
     analysis, out = check_work(work), path_of("out", out)
     resources = resources or Resources()
     _check_place(out)
     journal_path = out.with_name(f"{out.name}.partial")
-    _check_output(out, overwrite=overwrite or journal_path.exists())
+    facts = _check_output(out, replace=overwrite or retry_failed or journal_path.exists())
     found = survey(source.prompts, source.text)
     _tell_bad_lines(found, tell)
     elsewhere = resources.engine == "ray" or resources.workers > 1
@@ -122,15 +130,25 @@ def run_batch(
     _tell_interventions(analysis, models, settings["options"], tell)
     if elsewhere:
         del models
+    kept = facts if retry_failed else None
+    if kept is not None and not journal_path.exists():
+        check_same(out, {name: kept.get(name) for name in settings}, json.loads(json.dumps(settings)))
     _make_folder(out.parent)
-    with Journal(journal_path, settings, anew=overwrite) as journal:
+    with Journal(journal_path, settings, anew=overwrite, retry_failed=retry_failed) as journal:
+        if kept is not None and not journal.progress().n_done:
+            journal.add(_kept(out, kept, work, source, schema_of(columns_of(analysis, work))))
         total, done = found.n_prompts * len(work.models), journal.progress().n_done
         jobs = _jobs(work, source, journal, resources.prompts_per_job)
         hidden = None if progress is None else not progress
         with tqdm(total=total, initial=done, unit="prompt", desc=analysis.name, disable=hidden) as bar:
+            told = False
             for results in run_jobs(jobs, work, resources, tell, None if elsewhere else models):
                 journal.add(results)
                 bar.update(len(results))
+                failed = next((result for result in results if result.kind is not None), None)
+                if failed is not None and not told:
+                    tell(f"{_described(failed)}; the others go on")
+                    told = True
         return _finish(out, journal, work, analysis, settings, found)
 
 
@@ -152,17 +170,50 @@ def _make_folder(folder: Path) -> None:
         raise KVLensError(f"out: cannot make the folder {folder}: {reason(error)}; choose another") from error
 
 
-def _check_output(out: Path, *, overwrite: bool) -> None:
+def _check_output(out: Path, *, replace: bool) -> dict[str, Any] | None:
+    """The facts of the table that stands there, None where there is none."""
     if not out.exists():
-        return
+        return None
     facts = read_facts(out) if out.is_file() else None
     if facts is None:
         raise KVLensError(f"out: {out} exists and is not the table of a batch, so it is left alone; choose another file")
-    if not overwrite:
+    if replace:
+        return facts
+    if n_failed := facts.get("n_without_rows"):
         raise KVLensError(
-            f"out: {out} is complete: {facts.get('analysis')} of {facts.get('n_prompts')} prompts; pass --overwrite to compute "
-            "it again, or choose another file"
+            f"out: {out} is the table of an earlier batch, {facts.get('analysis')} of {facts.get('n_prompts')} prompts; "
+            f"{n_failed:,} failed ({_errors_of(out).name} says why): pass --retry-failed to run those again and keep the rest, "
+            "--overwrite to compute all again, or choose another file"
         )
+    raise KVLensError(
+        f"out: {out} is complete: {facts.get('analysis')} of {facts.get('n_prompts')} prompts; pass --overwrite to compute "
+        "it again, or choose another file"
+    )
+
+
+def _errors_of(out: Path) -> Path:
+    return out.with_name(f"{out.name}.errors.jsonl")
+
+
+def _kept(out: Path, facts: dict[str, Any], work: Work, source: Input, schema: pa.Schema) -> Iterator[PromptResult]:
+    """What the table of an earlier batch holds of every prompt that did not fail, those without a row included."""
+    ids = [record.id for _, record in source.records()]
+    places, models = ({name: place for place, name in enumerate(names)} for names in (ids, work.models))
+    without = {(model, place) for model, place in facts.get("failed", ())}
+    for name, prompt_id, n_rows, rows in read_parquet(out, schema):
+        model, place = models[name], places[prompt_id]
+        without.add((model, place))
+        yield PromptResult(model, place, prompt_id, n_rows, rows)
+    none = to_bytes(schema.empty_table().to_pandas(), schema)
+    for model, place in product(range(len(models)), range(len(ids))):
+        if (model, place) not in without:
+            yield PromptResult(model, place, ids[place], 0, none)
+
+
+def _described(failed: PromptResult) -> str:
+    """``p.jsonl:3: ZeroDivisionError: a bug (letters.py:33)``"""
+    where = "" if failed.where is None else f" ({Path(failed.where.split(', called at ')[-1]).name})"
+    return f"{failed.prompt_id}: {failed.error}{where}"
 
 
 def _tell_bad_lines(found: Survey, tell: Callable[[str], None]) -> None:
@@ -223,15 +274,20 @@ def _finish(
     progress = journal.progress()
     if progress.n_done != found.n_prompts * len(work.models):
         raise KVLensError("the prompts changed while they were read; run the command again")
-    errors = out.with_name(f"{out.name}.errors.jsonl")
-    lines = [{"model": None, "prompt": bad.where, "kind": MALFORMED, "error": bad.problem} for bad in found.bad]
-    for model, prompt_id, kind, error in journal.failures():
-        lines.append({"model": work.models[model], "prompt": prompt_id, "kind": kind, "error": error})
+    errors, failures = _errors_of(out), list(journal.failures())
+    lines = [{"model": None, "prompt": bad.where, "kind": MALFORMED, "error": bad.problem, "where": None} for bad in found.bad]
+    for failed in failures:
+        where = {"error": failed.error, "where": failed.where}
+        lines.append({"model": work.models[failed.model], "prompt": failed.prompt_id, "kind": failed.kind, **where})
     if lines:
         write_atomically(errors, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
     else:
         errors.unlink(missing_ok=True)
-    facts = {**settings, "n_without_rows": progress.n_failed, "n_malformed": len(found.bad)}
+    counts = {"n_without_rows": progress.n_failed, "n_malformed": len(found.bad)}
+    facts = {**settings, **counts, "failed": [(failed.model, failed.prompt) for failed in failures]}
     write_parquet(out, schema_of(columns_of(analysis, work)), journal.tables(), facts)
     journal.delete()
-    return BatchResult(out, progress.n_rows, found.n_prompts, progress.n_failed, len(found.bad), errors if lines else None)
+    first = _described(failures[0]) if failures else None
+    return BatchResult(
+        out, progress.n_rows, found.n_prompts, progress.n_failed, len(found.bad), errors if lines else None, first
+    )

@@ -4,7 +4,7 @@ A prompt's rows travel as the bytes of an Arrow stream: from worker to journal t
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -12,6 +12,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from kvlens import KVLensError
 from kvlens.files import write_file
 from kvlens.signature import checked
 
@@ -35,7 +36,10 @@ def to_bytes(frame: pd.DataFrame, schema: pa.Schema) -> bytes:
     Raises:
         pyarrow.ArrowException: a value that its column cannot hold without a loss.
     """
-    table = pa.Table.from_pandas(frame, schema=schema, preserve_index=False)
+    return _stream(pa.Table.from_pandas(frame, schema=schema, preserve_index=False), schema)
+
+
+def _stream(table: pa.Table, schema: pa.Schema) -> bytes:
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
         writer.write_table(table)
@@ -64,6 +68,21 @@ def write_parquet(path: Path, schema: pa.Schema, prompts: Iterable[bytes], facts
             writer.add_key_value_metadata({METADATA: json.dumps(facts)})
 
     write_file(path, fill)
+
+
+def read_parquet(path: Path, schema: pa.Schema) -> Iterator[tuple[str, str, int, bytes]]:
+    """(model, prompt_id, number of rows, rows as :func:`to_bytes` makes them) of every row group of a batch's table.
+
+    Raises:
+        KVLensError: it cannot be read, or its columns are others.
+    """
+    try:
+        file = pq.ParquetFile(path)
+        for group in range(file.num_row_groups):
+            table = file.read_row_group(group).cast(schema)
+            yield table["model"][0].as_py(), table["prompt_id"][0].as_py(), table.num_rows, _stream(table, schema)
+    except (OSError, ValueError, KeyError, pa.ArrowException) as error:
+        raise KVLensError(f"{path} cannot be read as the table of a batch: {error}; pass --overwrite to begin anew") from error
 
 
 def read_facts(path: Path) -> dict[str, Any] | None:

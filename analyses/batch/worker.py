@@ -5,6 +5,8 @@ loaded is not: it ends the batch.
 """
 
 import os
+import sys
+import traceback
 from dataclasses import dataclass
 
 import torch
@@ -46,6 +48,7 @@ class PromptResult:
         rows: its table, as :func:`analyses.batch.table.to_bytes` gives it; None where it failed.
         kind: :data:`REFUSED`, :data:`FAILED` or :data:`DIED` where it failed, else None.
         error: why, in one line.
+        where: file and line of the code that raised, and of the analysis' own module where that called it.
     """
 
     model: int
@@ -55,6 +58,7 @@ class PromptResult:
     rows: bytes | None = None
     kind: str | None = None
     error: str | None = None
+    where: str | None = None
 
 
 def columns_of(analysis: Analysis, work: Work) -> dict[str, str]:
@@ -100,10 +104,22 @@ class Worker:
             frame = frame.assign(model=self.work.models[index], prompt_id=record.id)
             rows = to_bytes(frame[self.schema.names], self.schema)
         except KVLensError as error:
-            return PromptResult(index, place, record.id, kind=REFUSED, error=_one_line(str(error)))
+            return PromptResult(
+                index, place, record.id, kind=REFUSED, error=_one_line(str(error)), where=_where(error, self.analysis)
+            )
         except Exception as error:  # whatever one prompt does to an analysis, the others go on
-            return PromptResult(index, place, record.id, kind=FAILED, error=_one_line(f"{type(error).__name__}: {error}"))
+            why = _one_line(f"{type(error).__name__}: {error}")
+            return PromptResult(index, place, record.id, kind=FAILED, error=why, where=_where(error, self.analysis))
         return PromptResult(index, place, record.id, n_rows=len(frame), rows=rows)
+
+
+def _where(error: Exception, analysis: Analysis) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    own_file = getattr(sys.modules.get(analysis.function.__module__), "__file__", None)
+    own = [frame for frame in frames if frame.filename == own_file][-1:]
+    raised = f"{frames[-1].filename}:{frames[-1].lineno}"
+    called = [f"{frame.filename}:{frame.lineno}" for frame in own if frame is not frames[-1]]
+    return ", called at ".join([raised, *called])
 
 
 def _one_line(text: str) -> str:

@@ -6,7 +6,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from analyses.batch.journal import Journal, Progress, differences
-from analyses.batch.table import read_facts, schema_of, to_bytes, write_parquet
+from analyses.batch.table import read_facts, read_parquet, schema_of, to_bytes, write_parquet
 from analyses.batch.worker import DIED, FAILED, REFUSED, PromptResult
 from kvlens import KVLensError
 
@@ -21,11 +21,11 @@ def test_what_was_added_is_there_in_order(tmp_path):
     path = tmp_path / "j"
     with Journal(path, SETTINGS) as journal:
         journal.add([done(1, 0), done(0, 11)])
-        journal.add([done(0, 2), PromptResult(0, 1, "p1", kind=REFUSED, error="no")])
+        journal.add([done(0, 2), PromptResult(0, 1, "p1", kind=REFUSED, error="no", where="a.py:3")])
     with Journal(path, SETTINGS) as journal:
         assert journal.progress() == Progress(n_done=4, n_failed=1, n_rows=9)
         assert list(journal.tables()) == [b"rows of 0, 2", b"rows of 0, 11", b"rows of 1, 0"]
-        assert list(journal.failures()) == [(0, "p1", REFUSED, "no")]
+        assert list(journal.failures()) == [PromptResult(0, 1, "p1", kind=REFUSED, error="no", where="a.py:3")]
         assert [journal.holds(0, 1), journal.holds(1, 0), journal.holds(1, 1)] == [True, True, False]
         journal.delete()
     assert list(tmp_path.iterdir()) == []
@@ -45,6 +45,9 @@ def test_what_failed_for_another_reason_than_the_prompt_is_tried_again(tmp_path)
         journal.add([PromptResult(0, i, f"p{i}", kind=kind, error="x") for i, kind in enumerate([FAILED, REFUSED, DIED])])
     with Journal(tmp_path / "j", SETTINGS) as journal:
         assert [journal.holds(0, i) for i in range(3)] == [False, True, False]
+        journal.add([done(0, 3)])
+    with Journal(tmp_path / "j", SETTINGS, retry_failed=True) as journal:
+        assert [journal.holds(0, i) for i in range(4)] == [False, False, False, True]
 
 
 def test_other_settings_are_refused_by_name_unless_anew(tmp_path):
@@ -107,7 +110,22 @@ def test_the_table_is_the_frames_one_row_group_each(tmp_path):
 
 def test_a_table_without_rows_has_its_columns(tmp_path):
     write_parquet(tmp_path / "t.parquet", schema_of(COLUMNS), [], {})
-    assert list(pd.read_parquet(tmp_path / "t.parquet").columns) == list(COLUMNS)
+    table = pd.read_parquet(tmp_path / "t.parquet")
+    assert {name: str(dtype) for name, dtype in table.dtypes.items()} == COLUMNS
+    table.to_csv(tmp_path / "t.csv", index=False)
+    assert list(pd.read_csv(tmp_path / "t.csv").columns) == list(COLUMNS)
+
+
+def test_a_table_is_read_as_it_was_written(tmp_path):
+    schema, path = schema_of({"model": "str", "prompt_id": "str", **COLUMNS}), tmp_path / "t.parquet"
+    named = [frame(n).assign(model="m", prompt_id=f"p{n}")[schema.names] for n in (3, 1)]
+    write_parquet(path, schema, [to_bytes(x, schema) for x in named], {})
+    found = list(read_parquet(path, schema))
+    assert [x[:3] for x in found] == [("m", "p3", 3), ("m", "p1", 1)]
+    write_parquet(tmp_path / "again.parquet", schema, [rows for *_, rows in found], {})
+    pd.testing.assert_frame_equal(pd.read_parquet(path), pd.read_parquet(tmp_path / "again.parquet"))
+    with pytest.raises(KVLensError, match="cannot be read as the table of a batch"):
+        list(read_parquet(path, schema_of({"place": "int64"})))
 
 
 def test_values_that_a_column_cannot_hold_are_refused():

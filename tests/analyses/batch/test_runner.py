@@ -1,13 +1,17 @@
 """A batch from beginning to end on a tiny model: the same table whatever interrupts it, and nothing half-written."""
 
 import json
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
+from batch_probes import letters
+from batch_probes.letters import letters_of
 from tiny_text_model import tiny_text_model
 
 from analyses import bias_by_head
@@ -18,6 +22,7 @@ from analyses.batch.work import Resources, Work
 from kvlens import HookedKVTransformer, KVLensError
 
 LETTERS = "batch_probes.letters:LETTERS"
+LETTERS_FILE = Path(__file__).parents[1] / "batch_probes" / "letters.py"
 WORDS = ["The widget", "is purple. Return the gadget.", "Frobnicate", "both", "and the colour of the widget"]
 
 
@@ -84,17 +89,117 @@ def test_what_gives_no_rows_is_reported_and_the_rest_goes_on(model_folder, tmp_p
         tmp_path, {"prompt": "ab"}, "", {"prompt": "c", "raises": 1}, {"prompt": "d", "breaks": 1}, {"prompt": "e"}
     )
     result = run_batch(Work(LETTERS, (model_folder,)), source, tmp_path / "t.parquet", tell=lines.append)
-    assert lines == ["p.jsonl:2: the line is empty"]
+    by_line = {words: f"letters.py:{number}" for number, words in enumerate(LETTERS_FILE.read_text().splitlines(), start=1)}
+    refusal, bug = (
+        by_line[f"        raise {error}"] for error in ('KVLensError("too long\\nby far")', 'ZeroDivisionError("a bug")')
+    )
+    first = f"p.jsonl:3: too long by far ({refusal})"
+    assert lines == ["p.jsonl:2: the line is empty", f"{first}; the others go on"] and result.first_failure == first
     assert "".join(pd.read_parquet(result.out)["letter"]) == "abe"
     assert (result.n_rows, result.n_prompts, result.n_without_rows, result.n_malformed) == (3, 4, 2, 1)
+    folder, of_model = LETTERS_FILE.parent, {"model": model_folder}
     assert [json.loads(line) for line in result.errors.read_text().splitlines()] == [
-        {"model": None, "prompt": "p.jsonl:2", "kind": "malformed", "error": "the line is empty"},
-        {"model": model_folder, "prompt": "p.jsonl:3", "kind": "refused", "error": "too long by far"},
-        {"model": model_folder, "prompt": "p.jsonl:4", "kind": "failed", "error": "ZeroDivisionError: a bug"},
+        {"model": None, "prompt": "p.jsonl:2", "kind": "malformed", "error": "the line is empty", "where": None},
+        {**of_model, "prompt": "p.jsonl:3", "kind": "refused", "error": "too long by far", "where": f"{folder}/{refusal}"},
+        {**of_model, "prompt": "p.jsonl:4", "kind": "failed", "error": "ZeroDivisionError: a bug", "where": f"{folder}/{bug}"},
     ]
     prompts(tmp_path, {"prompt": "ab"})
     run_batch(Work(LETTERS, (model_folder,)), source, tmp_path / "t.parquet", overwrite=True, tell=silent)
     assert names(tmp_path) == ["p.jsonl", "t.parquet"], "the errors of the old table are gone with it"
+
+
+def test_what_failed_is_run_again_on_request_and_nothing_else(model_folder, other_folder, tmp_path, monkeypatch):
+    """Refused and broken, on two models: a rerun asks; a retry gives the table of a run without failures."""
+    records = [{"prompt": "ab"}, {"prompt": "c", "raises": 1}, {"prompt": "d", "breaks": 1}, {"prompt": "e"}]
+    work, source, out = Work(LETTERS, (model_folder, other_folder)), prompts(tmp_path, *records), tmp_path / "t.parquet"
+    source = Input(source.prompts)
+    assert run_batch(work, source, out).n_without_rows == 4
+    before = out.read_bytes()
+    with pytest.raises(
+        KVLensError, match=r"letters of 4 prompts; 4 failed \(t.parquet.errors.jsonl says why\).*--retry-failed"
+    ):
+        run_batch(work, source, out)
+    with pytest.raises(KVLensError, match="give one of them"):
+        run_batch(work, source, out, overwrite=True, retry_failed=True)
+    with pytest.raises(KVLensError, match=r"t.parquet was begun with other settings: options.times was 1, now 2"):
+        run_batch(Work(LETTERS, work.models, options={"times": 2}), source, out, retry_failed=True)
+    assert out.read_bytes() == before and run_batch(work, source, out, retry_failed=True).n_without_rows == 4
+    pd.testing.assert_frame_equal(pd.read_parquet(out), table_of(before, tmp_path))
+
+    asked = []
+
+    def mended(model, prompt, raises, breaks, kills_once, *, upper=False, times=1):
+        asked.append(prompt)
+        return letters_of(model, prompt, None, None, kills_once, upper=upper, times=times)
+
+    monkeypatch.setattr(letters, "LETTERS", replace(letters.LETTERS, function=mended))
+    result = run_batch(work, source, out, retry_failed=True)
+    assert asked == ["c", "d", "c", "d"] and (result.n_rows, result.n_without_rows, result.errors) == (10, 0, None)
+    assert "".join(pd.read_parquet(out)["letter"]) == "abcdeabcde"
+    run_batch(work, source, tmp_path / "whole.parquet")
+    assert out.read_bytes() == (tmp_path / "whole.parquet").read_bytes()
+    assert run_batch(work, source, out, retry_failed=True).n_rows == 10, "nothing failed: nothing is run, the table stands"
+    assert names(tmp_path) == ["p.jsonl", "t.parquet", "whole.parquet"]
+
+
+def test_a_prompt_without_a_row_has_not_failed(model_folder, tmp_path, monkeypatch):
+    asked = []
+
+    def counted(model, prompt, raises, breaks, kills_once, *, upper=False, times=1):
+        asked.append(prompt)
+        return letters_of(model, prompt, raises, breaks, kills_once, upper=upper, times=times)
+
+    monkeypatch.setattr(letters, "LETTERS", replace(letters.LETTERS, function=counted))
+    work = Work(LETTERS, (model_folder,), options={"times": 0})
+    source = prompts(tmp_path, {"prompt": "a"}, {"prompt": "b", "raises": 1})
+    for retry_failed in (False, True):
+        result = run_batch(work, source, tmp_path / "t.parquet", retry_failed=retry_failed)
+        assert (result.n_rows, result.n_without_rows) == (0, 1)
+    assert asked == ["a", "b", "b"]
+
+
+def test_a_retry_that_was_interrupted_goes_on_and_loses_nothing(model_folder, tmp_path, monkeypatch):
+    work, source = Work(LETTERS, (model_folder,)), prompts(tmp_path, {"prompt": "ab"}, {"prompt": "c", "breaks": 1})
+    run_batch(work, source, tmp_path / "t.parquet")
+    for where in ("Journal.add", "Worker.run", "write_parquet"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"analyses.batch.runner.{where}".replace("runner.Worker", "worker.Worker"), interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                run_batch(work, source, tmp_path / "t.parquet", retry_failed=True)
+        assert len(pd.read_parquet(tmp_path / "t.parquet")) == 2
+    monkeypatch.setattr("batch_probes.letters.ZeroDivisionError", KVLensError, raising=False)
+    result = run_batch(work, source, tmp_path / "t.parquet", retry_failed=True)
+    assert (result.n_rows, result.n_without_rows) == (2, 1)
+    assert json.loads(result.errors.read_text())["error"] == "a bug"
+
+
+def interrupted(*args):
+    raise KeyboardInterrupt
+
+
+def table_of(data, folder):
+    (folder / "before.parquet").write_bytes(data)
+    table = pd.read_parquet(folder / "before.parquet")
+    (folder / "before.parquet").unlink()
+    return table
+
+
+def test_when_every_prompt_fails_the_table_has_its_columns(model_folder, tmp_path):
+    source = prompts(tmp_path, *[{"prompt": "ab", "breaks": 1}] * 3)
+    result = run_batch(Work(LETTERS, (model_folder,)), source, tmp_path / "t.parquet")
+    table = pd.read_parquet(result.out)
+    assert table.dtypes.astype(str).to_dict() == {"model": "str", "prompt_id": "str", **letters.COLUMNS.dtypes}
+    assert (len(table), result.n_without_rows) == (0, 3)
+
+
+def test_where_an_error_was_raised_names_the_code_and_the_analysis(model_folder, tmp_path):
+    source = prompts(tmp_path, {"prompt": "ab"})
+    result = run_batch(Work("bias_by_head", (model_folder,)), source, tmp_path / "t.parquet")
+    found = json.loads(result.errors.read_text())["where"]
+    assert re.fullmatch(r".*/analyses/declaration.py:\d+", found)  # the text is missing: its field says so
+    breaks = Work(LETTERS, (model_folder,))
+    result = run_batch(breaks, prompts(tmp_path, {"prompt": "ab", "kills_once": 7}), tmp_path / "u.parquet")
+    assert re.fullmatch(r".*/pathlib\S*:\d+, called at .*/letters.py:\d+", json.loads(result.errors.read_text())["where"])
 
 
 def test_the_number_of_ablations_is_said_before_they_start(model_folder, tmp_path):
@@ -160,7 +265,7 @@ def test_interrupted_anywhere_it_goes_on(model_folder, tmp_path, monkeypatch, wh
         with pytest.raises(KeyboardInterrupt):
             run_batch(work, source, tmp_path / "t.parquet", resources=resources)
     if where == "Journal.delete" and after:
-        with pytest.raises(KVLensError, match=r"t.parquet is complete"):
+        with pytest.raises(KVLensError, match=r"5 prompts; 1 failed"):
             run_batch(work, source, tmp_path / "t.parquet")
     else:
         assert "t.parquet.partial" in names(tmp_path)

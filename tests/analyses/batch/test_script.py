@@ -96,8 +96,27 @@ def test_status_1_when_something_gave_no_rows(model_folder, capsys):
     assert letters(model_folder) == 1
     captured = capsys.readouterr()
     assert captured.err.startswith("p.txt:2: the line is empty\n")
-    assert "1 lines without a prompt and 0 prompts without rows: see t.parquet.errors.jsonl" in captured.out
+    assert captured.out.splitlines()[1:] == ["1 line without a prompt: see t.parquet.errors.jsonl"]
     assert json.loads(Path("t.parquet.errors.jsonl").read_text())["prompt"] == "p.txt:2"
+
+
+def test_a_rerun_after_failures_says_how_to_retry_and_a_retry_ends_well(model_folder, capsys, monkeypatch):
+    Path("p.jsonl").write_text('{"prompt": "ab", "breaks": 1}\n{"prompt": "cd", "breaks": 1}\n')
+    command = ["analyse", LETTERS, "p.jsonl", "--model", model_folder, "--out", "t.parquet"]
+    assert main(command) == 1
+    captured = capsys.readouterr()
+    told = re.fullmatch(
+        r"Written to t.parquet: 0 rows of 2 prompts\n2 of 2 prompts failed: see t.parquet.errors.jsonl\n"
+        r"The first: (p.jsonl:1: ZeroDivisionError: a bug \(letters.py:\d+\))\n"
+        r"The same command with --retry-failed runs those again and keeps the rest\n",
+        captured.out,
+    )
+    assert told and f"{told[1]}; the others go on\n" in captured.err
+    assert main(command) == 2
+    assert "2 failed (t.parquet.errors.jsonl says why): pass --retry-failed" in capsys.readouterr().err
+    assert main([*command, "--retry-failed"]) == 1
+    monkeypatch.setattr("batch_probes.letters.ZeroDivisionError", lambda words: KeyboardInterrupt(), raising=False)
+    assert main([*command, "--retry-failed"]) == 130
 
 
 def test_status_130_on_ctrl_c_and_then_it_goes_on(model_folder, capsys, monkeypatch):
