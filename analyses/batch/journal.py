@@ -20,7 +20,7 @@ _TABLES = """
 CREATE TABLE settings (value TEXT NOT NULL, checksum TEXT NOT NULL);
 CREATE TABLE done (
     model INTEGER NOT NULL, prompt INTEGER NOT NULL, prompt_id TEXT NOT NULL,
-    n_rows INTEGER NOT NULL, rows BLOB, kind TEXT, error TEXT, raised_at TEXT, checksum TEXT NOT NULL,
+    n_rows INTEGER NOT NULL, rows BLOB, kind TEXT, error TEXT, checksum TEXT NOT NULL,
     PRIMARY KEY (model, prompt)
 );
 """
@@ -110,11 +110,11 @@ class Journal:
         Raises:
             KVLensError: the disk is full, or the file has gone.
         """
-        rows = ((o.model, o.prompt, o.prompt_id, o.n_rows, o.rows, o.kind, o.error, o.where) for o in results)
+        rows = ((o.model, o.prompt, o.prompt_id, o.n_rows, o.rows, o.kind, _with_place(o.error, o.where)) for o in results)
         checked = ((*row, _row_checksum(row)) for row in rows)
         try:
             self._db.execute("BEGIN")
-            self._db.executemany("INSERT INTO done VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", checked)
+            self._db.executemany("INSERT INTO done VALUES (?, ?, ?, ?, ?, ?, ?, ?)", checked)
             self._db.execute("COMMIT")
         except sqlite3.Error as error:
             raise KVLensError(f"cannot write {self.path}: {error}; what was done before is kept") from error
@@ -136,11 +136,11 @@ class Journal:
 
     def failures(self) -> Iterator[PromptResult]:
         """Every prompt that failed, in the same order."""
-        for row in self._db.execute(
-            "SELECT model, prompt, prompt_id, n_rows, rows, kind, error, raised_at FROM done WHERE kind IS NOT NULL "
-            "ORDER BY model, prompt"
+        for model, prompt, prompt_id, kind, text in self._db.execute(
+            "SELECT model, prompt, prompt_id, kind, error FROM done WHERE kind IS NOT NULL ORDER BY model, prompt"
         ):
-            yield PromptResult(*row)
+            error, _, where = text.partition("\n")
+            yield PromptResult(model, prompt, prompt_id, kind=kind, error=error, where=where or None)
 
     def delete(self) -> None:
         """Close the journal and remove it: the table stands.
@@ -154,8 +154,13 @@ class Journal:
 
 def _row_checksum(row: Sequence[Any]) -> str:
     """Of everything that a row says: the rows of a table as bytes, the rest as Python writes it."""
-    model, prompt, prompt_id, n_rows, rows, kind, error, where = row
-    return checksum(repr((model, prompt, prompt_id, n_rows, type(rows).__name__, kind, error, where)), rows or b"")
+    model, prompt, prompt_id, n_rows, rows, kind, error = row
+    return checksum(repr((model, prompt, prompt_id, n_rows, type(rows).__name__, kind, error)), rows or b"")
+
+
+def _with_place(error: str | None, where: str | None) -> str | None:
+    """An error, which is one line, and behind it where it was raised, in the next: a column for both."""
+    return error if where is None else f"{error}\n{where}"
 
 
 def check_same(path: Path, begun: Mapping[str, Any], now: Mapping[str, Any]) -> None:

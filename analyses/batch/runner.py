@@ -34,7 +34,7 @@ from kvlens.files import check_writable, reason, write_atomically
 from kvlens.signature import checked, hold_fields
 from kvlens.terminal import visible
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 1
 MALFORMED = "malformed"
 LINES_SHOWN = 20
 """Bad lines that are told one by one; all of them stand in the errors file."""
@@ -199,15 +199,15 @@ def _kept(out: Path, facts: dict[str, Any], work: Work, source: Input, schema: p
     """What the table of an earlier batch holds of every prompt that did not fail, those without a row included."""
     ids = [record.id for _, record in source.records()]
     places, models = ({name: place for place, name in enumerate(names)} for names in (ids, work.models))
-    without = {(model, place) for model, place in facts.get("failed", ())}
+    everything = set(product(range(len(models)), range(len(ids))))
+    empty = everything - {(model, place) for model, place in facts.get("failed", everything)}
     for name, prompt_id, n_rows, rows in read_parquet(out, schema):
         model, place = models[name], places[prompt_id]
-        without.add((model, place))
+        empty.discard((model, place))
         yield PromptResult(model, place, prompt_id, n_rows, rows)
     none = to_bytes(schema.empty_table().to_pandas(), schema)
-    for model, place in product(range(len(models)), range(len(ids))):
-        if (model, place) not in without:
-            yield PromptResult(model, place, ids[place], 0, none)
+    for model, place in empty:
+        yield PromptResult(model, place, ids[place], 0, none)
 
 
 def _described(failed: PromptResult) -> str:
