@@ -59,9 +59,11 @@ HOMES = {
     "induction_heads": "analyses.heads.induction",
     "layer_contributions": "analyses.stream.contributions",
     "linked_shares": "analyses.prompt.linked",
+    "next_token_texts": "analyses.texts",
     "prompt_by_depth": "analyses.prompt.depth",
     "prompt_copies": "analyses.heads.copies",
     "prompt_effect": "analyses.prompt.effect",
+    "token_texts": "analyses.texts",
     "tokens_field": "analyses.inputs",
 }
 """Public name of ``analyses`` -> the module that holds it."""

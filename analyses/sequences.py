@@ -1,4 +1,4 @@
-"""What the analyses of one prompt and one text share: reading and naming tokens, and the prompt's bias.
+"""What the analyses of one prompt and one text share: reading them, and the prompt's bias.
 
 A prompt or a text is a string, or token ids [pos] or [1, pos]. A string becomes the tokens that the model would read: a prompt
 begins with BOS where the model is used to one and holds no bias, a text stands behind a prompt and gets none. Comparisons are
@@ -72,22 +72,6 @@ def baseline_sequence(model: HookedKVTransformer, prompt: Int[Tensor, " pos"], g
         return one_sequence(model, "baseline_tokens", given, may_be_empty=True)
     begins_with_bos = model.tokenizer is not None and int(prompt[0]) == model.tokenizer.bos_token_id
     return prompt[: int(begins_with_bos)]
-
-
-def token_texts(model: HookedKVTransformer, tokens: Int[Tensor, " pos"]) -> list[str]:
-    """Each token as text; its number as text where the model has no tokenizer."""
-    if model.tokenizer is None:
-        return [str(token) for token in tokens.tolist()]
-    ids = tokens.tolist()
-    texts = {token: _token_text(model.tokenizer, token) for token in set(ids)}  # a long prompt says the same tokens often
-    return [texts[token] for token in ids]
-
-
-def _token_text(tokenizer: Any, token: int) -> str:
-    """One token as it stands inside a text: SentencePiece tokenizers drop the blank in front of one that they decode alone."""
-    text, piece = tokenizer.decode([token]), tokenizer.convert_ids_to_tokens(token)
-    blanks = len(piece) - len(piece.lstrip("\u2581 ")) if isinstance(piece, str) else 0
-    return " " * blanks + text.lstrip(" ") if blanks else text
 
 
 def bias_of(model: HookedKVTransformer, prompt: Int[Tensor, " pos"], bias: KVBias | None) -> KVBias:

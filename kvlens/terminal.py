@@ -18,6 +18,8 @@ UNREADABLE = "\N{REPLACEMENT CHARACTER}"
 _UNKNOWN, _MISSING = "unrecognized arguments: ", "the following arguments are required: "
 _HIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 """Unicode's controls (the escape character among them), marks such as those of direction, halves of a character, line ends."""
+_JOINERS = "\u200c\u200d"
+"""Marks that a script or an emoji is spelt with: whether its neighbours are written as one."""
 
 
 def terminal_width() -> int:
@@ -111,4 +113,4 @@ def sigterm_as_interrupt() -> Iterator[None]:
 
 def visible(text: str) -> str:
     """``text`` on one line without anything that a terminal would obey: controls, direction marks, line ends become signs."""
-    return "".join(UNREADABLE if unicodedata.category(char) in _HIDDEN else char for char in text)
+    return "".join(UNREADABLE if unicodedata.category(char) in _HIDDEN and char not in _JOINERS else char for char in text)

@@ -21,13 +21,14 @@ from analyses.bias.reads import VIEWS, PromptReading, Stretch
 from analyses.declaration import Analysis, Columns, Option
 from analyses.inputs import ANSWER, PROMPT, TEXT, WRONG
 from analyses.segments import Progress, bar_unless
-from analyses.sequences import PromptTokens, TextTokens, one_sequence, prompt_sequence, token_texts
+from analyses.sequences import PromptTokens, TextTokens, one_sequence, prompt_sequence
 from analyses.stream.logit_attribution import (
     LogitTarget,
     Token,
     check_heads_write_directly,
     logit_target,
 )
+from analyses.texts import token_texts
 from kvlens import HookedKVTransformer, KVBias, KVLensError
 from kvlens.signature import checked
 

@@ -9,7 +9,8 @@ import torch
 from analyses.declaration import Analysis, Columns, Option
 from analyses.dual.refusal import has_dual_model
 from analyses.inputs import PROMPT
-from analyses.sequences import PromptTokens, one_sequence, token_texts
+from analyses.sequences import PromptTokens, one_sequence
+from analyses.texts import token_texts
 from kvlens import HookedKVTransformer
 from kvlens.dual import demonstration_figures
 from kvlens.signature import checked

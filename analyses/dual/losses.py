@@ -12,7 +12,8 @@ import torch
 from analyses.declaration import Analysis, Columns, Option
 from analyses.dual.refusal import has_dual_model
 from analyses.inputs import PROMPT
-from analyses.sequences import PromptTokens, one_sequence, token_texts
+from analyses.sequences import PromptTokens, one_sequence
+from analyses.texts import token_texts
 from kvlens import HookedKVTransformer
 from kvlens.dual import dual_figures
 from kvlens.signature import checked
@@ -64,7 +65,7 @@ def dual_losses(
             "layer": layer,
             "head": head,
             "query": query + first,
-            "token": token_texts(model, tokens[first:]) * (n_layers * n_heads),
+            "token": token_texts(model, tokens)[first:] * (n_layers * n_heads),
             "n_demonstrations": query + 1 if n_demonstrations is None else torch.full_like(query, n_demonstrations),
             **figures._asdict(),
         }

@@ -10,7 +10,8 @@ from analyses.bias.outputs import bias_outputs, share_by_size
 from analyses.bias.positions import output_shares
 from analyses.heads.rows import attention_among, visit_rows
 from analyses.segments import Progress, PromptColumns, bar_unless
-from analyses.sequences import PromptTokens, TextTokens, prompt_text_bias, token_texts
+from analyses.sequences import PromptTokens, TextTokens, prompt_text_bias
+from analyses.texts import token_texts
 from kvlens import HookedKVTransformer, KVBias, KVLensError
 from kvlens.signature import checked
 

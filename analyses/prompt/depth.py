@@ -8,6 +8,7 @@ Source: nostalgebraist 2020, interpreting GPT: the logit lens; TransformerLens' 
 
 import pandas as pd
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
 from analyses.declaration import Analysis, Columns
@@ -21,8 +22,8 @@ from analyses.sequences import (
     baseline_sequence,
     one_sequence,
     prompt_sequence,
-    token_texts,
 )
+from analyses.texts import next_token_texts, token_texts
 from kvlens import HookedKVTransformer
 from kvlens.signature import checked
 
@@ -78,13 +79,13 @@ def prompt_by_depth(
     streams = [readings[condition].residuals for condition in ("with_prompt", "without_prompt")]
     tokens, n_depths = token_texts(model, text), model.cfg.n_layers + 1
     losses: dict[str, list[Tensor]] = {"with": [], "without": []}
-    guesses: dict[str, list[str]] = {"with": [], "without": []}
+    guesses: dict[str, list[Tensor]] = {"with": [], "without": []}
     for depth in range(n_depths):
         for name, stream in zip(losses, streams, strict=True):
             assert stream is not None
             log_p = log_probabilities(model(stream[depth][None], start_at_layer=model.cfg.n_layers)[0])
             losses[name].append(next_token_losses(log_p, text))
-            guesses[name] += token_texts(model, log_p.argmax(dim=-1))
+            guesses[name].append(log_p.argmax(dim=-1))
     loss_with, loss_without = (torch.stack(losses[name]) for name in ("with", "without"))
     return COLUMNS.frame(
         {
@@ -95,10 +96,15 @@ def prompt_by_depth(
             "loss_with": loss_with,
             "loss_without": loss_without,
             "loss_change": loss_without - loss_with,
-            "guess_with": guesses["with"],
-            "guess_without": guesses["without"],
+            **{f"guess_{name}": _texts_by_depth(model, text, torch.stack(guesses[name])) for name in guesses},
         }
     )
+
+
+def _texts_by_depth(model: HookedKVTransformer, text: Tensor, guesses: Int[Tensor, "depth pos"]) -> list[str]:
+    """The guesses as text, by depth, then place."""
+    by_place = next_token_texts(model, text, guesses.T)
+    return [texts[depth] for depth in range(len(guesses)) for texts in by_place]
 
 
 PROMPT_BY_DEPTH = Analysis(

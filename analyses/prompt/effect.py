@@ -10,7 +10,8 @@ from analyses.declaration import Analysis, Columns
 from analyses.inputs import PROMPT, TEXT
 from analyses.predictions import KL, kl_divergence, log_probabilities, next_token_losses
 from analyses.prompt.readings import CONDITIONS, Readings, check_readings, read_text
-from analyses.sequences import BaselineTokens, PromptTokens, TextTokens, baseline_sequence, prompt_text_bias, token_texts
+from analyses.sequences import BaselineTokens, PromptTokens, TextTokens, baseline_sequence, prompt_text_bias
+from analyses.texts import next_token_texts, token_texts
 from kvlens import HookedKVTransformer, KVBias
 from kvlens.signature import checked
 
@@ -74,7 +75,7 @@ def prompt_effect(
                     "token": tokens,
                     "next_token": [*tokens[1:], None],
                     "condition": condition,
-                    "predicted_token": token_texts(model, predicted),
+                    "predicted_token": [name for (name,) in next_token_texts(model, text, predicted[:, None])],
                     "kl": kl_divergence(reference, log_p),
                     "argmax_agrees": (predicted == logits["with_prompt"].argmax(dim=-1)),
                     "loss": next_token_losses(log_p, text),

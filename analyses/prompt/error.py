@@ -11,7 +11,8 @@ from analyses.declaration import Analysis, Columns
 from analyses.inputs import PROMPT, TEXT
 from analyses.prompt.readings import Readings, check_readings, read_text
 from analyses.prompt.rounding import relative_error, rounding_error, rounding_limit
-from analyses.sequences import PromptTokens, TextTokens, prompt_text_bias, token_texts
+from analyses.sequences import PromptTokens, TextTokens, prompt_text_bias
+from analyses.texts import token_texts
 from kvlens import HookedKVTransformer, KVBias
 from kvlens.signature import checked
 

@@ -18,7 +18,8 @@ from torch import Tensor
 from analyses.bias.reads import PromptReading, Stretch, TextReads
 from analyses.prompt.readings import CONDITIONS, Readings, check_readings, read_text
 from analyses.segments import Progress, PromptColumns, bar_unless
-from analyses.sequences import PromptTokens, TextTokens, prompt_text_bias, token_texts
+from analyses.sequences import PromptTokens, TextTokens, prompt_text_bias
+from analyses.texts import next_token_texts, token_texts
 from kvlens import HookedKVTransformer, KVBias, KVLensError
 from kvlens.arguments import brief
 from kvlens.signature import checked
@@ -120,7 +121,7 @@ def linked_shares(
         by_prompt=by_prompt,
         by_text=by_text,
         between=between,
-        next_tokens={name: likeliest(model, readings[condition].logits) for name, condition in SHOWN.items()},
+        next_tokens={name: likeliest(model, text, readings[condition].logits) for name, condition in SHOWN.items()},
         colourings=dict(colourings or {}),
         without_zero=tuple(without_zero),
         block=columns.block,
@@ -165,8 +166,10 @@ def _probes(model: HookedKVTransformer, layers: Sequence[TextReads]) -> list[Flo
     return [back / weight.where(weight > 0, 1.0)[..., None] for back, weight in zip(backs, weights, strict=True)]
 
 
-def likeliest(model: HookedKVTransformer, logits: Float[Tensor, "pos d_vocab"]) -> list[list[tuple[str, float]]]:
-    """The five likeliest next tokens at each place, with their probabilities."""
+def likeliest(
+    model: HookedKVTransformer, text: Int[Tensor, " pos"], logits: Float[Tensor, "pos d_vocab"]
+) -> list[list[tuple[str, float]]]:
+    """The five likeliest next tokens at each place of a text, with their probabilities."""
     best = logits.double().softmax(dim=-1).topk(min(N_GUESSES, logits.shape[-1]))
-    texts = [token_texts(model, row) for row in best.indices]
+    texts = next_token_texts(model, text, best.indices)
     return [list(zip(names, row.tolist(), strict=True)) for names, row in zip(texts, best.values, strict=True)]

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from analyses.declaration import Analysis, Columns, Option
 from analyses.inputs import ANSWER, PROMPT, TEXT, WRONG
-from analyses.sequences import PromptTokens, TextTokens, one_bias, one_sequence, token_texts
+from analyses.sequences import PromptTokens, TextTokens, one_bias, one_sequence
 from analyses.stream.logit_attribution import (
     Token,
     check_heads_write_directly,
@@ -34,6 +34,7 @@ from analyses.stream.logit_attribution import (
     final_scale_name,
     logit_target,
 )
+from analyses.texts import token_texts
 from kvlens import HookedKVTransformer, KVBias, KVLensError, convert_prompt
 from kvlens.signature import checked
 
@@ -161,7 +162,7 @@ def _targets(model: HookedKVTransformer, text: Tensor, next_token: bool, tokens:
     if next_token:
         check_predicts_text(model, text)
         following = torch.cat([text[1:], text[:1]])  # the last one is not read
-        targets.append(_Target("next", following, [*token_texts(model, text[1:]), None]))
+        targets.append(_Target("next", following, [*token_texts(model, text)[1:], None]))
     for token in tokens:
         ids = logit_target(model, text, token).tokens.expand(len(text))
         targets.append(_Target("chosen", ids, [*token_texts(model, ids)]))

@@ -29,7 +29,8 @@ from analyses import (
     prompt_effect,
 )
 from analyses.prompt.readings import read_text
-from analyses.sequences import baseline_sequence, token_texts
+from analyses.sequences import baseline_sequence
+from analyses.texts import joined, token_texts
 from kvlens.conversion import convert_prompt
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import BiasFit, KVBias
@@ -133,6 +134,7 @@ def build_report(
     for i, condition in enumerate(CONDITIONS):
         tell(f"generating, {condition.replace('_', ' ')}", 0.75 + 0.1 * i / 3)
         generated[condition] = _generate(model, condition, prompt_tokens, text_tokens, bias, new_tokens, temperature, seed)
+    written = _generated_table(model, text_tokens, generated)
     summary = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
@@ -156,7 +158,7 @@ def build_report(
             "method": "greedy" if temperature == 0 else f"sampled at temperature {temperature:g}, seed {seed}",
             "new_tokens": new_tokens,
             "converted_equals_with_prompt": bool(torch.equal(generated["converted"], generated["with_prompt"])),
-            **{condition: model.tokenizer.decode(tokens.tolist()) for condition, tokens in generated.items()},
+            **{condition: joined(rows["token"]) for condition, rows in written.groupby("condition")},
         },
     }
     tables = {
@@ -167,7 +169,7 @@ def build_report(
         "bias_by_head": by_head,
         "bias_by_layer": by_layer,
         "layer_contributions": layer_contributions(model, text_tokens, bias=bias),
-        "generated": _generated_table(model, generated),
+        "generated": written,
     }
     colourings = {"ablation_kl": _by_head(by_head, "ablation_kl", bias)}
     if dual:
@@ -289,7 +291,7 @@ def _generate(
             return run()
 
 
-def _generated_table(model: HookedKVTransformer, generated: dict[str, Tensor]) -> pd.DataFrame:
+def _generated_table(model: HookedKVTransformer, text: Tensor, generated: dict[str, Tensor]) -> pd.DataFrame:
     return pd.concat(
         [
             pd.DataFrame(
@@ -297,7 +299,7 @@ def _generated_table(model: HookedKVTransformer, generated: dict[str, Tensor]) -
                     "condition": condition,
                     "position": range(len(tokens)),
                     "token_id": tokens.tolist(),
-                    "token": token_texts(model, tokens),
+                    "token": token_texts(model, torch.cat([text, tokens]))[len(text) :],
                 }
             )
             for condition, tokens in generated.items()

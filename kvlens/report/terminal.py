@@ -2,11 +2,13 @@
 
 from typing import Any
 
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from analyses.texts import joined
 from kvlens.report.build import CONDITIONS, Report
 from kvlens.report.console import WIDTH, make_console
 from kvlens.signature import checked
@@ -113,7 +115,7 @@ def _print_places(console: Console, report: Report) -> None:
     table = _table(("place", "after", "comes", "loss converted", "without prompt"))
     table.columns[1].justify = table.columns[2].justify = "left"
     for position in gain.index:
-        before = "".join(tokens[max(0, position - 7) : position + 1])
+        before = joined(tokens[max(0, position - 7) : position + 1])
         losses = (_nats(wide.loc[position, c]) for c in ("converted", "without_prompt"))
         table.add_row(str(position), _quoted(before, 24, keep="end"), _quoted(tokens[position + 1], 12), *losses)
     console.print()
@@ -214,11 +216,13 @@ def _shade(value: float, top: float) -> str:
 
 
 def _quoted(text: str, width: int, keep: str = "start") -> str:
-    """``text`` as Python writes it, cut to ``width`` with an ellipsis."""
+    """``text`` as Python writes it, cut to ``width`` columns of the terminal with an ellipsis; an ideograph takes two."""
     shown = repr(text)
-    if len(shown) <= width:
+    if cell_len(shown) <= width:
         return shown
-    return "…" + shown[-width + 1 :] if keep == "end" else shown[: width - 1] + "…"
+    if keep == "end":
+        return "…" + set_cell_size(shown[::-1], width - 1)[::-1]
+    return set_cell_size(shown, width - 1) + "…"
 
 
 def _printable(text: str) -> str:

@@ -11,6 +11,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from analyses.texts import joined
+
 MAX_TEXT = 40
 """Characters of a block's text."""
 
@@ -27,7 +29,7 @@ def token_blocks(tokens: Sequence[str], size: int) -> list[dict[str, str]]:
 
 def _block(tokens: Sequence[str], start: int, size: int) -> dict[str, str]:
     last = min(start + size, len(tokens)) - 1
-    text = "".join(tokens[start : last + 1])
+    text = joined(tokens[start : last + 1])
     if last > start and len(text) > MAX_TEXT:
         text = f"{text[: MAX_TEXT // 2]} … {text[-MAX_TEXT // 2 :]}"
     return {"place": str(start) if last == start else f"{start}–{last}", "text": text}

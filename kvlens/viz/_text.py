@@ -8,14 +8,21 @@ import html
 import json
 import math
 import re
+import unicodedata
+from collections.abc import Iterable
 from typing import Any
 
 NEWLINE, SPACE, UNREADABLE = "⏎", "·", "\N{REPLACEMENT CHARACTER}"
+PART, BASE = "⋯", "◌"
+"""A token that holds a part of a character, in running text; and what an accent stands on whose letter is another token's."""
 _IN_SCRIPT = str.maketrans({sign: f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"})
 _LONE_SURROGATES = re.compile("[\ud800-\udfff]")
 """Halves of a character, which no file of UTF-8 can hold and on which browsers stumble."""
 _UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u2028\u2029\u202a-\u202e]")
 """Controls, halves of a character, line ends that are none of HTML's, and marks that turn the text behind them around."""
+
+_BYTES = re.compile("(?:<0x[0-9A-F]{2}>)+")
+"""As :mod:`analyses.texts` writes the bytes of a character that is not complete."""
 
 _TURNS = re.compile("[\u0590-\u08ff\u200f\u202a-\u202e\u2066-\u2069\ufb1d-\ufdff\ufe70-\ufeff]")
 """Text from right to left, which would turn around the numbers beside it; an isolate (U+2068, U+2069) keeps it to itself."""
@@ -42,9 +49,32 @@ def printable(text: str) -> str:
 
 
 def label(token: str) -> str:
-    """``token`` on one line with its blanks visible, for axes and tooltips: ``" the\\n"`` is ``·the⏎``."""
+    """``token`` on one line with all that it holds visible, for axes and tooltips: ``" the\\n"`` is ``·the⏎``."""
     shown = token.replace("\n", NEWLINE).replace(" ", SPACE).replace("\t", "⇥")
+    shown = "".join(f"<U+{ord(sign):04X}>" for sign in shown) if _has_no_width(shown) else _on_a_base(shown)
     return f"\u2068{shown}\u2069" if _TURNS.search(shown) else shown
+
+
+def running(token: str) -> str:
+    """``token`` as a piece of running text: bytes of an unfinished character (``<0xC3>``) are one sign, ``⋯``."""
+    return PART if _has_no_width(token) else _on_a_base(_BYTES.sub(PART, token))
+
+
+def part_note(tokens: Iterable[str]) -> str:
+    """What ``⋯`` means, where one of the tokens is shown as that; else nothing."""
+    if any(running(token) != token and PART in running(token) for token in tokens):
+        return f"{PART} is a token that holds a part of a character; the character stands at the token that completes it."
+    return ""
+
+
+def _has_no_width(token: str) -> bool:
+    """Whether nothing of it is seen, such as of the joiner between the parts of an emoji."""
+    return token != "" and all(unicodedata.category(sign) == "Cf" for sign in token)
+
+
+def _on_a_base(token: str) -> str:
+    """An accent, or another mark on a letter, gets a base of its own where a token begins with it."""
+    return BASE + token if token and unicodedata.category(token[0])[0] == "M" else token
 
 
 def rounded(value: float, digits: int = 3) -> float | None:

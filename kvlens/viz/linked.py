@@ -16,7 +16,7 @@ from kvlens.errors import KVLensError
 from kvlens.signature import checked
 from kvlens.viz._blocks import block_means, block_size, token_blocks
 from kvlens.viz._quantised import quantised
-from kvlens.viz._text import html_text, script_json
+from kvlens.viz._text import html_text, part_note, script_json
 from kvlens.viz.piece import Piece
 
 MAX_CELLS = 60_000
@@ -41,6 +41,7 @@ def linked_view(data: LinkedShares, *, title: str = "prompt, heads and next toke
         if math.isfinite(whole)
         else "Shares of the prompt in the attention output."
     )
+    said = f"{said} {part_note([*data.prompt, *data.text])}".strip()
     body = (
         f'<figure class="piece" data-kvlens="linked"><figcaption>{html_text(title)}</figcaption>'
         f'<p class="note">{html_text(said)}</p><div class="linked"></div>'

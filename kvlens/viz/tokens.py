@@ -5,11 +5,12 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from analyses.texts import joined
 from kvlens.arguments import brief, numbers_of
 from kvlens.errors import KVLensError
 from kvlens.signature import checked
 from kvlens.viz._colour import FULL, diverging_map, strongest, style
-from kvlens.viz._text import NEWLINE, html_text, label, number, printable
+from kvlens.viz._text import NEWLINE, html_text, label, number, part_note, printable, running
 from kvlens.viz.piece import Piece
 
 MAX_TOKENS = 4096
@@ -28,7 +29,8 @@ def coloured_tokens(
     >>> coloured_tokens(["a", " widget"], [0.5, -1.0], unit="nats").save_html("tokens.html")
 
     Args:
-        tokens: as text, whatever it holds.
+        tokens: as text, whatever it holds; :func:`analyses.token_texts` makes it of any model's tokens. What it writes for a
+            token with a part of a character, such as ``<0xC3>``, is shown as ``⋯``.
         values: one number per token; one that is not finite leaves its token without colour.
         title, unit: what is shown, and what the numbers are.
         top: the magnitude that gets full colour; None takes a high quantile.
@@ -54,23 +56,24 @@ def coloured_tokens(
         raise KVLensError(f"coloured_tokens: top must be at least 0, got {top}")
     full = strongest(numbers, FULL) if top is None else top
     spans = "".join(_span(token, value, full, i, unit) for i, (token, value) in enumerate(zip(shown, numbers, strict=True)))
+    note = f'<p class="note">{said}</p>' if (said := part_note(shown)) else ""
     body = (
         f'<figure class="piece"><figcaption>{html_text(title)} <span class="unit">{html_text(unit)}, full colour at '
-        f'{number(full)}</span></figcaption><div class="tokens">{spans}</div></figure>'
+        f'{number(full)}</span></figcaption>{note}<div class="tokens">{spans}</div></figure>'
     )
     return Piece(title, body, figure=functools.partial(_figure, shown, numbers, full, title, printable(unit)))
 
 
 def _span(token: str, value: float, top: float, position: int, unit: str) -> str:
     """One token; a newline is shown by a sign and then taken."""
-    text = html_text(token).replace("\n", f"{NEWLINE}\n")
+    text = html_text(running(token)).replace("\n", f"{NEWLINE}\n")
     return f'<span title="{html_text(f"{position} {label(token)}: {unit} {number(value)}")}" {style(value, top)}>{text}</span>'
 
 
 def _in_blocks(tokens: list[str], values: list[float], size: int) -> tuple[list[str], list[float]]:
     starts = range(0, len(tokens), size)
     means = [sum(values[i : i + size]) / len(values[i : i + size]) for i in starts]
-    return ["".join(tokens[i : i + size]) for i in starts], means
+    return [joined(tokens[i : i + size]) for i in starts], means
 
 
 def _figure(tokens: list[str], values: list[float], top: float, title: str, unit: str) -> Any:
@@ -103,7 +106,7 @@ def _places(tokens: list[str], values: list[float]) -> list[tuple[int, int, str,
     """Column, line, text and value of every token's pieces: one on each line that it reaches."""
     places, column, line = [], 0, 0
     for token, value in zip(tokens, values, strict=True):
-        for piece in token.expandtabs(4).splitlines(keepends=True):
+        for piece in running(token).expandtabs(4).splitlines(keepends=True):
             shown = printable(piece.rstrip("\r\n")) + (NEWLINE if piece.endswith("\n") else "")
             if column and column + len(shown) > LINE:
                 column, line = 0, line + 1

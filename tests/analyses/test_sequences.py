@@ -1,16 +1,12 @@
 """Strings, tokens [pos] and [1, pos] are the same prompt and text to every analysis."""
 
-import copy
-
 import pandas as pd
 import pytest
 import torch
 from tiny_text_model import PROMPT, TEXT, tiny_text_model
-from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast
 
 import analyses
-from analyses.sequences import one_sequence, prompt_sequence, token_texts
+from analyses.sequences import one_sequence, prompt_sequence
 from kvlens import KVLensError, convert_prompt
 
 OF_PROMPT_AND_TEXT = ("bias_by_head", "bias_by_layer", "bias_decomposition", "bias_positions", "conversion_error",
@@ -71,17 +67,3 @@ def test_bos_as_convert_prompt_has_it(model):
     assert torch.equal(prompt_sequence(model, "x", TEXT, bias), one_sequence(model, "x", TEXT))
     with model.kv_bias(bias):
         assert torch.equal(prompt_sequence(model, "x", TEXT), one_sequence(model, "x", TEXT))
-
-
-def test_the_texts_of_the_tokens_make_up_the_text(model):
-    """With a SentencePiece tokenizer, too, which drops the blank of a token that it decodes alone."""
-    raw = Tokenizer(models.WordLevel({"\u2581the": 0, "\u2581": 1, "cat": 2, "\u2581\u2581s": 3}, unk_token="\u2581"))
-    raw.decoder = decoders.Metaspace()
-    sentence_piece = copy.copy(model)
-    sentence_piece.tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw)
-    tokens = torch.tensor([0, 1, 2, 3, 0])
-    assert sentence_piece.tokenizer.decode([0]) == "the"
-    assert token_texts(sentence_piece, tokens) == [" the", " ", "cat", "  s", " the"]
-    assert "".join(token_texts(sentence_piece, tokens)).lstrip() == sentence_piece.tokenizer.decode(tokens).lstrip()
-    tokens = model.to_tokens(PROMPT)[0]
-    assert "".join(token_texts(model, tokens)) == model.to_string(tokens)

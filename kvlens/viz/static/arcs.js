@@ -1,14 +1,14 @@
 // Induction arcs: prompt and text on one line, and a strip of the heads' scores that filters them.
 "use strict";
 (() => {
-  const { dataOf, label, number, element, paint, roving, legend, strongest, svg } = KVLENS;
+  const { dataOf, label, short, number, element, paint, roving, legend, strongest, svg } = KVLENS;
   const STEP = 15, LABELS = 96;
 
   const tokensOf = (picture, data, base) => data.tokens.forEach((token, i) => {
     const x = STEP * (i + 0.5);
     const text = svg("text", { x, y: base + 8, transform: `rotate(90 ${x} ${base + 8})`, class: i < data.n_prompt ? "of-prompt" : "of-text" });
     const gap = i > 0 && i !== data.n_prompt && data.places[i] !== data.places[i - 1] + 1;
-    text.textContent = (gap ? "⋯ " : "") + label(token).slice(0, 13);
+    text.textContent = (gap ? "⋯ " : "") + short(token, 13);
     text.append(svg("title", {}, `${i < data.n_prompt ? "prompt" : "text"} ${data.places[i]} “${label(token)}”`));
     picture.append(text);
   });

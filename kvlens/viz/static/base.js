@@ -8,9 +8,20 @@ const KVLENS = (() => {
     return script && JSON.parse(script.textContent);
   };
   const turns = /[\u0590-\u08ff\u200f\u202a-\u202e\u2066-\u2069\ufb1d-\ufdff\ufe70-\ufeff]/; // right to left
+  // as label and running of _text.py
+  const withoutWidth = /^\p{Cf}+$/u;
+  const codePoint = (sign) => `<U+${sign.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}>`;
+  const onABase = (token) => (/^\p{M}/u.test(token) ? "◌" + token : token);
+  const withoutBytes = (token) => token.replace(/(?:<0x[0-9A-F]{2}>)+/g, "⋯");
+  const running = (token) => (withoutWidth.test(token) ? "⋯" : onABase(withoutBytes(token)));
   const label = (token) => {
-    const shown = token.replace(/\n/g, NEWLINE).replace(/ /g, "·").replace(/\t/g, "⇥");
+    let shown = token.replace(/\n/g, NEWLINE).replace(/ /g, "·").replace(/\t/g, "⇥");
+    shown = withoutWidth.test(shown) ? shown.replace(/./gu, codePoint) : onABase(shown);
     return turns.test(shown) ? `\u2068${shown}\u2069` : shown;
+  };
+  const short = (token, longest) => {
+    const signs = [...withoutBytes(token)]; // so that none is cut in two
+    return label((signs.length > longest ? [...signs.slice(0, longest - 1), "…"] : signs).join(""));
   };
   const number = (x) => (x === null ? "–" : String(Number(x.toPrecision(3))).replace("-", "−"));
   const valuesOf = (quantised) => quantised.cells.map((cell) => (cell === null ? null : cell * quantised.unit));
@@ -77,7 +88,7 @@ const KVLENS = (() => {
   const colouredTokens = (tokens, values, top, describe) => {
     const box = element("div", "tokens");
     tokens.forEach((token, i) => {
-      const span = element("span", "none", token.replace(/\n/g, NEWLINE + "\n"));
+      const span = element("span", "none", running(token).replace(/\n/g, NEWLINE + "\n"));
       paint(span, values[i], top);
       span.title = describe(token, i, values[i]);
       box.append(span);
@@ -123,5 +134,5 @@ const KVLENS = (() => {
     return made;
   };
 
-  return { NEWLINE, dataOf, label, number, valuesOf, strongest, sumOf, element, paint, roving, legend, colouredTokens, mapOfHeads, svg };
+  return { NEWLINE, dataOf, label, running, short, number, valuesOf, strongest, sumOf, element, paint, roving, legend, colouredTokens, mapOfHeads, svg };
 })();

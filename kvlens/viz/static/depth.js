@@ -1,7 +1,7 @@
 // Layer by layer: a grid of depths (rows) and text tokens (columns), the text above it, the mean of each row beside it.
 "use strict";
 (() => {
-  const { dataOf, label, number, element, paint, roving, legend, svg } = KVLENS;
+  const { dataOf, label, short, number, element, paint, roving, legend, svg } = KVLENS;
 
   const meanCurve = (data, rowHeight) => {
     const width = 120, height = rowHeight * data.layers.length;
@@ -30,7 +30,7 @@
     data.tokens.forEach((token) => {
       const th = element("th", "sideways");
       th.scope = "col";
-      th.append(element("span", "", label(token).slice(0, 14)));
+      th.append(element("span", "", short(token, 14)));
       head.append(th);
     });
     table.append(caption, head);

@@ -1,12 +1,12 @@
 // The map of heads with its details, circuitsvis, and the frame of a notebook.
 "use strict";
 (() => {
-  const { dataOf, label, number, valuesOf, strongest, sumOf, element, legend, colouredTokens, mapOfHeads } = KVLENS;
+  const { dataOf, label, short, number, valuesOf, strongest, sumOf, element, legend, colouredTokens, mapOfHeads } = KVLENS;
 
   // --- one head's pattern, on a canvas: queries of the text downwards, keys of prompt and text across -----------------
 
   const columnsOf = (data) => ["prompt", "text"].flatMap((part) =>
-    data.columns[part].map(({ place, text }) => ({ part, place, text: label(text.length > 24 ? text.slice(0, 23) + "…" : text) })));
+    data.columns[part].map(({ place, text }) => ({ part, place, text: short(text, 24) })));
 
   const colourReader = (context) => {
     // the browser parses the style sheet's colours, whatever notation they have
@@ -65,7 +65,7 @@
       context.textAlign = "right";
       context.font = "10px ui-monospace, monospace";
       data.queries.forEach((query, row) =>
-        context.fillText(label(data.text[query]).slice(0, 16), box.left - 6, box.top + row * box.row + box.row - 3));
+        context.fillText(short(data.text[query], 16), box.left - 6, box.top + row * box.row + box.row - 3));
     }
     return box;
   };

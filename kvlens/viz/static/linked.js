@@ -2,7 +2,7 @@
 // attention output at a text token. Choosing in one panel recolours the other two.
 "use strict";
 (() => {
-  const { NEWLINE, dataOf, label, number, valuesOf, strongest, element, paint, roving, legend } = KVLENS;
+  const { NEWLINE, dataOf, label, running, number, valuesOf, strongest, element, paint, roving, legend } = KVLENS;
   const percent = (x) => `${number(100 * x)}\u00a0%`;
 
   const matrix = (quantised, nColumns) => {
@@ -22,7 +22,7 @@
     list.setAttribute("role", "group");
     list.setAttribute("aria-label", `${part} tokens`);
     const buttons = tokens.map((token, i) => {
-      const button = element("button", "token", token.replace(/\n/g, NEWLINE));
+      const button = element("button", "token", running(token).replace(/\n/g, NEWLINE));
       button.type = "button";
       list.append(button, "\n".repeat((token.match(/\n/g) ?? []).length)); // a line ends behind the button that shows it
       return button;

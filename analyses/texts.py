@@ -1,0 +1,136 @@
+"""Tokens as text, for tables, pages and terminals: a character stands at the token that completes it.
+
+A token of a byte-level tokenizer (GPT-2's, or SentencePiece where it falls back to bytes) may hold a part of a character only.
+Decoded alone it is unreadable. Here every token is read behind those before it, as UTF-8 is:
+
+- bytes that complete a character are shown as that character;
+- bytes whose character is not complete yet, or never will be, are shown one by one, as SentencePiece writes them: ``<0xC3>``.
+
+GPT-2 reads "你好" as four tokens of the bytes E4 BD, A0, E5 A5 and BD: they are shown as ``<0xE4><0xBD>``, ``你``,
+``<0xE5><0xA5>`` and ``好``. `joined` puts the texts of neighbours together without the parts that a later token completes: of a
+whole text it gives what the tokenizer decodes.
+"""
+
+import re
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from jaxtyping import Int
+from torch import Tensor
+
+from kvlens import HookedKVTransformer
+
+UNREADABLE = "\N{REPLACEMENT CHARACTER}"
+_BYTE = re.compile("<0x([0-9A-F]{2})>")
+_PARTS_AND_NEXT = re.compile("((?:<0x[0-9A-F]{2}>)+)([^\x00-\x7f])")
+_SHOWN_AS_THEMSELVES = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_OTHERS = [byte for byte in range(256) if byte not in _SHOWN_AS_THEMSELVES]
+BYTE_OF_LETTER = {chr(byte): byte for byte in _SHOWN_AS_THEMSELVES} | {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
+"""The alphabet in which GPT-2 and its like write bytes: printable Latin letters as they are, the others from U+0100 on."""
+
+
+class _Piece(NamedTuple):
+    """A token decoded alone, and its bytes where they are not UTF-8 by themselves."""
+
+    text: str
+    part: bytes | None
+
+
+def token_texts(model: HookedKVTransformer, tokens: Int[Tensor, " pos"]) -> list[str]:
+    """Each token of a text as text, as the module says; its number where the model has no tokenizer.
+
+    Args:
+        model: whose tokenizer reads them.
+        tokens: a text from its beginning; tokens that are no neighbours are read by `next_token_texts`.
+    """
+    return [text for text, _ in _read(model.tokenizer, tokens.tolist())]
+
+
+def next_token_texts(
+    model: HookedKVTransformer, tokens: Int[Tensor, " pos"], candidates: Int[Tensor, "pos candidate"]
+) -> list[list[str]]:
+    """Tokens that may follow, each as `token_texts` would show it there, so that the one that does follow has the same text.
+
+    Args:
+        model: whose tokenizer reads them.
+        tokens: a text from its beginning.
+        candidates: for each place of the text, tokens that may come behind it.
+
+    Returns:
+        The candidates' texts, place by place.
+    """
+    tokenizer, pieces = model.tokenizer, {}
+    if tokenizer is not None:
+        pieces = {token: _piece(tokenizer, token) for token in candidates.unique().tolist()}
+    found = []
+    for (_, waiting), row in zip(_read(tokenizer, tokens.tolist()), candidates.tolist(), strict=True):
+        found.append([_behind(waiting, pieces[token])[0] if pieces else str(token) for token in row])
+    return found
+
+
+def joined(texts: Iterable[str]) -> str:
+    """The text of neighbouring tokens, without those bytes that the character behind them completes."""
+    return _PARTS_AND_NEXT.sub(_without_completed, "".join(texts))
+
+
+def _without_completed(found: re.Match[str]) -> str:
+    parts, character = _BYTE.findall(found[1]), found[2]
+    whole = [f"{byte:02X}" for byte in character.encode(errors="replace")]
+    n = next((n for n in range(min(len(parts), len(whole) - 1), 0, -1) if parts[-n:] == whole[:n]), 0)
+    return "".join(f"<0x{byte}>" for byte in parts[: len(parts) - n]) + character
+
+
+def _read(tokenizer: Any, ids: list[int]) -> list[tuple[str, bytes]]:
+    """The text of every token, and the bytes behind it that wait for the rest of their character."""
+    if tokenizer is None:
+        return [(str(token), b"") for token in ids]
+    pieces = {token: _piece(tokenizer, token) for token in set(ids)}  # a long prompt says the same tokens often
+    found, waiting = [], b""
+    for token in ids:
+        text, waiting = _behind(waiting, pieces[token])
+        found.append((text, waiting))
+    return found
+
+
+def _behind(waiting: bytes, piece: _Piece) -> tuple[str, bytes]:
+    """The text of a piece behind bytes that wait for the rest of their character, and the bytes that wait then."""
+    if piece.part is None:
+        return piece.text, b""
+    read, text, at = waiting + piece.part, "", 0
+    while True:
+        try:
+            return text + read[at:].decode(), b""
+        except UnicodeDecodeError as error:
+            start, end = at + error.start, at + error.end
+            own = read[max(start, len(waiting)) : end]  # those that waited are shown already
+            text += read[at:start].decode() + "".join(f"<0x{byte:02X}>" for byte in own)
+            if error.reason == "unexpected end of data":
+                return text, read[start:]
+            at = end
+
+
+def _piece(tokenizer: Any, token: int) -> _Piece:
+    """A token as it stands inside a text: SentencePiece tokenizers drop the blank in front of one that they decode alone."""
+    text, name = tokenizer.decode([token]), tokenizer.convert_ids_to_tokens(token)
+    if not isinstance(name, str):
+        return _Piece(text, None)
+    if UNREADABLE in text:
+        part = _bytes_of(name)
+        return _Piece(text, part if part is not None and not _is_utf_8(part) else None)
+    blanks = len(name) - len(name.lstrip("\u2581 "))
+    return _Piece(" " * blanks + text.lstrip(" ") if blanks else text, None)
+
+
+def _bytes_of(name: str) -> bytes | None:
+    """The bytes that a vocabulary's entry stands for: ``<0xC3>``, or letters of GPT-2's alphabet; None for any other."""
+    if byte := _BYTE.fullmatch(name):
+        return bytes.fromhex(byte[1])
+    return bytes(BYTE_OF_LETTER[letter] for letter in name) if all(letter in BYTE_OF_LETTER for letter in name) else None
+
+
+def _is_utf_8(raw: bytes) -> bool:
+    try:
+        raw.decode()
+    except UnicodeDecodeError:
+        return False
+    return True

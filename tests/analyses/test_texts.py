@@ -1,0 +1,153 @@
+"""Tokens as text: a character stands at the token that completes it, whatever the tokenizer cuts it into."""
+
+import copy
+import re
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_text_model import PROMPT, tiny_text_model
+from tokenizers import Tokenizer, decoders, models
+
+from analyses import next_token_texts, prompt_by_depth, prompt_effect, token_texts
+from analyses.texts import UNREADABLE, joined
+from kvlens.pretrained.llama2c_tokenizer import read_llama2c_tokenizer
+
+TEXTS = {
+    "Latin": "Viele Grüße, ça va",
+    "Chinese": "你好，世界。",
+    "Arabic": "مرحبا بالعالم",
+    "Hindi": "नमस्ते",
+    "combined emoji": "a 😀 👨\u200d👩\u200d👧 👍🏽 🏴\U000e0067\U000e0062\U000e0065\U000e006e\U000e0067\U000e007f!",
+    "accent of its own": "cafe\u0301 e\u0301",
+}
+
+BYTES = {letter: byte for byte, letter in transformers.convert_slow_tokenizer.bytes_to_unicode().items()}
+"""GPT-2's alphabet, as transformers has it."""
+
+
+def model_of(tokenizer):
+    """A model as far as its tokenizer is asked."""
+    model = copy.copy(tiny_text_model())
+    model.tokenizer = tokenizer
+    return model
+
+
+@pytest.fixture(scope="module", params=["kvlens' own", "GPT-2", "llama2.c"])
+def model(request):
+    if request.param == "kvlens' own":
+        return tiny_text_model()
+    data = request.getfixturevalue("outside_data")
+    if request.param == "llama2.c":
+        return model_of(read_llama2c_tokenizer(data / "tok512.bin", 512))
+    gpt2 = transformers.GPT2TokenizerFast(vocab=str(data / "gpt2-vocab.json"), merges=str(data / "gpt2-merges.txt"))
+    return model_of(gpt2)
+
+
+def ids_of(model, text: str) -> torch.Tensor:
+    return torch.tensor(model.tokenizer(text, add_special_tokens=False)["input_ids"], dtype=torch.long)
+
+
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+def test_texts_are_whole_characters_and_make_up_the_text(model, text):
+    ids = ids_of(model, text)
+    texts = token_texts(model, ids)
+    assert joined(texts).removeprefix(" " if text[0] != " " else "") == text  # SentencePiece puts a blank in front
+    assert not [shown for shown in texts if UNREADABLE in shown or shown == ""]
+    parts = [_bytes(model, token) for token in ids.tolist()]
+    for n in range(1, len(ids)):  # a character stands where the text so far has it, and not later
+        so_far = re.sub("(<0x..>)+$", "", joined(texts[:n])).removeprefix(" " if text[0] != " " else "")
+        assert text.startswith(so_far)
+        raw = b"".join(parts[:n]).removeprefix(b" " if text[0] != " " else b"")
+        assert so_far == raw.decode(errors="ignore")
+
+
+def _bytes(model, token: int) -> bytes:
+    """Of a token of these three vocabularies, in the slow and obvious way."""
+    name = model.tokenizer.convert_ids_to_tokens(token)
+    if found := re.fullmatch("<0x(..)>", name):
+        return bytes.fromhex(found[1])
+    if isinstance(model.tokenizer.backend_tokenizer.decoder, decoders.ByteLevel):
+        return bytes(BYTES[letter] for letter in name)
+    return name.encode()
+
+
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+def test_a_guess_that_is_right_has_the_text_of_the_token_that_follows(model, text):
+    ids = ids_of(model, text)
+    guesses = torch.stack([ids[1:], ids[:-1]], dim=1)
+    assert [right for right, _ in next_token_texts(model, ids[:-1], guesses)] == token_texts(model, ids)[1:]
+
+
+def test_bytes_by_hand():
+    model, byte = tiny_text_model(), {}
+    for letter, value in BYTES.items():
+        byte[value] = model.tokenizer.convert_tokens_to_ids(letter)
+
+    def shown(raw: bytes) -> list[str]:
+        return token_texts(model, torch.tensor([byte[value] for value in raw]))
+
+    assert shown(b"\xc3\x9f\xe4\xbd\xa0") == ["<0xC3>", "ß", "<0xE4>", "<0xBD>", "你"]
+    assert shown(b"\xe4\xbd") == ["<0xE4>", "<0xBD>"]  # the text ends within a character
+    assert shown(b"\xe4\xbda\x9f") == ["<0xE4>", "<0xBD>", "a", "<0x9F>"]  # never completed, and completing nothing
+    assert shown(b"\xc3\xc3\x9f") == ["<0xC3>", "<0xC3>", "ß"]
+    assert joined(shown(b"a\xc3\xc3\x9f\xe4\xbd")) == "a<0xC3>ß<0xE4><0xBD>"  # what completes nothing stays
+
+
+@settings(deadline=None)
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=20), st.integers(0, 20))
+def test_any_text_comes_back(text, n):
+    model = tiny_text_model()
+    ids = ids_of(model, text)
+    assert joined(token_texts(model, ids)) == text
+    raw = re.sub(b"<0x(..)>", lambda byte: bytes.fromhex(byte[1].decode()), joined(token_texts(model, ids[:n])).encode())
+    assert raw.decode(errors="replace") == model.tokenizer.decode(ids[:n])
+
+
+def test_pieces_of_sentence_piece_keep_their_blanks():
+    """Its tokenizers drop the blank of a token that they decode alone."""
+    raw = Tokenizer(models.WordLevel({"\u2581the": 0, "\u2581": 1, "cat": 2, "\u2581\u2581s": 3}, unk_token="\u2581"))
+    raw.decoder = decoders.Metaspace()
+    model, tokens = model_of(transformers.PreTrainedTokenizerFast(tokenizer_object=raw)), torch.tensor([0, 1, 2, 3, 0])
+    assert model.tokenizer.decode([0]) == "the"
+    assert token_texts(model, tokens) == [" the", " ", "cat", "  s", " the"]
+    assert joined(token_texts(model, tokens)).lstrip() == model.tokenizer.decode(tokens).lstrip()
+
+
+def test_without_a_tokenizer_tokens_are_numbers():
+    model = model_of(None)
+    assert token_texts(model, torch.tensor([3, 1])) == ["3", "1"]
+    assert next_token_texts(model, torch.tensor([3, 1]), torch.tensor([[4], [5]])) == [["4"], ["5"]]
+
+
+def test_a_long_prompt_asks_the_tokenizer_once_for_each_token_that_it_has():
+    model, asked = tiny_text_model(), []
+
+    class Counting:
+        def decode(self, ids):
+            asked.append(ids)
+            return model.tokenizer.decode(ids)
+
+        def convert_ids_to_tokens(self, token):
+            return model.tokenizer.convert_ids_to_tokens(token)
+
+    ids = ids_of(model, "你好 ").repeat(65_536 // 7)
+    assert joined(token_texts(model_of(Counting()), ids)) == "你好 " * (65_536 // 7)
+    assert len(asked) == len(ids.unique()) and all(len(one) == 1 for one in asked)
+
+
+def test_tables_hold_whole_characters():
+    model, text = tiny_text_model(), " Grüße 你好"
+    effect = prompt_effect(model, PROMPT, text)
+    first = effect[effect["condition"] == "with_prompt"]
+    assert joined(first["token"]) == text
+    agrees = first["predicted_token"] == first["next_token"]
+    ids = model.to_tokens(text, prepend_bos=False)[0]
+    whole = torch.cat([model.to_tokens(PROMPT)[0], ids])
+    assert agrees.tolist()[:-1] == (model(whole[None])[0, -len(ids) : -1].argmax(dim=-1) == ids[1:]).tolist()
+    by_depth = prompt_by_depth(model, PROMPT, text)
+    last = by_depth[by_depth["layer"] == model.cfg.n_layers]
+    assert last["guess_with"].tolist() == first["predicted_token"].tolist()
+    assert not by_depth[["token", "guess_with", "guess_without"]].map(lambda shown: UNREADABLE in shown).any(axis=None)
