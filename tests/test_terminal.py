@@ -27,6 +27,7 @@ def test_a_signal_ends_a_command_and_says_so(number, word, status, monkeypatch, 
 def test_controls_marks_and_line_ends_become_signs_and_letters_stay():
     assert visible("a\x1b[31m\x07\x9b\u202e\u2066\u200f\u2028\u2029\x85\n\ud800b") == f"a{UNREADABLE}[31m{UNREADABLE * 10}b"
     assert visible("naïve 語 ⏎ é ·") == "naïve 語 ⏎ é ·"
+    assert visible("👨\u200d👩 می\u200cخواهم") == "👨\u200d👩 می\u200cخواهم"  # joiners are spelling
 
 
 def test_a_parser_proposes_the_nearest_of_its_own_options():

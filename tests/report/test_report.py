@@ -9,6 +9,7 @@ import shutil
 import pandas as pd
 import pytest
 import torch
+from rich.cells import cell_len
 from rich.console import Console
 from tiny_text_model import PROMPT, TEXT, tiny_text_model, tiny_tokenizer
 
@@ -384,6 +385,16 @@ def test_the_view_fits_80_columns_and_has_no_colours_in_a_pipe(report):
     for words in ("exact to rounding", "with prompt", "layer 1", "the same, token by token"):
         assert words in view
     assert "\x1b" in shown(report, force_terminal=True)
+
+
+def test_the_view_shows_whole_characters_in_80_columns():
+    text = " Viele Grüße, 你好世界你好世界 " * 3 + "你\u200d"
+    report = build_report(tiny_text_model(n_ctx=512), text, text + "好", model_name="北京", new_tokens=3)
+    view = shown(report)
+    assert "\N{REPLACEMENT CHARACTER}" not in view.split("4  Generated text")[0] and "你好" in view
+    assert max(map(cell_len, view.splitlines())) <= 80
+    for row in view.split("where it helps most\n")[1].split("\n\n")[0].splitlines()[1:]:
+        assert re.fullmatch(r" +\d+ .* \d\.\d{3} +\d\.\d{3}", row), row
 
 
 def test_the_heat_map_numbers_are_the_table(report):

@@ -1,6 +1,8 @@
 """The pages in a browser: they draw, clicking works, nothing is requested, and what a prompt holds is shown and never run."""
 
+import html
 import json
+import re
 
 import pandas as pd
 import pytest
@@ -9,7 +11,9 @@ from headless_chromium import CHROMIUM, WITHOUT, tags_and_handlers, visible_text
 from tiny_text_model import PROMPT, TEXT, tiny_text_model
 
 from analyses import HeadDetails
+from analyses.texts import joined
 from kvlens.report import build_report, write_report
+from kvlens.report.page import build_page
 from kvlens.viz import (
     Page,
     attention_view,
@@ -19,6 +23,7 @@ from kvlens.viz import (
     generated_text,
     head_heatmap,
 )
+from kvlens.viz._text import label, running
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason=WITHOUT)]
 
@@ -85,6 +90,23 @@ def test_the_report_draws_and_asks_the_network_for_nothing(report, tmp_path):
     strongest = report.tables["bias_by_head"].nlargest(1, "ablation_kl").iloc[0]
     assert f'data-selected="{int(strongest["layer"])}.{int(strongest["head"])}"' in seen.dom
     assert f"Layer {int(strongest['layer'])}, head {int(strongest['head'])}" in text
+
+
+def test_tokens_are_shown_as_whole_characters(tmp_path):
+    """The page's own letters of a token are those of the pictures; nothing is a box that the tokenizer made."""
+    text = " Grüße 你好 e\u0301 👨\u200d👩 مرحبا"
+    report = build_report(tiny_text_model(n_ctx=512), text + PROMPT, text, model_name="tiny", new_tokens=3)
+    report.summary["generation"] |= dict.fromkeys(("with_prompt", "converted", "without_prompt"), "")
+    (tmp_path / "page.html").write_text(build_page(report).to_html(), encoding="utf-8")
+    seen = visit(tmp_path / "page.html", tmp_path)
+    buttons = re.findall(r'<button class="token[^>]*aria-label="text (\d+) “([^”]*)”[^>]*>([^<]*)</button>', seen.dom)
+    tokens = report.linked.text
+    assert [int(place) for place, _, _ in buttons] == list(range(len(tokens)))
+    assert [html.unescape(name) for _, name, _ in buttons] == [label(token) for token in tokens]
+    assert [html.unescape(shown) for _, _, shown in buttons] == [running(token) for token in tokens]
+    assert joined(tokens) == text and "你" in "".join(tokens)
+    shown = visible_text(seen.dom)
+    assert "\N{REPLACEMENT CHARACTER}" not in shown and "holds a part of a character" in shown
 
 
 def test_the_policy_refuses_what_escaping_would_have_missed(tmp_path):

@@ -22,7 +22,7 @@ from kvlens.viz import (
 from kvlens.viz._blocks import block_means, block_size, strongest_positions
 from kvlens.viz._details import details_json
 from kvlens.viz._document import SCRIPTS, circuitsvis_bundle
-from kvlens.viz._text import html_text, label, number, script_json
+from kvlens.viz._text import html_text, label, number, part_note, running, script_json
 
 NASTY = ["$x^2$", "🙂", "\n", "שלום", "<b>", "\x00", "_{"]
 
@@ -215,6 +215,24 @@ def test_text_is_escaped():
     assert label(" a\n\t") == "·a⏎⇥"
     with pytest.raises(ValueError, match="not JSON compliant"):
         script_json(math.nan)
+
+
+@pytest.mark.parametrize(
+    ("token", "in_text", "on_an_axis"),
+    [
+        (" <0xE4><0xBD>", " ⋯", "·<0xE4><0xBD>"),
+        ("ß<0xC3>", "ß⋯", "ß<0xC3>"),
+        ("\u0301 a", "◌\u0301 a", "◌\u0301·a"),  # an accent is seen, and not on what stands before the token
+        ("\u200d", "⋯", "<U+200D>"),
+        ("👨\u200d👩", "👨\u200d👩", "👨\u200d👩"),
+        ("", "", ""),
+    ],
+)
+def test_parts_of_characters_are_seen(token, in_text, on_an_axis):
+    assert (running(token), label(token)) == (in_text, on_an_axis)
+    assert bool(part_note(["a ⋯", token])) == ("⋯" in in_text)
+    coloured = coloured_tokens(["a", token], [1.0, -1.0])
+    assert f">{html_text(in_text)}</span>" in coloured.body and (part_note([token]) in coloured.body)
 
 
 # --- bad input ----------------------------------------------------------------------------------------------------------
