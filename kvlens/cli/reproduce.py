@@ -98,11 +98,11 @@ def _tell(text: str) -> None:
 
 def _print_summary(summary: dict[str, Any], folder: Path) -> None:
     for comparison in summary["comparisons"]:
-        told = {True: "holds", False: "does not hold", None: "cannot be told at this scale"}[comparison["holds"]]
-        verdict = told if comparison["judged"] else "no verdict"
         paper = "-" if comparison["paper"] is None else _number(comparison["paper"])
-        print(f"\n{comparison['what']}\n  paper {paper}   here {_number(comparison['ours'])}   {verdict}")
+        print(f"\n{comparison['what']}\n  paper {paper}   here {_number(comparison['ours'])}   {comparison['verdict']}")
         print(textwrap.fill(comparison["claim"], 80, initial_indent="  ", subsequent_indent="  "))
+        if comparison["untrained"] is not None:
+            print(textwrap.fill(comparison["untrained"], 80, initial_indent="  ", subsequent_indent="  "))
     for sentence in summary["differences"]:
         print(textwrap.fill(f"difference: {sentence}", 80, subsequent_indent="  "))
     print(f"\n{summary['seconds']:g} s; written to {visible(str(folder))}: summary.json, {', '.join(summary['files'])}")

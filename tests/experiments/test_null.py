@@ -89,7 +89,7 @@ def stacked(tables: Iterable[pd.DataFrame]) -> pd.DataFrame:
 
 def hops_runs(runs):
     return hops.compare(
-        stacked(runs.table(v, model=m, n_layers=2, k=k, chance=0.25) for m, v in pair(runs).items() for k in (1, 2))
+        stacked(runs.table(v, model=m, n_layers=2, k=k, chance=0.25) for m, v in pair(runs).items() for k in (1, 2)), {}
     )
 
 
@@ -100,12 +100,14 @@ def ngram_runs(runs):
 
 def arithmetic_runs(runs):
     fixed = dict(row="r", stands_for="Tr12-Te15", max_ops=3, test_ops=4, chance=0.01, way=arithmetic.SOME_STEP)
-    return arithmetic.compare(stacked(runs.table(v, model=m, n_ops=n, **fixed) for m, v in pair(runs).items() for n in (3, 4)))
+    return arithmetic.compare(
+        stacked(runs.table(v, model=m, n_ops=n, **fixed) for m, v in pair(runs).items() for n in (3, 4)), {}
+    )
 
 
 def width_runs(runs):
     values = {induction_width.PLAIN_2: runs(), induction_width.SHIFT_1: runs(lead=1)}
-    return induction_width.compare(stacked(runs.table(v, model=m, d_model=8, n_parameters=9) for m, v in values.items()))
+    return induction_width.compare(stacked(runs.table(v, model=m, d_model=8, n_parameters=9) for m, v in values.items()), {})
 
 
 def depth_runs(runs):
@@ -122,12 +124,12 @@ def depth_runs(runs):
     steps = stacked(
         runs.table(runs(lead), model=m).assign(steps=lambda t: 500 - 100 * t["accuracy"]) for m, lead in fast.items()
     )
-    return induction_depth.compare(curves, steps, limit=10_000)
+    return induction_depth.compare(curves, steps, limit=10_000, why={})
 
 
 def rate_runs(runs):
     return learning_rate.compare(
-        stacked(runs.table(v, model=m, learning_rate=1e-2, heldout_loss=-v, diverged=False) for m, v in pair(runs).items())
+        stacked(runs.table(v, model=m, learning_rate=1e-2, heldout_loss=-v, diverged=False) for m, v in pair(runs).items()), {}
     )
 
 
@@ -140,7 +142,8 @@ def diverging_runs(runs):
         stacked(
             runs.table(v, model=m, learning_rate=rate, heldout_loss=4.0, diverged=(v < bar) & (rate > 1e-3))
             for (m, rate), v in values.items()
-        )
+        ),
+        {},
     )
 
 
@@ -165,12 +168,12 @@ def compare_scaling(runs, leads):
         runs.table(v, model=m, size="a", non_embedding=9, step=steps[at], split="heldout", loss=v)
         for (m, at), v in losses.items()
     )
-    return [*scaling.compare(finals), scaling.compare_course(course)]
+    return [*scaling.compare(finals, {}), scaling.compare_course(course, {})]
 
 
 def variants_runs(runs):
     losses = {m: -runs(lead=m == variants.FREE) for m in variants.VARIANTS}
-    return variants.compare(stacked(runs.table(v, model=m, train_loss=v, heldout_loss=0.0) for m, v in losses.items()))
+    return variants.compare(stacked(runs.table(v, model=m, train_loss=v, heldout_loss=0.0) for m, v in losses.items()), {})
 
 
 def bias_runs(runs):
@@ -180,7 +183,10 @@ def bias_runs(runs):
 
 def dual_variants_runs(runs):
     return dual_variants.compare(
-        stacked(runs.table(v, task=t, model=m, log_ratio=v) for t, m in dual_variants.CLAIMS for v in [runs(lead=1) - runs()])
+        stacked(
+            runs.table(v, task=t, model=m, end=v, course=v) for t, m in dual_variants.CLAIMS for v in [runs(lead=1) - runs()]
+        ),
+        {},
     )
 
 
@@ -206,7 +212,8 @@ def layer_runs(runs):
 def conversion_runs(runs):
     """Every way of the experiment, each better than the one that it is held against; errors around 2."""
     s = softmax_conversion
-    settings = dict(continuations=[9, 10], random=[4], keys=[2], polish_steps=1, polished_budgets=["greedy"], distil_steps=1)
+    settings = dict(continuations=[9, 10], random=[4], keys=[2], polish_steps=1, polished_budgets=["greedy"])
+    settings |= dict(distil_steps=1, distil_texts=10)
     rank = {
         (s.DROPPED, 0, 0): 0, (s.IID, 4, 9): 1, (s.ORTHOGONAL, 4, 9): 1, (s.TOP, 2, 9): 1, (s.WINDOW, 2, 0): 1,
         (s.EQUAL, 2, 9): 2, (s.GREEDY, 2, 9): 3, (s.GREEDY, 2, 10): 4, (s.POLISHED, 2, 10): 5,
@@ -379,7 +386,7 @@ def test_real_runs_of_one_model_under_two_names():
     shared = {"plain": draws[:, :6].ravel(), "KV shift": draws[:, 6:12].ravel()}
     case = Case("hops", lambda runs: hops.compare(stacked(
         runs.table(v, model=m, n_layers=1, k=1, chance=1 / 3) for m, v in shared.items()
-    )))  # fmt: skip
+    ), {}))  # fmt: skip
     assert ((judged(case, "normal", 0.0)[1] != 0).mean(axis=1) <= MOST).all()
 
 

@@ -32,8 +32,9 @@ def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
         seeds = settings["seeds"]
         W = draw_tasks(seeds, d_x)
         layer = draw_layer(seeds, d_x + 1, Variant())
-        course = train_layer(layer, W, settings, task, seeds, settings["learning_rate"])
-        tell(f"{task}: held-out error {float(course[0][1].mean()):.3g} -> {float(course[-1][1].mean()):.3g}")
+        rates = torch.full((len(seeds),), settings["learning_rate"], dtype=torch.float64)
+        course = train_layer(layer, W, settings, task, settings["steps"], seeds, rates)
+        tell(f"{task}: held-out error over the variance {float(course[0][1].mean()):.3g} -> {float(course[-1][1].mean()):.3g}")
         tests = draw_sequences(W, task, seeds, 4, settings["test_sequences"], settings["n_demonstrations"])
         with torch.no_grad():
             q, k, v = layer.projections(tests.tokens)
@@ -136,7 +137,6 @@ def _scale(seeds: list[int], steps: int, tests: int) -> dict[str, Any]:
         n_demonstrations=15,
         batch_size=8,
         steps=steps,
-        eval_every=max(1, steps // 2),
         heldout_sequences=64,
         test_sequences=tests,
         learning_rate=0.05,

@@ -26,6 +26,10 @@ from kvlens.ops.attention_variants import augment, lowest_scored, mean_of_negati
 
 TASKS: dict[str, Callable[[Tensor], Tensor]] = {"linear": lambda y: y, "trigonometric": torch.cos, "exponential": torch.exp}
 
+N_EVALUATIONS = 20
+BLOCK = 100
+"""Steps whose sequences are drawn at once."""
+
 
 class Sequences(NamedTuple):
     """Tokens with the last label hidden, and that label."""
@@ -72,23 +76,27 @@ class Layer:
         """All of them."""
         return [self.W_Q, self.W_K, self.W_V, *self.key_mlp, *self.value_mlp]
 
-    def outputs(self, x: Float[Tensor, "seed batch token d"]) -> Float[Tensor, "seed batch token d"]:
-        """z of every token."""
-        q, k, v = self.projections(x)
+    def outputs(self, x: Float[Tensor, "seed batch token d"], last: int | None = None) -> Float[Tensor, "seed batch query d"]:
+        """z of every token, or of the ``last`` ones."""
+        variant = self.variant
+        whole = last is None or (variant.negatives > 0 and variant.per == "label")  # each token has negatives of its own
+        n = x.shape[-2] if last is None else last
+        q, k, v = self.projections(x, None if whole else n)
         scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
-        variant, pattern = self.variant, scores.softmax(dim=-1)
+        pattern = scores.softmax(dim=-1)
         z = pattern @ v
         if variant.negatives:
             visible = torch.ones(1, 1, 1, 1, dtype=torch.bool).expand(1, 1, *scores.shape[-2:])
             mean = mean_of_negatives(v, lowest_scored(scores, visible, variant.negatives))
             z = z - variant.beta * (mean if variant.per == "query" else pattern @ mean)
         if variant.alpha:
-            z = (z - variant.alpha * v) / (1 - variant.alpha if variant.normalised else 1)
-        return z
+            z = (z - variant.alpha * v[..., -z.shape[-2] :, :]) / (1 - variant.alpha if variant.normalised else 1)
+        return z[..., -n:, :]
 
-    def projections(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v, behind their MLPs."""
-        q, k, v = (x @ w[:, None] for w in (self.W_Q, self.W_K, self.W_V))
+    def projections(self, x: Tensor, n_queries: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v, behind their MLPs; q of the last ``n_queries`` tokens, or of all."""
+        asked = x if n_queries is None else x[..., -n_queries:, :]
+        q, k, v = (tokens @ w[:, None] for tokens, w in ((asked, self.W_Q), (x, self.W_K), (x, self.W_V)))
         return q, _through(k, self.key_mlp), _through(v, self.value_mlp)
 
 
@@ -128,28 +136,61 @@ def draw_layer(seeds: list[int], d: int, variant: Variant, stream: int = 2) -> L
 
 def losses(layer: Layer, sequences: Sequences) -> Float[Tensor, " seed"]:
     """Mean squared error of the last token's label, of every seed."""
-    predicted = layer.outputs(sequences.tokens)[..., -1, -1]
+    predicted = layer.outputs(sequences.tokens, last=1)[..., -1, -1]
     return (predicted - sequences.answers).square().mean(dim=1)
 
 
 def train_layer(
-    layer: Layer, W: Tensor, settings: Mapping[str, Any], task: str, seeds: list[int], learning_rate: float
-) -> list[tuple[int, Tensor]]:
-    """Plain gradient descent; (step, held-out losses of the seeds) at every evaluation, the last step included."""
-    n, batch, steps = settings["n_demonstrations"], settings["batch_size"], settings["steps"]
-    heldout = draw_sequences(W, task, seeds, 3, settings["heldout_sequences"], n)
-    course = []
-    for step in range(steps + 1):
-        if step % settings["eval_every"] == 0 or step == steps:
+    layer: Layer,
+    W: Float[Tensor, "seed d_x"],
+    settings: Mapping[str, Any],
+    task: str,
+    steps: int,
+    seeds: list[int],
+    rates: Float[Tensor, " seed"],
+) -> list[tuple[int, Float[Tensor, " seed"]]]:
+    """Plain gradient descent; a course of held-out errors.
+
+    Args:
+        layer: changed in place.
+        W: of every seed's task.
+        settings: ``batch_size`` (1: an update for each sequence, as in the paper), ``heldout_sequences``,
+            ``n_demonstrations``.
+        task: a key of `TASKS`.
+        steps: updates.
+        seeds: of the rows; one that comes twice has the same sequences twice.
+        rates: learning rate of every row.
+
+    Returns:
+        (step, error) at every evaluation, the last step included. Errors are those of the last label, over the variance of the
+        held-out labels: 1 is what the best constant leaves, and infinite is a row that diverged.
+    """
+    n = settings["n_demonstrations"]
+    drawn = list(dict.fromkeys(seeds))
+    rows = torch.tensor([drawn.index(seed) for seed in seeds])
+    own = W[[seeds.index(seed) for seed in drawn]]
+
+    def sequences(stream: int, n_sequences: int) -> Sequences:
+        return Sequences(*(part[rows] for part in draw_sequences(own, task, drawn, stream, n_sequences, n)))
+
+    heldout = sequences(3, settings["heldout_sequences"])
+    variance = heldout.answers.var(dim=1, correction=0)
+    course, every = [], max(1, steps // N_EVALUATIONS)
+    for block in range(0, steps + 1, BLOCK):
+        batches = sequences(1000 + block, BLOCK * settings["batch_size"])
+        for step in range(block, min(block + BLOCK, steps + 1)):
+            if step % every == 0 or step == steps:
+                with torch.no_grad():
+                    error = losses(layer, heldout) / variance
+                course.append((step, error.where(error.isfinite(), torch.inf)))
+            if step == steps:
+                break
+            here = slice((step - block) * settings["batch_size"], (step - block + 1) * settings["batch_size"])
+            loss = losses(layer, Sequences(batches.tokens[:, here], batches.answers[:, here])).sum()
+            gradients = torch.autograd.grad(loss, layer.parameters)
             with torch.no_grad():
-                course.append((step, losses(layer, heldout)))
-        if step == steps:
-            break
-        loss = losses(layer, draw_sequences(W, task, seeds, 1000 + step, batch, n)).sum()
-        gradients = torch.autograd.grad(loss, layer.parameters)
-        with torch.no_grad():
-            for parameter, gradient in zip(layer.parameters, gradients, strict=True):
-                parameter -= learning_rate * gradient
+                for parameter, gradient in zip(layer.parameters, gradients, strict=True):
+                    parameter -= rates.view(-1, 1, 1) * gradient
     return course
 
 

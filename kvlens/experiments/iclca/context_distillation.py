@@ -8,11 +8,14 @@ context distillation:
 
 The second objective asks more of the prompted model (its whole distribution at every place), and learns more from every text.
 What has to be stored is every weight that changed.
+
+As a baseline it gets the care that any other method gets (`distil_best`): the learning rate is chosen, on texts that are held
+out from the steps, and what all of it read is counted.
 """
 
 import time
-from collections.abc import Callable
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -27,6 +30,8 @@ OBJECTIVES: tuple[Objective, ...] = ("pairs", "distributions")
 QUERY = 4
 """Tokens of a text that are its query; the rest is the answer."""
 TEXTS_PER_STEP = 16
+HELD_OUT = 8
+"""Of so many texts one is held out from the steps, to choose the learning rate on."""
 
 
 class Distilled(NamedTuple):
@@ -37,12 +42,14 @@ class Distilled(NamedTuple):
         n_changed: weights that changed, all of which must be stored.
         seconds: of the steps and of reading the texts with the prompt.
         losses: of every step.
+        passes: tokens read or written, in units of one pass over the prompt; a step's backward pass is not counted.
     """
 
     model: HookedKVTransformer
     n_changed: int
     seconds: float
     losses: Float[Tensor, " step"]
+    passes: float
 
 
 def distil(
@@ -93,7 +100,37 @@ def distil(
     losses = torch.stack(list(descent))
     copy.requires_grad_(False)
     n_changed = sum(int((new != old).sum()) for new, old in zip(free, before, strict=True))
-    return Distilled(copy, n_changed, time.perf_counter() - start, losses)
+    n_tokens = texts.numel() * (2 if target is None else 3) + (0 if target is None else len(texts) * len(prompt))
+    n_tokens += steps * min(TEXTS_PER_STEP, len(texts)) * texts.shape[1]
+    return Distilled(copy, n_changed, time.perf_counter() - start, losses, n_tokens / len(prompt))
+
+
+def distil_best(
+    model: HookedKVTransformer,
+    prompt: Int[Tensor, " prompt_pos"],
+    texts: Int[Tensor, "text pos"],
+    *,
+    learning_rates: Sequence[float],
+    objective: Objective = "distributions",
+    **options: Any,
+) -> Distilled:
+    """`distil` at each of several learning rates; the copy that is best, by its objective, on an eighth of the texts.
+
+    Those texts are read by no step. Seconds and passes are those of all copies.
+
+    Args:
+        model, prompt, texts, objective: as for `distil`.
+        learning_rates: which to try.
+        options: the rest of what `distil` takes.
+    """
+    n_heldout = max(1, len(texts) // HELD_OUT)
+    seen, heldout = texts[:-n_heldout], texts[-n_heldout:]
+    target = prompted_logits(model, prompt, heldout) if objective == "distributions" else None
+    found = [distil(model, prompt, seen, objective=objective, learning_rate=rate, **options) for rate in learning_rates]
+    with torch.no_grad():
+        best = min(found, key=lambda one: float(_loss(one.model, heldout, target)))
+    read = heldout.numel() * (2 + len(found)) / len(prompt) + sum(one.passes for one in found)
+    return best._replace(seconds=sum(one.seconds for one in found), passes=read)
 
 
 @torch.no_grad()

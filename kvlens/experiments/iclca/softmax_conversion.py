@@ -20,7 +20,7 @@ from torch import Tensor
 from kvlens import zoo
 from kvlens.conversion import convert_prompt
 from kvlens.errors import KVLensError
-from kvlens.experiments.iclca.context_distillation import OBJECTIVES, distil, prompted_logits
+from kvlens.experiments.iclca.context_distillation import OBJECTIVES, distil_best, prompted_logits
 from kvlens.experiments.shared.judge import JUDGE
 from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
 from kvlens.experiments.shared.sampling import sampled
@@ -159,16 +159,17 @@ def _window(exact: KVBias, r: int) -> KVBias:
 def _distilled(
     model: HookedKVTransformer, prompt: Tensor, texts: Tensor, settings: Mapping[str, Any], seed: int
 ) -> Iterator[dict[str, Any]]:
-    """A row for each way to teach a copy of the model the prompt, on as many continuations as the richest fits read."""
-    n = max(settings["continuations"])
+    """A row for each way to teach a copy of the model the prompt; on the continuations that they read, and at their price."""
+    n = settings["distil_texts"]
     generator = torch.Generator().manual_seed(2_000 + seed)
     seen = sampled(model, prompt.expand(n, -1), settings["n_text"], generator)[:, len(prompt) :]
-    steps = dict(steps=settings["distil_steps"], learning_rate=settings["distil_learning_rate"], seed=seed)
+    steps = dict(steps=settings["distil_steps"], learning_rates=settings["distil_rates"], seed=seed)
     for objective in OBJECTIVES if settings["distil_steps"] else ():
-        copy, n_changed, seconds, _ = distil(model, prompt, seen, objective=objective, **steps)
+        copy, n_changed, seconds, _, passes = distil_best(model, prompt, seen, objective=objective, **steps)
         figures = _figures(prompted_logits(model, prompt, texts), copy(texts, attention_mask=torch.ones_like(texts)))
         size = {"method": DISTILLED[objective], "keys_per_head": 0, "n_continuations": n, "stored_numbers": n_changed}
-        yield {**size, **figures, "fit_seconds": seconds, "fit_steps": settings["distil_steps"]}
+        cost = {"fit_seconds": seconds, "fit_steps": settings["distil_steps"], "reference_passes": passes}
+        yield {**size, **figures, **cost}
 
 
 @torch.no_grad()
@@ -226,9 +227,9 @@ def compare(contexts: pd.DataFrame, settings: Mapping[str, Any]) -> Iterator[Com
 def compare_with_distillation(contexts: pd.DataFrame, settings: Mapping[str, Any]) -> Iterator[Comparison]:
     """The naive conversion against the fewest fitted keys, by the divergence, which is what distillation makes small."""
     kl = contexts.set_index([*SIZE, "context"])["kl"].sort_index()
-    r, least, most = min(settings["keys"]), min(settings["continuations"]), max(settings["continuations"])
+    r, least, n = min(settings["keys"]), min(settings["continuations"]), settings["distil_texts"]
     for method in DISTILLED.values() if settings["distil_steps"] else ():
-        ratio = kl[GREEDY, r, least] / kl[method, 0, most]
+        ratio = kl[GREEDY, r, least] / kl[method, 0, n]
         yield Comparison(
             f"divergence of the next token: {GREEDY}, {r} keys, over {method}",
             None,
@@ -269,7 +270,7 @@ def _scale(**changes: Any) -> dict[str, Any]:
         polished_budgets=["equal", "greedy"],
     )
     methods = dict(keys=[4, 8, 16, 32], random=[64, 1024], taylor=True, learned=[64])
-    methods |= dict(distil_steps=100, distil_learning_rate=3e-4)
+    methods |= dict(distil_texts=96, distil_steps=200, distil_rates=[3e-4, 1e-3])
     return {"model": "facts-gpt2", "tokenizer": None, **sizes, **methods, **changes}
 
 
@@ -282,10 +283,10 @@ EXPERIMENT = Experiment(
         "tiny": _scale(
             n_prompt=8, n_text=4, n_texts=2, continuations=[9, 10], n_contexts=1, keys=[4], random=[16], polish_steps=2
         )
-        | dict(distil_steps=2),
+        | dict(distil_texts=10, distil_steps=2),
         "small": _scale(),
         "paper": _scale(n_prompt=128, n_text=64, keys=[8, 16, 32], random=[64, 4096], continuations=[24, 96], polish_steps=400)
-        | dict(distil_steps=400),
+        | dict(distil_texts=384, distil_steps=800, distil_rates=[3e-4, 1e-3, 3e-3]),
     },
     cost={
         "tiny": "seconds",

@@ -12,15 +12,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pandas as pd
-import torch
-from jaxtyping import Int
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from torch import Tensor
 
-from kvlens.experiments.kvsa.text_scales import PAPER_TEXT, PAPER_TRAINING, SMALL_TEXT, TINY_TEXT
-from kvlens.experiments.shared.curves import PLAIN, SHIFTED, train_and_compare
+from kvlens.experiments.kvsa.text_scales import PAPER_TEXT, PAPER_TRAINING, SMALL_TEXT, TINY_TEXT, text_goal
+from kvlens.experiments.shared.curves import PLAIN, SHIFTED, of_heldout, train_and_compare
 from kvlens.experiments.shared.judge import JUDGE
+from kvlens.experiments.shared.learned import Goal
 from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
 from kvlens.experiments.shared.seeds import differences_by_seed, final_losses, mean_and_spread, tokens_seen
 from kvlens.tasks import Task
@@ -42,14 +40,14 @@ def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
         ],
         ignore_index=True,
     )
-    windows = task.windows
-    no_context = frequency_loss(windows["train"].tokens, windows["heldout"].tokens, task.d_input)
+    goal = text_goal(task)
+    no_context = goal.chance
     runs = final_losses(course, by=("model", "learning_rate", "seed"))
     runs = runs.assign(diverged=runs["heldout_loss"] > no_context)
     return Outcome(
         tables={"course": course, "runs": runs},
         figure=draw(runs, no_context),
-        comparisons=compare(runs),
+        comparisons=compare(runs, untrained(of_heldout(course), goal)),
         differences=[
             f"The models have {course['n_parameters'].max():,.0f} parameters and see {tokens_seen(settings):,} tokens of "
             "another corpus. Small models bear larger learning rates than the paper's do: the plain model does best at "
@@ -80,14 +78,26 @@ def train_or_diverge(
     return course.assign(learning_rate=rate)
 
 
-def frequency_loss(train: Int[Tensor, " train"], heldout: Int[Tensor, " heldout"], n_tokens: int) -> float:
-    """Mean -log p over ``heldout`` in nats, p being the tokens' share in ``train`` with one added to each count."""
-    counts = torch.bincount(train, minlength=n_tokens).double() + 1
-    return float(-(counts / counts.sum()).log()[heldout].mean())
+def untrained(heldout: pd.DataFrame, goal: Goal) -> dict[float, str | None]:
+    """Learning rate -> why nothing can be said of the losses there; None where something can.
+
+    At key 0: why nothing can be said of who bears which rates: the plain model has learned at none.
+    """
+    found: dict[float, str | None] = {}
+    for rate, rows in heldout.groupby("learning_rate"):
+        found[float(str(rate))] = goal.why_untrained(rows, "plain")
+    plain = heldout[heldout["model"] == "plain"]
+    learned = [goal.why_not_learned(rows, "plain") for _, rows in plain.groupby("learning_rate")]
+    return {**found, 0.0: None if None in learned else f"at no learning rate: {learned[0]}"}
 
 
-def compare(runs: pd.DataFrame) -> list[Comparison]:
-    """Shifted against plain at each learning rate, and where each of the two diverges."""
+def compare(runs: pd.DataFrame, why: Mapping[float, str | None]) -> list[Comparison]:
+    """Shifted against plain at each learning rate, and where each of the two diverges.
+
+    Args:
+        runs: one row per run: model, learning_rate, seed, heldout_loss, diverged.
+        why: of `untrained`.
+    """
     by_rate = {float(str(rate)): rows for rate, rows in runs.groupby("learning_rate")}
     found = []
     for rate, rows in by_rate.items():
@@ -99,9 +109,10 @@ def compare(runs: pd.DataFrame) -> list[Comparison]:
                 mean_and_spread(differences),
                 "KV shift lowers the loss under every learning rate and seed",
                 JUDGE.above(differences),
-            )
+            ).unless(why.get(rate))
         )
-    return [*found, *_compare_at_paper_rate(by_rate), _compare_stability(runs)]
+    stability = [*_compare_at_paper_rate(by_rate), _compare_stability(runs)]
+    return [*found, *(one.unless(why.get(0.0)) for one in stability)]
 
 
 def _compare_at_paper_rate(by_rate: Mapping[float, pd.DataFrame]) -> list[Comparison]:

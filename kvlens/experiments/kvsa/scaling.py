@@ -16,12 +16,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import nn
 
-from kvlens.experiments.kvsa.text_scales import PAPER_TEXT, PAPER_TRAINING, SMALL_TEXT, TINY_TEXT
-from kvlens.experiments.shared.curves import PLAIN, SHIFTED, mean_course, train_and_compare
+from kvlens.experiments.kvsa.text_scales import PAPER_TEXT, PAPER_TRAINING, SMALL_TEXT, TINY_TEXT, text_goal
+from kvlens.experiments.shared.curves import PLAIN, SHIFTED, mean_course, of_heldout, train_and_compare
 from kvlens.experiments.shared.judge import JUDGE
+from kvlens.experiments.shared.learned import Goal
 from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
 from kvlens.experiments.shared.seeds import differences_by_seed, final_losses, mean_and_spread, tokens_seen
-from kvlens.tasks import Task, make_task
+from kvlens.tasks import Task
+from kvlens.tasks.text import TextTask
 from kvlens.training import build_model
 
 MODELS = {"plain": False, "KV shift": True}
@@ -31,18 +33,19 @@ RUN = ("model", "size", "seed")
 
 def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
     """Train both kinds at every size with every seed of ``settings``."""
-    task = make_task("text", **settings["task"])
+    task = TextTask(**settings["task"])
     course = pd.concat([course_of_size(task, settings, size, tell) for size in settings["sizes"]], ignore_index=True)
     sizes = course[["model", "size", "non_embedding"]].drop_duplicates()
     finals = final_losses(course, by=RUN).merge(sizes, on=["model", "size"])
+    why = untrained(of_heldout(course), text_goal(task))
     return Outcome(
         tables={"course": course, "scaling": finals},
         figure=draw(course, finals),
-        comparisons=[*compare(finals), compare_course(course)],
+        comparisons=[*compare(finals, why), compare_course(course, why)],
         differences=[
             "The paper's models have up to billions of parameters and tokens to match; here the largest has "
-            f"{sizes['non_embedding'].max():,} outside its embeddings, and all share one learning rate and see the same "
-            f"{tokens_seen(settings):,} tokens.",
+            f"{sizes['non_embedding'].max():,} outside its embeddings, and all see the same {tokens_seen(settings):,} tokens, "
+            f"each at the learning rate of {settings['rates']} that suits it best on other seeds.",
         ],
     )
 
@@ -52,7 +55,7 @@ def course_of_size(task: Task, settings: Mapping[str, Any], size: str, tell: Cal
     models = {kind: {**settings["sizes"][size], "kv_shift": shift} for kind, shift in MODELS.items()}
     counts = {kind: non_embedding_parameters(build_model(task, fields)) for kind, fields in models.items()}
     tell(f"{size}: {counts['plain']:,} parameters outside the embeddings, {counts['KV shift']:,} with KV shift")
-    course = train_and_compare(task, models, settings["training"], settings["seeds"], tell)
+    course = train_and_compare(task, models, settings["training"], settings["seeds"], tell, rates=settings["rates"])
     return course.assign(size=size, non_embedding=course["model"].map(counts))
 
 
@@ -72,8 +75,18 @@ def power_law(n: Any, loss: Any) -> tuple[Float[np.ndarray, "*seed"], Float[np.n
     return np.asarray(-slope), np.asarray(np.exp(intercept))
 
 
-def compare(finals: pd.DataFrame) -> list[Comparison]:
-    """Plain against shifted at each size, and whether the distance lasts as the models grow."""
+def untrained(heldout: pd.DataFrame, goal: Goal) -> dict[str, str | None]:
+    """Size -> why nothing can be said of its models; None where something can."""
+    return {str(size): goal.why_untrained(rows, "plain") for size, rows in heldout.groupby("size", sort=False)}
+
+
+def compare(finals: pd.DataFrame, why: Mapping[str, str | None]) -> list[Comparison]:
+    """Plain against shifted at each size, and whether the distance lasts as the models grow.
+
+    Args:
+        finals: one row per run: model, size, seed, non_embedding, heldout_loss.
+        why: of `untrained`.
+    """
     gaps = {}
     found = []
     for size in finals["size"].unique():
@@ -86,11 +99,14 @@ def compare(finals: pd.DataFrame) -> list[Comparison]:
                 mean_and_spread(gaps[size]),
                 "KV shift has the lower loss at every size (figs. 4 and 6)",
                 JUDGE.above(gaps[size]),
-            )
+            ).unless(why.get(size))
         )
     order = finals.groupby("size")["non_embedding"].min().sort_values().index
     change = [last - first for first, last in zip(gaps[order[0]], gaps[order[-1]], strict=True)]
-    return [*found, *_compare_falls(finals), _compare_change(order[0], order[-1], change)]
+    anywhere = next((f"{size}: {reason}" for size, reason in why.items() if reason), None)
+    ends = why.get(order[0]) or why.get(order[-1])
+    falls = [fall.unless(anywhere) for fall in _compare_falls(finals)]
+    return [*found, *falls, _compare_change(order[0], order[-1], change).unless(ends)]
 
 
 def _compare_falls(finals: pd.DataFrame) -> list[Comparison]:
@@ -121,7 +137,7 @@ def _compare_change(smallest: str, largest: str, change: list[float]) -> Compari
     )
 
 
-def compare_course(course: pd.DataFrame) -> Comparison:
+def compare_course(course: pd.DataFrame, why: Mapping[str, str | None]) -> Comparison:
     """Fig. 7b: whether the gain of KV shift shrinks while the largest model trains on, from half of the steps to the end."""
     heldout = course[course["split"] == "heldout"]
     largest = heldout.loc[heldout["non_embedding"].idxmax(), "size"]
@@ -136,7 +152,7 @@ def compare_course(course: pd.DataFrame) -> Comparison:
         mean_and_spread(change),
         "trained on, the difference of the two losses does not decrease (fig. 7b)",
         JUDGE.above(change),
-    )
+    ).unless(why.get(str(largest)))
 
 
 def draw(course: pd.DataFrame, finals: pd.DataFrame) -> Figure:
@@ -185,7 +201,8 @@ EXPERIMENT = Experiment(
         "tiny": dict(
             task=TINY_TEXT,
             sizes={"d 16": dict(n_layers=1, d_model=16, d_head=8), "d 24": dict(n_layers=1, d_model=24, d_head=8)},
-            training=dict(steps=2, batch_size=4, learning_rate=1e-2, eval_every=1, eval_sequences=4),
+            training=dict(steps=2, batch_size=4, eval_every=1, eval_sequences=4),
+            rates=[1e-2],
             seeds=[0, 1],
         ),
         "small": dict(
@@ -195,7 +212,8 @@ EXPERIMENT = Experiment(
                 "d 64": dict(n_layers=2, d_model=64, d_head=16),
                 "d 128": dict(n_layers=2, d_model=128, d_head=32),
             },
-            training=dict(steps=200, batch_size=8, learning_rate=5e-3, eval_every=20, eval_sequences=32),
+            training=dict(steps=200, batch_size=8, eval_every=20, eval_sequences=32),
+            rates=[1e-3, 2e-3, 5e-3],
             seeds=[0, 1, 2, 3, 4, 5],
         ),
         "paper": dict(
@@ -211,13 +229,14 @@ EXPERIMENT = Experiment(
                 )
                 for layers, width in ((12, 768), (24, 1024), (24, 2048), (32, 2560))
             },
-            training={**PAPER_TRAINING, "learning_rate": 3e-4},
+            training=PAPER_TRAINING,
+            rates=[1e-4, 3e-4, 1e-3],
             seeds=[0],
         ),
     },
     cost={
         "tiny": "seconds",
-        "small": "ten minutes on one core",
+        "small": "twenty minutes on one core",
         "paper": "weeks on one large GPU (eight models of up to three billion parameters, 10 billion tokens each; the sizes "
         "are of the paper's order, not its own), and a folder pretraining-text with that much text; not run here",
     },

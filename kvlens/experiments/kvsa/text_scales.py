@@ -5,9 +5,31 @@
 
 from typing import Any
 
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from kvlens.experiments.shared.learned import Goal
+from kvlens.tasks.text import TextTask
+
 TINY_TEXT: dict[str, Any] = dict(corpus="topics", vocab_size=300, length=24)
 SMALL_TEXT: dict[str, Any] = dict(corpus="docs", vocab_size=1024, length=128)
 PAPER_TEXT: dict[str, Any] = dict(corpus="pretraining-text", vocab_size=32000, length=2048)
 PAPER_TRAINING: dict[str, Any] = dict(
     steps=20_000, batch_size=256, weight_decay=0.1, eval_every=500, eval_sequences=256, precision="bfloat16"
 )
+SHARE = 0.2
+"""Of the loss of the tokens' frequencies, in nats, what a model must have taken off to count as having learned: what a perfect
+one would leave is not known for text."""
+
+
+def frequency_loss(train: Int[Tensor, " train"], heldout: Int[Tensor, " heldout"], n_tokens: int) -> float:
+    """Mean -log p over ``heldout`` in nats, p being the tokens' share in ``train`` with one added to each count."""
+    counts = torch.bincount(train, minlength=n_tokens).double() + 1
+    return float(-(counts / counts.sum()).log()[heldout].mean())
+
+
+def text_goal(task: TextTask) -> Goal:
+    """What there is to learn from a text beyond the frequencies of its tokens."""
+    windows = task.windows
+    return Goal(frequency_loss(windows["train"].tokens, windows["heldout"].tokens, task.d_input), share=SHARE)

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
+from kvlens.experiments.shared.learned import Goal
 from kvlens.experiments.shared.outcome import Comparison
 
 MATCH = 0.05
@@ -26,14 +27,33 @@ SHIFT_CLAIMS = {
 def compare(tables: Mapping[str, pd.DataFrame], settings: Mapping[str, Any]) -> list[Comparison]:
     """Every claim beside its number."""
     error, dimensions = tables["error"], settings["task"]["dimensions"]
+    why = still_learning(tables["training"])
     return [
-        *compare_linear(error[error["functions"] == "linear"], dimensions),
+        *(unless_it_holds(one, why["linear"]) for one in compare_linear(error[error["functions"] == "linear"], dimensions)),
         *compare_shifts(error[error["functions"] == "linear"]),
         compare_noise(error[error["functions"] == "linear"]),
-        *compare_classes(error[(error["functions"] != "linear") & (error["shift"] == "none")]),
+        *compare_classes(error[(error["functions"] != "linear") & (error["shift"] == "none")], why),
         *compare_orders(tables["equivariance"]),
         *compare_lengths(tables["length"]),
     ]
+
+
+def still_learning(training: pd.DataFrame) -> dict[str, str | None]:
+    """Class of functions -> why a model trained on it might yet learn more; None where its curve is flat.
+
+    Args:
+        training: held-out rows: functions, positions, seed, step, loss; 1 is the loss of always saying 0.
+    """
+    usual = training[training["positions"] == "standard"]
+    return {
+        str(functions): Goal(chance=1.0).why_not_flat(runs, f"the transformer trained on {functions}")
+        for functions, runs in usual.groupby("functions", sort=False)
+    }
+
+
+def unless_it_holds(comparison: Comparison, why: str | None) -> Comparison:
+    """A claim that trained models do well may hold before they have learned all; that it fails is said of no such model."""
+    return comparison if comparison.holds else comparison.unless(why)
 
 
 class Measured(NamedTuple):
@@ -120,8 +140,15 @@ def compare_shifts(error: pd.DataFrame) -> Iterator[Comparison]:
             None,
             there.value,
             claim,
-            None if here.value > LEARNED or keeps is None else keeps == (kind == "keeps"),
-        )
+            None if keeps is None else keeps == (kind == "keeps"),
+        ).unless(too_little(here))
+
+
+def too_little(here: Measured) -> str | None:
+    """Why a model with that error in distribution cannot show how it carries over; None where it can."""
+    if here.value <= LEARNED:
+        return None
+    return f"the transformer's relative error in distribution is {here.value:.2g}; at most {LEARNED:g} is asked"
 
 
 def compare_noise(error: pd.DataFrame) -> Comparison:
@@ -137,24 +164,30 @@ def compare_noise(error: pd.DataFrame) -> Comparison:
         None,
         curve[peak].value,
         "noise on the answers: near n = d the error exceeds that without any example, as least squares' does (double descent)",
-        None if here.value > LEARNED else told,
-    )
+        told,
+    ).unless(too_little(here))
 
 
-def compare_classes(error: pd.DataFrame) -> Iterator[Comparison]:
-    """The other classes, in distribution, at the largest number of examples."""
+def compare_classes(error: pd.DataFrame, why: Mapping[str, str | None]) -> Iterator[Comparison]:
+    """The other classes, in distribution, at the largest number of examples.
+
+    Args:
+        error: the table of errors.
+        why: of `still_learning`.
+    """
     for functions, rows in error.groupby("functions", sort=False):
         ours = last(worst_of_seeds(rows, "none", "transformer"))
         best = {judge: last(worst_of_seeds(rows, "none", judge)) for judge in JUDGES}
         judge = min(best, key=lambda name: best[name].value)
         behind = Measured(ours.value - best[judge].value, ours.margin + best[judge].margin)
-        yield Comparison(
+        found = Comparison(
             f"relative error of the transformer with all examples, {functions} (best judge: {judge}, {best[judge].value:.2g})",
             None,
             ours.value,
             "a transformer trained on a class learns its functions at least as well as methods that do not know the class",
             behind.below(MATCH),
         )
+        yield unless_it_holds(found, why.get(str(functions)))
 
 
 def compare_orders(table: pd.DataFrame) -> Iterator[Comparison]:

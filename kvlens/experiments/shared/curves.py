@@ -7,7 +7,7 @@ run that stopped early (``stop_at_accuracy``) just has fewer rows; where seeds a
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -15,8 +15,10 @@ from matplotlib.axes import Axes
 
 from kvlens.tasks import Task
 from kvlens.tasks.batch import Model
-from kvlens.training import TrainResult, build_model, train
+from kvlens.training import NotFiniteError, TrainResult, build_model, train
 
+N_TUNING = 2
+"""Runs for each model and learning rate from which the rate is chosen; their seeds are none of those that are compared."""
 PLAIN, SHIFTED = "#2763a5", "#1b7f4b"
 """Colours of a model without and with KV shift, the same ones in every figure."""
 PALETTE = (PLAIN, SHIFTED, "#d1662a", "#7c3aed", "#be185d", "#0f766e", "#92400e", "#475569")
@@ -26,9 +28,10 @@ def train_and_compare(
     task: Task,
     models: Mapping[str, Mapping[str, Any]],
     training: Mapping[str, Any],
-    seeds: Iterable[int],
+    seeds: Sequence[int],
     tell: Callable[[str], None],
     examine: Callable[[str, int, Model], None] | None = None,
+    rates: Sequence[float] = (),
 ) -> pd.DataFrame:
     """Train every model on ``task`` with every seed.
 
@@ -39,10 +42,24 @@ def train_and_compare(
         seeds: one run each, of initial weights and batches both.
         tell: called with a sentence after each run.
         examine: called with label, seed and trained model after each run; no model is kept otherwise.
+        rates: learning rates among which each model has its own chosen, by `best_rate`; none: that of ``training``.
 
     Returns:
-        One row per measurement: model, seed, n_parameters, step, split ("train" or "heldout"), loss, accuracy.
+        One row per measurement: model, seed, n_parameters, step, split ("train" or "heldout"), loss, accuracy; with ``rates``
+        also the ``learning_rate`` that was chosen.
     """
+    if rates:
+        others = range(max(seeds) + 1, max(seeds) + 1 + N_TUNING)
+        own = {label: best_rate(task, label, model, training, rates, others, tell) for label, model in models.items()}
+        return pd.concat(
+            [
+                train_and_compare(task, {label: model}, {**training, "learning_rate": own[label]}, seeds, tell, examine).assign(
+                    learning_rate=own[label]
+                )
+                for label, model in models.items()
+            ],
+            ignore_index=True,
+        )
     courses = []
     for (label, settings), seed in itertools.product(models.items(), seeds):
         model = build_model(task, {**settings, "seed": seed})
@@ -54,6 +71,32 @@ def train_and_compare(
         run = dict(model=label, seed=seed, n_parameters=sum(p.numel() for p in model.parameters()))
         courses.append(pd.DataFrame(run, index=course.index).join(course))
     return pd.concat(courses, ignore_index=True)
+
+
+def best_rate(
+    task: Task,
+    label: str,
+    model: Mapping[str, Any],
+    training: Mapping[str, Any],
+    rates: Sequence[float],
+    seeds: Iterable[int],
+    tell: Callable[[str], None],
+) -> float:
+    """The learning rate with which ``model`` reaches the lowest held-out loss, mean over ``seeds``; none that diverges."""
+    if len(rates) == 1:
+        return rates[0]
+
+    def loss(rate: float, seed: int) -> float:
+        try:
+            course = train_and_compare(task, {label: model}, {**training, "learning_rate": rate}, [seed], lambda text: None)
+        except NotFiniteError:
+            return math.inf
+        return float(of_heldout(course)["loss"].min())
+
+    losses = {rate: [loss(rate, seed) for seed in seeds] for rate in rates}
+    best = min(rates, key=lambda rate: sum(losses[rate]))
+    tell(f"{label}: learning rate {best:g} of {', '.join(f'{rate:g}' for rate in rates)}")
+    return best
 
 
 def _describe(result: TrainResult) -> str:

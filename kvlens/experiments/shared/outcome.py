@@ -44,6 +44,8 @@ class Comparison:
             cannot be told.
         judged: False for a statement: numbers side by side that nothing could contradict, or that have no noise to be
             measured against. ``holds`` is None then.
+        untrained: why the claim was not tested: the models have not learned enough
+            (:mod:`kvlens.experiments.shared.learned`). ``holds`` is None then. None where they have, or nothing is trained.
     """
 
     what: str
@@ -52,6 +54,20 @@ class Comparison:
     claim: str
     holds: bool | None
     judged: bool = True
+    untrained: str | None = None
+
+    @property
+    def verdict(self) -> str:
+        """The verdict in words."""
+        if not self.judged:
+            return "no verdict"
+        if self.untrained is not None:
+            return "not trained far enough"
+        return {True: "holds", False: "does not hold", None: "inconclusive"}[self.holds]
+
+    def unless(self, untrained: str | None) -> "Comparison":
+        """Itself, or without its verdict where there is a reason why its models are not trained far enough."""
+        return self if untrained is None or not self.judged else replace(self, holds=None, untrained=untrained)
 
     @classmethod
     def stated(cls, what: str, paper: float | int | str | None, ours: float | int | str | None, claim: str) -> "Comparison":
@@ -148,7 +164,7 @@ def write_outcome(
         "scale": scale,
         "settings": dict(experiment.scales[scale]),
         "differences": list(outcome.differences),
-        "comparisons": [vars(comparison) for comparison in outcome.comparisons],
+        "comparisons": [{**vars(comparison), "verdict": comparison.verdict} for comparison in outcome.comparisons],
         "seconds": round(seconds, 1),
         "versions": {"python": platform.python_version(), **{name: version(name) for name in ("kvlens", "torch")}},
         "files": [*(f"{name}.parquet" for name in outcome.tables), "figure.png", "figure.svg"],

@@ -13,7 +13,7 @@ from kvlens.experiments.dual.one_step import after_one_step
 from kvlens.experiments.dual.regression_layer import Variant, draw_layer, draw_sequences, draw_tasks, losses, train_layer
 from kvlens.tasks import make_task
 
-SETTINGS = dict(n_demonstrations=5, batch_size=3, heldout_sequences=4, steps=3, eval_every=3)
+SETTINGS = dict(n_demonstrations=5, batch_size=3, heldout_sequences=4)
 
 
 def test_seeds_train_apart():
@@ -22,18 +22,44 @@ def test_seeds_train_apart():
     for seeds, into in (([3, 4], together), ([4], alone)):
         W = draw_tasks(seeds, 2)
         layer = draw_layer(seeds, 3, Variant(key_depth=2, negatives=2, beta=0.1, alpha=0.2))
-        into += train_layer(layer, W, SETTINGS, "linear", seeds, 0.05)
+        into += train_layer(layer, W, SETTINGS, "linear", 3, seeds, torch.full((len(seeds),), 0.05, dtype=torch.float64))
     for (step, both), (same, one) in zip(together, alone, strict=True):
         assert step == same
         assert float(both[1]) == pytest.approx(float(one[0]), rel=1e-12)
 
 
+def test_each_row_has_its_own_rate_and_a_seed_that_comes_twice_the_same_sequences():
+    """Rates 0, 0.05 and 0.05 once more: the first stays where it was, the others take one course."""
+    seeds = [3, 3, 3]
+    layer = draw_layer(seeds, 3, Variant())
+    rates = torch.tensor([0.0, 0.05, 0.05], dtype=torch.float64)
+    course = train_layer(layer, draw_tasks(seeds, 2), SETTINGS, "linear", 30, seeds, rates)
+    assert course[-1][1][0] == course[0][1][0] != course[-1][1][1] == course[-1][1][2]
+
+
+def test_errors_are_over_the_variance_of_the_labels():
+    """A layer whose values are zero answers 0 always: E[y^2] / Var[y]."""
+    seeds = [0, 1]
+    layer = draw_layer(seeds, 3, Variant())
+    layer.W_V = torch.zeros_like(layer.W_V)
+    W = draw_tasks(seeds, 2)
+    ((_, error),) = train_layer(layer, W, SETTINGS, "exponential", 0, seeds, torch.zeros(2, dtype=torch.float64))
+    answers = draw_sequences(W, "exponential", seeds, 3, 4, 5).answers
+    torch.testing.assert_close(error, answers.square().mean(1) / answers.var(dim=1, correction=0))
+
+
+@pytest.mark.parametrize("name", dual_variants.VARIANTS)
+def test_the_last_output_alone_is_that_of_all(name):
+    layer = draw_layer([0, 1], 3, dual_variants.VARIANTS[name])
+    tokens = draw_sequences(draw_tasks([0, 1], 2), "linear", [0, 1], 4, 3, 9).tokens
+    torch.testing.assert_close(layer.outputs(tokens, last=1), layer.outputs(tokens)[..., -1:, :], rtol=1e-13, atol=1e-14)
+
+
 def test_training_lowers_the_error():
     seeds = [0, 1]
     W = draw_tasks(seeds, 2)
-    course = train_layer(
-        draw_layer(seeds, 3, Variant()), W, {**SETTINGS, "steps": 150, "batch_size": 16}, "linear", seeds, 0.05
-    )
+    settings, rates = {**SETTINGS, "batch_size": 16}, torch.full((2,), 0.05, dtype=torch.float64)
+    course = train_layer(draw_layer(seeds, 3, Variant()), W, settings, "linear", 150, seeds, rates)
     assert bool((course[-1][1] < course[0][1]).all())
 
 
@@ -78,15 +104,28 @@ def test_equivalence_fails_where_it_should():
 
 
 def test_variants_are_judged_in_both_directions_and_not_at_all():
-    def of(ratios, model="augmented keys, 1 layer"):
-        table = pd.DataFrame(dict(task="linear", model=model, seed=range(len(ratios)), log_ratio=ratios))
-        return dual_variants.compare(table)[0].holds
+    def of(ratios, model="augmented keys, 2 layers", why=None):
+        table = pd.DataFrame(dict(task="linear", model=model, seed=range(len(ratios)), end=ratios, course=0.0))
+        return dual_variants.compare(table, {("linear", model): why})[0].verdict
 
-    assert of([-0.2] * 8) is True
-    assert of([0.2] * 8) is False
-    assert of([0.2, -0.2] * 4) is None
-    assert of([math.nan] * 8) is None
-    assert of([0.2] * 8, "regularised, alpha 0.5") is True  # the paper expects it to be worse
+    assert of([-0.2] * 8) == "holds"
+    assert of([0.2] * 8) == "does not hold"
+    assert of([0.2, -0.2] * 4) == "inconclusive"
+    assert of([math.nan] * 8) == "inconclusive"
+    assert of([0.2] * 8, "regularised, alpha 0.5") == "holds"  # the paper expects it to be worse
+    assert of([-0.2] * 8, "augmented keys, 1 layer") == "inconclusive"  # of these the paper says that they are faster
+    assert of([-0.2] * 8, why="too early") == "not trained far enough"
+
+
+def test_differences_are_those_of_the_end_and_of_the_course():
+    rows = [
+        dict(task="t", model=model, seed=0, step=step, loss=loss)
+        for model, losses in ((dual_variants.PLAIN, (9.0, 2.0, 1.0)), ("a", (7.0, 4.0, 1.0)), ("b", (9.0, 2.0, math.inf)))
+        for step, loss in zip((0, 10, 20), losses, strict=True)
+    ]
+    found = dual_variants.differences(pd.DataFrame(rows)).set_index("model")
+    assert found.loc["a", ["end", "course"]].tolist() == pytest.approx([0.0, math.log(2) / 2])
+    assert found.loc["b", ["end", "course"]].isna().all()
 
 
 def test_the_rank_claims_can_fail():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvlens.errors import KVLensError
-from kvlens.experiments.kvsa import coefficients, learning_rate, scaling, variants
+from kvlens.experiments.kvsa import coefficients, learning_rate, scaling, text_scales, variants
 from kvlens.experiments.shared import seeds
 from kvlens.tasks import make_task
 from kvlens.training import build_model
@@ -80,13 +80,13 @@ def made_up_finals(train_loss_by_model):
 def test_claims_about_variants_can_fail_and_rest_on_differences_of_equal_seeds():
     worse = {label: 3.0 + 0.1 * number for number, label in enumerate(variants.VARIANTS)}
     worse[variants.FREE] = 2.9
-    found = variants.compare(made_up_finals(worse))
+    found = variants.compare(made_up_finals(worse), {})
     assert len(found) == len(variants.VARIANTS) - 1
     # seeds differ by 0.5, the variants by 0.1: only paired differences tell them apart
     assert [c.holds for c in found] == [True] * (len(variants.VARIANTS) - 1)
-    found = variants.compare(made_up_finals({**worse, variants.FREE: 9.0}))
+    found = variants.compare(made_up_finals({**worse, variants.FREE: 9.0}), {})
     assert {c.holds for c in found} == {False}
-    equal = variants.compare(made_up_finals(dict.fromkeys(variants.VARIANTS, 3.0)))
+    equal = variants.compare(made_up_finals(dict.fromkeys(variants.VARIANTS, 3.0)), {})
     assert {c.holds for c in equal} == {None}
     assert set(variants.CLAIMS) == set(variants.VARIANTS) - {variants.FREE}
     table = variants.summarise(made_up_finals(worse))
@@ -121,7 +121,7 @@ def test_every_variant_has_the_shift_that_its_name_says():
 
 def test_the_loss_of_token_frequencies_by_hand():
     """Counts 3, 1, 0 plus one each: 4/7, 2/7, 1/7."""
-    loss = learning_rate.frequency_loss(torch.tensor([0, 0, 1, 0]), torch.tensor([2, 0]), n_tokens=3)
+    loss = text_scales.frequency_loss(torch.tensor([0, 0, 1, 0]), torch.tensor([2, 0]), n_tokens=3)
     assert loss == pytest.approx((math.log(7) + math.log(7 / 4)) / 2, rel=1e-14)
 
 
@@ -141,7 +141,7 @@ def made_up_runs(plain_diverges_at, shifted_diverges_at):
 )
 def test_claims_about_divergence_can_fail(plain, shifted, at_paper_rate, stability):
     runs = made_up_runs(plain, shifted)
-    *by_rate, paper, stable = learning_rate.compare(runs)
+    *by_rate, paper, stable = learning_rate.compare(runs, {})
     assert [paper.holds, stable.holds] == [at_paper_rate, stability]
     assert by_rate[0].holds is True and by_rate[0].ours == "+1.000 ± 0.000 (6 seeds)"
     below = {1e-2: 1e-3, 1e-1: 1e-2, 1.0: 1e-1}
@@ -202,10 +202,10 @@ def made_up_sizes(plain, shifted):
 
 
 def test_claims_about_sizes_can_fail():
-    assert [c.holds for c in scaling.compare(made_up_sizes([4.0, 5.0], [3.0, 4.5]))] == [True] * 5  # the gain grows: 0.5, 1
-    rises_and_shrinks = scaling.compare(made_up_sizes([5.0, 4.0], [5.5, 3.0]))
+    assert [c.holds for c in scaling.compare(made_up_sizes([4.0, 5.0], [3.0, 4.5]), {})] == [True] * 5  # the gain grows: 0.5, 1
+    rises_and_shrinks = scaling.compare(made_up_sizes([5.0, 4.0], [5.5, 3.0]), {})
     assert [c.holds for c in rises_and_shrinks] == [False, True, False, False, False]
-    same = scaling.compare(made_up_sizes([4.0, 5.0], [3.0, 4.0]))
+    same = scaling.compare(made_up_sizes([4.0, 5.0], [3.0, 4.0]), {})
     assert same[-1].holds is None
 
 
@@ -219,7 +219,7 @@ def test_the_gain_over_the_course_of_the_largest_model(gain_then, holds):
                 for model, loss in (("KV shift", 3.0 + seed), ("plain", 3.0 + seed + gain)):
                     rows.append((size, non_embedding, step, seed, model, "heldout", loss))
     course = pd.DataFrame(rows, columns=["size", "non_embedding", "step", "seed", "model", "split", "loss"])
-    found = scaling.compare_course(course)
+    found = scaling.compare_course(course, {})
     assert found.holds is holds and "step 40 less that at step 20, b" in found.what
 
 

@@ -40,27 +40,31 @@ def depth_verdicts(**ends):
     )
     curves = pd.concat(
         [
-            course(getattr(induction_depth, label), seed, [0.05, accuracy], steps=[10, step])
+            course(getattr(induction_depth, label), seed, [0.05, accuracy], steps=[5, step])
             for label, runs in {**usual, **ends}.items()
             for seed, (step, accuracy) in enumerate(runs)
         ],
         ignore_index=True,
     )
     steps = steps_to(curves, induction_depth.LEARNED)
-    return [comparison.holds for comparison in induction_depth.compare(curves, steps, limit=500)]
+    why = induction_depth.untrained(curves, chance=1 / 16)
+    return [comparison.verdict for comparison in induction_depth.compare(curves, steps, limit=500, why=why)]
 
 
+YES, NO, OPEN, UNTRAINED = "holds", "does not hold", "inconclusive", "not trained far enough"
 NEVER = [(500, 0.9 - i / 100) for i in SEEDS]
 
 
 @pytest.mark.parametrize(
     ("ends", "verdicts"),
     [
-        ({}, [True, True, True, True]),
-        (dict(PLAIN_2=[(30, 1.0)] * 5 + [(10, 1.0)]), [True, None, True, True]),  # one seed is faster without shift
-        (dict(SHIFT_1=NEVER), [False, False, True, True]),
-        (dict(SHIFT_1=NEVER, PLAIN_2=NEVER, PLAIN_4=NEVER), [False, None, None, True]),  # nobody got there
-        (dict(PLAIN_2=NEVER, PLAIN_1=[(90, 0.995)] * 6), [True, True, False, False]),
+        ({}, [YES, YES, YES, YES]),
+        (dict(PLAIN_2=[(30, 1.0)] * 5 + [(10, 1.0)]), [YES, OPEN, YES, YES]),  # one seed is faster without shift
+        (dict(SHIFT_1=NEVER), [NO, NO, YES, YES]),
+        (dict(SHIFT_1=NEVER, PLAIN_2=NEVER, PLAIN_4=NEVER), [NO, OPEN, OPEN, YES]),  # nobody got there, all learned much
+        (dict(PLAIN_2=NEVER, PLAIN_1=[(90, 0.995)] * 6), [YES, YES, NO, UNTRAINED]),  # one plain layer still learns
+        (dict(PLAIN_2=[(500, 0.2)] * 6), [YES, UNTRAINED, UNTRAINED, YES]),  # two plain layers have learned next to nothing
+        (dict(SHIFT_1=[(500, 0.2)] * 6), [NO, NO, YES, UNTRAINED]),  # nor has one that could: the steps are too few
     ],
 )
 def test_depth_claims_hold_fail_and_stay_open_where_they_should(ends, verdicts):
@@ -87,7 +91,7 @@ def test_width_is_judged_at_each_width_seed_by_seed():
         return [accuracy + i / 1000 for i in SEEDS]
 
     shifted, plain = {8: near(0.6), 16: near(0.2), 32: near(0.9)}, {8: near(0.1), 16: near(0.4), 32: near(0.9)}
-    *by_width, size = induction_width.compare(width_rows(shifted, plain))
+    *by_width, size = induction_width.compare(width_rows(shifted, plain), {})
     assert [c.holds for c in by_width] == [True, False, None]
     assert by_width[0].ours == "+0.500 ± 0.000 (6 seeds)"
     assert (size.ours, size.judged) == (1.5, False)
@@ -99,11 +103,12 @@ def test_width_is_judged_at_each_width_seed_by_seed():
 @pytest.mark.parametrize(
     ("plain", "shifted", "verdicts"),
     [
-        ((0.50, 0.80), (0.60, 0.90), [True, False]),
-        ((0.50, 0.80), (0.50, 0.75), [False, True]),
-        ((0.50, 0.80), (0.50, 0.80), [None, None]),
-        ((0.50, 0.80), (0.70, 0.80), [None, False]),  # a lead on the way that is gone at the end
-        ((0.10, 0.15), (0.13, 0.20), [None, None]),  # neither beats twice chance
+        ((0.75, 0.80), (0.85, 0.90), [YES, NO]),
+        ((0.75, 0.80), (0.75, 0.75), [NO, YES]),
+        ((0.75, 0.80), (0.75, 0.80), [OPEN, OPEN]),
+        ((0.75, 0.80), (0.79, 0.80), [OPEN, NO]),  # a lead on the way that is gone at the end
+        ((0.15, 0.15), (0.20, 0.20), ["not trained far enough"] * 2),  # every seed is better, and none knows anything
+        ((0.20, 0.80), (0.25, 0.85), ["not trained far enough"] * 2),  # both still learn
     ],
 )
 def test_ngram_judges_harm_at_the_end_and_help_on_the_way(plain, shifted, verdicts):
@@ -115,7 +120,7 @@ def test_ngram_judges_harm_at_the_end_and_help_on_the_way(plain, shifted, verdic
         ]
     )
     end, way = ngram.compare(curves)
-    assert [end.holds, way.holds] == verdicts
+    assert [end.verdict, way.verdict] == verdicts
     assert end.ours.startswith(f"{shifted[1] - plain[1]:+.3f} ± 0.000")
     assert way.ours.startswith(f"{sum(shifted) / 2 - sum(plain) / 2:+.3f} ± 0.000")
 
@@ -152,9 +157,30 @@ def test_hops_made_count_a_part_for_a_part_and_none_beyond_what_was_not_learned(
     ],
 )
 def test_hops_are_judged_seed_by_seed(plain, shifted, holds):
-    found = hops.compare(hop_rows(*([(accuracy,) * 6 for accuracy in ends] for ends in (plain, shifted))))
+    found = hops.compare(hop_rows(*([(accuracy,) * 6 for accuracy in ends] for ends in (plain, shifted))), {})
     assert [c.holds for c in found] == holds
     assert found[1].ours == f"{(sum(shifted) - sum(plain)) / 2:+.3f} ± 0.000 (6 seeds)"
+
+
+def test_too_narrow_and_too_shallow_are_told_from_too_few_steps():
+    """A model that cannot learn says something where one of its kind has learned in as many steps, and its curve is flat."""
+
+    def why(of_module, easy, hard):
+        at = dict(d_model=(32, 8), n_layers=2, k=(1, 2))
+        curves = [
+            course(
+                model, seed, ends, **{name: value[place] if isinstance(value, tuple) else value for name, value in at.items()}
+            )
+            for model in (induction_width.PLAIN_2, induction_width.SHIFT_1, "plain", "KV shift")
+            for place, ends in enumerate((easy, hard))
+            for seed in SEEDS
+        ]
+        return of_module.untrained(pd.concat(curves), 0.25)
+
+    for module, key in ((induction_width, 8), (hops, 2)):
+        assert why(module, (0.9, 0.95), (0.25, 0.3))[key] is None
+        assert "has learned 0%" in why(module, (0.25, 0.25), (0.25, 0.25))[key]
+        assert "still improves: 71% of the gain" in why(module, (0.9, 0.95), (0.25, 0.75))[key]
 
 
 # --- arithmetic ---
@@ -216,15 +242,17 @@ def test_free_answers_are_the_greedy_ones_of_the_model_itself():
     assert found["forced"] == float(forced)
 
 
-@pytest.mark.parametrize(("chance", "holds"), [(0.2, [None, True, False]), (0.5, [None, None, None])])
-def test_arithmetic_compares_answers_as_the_paper_judges_them_unless_both_guess(chance, holds):
+@pytest.mark.parametrize(("chance", "holds"), [(0.2, [None, True, False]), (0.7, [None, None, None])])
+def test_arithmetic_compares_answers_as_the_paper_judges_them_unless_the_plain_model_guesses(chance, holds):
     rows = [("Tr3-Te4", "Tr12-Te15", 3, 4, chance, label, seed, n_ops, way, accuracy)
             for label, ends in (("plain", 0.25), ("KV shift", 0.5))
             for seed in SEEDS
             for end in (ends + seed / 20,)
             for n_ops, way, accuracy in ((4, "some step", end), (4, "free", 0.0), (3, "some step", 1.1 - end))]  # fmt: skip
     names = ["row", "stands_for", "max_ops", "test_ops", "chance", "model", "seed", "n_ops", "way", "accuracy"]
-    plain, shifted, trained = arithmetic.compare(runs(*rows, columns=names))
+    answers, flat = runs(*rows, columns=names), course("plain", 0, [0.99, 0.99], row="Tr3-Te4")
+    plain, shifted, trained = arithmetic.compare(answers, arithmetic.untrained(answers, flat))
+    assert plain.verdict == "no verdict" and (shifted.untrained is None) is (chance == 0.2)
     assert (plain.paper, plain.ours, plain.judged) == (0.8154, pytest.approx(0.375), False)
     assert (shifted.paper, shifted.ours) == (0.8909, pytest.approx(0.625))
     assert (trained.paper, trained.ours) == (None, "-0.250 ± 0.000 (6 seeds)")
@@ -235,14 +263,14 @@ def test_the_tests_length_is_not_seen_before_the_test(monkeypatch):
     """Weights are chosen on problems of the trained lengths; the models have room for the longer ones."""
     seen = []
 
-    def pretend(task, models, training, seeds, tell, examine):
+    def pretend(task, models, training, seeds, tell, examine, rates):
         seen.append((task, models))
         examine("plain", 0, None)
         return course("plain", 0, [0.5])
 
     monkeypatch.setattr(arithmetic, "train_and_compare", pretend)
     monkeypatch.setattr(arithmetic, "answer_accuracy", lambda model, task, n_ops, *_: {"some step": n_ops / 10})
-    monkeypatch.setattr(arithmetic, "compare", lambda answers: [])
+    monkeypatch.setattr(arithmetic, "compare", lambda answers, why: [])
     outcome = arithmetic.run(arithmetic.EXPERIMENT.scales["small"], lambda text: None)
     (task, models), longer = seen[0], make_task("arithmetic", max_ops=3, test_ops=4)
     assert (task.max_ops, task.test_ops) == (3, 0)
@@ -258,8 +286,8 @@ def test_the_tests_length_is_not_seen_before_the_test(monkeypatch):
 def test_the_larger_scales_are_sound_up_to_the_training(module, scale, monkeypatch):
     """Tasks, training settings and heads fit; tables, comparisons and figure come out of runs that all end at 1/2."""
 
-    def pretend(task, models, training, seeds, tell, examine=None):
-        TrainSettings.of(dict(training))
+    def pretend(task, models, training, seeds, tell, examine=None, rates=()):
+        assert rates and all(TrainSettings.of({**training, "learning_rate": rate}) for rate in rates)
         for label, model in models.items():
             assert model["d_model"] % model["d_head"] == 0
             for seed in seeds:

@@ -268,10 +268,10 @@ def test_claims_about_linear_functions_can_fail(changes, linear, shifts):
 def test_claims_about_other_classes_can_fail():
     good, bad = made_up_errors(none=0.04).assign(functions="a"), made_up_errors(none=0.06).assign(functions="b")
     error = pd.concat([good, bad])
-    one, two = function_class_claims.compare_classes(error[error["shift"] == "none"])
+    one, two = function_class_claims.compare_classes(error[error["shift"] == "none"], {})
     assert (one.holds, two.holds) == (True, False)
     unsure = error[error["shift"] == "none"].assign(standard_error=0.01)
-    assert [c.holds for c in function_class_claims.compare_classes(unsure)] == [None, None]
+    assert [c.holds for c in function_class_claims.compare_classes(unsure, {})] == [None, None]
     assert "a (best judge: least squares, 0)" in one.what
 
 
