@@ -2,6 +2,6 @@
 
 import sys
 
-from analyses.batch.script import main
+from .batch.script import main
 
 sys.exit(main())

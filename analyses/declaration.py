@@ -6,7 +6,7 @@ field of a record becomes which argument (`Field`), and which arguments the comm
 
 A whole analysis, as you might write it in ``my_package/my_module.py``::
 
-    from analyses import TEXT, Analysis, Columns, Option
+    from kvlens.analyses import TEXT, Analysis, Columns, Option
     from kvlens import HookedKVTransformer
 
     COLUMNS = Columns(
@@ -43,7 +43,7 @@ It runs in a batch, with resumption, several models, spawned workers or Ray, as 
     kvlens analyse my_package.my_module:LARGEST_LOGITS prompts.jsonl --model docs-linear --out table.parquet --scale 0.5
 
 An option's default is that of the function's argument, and is stated nowhere else. What a record may hold, and the inputs that
-most analyses use, are in :mod:`analyses.inputs`.
+most analyses use, are in :mod:`kvlens.analyses.inputs`.
 """
 
 import inspect
@@ -259,7 +259,7 @@ class Analysis:
     """An analysis: everything that is to be known about it beside its code.
 
     Attributes:
-        name: of the command; for one of kvlens' own, also of what is imported from ``analyses``.
+        name: of the command; for one of kvlens' own, also of what is imported from ``kvlens.analyses``.
         summary: one line for the list of analyses.
         function: ``function(model, **inputs, **options) -> DataFrame`` with these columns; raises KVLensError on what it
             cannot take.

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from analyses.declaration import Field
 from kvlens import HookedKVTransformer, KVLensError
 from kvlens.signature import checked
+
+from .declaration import Field
 
 
 @checked

@@ -6,7 +6,7 @@ What most people need is named here: `HookedKVTransformer`, `convert_prompt`, `K
 - **the mathematics**, as pure functions of tensors: `kvlens.ops`;
 - **the model**, its configuration and hook points: `kvlens.model`, `kvlens.components`;
 - **a prompt as weights**: `kvlens.conversion`, `kvlens.kv_bias`; **attention as a step of learning**: `kvlens.dual`;
-- **analyses**, each a function that returns a table: `analyses`; over many prompts: `analyses.batch`;
+- **analyses**, each a function that returns a table: `kvlens.analyses`; over many prompts: `kvlens.analyses.batch`;
 - **pictures**: `kvlens.viz`; a page with all of them: `kvlens.report`;
 - **training**: `kvlens.tasks`, `kvlens.training`, `kvlens.corpus`; the models that ship: `kvlens.zoo`;
 - **the papers' figures and tables** as commands: `kvlens.experiments`.

@@ -21,8 +21,8 @@ from kvlens.errors import KVLensError
 from kvlens.files import write_folder
 from kvlens.folders import FolderKind, check_folder, listed_in
 
-PACKAGES = ("kvlens", "analyses")
-A_PAGE_PER_MODULE = ("kvlens.papers", "kvlens.experiments", "analyses.declaration")
+PACKAGES = ("kvlens", "kvlens.analyses")
+A_PAGE_PER_MODULE = ("kvlens.papers", "kvlens.experiments", "kvlens.analyses.declaration")
 """Where modules have pages of their own; elsewhere a package's page shows what the package names."""
 WITHOUT_A_PAGE = ("cli", "bias", "heads", "prompt", "stream")
 """Packages that name nothing: commands explain themselves with --help, and the analyses are on the page of their package."""

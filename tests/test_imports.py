@@ -25,6 +25,7 @@ ORDER = [
     "checksum",
     "beside",
     "dtypes",
+    "short_name",
     "tensor_files",
     "tokenizer",
     "ops",
@@ -47,8 +48,8 @@ ORDER = [
     "reference",
     "cli",
 ]
-PUBLIC = {"kvlens.arguments", "kvlens.dual", "kvlens.errors", "kvlens.signature"}
-"""Beside what ``kvlens`` itself offers: the dual model, what arguments must be, and errors that propose the nearest name."""
+PUBLIC = {"kvlens.arguments", "kvlens.dual", "kvlens.errors", "kvlens.short_name", "kvlens.signature"}
+"""Beside what ``kvlens`` itself offers: the dual model, what arguments must be, errors with the nearest name, a second name."""
 FOUNDATIONS = {"kvlens.checksum", "kvlens.files", "kvlens.model", "kvlens.terminal", "kvlens.zoo"}
 """What a batch needs to write files that notice damage, to read a command line, and to load a model by its name."""
 PURE = {"torch", "einops", "inspect", "itertools", "jaxtyping", "math", "typing", "collections", "functools", "kvlens"}
@@ -58,10 +59,12 @@ Sources = Mapping[str, tuple[str, bool]]
 
 
 def sources() -> dict[str, tuple[str, bool]]:
-    paths = [*ROOT.glob("kvlens/**/*.py"), *ROOT.glob("analyses/**/*.py")]
+    """By the modules' names; the folder ``analyses`` is the package ``kvlens.analyses``."""
+    found = {path: path.relative_to(ROOT) for path in ROOT.glob("kvlens/**/*.py")}
+    found |= {path: Path("kvlens", path.relative_to(ROOT)) for path in ROOT.glob("analyses/**/*.py")}
     return {
-        ".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): (p.read_text(), p.name == "__init__.py")
-        for p in paths
+        ".".join(place.with_suffix("").parts).removesuffix(".__init__"): (path.read_text(), path.name == "__init__.py")
+        for path, place in found.items()
     }
 
 
@@ -127,10 +130,8 @@ def circles(graph: Mapping[str, set[str]]) -> list[set[str]]:
 
 
 def room_of(module: str) -> str | None:
-    """``kvlens.ops.rotary`` -> ``ops``; ``analyses.x`` -> ``analyses``; None for kvlens itself and its ``__main__``."""
+    """``kvlens.ops.rotary`` -> ``ops``; None for kvlens itself and its ``__main__``."""
     parts = module.split(".")
-    if parts[0] == "analyses":
-        return "analyses"
     return parts[1] if len(parts) > 1 and parts[1] != "__main__" else None
 
 
@@ -193,8 +194,9 @@ def test_analyses_use_public_names_only():
     all_sources = sources()
     for module in all_sources:
         if room_of(module) == "analyses":
-            allowed = PUBLIC | (FOUNDATIONS if module.startswith("analyses.batch.") else set())
-            assert not [n for n in imported(module, all_sources) - allowed if n.startswith("kvlens.")], module
+            allowed = PUBLIC | (FOUNDATIONS if module.startswith("kvlens.analyses.batch.") else set())
+            others = {name for name in imported(module, all_sources) if room_of(name) not in (None, "analyses")}
+            assert not others - allowed, module
             assert not [n for n in named_imports(module, *all_sources[module]) if n.startswith("transformer_lens")], module
 
 
@@ -222,3 +224,10 @@ def test_only_transformer_lens_own_deprecation_is_silenced():
         assert warnings.filters == filters
         warnings.warn("HookedTransformer is deprecated", DeprecationWarning, stacklevel=1)
     assert [str(w.message) for w in caught] == ["HookedTransformer is deprecated"]
+
+
+def test_nothing_of_ours_goes_by_the_short_name():
+    """``analyses`` may be a file or a package of somebody else's; ``kvlens.analyses`` is ours."""
+    for module, (source, is_package) in sources().items():
+        named = {name.split(".")[0] for name in named_imports(module, source, is_package)}
+        assert "analyses" not in named or module == "kvlens.analyses", module  # which asks for its own name

@@ -1,11 +1,11 @@
 """One analysis over many prompts and many models: resumable, on one process, many, or a Ray cluster, into one Parquet file.
 
-:func:`analyses.batch.runner.run_batch` is the function, ``kvlens analyse NAME`` and ``python -m analyses NAME`` the commands
-(:mod:`analyses.batch.script`). From the outside in:
+:func:`kvlens.analyses.batch.runner.run_batch` is the function, ``kvlens analyse NAME`` and ``python -m analyses NAME`` the
+commands (:mod:`kvlens.analyses.batch.script`). From the outside in:
 
-- :mod:`~analyses.batch.records` reads the prompts;
-- :mod:`~analyses.batch.engines` shares them out among workers, and gives them out again where a worker died;
-- :mod:`~analyses.batch.worker` is what runs in each: it keeps its model and turns prompts into tables;
-- :mod:`~analyses.batch.journal` keeps what is done, safe from a kill at any moment;
-- :mod:`~analyses.batch.table` turns the journal into the Parquet file, one row group per prompt.
+- :mod:`~kvlens.analyses.batch.records` reads the prompts;
+- :mod:`~kvlens.analyses.batch.engines` shares them out among workers, and gives them out again where a worker died;
+- :mod:`~kvlens.analyses.batch.worker` is what runs in each: it keeps its model and turns prompts into tables;
+- :mod:`~kvlens.analyses.batch.journal` keeps what is done, safe from a kill at any moment;
+- :mod:`~kvlens.analyses.batch.table` turns the journal into the Parquet file, one row group per prompt.
 """

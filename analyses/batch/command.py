@@ -10,12 +10,13 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from analyses.batch.runner import BatchResult, Input, run_batch
-from analyses.batch.work import DTYPES, Resources, Work, load_analysis
-from analyses.declaration import Analysis, Option
-from analyses.registry import ANALYSES
 from kvlens.arguments import path_of
 from kvlens.terminal import Arguments, how_it_ended, listed, terminal_width, visible
+
+from ..declaration import Analysis, Option
+from ..registry import ANALYSES
+from .runner import BatchResult, Input, run_batch
+from .work import DTYPES, Resources, Work, load_analysis
 
 INCOMPLETE = 1
 TEXT_HELP = {

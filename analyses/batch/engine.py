@@ -2,7 +2,7 @@
 
 from typing import Any, Protocol, runtime_checkable
 
-from analyses.batch.worker import Job, PromptResult
+from .worker import Job, PromptResult
 
 
 class WorkerDied(Exception):

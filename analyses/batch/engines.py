@@ -4,13 +4,13 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from analyses.batch.engine import Engine
-from analyses.batch.models import ModelShelf
-from analyses.batch.ray_engine import RayEngine
-from analyses.batch.sharing import share_out
-from analyses.batch.spawn_engine import SpawnEngine
-from analyses.batch.work import Resources, Work
-from analyses.batch.worker import Job, PromptResult, Worker
+from .engine import Engine
+from .models import ModelShelf
+from .ray_engine import RayEngine
+from .sharing import share_out
+from .spawn_engine import SpawnEngine
+from .work import Resources, Work
+from .worker import Job, PromptResult, Worker
 
 
 def run_jobs(

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from analyses.batch.worker import REFUSED, PromptResult
 from kvlens import KVLensError
 from kvlens.checksum import checksum
+
+from .worker import REFUSED, PromptResult
 
 _TABLES = """
 CREATE TABLE settings (value TEXT NOT NULL, checksum TEXT NOT NULL);

@@ -7,10 +7,11 @@ machine needs kvlens, and finds the folders of the models under the same paths.
 from dataclasses import dataclass
 from typing import Any
 
-from analyses.batch.engine import WorkerDied
-from analyses.batch.work import Work
-from analyses.batch.worker import Job, PromptResult, Worker
 from kvlens import KVLensError
+
+from .engine import WorkerDied
+from .work import Work
+from .worker import Job, PromptResult, Worker
 
 
 @dataclass(eq=False)
@@ -22,7 +23,7 @@ class ActorWorker:
 
 
 class RayEngine:
-    """An :class:`analyses.batch.engine.Engine` of Ray actors that keep their model.
+    """An :class:`kvlens.analyses.batch.engine.Engine` of Ray actors that keep their model.
 
     Ray itself restarts nothing: a dead actor is replaced by whoever shares the jobs out, on whatever machine has room, and its
     job is given out again there.

@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from analyses.declaration import Record
 from kvlens import KVLensError
 from kvlens.arguments import path_of
+
+from ..declaration import Record
 
 JSONL = (".jsonl", ".ndjson")
 

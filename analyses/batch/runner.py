@@ -20,19 +20,20 @@ from typing import Any
 import pyarrow as pa
 from tqdm import tqdm
 
-from analyses.batch.engines import run_jobs
-from analyses.batch.journal import Journal, check_same
-from analyses.batch.models import ModelShelf
-from analyses.batch.records import Survey, read_records, survey
-from analyses.batch.table import read_facts, read_parquet, schema_of, to_bytes, write_parquet
-from analyses.batch.work import Resources, Work, check_work
-from analyses.batch.worker import Job, PromptResult, columns_of
-from analyses.declaration import Analysis, Record
 from kvlens import KVLensError, __version__
 from kvlens.arguments import path_of
 from kvlens.files import check_writable, reason, write_atomically
 from kvlens.signature import checked, hold_fields
 from kvlens.terminal import visible
+
+from ..declaration import Analysis, Record
+from .engines import run_jobs
+from .journal import Journal, check_same
+from .models import ModelShelf
+from .records import Survey, read_records, survey
+from .table import read_facts, read_parquet, schema_of, to_bytes, write_parquet
+from .work import Resources, Work, check_work
+from .worker import Job, PromptResult, columns_of
 
 FORMAT_VERSION = 1
 MALFORMED = "malformed"
@@ -100,7 +101,7 @@ def run_batch(
 
     Args:
         work: which analysis, with which models, columns and options.
-        source: the prompts; see :func:`analyses.batch.records.read_records`.
+        source: the prompts; see :func:`kvlens.analyses.batch.records.read_records`.
         out: the table's file, ``.parquet``; folders that are missing are made.
         resources: engine and workers; None works in this process.
         overwrite: begin anew: forget what an interrupted run has done, and replace the table of an earlier batch in the end.

@@ -1,14 +1,15 @@
 """The command of every analysis: ``kvlens analyse NAME`` and ``python -m analyses NAME``.
 
-This much is answered without importing torch; :mod:`analyses.batch.command` does the rest.
+This much is answered without importing torch; :mod:`kvlens.analyses.batch.command` does the rest.
 """
 
 import sys
 from collections.abc import Sequence
 
-from analyses.registry import ANALYSES, locate
 from kvlens import KVLensError
 from kvlens.terminal import paragraphs, terminal_width
+
+from ..registry import ANALYSES, locate
 
 BAD_INPUT = 2
 EPILOG = """\
@@ -37,7 +38,7 @@ def analyse(argv: Sequence[str], prog: str = "kvlens analyse") -> int:
         KVLensError: bad input.
     """
     if not argv:
-        from analyses.batch.command import print_list
+        from .command import print_list
 
         return print_list(prog)
     name, *rest = argv
@@ -48,7 +49,7 @@ def analyse(argv: Sequence[str], prog: str = "kvlens analyse") -> int:
         raise KVLensError(f"expected the name of an analysis, got {name!r}; `{prog}` lists them")
     locate(name)  # a misspelt name is answered at once
 
-    from analyses.batch.command import run_analysis
+    from .command import run_analysis
 
     return run_analysis(name, rest, prog=f"{prog} {name}", epilog=EPILOG)
 
@@ -60,5 +61,5 @@ def _help(prog: str) -> str:
         f"{EPILOG}\n\n"
         f"NAME is one of {', '.join(ANALYSES)}, or one of your own as MODULE:OBJECT, for instance "
         "my_package.my_module:MY_ANALYSIS, where the module is found from here or is installed, and the object is an "
-        "analyses.Analysis."
+        "kvlens.analyses.Analysis."
     )

@@ -11,9 +11,10 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from analyses.batch.engine import Engine, WorkerDied
-from analyses.batch.worker import DIED, Job, PromptResult
 from kvlens import KVLensError
+
+from .engine import Engine, WorkerDied
+from .worker import DIED, Job, PromptResult
 
 MAX_DEATHS = 2
 """Workers that a prompt, run alone, may kill before it is given up."""

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 
-from analyses.batch.engine import WorkerDied
-from analyses.batch.work import Work
-from analyses.batch.worker import Job, PromptResult, Worker
 from kvlens import KVLensError
+
+from .engine import WorkerDied
+from .work import Work
+from .worker import Job, PromptResult, Worker
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +28,8 @@ class SpawnedWorker:
 
 
 class SpawnEngine:
-    """An :class:`analyses.batch.engine.Engine` of processes, spawned rather than forked: torch's threads survive no fork.
+    """An :class:`kvlens.analyses.batch.engine.Engine` of processes, spawned rather than forked: torch's threads survive no
+    fork.
 
     Args:
         work: what they compute.

@@ -11,12 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from analyses.declaration import Analysis
-from analyses.registry import locate
 from kvlens import KVLensError
 from kvlens.arguments import check_choice, check_whole, path_of
 from kvlens.errors import nearest
 from kvlens.signature import hold_fields
+
+from ..declaration import Analysis
+from ..registry import locate
 
 FRONT_COLUMNS = ("model", "prompt_id")
 ENGINES = ("processes", "ray")
@@ -30,7 +31,7 @@ class Work:
     """What every row of the table depends on, beside the prompts.
 
     Attributes:
-        analysis: a name of ``analyses.ANALYSES``, or MODULE:OBJECT of any `Analysis` that can be imported.
+        analysis: a name of ``kvlens.analyses.ANALYSES``, or MODULE:OBJECT of any `Analysis` that can be imported.
         models: names of shipped models, or folders.
         columns: those of the analysis to keep, in order; empty keeps all.
         options: of the analysis, by name; what is not given has its default.

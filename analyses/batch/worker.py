@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 import torch
 
-from analyses.batch.models import ModelShelf
-from analyses.batch.table import schema_of, to_bytes
-from analyses.batch.work import FRONT_COLUMNS, Work, load_analysis
-from analyses.declaration import Analysis, Record
 from kvlens import HookedKVTransformer, KVLensError
+
+from ..declaration import Analysis, Record
+from .models import ModelShelf
+from .table import schema_of, to_bytes
+from .work import FRONT_COLUMNS, Work, load_analysis
 
 REFUSED, FAILED, DIED = "refused", "failed", "died"
 """Why a prompt has no rows: the analysis does not take it; an error of any other kind; it took its worker's life."""
@@ -45,7 +46,7 @@ class PromptResult:
         prompt: the prompt's place in the input.
         prompt_id: its id.
         n_rows: of its table.
-        rows: its table, as :func:`analyses.batch.table.to_bytes` gives it; None where it failed.
+        rows: its table, as :func:`kvlens.analyses.batch.table.to_bytes` gives it; None where it failed.
         kind: :data:`REFUSED`, :data:`FAILED` or :data:`DIED` where it failed, else None.
         error: why, in one line.
         where: file and line of the code that raised, and of the analysis' own module where that called it.

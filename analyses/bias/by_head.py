@@ -1,7 +1,7 @@
 """Which layers and heads carry a converted prompt: how large each bias is, how much of the head's output it makes up, and
 what is lost without it.
 
-Size and share describe; only the removal (:mod:`analyses.bias.removal`) tells whether the model uses what is there.
+Size and share describe; only the removal (:mod:`kvlens.analyses.bias.removal`) tells whether the model uses what is there.
 """
 
 from collections.abc import Callable
@@ -11,15 +11,16 @@ from typing import Any
 import pandas as pd
 import torch
 
-from analyses.bias.outputs import bias_outputs, share_by_size
-from analyses.bias.removal import bias_ablation
-from analyses.bias.spectrum import sizes
-from analyses.declaration import Analysis, Columns
-from analyses.inputs import PROMPT, TEXT
-from analyses.predictions import KL, LOSS_CHANGE
-from analyses.sequences import PromptTokens, TextTokens, prompt_text_bias
 from kvlens import HookedKVTransformer, KVBias
 from kvlens.signature import checked
+
+from ..declaration import Analysis, Columns
+from ..inputs import PROMPT, TEXT
+from ..predictions import KL, LOSS_CHANGE
+from ..sequences import PromptTokens, TextTokens, prompt_text_bias
+from .outputs import bias_outputs, share_by_size
+from .removal import bias_ablation
+from .spectrum import sizes
 
 MEASURES = dict(
     b_kv_norm=("float64", "Frobenius norm of b_KV, its log_scale included"),
@@ -51,7 +52,7 @@ def bias_by_head(
         prompt_tokens: a string, or tokens [pos] with BOS where the model wants one.
         text_tokens: a string, or tokens [pos] without BOS.
         bias: the converted prompt, if it is at hand; None converts it here.
-        batch_size, on_progress: as in :func:`analyses.bias.removal.bias_ablation`.
+        batch_size, on_progress: as in :func:`kvlens.analyses.bias.removal.bias_ablation`.
 
     Returns:
         One row per head, by layer, then head:

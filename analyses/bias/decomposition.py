@@ -4,9 +4,9 @@ Per layer and head: the size and spectrum of b_KV and b_D, the share of the head
 and the bias's direct logit attribution: what z_bias adds to a logit through W_O, the final norm (frozen at its actual scale)
 and W_U, past all later layers. The other views of the same bias are analyses of their own:
 
-- :func:`analyses.bias.spectrum.bias_singular_values`: every singular value of b_KV;
-- :func:`analyses.bias.positions.bias_positions`: which prompt position gave how much of ``output_share`` and ``logit``;
-- :func:`analyses.bias.effects.bias_effects`: what is lost when the bias or the boundary is ablated, through every path.
+- :func:`kvlens.analyses.bias.spectrum.bias_singular_values`: every singular value of b_KV;
+- :func:`kvlens.analyses.bias.positions.bias_positions`: which prompt position gave how much of ``output_share`` and ``logit``;
+- :func:`kvlens.analyses.bias.effects.bias_effects`: what is lost when the bias or the boundary is ablated, through every path.
 
 One forward pass over the prompt, one over the text.
 """
@@ -16,14 +16,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from analyses.bias.outputs import BiasOutputs, bias_outputs, share_by_size, share_probes
-from analyses.bias.spectrum import effective_rank, singular_values, sizes
-from analyses.declaration import Analysis, Columns
-from analyses.inputs import ANSWER, PROMPT, TEXT, WRONG
-from analyses.sequences import PromptTokens, TextTokens, prompt_text_bias
-from analyses.stream.logit_attribution import LogitTarget, Token, check_heads_write_directly, logit_target
 from kvlens import HookedKVTransformer, KVBias
 from kvlens.signature import checked
+
+from ..declaration import Analysis, Columns
+from ..inputs import ANSWER, PROMPT, TEXT, WRONG
+from ..sequences import PromptTokens, TextTokens, prompt_text_bias
+from ..stream.logit_attribution import LogitTarget, Token, check_heads_write_directly, logit_target
+from .outputs import BiasOutputs, bias_outputs, share_by_size, share_probes
+from .spectrum import effective_rank, singular_values, sizes
 
 COLUMNS = Columns(
     layer=("int64", "from 0"),

@@ -8,7 +8,7 @@ Three ways to take a part away, as the field has them:
 
 A converted prompt is more than its bias: a shifted model also reads the *boundary*, the prompt's last raw keys, values and
 queries. ``bias`` takes b_KV and b_D, ``boundary`` the boundary, ``both`` all that the prompt left. The effects do not add up.
-An effect through every path is measured here; :func:`analyses.bias.decomposition.bias_decomposition` has the direct one.
+An effect through every path is measured here; :func:`kvlens.analyses.bias.decomposition.bias_decomposition` has the direct one.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,11 +20,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from analyses.bias.interventions import Interventions, donors_of, logits_under
-from analyses.bias.one_space import with_references
-from analyses.declaration import Analysis, Columns, Field, Option
-from analyses.inputs import ANSWER, PROMPT, TEXT, WRONG, read_tokens
-from analyses.predictions import (
+from kvlens import HookedKVTransformer, KVBias, KVLensError, convert_prompt
+from kvlens.signature import checked
+
+from ..declaration import Analysis, Columns, Field, Option
+from ..inputs import ANSWER, PROMPT, TEXT, WRONG, read_tokens
+from ..predictions import (
     KL,
     LOGIT_CHANGE,
     LOSS_CHANGE,
@@ -33,10 +34,10 @@ from analyses.predictions import (
     log_probabilities,
     next_token_losses,
 )
-from analyses.sequences import PromptTokens, TextTokens, bias_and_text
-from analyses.stream.logit_attribution import LogitTarget, Token, logit_target
-from kvlens import HookedKVTransformer, KVBias, KVLensError, convert_prompt
-from kvlens.signature import checked
+from ..sequences import PromptTokens, TextTokens, bias_and_text
+from ..stream.logit_attribution import LogitTarget, Token, logit_target
+from .interventions import Interventions, donors_of, logits_under
+from .one_space import with_references
 
 METHODS = ("zero", "mean", "resample")
 PARTS = ("bias", "boundary", "both")
@@ -97,7 +98,7 @@ def bias_effects(
             its group.
         references: the biases of other prompts, as a batch, for ``mean`` and ``resample``. Of a softmax model they bring their
             own keys, each with its weight, in the mean with that over their number.
-        answer, wrong: the logit, as in :func:`analyses.bias.decomposition.bias_decomposition`.
+        answer, wrong: the logit, as in :func:`kvlens.analyses.bias.decomposition.bias_decomposition`.
         batch_size: ablations per forward pass; None takes what memory allows.
         on_start: called once, before the first ablation, with their number.
         on_progress: called with the fraction done after each forward pass.

@@ -14,8 +14,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from analyses.passes import MEMORY_PER_PASS, check_batch_size
 from kvlens import HookedKVTransformer, KVBias
+
+from ..passes import MEMORY_PER_PASS, check_batch_size
 
 OF_BIAS, OF_BOUNDARY = ("b_KV", "b_D"), ("last_k", "last_v", "last_q")
 """The tensors of a bias, and those of the boundary that it carries."""
@@ -37,7 +38,7 @@ class Interventions(NamedTuple):
 def donors_of(bias: KVBias, references: KVBias | None = None) -> KVBias:
     """A batch of what may stand in the place of ``bias``: zeros, then the references' mean, then each reference.
 
-    A softmax model's references are over the features of ``bias`` (:func:`analyses.bias.one_space.with_references`).
+    A softmax model's references are over the features of ``bias`` (:func:`kvlens.analyses.bias.one_space.with_references`).
     """
     bias = bias.per_query_head()
     tensors: dict[str, Any] = {}
@@ -65,7 +66,7 @@ def logits_under(
         text: [pos].
         bias: of one prompt.
         rows: the interventions.
-        batch_size: how many share a forward pass; None takes what :data:`analyses.passes.MEMORY_PER_PASS` allows.
+        batch_size: how many share a forward pass; None takes what :data:`kvlens.analyses.passes.MEMORY_PER_PASS` allows.
         on_progress: called with the fraction done after each forward pass.
 
     Raises:

@@ -61,7 +61,7 @@ def keys_and_values(clean: KVBias, corrupted: KVBias) -> dict[tuple[str, int], T
     """The clean keys with the corrupted values, and the other way round, of two biases :func:`in_one_space`, in this order.
 
     Returns:
-        (source of :mod:`analyses.bias.patches`, layer) -> b_KV or b_D [1, head, ...].
+        (source of :mod:`kvlens.analyses.bias.patches`, layer) -> b_KV or b_D [1, head, ...].
     """
     r = clean.d_phi // 2
     weights = {"clean": clean.b_D[..., :r, None], "corrupted": corrupted.b_D[..., r:, None]}

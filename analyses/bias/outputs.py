@@ -13,8 +13,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from analyses.stream.logit_attribution import final_scale, final_scale_name
 from kvlens import HookedKVTransformer, KVBias
+
+from ..stream.logit_attribution import final_scale, final_scale_name
 
 
 class BiasOutputs(NamedTuple):

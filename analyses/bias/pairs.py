@@ -19,8 +19,8 @@ one-layer model; without positions, shift and decay so is ``plain``. A BOS in bo
 give the second prompt none. A trained bias is the start of every conversion, so ``plain`` counts it twice.
 
 In a softmax model C keeps the first prompt's keys as they are, N brings its own, and nothing is erased. All the same a query
-that reads C reads N along with it, and the same questions are asked of what queries read (:mod:`analyses.bias.probes`): the
-queries of the second prompt's tokens, as if they stood behind both prompts, over the normaliser of both.
+that reads C reads N along with it, and the same questions are asked of what queries read (:mod:`kvlens.analyses.bias.probes`):
+the queries of the second prompt's tokens, as if they stood behind both prompts, over the normaliser of both.
 
 Source: ICLCA sec. 4 for the bias and its continuation; the decomposition is kvlens'.
 """
@@ -34,13 +34,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from analyses.bias.probes import Numbers, numbers_read, numbers_stored, probes_of, side_by_side
-from analyses.declaration import Analysis, Columns
-from analyses.inputs import PROMPT, tokens_field
-from analyses.predictions import KL, converted_logits, kl_divergence, log_probabilities, next_token_losses
-from analyses.sequences import TextTokens, one_sequence, prompt_sequence
 from kvlens import HookedKVTransformer, KVBias, KVLensError, carry_bias, combine, convert_prompt
 from kvlens.signature import checked
+
+from ..declaration import Analysis, Columns
+from ..inputs import PROMPT, tokens_field
+from ..predictions import KL, converted_logits, kl_divergence, log_probabilities, next_token_losses
+from ..sequences import TextTokens, one_sequence, prompt_sequence
+from .probes import Numbers, numbers_read, numbers_stored, probes_of, side_by_side
 
 FirstTokens = str | Int[Tensor, "*one first_pos"]
 SecondTokens = str | Int[Tensor, "*one second_pos"]

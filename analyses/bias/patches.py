@@ -1,4 +1,4 @@
-"""The points that :mod:`analyses.bias.patching` patches, and the hooks of many patches as rows of one batch.
+"""The points that :mod:`kvlens.analyses.bias.patching` patches, and the hooks of many patches as rows of one batch.
 
 A patch names a point, a layer and a head, -1 for all. Its row of the batch reads the given tensor where it is named, and
 what the model has everywhere else: for each source and layer one mask [row, head] says which rows take what. A source is

@@ -11,7 +11,7 @@ what is patched, part by part. ``prompt`` in all layers gives the clean run, and
 ask the opposite question, what is enough to break the clean run ("noising").
 
 In a softmax model each prompt brings keys of its own. Both prompts' keys then stand side by side, the corrupted one's with
-their weights and the clean one's with 0, or the other way round in a patched head (:mod:`analyses.bias.one_space`):
+their weights and the clean one's with 0, or the other way round in a patched head (:mod:`kvlens.analyses.bias.one_space`):
 
     z_i = (sum_j exp(s_ij) v_j + sum_r exp(q_i.c_r) w_r u_r) / (sum_j exp(s_ij) + sum_r exp(q_i.c_r) w_r)
 
@@ -36,8 +36,18 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from analyses.bias.one_space import in_one_space, keys_and_values, pair_token_by_token
-from analyses.bias.patches import (
+from kvlens import HookedKVTransformer, KVBias, KVLensError
+from kvlens.arguments import brief, numbers_of
+from kvlens.errors import nearest
+from kvlens.signature import checked
+
+from ..declaration import Analysis, Columns, Option
+from ..inputs import ANSWER, PROMPT, TEXT, WRONG, tokens_field
+from ..passes import MEMORY_PER_PASS, check_batch_size
+from ..sequences import CorruptedTokens, PromptTokens, TextTokens, converted, one_sequence
+from ..stream.logit_attribution import Token, logit_target
+from .one_space import in_one_space, keys_and_values, pair_token_by_token
+from .patches import (
     HEAD_AXIS,
     POINTS,
     Patch,
@@ -48,15 +58,6 @@ from analyses.bias.patches import (
     patch_hooks,
     patches_of,
 )
-from analyses.declaration import Analysis, Columns, Option
-from analyses.inputs import ANSWER, PROMPT, TEXT, WRONG, tokens_field
-from analyses.passes import MEMORY_PER_PASS, check_batch_size
-from analyses.sequences import CorruptedTokens, PromptTokens, TextTokens, converted, one_sequence
-from analyses.stream.logit_attribution import Token, logit_target
-from kvlens import HookedKVTransformer, KVBias, KVLensError
-from kvlens.arguments import brief, numbers_of
-from kvlens.errors import nearest
-from kvlens.signature import checked
 
 Metric = Callable[[Float[Tensor, "row pos d_vocab"]], Float[Tensor, " row"]]
 """From the logits on the text, one row per patch, to one number per row."""
@@ -104,7 +105,7 @@ def activation_patching(
         answer, wrong: the metric is the logit of ``answer``, minus that of ``wrong``, at the text's last place (ids, or the
             texts of single tokens); without ``answer`` it is the mean logit of the text's next tokens.
         metric: another one, in their place.
-        points: one or several of :data:`analyses.bias.patches.POINTS`; None takes all that the model and the
+        points: one or several of :data:`kvlens.analyses.bias.patches.POINTS`; None takes all that the model and the
             two prompts have.
         coefficients: "k", "v" or "q" -> what is patched in for its shift coefficients, a tensor or lists, [window+1] or
             [layer, head, window+1]; the identity for those that are not given.

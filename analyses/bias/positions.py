@@ -1,7 +1,7 @@
 """A converted prompt, one prompt position at a time: what each of them gives to each head's output and to a logit.
 
-The parts of a head's output, and the two views of a shifted value, are those of :mod:`analyses.bias.reads`. Here they are
-made into numbers that add up: everything is linear in the part, a product with one probe vector per text place.
+The parts of a head's output, and the two views of a shifted value, are those of :mod:`kvlens.analyses.bias.reads`. Here they
+are made into numbers that add up: everything is linear in the part, a product with one probe vector per text place.
 
 Sums over the text's places are taken before those over features: sum_i A_ij (v'_j . w_i) = phi~(k'_j)^T (sum_i q_i w_i^T) v'_j.
 A text x prompt x head tensor arises only where single places of the text are asked for.
@@ -16,21 +16,22 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from analyses.bias.outputs import share_probes
-from analyses.bias.reads import VIEWS, PromptReading, Stretch
-from analyses.declaration import Analysis, Columns, Option
-from analyses.inputs import ANSWER, PROMPT, TEXT, WRONG
-from analyses.segments import Progress, bar_unless
-from analyses.sequences import PromptTokens, TextTokens, one_sequence, prompt_sequence
-from analyses.stream.logit_attribution import (
+from kvlens import HookedKVTransformer, KVBias, KVLensError
+from kvlens.signature import checked
+
+from ..declaration import Analysis, Columns, Option
+from ..inputs import ANSWER, PROMPT, TEXT, WRONG
+from ..segments import Progress, bar_unless
+from ..sequences import PromptTokens, TextTokens, one_sequence, prompt_sequence
+from ..stream.logit_attribution import (
     LogitTarget,
     Token,
     check_heads_write_directly,
     logit_target,
 )
-from analyses.texts import token_texts
-from kvlens import HookedKVTransformer, KVBias, KVLensError
-from kvlens.signature import checked
+from ..texts import token_texts
+from .outputs import share_probes
+from .reads import VIEWS, PromptReading, Stretch
 
 NONE = -1
 """In place of a position: all places of the text together, or a part that is no prompt position."""
@@ -83,9 +84,9 @@ def bias_positions(
         prompt_tokens: a string, or tokens [pos] as converted, with BOS where the model wants one.
         text_tokens: a string, or tokens [pos] without BOS.
         initial: the bias that the prompt continues; None continues what the model holds now, as ``convert_prompt`` does.
-        by: ``attended`` or ``source``, see :mod:`analyses.bias.reads`; the same thing where values are not shifted.
+        by: ``attended`` or ``source``, see :mod:`kvlens.analyses.bias.reads`; the same thing where values are not shifted.
         at: places of the text to tell apart; None takes all of them together.
-        answer, wrong: the logit, as in :func:`analyses.bias.decomposition.bias_decomposition`.
+        answer, wrong: the logit, as in :func:`kvlens.analyses.bias.decomposition.bias_decomposition`.
         segment_length: tokens per segment, for linear attention; None takes a good length, and the whole text where something
             is hooked to the model.
         on_progress: called with the fraction done; None shows a bar on a terminal where it takes long.

@@ -23,9 +23,9 @@ and what a shift carries over the end of the prompt counts as the text's own.
 For softmax attention A is the pattern itself: the exact shares of the prompt's own keys, which ``method="exact"`` keeps and
 the other methods approximate. It is run whole, and its memory grows with the square of the length.
 
-A long prompt of linear attention is read in segments (:mod:`analyses.segments`): first what the text brings, then the prompt's
-keys and values, those of one segment at a time. A shifted value mixes its neighbours across a segment's end too: the last
-``window`` keys wait for the next segment.
+A long prompt of linear attention is read in segments (:mod:`kvlens.analyses.segments`): first what the text brings, then the
+prompt's keys and values, those of one segment at a time. A shifted value mixes its neighbours across a segment's end too: the
+last ``window`` keys wait for the next segment.
 
 Source: ICLCA eq. 13 and 19; the boundary, the decay and the two views are kvlens'.
 """
@@ -37,9 +37,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from analyses.segments import Found, Looks, Progress, rows_at
-from analyses.stream.logit_attribution import final_scale, final_scale_name
 from kvlens import HookedKVTransformer, KVLensError
+
+from ..segments import Found, Looks, Progress, rows_at
+from ..stream.logit_attribution import final_scale, final_scale_name
 
 VIEWS = ("attended", "source")
 

@@ -11,14 +11,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from analyses.bias.effects import measured_effects
-from analyses.bias.interventions import Interventions, donors_of
-from analyses.declaration import Columns
-from analyses.predictions import KL, LOSS_CHANGE
-from analyses.sequences import PromptTokens, TextTokens, bias_and_text
-from analyses.stream.logit_attribution import logit_target
 from kvlens import HookedKVTransformer, KVBias, KVLensError
 from kvlens.signature import checked
+
+from ..declaration import Columns
+from ..predictions import KL, LOSS_CHANGE
+from ..sequences import PromptTokens, TextTokens, bias_and_text
+from ..stream.logit_attribution import logit_target
+from .effects import measured_effects
+from .interventions import Interventions, donors_of
 
 Heads = Sequence[tuple[int, int]]
 
@@ -50,7 +51,7 @@ def bias_ablation(
         prompt: converted, or a string or tokens [pos], which are converted here.
         text_tokens: a string, or tokens [pos] without BOS.
         removals: for each, the (layer, head) pairs whose bias is removed; an empty one changes nothing.
-        batch_size: removals per forward pass; None takes what :data:`analyses.passes.MEMORY_PER_PASS` allows.
+        batch_size: removals per forward pass; None takes what :data:`kvlens.analyses.passes.MEMORY_PER_PASS` allows.
         on_progress: called with the fraction done after each forward pass.
 
     Returns:

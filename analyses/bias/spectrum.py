@@ -17,11 +17,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from analyses.declaration import Analysis, Columns
-from analyses.inputs import PROMPT
-from analyses.sequences import one_bias
 from kvlens import HookedKVTransformer, KVBias, convert_prompt
 from kvlens.signature import checked
+
+from ..declaration import Analysis, Columns
+from ..inputs import PROMPT
+from ..sequences import one_bias
 
 COLUMNS = Columns(
     layer=("int64", "from 0"),

@@ -6,14 +6,15 @@ Source: DUAL th. 3.1, eq. 9.
 import pandas as pd
 import torch
 
-from analyses.declaration import Analysis, Columns, Option
-from analyses.dual.refusal import has_dual_model
-from analyses.inputs import PROMPT
-from analyses.sequences import PromptTokens, one_sequence
-from analyses.texts import token_texts
 from kvlens import HookedKVTransformer
 from kvlens.dual import demonstration_figures
 from kvlens.signature import checked
+
+from ..declaration import Analysis, Columns, Option
+from ..inputs import PROMPT
+from ..sequences import PromptTokens, one_sequence
+from ..texts import token_texts
+from .refusal import has_dual_model
 
 COLUMNS = Columns(
     layer=("int64", "from 0"),

@@ -15,13 +15,14 @@ Source: DUAL th. 3.2, and its version with negative samples.
 import pandas as pd
 import torch
 
-from analyses.declaration import Analysis, Columns, Option
-from analyses.dual.refusal import has_dual_model
-from analyses.inputs import PROMPT
-from analyses.sequences import PromptTokens, one_sequence
 from kvlens import HookedKVTransformer, KVLensError
 from kvlens.dual import DualModel
 from kvlens.signature import checked
+
+from ..declaration import Analysis, Columns, Option
+from ..inputs import PROMPT
+from ..sequences import PromptTokens, one_sequence
+from .refusal import has_dual_model
 
 COLUMNS = Columns(
     layer=("int64", "from 0"),

@@ -14,10 +14,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from analyses.heads.repeated_tokens import RepeatedTokens
-from analyses.heads.weights import wide_dtype
-from analyses.passes import MEMORY_PER_PASS, check_batch_size
 from kvlens import HookedKVTransformer, KVLensError
+
+from ..passes import MEMORY_PER_PASS, check_batch_size
+from .repeated_tokens import RepeatedTokens
+from .weights import wide_dtype
 
 Start = Callable[[int], None]
 Progress = Callable[[float], None]

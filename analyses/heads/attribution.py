@@ -5,8 +5,8 @@ and no part of any bias, is
 
     z_h W_O . d_t / s
 
-with d_t and s of :mod:`analyses.stream.logit_attribution`. The directions are pulled back to each head's d_head numbers once a
-place, so no head's output is ever written out in d_model numbers. Where a norm stands between the heads and the residual
+with d_t and s of :mod:`kvlens.analyses.stream.logit_attribution`. The directions are pulled back to each head's d_head numbers
+once a place, so no head's output is ever written out in d_model numbers. Where a norm stands between the heads and the residual
 stream (Gemma 2, OLMo 2), it is held at its scale like the final one, and its gain and its centering are part of the path.
 
 Source: Elhage et al. 2021, A Mathematical Framework for Transformer Circuits (direct paths); TransformerLens, ``logit_attrs``.
@@ -19,9 +19,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from analyses.heads.weights import gain, norm_behind, wide_dtype
-from analyses.stream.logit_attribution import final_scale, final_scale_name, residual_directions
 from kvlens import HookedKVTransformer
+
+from ..stream.logit_attribution import final_scale, final_scale_name, residual_directions
+from .weights import gain, norm_behind, wide_dtype
 
 
 def frozen_scales(model: HookedKVTransformer) -> list[str]:

@@ -5,14 +5,15 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from analyses.declaration import Analysis, Columns
-from analyses.heads.rows import visit_rows
-from analyses.heads.shift_roles import layer_taps, roles, shifted_projections
-from analyses.inputs import PROMPT, TEXT
-from analyses.segments import Progress, bar_unless
-from analyses.sequences import PromptTokens, TextTokens, one_sequence, prompt_sequence
 from kvlens import HookedKVTransformer
 from kvlens.signature import checked
+
+from ..declaration import Analysis, Columns
+from ..inputs import PROMPT, TEXT
+from ..segments import Progress, bar_unless
+from ..sequences import PromptTokens, TextTokens, one_sequence, prompt_sequence
+from .rows import visit_rows
+from .shift_roles import layer_taps, roles, shifted_projections
 
 COLUMNS = Columns(
     layer=("int64", "from 0"),

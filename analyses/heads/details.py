@@ -6,14 +6,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from analyses.bias.outputs import bias_outputs, share_by_size
-from analyses.bias.positions import output_shares
-from analyses.heads.rows import attention_among, visit_rows
-from analyses.segments import Progress, PromptColumns, bar_unless
-from analyses.sequences import PromptTokens, TextTokens, prompt_text_bias
-from analyses.texts import token_texts
 from kvlens import HookedKVTransformer, KVBias, KVLensError
 from kvlens.signature import checked
+
+from ..bias.outputs import bias_outputs, share_by_size
+from ..bias.positions import output_shares
+from ..segments import Progress, PromptColumns, bar_unless
+from ..sequences import PromptTokens, TextTokens, prompt_text_bias
+from ..texts import token_texts
+from .rows import attention_among, visit_rows
 
 MAX_QUERIES, MAX_STRONGEST = 128, 64
 """Rows of the pattern that are computed, evenly spaced over the text; the prompt's tokens among the strongest."""

@@ -2,7 +2,7 @@
 
 Head 1 writes into the residual stream through W_OV = W_V W_O, a later head 2 reads it through W_Q W_K^T with its queries,
 through W_K W_Q^T with its keys, or through its own W_OV with its values. The score is the size of the product over the
-product of sizes; definition, gains of norms and grouped queries: :mod:`analyses.heads.weights`.
+product of sizes; definition, gains of norms and grouped queries: :mod:`kvlens.analyses.heads.weights`.
 
 To judge a score, compare it with 1/sqrt(d_model), what unrelated heads have, and with the scores of the same model's other
 pairs. What the weights allow, a text need not use: ablation tells.
@@ -15,10 +15,11 @@ from collections.abc import Sequence
 import pandas as pd
 import torch
 
-from analyses.declaration import Analysis, Columns, Option
-from analyses.heads.weights import COMPOSITION_KINDS, composition_scores, head_weights
 from kvlens import HookedKVTransformer, KVLensError
 from kvlens.signature import checked
+
+from ..declaration import Analysis, Columns, Option
+from .weights import COMPOSITION_KINDS, composition_scores, head_weights
 
 COLUMNS = Columns(
     kind=("str", '"Q", "K" or "V": what of the later head reads'),

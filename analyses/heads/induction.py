@@ -1,13 +1,13 @@
 """Which heads continue what they have seen: scores of every head on text that repeats itself.
 
 An induction head meets a token for the second time and attends to what followed it the first time. Each head is described
-by where it looks (:mod:`analyses.heads.lags`), by what it does with what it finds (copying score, logit attribution), by
+by where it looks (:mod:`kvlens.analyses.heads.lags`), by what it does with what it finds (copying score, logit attribution), by
 what is lost without it (ablation), and by how it came to look there: the earlier head that its keys read most, or, in a model
-with KV shift, its own coefficients (:mod:`analyses.heads.shift_roles`), which can make an induction head in one layer.
+with KV shift, its own coefficients (:mod:`kvlens.analyses.heads.shift_roles`), which can make an induction head in one layer.
 
 The verdict goes by what the head *reads*, against chance, and with ``ablations`` by the loss of reading something else there
-(:mod:`analyses.heads.verdicts`, :mod:`analyses.heads.swaps`): then every head that costs more than 0.1 nats has a name.
-It says nothing of copying: a head that finds the right token and lowers its logit has the verdict ``induction`` and a
+(:mod:`kvlens.analyses.heads.verdicts`, :mod:`kvlens.analyses.heads.swaps`): then every head that costs more than 0.1 nats has a
+name. It says nothing of copying: a head that finds the right token and lowers its logit has the verdict ``induction`` and a
 negative ``copying_score``.
 
 Source: Olsson et al. 2022; Elhage et al. 2021; KVSA sec. 3, table 4.
@@ -20,22 +20,23 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from analyses.declaration import Analysis, Columns, Option
-from analyses.heads.ablation import Progress, Start, resampling_ablation
-from analyses.heads.lags import KINDS
-from analyses.heads.measures import HeadMeasures, measure_heads
-from analyses.heads.repeated_tokens import RepeatedTokens, draw_piece, longest_repeat, repeat_tokens
-from analyses.heads.shift_roles import displacement, roles
-from analyses.heads.swaps import swap_costs
-from analyses.heads.verdicts import MATCHES, RATIO, THRESHOLD, WORTH_ASKING, Losses, Verdict, contrasts, judge_heads
-from analyses.heads.weights import composition_scores, copying_scores, head_weights
-from analyses.inputs import tokens_field
-from analyses.passes import check_batch_size
-from analyses.predictions import LOGIT_CHANGE, LOSS_CHANGE
-from analyses.sequences import one_sequence
 from kvlens import HookedKVTransformer, KVLensError
 from kvlens.arguments import check_seed
 from kvlens.signature import checked
+
+from ..declaration import Analysis, Columns, Option
+from ..inputs import tokens_field
+from ..passes import check_batch_size
+from ..predictions import LOGIT_CHANGE, LOSS_CHANGE
+from ..sequences import one_sequence
+from .ablation import Progress, Start, resampling_ablation
+from .lags import KINDS
+from .measures import HeadMeasures, measure_heads
+from .repeated_tokens import RepeatedTokens, draw_piece, longest_repeat, repeat_tokens
+from .shift_roles import displacement, roles
+from .swaps import swap_costs
+from .verdicts import MATCHES, RATIO, THRESHOLD, WORTH_ASKING, Losses, Verdict, contrasts, judge_heads
+from .weights import composition_scores, copying_scores, head_weights
 
 DEFAULT_LENGTH = 50
 _LOOKS = {
@@ -126,7 +127,7 @@ def induction_heads(
         threshold: share of what a head reads from which on it is a "previous token" or "current token" head, on its strongest
             stretch of 16 places.
         ratio: how many times what uniform attention would give the share of any kind must be; see
-            :mod:`analyses.heads.verdicts`.
+            :mod:`kvlens.analyses.heads.verdicts`.
         ablations: also replace each head's output by that on other random tokens (n_layers x n_heads x n_sequences runs), and,
             of each head that changes the loss by more than 0.005 nats, what it reads at each of the four kinds of place
             (4 n_sequences runs a head; not in models with an attention variant, which keep the verdict of the pattern).

@@ -1,6 +1,6 @@
 """Where a head looks on repeated tokens, as numbers: mean attention at the lags that name a kind of head.
 
-On a text of N tokens said twice (:mod:`analyses.heads.repeated_tokens`) four kinds of head attend at one lag each:
+On a text of N tokens said twice (:mod:`kvlens.analyses.heads.repeated_tokens`) four kinds of head attend at one lag each:
 
     ================ ================ ===============================
     kind             query i looks at mean over
@@ -27,8 +27,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from analyses.heads.repeated_tokens import RepeatedTokens
-from analyses.heads.shift_roles import ShiftTaps
+from .repeated_tokens import RepeatedTokens
+from .shift_roles import ShiftTaps
 
 KINDS = ("prefix_matching", "previous_token", "duplicate_token", "current_token")
 NEAR = 2

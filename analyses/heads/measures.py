@@ -11,13 +11,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from analyses.heads.attribution import frozen_scales, head_logit_attribution
-from analyses.heads.lags import PatternScores, pattern_scores
-from analyses.heads.repeated_tokens import RepeatedTokens
-from analyses.heads.shift_roles import ShiftTaps, layer_taps, shifted_projections
-from analyses.heads.weights import wide_dtype
-from analyses.passes import MEMORY_PER_PASS
 from kvlens import HookedKVTransformer
+
+from ..passes import MEMORY_PER_PASS
+from .attribution import frozen_scales, head_logit_attribution
+from .lags import PatternScores, pattern_scores
+from .repeated_tokens import RepeatedTokens
+from .shift_roles import ShiftTaps, layer_taps, shifted_projections
+from .weights import wide_dtype
 
 
 class HeadMeasures(NamedTuple):

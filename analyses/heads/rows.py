@@ -6,7 +6,7 @@ attention gives single rows from its features,
     pattern[i, j] = phi~(q_i).phi~(k_j) gamma^{i-j} / n_i     for j <= i       (n_i = attn_scale under normaliser "none")
 
 (ICLCA eq. 12-13, divided out): the queries are read first, then the keys, of a long text one segment at a time
-(:mod:`analyses.segments`). Softmax attention computes all rows, and the chosen ones are cut out layer by layer.
+(:mod:`kvlens.analyses.segments`). Softmax attention computes all rows, and the chosen ones are cut out layer by layer.
 """
 
 from collections.abc import Callable
@@ -15,10 +15,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from analyses.segments import Found, Looks, Progress, rows_at
-from analyses.sequences import one_sequence
 from kvlens import HookedKVTransformer, KVLensError
 from kvlens.signature import checked
+
+from ..segments import Found, Looks, Progress, rows_at
+from ..sequences import one_sequence
 
 VisitRows = Callable[[int, int, Float[Tensor, "head query pos"]], None]
 """Called with a layer, the position of the first key, and the pattern from all queries to these keys, float32."""

@@ -1,8 +1,8 @@
 """What the model loses when a head reads another text's token at one kind of place, and all else as before.
 
-Resampling a head's whole output (:mod:`analyses.heads.ablation`) says that the model needs the head, not what for. Here only
-what it reads at the lag of one kind is swapped: with E the value-side pattern of :mod:`analyses.heads.lags`, v the values of
-the text in front of the shift and v' those of another,
+Resampling a head's whole output (:mod:`kvlens.analyses.heads.ablation`) says that the model needs the head, not what for. Here
+only what it reads at the lag of one kind is swapped: with E the value-side pattern of :mod:`kvlens.analyses.heads.lags`, v the
+values of the text in front of the shift and v' those of another,
 
     z_i  ->  z_i - E[i, i - lag] (v_{i - lag} - v'_{i - lag})
 
@@ -19,11 +19,12 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from analyses.heads.ablation import cached, losses_and_logits, replace_head, residuals, rows_per_pass
-from analyses.heads.lags import KINDS, at_lag, lags_and_queries, value_side_pattern
-from analyses.heads.repeated_tokens import RepeatedTokens
-from analyses.heads.shift_roles import ShiftTaps
 from kvlens import HookedKVTransformer
+
+from .ablation import cached, losses_and_logits, replace_head, residuals, rows_per_pass
+from .lags import KINDS, at_lag, lags_and_queries, value_side_pattern
+from .repeated_tokens import RepeatedTokens
+from .shift_roles import ShiftTaps
 
 
 class _Layer(NamedTuple):

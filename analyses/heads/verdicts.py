@@ -1,7 +1,7 @@
 """What a head is called: by where its attention is far above chance, and by what the loss says where ablations were asked for.
 
-**By the pattern.** E is the value-side pattern of :mod:`analyses.heads.lags`. For each kind a head is asked how much of what
-it reads, |E|, lies at the lag of that kind:
+**By the pattern.** E is the value-side pattern of :mod:`kvlens.analyses.heads.lags`. For each kind a head is asked how much of
+what it reads, |E|, lies at the lag of that kind:
 
 - *"previous token" and "current token"* go by place. A head with learned positions may attend to the token before on the first
   24 places and nowhere else, and still feed every induction head, so the strongest stretch of :data:`STRETCH` places decides.
@@ -21,14 +21,14 @@ the tokens are independent, so this is its part of the variance of what the head
 match is met, and "current token" yields to a match.
 
 **By the loss.** Where a kernel cannot be sharp, a head may look nearly everywhere and still carry the answer by the small rest
-of its attention. Its pattern alone does not tell, but swapping does: :mod:`analyses.heads.swaps` lets a head read another
-text's token at the lag of one kind, and nowhere else. Asked are the kinds that a head looks at :data:`LEAD` times as much as
-elsewhere (by contrast; for places by chance on the strongest stretch, of E or, as E of linear heads may have any sign from
-text to text, of the root of E^2): one that reads all of the first copy alike raises the right token too, and is no induction
-head. A head of which a swap or the ablation costs more than :data:`COSTLY` is called by its dearest swap, if that is at least
-:data:`PART` of what the ablation costs (it may be more: what a head reads elsewhere can do harm). Else it keeps the name of
-its pattern, if that swap costs more than :data:`COSTLY`; else it is "other", if the ablation does: the model needs it, and not
-for any one of these kinds of place.
+of its attention. Its pattern alone does not tell, but swapping does: :mod:`kvlens.analyses.heads.swaps` lets a head read
+another text's token at the lag of one kind, and nowhere else. Asked are the kinds that a head looks at :data:`LEAD` times as
+much as elsewhere (by contrast; for places by chance on the strongest stretch, of E or, as E of linear heads may have any sign
+from text to text, of the root of E^2): one that reads all of the first copy alike raises the right token too, and is no
+induction head. A head of which a swap or the ablation costs more than :data:`COSTLY` is called by its dearest swap, if that is
+at least :data:`PART` of what the ablation costs (it may be more: what a head reads elsewhere can do harm). Else it keeps the
+name of its pattern, if that swap costs more than :data:`COSTLY`; else it is "other", if the ablation does: the model needs it,
+and not for any one of these kinds of place.
 
 The constants were chosen on models of our own, trained for this (softmax ones with one to four layers, learned and rotary
 positions, with and without KV shift; linear ones with elu + 1 features), on the shipped ones, and on random ones with weights
@@ -42,8 +42,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from analyses.heads.lags import KINDS, PatternScores, lags_and_queries
-from analyses.heads.repeated_tokens import RepeatedTokens
+from .lags import KINDS, PatternScores, lags_and_queries
+from .repeated_tokens import RepeatedTokens
 
 VERDICTS = dict(zip(KINDS, ("induction", "previous token", "duplicate token", "current token"), strict=True))
 NO_VERDICT = "none"

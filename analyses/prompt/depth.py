@@ -11,11 +11,13 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from analyses.declaration import Analysis, Columns
-from analyses.inputs import PROMPT, TEXT
-from analyses.predictions import LOSS_CHANGE, log_probabilities, next_token_losses
-from analyses.prompt.readings import Readings, check_readings, read_text
-from analyses.sequences import (
+from kvlens import HookedKVTransformer
+from kvlens.signature import checked
+
+from ..declaration import Analysis, Columns
+from ..inputs import PROMPT, TEXT
+from ..predictions import LOSS_CHANGE, log_probabilities, next_token_losses
+from ..sequences import (
     BaselineTokens,
     PromptTokens,
     TextTokens,
@@ -23,9 +25,8 @@ from analyses.sequences import (
     one_sequence,
     prompt_sequence,
 )
-from analyses.texts import next_token_texts, token_texts
-from kvlens import HookedKVTransformer
-from kvlens.signature import checked
+from ..texts import next_token_texts, token_texts
+from .readings import Readings, check_readings, read_text
 
 COLUMNS = Columns(
     layer=("int64", "how many layers have been read; the number of layers for the whole model"),

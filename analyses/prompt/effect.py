@@ -1,19 +1,20 @@
 """What a prompt changes in the predictions on a text, and whether its conversion changes the same.
 
-The three conditions of :mod:`analyses.prompt.readings`, aligned on the tokens of the text.
+The three conditions of :mod:`kvlens.analyses.prompt.readings`, aligned on the tokens of the text.
 """
 
 import pandas as pd
 import torch
 
-from analyses.declaration import Analysis, Columns
-from analyses.inputs import PROMPT, TEXT
-from analyses.predictions import KL, kl_divergence, log_probabilities, next_token_losses
-from analyses.prompt.readings import CONDITIONS, Readings, check_readings, read_text
-from analyses.sequences import BaselineTokens, PromptTokens, TextTokens, baseline_sequence, prompt_text_bias
-from analyses.texts import next_token_texts, token_texts
 from kvlens import HookedKVTransformer, KVBias
 from kvlens.signature import checked
+
+from ..declaration import Analysis, Columns
+from ..inputs import PROMPT, TEXT
+from ..predictions import KL, kl_divergence, log_probabilities, next_token_losses
+from ..sequences import BaselineTokens, PromptTokens, TextTokens, baseline_sequence, prompt_text_bias
+from ..texts import next_token_texts, token_texts
+from .readings import CONDITIONS, Readings, check_readings, read_text
 
 COLUMNS = Columns(
     position=("int64", "0 is the first token of the text"),

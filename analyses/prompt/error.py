@@ -1,20 +1,21 @@
 """How exactly a converted prompt replaces the prompt: the logits on a text, both ways, place by place (ICLCA sec. 4).
 
 Old: the model reads [prompt; text]. New: the model reads the text alone, under the bias that the prompt was converted to.
-The two are equal up to rounding. How much that is, the model's own forward pass tells: :mod:`analyses.prompt.rounding`.
+The two are equal up to rounding. How much that is, the model's own forward pass tells: :mod:`kvlens.analyses.prompt.rounding`.
 """
 
 import pandas as pd
 import torch
 
-from analyses.declaration import Analysis, Columns
-from analyses.inputs import PROMPT, TEXT
-from analyses.prompt.readings import Readings, check_readings, read_text
-from analyses.prompt.rounding import relative_error, rounding_error, rounding_limit
-from analyses.sequences import PromptTokens, TextTokens, prompt_text_bias
-from analyses.texts import token_texts
 from kvlens import HookedKVTransformer, KVBias
 from kvlens.signature import checked
+
+from ..declaration import Analysis, Columns
+from ..inputs import PROMPT, TEXT
+from ..sequences import PromptTokens, TextTokens, prompt_text_bias
+from ..texts import token_texts
+from .readings import Readings, check_readings, read_text
+from .rounding import relative_error, rounding_error, rounding_limit
 
 COLUMNS = Columns(
     position=("int64", "0 is the first token of the text"),

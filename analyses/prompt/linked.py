@@ -15,14 +15,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from analyses.bias.reads import PromptReading, Stretch, TextReads
-from analyses.prompt.readings import CONDITIONS, Readings, check_readings, read_text
-from analyses.segments import Progress, PromptColumns, bar_unless
-from analyses.sequences import PromptTokens, TextTokens, prompt_text_bias
-from analyses.texts import next_token_texts, token_texts
 from kvlens import HookedKVTransformer, KVBias, KVLensError
 from kvlens.arguments import brief
 from kvlens.signature import checked
+
+from ..bias.reads import PromptReading, Stretch, TextReads
+from ..segments import Progress, PromptColumns, bar_unless
+from ..sequences import PromptTokens, TextTokens, prompt_text_bias
+from ..texts import next_token_texts, token_texts
+from .readings import CONDITIONS, Readings, check_readings, read_text
 
 N_GUESSES = 5
 MAX_AT_ONCE = 2**21

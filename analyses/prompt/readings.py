@@ -12,9 +12,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from analyses.predictions import text_logits
-from analyses.sequences import baseline_sequence
 from kvlens import HookedKVTransformer, KVBias, KVLensError
+
+from ..predictions import text_logits
+from ..sequences import baseline_sequence
 
 CONDITIONS = ("with_prompt", "without_prompt", "converted")
 

@@ -11,8 +11,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from analyses.predictions import text_logits
 from kvlens import HookedKVTransformer
+
+from ..predictions import text_logits
 
 SAMPLE = 1024
 """Of a longer sequence, the last so many tokens are run in float64."""

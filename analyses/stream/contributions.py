@@ -6,7 +6,7 @@ is an identity: each part only ever adds. ``attention_input`` is what a layer's 
 (``hook_z_context``), ``attention_bias`` what they read from the converted or trained prompt (``hook_z_bias``); a head without a
 bias, or with softmax attention, has the first alone. Both share the normaliser: a prompt that adds nothing to the second
 still thins the first. With the final norm's scale held at its value in the run, the logit is a sum over the same parts
-(:mod:`analyses.stream.logit_attribution`), plus one constant that belongs to none; with a soft cap, the logit before it.
+(:mod:`kvlens.analyses.stream.logit_attribution`), plus one constant that belongs to none; with a soft cap, the logit before it.
 
 These are direct contributions: what a part does by way of later layers is in theirs.
 
@@ -21,10 +21,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from analyses.declaration import Analysis, Columns, Option
-from analyses.inputs import ANSWER, PROMPT, TEXT, WRONG
-from analyses.sequences import PromptTokens, TextTokens, one_bias, one_sequence
-from analyses.stream.logit_attribution import (
+from kvlens import HookedKVTransformer, KVBias, KVLensError, convert_prompt
+from kvlens.signature import checked
+
+from ..declaration import Analysis, Columns, Option
+from ..inputs import ANSWER, PROMPT, TEXT, WRONG
+from ..sequences import PromptTokens, TextTokens, one_bias, one_sequence
+from ..texts import token_texts
+from .logit_attribution import (
     Token,
     check_heads_write_directly,
     check_predicts_text,
@@ -34,9 +38,6 @@ from analyses.stream.logit_attribution import (
     final_scale_name,
     logit_target,
 )
-from analyses.texts import token_texts
-from kvlens import HookedKVTransformer, KVBias, KVLensError, convert_prompt
-from kvlens.signature import checked
 
 COLUMNS = Columns(
     position=("int64", "0 is the first token of the text"),

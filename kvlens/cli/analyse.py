@@ -1,4 +1,4 @@
-"""``kvlens analyse``: an analysis over many prompts and models; everything about it is said by :mod:`analyses.batch.script`."""
+"""``kvlens analyse``: an analysis over many prompts and models; :mod:`kvlens.analyses.batch.script` tells all about it."""
 
 import argparse
 from typing import Any
@@ -17,6 +17,6 @@ def add_command(commands: Any) -> None:
 
 
 def _analyse(args: argparse.Namespace) -> int:
-    from analyses.batch.script import analyse
+    from kvlens.analyses.batch.script import analyse
 
     return analyse(args.arguments)

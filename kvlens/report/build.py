@@ -12,7 +12,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from analyses import (
+from kvlens.analyses import (
     HeadDetails,
     LinkedShares,
     bias_ablation,
@@ -28,9 +28,9 @@ from analyses import (
     prompt_copies,
     prompt_effect,
 )
-from analyses.prompt.readings import read_text
-from analyses.sequences import baseline_sequence
-from analyses.texts import joined, token_texts
+from kvlens.analyses.prompt.readings import read_text
+from kvlens.analyses.sequences import baseline_sequence
+from kvlens.analyses.texts import joined, token_texts
 from kvlens.conversion import convert_prompt
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import BiasFit, KVBias

@@ -3,7 +3,7 @@
 import pandas as pd
 from torch import Tensor
 
-from analyses.sequences import baseline_sequence
+from kvlens.analyses.sequences import baseline_sequence
 from kvlens.conversion.prompt import length_note
 from kvlens.model import HookedKVTransformer
 
@@ -20,7 +20,7 @@ def notes_on(model: HookedKVTransformer, prompt: Tensor, effect: pd.DataFrame) -
     Args:
         model: the report's.
         prompt: [pos].
-        effect: of :func:`analyses.prompt_effect`.
+        effect: of :func:`kvlens.analyses.prompt_effect`.
     """
     notes = (length_note(model, len(prompt)), harm_note(effect), _position_note(model, prompt), _page_note(len(prompt)))
     return [note for note in notes if note is not None]
@@ -59,5 +59,5 @@ def _page_note(n_prompt: int) -> str | None:
         return None
     return (
         f"The page shows the prompt's {n_prompt:,} tokens in blocks of neighbours, and in arcs and attention patterns those "
-        "that count most; each picture says what it leaves out. analyses.bias_positions has the numbers of every token."
+        "that count most; each picture says what it leaves out. kvlens.analyses.bias_positions has the numbers of every token."
     )

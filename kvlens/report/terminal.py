@@ -8,7 +8,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from analyses.texts import joined
+from kvlens.analyses.texts import joined
 from kvlens.report.build import CONDITIONS, Report
 from kvlens.report.console import WIDTH, make_console
 from kvlens.signature import checked

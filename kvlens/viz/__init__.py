@@ -4,7 +4,7 @@ Every function draws what an analysis returned, a frame or tensors, and never ru
 inline in a notebook, ``save_html`` writes it as one self-contained file, and ``save_png`` and ``save_svg`` where it is a static
 picture. A `Page` puts several into one file.
 
-    from analyses import bias_by_head, head_details
+    from kvlens.analyses import bias_by_head, head_details
     head_heatmap(bias_by_head(model, prompt, text), "ablation_kl", details=head_details(model, prompt, text))
 """
 

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from analyses.texts import joined
+from kvlens.analyses.texts import joined
 
 MAX_TEXT = 40
 """Characters of a block's text."""

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from analyses import HeadDetails
+from kvlens.analyses import HeadDetails
 from kvlens.viz._blocks import block_means, block_size, token_blocks
 from kvlens.viz._quantised import quantised
 from kvlens.viz._text import rounded

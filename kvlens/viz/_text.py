@@ -22,7 +22,7 @@ _UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u2028\u2029\u202
 """Controls, halves of a character, line ends that are none of HTML's, and marks that turn the text behind them around."""
 
 _BYTES = re.compile("(?:<0x[0-9A-F]{2}>)+")
-"""As :mod:`analyses.texts` writes the bytes of a character that is not complete."""
+"""As :mod:`kvlens.analyses.texts` writes the bytes of a character that is not complete."""
 
 _TURNS = re.compile("[\u0590-\u08ff\u200f\u202a-\u202e\u2066-\u2069\ufb1d-\ufdff\ufe70-\ufeff]")
 """Text from right to left, which would turn around the numbers beside it; an isolate (U+2068, U+2069) keeps it to itself."""

@@ -23,8 +23,8 @@ def depth_map(table: pd.DataFrame, *, title: str = "layer by layer") -> Piece:
     """Depths down, text tokens across; blue where the prompt lowers the loss on the token that follows, red where it hurts.
 
     Args:
-        table: one row per depth and text token, as :func:`analyses.prompt_by_depth` returns it: ``layer`` (n_layers for the
-            whole model), ``position``, ``token``, ``loss_change`` (without minus with the prompt, nats), ``guess_with`` and
+        table: one row per depth and text token, as :func:`kvlens.analyses.prompt_by_depth` returns it: ``layer`` (n_layers for
+            the whole model), ``position``, ``token``, ``loss_change`` (without minus with the prompt, nats), ``guess_with`` and
             ``guess_without`` (the likeliest next token at that depth).
         title: above the map.
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from analyses import HeadDetails
+from kvlens.analyses import HeadDetails
 from kvlens.arguments import numbers_of
 from kvlens.errors import KVLensError
 from kvlens.signature import checked

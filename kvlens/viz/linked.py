@@ -11,7 +11,7 @@ one or two axes only, so that three matrices are all that a page holds.
 import math
 from typing import Any
 
-from analyses import LinkedShares
+from kvlens.analyses import LinkedShares
 from kvlens.errors import KVLensError
 from kvlens.signature import checked
 from kvlens.viz._blocks import block_means, block_size, token_blocks

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from analyses.texts import joined
+from kvlens.analyses.texts import joined
 from kvlens.arguments import brief, numbers_of
 from kvlens.errors import KVLensError
 from kvlens.signature import checked
@@ -29,8 +29,8 @@ def coloured_tokens(
     >>> coloured_tokens(["a", " widget"], [0.5, -1.0], unit="nats").save_html("tokens.html")
 
     Args:
-        tokens: as text, whatever it holds; :func:`analyses.token_texts` makes it of any model's tokens. What it writes for a
-            token with a part of a character, such as ``<0xC3>``, is shown as ``⋯``.
+        tokens: as text, whatever it holds; :func:`kvlens.analyses.token_texts` makes it of any model's tokens. What it writes
+            for a token with a part of a character, such as ``<0xC3>``, is shown as ``⋯``.
         values: one number per token; one that is not finite leaves its token without colour.
         title, unit: what is shown, and what the numbers are.
         top: the magnitude that gets full colour; None takes a high quantile.

@@ -49,7 +49,7 @@ def refused(capsys, status) -> str:
 def test_every_analysis_is_registered_under_its_name():
     root = Path(analyses.__file__).parent
     declared = {
-        f"{'.'.join(('analyses', *path.relative_to(root).with_suffix('').parts))}:{found}"
+        f"{'.'.join(('kvlens', 'analyses', *path.relative_to(root).with_suffix('').parts))}:{found}"
         for path in root.rglob("*.py")
         for found in re.findall(r"^([A-Z_]+) = Analysis\(", path.read_text(), re.MULTILINE)
     }

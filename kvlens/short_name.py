@@ -1,0 +1,47 @@
+"""A package of kvlens under a second, short name: one package under two names, and never two copies of a module.
+
+``analyses`` is short for ``kvlens.analyses``. kvlens itself uses the long name alone, so that a file, a folder or a package of
+somebody else's that is called ``analyses`` is in nobody's way: it has the short name then, and nothing more.
+"""
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+
+class ShortName(MetaPathFinder, Loader):
+    """Hands ``kvlens.SHORT.x`` out where ``SHORT.x`` is imported."""
+
+    def __init__(self, short: str):
+        self.short = short
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """A spec for what stands under the short name; none for ``__main__``, which runs and is not imported."""
+        here = name.startswith(f"{self.short}.") and not name.endswith(".__main__")
+        return ModuleSpec(name, self) if here and importlib.util.find_spec(_long(name)) is not None else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """The module under its long name."""
+        module = importlib.import_module(_long(spec.name))
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """It has run; the spec that the import system put in comes out again."""
+        assert module.__spec__ is not None
+        module.__spec__ = module.__spec__.loader_state
+
+
+def stand_for_long_name(short: str) -> None:
+    """Make the package ``short`` and what is in it those of ``kvlens.SHORT``; the module of that name calls this."""
+    if not any(isinstance(finder, ShortName) and finder.short == short for finder in sys.meta_path):
+        sys.meta_path.insert(0, ShortName(short))
+    sys.modules[short] = importlib.import_module(_long(short))
+
+
+def _long(name: str) -> str:
+    return f"{__package__}.{name}"
