@@ -7,19 +7,19 @@ somebody else's that is called ``analyses`` is in nobody's way: it has the short
 import importlib
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 
 class ShortName(MetaPathFinder, Loader):
-    """Hands ``kvlens.SHORT.x`` out where ``SHORT.x`` is imported."""
+    """Hands the module of kvlens out where it is imported by its short name."""
 
     def __init__(self, short: str):
         self.short = short
 
-    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: Iterable[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
         """A spec for what stands under the short name; none for ``__main__``, which runs and is not imported."""
         here = name.startswith(f"{self.short}.") and not name.endswith(".__main__")
         return ModuleSpec(name, self) if here and importlib.util.find_spec(_long(name)) is not None else None
@@ -37,7 +37,7 @@ class ShortName(MetaPathFinder, Loader):
 
 
 def stand_for_long_name(short: str) -> None:
-    """Make the package ``short`` and what is in it those of ``kvlens.SHORT``; the module of that name calls this."""
+    """Make the package ``short``, which calls this, and all in it those of the package that kvlens has by this name."""
     if not any(isinstance(finder, ShortName) and finder.short == short for finder in sys.meta_path):
         sys.meta_path.insert(0, ShortName(short))
     sys.modules[short] = importlib.import_module(_long(short))
