@@ -9,6 +9,7 @@ from torch import Tensor
 from kvlens.arguments import check_whole
 from kvlens.components.attention import KVAttention
 from kvlens.kv_bias import LAST_POSITION, KVBias, VirtualKeys
+from kvlens.kv_bias.records import since
 from kvlens.model import HookedKVTransformer
 from kvlens.ops.linear_attention import LinearAttentionState, carry_state
 from kvlens.signature import checked
@@ -39,7 +40,9 @@ def carry_bias(model: HookedKVTransformer, bias: KVBias, n_tokens: int) -> KVBia
     if bias.features is not None:
         features = bias.features.further(n_tokens) if isinstance(bias.features, VirtualKeys) else bias.features
         after = {name: getattr(bias, name) + n_tokens for name in ("n_prompt_tokens", "position_offset")}
-        return replace(bias, features=features, **after, fit=None)
+        return bias._made(
+            since(bias.fit, f"carried over {n_tokens} tokens") if n_tokens else bias.fit, features=features, **after
+        )
     has_batch = bias.batch_size is not None
     layers = []
     for block, kv, k_sum in zip(model.blocks, bias.b_KV, bias.b_D, strict=True):

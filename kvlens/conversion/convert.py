@@ -91,6 +91,8 @@ def convert_prompt(
             ``reference``: on whose queries it is fitted: None for the model's own continuations of the prompt, "prompt" for the
             prompt read again, another string or tokens for that text. ``n_continuations``, ``continuation_length``: how many,
             and of how many tokens.
+            ``n_held_out``: on how many more continuations, which no fit reads, the answers are measured (``bias.fit.answers``);
+            0 measures none. They are read three times: 3 texts of 64 tokens cost as much as a prompt of 576.
             ``polish_steps``: gradient steps afterwards, on the logits or, with ``objective="kl"``, on the next token's
             distribution; each reads ``texts_per_step`` of the reference texts. ``verbose=False`` hides their progress.
             ``keys`` ("output", "normalizer", "mass"), ``fit=False``, ``layer_by_layer``: ways that measured no better.

@@ -1,5 +1,6 @@
 """A prompt as weights: :class:`KVBias`, its arithmetic, its file format, and the fingerprint of the model it fits."""
 
+from kvlens.kv_bias.answers import AnswerErrors
 from kvlens.kv_bias.features import (
     LearnedFeatures,
     RandomFeatures,
@@ -15,6 +16,7 @@ combine = KVBias.combine
 
 __all__ = [
     "LAST_POSITION",
+    "AnswerErrors",
     "BiasFit",
     "Fingerprint",
     "KVBias",

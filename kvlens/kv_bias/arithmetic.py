@@ -12,6 +12,7 @@ import torch
 from kvlens.arguments import check_choice
 from kvlens.errors import KVLensError
 from kvlens.kv_bias.features import same_features
+from kvlens.kv_bias.records import of_sum, since
 
 BOUNDARY = ("last_k", "last_v", "last_q")
 
@@ -48,18 +49,25 @@ def fields_of_sum(
     sums = _stored_sums(biases, weights)
     _check_held("combine: the sum", sums, biases)
     changed |= sums
-    return {**changed, "n_prompt_tokens": sum(b.n_prompt_tokens for b in biases)}
+    unchanged = weights == [1.0] and boundary != "zero"
+    fit = first.fit if unchanged else of_sum((b.fit for b in biases), _sum_in_words(biases, weights))
+    return {**changed, "fit": fit, "n_prompt_tokens": sum(b.n_prompt_tokens for b in biases)}
+
+
+def _sum_in_words(biases: Sequence[Any], weights: Sequence[float | int]) -> str:
+    kinds = (f"{w:.3g} times {'an exact bias' if b.fit is None else 'one'}" for w, b in zip(weights, biases, strict=True))
+    return f"summed: {', '.join(kinds)}" if len(biases) < 5 else f"sum of {len(biases)}"
 
 
 def scaled_fields(bias: Any, factor: float) -> dict[str, Any]:
-    """b_KV and b_D of ``factor`` times a bias.
+    """b_KV, b_D and the record of ``factor`` times a bias.
 
     Raises:
         KVLensError: they leave its dtype.
     """
     scaled = {name: factor * getattr(bias, name) for name in ("b_KV", "b_D")}
     _check_held(f"KVBias: {factor:.3g} times this bias", scaled, [bias])
-    return scaled
+    return {**scaled, "fit": bias.fit if factor == 1 else since(bias.fit, f"multiplied by {factor:.3g}")}
 
 
 def _check_held(what: str, new: dict[str, Any], biases: Sequence[Any]) -> None:
@@ -71,7 +79,7 @@ def _check_held(what: str, new: dict[str, Any], biases: Sequence[Any]) -> None:
 
 
 def _stored_sums(biases: Sequence[Any], weights: Sequence[float | int]) -> dict[str, Any]:
-    """b_KV and b_D of the sum; for softmax on one log-scale, with virtual keys side by side. The record of a fit is dropped."""
+    """b_KV and b_D of the sum; for softmax on one log-scale, with virtual keys side by side."""
     names, first = ("b_KV", "b_D"), biases[0]
     if first.features is None:
         terms = {name: [w * getattr(b, name) for w, b in zip(weights, biases, strict=True)] for name in names}
@@ -84,12 +92,11 @@ def _stored_sums(biases: Sequence[Any], weights: Sequence[float | int]) -> dict[
         factor = w * (b.log_scale - log_scale).exp().repeat_interleave(b.b_D.shape[-2] // log_scale.shape[-1], dim=-1)
         terms["b_KV"].append(factor[..., None, None] * b.b_KV)
         terms["b_D"].append(factor[..., None] * b.b_D)
-    fit = first.fit if len(biases) == 1 else None
     if first.features.per_prompt:
         features = functools.reduce(lambda a, b: a.beside(b), [b.features for b in biases])
         side_by_side = {"b_KV": torch.cat(terms["b_KV"], dim=-2), "b_D": torch.cat(terms["b_D"], dim=-1)}
-        return {**side_by_side, "log_scale": log_scale, "features": features, "fit": fit}
-    return {**{name: torch.stack(terms[name]).sum(dim=0) for name in names}, "log_scale": log_scale, "fit": fit}
+        return {**side_by_side, "log_scale": log_scale, "features": features}
+    return {**{name: torch.stack(terms[name]).sum(dim=0) for name in names}, "log_scale": log_scale}
 
 
 def _check_same_kind(first: Any, other: Any) -> None:

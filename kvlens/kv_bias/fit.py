@@ -1,6 +1,11 @@
-"""What an approximate conversion did: on what it was fitted, what it cost, how far off it is on text that it did not see."""
+"""How an approximate bias came about, how far its answers are off, and what was done to it since.
+
+A record holds figures that were measured for the bias that it belongs to, and for no other: whatever changes the bias takes the
+figures away and leaves a line in ``history``. The fits themselves, as they were measured, stay in ``parts``.
+"""
 
 import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
@@ -8,23 +13,34 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens.errors import KVLensError
+from kvlens.kv_bias.answers import AnswerErrors
+
+SEVERAL, UNKNOWN = "several", "unknown"
+"""The method of a record with more than one fit in it, and of one without any."""
 
 
 @dataclass(frozen=True, eq=False)
 class BiasFit:
-    """The record of one fit. Errors are relative, root mean square over the held-out queries.
+    """The record of an approximate bias.
 
     Attributes:
-        method: of :func:`kvlens.convert_prompt`.
-        settings: its options, as they were used.
+        method: of :func:`kvlens.convert_prompt`; "several" where several fits went in, "unknown" where none did: the bias was
+            made or changed by hand.
+        settings: its options, as they were used; empty for several.
         n_reference_tokens: queries that the fit saw, per layer and query head.
-        n_held_out_tokens: queries that it did not see, on which the errors were measured.
+        n_held_out_tokens: queries that it did not see, on which the heads' errors were measured.
         prompt_passes: forward passes over the prompt, in units of one pass over its tokens.
-        reference_passes: forward passes over (and generation of) the reference text, in units of one pass over the prompt.
+        reference_passes: forward passes over (and generation of) reference and held-out text, in units of one pass over the
+            prompt.
         seconds: wall-clock time by step.
         n_keys: virtual keys (or features) with a weight per layer and key-value head.
-        output_error: of each head's output z, per layer and query head.
-        mass_error: of the prompt's share of the normaliser, per layer and query head.
+        head_output_error: of each head's output z, per layer and query head, relative, root mean square over the held-out
+            queries. It tells where keys are missing; for how far off the model is see ``answers``.
+        mass_error: of the prompt's share of the normalizer, likewise.
+        answers: how far off the logits and the next token are; None where it was not measured.
+        history: what was done to the bias since, each kind of step once. Where there is anything, ``n_keys``, the errors and
+            ``answers`` are None: what they would be is not known.
+        parts: where there is a history, the fits that went in, each as it was measured.
     """
 
     method: str
@@ -34,50 +50,128 @@ class BiasFit:
     prompt_passes: float
     reference_passes: float
     seconds: dict[str, float]
-    n_keys: Int[Tensor, "layer *batch kv_head"]
-    output_error: Float[Tensor, "layer *batch head"]
-    mass_error: Float[Tensor, "layer *batch head"]
+    n_keys: Int[Tensor, "layer *batch kv_head"] | None
+    head_output_error: Float[Tensor, "layer *batch head"] | None
+    mass_error: Float[Tensor, "layer *batch head"] | None
+    answers: AnswerErrors | None = None
+    history: tuple[str, ...] = ()
+    parts: tuple["BiasFit", ...] = ()
 
-    TENSORS: ClassVar[tuple[str, ...]] = ("n_keys", "output_error", "mass_error")
+    BY_LAYER: ClassVar[tuple[str, ...]] = ("n_keys", "head_output_error", "mass_error")
+
+    @property
+    def fits(self) -> tuple["BiasFit", ...]:
+        """The fits that went in: this one, as long as nothing was done to its bias."""
+        return self.parts if self.history else (self,)
+
+    @staticmethod
+    def of_several(records: Sequence["BiasFit"], step: str) -> "BiasFit":
+        """The record of what ``step`` made of biases with ``records``; of none, where it made it of an exact one."""
+        parts = tuple({id(fit): fit for record in records for fit in record.fits}.values())
+        steps = dict.fromkeys([*(line for record in records for line in record.history), step])
+        only = parts[0] if len(parts) == 1 else None
+        return BiasFit(
+            method=only.method if only else SEVERAL if parts else UNKNOWN,
+            settings=only.settings if only else {},
+            n_reference_tokens=sum(fit.n_reference_tokens for fit in parts),
+            n_held_out_tokens=sum(fit.n_held_out_tokens for fit in parts),
+            prompt_passes=float(sum(fit.prompt_passes for fit in parts)),
+            reference_passes=float(sum(fit.reference_passes for fit in parts)),
+            seconds=_summed(fit.seconds for fit in parts),
+            n_keys=None,
+            head_output_error=None,
+            mass_error=None,
+            history=tuple(steps),
+            parts=parts,
+        )
 
     def select_prompt(self, index: int) -> "BiasFit":
         """The record of one prompt of a batch."""
-        return replace(self, **{name: getattr(self, name)[:, index] for name in self.TENSORS})
+        return self._of_prompts(lambda x: x[:, index], lambda x: x[index])
+
+    def repeat(self, n: int) -> "BiasFit":
+        """The record of one prompt as that of a batch of ``n`` equal ones."""
+        return self._of_prompts(lambda x: x[:, None].expand(-1, n, *x.shape[1:]), lambda x: x[None].expand(n, *x.shape))
+
+    def _of_prompts(self, by_layer: Callable[[Tensor], Tensor], by_prompt: Callable[[Tensor], Tensor]) -> "BiasFit":
+        changed: dict[str, Any] = {name: by_layer(tensor) for name, tensor in self._by_layer().items()}
+        answers = None if self.answers is None else self.answers.map(by_prompt)
+        return replace(
+            self, **changed, answers=answers, parts=tuple(fit._of_prompts(by_layer, by_prompt) for fit in self.parts)
+        )
+
+    def _by_layer(self) -> dict[str, Tensor]:
+        tensors = {name: getattr(self, name) for name in self.BY_LAYER}
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row per layer, query head (and prompt of a batch): ``n_keys``, ``output_error``, ``mass_error``."""
-        group = self.output_error.shape[-1] // self.n_keys.shape[-1]
+        """One row per layer, query head (and prompt of a batch): ``n_keys``, ``head_output_error``, ``mass_error``; none where
+        they are not known.
+        """
+        if self.n_keys is None or self.head_output_error is None or self.mass_error is None:
+            return []
+        group = self.head_output_error.shape[-1] // self.n_keys.shape[-1]
         keys = self.n_keys.repeat_interleave(group, dim=-1)
         rows = []
-        for index in itertools.product(*map(range, self.output_error.shape)):
+        for index in itertools.product(*map(range, self.head_output_error.shape)):
             layer, *prompt, head = index
             place = {"layer": layer, **({"prompt": prompt[0]} if prompt else {}), "head": head}
-            errors = {name: float(getattr(self, name)[index]) for name in ("output_error", "mass_error")}
+            errors = {name: float(getattr(self, name)[index]) for name in ("head_output_error", "mass_error")}
             rows.append({**place, "n_keys": int(keys[index]), **errors})
         return rows
 
     def to_json(self) -> dict[str, Any]:
         """The fields that are not tensors, as JSON's types."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in self.TENSORS}
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in (*self.BY_LAYER, "answers", "parts")}
+        answers = None if self.answers is None else self.answers.to_json()
+        return {**plain, "history": list(self.history), "answers": answers, "parts": [fit.to_json() for fit in self.parts]}
 
     def to_tensors(self) -> dict[str, Tensor]:
         """The fields that are."""
-        return {name: getattr(self, name) for name in self.TENSORS}
+        tensors = self._by_layer()
+        if self.answers is not None:
+            tensors |= {f"answers.{name}": tensor for name, tensor in self.answers.to_tensors().items()}
+        for i, fit in enumerate(self.parts):
+            tensors |= {f"parts.{i}.{name}": tensor for name, tensor in fit.to_tensors().items()}
+        return tensors
 
     @classmethod
-    def read(cls, plain: dict[str, Any], tensors: dict[str, Tensor]) -> "BiasFit":
-        """What :meth:`to_json` and :meth:`to_tensors` gave.
+    def read(cls, plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> "BiasFit":
+        """What :meth:`to_json` and :meth:`to_tensors` gave, also of files up to format 3: what those lack is None.
 
         Raises:
             KVLensError: a field is missing.
         """
-        missing = {f.name for f in fields(cls)} - {*plain, *tensors}
+        old = {"head_output_error": tensors["output_error"]} if "output_error" in tensors else {}
+        known = {**dict.fromkeys(cls.BY_LAYER), "answers": None, "history": [], "parts": [], **plain, **tensors, **old}
+        missing = [f.name for f in fields(cls) if f.name not in known]
+        if not known["history"]:
+            missing += [name for name in cls.BY_LAYER if known[name] is None]
         if missing:
             raise KVLensError(f"KVBias.load: the record of the fit lacks {', '.join(sorted(missing))}")
-        return cls(**{f.name: {**plain, **tensors}[f.name] for f in fields(cls)})
+        if known["answers"] is not None:
+            known["answers"] = AnswerErrors.read(known["answers"], below("answers.", tensors))
+        known["history"] = tuple(known["history"])
+        known["parts"] = tuple(cls.read(each, below(f"parts.{i}.", tensors)) for i, each in enumerate(known["parts"]))
+        return cls(**{f.name: known[f.name] for f in fields(cls)})
 
     def __repr__(self) -> str:
-        return (
-            f"BiasFit({self.method}, {self.n_reference_tokens} reference tokens, {self.prompt_passes:.3g} prompt passes, "
-            f"{sum(self.seconds.values()):.3g} s, output error {float(self.output_error.mean()):.3g} held out)"
-        )
+        off = "answers not measured" if self.answers is None else self.answers.summary()
+        if self.history:
+            fits = "" if len(self.parts) < 2 else f" of {len(self.parts)} fits"
+            off = f"error unknown{fits}, after: {'; '.join(self.history)}"
+        cost = f"{self.prompt_passes + self.reference_passes:.3g} prompt passes, {sum(self.seconds.values()):.3g} s"
+        return f"BiasFit({self.method}: {off}; {self.n_reference_tokens} reference tokens, {cost})"
+
+
+def below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors whose names begin with ``prefix``, without it."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def _summed(each: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for some in each:
+        for name, value in some.items():
+            total[name] = total.get(name, 0.0) + value
+    return total

@@ -10,8 +10,8 @@ For a softmax model phi is not the model's own: it comes with the bias, as ``fea
 """
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from pathlib import Path
 from typing import Any, Literal
@@ -26,13 +26,16 @@ from kvlens.errors import KVLensError
 from kvlens.kv_bias.arithmetic import fields_of_sum, scaled_fields
 from kvlens.kv_bias.features import SoftmaxFeatures, VirtualKeys, features_from
 from kvlens.kv_bias.fingerprint import Fingerprint
-from kvlens.kv_bias.fit import BiasFit
+from kvlens.kv_bias.fit import BiasFit, below
 from kvlens.kv_bias.ragged import packed, used_keys
-from kvlens.kv_bias.storage import read_bias_file, write_bias_file
+from kvlens.kv_bias.records import of_old_file, replaced, rounded, since
+from kvlens.kv_bias.storage import keeps_record, read_bias_file, write_bias_file
 from kvlens.signature import checked
 
 TENSORS = ("b_KV", "b_D", "last_k", "last_v", "last_q")
 COUNTS = ("n_prompt_tokens", "position_offset")
+READ = (*TENSORS, "features", "log_scale", "position_offset", "fingerprint")
+"""What the answers depend on."""
 LAST_POSITION = 2**24
 """float32, in which angles are computed, tells whole numbers apart up to here."""
 
@@ -69,7 +72,10 @@ class KVBias:
         features: phi of a softmax model's bias; None for linear attention, whose features are the model's own.
         log_scale: [layer, (batch,) kv_head]: what b_KV and b_D stand for is exp(log_scale) times them; None with linear
             attention.
-        fit: how an approximate conversion was fitted, and how far off it is; None where it is exact.
+        fit: how an approximate bias came about, how far its answers are off where that was measured for exactly this bias, and
+            what was done to it since; None where nothing is approximate: with linear attention, where every key of the prompt
+            is kept, and for sums, multiples and selections of such. ``dataclasses.replace`` of a tensor of a softmax bias is
+            such a step, whoever makes it; what is written into a tensor in place is not seen.
     """
 
     b_KV: Float[Tensor, "layer *batch head d_phi d_head"]
@@ -83,6 +89,8 @@ class KVBias:
     features: SoftmaxFeatures | None = None
     log_scale: Float[Tensor, "layer *batch kv_head"] | None = None
     fit: BiasFit | None = None
+    _record: Any = field(default=None, repr=False)
+    """(fit, what :data:`READ` names) as they were when the record was made: dataclasses.replace hands it on."""
 
     def __post_init__(self):
         for name in TENSORS:
@@ -119,6 +127,19 @@ class KVBias:
                 raise KVLensError(f"KVBias: {name} must hold floating-point numbers, got {tensor.dtype}")
         for name in COUNTS:
             _check_count(name, getattr(self, name), lead[1:])
+        if self.features is not None:
+            self._keep_record()
+
+    def _keep_record(self) -> None:
+        """Take note where something was replaced and the record was not."""
+        made_of = {name: getattr(self, name) for name in READ}
+        if self._record is not None and self._record[0] is self.fit:
+            object.__setattr__(self, "fit", replaced(self.fit, self._record[1], made_of))
+        object.__setattr__(self, "_record", (self.fit, made_of))
+
+    def _made(self, fit: BiasFit | None, **changed: Any) -> "KVBias":
+        """This bias with ``changed`` fields and the record that belongs to them."""
+        return replace(self, **changed, fit=fit, _record=None)
 
     def check_finite(self, what: str) -> None:
         """Raise KVLensError, as ``what``, where a number is NaN or infinite: such a bias is no prompt of any model."""
@@ -199,15 +220,16 @@ class KVBias:
             return moved
 
         moved = self._changed(move)
-        if not to_dtype:
-            for name in COUNTS:
-                value = getattr(self, name)
-                moved[name] = value.to(device_or_dtype) if isinstance(value, Tensor) else value
-        return replace(self, **moved)
+        if to_dtype:
+            return self._made(rounded(self, moved["b_KV"].dtype), **moved)
+        for name in COUNTS:
+            value = getattr(self, name)
+            moved[name] = value.to(device_or_dtype) if isinstance(value, Tensor) else value
+        return self._made(self.fit, **moved)
 
     def detach(self) -> "KVBias":
         """The same bias, cut off from the graph that ``convert_prompt(..., detach=False)`` kept."""
-        return replace(self, **self._changed(Tensor.detach))
+        return self._made(self.fit, **self._changed(Tensor.detach))
 
     def _changed(self, change: Callable[[Tensor], Tensor], per_prompt_only: bool = False) -> dict[str, Any]:
         """Every tensor field, changed; the features' too, but for those without a batch axis under ``per_prompt_only``."""
@@ -226,20 +248,19 @@ class KVBias:
         if not -self.batch_size <= index < self.batch_size:
             raise KVLensError(f"select_prompt: index {index} is out of range for {self.batch_size} prompts")
         picked = self._changed(lambda tensor: tensor[:, index], per_prompt_only=True)
-        picked["fit"] = None if self.fit is None else self.fit.select_prompt(index)
         for name in COUNTS:
             value = getattr(self, name)
             picked[name] = int(value[index]) if isinstance(value, Tensor) else value
-        return replace(self, **picked)
+        return self._made(None if self.fit is None else self.fit.select_prompt(index), **picked)
 
     @checked
     def repeat(self, n: int) -> "KVBias":
-        """The bias of one prompt as a batch of ``n`` equal ones, without copies; the record of a fit is dropped."""
+        """The bias of one prompt as a batch of ``n`` equal ones, without copies."""
         if self.batch_size is not None:
             raise KVLensError(f"repeat: this bias is a batch of {self.batch_size} already; select_prompt takes one")
         check_whole("repeat: n", n, 1)
         changed = self._changed(lambda x: x[:, None].expand(-1, n, *x.shape[1:]), per_prompt_only=True)
-        return replace(self, **changed, fit=None)
+        return self._made(None if self.fit is None else self.fit.repeat(n), **changed)
 
     @checked
     def select(self, layers: Sequence[int] = (), heads: Sequence[tuple[int, int]] = ()) -> "KVBias":
@@ -255,21 +276,24 @@ class KVBias:
             keep[_index("layer", layer, self.n_layers)] = 1
         for layer, head in heads:
             keep[_index("layer", layer, self.n_layers), _index("head", head, self.n_heads)] = 1
+        n_kept = int(keep.sum())
+        fit = self.fit if n_kept == keep.numel() else since(self.fit, f"{n_kept} of {keep.numel()} heads selected")
         keep = keep if self.batch_size is None else keep[:, None]
         whole = self.per_query_head()
-        return replace(whole, b_KV=whole.b_KV * keep[..., None, None], b_D=whole.b_D * keep[..., None])
+        return whole._made(fit, b_KV=whole.b_KV * keep[..., None, None], b_D=whole.b_D * keep[..., None])
 
     def per_query_head(self) -> "KVBias":
         """The same bias with b_KV and b_D of every query head; a softmax bias holds those of key-value heads."""
         group = self.n_heads // self.b_KV.shape[-3]
         if group == 1:
             return self
-        return replace(self, b_KV=self.b_KV.repeat_interleave(group, dim=-3), b_D=self.b_D.repeat_interleave(group, dim=-2))
+        b_kv, b_d = self.b_KV.repeat_interleave(group, dim=-3), self.b_D.repeat_interleave(group, dim=-2)
+        return self._made(self.fit, b_KV=b_kv, b_D=b_d)
 
     def zero_like(self) -> "KVBias":
         """Zeros throughout, boundary included: the model's own behaviour, at this bias's position offset."""
         zeros: dict[str, Any] = {name: torch.zeros_like(getattr(self, name)) for name in TENSORS}
-        return replace(self, **zeros)
+        return self._made(since(self.fit, "everything set to zero"), **zeros)
 
     @staticmethod
     @checked
@@ -295,7 +319,7 @@ class KVBias:
         if not biases or not all(isinstance(bias, KVBias) for bias in biases):
             came = ", ".join(type(bias).__name__ for bias in biases) or "nothing"
             raise KVLensError(f"combine: expected biases, combine(a, b, ...), got {came}")
-        return replace(biases[0], **fields_of_sum(biases, weights, boundary))
+        return biases[0]._made(**fields_of_sum(biases, weights, boundary))
 
     def __add__(self, other: "KVBias") -> "KVBias":
         """``a, then b``: the boundary is b's, which the text follows."""
@@ -314,7 +338,7 @@ class KVBias:
         if not isinstance(factor, Real):
             return NotImplemented
         check_number("KVBias: a factor", factor := factor if isinstance(factor, int) else float(factor))
-        return replace(self, **scaled_fields(self, float(factor)))
+        return self._made(**scaled_fields(self, float(factor)))
 
     __rmul__ = __mul__
 
@@ -329,7 +353,7 @@ class KVBias:
     def _sum(self, other: "KVBias", sign: float, boundary: str) -> "KVBias":
         if not isinstance(other, KVBias):
             return NotImplemented
-        return replace(self, **fields_of_sum((self, other), (1.0, sign), boundary, equal_offsets=True))
+        return self._made(**fields_of_sum((self, other), (1.0, sign), boundary, equal_offsets=True))
 
     def save(self, path: str | Path) -> None:
         """Write one safetensors file, whole or not at all.
@@ -345,8 +369,9 @@ class KVBias:
             tensors |= {f"features.{name}": tensor for name, tensor in self.features.tensors().items()}
         if isinstance(self.features, VirtualKeys):
             tensors = packed(tensors, self.fingerprint.n_kv_heads)
+        if self.features is not None:
+            meta["fit"] = None if self.fit is None else self.fit.to_json()
         if self.fit is not None:
-            meta["fit"] = self.fit.to_json()
             tensors |= {f"fit.{name}": tensor for name, tensor in self.fit.to_tensors().items()}
         write_bias_file(path, tensors, {**meta, "fingerprint": self.fingerprint.to_json()})
 
@@ -361,17 +386,15 @@ class KVBias:
         known: dict[str, Any] = {name: tensors[name] for name in TENSORS} | {name: meta[name] for name in COUNTS}
         known["fingerprint"] = fingerprint = Fingerprint(**meta["fingerprint"])
         if "features" in meta:
-            known["features"] = features_from(meta["features"], _below("features.", tensors), fingerprint.d_head)
+            known["features"] = features_from(meta["features"], below("features.", tensors), fingerprint.d_head)
             known["log_scale"] = tensors.get("log_scale")
-        if "fit" in meta:
-            known["fit"] = BiasFit.read(meta["fit"], _below("fit.", tensors))
+        if meta.get("fit") is not None:
+            known["fit"] = BiasFit.read(meta["fit"], below("fit.", tensors))
         bias = cls(**known)
+        if bias.features is not None and not keeps_record(meta):
+            bias = bias._made(of_old_file(bias))
         bias.check_finite(f"KVBias.load: {path}")
         return bias
-
-
-def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def _shape(x: Tensor) -> list[int]:

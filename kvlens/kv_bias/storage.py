@@ -19,8 +19,8 @@ from kvlens.kv_bias.fingerprint import Fingerprint
 from kvlens.kv_bias.ragged import unpacked
 from kvlens.tensor_files import checked_tensor_bytes, read_checked_tensors
 
-FORMAT_VERSION = 3
-"""2 brought the checksum, and features; 3 leaves virtual keys without a use out."""
+FORMAT_VERSION = 4
+"""2 brought the checksum, and features; 3 leaves virtual keys without a use out; 4 keeps the whole record of a softmax bias."""
 FORMAT = "kvlens.KVBias"
 
 
@@ -45,11 +45,17 @@ def read_bias_file(path: str | Path, names: Sequence[str]) -> tuple[dict[str, Te
         raise KVLensError(f"KVBias.load: no file at {path}")
     tensors, metadata = read_checked_tensors(path, "KVBias.load", FORMAT, FORMAT_VERSION)
     try:
-        return _complete(path, unpacked(tensors), json.loads(metadata["kv_bias"]), names)
+        meta = {**json.loads(metadata["kv_bias"]), "format_version": int(metadata["format_version"])}
+        return _complete(path, unpacked(tensors), meta, names)
     except KVLensError:
         raise
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise KVLensError(f"KVBias.load: {path} is incomplete or damaged ({type(error).__name__}: {error})") from error
+
+
+def keeps_record(meta: Mapping[str, Any]) -> bool:
+    """Whether a file with this metadata says of a softmax bias whether, and how, it is approximate: from format 4 on."""
+    return meta["format_version"] >= 4
 
 
 def _complete(

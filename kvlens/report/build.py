@@ -314,6 +314,7 @@ def _generated_table(model: HookedKVTransformer, text: Tensor, generated: dict[s
 def _conversion_figures(bias: KVBias, errors: pd.DataFrame) -> dict[str, Any]:
     return {
         "approximation": None if bias.fit is None else _approximation(bias.fit),
+        "held_out": None if bias.fit is None or bias.fit.answers is None else bias.fit.answers.to_dict(),
         "relative_error": float((errors["squared_error"].sum() / errors["squared_norm"].sum()) ** 0.5),
         "rounding_error": float(errors["rounding_error"].iloc[0]),
         "exact_to_rounding": bool(errors["exact_to_rounding"].iloc[0]) if bias.fit is None else None,

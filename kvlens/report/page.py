@@ -112,7 +112,16 @@ def _conversion(summary: dict[str, Any]) -> Piece:
     verdict = "exact to rounding" if figures["exact_to_rounding"] else "NOT EXACT"
     if figures["approximation"] is not None:
         verdict = f"approximate: {figures['approximation']}"
-    rows = [
+    held_out = figures["held_out"]
+    rows = (
+        []
+        if held_out is None
+        else [
+            ("error of the logits, held out", number(held_out["logits_error"]), "on continuations of the prompt"),
+            ("share of the prompt's effect lost", number(held_out["lost_share"]), "likewise"),
+        ]
+    )
+    rows += [
         ("relative error of the logits", number(figures["relative_error"]), verdict),
         ("that of the original, against float64", number(figures["rounding_error"]), "up to 4 times that is exact"),
         ("largest difference of a logit", number(figures["max_abs_error"]), ""),

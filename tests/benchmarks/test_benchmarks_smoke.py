@@ -4,6 +4,7 @@ import bench_attention_variants
 import bench_conversion_error
 import bench_dual_losses
 import bench_exact_conversion
+import bench_fit_error
 import bench_induction_heads
 import bench_linear_attention
 import bench_model
@@ -56,6 +57,13 @@ def test_exact_conversion_smoke(capsys):
     out = capsys.readouterr().out
     assert out.count("gpt2, ") == 4
     assert "NO" not in out
+
+
+def test_fit_error_smoke(capsys):
+    bench_fit_error.main(["--small", "--polish-steps", "2"])
+    out = capsys.readouterr().out
+    assert out.count("off by, median") == 4
+    assert "polishing is better in" in out
 
 
 def test_speed_smoke(capsys):

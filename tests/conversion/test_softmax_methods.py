@@ -70,10 +70,10 @@ def test_the_record_is_what_was_done():
     fit = convert_prompt(model, PROMPT, method="landmark", n_features=4, budget="greedy", seed=5, **QUICK).fit
     assert (fit.method, fit.settings["budget"], fit.settings["seed"]) == ("landmark", "greedy", 5)
     assert (fit.n_reference_tokens, fit.n_held_out_tokens, fit.prompt_passes) == (8 * 12, 12, 1.0)
-    assert fit.reference_passes == pytest.approx(2 * 9 * 12 / 24)
+    assert fit.reference_passes == pytest.approx((2 * 9 + 3 + 3 * 3) * 12 / 24)  # three more, read thrice, for the answers
     assert int(fit.n_keys.sum()) <= 4 * 2 * 3
     assert len(fit.rows()) == 2 * 6
-    assert all(row["output_error"] >= 0 and row["mass_error"] >= 0 and row["n_keys"] <= 24 for row in fit.rows())
+    assert all(row["head_output_error"] >= 0 and row["mass_error"] >= 0 and row["n_keys"] <= 24 for row in fit.rows())
 
 
 def test_held_out_errors_are_those_of_the_heads_outputs():
@@ -87,7 +87,7 @@ def test_held_out_errors_are_those_of_the_heads_outputs():
         with torch.no_grad(), model.kv_bias(each):
             z.append(model.run_with_cache(held_out)[1]["z", 0])
     expected = (z[1] - z[0]).square().sum(dim=(0, 1, 3)).sqrt() / z[0].square().sum(dim=(0, 1, 3)).sqrt()
-    torch.testing.assert_close(bias.select_prompt(0).fit.output_error[0], expected, rtol=1e-9, atol=0)
+    torch.testing.assert_close(bias.select_prompt(0).fit.head_output_error[0], expected, rtol=1e-9, atol=0)
 
 
 @pytest.mark.parametrize("reference", [None, "prompt", TEXT[0], tokens(9, 10, seed=4)])
@@ -107,7 +107,7 @@ def test_a_batch_is_its_prompts():
         r = alone.d_phi
         torch.testing.assert_close(mine.b_KV[..., :r, :], alone.b_KV, rtol=1e-6, atol=1e-9)
         assert not mine.b_D[..., r:].any()
-        torch.testing.assert_close(mine.fit.output_error, alone.fit.output_error, rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(mine.fit.head_output_error, alone.fit.head_output_error, rtol=1e-6, atol=1e-9)
 
 
 def test_prompts_of_unequal_length():
@@ -255,7 +255,7 @@ def test_heads_that_never_look_at_the_prompt_and_singular_fits():
     model.blocks[1].attn.b_V.data[2] = 0.0
     for budget in ("equal", "greedy"):
         bias = convert_prompt(model, PROMPT, method="landmark", n_features=6, budget=budget, **QUICK)
-        assert all(bool(x.isfinite().all()) for x in (bias.b_KV, bias.b_D, bias.fit.output_error, bias.fit.mass_error))
+        assert all(bool(x.isfinite().all()) for x in (bias.b_KV, bias.b_D, bias.fit.head_output_error, bias.fit.mass_error))
         assert error(model, bias) < dropped(model)
     one_token = convert_prompt(model, torch.full((1, 24), 3), method="landmark", n_features=6, **QUICK)
     assert bool(one_token.b_KV.isfinite().all())

@@ -54,7 +54,7 @@ def test_eight_keys_of_128(story):
     assert searched < 0.85 * equal  # 0.71 here
     assert error(story, convert_prompt(model, prompt, keys="mass", fit=False, **at)) > 2 * searched
     assert 0.9 * 8 * 5 * 4 <= int(greedy.fit.n_keys.sum()) <= 8 * 5 * 4  # weights that came out negative are dropped
-    assert float(greedy.fit.output_error.mean()) < 0.1
+    assert float(greedy.fit.head_output_error.mean()) < 0.1
 
 
 def test_learned_features_learn_and_a_polynomial_cannot(story, monkeypatch):

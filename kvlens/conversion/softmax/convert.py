@@ -1,7 +1,6 @@
 """From a prompt to the bias of a softmax model: the prompt's pass, the method, what it continues from, the record."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,11 +9,12 @@ from kvlens.conversion.prompt import PromptTokens
 from kvlens.conversion.softmax.free_features import check_free_features, learned_bias, random_bias, taylor_bias
 from kvlens.conversion.softmax.landmark import Landmarks
 from kvlens.conversion.softmax.polish import polish
-from kvlens.conversion.softmax.prompt_pass import ConvertedExactly, continued, convert_exactly
+from kvlens.conversion.softmax.prompt_pass import ConvertedExactly, as_batch, continued, convert_exactly
 from kvlens.conversion.softmax.settings import SoftmaxOptions
 from kvlens.conversion.softmax.teacher import Teacher
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import Fingerprint, KVBias
+from kvlens.kv_bias.records import of_sum
 from kvlens.model import HookedKVTransformer
 
 
@@ -37,13 +37,25 @@ def convert_softmax_prompt(
     if options.method != "exact" and not keeps_all:
         wide, dtype = torch.promote_types(bias.b_KV.dtype, torch.float32), bias.b_KV.dtype  # no fit in 8 bits of mantissa
         exact = exact._replace(bias=bias.to(wide))
-        bias = _approximated(Teacher(model, prompt, exact, None if old is None else old.to(wide), options)).to(dtype)
-    bias = replace(continued(old, bias), fit=bias.fit)
+        bias = _approximated(Teacher(model, prompt, exact, None if old is None else old.to(wide), options), dtype)
+    if old is not None:
+        bias = _on_top_of(old, bias)
     has_batch = prompt.has_batch or (old is not None and old.batch_size is not None)
     return bias if has_batch else bias.select_prompt(0)
 
 
-def _approximated(teacher: Teacher) -> KVBias:
+def _on_top_of(old: KVBias, new: KVBias) -> KVBias:
+    """``new`` after ``old``. What was measured of ``new``, with ``old`` in front, holds for both where ``old`` is exact."""
+    if old.fit is None:
+        return continued(old, new)._made(new.fit)
+    before = as_batch(old, new.b_KV.shape[1]).fit
+    kept = "every key kept" if new.fit is None else "fitted"
+    longest = int(torch.as_tensor(new.n_prompt_tokens).max())
+    step = f"continued with another prompt of {longest} tokens, {kept}"
+    return continued(old, new)._made(of_sum([before, new.fit], step))
+
+
+def _approximated(teacher: Teacher, dtype: torch.dtype) -> KVBias:
     method = teacher.options.method
     with teacher.timed("fit"):
         if method == "landmark":
@@ -53,7 +65,7 @@ def _approximated(teacher: Teacher) -> KVBias:
     if teacher.options.polish_steps:
         with teacher.timed("polish"):
             bias = polish(teacher, bias)
-    return teacher.with_record(bias, fitted=method in ("landmark", "learned"))
+    return teacher.with_record(bias, fitted=method in ("landmark", "learned"), dtype=dtype)
 
 
 def _check_finite(exact: ConvertedExactly) -> None:

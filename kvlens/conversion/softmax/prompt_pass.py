@@ -6,7 +6,6 @@ start from it: it is what they approximate, and it plays the prompt while refere
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -105,7 +104,7 @@ def continued(old: KVBias | None, new: KVBias) -> KVBias:
         raise KVLensError(f"convert_prompt: the bias to continue from has {kinds}: continue with the method that made it")
     old = as_batch(old, new.b_KV.shape[1])
     if isinstance(old.features, VirtualKeys):
-        old = replace(old, features=old.features.further(new.n_prompt_tokens))
+        old = old._made(old.fit, features=old.features.further(new.n_prompt_tokens))
     return KVBias.combine(old, new, boundary="last")
 
 
@@ -117,14 +116,17 @@ def as_batch(bias: KVBias, batch: int) -> KVBias:
 
 
 def rows_of(bias: KVBias, index: Int[Tensor, " row"]) -> KVBias:
-    """The prompts of a batch by number, repetitions allowed. The only prompt of a batch serves any number of rows."""
+    """The prompts of a batch by number, repetitions allowed. The only prompt of a batch serves any number of rows.
+
+    They are to be read at once: no record goes with them.
+    """
     if bias.batch_size == 1:
         return bias.select_prompt(0)
     index = index.to(bias.b_KV.device)
 
     counts = {name: getattr(bias, name) for name in ("n_prompt_tokens", "position_offset")}
     counts = {name: value[index] if isinstance(value, Tensor) else value for name, value in counts.items()}
-    return replace(bias, **bias._changed(lambda tensor: tensor[:, index], per_prompt_only=True), **counts, fit=None)
+    return bias._made(None, **bias._changed(lambda tensor: tensor[:, index], per_prompt_only=True), **counts)
 
 
 @contextlib.contextmanager

@@ -21,7 +21,9 @@ from kvlens.ops.landmarks import Queries
 
 ROWS_AT_ONCE = 32
 HELD_OUT = 8
-"""One reference text in so many is kept for measuring the error."""
+"""One reference text in so many is kept for measuring the heads' errors."""
+APART = 2_654_435_769
+"""Between the seeds of continuations that a fit reads and of others that it is measured on; torch takes the last 32 bits."""
 
 
 class ReferenceText(NamedTuple):
@@ -45,10 +47,8 @@ def reference_text(
     batch, given = prompt.tokens.shape[0], options.reference
     room = _room(model, whole)
     if given is None:
-        length = min(options.continuation_length, room)
-        tokens = sample_continuations(model, exact, whole, options.n_continuations, length, options.seed)
-        passes = options.n_continuations * length / prompt.tokens.shape[1]
-        return ReferenceText(tokens, passes)
+        tokens = own_texts(model, exact, whole, options, options.n_continuations)
+        return ReferenceText(tokens, tokens[0].numel() / prompt.tokens.shape[1])
     if isinstance(given, str) and given == "prompt":
         shortest = prompt.tokens.shape[1] if prompt.mask is None else int(prompt.mask.sum(dim=1).min())
         return ReferenceText(_cut(prompt.tokens[:, None, : min(shortest, room)]), 0.0)
@@ -56,6 +56,14 @@ def reference_text(
     if read.mask is not None:
         raise KVLensError("convert_prompt: reference texts must have one length; give one text, or tokens [text, pos]")
     return ReferenceText(_cut(read.tokens[None, :, :room].expand(batch, -1, -1)), 0.0)
+
+
+def own_texts(
+    model: HookedKVTransformer, exact: ConvertedExactly, whole: KVBias, options: SoftmaxOptions, n: int, apart: bool = False
+) -> Int[Tensor, "batch text pos"]:
+    """``n`` of the model's own continuations of each prompt; ``apart`` from those that the fit reads."""
+    length = min(options.continuation_length, _room(model, whole))
+    return sample_continuations(model, exact, whole, n, length, (options.seed + APART * apart) % 2**63)
 
 
 def _cut(tokens: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ class SoftmaxChoices(TypedDict, total=False):
     reference: Reference
     n_continuations: int
     continuation_length: int
+    n_held_out: int
     polish_steps: int
     texts_per_step: int
     objective: Literal["logits", "kl"]
@@ -54,6 +55,7 @@ class SoftmaxOptions:
     reference: Reference = None
     n_continuations: int = 24
     continuation_length: int = 64
+    n_held_out: int = 3
     polish_steps: int = 0
     texts_per_step: int = 16
     objective: Literal["logits", "kl"] = "logits"
@@ -70,7 +72,13 @@ class SoftmaxOptions:
         check_choice("convert_prompt: objective", self.objective, ("logits", "kl"))
         check_choice("convert_prompt: keys", self.keys, CRITERIA)
         check_choice("convert_prompt: random_feature_kind", self.random_feature_kind, ("orthogonal", "iid"))
-        for name, least in (("n_continuations", 2), ("continuation_length", 2), ("texts_per_step", 1), ("polish_steps", 0)):
+        for name, least in (
+            ("n_continuations", 2),
+            ("continuation_length", 2),
+            ("n_held_out", 0),
+            ("texts_per_step", 1),
+            ("polish_steps", 0),
+        ):
             check_whole(f"convert_prompt: {name}", getattr(self, name), least, MOST_ASKED)
         for name in ("fit", "layer_by_layer", "verbose"):
             check_flag(f"convert_prompt: {name}", getattr(self, name))

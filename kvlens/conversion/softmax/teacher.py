@@ -3,17 +3,17 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from kvlens.conversion.prompt import PromptTokens
+from kvlens.conversion.softmax.answers import answer_errors, without_prompt
 from kvlens.conversion.softmax.prompt_pass import ConvertedExactly, continued
-from kvlens.conversion.softmax.reference import read_queries, reference_text, split_held_out
+from kvlens.conversion.softmax.reference import own_texts, read_queries, reference_text, split_held_out
 from kvlens.conversion.softmax.settings import SoftmaxOptions
-from kvlens.kv_bias import BiasFit, KVBias
+from kvlens.kv_bias import AnswerErrors, BiasFit, KVBias
 from kvlens.model import HookedKVTransformer
 from kvlens.ops.landmarks import PromptKeys, Queries, output_errors
 
@@ -25,7 +25,8 @@ class Teacher:
         exact: this prompt's keys, all of them.
         old: what the conversion continues from.
         whole: the exact bias with ``old`` in front: it stands for the prompt while reference text is read.
-        seen, held_out: reference texts for the fit, and for measuring the error.
+        seen, held_out: reference texts for the fit, and for measuring the heads' errors.
+        asked: the model's own continuations that the fit does not see, for measuring the answers; None where that is off.
         lengths: real tokens of each prompt.
     """
 
@@ -43,8 +44,20 @@ class Teacher:
         with self.timed("reference"):
             self.whole = continued(old, exact.bias)
             text = reference_text(model, prompt, exact, self.whole, options)
-        self.seen, self.held_out = split_held_out(text.tokens)
-        self.reference_passes = text.passes
+            self.seen, self.held_out = split_held_out(text.tokens)
+            self.reference_passes = text.passes
+            self.asked = self._asked()
+        self.without = without_prompt(model, prompt, exact, old)
+
+    def _asked(self) -> Int[Tensor, "batch text pos"] | None:
+        n, is_own = self.options.n_held_out, self.options.reference is None
+        if n == 0:
+            return None
+        if is_own and n <= self.held_out.shape[1]:
+            return self.held_out[:, :n]
+        texts = own_texts(self.model, self.exact, self.whole, self.options, n, apart=True)
+        self.count(texts[0].numel())
+        return texts
 
     def keys(self, layer: int) -> PromptKeys:
         """The prompt's keys of one layer."""
@@ -71,11 +84,14 @@ class Teacher:
             self.seconds[step] = self.seconds.get(step, 0.0) + spent
 
     @torch.no_grad()
-    def with_record(self, bias: KVBias, fitted: bool) -> KVBias:
-        """``bias`` (of this prompt alone) with the record of its fit; its errors are measured on the held-out texts."""
+    def with_record(self, fit: KVBias, fitted: bool, dtype: torch.dtype) -> KVBias:
+        """The bias of this prompt alone in ``dtype``, with its record: errors are of what is stored, on held-out texts."""
+        stored = fit.to(dtype)
+        bias = stored.to(fit.b_KV.dtype)
         queries = self.read(self.whole, self.held_out)
         with self.timed("errors"):
             errors = [self._errors(bias, layer, each) for layer, each in enumerate(queries)]
+        answers = self._answers(bias)
         record = BiasFit(
             method=self.options.method,
             settings=self.options.to_json(),
@@ -85,10 +101,18 @@ class Teacher:
             reference_passes=self.reference_passes,
             seconds=dict(self.seconds),
             n_keys=(bias.b_D != 0).sum(dim=-1),
-            output_error=torch.stack([output for output, _ in errors]),
+            head_output_error=torch.stack([output for output, _ in errors]),
             mass_error=torch.stack([mass for _, mass in errors]),
+            answers=answers,
         )
-        return replace(bias, fit=record)
+        return stored._made(record)
+
+    def _answers(self, bias: KVBias) -> AnswerErrors | None:
+        if self.asked is None:
+            return None
+        self.count(3 * self.asked[0].numel())
+        with self.timed("answers"):
+            return answer_errors(self.model, self.whole, continued(self.old, bias), self.without, self.asked)
 
     def _errors(self, bias: KVBias, layer: int, queries: Queries) -> tuple[Tensor, Tensor]:
         features, log_scale, prompt = bias.features, bias.log_scale, self.keys(layer)

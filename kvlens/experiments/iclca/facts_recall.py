@@ -111,7 +111,7 @@ def ways(settings: Mapping[str, Any]) -> Iterator[tuple[Way, dict[str, Any]]]:
     for ratio in settings["ratios"]:
         for name, options in FEWER_KEYS.items():
             landmark: dict[str, Any] = dict(
-                method="landmark", ratio=ratio, seed=settings["seed"], verbose=False, **settings["reference"]
+                method="landmark", ratio=ratio, seed=settings["seed"], n_held_out=0, verbose=False, **settings["reference"]
             )
             yield Way(name, ratio), {**landmark, **options}
         if ratio == AIM_RATIO:

@@ -100,7 +100,7 @@ def biases(
 ) -> Iterator[tuple[str, KVBias]]:
     """The prompt converted: exactly, with a share of its keys, and with random features as in the paper."""
     yield EXACT, convert_prompt(model, prompt)
-    fit = {**settings["reference"], "seed": settings["seed"], "verbose": False}
+    fit = {**settings["reference"], "seed": settings["seed"], "n_held_out": 0, "verbose": False}
     yield LANDMARK, convert_prompt(model, prompt, method="landmark", ratio=settings["ratio"], **fit)
     yield RANDOM, convert_prompt(model, prompt, method="random", n_features=settings["random"], **fit)
 

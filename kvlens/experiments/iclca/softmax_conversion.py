@@ -108,7 +108,7 @@ def ways(settings: Mapping[str, Any], seed: int) -> Iterator[Way]:
     least, most = min(settings["continuations"]), max(settings["continuations"])
 
     def way(name: str, size: int, n: int, **options: Any) -> Way:
-        shared = dict(seed=seed, n_continuations=n, continuation_length=settings["n_text"], verbose=False)
+        shared = dict(seed=seed, n_continuations=n, continuation_length=settings["n_text"], n_held_out=0, verbose=False)
         return Way(name, size, n, {**shared, **options})
 
     for kind, name in (("iid", IID), ("orthogonal", ORTHOGONAL)):
@@ -141,10 +141,12 @@ def _biases(model: HookedKVTransformer, prompt: Tensor, settings: Mapping[str, A
 
 def _cost(bias: KVBias) -> dict[str, float]:
     """What the fit took: seconds by step, and passes over the reference text in units of one over the prompt."""
-    if bias.fit is None:
+    if bias.fit is None or bias.fit.history:
         return {}
     seconds = {f"{step}_seconds": bias.fit.seconds.get(step, 0.0) for step in ("reference", "fit", "polish")}
-    return {"output_error": float(bias.fit.output_error.mean()), "reference_passes": bias.fit.reference_passes, **seconds}
+    heads = bias.fit.head_output_error
+    assert heads is not None
+    return {"head_output_error": float(heads.mean()), "reference_passes": bias.fit.reference_passes, **seconds}
 
 
 def _window(exact: KVBias, r: int) -> KVBias:

@@ -1,0 +1,75 @@
+"""Measuring the answers (:class:`kvlens.kv_bias.AnswerErrors`): held-out texts read with the prompt, converted, and without."""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvlens.conversion.prompt import PromptTokens
+from kvlens.conversion.softmax.prompt_pass import ConvertedExactly, as_batch, attached, continued, rows_of
+from kvlens.kv_bias import AnswerErrors, KVBias, VirtualKeys
+from kvlens.model import HookedKVTransformer
+
+ROWS_AT_ONCE, LOGITS_AT_ONCE = 32, 2**22
+"""Texts, and logits, of one reading: three readings of them and their logarithms are held at a time, in float64."""
+
+
+class Without(NamedTuple):
+    """What is left where the prompt has not been read, and what that is in words."""
+
+    bias: KVBias
+    words: str
+
+
+def without_prompt(model: HookedKVTransformer, prompt: PromptTokens, exact: ConvertedExactly, old: KVBias | None) -> Without:
+    """The prompt's keys taken out, with the text at its place: what is always there stays, at its place too.
+
+    That is what the conversion continues from, or the BOS if every prompt of the batch begins with it, or nothing. (A text that
+    is read with its BOS just in front stands at the beginning of a document: the model's answers differ by more than the
+    prompt.)
+    """
+    bos = None if model.tokenizer is None else model.tokenizer.bos_token_id
+    keeps_bos = old is None and bos is not None and bool((prompt.tokens[:, 0] == bos).all())
+    bias = exact.bias
+    assert isinstance(bias.features, VirtualKeys)
+    first = VirtualKeys(bias.features.keys[..., :1, :], bias.features.distance[..., :1])
+    rows = {name: torch.zeros_like(getattr(bias, name)) for name in ("last_k", "last_v", "last_q")}
+    if old is not None:
+        before = as_batch(old, bias.b_KV.shape[1])
+        rows = {name: getattr(before, name) for name in rows}
+    left = replace(bias, b_KV=keeps_bos * bias.b_KV[..., :1, :], b_D=keeps_bos * bias.b_D[..., :1], features=first, **rows)
+    if old is not None:
+        return Without(continued(old, left), "what was converted before")
+    return Without(left, "the prompt's BOS" if keeps_bos else "nothing")
+
+
+@torch.no_grad()
+def answer_errors(
+    model: HookedKVTransformer, whole: KVBias, converted: KVBias, without: Without, texts: Int[Tensor, "batch text pos"]
+) -> AnswerErrors:
+    """The errors of ``converted`` on ``texts``; ``whole`` stands for the prompt. Three forward passes over the texts."""
+    batch, n_texts, n_places = texts.shape
+    flat, rows = texts.flatten(0, 1), torch.arange(batch).repeat_interleave(n_texts)
+    at_once = min(ROWS_AT_ONCE, max(1, LOGITS_AT_ONCE // (n_places * model.cfg.d_vocab_out)))
+    found = []
+    for part in torch.arange(len(rows)).split(at_once):
+        tokens = flat[part.to(flat.device)]
+        found.append(_by_position(*(_logits(model, rows_of(b, rows[part]), tokens) for b in (whole, converted, without.bias))))
+    error, size, effect, kl = (torch.cat(x).view(texts.shape) for x in zip(*found, strict=True))
+    return AnswerErrors.of_positions(error, size, effect, kl, without.words)
+
+
+def _logits(model: HookedKVTransformer, bias: KVBias, tokens: Int[Tensor, "text pos"]) -> Float[Tensor, "text pos vocab"]:
+    with attached(model, bias):
+        return model(tokens, attention_mask=torch.ones_like(tokens)).double()
+
+
+def _by_position(
+    old: Float[Tensor, "text pos vocab"], new: Float[Tensor, "text pos vocab"], without: Float[Tensor, "text pos vocab"]
+) -> tuple[Tensor, ...]:
+    """||new - old||, ||old||, ||without - old|| and KL(old || new) at each position, [text, pos] each."""
+    log_old, log_new = old.log_softmax(dim=-1), new.log_softmax(dim=-1)
+    kl = (log_old.exp() * (log_old - log_new)).sum(dim=-1)
+    return (new - old).norm(dim=-1), old.norm(dim=-1), (without - old).norm(dim=-1), kl
