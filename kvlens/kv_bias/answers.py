@@ -11,7 +11,7 @@ from the prompted one as a model that has not read the prompt.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -70,7 +70,8 @@ class AnswerErrors:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "AnswerErrors":
         """The same with ``change`` applied to every figure."""
-        return AnswerErrors(**{name: change(tensor) for name, tensor in self.to_tensors().items()}, **self.to_json())
+        changed: dict[str, Any] = {name: change(tensor) for name, tensor in self.to_tensors().items()}
+        return replace(self, **changed)
 
     def to_tensors(self) -> dict[str, Tensor]:
         """The figures."""

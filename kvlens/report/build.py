@@ -325,6 +325,8 @@ def _conversion_figures(bias: KVBias, errors: pd.DataFrame) -> dict[str, Any]:
 
 def _approximation(fit: BiasFit) -> str:
     """How an approximate conversion was made, in a few words."""
+    if fit.n_keys is None:
+        return f"{fit.method}, then {'; '.join(fit.history)}"
     keys = float(fit.n_keys.double().mean())
     polished = fit.settings["polish_steps"]
     return f"{fit.method}, {keys:.4g} features per head" + (f", {polished} steps of polishing" if polished else "")

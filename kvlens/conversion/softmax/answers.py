@@ -1,7 +1,7 @@
 """Measuring the answers (:class:`kvlens.kv_bias.AnswerErrors`): held-out texts read with the prompt, converted, and without."""
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -35,7 +35,7 @@ def without_prompt(model: HookedKVTransformer, prompt: PromptTokens, exact: Conv
     bias = exact.bias
     assert isinstance(bias.features, VirtualKeys)
     first = VirtualKeys(bias.features.keys[..., :1, :], bias.features.distance[..., :1])
-    rows = {name: torch.zeros_like(getattr(bias, name)) for name in ("last_k", "last_v", "last_q")}
+    rows: dict[str, Any] = {name: torch.zeros_like(getattr(bias, name)) for name in ("last_k", "last_v", "last_q")}
     if old is not None:
         before = as_batch(old, bias.b_KV.shape[1])
         rows = {name: getattr(before, name) for name in rows}

@@ -98,7 +98,11 @@ def measure(
         bias = convert_prompt(model, [story.prompt for story in stories], prepend_bos=True, **options)
         with model.kv_bias(bias):
             right = right_with_bias(model, stories)
-        keys = tokens if bias.fit is None else _keys_by_story(bias.fit.n_keys)[[row for row, _ in asked]]
+        keys = (
+            tokens
+            if bias.fit is None or bias.fit.n_keys is None
+            else _keys_by_story(bias.fit.n_keys)[[row for row, _ in asked]]
+        )
         frames.append(
             pd.DataFrame({**shared, "way": way.name, "ratio": way.ratio, "keys": keys.numpy(), "is_right": right.numpy()})
         )
