@@ -25,10 +25,11 @@ Progress = Callable[[float], None]
 
 
 class AblationEffect(NamedTuple):
-    """Means over sequences and over the places of the second copy that have a next token."""
+    """Means over sequences and over the places of the second copy that have a next token; the first one's standard error."""
 
     loss_change: Float[Tensor, "layer head"]
     logit_change: Float[Tensor, "layer head"]
+    loss_error: Float[Tensor, "layer head"]
 
 
 def resampling_ablation(
@@ -51,7 +52,8 @@ def resampling_ablation(
         on_progress: called with the fraction done after each forward pass.
 
     Returns:
-        By how much the loss of the next tokens of the second copy rises (nats), and by how much their logits change.
+        By how much the loss of the next tokens of the second copy rises (nats), by how much their logits change, and how
+        certain the first is.
 
     Raises:
         KVLensError: shortformer positions, which a pass that starts at a later layer would lose; a batch size below 1.
@@ -69,15 +71,26 @@ def resampling_ablation(
     starts, names = residuals(model, repeated), [f"blocks.{layer}.attn.hook_z" for layer in range(n_layers)]
     others = cached(model, donors.tokens, names)
     whole = losses_and_logits(model, starts[-1], n_layers, repeated.next_tokens)
-    sums = starts[0].new_zeros(2, n_layers, n_heads, dtype=wide_dtype(model))
+    change = whole.new_zeros(2, n_layers, *(n_heads, n_texts), whole.shape[-1])
     for done, (layer, part) in enumerate(passes, start=1):
         head, text = heads[part], texts[part]
         swap = replace_head(layer, head, others[names[layer]][text, :, head])
         effect = losses_and_logits(model, starts[layer][text], layer, repeated.next_tokens[text], swap)
-        sums[:, layer].index_add_(1, head.to(sums.device), effect - whole[:, text])
+        change[:, layer, head, text] = effect - whole[:, text]
         if on_progress is not None:
             on_progress(done / len(passes))
-    return AblationEffect(*sums / n_texts)
+    loss_change, logit_change = change.mean(dim=(-2, -1))
+    return AblationEffect(loss_change, logit_change, standard_error(change[0]))
+
+
+def standard_error(changes: Float[Tensor, "*lead text target"]) -> Float[Tensor, "*lead"]:
+    """Of the mean over texts and targets: the larger of that of independent texts and that of independent targets.
+
+    Infinite for a single number, whose noise nobody knows.
+    """
+    places = [changes.flatten(-2), changes.mean(dim=-1)][: 1 + (changes.shape[-2] > 1)]
+    errors = [x.std(dim=-1) / x.shape[-1] ** 0.5 for x in places if x.shape[-1] > 1]
+    return torch.stack(errors).amax(dim=0) if errors else torch.full_like(changes[..., 0, 0], torch.inf)
 
 
 def rows_per_pass(model: HookedKVTransformer, repeated: RepeatedTokens) -> int:
@@ -113,8 +126,8 @@ def replace_head(layer: int, heads: Tensor, other: Tensor) -> tuple[str, Callabl
 
 def losses_and_logits(
     model: HookedKVTransformer, start: Tensor, layer: int, targets: Tensor, *hooks: tuple[str, Callable]
-) -> Float[Tensor, "two batch"]:
-    """Mean loss and mean logit of the targets, for residual streams in front of ``layer`` (behind all layers: n_layers)."""
+) -> Float[Tensor, "two batch target"]:
+    """Loss and logit of every target, for residual streams in front of ``layer`` (behind all layers: n_layers)."""
 
     def keep_places(resid: Tensor, hook: Any) -> Tensor:
         return resid[:, -targets.shape[1] - 1 : -1]  # no other place is unembedded
@@ -127,4 +140,4 @@ def losses_and_logits(
     logits = model.run_with_hooks(start, start_at_layer=layer, attention_mask=mask, fwd_hooks=list(hooks))
     logits = logits.to(wide_dtype(model))
     chosen = logits.gather(-1, targets[..., None]).squeeze(-1)
-    return torch.stack([(logits.logsumexp(dim=-1) - chosen).mean(dim=1), chosen.mean(dim=1)])
+    return torch.stack([logits.logsumexp(dim=-1) - chosen, chosen])

@@ -6,8 +6,10 @@ what is lost without it (ablation), and by how it came to look there: the earlie
 with KV shift, its own coefficients (:mod:`kvlens.analyses.heads.shift_roles`), which can make an induction head in one layer.
 
 The verdict goes by what the head *reads*, against chance, and with ``ablations`` by the loss of reading something else there
-(:mod:`kvlens.analyses.heads.verdicts`, :mod:`kvlens.analyses.heads.swaps`): then every head that costs more than 0.1 nats has a
-name. It says nothing of copying: a head that finds the right token and lowers its logit has the verdict ``induction`` and a
+(:mod:`kvlens.analyses.heads.verdicts`, :mod:`kvlens.analyses.heads.loss_verdicts`): then every head without which the loss
+changes by more than 0.1 nats and its noise has a name. A pattern that cannot tell, as most of linear attention, is
+"inconclusive", not "none".
+It says nothing of copying: a head that finds the right token and lowers its logit has the verdict ``induction`` and a
 negative ``copying_score``.
 
 Source: Olsson et al. 2022; Elhage et al. 2021; KVSA sec. 3, table 4.
@@ -29,13 +31,25 @@ from ..inputs import tokens_field
 from ..passes import check_batch_size
 from ..predictions import LOGIT_CHANGE, LOSS_CHANGE
 from ..sequences import one_sequence
-from .ablation import Progress, Start, resampling_ablation
+from .ablation import AblationEffect, Progress, Start, resampling_ablation
 from .lags import KINDS
+from .loss_verdicts import Losses
 from .measures import HeadMeasures, measure_heads
 from .repeated_tokens import RepeatedTokens, draw_piece, longest_repeat, repeat_tokens
 from .shift_roles import displacement, roles
 from .swaps import swap_costs
-from .verdicts import MATCHES, RATIO, THRESHOLD, WORTH_ASKING, Losses, Verdict, contrasts, judge_heads
+from .verdicts import (
+    EARLY,
+    MATCHES,
+    RATIO,
+    SPREAD,
+    THRESHOLD,
+    WORTH_ASKING,
+    Verdict,
+    contrasts,
+    judge_heads,
+    spreads,
+)
 from .weights import composition_scores, copying_scores, head_weights
 
 DEFAULT_LENGTH = 50
@@ -50,12 +64,19 @@ COLUMNS = Columns(
     head=("int64", "query head"),
     verdict=(
         "str",
-        '"induction", "previous token", "duplicate token", "current token" or "none"; with ablations also "other": the model '
-        "needs the head, and not for any one of these",
+        '"induction", "previous token", "duplicate token", "current token", or several, " / " between, where none is above the '
+        'others; "none"; "inconclusive": too spread out, or too near the limit, to tell. With ablations also "negative '
+        'induction" and so on: what it reads there raises the loss; "other" and "harmful": the model needs it, or does better '
+        "without it, and not for any one of these",
     ),
     stretch_share=("float64", "of what the head reads on its strongest stretch of places, the part that the verdict speaks of"),
     stretch_ratio=("float64", 'how many times what uniform attention would give there; of the strongest kind for "none"'),
     stretch_start=("int64", "first place of that stretch, BOS counted"),
+    spread=(
+        "float64",
+        f"(sum |A|)^2 / sum A^2 over keys, value-side, over how many it sees, on the first {EARLY} places: 1 for uniform "
+        f"attention; above {SPREAD:.2f} the pattern alone does not tell what a head is for",
+    ),
     threshold=("float64", "of the verdict, as given"),
     role=("str", 'by its shift coefficients: "plain", "induction", "predecessor", "delayed"'),
     **{f"{kind}_score": ("float64", f"mean attention {_LOOKS[kind]}") for kind in KINDS},
@@ -72,6 +93,7 @@ COLUMNS = Columns(
     ),
     logit_attribution=("float64", "mean direct contribution to the logit of the right next token, second copy"),
     ablation_loss_change=("float64", f"{LOSS_CHANGE}; resampled head, mean over the second copy; NaN unless asked for"),
+    ablation_loss_error=("float64", "standard error of ablation_loss_change"),
     ablation_logit_change=("float64", f"{LOGIT_CHANGE}; the right next token's, likewise; NaN unless asked for"),
     **{
         f"{kind}_loss_change": (
@@ -156,17 +178,18 @@ def induction_heads(
     piece = draw_piece(model, n_sequences, n_repeated or 0, generator) if tokens is None else _pieces(model, tokens)
     repeated = repeat_tokens(model, piece, prepend_bos)
     measured = measure_heads(model, repeated)
-    effect = _unknown(model)
+    effect, losses = _unknown(model), None
     if ablations:
         donors = repeat_tokens(model, draw_piece(model, piece.shape[0], piece.shape[1], generator), prepend_bos)
         ablated = resampling_ablation(
             model, repeated, donors, batch_size=batch_size, on_start=on_start, on_progress=on_progress
         )
-        effect = _Effect(ablated.loss_change, ablated.logit_change, effect.by_kind)
+        effect = _Effect(ablated, effect.by_kind)
         if model.cfg.attention_variant is None:
             asked = ablated.loss_change.abs() > WORTH_ASKING
-            effect = effect._replace(by_kind=swap_costs(model, repeated, donors, measured.taps, asked, batch_size=batch_size))
-    losses = Losses(effect.loss_change, effect.by_kind) if ablations and model.cfg.attention_variant is None else None
+            swaps = swap_costs(model, repeated, donors, measured.taps, asked, batch_size=batch_size)
+            effect = effect._replace(by_kind=swaps.costs)
+            losses = Losses(ablated.loss_change, ablated.loss_error, *swaps)
     verdicts = judge_heads(measured.scores, repeated, losses, threshold=threshold, ratio=ratio)
     return _frame(model, measured, repeated, effect, [verdict for layer in verdicts for verdict in layer], threshold)
 
@@ -174,14 +197,13 @@ def induction_heads(
 class _Effect(NamedTuple):
     """What the model loses without a head, or with another text's token at one kind of place; NaN where not measured."""
 
-    loss_change: Float[Tensor, "layer head"]
-    logit_change: Float[Tensor, "layer head"]
+    ablation: AblationEffect
     by_kind: Float[Tensor, "kind layer head"]
 
 
 def _unknown(model: HookedKVTransformer) -> _Effect:
     nothing = torch.full((len(KINDS), model.cfg.n_layers, model.cfg.n_heads), torch.nan)
-    return _Effect(nothing[0], nothing[0], nothing)
+    return _Effect(AblationEffect(*nothing[:3]), nothing)
 
 
 def check_model(model: HookedKVTransformer) -> None:
@@ -221,12 +243,14 @@ def _frame(
         "stretch_share": [verdict.share for verdict in verdicts],
         "stretch_ratio": [verdict.ratio for verdict in verdicts],
         "stretch_start": [verdict.start for verdict in verdicts],
+        "spread": spreads(scores, repeated),
         "threshold": threshold,
         "role": [role for taps in measured.taps for role in roles(taps)],
         "copying_score": copying_scores(model, weights),
         "logit_attribution": measured.attribution,
-        "ablation_loss_change": effect.loss_change,
-        "ablation_logit_change": effect.logit_change,
+        "ablation_loss_change": effect.ablation.loss_change,
+        "ablation_loss_error": effect.ablation.loss_error,
+        "ablation_logit_change": effect.ablation.logit_change,
         "displacement": torch.stack([displacement(taps) for taps in measured.taps]),
     }
     columns |= {f"{kind}_loss_change": effect.by_kind[i] for i, kind in enumerate(KINDS)}
@@ -287,7 +311,7 @@ INDUCTION_HEADS = Analysis(
             "share of what a head reads from which on it is a previous or current token head, on its strongest stretch"
         ),
         "ratio": Option("how many times what uniform attention would give that share must be"),
-        "ablations": Option("also measure what resampling each head's output costs, and name every head that costs 0.1 nats"),
+        "ablations": Option("also measure what resampling each head's output costs, and name heads by that"),
     },
     check_model=check_model,
     n_interventions=_n_ablations,

@@ -21,10 +21,20 @@ from torch import Tensor
 
 from kvlens import HookedKVTransformer
 
-from .ablation import cached, losses_and_logits, replace_head, residuals, rows_per_pass
+from .ablation import cached, losses_and_logits, replace_head, residuals, rows_per_pass, standard_error
 from .lags import KINDS, at_lag, lags_and_queries, value_side_pattern
 from .repeated_tokens import RepeatedTokens
 from .shift_roles import ShiftTaps
+
+
+class SwapCosts(NamedTuple):
+    """By how much the loss rises, nats, and the standard error of the difference of two kinds, on the diagonal of one.
+
+    NaN for heads that were not asked.
+    """
+
+    costs: Float[Tensor, "kind layer head"]
+    errors: Float[Tensor, "kind kind layer head"]
 
 
 class _Layer(NamedTuple):
@@ -43,7 +53,7 @@ def swap_costs(
     heads: Bool[Tensor, "layer head"],
     *,
     batch_size: int | None = None,
-) -> Float[Tensor, "kind layer head"]:
+) -> SwapCosts:
     """Swap what each head reads at each kind of place, one at a time.
 
     Args:
@@ -55,12 +65,13 @@ def swap_costs(
         batch_size: rows per forward pass; None takes what memory allows.
 
     Returns:
-        By how much the loss of the next tokens of the second copy rises, nats; NaN for heads that are not asked.
+        Of the mean loss of the next tokens of the second copy.
     """
     starts, layers = residuals(model, repeated), _layers(model, repeated, donors, taps)
     whole, _ = losses_and_logits(model, starts[-1], len(layers), repeated.next_tokens)
     rows = batch_size or rows_per_pass(model, repeated)
     costs = torch.full((len(KINDS), *heads.shape), torch.nan, dtype=whole.dtype, device=whole.device)
+    errors = costs.new_full((len(KINDS), *costs.shape), torch.nan)
     texts = torch.arange(len(repeated.tokens)).repeat(len(KINDS))
     for layer, head in heads.nonzero().tolist():
         z = _swapped(layers[layer], head, repeated)
@@ -74,8 +85,11 @@ def swap_costs(
             )[0]
             for part in torch.arange(len(texts)).split(rows)
         ]
-        costs[:, layer, head] = (torch.cat(losses).view(len(KINDS), -1) - whole).mean(dim=1)
-    return costs
+        change = torch.cat(losses).unflatten(0, (len(KINDS), -1)) - whole
+        costs[:, layer, head] = change.mean(dim=(1, 2))
+        errors[:, :, layer, head] = standard_error(change[:, None] - change)
+        errors[:, :, layer, head].diagonal().copy_(standard_error(change))
+    return SwapCosts(costs, errors)
 
 
 def _swapped(own: _Layer, head: int, repeated: RepeatedTokens) -> Float[Tensor, "row pos d_head"]:

@@ -20,22 +20,25 @@ a lag now and then, with all of its attention. Of two kinds that are met the one
 the tokens are independent, so this is its part of the variance of what the head writes. It is taken on the second copy where a
 match is met, and "current token" yields to a match.
 
-**By the loss.** Where a kernel cannot be sharp, a head may look nearly everywhere and still carry the answer by the small rest
-of its attention. Its pattern alone does not tell, but swapping does: :mod:`kvlens.analyses.heads.swaps` lets a head read
-another text's token at the lag of one kind, and nowhere else. Asked are the kinds that a head looks at :data:`LEAD` times as
-much as elsewhere (by contrast; for places by chance on the strongest stretch, of E or, as E of linear heads may have any sign
-from text to text, of the root of E^2): one that reads all of the first copy alike raises the right token too, and is no
-induction head. A head of which a swap or the ablation costs more than :data:`COSTLY` is called by its dearest swap, if that is
-at least :data:`PART` of what the ablation costs (it may be more: what a head reads elsewhere can do harm). Else it keeps the
-name of its pattern, if that swap costs more than :data:`COSTLY`; else it is "other", if the ablation does: the model needs it,
-and not for any one of these kinds of place.
+Kinds whose parts differ by no more than :data:`MARGIN` standard errors, from place to place, are named together, with " / "
+between. A head that meets no kind is "inconclusive" where its pattern cannot tell: because it is too spread out, or because the
+contrast of a kind is below what is asked by no more than :data:`MARGIN` standard errors. A head's *spread* is the number of
+places that it reads, counted as (sum of |E|)^2 / sum of E^2, over the number that it sees, on the first :data:`EARLY` places,
+so that it too is the same in a longer text: 1 for uniform attention, 2 / pi for E drawn from a normal distribution, about 0.1
+for a sharp head. Above :data:`SPREAD` a head can be all that a model lives by with no pattern to show for it (below). Any other
+head is "none": it does look at some places more than at others, and these are not of the four kinds.
+
+**By the loss.** What ablations and swaps cost: :mod:`kvlens.analyses.heads.loss_verdicts`. Asked are the kinds that a head
+looks at :data:`LEAD` times as much as elsewhere (by contrast; for places by chance on the strongest stretch, of E or, as E of
+linear heads may have any sign from text to text, of the root of E^2): one that reads all of the first copy alike raises the
+right token too, and is no induction head.
 
 The constants were chosen on models of our own, trained for this (softmax ones with one to four layers, learned and rotary
 positions, with and without KV shift; linear ones with elu + 1 features), on the shipped ones, and on random ones with weights
 as sharp as trained ones. ``tests/benchmarks/bench_induction_heads.py`` measures what came out.
 """
 
-import math
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -43,11 +46,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from .lags import KINDS, PatternScores, lags_and_queries
+from .loss_verdicts import INCONCLUSIVE, MARGIN, NO_VERDICT, Losses, Named, name_by_loss, tied
 from .repeated_tokens import RepeatedTokens
 
 VERDICTS = dict(zip(KINDS, ("induction", "previous token", "duplicate token", "current token"), strict=True))
-NO_VERDICT = "none"
-OTHER = "other"
 STRETCH = 16
 EARLY = 2 * STRETCH
 THRESHOLD = 0.2
@@ -56,12 +58,13 @@ CONTRAST = 4.5
 OF_ITSELF = 0.4
 STEADY = 0.75
 PLACES = 5
-COSTLY = 0.1
-"""Nats per token of the second copy."""
+SPREAD = 1 / 3
+"""Of the places that a head sees, those that it reads, from which on its pattern does not tell what it is for."""
 WORTH_ASKING = 0.005
 """Change of the loss, up or down, from which on a head's swaps are measured."""
-PART = 1 / 3
 LEAD = 1.25
+ROUNDING = 1e-6
+"""Of a part of sum E^2: some ten roundings of float32 patterns."""
 MATCHES = ("prefix_matching", "duplicate_token")
 
 
@@ -74,18 +77,15 @@ class Verdict(NamedTuple):
     start: int
 
 
-class Losses(NamedTuple):
-    """By how much the loss rises without a head, and with another text's token at one kind of place; NaN: not measured."""
-
-    ablation: Float[Tensor, "layer head"]
-    swaps: Float[Tensor, "kind layer head"]
-
-
 class _Evidence(NamedTuple):
-    """What speaks for one kind: whether it is met, how much more it is looked at than elsewhere, its part of sum E^2 (where it
-    is strongest, and on the second copy), and its strongest stretch."""
+    """What speaks for one kind.
+
+    Whether it is met, or missed by no more than noise; how much more it is looked at than elsewhere; its part of sum E^2 (where
+    it is strongest, and on the second copy); its strongest stretch.
+    """
 
     met: Bool[Tensor, "layer head"]
+    nearly: Bool[Tensor, "layer head"]
     lead: Float[Tensor, "layer head"]
     variance: Float[Tensor, "layer head"]
     late_variance: Float[Tensor, "layer head"]
@@ -108,7 +108,26 @@ def judge_heads(
     """
     n_layers, n_heads = scores.all_read.shape[:2]
     evidence = {kind: _evidence(scores, repeated, kind, threshold, ratio) for kind in KINDS}
-    return [[_judge(evidence, losses, layer, head) for head in range(n_heads)] for layer in range(n_layers)]
+    unclear = (spreads(scores, repeated) > SPREAD) | torch.stack([found.nearly for found in evidence.values()]).any(dim=0)
+    places = {True: slice(repeated.second, None), False: _places(repeated, "previous_token")}
+    errors = {matched: _part_errors(scores, of_kind) for matched, of_kind in places.items()}
+    rows = []
+    for layer, head in product(range(n_layers), range(n_heads)):
+        of_head = {kind: _Evidence(*(x[layer, head] for x in found)) for kind, found in evidence.items()}
+        kinds = _by_pattern(of_head, {matched: x[:, :, layer, head] for matched, x in errors.items()})
+        nothing = INCONCLUSIVE if unclear[layer, head] else NO_VERDICT
+        named = Named(tied(VERDICTS, kinds) if kinds else nothing, kinds)
+        if losses is not None:
+            named = _by_loss(of_head, named, losses, layer, head)
+        rows.append(_verdict(of_head, named))
+    return [rows[first : first + n_heads] for first in range(0, len(rows), n_heads)]
+
+
+def spreads(scores: PatternScores, repeated: RepeatedTokens) -> Float[Tensor, "layer head"]:
+    """How many places a head reads, over how many it sees, on the first :data:`EARLY` places; 0 for one that reads nothing."""
+    places = _places(repeated, "previous_token")
+    n_read = _over(scores.all_read[..., places].square(), scores.all_squares[..., places]).sum(dim=-1)
+    return n_read / sum(range(places.start + 1, places.stop + 1))
 
 
 def contrasts(scores: PatternScores, repeated: RepeatedTokens, kind: str) -> Float[Tensor, "layer head"]:
@@ -132,6 +151,9 @@ def _evidence(scores: PatternScores, repeated: RepeatedTokens, kind: str, thresh
         some = (read.abs() >= CONTRAST / 2 * scores.elsewhere).sum(dim=-1) >= min(PLACES, STEADY * read.shape[-1])
         lead = contrasts(scores, repeated, kind)
         met, variance = enough & some & (lead >= CONTRAST), late_variance
+        noise = _over((squares.mean(dim=-1) - read.mean(dim=-1).square()).clamp(min=0).sqrt(), scores.elsewhere.mean(dim=-1))
+        reach = lead + MARGIN * noise / (read.shape[-1] * len(repeated.tokens)) ** 0.5
+        nearly = enough & some & ~met & (reach >= CONTRAST)
         best = ratios.argmax(dim=-1)
     else:
         part = _over(read.abs(), whole) >= ratio / 2 * chance
@@ -141,16 +163,25 @@ def _evidence(scores: PatternScores, repeated: RepeatedTokens, kind: str, thresh
             good &= (_over(read.sum(dim=-1).abs(), whole.sum(dim=-1)) >= max(threshold, OF_ITSELF))[..., None]
         variances = _over(own_squares, looked_squares)
         met, variance = good.any(dim=-1), variances.where(good, 0.0).amax(dim=-1)
+        nearly = torch.zeros_like(met)
         lead = torch.maximum(ratios, (variances / (expected / length)).sqrt()).amax(dim=-1)
         best = ratios.where(good | ~met[..., None], -1.0).argmax(dim=-1)
     share, times = (x.gather(-1, best[..., None]).squeeze(-1) for x in (shares, ratios))
-    return _Evidence(met, lead, variance, late_variance, share, times, best + places.start)
+    return _Evidence(met, nearly, lead, variance, late_variance, share, times, best + places.start)
 
 
 def _of_kind(scores: PatternScores, kind: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """E at the lag, sum |E|, E^2 at the lag, sum E^2: [layer, head, pos]."""
     at = KINDS.index(kind)
     return scores.read[:, at], scores.all_read, scores.squares[:, at], scores.all_squares
+
+
+def _part_errors(scores: PatternScores, places: slice) -> Float[Tensor, "kind kind layer head"]:
+    """The standard error, from place to place, of the difference between two kinds' parts of sum E^2."""
+    squares, whole = scores.squares[..., places].movedim(1, 0), scores.all_squares[..., places]
+    difference = squares[:, None] - squares
+    rest = difference - _over(difference.sum(dim=-1), whole.sum(dim=-1))[..., None] * whole
+    return _over(rest.square().sum(dim=-1).sqrt(), whole.sum(dim=-1))
 
 
 def _late_variance(scores: PatternScores, repeated: RepeatedTokens, kind: str) -> Float[Tensor, "layer head"]:
@@ -172,37 +203,33 @@ def _over(a: Tensor, b: Tensor) -> Tensor:
     return (a / b).nan_to_num(posinf=torch.inf)
 
 
-def _judge(evidence: dict[str, _Evidence], losses: Losses | None, layer: int, head: int) -> Verdict:
-    def number(of_heads: Tensor) -> float:
-        return float(of_heads[layer, head])
-
-    kind = _by_pattern({kind: _Evidence(*(x[layer, head] for x in found)) for kind, found in evidence.items()})
-    name = NO_VERDICT if kind is None else VERDICTS[kind]
-    if losses is not None:
-        swaps = {k: number(swap) for k, swap in zip(KINDS, losses.swaps, strict=True) if number(evidence[k].lead) >= LEAD}
-        name = _by_loss(name, number(losses.ablation), {VERDICTS[k]: loss for k, loss in swaps.items()})
-    of_name = [kind for kind in KINDS if VERDICTS[kind] == name]
-    shown = max(of_name or (*MATCHES, "previous_token"), key=lambda kind: number(evidence[kind].ratio))
-    found = evidence[shown]
-    return Verdict(name, number(found.share), number(found.ratio), int(found.start[layer, head]))
-
-
-def _by_pattern(of_head: dict[str, _Evidence]) -> str | None:
-    """The kind that the pattern of one head shows, if any."""
+def _by_pattern(of_head: dict[str, _Evidence], errors: dict[bool, Tensor]) -> tuple[str, ...]:
+    """The kinds that the pattern of one head shows: none, one, or several that cannot be told apart."""
     met = {kind: found for kind, found in of_head.items() if bool(found.met)}
     matched = any(kind in MATCHES for kind in met)
     if matched:
         met.pop("current_token", None)
-    return max(met, key=lambda kind: float(met[kind].late_variance if matched else met[kind].variance), default=None)
+    part = {kind: float(found.late_variance if matched else found.variance) for kind, found in met.items()}
+    top = max(part, key=lambda kind: part[kind], default=None)
+    if top is None:
+        return ()
+    error = errors[matched][KINDS.index(top)]
+    return tuple(k for k in part if k == top or part[top] - part[k] <= MARGIN * float(error[KINDS.index(k)]) + ROUNDING)
 
 
-def _by_loss(name: str, cost: float, swaps: dict[str, float]) -> str:
-    """The name of a head, given what its ablation and its swaps cost; where they were not measured, it stays."""
-    if any(math.isnan(loss) for loss in swaps.values()):
-        return name
-    dearest = max(swaps, key=lambda kind: swaps[kind], default=None)
-    if not max(cost, -math.inf if dearest is None else swaps[dearest]) > COSTLY:
-        return name
-    if dearest is not None and swaps[dearest] >= PART * cost:
-        return dearest
-    return name if swaps.get(name, -math.inf) > COSTLY else OTHER
+def _by_loss(of_head: dict[str, _Evidence], named: Named, losses: Losses, layer: int, head: int) -> Named:
+    """The name of one head, given what its ablation and the swaps of the kinds that are asked cost."""
+    asked = [place for place, kind in enumerate(KINDS) if float(of_head[kind].lead) >= LEAD]
+    return name_by_loss(
+        VERDICTS,
+        named,
+        (float(losses.ablation[layer, head]), float(losses.ablation_error[layer, head])),
+        {KINDS[a]: float(losses.swaps[a, layer, head]) for a in asked},
+        {(KINDS[a], KINDS[b]): float(losses.swap_errors[a, b, layer, head]) for a in asked for b in asked},
+    )
+
+
+def _verdict(of_head: dict[str, _Evidence], named: Named) -> Verdict:
+    shown = max(named.kinds or (*MATCHES, "previous_token"), key=lambda kind: float(of_head[kind].ratio))
+    found = of_head[shown]
+    return Verdict(named.name, float(found.share), float(found.ratio), int(found.start))

@@ -8,8 +8,8 @@ heads, d_model 768, vocabulary 50,257; 10 sequences of 2 x 50 tokens).
 Verdicts, of untrained models: how many heads get a name, with and without ablations (the rules were chosen while looking at
 seeds 100 to 102). Of MODELs (shipped ones by name, others by folder; all shipped ones where none is given): how often a head
 has its commonest name over ``--lengths`` lengths from 16 to the model's limit, how often two draws of sequences give the same
-name, and what the heads are called whose ablation costs more than 0.1 nats. With ablations the name follows the loss, which
-the length may change: those two figures have no bound.
+name, and what the heads are called whose ablation changes the loss by more than 0.1 nats and noise. With ablations the name
+follows the loss, which the length may change: those two figures have no bound.
 """
 
 import argparse
@@ -23,13 +23,14 @@ import torch
 from timing import check_close, fastest, peak_gib, verdict
 
 from analyses.heads.induction import induction_heads
+from analyses.heads.loss_verdicts import COSTLY, INCONCLUSIVE, MARGIN, NO_VERDICT
 from analyses.heads.repeated_tokens import longest_repeat
-from analyses.heads.verdicts import COSTLY, NO_VERDICT
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig
 from kvlens.zoo import names
 
 GPT2_SMALL = dict(n_layers=12, n_heads=12, d_model=768, d_head=64, n_ctx=1024, d_vocab=50257)
 SMALL = dict(n_layers=2, n_heads=3, d_model=24, d_head=8, n_ctx=128, d_vocab=101)
+UNNAMED = (NO_VERDICT, INCONCLUSIVE)
 SHORTEST, LONGEST, LONGEST_ABLATED = 16, 512, 128
 RANDOM: list[tuple[dict[str, Any], float, float]] = [  # settings, gain of W_Q and W_K, gain of W_pos
     (dict(positional_embedding_type="standard"), 1, 1),
@@ -96,7 +97,7 @@ def false_positives(small: bool, seed: int) -> None:
         ways = {"by the pattern": plain, "with ablations": [induction_heads(model, n_repeated=SHORTEST, ablations=True)]}
         for way, frames in ways.items():
             counts[f"heads {way}"] += sum(map(len, frames))
-            counts[f"named {way}"] += sum(int((frame["verdict"] != NO_VERDICT).sum()) for frame in frames)
+            counts[f"named {way}"] += sum(int((~frame["verdict"].isin(UNNAMED)).sum()) for frame in frames)
     for way in ways:
         named, heads = counts[f"named {way}"], counts[f"heads {way}"]
         print(verdict(f"of 1,000 heads of untrained models named {way} ({named} of {heads:,})", 1000 * named / heads, 5))
@@ -133,11 +134,13 @@ def trust(source: str, n_lengths: int) -> None:
     asked = frames(ablations=True)
     print(f"  with ablations, to {lengths[-1]}: commonest name {commonest(asked):.1f} %", end=", ")
     print(f"from two draws {same(asked, frames(ablations=True, seed=1)):.1f} %")
-    dear = [frame["ablation_loss_change"] > COSTLY for frame in asked]
+    counts = [(MARGIN * frame["ablation_loss_error"]).clip(lower=COSTLY) for frame in asked]
+    dear = [frame["ablation_loss_change"].abs() > least for frame, least in zip(asked, counts, strict=True)]
     names = Counter(name for frame, rows in zip(asked, dear, strict=True) for name in frame["verdict"][rows])
-    told = sum(int((frame["verdict"][rows] != NO_VERDICT).sum()) for frame, rows in zip(plain, dear, strict=False))
-    print(f"  heads that cost more than {COSTLY} nats, over all lengths: {dict(names)}; by the pattern {told} have a name")
-    print(verdict("without a name", names[NO_VERDICT], 0))
+    told = Counter(name for frame, rows in zip(plain, dear, strict=False) for name in frame["verdict"][rows])
+    print(f"  heads that change the loss by more than {COSTLY} nats and noise, over all lengths: {dict(names)}")
+    print(f"  the same by the pattern: {dict(told)}")
+    print(verdict("without a name", sum(names[name] for name in UNNAMED), 0))
 
 
 def main(argv: list[str] | None = None) -> None:
