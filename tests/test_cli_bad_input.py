@@ -27,7 +27,7 @@ TRAINING = {
     "max_minutes": ["x", "0", "nan"],
     "log_every": ["x", "0"],
     "checkpoint_every": ["x", "0"],
-    "watch": ["5", "[]", "true"],
+    "watch": ["5", "[]", "true", "/etc", "shift_coef"],
     "precision": ["7", "float31"],
     "seed": ["x", "-1", "1.5", str(2**63), str(2**64)],
     "stepz": ["3"],

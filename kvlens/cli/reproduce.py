@@ -74,7 +74,7 @@ def _reproduce(args: argparse.Namespace) -> int:
 
 def _with_settings(experiment: Any, args: argparse.Namespace) -> Any:
     """The experiment with --model, --tokenizer and --set in the settings of its scale."""
-    from kvlens.experiments.shared.outcome import changed_settings
+    from kvlens.experiments.shared.settings import changed_settings
 
     words = [word.partition("=") for word in args.set]
     for name, equals, _ in words:

@@ -6,6 +6,7 @@ from typing import Any
 
 from kvlens.errors import KVLensError, nearest
 from kvlens.tasks import Task
+from kvlens.tasks.batch import Model
 from kvlens.tasks.checks import require_batch
 from kvlens.training.schedule import Schedule
 
@@ -98,6 +99,15 @@ class TrainSettings:
         """Raise KVLensError where a batch of ``task`` would fit into no memory."""
         require_batch(task, "batch_size", self.batch_size)
         require_batch(task, "eval_sequences", self.eval_sequences)
+
+    def check_model(self, model: Model) -> None:
+        """Raise KVLensError where ``watch`` names no parameter of ``model``."""
+        names = [name for name, _ in model.named_parameters()]
+        if self.watch is not None and not any(self.watch in name for name in names):
+            raise KVLensError(
+                f"train: watch must be a piece of a parameter's name, got {self.watch!r}, which is in none"
+                f"{nearest(self.watch, names)}; leave it out to watch nothing"
+            )
 
     def rate(self) -> Schedule:
         """The learning rate as a function of progress."""

@@ -63,8 +63,10 @@ def train_recipe(
     check_run_folder(folder)  # now, not after the corpus is built
     check_model_folder(folder / "model", overwrite=True)
     task = build_task(recipe)
-    TrainSettings.of(dict(recipe.training)).check_batches(task)
+    settings = TrainSettings.of(dict(recipe.training))
+    settings.check_batches(task)
     model = build_model(task, recipe.model, name=recipe.name, device=device)
+    settings.check_model(model)
     with model.softmax_form(recipe.model.get("softmax_form")):
         result = train(model, task, folder=folder, restart=restart, progress=progress, **recipe.training)
     if not Workers.current().is_first:

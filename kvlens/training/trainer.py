@@ -98,6 +98,7 @@ def train(
     chosen = TrainSettings.of(settings)
     check_fit(model, task)
     chosen.check_batches(task)
+    chosen.check_model(model)
     check_flag("train: restart", restart)
     check_flag("train: progress", progress)
     check_loss(loss)

@@ -14,6 +14,7 @@ import pandas as pd
 import torch
 from matplotlib.figure import Figure
 
+from kvlens.errors import KVLensError
 from kvlens.experiments.dual.regression_layer import Variant, draw_layer, draw_tasks, train_layer
 from kvlens.experiments.shared.curves import draw_curves
 from kvlens.experiments.shared.judge import JUDGE
@@ -82,15 +83,19 @@ N_TUNING = 3
 
 def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
     """Train every variant on every task, at the learning rate that suits it."""
-    seeds, courses, rates = settings["seeds"], [], {}
+    seeds, courses = settings["seeds"], []
+    if missing := [task for task in settings["d_x"] if task not in settings["steps"]]:
+        raise KVLensError(
+            f"dual-variants: steps must have a number for each task of d_x, and has none for {', '.join(missing)}"
+        )
     for task in settings["d_x"]:
         for label in VARIANTS if settings["unclaimed"] else [PLAIN, AGAIN, *(label for of, label in CLAIMS if of == task)]:
-            rate = rates[task, label] = best_rate(label, task, settings)
+            rate = best_rate(label, task, settings)
             course = train_variant(label, task, settings, seeds, [rate] * len(seeds))
             courses.append(course.assign(task=task, model=label, learning_rate=rate))
             last = course[course["step"] == course["step"].max()]["loss"].mean()
             tell(f"{task}, {label}: {last:.3g} of the variance left, at rate {rate:g}")
-    curves = pd.concat(courses, ignore_index=True)
+    curves, steps = pd.concat(courses, ignore_index=True), {task: settings["steps"][task] for task in settings["d_x"]}
     ratios = differences(curves)
     return Outcome(
         tables={"curves": curves, "differences": ratios},
@@ -98,7 +103,7 @@ def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
         comparisons=compare(ratios, untrained(curves)),
         differences=[
             f"Dimensions of x {settings['d_x']}, {settings['n_demonstrations']} demonstrations, {len(seeds)} seeds, "
-            f"{settings['steps']} steps of {settings['batch_size']} sequences; the paper takes a step after each sequence, at "
+            f"{steps} steps of {settings['batch_size']} sequences; the paper takes a step after each sequence, at "
             "rates of 0.003 (linear task) and 0.005 (the others), for as many steps as it does not print: "
             "`--set batch_size=1` and `rates`.",
             f"Each variant has the rate of {settings['rates']} at which it ends best on {N_TUNING} other seeds.",

@@ -11,6 +11,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
+from kvlens.errors import KVLensError
 from kvlens.experiments.kvsa.llama import LLAMA_BLOCKS, steps_in_words
 from kvlens.experiments.shared.curves import PLAIN, SHIFTED, draw_curves, last_heldout, of_heldout, train_and_compare
 from kvlens.experiments.shared.judge import JUDGE
@@ -26,11 +27,14 @@ COLOURS = {SHIFT_1: SHIFTED, PLAIN_2: PLAIN}
 
 def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
     """Train both models at every width, with every seed, and compare where they end."""
-    task = make_task("induction", **settings["task"])
+    task, n_heads = make_task("induction", **settings["task"]), settings["n_heads"]
+    for width in settings["widths"]:
+        if width % (2 * n_heads):  # rotary positions turn pairs of a head's numbers
+            raise KVLensError(f"induction-width: a width must be a multiple of 2 * n_heads = {2 * n_heads}, got {width}")
     courses = []
     for width in settings["widths"]:
         tell(f"width {width}")
-        size = dict(d_model=width, d_head=width // settings["n_heads"], **LLAMA_BLOCKS)
+        size = dict(d_model=width, d_head=width // n_heads, **LLAMA_BLOCKS)
         models = {label: {**size, **own} for label, own in MODELS.items()}
         course = train_and_compare(task, models, settings["training"], settings["seeds"], tell, rates=settings["rates"])
         courses.append(course.assign(d_model=width))

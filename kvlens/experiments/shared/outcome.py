@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from kvlens.errors import KVLensError, nearest
 from kvlens.files import plain, write_folder
 from kvlens.folders import FolderKind, check_folder, listed_in
 from kvlens.signature import checked
@@ -112,33 +111,6 @@ class Experiment:
     run: Callable[[Mapping[str, Any], Callable[[str], None]], Outcome]
     scales: Mapping[str, Mapping[str, Any]]
     cost: Mapping[str, str]
-
-
-def changed_settings(experiment: Experiment, scale: str, changes: Mapping[str, Any]) -> Experiment:
-    """``experiment`` with some settings of one scale changed.
-
-    Raises:
-        KVLensError: a setting that it has not (the nearest is named), or a value of another type.
-    """
-    settings = experiment.scales[scale]
-    for name, value in changes.items():
-        if name not in settings:
-            raise KVLensError(
-                f"{experiment.name} has no setting {name!r}{nearest(name, settings)}; it has {', '.join(sorted(settings))}"
-            )
-        if not _may_stand_for(value, settings[name]):
-            raise KVLensError(
-                f"{experiment.name}: the setting {name} is {settings[name]!r}, so {value!r}, a {type(value).__name__}, "
-                "cannot stand for it"
-            )
-    return replace(experiment, scales={**experiment.scales, scale: {**settings, **changes}})
-
-
-def _may_stand_for(value: Any, setting: Any) -> bool:
-    """Whether the types agree; anything may stand for None, and a whole number for a fraction."""
-    if setting is None or type(value) is type(setting):
-        return True
-    return type(setting) is float and type(value) is int
 
 
 def check_outcome_folder(folder: str | Path, *, overwrite: bool = False) -> None:

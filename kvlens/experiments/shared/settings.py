@@ -1,0 +1,117 @@
+"""Settings of experiments that a user changes, checked before anything runs.
+
+What a setting may be is read off its values at the three scales: a number, a flag, text, a list or a dictionary of such. What
+these cannot show is declared here once, by the setting's name: from where to where its numbers go, which words it takes.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from kvlens.arguments import brief, check_choice, check_flag, check_number, check_whole
+from kvlens.errors import KVLensError, nearest
+from kvlens.experiments.shared.outcome import Experiment
+
+MOST_SEED = 10**9
+MOST_STEPS = 10**7
+MOST_SIZE = 10**5
+WHOLE: dict[str, tuple[int, int]] = {
+    **dict.fromkeys(("seed", "seeds", "prompt_seed", "first_context"), (0, MOST_SEED)),
+    **dict.fromkeys(("polish_steps", "distil_steps", "free_steps"), (0, MOST_STEPS)),
+    **dict.fromkeys(("steps", "max_steps", "n_sequences", "n_problems", "n_prompts", "n_bootstrap"), (1, MOST_STEPS)),
+    **dict.fromkeys(("grid", "arrows"), (2, 2_000)),
+    "d": (2, MOST_SIZE),
+    "d_vocab": (2, MOST_SIZE),
+    "length": (2, MOST_SIZE),
+    "vocab_size": (2, MOST_SIZE),
+}
+"""Least and most of whole numbers, by the setting's name; 1 and `MOST_SIZE` where nothing is said."""
+RATE = (0.0, 1e9)
+SHARE = (0.0, 1.0)
+NUMBERS: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(("rates", "learning_rate", "learning_rates", "distil_rates", "sigmas", "size", "step_per_token"), RATE),
+    **dict.fromkeys(("ratio", "ratios", "trigger_rate", "stop_at_accuracy"), SHARE),
+}
+"""Numbers that must be above the first and at most the second; any finite number where nothing is said."""
+WORDS: dict[str, tuple[str, ...]] = {"polished_budgets": ("equal", "greedy")}
+"""Words that a setting takes; any text where nothing is said, names and paths being looked up where they are used."""
+KEYS = ("d_x", "steps", "classes")
+"""Dictionaries whose keys are among those of the scales."""
+OPTIONAL = ("tokenizer", "texts")
+"""Text, or nothing."""
+
+
+def changed_settings(experiment: Experiment, scale: str, changes: Mapping[str, Any]) -> Experiment:
+    """``experiment`` with some settings of one scale changed.
+
+    Raises:
+        KVLensError: a setting that it has not (the nearest is named), or a value that the setting cannot have.
+    """
+    settings = experiment.scales[scale]
+    for name, value in changes.items():
+        if name not in settings:
+            raise KVLensError(
+                f"{experiment.name} has no setting {name!r}{nearest(name, settings)}; it has {', '.join(sorted(settings))}"
+            )
+        what = f"{experiment.name}: the setting {name}"
+        own = settings[name]
+        is_own = type(value) is type(own) and value == own
+        if not is_own and not (value is None and name in OPTIONAL):
+            _check(what, name, value, [at[name] for at in experiment.scales.values() if at[name] is not None])
+    return replace(experiment, scales={**experiment.scales, scale: {**settings, **changes}})
+
+
+def _check(what: str, name: str, value: Any, examples: Sequence[Any]) -> None:
+    """Raise KVLensError unless ``value`` is of the kind of the examples, and in the range of the name."""
+    kinds = {type(example) for example in examples} or {str}
+    if kinds == {list}:
+        _check_list(what, name, value, examples)
+    elif dict in kinds and (isinstance(value, dict) or kinds == {dict}):
+        _check_dict(what, name, value, [example for example in examples if isinstance(example, dict)])
+    elif kinds == {bool}:
+        check_flag(what, value)
+    elif kinds <= {int, dict}:
+        check_whole(what, value, *WHOLE.get(name, (1, MOST_SIZE)))
+    elif kinds <= {int, float}:
+        _check_number(what, name, value)
+    elif name in WORDS:
+        check_choice(what, value, WORDS[name])
+    elif not isinstance(value, str) or not value:
+        raise KVLensError(f"{what} must be text, got {brief(value)}")
+
+
+def _check_number(what: str, name: str, value: Any) -> None:
+    check_number(what, value)
+    if name in NUMBERS:
+        least, most = NUMBERS[name]
+        if not least < value <= most:
+            raise KVLensError(f"{what} must be above {least:g} and at most {most:g}, got {value!r}")
+
+
+def _check_list(what: str, name: str, value: Any, examples: Sequence[list[Any]]) -> None:
+    elements = [element for example in examples for element in example]
+    if not isinstance(value, list) or not value:
+        raise KVLensError(f"{what} must be a list that is not empty, such as {brief(examples[-1])}, got {brief(value)}")
+    for place, element in enumerate(value):
+        _check(f"{what}, entry {place + 1},", name, element, elements)
+    if not any(_twice(example) for example in examples) and (twice := _twice(value)):
+        raise KVLensError(f"{what} must have each entry once, got {brief(twice[0])} twice")
+
+
+def _twice(values: list[Any]) -> list[Any]:
+    return [value for place, value in enumerate(values) if value in values[:place]]
+
+
+def _check_dict(what: str, name: str, value: Any, examples: Sequence[dict[str, Any]]) -> None:
+    if not isinstance(value, dict) or not value:
+        raise KVLensError(f"{what} must be a dictionary that is not empty, such as {brief(examples[-1])}, got {brief(value)}")
+    known = {key: [example[key] for example in examples if key in example] for example in examples for key in example}
+    everything = [element for elements in known.values() for element in elements]
+    alike = len({type(element) for element in everything}) == 1
+    for key, element in value.items():
+        if name in KEYS and alike:
+            check_choice(f"{what}: a key", key, known)
+        own = known.get(key, everything if alike else [])
+        if own and not (element is None and None in own):
+            inner = key if key in WHOLE or key in NUMBERS or key in WORDS else name if alike else key
+            _check(f"{what}, {key},", inner, element, [one for one in own if one is not None])

@@ -1,0 +1,103 @@
+"""Every setting of every experiment, given what it cannot be: an answer in words, before anything runs."""
+
+import json
+import math
+
+import pytest
+
+from kvlens.cli import main
+from kvlens.errors import KVLensError
+from kvlens.experiments import all_experiments, find_experiment
+from kvlens.experiments.shared.settings import NUMBERS, WHOLE, changed_settings
+
+pytestmark = pytest.mark.unhooked
+
+WRONG = ([], {}, 0, -1, 10**14, 1.5, "x", ["x"], [[]], [0.5, "x"], True, None, math.nan, [math.nan], [-1], [10**14])
+SETTINGS = [(e.name, name) for e in all_experiments() for name in e.scales["small"]]
+NAMES = {"model", "models", "tokenizer", "texts"}
+"""Text that is looked up where it is used, and refused there."""
+MAY_BE = {
+    "0": {"seed", "prompt_seed", "first_context", "polish_steps", "distil_steps", "free_steps"},
+    "1.5": {"size", "step_per_token", "learning_rate"},
+    "true": {"taylor", "unclaimed"},
+    "[-1]": {"slopes", "p1"},
+    "[100000000000000]": {"slopes", "p1"},
+}
+"""Values that some settings do take, as JSON."""
+
+
+def may_be(name, value, own):
+    if name in NAMES and (value == "x" or value == ["x"]):
+        return isinstance(value, list) is isinstance(own, list)
+    if value is None:
+        return own is None or name in ("tokenizer", "texts")
+    return name in MAY_BE.get(json.dumps(value), ())
+
+
+@pytest.mark.parametrize("scale", ["tiny", "small", "paper"])
+@pytest.mark.parametrize(("experiment", "name"), SETTINGS, ids=lambda value: value)
+def test_wrong_values_are_answered_in_words_before_anything_runs(experiment, name, scale):
+    it = find_experiment(experiment)
+    own = it.scales[scale][name]
+    for value in WRONG:
+        if (value == own and type(value) is type(own)) or may_be(name, value, own):
+            continue
+        with pytest.raises(KVLensError, match=f"{experiment}: the setting {name}") as refused:
+            changed_settings(it, scale, {name: value})
+        assert "must" in str(refused.value) and "got" in str(refused.value)
+
+
+@pytest.mark.parametrize(("experiment", "name"), SETTINGS, ids=lambda value: value)
+def test_the_values_of_every_scale_are_values_of_every_other(experiment, name):
+    it = find_experiment(experiment)
+    for scale, settings in it.scales.items():
+        for other in it.scales.values():
+            if other[name] is not None and other[name] != []:
+                assert changed_settings(it, scale, {name: other[name]}).scales[scale] == {**settings, name: other[name]}
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("seeds=[]", "must be a list that is not empty, such as"),
+        ("seeds=[1, 1]", "must have each entry once, got 1 twice"),
+        ("seeds=[0, 1.5]", "entry 2, must be a whole number of 0 to 1000000000, got 1.5"),
+        ('task={"vocab_size": 1}', "vocab_size, must be at least 2, got 1"),
+        ('training={"steps": 0}', "steps, must be at least 1, got 0"),
+        ('model={"d_model": "x"}', "d_model, must be a whole number"),
+        ("rates=[0]", "must be above 0"),
+        ("seedz=[1]", "did you mean 'seeds'?"),
+    ],
+)
+def test_the_command_says_what_is_wrong_and_leaves_nothing(word, told, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["reproduce", "hops", "--scale", "tiny", "--set", word]) == 2
+    assert told in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_keys_that_an_experiment_looks_up_are_those_that_it_knows():
+    with pytest.raises(KVLensError, match="did you mean 'linear'"):
+        changed_settings(find_experiment("dual-variants"), "small", {"d_x": {"linaer": 3}})
+    with pytest.raises(KVLensError, match="linear, must be a whole number"):
+        changed_settings(find_experiment("dual-variants"), "small", {"d_x": {"linear": "x"}})
+    only = changed_settings(find_experiment("dual-variants"), "small", {"d_x": {"linear": 3}, "steps": {"exponential": 3}})
+    with pytest.raises(KVLensError, match="none for linear"):
+        only.run(only.scales["small"], pytest.fail)
+
+
+def test_sizes_of_ones_own_are_checked_like_those_of_the_scales():
+    it = find_experiment("scaling")
+    mine = {"mine": dict(n_layers=1, d_model=8, d_head=4)}
+    assert changed_settings(it, "small", {"sizes": mine}).scales["small"]["sizes"] == mine
+    with pytest.raises(KVLensError, match="mine, must be a dictionary"):
+        changed_settings(it, "small", {"sizes": {"mine": 3}})
+
+
+def test_every_declared_range_belongs_to_a_setting():
+    def keys(value):
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        return {*(value if isinstance(value, dict) else ()), *(key for one in inner for key in keys(one))}
+
+    used = {key for it in all_experiments() for settings in it.scales.values() for key in keys(dict(settings))}
+    assert set(WHOLE) | set(NUMBERS) <= used
