@@ -60,7 +60,7 @@ def test_report_writes_and_shows(folder, capsys):
     assert max(map(len, captured.out.splitlines())) <= 80
     assert set(os.listdir("report")) == FILES
     summary = json.loads(Path("report/summary.json").read_text())
-    assert summary["model"]["name"] == folder
+    assert summary["model"]["name"] == Path(folder).name
     assert summary["prompt"]["text"] == PROMPT
 
 

@@ -48,7 +48,10 @@ def add_command(commands: Any) -> None:
         help="landmark: few keys with fitted weights; the others are for comparison (default: exact)",
     )
     softmax.add_argument(
-        "--features", type=int, metavar="N", help="keys (or features) per key-value head; needed for landmark and random"
+        "--features",
+        type=int,
+        metavar="N",
+        help="keys (or features) per key-value head, at most; needed for landmark and random",
     )
     softmax.add_argument(
         "--budget",
@@ -101,7 +104,7 @@ def _report(args: argparse.Namespace) -> int:
                 model,
                 prompt,
                 text,
-                model_name=name,
+                model_name=Path(name).resolve().name,  # a report is shared; where the model lies is not
                 new_tokens=args.new_tokens,
                 temperature=args.temperature,
                 seed=args.seed,

@@ -145,7 +145,7 @@ def build_report(
         "text": {"text": text, "n_tokens": len(text_tokens)},
         "conversion": _conversion_figures(bias, errors),
         "prompt_effect": _effect_figures(effect),
-        "notes": notes_on(model, prompt_tokens, effect),
+        "notes": notes_on(model, prompt_tokens, effect, bias),
         "bias": {
             "n_numbers": bias.num_parameters,
             "holds": "b_KV and b_D" if bias.features is None else "b_KV, b_D and what its features need",
@@ -327,9 +327,9 @@ def _approximation(fit: BiasFit) -> str:
     """How an approximate conversion was made, in a few words."""
     if fit.n_keys is None:
         return f"{fit.method}, then {'; '.join(fit.history)}"
-    keys = float(fit.n_keys.double().mean())
-    polished = fit.settings["polish_steps"]
-    return f"{fit.method}, {keys:.4g} features per head" + (f", {polished} steps of polishing" if polished else "")
+    polished, asked = fit.settings["polish_steps"], fit.settings["n_features"]
+    size = float(fit.n_keys.double().mean()) if asked is None else asked
+    return f"{fit.method}, {size:.4g} features per head" + (f", {polished} steps of polishing" if polished else "")
 
 
 def _effect_figures(effect: pd.DataFrame) -> dict[str, Any]:

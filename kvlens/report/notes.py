@@ -1,10 +1,13 @@
 """What a reader of a report is told beside its figures: a prompt that is too long, that hurts, or that moves the text."""
 
+import math
+
 import pandas as pd
 from torch import Tensor
 
 from kvlens.analyses.sequences import baseline_sequence
 from kvlens.conversion.prompt import length_note
+from kvlens.kv_bias import KVBias
 from kvlens.model import HookedKVTransformer
 
 SHOWN_WHOLE = 1024
@@ -14,16 +17,38 @@ HARMED = 3
 """Places that are named where the prompt hurts."""
 
 
-def notes_on(model: HookedKVTransformer, prompt: Tensor, effect: pd.DataFrame) -> list[str]:
+def notes_on(model: HookedKVTransformer, prompt: Tensor, effect: pd.DataFrame, bias: KVBias) -> list[str]:
     """Everything that there is to say, a sentence or two each.
 
     Args:
         model: the report's.
         prompt: [pos].
         effect: of :func:`kvlens.analyses.prompt_effect`.
+        bias: the converted prompt.
     """
-    notes = (length_note(model, len(prompt)), harm_note(effect), _position_note(model, prompt), _page_note(len(prompt)))
+    notes = (
+        length_note(model, len(prompt)),
+        keys_note(bias, len(prompt)),
+        harm_note(effect),
+        _position_note(model, prompt),
+        _page_note(len(prompt)),
+    )
     return [note for note in notes if note is not None]
+
+
+def keys_note(bias: KVBias, n_prompt: int) -> str | None:
+    """When a fit uses fewer keys than it was given, and why."""
+    if bias.fit is None or bias.fit.method != "landmark" or bias.fit.n_keys is None:
+        return None
+    n_features, ratio = (bias.fit.settings[name] for name in ("n_features", "ratio"))
+    asked = min(n_prompt, math.ceil(ratio * n_prompt) if n_features is None else n_features)
+    given, used = asked * bias.fit.n_keys.numel(), int(bias.fit.n_keys.sum())
+    if used == given:
+        return None
+    return (
+        f"Of the {given:,} keys of all heads, {given - used:,} are not read: the fit has no negative weights, and a key whose "
+        "best weight would be negative gets weight 0."
+    )
 
 
 def harm_note(effect: pd.DataFrame) -> str | None:

@@ -13,6 +13,7 @@ from kvlens.report.build import CONDITIONS, Report
 from kvlens.report.console import WIDTH, make_console
 from kvlens.signature import checked
 from kvlens.terminal import visible
+from kvlens.viz._text import percent
 
 SHADES = " ░▒▓█"
 NEWLINE = "⏎"
@@ -100,7 +101,7 @@ def _effect(figures: dict[str, Any]) -> Padding:
     table = _table(("mean over the text", *(_TITLES[c] for c in CONDITIONS)))
     rows = (
         ("KL from with prompt, nats", "kl_from_with_prompt", _nats),
-        ("same predicted next token", "next_token_agreement", lambda x: f"{100 * x:.0f} %"),
+        ("same predicted next token", "next_token_agreement", percent),
         ("loss, nats per token", "loss_nats_per_token", _nats),
     )
     for title, key, shown in rows:
@@ -144,7 +145,7 @@ def _print_heads(console: Console, report: Report) -> None:
             str(row.head),
             _nats(row.ablation_kl),
             _signed(row.loss_change),
-            f"{100 * row.bias_share:.0f} %",
+            percent(row.bias_share),
             f"{row.b_kv_norm:.3g}",
         )
     console.print()

@@ -90,3 +90,18 @@ def number(value: float | int) -> str:
         digits = 0 if value == 0 else max(0, 2 - math.floor(math.log10(abs(value))))
         return f"{value:,.{digits}f}".replace("-", "−")
     return f"{value:.1e}".replace("-", "−")
+
+
+def percent(fraction: float | int, least: float = 0.001) -> str:
+    """``fraction`` in per cent, to three significant digits: what is not 0 is not shown as 0, and what is not all as 100.
+
+    Args:
+        fraction: 1 is 100 %.
+        least: what is smaller is ``< 0.1 %``. Shares of a whole that has thousands of parts have 0 here, and all their digits.
+    """
+    if not math.isfinite(fraction):
+        return "–"
+    if 0 < abs(fraction) < least:
+        return f"< {100 * least:g} %" if fraction > 0 else f"> −{100 * least:g} %"
+    shown = float(f"{100 * fraction:.3g}")
+    return "> 99.9 %" if fraction < 1 and shown == 100 else f"{shown:.10g} %".replace("-", "−")

@@ -16,7 +16,7 @@ from kvlens.errors import KVLensError
 from kvlens.signature import checked
 from kvlens.viz._blocks import block_means, block_size, token_blocks
 from kvlens.viz._quantised import quantised
-from kvlens.viz._text import html_text, part_note, script_json
+from kvlens.viz._text import html_text, part_note, percent, rounded, script_json
 from kvlens.viz.piece import Piece
 
 MAX_CELLS = 60_000
@@ -36,7 +36,7 @@ def linked_view(data: LinkedShares, *, title: str = "prompt, heads and next toke
         raise KVLensError(f"linked_view: {len(data.prompt)} prompt and {len(data.text)} text tokens; give some of both")
     whole = float(data.by_text.sum(dim=(0, 1)).mean())
     said = (
-        f"Shares of the prompt in the attention output; altogether {100 * whole:.1f} % on the mean text token, the rest is the "
+        f"Shares of the prompt in the attention output; altogether {percent(whole)} on the mean text token, the rest is the "
         "text's own. Blue adds to the output, red takes from it; a cell with a corner lies beyond the scale."
         if math.isfinite(whole)
         else "Shares of the prompt in the attention output."
@@ -68,7 +68,7 @@ def _json(data: LinkedShares) -> dict[str, Any]:
         "by_text": quantised(data.by_text[..., :n_text]),
         "between": quantised(block_means(data.between[:n_text], per_block, per_column=data.block, n=n_prompt)),
         "next": {
-            name: [[[token, round(p, 4)] for token, p in row] for row in rows[:n_text]]
+            name: [[[token, rounded(p)] for token, p in row] for row in rows[:n_text]]
             for name, rows in data.next_tokens.items()
         },
         "colourings": {

@@ -30,11 +30,46 @@ def test_landmarks_are_called_approximate(outside_data, tmp_path, capsys):
     summary = report(outside_data, tmp_path / "out", *options)
     assert summary["conversion"]["exact_to_rounding"] is None
     assert summary["conversion"]["approximation"] == "landmark, 8 features per head"
+    assert not any("keys of all heads" in note for note in summary["notes"])  # every head uses all that it has
     assert 1e-4 < summary["conversion"]["relative_error"] < 0.05
     bias = KVBias.load(tmp_path / "out" / "bias.safetensors")
     assert bias.fit.settings["budget"] == "greedy"
     assert "approximate: landmark" in " ".join(capsys.readouterr().out.split())
     assert "approximate: landmark" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_keys_that_are_not_read_are_counted_and_said_why(outside_data, tmp_path, capsys):
+    summary = report(outside_data, tmp_path / "out", "--method", "landmark", "--features", "16")
+    bias = KVBias.load(tmp_path / "out" / "bias.safetensors")
+    assert summary["conversion"]["approximation"] == "landmark, 16 features per head"
+    (note,) = [note for note in summary["notes"] if "keys of all heads" in note]
+    not_read = (bias.b_D == 0) & (bias.b_KV == 0).all(dim=-1)
+    assert bias.d_phi == 16 and (bias.b_D >= 0).all() and 0 < not_read.sum() < 16
+    assert note.startswith(f"Of the {bias.b_D.numel()} keys of all heads, {int(not_read.sum())} are not read:")
+    assert note in " ".join(capsys.readouterr().out.split())
+
+
+def test_nothing_that_is_shared_says_where_the_model_lies(outside_data, tmp_path, capsys):
+    home = tmp_path / "a-private-folder"
+    home.mkdir()
+    for name in ("stories260K.bin", "tok512.bin"):
+        (home / name).symlink_to(outside_data / name)
+    words = [
+        "--tokenizer",
+        str(home / "tok512.bin"),
+        "--prompt",
+        "Lily had a red ball.",
+        "--text",
+        " Lily",
+        "--new-tokens",
+        "2",
+    ]
+    assert main(["report", "--model", str(home / "stories260K.bin"), *words, "--out", str(tmp_path / "out")]) == 0
+    shared = b"".join(file.read_bytes() for file in (tmp_path / "out").iterdir())
+    assert b"a-private-folder" not in shared and str(outside_data).encode() not in shared
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["model"]["name"] == "stories260K.bin"
+    assert "<title>kvlens report: stories260K.bin</title>" in (tmp_path / "out" / "report.html").read_text()
+    assert capsys.readouterr().out.startswith("kvlens report: stories260K.bin\n")
 
 
 @pytest.mark.parametrize(

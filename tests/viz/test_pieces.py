@@ -22,7 +22,7 @@ from kvlens.viz import (
 from kvlens.viz._blocks import block_means, block_size, strongest_positions
 from kvlens.viz._details import details_json
 from kvlens.viz._document import SCRIPTS, circuitsvis_bundle
-from kvlens.viz._text import html_text, label, number, part_note, running, script_json
+from kvlens.viz._text import html_text, label, number, part_note, percent, running, script_json
 
 NASTY = ["$x^2$", "🙂", "\n", "שלום", "<b>", "\x00", "_{"]
 
@@ -206,6 +206,25 @@ def test_generated_text_marks_where_it_leaves_the_first():
 )
 def test_numbers(value, shown):
     assert number(value) == shown
+
+
+@pytest.mark.parametrize(
+    ("fraction", "shown", "exactly"),
+    [
+        (0, "0 %", "0 %"),
+        (4e-4, "< 0.1 %", "0.04 %"),
+        (-4e-4, "> −0.1 %", "−0.04 %"),
+        (0.001, "0.1 %", "0.1 %"),
+        (0.12345, "12.3 %", "12.3 %"),
+        (0.25, "25 %", "25 %"),
+        (0.9999, "> 99.9 %", "> 99.9 %"),
+        (1.0, "100 %", "100 %"),
+        (-12.34, "−1230 %", "−1230 %"),
+        (math.nan, "–", "–"),
+    ],
+)
+def test_percentages_are_never_rounded_to_nothing_or_all(fraction, shown, exactly):
+    assert (percent(fraction), percent(fraction, least=0.0)) == (shown, exactly)
 
 
 def test_text_is_escaped():

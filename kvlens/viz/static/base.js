@@ -24,6 +24,13 @@ const KVLENS = (() => {
     return label((signs.length > longest ? [...signs.slice(0, longest - 1), "…"] : signs).join(""));
   };
   const number = (x) => (x === null ? "–" : String(Number(x.toPrecision(3))).replace("-", "−"));
+  // as percent of _text.py
+  const percent = (x, least = 0.001) => {
+    if (x === null) return number(x);
+    if (x !== 0 && Math.abs(x) < least) return `${x > 0 ? "< " : "> −"}${100 * least}\u00a0%`;
+    const shown = number(100 * x);
+    return `${x < 1 && shown === "100" ? "> 99.9" : shown}\u00a0%`;
+  };
   const valuesOf = (quantised) => quantised.cells.map((cell) => (cell === null ? null : cell * quantised.unit));
   // the magnitude that gets full colour, as in _colour.py
   const strongest = (values) => {
@@ -134,5 +141,5 @@ const KVLENS = (() => {
     return made;
   };
 
-  return { NEWLINE, dataOf, label, running, short, number, valuesOf, strongest, sumOf, element, paint, roving, legend, colouredTokens, mapOfHeads, svg };
+  return { NEWLINE, dataOf, label, running, short, number, percent, valuesOf, strongest, sumOf, element, paint, roving, legend, colouredTokens, mapOfHeads, svg };
 })();

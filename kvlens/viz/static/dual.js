@@ -1,8 +1,8 @@
 // Heads as steps of learning: choosing a head in the map shows what each demonstration gives to its step and to its output.
 "use strict";
 (() => {
-  const { dataOf, label, number, valuesOf, strongest, element, legend, colouredTokens, mapOfHeads } = KVLENS;
-  const percent = (x) => `${number(x === null ? null : 100 * x)}\u00a0%`;
+  const { dataOf, label, number, percent, valuesOf, strongest, element, legend, colouredTokens, mapOfHeads } = KVLENS;
+  const share = (x) => percent(x, 0); // however small: there may be thousands
   const COLUMNS = ["place", "demonstration", "of the step", "of the output", "attention", "cosine before", "after"];
 
   const tableOf = (data, rows) => {
@@ -16,7 +16,7 @@
     rows.forEach(([place, token, step, output, weight, before, after]) => {
       const row = element("tr");
       row.append(element("td", "right", String(place)), element("td", "", label(token)));
-      [percent(step), percent(output), number(weight), number(before), number(after)]
+      [share(step), share(output), number(weight), number(before), number(after)]
         .forEach((text) => row.append(element("td", "right", text)));
       table.append(row);
     });
@@ -29,7 +29,7 @@
 
   const coloured = (data, values, top, what) =>
     colouredTokens(data.blocks.map((block) => block.text), values, top,
-      (token, i, x) => `${data.blocks[i].place} ${label(token)}: ${percent(x)} of the ${what}`);
+      (token, i, x) => `${data.blocks[i].place} ${label(token)}: ${share(x)} of the ${what}`);
 
   const setUp = (figure) => {
     const data = dataOf(figure), per = data.block > 1 ? ", mean per token" : "";
@@ -41,7 +41,7 @@
       const head = data.heads[layer][index];
       place.replaceChildren(
         element("h3", "", `Layer ${layer}, head ${index}: its demonstrations`),
-        element("p", "note", `Of the output at “${label(data.query)}” the step on all ${data.n} makes ${percent(head.whole)}.`),
+        element("p", "note", `Of the output at “${label(data.query)}” the step on all ${data.n} makes ${share(head.whole)}.`),
         tableOf(data, head.most),
         element("h4", "", "What each gives to the step"),
         element("p", "note", "Its share of |v| √κ(k, k), the size of what it adds to W, over the sum of all."),

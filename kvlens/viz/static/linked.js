@@ -2,8 +2,8 @@
 // attention output at a text token. Choosing in one panel recolours the other two.
 "use strict";
 (() => {
-  const { NEWLINE, dataOf, label, running, number, valuesOf, strongest, element, paint, roving, legend } = KVLENS;
-  const percent = (x) => `${number(100 * x)}\u00a0%`;
+  const { NEWLINE, dataOf, label, running, number, percent, valuesOf, strongest, element, paint, roving, legend } = KVLENS;
+  const share = (x) => percent(x, 0); // however small: there may be thousands
 
   const matrix = (quantised, nColumns) => {
     const values = valuesOf(quantised);
@@ -143,7 +143,7 @@
 
     const colour = (buttons, values, top, name) => buttons.forEach((button, i) => {
       paint(button, values[i], top);
-      const said = `${name(i)}: ${values[i] === null || values[i] === undefined ? "no value" : percent(values[i])}`;
+      const said = `${name(i)}: ${values[i] === null || values[i] === undefined ? "no value" : share(values[i])}`;
       button.title = said;
       button.setAttribute("aria-label", said);
     });
@@ -183,7 +183,7 @@
       heads.scale.replaceChildren(legend(top, name, low === 0 && numbers.some((x) => x < 0), low));
     };
     const best = (values, name, n) => values.map((x, i) => [x ?? 0, i]).sort((a, b) => Math.abs(b[0]) - Math.abs(a[0])).slice(0, n)
-      .map(([x, i]) => `${name(i)} ${percent(x)}`).join(", ");
+      .map(([x, i]) => `${name(i)} ${share(x)}`).join(", ");
     const said = (values) => {
       if (kind === null) return `Nothing chosen: means over the text. Most in ${best(all.heads, names.heads, 3)}.`;
       if (kind === "prompt") return `${names.prompt(index)} is held by ${best(values.heads, names.heads, 3)}.`;
