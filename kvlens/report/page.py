@@ -20,7 +20,7 @@ from kvlens.viz import (
     induction_arcs,
     linked_view,
 )
-from kvlens.viz._text import label, number
+from kvlens.viz._text import label, number, percent
 
 TOP_HEADS = 12
 """Heads in the circuitsvis view, a row of it."""
@@ -117,8 +117,8 @@ def _conversion(summary: dict[str, Any]) -> Piece:
         []
         if held_out is None
         else [
-            ("error of the logits, held out", number(held_out["logits_error"]), "on continuations of the prompt"),
-            ("share of the prompt's effect lost", number(held_out["lost_share"]), "likewise"),
+            ("error of the logits, held out", percent(held_out["logits_error"]), "on continuations of the prompt"),
+            ("share of the prompt's effect lost", percent(held_out["lost_share"]), "likewise"),
         ]
     )
     rows += [

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_text_model import PROMPT, tiny_text_model
 from tokenizers import Tokenizer, decoders, models
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from analyses import next_token_texts, prompt_by_depth, prompt_effect, token_texts
 from analyses.texts import UNREADABLE, joined
@@ -24,7 +25,7 @@ TEXTS = {
     "accent of its own": "cafe\u0301 e\u0301",
 }
 
-BYTES = {letter: byte for byte, letter in transformers.convert_slow_tokenizer.bytes_to_unicode().items()}
+BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}
 """GPT-2's alphabet, as transformers has it."""
 
 
