@@ -14,6 +14,7 @@ from kvlens.model.fingerprint import is_weight
 from kvlens.model.shift_graft import place_shift_coefficients, shift_config_of
 from kvlens.model.weights import check_weight_processing
 from kvlens.pretrained import (
+    check_trial,
     is_local_folder,
     load_llama2c_parts,
     load_pretrained_parts,
@@ -118,6 +119,7 @@ def from_pretrained(
     refactor_factored_attn_matrices: bool = False,
     default_padding_side: str | None = None,
     move_to_device: bool = True,
+    verify: bool | None = None,
     **loader_kwargs: Any,
 ) -> M:
     """Load a softmax model as TransformerLens does, also without a network.
@@ -132,11 +134,16 @@ def from_pretrained(
         fold_ln, center_writing_weights, center_unembed, fold_value_biases, refactor_factored_attn_matrices: TransformerLens'
             weight processing; ``fold_value_biases=None`` folds unless values are shifted.
         default_padding_side, move_to_device: as in TransformerLens.
+        verify: compare the model, on a few tokens, with transformers' own pass (for the exactness that rounding allows: about
+            1e-4 of the logits' size in float32, 0.1 to 0.5 in bfloat16). None compares a folder or a loaded model of up to
+            two billion parameters and logs a line where a larger one is not compared; with ``first_n_layers`` or a KV shift
+            there is nothing to compare with.
         loader_kwargs: ``dtype``, ``device``, ``n_ctx``, ``first_n_layers``, ``default_prepend_bos``, and what Hugging Face's
             own ``from_pretrained`` takes.
 
     Raises:
-        KVLensError: an unknown name (the nearest is proposed), a folder that lacks something, an unsupported architecture.
+        KVLensError: an unknown name (the nearest is proposed), a folder that lacks something, an unsupported architecture, a
+            field of the configuration that cannot be honored, or a model that does not compute what transformers does.
     """
     refuse_to_run_code(loader_kwargs)
     if default_padding_side is not None:
@@ -144,6 +151,10 @@ def from_pretrained(
     if hf_model is None and not is_local_folder(model_name):
         if kv_shift is not None and kv_shift.values and fold_value_biases is None:
             fold_value_biases = False
+        if verify:
+            raise KVLensError(
+                "from_pretrained: verify=True compares a folder or hf_model=; a name is loaded by TransformerLens"
+            )
         hub_kwargs = {
             "fold_ln": fold_ln,
             "center_writing_weights": center_writing_weights,
@@ -155,13 +166,25 @@ def from_pretrained(
             **loader_kwargs,
         }
         return _from_hub(cls, official_name(str(model_name)), tokenizer, kv_shift, hub_kwargs)
-    parts = load_pretrained_parts(model_name, hf_model=hf_model, tokenizer=tokenizer, fold_ln=fold_ln, **loader_kwargs)
+    other = kv_shift is not None or not move_to_device
+    if verify and other:
+        raise KVLensError(
+            "from_pretrained: verify=True runs the model as it is on its device: leave kv_shift, move_to_device out"
+        )
+    parts = load_pretrained_parts(
+        model_name,
+        hf_model=hf_model,
+        tokenizer=tokenizer,
+        fold_ln=fold_ln,
+        verify=False if other else verify,
+        **loader_kwargs,
+    )
     if (
         parts.cfg.original_architecture in POST_NORM_ARCHITECTURES
     ):  # as TransformerLens' own from_pretrained does, with a warning
         fold_ln = center_writing_weights = False
     kv_shift = kv_shift or shift_config_of(parts.shift_coefficients)
-    cfg = HookedKVTransformerConfig.from_tl(parts.cfg, kv_shift=kv_shift, init_weights=False)
+    cfg = HookedKVTransformerConfig.from_tl(parts.cfg, kv_shift=kv_shift, init_weights=False, **parts.own_fields)
     model = build_with_ready_tokenizer(cls, cfg, None, move_to_device=False)
     if parts.tokenizer is not None:
         model.set_tokenizer(parts.tokenizer, default_padding_side=default_padding_side)
@@ -178,6 +201,9 @@ def from_pretrained(
         place_shift_coefficients(model, parts.shift_coefficients)
     if move_to_device:
         model.move_model_modules_to_device()
+    if parts.trial is not None:
+        with torch.no_grad():
+            check_trial(parts.trial, model(parts.trial.tokens))
     return model
 
 

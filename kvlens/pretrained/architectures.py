@@ -5,29 +5,9 @@ from transformers import PreTrainedModel
 from kvlens.dtypes import DTYPES
 from kvlens.errors import KVLensError
 from kvlens.pretrained.baichuan import ARCHITECTURE as BAICHUAN_M1
+from kvlens.pretrained.fields import HONORED
 
-NO_BIAS_ARCHITECTURES = (
-    "ApertusForCausalLM",
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "MixtralForCausalLM",
-    "Olmo3ForCausalLM",
-    "OlmoeForCausalLM",
-    "Phi3ForCausalLM",
-    "Qwen3ForCausalLM",
-)
-"""Architectures whose TransformerLens converter writes zeros for every bias, whatever the model holds."""
-
-SUPPORTED_ARCHITECTURES = (
-    "BloomForCausalLM",
-    "GPT2LMHeadModel",
-    "GPTJForCausalLM",
-    "GPTNeoForCausalLM",
-    "GPTNeoXForCausalLM",
-    "OPTForCausalLM",
-    "Qwen2ForCausalLM",
-    *NO_BIAS_ARCHITECTURES,
-)
+SUPPORTED_ARCHITECTURES = tuple(HONORED)
 """Architectures that TransformerLens sizes from a config and converts to the same logits.
 
 Not here: Gemma and OLMo 1 and 2 (sized by official name only), Phi 1 and 2 (its branch reads

@@ -8,13 +8,15 @@ Here the user's name never reaches those branches. The config is written alone i
 name, TransformerLens' ``get_pretrained_model_config`` reads it there, and its ``get_pretrained_state_dict`` converts
 the weights of a model that is already loaded. What the loader would read wrongly or drop without a word (a rotary base,
 an MLP width, attention biases, a rotary scaling, a sliding window) is put right where ``HookedTransformer`` can express
-it and refused where it cannot. Shift coefficients that lie in a checkpoint beside the weights of a known architecture are read
+it and refused by name where it cannot (:mod:`kvlens.pretrained.fields`), and :mod:`kvlens.pretrained.trial` compares the
+result with transformers' own. Shift coefficients that lie in a checkpoint beside the weights of a known architecture are read
 too, and Baichuan-M1, which transformers does not know, has its own translation (:mod:`kvlens.pretrained.baichuan`).
 
 Two limits on float64 are not ours: TransformerLens' weight processing casts to float32, so only unprocessed weights
 stay exact, and Hugging Face computes rotary angles and RMS norms in float32 whatever the model's dtype is.
 """
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,11 +41,17 @@ from kvlens.pretrained.checkpoint_files import read_json_config, read_tensors
 from kvlens.pretrained.code import refuse_to_run_code
 from kvlens.pretrained.folder import check_folder_files, load_folder
 from kvlens.pretrained.names import is_local_folder, official_name
-from kvlens.pretrained.shift_import import import_shift_coefficients
+from kvlens.pretrained.shift_import import import_shift_coefficients, is_shift_coefficient
 from kvlens.pretrained.tokenizer import find_tokenizer
-from kvlens.pretrained.translation import translate_config
+from kvlens.pretrained.translation import alibi_slopes, translate_config
+from kvlens.pretrained.trial import Trial, run_trial
 from kvlens.pretrained.weights import convert_weights
 from kvlens.signature import fitting
+
+logger = logging.getLogger(__name__)
+
+VERIFIED_PARAMETERS = 2_000_000_000
+"""Up to here a model is compared with transformers' own pass without being asked: some seconds on a CPU."""
 
 
 class PretrainedParts(NamedTuple):
@@ -56,12 +64,17 @@ class PretrainedParts(NamedTuple):
         tokenizer: ready for ``HookedTransformer(cfg, tokenizer=...)`` without a network, or None.
         shift_coefficients: the KV shift, as :func:`kvlens.pretrained.import_shift_coefficients` returns it; empty for a model
             without one. A plain ``HookedTransformer`` has no place for them and computes another function.
+        own_fields: fields of :class:`kvlens.HookedKVTransformerConfig` that TransformerLens' configuration does not have and
+            the model needs: ``alibi_slopes`` for BLOOM with another number of heads than a power of two. Mostly empty.
+        trial: what transformers' own model predicts on a few tokens, or None where it was not run.
     """
 
     cfg: HookedTransformerConfig
     state_dict: dict[str, Tensor]
     tokenizer: PreTrainedTokenizerBase | None
     shift_coefficients: dict[str, Tensor]
+    own_fields: Mapping[str, Any] = {}
+    trial: Trial | None = None
 
 
 def load_pretrained_parts(
@@ -76,6 +89,7 @@ def load_pretrained_parts(
     default_prepend_bos: bool | None = None,
     first_n_layers: int | None = None,
     n_ctx: int | None = None,
+    verify: bool | None = False,
     **from_pretrained_kwargs: Any,
 ) -> PretrainedParts:
     """Make config, weights and tokenizer from a local folder or from a loaded Hugging Face model. No network is used.
@@ -92,6 +106,8 @@ def load_pretrained_parts(
         default_prepend_bos: overrides the architecture's own default.
         first_n_layers: keep only this many layers.
         n_ctx: context length; longer than the model's own only where positions are not learned.
+        verify: run transformers' model on a few tokens, for comparison; None does so below ``VERIFIED_PARAMETERS``, and logs
+            a line above.
         from_pretrained_kwargs: for Hugging Face's ``from_pretrained``, with a folder only. ``torch_dtype`` replaces
             ``dtype``, as in TransformerLens.
 
@@ -113,6 +129,7 @@ def load_pretrained_parts(
         )
     source: Any = folder if hf_model is None else hf_model
     official = None if folder else loading.make_model_alias_map().get(str(model_name).lower())
+    fitting("from_pretrained: verify", bool | None, verify)
     options: dict[str, Any] = {
         "dtype": dtype,
         "device": device,
@@ -124,14 +141,21 @@ def load_pretrained_parts(
     }
     config = _own_config(source)
     if is_baichuan_m1(config):
-        cfg, state_dict, checkpoint = _convert_baichuan_m1(source, config, from_pretrained_kwargs, options)
+        if verify:
+            raise KVLensError(
+                "from_pretrained: verify=True: transformers does not know Baichuan-M1, so nothing can be compared"
+            )
+        cfg, state_dict, checkpoint, trial = *_convert_baichuan_m1(source, config, from_pretrained_kwargs, options), None
     else:
-        cfg, state_dict, checkpoint = _convert_by_transformer_lens(source, official, from_pretrained_kwargs, options)
+        cfg, state_dict, checkpoint, trial = _convert_by_transformer_lens(
+            source, official, from_pretrained_kwargs, options, verify
+        )
     cfg.model_name = folder.name if folder else (official or str(model_name)).split("/")[-1]
     shift = import_shift_coefficients(checkpoint)
     shift = {name: coef.detach() for name, coef in shift.items() if int(name.split(".")[1]) < cfg.n_layers}
     tokenizer = find_tokenizer(tokenizer, folder, official, cfg)
-    return PretrainedParts(cfg, state_dict, tokenizer, shift)
+    slopes = alibi_slopes(cfg.n_heads) if cfg.positional_embedding_type == "alibi" else None
+    return PretrainedParts(cfg, state_dict, tokenizer, shift, {} if slopes is None else {"alibi_slopes": slopes}, trial)
 
 
 def _own_config(source: Path | PreTrainedModel) -> dict[str, Any]:
@@ -143,9 +167,13 @@ def _own_config(source: Path | PreTrainedModel) -> dict[str, Any]:
 
 
 def _convert_by_transformer_lens(
-    source: Path | PreTrainedModel, official: str | None, kwargs: dict[str, Any], options: dict[str, Any]
-) -> tuple[HookedTransformerConfig, dict[str, Tensor], Mapping[str, Tensor]]:
-    """Configuration and weights through transformers and TransformerLens, and the tensors that may hold a KV shift."""
+    source: Path | PreTrainedModel,
+    official: str | None,
+    kwargs: dict[str, Any],
+    options: dict[str, Any],
+    verify: bool | None,
+) -> tuple[HookedTransformerConfig, dict[str, Tensor], Mapping[str, Tensor], Trial | None]:
+    """Configuration and weights through transformers and TransformerLens, the tensors that may hold a KV shift, and a trial."""
     if isinstance(source, PreTrainedModel):
         hf_model, checkpoint = source, source.state_dict()
     else:
@@ -153,7 +181,35 @@ def _convert_by_transformer_lens(
     architecture = architecture_of(hf_model)
     check_readable(hf_model)
     cfg = translate_config(hf_model.config, architecture, official, **options)
-    return cfg, convert_weights(hf_model, cfg), checkpoint
+    trial = None
+    why_not = _not_comparable(cfg, checkpoint, hf_model)
+    if verify and why_not:
+        raise KVLensError(f"from_pretrained: verify=True: {why_not}; leave verify out")
+    if verify or (verify is None and not why_not and _is_small(hf_model)):
+        trial = run_trial(hf_model, cfg.n_ctx, cfg.dtype)
+    return cfg, convert_weights(hf_model, cfg), checkpoint, trial
+
+
+def _not_comparable(cfg: HookedTransformerConfig, checkpoint: Mapping[str, Tensor], hf_model: PreTrainedModel) -> str | None:
+    """Why the converted model does not, or cannot, compute what transformers' model does."""
+    if cfg.n_layers != hf_model.config.num_hidden_layers:
+        return "with first_n_layers the model is another one than transformers'"
+    if any(map(is_shift_coefficient, checkpoint)):
+        return "transformers passes over the shift coefficients of this checkpoint"
+    if cfg.num_experts and cfg.dtype not in (torch.float32, torch.float64):
+        return f"TransformerLens cannot run experts in {cfg.dtype}"
+    return None
+
+
+def _is_small(hf_model: PreTrainedModel) -> bool:
+    n_parameters = hf_model.num_parameters()
+    if n_parameters > VERIFIED_PARAMETERS:
+        logger.warning(
+            "from_pretrained: not compared with transformers' own pass, because the model has %.1f billion parameters; "
+            "verify=True does it all the same",
+            n_parameters / 1e9,
+        )
+    return n_parameters <= VERIFIED_PARAMETERS
 
 
 def _convert_baichuan_m1(

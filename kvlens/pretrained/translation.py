@@ -6,6 +6,7 @@ a temporary folder with a neutral name and read there.
 
 import copy
 import logging
+import math
 import os
 import re
 import tempfile
@@ -16,11 +17,21 @@ from typing import Any
 
 from kvlens._tl import HookedTransformerConfig, loading
 from kvlens.errors import KVLensError
+from kvlens.pretrained.fields import HONORED, check_fields, refused
+from kvlens.pretrained.rotary import rotary_fields
 
 logger = logging.getLogger(__name__)
 
 NAMES_WITH_A_BRANCH = re.compile("llama|gemma|bert|wav2vec2", re.IGNORECASE)
 """What in a path makes TransformerLens' config loader ignore the config file (``convert_hf_model_config``)."""
+
+ACTIVATIONS = {
+    **{name: name for name in ("relu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "silu", "relu2")},
+    "swish": "silu",
+    "gelu_python": "gelu",
+    "gelu_accurate": "gelu_new",
+}
+"""Activations by transformers' names, and by TransformerLens'."""
 
 
 def translate_config(
@@ -34,6 +45,7 @@ def translate_config(
 ) -> HookedTransformerConfig:
     """Let TransformerLens translate ``hf_config`` from a neutral folder, then put right what it reads wrongly."""
     check_first_n_layers_and_n_ctx(first_n_layers, hf_config.num_hidden_layers, n_ctx)
+    check_fields(hf_config, architecture)
     hf_config = _loader_config(hf_config, architecture)
     with neutral_folder() as folder:
         hf_config.to_json_file(folder / "config.json", use_diff=False)
@@ -49,11 +61,8 @@ def translate_config(
         if cfg.positional_embedding_type == "standard":
             raise KVLensError(f"from_pretrained: the model learned {own_n_ctx} positions, n_ctx={n_ctx} asks for more")
         logger.warning("n_ctx=%d is longer than the model's own %d positions: untrained there", n_ctx, own_n_ctx)
-    changes = {**_corrections(hf_config, cfg, architecture), "n_ctx": n_ctx or own_n_ctx}
-    _check_expressible(hf_config, cfg, architecture, changes["n_ctx"])
+    changes = _corrections(hf_config, cfg, architecture, n_ctx or own_n_ctx)
     changes = {key: value for key, value in changes.items() if getattr(cfg, key) != value}
-    if not changes:
-        return cfg
     rescaled = {"attn_scale": -1.0} if "d_head" in changes else {}  # -1: take sqrt(d_head) again
     return HookedTransformerConfig.from_dict({**cfg.to_dict(), **changes, **rescaled})
 
@@ -67,9 +76,17 @@ def check_first_n_layers_and_n_ctx(first_n_layers: int | None, n_layers: int, n_
 
 
 def _loader_config(hf_config: Any, architecture: str) -> Any:
-    """Copy the config and add what TransformerLens reads: the architecture, and a field gone from transformers 5."""
+    """Copy the config and say in it what TransformerLens reads: the architecture, a field gone from transformers 5, its own
+    name of the activation."""
     hf_config = copy.deepcopy(hf_config)
     hf_config.architectures = [architecture]
+    known = {**ACTIVATIONS, **({"xielu": "xielu"} if architecture == "ApertusForCausalLM" else {})}  # learned there alone
+    for name in ("activation_function", "hidden_act"):
+        given = getattr(hf_config, name, None)
+        if given is not None and given not in known:
+            raise refused(architecture, name, given, f"it has {', '.join(known)}")
+        if given is not None:
+            setattr(hf_config, name, known[given])
     if architecture == "GPT2LMHeadModel":
         hf_config.n_ctx = hf_config.n_positions
     return hf_config
@@ -97,38 +114,42 @@ def _own_n_ctx(hf_config: Any, cfg: HookedTransformerConfig, official: str | Non
     return min(cfg.n_ctx, getattr(hf_config, "max_position_embeddings", None) or cfg.n_ctx)
 
 
-def _corrections(hf_config: Any, cfg: HookedTransformerConfig, architecture: str) -> dict[str, Any]:
-    """Collect the config fields that TransformerLens fixes or derives although the Hugging Face config states them."""
-    changes: dict[str, Any] = {}
+def _corrections(hf_config: Any, cfg: HookedTransformerConfig, architecture: str, n_ctx: int) -> dict[str, Any]:
+    """What the Hugging Face configuration says, in the fields of TransformerLens', which fixes or guesses some of it."""
+    changes: dict[str, Any] = {"n_ctx": n_ctx, **_layer_types(hf_config, cfg, n_ctx)}
     d_mlp = getattr(hf_config, "n_inner", None) or (
         getattr(hf_config, "intermediate_size", None) if architecture == "GPTNeoForCausalLM" else None
     )
     if d_mlp:
         changes["d_mlp"] = d_mlp
-    head_dim = getattr(hf_config, "head_dim", None)
-    if architecture == "LlamaForCausalLM" and head_dim:
-        changes |= {"d_head": head_dim, "rotary_dim": head_dim}
-    rotary = getattr(hf_config, "rope_parameters", None)
-    if cfg.positional_embedding_type == "rotary" and isinstance(rotary, dict) and rotary.get("rope_theta"):
-        changes["rotary_base"] = rotary["rope_theta"]
+    for name in ("layer_norm_epsilon", "layer_norm_eps", "rms_norm_eps"):
+        if hasattr(hf_config, name):
+            changes["eps"] = getattr(hf_config, name)
+    if "head_dim" in HONORED[architecture] and getattr(hf_config, "head_dim", None):
+        changes["d_head"] = hf_config.head_dim
+    if cfg.positional_embedding_type == "rotary":
+        kinds = set(changes.get("attn_types") or (cfg.attn_types if cfg.use_local_attn else None) or ["global"])
+        changes |= rotary_fields(hf_config, architecture, kinds, changes.get("d_head", cfg.d_head))
     return changes
 
 
-def _check_expressible(hf_config: Any, cfg: HookedTransformerConfig, architecture: str, n_ctx: int) -> None:
-    """Raise for features that TransformerLens would drop without a word."""
-    refuse = f"from_pretrained: this {architecture} "
-    rotary = getattr(hf_config, "rope_parameters", None)
-    kind = (rotary.get("rope_type") or "default") if isinstance(rotary, dict) else "default"
-    if kind != "default" and not (cfg.use_NTK_by_parts_rope or cfg.use_yarn_rope):
-        raise KVLensError(f"{refuse}scales its rotary angles by {kind!r}, which TransformerLens does not apply to it")
-    sliding = "sliding_attention" in (getattr(hf_config, "layer_types", None) or ())
-    window = getattr(hf_config, "sliding_window", None)
-    if sliding and not cfg.use_local_attn and window is not None and window < n_ctx:
-        raise KVLensError(
-            f"{refuse}has layers with a sliding window of {window}, which TransformerLens does not apply to it: pass "
-            f"n_ctx={window} or less"
-        )
-    if architecture == "OPTForCausalLM" and not hf_config.do_layer_norm_before:
-        raise KVLensError(f"{refuse}normalises after each sublayer, which TransformerLens does not express")
-    if architecture == "BloomForCausalLM" and hf_config.apply_residual_connection_post_layernorm:
-        raise KVLensError(f"{refuse}takes its residual after the layer norm, which TransformerLens does not express")
+def _layer_types(hf_config: Any, cfg: HookedTransformerConfig, n_ctx: int) -> dict[str, Any]:
+    """Layers with a sliding window, where the configuration names them and the window is shorter than the context."""
+    types, window = getattr(hf_config, "layer_types", None), getattr(hf_config, "sliding_window", None)
+    if not types or window is None or window >= n_ctx or "sliding_attention" not in types:
+        return {}
+    attn_types = ["local" if kind == "sliding_attention" else "global" for kind in types[: cfg.n_layers]]
+    return {"use_local_attn": True, "window_size": window, "attn_types": attn_types}
+
+
+def alibi_slopes(n_heads: int) -> list[float] | None:
+    """The slopes of ALiBi where the number of heads is no power of two, for which TransformerLens has another series.
+
+    Source: Press et al. 2022, the code that comes with the paper: the series of the next lower power of two, then every
+    second slope of the series of the next higher one.
+    """
+    lower = 2 ** int(math.log2(n_heads))
+    if lower == n_heads:
+        return None
+    further = [2.0 ** (-4 * odd / lower) for odd in range(1, 2 * (n_heads - lower), 2)]
+    return [2.0 ** (-8 * i / lower) for i in range(1, lower + 1)] + further

@@ -4,6 +4,7 @@ Sizes differ on every axis where the architecture allows it, and every parameter
 so that a swapped axis, a forgotten bias or a norm weight taken as one changes the logits.
 """
 
+import copy
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ def tiny_hf_model(kind: str, seed: int = 0, **config: Any) -> PreTrainedModel:
     """
     prefix, arguments = KINDS[kind]
     special = {"vocab_size": D_VOCAB, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
-    hf_config = getattr(transformers, f"{prefix}Config")(**{**arguments, **special, **config})
+    hf_config = getattr(transformers, f"{prefix}Config")(**copy.deepcopy({**arguments, **special, **config}))
     name = f"{prefix}LMHeadModel" if prefix == "GPT2" else f"{prefix}ForCausalLM"
     with torch.random.fork_rng(devices=[]):
         model = getattr(transformers, name)(hf_config).eval()

@@ -363,16 +363,19 @@ def test_models_in_memory_that_cannot_be_converted_are_refused():
         load_pretrained_parts("x", hf_model=packed)
 
 
-def test_features_that_would_be_dropped_without_a_word_are_refused():
-    with pytest.raises(KVLensError, match=r"q_proj.bias is not zero"):
-        load_pretrained_parts("x", hf_model=tiny_hf_model("llama", attention_bias=True))
-    with pytest.raises(KVLensError, match="scales its rotary angles by 'linear'"):
-        rotary = {"rope_type": "linear", "rope_theta": 1234.0, "factor": 2.0}
+def test_features_that_cannot_be_expressed_are_refused_by_name():
+    """Every field of every configuration: test_configuration_fields.py."""
+    with pytest.raises(KVLensError, match=r"has mlp_bias=True in its configuration.*only False can be expressed"):
+        load_pretrained_parts("x", hf_model=tiny_hf_model("llama", mlp_bias=True))
+    with pytest.raises(KVLensError, match=r"has rope_parameters=.*rotate by 'dynamic'"):
+        rotary = {"rope_type": "dynamic", "rope_theta": 1234.0, "factor": 2.0}
         load_pretrained_parts("x", hf_model=tiny_hf_model("llama", rope_parameters=rotary))
+
+
+def test_a_window_longer_than_the_context_makes_no_local_layers():
     sliding = tiny_hf_model("qwen2", use_sliding_window=True, sliding_window=5, max_window_layers=1)
-    with pytest.raises(KVLensError, match=r"sliding window of 5.*n_ctx=5 or less"):
-        load_pretrained_parts("x", hf_model=sliding)
-    assert load_pretrained_parts("x", hf_model=sliding, n_ctx=5).cfg.n_ctx == 5
+    assert load_pretrained_parts("x", hf_model=sliding).cfg.attn_types == ["global", "local", "local"]
+    assert not load_pretrained_parts("x", hf_model=sliding, n_ctx=5).cfg.use_local_attn
 
 
 def test_arguments_that_cannot_be_honoured_are_refused(tmp_path):

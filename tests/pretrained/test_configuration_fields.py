@@ -1,0 +1,218 @@
+"""Every field of a configuration that moves transformers' logits is honored, or refused by name.
+
+For every architecture that can be loaded: a tiny random model of the real class, its configuration changed in one field at a
+time, and the converted model's logits beside transformers' own.
+"""
+
+import inspect
+import re
+import sys
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tiny_hf import D_VOCAB, KINDS, tiny_hf_model
+
+from kvlens import HookedKVTransformer, KVLensError
+from kvlens.pretrained import SUPPORTED_ARCHITECTURES
+from kvlens.pretrained.fields import HONORED, IRRELEVANT, UNDECLARED
+from kvlens.pretrained.translation import alibi_slopes
+
+pytestmark = pytest.mark.usefixtures("no_network")
+
+PLAIN = ["gpt2", "neox", "llama", "qwen2", "qwen3", "gpt_neo", "gptj", "opt", "bloom", "phi3"]
+PLAIN += ["mistral", "mixtral", "olmoe", "olmo3", "apertus"]
+TOKENS = torch.randint(0, D_VOCAB, (2, 17), generator=torch.Generator().manual_seed(7))
+TOLERANCE = 1e-5
+"""Relative. Rounding alone was 2e-7 to 4e-6 over all of these models; a field that counts moves logits by 1e-2 and more."""
+
+OLD_ROPE = {"rope_theta": 1234.0, "rope_type": "default"}
+YARN = {**OLD_ROPE, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 9}
+LLAMA3 = {**OLD_ROPE, "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3["original_max_position_embeddings"] = 11
+SHORT_AND_LONG = {"short_factor": [1.0, 3.0], "long_factor": [2.0, 5.0], "original_max_position_embeddings": 11}
+ROPES: list[dict[str, Any]] = [
+    {**OLD_ROPE, "rope_theta": 77.0},
+    {**OLD_ROPE, "partial_rotary_factor": 0.5},
+    {**OLD_ROPE, "partial_rotary_factor": 0.75},
+    {**OLD_ROPE, "rope_type": "linear", "factor": 3.0},
+    {**OLD_ROPE, "rope_type": "dynamic", "factor": 3.0},
+    {**OLD_ROPE, "rope_type": "proportional", "partial_rotary_factor": 0.5},
+    {**OLD_ROPE, "rope_type": "longrope", **SHORT_AND_LONG},
+    YARN,
+    {**YARN, "attention_factor": 1.3},
+    {**YARN, "beta_fast": 9.0, "beta_slow": 2.0, "truncate": False},
+    {**YARN, "mscale": 0.7, "mscale_all_dim": 0.9},
+    LLAMA3,
+    {**LLAMA3, "partial_rotary_factor": 0.5},
+]
+TWO_ROPES = [
+    {"sliding_attention": {**OLD_ROPE, "rope_theta": 77.0}, "full_attention": {**OLD_ROPE, "rope_theta": 555.0}},
+    {"sliding_attention": OLD_ROPE, "full_attention": YARN},
+    {"sliding_attention": {**OLD_ROPE, "rope_theta": 77.0}, "full_attention": {**YARN, "attention_factor": 1.3}},
+    {"sliding_attention": YARN, "full_attention": YARN},
+    {"sliding_attention": YARN, "full_attention": OLD_ROPE},
+    {"sliding_attention": OLD_ROPE, "full_attention": {**OLD_ROPE, "rope_type": "linear", "factor": 3.0}},
+    {"sliding_attention": LLAMA3, "full_attention": LLAMA3},
+    {"sliding_attention": OLD_ROPE, "full_attention": LLAMA3},
+]
+ACTIVATIONS = ["relu", "gelu", "gelu_accurate", "silu", "swish", "xielu", "quick_gelu"]
+
+
+def each(names: str, values: list[Any]) -> dict[str, list[Any]]:
+    return dict.fromkeys(names.split(), values)
+
+
+VALUES: dict[str, list[Any]] = {
+    **each("layer_norm_epsilon layer_norm_eps rms_norm_eps", [0.3]),
+    **each("activation_function hidden_act", ACTIVATIONS),
+    **each("tie_word_embeddings attention_bias mlp_bias enable_bias layer_norm_elementwise_affine", [True, False]),
+    **each("_remove_final_layer_norm do_layer_norm_before scale_attn_weights scale_attn_by_inverse_layer_idx", [True, False]),
+    **each("use_parallel_residual norm_topk_prob apply_residual_connection_post_layernorm slow_but_exact", [True, False]),
+    **each("num_key_value_heads", [1, 3, 6]),
+    **each("num_attention_heads n_head num_heads", [2, 3, 4, 5, 6, 10]),
+    **each("num_hidden_layers n_layer num_layers", [2, 4]),
+    **each("hidden_size n_embd", [48, 60]),
+    **each("intermediate_size n_inner ffn_dim", [48, 64]),
+    **each("max_position_embeddings n_positions", [19, 41]),
+    **each("num_local_experts num_experts", [4]),
+    "num_experts_per_tok": [1],
+    "vocab_size": [311],
+    "word_embed_proj_dim": [12],
+    "head_dim": [8, 12, None],
+    "rope_parameters": ROPES + TWO_ROPES,
+    "rotary_dim": [2, 6],
+    "sliding_window": [4, 9, None],
+    "window_size": [3],
+    "clip_qkv": [0.3],
+    "attention_layers": [],  # made of attention_types
+    "layer_types": [],  # together with a window: below
+}
+"""Other values for every field that is not in ``IRRELEVANT``; those that an architecture cannot have, transformers refuses."""
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+WINDOWS = [
+    {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": n, "rope_parameters": rope}
+    for n in (0, 1)
+    for rope in (OLD_ROPE, YARN, LLAMA3, {**OLD_ROPE, "rope_type": "linear", "factor": 3.0})
+] + [{"use_sliding_window": True, "sliding_window": 4, "layer_types": [FULL, SLIDING, FULL]}]
+TOGETHER: dict[str, list[dict[str, Any]]] = {
+    "gpt_neo": [
+        {"attention_types": [[["local"], 2]]},
+        {"attention_types": [[["global"], 2]]},
+        {"attention_types": [[["local", "global"], 1]], "window_size": 3},
+    ],
+    "qwen2": WINDOWS,
+    "qwen3": WINDOWS,
+    "olmo3": [
+        *({"layer_types": [FULL, SLIDING, FULL], "rope_parameters": rope, "sliding_window": 4} for rope in (None, *TWO_ROPES)),
+        *({"layer_types": [kind] * 3, "rope_parameters": rope} for kind in (FULL, SLIDING) for rope in TWO_ROPES),
+    ],
+    "bloom": [{"slow_but_exact": True, "pretraining_tp": 2}],  # leaves two biases out
+    "opt": [{"hidden_size": 48, "word_embed_proj_dim": 48}],
+    "phi3": [{"head_dim": 10, "rope_parameters": {**OLD_ROPE, "partial_rotary_factor": 0.6}}],
+    "llama": [{"attention_bias": True, "num_key_value_heads": 6}, {"attention_bias": True, "head_dim": 10}],
+    "mistral": [{"sliding_window": None, "rope_parameters": rope} for rope in ROPES],
+}
+"""What is told by several fields at once."""
+
+
+@torch.no_grad()
+def outcome(kind: str, change: dict[str, Any]) -> str:
+    """What becomes of a model whose configuration is changed: "same", "refused", "wrong: ..." or "impossible"."""
+    try:
+        hf_model = tiny_hf_model(kind, **change)
+        expected = hf_model(TOKENS).logits
+    except Exception:  # transformers itself cannot make or run such a model, and says so in many ways
+        return "impossible"
+    try:
+        model = HookedKVTransformer.from_pretrained_no_processing("x", hf_model=hf_model, device="cpu", verify=False)
+        difference = float((model(TOKENS) - expected).norm() / expected.norm())
+    except KVLensError as error:
+        named = re.search(r"this \w+ has (\w+)=", str(error))  # as a rule the one that was changed, or one that follows from it
+        return "refused" if named and named[1] in VALUES else f"wrong: refused without a name: {error}"
+    return "same" if difference < TOLERANCE else f"wrong: off by {difference:.3g}"
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_every_field_is_honored_or_refused_by_name(kind):
+    names = set(type(tiny_hf_model(kind).config)().to_dict()) - IRRELEVANT
+    if "rope_parameters" in names:
+        names |= set(UNDECLARED)
+    assert names <= set(VALUES), "a field that no other value is known for: add one, or put it into IRRELEVANT"
+    changes = [{name: value} for name in sorted(names) for value in VALUES[name]] + TOGETHER.get(kind, [])
+    outcomes = [(change, outcome(kind, change)) for change in changes]
+    assert [(change, found) for change, found in outcomes if found.startswith("wrong")] == []
+    tried = {name for change, found in outcomes if found != "impossible" for name in change}
+    assert names - tried - {"attention_layers", "layer_types"} == set(), "no other value of these is legal: find one"
+    honored = [change for change, found in outcomes if found == "same"]
+    assert len(honored) > len(names) / 2
+
+
+def changed(value: Any) -> Any:
+    """Another value of the same kind, or None where that is none to count with."""
+    if value is None:
+        return 3
+    if isinstance(value, bool):
+        return not value
+    return value + {int: 1, float: 0.25}[type(value)] if type(value) in (int, float) else None
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+@torch.no_grad()
+def test_irrelevant_fields_move_no_logits(kind):
+    before = tiny_hf_model(kind)
+    values = before.config.to_dict()
+    skipped = {"attention_types", "max_window_layers", "use_sliding_window", "output_attentions", "output_hidden_states"}
+    skipped |= {"return_dict", "architectures", "dtype", "problem_type", "summary_activation"}
+    change = {name: changed(values[name]) for name in values if name in IRRELEVANT - skipped}
+    change = {name: value for name, value in change.items() if value is not None}
+    assert len(change) > 5
+    after = tiny_hf_model(kind, **change)
+    shared = {name: weight for name, weight in before.state_dict().items() if name in after.state_dict()}
+    after.load_state_dict(shared, strict=False)  # cross-attention draws weights of its own, which nothing reads
+    assert torch.equal(after(TOKENS).logits, before(TOKENS).logits)
+    model = HookedKVTransformer.from_pretrained_no_processing("x", hf_model=after, device="cpu")
+    torch.testing.assert_close(model(TOKENS), before(TOKENS).logits, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_what_transformers_reads_of_a_configuration_is_known(kind):
+    """A modeling file may read more than the configuration's class declares (``head_dim``, at the time of writing)."""
+    model = tiny_hf_model(kind)
+    config = model.config
+    source = inspect.getsource(sys.modules[type(model).__module__])
+    read = set(re.findall(r"config\.(\w+)", source)) | set(re.findall(r'getattr\(\s*(?:self\.)?config,\s*"(\w+)"', source))
+    declared = set(config.to_dict()) | set(config.attribute_map) | IRRELEVANT
+    of_other_heads = {"num_labels", "hidden_dropout", "summary_last_dropout", "_attn_implementation"}
+    attention_interface = {"sliding_window"} if kind == "olmoe" else set()  # handed on, and not read by eager attention
+    assert read - declared - of_other_heads - attention_interface <= set(UNDECLARED)
+
+
+def test_every_supported_architecture_is_swept():
+    classes = {type(tiny_hf_model(kind)).__name__ for kind in PLAIN}
+    assert classes == set(SUPPORTED_ARCHITECTURES) == set(HONORED)
+    assert set(PLAIN) <= set(KINDS)
+
+
+def test_honored_fields_exist():
+    for architecture, names in HONORED.items():
+        declared = set(getattr(transformers, architecture).config_class().to_dict())
+        assert names - declared <= set(UNDECLARED), architecture
+        assert not names & IRRELEVANT, architecture
+
+
+def test_slopes_of_alibi_by_hand():
+    """Three heads: the two of two heads (2^-4, 2^-8), then the first of four (2^-2)."""
+    assert alibi_slopes(3) == [2**-4, 2**-8, 2**-2]
+    assert alibi_slopes(4) is None
+
+
+@pytest.mark.parametrize("architecture", ["GPT2", "Llama"])
+def test_a_folder_is_held_to_the_same(architecture, tmp_path):
+    """The names in the message are those of the file."""
+    kind, change = ("gpt2", {"activation_function": "mish"}) if architecture == "GPT2" else ("llama", {"mlp_bias": True})
+    tiny_hf_model(kind, **change).save_pretrained(tmp_path / "m")
+    with pytest.raises(KVLensError, match=f"has {next(iter(change))}="):
+        HookedKVTransformer.from_pretrained(tmp_path / "m")

@@ -1,0 +1,103 @@
+"""A model that does not compute what transformers computes is not handed out, however it came about."""
+
+import logging
+
+import pytest
+import torch
+from tiny_hf import N_CTX, tiny_hf_model
+
+from kvlens import HookedKVTransformer, KVLensError, KVShiftConfig
+from kvlens.pretrained import check_trial, load_pretrained_parts, parts, translation
+
+pytestmark = pytest.mark.usefixtures("no_network")
+
+KINDS = ["gpt2", "neox", "llama", "bloom", "mixtral", "olmo3"]
+
+
+@pytest.fixture
+def wrong_eps(monkeypatch):
+    """A field that is forgotten: the norms keep another epsilon than the configuration's."""
+    corrections = translation._corrections
+    monkeypatch.setattr(translation, "_corrections", lambda *args: {**corrections(*args), "eps": 0.01})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("processed", [True, False])
+def test_a_field_that_is_forgotten_is_noticed(kind, processed, wrong_eps, tmp_path):
+    hf_model = tiny_hf_model(kind)
+    hf_model.save_pretrained(tmp_path / "m")
+    load = HookedKVTransformer.from_pretrained if processed else HookedKVTransformer.from_pretrained_no_processing
+    for name, model in (("x", hf_model), (tmp_path / "m", None)):
+        with pytest.raises(KVLensError, match="does not compute what transformers computes: on 29 tokens the logits differ"):
+            load(name, hf_model=model, device="cpu")
+    load(tmp_path / "m", device="cpu", verify=False)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "gpt_neo"])
+def test_rounding_is_allowed_for(kind, dtype, tmp_path):
+    """The true difference was 0.07 to 1.03 of what one rounding of every output changes; four times that is allowed."""
+    hf_model = tiny_hf_model(kind)
+    hf_model.save_pretrained(tmp_path / "m")
+    HookedKVTransformer.from_pretrained(tmp_path / "m", dtype=dtype, device="cpu", verify=True)
+    HookedKVTransformer.from_pretrained("x", hf_model=hf_model, dtype=dtype, device="cpu", verify=True)
+    HookedKVTransformer.from_pretrained("x", hf_model=hf_model.bfloat16(), dtype=dtype, device="cpu", verify=True)
+
+
+def test_huge_activations_of_a_few_dimensions_are_no_difference():
+    """Trained models have them: thousands in two dimensions of the stream, a few in the others."""
+    hf_model = tiny_hf_model("gpt2")
+    hf_model.transformer.h[0].mlp.c_proj.bias.data[3] = 3000.0
+    for dtype in ("float32", "bfloat16"):
+        HookedKVTransformer.from_pretrained("x", hf_model=hf_model, dtype=dtype, device="cpu", verify=True)
+
+
+def test_the_model_that_is_compared_with_is_left_as_it_is():
+    hf_model = tiny_hf_model("gpt2").train()
+    hf_model.transformer.h[0].eval()
+    modes = [module.training for module in hf_model.modules()]
+    state = torch.get_rng_state()
+    found = load_pretrained_parts("x", hf_model=hf_model, device="cpu", verify=True)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [module.training for module in hf_model.modules()] == modes
+    assert not any(module._forward_hooks for module in hf_model.modules())
+    assert found.trial is not None
+    assert found.trial.tokens.shape == (1, N_CTX)
+    check_trial(found.trial, hf_model.eval()(found.trial.tokens).logits)
+    with pytest.raises(KVLensError, match="does not compute"):
+        check_trial(found.trial, torch.full((1, N_CTX, found.cfg.d_vocab), torch.nan))
+
+
+def test_a_large_model_is_not_compared_unasked(monkeypatch, caplog, wrong_eps):
+    monkeypatch.setattr(parts, "VERIFIED_PARAMETERS", 1000)
+    with caplog.at_level(logging.WARNING, logger="kvlens"):
+        HookedKVTransformer.from_pretrained("x", hf_model=tiny_hf_model("gpt2"), device="cpu")
+    assert "not compared with transformers' own pass" in caplog.text
+    assert "verify=True does it all the same" in caplog.text
+    with pytest.raises(KVLensError, match="does not compute"):
+        HookedKVTransformer.from_pretrained("x", hf_model=tiny_hf_model("gpt2"), device="cpu", verify=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("x", dict(first_n_layers=1), "with first_n_layers the model is another one"),
+        ("x", dict(kv_shift=KVShiftConfig(init="identity")), "leave kv_shift, move_to_device out"),
+        ("x", dict(move_to_device=False), "leave kv_shift, move_to_device out"),
+        ("gpt2", dict(hf_model=None), "compares a folder or hf_model="),
+        ("x", dict(verify="yes"), "verify"),
+    ],
+)
+def test_what_cannot_be_compared_is_said_when_it_is_asked_for(name, arguments, message):
+    with pytest.raises(KVLensError, match=message):
+        HookedKVTransformer.from_pretrained(
+            name, **{"hf_model": tiny_hf_model("gpt2"), "verify": True, "device": "cpu", **arguments}
+        )
+
+
+def test_where_nothing_can_be_compared_nothing_is_unless_asked():
+    hf_model = tiny_hf_model("gpt2")
+    for arguments in (dict(first_n_layers=1), dict(kv_shift=KVShiftConfig()), dict(move_to_device=False)):
+        HookedKVTransformer.from_pretrained("x", hf_model=hf_model, device="cpu", **arguments)
+    experts = tiny_hf_model("mixtral")
+    HookedKVTransformer.from_pretrained("x", hf_model=experts, device="cpu", dtype="bfloat16")
