@@ -87,6 +87,18 @@ def load_folder(folder: Path, dtype: torch.dtype, kwargs: dict[str, Any]) -> tup
             f"from_pretrained: the weights in {folder} lack {len(missing)} of the model's parameters (they would be "
             f"random): {missing[:5]}. It was saved as {hf_config.architectures}; expected {class_name}."
         )
+    if hf_model.config.tie_word_embeddings:
+        check_tied(hf_model.get_output_embeddings().weight, hf_model.get_input_embeddings().weight, str(folder))
     if not any(is_shift_coefficient(name) for name in report["unexpected_keys"]):
         return hf_model, {}
     return hf_model, read_tensors(folder, is_shift_coefficient)
+
+
+def check_tied(head: Tensor, embedding: Tensor, where: str) -> None:
+    """Raise if a configuration ties the head to the embedding and the weights hold another: who is right cannot be told."""
+    if head is not embedding and not torch.equal(head, embedding):
+        raise KVLensError(
+            f"from_pretrained: {where} has tie_word_embeddings=True in its configuration and an output embedding of its own: "
+            "some releases of transformers take the one and some the other. Set tie_word_embeddings to false, or take the "
+            "tensor out of the file"
+        )

@@ -39,7 +39,7 @@ from kvlens.pretrained.baichuan import (
 )
 from kvlens.pretrained.checkpoint_files import read_json_config, read_tensors
 from kvlens.pretrained.code import refuse_to_run_code
-from kvlens.pretrained.folder import check_folder_files, load_folder
+from kvlens.pretrained.folder import check_folder_files, check_tied, load_folder
 from kvlens.pretrained.names import is_local_folder, official_name
 from kvlens.pretrained.shift_import import import_shift_coefficients, is_shift_coefficient
 from kvlens.pretrained.tokenizer import find_tokenizer
@@ -227,6 +227,9 @@ def _convert_baichuan_m1(
         checkpoint = {name: tensor for name, tensor in source.state_dict().items() if wanted(name)}
     else:
         checkpoint = read_tensors(source, wanted)
+    head, embedding = checkpoint.get("lm_head.weight"), checkpoint.get("model.embed_tokens.weight")
+    if config.get("tie_word_embeddings") and head is not None and embedding is not None:
+        check_tied(head, embedding, "this Baichuan-M1 checkpoint")
     weights = convert_baichuan_m1_weights(
         checkpoint,
         cfg,

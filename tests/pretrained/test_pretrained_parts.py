@@ -329,6 +329,22 @@ def test_folder_that_lacks_a_weight_is_refused(tmp_path):
         load_pretrained_parts(folder)
 
 
+@pytest.mark.parametrize(
+    ("kind", "name"), [("gpt2", "lm_head.weight"), ("neox", "embed_out.weight"), ("llama", "lm_head.weight")]
+)
+def test_a_tied_model_with_another_head_in_its_file_is_refused(kind, name, tmp_path):
+    folder = save(tiny_hf_model(kind, tie_word_embeddings=True), tmp_path / "run")
+    weights = load_file(folder / "model.safetensors")
+    embedding = tiny_hf_model(kind, tie_word_embeddings=True).get_input_embeddings().weight.detach()
+    for head, refused in ((embedding.clone(), False), (embedding + 1, True)):
+        save_file({**weights, name: head}, folder / "model.safetensors", metadata={"format": "pt"})
+        if refused:
+            with pytest.raises(KVLensError, match="has tie_word_embeddings=True in its configuration and an output embedding"):
+                load_pretrained_parts(folder)
+        else:
+            load_pretrained_parts(folder)
+
+
 def test_unreadable_and_unknown_configs_are_refused(tmp_path):
     folder = save(tiny_hf_model("llama"), tmp_path / "run")
     config = json.loads((folder / "config.json").read_text())

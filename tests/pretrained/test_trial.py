@@ -28,7 +28,7 @@ def test_a_field_that_is_forgotten_is_noticed(kind, processed, wrong_eps, tmp_pa
     hf_model.save_pretrained(tmp_path / "m")
     load = HookedKVTransformer.from_pretrained if processed else HookedKVTransformer.from_pretrained_no_processing
     for name, model in (("x", hf_model), (tmp_path / "m", None)):
-        with pytest.raises(KVLensError, match="does not compute what transformers computes: on 29 tokens the logits differ"):
+        with pytest.raises(KVLensError, match="does not compute what transformers computes: on (29|32) tokens"):
             load(name, hf_model=model, device="cpu")
     load(tmp_path / "m", device="cpu", verify=False)
 
