@@ -18,12 +18,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvlens.conversion import carry_bias, convert_prompt
+    from kvlens.conversion import Counterfactuals, carry_bias, convert_prompt, counterfactuals, logits_after
     from kvlens.errors import KVLensError
     from kvlens.kv_bias import KVBias, combine
     from kvlens.model import HookedKVTransformer, HookedKVTransformerConfig, KVShiftConfig, run_in_segments
 
 _HOMES = {
+    "Counterfactuals": "kvlens.conversion",
     "HookedKVTransformer": "kvlens.model",
     "HookedKVTransformerConfig": "kvlens.model",
     "KVBias": "kvlens.kv_bias",
@@ -32,10 +33,13 @@ _HOMES = {
     "carry_bias": "kvlens.conversion",
     "combine": "kvlens.kv_bias",
     "convert_prompt": "kvlens.conversion",
+    "counterfactuals": "kvlens.conversion",
+    "logits_after": "kvlens.conversion",
     "run_in_segments": "kvlens.model",
 }
 
 __all__ = [
+    "Counterfactuals",
     "HookedKVTransformer",
     "HookedKVTransformerConfig",
     "KVBias",
@@ -44,6 +48,8 @@ __all__ = [
     "carry_bias",
     "combine",
     "convert_prompt",
+    "counterfactuals",
+    "logits_after",
     "run_in_segments",
 ]
 __version__ = "0.1.0"

@@ -25,6 +25,7 @@ from kvlens.components.layer_bias import LayerBias
 from kvlens.components.lean import is_hooked
 from kvlens.components.linear_attention import GroupedLinearAttention, LinearAttention
 from kvlens.components.pos_embed import NoPosEmbed, OffsetPosEmbed, SinusoidalPosEmbed
+from kvlens.components.positions import counted_by, hidden_tokens_keep_positions
 from kvlens.components.softmax_attention import GroupedSoftmaxAttention, SoftmaxAttention
 from kvlens.components.softmax_form import form_of, in_form
 
@@ -43,7 +44,9 @@ __all__ = [
     "SinusoidalPosEmbed",
     "SoftmaxAttention",
     "build_attention",
+    "counted_by",
     "form_of",
+    "hidden_tokens_keep_positions",
     "in_form",
     "is_hooked",
     "upgrade_cache",

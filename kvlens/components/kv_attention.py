@@ -19,6 +19,7 @@ from kvlens._tl import HookPoint
 from kvlens.components.kv_shift import real_tokens, through
 from kvlens.components.lean import is_hooked, runs_lean
 from kvlens.components.pieces import HeadOutputs, Piece
+from kvlens.components.positions import counted_by
 from kvlens.components.projections import project_heads
 from kvlens.components.variants import AttentionVariants
 from kvlens.errors import KVLensError
@@ -62,7 +63,7 @@ class KVAttention(AttentionVariants):
         shifted, boundary = self.shift({"q": q, "k": k, "v": v}, boundary, mask)
         score_bias = _sum_of(additive_attention_mask, position_bias)
         k, v = self.augmented(shifted["k"], shifted["v"])
-        piece = Piece(shifted["q"], k, v, mask, attention_mask, score_bias)
+        piece = Piece(shifted["q"], k, v, mask, attention_mask, counted_by(attention_mask), score_bias)
         heads = self.regularised(self.attend(piece, past_kv_cache_entry), piece)
         if boundary and past_kv_cache_entry is not None and not past_kv_cache_entry.frozen:
             past_kv_cache_entry.boundary = boundary

@@ -64,6 +64,11 @@ class Features(NamedTuple):
     v: Tensor
     made_of: tuple[Tensor, Tensor]
 
+    def hidden(self, mask: Tensor) -> "Features":
+        """The same where tokens that ``mask`` [batch, pos] leaves out write nothing, in their positions."""
+        norm_k = None if self.norm_k is None else without_padding(self.norm_k, mask)
+        return self._replace(phi_k=without_padding(self.phi_k, mask), v=without_padding(self.v, mask), norm_k=norm_k)
+
 
 class Past(NamedTuple):
     """What came before a piece: the context's state (None at the start of a text) and its number of real tokens."""
@@ -104,16 +109,19 @@ class _Linear(KVAttention):
             raise KVLensError("linear attention has no softmax scores to add a mask or position bias to")
         accumulate = torch.promote_types(piece.q.dtype, self.cfg.accumulates_in)
         past = Past.of(entry)
+        mask = None if piece.counted is None else piece.mask  # of the tokens that take no position
         with torch.autocast(piece.q.device.type, enabled=False):  # or it would round the products below to its own dtype
             q, k, v = (x.to(accumulate) for x in (piece.q, piece.k, piece.v))
-            features = self._features(q, k, v, past, piece.mask)
+            features = self._features(q, k, v, past, mask)
+            if mask is None and piece.mask is not None:
+                features = features.hidden(piece.mask)
             bias = self.read_bias(accumulate)
             if self.ridge is not None:
-                return self._solved(features, entry, piece.mask, self.ridge)
-            heads, state = self._attend(features, past, bias, piece.mask, entry)
+                return self._solved(features, entry, mask, self.ridge)
+            heads, state = self._attend(features, past, bias, mask, entry)
         if entry is not None and not entry.frozen:
             entry.state, entry.bias = state, bias
-            entry.n_tokens = past.n_tokens + (q.shape[1] if piece.mask is None else piece.mask.sum(dim=1))
+            entry.n_tokens = past.n_tokens + (q.shape[1] if mask is None else mask.sum(dim=1))
             entry.n_places += q.shape[1]
         return heads
 

@@ -14,6 +14,7 @@ class Piece(NamedTuple):
         k, v: [batch, pos, kv_head, d_head].
         mask: True at real tokens of the piece; None where all are.
         attention_mask: as TransformerLens hands it over: 1 at real tokens, those of the decode cache in front; or None.
+        counted: the mask whose tokens take positions (:mod:`kvlens.components.positions`): ``attention_mask``, or None.
         score_bias: what is added to softmax scores (TransformerLens' additive mask, T5's position bias), or None.
     """
 
@@ -22,6 +23,7 @@ class Piece(NamedTuple):
     v: Float[Tensor, "batch pos kv_head d_head"]
     mask: Bool[Tensor, "batch pos"] | None
     attention_mask: Int[Tensor, "batch offset_pos"] | None
+    counted: Int[Tensor, "batch offset_pos"] | None
     score_bias: Float[Tensor, "#batch #head #pos key_pos"] | None
 
 

@@ -7,6 +7,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
 from kvlens._tl import PosEmbed
+from kvlens.components.positions import all_take_positions, counted_by
 from kvlens.errors import KVLensError
 
 
@@ -21,9 +22,10 @@ class _Offset(nn.Module):
         return isinstance(self.position_offset, Tensor) or self.position_offset != 0
 
     def positions(self, tokens: Tensor, past: int, attention_mask: Tensor | None) -> Int[Tensor, "#batch pos"]:
-        if attention_mask is None:
+        if counted_by(attention_mask) is None:
             ids = torch.arange(past, past + tokens.shape[-1], device=tokens.device)[None]
         else:
+            assert attention_mask is not None
             ids = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)[:, past:]
         offset = self.position_offset
         return ids + (offset[:, None].to(ids.device) if isinstance(offset, Tensor) else offset)
@@ -50,7 +52,7 @@ class OffsetPosEmbed(_Offset, PosEmbed):
         Raises:
             KVLensError: a position lies beyond ``n_ctx``.
         """
-        if not self.has_offset():
+        if not self.has_offset() and not all_take_positions():
             return super().forward(tokens, past_kv_pos_offset, attention_mask)
         ids = self.positions(tokens, past_kv_pos_offset, attention_mask)
         if int(ids.max()) >= self.cfg.n_ctx:

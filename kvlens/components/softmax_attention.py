@@ -33,6 +33,7 @@ from kvlens.components.kv_attention import KVAttention
 from kvlens.components.kv_shift import through
 from kvlens.components.lean import is_hooked
 from kvlens.components.pieces import HeadOutputs, Piece
+from kvlens.components.positions import all_take_positions
 from kvlens.components.softmax_form import form_of
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import VirtualKeys
@@ -64,7 +65,7 @@ class _Softmax(KVAttention):
             past = 0 if past_kv_cache_entry is None else past_kv_cache_entry.past_keys.shape[1]
             self._grow_alibi(past + key_input.shape[1], key_input.device)
         unseen = self.layer_bias is None and self.observer is None
-        plain = self.cfg.kv_shift is None and unseen and self.variant is None and not self._runs_fused()
+        plain = self.cfg.kv_shift is None and unseen and self.variant is None and not self._runs_fused() and not all_take_positions()
         run = AbstractAttention.forward if plain else KVAttention.forward
         return run(self, query_input, key_input, value_input, past_kv_cache_entry, *args, **kwargs)
 
@@ -72,14 +73,14 @@ class _Softmax(KVAttention):
         """z of the context and of the bias; the new keys and values go into ``entry``."""
         past = 0 if entry is None else entry.past_keys.shape[1]
         k, v = (piece.k, piece.v) if entry is None else entry.append(piece.k, piece.v)
-        q, k = self._positioned(piece.q, k, past, piece.attention_mask)
+        q, k = self._positioned(piece.q, k, past, piece.counted)
         if self.observer is not None:
             self.observer(q, k, v)
         if self.ridge is not None:
             return HeadOutputs(self._solved(q, k, v, piece.attention_mask, self.ridge), None, None)
         bias = self.read_bias(torch.promote_types(q.dtype, torch.float32))
         fused = self._runs_fused()
-        beside = self._beside(bias, q, k, past, piece.attention_mask)
+        beside = self._beside(bias, q, k, past, piece.counted)
         if beside is not None and _wants_gradient(q, k, v, beside.keys, beside.log_weights, beside.values):
             if self._is_plain_beside(piece):
                 causal = self.cfg.attention_dir == "causal"
@@ -97,7 +98,7 @@ class _Softmax(KVAttention):
                 return HeadOutputs(z, None, None)
             if beside is not None:
                 return HeadOutputs(fused_beside(z, log_n, q, beside, float(self.attn_scale)), None, None)
-            joined = self._joined(z.to(log_n.dtype), ScaledMass.of_log(log_n), q, bias, past, piece.attention_mask)
+            joined = self._joined(z.to(log_n.dtype), ScaledMass.of_log(log_n), q, bias, past, piece.counted)
             return HeadOutputs(joined.z_context, joined.z_bias, self.hook_normalizer(joined.log_normalizer))
         return self._eager(q, k, v, past, piece, bias, entry)
 
@@ -180,7 +181,7 @@ class _Softmax(KVAttention):
             return HeadOutputs(z, None, None, self._own_share(pattern, past))
         scores = scores.to(bias[0].dtype)
         ones = torch.ones((), device=q.device, dtype=scores.dtype).expand(*q.shape[:-1], 1)
-        share, z_bias, log_whole = self._joined(ones, self._mass(scores), q, bias, past, piece.attention_mask)
+        share, z_bias, log_whole = self._joined(ones, self._mass(scores), q, bias, past, piece.counted)
         log_whole = self.hook_normalizer(log_whole)
         pattern = self.hook_pattern(self._pattern(scores) * share.transpose(1, 2))
         z = self.read_values(pattern, scores, scores > -torch.inf, v, entry)

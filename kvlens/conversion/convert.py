@@ -16,16 +16,17 @@ The prompt of a softmax model is handed on to :mod:`kvlens.conversion.softmax`.
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
 from kvlens._tl import TransformerLensKeyValueCache
-from kvlens.arguments import check_flag, check_function, check_whole
-from kvlens.components import LinearCacheEntry
+from kvlens.arguments import check_choice, check_flag, check_function, check_whole
+from kvlens.components import LinearCacheEntry, hidden_tokens_keep_positions
 from kvlens.conversion.carry import carry_layer_state, per_query_head
+from kvlens.conversion.counterfactual import Counterfactuals, Positions, Replacement, Span, counterfactuals_of
 from kvlens.conversion.prompt import Prompt, PromptTokens, length_note, prompt_tokens
 from kvlens.conversion.softmax import SoftmaxChoices, SoftmaxOptions, convert_softmax_prompt
 from kvlens.errors import KVLensError, warn
@@ -40,8 +41,11 @@ from kvlens.signature import checked
 @checked
 def convert_prompt(
     model: HookedKVTransformer,
-    prompt: Prompt,
+    prompt: Prompt | Counterfactuals,
     *,
+    without: Sequence[Span] = (),
+    replace: Mapping[Span, Replacement] | None = None,
+    positions: Positions = "kept",
     initial: KVBias | None = None,
     prepend_bos: bool | None = None,
     fwd_hooks: Sequence[tuple[str | Callable[[str], bool], Callable[..., Any]]] = (),
@@ -67,7 +71,12 @@ def convert_prompt(
 
     Args:
         model: linear or softmax.
-        prompt: a string, a list of strings (their biases form a batch), or tokens [pos] or [batch, pos].
+        prompt: a string, a list of strings (their biases form a batch), tokens [pos] or [batch, pos], or variants of one prompt
+            (:func:`counterfactuals`, a batch).
+        without: token ranges (start, stop) of one prompt that are deleted from it.
+        replace: token range -> text or tokens that stand in its place, of as many tokens.
+        positions: "kept": what follows deleted tokens stays where it stood; "closed": it moves up. See
+            :mod:`kvlens.conversion.counterfactual` for what a gap means.
         initial: the bias to continue from; None continues from what the model holds now (nothing, a trained bias, an
             attached one). Continuing equals converting the concatenation of both prompts' tokens.
         prepend_bos: whether strings get a BOS; None gives them one by the model's default, and only where no bias is
@@ -122,7 +131,7 @@ def convert_prompt(
         continued = initial is not None or model.attached_kv_bias is not None
         if prepend_bos is None:
             prepend_bos = model.prepends_bos and not continued
-        tokens = prompt_tokens(model, prompt, prepend_bos)
+        tokens = _read_prompt(model, prompt, without, replace, positions, prepend_bos)
         stack.enter_context(torch.set_grad_enabled(not detach and torch.is_grad_enabled()))
         if initial is not None:
             stack.enter_context(model.kv_bias(initial))
@@ -147,9 +156,30 @@ def convert_prompt(
     return bias
 
 
+def _read_prompt(
+    model: HookedKVTransformer, prompt: Any, without: Any, replace: Any, positions: Positions, prepend_bos: bool
+) -> PromptTokens:
+    if isinstance(prompt, Counterfactuals):
+        if len(without) or replace:
+            raise KVLensError("convert_prompt: counterfactuals say what is deleted and replaced: leave without and replace out")
+        model.check_tokens(prompt.tokens)
+        return prompt.as_prompt()
+    read = prompt_tokens(model, prompt, prepend_bos)
+    check_choice("convert_prompt: positions", positions, ("kept", "closed"))
+    if not len(without) and not replace:
+        return read
+    if read.tokens.shape[0] != 1:
+        raise KVLensError(
+            f"convert_prompt: without and replace take one prompt, got {read.tokens.shape[0]}; kvlens.counterfactuals makes "
+            "several variants of one"
+        )
+    made = counterfactuals_of(model, read.tokens[0], [without], [replace or {}], positions)
+    return made.as_prompt()._replace(has_batch=read.has_batch)
+
+
 def _warn_of_length(model: HookedKVTransformer, prompt: PromptTokens, old: KVBias | None) -> None:
     before = 0 if old is None else torch.as_tensor(old.n_prompt_tokens).cpu()
-    note = length_note(model, int((torch.as_tensor(prompt.lengths()).cpu() + before).max()))
+    note = length_note(model, int((torch.as_tensor(prompt.n_positions()).cpu() + before).max()))
     if note is not None:
         warn(note)
 
@@ -205,8 +235,8 @@ def _run_prompt(
     tokens, cfg = prompt.tokens, model.cfg
     cache = TransformerLensKeyValueCache.init_cache(cfg, cfg.device, tokens.shape[0])
     mask = None if prompt.mask is None else prompt.mask.long()
-    model.check_length(tokens.shape[1], mask)
-    with model.hooks(fwd_hooks=list(fwd_hooks)):
+    with model.hooks(fwd_hooks=list(fwd_hooks)), hidden_tokens_keep_positions(prompt.keeps_positions):
+        model.check_length(tokens.shape[1], mask)
         if segment_length is None and (has_hooks(model) or wants_gradients(model)):
             segment_length = tokens.shape[1]
         options: dict[str, Any] = dict(segment_length=segment_length, on_progress=on_progress)
@@ -223,13 +253,13 @@ def _collect(
     fingerprint: Fingerprint,
 ) -> KVBias:
     cfg = model.cfg
-    lengths = prompt.lengths()
+    lengths, n_positions = prompt.lengths(), prompt.n_positions()
     old = None if old is None else old.to(prompt.tokens.device)
     has_batch = prompt.has_batch or (old is not None and old.batch_size is not None)
-    layers = [_layer_tensors(model, layer, entry, lengths) for layer, entry in enumerate(entries)]
+    layers = [_layer_tensors(model, layer, entry, n_positions) for layer, entry in enumerate(entries)]
     stacked = [torch.stack([t.to(prompt.tokens.device) for t in tensors]) for tensors in zip(*layers, strict=True)]
     b_kv, b_d, last_k, last_v, last_q = stacked if has_batch else [t[:, 0] for t in stacked]
-    offset = 0 if cfg.rotates_after else lengths + (0 if old is None else old.position_offset)
+    offset = 0 if cfg.rotates_after else n_positions + (0 if old is None else old.position_offset)
     return KVBias(
         b_KV=b_kv,
         b_D=b_d,
@@ -243,14 +273,14 @@ def _collect(
 
 
 def _layer_tensors(
-    model: HookedKVTransformer, layer: int, entry: LinearCacheEntry, lengths: int | Tensor
+    model: HookedKVTransformer, layer: int, entry: LinearCacheEntry, n_positions: int | Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(b_KV, b_D, last_k, last_v, last_q) of one layer, each with a batch axis."""
     cfg, attn = model.cfg, model.blocks[layer].attn
     assert entry.state is not None
     written = per_query_head(entry.state, cfg.n_heads)
     old = None if entry.bias is None else LinearAttentionState(*entry.bias)
-    new = carry_layer_state(attn, old, lengths, written)
+    new = carry_layer_state(attn, old, n_positions, written)
     b_d = new.kv.new_zeros(new.kv.shape[:3]) if new.k_sum is None else new.k_sum
     rows = [_boundary(entry, x, new.kv, n) for x, n in (("k", cfg.n_kv_heads), ("v", cfg.n_kv_heads), ("q", cfg.n_heads))]
     return new.kv, b_d, rows[0], rows[1], rows[2]

@@ -14,18 +14,29 @@ Prompt = str | list[str] | Tensor
 
 
 class PromptTokens(NamedTuple):
-    """Tokens of the prompt(s), which of them are real, and whether the caller gave a batch."""
+    """Tokens of the prompt(s), which of them are read, and whether the caller gave a batch.
+
+    Attributes:
+        mask: True at tokens that are read; None where all are. The others are padding, or hidden from a counterfactual prompt.
+        has_batch: whether the bias gets a batch axis.
+        keeps_positions: whether tokens that are not read take positions all the same.
+    """
 
     tokens: Int[Tensor, "batch pos"]
     mask: Bool[Tensor, "batch pos"] | None
     has_batch: bool
+    keeps_positions: bool = False
 
     def lengths(self) -> int | Int[Tensor, " batch"]:
-        """Real tokens: an int, or one per row where rows differ."""
+        """Tokens that are read: an int, or one per row where rows differ."""
         if self.mask is None:
             return self.tokens.shape[1]
         lengths = self.mask.sum(dim=1)
         return int(lengths[0]) if bool((lengths == lengths[0]).all()) else lengths
+
+    def n_positions(self) -> int | Int[Tensor, " batch"]:
+        """Positions that the prompt takes up: those of the tokens that are read, or of all."""
+        return self.tokens.shape[1] if self.keeps_positions else self.lengths()
 
 
 def prompt_tokens(model: HookedKVTransformer, prompt: Prompt, prepend_bos: bool, what: str = "prompt") -> PromptTokens:

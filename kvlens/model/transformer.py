@@ -20,7 +20,7 @@ from kvlens._tl import (
     without_deprecation_warning,
 )
 from kvlens.arguments import first_line
-from kvlens.components import in_form, upgrade_cache
+from kvlens.components import counted_by, in_form, upgrade_cache
 from kvlens.dtypes import dtype_of, is_dtype
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import Fingerprint, KVBias
@@ -218,7 +218,7 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
 
     def check_length(self, n_places: int, attention_mask: Tensor | None) -> None:
         """Raise KVLensError where the model has a longest text and this one, padding left out, is longer."""
-        check_length(self.cfg, n_places, attention_mask)
+        check_length(self.cfg, n_places, counted_by(attention_mask))
 
     def to_tokens(
         self,

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvlens._tl import TransformerLensKeyValueCache
-from kvlens.components import ShiftedCacheEntry
+from kvlens.components import ShiftedCacheEntry, hidden_tokens_keep_positions
 from kvlens.conversion.prompt import PromptTokens
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import Fingerprint, KVBias, VirtualKeys
@@ -51,7 +51,7 @@ def convert_exactly(
     batch, n_places = tokens.shape
     cache = TransformerLensKeyValueCache.init_cache(cfg, cfg.device, batch)
     mask = torch.ones_like(tokens) if prompt.mask is None else prompt.mask.long()
-    with observed(model) as seen:
+    with observed(model) as seen, hidden_tokens_keep_positions(prompt.keeps_positions):
         residual = model.run_with_hooks(
             tokens,
             fwd_hooks=list(fwd_hooks),
@@ -61,8 +61,9 @@ def convert_exactly(
         )
     keys = torch.stack([k.transpose(1, 2).to(tokens.device) for _, k, _ in seen])
     values = torch.stack([v.transpose(1, 2).to(tokens.device) for _, _, v in seen])
-    lengths = torch.as_tensor(prompt.lengths(), device=tokens.device).expand(batch)
-    distance = lengths[:, None] - torch.arange(n_places, device=tokens.device)
+    lengths = torch.as_tensor(prompt.n_positions(), device=tokens.device).expand(batch)
+    places = torch.arange(n_places, device=tokens.device)
+    distance = lengths[:, None] - places
     weight = torch.ones(batch, n_places, device=tokens.device) if prompt.mask is None else prompt.mask
     on = weight[:, None, :].to(keys).expand(*keys.shape[:-1])
     rows = {x: _boundary(model, cache, x, keys) for x in "kvq"}
@@ -73,12 +74,13 @@ def convert_exactly(
         last_v=rows["v"],
         last_q=rows["q"],
         n_prompt_tokens=prompt.lengths(),
-        position_offset=prompt.lengths() + (0 if old is None else old.position_offset),
+        position_offset=prompt.n_positions() + (0 if old is None else old.position_offset),
         fingerprint=fingerprint,
         features=VirtualKeys(keys, distance.clamp(min=1)[None, :, None].expand(*keys.shape[:-1]).clone()),
         log_scale=keys.new_zeros(keys.shape[:3]),
     )
-    last = residual[torch.arange(batch, device=residual.device), lengths.to(residual.device) - 1][:, None]
+    read = places.expand(batch, -1) if prompt.mask is None else places.where(prompt.mask, 0)
+    last = residual[torch.arange(batch, device=residual.device), read.amax(dim=1).to(residual.device)][:, None]
     return ConvertedExactly(bias, prompt.mask, last)
 
 
@@ -92,7 +94,7 @@ def _boundary(model: HookedKVTransformer, cache: TransformerLensKeyValueCache, n
 
 
 def continued(old: KVBias | None, new: KVBias) -> KVBias:
-    """``new`` after ``old``: virtual keys side by side, the old ones as far away as the new prompt is long.
+    """``new`` after ``old``: virtual keys side by side, the old ones as far away as the new prompt takes positions.
 
     Raises:
         KVLensError: the bias to continue from has other features.
@@ -104,7 +106,7 @@ def continued(old: KVBias | None, new: KVBias) -> KVBias:
         raise KVLensError(f"convert_prompt: the bias to continue from has {kinds}: continue with the method that made it")
     old = as_batch(old, new.b_KV.shape[1])
     if isinstance(old.features, VirtualKeys):
-        old = old._made(old.fit, features=old.features.further(new.n_prompt_tokens))
+        old = old._made(old.fit, features=old.features.further(new.position_offset - old.position_offset))
     return KVBias.combine(old, new, boundary="last")
 
 

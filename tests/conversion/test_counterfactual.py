@@ -1,0 +1,171 @@
+"""Counterfactual prompts: what a deleted or replaced span means, for every kind of position."""
+
+
+import pytest
+import torch
+
+from kvlens import (
+    HookedKVTransformer,
+    HookedKVTransformerConfig,
+    KVLensError,
+    KVShiftConfig,
+    carry_bias,
+    convert_prompt,
+    counterfactuals,
+    logits_after,
+)
+
+SIZES = dict(n_layers=3, d_model=20, d_head=4, n_heads=5, n_ctx=64, d_vocab=31, act_fn="gelu", dtype=torch.float64, seed=3)
+SHIFT = KVShiftConfig(window=2, queries=True)
+LINEAR = dict(attention="linear", feature_map="elu_plus_one", positional_embedding_type="rotary")
+KINDS = {
+    "linear rope after": LINEAR,
+    "linear rope before": {**LINEAR, "feature_map": "taylor"},
+    "linear shift": {**LINEAR, "kv_shift": SHIFT},
+    "linear decay": {**LINEAR, "feature_map": "identity", "normalizer": "none", "decay": "retnet", "kv_shift": SHIFT},
+    "linear learned positions": {**LINEAR, "positional_embedding_type": "standard"},
+    "linear no positions": {**LINEAR, "positional_embedding_type": "none"},
+    "softmax rotary": dict(positional_embedding_type="rotary", kv_shift=SHIFT),
+    "softmax rotary fused": dict(positional_embedding_type="rotary", softmax_form="fused"),
+    "softmax learned": dict(positional_embedding_type="standard"),
+    "softmax sinusoidal": dict(positional_embedding_type="sinusoidal"),
+    "softmax alibi": dict(positional_embedding_type="alibi"),
+    "softmax windows": dict(
+        positional_embedding_type="rotary", use_local_attn=True, window_size=5, attn_types=["local", "global", "local"]
+    ),
+    "softmax grouped": dict(positional_embedding_type="rotary", n_heads=4, n_key_value_heads=2, d_model=16, kv_shift=SHIFT),
+}
+PROMPT = torch.tensor([7, 3, 1, 4, 1, 5, 9, 2, 6, 5, 30, 11, 12])
+TEXT = torch.tensor([8, 9, 7, 9, 3])
+TOLERANCE = 1e-11
+"""float64, logits of size 1: a few hundred sums, each rounded at 2e-16, through three layers of norms."""
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def model(request) -> HookedKVTransformer:
+    return HookedKVTransformer(HookedKVTransformerConfig(**{**SIZES, **KINDS[request.param]}))
+
+
+def read(model, bias):
+    with model.kv_bias(bias):
+        return model(TEXT[None], attention_mask=torch.ones_like(TEXT[None]))[0]
+
+
+def close(a, b):
+    torch.testing.assert_close(a, b, rtol=0, atol=TOLERANCE)
+
+
+def test_closed_positions_are_the_prompt_without_the_tokens(model):
+    shorter = torch.cat([PROMPT[:3], PROMPT[6:8], PROMPT[9:]])
+    bias = convert_prompt(model, PROMPT, without=[(3, 6), (8, 9)], positions="closed")
+    close(read(model, bias), read(model, convert_prompt(model, shorter)))
+    close(read(model, bias), model(torch.cat([shorter, TEXT])[None])[0, -len(TEXT) :])
+
+
+def test_a_kept_gap_is_a_bias_carried_past_it(model):
+    whole = convert_prompt(model, PROMPT, without=[(3, 6), (8, 9)])
+    in_parts = carry_bias(model, convert_prompt(model, PROMPT[:3]), 3)
+    in_parts = carry_bias(model, convert_prompt(model, PROMPT[6:8], initial=in_parts), 1)
+    in_parts = convert_prompt(model, PROMPT[9:], initial=in_parts)
+    close(read(model, whole), read(model, in_parts))
+    assert whole.position_offset == in_parts.position_offset
+    assert whole.n_prompt_tokens == len(PROMPT) - 4
+
+
+def test_a_gap_at_either_end(model):
+    at_start = carry_bias(model, convert_prompt(model, PROMPT[:1]).zero_like(), 1)
+    close(
+        read(model, convert_prompt(model, PROMPT, without=[(0, 2)])),
+        read(model, convert_prompt(model, PROMPT[2:], initial=at_start)),
+    )
+    close(
+        read(model, convert_prompt(model, PROMPT, without=[(9, 13)])),
+        read(model, carry_bias(model, convert_prompt(model, PROMPT[:9]), 4)),
+    )
+
+
+@pytest.mark.parametrize("positions", ["kept", "closed"])
+def test_rows_are_what_each_is_alone_and_logits_after_them_the_same(model, positions):
+    deleted = [[(3, 6)], [], [(1, 2), (8, 12)], [(11, 13)]]
+    replaced = [{}, {(1, 3): [20, 21]}, {(4, 5): [22]}, {}]
+    rows = counterfactuals(model, PROMPT, deleted, replaced, positions=positions)
+    batch = convert_prompt(model, rows)
+    alone = [
+        convert_prompt(model, PROMPT, without=d, replace=r, positions=positions) for d, r in zip(deleted, replaced, strict=True)
+    ]
+    expected = torch.stack([read(model, each) for each in alone])
+    with model.kv_bias(batch):
+        close(model(TEXT.expand(4, -1), attention_mask=torch.ones(4, 5, dtype=torch.long)), expected)
+    close(logits_after(model, rows, TEXT, 2, rows_per_pass=3), expected[:, -2:])
+
+
+def test_a_replacement_is_the_prompt_with_it(model):
+    bias = convert_prompt(model, PROMPT, replace={(3, 6): torch.tensor([20, 21, 22])})
+    other = torch.cat([PROMPT[:3], torch.tensor([20, 21, 22]), PROMPT[6:]])
+    close(read(model, bias), read(model, convert_prompt(model, other)))
+
+
+def test_counterfactuals_continue_a_bias(model):
+    first = convert_prompt(model, PROMPT[:5])
+    continued = convert_prompt(model, PROMPT[5:], without=[(1, 4)], initial=first)
+    close(read(model, continued), read(model, convert_prompt(model, PROMPT, without=[(6, 9)])))
+
+
+def test_shared_beginnings_change_nothing_but_the_work():
+    model = HookedKVTransformer(HookedKVTransformerConfig(**{**SIZES, **LINEAR, "n_ctx": 512}))
+    prompt = torch.randint(31, (240,), generator=torch.Generator().manual_seed(0))
+    deleted = [[(first, first + 20)] for first in range(0, 240, 20)]
+    rows = counterfactuals(model, prompt, deleted)
+    counted = []
+    together = logits_after(model, rows, TEXT, rows_per_pass=3, on_tokens=counted.append)
+    alone = torch.cat([logits_after(model, rows.rows(slice(i, i + 1)), TEXT) for i in range(12)])
+    close(together, alone)
+    assert sum(counted) < 0.75 * 12 * (240 + len(TEXT))
+
+
+def test_everything_deleted_is_no_prompt_at_its_position(model):
+    empty = convert_prompt(model, PROMPT, without=[(0, 13)])
+    zero = carry_bias(model, convert_prompt(model, PROMPT[:1]).zero_like(), 12)
+    close(read(model, empty), read(model, zero))
+
+
+@pytest.mark.unhooked
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (dict(without=[(3, 14)]), "0 <= start < stop <= 13"),
+        (dict(without=[(3, 3)]), "0 <= start < stop"),
+        (dict(without=[(-1, 3)]), "0 <= start < stop"),
+        (dict(without=[(1, 4), (3, 5)]), "overlap at 3 to 4"),
+        (dict(without=[(1, 4)], replace={(3, 5): [1, 2]}), "overlap"),
+        (dict(replace={(3, 5): [1, 2, 3]}), "expected 2 tokens"),
+        (dict(replace={(3, 5): "two words"}), "no tokenizer"),
+        (dict(replace={(3, 5): [1, 99]}), "d_vocab=31"),
+        (dict(without=[(0, 13)], positions="closed"), "keeps no token"),
+        (dict(without=[(1, 2)], positions="open"), "kept.*closed"),
+        (dict(without="abc"), "without"),
+        (dict(without=[3]), "list of pairs"),
+    ],
+)
+def test_bad_spans_are_refused(given, words):
+    model = HookedKVTransformer(HookedKVTransformerConfig(**{**SIZES, **LINEAR}))
+    with pytest.raises(KVLensError, match=words.replace("(", r"\(")):
+        convert_prompt(model, PROMPT, **given)
+    with pytest.raises(KVLensError, match="one prompt, got 2"):
+        convert_prompt(model, PROMPT.expand(2, -1), without=[(1, 2)])
+
+
+def test_every_kind_is_told_from_the_other_positions(model):
+    kept, closed = (
+        read(model, convert_prompt(model, PROMPT, without=[(3, 6)], positions=p)) for p in ("kept", "closed")
+    )
+    same = model.cfg.positional_embedding_type == "none"
+    assert ((kept - closed).abs().max() < TOLERANCE) == same
+
+
+def test_the_passes_of_other_threads_and_of_ordinary_masks_are_as_before(model):
+    mask = torch.ones(1, 13, dtype=torch.long)
+    mask[0, 3:6] = 0
+    before = model(PROMPT[None], attention_mask=mask)
+    convert_prompt(model, PROMPT, without=[(3, 6)])
+    assert torch.equal(model(PROMPT[None], attention_mask=mask), before)
