@@ -5,6 +5,8 @@ from kvlens.errors import nearest
 
 ANALYSES = {
     "activation_patching": "kvlens.analyses.bias.patching:ACTIVATION_PATCHING",
+    "attribution_by_head": "kvlens.analyses.attribution.by_head:ATTRIBUTION_BY_HEAD",
+    "attribution_by_position": "kvlens.analyses.attribution.by_position:ATTRIBUTION_BY_POSITION",
     "bias_by_head": "kvlens.analyses.bias.by_head:BIAS_BY_HEAD",
     "bias_decomposition": "kvlens.analyses.bias.decomposition:BIAS_DECOMPOSITION",
     "bias_effects": "kvlens.analyses.bias.effects:BIAS_EFFECTS",
@@ -18,6 +20,7 @@ ANALYSES = {
     "dual_losses": "kvlens.analyses.dual.losses:DUAL_LOSSES",
     "induction_heads": "kvlens.analyses.heads.induction:INDUCTION_HEADS",
     "layer_contributions": "kvlens.analyses.stream.contributions:LAYER_CONTRIBUTIONS",
+    "prompt_attribution": "kvlens.analyses.attribution.prompt:PROMPT_ATTRIBUTION",
     "prompt_by_depth": "kvlens.analyses.prompt.depth:PROMPT_BY_DEPTH",
     "prompt_copies": "kvlens.analyses.heads.copies:PROMPT_COPIES",
     "prompt_effect": "kvlens.analyses.prompt.effect:PROMPT_EFFECT",
@@ -39,6 +42,8 @@ HOMES = {
     "WRONG": "kvlens.analyses.inputs",
     "activation_patching": "kvlens.analyses.bias.patching",
     "attention_rows": "kvlens.analyses.heads.rows",
+    "attribution_by_head": "kvlens.analyses.attribution.by_head",
+    "attribution_by_position": "kvlens.analyses.attribution.by_position",
     "bias_ablation": "kvlens.analyses.bias.removal",
     "bias_addition": "kvlens.analyses.bias.pairs",
     "bias_by_head": "kvlens.analyses.bias.by_head",
@@ -60,6 +65,7 @@ HOMES = {
     "layer_contributions": "kvlens.analyses.stream.contributions",
     "linked_shares": "kvlens.analyses.prompt.linked",
     "next_token_texts": "kvlens.analyses.texts",
+    "prompt_attribution": "kvlens.analyses.attribution.prompt",
     "prompt_by_depth": "kvlens.analyses.prompt.depth",
     "prompt_copies": "kvlens.analyses.heads.copies",
     "prompt_effect": "kvlens.analyses.prompt.effect",

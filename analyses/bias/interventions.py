@@ -77,14 +77,14 @@ def logits_under(
     n_rows = len(rows.donor)
     for first in range(0, n_rows, rows_per_pass):
         chunk = rows.some(slice(first, first + rows_per_pass))
-        with model.kv_bias(_intervened(bias, chunk)):
+        with model.kv_bias(intervened(bias, chunk)):
             batch = text[None].expand(len(chunk.donor), -1)
             yield model(batch, attention_mask=torch.ones_like(batch))
         if on_progress is not None:
             on_progress((first + len(chunk.donor)) / n_rows)
 
 
-def _intervened(bias: KVBias, rows: Interventions) -> KVBias:
+def intervened(bias: KVBias, rows: Interventions) -> KVBias:
     """A batch: ``bias`` with each row's parts replaced."""
     bias = bias.per_query_head()
     keep = rows.keep_bias.transpose(0, 1)  # the batch comes after the layer

@@ -2,8 +2,8 @@
 
 Padding takes no position: TransformerLens counts the tokens that the mask shows, and so do RoPE, learned positions and decay.
 A counterfactual prompt hides tokens that were there, and what comes after them may stay where it stood: positions are then
-counted over all tokens, hidden ones included, and the state of linear attention decays past them as past any other token. In
-both cases a hidden token adds nothing to A, D or the keys, and the KV shift mixes a token with the last *visible* one before it.
+counted over all tokens, hidden ones included, and the state of linear attention decays past them as past any other token.
+In both cases a hidden token adds nothing to A, D or the keys, and the KV shift mixes a token with the last *visible* one.
 """
 
 import contextlib

@@ -65,7 +65,13 @@ class _Softmax(KVAttention):
             past = 0 if past_kv_cache_entry is None else past_kv_cache_entry.past_keys.shape[1]
             self._grow_alibi(past + key_input.shape[1], key_input.device)
         unseen = self.layer_bias is None and self.observer is None
-        plain = self.cfg.kv_shift is None and unseen and self.variant is None and not self._runs_fused() and not all_take_positions()
+        plain = (
+            self.cfg.kv_shift is None
+            and unseen
+            and self.variant is None
+            and not self._runs_fused()
+            and not all_take_positions()
+        )
         run = AbstractAttention.forward if plain else KVAttention.forward
         return run(self, query_input, key_input, value_input, past_kv_cache_entry, *args, **kwargs)
 

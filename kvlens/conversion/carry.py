@@ -6,8 +6,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from kvlens.arguments import check_whole
+from kvlens.arguments import brief, check_whole
 from kvlens.components.attention import KVAttention
+from kvlens.errors import KVLensError
 from kvlens.kv_bias import LAST_POSITION, KVBias, VirtualKeys
 from kvlens.kv_bias.records import since
 from kvlens.model import HookedKVTransformer
@@ -16,7 +17,7 @@ from kvlens.signature import checked
 
 
 @checked
-def carry_bias(model: HookedKVTransformer, bias: KVBias, n_tokens: int) -> KVBias:
+def carry_bias(model: HookedKVTransformer, bias: KVBias, n_tokens: int | Int[Tensor, " batch"]) -> KVBias:
     """``bias`` as it stands after ``n_tokens`` tokens that wrote nothing: what it has in the bias of a prompt that follows it.
 
         carried(b_KV) = gamma^M R_{-M} b_KV        carried(b_D) = b_D        (M tokens; ICLCA eq. 19 without the new terms)
@@ -27,7 +28,7 @@ def carry_bias(model: HookedKVTransformer, bias: KVBias, n_tokens: int) -> KVBia
     Args:
         model: the one that ``bias`` was converted with.
         bias: of one prompt or of a batch.
-        n_tokens: M, not negative.
+        n_tokens: M, not negative; or one for each prompt of a batch.
 
     Returns:
         Offset and number of tokens are those after the M tokens; the boundary stays, as tokens that write nothing have none.
@@ -35,7 +36,14 @@ def carry_bias(model: HookedKVTransformer, bias: KVBias, n_tokens: int) -> KVBia
     Raises:
         KVLensError: a bias of another model, or a negative number of tokens.
     """
-    check_whole("carry_bias: n_tokens", n_tokens, 0, LAST_POSITION)
+    if isinstance(n_tokens, Tensor):
+        if n_tokens.shape != (bias.batch_size,) or int(n_tokens.min()) < 0 or int(n_tokens.max()) > LAST_POSITION:
+            raise KVLensError(
+                f"carry_bias: n_tokens must be a number for each of {bias.batch_size} prompts, got {brief(n_tokens)}"
+            )
+        n_tokens = n_tokens.to(bias.b_KV.device)
+    else:
+        check_whole("carry_bias: n_tokens", n_tokens, 0, LAST_POSITION)
     bias.fingerprint.check(model.fingerprint(), "carry_bias")
     if bias.features is not None:
         features = bias.features.further(n_tokens) if isinstance(bias.features, VirtualKeys) else bias.features

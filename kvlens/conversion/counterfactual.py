@@ -1,18 +1,18 @@
 """Counterfactual prompts: a prompt of which parts are deleted or replaced, and what follows it.
 
-A *span* is a range of the prompt's tokens, (start, stop), stop left out. What comes after a deleted span, the rest of the prompt
-and the text, either stays where it stood (``positions="kept"``) or moves up (``"closed"``, as if the tokens had never been
-written; ContextCite, Cohen-Wang et al. 2024, arXiv 2409.00729, deletes in this way). A gap that is kept means, for
+A *span* is a range of the prompt's tokens, (start, stop), stop left out. What comes after a deleted span, the rest of the
+prompt and the text, either stays where it stood (``positions="kept"``) or moves up (``"closed"``, as if the tokens had never
+been written; ContextCite, Cohen-Wang et al. 2024, arXiv 2409.00729, deletes in this way). A gap that is kept means, for
 
-- RoPE: angles are those of the tokens' own positions, before and after the feature map; where a converted prompt is rebased, its
-  keys turn past the gap (``carry_bias``);
+- RoPE: angles are those of the tokens' own positions, before and after the feature map; where a converted prompt is rebased,
+  its keys turn past the gap (``carry_bias``);
 - learned and sinusoidal positions: the tokens behind the gap keep their rows, the text starts where it did;
 - decay: the state decays past a deleted token as past any other;
 - ALiBi and windows: distances count the deleted tokens;
 - the KV shift: the predecessor of the first token behind the gap is the last one before it, in both cases.
 
-The *baseline* is the prompt of which everything is deleted that is not always there: with BOS that token alone, its b_KV and b_D
-turned and decayed to the text's position, its shift state where the prompt's would stand; without BOS the empty prompt.
+The *baseline* is the prompt of which everything is deleted that is not always there: with BOS that token alone, its b_KV and
+b_D turned and decayed to the text's position, its shift state where the prompt's would stand; without BOS the empty prompt.
 """
 
 import itertools
@@ -62,13 +62,17 @@ class Counterfactuals:
         """As a batch of prompts to convert: deleted tokens hidden in their positions, or moved behind the others as padding."""
         if self.positions == "kept":
             return PromptTokens(self.tokens, None if bool(self.kept.all()) else self.kept, True, keeps_positions=True)
+        if not bool(self.kept.any(dim=1).all()):
+            raise KVLensError(
+                'counterfactuals: a row keeps no token, and positions="closed" leaves nothing to convert; keep BOS'
+            )
         order = (~self.kept).long().argsort(dim=1, stable=True)
         n_kept = int(self.kept.sum(dim=1).max())
         tokens, kept = (x.gather(1, order)[:, :n_kept] for x in (self.tokens, self.kept))
         return PromptTokens(tokens, None if bool(kept.all()) else kept, True)
 
     def in_front_of_text(self) -> tuple[Int[Tensor, "row pos"], Bool[Tensor, "row pos"]]:
-        """(tokens, kept) as they stand before a text: where positions are closed, deleted tokens lie on the left, as padding."""
+        """(tokens, kept) as they stand before a text; where positions are closed, deleted tokens are padding on the left."""
         if self.positions == "kept":
             return self.tokens, self.kept
         order = self.kept.long().argsort(dim=1, stable=True)
@@ -81,9 +85,7 @@ class Counterfactuals:
 
     def after(self, start: int) -> "Counterfactuals":
         """The same without their first ``start`` tokens."""
-        return replace(
-            self, original=self.original[start:], tokens=self.tokens[:, start:], kept=self.kept[:, start:]
-        )
+        return replace(self, original=self.original[start:], tokens=self.tokens[:, start:], kept=self.kept[:, start:])
 
 
 @checked
@@ -115,8 +117,8 @@ def counterfactuals(
         prepend_bos: whether a string gets a BOS; None for the model's default.
 
     Raises:
-        KVLensError: spans outside the prompt, empty or overlapping, a replacement of another length, rows that keep no token
-            under ``positions="closed"``.
+        KVLensError: spans outside the prompt, empty or overlapping, a replacement of another length. Converting rows that keep
+            no token is refused under ``positions="closed"``.
     """
     check_choice("counterfactuals: positions", positions, ("kept", "closed"))
     read = prompt_tokens(model, prompt, model.prepends_bos if prepend_bos is None else prepend_bos)
@@ -151,8 +153,6 @@ def counterfactuals_of(
         checked_spans("without and replace", [*deleted, *each], len(tokens))
         for (start, stop), new in each.items():
             rows[row, start:stop] = _replacement(model, new, stop - start).to(rows.device)
-    if positions == "closed" and not bool(kept.any(dim=1).all()):
-        raise KVLensError('counterfactuals: a row keeps no token, and positions="closed" leaves nothing to convert; keep BOS')
     return Counterfactuals(tokens, rows, kept, positions)
 
 
@@ -168,7 +168,8 @@ def checked_spans(what: str, spans: Any, n_tokens: int) -> list[Span]:
         is_pair = isinstance(span, tuple | list) and len(span) == 2 and all(type(end) is int for end in span)
         if not is_pair or not 0 <= span[0] < span[1] <= n_tokens:
             raise KVLensError(
-                f"{what}: expected token ranges (start, stop) with 0 <= start < stop <= {n_tokens}, the prompt's length, got {span!r}"
+                f"{what}: expected token ranges (start, stop) with 0 <= start < stop <= {n_tokens}, the prompt's length, "
+                f"got {span!r}"
             )
     ordered = sorted((int(start), int(stop)) for start, stop in spans)
     for (_, stop), (start, after) in itertools.pairwise(ordered):
@@ -184,8 +185,7 @@ def _replacement(model: HookedKVTransformer, new: Replacement, n_tokens: int) ->
         new = model.to_tokens(new, prepend_bos=False, truncate=False)[0]
     found = torch.as_tensor(new)
     if found.dim() != 1 or len(found) != n_tokens:
-        raise KVLensError(
-            f"replace: expected {n_tokens} tokens, as many as they replace, got {brief(found) if found.dim() != 1 else len(found)}"
-        )
+        came = brief(found) if found.dim() != 1 else len(found)
+        raise KVLensError(f"replace: expected {n_tokens} tokens, as many as they replace, got {came}")
     model.check_tokens(found)
     return found

@@ -48,7 +48,9 @@ def logits_after(
     before, bias = 0, None
     for rows in order.split(rows_per_pass):
         start, n_read = int(first[rows].min()), 0
-        if (start - before) * (len(rows) - 1) >= PREFIX_WORTH or (start - before >= PREFIX_WORTH and len(found) + 1 < len(order)):
+        if (start - before) * (len(rows) - 1) >= PREFIX_WORTH or (
+            start - before >= PREFIX_WORTH and len(found) + 1 < len(order)
+        ):
             bias = convert_prompt(model, prompts.original[before:start], initial=bias)
             before, n_read = start, start - before
         found.append(_last_logits(model, bias, prompts.rows(rows).after(before), text, n_last))

@@ -1,6 +1,5 @@
 """Counterfactual prompts: what a deleted or replaced span means, for every kind of position."""
 
-
 import pytest
 import torch
 
@@ -156,9 +155,7 @@ def test_bad_spans_are_refused(given, words):
 
 
 def test_every_kind_is_told_from_the_other_positions(model):
-    kept, closed = (
-        read(model, convert_prompt(model, PROMPT, without=[(3, 6)], positions=p)) for p in ("kept", "closed")
-    )
+    kept, closed = (read(model, convert_prompt(model, PROMPT, without=[(3, 6)], positions=p)) for p in ("kept", "closed"))
     same = model.cfg.positional_embedding_type == "none"
     assert ((kept - closed).abs().max() < TOLERANCE) == same
 

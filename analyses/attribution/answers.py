@@ -1,0 +1,144 @@
+"""What is explained: the log-probability of an answer behind a text, or how far it lies above a rival's."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvlens import Counterfactuals, HookedKVTransformer, KVBias, KVLensError, counterfactuals, logits_after
+
+from ..predictions import text_logits
+from ..sequences import PromptTokens, TextTokens, one_sequence, prompt_sequence
+from .units import begins_with_bos
+
+Answer = str | int | Int[Tensor, " answer_pos"] | None
+Rival = str | int | Int[Tensor, " rival_pos"] | None
+Positions = Literal["kept", "closed"]
+Read = Callable[[Tensor, int], Float[Tensor, "row n_last d_vocab"]]
+"""read(text, n): the logits at the last n tokens of a text, for each of several rows."""
+
+
+@dataclass
+class Account:
+    """How much was read, in units of one pass over prompt and text."""
+
+    n_tokens_per_pass: int
+    n_tokens: int = 0
+
+    def count(self, n_tokens: int) -> None:
+        """Add tokens that went through the model."""
+        self.n_tokens += n_tokens
+
+    @property
+    def n_passes(self) -> float:
+        """So many passes over prompt and text would have read as many tokens."""
+        return self.n_tokens / self.n_tokens_per_pass
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt, a text, and the answer whose log-probability is explained.
+
+    Attributes:
+        model: that is asked, with whatever is attached to it in front of the prompt.
+        prompt: [pos].
+        text: what follows it, [pos], without the answer.
+        answer: token ids, at least one.
+        rival: token ids of another answer, or None.
+        positions: "kept" or "closed", see :mod:`kvlens.conversion.counterfactual`.
+        account: of what was read.
+    """
+
+    model: HookedKVTransformer
+    prompt: Int[Tensor, " prompt_pos"]
+    text: Int[Tensor, " text_pos"]
+    answer: Int[Tensor, " answer_pos"]
+    rival: Int[Tensor, " rival_pos"] | None
+    positions: Positions
+    account: Account = field(compare=False)
+
+    @classmethod
+    def of(
+        cls,
+        model: HookedKVTransformer,
+        prompt: PromptTokens,
+        text: TextTokens,
+        answer: Answer = None,
+        rival: Rival = None,
+        positions: Positions = "kept",
+    ) -> "Question":
+        """Read from strings or tokens; without an answer the most probable next token is explained.
+
+        Raises:
+            KVLensError: tokens that do not fit, an answer of no tokens, a rival that is the answer.
+        """
+        read_prompt = prompt_sequence(model, "prompt", prompt)
+        read_text = one_sequence(model, "text", text)
+        if answer is None:
+            answer = int(text_logits(model, read_prompt, read_text)[-1].argmax())
+        tokens = _answer_tokens(model, "answer", answer)
+        other = None if rival is None else _answer_tokens(model, "rival", rival)
+        if other is not None and torch.equal(tokens, other):
+            raise KVLensError("rival: it is the answer itself; name another one, or none")
+        account = Account(len(read_prompt) + len(read_text))
+        return cls(model, read_prompt, read_text, tokens, other, positions, account)
+
+    @property
+    def n_always_there(self) -> int:
+        """1 with BOS in front, else 0: tokens that are part of the baseline and of no unit."""
+        return int(begins_with_bos(self.model, self.prompt))
+
+    def rows(self, without: Any, replacements: Any = None) -> Counterfactuals:
+        """Counterfactual prompts of this one."""
+        return counterfactuals(self.model, self.prompt, without, replacements, positions=self.positions)
+
+    def baseline(self) -> Counterfactuals:
+        """The prompt of which only what is always there is left, in one row."""
+        gone = torch.ones(1, len(self.prompt), dtype=torch.bool)
+        gone[:, : self.n_always_there] = False
+        return self.rows(gone)
+
+    def scores(self, prompts: Counterfactuals, rows_per_pass: int = 8) -> Float[Tensor, " row"]:
+        """log p(answer), less log p(rival), after each counterfactual prompt, in nats, everything recomputed."""
+        options: dict[str, Any] = dict(rows_per_pass=rows_per_pass, on_tokens=self.account.count)
+        return self._score(lambda text, n: logits_after(self.model, prompts, text, n, **options))
+
+    def scores_under(self, biases: KVBias) -> Float[Tensor, " row"]:
+        """The same with each bias of a batch in the prompt's place: the text alone is read."""
+        n_rows, last_block = biases.b_KV.shape[1], f"blocks.{self.model.cfg.n_layers - 1}.hook_resid_post"
+
+        def read(text: Tensor, n_last: int) -> Tensor:
+            self.account.count(n_rows * len(text))
+            rows = text.expand(n_rows, -1)
+            hooks = [(last_block, lambda resid, hook: resid[:, -n_last:])]
+            with self.model.kv_bias(biases):
+                return self.model.run_with_hooks(rows, attention_mask=torch.ones_like(rows), fwd_hooks=hooks)
+
+        return self._score(read)
+
+    def _score(self, read: Read) -> Float[Tensor, " row"]:
+        answer, rival = self.answer, self.rival
+        logits = read(torch.cat([self.text, answer[:-1]]), len(answer))
+        found = _log_p(logits, answer)
+        if rival is None:
+            return found
+        if len(rival) > 1 or len(answer) > 1:
+            logits = read(torch.cat([self.text, rival[:-1]]), len(rival))
+        return found - _log_p(logits, rival)
+
+
+def _log_p(logits: Float[Tensor, "row n_last d_vocab"], tokens: Int[Tensor, " n_last"]) -> Float[Tensor, " row"]:
+    log_p = logits.double().log_softmax(dim=-1).cpu()
+    return log_p.gather(-1, tokens.cpu()[None, :, None].expand(len(log_p), -1, -1)).sum(dim=(1, 2))
+
+
+def _answer_tokens(model: HookedKVTransformer, what: str, given: Any) -> Int[Tensor, " answer_pos"]:
+    """An answer as token ids; a string is tokenized as it is, blanks in front included."""
+    if isinstance(given, int) and not isinstance(given, bool):
+        given = torch.tensor([given])
+    if isinstance(given, str) and not given.strip():
+        raise KVLensError(f"{what}: expected at least one token, got {given!r}")
+    return one_sequence(model, what, given)

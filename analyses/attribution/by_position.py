@@ -1,0 +1,211 @@
+"""Where in the prompt a unit's content is read: single positions' keys and values exchanged for the counterfactual prompt's.
+
+A position behind the unit whose exchange costs something holds what the model wrote there about the unit while it read the
+prompt. The shift state, the raw last keys, values and queries that the text's first tokens mix into their own, is a row of its
+own. Positions keep their numbers: the counterfactual prompt is as long, the unit deleted in its place, or replaced.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pandas as pd
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvlens import Counterfactuals, HookedKVTransformer, KVBias, convert_prompt
+from kvlens.signature import checked
+
+from ..bias.one_space import in_one_space
+from ..declaration import Analysis, Columns, Field, Option
+from ..inputs import ANSWER, PROMPT, TEXT
+from ..sequences import PromptTokens, TextTokens
+from ..texts import token_texts
+from .answers import Answer, Question, Rival
+from .prompt import carried_by
+from .terms import written
+from .units import Spans, Unit, units_of
+
+ALL = -1
+"""In place of a layer: every one; in place of a position: the shift state, which has none."""
+
+Rows = Callable[[Tensor, int], KVBias]
+"""(positions, layer) -> a batch of biases, one position exchanged in each."""
+
+COLUMNS = Columns(
+    unit=("int64", "from 0"),
+    text=("str", "of the unit"),
+    part=("str", "``position``, or ``shift_state``"),
+    prompt_position=("int64", "from 0; -1 for the shift state"),
+    token=("str", "at the position; missing for the shift state"),
+    layer=("int64", "from 0; -1: all layers at once"),
+    swap=("float64", "by how much log p(answer) falls with this position's keys and values from the counterfactual, nats"),
+    in_unit=("bool", "whether the position is one of the unit's"),
+    in_shift_window=("bool", "whether it lies behind the unit and carries the unit's shifted keys or values"),
+    whole=("float64", "by how much it falls with everything from there: the unit's total effect, nats"),
+)
+
+
+@COLUMNS.document
+@checked
+@torch.no_grad()
+def attribution_by_position(
+    model: HookedKVTransformer,
+    prompt: PromptTokens,
+    text: TextTokens,
+    *,
+    by: str | Spans = "sentence",
+    answer: Answer = None,
+    rival: Rival = None,
+    replace_by: Mapping[tuple[int, int], str | Tensor] | None = None,
+    each_layer: bool = False,
+) -> pd.DataFrame:
+    """What each position of the prompt holds of each unit.
+
+    Args:
+        model, prompt, text, by, answer, rival: as :func:`kvlens.analyses.attribution.prompt.prompt_attribution`.
+        replace_by: token range of a unit -> what stands there in the counterfactual prompt, of as many tokens; a unit that is
+            not named is deleted.
+        each_layer: a row for every layer too, beside those of all layers at once.
+
+    Returns:
+        One row per unit, layer (all at once first) and position, then the shift state's where the model shifts:
+
+        {columns}
+
+    Raises:
+        KVLensError: as :func:`kvlens.analyses.attribution.prompt.prompt_attribution`; a replacement of another length.
+    """
+    question = Question.of(model, prompt, text, answer, rival)
+    units = units_of(model, question.prompt, by)
+    bias = convert_prompt(model, question.prompt)
+    tokens = token_texts(model, question.prompt)
+    layers = [ALL, *(range(model.cfg.n_layers) if each_layer else ())]
+    carriers = carried_by(model, len(question.prompt), units)
+    frames = []
+    for number, unit in enumerate(units):
+        other = _counterfactual(question, unit, replace_by or {})
+        base, rows = exchanged_positions(question, bias, other, layers)
+        parts: list[tuple[str, int]] = [("position", p) for p in range(len(tokens))]
+        parts += [("shift_state", ALL)] if has_shift_state(bias) else []
+        places = torch.tensor([p for _, p in parts] * len(layers))
+        own = (places >= unit.start) & (places < unit.stop)
+        behind = (places >= 0) & carriers[number][places.clamp(min=0)] & ~own
+        frames.append(
+            COLUMNS.frame(
+                {
+                    "unit": [number] * len(places),
+                    "text": unit.text,
+                    "part": [part for part, _ in parts] * len(layers),
+                    "prompt_position": places,
+                    "token": [tokens[p] if p != ALL else None for _, p in parts] * len(layers),
+                    "layer": torch.tensor(layers).repeat_interleave(len(parts)),
+                    "swap": rows,
+                    "in_unit": own,
+                    "in_shift_window": behind,
+                    "whole": base,
+                }
+            )
+        )
+    return pd.concat(frames, ignore_index=True)
+
+
+def _counterfactual(question: Question, unit: Unit, replace_by: Mapping[tuple[int, int], str | Tensor]) -> Counterfactuals:
+    span = (unit.start, unit.stop)
+    return question.rows([[]], [{span: replace_by[span]}]) if span in replace_by else question.rows([[span]])
+
+
+def has_shift_state(bias: KVBias) -> bool:
+    """Whether the model shifts anything."""
+    return any(rows.shape[-3] for rows in (bias.last_k, bias.last_v, bias.last_q))
+
+
+def exchanged_positions(
+    question: Question, bias: KVBias, other: Counterfactuals, layers: list[int]
+) -> tuple[float, Float[Tensor, " row"]]:
+    """(whole, swap of every layer, position and the shift state) as the table has them."""
+    donor = convert_prompt(question.model, other)
+    n_positions = len(question.prompt)
+    if bias.features is None:
+        here, there = bias, donor.select_prompt(0)
+        make = _linear_rows(question, bias, other)
+    else:
+        here, there = in_one_space(bias, donor.select_prompt(0))
+        make = _softmax_rows(here, there, n_positions)
+    score = float(question.scores_under(here.repeat(1))[0])
+    whole = score - float(question.scores_under(there.repeat(1))[0])
+    found = []
+    for layer in layers:
+        for positions in torch.arange(n_positions).split(32):
+            found.append(score - question.scores_under(make(positions, layer)))
+        if has_shift_state(bias):
+            found.append(score - question.scores_under(_with_shift_state(here, there, layer)))
+    return whole, torch.cat(found)
+
+
+def _softmax_rows(here: KVBias, there: KVBias, n_positions: int) -> Rows:
+    """Weights and values of one position moved from the prompt's keys to the counterfactual's, which lie behind them."""
+    half = here.d_phi // 2
+    before = half - n_positions  # keys of what the prompt continues
+
+    def make(positions: Tensor, layer: int) -> KVBias:
+        swapped = torch.zeros(len(positions), here.d_phi, dtype=torch.bool)
+        row = torch.arange(len(positions))
+        swapped[row, before + positions] = swapped[row, half + before + positions] = True
+        here_too = _layers(here, layer) & swapped.to(here.b_D.device)[None, :, None]
+        return replace(
+            here.repeat(len(positions)),
+            b_D=torch.where(here_too, there.b_D[:, None], here.b_D[:, None]),
+            b_KV=torch.where(here_too[..., None], there.b_KV[:, None], here.b_KV[:, None]),
+        )
+
+    return make
+
+
+def _linear_rows(question: Question, bias: KVBias, other: Counterfactuals) -> Rows:
+    """b_KV and b_D less one position's term, with the counterfactual's."""
+    n = len(question.prompt)
+
+    def make(positions: Tensor, layer: int) -> KVBias:
+        chosen = torch.zeros(len(positions), n, dtype=torch.bool)
+        chosen[torch.arange(len(positions)), positions] = True
+        taken = written(question.model, question.prompt, chosen)
+        given = written(question.model, other, chosen & other.kept.cpu())
+        here = _layers(bias, layer).to(bias.b_KV)
+        whole = bias.repeat(len(positions))
+        return replace(
+            whole,
+            b_KV=whole.b_KV + here[..., None] * (given.b_KV - taken.b_KV),
+            b_D=whole.b_D + here * (given.b_D - taken.b_D),
+        )
+
+    return make
+
+
+def _layers(bias: KVBias, layer: int) -> Tensor:
+    """True at the layers that are meant, [layer, 1, 1, 1]."""
+    every = torch.arange(bias.n_layers, device=bias.b_KV.device)
+    return ((every == layer) | (layer == ALL))[:, None, None, None]
+
+
+def _with_shift_state(here: KVBias, there: KVBias, layer: int) -> KVBias:
+    meant = _layers(here, layer)[..., None]
+    rows: dict[str, Any] = {
+        name: torch.where(meant, getattr(there, name)[:, None], getattr(here, name)[:, None])
+        for name in ("last_k", "last_v", "last_q")
+    }
+    return replace(here.repeat(1), **rows)
+
+
+ATTRIBUTION_BY_POSITION = Analysis(
+    name="attribution_by_position",
+    summary="where in the prompt a sentence's content is read: single positions' keys and values swapped",
+    function=attribution_by_position,
+    columns=COLUMNS,
+    inputs={"prompt": PROMPT, "text": TEXT, "answer": ANSWER, "rival": Field("rival", required=False)},
+    options={
+        "by": Option("the units", choices=("token", "word", "sentence", "paragraph")),
+        "each_layer": Option("a row for every layer too"),
+    },
+)

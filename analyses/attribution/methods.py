@@ -1,0 +1,286 @@
+"""How the effect of each unit on an answer is found: methods, each one class with its options and one verb, ``explain``.
+
+All of them read counterfactual prompts (units deleted) and ask for the answer's log-probability f after each:
+
+- `LeaveOneOut`: f(whole) - f(without u), one counterfactual a unit. No fit, and the definition of a total effect.
+- `LinearFit`: f over random subsets of the units, each kept with chance 1/2, fitted by a sum over units; as ContextCite does
+  (Cohen-Wang et al. 2024, arXiv 2409.00729), with a Gaussian prior of its own width for each unit in the place of the lasso.
+- `InteractionFit`: the same and all pairs, a pair's prior being the product of its units': only units that matter interact.
+- `ContextCite`: the published one, lasso on the logit of the answer's probability.
+- `Hierarchical`: leave-one-out of paragraphs, then of the sentences and the tokens of those that matter (as AttriBoT,
+  arXiv 2411.15102).
+
+A method of your own is a class with ``explain`` and a line in `METHODS`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from kvlens import KVLensError
+from kvlens.arguments import check_number, check_whole
+
+from .answers import Question
+from .units import LEVELS, Unit, units_of
+
+Predict = Callable[[Bool[Tensor, "row unit"]], Float[Tensor, " row"]]
+
+
+class Explanation(NamedTuple):
+    """What a method found.
+
+    Attributes:
+        units: that were taken away; those that were given, but for a method that cuts further.
+        levels: of each unit, as `kvlens.analyses.attribution.units.LEVELS` names it; empty where the caller chose.
+        effects: f(whole) - f(without the unit), measured or predicted, nats.
+        predict: f for any choice of units that are kept, as the method sees it.
+    """
+
+    units: list[Unit]
+    levels: list[str]
+    effects: Float[Tensor, " unit"]
+    predict: Predict
+
+
+@runtime_checkable
+class Method(Protocol):
+    """What every method has."""
+
+    def explain(self, question: Question, units: list[Unit]) -> Explanation:
+        """The effect of each unit."""
+
+
+def subset_scores(question: Question, units: list[Unit], kept: Bool[Tensor, "row unit"]) -> Float[Tensor, " row"]:
+    """f with some units deleted from the prompt; tokens of no unit stay."""
+    n_tokens = len(question.prompt)
+    holds = torch.zeros(len(units), n_tokens, dtype=torch.bool)
+    for number, unit in enumerate(units):
+        holds[number, unit.start : unit.stop] = True
+    gone = ((~kept).float() @ holds.float()) > 0
+    return question.scores(question.rows(gone))
+
+
+@dataclass(frozen=True)
+class LeaveOneOut:
+    """Each unit deleted in turn: one counterfactual prompt a unit, and the prompt itself."""
+
+    def explain(self, question: Question, units: list[Unit]) -> Explanation:
+        """The effects, and their sum as a prediction for subsets."""
+        n = len(units)
+        kept = torch.cat([torch.ones(1, n, dtype=torch.bool), ~torch.eye(n, dtype=torch.bool)])
+        scores = subset_scores(question, units, kept)
+        effects = scores[0] - scores[1:]
+        return Explanation(units, [], effects, lambda rows: scores[0] - (~rows).double() @ effects)
+
+
+def random_subsets(n_subsets: int, n_units: int, seed: int) -> Bool[Tensor, "row unit"]:
+    """The whole, then pairs of a random subset and its complement, so that every unit is kept as often as not."""
+    generator = torch.Generator().manual_seed(seed)
+    half = torch.rand(max(1, (n_subsets - 1 + 1) // 2), n_units, generator=generator) < 0.5
+    drawn = torch.stack([half, ~half], dim=1).flatten(0, 1)
+    return torch.cat([torch.ones(1, n_units, dtype=torch.bool), drawn])[:n_subsets]
+
+
+@dataclass(frozen=True)
+class LinearFit:
+    """A sum over units, fitted to random subsets.
+
+    Attributes:
+        n_subsets: prompts that are read, the whole one included.
+        seed: of the subsets.
+        interactions: whether pairs of units have terms too.
+    """
+
+    n_subsets: int = 32
+    seed: int = 0
+    interactions: bool = False
+
+    def __post_init__(self) -> None:
+        check_whole(f"{type(self).__name__}: n_subsets", self.n_subsets, 4, 2**20)
+        check_whole(f"{type(self).__name__}: seed", self.seed, 0)
+
+    def explain(self, question: Question, units: list[Unit]) -> Explanation:
+        """Effects at the whole prompt, as the fit predicts them."""
+        kept = random_subsets(self.n_subsets, len(units), self.seed)
+        predict = fitted(kept, subset_scores(question, units, kept), interactions=self.interactions)
+        whole, n = torch.ones(1, len(units), dtype=torch.bool), len(units)
+        effects = predict(whole) - predict(~torch.eye(n, dtype=torch.bool))
+        return Explanation(units, [], effects, predict)
+
+
+@dataclass(frozen=True)
+class InteractionFit(LinearFit):
+    """A sum over units and pairs of units, fitted to random subsets."""
+
+    interactions: bool = True
+
+
+def fitted(kept: Bool[Tensor, "row unit"], scores: Float[Tensor, " row"], *, interactions: bool) -> Predict:
+    """Bayesian regression on units (and pairs), the widths of the priors chosen by the evidence.
+
+        f(x) = w_0 + sum_u w_u x_u + sum_{u<v} w_uv x_u x_v + noise        x_u = 1 kept, -1 gone
+        w_u ~ N(0, a_u)        w_uv ~ N(0, c a_u a_v)        noise ~ N(0, s)
+
+    a, c and s maximize the evidence; it is computed by the kernel, a matrix of the subsets.
+
+    Source: MacKay 1992, Bayesian interpolation (evidence); Neal 1996 (a width for each input).
+    """
+    x, n_units = 2.0 * kept.double() - 1.0, kept.shape[1]
+    middle, spread = scores.mean(), scores.std().clamp(min=1e-9)
+    y = ((scores - middle) / spread).double()
+    log_width = torch.full((n_units,), -2.0, dtype=torch.float64, requires_grad=True)
+    rest = torch.tensor([-1.0, -3.0], dtype=torch.float64, requires_grad=True)  # log c, log s
+
+    def kernel(a: Tensor, b: Tensor) -> Tensor:
+        width = log_width.exp()
+        one = (a * width) @ b.T
+        if not interactions:
+            return 1.0 + one
+        pairs = (one.square() - width.square().sum()) / 2  # x_u^2 = 1: the squares leave the pairs
+        return 1.0 + one + rest[0].exp() * pairs
+
+    def cholesky() -> Tensor:
+        return torch.linalg.cholesky(kernel(x, x) + (rest[1].exp() + 1e-6) * torch.eye(len(x), dtype=torch.float64))
+
+    optimizer = torch.optim.LBFGS([log_width, rest], lr=0.5, max_iter=60, line_search_fn="strong_wolfe")
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        root = cholesky()
+        fit = torch.cholesky_solve(y[:, None], root)[:, 0] @ y / 2 + root.diagonal().log().sum()
+        prior = (log_width + 3.0).square().sum() / 18 + (rest + 2.0).square().sum() / 18  # wide: a factor of 20 either way
+        value = fit + prior
+        value.backward()
+        return value
+
+    with torch.enable_grad():
+        optimizer.step(loss)  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        weights = torch.cholesky_solve(y[:, None], cholesky())[:, 0]
+
+    @torch.no_grad()
+    def predict(rows: Bool[Tensor, "row unit"]) -> Float[Tensor, " row"]:
+        return middle + spread * (kernel(2.0 * rows.double() - 1.0, x) @ weights)
+
+    return predict
+
+
+@dataclass(frozen=True)
+class ContextCite:
+    """The published linear surrogate: lasso on the logit of the answer's probability (arXiv 2409.00729, sec. 3).
+
+    Attributes:
+        n_subsets: prompts that are read; subsets are independent of one another, as published.
+        seed: of the subsets.
+        penalty: of the lasso, on the logits over their standard deviation; 0.01 as published.
+    """
+
+    n_subsets: int = 32
+    seed: int = 0
+    penalty: float = 0.01
+
+    def __post_init__(self) -> None:
+        check_whole("ContextCite: n_subsets", self.n_subsets, 4, 2**20)
+        check_whole("ContextCite: seed", self.seed, 0)
+        check_number("ContextCite: penalty", self.penalty)
+
+    def explain(self, question: Question, units: list[Unit]) -> Explanation:
+        """The lasso's weights, on the scale of logits, and the log-probabilities that they predict."""
+        if question.rival is not None:
+            raise KVLensError("ContextCite: it explains one answer's probability; leave the rival out, or take LinearFit")
+        generator = torch.Generator().manual_seed(self.seed)
+        kept = torch.rand(self.n_subsets, len(units), generator=generator) < 0.5
+        log_p = subset_scores(question, units, kept).clamp(max=-1e-12)
+        logits = log_p - torch.log(-torch.expm1(log_p))
+        intercept, weights = lasso(kept.double(), logits, self.penalty)
+
+        def predict(rows: Tensor) -> Tensor:
+            return torch.nn.functional.logsigmoid(intercept + rows.double() @ weights)
+
+        whole, n = torch.ones(1, len(units), dtype=torch.bool), len(units)
+        return Explanation(units, [], predict(whole) - predict(~torch.eye(n, dtype=torch.bool)), predict)
+
+
+def lasso(x: Float[Tensor, "row unit"], y: Float[Tensor, " row"], penalty: float) -> tuple[Tensor, Float[Tensor, " unit"]]:
+    """Intercept and weights that minimize |y - b - x w|^2 / (2 n) + penalty |w|_1 over standardized y and x.
+
+    By coordinate descent (Friedman, Hastie, Tibshirani 2010).
+    """
+    scale_y, scale_x = y.std().clamp(min=1e-12), x.std(dim=0).clamp(min=1e-12)
+    a, b = (x - x.mean(dim=0)) / scale_x, (y - y.mean()) / scale_y
+    weights, left = torch.zeros(x.shape[1], dtype=x.dtype), b.clone()
+    sizes = a.square().mean(dim=0)
+    for _ in range(1000):
+        before = weights.clone()
+        for u in range(len(weights)):
+            pull = (a[:, u] @ left) / len(y) + sizes[u] * weights[u]
+            new = torch.sign(pull) * (pull.abs() - penalty).clamp(min=0) / sizes[u].clamp(min=1e-12)
+            left, weights[u] = left + a[:, u] * (weights[u] - new), new
+        if float((weights - before).abs().max()) < 1e-9:
+            break
+    weights = weights * scale_y / scale_x
+    return y.mean() - x.mean(dim=0) @ weights, weights
+
+
+@dataclass(frozen=True)
+class Hierarchical:
+    """Leave-one-out of coarse units, then of the finer ones inside those that matter.
+
+    Attributes:
+        levels: from coarse to fine, of :data:`kvlens.analyses.attribution.units.LEVELS`.
+        floor: effects below, in nats, are not looked into.
+    """
+
+    levels: tuple[str, ...] = ("paragraph", "sentence", "token")
+    floor: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not self.levels or any(level not in LEVELS for level in self.levels):
+            raise KVLensError(f"Hierarchical: levels: expected some of {', '.join(LEVELS)}, got {self.levels!r}")
+        check_number("Hierarchical: floor", self.floor)
+
+    def explain(self, question: Question, units: list[Unit]) -> Explanation:
+        """Units of all levels that were taken away, coarse ones first; the prediction is that of the finest."""
+        found: list[tuple[Unit, str, float]] = []
+        finest: list[tuple[Unit, float]] = []
+        whole = float(question.scores(question.rows([[]]))[0])
+        inside = [(unit.start, unit.stop) for unit in units]
+        for number, level in enumerate(self.levels):
+            cut = [unit for unit in units_of(question.model, question.prompt, level) if _lies_in(unit, inside)]
+            known = {(unit.start, unit.stop): effect for unit, _, effect in found}
+            new = [unit for unit in cut if (unit.start, unit.stop) not in known]
+            scores = question.scores(question.rows([[(unit.start, unit.stop)] for unit in new])) if new else torch.zeros(0)
+            measured = {(unit.start, unit.stop): whole - score for unit, score in zip(new, scores.tolist(), strict=True)}
+            found += [(unit, level, measured[unit.start, unit.stop]) for unit in new]
+            each = [(unit, {**known, **measured}[unit.start, unit.stop]) for unit in cut]
+            deeper = [(unit, effect) for unit, effect in each if abs(effect) >= self.floor]
+            last = number + 1 == len(self.levels)
+            finest += each if last else [pair for pair in each if pair not in deeper]
+            inside = [(unit.start, unit.stop) for unit, _ in deeper]
+        effects = torch.tensor([effect for _, _, effect in found], dtype=torch.float64)
+
+        def predict(rows: Tensor) -> Tensor:
+            """A unit that was given is gone with all that lies in it."""
+            parts = torch.tensor([[_lies_in(u, [(given.start, given.stop)]) for u, _ in finest] for given in units])
+            sizes = torch.tensor([effect for _, effect in finest], dtype=torch.float64)
+            return whole - (~rows).double() @ (parts.double() @ sizes)
+
+        return Explanation([unit for unit, _, _ in found], [level for _, level, _ in found], effects, predict)
+
+
+def _lies_in(unit: Unit, ranges: list[tuple[int, int]]) -> bool:
+    return any(start <= unit.start and unit.stop <= stop for start, stop in ranges)
+
+
+METHODS: dict[str, type] = {
+    "leave_one_out": LeaveOneOut,
+    "linear": LinearFit,
+    "interactions": InteractionFit,
+    "contextcite": ContextCite,
+    "hierarchical": Hierarchical,
+}
+"""name -> method, for the command line; a method of your own is given as an object."""

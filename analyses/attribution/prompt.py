@@ -1,0 +1,178 @@
+"""Which units of a prompt made the model say the answer: their total and their attention-knockout effects, with a null."""
+
+from collections.abc import Sequence
+
+import pandas as pd
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from kvlens import HookedKVTransformer, KVLensError, convert_prompt
+from kvlens.arguments import check_choice
+from kvlens.errors import nearest
+from kvlens.signature import checked
+
+from ..declaration import Analysis, Columns, Field, Option
+from ..inputs import ANSWER, PROMPT, TEXT
+from ..sequences import PromptTokens, TextTokens
+from .answers import Answer, Positions, Question, Rival
+from .methods import METHODS, Explanation, Method
+from .null import SIGNIFICANT, Null, p_values
+from .terms import without_positions
+from .units import Spans, Unit, units_of
+
+FLOOR = 0.1
+"""Nats: below so large an effect of the whole prompt, a unit's share of it says nothing."""
+
+COLUMNS = Columns(
+    unit=("int64", "from 0, as the prompt has them"),
+    text=("str", "of the unit"),
+    start=("int64", "position of its first token; BOS has 0 where there is one"),
+    stop=("int64", "position behind its last token"),
+    level=("str", "paragraph, sentence, word or token; missing where ranges were given"),
+    total_effect=("float64", "log p(answer) with minus without the unit, everything recomputed, nats"),
+    share=(
+        "float64",
+        f"total_effect over that of the whole prompt against the baseline; NaN where the latter is below {FLOOR} nats",
+    ),
+    knockout_effect=("float64", "the same with the unit hidden from the text alone, the prompt's own pass unchanged, nats"),
+    p_value=("float64", "share of units of unrelated prompts with a total effect as large; NaN without a null"),
+    significant=("bool", f"p_value at most {SIGNIFICANT}"),
+    n_passes=("float64", "passes over prompt and text that the whole table took, the same in every row"),
+)
+
+
+@COLUMNS.document
+@checked
+@torch.no_grad()
+def prompt_attribution(
+    model: HookedKVTransformer,
+    prompt: PromptTokens,
+    text: TextTokens,
+    *,
+    by: str | Spans = "sentence",
+    answer: Answer = None,
+    rival: Rival = None,
+    method: str | Method = "leave_one_out",
+    null: Null | None = None,
+    positions: Positions = "kept",
+) -> pd.DataFrame:
+    """The effect of each unit of a prompt on an answer.
+
+    Args:
+        model: linear or softmax.
+        prompt: a string, or tokens [pos] with BOS where the model wants one.
+        text: what follows the prompt, a string or tokens [pos] without BOS, up to where the answer begins.
+        by: the units: ``token``, ``word``, ``sentence``, ``paragraph``, or token ranges.
+        answer: whose log-probability is explained: a string, a token, or several tokens, which add up; None for the most
+            probable next token.
+        rival: another answer, whose log-probability is taken away; None for none.
+        method: a name of :data:`kvlens.analyses.attribution.methods.METHODS`, or a method with its options.
+        null: where unrelated units come from (:class:`kvlens.analyses.attribution.null.Null`); None leaves p-values out.
+        positions: ``kept``: what follows a deleted unit stays where it stood; ``closed``: it moves up.
+
+    Returns:
+        One row per unit, in the prompt's order (coarse units first, where a method cuts further):
+
+        {columns}
+
+    Raises:
+        KVLensError: tokens that do not fit, ranges that hold BOS or overlap, an unknown name, an answer of no tokens.
+    """
+    question = Question.of(model, prompt, text, answer, rival, positions)
+    units = units_of(model, question.prompt, by)
+    found = method_of(method).explain(question, units)
+    baseline = float(question.scores(question.baseline())[0])
+    whole = float(question.scores(question.rows([[]]))[0])
+    knockout = knockout_effects(question, found.units)
+    nothing = torch.full_like(found.effects, float("nan"))
+    p = nothing if null is None else p_values(found.effects, null.effects(question, units))
+    return COLUMNS.frame(
+        {
+            "unit": range(len(found.units)),
+            "text": [unit.text for unit in found.units],
+            "start": [unit.start for unit in found.units],
+            "stop": [unit.stop for unit in found.units],
+            "level": _levels(found, by),
+            "total_effect": found.effects,
+            "share": found.effects / (whole - baseline) if abs(whole - baseline) >= FLOOR else nothing,
+            "knockout_effect": knockout,
+            "p_value": p,
+            "significant": p <= SIGNIFICANT,
+            "n_passes": question.account.n_passes,
+        }
+    )
+
+
+def _levels(found: Explanation, by: str | Spans) -> list[str | None]:
+    return [*found.levels] or [by if isinstance(by, str) else None] * len(found.units)
+
+
+def method_of(method: str | Method) -> Method:
+    """A method by its name with its default options, or the method that was given.
+
+    Raises:
+        KVLensError: neither.
+    """
+    if isinstance(method, str):
+        if method not in METHODS:
+            raise KVLensError(f"method: expected one of {', '.join(METHODS)}, got {method!r}{nearest(method, METHODS)}")
+        return METHODS[method]()
+    if not callable(getattr(method, "explain", None)):
+        raise KVLensError(f"method: expected a name or an object with explain(question, units), got {type(method).__name__}")
+    return method
+
+
+def knockout_effects(question: Question, units: Sequence[Unit]) -> Float[Tensor, " unit"]:
+    """Of each unit: the score as it is, less that with the positions that carry the unit hidden from the text."""
+    bias = convert_prompt(question.model, question.prompt)
+    gone = carried_by(question.model, len(question.prompt), units)
+    everything = torch.cat([torch.zeros_like(gone[:1]), gone])
+    scores = torch.cat(
+        [question.scores_under(without_positions(question.model, question.prompt, bias, rows)) for rows in everything.split(32)]
+    )
+    return scores[0] - scores[1:]
+
+
+def carried_by(model: HookedKVTransformer, n_tokens: int, units: Sequence[Unit]) -> Bool[Tensor, "unit pos"]:
+    """The positions whose keys and values hold something of each unit: its own, and under a KV shift the next ones."""
+    shift = model.cfg.kv_shift
+    window = shift.window if shift is not None and (shift.keys or shift.values) else 0
+    gone = torch.zeros(len(units), n_tokens, dtype=torch.bool)
+    for row, unit in enumerate(units):
+        gone[row, unit.start : unit.stop + window] = True
+    return gone
+
+
+def _attribution(
+    model: HookedKVTransformer,
+    prompt: PromptTokens,
+    text: TextTokens,
+    *,
+    answer: Answer = None,
+    rival: Rival = None,
+    by: str = "sentence",
+    method: str = "leave_one_out",
+    n_null: int = 40,
+    positions: str = "kept",
+) -> pd.DataFrame:
+    """:func:`prompt_attribution` with a null of texts that the model writes by itself; 0 leaves it out."""
+    check_choice("positions", positions, ("kept", "closed"))
+    null = Null(n_null) if n_null else None
+    options: dict = dict(by=by, method=method, null=null, positions=positions)
+    return prompt_attribution(model, prompt, text, answer=answer, rival=rival, **options)
+
+
+PROMPT_ATTRIBUTION = Analysis(
+    name="prompt_attribution",
+    summary="which sentence (word, token) of the prompt made the model say it: effects of taking it away, with a null",
+    function=_attribution,
+    columns=COLUMNS,
+    inputs={"prompt": PROMPT, "text": TEXT, "answer": ANSWER, "rival": Field("rival", required=False)},
+    options={
+        "by": Option("the units", choices=("token", "word", "sentence", "paragraph")),
+        "method": Option("how effects are found", choices=tuple(METHODS)),
+        "n_null": Option("units of unrelated texts to compare with; 0 for none"),
+        "positions": Option("what follows a deleted unit stays, or moves up", choices=("kept", "closed")),
+    },
+)

@@ -1,0 +1,100 @@
+"""A converted prompt as a sum over its positions, so that what single positions wrote can be taken out or exchanged.
+
+    linear:   b_KV = sum_p gamma^{M-1-p} R_{p-M} phi(k_p) v_p^T        b_D = sum_p phi(k_p)
+    softmax:  one virtual key per position, with its weight and value
+
+k_p and v_p are what the heads read at position p: shifted, where the model shifts. What was held before the prompt stays.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from kvlens import Counterfactuals, HookedKVTransformer, KVBias, KVLensError, carry_bias, convert_prompt
+
+BYTES_AT_ONCE = 2**27
+"""Of rank-one terms that are carried to the end of the prompt together."""
+
+
+def without_positions(
+    model: HookedKVTransformer, prompt: Int[Tensor, " pos"], bias: KVBias, gone: Bool[Tensor, "row pos"]
+) -> KVBias:
+    """The bias of a prompt without the terms of some positions: a batch, a row for each row of ``gone``.
+
+    The prompt's own pass stays as it was; so does the shift state.
+
+    Args:
+        model: that the prompt was converted with.
+        prompt: [pos].
+        bias: its exact bias.
+        gone: True at the positions whose keys and values the text does not see.
+    """
+    if bias.features is not None:
+        keep = _weights(bias, gone)
+        whole = bias.repeat(len(gone))
+        return replace(whole, b_KV=whole.b_KV * keep[..., None], b_D=whole.b_D * keep)
+    taken = written(model, prompt, gone)
+    whole = bias.repeat(len(gone))
+    return replace(whole, b_KV=whole.b_KV - taken.b_KV, b_D=whole.b_D - taken.b_D)
+
+
+def _weights(bias: KVBias, gone: Bool[Tensor, "row pos"]) -> Float[Tensor, "1 row 1 key"]:
+    """0 at the virtual keys of positions that are gone; those of what the prompt continues come first, and stay."""
+    before = bias.d_phi - gone.shape[1]
+    if before < 0 or bias.features is None or bias.features.kind != "virtual_keys":
+        raise KVLensError('this needs a prompt with all of its keys: convert_prompt(model, prompt, method="exact")')
+    keep = torch.nn.functional.pad((~gone).to(bias.b_D), (before, 0), value=1.0)
+    return keep[None, :, None, :]
+
+
+def written(
+    model: HookedKVTransformer, prompt: Int[Tensor, " pos"] | Counterfactuals, chosen: Bool[Tensor, "row pos"]
+) -> KVBias:
+    """What chosen positions of a prompt wrote into the bias of a linear model: for each row the sum of their terms."""
+    phi_k, v = _features_and_values(model, prompt)
+    n_positions, fingerprint = chosen.shape[1], model.fingerprint()
+    like = convert_prompt(model, _first_token(prompt)).zero_like()
+    b_kv = v.new_zeros(v.shape[0], len(chosen), *like.b_KV.shape[-3:])
+    b_d = b_kv.new_zeros(b_kv.shape[:-1])
+    at_once = max(1, BYTES_AT_ONCE // (like.b_KV.numel() * 8))
+    decay = model.cfg.decay_per_head()
+    group = model.cfg.n_heads // phi_k.shape[2]
+    for positions in torch.arange(n_positions).split(at_once):
+        positions = positions[chosen[:, positions.to(chosen.device)].any(dim=0).cpu()]
+        if not len(positions):
+            continue
+        phi, values = (x[:, positions].repeat_interleave(group, dim=2) for x in (phi_k, v))
+        terms = phi[..., :, None] * values[..., None, :]
+        if decay is not None:
+            terms = terms / decay.to(terms)[None, None, :, None, None]  # carried one step more than it decays
+        alone = replace(like.repeat(len(positions)), b_KV=terms, b_D=phi if model.cfg.normalizer == "kernel" else 0 * phi)
+        assert alone.fingerprint == fingerprint or alone.fingerprint.weights == fingerprint.weights
+        carried = carry_bias(model, alone, n_positions - positions)
+        picked = chosen[:, positions.to(chosen.device)].to(b_kv)
+        b_kv += torch.einsum("rp,lphfd->lrhfd", picked, carried.b_KV.to(b_kv))
+        b_d += torch.einsum("rp,lphf->lrhf", picked, carried.b_D.to(b_kv))
+    return replace(like.repeat(len(chosen)), b_KV=b_kv.to(like.b_KV), b_D=b_d.to(like.b_D))
+
+
+def _first_token(prompt: Tensor | Counterfactuals) -> Tensor:
+    return (prompt.original if isinstance(prompt, Counterfactuals) else prompt)[:1]
+
+
+def _features_and_values(
+    model: HookedKVTransformer, prompt: Int[Tensor, " pos"] | Counterfactuals
+) -> tuple[Float[Tensor, "layer pos kv_head d_phi"], Float[Tensor, "layer pos kv_head d_head"]]:
+    """phi(k_p), unrotated where RoPE follows the feature map, and v_p of every layer, as the prompt's own pass makes them."""
+    shift, variant = model.cfg.kv_shift, model.cfg.attention_variant
+    augmented = variant is not None and variant.augmented is not None and variant.augmented.values
+    v_name = "hook_v_augmented" if augmented else "hook_v_shifted" if shift is not None and shift.values else "hook_v"
+    seen: dict[str, list[Tensor]] = {"hook_phi_k": [], v_name: []}
+
+    def look(x: Tensor, hook: Any) -> None:
+        seen[hook.name.rsplit(".", 1)[-1]].append(x[0])
+
+    hooks = [(f"blocks.{layer}.attn.{name}", look) for layer in range(model.cfg.n_layers) for name in seen]
+    convert_prompt(model, prompt, fwd_hooks=hooks)
+    return torch.stack(seen["hook_phi_k"]), torch.stack(seen[v_name]).to(seen["hook_phi_k"][0])

@@ -1,0 +1,101 @@
+"""The units that an attribution is about: tokens, words, sentences, paragraphs, or given ranges of tokens."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from jaxtyping import Int
+from torch import Tensor
+
+from kvlens import HookedKVTransformer, KVLensError
+from kvlens.errors import nearest
+
+from ..texts import token_texts
+
+END_OF_SENTENCE = (".", "!", "?", "\u2026", "\u3002", "\uff01", "\uff1f")
+CLOSING = "\"')]\u201d\u2019\u00bb"
+"""Marks that may stand between the end of a sentence and the blank behind it."""
+
+
+class Unit(NamedTuple):
+    """A range of the prompt's tokens.
+
+    Attributes:
+        text: its tokens' text.
+        start, stop: token range, stop left out; BOS has position 0 where there is one.
+    """
+
+    text: str
+    start: int
+    stop: int
+
+
+Spans = Sequence[tuple[int, int]]
+
+
+def units_of(model: HookedKVTransformer, prompt: Int[Tensor, " pos"], by: str | Spans) -> list[Unit]:
+    """The prompt cut into units, in order; BOS belongs to none.
+
+    Args:
+        model: whose tokenizer reads the tokens.
+        prompt: [pos].
+        by: one of :data:`LEVELS`, or token ranges (start, stop), which may leave tokens out.
+
+    Raises:
+        KVLensError: an unknown level, words or sentences without a tokenizer, ranges that are empty, overlap, lie outside the
+            prompt or hold BOS, a prompt of BOS alone.
+    """
+    first = int(begins_with_bos(model, prompt))
+    texts = token_texts(model, prompt)
+    if not isinstance(by, str):
+        ranges = _checked_ranges(by, len(prompt), first)
+    elif by not in LEVELS:
+        raise KVLensError(f"by: expected {', '.join(LEVELS)} or token ranges, got {by!r}{nearest(by, LEVELS)}")
+    elif by != "token" and model.tokenizer is None:
+        raise KVLensError(f"by: this model has no tokenizer, so that its prompts have no {by}s; give 'token' or token ranges")
+    else:
+        starts = [i for i in range(first, len(texts)) if i == first or LEVELS[by](texts[i - 1], texts[i])]
+        ranges = list(itertools.pairwise([*starts, len(texts)]))
+    if not ranges:
+        raise KVLensError("by: the prompt has nothing but BOS, and no unit to take away; give a longer prompt, or other ranges")
+    return [Unit("".join(texts[start:stop]), start, stop) for start, stop in ranges]
+
+
+def begins_with_bos(model: HookedKVTransformer, prompt: Int[Tensor, " pos"]) -> bool:
+    """Whether the first token is the tokenizer's BOS, which is always there."""
+    return model.tokenizer is not None and len(prompt) > 0 and int(prompt[0]) == model.tokenizer.bos_token_id
+
+
+def _token(before: str, after: str) -> bool:
+    return True
+
+
+def _word(before: str, after: str) -> bool:
+    return after[:1].isspace() or before[-1:].isspace() or (after[:1].isalnum() and not before[-1:].isalnum())
+
+
+def _sentence(before: str, after: str) -> bool:
+    ended = before.rstrip().rstrip(CLOSING).endswith(END_OF_SENTENCE)
+    return "\n" in before or (ended and not after[:1].isdigit() and after.strip(CLOSING) != "")
+
+
+def _paragraph(before: str, after: str) -> bool:
+    return "\n" in before and "\n" not in after
+
+
+LEVELS: dict[str, Callable[[str, str], bool]] = {"token": _token, "word": _word, "sentence": _sentence, "paragraph": _paragraph}
+"""name -> whether a unit begins between two tokens, from their texts; finest first."""
+
+
+def _checked_ranges(spans: Spans, n_tokens: int, first: int) -> list[tuple[int, int]]:
+    for span in spans:
+        pair = isinstance(span, tuple | list) and len(span) == 2 and all(type(end) is int for end in span)
+        if not pair or not 0 <= span[0] < span[1] <= n_tokens:
+            raise KVLensError(f"by: expected token ranges (start, stop) with 0 <= start < stop <= {n_tokens}, got {span!r}")
+        if span[0] < first:
+            raise KVLensError(f"by: the range {span!r} holds BOS, which is always there and no unit; begin at {first}")
+    ranges = sorted((int(start), int(stop)) for start, stop in spans)
+    for (_, stop), (start, _) in itertools.pairwise(ranges):
+        if start < stop:
+            raise KVLensError(f"by: token ranges overlap at {start}; a token belongs to one unit")
+    return ranges

@@ -1,0 +1,316 @@
+"""Effects of units, heads and positions: each is held against a model that is intervened on by other means."""
+
+import pandas as pd
+import pytest
+import torch
+from analysis_models import VARIANTS, random_model, tokens
+
+from analyses import attribution_by_head, attribution_by_position, prompt_attribution
+from analyses.attribution.answers import Question
+from analyses.attribution.methods import LinearFit, fitted, lasso, random_subsets
+from analyses.attribution.null import Null, p_values
+from analyses.attribution.terms import without_positions, written
+from analyses.attribution.units import units_of
+from kvlens import HookedKVTransformer, KVLensError, KVShiftConfig, carry_bias, convert_prompt
+
+MODELS = {
+    **VARIANTS,
+    "softmax shift": dict(attention="softmax", kv_shift=KVShiftConfig(window=2, queries=True)),
+    "softmax grouped": dict(attention="softmax", n_heads=6, d_model=36, n_key_value_heads=2, kv_shift=None),
+    "softmax learned fused": dict(
+        attention="softmax", kv_shift=None, positional_embedding_type="standard", softmax_form="fused"
+    ),
+}
+PROMPT, TEXT = tokens(13, 1), tokens(4, 2)
+SPANS = [(0, 3), (3, 5), (5, 9), (9, 13)]
+TOLERANCE = 1e-9
+"""float64, log-probabilities of size 10 behind two layers whose weights are five times as large as usual."""
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request) -> HookedKVTransformer:
+    return random_model(**MODELS[request.param])
+
+
+def log_p(model, bias, token: int, text=TEXT) -> float:
+    with model.kv_bias(bias):
+        return float(model(text[None], attention_mask=torch.ones_like(text[None]))[0, -1].log_softmax(dim=-1)[token])
+
+
+def test_total_effects_are_those_of_the_converted_prompts(model):
+    table = prompt_attribution(model, PROMPT, TEXT, by=SPANS, answer=5)
+    whole = log_p(model, convert_prompt(model, PROMPT), 5)
+    expected = [whole - log_p(model, convert_prompt(model, PROMPT, without=[span]), 5) for span in SPANS]
+    assert table["total_effect"].tolist() == pytest.approx(expected, abs=TOLERANCE)
+    nothing = log_p(model, convert_prompt(model, PROMPT, without=[(0, 13)]), 5)
+    shares = [effect / (whole - nothing) for effect in expected]
+    assert table["share"].tolist() == pytest.approx(shares, abs=TOLERANCE / abs(whole - nothing))
+    assert table["p_value"].isna().all()
+    assert not table["significant"].any()
+
+
+def test_a_knockout_hides_the_positions_that_carry_the_unit_from_the_text_alone(model):
+    """Against a pass over prompt and text in which the text's queries get those keys' scores, or terms, taken away."""
+    table = prompt_attribution(model, PROMPT, TEXT, by=SPANS, answer=5)
+    shift = model.cfg.kv_shift
+    window = shift.window if shift is not None else 0
+    together = torch.cat([PROMPT, TEXT])[None]
+    whole = float(model(together)[0, -1].log_softmax(dim=-1)[5])
+    for effect, (start, end) in zip(table["knockout_effect"], SPANS, strict=True):
+        stop = min(end + window, 13)
+
+        def hide(scores, hook, start=start, stop=stop):
+            scores[:, :, 13:, start:stop] = -torch.inf if model.cfg.attention == "softmax" else 0.0
+            return scores
+
+        hooks = [(f"blocks.{layer}.attn.hook_attn_scores", hide) for layer in range(2)]
+        if model.cfg.attention == "linear" and model.cfg.normalizer == "kernel":
+            hooks += kernel_normalizers(model, start, stop)
+        hidden = float(model.run_with_hooks(together, fwd_hooks=hooks)[0, -1].log_softmax(dim=-1)[5])
+        assert effect == pytest.approx(whole - hidden, abs=TOLERANCE)
+
+
+def kernel_normalizers(model, start, stop):
+    """n_i without some keys' part: phi(q_i).phi(k_j) unrotated, which are the normalizer's own terms."""
+    held = {}
+
+    def keep(x, hook):
+        held[hook.name] = x
+
+    def less(n, hook):
+        group = model.cfg.n_heads // model.cfg.n_kv_heads
+        stem = hook.name.removesuffix("hook_normalizer")
+        phi_q, phi_k = held[stem + "hook_phi_q"], held[stem + "hook_phi_k"].repeat_interleave(group, dim=2)
+        n[:, 13:] -= torch.einsum("bqhf,bkhf->bqh", phi_q[:, 13:], phi_k[:, start:stop])
+        return n
+
+    names = ("hook_phi_q", "hook_phi_k")
+    looks = [(f"blocks.{layer}.attn.{name}", keep) for layer in range(2) for name in names]
+    return [*looks, *((f"blocks.{layer}.attn.hook_normalizer", less) for layer in range(2))]
+
+
+def test_a_bias_is_the_sum_of_what_its_positions_wrote():
+    for name, changes in VARIANTS.items():
+        model = random_model(**changes)
+        whole = convert_prompt(model, PROMPT)
+        parts = written(model, PROMPT, torch.eye(13, dtype=torch.bool))
+        torch.testing.assert_close(parts.b_KV.sum(dim=1), whole.b_KV, rtol=1e-12, atol=1e-9, msg=name)
+        torch.testing.assert_close(parts.b_D.sum(dim=1), whole.b_D, rtol=1e-12, atol=1e-9, msg=name)
+
+
+def test_a_prompt_that_continues_another_keeps_what_was_held(model):
+    first = convert_prompt(model, tokens(6, 7))
+    with model.kv_bias(first):
+        both = convert_prompt(model, PROMPT)
+        emptied = without_positions(model, PROMPT, both, torch.ones(1, 13, dtype=torch.bool)).select_prompt(0)
+    alone = carry_bias(model, first, 13)
+    same = {f"last_{x}": getattr(both, f"last_{x}") for x in "kvq"}
+    alone = type(alone)(**{**{f: getattr(alone, f) for f in alone.__dataclass_fields__}, **same})
+    assert log_p(model, emptied, 3) == pytest.approx(log_p(model, alone, 3), abs=TOLERANCE)
+
+
+def test_heads_add_up_to_whole_and_interaction_and_the_whole_is_the_total_effect(model):
+    units = prompt_attribution(model, PROMPT, TEXT, by=SPANS, answer=5)
+    heads = attribution_by_head(model, PROMPT, TEXT, by=SPANS, answer=5)
+    n_heads = model.cfg.n_layers * model.cfg.n_heads
+    assert len(heads) == (1 + len(SPANS)) * n_heads
+    of_units = heads[heads["unit"] >= 0].groupby("unit").first()["whole"]
+    assert of_units.tolist() == pytest.approx(units["total_effect"].tolist(), abs=TOLERANCE)
+    sums = heads.groupby("unit")["swap"].transform("sum")
+    pd.testing.assert_series_equal(heads["sum_over_heads"], sums, check_names=False, rtol=0, atol=TOLERANCE)
+    assert (heads["sum_over_heads"] + heads["interaction"] - heads["whole"]).abs().max() < TOLERANCE
+    if (model.cfg.n_layers, model.cfg.n_heads) == (1, 1):
+        assert heads["converse"].abs().max() < TOLERANCE
+
+
+def test_a_heads_swap_is_that_heads_part_of_the_other_prompt(model):
+    """By hooks on the bias as it is read, which know nothing of batches of biases."""
+    heads = attribution_by_head(model, PROMPT, TEXT, by=SPANS, answer=5)
+    if model.cfg.attention == "softmax":
+        pytest.skip("softmax prompts bring keys of their own, which no hook on b_KV exchanges; the whole is held above")
+    whole, other = convert_prompt(model, PROMPT), convert_prompt(model, PROMPT, without=[SPANS[2]])
+    group = model.cfg.n_heads // model.cfg.n_kv_heads
+
+    def exchanged(layer, head):
+        def bias(x, hook):
+            x[:, head] = getattr(other, "b_KV" if hook.name.endswith("kv") else "b_D")[layer, head]
+            return x
+
+        def rows(x, hook):
+            which = head if hook.name.endswith("_q") else head // group
+            kv_heads = slice(head // group * group, (head // group + 1) * group) if hook.name.endswith("_q") else which
+            x[:, :, kv_heads] = getattr(other, hook.name.rsplit("hook_", 1)[1])[layer][:, kv_heads]
+            return x
+
+        stem = f"blocks.{layer}.attn.hook_"
+        shifted = [x for x in "kvq" if getattr(whole, f"last_{x}").shape[-3]]
+        normalized = ["b_d"] if model.cfg.normalizer == "kernel" else []
+        return [*((stem + x, bias) for x in ("b_kv", *normalized)), *((stem + f"last_{x}", rows) for x in shifted)]
+
+    before = log_p(model, whole, 5)
+    for layer, head in ((0, 1), (1, 4)):
+        with model.hooks(fwd_hooks=exchanged(layer, head)):
+            after = log_p(model, whole, 5)
+        row = heads[(heads["unit"] == 2) & (heads["layer"] == layer) & (heads["head"] == head)]
+        assert float(row["swap"].iloc[0]) == pytest.approx(before - after, abs=TOLERANCE)
+
+
+def test_positions_exchanged_all_together_are_the_whole(model):
+    """For a prompt of one position, exchanging it and the shift state is everything: the rows are checked by name and sign."""
+    table = attribution_by_position(model, PROMPT, TEXT, by=SPANS, answer=5, each_layer=True)
+    shifts = model.cfg.kv_shift is not None
+    assert len(table) == len(SPANS) * (13 + shifts) * 3
+    units = prompt_attribution(model, PROMPT, TEXT, by=SPANS, answer=5)
+    assert table.groupby("unit")["whole"].first().tolist() == pytest.approx(units["total_effect"].tolist(), abs=TOLERANCE)
+    of_unit = table[(table["unit"] == 1) & (table["layer"] == -1)]
+    assert of_unit.loc[of_unit["in_unit"], "prompt_position"].tolist() == [3, 4]
+    window = 0 if not shifts else model.cfg.kv_shift.window
+    assert of_unit.loc[of_unit["in_shift_window"], "prompt_position"].tolist() == list(range(5, 5 + window))
+    before = of_unit[of_unit["prompt_position"].between(0, 2)]
+    assert before["swap"].abs().max() < TOLERANCE  # what precedes the unit is the same in both prompts
+
+
+def test_one_positions_exchange_is_made_again_by_hooks():
+    """A linear model's terms, by a pass over prompt and text in which one position's features and values are others'."""
+    model = random_model(kv_shift=None)
+    span = (5, 9)
+    table = attribution_by_position(model, PROMPT, TEXT, by=SPANS, answer=5)
+    whole = convert_prompt(model, PROMPT)
+    chosen = torch.zeros(1, 13, dtype=torch.bool)
+    chosen[0, 11] = True
+    question = Question.of(model, PROMPT, TEXT, 5)
+    other = question.rows([[span]])
+    swapped = whole.b_KV - written(model, PROMPT, chosen).b_KV[:, 0] + written(model, other, chosen).b_KV[:, 0]
+    d = whole.b_D - written(model, PROMPT, chosen).b_D[:, 0] + written(model, other, chosen).b_D[:, 0]
+    changed = type(whole)(**{**{f: getattr(whole, f) for f in whole.__dataclass_fields__}, "b_KV": swapped, "b_D": d})
+    row = table[(table["unit"] == 2) & (table["prompt_position"] == 11)]
+    assert float(row["swap"].iloc[0]) == pytest.approx(log_p(model, whole, 5) - log_p(model, changed, 5), abs=TOLERANCE)
+
+
+def test_answers_of_several_tokens_add_up_and_a_rival_is_taken_away(model):
+    answer, rival = torch.tensor([5, 2]), torch.tensor([7])
+    table = prompt_attribution(model, PROMPT, TEXT, by=SPANS, answer=answer)
+    first = prompt_attribution(model, PROMPT, TEXT, by=SPANS, answer=5)
+    second = prompt_attribution(model, PROMPT, torch.cat([TEXT, answer[:1]]), by=SPANS, answer=2)
+    total = first["total_effect"] + second["total_effect"]
+    assert table["total_effect"].tolist() == pytest.approx(total.tolist(), abs=TOLERANCE)
+    against = prompt_attribution(model, PROMPT, TEXT, by=SPANS, answer=answer, rival=rival)
+    other = prompt_attribution(model, PROMPT, TEXT, by=SPANS, answer=rival)
+    difference = total - other["total_effect"]
+    assert against["total_effect"].tolist() == pytest.approx(difference.tolist(), abs=TOLERANCE)
+    both = prompt_attribution(model, PROMPT, TEXT, by=SPANS, answer=5, rival=7)
+    assert both["total_effect"].tolist() == pytest.approx(
+        (first["total_effect"] - other["total_effect"]).tolist(), abs=TOLERANCE
+    )
+
+
+def test_closed_positions_are_the_shorter_prompts():
+    model = random_model(kv_shift=None)
+    table = prompt_attribution(model, PROMPT, TEXT, by=SPANS, answer=5, positions="closed")
+    whole = log_p(model, convert_prompt(model, PROMPT), 5)
+    expected = [
+        whole - log_p(model, convert_prompt(model, torch.cat([PROMPT[:start], PROMPT[stop:]])), 5) for start, stop in SPANS
+    ]
+    assert table["total_effect"].tolist() == pytest.approx(expected, abs=TOLERANCE)
+
+
+def test_fits_recover_sums_and_pairs():
+    generator = torch.Generator().manual_seed(0)
+    kept = random_subsets(40, 8, 0)
+    every = torch.tensor([[int(b) for b in f"{n:08b}"] for n in range(256)], dtype=torch.bool)
+    weights = torch.randn(8, generator=generator, dtype=torch.float64)
+
+    def additive(rows):
+        return rows.double() @ weights
+
+    def with_pairs(rows):
+        return additive(rows) + 3.0 * (rows[:, 2] & rows[:, 5]).double()
+
+    sums = fitted(kept, additive(kept), interactions=False)(every)
+    assert (sums - additive(every)).std() < 0.05 * additive(every).std()
+    pairs = fitted(kept, with_pairs(kept), interactions=True)(every)
+    straight = fitted(kept, with_pairs(kept), interactions=False)(every)
+    error = (pairs - with_pairs(every)).std()
+    assert error < 0.15 * with_pairs(every).std()
+    assert error < 0.5 * (straight - with_pairs(every)).std()
+    intercept, found = lasso(kept.double(), additive(kept), 0.0)
+    assert float(intercept) == pytest.approx(0.0, abs=1e-6)
+    assert found.tolist() == pytest.approx(weights.tolist(), abs=1e-6)
+
+
+def test_a_method_is_an_object_and_its_name_a_shorthand():
+    model = random_model()
+    by_name = prompt_attribution(model, PROMPT, TEXT, by=SPANS, answer=5, method="linear")
+    by_object = prompt_attribution(model, PROMPT, TEXT, by=SPANS, answer=5, method=LinearFit(n_subsets=32))
+    pd.testing.assert_frame_equal(by_name, by_object)
+    loo = prompt_attribution(model, PROMPT, TEXT, by=SPANS, answer=5)
+    closest = by_name["total_effect"].corr(loo["total_effect"])
+    assert closest > 0.5
+
+
+def test_hierarchical_looks_only_where_something_is():
+    from analyses.attribution.methods import Hierarchical
+
+    model = random_model()
+    table = prompt_attribution(model, PROMPT, TEXT, by="token", answer=5, method=Hierarchical(levels=("token",)))
+    loo = prompt_attribution(model, PROMPT, TEXT, by="token", answer=5)
+    assert table["total_effect"].tolist() == pytest.approx(loo["total_effect"].tolist(), abs=TOLERANCE)
+
+
+def test_unrelated_units_are_seldom_significant():
+    model = random_model()
+    others = [tokens(11, seed) for seed in range(20, 60)]
+    question = Question.of(model, PROMPT, TEXT, 5)
+    units = units_of(model, PROMPT, SPANS)
+    null = Null(99, others, seed=0).effects(question, units)
+    fresh = Null(200, others, seed=1).effects(question, units)
+    found = (p_values(fresh, null) <= 0.05).float().mean()
+    assert found <= 0.05 + 3 * (0.05 * 0.95 * (1 / 200 + 1 / 99)) ** 0.5  # three standard errors of both draws
+    assert float(p_values(torch.tensor([0.0]), null)) == 1.0
+
+
+@pytest.mark.unhooked
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (dict(by=[(0, 14)]), "<= 13"),
+        (dict(by=[(0, 3), (2, 5)]), "overlap at 2"),
+        (dict(by=[(3, 3)]), "start < stop"),
+        (dict(by="sentence"), "no tokenizer"),
+        (dict(by="sentense"), "sentence"),
+        (dict(by="token", answer=99), "d_vocab"),
+        (dict(by="token", answer=torch.tensor([], dtype=torch.long)), "at least one token"),
+        (dict(by="token", answer=5, rival=5), "the answer itself"),
+        (dict(by="token", method="leave_one_outt"), "leave_one_out"),
+        (dict(by="token", method=3), "a string or a Method"),
+        (dict(by="token", positions="open"), "positions"),
+    ],
+)
+def test_bad_input_is_refused(given, words):
+    with pytest.raises(KVLensError, match=words):
+        prompt_attribution(random_model(), PROMPT, TEXT, **given)
+
+
+def test_units_of_text():
+    model = HookedKVTransformer.from_zoo("facts-linear")
+    prompt = model.to_tokens("The drum stands in the cellar. Pavel has a parrot.")[0]
+    sentences = units_of(model, prompt, "sentence")
+    assert [unit.text.strip() for unit in sentences] == ["The drum stands in the cellar.", "Pavel has a parrot."]
+    assert [(unit.start, unit.stop) for unit in sentences] == [(1, 8), (8, 13)]
+    words = units_of(model, prompt, "word")
+    assert [unit.text.strip() for unit in words][:3] == ["The", "drum", "stands"]
+    assert len(units_of(model, prompt, "token")) == len(prompt) - 1
+    with pytest.raises(KVLensError, match="BOS"):
+        units_of(model, prompt, [(0, 3)])
+    with pytest.raises(KVLensError, match="nothing but BOS"):
+        units_of(model, prompt[:1], "token")
+
+
+@pytest.mark.parametrize("name", ["facts-linear", "facts-gpt2"])
+def test_the_sentence_that_states_the_fact_is_named(name):
+    model = HookedKVTransformer.from_zoo(name)
+    story = "The drum stands in the cellar. Pavel has a parrot. At night Kaya feeds a donkey."
+    table = prompt_attribution(model, story, "Which animal does Pavel keep? Pavel keeps a", answer="parrot", null=Null(40))
+    assert table["total_effect"].idxmax() == 1
+    assert table["significant"].tolist() == [False, True, False]
+    assert table["total_effect"][1] > 3
