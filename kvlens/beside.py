@@ -9,6 +9,7 @@ from pathlib import Path
 
 from kvlens.checksum import checksum, checksum_of_json
 from kvlens.errors import KVLensError
+from kvlens.files import file_in, read_json
 
 CONFIG, LIST, CARD = "config.json", "beside", "MODEL_CARD.md"
 
@@ -27,12 +28,12 @@ def read_beside(folder: Path, name: str) -> bytes:
     Raises:
         KVLensError: it is not what was written, or cannot be read.
     """
+    config = read_json("model", folder / CONFIG)
     try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         listed = config.get(LIST, {}).get(name)
-        content = (folder / name).read_bytes()
+        content = file_in("model", folder, name).read_bytes()
         whole = "checksum" not in config or config["checksum"] == checksum_of_json(config)
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
+    except (OSError, AttributeError) as error:
         raise KVLensError(f"{folder / name} or the {CONFIG} beside it cannot be read ({error})") from error
     if not whole or listed not in (None, checksum(content)):
         raise KVLensError(f"{folder / name} is damaged: it is not what was saved; take a copy of the model that is whole")

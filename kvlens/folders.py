@@ -5,7 +5,6 @@ is taken up where it stands), and nothing else ever: not a folder of other thing
 their own beside ours.
 """
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import NamedTuple
 
 from kvlens.arguments import path_of
 from kvlens.errors import KVLensError
-from kvlens.files import check_writable, files_in, reason
+from kvlens.files import check_writable, files_in, read_json, reason
 from kvlens.temporaries import clear_dead
 
 
@@ -80,11 +79,11 @@ def listed_in(manifest: str, file_format: str, *lists: str) -> Callable[[Path], 
 
     def own_files(folder: Path) -> set[str] | None:
         try:
-            content = json.loads((folder / manifest).read_text(encoding="utf-8"))
+            content = read_json("folder", folder / manifest)
             if content["format"] != file_format:
                 return None
             return {manifest}.union(*(content.get(name, ()) for name in lists))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except (KVLensError, KeyError, TypeError, AttributeError):
             return None
 
     return own_files

@@ -9,8 +9,10 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from kvlens.arguments import brief
 from kvlens.checksum import checksum
 from kvlens.errors import KVLensError
+from kvlens.files import check_regular
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +42,7 @@ def read_checked_tensors(path: Path, what: str, file_format: str, newest: int) -
     Raises:
         KVLensError: the file is truncated, of another format or a newer one, or its contents are not those that were written.
     """
+    check_regular(what, path)
     try:
         with safe_open(path, framework="pt") as file:
             metadata = dict(file.metadata() or {})
@@ -49,8 +52,8 @@ def read_checked_tensors(path: Path, what: str, file_format: str, newest: int) -
     if metadata.get("format") != file_format:
         raise KVLensError(f"{what}: {path} is a safetensors file, but was not saved by kvlens as {file_format}")
     version = metadata.get("format_version", "")
-    if not version.isdecimal():
-        raise KVLensError(f"{what}: {path} is damaged: its format version is {version!r}")
+    if not (version.isdecimal() and version.isascii() and len(version) < 10):
+        raise KVLensError(f"{what}: {path} is damaged: its format version is {brief(version)}")
     if int(version) > newest:
         raise KVLensError(f"{what}: {path} has format version {version}, this kvlens reads up to {newest}: upgrade kvlens")
     found = metadata.pop(CHECKSUM, None)

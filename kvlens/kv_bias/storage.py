@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvlens.arguments import path_of
 from kvlens.errors import KVLensError
-from kvlens.files import write_atomically
+from kvlens.files import check_regular, parsed_json, write_atomically
 from kvlens.kv_bias.fingerprint import Fingerprint
 from kvlens.kv_bias.ragged import unpacked
 from kvlens.tensor_files import checked_tensor_bytes, read_checked_tensors
@@ -41,15 +41,16 @@ def read_bias_file(path: str | Path, names: Sequence[str]) -> tuple[dict[str, Te
         KVLensError: no such file, not a kvlens bias, incomplete, damaged, or written by a newer kvlens.
     """
     path = path_of("KVBias.load", path)
+    check_regular("KVBias.load", path)
     if not path.is_file():
         raise KVLensError(f"KVBias.load: no file at {path}")
     tensors, metadata = read_checked_tensors(path, "KVBias.load", FORMAT, FORMAT_VERSION)
     try:
-        meta = {**json.loads(metadata["kv_bias"]), "format_version": int(metadata["format_version"])}
+        meta = {**parsed_json("KVBias.load", path, metadata["kv_bias"]), "format_version": int(metadata["format_version"])}
         return _complete(path, unpacked(tensors), meta, names)
     except KVLensError:
         raise
-    except (KeyError, ValueError, TypeError, AttributeError) as error:
+    except (KeyError, ValueError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
         raise KVLensError(f"KVBias.load: {path} is incomplete or damaged ({type(error).__name__}: {error})") from error
 
 
@@ -64,6 +65,8 @@ def _complete(
     missing = [name for name in names if name not in tensors]
     if missing or set(meta["fingerprint"]) != {f.name for f in fields(Fingerprint)}:
         raise KVLensError(f"KVBias.load: {path} lacks {', '.join(missing) or 'a complete fingerprint'}")
+    if not isinstance(meta.get("features", ""), str) or not isinstance(meta.get("fit") or {}, dict):
+        raise KVLensError(f"KVBias.load: {path} is damaged: its features or its record of a fit are of another kind")
     counts = {name: _int_or_tensor(meta[name]) for name in ("n_prompt_tokens", "position_offset")}
     return tensors, {**meta, **counts}
 

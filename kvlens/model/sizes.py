@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -105,7 +106,7 @@ def _check_names(cfg: HookedTransformerConfig) -> None:
 
 def check_weights_have_these_sizes(cfg: HookedTransformerConfig, tensors: Mapping[str, Tensor], where: str) -> None:
     """Raise KVLensError where stored weights cannot be those of ``cfg``, before a model of its size is built."""
-    layers = {int(name.split(".")[1]) for name in tensors if name.startswith("blocks.") and name.split(".")[1].isdigit()}
+    layers = {int(found[1]) for found in map(re.compile(r"blocks\.([0-9]{1,6})\.").match, tensors) if found}
     if layers != set(range(min(cfg.n_layers, len(layers) + 1))):
         raise KVLensError(f"{where} hold {len(layers)} layers, the configuration asks for n_layers={cfg.n_layers}")
     wanted: dict[str, Sequence[int | None]] = {

@@ -1,10 +1,10 @@
 """Any model by where it is: one that ships, a folder of ours, a folder of Hugging Face, or a checkpoint of llama2.c."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from kvlens.errors import KVLensError
+from kvlens.files import read_json
 from kvlens.model.transformer import HookedKVTransformer
 
 
@@ -42,7 +42,7 @@ def load_source(
 def _is_hugging_face(folder: Path) -> bool:
     """Whether the folder's config.json is one of transformers, which names the type of model and not our format."""
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        config = read_json("model", folder / "config.json")
+    except KVLensError:
         return False
     return isinstance(config, dict) and "model_type" in config and "format" not in config

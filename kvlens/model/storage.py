@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save
 from transformers import PreTrainedTokenizerBase
 
 from kvlens._tl import HookedTransformer
-from kvlens.arguments import check_device, path_of
+from kvlens.arguments import brief, check_device, path_of
 from kvlens.beside import CARD, LIST
 from kvlens.checksum import checksum, checksum_of_json
 from kvlens.dtypes import check_holds, dtype_of
 from kvlens.errors import KVLensError, warn
-from kvlens.files import files_in, reason, write_folder
+from kvlens.files import check_regular_files, file_in, files_in, read_json, reason, write_folder
 from kvlens.folders import FolderKind, check_folder, listed_in
 from kvlens.model.config import HookedKVTransformerConfig
 from kvlens.model.fingerprint import is_weight, weights_hash
@@ -139,12 +139,10 @@ def load_model(cls: type[M], folder: str | Path, *, device: Any = None, dtype: t
 
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
+    check_regular_files("load", folder)
     if not path.is_file():
         raise KVLensError(f"load: {folder} holds no config.json; expected a folder written by HookedKVTransformer.save")
-    try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise KVLensError(f"load: {path} is truncated or not JSON ({error})") from error
+    stored = read_json("load", path)
     if not isinstance(stored, dict) or stored.get("format") != FORMAT or not isinstance(stored.get("config"), dict):
         raise KVLensError(
             f"load: {path} was not written by kvlens; for a Hugging Face folder use HookedKVTransformer.from_pretrained"
@@ -164,9 +162,11 @@ def _check_files(folder: Path, stored: dict[str, Any]) -> None:
     if "files" not in stored:
         logger.warning("load: %s is of format 1, which carries no checksums: damage would go unnoticed; save it anew", folder)
         return
+    if not isinstance(stored["files"], dict):
+        raise KVLensError(f"load: {folder / CONFIG} is damaged: its list of files is {brief(stored['files'])}")
     for name, written in stored["files"].items():
         try:
-            found = checksum((folder / name).read_bytes())
+            found = checksum(file_in("load", folder, name).read_bytes())
         except OSError as error:
             raise KVLensError(f"load: {folder / name} is missing: {reason(error)}") from error
         if found != written:

@@ -19,6 +19,7 @@ be read (:func:`kvlens.pretrained.shift_import.import_shift_coefficients`).
 """
 
 import logging
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -105,11 +106,10 @@ def baichuan_m1_config(
     )
 
 
-def is_baichuan_m1_weight(name: str, n_layers: int) -> bool:
-    """Say whether a tensor is to be read for a model of ``n_layers`` layers (rotary frequencies are computed anew)."""
-    parts = name.split(".")
-    layer = int(parts[2]) if parts[:2] == ["model", "layers"] and len(parts) > 2 and parts[2].isdigit() else 0
-    return layer < n_layers and not name.endswith("inv_freq")
+def is_baichuan_m1_weight(name: str, left_out: range) -> bool:
+    """Say whether a tensor is to be read: of no layer that is ``left_out`` (rotary frequencies are computed anew)."""
+    layer = re.match(r"model\.layers\.([0-9]{1,6})\.", name)
+    return (layer is None or int(layer[1]) not in left_out) and not name.endswith("inv_freq")
 
 
 def convert_baichuan_m1_weights(

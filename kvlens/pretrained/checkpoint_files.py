@@ -5,7 +5,6 @@ older ``pytorch_model*.bin``, of which only tensors are read, never pickled code
 read, so that a few coefficients of a large model cost no more than its file headers.
 """
 
-import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from kvlens.arguments import path_of
 from kvlens.errors import KVLensError
+from kvlens.files import check_regular, check_regular_files, file_in, read_json
 
 INDEX_SUFFIX = ".index.json"
 
@@ -23,8 +23,8 @@ INDEX_SUFFIX = ".index.json"
 def read_json_config(folder: Path) -> dict[str, Any]:
     """Read ``config.json`` as a dict; ``{}`` where it is missing or no JSON object (transformers then says what is wrong)."""
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        config = read_json("from_pretrained", folder / "config.json")
+    except KVLensError:
         return {}
     return config if isinstance(config, dict) else {}
 
@@ -50,14 +50,17 @@ def read_tensors(source: str | Path, wanted: Callable[[str], bool] = lambda name
 
 def _weight_files(source: Path, wanted: Callable[[str], bool]) -> Iterable[Path]:
     """The files that may hold wanted tensors; an index, where there is one, tells which."""
+    if not source.is_dir():
+        check_regular("checkpoint", source)
     if source.is_file():
         return [source]
     if not source.is_dir():
         raise KVLensError(f"{source} does not exist; expected a checkpoint: a folder, or a .safetensors or .bin file")
     for whole, shards in (("model.safetensors", "model*.safetensors"), ("pytorch_model.bin", "pytorch_model*.bin")):
         if (source / f"{whole}{INDEX_SUFFIX}").is_file():
-            return _indexed_files(source / f"{whole}{INDEX_SUFFIX}", wanted)
+            return indexed_files(source / f"{whole}{INDEX_SUFFIX}", wanted)
         if found := sorted(source.glob(shards)):
+            check_regular_files("checkpoint", source)
             return [source / whole] if (source / whole) in found else found
     names = sorted(entry.name for entry in source.iterdir())
     raise KVLensError(
@@ -65,16 +68,22 @@ def _weight_files(source: Path, wanted: Callable[[str], bool]) -> Iterable[Path]
     )
 
 
-def _indexed_files(index: Path, wanted: Callable[[str], bool]) -> list[Path]:
+def indexed_files(index: Path, wanted: Callable[[str], bool] = lambda name: True) -> list[Path]:
+    """The files of an index (``model.safetensors.index.json``) that hold the wanted tensors.
+
+    Raises:
+        KVLensError: the index is damaged, or names a file that is missing, outside the folder, or no regular file.
+    """
+    stored = read_json("checkpoint", index)
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        names = sorted({file for name, file in weight_map.items() if wanted(name)})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        names = sorted({file for name, file in stored["weight_map"].items() if wanted(name)})
+    except (KeyError, TypeError, AttributeError) as error:
         raise KVLensError(f"{index} is damaged: expected JSON with a weight_map ({type(error).__name__}: {error})") from error
-    missing = [name for name in names if not (index.parent / name).is_file()]
+    paths = [file_in("checkpoint", index.parent, name) for name in names]
+    missing = [path.name for path in paths if not path.is_file()]
     if missing:
         raise KVLensError(f"{index} names {missing[:3]}, which {index.parent} does not hold: the checkpoint is incomplete")
-    return [index.parent / name for name in names]
+    return paths
 
 
 def _read_safetensors(path: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:

@@ -1,6 +1,7 @@
 """A folder in Hugging Face's format: is all there, and what transformers makes of it."""
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,16 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging
 
 from kvlens.errors import KVLensError
+from kvlens.files import check_regular_files
 from kvlens.pretrained.architectures import SUPPORTED_ARCHITECTURES, unsupported
-from kvlens.pretrained.checkpoint_files import read_tensors
+from kvlens.pretrained.checkpoint_files import INDEX_SUFFIX, indexed_files, read_tensors
 from kvlens.pretrained.shift_import import is_shift_coefficient
+
+_BUFFER = re.compile(
+    r"\.(inv_freq|attn\.(attention\.)?(bias|masked_bias)|attention\.(bias|masked_bias|rotary_emb\.inv_freq)"
+    r"|causal_mask)$"
+)
+"""Tensors that some files hold although they follow from the configuration: masks, rotary frequencies."""
 
 WEIGHT_PATTERNS = ("model*.safetensors", "pytorch_model*.bin", "model*.safetensors.index.json")
 
@@ -25,6 +33,7 @@ def check_folder_files(folder: Path) -> None:
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
         raise KVLensError(f"from_pretrained: {folder} {what}; expected {expected}")
+    check_regular_files("from_pretrained", folder)
     names = sorted(entry.name for entry in folder.iterdir())
     found = f"found {names[:12]}{' ...' if len(names) > 12 else ''}" if names else "the folder is empty"
     if "adapter_config.json" in names:
@@ -36,6 +45,8 @@ def check_folder_files(folder: Path) -> None:
         raise KVLensError(f"from_pretrained: no config.json in {folder}: expected {expected}; {found}")
     if not any(any(folder.glob(pattern)) for pattern in WEIGHT_PATTERNS):
         raise KVLensError(f"from_pretrained: no weights in {folder}: expected {expected}; {found}")
+    for index in folder.glob(f"*{INDEX_SUFFIX}"):
+        indexed_files(index)
 
 
 @contextlib.contextmanager
@@ -81,6 +92,12 @@ def load_folder(folder: Path, dtype: torch.dtype, kwargs: dict[str, Any]) -> tup
             f"from_pretrained: transformers cannot load the model in {folder}: {type(error).__name__}: {error}"
         ) from error
     hf_model, report = loaded
+    unknown = sorted(name for name in report["unexpected_keys"] if not is_shift_coefficient(name) and not _BUFFER.search(name))
+    if unknown:
+        raise KVLensError(
+            f"from_pretrained: the weights in {folder} hold {len(unknown)} tensors that its configuration has no place for: "
+            f"{unknown[:5]}. Without them it would be another model: put config.json right, or take them out of the file"
+        )
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
         raise KVLensError(

@@ -29,7 +29,7 @@ from transformers import PreTrainedTokenizerFast
 from kvlens._tl import HookedTransformerConfig
 from kvlens.arguments import path_of
 from kvlens.errors import KVLensError
-from kvlens.files import reason
+from kvlens.files import check_regular, reason
 from kvlens.pretrained.llama2c_tokenizer import read_llama2c_tokenizer
 from kvlens.pretrained.parts import PretrainedParts
 
@@ -119,6 +119,7 @@ def read_sizes(path: Path) -> Llama2cSizes:
     Raises:
         KVLensError: as :func:`load_llama2c_parts`.
     """
+    check_regular("from_llama2c", path)
     try:
         with open(path, "rb") as file:
             head = file.read(HEADER.size)

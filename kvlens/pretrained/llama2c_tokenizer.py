@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kvlens.arguments import path_of
 from kvlens.errors import KVLensError
-from kvlens.files import reason
+from kvlens.files import check_regular, reason
 from kvlens.tokenizer import with_bos
 
 UNK_ID, BOS_ID, EOS_ID = 0, 1, 2
@@ -69,6 +69,7 @@ def read_llama2c_tokenizer(path: str | Path, vocab: int) -> PreTrainedTokenizerF
 
 
 def _read_tokens(path: Path) -> list[ScoredToken]:
+    check_regular("from_llama2c", path)
     try:
         raw = path.read_bytes()
     except OSError as error:

@@ -220,7 +220,7 @@ def _convert_baichuan_m1(
     cfg = baichuan_m1_config(config, **options)
 
     def wanted(name: str) -> bool:
-        return is_baichuan_m1_weight(name, cfg.n_layers)
+        return is_baichuan_m1_weight(name, range(cfg.n_layers, config["num_hidden_layers"]))
 
     if isinstance(source, PreTrainedModel):
         check_readable(source)

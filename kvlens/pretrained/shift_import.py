@@ -28,7 +28,7 @@ from kvlens.signature import checked
 
 __all__ = ["import_shift_coefficients", "is_shift_coefficient", "parameter_from_coefficients"]
 
-_IN_A_LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.(?:.+\.)?(alpha\d+|beta\d+|K|V|conv_k|conv_v)$")
+_IN_A_LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.([0-9]{1,6})\.(?:.+\.)?(alpha[0-9]+|beta[0-9]+|K|V|conv_k|conv_v)$")
 _PROJECTION = {"alpha": "k", "K": "k", "conv_k": "k", "beta": "v", "V": "v", "conv_v": "v"}
 _FORMS = "alpha1 and alpha2 (beta1 and beta2) of shape (n_kv,), K (V) of shape (n_kv, 2), conv_k (conv_v) of (1, 1, n_kv, 1, 2)"
 

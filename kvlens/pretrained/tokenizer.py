@@ -9,6 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from kvlens._tl import HookedTransformerConfig
 from kvlens.errors import KVLensError
+from kvlens.files import check_regular_files
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ def read_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     Raises:
         KVLensError: it needs code of its own, or its files are missing or damaged.
     """
+    check_regular_files("tokenizer", Path(folder))
     try:
         # False, not the default, which asks on the terminal whether to run code that comes with the folder
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

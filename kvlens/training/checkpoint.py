@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvlens.arguments import path_of
 from kvlens.errors import KVLensError
-from kvlens.files import reason, write_atomically
+from kvlens.files import check_regular, parsed_json, reason, write_atomically
 from kvlens.folders import FolderKind, check_folder
 from kvlens.model.fingerprint import is_weight
 from kvlens.tensor_files import checked_tensor_bytes, read_checked_tensors
@@ -84,15 +84,26 @@ class CheckpointFolder:
         Raises:
             KVLensError: the file is damaged, of another kind, or of another run; it is left as it is.
         """
+        check_regular("train: the checkpoint", self._file)
         if self._restart or not self._file.is_file():
             return False
         try:
             tensors, header = read_checked_tensors(self._file, "train: the checkpoint", FORMAT, FORMAT_VERSION)
+            identity, progress, steps = self._parsed(header)
         except KVLensError as error:
             raise KVLensError(f"{error}; or delete it, or ask for a restart, to begin anew") from error
-        self._check_identity(json.loads(header["identity"]))
-        restore(self.run, json.loads(header["progress"]), json.loads(header["watched_steps"]), tensors)
+        self._check_identity(identity)
+        restore(self.run, progress, steps, tensors)
         return True
+
+    def _parsed(self, header: Mapping[str, str]) -> tuple[dict[str, dict[str, Any]], dict[str, Any], list[int]]:
+        """Identity, progress and the steps that were watched, as the header has them."""
+        what, names = "train: the checkpoint", ("identity", "progress", "watched_steps")
+        identity, progress, steps = (parsed_json(what, self._file, header.get(name, "")) for name in names)
+        kinds = [isinstance(part, dict) for part in (identity, *(identity.values() if isinstance(identity, dict) else ()))]
+        if not all(kinds) or not isinstance(progress, dict) or not isinstance(steps, list):
+            raise KVLensError(f"{what}: {self._file} is damaged: its header does not say which run it is")
+        return identity, progress, steps
 
     def _check_identity(self, theirs: Mapping[str, Any]) -> None:
         for part in sorted({*self.identity, *theirs}):

@@ -258,3 +258,18 @@ def test_arguments_that_cannot_be_honoured_are_refused(tmp_path):
     ):
         with pytest.raises(KVLensError, match=message):
             HookedKVTransformer.from_pretrained(folder, **arguments)
+
+
+@pytest.mark.parametrize("extra", ["model.layers.9.mlp.up_proj.weight", "model.layers.0.self_attn.o_proj.bias"])
+def test_more_than_the_configuration_names_is_refused(extra, tmp_path):
+    folder = write_folder(tmp_path / "m1", CONFIG, {**random_weights(CONFIG), extra: torch.ones(3, dtype=torch.float64)})
+    with pytest.raises(KVLensError, match=f"holds 1 that are not known .*{extra}"):
+        exact_model(folder)
+
+
+def test_a_tied_checkpoint_with_another_head_is_refused(tmp_path):
+    weights = random_weights(CONFIG)
+    assert "lm_head.weight" in weights
+    folder = write_folder(tmp_path / "m1", {**CONFIG, "tie_word_embeddings": True}, weights)
+    with pytest.raises(KVLensError, match="has tie_word_embeddings=True in its configuration and an output embedding"):
+        exact_model(folder)

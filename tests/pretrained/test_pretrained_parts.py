@@ -320,6 +320,44 @@ def test_folder_that_is_missing_or_incomplete_is_described(tmp_path):
         load_pretrained_parts(folder)
 
 
+@pytest.mark.parametrize(
+    ("kind", "extra"),
+    [
+        ("llama", "model.layers.3.mlp.up_proj.weight"),
+        ("llama", "model.layers.1.self_attn.q_proj.bias"),
+        ("gpt2", "transformer.h.7.ln_1.weight"),
+        ("gpt2", "v_head.weight"),
+        ("neox", "gpt_neox.layers.1.attention.more.weight"),
+    ],
+)
+def test_a_file_with_tensors_that_the_configuration_does_not_name_is_refused(kind, extra, tmp_path):
+    folder = save(tiny_hf_model(kind), tmp_path / "run")
+    weights = load_file(folder / "model.safetensors")
+    save_file({**weights, extra: torch.ones(3)}, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(KVLensError, match=rf"hold 1 tensors that its configuration has no place for: \['{extra}'\]"):
+        load_pretrained_parts(folder)
+
+
+@pytest.mark.parametrize(
+    ("kind", "extra"),
+    [
+        ("gpt2", "h.0.attn.bias"),
+        ("gpt2", "transformer.h.1.attn.masked_bias"),
+        ("gptj", "transformer.h.1.attn.bias"),
+        ("gpt_neo", "transformer.h.0.attn.attention.masked_bias"),
+        ("neox", "gpt_neox.layers.1.attention.rotary_emb.inv_freq"),
+        ("neox", "gpt_neox.layers.1.attention.bias"),
+        ("llama", "model.layers.2.self_attn.rotary_emb.inv_freq"),
+    ],
+)
+def test_masks_and_frequencies_that_older_files_hold_are_passed_over(kind, extra, tmp_path):
+    hf_model = tiny_hf_model(kind)
+    folder = save(hf_model, tmp_path / "run")
+    weights = load_file(folder / "model.safetensors")
+    save_file({**weights, extra: torch.ones(3)}, folder / "model.safetensors", metadata={"format": "pt"})
+    assert_same_function(load_pretrained_parts(folder, fold_ln=False, device="cpu"), hf_model, processed=False)
+
+
 def test_folder_that_lacks_a_weight_is_refused(tmp_path):
     folder = save(tiny_hf_model("llama"), tmp_path / "run")
     weights = load_file(folder / "model.safetensors")

@@ -20,6 +20,7 @@ import kvlens.files
 from kvlens import KVLensError
 from kvlens.cli import main
 from kvlens.tasks import InductionTask, make_task
+from kvlens.tensor_files import checked_tensor_bytes, read_checked_tensors
 from kvlens.training import checkpoint
 from kvlens.training.lock import only_run_in
 
@@ -123,6 +124,34 @@ def test_a_damaged_checkpoint_is_named(size, tmp_path):
     with pytest.raises(KVLensError, match="checkpoint.*(damaged|truncated).*ask for a restart"):
         run(folder=tmp_path / "r")
     assert path.exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(identity="[" * 100_000),
+        dict(progress='{"step": ' + "9" * 5000 + "}"),
+        dict(watched_steps="null"),
+        dict(identity="[]"),
+        dict(identity='{"task": 3}'),
+        dict(format_version="9" * 5000),
+    ],
+    ids=["deep", "long", "no_steps", "no_identity", "no_task", "version"],
+)
+def test_a_forged_header_with_a_right_checksum_is_damage(change, tmp_path):
+    run(folder=tmp_path / "r")
+    path = tmp_path / "r" / "checkpoint.safetensors"
+    tensors, header = read_checked_tensors(path, "test", checkpoint.FORMAT, checkpoint.FORMAT_VERSION)
+    path.write_bytes(checked_tensor_bytes(tensors, {**header, **change}))
+    with pytest.raises(KVLensError, match="damaged.*ask for a restart"):
+        run(folder=tmp_path / "r")
+
+
+def test_a_pipe_for_a_checkpoint_is_not_waited_for(tmp_path):
+    (tmp_path / "r").mkdir()
+    os.mkfifo(tmp_path / "r" / "checkpoint.safetensors")
+    with pytest.raises(KVLensError):
+        run(folder=tmp_path / "r")
 
 
 def test_foreign_folders_are_left_alone(tmp_path):
