@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from kvlens._tl import POST_NORM_ARCHITECTURES, LayerNorm, LayerNormPre, TransformerBlock, Unembed
 from kvlens.components.lean import TakesOver, is_hooked, runs_lean
 from kvlens.components.mlp import lean_mlp
+from kvlens.errors import KVLensError
 from kvlens.ops.affine import affine
 
 
@@ -37,6 +38,7 @@ class KVBlock(TakesOver, TransformerBlock):
     ) -> Float[Tensor, "batch kept_pos d_model"]:
         """As ``transformer_lens.components.TransformerBlock.forward``; a hook may keep fewer places."""
         if shortformer_pos_embed is not None or not self._is_usual():
+            self._check_input_by_head(shortformer_pos_embed is not None)
             return super().forward(resid_pre, shortformer_pos_embed, past_kv_cache_entry, attention_mask)
         resid_pre = self.hook_resid_pre(resid_pre)
         normed = norm(self.ln1, resid_pre)
@@ -56,6 +58,22 @@ class KVBlock(TakesOver, TransformerBlock):
         split = cfg.use_attn_in or cfg.use_split_qkv_input
         after = cfg.use_normalization_before_and_after or cfg.original_architecture in POST_NORM_ARCHITECTURES
         return runs_lean(cfg) and not split and not after
+
+    def _check_input_by_head(self, shortformer: bool) -> None:
+        """Refuse in words what TransformerLens' block gives to key-value heads with one row per query head."""
+        cfg = self.cfg
+        if cfg.n_key_value_heads in (None, cfg.n_heads) or cfg.ungroup_grouped_query_attention:
+            return
+        for setting, refused in (
+            ("use_split_qkv_input with positional_embedding_type='shortformer'", cfg.use_split_qkv_input and shortformer),
+            ("use_attn_in", cfg.use_attn_in and not cfg.use_split_qkv_input),
+        ):
+            if refused:
+                raise KVLensError(
+                    f"{setting} does not go with grouped keys (n_key_value_heads={cfg.n_key_value_heads} of {cfg.n_heads} "
+                    "heads), which have no input for each query head: turn it off, or call "
+                    "model.set_ungroup_grouped_query_attention(True)"
+                )
 
     def _mlp_in(self, resid: Tensor) -> Tensor:
         return self.hook_mlp_in(resid.clone()) if self.cfg.use_hook_mlp_in else resid

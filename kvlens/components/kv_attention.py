@@ -118,8 +118,12 @@ class KVAttention(AttentionVariants):
         unused = self.cfg.attention == "linear" and self.cfg.normalizer == "none"
         if not is_hooked(self.hook_b_kv, self.hook_b_d):
             return b_kv, None if unused else b_d
+        grouped = b_kv.shape[1] < self.cfg.n_heads
         b_kv = self._by_query_head(self.hook_b_kv, b_kv)
-        return (b_kv, None) if unused else self._grouped_where_equal(b_kv, self._by_query_head(self.hook_b_d, b_d))
+        if unused:
+            return b_kv, None
+        b_d = self._by_query_head(self.hook_b_d, b_d)
+        return _grouped_where_equal(b_kv, b_d, self.cfg.n_kv_heads) if grouped else (b_kv, b_d)
 
     def _by_query_head(self, hook: HookPoint, b: Tensor) -> Tensor:
         """``b`` with a row per query head, through ``hook``."""
@@ -133,16 +137,6 @@ class KVAttention(AttentionVariants):
             )
         return hooked
 
-    def _grouped_where_equal(self, b_kv: Tensor, b_d: Tensor) -> tuple[Tensor, Tensor]:
-        """Of rows per query head one per key-value head, where a group's are equal: what stands for them is computed alike."""
-        group = self.cfg.n_heads // self.cfg.n_kv_heads
-        if group == 1 or self.cfg.attention == "linear" or b_kv.requires_grad or b_d.requires_grad:
-            return b_kv, b_d  # each query head has a gradient of its own
-        grouped = [b.unflatten(1, (-1, group)) for b in (b_kv, b_d)]
-        if all(torch.equal(b, b[:, :, :1].expand_as(b)) for b in grouped):
-            return grouped[0][:, :, 0], grouped[1][:, :, 0]
-        return b_kv, b_d
-
     def _project(self, z: Tensor) -> Tensor:
         """z W_O + b_O, through ``hook_result`` where the configuration asks for it."""
         if not self.cfg.use_attn_result:
@@ -154,3 +148,13 @@ class KVAttention(AttentionVariants):
 
 def _sum_of(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return b if a is None else a if b is None else a + b
+
+
+def _grouped_where_equal(b_kv: Tensor, b_d: Tensor, n_kv_heads: int) -> tuple[Tensor, Tensor]:
+    """Of rows per query head one per key-value head again, where a group's are equal: they are then read as if unhooked."""
+    if b_kv.requires_grad or b_d.requires_grad:
+        return b_kv, b_d  # each query head has a gradient of its own
+    groups = [b.unflatten(1, (n_kv_heads, -1)) for b in (b_kv, b_d)]
+    if not all(torch.equal(b, b[:, :, :1].expand_as(b)) for b in groups):
+        return b_kv, b_d
+    return groups[0][:, :, 0], groups[1][:, :, 0]

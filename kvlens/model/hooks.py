@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from kvlens._tl import HookedTransformer
-from kvlens.model.caching import slice_right_axis
+from kvlens.model.caching import saving_hooks
 from kvlens.model.inputs import check_hook_names
 
 
@@ -41,8 +41,8 @@ class ChecksHookNames(HookedTransformer):
         check_hook_names(names_filter, self.hook_dict)
         cache, fwd, bwd = super().get_caching_hooks(names_filter, incl_bwd, device, remove_batch_dim, cache, pos_slice)
         how = dict(device=device, remove_batch_dim=remove_batch_dim)
-        fwd = slice_right_axis(fwd, cache, pos_slice, **how)
-        return cache, fwd, slice_right_axis(bwd, cache, pos_slice, **how, suffix="_grad")
+        saving, saving_gradients = saving_hooks([name for name, _ in fwd], cache, pos_slice, **how)
+        return cache, saving, saving_gradients if bwd else []
 
     def add_caching_hooks(self, names_filter: Any = None, *args: Any, **kwargs: Any):
         """As TransformerLens'; ``names_filter`` must name hook points that exist."""

@@ -60,6 +60,27 @@ def test_removing_a_head_is_selecting_the_others(name):
     assert bias_by_head(model, PROMPT, TEXT).loc[0, "ablation_kl"] == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.parametrize("name", ["learned positions", "rotary, grouped"])
+def test_removing_a_query_head_is_blinding_it_to_the_prompt(name):
+    """By hand, without a bias: the text's queries of that head see no key of the prompt in front of it."""
+    model = softmax_model(name)
+    pairs = [(layer, head) for layer in range(2) for head in range(model.cfg.n_heads)]
+    whole, n = torch.cat([PROMPT, TEXT])[None], len(PROMPT)
+    seeing = model(whole)[0, n:].log_softmax(-1)
+    kl = []
+    for layer, head in pairs:
+
+        def blind(scores, hook, head=head):
+            scores[:, head, n:, :n] = -torch.inf
+
+        hooks = [(f"blocks.{layer}.attn.hook_attn_scores", blind)]
+        blinded = model.run_with_hooks(whole, fwd_hooks=hooks)[0, n:].log_softmax(-1)
+        kl.append(float((seeing.exp() * (seeing - blinded)).sum(-1).mean()))
+    assert bias_ablation(model, PROMPT, TEXT, [[pair] for pair in pairs])["kl"].tolist() == pytest.approx(kl, rel=1e-8)
+    assert bias_effects(model, PROMPT, TEXT, parts=["bias"])["kl"].tolist() == pytest.approx(kl, rel=1e-8)
+    assert bias_by_head(model, PROMPT, TEXT)["ablation_kl"].tolist() == pytest.approx(kl, rel=1e-8)
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_every_query_head_has_its_rows(name):
     model = softmax_model(name)
