@@ -6,7 +6,9 @@ import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
-HERE = str(Path(__file__).parent)
+HERE = Path(__file__).parent.as_posix()
+BETWEEN = (HERE, "/transformer_lens/", "/torch/nn/")
+"""Parts of the names of files that stand between a caller and what is found deep inside."""
 
 
 class KVLensError(ValueError):
@@ -20,8 +22,8 @@ def nearest(name: object, options: Iterable[str]) -> str:
 
 
 def warn(message: str) -> None:
-    """Warn, and point at the line outside this package that called it, however deep inside the cause was found."""
+    """Warn, and point at the line that called this package (or TransformerLens), however deep inside the cause was found."""
     level, frame = 1, sys._getframe()
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(HERE):
+    while frame.f_back is not None and any(part in Path(frame.f_code.co_filename).as_posix() for part in BETWEEN):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, stacklevel=level)

@@ -7,6 +7,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from kvlens._tl import get_device_for_block_index
+from kvlens.arguments import brief
 from kvlens.errors import KVLensError
 from kvlens.model import HookedKVTransformer
 
@@ -49,7 +50,8 @@ def prompt_tokens(model: HookedKVTransformer, prompt: Prompt, prepend_bos: bool,
         prepend_bos: for strings only.
 
     Raises:
-        KVLensError: an empty prompt, a string without a tokenizer, tokens outside the vocabulary or of the wrong shape.
+        KVLensError: an empty prompt, a string without a tokenizer or one of which it makes no token, tokens outside the
+            vocabulary or of the wrong shape.
     """
     device = get_device_for_block_index(0, model.cfg)
     if isinstance(prompt, Tensor):
@@ -61,7 +63,7 @@ def prompt_tokens(model: HookedKVTransformer, prompt: Prompt, prepend_bos: bool,
         raise KVLensError(f"{what}: this model has no tokenizer, so it cannot read strings; give token ids")
     if not all(texts):
         raise KVLensError(f"{what}: it is empty; give at least one character")
-    rows = [_tokenize(model, text, prepend_bos) for text in texts]
+    rows = [_tokenize(model, text, prepend_bos, what) for text in texts]
     longest = max(len(row) for row in rows)
     tokens = torch.zeros(len(rows), longest, dtype=torch.long, device=device)
     mask = torch.zeros(len(rows), longest, dtype=torch.bool, device=device)
@@ -80,8 +82,10 @@ def _from_tensor(model: HookedKVTransformer, prompt: Tensor, device: torch.devic
     return PromptTokens(tokens if prompt.dim() == 2 else tokens[None], None, has_batch=prompt.dim() == 2)
 
 
-def _tokenize(model: HookedKVTransformer, text: str, prepend_bos: bool) -> Tensor:
+def _tokenize(model: HookedKVTransformer, text: str, prepend_bos: bool, what: str) -> Tensor:
     row = model.to_tokens(text, prepend_bos=prepend_bos, truncate=False)[0]
+    if len(row) <= int(prepend_bos):
+        raise KVLensError(f"{what}: the tokenizer makes no token of {brief(text)}; give another text, or token ids")
     model.check_tokens(row)
     return row
 

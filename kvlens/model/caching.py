@@ -44,6 +44,11 @@ def saving_hooks(names: Iterable[str], cache: dict[str, Tensor], pos_slice: Any,
     return (fwd if forwards.pos_slice.mode == "identity" else watching + fwd), bwd
 
 
+def saves(hook: Any) -> bool:
+    """Whether a hook function is one of :func:`saving_hooks`, or watches for them."""
+    return isinstance(getattr(hook, "__self__", hook), _Saver)
+
+
 @dataclass(repr=False, eq=False)  # TransformerLens names a hook by its repr, which would print the cache
 class _Saver:
     """Saves the tensors of hook points; ``suffix`` goes behind their names.

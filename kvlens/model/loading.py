@@ -8,7 +8,7 @@ import torch
 from kvlens._tl import POST_NORM_ARCHITECTURES, HookedTransformer, without_deprecation_warning
 from kvlens.arguments import check_choice, check_device
 from kvlens.dtypes import dtype_of
-from kvlens.errors import KVLensError
+from kvlens.errors import KVLensError, warn
 from kvlens.model.config import HookedKVTransformerConfig, KVShiftConfig
 from kvlens.model.fingerprint import is_weight
 from kvlens.model.shift_graft import place_shift_coefficients, shift_config_of
@@ -54,7 +54,8 @@ def from_hooked_transformer(cls: type[M], model: HookedTransformer, **changes: A
         changes: fields of :class:`HookedKVTransformerConfig`, e.g. ``kv_shift=KVShiftConfig(init="identity")`` to graft a
             shift that changes nothing yet, or ``attention="linear"`` (another function of the same weights).
 
-    Permanent hooks are copied too; others are not.
+    Permanent hooks are copied too, with a warning that names them: one that reads ``model`` goes on reading it, and not the
+    copy. Others are not copied.
 
     Raises:
         KVLensError: a change of shape (``n_layers``, ``d_model``, ...), which the weights cannot follow.
@@ -73,6 +74,7 @@ def from_hooked_transformer(cls: type[M], model: HookedTransformer, **changes: A
 
 def _copy_permanent_hooks(copy: HookedTransformer, model: HookedTransformer) -> None:
     """Permanent hooks are part of what a model computes (a padding mask, for one): the copy gets them, in their order."""
+    copied = []
     for name, point in model.hook_dict.items():
         for direction, handles in (("fwd", point.fwd_hooks), ("bwd", point.bwd_hooks)):
             for handle in handles:
@@ -84,6 +86,14 @@ def _copy_permanent_hooks(copy: HookedTransformer, model: HookedTransformer) -> 
                         "reset_hooks(including_permanent=True) on the model first, and add it to the copy where it belongs"
                     )
                 copy.hook_dict[name].add_hook(handle.user_hook, dir=direction, is_permanent=True)
+                copied.append(name)
+    if copied:
+        names = ", ".join(dict.fromkeys(copied))
+        warn(
+            f"from_hooked_transformer: the permanent hooks on {names} act on the copy as well, as the same functions: one that "
+            "reads the old model, or what other hooks noted of its pass, knows nothing of the copy's. If one does, "
+            "copy.reset_hooks(including_permanent=True), and add what is meant for the copy by add_perma_hook"
+        )
 
 
 def _copy_weights(copy: HookedTransformer, model: HookedTransformer) -> None:

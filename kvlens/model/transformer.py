@@ -130,6 +130,8 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
         and with padding on the right they are text.
         """
         check_input(input, attention_mask, past_kv_cache)
+        if self._may_be_silent:
+            self.warn_of_silent_hooks()
         with self._thread.turn, self._thread.passes(self._has_bias):
             if past_kv_cache is not None and self.cfg.needs_own_cache:
                 upgrade_cache(past_kv_cache, linear=self.cfg.attention == "linear")

@@ -5,7 +5,9 @@ import math
 import pytest
 import torch
 from small_models import linear_model, relative_error, small_model, tokens
+from tokenizers import normalizers
 
+from analyses import bias_by_head
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVBias, KVLensError, KVShiftConfig, convert_prompt
 from kvlens.corpus import train_bpe_tokenizer
 
@@ -252,6 +254,19 @@ def test_bad_prompts_are_refused(prompt, message):
 def test_empty_strings_are_refused():
     with pytest.raises(KVLensError, match="empty"):
         convert_prompt(tokenized_model(), "")
+
+
+@pytest.mark.parametrize("prepend_bos", [True, False])
+@pytest.mark.parametrize("batch", [False, True])
+def test_a_string_of_which_the_tokenizer_makes_nothing_is_refused(prepend_bos, batch):
+    """It was converted as the BOS alone."""
+    model = tokenized_model()
+    model.tokenizer.backend_tokenizer.normalizer = normalizers.Replace("\u200b", "")
+    prompt = ["the cat", "\u200b"] if batch else "\u200b"
+    with pytest.raises(KVLensError, match=r"prompt: the tokenizer makes no token of '\\u200b'"):
+        convert_prompt(model, prompt, prepend_bos=prepend_bos)
+    with pytest.raises(KVLensError, match=r"prompt_tokens: the tokenizer makes no token of '\\u200b'"):
+        bias_by_head(model, "\u200b", "the cat")
 
 
 def test_a_prompt_beyond_learned_positions_is_refused():

@@ -1,0 +1,98 @@
+"""Hooks that are asked for by name and do not fire are warned of, once per call, and no others are."""
+
+import warnings
+
+import pytest
+import torch
+from small_models import linear_model, small_model, tokens
+
+from kvlens import convert_prompt
+from kvlens.model.hooks import ChecksHookNames
+
+AT = "blocks.1.attn."
+TEXT = tokens(1, 5)
+OF_A_BIAS = ["hook_b_kv", "hook_b_d", "hook_z_context", "hook_z_bias"]
+WITHOUT_A_BIAS = {
+    "linear": (linear_model, [*OF_A_BIAS, "hook_last_k", "hook_last_v"]),
+    "softmax": (small_model, [*OF_A_BIAS, "hook_phi_q", "hook_normalizer"]),
+}
+
+
+def look(x: torch.Tensor, hook) -> None:
+    """A hook that only looks."""
+
+
+def warned_of(run) -> list[str]:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        run()
+    return [str(warning.message) for warning in found]
+
+
+@pytest.mark.parametrize("kind", WITHOUT_A_BIAS)
+def test_by_name_without_a_bias(kind):
+    build, points = WITHOUT_A_BIAS[kind]
+    model = build()
+    for point in points:
+        name = AT + point
+
+        def chosen(name: str, point: str = point) -> bool:
+            return name.endswith(point)
+
+        ways = [
+            lambda name=name: model.run_with_hooks(TEXT, fwd_hooks=[(name, look)]),
+            lambda name=name: model.run_with_hooks(TEXT, bwd_hooks=[(name, look)], reset_hooks_end=False),
+            lambda chosen=chosen: model.run_with_hooks(TEXT, fwd_hooks=[(chosen, look)]),
+            lambda name=name: model.run_with_cache(TEXT, names_filter=name),
+            lambda name=name: model.run_with_cache(TEXT, names_filter=[name, "hook_embed"], pos_slice=1),
+            lambda chosen=chosen: model.run_with_cache(TEXT, names_filter=chosen),
+            lambda name=name: (model.add_hook(name, look), model(TEXT)),
+            lambda name=name: (model.add_perma_hook(name, look), model(TEXT)),
+        ]
+        for way in ways:
+            for _ in range(2):
+                (message,) = warned_of(way)
+                assert point in message and "no KV bias is attached" in message
+            model.reset_hooks(including_permanent=True)
+
+
+@pytest.mark.parametrize("kind", WITHOUT_A_BIAS)
+def test_a_bias_that_comes_in_time_and_everything_at_once(kind):
+    build, points = WITHOUT_A_BIAS[kind]
+    model = build()
+    bias = convert_prompt(model, tokens(1, 4, seed=1))
+    called = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.run_with_cache(TEXT)
+        model.run_with_cache(TEXT, names_filter=lambda name: ".attn." in name)
+        model.run_with_hooks(TEXT, fwd_hooks=[(lambda name: True, look)])
+        hooks = [(AT + point, lambda x, hook: called.append(hook.name)) for point in points]
+        with model.hooks(fwd_hooks=hooks), model.kv_bias(bias):
+            model(TEXT)
+        convert_prompt(model, TEXT, initial=bias, fwd_hooks=[(AT + "hook_b_kv", look)])
+        model.get_caching_hooks(AT + "hook_b_kv")
+        model(TEXT)  # nothing was hooked
+    assert sorted(called) == sorted(AT + point for point in points)
+
+
+def test_what_else_is_off_is_said_too():
+    for model, point, reason in (
+        (small_model(), "hook_k_shifted", "this model does not shift keys"),
+        (linear_model(), "hook_q_shift_coef", "this model does not shift queries"),
+        (small_model(), "hook_phi_k", "softmax attention has no features of keys"),
+        (linear_model(normalizer="none"), "hook_normalizer", "normalizer='none' has no normaliser"),
+    ):
+        (message,) = warned_of(lambda model=model, point=point: model.run_with_hooks(TEXT, fwd_hooks=[(AT + point, look)]))
+        assert message == f"the hooks on {AT}{point} are not called in this pass: {reason}"
+
+
+def test_a_pass_without_hooks_looks_at_nothing(monkeypatch):
+    model = small_model()
+
+    def looked(*args):
+        raise AssertionError("an unhooked pass asked about hooks")
+
+    for name in ("warn_of_silent_hooks", "_why_silent"):
+        monkeypatch.setattr(ChecksHookNames, name, looked)
+    model(TEXT)
