@@ -228,6 +228,32 @@ def test_hooks_of_a_biased_softmax_model():
     torch.testing.assert_close(cache["pattern", 1], pattern[..., 7:], rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("kind", [{}, dict(n_heads=6, n_key_value_heads=3)], ids=["", "grouped"])
+@pytest.mark.parametrize("batch", [None, 2])
+def test_what_hooks_make_of_the_old_bias_is_what_the_new_one_continues_from(kind, batch):
+    """Judged by continuing from a bias without that head, under which the prompt is read alike."""
+    model = small_model(**DOUBLE, positional_embedding_type="rotary", **kind)
+    one, two = (tokens(batch or 1, n, seed=n) for n in (5, 4))
+    one, two = (one, two) if batch else (one[0], two[0])
+    old, text = convert_prompt(model, one), tokens(batch or 1, 6, seed=2)
+
+    def ablate(b, hook):
+        b[:, 3] = 0
+
+    def logits(bias):
+        with torch.no_grad(), model.kv_bias(bias):
+            return model(text)
+
+    rest = [(layer, head) for layer in range(2) for head in range(model.cfg.n_heads) if (layer, head) != (1, 3)]
+    expected = logits(convert_prompt(model, two, initial=old.select(heads=rest)))
+    hooks = [(f"blocks.1.attn.hook_b_{x}", ablate) for x in ("kv", "d")]
+    assert relative_error(logits(convert_prompt(model, two, initial=old, fwd_hooks=hooks)), expected) < 1e-12
+    whole = convert_prompt(model, two, initial=old)
+    assert relative_error(logits(whole), expected) > 1e-3
+    looked = convert_prompt(model, two, initial=old, fwd_hooks=[("blocks.1.attn.hook_b_kv", lambda b, hook: None)])
+    assert torch.equal(looked.b_KV, whole.b_KV)
+
+
 def test_interventions_in_the_prompts_own_pass():
     model = small_model(**DOUBLE)
     prompt = tokens(1, 7)

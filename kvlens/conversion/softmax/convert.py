@@ -31,7 +31,7 @@ def convert_softmax_prompt(
         check_free_features(model, options.method)
     exact = convert_exactly(model, prompt, fwd_hooks, old, fingerprint)
     _check_finite(exact)
-    bias = exact.bias
+    bias, old = exact.bias, exact.old
     lengths = torch.as_tensor(prompt.lengths()).reshape(-1).tolist()
     keeps_all = options.method == "landmark" and options.keeps_all(lengths)
     if options.method != "exact" and not keeps_all:

@@ -5,7 +5,8 @@ start from it: it is what they approximate, and it plays the prompt while refere
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -29,11 +30,13 @@ class ConvertedExactly(NamedTuple):
         bias: of this prompt alone, without what it continues from; always with a batch axis.
         real: True at real tokens, None where no prompt is padded.
         last_residual: of each prompt's last token, for the logits of the first token after it.
+        old: what it continues from, as the pass read it: hooks may have changed it.
     """
 
     bias: KVBias
     real: Bool[Tensor, "batch key"] | None
     last_residual: Float[Tensor, "batch 1 d_model"]
+    old: KVBias | None = None
 
     def keys(self, model: HookedKVTransformer, layer: int) -> PromptKeys:
         """One layer's keys, as the fits want them."""
@@ -51,10 +54,12 @@ def convert_exactly(
     batch, n_places = tokens.shape
     cache = TransformerLensKeyValueCache.init_cache(cfg, cfg.device, batch)
     mask = torch.ones_like(tokens) if prompt.mask is None else prompt.mask.long()
-    with observed(model) as seen, hidden_tokens_keep_positions(prompt.keeps_positions):
+    read: dict[str, Tensor] = {}
+    kept = hidden_tokens_keep_positions(prompt.keeps_positions)
+    with model.hooks(fwd_hooks=list(fwd_hooks)), observed(model) as seen, kept:
         residual = model.run_with_hooks(
             tokens,
-            fwd_hooks=list(fwd_hooks),
+            fwd_hooks=_readers(model, old, read),
             attention_mask=mask,
             past_kv_cache=cache,
             stop_at_layer=cfg.n_layers,
@@ -79,9 +84,35 @@ def convert_exactly(
         features=VirtualKeys(keys, distance.clamp(min=1)[None, :, None].expand(*keys.shape[:-1]).clone()),
         log_scale=keys.new_zeros(keys.shape[:3]),
     )
-    read = places.expand(batch, -1) if prompt.mask is None else places.where(prompt.mask, 0)
-    last = residual[torch.arange(batch, device=residual.device), read.amax(dim=1).to(residual.device)][:, None]
-    return ConvertedExactly(bias, prompt.mask, last)
+    last_place = places.expand(batch, -1) if prompt.mask is None else places.where(prompt.mask, 0)
+    last = residual[torch.arange(batch, device=residual.device), last_place.amax(dim=1).to(residual.device)][:, None]
+    return ConvertedExactly(bias, prompt.mask, last, _as_read(old, read) if old is not None and read else old)
+
+
+def _readers(model: HookedKVTransformer, old: KVBias | None, read: dict[str, Tensor]) -> list[tuple[str, Callable]]:
+    """Hooks behind all others that note what the pass reads as the old bias, where others are hooked to it; else none."""
+
+    def note(b: Tensor, hook: Any) -> None:
+        read[hook.name] = b
+
+    names = [f"blocks.{layer}.attn.hook_b_{x}" for layer in range(model.cfg.n_layers) for x in ("kv", "d")]
+    hooked = old is not None and any(model.hook_dict[name].has_hooks("fwd") for name in names)
+    return [(name, note) for name in names] if hooked else []
+
+
+def _as_read(old: KVBias, read: dict[str, Tensor]) -> KVBias:
+    """``old`` with the b_KV and b_D that hooks made of it: a row per query head, and a batch where they made one."""
+    batch = max(map(len, read.values()))
+    whole = old.per_query_head()
+    whole = whole if batch == 1 and old.batch_size is None else as_batch(whole, batch)
+    changed: dict[str, Any] = {}
+    for name, x in (("b_KV", "kv"), ("b_D", "d")):
+        layers = [read[f"blocks.{layer}.attn.hook_b_{x}"] for layer in range(old.n_layers)]
+        stacked = torch.stack([b.expand(batch, *b.shape[1:]) for b in layers]).to(whole.b_KV)
+        changed[name] = stacked[:, 0] if whole.batch_size is None else stacked
+    if all(torch.equal(new, getattr(whole, name)) for name, new in changed.items()):
+        return old
+    return replace(whole, **changed)
 
 
 def _boundary(model: HookedKVTransformer, cache: TransformerLensKeyValueCache, name: str, like: Tensor) -> Tensor:
