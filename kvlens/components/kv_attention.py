@@ -10,7 +10,6 @@ What this relies on inside TransformerLens 3.9: ``calculate_qkv_matrices`` (whic
 norms), the names of the weights, and the arguments with which a block calls its attention.
 """
 
-import re
 from typing import Any
 
 import torch
@@ -27,7 +26,8 @@ from kvlens.errors import KVLensError
 from kvlens.ops.affine import affine
 
 OF_A_BIAS = ("hook_b_kv", "hook_b_d", "hook_z_context", "hook_z_bias")
-"""Hook points that fire where there is a KV bias alone."""
+OF_A_BOUNDARY = ("hook_last_k", "hook_last_v", "hook_last_q")
+"""Hook points that fire where there is a KV bias alone, and where one is attached."""
 
 
 class KVAttention(AttentionVariants):
@@ -129,20 +129,14 @@ class KVAttention(AttentionVariants):
         b_d = self._by_query_head(self.hook_b_d, b_d)
         return _grouped_where_equal(b_kv, b_d, self.cfg.n_kv_heads) if grouped else (b_kv, b_d)
 
-    def why_silent(self, hook_point: str) -> str | None:
-        """Why the hook point of this name (``hook_b_kv``) does not fire as things are; None where it does or nobody knows."""
-        linear, shift = self.cfg.attention == "linear", re.fullmatch(r"hook_(?:last_([kvq])|([kvq])_shift\w+)", hook_point)
-        if shift and (shift[1] or shift[2]) not in self.shifted_projections():
-            return f"this model does not shift {dict(k='keys', v='values', q='queries')[shift[1] or shift[2]]}"
-        if linear and self.cfg.normalizer == "none" and hook_point in ("hook_b_d", "hook_normalizer"):
-            return "normalizer='none' has no normaliser"
-        if not linear and hook_point == "hook_phi_k":
-            return "softmax attention has no features of keys"
-        needs_bias = OF_A_BIAS if linear else (*OF_A_BIAS, "hook_phi_q", "hook_normalizer")
-        trained = self.cfg.trainable_kv_bias and hook_point in needs_bias
-        if self.layer_bias is None and not trained and (hook_point in needs_bias or (shift and shift[1])):
-            return "no KV bias is attached (model.attach_kv_bias, or `with model.kv_bias(bias): ...`)"
-        return None
+    def waits_for_a_bias(self, hook_point: str) -> bool:
+        """Whether the hook point of this name (``hook_b_kv``) fires under a KV bias alone, and there is none now."""
+        if self.layer_bias is not None:
+            return False
+        if hook_point in OF_A_BOUNDARY:
+            return True
+        of_a_bias = OF_A_BIAS if self.cfg.attention == "linear" else (*OF_A_BIAS, "hook_phi_q", "hook_normalizer")
+        return not self.cfg.trainable_kv_bias and hook_point in of_a_bias
 
     def _by_query_head(self, hook: HookPoint, b: Tensor) -> Tensor:
         """``b`` with a row per query head, through ``hook``."""

@@ -1,10 +1,9 @@
 """Hooks by name: one that no hook point has, which TransformerLens passes over, is an error that proposes the nearest.
 
 Hooks on a point that exists and does not fire, as ``hook_b_kv`` without a bias, are warned of when the model runs: until then a
-bias may be attached. Asking for everything, as a bare ``run_with_cache`` does, asks for what there is.
+bias may be attached. A function on several points, or a cache of several (a bare ``run_with_cache``: of all), takes what comes.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -18,47 +17,53 @@ from kvlens.model.inputs import check_hook_names
 class ChecksHookNames(HookedTransformer):
     """A HookedTransformer whose hooks and caches are asked for by names that exist, and says so where one will not fire."""
 
-    _may_be_silent: frozenset[str] = frozenset()
-    """Names that were asked for and did not fire as things stood then; looked at again when the model runs next."""
+    _may_be_silent: tuple[tuple[str, Any], ...] = ()
+    """(hook point, function) that were asked for while no bias was there; looked at again when the model runs next."""
 
     def warn_of_silent_hooks(self) -> None:
-        """Warn of hooks that were asked for by name since the last pass, and do not fire in this one."""
-        asked, self._may_be_silent = self._may_be_silent, frozenset()
-        reasons: dict[str, list[str]] = {}
-        for name in sorted(asked):
-            reason = self._why_silent(name)
-            if reason is not None and self.hook_dict[name].has_hooks():
-                reasons.setdefault(reason, []).append(name)
-        for reason, names in reasons.items():
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            warn(f"the hooks on {', '.join(names[:3])}{more} are not called in this pass: {reason}")
+        """Warn of hooks that were asked for by name since the last pass, and for want of a bias do not fire in this one."""
+        asked, self._may_be_silent = self._may_be_silent, ()
+        hooked = [(name, hook) for name, hook in asked if self._is_silent(name) and self.hook_dict[name].has_hooks()]
+        silent = sorted({name for name, hook in hooked if not self._is_called(hook)})
+        if silent:
+            more = f" and {len(silent) - 3} more" if len(silent) > 3 else ""
+            warn(
+                f"the hooks on {', '.join(silent[:3])}{more} are not called in this pass: no KV bias is attached "
+                "(model.attach_kv_bias, or `with model.kv_bias(bias): ...`)"
+            )
 
-    def _ask_for(self, names: Any) -> None:
-        """Remember which of ``names`` (one, several, or a filter) would not fire; of a filter only if none of its would."""
+    def _ask_for(self, names: Any, hook: Any = None) -> None:
+        """Remember a name that would not fire; of several, or of a filter's, only if none of them would.
+
+        Likewise of the names that one function is hooked to, one call after the other.
+        """
         if names is None:
             return
-        asked: Iterable[str] = [names] if isinstance(names, str) else names
-        if callable(names):
-            asked = [name for name in self.hook_dict if names(name)]
-            if any(self._why_silent(name) is None for name in asked):
-                return
-        self._may_be_silent |= {name for name in asked if self._why_silent(name) is not None}
+        asked = [names] if isinstance(names, str) else list(filter(names, self.hook_dict)) if callable(names) else names
+        if all(map(self._is_silent, asked)):
+            self._may_be_silent += tuple((name, hook) for name in asked)
 
-    def _why_silent(self, name: str) -> str | None:
+    def _is_called(self, hook: Any) -> bool:
+        """Whether a function is hooked to a point that fires, too: then it takes what comes."""
+        points = [point for name, point in self.hook_dict.items() if not self._is_silent(name)]
+        handles = [handle for point in points for handle in (*point.fwd_hooks, *point.bwd_hooks)]
+        return hook is not None and any(handle.user_hook is hook for handle in handles)
+
+    def _is_silent(self, name: str) -> bool:
         block, _, hook_point = name.rpartition(".attn.")
-        return self.mod_dict[f"{block}.attn"].why_silent(hook_point) if block else None  # type: ignore[operator,union-attr]
+        return bool(block) and self.mod_dict[f"{block}.attn"].waits_for_a_bias(hook_point)  # type: ignore[operator]
 
-    def add_hook(self, name: Any, *args: Any, **kwargs: Any) -> None:
+    def add_hook(self, name: Any, hook: Any, *args: Any, **kwargs: Any) -> None:
         """As TransformerLens'."""
         check_hook_names(name, self.hook_dict)
-        self._ask_for(name)
-        return super().add_hook(name, *args, **kwargs)
+        self._ask_for(name, hook)
+        return super().add_hook(name, hook, *args, **kwargs)
 
     def _enable_hook(self, name: Any, hook: Any, *args: Any, **kwargs: Any) -> None:
         if isinstance(name, str) and name not in self.hook_dict:  # asked before: a cache of everything comes by here for each
             check_hook_names(name, self.hook_dict)
         if not saves(hook):  # what is cached was asked for below, or not at all
-            self._ask_for(name)
+            self._ask_for(name, hook)
         return super()._enable_hook(name, hook, *args, **kwargs)
 
     def remove_all_hook_fns(self, direction: Any = "both", including_permanent: bool = False, level: int | None = None) -> None:

@@ -44,7 +44,7 @@ def test_by_name_without_a_bias(kind):
             lambda name=name: model.run_with_hooks(TEXT, bwd_hooks=[(name, look)], reset_hooks_end=False),
             lambda chosen=chosen: model.run_with_hooks(TEXT, fwd_hooks=[(chosen, look)]),
             lambda name=name: model.run_with_cache(TEXT, names_filter=name),
-            lambda name=name: model.run_with_cache(TEXT, names_filter=[name, "hook_embed"], pos_slice=1),
+            lambda name=name: model.run_with_cache(TEXT, names_filter=[name], pos_slice=1),
             lambda chosen=chosen: model.run_with_cache(TEXT, names_filter=chosen),
             lambda name=name: (model.add_hook(name, look), model(TEXT)),
             lambda name=name: (model.add_perma_hook(name, look), model(TEXT)),
@@ -66,7 +66,9 @@ def test_a_bias_that_comes_in_time_and_everything_at_once(kind):
         warnings.simplefilter("error")
         model.run_with_cache(TEXT)
         model.run_with_cache(TEXT, names_filter=lambda name: ".attn." in name)
+        model.run_with_cache(TEXT, names_filter=[AT + "hook_b_kv", AT + "hook_z"])
         model.run_with_hooks(TEXT, fwd_hooks=[(lambda name: True, look)])
+        model.run_with_hooks(TEXT, fwd_hooks=[(AT + point, look) for point in (*points, "hook_z")])
         hooks = [(AT + point, lambda x, hook: called.append(hook.name)) for point in points]
         with model.hooks(fwd_hooks=hooks), model.kv_bias(bias):
             model(TEXT)
@@ -76,23 +78,12 @@ def test_a_bias_that_comes_in_time_and_everything_at_once(kind):
     assert sorted(called) == sorted(AT + point for point in points)
 
 
-def test_what_else_is_off_is_said_too():
-    for model, point, reason in (
-        (small_model(), "hook_k_shifted", "this model does not shift keys"),
-        (linear_model(), "hook_q_shift_coef", "this model does not shift queries"),
-        (small_model(), "hook_phi_k", "softmax attention has no features of keys"),
-        (linear_model(normalizer="none"), "hook_normalizer", "normalizer='none' has no normaliser"),
-    ):
-        (message,) = warned_of(lambda model=model, point=point: model.run_with_hooks(TEXT, fwd_hooks=[(AT + point, look)]))
-        assert message == f"the hooks on {AT}{point} are not called in this pass: {reason}"
-
-
 def test_a_pass_without_hooks_looks_at_nothing(monkeypatch):
     model = small_model()
 
     def looked(*args):
         raise AssertionError("an unhooked pass asked about hooks")
 
-    for name in ("warn_of_silent_hooks", "_why_silent"):
+    for name in ("warn_of_silent_hooks", "_is_silent"):
         monkeypatch.setattr(ChecksHookNames, name, looked)
     model(TEXT)
