@@ -8,11 +8,11 @@ import os
 import sys
 
 import kvlens
-from kvlens.cli import analyse, reference, report, reproduce, train, zoo
+from kvlens.cli import analyse, explain, reference, report, reproduce, train, zoo
 from kvlens.errors import KVLensError, nearest
 from kvlens.terminal import Arguments, how_it_ended, sigterm_as_interrupt, visible
 
-MODULES = (report, analyse, train, zoo, reproduce, reference)
+MODULES = (report, explain, analyse, train, zoo, reproduce, reference)
 COMMANDS = tuple(module.__name__.rsplit(".", 1)[-1] for module in MODULES)
 BAD_INPUT = 2
 

@@ -2,15 +2,15 @@
 
 import argparse
 import os
-import sys
 import textwrap
 import warnings
 from pathlib import Path
 from typing import Any
 
 from kvlens.arguments import check_seed
+from kvlens.cli.prompts import add_prompt_and_text, given_prompt_and_text
 from kvlens.errors import KVLensError
-from kvlens.report.example import EXAMPLE_MODEL, TEXT_MODEL
+from kvlens.report.example import EXAMPLE_MODEL, TEXT_MODEL, example_for
 from kvlens.terminal import visible
 from kvlens.zoo import source_of
 
@@ -28,10 +28,7 @@ def add_command(commands: Any) -> None:
         "  kvlens report --prompt 'Colours: red, green, blue.' --text ' Colours: red, gr' --out colours",
         allow_abbrev=False,
     )
-    report.add_argument("--prompt", metavar="TEXT", help="what is converted; it gets the model's BOS token, if it has one")
-    report.add_argument("--prompt-file", metavar="FILE", help="read the prompt from a UTF-8 file instead; - is standard input")
-    report.add_argument("--text", metavar="TEXT", help="what follows it, to compare predictions on; tokenised apart")
-    report.add_argument("--text-file", metavar="FILE", help="read the text from a UTF-8 file instead; - is standard input")
+    add_prompt_and_text(report, "what follows it, to compare predictions on; tokenized apart")
     report.add_argument(
         "--model",
         metavar="NAME",
@@ -83,9 +80,10 @@ def _report(args: argparse.Namespace) -> int:
 
     check_seed("--seed", args.seed)
     check_folder(args.out, overwrite=args.overwrite)
-    name = _default_model(args) if args.model is None else args.model
+    given = given_prompt_and_text(args)
+    name = args.model or (EXAMPLE_MODEL if given is None else TEXT_MODEL)
     source = source_of(name)
-    prompt, text = _prompt_and_text(args, name)
+    prompt, text = given or example_for(name)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
     from kvlens.report.console import progress_bar
@@ -125,11 +123,6 @@ def _report(args: argparse.Namespace) -> int:
     return 0
 
 
-def _default_model(args: argparse.Namespace) -> str:
-    given = (args.prompt, args.prompt_file, args.text, args.text_file)
-    return TEXT_MODEL if any(value is not None for value in given) else EXAMPLE_MODEL
-
-
 def _conversion(args: argparse.Namespace) -> dict[str, Any]:
     """The options of the conversion that were given, by the names that :func:`kvlens.convert_prompt` has for them."""
     if args.method in ("landmark", "random") and args.features is None:
@@ -137,41 +130,6 @@ def _conversion(args: argparse.Namespace) -> dict[str, Any]:
     given = {"method": args.method, "n_features": args.features, "budget": args.budget, "polish_steps": args.polish}
     given = {name: value for name, value in given.items() if value is not None}
     return {**given, "seed": args.seed, "verbose": False} if given else {}
-
-
-def _prompt_and_text(args: argparse.Namespace, model: str) -> tuple[str, str]:
-    if args.prompt_file == args.text_file == "-":
-        raise KVLensError("--prompt-file and --text-file are both standard input; give one as a file")
-    prompt = _given(args.prompt, args.prompt_file, "prompt")
-    text = _given(args.text, args.text_file, "text")
-    if prompt is None and text is None:
-        from kvlens.report.example import example_for
-
-        return example_for(model)
-    if prompt is None or text is None:
-        missing = "--prompt" if prompt is None else "--text"
-        raise KVLensError(f"{missing} is missing: give both a prompt and a text, or neither for the built-in example")
-    for what, value in (("--prompt", prompt), ("--text", text)):
-        if not value:
-            raise KVLensError(f"{what} is empty; give at least one character")
-        try:
-            value.encode("utf-8")
-        except UnicodeEncodeError:
-            raise KVLensError(f"{what} is not valid UTF-8 text; give it in UTF-8, or as a file") from None
-    return prompt, text
-
-
-def _given(value: str | None, file: str | None, what: str) -> str | None:
-    if file is None:
-        return value
-    if value is not None:
-        raise KVLensError(f"--{what} and --{what}-file are both given; give one")
-    try:
-        return sys.stdin.buffer.read().decode("utf-8") if file == "-" else Path(file).read_text(encoding="utf-8")
-    except OSError as error:
-        raise KVLensError(f"--{what}-file: cannot read {file}: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise KVLensError(f"--{what}-file: {file} is not UTF-8 text (byte {error.start}); convert it first") from error
 
 
 def _wrapped(text: str) -> str:

@@ -1,0 +1,113 @@
+"""One question, one answer: which unit of the prompt made the model say it, through which heads, read at which positions."""
+
+from dataclasses import dataclass
+
+import pandas as pd
+import torch
+
+from kvlens import HookedKVTransformer
+from kvlens.signature import checked
+
+from ..sequences import PromptTokens, TextTokens
+from ..texts import joined, token_texts
+from .answers import Answer, Question, Rival
+from .by_head import attribution_by_head
+from .by_position import attribution_by_position
+from .methods import Method
+from .null import Null
+from .prompt import prompt_attribution
+from .units import Spans
+
+NEEDED, SUFFICIENT = 0.1, 0.5
+"""Shares of a unit's total effect: what a head's swap must cost to be named, and what it must keep alone."""
+
+
+@dataclass(frozen=True)
+class Explained:
+    """What :func:`explain` found.
+
+    Attributes:
+        answer, rival: as text.
+        p_answer, p_rival: probabilities of the answer and of its nearest rival with the whole prompt, and without the unit
+            that matters most; the latter None where no unit is significant.
+        units, heads, positions: the tables of `prompt_attribution`, and of that unit those of `attribution_by_head` and
+            `attribution_by_position`; empty where no unit is significant.
+        unit: number of that unit, or None.
+    """
+
+    answer: str
+    rival: str
+    p_answer: tuple[float, float | None]
+    p_rival: tuple[float, float | None]
+    units: pd.DataFrame
+    heads: pd.DataFrame
+    positions: pd.DataFrame
+    unit: int | None
+
+    def needed(self) -> list[str]:
+        """Heads whose swap alone costs a share of the whole effect, such as "L0H2", the strongest first, at most three."""
+        return self._named(self.heads["swap"] / self.heads["whole"], NEEDED)
+
+    def sufficient(self) -> list[str]:
+        """Heads that alone keep most of the effect when all others are swapped, likewise."""
+        return self._named(1 - self.heads["converse"] / self.heads["whole"], SUFFICIENT)
+
+    def _named(self, share: pd.Series, least: float) -> list[str]:
+        rows = self.heads.loc[share[share >= least].nlargest(3).index]
+        return [f"L{layer}H{head}" for layer, head in zip(rows["layer"], rows["head"], strict=True)]
+
+
+@checked
+@torch.no_grad()
+def explain(
+    model: HookedKVTransformer,
+    prompt: PromptTokens,
+    text: TextTokens,
+    *,
+    by: str | Spans = "sentence",
+    answer: Answer = None,
+    rival: Rival = None,
+    method: str | Method = "leave_one_out",
+    null: Null | None = None,
+) -> Explained:
+    """Explain an answer: effects of all units, and of the one that matters most the heads and positions.
+
+    Args:
+        model, prompt, text, by, answer, rival, method: as
+            :func:`kvlens.analyses.attribution.prompt.prompt_attribution`. Without a rival, effects are those on the answer
+            alone, and the most probable other first token is shown beside it.
+        null: None takes 40 units of texts that the model writes by itself.
+
+    Raises:
+        KVLensError: as :func:`kvlens.analyses.attribution.prompt.prompt_attribution`.
+    """
+    question = Question.of(model, prompt, text, answer, rival)
+    null = Null() if null is None else null
+    units = prompt_attribution(
+        model, question.prompt, question.text, by=by, answer=question.answer, rival=question.rival, method=method, null=null
+    )
+    alone = Question.of(model, question.prompt, question.text, question.answer)
+    other = question.rival if question.rival is not None else _nearest(alone)
+    against = Question.of(model, question.prompt, question.text, other)
+    ranked = units[units["significant"]].sort_values("total_effect", ascending=False, key=abs)
+    chosen = None if ranked.empty else int(ranked.index[0])
+    rows = [[]] if chosen is None else [[], [(int(units["start"][chosen]), int(units["stop"][chosen]))]]
+    p = [asked.scores(asked.rows(rows)).exp().tolist() for asked in (alone, against)]
+    heads = positions = pd.DataFrame()
+    if chosen is not None:
+        given = dict(by=[rows[1][0]], answer=question.answer, rival=question.rival)
+        heads = attribution_by_head(model, question.prompt, question.text, **given)  # type: ignore[arg-type]
+        heads = heads[heads["unit"] == 0].reset_index(drop=True)
+        positions = attribution_by_position(model, question.prompt, question.text, **given)  # type: ignore[arg-type]
+    behind = len(question.text)
+    texts = [joined(token_texts(model, torch.cat([question.text, each]))[behind:]).strip() for each in (alone.answer, other)]
+    with_and_without = [(each[0], each[1] if len(each) > 1 else None) for each in p]
+    return Explained(texts[0], texts[1], with_and_without[0], with_and_without[1], units, heads, positions, chosen)
+
+
+def _nearest(question: Question) -> torch.Tensor:
+    """The most probable first token that is not the answer's, with the prompt in front."""
+    together = torch.cat([question.prompt, question.text])[None]
+    logits = question.model(together, attention_mask=torch.ones_like(together))[0, -1].clone()
+    logits[question.answer[0]] = -torch.inf
+    return logits.argmax()[None]

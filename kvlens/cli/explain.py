@@ -1,0 +1,103 @@
+"""``kvlens explain``: which part of the prompt, through which heads, made the model say it."""
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+from kvlens.arguments import check_seed, check_whole, path_of
+from kvlens.cli.prompts import add_prompt_and_text, given_prompt_and_text
+from kvlens.errors import KVLensError
+from kvlens.report.example import EXAMPLE_MODEL, TEXT_MODEL, example_for
+from kvlens.zoo import source_of
+
+LEVELS = ("sentence", "paragraph", "word", "token")
+METHODS = ("leave_one_out", "linear", "interactions", "contextcite", "hierarchical")
+
+
+def add_command(commands: Any) -> None:
+    """Add ``explain`` to the command line."""
+    explain = commands.add_parser(
+        "explain",
+        help="which part of the prompt, through which heads, made the model say it",
+        description="Take each sentence (word, token) of the prompt away, and measure what becomes of the answer: its effect "
+        "in nats, beside what units of unrelated texts do; then the heads and positions that carry the one that matters most. "
+        "Without --prompt and --text, a built-in example is explained.",
+        epilog="  kvlens explain --prompt 'Pavel has a parrot. Kaya feeds a donkey.' \\\n"
+        "    --text ' Which animal does Kaya keep? Kaya keeps a' --answer ' donkey' --model facts-linear",
+        allow_abbrev=False,
+    )
+    add_prompt_and_text(explain, "what follows it, up to where the answer begins")
+    explain.add_argument("--answer", metavar="TEXT", help="what is explained (default: the most probable next token)")
+    explain.add_argument("--rival", metavar="TEXT", help="explain the answer's log-probability less this one's (default: none)")
+    explain.add_argument(
+        "--model",
+        metavar="NAME",
+        help="a shipped model (see `kvlens zoo`), a folder written by HookedKVTransformer.save, a Hugging Face folder, or a "
+        f"llama2.c checkpoint (default: {EXAMPLE_MODEL} for the built-in example, {TEXT_MODEL} for a prompt of yours)",
+    )
+    explain.add_argument("--tokenizer", metavar="FILE", help="the tokenizer's file, for a llama2.c checkpoint alone")
+    explain.add_argument("--by", choices=LEVELS, default="sentence", help="what is taken away at once (default: %(default)s)")
+    explain.add_argument(
+        "--method", choices=METHODS, default="leave_one_out", help="how effects are found (default: %(default)s)"
+    )
+    explain.add_argument(
+        "--null", type=int, default=40, metavar="N", help="units of unrelated texts to compare with (default: %(default)s)"
+    )
+    explain.add_argument("--seed", type=int, default=0, help="of those texts (default: %(default)s)")
+    explain.add_argument("--out", metavar="DIR", help="folder for the tables, as Parquet (default: none are written)")
+    explain.add_argument("--device", help="where the model runs, e.g. cpu or cuda (default: cuda where there is one)")
+    explain.set_defaults(run=_explain)
+
+
+def _explain(args: argparse.Namespace) -> int:
+    check_seed("--seed", args.seed)
+    check_whole("--null", args.null, 19, 2**20)
+    given = given_prompt_and_text(args)
+    name = args.model or (EXAMPLE_MODEL if given is None else TEXT_MODEL)
+    source = source_of(name)
+    prompt, text = given or example_for(name)
+    out = None if args.out is None else path_of("--out", args.out)
+    if out is not None and out.exists() and not out.is_dir():
+        raise KVLensError(f"--out: {out} is a file; give a folder")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+    from kvlens.report.console import progress_bar
+
+    with progress_bar("loading the model"):
+        from kvlens.analyses.attribution.explain import explain
+        from kvlens.analyses.attribution.null import Null
+        from kvlens.model import load_source
+
+        model = load_source(source, tokenizer=args.tokenizer, device=args.device, dtype=None)
+        found = explain(
+            model,
+            prompt,
+            text,
+            by=args.by,
+            answer=args.answer,
+            rival=args.rival,
+            method=args.method,
+            null=Null(args.null, seed=args.seed),
+        )
+
+    from kvlens.report.explanation import print_explanation
+
+    print_explanation(found, args.by)
+    if out is not None:
+        _write(found, out)
+    return 0
+
+
+def _write(found: Any, out: Path) -> None:
+    tables = {"units": found.units, "heads": found.heads, "positions": found.positions}
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for name, table in tables.items():
+            if len(table.columns):
+                table.to_parquet(out / f"{name}.parquet", index=False)
+    except OSError as error:
+        raise KVLensError(f"--out: cannot write to {out}: {error.strerror or error}") from error
+    print(
+        f"\nWritten to {out}{os.sep}: " + ", ".join(f"{name}.parquet" for name, table in tables.items() if len(table.columns))
+    )

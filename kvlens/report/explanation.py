@@ -1,0 +1,93 @@
+"""An explanation on the terminal: one sentence, then the tables that it comes from."""
+
+import textwrap
+from typing import Any
+
+import pandas as pd
+from rich.table import Table
+
+from kvlens.report.console import WIDTH, make_console
+from kvlens.terminal import visible
+from kvlens.viz._text import percent
+
+MOST_ROWS = 12
+
+
+def in_a_sentence(found: Any, by: str) -> str:
+    """What was found, as one reads it aloud."""
+    if found.unit is None:
+        return (
+            f"No {by} of the prompt changes how probable {found.answer!r} is more than {by}s of unrelated texts do "
+            f"({percent(found.p_answer[0])} with the prompt)."
+        )
+    unit, effect = found.units.loc[found.unit], float(found.units["total_effect"][found.unit])
+    verb = "falls" if effect > 0 else "rises"
+    said = (
+        f"Without {unit['text'].strip()!r} the answer {found.answer!r} {verb} from {percent(found.p_answer[0])} to "
+        f"{percent(found.p_answer[1])}, {found.rival!r} goes from {percent(found.p_rival[0])} to {percent(found.p_rival[1])}."
+    )
+    needed, sufficient = found.needed(), found.sufficient()
+    if needed:
+        return f"{said} Carried by {_listed(needed, 'and')}."
+    if sufficient:
+        alone = "which suffices" if len(sufficient) == 1 else "each of which suffices"
+        return f"{said} Carried by {_listed(sufficient, 'or')}, {alone} alone."
+    return f"{said} No head carries it alone."
+
+
+def _listed(names: list[str], word: str) -> str:
+    return f" {word} ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
+
+
+def print_explanation(found: Any, by: str) -> None:
+    """Print the sentence, the units, and of the unit that matters most the heads and positions."""
+    console = make_console()
+    console.print(textwrap.fill(visible(in_a_sentence(found, by)), WIDTH))
+    units = found.units.assign(p=found.units["p_value"].map("{:.3f}".format))
+    shown = units.sort_values("total_effect", key=abs, ascending=False).head(MOST_ROWS).sort_values("start")
+    console.print("effect of taking it away, nats", style="bold")
+    console.print(
+        _table(
+            shown,
+            {"text": by, "total_effect": "total", "knockout_effect": "hidden from the text", "p": "p"},
+        )
+    )
+    if len(units) > len(shown):
+        console.print(f"({len(shown)} of {len(units)} shown, the largest effects)")
+    if found.unit is None:
+        return
+    heads = found.heads.assign(name=[f"L{a}H{b}" for a, b in zip(found.heads["layer"], found.heads["head"], strict=True)])
+    heads = heads.sort_values("swap", key=abs, ascending=False).head(5)
+    console.print("heads, nats lost with its part from the prompt without", style="bold")
+    console.print(
+        _table(
+            heads,
+            {"name": "head", "swap": "this head's", "converse": "all others'"},
+        )
+    )
+    positions = found.positions.sort_values("swap", key=abs, ascending=False).head(5)
+    positions = positions.assign(token=positions["token"].fillna("shift state"), where=_where(positions))
+    console.print("read at, nats lost with its keys and values from there", style="bold")
+    console.print(
+        _table(
+            positions,
+            {"prompt_position": "position", "token": "token", "where": "", "swap": "swap"},
+        )
+    )
+
+
+def _where(positions: pd.DataFrame) -> list[str]:
+    return [
+        "in the unit" if own else "carries it by the shift" if shifted else ""
+        for own, shifted in zip(positions["in_unit"], positions["in_shift_window"], strict=True)
+    ]
+
+
+def _table(rows: pd.DataFrame, columns: dict[str, str]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name, head in columns.items():
+        numeric = pd.api.types.is_numeric_dtype(rows[name])
+        table.add_column(head, justify="right" if numeric else "left", overflow="ellipsis", no_wrap=True)
+    for row in rows[list(columns)].itertuples(index=False):
+        table.add_row(*(f"{x:.3f}" if isinstance(x, float) else visible(str(x).strip()) for x in row))
+    return table

@@ -1,0 +1,76 @@
+"""``kvlens explain``: the sentence that is read aloud holds what the model does."""
+
+import pandas as pd
+import pytest
+import torch
+
+from kvlens import HookedKVTransformer, KVLensError
+from kvlens.analyses.attribution.explain import explain
+from kvlens.cli import main
+from kvlens.report.explanation import in_a_sentence
+
+STORY = "Mira keeps a goat. Pavel has a parrot. At night Kaya feeds a donkey."
+QUESTION = " Which animal does Kaya keep? Kaya keeps a"
+
+
+def answer_probability(model: HookedKVTransformer, story: str, word: str) -> float:
+    tokens = torch.cat([model.to_tokens(story), model.to_tokens(QUESTION, prepend_bos=False)], dim=1)
+    with torch.no_grad():
+        return float(model(tokens)[0, -1].softmax(dim=-1)[model.to_single_token(word)])
+
+
+@pytest.mark.parametrize("name", ["facts-linear", "facts-gpt2"])
+def test_the_sentence_names_what_matters(name):
+    model = HookedKVTransformer.from_zoo(name)
+    found = explain(model, STORY, QUESTION, answer=" donkey")
+    assert found.unit == 2
+    assert found.answer == "donkey"
+    assert found.p_answer[0] == pytest.approx(answer_probability(model, STORY, " donkey"), abs=1e-4)
+    assert found.p_answer[1] < 0.1 < 0.9 < found.p_answer[0]
+    said = in_a_sentence(found, "sentence")
+    assert said.startswith("Without 'At night Kaya feeds a donkey.' the answer 'donkey' falls from 99.")
+    named = found.needed() or found.sufficient()
+    assert named
+    assert f"Carried by {named[0]}" in said
+    heads = found.heads
+    best = heads.loc[heads["swap"].idxmax() if found.needed() else heads["converse"].idxmin()]
+    assert named[0] == f"L{int(best['layer'])}H{int(best['head'])}"
+
+
+def test_where_nothing_matters_it_says_so():
+    model = HookedKVTransformer.from_zoo("facts-linear")
+    found = explain(model, "Mira keeps a goat. Pavel has a parrot.", " Where is the", answer=" kite")
+    assert found.unit is None
+    assert in_a_sentence(found, "sentence").startswith("No sentence of the prompt changes how probable 'kite' is")
+    assert len(found.heads) == len(found.positions) == 0
+
+
+def test_the_command_prints_the_sentence_and_writes_the_tables(tmp_path, capsys):
+    given = ["--prompt", STORY, "--text", QUESTION, "--answer", " donkey", "--rival", " goat", "--null", "19"]
+    assert main(["explain", *given, "--model", "facts-linear", "--out", str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr().out
+    assert "Without 'At night Kaya feeds a donkey.'" in " ".join(printed.split())
+    units = pd.read_parquet(tmp_path / "out" / "units.parquet")
+    assert units["total_effect"].idxmax() == 2
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"units.parquet", "heads.parquet", "positions.parquet"}
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["--null", "5"], "--null"),
+        (["--by", "line"], "--by"),
+        (["--prompt", "a"], "--text is missing"),
+        (["--answr", "x"], "--answer"),
+        (["--answer", " ", "--prompt", STORY, "--text", QUESTION, "--model", "facts-linear"], "at least one token"),
+    ],
+)
+def test_bad_input_is_answered_in_words(given, words, capsys):
+    assert main(["explain", *given]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_an_answer_that_is_its_rival_is_refused():
+    model = HookedKVTransformer.from_zoo("facts-linear")
+    with pytest.raises(KVLensError, match="the answer itself"):
+        explain(model, STORY, QUESTION, answer=" goat", rival=" goat")
