@@ -164,7 +164,7 @@ def test_train_writes_run_and_model_with_a_card_and_goes_on(capsys):
     [
         (
             ["reprot"],
-            "no command is called 'reprot'; there are report, analyse, train, zoo, reproduce, reference; did",
+            "no command is called 'reprot'; there are report, explain, analyse, train, zoo, reproduce, reference; did",
         ),
         (["--bogus"], "unrecognized arguments: --bogus (see kvlens --help)"),
         (["report", "--new-tokens", "many"], "--new-tokens: invalid int value: 'many'"),

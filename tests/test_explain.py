@@ -3,9 +3,9 @@
 import pandas as pd
 import pytest
 import torch
+from kvlens.analyses.attribution.explain import explain
 
 from kvlens import HookedKVTransformer, KVLensError
-from kvlens.analyses.attribution.explain import explain
 from kvlens.cli import main
 from kvlens.report.explanation import in_a_sentence
 
@@ -28,7 +28,7 @@ def test_the_sentence_names_what_matters(name):
     assert found.p_answer[0] == pytest.approx(answer_probability(model, STORY, " donkey"), abs=1e-4)
     assert found.p_answer[1] < 0.1 < 0.9 < found.p_answer[0]
     said = in_a_sentence(found, "sentence")
-    assert said.startswith("Without 'At night Kaya feeds a donkey.' the answer 'donkey' falls from 99.")
+    assert said.startswith("Without 'At night Kaya feeds a donkey.' the answer 'donkey' falls from ")
     named = found.needed() or found.sufficient()
     assert named
     assert f"Carried by {named[0]}" in said

@@ -54,7 +54,7 @@ def _explain(args: argparse.Namespace) -> int:
     check_seed("--seed", args.seed)
     check_whole("--null", args.null, 19, 2**20)
     given = given_prompt_and_text(args)
-    name = args.model or (EXAMPLE_MODEL if given is None else TEXT_MODEL)
+    name = (EXAMPLE_MODEL if given is None else TEXT_MODEL) if args.model is None else args.model
     source = source_of(name)
     prompt, text = given or example_for(name)
     out = None if args.out is None else path_of("--out", args.out)

@@ -81,7 +81,7 @@ def _report(args: argparse.Namespace) -> int:
     check_seed("--seed", args.seed)
     check_folder(args.out, overwrite=args.overwrite)
     given = given_prompt_and_text(args)
-    name = args.model or (EXAMPLE_MODEL if given is None else TEXT_MODEL)
+    name = (EXAMPLE_MODEL if given is None else TEXT_MODEL) if args.model is None else args.model
     source = source_of(name)
     prompt, text = given or example_for(name)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
