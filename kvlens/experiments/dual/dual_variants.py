@@ -203,7 +203,7 @@ def draw(curves: pd.DataFrame) -> Figure:
     return figure
 
 
-STEPS = dict(linear=20_000, trigonometric=10_000, exponential=5_000)
+STEPS = dict(linear=20_000, trigonometric=10_000, exponential=10_000)
 
 
 def _scale(seeds: list[int], **changes: Any) -> dict[str, Any]:

@@ -288,7 +288,7 @@ EXPERIMENT = Experiment(
         | dict(distil_texts=10, distil_steps=2),
         "small": _scale(),
         "paper": _scale(n_prompt=128, n_text=64, keys=[8, 16, 32], random=[64, 4096], continuations=[24, 96], polish_steps=400)
-        | dict(distil_texts=384, distil_steps=800, distil_rates=[3e-4, 1e-3, 3e-3]),
+        | dict(distil_texts=384, distil_steps=800, distil_rates=[1e-3, 3e-3]),
     },
     cost={
         "tiny": "seconds",

@@ -12,7 +12,8 @@ to find one: *given keys*, chosen among keys of other texts, values in closed fo
 
 1 is no imitation at all. The prompt itself, shown beside the curves, need not lie below 1: the weights learn part of it, and
 other things besides. "Up to r keys per head" is, of all fits with at most so many, the one that does best on texts that are
-held out from them: room for more keys then does no harm but by the noise of that choice. As a null the same fit is made to
+held out from them: room for more keys then does no harm but by the noise of that choice. Texts are a budget, too: the change
+and its imitation are both learned from ``n_texts`` of them, and more of them leave less. As a null the same fit is made to
 changes whose sign is drawn at random text by text.
 """
 

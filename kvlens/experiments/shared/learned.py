@@ -9,7 +9,8 @@ far enough" (:attr:`~kvlens.experiments.shared.outcome.Comparison.untrained`), w
 - *learned*: the baseline ends with a gain of at least ``share``;
 - *flat*: of each curve, the second half of the steps brought at most `LATE` of what the baseline has gained in all. Half of the
   steps would have done nearly as well, so twice as many will hardly do better. (The last few steps alone would prove nothing: a
-  learning rate that falls to zero makes any curve flat.)
+  learning rate that falls to zero makes any curve flat.) A model that has learned all but everything (`DONE`) has no more to
+  gain, however soon its training ended.
 
 A curve may be flat before it falls, as that of induction is. Then the baseline has not learned, and nothing is said.
 """
@@ -24,6 +25,9 @@ from kvlens.experiments.shared.curves import mean_course
 
 LATE = 1 / 8
 """Of all that a baseline gains, the most that the second half of the steps may bring."""
+
+DONE = 0.98
+"""From this gain on there is nothing left to learn."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,8 @@ class Goal:
         goal = Goal(math.log(self.chance), math.log(self.chance) - 1, y=self.y) if self.in_logs else self
         half, end = goal.gains(self._in_logs(runs))
         whole = end if of is None else goal.gains(self._in_logs(of))[1]
-        if not math.isfinite(end) or end - half <= LATE * whole:
+        done = not self.in_logs and end >= DONE
+        if done or not math.isfinite(end) or end - half <= LATE * whole:
             return None
         return f"{name} still improves: {(end - half) / whole:.0%} of the gain came in the second half of its steps"
 

@@ -62,6 +62,13 @@ def test_how_late_is_late():
         assert (goal.why_not_flat(rows, "a") is None) is flat
 
 
+def test_a_run_that_ended_early_because_it_had_learned_all_is_flat():
+    rows = runs("a", [0.3, 0.4, 0.7, 0.99], y="accuracy")
+    assert Goal(0.25, best=1.0, y="accuracy").why_untrained(rows, "a") is None
+    almost = runs("a", [0.3, 0.4, 0.7, 0.95], y="accuracy")
+    assert "still improves" in str(Goal(0.25, best=1.0, y="accuracy").why_untrained(almost, "a"))
+
+
 def test_errors_that_are_compared_by_their_ratio_are_flat_where_their_logarithms_are():
     halving = runs("a", [0.5, 0.08, 0.04, 0.02])
     assert Goal(1.0).why_untrained(halving, "a") is None
