@@ -76,7 +76,7 @@ def untrained(curves: pd.DataFrame, chance: float) -> dict[int, str | None]:
     """Depth -> why nothing can be said there; None where something can.
 
     Plain layers may be too few for a number of hops, which is the claim. So they must learn the fewest, which shows that the
-    steps are enough; of the other numbers all curves must be flat.
+    steps are enough; of the other numbers their curves must be flat, and those of the shifted model where it is behind.
     """
     goal = Goal(chance, best=1.0, y="accuracy")
     found: dict[int, str | None] = {}
@@ -85,7 +85,9 @@ def untrained(curves: pd.DataFrame, chance: float) -> dict[int, str | None]:
         depth = int(str(n_layers))
         found[depth] = goal.why_not_learned(fewest, f"plain, {_layers(n_layers)}, k = {rows['k'].min()},")
         for (k, model), own in rows.groupby(["k", "model"]):
-            found[depth] = found[depth] or goal.why_not_flat(own, f"{model}, {_layers(n_layers)}, k = {k},", of=fewest)
+            rival = None if model == PLAIN_NAME else rows[(rows["k"] == k) & (rows["model"] == PLAIN_NAME)]
+            still = goal.why_not_flat(own, f"{model}, {_layers(n_layers)}, k = {k},", of=fewest, rival=rival)
+            found[depth] = found[depth] or still
     return found
 
 

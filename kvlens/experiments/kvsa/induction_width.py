@@ -59,7 +59,7 @@ def untrained(curves: pd.DataFrame, chance: float) -> dict[int, str | None]:
     """Width -> why nothing can be said there; None where something can.
 
     Two plain layers may be too narrow to learn, which is the claim. So they must learn at the largest width, which shows that
-    the steps are enough; elsewhere their curves, and the shifted layer's, must be flat.
+    the steps are enough; elsewhere their curves must be flat, and the shifted layer's where it is behind.
     """
     goal = Goal(chance, best=1.0, y="accuracy")
     runs = {(int(width), str(model)): rows for (width, model), rows in of_heldout(curves).groupby(["d_model", "model"])}
@@ -68,7 +68,9 @@ def untrained(curves: pd.DataFrame, chance: float) -> dict[int, str | None]:
     learned = goal.why_not_learned(largest, f"{PLAIN_2}, width {widest},")
     found: dict[int, str | None] = {}
     for (width, model), rows in runs.items():
-        still = goal.why_not_flat(rows, f"{model}, width {width},", of=largest)
+        still = goal.why_not_flat(
+            rows, f"{model}, width {width},", of=largest, rival=None if model == PLAIN_2 else runs[width, PLAIN_2]
+        )
         found[width] = learned or found.get(width) or still
     return found
 

@@ -7,10 +7,11 @@ the number of answers; ``best`` is a perfect model's. Two things are asked, and 
 far enough" (:attr:`~kvlens.experiments.shared.outcome.Comparison.untrained`), whatever the judge would say of the differences:
 
 - *learned*: the baseline ends with a gain of at least ``share``;
-- *flat*: of each curve, the second half of the steps brought at most `LATE` of what the baseline has gained in all. Half of the
-  steps would have done nearly as well, so twice as many will hardly do better. (The last few steps alone would prove nothing: a
-  learning rate that falls to zero makes any curve flat.) A model that has learned all but everything (`DONE`) has no more to
-  gain, however soon its training ended.
+- *flat*: the second half of the steps brought at most `LATE` of what the baseline has gained in all; of its own curve, and of
+  those that end behind it (one that is ahead may still improve, and be farther ahead). Half of the steps would have done nearly
+  as well, so twice as many will hardly do better. (The last few steps alone would prove nothing: a learning rate that falls to
+  zero makes any curve flat.) A model that has learned all but everything (`DONE`) has no more to gain, however soon its
+  training ended.
 
 A curve may be flat before it falls, as that of induction is. Then the baseline has not learned, and nothing is said.
 """
@@ -67,18 +68,22 @@ class Goal:
         went = f"has learned {round(gain, 2) + 0.0:.0%} of what there is" if math.isfinite(gain) else "diverged"
         return f"{name} {went} ({self.y} {self.chance:.3g} is chance, {self.best:.3g} perfect); {self.share:.0%} is asked"
 
-    def why_not_flat(self, runs: pd.DataFrame, name: str, of: pd.DataFrame | None = None) -> str | None:
+    def why_not_flat(
+        self, runs: pd.DataFrame, name: str, of: pd.DataFrame | None = None, rival: pd.DataFrame | None = None
+    ) -> str | None:
         """A sentence where the second half of the steps brought more than `LATE` of the gain; None where it did not.
 
         Args:
             runs: of the model whose curve is asked about.
             name: of that model.
             of: of the model whose gain is the measure; None: the same.
+            rival: of the model that it is compared with; nothing is asked of one that is ahead of it.
         """
         goal = Goal(math.log(self.chance), math.log(self.chance) - 1, y=self.y) if self.in_logs else self
         half, end = goal.gains(self._in_logs(runs))
         whole = end if of is None else goal.gains(self._in_logs(of))[1]
         done = not self.in_logs and end >= DONE
+        done = done or (rival is not None and end > goal.gains(self._in_logs(rival))[1])
         if done or not math.isfinite(end) or end - half <= LATE * whole:
             return None
         return f"{name} still improves: {(end - half) / whole:.0%} of the gain came in the second half of its steps"
@@ -91,11 +96,11 @@ class Goal:
 
         Args:
             course: held-out rows of all that are compared: model, seed, step and `y`.
-            baseline: the model that must have learned; the curves of all must be flat.
+            baseline: the model that must have learned.
         """
         runs = dict(list(course.groupby("model", sort=False)))
         base = runs[baseline]
-        found = self.why_not_learned(base, baseline)
+        found = self.why_not_learned(base, baseline) or self.why_not_flat(base, baseline)
         for name, own in runs.items():
-            found = found or self.why_not_flat(own, str(name), of=base)
+            found = found or self.why_not_flat(own, str(name), of=base, rival=base)
         return found
