@@ -74,8 +74,8 @@ COLUMNS = Columns(
     stretch_start=("int64", "first place of that stretch, BOS counted"),
     spread=(
         "float64",
-        f"(sum |A|)^2 / sum A^2 over keys, value-side, over how many it sees, on the first {EARLY} places: 1 for uniform "
-        f"attention; above {SPREAD:.2f} the pattern alone does not tell what a head is for",
+        f"(sum |A|)^2 / sum A^2 over keys, value-side, over how many it sees, mean over the first {EARLY} places from the ninth: "
+        f"1 for uniform attention; above {SPREAD:.2f} the pattern alone does not tell what a head is for",
     ),
     threshold=("float64", "of the verdict, as given"),
     role=("str", 'by its shift coefficients: "plain", "induction", "predecessor", "delayed"'),

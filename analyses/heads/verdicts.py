@@ -23,10 +23,10 @@ match is met, and "current token" yields to a match.
 Kinds whose parts differ by no more than :data:`MARGIN` standard errors, from place to place, are named together, with " / "
 between. A head that meets no kind is "inconclusive" where its pattern cannot tell: because it is too spread out, or because the
 contrast of a kind is below what is asked by no more than :data:`MARGIN` standard errors. A head's *spread* is the number of
-places that it reads, counted as (sum of |E|)^2 / sum of E^2, over the number that it sees, on the first :data:`EARLY` places,
-so that it too is the same in a longer text: 1 for uniform attention, 2 / pi for E drawn from a normal distribution, about 0.1
-for a sharp head. Above :data:`SPREAD` a head can be all that a model lives by with no pattern to show for it (below). Any other
-head is "none": it does look at some places more than at others, and these are not of the four kinds.
+places that it reads, counted as (sum of |E|)^2 / sum of E^2, over the number that it sees, on the first :data:`EARLY` places
+from the ninth, so that it too is the same in a longer text: 1 for uniform attention, 2 / pi for E drawn from a normal
+distribution, about 0.1 for a sharp head. Above :data:`SPREAD` a head can be all that a model lives by with no pattern to show
+for it (below). Any other head is "none": it does look at some places more than at others, and these are not of the four kinds.
 
 **By the loss.** What ablations and swaps cost: :mod:`kvlens.analyses.heads.loss_verdicts`. Asked are the kinds that a head
 looks at :data:`LEAD` times as much as elsewhere (by contrast; for places by chance on the strongest stretch, of E or, as E of
@@ -52,6 +52,7 @@ from .repeated_tokens import RepeatedTokens
 VERDICTS = dict(zip(KINDS, ("induction", "previous token", "duplicate token", "current token"), strict=True))
 STRETCH = 16
 EARLY = 2 * STRETCH
+FEW = 8
 THRESHOLD = 0.2
 RATIO = 3.0
 CONTRAST = 4.5
@@ -124,10 +125,14 @@ def judge_heads(
 
 
 def spreads(scores: PatternScores, repeated: RepeatedTokens) -> Float[Tensor, "layer head"]:
-    """How many places a head reads, over how many it sees, on the first :data:`EARLY` places; 0 for one that reads nothing."""
-    places = _places(repeated, "previous_token")
-    n_read = _over(scores.all_read[..., places].square(), scores.all_squares[..., places]).sum(dim=-1)
-    return n_read / sum(range(places.start + 1, places.stop + 1))
+    """How many places a head reads over how many it sees, mean over the first :data:`EARLY`; 0 for one that reads nothing.
+
+    The first :data:`FEW` of them, which see next to nothing, are left out.
+    """
+    end = _places(repeated, "previous_token").stop
+    places = slice(min(repeated.second - repeated.n_repeated + FEW, end - 1), end)
+    n_read = _over(scores.all_read[..., places].square(), scores.all_squares[..., places])
+    return (n_read / torch.arange(places.start + 1, end + 1, dtype=n_read.dtype, device=n_read.device)).mean(dim=-1)
 
 
 def contrasts(scores: PatternScores, repeated: RepeatedTokens, kind: str) -> Float[Tensor, "layer head"]:

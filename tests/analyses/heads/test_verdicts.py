@@ -210,11 +210,11 @@ def test_a_sharp_head_that_looks_elsewhere_is_none_and_a_spread_one_is_inconclus
 
 
 def test_the_spread_of_a_head_by_hand():
-    """On places 1 to 13 a uniform head reads i + 1 of i + 1, and its predecessors alone i of them; a sharp head reads one."""
-    n, model = 7, shifted_heads()
+    """On places 8 to 13 a uniform head reads i + 1 of i + 1, and its predecessors alone i of them; a sharp head reads one."""
+    n, model, one = 7, shifted_heads(), sum(1 / (i + 1) for i in range(8, 14)) / 6
     model.blocks[0].attn.W_Q[2:] = 0
-    assert induction_heads(model, n_sequences=2, n_repeated=n)["spread"].tolist()[2:] == pytest.approx([91 / 104, 1])
-    assert induction_heads(two_layer_circuit(), n_sequences=2, n_repeated=n)["spread"].iloc[1] == pytest.approx(13 / 104)
+    assert induction_heads(model, n_sequences=2, n_repeated=n)["spread"].tolist()[2:] == pytest.approx([1 - one, 1])
+    assert induction_heads(two_layer_circuit(), n_sequences=2, n_repeated=n)["spread"].iloc[1] == pytest.approx(one)
 
 
 def test_a_match_that_is_missed_by_no_more_than_noise_is_inconclusive():
