@@ -74,7 +74,7 @@ COLUMNS = Columns(
     stretch_start=("int64", "first place of that stretch, BOS counted"),
     spread=(
         "float64",
-        f"(sum |A|)^2 / sum A^2 over keys, value-side, over how many it sees, mean over the first {EARLY} places from the ninth: "
+        f"(sum |A|)^2 / sum A^2 over keys, value-side, over how many it sees, mean over places 8 to {EARLY - 1} behind a BOS: "
         f"1 for uniform attention; above {SPREAD:.2f} the pattern alone does not tell what a head is for",
     ),
     threshold=("float64", "of the verdict, as given"),

@@ -9,7 +9,8 @@ more: what a head reads elsewhere can do the opposite): by the name of the kind 
 where it falls. Kinds whose swaps differ by no more than :data:`MARGIN` standard errors of the difference are named together.
 Else, where the ablation raises the loss, it keeps the name of its pattern, if that swap counts, or is "other": the model needs
 it, and not for any one of these kinds of place. Where the ablation lowers the loss it is "harmful": the model does better
-without it.
+without it. Where nothing counts the name is that of the pattern; one that could not tell is "none" if the ablation changes the
+loss by less than :data:`COSTLY`, its noise included.
 """
 
 import math
@@ -69,10 +70,9 @@ def name_by_loss(
         swaps: likewise for each kind that is asked; NaN where not measured, because the ablation changes next to nothing.
         errors: two kinds -> standard error of their difference; twice one kind -> that of its swap.
     """
-    nothing = by_pattern if by_pattern.kinds else Named(NO_VERDICT, ())
-    if any(math.isnan(loss) for loss in swaps.values()):
-        return nothing
     cost, error = ablation
+    if any(math.isnan(loss) for loss in swaps.values()):
+        return _unchanged(by_pattern, cost, error)
     counts = abs(cost) > max(COSTLY, MARGIN * error)
     raising, lowering = (
         {kind: sign * loss for kind, loss in swaps.items() if sign * loss > max(COSTLY, MARGIN * errors[kind, kind])}
@@ -89,7 +89,14 @@ def name_by_loss(
         return Named(NEGATIVE + tied(names, kinds), kinds)
     if counts:
         return Named(HARMFUL, ())
-    return Named(INCONCLUSIVE, ()) if abs(cost) > COSTLY and not nothing.kinds else nothing
+    return _unchanged(by_pattern, cost, error)
+
+
+def _unchanged(by_pattern: Named, cost: float, error: float) -> Named:
+    """The name where no change of the loss counts: that of the pattern, as far as the noise of the ablation lets it stand."""
+    if by_pattern.name == INCONCLUSIVE and abs(cost) + MARGIN * error <= COSTLY:
+        return Named(NO_VERDICT, ())
+    return Named(INCONCLUSIVE, ()) if by_pattern.name == NO_VERDICT and abs(cost) > COSTLY else by_pattern
 
 
 def _largest(changes: Mapping[str, float], errors: Mapping[tuple[str, str], float], enough: float) -> tuple[str, ...]:

@@ -269,6 +269,7 @@ def test_names_by_the_loss_have_a_sign_a_margin_and_ties():
         assert by_loss(within, [0.15, 0.01], noise=0.08) == INCONCLUSIVE
         assert by_loss(within, [0.15, 0.01], by_pattern=KINDS[:1], noise=0.08) == "induction"
     assert by_loss(0.05, [0.05, 0.01]) == by_loss(0.001, [math.nan, math.nan]) == NO_VERDICT
+    assert by_loss(0.05, [0.05, 0.01], noise=0.03) == INCONCLUSIVE  # it may be worth more than 0.1 nats
 
 
 def test_the_standard_error_is_that_of_independent_texts_or_places():
