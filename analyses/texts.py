@@ -19,6 +19,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from kvlens import HookedKVTransformer
+from kvlens.signature import checked
 
 UNREADABLE = "\N{REPLACEMENT CHARACTER}"
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
@@ -36,6 +37,7 @@ class _Piece(NamedTuple):
     part: bytes | None
 
 
+@checked
 def token_texts(model: HookedKVTransformer, tokens: Int[Tensor, " pos"]) -> list[str]:
     """Each token of a text as text, as the module says; its number where the model has no tokenizer.
 
@@ -46,6 +48,7 @@ def token_texts(model: HookedKVTransformer, tokens: Int[Tensor, " pos"]) -> list
     return [text for text, _ in _read(model.tokenizer, tokens.tolist())]
 
 
+@checked
 def next_token_texts(
     model: HookedKVTransformer, tokens: Int[Tensor, " pos"], candidates: Int[Tensor, "pos candidate"]
 ) -> list[list[str]]:

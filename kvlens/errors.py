@@ -15,10 +15,19 @@ class KVLensError(ValueError):
     """Bad input to kvlens: the message says what was expected, what came, and what to do."""
 
 
+class WrongArguments(KVLensError, TypeError):
+    """A call with an argument that the function does not have, with one too many, or without one that it needs."""
+
+
 def nearest(name: object, options: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the option closest to ``name``, or ``""`` when none is close."""
-    matches = difflib.get_close_matches(str(name), list(options), n=1, cutoff=0.5)
-    return f"; did you mean {matches[0]!r}?" if matches else ""
+    match = nearest_name(name, options)
+    return "" if match is None else f"; did you mean {match!r}?"
+
+
+def nearest_name(name: object, options: Iterable[str], likeness: float = 0.5) -> str | None:
+    """The option closest to ``name``; None when none is as close as ``likeness``: 1 is equal, 0.8 a slip of the hand."""
+    return next(iter(difflib.get_close_matches(str(name), list(options), n=1, cutoff=likeness)), None)
 
 
 def warn(message: str) -> None:

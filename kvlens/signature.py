@@ -1,4 +1,4 @@
-"""A public function's signature, kept: an argument of another type is refused in words, before anything is done."""
+"""A public function's signature, kept: a misspelt argument, or one of another type, is refused in words, before all else."""
 
 import dataclasses
 import functools
@@ -6,13 +6,15 @@ import inspect
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Sized
+from inspect import BoundArguments
 from pathlib import Path
 from typing import Any, TypeVar, Union
 
 from kvlens.arguments import brief, first_line
-from kvlens.errors import KVLensError
+from kvlens.errors import KVLensError, WrongArguments, nearest
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Class = TypeVar("Class", bound=type[Any])
 UNFIT = object()
 """In the place of a value that is of another kind."""
 CALLED = {bool: "True or False", int: "a whole number", float: "a number", str: "a string", type(None): "None"}
@@ -46,7 +48,7 @@ def checked(function: Function) -> Function:
 
     @functools.wraps(function)
     def held(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs)
+        given = bound(name_of_it, signature, args, kwargs)
         for name, value in given.arguments.items():
             if name in kinds and value is not signature.parameters[name].default:
                 given.arguments[name] = fitting(f"{name_of_it}: {name}", kinds[name], value)
@@ -59,6 +61,50 @@ def checked(function: Function) -> Function:
             raise KVLensError(f"{name_of_it}: {why}") from error
 
     return typing.cast(Function, held)
+
+
+def bound(name_of_it: str, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BoundArguments:
+    """The arguments of a call, by name.
+
+    Raises:
+        WrongArguments: the function does not have one of them (the nearest is proposed), or lacks one.
+    """
+    names = _names(signature)
+    unknown = next((name for name in kwargs if names is not None and name not in names), None)
+    try:
+        if unknown is None:
+            return signature.bind(*args, **kwargs)
+        problem = f"no argument is called {unknown!r}{nearest(unknown, names or ()) or '.'}"
+    except TypeError as error:
+        problem = f"{first_line(error)}."
+    taken = [name for name in names or () if name not in ("self", "cls")]
+    raise WrongArguments(f"{name_of_it}: {problem} It takes {', '.join(taken) or 'none'}")
+
+
+def _names(signature: inspect.Signature) -> list[str] | None:
+    """What a call may name, with the keys of ``**options: Unpack[TypedDict]``; None where that is anything."""
+    names: list[str] = []
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            if typing.get_origin(parameter.annotation) is not typing.Unpack:
+                return None
+            names += typing.get_args(parameter.annotation)[0].__annotations__
+        elif parameter.kind is not parameter.VAR_POSITIONAL:
+            names.append(name)
+    return names
+
+
+def named_fields(made: Class) -> Class:
+    """Let a class answer a misspelt argument as a function does that is `checked`; for use as a decorator of dataclasses."""
+    init, signature = made.__init__, inspect.signature(made.__init__)
+
+    @functools.wraps(init)
+    def held(self: Any, *args: Any, **kwargs: Any) -> None:
+        bound(made.__name__, signature, (self, *args), kwargs)
+        init(self, *args, **kwargs)
+
+    made.__init__ = held  # type: ignore[misc]
+    return made
 
 
 def fitting(what: str, kind: Any, value: Any) -> Any:

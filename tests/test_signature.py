@@ -16,8 +16,9 @@ from tiny_text_model import tiny_text_model
 from torch import Tensor
 
 import analyses
-from kvlens import HookedKVTransformer, KVBias, KVLensError, convert_prompt, viz
+from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVBias, KVLensError, KVShiftConfig, convert_prompt, viz
 from kvlens.signature import _is_plain, checked
+from kvlens.tasks import make_task
 
 pytestmark = pytest.mark.unhooked  # the messages are kvlens' own
 
@@ -145,8 +146,74 @@ def test_the_words():
         taken(mixed="x")
     with pytest.raises(KVLensError, match=r"whole must be a whole number or None, got Tensor of shape \[2\]$"):
         taken(whole=torch.ones(2))
-    with pytest.raises(TypeError, match="unexpected keyword argument 'wort'"):
-        taken(wort=3)
+
+
+def test_a_wrong_call_names_the_function_the_nearest_name_and_all_of_them():
+    for call, words in (
+        (
+            lambda: taken(wort=3),
+            "taken: no argument is called 'wort'; did you mean 'word'? It takes whole, number, flag, word, ",
+        ),
+        (lambda: taken(*range(20)), "taken: too many positional arguments. It takes whole, number"),
+        (lambda: taken(3, whole=4), "taken: multiple values for argument 'whole'. It takes whole, number"),
+        (
+            lambda: analyses.bias_by_head(model()),
+            "bias_by_head: missing a required argument: 'prompt_tokens'. It takes model, ",
+        ),
+        (lambda: analyses.bias_by_head(model(), "x", text="y"), "'text'; did you mean 'text_tokens'? It takes model, prompt_t"),
+    ):
+        for kind in (KVLensError, TypeError):
+            with pytest.raises(kind) as caught:
+                call()
+            assert words in str(caught.value)
+
+
+FAMILIES = ("analyses", "conversion", "dual", "kv_bias", "report", "training", "viz", "zoo")
+NO_ARGUMENTS = ("kvlens.zoo.names",)
+
+
+def test_every_public_function_answers_a_misspelt_argument():
+    found = {}
+    for family in ("kvlens", *(f"kvlens.{name}" for name in FAMILIES)):
+        module = importlib.import_module(family)
+        for name in getattr(module, "__all__", vars(module)):
+            if inspect.isfunction(getattr(module, name)) and getattr(module, name).__module__.startswith(family):
+                found[f"{family}.{name}"] = getattr(module, name)
+    found |= {f"{kind.__name__}.{name}": getattr(kind, name) for kind, names in METHODS.items() for name in names}
+    assert len(found) > 60
+    for where, function in found.items():
+        if where not in NO_ARGUMENTS:
+            with pytest.raises(KVLensError, match=rf"{where.rpartition('.')[2]}: no argument is called 'bogus'.* It takes \w+"):
+                function(bogus=1)
+
+
+METHODS = {
+    HookedKVTransformer: ("from_zoo", "load", "save"),
+    KVBias: ("load", "save", "select", "select_prompt"),
+    viz.Page: ("section", "add", "footer"),
+}
+
+
+def test_what_hands_arguments_on_answers_a_misspelt_one_too(tmp_path):
+    for call, words in (
+        (
+            lambda: convert_prompt(model(), "x", segment_len=64),
+            "'segment_len'; did you mean 'segment_length'",
+        ),
+        (lambda: convert_prompt(model(), "x", initail=None), "convert_prompt: .*'initail'; did you mean 'initial'"),
+        (
+            lambda: convert_prompt(model(), "x", prepend_boss=True),
+            "'prepend_boss'; did you mean 'prepend_bos'",
+        ),
+        (lambda: convert_prompt(model(), "x", methd="exact"), "'methd'; did you mean 'method'.* It takes .*n_features"),
+        (lambda: convert_prompt(model(), "x", n_features=4), "n_features is for softmax attention"),
+        (lambda: HookedKVTransformerConfig(n_layer=1), "HookedKVTransformerConfig: .*'n_layer'; did you mean 'n_layers'"),
+        (lambda: KVShiftConfig(windwo=2), "KVShiftConfig: .*'windwo'; did you mean 'window'"),
+        (lambda: HookedKVTransformer.from_hooked_transformer(model(), kv_shfit=None), "'kv_shfit'; did you mean 'kv_shift'"),
+        (lambda: make_task("induction", lenght=3), "lenght.*did you mean 'length'"),
+    ):
+        with pytest.raises(KVLensError, match=words):
+            call()
 
 
 def test_a_warning_points_at_the_line_that_called():

@@ -19,6 +19,10 @@ from .runner import BatchResult, Input, run_batch
 from .work import DTYPES, Resources, Work, load_analysis
 
 INCOMPLETE = 1
+MODEL_HELP = (
+    "a shipped model (see `kvlens zoo`), a folder, or a name that TransformerLens knows, where its files are in Hugging Face's "
+    "local cache; may be repeated"
+)
 TEXT_HELP = {
     True: 'the text for prompts without a "text" of their own; needed, unless every prompt has one',
     False: 'the text for prompts without a "text" of their own',
@@ -93,7 +97,7 @@ def _parser(analysis: Analysis, prog: str, epilog: str) -> argparse.ArgumentPars
     )
     add = parser.add_argument
     add("prompts", metavar="PROMPTS", help="JSONL file, text file or folder")
-    add("--model", action="append", required=True, help="a shipped model (see `kvlens zoo`) or a folder; may be repeated")
+    add("--model", action="append", required=True, help=MODEL_HELP)
     add("--out", required=True, metavar="FILE", help="the table that is written, .parquet")
     add("--text", help=TEXT_HELP[analysis.needs_text])
     add("--columns", metavar="A,B", help="only these columns, beside model and prompt_id")

@@ -1,9 +1,8 @@
 """Models by name, as a batch is given them: shipped ones, folders of kvlens, and folders of Hugging Face."""
 
-import os
+from pathlib import Path
 
 from kvlens import HookedKVTransformer, KVLensError, zoo
-from kvlens.errors import nearest
 from kvlens.model import load_source
 
 
@@ -28,17 +27,14 @@ class ModelShelf:
 
 
 def check_model_name(name: str) -> None:
-    """Raise KVLensError unless ``name`` is a shipped model or a folder; nothing is read."""
-    shipped = zoo.names()
-    if name not in shipped and not os.path.isdir(os.path.expanduser(name)):
-        raise KVLensError(
-            f"model: {name!r} is neither a shipped model nor a folder; shipped are: {', '.join(shipped)}"
-            f"{nearest(name, shipped)}"
-        )
+    """Raise KVLensError unless ``name`` may be a shipped model, a folder, or a name of Hugging Face's; nothing is read."""
+    source = zoo.source_of(name)
+    if isinstance(source, Path) and not source.is_dir():
+        raise KVLensError(f"--model: {name!r} is a file; give a shipped model ({', '.join(zoo.names())}) or a folder")
 
 
 def load_model(name: str, *, device: str | None = None, dtype: str | None = None) -> HookedKVTransformer:
-    """Load a shipped model, a folder that ``HookedKVTransformer.save`` wrote, or one in Hugging Face's format.
+    """Load a shipped model, a folder that ``HookedKVTransformer.save`` wrote, one in Hugging Face's format, or its name.
 
     Raises:
         KVLensError: it cannot be read, or the device cannot be used here.

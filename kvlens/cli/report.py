@@ -32,8 +32,9 @@ def add_command(commands: Any) -> None:
     report.add_argument(
         "--model",
         metavar="NAME",
-        help="a shipped model (see `kvlens zoo`), a folder written by HookedKVTransformer.save, a Hugging Face folder, or a "
-        f"llama2.c checkpoint (default: {EXAMPLE_MODEL} for the built-in example, {TEXT_MODEL} for a prompt of yours)",
+        help="a shipped model (see `kvlens zoo`), a folder written by HookedKVTransformer.save, a Hugging Face folder, a "
+        "llama2.c checkpoint, or a name that TransformerLens knows, where its files are in the local cache of Hugging Face "
+        f"(default: {EXAMPLE_MODEL} for the built-in example, {TEXT_MODEL} for a prompt of yours)",
     )
     report.add_argument("--tokenizer", metavar="FILE", help="the tokenizer's file, for a llama2.c checkpoint alone")
     softmax = report.add_argument_group(

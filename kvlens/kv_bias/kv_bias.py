@@ -355,6 +355,7 @@ class KVBias:
             return NotImplemented
         return self._made(**fields_of_sum((self, other), (1.0, sign), boundary, equal_offsets=True))
 
+    @checked
     def save(self, path: str | Path) -> None:
         """Write one safetensors file, whole or not at all.
 
@@ -376,6 +377,7 @@ class KVBias:
         write_bias_file(path, tensors, {**meta, "fingerprint": self.fingerprint.to_json()})
 
     @classmethod
+    @checked
     def load(cls, path: str | Path) -> "KVBias":
         """Read what :meth:`save` wrote.
 

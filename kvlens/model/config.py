@@ -18,6 +18,7 @@ from kvlens.model.attention_variant import AttentionVariantConfig, from_fields, 
 from kvlens.model.sizes import check_kinds, check_sizes
 from kvlens.ops.feature_maps import FEATURE_MAPS, feature_dim
 from kvlens.ops.linear_attention import retnet_decay
+from kvlens.signature import named_fields
 
 WIDEST = 2**16
 """Window of a shift: more is a slip of the hand."""
@@ -45,6 +46,7 @@ _INSIDE = (
 ROTARY_AFTER = ("identity", "elu_plus_one", "relu")
 
 
+@named_fields
 @dataclass(frozen=True)
 class KVShiftConfig:
     """Which projections are mixed with their predecessors, over which window, and how (KVSA eq. 4-6, sec. 4.6-4.7, app. J).
@@ -111,6 +113,7 @@ class _Given(HookedTransformerConfig):
     attn_types: Sequence[str] | None = None  # type: ignore[assignment]
 
 
+@named_fields
 class HookedKVTransformerConfig(_Given):
     """TransformerLens' configuration plus attention kind, KV shift and KV bias. Every argument is a keyword.
 

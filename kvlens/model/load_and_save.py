@@ -22,6 +22,7 @@ class LoadsAndSaves(HookedTransformer):
     """A HookedTransformer that is read from checkpoints of several kinds, and written to a folder of kvlens' own."""
 
     @classmethod
+    @checked
     def from_pretrained(  # type: ignore[override]
         cls, model_name: str | Path, *, hf_model: Any = None, tokenizer: Any = None, **kwargs: Any
     ) -> Self:
@@ -29,11 +30,13 @@ class LoadsAndSaves(HookedTransformer):
         return from_pretrained(cls, model_name, hf_model=hf_model, tokenizer=tokenizer, **kwargs)
 
     @classmethod
+    @checked
     def from_llama2c(cls, path: str | Path, tokenizer_path: str | Path | None = None, **kwargs: Any) -> Self:
         """A checkpoint of llama2.c and its tokenizer: see :func:`kvlens.model.loading.from_llama2c` for every argument."""
         return from_llama2c(cls, path, tokenizer_path, **kwargs)
 
     @classmethod
+    @checked
     def from_hooked_transformer(cls, model: HookedTransformer, **changes: Any) -> Self:
         """A copy of a model at hand, with changes to its configuration (``kv_shift=KVShiftConfig(init="identity")``)."""
         return from_hooked_transformer(cls, model, **changes)
@@ -45,14 +48,17 @@ class LoadsAndSaves(HookedTransformer):
         return cls.load(folder_of(name), device=device, dtype=dtype)
 
     @classmethod
+    @checked
     def load(cls, folder: str | Path, *, device: Any = None, dtype: torch.dtype | str | None = None) -> Self:
         """Read what :meth:`save` wrote."""
         return load_model(cls, folder, device=device, dtype=dtype)
 
+    @checked
     def save(self, folder: str | Path, *, overwrite: bool = False, stored_dtype: torch.dtype | str | None = None) -> None:
         """Write weights (safetensors), configuration (JSON) and tokenizer to ``folder``, whole or not at all."""
         save_model(self, folder, overwrite=overwrite, stored_dtype=stored_dtype)
 
+    @checked
     def load_shift_coefficients(self, source: Mapping[str, Tensor] | str | Path) -> None:
         """Take over the KV-shift coefficients of a public checkpoint: a state dict, a folder or a weights file.
 

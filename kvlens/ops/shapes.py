@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvlens.arguments import brief
 from kvlens.errors import KVLensError
+from kvlens.signature import bound
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Axis = tuple[str | int | None, bool]
@@ -63,8 +64,8 @@ def shaped(**multiples: str) -> Callable[[Function], Function]:
     """
 
     def hold(function: Function) -> Function:
-        parameters = inspect.signature(function).parameters
-        wanted = {name: tuple(_wanted(name, parameter.annotation)) for name, parameter in parameters.items()}
+        signature = inspect.signature(function)
+        wanted = {name: tuple(_wanted(name, parameter.annotation)) for name, parameter in signature.parameters.items()}
         accepted: set[Any] = set()
 
         @functools.wraps(function)
@@ -73,7 +74,7 @@ def shaped(**multiples: str) -> Callable[[Function], Function]:
             if kwargs:
                 shapes += tuple([(name, x.shape if isinstance(x, Tensor) else _shape_of(x)) for name, x in kwargs.items()])
             if shapes not in accepted:
-                given = dict(zip(wanted, args, strict=False)) | kwargs  # a wrong number of them Python refuses below
+                given = bound(function.__name__, signature, args, kwargs).arguments
                 if not _belong_together(wanted, given, multiples):
                     raise KVLensError(f"{function.__name__}: {_misfit(wanted, given, multiples)}")
                 if len(accepted) >= KEPT:

@@ -3,9 +3,10 @@
 import os
 from pathlib import Path
 
+from kvlens import zoo
 from kvlens._tl import loading
 from kvlens.arguments import path_of
-from kvlens.errors import KVLensError, nearest
+from kvlens.errors import KVLensError, nearest, nearest_name
 
 
 def is_local_folder(model_name: str | Path) -> bool:
@@ -29,10 +30,16 @@ def official_name(model_name: str) -> str:
     """Return TransformerLens' official name for ``model_name``, which may be an alias.
 
     Raises:
-        KVLensError: TransformerLens knows no such name; the message proposes the nearest one.
+        KVLensError: TransformerLens knows no such name; the message proposes the nearest one, or says that kvlens ships it.
     """
     names = loading.make_model_alias_map()
     found = names.get(str(model_name).lower())
+    shipped = nearest_name(model_name, zoo.names(), likeness=0.8)
+    if found is None and shipped is not None:
+        raise KVLensError(
+            f"from_pretrained: {str(model_name)!r} names no model of Hugging Face's; those that ship with kvlens are loaded by "
+            f'HookedKVTransformer.from_zoo("{shipped}")'
+        )
     if found is None:
         raise KVLensError(
             f"from_pretrained: {str(model_name)!r} is neither a folder on this machine (for a model that is not one of "

@@ -3,12 +3,14 @@
 from pathlib import Path
 
 from kvlens import folders
+from kvlens.signature import checked
 
 FORMAT = "kvlens.report"
 SUMMARY = "summary.json"
 REPORT_FOLDER = folders.FolderKind("a kvlens report", folders.listed_in(SUMMARY, FORMAT, "files"))
 
 
+@checked
 def check_folder(folder: str | Path, *, overwrite: bool = False) -> Path:
     """Return the absolute path of a folder that a report may be written to; only what dead writers left is cleared.
 

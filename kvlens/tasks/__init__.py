@@ -4,6 +4,7 @@
 """
 
 from kvlens.errors import KVLensError, nearest
+from kvlens.signature import checked
 from kvlens.tasks.arithmetic import ArithmeticTask
 from kvlens.tasks.batch import SPLITS, Batch, Task
 from kvlens.tasks.bigrams import BigramTask
@@ -44,6 +45,7 @@ def task_names() -> list[str]:
     return list(TASKS)
 
 
+@checked
 def make_task(name: str, **settings: object) -> Task:
     """Make a task by name.
 

@@ -1,10 +1,13 @@
 """Small trained models that ship inside the package: each a folder with weights, tokenizer, configuration and a model card."""
 
 import os
+import re
 from importlib.resources import files
 from pathlib import Path
 
-from kvlens.errors import KVLensError, nearest
+from huggingface_hub.constants import HF_HUB_CACHE
+
+from kvlens.errors import KVLensError, nearest, nearest_name
 from kvlens.signature import checked
 
 _ROOT = Path(str(files("kvlens.zoo")))
@@ -20,19 +23,28 @@ def folder_of(name: str) -> Path:
     """The folder of a shipped model, for ``HookedKVTransformer.load``.
 
     Raises:
-        KVLensError: no such model; the nearest name is proposed.
+        KVLensError: no such model; the nearest name is proposed, and what reads models that do not ship.
     """
     if name not in names():
-        raise KVLensError(f"zoo: no shipped model is called {name!r}{nearest(name, names())}; there are {', '.join(names())}")
+        raise KVLensError(
+            f"zoo: no shipped model is called {name!r}{nearest(name, names())}; there are {', '.join(names())}. A folder of "
+            "Hugging Face, or a name that TransformerLens knows, is for HookedKVTransformer.from_pretrained; a folder that "
+            "kvlens wrote for HookedKVTransformer.load"
+        )
     return _ROOT / name
 
 
 @checked
-def source_of(name: str) -> Path:
-    """Where a model is that a person names: the folder of a shipped model, else ``name`` itself as a folder or a file.
+def source_of(name: str) -> Path | str:
+    """Where a model is that a person names, found without importing torch.
+
+    Returns:
+        The folder of a shipped model, or ``name`` itself as a folder or a file; else ``name``, if it may be one that
+        TransformerLens knows and there are files of Hugging Face's in the local cache:
+        :func:`kvlens.model.load_source` looks for them.
 
     Raises:
-        KVLensError: there is neither; the nearest shipped name is proposed.
+        KVLensError: it can be none of these; the nearest shipped name is proposed.
     """
     shipped = names()
     if name in shipped:
@@ -40,7 +52,16 @@ def source_of(name: str) -> Path:
     path = os.path.expanduser(name)
     if os.path.exists(path):  # False for what can be no path at all
         return Path(path)
+    cache = Path(HF_HUB_CACHE)
+    if (
+        re.fullmatch(r"[\w.-]{1,96}(/[\w.-]{1,96})?", name)
+        and nearest_name(name, shipped, 0.8) is None
+        and any(cache.glob("models--*"))
+    ):
+        return name
     listed = f"shipped are: {', '.join(shipped)}" if shipped else "this installation ships none"
     raise KVLensError(
-        f"--model: {name!r} is neither a shipped model nor a folder or file that holds one; {listed}{nearest(name, shipped)}"
+        f"--model: {name!r} is neither a shipped model nor a folder or file that holds one; {listed}{nearest(name, shipped)} "
+        f"(a name that TransformerLens knows is taken where its files are in the local cache, {cache}: "
+        "HookedKVTransformer.from_pretrained fetches them)"
     )

@@ -45,7 +45,11 @@ def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
     """Read every pair in every way."""
     source = zoo.source_of(settings["model"])
     kind = settings["texts"] or (
-        "help pages" if settings["model"] in zoo.names() else "stories" if source.is_file() else "facts"
+        "help pages"
+        if settings["model"] in zoo.names()
+        else "stories"
+        if isinstance(source, Path) and source.is_file()
+        else "facts"
     )
     if kind not in PAIRS:
         raise KVLensError(f"gpt2-text: texts must be one of {', '.join(PAIRS)}, got {kind!r}{nearest(kind, PAIRS)}")

@@ -1,0 +1,49 @@
+"""A model by its name: what ships is not looked for at Hugging Face, nor the other way round; the command line takes both."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from tiny_hf import tiny_hf_model, tiny_tokenizer
+
+from kvlens import HookedKVTransformer, KVLensError
+
+
+def test_each_loader_names_the_other():
+    for name in ("facts-linear", "facts-linaer"):
+        with pytest.raises(KVLensError, match=re.escape('HookedKVTransformer.from_zoo("facts-linear")')):
+            HookedKVTransformer.from_pretrained(name)
+    with pytest.raises(KVLensError, match="did you mean 't5-large'"):
+        HookedKVTransformer.from_pretrained("t5-larg")
+    for name in ("gpt2", "EleutherAI/pythia-70m", "."):
+        with pytest.raises(KVLensError, match=r"Hugging Face, or a name .*is for HookedKVTransformer\.from_pretrained"):
+            HookedKVTransformer.from_zoo(name)
+
+
+@pytest.mark.slow
+def test_the_command_line_takes_a_name_whose_files_are_here(tmp_path):
+    snapshot = tmp_path / "hub/models--gpt2/snapshots" / ("0" * 40)
+    tiny_hf_model("gpt2").save_pretrained(snapshot)
+    tiny_tokenizer().save_pretrained(snapshot)
+    (tmp_path / "hub/models--gpt2/refs").mkdir()
+    (tmp_path / "hub/models--gpt2/refs/main").write_text("0" * 40)
+    (tmp_path / "p.txt").write_text("The widget\n")
+
+    def run(model: str, home: str = ".") -> subprocess.CompletedProcess:
+        environment = {**os.environ, "HF_HOME": str(tmp_path / home), "HF_HUB_OFFLINE": "1"}
+        environment.pop("HF_HUB_CACHE", None)
+        command = ["analyse", "bias_by_head", "p.txt", "--model", model, "--text", " is", "--out", f"{model}.parquet"]
+        command = [sys.executable, "-m", "kvlens", *command]
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+
+    taken = run("gpt2-small")
+    assert taken.returncode == 0 and "of 1 prompts" in taken.stdout, taken.stderr
+    for model, home, words in (
+        ("pythia-70m", ".", "TransformerLens knows 'pythia-70m', but its files are not in the local cache"),
+        ("pythia-70n", ".", "did you mean 'pythia-70m'"),
+        ("gpt2", "empty", "taken where its files are in the local cache"),
+    ):
+        refused = run(model, home)
+        assert refused.returncode == 2 and refused.stderr.count("\n") == 1 and words in refused.stderr, refused.stderr
