@@ -44,10 +44,12 @@ def checked(function: Function) -> Function:
         for name, parameter in signature.parameters.items()
         if _is_plain(parameter.annotation) and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     }
-    name_of_it = function.__qualname__.split("<locals>.")[-1].removesuffix(".__init__")
+    plain_name = function.__qualname__.split("<locals>.")[-1].removesuffix(".__init__")
+    of_a_class = next(iter(signature.parameters), None) in ("self", "cls") and not function.__qualname__.endswith("__init__")
 
     @functools.wraps(function)
     def held(*args: Any, **kwargs: Any) -> Any:
+        name_of_it = f"{_class_of(args[0]).__name__}.{function.__name__}" if of_a_class and args else plain_name
         given = bound(name_of_it, signature, args, kwargs)
         for name, value in given.arguments.items():
             if name in kinds and value is not signature.parameters[name].default:
@@ -63,35 +65,40 @@ def checked(function: Function) -> Function:
     return typing.cast(Function, held)
 
 
+def _class_of(first: Any) -> type:
+    """The class that a method is called on, or of: a user knows it, and not the base that has the method."""
+    return first if isinstance(first, type) else type(first)
+
+
 def bound(name_of_it: str, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BoundArguments:
     """The arguments of a call, by name.
 
     Raises:
         WrongArguments: the function does not have one of them (the nearest is proposed), or lacks one.
     """
-    names = _names(signature)
-    unknown = next((name for name in kwargs if names is not None and name not in names), None)
+    names, takes_any = _names(signature)
+    unknown = next((name for name in kwargs if not takes_any and name not in names), None)
     try:
         if unknown is None:
             return signature.bind(*args, **kwargs)
-        problem = f"no argument is called {unknown!r}{nearest(unknown, names or ()) or '.'}"
+        problem = f"no argument is called {unknown!r}{nearest(unknown, names) or '.'}"
     except TypeError as error:
         problem = f"{first_line(error)}."
-    taken = [name for name in names or () if name not in ("self", "cls")]
+    taken = [name for name in names if name not in ("self", "cls")]
     raise WrongArguments(f"{name_of_it}: {problem} It takes {', '.join(taken) or 'none'}")
 
 
-def _names(signature: inspect.Signature) -> list[str] | None:
-    """What a call may name, with the keys of ``**options: Unpack[TypedDict]``; None where that is anything."""
+def _names(signature: inspect.Signature) -> tuple[list[str], bool]:
+    """What a call may name, with the keys of ``**options: Unpack[TypedDict]``; and whether it may name anything else."""
     names: list[str] = []
+    takes_any = False
     for name, parameter in signature.parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
-            if typing.get_origin(parameter.annotation) is not typing.Unpack:
-                return None
-            names += typing.get_args(parameter.annotation)[0].__annotations__
+            takes_any = typing.get_origin(parameter.annotation) is not typing.Unpack
+            names += [] if takes_any else typing.get_args(parameter.annotation)[0].__annotations__
         elif parameter.kind is not parameter.VAR_POSITIONAL:
             names.append(name)
-    return names
+    return names, takes_any
 
 
 def named_fields(made: Class) -> Class:

@@ -67,7 +67,6 @@ class TrainResult:
         return self.metrics[self.metrics["split"] == "heldout"].reset_index(drop=True)
 
 
-@checked
 def train(
     model: Model,
     task: Task,
