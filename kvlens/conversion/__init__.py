@@ -3,6 +3,6 @@
 from kvlens.conversion.carry import carry_bias
 from kvlens.conversion.convert import convert_prompt
 from kvlens.conversion.counterfactual import Counterfactuals, counterfactuals
-from kvlens.conversion.logits_after import logits_after
+from kvlens.conversion.recomputed import logits_after
 
 __all__ = ["Counterfactuals", "carry_bias", "convert_prompt", "counterfactuals", "logits_after"]

@@ -1,5 +1,7 @@
 """Ways into a HookedKVTransformer: a Hugging Face folder, a loaded Hugging Face model, a name, a HookedTransformer at hand."""
 
+import inspect
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -8,7 +10,7 @@ import torch
 from kvlens._tl import POST_NORM_ARCHITECTURES, HookedTransformer, without_deprecation_warning
 from kvlens.arguments import check_choice, check_device
 from kvlens.dtypes import dtype_of
-from kvlens.errors import KVLensError, warn
+from kvlens.errors import KVLensError, WrongArguments, nearest_name, warn
 from kvlens.model.config import HookedKVTransformerConfig, KVShiftConfig
 from kvlens.model.fingerprint import is_weight
 from kvlens.model.shift_graft import place_shift_coefficients, shift_config_of
@@ -156,6 +158,7 @@ def from_pretrained(
             field of the configuration that cannot be honored, or a model that does not compute what transformers does.
     """
     refuse_to_run_code(loader_kwargs)
+    _refuse_slips(loader_kwargs)
     if default_padding_side is not None:
         check_choice("from_pretrained: default_padding_side", default_padding_side, ("left", "right"))
     if hf_model is None and not is_local_folder(model_name):
@@ -215,6 +218,15 @@ def from_pretrained(
         with torch.no_grad():
             check_trial(parts.trial, model(parts.trial.tokens))
     return model
+
+
+def _refuse_slips(loader_kwargs: Mapping[str, Any]) -> None:
+    """Raise where an argument that would be handed on to Hugging Face is one of ours but for a slip of the hand."""
+    ours = [*inspect.signature(from_pretrained).parameters, *inspect.signature(load_pretrained_parts).parameters]
+    for name in loader_kwargs:
+        meant = nearest_name(name, ours, 0.8)
+        if meant not in (None, name):
+            raise WrongArguments(f"from_pretrained: no argument is called {name!r}; did you mean {meant!r}?")
 
 
 def from_llama2c(

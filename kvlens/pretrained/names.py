@@ -3,10 +3,10 @@
 import os
 from pathlib import Path
 
-from kvlens import zoo
 from kvlens._tl import loading
 from kvlens.arguments import path_of
 from kvlens.errors import KVLensError, nearest, nearest_name
+from kvlens.zoo import names as shipped_names
 
 
 def is_local_folder(model_name: str | Path) -> bool:
@@ -34,7 +34,7 @@ def official_name(model_name: str) -> str:
     """
     names = loading.make_model_alias_map()
     found = names.get(str(model_name).lower())
-    shipped = nearest_name(model_name, zoo.names(), likeness=0.8)
+    shipped = nearest_name(model_name, shipped_names(), likeness=0.8)
     if found is None and shipped is not None:
         raise KVLensError(
             f"from_pretrained: {str(model_name)!r} names no model of Hugging Face's; those that ship with kvlens are loaded by "

@@ -22,6 +22,13 @@ def test_each_loader_names_the_other():
             HookedKVTransformer.from_zoo(name)
 
 
+def test_a_misspelt_argument_is_not_handed_on_to_hugging_face(tmp_path):
+    tiny_hf_model("gpt2").save_pretrained(tmp_path)
+    for slip, meant in (("n_ctxx", "n_ctx"), ("center_unembd", "center_unembed"), ("kv_shfit", "kv_shift")):
+        with pytest.raises(KVLensError, match=f"from_pretrained: .*'{slip}'; did you mean '{meant}'"):
+            HookedKVTransformer.from_pretrained(tmp_path, **{slip: None})
+
+
 @pytest.mark.slow
 def test_the_command_line_takes_a_name_whose_files_are_here(tmp_path):
     snapshot = tmp_path / "hub/models--gpt2/snapshots" / ("0" * 40)
