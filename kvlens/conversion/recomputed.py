@@ -12,12 +12,14 @@ from kvlens.conversion.convert import convert_prompt
 from kvlens.conversion.counterfactual import Counterfactuals
 from kvlens.kv_bias import KVBias
 from kvlens.model import HookedKVTransformer
+from kvlens.signature import checked
 
 PREFIX_WORTH = 64
 """Tokens that a pass must save, over its rows, before what they share is converted: a conversion has a fixed cost."""
 
 
 @torch.no_grad()
+@checked
 def logits_after(
     model: HookedKVTransformer,
     prompts: Counterfactuals,
