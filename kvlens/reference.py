@@ -54,7 +54,7 @@ def build_reference(folder: str | Path, *, overwrite: bool = False) -> list[str]
         import pdoc.render
         import pdoc.render_helpers
     except ImportError as error:
-        raise KVLensError(f'the reference needs the extra "docs": pip install "kvlens[docs]" ({error})') from error
+        raise KVLensError(f'the reference needs the extra "docs": pip install -e ".[docs]" in a clone ({error})') from error
     names = pages()
     _settle_lazy_names(names)
     _settle_inherited_annotations()

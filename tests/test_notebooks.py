@@ -17,9 +17,9 @@ LARGEST = 300_000
 @pytest.mark.filterwarnings("ignore")  # of the Jupyter machinery, in this process; the notebook's own go to its stderr
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs(path, tmp_path):
-    jupytext = pytest.importorskip("jupytext", reason="needs the extra: pip install kvlens[notebooks]")
-    nbclient = pytest.importorskip("nbclient", reason="needs the extra: pip install kvlens[notebooks]")
-    pytest.importorskip("ipykernel", reason="needs the extra: pip install kvlens[notebooks]")
+    jupytext = pytest.importorskip("jupytext", reason='needs the extra: pip install -e ".[notebooks]"')
+    nbclient = pytest.importorskip("nbclient", reason='needs the extra: pip install -e ".[notebooks]"')
+    pytest.importorskip("ipykernel", reason='needs the extra: pip install -e ".[notebooks]"')
     notebook = jupytext.read(path)
     nbclient.NotebookClient(notebook, timeout=900, kernel_name="python3", resources={"metadata": {"path": tmp_path}}).execute()
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]

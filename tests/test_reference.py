@@ -94,9 +94,9 @@ def test_tables_become_markdown():
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # what pdoc warns of is told as an error by build_reference itself
 def test_the_reference_builds(tmp_path, capsys, monkeypatch):
-    pygments = pytest.importorskip("pygments", reason='needs the extra: pip install "kvlens[docs]"')
-    pytest.importorskip("pdoc", reason='needs the extra: pip install "kvlens[docs]"')
-    pytest.importorskip("latex2mathml", reason='needs the extra: pip install "kvlens[docs]"')
+    pygments = pytest.importorskip("pygments", reason='needs the extra: pip install -e ".[docs]"')
+    pytest.importorskip("pdoc", reason='needs the extra: pip install -e ".[docs]"')
+    pytest.importorskip("latex2mathml", reason='needs the extra: pip install -e ".[docs]"')
     # the colours of the source are none of ours, and a third of the time
     monkeypatch.setattr(pygments, "highlight", lambda source, lexer, formatter: f"<pre>{html.escape(source)}</pre>")
     assert main(["reference", "--out", str(tmp_path)]) == 0
@@ -118,8 +118,8 @@ def test_the_reference_builds(tmp_path, capsys, monkeypatch):
 
 
 def test_a_docstring_that_cannot_be_rendered_is_an_error(tmp_path, monkeypatch):
-    pdoc_doc = pytest.importorskip("pdoc.doc", reason='needs the extra: pip install "kvlens[docs]"')
-    pytest.importorskip("latex2mathml", reason='needs the extra: pip install "kvlens[docs]"')
+    pdoc_doc = pytest.importorskip("pdoc.doc", reason='needs the extra: pip install -e ".[docs]"')
+    pytest.importorskip("latex2mathml", reason='needs the extra: pip install -e ".[docs]"')
     real = pdoc_doc.Module.from_name.__func__
 
     def warn(cls, name):

@@ -106,7 +106,12 @@ def _parser(analysis: Analysis, prog: str, epilog: str) -> argparse.ArgumentPars
     add("--device", help="where the models run, e.g. cpu or cuda (default: cuda where there is one)")
     add("--dtype", choices=DTYPES, help="of the weights (default: each model's own)")
     add("--workers", type=int, default=1, metavar="N", help="processes, or Ray actors (default: %(default)s)")
-    add("--engine", choices=("processes", "ray"), default="processes", help="ray needs kvlens[ray] (default: %(default)s)")
+    add(
+        "--engine",
+        choices=("processes", "ray"),
+        default="processes",
+        help="ray needs the extra of that name: pip install -e '.[ray]' in a clone (default: %(default)s)",
+    )
     add("--gpus-per-worker", type=float, default=0.0, metavar="X", help="with ray: GPU, or part of one (default: %(default)g)")
     add("--threads", type=int, metavar="N", help="of each worker (default: torch's threads here, shared out)")
     add("--prompts-per-job", type=int, default=8, metavar="N", help="what is handed out, and recorded, at once (default: 8)")

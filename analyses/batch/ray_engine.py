@@ -1,4 +1,4 @@
-"""Workers as Ray actors, on this machine, several, or the GPUs of a cluster: ``pip install 'kvlens[ray]'``.
+"""Workers as Ray actors, on this machine, several, or the GPUs of a cluster: ``pip install -e '.[ray]'``.
 
 Without a running cluster (``RAY_ADDRESS``, or one that was started on this machine) Ray starts one here. On a cluster, every
 machine needs kvlens, and finds the folders of the models under the same paths.
@@ -41,7 +41,7 @@ class RayEngine:
         try:
             import ray
         except ImportError as error:
-            raise KVLensError("the engine ray needs Ray: pip install 'kvlens[ray]'") from error
+            raise KVLensError("the engine ray needs Ray: pip install -e '.[ray]' in a clone, or pip install ray") from error
         self.ray = ray
         if not ray.is_initialized():
             try:

@@ -13,7 +13,8 @@ def add_command(commands: Any) -> None:
         "reference",
         help="write the reference as HTML pages",
         description="Write the reference of kvlens and its analyses as HTML pages, made from the docstrings; among them a page "
-        "a paper that says which function is which equation. Reading them needs no network. Needs the extra kvlens[docs].",
+        "a paper that says which function is which equation. Reading them needs no network. Needs the extra of the "
+        "documentation: pip install -e '.[docs]' in a clone.",
         allow_abbrev=False,
     )
     parser.add_argument("--out", default="reference", metavar="DIR", help="folder of the pages (default: %(default)s)")

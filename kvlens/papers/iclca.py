@@ -36,7 +36,7 @@ $$b'_{KV} = R_{-M}\, b_{KV} + \sum_{j=1}^{M} R_{j-M}\, \phi(k'_j)\, v_j'^T, \qqu
 | eq. 9-11, theorem 4.1: plain linear attention | the case ``feature_map="identity"``, ``normalizer="none"`` |
 | eq. 12-13: RoPE after the feature map, with bias | ``rotary_placement="after"``; the sum of `kvlens.ops.linear_attention.read_state` of the bias and what the text gives |
 | eq. 14-16, theorem 4.5, and algorithm 1 (ICLCA) | `kvlens.convert_prompt`; one layer's step is `kvlens.ops.linear_attention.carry_state` |
-| eq. 17-18 and algorithm 2 (ICLAA, app. D.1): softmax attention | `kvlens.convert_prompt` with ``method=`` "random" or "learned" (theirs), "landmark", "exact"; `kvlens.ops.softmax_attention.join_bias` |
+| eq. 17-18 and algorithm 2 (ICLAA, app. D.1): softmax attention | `kvlens.convert_prompt` with ``method=`` "random" or "learned" (theirs), "landmark" (after Attention Matching, Zweiger, Fu, Guo, Kim 2026, arXiv 2602.16284), "exact"; `kvlens.ops.softmax_attention.join_bias` |
 | eq. 19: the recurrence; the bias is its initial state | `kvlens.ops.linear_attention.recurrent_linear_attention` |
 | eq. 22-24: the rotary matrix and its group law | `kvlens.ops.rotary.naive_rotate`; moving a state's origin is `kvlens.ops.linear_attention.rebase_state` |
 | assumption 4.4 (1a): elu + 1; (1b): random features | `kvlens.ops.feature_maps.elu_plus_one`, `kvlens.ops.feature_maps.random_features` |

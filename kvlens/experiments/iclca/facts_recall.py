@@ -14,8 +14,8 @@ The continuations are what the model itself writes after the story, drawn at ran
 so it mostly asks about the story's facts and answers: the fits see questions of the judged form, some of them the judged ones,
 as the model happens to write them, with whatever answer it gives.
 
-Source: ICLCA sec. 5 and 6.4, for the approximate conversion of softmax attention; the stories, the judged answers and the
-virtual keys are kvlens'.
+Source: ICLCA sec. 5 and 6.4, for the approximate conversion of softmax attention; the stories and the judged answers are
+kvlens', the fitted keys after Attention Matching (Zweiger et al. 2026, arXiv 2602.16284; see :mod:`kvlens.ops.landmarks`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -164,7 +164,7 @@ def test_two_processes_of_which_one_is_killed(model_folder, tmp_path):
 @pytest.fixture
 def ray(monkeypatch):
     """Ray with two CPUs, whose workers find the probes."""
-    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'kvlens[ray]' runs this test")
+    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]' runs this test")
     folder = str(Path(__file__).parents[1])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")])))
     ray.init(num_cpus=2, address="local", log_to_driver=False, include_dashboard=False)
@@ -186,7 +186,7 @@ def test_two_ray_actors_of_which_one_is_killed(model_folder, tmp_path, ray):
 
 def test_without_ray_it_says_what_to_install(model_folder, tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
-    with pytest.raises(KVLensError, match=r"pip install 'kvlens\[ray\]'"):
+    with pytest.raises(KVLensError, match=r"pip install -e '.\[ray\]'"):
         run_batch(
             Work(LETTERS, (model_folder,)), deadly_prompts(tmp_path), tmp_path / "t.parquet", resources=Resources(engine="ray")
         )
