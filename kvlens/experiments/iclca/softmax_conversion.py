@@ -72,8 +72,8 @@ def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
         differences=[
             f"The paper converts prompts of GPT-2; here the model is {settings['model']}, and prompts and texts are its own "
             "samples.",
-            "The paper's random features are compared with no other method. Few keys with fitted weights and values are not in "
-            "it: they are after Attention Matching (Zweiger et al. 2026, arXiv 2602.16284), fitted and given out in kvlens' way.",
+            "The paper's random features are compared with no other method. Few keys with fitted weights and values are not "
+            "in it: they are after Attention Matching (Zweiger et al. 2026, arXiv 2602.16284), fitted in kvlens' way.",
         ],
     )
 
