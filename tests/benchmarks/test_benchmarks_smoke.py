@@ -1,6 +1,7 @@
 """Every benchmark runs at a small size and checks its answer; what it measures is not looked at."""
 
 import bench_attention_variants
+import bench_attribution
 import bench_conversion_error
 import bench_dual_losses
 import bench_exact_conversion
@@ -87,3 +88,11 @@ def test_a_wrong_answer_is_not_timed():
 
     with pytest.raises(SystemExit, match="wrong answer"):
         check_close(torch.ones(3), torch.zeros(3) + 2, 1e-3, "x")
+
+
+@pytest.mark.parametrize("model", ["facts-gpt2", "facts-linear"])
+def test_attribution_smoke(model, capsys):
+    bench_attribution.main(["--small", "--model", model])
+    out = capsys.readouterr().out
+    assert "of the ceiling" in out
+    assert "leave one out" in out

@@ -1,0 +1,175 @@
+"""How well methods of attribution tell what the model does: all subsets of a story's sentences, every pass counted.
+
+    python tests/benchmarks/bench_attribution.py [--model facts-gpt2] [--stories 60] [--facts 8] [--seed 0] [--small]
+
+For stories that the model answers rightly, the log-probability of the answer is measured with every subset of the sentences
+kept. A method sees some of the subsets; what it predicts for the *others* is compared:
+
+- LDS: rank correlation of predicted and true log-probability over the subsets that it has not read (ContextCite's linear
+  datamodeling score, arXiv 2409.00729), and the same among the subsets with the stating sentence kept, and among those without;
+- top-1: the share of stories in which the largest effect is that of the sentence that states the fact;
+- drop: by how much the log-probability falls, in nats, when the two sentences of largest effect are deleted;
+- passes: read tokens, in passes over prompt and text.
+
+Beside them: the additive ceiling (least squares on all subsets, in sample) and the one-bit oracle (is the stating sentence
+kept). Differences are paired over stories, with a bootstrap interval of 95 %.
+"""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pandas as pd
+import torch
+from kvlens.analyses.attribution.answers import Question
+from kvlens.analyses.attribution.methods import ContextCite, InteractionFit, LeaveOneOut, LinearFit, subset_scores
+from kvlens.analyses.attribution.units import Unit
+
+from kvlens import HookedKVTransformer
+from kvlens.tasks.facts import FactsTask, Story
+from kvlens.tasks.facts.answers import right_after_story
+
+BUDGETS = (16, 32, 64)
+
+
+def questions_of(model: HookedKVTransformer, n_stories: int, n_facts: int, seed: int) -> list[tuple[Question, list[Unit], int]]:
+    """Rightly answered first questions of held-out stories, with the sentences and the number of the stating one."""
+    task = replace(FactsTask(), min_facts=n_facts, max_facts=n_facts, length=min(FactsTask().length, model.cfg.n_ctx))
+    found: list[tuple[Question, list[Unit], int]] = []
+    generator = torch.Generator().manual_seed(seed)
+    while len(found) < n_stories:
+        for story in task.stories(32, generator, "heldout"):
+            if bool(right_after_story(model, [story])[0]) and len(found) < n_stories:
+                found.append(asked(model, story))
+    return found
+
+
+def asked(model: HookedKVTransformer, story: Story) -> tuple[Question, list[Unit], int]:
+    tokens, question = torch.tensor(story.tokens), story.questions[0]
+    prompt = tokens[: story.n_prompt_tokens]
+    text = tokens[question.start : question.value_position]
+    units = [Unit(" ".join(s.words), s.start, s.start + len(s.words)) for s in story.sentences]
+    return (
+        Question.of(model, prompt, text, tokens[question.value_position : question.value_position + 1]),
+        units,
+        question.sentence,
+    )
+
+
+def rank_correlation(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Spearman's; 0 where one of them is the same everywhere, and NaN for fewer than three subsets."""
+    if len(a) < 3:
+        return float("nan")
+    ranks = [pd.Series(x.numpy()).rank() for x in (a, b)]
+    return float(ranks[0].corr(ranks[1])) if all(rank.nunique() > 1 for rank in ranks) else 0.0
+
+
+def scored(
+    predicted: torch.Tensor, true: torch.Tensor, kept: torch.Tensor, unseen: torch.Tensor, stating: int
+) -> dict[str, float]:
+    states = kept[:, stating]
+    among = {"lds": unseen, "lds_kept": unseen & states, "lds_gone": unseen & ~states}
+    return {name: rank_correlation(predicted[rows], true[rows]) for name, rows in among.items()}
+
+
+def measure(question: Question, units: list[Unit], stating: int, budgets: tuple[int, ...], seed: int) -> list[dict[str, Any]]:
+    """A row for every method, and for ceiling and oracle."""
+    n = len(units)
+    every = torch.tensor([[code >> u & 1 for u in range(n)] for code in range(2**n)], dtype=torch.bool)
+    true = subset_scores(question, units, every)
+    rows: list[dict[str, Any]] = []
+    x = torch.cat([torch.ones(len(every), 1, dtype=torch.float64), every.double()], dim=1)
+    additive = x @ torch.linalg.lstsq(x, true[:, None]).solution[:, 0]
+    all_of_them = torch.ones(len(every), dtype=torch.bool)
+    rows.append({"method": "additive ceiling", "passes": 2**n, **scored(additive, true, every, all_of_them, stating)})
+    rows.append(
+        {"method": "one-bit oracle", "passes": 0, **scored(every[:, stating].double(), true, every, all_of_them, stating)}
+    )
+    made: list[tuple[str, Callable[[], Any], int]] = [("leave one out", LeaveOneOut, n + 1)]
+    for budget in budgets:
+        made += [
+            (f"ContextCite {budget}", lambda b=budget: ContextCite(b, seed), budget),
+            (f"linear {budget}", lambda b=budget: LinearFit(b, seed), budget),
+            (f"interactions {budget}", lambda b=budget: InteractionFit(b, seed), budget),
+        ]
+    for name, make, n_read in made:
+        seen: list[torch.Tensor] = []
+        recorded = replace(question, account=replace(question.account, n_tokens=0))
+        found = make().explain(_Recording(recorded, units, every, true, seen), units)
+        read = torch.cat(seen)
+        unseen = ~(every[:, None, :] == read[None]).all(dim=2).any(dim=1)
+        predicted = found.predict(every)
+        top = found.effects.argsort(descending=True)
+        without_two = ~torch.isin(torch.arange(n), top[:2])
+        fallen = true[-1] - true[(every == without_two).all(dim=1)][0]
+        rows.append(
+            {
+                "method": name,
+                "passes": n_read,
+                "top1": float(top[0] == stating),
+                "drop": float(fallen),
+                **scored(predicted, true, every, unseen, stating),
+            }
+        )
+    return rows
+
+
+class _Recording:
+    """A question whose scores are looked up among those of all subsets; what was asked for is kept."""
+
+    def __init__(
+        self, question: Question, units: list[Unit], every: torch.Tensor, true: torch.Tensor, seen: list[torch.Tensor]
+    ):
+        self.question, self.units, self.every, self.true, self.seen = question, units, every, true, seen
+        self.prompt, self.rival = question.prompt, question.rival
+
+    def rows(self, gone: torch.Tensor) -> torch.Tensor:
+        return ~torch.stack([gone[:, unit.start] for unit in self.units], dim=1)
+
+    def scores(self, kept: torch.Tensor) -> torch.Tensor:
+        self.seen.append(kept)
+        return self.true[(kept.long() * 2 ** torch.arange(kept.shape[1])).sum(dim=1)]
+
+
+def interval(values: pd.Series, seed: int = 0) -> tuple[float, float]:
+    """Of the mean, by a bootstrap over stories."""
+    drawn = torch.tensor(values.to_numpy())[
+        torch.randint(len(values), (2000, len(values)), generator=torch.Generator().manual_seed(seed))
+    ]
+    low, high = drawn.mean(dim=1).quantile(torch.tensor([0.025, 0.975], dtype=drawn.dtype)).tolist()
+    return low, high
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="facts-gpt2", help="facts-gpt2 or facts-linear")
+    parser.add_argument("--stories", type=int, default=60)
+    parser.add_argument("--facts", type=int, default=8, help="sentences of a story")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--small", action="store_true", help="three stories of four sentences: a smoke test")
+    args = parser.parse_args(argv)
+    n_stories, n_facts, budgets = (3, 4, (8,)) if args.small else (args.stories, args.facts, BUDGETS)
+    model = HookedKVTransformer.from_zoo(args.model)
+    asked_for = questions_of(model, n_stories, n_facts, 9_000_000 + args.seed)
+    table = pd.DataFrame(
+        [
+            {"story": number, **row}
+            for number, each in enumerate(asked_for)
+            for row in measure(*each, budgets, 1000 * args.seed + number)
+        ]
+    )
+    means = table.groupby("method", sort=False).mean(numeric_only=True).drop(columns="story")
+    print(f"{args.model}: {n_stories} stories of {n_facts} sentences")
+    print(means.round(3).to_string())
+    by_method = table.pivot(index="story", columns="method", values="lds")
+    for budget in budgets:
+        ceiling = by_method["additive ceiling"]
+        for name in (f"linear {budget}", f"interactions {budget}"):
+            low, high = interval(by_method[name] - by_method[f"ContextCite {budget}"])
+            share = by_method[name].mean() / ceiling.mean()
+            print(f"{name}: {share:.1%} of the ceiling; LDS above ContextCite's by {low:+.3f} to {high:+.3f}")
+
+
+if __name__ == "__main__":
+    main()
