@@ -68,12 +68,16 @@ def prompt_sequence(model: HookedKVTransformer, what: str, prompt: Any, initial:
     return one_sequence(model, what, prompt, prepend_bos=model.prepends_bos and not continues)
 
 
+def begins_with_bos(model: HookedKVTransformer, prompt: Int[Tensor, " pos"]) -> bool:
+    """Whether the first token is the tokenizer's BOS, which is always there."""
+    return model.tokenizer is not None and len(prompt) > 0 and int(prompt[0]) == model.tokenizer.bos_token_id
+
+
 def baseline_sequence(model: HookedKVTransformer, prompt: Int[Tensor, " pos"], given: Any) -> Int[Tensor, " baseline_pos"]:
     """What stands in front of a text without its prompt: ``given``, or the BOS that the prompt began with, or nothing."""
     if given is not None:
         return one_sequence(model, "baseline_tokens", given, may_be_empty=True)
-    begins_with_bos = model.tokenizer is not None and int(prompt[0]) == model.tokenizer.bos_token_id
-    return prompt[: int(begins_with_bos)]
+    return prompt[: int(begins_with_bos(model, prompt))]
 
 
 def bias_of(model: HookedKVTransformer, prompt: Int[Tensor, " pos"], bias: KVBias | None) -> KVBias:

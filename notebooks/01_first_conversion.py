@@ -87,28 +87,28 @@ print(f"largest relative error of the logits: {max(errors):.1e}")
 # %% [markdown]
 # ## Which heads carry it
 #
-# Let each head forget the story in turn, and see how far the prediction moves: `ablation_kl` in the table, averaged over the
+# Take the story away from each head in turn, and leave it the BOS that is always there; see how far the prediction moves: `ablation_kl` in the table, averaged over the
 # question's tokens. Click a head of the map: below appear its pattern, the share of each story token in its output, and how much of
 # its output comes from the story. `save_html`, `save_png` and `save_svg` write it to a file; it needs no network.
 
 # %%
 question = " Which animal does Pavel keep? Pavel keeps a"
 table = bias_by_head(model, story, question, bias=bias)
-head_heatmap(table, "ablation_kl", details=head_details(model, story, question, bias=bias), title="KL when the head forgets the story, nats")
+head_heatmap(table, "ablation_kl", details=head_details(model, story, question, bias=bias), title="KL when the head lacks the story, nats")
 
 # %% [markdown]
 # The three heads that carry most:
 
 # %%
-top = table.nlargest(3, "ablation_kl")[["layer", "head", "ablation_kl", "loss_change", "bias_share"]]
-assert (top["ablation_kl"] > 0.4).all() and table["ablation_kl"].min() < 0.01  # some carry it, some do not
+top = table.nlargest(3, "ablation_kl")[["layer", "head", "ablation_kl", "loss_change", "zero_kl", "bias_share"]]
+assert top["ablation_kl"].iloc[0] > 0.5 and (top["ablation_kl"] > 0.1).all() and table["ablation_kl"].min() < 0.01  # some carry it, some do not
 top
 
 # %% [markdown]
 # ## Hook it
 #
 # The bias passes through `hook_b_kv` and `hook_b_d` at every forward pass: scale it, patch it, ablate it there. Here the top head
-# forgets, by hand. The table above says the same number, for the mean over the tokens.
+# loses all of its bias, by hand, BOS included; the table has this number too, as `zero_kl`, the mean over the tokens.
 
 # %%
 layer, head = (int(top.iloc[0][name]) for name in ("layer", "head"))
@@ -125,8 +125,8 @@ with model.kv_bias(bias):
     hooks = [(f"blocks.{layer}.attn.{name}", forget) for name in ("hook_b_kv", "hook_b_d")]
     ablated = model.run_with_hooks(question, prepend_bos=False, fwd_hooks=hooks).log_softmax(-1)
 by_hand = float((whole.exp() * (whole - ablated)).sum(-1).mean())
-assert abs(by_hand - top.iloc[0]["ablation_kl"]) < 1e-3
-print(f"layer {layer}, head {head}: {by_hand:.3f} nats by hand, {top.iloc[0]['ablation_kl']:.3f} in the table")
+assert abs(by_hand - top.iloc[0]["zero_kl"]) < 1e-3
+print(f"layer {layer}, head {head}: {by_hand:.3f} nats by hand, {top.iloc[0]['zero_kl']:.3f} in the table")
 
 # %% [markdown]
 # ## What comes from the story, and what from the question

@@ -11,8 +11,7 @@ from torch import Tensor
 from kvlens import Counterfactuals, HookedKVTransformer, KVBias, KVLensError, counterfactuals, logits_after
 
 from ..predictions import text_logits
-from ..sequences import PromptTokens, TextTokens, one_sequence, prompt_sequence
-from .units import begins_with_bos
+from ..sequences import PromptTokens, TextTokens, begins_with_bos, one_sequence, prompt_sequence
 
 Answer = str | int | Int[Tensor, " answer_pos"] | None
 Rival = str | int | Int[Tensor, " rival_pos"] | None

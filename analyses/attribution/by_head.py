@@ -18,6 +18,7 @@ from ..bias.interventions import Interventions, intervened
 from ..bias.one_space import with_references
 from ..declaration import Analysis, Columns, Field, Option
 from ..inputs import ANSWER, PROMPT, TEXT
+from ..predictions import EFFECT
 from ..sequences import PromptTokens, TextTokens
 from .answers import Answer, Positions, Question, Rival
 from .units import Spans, Unit, units_of
@@ -29,9 +30,9 @@ COLUMNS = Columns(
     stop=("int64", "position behind its last token"),
     layer=("int64", "from 0"),
     head=("int64", "query head"),
-    swap=("float64", "by how much log p(answer) falls with this head's part from the prompt without the unit, nats"),
-    converse=("float64", "by how much it falls with the parts of all other heads from there, nats"),
-    whole=("float64", "by how much it falls with all of them from there: the unit's total effect, nats"),
+    swap=("float64", f"{EFFECT}; this head's part from the prompt without the unit"),
+    converse=("float64", f"{EFFECT}; the parts of all other heads from there"),
+    whole=("float64", f"{EFFECT}; all of them from there, which is the unit's total effect"),
     sum_over_heads=("float64", "of swap, nats"),
     interaction=("float64", "whole - sum_over_heads: what heads do together alone, nats"),
 )

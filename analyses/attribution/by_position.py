@@ -20,6 +20,7 @@ from kvlens.signature import checked
 from ..bias.one_space import in_one_space
 from ..declaration import Analysis, Columns, Field, Option
 from ..inputs import ANSWER, PROMPT, TEXT
+from ..predictions import EFFECT
 from ..sequences import PromptTokens, TextTokens
 from ..texts import token_texts
 from .answers import Answer, Question, Rival
@@ -40,10 +41,10 @@ COLUMNS = Columns(
     prompt_position=("int64", "from 0; -1 for the shift state"),
     token=("str", "at the position; missing for the shift state"),
     layer=("int64", "from 0; -1: all layers at once"),
-    swap=("float64", "by how much log p(answer) falls with this position's keys and values from the counterfactual, nats"),
+    swap=("float64", f"{EFFECT}; this position's keys and values from the counterfactual prompt"),
     in_unit=("bool", "whether the position is one of the unit's"),
     in_shift_window=("bool", "whether it lies behind the unit and carries the unit's shifted keys or values"),
-    whole=("float64", "by how much it falls with everything from there: the unit's total effect, nats"),
+    whole=("float64", f"{EFFECT}; everything from there, which is the unit's total effect"),
 )
 
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from kvlens import KVLensError
 from kvlens.arguments import check_whole
 
-from ..sequences import prompt_sequence
+from ..sequences import begins_with_bos, prompt_sequence
 from .answers import Question
-from .units import Unit, begins_with_bos
+from .units import Unit
 
 SIGNIFICANT = 0.05
 

@@ -14,6 +14,7 @@ from kvlens.signature import checked
 
 from ..declaration import Analysis, Columns, Field, Option
 from ..inputs import ANSWER, PROMPT, TEXT
+from ..predictions import EFFECT
 from ..sequences import PromptTokens, TextTokens
 from .answers import Answer, Positions, Question, Rival
 from .methods import METHODS, Explanation, Method
@@ -30,12 +31,12 @@ COLUMNS = Columns(
     start=("int64", "position of its first token; BOS has 0 where there is one"),
     stop=("int64", "position behind its last token"),
     level=("str", "paragraph, sentence, word or token; missing where ranges were given"),
-    total_effect=("float64", "log p(answer) with minus without the unit, everything recomputed, nats"),
+    total_effect=("float64", f"{EFFECT}; the unit taken away, everything recomputed"),
     share=(
         "float64",
         f"total_effect over that of the whole prompt against the baseline; NaN where the latter is below {FLOOR} nats",
     ),
-    knockout_effect=("float64", "the same with the unit hidden from the text alone, the prompt's own pass unchanged, nats"),
+    knockout_effect=("float64", f"{EFFECT}; the unit hidden from the text alone, the prompt's own pass unchanged"),
     p_value=("float64", "share of units of unrelated prompts with a total effect as large; NaN without a null"),
     significant=("bool", f"p_value at most {SIGNIFICANT}"),
     n_passes=("float64", "passes over prompt and text that the whole table took, the same in every row"),

@@ -10,6 +10,7 @@ from torch import Tensor
 from kvlens import HookedKVTransformer, KVLensError
 from kvlens.errors import nearest
 
+from ..sequences import begins_with_bos
 from ..texts import token_texts
 
 END_OF_SENTENCE = (".", "!", "?", "\u2026", "\u3002", "\uff01", "\uff1f")
@@ -59,11 +60,6 @@ def units_of(model: HookedKVTransformer, prompt: Int[Tensor, " pos"], by: str | 
     if not ranges:
         raise KVLensError("by: the prompt has nothing but BOS, and no unit to take away; give a longer prompt, or other ranges")
     return [Unit("".join(texts[start:stop]), start, stop) for start, stop in ranges]
-
-
-def begins_with_bos(model: HookedKVTransformer, prompt: Int[Tensor, " pos"]) -> bool:
-    """Whether the first token is the tokenizer's BOS, which is always there."""
-    return model.tokenizer is not None and len(prompt) > 0 and int(prompt[0]) == model.tokenizer.bos_token_id
 
 
 def _token(before: str, after: str) -> bool:

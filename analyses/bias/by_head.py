@@ -1,7 +1,10 @@
 """Which layers and heads carry a converted prompt: how large each bias is, how much of the head's output it makes up, and
 what is lost without it.
 
-Size and share describe; only the removal (:mod:`kvlens.analyses.bias.removal`) tells whether the model uses what is there.
+Size and share describe; only an ablation tells whether the model uses what is there. "Without a head" means with the part
+that the *baseline* has there, the prompt of which only BOS is left, in its place (without BOS the empty prompt): BOS is always
+there, and a head that loses it too answers another question. That question, b_KV and b_D set to 0, has columns of its own,
+``zero_kl`` and ``zero_loss_change``.
 """
 
 from collections.abc import Callable
@@ -19,15 +22,17 @@ from ..inputs import PROMPT, TEXT
 from ..predictions import KL, LOSS_CHANGE
 from ..sequences import PromptTokens, TextTokens, prompt_text_bias
 from .outputs import bias_outputs, share_by_size
-from .removal import bias_ablation
+from .removal import baseline_ablation, bias_ablation
 from .spectrum import sizes
 
 MEASURES = dict(
     b_kv_norm=("float64", "Frobenius norm of b_KV, its log_scale included"),
     b_d_norm=("float64", "norm of b_D, likewise"),
     bias_share=("float64", "mean over the text's places of ||z_bias|| / (||z_bias|| + ||z_context||), 0 for 0 / 0"),
-    ablation_kl=("float64", f"{KL}; without it, mean over the text's places"),
-    loss_change=("float64", f"{LOSS_CHANGE}; without it, mean over the text's next tokens; NaN for one token"),
+    ablation_kl=("float64", f"{KL}; with the baseline's b_KV, b_D and shift state there, mean over the text's places"),
+    loss_change=("float64", f"{LOSS_CHANGE}; likewise, mean over the text's next tokens; NaN for one token"),
+    zero_kl=("float64", f"{KL}; with b_KV and b_D at 0, BOS's among them, mean over the text's places"),
+    zero_loss_change=("float64", f"{LOSS_CHANGE}; with b_KV and b_D at 0, mean over the text's next tokens; NaN for one token"),
 )
 BY_HEAD = Columns(layer=("int64", "from 0"), head=("int64", "query head"), **MEASURES)
 BY_LAYER = Columns(layer=("int64", "from 0"), **MEASURES)
@@ -45,13 +50,14 @@ def bias_by_head(
     batch_size: int | None = None,
     on_progress: Callable[[float], None] | None = None,
 ) -> pd.DataFrame:
-    """Describe the bias of each head, and remove it.
+    """Describe the bias of each head, and ablate it.
 
     Args:
         model: linear or softmax.
         prompt_tokens: a string, or tokens [pos] with BOS where the model wants one.
         text_tokens: a string, or tokens [pos] without BOS.
-        bias: the converted prompt, if it is at hand; None converts it here.
+        bias: the converted prompt, if it is at hand; None converts it here. Of a prompt that continues another, hold the first
+            one attached: what was there before belongs to the baseline.
         batch_size, on_progress: as in :func:`kvlens.analyses.bias.removal.bias_ablation`.
 
     Returns:
@@ -79,7 +85,7 @@ def bias_by_layer(
     batch_size: int | None = None,
     on_progress: Callable[[float], None] | None = None,
 ) -> pd.DataFrame:
-    """Describe the bias of each layer, its heads' outputs side by side, and remove all of its heads at once.
+    """Describe the bias of each layer, its heads' outputs side by side, and ablate all of its heads at once.
 
     Effects do not add up: what one head loses, another may still know.
 
@@ -108,18 +114,23 @@ def _describe(
     on_progress: Callable[[float], None] | None,
 ) -> dict[str, Any]:
     """The numbers of both tables, for groups of consecutive heads: each one alone, or all of a layer, side by side."""
-    _, text, bias = prompt_text_bias(model, prompt_tokens, text_tokens, bias)
+    prompt, text, bias = prompt_text_bias(model, prompt_tokens, text_tokens, bias)
     outputs = bias_outputs(model, bias, text)
     of_bias, of_context = (z.square().sum(dim=-1).unflatten(2, (-1, heads_a_group)).sum(dim=-1).sqrt() for z in outputs[:2])
     pairs = list(product(range(bias.n_layers), range(bias.n_heads)))
     groups = [pairs[first : first + heads_a_group] for first in range(0, len(pairs), heads_a_group)]
-    effect = bias_ablation(model, bias, text, groups, batch_size=batch_size, on_progress=on_progress)
+    tell = on_progress or (lambda done: None)
+    options: dict[str, Any] = dict(batch_size=batch_size)
+    effect = baseline_ablation(model, prompt, bias, text, groups, **options, on_progress=lambda done: tell(done / 2))
+    zero = bias_ablation(model, bias, text, groups, **options, on_progress=lambda done: tell((1 + done) / 2))
     return {
         "b_kv_norm": sizes(bias, "b_KV", heads_a_group),
         "b_d_norm": sizes(bias, "b_D", heads_a_group),
         "bias_share": share_by_size(of_bias, of_context).mean(dim=1),
         "ablation_kl": effect["kl"],
         "loss_change": effect["loss_change"],
+        "zero_kl": zero["kl"],
+        "zero_loss_change": zero["loss_change"],
     }
 
 

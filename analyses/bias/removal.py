@@ -8,18 +8,19 @@ from collections.abc import Callable, Sequence
 
 import pandas as pd
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvlens import HookedKVTransformer, KVBias, KVLensError
+from kvlens import HookedKVTransformer, KVBias, KVLensError, convert_prompt, counterfactuals
 from kvlens.signature import checked
 
 from ..declaration import Columns
 from ..predictions import KL, LOSS_CHANGE
-from ..sequences import PromptTokens, TextTokens, bias_and_text
+from ..sequences import PromptTokens, TextTokens, begins_with_bos, bias_and_text
 from ..stream.logit_attribution import logit_target
 from .effects import measured_effects
 from .interventions import Interventions, donors_of
+from .one_space import with_references
 
 Heads = Sequence[tuple[int, int]]
 
@@ -71,6 +72,53 @@ def bias_ablation(
     n_heads = (1 - keep).sum(dim=(1, 2)).long()
     removed = {"removal": range(len(removals)), "n_heads": n_heads}
     return COLUMNS.frame({**removed, "kl": effects["kl"], "loss_change": effects["loss_change"]})
+
+
+def baseline_ablation(
+    model: HookedKVTransformer,
+    prompt: Int[Tensor, " prompt_pos"],
+    bias: KVBias,
+    text: Int[Tensor, " pos"],
+    removals: Sequence[Heads],
+    *,
+    batch_size: int | None = None,
+    on_progress: Callable[[float], None] | None = None,
+) -> dict[str, list[float]]:
+    """``kl`` and ``loss_change`` of each removal, where what is removed becomes the baseline's, shift state included.
+
+    Over random, Taylor or learned features there is no baseline to be had: what is removed becomes 0.
+
+    Args:
+        model: with what the prompt continues attached.
+        prompt: [pos].
+        bias: of this prompt.
+        text: [pos].
+        removals, batch_size, on_progress: as in :func:`bias_ablation`.
+
+    Raises:
+        KVLensError: a bias that is not this prompt's.
+    """
+    baseline = baseline_of(model, prompt)
+    if not bias.starts_where(baseline):
+        raise KVLensError(
+            f"bias: the text starts at position {bias.position_offset} behind this bias, and at "
+            f"{int(torch.as_tensor(baseline.position_offset).max())} behind the prompt: give the bias of this prompt; where it "
+            "continues another, attach that one"
+        )
+    same_space = bias.features is None or bias.features.kind == "virtual_keys"
+    own, donors = with_references(bias, baseline) if same_space else (bias, donors_of(bias))
+    assert donors is not None
+    keep = _kept_heads(own, removals)
+    rows = Interventions(keep, keep, torch.zeros(len(keep), dtype=torch.long, device=keep.device), donors)
+    target = logit_target(model, text)
+    return measured_effects(model, text, own, rows, target, batch_size=batch_size, on_progress=on_progress)
+
+
+def baseline_of(model: HookedKVTransformer, prompt: Int[Tensor, " prompt_pos"]) -> KVBias:
+    """The bias, as a batch of one, of the prompt of which only what is always there is left: BOS, or nothing, in its place."""
+    gone = torch.ones(1, len(prompt), dtype=torch.bool)
+    gone[:, : int(begins_with_bos(model, prompt))] = False
+    return convert_prompt(model, counterfactuals(model, prompt, gone))
 
 
 def _kept_heads(bias: KVBias, removals: Sequence[Heads]) -> Float[Tensor, "removal layer head"]:

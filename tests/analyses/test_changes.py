@@ -11,11 +11,12 @@ import analyses
 from analyses import ANALYSES, bias_ablation, bias_by_head, bias_by_layer, bias_effects, induction_heads, prompt_by_depth
 from analyses.batch.work import load_analysis
 from analyses.declaration import Columns
-from analyses.predictions import KL, LOGIT_CHANGE, LOSS_CHANGE
+from analyses.predictions import EFFECT, KL, LOGIT_CHANGE, LOSS_CHANGE
 from kvlens import convert_prompt
 from kvlens.viz import depth_map
 
-WORDS = {"loss_change": LOSS_CHANGE, "logit_change": LOGIT_CHANGE, "kl": KL}
+EFFECTS = dict.fromkeys(("effect", "swap", "converse", "whole"), EFFECT)
+WORDS = {"loss_change": LOSS_CHANGE, "logit_change": LOGIT_CHANGE, "kl": KL, **EFFECTS}
 """How the name of such a column ends, and how its text begins."""
 OTHER_WORDS = ("rises", "falls", "rise of", "change of", "minus")
 """Other ways to say it, which no column needs."""
@@ -37,7 +38,7 @@ def test_the_words_agree():
         begins = meaning.startswith("".join(words))
         rest = meaning.removeprefix("".join(words))
         assert begins and not any(word in rest for word in OTHER_WORDS), f"{where}: {name}: {meaning}"
-    assert {text: found.count(text) for text in WORDS.values()} == {LOSS_CHANGE: 10, LOGIT_CHANGE: 2, KL: 6}
+    assert {text: found.count(text) for text in WORDS.values()} == {LOSS_CHANGE: 12, LOGIT_CHANGE: 2, KL: 8, EFFECT: 7}
 
 
 def test_a_column_that_says_it_otherwise_is_found(monkeypatch):

@@ -62,7 +62,7 @@ def rank_correlation(a: torch.Tensor, b: torch.Tensor) -> float:
     if len(a) < 3:
         return float("nan")
     ranks = [pd.Series(x.numpy()).rank() for x in (a, b)]
-    return float(ranks[0].corr(ranks[1])) if all(rank.nunique() > 1 for rank in ranks) else 0.0
+    return float(ranks[0].corr(ranks[1])) if all(float(rank.std()) > 0 for rank in ranks) else 0.0
 
 
 def scored(
@@ -162,7 +162,7 @@ def main(argv: list[str] | None = None) -> None:
     means = table.groupby("method", sort=False).mean(numeric_only=True).drop(columns="story")
     print(f"{args.model}: {n_stories} stories of {n_facts} sentences")
     print(means.round(3).to_string())
-    by_method = table.pivot(index="story", columns="method", values="lds")
+    by_method = table.pivot_table(index="story", columns="method", values="lds")
     for budget in budgets:
         ceiling = by_method["additive ceiling"]
         for name in (f"linear {budget}", f"interactions {budget}"):

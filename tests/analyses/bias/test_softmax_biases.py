@@ -57,7 +57,7 @@ def test_removing_a_head_is_selecting_the_others(name):
     expected = float((whole.exp() * (whole - less)).sum(-1).mean())
     found = bias_ablation(model, bias, TEXT, [pairs[:1]]).loc[0, "kl"]
     assert found == pytest.approx(expected, rel=1e-9)
-    assert bias_by_head(model, PROMPT, TEXT).loc[0, "ablation_kl"] == pytest.approx(expected, rel=1e-9)
+    assert bias_by_head(model, PROMPT, TEXT).loc[0, "zero_kl"] == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize("name", ["learned positions", "rotary, grouped"])
@@ -78,7 +78,7 @@ def test_removing_a_query_head_is_blinding_it_to_the_prompt(name):
         kl.append(float((seeing.exp() * (seeing - blinded)).sum(-1).mean()))
     assert bias_ablation(model, PROMPT, TEXT, [[pair] for pair in pairs])["kl"].tolist() == pytest.approx(kl, rel=1e-8)
     assert bias_effects(model, PROMPT, TEXT, parts=["bias"])["kl"].tolist() == pytest.approx(kl, rel=1e-8)
-    assert bias_by_head(model, PROMPT, TEXT)["ablation_kl"].tolist() == pytest.approx(kl, rel=1e-8)
+    assert bias_by_head(model, PROMPT, TEXT)["zero_kl"].tolist() == pytest.approx(kl, rel=1e-8)
 
 
 @pytest.mark.parametrize("name", KINDS)
