@@ -1,7 +1,5 @@
-"""Shared by all tests: no network, one thread a process, warm Pythons, and the outside data folder."""
+"""Shared by all tests: no network, one thread a process, and the outside data folder."""
 
-import contextlib
-import gc
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -9,28 +7,13 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the tests run one process per core; those that they start likewise
 
 import socket
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import jaxtyping
 import pytest
-import shape_checks
 import torch
-import type_checks
-import warm_python as warm
 
 torch.set_num_threads(1)
-jaxtyping.jaxtyped = type_checks.jaxtyped
-shape_checks.ARRAYS.__instancecheck__ = shape_checks.is_instance
-gc.disable()  # while everything is imported, of which nothing is garbage
-
-
-def pytest_collection_finish() -> None:
-    """What a test leaves is collected as ever; what was imported for all of them is not looked through each time."""
-    gc.freeze()
-    gc.set_threshold(5_000, 10, 30)  # often enough for tests, whose results stay to the end and are looked through each time
-    gc.enable()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -63,23 +46,6 @@ def outside_data() -> Path:
     if not folder.is_dir():
         pytest.skip("no outside data here: set KVLENS_TEST_DATA to a folder that holds stories260K.bin and its tokenizer")
     return folder
-
-
-@pytest.fixture(scope="session")
-def warm_server(tmp_path_factory) -> Iterator[tuple[str, Path] | None]:
-    """The server of warm Pythons that all processes of this test run share; None where it cannot run."""
-    folder = tmp_path_factory.getbasetemp()
-    if sys.platform == "linux":
-        yield from warm.keep(folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder)
-    else:
-        yield None
-
-
-@pytest.fixture
-def warm_python(warm_server) -> Iterator[None]:
-    """Every Python that the test starts is a fork of one that has imported kvlens: not for tests of what an import does."""
-    with warm.processes(*warm_server) if warm_server else contextlib.nullcontext():
-        yield
 
 
 @pytest.fixture

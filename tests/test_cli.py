@@ -283,7 +283,6 @@ def test_a_full_disk_leaves_nothing(folder, capsys, monkeypatch):
     assert os.listdir(".") == []
 
 
-@pytest.mark.usefixtures("warm_python")
 def test_a_reader_that_leaves_early_is_no_error(folder):
     command = [sys.executable, "-m", "kvlens", "report", "--model", folder, "--prompt", PROMPT, "--text", TEXT]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)

@@ -13,7 +13,6 @@ LARGEST = 300_000
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("warm_python")
 @pytest.mark.filterwarnings("ignore")  # of the Jupyter machinery, in this process; the notebook's own go to its stderr
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs(path, tmp_path):

@@ -40,7 +40,6 @@ def test_what_the_readme_links_to_is_there():
     assert not [path for path in paths if not (README.parent / path).exists()]
 
 
-@pytest.mark.usefixtures("warm_python")
 def test_the_commands_of_the_readme_are_commands(tmp_path, monkeypatch):
     import shlex
 

@@ -131,7 +131,6 @@ def example() -> str:
     return textwrap.dedent(lines)
 
 
-@pytest.mark.usefixtures("warm_python")
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_the_docstrings_example_runs_in_a_batch(tmp_path, monkeypatch, capsys, workers):
     package = tmp_path / f"my_package_{workers}"

@@ -75,7 +75,6 @@ def test_speed_smoke(capsys):
     assert out.count("times faster than Hugging Face") == 3
 
 
-@pytest.mark.usefixtures("warm_python")
 def test_softmax_conversion_smoke(capsys):
     bench_softmax_conversion.main(["--small", "--threads", "1"])
     out = capsys.readouterr().out

@@ -14,7 +14,6 @@ without (`outcome-`); reports and trained models take longer: `kill_everywhere.p
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("warm_python")
 @pytest.mark.parametrize(("kind", "fewest"), STEPS.items())
 def test_killed_before_every_step(kind, fewest, tmp_path):
     path = os.pathsep.join([str(TESTS.parent), str(TESTS), str(TESTS / "training"), os.environ.get("PYTHONPATH", "")])

@@ -66,7 +66,6 @@ def test_kills_at_any_step_change_nothing(kills, uninterrupted, tmp_path_factory
     pd.testing.assert_frame_equal(pd.read_parquet(folder / "metrics.parquet"), expected.metrics)
 
 
-@pytest.mark.usefixtures("warm_python")
 def test_kill_9_of_the_command_changes_no_metric(tmp_path):
     command = ["train", "induction", "--device", "cpu", "--task", "vocab_size=13", "length=9"]
     command += ["--model", "n_layers=1", "d_model=12", "d_head=6", "attn_only=true", "kv_shift=true"]

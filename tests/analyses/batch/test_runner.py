@@ -229,7 +229,6 @@ def test_many_bad_lines_are_counted(model_folder, tmp_path):
     assert len(lines) == 21 and lines[-1] == "... and 13 more lines without a prompt"
 
 
-@pytest.mark.usefixtures("warm_python")
 def test_killed_often_the_table_is_that_of_an_uninterrupted_run(model_folder, tmp_path):
     source = prompts(tmp_path, n=13)
     run_batch(Work("bias_by_head", (model_folder,)), source, tmp_path / "whole.parquet")

@@ -159,7 +159,6 @@ def test_help_is_light():
     assert done.stderr.splitlines()[-1] == "([0, 2], set())"
 
 
-@pytest.mark.usefixtures("warm_python")
 def test_python_m_runs_the_same_command(model_folder):
     environment = {**os.environ, "PYTHONWARNINGS": "error::RuntimeWarning"}  # runpy's, of a module that was imported before
     command = [sys.executable, "-m", "analyses", "bias_by_head", "p.txt", "--model", model_folder, "--out", "t.parquet"]
