@@ -5,13 +5,13 @@ The functions are in :mod:`kvlens.model.loading`, :mod:`kvlens.model.storage` an
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvlens._tl import HookedTransformer
-from kvlens.model.loading import from_hooked_transformer, from_llama2c, from_pretrained
+from kvlens.model.loading import M, from_hooked_transformer, from_llama2c, from_pretrained
 from kvlens.model.shift_graft import load_shift_coefficients
 from kvlens.model.storage import load_model, save_model
 from kvlens.signature import checked
@@ -24,32 +24,32 @@ class LoadsAndSaves(HookedTransformer):
     @classmethod
     @checked
     def from_pretrained(  # type: ignore[override]
-        cls, model_name: str | Path, *, hf_model: Any = None, tokenizer: Any = None, **kwargs: Any
-    ) -> Self:
+        cls: type[M], model_name: str | Path, *, hf_model: Any = None, tokenizer: Any = None, **kwargs: Any
+    ) -> M:
         """A pretrained softmax model: see :func:`kvlens.model.loading.from_pretrained` for every argument."""
         return from_pretrained(cls, model_name, hf_model=hf_model, tokenizer=tokenizer, **kwargs)
 
     @classmethod
     @checked
-    def from_llama2c(cls, path: str | Path, tokenizer_path: str | Path | None = None, **kwargs: Any) -> Self:
+    def from_llama2c(cls: type[M], path: str | Path, tokenizer_path: str | Path | None = None, **kwargs: Any) -> M:
         """A checkpoint of llama2.c and its tokenizer: see :func:`kvlens.model.loading.from_llama2c` for every argument."""
         return from_llama2c(cls, path, tokenizer_path, **kwargs)
 
     @classmethod
     @checked
-    def from_hooked_transformer(cls, model: HookedTransformer, **changes: Any) -> Self:
+    def from_hooked_transformer(cls: type[M], model: HookedTransformer, **changes: Any) -> M:
         """A copy of a model at hand, with changes to its configuration (``kv_shift=KVShiftConfig(init="identity")``)."""
         return from_hooked_transformer(cls, model, **changes)
 
     @classmethod
     @checked
-    def from_zoo(cls, name: str = "docs-linear", *, device: Any = None, dtype: torch.dtype | str | None = None) -> Self:
+    def from_zoo(cls: type[M], name: str = "docs-linear", *, device: Any = None, dtype: torch.dtype | str | None = None) -> M:
         """A small trained model that ships with kvlens, by name; see :func:`kvlens.zoo.names`."""
         return cls.load(folder_of(name), device=device, dtype=dtype)
 
     @classmethod
     @checked
-    def load(cls, folder: str | Path, *, device: Any = None, dtype: torch.dtype | str | None = None) -> Self:
+    def load(cls: type[M], folder: str | Path, *, device: Any = None, dtype: torch.dtype | str | None = None) -> M:
         """Read what :meth:`save` wrote."""
         return load_model(cls, folder, device=device, dtype=dtype)
 
