@@ -18,8 +18,7 @@ from typing import Any
 
 import kvlens
 from kvlens.errors import KVLensError
-from kvlens.files import write_folder
-from kvlens.folders import FolderKind, check_folder, listed_in
+from kvlens.files import FolderKind, check_folder, listed_in, write_folder
 
 PACKAGES = ("kvlens", "kvlens.analyses")
 A_PAGE_PER_MODULE = ("kvlens.papers", "kvlens.experiments", "kvlens.analyses.declaration")

@@ -13,7 +13,7 @@ from tiny_text_model import PROMPT, TEXT, tiny_text_model
 from analyses.batch.journal import Journal
 from analyses.batch.worker import REFUSED, PromptResult
 from kvlens import HookedKVTransformer, KVBias, KVLensError, convert_prompt
-from kvlens.beside import read_beside
+from kvlens.files import read_listed
 from kvlens.kv_bias.kv_bias import TENSORS
 from kvlens.training import TrainSettings
 from kvlens.training.checkpoint import CheckpointFolder
@@ -118,11 +118,11 @@ def test_what_is_read_back_beside_a_trained_model(tmp_path):
             damaged = folder / (name if seed % 3 else "config.json")
             damage(damaged, damaged.read_bytes(), seed)
             original = (whole / name).read_bytes()
-            is_refused_or_unchanged(lambda folder=folder, name=name: read_beside(folder, name), original)
+            is_refused_or_unchanged(lambda folder=folder, name=name: read_listed(folder, name), original)
     with pytest.raises(KVLensError, match=r"training.json is damaged: it is not what was saved"):
         shutil.copy(folder_of("docs-linear") / "training.json", tmp_path / "training.json")
         shutil.copy(whole / "config.json", tmp_path / "config.json")
-        read_beside(tmp_path, "training.json")
+        read_listed(tmp_path, "training.json")
 
 
 def outcomes():

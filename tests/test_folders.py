@@ -11,10 +11,9 @@ from tiny_runs import run
 from tiny_text_model import PROMPT, TEXT, tiny_text_model
 
 from kvlens import KVLensError
-from kvlens.beside import list_beside
 from kvlens.experiments import find_experiment
 from kvlens.experiments.shared.outcome import Outcome, write_outcome
-from kvlens.folders import FolderKind, check_folder, listed_in
+from kvlens.files import FolderKind, check_folder, list_files, listed_in
 from kvlens.model.storage import check_model_folder
 from kvlens.report import build_report, write_report
 
@@ -88,7 +87,7 @@ def test_a_trained_model_may_have_its_card_and_what_is_listed_beside_it_and_no_m
         (tmp_path / "m" / name).write_text("{}")
     with pytest.raises(KVLensError, match=r"not part of a kvlens model \(training.json\)"):
         check_model_folder(tmp_path / "m", overwrite=True)
-    list_beside(tmp_path / "m", ["training.json"])
+    list_files(tmp_path / "m", ["training.json"])
     check_model_folder(tmp_path / "m", overwrite=True)
 
 

@@ -11,13 +11,11 @@ from small_models import linear_model, small_model
 from tiny_hf import tiny_hf_model, tiny_tokenizer
 
 from kvlens import HookedKVTransformer, KVBias, KVLensError, convert_prompt
-from kvlens.beside import read_beside
-from kvlens.checksum import checksum_of_json
-from kvlens.files import file_in
+from kvlens.files import checksum_of_json, file_in, read_listed
+from kvlens.files.tensors import checked_tensor_bytes, read_checked_tensors
 from kvlens.kv_bias.storage import FORMAT
 from kvlens.model.sources import load_source
 from kvlens.pretrained import read_tensors, read_tokenizer
-from kvlens.tensor_files import checked_tensor_bytes, read_checked_tensors
 
 pytestmark = pytest.mark.usefixtures("no_network")
 
@@ -70,7 +68,7 @@ def test_single_files_are_held_to_the_same(special, tmp_path):
             read(path)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(KVLensError, match="not a file"):
-        read_beside(tmp_path, "tokenizer.json")
+        read_listed(tmp_path, "tokenizer.json")
 
 
 @pytest.mark.parametrize("name", ["/dev/zero", "../secret.safetensors", "deep/pipe", "", "a\0b", 5, None])

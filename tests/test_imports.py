@@ -18,15 +18,10 @@ ORDER = [
     "errors",
     "arguments",
     "signature",
-    "temporaries",
     "files",
-    "folders",
     "terminal",
-    "checksum",
-    "beside",
     "dtypes",
     "short_name",
-    "tensor_files",
     "tokenizer",
     "ops",
     "_tl",
@@ -50,7 +45,7 @@ ORDER = [
 ]
 PUBLIC = {"kvlens.arguments", "kvlens.dual", "kvlens.errors", "kvlens.short_name", "kvlens.signature"}
 """Beside what ``kvlens`` itself offers: the dual model, what arguments must be, errors with the nearest name, a second name."""
-FOUNDATIONS = {"kvlens.checksum", "kvlens.files", "kvlens.model", "kvlens.terminal", "kvlens.zoo"}
+FOUNDATIONS = {"kvlens.files", "kvlens.model", "kvlens.terminal", "kvlens.zoo"}
 """What a batch needs to write files that notice damage, to read a command line, and to load a model by its name."""
 PURE = {"torch", "einops", "inspect", "itertools", "jaxtyping", "math", "typing", "collections", "functools", "kvlens"}
 

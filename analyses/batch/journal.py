@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvlens import KVLensError
-from kvlens.checksum import checksum
+from kvlens.files import checksum
 
 from .worker import REFUSED, PromptResult
 

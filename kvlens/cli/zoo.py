@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 from kvlens import zoo
-from kvlens.beside import read_beside
+from kvlens.files import read_listed
 from kvlens.terminal import paragraphs, terminal_width
 
 LEGEND = (
@@ -35,7 +35,7 @@ def _zoo(args: argparse.Namespace) -> int:
     for name in names:
         folder = zoo.folder_of(name)
         size = sum(file.stat().st_size for file in folder.iterdir()) / 1e6
-        facts = json.loads(read_beside(folder, "training.json"))
+        facts = json.loads(read_listed(folder, "training.json"))
         held = facts["heldout"]
         gain = f"{held['gain']:>8.3f}" if "gain" in held else f"{'':>8}"
         print(

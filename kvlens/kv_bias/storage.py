@@ -15,9 +15,9 @@ from torch import Tensor
 from kvlens.arguments import path_of
 from kvlens.errors import KVLensError
 from kvlens.files import check_regular, parsed_json, write_atomically
+from kvlens.files.tensors import checked_tensor_bytes, read_checked_tensors
 from kvlens.kv_bias.fingerprint import Fingerprint
 from kvlens.kv_bias.ragged import unpacked
-from kvlens.tensor_files import checked_tensor_bytes, read_checked_tensors
 
 FORMAT_VERSION = 4
 """2 brought the checksum, and features; 3 leaves virtual keys without a use out; 4 keeps the whole record of a softmax bias."""

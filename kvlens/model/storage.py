@@ -13,18 +13,29 @@ from transformers import PreTrainedTokenizerBase
 
 from kvlens._tl import HookedTransformer
 from kvlens.arguments import brief, check_device, path_of
-from kvlens.beside import CARD, LIST
-from kvlens.checksum import checksum, checksum_of_json
 from kvlens.dtypes import check_holds, dtype_of
 from kvlens.errors import KVLensError, warn
-from kvlens.files import check_regular_files, file_in, files_in, read_json, reason, write_folder
-from kvlens.folders import FolderKind, check_folder, listed_in
+from kvlens.files import (
+    CARD,
+    LIST,
+    FolderKind,
+    check_folder,
+    check_regular_files,
+    checksum,
+    checksum_of_json,
+    clear_leftovers,
+    file_in,
+    files_in,
+    listed_in,
+    read_json,
+    reason,
+    write_folder,
+)
 from kvlens.model.config import HookedKVTransformerConfig
 from kvlens.model.fingerprint import is_weight, weights_hash
 from kvlens.model.loading import M, build_with_ready_tokenizer
 from kvlens.model.sizes import check_weights_have_these_sizes
 from kvlens.pretrained import read_tokenizer
-from kvlens.temporaries import clear_dead
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +122,7 @@ def load_model(cls: type[M], folder: str | Path, *, device: Any = None, dtype: t
     check_device("load: device", device)
     folder, dtype = path_of("load", folder), None if dtype is None else dtype_of(dtype)
     if not folder.exists():
-        clear_dead(folder)  # where it had stepped aside, it comes back
+        clear_leftovers(folder)  # where it had stepped aside, it comes back
     stored = _read_config(folder)
     _check_files(folder, stored)
     cfg = _config_of(folder, stored["config"], device)

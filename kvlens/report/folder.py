@@ -1,13 +1,13 @@
-"""The folder of a report: whether one may be written there, by the rule of :mod:`kvlens.folders`."""
+"""The folder of a report: whether one may be written there, by the rule of :mod:`kvlens.files`."""
 
 from pathlib import Path
 
-from kvlens import folders
+from kvlens import files
 from kvlens.signature import checked
 
 FORMAT = "kvlens.report"
 SUMMARY = "summary.json"
-REPORT_FOLDER = folders.FolderKind("a kvlens report", folders.listed_in(SUMMARY, FORMAT, "files"))
+REPORT_FOLDER = files.FolderKind("a kvlens report", files.listed_in(SUMMARY, FORMAT, "files"))
 
 
 @checked
@@ -21,4 +21,4 @@ def check_folder(folder: str | Path, *, overwrite: bool = False) -> Path:
     Raises:
         KVLensError: the place is taken (by a report, without ``overwrite``; by anything else, always) or not writable.
     """
-    return folders.check_folder(folder, REPORT_FOLDER, overwrite=overwrite)
+    return files.check_folder(folder, REPORT_FOLDER, overwrite=overwrite)

@@ -9,7 +9,8 @@ that holds another run is refused and the first difference named.
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -20,22 +21,30 @@ from torch import Tensor
 
 from kvlens.arguments import path_of
 from kvlens.errors import KVLensError
-from kvlens.files import check_regular, parsed_json, reason, write_atomically
-from kvlens.folders import FolderKind, check_folder
+from kvlens.files import (
+    FolderKind,
+    check_folder,
+    check_regular,
+    clear_leftovers_in,
+    is_temporary,
+    lock,
+    parsed_json,
+    reason,
+    write_atomically,
+)
+from kvlens.files.tensors import checked_tensor_bytes, read_checked_tensors
 from kvlens.model.fingerprint import is_weight
-from kvlens.tensor_files import checked_tensor_bytes, read_checked_tensors
-from kvlens.training.lock import is_of_a_run
 from kvlens.training.run import Progress, Row, Run
 
 FORMAT, FORMAT_VERSION = "kvlens.training", 2
-CHECKPOINT, METRICS = "checkpoint.safetensors", "metrics.parquet"
+CHECKPOINT, METRICS, LOCK = "checkpoint.safetensors", "metrics.parquet", ".lock"
 SPLITS = ("train", "heldout")
 RUN_FOLDER = FolderKind(
     "a run with a checkpoint",
     lambda folder: {CHECKPOINT} if (folder / CHECKPOINT).is_file() else None,
     operation="train",
     allow=None,
-    ignored=is_of_a_run,
+    ignored=lambda path: path.name == LOCK or is_temporary(path.name),
 )
 JSON_TYPES = (bool, int, float, str, tuple, type(None))
 
@@ -123,6 +132,25 @@ class CheckpointFolder:
 def check_run_folder(folder: Path) -> None:
     """Raise KVLensError unless a run may be written to, or taken up from, ``folder``; nothing stays changed."""
     check_folder(folder, RUN_FOLDER)
+
+
+@contextmanager
+def only_run_in(folder: Path) -> Iterator[None]:
+    """Hold the lock of ``folder``, which is made where it is missing; clear what dead runs left.
+
+    Raises:
+        KVLensError: another run holds it, or it cannot be written.
+    """
+    with ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(lock(folder / LOCK, patience=0))
+        except TimeoutError as error:
+            raise KVLensError(f"train: another run is at work in {folder}; wait for it, or choose another folder") from error
+        except OSError as error:
+            raise KVLensError(f"train: cannot write to {folder}: {reason(error)}; choose another folder") from error
+        clear_leftovers_in(folder)
+        yield
 
 
 def identity(run: Run) -> dict[str, dict[str, Any]]:

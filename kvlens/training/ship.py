@@ -6,7 +6,6 @@ The folder of a run then holds ``checkpoint.safetensors`` and ``metrics.parquet`
 
 import json
 import math
-import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -14,17 +13,14 @@ from typing import Any
 import torch
 
 from kvlens.arguments import path_of
-from kvlens.beside import CARD, list_beside
-from kvlens.files import write_folder
+from kvlens.files import CARD, list_files, write_folder
 from kvlens.model.storage import check_model_folder
 from kvlens.signature import checked
 from kvlens.tasks import Task
 from kvlens.tasks.batch import Model
-from kvlens.temporaries import temporary_folder
 from kvlens.training.card import model_card
-from kvlens.training.checkpoint import check_run_folder
+from kvlens.training.checkpoint import check_run_folder, only_run_in
 from kvlens.training.distributed import Workers
-from kvlens.training.lock import only_run_in
 from kvlens.training.recipes import Recipe, build_model, build_task, command_of
 from kvlens.training.settings import TrainSettings
 from kvlens.training.trainer import TrainResult, score_heldout, train
@@ -71,13 +67,16 @@ def train_recipe(
         result = train(model, task, folder=folder, restart=restart, progress=progress, **recipe.training)
     if not Workers.current().is_first:
         return {}
-    with only_run_in(folder), temporary_folder(folder / "saving") as scratch:
-        saved = scratch / "model"
-        model.save(saved, stored_dtype=getattr(torch, recipe.stored_dtype))
-        facts = describe(recipe, task, type(model).load(saved), result)
-        write_beside(saved, facts, result)
+    facts: dict[str, Any] = {}
+
+    def fill(temporary: Path) -> None:
+        model.save(temporary, stored_dtype=getattr(torch, recipe.stored_dtype))
+        facts.update(describe(recipe, task, type(model).load(temporary), result))
+        write_beside(temporary, facts, result)
+
+    with only_run_in(folder):
         check_model_folder(folder / "model", overwrite=True)
-        write_folder(folder / "model", lambda temporary: shutil.copytree(saved, temporary, dirs_exist_ok=True))
+        write_folder(folder / "model", fill)
     return facts
 
 
@@ -119,4 +118,4 @@ def write_beside(folder: Path, facts: dict[str, Any], result: TrainResult) -> No
     if len(result.watched):
         result.watched.to_parquet(folder / WATCHED, index=False)
         names.append(WATCHED)
-    list_beside(folder, names)
+    list_files(folder, names)

@@ -28,9 +28,8 @@ from kvlens.signature import checked
 from kvlens.tasks import Task
 from kvlens.tasks.batch import Model
 from kvlens.tasks.checks import require_batch
-from kvlens.training.checkpoint import CheckpointFolder, check_run_folder, metrics_frame
+from kvlens.training.checkpoint import CheckpointFolder, check_run_folder, metrics_frame, only_run_in
 from kvlens.training.distributed import Workers
-from kvlens.training.lock import only_run_in
 from kvlens.training.loss import Loss, Objective, check_fit, check_loss, loss_of, score_in_parts
 from kvlens.training.run import Row, Run
 from kvlens.training.settings import TrainSettings

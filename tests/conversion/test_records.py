@@ -14,7 +14,7 @@ from kvlens.conversion.prompt import PromptTokens
 from kvlens.conversion.softmax import SoftmaxOptions
 from kvlens.conversion.softmax.prompt_pass import convert_exactly
 from kvlens.conversion.softmax.reference import own_texts
-from kvlens.tensor_files import checked_tensor_bytes, read_checked_tensors
+from kvlens.files.tensors import checked_tensor_bytes, read_checked_tensors
 
 PROMPT, OTHER, TEXT = tokens(1, 24)[0], tokens(1, 10, seed=3)[0], tokens(1, 12, seed=1)
 FEW = dict(method="landmark", n_features=5, n_continuations=9, continuation_length=6, verbose=False)

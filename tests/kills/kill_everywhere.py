@@ -10,7 +10,6 @@ read, whole; after one more run, nothing else may lie there. Prints each kind an
 import gc
 import json
 import os
-import re
 import shutil
 import signal
 import sys
@@ -22,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from kvlens import temporaries
+from kvlens.files import atomic
 
 KILLED_IN_EARNEST = 5
 """One step in so many; the others are pictures."""
@@ -111,7 +110,7 @@ def run(place: Path) -> Case:
     from tiny_runs import run as train_tiny
     from tiny_runs import tiny_model
 
-    from kvlens.tensor_files import read_checked_tensors
+    from kvlens.files.tensors import read_checked_tensors
     from kvlens.training.checkpoint import FORMAT, FORMAT_VERSION
 
     turn, trained = Turn(), tiny_model()
@@ -222,11 +221,8 @@ def kill(write: Callable[[Path], object], folder: Path, at: int) -> None:
 
 
 def tree(folder: Path) -> dict[str, bool]:
-    """What lies below a folder: names, less what is random in those of temporaries, and whether each is a folder or empty."""
-    random = re.compile(rf"({re.escape(temporaries.MARK)}(old-)?)\w{{8}}")
-    return {
-        random.sub(r"\1", str(path.relative_to(folder))): path.is_dir() or not path.stat().st_size for path in folder.rglob("*")
-    }
+    """What lies below a folder, and whether each is a folder or empty."""
+    return {str(path.relative_to(folder)): path.is_dir() or not path.stat().st_size for path in folder.rglob("*")}
 
 
 def kill_everywhere(kind: str, place: Path) -> int:
@@ -253,7 +249,7 @@ def kill_everywhere(kind: str, place: Path) -> int:
         case.write(at_work)
         after = case.read(at_work)
         assert after != before and set(os.listdir(at_work)) == case.names, os.listdir(at_work)
-        left = [path.name for path in at_work.rglob("*") if temporaries.is_temporary(path.name) or path.name == ".lock"]
+        left = [path.name for path in at_work.rglob("*") if atomic.is_temporary(path.name) or path.name == ".lock"]
         assert not left, left
     assert seen == {before, after}, (seen, before, after)
     return kills
@@ -263,7 +259,7 @@ KINDS = {case.__name__: case for case in (bias, model, report, outcome, run, tra
 if __name__ == "__main__":
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    swapped = temporaries._swapped
+    swapped = atomic._swapped
     for name in sys.argv[2:]:
-        temporaries._swapped = (lambda a, b: False) if name.endswith("-") else swapped
+        atomic._swapped = (lambda a, b: False) if name.endswith("-") else swapped
         print(name, kill_everywhere(name, Path(sys.argv[1]) / name))

@@ -18,8 +18,8 @@ from kvlens import (
     combine,
     convert_prompt,
 )
+from kvlens.files.tensors import checked_tensor_bytes, read_checked_tensors
 from kvlens.kv_bias import Fingerprint
-from kvlens.tensor_files import checked_tensor_bytes, read_checked_tensors
 
 SIZES = dict(n_layers=2, d_model=30, d_head=6, n_heads=5, n_ctx=43, d_vocab=17, act_fn="gelu", device="cpu", seed=1)
 LINEAR = dict(attention="linear", positional_embedding_type="rotary", feature_map="hedgehog", dtype=torch.float64)

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from kvlens import KVBias, KVLensError, combine
+from kvlens.files.tensors import checked_tensor_bytes, read_checked_tensors
 from kvlens.kv_bias import BiasFit, Fingerprint, LearnedFeatures, RandomFeatures, TaylorFeatures, VirtualKeys
 from kvlens.ops.softmax_attention import ScaledMass, join_bias
 from kvlens.ops.softmax_features import ScoreRule
-from kvlens.tensor_files import checked_tensor_bytes, read_checked_tensors
 
 LAYERS, HEADS, KV, D, R = 2, 6, 3, 5, 7
 RULE = ScoreRule(D**0.5)

@@ -11,7 +11,7 @@ from small_models import linear_model, plain_model, small_model, tokens
 from tiny_text_model import PROMPT, TEXT, tiny_text_model
 
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVLensError, KVShiftConfig, convert_prompt
-from kvlens.checksum import checksum_of_json
+from kvlens.files import checksum_of_json
 
 SIZES = dict(n_layers=2, d_model=12, d_head=4, n_ctx=16, d_vocab=11, act_fn="gelu", device="cpu", seed=0)
 

@@ -11,7 +11,7 @@ from transformers.utils import logging as hf_logging
 
 from kvlens import HookedKVTransformer, KVLensError, KVShiftConfig, convert_prompt
 from kvlens._tl import HookedTransformer
-from kvlens.checksum import checksum_of_json
+from kvlens.files import checksum_of_json
 from kvlens.pretrained import load_pretrained_parts
 
 KINDS = ["gpt2", "neox", "llama", "qwen2", "qwen3"]

@@ -14,7 +14,8 @@ from rich.console import Console
 from tiny_text_model import PROMPT, TEXT, tiny_text_model, tiny_tokenizer
 
 from analyses import bias_ablation, bias_by_head, bias_by_layer, conversion_error, dual_losses, prompt_effect
-from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVBias, KVLensError, convert_prompt, temporaries
+from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVBias, KVLensError, convert_prompt
+from kvlens.files import atomic
 from kvlens.report import build_report, check_folder, print_report, write_report
 from kvlens.report.notes import harm_note, notes_on
 from kvlens.report.page import build_page
@@ -325,10 +326,10 @@ def test_a_file_in_the_way(tmp_path):
 
 
 def test_a_place_that_is_not_writable(monkeypatch, tmp_path):
-    def refuse(**where):
+    def refuse(*args, **how):
         raise PermissionError(13, "Permission denied", "secret-temporary-name")
 
-    monkeypatch.setattr("tempfile.mkdtemp", refuse)  # file modes do not stop root, which runs many a container
+    monkeypatch.setattr("pathlib.Path.mkdir", refuse)  # file modes do not stop root, which runs many a container
     with pytest.raises(KVLensError, match="Permission denied; choose another folder"):
         check_folder(tmp_path / "a" / "r")
     assert listing(tmp_path) == []
@@ -366,7 +367,7 @@ def test_the_old_report_comes_back_when_the_new_one_cannot_take_its_place(report
             raise OSError(5, "Input/output error")
         return rename(self, target)
 
-    monkeypatch.setattr(temporaries, "_swapped", lambda a, b: False)  # a system that swaps folders in one step has no second
+    monkeypatch.setattr(atomic, "_swapped", lambda a, b: False)  # a system that swaps folders in one step has no second
     monkeypatch.setattr(Path, "rename", fail_at_the_second)
     with pytest.raises(KVLensError, match="Input/output error"):
         write_report(report, folder, overwrite=True)

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tiny_runs import run, tiny_model, tiny_task, weights
 
-import kvlens.files
 from kvlens import KVLensError
 from kvlens.cli import main
+from kvlens.files import atomic
+from kvlens.files.tensors import checked_tensor_bytes, read_checked_tensors
 from kvlens.tasks import InductionTask, make_task
-from kvlens.tensor_files import checked_tensor_bytes, read_checked_tensors
 from kvlens.training import checkpoint
-from kvlens.training.lock import only_run_in
+from kvlens.training.checkpoint import only_run_in
 
 
 class Killed(Exception):
@@ -174,7 +174,7 @@ def test_a_full_disk_keeps_the_checkpoint_before(tmp_path, uninterrupted, monkey
             raise OSError(28, "No space left on device")
         return original(*args)
 
-    monkeypatch.setattr(kvlens.files.os, "fsync", full)
+    monkeypatch.setattr(atomic.os, "fsync", full)
     with pytest.raises(KVLensError, match="No space left on device"):
         run(folder=tmp_path / "r")
     assert sorted(path.name for path in (tmp_path / "r").glob("[!.]*")) == ["checkpoint.safetensors", "metrics.parquet"]
@@ -192,10 +192,9 @@ def test_metrics_file_is_what_the_result_says(tmp_path):
 def test_a_second_run_in_a_folder_is_refused_and_a_dead_ones_leftovers_are_cleared(tmp_path):
     folder = tmp_path / "run"
     run(folder=folder)
-    for name in (".checkpoint.safetensors.kvlens-abcdefg1", ".metrics.parquet.kvlens-abcdefg2"):
+    for name in (".checkpoint.safetensors.kvlens-new", ".metrics.parquet.kvlens-new", ".model.kvlens-lock"):
         (folder / name).write_bytes(b"half")
-    for name in (".model.kvlens-abcdefg3", ".saving.kvlens-abcdefg4"):
-        (folder / name / "model").mkdir(parents=True)
+    (folder / ".model.kvlens-new" / "model").mkdir(parents=True)
     with only_run_in(folder):
         assert sorted(p.name for p in folder.iterdir()) == [".lock", "checkpoint.safetensors", "metrics.parquet"]
         with pytest.raises(KVLensError, match=r"another run is at work in .*run; wait for it"):
@@ -205,7 +204,7 @@ def test_a_second_run_in_a_folder_is_refused_and_a_dead_ones_leftovers_are_clear
 
 def test_a_folder_of_leftovers_alone_is_free_and_one_with_other_files_is_not(tmp_path):
     (tmp_path / "dead").mkdir()
-    (tmp_path / "dead" / ".checkpoint.safetensors.kvlens-abcdefg1").write_bytes(b"half")
+    (tmp_path / "dead" / ".checkpoint.safetensors.kvlens-new").write_bytes(b"half")
     run(folder=tmp_path / "dead")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("x")

@@ -19,12 +19,12 @@ import pandas as pd
 import torch
 
 from kvlens.arguments import path_of
-from kvlens.beside import read_beside
 from kvlens.errors import KVLensError, nearest
 from kvlens.experiments.kvsa.coefficient_figure import draw
 from kvlens.experiments.kvsa.text_scales import TINY_TEXT
 from kvlens.experiments.shared.judge import JUDGE
 from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
+from kvlens.files import read_listed
 from kvlens.model import HookedKVTransformer
 from kvlens.ops.kv_shift import coefficients_from_parameter
 from kvlens.tasks import make_task
@@ -97,7 +97,7 @@ def read_source(name: str) -> Source:
             "is then found from the folder where the command ran"
         )
     is_watched = (folder / WATCHED).is_file()
-    watched = pd.read_parquet(io.BytesIO(read_beside(folder, WATCHED))) if is_watched else no_course()
+    watched = pd.read_parquet(io.BytesIO(read_listed(folder, WATCHED))) if is_watched else no_course()
     return Source(name, HookedKVTransformer.load(folder), watched)
 
 

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from kvlens.files import plain, write_folder
-from kvlens.folders import FolderKind, check_folder, listed_in
+from kvlens.files import FolderKind, check_folder, listed_in, plain, write_folder
 from kvlens.signature import checked
 
 if TYPE_CHECKING:

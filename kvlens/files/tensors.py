@@ -10,9 +10,9 @@ from safetensors.torch import save
 from torch import Tensor
 
 from kvlens.arguments import brief
-from kvlens.checksum import checksum
 from kvlens.errors import KVLensError
-from kvlens.files import check_regular
+from kvlens.files.manifest import checksum
+from kvlens.files.reading import check_regular
 
 logger = logging.getLogger(__name__)
 

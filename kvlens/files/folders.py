@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from kvlens.arguments import path_of
 from kvlens.errors import KVLensError
-from kvlens.files import check_writable, files_in, read_json, reason
-from kvlens.temporaries import clear_dead
+from kvlens.files.atomic import check_writable, clear_leftovers, files_in, reason
 
 
 class FolderKind(NamedTuple):
@@ -48,7 +47,7 @@ def check_folder(folder: str | Path, kind: FolderKind, *, overwrite: bool = Fals
     """
     say = f"{kind.operation}: {folder}" if kind.operation else f"{folder}"
     path = Path(os.path.realpath(path_of(kind.operation or "--out", folder)))
-    clear_dead(path)
+    clear_leftovers(path)
     if os.path.lexists(path) and not path.is_dir():
         raise KVLensError(f"{say} is a file, not a folder; choose another folder")
     try:
@@ -72,18 +71,3 @@ def _check_contents(path: Path, kind: FolderKind, say: str, overwrite: bool) -> 
     if others:
         named = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
         raise KVLensError(f"{say} holds files that are not part of {kind.name} ({named}); move them away first")
-
-
-def listed_in(manifest: str, file_format: str, *lists: str) -> Callable[[Path], set[str] | None]:
-    """For `FolderKind.own_files`: a JSON file that names its ``format``, and under ``lists`` the files beside it."""
-
-    def own_files(folder: Path) -> set[str] | None:
-        try:
-            content = read_json("folder", folder / manifest)
-            if content["format"] != file_format:
-                return None
-            return {manifest}.union(*(content.get(name, ()) for name in lists))
-        except (KVLensError, KeyError, TypeError, AttributeError):
-            return None
-
-    return own_files

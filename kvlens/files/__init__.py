@@ -1,0 +1,54 @@
+"""Files and folders that are written whole or not at all, notice damage, and never take the place of anybody's own.
+
+    atomic      written as a hidden neighbor first, then renamed into place; what dead writers left is cleared
+    reading     only what is a file, inside its folder, and JSON that Python reads
+    manifest    checksums, and the JSON file in which a folder lists its own files with theirs
+    folders     which folder may be written to
+    tensors     safetensors files with a checksum
+
+All but ``tensors``, which needs torch, can be imported from here.
+"""
+
+from kvlens.files.atomic import (
+    check_writable,
+    clear_leftovers,
+    clear_leftovers_in,
+    files_in,
+    is_temporary,
+    lock,
+    reason,
+    write_atomically,
+    write_file,
+    write_folder,
+)
+from kvlens.files.folders import FolderKind, check_folder
+from kvlens.files.manifest import CARD, LIST, checksum, checksum_of_json, list_files, listed_in, plain, read_listed
+from kvlens.files.reading import check_regular, check_regular_files, file_in, parsed_json, read_json
+
+__all__ = [
+    "CARD",
+    "LIST",
+    "FolderKind",
+    "check_folder",
+    "check_regular",
+    "check_regular_files",
+    "check_writable",
+    "checksum",
+    "checksum_of_json",
+    "clear_leftovers",
+    "clear_leftovers_in",
+    "file_in",
+    "files_in",
+    "is_temporary",
+    "list_files",
+    "listed_in",
+    "lock",
+    "parsed_json",
+    "plain",
+    "read_json",
+    "read_listed",
+    "reason",
+    "write_atomically",
+    "write_file",
+    "write_folder",
+]

@@ -1,0 +1,69 @@
+"""Reading only what is a file: what is read may come from anybody, and a pipe would be waited for without end.
+
+A device never ends, a name in a manifest may lead out of its folder, and JSON may hold what Python does not read.
+"""
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from kvlens.arguments import brief
+from kvlens.errors import KVLensError
+
+
+def check_regular(what: str, path: Path) -> None:
+    """Raise KVLensError where something else than a regular file, or a link to one, stands at ``path``; it may be missing."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:  # missing: whoever reads it says so
+        return
+    if not stat.S_ISREG(mode):
+        kinds = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder"}
+        raise KVLensError(f"{what}: {path} is {kinds.get(stat.S_IFMT(mode), 'a device')}, not a file; nothing is read from it")
+
+
+def check_regular_files(what: str, folder: Path) -> None:
+    """Raise KVLensError unless whatever is in ``folder``, but for folders, is a file: for readers that choose among them."""
+    for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if not entry.is_dir():
+            check_regular(what, entry)
+
+
+def file_in(what: str, folder: Path, name: Any) -> Path:
+    """The path of a file that another file names.
+
+    Raises:
+        KVLensError: the name leads out of the folder, or something else than a regular file stands there.
+    """
+    if not isinstance(name, str) or not name or "\0" in name or os.path.isabs(name) or ".." in Path(name).parts:
+        raise KVLensError(f"{what}: {folder} names the file {brief(name)}; expected one inside the folder")
+    check_regular(what, folder / name)
+    return folder / name
+
+
+def read_json(what: str, path: Path) -> Any:
+    """What the JSON file at ``path`` holds.
+
+    Raises:
+        KVLensError: it is missing, no regular file, or damaged.
+    """
+    check_regular(what, path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise KVLensError(f"{what}: {path} cannot be read ({error})") from error
+    return parsed_json(what, path, text)
+
+
+def parsed_json(what: str, path: Path, text: str) -> Any:
+    """What ``text``, found in the file at ``path``, says as JSON.
+
+    Raises:
+        KVLensError: it is not JSON, or has numbers or a nesting beyond what Python reads.
+    """
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise KVLensError(f"{what}: {path} is truncated or damaged: not JSON ({error})") from error
