@@ -133,7 +133,10 @@ class Columns(Mapping[str, Column]):
     def table(self, width: int) -> list[str]:
         """The lines of a table of names, dtypes and meanings, at most ``width`` wide."""
         names, dtypes = (max(map(len, column)) for column in (self, self.dtypes.values()))
-        meanings = {name: textwrap.wrap(self[name].meaning, max(20, width - names - dtypes - 2)) or [""] for name in self}
+        meanings = {
+            name: textwrap.wrap(self[name].meaning, max(20, width - names - dtypes - 2), break_on_hyphens=False) or [""]
+            for name in self
+        }
         rule = f"{'=' * names} {'=' * dtypes} {'=' * max(1, *(len(line) for lines in meanings.values() for line in lines))}"
         rows = [
             f"{name * (place == 0):<{names}} {self[name].dtype * (place == 0):<{dtypes}} {line}".rstrip()

@@ -58,14 +58,23 @@ class Arguments(argparse.ArgumentParser):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **{"formatter_class": Help, **kwargs})
         self._given: list[str] = []
+        self._answers_unknown = True
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:  # type: ignore[override]
         """As argparse's, but what a subcommand does not know is answered here, where its options are known."""
         self._given = sys.argv[1:] if args is None else list(args)
         known, unknown = super().parse_known_args(args, namespace)
-        if unknown:
+        if unknown and self._answers_unknown:
             self.error(_UNKNOWN + " ".join(unknown))
         return known, unknown
+
+    def parse_intermixed_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse's: options may stand between the others, also where one of these may be left out."""
+        self._answers_unknown = False  # its first pass leaves those for the second
+        try:
+            return super().parse_intermixed_args(args, namespace)
+        finally:
+            self._answers_unknown = True
 
     def error(self, message: str) -> NoReturn:
         """Raise KVLensError."""

@@ -15,18 +15,11 @@ from kvlens.terminal import Arguments, how_it_ended, listed, terminal_width, vis
 
 from ..declaration import Analysis, Option
 from ..registry import ANALYSES
+from .arguments import add_arguments, columns_in, flag_of, read_arguments, resources_of
 from .runner import BatchResult, Input, run_batch
-from .work import DTYPES, Resources, Work, load_analysis
+from .work import Work, load_analysis
 
 INCOMPLETE = 1
-MODEL_HELP = (
-    "a shipped model (see `kvlens zoo`), a folder, or a name that TransformerLens knows, where its files are in Hugging Face's "
-    "local cache; may be repeated"
-)
-TEXT_HELP = {
-    True: 'the text for prompts without a "text" of their own; needed, unless every prompt has one',
-    False: 'the text for prompts without a "text" of their own',
-}
 
 
 def run_analysis(name: str, argv: Sequence[str], prog: str, epilog: str) -> int:
@@ -38,21 +31,21 @@ def run_analysis(name: str, argv: Sequence[str], prog: str, epilog: str) -> int:
     folder = os.getcwd() if ":" in name else None  # a command does not look here by itself
     analysis = load_analysis(name, folder)
     try:
-        args = _parser(analysis, prog, epilog).parse_args(argv)
+        args = read_arguments(_parser(analysis, prog, epilog), argv, reads_prompts=bool(analysis.inputs))
     except SystemExit:  # --help
         return 0
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     work = Work(
         name,
         models=tuple(args.model),
-        columns=tuple(column.strip() for column in args.columns.split(",")) if args.columns is not None else (),
+        columns=columns_in(args.columns),
         options={option: getattr(args, f"option_{option}") for option in analysis.options},
         dtype=args.dtype,
         device=args.device,
         folder=folder,
     )
-    resources = Resources(args.engine, args.workers, args.gpus_per_worker, args.threads, args.prompts_per_job)
-    source = Input(path_of("PROMPTS", args.prompts), args.text)
+    resources = resources_of(args)
+    source = Input(None if args.prompts is None else path_of("PROMPTS", args.prompts), args.text)
     try:
         result = run_batch(
             work, source, args.out, resources=resources, overwrite=args.overwrite, retry_failed=args.retry_failed
@@ -61,7 +54,7 @@ def run_analysis(name: str, argv: Sequence[str], prog: str, epilog: str) -> int:
         word, status = how_it_ended(error)
         print(f"{prog}: {word}; what is done is kept, and the same command goes on from there", file=sys.stderr)
         return status
-    _print(result, n_models=len(work.models))
+    _print(result, n_models=len(work.models), of_prompts=bool(analysis.inputs))
     return INCOMPLETE if result.errors else 0
 
 
@@ -72,9 +65,12 @@ def print_list(prog: str) -> int:
     return 0
 
 
-def _print(result: BatchResult, n_models: int) -> None:
+def _print(result: BatchResult, n_models: int, *, of_prompts: bool) -> None:
     models = f" on {n_models} models" if n_models > 1 else ""
-    print(f"Written to {visible(str(result.out))}: {result.n_rows:,} rows of {result.n_prompts:,} prompts{models}")
+    rows = f"{result.n_rows:,} rows of {result.n_prompts:,} prompts{models}"
+    if not of_prompts:
+        rows = f"{result.n_rows:,} rows of {n_models} model{'s' * (n_models > 1)}"
+    print(f"Written to {visible(str(result.out))}: {rows}")
     if result.errors is None:
         return
     failed = f"{result.n_without_rows:,} of {result.n_prompts * n_models:,} runs of a prompt failed"
@@ -88,33 +84,14 @@ def _print(result: BatchResult, n_models: int) -> None:
         print("The same command with --retry-failed runs those again and keeps the rest")
 
 
-def _parser(analysis: Analysis, prog: str, epilog: str) -> argparse.ArgumentParser:
+def _parser(analysis: Analysis, prog: str, epilog: str) -> Arguments:
     parser = Arguments(
         prog=prog,
         description=_description(analysis),
         epilog=epilog,
         allow_abbrev=False,
     )
-    add = parser.add_argument
-    add("prompts", metavar="PROMPTS", help="JSONL file, text file or folder")
-    add("--model", action="append", required=True, help=MODEL_HELP)
-    add("--out", required=True, metavar="FILE", help="the table that is written, .parquet")
-    add("--text", help=TEXT_HELP[analysis.needs_text])
-    add("--columns", metavar="A,B", help="only these columns, beside model and prompt_id")
-    add("--overwrite", action="store_true", help="begin anew, and replace the table that FILE holds")
-    add("--retry-failed", action="store_true", help="run the prompts again that failed, and keep the rows of the others")
-    add("--device", help="where the models run, e.g. cpu or cuda (default: cuda where there is one)")
-    add("--dtype", choices=DTYPES, help="of the weights (default: each model's own)")
-    add("--workers", type=int, default=1, metavar="N", help="processes, or Ray actors (default: %(default)s)")
-    add(
-        "--engine",
-        choices=("processes", "ray"),
-        default="processes",
-        help="ray needs the extra of that name: pip install -e '.[ray]' in a clone (default: %(default)s)",
-    )
-    add("--gpus-per-worker", type=float, default=0.0, metavar="X", help="with ray: GPU, or part of one (default: %(default)g)")
-    add("--threads", type=int, metavar="N", help="of each worker (default: torch's threads here, shared out)")
-    add("--prompts-per-job", type=int, default=8, metavar="N", help="what is handed out, and recorded, at once (default: 8)")
+    add_arguments(parser, reads_prompts=bool(analysis.inputs), needs_text=analysis.needs_text)
     own = parser.add_argument_group("options of this analysis") if analysis.options else parser
     for name, default in analysis.defaults.items():
         _add_option(own, name, analysis.options[name], default)
@@ -127,13 +104,13 @@ def _description(analysis: Analysis) -> str:
     for source in analysis.inputs.values():
         fields[source.name] = fields.get(source.name, False) or source.required
     named = ", ".join(name if required else f"{name} (optional)" for name, required in fields.items())
-    reads = f"fields of a record that it reads: {named or 'none; one prompt, of any text, is enough'}"
+    reads = f"fields of a record that it reads: {named or 'none; it runs once a model, without PROMPTS'}"
     columns = "\n".join(f"  {line}" for line in analysis.columns.table(terminal_width() - 2))
     return f"{analysis.summary}\n\n{reads}\n\ncolumns, after model (str) and prompt_id (str):\n\n{columns}"
 
 
 def _add_option(group: "argparse._ActionsContainer", name: str, option: Option, default: Any) -> None:
-    flag, destination = f"--{name.replace('_', '-')}", f"option_{name}"
+    flag, destination = flag_of(name), f"option_{name}"
     text = option.help.replace("%", "%%")
     if isinstance(default, bool):
         group.add_argument(flag, dest=destination, action=argparse.BooleanOptionalAction, default=default, help=text)

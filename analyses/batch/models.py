@@ -1,9 +1,9 @@
 """Models by name, as a batch is given them: shipped ones, folders of kvlens, and folders of Hugging Face."""
 
-from pathlib import Path
-
-from kvlens import HookedKVTransformer, KVLensError, zoo
+from kvlens import HookedKVTransformer, zoo
 from kvlens.model import load_source
+
+from .places import check_model_name
 
 
 class ModelShelf:
@@ -24,13 +24,6 @@ class ModelShelf:
             self._held = None  # frees the old model before the new one is read
             self._held = (index, load_model(self.names[index], device=self.device, dtype=self.dtype))
         return self._held[1]
-
-
-def check_model_name(name: str) -> None:
-    """Raise KVLensError unless ``name`` may be a shipped model, a folder, or a name of Hugging Face's; nothing is read."""
-    source = zoo.source_of(name)
-    if isinstance(source, Path) and not source.is_dir():
-        raise KVLensError(f"--model: {name!r} is a file; give a shipped model ({', '.join(zoo.names())}) or a folder")
 
 
 def load_model(name: str, *, device: str | None = None, dtype: str | None = None) -> HookedKVTransformer:

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from kvlens import KVLensError, __version__
 from kvlens.arguments import path_of
-from kvlens.files import check_writable, reason, write_atomically
+from kvlens.files import reason, write_atomically
 from kvlens.signature import checked, hold_fields
 from kvlens.terminal import visible
 
@@ -30,6 +30,7 @@ from ..declaration import Analysis, Record
 from .engines import run_jobs
 from .journal import Journal, check_same
 from .models import ModelShelf
+from .places import check_place
 from .records import Survey, read_records, survey
 from .table import read_facts, read_parquet, schema_of, to_bytes, write_parquet
 from .work import Resources, Work, check_work
@@ -37,6 +38,8 @@ from .worker import Job, PromptResult, columns_of
 
 FORMAT_VERSION = 1
 MALFORMED = "malformed"
+NO_PROMPT = "none"
+"""The prompt_id of what was computed without a prompt."""
 LINES_SHOWN = 20
 """Bad lines that are told one by one; all of them stand in the errors file."""
 
@@ -66,9 +69,9 @@ class BatchResult:
 
 @dataclass(frozen=True)
 class Input:
-    """Where the prompts are, and the text of those that have none of their own."""
+    """Where the prompts are, and the text of those that have none of their own. None: an analysis that reads none runs once."""
 
-    prompts: Path
+    prompts: Path | None = None
     text: str | None = None
 
     def __post_init__(self) -> None:
@@ -76,8 +79,15 @@ class Input:
 
     def records(self) -> Iterator[tuple[int, Record]]:
         """(place, record) of every prompt, places counted from 0."""
+        if self.prompts is None:
+            yield 0, Record(NO_PROMPT, "")
+            return
         entries = read_records(self.prompts, self.text)
         yield from enumerate(entry for entry in entries if isinstance(entry, Record))
+
+    def survey(self) -> Survey:
+        """What there is to read."""
+        return Survey(1, (), NO_PROMPT) if self.prompts is None else survey(self.prompts, self.text)
 
 
 def tell_on_stderr(line: str) -> None:
@@ -101,7 +111,8 @@ def run_batch(
 
     Args:
         work: which analysis, with which models, columns and options.
-        source: the prompts; see :func:`kvlens.analyses.batch.records.read_records`.
+        source: the prompts; see :func:`kvlens.analyses.batch.records.read_records`. An analysis of the weights alone reads
+            none: it runs once a model.
         out: the table's file, ``.parquet``; folders that are missing are made.
         resources: engine and workers; None works in this process.
         overwrite: begin anew: forget what an interrupted run has done, and replace the table of an earlier batch in the end.
@@ -119,11 +130,16 @@ def run_batch(
     if overwrite and retry_failed:
         raise KVLensError("overwrite computes everything again and retry_failed what failed: give one of them")
     analysis, out = check_work(work), path_of("out", out)
+    if analysis.inputs and source.prompts is None:
+        raise KVLensError(f"prompts: {analysis.name} needs them: a JSONL file, a text file or a folder")
+    if not analysis.inputs and source.prompts is not None:
+        tell(f"{analysis.name} reads the weights alone, and runs once a model; {source.prompts} is not read")
+        source = Input()
     resources = resources or Resources()
-    _check_place(out)
+    check_place(out)
     journal_path = out.with_name(f"{out.name}.partial")
     facts = _check_output(out, replace=overwrite or retry_failed or journal_path.exists())
-    found = survey(source.prompts, source.text)
+    found = source.survey()
     _tell_bad_lines(found, tell)
     elsewhere = resources.engine == "ray" or resources.workers > 1
     models = ModelShelf(work.models, device="cpu" if elsewhere else work.device, dtype=work.dtype)
@@ -151,17 +167,6 @@ def run_batch(
                     tell(f"{_described(failed)}; the others go on")
                     told = True
         return _finish(out, journal, work, analysis, settings, found)
-
-
-def _check_place(out: Path) -> None:
-    """Raise KVLensError unless this may be the name of a table."""
-    if out.suffix != ".parquet" or "\0" in str(out):
-        raise KVLensError(f"out: expected a file that ends in .parquet, got {str(out)!r}")
-    try:
-        out.exists(), out.with_name(f"{out.name}.partial").exists()
-    except OSError as error:  # a name too long for the file system
-        raise KVLensError(f"out: {out} cannot be a file: {reason(error)}; choose another") from error
-    check_writable(out)
 
 
 def _make_folder(folder: Path) -> None:

@@ -10,6 +10,7 @@ from kvlens import KVLensError
 from kvlens.terminal import paragraphs, terminal_width
 
 from ..registry import ANALYSES, locate
+from .arguments import check_early
 
 BAD_INPUT = 2
 EPILOG = """\
@@ -48,6 +49,8 @@ def analyse(argv: Sequence[str], prog: str = "kvlens analyse") -> int:
     if name.startswith("-"):
         raise KVLensError(f"expected the name of an analysis, got {name!r}; `{prog}` lists them")
     locate(name)  # a misspelt name is answered at once
+    if not {"-h", "--help"} & set(rest):
+        check_early(name, rest, prog=f"{prog} {name}")
 
     from .command import run_analysis
 

@@ -1,29 +1,27 @@
-"""What is computed, and with what: the two halves of a batch's settings.
+"""What is computed: the half of a batch's settings that decides every number of the table.
 
-The work decides every number of the table, is sent to each worker, and is recorded: a batch is resumed with the same work or
-not at all. The resources only decide how long it takes, and may change between an interruption and the resumption.
+It is sent to each worker, and recorded: a batch is resumed with the same work or not at all. What it is computed with is in
+:mod:`kvlens.analyses.batch.resources`.
 """
 
 import importlib
-import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvlens import KVLensError
-from kvlens.arguments import check_choice, check_whole, path_of
+from kvlens.arguments import check_choice, path_of
 from kvlens.errors import nearest
 from kvlens.signature import hold_fields
 
 from ..declaration import Analysis
 from ..registry import locate
+from .arguments import check_columns
+from .resources import DTYPES, Resources
 
 FRONT_COLUMNS = ("model", "prompt_id")
-ENGINES = ("processes", "ray")
-DTYPES = ("float32", "float64", "bfloat16", "float16")
-MOST_PER_CORE, MOST_ACTORS = 16, 10_000
-"""Processes (or threads of one) that a core may be given, and actors of a cluster: more are a slip of the hand."""
+__all__ = ["FRONT_COLUMNS", "Resources", "Work", "check_work", "load_analysis"]
 
 
 @dataclass(frozen=True)
@@ -51,43 +49,6 @@ class Work:
 
     def __post_init__(self) -> None:
         hold_fields(self)
-
-
-@dataclass(frozen=True)
-class Resources:
-    """How the work is shared out.
-
-    Attributes:
-        engine: "processes" (one, or spawned workers, on this machine) or "ray".
-        workers: how many processes or actors; one process alone works in this one.
-        gpus_per_worker: for Ray, 0.25 puts four workers on a GPU.
-        threads: of each worker; None shares out those that torch has here. The last bits of a sum depend on it.
-        prompts_per_job: what a worker is given, and what is recorded, at once.
-    """
-
-    engine: str = "processes"
-    workers: int = 1
-    gpus_per_worker: float = 0.0
-    threads: int | None = None
-    prompts_per_job: int = 8
-
-    def __post_init__(self) -> None:
-        hold_fields(self)
-        if self.engine not in ENGINES:
-            raise KVLensError(f"engine: expected {' or '.join(ENGINES)}, got {self.engine!r}{nearest(self.engine, ENGINES)}")
-        cores = os.cpu_count() or 1
-        for name in ("workers", "prompts_per_job") + (("threads",) if self.threads is not None else ()):
-            check_whole(name, getattr(self, name), 1)
-        most = {"workers": MOST_ACTORS if self.engine == "ray" else MOST_PER_CORE * cores, "threads": MOST_PER_CORE * cores}
-        for name, limit in most.items():
-            if (getattr(self, name) or 0) > limit:
-                raise KVLensError(
-                    f"{name}: at most {limit:,} ({cores} cores are here), got {getattr(self, name):,}; give fewer"
-                )
-        if not 0 <= self.gpus_per_worker < float("inf"):
-            raise KVLensError(f"gpus_per_worker must be 0 or more, got {self.gpus_per_worker:g}")
-        if self.gpus_per_worker and self.engine != "ray":
-            raise KVLensError("gpus_per_worker is for the engine ray; for processes, choose the device")
 
 
 def load_analysis(name: str, folder: str | None = None) -> Analysis:
@@ -123,12 +84,7 @@ def check_work(work: Work) -> Analysis:
             weights cannot have.
     """
     analysis = load_analysis(work.analysis, work.folder)
-    for column in work.columns:
-        if column not in analysis.columns:
-            raise KVLensError(
-                f"{analysis.name} has no column {column!r}; it has {', '.join(analysis.columns)}"
-                f"{nearest(column, analysis.columns)}"
-            )
+    check_columns(analysis.name, work.columns, tuple(analysis.columns))
     for name in work.options:
         if name not in analysis.options:
             listed = f"it has {', '.join(analysis.options)}" if analysis.options else "it has none"

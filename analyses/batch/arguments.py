@@ -1,0 +1,169 @@
+"""The arguments that every analysis has on the command line, and what can be said of them without importing torch.
+
+What an analysis has beside them is said by its declaration, which takes seconds to import. The names of its options and
+columns are read from the text of its module first: a misspelt one is answered at once.
+"""
+
+import argparse
+import ast
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvlens import KVLensError
+from kvlens.errors import nearest
+from kvlens.terminal import Arguments
+
+from ..registry import ANALYSES, locate
+from .places import check_model_name, check_place, check_prompts
+from .resources import DTYPES, ENGINES, Resources
+
+MODEL_HELP = (
+    "a shipped model (see `kvlens zoo`), a folder, or a name that TransformerLens knows, where its files are in Hugging Face's "
+    "local cache; may be repeated"
+)
+TEXT_HELP = {
+    True: 'the text for prompts without a "text" of their own; needed, unless every prompt has one',
+    False: 'the text for prompts without a "text" of their own',
+}
+NO_PROMPTS = "not read: this analysis is of the weights alone, and runs once a model"
+
+
+class Declared(NamedTuple):
+    """What the text of a module says about its analysis.
+
+    Attributes:
+        options: name -> whether it is a flag, without a value.
+        columns: their names; None where they are made of others.
+        reads_prompts: whether a record's fields become arguments.
+    """
+
+    options: dict[str, bool]
+    columns: tuple[str, ...] | None
+    reads_prompts: bool
+
+
+def add_arguments(parser: argparse.ArgumentParser, *, reads_prompts: bool, needs_text: bool = False) -> None:
+    """Add what every analysis has."""
+    add = parser.add_argument
+    if reads_prompts:
+        add("prompts", metavar="PROMPTS", help="JSONL file, text file or folder")
+    else:
+        add("prompts", metavar="PROMPTS", nargs="?", help=NO_PROMPTS)
+    add("--model", action="append", required=True, help=MODEL_HELP)
+    add("--out", required=True, metavar="FILE", help="the table that is written, .parquet")
+    add("--text", help=TEXT_HELP[needs_text])
+    add("--columns", metavar="A,B", help="only these columns, beside model and prompt_id")
+    add("--overwrite", action="store_true", help="begin anew, and replace the table that FILE holds")
+    add("--retry-failed", action="store_true", help="run the prompts again that failed, and keep the rows of the others")
+    add("--device", help="where the models run, e.g. cpu or cuda (default: cuda where there is one)")
+    add("--dtype", choices=DTYPES, help="of the weights (default: each model's own)")
+    add("--workers", type=int, default=1, metavar="N", help="processes, or Ray actors (default: %(default)s)")
+    add(
+        "--engine",
+        choices=ENGINES,
+        default="processes",
+        help="ray needs the extra of that name: pip install -e '.[ray]' in a clone (default: %(default)s)",
+    )
+    add("--gpus-per-worker", type=float, default=0.0, metavar="X", help="with ray: GPU, or part of one (default: %(default)g)")
+    add("--threads", type=int, metavar="N", help="of each worker (default: torch's threads here, shared out)")
+    add("--prompts-per-job", type=int, default=8, metavar="N", help="what is handed out, and recorded, at once (default: 8)")
+
+
+def read_arguments(parser: Arguments, argv: Sequence[str], *, reads_prompts: bool) -> argparse.Namespace:
+    """The arguments of a command line. PROMPTS that may be left out may stand between options all the same."""
+    return parser.parse_args(argv) if reads_prompts else parser.parse_intermixed_args(argv)
+
+
+def flag_of(option: str) -> str:
+    """An option's name on the command line."""
+    return f"--{option.replace('_', '-')}"
+
+
+def columns_in(given: str | None) -> tuple[str, ...]:
+    """``--columns A,B``"""
+    return () if given is None else tuple(column.strip() for column in given.split(","))
+
+
+def resources_of(args: argparse.Namespace) -> Resources:
+    """What the batch is computed with.
+
+    Raises:
+        KVLensError: more workers than a machine has use for, and the like.
+    """
+    return Resources(args.engine, args.workers, args.gpus_per_worker, args.threads, args.prompts_per_job)
+
+
+def check_columns(name: str, wanted: Sequence[str], there: Sequence[str]) -> None:
+    """Raise KVLensError unless an analysis has these columns."""
+    for column in wanted:
+        if column not in there:
+            raise KVLensError(f"{name} has no column {column!r}; it has {', '.join(there)}{nearest(column, there)}")
+
+
+def check_early(name: str, argv: Sequence[str], prog: str) -> None:
+    """Answer what is wrong with a command line, as far as that is known without torch.
+
+    Raises:
+        KVLensError: a misspelt option or column, an argument that is missing, files that cannot be, a name that is no model's.
+    """
+    declared = declared_in(name) if name in ANALYSES else None
+    if declared is None:
+        return
+    parser = Arguments(prog=prog, allow_abbrev=False, add_help=False)
+    add_arguments(parser, reads_prompts=declared.reads_prompts)
+    for option, is_flag in declared.options.items():
+        action = {"action": argparse.BooleanOptionalAction} if is_flag else {}
+        parser.add_argument(flag_of(option), dest=f"option_{option}", **action)  # type: ignore[arg-type]
+    args = read_arguments(parser, argv, reads_prompts=declared.reads_prompts)
+    if declared.columns is not None:
+        check_columns(name, columns_in(args.columns), declared.columns)
+    resources_of(args)
+    if declared.reads_prompts:
+        check_prompts(args.prompts)
+    for model in args.model:
+        check_model_name(model)
+    check_place(Path(args.out))
+
+
+def declared_in(name: str) -> Declared | None:
+    """What the module of an analysis declares, read and not imported; None where its text does not say it in plain words."""
+    module, attribute = locate(name)
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        return None
+    body = ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body
+    named = [(node.targets[0], node.value) for node in body if isinstance(node, ast.Assign)]
+    assigned = {target.id: value for target, value in named if isinstance(target, ast.Name)}
+    functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
+    try:
+        said = _keywords(assigned[attribute])
+        function = functions[said["function"].id]
+        options = [_word(key) for key in said["options"].keys] if "options" in said else []
+        reads_prompts = "inputs" in said and bool(said["inputs"].keys)
+    except (KeyError, AttributeError):
+        return None
+    try:
+        columns = tuple(_keywords(assigned[said["columns"].id]))
+    except (KeyError, AttributeError):
+        columns = None
+    flags = {
+        argument.arg
+        for argument, default in zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True)
+        if isinstance(default, ast.Constant) and isinstance(default.value, bool)
+    }
+    return Declared({option: option in flags for option in options}, columns, reads_prompts)
+
+
+def _keywords(call: Any) -> dict[str, Any]:
+    """The arguments of a call that are given by name."""
+    return {_word(keyword.arg): keyword.value for keyword in call.keywords}
+
+
+def _word(node: Any) -> str:
+    """A name or a string that stands there; KeyError for anything else, such as ``**others``."""
+    text = node.value if isinstance(node, ast.Constant) else node
+    if not isinstance(text, str):
+        raise KeyError(node)
+    return text

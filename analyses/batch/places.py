@@ -1,0 +1,39 @@
+"""Where a batch reads and writes, asked before anything is loaded: nothing here needs torch."""
+
+from pathlib import Path
+
+from kvlens import KVLensError, zoo
+from kvlens.arguments import path_of
+from kvlens.files import check_writable, reason
+
+
+def check_prompts(prompts: str | Path) -> Path:
+    """The path of the prompts.
+
+    Raises:
+        KVLensError: no path, or nothing stands there.
+    """
+    path = path_of("prompts", prompts)
+    try:
+        path.stat()
+    except OSError as error:
+        raise KVLensError(f"prompts: cannot read {path}: {reason(error)}") from error
+    return path
+
+
+def check_place(out: Path) -> None:
+    """Raise KVLensError unless this may be the name of a table."""
+    if out.suffix != ".parquet" or "\0" in str(out):
+        raise KVLensError(f"out: expected a file that ends in .parquet, got {str(out)!r}")
+    try:
+        out.exists(), out.with_name(f"{out.name}.partial").exists()
+    except OSError as error:  # a name too long for the file system
+        raise KVLensError(f"out: {out} cannot be a file: {reason(error)}; choose another") from error
+    check_writable(out)
+
+
+def check_model_name(name: str) -> None:
+    """Raise KVLensError unless ``name`` may be a shipped model, a folder, or a name of Hugging Face's; nothing is read."""
+    source = zoo.source_of(name)
+    if isinstance(source, Path) and not source.is_dir():
+        raise KVLensError(f"--model: {name!r} is a file; give a shipped model ({', '.join(zoo.names())}) or a folder")

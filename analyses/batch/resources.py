@@ -1,0 +1,54 @@
+"""What a batch is computed with: how long it takes, and no number of the table. It may change when a batch is resumed.
+
+Nothing here needs torch, so that the command line asks it first.
+"""
+
+import os
+from dataclasses import dataclass
+
+from kvlens import KVLensError
+from kvlens.arguments import check_whole
+from kvlens.errors import nearest
+from kvlens.signature import hold_fields
+
+ENGINES = ("processes", "ray")
+DTYPES = ("float32", "float64", "bfloat16", "float16")
+MOST_PER_CORE, MOST_ACTORS = 16, 10_000
+"""Processes (or threads of one) that a core may be given, and actors of a cluster: more are a slip of the hand."""
+
+
+@dataclass(frozen=True)
+class Resources:
+    """How the work is shared out.
+
+    Attributes:
+        engine: "processes" (one, or spawned workers, on this machine) or "ray".
+        workers: how many processes or actors; one process alone works in this one.
+        gpus_per_worker: for Ray, 0.25 puts four workers on a GPU.
+        threads: of each worker; None shares out those that torch has here. The last bits of a sum depend on it.
+        prompts_per_job: what a worker is given, and what is recorded, at once.
+    """
+
+    engine: str = "processes"
+    workers: int = 1
+    gpus_per_worker: float = 0.0
+    threads: int | None = None
+    prompts_per_job: int = 8
+
+    def __post_init__(self) -> None:
+        hold_fields(self)
+        if self.engine not in ENGINES:
+            raise KVLensError(f"engine: expected {' or '.join(ENGINES)}, got {self.engine!r}{nearest(self.engine, ENGINES)}")
+        cores = os.cpu_count() or 1
+        for name in ("workers", "prompts_per_job") + (("threads",) if self.threads is not None else ()):
+            check_whole(name, getattr(self, name), 1)
+        most = {"workers": MOST_ACTORS if self.engine == "ray" else MOST_PER_CORE * cores, "threads": MOST_PER_CORE * cores}
+        for name, limit in most.items():
+            if (getattr(self, name) or 0) > limit:
+                raise KVLensError(
+                    f"{name}: at most {limit:,} ({cores} cores are here), got {getattr(self, name):,}; give fewer"
+                )
+        if not 0 <= self.gpus_per_worker < float("inf"):
+            raise KVLensError(f"gpus_per_worker must be 0 or more, got {self.gpus_per_worker:g}")
+        if self.gpus_per_worker and self.engine != "ray":
+            raise KVLensError("gpus_per_worker is for the engine ray; for processes, choose the device")
