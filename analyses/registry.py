@@ -44,6 +44,7 @@ HOMES = {
     "attention_rows": "kvlens.analyses.heads.rows",
     "attribution_by_head": "kvlens.analyses.attribution.by_head",
     "attribution_by_position": "kvlens.analyses.attribution.by_position",
+    "baseline_ablation": "kvlens.analyses.bias.removal",
     "bias_ablation": "kvlens.analyses.bias.removal",
     "bias_addition": "kvlens.analyses.bias.pairs",
     "bias_by_head": "kvlens.analyses.bias.by_head",

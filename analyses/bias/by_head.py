@@ -121,7 +121,7 @@ def _describe(
     groups = [pairs[first : first + heads_a_group] for first in range(0, len(pairs), heads_a_group)]
     tell = on_progress or (lambda done: None)
     options: dict[str, Any] = dict(batch_size=batch_size)
-    effect = baseline_ablation(model, prompt, bias, text, groups, **options, on_progress=lambda done: tell(done / 2))
+    effect = baseline_ablation(model, prompt, text, groups, bias=bias, **options, on_progress=lambda done: tell(done / 2))
     zero = bias_ablation(model, bias, text, groups, **options, on_progress=lambda done: tell((1 + done) / 2))
     return {
         "b_kv_norm": sizes(bias, "b_KV", heads_a_group),

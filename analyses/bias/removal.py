@@ -4,7 +4,7 @@ Removing a head's bias sets its b_KV and b_D to zero; the shift boundary and the
 one forward pass, each as a row of a batch of biases.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import pandas as pd
 import torch
@@ -16,7 +16,7 @@ from kvlens.signature import checked
 
 from ..declaration import Columns
 from ..predictions import KL, LOSS_CHANGE
-from ..sequences import PromptTokens, TextTokens, begins_with_bos, bias_and_text
+from ..sequences import PromptTokens, TextTokens, begins_with_bos, bias_and_text, prompt_text_bias
 from ..stream.logit_attribution import logit_target
 from .effects import measured_effects
 from .interventions import Interventions, donors_of
@@ -69,35 +69,47 @@ def bias_ablation(
     rows = Interventions(keep, torch.ones_like(keep), no_donor, donors_of(bias))
     target = logit_target(model, text)
     effects = measured_effects(model, text, bias, rows, target, batch_size=batch_size, on_progress=on_progress)
-    n_heads = (1 - keep).sum(dim=(1, 2)).long()
-    removed = {"removal": range(len(removals)), "n_heads": n_heads}
+    return _frame(keep, effects)
+
+
+def _frame(keep: Float[Tensor, "removal layer head"], effects: Mapping[str, list[float]]) -> pd.DataFrame:
+    removed = {"removal": range(len(keep)), "n_heads": (1 - keep).sum(dim=(1, 2)).long()}
     return COLUMNS.frame({**removed, "kl": effects["kl"], "loss_change": effects["loss_change"]})
 
 
+@COLUMNS.document
+@checked
+@torch.no_grad()
 def baseline_ablation(
     model: HookedKVTransformer,
-    prompt: Int[Tensor, " prompt_pos"],
-    bias: KVBias,
-    text: Int[Tensor, " pos"],
+    prompt: PromptTokens,
+    text: TextTokens,
     removals: Sequence[Heads],
     *,
+    bias: KVBias | None = None,
     batch_size: int | None = None,
     on_progress: Callable[[float], None] | None = None,
-) -> dict[str, list[float]]:
-    """``kl`` and ``loss_change`` of each removal, where what is removed becomes the baseline's, shift state included.
+) -> pd.DataFrame:
+    """Put the baseline's part, shift state included, in the place of heads of a converted prompt: BOS stays.
 
     Over random, Taylor or learned features there is no baseline to be had: what is removed becomes 0.
 
     Args:
-        model: with what the prompt continues attached.
-        prompt: [pos].
-        bias: of this prompt.
-        text: [pos].
+        model: linear or softmax, with what the prompt continues attached.
+        prompt: a string, or tokens [pos] with BOS where the model wants one.
+        text: a string, or tokens [pos] without BOS.
         removals, batch_size, on_progress: as in :func:`bias_ablation`.
+        bias: of this prompt, if it is at hand; None converts it here.
+
+    Returns:
+        One row per removal, in the order given:
+
+        {columns}
 
     Raises:
-        KVLensError: a bias that is not this prompt's.
+        KVLensError: as :func:`bias_ablation`; a bias that is not this prompt's.
     """
+    prompt, text, bias = prompt_text_bias(model, prompt, text, bias)
     baseline = baseline_of(model, prompt)
     if not bias.starts_where(baseline):
         raise KVLensError(
@@ -111,7 +123,8 @@ def baseline_ablation(
     keep = _kept_heads(own, removals)
     rows = Interventions(keep, keep, torch.zeros(len(keep), dtype=torch.long, device=keep.device), donors)
     target = logit_target(model, text)
-    return measured_effects(model, text, own, rows, target, batch_size=batch_size, on_progress=on_progress)
+    effects = measured_effects(model, text, own, rows, target, batch_size=batch_size, on_progress=on_progress)
+    return _frame(keep, effects)
 
 
 def baseline_of(model: HookedKVTransformer, prompt: Int[Tensor, " prompt_pos"]) -> KVBias:

@@ -15,7 +15,7 @@ from torch import Tensor
 from kvlens.analyses import (
     HeadDetails,
     LinkedShares,
-    bias_ablation,
+    baseline_ablation,
     bias_by_head,
     bias_by_layer,
     conversion_error,
@@ -127,7 +127,7 @@ def build_report(
     by_head = bias_by_head(*sequences, bias=bias, on_progress=part("removing heads", 0.16, 0.35))
     by_layer = bias_by_layer(*sequences, bias=bias, on_progress=part("removing layers", 0.35, 0.4))
     everything = [(layer, head) for layer in range(bias.n_layers) for head in range(bias.n_heads)]
-    total = bias_ablation(model, bias, text_tokens, [everything]).iloc[0]
+    total = baseline_ablation(model, prompt_tokens, text_tokens, [everything], bias=bias).iloc[0]
     heads = head_details(*sequences, bias=bias, on_progress=part("looking into heads", 0.4, 0.65))
     copies = prompt_copies(*sequences, on_progress=part("looking for copies", 0.65, 0.75))
     generated = {}

@@ -50,7 +50,8 @@ def build_page(report: Report) -> Page:
     page.section(
         "Which heads carry it",
         "The total effect of a head, by way of all later layers. ablation_kl: what the predictions lose, in nats, when that "
-        "head's bias is removed; effects do not add up. bias_share: how much of the head's output the bias makes up. Choose a "
+        "head knows nothing of the prompt but BOS (zero_kl: not even BOS); effects do not add up. bias_share: how much of the "
+        "head's output the bias makes up. Choose a "
         "head to see its pattern and its prompt tokens.",
     )
     page.add(

@@ -131,13 +131,13 @@ def _print_places(console: Console, report: Report) -> None:
 def _print_heads(console: Console, report: Report) -> None:
     heads, layers, bias = report.tables["bias_by_head"], report.tables["bias_by_layer"], report.summary["bias"]
     unit = _unit(max(heads["ablation_kl"].max(), layers["ablation_kl"].max()))
-    console.print(f"  KL(converted || bias of that head removed), mean over the text, in {unit:g} nats")
+    console.print(f"  KL(converted || that head without the prompt), mean over the text, in {unit:g} nats")
     console.print(_heat_map(heads, layers, unit))
     console.print(
-        f"  all heads removed: KL {_nats(bias['kl_without_any_head'])}, "
+        f"  all heads without the prompt: KL {_nats(bias['kl_without_any_head'])}, "
         f"loss {_signed(bias['loss_change_without_any_head'])} nats per token (effects do not add up)"
     )
-    table = _table(("layer", "head", "KL removed", "loss change", "share of output", "norm of b_KV"))
+    table = _table(("layer", "head", "KL without", "loss change", "share of output", "norm of b_KV"))
     table.columns[0].justify = "right"
     for row in heads.nlargest(TOP, "ablation_kl").itertuples():
         table.add_row(

@@ -13,7 +13,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from tiny_text_model import PROMPT, TEXT, tiny_text_model, tiny_tokenizer
 
-from analyses import bias_ablation, bias_by_head, bias_by_layer, conversion_error, dual_losses, prompt_effect
+from analyses import baseline_ablation, bias_by_head, bias_by_layer, conversion_error, dual_losses, prompt_effect
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVBias, KVLensError, convert_prompt
 from kvlens.files import atomic
 from kvlens.report import build_report, check_folder, print_report, write_report
@@ -108,7 +108,7 @@ def test_headline_figures_follow_from_the_tables(model, report):
         assert figures["next_token_agreement"] == pytest.approx(rows["argmax_agrees"].mean())
         assert figures["loss_nats_per_token"] == pytest.approx(rows["loss"].mean())
     everything = [(layer, head) for layer in range(2) for head in range(3)]
-    total = bias_ablation(model, report.bias, text, [everything])
+    total = baseline_ablation(model, PROMPT, text, [everything], bias=report.bias)
     assert summary["bias"]["kl_without_any_head"] == total.loc[0, "kl"]
     strongest = summary["bias"]["heads_by_ablation_kl"]
     assert [row["ablation_kl"] for row in strongest] == sorted(tables["bias_by_head"]["ablation_kl"], reverse=True)

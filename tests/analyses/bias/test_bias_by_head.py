@@ -6,9 +6,8 @@ import pandas as pd
 import pytest
 import torch
 from analysis_models import PENCIL_PROMPT, PENCIL_TEXT, VARIANTS, bernoulli_kl, pencil_model, random_model, tokens
-from kvlens.analyses.bias.removal import baseline_ablation
 
-from analyses import bias_ablation, bias_by_head, bias_by_layer
+from analyses import baseline_ablation, bias_ablation, bias_by_head, bias_by_layer
 from kvlens import HookedKVTransformer, KVLensError, convert_prompt
 
 PROMPT, TEXT = tokens(7), tokens(5, seed=1)
@@ -179,7 +178,7 @@ def test_with_bos_kept_no_head_is_worth_much_more_than_the_prompt(name):
     frame = bias_by_head(model, prompt, text)
     bias = convert_prompt(model, prompt)
     everything = [[(layer, head) for layer in range(model.cfg.n_layers) for head in range(model.cfg.n_heads)]]
-    worth = baseline_ablation(model, prompt, bias, text, everything)["kl"][0]
+    worth = baseline_ablation(model, prompt, text, everything, bias=bias)["kl"][0]
     with model.kv_bias(bias):
         with_prompt = model(text[None])[0]
     with model.kv_bias(convert_prompt(model, prompt, without=[(1, len(prompt))])):
