@@ -3,8 +3,9 @@
 All of them read counterfactual prompts (units deleted) and ask for the answer's log-probability f after each:
 
 - `LeaveOneOut`: f(whole) - f(without u), one counterfactual a unit. No fit, and the definition of a total effect.
-- `LinearFit`: f over random subsets of the units, each kept with chance 1/2, fitted by a sum over units; as ContextCite does
-  (Cohen-Wang et al. 2024, arXiv 2409.00729), with a Gaussian prior of its own width for each unit in the place of the lasso.
+- `LinearFit`: the logit of the answer's probability over subsets of the units, fitted by a sum over units; as ContextCite does
+  (Cohen-Wang et al. 2024, arXiv 2409.00729), with a Gaussian prior of its own width for each unit in the place of the lasso,
+  and with leave-one-out among the subsets.
 - `InteractionFit`: the same and all pairs, a pair's prior being the product of its units': only units that matter interact.
 - `ContextCite`: the published one, lasso on the logit of the answer's probability.
 - `Hierarchical`: leave-one-out of paragraphs, then of the sentences and the tokens of those that matter (as AttriBoT,
@@ -77,17 +78,24 @@ class LeaveOneOut:
         return Explanation(units, [], effects, lambda rows: scores[0] - (~rows).double() @ effects)
 
 
-def random_subsets(n_subsets: int, n_units: int, seed: int) -> Bool[Tensor, "row unit"]:
-    """The whole, then pairs of a random subset and its complement, so that every unit is kept as often as not."""
+def chosen_subsets(n_subsets: int, n_units: int, seed: int) -> Bool[Tensor, "row unit"]:
+    """The whole, all without one unit where there is room for them, then pairs of a random subset and its complement."""
     generator = torch.Generator().manual_seed(seed)
-    half = torch.rand(max(1, (n_subsets - 1 + 1) // 2), n_units, generator=generator) < 0.5
-    drawn = torch.stack([half, ~half], dim=1).flatten(0, 1)
-    return torch.cat([torch.ones(1, n_units, dtype=torch.bool), drawn])[:n_subsets]
+    half = torch.rand((n_subsets + 1) // 2, n_units, generator=generator) < 0.5
+    pairs = torch.stack([half, ~half], dim=1).flatten(0, 1)
+    without_one = ~torch.eye(n_units, dtype=torch.bool)[: n_units if n_subsets > n_units else 0]
+    return torch.cat([torch.ones(1, n_units, dtype=torch.bool), without_one, pairs])[:n_subsets]
+
+
+def logit_of(log_p: Float[Tensor, " row"]) -> Float[Tensor, " row"]:
+    """log(p / (1 - p)): differences near certainty and near 0 count alike."""
+    log_p = log_p.clamp(max=-1e-12)
+    return log_p - torch.log(-torch.expm1(log_p))
 
 
 @dataclass(frozen=True)
 class LinearFit:
-    """A sum over units, fitted to random subsets.
+    """A sum over units, fitted to subsets: of logits of the answer's probability, or of the difference to a rival's.
 
     Attributes:
         n_subsets: prompts that are read, the whole one included.
@@ -105,8 +113,14 @@ class LinearFit:
 
     def explain(self, question: Question, units: list[Unit]) -> Explanation:
         """Effects at the whole prompt, as the fit predicts them."""
-        kept = random_subsets(self.n_subsets, len(units), self.seed)
-        predict = fitted(kept, subset_scores(question, units, kept), interactions=self.interactions)
+        kept = chosen_subsets(self.n_subsets, len(units), self.seed)
+        scores = subset_scores(question, units, kept)
+        target = scores if question.rival is not None else logit_of(scores)
+        of_score = fitted(kept, target, interactions=self.interactions)
+
+        def predict(rows: Tensor) -> Tensor:
+            return of_score(rows) if question.rival is not None else torch.nn.functional.logsigmoid(of_score(rows))
+
         whole, n = torch.ones(1, len(units), dtype=torch.bool), len(units)
         effects = predict(whole) - predict(~torch.eye(n, dtype=torch.bool))
         return Explanation(units, [], effects, predict)
@@ -114,7 +128,7 @@ class LinearFit:
 
 @dataclass(frozen=True)
 class InteractionFit(LinearFit):
-    """A sum over units and pairs of units, fitted to random subsets."""
+    """A sum over units and pairs of units, fitted to subsets as `LinearFit`."""
 
     interactions: bool = True
 
@@ -194,9 +208,7 @@ class ContextCite:
             raise KVLensError("ContextCite: it explains one answer's probability; leave the rival out, or take LinearFit")
         generator = torch.Generator().manual_seed(self.seed)
         kept = torch.rand(self.n_subsets, len(units), generator=generator) < 0.5
-        log_p = subset_scores(question, units, kept).clamp(max=-1e-12)
-        logits = log_p - torch.log(-torch.expm1(log_p))
-        intercept, weights = lasso(kept.double(), logits, self.penalty)
+        intercept, weights = lasso(kept.double(), logit_of(subset_scores(question, units, kept)), self.penalty)
 
         def predict(rows: Tensor) -> Tensor:
             return torch.nn.functional.logsigmoid(intercept + rows.double() @ weights)

@@ -7,7 +7,7 @@ from analysis_models import VARIANTS, random_model, tokens
 
 from analyses import attribution_by_head, attribution_by_position, prompt_attribution
 from analyses.attribution.answers import Question
-from analyses.attribution.methods import LinearFit, fitted, lasso, random_subsets
+from analyses.attribution.methods import LinearFit, chosen_subsets, fitted, lasso
 from analyses.attribution.null import Null, p_values
 from analyses.attribution.terms import without_positions, written
 from analyses.attribution.units import units_of
@@ -216,7 +216,7 @@ def test_closed_positions_are_the_shorter_prompts():
 
 def test_fits_recover_sums_and_pairs():
     generator = torch.Generator().manual_seed(0)
-    kept = random_subsets(40, 8, 0)
+    kept = chosen_subsets(40, 8, 0)
     every = torch.tensor([[int(b) for b in f"{n:08b}"] for n in range(256)], dtype=torch.bool)
     weights = torch.randn(8, generator=generator, dtype=torch.float64)
 
