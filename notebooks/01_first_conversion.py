@@ -8,6 +8,7 @@
 #     display_name: Python 3
 #     language: python
 #     name: python3
+# ---
 
 # %% [markdown]
 # # A prompt as weights
@@ -21,12 +22,14 @@
 # has become a bias of the head, $b_{KV}$ and $b_D$. This notebook converts a story, asks about it, and finds the heads that hold it.
 
 # %%
+import tempfile
+
 import pandas as pd
 import torch
 
-from analyses import bias_by_head, head_details
+from kvlens.analyses import bias_by_head, conversion_error, head_details, prompt_by_depth
 from kvlens import HookedKVTransformer, convert_prompt
-from kvlens.viz import coloured_tokens, head_heatmap
+from kvlens.viz import coloured_tokens, depth_map, head_heatmap
 
 torch.set_grad_enabled(False)
 model = HookedKVTransformer.from_zoo("facts-linear")  # two small layers that have learned to read stories
@@ -85,6 +88,28 @@ assert max(errors) < 1e-5
 print(f"largest relative error of the logits: {max(errors):.1e}")
 
 # %% [markdown]
+# `conversion_error` asks that of every token of a text, and holds it against the rounding of the unconverted model itself, which it
+# measures in float64.
+
+# %%
+question = " Which animal does Pavel keep? Pavel keeps a"
+exactness = conversion_error(model, story, question, bias=bias)
+assert exactness["exact_to_rounding"].all()
+exactness[["position", "token", "relative_error", "rounding_error", "exact_to_rounding"]].tail(3)
+
+# %% [markdown]
+# ## At which depth the answer is there
+#
+# `prompt_by_depth` reads the residual stream after each layer as a guess at the next token, with the story and without. At the last
+# token the story's answer is there after the first layer.
+
+# %%
+depths = prompt_by_depth(model, story, question)
+last = depths[depths["position"] == depths["position"].max()].set_index("layer")["guess_with"]
+assert last[0] != " parrot" and last[1] == last[2] == " parrot"
+depth_map(depths, title="what the story has changed about each next token")
+
+# %% [markdown]
 # ## Which heads carry it
 #
 # Take the story away from each head in turn, and leave it the BOS that is always there; see how far the prediction moves: `ablation_kl` in the table, averaged over the
@@ -92,7 +117,6 @@ print(f"largest relative error of the logits: {max(errors):.1e}")
 # its output comes from the story. `save_html`, `save_png` and `save_svg` write it to a file; it needs no network.
 
 # %%
-question = " Which animal does Pavel keep? Pavel keeps a"
 table = bias_by_head(model, story, question, bias=bias)
 head_heatmap(table, "ablation_kl", details=head_details(model, story, question, bias=bias), title="KL when the head lacks the story, nats")
 
@@ -155,10 +179,11 @@ import transformers
 transformers.utils.logging.disable_progress_bar()  # its bars show as red boxes in a notebook
 config = transformers.GPT2Config(n_layer=2, n_head=4, n_embd=32, n_positions=128, n_ctx=128, vocab_size=model.cfg.d_vocab)
 torch.manual_seed(0)
-transformers.GPT2LMHeadModel(config).save_pretrained("my-gpt2")
-model.tokenizer.save_pretrained("my-gpt2")
+folder = tempfile.mkdtemp(suffix="-my-gpt2")
+transformers.GPT2LMHeadModel(config).save_pretrained(folder)
+model.tokenizer.save_pretrained(folder)
 
-mine = HookedKVTransformer.from_pretrained("my-gpt2")
+mine = HookedKVTransformer.from_pretrained(folder)
 with_story = mine(torch.cat([mine.to_tokens(story), mine.to_tokens(question, prepend_bos=False)], dim=1))[0, -1]
 mine_bias = convert_prompt(mine, story)
 with mine.kv_bias(mine_bias):

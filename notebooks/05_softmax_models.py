@@ -8,6 +8,7 @@
 #     display_name: Python 3
 #     language: python
 #     name: python3
+# ---
 
 # %% [markdown]
 # # Softmax models: how small can a prompt get?

@@ -8,6 +8,7 @@
 #     display_name: Python 3
 #     language: python
 #     name: python3
+# ---
 
 # %% [markdown]
 # # The dual model: attention as one step of learning
