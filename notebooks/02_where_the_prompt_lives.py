@@ -26,6 +26,7 @@ import pandas as pd
 import torch
 
 from kvlens import HookedKVTransformer, convert_prompt
+from kvlens.analyses import activation_patching, bias_positions, layer_contributions
 
 torch.set_grad_enabled(False)
 model = HookedKVTransformer.from_zoo("facts-linear")
@@ -105,3 +106,54 @@ pd.Series(swapped, name="answer with the other story's memory in heads 0.0, 0.1,
 
 # %% [markdown]
 # The five other heads still hold the first story, and the model answers from the second.
+#
+# ## One head at a time
+#
+# `activation_patching` does the same swap head by head: it puts the first story's memory into the model that holds the other one.
+# `recovered` is 0 where that changes nothing and 1 where the first story's answer is back; head -1 is the whole layer.
+
+# %%
+recovered = pd.DataFrame(
+    {
+        answer: activation_patching(
+            model, story, other_story, q, points=["b_kv"], answer=answer, wrong=" " + swaps[answer.strip()]
+        ).set_index(["layer", "head"])["recovered"]
+        for answer, q in questions.items()
+    }
+).drop((-1, -1))
+assert (recovered.loc[(0, -1)] - 1).abs().max() < 0.2 and recovered.loc[(1, -1)].abs().max() < 0.1
+recovered.round(2)
+
+# %% [markdown]
+# All of it is in the first layer, in heads 0.1 and 0.2; for the attic in 0.1 alone.
+#
+# ## From the word in the story to the answer
+#
+# Which word does head 0.1 read at the end of a question? `bias_positions` splits its output into what each token of the story gave.
+
+# %%
+words = {}
+for answer, question in questions.items():
+    end = model.to_tokens(question, prepend_bos=False).shape[1] - 1
+    given = bias_positions(model, story, question, at=[end]).query("layer == 0 and head == 1 and part == 'prompt'")
+    words[answer] = given.set_index("token")["output_share"].nlargest(2)
+assert all(answer in most.index for answer, most in words.items())
+assert words[" attic"].idxmax() == " attic" and words[" parrot"].idxmax() == " parrot"
+pd.DataFrame({answer: [f"{word} {share:.2f}" for word, share in most.items()] for answer, most in words.items()}).T
+
+# %% [markdown]
+# The answer's own word is always among the two that give most. How does it become a prediction? `layer_contributions` splits the
+# answer's logit at the end of the question into what each part of the model wrote.
+
+# %%
+parts = {}
+for answer, question in questions.items():
+    table = layer_contributions(model, question, bias=bias, tokens=[answer], next_token=False)
+    parts[answer] = table[table["position"] == table["position"].max()].set_index(["layer", "component"])["logit"]
+parts = pd.DataFrame(parts)
+assert (parts.loc[(0, "mlp")] > 0.6 * parts.sum()).all() and parts.loc[(0, "attention_bias")].max() < 1
+parts.round(2)
+
+# %% [markdown]
+# The heads that hold the story write next to nothing into the logit themselves. What they fetch is turned into the answer by the MLP
+# behind them.

@@ -27,6 +27,7 @@ import pandas as pd
 import torch
 
 from kvlens import HookedKVTransformer, convert_prompt
+from kvlens.analyses import bias_singular_values, circuits
 
 torch.set_grad_enabled(False)
 model = HookedKVTransformer.from_zoo("docs-linear")
@@ -141,3 +142,29 @@ axes.set(xlabel="the layer that forgets", ylabel="nats lost");
 # %%
 assert (lost > 0.1).all() and abs(lost.sum() - gain.loc["f", "frobnicator"]) > 0.3
 lost.round(2).to_dict()
+
+# %% [markdown]
+# ## What a sum cannot hold
+#
+# `circuits` compares two prompts head by head. `aligned_error` is how far the sum of the two biases is from reading the second prompt
+# after the first, in $b_{KV}$; for it the second prompt is converted at its later positions.
+
+# %%
+compared = circuits(model, *prompts.values())
+by_layer = compared.groupby("layer")[["b_kv_cosine", "aligned_error"]].median()
+assert compared.query("layer == 0")["aligned_error"].max() < 1e-5 and by_layer["aligned_error"][1:].min() > 0.3
+by_layer.round(3)
+
+# %% [markdown]
+# In the first layer the sum is exact: its keys and values see one token. Above it they depend on what was read before, and there
+# adding is an approximation.
+#
+# ## How many directions a prompt takes
+#
+# A head's $b_{KV}$ is a matrix. `bias_singular_values` says how much of it lies in its strongest directions.
+
+# %%
+values = bias_singular_values(f)
+strongest = values[values["index"] < 4].groupby(["layer", "head"])["energy_share"].sum()
+assert strongest.median() > 0.85 and strongest.min() > 0.6
+print(f"{f.n_prompt_tokens} tokens, {values['index'].max() + 1} directions; four of them hold {strongest.median():.0%} (median of the heads)")

@@ -28,8 +28,8 @@
 import matplotlib.pyplot as plt
 import torch
 
-from analyses import induction_heads
 from kvlens import HookedKVTransformer
+from kvlens.analyses import composition, induction_heads, prompt_copies
 from kvlens.ops.induction import landscape_loss
 from kvlens.ops.kv_shift import effective_pattern
 from kvlens.tasks import make_task
@@ -122,6 +122,16 @@ table[["layer", "head", "verdict", "role", "prefix_matching_score", "duplicate_t
 # `prefix_matching_score` is attention to the token *after* the earlier copy. `duplicate_token_score_key` asks whose key drew it:
 # the earlier copy itself. That is the whole trick: matched here, read there.
 #
+# `prompt_copies` looks for the same in a prompt and a text of your own: every token of the text that the prompt had, and how much each
+# head attends to what followed it there. `shifted` marks those that a head reaches by its key shift.
+
+# %%
+block = torch.randperm(128, generator=torch.Generator().manual_seed(0))[:20]
+copies = prompt_copies(shifted, block, block).groupby("head")[["share", "shifted"]].mean()
+assert copies["share"].max() > 0.7 and copies["share"].idxmax() in set(copying["head"])
+copies.round(2)
+
+# %% [markdown]
 # ## Where the raw pattern misleads
 #
 # A pattern weighs *shifted* rows, and each row is a mixture of two tokens. So an attention map no longer says which tokens are
@@ -174,3 +184,19 @@ assert reads[1] > 0.2 > reads[0]  # effective: the one before
 row = induction_heads(model).set_index(["layer", "head"]).loc[(layer, head)]
 assert row["previous_token_score_value"] > 3 * row["previous_token_score"]
 row[["verdict", "role", "previous_token_score", "previous_token_score_value", "previous_token_score_key"]]
+
+# %% [markdown]
+# ## Which heads work together?
+#
+# Without a shift, an induction head needs a helper in an earlier layer. `composition` scores every pair of heads by their weights
+# alone: how much of what the earlier one writes does the later one's query (Q), key (K) or value (V) read? Two random matrices get
+# about the median of the table.
+
+# %%
+pairs = composition(model)
+assert pairs["score"].max() > 2 * pairs["score"].median()
+pairs.nlargest(3, "score").round(3)
+
+# %% [markdown]
+# A score far above the others is a place to look, no proof: whether the pair does anything on a text, an ablation must say (notebook
+# 02).

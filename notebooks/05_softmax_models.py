@@ -60,7 +60,7 @@ print(f"KL: {distance(converted(exact)):.1e} nats converted, {distance(without):
 # ## Fewer keys
 #
 # `method="landmark"` chooses keys and fits them in closed form on queries that the model itself produces; `bias.fit` says how far
-# off the heads' outputs are on queries that the fit has not seen. `method="random"` is what Performers do: random positive
+# off the logits are on text that the fit has not seen, and how much of the story's effect is lost. `method="random"` is what Performers do: random positive
 # features, here as many as keys.
 #
 # The queries are those of text that may follow the story. Left to itself, every call lets the model write such text anew; where

@@ -25,8 +25,8 @@
 import matplotlib.pyplot as plt
 import torch
 
-from analyses import dual_demonstrations, dual_losses
 from kvlens import HookedKVTransformer
+from kvlens.analyses import dual_bound, dual_demonstrations, dual_losses
 from kvlens.viz import dual_view
 
 torch.set_grad_enabled(False)
@@ -96,3 +96,18 @@ assert (shares.groupby(["layer", "head"])["output_share"].sum() - at_the_end).ab
 named = shares[shares["token"].str.strip().isin(["Pavel", "parrot"])].groupby(["layer", "head"])["output_share"].sum()
 assert named.max() > 1.5 * 4 / len(tokens)  # four such tokens stand before the last: well above an even split
 named.nlargest(3).round(3).to_frame("share of the output")
+
+# %% [markdown]
+# ## How well the step generalizes
+#
+# For the step as a whole there is a bound on its error on unseen tokens (DUAL, theorem 3.2). `dual_bound` computes its terms as the
+# training set grows to all tokens before the query. Like most such bounds it is far above anything that happens; what can be read
+# off is how it changes.
+
+# %%
+bound = dual_bound(model, tokens, layer=1, head=2)
+assert (bound["log_bound"][1:].diff().dropna() < 0).all()
+bound[["n_demonstrations", "log_complexity", "log_confidence", "log_bound"]].round(2)
+
+# %% [markdown]
+# With more than a few demonstrations it falls with every further one.

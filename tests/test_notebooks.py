@@ -2,9 +2,13 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+from kvlens.analyses import ANALYSES
 
 FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("[0-9]*.py"))
@@ -35,8 +39,41 @@ def test_notebook_asks_shows_and_asserts(path):
     assert re.search(r"^# \*[^*]+\?\*|\*[^*]+\?\*", text, flags=re.M), "a notebook begins with a question"
     assert text.count("\nassert ") + text.count("    assert ") >= 3
     assert "def forward" not in text  # no logic of its own
+    assert not re.search(r"^# [!%](?!%)", text, flags=re.M), "Jupyter alone runs this line"
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_header_is_a_header_to_jupytext(path):
+    jupytext = pytest.importorskip("jupytext", reason='needs the extra: pip install -e ".[notebooks]"')
+    notebook = jupytext.read(path)
+    assert notebook.metadata["kernelspec"] == {"display_name": "Python 3", "language": "python", "name": "python3"}
+    assert notebook.cells[0].cell_type == "markdown" and notebook.cells[0].source.startswith("# ")
+
+
+@pytest.mark.slow
+def test_the_command_of_the_index_makes_a_notebook_with_its_results(tmp_path):
+    for package in ("jupytext", "nbconvert", "ipykernel"):
+        pytest.importorskip(package, reason='needs the extra: pip install -e ".[notebooks]"')
+    (command,) = re.findall(r"`(jupytext --to ipynb --execute (\S+))`", (FOLDER / "README.md").read_text(encoding="utf-8"))
+    words, name = command[0].split(), command[1]
+    (tmp_path / name).write_text((FOLDER / name).read_text(encoding="utf-8"), encoding="utf-8")
+    done = subprocess.run([sys.executable, "-m", *words], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    made = json.loads((tmp_path / name).with_suffix(".ipynb").read_text(encoding="utf-8"))
+    assert all(cell["execution_count"] for cell in made["cells"] if cell["cell_type"] == "code")
 
 
 def test_the_index_names_every_notebook_once():
     index = (FOLDER / "README.md").read_text(encoding="utf-8")
     assert re.findall(r"\[[^\]]+\]\((\d\d_\w+\.py)\)", index) == [path.name for path in NOTEBOOKS]
+
+
+def test_the_index_says_which_notebook_shows_which_analysis():
+    index = (FOLDER / "README.md").read_text(encoding="utf-8")
+    rows = [row.split("|")[1:-1] for row in index.splitlines() if row.startswith("| `")]
+    shown = {name: row[-1].split() for row in rows for name in re.findall(r"`(\w+)`", row[0])}
+    assert set(shown) == set(ANALYSES)
+    for name, numbers in shown.items():
+        for number in numbers:
+            (path,) = [path for path in NOTEBOOKS if path.name.startswith(number)]
+            assert f"{name}(" in path.read_text(encoding="utf-8"), (name, number)
