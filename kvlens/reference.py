@@ -29,6 +29,12 @@ WITHOUT_A_PAGE = ("cli", "bias", "heads", "prompt", "stream")
 FORMAT, MANIFEST = "kvlens.pages", "reference.json"
 REFERENCE_FOLDER = FolderKind("a reference of kvlens", listed_in(MANIFEST, FORMAT, "files"))
 
+DECORATORS = ("dataclass", "classmethod", "staticmethod", "abstractmethod", "contextmanager")
+"""Those that say how to call something, or what comes back; the others (checks, gradients, caches) are nobody's business."""
+
+_OBJECT = re.compile(r"<(?:class '([^<>]*)'|function ((?:[\w.]|<\w+>)+)|built-in method (\w+)[^<>]*)>")
+    r"<(?:class '(?P<class>[^<>]*)'|function (?P<function>(?:[\w.]|<\w+>)+)|built-in method (?P<method>\w+)[^<>]*)>"
+)
 _RULE = re.compile(r"=+(?: =+)+")
 
 
@@ -64,7 +70,7 @@ def build_reference(folder: str | Path, *, overwrite: bool = False) -> list[str]
         documented = {name: pdoc.doc.Module.from_name(name) for name in names}
         for name, module in documented.items():
             module.__dict__["submodules"] = [documented[child] for child in names if child.rpartition(".")[0] == name]
-            _prepare_docstrings(module)
+            _prepare(module)
         _adopt_members_without_a_page(documented.values())
         files = {_file_of(name): pdoc.render.html_module(module, documented) for name, module in documented.items()}
         files["search.js"] = pdoc.render.search_index(documented)
@@ -129,14 +135,55 @@ def _markdown_table(lines: list[str]) -> list[str]:
     return [f"{margin}| {' | '.join(row)} |" for row in [header, ["---"] * len(spans), *rows]]
 
 
-def _prepare_docstrings(documented: Any) -> None:
+def _prepare(documented: Any) -> None:
+    """What pdoc shows of something, and of all in it, as a caller would write and read it."""
     docstring = documented.docstring
-    if documented.kind == "function":  # pdoc reads behind the decorator that puts the table of the columns in
-        decorated = getattr(importlib.import_module(documented.modulename), documented.name, None)
-        docstring = inspect.getdoc(decorated) or docstring
+    if documented.kind == "function":
+        documented.__dict__["decorators"] = [line for line in documented.decorators if _name_of(line) in DECORATORS]
+        if documented.taken_from[0].partition(".")[0] in PACKAGES:  # TransformerLens' own names what is not always there
+            documented.__dict__["signature"] = _written_out(documented.signature)
+        if "." not in documented.qualname:  # pdoc reads behind the decorator that puts the table of the columns in
+            decorated = getattr(importlib.import_module(documented.modulename), documented.name, None)
+            docstring = inspect.getdoc(decorated) or docstring
+    if documented.kind == "variable":
+        documented.__dict__["default_value_str"] = _OBJECT.sub(_name_alone, documented.default_value_str)
+        docstring = "" if docstring.startswith("Alias for field number") else docstring  # Python's, of a named tuple
     documented.__dict__["docstring"] = markdown_tables(docstring)
     for member in getattr(documented, "members", {}).values():
-        _prepare_docstrings(member)
+        _prepare(member)
+
+
+def _name_of(decorator: str) -> str:
+    return decorator.removeprefix("@").partition("(")[0].rpartition(".")[2]
+
+
+def _name_alone(found: re.Match[str]) -> str:
+    name = next(name for name in found.groups() if name is not None)
+    return name.replace("<locals>.", "").replace("<lambda>", "lambda")
+
+
+class _Written:
+    """Stands in a signature and is shown as a text."""
+
+    def __init__(self, text: str):
+        self.text = text
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def _written_out(signature: inspect.Signature) -> inspect.Signature:
+    """A signature without Python's own way of showing classes, functions and the types of further keyword arguments."""
+    parameters = []
+    for parameter in signature.parameters.values():
+        kind, default = parameter.annotation, parameter.default
+        if typing.get_origin(kind) is typing.Unpack:
+            (options,) = typing.get_args(kind)
+            parameter = parameter.replace(annotation=_Written(f"Unpack[{options.__module__}.{options.__qualname__}]"))
+        if inspect.isfunction(default) or (inspect.isclass(default) and default is not inspect.Parameter.empty):
+            parameter = parameter.replace(default=_Written(f"{default.__module__}.{default.__qualname__}"))
+        parameters.append(parameter)
+    return signature.replace(parameters=parameters)
 
 
 def _adopt_members_without_a_page(modules: Collection[Any]) -> None:

@@ -76,4 +76,4 @@ def test_the_index_says_which_notebook_shows_which_analysis():
     for name, numbers in shown.items():
         for number in numbers:
             (path,) = [path for path in NOTEBOOKS if path.name.startswith(number)]
-            assert f"{name}(" in path.read_text(encoding="utf-8"), (name, number)
+            assert re.search(rf"{name}\(|analyse {name} ", path.read_text(encoding="utf-8")), (name, number)
