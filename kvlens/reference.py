@@ -33,8 +33,6 @@ DECORATORS = ("dataclass", "classmethod", "staticmethod", "abstractmethod", "con
 """Those that say how to call something, or what comes back; the others (checks, gradients, caches) are nobody's business."""
 
 _OBJECT = re.compile(r"<(?:class '([^<>]*)'|function ((?:[\w.]|<\w+>)+)|built-in method (\w+)[^<>]*)>")
-    r"<(?:class '(?P<class>[^<>]*)'|function (?P<function>(?:[\w.]|<\w+>)+)|built-in method (?P<method>\w+)[^<>]*)>"
-)
 _RULE = re.compile(r"=+(?: =+)+")
 
 
@@ -145,10 +143,12 @@ def _prepare(documented: Any) -> None:
         if "." not in documented.qualname:  # pdoc reads behind the decorator that puts the table of the columns in
             decorated = getattr(importlib.import_module(documented.modulename), documented.name, None)
             docstring = inspect.getdoc(decorated) or docstring
+        elif documented.name == "__init__":  # the class says what it takes; pdoc repeats what a base says
+            docstring = inspect.cleandoc(documented.obj.__doc__ or "") if documented.obj is not object.__init__ else ""
     if documented.kind == "variable":
         documented.__dict__["default_value_str"] = _OBJECT.sub(_name_alone, documented.default_value_str)
         docstring = "" if docstring.startswith("Alias for field number") else docstring  # Python's, of a named tuple
-    documented.__dict__["docstring"] = markdown_tables(docstring)
+    documented.__dict__["docstring"] = markdown_tables(docstring.replace("`~", "`"))  # Sphinx' sign for a short name
     for member in getattr(documented, "members", {}).values():
         _prepare(member)
 
@@ -181,7 +181,7 @@ def _written_out(signature: inspect.Signature) -> inspect.Signature:
             (options,) = typing.get_args(kind)
             parameter = parameter.replace(annotation=_Written(f"Unpack[{options.__module__}.{options.__qualname__}]"))
         if inspect.isfunction(default) or (inspect.isclass(default) and default is not inspect.Parameter.empty):
-            parameter = parameter.replace(default=_Written(f"{default.__module__}.{default.__qualname__}"))
+            parameter = parameter.replace(default=_Written(default.__qualname__))
         parameters.append(parameter)
     return signature.replace(parameters=parameters)
 

@@ -115,8 +115,11 @@ def test_the_reference_builds(tmp_path, capsys, monkeypatch):
     assert "<td>ablation_kl</td>" in (tmp_path / "kvlens/analyses.html").read_text()  # the table that a decorator wrote
     everything = [path.read_text() for path in tmp_path.rglob("*.html")]
     shown = [re.sub(r"<pre.*?</pre>", "", text, flags=re.DOTALL) for text in everything]  # without the source
-    decorators, by_python = ("@checked", "@shaped", ".document<", "@torch"), ("Initialize self", "Alias for field")
-    for internal in (*decorators, *by_python, "&lt;class", "&lt;function"):
+    decorators, by_python = (
+        ("@checked", "@shaped", ".document<", "@torch"),
+        ("Initialize self", "Alias for field", "Model initialization"),
+    )
+    for internal in (*decorators, *by_others, "&lt;class", "&lt;function", "~kvlens"):
         assert not [text for text in shown if internal in text], internal
     assert any("@dataclass" in text for text in shown)
     signature = re.search(r'id="convert_prompt".*?</section>', page, flags=re.DOTALL)[0]
