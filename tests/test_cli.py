@@ -57,6 +57,8 @@ def test_report_writes_and_shows(folder, capsys):
     assert captured.err == ""
     assert "exact to rounding" in captured.out and "Written to report/: summary.json" in captured.out
     assert captured.out.splitlines()[-1].startswith("Open report/report.html in a browser")
+    size = Path("report/bias.safetensors").stat().st_size
+    assert f"bias.safetensors ({size / 1e3:,.1f} kB)" in " ".join(captured.out.split())
     assert max(map(len, captured.out.splitlines())) <= 80
     assert set(os.listdir("report")) == FILES
     summary = json.loads(Path("report/summary.json").read_text())

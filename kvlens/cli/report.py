@@ -112,14 +112,17 @@ def _report(args: argparse.Namespace) -> int:
                 on_progress=tell,
             )
         tell("writing", 1.0)
-        write_report(report, args.out, overwrite=args.overwrite)
+        written = write_report(report, args.out, overwrite=args.overwrite)
 
     from kvlens.report.terminal import print_report
-    from kvlens.report.write import PAGE, report_files
+    from kvlens.report.write import BIAS, PAGE, report_files
 
     print_report(report)
     folder = visible(f"{Path(args.out)}{os.sep}")
-    print("\n" + _wrapped(f"Written to {folder}: {', '.join(report_files(report))}"))
+    size = (written / BIAS).stat().st_size
+    shown = f"{size / 1e6:,.1f} MB" if size >= 1e5 else f"{size / 1e3:,.1f} kB"
+    files = ", ".join(f"{name} ({shown})" if name == BIAS else name for name in report_files(report))
+    print("\n" + _wrapped(f"Written to {folder}: {files}"))
     print(_wrapped(f"Open {folder}{PAGE} in a browser to see it all; it needs no network."))
     return 0
 

@@ -31,7 +31,8 @@ def write_report(report: Report, folder: str | Path, *, overwrite: bool = False)
             table.to_parquet(temporary / f"{name}.parquet", index=False)
         report.bias.save(temporary / BIAS)
         build_page(report).save_html(temporary / PAGE)
-        summary = {**report.summary, "files": report_files(report)}
+        bias = {**report.summary["bias"], "file_bytes": (temporary / BIAS).stat().st_size}
+        summary = {**report.summary, "bias": bias, "files": report_files(report)}
         text = json.dumps(plain(summary), indent=2, ensure_ascii=False, allow_nan=False)
         (temporary / SUMMARY).write_text(text + "\n", encoding="utf-8")
 

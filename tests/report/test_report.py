@@ -259,6 +259,7 @@ def test_what_is_written_comes_back(report, model, tmp_path):
         pd.testing.assert_frame_equal(pd.read_parquet(folder / f"{name}.parquet"), table)
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     assert set(summary.pop("files")) == FILES
+    assert summary["bias"].pop("file_bytes") == (folder / "bias.safetensors").stat().st_size
     assert summary == report.summary
     assert torch.equal(KVBias.load(folder / "bias.safetensors").b_KV, report.bias.b_KV)
     assert listing(tmp_path / "new") == ["report"]
