@@ -36,6 +36,7 @@ from transformer_lens.utilities import (
     sample_logits,
 )
 from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
+from transformer_lens.weight_processing import ProcessWeights
 
 __all__ = [
     "MLP",
@@ -54,6 +55,7 @@ __all__ = [
     "LayerNormPre",
     "Output",
     "PosEmbed",
+    "ProcessWeights",
     "Slice",
     "TransformerBlock",
     "TransformerLensKeyValueCache",

@@ -41,7 +41,8 @@ def read_bias_file(path: str | Path, names: Sequence[str]) -> tuple[dict[str, Te
         KVLensError: no such file, not a kvlens bias, incomplete, damaged, or written by a newer kvlens.
     """
     path = path_of("KVBias.load", path)
-    check_regular("KVBias.load", path)
+    if not path.is_dir():
+        check_regular("KVBias.load", path)
     if not path.is_file():
         raise KVLensError(f"KVBias.load: no file at {path}")
     tensors, metadata = read_checked_tensors(path, "KVBias.load", FORMAT, FORMAT_VERSION)

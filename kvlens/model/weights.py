@@ -1,12 +1,12 @@
 """Which of TransformerLens' weight processing keeps a kvlens model's output, and which would change it silently."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from kvlens._tl import HookedTransformer
+from kvlens._tl import HookedTransformer, ProcessWeights
 from kvlens.errors import KVLensError
 from kvlens.model.attention_variant import AttentionVariantConfig
 from kvlens.model.config import HookedKVTransformerConfig
@@ -57,18 +57,25 @@ class ProcessesWeights(HookedTransformer):
         if self.cfg.positional_embedding_type == "sinusoidal":  # TransformerLens looks for a table; nothing is learned here
             state_dict = {**state_dict, "pos_embed.W_pos": torch.zeros(1, self.cfg.d_model, dtype=self.cfg.dtype)}
         processes = fold_ln or center_writing_weights or center_unembed or fold_value_biases or refactor_factored_attn_matrices
-        if self.cfg.dtype == torch.float64 and not processes:  # TransformerLens' way goes through float32 even then
-            self.load_state_dict(self.fill_missing_keys(state_dict), strict=False)
-            return
-        with loaded_at_once(self):
-            super().load_and_process_state_dict(
-                state_dict,
-                fold_ln=fold_ln,
-                center_writing_weights=center_writing_weights,
-                center_unembed=center_unembed,
-                fold_value_biases=fold_value_biases,
-                refactor_factored_attn_matrices=refactor_factored_attn_matrices,
-            )
+        steps = {
+            "fold_ln": fold_ln,
+            "center_writing_weights": center_writing_weights,
+            "center_unembed": center_unembed,
+            "fold_value_biases": fold_value_biases,
+            "refactor_factored_attn_matrices": refactor_factored_attn_matrices,
+        }
+        if fold_ln and not self._has_modules_of_folded_norms(state_dict):
+            with loaded_at_once(self):
+                super().load_and_process_state_dict(state_dict, **steps)
+        else:
+            given = {weight.untyped_storage().data_ptr() for weight in state_dict.values()}
+            state_dict = self.fill_missing_keys(dict(state_dict))
+            take_weights(self, processed_stepwise(state_dict, self.cfg, steps) if processes else state_dict, given)
+
+    def _has_modules_of_folded_norms(self, state_dict: Mapping[str, Tensor]) -> bool:
+        """Whether no module has to be exchanged for folding the norms, and the weights still hold some to fold."""
+        norms = (".ln1.w", ".ln2.w", "ln_final.w")
+        return self.cfg.normalization_type in ("LNPre", "RMSPre") and any(name.endswith(norms) for name in state_dict)
 
     @checked
     def process_weights_(  # type: ignore[override]
@@ -98,6 +105,58 @@ class ProcessesWeights(HookedTransformer):
         """As TransformerLens', refused where it would change the output."""
         check_weight_processing(self.cfg, False, True)
         return super().refactor_factored_attn_matrices(state_dict)
+
+
+UNTOUCHED: dict[str, tuple[str, ...]] = {
+    "fold_ln": (),
+    "center_writing_weights": ("W_Q", "W_K", "_W_K", "W_V", "_W_V", "W_in", "W_gate", "W_U"),
+    "center_unembed": ("W_Q", "W_K", "_W_K", "W_V", "_W_V", "W_O", "W_in", "W_gate", "W_out", "W_E", "W_pos"),
+    "fold_value_biases": ("W_Q", "W_K", "_W_K", "W_in", "W_gate", "W_out", "W_E", "W_pos", "W_U"),
+    "refactor_factored_attn_matrices": ("W_in", "W_gate", "W_out", "W_E", "W_pos", "W_U"),
+}
+"""The large weights that a step of TransformerLens' processing leaves as they are."""
+
+
+def processed_stepwise(
+    state_dict: dict[str, Tensor], cfg: HookedKVTransformerConfig, steps: Mapping[str, bool]
+) -> dict[str, Tensor]:
+    """What TransformerLens' ``process_weights`` returns for all ``steps`` at once, bit by bit, in less memory.
+
+    Each of its steps begins with a copy of all weights that it is given; here it is given those alone that it may touch.
+    """
+    dtypes = {name: weight.dtype for name, weight in state_dict.items()}
+    state_dict = {name: weight.float() if weight.is_floating_point() else weight for name, weight in state_dict.items()}
+    for step in (step for step, wanted in steps.items() if wanted):
+        touched = {name: weight for name, weight in state_dict.items() if name.rsplit(".", 1)[-1] not in UNTOUCHED[step]}
+        state_dict |= ProcessWeights.process_weights(touched, cfg, **{**dict.fromkeys(steps, False), step: True})
+        del touched
+        if step == "fold_value_biases" and steps["center_writing_weights"] and cfg.normalization_type in ("LN", "LNPre"):
+            biases = (f"blocks.{layer}.attn.b_O" for layer in range(cfg.n_layers))
+            state_dict |= {name: state_dict[name] - state_dict[name].mean() for name in biases if name in state_dict}
+    for name in state_dict:
+        state_dict[name] = state_dict[name].to(dtypes.get(name, state_dict[name].dtype))
+    return state_dict
+
+
+@torch.no_grad()
+def take_weights(model: HookedTransformer, weights: dict[str, Tensor], given: Set[int]) -> None:
+    """Give ``model`` the weights, which are taken out of the dict one by one: as its own, or copied where they are others'.
+
+    Args:
+        model: its parameters are replaced in place.
+        weights: by its names.
+        given: addresses of storage that belongs to somebody else.
+    """
+    parameters = dict(model.named_parameters())
+    for name in list(weights):
+        weight, own = weights.pop(name), parameters.get(name)
+        is_ours = weight.untyped_storage().data_ptr() not in given
+        if own is not None and is_ours and (own.shape, own.dtype, own.device) == (weight.shape, weight.dtype, weight.device):
+            own.data = weight.contiguous()
+        elif own is not None and own.shape == weight.shape:
+            own.copy_(weight)
+        else:  # buffers, and what does not fit
+            model.load_state_dict({name: weight}, strict=False)
 
 
 def check_weight_processing(cfg: HookedKVTransformerConfig, fold_value_biases: bool | None, refactor: bool) -> bool:
