@@ -18,7 +18,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvlens.conversion import Counterfactuals, carry_bias, convert_prompt, counterfactuals, logits_after
+    from kvlens.conversion import Counterfactuals, Landmark, carry_bias, convert_prompt, counterfactuals, logits_after
     from kvlens.errors import KVLensError
     from kvlens.kv_bias import KVBias, combine
     from kvlens.model import HookedKVTransformer, HookedKVTransformerConfig, KVShiftConfig, run_in_segments
@@ -30,6 +30,7 @@ _HOMES = {
     "KVBias": "kvlens.kv_bias",
     "KVLensError": "kvlens.errors",
     "KVShiftConfig": "kvlens.model",
+    "Landmark": "kvlens.conversion",
     "carry_bias": "kvlens.conversion",
     "combine": "kvlens.kv_bias",
     "convert_prompt": "kvlens.conversion",
@@ -45,6 +46,7 @@ __all__ = [
     "KVBias",
     "KVLensError",
     "KVShiftConfig",
+    "Landmark",
     "carry_bias",
     "combine",
     "convert_prompt",

@@ -168,8 +168,9 @@ def test_a_wrong_call_names_the_function_the_nearest_name_and_all_of_them():
 
 
 FAMILIES = ("analyses", "conversion", "dual", "kv_bias", "report", "training", "viz", "zoo")
-ANSWER_OTHERWISE = ("kvlens.zoo.names", "kvlens.training.train")
-"""One takes nothing, the other's settings are answered where they are read."""
+READS_ITS_OPTIONS = ("kvlens.convert_prompt", "kvlens.conversion.convert_prompt")
+ANSWER_OTHERWISE = ("kvlens.zoo.names", "kvlens.training.train", *READS_ITS_OPTIONS)
+"""One takes nothing; the others' settings are answered where they are read."""
 
 
 def test_every_public_function_answers_a_misspelt_argument():
@@ -207,6 +208,7 @@ def test_what_hands_arguments_on_answers_a_misspelt_one_too(tmp_path):
         ),
         (lambda: convert_prompt(model(), "x", methd="exact"), "'methd'; did you mean 'method'.* It takes .*n_features"),
         (lambda: convert_prompt(model(), "x", n_features=4), "n_features is for softmax attention"),
+        (lambda: convert_prompt(model(), "x", bogus=1), r"convert_prompt: no argument is called 'bogus'.* It takes \w+"),
         (lambda: HookedKVTransformerConfig(n_layer=1), "HookedKVTransformerConfig: .*'n_layer'; did you mean 'n_layers'"),
         (lambda: KVShiftConfig(windwo=2), "KVShiftConfig: .*'windwo'; did you mean 'window'"),
         (lambda: HookedKVTransformer.from_hooked_transformer(model(), kv_shfit=None), "'kv_shfit'; did you mean 'kv_shift'"),

@@ -5,7 +5,7 @@ import os
 import textwrap
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvlens.arguments import check_seed
 from kvlens.cli.prompts import add_prompt_and_text, given_prompt_and_text
@@ -13,6 +13,13 @@ from kvlens.errors import KVLensError
 from kvlens.report.example import EXAMPLE_MODEL, TEXT_MODEL, example_for
 from kvlens.terminal import visible
 from kvlens.zoo import source_of
+
+if TYPE_CHECKING:
+    from kvlens.conversion import ConversionMethod
+
+
+METHODS = ("exact", "landmark", "random", "taylor", "learned")
+"""The names in :data:`kvlens.conversion.METHODS`, which imports torch."""
 
 
 def add_command(commands: Any) -> None:
@@ -42,14 +49,14 @@ def add_command(commands: Any) -> None:
     )
     softmax.add_argument(
         "--method",
-        choices=("exact", "landmark", "random", "taylor", "learned"),
+        choices=METHODS,
         help="landmark: few keys with fitted weights; the others are for comparison (default: exact)",
     )
     softmax.add_argument(
         "--features",
         type=int,
         metavar="N",
-        help="keys (or features) per key-value head, at most; needed for landmark and random",
+        help="keys (or features) per key-value head, at most; needed for landmark, random and learned",
     )
     softmax.add_argument(
         "--budget",
@@ -92,6 +99,7 @@ def _report(args: argparse.Namespace) -> int:
     with progress_bar("loading the model") as tell:
         from kvlens.model import load_source
 
+        method = _method(args)
         model = load_source(source, tokenizer=args.tokenizer, device=args.device, dtype=args.dtype)
 
         from kvlens.report.build import build_report
@@ -108,7 +116,7 @@ def _report(args: argparse.Namespace) -> int:
                 temperature=args.temperature,
                 seed=args.seed,
                 dual=args.dual,
-                conversion=_conversion(args),
+                method=method,
                 on_progress=tell,
             )
         tell("writing", 1.0)
@@ -127,13 +135,16 @@ def _report(args: argparse.Namespace) -> int:
     return 0
 
 
-def _conversion(args: argparse.Namespace) -> dict[str, Any]:
-    """The options of the conversion that were given, by the names that :func:`kvlens.convert_prompt` has for them."""
-    if args.method in ("landmark", "random") and args.features is None:
+def _method(args: argparse.Namespace) -> "ConversionMethod":
+    """The conversion method that was asked for. Imports torch."""
+    from kvlens.conversion import Exact, method_of
+
+    if args.method in ("landmark", "random", "learned") and args.features is None:
         raise KVLensError(f"--method {args.method} needs --features, the number of keys (or features) per key-value head")
-    given = {"method": args.method, "n_features": args.features, "budget": args.budget, "polish_steps": args.polish}
+    given = {"n_features": args.features, "budget": args.budget, "polish_steps": args.polish}
     given = {name: value for name, value in given.items() if value is not None}
-    return {**given, "seed": args.seed, "verbose": False} if given else {}
+    name = args.method or Exact.name
+    return method_of(name, given if name == Exact.name else {**given, "seed": args.seed})
 
 
 def _wrapped(text: str) -> str:

@@ -4,5 +4,35 @@ from kvlens.conversion.carry import carry_bias
 from kvlens.conversion.convert import convert_prompt
 from kvlens.conversion.counterfactual import Counterfactuals, counterfactuals
 from kvlens.conversion.recomputed import logits_after
+from kvlens.conversion.softmax import (
+    METHODS,
+    Approximation,
+    ConversionMethod,
+    Exact,
+    Landmark,
+    Learned,
+    RandomProjections,
+    Taylor,
+    Teacher,
+    TextOptions,
+    method_of,
+)
 
-__all__ = ["Counterfactuals", "carry_bias", "convert_prompt", "counterfactuals", "logits_after"]
+__all__ = [
+    "METHODS",
+    "Approximation",
+    "ConversionMethod",
+    "Counterfactuals",
+    "Exact",
+    "Landmark",
+    "Learned",
+    "RandomProjections",
+    "Taylor",
+    "Teacher",
+    "TextOptions",
+    "carry_bias",
+    "convert_prompt",
+    "counterfactuals",
+    "logits_after",
+    "method_of",
+]

@@ -16,8 +16,10 @@ The prompt of a softmax model is handed on to :mod:`kvlens.conversion.softmax`.
 """
 
 import contextlib
+import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +30,7 @@ from kvlens.components import LinearCacheEntry, hidden_tokens_keep_positions
 from kvlens.conversion.carry import carry_layer_state, per_query_head
 from kvlens.conversion.counterfactual import Counterfactuals, Positions, Replacement, Span, counterfactuals_of
 from kvlens.conversion.prompt import Prompt, PromptTokens, length_note, prompt_tokens
-from kvlens.conversion.softmax import SoftmaxChoices, SoftmaxOptions, convert_softmax_prompt
+from kvlens.conversion.softmax import ConversionMethod, Exact, convert_softmax_prompt, is_option, method_of, unknown_option
 from kvlens.errors import KVLensError, warn
 from kvlens.kv_bias import Fingerprint, KVBias
 from kvlens.model import HookedKVTransformer
@@ -52,7 +54,9 @@ def convert_prompt(
     detach: bool = True,
     segment_length: int | None = None,
     on_progress: Callable[[float], None] | None = None,
-    **softmax: Unpack[SoftmaxChoices],
+    method: str | ConversionMethod = "exact",
+    verbose: bool = True,
+    **options: Any,
 ) -> KVBias:
     """Turn a prompt into the bias that replaces it, at the cost of one forward pass over it.
 
@@ -92,21 +96,14 @@ def convert_prompt(
             and the last segment's bias is the one that the new bias continues from.
         on_progress: called after each segment with the fraction of the prompt that is done; with softmax attention once, with
             1, when the bias is ready (fits that take long draw bars of their own).
-        softmax: for softmax attention alone, :class:`SoftmaxOptions`:
-            ``method``: "exact" (the default: all keys), "landmark" (few keys with fitted weights), or, for comparison,
-            "random", "taylor" and "learned" features.
-            ``n_features``: virtual keys per key-value head, or features; ``ratio``: the same as a share of the prompt's tokens.
-            ``budget``: "equal", or "greedy": the same number on average, given to the heads where it removes most error.
-            ``reference``: on whose queries it is fitted: None for the model's own continuations of the prompt, "prompt" for the
-            prompt read again, another string or tokens for that text. ``n_continuations``, ``continuation_length``: how many,
-            and of how many tokens.
-            ``n_held_out``: on how many more continuations, which no fit reads, the answers are measured (``bias.fit.answers``);
-            0 measures none. They are read three times: 3 texts of 64 tokens cost as much as a prompt of 576.
-            ``polish_steps``: gradient steps afterwards, on the logits or, with ``objective="kl"``, on the next token's
-            distribution; each reads ``texts_per_step`` of the reference texts. ``verbose=False`` hides their progress.
-            ``keys`` ("output", "normalizer", "mass"), ``fit=False``, ``layer_by_layer``: ways that measured no better.
-            ``random_feature_kind``: "orthogonal" (in blocks of d_head, as FAVOR+), or "iid".
-            ``seed``: of continuations, random features and polishing.
+        method: for softmax attention, how the prompt's keys are kept: an object such as ``Landmark(n_keys=32)``, whose class
+            describes its options, or a name: "exact" (:class:`~kvlens.conversion.Exact`, every key), "landmark"
+            (:class:`~kvlens.conversion.Landmark`, few keys with fitted weights) or, for comparison, "random", "taylor" and
+            "learned" (:class:`~kvlens.conversion.RandomProjections`, :class:`~kvlens.conversion.Taylor`,
+            :class:`~kvlens.conversion.Learned`). Linear attention is always exact.
+        verbose: False hides the progress bars of fits that take long.
+        options: the options of a method that is named: ``method="landmark", n_features=32`` is
+            ``method=Landmark(n_keys=32)``.
 
     Returns:
         The whole new bias, ``initial`` included; with a batch axis for a list or a [batch, pos] tensor. A warning says where
@@ -119,8 +116,10 @@ def convert_prompt(
 
     Source: ICLCA sec. 4, alg. 1; the boundary and padding are kvlens'.
     """
-    options = _check_convertible(model, softmax)
-    if options is not None and segment_length is not None:
+    _check_convertible(model)
+    way = _checked_method(model, method, options)
+    is_softmax = model.cfg.attention == "softmax"
+    if is_softmax and segment_length is not None:
         raise KVLensError(
             "convert_prompt: segment_length is for linear attention, whose state does not grow; a softmax prompt is read "
             "whole, because all of its keys are kept until the fit"
@@ -145,11 +144,11 @@ def convert_prompt(
                 f"{tokens.tokens.shape[0]}: give one row per prompt, or continue from one (select_prompt)"
             )
         _warn_of_length(model, tokens, old)
-        if options is None:
+        if not is_softmax:
             entries = _run_prompt(model, tokens, fwd_hooks, segment_length, on_progress)
             bias = _collect(model, tokens, entries, old, fingerprint)
         else:
-            bias = convert_softmax_prompt(model, tokens, old, fingerprint, options, fwd_hooks)
+            bias = convert_softmax_prompt(model, tokens, old, fingerprint, way, fwd_hooks, verbose)
             if on_progress is not None:
                 on_progress(1.0)
     _check_finite(model, bias)
@@ -197,8 +196,8 @@ def _check_arguments(prepend_bos: Any, fwd_hooks: Any, detach: Any, segment_leng
         raise KVLensError(f"convert_prompt: fwd_hooks must be pairs of a hook point's name and a function, got {fwd_hooks!r}")
 
 
-def _check_convertible(model: HookedKVTransformer, softmax: Any) -> SoftmaxOptions | None:
-    """The options of a softmax conversion; None for linear attention."""
+def _check_convertible(model: HookedKVTransformer) -> None:
+    """Raise KVLensError where no prompt of the model has a bias."""
     if not isinstance(model, HookedKVTransformer):
         raise KVLensError(
             f"convert_prompt: expected a HookedKVTransformer, got {type(model).__name__}; "
@@ -214,14 +213,29 @@ def _check_convertible(model: HookedKVTransformer, softmax: Any) -> SoftmaxOptio
         )
     if model.cfg.ungroup_grouped_query_attention:
         raise KVLensError("convert_prompt: call model.set_ungroup_grouped_query_attention(False) first")
+
+
+@functools.cache
+def _own_arguments() -> tuple[str, ...]:
+    """The arguments of :func:`convert_prompt` that are no options of a method."""
+    return tuple(name for name in inspect.signature(convert_prompt).parameters if name != "options")
+
+
+def _checked_method(model: HookedKVTransformer, method: str | ConversionMethod, options: Mapping[str, Any]) -> ConversionMethod:
+    """The method; linear attention has the exact one alone."""
+    others = _own_arguments()
     if model.cfg.attention == "softmax":
-        return SoftmaxOptions.of(softmax)
-    if softmax:
+        return method_of(method, options, others)
+    unknown = next((name for name in options if not is_option(name)), None)
+    if unknown is not None:
+        raise unknown_option(unknown, others, None)
+    asked = [*(["method"] if method != "exact" and not isinstance(method, Exact) else []), *options]
+    if asked:
         raise KVLensError(
-            f"convert_prompt: {', '.join(softmax)} is for softmax attention; with linear attention the conversion is exact and "
+            f"convert_prompt: {', '.join(asked)} is for softmax attention; with linear attention the conversion is exact and "
             "has nothing to choose"
         )
-    return None
+    return Exact()
 
 
 def _run_prompt(

@@ -2,7 +2,7 @@
 
 import math
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -31,7 +31,7 @@ from kvlens.analyses import (
 from kvlens.analyses.prompt.readings import read_text
 from kvlens.analyses.sequences import baseline_sequence
 from kvlens.analyses.texts import joined, token_texts
-from kvlens.conversion import convert_prompt
+from kvlens.conversion import ConversionMethod, convert_prompt
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import BiasFit, KVBias
 from kvlens.model import HookedKVTransformer
@@ -81,7 +81,7 @@ def build_report(
     temperature: float = 0.0,
     seed: int = 0,
     dual: bool = False,
-    conversion: Mapping[str, Any] | None = None,
+    method: str | ConversionMethod = "exact",
     on_progress: Callable[[str, float], None] | None = None,
 ) -> Report:
     """Convert ``prompt`` and measure, on ``text``, what the conversion keeps, what the prompt changes and where it sits.
@@ -95,8 +95,8 @@ def build_report(
         temperature: 0 generates greedily; above 0 samples, with equal random numbers in the three conditions.
         seed: of the sampling; the global generators stay as they were.
         dual: also what each head's dual model does with the prompt as its demonstrations.
-        conversion: for softmax attention, how the prompt is converted: ``method``, ``n_features`` and the other options of
-            :func:`kvlens.convert_prompt`; None keeps every key, which is exact.
+        method: for softmax attention, how the prompt is converted, as in :func:`kvlens.convert_prompt`:
+            ``Landmark(n_keys=32)``; by default every key is kept, which is exact.
         on_progress: called with a description and the fraction done, in 0..1.
 
     Raises:
@@ -116,7 +116,8 @@ def build_report(
         tell(description, start)
         return lambda done: tell(description, start + (end - start) * done)
 
-    bias = convert_prompt(model, prompt_tokens, on_progress=part("converting the prompt", 0.0, 0.08), **(conversion or {}))
+    converting = part("converting the prompt", 0.0, 0.08)
+    bias = convert_prompt(model, prompt_tokens, on_progress=converting, method=method, verbose=False)
     tell("comparing predictions", 0.08)
     readings = read_text(model, prompt_tokens, text_tokens, bias=bias, residuals=True)
     errors = conversion_error(model, prompt_tokens, text_tokens, bias=bias, readings=readings)
@@ -327,7 +328,8 @@ def _approximation(fit: BiasFit) -> str:
     """How an approximate conversion was made, in a few words."""
     if fit.n_keys is None:
         return f"{fit.method}, then {'; '.join(fit.history)}"
-    polished, asked = fit.settings["polish_steps"], fit.settings["n_features"]
+    polished = fit.settings.get("polish_steps", 0)
+    asked = fit.settings.get("n_keys", fit.settings.get("n_features"))
     size = float(fit.n_keys.double().mean()) if asked is None else asked
     return f"{fit.method}, {size:.4g} features per head" + (f", {polished} steps of polishing" if polished else "")
 

@@ -40,8 +40,8 @@ def keys_note(bias: KVBias, n_prompt: int) -> str | None:
     """When a fit uses fewer keys than it was given, and why."""
     if bias.fit is None or bias.fit.method != "landmark" or bias.fit.n_keys is None:
         return None
-    n_features, ratio = (bias.fit.settings[name] for name in ("n_features", "ratio"))
-    asked = min(n_prompt, math.ceil(ratio * n_prompt) if n_features is None else n_features)
+    n_keys, ratio = (bias.fit.settings[name] for name in ("n_keys", "ratio"))
+    asked = min(n_prompt, math.ceil(ratio * n_prompt) if n_keys is None else n_keys)
     given, used = asked * bias.fit.n_keys.numel(), int(bias.fit.n_keys.sum())
     if used == given:
         return None

@@ -10,8 +10,8 @@ import torch
 from small_models import relative_error, small_model, tokens
 
 from kvlens import HookedKVTransformer, KVBias, carry_bias, combine, convert_prompt
+from kvlens.conversion import TextOptions
 from kvlens.conversion.prompt import PromptTokens
-from kvlens.conversion.softmax import SoftmaxOptions
 from kvlens.conversion.softmax.prompt_pass import convert_exactly
 from kvlens.conversion.softmax.reference import own_texts
 from kvlens.files.tensors import checked_tensor_bytes, read_checked_tensors
@@ -126,7 +126,7 @@ def test_fits_on_top_of_one_another_are_all_remembered(model, few):
     both = convert_prompt(model, OTHER, initial=few, **{**FEW, "n_features": 4})
     assert is_unknown(both.fit)
     assert both.fit.method == "several"
-    assert [fit.settings["n_features"] for fit in both.fit.parts] == [5, 4]
+    assert [fit.settings["n_keys"] for fit in both.fit.parts] == [5, 4]
     three = convert_prompt(model, TEXT[0], initial=both, **FEW)
     assert len(three.fit.parts) == 3
     assert is_unknown((few + few).fit) and len((few + few).fit.parts) == 1
@@ -205,7 +205,7 @@ def held_out(model, prompt: torch.Tensor, n: int, old: KVBias | None = None) -> 
     """The texts that an error is measured on where the reference is given: [text, pos]."""
     with contextlib.nullcontext() if old is None else model.kv_bias(old):
         exact = convert_exactly(model, PromptTokens(prompt[None], None, False), (), old, model.fingerprint())
-    options = SoftmaxOptions(method="landmark", n_features=5, continuation_length=6)
+    options = TextOptions(continuation_length=6)
     return own_texts(model, exact, convert_prompt(model, prompt[None], initial=old), options, n, apart=True)[0]
 
 
@@ -251,7 +251,7 @@ def test_no_fit_has_seen_the_texts_that_answers_are_measured_on(model, few):
     assert few_more.fit.reference_passes == pytest.approx((2 * 24 + 3 * 3) * 6 / 24)  # sampled, read; thrice for the answers
     assert few.fit.reference_passes == pytest.approx((2 * 9 + 3 + 3 * 3) * 6 / 24)
     exact = convert_exactly(model, PromptTokens(PROMPT[None], None, False), (), None, model.fingerprint())
-    options = SoftmaxOptions(method="landmark", n_features=5, continuation_length=6)
+    options = TextOptions(continuation_length=6)
     read, apart = (own_texts(model, exact, exact.bias, options, 9, apart=apart)[0] for apart in (False, True))
     assert not {tuple(x) for x in read.tolist()} & {tuple(x) for x in apart.tolist()}
 

@@ -88,12 +88,12 @@ def test_decoding_token_by_token(kind):
 @pytest.mark.parametrize("kind", ["rotary, grouped", "alibi", "learned positions", "shifted"])
 def test_prompts_of_unequal_length_are_those_of_each_alone(kind):
     from kvlens.conversion.prompt import PromptTokens
-    from kvlens.conversion.softmax import SoftmaxOptions, convert_softmax_prompt
+    from kvlens.conversion.softmax import Exact, convert_softmax_prompt
 
     model, prompt = small_model(**DOUBLE, **KINDS[kind]), tokens(2, 7)
     mask = torch.ones(2, 7, dtype=torch.bool)
     mask[1, 4:] = False
-    both = convert_softmax_prompt(model, PromptTokens(prompt, mask, True), None, model.fingerprint(), SoftmaxOptions())
+    both = convert_softmax_prompt(model, PromptTokens(prompt, mask, True), None, model.fingerprint(), Exact())
     assert both.position_offset.tolist() == [7, 4]
     for row, length in ((0, 7), (1, 4)):
         text = tokens(1, 6, seed=3)

@@ -112,13 +112,13 @@ def test_a_batch_is_its_prompts():
 
 def test_prompts_of_unequal_length():
     from kvlens.conversion.prompt import PromptTokens
-    from kvlens.conversion.softmax import SoftmaxOptions, convert_softmax_prompt
+    from kvlens.conversion.softmax import Landmark, convert_softmax_prompt
 
     model, prompts = model_of(positional_embedding_type="rotary"), tokens(2, 24)
     mask = torch.ones(2, 24, dtype=torch.bool)
     mask[1, 10:] = False
-    options = SoftmaxOptions(method="landmark", n_features=8, reference=TEXT[0], verbose=False)
-    both = convert_softmax_prompt(model, PromptTokens(prompts, mask, True), None, model.fingerprint(), options)
+    method = Landmark(n_keys=8, reference=TEXT[0])
+    both = convert_softmax_prompt(model, PromptTokens(prompts, mask, True), None, model.fingerprint(), method)
     alone = convert_prompt(model, prompts[1, :10], method="landmark", n_features=8, reference=TEXT[0], verbose=False)
     torch.testing.assert_close(both.select_prompt(1).b_KV, alone.b_KV, rtol=1e-6, atol=1e-9)
 
@@ -274,12 +274,18 @@ def test_nothing_random_is_left_to_chance_and_the_global_generator_stays():
     ("options", "words"),
     [
         (dict(method="landmarks"), "did you mean 'landmark'"),
-        (dict(method="landmark"), "needs n_features"),
+        (dict(method="landmark"), r"Landmark: needs n_keys \(or n_features\), .* or ratio"),
         (dict(method="landmark", n_features=0), "at least 1, got 0"),
         (dict(method="landmark", ratio=1.5), "0 < ratio <= 1, got 1.5"),
         (dict(method="landmark", n_features=3, ratio=0.5), "not both"),
-        (dict(method="exact", n_features=3), "has no number of features"),
-        (dict(method="random", n_features=3, polish_steps=5), 'belong to method="landmark"'),
+        (
+            dict(method="exact", n_features=3),
+            'method="exact" has no option .n_features., which belongs to "landmark" and "random"',
+        ),
+        (
+            dict(method="random", n_features=3, polish_steps=5),
+            '"random" has no option .*, which belongs to "landmark"; it takes ',
+        ),
         (dict(method="landmark", n_features=3, polish_steps=-1), "must be at least 0, got -1"),
         (dict(n_feature=3), "did you mean 'n_features'"),
         (dict(method="landmark", n_features=3, reference=torch.zeros(0, dtype=torch.long)), "reference: it is empty"),

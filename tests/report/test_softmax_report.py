@@ -76,7 +76,7 @@ def test_nothing_that_is_shared_says_where_the_model_lies(outside_data, tmp_path
     ("options", "words"),
     [
         (["--method", "landmark"], "needs --features"),
-        (["--features", "4"], "no number of features to choose"),
+        (["--features", "4"], "has no option 'n_features', which belongs to"),
     ],
 )
 def test_options_that_do_not_go_together(outside_data, tmp_path, capsys, options, words):

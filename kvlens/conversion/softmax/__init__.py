@@ -1,6 +1,26 @@
 """Conversion of a softmax model's prompt: exact with all its keys, or approximate with a known error (ICLCA sec. 5, ICLAA)."""
 
 from kvlens.conversion.softmax.convert import convert_softmax_prompt
-from kvlens.conversion.softmax.settings import METHODS, Method, Reference, SoftmaxChoices, SoftmaxOptions
+from kvlens.conversion.softmax.free_features import Learned, RandomProjections, Taylor
+from kvlens.conversion.softmax.landmark import Landmark
+from kvlens.conversion.softmax.method import Approximation, ConversionMethod, Exact
+from kvlens.conversion.softmax.methods import METHODS, is_option, method_of, unknown_option
+from kvlens.conversion.softmax.settings import TextOptions
+from kvlens.conversion.softmax.teacher import Teacher
 
-__all__ = ["METHODS", "Method", "Reference", "SoftmaxChoices", "SoftmaxOptions", "convert_softmax_prompt"]
+__all__ = [
+    "METHODS",
+    "Approximation",
+    "ConversionMethod",
+    "Exact",
+    "Landmark",
+    "Learned",
+    "RandomProjections",
+    "Taylor",
+    "Teacher",
+    "TextOptions",
+    "convert_softmax_prompt",
+    "is_option",
+    "method_of",
+    "unknown_option",
+]

@@ -6,11 +6,8 @@ from typing import Any
 import torch
 
 from kvlens.conversion.prompt import PromptTokens
-from kvlens.conversion.softmax.free_features import check_free_features, learned_bias, random_bias, taylor_bias
-from kvlens.conversion.softmax.landmark import Landmarks
-from kvlens.conversion.softmax.polish import polish
+from kvlens.conversion.softmax.method import Approximation, ConversionMethod
 from kvlens.conversion.softmax.prompt_pass import ConvertedExactly, as_batch, continued, convert_exactly
-from kvlens.conversion.softmax.settings import SoftmaxOptions
 from kvlens.conversion.softmax.teacher import Teacher
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import Fingerprint, KVBias
@@ -23,21 +20,21 @@ def convert_softmax_prompt(
     prompt: PromptTokens,
     old: KVBias | None,
     fingerprint: Fingerprint,
-    options: SoftmaxOptions,
+    method: ConversionMethod,
     fwd_hooks: Sequence[Any] = (),
+    verbose: bool = True,
 ) -> KVBias:
     """See :func:`kvlens.convert_prompt`, which checks the prompt and what it continues from."""
-    if options.method not in ("exact", "landmark"):
-        check_free_features(model, options.method)
+    method.check_model(model)
     exact = convert_exactly(model, prompt, fwd_hooks, old, fingerprint)
     _check_finite(exact)
     bias, old = exact.bias, exact.old
     lengths = torch.as_tensor(prompt.lengths()).reshape(-1).tolist()
-    keeps_all = options.method == "landmark" and options.keeps_all(lengths)
-    if options.method != "exact" and not keeps_all:
+    if isinstance(method, Approximation) and not method.keeps_every_key(lengths):
         wide, dtype = torch.promote_types(bias.b_KV.dtype, torch.float32), bias.b_KV.dtype  # no fit in 8 bits of mantissa
         exact = exact._replace(bias=bias.to(wide))
-        bias = _approximated(Teacher(model, prompt, exact, None if old is None else old.to(wide), options), dtype)
+        teacher = Teacher(model, prompt, exact, None if old is None else old.to(wide), method, verbose)
+        bias = _approximated(teacher, method, dtype)
     if old is not None:
         bias = _on_top_of(old, bias)
     has_batch = prompt.has_batch or (old is not None and old.batch_size is not None)
@@ -55,17 +52,10 @@ def _on_top_of(old: KVBias, new: KVBias) -> KVBias:
     return continued(old, new)._made(of_sum([before, new.fit], step))
 
 
-def _approximated(teacher: Teacher, dtype: torch.dtype) -> KVBias:
-    method = teacher.options.method
+def _approximated(teacher: Teacher, method: Approximation, dtype: torch.dtype) -> KVBias:
     with teacher.timed("fit"):
-        if method == "landmark":
-            bias = Landmarks(teacher).fit()
-        else:
-            bias = {"random": random_bias, "taylor": taylor_bias, "learned": learned_bias}[method](teacher)
-    if teacher.options.polish_steps:
-        with teacher.timed("polish"):
-            bias = polish(teacher, bias)
-    return teacher.with_record(bias, fitted=method in ("landmark", "learned"), dtype=dtype)
+        bias = method.fit(teacher)
+    return teacher.with_record(bias, method.name, method.fits_on_text, dtype)
 
 
 def _check_finite(exact: ConvertedExactly) -> None:

@@ -8,13 +8,16 @@ worse than nothing: it is right where scores stay well below 1, which holds for 
 trained on the prompt do follow, at the price of the training.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvlens.arguments import check_choice
 from kvlens.conversion.softmax.learned import train_features
+from kvlens.conversion.softmax.method import Approximation
 from kvlens.conversion.softmax.prompt_pass import ConvertedExactly
 from kvlens.conversion.softmax.teacher import Teacher
 from kvlens.errors import KVLensError
@@ -22,59 +25,115 @@ from kvlens.kv_bias import KVBias, LearnedFeatures, RandomFeatures, SoftmaxFeatu
 from kvlens.model import HookedKVTransformer
 from kvlens.ops.feature_maps import draw_projections
 from kvlens.ops.softmax_features import random_log_features, taylor_features
+from kvlens.signature import named_fields
 
 
-def check_free_features(model: HookedKVTransformer, method: str) -> None:
-    """Raise KVLensError where a model's scores are more than exp(q.k): such features would miss the rest."""
-    for block in model.blocks:
-        rule = block.attn.score_rule()
-        for what, present in (
-            ("ALiBi", rule.slopes is not None),
-            ("local windows", rule.window is not None),
-            ("soft-capping", rule.soft_cap is not None),
-        ):
-            if present:
-                raise KVLensError(
-                    f'convert_prompt: method="{method}" approximates exp(q.k), and this model\'s scores have {what} besides: '
-                    'use method="exact" or "landmark", whose keys are scored as the model does'
-                )
+class FreeFeatures(Approximation):
+    """A method whose features are no keys: for models whose scores are exp(q.k) alone."""
+
+    def check_model(self, model: HookedKVTransformer) -> None:
+        """Raise KVLensError where a model's scores are more than exp(q.k): such features would miss the rest."""
+        for block in model.blocks:
+            rule = block.attn.score_rule()
+            for what, present in (
+                ("ALiBi", rule.slopes is not None),
+                ("local windows", rule.window is not None),
+                ("soft-capping", rule.soft_cap is not None),
+            ):
+                if present:
+                    raise KVLensError(
+                        f'convert_prompt: method="{self.name}" approximates exp(q.k), and this model\'s scores have {what} '
+                        'besides: use method="exact" or "landmark", whose keys are scored as the model does'
+                    )
 
 
-def random_bias(teacher: Teacher) -> KVBias:
-    """Positive random features, orthogonal in blocks or independent; one draw per layer and key-value head."""
-    cfg, options = teacher.model.cfg, teacher.options
-    generator = torch.Generator().manual_seed(options.seed)
-    m = options.n_features
-    assert m is not None
-    kind = options.random_feature_kind
-    drawn = [draw_projections(cfg.n_kv_heads, m, cfg.d_head, kind, generator) for _ in range(cfg.n_layers)]
-    projection = torch.stack(drawn).to(teacher.exact.bias.b_KV)
-    scale = _scale(teacher.model)
-    logs = [random_log_features(_keys(teacher.exact, i), projection[i], scale) for i in range(cfg.n_layers)]
-    return _summed(teacher.exact, logs, RandomFeatures(projection))
+@named_fields
+@dataclass(frozen=True, kw_only=True)
+class RandomProjections(FreeFeatures):
+    """Positive random features (FAVOR+, Choromanski et al. 2021); one draw per layer and key-value head. For comparison.
 
+    Attributes:
+        n_features: per key-value head.
+        random_feature_kind: "orthogonal" (in blocks of d_head), or "iid".
+        reference, n_continuations, continuation_length, n_held_out, seed: see
+            :class:`~kvlens.conversion.softmax.settings.TextOptions`; the text is for measuring alone.
 
-def learned_bias(teacher: Teacher) -> KVBias:
-    """Features trained on the reference queries and the prompt's keys."""
-    trained = train_features(teacher)
-    return _summed(teacher.exact, list(trained.log_keys), LearnedFeatures(trained.queries.weight, trained.queries.offset))
-
-
-def taylor_bias(teacher: Teacher) -> KVBias:
-    """The second-order polynomial, off by |q.k / scale|^3 / 6: for scores below 1. Of exp(10) = 22,026 it makes 61: the
-    normaliser is then as wrong, and the output worse than without the prompt.
+    Source: ICLAA, algorithm 2.
     """
-    exact, b_kv, b_d, log_scale = teacher.exact, [], [], []
-    for layer in range(teacher.model.cfg.n_layers):
-        phi = taylor_features(_keys(exact, layer), _scale(teacher.model))
-        logs = _masked(exact, phi.log_scale[..., None]).squeeze(-1)
-        top = logs.amax(dim=1)
-        features = phi.features * (logs - top[:, None]).exp()[..., None]
-        b_kv.append(torch.einsum("bjgr,bgjd->bgrd", features, exact.bias.b_KV[layer]))
-        b_d.append(features.sum(dim=1))
-        log_scale.append(top)
-    new = dict(b_KV=torch.stack(b_kv), b_D=torch.stack(b_d), log_scale=torch.stack(log_scale))
-    return replace(exact.bias, **new, features=TaylorFeatures(teacher.model.cfg.d_head))  # type: ignore[arg-type]
+
+    name: ClassVar[str] = "random"
+
+    n_features: int
+    random_feature_kind: Literal["orthogonal", "iid"] = "orthogonal"
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.check_whole("n_features", 1)
+        check_choice("RandomProjections: random_feature_kind", self.random_feature_kind, ("orthogonal", "iid"))
+
+    def fit(self, teacher: Teacher) -> KVBias:
+        cfg, m, kind = teacher.model.cfg, self.n_features, self.random_feature_kind
+        generator = torch.Generator().manual_seed(self.seed)
+        drawn = [draw_projections(cfg.n_kv_heads, m, cfg.d_head, kind, generator) for _ in range(cfg.n_layers)]
+        projection = torch.stack(drawn).to(teacher.exact.bias.b_KV)
+        scale = _scale(teacher.model)
+        logs = [random_log_features(_keys(teacher.exact, i), projection[i], scale) for i in range(cfg.n_layers)]
+        return _summed(teacher.exact, logs, RandomFeatures(projection))
+
+
+@named_fields
+@dataclass(frozen=True, kw_only=True)
+class Learned(FreeFeatures):
+    """Features trained on the reference queries and the prompt's keys (:mod:`kvlens.conversion.softmax.learned`).
+
+    Attributes:
+        n_features: per key-value head.
+        reference, n_continuations, continuation_length, n_held_out, seed: see
+            :class:`~kvlens.conversion.softmax.settings.TextOptions`; the features are trained on the reference text.
+
+    Source: ICLCA's slides (phi_mlp).
+    """
+
+    name: ClassVar[str] = "learned"
+    fits_on_text: ClassVar[bool] = True
+
+    n_features: int
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.check_whole("n_features", 1)
+
+    def fit(self, teacher: Teacher) -> KVBias:
+        trained = train_features(teacher, self.n_features)
+        queries = trained.queries
+        return _summed(teacher.exact, list(trained.log_keys), LearnedFeatures(queries.weight, queries.offset))
+
+
+@named_fields
+@dataclass(frozen=True, kw_only=True)
+class Taylor(FreeFeatures):
+    """The second-order polynomial, off by |q.k / scale|^3 / 6: for scores below 1. Of exp(10) = 22,026 it makes 61: the
+    normalizer is then as wrong, and the output worse than without the prompt. For comparison.
+
+    Attributes:
+        reference, n_continuations, continuation_length, n_held_out, seed: see
+            :class:`~kvlens.conversion.softmax.settings.TextOptions`; the text is for measuring alone.
+    """
+
+    name: ClassVar[str] = "taylor"
+
+    def fit(self, teacher: Teacher) -> KVBias:
+        exact, b_kv, b_d, log_scale = teacher.exact, [], [], []
+        for layer in range(teacher.model.cfg.n_layers):
+            phi = taylor_features(_keys(exact, layer), _scale(teacher.model))
+            logs = _masked(exact, phi.log_scale[..., None]).squeeze(-1)
+            top = logs.amax(dim=1)
+            features = phi.features * (logs - top[:, None]).exp()[..., None]
+            b_kv.append(torch.einsum("bjgr,bgjd->bgrd", features, exact.bias.b_KV[layer]))
+            b_d.append(features.sum(dim=1))
+            log_scale.append(top)
+        new = dict(b_KV=torch.stack(b_kv), b_D=torch.stack(b_d), log_scale=torch.stack(log_scale))
+        return replace(exact.bias, **new, features=TaylorFeatures(teacher.model.cfg.d_head))  # type: ignore[arg-type]
 
 
 def _summed(exact: ConvertedExactly, logs: list[Float[Tensor, "batch key kv_head r"]], features: SoftmaxFeatures) -> KVBias:

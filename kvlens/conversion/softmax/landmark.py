@@ -9,19 +9,27 @@ normaliser, so that it is the output's own error that falls; greedy budgets over
 whole model; and the result, a KV bias, whose weights may have either sign, so that it can be added, subtracted and cut down.
 """
 
-from dataclasses import replace
-from typing import NamedTuple
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvlens.arguments import check_choice, check_flag, check_number
+from kvlens.conversion.softmax.method import Approximation
+from kvlens.conversion.softmax.polish import Objective, polish
 from kvlens.conversion.softmax.prompt_pass import continued
 from kvlens.conversion.softmax.teacher import Teacher
+from kvlens.errors import KVLensError, warn
 from kvlens.kv_bias import KVBias, VirtualKeys
 from kvlens.ops.landmarks import (
+    CRITERIA,
     Chosen,
+    Criterion,
     Queries,
     Statistics,
     choose_keys,
@@ -30,9 +38,96 @@ from kvlens.ops.landmarks import (
     greedy_budgets,
     statistics,
 )
+from kvlens.signature import named_fields
 
 LONGEST_PATH = 4
 """A head gets at most so many times the average number of keys, or 64 where that is more and the prompt has as many."""
+
+
+@named_fields
+@dataclass(frozen=True, kw_only=True)
+class Landmark(Approximation):
+    """A few of the prompt's keys per key-value head, with fitted weights and values.
+
+    >>> Landmark(n_keys=32, budget="greedy")  # doctest: +ELLIPSIS
+    Landmark(reference=None, ... n_keys=32, ...)
+
+    ``keys``, ``fitted``, ``layer_by_layer`` and ``objective`` are there for comparisons: their defaults measured best.
+
+    Attributes:
+        n_keys: keys per key-value head, at most one per token of the prompt; as shorthand also called ``n_features``.
+        ratio: the same as a share of the prompt's tokens, in place of ``n_keys``.
+        budget: "equal": the same number for every head; "greedy": that number on average, given to the heads where it removes
+            most error.
+        polish_steps: gradient steps after the fit.
+        texts_per_step: how many of the reference texts each of them reads.
+        objective: of polishing: "logits", their squared relative error, or "kl", of the next token's distribution.
+        keys: by what keys are chosen: the "output" of the head, its "normalizer", or the attention "mass" of a key.
+        fitted: False keeps weight 1 and the key's own value.
+        layer_by_layer: fit each layer on the queries that the layers below, already converted, produce.
+        reference, n_continuations, continuation_length, n_held_out, seed: see
+            :class:`~kvlens.conversion.softmax.settings.TextOptions`; the fit reads the reference text.
+
+    Source: kvlens; ICLCA sec. 5 has random features in the place of keys.
+    """
+
+    name: ClassVar[str] = "landmark"
+    shorthand: ClassVar[Mapping[str, str]] = {"n_features": "n_keys", "fit": "fitted"}
+    fits_on_text: ClassVar[bool] = True
+
+    n_keys: int | None = None
+    ratio: float | None = None
+    budget: Literal["equal", "greedy"] = "equal"
+    polish_steps: int = 0
+    texts_per_step: int = 16
+    objective: Objective = "logits"
+    keys: Criterion = "output"
+    fitted: bool = True
+    layer_by_layer: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_choice("Landmark: budget", self.budget, ("equal", "greedy"))
+        check_choice("Landmark: objective", self.objective, ("logits", "kl"))
+        check_choice("Landmark: keys", self.keys, CRITERIA)
+        self.check_whole("polish_steps", 0)
+        self.check_whole("texts_per_step", 1)
+        check_flag("Landmark: fitted", self.fitted)
+        check_flag("Landmark: layer_by_layer", self.layer_by_layer)
+        if (self.n_keys is None) == (self.ratio is None):
+            problem = "needs n_keys (or n_features), the keys per key-value head, or ratio, a share of the prompt's keys"
+            raise KVLensError(f"Landmark: {problem if self.n_keys is None else 'give n_keys or ratio, not both'}")
+        if self.n_keys is not None:
+            self.check_whole("n_keys", 1)
+        if self.ratio is not None:
+            check_number("Landmark: ratio", self.ratio)
+            if not 0 < self.ratio <= 1:
+                raise KVLensError(f"Landmark: ratio is a share of the prompt's keys, 0 < ratio <= 1, got {self.ratio}")
+
+    def fit(self, teacher: Teacher) -> KVBias:
+        bias = _Landmarks(teacher, self).fit()
+        if not self.polish_steps:
+            return bias
+        with teacher.timed("polish"):
+            how = dict(steps=self.polish_steps, texts_per_step=self.texts_per_step)
+            return polish(teacher, bias, **how, objective=self.objective)
+
+    def keeps_every_key(self, lengths: Sequence[int]) -> bool:
+        """Warns where more keys are asked for than a prompt has."""
+        above = [n for n in lengths if self._wanted(n) > n]
+        if above:
+            warn(
+                f"convert_prompt: {self._wanted(above[0])} virtual keys for a prompt of {above[0]} tokens: all {above[0]} are "
+                "kept, which is exact"
+            )
+        return all(self._wanted(n) >= n for n in lengths)
+
+    def keys_kept(self, n_tokens: int) -> int:
+        """Keys per key-value head for a prompt of so many tokens, on average; at most one per token."""
+        return min(self._wanted(n_tokens), n_tokens)
+
+    def _wanted(self, n_tokens: int) -> int:
+        return self.n_keys if self.n_keys is not None else math.ceil(self.ratio * n_tokens)  # type: ignore[operator]
 
 
 class LayerFit(NamedTuple):
@@ -44,12 +139,12 @@ class LayerFit(NamedTuple):
     values: Float[Tensor, "batch kv_head r d_head"]
 
 
-class Landmarks:
+class _Landmarks:
     """One conversion: what its steps share."""
 
-    def __init__(self, teacher: Teacher):
-        self.teacher, self.model, self.options = teacher, teacher.model, teacher.options
-        self.wanted = torch.tensor([self.options.n_keys(int(n)) for n in teacher.lengths])
+    def __init__(self, teacher: Teacher, options: Landmark):
+        self.teacher, self.model, self.options = teacher, teacher.model, options
+        self.wanted = torch.tensor([options.keys_kept(int(n)) for n in teacher.lengths])
         longest, n_keys = int(self.wanted.max()), teacher.exact.bias.d_phi
         self.path = longest if self.options.budget == "equal" else min(n_keys, max(LONGEST_PATH * longest, 64))
 
@@ -86,7 +181,7 @@ class Landmarks:
         active = torch.arange(r, device=index.device) < counts[:, None]
         keys, distance, values = prompt.keys.flatten(0, 1), prompt.distance.flatten(0, 1), prompt.values.flatten(0, 1)
         rows = index[..., None].expand(-1, -1, keys.shape[-1])
-        if self.options.fit:
+        if self.options.fitted:
             weights = fit_weights(sums, index, active)
             fitted = fit_values(queries, prompt, index, weights)
         else:

@@ -72,11 +72,10 @@ class Trained(NamedTuple):
     log_keys: Float[Tensor, "layer batch key kv_head m"]
 
 
-def train_features(teacher: Teacher) -> Trained:
-    """Features trained on the texts that the teacher has seen."""
-    options, m, scale = teacher.options, teacher.options.n_features, teacher.model.blocks[0].attn.score_rule().scale
-    generator = torch.Generator().manual_seed(options.seed)
-    assert m is not None
+def train_features(teacher: Teacher, m: int) -> Trained:
+    """``m`` features trained on the texts that the teacher has seen."""
+    scale = teacher.model.blocks[0].attn.score_rule().scale
+    generator = torch.Generator().manual_seed(teacher.options.seed)
     whole = Attended.of(teacher)
     centres = _centres(whole, m, generator)
     with torch.inference_mode(False), torch.enable_grad():
@@ -92,7 +91,7 @@ def train_features(teacher: Teacher) -> Trained:
             learning_rate=LEARNING_RATE,
             generator=generator,
         )
-        progress = tqdm(losses, desc="training features", total=STEPS, disable=not options.verbose)
+        progress = tqdm(losses, desc="training features", total=STEPS, disable=not teacher.verbose)
         for loss in progress:
             progress.set_postfix(loss=f"{float(loss):.3g}")
     w_q, a_q, w_k, a_k = (x.detach() for x in free)

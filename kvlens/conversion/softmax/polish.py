@@ -18,6 +18,7 @@ from kvlens.conversion.softmax.teacher import Teacher
 from kvlens.kv_bias import KVBias, VirtualKeys
 
 LEARNING_RATE = 2e-2
+Objective = Literal["logits", "kl"]
 
 
 @dataclass
@@ -52,25 +53,25 @@ def _leaf(x: Tensor) -> Tensor:
     return x.detach().clone().requires_grad_()
 
 
-def polish(teacher: Teacher, bias: KVBias) -> KVBias:
-    """``bias`` (of this prompt alone) after ``options.polish_steps`` steps on the texts that the teacher has seen."""
-    options, model = teacher.options, teacher.model
+def polish(teacher: Teacher, bias: KVBias, *, steps: int, texts_per_step: int, objective: Objective) -> KVBias:
+    """``bias`` (of this prompt alone) after so many steps on the texts that the teacher has seen."""
+    model = teacher.model
     requires = [p.requires_grad for p in model.parameters()]
     with torch.inference_mode(False), torch.enable_grad():
         model.requires_grad_(False)
         try:
-            target = _target_logits(teacher)
+            target = _target_logits(teacher, texts_per_step)
             state = Polished.of(bias)
             losses = descend(
                 state.free(),
-                lambda texts: _loss(teacher, state.bias(bias), texts, target, options.objective),
+                lambda texts: _loss(teacher, state.bias(bias), texts, target, objective),
                 n_rows=teacher.seen.shape[1],
-                rows_per_step=options.texts_per_step,
-                steps=options.polish_steps,
+                rows_per_step=texts_per_step,
+                steps=steps,
                 learning_rate=LEARNING_RATE,
-                generator=torch.Generator().manual_seed(options.seed),
+                generator=torch.Generator().manual_seed(teacher.options.seed),
             )
-            progress = tqdm(losses, desc="polishing", total=options.polish_steps, disable=not options.verbose)
+            progress = tqdm(losses, desc="polishing", total=steps, disable=not teacher.verbose)
             for loss in progress:
                 progress.set_postfix(loss=f"{float(loss):.3g}")
         finally:
@@ -91,19 +92,13 @@ def _logits(teacher: Teacher, bias: KVBias, texts: Int[Tensor, " text"]) -> Tens
 
 
 @torch.no_grad()
-def _target_logits(teacher: Teacher) -> list[Tensor]:
+def _target_logits(teacher: Teacher, texts_per_step: int) -> list[Tensor]:
     """What the prompted model says to each text; [batch, pos, vocab] each."""
     every = torch.arange(teacher.seen.shape[1])
-    return [
-        logits
-        for part in every.split(teacher.options.texts_per_step)
-        for logits in _logits(teacher, teacher.whole, part).unbind(dim=1)
-    ]
+    return [logits for part in every.split(texts_per_step) for logits in _logits(teacher, teacher.whole, part).unbind(dim=1)]
 
 
-def _loss(
-    teacher: Teacher, bias: KVBias, texts: Tensor, target: list[Tensor], objective: Literal["logits", "kl"]
-) -> Float[Tensor, ""]:
+def _loss(teacher: Teacher, bias: KVBias, texts: Tensor, target: list[Tensor], objective: Objective) -> Float[Tensor, ""]:
     new = _logits(teacher, continued(teacher.old, bias), texts)
     old = torch.stack([target[i] for i in texts.tolist()], dim=1)
     if objective == "kl":

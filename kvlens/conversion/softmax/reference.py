@@ -13,7 +13,7 @@ from torch import Tensor
 from kvlens._tl import TransformerLensKeyValueCache
 from kvlens.conversion.prompt import PromptTokens, prompt_tokens
 from kvlens.conversion.softmax.prompt_pass import ConvertedExactly, attached, observed, rows_of
-from kvlens.conversion.softmax.settings import SoftmaxOptions
+from kvlens.conversion.softmax.settings import TextOptions
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import KVBias
 from kvlens.model import HookedKVTransformer
@@ -34,7 +34,7 @@ class ReferenceText(NamedTuple):
 
 
 def reference_text(
-    model: HookedKVTransformer, prompt: PromptTokens, exact: ConvertedExactly, whole: KVBias, options: SoftmaxOptions
+    model: HookedKVTransformer, prompt: PromptTokens, exact: ConvertedExactly, whole: KVBias, options: TextOptions
 ) -> ReferenceText:
     """The reference texts of every prompt.
 
@@ -59,7 +59,7 @@ def reference_text(
 
 
 def own_texts(
-    model: HookedKVTransformer, exact: ConvertedExactly, whole: KVBias, options: SoftmaxOptions, n: int, apart: bool = False
+    model: HookedKVTransformer, exact: ConvertedExactly, whole: KVBias, options: TextOptions, n: int, apart: bool = False
 ) -> Int[Tensor, "batch text pos"]:
     """``n`` of the model's own continuations of each prompt; ``apart`` from those that the fit reads."""
     length = min(options.continuation_length, _room(model, whole))

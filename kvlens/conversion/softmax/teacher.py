@@ -12,7 +12,7 @@ from kvlens.conversion.prompt import PromptTokens
 from kvlens.conversion.softmax.answers import answer_errors, without_prompt
 from kvlens.conversion.softmax.prompt_pass import ConvertedExactly, continued
 from kvlens.conversion.softmax.reference import own_texts, read_queries, reference_text, split_held_out
-from kvlens.conversion.softmax.settings import SoftmaxOptions
+from kvlens.conversion.softmax.settings import TextOptions
 from kvlens.kv_bias import AnswerErrors, BiasFit, KVBias
 from kvlens.model import HookedKVTransformer
 from kvlens.ops.landmarks import PromptKeys, Queries, output_errors
@@ -28,6 +28,7 @@ class Teacher:
         seen, held_out: reference texts for the fit, and for measuring the heads' errors.
         asked: the model's own continuations that the fit does not see, for measuring the answers; None where that is off.
         lengths: real tokens of each prompt.
+        verbose: whether steps that take long draw a progress bar.
     """
 
     def __init__(
@@ -36,9 +37,10 @@ class Teacher:
         prompt: PromptTokens,
         exact: ConvertedExactly,
         old: KVBias | None,
-        options: SoftmaxOptions,
+        options: TextOptions,
+        verbose: bool = True,
     ):
-        self.model, self.exact, self.old, self.options = model, exact, old, options
+        self.model, self.exact, self.old, self.options, self.verbose = model, exact, old, options, verbose
         self.lengths = torch.as_tensor(prompt.lengths()).expand(prompt.tokens.shape[0])
         self.seconds: dict[str, float] = {}
         with self.timed("reference"):
@@ -84,7 +86,7 @@ class Teacher:
             self.seconds[step] = self.seconds.get(step, 0.0) + spent
 
     @torch.no_grad()
-    def with_record(self, fit: KVBias, fitted: bool, dtype: torch.dtype) -> KVBias:
+    def with_record(self, fit: KVBias, method: str, fits_on_text: bool, dtype: torch.dtype) -> KVBias:
         """The bias of this prompt alone in ``dtype``, with its record: errors are of what is stored, on held-out texts."""
         stored = fit.to(dtype)
         bias = stored.to(fit.b_KV.dtype)
@@ -93,9 +95,9 @@ class Teacher:
             errors = [self._errors(bias, layer, each) for layer, each in enumerate(queries)]
         answers = self._answers(bias)
         record = BiasFit(
-            method=self.options.method,
+            method=method,
             settings=self.options.to_json(),
-            n_reference_tokens=self.seen[0].numel() if fitted else 0,
+            n_reference_tokens=self.seen[0].numel() if fits_on_text else 0,
             n_held_out_tokens=self.held_out[0].numel(),
             prompt_passes=1.0,
             reference_passes=self.reference_passes,

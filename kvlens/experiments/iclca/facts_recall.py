@@ -26,7 +26,7 @@ import torch
 from matplotlib.figure import Figure
 
 from kvlens import zoo
-from kvlens.conversion import convert_prompt
+from kvlens.conversion import ConversionMethod, Exact, Landmark, convert_prompt
 from kvlens.experiments.shared.judge import JUDGE
 from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
 from kvlens.model import HookedKVTransformer
@@ -39,9 +39,9 @@ GREEDY, EQUAL, NO_FIT, POLISHED, EXACT, DROPPED = "greedy", "equal", "no fit", "
 FEWER_KEYS: dict[str, dict[str, Any]] = {
     GREEDY: dict(budget="greedy"),
     EQUAL: dict(budget="equal"),
-    NO_FIT: dict(budget="equal", fit=False),
+    NO_FIT: dict(budget="equal", fitted=False),
 }
-"""What each way passes to :func:`kvlens.convert_prompt` beside the number of keys."""
+"""The options of :class:`kvlens.conversion.Landmark` beside the number of keys."""
 AIM, AIM_RATIO = 0.99, 0.25
 """Share of answers to be kept at this share of the story's keys."""
 SPREAD = LONGEST_STATEMENT - min(len(words_of(statement)) for kind in KINDS for statement in kind.statements)
@@ -94,8 +94,8 @@ def measure(
     tokens = torch.tensor([stories[row].n_prompt_tokens for row, _ in asked], dtype=torch.float64)
     dropped = {"way": DROPPED, "ratio": 0.0, "keys": 0.0, "is_right": right_without_story(model, stories).numpy()}
     frames = [pd.DataFrame({**shared, **dropped})]
-    for way, options in ways(settings):
-        bias = convert_prompt(model, [story.prompt for story in stories], prepend_bos=True, **options)
+    for way, method in ways(settings):
+        bias = convert_prompt(model, [story.prompt for story in stories], prepend_bos=True, method=method, verbose=False)
         with model.kv_bias(bias):
             right = right_with_bias(model, stories)
         keys = (
@@ -109,18 +109,16 @@ def measure(
     return pd.concat(frames, ignore_index=True)
 
 
-def ways(settings: Mapping[str, Any]) -> Iterator[tuple[Way, dict[str, Any]]]:
-    """Every way that is measured, with the arguments of :func:`kvlens.convert_prompt`."""
-    yield Way(EXACT, 1.0), dict(method="exact")
+def ways(settings: Mapping[str, Any]) -> Iterator[tuple[Way, ConversionMethod]]:
+    """Every way that is measured, with its method."""
+    yield Way(EXACT, 1.0), Exact()
     for ratio in settings["ratios"]:
+        shared: dict[str, Any] = dict(ratio=ratio, seed=settings["seed"], n_held_out=0, **settings["reference"])
         for name, options in FEWER_KEYS.items():
-            landmark: dict[str, Any] = dict(
-                method="landmark", ratio=ratio, seed=settings["seed"], n_held_out=0, verbose=False, **settings["reference"]
-            )
-            yield Way(name, ratio), {**landmark, **options}
+            yield Way(name, ratio), Landmark(**shared, **options)
         if ratio == AIM_RATIO:
             polish = {**settings["polish"], "objective": "kl"}
-            yield Way(POLISHED, ratio), {**landmark, **FEWER_KEYS[GREEDY], **polish}
+            yield Way(POLISHED, ratio), Landmark(**shared, **FEWER_KEYS[GREEDY], **polish)
 
 
 def _keys_by_story(n_keys: torch.Tensor) -> torch.Tensor:

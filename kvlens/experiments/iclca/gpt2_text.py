@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from kvlens import zoo
-from kvlens.conversion import convert_prompt
+from kvlens.conversion import Landmark, RandomProjections, convert_prompt
 from kvlens.errors import KVLensError, nearest
 from kvlens.experiments.iclca.prompt_pairs import PAIRS, Pair
 from kvlens.experiments.shared.judge import JUDGE
@@ -104,9 +104,12 @@ def biases(
 ) -> Iterator[tuple[str, KVBias]]:
     """The prompt converted: exactly, with a share of its keys, and with random features as in the paper."""
     yield EXACT, convert_prompt(model, prompt)
-    fit = {**settings["reference"], "seed": settings["seed"], "n_held_out": 0, "verbose": False}
-    yield LANDMARK, convert_prompt(model, prompt, method="landmark", ratio=settings["ratio"], **fit)
-    yield RANDOM, convert_prompt(model, prompt, method="random", n_features=settings["random"], **fit)
+    fit = {**settings["reference"], "seed": settings["seed"], "n_held_out": 0}
+    for name, method in (
+        (LANDMARK, Landmark(ratio=settings["ratio"], **fit)),
+        (RANDOM, RandomProjections(n_features=settings["random"], **fit)),
+    ):
+        yield name, convert_prompt(model, prompt, method=method, verbose=False)
 
 
 def generated(model: HookedKVTransformer, tokens: Int[Tensor, " pos"], n: int) -> Int[Tensor, " new"]:

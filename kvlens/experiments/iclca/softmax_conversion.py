@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from kvlens import zoo
-from kvlens.conversion import convert_prompt
+from kvlens.conversion import ConversionMethod, Landmark, Learned, RandomProjections, Taylor, convert_prompt
 from kvlens.errors import KVLensError
 from kvlens.experiments.iclca.context_distillation import OBJECTIVES, distil_best, prompted_logits
 from kvlens.experiments.shared.judge import JUDGE
@@ -41,12 +41,12 @@ PAPER_DROPPED, PAPER_RANDOM = 0.1656, 0.0917
 
 
 class Way(NamedTuple):
-    """One way to convert: what :func:`kvlens.convert_prompt` gets, features per head, and continuations that a fit reads."""
+    """One way to convert: its name, features per head, continuations that a fit reads, and the method; None for a baseline."""
 
     method: str
     size: int
     n_continuations: int
-    options: dict[str, Any]
+    conversion: ConversionMethod | None = None
 
 
 def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
@@ -108,36 +108,37 @@ def ways(settings: Mapping[str, Any], seed: int) -> Iterator[Way]:
     """Every approximation that is measured; the polished ones, which read the most continuations, come last."""
     least, most = min(settings["continuations"]), max(settings["continuations"])
 
-    def way(name: str, size: int, n: int, **options: Any) -> Way:
-        shared = dict(seed=seed, n_continuations=n, continuation_length=settings["n_text"], n_held_out=0, verbose=False)
-        return Way(name, size, n, {**shared, **options})
+    def texts(n: int) -> dict[str, Any]:
+        return dict(seed=seed, n_continuations=n, continuation_length=settings["n_text"], n_held_out=0)
 
-    for kind, name in (("iid", IID), ("orthogonal", ORTHOGONAL)):
-        for m in settings["random"]:
-            yield way(name, m, least, method="random", n_features=m, random_feature_kind=kind)
+    few = texts(least)
+    for m in settings["random"]:
+        yield Way(IID, m, least, RandomProjections(n_features=m, random_feature_kind="iid", **few))
+    for m in settings["random"]:
+        yield Way(ORTHOGONAL, m, least, RandomProjections(n_features=m, random_feature_kind="orthogonal", **few))
     if settings["taylor"]:
-        yield way(TAYLOR, 0, least, method="taylor")
+        yield Way(TAYLOR, 0, least, Taylor(**few))
     for m in settings["learned"]:
-        yield way(LEARNED, m, least, method="learned", n_features=m)
+        yield Way(LEARNED, m, least, Learned(n_features=m, **few))
     for r in settings["keys"]:
-        landmark = dict(method="landmark", n_features=r)
-        yield way(TOP, r, least, keys="mass", fit=False, **landmark)
+        yield Way(TOP, r, least, Landmark(n_keys=r, keys="mass", fitted=False, **few))
         for n in settings["continuations"]:
-            yield way(EQUAL, r, n, **landmark)
-            yield way(GREEDY, r, n, budget="greedy", **landmark)
+            yield Way(EQUAL, r, n, Landmark(n_keys=r, **texts(n)))
+            yield Way(GREEDY, r, n, Landmark(n_keys=r, budget="greedy", **texts(n)))
         if settings["polish_steps"]:
-            landmark["polish_steps"] = settings["polish_steps"]
+            polished = dict(n_keys=r, polish_steps=settings["polish_steps"], **texts(most))
             for budget in settings["polished_budgets"]:
-                yield way(EQUAL_POLISHED if budget == "equal" else POLISHED, r, most, budget=budget, **landmark)
+                yield Way(EQUAL_POLISHED if budget == "equal" else POLISHED, r, most, Landmark(budget=budget, **polished))
 
 
 def _biases(model: HookedKVTransformer, prompt: Tensor, settings: Mapping[str, Any], seed: int) -> Iterator[tuple[Way, KVBias]]:
     exact = convert_prompt(model, prompt)
-    yield Way(DROPPED, 0, 0, {}), exact.zero_like()
+    yield Way(DROPPED, 0, 0), exact.zero_like()
     for r in settings["keys"]:
-        yield Way(WINDOW, r, 0, {}), _window(exact, r)
+        yield Way(WINDOW, r, 0), _window(exact, r)
     for way in ways(settings, seed):
-        yield way, convert_prompt(model, prompt, **way.options)
+        assert way.conversion is not None
+        yield way, convert_prompt(model, prompt, method=way.conversion, verbose=False)
 
 
 def _cost(bias: KVBias) -> dict[str, float]:

@@ -1,0 +1,70 @@
+"""What a conversion method of softmax attention states about itself.
+
+A method is one class: a frozen dataclass whose fields are its options, checked when it is made, and whose docstring is their
+reference. :data:`kvlens.conversion.METHODS` lists those that ``method="name"`` finds; an object of any other class serves as
+well.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvlens.conversion.softmax.settings import TextOptions
+from kvlens.conversion.softmax.teacher import Teacher
+from kvlens.kv_bias import KVBias
+from kvlens.model import HookedKVTransformer
+
+
+class ConversionMethod(ABC):
+    """How the prompt of a softmax model becomes a bias: :class:`Exact`, or an :class:`Approximation`.
+
+    Attributes:
+        name: what ``method="name"`` and the record of a bias (``bias.fit.method``) call it.
+        shorthand: other names that ``convert_prompt(..., method="name", option=...)`` takes for an option.
+    """
+
+    name: ClassVar[str]
+    shorthand: ClassVar[Mapping[str, str]] = {}
+
+    def check_model(self, model: HookedKVTransformer) -> None:  # noqa: B027 - most methods serve any model
+        """Raise KVLensError where the method cannot serve ``model``. Called before the prompt is read."""
+
+    @abstractmethod
+    def keeps_every_key(self, lengths: Sequence[int]) -> bool:
+        """Whether prompts of so many tokens keep all of their keys, which is exact: then nothing is fitted or recorded."""
+
+
+@dataclass(frozen=True)
+class Exact(ConversionMethod):
+    """Every key of the prompt, as it is: the model's logits are those with the prompt in front, to rounding. No options."""
+
+    name: ClassVar[str] = "exact"
+
+    def keeps_every_key(self, lengths: Sequence[int]) -> bool:
+        return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Approximation(ConversionMethod, TextOptions):
+    """A method whose bias is not exact: its errors are measured on reference text (:class:`TextOptions`), and recorded.
+
+    A subclass is a frozen dataclass; its ``__post_init__`` calls this one's before it checks options of its own.
+
+    Attributes:
+        fits_on_text: whether ``fit`` reads the reference text; otherwise that is for measuring alone.
+    """
+
+    fits_on_text: ClassVar[bool] = False
+
+    @abstractmethod
+    def fit(self, teacher: Teacher) -> KVBias:
+        """The bias of the prompt alone, with a batch axis.
+
+        Args:
+            teacher: ``exact.bias`` holds all keys and values of the prompt (:class:`~kvlens.kv_bias.VirtualKeys`);
+                ``read(whole, seen)`` gives each layer's queries on the reference text, and ``keys(layer)`` what they meet.
+        """
+
+    def keeps_every_key(self, lengths: Sequence[int]) -> bool:
+        return False
