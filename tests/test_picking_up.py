@@ -20,6 +20,7 @@ WORKED = [title for title, blocks in CODE.items() if blocks]
 WITH_EXAMPLES = (
     "kvlens.kv_bias.kv_bias",
     "kvlens.conversion.convert",
+    "kvlens.conversion.softmax.landmark",
     "kvlens.viz.tokens",
     "kvlens.tasks",
     "analyses.declaration",
@@ -27,7 +28,7 @@ WITH_EXAMPLES = (
 
 
 def test_the_guide_has_one_worked_example_each():
-    assert WORKED == ["An op", "An analysis", "A task", "An experiment"]
+    assert WORKED == ["An op", "A conversion method", "An analysis", "A task", "An experiment"]
 
 
 @pytest.mark.parametrize("title", WORKED)

@@ -49,13 +49,16 @@ LONGEST_PATH = 4
 class Landmark(Approximation):
     """A few of the prompt's keys per key-value head, with fitted weights and values.
 
-    >>> Landmark(n_keys=32, budget="greedy")  # doctest: +ELLIPSIS
-    Landmark(reference=None, ... n_keys=32, ...)
+    >>> Landmark(n_keys=32, budget="greedy").to_json()["budget"]
+    'greedy'
+    >>> Landmark(n_kes=32)
+    Traceback (most recent call last):
+    kvlens.errors.WrongArguments: Landmark: no argument is called 'n_kes'; did you mean 'n_keys'? It takes ...
 
     ``keys``, ``fitted``, ``layer_by_layer`` and ``objective`` are there for comparisons: their defaults measured best.
 
     Attributes:
-        n_keys: keys per key-value head, at most one per token of the prompt; as shorthand also called ``n_features``.
+        n_keys: keys per key-value head, at most one per token of the prompt; as shorthand also ``n_features``.
         ratio: the same as a share of the prompt's tokens, in place of ``n_keys``.
         budget: "equal": the same number for every head; "greedy": that number on average, given to the heads where it removes
             most error.
@@ -63,12 +66,12 @@ class Landmark(Approximation):
         texts_per_step: how many of the reference texts each of them reads.
         objective: of polishing: "logits", their squared relative error, or "kl", of the next token's distribution.
         keys: by what keys are chosen: the "output" of the head, its "normalizer", or the attention "mass" of a key.
-        fitted: False keeps weight 1 and the key's own value.
+        fitted: False keeps weight 1 and the key's own value (``fit=False`` as shorthand).
         layer_by_layer: fit each layer on the queries that the layers below, already converted, produce.
         reference, n_continuations, continuation_length, n_held_out, seed: see
             :class:`~kvlens.conversion.softmax.settings.TextOptions`; the fit reads the reference text.
 
-    Source: kvlens; ICLCA sec. 5 has random features in the place of keys.
+    Source: after Attention Matching (Zweiger et al. 2026); see :mod:`kvlens.ops.landmarks` for what is kvlens' own.
     """
 
     name: ClassVar[str] = "landmark"

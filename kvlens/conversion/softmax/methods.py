@@ -9,6 +9,7 @@ from kvlens.conversion.softmax.free_features import Learned, RandomProjections, 
 from kvlens.conversion.softmax.landmark import Landmark
 from kvlens.conversion.softmax.method import ConversionMethod, Exact
 from kvlens.errors import KVLensError, WrongArguments, nearest
+from kvlens.signature import checked
 
 METHODS: dict[str, type[ConversionMethod]] = {
     method.name: method
@@ -23,6 +24,7 @@ METHODS: dict[str, type[ConversionMethod]] = {
 """What ``method="name"`` finds; a method of your own that is added here is found too."""
 
 
+@checked
 def method_of(method: str | ConversionMethod, options: Mapping[str, Any], others: Collection[str] = ()) -> ConversionMethod:
     """The method that an object, or a name with options, stands for.
 

@@ -1,0 +1,154 @@
+"""A conversion method is one class: the same object from its name and options, and a clear answer to a wrong option."""
+
+import inspect
+import re
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+import pytest
+import torch
+from small_models import small_model, tokens
+
+import kvlens
+from kvlens import KVLensError, cli, convert_prompt
+from kvlens.conversion import (
+    METHODS,
+    Approximation,
+    ConversionMethod,
+    Exact,
+    Landmark,
+    Learned,
+    RandomProjections,
+    Taylor,
+    Teacher,
+    TextOptions,
+    method_of,
+)
+from kvlens.kv_bias import KVBias
+
+PROMPT = tokens(1, 12)[0]
+FEW = dict(n_continuations=2, continuation_length=4, n_held_out=1, seed=3)
+SHORTHAND = {
+    "exact": (Exact(), {}),
+    "landmark": (Landmark(n_keys=4, budget="greedy", **FEW), dict(n_features=4, budget="greedy")),
+    "random": (
+        RandomProjections(n_features=5, random_feature_kind="iid", **FEW),
+        dict(n_features=5, random_feature_kind="iid"),
+    ),
+    "taylor": (Taylor(**FEW), {}),
+    "learned": (Learned(n_features=3, **FEW), dict(n_features=3)),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Half(Approximation):
+    """Every key at half its weight.
+
+    Attributes:
+        factor: of the weights.
+    """
+
+    name: ClassVar[str] = "half"
+
+    factor: float = 0.5
+
+    def fit(self, teacher: Teacher) -> KVBias:
+        return self.factor * teacher.exact.bias
+
+
+def model():
+    return small_model(n_ctx=40, positional_embedding_type="rotary")
+
+
+def test_every_method_has_shorthand_here():
+    assert list(SHORTHAND) == list(METHODS) == list(cli.report.METHODS)
+    assert kvlens.Landmark is Landmark
+
+
+@pytest.mark.parametrize("name", SHORTHAND)
+def test_a_name_with_options_is_the_object(name, monkeypatch):
+    monkeypatch.setattr("kvlens.conversion.softmax.learned.STEPS", 3)
+    method, options = SHORTHAND[name]
+    options = {**options, **({} if name == "exact" else FEW)}
+    assert method_of(name, options) == method and type(method) is METHODS[name]
+    by_name = convert_prompt(model(), PROMPT, method=name, verbose=False, **options)
+    by_object = convert_prompt(model(), PROMPT, method=method, verbose=False)
+    assert torch.equal(by_name.b_KV, by_object.b_KV) and torch.equal(by_name.b_D, by_object.b_D)
+    if name != "exact":
+        assert by_object.fit.method == name
+        assert by_name.fit.settings == by_object.fit.settings == method.to_json()
+        assert set(by_object.fit.settings) == {field.name for field in fields(method)}  # its own options alone
+        assert by_object.fit.settings["reference"] == "own continuations"
+
+
+@pytest.mark.parametrize("kind", [*METHODS.values(), TextOptions])
+def test_the_docstring_tells_every_option(kind):
+    for field in fields(kind):
+        assert re.search(rf"\b{field.name}\b.*:", inspect.getdoc(kind).partition("Attributes:")[2]), field.name
+
+
+def test_a_method_of_ones_own_serves_as_an_object_and_by_name(monkeypatch):
+    exact = convert_prompt(model(), PROMPT)
+    bias = convert_prompt(model(), PROMPT, method=Half(**FEW))
+    assert torch.equal(bias.b_KV, 0.5 * exact.b_KV) and torch.equal(bias.b_D, 0.5 * exact.b_D)
+    assert (bias.fit.method, bias.fit.settings["factor"], bias.fit.n_reference_tokens) == ("half", 0.5, 0)
+    assert float(bias.fit.answers.logits_error) > 1e-3 and bool((bias.fit.head_output_error > 0).all())
+    with pytest.raises(KVLensError, match="method must be one of exact, landmark"):
+        convert_prompt(model(), PROMPT, method="half")
+    monkeypatch.setitem(METHODS, "half", Half)
+    assert torch.equal(convert_prompt(model(), PROMPT, method="half", factor=1.0, **FEW).b_KV, exact.b_KV)
+
+
+def test_only_whole_methods_can_be_made():
+    for kind in (ConversionMethod, Approximation):
+        with pytest.raises(TypeError, match="abstract"):
+            kind()
+
+
+@pytest.mark.unhooked
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (
+            lambda: convert_prompt(model(), PROMPT, method="landmark", n_feature=3),
+            "no argument is called 'n_feature'; did you mean 'n_features'.* with method=\"landmark\": .*n_keys, ratio, ",
+        ),
+        (
+            lambda: convert_prompt(model(), PROMPT, method="landmark", n_keys=3, random_feature_kind="iid"),
+            'method="landmark" has no option \'random_feature_kind\', which belongs to "random"; it takes .*n_keys, ratio, ',
+        ),
+        (lambda: convert_prompt(model(), PROMPT, seed=1), 'method="exact" has no option .seed.*; it takes no options$'),
+        (lambda: convert_prompt(model(), PROMPT, method="landmark", n_keys=3, n_features=3), "n_features and n_keys are one"),
+        (
+            lambda: convert_prompt(model(), PROMPT, method="random"),
+            "RandomProjections: missing .*'n_features'. It takes .*seed",
+        ),
+        (lambda: convert_prompt(model(), PROMPT, method=Landmark), "method must be a string or a ConversionMethod, got <class"),
+        (
+            lambda: convert_prompt(model(), PROMPT, method=Landmark(n_keys=3), seed=1),
+            r"seed is an option .* to Landmark\(...\)",
+        ),
+        (
+            lambda: convert_prompt(model(), PROMPT, method=Landmark(n_keys=3), prepend_boss=True),
+            "'prepend_boss'; did you mean 'prepend_bos'",
+        ),
+        (lambda: Landmark(n_key=3), "Landmark: no argument is called 'n_key'; did you mean 'n_keys'"),
+        (lambda: Landmark(n_keys=3, budget="gready"), "Landmark: budget must be one of equal, greedy, .* mean 'greedy'"),
+        (lambda: Landmark(), "Landmark: needs n_keys"),
+        (lambda: Learned(n_features=0), "Learned: n_features must be at least 1"),
+        (lambda: Taylor(n_continuations=1), "Taylor: n_continuations must be at least 2"),
+    ],
+)
+def test_a_wrong_option_is_answered_before_anything_is_converted(call, words):
+    with pytest.raises(KVLensError, match=words):
+        call()
+
+
+def test_linear_models_take_the_exact_method_alone():
+    linear = small_model(attention="linear")
+    plain = convert_prompt(linear, PROMPT)
+    for method in ("exact", Exact()):
+        assert torch.equal(convert_prompt(linear, PROMPT, method=method).b_KV, plain.b_KV)
+    for method in ("taylor", Taylor()):
+        with pytest.raises(KVLensError, match="method is for softmax attention"):
+            convert_prompt(linear, PROMPT, method=method)
