@@ -89,16 +89,10 @@ def bound(name_of_it: str, signature: inspect.Signature, args: Sequence[Any], kw
 
 
 def _names(signature: inspect.Signature) -> tuple[list[str], bool]:
-    """What a call may name, with the keys of ``**options: Unpack[TypedDict]``; and whether it may name anything else."""
-    names: list[str] = []
-    takes_any = False
-    for name, parameter in signature.parameters.items():
-        if parameter.kind is parameter.VAR_KEYWORD:
-            takes_any = typing.get_origin(parameter.annotation) is not typing.Unpack
-            names += [] if takes_any else typing.get_args(parameter.annotation)[0].__annotations__
-        elif parameter.kind is not parameter.VAR_POSITIONAL:
-            names.append(name)
-    return names, takes_any
+    """What a call may name, and whether it may name anything else."""
+    parameters = signature.parameters.values()
+    names = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    return names, any(p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def named_fields(made: Class) -> Class:

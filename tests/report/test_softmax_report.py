@@ -3,9 +3,12 @@
 import json
 
 import pytest
+from tiny_text_model import tiny_text_model
 
 from kvlens.__main__ import main
+from kvlens.conversion import Landmark, Taylor
 from kvlens.kv_bias import KVBias
+from kvlens.report.build import build_report
 
 STORY = "Once upon a time, there was a little girl named Lily. She had a red ball. Tim took the ball."
 
@@ -83,3 +86,11 @@ def test_options_that_do_not_go_together(outside_data, tmp_path, capsys, options
     model = ["--model", str(outside_data / "stories260K.bin"), "--tokenizer", str(outside_data / "tok512.bin")]
     assert main(["report", *model, "--prompt", STORY, "--text", " Lily", "--out", str(tmp_path / "out"), *options]) != 0
     assert words in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_report_takes_a_methods_object():
+    model, few = tiny_text_model(attention="softmax"), dict(n_continuations=2, continuation_length=4)
+    for method, words in ((Landmark(n_keys=2, **few), "landmark, 2 features per head"), (Taylor(**few), "taylor, ")):
+        made = build_report(model, "Lily", " Tim", new_tokens=1, method=method)
+        assert made.summary["conversion"]["approximation"].startswith(words)
+        assert made.bias.fit.settings == method.to_json()
