@@ -137,7 +137,8 @@ def from_pretrained(
     """Load a softmax model as TransformerLens does, also without a network.
 
     Memory at its peak, on a CPU in float32, beside the file's own pages (which are mapped, and can be dropped): 1.5 to 2 times
-    the model's weights with weight processing, the more the larger the vocabulary's share, and 1.3 times without.
+    the model's weights with weight processing, the more the larger the vocabulary's share; 1.3 times without, and 1.0 with
+    ``verify=False`` too.
 
     Args:
         model_name: a folder in Hugging Face's format, or an official TransformerLens name.

@@ -2,8 +2,9 @@
 
 No list of configuration fields is complete. So transformers' own model, while it is in memory, runs a few tokens, and the model
 that was made of it has to give the same predictions. How far they may differ is measured on the spot: the same tokens run once
-more with every output of every submodule off by one rounding, up or down. Over 18 kinds of random models, trained weights and
-three dtypes, processed or not, the true difference was 0.07 to 1.03 of what that changes.
+more with every output of every submodule off by one rounding, up or down. Over twelve architectures with random weights, two
+with huge activations, GPT-2's size, 24 layers and one trained model, in float32, bfloat16 and float16, processed or not, the
+true difference was 0.07 to 1.03 of what that changes.
 """
 
 from typing import NamedTuple
