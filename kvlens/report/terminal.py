@@ -131,7 +131,7 @@ def _print_places(console: Console, report: Report) -> None:
 def _print_heads(console: Console, report: Report) -> None:
     heads, layers, bias = report.tables["bias_by_head"], report.tables["bias_by_layer"], report.summary["bias"]
     unit = _unit(max(heads["ablation_kl"].max(), layers["ablation_kl"].max()))
-    console.print(f"  KL(converted || that head without the prompt), mean over the text, in {unit:g} nats")
+    console.print(f"  KL(converted || head without prompt), mean over the text, in {unit:g} nats")
     console.print(_heat_map(heads, layers, unit))
     console.print(
         f"  all heads without the prompt: KL {_nats(bias['kl_without_any_head'])}, "
