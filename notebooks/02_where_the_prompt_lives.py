@@ -26,7 +26,7 @@ import pandas as pd
 import torch
 
 from kvlens import HookedKVTransformer, convert_prompt
-from kvlens.analyses import activation_patching, bias_positions, layer_contributions
+from kvlens.analyses import activation_patching, bias_positions, layer_contributions, prompt_attribution
 
 torch.set_grad_enabled(False)
 model = HookedKVTransformer.from_zoo("facts-linear")
@@ -49,6 +49,25 @@ def says(question, kept):
 
 
 # %% [markdown]
+# ## Which sentence made it say so
+#
+# The first question comes before heads: take each sentence away, everything else in its place, and ask again. A total effect is by how
+# many nats the answer's log-probability stands higher with the sentence than without.
+
+# %%
+effects = {}
+for answer, question in questions.items():
+    table = prompt_attribution(model, story, question, answer=answer)
+    effects[answer] = table.set_index("text")["total_effect"]
+effects = pd.DataFrame(effects)
+assert all(answer.strip() in effects[answer].idxmax() for answer in questions)  # the sentence that states it, every time
+assert all(effects[answer].max() > 3 and effects[answer].nsmallest(4).abs().max() < 0.1 for answer in questions)
+effects.round(3)
+
+# %% [markdown]
+# One sentence each, and no other. Whose memory holds it? That is the rest of this notebook; `attribution_by_head` answers it for one
+# sentence at a time, `kvlens explain` in one line.
+#
 # ## Take a head's memory away
 #
 # For every question and head: by how much the probability of the right answer falls when this head forgets the story.
