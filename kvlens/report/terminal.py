@@ -87,8 +87,10 @@ def _conversion(summary: dict[str, Any]) -> Padding:
     table = _table()
     if figures["held_out"] is not None:
         held_out = figures["held_out"]
-        table.add_row("error of the logits, held out", percent(held_out["logits_error"]), "on continuations of the prompt")
-        table.add_row("share of the prompt's effect lost", percent(held_out["lost_share"]), "likewise")
+        table.add_row(
+            "error of the logits, held out", percent(held_out["logits_error"], least=0.0), "on continuations of the prompt"
+        )
+        table.add_row("share of the prompt's effect lost", percent(held_out["lost_share"], least=0.0), "likewise")
     table.add_row("relative error of the logits", f"{figures['relative_error']:.1e}", verdict)
     table.add_row("that of the original, against float64", f"{figures['rounding_error']:.1e}", "up to 4 times that is exact")
     table.add_row("largest difference of a logit", f"{figures['max_abs_error']:.1e}")

@@ -97,7 +97,8 @@ def percent(fraction: float | int, least: float = 0.001) -> str:
 
     Args:
         fraction: 1 is 100 %.
-        least: what is smaller is ``< 0.1 %``. Shares of a whole that has thousands of parts have 0 here, and all their digits.
+        least: what is smaller is ``< 0.1 %``. Errors, and shares of a whole that has thousands of parts, have 0 here: all their
+            digits are shown.
     """
     if not math.isfinite(fraction):
         return "–"
