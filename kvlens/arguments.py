@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+DEEPEST = 200
+"""Folders inside each other that a path may have: Python makes and clears them by recursion, which ends below a thousand."""
 MOST = 2**63 - 1
 """The largest whole number that torch takes."""
 
@@ -60,6 +62,17 @@ def check_function(what: str, value: Callable[..., Any] | None) -> None:
         raise KVLensError(f"{what} must be a function or None, got {value!r}")
 
 
+def check_characters(what: str, text: str) -> None:
+    """Raise KVLensError if ``text`` holds half a character (a lone surrogate): no tokenizer reads it, no text file holds it."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise KVLensError(
+            f"{what}: character {error.start} is {text[error.start]!r}, half of a character (a lone surrogate), which no "
+            'tokenizer reads; leave it out, or read the text again with errors="replace"'
+        ) from None
+
+
 def path_of(what: str, value: str | Path) -> Path:
     """``value`` as a path, with ``~`` as the home folder.
 
@@ -68,7 +81,13 @@ def path_of(what: str, value: str | Path) -> Path:
     """
     if not isinstance(value, str | os.PathLike) or not os.fspath(value) or "\0" in str(value):
         raise KVLensError(f"{what}: expected a path, got {value!r}; give it as a string or a pathlib.Path")
+    try:
+        os.fsencode(value)
+    except UnicodeEncodeError as error:
+        raise KVLensError(f"{what}: {value!r} can be no path: it holds half a character; give whole ones") from error
     path = Path(os.path.expanduser(value))
+    if len(path.parts) > DEEPEST:
+        raise KVLensError(f"{what}: {len(path.parts):,} folders inside each other; give a path of at most {DEEPEST}")
     try:
         path.exists()
     except OSError as error:  # a name too long for the file system

@@ -69,6 +69,8 @@ BAD_OPTIONS = [
     *(["--dtype", "int8"], ["--engine", "rey"], ["--gpus-per-worker", "nan"], ["--gpus-per-worker", "1"]),
 ]
 TEXTS = ["--prompt", "a", "--text", "b"]
+WRITERS = (["report", *TEXTS], ["train", "induction"], ["reproduce", "landscape", "--scale", "tiny"], ["reference"])
+HOSTILE_PATHS = ("/".join("a" * 300), "/".join("a" * 2000), "/".join(["b" * 60] * 100), "a\ud800", "a\0b", "a\udcffb\ud800")
 WORDS = [
     [""],
     [".."],
@@ -143,6 +145,9 @@ WORDS = [
     ["train", "text", "--out", "m", "--task", "corpus="],
     ["train", "text", "--out", "m", "--task", f"corpus={'x' * 300}"],
     *([*ANALYSE, out] for out in ("/proc/t.parquet", "/proc/x/t.parquet")),
+    *([*ANALYSE, f"{out}.parquet"] for out in HOSTILE_PATHS),
+    *([*command, "--out", out] for command in WRITERS for out in HOSTILE_PATHS),
+    *(["report", "--prompt", prompt, "--text", "b"] for prompt in ("a\ud800", "\udc00")),
 ]
 COMMANDS = [
     *WORDS,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvlens import KVLensError
+from kvlens.arguments import path_of
 from kvlens.errors import nearest
 from kvlens.terminal import Arguments
 
@@ -124,7 +125,7 @@ def check_early(name: str, argv: Sequence[str], prog: str) -> None:
         check_prompts(args.prompts)
     for model in args.model:
         check_model_name(model)
-    check_place(Path(args.out))
+    check_place(path_of("out", args.out))
 
 
 def declared_in(name: str) -> Declared | None:

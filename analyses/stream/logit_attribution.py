@@ -22,6 +22,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens import HookedKVTransformer, KVLensError
+from kvlens.arguments import check_characters
 
 FINAL_SCALE = "ln_final.hook_scale"
 Token = int | str
@@ -188,6 +189,7 @@ def _token_id(model: HookedKVTransformer, what: str, token: Token) -> int:
     if isinstance(token, str):
         if model.tokenizer is None:
             raise KVLensError(f"{what}: this model has no tokenizer, so it cannot read {token!r}; give a token id")
+        check_characters(what, token)
         ids = model.tokenizer(token, add_special_tokens=False)["input_ids"]
         if len(ids) != 1:
             raise KVLensError(f"{what}: expected the text of one token, got {token!r}, which is {len(ids)}: {ids}")

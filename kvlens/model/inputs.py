@@ -8,7 +8,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from kvlens._tl import USE_DEFAULT_VALUE, HookedTransformerConfig, TransformerLensKeyValueCache
-from kvlens.arguments import brief
+from kvlens.arguments import brief, check_characters
 from kvlens.errors import KVLensError, nearest
 from kvlens.kv_bias import KVBias
 from kvlens.model.config import HookedKVTransformerConfig
@@ -52,12 +52,14 @@ def check_input(given: Any, attention_mask: Any, past_kv_cache: Any) -> None:
 
 
 def check_text(what: str, given: Any) -> None:
-    """Raise KVLensError unless ``given`` is a string, or a list of at least one."""
-    several = isinstance(given, list | tuple) and len(given) > 0 and all(isinstance(text, str) for text in given)
+    """Raise KVLensError unless ``given`` is a string, or a list of at least one, of whole characters."""
+    several = isinstance(given, list) and len(given) > 0 and all(isinstance(text, str) for text in given)
     if not isinstance(given, str) and not several:
         raise KVLensError(
             f"{what}: expected a string, a list of strings, or token ids as a tensor [pos] or [batch, pos], got {brief(given)}"
         )
+    for text in [given] if isinstance(given, str) else given:
+        check_characters(what, text)
 
 
 def check_tokens(cfg: HookedKVTransformerConfig, tokens: Tensor) -> None:

@@ -244,6 +244,10 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
 
     def to_str_tokens(self, *args: Any, **kwargs: Any):
         """As TransformerLens'."""
+        for given in (*args[:1], *([kwargs["input"]] if "input" in kwargs else [])):
+            several = given if isinstance(given, list) and given else [given]
+            if not all("int" in str(getattr(one, "dtype", "")) for one in several):
+                check_text("to_str_tokens", given)
         with self._thread.turn:
             return super().to_str_tokens(*args, **kwargs)
 

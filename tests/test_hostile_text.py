@@ -1,0 +1,52 @@
+"""Text that no tokenizer reads, and what is no text at all, at every function that takes one."""
+
+import functools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny_text_model import tiny_text_model
+
+import analyses
+from kvlens import KVLensError, convert_prompt
+
+pytestmark = pytest.mark.unhooked  # the messages are kvlens' own
+model = functools.cache(tiny_text_model)
+softmax_model = functools.cache(lambda: tiny_text_model(attention="softmax"))
+HALF = "a\ud800b"
+READERS = {
+    "convert_prompt": lambda text: convert_prompt(model(), text),
+    "a list": lambda text: convert_prompt(model(), ["a", text]),
+    "reference": lambda text: convert_prompt(
+        softmax_model(), "a", method="landmark", n_features=2, reference=text, verbose=False
+    ),
+    "forward": lambda text: model()(text),
+    "generate": lambda text: model().generate(text, max_new_tokens=1, verbose=False),
+    "to_tokens": lambda text: model().to_tokens(text),
+    "to_str_tokens": lambda text: model().to_str_tokens(text),
+    "prompt": lambda text: analyses.bias_by_head(model(), text, "a"),
+    "text": lambda text: analyses.bias_by_head(model(), "a", text),
+    "answer": lambda text: analyses.bias_decomposition(model(), "a", "b", answer=text),
+}
+NO_TEXTS = (b"bytes", Path("a"), None, {}, ("a", "b"), 3, np.array(["a", "b"]))
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_half_a_character_is_refused_where_text_becomes_tokens(reader):
+    with pytest.raises(KVLensError, match=r"character 1 is '\\ud800', half of a character"):
+        READERS[reader](HALF)
+
+
+@pytest.mark.parametrize("reader", ["convert_prompt", "forward", "generate", "to_tokens", "to_str_tokens", "prompt", "text"])
+def test_what_is_no_text_is_refused_in_words(reader):
+    for given in NO_TEXTS:
+        with pytest.raises(KVLensError):
+            READERS[reader](given)
+
+
+def test_odd_characters_are_text():
+    """NUL, controls, numpy's strings and a very long one: read as they are, whatever it makes of them."""
+    for text in ("a\0b", "\x1b[31m\u202e", np.str_("a b"), "\U0001f600", "ab " * 100_000):
+        tokens = model().to_tokens(text)
+        assert tokens.shape[1] > 0 and tokens.dtype == torch.long
