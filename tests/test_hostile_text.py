@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_text_model import tiny_text_model
+from tiny_text_model import PROMPT, tiny_text_model
 
 import analyses
 from kvlens import KVLensError, convert_prompt
@@ -18,9 +18,7 @@ HALF = "a\ud800b"
 READERS = {
     "convert_prompt": lambda text: convert_prompt(model(), text),
     "a list": lambda text: convert_prompt(model(), ["a", text]),
-    "reference": lambda text: convert_prompt(
-        softmax_model(), "a", method="landmark", n_features=2, reference=text, verbose=False
-    ),
+    "reference": lambda text: convert_prompt(softmax_model(), PROMPT, method="landmark", n_features=1, reference=text),
     "forward": lambda text: model()(text),
     "generate": lambda text: model().generate(text, max_new_tokens=1, verbose=False),
     "to_tokens": lambda text: model().to_tokens(text),
