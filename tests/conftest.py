@@ -1,5 +1,6 @@
 """Shared by all tests: no network, one thread a process, and the outside data folder."""
 
+import gc
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -14,6 +15,11 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported for all tests is not looked through for garbage each time."""
+    gc.freeze()
 
 
 def pytest_configure(config: pytest.Config) -> None:
