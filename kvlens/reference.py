@@ -173,13 +173,10 @@ class _Written:
 
 
 def _written_out(signature: inspect.Signature) -> inspect.Signature:
-    """A signature without Python's own way of showing classes, functions and the types of further keyword arguments."""
+    """A signature without Python's own way of showing classes and functions."""
     parameters = []
     for parameter in signature.parameters.values():
-        kind, default = parameter.annotation, parameter.default
-        if typing.get_origin(kind) is typing.Unpack:
-            (options,) = typing.get_args(kind)
-            parameter = parameter.replace(annotation=_Written(f"Unpack[{options.__module__}.{options.__qualname__}]"))
+        default = parameter.default
         if inspect.isfunction(default) or (inspect.isclass(default) and default is not inspect.Parameter.empty):
             parameter = parameter.replace(default=_Written(default.__qualname__))
         parameters.append(parameter)

@@ -13,6 +13,7 @@ for llama2.c checkpoints, help pages for shipped models; ``--set texts=facts`` c
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
