@@ -59,12 +59,12 @@ figure, axes = plt.subplots(1, 2, figsize=(9, 3), layout="constrained")
 for layer, rows in table.groupby("layer"):
     axes[0].hist(rows["log_loss_drop"], bins=30, alpha=0.6, label=f"layer {layer}")
 axes[0].set(xlabel="log of the loss's drop, learning rate 1", ylabel="heads and queries")
-axes[0].legend()
+axes[0].legend(loc="upper right")
 labels = [f"{layer}.{head}" for layer, head in by_layer.index]
 axes[1].plot(labels, by_layer["cosine_before"], "o", label="before the step")
 axes[1].plot(labels, by_layer["cosine_after"], "*", markersize=10, label="after it")
 axes[1].set(xlabel="layer.head", ylabel="mean cosine of prediction and label")
-axes[1].legend();
+axes[1].legend(loc="upper right");
 
 # %% [markdown]
 # Every step lowers the loss, as it must: its drop is a squared length. And after it, the predictions of every head point
