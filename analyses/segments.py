@@ -1,6 +1,6 @@
 """Looking into a long text, a segment at a time, for the analyses of whole prompts.
 
-What a text reads from a prompt needs the text's side first - queries, normalisers, probes - and then the prompt's keys and
+What a text reads from a prompt needs the text's side first - queries, normalizers, probes - and then the prompt's keys and
 values, each once. So the text is run twice, in segments that go through all layers before the next one starts
 (:func:`kvlens.run_in_segments`), and of each segment only that layer's part of the answer is kept. Where the keys and values of
 all segments have room in memory, and where the text runs whole (it is short, or softmax, or hooked), it is run once, and they
@@ -29,7 +29,7 @@ Visit = Callable[[int, int, Found], None]
 """Called with the layer, the position of the segment's first token, and what was found there."""
 
 MAX_COLUMNS = 4096
-"""Of a longer prompt, what would have a column per token and a row per text token is summed over blocks of neighbours."""
+"""Of a longer prompt, what would have a column per token and a row per text token is summed over blocks of neighbors."""
 PER_TEXT = ("hook_v_shift_coef", "hook_last_v")
 """What has no positions; ``hook_last_v`` comes with the first segment alone."""
 Z = "hook_z"
@@ -174,14 +174,14 @@ def rows_at(looks: Looks, places: Mapping[str, Int[Tensor, " place"]]) -> list[d
 
 @dataclass(frozen=True)
 class PromptColumns:
-    """The prompt's tokens in at most :data:`MAX_COLUMNS` columns: each ``block`` neighbours, the last one what is left."""
+    """The prompt's tokens in at most :data:`MAX_COLUMNS` columns: each ``block`` neighbors, the last one what is left."""
 
     n_tokens: int
     block: int
 
     @classmethod
     def of(cls, n_tokens: int) -> "PromptColumns":
-        """As few neighbours per column as will do: one, up to :data:`MAX_COLUMNS` tokens."""
+        """As few neighbors per column as will do: one, up to :data:`MAX_COLUMNS` tokens."""
         return cls(n_tokens, math.ceil(n_tokens / MAX_COLUMNS))
 
     def __len__(self) -> int:

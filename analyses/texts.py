@@ -7,7 +7,7 @@ Decoded alone it is unreadable. Here every token is read behind those before it,
 - bytes whose character is not complete yet, or never will be, are shown one by one, as SentencePiece writes them: ``<0xC3>``.
 
 GPT-2 reads "你好" as four tokens of the bytes E4 BD, A0, E5 A5 and BD: they are shown as ``<0xE4><0xBD>``, ``你``,
-``<0xE5><0xA5>`` and ``好``. `joined` puts the texts of neighbours together without the parts that a later token completes: of a
+``<0xE5><0xA5>`` and ``好``. `joined` puts the texts of neighbors together without the parts that a later token completes: of a
 whole text it gives what the tokenizer decodes.
 """
 
@@ -43,7 +43,7 @@ def token_texts(model: HookedKVTransformer, tokens: Int[Tensor, " pos"]) -> list
 
     Args:
         model: whose tokenizer reads them.
-        tokens: a text from its beginning; tokens that are no neighbours are read by `next_token_texts`.
+        tokens: a text from its beginning; tokens that are no neighbors are read by `next_token_texts`.
     """
     return [text for text, _ in _read(model.tokenizer, tokens.tolist())]
 
@@ -72,7 +72,7 @@ def next_token_texts(
 
 
 def joined(texts: Iterable[str]) -> str:
-    """The text of neighbouring tokens, without those bytes that the character behind them completes."""
+    """The text of neighboring tokens, without those bytes that the character behind them completes."""
     return _PARTS_AND_NEXT.sub(_without_completed, "".join(texts))
 
 

@@ -19,7 +19,7 @@ _UNKNOWN, _MISSING = "unrecognized arguments: ", "the following arguments are re
 _HIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 """Unicode's controls (the escape character among them), marks such as those of direction, halves of a character, line ends."""
 _JOINERS = "\u200c\u200d"
-"""Marks that a script or an emoji is spelt with: whether its neighbours are written as one."""
+"""Marks that a script or an emoji is spelt with: whether its neighbors are written as one."""
 
 
 def terminal_width() -> int:

@@ -8,7 +8,7 @@
   reading of the folder for a loaded one, which fails if the folder is gone by then.
 
 So the tokenizers made here carry both entries and prepend BOS themselves, which TransformerLens finds out
-(``cfg.tokenizer_prepends_bos``) and honours for ``prepend_bos`` true and false.
+(``cfg.tokenizer_prepends_bos``) and honors for ``prepend_bos`` true and false.
 """
 
 from tokenizers import Tokenizer, processors

@@ -29,7 +29,7 @@ import torch
 
 from kvlens.analyses import bias_by_head, conversion_error, head_details, prompt_by_depth
 from kvlens import HookedKVTransformer, convert_prompt
-from kvlens.viz import coloured_tokens, depth_map, head_heatmap
+from kvlens.viz import colored_tokens, depth_map, head_heatmap
 
 torch.set_grad_enabled(False)
 model = HookedKVTransformer.from_zoo("facts-linear")  # two small layers that have learned to read stories
@@ -164,7 +164,7 @@ with model.kv_bias(bias):
 from_story, from_question, z = (cache[name][0] for name in names)
 assert torch.allclose(from_story + from_question, z, atol=1e-5)
 share = (from_story.norm(dim=-1) / (from_story.norm(dim=-1) + from_question.norm(dim=-1))).mean(dim=-1)
-coloured_tokens(model.to_str_tokens(question, prepend_bos=False), share, title=f"share of the story in layer {layer}", unit="mean over heads")
+colored_tokens(model.to_str_tokens(question, prepend_bos=False), share, title=f"share of the story in layer {layer}", unit="mean over heads")
 
 # %% [markdown]
 # ## Your own model

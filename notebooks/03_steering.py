@@ -33,11 +33,11 @@ torch.set_grad_enabled(False)
 model = HookedKVTransformer.from_zoo("docs-linear")
 
 prompts = {
-    "frobnicator": "class Frobnicator: A frobnicator holds a list of widgets. The frobnicator sorts its widgets by colour.",
+    "frobnicator": "class Frobnicator: A frobnicator holds a list of widgets. The frobnicator sorts its widgets by color.",
     "gizmo": "def quux(gizmo, threshold): Quux a gizmo. If the gizmo exceeds the threshold, a GizmoError is raised.",
 }
 texts = {
-    "frobnicator": " The frobnicator sorts its widgets by colour. The frobnicator holds a list of widgets.",
+    "frobnicator": " The frobnicator sorts its widgets by color. The frobnicator holds a list of widgets.",
     "gizmo": " If the gizmo exceeds the threshold, a GizmoError is raised. Quux a gizmo.",
 }
 f, g = (convert_prompt(model, prompt) for prompt in prompts.values())
@@ -62,7 +62,7 @@ table = pd.DataFrame({name: losses(b) for name, b in {"nothing": nothing, "f": f
 table.round(2)
 
 # %% [markdown]
-# Each prompt helps its own text most. The sum helps both, though each less than alone: the two share one normaliser. And it comes
+# Each prompt helps its own text most. The sum helps both, though each less than alone: the two share one normalizer. And it comes
 # within half a nat of having read both.
 
 # %%
@@ -132,11 +132,11 @@ without = pd.Series({layer: losses(f.select(layers=[other for other in layers if
 lost = without - table.loc["f", "frobnicator"]
 figure, axes = plt.subplots(figsize=(5, 2.6), layout="constrained")
 axes.bar(lost.index.astype(str), lost)
-axes.axhline(gain.loc["f", "frobnicator"], color="grey", linewidth=0.8)
+axes.axhline(gain.loc["f", "frobnicator"], color="gray", linewidth=0.8)
 axes.set(xlabel="the layer that forgets", ylabel="nats lost");
 
 # %% [markdown]
-# Every layer is needed, and the losses do not add up to what the prompt gave (the grey line): layers read what earlier ones wrote.
+# Every layer is needed, and the losses do not add up to what the prompt gave (the gray line): layers read what earlier ones wrote.
 # Notebook 02 asks which heads hold what.
 
 # %%

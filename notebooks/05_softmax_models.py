@@ -79,11 +79,11 @@ for method in ("landmark", "random"):
 table = pd.DataFrame(rows)
 figure, axes = plt.subplots(figsize=(6, 3.2), layout="constrained")
 table.pivot(index="size", columns="method", values="kl").plot(ax=axes, marker=".", logy=True)
-axes.axhline(distance(without), color="grey", linewidth=0.8)
+axes.axhline(distance(without), color="gray", linewidth=0.8)
 axes.set(xlabel=f"stored keys (or features) a head; the story has {story_tokens.shape[1]} tokens", ylabel="KL from with the story, nats");
 
 # %% [markdown]
-# The grey line is having no story at all. Two fitted keys per head already give most of the story, and every key more brings it
+# The gray line is having no story at all. Two fitted keys per head already give most of the story, and every key more brings it
 # nearer; random features need far more of them than
 # the story has tokens, which is no conversion worth having.
 

@@ -113,11 +113,11 @@ for layer in range(2):
         cut[f"layer {layer} cut"] = float(((model(test.inputs)[:, 0::2].double() - truth) ** 2).mean(0)[-1])
 figure, axes = plt.subplots(figsize=(5, 2.6), layout="constrained")
 axes.bar(list(cut), list(cut.values()))
-axes.axhline(1, color="grey", linewidth=0.8)
+axes.axhline(1, color="gray", linewidth=0.8)
 axes.set(ylabel="squared error, 5 examples");
 
 # %% [markdown]
-# Both layers are needed: with either cut the model is no better than one that has seen nothing (the grey line).
+# Both layers are needed: with either cut the model is no better than one that has seen nothing (the gray line).
 
 # %%
 assert all(value > 0.7 for name, value in cut.items() if name != "intact") and cut["intact"] < 0.2

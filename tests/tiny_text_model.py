@@ -11,7 +11,7 @@ from kvlens.corpus import train_bpe_tokenizer
 SENTENCES = (
     "The widget is purple and the gadget is green.",
     "Return the widget. Return the gadget. Frobnicate both.",
-    "Parameters: widget, gadget, colour, depth.",
+    "Parameters: widget, gadget, color, depth.",
 )
 PROMPT, TEXT = "The widget is purple.\nThe gadget", " is green and the widget is"
 

@@ -2,7 +2,7 @@
 
 Three ways to take a part away, as the field has them:
 
-- ``zero``: the part becomes 0, as if there had been no prompt (no b_KV, nothing in the normaliser, no token before);
+- ``zero``: the part becomes 0, as if there had been no prompt (no b_KV, nothing in the normalizer, no token before);
 - ``mean``: it becomes its mean over reference prompts, so that what every prompt leaves behind stays;
 - ``resample``: it becomes that of another prompt, once for each reference, so that the model meets nothing unusual.
 

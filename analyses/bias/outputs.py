@@ -1,6 +1,6 @@
 """What every head reads from the bias and from the text itself, in one forward pass over the text.
 
-    z = z_bias + z_context        (both already divided by the normaliser, which counts the bias and the text)
+    z = z_bias + z_context        (both already divided by the normalizer, which counts the bias and the text)
 
 Two shares are told of it. By size, ||z_bias|| / (||z_bias|| + ||z_context||) lies in 0..1 and does not add up. By
 projection, z_bias . z / ||z||^2 may leave 0..1 where the summands oppose each other, but is linear: the shares of all parts

@@ -20,7 +20,7 @@ give the second prompt none. A trained bias is the start of every conversion, so
 
 In a softmax model C keeps the first prompt's keys as they are, N brings its own, and nothing is erased. All the same a query
 that reads C reads N along with it, and the same questions are asked of what queries read (:mod:`kvlens.analyses.bias.probes`):
-the queries of the second prompt's tokens, as if they stood behind both prompts, over the normaliser of both.
+the queries of the second prompt's tokens, as if they stood behind both prompts, over the normalizer of both.
 
 Source: ICLCA sec. 4 for the bias and its continuation; the decomposition is kvlens'.
 """
@@ -52,7 +52,7 @@ SIMILARITY_COLUMNS = Columns(
     layer=("int64", "from 0"),
     head=("int64", "query head"),
     b_kv_cosine=("float64", "<b_KV, b_KV'> / (||b_KV|| ||b_KV'||), Frobenius; NaN for a zero bias"),
-    b_d_cosine=("float64", 'likewise of b_D; NaN under normaliser "none"'),
+    b_d_cosine=("float64", 'likewise of b_D; NaN under normalizer "none"'),
 )
 OVERWRITING_COLUMNS = Columns(
     layer=("int64", "from 0"),
@@ -78,7 +78,7 @@ CIRCUIT_COLUMNS = Columns(
     layer=("int64", "from 0"),
     head=("int64", "query head"),
     b_kv_cosine=("float64", "between the two prompts, each converted alone; NaN for a zero bias"),
-    b_d_cosine=("float64", 'likewise; NaN under normaliser "none"'),
+    b_d_cosine=("float64", 'likewise; NaN under normalizer "none"'),
     survival=(
         "float64",
         "<C, b_12> / (||C|| ||b_1||): the mean of :func:`bias_overwriting`'s, each weighted by its share of strength times "
@@ -179,7 +179,7 @@ def bias_overwriting(
 
         {columns}
 
-        Under normaliser "kernel" every read is divided by phi(q).b_D as well, which grows with the second prompt; see
+        Under normalizer "kernel" every read is divided by phi(q).b_D as well, which grows with the second prompt; see
         ``normalizer_kept`` of :func:`circuits`.
 
     Raises:

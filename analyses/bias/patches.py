@@ -56,7 +56,7 @@ converted prompt consists of. ``keys`` and ``values`` are the two halves of a so
 linear one.
 """
 LINEAR_ONLY = ("b_kv", "b_d")
-"""Points that softmax attention has not: exp(q.c) over another prompt's normaliser has no bound."""
+"""Points that softmax attention has not: exp(q.c) over another prompt's normalizer has no bound."""
 
 
 class Patch(NamedTuple):

@@ -7,7 +7,7 @@ head, its shift boundary, its z_bias. The result is scaled as in ``transformer_l
 
 TransformerLens' own patching replaces activations of the text's pass; here a prompt is a tensor, so the prompt itself is
 what is patched, part by part. ``prompt`` in all layers gives the clean run, and so does ``bias`` where nothing is shifted;
-``z_bias`` everywhere need not: the normaliser of ``hook_z_context`` still holds the corrupted b_D. Swap the two prompts to
+``z_bias`` everywhere need not: the normalizer of ``hook_z_context`` still holds the corrupted b_D. Swap the two prompts to
 ask the opposite question, what is enough to break the clean run ("noising").
 
 In a softmax model each prompt brings keys of its own. Both prompts' keys then stand side by side, the corrupted one's with
@@ -21,7 +21,7 @@ their weights and the clean one's with 0, or the other way round in a patched he
 
 ``keys`` and ``values`` pair the prompts token by token, so they are there for two prompts of one length with every key kept.
 In the last layer they are ``transformer_lens.patching``'s k and v of all prompt positions; below it theirs change what the
-prompt's own later layers write, and these do not. ``b_kv`` or ``b_d`` alone has no counterpart: exp(q.c) over the normaliser of
+prompt's own later layers write, and these do not. ``b_kv`` or ``b_d`` alone has no counterpart: exp(q.c) over the normalizer of
 another prompt has no bound.
 
 Shift coefficients are parameters and the same under both prompts. They are patched from coefficients that are *given*, by

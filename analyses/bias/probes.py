@@ -5,7 +5,7 @@ of its own, and only what queries make of them can be compared. The queries are 
 
     phi(q_i)^T b_KV / n_i  [d_head]        phi(q_i)^T b_D / n_i        n_i: of all that is compared, the same for every bias
 
-which is the share of a prompt in the head's output, and in its normaliser's mass. One row per query, they stand where b_KV
+which is the share of a prompt in the head's output, and in its normalizer's mass. One row per query, they stand where b_KV
 [d_phi, d_head] and b_D [d_phi] of a linear model stand.
 """
 
@@ -53,7 +53,7 @@ def numbers_stored(bias: KVBias) -> tuple[Tensor, Tensor]:
 
 
 def numbers_read(model: HookedKVTransformer, probes: Probes, all_of_it: Sequence[KVBias]) -> Numbers:
-    """What ``probes`` read of a bias, over the normaliser of ``all_of_it`` together."""
+    """What ``probes`` read of a bias, over the normalizer of ``all_of_it`` together."""
     log_n = torch.stack([reads(model, bias, probes).log_normalizer for bias in all_of_it]).logsumexp(dim=0)
     log_n = torch.where(log_n == -torch.inf, 0.0, log_n)  # a query whose window holds nothing of them reads 0
     return lambda bias: reads(model, bias, probes).over(log_n)

@@ -3,7 +3,7 @@
     z_i = inherited_i + sum_j A_ij v'_j + boundary_i + text_i        A_ij = phi~(q_i) . phi~(k'_j) gamma^{M+i-j} / n_i
 
 A_ij is what the unconverted model pays from text place i to prompt position j. The conversion changes no query, no key and
-no normaliser, and b_KV is a sum over the prompt's positions, so inherited_i + sum_j A_ij v'_j is what the converted model
+no normalizer, and b_KV is a sum over the prompt's positions, so inherited_i + sum_j A_ij v'_j is what the converted model
 reads from its bias (``hook_z_bias``): no bias is built here. The other terms:
 
 - *inherited*: what a bias that the prompt continued (an attached one, a trained one) still gives; its own tokens are no
@@ -24,7 +24,7 @@ For softmax attention A is the pattern itself: the exact shares of the prompt's 
 the other methods approximate. It is run whole, and its memory grows with the square of the length.
 
 A long prompt of linear attention is read in segments (:mod:`kvlens.analyses.segments`): first what the text brings, then the
-prompt's keys and values, those of one segment at a time. A shifted value mixes its neighbours across a segment's end too: the
+prompt's keys and values, those of one segment at a time. A shifted value mixes its neighbors across a segment's end too: the
 last ``window`` keys wait for the next segment.
 
 Source: ICLCA eq. 13 and 19; the boundary, the decay and the two views are kvlens'.
@@ -48,7 +48,7 @@ VIEWS = ("attended", "source")
 class TextReads(NamedTuple):
     """One layer's attention from the text to everything before it, but for the prompt's keys and values, in float64.
 
-    ``queries`` hold the normaliser and gamma^{i+1}; their product with a stretch's keys is the pattern. The outputs that no
+    ``queries`` hold the normalizer and gamma^{i+1}; their product with a stretch's keys is the pattern. The outputs that no
     prompt position accounts for are there as such; None where the model has no such thing.
     """
 

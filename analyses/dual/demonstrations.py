@@ -22,9 +22,9 @@ COLUMNS = Columns(
     query=("int64", "place of the query"),
     position=("int64", "place of the demonstration"),
     token=("str", "the demonstration"),
-    weight=("float64", "kernel(k, q) over the normaliser: the head's attention to it"),
+    weight=("float64", "kernel(k, q) over the normalizer: the head's attention to it"),
     output_share=("float64", "part of the head's output, along it, that this demonstration's step makes"),
-    log_step_norm=("float64", "natural logarithm of |v| sqrt(kernel(k, k)) / normaliser: the size of its part of the step"),
+    log_step_norm=("float64", "natural logarithm of |v| sqrt(kernel(k, k)) / normalizer: the size of its part of the step"),
     cosine_before=("float64", "of (W_0 phi(k), v)"),
     cosine_after=("float64", "of (W_1 phi(k), v)"),
 )

@@ -1,6 +1,6 @@
 """Where the losses of the dual models are: one row per layer, head and query.
 
-The loss is linear in W and has no minimiser, so its drop says how far the step goes, not how good it is; it spans dozens of
+The loss is linear in W and has no minimizer, so its drop says how far the step goes, not how good it is; it spans dozens of
 orders of magnitude over the heads of one model. Read it as a logarithm, beside the figures without a scale.
 
 Source: DUAL th. 3.1, eq. 9.
@@ -28,7 +28,7 @@ COLUMNS = Columns(
     log_loss_drop=("float64", "natural logarithm of L(W_0) - L(W_1) at learning rate 1"),
     equivalence_error=("float64", "|f(q) after one step - the head's output| / |the head's output|"),
     step_share=("float64", "part of the output, along it, that the step makes; the rest is W_0's"),
-    demonstration_weight=("float64", "sum of kernel over normaliser over the demonstrations: attention to them"),
+    demonstration_weight=("float64", "sum of kernel over normalizer over the demonstrations: attention to them"),
     cosine_before=("float64", "mean over demonstrations of the cosine of (W_0 phi(k), v); NaN without cosines"),
     cosine_after=("float64", "the same with W_1"),
 )

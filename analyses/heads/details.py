@@ -28,7 +28,7 @@ class HeadDetails:
         prompt, text: their tokens as text.
         queries: positions in prompt + text of the rows of ``pattern``, ascending: the text's, 128 of a longer one.
         pattern: of the unconverted model: [layer, head, query, column]. The first columns are the prompt's, each the sum over
-            ``block`` neighbouring tokens, the last of them over what is left; then the text's, a token each.
+            ``block`` neighboring tokens, the last of them over what is left; then the text's, a token each.
         prompt_shares: [layer, head, prompt] of each prompt token in the head's output, over the whole text; with the shares of
             the shift boundary and of the text itself they sum to 1.
         bias_shares: [layer, head, text] how much of the head's output comes from the prompt, 0..1; None where it is unknown.

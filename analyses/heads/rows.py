@@ -3,7 +3,7 @@
 TransformerLens' pattern is N x N per head: 1.6 GB for 24 heads and 4,096 tokens, of which a picture needs a few rows. Linear
 attention gives single rows from its features,
 
-    pattern[i, j] = phi~(q_i).phi~(k_j) gamma^{i-j} / n_i     for j <= i       (n_i = attn_scale under normaliser "none")
+    pattern[i, j] = phi~(q_i).phi~(k_j) gamma^{i-j} / n_i     for j <= i       (n_i = attn_scale under normalizer "none")
 
 (ICLCA eq. 12-13, divided out): the queries are read first, then the keys, of a long text one segment at a time
 (:mod:`kvlens.analyses.segments`). Softmax attention computes all rows, and the chosen ones are cut out layer by layer.
@@ -33,7 +33,7 @@ def attention_rows(
     """The pattern that the model has at ``queries``, float32 on the CPU.
 
     Args:
-        model: with whatever is attached to it; a bias takes its part of the normaliser, and has no column.
+        model: with whatever is attached to it; a bias takes its part of the normalizer, and has no column.
         tokens: the whole sequence: a string, or tokens [pos].
         queries: positions in it.
 
@@ -135,7 +135,7 @@ def _pattern(
     queries: Int[Tensor, " query"],
     positions: Int[Tensor, " pos"],
 ) -> Float[Tensor, "head query pos"]:
-    """Linear attention's pattern from ``queries``, whose features and normalisers are given, to keys at ``positions``."""
+    """Linear attention's pattern from ``queries``, whose features and normalizers are given, to keys at ``positions``."""
     q, n = of_queries[_features(model)[0]], of_queries.get("hook_normalizer")
     scores = torch.einsum("qhf,khf->hqk", q, keys.repeat_interleave(q.shape[1] // keys.shape[1], dim=1))
     attn = model.blocks[layer].attn

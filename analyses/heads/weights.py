@@ -67,9 +67,9 @@ def head_weights(model: HookedKVTransformer, layer: int) -> HeadWeights:
     writing = 1.0 if behind is None else gain(model.get_submodule(behind))
     W_Q, W_K, W_V = ((W * reading).to(dtype) for W in (attn.W_Q, attn.W_K, attn.W_V))
     W_O = (attn.W_O * writing).to(dtype)
-    if _reads_centred(model, layer):
+    if _reads_centered(model, layer):
         W_Q, W_K, W_V = (W - W.mean(dim=1, keepdim=True) for W in (W_Q, W_K, W_V))
-    if _all_read_centred(model):
+    if _all_read_centered(model):
         W_O = W_O - W_O.mean(dim=2, keepdim=True)
     return HeadWeights(W_Q, W_K, W_V, W_O)
 
@@ -106,14 +106,14 @@ def _centers(norm: Any) -> bool:
     return type(norm).__name__ in ("LayerNorm", "LayerNormPre")
 
 
-def _all_read_centred(model: HookedKVTransformer) -> bool:
+def _all_read_centered(model: HookedKVTransformer) -> bool:
     """Whether whatever reads the residual stream takes its mean away first."""
     return _centers(getattr(model, "ln_final", None)) and all(
-        _reads_centred(model, layer) for layer in range(model.cfg.n_layers)
+        _reads_centered(model, layer) for layer in range(model.cfg.n_layers)
     )
 
 
-def _reads_centred(model: HookedKVTransformer, layer: int) -> bool:
+def _reads_centered(model: HookedKVTransformer, layer: int) -> bool:
     """Whether a norm that subtracts the mean stands in front of the layer's heads."""
     return model.cfg.original_architecture not in NORM_BEHIND_ATTENTION and _centers(getattr(model.blocks[layer], "ln1", None))
 

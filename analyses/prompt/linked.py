@@ -40,11 +40,11 @@ class LinkedShares:
         prompt, text: their tokens as text.
         by_prompt: w summed over nothing but the text, as a mean over its tokens: [layer, head, prompt].
         by_text: w summed over the prompt: [layer, head, text].
-        between: w summed over layers and heads: [text, column]. A column is the sum over ``block`` neighbouring prompt tokens,
+        between: w summed over layers and heads: [text, column]. A column is the sum over ``block`` neighboring prompt tokens,
             the last one over what is left.
         next_tokens: by condition ("with prompt", ...), for each text token the likeliest next tokens and their probabilities.
-        colourings: other numbers of each head, [layer, head], by name: losses, ablations, scores.
-        without_zero: names of colourings whose 0 means nothing, such as logarithms: coloured from lowest to highest.
+        colorings: other numbers of each head, [layer, head], by name: losses, ablations, scores.
+        without_zero: names of colorings whose 0 means nothing, such as logarithms: colored from lowest to highest.
         block: tokens per column of ``between``: 1 up to 4,096 prompt tokens.
     """
 
@@ -54,7 +54,7 @@ class LinkedShares:
     by_text: Float[Tensor, "layer head text_pos"]
     between: Float[Tensor, "text_pos column"]
     next_tokens: Mapping[str, Sequence[Sequence[tuple[str, float]]]]
-    colourings: Mapping[str, Float[Tensor, "layer head"]] = field(default_factory=dict)
+    colorings: Mapping[str, Float[Tensor, "layer head"]] = field(default_factory=dict)
     without_zero: Collection[str] = ()
     block: int = 1
 
@@ -69,9 +69,9 @@ class LinkedShares:
         for name, guesses in self.next_tokens.items():
             if len(guesses) != n_text:
                 raise KVLensError(f"LinkedShares: next_tokens[{name!r}] has {len(guesses)} rows for {n_text} text tokens")
-        for name, numbers in self.colourings.items():
+        for name, numbers in self.colorings.items():
             if not isinstance(numbers, Tensor) or tuple(numbers.shape) != (n_layers, n_heads):
-                raise KVLensError(f"LinkedShares: colouring {name!r} must be [{n_layers}, {n_heads}], got {brief(numbers)}")
+                raise KVLensError(f"LinkedShares: coloring {name!r} must be [{n_layers}, {n_heads}], got {brief(numbers)}")
 
 
 @checked
@@ -82,7 +82,7 @@ def linked_shares(
     text_tokens: TextTokens,
     *,
     bias: KVBias | None = None,
-    colourings: Mapping[str, Float[Tensor, "layer head"]] | None = None,
+    colorings: Mapping[str, Float[Tensor, "layer head"]] | None = None,
     without_zero: Collection[str] = (),
     readings: Readings | None = None,
     on_progress: Progress | None = None,
@@ -94,7 +94,7 @@ def linked_shares(
         prompt_tokens: a string, or tokens [pos] as converted, with BOS where the model wants one.
         text_tokens: a string, or tokens [pos] without BOS.
         bias: the converted prompt, if it is at hand; None converts it here.
-        colourings: other numbers of each head that the reader may look at, by name.
+        colorings: other numbers of each head that the reader may look at, by name.
         without_zero: names of those whose 0 means nothing, such as logarithms.
         readings: of this text in the three conditions, where they are at hand; None reads it here.
         on_progress: called with the fraction done; None shows a bar on a terminal where it takes long.
@@ -123,7 +123,7 @@ def linked_shares(
         by_text=by_text,
         between=between,
         next_tokens={name: likeliest(model, text, readings[condition].logits) for name, condition in SHOWN.items()},
-        colourings=dict(colourings or {}),
+        colorings=dict(colorings or {}),
         without_zero=tuple(without_zero),
         block=columns.block,
     )

@@ -4,7 +4,7 @@
 
 is an identity: each part only ever adds. ``attention_input`` is what a layer's heads read from the text itself
 (``hook_z_context``), ``attention_bias`` what they read from the converted or trained prompt (``hook_z_bias``); a head without a
-bias, or with softmax attention, has the first alone. Both share the normaliser: a prompt that adds nothing to the second
+bias, or with softmax attention, has the first alone. Both share the normalizer: a prompt that adds nothing to the second
 still thins the first. With the final norm's scale held at its value in the run, the logit is a sum over the same parts
 (:mod:`kvlens.analyses.stream.logit_attribution`), plus one constant that belongs to none; with a soft cap, the logit before it.
 

@@ -57,7 +57,7 @@ class LinearCacheEntry:
         ridge: the state of ridge attention, which takes the place of ``state``.
         seen: every token so far, where negative samples are chosen among them.
         negative_means: mean_{N_j} v of every token so far [batch, head, key_pos, d_head], where each label has its negatives.
-        bias: (b_KV, b_D) as the last forward pass read them (b_D is None under normaliser "none"); None without a bias.
+        bias: (b_KV, b_D) as the last forward pass read them (b_D is None under normalizer "none"); None without a bias.
         frozen: whether a pass reads the entry and leaves it as it is.
     """
 

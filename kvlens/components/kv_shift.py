@@ -38,7 +38,7 @@ class KVShiftAndHooks(_Attention):
     """The attached bias of this layer; set by ``HookedKVTransformer.attach_kv_bias``."""
 
     def add_hooks_and_shift(self) -> None:
-        """Make the hook points and, where the configuration asks for a shift, its parameters (to be initialised later)."""
+        """Make the hook points and, where the configuration asks for a shift, its parameters (to be initialized later)."""
         for name in KVLENS_HOOKS:
             setattr(self, name, HookPoint())
         for x, n_heads in self.shifted_projections().items():

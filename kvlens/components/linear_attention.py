@@ -3,7 +3,7 @@
     z_i = (phi~(q_i)^T A_i + phi~(q_i)^T gamma^{i+1} b_KV) / (phi(q_i)^T D_i + phi(q_i)^T b_D)
 
 A and D are the context's alone; the bias is read beside them, so that the two summands of ``hook_z`` stay exact. With
-normaliser "none" the denominator is ``attn_scale``. Everything between the projections and ``hook_z`` is computed in
+normalizer "none" the denominator is ``attn_scale``. Everything between the projections and ``hook_z`` is computed in
 float32 or better, whatever the model's dtype.
 
 ``hook_attn_scores`` and ``hook_pattern`` are computed when something is hooked to them: the parallel form then runs, at
@@ -52,7 +52,7 @@ POSITIVE_MAPS = ("elu_plus_one", "relu", "random", "hedgehog")
 
 
 class Features(NamedTuple):
-    """A piece's features: those of the numerator, those of the normaliser (None under "none"), and the values.
+    """A piece's features: those of the numerator, those of the normalizer (None under "none"), and the values.
 
     ``made_of`` is what the feature map was given, queries and keys.
     """
@@ -126,7 +126,7 @@ class _Linear(KVAttention):
         return heads
 
     def _features(self, q: Tensor, k: Tensor, v: Tensor, past: Past, mask: Tensor | None) -> Features:
-        """phi~ of the numerator and phi of the normaliser."""
+        """phi~ of the numerator and phi of the normalizer."""
         rotary, after = self.cfg.positional_embedding_type == "rotary", self.cfg.rotates_after
         if rotary:
             cos, sin = self._rotary_rows(q, past.n_tokens, mask)
@@ -215,19 +215,19 @@ class _Linear(KVAttention):
             norms = [x[row, place, head // (q.shape[2] // x.shape[2])].norm().item() for x in (q, k)]
             wider = "" if n.dtype == torch.float64 else "accumulation_dtype='float64', "
             raise KVLensError(
-                f"layer {self.layer_id}, head {head}, place {place}: the normaliser phi(q).D underflows, it is "
+                f"layer {self.layer_id}, head {head}, place {place}: the normalizer phi(q).D underflows, it is "
                 f"{n[row, place, head]:.1g}. A query of length {norms[0]:.3g} and a key of length {norms[1]:.3g} are too long "
                 f"for features of the map {self.cfg.feature_map!r} in {str(n.dtype).removeprefix('torch.')}; use {wider}"
                 "smaller W_Q and W_K, or the map relu"
             )
 
     def _check_nothing_visible(self, n: Tensor, undivided: Tensor) -> None:
-        """Raise KVLensError unless the numerator is 0 too wherever the normaliser is: then nothing is visible, and z is 0."""
+        """Raise KVLensError unless the numerator is 0 too wherever the normalizer is: then nothing is visible, and z is 0."""
         broken = ((n == 0) & (undivided != 0).any(dim=-1)).nonzero()
         if len(broken):
             _, place, head = broken[0].tolist()
             raise KVLensError(
-                f"layer {self.layer_id}, head {head}, place {place}: the normaliser phi(q).D is 0 where phi(q).A is not: there "
+                f"layer {self.layer_id}, head {head}, place {place}: the normalizer phi(q).D is 0 where phi(q).A is not: there "
                 f"is nothing to divide by. Features of the map {self.cfg.feature_map!r} cancel each other; use one that is "
                 "positive (elu_plus_one, relu, random, hedgehog), or normalizer='none'"
             )
@@ -243,7 +243,7 @@ class _Linear(KVAttention):
         """z of ridge attention: whole texts at once, and one token after the other behind a state."""
         phi_q, phi_k, _, _, v, _ = features
         if self.cfg.normalizer == "none":
-            phi_q = phi_q * self.attn_scale  # it was divided by it, as a normaliser, and ridge has none
+            phi_q = phi_q * self.attn_scale  # it was divided by it, as a normalizer, and ridge has none
         before = None if entry is None else entry.ridge
         if before is None:
             q, k, values = (x.transpose(1, 2).double() for x in (phi_q, phi_k, v))
@@ -326,7 +326,7 @@ class _Linear(KVAttention):
 
 
 def _least(n: Tensor) -> float:
-    """Where normalisers begin to lose digits: a sum's small terms, eps of it, are no normal numbers below that."""
+    """Where normalizers begin to lose digits: a sum's small terms, eps of it, are no normal numbers below that."""
     found = torch.finfo(n.dtype)
     return found.tiny / found.eps
 

@@ -31,7 +31,7 @@ class HeadOutputs(NamedTuple):
     """What the heads make of a piece, before the output projection.
 
     Attributes:
-        z_context: the text's part of z, already divided by the whole normaliser.
+        z_context: the text's part of z, already divided by the whole normalizer.
         z_bias: the KV bias's part, likewise; None without a bias, and where softmax read its virtual keys as further keys
             of the text: ``z_context`` is then the whole z.
         normalizer: n_i as hooked (its logarithm for softmax); None where none is computed.

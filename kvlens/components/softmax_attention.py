@@ -8,8 +8,8 @@ pattern nobody hooks. Where nothing that lies between is hooked, the eager form 
 front of the text's, through the same softmax: the sums of a pass with the prompt in front, in their order, so that scores of
 thousands round alike in both.
 
-``hook_pattern`` is exp(s_ij) over the whole normaliser, so that its rows sum to less than 1 under a bias; ``hook_normalizer``
-is the normaliser's logarithm, and fires under a bias only; ``hook_phi_q`` are the query's features up to their scale, the
+``hook_pattern`` is exp(s_ij) over the whole normalizer, so that its rows sum to less than 1 under a bias; ``hook_normalizer``
+is the normalizer's logarithm, and fires under a bias only; ``hook_phi_q`` are the query's features up to their scale, the
 largest of which is about 1 (their true size may overflow).
 
 Inside TransformerLens 3.9 it relies on ``calculate_attention_scores``, ``apply_causal_mask``, ``apply_rotary``,
@@ -224,7 +224,7 @@ class _Softmax(KVAttention):
         return ridge_attention(kernel, at_queries, v, strength, mask).transpose(1, 2)
 
     def _mass(self, scores: Tensor) -> ScaledMass:
-        """The context's normaliser relative to its largest term: as a logarithm it would be rounded by that term's size."""
+        """The context's normalizer relative to its largest term: as a logarithm it would be rounded by that term's size."""
         top = scores.detach().amax(dim=-1)
         if self.cfg.use_attention_sinks:
             top = torch.maximum(top, self.sinks.detach()[:, None].to(top))

@@ -61,7 +61,7 @@ class AttentionVariants(KVShiftAndHooks):
     hook_z_negative: HookPoint
 
     def add_variants(self) -> None:
-        """Make the parameters of augmented keys and values (to be initialised later)."""
+        """Make the parameters of augmented keys and values (to be initialized later)."""
         self.variant = self.cfg.attention_variant
         augmented = None if self.variant is None else self.variant.augmented
         self.augment_k = Augmentation(self.cfg) if augmented is not None and augmented.keys else None

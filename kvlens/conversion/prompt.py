@@ -41,7 +41,7 @@ class PromptTokens(NamedTuple):
 
 
 def prompt_tokens(model: HookedKVTransformer, prompt: Prompt, prepend_bos: bool, what: str = "prompt") -> PromptTokens:
-    """Tokenise and check a prompt, or another text by the name of ``what``.
+    """Tokenize and check a prompt, or another text by the name of ``what``.
 
     Args:
         model: whose tokenizer, vocabulary and device count.

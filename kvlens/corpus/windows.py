@@ -59,7 +59,7 @@ class TokenWindows:
     @classmethod
     @checked
     def from_texts(cls, texts: Sequence[str], tokenizer: PreTrainedTokenizerFast, *, bos_first: bool = True) -> "TokenWindows":
-        """Tokenise ``texts`` (such as ``[document.text for document in corpus.train]``), BOS before each.
+        """Tokenize ``texts`` (such as ``[document.text for document in corpus.train]``), BOS before each.
 
         Raises:
             KVLensError: there is no text, or the tokenizer has no BOS.

@@ -118,7 +118,7 @@ def fine_tune(
         raise KVLensError(
             f"fine_tune: {task} needs a classifier with {n_outputs} outputs, this one has {model.config.num_labels}"
         )
-    optimiser, rows = torch.optim.AdamW(model.parameters(), lr=learning_rate), []
+    optimizer, rows = torch.optim.AdamW(model.parameters(), lr=learning_rate), []
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices):
         torch.manual_seed(seed)
@@ -130,9 +130,9 @@ def fine_tune(
                 wanted = torch.from_numpy(train.labels[part.numpy()]).to(scores.device)
                 mse = task == "stsb"
                 loss = (scores[:, 0] - wanted.to(scores)).square().mean() if mse else _cross_entropy(scores, wanted)
-                optimiser.zero_grad(set_to_none=True)
+                optimizer.zero_grad(set_to_none=True)
                 loss.backward()
-                optimiser.step()
+                optimizer.step()
                 losses.append(float(loss.detach()))
             figures = metrics_of(task, predict(model, tokenizer, dev, task, batch_size, max_length), dev.labels)
             rows.append({"epoch": epoch, "train_loss": float(np.mean(losses)), **figures})

@@ -127,7 +127,7 @@ class DualModel:
 
     @property
     def normalizer(self) -> Float[Tensor, ""]:
-        """D, the head's normaliser at the query."""
+        """D, the head's normalizer at the query."""
         return self._tokens.sign * self._tokens.log_normalizer.exp()
 
     @property
@@ -173,22 +173,22 @@ class DualModel:
 
     @checked
     def losses(self, n_steps: int, eta: float = 1.0, alpha: float = 0.0) -> Float[Tensor, " step"]:
-        """L(W_0), ..., L(W_n). Without ``alpha`` a straight line: the loss is linear in W and has no minimiser."""
+        """L(W_0), ..., L(W_n). Without ``alpha`` a straight line: the loss is linear in W and has no minimizer."""
         if isinstance(n_steps, bool) or not isinstance(n_steps, int) or n_steps < 0:
             raise KVLensError(f"losses: n_steps must be a number of steps, got {n_steps!r}")
         _check_rates(eta, alpha)
         return ops.losses(self._sums(), n_steps, eta, alpha)
 
     @checked
-    def minimise(self, alpha: float) -> "DualModel":
-        """Go to the minimiser of the regularised loss, W = (1 / (alpha D)) sum v_j phi(k_j)^T; returns itself.
+    def minimize(self, alpha: float) -> "DualModel":
+        """Go to the minimizer of the regularised loss, W = (1 / (alpha D)) sum v_j phi(k_j)^T; returns itself.
 
         Raises:
-            KVLensError: ``alpha`` is not positive: the loss then has no minimiser.
+            KVLensError: ``alpha`` is not positive: the loss then has no minimizer.
         """
-        check_number("minimise: alpha", alpha)
+        check_number("minimize: alpha", alpha)
         if not alpha > 0:
-            raise KVLensError(f"minimise: the loss has a minimiser for alpha > 0 only, got alpha={alpha}")
+            raise KVLensError(f"minimize: the loss has a minimizer for alpha > 0 only, got alpha={alpha}")
         self._coefficients = torch.cat([self.labels / alpha, torch.zeros_like(self._tokens.values[self._n :])])
         return self
 
@@ -227,7 +227,7 @@ class DualModel:
     def bound(
         self, delta: float = 0.05, log_norm: float | None = None, n_negative: int = 0, beta: float = 0.0
     ) -> ops.BoundTerms:
-        """The terms of the generalisation bound (th. 3.2) for this training set, in logarithms.
+        """The terms of the generalization bound (th. 3.2) for this training set, in logarithms.
 
         Args:
             delta: the probability with which the bound may fail.

@@ -1,8 +1,8 @@
-"""What a layer's heads work with on one text, read through hook points: the queries, keys, values and normalisers of th. 3.1.
+"""What a layer's heads work with on one text, read through hook points: the queries, keys, values and normalizers of th. 3.1.
 
 Of a softmax head these are q and k after RoPE (after shift and norm too), v after the shift, and D = sum exp(q.k / scale). Of a
 linear head they are phi~(q) and phi~(k), v after the shift, and D as ``hook_normalizer`` shows it, or ``attn_scale`` under
-normaliser "none". Grouped keys and values are repeated, so that everything has one row per query head. Numbers are float64.
+normalizer "none". Grouped keys and values are repeated, so that everything has one row per query head. Numbers are float64.
 """
 
 from collections.abc import Callable, Sequence

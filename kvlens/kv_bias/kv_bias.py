@@ -44,7 +44,7 @@ LAST_POSITION = 2**24
 class KVBias:
     """A converted prompt, or a batch of them. Immutable; every operation gives a new one.
 
-    Sums and positive multiples of biases keep the normaliser phi(q).D positive; a difference or a negative multiple may not,
+    Sums and positive multiples of biases keep the normalizer phi(q).D positive; a difference or a negative multiple may not,
     and then the output is finite and means nothing: look at ``hook_normalizer``.
 
     >>> from kvlens import HookedKVTransformer, convert_prompt
@@ -291,7 +291,7 @@ class KVBias:
         return self._made(self.fit, b_KV=b_kv, b_D=b_d)
 
     def zero_like(self) -> "KVBias":
-        """Zeros throughout, boundary included: the model's own behaviour, at this bias's position offset."""
+        """Zeros throughout, boundary included: the model's own behavior, at this bias's position offset."""
         zeros: dict[str, Any] = {name: torch.zeros_like(getattr(self, name)) for name in TENSORS}
         return self._made(since(self.fit, "everything set to zero"), **zeros)
 

@@ -1,7 +1,7 @@
 """Putting kvlens' parts into the place of TransformerLens', and a bias into the parts: what each layer needs to hold.
 
 TransformerLens chooses the class of a block's attention itself. ``block.attn`` and ``model.pos_embed`` may be replaced before
-``init_weights`` and ``setup`` run, in that order; the other order leaves weights uninitialised and hooks unnamed, silently.
+``init_weights`` and ``setup`` run, in that order; the other order leaves weights uninitialized and hooks unnamed, silently.
 """
 
 from collections.abc import Iterator

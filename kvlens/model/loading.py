@@ -146,7 +146,7 @@ def from_pretrained(
         tokenizer: its tokenizer; a folder's own tokenizer is used if None.
         kv_shift: graft a KV shift onto it; ``KVShiftConfig(init="identity")`` changes no output. A checkpoint that has one
             (Baichuan-M1, or shift coefficients beside the weights of a known architecture) keeps it without being asked;
-            ``kv_shift`` may then add to it (queries, another parametrisation), not take from it.
+            ``kv_shift`` may then add to it (queries, another parametrization), not take from it.
         fold_ln, center_writing_weights, center_unembed, fold_value_biases, refactor_factored_attn_matrices: TransformerLens'
             weight processing; ``fold_value_biases=None`` folds unless values are shifted.
         default_padding_side, move_to_device: as in TransformerLens.
@@ -241,7 +241,7 @@ def from_llama2c(
     device: Any = None,
     dtype: torch.dtype | str = torch.float32,
 ) -> M:
-    """Load a checkpoint of llama2.c: the weights as they are, nothing folded or centred.
+    """Load a checkpoint of llama2.c: the weights as they are, nothing folded or centered.
 
     Args:
         path: the ``.bin`` file of the weights, of llama2.c's first ("legacy") export.

@@ -163,7 +163,7 @@ def check_weight_processing(cfg: HookedKVTransformerConfig, fold_value_biases: b
     """Whether to fold value biases; None means "where it is right".
 
     Folding b_V into b_O assumes that each row of the pattern sums to 1 and that every value carries b_V once. Neither holds
-    for linear attention (RoPE-after rows need not sum to 1, and those of normaliser "none" do not), nor does the second with
+    for linear attention (RoPE-after rows need not sum to 1, and those of normalizer "none" do not), nor does the second with
     a value shift, whose first token lacks a predecessor.
 
     Raises:
@@ -193,7 +193,7 @@ def refuse_wrong_folding(
         _refuse("shortformer adds positions to keys and queries behind the norm", fold_ln, center_writing_weights)
     layer_norm = kind in ("LN", "LNPre")
     if center_writing_weights and layer_norm and cfg.num_experts:
-        _refuse("TransformerLens centres the experts' router too", False, True)
+        _refuse("TransformerLens centers the experts' router too", False, True)
     if layer_norm and cfg.final_rms and (fold_ln or center_writing_weights):
         _refuse("the final RMS norm, unlike a LayerNorm, sees the mean of the stream", fold_ln, center_writing_weights)
     if fold_ln and kind == "LN" and cfg.gated_mlp and any(bool(w.any()) for n, w in state_dict.items() if n.endswith("ln2.b")):

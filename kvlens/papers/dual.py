@@ -4,8 +4,8 @@ Ren, Liu 2024, *Towards Understanding How Transformers Learn In-context Through 
 
 # The idea in three lines
 
-Take a head at one query. Split what it sees into demonstrations and the query's side, and write $\kappa(k, q)$ for its unnormalised
-score, $D$ for its normaliser. The dual model $f(z) = W\, \phi(z)$ starts from what the query's side gives and makes one step:
+Take a head at one query. Split what it sees into demonstrations and the query's side, and write $\kappa(k, q)$ for its unnormalized
+score, $D$ for its normalizer. The dual model $f(z) = W\, \phi(z)$ starts from what the query's side gives and makes one step:
 
 $$W_0 = \frac{1}{D} \sum_{j \in H_T} v_j\, \phi(k_j)^T, \qquad L(W) = -\frac{1}{\eta D} \sum_{j \in H_D} v_j^T\, W \phi(k_j), \qquad W_1 = W_0 - \eta\, \frac{\partial L}{\partial W}$$
 
@@ -17,7 +17,7 @@ Then $f(q)$ with $W_1$ is the head's output at the query, exactly, for every lea
 |---|---|
 | $X$, the demonstration tokens; $X'$, the query tokens | ``n_demonstrations`` and ``query_pos`` of `kvlens.dual.DualModel.from_head` |
 | $\phi$, the softmax kernel's map | ``kernel``: "exact" needs no map, everything is written in the kernel: `kvlens.ops.dual.softmax_kernel`, `kvlens.ops.dual.feature_kernel` |
-| $D$, a constant | the head's own normaliser at the query: `kvlens.dual.DualModel.normalizer` |
+| $D$, a constant | the head's own normalizer at the query: `kvlens.dual.DualModel.normalizer` |
 | $W_V x$ and $\phi(W_K x)$: labels and inputs | `kvlens.dual.DualModel.labels`, `kvlens.dual.DualModel.inputs` |
 | $\eta$ | ``eta`` of `kvlens.dual.DualModel.step` |
 
@@ -29,7 +29,7 @@ Then $f(q)$ with $W_1$ is the head's output at the query, exactly, for every lea
 | eq. 3-4: a linear layer after gradient descent is linear attention | `kvlens.ops.dual.weight_after`, `kvlens.ops.dual.predict` |
 | eq. 8: the dual model | `kvlens.dual.DualModel` |
 | eq. 9, theorem 3.1 (app. A): loss, step, equality | `kvlens.ops.dual.naive_dual` (the judge), `kvlens.ops.dual.dual_loss`, `kvlens.dual.DualModel.after_one_step`; of all heads `kvlens.analyses.dual_losses`, `kvlens.analyses.dual_demonstrations`; `kvlens.experiments.dual.dual_equivalence` |
-| eq. 10-11, theorem 3.2 (app. C): generalisation bound | `kvlens.ops.dual.bound_terms`, `kvlens.dual.DualModel.bound`; as demonstrations are added, also with negative samples, `kvlens.analyses.dual_bound` |
+| eq. 10-11, theorem 3.2 (app. C): generalization bound | `kvlens.ops.dual.bound_terms`, `kvlens.dual.DualModel.bound`; as demonstrations are added, also with negative samples, `kvlens.analyses.dual_bound` |
 | eq. 12-13, app. D.1: regularised attention | `kvlens.model.attention_variant.Regularised` |
 | eq. 14, app. D.2: augmented keys and values | `kvlens.model.attention_variant.Augmented` |
 | eq. 15 and 34, app. D.3: negative samples | `kvlens.model.attention_variant.Negative`, `kvlens.ops.attention_variants.naive_negative` |
@@ -45,7 +45,7 @@ Then $f(q)$ with $W_1$ is the head's output at the query, exactly, for every lea
 
 | place | printed | right |
 |---|---|---|
-| eq. 9 and 19 | $D$ is a constant that normalises the scores | for linear attention with RoPE after the feature map it is the head's own normaliser, with $\phi$ unrotated; the rotated one is off by 19 to 260 times on real models |
+| eq. 9 and 19 | $D$ is a constant that normalises the scores | for linear attention with RoPE after the feature map it is the head's own normalizer, with $\phi$ unrotated; the rotated one is off by 19 to 260 times on real models |
 | theorem B.1 | the labels become $W_{FFN} v_j$ | and $W_0$ becomes $W_{FFN} W_0$ with them: leaving it is 30 % off |
 | app. B.1 | neither residual connections nor LayerNorm | the norm's scale is frozen, residual and other heads go into the bias |
 | eq. 15 and 34 against the remark in sec. 5 | a set of negatives for each label in one, for each query in the other | they differ by 46 %: ``per="label"`` or ``per="query"`` |

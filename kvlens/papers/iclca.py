@@ -31,7 +31,7 @@ $$b'_{KV} = R_{-M}\, b_{KV} + \sum_{j=1}^{M} R_{j-M}\, \phi(k'_j)\, v_j'^T, \qqu
 
 | equation | here |
 |---|---|
-| definitions 3.2 and 3.3, eq. 3 and 5: linearised attention, masked | `kvlens.ops.linear_attention.naive_linear_attention` (the judge), `kvlens.ops.linear_attention.parallel_linear_attention`, `kvlens.ops.linear_attention.chunked_linear_attention`, `kvlens.ops.linear_attention.recurrent_linear_attention` |
+| definitions 3.2 and 3.3, eq. 3 and 5: linearized attention, masked | `kvlens.ops.linear_attention.naive_linear_attention` (the judge), `kvlens.ops.linear_attention.parallel_linear_attention`, `kvlens.ops.linear_attention.chunked_linear_attention`, `kvlens.ops.linear_attention.recurrent_linear_attention` |
 | eq. 6: the key-value matrix | `kvlens.ops.linear_attention.final_state` |
 | eq. 9-11, theorem 4.1: plain linear attention | the case ``feature_map="identity"``, ``normalizer="none"`` |
 | eq. 12-13: RoPE after the feature map, with bias | ``rotary_placement="after"``; the sum of `kvlens.ops.linear_attention.read_state` of the bias and what the text gives |
@@ -52,7 +52,7 @@ $$b'_{KV} = R_{-M}\, b_{KV} + \sum_{j=1}^{M} R_{j-M}\, \phi(k'_j)\, v_j'^T, \qqu
 |---|---|---|
 | algorithm 1, step (d) | the prompt's own output is computed with the *new* $b'_{KV}$ | with the old $b_{KV}$ and the old $b_D$; as printed the conversion is off by 16 to 60 % |
 | eq. 23 | $R_{a+b} = R_a + R_b$ | the product, $R_{a+b} = R_a R_b$ |
-| eq. 18 against algorithm 2, step (c) | $b_D$ is rotated in one of them and not in the other, and RoPE stands outside $\phi$ | for softmax features RoPE goes inside $\phi$, in numerator and normaliser alike |
+| eq. 18 against algorithm 2, step (c) | $b_D$ is rotated in one of them and not in the other, and RoPE stands outside $\phi$ | for softmax features RoPE goes inside $\phi$, in numerator and normalizer alike |
 | algorithm 2, step (d) | the similarity is rotated in the numerator only | the same similarity in both: softmax attention with RoPE |
 | KV shift | not treated | the shift's boundary (the prompt's last raw keys and values) belongs to the bias: without it the conversion is off by 4 to 16 % |
 | decay, padding, absolute positions, prompts after prompts | not treated | `kvlens.convert_prompt` says what happens: $b_{KV}$ decays by $\gamma^M$; without RoPE after the map, $R$ drops out and ``position_offset`` grows by $M$ |

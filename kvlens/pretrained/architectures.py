@@ -35,7 +35,7 @@ def architecture_of(hf_model: PreTrainedModel) -> str:
 
 
 def check_readable(hf_model: PreTrainedModel) -> None:
-    """Raise if a weight is packed, quantised, not loaded, or under an adapter: it would be converted to nonsense."""
+    """Raise if a weight is packed, quantized, not loaded, or under an adapter: it would be converted to nonsense."""
     for name, weight in hf_model.named_parameters():
         if "lora_" in name:
             raise KVLensError(f"from_pretrained: the model carries an adapter ({name}): merge it first")
@@ -43,6 +43,6 @@ def check_readable(hf_model: PreTrainedModel) -> None:
             raise KVLensError(f"from_pretrained: {name} is on the meta device: load the model with real weights")
         if weight.dtype not in DTYPES.values():
             raise KVLensError(
-                f"from_pretrained: {name} is stored as {weight.dtype}: a quantised model cannot be converted. Load it "
-                "dequantised."
+                f"from_pretrained: {name} is stored as {weight.dtype}: a quantized model cannot be converted. Load it "
+                "dequantized."
             )

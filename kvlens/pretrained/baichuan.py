@@ -126,7 +126,7 @@ def convert_baichuan_m1_weights(
         conv_window: how many coefficients the shift has; see :func:`conv_window_of`.
 
     Raises:
-        KVLensError: a tensor is missing, unknown, quantised, or of another shape than the configuration says.
+        KVLensError: a tensor is missing, unknown, quantized, or of another shape than the configuration says.
     """
     _check_shift(tensors, cfg, conv_window)
     tensors = {name: tensor for name, tensor in tensors.items() if not is_shift_coefficient(name)}
@@ -213,7 +213,7 @@ def _check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, list[in
         )
     for name, tensor in tensors.items():
         if not tensor.is_floating_point() or torch.finfo(tensor.dtype).bits < 16:
-            raise KVLensError(f"{_REFUSE}stores {name} as {tensor.dtype}: a quantised model cannot be converted")
+            raise KVLensError(f"{_REFUSE}stores {name} as {tensor.dtype}: a quantized model cannot be converted")
         if list(tensor.shape) != expected[name]:
             raise KVLensError(
                 f"{_REFUSE}stores {name} with the shape {list(tensor.shape)}; its configuration gives {expected[name]}"
@@ -268,7 +268,7 @@ def _check_known_features(config: Mapping[str, Any]) -> None:
     if kind != "default":
         raise KVLensError(f"{_REFUSE}scales its rotary angles by {kind!r}, which is not known of the architecture")
     if config.get("quantization_config"):
-        raise KVLensError(f"{_REFUSE}is quantised ({config['quantization_config']}); its weights cannot be converted")
+        raise KVLensError(f"{_REFUSE}is quantized ({config['quantization_config']}); its weights cannot be converted")
 
 
 def _rotary_base(config: Mapping[str, Any]) -> float:

@@ -79,8 +79,8 @@ def load_folder(folder: Path, dtype: torch.dtype, kwargs: dict[str, Any]) -> tup
         raise unsupported((hf_config.architectures or [class_name or hf_config.model_type])[0], str(folder))
     if getattr(hf_config, "quantization_config", None):
         raise KVLensError(
-            f"from_pretrained: {folder} holds a quantised model ({hf_config.quantization_config}); its weights cannot "
-            "be converted. Load it dequantised with transformers and pass it as hf_model=."
+            f"from_pretrained: {folder} holds a quantized model ({hf_config.quantization_config}); its weights cannot "
+            "be converted. Load it dequantized with transformers and pass it as hf_model=."
         )
     try:
         with without_progress_bars():

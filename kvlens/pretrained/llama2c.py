@@ -35,7 +35,7 @@ from kvlens.pretrained.parts import PretrainedParts
 
 HEADER = struct.Struct("<7i")
 MAGIC = 0x616B3432
-"""Opens the files of llama2.c's later exports, which hold the weights in another order or quantised."""
+"""Opens the files of llama2.c's later exports, which hold the weights in another order or quantized."""
 FLOAT_BYTES = 4
 
 

@@ -4,7 +4,7 @@
             tokens 0, 1, 2 are unknown, BOS and EOS; ``<0xNN>`` is the byte NN
 
 llama2.c puts a space in front of the text, splits it into characters (one that is no token into its bytes), and then joins,
-again and again, the two neighbours whose union is the token with the highest score, the first such pair where several score
+again and again, the two neighbors whose union is the token with the highest score, the first such pair where several score
 the same. That is byte-pair encoding: each way of splitting a token in two is a merge, ordered by the score of the whole. Where
 a token can be split in two ways that overlap in a text ("a" + "aa" and "aa" + "a" in "aaaa"), an order of merges cannot always
 say "the first pair"; in runs of one character, where this occurs, both come to the same, because they fill up from the left.

@@ -116,7 +116,7 @@ def load_pretrained_parts(
 
     Raises:
         KVLensError: no such folder or name, files missing, an architecture or a feature of it that TransformerLens
-            cannot express, a quantised model, or sizes out of range.
+            cannot express, a quantized model, or sizes out of range.
     """
     dtype = dtype_of(from_pretrained_kwargs.pop("torch_dtype", dtype), "from_pretrained: dtype")
     _check_arguments(model_name, hf_model, from_pretrained_kwargs)
@@ -249,11 +249,11 @@ def _check_options(tokenizer: Any, device: Any, sizes: Mapping[str, Any]) -> Non
 
 
 def _check_arguments(model_name: str | Path, hf_model: Any, kwargs: dict[str, Any]) -> None:
-    """Refuse what this way of loading cannot honour, before any file is read."""
+    """Refuse what this way of loading cannot honor, before any file is read."""
     refuse_to_run_code(kwargs)
     for key in ("load_in_4bit", "load_in_8bit", "quantization_config"):
         if kwargs.get(key):
-            raise KVLensError(f"from_pretrained: {key} asks for quantised weights, which cannot be converted: remove it")
+            raise KVLensError(f"from_pretrained: {key} asks for quantized weights, which cannot be converted: remove it")
     for key in ("checkpoint_index", "checkpoint_value"):
         if kwargs.pop(key, None) is not None:
             raise KVLensError(

@@ -11,8 +11,8 @@ kvlens keeps ``blocks.{l}.attn.k_shift_coef`` and ``v_shift_coef`` [kv_head, win
 The two column forms are one: the code in KVSA's appendix pads the sequence with one zero in front, unfolds windows of two
 (oldest token first) and multiplies them by ``K`` seen as (1, 1, n_kv, 1, 2); decoding multiplies ``K[:, :1]`` with the kept
 key and ``K[:, 1:]`` with the new one. So the *last* column belongs to the current token, and kvlens' index s is column
-``window - s``. The initialisation hides this (both columns are of one law), a trained model does not. Either shape is taken
-under either name. Numbers are the coefficients as used, so a model reads them back whatever its parametrisation.
+``window - s``. The initialization hides this (both columns are of one law), a trained model does not. Either shape is taken
+under either name. Numbers are the coefficients as used, so a model reads them back whatever its parametrization.
 """
 
 import re
@@ -109,7 +109,7 @@ def parameter_from_coefficients(coef: Float[Tensor, "kv_head taps"], parametriza
     ``clamp`` too, if they lie in [0, 1]; under ``gate`` their logarithms, if they are positive and sum to 1.
 
     Raises:
-        KVLensError: the parametrisation cannot produce these coefficients.
+        KVLensError: the parametrization cannot produce these coefficients.
     """
     if parametrization == "clamp" and not bool(((coef >= 0) & (coef <= 1)).all()):
         raise KVLensError(

@@ -44,7 +44,7 @@ FORMAT_VERSION = 2
 MOST_PAIRS = 2**28
 """Pairs of prompt tokens in all heads of a layer for which dual models are computed: in about 10 GB."""
 CONDITIONS = ("with_prompt", "converted", "without_prompt")
-DUAL_COLOURINGS = {"dual loss drop (log)": "log_loss_drop", "dual step's share of the output": "step_share"}
+DUAL_COLORINGS = {"dual loss drop (log)": "log_loss_drop", "dual step's share of the output": "step_share"}
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def build_report(
     Args:
         model: linear or softmax, with a tokenizer; nothing may be attached to it.
         prompt: not empty; it gets a BOS by the model's default.
-        text: not empty; tokenised apart from the prompt, without BOS.
+        text: not empty; tokenized apart from the prompt, without BOS.
         model_name: how the report calls the model; None takes the configuration's name.
         new_tokens: how many tokens to generate in each condition.
         temperature: 0 generates greedily; above 0 samples, with equal random numbers in the three conditions.
@@ -172,15 +172,15 @@ def build_report(
         "layer_contributions": layer_contributions(model, text_tokens, bias=bias),
         "generated": written,
     }
-    colourings = {"ablation_kl": _by_head(by_head, "ablation_kl", bias)}
+    colorings = {"ablation_kl": _by_head(by_head, "ablation_kl", bias)}
     if dual:
         tables |= _dual_tables(model, prompt_tokens, text_tokens)
         steps = tables["dual_losses"].groupby(["layer", "head"], as_index=False)[["log_loss_drop", "step_share"]].mean()
-        colourings |= {name: _by_head(steps, column, bias) for name, column in DUAL_COLOURINGS.items()}
+        colorings |= {name: _by_head(steps, column, bias) for name, column in DUAL_COLORINGS.items()}
     linked = linked_shares(
         *sequences,
         bias=bias,
-        colourings=colourings,
+        colorings=colorings,
         without_zero=["dual loss drop (log)"],
         readings=readings,
         on_progress=part("linking prompt and text", 0.85, 1.0),

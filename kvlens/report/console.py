@@ -10,7 +10,7 @@ WIDTH = 80
 
 
 def make_console(*, stderr: bool = False) -> Console:
-    """A console of at most 80 columns that colours no numbers and reads no markup or emoji in its text."""
+    """A console of at most 80 columns that colors no numbers and reads no markup or emoji in its text."""
     console = Console(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=False)
     console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
     return console

@@ -83,6 +83,6 @@ def _page_note(n_prompt: int) -> str | None:
     if n_prompt <= SHOWN_WHOLE:
         return None
     return (
-        f"The page shows the prompt's {n_prompt:,} tokens in blocks of neighbours, and in arcs and attention patterns those "
+        f"The page shows the prompt's {n_prompt:,} tokens in blocks of neighbors, and in arcs and attention patterns those "
         "that count most; each picture says what it leaves out. kvlens.analyses.bias_positions has the numbers of every token."
     )

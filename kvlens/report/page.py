@@ -10,7 +10,7 @@ from kvlens.viz import (
     Page,
     Piece,
     attention_view,
-    coloured_tokens,
+    colored_tokens,
     contribution_bars,
     depth_map,
     dual_view,
@@ -40,7 +40,7 @@ def build_page(report: Report) -> Page:
         "Prompt, heads, next token",
         "Choose a prompt token to see which heads hold it, a head to see what it reads and which text it serves, or a token of "
         "the text to see all that it reads and what the model expects next. A large share need not matter much: the menu also "
-        "colours the heads by what their removal costs (ablation_kl). Arrow keys move, Enter chooses, Escape clears.",
+        "colors the heads by what their removal costs (ablation_kl). Arrow keys move, Enter chooses, Escape clears.",
     )
     page.add(linked_view(report.linked, title="shares of the prompt in the attention output"))
     page.section("What the prompt changes", "Means over the text; then where it saves loss, and where it costs some.")
@@ -142,11 +142,11 @@ def _effect(figures: dict[str, Any]) -> Piece:
 
 
 def _gain(effect: pd.DataFrame) -> Piece:
-    """The text, each token coloured by the loss on it that the converted prompt saves; the first has none."""
+    """The text, each token colored by the loss on it that the converted prompt saves; the first has none."""
     losses = {name: rows["loss"].to_numpy() for name, rows in effect.groupby("condition")}
     gain = [math.nan, *(losses["without_prompt"] - losses["converted"])[:-1]]
     tokens = effect.loc[effect["condition"] == "converted", "token"]
-    return coloured_tokens(tokens, gain, title="loss that the converted prompt saves on each token", unit="nats")
+    return colored_tokens(tokens, gain, title="loss that the converted prompt saves on each token", unit="nats")
 
 
 def _places(effect: pd.DataFrame) -> Piece:
@@ -187,7 +187,7 @@ def _arcs(report: Report) -> Piece:
 def _bias_share(report: Report) -> Piece:
     shares, unit = report.heads.bias_shares, "||z_bias|| / (||z_bias|| + ||z_context||)"
     assert shares is not None
-    return coloured_tokens(report.heads.text, shares.mean(dim=(0, 1)), title="share of the bias", unit=unit)
+    return colored_tokens(report.heads.text, shares.mean(dim=(0, 1)), title="share of the bias", unit=unit)
 
 
 def _attention(report: Report) -> Piece:

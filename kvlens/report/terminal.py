@@ -1,4 +1,4 @@
-"""A report in the terminal: 80 columns wide, with colours where there is a terminal and without them in a pipe."""
+"""A report in the terminal: 80 columns wide, with colors where there is a terminal and without them in a pipe."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ _TITLES = {"with_prompt": "with prompt", "converted": "converted", "without_prom
 
 @checked
 def print_report(report: Report, console: Console | None = None) -> None:
-    """Show ``report``; a console of one's own decides where and in which colours."""
+    """Show ``report``; a console of one's own decides where and in which colors."""
     console = console or make_console()
     if console.is_terminal:
         _show(console, report)

@@ -8,7 +8,7 @@ from torch import Tensor
 def previous_occurrence(tokens: Int[Tensor, "batch pos"]) -> Int[Tensor, "batch pos"]:
     """Return for each position the last earlier one that holds the same token, or -1.
 
-    A stable sort puts equal tokens side by side in the order of their positions, so the neighbour to the left is the
+    A stable sort puts equal tokens side by side in the order of their positions, so the neighbor to the left is the
     previous occurrence: length x log(length) work, and no length x length table.
 
     Args:

@@ -56,7 +56,7 @@ def _about(facts: dict[str, Any]) -> list[str]:
 def architecture(cfg: dict[str, Any]) -> str:
     """A configuration in one line."""
     shift = cfg["kv_shift"]
-    linear = f"linear attention ({cfg['feature_map']}, normaliser {cfg['normalizer']})"
+    linear = f"linear attention ({cfg['feature_map']}, normalizer {cfg['normalizer']})"
     words = [
         f"{cfg['n_layers']} layers" if cfg["n_layers"] > 1 else "1 layer",
         f"d_model {cfg['d_model']}, {cfg['n_heads']} heads of {cfg['d_head']}",

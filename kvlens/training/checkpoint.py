@@ -1,6 +1,6 @@
 """A run on disk: one safetensors file that holds all of it, replaced as a whole, so that a kill at any moment loses little.
 
-    checkpoint.safetensors    weights, best weights, optimiser state, metrics so far, what was watched; header: which run it is
+    checkpoint.safetensors    weights, best weights, optimizer state, metrics so far, what was watched; header: which run it is
     metrics.parquet           the metrics as a table, written anew from the checkpoint's rows whenever it is
 
 The checkpoint is the truth: the table can be made from it. A run is known by its identity (task, model, settings); a folder

@@ -105,7 +105,7 @@ class Objective(nn.Module):
     Args:
         model: in training.
         loss: judges it.
-        autocast: run the forward pass in bfloat16; weights and optimiser stay in the weights' own dtype.
+        autocast: run the forward pass in bfloat16; weights and optimizer stay in the weights' own dtype.
     """
 
     def __init__(self, model: Model, loss: Loss, *, autocast: bool = False):

@@ -117,7 +117,7 @@ RECIPES: dict[str, Recipe] = {
             name="bigram-linear",
             summary="The linear-attention model of ICLCA sec. 6.2: 12 layers of width 128 that learn a bigram in context, "
             "each trigger letter being followed by whatever followed it first. Attention is a RetNet's without decay: the "
-            "identity as feature map, RoPE after it, no normaliser.",
+            "identity as feature map, RoPE after it, no normalizer.",
             task="bigrams",
             task_settings=dict(length=64, trigger_rate=0.5),
             model=dict(n_layers=12, d_model=128, d_head=32, attention="linear", feature_map="identity", normalizer="none"),

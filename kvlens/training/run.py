@@ -1,6 +1,6 @@
 """A training run between two steps: everything that decides what comes next, and the two things that can happen to it.
 
-The batch of step t is drawn from a generator seeded by (seed, t) alone. So weights, optimiser state and t are the whole state
+The batch of step t is drawn from a generator seeded by (seed, t) alone. So weights, optimizer state and t are the whole state
 of a run: whoever restores them goes on exactly where it was, without replaying what came before.
 """
 
@@ -39,7 +39,7 @@ class Row(NamedTuple):
 
 @dataclass
 class Progress:
-    """The numbers of a run; tensors are in the model and the optimiser.
+    """The numbers of a run; tensors are in the model and the optimizer.
 
     Attributes:
         step: updates done.

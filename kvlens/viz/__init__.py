@@ -19,13 +19,13 @@ from kvlens.viz.linked import linked_view
 from kvlens.viz.page import Page
 from kvlens.viz.piece import Piece
 from kvlens.viz.tables import error_table
-from kvlens.viz.tokens import coloured_tokens
+from kvlens.viz.tokens import colored_tokens
 
 __all__ = [
     "Page",
     "Piece",
     "attention_view",
-    "coloured_tokens",
+    "colored_tokens",
     "contribution_bars",
     "depth_map",
     "dual_view",

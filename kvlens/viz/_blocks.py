@@ -1,6 +1,6 @@
-"""Keeping a page small: long axes in blocks of neighbours, long token lists by what matters.
+"""Keeping a page small: long axes in blocks of neighbors, long token lists by what matters.
 
-A 4,096-token prompt has 4,096 columns per head and query; a picture has a few hundred. Sums over neighbours keep the geometry
+A 4,096-token prompt has 4,096 columns per head and query; a picture has a few hundred. Sums over neighbors keep the geometry
 and the total.
 """
 
@@ -18,12 +18,12 @@ MAX_TEXT = 40
 
 
 def block_size(n: int, limit: int) -> int:
-    """How many neighbours make a block, so that ``n`` places make at most ``limit`` blocks."""
+    """How many neighbors make a block, so that ``n`` places make at most ``limit`` blocks."""
     return max(1, math.ceil(n / max(1, limit)))
 
 
 def token_blocks(tokens: Sequence[str], size: int) -> list[dict[str, str]]:
-    """Tokens in blocks of ``size`` neighbours: the place of each, and its text, of a long one beginning and end."""
+    """Tokens in blocks of ``size`` neighbors: the place of each, and its text, of a long one beginning and end."""
     return [_block(tokens, start, size) for start in range(0, len(tokens), size)]
 
 
@@ -38,10 +38,10 @@ def _block(tokens: Sequence[str], start: int, size: int) -> dict[str, str]:
 def block_means(
     sums: Float[Tensor, "*rest column"], size: int, *, per_column: int = 1, n: int | None = None
 ) -> Float[Tensor, "*rest block"]:
-    """Means per token over blocks of neighbours.
+    """Means per token over blocks of neighbors.
 
     Args:
-        sums: a column each for ``per_column`` neighbouring tokens, the last one for what is left.
+        sums: a column each for ``per_column`` neighboring tokens, the last one for what is left.
         size: columns per block; the last block may have fewer.
         per_column: tokens per column.
         n: tokens altogether; None where the last column is full.

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvlens.analyses import HeadDetails
 from kvlens.viz._blocks import block_means, block_size, token_blocks
-from kvlens.viz._quantised import quantised
+from kvlens.viz._quantized import quantized
 from kvlens.viz._text import rounded
 
 MAX_PROMPT_COLUMNS, MAX_TEXT_COLUMNS = 256, 128
@@ -49,8 +49,8 @@ def details_json(details: HeadDetails) -> dict[str, Any]:
 
 def _head(details: HeadDetails, layer: int, head: int, cells: Tensor, shares: Tensor) -> dict[str, Any]:
     whole = rounded(float(details.prompt_shares[layer, head].sum()))
-    own = {"pattern": quantised(cells), "shares": quantised(shares), "whole": whole}
-    return own if details.bias_shares is None else {**own, "bias": quantised(details.bias_shares[layer, head])}
+    own = {"pattern": quantized(cells), "shares": quantized(shares), "whole": whole}
+    return own if details.bias_shares is None else {**own, "bias": quantized(details.bias_shares[layer, head])}
 
 
 def _notes(details: HeadDetails, n_queries: int, of_prompt: int, of_text: int, of_share: int) -> list[str]:
@@ -58,9 +58,9 @@ def _notes(details: HeadDetails, n_queries: int, of_prompt: int, of_text: int, o
     if n_queries < len(details.text):
         notes.append(f"{n_queries} of the text's {len(details.text):,} queries are shown, evenly spaced.")
     if of_prompt > 1:
-        notes.append(f"One column is the mean of {of_prompt} neighbouring tokens of the prompt's {len(details.prompt):,}.")
+        notes.append(f"One column is the mean of {of_prompt} neighboring tokens of the prompt's {len(details.prompt):,}.")
     if of_text > 1:
-        notes.append(f"One column is the mean of {of_text} neighbouring tokens of the text's {len(details.text):,}.")
+        notes.append(f"One column is the mean of {of_text} neighboring tokens of the text's {len(details.text):,}.")
     if of_share > 1:
-        notes.append(f"Shares are means over {of_share} neighbouring prompt tokens; of a long block the text is cut.")
+        notes.append(f"Shares are means over {of_share} neighboring prompt tokens; of a long block the text is cut.")
     return notes

@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 import pandas as pd
 
 from kvlens.errors import KVLensError
-from kvlens.viz._colour import scale_of, strength_style
+from kvlens.viz._color import scale_of, strength_style
 from kvlens.viz._frames import check_columns, check_numbers
 from kvlens.viz._text import html_text, number
 
@@ -48,7 +48,7 @@ def head_maps(
         table: one row per head.
         columns: what may be shown.
         clickable: whether a head is a button.
-        without_zero: columns whose 0 means nothing, such as logarithms: coloured from their lowest value to their highest.
+        without_zero: columns whose 0 means nothing, such as logarithms: colored from their lowest value to their highest.
         title: what a screen reader calls it.
     """
     maps = "".join(

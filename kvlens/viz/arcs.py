@@ -8,7 +8,7 @@ import pandas as pd
 
 from kvlens.errors import KVLensError
 from kvlens.signature import checked
-from kvlens.viz._colour import NEGATIVE, POSITIVE
+from kvlens.viz._color import NEGATIVE, POSITIVE
 from kvlens.viz._frames import check_columns, check_numbers
 from kvlens.viz._text import html_text, label, printable, rounded, script_json
 from kvlens.viz.piece import Piece
@@ -101,12 +101,12 @@ def _figure(data: dict[str, Any], title: str) -> Any:
     ax = figure.add_axes((0.02, 0.02, 0.96, 0.9))
     for _, _, query, key, share, shifted in data["arcs"]:
         width, style = 0.3 + 3 * abs(share or 0.0), "--" if shifted else "-"
-        colour = NEGATIVE if (share or 0.0) < 0 else POSITIVE
+        color = NEGATIVE if (share or 0.0) < 0 else POSITIVE
         middle, span = (query + key) / 2, query - key
-        ax.add_patch(Arc((middle, 0), span, span, theta1=0, theta2=180, linewidth=width, linestyle=style, color=colour))
+        ax.add_patch(Arc((middle, 0), span, span, theta1=0, theta2=180, linewidth=width, linestyle=style, color=color))
     for i, token in enumerate(data["tokens"]):
-        grey = "black" if i >= data["n_prompt"] else "dimgrey"
-        look: dict[str, Any] = dict(rotation=90, ha="center", va="top", fontsize=6, color=grey, parse_math=False)
+        gray = "black" if i >= data["n_prompt"] else "dimgrey"
+        look: dict[str, Any] = dict(rotation=90, ha="center", va="top", fontsize=6, color=gray, parse_math=False)
         ax.text(i, -0.6, printable(label(token))[:14], **look)
     ax.set(xlim=(-1, n), ylim=(-n / 5, n / 2), title=printable(title))
     ax.axis("off")

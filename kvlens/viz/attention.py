@@ -18,7 +18,7 @@ from kvlens.arguments import brief, numbers_of
 from kvlens.errors import KVLensError
 from kvlens.signature import checked
 from kvlens.viz._blocks import strongest_positions
-from kvlens.viz._colour import FULL, NEGATIVE, POSITIVE, diverging_map, strongest
+from kvlens.viz._color import FULL, NEGATIVE, POSITIVE, diverging_map, strongest
 from kvlens.viz._text import html_text, label, number, rounded, script_json
 from kvlens.viz.piece import Piece
 
@@ -69,7 +69,7 @@ def attention_view(
     marked = [f"{'p' * (i < n_prompt)}{numbers[i]}:{label(token)}" for i, token in enumerate(tokens)]
     square, labels, n_too_many = _square(values.nan_to_num(0.0, 0.0, 0.0), rows, marked, n_prompt, limit)
     top = rounded(strongest(square.flatten().tolist(), FULL)) or 1.0
-    notes = [f"full colour at {number(top)}"]
+    notes = [f"full color at {number(top)}"]
     if n_prompt:
         notes.append("p0, p1, ... are the prompt's tokens, which the bias holds; their rows are of the prompt's own pass")
     if n_too_many + n_left_out:

@@ -6,7 +6,7 @@ from typing import Any
 import pandas as pd
 
 from kvlens.signature import checked
-from kvlens.viz._colour import NEGATIVE, POSITIVE, strongest
+from kvlens.viz._color import NEGATIVE, POSITIVE, strongest
 from kvlens.viz._frames import check_columns, check_numbers
 from kvlens.viz._text import html_text, number
 from kvlens.viz.piece import Piece

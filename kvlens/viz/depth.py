@@ -8,7 +8,7 @@ import pandas as pd
 
 from kvlens.errors import KVLensError
 from kvlens.signature import checked
-from kvlens.viz._colour import diverging_map, strongest
+from kvlens.viz._color import diverging_map, strongest
 from kvlens.viz._frames import check_columns, check_numbers
 from kvlens.viz._text import html_text, label, number, printable, rounded, script_json
 from kvlens.viz.piece import Piece
@@ -84,7 +84,7 @@ def _figure(data: dict[str, Any], title: str) -> Any:
     for tick in ax.get_xticklabels():
         tick.set_parse_math(False)
     curve.plot([np.nan if x is None else x for x in data["means"]], range(n_rows), color="black", marker=".")
-    curve.axvline(0, color="grey", linewidth=0.8)
+    curve.axvline(0, color="gray", linewidth=0.8)
     curve.set(xlabel="mean, nats")
     figure.colorbar(image, ax=curve, label="loss without - with, nats")
     return figure

@@ -12,7 +12,7 @@ from kvlens.signature import checked
 from kvlens.viz._blocks import block_means, block_size, token_blocks
 from kvlens.viz._frames import check_columns, check_numbers
 from kvlens.viz._head_maps import check_heads, column_choice, head_maps
-from kvlens.viz._quantised import quantised
+from kvlens.viz._quantized import quantized
 from kvlens.viz._text import html_text, rounded, script_json
 from kvlens.viz.heat_map import heat_figure
 from kvlens.viz.piece import Piece
@@ -64,7 +64,7 @@ def dual_view(
 
 
 def _json(given: pd.DataFrame, by_head: pd.DataFrame, n: int, query: str) -> dict[str, Any]:
-    """The data of the page. Long prompts are coloured in blocks of neighbours, each with its mean per token."""
+    """The data of the page. Long prompts are colored in blocks of neighbors, each with its mean per token."""
     numbers = {name: given[name].to_numpy().reshape(len(by_head), n) for name in OF_TOKENS}
     numbers["step"] = _shares(numbers["log_step_norm"])
     places, tokens = given["position"].tolist()[:n], [str(token) for token in given["token"].tolist()[:n]]
@@ -73,8 +73,8 @@ def _json(given: pd.DataFrame, by_head: pd.DataFrame, n: int, query: str) -> dic
     for i, row in enumerate(by_head.itertuples()):
         of_head = {name: values[i] for name, values in numbers.items()}
         heads.setdefault(int(row.layer), {})[int(row.head)] = {
-            "step": quantised(block_means(torch.tensor(of_head["step"]), size)),
-            "output": quantised(block_means(torch.tensor(of_head["output_share"]), size)),
+            "step": quantized(block_means(torch.tensor(of_head["step"]), size)),
+            "output": quantized(block_means(torch.tensor(of_head["output_share"]), size)),
             "whole": rounded(float(of_head["output_share"].sum())),
             "most": [_row(of_head, places[j], tokens[j], j) for j in _most(of_head)],
         }

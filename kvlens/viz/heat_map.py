@@ -10,7 +10,7 @@ from kvlens.analyses import HeadDetails
 from kvlens.arguments import numbers_of
 from kvlens.errors import KVLensError
 from kvlens.signature import checked
-from kvlens.viz._colour import diverging_map, scale_of
+from kvlens.viz._color import diverging_map, scale_of
 from kvlens.viz._details import details_json
 from kvlens.viz._head_maps import MAX_NUMBERED, check_heads, column_choice, head_grid, head_maps
 from kvlens.viz._text import html_text, number, script_json
@@ -75,20 +75,20 @@ def heat_figure(table: pd.DataFrame, value: str, name: str, *, without_zero: boo
     ax = figure.add_subplot()
     signed = not without_zero and bool((grid < 0).any(axis=None))
     lowest = -top if signed else low
-    colours = diverging_map() if signed else _upper_half(diverging_map())
-    image = ax.imshow(grid, cmap=colours, vmin=lowest, vmax=top, aspect="auto")
+    colors = diverging_map() if signed else _upper_half(diverging_map())
+    image = ax.imshow(grid, cmap=colors, vmin=lowest, vmax=top, aspect="auto")
     ax.set(xlabel="head", ylabel="layer", title=name)
     ax.set_xticks(range(grid.shape[1]), [str(head) for head in grid.columns])
     ax.set_yticks(range(grid.shape[0]), [str(layer) for layer in grid.index])
     if grid.shape[1] <= MAX_NUMBERED:
         for (row, column), entry in np.ndenumerate(grid.to_numpy()):
-            colour = "white" if abs(entry - low) > 0.55 * (top - low) else "black"
-            ax.text(column, row, number(entry), ha="center", va="center", fontsize=7, color=colour)
+            color = "white" if abs(entry - low) > 0.55 * (top - low) else "black"
+            ax.text(column, row, number(entry), ha="center", va="center", fontsize=7, color=color)
     figure.colorbar(image, ax=ax, label=value)
     return figure
 
 
-def _upper_half(colours: Any) -> Any:
+def _upper_half(colors: Any) -> Any:
     from matplotlib.colors import LinearSegmentedColormap
 
-    return LinearSegmentedColormap.from_list("kvlens_positive", colours(np.linspace(0.5, 1, 128)))
+    return LinearSegmentedColormap.from_list("kvlens_positive", colors(np.linspace(0.5, 1, 128)))

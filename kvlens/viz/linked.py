@@ -1,4 +1,4 @@
-"""Prompt, heads and text side by side: choosing a token or a head in one panel recolours the other two.
+"""Prompt, heads and text side by side: choosing a token or a head in one panel recolors the other two.
 
 All three panels show one quantity, the share of prompt token j, through head (l, h), in the attention output at text token i:
 
@@ -15,7 +15,7 @@ from kvlens.analyses import LinkedShares
 from kvlens.errors import KVLensError
 from kvlens.signature import checked
 from kvlens.viz._blocks import block_means, block_size, token_blocks
-from kvlens.viz._quantised import quantised
+from kvlens.viz._quantized import quantized
 from kvlens.viz._text import html_text, part_note, percent, rounded, script_json
 from kvlens.viz.piece import Piece
 
@@ -51,7 +51,7 @@ def linked_view(data: LinkedShares, *, title: str = "prompt, heads and next toke
 
 
 def _json(data: LinkedShares) -> dict[str, Any]:
-    """The data of the page. A long prompt is shown in blocks of neighbours, each with its mean per token."""
+    """The data of the page. A long prompt is shown in blocks of neighbors, each with its mean per token."""
     n_layers, n_heads, n_prompt = data.by_prompt.shape
     n_text = min(len(data.text), max(16, MAX_CELLS // (n_layers * n_heads)))
     limit = min(MAX_CELLS // (n_layers * n_heads), MAX_CELLS // n_text)
@@ -64,15 +64,15 @@ def _json(data: LinkedShares) -> dict[str, Any]:
         "block": size,
         "blocks": token_blocks(data.prompt, size),
         "text": list(data.text[:n_text]),
-        "by_prompt": quantised(block_means(data.by_prompt, size)),
-        "by_text": quantised(data.by_text[..., :n_text]),
-        "between": quantised(block_means(data.between[:n_text], per_block, per_column=data.block, n=n_prompt)),
+        "by_prompt": quantized(block_means(data.by_prompt, size)),
+        "by_text": quantized(data.by_text[..., :n_text]),
+        "between": quantized(block_means(data.between[:n_text], per_block, per_column=data.block, n=n_prompt)),
         "next": {
             name: [[[token, rounded(p)] for token, p in row] for row in rows[:n_text]]
             for name, rows in data.next_tokens.items()
         },
-        "colourings": {
-            name: {**quantised(numbers), "without_zero": name in data.without_zero} for name, numbers in data.colourings.items()
+        "colorings": {
+            name: {**quantized(numbers), "without_zero": name in data.without_zero} for name, numbers in data.colorings.items()
         },
         "note": f"{len(data.text):,} tokens." + (f" The first {n_text} are shown." if n_text < len(data.text) else ""),
     }

@@ -1,4 +1,4 @@
-"""Text whose tokens are coloured by a number each."""
+"""Text whose tokens are colored by a number each."""
 
 import functools
 import math
@@ -9,7 +9,7 @@ from kvlens.analyses.texts import joined
 from kvlens.arguments import brief, numbers_of
 from kvlens.errors import KVLensError
 from kvlens.signature import checked
-from kvlens.viz._colour import FULL, diverging_map, strongest, style
+from kvlens.viz._color import FULL, diverging_map, strongest, style
 from kvlens.viz._text import NEWLINE, html_text, label, number, part_note, printable, running
 from kvlens.viz.piece import Piece
 
@@ -21,44 +21,42 @@ FONT, CHARACTER = 7.5, 7.5 * 0.602 / 72
 
 
 @checked
-def coloured_tokens(
+def colored_tokens(
     tokens: Iterable[str], values: Any, *, title: str = "tokens", unit: str = "value", top: float | None = None
 ) -> Piece:
     """Tokens in reading order, blue where their value is positive and red where it is negative.
 
-    >>> coloured_tokens(["a", " widget"], [0.5, -1.0], unit="nats").save_html("tokens.html")
+    >>> colored_tokens(["a", " widget"], [0.5, -1.0], unit="nats").save_html("tokens.html")
 
     Args:
         tokens: as text, whatever it holds; :func:`kvlens.analyses.token_texts` makes it of any model's tokens. What it writes
             for a token with a part of a character, such as ``<0xC3>``, is shown as ``⋯``.
-        values: one number per token; one that is not finite leaves its token without colour.
+        values: one number per token; one that is not finite leaves its token without color.
         title, unit: what is shown, and what the numbers are.
-        top: the magnitude that gets full colour; None takes a high quantile.
+        top: the magnitude that gets full color; None takes a high quantile.
 
-    More than 4,096 tokens are shown in blocks of neighbours, each with the mean of its values, and the title says so.
+    More than 4,096 tokens are shown in blocks of neighbors, each with the mean of its values, and the title says so.
 
     Raises:
         KVLensError: no tokens, or another number of values than of tokens.
     """
-    shown, read = list(tokens), numbers_of("coloured_tokens: values", values)
+    shown, read = list(tokens), numbers_of("colored_tokens: values", values)
     if read.dim() != 1:
-        raise KVLensError(f"coloured_tokens: values: expected one number per token, got {brief(read)}")
+        raise KVLensError(f"colored_tokens: values: expected one number per token, got {brief(read)}")
     numbers: list[float] = read.tolist()
     if not shown or len(shown) != len(numbers):
-        raise KVLensError(
-            f"coloured_tokens: {len(shown)} tokens, {len(numbers)} values; give one value per token, at least one"
-        )
+        raise KVLensError(f"colored_tokens: {len(shown)} tokens, {len(numbers)} values; give one value per token, at least one")
     if len(shown) > MAX_TOKENS:
         size = math.ceil(len(shown) / MAX_TOKENS)
         title += f" (blocks of {size} of the {len(shown):,} tokens, mean of each)"
         shown, numbers = _in_blocks(shown, numbers, size)
     if top is not None and top < 0:
-        raise KVLensError(f"coloured_tokens: top must be at least 0, got {top}")
+        raise KVLensError(f"colored_tokens: top must be at least 0, got {top}")
     full = strongest(numbers, FULL) if top is None else top
     spans = "".join(_span(token, value, full, i, unit) for i, (token, value) in enumerate(zip(shown, numbers, strict=True)))
     note = f'<p class="note">{said}</p>' if (said := part_note(shown)) else ""
     body = (
-        f'<figure class="piece"><figcaption>{html_text(title)} <span class="unit">{html_text(unit)}, full colour at '
+        f'<figure class="piece"><figcaption>{html_text(title)} <span class="unit">{html_text(unit)}, full color at '
         f'{number(full)}</span></figcaption>{note}<div class="tokens">{spans}</div></figure>'
     )
     return Piece(title, body, figure=functools.partial(_figure, shown, numbers, full, title, printable(unit)))
@@ -77,7 +75,7 @@ def _in_blocks(tokens: list[str], values: list[float], size: int) -> tuple[list[
 
 
 def _figure(tokens: list[str], values: list[float], top: float, title: str, unit: str) -> Any:
-    """Monospaced text, a coloured box behind each token."""
+    """Monospaced text, a colored box behind each token."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
 
@@ -85,18 +83,18 @@ def _figure(tokens: list[str], values: list[float], top: float, title: str, unit
     n_lines = places[-1][1] + 1
     figure = Figure(figsize=(LINE * CHARACTER, 0.2 * (n_lines + 4)))
     ax = figure.add_axes((0, 0, 1, 1))
-    colours = diverging_map()
+    colors = diverging_map()
     for column, line, shown, value in places:
         if math.isfinite(value) and top > 0:
             strength = max(-1.0, min(1.0, value / top))
-            ax.add_patch(Rectangle((column, line - 0.5), len(shown), 1, color=colours(0.5 + 0.35 * strength), linewidth=0))
+            ax.add_patch(Rectangle((column, line - 0.5), len(shown), 1, color=colors(0.5 + 0.35 * strength), linewidth=0))
         ax.text(column, line, shown, va="center", family="monospace", fontsize=FONT, parse_math=False)
     ax.text(0, -1.5, printable(title)[:LINE], va="center", fontsize=9, parse_math=False)
     ax.set(xlim=(0, LINE), ylim=(n_lines + 2, -2))
     ax.axis("off")
     for i in range(41):  # the scale, as a strip under the text
         strength = i / 20 - 1
-        ax.add_patch(Rectangle((8 + 0.5 * i, n_lines + 0.5), 0.5, 0.7, color=colours(0.5 + 0.35 * strength), linewidth=0))
+        ax.add_patch(Rectangle((8 + 0.5 * i, n_lines + 0.5), 0.5, 0.7, color=colors(0.5 + 0.35 * strength), linewidth=0))
     for x, end, side in ((7.5, f"{-top:.3g}", "right"), (29.0, f"{top:.3g} {unit}", "left")):
         ax.text(x, n_lines + 0.85, end, va="center", ha=side, fontsize=FONT, parse_math=False)
     return figure

@@ -16,7 +16,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def pencil_model() -> HookedKVTransformer:
-    """One head of width 1, phi = identity, no normaliser, all weights 1; token t is the number t + 1.
+    """One head of width 1, phi = identity, no normalizer, all weights 1; token t is the number t + 1.
 
     The residual after attention is x_i + x_i (x_0^2 + ... + x_i^2), and the logits are a tenth of it, and 0.
     """

@@ -33,13 +33,13 @@ def step_of(sizes: dict[str, Any], variant: dict[str, Any] | None, tokens: torch
         **sizes, act_fn="gelu", normalization_type="LN", seed=0, device="cpu", attention_variant=variant
     )
     model = HookedKVTransformer(cfg)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def step() -> float:
-        optimiser.zero_grad(set_to_none=True)
+        optimizer.zero_grad(set_to_none=True)
         loss = model(tokens, return_type="loss")
         loss.backward()
-        optimiser.step()
+        optimizer.step()
         value = float(loss.detach())
         if not value < 20:
             raise SystemExit(f"{variant}: the loss is {value}")

@@ -1,4 +1,4 @@
-"""Where the kernel normaliser is 0: nothing visible gives 0 and finite gradients; a zero alone is an error that says where."""
+"""Where the kernel normalizer is 0: nothing visible gives 0 and finite gradients; a zero alone is an error that says where."""
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ def test_a_normalizer_that_is_zero_alone_names_layer_head_and_place():
         phi_k[:, 1, 1] = -phi_k[:, 0, 1]
         return phi_k
 
-    with pytest.raises(KVLensError, match=r"layer 1, head 1, place 1: the normaliser .* 'identity' cancel"):
+    with pytest.raises(KVLensError, match=r"layer 1, head 1, place 1: the normalizer .* 'identity' cancel"):
         model.run_with_hooks(tokens(4), fwd_hooks=[("blocks.1.attn.hook_phi_k", cancel)])
 
 
@@ -68,7 +68,7 @@ def scaled_to(model, score):
 
 
 def loss_and_gradients(model):
-    """The loss, all gradients in one row, and the smallest normaliser."""
+    """The loss, all gradients in one row, and the smallest normalizer."""
     normalizers = []
     hooks = [(lambda name: name.endswith("hook_normalizer"), lambda n, hook: normalizers.append(n.min().item()))]
     loss = model.run_with_hooks(tokens(9), return_type="loss", fwd_hooks=hooks)
@@ -103,7 +103,7 @@ def test_features_that_underflow_are_an_error_that_names_layer_head_and_cause(fe
     """Not 0 without a word: a token always sees itself under a positive map."""
     model = scaled_to(build(feature_map=feature_map, n_random_features=16), score)
     with pytest.raises(
-        KVLensError, match=rf"layer \d, head \d, place \d: the normaliser .* underflows.*\n?.*{feature_map}.*{remedy}"
+        KVLensError, match=rf"layer \d, head \d, place \d: the normalizer .* underflows.*\n?.*{feature_map}.*{remedy}"
     ):
         model.run_with_cache(tokens(30), names_filter=lambda name: any(name.endswith(hook) for hook in names))
     with pytest.raises(KVLensError, match=r"layer \d, head .* underflows"):

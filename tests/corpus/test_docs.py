@@ -133,9 +133,9 @@ def test_near_copies_are_dropped_and_headings_stay_only_before_what_stays():
     first = "Args:\n\n" + "\n".join(lines)
     assert keep.new_paragraphs(first) == ["Args:", "\n".join(lines)]
     assert keep.new_paragraphs(first.upper().replace("\n", "\n  ")) == []
-    near = "\n".join([*lines[:2], "another_argument: the colour of the layer, a string"]).replace("12", "768")
+    near = "\n".join([*lines[:2], "another_argument: the color of the layer, a string"]).replace("12", "768")
     assert keep.new_paragraphs("Args:\n\n" + near) == []
-    far = "\n".join([lines[0], "another_argument: the colour of the layer", "a_third_one: the weight of the layer, in kg"])
+    far = "\n".join([lines[0], "another_argument: the color of the layer", "a_third_one: the weight of the layer, in kg"])
     assert keep.new_paragraphs("Returns:\n\n" + far) == ["Returns:", far]
 
 

@@ -12,7 +12,7 @@ LINEAR: dict[str, dict[str, Any]] = {
     "rope after, shift 2": {},
     "rope before": dict(rotary_placement="before", kv_shift=None),
     "taylor": dict(feature_map="taylor", kv_shift=None),
-    "no normaliser, gqa, decay": dict(
+    "no normalizer, gqa, decay": dict(
         n_heads=6, d_model=36, n_key_value_heads=2, normalizer="none", decay="retnet", feature_map="identity"
     ),
     "augmented values": dict(attention_variant={"augmented": {"values": True}}),

@@ -113,7 +113,7 @@ def test_a_bias_as_initial_weight_or_as_demonstrations_is_the_same_head():
 
 
 @pytest.mark.parametrize(
-    "name", ["rope after, shift 2", "no normaliser, gqa, decay", "learned positions", "rotary, gqa, shift"]
+    "name", ["rope after, shift 2", "no normalizer, gqa, decay", "learned positions", "rotary, gqa, shift"]
 )
 @pytest.mark.parametrize("alpha", [0.0, 0.2])
 def test_losses_and_steps_agree_with_the_loops(name, alpha):
@@ -196,14 +196,14 @@ def test_more_features_come_closer_and_all_landmarks_are_exact():
     assert every.equivalence_error() < 1e-8
 
 
-def test_the_minimiser():
+def test_the_minimizer():
     model = model_of("rope after, shift 2")
     dual = DualModel.from_head(model, text_for(model, 9), 0, 1)
-    least = dual.minimise(0.3).loss(alpha=0.3)
+    least = dual.minimize(0.3).loss(alpha=0.3)
     assert least < dual.reset().losses(30, alpha=0.3)[:10].min()
     torch.testing.assert_close(dual.losses(200, alpha=0.3)[-1], least, rtol=1e-10, atol=1e-12)
     with pytest.raises(KVLensError, match="alpha > 0 only"):
-        dual.minimise(0.0)
+        dual.minimize(0.0)
 
 
 def test_bound_terms_by_hand():

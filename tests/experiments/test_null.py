@@ -203,9 +203,9 @@ def features_runs(runs):
 def layer_runs(runs):
     """Dimensions lost: half of one by wide MLPs, a quarter of twelve by narrow ones."""
     lost = {96: 0.5 - runs(lead=1), 6: 3 + runs(lead=1)}
-    centre = {96: LAWS_MEAN[runs.law], 6: -LAWS_MEAN[runs.law]}
+    center = {96: LAWS_MEAN[runs.law], 6: -LAWS_MEAN[runs.law]}
     return dual_layer.compare(
-        stacked(runs.table(v, d_mlp=w, rank_bound=12 - v - centre[w], largest_error=0.0) for w, v in lost.items()), 12
+        stacked(runs.table(v, d_mlp=w, rank_bound=12 - v - center[w], largest_error=0.0) for w, v in lost.items()), 12
     )
 
 
@@ -232,7 +232,7 @@ def gpt2_runs(runs):
     return gpt2_text.compare(
         stacked(
             runs.table(
-                v, pair=np.arange(len(v)), way=way, relative_error=3 - v, relative_error_centred=3 - v, next_token_agrees=v
+                v, pair=np.arange(len(v)), way=way, relative_error=3 - v, relative_error_centered=3 - v, next_token_agrees=v
             )
             for way, lead in rank.items()
             for v in [runs(lead)]
@@ -315,7 +315,7 @@ def test_runs_of_one_model_are_told_apart_in_at_most_one_of_twenty_cases(case, l
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.compare.__name__)
-def test_the_known_difference_is_recognised_in_four_of_five_cases_and_next_to_never_turned_round(case):
+def test_the_known_difference_is_recognized_in_four_of_five_cases_and_next_to_never_turned_round(case):
     _, answers = judged(case, "normal", case.difference)
     for number in range(len(answers)) if case.verdicts is None else case.verdicts:
         right, wrong = sorted([(answers[number] == 1).mean(), (answers[number] == -1).mean()], reverse=True)

@@ -535,7 +535,7 @@ def test_one_changed_weight_is_noticed():
         model.attach_kv_bias(bias)
 
 
-def test_initialisation_of_a_shift_is_no_part_of_the_fingerprint():
+def test_initialization_of_a_shift_is_no_part_of_the_fingerprint():
     free = model_of(kv_shift=KVShiftConfig(init="identity")).fingerprint()
     same = model_of(kv_shift=KVShiftConfig(init="uniform")).fingerprint()
     assert free.kv_shift == same.kv_shift

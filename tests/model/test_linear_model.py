@@ -268,8 +268,8 @@ def test_stop_at_layer_and_decompositions():
     assert relative_error(heads.sum(0), cache["attn_out", 0] + cache["attn_out", 1] - model.b_O.sum(0)) < ROUNDING
     attributed = cache.logit_attrs(heads, tokens=x)
     scale = cache["ln_final.hook_scale"]
-    centred = heads - heads.mean(-1, keepdim=True)
-    by_hand = torch.einsum("cbpm,bpm->cbp", centred / scale, model.W_U.T[x])
+    centered = heads - heads.mean(-1, keepdim=True)
+    by_hand = torch.einsum("cbpm,bpm->cbp", centered / scale, model.W_U.T[x])
     assert relative_error(attributed, by_hand) < ROUNDING
     pieces = cache.decompose_resid(layer=-1)
     assert relative_error(pieces.sum(0), cache["resid_post", 1]) < ROUNDING
@@ -367,7 +367,7 @@ def test_a_trainable_bias_trains():
 
 
 @pytest.mark.parametrize("mode", ["gpt2", "xavier_uniform", "xavier_normal", "kaiming_uniform", "kaiming_normal", "muP"])
-def test_every_weight_is_initialised_in_every_mode(mode, monkeypatch):
+def test_every_weight_is_initialized_in_every_mode(mode, monkeypatch):
     empty = torch.empty
 
     def nan_filled(*args, **kwargs):

@@ -66,8 +66,8 @@ def tiny_hf_model(kind: str, seed: int = 0, **config: Any) -> PreTrainedModel:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            centre = 1.0 if parameter.ndim == 1 and bool((parameter == 1).all()) else 0.0  # norm weights stay near 1
-            parameter.copy_(centre + 0.2 * torch.randn(parameter.shape, generator=generator))
+            center = 1.0 if parameter.ndim == 1 and bool((parameter == 1).all()) else 0.0  # norm weights stay near 1
+            parameter.copy_(center + 0.2 * torch.randn(parameter.shape, generator=generator))
     return model
 
 

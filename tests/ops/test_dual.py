@@ -90,7 +90,7 @@ def test_written_out_weights_against_the_loops_and_autograd(alpha, eta):
     torch.testing.assert_close(by_prediction.T @ phi[:4] + alpha / eta * W_0, gradient, **TIGHT)
 
 
-def test_regularised_steps_approach_the_minimiser():
+def test_regularised_steps_approach_the_minimizer():
     phi, v, D = normal(4, 3, seed=5), normal(4, 5, seed=6), torch.tensor(1.3, dtype=torch.float64)
     added = dual.mean_outer(phi, v, D)
     limit = dual.weight_after(torch.zeros_like(added), added, 400, alpha=0.2)
@@ -99,7 +99,7 @@ def test_regularised_steps_approach_the_minimiser():
 
 
 def cases(softmax, gamma):
-    """Two heads of seven tokens, kernel and normaliser of every query, as the all-queries forms want them."""
+    """Two heads of seven tokens, kernel and normalizer of every query, as the all-queries forms want them."""
     q, k, v = normal(2, 7, 3, seed=11), normal(2, 7, 3, seed=12), normal(2, 7, 5, seed=13)
     log_gamma = torch.tensor([math.log(gamma), math.log(gamma) / 2], dtype=torch.float64)
     kernel = dual.softmax_kernel(k, k, 1.7) if softmax else dual.feature_kernel(k, k)

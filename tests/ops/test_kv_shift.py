@@ -157,7 +157,7 @@ def test_linear_in_the_rows_and_the_boundary_together(seed, window, mask):
 # --- coefficients ---
 
 
-def test_parametrisations_by_hand():
+def test_parametrizations_by_hand():
     parameter = torch.tensor([[-0.5, 0.25, 1.5], [0.0, 0.0, 0.0]], dtype=torch.float64)
     assert coefficients_from_parameter(parameter, "free") is parameter
     assert coefficients_from_parameter(parameter, "clamp").tolist() == [[0, 0.25, 1], [0, 0, 0]]

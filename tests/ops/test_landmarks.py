@@ -57,7 +57,7 @@ def roots() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_shares_are_the_keys_parts_of_the_normaliser(rule):
+def test_shares_are_the_keys_parts_of_the_normalizer(rule):
     queries, prompt = attention(rule)
     got = shares(queries, prompt)
     for b, g, i, s, j in ((0, 0, 0, 0, 0), (1, 2, 10, 1, 6), (0, 1, 4, 1, 3)):
@@ -135,7 +135,7 @@ def test_the_error_formula_is_the_error():
     found = output_errors(queries, prompt, lambda _: ScaledFeatures(scores.exp(), torch.zeros_like(queries.log_n)), b_kv, b_d)
     psi, p, a, z = (t.unflatten(0, (BATCH, KV)).unflatten(2, (ROWS, GROUP)) for t in shares(queries, prompt))
     rows = psi[..., index]
-    text = z - a  # what the text gives, times its share of the normaliser
+    text = z - a  # what the text gives, times its share of the normalizer
     mass = (rows * w).sum(dim=-1)
     new = (text + torch.einsum("bgisr,bgrd->bgisd", rows, b_kv)) / (1 - p + mass)[..., None]
     expected = ((new - z).square().sum(dim=(2, 4)) / z.square().sum(dim=(2, 4))).sqrt().flatten(1)
@@ -158,7 +158,7 @@ def test_a_small_gain_before_a_large_one_does_not_stop_a_head():
 
 
 def test_one_key_by_hand():
-    """Two keys, one query: shares 3/4 and 1/8, text 1/8; the first key alone needs weight 7/6 for the same normaliser."""
+    """Two keys, one query: shares 3/4 and 1/8, text 1/8; the first key alone needs weight 7/6 for the same normalizer."""
     keys = torch.tensor([[[[math.log(6.0)], [0.0]]]], dtype=torch.float64)
     queries = Queries(
         torch.ones(1, 1, 1, 1, dtype=torch.float64),

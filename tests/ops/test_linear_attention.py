@@ -48,7 +48,7 @@ FAST = {
 FORMS = {"naive": naive_linear_attention, **FAST}
 seeds = st.integers(0, 10_000)
 form_names = st.sampled_from(list(FORMS))
-# normaliser: none, the numerator's own features (the same tensor objects), or other ones (RoPE after the feature map)
+# normalizer: none, the numerator's own features (the same tensor objects), or other ones (RoPE after the feature map)
 norms = st.sampled_from(["none", "same", "other"])
 
 
@@ -309,7 +309,7 @@ def test_the_arguments_are_left_as_they_were(name):
 
 @pytest.mark.parametrize("decay", [False, True])
 @pytest.mark.parametrize("mask", [False, True])
-def test_scores_normaliser_and_final_state_are_those_of_the_loop(mask, decay):
+def test_scores_normalizer_and_final_state_are_those_of_the_loop(mask, decay):
     arguments = case("other", decay, mask)
     q, k, v, norm_q, norm_k = (arguments[x] for x in ("phi_q", "phi_k", "v", "norm_q", "norm_k"))
     gamma, real, state = arguments.get("decay"), arguments.get("mask"), arguments["state"]

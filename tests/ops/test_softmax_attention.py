@@ -123,7 +123,7 @@ def features_at(q, keys, scale):
 
 
 def mass_of(context):
-    """The context's normaliser, part of it in the mass and part in the scale."""
+    """The context's normalizer, part of it in the mass and part in the scale."""
     return ScaledMass(torch.full_like(context.log_normalizer, 2.0), context.log_normalizer - math.log(2.0))
 
 

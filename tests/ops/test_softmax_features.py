@@ -92,7 +92,7 @@ def test_taylor_features_multiply_to_the_polynomial():
 
 
 def context(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """The context's attention and log-normaliser: every query sees every key, [batch, key, kv_head, d]."""
+    """The context's attention and log-normalizer: every query sees every key, [batch, key, kv_head, d]."""
     group = q.shape[2] // keys.shape[2]
     k, v = keys.repeat_interleave(group, dim=2), values.repeat_interleave(group, dim=2)
     scores = torch.einsum("bphd,bjhd->bphj", q, k) / scale
@@ -134,7 +134,7 @@ def test_nothing_overflows_and_nothing_is_nan(dtype, weights):
         merged = join_bias(z, ScaledMass.of_log(log_n), ScaledFeatures(phi.features, phi.log_scale + shift), b_kv, b_d)
         assert all(bool(part.isfinite().all()) for part in merged[:2])
         assert weights == "negative" or not bool(merged.log_normalizer.isnan().any())
-        if weights in ("only b_KV", "negative"):  # no normaliser is left: finite, and that is all
+        if weights in ("only b_KV", "negative"):  # no normalizer is left: finite, and that is all
             continue
         gradients = torch.autograd.grad(merged.z_bias.sum() + merged.z_context.sum(), (b_kv, b_d))
         assert not any(bool(g.isnan().any()) for g in gradients)

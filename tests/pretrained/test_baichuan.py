@@ -207,7 +207,7 @@ def test_a_tokenizer_in_the_folder_is_used_and_one_that_is_code_is_not_run(tmp_p
         ({"hidden_act": "gelu"}, "hidden_act='gelu'; expected 'silu'"),
         ({"rope_theta": None}, "needs rope_theta"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "scales its rotary angles by 'linear'"),
-        ({"quantization_config": {"bits": 4}}, "is quantised"),
+        ({"quantization_config": {"bits": 4}}, "is quantized"),
         ({"num_hidden_layers": 5}, "lacks the shift coefficients of blocks.4.attn.k_shift_coef"),
         ({"vocab_size": 306}, r"weight with the shape \[307, 24\]; its configuration gives \[306, 24\]"),
     ],
@@ -238,7 +238,7 @@ def test_weights_that_are_missing_unknown_or_packed_are_named(tmp_path):
             ({**weights, name: weights[name].to(torch.int8)}, "layer 2 are not finite floating-point numbers"),
             (
                 {**weights, "model.norm.weight": torch.ones(24, dtype=torch.int8)},
-                "norm.weight as torch.int8: a quantised model",
+                "norm.weight as torch.int8: a quantized model",
             ),
         )
     ):
@@ -249,7 +249,7 @@ def test_weights_that_are_missing_unknown_or_packed_are_named(tmp_path):
     assert exact_model(write_folder(tmp_path / "ok", CONFIG, frequencies)).cfg.n_layers == 4
 
 
-def test_arguments_that_cannot_be_honoured_are_refused(tmp_path):
+def test_arguments_that_cannot_be_honored_are_refused(tmp_path):
     folder = write_folder(tmp_path / "m1", CONFIG, random_weights(CONFIG))
     for arguments, message in (
         ({"revision": "main"}, r"\['revision'\] would have no effect on a Baichuan-M1 checkpoint"),

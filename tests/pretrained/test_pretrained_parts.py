@@ -67,7 +67,7 @@ shared_model = functools.cache(tiny_hf_model)
 @torch.no_grad()
 def assert_same_function(parts: PretrainedParts, hf_model, processed: bool) -> None:
     expected, actual = hf_model(TOKENS).logits, hooked(parts, processed)(TOKENS)
-    if processed:  # a centred unembedding shifts the logits of a position together
+    if processed:  # a centered unembedding shifts the logits of a position together
         expected, actual = expected.log_softmax(-1), actual.log_softmax(-1)
     tolerance = N_TERMS * torch.finfo(actual.dtype).eps * expected.abs().max().item()
     torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
@@ -392,7 +392,7 @@ def test_unreadable_and_unknown_configs_are_refused(tmp_path):
             {"model_type": "mamba", "architectures": ["MambaForCausalLM"]},
             "architecture MambaForCausalLM.*Supported: .*Llam",
         ),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "holds a quantised model"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "holds a quantized model"),
     ):
         (folder / "config.json").write_text(json.dumps({**config, **change}))
         with pytest.raises(KVLensError, match=message):
@@ -413,7 +413,7 @@ def test_models_in_memory_that_cannot_be_converted_are_refused():
         load_pretrained_parts("x", hf_model=tiny_hf_model("gpt2").to("meta"))
     packed = tiny_hf_model("gpt2")
     packed.lm_head.weight = torch.nn.Parameter(torch.zeros(2, 3, dtype=torch.uint8), requires_grad=False)
-    with pytest.raises(KVLensError, match=r"stored as torch.uint8: a quantised model"):
+    with pytest.raises(KVLensError, match=r"stored as torch.uint8: a quantized model"):
         load_pretrained_parts("x", hf_model=packed)
 
 
@@ -432,12 +432,12 @@ def test_a_window_longer_than_the_context_makes_no_local_layers():
     assert not load_pretrained_parts("x", hf_model=sliding, n_ctx=5).cfg.use_local_attn
 
 
-def test_arguments_that_cannot_be_honoured_are_refused(tmp_path):
+def test_arguments_that_cannot_be_honored_are_refused(tmp_path):
     hf_model = tiny_hf_model("gpt2")
     for arguments, message in (
         ({"dtype": torch.int8}, "dtype must be one of"),
         ({"dtype": "float23"}, "did you mean 'float32'"),
-        ({"load_in_8bit": True}, "load_in_8bit asks for quantised weights"),
+        ({"load_in_8bit": True}, "load_in_8bit asks for quantized weights"),
         ({"checkpoint_index": 3}, "checkpoint_index belongs to models loaded by official name"),
         ({"first_n_layers": 4}, r"first_n_layers must be 1 to 3 \(the model's layers\), got 4"),
         ({"first_n_layers": 0}, "first_n_layers must be 1 to 3"),

@@ -228,8 +228,8 @@ def _position(spec: Spec, weights: Weights, position: int, d_model: int) -> torc
 
 
 def _layer_norm(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, eps: float) -> torch.Tensor:
-    centred = x - x.mean(-1, keepdim=True)
-    return centred / (centred.pow(2).mean(-1, keepdim=True) + eps).sqrt() * w + b
+    centered = x - x.mean(-1, keepdim=True)
+    return centered / (centered.pow(2).mean(-1, keepdim=True) + eps).sqrt() * w + b
 
 
 def _below(weights: Weights, prefix: str) -> Weights:

@@ -16,14 +16,14 @@ from kvlens.corpus import train_bpe_tokenizer
 # and a sum of n = 43 terms of both signs, the longest here, is off by about sqrt(n) * 1.1e-16 = 7e-16 of its norm: 1.3e-14.
 ROUNDING = 2e-14
 # phi = identity over its own sum: n_i is a sum of both signs, and an n_i of 1 / 100 of its terms' size costs two digits.
-ROUNDING_OF_A_SIGNED_NORMALISER = 100 * ROUNDING
+ROUNDING_OF_A_SIGNED_NORMALIZER = 100 * ROUNDING
 
 SIZES = dict(n_layers=2, d_model=30, d_head=6, n_heads=5, n_ctx=43, act_fn="gelu", device="cpu", dtype=torch.float64)
 SMALL = dict(attn_only=True, normalization_type=None)
 GROUPED = dict(n_heads=6, d_model=36, n_key_value_heads=3)
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    # feature map x normaliser x placement of RoPE
+    # feature map x normalizer x placement of RoPE
     "identity, kernel, after": dict(feature_map="identity"),
     "identity, none, after": dict(feature_map="identity", normalizer="none"),
     "identity, none, before": dict(feature_map="identity", normalizer="none", rotary_placement="before"),
@@ -134,7 +134,7 @@ def redraw(model: HookedKVTransformer) -> None:
         drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         leaf = name.rsplit(".", 1)[-1]
         if leaf == "b_D":
-            parameter.data = drawn.abs() + 1  # a normaliser that is positive whatever the queries
+            parameter.data = drawn.abs() + 1  # a normalizer that is positive whatever the queries
         elif leaf in ("W_E", "W_pos", "b_KV"):
             parameter.data = drawn
         elif "_shift_coef" in leaf:
@@ -184,7 +184,7 @@ def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def tolerance(name: str) -> float:
-    return ROUNDING_OF_A_SIGNED_NORMALISER if name == "identity, kernel, after" else ROUNDING
+    return ROUNDING_OF_A_SIGNED_NORMALIZER if name == "identity, kernel, after" else ROUNDING
 
 
 def assert_same_bias(name: str, got: KVBias, expected: judge.Bias, spec: judge.Spec) -> None:

@@ -379,7 +379,7 @@ def test_the_old_report_comes_back_when_the_new_one_cannot_take_its_place(report
 # --- the view --------------------------------------------------------------------------------------------------------
 
 
-def test_the_view_fits_80_columns_and_has_no_colours_in_a_pipe(report):
+def test_the_view_fits_80_columns_and_has_no_colors_in_a_pipe(report):
     view = shown(report)
     assert "\x1b" not in view
     assert max(map(len, view.splitlines())) <= 80
@@ -431,9 +431,9 @@ def test_with_dual_the_report_says_what_each_step_does(model, tmp_path):
     assert set(expected["query"]) == set(range(len(prompt), len(prompt) + len(text)))
     assert set(report.tables["dual_demonstrations"]["position"]) == set(range(len(prompt)))
     mean = expected.groupby(["layer", "head"])["log_loss_drop"].mean()
-    colouring = report.linked.colourings["dual loss drop (log)"]
-    assert colouring[1, 2].item() == pytest.approx(mean[1, 2])
-    assert set(report.linked.without_zero) < set(report.linked.colourings)
+    coloring = report.linked.colorings["dual loss drop (log)"]
+    assert coloring[1, 2].item() == pytest.approx(mean[1, 2])
+    assert set(report.linked.without_zero) < set(report.linked.colorings)
     write_report(report, tmp_path / "r")
     assert "Heads as a step of learning" in (tmp_path / "r" / "report.html").read_text(encoding="utf-8")
     assert FILES | {"dual_losses.parquet", "dual_demonstrations.parquet"} == set(listing(tmp_path / "r"))

@@ -17,7 +17,7 @@ from headless_chromium import CHROMIUM, WITHOUT, visit, with_script
 from tiny_text_model import PROMPT, TEXT, tiny_text_model
 
 from kvlens.report import build_report, write_report
-from kvlens.viz import Page, coloured_tokens, contribution_bars, head_heatmap
+from kvlens.viz import Page, colored_tokens, contribution_bars, head_heatmap
 
 AXE = Path(os.environ.get("KVLENS_AXE", Path(__file__).parents[2] / ".axe/node_modules/axe-core/axe.min.js"))
 RUN = """;axe.run(document, {resultTypes: ["violations"]}).then((result) => {
@@ -46,9 +46,9 @@ def serious(page: Path, folder: Path) -> list:
 
 
 def test_the_checker_sees_what_is_wrong(tmp_path):
-    """A button without a name and grey on grey are serious: the checker must say so."""
-    page = Page("bad").section("x", "y").add(coloured_tokens(["a"], [1.0]))
-    bad = page.to_html().replace("</main>", '<button></button><p style="color:#aaa;background:#bbb">grey</p></main>')
+    """A button without a name and gray on gray are serious: the checker must say so."""
+    page = Page("bad").section("x", "y").add(colored_tokens(["a"], [1.0]))
+    bad = page.to_html().replace("</main>", '<button></button><p style="color:#aaa;background:#bbb">gray</p></main>')
     (tmp_path / "bad.html").write_text(bad, encoding="utf-8")
     assert {entry[0] for entry in serious(tmp_path / "bad.html", tmp_path)} >= {"button-name", "color-contrast"}
 
@@ -63,5 +63,5 @@ def test_pictures_at_full_strength_have_nothing_serious(tmp_path):
     table = pd.DataFrame({"layer": [0, 0, 1, 1], "head": [0, 1, 0, 1], "x": [1.0, -1.0, 0.5, -0.5]})
     strengths = torch.linspace(-1.2, 1.2, 25).tolist()
     page = Page("pictures").add(head_heatmap(table, "x")).add(contribution_bars(table, "x", part="head"))
-    page.add(coloured_tokens([f"t{i} " for i in range(25)], strengths, top=1.0)).save_html(tmp_path / "p.html")
+    page.add(colored_tokens([f"t{i} " for i in range(25)], strengths, top=1.0)).save_html(tmp_path / "p.html")
     assert serious(tmp_path / "p.html", tmp_path) == []

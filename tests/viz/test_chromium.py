@@ -17,7 +17,7 @@ from kvlens.report.page import build_page
 from kvlens.viz import (
     Page,
     attention_view,
-    coloured_tokens,
+    colored_tokens,
     contribution_bars,
     error_table,
     generated_text,
@@ -71,7 +71,7 @@ def hostile_page() -> Page:
     texts = pd.Series(HOSTILE, dtype=object)  # pandas' own text type refuses half of a surrogate pair
     frame = pd.DataFrame({"layer": texts, "value": range(n), HOSTILE[0]: texts})
     page = Page(HOSTILE[0], HOSTILE[1]).section(HOSTILE[2], HOSTILE[0]).footer(HOSTILE[0])
-    page.add(coloured_tokens(HOSTILE, range(n), title=HOSTILE[0], unit=HOSTILE[0]))
+    page.add(colored_tokens(HOSTILE, range(n), title=HOSTILE[0], unit=HOSTILE[0]))
     page.add(attention_view(HOSTILE, torch.rand(2, n, n), n_prompt=3, head_names=HOSTILE[:2], title=HOSTILE[0]))
     page.add(head_heatmap(by_head().assign(**{HOSTILE[0]: 1.0}), details=details_of(HOSTILE, HOSTILE), title=HOSTILE[0]))
     page.add(contribution_bars(frame, "value", part=HOSTILE[0], title=HOSTILE[0]))
@@ -110,7 +110,7 @@ def test_tokens_are_shown_as_whole_characters(tmp_path):
 
 
 def test_the_policy_refuses_what_escaping_would_have_missed(tmp_path):
-    html = Page("title").add(coloured_tokens(["a"], [1.0])).to_html()
+    html = Page("title").add(colored_tokens(["a"], [1.0])).to_html()
     attack = (
         "<img src='http://hostile.example/a.png' onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
     )
@@ -184,7 +184,7 @@ def test_a_hostile_prompt_is_shown_and_runs_nothing(tmp_path):
 
 def test_a_notebook_frame_holds_the_whole_piece_and_grows(tmp_path):
     piece = head_heatmap(by_head(), details=details_of(HOSTILE, HOSTILE))
-    output = piece._repr_html_() + coloured_tokens(HOSTILE, range(len(HOSTILE)))._repr_html_()
+    output = piece._repr_html_() + colored_tokens(HOSTILE, range(len(HOSTILE)))._repr_html_()
     report_heights = """
         addEventListener("load", () => setInterval(() => {  // growing later waits for the next drawing
             const frames = [...document.querySelectorAll("iframe")];
@@ -214,13 +214,13 @@ def test_a_long_prompt_gives_a_page_that_opens(tmp_path):
     tokens = [*details.prompt, *details.text]
     page = Page("long").add(head_heatmap(by_head(4, 6), details=details))
     page.add(attention_view(tokens, details.pattern[0], queries=details.queries, n_prompt=n_prompt))
-    page.add(coloured_tokens(tokens, range(len(tokens))))
+    page.add(colored_tokens(tokens, range(len(tokens))))
     page.save_html(tmp_path / "page.html")
     assert (tmp_path / "page.html").stat().st_size < 8e6
     text = visible_text(visit(tmp_path / "page.html", tmp_path).dom)
     for words in (
         "100 of the text's 600 queries are shown",
-        "One column is the mean of 74 neighbouring tokens of the prompt's 4,096",
+        "One column is the mean of 74 neighboring tokens of the prompt's 4,096",
         "those least attended to, are left out",
         "blocks of 2 of the 4,696 tokens, mean of each",
         "Head Selector",

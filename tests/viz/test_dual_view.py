@@ -43,8 +43,8 @@ def data_of(piece):
     return json.loads(found)
 
 
-def values(quantised):
-    return [cell * quantised["unit"] for cell in quantised["cells"]]
+def values(quantized):
+    return [cell * quantized["unit"] for cell in quantized["cells"]]
 
 
 def test_the_numbers_of_a_head_by_hand():
@@ -66,7 +66,7 @@ def test_the_map_of_a_logarithm_runs_from_its_lowest_to_its_highest():
     assert "−10.0</span>" in first and "−5.00 log_loss_drop" in first
 
 
-def test_a_long_prompt_is_coloured_in_blocks_and_a_token_stays_text(tmp_path):
+def test_a_long_prompt_is_colored_in_blocks_and_a_token_stays_text(tmp_path):
     n = MAX_CELLS // len(PLACES) + 1
     data = data_of(dual_view(losses(), demonstrations([f"t{i}" for i in range(n)]).assign(log_step_norm=0.0)))
     assert data["block"] == 2 and data["blocks"][0] == {"place": "0–1", "text": "t0t1"}
@@ -96,14 +96,14 @@ def linked() -> LinkedShares:
         by_text=w.sum(dim=3),
         between=w.sum(dim=(0, 1)),
         next_tokens={"with prompt": [[("a", 0.5)]] * 2},
-        colourings={"drop": numbers},
+        colorings={"drop": numbers},
         without_zero=["drop"],
     )
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason=WITHOUT)
-def test_a_head_chosen_in_the_grid_keeps_the_losses_colours_and_shows_its_demonstrations(tmp_path):
+def test_a_head_chosen_in_the_grid_keeps_the_losses_colors_and_shows_its_demonstrations(tmp_path):
     script = """
         const [grid, dual] = ["linked", "dual"].map((kind) => document.querySelector(`figure[data-kvlens="${kind}"]`));
         const found = { first: dual.dataset.selected };
@@ -111,10 +111,10 @@ def test_a_head_chosen_in_the_grid_keeps_the_losses_colours_and_shows_its_demons
         select.selectedIndex = 1;
         select.dispatchEvent(new Event("change"));
         const heads = [...grid.querySelectorAll(".head")];
-        const colours = () => heads.map((head) => parseFloat(head.style.getPropertyValue("--x")));
-        found.colours = colours();
+        const colors = () => heads.map((head) => parseFloat(head.style.getPropertyValue("--x")));
+        found.colors = colors();
         heads[1].click();
-        found.kept = colours();
+        found.kept = colors();
         found.label = heads[1].getAttribute("aria-label");
         found.selected = dual.dataset.selected;
         found.title = dual.querySelector(".detail h3").textContent;
@@ -138,7 +138,7 @@ def test_a_head_chosen_in_the_grid_keeps_the_losses_colours_and_shows_its_demons
     dom = visit(tmp_path / "p.html", tmp_path).dom
     found = json.loads(html.unescape(re.search(r'<body data-found="(.*?)"', dom)[1]))
     assert found["first"] == "1.2"  # the largest drop
-    assert found["colours"] == found["kept"] == pytest.approx([0, 20, 40, 60, 80, 100], abs=0.3)  # 3 digits of -10
+    assert found["colors"] == found["kept"] == pytest.approx([0, 20, 40, 60, 80, 100], abs=0.3)  # 3 digits of -10
     assert found["label"] == "layer 0 head 1: drop −9"
     assert (found["selected"], found["title"]) == ("0.1", "Layer 0, head 1: its demonstrations")
     assert found["rows"][1] == ["1", "·<b>", "28.6\u00a0%", "20\u00a0%", "0.2", "−0.5", "0.5"]

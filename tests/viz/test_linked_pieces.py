@@ -33,8 +33,8 @@ def data_of(piece):
     return json.loads(found)
 
 
-def values(quantised):
-    return [None if cell is None else cell * quantised["unit"] for cell in quantised["cells"]]
+def values(quantized):
+    return [None if cell is None else cell * quantized["unit"] for cell in quantized["cells"]]
 
 
 def test_the_page_holds_the_three_sums():
@@ -66,8 +66,8 @@ def test_a_short_last_block_is_a_mean_over_what_it_has():
 def test_shapes_that_do_not_fit_are_named():
     with pytest.raises(KVLensError, match=r"by_text must be \[2, 2, 2\]"):
         shares(by_text=torch.zeros(2, 2, 5))
-    with pytest.raises(KVLensError, match="colouring 'x' must be"):
-        shares(colourings={"x": torch.zeros(3, 2)})
+    with pytest.raises(KVLensError, match="coloring 'x' must be"):
+        shares(colorings={"x": torch.zeros(3, 2)})
     with pytest.raises(KVLensError, match="next_tokens"):
         shares(next_tokens={"with prompt": []})
 

@@ -13,7 +13,7 @@ from kvlens import KVLensError
 from kvlens.viz import (
     Page,
     attention_view,
-    coloured_tokens,
+    colored_tokens,
     contribution_bars,
     error_table,
     generated_text,
@@ -39,7 +39,7 @@ def props_of(piece) -> dict:
 PIECES = {
     "head_heatmap": lambda: head_heatmap(heads(loss_change=[-1.0, math.nan, 0.5]), "loss_change"),
     "attention_view": lambda: attention_view(NASTY, torch.rand(2, 7, 7) - 0.5),
-    "coloured_tokens": lambda: coloured_tokens(NASTY, [1, -2, math.nan, 0, math.inf, 3, 4], title="$t_{"),
+    "colored_tokens": lambda: colored_tokens(NASTY, [1, -2, math.nan, 0, math.inf, 3, 4], title="$t_{"),
     "contribution_bars": lambda: contribution_bars(heads(part=NASTY[:3]), "b_kv_norm", part="part"),
 }
 
@@ -150,8 +150,8 @@ def test_details_survive_the_page_to_three_digits():
     data = json.loads(script_json(details_json(details)))
     for layer in range(2):
         for head in range(3):
-            quantised = data["heads"][layer][head]["pattern"]
-            cells = torch.tensor([math.nan if c is None else c * quantised["unit"] for c in quantised["cells"]]).view(4, 9)
+            quantized = data["heads"][layer][head]["pattern"]
+            cells = torch.tensor([math.nan if c is None else c * quantized["unit"] for c in quantized["cells"]]).view(4, 9)
             expected = pattern[layer, head]
             half_a_unit = 0.51 * float(expected.nan_to_num().abs().max()) / 999
             torch.testing.assert_close(cells, expected, rtol=0, atol=half_a_unit, equal_nan=True)
@@ -171,12 +171,12 @@ def test_details_of_512_tokens_stay_small(n_layers, n_heads, largest):
     assert (len(data["columns"]["text"]) == 64) == (n_heads == 6)
 
 
-def test_coloured_tokens_scale_and_signs():
-    body = coloured_tokens(["a", "b", "c"], [0.5, -1.0, math.nan], unit="nats").body
+def test_colored_tokens_scale_and_signs():
+    body = colored_tokens(["a", "b", "c"], [0.5, -1.0, math.nan], unit="nats").body
     assert '<span title="0 a: nats 0.500" class="positive" style="--x:50.0%">a</span>' in body
     assert 'class="negative" style="--x:100.0%">b' in body
     assert 'class="none">c' in body
-    longer = coloured_tokens(["x"] * 5000, range(5000))
+    longer = colored_tokens(["x"] * 5000, range(5000))
     assert longer.body.count(">xx</span>") == 2500 and "blocks of 2 of the 5,000 tokens" in longer.body
 
 
@@ -250,8 +250,8 @@ def test_text_is_escaped():
 def test_parts_of_characters_are_seen(token, in_text, on_an_axis):
     assert (running(token), label(token)) == (in_text, on_an_axis)
     assert bool(part_note(["a ⋯", token])) == ("⋯" in in_text)
-    coloured = coloured_tokens(["a", token], [1.0, -1.0])
-    assert f">{html_text(in_text)}</span>" in coloured.body and (part_note([token]) in coloured.body)
+    colored = colored_tokens(["a", token], [1.0, -1.0])
+    assert f">{html_text(in_text)}</span>" in colored.body and (part_note([token]) in colored.body)
 
 
 # --- bad input ----------------------------------------------------------------------------------------------------------
@@ -272,7 +272,7 @@ def test_parts_of_characters_are_seen(token, in_text, on_an_axis):
         (lambda: attention_view(["a"], torch.rand(1, 1, 1), n_prompt=2), r"n_prompt must lie in 0\.\.1"),
         (lambda: attention_view(["a"], torch.rand(2, 1, 1), head_names=["x"]), "2 heads and 1 names"),
         (lambda: attention_view(["a"], torch.rand(1, 1, 1), max_tokens=3), "max_tokens must be at least 4, got 3"),
-        (lambda: coloured_tokens(["a"], []), "1 tokens, 0 values"),
+        (lambda: colored_tokens(["a"], []), "1 tokens, 0 values"),
         (lambda: contribution_bars(heads(), "norm"), "no column 'norm'"),
         (lambda: error_table(heads(), max_rows=0), "max_rows 0"),
         (lambda: generated_text({}), "no condition"),

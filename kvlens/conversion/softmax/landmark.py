@@ -5,7 +5,7 @@ forward pass beyond the prompt's own and the reference text's; see :mod:`kvlens.
 
 Source: a chosen subset of the keys, with weights and then values fitted in closed form on reference queries, is Attention
 Matching (Zweiger, Fu, Guo, Kim 2026, arXiv 2602.16284). kvlens' are: the values' fit counts what the weights leave wrong in the
-normaliser, so that it is the output's own error that falls; greedy budgets over heads by that error; polishing through the
+normalizer, so that it is the output's own error that falls; greedy budgets over heads by that error; polishing through the
 whole model; and the result, a KV bias, whose weights may have either sign, so that it can be added, subtracted and cut down.
 """
 

@@ -5,7 +5,7 @@
 for all heads at once. The loss is the squared error of the heads' outputs on the reference queries, relative to the outputs'
 own square: what phi(q).phi(k) is wrong by counts as far as attention counts it.
 
-The start is a reading of exp(q.k / scale) itself, with some of the prompt's keys c_r as centres among which a key is shared
+The start is a reading of exp(q.k / scale) itself, with some of the prompt's keys c_r as centers among which a key is shared
 out: W_q = c_r / scale, and W_k, a_k such that phi_r(k) falls with |k - c_r|^2. From random directions no step finds its way:
 scores of real models reach 100, features that are off by e^100 have no slope, and the error ends at several times that of
 leaving the prompt out. Measured on stories260K (128 tokens, 64 features): prompt left out 10.2 % error of the logits, the start
@@ -77,10 +77,10 @@ def train_features(teacher: Teacher, m: int) -> Trained:
     scale = teacher.model.blocks[0].attn.score_rule().scale
     generator = torch.Generator().manual_seed(teacher.options.seed)
     whole = Attended.of(teacher)
-    centres = _centres(whole, m, generator)
+    centers = _centres(whole, m, generator)
     with torch.inference_mode(False), torch.enable_grad():
         sharp = SHARPNESS / scale
-        start = (centres / scale, torch.zeros_like(centres[..., 0]), sharp * centres, -sharp / 2 * centres.square().sum(dim=-1))
+        start = (centers / scale, torch.zeros_like(centers[..., 0]), sharp * centers, -sharp / 2 * centers.square().sum(dim=-1))
         free = [x.clone().requires_grad_() for x in start]
         losses = descend(
             free,

@@ -119,7 +119,7 @@ def _sample(
 def read_queries(
     model: HookedKVTransformer, bias: KVBias, tokens: Int[Tensor, "batch text pos"], layers: range | None = None
 ) -> list[Queries]:
-    """Queries, outputs and log-normalisers of the texts, with ``bias`` in the prompt's place: one record per layer."""
+    """Queries, outputs and log-normalizers of the texts, with ``bias`` in the prompt's place: one record per layer."""
     batch, n_texts, pos = tokens.shape
     layers = range(model.cfg.n_layers) if layers is None else layers
     rows = torch.arange(batch).repeat_interleave(n_texts)

@@ -135,9 +135,9 @@ def correlations(by_sequence: pd.DataFrame, n_bootstrap: int) -> pd.DataFrame:
 def spearman(a: Float[np.ndarray, " head"], b: Float[np.ndarray, " head"]) -> float:
     """Rank correlation; ties share their ranks."""
     ranks = [pd.Series(x).rank().to_numpy() for x in (a, b)]
-    centred = [r - r.mean() for r in ranks]
-    size = math.sqrt(float((centred[0] ** 2).sum() * (centred[1] ** 2).sum()))
-    return float((centred[0] * centred[1]).sum()) / size if size else math.nan
+    centered = [r - r.mean() for r in ranks]
+    size = math.sqrt(float((centered[0] ** 2).sum() * (centered[1] ** 2).sum()))
+    return float((centered[0] * centered[1]).sum()) / size if size else math.nan
 
 
 def chance_of_pairing(a: Float[np.ndarray, " head"], b: Float[np.ndarray, " head"]) -> float:
@@ -181,8 +181,8 @@ def draw(table: pd.DataFrame) -> Figure:
     """Each head of each model: the loss's drop against the ablation's effect and the induction score."""
     figure = Figure(figsize=(10.4, 4.4), layout="constrained")
     for axes, y in zip(figure.subplots(1, 2), OTHERS, strict=True):
-        for colour, (model, rows) in zip(itertools.cycle(PALETTE), table.groupby("model", sort=False), strict=False):
-            axes.scatter(rows["log_loss_drop"], rows[y], s=16, alpha=0.75, color=colour, label=model)
+        for color, (model, rows) in zip(itertools.cycle(PALETTE), table.groupby("model", sort=False), strict=False):
+            axes.scatter(rows["log_loss_drop"], rows[y], s=16, alpha=0.75, color=color, label=model)
         axes.set(xlabel="log of the loss's drop at learning rate 1", ylabel=y.replace("_", " "))
         axes.grid(color="#dddddd", linewidth=0.6)
     figure.axes[0].set_yscale("symlog", linthresh=1e-3)

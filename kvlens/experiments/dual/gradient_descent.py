@@ -57,7 +57,7 @@ def _one_task(settings: Mapping[str, Any], seed: int, eta: float) -> dict[str, f
     (gradient,) = torch.autograd.grad(mse, inner)
     by_descent = (W_0 - eta * gradient) @ query
 
-    D = torch.tensor(n / eta, dtype=torch.float64)  # the layer's output projection, as a normaliser
+    D = torch.tensor(n / eta, dtype=torch.float64)  # the layer's output projection, as a normalizer
     start = torch.zeros(d_x + d_y, d_x + d_y, dtype=torch.float64, requires_grad=True)
     loss = dual.dual_loss(start, k, v, D, eta=1.0)
     (step,) = torch.autograd.grad(loss, start)

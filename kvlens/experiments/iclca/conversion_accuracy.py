@@ -310,7 +310,7 @@ def _differences(model: HookedKVTransformer, task: BigramTask, settings: Mapping
 
 # --- figure ---
 
-COLOURS = {PROMPTED: "#2763a5", ALONE: "#d1662a", CONVERTED: "#1b7f4b"}
+COLORS = {PROMPTED: "#2763a5", ALONE: "#d1662a", CONVERTED: "#1b7f4b"}
 
 
 def draw(accuracy: pd.DataFrame, predictions: pd.DataFrame, guess: float) -> Figure:
@@ -331,7 +331,7 @@ def _draw_accuracy(axes: Axes, accuracy: pd.DataFrame, guess: float, n_uses: int
     for number, condition in enumerate(CONDITIONS):
         rows = shown[shown["condition"] == condition].sort_values("use")
         place = rows["use"] + (number - 1) * 0.27
-        axes.bar(place, rows["accuracy"], width=0.25, color=COLOURS[condition], label=condition)
+        axes.bar(place, rows["accuracy"], width=0.25, color=COLORS[condition], label=condition)
     axes.axhline(guess, color="#444444", linestyle=":", linewidth=1, label=f"chance, 1/{round(1 / guess)}")
     axes.set_xticks(range(1, n_uses + 1), [f"{use}." for use in range(1, n_uses + 1)])
     axes.set(xlabel="use of a trigger in the text", ylabel="accuracy", ylim=(0, 1.18), yticks=[0, 0.25, 0.5, 0.75, 1])
@@ -341,13 +341,13 @@ def _draw_accuracy(axes: Axes, accuracy: pd.DataFrame, guess: float, n_uses: int
 
 def _draw_margins(axes: Axes, converted: pd.DataFrame) -> None:
     pieces = {
-        "what the conversion changes: largest change of a logit": (converted["change"], COLOURS[CONVERTED]),
+        "what the conversion changes: largest change of a logit": (converted["change"], COLORS[CONVERTED]),
         "what would change a prediction: half its margin": (converted["margin"] / 2, "#64748b"),
     }
     positive = pd.concat([values[values > 0] for values, _ in pieces.values()])
     edges = np.geomspace(positive.min() * 0.9, positive.max() * 1.1, 61)
-    for label, (values, colour) in pieces.items():
-        axes.hist(values.clip(lower=edges[0]), bins=edges.tolist(), color=colour, alpha=0.8, label=label)
+    for label, (values, color) in pieces.items():
+        axes.hist(values.clip(lower=edges[0]), bins=edges.tolist(), color=color, alpha=0.8, label=label)
     axes.set(xscale="log", xlabel="difference of logits", ylabel="scored positions")
     axes.set_title("How far every prediction is from being changed", loc="left", fontsize=11)
     axes.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.16))

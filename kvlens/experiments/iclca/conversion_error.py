@@ -2,7 +2,7 @@
 
     relative error = ||new - old|| / ||old||        old: logits of [prompt; text] on the text        new: of the text, converted
 
-over random pairs of a prompt and a text, in randomly initialised models. The conversion is exact in real numbers, so that what
+over random pairs of a prompt and a text, in randomly initialized models. The conversion is exact in real numbers, so that what
 is left is rounding. To know how much rounding there is, the forward pass is measured by the same yardstick: old in float32
 against old in float64, on the same weights. Two float32 computations of one thing may differ by twice that error.
 
@@ -44,9 +44,9 @@ def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
         del model  # before the next one is made: the largest fills 8 GB
         errors["pair"] = errors.groupby(["measure", "accumulation"]).cumcount()
         parts.append(pd.DataFrame(dict(size=size["name"], n_parameters=n_parameters), index=errors.index).join(errors))
-        tell(f"{n_parameters:,} parameters: {_describe(summarise(parts[-1]))}")
+        tell(f"{n_parameters:,} parameters: {_describe(summarize(parts[-1]))}")
     errors = pd.concat(parts, ignore_index=True)
-    summary = summarise(errors)
+    summary = summarize(errors)
     return Outcome(
         tables={"error": summary, "pairs": errors},
         figure=draw(summary),
@@ -109,7 +109,7 @@ def float64_logits(model: HookedKVTransformer, tokens: Int[Tensor, "batch pos"])
     return residual
 
 
-def summarise(errors: pd.DataFrame) -> pd.DataFrame:
+def summarize(errors: pd.DataFrame) -> pd.DataFrame:
     """Mean, least and largest relative error over pairs, and what the paper prints for that size."""
     keys = ["size", "n_parameters", "measure", "accumulation"]
     grouped = errors.groupby(keys, sort=False)["relative_error"]

@@ -214,7 +214,7 @@ def _differences(model: HookedKVTransformer, settings: Mapping[str, Any]) -> Ite
 
 # --- figure ---
 
-COLOURS = {GREEDY: "#1b7f4b", EQUAL: "#2763a5", NO_FIT: "#d1662a"}
+COLORS = {GREEDY: "#1b7f4b", EQUAL: "#2763a5", NO_FIT: "#d1662a"}
 
 
 def draw(kept: pd.DataFrame) -> Figure:
@@ -222,9 +222,9 @@ def draw(kept: pd.DataFrame) -> Figure:
     figure = Figure(figsize=(7.2, 4.6), layout="constrained")
     axes = figure.subplots()
     ends = {name: _row(kept, name, ratio) for name, ratio in ((EXACT, 1.0), (DROPPED, 0.0))}
-    for way, colour in COLOURS.items():
+    for way, color in COLORS.items():
         rows = pd.concat([kept[kept["way"] == way], ends[EXACT].to_frame().T]).sort_values("keys")
-        axes.plot(rows["keys"].astype(float), rows["share_kept"].astype(float), marker="o", color=colour, label=way)
+        axes.plot(rows["keys"].astype(float), rows["share_kept"].astype(float), marker="o", color=color, label=way)
     polished = _row(kept, POLISHED, AIM_RATIO)
     axes.plot([polished["keys"]], [polished["share_kept"]], "D", color="#7c3aed", label=POLISHED)
     axes.axhline(ends[DROPPED]["share_kept"], color="#444444", linestyle=":", linewidth=1, label="no bias")

@@ -3,7 +3,7 @@
     relative error = mean over places of ||new - old|| / ||old||      old: logits with the prompt in front
 
 The places are those of the text and of what the prompted model goes on to write. The paper's logits are GPT-2's own. A constant
-that all logits of a place share changes no prediction, but weighs in ||old||; so the error is also given for *centred* logits,
+that all logits of a place share changes no prediction, but weighs in ||old||; so the error is also given for *centered* logits,
 less their mean over the vocabulary. Weights are taken as they stand in the folder, without TransformerLens' processing, which
 would change that constant.
 
@@ -134,7 +134,7 @@ def _row(model: HookedKVTransformer, way: str, new_text: Tensor, old_text: Tenso
         "way": way,
         "generated": model.tokenizer.decode(new_text.tolist()),
         "relative_error": relative_error(new, old),
-        "relative_error_centred": relative_error(new - new.mean(-1, keepdim=True), old - old.mean(-1, keepdim=True)),
+        "relative_error_centered": relative_error(new - new.mean(-1, keepdim=True), old - old.mean(-1, keepdim=True)),
         "next_token_agrees": float((new.argmax(-1) == old.argmax(-1)).double().mean()),
         "tokens_alike": int(differ[0]) if len(differ) else same,
     }
@@ -147,9 +147,9 @@ def relative_error(new: Float[Tensor, "place vocab"], old: Float[Tensor, "place 
 
 def compare(texts: pd.DataFrame) -> Iterator[Comparison]:
     """The paper's two errors beside ours, and what each way keeps, judged pair by pair."""
-    error, centred, agrees = (
+    error, centered, agrees = (
         texts.pivot_table(index="pair", columns="way", values=column)
-        for column in ("relative_error", "relative_error_centred", "next_token_agrees")
+        for column in ("relative_error", "relative_error_centered", "next_token_agrees")
     )
     name = "relative error of the logits"
     claim = "without the prompt the logits are off"
@@ -171,7 +171,7 @@ def compare(texts: pd.DataFrame) -> Iterator[Comparison]:
     worst = float(error[EXACT].max())
     yield Comparison(f"{name}, {EXACT}, the largest", None, worst, f"rounding, at most {ROUNDING:g}", worst <= ROUNDING)
     for way in (WITHOUT, RANDOM, LANDMARK):
-        ours = float(centred[way].mean())
+        ours = float(centered[way].mean())
         yield Comparison.stated(f"{name} less their mean, {way}", None, ours, "the part that changes predictions")
     for way in (RANDOM, LANDMARK):
         yield Comparison(

@@ -44,7 +44,7 @@ HELD_OUT = 4
 
 
 class Seen(NamedTuple):
-    """One layer on some texts: queries and keys as they are scored, outputs, log-normalisers, the stream around the MLP."""
+    """One layer on some texts: queries and keys as they are scored, outputs, log-normalizers, the stream around the MLP."""
 
     q: Float[Tensor, "text pos head d_head"]
     k: Float[Tensor, "text pos kv_head d_head"]

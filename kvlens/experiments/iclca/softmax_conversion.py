@@ -252,7 +252,7 @@ def draw(table: pd.DataFrame) -> Figure:
     lines = table[table["method"] != DROPPED].groupby(["method", "n_continuations"], sort=False)
     for i, ((method, n), rows) in enumerate(lines):
         label = f"{method}, {n} continuations" if method in (EQUAL, GREEDY) else method
-        marker = "osD"[i // 10 % 3]  # colours come again after ten lines
+        marker = "osD"[i // 10 % 3]  # colors come again after ten lines
         axes.plot(rows["stored_numbers"], rows["relative_error"], marker=marker, linewidth=1.8, label=label)
     axes.set(xscale="log", yscale="log", xlabel="stored numbers", ylabel="relative error of the logits")
     axes.set_title("What a softmax prompt costs to store, on text that no fit has seen", loc="left", fontsize=11)

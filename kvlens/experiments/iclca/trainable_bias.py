@@ -21,7 +21,7 @@ from kvlens.tasks import Task, make_task
 from kvlens.training import find_recipe
 
 WITHOUT, WITH = "without bias terms", "with trainable bias terms"
-COLOURS = {WITHOUT: PLAIN, WITH: PALETTE[2]}
+COLORS = {WITHOUT: PLAIN, WITH: PALETTE[2]}
 
 
 def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
@@ -90,7 +90,7 @@ def draw(curves: pd.DataFrame) -> Figure:
     left, right = figure.subplots(1, 2)
     heldout = of_heldout(curves)
     for axes, measure, label in ((left, "accuracy", "in-context accuracy"), (right, "loss", "held-out loss (nats)")):
-        draw_curves(axes, heldout, y=measure, colours=COLOURS)
+        draw_curves(axes, heldout, y=measure, colors=COLORS)
         axes.set(xlabel="step", ylabel=label)
     n_seeds = curves["seed"].nunique()
     left.set_title(f"b_KV and b_D as parameters: mean of {n_seeds} seeds, band over all", loc="left", fontsize=11)

@@ -195,7 +195,7 @@ def compare(changes: pd.DataFrame) -> Iterator[Comparison]:
         yield Comparison(name, None, float(left.mean()), claim, verdict)
 
 
-COLOURS = {GIVEN: "#1b7f4b", FREE: "#7c3aed"}
+COLORS = {GIVEN: "#1b7f4b", FREE: "#7c3aed"}
 
 
 def draw(table: pd.DataFrame) -> Figure:
@@ -204,10 +204,10 @@ def draw(table: pd.DataFrame) -> Figure:
     panels = figure.subplots(1, len(PARTS), sharey=True)
     for axes, part in zip(panels, PARTS, strict=True):
         here = table[table["part"] == part]
-        for way, colour in COLOURS.items():
+        for way, color in COLORS.items():
             rows = here[here["way"] == way]
-            axes.fill_between(rows["keys_per_head"], rows["min"], rows["max"], color=colour, alpha=0.15, linewidth=0)
-            axes.plot(rows["keys_per_head"], rows["mean"], marker="o", color=colour, linewidth=2, label=way)
+            axes.fill_between(rows["keys_per_head"], rows["min"], rows["max"], color=color, alpha=0.15, linewidth=0)
+            axes.plot(rows["keys_per_head"], rows["mean"], marker="o", color=color, linewidth=2, label=way)
         for way, marker in ((PROMPT, "D"), (NULL, "x")):
             rows = here[here["way"] == way]
             axes.plot(rows["keys_per_head"], rows["mean"], marker, color="#555555", linestyle="none", label=way)

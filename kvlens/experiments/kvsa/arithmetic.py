@@ -29,7 +29,7 @@ from kvlens.tasks.arithmetic import STEP_LENGTH
 
 PLAIN_NAME, SHIFT_NAME = "plain", "KV shift"
 MODELS: dict[str, dict[str, Any]] = {PLAIN_NAME: dict(kv_shift=False), SHIFT_NAME: dict(kv_shift=True)}
-COLOURS = {PLAIN_NAME: PLAIN, SHIFT_NAME: SHIFTED}
+COLORS = {PLAIN_NAME: PLAIN, SHIFT_NAME: SHIFTED}
 PRINTED = {
     "Tr12-Te15": {PLAIN_NAME: 0.8154, SHIFT_NAME: 0.8909},
     "Tr21-Te24": {PLAIN_NAME: 0.8711, SHIFT_NAME: 0.9062},
@@ -197,7 +197,7 @@ def draw(answers: pd.DataFrame) -> Figure:
     figure = Figure(figsize=(1.5 + 4.8 * len(names), 4.4), layout="constrained")
     for axes, name in zip(figure.subplots(1, len(names), sharey=True, squeeze=False)[0], names, strict=True):
         rows = judged[judged["row"] == name]
-        draw_curves(axes, rows, x="n_ops", colours=COLOURS, marker="o", markersize=5)
+        draw_curves(axes, rows, x="n_ops", colors=COLORS, marker="o", markersize=5)
         axes.axhline(rows["chance"].iloc[0], color="#64748b", linestyle=(0, (5, 3)), linewidth=0.8, label="chance")
         axes.axvspan(rows["max_ops"].iloc[0] + 0.5, rows["test_ops"].iloc[0] + 0.5, color="#f1f5f9", zorder=0)
         axes.set_title(f"{name}   (shaded: longer than in training)", loc="left", fontsize=11)

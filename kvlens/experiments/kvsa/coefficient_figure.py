@@ -5,9 +5,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-LAYER_COLOURS = ("#2763a5", "#1b7f4b", "#d1662a", "#7c3aed", "#be185d", "#0f766e", "#92400e", "#475569")
-COEFFICIENT_COLOURS = {"alpha_1": "#2763a5", "alpha_2": "#7fb0e0", "beta_1": "#c2410c", "beta_2": "#f0a878"}
-SHARE_COLOURS = ("#1d4ed8", "#1b7f4b", "#be185d", "#64748b", "#111827")
+LAYER_COLORS = ("#2763a5", "#1b7f4b", "#d1662a", "#7c3aed", "#be185d", "#0f766e", "#92400e", "#475569")
+COEFFICIENT_COLORS = {"alpha_1": "#2763a5", "alpha_2": "#7fb0e0", "beta_1": "#c2410c", "beta_2": "#f0a878"}
+SHARE_COLORS = ("#1d4ed8", "#1b7f4b", "#be185d", "#64748b", "#111827")
 
 
 def draw(heads: pd.DataFrame, counts: pd.DataFrame, course: pd.DataFrame, shares: pd.DataFrame) -> Figure:
@@ -40,8 +40,8 @@ def _draw_plane(axes: Axes, heads: pd.DataFrame, counts: pd.DataFrame, name: str
     across, up = heads["alpha_1"] - heads["alpha_2"], heads["beta_1"] - heads["beta_2"]
     for layer in sorted(heads["layer"].unique()):
         chosen = heads["layer"] == layer
-        colour = LAYER_COLOURS[int(layer) % len(LAYER_COLOURS)]
-        axes.plot(across[chosen], up[chosen], "o", color=colour, alpha=0.8, markersize=7, label=f"layer {layer}")
+        color = LAYER_COLORS[int(layer) % len(LAYER_COLORS)]
+        axes.plot(across[chosen], up[chosen], "o", color=color, alpha=0.8, markersize=7, label=f"layer {layer}")
     axes.axhline(0, color="#9ca3af", linewidth=1)
     axes.axvline(0, color="#9ca3af", linewidth=1)
     for _, kind in counts.iterrows():
@@ -69,18 +69,18 @@ def _draw_course(axes: Axes, course: pd.DataFrame, name: str) -> None:
     axes.axhspan(0, 1, color="#f1f5f9", zorder=0)
     for coefficient, rows in course.groupby("coefficient"):
         lines = rows.pivot_table(index="step", columns=["layer", "head"], values="value")
-        colour = COEFFICIENT_COLOURS.get(str(coefficient), "#9ca3af")
-        drawn = axes.plot(lines.index, lines, color=colour, linewidth=0.9, alpha=0.75)
+        color = COEFFICIENT_COLORS.get(str(coefficient), "#9ca3af")
+        drawn = axes.plot(lines.index, lines, color=color, linewidth=0.9, alpha=0.75)
         letter, number = str(coefficient).split("_")
         drawn[0].set_label(f"$\\{letter}_{number}$")
-    _finish(axes, "coefficient (grey: from 0 to 1)", f"{name}: every head's coefficients in training")
+    _finish(axes, "coefficient (gray: from 0 to 1)", f"{name}: every head's coefficients in training")
 
 
 def _draw_shares(axes: Axes, shares: pd.DataFrame, name: str) -> None:
-    for column, colour in zip([c for c in shares.columns if c not in ("model", "step")], SHARE_COLOURS, strict=True):
+    for column, color in zip([c for c in shares.columns if c not in ("model", "step")], SHARE_COLORS, strict=True):
         outside = column.startswith("outside")
         label = "coefficients outside [0, 1]" if outside else _as_mathtext(column)
-        axes.plot(shares["step"], shares[column], color=colour, linewidth=1.8, linestyle="--" if outside else "-", label=label)
+        axes.plot(shares["step"], shares[column], color=color, linewidth=1.8, linestyle="--" if outside else "-", label=label)
     axes.set_ylim(-0.02, 1.02)
     _finish(axes, "share", f"{name}: heads of each kind, in training")
 

@@ -3,7 +3,7 @@
 A head with window 1 mixes its keys by (alpha_1, alpha_2) and its values by (beta_1, beta_2), index 1 being the current token.
 Table 4 sorts the heads of a 2.9B model into four kinds, by whether alpha_1 > alpha_2 and whether beta_1 > beta_2. Keys of the
 previous token with values of the current one (alpha_1 <= alpha_2, beta_1 > beta_2) are the induction head of th. 2; the paper's
-initialisation gives each kind a quarter. The free form lets coefficients leave [0, 1], which is counted here as well.
+initialization gives each kind a quarter. The free form lets coefficients leave [0, 1], which is counted here as well.
 
 Models are shipped ones, or folders. Where ``watched.parquet`` lies beside the weights (training with ``watch="shift_coef"``
 writes it), the course over training is shown, too. The shipped weights are those of the best evaluation, which need not be the
@@ -201,7 +201,7 @@ def shares_over_training(course: pd.DataFrame) -> pd.DataFrame:
 
 
 def sums(coefficients: pd.DataFrame) -> pd.Series:
-    """The sum of each head's alphas and of its betas: 1 at the paper's initialisation, and always for the gate."""
+    """The sum of each head's alphas and of its betas: 1 at the paper's initialization, and always for the gate."""
     letters = coefficients["coefficient"].str.partition("_")[0]
     return coefficients.groupby([*(coefficients[key] for key in HEAD), letters])["value"].sum()
 

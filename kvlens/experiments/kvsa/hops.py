@@ -21,7 +21,7 @@ from kvlens.tasks import make_task
 
 PLAIN_NAME, SHIFT_NAME = "plain", "KV shift"
 MODELS: dict[str, dict[str, Any]] = {PLAIN_NAME: dict(kv_shift=False), SHIFT_NAME: dict(kv_shift=True)}
-COLOURS = {PLAIN_NAME: PLAIN, SHIFT_NAME: SHIFTED}
+COLORS = {PLAIN_NAME: PLAIN, SHIFT_NAME: SHIFTED}
 LEARNED = 0.9
 """The accuracy from which on a run counts as having learned k hops altogether."""
 
@@ -134,7 +134,7 @@ def draw(final: pd.DataFrame) -> Figure:
     figure = Figure(figsize=(4.2 * len(depths), 4.4), layout="constrained")
     for axes, n_layers in zip(figure.subplots(1, len(depths), sharey=True, squeeze=False)[0], depths, strict=True):
         rows = final[final["n_layers"] == n_layers]
-        draw_curves(axes, rows, x="k", colours=COLOURS, marker="o", markersize=6)
+        draw_curves(axes, rows, x="k", colors=COLORS, marker="o", markersize=6)
         axes.set_title(_layers(n_layers), loc="left", fontsize=11)
         axes.set_xticks(sorted(set(rows["k"].tolist())))
         axes.set(xlabel="hops k", ylim=(0, 1.03))

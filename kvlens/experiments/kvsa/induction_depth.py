@@ -37,7 +37,7 @@ MODELS: dict[str, dict[str, Any]] = {
     PLAIN_1: dict(n_layers=1),
     PLAIN_4: dict(n_layers=4),
 }
-COLOURS = {SHIFT_1: SHIFTED, PLAIN_2: PLAIN, PLAIN_1: "#d1662a", PLAIN_4: "#7c3aed"}
+COLORS = {SHIFT_1: SHIFTED, PLAIN_2: PLAIN, PLAIN_1: "#d1662a", PLAIN_4: "#7c3aed"}
 LEARNED = 0.99
 """The accuracy that counts as having learned induction."""
 
@@ -136,9 +136,9 @@ def draw(curves: pd.DataFrame, steps: pd.DataFrame) -> Figure:
     figure = Figure(figsize=(7.6, 4.7), layout="constrained")
     axes = figure.subplots()
     heldout = of_heldout(curves)
-    draw_curves(axes, heldout, colours=COLOURS)
+    draw_curves(axes, heldout, colors=COLORS)
     for label, rows in steps[steps["steps"] < math.inf].groupby("model", sort=False):
-        axes.plot(rows["steps"], [LEARNED] * len(rows), "o", color=COLOURS[str(label)], markeredgecolor="white", markersize=8)
+        axes.plot(rows["steps"], [LEARNED] * len(rows), "o", color=COLORS[str(label)], markeredgecolor="white", markersize=8)
     axes.axhline(LEARNED, color="#64748b", linestyle=(0, (5, 3)), linewidth=0.8, zorder=0)
     axes.text(heldout["step"].max(), LEARNED - 0.01, f"{LEARNED:.0%}", ha="right", va="top", fontsize=9)
     axes.set(ylim=(-0.02, 1.04), xlabel="step", ylabel="held-out accuracy at the first repeat")

@@ -201,28 +201,28 @@ def draw(errors: pd.DataFrame, shown: Mapping[str, float], letters: list[str], p
 
 
 def _draw_errors(axes: Axes, errors: pd.DataFrame) -> None:
-    colours = {SHIFTED: "#1b7f4b", BLIND: "#2763a5", ORDINARY: "#d1662a"}
+    colors = {SHIFTED: "#1b7f4b", BLIND: "#2763a5", ORDINARY: "#d1662a"}
     styles: dict[str, dict[str, Any]] = {
         "float64": dict(linestyle="-", marker="o"),
         "float32": dict(linestyle=":", marker="s", alpha=0.75),
     }
     bottom = errors.loc[errors["max_abs_error"] > 0, "max_abs_error"].min() / 10  # where a logarithmic axis puts 0
     for (construction, dtype), rows in errors.groupby(["construction", "dtype"], sort=False):
-        error, colour = rows["max_abs_error"].clip(lower=bottom), colours[construction]
+        error, color = rows["max_abs_error"].clip(lower=bottom), colors[construction]
         label = construction if dtype == "float64" else None
         if construction == SHIFTED:
-            axes.axhline(error.iloc[0], color=colour, linestyle=styles[dtype]["linestyle"], linewidth=2.2, label=label)
+            axes.axhline(error.iloc[0], color=color, linestyle=styles[dtype]["linestyle"], linewidth=2.2, label=label)
             number = "0, to the last bit" if rows["max_abs_error"].iloc[0] == 0 else f"{error.iloc[0]:.0e}"
             axes.annotate(
                 f"{dtype}: {number}",
                 (errors["p1"].min(), error.iloc[0]),
                 xytext=(0, 4),
                 textcoords="offset points",
-                color=colour,
+                color=color,
                 fontsize=9,
             )
         else:
-            axes.plot(rows["p1"], error, color=colour, markersize=3.5, linewidth=1.4, label=label, **styles[dtype])
+            axes.plot(rows["p1"], error, color=color, markersize=3.5, linewidth=1.4, label=label, **styles[dtype])
     predicted = errors[(errors["construction"] == BLIND) & (errors["dtype"] == "float64") & (errors["predicted"] > bottom)]
     axes.plot(predicted["p1"], predicted["predicted"], color="#444444", linestyle=(0, (5, 3)), linewidth=1, label="$e^{-p_1}$")
     axes.set_yscale("log")

@@ -22,7 +22,7 @@ from kvlens.tasks import make_task
 
 SHIFT_1, PLAIN_2 = "1 layer, KV shift", "2 layers, plain"
 MODELS: dict[str, dict[str, Any]] = {SHIFT_1: dict(n_layers=1, kv_shift=True), PLAIN_2: dict(n_layers=2)}
-COLOURS = {SHIFT_1: SHIFTED, PLAIN_2: PLAIN}
+COLORS = {SHIFT_1: SHIFTED, PLAIN_2: PLAIN}
 
 
 def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
@@ -109,7 +109,7 @@ def draw(accuracy: pd.DataFrame) -> Figure:
     """Accuracy at the end against width."""
     figure = Figure(figsize=(7.2, 4.6), layout="constrained")
     axes = figure.subplots()
-    draw_curves(axes, accuracy, x="d_model", colours=COLOURS, marker="o", markersize=5)
+    draw_curves(axes, accuracy, x="d_model", colors=COLORS, marker="o", markersize=5)
     axes.set_xscale("log", base=2)
     widths = sorted(set(accuracy["d_model"].tolist()))
     axes.set_xticks(widths, [str(width) for width in widths])

@@ -217,12 +217,12 @@ def _compare_shares(share: Mapping[int, float]) -> Iterator[Comparison]:
 
 # --- figure ---
 
-PATH_COLOURS = ("#c2410c", "#7c3aed", "#0f766e", "#be185d", "#1d4ed8", "#92400e")
+PATH_COLORS = ("#c2410c", "#7c3aed", "#0f766e", "#be185d", "#1d4ed8", "#92400e")
 HATCH = "#9ca3af"
 
 
 def draw(plane: pd.DataFrame, path: pd.DataFrame, n_arrows: int) -> Figure:
-    """One panel a T: contour lines, descent directions, the model's paths, and in grey where descent is not monotone."""
+    """One panel a T: contour lines, descent directions, the model's paths, and in gray where descent is not monotone."""
     lengths = sorted(set(plane["T"].tolist()))
     figure = Figure(figsize=(4.6 * len(lengths), 5.1), layout="constrained")
     for axes, T in zip(figure.subplots(1, len(lengths), sharey=True, squeeze=False)[0], lengths, strict=True):
@@ -272,11 +272,11 @@ def _draw_plane(axes: Axes, plane: pd.DataFrame, n_arrows: int) -> None:
 
 def _draw_paths(axes: Axes, path: pd.DataFrame) -> None:
     for number, rows in path.groupby("start"):
-        colour = PATH_COLOURS[int(str(number)) % len(PATH_COLOURS)]
+        color = PATH_COLORS[int(str(number)) % len(PATH_COLORS)]
         label = "gradient descent of the model" if number == 0 else None
         axes.plot(rows["alpha_1"], rows["beta_1"], color="white", linewidth=4, alpha=0.8)
-        axes.plot(rows["alpha_1"], rows["beta_1"], color=colour, linewidth=2, label=label)
-        axes.plot(*rows[["alpha_1", "beta_1"]].iloc[0], marker="o", color=colour, markeredgecolor="white", markersize=8)
+        axes.plot(rows["alpha_1"], rows["beta_1"], color=color, linewidth=2, label=label)
+        axes.plot(*rows[["alpha_1", "beta_1"]].iloc[0], marker="o", color=color, markeredgecolor="white", markersize=8)
     axes.plot(
         *INDUCTION_HEAD,
         marker="*",

@@ -26,7 +26,7 @@ from kvlens.tasks.text import TextTask
 from kvlens.training import NotFiniteError
 
 MODELS = {"plain": False, "KV shift": True}
-COLOURS = {"plain": PLAIN, "KV shift": SHIFTED}
+COLORS = {"plain": PLAIN, "KV shift": SHIFTED}
 PAPER_RATE = 1e-2
 
 
@@ -174,8 +174,8 @@ def draw(runs: pd.DataFrame, no_context: float) -> Figure:
     figure = Figure(figsize=(7.6, 5), layout="constrained")
     axes = figure.subplots()
     top = no_context + 0.25 * (no_context - runs["heldout_loss"].min())
-    for label, colour in COLOURS.items():
-        _draw_model(axes, runs[runs["model"] == label].assign(shown=lambda r: r["heldout_loss"].clip(upper=top)), label, colour)
+    for label, color in COLORS.items():
+        _draw_model(axes, runs[runs["model"] == label].assign(shown=lambda r: r["heldout_loss"].clip(upper=top)), label, color)
     axes.axhline(no_context, color="#78350f", linestyle=(0, (5, 3)), linewidth=1)
     axes.annotate(
         "token frequencies alone; above: diverged",
@@ -193,10 +193,10 @@ def draw(runs: pd.DataFrame, no_context: float) -> Figure:
     return figure
 
 
-def _draw_model(axes: Axes, runs: pd.DataFrame, label: str, colour: str) -> None:
-    axes.plot(runs["learning_rate"], runs["shown"], "o", color=colour, alpha=0.5, markersize=7, markeredgewidth=0)
+def _draw_model(axes: Axes, runs: pd.DataFrame, label: str, color: str) -> None:
+    axes.plot(runs["learning_rate"], runs["shown"], "o", color=color, alpha=0.5, markersize=7, markeredgewidth=0)
     mean = runs.groupby("learning_rate")["shown"].mean()
-    axes.plot(mean.index, mean, color=colour, linewidth=2, label=label)
+    axes.plot(mean.index, mean, color=color, linewidth=2, label=label)
 
 
 EXPERIMENT = Experiment(

@@ -1,7 +1,7 @@
 """``ngram``: KV shift neither hurts nor much helps the learning of 3-grams (KVSA fig. 3).
 
 What follows two tokens is read off a fixed random table, which a model must store in its weights; nothing can be copied from
-the context. The paper's worry was that mixing neighbours blurs them. Models of several sizes with and without KV shift learn
+the context. The paper's worry was that mixing neighbors blurs them. Models of several sizes with and without KV shift learn
 the same table; at the paper's scale it has 14 x 14 pairs, for the paper's "approximately 200".
 """
 
@@ -20,7 +20,7 @@ from kvlens.tasks import make_task
 
 PLAIN_NAME, SHIFT_NAME = "plain", "KV shift"
 MODELS: dict[str, dict[str, Any]] = {PLAIN_NAME: dict(kv_shift=False), SHIFT_NAME: dict(kv_shift=True)}
-COLOURS = {PLAIN_NAME: PLAIN, SHIFT_NAME: SHIFTED}
+COLORS = {PLAIN_NAME: PLAIN, SHIFT_NAME: SHIFTED}
 
 
 def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
@@ -97,7 +97,7 @@ def draw(curves: pd.DataFrame) -> Figure:
     figure = Figure(figsize=(4.4 * len(sizes), 4.2), layout="constrained")
     for axes, size in zip(figure.subplots(1, len(sizes), squeeze=False)[0], sizes, strict=True):
         rows = of_heldout(curves[curves["size"] == size])
-        draw_curves(axes, rows, colours=COLOURS)
+        draw_curves(axes, rows, colors=COLORS)
         axes.axhline(rows["chance"].iloc[0], color="#64748b", linestyle=(0, (5, 3)), linewidth=0.8, label="chance")
         axes.set_title(f"{size}, {rows['n_parameters'].min():,} parameters", loc="left", fontsize=11)
         axes.set(xlabel="step", ylim=(0, 1.02))

@@ -27,7 +27,7 @@ from kvlens.tasks.text import TextTask
 from kvlens.training import build_model
 
 MODELS = {"plain": False, "KV shift": True}
-COLOURS = {"plain": PLAIN, "KV shift": SHIFTED}
+COLORS = {"plain": PLAIN, "KV shift": SHIFTED}
 RUN = ("model", "size", "seed")
 
 
@@ -160,8 +160,8 @@ def draw(course: pd.DataFrame, finals: pd.DataFrame) -> Figure:
     figure = Figure(figsize=(13, 5), layout="constrained")
     left, right = figure.subplots(1, 2)
     _draw_courses(left, course[course["split"] == "heldout"])
-    for kind, colour in COLOURS.items():
-        _draw_scaling(right, finals[finals["model"] == kind], kind, colour)
+    for kind, color in COLORS.items():
+        _draw_scaling(right, finals[finals["model"] == kind], kind, color)
     right.set(xscale="log", yscale="log", xlabel="parameters outside the embeddings", ylabel="held-out loss at the end (nats)")
     right.set_title("A dot per seed, lines the power laws through the means", loc="left", fontsize=11)
     right.yaxis.set_major_formatter("{x:.3g}")
@@ -178,18 +178,18 @@ def _draw_courses(axes: Axes, heldout: pd.DataFrame) -> None:
     for kind, (number, size) in itertools.product(MODELS, enumerate(sizes)):
         mean = mean_course(heldout[(heldout["model"] == kind) & (heldout["size"] == size)], y="loss")
         strength = 0.3 + 0.7 * (number + 1) / len(sizes)
-        axes.plot(mean["step"], mean["mean"], color=COLOURS[kind], alpha=strength, linewidth=1.7, label=f"{kind}, {size}")
+        axes.plot(mean["step"], mean["mean"], color=COLORS[kind], alpha=strength, linewidth=1.7, label=f"{kind}, {size}")
     axes.set(xlabel="step", ylabel="held-out loss (nats)")
     axes.set_title("Means over seeds; the stronger the line, the larger the model", loc="left", fontsize=11)
     axes.legend(frameon=False, fontsize=9, ncols=2)
 
 
-def _draw_scaling(axes: Axes, finals: pd.DataFrame, kind: str, colour: str) -> None:
-    axes.plot(finals["non_embedding"], finals["heldout_loss"], "o", color=colour, alpha=0.5, markersize=7, markeredgewidth=0)
+def _draw_scaling(axes: Axes, finals: pd.DataFrame, kind: str, color: str) -> None:
+    axes.plot(finals["non_embedding"], finals["heldout_loss"], "o", color=color, alpha=0.5, markersize=7, markeredgewidth=0)
     means = finals.groupby("non_embedding")["heldout_loss"].mean()
     exponent, factor = (float(part) for part in power_law(means.index, means))
     n = np.array([means.index.min(), means.index.max()], dtype=float)
-    axes.plot(n, factor * n**-exponent, color=colour, linewidth=1.8, label=f"{kind}: $N^{{-{exponent:.3f}}}$")
+    axes.plot(n, factor * n**-exponent, color=color, linewidth=1.8, label=f"{kind}: $N^{{-{exponent:.3f}}}$")
 
 
 EXPERIMENT = Experiment(

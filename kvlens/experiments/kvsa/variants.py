@@ -48,7 +48,7 @@ CLAIMS = {
 }
 """What the paper says of a variant's loss, compared with the free form's."""
 
-COLOURS = dict(
+COLORS = dict(
     zip(
         VARIANTS,
         (PLAIN, SHIFTED, "#d1662a", "#7c3aed", "#be185d", "#0891b2", "#92400e", "#475569", "#a3a300"),
@@ -64,7 +64,7 @@ def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
     course = train_and_compare(task, models, settings["training"], settings["seeds"], tell, rates=settings["rates"])
     finals = final_losses(course)
     return Outcome(
-        tables={"course": course, "variants": summarise(finals)},
+        tables={"course": course, "variants": summarize(finals)},
         figure=draw(course, finals),
         comparisons=compare(finals, untrained(of_heldout(course), text_goal(task))),
         differences=[
@@ -78,7 +78,7 @@ def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
     )
 
 
-def summarise(finals: pd.DataFrame) -> pd.DataFrame:
+def summarize(finals: pd.DataFrame) -> pd.DataFrame:
     """One row per variant, best training loss first: losses and difference from the free form, mean and spread over seeds."""
     rows = []
     for label in finals["model"].unique():
@@ -140,9 +140,9 @@ def draw(course: pd.DataFrame, finals: pd.DataFrame) -> Figure:
 
 
 def _draw_courses(axes: Axes, heldout: pd.DataFrame) -> None:
-    for label, colour in COLOURS.items():
+    for label, color in COLORS.items():
         mean = mean_course(heldout[heldout["model"] == label], y="loss")
-        axes.plot(mean["step"], mean["mean"], color=colour, linewidth=1.8, label=label)
+        axes.plot(mean["step"], mean["mean"], color=color, linewidth=1.8, label=label)
     axes.set(xlabel="step", ylabel="held-out loss (nats)")
     axes.set_title("Mean over seeds", loc="left", fontsize=11)
     axes.grid(color="#dddddd", linewidth=0.6)
@@ -151,12 +151,12 @@ def _draw_courses(axes: Axes, heldout: pd.DataFrame) -> None:
 
 
 def _draw_differences(axes: Axes, finals: pd.DataFrame) -> None:
-    order = summarise(finals)["model"].tolist()
+    order = summarize(finals)["model"].tolist()
     for place, label in enumerate(order):
         differences = differences_by_seed(finals, label, FREE, "train_loss")
-        colour = COLOURS[label]
-        axes.plot(differences, [place] * len(differences), "o", color=colour, alpha=0.55, markersize=7, markeredgewidth=0)
-        axes.plot([sum(differences) / len(differences)], [place], "|", color=colour, markersize=18, markeredgewidth=2.5)
+        color = COLORS[label]
+        axes.plot(differences, [place] * len(differences), "o", color=color, alpha=0.55, markersize=7, markeredgewidth=0)
+        axes.plot([sum(differences) / len(differences)], [place], "|", color=color, markersize=18, markeredgewidth=2.5)
     axes.axvline(0, color=SHIFTED, linewidth=1)
     axes.set_yticks(range(len(order)), order)
     axes.invert_yaxis()

@@ -16,7 +16,7 @@ N_ERRORS = 3.0
 """Standard errors over prompts that a figure may be off: one of 370 normal means lies farther out."""
 LEARNED = 0.5
 """A model whose relative error in distribution stays above this has learned too little to say how it carries over."""
-JUDGES = ("least squares", "ridge", "nearest neighbours")
+JUDGES = ("least squares", "ridge", "nearest neighbors")
 SHIFT_CLAIMS = {
     "scaled_inputs": ("points 3 times as far out as in training: the error grows, least squares' does not", "degrades"),
     "skewed_inputs": ("points with a skewed covariance: the error grows, least squares' does not", "degrades"),

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from kvlens.experiments.shared.curves import draw_curves
 
-COLOURS = {"transformer": "#b91c1c", "least squares": "#2763a5", "ridge": "#0f766e", "nearest neighbours": "#9a8c5a"}
+COLORS = {"transformer": "#b91c1c", "least squares": "#2763a5", "ridge": "#0f766e", "nearest neighbors": "#9a8c5a"}
 SHIFT_TITLES = {
     "scaled_inputs": "points 3 times as far out",
     "skewed_inputs": "skewed covariance",
@@ -57,10 +57,10 @@ def draw_errors(axes: Axes, rows: pd.DataFrame, title: str, dimensions: int) -> 
     # The trained model last, so that it lies on top; a logarithmic axis has no place for an error of exactly 0.
     visible = rows.assign(
         relative_error=rows["relative_error"].clip(lower=LOWEST / 10),
-        rank=rows["predictor"].map({name: rank for rank, name in enumerate(reversed(COLOURS))}),
+        rank=rows["predictor"].map({name: rank for rank, name in enumerate(reversed(COLORS))}),
     )
     shown = visible.sort_values(["rank", "seed", "n_examples"])
-    draw_curves(axes, shown, "n_examples", "relative_error", by="predictor", colours=COLOURS)
+    draw_curves(axes, shown, "n_examples", "relative_error", by="predictor", colors=COLORS)
     axes.axvline(dimensions, color="#94a3b8", linewidth=1, linestyle=":")
     axes.axhline(1, color="#94a3b8", linewidth=0.8)
     axes.set(yscale="log", ylim=(LOWEST, HIGHEST), xlabel="examples in the prompt")
@@ -70,9 +70,9 @@ def draw_errors(axes: Axes, rows: pd.DataFrame, title: str, dimensions: int) -> 
 
 def draw_lengths(axes: Axes, table: pd.DataFrame) -> None:
     """Error of the models with learned and sinusoidal positions, on and beyond the lengths trained on."""
-    for positions, (label, colour) in POSITION_STYLES.items():
+    for positions, (label, color) in POSITION_STYLES.items():
         rows = table[table["positions"] == positions]
-        axes.plot(rows["n_examples"], rows["relative_error"], color=colour, linewidth=1.8, label=label)
+        axes.plot(rows["n_examples"], rows["relative_error"], color=color, linewidth=1.8, label=label)
     inside = table[table["in_training"]]
     last = inside["n_examples"].max()
     axes.axvspan(last, table["n_examples"].max(), color="#f1f5f9", zorder=0)

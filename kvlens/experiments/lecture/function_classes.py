@@ -2,7 +2,7 @@
 
 One model a class of functions is trained on prompts (x_1, f(x_1), ..., x_n, f(x_n), x'), each with an f of its own
 (:mod:`kvlens.tasks.regression`). On new prompts its squared error, as the number n of examples grows, stands beside those of
-least squares, ridge regression and nearest neighbours (:mod:`~kvlens.experiments.lecture.regression_baselines`), which see
+least squares, ridge regression and nearest neighbors (:mod:`~kvlens.experiments.lecture.regression_baselines`), which see
 the same examples. Prompts come from the training distribution, and from four others: a method carries over to them, a memory
 of the distribution does not.
 
@@ -26,7 +26,7 @@ from kvlens.errors import KVLensError
 from kvlens.experiments.lecture.equivariance import equivariance_table
 from kvlens.experiments.lecture.function_class_claims import compare
 from kvlens.experiments.lecture.function_class_figure import draw
-from kvlens.experiments.lecture.regression_baselines import least_squares, nearest_neighbours, ridge
+from kvlens.experiments.lecture.regression_baselines import least_squares, nearest_neighbors, ridge
 from kvlens.experiments.shared.outcome import Experiment, Outcome
 from kvlens.model import HookedKVRegressor
 from kvlens.tasks import Batch, RegressionTask
@@ -84,7 +84,7 @@ def error_curves(task: RegressionTask, models: Mapping[int, nn.Module], settings
     Args:
         task: decides functions, points and distribution.
         models: by seed.
-        settings: ``n_prompts``, ``prompt_seed``, ``n_neighbours``.
+        settings: ``n_prompts``, ``prompt_seed``, ``n_neighbors``.
 
     Returns:
         functions, shift, predictor, seed (0 for what nobody trained), n_examples, squared_error, standard_error (of that
@@ -115,12 +115,12 @@ def tasks_that_score_all(task: RegressionTask) -> Iterator[RegressionTask]:
 def untrained_predictions(
     task: RegressionTask, batch: Batch, settings: Mapping[str, Any]
 ) -> dict[str, Float[Tensor, "prompt point"]]:
-    """What least squares, ridge regression and nearest neighbours say at each point, in float64."""
+    """What least squares, ridge regression and nearest neighbors say at each point, in float64."""
     x, y = (part.double() for part in task.points_and_values(batch.inputs))
     return {
         "least squares": least_squares(x, y),
         "ridge": ridge(x, y, penalty(task)),
-        "nearest neighbours": nearest_neighbours(x, y, settings["n_neighbours"]),
+        "nearest neighbors": nearest_neighbors(x, y, settings["n_neighbors"]),
     }
 
 
@@ -205,7 +205,7 @@ def differences(settings: Mapping[str, Any]) -> list[str]:
         f"dimensions, {settings['classes']['linear']['steps']} steps of {settings['training']['batch_size']}, no curriculum.",
         "Functions are scaled to variance 1 here, so that the error of always saying 0 is 1 and not the number of dimensions.",
         "The paper's judges of sparse functions, trees and networks (Lasso, greedy tree learning and boosting, gradient descent"
-        " on a network) are not among ours; least squares, ridge and nearest neighbours are.",
+        " on a network) are not among ours; least squares, ridge and nearest neighbors are.",
         "Trigonometric and exponential functions are not the paper's; they come from DUAL sec. 5.",
         "A covariance in proportion to 1 / i^2 is far more skewed in the paper's 20 dimensions than in few.",
         "Where n = d, the mean error of least squares under noise, or on functions that are not linear, has no finite "
@@ -237,7 +237,7 @@ def _scale(**changes: Any) -> dict[str, Any]:
             decision_tree=other,
             two_layer_relu=other,
         ),
-        n_neighbours=3,
+        n_neighbors=3,
         n_prompts=2048,
         prompt_seed=1000,
         longest=16,

@@ -5,7 +5,7 @@ With the n examples X_n (rows x_1 ... x_n), y_n before a point x:
     least squares        x . X_n^+ y_n                                  of the w that fit best the shortest (exactly, if n < d)
     ridge                x . (X_n^T X_n + penalty I)^-1 X_n^T y_n       with w ~ N(0, I/d) and noise of variance s^2 on y, the
                                                                         best possible prediction at penalty = d s^2
-    nearest neighbours   mean of y over the k examples nearest to x     over all of them where n < k
+    nearest neighbors   mean of y over the k examples nearest to x     over all of them where n < k
 
 and 0 where there is no example. Each takes all numbers of examples at once: an example that comes too late is a row of zeros,
 which changes neither a pseudo-inverse nor a sum. Computed in the dtype of ``x``; float64 is meant.
@@ -57,14 +57,14 @@ def ridge(x: Points, y: Answers, penalty: float | int) -> Predictions:
     return (x * w).sum(-1)
 
 
-def nearest_neighbours(x: Points, y: Answers, k: int) -> Predictions:
+def nearest_neighbors(x: Points, y: Answers, k: int) -> Predictions:
     """The mean answer of the ``k`` nearest examples; arguments and result as of `least_squares`.
 
     Raises:
         KVLensError: ``k`` is below 1.
     """
     if k < 1:
-        raise KVLensError(f"nearest_neighbours: k must be at least 1, got {k}")
+        raise KVLensError(f"nearest_neighbors: k must be at least 1, got {k}")
     # The differences themselves: the form by products would give a point a distance of about the root of eps to itself.
     distance = torch.cdist(x, x[:, :-1], compute_mode="donot_use_mm_for_euclid_dist")
     distance = distance.masked_fill(_earlier(x) == 0, math.inf)

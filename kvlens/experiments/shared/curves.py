@@ -20,7 +20,7 @@ from kvlens.training import NotFiniteError, TrainResult, build_model, train
 N_TUNING = 2
 """Runs for each model and learning rate from which the rate is chosen; their seeds are none of those that are compared."""
 PLAIN, SHIFTED = "#2763a5", "#1b7f4b"
-"""Colours of a model without and with KV shift, the same ones in every figure."""
+"""Colors of a model without and with KV shift, the same ones in every figure."""
 PALETTE = (PLAIN, SHIFTED, "#d1662a", "#7c3aed", "#be185d", "#0f766e", "#92400e", "#475569")
 
 
@@ -149,21 +149,21 @@ def draw_curves(
     y: str = "accuracy",
     *,
     by: str = "model",
-    colours: Mapping[str, str] | None = None,
+    colors: Mapping[str, str] | None = None,
     **line: Any,
 ) -> None:
-    """One colour a model: a line through the mean of its seeds, and a band from the least to the largest.
+    """One color a model: a line through the mean of its seeds, and a band from the least to the largest.
 
     Args:
         axes: drawn on; labels, title and legend are the caller's.
         table: columns ``by``, ``seed``, ``x`` and ``y``, one row for each triple of model, seed and x (so: of one split).
         x, y: columns.
         by: the column whose values are the lines, labelled in the order of the table.
-        colours: by label; the others take `PALETTE` in turn.
+        colors: by label; the others take `PALETTE` in turn.
         **line: matplotlib's properties of the lines.
     """
     labels = table[by].unique()
-    chosen = {**dict(zip(labels, itertools.cycle(PALETTE), strict=False)), **(colours or {})}
+    chosen = {**dict(zip(labels, itertools.cycle(PALETTE), strict=False)), **(colors or {})}
     for label in labels:
         course = mean_course(table[table[by] == label], x, y)
         axes.fill_between(course[x], course["least"], course["largest"], color=chosen[label], alpha=0.18, linewidth=0)

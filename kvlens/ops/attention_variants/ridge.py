@@ -7,7 +7,7 @@ Cholesky factor serves every query, causally:
 
     z = tril((L^{-1} kappa(K, Q))^T) L^{-1} V
 
-The mesa-layer of Von Oswald et al. 2023 is the same sum for linear attention. Nothing is divided by a normaliser. With finite
+The mesa-layer of Von Oswald et al. 2023 is the same sum for linear attention. Nothing is divided by a normalizer. With finite
 features A = sum phi v^T and C = sum phi phi^T are a state: :func:`ridge_step` goes on from them at O(d_phi^3) per token.
 """
 

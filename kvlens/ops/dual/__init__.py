@@ -4,7 +4,7 @@
 - ``steps``: W written out, for finite features; ``one_query``: the same through the kernel, exact softmax included;
 - ``all_queries``: the figures of every query of a text at once;
 - ``kernel``, ``landmarks``: kappa in logarithms, and finite features for it;
-- ``layers``: the MLP behind a head, and attention layers in a row; ``bound``: the generalisation bound.
+- ``layers``: the MLP behind a head, and attention layers in a row; ``bound``: the generalization bound.
 """
 
 from kvlens.ops.dual.all_queries import log_loss_drops, mean_cosines, step_outputs

@@ -1,4 +1,4 @@
-"""The generalisation bound of DUAL th. 3.2, term by term, in logarithms.
+"""The generalization bound of DUAL th. 3.2, term by term, in logarithms.
 
 For f(x) = W phi(k(x)) with |W|_F <= w, the loss -v(x).f(x) and N demonstrations drawn independently, with probability 1 - delta
 the loss of the best f on the demonstrations exceeds the best possible one by at most

@@ -5,8 +5,8 @@
     L(W) = -(1 / (eta D)) sum_{j in H_D} v_j^T W phi~(k_j)  [+ alpha / (2 eta) |W|^2]
     W_{n+1} = W_n - eta dL/dW = (1 - alpha) W_n + (1 / D) sum_{H_D} v_j phi~(k_j)^T
 
-H_D are the demonstrations, H_T the tokens behind them up to the query; D is the head's normaliser at the query. After one
-step f(q) is the head's output, for every eta. Without alpha the loss is linear in W and has no minimiser. With decay, the
+H_D are the demonstrations, H_T the tokens behind them up to the query; D is the head's normalizer at the query. After one
+step f(q) is the head's output, for every eta. Without alpha the loss is linear in W and has no minimizer. With decay, the
 ``inputs`` are phi~(k_j) gamma^{i-j}: the features as query i sees them.
 
 Rows: ``inputs`` [demo, d_phi] and ``labels`` [demo, d_out]; a weight is [d_out, d_phi].

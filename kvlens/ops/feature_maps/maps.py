@@ -2,9 +2,9 @@
 
 | name | phi(x) | d_phi | source |
 |---|---|---|---|
-| identity | x | d | ICLCA (RetNet-like, with normaliser "none") |
+| identity | x | d | ICLCA (RetNet-like, with normalizer "none") |
 | elu_plus_one | elu(x) + 1 | d | Katharopoulos et al. 2020; ICLCA eq. 12 |
-| relu | relu(x) + 1e-3, so that the normaliser stays positive | d | ICLCA |
+| relu | relu(x) + 1e-3, so that the normalizer stays positive | d | ICLCA |
 | random | exp(w.x' - |x'|^2 / 2) / sqrt(m) | m | Choromanski et al. 2021 (FAVOR+) |
 | taylor | [1, x', vec(x' x'^T) / sqrt 2] | 1 + d + d^2 | second-order exp; Arora et al. 2024 |
 | hedgehog | softmax([2Wx, -2Wx]) | 2d | Zhang et al. 2024 |

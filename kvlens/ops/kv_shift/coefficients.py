@@ -1,6 +1,6 @@
 """From the trained parameter to the coefficients that a head uses, and the parameter's initial value (KVSA sec. 4.6-4.7).
 
-Three parametrisations: ``free`` uses the parameter as it is; ``clamp`` clamps it to [0, 1] in the forward pass; ``gate``
+Three parametrizations: ``free`` uses the parameter as it is; ``clamp`` clamps it to [0, 1] in the forward pass; ``gate``
 is a softmax over the window's logits, which for window 1 is the paper's sigmoid gate (c, 1 - c).
 """
 

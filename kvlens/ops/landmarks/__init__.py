@@ -1,8 +1,8 @@
 """A prompt's keys reduced to a few: which to keep, how many per head, and with which weights and values.
 
 Source: after Attention Matching (Zweiger, Fu, Guo, Kim 2026, arXiv 2602.16284), which keeps keys by their attention or by
-matching pursuit, then fits weights to the normaliser and values to the output. Here keys are chosen by the error of the output,
-the values' fit knows what the weights left wrong in the normaliser, and heads get as many keys as remove most of that error.
+matching pursuit, then fits weights to the normalizer and values to the output. Here keys are chosen by the error of the output,
+the values' fit knows what the weights left wrong in the normalizer, and heads get as many keys as remove most of that error.
 """
 
 from kvlens.ops.landmarks.budgets import greedy_budgets

@@ -1,6 +1,6 @@
 """Which of the prompt's keys to keep.
 
-- ``output`` (the default): orthogonal matching pursuit on normaliser and output together. Each step takes the key that, with
+- ``output`` (the default): orthogonal matching pursuit on normalizer and output together. Each step takes the key that, with
   all earlier ones refitted, explains most of [a R, kappa |z| p]; the steps are those of a pivoted Cholesky decomposition of
   the Gram matrix of the shares, so that r steps cost M r^2 per key-value head.
 - ``normalizer``: the same on p alone.
@@ -21,7 +21,7 @@ from kvlens.ops.shapes import shaped
 Criterion = Literal["output", "normalizer", "mass"]
 CRITERIA = ("output", "normalizer", "mass")
 KAPPA = 0.5
-"""Weight of the normaliser beside the output. 0.25 to 1 differ by a few percent of the error, 2 is a tenth worse."""
+"""Weight of the normalizer beside the output. 0.25 to 1 differ by a few percent of the error, 2 is a tenth worse."""
 
 
 class Chosen(NamedTuple):

@@ -14,7 +14,7 @@ from kvlens.ops.softmax_features.types import ScoreRule
 def naive_share(
     q: Float[Tensor, " d"], key: Float[Tensor, " d"], log_n: float, rule: ScoreRule, head: int, apart: int
 ) -> float:
-    """psi: what part of the whole normaliser the key is."""
+    """psi: what part of the whole normalizer the key is."""
     return math.exp(naive_score(q, key, rule, head, apart) - log_n)
 
 

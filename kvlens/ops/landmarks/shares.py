@@ -1,7 +1,7 @@
 """What a prompt's keys do to the queries after it: the numbers from which keys are chosen and weights are fitted.
 
-Of query i with the whole normaliser n_i (text and prompt), key j of the prompt has the share psi_ij = exp(s_ij) / n_i. The
-prompt's part of the normaliser is p_i = sum_j psi_ij, its part of the output a_i = sum_j psi_ij v_j. Keys S with weights w and
+Of query i with the whole normalizer n_i (text and prompt), key j of the prompt has the share psi_ij = exp(s_ij) / n_i. The
+prompt's part of the normalizer is p_i = sum_j psi_ij, its part of the output a_i = sum_j psi_ij v_j. Keys S with weights w and
 values u w = B give psi_iS w and psi_iS B in their place; the head's output is then off by
 
     e_i = (psi_iS B - a_i - z_i (psi_iS w - p_i)) / (1 - p_i + psi_iS w)
@@ -36,7 +36,7 @@ class Queries(NamedTuple):
     Attributes:
         q: as the model scores them.
         z: the heads' outputs.
-        log_n: the logarithm of the whole normaliser.
+        log_n: the logarithm of the whole normalizer.
         positions: within the text, from 0.
     """
 

@@ -1,9 +1,9 @@
-"""Weights and values of the kept keys, in closed form: first the normaliser, then the output.
+"""Weights and values of the kept keys, in closed form: first the normalizer, then the output.
 
     w >= 0:  sum_i (psi_iS w - p_i)^2 -> min                                          (non-negative least squares)
     B:       sum_i |psi_iS B - a_i - z_i (psi_iS w - p_i)|^2 / (1 - p_i + psi_iS w)^2 -> min, ridge towards w v
 
-Weights stay non-negative so that the normaliser stays positive for queries that the fit did not see. The second line is the
+Weights stay non-negative so that the normalizer stays positive for queries that the fit did not see. The second line is the
 head's output error itself, linear in B once w is known.
 """
 
@@ -24,7 +24,7 @@ RIDGE_WEIGHTS, RIDGE_VALUES = 1e-9, 1e-6
 
 
 class Errors(NamedTuple):
-    """Relative errors over queries, per query head: of the head's output, and of the prompt's share of the normaliser."""
+    """Relative errors over queries, per query head: of the head's output, and of the prompt's share of the normalizer."""
 
     output: Float[Tensor, "batch head"]
     mass: Float[Tensor, "batch head"]
@@ -81,7 +81,7 @@ def output_errors(
 ) -> Errors:
     """Root mean square errors over the queries of stored features ``phi``, b_KV and b_D in the prompt's place.
 
-    The output's relative to the outputs, the mass's relative to the prompt's part of the normaliser; in float64.
+    The output's relative to the outputs, the mass's relative to the prompt's part of the normalizer; in float64.
     """
     group, sums = queries.q.shape[2] // prompt.keys.shape[1], None
     stored = torch.cat([b_kv, b_d[..., None]], dim=-1).double().flatten(0, 1)

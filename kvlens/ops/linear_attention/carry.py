@@ -38,7 +38,7 @@ def carry_state(
         adjacent_pairs: as in :func:`kvlens.ops.rotary.rotate`.
 
     Returns:
-        A' and D'; ``k_sum`` is None where neither state has one (normaliser "none").
+        A' and D'; ``k_sum`` is None where neither state has one (normalizer "none").
     """
     terms = [] if before is None else [_decayed(before, n_tokens, decay)]
     terms += [] if written is None else [written]

@@ -22,7 +22,7 @@ from kvlens.ops.shapes import shaped
 
 CHUNK_SIZE = 64
 NORMALIZER_CHUNK_SIZE = 16
-"""The normaliser's products with a triangle are all within a chunk: shorter chunks are less work."""
+"""The normalizer's products with a triangle are all within a chunk: shorter chunks are less work."""
 SEGMENT_ON_CPU, SEGMENT_ELSEWHERE = 512, 16384
 """Tokens per segment: the cache is what counts on a CPU, enough parallel work on an accelerator."""
 

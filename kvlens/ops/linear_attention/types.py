@@ -3,20 +3,20 @@
     A_i = gamma A_{i-1} + phi~(k_i) v_i^T        D_i = D_{i-1} + phi(k_i)
     numerator_i = phi~(q_i)^T A_i                normalizer_i = phi(q_i)^T D_i
 
-``phi~`` are the features of the numerator (rotated, where RoPE follows the feature map), ``phi`` those of the normaliser.
-A head's output is numerator / normalizer (normaliser "kernel") or the numerator alone (normaliser "none"). The division is
+``phi~`` are the features of the numerator (rotated, where RoPE follows the feature map), ``phi`` those of the normalizer.
+A head's output is numerator / normalizer (normalizer "kernel") or the numerator alone (normalizer "none"). The division is
 left to the caller, because a KV bias adds a term to both before it.
 
 Arguments of every form, in this order:
 
 - ``phi_q`` [batch, pos, head, d_phi], ``phi_k`` [batch, pos, kv_head, d_phi], ``v`` [batch, pos, kv_head, d_head]; ``head``
   is a multiple of ``kv_head`` (GQA: query head h reads key-value head h // (head / kv_head));
-- ``norm_q``, ``norm_k``: the features of the normaliser, or both None for no normaliser;
+- ``norm_q``, ``norm_k``: the features of the normalizer, or both None for no normalizer;
 - ``decay`` [kv_head]: gamma, in (0, 1], or None for 1;
 - ``mask`` [batch, pos]: True at real tokens, None for no padding. Padded places add nothing and do not decay;
 - ``state``: what came before (:class:`LinearAttentionState`), or None for zeros.
 
-The forms: ``naive`` (a loop over time, the judge), ``parallel`` (materialises the pos x pos scores), ``chunked`` (O(pos)),
+The forms: ``naive`` (a loop over time, the judge), ``parallel`` (materializes the pos x pos scores), ``chunked`` (O(pos)),
 ``recurrent`` (O(1) per token). Inputs are accumulated in float32 or better: give them in that precision.
 """
 
@@ -36,7 +36,7 @@ class LinearAttentionState(NamedTuple):
 
 
 class LinearAttentionOutput(NamedTuple):
-    """Undivided output, its normaliser (None under "none"), and the state after the last real token."""
+    """Undivided output, its normalizer (None under "none"), and the state after the last real token."""
 
     numerator: Float[Tensor, "batch pos head d_head"]
     normalizer: Float[Tensor, "batch pos head"] | None
@@ -44,9 +44,9 @@ class LinearAttentionOutput(NamedTuple):
 
 
 def check_normalizer(norm_q: Tensor | None, norm_k: Tensor | None) -> None:
-    """Raise KVLensError where the normaliser has features on one side alone."""
+    """Raise KVLensError where the normalizer has features on one side alone."""
     if (norm_q is None) != (norm_k is None):
         raise KVLensError(
-            "linear attention: expected norm_q and norm_k, or neither for no normaliser, got norm_"
+            "linear attention: expected norm_q and norm_k, or neither for no normalizer, got norm_"
             f"{'k' if norm_q is None else 'q'} alone"
         )

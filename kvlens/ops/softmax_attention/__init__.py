@@ -1,4 +1,4 @@
-"""Softmax attention with its normaliser, and a KV bias merged into it in log space (what its forms share: ``types``)."""
+"""Softmax attention with its normalizer, and a KV bias merged into it in log space (what its forms share: ``types``)."""
 
 from kvlens.ops.softmax_attention.beside import KeysBeside, attend_beside, fused_beside
 from kvlens.ops.softmax_attention.bias import join_bias, naive_join_bias

@@ -97,7 +97,7 @@ def fused_beside(
     beside: KeysBeside,
     scale: float,
 ) -> Float[Tensor, "batch query head d_head"]:
-    """z of the whole from the text's own z and log n: both kernels' outputs, mixed in the ratio of their normalisers.
+    """z of the whole from the text's own z and log n: both kernels' outputs, mixed in the ratio of their normalizers.
 
     Raises:
         ValueError: a gradient is wanted.

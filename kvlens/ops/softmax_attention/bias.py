@@ -51,13 +51,13 @@ def join_bias(
     """The same with both sides on the larger of their scales, the size of b_KV and b_D counted in.
 
     Args:
-        z_context: attention over the context alone, already divided by its own normaliser.
-        normalizer: that normaliser; its log_scale is -inf where a query sees no key.
+        z_context: attention over the context alone, already divided by its own normalizer.
+        normalizer: that normalizer; its log_scale is -inf where a query sees no key.
         phi: the query's features.
         b_kv, b_d: the bias, one per key-value head.
 
     Returns:
-        Both summands of z, divided by the whole normaliser, and its logarithm. Where nothing at all is seen (both sides are
+        Both summands of z, divided by the whole normalizer, and its logarithm. Where nothing at all is seen (both sides are
         0, as at a padded query without a bias), z is 0. Signed weights may make the whole negative: its logarithm is NaN then,
         for the caller to report.
     """

@@ -1,7 +1,7 @@
 """Softmax attention, the fused form: torch's own kernel, which keeps no query x key tensor.
 
-``torch.nn.functional.scaled_dot_product_attention`` does not return its normaliser. The kernel behind it on a CPU does, but
-is not differentiable in it, so that a log-normaliser with a gradient is refused here. On other devices the log-normaliser is
+``torch.nn.functional.scaled_dot_product_attention`` does not return its normalizer. The kernel behind it on a CPU does, but
+is not differentiable in it, so that a log-normalizer with a gradient is refused here. On other devices the log-normalizer is
 summed over blocks of queries beside the kernel's z.
 """
 
@@ -15,7 +15,7 @@ from kvlens.ops.softmax_attention.types import SoftmaxAttentionOutput
 from kvlens.ops.softmax_attention.visible import visible_keys
 
 QUERY_BLOCK = 256
-"""Queries whose scores are held at once where the kernel does not give its normaliser."""
+"""Queries whose scores are held at once where the kernel does not give its normalizer."""
 
 
 @shaped(head="kv_head")
@@ -46,7 +46,7 @@ def fused_softmax_attention(
         z = F.scaled_dot_product_attention(q, k, v, mask, is_causal=triangle, scale=1 / scale, enable_gqa=grouped)
         return SoftmaxAttentionOutput(_where_seen(z, visible).transpose(1, 2), None)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-        raise ValueError("fused_softmax_attention: the kernel's log-normaliser has no gradient; use torch.no_grad()")
+        raise ValueError("fused_softmax_attention: the kernel's log-normalizer has no gradient; use torch.no_grad()")
     z, log_n = _with_log_normalizer(q, k, v, scale, mask, triangle)
     if visible is not None:
         log_n = log_n.masked_fill(~visible.any(dim=-1), -torch.inf)

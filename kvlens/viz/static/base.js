@@ -31,8 +31,8 @@ const KVLENS = (() => {
     const shown = number(100 * x);
     return `${x < 1 && shown === "100" ? "> 99.9" : shown}\u00a0%`;
   };
-  const valuesOf = (quantised) => quantised.cells.map((cell) => (cell === null ? null : cell * quantised.unit));
-  // the magnitude that gets full colour, as in _colour.py
+  const valuesOf = (quantized) => quantized.cells.map((cell) => (cell === null ? null : cell * quantized.unit));
+  // the magnitude that gets full color, as in _color.py
   const strongest = (values) => {
     const sizes = values.map((x) => Math.abs(x ?? 0)).filter((x) => x > 0).sort((a, b) => a - b);
     return sizes.length ? sizes[Math.ceil(0.98 * sizes.length) - 1] : 1;
@@ -46,7 +46,7 @@ const KVLENS = (() => {
     return made;
   };
 
-  // a value as a mix of the paper and a colour, as in _colour.py; what lies beyond full colour is marked
+  // a value as a mix of the paper and a color, as in _color.py; what lies beyond full color is marked
   const paint = (target, value, top) => {
     target.classList.remove("positive", "negative", "none", "clipped");
     if (value === null || value === undefined) return target.classList.add("none");
@@ -83,7 +83,7 @@ const KVLENS = (() => {
     });
   };
 
-  // a scale: its ends and what full colour means, in words and in colour
+  // a scale: its ends and what full color means, in words and in color
   const legend = (top, unit, signed, low = 0) => {
     const box = element("div", "legend"), bar = element("span", signed ? "ramp signed" : "ramp");
     bar.setAttribute("aria-hidden", "true");
@@ -91,8 +91,8 @@ const KVLENS = (() => {
     return box;
   };
 
-  // tokens as running text, each with its colour and, to the mouse, its words
-  const colouredTokens = (tokens, values, top, describe) => {
+  // tokens as running text, each with its color and, to the mouse, its words
+  const coloredTokens = (tokens, values, top, describe) => {
     const box = element("div", "tokens");
     tokens.forEach((token, i) => {
       const span = element("span", "none", running(token).replace(/\n/g, NEWLINE + "\n"));
@@ -141,5 +141,5 @@ const KVLENS = (() => {
     return made;
   };
 
-  return { NEWLINE, dataOf, label, running, short, number, percent, valuesOf, strongest, sumOf, element, paint, roving, legend, colouredTokens, mapOfHeads, svg };
+  return { NEWLINE, dataOf, label, running, short, number, percent, valuesOf, strongest, sumOf, element, paint, roving, legend, coloredTokens, mapOfHeads, svg };
 })();

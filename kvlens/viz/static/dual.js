@@ -1,7 +1,7 @@
 // Heads as steps of learning: choosing a head in the map shows what each demonstration gives to its step and to its output.
 "use strict";
 (() => {
-  const { dataOf, label, number, percent, valuesOf, strongest, element, legend, colouredTokens, mapOfHeads } = KVLENS;
+  const { dataOf, label, number, percent, valuesOf, strongest, element, legend, coloredTokens, mapOfHeads } = KVLENS;
   const share = (x) => percent(x, 0); // however small: there may be thousands
   const COLUMNS = ["place", "demonstration", "of the step", "of the output", "attention", "cosine before", "after"];
 
@@ -27,8 +27,8 @@
     return scroll;
   };
 
-  const coloured = (data, values, top, what) =>
-    colouredTokens(data.blocks.map((block) => block.text), values, top,
+  const colored = (data, values, top, what) =>
+    coloredTokens(data.blocks.map((block) => block.text), values, top,
       (token, i, x) => `${data.blocks[i].place} ${label(token)}: ${share(x)} of the ${what}`);
 
   const setUp = (figure) => {
@@ -46,11 +46,11 @@
         element("h4", "", "What each gives to the step"),
         element("p", "note", "Its share of |v| √κ(k, k), the size of what it adds to W, over the sum of all."),
         legend(100 * tops.step, `% of the step${per}; the same scale for every head`, false),
-        coloured(data, valuesOf(head.step), tops.step, "step"),
+        colored(data, valuesOf(head.step), tops.step, "step"),
         element("h4", "", "What each gives to the output"),
         element("p", "note", "The part of the head's output, along it, that its part of the step makes."),
         legend(100 * tops.output, `% of the output${per}; the same scale for every head`, signed),
-        coloured(data, valuesOf(head.output), tops.output, "output"));
+        colored(data, valuesOf(head.output), tops.output, "output"));
     };
     mapOfHeads(figure, (layer, head) => data.heads[layer]?.[head] !== undefined, show);
   };

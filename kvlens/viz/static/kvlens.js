@@ -1,15 +1,15 @@
 // The map of heads with its details, circuitsvis, and the frame of a notebook.
 "use strict";
 (() => {
-  const { dataOf, label, short, number, valuesOf, strongest, sumOf, element, legend, colouredTokens, mapOfHeads } = KVLENS;
+  const { dataOf, label, short, number, valuesOf, strongest, sumOf, element, legend, coloredTokens, mapOfHeads } = KVLENS;
 
   // --- one head's pattern, on a canvas: queries of the text downwards, keys of prompt and text across -----------------
 
   const columnsOf = (data) => ["prompt", "text"].flatMap((part) =>
     data.columns[part].map(({ place, text }) => ({ part, place, text: short(text, 24) })));
 
-  const colourReader = (context) => {
-    // the browser parses the style sheet's colours, whatever notation they have
+  const colorReader = (context) => {
+    // the browser parses the style sheet's colors, whatever notation they have
     const style = getComputedStyle(document.documentElement);
     return (name) => {
       context.fillStyle = style.getPropertyValue(name).trim();
@@ -34,8 +34,8 @@
     canvas.style.height = box.height + "px";
     const context = canvas.getContext("2d");
     context.scale(ratio, ratio);
-    const colour = colourReader(context);
-    const [paper, positive, negative, ink] = ["--cell", "--positive-fill", "--negative-fill", "--muted"].map(colour);
+    const color = colorReader(context);
+    const [paper, positive, negative, ink] = ["--cell", "--positive-fill", "--negative-fill", "--muted"].map(color);
     const xOf = (column) => box.left + column * box.cell + (column >= nPrompt ? box.gap : 0);
     values.forEach((x, i) => {
       const row = Math.floor(i / columns.length), column = i % columns.length;
@@ -44,7 +44,7 @@
       const mixed = paper.map((from, k) => Math.round(from + strength * (end[k] - from)));
       context.fillStyle = `rgb(${mixed})`;
       context.fillRect(xOf(column), box.top + row * box.row, box.cell + 0.3, box.row - (box.row > 8 ? 1 : 0));
-      if (Math.abs(x ?? 0) > 1.0005 * full && box.cell > 5 && box.row > 8) { // beyond full colour: a corner
+      if (Math.abs(x ?? 0) > 1.0005 * full && box.cell > 5 && box.row > 8) { // beyond full color: a corner
         context.fillStyle = `rgb(${ink})`;
         context.fillRect(xOf(column) + box.cell - 3, box.top + row * box.row, 3, 3);
       }
@@ -136,14 +136,14 @@
       element("h4", "", "Prompt tokens by their share of the head's output on the text"),
       element("p", "note", `All of them together: ${number(head.whole)}; the rest is the text's own, and the shift boundary's. Most: ${list}.`),
       legend(scales.shares, "of the head's output", signed("shares")),
-      colouredTokens(tokens, shares, scales.shares, (token, i, x) => `prompt ${data.blocks[i].place} ${label(token)}: ${number(x)}`));
+      coloredTokens(tokens, shares, scales.shares, (token, i, x) => `prompt ${data.blocks[i].place} ${label(token)}: ${number(x)}`));
     if (head.bias) {
       const bias = valuesOf(head.bias);
       place.append(
         element("h4", "", "Text tokens by how much of the head's output the bias makes up"),
         element("p", "note", `||z_bias|| / (||z_bias|| + ||z_context||), mean ${number(sumOf(bias) / bias.length)}.`),
         legend(scales.bias, "of the head's output, by size", false),
-        colouredTokens(data.text, bias, scales.bias, (token, i, x) => `text ${i} ${label(token)}: ${number(x)}`));
+        coloredTokens(data.text, bias, scales.bias, (token, i, x) => `text ${i} ${label(token)}: ${number(x)}`));
     }
     return draw;
   };

@@ -1,12 +1,12 @@
 // Prompt -> heads -> next token: three panels that show one quantity, the share of a prompt token, through a head, in the
-// attention output at a text token. Choosing in one panel recolours the other two.
+// attention output at a text token. Choosing in one panel recolors the other two.
 "use strict";
 (() => {
   const { NEWLINE, dataOf, label, running, number, percent, valuesOf, strongest, element, paint, roving, legend } = KVLENS;
   const share = (x) => percent(x, 0); // however small: there may be thousands
 
-  const matrix = (quantised, nColumns) => {
-    const values = valuesOf(quantised);
+  const matrix = (quantized, nColumns) => {
+    const values = valuesOf(quantized);
     return { row: (i) => values.slice(i * nColumns, (i + 1) * nColumns), column: (j) => values.filter((_, k) => k % nColumns === j), values };
   };
 
@@ -136,12 +136,12 @@
     place.append(prompt.box, heads.box, text.box);
     figure.append(status, expected);
     const promptButtons = tokenButtons(prompt.box, data.blocks.map((block) => block.text), "prompt");
-    const colouring = colouringChoice(heads, data);
+    const coloring = coloringChoice(heads, data);
     const headCells = headButtons(heads.box, data.n_layers, nHeads);
     const textButtons = tokenButtons(text.box, data.text, "text");
     let kind = null, index = null;
 
-    const colour = (buttons, values, top, name) => buttons.forEach((button, i) => {
+    const color = (buttons, values, top, name) => buttons.forEach((button, i) => {
       paint(button, values[i], top);
       const said = `${name(i)}: ${values[i] === null || values[i] === undefined ? "no value" : share(values[i])}`;
       button.title = said;
@@ -162,17 +162,17 @@
       const own = { prompt: "prompt", head: "heads", text: "text" }[kind];
       for (const [name, buttons, part] of [["prompt", promptButtons, prompt], ["heads", headCells, heads], ["text", textButtons, text]]) {
         const top = tops[`${from}/${name}`] ?? tops[`all/${name}`];
-        colour(buttons, values[name], top, names[name]);
+        color(buttons, values[name], top, names[name]);
         scaleOf(part, top, name === "prompt" ? per : "");
         buttons.forEach((button, i) => button.setAttribute("aria-pressed", String(name === own && i === index)));
       }
-      if ((kind === null || kind === "head") && colouring.value() !== null) colourHeads(colouring.value());
+      if ((kind === null || kind === "head") && coloring.value() !== null) colorHeads(coloring.value());
       status.textContent = said(values);
       if (kind === "head") waysBelow(expected);
       else nextTokens(expected, data, kind === "text" ? index : null);
     };
-    const colourHeads = (name) => { // by other numbers than shares of the prompt
-      const chosen = data.colourings[name], numbers = valuesOf(chosen), real = numbers.filter((x) => x !== null);
+    const colorHeads = (name) => { // by other numbers than shares of the prompt
+      const chosen = data.colorings[name], numbers = valuesOf(chosen), real = numbers.filter((x) => x !== null);
       const low = chosen.without_zero && real.length ? Math.min(...real) : 0;
       const top = chosen.without_zero && real.length ? Math.max(...real) : strongest(numbers);
       headCells.forEach((button, i) => {
@@ -200,14 +200,14 @@
     roving(promptButtons, 0, choose("prompt"), clear);
     roving(headCells, nHeads, choose("head"), clear);
     roving(textButtons, 0, choose("text"), clear);
-    colouring.listen(() => { if (kind !== "head") clear(); else draw(); });
-    prompt.note.textContent = data.block > 1 ? `${data.n_prompt} tokens in blocks of ${data.block}; colours are means per token. Of a long block the text is cut.` : `${data.n_prompt} tokens.`;
+    coloring.listen(() => { if (kind !== "head") clear(); else draw(); });
+    prompt.note.textContent = data.block > 1 ? `${data.n_prompt} tokens in blocks of ${data.block}; colors are means per token. Of a long block the text is cut.` : `${data.n_prompt} tokens.`;
     text.note.textContent = data.note;
     choose("text")(data.text.length - 1); // something to see at once: what the model says next
   };
 
-  const colouringChoice = (heads, data) => {
-    const names = Object.keys(data.colourings);
+  const coloringChoice = (heads, data) => {
+    const names = Object.keys(data.colorings);
     if (!names.length) return { value: () => null, listen: () => {} };
     const select = element("select");
     select.setAttribute("aria-label", "what the heads show while no token is chosen");

@@ -23,7 +23,7 @@ from kvlens import HookedKVTransformer, KVLensError
 
 LETTERS = "batch_probes.letters:LETTERS"
 LETTERS_FILE = Path(__file__).parents[1] / "batch_probes" / "letters.py"
-WORDS = ["The widget", "is purple. Return the gadget.", "Frobnicate", "both", "and the colour of the widget"]
+WORDS = ["The widget", "is purple. Return the gadget.", "Frobnicate", "both", "and the color of the widget"]
 
 
 @pytest.fixture(scope="module")

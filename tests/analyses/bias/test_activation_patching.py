@@ -24,7 +24,7 @@ BIAS_TENSORS = {
 }
 MODELS = {
     **VARIANTS,
-    "values shifted, no normaliser": dict(normalizer="none", kv_shift=KVShiftConfig(window=1, keys=False)),
+    "values shifted, no normalizer": dict(normalizer="none", kv_shift=KVShiftConfig(window=1, keys=False)),
     "gqa, queries shifted": dict(n_heads=6, d_model=36, n_key_value_heads=3, kv_shift=KVShiftConfig(queries=True)),
 }
 
@@ -172,7 +172,7 @@ def test_the_head_that_carries_everything_recovers_everything():
     assert frame.loc["bias", 1, 3] == pytest.approx(1, abs=1e-12)
     others = frame.loc["bias"].drop([(1, 3), (1, -1), (-1, -1)])
     assert others.tolist() == pytest.approx([0] * len(others), abs=1e-12)
-    assert frame.loc["z_bias", 1, 3] != pytest.approx(1)  # the text's own share still has the corrupted normaliser
+    assert frame.loc["z_bias", 1, 3] != pytest.approx(1)  # the text's own share still has the corrupted normalizer
 
 
 def test_by_pencil():

@@ -26,7 +26,7 @@ def test_by_pencil():
             "layer": [0],
             "head": [0],
             "b_kv_norm": [5.0],
-            "b_d_norm": [0.0],  # no normaliser
+            "b_d_norm": [0.0],  # no normalizer
             "bias_share": [(5 / 6 + 10 / 20) / 2],  # z_bias 5, 10; z_context 1, 10
             # no positions, no shift, no BOS: the baseline's bias is 0
             **{name: [(bernoulli_kl(0.7, 0.2) + bernoulli_kl(2.2, 1.2)) / 2] for name in EFFECTS[::2]},

@@ -23,7 +23,7 @@ MODELS = {
     "gqa, kernel, before, taylor": dict(
         n_heads=6, d_model=36, n_key_value_heads=2, feature_map="taylor", kv_shift=KVShiftConfig(window=1, keys=False)
     ),
-    "no normaliser, keys shifted, rms": dict(
+    "no normalizer, keys shifted, rms": dict(
         normalizer="none", feature_map="identity", kv_shift=KVShiftConfig(values=False), normalization_type="RMS"
     ),
 }

@@ -15,7 +15,7 @@ MODELS = {
     "gqa, window 3, before, taylor": dict(
         n_heads=6, d_model=36, n_key_value_heads=2, feature_map="taylor", kv_shift=KVShiftConfig(window=3, keys=False)
     ),
-    "no normaliser, keys shifted, rms": dict(
+    "no normalizer, keys shifted, rms": dict(
         normalizer="none", feature_map="identity", kv_shift=KVShiftConfig(values=False), normalization_type="RMS"
     ),
     "no final norm, regularised": dict(normalization_type=None, attention_variant=dict(regularised=dict(alpha=0.3))),

@@ -11,7 +11,7 @@ MODELS = {
     "rotary after": {},
     "rotary before": {"rotary_placement": "before"},
     "learned positions": {"positional_embedding_type": "standard"},
-    "no normaliser": {"normalizer": "none"},
+    "no normalizer": {"normalizer": "none"},
     "decay": {"normalizer": "none", "decay": "retnet"},
     "grouped": {"n_heads": 6, "d_model": 24, "n_key_value_heads": 2},
     "taylor features": {"feature_map": "taylor"},

@@ -206,9 +206,9 @@ def test_copying_score_equals_the_eigenvalues_of_the_vocabulary_sized_circuit(na
     for row in frame.to_dict("records"):
         attn = model.blocks[row["layer"]].attn
         one = torch.eye(model.cfg.d_model, dtype=torch.float64)
-        centre = one - 1 / model.cfg.d_model if model.cfg.normalization_type == "LN" else one
-        unembed = centre @ (model.W_U - model.W_U.mean(dim=1, keepdim=True))
-        circuit = model.W_E @ centre @ attn.W_V[row["head"]] @ attn.W_O[row["head"]] @ unembed
+        center = one - 1 / model.cfg.d_model if model.cfg.normalization_type == "LN" else one
+        unembed = center @ (model.W_U - model.W_U.mean(dim=1, keepdim=True))
+        circuit = model.W_E @ center @ attn.W_V[row["head"]] @ attn.W_O[row["head"]] @ unembed
         eigenvalues = torch.linalg.eigvals(circuit)
         # d_vocab > d_head: the eigenvalues that should be 0 come out at about sqrt(eps) of the largest
         expected = float((eigenvalues.sum() / eigenvalues.abs().sum()).real)

@@ -17,7 +17,7 @@ PROMPT, TEXT = tokens(7), tokens(5, seed=1)
 SOFTMAX = dict(attention="softmax")
 MODELS = {
     **VARIANTS,
-    "no normaliser, parallel blocks": dict(normalizer="none", parallel_attn_mlp=True),
+    "no normalizer, parallel blocks": dict(normalizer="none", parallel_attn_mlp=True),
     "attention only, no norm": dict(attn_only=True, normalization_type=None),
     "folded layer norm": dict(normalization_type="LNPre", positional_embedding_type="sinusoidal"),
     "RMS": dict(normalization_type="RMS", gated_mlp=True),

@@ -84,21 +84,21 @@ def errors_table(conversion, own, wide, size="205K"):
 
 
 def test_the_claims_of_table_1_hold_for_rounding_and_fail_for_more():
-    good, bad = (conversion_error.summarise(errors_table(c, 4e-7, w)) for c, w in ((5e-7, 0.0), (9e-7, 1e-6)))
+    good, bad = (conversion_error.summarize(errors_table(c, 4e-7, w)) for c, w in ((5e-7, 0.0), (9e-7, 1e-6)))
     assert [c.holds for c in conversion_error.compare(good)] == [True] * 3
     assert [c.holds for c in conversion_error.compare(bad)] == [False] * 3
     first, ratio, wide = conversion_error.compare(good)
     assert (first.paper, first.ours, ratio.ours, wide.ours) == (2.9e-7, 5e-7, pytest.approx(1.25), 0.0)
-    unprinted = conversion_error.summarise(errors_table(5e-7, 4e-7, 0.0, size="7K"))
+    unprinted = conversion_error.summarize(errors_table(5e-7, 4e-7, 0.0, size="7K"))
     assert len(list(conversion_error.compare(unprinted))) == 2
 
 
 def test_the_summary_is_a_mean_over_pairs_with_its_spread():
     errors = errors_table(5e-7, 4e-7, 0.0)
     errors.loc[0, "relative_error"] = 1e-7
-    row = conversion_error.summarise(errors).iloc[0]
+    row = conversion_error.summarize(errors).iloc[0]
     assert (row["n_pairs"], row["relative_error"], row["least"], row["largest"]) == (2, pytest.approx(3e-7), 1e-7, 5e-7)
-    printed = conversion_error.summarise(errors)["printed"]
+    printed = conversion_error.summarize(errors)["printed"]
     assert printed.notna().tolist() == [True, False, False, False]
 
 

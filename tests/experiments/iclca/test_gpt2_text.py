@@ -60,7 +60,7 @@ def test_text_and_errors_are_those_of_transformers(gpt2, outcome):
     expected = float(((new - old).norm(dim=-1) / old.norm(dim=-1)).mean())
     assert first.loc[WITHOUT, "relative_error"] == pytest.approx(expected, rel=1e-4) and expected > 0.01
     old, new = (x - x.mean(-1, keepdim=True) for x in (old, new))
-    assert first.loc[WITHOUT, "relative_error_centred"] == pytest.approx(gpt2_text.relative_error(new, old), rel=1e-4)
+    assert first.loc[WITHOUT, "relative_error_centered"] == pytest.approx(gpt2_text.relative_error(new, old), rel=1e-4)
     assert first.loc[WITHOUT, "next_token_agrees"] == pytest.approx(float((new.argmax(-1) == old.argmax(-1)).double().mean()))
 
 
@@ -75,7 +75,7 @@ def test_all_keys_are_exact_and_fewer_are_not(outcome):
 def texts_table(random: float, landmark: float, exact: float = 1e-7) -> pd.DataFrame:
     errors = {WITH: 0.0, WITHOUT: 0.2, EXACT: exact, LANDMARK: landmark, RANDOM: random}
     rows = [
-        dict(pair=p, way=way, relative_error=e * (1 + 0.01 * p), relative_error_centred=e, next_token_agrees=1 - e)
+        dict(pair=p, way=way, relative_error=e * (1 + 0.01 * p), relative_error_centered=e, next_token_agrees=1 - e)
         for way, e in errors.items()
         for p in range(6)
     ]

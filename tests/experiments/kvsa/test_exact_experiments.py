@@ -98,7 +98,7 @@ def test_the_example_pattern_is_an_induction_stripe():
 
 
 @pytest.mark.parametrize("T", [4, 5, 11])
-def test_texts_repeat_a_token_that_has_neighbours(T):
+def test_texts_repeat_a_token_that_has_neighbors(T):
     _, tokens, answers = landscape.model_and_texts(T, n_texts=40, seed=1)
     assert tokens.shape == (40, T + 1)
     assert (tokens[:, :-1].sort(dim=1).values == torch.arange(T)).all()

@@ -89,7 +89,7 @@ def test_claims_about_variants_can_fail_and_rest_on_differences_of_equal_seeds()
     equal = variants.compare(made_up_finals(dict.fromkeys(variants.VARIANTS, 3.0)), {})
     assert {c.holds for c in equal} == {None}
     assert set(variants.CLAIMS) == set(variants.VARIANTS) - {variants.FREE}
-    table = variants.summarise(made_up_finals(worse))
+    table = variants.summarize(made_up_finals(worse))
     assert table["model"].tolist()[0] == variants.FREE
     assert table["train_loss"].is_monotonic_increasing
     assert table.set_index("model")["above_free"][variants.NONE] == pytest.approx(0.1)

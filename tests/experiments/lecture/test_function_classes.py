@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvlens.errors import KVLensError
 from kvlens.experiments.lecture import equivariance, function_class_claims, function_classes
-from kvlens.experiments.lecture.regression_baselines import least_squares, nearest_neighbours, ridge
+from kvlens.experiments.lecture.regression_baselines import least_squares, nearest_neighbors, ridge
 from kvlens.model import HookedKVRegressor, HookedKVTransformerConfig
 from kvlens.tasks import FUNCTION_CLASSES, Batch, RegressionTask
 from kvlens.tasks.regression import SHIFTS
@@ -20,7 +20,7 @@ from kvlens.training import build_model
 
 EPS = torch.finfo(torch.float64).eps
 PROMPTS, POINTS, D = 3, 13, 5
-METHODS = [least_squares, lambda x, y: ridge(x, y, 0.7), lambda x, y: nearest_neighbours(x, y, 3)]
+METHODS = [least_squares, lambda x, y: ridge(x, y, 0.7), lambda x, y: nearest_neighbors(x, y, 3)]
 
 
 def prompts(seed=0, noise=0.0):
@@ -94,23 +94,23 @@ def test_ridge_with_the_noise_it_expects_beats_least_squares():
     assert best < (least_squares(x, y) - values).square().mean()
 
 
-def test_the_nearest_neighbour_of_an_example_is_itself():
+def test_the_nearest_neighbor_of_an_example_is_itself():
     x, _, y = prompts(noise=0.3)
     again = torch.randint(POINTS - 1, (PROMPTS, 1), generator=torch.Generator().manual_seed(2))
     x[:, -1:] = x.gather(1, again[..., None].expand(-1, -1, D))
-    assert torch.equal(nearest_neighbours(x, y, 1)[:, -1:], y.gather(1, again))
+    assert torch.equal(nearest_neighbors(x, y, 1)[:, -1:], y.gather(1, again))
 
 
-def test_nearest_neighbours_by_a_pencil():
+def test_nearest_neighbors_by_a_pencil():
     """On a line at 0, 10, 1, then 2: the nearest of 2 is 1, the two nearest 1 and 0; with few examples all count."""
     x = torch.tensor([[[0.0], [10.0], [1.0], [2.0]]], dtype=torch.float64)
     y = torch.tensor([[3.0, 5.0, 8.0]], dtype=torch.float64)
-    assert nearest_neighbours(x, y, 1)[0].tolist() == [0, 3, 3, 8]
-    assert nearest_neighbours(x, y, 2)[0].tolist() == [0, 3, 4, 5.5]
-    assert nearest_neighbours(x, y, 9)[0].tolist() == pytest.approx([0, 3, 4, 16 / 3], abs=1e-14)
+    assert nearest_neighbors(x, y, 1)[0].tolist() == [0, 3, 3, 8]
+    assert nearest_neighbors(x, y, 2)[0].tolist() == [0, 3, 4, 5.5]
+    assert nearest_neighbors(x, y, 9)[0].tolist() == pytest.approx([0, 3, 4, 16 / 3], abs=1e-14)
 
 
-@pytest.mark.parametrize("method", METHODS, ids=["least squares", "ridge", "neighbours"])
+@pytest.mark.parametrize("method", METHODS, ids=["least squares", "ridge", "neighbors"])
 @given(scale=st.floats(0.01, 100), n=st.integers(2, POINTS), seed=st.integers(0, 100))
 @settings(max_examples=20, deadline=None)
 def test_every_judge_is_causal_and_linear_in_the_answers(method, scale, n, seed):
@@ -127,7 +127,7 @@ def test_bad_settings_of_the_judges_are_refused():
     with pytest.raises(KVLensError, match="penalty must be positive, got 0"):
         ridge(x, y, 0)
     with pytest.raises(KVLensError, match="k must be at least 1, got 0"):
-        nearest_neighbours(x, y, 0)
+        nearest_neighbors(x, y, 0)
 
 
 # --- errors against the number of examples ---
@@ -239,7 +239,7 @@ def made_up_errors(**changes):
     at_the_end = {"none": 0.01, "scaled_inputs": 0.6, "skewed_inputs": 0.3, "orthant": 0.02, **changes}
     rows = []
     for shift, last in at_the_end.items():
-        ends = {"transformer": last, "least squares": 0.0, "ridge": 0.2, "nearest neighbours": 0.4}
+        ends = {"transformer": last, "least squares": 0.0, "ridge": 0.2, "nearest neighbors": 0.4}
         for predictor, end in ends.items():
             for seed, factor in ((0, 1.0), (1, 0.5)) if predictor == "transformer" else ((0, 1.0),):
                 base = dict(shift=shift, predictor=predictor, seed=seed, **MARGIN)
@@ -260,7 +260,7 @@ def test_claims_about_linear_functions_can_fail(changes, linear, shifts):
     error = made_up_errors(**changes)
     nearest, gap, after = function_class_claims.compare_linear(error, dimensions=1)
     assert [nearest.holds, gap.holds, after.holds] == linear
-    assert nearest.ours == {0.01: "least squares", 0.2: "ridge", 0.7: "nearest neighbours"}[changes.get("none", 0.01)]
+    assert nearest.ours == {0.01: "least squares", 0.2: "ridge", 0.7: "nearest neighbors"}[changes.get("none", 0.01)]
     assert gap.ours == after.ours == changes.get("none", 0.01)  # the worse of two seeds
     assert [c.holds for c in function_class_claims.compare_shifts(error)] == shifts
 

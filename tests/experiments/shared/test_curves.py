@@ -104,10 +104,10 @@ def test_a_run_that_stopped_early_keeps_its_last_value_in_the_mean():
     pd.testing.assert_frame_equal(curves.mean_course(table), expected)
 
 
-def test_curves_are_drawn_in_the_tables_order_and_the_given_colours():
+def test_curves_are_drawn_in_the_tables_order_and_the_given_colors():
     table = pd.concat([course("b", 0, [0.2, 1.0]), course("a", 0, [0.5, 0.25])], ignore_index=True)
     figure = Figure()
-    curves.draw_curves(figure.subplots(), table, colours={"a": "#010203"})
+    curves.draw_curves(figure.subplots(), table, colors={"a": "#010203"})
     lines = figure.axes[0].get_lines()
     assert [line.get_label() for line in lines] == ["b", "a"]
     assert lines[1].get_ydata().tolist() == [0.5, 0.25]

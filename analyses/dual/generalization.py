@@ -1,4 +1,4 @@
-"""The generalisation bound of one head's dual model, term by term, as demonstrations are added.
+"""The generalization bound of one head's dual model, term by term, as demonstrations are added.
 
 With probability 1 - delta the risk exceeds the empirical one by at most a constant times
 
@@ -104,7 +104,7 @@ def dual_bound(
 
 DUAL_BOUND = Analysis(
     name="dual_bound",
-    summary="the terms of a head's generalisation bound as demonstrations are added",
+    summary="the terms of a head's generalization bound as demonstrations are added",
     function=dual_bound,
     columns=COLUMNS,
     inputs={"prompt_tokens": PROMPT},

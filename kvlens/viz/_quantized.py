@@ -8,7 +8,7 @@ from torch import Tensor
 from kvlens.viz._text import rounded
 
 
-def quantised(values: Float[Tensor, "..."]) -> dict[str, Any]:
+def quantized(values: Float[Tensor, "..."]) -> dict[str, Any]:
     """One list in row order; None where a value is not finite. A value is its cell times the unit."""
     finite = values.isfinite()
     largest = float(values[finite].abs().max()) if bool(finite.any()) else 0.0
