@@ -89,6 +89,7 @@ def test_a_wrong_answer_is_not_timed():
         check_close(torch.ones(3), torch.zeros(3) + 2, 1e-3, "x")
 
 
+@pytest.mark.unhooked  # a stand-in for a question looks its scores up
 @pytest.mark.parametrize("model", ["facts-gpt2", "facts-linear"])
 def test_attribution_smoke(model, capsys):
     bench_attribution.main(["--small", "--model", model])
