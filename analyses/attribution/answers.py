@@ -100,7 +100,7 @@ class Question:
         gone[:, : self.n_always_there] = False
         return self.rows(gone)
 
-    def scores(self, prompts: Counterfactuals, rows_per_pass: int = 8) -> Float[Tensor, " row"]:
+    def scores(self, prompts: Counterfactuals, rows_per_pass: int | None = None) -> Float[Tensor, " row"]:
         """log p(answer), less log p(rival), after each counterfactual prompt, in nats, everything recomputed."""
         options: dict[str, Any] = dict(rows_per_pass=rows_per_pass, on_tokens=self.account.count)
         return self._score(lambda text, n: logits_after(self.model, prompts, text, n, **options))

@@ -14,6 +14,8 @@ from kvlens.kv_bias import KVBias
 from kvlens.model import HookedKVTransformer
 from kvlens.signature import checked
 
+TOKENS_PER_PASS = 2048
+"""Few enough that the rows of a long prompt share their beginnings, enough to fill a core with those of a short one."""
 PREFIX_WORTH = 64
 """Tokens that a pass must save, over its rows, before what they share is converted: a conversion has a fixed cost."""
 
@@ -26,7 +28,7 @@ def logits_after(
     text: Int[Tensor, " pos"],
     n_last: int = 1,
     *,
-    rows_per_pass: int = 8,
+    rows_per_pass: int | None = None,
     on_tokens: Callable[[int], None] | None = None,
 ) -> Float[Tensor, "row n_last d_vocab"]:
     """The logits at the last ``n_last`` tokens of a text after each counterfactual prompt.
@@ -39,11 +41,12 @@ def logits_after(
         prompts: the rows.
         text: what follows each of them, [pos].
         n_last: so many tokens from its end.
-        rows_per_pass: how many rows share a pass.
+        rows_per_pass: how many rows share a pass; None takes about :data:`TOKENS_PER_PASS` tokens, and at least four rows.
         on_tokens: called after each pass with the number of tokens that it read, rows and shared beginning together.
 
     Source: prefix reuse as in AttriBoT (arXiv 2411.15102); what is reused here is a converted prompt.
     """
+    rows_per_pass = rows_per_pass or max(4, TOKENS_PER_PASS // (len(prompts.original) + len(text)))
     first = prompts.first_changes()
     order = first.argsort(stable=True)
     found: list[Tensor] = []

@@ -99,7 +99,8 @@ def test_headline_figures_follow_from_the_tables(model, report):
     with model.kv_bias(report.bias):
         new = model(text[None])[0].double()
     old = model(torch.cat([model.to_tokens(PROMPT)[0], text])[None])[0, -len(text) :].double()
-    assert summary["conversion"]["relative_error"] == pytest.approx(float((new - old).norm() / old.norm()), rel=0.2)
+    rounding = float((new - old).norm() / old.norm())  # passes that sum in another order round alike in size alone
+    assert rounding / 2 < summary["conversion"]["relative_error"] < 2 * rounding
     assert summary["conversion"]["exact_to_rounding"] is True
     assert summary["conversion"]["max_abs_error"] == errors["max_abs_error"].max()
     for condition in ("with_prompt", "without_prompt", "converted"):
