@@ -24,6 +24,7 @@ ORDER = [
     "short_name",
     "tokenizer",
     "ops",
+    "mixers",
     "_tl",
     "kv_bias",
     "components",

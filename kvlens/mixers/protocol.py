@@ -1,0 +1,266 @@
+"""What every recurrent mixer offers: one forward pass, one state, one set of hook points.
+
+One (value) head keeps a matrix S [d_k, d_v]. A token maps it and writes to it, then reads it:
+
+    S_t = T_t S_{t-1} + b_t k_t v_t^T        z_t = S_t^T q_t
+
+so that a KV bias, which is the state before the first token, stays apart from what the context writes:
+
+    z_i = z_i(context) + b_KV^T qbar_i       qbar_i = (T_i ... T_0)^T q_i
+
+A mixer's own rule (:class:`Rule`) says what T_t is. The weights are those of the Transformers module, which is called
+submodule by submodule; nothing is copied.
+"""
+
+from abc import ABC, abstractmethod
+from typing import ClassVar, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+from transformer_lens.hook_points import HookPoint
+
+from kvlens.errors import KVLensError
+from kvlens.ops.linear_attention import without_padding
+
+
+class RecurrentState(NamedTuple):
+    """What a recurrent layer keeps between two passes. No pass changes it in place.
+
+    Attributes:
+        b_kv: the attached KV bias, the same at every pass; None without one.
+        context: what the tokens since then have written, decayed and partly removed as the rule says; None for zeros.
+        state_map: P = T_{n-1} ... T_0 of the tokens since the bias, which is what has become of it; None for the identity.
+        conv: the inputs of the short convolution at the last real tokens, oldest first, before its bias and activation; zeros
+            before the first token; None for zeros, or where a layer has no convolution.
+    """
+
+    b_kv: Float[Tensor, "#batch head d_k d_v"] | None = None
+    context: Float[Tensor, "#batch head d_k d_v"] | None = None
+    state_map: Float[Tensor, "#batch head d_k d_k"] | None = None
+    conv: Float[Tensor, "#batch rows channel"] | None = None
+
+    def total(self) -> Tensor | None:
+        """S = P b_KV + what the context has written [batch or 1, head, d_k, d_v]: the KV bias that all tokens so far make."""
+        if self.b_kv is None:
+            return self.context
+        left = self.b_kv if self.state_map is None else self.state_map @ self.b_kv
+        return left if self.context is None else left + self.context
+
+
+class MixerInputs(NamedTuple):
+    """What a mixer computes from the residual stream before anything recurs, in float32 or better.
+
+    Attributes:
+        q: queries, normalized and scaled; ``key_head`` divides ``head``.
+        k: keys, normalized where the model does so.
+        v: values.
+        log_decay: log a_t, at most 0: per head, or per head and key channel (KDA).
+        write_strength: b_t; None where it is 1.
+        gate: what the output is gated with; its shape is the family's own business.
+        conv: the next ``RecurrentState.conv``.
+    """
+
+    q: Float[Tensor, "batch pos key_head d_k"]
+    k: Float[Tensor, "batch pos key_head d_k"]
+    v: Float[Tensor, "batch pos head d_v"]
+    log_decay: Float[Tensor, "batch pos head *channel"]
+    write_strength: Float[Tensor, "batch pos head"] | None
+    gate: Tensor | None
+    conv: Float[Tensor, "batch rows channel"] | None
+
+
+class Read(NamedTuple):
+    """What a rule returns: z of the context, qbar where a bias is to be read, and what comes after."""
+
+    z: Float[Tensor, "batch pos head d_v"]
+    carried_q: Float[Tensor, "batch pos head d_k"] | None
+    context: Float[Tensor, "batch head d_k d_v"]
+    state_map: Float[Tensor, "batch head d_k d_k"] | None
+
+
+class Rule(ABC):
+    """What a token does to the state, with the forms of it that a mixer and its analyses need.
+
+    ``mask`` [batch, pos] is True at real tokens; padded positions neither write, decay nor remove.
+    """
+
+    @abstractmethod
+    def run(self, inputs: MixerInputs, state: RecurrentState, mask: Tensor | None, with_map: bool) -> Read:
+        """z of the context alone and the state after the last real token; with ``with_map`` also qbar and P."""
+
+    @abstractmethod
+    def carried_queries(self, inputs: MixerInputs, mask: Tensor | None) -> Float[Tensor, "batch pos head d_k"]:
+        """qbar_i = (T_i ... T_0)^T q_i of this pass: what a query reads of the state before the first token."""
+
+    @abstractmethod
+    def carried_keys(self, inputs: MixerInputs, mask: Tensor | None) -> Float[Tensor, "batch pos head d_k"]:
+        """kbar_j = (T_{M-1} ... T_{j+1}) b_j k_j of this pass; sum_j kbar_j v_j^T is what it writes."""
+
+    @abstractmethod
+    def state_map(self, inputs: MixerInputs, mask: Tensor | None) -> Float[Tensor, "batch head d_k d_k"]:
+        """P = T_{M-1} ... T_0 of this pass: what becomes of the state before it."""
+
+    @abstractmethod
+    def pattern(self, inputs: MixerInputs, mask: Tensor | None) -> Float[Tensor, "batch head pos pos"]:
+        """The exact effective attention of this pass: z_i = sum_j A_ij v_j + (what is read of the state before it)."""
+
+
+HOOKS = tuple(
+    f"hook_{name}"
+    for name in (
+        "b_kv",
+        "conv_state",
+        "q",
+        "k",
+        "v",
+        "log_decay",
+        "write_strength",
+        "pattern",
+        "z_context",
+        "z_bias",
+        "z",
+        "state",
+    )
+)
+"""The hook points of every mixer, in no order of firing."""
+
+
+class Mixer(nn.Module, ABC):
+    """The forward pass of one recurrent layer, over the submodules of its Transformers module.
+
+    A family is a subclass with three things: the names of its modules in Transformers, what it computes before the recurrence
+    (:meth:`inputs`), and what it makes of z (:meth:`finish`).
+
+    Attributes:
+        serves: the classes of Transformers whose forward pass it is, by name.
+        rule: what a token does to the state.
+        n_heads, d_k, d_v: of the state, [head, d_k, d_v].
+        conv_rows, conv_channels: of the convolution's state; both 0 where there is none.
+
+    Source: DESIGN's recurrent mixers; Gated Delta Networks (Yang et al. 2412.06464), Kimi Linear (2510.26692), MiniMax-01
+    (2501.08313).
+    """
+
+    serves: ClassVar[tuple[str, ...]] = ()
+    rule: ClassVar[Rule]
+
+    n_heads: int
+    d_k: int
+    d_v: int
+    conv_rows: int = 0
+    conv_channels: int = 0
+
+    hook_b_kv: HookPoint
+    hook_conv_state: HookPoint
+    hook_q: HookPoint
+    hook_k: HookPoint
+    hook_v: HookPoint
+    hook_log_decay: HookPoint
+    hook_write_strength: HookPoint
+    hook_pattern: HookPoint
+    hook_z_context: HookPoint
+    hook_z_bias: HookPoint
+    hook_z: HookPoint
+    hook_state: HookPoint
+
+    def __init__(self, module: nn.Module, layer: int) -> None:
+        super().__init__()
+        self._held = (module,)  # in a tuple, so that its weights do not become this module's parameters too
+        self.layer = layer
+        for name in HOOKS:
+            setattr(self, name, HookPoint())
+
+    @property
+    def module(self) -> nn.Module:
+        """The Transformers module whose weights are used."""
+        return self._held[0]
+
+    @abstractmethod
+    def inputs(
+        self, hidden_states: Float[Tensor, "batch pos d_model"], conv: Tensor | None, mask: Tensor | None
+    ) -> MixerInputs:
+        """All that precedes the recurrence; ``conv`` are the convolution's rows before the first token."""
+
+    @abstractmethod
+    def finish(self, z: Float[Tensor, "batch pos head d_v"], gate: Tensor | None) -> Float[Tensor, "batch pos d_model"]:
+        """The norm, the gate and the output projection."""
+
+    def is_hooked(self) -> bool:
+        """Whether anything is hooked to any of the hook points."""
+        return any(self.is_hooked_at(name) for name in HOOKS)
+
+    def is_hooked_at(self, name: str) -> bool:
+        point = getattr(self, name)
+        return bool(point._forward_hooks or point._forward_pre_hooks or point._backward_hooks or point._backward_pre_hooks)
+
+    def forward(
+        self,
+        hidden_states: Float[Tensor, "batch pos d_model"],
+        state: RecurrentState | None = None,
+        mask: Bool[Tensor, "#batch pos"] | None = None,
+    ) -> tuple[Float[Tensor, "batch pos d_model"], RecurrentState]:
+        """One pass over any number of tokens.
+
+        Args:
+            hidden_states: the layer's normalized input.
+            state: of the tokens before; ``RecurrentState(b_kv=..., conv=...)`` starts from a KV bias; None from nothing.
+            mask: True at real tokens; None if there is no padding.
+
+        Returns:
+            The layer's output, and the state after the last real token of each row.
+
+        Raises:
+            KVLensError: a state that is not of this layer's sizes.
+        """
+        state = RecurrentState() if state is None else state
+        self.check_state(state, hidden_states.shape[0])
+        conv = state.conv
+        if self.conv_rows:
+            if conv is None:
+                conv = hidden_states.new_zeros(1, self.conv_rows, self.conv_channels)
+            conv = self.hook_conv_state(conv)
+        inputs = self._hooked_inputs(self.inputs(hidden_states, conv, mask))
+        read = self.rule.run(inputs, state, mask, with_map=state.b_kv is not None)
+        z = read.z
+        if self.is_hooked_at("hook_pattern"):
+            z = self._read_by_pattern(inputs, state, mask)
+        if state.b_kv is not None:
+            assert read.carried_q is not None
+            b_kv = self.hook_b_kv(state.b_kv.to(z))
+            z_bias = (read.carried_q.transpose(1, 2) @ b_kv).transpose(1, 2)
+            z = self.hook_z_context(z) + self.hook_z_bias(z_bias)
+        z = self.hook_z(z)
+        after = RecurrentState(state.b_kv, self.hook_state(read.context), read.state_map, inputs.conv)
+        return self.finish(z.to(hidden_states.dtype), inputs.gate), after
+
+    def _hooked_inputs(self, inputs: MixerInputs) -> MixerInputs:
+        write = inputs.write_strength
+        return inputs._replace(
+            q=self.hook_q(inputs.q),
+            k=self.hook_k(inputs.k),
+            v=self.hook_v(inputs.v),
+            log_decay=self.hook_log_decay(inputs.log_decay),
+            write_strength=None if write is None else self.hook_write_strength(write),
+        )
+
+    def _read_by_pattern(self, inputs: MixerInputs, state: RecurrentState, mask: Tensor | None) -> Tensor:
+        """z of the context as the pattern times the values, so that a patched pattern changes the output."""
+        v = inputs.v if mask is None else without_padding(inputs.v, mask)
+        z = torch.einsum("bhij,bjhd->bihd", self.hook_pattern(self.rule.pattern(inputs, mask)), v)
+        if state.context is None:
+            return z
+        return z + torch.einsum("bihk,bhkd->bihd", self.rule.carried_queries(inputs, mask), state.context.to(z))
+
+    def check_state(self, state: RecurrentState, batch: int) -> None:
+        """Raise KVLensError where a state is not of this layer's sizes, or not of this batch."""
+        matrix, square = (self.n_heads, self.d_k, self.d_v), (self.n_heads, self.d_k, self.d_k)
+        wanted = {"b_kv": matrix, "context": matrix, "state_map": square, "conv": (self.conv_rows, self.conv_channels)}
+        for name, sizes in wanted.items():
+            tensor = getattr(state, name)
+            if tensor is not None and (tuple(tensor.shape[1:]) != sizes or tensor.shape[0] not in (1, batch)):
+                kind = type(self.module).__name__
+                raise KVLensError(
+                    f"layer {self.layer} ({kind}): expected {name} of shape [{batch} or 1, {', '.join(map(str, sizes))}], got "
+                    f"{list(tensor.shape)}; a bias or state belongs to the model that made it"
+                )
