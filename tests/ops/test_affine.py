@@ -5,12 +5,12 @@ import torch
 from ops_cases import normal
 
 from kvlens.ops import affine as module
-from kvlens.ops.affine import ACTIVATIONS, FEW_ROWS, ONE_DNN_WORK, SLICED_WEIGHTS, affine
+from kvlens.ops.affine import ACTIVATIONS, FEW_ROWS, LARGE_WEIGHTS, MANY_ROWS, affine
 
 EPS = torch.finfo(torch.float32).eps
 D_IN, D_OUT = 70, 50
-MANY = 120
-assert 3 * MANY * D_IN * D_OUT >= ONE_DNN_WORK
+MANY = 700
+assert 3 * MANY >= MANY_ROWS and D_IN * D_OUT < LARGE_WEIGHTS
 one_dnn = pytest.mark.skipif(module._one_dnn() is None, reason="this torch has no oneDNN product")
 
 
@@ -45,8 +45,10 @@ def test_many_float32_rows_on_a_cpu_go_to_one_dnn():
     x, weight, _ = case(MANY)
     flat = x.flatten(0, 1)
     assert module._one_dnn_serves(flat, weight)
-    assert not module._one_dnn_serves(flat[:FEW_ROWS], weight.expand(1000, -1, -1).reshape(D_IN, -1))
-    assert not module._one_dnn_serves(flat[:120], weight)  # too little work
+    large = weight.repeat(1, 80)
+    assert large.numel() >= LARGE_WEIGHTS
+    assert module._one_dnn_serves(flat[: FEW_ROWS + 1], large) and not module._one_dnn_serves(flat[:FEW_ROWS], large)
+    assert not module._one_dnn_serves(flat[: MANY_ROWS - 1], weight)
     assert not module._one_dnn_serves(flat.double(), weight.double())
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert affine(x, weight).dtype == torch.bfloat16  # as a product of torch's own
@@ -60,7 +62,7 @@ def test_many_float32_rows_on_a_cpu_go_to_one_dnn():
 @pytest.mark.parametrize("n_rows", [1, FEW_ROWS])
 def test_a_few_rows_with_many_weights_are_summed_slice_by_slice(n_rows, monkeypatch):
     x, weight, bias = normal(n_rows, 512, seed=1), normal(512, 600, seed=2), normal(600, seed=3)
-    assert weight.numel() >= SLICED_WEIGHTS
+    assert weight.numel() >= LARGE_WEIGHTS
     sliced, bmm = [], torch.bmm
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(torch, "bmm", lambda *tensors: sliced.append(1) or bmm(*tensors))
