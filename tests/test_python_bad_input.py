@@ -327,7 +327,7 @@ CALLS = [
     *((lambda v=v: bias().save(v)) for v in PATHS),
     *((lambda v=v: KVBias.load(v)) for v in PATHS),
     *((lambda v=v: HookedKVTransformer.from_zoo("bigram-linear", device=v)) for v in ("meta", "cudda", [])),
-    *((lambda v=v: linear().softmax_form(v).__enter__()) for v in ("x", 3, True)),
+    *((lambda v=v: linear().using_softmax_form(v).__enter__()) for v in ("x", 3, True)),
     *((lambda v=v: linear().set_softmax_form(v)) for v in ("x", 3, None)),
     *((lambda v=v: linear().attach_kv_bias(v)) for v in (3, None, "x")),
     *((lambda v=v: bias().to(v)) for v in ("x", [], None, torch.int8)),

@@ -54,7 +54,7 @@ def test_induction_is_right_under_both_laws(name, law):
     """At most one in 1,000 is wrong; of 1,000 first repeats that leaves room for 5, of 200 blocks (14,000 places) for 28."""
     task = make_task("induction", vocab_size=512, length=128, law=law)
     n = 200 if law == "repeated_block" else 1000
-    with HookedKVTransformer.from_zoo(name).softmax_form("fused") as model:
+    with HookedKVTransformer.from_zoo(name).using_softmax_form("fused") as model:
         _, accuracy = score_heldout(model, task, n, seed=5)
     assert accuracy >= (0.998 if law == "repeated_block" else 0.995)
 

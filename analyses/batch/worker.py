@@ -96,7 +96,7 @@ class Worker:
             KVLensError: the model cannot be loaded.
         """
         model = self.models[job.model]
-        with model.softmax_form():  # fused where it can, in layers whose pattern the analysis does not look at
+        with model.using_softmax_form():  # fused where it can, in layers whose pattern the analysis does not look at
             return [self._run_one(model, job.model, place, record) for place, record in job.prompts]
 
     def _run_one(self, model: HookedKVTransformer, index: int, place: int, record: Record) -> PromptResult:

@@ -1,6 +1,6 @@
 """Hooked modules: they hold parameters and hook points and call :mod:`kvlens.ops`; no mathematics of their own.
 
-Hook points on every ``blocks.{layer}.attn``, beside TransformerLens' own, which keep their meaning (``hook_k``, ``hook_v`` are the
+Hook points on every ``blocks.{layer}.attn``, in addition to TransformerLens' own, which keep their meaning (``hook_k``, ``hook_v`` are the
 raw projections). One whose feature is off does not fire: with everything off, a cache holds TransformerLens' keys and no others. In
 a cache they are named in full (``cache["blocks.0.attn.hook_phi_q"]``) or with the layer type (``cache["phi_q", 0, "attn"]``).
 
@@ -10,7 +10,7 @@ a cache they are named in full (``cache["blocks.0.attn.hook_phi_q"]``) or with t
 | ``hook_k_shifted``, ``hook_v_shifted``, ``hook_q_shifted`` | [batch, pos, kv_head or head, d_head] | after the shift, before RoPE |
 | ``hook_phi_q``, ``hook_phi_k`` | [batch, pos, head or kv_head, d_phi] | features; ``hook_rot_q``, ``hook_rot_k`` hold the rotated ones |
 | ``hook_b_kv``, ``hook_b_d`` | [batch or 1, head, d_phi(, d_head)] | the bias as read, at every pass and decoding step; query heads, also where keys are grouped |
-| ``hook_last_k``, ``hook_last_v``, ``hook_last_q`` | [batch or 1, window, kv_head or head, d_head] | the shift boundary as read |
+| ``hook_last_k``, ``hook_last_v``, ``hook_last_q`` | [batch or 1, window, kv_head or head, d_head] | the shift state as read |
 | ``hook_normalizer`` | [batch, pos, head] | phi(q).D, bias included; for softmax with a bias its logarithm |
 | ``hook_z_context``, ``hook_z_bias`` | [batch, pos, head, d_head] | the two summands of ``hook_z`` |
 
@@ -20,14 +20,13 @@ For linear attention ``hook_attn_scores`` and ``hook_pattern`` are those that it
 from kvlens.components.attention import build_attention
 from kvlens.components.block import KVBlock, KVUnembed
 from kvlens.components.decode_cache import LinearCacheEntry, ShiftedCacheEntry, upgrade_cache
+from kvlens.components.fast_path import form_of_block, is_hooked, softmax_form_block
 from kvlens.components.kv_shift import KVLENS_HOOKS
 from kvlens.components.layer_bias import LayerBias
-from kvlens.components.lean import is_hooked
 from kvlens.components.linear_attention import GroupedLinearAttention, LinearAttention
 from kvlens.components.pos_embed import NoPosEmbed, OffsetPosEmbed, SinusoidalPosEmbed
 from kvlens.components.positions import counted_by, hidden_tokens_keep_positions
 from kvlens.components.softmax_attention import GroupedSoftmaxAttention, SoftmaxAttention
-from kvlens.components.softmax_form import form_of, in_form
 
 __all__ = [
     "KVLENS_HOOKS",
@@ -45,9 +44,9 @@ __all__ = [
     "SoftmaxAttention",
     "build_attention",
     "counted_by",
-    "form_of",
+    "form_of_block",
     "hidden_tokens_keep_positions",
-    "in_form",
     "is_hooked",
+    "softmax_form_block",
     "upgrade_cache",
 ]

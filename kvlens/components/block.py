@@ -12,13 +12,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from kvlens._tl import POST_NORM_ARCHITECTURES, LayerNorm, LayerNormPre, TransformerBlock, Unembed
-from kvlens.components.lean import TakesOver, is_hooked, runs_lean
-from kvlens.components.mlp import lean_mlp
+from kvlens.components.fast_path import Replaces, is_hooked, on_fast_path
+from kvlens.components.mlp import fast_mlp
 from kvlens.errors import KVLensError
 from kvlens.ops.affine import affine
 
 
-class KVBlock(TakesOver, TransformerBlock):
+class KVBlock(Replaces, TransformerBlock):
     """A transformer block that norms its input once."""
 
     @classmethod
@@ -26,7 +26,7 @@ class KVBlock(TakesOver, TransformerBlock):
         """This class with everything that ``module`` holds, and an MLP of kvlens where it has a dense one."""
         new = super().of(module)
         if hasattr(new, "mlp"):
-            new.mlp = lean_mlp(new.mlp)
+            new.mlp = fast_mlp(new.mlp)
         return new
 
     def forward(
@@ -57,7 +57,7 @@ class KVBlock(TakesOver, TransformerBlock):
         cfg = self.cfg
         split = cfg.use_attn_in or cfg.use_split_qkv_input
         after = cfg.use_normalization_before_and_after or cfg.original_architecture in POST_NORM_ARCHITECTURES
-        return runs_lean(cfg) and not split and not after
+        return on_fast_path(cfg) and not split and not after
 
     def _check_input_by_head(self, shortformer: bool) -> None:
         """Refuse in words what TransformerLens' block gives to key-value heads with one row per query head."""
@@ -89,11 +89,11 @@ def norm(module: Any, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "b
     return nn.functional.layer_norm(x, x.shape[-1:], weight, shift, module.eps)
 
 
-class KVUnembed(TakesOver, Unembed):
+class KVUnembed(Replaces, Unembed):
     """The unembedding without a copy of W_U."""
 
     def forward(self, residual: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_vocab_out"]:
         """As ``transformer_lens.components.Unembed.forward``."""
-        if not runs_lean(self.cfg):
+        if not on_fast_path(self.cfg):
             return super().forward(residual)
         return self.hook_out(affine(self.hook_in(residual), self.W_U, self.b_U))

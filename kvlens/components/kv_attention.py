@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from kvlens._tl import HookPoint
+from kvlens.components.fast_path import is_hooked, on_fast_path
 from kvlens.components.kv_shift import real_tokens, through
-from kvlens.components.lean import is_hooked, runs_lean
 from kvlens.components.pieces import HeadOutputs, Piece
 from kvlens.components.positions import counted_by
 from kvlens.components.projections import project_heads
@@ -80,7 +80,7 @@ class KVAttention(AttentionVariants):
         """TransformerLens' q, k and v, with its hooks and norms; one input for each head, and 4 bits, are left to it."""
         cfg = self.cfg
         ungrouped = cfg.n_key_value_heads is not None and cfg.ungroup_grouped_query_attention
-        if not runs_lean(cfg) or query_input.dim() != 3 or ungrouped or cfg.load_in_4bit:
+        if not on_fast_path(cfg) or query_input.dim() != 3 or ungrouped or cfg.load_in_4bit:
             return super().calculate_qkv_matrices(query_input, key_input, value_input)  # type: ignore[misc]
         stored = "" if cfg.n_key_value_heads is None else "_"
         weights = [(self.W_Q, self.b_Q), *((getattr(self, f"{stored}W_{x}"), getattr(self, f"{stored}b_{x}")) for x in "KV")]
@@ -154,7 +154,7 @@ class KVAttention(AttentionVariants):
         """z W_O + b_O, through ``hook_result`` where the configuration asks for it."""
         if not self.cfg.use_attn_result:
             z, weight = z.flatten(2), self.W_O.flatten(0, 1)
-            return affine(z, weight, self.b_O) if runs_lean(self.cfg) else nn.functional.linear(z, weight.T, self.b_O)
+            return affine(z, weight, self.b_O) if on_fast_path(self.cfg) else nn.functional.linear(z, weight.T, self.b_O)
         result = self.hook_result(torch.einsum("bphd,hdm->bphm", z, self.W_O))
         return result.sum(dim=2) + self.b_O
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from kvlens._tl import HookPoint
 from kvlens.components.decode_cache import Boundary
+from kvlens.components.fast_path import is_hooked
 from kvlens.components.layer_bias import LayerBias
-from kvlens.components.lean import is_hooked
 from kvlens.ops.kv_shift import coefficients_from_parameter, initial_shift_parameter, kv_shift
 
 KVLENS_HOOKS = (

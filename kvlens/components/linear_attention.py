@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from kvlens._tl import Attention, GroupedQueryAttention, HookPoint
 from kvlens.components.decode_cache import LinearCacheEntry, SeenTokens
+from kvlens.components.fast_path import is_hooked
 from kvlens.components.features import FeatureMap
 from kvlens.components.kv_attention import KVAttention
 from kvlens.components.kv_shift import through
-from kvlens.components.lean import is_hooked
 from kvlens.components.pieces import HeadOutputs, Piece
 from kvlens.errors import KVLensError
 from kvlens.ops.attention_variants import ridge_attention, ridge_state, ridge_steps

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from kvlens._tl import MLP, SUPPORTED_ACTIVATIONS, GatedMLP
-from kvlens.components.lean import TakesOver, is_hooked, runs_lean
+from kvlens.components.fast_path import Replaces, is_hooked, on_fast_path
 from kvlens.ops.affine import Activation, affine
 
 FUSED: dict[Callable[..., Tensor], Activation] = {
@@ -21,18 +21,18 @@ FUSED: dict[Callable[..., Tensor], Activation] = {
 """TransformerLens' activation functions that a product can end with."""
 
 
-def lean_mlp(mlp: nn.Module) -> nn.Module:
+def fast_mlp(mlp: nn.Module) -> nn.Module:
     """``mlp`` as a class of kvlens where it is one of TransformerLens' two dense ones; any other as it is."""
     ours: dict[type, Any] = {MLP: KVMLP, GatedMLP: KVGatedMLP}
     return ours[type(mlp)].of(mlp) if type(mlp) in ours else mlp
 
 
-class KVMLP(TakesOver, MLP):
+class KVMLP(Replaces, MLP):
     """act(x W_in + b_in) W_out + b_out; without gradients and hooks the features before the activation are never stored."""
 
     def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
         """As ``transformer_lens.components.MLP.forward``."""
-        if not runs_lean(self.cfg) or self.cfg.is_layer_norm_activation():
+        if not on_fast_path(self.cfg) or self.cfg.is_layer_norm_activation():
             return super().forward(x)
         fused = FUSED.get(self.act_fn)
         if fused is None or torch.is_grad_enabled() or is_hooked(self.hook_pre):
@@ -42,12 +42,12 @@ class KVMLP(TakesOver, MLP):
         return affine(self.hook_post(features), self.W_out, self.b_out)
 
 
-class KVGatedMLP(TakesOver, GatedMLP):
+class KVGatedMLP(Replaces, GatedMLP):
     """(act(x W_gate) * (x W_in) + b_in) W_out + b_out."""
 
     def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
         """As ``transformer_lens.components.GatedMLP.forward``."""
-        if not runs_lean(self.cfg) or self.cfg.is_layer_norm_activation():
+        if not on_fast_path(self.cfg) or self.cfg.is_layer_norm_activation():
             return super().forward(x)
         x = x.to(self.W_gate.device)
         gate = self.hook_pre(affine(x, self.W_gate))

@@ -29,12 +29,11 @@ from kvlens._tl import (
     TransformerLensKeyValueCacheEntry,
     get_offset_position_ids,
 )
+from kvlens.components.fast_path import is_hooked, runs_fused
 from kvlens.components.kv_attention import KVAttention
 from kvlens.components.kv_shift import through
-from kvlens.components.lean import is_hooked
 from kvlens.components.pieces import HeadOutputs, Piece
 from kvlens.components.positions import all_take_positions
-from kvlens.components.softmax_form import form_of
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import VirtualKeys
 from kvlens.ops.attention_variants import ridge_attention
@@ -122,7 +121,7 @@ class _Softmax(KVAttention):
 
     def _runs_fused(self) -> bool:
         hooked = is_hooked(self.hook_attn_scores, self.hook_pattern)
-        return form_of(self.cfg) == "fused" and not (hooked or self.needs_pattern or self.wants_own_share)
+        return runs_fused(self.cfg) and not (hooked or self.needs_pattern or self.wants_own_share)
 
     def _fused(self, q: Tensor, k: Tensor, v: Tensor, piece: Piece, log_normalizer: bool) -> tuple[Tensor, Tensor | None]:
         score_bias = piece.score_bias

@@ -105,9 +105,9 @@ class HookedKVRegressor(nn.Module):
         with self.transformer.hooks(fwd_hooks=list(fwd_hooks)):
             return self(inputs)
 
-    def softmax_form(self, form: str | None = None) -> AbstractContextManager[HookedKVTransformer]:
-        """As :meth:`HookedKVTransformer.softmax_form`, for the transformer."""
-        return self.transformer.softmax_form(form)
+    def using_softmax_form(self, form: str | None = None) -> AbstractContextManager[HookedKVTransformer]:
+        """As :meth:`HookedKVTransformer.using_softmax_form`, for the transformer."""
+        return self.transformer.using_softmax_form(form)
 
     def save(self, folder: str | Path, *, overwrite: bool = False, stored_dtype: torch.dtype | str | None = None) -> None:
         """Write ``folder`` as :meth:`HookedKVTransformer.save` does, with the two linear maps beside the weights."""

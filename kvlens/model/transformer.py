@@ -20,7 +20,7 @@ from kvlens._tl import (
     without_deprecation_warning,
 )
 from kvlens.arguments import first_line
-from kvlens.components import counted_by, in_form, upgrade_cache
+from kvlens.components import counted_by, form_of_block, softmax_form_block, upgrade_cache
 from kvlens.dtypes import dtype_of, is_dtype
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import Fingerprint, KVBias
@@ -271,13 +271,12 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
         padding_side: Any = USE_DEFAULT_VALUE,
         return_type: str | None = "input",
         verbose: bool = True,
-        softmax_form: str | None = None,
         **generation_kwargs: Any,
     ):
         """As ``HookedTransformer.generate``; with linear attention the cost per token does not grow with the text.
 
-        Softmax attention runs as :meth:`softmax_form` says for ``softmax_form``: fused where it can, unless a form was chosen.
-        ``softmax_form="eager"`` gives TransformerLens' logits to the bit.
+        Softmax attention runs fused where it can, unless a form was chosen: :meth:`set_softmax_form` or a block of
+        :meth:`using_softmax_form` with ``"eager"`` gives TransformerLens' logits to the bit.
         """
         sampling: dict[str, Any] = dict(top_k=top_k, top_p=top_p, temperature=temperature, freq_penalty=freq_penalty)
         common: dict[str, Any] = dict(
@@ -291,8 +290,6 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
             verbose=verbose,
         )
         check_sampling(**common, **sampling, use_past_kv_cache=use_past_kv_cache, d_vocab=self.cfg.d_vocab_out)
-        if softmax_form is not None:
-            self.cfg.check_softmax_form(softmax_form)
         was_training = self.training
         embeddings = isinstance(input, Tensor) and input.dim() == 3
         check_start(self.cfg, input)
@@ -303,7 +300,7 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
             return generate_from_state(self, input, **common, **sampling)
         self._in_transformer_lens_generate = True
         try:
-            with self._thread.turn, self.softmax_form(softmax_form):
+            with self._thread.turn, self.using_softmax_form():
                 return super().generate(input, use_past_kv_cache=use_past_kv_cache, **common, **sampling, **generation_kwargs)
         except BaseException:
             self.train(was_training)  # TransformerLens' loop switches to eval before it looks at its arguments
@@ -327,21 +324,22 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
 
     @checked
     @contextlib.contextmanager
-    def softmax_form(self, form: str | None = None) -> Iterator["HookedKVTransformer"]:
-        """``with model.softmax_form("fused"): ...``; in this thread alone, and afterwards all is as before.
+    def using_softmax_form(self, form: str | None = None) -> Iterator["HookedKVTransformer"]:
+        """``with model.using_softmax_form("fused"): ...``, in this thread only; afterwards the form is what it was before.
 
         Args:
-            form: "eager" or "fused"; None takes fused where the model's attention allows it and nobody has chosen a form by
-                :meth:`set_softmax_form`. This is how :meth:`generate`, ``kvlens train`` and batches of analyses run.
+            form: "eager" or "fused"; None takes fused where the model's attention allows it and no form was chosen by
+                :meth:`set_softmax_form` or an enclosing block. :meth:`generate`, ``kvlens train`` and batches do so.
 
         Raises:
             KVLensError: as :meth:`set_softmax_form`.
         """
         if form is not None:
             self.cfg.check_softmax_form(form)
-        elif self.cfg.attention == "softmax" and not self._softmax_form_is_chosen and self.cfg.why_not_fused() is None:
-            form = "fused"
-        with contextlib.nullcontext() if form is None else in_form(self.cfg, form):
+        elif self.cfg.attention == "softmax":
+            chosen = self._softmax_form_is_chosen or form_of_block(self.cfg) is not None
+            form = None if chosen or self.cfg.why_not_fused() is not None else "fused"
+        with contextlib.nullcontext() if form is None else softmax_form_block(self.cfg, form):
             yield self
 
     @property

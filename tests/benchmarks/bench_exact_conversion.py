@@ -69,8 +69,8 @@ def measure(kind: str, which: str, form: str, n_prompts: int, lengths: list[int]
     with (
         scaled_up(kind, torch.float32, which, data) as single,
         scaled_up(kind, torch.float64, which, data) as double,
-        single.softmax_form(form),
-        double.softmax_form(form),
+        single.using_softmax_form(form),
+        double.using_softmax_form(form),
     ):
         for _ in range(n_prompts):
             prompt, text = (torch.randint(0, single.cfg.d_vocab, (1, n), generator=generator) for n in lengths)

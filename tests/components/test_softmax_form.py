@@ -154,7 +154,8 @@ def written(model, x, **options):
 @pytest.mark.parametrize("name", [n for n in VARIANTS if n not in NOT_GENERATED])
 def test_text_is_generated_fused_and_is_the_same(name, use_past_kv_cache, fused_calls):
     model, x = build(**VARIANTS[name]), tokens(3, 7)
-    eager = written(model, x, use_past_kv_cache=use_past_kv_cache, softmax_form="eager")
+    with model.using_softmax_form("eager"):
+        eager = written(model, x, use_past_kv_cache=use_past_kv_cache)
     assert not fused_calls
     assert torch.equal(written(model, x, use_past_kv_cache=use_past_kv_cache), eager)
     assert len(fused_calls) == 2 * 5  # layers, tokens
@@ -166,11 +167,13 @@ def test_a_form_that_was_chosen_stays_and_a_call_may_ask_for_another(fused_calls
     model.set_softmax_form("eager")
     written(model, x)
     assert not fused_calls
-    written(model, x, softmax_form="fused")
+    with model.using_softmax_form("fused"):
+        written(model, x)
     assert fused_calls
     fused_calls.clear()
     model.set_softmax_form("fused")
-    written(model, x, softmax_form="eager")
+    with model.using_softmax_form("eager"), model.using_softmax_form():  # the block's form is a choice, too
+        written(model, x)
     assert not fused_calls
     assert model.cfg.softmax_form == "fused"
 
@@ -185,10 +188,10 @@ def test_a_hooked_pattern_is_still_seen_while_text_is_generated(fused_calls):
 
 def test_a_block_ends_with_its_form_whatever_happens_inside(fused_calls):
     model, other, x = build(), build(seed=4), tokens(2, 7)
-    with pytest.raises(ZeroDivisionError), model.softmax_form():
+    with pytest.raises(ZeroDivisionError), model.using_softmax_form():
         other(x)
         assert not fused_calls  # another model
-        with model.softmax_form("eager"):
+        with model.using_softmax_form("eager"):
             model(x)
         assert not fused_calls
         model(x)
@@ -201,7 +204,7 @@ def test_a_block_ends_with_its_form_whatever_happens_inside(fused_calls):
 
 def test_another_thread_runs_in_the_models_own_form(fused_calls):
     model, x, found = build(), tokens(2, 7), []
-    with model.softmax_form("fused"):
+    with model.using_softmax_form("fused"):
         thread = threading.Thread(target=lambda: found.append(model(x)))
         thread.start()
         thread.join()
@@ -214,6 +217,6 @@ def test_what_cannot_be_fused_runs_eagerly_and_is_refused_only_when_asked_for(fu
     for changes in (dict(attn_scores_soft_cap=5.0), dict(attention="linear")):
         model = build(**changes)
         written(model, tokens(2, 7))
-        with pytest.raises(KVLensError, match="does not go with this model"):
-            written(model, tokens(2, 7), softmax_form="fused")
+        with pytest.raises(KVLensError, match="does not go with this model"), model.using_softmax_form("fused"):
+            pass
     assert not fused_calls

@@ -127,7 +127,7 @@ def test_exact_on_real_models(kind, which, data_if_needed):
     with scaled_up(kind, torch.float64, which, data_if_needed) as double:
         assert with_and_without(double, prompts, texts, convert_prompt(double, prompts)) < 1e-12
     off = []
-    with scaled_up(kind, torch.float32, which, data_if_needed) as single, single.softmax_form("eager"):
+    with scaled_up(kind, torch.float32, which, data_if_needed) as single, single.using_softmax_form("eager"):
         for prompt, text in zip(prompts.split(1), texts.split(1), strict=True):
             bias = convert_prompt(single, prompt)
             cache, real = TransformerLensKeyValueCache.init_cache(single.cfg, "cpu", 1), torch.ones(1, 24, dtype=torch.long)
@@ -156,7 +156,7 @@ def test_a_converted_prompt_is_as_near_to_float64_as_the_prompt_itself(kind, whi
         true = double(both)[:, prompt.shape[1] :]
     with torch.no_grad(), scaled_up(kind, torch.float32, which, data_if_needed) as single:
         for form in ("eager", "fused"):
-            with single.softmax_form(form):
+            with single.using_softmax_form(form):
                 plain = single(both)[:, prompt.shape[1] :].double()
                 with single.kv_bias(convert_prompt(single, prompt)):
                     converted = single(text).double()
@@ -180,7 +180,7 @@ def test_a_pass_with_every_hook_says_what_bare_ones_say(kind, method):
             hooked, cache = model.run_with_cache(text, attention_mask=mask)
             assert "blocks.1.attn.hook_z_bias" in cache
             for form in ("eager", "fused") if fusable else ("eager",):
-                with model.softmax_form(form):
+                with model.using_softmax_form(form):
                     assert relative_error(model(text, attention_mask=mask)[real], hooked[real]) < 1e-12
                     steps = TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", 2)
                     parts = [

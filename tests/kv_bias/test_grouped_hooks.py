@@ -47,7 +47,7 @@ def blind_to_the_prompt(model: HookedKVTransformer, *heads: int, layer: int = 1)
     def blind(scores: torch.Tensor, hook) -> None:
         scores[:, list(heads), n:, :n] = -torch.inf
 
-    with torch.no_grad(), model.softmax_form("eager"):
+    with torch.no_grad(), model.using_softmax_form("eager"):
         whole = torch.cat([PROMPT.repeat(len(TEXT), 1), TEXT], dim=1)
         return model.run_with_hooks(whole, fwd_hooks=[(f"blocks.{layer}.attn.hook_attn_scores", blind)])[:, n:]
 

@@ -111,7 +111,7 @@ def test_a_bare_pass_gives_what_a_hooked_one_gives(kind, name, shared):
 def test_fused_gives_what_eager_gives(name, shared):
     model, x = shared("softmax", name), tokens(2, 9)
     eager = model(x)
-    with model.softmax_form("fused"):
+    with model.using_softmax_form("fused"):
         assert relative_error(model(x), eager) < 1e-12
 
 

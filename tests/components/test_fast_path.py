@@ -6,7 +6,7 @@ from small_models import linear_model, relative_error, small_model, tokens
 
 from kvlens import KVShiftConfig, convert_prompt
 from kvlens._tl import MLP, TransformerBlock, Unembed
-from kvlens.components import block as lean
+from kvlens.components import block
 from kvlens.components.projections import NO_COPY_ROWS, project_heads
 
 ROUNDING = 1e-14  # float64: sums of tens of terms, in another order
@@ -28,9 +28,9 @@ KINDS = {
 
 def transformer_lens_blocks(model, monkeypatch):
     """From now on the model's blocks, norms, projections and unembedding run TransformerLens' code."""
-    monkeypatch.setattr(lean.KVBlock, "forward", TransformerBlock.forward)
-    monkeypatch.setattr(lean.KVUnembed, "forward", Unembed.forward)
-    monkeypatch.setattr("kvlens.components.kv_attention.runs_lean", lambda cfg: False)
+    monkeypatch.setattr(block.KVBlock, "forward", TransformerBlock.forward)
+    monkeypatch.setattr(block.KVUnembed, "forward", Unembed.forward)
+    monkeypatch.setattr("kvlens.components.kv_attention.on_fast_path", lambda cfg: False)
 
 
 @pytest.mark.parametrize("pos", [3, 19])
