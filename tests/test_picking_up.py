@@ -7,11 +7,13 @@ import re
 import tomllib
 from datetime import datetime
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import yaml
 
 import kvlens
+from kvlens.components import FEATURE_MAPS
 
 ROOT = Path(__file__).resolve().parents[1]
 GUIDE = re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.M | re.S)
@@ -28,15 +30,16 @@ WITH_EXAMPLES = (
 
 
 def test_the_guide_has_one_worked_example_each():
-    assert WORKED == ["An op", "A conversion method", "An analysis", "A task", "An experiment"]
+    assert WORKED == ["An op", "A feature map", "A conversion method", "An analysis", "A task", "An experiment"]
 
 
 @pytest.mark.parametrize("title", WORKED)
 def test_the_guides_examples_run(title, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     namespace: dict = {"__name__": "guide"}
-    for code in CODE[title]:
-        exec(compile(code, f"CONTRIBUTING.md, {title}", "exec"), namespace)
+    with patch.dict(FEATURE_MAPS):
+        for code in CODE[title]:
+            exec(compile(code, f"CONTRIBUTING.md, {title}", "exec"), namespace)
     for name, test in list(namespace.items()):
         if name.startswith("test_"):
             test()

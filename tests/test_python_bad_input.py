@@ -26,7 +26,7 @@ from kvlens import (
 )
 from kvlens.corpus import TokenWindows, build_docs_corpus, load_tokenizer, train_bpe_tokenizer
 from kvlens.dual import DualModel
-from kvlens.ops.feature_maps import draw_projections, feature_dim
+from kvlens.ops.feature_maps import draw_projections
 from kvlens.ops.linear_attention import (
     chunked_linear_attention,
     naive_linear_attention,
@@ -260,7 +260,6 @@ RESOURCES = {
 CALLS = [
     *((lambda k=k, v=v, form=form: linear_attention(form, **{k: v})) for form in FORMS for k, v in pairs(SHAPES)),
     *((lambda v=v: retnet_decay(v)) for v in (None, 0, -1, 1.5, "x", 2**70)),
-    *((lambda v=v: feature_dim(v, 4, 8)) for v in (None, 3, "rando")),
     *((lambda v=v: draw_projections(*v)) for v in ((0, 2, 3, "iid"), (1, -2, 3, "iid"), (1, 2, 1.5, "iid"), (1, 2, 3, "i"))),
     *((lambda v=v: make_task("ngrams", order=v)) for v in (1, 2.0, "x", 10**12, 2**70)),
     *((lambda v=v, t=t: t().new_model(v)) for t in (induction, arithmetic) for v in (None, 3, "x", {})),

@@ -21,6 +21,7 @@ from kvlens.components.attention import build_attention
 from kvlens.components.block import KVBlock, KVUnembed
 from kvlens.components.decode_cache import LinearCacheEntry, ShiftedCacheEntry, upgrade_cache
 from kvlens.components.fast_path import form_of_block, is_hooked, softmax_form_block
+from kvlens.components.feature_maps import FEATURE_MAPS, FeatureMap, per_head
 from kvlens.components.kv_shift import KVLENS_HOOKS
 from kvlens.components.layer_bias import LayerBias
 from kvlens.components.linear_attention import GroupedLinearAttention, LinearAttention
@@ -29,7 +30,9 @@ from kvlens.components.positions import counted_by, hidden_tokens_keep_positions
 from kvlens.components.softmax_attention import GroupedSoftmaxAttention, SoftmaxAttention
 
 __all__ = [
+    "FEATURE_MAPS",
     "KVLENS_HOOKS",
+    "FeatureMap",
     "GroupedLinearAttention",
     "GroupedSoftmaxAttention",
     "KVBlock",
@@ -47,6 +50,7 @@ __all__ = [
     "form_of_block",
     "hidden_tokens_keep_positions",
     "is_hooked",
+    "per_head",
     "softmax_form_block",
     "upgrade_cache",
 ]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from kvlens._tl import Attention, GroupedQueryAttention, HookPoint
 from kvlens.components.decode_cache import LinearCacheEntry, SeenTokens
 from kvlens.components.fast_path import is_hooked
-from kvlens.components.features import FeatureMap
+from kvlens.components.feature_maps import FEATURE_MAPS
 from kvlens.components.kv_attention import KVAttention
 from kvlens.components.kv_shift import through
 from kvlens.components.pieces import HeadOutputs, Piece
@@ -45,10 +45,6 @@ FORMS = {
     "chunked": chunked_linear_attention,
     "recurrent": recurrent_linear_attention,
 }
-
-
-POSITIVE_MAPS = ("elu_plus_one", "relu", "random", "hedgehog")
-"""Under these a token always sees something: itself."""
 
 
 class Features(NamedTuple):
@@ -91,7 +87,7 @@ class _Linear(KVAttention):
 
     def __init__(self, cfg: Any, attn_type: str = "global", layer_id: int | None = None):
         super().__init__(cfg, attn_type, layer_id)
-        self.feature_map = FeatureMap(cfg, self.attn_scale)
+        self.feature_map = FEATURE_MAPS[cfg.feature_map](cfg, self.attn_scale)
         self.decay = cfg.decay_per_head()
         if cfg.trainable_kv_bias:
             shape = (cfg.n_heads, cfg.d_phi, cfg.d_head)
@@ -197,7 +193,7 @@ class _Linear(KVAttention):
         """``n`` itself where nothing in it is near 0; else with 1 for its zeros, so that 0 / 0 is 0 and its gradient finite."""
         if n is None or float(n.detach().abs().amin()) >= _least(n):
             return n
-        if self.cfg.feature_map in POSITIVE_MAPS:
+        if self.feature_map.positive:
             self._check_features_hold(n, *features.made_of)
         return torch.where(n == 0, 1.0, n)
 
@@ -229,7 +225,7 @@ class _Linear(KVAttention):
             raise KVLensError(
                 f"layer {self.layer_id}, head {head}, place {place}: the normalizer phi(q).D is 0 where phi(q).A is not: there "
                 f"is nothing to divide by. Features of the map {self.cfg.feature_map!r} cancel each other; use one that is "
-                "positive (elu_plus_one, relu, random, hedgehog), or normalizer='none'"
+                f"positive ({', '.join(name for name, phi in FEATURE_MAPS.items() if phi.positive)}), or normalizer='none'"
             )
 
     def _own_share(self, phi_q: Tensor, phi_k: Tensor, n: Tensor | None) -> Tensor | None:

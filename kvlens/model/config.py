@@ -12,11 +12,11 @@ import torch
 
 from kvlens._tl import HookedTransformerConfig
 from kvlens.arguments import check_flag, check_whole
+from kvlens.components import FEATURE_MAPS
 from kvlens.dtypes import dtype_of
 from kvlens.errors import KVLensError, nearest
 from kvlens.model.attention_variant import AttentionVariantConfig, from_fields, why_no_kv_bias
 from kvlens.model.sizes import check_kinds, check_sizes
-from kvlens.ops.feature_maps import FEATURE_MAPS, feature_dim
 from kvlens.ops.linear_attention import retnet_decay
 from kvlens.signature import named_fields
 
@@ -43,7 +43,6 @@ _INSIDE = (
     "TransformerLens norms (OLMo 2, 3, OLMoE) or clamps (clip_qkv) the projections inside its attention, behind the "
     "place where kvlens takes them"
 )
-ROTARY_AFTER = ("identity", "elu_plus_one", "relu")
 
 
 @named_fields
@@ -119,10 +118,10 @@ class HookedKVTransformerConfig(_Given):
 
     Args:
         attention: ``softmax`` (TransformerLens' own) or ``linear`` (ICLCA eq. 12-13).
-        feature_map: phi of linear attention, one of :data:`kvlens.ops.feature_maps.FEATURE_MAPS`.
+        feature_map: phi of linear attention, one of :data:`kvlens.components.FEATURE_MAPS`.
         normalizer: ``kernel`` (divide by phi(q).D) or ``none`` (divide phi(q).phi(k) by ``attn_scale``).
-        rotary_placement: RoPE ``after`` or ``before`` the feature map; None takes ICLCA's "after" where it is possible
-            (identity, elu_plus_one, relu) and "before" elsewhere.
+        rotary_placement: RoPE ``after`` or ``before`` the feature map; None takes the map's own default: ICLCA's "after" for
+            identity, elu_plus_one and relu, "before" for the others.
         decay: None, ``"retnet"`` (gamma_h = 1 - 2^(-5-h)) or one gamma per query head; needs normalizer "none".
         n_random_features: m of the ``random`` map; None takes 2 d_head.
         random_feature_kind: ``orthogonal`` (FAVOR+) or ``iid``.
@@ -190,7 +189,7 @@ class HookedKVTransformerConfig(_Given):
     @property
     def d_phi(self) -> int:
         """Features per head of the feature map."""
-        return feature_dim(self.feature_map, self.d_head, self.n_random_features or 2 * self.d_head)
+        return FEATURE_MAPS[self.feature_map].d_phi(self)
 
     @property
     def needs_own_cache(self) -> bool:
@@ -212,12 +211,8 @@ class HookedKVTransformerConfig(_Given):
 
     @property
     def accumulates_in(self) -> torch.dtype:
-        """What linear attention computes in: ``accumulation_dtype``, or the model's dtype where that is wider.
-
-        The features of exponentials are computed in float64: random ones, exp(w.x - |x|^2 / 2), leave float32 at scores of
-        about 150, and Hedgehog's where 2 W q and 2 W k are more than 40 apart.
-        """
-        least = "float64" if self.feature_map in ("random", "hedgehog") else self.accumulation_dtype
+        """What linear attention computes in: ``accumulation_dtype``, or wider where the model or its feature map needs it."""
+        least = "float64" if FEATURE_MAPS[self.feature_map].needs_float64 else self.accumulation_dtype
         return torch.promote_types(self.dtype, getattr(torch, least))
 
     def decay_per_head(self) -> torch.Tensor | None:
@@ -343,6 +338,7 @@ class HookedKVTransformerConfig(_Given):
         self._check_decay()
         if self.n_random_features is not None and self.n_random_features < 1:
             raise KVLensError(f"n_random_features must be at least 1, got {self.n_random_features}")
+        FEATURE_MAPS[self.feature_map].check(self)
 
     def _refused_with_linear(self) -> list[tuple[bool, str]]:
         linear_in_scores = "linear attention has no softmax scores to act on"
@@ -369,7 +365,7 @@ class HookedKVTransformerConfig(_Given):
 
     def _check_rotary(self) -> None:
         if self.rotary_placement is None:
-            self.rotary_placement = "after" if self.feature_map in ROTARY_AFTER else "before"
+            self.rotary_placement = FEATURE_MAPS[self.feature_map].rotary_placement
         _one_of("rotary_placement", self.rotary_placement, ("after", "before"))
         if self.rotary_placement == "after" and self.d_phi != self.d_head:
             raise KVLensError(

@@ -21,7 +21,7 @@ $$b'_{KV} = R_{-M}\, b_{KV} + \sum_{j=1}^{M} R_{j-M}\, \phi(k'_j)\, v_j'^T, \qqu
 |---|---|
 | $X'$, the ICL prompt of $M$ tokens | the ``prompt`` of `kvlens.convert_prompt`; ``n_prompt_tokens`` of the `kvlens.KVBias` |
 | $b_{KV}$, $b_D$ | ``b_KV`` and ``b_D`` of `kvlens.KVBias`; hook points ``hook_b_kv``, ``hook_b_d`` |
-| $\phi$ | `kvlens.ops.feature_maps.FEATURE_MAPS`; hook points ``hook_phi_q``, ``hook_phi_k`` |
+| $\phi$ | `kvlens.components.FEATURE_MAPS`; hook points ``hook_phi_q``, ``hook_phi_k`` |
 | $D_1(Q_i)^T D_2(X)$ | ``normalizer="kernel"``: $\phi(q_i)^T D_i$; ``"none"``: 1; hook point ``hook_normalizer`` |
 | $R_{\Theta, m}$ | `kvlens.ops.rotary.rotate` by position $m$ |
 | $A$, the key-value matrix | ``kv`` of `kvlens.ops.linear_attention.LinearAttentionState`; $D$ is its ``k_sum`` |

@@ -1,11 +1,8 @@
 """phi: the map that turns a softmax score exp(q.k) into a product phi(q).phi(k), so that a sum of keys can be stored."""
 
 from kvlens.ops.feature_maps.maps import (
-    FEATURE_MAPS,
     elu_plus_one,
-    feature_dim,
     hedgehog,
-    identity,
     random_features,
     relu,
     taylor,
@@ -13,12 +10,9 @@ from kvlens.ops.feature_maps.maps import (
 from kvlens.ops.feature_maps.projections import draw_projections
 
 __all__ = [
-    "FEATURE_MAPS",
     "draw_projections",
     "elu_plus_one",
-    "feature_dim",
     "hedgehog",
-    "identity",
     "random_features",
     "relu",
     "taylor",

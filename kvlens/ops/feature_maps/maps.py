@@ -1,17 +1,8 @@
-"""The feature maps of linear attention, for each head x in R^d -> phi(x) in R^d_phi.
+"""phi of the feature maps as pure functions; :mod:`kvlens.components.feature_maps` says what else belongs to each map.
 
-| name | phi(x) | d_phi | source |
-|---|---|---|---|
-| identity | x | d | ICLCA (RetNet-like, with normalizer "none") |
-| elu_plus_one | elu(x) + 1 | d | Katharopoulos et al. 2020; ICLCA eq. 12 |
-| relu | relu(x) + 1e-3, so that the normalizer stays positive | d | ICLCA |
-| random | exp(w.x' - |x'|^2 / 2) / sqrt(m) | m | Choromanski et al. 2021 (FAVOR+) |
-| taylor | [1, x', vec(x' x'^T) / sqrt 2] | 1 + d + d^2 | second-order exp; Arora et al. 2024 |
-| hedgehog | softmax([2Wx, -2Wx]) | 2d | Zhang et al. 2024 |
-
-with x' = x / sqrt(attn_scale), so that phi(q).phi(k) approximates exp(q.k / attn_scale) for random and taylor. Random
-features stay on one fixed log-scale: subtracting a maximum per call, as code in the wild does, would put the features of a
-prompt and those of its continuation on different scales, and their sum would mean nothing.
+With x' = x / sqrt(attn_scale), phi(q).phi(k) approximates exp(q.k / attn_scale) for random and taylor. Random features stay on
+one fixed log-scale: subtracting a maximum per call, as code in the wild does, would put the features of a prompt and those of
+its continuation on different scales, and their sum would mean nothing.
 """
 
 import math
@@ -21,21 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvlens.arguments import check_choice
 from kvlens.ops.shapes import shaped
-
-FEATURE_MAPS = ("identity", "elu_plus_one", "relu", "random", "taylor", "hedgehog")
-
-
-def feature_dim(name: str, d_head: int, n_random_features: int) -> int:
-    """d_phi of the named map for heads of ``d_head`` dimensions."""
-    check_choice("feature_map", name, FEATURE_MAPS)
-    return {"random": n_random_features, "taylor": 1 + d_head + d_head**2, "hedgehog": 2 * d_head}.get(name, d_head)
-
-
-def identity(x: Float[Tensor, "*lead d"]) -> Float[Tensor, "*lead d"]:
-    """phi(x) = x."""
-    return x
 
 
 def elu_plus_one(x: Float[Tensor, "*lead d"]) -> Float[Tensor, "*lead d"]:

@@ -1,0 +1,194 @@
+"""The feature maps of linear attention. Each is one class that states everything about itself; a line in FEATURE_MAPS names it.
+
+phi turns a score exp(q.k / attn_scale) into a product phi(q).phi(k), so that a sum over keys can be stored (ICLCA eq. 12). The
+pure functions are in :mod:`kvlens.ops.feature_maps`.
+"""
+
+from typing import Any, ClassVar, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from kvlens.ops import feature_maps as ops
+
+
+class FeatureMap(nn.Module):
+    """phi of one layer, the same function for queries and keys.
+
+    A map of your own is a subclass with ``kind``, ``positive`` and ``forward``; the rest has defaults. Parameters and buffers
+    have one slice per key-value head, are read through :func:`per_head`, and get their values in :meth:`init_weights`.
+
+    Attributes:
+        kind: the name in ``cfg.feature_map`` (``name`` is taken: TransformerLens sets it on every module).
+        positive: whether phi(q).phi(k) > 0 for all q and k. A token then always sees itself, so that a normalizer of 0 can only
+            be an underflow, and is refused as one.
+        rotary_placement: RoPE "before" or "after" the map where ``cfg.rotary_placement`` is None. "after" rotates the features,
+            which needs d_phi = d_head.
+        needs_float64: whether features leave the range of float32 at ordinary scores; attention then computes in float64.
+    """
+
+    kind: ClassVar[str]
+    positive: ClassVar[bool]
+    rotary_placement: ClassVar[Literal["before", "after"]] = "before"
+    needs_float64: ClassVar[bool] = False
+
+    def __init__(self, cfg: Any, attn_scale: float):
+        super().__init__()
+        self.attn_scale = float(attn_scale)
+
+    @classmethod
+    def d_phi(cls, cfg: Any) -> int:
+        """Features per head of a model with this configuration."""
+        return cfg.d_head
+
+    @classmethod
+    def check(cls, cfg: Any) -> None:
+        """Raise KVLensError for a configuration that this map cannot serve. Called once the rest of it has been checked."""
+
+    @torch.no_grad()
+    def init_weights(self, generator: torch.Generator | None) -> None:
+        """Set the parameters and buffers of a new model, all random numbers from ``generator``."""
+
+    def forward(self, x: Float[Tensor, "batch pos head d_head"]) -> Float[Tensor, "batch pos head d_phi"]:
+        """phi(x), for queries (``head`` query heads) and for keys (``head`` key-value heads)."""
+        raise NotImplementedError
+
+
+def per_head(weight: Float[Tensor, "kv_head *rest"], x: Float[Tensor, "batch pos head d_head"]) -> Float[Tensor, "head *rest"]:
+    """``weight`` with one slice per head of ``x``: query heads read their key-value head's."""
+    return weight if weight.shape[0] == x.shape[2] else weight.repeat_interleave(x.shape[2] // weight.shape[0], dim=0)
+
+
+class Identity(FeatureMap):
+    """phi(x) = x: plain linear attention, RetNet-like with normalizer "none" (ICLCA)."""
+
+    kind = "identity"
+    positive = False
+    rotary_placement = "after"
+
+    def forward(self, x: Float[Tensor, "batch pos head d_head"]) -> Float[Tensor, "batch pos head d_phi"]:
+        """x."""
+        return x
+
+
+class EluPlusOne(FeatureMap):
+    """phi(x) = elu(x) + 1 (Katharopoulos et al. 2020; ICLCA eq. 12)."""
+
+    kind = "elu_plus_one"
+    positive = True
+    rotary_placement = "after"
+
+    def forward(self, x: Float[Tensor, "batch pos head d_head"]) -> Float[Tensor, "batch pos head d_phi"]:
+        """elu(x) + 1."""
+        return ops.elu_plus_one(x)
+
+
+class ReLU(FeatureMap):
+    """phi(x) = relu(x) + 1e-3, so that the normalizer stays positive (ICLCA)."""
+
+    kind = "relu"
+    positive = True
+    rotary_placement = "after"
+
+    def forward(self, x: Float[Tensor, "batch pos head d_head"]) -> Float[Tensor, "batch pos head d_phi"]:
+        """relu(x) + 1e-3."""
+        return ops.relu(x)
+
+
+class RandomFeatures(FeatureMap):
+    """phi(x) = exp(w.x' - |x'|^2 / 2) / sqrt(m), x' = x / sqrt(attn_scale), m fixed random w per key-value head (FAVOR+).
+
+    phi(q).phi(k) approximates exp(q.k / attn_scale). ``cfg.n_random_features`` is m (None: 2 d_head),
+    ``cfg.random_feature_kind`` says how the w are drawn; they are a buffer, saved with the model. The exponentials leave
+    float32 at scores of about 150.
+
+    Source: Choromanski et al. 2021; ICLCA assumption 4.4 (1b).
+    """
+
+    kind = "random"
+    positive = True
+    needs_float64 = True
+    projection: Tensor
+
+    def __init__(self, cfg: Any, attn_scale: float):
+        super().__init__(cfg, attn_scale)
+        self.draw = cfg.random_feature_kind
+        self.register_buffer("projection", torch.zeros(cfg.n_kv_heads, cfg.d_phi, cfg.d_head))
+
+    @classmethod
+    def d_phi(cls, cfg: Any) -> int:
+        """m."""
+        return cfg.n_random_features or 2 * cfg.d_head
+
+    @torch.no_grad()
+    def init_weights(self, generator: torch.Generator | None) -> None:
+        """Draw the projections."""
+        n_heads, m, d_head = self.projection.shape
+        self.projection.copy_(ops.draw_projections(n_heads, m, d_head, self.draw, generator))
+
+    def forward(self, x: Float[Tensor, "batch pos head d_head"]) -> Float[Tensor, "batch pos head d_phi"]:
+        """exp(w.x' - |x'|^2 / 2) / sqrt(m)."""
+        return ops.random_features(x, per_head(self.projection, x), self.attn_scale)
+
+
+class Taylor(FeatureMap):
+    """phi(x) = [1, x', vec(x' x'^T) / sqrt 2], x' = x / sqrt(attn_scale): exp to second order (Arora et al. 2024).
+
+    phi(q).phi(k) = 1 + s + s^2 / 2 with s = q.k / attn_scale is at least 1/2, but the features themselves have either sign.
+    """
+
+    kind = "taylor"
+    positive = False
+
+    @classmethod
+    def d_phi(cls, cfg: Any) -> int:
+        """1 + d + d^2."""
+        return 1 + cfg.d_head + cfg.d_head**2
+
+    def forward(self, x: Float[Tensor, "batch pos head d_head"]) -> Float[Tensor, "batch pos head d_phi"]:
+        """[1, x', vec(x' x'^T) / sqrt 2]."""
+        return ops.taylor(x, self.attn_scale)
+
+
+class Hedgehog(FeatureMap):
+    """phi(x) = softmax([2Wx, -2Wx]), W learned per key-value head, the identity at the start (Zhang et al. 2024).
+
+    The smaller features leave float32 where 2 W q and 2 W k are more than 40 apart.
+    """
+
+    kind = "hedgehog"
+    positive = True
+    needs_float64 = True
+
+    def __init__(self, cfg: Any, attn_scale: float):
+        super().__init__(cfg, attn_scale)
+        self.hedgehog_weight = nn.Parameter(torch.zeros(cfg.n_kv_heads, cfg.d_head, cfg.d_head, dtype=cfg.dtype))
+
+    @classmethod
+    def d_phi(cls, cfg: Any) -> int:
+        """2 d."""
+        return 2 * cfg.d_head
+
+    @torch.no_grad()
+    def init_weights(self, generator: torch.Generator | None) -> None:
+        """W = identity."""
+        self.hedgehog_weight.copy_(torch.eye(self.hedgehog_weight.shape[-1]))
+
+    def forward(self, x: Float[Tensor, "batch pos head d_head"]) -> Float[Tensor, "batch pos head d_phi"]:
+        """softmax([2Wx, -2Wx])."""
+        return ops.hedgehog(x, per_head(self.hedgehog_weight, x))
+
+
+FEATURE_MAPS: dict[str, type[FeatureMap]] = {
+    feature_map.kind: feature_map
+    for feature_map in (
+        Identity,
+        EluPlusOne,
+        ReLU,
+        RandomFeatures,
+        Taylor,
+        Hedgehog,
+    )
+}
+"""What ``cfg.feature_map`` names; a map of your own that is added here is found, too."""
