@@ -4,7 +4,7 @@ Validated at birth: an impossible combination is refused here, with the reason, 
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -27,7 +27,7 @@ NORMALIZERS = ("kernel", "none")
 LINEAR_ATTENTION_FORMS = ("auto", "parallel", "chunked", "recurrent")
 SOFTMAX_FORMS = ("eager", "fused")
 POSITIONAL_TYPES = ("standard", "rotary", "alibi", "shortformer", "relative_positional_bias", "sinusoidal", "none")
-NAMES = {
+NAMES: dict[str, Collection[str]] = {
     "attention": ATTENTION_KINDS,
     "positional_embedding_type": POSITIONAL_TYPES,
     "feature_map": FEATURE_MAPS,
@@ -402,6 +402,6 @@ def _shift_of(value: Any) -> KVShiftConfig | None:
     raise KVLensError(f"kv_shift: expected a KVShiftConfig, a dict of its fields, True or None, got {value!r}")
 
 
-def _one_of(what: str, value: object, options: Sequence[str]) -> None:
+def _one_of(what: str, value: object, options: Collection[str]) -> None:
     if not isinstance(value, str) or value not in options:
         raise KVLensError(f"{what}: unknown value {value!r}, expected one of {', '.join(options)}{nearest(value, options)}")
