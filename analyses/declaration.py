@@ -16,7 +16,7 @@ A whole analysis, as you might write it in ``my_package/my_module.py``::
     )
 
     @COLUMNS.document
-    def largest_logits(model: HookedKVTransformer, text_tokens, *, scale: float = 1.0):
+    def largest_logits(model: HookedKVTransformer, text, *, scale: float = 1.0):
         \"\"\"The largest logit at every place of a text.
 
         Returns:
@@ -24,9 +24,9 @@ A whole analysis, as you might write it in ``my_package/my_module.py``::
 
             {columns}
         \"\"\"
-        logits = model(text_tokens[None])[0]
+        logits = model(text[None])[0]
         return COLUMNS.frame(
-            {"position": range(len(text_tokens)), "token_id": text_tokens, "largest_logit": scale * logits.amax(dim=-1)}
+            {"position": range(len(text)), "token_id": text, "largest_logit": scale * logits.amax(dim=-1)}
         )
 
     LARGEST_LOGITS = Analysis(
@@ -34,7 +34,7 @@ A whole analysis, as you might write it in ``my_package/my_module.py``::
         summary="the largest logit at every place of a text",
         function=largest_logits,
         columns=COLUMNS,
-        inputs={"text_tokens": TEXT},
+        inputs={"text": TEXT},
         options={"scale": Option("what the logits are multiplied by")},
     )
 

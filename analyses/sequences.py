@@ -1,8 +1,12 @@
 """What the analyses of one prompt and one text share: reading them, and the prompt's bias.
 
-A prompt or a text is a string, or token ids [pos] or [1, pos]. A string becomes the tokens that the model would read: a prompt
-begins with BOS where the model is used to one and holds no bias, a text stands behind a prompt and gets none. Comparisons are
-made on concatenated tokens, never on concatenated text: the tokens of "ab" are not those of "a" and "b".
+Every analysis calls them ``prompt`` and ``text``. Each is a string, or token ids [pos] or [1, pos]. A string becomes the
+tokens that the model would read: a prompt begins with BOS where the model is used to one and holds no bias; a text follows a
+prompt and gets none. Comparisons are made on concatenated tokens, never on concatenated text: the tokens of "ab" are not those
+of "a" and "b".
+
+Where an analysis needs only what the prompt leaves behind, ``prompt`` may also be a `KVBias`, and `converted` reads it. Where
+an analysis needs the prompt's own tokens, `prompt_sequence` reads it, and refuses a bias, which has none.
 """
 
 from typing import Any
@@ -62,8 +66,17 @@ def check_is_model(what: str, model: Any) -> None:
 
 
 def prompt_sequence(model: HookedKVTransformer, what: str, prompt: Any, initial: KVBias | None = None) -> Int[Tensor, " pos"]:
-    """A prompt as ids [pos]; a string gets a BOS as in ``convert_prompt``: by the model's habit, where nothing is continued."""
+    """A prompt as ids [pos]; a string gets a BOS as in ``convert_prompt``: by the model's habit, where nothing is continued.
+
+    Raises:
+        KVLensError: a bias, which has no tokens; otherwise as :func:`one_sequence`.
+    """
     check_is_model(what, model)
+    if isinstance(prompt, KVBias):
+        raise KVLensError(
+            f"{what}: this analysis reads the prompt's own tokens, and a bias has none; give the prompt as a string or token "
+            "ids (an analysis that can use its bias as well takes it as bias=)"
+        )
     continues = initial is not None or model.attached_kv_bias is not None
     return one_sequence(model, what, prompt, prepend_bos=model.prepends_bos and not continues)
 
@@ -76,7 +89,7 @@ def begins_with_bos(model: HookedKVTransformer, prompt: Int[Tensor, " pos"]) -> 
 def baseline_sequence(model: HookedKVTransformer, prompt: Int[Tensor, " pos"], given: Any) -> Int[Tensor, " baseline_pos"]:
     """What stands in front of a text without its prompt: ``given``, or the BOS that the prompt began with, or nothing."""
     if given is not None:
-        return one_sequence(model, "baseline_tokens", given, may_be_empty=True)
+        return one_sequence(model, "baseline", given, may_be_empty=True)
     return prompt[: int(begins_with_bos(model, prompt))]
 
 
@@ -104,17 +117,17 @@ def converted(model: HookedKVTransformer, what: str, prompt: Any) -> KVBias:
 
 
 def prompt_text_bias(
-    model: HookedKVTransformer, prompt_tokens: PromptTokens, text_tokens: TextTokens, bias: KVBias | None
+    model: HookedKVTransformer, prompt: PromptTokens, text: TextTokens, bias: KVBias | None
 ) -> tuple[Tensor, Tensor, KVBias]:
     """What every analysis of one prompt and one text begins with: both read, and the prompt's bias."""
-    prompt = prompt_sequence(model, "prompt_tokens", prompt_tokens)
-    text = one_sequence(model, "text_tokens", text_tokens)
+    prompt = prompt_sequence(model, "prompt", prompt)
+    text = one_sequence(model, "text", text)
     return prompt, text, bias_of(model, prompt, bias)
 
 
-def bias_and_text(model: HookedKVTransformer, analysis: str, prompt: Any, text_tokens: Any) -> tuple[KVBias, Tensor]:
+def bias_and_text(model: HookedKVTransformer, analysis: str, prompt: Any, text: Any) -> tuple[KVBias, Tensor]:
     """What every analysis of one bias and one text begins with: the prompt, converted or still to be, and the text."""
-    if isinstance(text_tokens, KVBias):
+    if isinstance(text, KVBias):
         raise KVLensError(f"{analysis}: the bias comes before the text: {analysis}(model, bias, text, ...)")
-    text = one_sequence(model, "text_tokens", text_tokens)
+    text = one_sequence(model, "text", text)
     return converted(model, analysis, prompt), text

@@ -167,7 +167,7 @@ pd.DataFrame({answer: [f"{word} {share:.2f}" for word, share in most.items()] fo
 # %%
 parts = {}
 for answer, question in questions.items():
-    table = layer_contributions(model, question, bias=bias, tokens=[answer], next_token=False)
+    table = layer_contributions(model, bias, question, tokens=[answer], next_token=False)
     parts[answer] = table[table["position"] == table["position"].max()].set_index(["layer", "component"])["logit"]
 parts = pd.DataFrame(parts)
 assert (parts.loc[(0, "mlp")] > 0.6 * parts.sum()).all() and parts.loc[(0, "attention_bias")].max() < 1

@@ -164,7 +164,7 @@ by_layer.round(3)
 # A head's $b_{KV}$ is a matrix. `bias_singular_values` says how much of it lies in its strongest directions.
 
 # %%
-values = bias_singular_values(f)
+values = bias_singular_values(model, f)
 strongest = values[values["index"] < 4].groupby(["layer", "head"])["energy_share"].sum()
 assert strongest.median() > 0.85 and strongest.min() > 0.6
 print(f"{f.n_prompt_tokens} tokens, {values['index'].max() + 1} directions; four of them hold {strongest.median():.0%} (median of the heads)")

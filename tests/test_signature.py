@@ -157,9 +157,9 @@ def test_a_wrong_call_names_the_function_the_nearest_name_and_all_of_them():
         (lambda: taken(3, whole=4), "taken: multiple values for argument 'whole'. It takes whole, number"),
         (
             lambda: analyses.bias_by_head(model()),
-            "bias_by_head: missing a required argument: 'prompt_tokens'. It takes model, ",
+            "bias_by_head: missing a required argument: 'prompt'. It takes model, ",
         ),
-        (lambda: analyses.bias_by_head(model(), "x", text="y"), "'text'; did you mean 'text_tokens'? It takes model, prompt_t"),
+        (lambda: analyses.bias_by_head(model(), "x", txt="y"), "'txt'; did you mean 'text'? It takes model, prompt, text"),
     ):
         for kind in (KVLensError, TypeError):
             with pytest.raises(kind) as caught:
@@ -241,5 +241,5 @@ def test_what_memory_refuses_is_refused_in_words():
 
 def test_the_signature_and_the_docstring_stay():
     function = analyses.bias_by_head
-    assert list(inspect.signature(function).parameters)[:3] == ["model", "prompt_tokens", "text_tokens"]
+    assert list(inspect.signature(function).parameters)[:3] == ["model", "prompt", "text"]
     assert "ablation_kl" in function.__doc__ and importlib.import_module(function.__module__).bias_by_head is function

@@ -43,8 +43,8 @@ BY_LAYER = Columns(layer=("int64", "from 0"), **MEASURES)
 @torch.no_grad()
 def bias_by_head(
     model: HookedKVTransformer,
-    prompt_tokens: PromptTokens,
-    text_tokens: TextTokens,
+    prompt: PromptTokens,
+    text: TextTokens,
     *,
     bias: KVBias | None = None,
     batch_size: int | None = None,
@@ -54,8 +54,8 @@ def bias_by_head(
 
     Args:
         model: linear or softmax.
-        prompt_tokens: a string, or tokens [pos] with BOS where the model wants one.
-        text_tokens: a string, or tokens [pos] without BOS.
+        prompt: a string, or tokens [pos] with BOS where the model wants one.
+        text: a string, or tokens [pos] without BOS.
         bias: the converted prompt, if it is at hand; None converts it here. Of a prompt that continues another, hold the first
             one attached: what was there before belongs to the baseline.
         batch_size, on_progress: as in :func:`kvlens.analyses.bias.removal.bias_ablation`.
@@ -68,7 +68,7 @@ def bias_by_head(
     Raises:
         KVLensError: tokens that are empty, misshapen or outside the vocabulary.
     """
-    described = _describe(model, prompt_tokens, text_tokens, bias, 1, batch_size, on_progress)
+    described = _describe(model, prompt, text, bias, 1, batch_size, on_progress)
     layer, head = torch.cartesian_prod(torch.arange(model.cfg.n_layers), torch.arange(model.cfg.n_heads)).T
     return BY_HEAD.frame({"layer": layer, "head": head, **described})
 
@@ -78,8 +78,8 @@ def bias_by_head(
 @torch.no_grad()
 def bias_by_layer(
     model: HookedKVTransformer,
-    prompt_tokens: PromptTokens,
-    text_tokens: TextTokens,
+    prompt: PromptTokens,
+    text: TextTokens,
     *,
     bias: KVBias | None = None,
     batch_size: int | None = None,
@@ -90,7 +90,7 @@ def bias_by_layer(
     Effects do not add up: what one head loses, another may still know.
 
     Args:
-        model, prompt_tokens, text_tokens, bias, batch_size, on_progress: as in :func:`bias_by_head`.
+        model, prompt, text, bias, batch_size, on_progress: as in :func:`bias_by_head`.
 
     Returns:
         One row per layer:
@@ -100,21 +100,21 @@ def bias_by_layer(
     Raises:
         KVLensError: as :func:`bias_by_head`.
     """
-    described = _describe(model, prompt_tokens, text_tokens, bias, model.cfg.n_heads, batch_size, on_progress)
+    described = _describe(model, prompt, text, bias, model.cfg.n_heads, batch_size, on_progress)
     return BY_LAYER.frame({"layer": range(model.cfg.n_layers), **described})
 
 
 def _describe(
     model: HookedKVTransformer,
-    prompt_tokens: PromptTokens,
-    text_tokens: TextTokens,
+    prompt: PromptTokens,
+    text: TextTokens,
     bias: KVBias | None,
     heads_a_group: int,
     batch_size: int | None,
     on_progress: Callable[[float], None] | None,
 ) -> dict[str, Any]:
     """The numbers of both tables, for groups of consecutive heads: each one alone, or all of a layer, side by side."""
-    prompt, text, bias = prompt_text_bias(model, prompt_tokens, text_tokens, bias)
+    prompt, text, bias = prompt_text_bias(model, prompt, text, bias)
     outputs = bias_outputs(model, bias, text)
     of_bias, of_context = (z.square().sum(dim=-1).unflatten(2, (-1, heads_a_group)).sum(dim=-1).sqrt() for z in outputs[:2])
     pairs = list(product(range(bias.n_layers), range(bias.n_heads)))
@@ -139,5 +139,5 @@ BIAS_BY_HEAD = Analysis(
     summary="which heads carry a converted prompt: size of its bias, share of the output, what is lost without it",
     function=bias_by_head,
     columns=BY_HEAD,
-    inputs={"prompt_tokens": PROMPT, "text_tokens": TEXT},
+    inputs={"prompt": PROMPT, "text": TEXT},
 )

@@ -21,7 +21,7 @@ from kvlens.signature import checked
 
 from ..declaration import Analysis, Columns
 from ..inputs import ANSWER, PROMPT, TEXT, WRONG
-from ..sequences import PromptTokens, TextTokens, prompt_text_bias
+from ..sequences import PromptTokens, TextTokens, bias_and_text
 from ..stream.logit_attribution import LogitTarget, Token, check_heads_write_directly, logit_target
 from .outputs import BiasOutputs, bias_outputs, share_by_size, share_probes
 from .spectrum import effective_rank, singular_values, sizes
@@ -44,10 +44,9 @@ COLUMNS = Columns(
 @torch.no_grad()
 def bias_decomposition(
     model: HookedKVTransformer,
-    prompt_tokens: PromptTokens,
-    text_tokens: TextTokens,
+    prompt: KVBias | PromptTokens,
+    text: TextTokens,
     *,
-    bias: KVBias | None = None,
     answer: Token | None = None,
     wrong: Token | None = None,
 ) -> pd.DataFrame:
@@ -55,9 +54,8 @@ def bias_decomposition(
 
     Args:
         model: linear or softmax.
-        prompt_tokens: a string, or tokens [pos] with BOS where the model wants one.
-        text_tokens: a string, or tokens [pos] without BOS.
-        bias: the converted prompt, if it is at hand, or any other bias; None converts the prompt.
+        prompt: a string, or tokens [pos] with BOS where the model wants one, which are converted here; or a bias.
+        text: a string, or tokens [pos] without BOS.
         answer: the token (id, or the text of one) whose logit is attributed at the text's last place; None takes the mean,
             over all places but the last, of the logit of the token that follows.
         wrong: with ``answer``: the token whose logit is taken away.
@@ -68,10 +66,10 @@ def bias_decomposition(
         {columns}
 
     Raises:
-        KVLensError: softmax attention, heads that do not write to the residual stream directly, tokens that do not fit.
+        KVLensError: heads that do not write to the residual stream directly, tokens that do not fit.
     """
     check_heads_write_directly(model, "bias_decomposition")
-    _, text, bias = prompt_text_bias(model, prompt_tokens, text_tokens, bias)
+    bias, text = bias_and_text(model, "bias_decomposition", prompt, text)
     target = logit_target(model, text, answer, wrong)
     outputs = bias_outputs(model, bias, text)
     z = outputs.of_bias + outputs.of_context
@@ -104,5 +102,5 @@ BIAS_DECOMPOSITION = Analysis(
     summary="each head's bias: size, effective rank, share of the output, direct logit attribution",
     function=bias_decomposition,
     columns=COLUMNS,
-    inputs={"prompt_tokens": PROMPT, "text_tokens": TEXT, "answer": ANSWER, "wrong": WRONG},
+    inputs={"prompt": PROMPT, "text": TEXT, "answer": ANSWER, "wrong": WRONG},
 )

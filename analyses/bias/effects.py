@@ -74,7 +74,7 @@ COLUMNS = Columns(
 def bias_effects(
     model: HookedKVTransformer,
     prompt: KVBias | PromptTokens,
-    text_tokens: TextTokens,
+    text: TextTokens,
     *,
     by: str = "head",
     methods: Sequence[str] = ("zero",),
@@ -91,7 +91,7 @@ def bias_effects(
     Args:
         model: linear or softmax.
         prompt: converted, or a string or tokens [pos], which are converted here.
-        text_tokens: a string, or tokens [pos] without BOS.
+        text: a string, or tokens [pos] without BOS.
         by: what is ablated at once: ``head``, ``layer`` or ``model``.
         methods: of :data:`METHODS`.
         parts: of :data:`PARTS`; None takes all that the bias has. With grouped queries, the boundary of a head is that of
@@ -112,7 +112,7 @@ def bias_effects(
         KVLensError: an unknown name, references that are missing or at other positions, a boundary that the model has
             not, a bias of another model, tokens that do not fit.
     """
-    bias, text = bias_and_text(model, "bias_effects", prompt, text_tokens)
+    bias, text = bias_and_text(model, "bias_effects", prompt, text)
     target = logit_target(model, text, answer, wrong)
     parts = _parts_of(bias) if parts is None else parts
     ablations = _ablations(bias, by, methods, parts, references)
@@ -239,7 +239,7 @@ BIAS_EFFECTS = Analysis(
     columns=COLUMNS,
     inputs={
         "prompt": PROMPT,
-        "text_tokens": TEXT,
+        "text": TEXT,
         "references": Field("references", _read_references, required=False),
         "answer": ANSWER,
         "wrong": WRONG,

@@ -40,10 +40,9 @@ from kvlens.signature import checked
 from ..declaration import Analysis, Columns
 from ..inputs import PROMPT, tokens_field
 from ..predictions import KL, converted_logits, kl_divergence, log_probabilities, next_token_losses
-from ..sequences import TextTokens, one_sequence, prompt_sequence
+from ..sequences import PromptTokens, TextTokens, converted, one_sequence
 from .probes import Numbers, numbers_read, numbers_stored, probes_of, side_by_side
 
-FirstTokens = str | Int[Tensor, "*one first_pos"]
 SecondTokens = str | Int[Tensor, "*one second_pos"]
 SUMS = ("plain", "aligned")
 SIMILARITY_COLUMNS = Columns(
@@ -103,7 +102,7 @@ def bias_similarity(
     biases: KVBias | Sequence[KVBias],
     *,
     model: HookedKVTransformer | None = None,
-    text_tokens: TextTokens | None = None,
+    text: TextTokens | None = None,
 ) -> pd.DataFrame:
     """Cosine between the biases of different prompts, head by head.
 
@@ -112,7 +111,7 @@ def bias_similarity(
 
     Args:
         biases: a batch of biases, or single ones of one model.
-        model, text_tokens: for softmax models, whose prompts compare by what they give to the queries of this text (a string,
+        model, text: for softmax models, whose prompts compare by what they give to the queries of this text (a string,
             or tokens [pos] without BOS), read behind each of them in turn.
 
     Returns:
@@ -125,7 +124,7 @@ def bias_similarity(
             model and a text.
     """
     biases = _listed(biases)
-    kv, d = (torch.stack(x) for x in zip(*map(_comparable(biases, model, text_tokens), biases), strict=True))
+    kv, d = (torch.stack(x) for x in zip(*map(_comparable(biases, model, text), biases), strict=True))
     n_prompts, n_layers, n_heads = d.shape[:3]
     a, b = torch.triu_indices(n_prompts, n_prompts, offset=1)
     places = torch.cartesian_prod(torch.arange(len(a)), torch.arange(n_layers), torch.arange(n_heads))
@@ -141,16 +140,16 @@ def bias_similarity(
     )
 
 
-def _comparable(biases: Sequence[KVBias], model: HookedKVTransformer | None, text_tokens: TextTokens | None) -> Numbers:
+def _comparable(biases: Sequence[KVBias], model: HookedKVTransformer | None, text: TextTokens | None) -> Numbers:
     """The numbers in which ``biases`` are compared."""
     if biases[0].features is None:
         return numbers_stored
-    if model is None or text_tokens is None:
+    if model is None or text is None:
         raise KVLensError(
             "bias_similarity: each prompt of a softmax model has keys of its own, and what compares is what a text's queries "
-            "read of them: give model= and text_tokens="
+            "read of them: give model= and text="
         )
-    text = one_sequence(model, "text_tokens", text_tokens)
+    text = one_sequence(model, "text", text)
     return numbers_read(model, side_by_side([probes_of(model, bias, text) for bias in biases]), biases)
 
 
@@ -159,8 +158,8 @@ def _comparable(biases: Sequence[KVBias], model: HookedKVTransformer | None, tex
 @torch.no_grad()
 def bias_overwriting(
     model: HookedKVTransformer,
-    first_tokens: FirstTokens,
-    second_tokens: SecondTokens,
+    prompt: KVBias | PromptTokens,
+    second_prompt: SecondTokens,
     *,
     n_directions: int | None = None,
 ) -> pd.DataFrame:
@@ -168,8 +167,8 @@ def bias_overwriting(
 
     Args:
         model: linear or softmax, nothing attached.
-        first_tokens: a string, or tokens [pos] with BOS where the model wants one.
-        second_tokens: a string, or tokens [pos] without BOS: the continuation.
+        prompt: the first: a string, or tokens [pos] with BOS where the model wants one; or its bias.
+        second_prompt: a string, or tokens [pos] without BOS: the continuation.
         n_directions: at most so many directions per head, the strongest; None takes all above rounding.
 
     Returns:
@@ -187,7 +186,7 @@ def bias_overwriting(
     """
     if n_directions is not None and n_directions < 1:
         raise KVLensError(f"bias_overwriting: n_directions must be at least 1, got {n_directions}")
-    pair = _convert_pair(model, first_tokens, second_tokens)
+    pair = _convert_pair(model, prompt, second_prompt)
     numbers = _numbers(model, pair)
     (first, _), (carried, _), (whole, _) = (numbers(bias) for bias in (pair.first, pair.carried, pair.whole))
     strength = torch.linalg.svdvals(first)
@@ -216,14 +215,14 @@ def bias_overwriting(
 @checked
 @torch.no_grad()
 def bias_addition(
-    model: HookedKVTransformer, first_tokens: FirstTokens, second_tokens: SecondTokens, text_tokens: TextTokens
+    model: HookedKVTransformer, prompt: KVBias | PromptTokens, second_prompt: SecondTokens, text: TextTokens
 ) -> pd.DataFrame:
     """What the text's predictions lose when two prompts are converted apart and their biases added.
 
     Args:
         model: linear or softmax, nothing attached.
-        first_tokens, second_tokens: as in :func:`bias_overwriting`.
-        text_tokens: a string, or tokens [pos] without BOS.
+        prompt, second_prompt: as in :func:`bias_overwriting`.
+        text: a string, or tokens [pos] without BOS.
 
     Returns:
         One row per condition, in this order: ``whole`` (the concatenation, converted), ``plain``, ``aligned`` (see the
@@ -238,7 +237,7 @@ def bias_addition(
         KVLensError: an attached bias, which both sums would hold twice; tokens that are empty, misshapen or outside the
             vocabulary.
     """
-    pair, text = _convert_pair(model, first_tokens, second_tokens), one_sequence(model, "text_tokens", text_tokens)
+    pair, text = _convert_pair(model, prompt, second_prompt), one_sequence(model, "text", text)
     biases = {"whole": pair.whole, **pair.sums, "first": pair.carried, "second": pair.aligned_second}
     logits = {name: converted_logits(model, bias, text).double() for name, bias in biases.items()}
     log_p = {name: log_probabilities(x) for name, x in logits.items()}
@@ -256,12 +255,12 @@ def bias_addition(
 @CIRCUIT_COLUMNS.document
 @checked
 @torch.no_grad()
-def circuits(model: HookedKVTransformer, first_tokens: FirstTokens, second_tokens: SecondTokens) -> pd.DataFrame:
+def circuits(model: HookedKVTransformer, prompt: KVBias | PromptTokens, second_prompt: SecondTokens) -> pd.DataFrame:
     """One line per head about two prompts: how alike their biases are, what survives of the first, what adding would cost.
 
     Args:
         model: linear or softmax, nothing attached.
-        first_tokens, second_tokens: as in :func:`bias_overwriting`.
+        prompt, second_prompt: as in :func:`bias_overwriting`.
 
     Returns:
         One row per head, by layer, then head:
@@ -271,7 +270,7 @@ def circuits(model: HookedKVTransformer, first_tokens: FirstTokens, second_token
     Raises:
         KVLensError: as :func:`bias_addition`.
     """
-    pair = _convert_pair(model, first_tokens, second_tokens)
+    pair = _convert_pair(model, prompt, second_prompt)
     numbers = _numbers(model, pair)
     (first, first_d), (second, second_d), (whole, whole_d) = (numbers(b) for b in (pair.first, pair.second, pair.whole))
     carried, carried_d = numbers(pair.carried)
@@ -296,7 +295,7 @@ def _numbers(model: HookedKVTransformer, pair: "_Pair") -> Numbers:
     """The numbers in which the biases of ``pair`` are compared."""
     if model.cfg.attention == "linear":
         return numbers_stored
-    return numbers_read(model, probes_of(model, pair.first, pair.second_tokens), [pair.whole])
+    return numbers_read(model, probes_of(model, pair.first, pair.second_prompt), [pair.whole])
 
 
 class _Pair(NamedTuple):
@@ -308,15 +307,15 @@ class _Pair(NamedTuple):
     carried: KVBias
     aligned_second: KVBias
     sums: dict[str, KVBias]
-    second_tokens: Int[Tensor, " second_pos"]
+    second_prompt: Int[Tensor, " second_pos"]
 
 
-def _convert_pair(model: HookedKVTransformer, first_tokens: FirstTokens, second_tokens: SecondTokens) -> _Pair:
+def _convert_pair(model: HookedKVTransformer, prompt: KVBias | PromptTokens, second_prompt: SecondTokens) -> _Pair:
     """Four passes: each prompt alone, the second on top of the first and aligned; the carried bias needs none."""
     if model.attached_kv_bias is not None:
         raise KVLensError("circuits: a bias is attached, and every prompt would be converted on top of it; detach it first")
-    one, two = prompt_sequence(model, "first_tokens", first_tokens), one_sequence(model, "second_tokens", second_tokens)
-    first, second = convert_prompt(model, one), convert_prompt(model, two)
+    first, two = converted(model, "prompt", prompt), one_sequence(model, "second_prompt", second_prompt)
+    second = convert_prompt(model, two)
     whole = convert_prompt(model, two, initial=first)
     aligned = convert_prompt(model, two, initial=0.0 * first)  # keeps the boundary and the offset
     carried = carry_bias(model, first, len(two))
@@ -361,5 +360,5 @@ CIRCUITS = Analysis(
     summary="how the biases of two prompts meet in each head: alike, overwritten, added",
     function=circuits,
     columns=CIRCUIT_COLUMNS,
-    inputs={"first_tokens": PROMPT, "second_tokens": tokens_field("second_prompt", prepend_bos=False)},
+    inputs={"prompt": PROMPT, "second_prompt": tokens_field("second_prompt", prepend_bos=False)},
 )

@@ -82,9 +82,9 @@ COLUMNS = Columns(
 @torch.no_grad()
 def activation_patching(
     model: HookedKVTransformer,
-    clean: KVBias | PromptTokens,
+    prompt: KVBias | PromptTokens,
     corrupted: KVBias | CorruptedTokens,
-    text_tokens: TextTokens,
+    text: TextTokens,
     *,
     answer: Token | None = None,
     wrong: Token | None = None,
@@ -99,9 +99,9 @@ def activation_patching(
 
     Args:
         model: linear or softmax.
-        clean, corrupted: the two prompts: strings, tokens [pos], or converted (softmax: both by one method). Where positions
-            are absolute they must be of equal length.
-        text_tokens: [pos], without BOS, read under both.
+        prompt, corrupted: the clean and the corrupted prompt: strings, tokens [pos], or biases (softmax: both converted by one
+            method). Where positions are absolute they must be of equal length.
+        text: [pos], without BOS, read under both.
         answer, wrong: the metric is the logit of ``answer``, minus that of ``wrong``, at the text's last place (ids, or the
             texts of single tokens); without ``answer`` it is the mean logit of the text's next tokens.
         metric: another one, in their place.
@@ -126,8 +126,8 @@ def activation_patching(
 
     Source: the scale and the grids are those of ``transformer_lens.patching``.
     """
-    clean, corrupted = converted(model, "clean", clean), converted(model, "corrupted", corrupted)
-    text = one_sequence(model, "text_tokens", text_tokens)
+    clean, corrupted = converted(model, "prompt", prompt), converted(model, "corrupted", corrupted)
+    text = one_sequence(model, "text", text)
     _check(clean, corrupted, batch_size)
     metric = _default_metric(model, text, answer, wrong) if metric is None else metric
     patches = patches_of(model, _points_of(model, points, clean, corrupted))
@@ -277,9 +277,9 @@ ACTIVATION_PATCHING = Analysis(
     function=activation_patching,
     columns=COLUMNS,
     inputs={
-        "clean": PROMPT,
+        "prompt": PROMPT,
         "corrupted": tokens_field("corrupted", prepend_bos=True),
-        "text_tokens": TEXT,
+        "text": TEXT,
         "answer": ANSWER,
         "wrong": WRONG,
     },

@@ -63,8 +63,8 @@ COLUMNS = Columns(
 @torch.no_grad()
 def bias_positions(
     model: HookedKVTransformer,
-    prompt_tokens: PromptTokens,
-    text_tokens: TextTokens,
+    prompt: PromptTokens,
+    text: TextTokens,
     *,
     initial: KVBias | None = None,
     by: str = "attended",
@@ -81,8 +81,8 @@ def bias_positions(
 
     Args:
         model: linear or softmax.
-        prompt_tokens: a string, or tokens [pos] as converted, with BOS where the model wants one.
-        text_tokens: a string, or tokens [pos] without BOS.
+        prompt: a string, or tokens [pos] as converted, with BOS where the model wants one.
+        text: a string, or tokens [pos] without BOS.
         initial: the bias that the prompt continues; None continues what the model holds now, as ``convert_prompt`` does.
         by: ``attended`` or ``source``, see :mod:`kvlens.analyses.bias.reads`; the same thing where values are not shifted.
         at: places of the text to tell apart; None takes all of them together.
@@ -101,8 +101,8 @@ def bias_positions(
         KVLensError: an unknown view, places outside the text, tokens that do not fit.
     """
     check_heads_write_directly(model, "bias_positions")
-    prompt = prompt_sequence(model, "prompt_tokens", prompt_tokens, initial)
-    text = one_sequence(model, "text_tokens", text_tokens)
+    prompt = prompt_sequence(model, "prompt", prompt, initial)
+    text = one_sequence(model, "text", text)
     target = logit_target(model, text, answer, wrong)
     _check_view(by, at, len(text))
     attached = contextlib.nullcontext() if initial is None else model.kv_bias(initial)
@@ -245,8 +245,8 @@ def _frame(
 
 def _of_places(
     model: HookedKVTransformer,
-    prompt_tokens: Tensor,
-    text_tokens: Tensor,
+    prompt: Tensor,
+    text: Tensor,
     answer: Token | None,
     wrong: Token | None,
     *,
@@ -254,9 +254,9 @@ def _of_places(
     places: str = PLACES[0],
 ) -> pd.DataFrame:
     """:func:`bias_positions` at places that are named by a word."""
-    last = len(text_tokens) - 1
+    last = len(text) - 1
     at = {"together": None, "last": [last], "each": range(last + 1)}[places]
-    return bias_positions(model, prompt_tokens, text_tokens, by=by, at=at, answer=answer, wrong=wrong)
+    return bias_positions(model, prompt, text, by=by, at=at, answer=answer, wrong=wrong)
 
 
 BIAS_POSITIONS = Analysis(
@@ -264,7 +264,7 @@ BIAS_POSITIONS = Analysis(
     summary="what each prompt position gives to each head's output and to a logit",
     function=_of_places,
     columns=COLUMNS,
-    inputs={"prompt_tokens": PROMPT, "text_tokens": TEXT, "answer": ANSWER, "wrong": WRONG},
+    inputs={"prompt": PROMPT, "text": TEXT, "answer": ANSWER, "wrong": WRONG},
     options={
         "by": Option("whose position counts where values are shifted", VIEWS),
         "places": Option("which places of the text to tell apart", PLACES),

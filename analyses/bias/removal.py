@@ -39,7 +39,7 @@ COLUMNS = Columns(
 def bias_ablation(
     model: HookedKVTransformer,
     prompt: KVBias | PromptTokens,
-    text_tokens: TextTokens,
+    text: TextTokens,
     removals: Sequence[Heads],
     *,
     batch_size: int | None = None,
@@ -50,7 +50,7 @@ def bias_ablation(
     Args:
         model: linear or softmax.
         prompt: converted, or a string or tokens [pos], which are converted here.
-        text_tokens: a string, or tokens [pos] without BOS.
+        text: a string, or tokens [pos] without BOS.
         removals: for each, the (layer, head) pairs whose bias is removed; an empty one changes nothing.
         batch_size: removals per forward pass; None takes what :data:`kvlens.analyses.passes.MEMORY_PER_PASS` allows.
         on_progress: called with the fraction done after each forward pass.
@@ -63,7 +63,7 @@ def bias_ablation(
     Raises:
         KVLensError: a head that does not exist, a batch of biases, a bias of another model, tokens that do not fit.
     """
-    bias, text = bias_and_text(model, "bias_ablation", prompt, text_tokens)
+    bias, text = bias_and_text(model, "bias_ablation", prompt, text)
     keep = _kept_heads(bias, removals)
     no_donor = torch.zeros(len(keep), dtype=torch.long, device=keep.device)
     rows = Interventions(keep, torch.ones_like(keep), no_donor, donors_of(bias))

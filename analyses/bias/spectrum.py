@@ -17,12 +17,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvlens import HookedKVTransformer, KVBias, convert_prompt
+from kvlens import HookedKVTransformer, KVBias
 from kvlens.signature import checked
 
 from ..declaration import Analysis, Columns
 from ..inputs import PROMPT
-from ..sequences import one_bias
+from ..sequences import PromptTokens, converted
 
 COLUMNS = Columns(
     layer=("int64", "from 0"),
@@ -73,11 +73,12 @@ def effective_rank(values: Float[Tensor, "*lead index"]) -> Float[Tensor, "*lead
 @COLUMNS.document
 @checked
 @torch.no_grad()
-def bias_singular_values(bias: KVBias) -> pd.DataFrame:
+def bias_singular_values(model: HookedKVTransformer, prompt: KVBias | PromptTokens) -> pd.DataFrame:
     """The singular values of every head's b_KV.
 
     Args:
-        bias: of one prompt.
+        model: linear or softmax.
+        prompt: a string, or tokens [pos] with BOS where the model wants one, which are converted here; or a bias.
 
     Returns:
         One row per singular value, by layer, head, index:
@@ -85,10 +86,9 @@ def bias_singular_values(bias: KVBias) -> pd.DataFrame:
         {columns}
 
     Raises:
-        KVLensError: a batch of biases.
+        KVLensError: a batch of biases, tokens that do not fit.
     """
-    one_bias("bias_singular_values", bias)
-    values = singular_values(bias)
+    values = singular_values(converted(model, "bias_singular_values", prompt))
     energy = (values / values[..., :1].where(values[..., :1] > 0, 1.0)).square()
     total = energy.sum(dim=-1, keepdim=True)
     layers, heads, indices = torch.meshgrid(*(torch.arange(n) for n in values.shape), indexing="ij")
@@ -97,15 +97,10 @@ def bias_singular_values(bias: KVBias) -> pd.DataFrame:
     return COLUMNS.frame(columns)
 
 
-def _of_prompt(model: HookedKVTransformer, prompt_tokens: Tensor) -> pd.DataFrame:
-    """:func:`bias_singular_values` of a prompt that is still to be converted."""
-    return bias_singular_values(convert_prompt(model, prompt_tokens))
-
-
 BIAS_SINGULAR_VALUES = Analysis(
     name="bias_singular_values",
     summary="the singular values of each head's b_KV",
-    function=_of_prompt,
+    function=bias_singular_values,
     columns=COLUMNS,
-    inputs={"prompt_tokens": PROMPT},
+    inputs={"prompt": PROMPT},
 )

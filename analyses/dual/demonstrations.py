@@ -12,7 +12,7 @@ from kvlens.signature import checked
 
 from ..declaration import Analysis, Columns, Option
 from ..inputs import PROMPT
-from ..sequences import PromptTokens, one_sequence
+from ..sequences import PromptTokens, prompt_sequence
 from ..texts import token_texts
 from .refusal import has_dual_model
 
@@ -34,13 +34,13 @@ COLUMNS = Columns(
 @checked
 @torch.no_grad()
 def dual_demonstrations(
-    model: HookedKVTransformer, prompt_tokens: PromptTokens, *, query_pos: int = -1, n_demonstrations: int | None = None
+    model: HookedKVTransformer, prompt: PromptTokens, *, query_pos: int = -1, n_demonstrations: int | None = None
 ) -> pd.DataFrame:
     """What every demonstration does in every head's step.
 
     Args:
         model: any; an attached KV bias is part of W_0.
-        prompt_tokens: [pos], BOS included where the model wants one.
+        prompt: a string, or tokens [pos] with BOS where the model wants one.
         query_pos: the query's place; negative ones count from the end.
         n_demonstrations: how many tokens from the front are demonstrations; None takes all before the query.
 
@@ -52,7 +52,7 @@ def dual_demonstrations(
     Raises:
         KVLensError: an attention without a dual model, a query that does not exist or stands before its demonstrations.
     """
-    tokens = one_sequence(model, "prompt_tokens", prompt_tokens)
+    tokens = prompt_sequence(model, "prompt", prompt)
     query = query_pos % len(tokens) if -len(tokens) <= query_pos < len(tokens) else query_pos
     figures = demonstration_figures(model, tokens, query_pos, n_demonstrations)
     n_layers, n_heads, n = figures.weight.shape
@@ -74,7 +74,7 @@ DUAL_DEMONSTRATIONS = Analysis(
     summary="what each token before a query gives to the step that every head makes there",
     function=dual_demonstrations,
     columns=COLUMNS,
-    inputs={"prompt_tokens": PROMPT},
+    inputs={"prompt": PROMPT},
     options={
         "query_pos": Option("the query's place; negative ones count from the end"),
         "n_demonstrations": Option("how many tokens from the front are demonstrations; all before the query", value_type=int),

@@ -21,7 +21,7 @@ from kvlens.signature import checked
 
 from ..declaration import Analysis, Columns, Option
 from ..inputs import PROMPT
-from ..sequences import PromptTokens, one_sequence
+from ..sequences import PromptTokens, prompt_sequence
 from .refusal import has_dual_model
 
 COLUMNS = Columns(
@@ -46,7 +46,7 @@ COLUMNS = Columns(
 @torch.no_grad()
 def dual_bound(
     model: HookedKVTransformer,
-    prompt_tokens: PromptTokens,
+    prompt: PromptTokens,
     *,
     layer: int = 0,
     head: int = 0,
@@ -60,7 +60,7 @@ def dual_bound(
 
     Args:
         model: any whose attention has a dual model.
-        prompt_tokens: [pos], BOS included where the model wants one.
+        prompt: a string, or tokens [pos] with BOS where the model wants one.
         layer, head: which head.
         query_pos: the query's place; negative ones count from the end.
         n_steps: sizes of the training set, evenly spaced (fewer where there are fewer tokens). Each takes a pass.
@@ -75,7 +75,7 @@ def dual_bound(
     Raises:
         KVLensError: no demonstrations, a kernel that is not positive, ``delta`` outside (0, 1), a head that does not exist.
     """
-    tokens = one_sequence(model, "prompt_tokens", prompt_tokens)
+    tokens = prompt_sequence(model, "prompt", prompt)
     last = query_pos % len(tokens) if -len(tokens) <= query_pos < len(tokens) else len(tokens) - 1
     first = max(1, n_negative)
     if n_steps < 1 or last < first:
@@ -107,7 +107,7 @@ DUAL_BOUND = Analysis(
     summary="the terms of a head's generalization bound as demonstrations are added",
     function=dual_bound,
     columns=COLUMNS,
-    inputs={"prompt_tokens": PROMPT},
+    inputs={"prompt": PROMPT},
     options={
         "layer": Option("which layer"),
         "head": Option("which query head"),

@@ -15,7 +15,7 @@ from kvlens.signature import checked
 
 from ..declaration import Analysis, Columns, Option
 from ..inputs import PROMPT
-from ..sequences import PromptTokens, one_sequence
+from ..sequences import PromptTokens, prompt_sequence
 from ..texts import token_texts
 from .refusal import has_dual_model
 
@@ -38,13 +38,13 @@ COLUMNS = Columns(
 @checked
 @torch.no_grad()
 def dual_losses(
-    model: HookedKVTransformer, prompt_tokens: PromptTokens, *, n_demonstrations: int | None = None, cosines: bool = True
+    model: HookedKVTransformer, prompt: PromptTokens, *, n_demonstrations: int | None = None, cosines: bool = True
 ) -> pd.DataFrame:
     """What the dual model's step does, for every head and query of a text.
 
     Args:
         model: any; an attached KV bias is part of W_0.
-        prompt_tokens: [pos], BOS included where the model wants one.
+        prompt: a string, or tokens [pos] with BOS where the model wants one.
         n_demonstrations: the first so many tokens are every query's demonstrations; None takes all tokens before each query.
         cosines: whether the cosines are computed, which takes most of the time.
 
@@ -56,7 +56,7 @@ def dual_losses(
     Raises:
         KVLensError: an attention without a dual model (the reason is given), a text with no query behind a demonstration.
     """
-    tokens = one_sequence(model, "prompt_tokens", prompt_tokens)
+    tokens = prompt_sequence(model, "prompt", prompt)
     figures = dual_figures(model, tokens, n_demonstrations, cosines=cosines)
     first = 1 if n_demonstrations is None else n_demonstrations
     n_layers, n_heads, n_queries = figures.log_loss_drop.shape
@@ -78,7 +78,7 @@ DUAL_LOSSES = Analysis(
     summary="every head as one step of representation learning: how far the step goes, and what it makes of the output",
     function=dual_losses,
     columns=COLUMNS,
-    inputs={"prompt_tokens": PROMPT},
+    inputs={"prompt": PROMPT},
     options={
         "n_demonstrations": Option("the first so many tokens are the demonstrations of every query", value_type=int),
         "cosines": Option("whether to compute the cosines, which take most of the time"),

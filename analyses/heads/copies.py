@@ -30,8 +30,8 @@ COLUMNS = Columns(
 @torch.no_grad()
 def prompt_copies(
     model: HookedKVTransformer,
-    prompt_tokens: PromptTokens,
-    text_tokens: TextTokens,
+    prompt: PromptTokens,
+    text: TextTokens,
     *,
     on_progress: Progress | None = None,
 ) -> pd.DataFrame:
@@ -39,8 +39,8 @@ def prompt_copies(
 
     Args:
         model: with any attention.
-        prompt_tokens: a string, or tokens [pos] with BOS where the model wants one.
-        text_tokens: a string, or tokens [pos] without BOS.
+        prompt: a string, or tokens [pos] with BOS where the model wants one.
+        text: a string, or tokens [pos] without BOS.
         on_progress: called with the fraction done; None shows a bar on a terminal where it takes long.
 
     Returns:
@@ -51,8 +51,8 @@ def prompt_copies(
     Raises:
         KVLensError: tokens that are empty, misshapen or outside the vocabulary.
     """
-    prompt = prompt_sequence(model, "prompt_tokens", prompt_tokens)
-    text = one_sequence(model, "text_tokens", text_tokens)
+    prompt = prompt_sequence(model, "prompt", prompt)
+    text = one_sequence(model, "text", text)
     pairs = repeated_pairs(prompt, text)
     queries, row = pairs[:, 0].unique(return_inverse=True)
     n_layers, n_heads, n_pairs = model.cfg.n_layers, model.cfg.n_heads, len(pairs)
@@ -101,5 +101,5 @@ PROMPT_COPIES = Analysis(
     summary="attention from each text token to what followed it in the prompt",
     function=prompt_copies,
     columns=COLUMNS,
-    inputs={"prompt_tokens": PROMPT, "text_tokens": TEXT},
+    inputs={"prompt": PROMPT, "text": TEXT},
 )

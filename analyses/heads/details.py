@@ -52,8 +52,8 @@ class HeadDetails:
 @torch.no_grad()
 def head_details(
     model: HookedKVTransformer,
-    prompt_tokens: PromptTokens,
-    text_tokens: TextTokens,
+    prompt: PromptTokens,
+    text: TextTokens,
     *,
     bias: KVBias | None = None,
     on_progress: Progress | None = None,
@@ -62,8 +62,8 @@ def head_details(
 
     Args:
         model: linear or softmax, nothing attached.
-        prompt_tokens: a string, or tokens [pos] with BOS where the model wants one.
-        text_tokens: a string, or tokens [pos] without BOS.
+        prompt: a string, or tokens [pos] with BOS where the model wants one.
+        text: a string, or tokens [pos] without BOS.
         bias: the converted prompt, if it is at hand; None converts it here.
         on_progress: called with the fraction done; None shows a bar on a terminal where it takes long.
 
@@ -73,7 +73,7 @@ def head_details(
     """
     if model.attached_kv_bias is not None:
         raise KVLensError("head_details: a bias is attached to this model; detach it first (model.detach_kv_bias())")
-    prompt, text, bias = prompt_text_bias(model, prompt_tokens, text_tokens, bias)
+    prompt, text, bias = prompt_text_bias(model, prompt, text, bias)
     n_prompt, n_text = len(prompt), len(text)
     everything = torch.cat([prompt, text])
     queries = n_prompt + torch.linspace(0, n_text - 1, min(n_text, MAX_QUERIES)).round().long()

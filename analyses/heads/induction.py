@@ -127,7 +127,7 @@ def induction_heads(
     n_sequences: int = 10,
     n_repeated: int | None = None,
     seed: int = 0,
-    tokens: str | Int[Tensor, "*batch piece"] | None = None,
+    prompt: str | Int[Tensor, "*batch piece"] | None = None,
     prepend_bos: bool | None = None,
     threshold: float = THRESHOLD,
     ratio: float = RATIO,
@@ -143,8 +143,7 @@ def induction_heads(
         n_sequences: how many random sequences.
         n_repeated: length of the piece that is said twice; None takes 50, or what ``n_ctx`` has room for.
         seed: of the random tokens, and of those that ablations resample from.
-        tokens: pieces of your own, without BOS, in place of random ones: a string, [piece] or [batch, piece]; they are said
-            twice.
+        prompt: what is repeated instead of random tokens, without BOS: a string, or tokens [pos] or [batch, pos].
         prepend_bos: None puts a BOS in front where the model is used to one.
         threshold: share of what a head reads from which on it is a "previous token" or "current token" head, on its strongest
             stretch of 16 places.
@@ -173,9 +172,9 @@ def induction_heads(
     check_seed("induction_heads: seed", seed)
     check_batch_size("induction_heads", batch_size)
     generator = torch.Generator().manual_seed(seed)
-    if tokens is None:
+    if prompt is None:
         n_repeated = longest_repeat(model, prepend_bos, DEFAULT_LENGTH) if n_repeated is None else n_repeated
-    piece = draw_piece(model, n_sequences, n_repeated or 0, generator) if tokens is None else _pieces(model, tokens)
+    piece = draw_piece(model, n_sequences, n_repeated or 0, generator) if prompt is None else _pieces(model, prompt)
     repeated = repeat_tokens(model, piece, prepend_bos)
     measured = measure_heads(model, repeated)
     effect, losses = _unknown(model), None
@@ -217,13 +216,13 @@ def check_model(model: HookedKVTransformer) -> None:
         )
 
 
-def _pieces(model: HookedKVTransformer, tokens: Any) -> Tensor:
-    if isinstance(tokens, str) or (isinstance(tokens, Tensor) and tokens.dim() == 1):
-        return one_sequence(model, "induction_heads: tokens", tokens)[None]
-    if not isinstance(tokens, Tensor) or tokens.dim() != 2 or not tokens.numel():
-        came = f"shape {list(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
-        raise KVLensError(f"induction_heads: tokens: expected a tensor of token ids [batch, piece], got {came}")
-    return tokens
+def _pieces(model: HookedKVTransformer, prompt: Any) -> Tensor:
+    if isinstance(prompt, str) or (isinstance(prompt, Tensor) and prompt.dim() == 1):
+        return one_sequence(model, "induction_heads: prompt", prompt)[None]
+    if not isinstance(prompt, Tensor) or prompt.dim() != 2 or not prompt.numel():
+        came = f"shape {list(prompt.shape)}" if isinstance(prompt, Tensor) else type(prompt).__name__
+        raise KVLensError(f"induction_heads: prompt: expected a string or token ids [pos] or [batch, pos], got {came}")
+    return prompt
 
 
 def _frame(
@@ -279,7 +278,7 @@ def _strongest_k_composition(scores: Tensor) -> dict[str, Any]:
 
 def _of_prompt_said_twice(
     model: HookedKVTransformer,
-    piece: Tensor,
+    prompt: Tensor,
     *,
     n_random: int = 0,
     seed: int = 0,
@@ -290,8 +289,8 @@ def _of_prompt_said_twice(
     """:func:`induction_heads` of a prompt, or of ``n_random`` sequences of random tokens that are as long."""
     common: dict[str, Any] = dict(seed=seed, threshold=threshold, ratio=ratio, ablations=ablations)
     if n_random:
-        return induction_heads(model, n_sequences=n_random, n_repeated=len(piece), **common)
-    return induction_heads(model, tokens=piece[None], **common)
+        return induction_heads(model, n_sequences=n_random, n_repeated=len(prompt), **common)
+    return induction_heads(model, prompt=prompt[None], **common)
 
 
 def _n_ablations(model: HookedKVTransformer, *, n_random: int, ablations: bool, **_: object) -> int:
@@ -303,7 +302,7 @@ INDUCTION_HEADS = Analysis(
     summary="prefix-matching, copying and other scores of every head on the prompt said twice",
     function=_of_prompt_said_twice,
     columns=COLUMNS,
-    inputs={"piece": tokens_field("prompt", prepend_bos=False)},  # its BOS comes later, once
+    inputs={"prompt": tokens_field("prompt", prepend_bos=False)},  # its BOS comes later, once
     options={
         "n_random": Option("use this many sequences of random tokens, as long as the prompt; 0 repeats the prompt itself"),
         "seed": Option("of random tokens"),

@@ -19,7 +19,7 @@ from kvlens import HookedKVTransformer, KVLensError
 from kvlens.signature import checked
 
 from ..segments import Found, Looks, Progress, rows_at
-from ..sequences import one_sequence
+from ..sequences import PromptTokens, prompt_sequence
 
 VisitRows = Callable[[int, int, Float[Tensor, "head query pos"]], None]
 """Called with a layer, the position of the first key, and the pattern from all queries to these keys, float32."""
@@ -28,19 +28,19 @@ VisitRows = Callable[[int, int, Float[Tensor, "head query pos"]], None]
 @checked
 @torch.no_grad()
 def attention_rows(
-    model: HookedKVTransformer, tokens: str | Int[Tensor, "*one pos"], queries: Int[Tensor, " query"]
+    model: HookedKVTransformer, prompt: PromptTokens, queries: Int[Tensor, " query"]
 ) -> Float[Tensor, "layer head query pos"]:
     """The pattern that the model has at ``queries``, float32 on the CPU.
 
     Args:
         model: with whatever is attached to it; a bias takes its part of the normalizer, and has no column.
-        tokens: the whole sequence: a string, or tokens [pos].
+        prompt: the whole sequence: a string, or tokens [pos] with BOS where the model wants one.
         queries: positions in it.
 
     Raises:
         KVLensError: tokens that are no sequence, or a query outside it.
     """
-    tokens = one_sequence(model, "attention_rows", tokens, prepend_bos=model.prepends_bos)
+    tokens = prompt_sequence(model, "attention_rows", prompt)
     if queries.dim() != 1 or queries.is_floating_point() or queries.is_complex() or queries.dtype == torch.bool:
         raise KVLensError(f"attention_rows: queries: expected whole numbers [query], got {queries.dtype} {list(queries.shape)}")
     if len(queries) and not 0 <= int(queries.min()) <= int(queries.max()) < len(tokens):

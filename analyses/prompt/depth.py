@@ -46,19 +46,19 @@ COLUMNS = Columns(
 @torch.no_grad()
 def prompt_by_depth(
     model: HookedKVTransformer,
-    prompt_tokens: PromptTokens,
-    text_tokens: TextTokens,
+    prompt: PromptTokens,
+    text: TextTokens,
     *,
-    baseline_tokens: BaselineTokens | None = None,
+    baseline: BaselineTokens | None = None,
     readings: Readings | None = None,
 ) -> pd.DataFrame:
     """Losses on the text at every depth, with and without the prompt.
 
     Args:
         model: with any attention; what is attached to it stays attached.
-        prompt_tokens: a string, or tokens [pos] with BOS where the model wants one.
-        text_tokens: a string, or tokens [pos] without BOS.
-        baseline_tokens: [pos], what stands in front of the text "without the prompt"; None takes the prompt's BOS, and nothing
+        prompt: a string, or tokens [pos] with BOS where the model wants one.
+        text: a string, or tokens [pos] without BOS.
+        baseline: [pos], what stands in front of the text "without the prompt"; None takes the prompt's BOS, and nothing
             if it does not begin with the tokenizer's BOS.
         readings: of this text with and without the prompt, residuals included, where they are at hand; None reads it here.
 
@@ -70,9 +70,9 @@ def prompt_by_depth(
     Raises:
         KVLensError: tokens that are empty, misshapen or outside the vocabulary.
     """
-    prompt = prompt_sequence(model, "prompt_tokens", prompt_tokens)
-    text = one_sequence(model, "text_tokens", text_tokens)
-    baseline = baseline_sequence(model, prompt, baseline_tokens)
+    prompt = prompt_sequence(model, "prompt", prompt)
+    text = one_sequence(model, "text", text)
+    baseline = baseline_sequence(model, prompt, baseline)
     if readings is None:
         conditions = ("with_prompt", "without_prompt")
         readings = read_text(model, prompt, text, baseline=baseline, conditions=conditions, residuals=True)
@@ -113,5 +113,5 @@ PROMPT_BY_DEPTH = Analysis(
     summary="what a prompt has changed about each next token at each depth (logit lens)",
     function=prompt_by_depth,
     columns=COLUMNS,
-    inputs={"prompt_tokens": PROMPT, "text_tokens": TEXT},
+    inputs={"prompt": PROMPT, "text": TEXT},
 )

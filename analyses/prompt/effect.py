@@ -33,10 +33,10 @@ COLUMNS = Columns(
 @torch.no_grad()
 def prompt_effect(
     model: HookedKVTransformer,
-    prompt_tokens: PromptTokens,
-    text_tokens: TextTokens,
+    prompt: PromptTokens,
+    text: TextTokens,
     *,
-    baseline_tokens: BaselineTokens | None = None,
+    baseline: BaselineTokens | None = None,
     bias: KVBias | None = None,
     readings: Readings | None = None,
 ) -> pd.DataFrame:
@@ -44,9 +44,9 @@ def prompt_effect(
 
     Args:
         model: linear or softmax.
-        prompt_tokens: a string, or tokens [pos] with BOS where the model wants one.
-        text_tokens: a string, or tokens [pos] without BOS.
-        baseline_tokens: [pos], what stands in front of the text in ``without_prompt``, possibly nothing; None takes the
+        prompt: a string, or tokens [pos] with BOS where the model wants one.
+        text: a string, or tokens [pos] without BOS.
+        baseline: [pos], what stands in front of the text in ``without_prompt``, possibly nothing; None takes the
             prompt's BOS, and nothing if the prompt does not begin with the tokenizer's BOS.
         bias: the converted prompt, if it is at hand; None converts it here.
         readings: of this text in the three conditions, where they are at hand; None reads it here.
@@ -59,9 +59,9 @@ def prompt_effect(
     Raises:
         KVLensError: tokens that are empty, misshapen or outside the vocabulary.
     """
-    prompt, text, bias = prompt_text_bias(model, prompt_tokens, text_tokens, bias)
+    prompt, text, bias = prompt_text_bias(model, prompt, text, bias)
     if readings is None:
-        readings = read_text(model, prompt, text, bias=bias, baseline=baseline_sequence(model, prompt, baseline_tokens))
+        readings = read_text(model, prompt, text, bias=bias, baseline=baseline_sequence(model, prompt, baseline))
     check_readings(readings, CONDITIONS, len(text))
     logits = {condition: readings[condition].logits for condition in CONDITIONS}
     tokens = token_texts(model, text)
@@ -91,5 +91,5 @@ PROMPT_EFFECT = Analysis(
     summary="what a prompt changes in the predictions on a text, and whether its conversion changes the same",
     function=prompt_effect,
     columns=COLUMNS,
-    inputs={"prompt_tokens": PROMPT, "text_tokens": TEXT},
+    inputs={"prompt": PROMPT, "text": TEXT},
 )

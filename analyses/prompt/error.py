@@ -41,8 +41,8 @@ COLUMNS = Columns(
 @torch.no_grad()
 def conversion_error(
     model: HookedKVTransformer,
-    prompt_tokens: PromptTokens,
-    text_tokens: TextTokens,
+    prompt: PromptTokens,
+    text: TextTokens,
     *,
     bias: KVBias | None = None,
     readings: Readings | None = None,
@@ -51,8 +51,8 @@ def conversion_error(
 
     Args:
         model: linear or softmax.
-        prompt_tokens: a string, or tokens [pos] with BOS where the model wants one.
-        text_tokens: a string, or tokens [pos] without BOS.
+        prompt: a string, or tokens [pos] with BOS where the model wants one.
+        text: a string, or tokens [pos] without BOS.
         bias: the converted prompt, if it is at hand; None converts it here.
         readings: of this text with the prompt and converted, where they are at hand; None reads it here.
 
@@ -64,7 +64,7 @@ def conversion_error(
     Raises:
         KVLensError: tokens that are empty, misshapen or outside the vocabulary.
     """
-    prompt, text, bias = prompt_text_bias(model, prompt_tokens, text_tokens, bias)
+    prompt, text, bias = prompt_text_bias(model, prompt, text, bias)
     if readings is None:
         readings = read_text(model, prompt, text, bias=bias, conditions=("with_prompt", "converted"))
     check_readings(readings, ("with_prompt", "converted"), len(text))
@@ -92,5 +92,5 @@ CONVERSION_ERROR = Analysis(
     summary="how exactly a converted prompt replaces the prompt: the logits on a text, both ways, place by place",
     function=conversion_error,
     columns=COLUMNS,
-    inputs={"prompt_tokens": PROMPT, "text_tokens": TEXT},
+    inputs={"prompt": PROMPT, "text": TEXT},
 )

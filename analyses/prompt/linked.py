@@ -78,8 +78,8 @@ class LinkedShares:
 @torch.no_grad()
 def linked_shares(
     model: HookedKVTransformer,
-    prompt_tokens: PromptTokens,
-    text_tokens: TextTokens,
+    prompt: PromptTokens,
+    text: TextTokens,
     *,
     bias: KVBias | None = None,
     colorings: Mapping[str, Float[Tensor, "layer head"]] | None = None,
@@ -91,8 +91,8 @@ def linked_shares(
 
     Args:
         model: with nothing attached.
-        prompt_tokens: a string, or tokens [pos] as converted, with BOS where the model wants one.
-        text_tokens: a string, or tokens [pos] without BOS.
+        prompt: a string, or tokens [pos] as converted, with BOS where the model wants one.
+        text: a string, or tokens [pos] without BOS.
         bias: the converted prompt, if it is at hand; None converts it here.
         colorings: other numbers of each head that the reader may look at, by name.
         without_zero: names of those whose 0 means nothing, such as logarithms.
@@ -102,7 +102,7 @@ def linked_shares(
     Raises:
         KVLensError: tokens that do not fit.
     """
-    prompt, text, bias = prompt_text_bias(model, prompt_tokens, text_tokens, bias)
+    prompt, text, bias = prompt_text_bias(model, prompt, text, bias)
     columns, shape = PromptColumns.of(len(prompt)), (model.cfg.n_layers, model.cfg.n_heads)
     by_prompt, by_text = (torch.zeros(*shape, len(tokens), dtype=torch.float64) for tokens in (prompt, text))
     between = torch.zeros(len(text), len(columns), dtype=torch.float64)

@@ -66,10 +66,9 @@ POSITIONS_ADDED = ("standard", "sinusoidal")
 @torch.no_grad()
 def layer_contributions(
     model: HookedKVTransformer,
-    text_tokens: TextTokens,
+    prompt: KVBias | PromptTokens | None,
+    text: TextTokens,
     *,
-    bias: KVBias | None = None,
-    before_tokens: PromptTokens | None = None,
     next_token: bool = True,
     tokens: Sequence[Token] = (),
     per_head: bool = False,
@@ -78,10 +77,9 @@ def layer_contributions(
 
     Args:
         model: with any attention; its heads must write to the residual stream directly.
-        text_tokens: [pos], without BOS if something stands in front.
-        bias: of one prompt, attached meanwhile; None takes what the model holds now: an attached bias, a trained one, none.
-        before_tokens: [pos], what stands in front of the text unconverted, for models without a bias or to compare the two;
-            it gets no rows.
+        prompt: a bias, attached meanwhile; or a string or tokens [pos], which stand in front of the text unconverted and get no
+            rows. None takes the model as it is, with an attached or trained bias if it holds one.
+        text: a string, or tokens [pos], without BOS if something stands in front.
         next_token: whether the logit of the token that follows is split.
         tokens: ids or texts of further tokens whose logits are split at every place.
         per_head: one row per head instead of one per layer for ``attention_input`` and ``attention_bias``.
@@ -97,9 +95,8 @@ def layer_contributions(
             its attention's output, or one that adds something which is not in the table.
     """
     check_heads_write_directly(model, "layer_contributions")
-    text, before = _text_and_before(model, text_tokens, before_tokens, bias)
-    if bias is not None:
-        one_bias("layer_contributions", bias)
+    bias = one_bias("layer_contributions", prompt) if isinstance(prompt, KVBias) else None
+    text, before = _text_and_before(model, text, None if isinstance(prompt, KVBias) else prompt, bias)
     targets = _targets(model, text, next_token, tokens)
     cache = _run(model, torch.cat([before, text]), len(text), bias)
     residual = cache[_last(model)].double()
@@ -123,15 +120,15 @@ def layer_contributions(
 
 
 def _text_and_before(
-    model: HookedKVTransformer, text_tokens: TextTokens, before_tokens: PromptTokens | None, bias: KVBias | None
+    model: HookedKVTransformer, text: TextTokens, prompt: PromptTokens | None, bias: KVBias | None
 ) -> tuple[Tensor, Tensor]:
     """BOS in front of whatever string the model reads first."""
     begins = model.prepends_bos and bias is None and model.attached_kv_bias is None
-    if before_tokens is None:
-        text = one_sequence(model, "text_tokens", text_tokens, prepend_bos=begins)
+    if prompt is None:
+        text = one_sequence(model, "text", text, prepend_bos=begins)
         return text, text[:0]
-    before = one_sequence(model, "before_tokens", before_tokens, may_be_empty=True, prepend_bos=begins)
-    return one_sequence(model, "text_tokens", text_tokens), before
+    before = one_sequence(model, "prompt", prompt, may_be_empty=True, prepend_bos=begins)
+    return one_sequence(model, "text", text), before
 
 
 class _Target(NamedTuple):
@@ -272,8 +269,8 @@ def _frame(
 
 def _after_prompt(
     model: HookedKVTransformer,
-    prompt_tokens: Tensor,
-    text_tokens: Tensor,
+    prompt: Tensor,
+    text: Tensor,
     answer: Token | None,
     wrong: Token | None,
     *,
@@ -283,9 +280,8 @@ def _after_prompt(
     linear = model.cfg.attention == "linear"
     return layer_contributions(
         model,
-        text_tokens,
-        bias=convert_prompt(model, prompt_tokens) if linear else None,
-        before_tokens=None if linear else prompt_tokens,
+        convert_prompt(model, prompt) if linear else prompt,
+        text,
         tokens=[token for token in (answer, wrong) if token is not None],
         per_head=per_head,
     )
@@ -300,7 +296,7 @@ LAYER_CONTRIBUTIONS = Analysis(
     summary="embedding, attention from the text, attention from the bias, MLP: norms and logits of each part, place by place",
     function=_after_prompt,
     columns=COLUMNS,
-    inputs={"prompt_tokens": PROMPT, "text_tokens": TEXT, "answer": ANSWER, "wrong": WRONG},
+    inputs={"prompt": PROMPT, "text": TEXT, "answer": ANSWER, "wrong": WRONG},
     options={"per_head": Option("one row per head instead of one per layer")},
     check_model=_check_model,
 )

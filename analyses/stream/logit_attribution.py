@@ -180,7 +180,7 @@ def check_predicts_text(model: HookedKVTransformer, text: Int[Tensor, " pos"]) -
     n_out = model.cfg.d_vocab_out
     if len(text) > 1 and int(text[1:].max()) >= n_out:
         raise KVLensError(
-            f"text_tokens: token {int(text[1:].max())} follows in the text, and this model predicts {n_out} classes only, so "
+            f"text: token {int(text[1:].max())} follows in the text, and this model predicts {n_out} classes only, so "
             "that it has no logit and no loss; use an analysis of chosen classes (answer=, or tokens= with next_token=False)"
         )
 

@@ -169,7 +169,7 @@ def build_report(
         "prompt_copies": copies,
         "bias_by_head": by_head,
         "bias_by_layer": by_layer,
-        "layer_contributions": layer_contributions(model, text_tokens, bias=bias),
+        "layer_contributions": layer_contributions(model, bias, text_tokens),
         "generated": written,
     }
     colorings = {"ablation_kl": _by_head(by_head, "ablation_kl", bias)}

@@ -75,12 +75,12 @@ def test_what_helps_has_a_positive_change_of_the_loss_in_every_table():
     assert bias_ablation(model, bias, piece, [[(1, 2)]])["loss_change"].item() == pytest.approx(without_head - whole, **near)
     assert by_layer["loss_change"].iloc[1] == pytest.approx(without_layer - whole, **near)
 
-    depths = prompt_by_depth(model, piece, piece, baseline_tokens=piece[:0])
+    depths = prompt_by_depth(model, piece, piece, baseline=piece[:0])
     end = depths.loc[depths["layer"] == 2, "loss_change"].mean()
     assert end == pytest.approx(loss() - loss(piece), **near) and end > 0.5
     assert "without minus with" in depth_map(depths).body and '"means":[0.0,' in depth_map(depths).body.replace(" ", "")
 
-    resampled = induction_heads(model, tokens=piece, ablations=True)
+    resampled = induction_heads(model, prompt=piece, ablations=True)
     row = resampled[(resampled["layer"] == 1) & (resampled["head"] == 2)].iloc[0]
     assert (
         row["ablation_loss_change"] > 0.5 and row["prefix_matching_loss_change"] > 0.5 and row["ablation_logit_change"] < -0.1

@@ -80,13 +80,13 @@ def test_no_module_is_named_as_what_it_holds(name):
     assert hasattr(importlib.import_module(HOMES[name]), name)
 
 
-def largest(model, text_tokens, answer=None, *, scale: float = 1.0, kinds=("a", "b"), limit: int | None = None):
-    return COLUMNS.frame({"place": [0], "word": str(answer), "rank": [len(text_tokens)], "size": [scale * len(kinds)]})
+def largest(model, text, answer=None, *, scale: float = 1.0, kinds=("a", "b"), limit: int | None = None):
+    return COLUMNS.frame({"place": [0], "word": str(answer), "rank": [len(text)], "size": [scale * len(kinds)]})
 
 
 def declared(**changes):
     options = {"scale": Option("x"), "kinds": Option("y", ("a", "b", "c"), many=True), "limit": Option("z", value_type=int)}
-    inputs = {"text_tokens": TEXT, "answer": Field("answer", required=False)}
+    inputs = {"text": TEXT, "answer": Field("answer", required=False)}
     settings = dict(name="largest", summary="s", function=largest, columns=COLUMNS, inputs=inputs, options=options)
     return Analysis(**{**settings, **changes})
 
@@ -110,10 +110,10 @@ def test_a_record_becomes_arguments():
     row = analysis.run(model, Record("a", "0", "1 0 1", {"answer": 7}), scale=0.5).iloc[0]
     assert (row["word"], row["rank"], row["size"]) == ("7", 3, 1.0)
     assert analysis.run(model, Record("a", "0", "1"))["word"].tolist() == ["None"]
-    assert analysis.needs_text and not declared(inputs={"text_tokens": Field("prompt")}).needs_text
+    assert analysis.needs_text and not declared(inputs={"text": Field("prompt")}).needs_text
     with pytest.raises(KVLensError, match="needs a text"):
         analysis.run(model, Record("a", "0"))
-    wrong = declared(function=lambda model, text_tokens: pd.DataFrame({"place": [0]}), options={}, inputs={"text_tokens": TEXT})
+    wrong = declared(function=lambda model, text: pd.DataFrame({"place": [0]}), options={}, inputs={"text": TEXT})
     with pytest.raises(TypeError, match="largest promises"):
         wrong.run(model, Record("a", "0", "1"))
 
@@ -121,8 +121,8 @@ def test_a_record_becomes_arguments():
 def test_a_declaration_that_does_not_fit_its_function_is_refused():
     with pytest.raises(TypeError, match="takes no argument 'test_tokens'"):
         declared(inputs={"test_tokens": TEXT})
-    with pytest.raises(TypeError, match="'text_tokens' needs a default"):
-        declared(options={"text_tokens": Option("x")})
+    with pytest.raises(TypeError, match="'text' needs a default"):
+        declared(options={"text": Option("x")})
 
 
 def example() -> str:

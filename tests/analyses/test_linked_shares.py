@@ -92,7 +92,7 @@ def test_the_deepest_row_is_the_models_own_loss(changes):
     table = prompt_by_depth(model, PROMPT, TEXT)
     assert table["layer"].unique().tolist() == [0, 1, 2]
     last = table[table["layer"] == 2]
-    effect = prompt_effect(model, PROMPT, TEXT, baseline_tokens=PROMPT[:0])
+    effect = prompt_effect(model, PROMPT, TEXT, baseline=PROMPT[:0])
     for column, condition in (("loss_with", "with_prompt"), ("loss_without", "without_prompt")):
         expected = effect.loc[effect["condition"] == condition, "loss"].to_numpy()
         assert last[column].to_numpy() == pytest.approx(expected, rel=1e-10, nan_ok=True)
@@ -101,7 +101,7 @@ def test_the_deepest_row_is_the_models_own_loss(changes):
 
 def test_a_prompt_that_changes_nothing_changes_no_depth():
     model = build(**MODELS["softmax"])
-    table = prompt_by_depth(model, PROMPT, TEXT, baseline_tokens=PROMPT)
+    table = prompt_by_depth(model, PROMPT, TEXT, baseline=PROMPT)
     assert (table["loss_change"].dropna() == 0).all()
     assert (table["guess_with"] == table["guess_without"]).all()
 

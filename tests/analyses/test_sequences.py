@@ -1,5 +1,8 @@
 """Strings, tokens [pos] and [1, pos] are the same prompt and text to every analysis."""
 
+import importlib
+import inspect
+
 import pandas as pd
 import pytest
 import torch
@@ -47,9 +50,9 @@ def test_the_other_first_arguments(model):
     bias = convert_prompt(model, PROMPT)
     all_equal([analyses.bias_ablation(model, x, y, [[(0, 1)]]) for x, y in zip([*prompt, bias], [*text, TEXT], strict=True)])
     all_equal([analyses.activation_patching(model, x, TEXT, y, points=["b_kv"]) for x, y in zip(prompt, text, strict=True)])
-    all_equal([analyses.layer_contributions(model, y, before_tokens=x) for x, y in zip(prompt, text, strict=True)])
-    all_equal([analyses.layer_contributions(model, x) for x in prompt])  # a string gets the model's BOS
-    all_equal([analyses.layer_contributions(model, y, bias=bias) for y in text])  # but not behind a prompt
+    all_equal([analyses.layer_contributions(model, x, y) for x, y in zip(prompt, text, strict=True)])
+    all_equal([analyses.layer_contributions(model, None, x) for x in prompt])  # a string gets the model's BOS
+    all_equal([analyses.layer_contributions(model, bias, y) for y in text])  # but not behind a prompt
     rows = [analyses.attention_rows(model, x, torch.tensor([2])) for x in prompt]
     details = [analyses.head_details(model, x, y) for x, y in zip(prompt, text, strict=True)]
     assert all(torch.equal(rows[0], x) for x in rows) and all(d.prompt == details[0].prompt for d in details)
@@ -67,3 +70,47 @@ def test_bos_as_convert_prompt_has_it(model):
     assert torch.equal(prompt_sequence(model, "x", TEXT, bias), one_sequence(model, "x", TEXT))
     with model.kv_bias(bias):
         assert torch.equal(prompt_sequence(model, "x", TEXT), one_sequence(model, "x", TEXT))
+
+
+PROMPT_ONLY = ("dual_losses", "dual_demonstrations", "dual_bound")
+NEED_TOKENS = (
+    *("bias_by_head", "bias_by_layer", "bias_positions", "prompt_by_depth", "prompt_effect", "conversion_error"),
+    *("prompt_copies", "head_details", "linked_shares"),
+)
+TAKE_A_BIAS = ("bias_effects", "bias_decomposition")
+
+
+@pytest.mark.unhooked
+@pytest.mark.parametrize("name", [*NEED_TOKENS, *PROMPT_ONLY])
+def test_where_the_prompts_own_tokens_are_read_a_bias_is_refused(model, name):
+    texts = () if name in PROMPT_ONLY else (TEXT,)
+    with pytest.raises(KVLensError, match="prompt: this analysis reads the prompt's own tokens, and a bias has none"):
+        getattr(analyses, name)(model, convert_prompt(model, PROMPT), *texts)
+
+
+@pytest.mark.parametrize("name", TAKE_A_BIAS)
+def test_elsewhere_a_bias_is_as_good_as_its_prompt(model, name):
+    bias, analysis = convert_prompt(model, PROMPT), getattr(analyses, name)
+    all_equal([analysis(model, x, TEXT) for x in (PROMPT, bias)])
+
+
+def test_a_bias_is_as_good_as_its_prompt_where_there_is_no_text_or_a_second_prompt(model):
+    bias = convert_prompt(model, PROMPT)
+    all_equal([analyses.bias_singular_values(model, x) for x in (PROMPT, bias)])
+    all_equal([analyses.circuits(model, x, TEXT) for x in (PROMPT, bias)])
+    all_equal([analyses.bias_overwriting(model, x, TEXT) for x in (PROMPT, bias)])
+
+
+def test_a_string_begins_with_bos_for_the_dual_model_too(model):
+    all_equal([analyses.dual_losses(model, x) for x in forms(model, PROMPT)])
+
+
+def test_every_analysis_takes_prompt_and_text_by_these_names():
+    for name, where in analyses.ANALYSES.items():
+        module, _, attribute = where.partition(":")
+        analysis = getattr(importlib.import_module(module), attribute)
+        parameters = list(inspect.signature(getattr(analyses, name)).parameters)
+        assert not analysis.inputs or "prompt" in parameters, name
+        assert not any(parameter.endswith("_tokens") for parameter in parameters), name
+        if analysis.needs_text:
+            assert parameters[:2] == ["model", "prompt"] and "text" in parameters[2:4], name

@@ -65,7 +65,7 @@ def cost(small: bool) -> None:
         return model.run_with_cache(tokens, names_filter=lambda name: name.endswith("hook_pattern"))[1]
 
     def analysis() -> Any:
-        return induction_heads(model, tokens=piece)
+        return induction_heads(model, prompt=piece)
 
     expected = patterns().stack_activation("pattern").diagonal(offset=1 - n, dim1=-2, dim2=-1)[..., 1:].mean(dim=(1, 3))
     check_close(torch.tensor(analysis()["prefix_matching_score"].to_numpy()), expected.flatten(), 1e-5, "prefix matching")

@@ -30,7 +30,7 @@ MODELS = {
 
 
 def patching(model, **changes):
-    arguments = dict(clean=CLEAN, corrupted=CORRUPTED, text_tokens=TEXT, answer=ANSWER, wrong=WRONG)
+    arguments = dict(prompt=CLEAN, corrupted=CORRUPTED, text=TEXT, answer=ANSWER, wrong=WRONG)
     return activation_patching(model, **{**arguments, **changes})
 
 
@@ -240,7 +240,7 @@ def test_the_model_is_left_as_it_was():
     clean, corrupted = convert_prompt(model, CLEAN), convert_prompt(model, CORRUPTED)
     before = copy.deepcopy(clean.b_KV), copy.deepcopy(corrupted.b_KV)
     with model.kv_bias(own):
-        patching(model, clean=clean, corrupted=corrupted)
+        patching(model, prompt=clean, corrupted=corrupted)
         assert model.attached_kv_bias is own
     assert torch.equal(clean.b_KV, before[0]) and torch.equal(corrupted.b_KV, before[1])
     assert not any(point.fwd_hooks for point in model.hook_dict.values())
@@ -270,8 +270,8 @@ def test_the_batch_script_gives_the_promised_columns():
         ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
         ({"metric": lambda logits: logits[:, -1]}, r"one number per row, \[1\], .* of shape \[1, 17\]"),
         ({"answer": 17}, r"answer: expected a token id in 0\.\.16"),
-        ({"answer": None, "wrong": None, "text_tokens": TEXT[:1]}, "one token has no next token"),
-        ({"clean": CLEAN[:0]}, "clean: it is empty"),
+        ({"answer": None, "wrong": None, "text": TEXT[:1]}, "one token has no next token"),
+        ({"prompt": CLEAN[:0]}, "prompt: it is empty"),
     ],
 )
 def test_bad_input(changes, message):

@@ -101,7 +101,7 @@ def test_by_pencil():
 def test_positions_add_up_to_the_bias_and_all_parts_to_the_head(name, before):
     model = random_model(**MODELS[name])
     initial = held(model)[before]
-    heads = bias_decomposition(model, PROMPT, TEXT, bias=convert_prompt(model, PROMPT, initial=initial))
+    heads = bias_decomposition(model, convert_prompt(model, PROMPT, initial=initial), TEXT)
     for by in ("attended", "source"):
         frame = bias_positions(model, PROMPT, TEXT, by=by, initial=initial)
         for column in ("output_share", "logit"):
@@ -222,14 +222,14 @@ def test_a_prompt_shorter_than_the_window():
     initial = held(model)["a bias"]
     for by in ("attended", "source"):
         frame = bias_positions(model, PROMPT[:1], TEXT, by=by, initial=initial)
-        heads = bias_decomposition(model, PROMPT[:1], TEXT, bias=convert_prompt(model, PROMPT[:1], initial=initial))
+        heads = bias_decomposition(model, convert_prompt(model, PROMPT[:1], initial=initial), TEXT)
         np.testing.assert_allclose(of_bias(frame)["logit"], heads["logit"], rtol=0, atol=1e-12 * heads["logit"].abs().max())
 
 
 def test_singular_values():
     model = random_model(feature_map="taylor", rotary_placement="before", kv_shift=None)
     bias = convert_prompt(model, PROMPT[:3])
-    frame = bias_singular_values(bias)
+    frame = bias_singular_values(model, bias)
     assert len(frame) == 2 * 5 * 6
     for (layer, head), rows in frame.groupby(["layer", "head"]):
         expected = np.linalg.svd(bias.b_KV[layer, head].numpy(), compute_uv=False)
@@ -249,7 +249,7 @@ def test_effective_rank_by_pencil():
 
 def test_a_bias_of_zeros_has_no_share_and_no_logit():
     model = random_model(kv_shift=None)
-    frame = bias_decomposition(model, PROMPT, TEXT, bias=convert_prompt(model, PROMPT).zero_like())
+    frame = bias_decomposition(model, convert_prompt(model, PROMPT).zero_like(), TEXT)
     assert (frame.drop(columns=["layer", "head"]) == 0).all(axis=None)
 
 
@@ -289,7 +289,7 @@ def test_bad_input():
     with pytest.raises(KVLensError, match=r"at=5 lies outside the text, whose 5 places"):
         bias_positions(model, PROMPT, TEXT, at=[0, 5])
     with pytest.raises(KVLensError, match="batch of 2"):
-        bias_singular_values(convert_prompt(model, tokens(6).reshape(2, 3)))
+        bias_singular_values(model, convert_prompt(model, tokens(6).reshape(2, 3)))
     with pytest.raises(KVLensError, match=r"wrong: .* give answer="):
         bias_decomposition(model, PROMPT, TEXT, wrong=3)
     with pytest.raises(KVLensError, match=r"answer: expected a token id in 0\.\.16"):

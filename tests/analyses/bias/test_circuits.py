@@ -295,7 +295,7 @@ def test_bad_input():
         bias_similarity([bias, convert_prompt(random_model(seed=4), FIRST)])
     with pytest.raises(KVLensError, match="n_directions must be at least 1, got 0"):
         bias_overwriting(model, FIRST, SECOND, n_directions=0)
-    with pytest.raises(KVLensError, match="second_tokens: it is empty"):
+    with pytest.raises(KVLensError, match="second_prompt: it is empty"):
         circuits(model, FIRST, SECOND[:0])
     with model.kv_bias(bias), pytest.raises(KVLensError, match="a bias is attached"):
         bias_addition(model, FIRST, SECOND, TEXT)

@@ -87,7 +87,7 @@ def test_every_query_head_has_its_rows(name):
     n = model.cfg.n_layers * model.cfg.n_heads
     bias = convert_prompt(model, PROMPT)
     assert len(bias_by_head(model, PROMPT, TEXT, bias=bias)) == n
-    assert len(bias_singular_values(bias)) == n * min(bias.d_phi, model.cfg.d_head)
+    assert len(bias_singular_values(model, bias)) == n * min(bias.d_phi, model.cfg.d_head)
     assert set(bias_decomposition(model, PROMPT, TEXT)["head"]) == set(range(model.cfg.n_heads))
     assert len(bias_effects(model, PROMPT, TEXT, parts=["bias"])) == n
 
@@ -152,9 +152,13 @@ def test_sizes_are_of_what_the_stored_numbers_stand_for():
     np.testing.assert_allclose(second[["b_kv_norm", "b_d_norm"]], first[["b_kv_norm", "b_d_norm"]], rtol=1e-12)
     whole = (bias.b_KV * bias.log_scale.exp()[..., None, None]).repeat_interleave(3, dim=1).norm(dim=(-2, -1))
     np.testing.assert_allclose(first["b_kv_norm"], whole.flatten(), rtol=1e-12)
-    values = bias_singular_values(bias).groupby(["layer", "head"])["singular_value"].agg(lambda sigma: (sigma**2).sum() ** 0.5)
+    values = (
+        bias_singular_values(model, bias)
+        .groupby(["layer", "head"])["singular_value"]
+        .agg(lambda sigma: (sigma**2).sum() ** 0.5)
+    )
     np.testing.assert_allclose(values, whole.flatten(), rtol=1e-12)
     by_layer = bias_by_layer(model, PROMPT, TEXT, bias=bias)["b_kv_norm"]
     np.testing.assert_allclose(by_layer, whole.norm(dim=1), rtol=1e-12)
-    enormous = bias_singular_values(replace(bias, log_scale=bias.log_scale + 1e4))
+    enormous = bias_singular_values(model, replace(bias, log_scale=bias.log_scale + 1e4))
     assert np.isfinite(enormous[["singular_value", "energy_share"]]).all(axis=None)

@@ -112,7 +112,7 @@ def test_a_prompt_in_another_order_is_the_same_sum_without_positions():
     model = softmax_model(n_layers=1, positional_embedding_type="none")
     whole, other = convert_prompt(model, FIRST), convert_prompt(model, SECOND)
     reordered = convert_prompt(model, FIRST[torch.tensor([3, 0, 6, 1, 5, 2, 4])])
-    frame = bias_similarity([whole, reordered, other, 2.0 * whole, whole.zero_like()], model=model, text_tokens=TEXT)
+    frame = bias_similarity([whole, reordered, other, 2.0 * whole, whole.zero_like()], model=model, text=TEXT)
     frame, columns = frame.set_index(["prompt_a", "prompt_b"]), ["b_kv_cosine", "b_d_cosine"]
     np.testing.assert_allclose(frame.loc[[(0, 1), (0, 3), (1, 3)], columns], 1, rtol=1e-12)
     assert (frame.loc[(0, 2), "b_kv_cosine"].abs() < 0.999).all()
@@ -124,7 +124,7 @@ def test_other_features_are_read_like_any(kind):
     model = softmax_model(**KINDS["learned positions"])
     options = dict(verbose=False, n_continuations=2, continuation_length=3) if kind == "landmark" else {}
     a, b = (convert_prompt(model, x, method=kind, n_features=4, **options) for x in (FIRST, TEXT))
-    frame = bias_similarity([a, a, b], model=model, text_tokens=SECOND).set_index(["prompt_a", "prompt_b"])
+    frame = bias_similarity([a, a, b], model=model, text=SECOND).set_index(["prompt_a", "prompt_b"])
     np.testing.assert_allclose(frame.loc[(0, 1), "b_kv_cosine"], 1, rtol=1e-12)
     assert frame["b_kv_cosine"].abs().le(1 + 1e-12).all()
 
@@ -143,5 +143,5 @@ def test_the_batch_takes_softmax_models_and_similarity_asks_for_a_text():
     text = " ".join(map(str, FIRST.tolist()))
     frame = CIRCUITS.run(model, Record("a", text, fields={"second_prompt": " ".join(map(str, SECOND.tolist()))}))
     np.testing.assert_allclose(frame["survival"], circuits(model, FIRST, SECOND)["survival"], rtol=1e-12)
-    with pytest.raises(KVLensError, match="give model= and text_tokens="):
+    with pytest.raises(KVLensError, match="give model= and text="):
         bias_similarity([convert_prompt(model, x) for x in (FIRST, SECOND)])

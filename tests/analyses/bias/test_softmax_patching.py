@@ -24,7 +24,7 @@ def softmax_model(name):
 
 
 def patching(model, **changes):
-    arguments = dict(clean=CLEAN, corrupted=CORRUPTED, text_tokens=TEXT, answer=ANSWER, wrong=WRONG)
+    arguments = dict(prompt=CLEAN, corrupted=CORRUPTED, text=TEXT, answer=ANSWER, wrong=WRONG)
     return activation_patching(model, **{**arguments, **changes})
 
 
@@ -119,13 +119,13 @@ def test_biases_of_fewer_keys_and_of_features_that_know_no_prompt():
         dict(method="random", n_features=8),
     ):
         clean, corrupted = (convert_prompt(model, x, **options) for x in (CLEAN, CORRUPTED))
-        frame = patching(model, clean=clean, corrupted=corrupted)
+        frame = patching(model, prompt=clean, corrupted=corrupted)
         assert frame["point"].unique().tolist() == ["bias", "z_bias"]
         assert frame.set_index(["point", "layer", "head"])["recovered"]["bias", -1, -1] == pytest.approx(1, abs=1e-9)
         with model.kv_bias(clean):
             assert frame["clean_metric"].iloc[0] == pytest.approx(metric(model(TEXT[None])), rel=1e-9)
         with pytest.raises(KVLensError, match="every token of one has its own in the other"):
-            patching(model, clean=clean, corrupted=corrupted, points=["keys"])
+            patching(model, prompt=clean, corrupted=corrupted, points=["keys"])
 
 
 def test_what_softmax_has_not_is_refused_and_what_it_has_named():

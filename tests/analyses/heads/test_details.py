@@ -64,7 +64,7 @@ def test_details_are_the_pattern_and_the_shares():
 def test_details_need_tokens_and_a_free_model():
     model = tiny_text_model()
     prompt, text = tokens_of(model)
-    with pytest.raises(KVLensError, match="prompt_tokens: it is empty"):
+    with pytest.raises(KVLensError, match="prompt: it is empty"):
         head_details(model, prompt[:0], text)
     with model.kv_bias(convert_prompt(model, prompt)), pytest.raises(KVLensError, match="a bias is attached"):
         head_details(model, prompt, text)

@@ -162,7 +162,7 @@ def slow_scores(pattern, taps):
 @pytest.mark.parametrize("name", MODELS)
 def test_scores_equal_loops_over_written_out_effective_patterns(name):
     model = scaled_model(name)
-    frame = induction_heads(model, tokens=piece())
+    frame = induction_heads(model, prompt=piece())
     _, cache = model.run_with_cache(twice(piece()))
     kinds = ("prefix_matching", "previous_token", "duplicate_token")
     group = model.cfg.n_heads // model.cfg.n_kv_heads
@@ -188,7 +188,7 @@ def test_relation_to_transformer_lens_detector(name):
     if name == "softmax":
         torch.testing.assert_close(pattern_mass, torch.full_like(pattern_mass, n))
     model.to_tokens = lambda seq: tokens
-    frame = induction_heads(model, tokens=piece(1))
+    frame = induction_heads(model, prompt=piece(1))
     for kind, name_there, n_queries in (
         ("prefix_matching", "induction_head", N),
         ("previous_token", "previous_token_head", n - 1),
@@ -202,7 +202,7 @@ def test_relation_to_transformer_lens_detector(name):
 @pytest.mark.parametrize("name", ["softmax", "softmax, window 2, GQA", "linear"])
 def test_copying_score_equals_the_eigenvalues_of_the_vocabulary_sized_circuit(name):
     model = random_model(**MODELS[name])  # gains 1: nothing to fold
-    frame = induction_heads(model, tokens=piece())
+    frame = induction_heads(model, prompt=piece())
     for row in frame.to_dict("records"):
         attn = model.blocks[row["layer"]].attn
         one = torch.eye(model.cfg.d_model, dtype=torch.float64)
@@ -218,7 +218,7 @@ def test_copying_score_equals_the_eigenvalues_of_the_vocabulary_sized_circuit(na
 def test_figures_of_the_weights_do_not_depend_on_whether_gains_are_folded():
     folded, plain = scaled_model("softmax, window 2, GQA"), scaled_model("softmax, window 2, GQA")
     folded.process_weights_(fold_ln=True, center_writing_weights=False, center_unembed=False)
-    before, after = (induction_heads(model, tokens=piece()) for model in (plain, folded))
+    before, after = (induction_heads(model, prompt=piece()) for model in (plain, folded))
     # TransformerLens folds in float32: some 1e-7 in each weight, summed over a few layers
     pd.testing.assert_frame_equal(before, after, rtol=1e-5, atol=1e-5)
 
@@ -230,7 +230,7 @@ def test_figures_of_the_weights_do_not_depend_on_whether_gains_are_folded():
 def test_attribution_predicts_what_removing_a_head_from_the_direct_path_does(name):
     """Head off, every later part held at what it was, norms at their scales: the logit moves by the attribution."""
     model = scaled_model(name)
-    frame = induction_heads(model, tokens=piece())
+    frame = induction_heads(model, prompt=piece())
     tokens = twice(piece())
     logits, cache = model.run_with_cache(tokens)
 
@@ -355,7 +355,7 @@ def test_the_batch_form_says_the_prompt_twice():
     model = HookedKVTransformer.from_zoo("docs-linear")
     prompt = "Return the names of all widgets."
     tokens = model.to_tokens(prompt, prepend_bos=False)
-    pd.testing.assert_frame_equal(INDUCTION_HEADS.run(model, Record("a", prompt)), induction_heads(model, tokens=tokens))
+    pd.testing.assert_frame_equal(INDUCTION_HEADS.run(model, Record("a", prompt)), induction_heads(model, prompt=tokens))
     pd.testing.assert_frame_equal(
         INDUCTION_HEADS.run(model, Record("a", prompt), n_random=2, seed=3, threshold=0.1),
         induction_heads(model, n_sequences=2, n_repeated=tokens.shape[1], seed=3, threshold=0.1),
@@ -369,9 +369,9 @@ def test_the_batch_form_says_the_prompt_twice():
         (dict(n_repeated=1), "n_repeated must be at least 2, got 1"),
         (dict(n_repeated=30), r"take 60 places and n_ctx is 32: repeat at most 16"),
         (dict(threshold=0.0), r"threshold must lie in \(0, 1\], got 0.0"),
-        (dict(tokens=torch.ones(1, 2, 3, dtype=torch.long)), r"expected .* \[batch, piece\], got shape \[1, 2, 3\]"),
+        (dict(prompt=torch.ones(1, 2, 3, dtype=torch.long)), r"expected .* \[batch, pos\], got shape \[1, 2, 3\]"),
         (dict(ratio=0.0), "ratio must be above 0, .* got 0.0"),
-        (dict(tokens=torch.tensor([[1, D_VOCAB]])), "token ids must lie in 0..10"),
+        (dict(prompt=torch.tensor([[1, D_VOCAB]])), "token ids must lie in 0..10"),
         (dict(prepend_bos=True), "this model has none"),
         (dict(n_repeated=5, ablations=True, batch_size=0), "batch_size must be at least 1, got 0"),
     ],

@@ -49,11 +49,11 @@ def test_the_model_is_left_as_it_was():
 @pytest.mark.parametrize(
     ("prompt", "text", "message"),
     [
-        (torch.tensor([[1, 2], [3, 4]]), torch.tensor([1]), r"prompt_tokens: expected .* \[1, pos\], got shape \[2, 2\]"),
-        ("ab", torch.tensor([1]), "prompt_tokens: this model has no tokenizer, so it cannot read 'ab'"),
-        ([1, 2], torch.tensor([1]), "prompt_tokens: expected .* got list"),
-        (torch.tensor([], dtype=torch.long), torch.tensor([1]), "prompt_tokens: it is empty"),
-        (torch.tensor([1]), torch.tensor([17]), r"text_tokens: token ids must lie in 0\.\.16"),
+        (torch.tensor([[1, 2], [3, 4]]), torch.tensor([1]), r"prompt: expected .* \[1, pos\], got shape \[2, 2\]"),
+        ("ab", torch.tensor([1]), "prompt: this model has no tokenizer, so it cannot read 'ab'"),
+        ([1, 2], torch.tensor([1]), "prompt: expected .* got list"),
+        (torch.tensor([], dtype=torch.long), torch.tensor([1]), "prompt: it is empty"),
+        (torch.tensor([1]), torch.tensor([17]), r"text: token ids must lie in 0\.\.16"),
     ],
 )
 def test_bad_tokens(prompt, text, message):

@@ -43,7 +43,7 @@ def test_by_pencil():
 @pytest.mark.parametrize("name", VARIANTS)
 def test_against_the_slow_way(name):
     model, prompt, text = random_model(**VARIANTS[name]), tokens(7), tokens(5, seed=1)
-    frame = prompt_effect(model, prompt, text, baseline_tokens=prompt[:1]).set_index(["position", "condition"])
+    frame = prompt_effect(model, prompt, text, baseline=prompt[:1]).set_index(["position", "condition"])
     whole = model(torch.cat([prompt, text])[None])[0]
     alone = model(torch.cat([prompt[:1], text])[None])[0]
     for i in range(5):
@@ -62,14 +62,14 @@ def test_the_bos_stays_where_the_prompt_began_with_it():
     prompt, text = model.to_tokens("the widget")[0], model.to_tokens(" is green", prepend_bos=False)[0]
     assert int(prompt[0]) == model.tokenizer.bos_token_id
     by_default = prompt_effect(model, prompt, text)
-    pd.testing.assert_frame_equal(by_default, prompt_effect(model, prompt, text, baseline_tokens=prompt[:1]))
+    pd.testing.assert_frame_equal(by_default, prompt_effect(model, prompt, text, baseline=prompt[:1]))
     without_bos = prompt_effect(model, prompt[1:], text)
-    pd.testing.assert_frame_equal(without_bos, prompt_effect(model, prompt[1:], text, baseline_tokens=prompt[:0]))
+    pd.testing.assert_frame_equal(without_bos, prompt_effect(model, prompt[1:], text, baseline=prompt[:0]))
     assert "".join(by_default["token"][::3]) == " is green"
 
 
 def test_a_baseline_equal_to_the_prompt_changes_nothing():
-    frame = prompt_effect(random_model(), tokens(7), tokens(5, seed=1), baseline_tokens=tokens(7))
+    frame = prompt_effect(random_model(), tokens(7), tokens(5, seed=1), baseline=tokens(7))
     assert (frame["kl"] < ROUNDING).all()
 
 

@@ -60,7 +60,7 @@ def test_the_parts_add_up(name, dtype, tolerance):
     logits = model(torch.cat([before, TEXT])[None])[0, -5:].double()
     chosen_tokens = [11, 0, 16, 5, 2]
     for per_head in (False, True):
-        frame = layer_contributions(model, TEXT, before_tokens=before, tokens=chosen_tokens, per_head=per_head)
+        frame = layer_contributions(model, before, TEXT, tokens=chosen_tokens, per_head=per_head)
         sums = frame.groupby(["position", "target", "target_token"], sort=False)[["logit", "residual_share"]].sum()
         chosen = torch.tensor(sums.xs("chosen", level="target")["logit"].to_numpy()).reshape(5, 5)
         assert float(((chosen - logits[:, chosen_tokens]).norm(dim=-1) / logits.norm(dim=-1)).max()) < tolerance
@@ -74,8 +74,8 @@ def test_the_parts_add_up(name, dtype, tolerance):
 def test_heads_add_up_to_their_layer(name):
     model = shaken(**MODELS[name])
     before = reading(model)
-    by_layer = layer_contributions(model, TEXT, before_tokens=before)
-    by_head = layer_contributions(model, TEXT, before_tokens=before, per_head=True)
+    by_layer = layer_contributions(model, before, TEXT)
+    by_head = layer_contributions(model, before, TEXT, per_head=True)
     is_head = by_head["component"].isin(["attention_input", "attention_bias"])
     n_heads = model.cfg.n_heads
     assert by_head.loc[is_head, "head"].tolist() == list(range(n_heads)) * (is_head.sum() // n_heads)
@@ -89,7 +89,7 @@ def test_heads_add_up_to_their_layer(name):
 def test_by_pencil():
     # the prompt 1, 2 has the bias 5; the text 1, 2 reads 1 and 2 (1 + 4) of itself; a tenth of it is the logit of token 0
     model = pencil_model()
-    frame = layer_contributions(model, PENCIL_TEXT, bias=convert_prompt(model, PENCIL_PROMPT), tokens=[0])
+    frame = layer_contributions(model, convert_prompt(model, PENCIL_PROMPT), PENCIL_TEXT, tokens=[0])
     written = [1.0, 1.0, 5.0, 0.0, 0.0], [2.0, 10.0, 10.0, 0.0, 0.0]
     rows = [
         (
@@ -121,7 +121,7 @@ def test_attribution_predicts_ablation_node_by_node(name):
     """Take one part away from the residual stream, everything behind it held still: the logits move by its logits."""
     model = shaken(**MODELS[name])
     tokens_read = torch.cat([reading(model), TEXT])[None]
-    frame = layer_contributions(model, TEXT, before_tokens=tokens_read[0, :-5], tokens=range(17), per_head=True)
+    frame = layer_contributions(model, tokens_read[0, :-5], TEXT, tokens=range(17), per_head=True)
     frame = frame[(frame["target"] == "chosen") & (frame["component"] != "unembed_bias")]
     logits, cache = model.run_with_cache(tokens_read)
     z = {"attention_input": "z_context" if "blocks.0.attn.hook_z_bias" in cache else "z", "attention_bias": "z_bias"}
@@ -155,8 +155,8 @@ def test_attribution_predicts_ablation_node_by_node(name):
 @pytest.mark.parametrize("name", VARIANTS)
 def test_what_the_unconverted_prompt_gives_is_what_the_bias_gives(name):
     model = shaken(**VARIANTS[name])
-    converted = layer_contributions(model, TEXT, bias=convert_prompt(model, PROMPT), per_head=True)
-    unconverted = layer_contributions(model, TEXT, before_tokens=PROMPT, per_head=True)
+    converted = layer_contributions(model, convert_prompt(model, PROMPT), TEXT, per_head=True)
+    unconverted = layer_contributions(model, PROMPT, TEXT, per_head=True)
     assert "attention_bias" not in unconverted["component"].to_numpy()
     keys = ["position", "layer", "component", "head"]
     merged = converted.replace({"component": {"attention_bias": "attention_input"}})
@@ -168,7 +168,7 @@ def test_what_the_unconverted_prompt_gives_is_what_the_bias_gives(name):
 def test_norms_by_their_definition():
     model = shaken()
     bias = convert_prompt(model, PROMPT)
-    frame = layer_contributions(model, TEXT, bias=bias, per_head=True).set_index(["layer", "component", "head"])
+    frame = layer_contributions(model, bias, TEXT, per_head=True).set_index(["layer", "component", "head"])
     with model.kv_bias(bias):
         _, cache = model.run_with_cache(TEXT[None])
     for head in range(5):
@@ -180,7 +180,7 @@ def test_norms_by_their_definition():
 
 
 def test_order_dtypes_and_the_last_place():
-    frame = layer_contributions(shaken(**VARIANTS["learned, queries shifted"]), TEXT, tokens=[3, 4])
+    frame = layer_contributions(shaken(**VARIANTS["learned, queries shifted"]), None, TEXT, tokens=[3, 4])
     assert {name: str(dtype) for name, dtype in frame.dtypes.items()} == COLUMNS.dtypes
     block = [(-1, "embed"), (-1, "pos_embed")]
     block += [(layer, part) for layer in (0, 1) for part in ("attention_input", "attention_b_O", "mlp")] + [(2, "unembed_bias")]
@@ -195,12 +195,12 @@ def test_order_dtypes_and_the_last_place():
 def test_the_model_is_left_as_it_was_and_an_attached_bias_is_read():
     model = shaken()
     own, other = convert_prompt(model, PROMPT), convert_prompt(model, TEXT)
-    expected = layer_contributions(model, TEXT, bias=own)
+    expected = layer_contributions(model, own, TEXT)
     model.attach_kv_bias(own)
-    layer_contributions(model, TEXT, bias=other)
+    layer_contributions(model, other, TEXT)
     assert model.attached_kv_bias is own
     assert not any(point.fwd_hooks for point in model.hook_dict.values())
-    pd.testing.assert_frame_equal(layer_contributions(model, TEXT), expected)
+    pd.testing.assert_frame_equal(layer_contributions(model, None, TEXT), expected)
 
 
 @pytest.mark.parametrize("attention", ["linear", "softmax"])
@@ -222,13 +222,13 @@ def test_the_batch_script_gives_the_promised_columns(attention):
 def test_bad_input():
     model = random_model()
     with pytest.raises(KVLensError, match="whose logits"):
-        layer_contributions(model, TEXT, next_token=False)
+        layer_contributions(model, None, TEXT, next_token=False)
     with pytest.raises(KVLensError, match="expected the bias of one prompt, got a batch of 2"):
-        layer_contributions(model, TEXT, bias=convert_prompt(model, tokens(6).reshape(2, 3)))
+        layer_contributions(model, convert_prompt(model, tokens(6).reshape(2, 3)), TEXT)
     with pytest.raises(KVLensError, match=r"token id in 0\.\.16"):
-        layer_contributions(model, TEXT, tokens=[17])
-    with pytest.raises(KVLensError, match=r"before_tokens: token ids must lie in 0\.\.16"):
-        layer_contributions(model, TEXT, before_tokens=torch.tensor([17]))
+        layer_contributions(model, None, TEXT, tokens=[17])
+    with pytest.raises(KVLensError, match=r"prompt: token ids must lie in 0\.\.16"):
+        layer_contributions(model, torch.tensor([17]), TEXT)
     with pytest.raises(KVLensError, match="norm before it is added"):
         LAYER_CONTRIBUTIONS.check_model(random_model(normalization_type="RMS", use_normalization_before_and_after=True))
 
@@ -237,4 +237,4 @@ def test_what_is_not_in_the_table_is_refused():
     model = random_model()
     model.add_hook("blocks.0.hook_resid_post", lambda x, hook: 2 * x)
     with pytest.raises(KVLensError, match="of the final residual stream comes from something else"):
-        layer_contributions(model, TEXT)
+        layer_contributions(model, None, TEXT)
