@@ -13,6 +13,11 @@ LOSS_CHANGE = "loss, intervened minus original, nats: positive where what is tak
 EFFECT = "log p(answer) as it is, less log p(answer) intervened, nats"
 LOGIT_CHANGE = "logit, intervened minus original: negative where what is taken away helps"
 """How every table says what an intervention changes, and with which sign."""
+OUTPUT_SHARE = "<part, z> / <z, z>, of the head's output z"
+"""What ``output_share`` means in every table. It is signed, and the shares of all parts sum to 1.
+
+Both products are summed over the text positions that a row is about: a single one, or all of them.
+"""
 
 
 def text_logits(

@@ -127,8 +127,8 @@ table[["layer", "head", "verdict", "role", "prefix_matching_score", "duplicate_t
 
 # %%
 block = torch.randperm(128, generator=torch.Generator().manual_seed(0))[:20]
-copies = prompt_copies(shifted, block, block).groupby("head")[["share", "shifted"]].mean()
-assert copies["share"].max() > 0.7 and copies["share"].idxmax() in set(copying["head"])
+copies = prompt_copies(shifted, block, block).groupby("head")[["attention", "shifted"]].mean()
+assert copies["attention"].max() > 0.7 and copies["attention"].idxmax() in set(copying["head"])
 copies.round(2)
 
 # %% [markdown]

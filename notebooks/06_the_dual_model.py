@@ -42,7 +42,7 @@ tokens = model.to_tokens(text)[0]
 # %%
 table = dual_losses(model, tokens)
 assert table["equivalence_error"].max() < 1e-10
-table[["layer", "head", "query", "token", "log_loss_drop", "step_share", "equivalence_error"]].tail(4)
+table[["layer", "head", "position", "token", "log_loss_drop", "step_share", "equivalence_error"]].tail(4)
 
 # %% [markdown]
 # What is left is the rounding of float64.
@@ -91,7 +91,7 @@ dual_view(table, shares, query=model.to_string(tokens[-1]))
 # and "parrot" make the largest share?
 
 # %%
-at_the_end = table[table["query"] == len(tokens) - 1].set_index(["layer", "head"])["step_share"]
+at_the_end = table[table["position"] == len(tokens) - 1].set_index(["layer", "head"])["step_share"]
 assert (shares.groupby(["layer", "head"])["output_share"].sum() - at_the_end).abs().max() < 1e-10
 named = shares[shares["token"].str.strip().isin(["Pavel", "parrot"])].groupby(["layer", "head"])["output_share"].sum()
 assert named.max() > 1.5 * 4 / len(tokens)  # four such tokens stand before the last: well above an even split

@@ -15,6 +15,7 @@ from typing import Any
 from kvlens import KVLensError
 from kvlens.files import checksum
 
+from .earlier import with_names_of_today
 from .worker import REFUSED, PromptResult
 
 _TABLES = """
@@ -166,7 +167,7 @@ def _with_place(error: str | None, where: str | None) -> str | None:
 
 def check_same(path: Path, begun: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise KVLensError where a file was begun with other settings; those that differ are named."""
-    differing = differences(begun, now)
+    differing = differences(with_names_of_today(begun), now)
     if differing:
         raise KVLensError(
             f"{path} was begun with other settings: {'; '.join(differing[:4])}. Give the settings that it was begun "

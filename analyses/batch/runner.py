@@ -27,6 +27,7 @@ from kvlens.signature import checked, hold_fields
 from kvlens.terminal import visible
 
 from ..declaration import Analysis, Record
+from .earlier import FORMAT_VERSION
 from .engines import run_jobs
 from .journal import Journal, check_same
 from .models import ModelShelf
@@ -36,7 +37,6 @@ from .table import read_facts, read_parquet, schema_of, to_bytes, write_parquet
 from .work import Resources, Work, check_work
 from .worker import Job, PromptResult, columns_of
 
-FORMAT_VERSION = 1
 MALFORMED = "malformed"
 NO_PROMPT = "none"
 """The prompt_id of what was computed without a prompt."""

@@ -21,6 +21,7 @@ from kvlens.signature import checked
 
 from ..declaration import Analysis, Columns
 from ..inputs import ANSWER, PROMPT, TEXT, WRONG
+from ..predictions import OUTPUT_SHARE
 from ..sequences import PromptTokens, TextTokens, bias_and_text
 from ..stream.logit_attribution import LogitTarget, Token, check_heads_write_directly, logit_target
 from .outputs import BiasOutputs, bias_outputs, share_by_size, share_probes
@@ -34,7 +35,7 @@ COLUMNS = Columns(
     b_kv_effective_rank=("float64", "exp of the entropy of its normalised singular values; 0 for a b_KV of zeros"),
     b_d_norm=("float64", "norm of b_D, likewise"),
     bias_share=("float64", "mean over the text's places of ||z_bias|| / (||z_bias|| + ||z_context||), 0 for 0 / 0"),
-    output_share=("float64", "sum over the places of z_bias . z, over that of ||z||^2: what adds up"),
+    output_share=("float64", f"{OUTPUT_SHARE}; the part is z_bias, all positions of the text together"),
     logit=("float64", "direct logit attribution of z_bias; NaN in a text of one token without ``answer``"),
 )
 

@@ -21,6 +21,7 @@ from kvlens.signature import checked
 
 from ..declaration import Analysis, Columns, Option
 from ..inputs import ANSWER, PROMPT, TEXT, WRONG
+from ..predictions import OUTPUT_SHARE
 from ..segments import Progress, bar_unless
 from ..sequences import PromptTokens, TextTokens, one_sequence, prompt_sequence
 from ..stream.logit_attribution import (
@@ -36,11 +37,11 @@ from .reads import VIEWS, PromptReading, Stretch
 NONE = -1
 """In place of a position: all places of the text together, or a part that is no prompt position."""
 
-PLACES = ("together", "last", "each")
+AT = ("together", "last", "each")
 COLUMNS = Columns(
     layer=("int64", "from 0"),
     head=("int64", "query head"),
-    text_position=("int64", "-1 where all places are taken together"),
+    position=("int64", "in the text; -1 where all its positions are taken together"),
     part=("str", "``inherited``, ``prompt``, ``boundary`` or ``text``"),
     prompt_position=("int64", "from 0; -1 but for ``prompt``"),
     token=("str", "the prompt's token, missing but for ``prompt``"),
@@ -49,7 +50,7 @@ COLUMNS = Columns(
         "A_ij, for ``source`` with the shift's coefficients in it; its mean over all places where they are taken together. "
         "NaN but for ``prompt``",
     ),
-    output_share=("float64", "projection on the head's output, over its square; all parts sum to 1 (to 0 for no output)"),
+    output_share=("float64", f"{OUTPUT_SHARE}; all parts sum to 1 (to 0 for no output)"),
     logit=(
         "float64",
         "direct logit attribution, final norm frozen; the mean over the target's places where all are taken together, NaN at "
@@ -232,7 +233,7 @@ def _frame(
         {
             "layer": np.repeat(np.arange(n_layers), n_heads * n_places * n_parts),
             "head": np.tile(np.repeat(np.arange(n_heads), n_places * n_parts), n_layers),
-            "text_position": np.tile(np.repeat(places, n_parts), n_layers * n_heads),
+            "position": np.tile(np.repeat(places, n_parts), n_layers * n_heads),
             "part": np.tile(parts, n_blocks),
             "prompt_position": np.tile(positions, n_blocks),
             "token": np.tile(tokens, n_blocks),
@@ -243,7 +244,7 @@ def _frame(
     )
 
 
-def _of_places(
+def _at_named_positions(
     model: HookedKVTransformer,
     prompt: Tensor,
     text: Tensor,
@@ -251,22 +252,22 @@ def _of_places(
     wrong: Token | None,
     *,
     by: str = VIEWS[0],
-    places: str = PLACES[0],
+    at: str = AT[0],
 ) -> pd.DataFrame:
-    """:func:`bias_positions` at places that are named by a word."""
+    """:func:`bias_positions` at positions that are named by a word."""
     last = len(text) - 1
-    at = {"together": None, "last": [last], "each": range(last + 1)}[places]
-    return bias_positions(model, prompt, text, by=by, at=at, answer=answer, wrong=wrong)
+    positions = {"together": None, "last": [last], "each": range(last + 1)}[at]
+    return bias_positions(model, prompt, text, by=by, at=positions, answer=answer, wrong=wrong)
 
 
 BIAS_POSITIONS = Analysis(
     name="bias_positions",
     summary="what each prompt position gives to each head's output and to a logit",
-    function=_of_places,
+    function=_at_named_positions,
     columns=COLUMNS,
     inputs={"prompt": PROMPT, "text": TEXT, "answer": ANSWER, "wrong": WRONG},
     options={
         "by": Option("whose position counts where values are shifted", VIEWS),
-        "places": Option("which places of the text to tell apart", PLACES),
+        "at": Option("which positions of the text to tell apart", AT),
     },
 )

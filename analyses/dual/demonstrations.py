@@ -12,6 +12,7 @@ from kvlens.signature import checked
 
 from ..declaration import Analysis, Columns, Option
 from ..inputs import PROMPT
+from ..predictions import OUTPUT_SHARE
 from ..sequences import PromptTokens, prompt_sequence
 from ..texts import token_texts
 from .refusal import has_dual_model
@@ -19,11 +20,11 @@ from .refusal import has_dual_model
 COLUMNS = Columns(
     layer=("int64", "from 0"),
     head=("int64", "query head"),
-    query=("int64", "place of the query"),
-    position=("int64", "place of the demonstration"),
+    position=("int64", "of the query, in the whole sequence"),
+    prompt_position=("int64", "of the demonstration, in the whole sequence"),
     token=("str", "the demonstration"),
     weight=("float64", "kernel(k, q) over the normalizer: the head's attention to it"),
-    output_share=("float64", "part of the head's output, along it, that this demonstration's step makes"),
+    output_share=("float64", f"{OUTPUT_SHARE}; the part is what this demonstration's step makes of it at the query"),
     log_step_norm=("float64", "natural logarithm of |v| sqrt(kernel(k, k)) / normalizer: the size of its part of the step"),
     cosine_before=("float64", "of (W_0 phi(k), v)"),
     cosine_after=("float64", "of (W_1 phi(k), v)"),
@@ -41,7 +42,7 @@ def dual_demonstrations(
     Args:
         model: any; an attached KV bias is part of W_0.
         prompt: a string, or tokens [pos] with BOS where the model wants one.
-        query_pos: the query's place; negative ones count from the end.
+        query_pos: the query's position; negative ones count from the end.
         n_demonstrations: how many tokens from the front are demonstrations; None takes all before the query.
 
     Returns:
@@ -61,8 +62,8 @@ def dual_demonstrations(
         {
             "layer": layer,
             "head": head,
-            "query": torch.full_like(layer, query),
-            "position": position,
+            "position": torch.full_like(layer, query),
+            "prompt_position": position,
             "token": token_texts(model, tokens[:n]) * (n_layers * n_heads),
             **figures._asdict(),
         }
@@ -76,7 +77,7 @@ DUAL_DEMONSTRATIONS = Analysis(
     columns=COLUMNS,
     inputs={"prompt": PROMPT},
     options={
-        "query_pos": Option("the query's place; negative ones count from the end"),
+        "query_pos": Option("the query's position; negative ones count from the end"),
         "n_demonstrations": Option("how many tokens from the front are demonstrations; all before the query", value_type=int),
     },
     check_model=has_dual_model,

@@ -62,7 +62,7 @@ def dual_bound(
         model: any whose attention has a dual model.
         prompt: a string, or tokens [pos] with BOS where the model wants one.
         layer, head: which head.
-        query_pos: the query's place; negative ones count from the end.
+        query_pos: the query's position; negative ones count from the end.
         n_steps: sizes of the training set, evenly spaced (fewer where there are fewer tokens). Each takes a pass.
         delta: the probability with which the bound may fail.
         n_negative, beta: negative samples for each demonstration, and their weight; 0 for none.
@@ -111,7 +111,7 @@ DUAL_BOUND = Analysis(
     options={
         "layer": Option("which layer"),
         "head": Option("which query head"),
-        "query_pos": Option("the query's place; negative ones count from the end"),
+        "query_pos": Option("the query's position; negative ones count from the end"),
         "n_steps": Option("how many sizes of the training set"),
         "delta": Option("the probability with which the bound may fail"),
         "n_negative": Option("negative samples for each demonstration"),

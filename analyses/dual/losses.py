@@ -15,6 +15,7 @@ from kvlens.signature import checked
 
 from ..declaration import Analysis, Columns, Option
 from ..inputs import PROMPT
+from ..predictions import OUTPUT_SHARE
 from ..sequences import PromptTokens, prompt_sequence
 from ..texts import token_texts
 from .refusal import has_dual_model
@@ -22,12 +23,12 @@ from .refusal import has_dual_model
 COLUMNS = Columns(
     layer=("int64", "from 0"),
     head=("int64", "query head"),
-    query=("int64", "place of the query"),
+    position=("int64", "of the query, in the whole sequence"),
     token=("str", "the token at the query"),
     n_demonstrations=("int64", "tokens in the training set"),
     log_loss_drop=("float64", "natural logarithm of L(W_0) - L(W_1) at learning rate 1"),
     equivalence_error=("float64", "|f(q) after one step - the head's output| / |the head's output|"),
-    step_share=("float64", "part of the output, along it, that the step makes; the rest is W_0's"),
+    step_share=("float64", f"{OUTPUT_SHARE}; the part is what the step makes of it; the rest is W_0's"),
     demonstration_weight=("float64", "sum of kernel over normalizer over the demonstrations: attention to them"),
     cosine_before=("float64", "mean over demonstrations of the cosine of (W_0 phi(k), v); NaN without cosines"),
     cosine_after=("float64", "the same with W_1"),
@@ -65,7 +66,7 @@ def dual_losses(
         {
             "layer": layer,
             "head": head,
-            "query": query + first,
+            "position": query + first,
             "token": token_texts(model, tokens)[first:] * (n_layers * n_heads),
             "n_demonstrations": query + 1 if n_demonstrations is None else torch.full_like(query, n_demonstrations),
             **figures._asdict(),

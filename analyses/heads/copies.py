@@ -18,9 +18,9 @@ from .shift_roles import layer_taps, roles, shifted_projections
 COLUMNS = Columns(
     layer=("int64", "from 0"),
     head=("int64", "query head"),
-    query=("int64", "place of the text's token, counted through prompt and text"),
-    key=("int64", "place of the prompt's token after its earlier occurrence"),
-    share=("float64", "attention of the head from the one to the other"),
+    position=("int64", "in the text"),
+    prompt_position=("int64", "of the token after an earlier occurrence of the text's token"),
+    attention=("float64", "of the head, from the one to the other"),
     shifted=("bool", "whether the head reaches what follows by its shift coefficients rather than by an earlier layer"),
 )
 
@@ -56,11 +56,11 @@ def prompt_copies(
     pairs = repeated_pairs(prompt, text)
     queries, row = pairs[:, 0].unique(return_inverse=True)
     n_layers, n_heads, n_pairs = model.cfg.n_layers, model.cfg.n_heads, len(pairs)
-    share = torch.zeros(n_layers, n_heads, n_pairs)
+    attention = torch.zeros(n_layers, n_heads, n_pairs)
 
     def pick(layer: int, first: int, rows: Tensor) -> None:
         here = (pairs[:, 1] >= first) & (pairs[:, 1] < first + rows.shape[-1])
-        share[layer][:, here] = rows[:, row[here], pairs[here, 1] - first]
+        attention[layer][:, here] = rows[:, row[here], pairs[here, 1] - first]
 
     with bar_unless(on_progress, "prompt_copies") as tell:
         visit_rows(model, torch.cat([prompt, text]), queries, pick, on_progress=tell)
@@ -70,16 +70,16 @@ def prompt_copies(
         {
             "layer": layer,
             "head": head,
-            "query": pairs[:, 0][pair],
-            "key": pairs[:, 1][pair],
-            "share": share,
-            "shifted": by_shift[..., None].expand_as(share),
+            "position": (pairs[:, 0] - len(prompt))[pair],
+            "prompt_position": pairs[:, 1][pair],
+            "attention": attention,
+            "shifted": by_shift[..., None].expand_as(attention),
         }
     )
 
 
 def repeated_pairs(prompt: Int[Tensor, " prompt_pos"], text: Int[Tensor, " text_pos"]) -> Int[Tensor, "pair 2"]:
-    """(place of a text token, place after an equal token of the prompt), both counted through prompt and text."""
+    """(position of a text token, position after an equal token of the prompt), both counted through prompt and text."""
     before = prompt[:-1].cpu()
     keys = [(before == token).nonzero().squeeze(1) + 1 for token in text.cpu()]
     queries = [torch.full_like(found, len(prompt) + i) for i, found in enumerate(keys)]

@@ -113,7 +113,7 @@ def linked_shares(
         columns.add(between, shares.sum(dim=0), first)
 
     with bar_unless(on_progress, "linked_shares") as tell:
-        visit_output_shares(model, prompt, text, add, on_progress=tell)
+        visit_shares(model, prompt, text, add, on_progress=tell)
     readings = read_text(model, prompt, text, bias=bias) if readings is None else readings
     check_readings(readings, CONDITIONS, len(text))
     return LinkedShares(
@@ -130,7 +130,7 @@ def linked_shares(
 
 
 @torch.no_grad()
-def visit_output_shares(
+def visit_shares(
     model: HookedKVTransformer,
     prompt: Int[Tensor, " prompt_pos"],
     text: Int[Tensor, " text_pos"],

@@ -177,7 +177,9 @@ def _arcs(report: Report) -> Piece:
     copies, linked = report.tables["prompt_copies"], report.linked
     n_layers, n_heads = linked.by_text.shape[:2]
     everyone = pd.MultiIndex.from_product([range(n_layers), range(n_heads)], names=["layer", "head"])
-    scores = copies.groupby(["layer", "head"])["share"].mean().reindex(everyone, fill_value=0.0).rename("score").reset_index()
+    scores = (
+        copies.groupby(["layer", "head"])["attention"].mean().reindex(everyone, fill_value=0.0).rename("score").reset_index()
+    )
     tokens = [*linked.prompt, *linked.text]
     return induction_arcs(
         tokens, len(linked.prompt), copies, scores, title="arcs; the strip shows each head's mean share of them"

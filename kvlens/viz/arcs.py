@@ -16,7 +16,7 @@ from kvlens.viz.piece import Piece
 MAX_ARCS, MAX_TOKENS = 4000, 1024
 MAX_TOUCHED = 256
 """Of more than ``MAX_TOKENS``, so many are shown: those that the strongest arcs of each head touch."""
-COLUMNS = ("layer", "head", "query", "key", "share", "shifted")
+COLUMNS = ("layer", "head", "position", "prompt_position", "attention", "shifted")
 
 
 @checked
@@ -28,22 +28,24 @@ def induction_arcs(
     Args:
         tokens: of prompt and text, in order.
         n_prompt: how many of them are the prompt's.
-        arcs: one row per head and pair of places: ``layer``, ``head``, ``query`` and ``key`` (positions in ``tokens``),
-            ``share`` (the head's attention from one to the other, by which the arc is as wide), ``shifted`` (True where the
-            key shift carries the match).
+        arcs: as ``prompt_copies`` returns them, one row per head and pair of tokens: ``layer``, ``head``, ``position`` (in the
+            text), ``prompt_position``, ``attention`` (from the one to the other: the width of the arc), ``shifted`` (True where
+            the key shift carries the match).
         scores: one row per head: ``layer``, ``head``, ``score``: what the strip shows and filters by.
         title: above the picture.
 
     Raises:
-        KVLensError: a missing column (the nearest is proposed), places outside the tokens.
+        KVLensError: a missing column (the nearest is proposed), positions outside the tokens.
     """
     check_columns("induction_arcs", scores, ("layer", "head", "score"))
     check_numbers("induction_arcs", scores, "score")
     missing = [name for name in COLUMNS if name not in arcs.columns]
     if missing:
         raise KVLensError(f"induction_arcs: arcs lack the column {missing[0]!r}; expected {', '.join(COLUMNS)}")
-    if len(arcs) and not (arcs["key"].min() >= 0 and arcs["query"].max() < len(tokens)):
-        raise KVLensError(f"induction_arcs: places must lie in 0..{len(tokens) - 1}")
+    for column, n in (("position", len(tokens) - n_prompt), ("prompt_position", n_prompt)):
+        if len(arcs) and not 0 <= arcs[column].min() <= arcs[column].max() < n:
+            raise KVLensError(f"induction_arcs: {column} must lie in 0..{n - 1}")
+    arcs = arcs.assign(query=arcs["position"] + n_prompt)
     strongest, places = _shown(arcs, len(tokens))
     at = {place: i for i, place in enumerate(places)}
     data = {
@@ -52,7 +54,7 @@ def induction_arcs(
         "n_prompt": sum(place < n_prompt for place in places),
         "scores": [[int(r.layer), int(r.head), rounded(float(r.score))] for r in scores.itertuples()],
         "arcs": [
-            [int(r.layer), int(r.head), at[r.query], at[r.key], rounded(float(r.share)), int(bool(r.shifted))]
+            [int(r.layer), int(r.head), at[r.query], at[r.prompt_position], rounded(float(r.attention)), int(bool(r.shifted))]
             for r in strongest.itertuples()
         ],
     }
@@ -77,14 +79,14 @@ def induction_arcs(
 
 def _shown(arcs: pd.DataFrame, n_tokens: int) -> tuple[pd.DataFrame, list[int]]:
     """The arcs that are drawn, each head's strongest first, and the places of the tokens under them."""
-    size = arcs["share"].abs()
+    size = arcs["attention"].abs()
     rank = size.groupby([arcs["layer"], arcs["head"]]).rank(method="first", ascending=False)
     best = arcs.loc[rank.sort_values(kind="stable").index[:MAX_ARCS]]
     if n_tokens <= MAX_TOKENS:
         return best, list(range(n_tokens))
     places: set[int] = set()
     n_drawn = 0
-    for query, key in zip(best["query"].tolist(), best["key"].tolist(), strict=True):
+    for query, key in zip(best["query"].tolist(), best["prompt_position"].tolist(), strict=True):
         touched = places | {query, key, max(0, key - 1)}  # what occurs again stands before the key
         if len(touched) > MAX_TOUCHED:
             break

@@ -42,13 +42,13 @@ def dual_view(
         KVLensError: a missing column (the nearest is proposed), no rows, a head whose demonstrations are missing or come twice.
     """
     check_columns("dual_view", losses, ("layer", "head", *FIGURES))
-    check_columns("dual_view", demonstrations, ("layer", "head", "position", "token", *OF_TOKENS))
+    check_columns("dual_view", demonstrations, ("layer", "head", "prompt_position", "token", *OF_TOKENS))
     for column in FIGURES:
         check_numbers("dual_view", losses, column)
     by_head = losses.groupby(["layer", "head"], as_index=False)[list(FIGURES)].mean()
     check_heads("dual_view", by_head, FIGURES[0])
-    given = demonstrations.sort_values(["layer", "head", "position"], kind="stable")
-    n = given["position"].nunique()
+    given = demonstrations.sort_values(["layer", "head", "prompt_position"], kind="stable")
+    n = given["prompt_position"].nunique()
     if not (given.groupby(["layer", "head"]).size() == n).all() or len(given) != n * len(by_head):
         raise KVLensError(
             f"dual_view: expected one row for each of {len(by_head)} heads and {n} demonstrations, got {len(given)}; give the "
@@ -67,7 +67,7 @@ def _json(given: pd.DataFrame, by_head: pd.DataFrame, n: int, query: str) -> dic
     """The data of the page. Long prompts are colored in blocks of neighbors, each with its mean per token."""
     numbers = {name: given[name].to_numpy().reshape(len(by_head), n) for name in OF_TOKENS}
     numbers["step"] = _shares(numbers["log_step_norm"])
-    places, tokens = given["position"].tolist()[:n], [str(token) for token in given["token"].tolist()[:n]]
+    places, tokens = given["prompt_position"].tolist()[:n], [str(token) for token in given["token"].tolist()[:n]]
     size = block_size(n, MAX_CELLS // len(by_head))
     heads: dict[int, dict[int, Any]] = {}
     for i, row in enumerate(by_head.itertuples()):

@@ -3,20 +3,33 @@
 import importlib
 import pkgutil
 
+import pandas as pd
 import pytest
 import torch
+from analysis_models import random_model
 from repeated_models import two_layer_circuit
 
 import analyses
-from analyses import ANALYSES, bias_ablation, bias_by_head, bias_by_layer, bias_effects, induction_heads, prompt_by_depth
+from analyses import (
+    ANALYSES,
+    bias_ablation,
+    bias_by_head,
+    bias_by_layer,
+    bias_decomposition,
+    bias_effects,
+    bias_positions,
+    dual_demonstrations,
+    induction_heads,
+    prompt_by_depth,
+)
 from analyses.batch.work import load_analysis
 from analyses.declaration import Columns
-from analyses.predictions import EFFECT, KL, LOGIT_CHANGE, LOSS_CHANGE
+from analyses.predictions import EFFECT, KL, LOGIT_CHANGE, LOSS_CHANGE, OUTPUT_SHARE
 from kvlens import convert_prompt
 from kvlens.viz import depth_map
 
 EFFECTS = dict.fromkeys(("effect", "swap", "converse", "whole"), EFFECT)
-WORDS = {"loss_change": LOSS_CHANGE, "logit_change": LOGIT_CHANGE, "kl": KL, **EFFECTS}
+WORDS = {"loss_change": LOSS_CHANGE, "logit_change": LOGIT_CHANGE, "kl": KL, "output_share": OUTPUT_SHARE, **EFFECTS}
 """How the name of such a column ends, and how its text begins."""
 OTHER_WORDS = ("rises", "falls", "rise of", "change of", "minus")
 """Other ways to say it, which no column needs."""
@@ -85,3 +98,27 @@ def test_what_helps_has_a_positive_change_of_the_loss_in_every_table():
     assert (
         row["ablation_loss_change"] > 0.5 and row["prefix_matching_loss_change"] > 0.5 and row["ablation_logit_change"] < -0.1
     )
+
+
+@pytest.mark.parametrize("attention", ["linear", "softmax"])
+def test_output_share_is_one_thing_in_every_table(attention):
+    """Of the last text position: position by position, as demonstrations of its dual model, and of the bias as a whole."""
+    model = random_model(attention=attention, dtype=torch.float64)
+    prompt, text = torch.tensor([3, 7, 1, 9]), torch.tensor([4, 6, 2])
+    by_position = bias_positions(model, prompt, text, at=[2]).query("part == 'prompt'")
+    demonstrations = dual_demonstrations(model, torch.cat([prompt, text]), n_demonstrations=len(prompt))
+    names = ["layer", "head", "prompt_position", "output_share"]
+    for frame in (by_position, demonstrations):
+        assert set(names) < set(frame.columns)
+    pd.testing.assert_frame_equal(by_position[names].reset_index(drop=True), demonstrations[names], rtol=1e-10, atol=1e-12)
+    pooled = bias_positions(model, prompt, text).query("part == 'prompt'").groupby(["layer", "head"])["output_share"].sum()
+    whole = bias_decomposition(model, prompt, text).set_index(["layer", "head"])["output_share"]
+    pd.testing.assert_series_equal(pooled, whole, rtol=1e-10, atol=1e-12)
+
+
+def test_one_word_for_a_position_in_every_table():
+    """``position`` is where the text is read or predicted, ``prompt_position`` what is read there, ``attention`` how much."""
+    for where in ANALYSES.values():
+        module, _, attribute = where.partition(":")
+        columns = set(getattr(importlib.import_module(module), attribute).columns)
+        assert not columns & {"query", "key", "text_position", "place", "pos", "query_position"}, where

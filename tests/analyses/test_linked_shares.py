@@ -5,7 +5,7 @@ import torch
 
 from analyses import bias_positions, linked_shares, prompt_by_depth, prompt_copies, prompt_effect
 from analyses.heads.copies import repeated_pairs
-from analyses.prompt.linked import visit_output_shares
+from analyses.prompt.linked import visit_shares
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVShiftConfig
 
 SHIFT = KVShiftConfig(window=2, queries=True)
@@ -36,7 +36,7 @@ def output_shares(model, prompt, text, **options):
     def keep(layer, first, part):
         w[layer, ..., first : first + part.shape[-1]] = part
 
-    visit_output_shares(model, prompt, text, keep, **options)
+    visit_shares(model, prompt, text, keep, **options)
     return w
 
 
@@ -119,8 +119,10 @@ def test_copies_are_entries_of_the_pattern(name):
     table = prompt_copies(model, prompt, text)
     _, cache = model.run_with_cache(torch.cat([prompt, text])[None], attention_mask=torch.ones(1, 6, dtype=torch.long))
     for row in table.itertuples():
-        expected = float(cache[f"blocks.{row.layer}.attn.hook_pattern"][0, row.head, row.query, row.key])
-        assert row.share == pytest.approx(expected, abs=1e-6)
+        expected = float(
+            cache[f"blocks.{row.layer}.attn.hook_pattern"][0, row.head, len(prompt) + row.position, row.prompt_position]
+        )
+        assert row.attention == pytest.approx(expected, abs=1e-6)
     assert len(table) == 2 * model.cfg.n_heads * 2
     assert table["shifted"].any() <= (model.cfg.kv_shift is not None)
 
@@ -128,4 +130,4 @@ def test_copies_are_entries_of_the_pattern(name):
 def test_nothing_that_occurs_again_gives_an_empty_table():
     table = prompt_copies(build(), torch.tensor([1, 2]), torch.tensor([3, 4]))
     assert len(table) == 0
-    assert list(table.columns) == ["layer", "head", "query", "key", "share", "shifted"]
+    assert list(table.columns) == ["layer", "head", "position", "prompt_position", "attention", "shifted"]

@@ -32,7 +32,7 @@ def expected_losses(model, tokens, n, heads):
             {
                 "layer": layer,
                 "head": head,
-                "query": query,
+                "position": query,
                 "token": str(int(tokens[query])),
                 "n_demonstrations": n or query,
                 "log_loss_drop": dual.log_loss_drop(),
@@ -80,8 +80,8 @@ def test_demonstrations_are_those_of_the_dual_model(name, bias):
     if bias:
         model.attach_kv_bias(convert_prompt(model, text_for(model, 6, seed=8)))
     frame = dual_demonstrations(model, tokens, query_pos=5, n_demonstrations=4)
-    assert list(frame["position"].unique()) == [0, 1, 2, 3]
-    assert set(frame["query"]) == {5}
+    assert list(frame["prompt_position"].unique()) == [0, 1, 2, 3]
+    assert set(frame["position"]) == {5}
     for (layer, head), rows in frame.groupby(["layer", "head"]):
         dual = DualModel.from_head(model, tokens, layer, head, 5, 4)
         shares = dual.contributions() @ dual.output / dual.output.square().sum()

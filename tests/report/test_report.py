@@ -429,8 +429,8 @@ def test_with_dual_the_report_says_what_each_step_does(model, tmp_path):
     report = build_report(model, PROMPT, TEXT, new_tokens=1, dual=True)
     expected = dual_losses(model, torch.cat([prompt, text]), n_demonstrations=len(prompt))
     pd.testing.assert_frame_equal(report.tables["dual_losses"], expected)
-    assert set(expected["query"]) == set(range(len(prompt), len(prompt) + len(text)))
-    assert set(report.tables["dual_demonstrations"]["position"]) == set(range(len(prompt)))
+    assert set(expected["position"]) == set(range(len(prompt), len(prompt) + len(text)))
+    assert set(report.tables["dual_demonstrations"]["prompt_position"]) == set(range(len(prompt)))
     mean = expected.groupby(["layer", "head"])["log_loss_drop"].mean()
     coloring = report.linked.colorings["dual loss drop (log)"]
     assert coloring[1, 2].item() == pytest.approx(mean[1, 2])

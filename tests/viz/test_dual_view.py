@@ -31,7 +31,14 @@ def losses() -> pd.DataFrame:
 def demonstrations(tokens=("the", " <b>", " cat")) -> pd.DataFrame:
     """Steps in the ratio 1 : 2 : 4 ..., shares of the output that fall by place."""
     rows = [
-        dict(layer=layer, head=head, position=j, token=token, log_step_norm=j * math.log(2.0) - 700, output_share=0.3 - 0.1 * j)
+        dict(
+            layer=layer,
+            head=head,
+            prompt_position=j,
+            token=token,
+            log_step_norm=j * math.log(2.0) - 700,
+            output_share=0.3 - 0.1 * j,
+        )
         for layer, head in PLACES
         for j, token in enumerate(tokens)
     ]

@@ -95,7 +95,9 @@ def test_the_depth_map_refuses_two_rows_for_a_place():
         depth_map(by_depth().drop(columns="loss_change"))
 
 
-ARCS = pd.DataFrame([(0, 1, 3, 1, 0.75, True)], columns=["layer", "head", "query", "key", "share", "shifted"])
+ARCS = pd.DataFrame(
+    [(0, 1, 1, 1, 0.75, True)], columns=["layer", "head", "position", "prompt_position", "attention", "shifted"]
+)
 SCORES = pd.DataFrame([(0, 0, 0.1), (0, 1, 0.9)], columns=["layer", "head", "score"])
 
 
@@ -107,7 +109,7 @@ def test_arcs_are_those_of_the_table(tmp_path):
 
 
 def test_arcs_outside_the_tokens_are_refused_and_none_says_why():
-    with pytest.raises(KVLensError, match=r"0\.\.1"):
+    with pytest.raises(KVLensError, match=r"position must lie in 0\.\.0"):
         induction_arcs(["a", "b"], 1, ARCS, SCORES)
     assert "nothing for induction to copy" in induction_arcs(["a", "b"], 1, ARCS.iloc[:0], SCORES).body
 
@@ -117,7 +119,7 @@ def test_arcs_over_a_long_prompt_keep_the_tokens_under_them():
     tokens = [f"p{i}" for i in range(n_prompt)] + ["t0", "t1"]
     keys = list(range(1, 1500))
     heads = [dict(layer=0, head=head, shifted=False) for head in (0, 1)]
-    rows = [{**head, "query": n_prompt + 1, "key": key, "share": key / 1e4} for head in heads for key in keys]
+    rows = [{**head, "position": 1, "prompt_position": key, "attention": key / 1e4} for head in heads for key in keys]
     data = data_of(piece := induction_arcs(tokens, n_prompt, pd.DataFrame(rows), SCORES))
     assert len(data["tokens"]) == len(data["places"]) <= 256
     assert data["tokens"][-1] == "t1" and data["places"][-1] == 1  # a place in the text

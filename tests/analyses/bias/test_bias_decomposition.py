@@ -84,7 +84,7 @@ def test_by_pencil():
         {
             "layer": [0] * 3,
             "head": [0] * 3,
-            "text_position": [-1] * 3,
+            "position": [-1] * 3,
             "part": ["prompt", "prompt", "text"],
             "prompt_position": [0, 1, -1],
             "token": pd.Series(["0", "1", None], dtype="str"),
@@ -112,7 +112,7 @@ def test_positions_add_up_to_the_bias_and_all_parts_to_the_head(name, before):
         means = each.groupby(["layer", "head", "part", "prompt_position"], sort=False)[["logit", "attention"]].mean()
         for column in means:
             np.testing.assert_allclose(means[column], frame[column], rtol=1e-9, atol=1e-13)
-        shares = each.groupby(["layer", "head", "text_position"])["output_share"].sum()
+        shares = each.groupby(["layer", "head", "position"])["output_share"].sum()
         assert shares.to_numpy() == pytest.approx(1, abs=1e-12)
 
 
@@ -148,7 +148,7 @@ def test_positions_are_the_attention_that_the_unconverted_model_pays(name):
         values = cache[at + "hook_v_shifted" if at + "hook_v_shifted" in cache else at + "hook_v"][0, :7]
         for head in range(model.cfg.n_heads):
             for place in (1, 4):
-                rows = frame.query("layer == @layer and head == @head and text_position == @place and part == 'prompt'")
+                rows = frame.query("layer == @layer and head == @head and position == @place and part == 'prompt'")
                 pattern = cache[at + "hook_pattern"][0, head, 7 + place, :7]
                 z = cache[at + "hook_z"][0, 7 + place, head]
                 shares = pattern * (values[:, head // group] @ z) / (z @ z)
@@ -257,7 +257,7 @@ def test_one_token_of_text_has_a_logit_only_with_an_answer():
     model = random_model()
     assert bias_decomposition(model, PROMPT, TEXT[:1])["logit"].isna().all()
     assert bias_decomposition(model, PROMPT, TEXT[:1], answer=2)["logit"].notna().all()
-    places = bias_positions(model, PROMPT, TEXT, at=[3, 4]).groupby("text_position")["logit"]
+    places = bias_positions(model, PROMPT, TEXT, at=[3, 4]).groupby("position")["logit"]
     assert places.count().tolist() == [10 * 9, 0]  # nothing follows the last place; 10 heads of 7 positions, boundary, text
 
 
@@ -275,7 +275,7 @@ def test_in_a_batch():
     model = tiny_text_model(dtype=torch.float64)
     record = Record("a", "the widget is green", " the widget", {"answer": " is"})
     views = [(BIAS_DECOMPOSITION, {}), (SINGULAR_VALUES, {})]
-    views += [(POSITIONS, dict(by="source", places=places)) for places in ("together", "last", "each")]
+    views += [(POSITIONS, dict(by="source", at=at)) for at in ("together", "last", "each")]
     for analysis, options in views:
         frame = analysis.run(model, record, **options)
         assert dict(frame.dtypes.astype(str)) == analysis.columns.dtypes, analysis.name

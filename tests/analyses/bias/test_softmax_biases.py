@@ -36,7 +36,7 @@ def softmax_model(name: str):
 def test_positions_are_the_shares_of_the_patterns_own_keys(name, by):
     model = softmax_model(name)
     frame = bias_positions(model, PROMPT, TEXT, by=by, at=range(5))
-    sums = frame.groupby(["layer", "head", "text_position"])["output_share"].sum()
+    sums = frame.groupby(["layer", "head", "position"])["output_share"].sum()
     np.testing.assert_allclose(sums, 1.0, rtol=1e-9)
     if by == "attended":
         _, cache = model.run_with_cache(torch.cat([PROMPT, TEXT])[None])
