@@ -29,7 +29,7 @@ import matplotlib.pyplot as plt
 import torch
 
 from kvlens import HookedKVTransformer
-from kvlens.analyses import composition, induction_heads, prompt_copies
+from kvlens.analyses import composition, induction_heads, induction_verdicts, prompt_copies
 from kvlens.ops.induction import landscape_loss
 from kvlens.ops.kv_shift import effective_pattern
 from kvlens.tasks import make_task
@@ -109,18 +109,23 @@ ends.assign(nearest_to_the_corner=ends.index == nearest)
 # %% [markdown]
 # ## Which head copies?
 #
-# `induction_heads` says random tokens twice and looks where each head attends. Its verdict comes from the pattern, its *role* from
-# the coefficients alone. On this model they agree.
+# `induction_heads` repeats random tokens and measures where each head attends: one row for each head and kind of attention.
+# `induction_verdicts` has one row for each head. Its verdict comes from the pattern, its *role* from the coefficients alone. On this
+# model they agree.
 
 # %%
-table = induction_heads(shifted, n_repeated=20)
+table = induction_verdicts(shifted, n_repeated=20)
 copying = table[table["verdict"] == "induction"]
 assert len(copying) and set(copying["role"]) == {"induction"} and nearest in set(copying["head"])
-table[["layer", "head", "verdict", "role", "prefix_matching_score", "duplicate_token_score_key", "alpha_1", "alpha_2", "beta_1", "beta_2"]].round(2)
+table[["layer", "head", "verdict", "role", "alpha_1", "alpha_2", "beta_1", "beta_2"]].round(2)
+
+# %%
+scores = induction_heads(shifted, n_repeated=20).set_index(["kind", "layer", "head"])
+scores.loc[["prefix_matching", "duplicate_token"], ["score", "score_key"]].round(2)
 
 # %% [markdown]
-# `prefix_matching_score` is attention to the token *after* the earlier copy. `duplicate_token_score_key` asks whose key drew it:
-# the earlier copy itself. That is the whole trick: matched here, read there.
+# The `score` of `prefix_matching` is attention to the token *after* the earlier copy. The `score_key` of `duplicate_token` asks
+# whose key drew it: the earlier copy itself. That is the whole trick: matched here, read there.
 #
 # `prompt_copies` looks for the same in a prompt and a text of your own: every token of the text that the prompt had, and how much each
 # head attends to what followed it there. `shifted` marks those that a head reaches by its key shift.
@@ -177,13 +182,13 @@ assert reads[1] > 0.2 > reads[0]  # effective: the one before
 {"raw, at lag": looks, "read, at lag": reads}
 
 # %% [markdown]
-# Every score of `induction_heads` comes three times for that reason: of the raw pattern, of what is read (`_value`), and of what
-# drew the attention (`_key`).
+# Every score of `induction_heads` comes three times for that reason: of the raw pattern, of what is read (`score_value`), and of
+# what drew the attention (`score_key`).
 
 # %%
-row = induction_heads(model).set_index(["layer", "head"]).loc[(layer, head)]
-assert row["previous_token_score_value"] > 3 * row["previous_token_score"]
-row[["verdict", "role", "previous_token_score", "previous_token_score_value", "previous_token_score_key"]]
+row = induction_heads(model).set_index(["layer", "head", "kind"]).loc[(layer, head, "previous_token")]
+assert row["score_value"] > 3 * row["score"]
+row[["score", "score_value", "score_key"]]
 
 # %% [markdown]
 # ## Which heads work together?

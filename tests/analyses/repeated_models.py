@@ -2,8 +2,10 @@
 
 from typing import Any
 
+import pandas as pd
 import torch
 
+from analyses import induction_heads, induction_verdicts
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVShiftConfig
 
 D_VOCAB = 11
@@ -59,3 +61,12 @@ def two_layer_circuit(n_ctx: int = 32) -> HookedKVTransformer:
     second.W_Q[2, token, :D_VOCAB], second.W_K[2, before, :D_VOCAB] = SHARP * one, one
     second.W_V[2, token, :D_VOCAB], second.W_O[2, :D_VOCAB, token] = one, one
     return model
+
+
+def heads_and_verdicts(model: HookedKVTransformer, **options: Any) -> pd.DataFrame:
+    """Both tables side by side, a row per head: ``prefix_matching_score``, ``current_token_contrast`` ... and the verdicts."""
+    verdicts = induction_verdicts(model, **options)
+    of_heads = {name: value for name, value in options.items() if name not in ("threshold", "ratio")}
+    by_kind = induction_heads(model, **of_heads).set_index(["layer", "head", "kind"]).unstack("kind")  # noqa: PD010
+    by_kind.columns = [f"{kind}_{measure}" for measure, kind in by_kind.columns]
+    return verdicts.merge(by_kind.reset_index(), on=["layer", "head"], how="left", validate="one_to_one")

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 import torch
 from analysis_models import random_model
-from repeated_models import two_layer_circuit
+from repeated_models import heads_and_verdicts, two_layer_circuit
 
 import analyses
 from analyses import (
@@ -19,7 +19,6 @@ from analyses import (
     bias_effects,
     bias_positions,
     dual_demonstrations,
-    induction_heads,
     prompt_by_depth,
 )
 from analyses.batch.work import load_analysis
@@ -51,7 +50,10 @@ def test_the_words_agree():
         begins = meaning.startswith("".join(words))
         rest = meaning.removeprefix("".join(words))
         assert begins and not any(word in rest for word in OTHER_WORDS), f"{where}: {name}: {meaning}"
-    assert {text: found.count(text) for text in WORDS.values()} == {LOSS_CHANGE: 12, LOGIT_CHANGE: 2, KL: 8, EFFECT: 7}
+    assert {text: found.count(text) for text in WORDS.values()} == {
+        **{LOSS_CHANGE: 9, LOGIT_CHANGE: 2, KL: 8, EFFECT: 7},
+        OUTPUT_SHARE: 3,
+    }
 
 
 def test_a_column_that_says_it_otherwise_is_found(monkeypatch):
@@ -93,7 +95,7 @@ def test_what_helps_has_a_positive_change_of_the_loss_in_every_table():
     assert end == pytest.approx(loss() - loss(piece), **near) and end > 0.5
     assert "without minus with" in depth_map(depths).body and '"means":[0.0,' in depth_map(depths).body.replace(" ", "")
 
-    resampled = induction_heads(model, prompt=piece, ablations=True)
+    resampled = heads_and_verdicts(model, prompt=piece, ablations=True)
     row = resampled[(resampled["layer"] == 1) & (resampled["head"] == 2)].iloc[0]
     assert (
         row["ablation_loss_change"] > 0.5 and row["prefix_matching_loss_change"] > 0.5 and row["ablation_logit_change"] < -0.1

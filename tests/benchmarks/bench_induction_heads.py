@@ -1,4 +1,4 @@
-"""What ``induction_heads`` costs, and how far its verdicts can be trusted.
+"""What ``induction_verdicts`` costs, and how far its verdicts can be trusted.
 
     python tests/benchmarks/bench_induction_heads.py [--small] [--lengths 12] [--seed 200] [MODEL ...]
 
@@ -23,6 +23,7 @@ import torch
 from timing import check_close, fastest, peak_gib, verdict
 
 from analyses.heads.induction import induction_heads
+from analyses.heads.induction_verdicts import induction_verdicts
 from analyses.heads.loss_verdicts import COSTLY, INCONCLUSIVE, MARGIN, NO_VERDICT
 from analyses.heads.repeated_tokens import longest_repeat
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig
@@ -65,13 +66,14 @@ def cost(small: bool) -> None:
         return model.run_with_cache(tokens, names_filter=lambda name: name.endswith("hook_pattern"))[1]
 
     def analysis() -> Any:
-        return induction_heads(model, prompt=piece)
+        return induction_verdicts(model, prompt=piece)
 
     expected = patterns().stack_activation("pattern").diagonal(offset=1 - n, dim1=-2, dim2=-1)[..., 1:].mean(dim=(1, 3))
-    check_close(torch.tensor(analysis()["prefix_matching_score"].to_numpy()), expected.flatten(), 1e-5, "prefix matching")
+    scores = induction_heads(model, prompt=piece).query("kind == 'prefix_matching'")["score"]
+    check_close(torch.tensor(scores.to_numpy()), expected.flatten(), 1e-5, "prefix matching")
     forward, ours = fastest(patterns, analysis, repeats=1 if small else 7)
-    print(f"{batch} x {2 * n} tokens: run_with_cache of the patterns {forward:.3f} s, induction_heads {ours:.3f} s")
-    print(verdict("induction_heads over the forward pass, times", ours / forward, 2.0))
+    print(f"{batch} x {2 * n} tokens: run_with_cache of the patterns {forward:.3f} s, induction_verdicts {ours:.3f} s")
+    print(verdict("induction_verdicts over the forward pass, times", ours / forward, 2.0))
     print(verdict("peak memory of the process, GiB", peak_gib(), 4.0))
 
 
@@ -93,8 +95,8 @@ def false_positives(small: bool, seed: int) -> None:
     counts: Counter[str] = Counter()
     models = random_models(RANDOM[::6], range(1), 3) if small else random_models(RANDOM, range(seed, seed + 3), 16)
     for model in models:
-        plain = [induction_heads(model, n_repeated=n) for n in (SHORTEST, 30, 60)[: 1 if small else 3]]
-        ways = {"by the pattern": plain, "with ablations": [induction_heads(model, n_repeated=SHORTEST, ablations=True)]}
+        plain = [induction_verdicts(model, n_repeated=n) for n in (SHORTEST, 30, 60)[: 1 if small else 3]]
+        ways = {"by the pattern": plain, "with ablations": [induction_verdicts(model, n_repeated=SHORTEST, ablations=True)]}
         for way, frames in ways.items():
             counts[f"heads {way}"] += sum(map(len, frames))
             counts[f"named {way}"] += sum(int((~frame["verdict"].isin(UNNAMED)).sum()) for frame in frames)
@@ -125,7 +127,7 @@ def trust(source: str, n_lengths: int) -> None:
     print(f"{source}: {model.cfg.n_layers} layers of {model.cfg.n_heads} heads, {len(lengths)} lengths to {lengths[-1]}")
 
     def frames(**settings: Any) -> list[pd.DataFrame]:
-        return [induction_heads(model, n_repeated=n, **settings) for n in lengths]
+        return [induction_verdicts(model, n_repeated=n, **settings) for n in lengths]
 
     plain, again = frames(), frames(seed=1)
     print(verdict("a head's commonest name over the lengths, %", commonest(plain), 95, at_least=True))

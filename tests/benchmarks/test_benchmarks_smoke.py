@@ -33,7 +33,7 @@ def test_training_smoke(capsys):
 
 def test_induction_heads_smoke(capsys):
     bench_induction_heads.main(["--small"])
-    assert "induction_heads over the forward pass" in capsys.readouterr().out
+    assert "induction_verdicts over the forward pass" in capsys.readouterr().out
 
 
 def test_attention_variants_smoke(capsys):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from analysis_models import random_model
 
-from analyses import induction_heads
+from analyses import induction_verdicts
 
 PLAIN = dict(attention="softmax", kv_shift=None, positional_embedding_type="standard", dtype=torch.float32)
 
@@ -20,6 +20,6 @@ def test_raw_and_folded_models_copy_alike(norm):
             elif name.endswith(("W_E", "W_U")):
                 parameter.add_(torch.randn(parameter.shape, generator=generator) + 0.5)
     models[1].process_weights_(fold_value_biases=False)
-    raw, folded = (torch.tensor(induction_heads(m, n_sequences=1, n_repeated=5)["copying_score"].to_numpy()) for m in models)
+    raw, folded = (torch.tensor(induction_verdicts(m, n_sequences=1, n_repeated=5)["copying_score"].to_numpy()) for m in models)
     assert float((raw - folded).abs().max()) < 1e-5  # folding rounds to float32
     assert float(raw.abs().max()) > 0.01

@@ -7,13 +7,14 @@ import pandas as pd
 import pytest
 import torch
 from analysis_models import random_model
-from repeated_models import D_VOCAB, HEAD_TAPS, SHARP, blank_model, shifted_heads, two_layer_circuit
+from repeated_models import D_VOCAB, HEAD_TAPS, SHARP, blank_model, heads_and_verdicts, shifted_heads, two_layer_circuit
 from transformer_lens.head_detector import detect_head
 
 from analyses.declaration import Record
-from analyses.heads import measures
+from analyses.heads import induction, measures
+from analyses.heads import induction_verdicts as verdict_table
 from analyses.heads.ablation import resampling_ablation
-from analyses.heads.induction import COLUMNS, INDUCTION_HEADS, induction_heads
+from analyses.heads.lags import KINDS
 from analyses.heads.repeated_tokens import draw_piece, repeat_tokens
 from analyses.heads.shift_roles import ShiftTaps, displacement, roles
 from kvlens import HookedKVTransformer, KVLensError, KVShiftConfig, convert_prompt
@@ -63,7 +64,7 @@ def only(frame, **where):
 
 
 def test_each_shifted_head_has_the_role_that_it_was_given_and_reads_what_its_role_says():
-    frame = induction_heads(shifted_heads(), n_sequences=3, n_repeated=N)
+    frame = heads_and_verdicts(shifted_heads(), n_sequences=3, n_repeated=N)
     assert frame["role"].tolist() == list(HEAD_TAPS)
     assert frame["displacement"].tolist() == [1, -1, 0, 0]
     assert frame["verdict"].tolist() == ["induction", "previous token", "duplicate token", "duplicate token"]
@@ -82,7 +83,7 @@ def test_each_shifted_head_has_the_role_that_it_was_given_and_reads_what_its_rol
 
 
 def test_the_two_layer_circuit_is_found_with_its_k_composition():
-    frame = induction_heads(two_layer_circuit(), n_sequences=2, n_repeated=N)
+    frame = heads_and_verdicts(two_layer_circuit(), n_sequences=2, n_repeated=N)
     assert [
         tuple(row)
         for row in frame.loc[~frame["verdict"].isin(["none", "inconclusive"]), ["layer", "head", "verdict"]].to_numpy()
@@ -103,7 +104,7 @@ def test_the_two_layer_circuit_is_found_with_its_k_composition():
 def test_a_head_that_lowers_what_it_finds_has_the_opposite_copying_score_and_attribution():
     model = shifted_heads()
     model.blocks[0].attn.W_O[0] *= -1
-    row = induction_heads(model, n_sequences=2, n_repeated=N).iloc[0]
+    row = verdict_table.induction_verdicts(model, n_sequences=2, n_repeated=N).iloc[0]
     assert (row["verdict"], row["copying_score"], row["logit_attribution"]) == (
         "induction",
         pytest.approx(-1),
@@ -116,7 +117,7 @@ def test_the_verdict_does_not_see_a_rescaling_of_the_coefficients_against_the_va
     attn = model.blocks[0].attn
     attn.v_shift_coef.mul_(-0.01)
     attn.W_V.mul_(-100)
-    before, after = (induction_heads(m, n_sequences=2, n_repeated=N) for m in (shifted_heads(), model))
+    before, after = (verdict_table.induction_verdicts(m, n_sequences=2, n_repeated=N) for m in (shifted_heads(), model))
     assert before["verdict"].tolist() == after["verdict"].tolist()
     assert before["logit_attribution"].tolist() == pytest.approx(after["logit_attribution"].tolist())
 
@@ -126,7 +127,9 @@ def test_the_threshold_decides():
     model = two_layer_circuit()
     model.blocks[0].attn.W_Q[1] *= 3 / SHARP
     for threshold, name in ((0.9, "none"), (0.8, "previous token"), (0.6, "previous token")):
-        assert induction_heads(model, n_sequences=2, n_repeated=N, threshold=threshold)["verdict"].iloc[1] == name
+        assert (
+            verdict_table.induction_verdicts(model, n_sequences=2, n_repeated=N, threshold=threshold)["verdict"].iloc[1] == name
+        )
 
 
 def test_roles_of_wider_windows_and_shifted_queries():
@@ -162,7 +165,7 @@ def slow_scores(pattern, taps):
 @pytest.mark.parametrize("name", MODELS)
 def test_scores_equal_loops_over_written_out_effective_patterns(name):
     model = scaled_model(name)
-    frame = induction_heads(model, prompt=piece())
+    frame = heads_and_verdicts(model, prompt=piece())
     _, cache = model.run_with_cache(twice(piece()))
     kinds = ("prefix_matching", "previous_token", "duplicate_token")
     group = model.cfg.n_heads // model.cfg.n_kv_heads
@@ -188,7 +191,7 @@ def test_relation_to_transformer_lens_detector(name):
     if name == "softmax":
         torch.testing.assert_close(pattern_mass, torch.full_like(pattern_mass, n))
     model.to_tokens = lambda seq: tokens
-    frame = induction_heads(model, prompt=piece(1))
+    frame = heads_and_verdicts(model, prompt=piece(1))
     for kind, name_there, n_queries in (
         ("prefix_matching", "induction_head", N),
         ("previous_token", "previous_token_head", n - 1),
@@ -202,7 +205,7 @@ def test_relation_to_transformer_lens_detector(name):
 @pytest.mark.parametrize("name", ["softmax", "softmax, window 2, GQA", "linear"])
 def test_copying_score_equals_the_eigenvalues_of_the_vocabulary_sized_circuit(name):
     model = random_model(**MODELS[name])  # gains 1: nothing to fold
-    frame = induction_heads(model, prompt=piece())
+    frame = verdict_table.induction_verdicts(model, prompt=piece())
     for row in frame.to_dict("records"):
         attn = model.blocks[row["layer"]].attn
         one = torch.eye(model.cfg.d_model, dtype=torch.float64)
@@ -218,7 +221,7 @@ def test_copying_score_equals_the_eigenvalues_of_the_vocabulary_sized_circuit(na
 def test_figures_of_the_weights_do_not_depend_on_whether_gains_are_folded():
     folded, plain = scaled_model("softmax, window 2, GQA"), scaled_model("softmax, window 2, GQA")
     folded.process_weights_(fold_ln=True, center_writing_weights=False, center_unembed=False)
-    before, after = (induction_heads(model, prompt=piece()) for model in (plain, folded))
+    before, after = (verdict_table.induction_verdicts(model, prompt=piece()) for model in (plain, folded))
     # TransformerLens folds in float32: some 1e-7 in each weight, summed over a few layers
     pd.testing.assert_frame_equal(before, after, rtol=1e-5, atol=1e-5)
 
@@ -230,7 +233,7 @@ def test_figures_of_the_weights_do_not_depend_on_whether_gains_are_folded():
 def test_attribution_predicts_what_removing_a_head_from_the_direct_path_does(name):
     """Head off, every later part held at what it was, norms at their scales: the logit moves by the attribution."""
     model = scaled_model(name)
-    frame = induction_heads(model, prompt=piece())
+    frame = verdict_table.induction_verdicts(model, prompt=piece())
     tokens = twice(piece())
     logits, cache = model.run_with_cache(tokens)
 
@@ -288,8 +291,8 @@ def test_ablation_effects_equal_one_hooked_forward_pass_a_head(name):
 
 
 def test_ablating_the_circuit_hurts_and_ablating_an_idle_head_does_nothing():
-    plain = induction_heads(two_layer_circuit(), n_sequences=3, n_repeated=N)
-    frame = induction_heads(two_layer_circuit(), n_sequences=3, n_repeated=N, ablations=True)
+    plain = verdict_table.induction_verdicts(two_layer_circuit(), n_sequences=3, n_repeated=N)
+    frame = verdict_table.induction_verdicts(two_layer_circuit(), n_sequences=3, n_repeated=N, ablations=True)
     used = frame["verdict"] != "none"
     assert (frame.loc[used, "ablation_loss_change"] > 0.3).all() and (frame.loc[used, "ablation_logit_change"] < -0.3).all()
     assert (frame.loc[~used, ["ablation_loss_change", "ablation_logit_change"]].abs() < 1e-12).all(axis=None)
@@ -301,7 +304,7 @@ def test_ablating_the_circuit_hurts_and_ablating_an_idle_head_does_nothing():
 
 @pytest.mark.skipif("induction-shift-1l" not in names(), reason="induction-shift-1l is not among the shipped models yet")
 def test_the_trained_shifted_head_is_named_with_its_role():
-    frame = induction_heads(HookedKVTransformer.from_zoo("induction-shift-1l"))
+    frame = verdict_table.induction_verdicts(HookedKVTransformer.from_zoo("induction-shift-1l"))
     named = frame[(frame["verdict"] == "induction") & (frame["role"] == "induction")]
     assert len(named) >= 1
     best = frame.loc[frame["logit_attribution"].idxmax()]
@@ -310,7 +313,7 @@ def test_the_trained_shifted_head_is_named_with_its_role():
 
 @pytest.mark.skipif("induction-plain-2l" not in names(), reason="induction-plain-2l is not among the shipped models yet")
 def test_the_trained_two_layer_circuit_is_found():
-    frame = induction_heads(HookedKVTransformer.from_zoo("induction-plain-2l"))
+    frame = verdict_table.induction_verdicts(HookedKVTransformer.from_zoo("induction-plain-2l"))
     previous = set(frame.loc[(frame["layer"] == 0) & (frame["verdict"] == "previous token"), "head"])
     induction = frame[(frame["layer"] == 1) & (frame["verdict"] == "induction")]
     assert previous and len(induction)
@@ -320,17 +323,25 @@ def test_the_trained_two_layer_circuit_is_found():
 # --- table and input -------------------------------------------------------------------------------------------------
 
 
-def test_columns_order_seeds_and_parts(monkeypatch, tmp_path):
+TABLES = [(induction.induction_heads, induction.COLUMNS), (verdict_table.induction_verdicts, verdict_table.COLUMNS)]
+
+
+@pytest.mark.parametrize(("table", "columns"), TABLES)
+def test_columns_order_seeds_and_parts(monkeypatch, tmp_path, table, columns):
     model = random_model()
-    frame = induction_heads(model, n_sequences=5, n_repeated=N)
-    assert {name: str(dtype) for name, dtype in frame.dtypes.items()} == COLUMNS.dtypes
-    assert list(zip(frame["layer"], frame["head"], strict=True)) == [(i, j) for i in range(2) for j in range(5)]
-    pd.testing.assert_frame_equal(frame, induction_heads(model, n_sequences=5, n_repeated=N))
-    assert not frame.equals(induction_heads(model, n_sequences=5, n_repeated=N, seed=1))
+    frame = table(model, n_sequences=5, n_repeated=N)
+    assert {name: str(dtype) for name, dtype in frame.dtypes.items()} == columns.dtypes
+    by_head = frame if "kind" not in frame else frame[frame["kind"] == "current_token"]
+    assert list(zip(by_head["layer"], by_head["head"], strict=True)) == [(i, j) for i in range(2) for j in range(5)]
+    if "kind" in frame:
+        assert frame["kind"].tolist() == list(KINDS) * 10
+        assert (frame["contrast"].isna() == frame["kind"].isin(["previous_token", "current_token"])).all()
+    pd.testing.assert_frame_equal(frame, table(model, n_sequences=5, n_repeated=N))
+    assert not frame.equals(table(model, n_sequences=5, n_repeated=N, seed=1))
     frame.to_parquet(tmp_path / "heads.parquet")
     pd.testing.assert_frame_equal(pd.read_parquet(tmp_path / "heads.parquet"), frame)
     monkeypatch.setattr(measures, "MEMORY_PER_PASS", 1)  # one sequence per forward pass
-    pd.testing.assert_frame_equal(induction_heads(model, n_sequences=5, n_repeated=N), frame, rtol=1e-10)
+    pd.testing.assert_frame_equal(table(model, n_sequences=5, n_repeated=N), frame, rtol=1e-10)
 
 
 def test_random_tokens_do_not_repeat_within_a_copy_unless_they_must():
@@ -351,15 +362,20 @@ def test_a_bos_stands_in_front_where_the_model_wants_one_and_no_special_token_is
         assert repeat_tokens(model, drawn, None).tokens.shape == (2, 600)
 
 
-def test_the_batch_form_says_the_prompt_twice():
+def test_the_batch_form_repeats_the_prompt():
     model = HookedKVTransformer.from_zoo("docs-linear")
     prompt = "Return the names of all widgets."
     tokens = model.to_tokens(prompt, prepend_bos=False)
-    pd.testing.assert_frame_equal(INDUCTION_HEADS.run(model, Record("a", prompt)), induction_heads(model, prompt=tokens))
-    pd.testing.assert_frame_equal(
-        INDUCTION_HEADS.run(model, Record("a", prompt), n_random=2, seed=3, threshold=0.1),
-        induction_heads(model, n_sequences=2, n_repeated=tokens.shape[1], seed=3, threshold=0.1),
+    analyses = (
+        (induction.INDUCTION_HEADS, induction.induction_heads, {}),
+        (verdict_table.INDUCTION_VERDICTS, verdict_table.induction_verdicts, dict(threshold=0.1)),
     )
+    for analysis, function, more in analyses:
+        pd.testing.assert_frame_equal(analysis.run(model, Record("a", prompt)), function(model, prompt=tokens))
+        pd.testing.assert_frame_equal(
+            analysis.run(model, Record("a", prompt), n_random=2, seed=3, **more),
+            function(model, n_sequences=2, n_repeated=tokens.shape[1], seed=3, **more),
+        )
 
 
 @pytest.mark.parametrize(
@@ -378,7 +394,7 @@ def test_the_batch_form_says_the_prompt_twice():
 )
 def test_bad_input(changes, message):
     with pytest.raises(KVLensError, match=message):
-        induction_heads(two_layer_circuit(), **changes)
+        verdict_table.induction_verdicts(two_layer_circuit(), **changes)
 
 
 @pytest.mark.parametrize(
@@ -391,10 +407,10 @@ def test_bad_input(changes, message):
 def test_models_without_induction_are_refused(changes, message):
     model = random_model(d_vocab=11, attention="softmax", kv_shift=None, **changes)
     with pytest.raises(KVLensError, match=message):
-        INDUCTION_HEADS.check_model(model)
+        induction.INDUCTION_HEADS.check_model(model)
 
 
 def test_ablations_refuse_positions_that_are_added_inside_the_layers():
     model = blank_model(positional_embedding_type="shortformer")
     with pytest.raises(KVLensError, match="shortformer"):
-        induction_heads(model, n_repeated=5, ablations=True)
+        induction.induction_heads(model, n_repeated=5, ablations=True)

@@ -4,9 +4,9 @@ import pytest
 import torch
 from analysis_models import random_model
 
-from analyses import composition, induction_heads
+from analyses import composition, induction_verdicts
 from analyses.heads.head_pairs import COLUMNS as PAIRS
-from analyses.heads.induction import COLUMNS as HEADS
+from analyses.heads.induction_verdicts import COLUMNS as HEADS
 
 MODELS = {
     "LayerNorm": dict(normalization_type="LN"),
@@ -55,7 +55,7 @@ def copying(circuit):
 @torch.no_grad()
 def test_the_copying_score_is_what_its_text_says_and_not_that_of_the_raw_matrices(name):
     model = raw_model(**MODELS[name])
-    frame = induction_heads(model, n_sequences=1, n_repeated=5)
+    frame = induction_verdicts(model, n_sequences=1, n_repeated=5)
     gain = torch.diag(getattr(getattr(model, "ln_final", None), "w", torch.ones(model.cfg.d_model, dtype=torch.float64)))
     as_printed, raw = [], []
     for layer, head in frame[["layer", "head"]].itertuples(index=False):
@@ -82,7 +82,7 @@ def test_composition_scores_are_what_their_text_says(name):
         expected.append(float((W_OV @ W).norm() / (W_OV.norm() * W.norm())))
     assert table["score"].tolist() == pytest.approx(expected, rel=1e-9)
     strongest = table[table["kind"] == "K"].groupby(["later_layer", "later_head"])["score"].max()
-    heads = induction_heads(model, n_sequences=1, n_repeated=5).set_index(["layer", "head"])["k_composition_score"].dropna()
+    heads = induction_verdicts(model, n_sequences=1, n_repeated=5).set_index(["layer", "head"])["k_composition_score"].dropna()
     assert heads.tolist() == pytest.approx(strongest.tolist(), rel=1e-12)
     for word in ("||W_OV W|| / (||W_OV|| ||W||)", "W_Q W_K^T", "gain", "mean over d_model"):
         assert word in PAIRS["score"].meaning

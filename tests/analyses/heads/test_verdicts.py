@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 from analysis_models import random_model
-from repeated_models import SHARP, shifted_heads, two_layer_circuit
+from repeated_models import SHARP, heads_and_verdicts, shifted_heads, two_layer_circuit
 
-from analyses import induction_heads
+from analyses import induction_verdicts
 from analyses.heads.ablation import standard_error
 from analyses.heads.lags import KINDS, pattern_scores
 from analyses.heads.loss_verdicts import COSTLY, HARMFUL, INCONCLUSIVE, NO_VERDICT, OTHER, Named, name_by_loss
@@ -150,14 +150,14 @@ def test_heads_of_untrained_models_are_hardly_ever_named():
             for name, parameter in model.named_parameters():
                 parameter.mul_(gain if name.endswith(("W_Q", "W_K")) else scale if name.endswith("W_pos") else 1)
             for n in (16, 30, 60):
-                frame = induction_heads(model, n_sequences=5, n_repeated=n)
+                frame = induction_verdicts(model, n_sequences=5, n_repeated=n)
                 named, n_heads = named + int((~frame["verdict"].isin(UNNAMED)).sum()), n_heads + len(frame)
     assert n_heads == 768 and named <= 0.005 * n_heads
 
 
 def test_the_names_do_not_change_with_the_length_of_the_text():
     shipped = HookedKVTransformer.from_zoo("induction-plain-2l")
-    names = {n: induction_heads(shipped, n_sequences=4, n_repeated=n)["verdict"].tolist() for n in (16, 27, 30, 40, 64)}
+    names = {n: induction_verdicts(shipped, n_sequences=4, n_repeated=n)["verdict"].tolist() for n in (16, 27, 30, 40, 64)}
     by_head = list(zip(*names.values(), strict=True))
     same = sum(verdicts.count(max(set(verdicts), key=verdicts.count)) for verdicts in by_head)
     assert same >= 0.95 * len(by_head) * len(names)
@@ -166,7 +166,7 @@ def test_the_names_do_not_change_with_the_length_of_the_text():
 
 def test_a_costly_head_has_a_name():
     for model in (two_layer_circuit(), HookedKVTransformer.from_zoo("induction-plain-2l")):
-        frame = induction_heads(model, n_sequences=3, n_repeated=11, ablations=True)
+        frame = induction_verdicts(model, n_sequences=3, n_repeated=11, ablations=True)
         costly = frame[frame["ablation_loss_change"] > COSTLY]
         assert len(costly) and not set(costly["verdict"]) & {*UNNAMED, OTHER}
 
@@ -184,8 +184,8 @@ def faint_heads(score, loudness):
 def test_a_faint_head_is_named_by_what_swapping_costs():
     """Three times as much attention on the right place as on any other is not much of a pattern, and all that is needed."""
     model = faint_heads(math.log(3), 60)
-    assert induction_heads(model, n_sequences=3, n_repeated=8)["verdict"].iloc[0] == INCONCLUSIVE
-    head = induction_heads(model, n_sequences=3, n_repeated=8, ablations=True).iloc[0]
+    assert heads_and_verdicts(model, n_sequences=3, n_repeated=8)["verdict"].iloc[0] == INCONCLUSIVE
+    head = heads_and_verdicts(model, n_sequences=3, n_repeated=8, ablations=True).iloc[0]
     assert head["verdict"] == "induction" and 2 < head["prefix_matching_contrast"] < CONTRAST
     assert head["prefix_matching_loss_change"] > head["ablation_loss_change"] / 2 > COSTLY
     assert all(head[f"{kind}_loss_change"] < 0.1 * head["prefix_matching_loss_change"] for kind in KINDS[1:])
@@ -194,7 +194,7 @@ def test_a_faint_head_is_named_by_what_swapping_costs():
 @pytest.mark.parametrize(("loudness", "name"), [(-20.0, OTHER), (20.0, HARMFUL)])
 def test_a_head_that_reads_all_alike_is_no_induction_head(loudness, name):
     """It raises what the text has said most often by then, which the right token is not: the model is better off without it."""
-    head = induction_heads(faint_heads(0.0, loudness), n_sequences=30, n_repeated=8, ablations=True).iloc[0]
+    head = heads_and_verdicts(faint_heads(0.0, loudness), n_sequences=30, n_repeated=8, ablations=True).iloc[0]
     assert head["verdict"] == name and abs(head["ablation_loss_change"]) > max(COSTLY, 2 * head["ablation_loss_error"])
     assert (head["ablation_loss_change"] > 0) == (name == OTHER)
     assert head["prefix_matching_contrast"] == pytest.approx(1, abs=0.2) and head["spread"] > 0.9
@@ -213,8 +213,8 @@ def test_the_spread_of_a_head_by_hand():
     """On places 8 to 13 a uniform head reads i + 1 of i + 1, and its predecessors alone i of them; a sharp head reads one."""
     n, model, one = 7, shifted_heads(), sum(1 / (i + 1) for i in range(8, 14)) / 6
     model.blocks[0].attn.W_Q[2:] = 0
-    assert induction_heads(model, n_sequences=2, n_repeated=n)["spread"].tolist()[2:] == pytest.approx([1 - one, 1])
-    assert induction_heads(two_layer_circuit(), n_sequences=2, n_repeated=n)["spread"].iloc[1] == pytest.approx(one)
+    assert induction_verdicts(model, n_sequences=2, n_repeated=n)["spread"].tolist()[2:] == pytest.approx([1 - one, 1])
+    assert induction_verdicts(two_layer_circuit(), n_sequences=2, n_repeated=n)["spread"].iloc[1] == pytest.approx(one)
 
 
 def test_a_match_that_is_missed_by_no_more_than_noise_is_inconclusive():
@@ -286,8 +286,8 @@ def test_the_standard_error_is_that_of_independent_texts_or_places():
 
 def test_an_induction_head_that_lowers_what_it_finds_is_a_negative_one():
     model = faint_heads(SHARP, -3.0)
-    assert induction_heads(model, n_sequences=3, n_repeated=8)["verdict"].iloc[0] == "induction"
-    head = induction_heads(model, n_sequences=3, n_repeated=8, ablations=True).iloc[0]
+    assert heads_and_verdicts(model, n_sequences=3, n_repeated=8)["verdict"].iloc[0] == "induction"
+    head = heads_and_verdicts(model, n_sequences=3, n_repeated=8, ablations=True).iloc[0]
     assert head["verdict"] == "negative induction" and head["prefix_matching_loss_change"] < -COSTLY
 
 
@@ -296,9 +296,9 @@ def test_a_head_that_the_model_needs_is_not_called_none_by_its_pattern(name):
     model = HookedKVTransformer.from_zoo(name)
     costly = set()
     for seed in (0, 1):
-        asked = induction_heads(model, n_sequences=4, n_repeated=16, seed=seed, ablations=True)
+        asked = induction_verdicts(model, n_sequences=4, n_repeated=16, seed=seed, ablations=True)
         counts = asked["ablation_loss_change"] > (2 * asked["ablation_loss_error"]).clip(lower=0.5)
-        plain = induction_heads(model, n_sequences=4, n_repeated=16, seed=seed)
+        plain = induction_verdicts(model, n_sequences=4, n_repeated=16, seed=seed)
         costly |= set(plain.loc[counts, "verdict"])
     assert costly and NO_VERDICT not in costly
 
@@ -339,4 +339,4 @@ def test_swaps_equal_one_hooked_forward_pass_each(settings):
 
 
 def test_the_defaults_fit_a_short_model():
-    assert len(induction_heads(two_layer_circuit(n_ctx=12))) == 6
+    assert len(induction_verdicts(two_layer_circuit(n_ctx=12))) == 6

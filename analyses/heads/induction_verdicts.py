@@ -1,0 +1,217 @@
+"""What each head is called by what it does on text that repeats itself, and all that is a matter of the head alone.
+
+Each head is described by what it does with what it finds (copying score, logit attribution), by what is lost without it
+(ablation), and by how it came to look there: the earlier head that its keys read most, or, in a model with KV shift, its own
+coefficients (:mod:`kvlens.analyses.heads.shift_roles`), which can make an induction head in one layer. Where it looks, kind by
+kind, is in :func:`kvlens.analyses.heads.induction.induction_heads`.
+
+The verdict goes by what the head *reads*, against chance, and with ``ablations`` by the loss of reading something else there
+(:mod:`kvlens.analyses.heads.verdicts`, :mod:`kvlens.analyses.heads.loss_verdicts`): then every head without which the loss
+changes by more than 0.1 nats and its noise has a name. A head whose pattern does not decide, as of most linear attention, is
+"inconclusive", not "none".
+It says nothing of copying: a head that finds the right token and lowers its logit has the verdict ``induction`` and a
+negative ``copying_score``.
+
+Source: Olsson et al. 2022; Elhage et al. 2021; KVSA sec. 3, table 4.
+"""
+
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from kvlens import HookedKVTransformer, KVLensError
+from kvlens.signature import checked
+
+from ..declaration import Analysis, Columns, Option
+from ..predictions import LOGIT_CHANGE, LOSS_CHANGE
+from .ablation import Progress, Start
+from .induction import (
+    OPTIONS,
+    REPEATED,
+    HeadsFound,
+    RepeatedPrompt,
+    check_model,
+    look_at_heads,
+    n_ablations,
+    of_prompt_repeated,
+)
+from .shift_roles import displacement, roles
+from .verdicts import EARLY, RATIO, SPREAD, THRESHOLD, Verdict, judge_heads, spreads
+from .weights import composition_scores, copying_scores, head_weights
+
+COLUMNS = Columns(
+    layer=("int64", "from 0"),
+    head=("int64", "query head"),
+    verdict=(
+        "str",
+        '"induction", "previous token", "duplicate token", "current token", or several, " / " between, where none is above the '
+        'others; "none"; "inconclusive": too spread out or too near the limit. With ablations also "negative '
+        'induction" and so on: what it reads there raises the loss; "other" and "harmful": the model needs it, or does better '
+        "without it, and not for any one of these",
+    ),
+    stretch_share=(
+        "float64",
+        "of what the head reads on its strongest stretch of positions, the part that the verdict speaks of",
+    ),
+    stretch_ratio=("float64", 'how many times what uniform attention would give there; of the strongest kind for "none"'),
+    stretch_start=("int64", "first position of that stretch, BOS counted"),
+    spread=(
+        "float64",
+        f"(sum |A|)^2 / sum A^2 over keys, value-side, over how many it sees, mean over positions 8 to {EARLY - 1} after a "
+        f"BOS: 1 for uniform attention; above {SPREAD:.2f} the pattern alone does not show what a head is for",
+    ),
+    threshold=("float64", "of the verdict, as given"),
+    role=("str", 'by its shift coefficients: "plain", "induction", "predecessor", "delayed"'),
+    copying_score=(
+        "float64",
+        "sum(lambda) / sum(|lambda|), in [-1, 1], over the eigenvalues of W_E W_V W_O W_U, the last three folded: times their "
+        "norm's gain, less the mean over d_model that a LayerNorm takes away, W_U also less its mean over the vocabulary",
+    ),
+    logit_attribution=("float64", "mean direct contribution to the logit of the right next token, second copy"),
+    ablation_loss_change=("float64", f"{LOSS_CHANGE}; resampled head, mean over the second copy; NaN unless asked for"),
+    ablation_loss_error=("float64", "standard error of ablation_loss_change"),
+    ablation_logit_change=("float64", f"{LOGIT_CHANGE}; the right next token's, likewise; NaN unless asked for"),
+    k_composition_layer=("Int64", "the earlier head that this head's keys read most; NA in the first layer"),
+    k_composition_head=("Int64", "which of that layer"),
+    k_composition_score=("float64", "||W_OV W_K W_Q^T|| / (||W_OV|| ||W_K W_Q^T||), folded likewise; NaN in the first layer"),
+    alpha_1=("float64", "key coefficient of the token; 1 without a shift"),
+    alpha_2=("float64", "of its predecessor; 0 without a shift"),
+    beta_1=("float64", "value coefficient of the token; 1 without a shift"),
+    beta_2=("float64", "of its predecessor; 0 without a shift"),
+    displacement=(
+        "int64",
+        "how many positions after the token it matches a head reads, by its largest coefficients (all of them where the window "
+        "is above 1)",
+    ),
+)
+
+
+@COLUMNS.document
+@checked
+@torch.no_grad()
+def induction_verdicts(
+    model: HookedKVTransformer,
+    *,
+    prompt: RepeatedPrompt | None = None,
+    n_sequences: int = 10,
+    n_repeated: int | None = None,
+    seed: int = 0,
+    prepend_bos: bool | None = None,
+    threshold: float = THRESHOLD,
+    ratio: float = RATIO,
+    ablations: bool = False,
+    batch_size: int | None = None,
+    on_start: Start | None = None,
+    on_progress: Progress | None = None,
+) -> pd.DataFrame:
+    """Name every head by what it does on tokens that are repeated.
+
+    Args:
+        model, prompt, n_sequences, n_repeated, seed, prepend_bos: as in
+            :func:`kvlens.analyses.heads.induction.induction_heads`, which has the scores behind the verdict.
+        threshold: share of what a head reads from which on it is a "previous token" or "current token" head, on its strongest
+            stretch of 16 positions.
+        ratio: how many times what uniform attention would give the share of any kind must be; see
+            :mod:`kvlens.analyses.heads.verdicts`.
+        ablations: also measure what resampling each head's output costs, and what reading another text's tokens costs it, and
+            name heads by that (models with an attention variant keep the verdict of the pattern).
+        batch_size, on_start, on_progress: as there.
+
+    Returns:
+        One row per head, by layer, then head:
+
+        {columns}
+
+    Raises:
+        KVLensError: a model without what this needs, tokens that do not fit, numbers out of range.
+    """
+    if not 0 < threshold <= 1:
+        raise KVLensError(f"induction_verdicts: threshold must lie in (0, 1], got {threshold}")
+    if not 0 < ratio < 1e9:
+        raise KVLensError(f"induction_verdicts: ratio must be above 0, and is a few times chance, got {ratio}")
+    found = look_at_heads(
+        model, prompt, n_sequences=n_sequences, n_repeated=n_repeated, seed=seed, prepend_bos=prepend_bos, ablations=ablations,
+        batch_size=batch_size, on_start=on_start, on_progress=on_progress,
+    )  # fmt: skip
+    verdicts = judge_heads(found.measured.scores, found.repeated, found.losses, threshold=threshold, ratio=ratio)
+    return _frame(model, found, [verdict for layer in verdicts for verdict in layer], threshold)
+
+
+def _frame(
+    model: HookedKVTransformer,
+    found: HeadsFound,
+    verdicts: list[Verdict],
+    threshold: float,
+) -> pd.DataFrame:
+    n_layers, n_heads, measured = model.cfg.n_layers, model.cfg.n_heads, found.measured
+    weights = [head_weights(model, layer) for layer in range(n_layers)]
+    columns: dict[str, Any] = {
+        "layer": torch.arange(n_layers).repeat_interleave(n_heads),
+        "head": torch.arange(n_heads).repeat(n_layers),
+        "verdict": [verdict.name for verdict in verdicts],
+        "stretch_share": [verdict.share for verdict in verdicts],
+        "stretch_ratio": [verdict.ratio for verdict in verdicts],
+        "stretch_start": [verdict.start for verdict in verdicts],
+        "spread": spreads(measured.scores, found.repeated),
+        "threshold": threshold,
+        "role": [role for taps in measured.taps for role in roles(taps)],
+        "copying_score": copying_scores(model, weights),
+        "logit_attribution": measured.attribution,
+        "ablation_loss_change": found.ablation.loss_change,
+        "ablation_loss_error": found.ablation.loss_error,
+        "ablation_logit_change": found.ablation.logit_change,
+        "displacement": torch.stack([displacement(taps) for taps in measured.taps]),
+    }
+    for name, taps in (("alpha", [t.k for t in measured.taps]), ("beta", [t.v for t in measured.taps])):
+        by_lag = torch.nn.functional.pad(torch.stack(taps), (0, 1))  # a zero behind: without a shift there is one column
+        columns |= {f"{name}_1": by_lag[..., 0], f"{name}_2": by_lag[..., 1]}
+    columns |= _strongest_k_composition(composition_scores(weights, "K"))
+    return COLUMNS.frame(columns)
+
+
+def _strongest_k_composition(scores: Tensor) -> dict[str, Any]:
+    """For each head its best earlier one; the first layer has none."""
+    n_heads = scores.shape[1]
+    strongest, where = scores.flatten(0, 1).max(dim=0)  # [layer, head]
+    strongest[0] = torch.nan
+    first = [pd.NA] * n_heads
+    return {
+        "k_composition_layer": [*first, *(where[1:] // n_heads).flatten().tolist()],
+        "k_composition_head": [*first, *(where[1:] % n_heads).flatten().tolist()],
+        "k_composition_score": strongest,
+    }
+
+
+def _of_prompt(
+    model: HookedKVTransformer,
+    prompt: Tensor,
+    *,
+    n_random: int = 0,
+    seed: int = 0,
+    threshold: float = THRESHOLD,
+    ratio: float = RATIO,
+    ablations: bool = False,
+) -> pd.DataFrame:
+    """:func:`induction_verdicts` of a prompt, or of random tokens."""
+    options: dict[str, Any] = dict(seed=seed, threshold=threshold, ratio=ratio, ablations=ablations)
+    return of_prompt_repeated(induction_verdicts, model, prompt, n_random, **options)
+
+
+INDUCTION_VERDICTS = Analysis(
+    name="induction_verdicts",
+    summary="what every head is called by what it does on the prompt repeated: induction, previous token and so on",
+    function=_of_prompt,
+    columns=COLUMNS,
+    inputs={"prompt": REPEATED},
+    options={
+        **OPTIONS,
+        "threshold": Option(
+            "share of what a head reads from which on it is a previous or current token head, on its strongest stretch"
+        ),
+        "ratio": Option("how many times what uniform attention would give that share must be"),
+    },
+    check_model=check_model,
+    n_interventions=n_ablations,
+)
