@@ -39,7 +39,7 @@ def with_names_of_today(settings: Mapping[str, Any]) -> dict[str, Any]:
             f"this batch was begun by kvlens 0.1.0, and the table of {analysis} has changed since: {OTHER_NUMBERS[analysis]}. "
             "Give another output, or --overwrite to compute it again"
         )
-    options, columns = OPTIONS.get(analysis, {}), COLUMNS.get(analysis, {})
+    options, columns = OPTIONS.get(str(analysis), {}), COLUMNS.get(str(analysis), {})
     return {
         **settings,
         "format_version": FORMAT_VERSION,
