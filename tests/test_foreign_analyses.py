@@ -21,12 +21,12 @@ import analyses
 assert analyses.mine == 1
 """
 ONE_PACKAGE = """
-import analyses.heads.rows, kvlens.analyses.heads.rows
-from analyses import bias_by_head
-assert analyses is kvlens.analyses and analyses.heads.rows is kvlens.analyses.heads.rows
-assert bias_by_head is kvlens.analyses.bias_by_head
+import analyses.batch.script, kvlens.analyses.batch.script
+from analyses import ANALYSES
+assert analyses is kvlens.analyses and analyses.batch.script is kvlens.analyses.batch.script
+assert ANALYSES is kvlens.analyses.ANALYSES
 import importlib.util
-assert importlib.util.find_spec("analyses.nowhere") is None and importlib.util.find_spec("analyses.heads.rows") is not None
+assert importlib.util.find_spec("analyses.nowhere") is None and importlib.util.find_spec("analyses.batch.script") is not None
 try:
     import analyses.nowhere
 except ModuleNotFoundError:

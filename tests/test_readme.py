@@ -1,13 +1,14 @@
 """The README's Python examples run, in the order in which they stand, and its commands run."""
 
-import os
 import re
+import shlex
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from kvlens.cli import main
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 
@@ -41,27 +42,23 @@ def test_what_the_readme_links_to_is_there():
     assert not [path for path in paths if not (README.parent / path).exists()]
 
 
-IN_SECONDS = """
-kvlens() {
-  case $1 in
-    train) set -- "$@" --steps 2 ;;
-    reproduce) set -- "$@" --scale tiny ;;
-  esac
-  "$PYTHON" -m kvlens "$@"
-}
-pip() { [ "$1" = install ]; }
-set -e
-"""
-"""What makes commands of minutes some of seconds, and installs nothing; every word of the README's own stays."""
+IN_SECONDS = {"train": ["--steps", "2"], "reproduce": ["--scale", "tiny"], "analyse": ["--workers", "1"]}
+"""What is added to a command so that it takes seconds and starts no processes (``test_engines.py`` does)."""
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("bash") is None, reason="the README's commands are a shell's: needs bash")
-def test_the_commands_of_the_readme_run_one_after_the_other_in_an_empty_folder(tmp_path):
-    script = IN_SECONDS + "".join(blocks("bash"))
-    assert script.count("\nkvlens ") >= 4 and "prompts.jsonl" in script
-    environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(README.parent)}
-    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+def test_the_commands_of_the_readme_run_one_after_the_other_in_an_empty_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    commands = [command for block in blocks("bash") for line in block.splitlines() for command in line.split(" && ")]
+    assert sum(command.startswith("kvlens ") for command in commands) >= 6
+    for command in commands:
+        program, *words = shlex.split(command)
+        if program == "kvlens":
+            assert main([*words, *IN_SECONDS.get(words[0], [])]) == 0, capsys.readouterr().err
+        elif program == "pip":
+            assert words[0] == "install"
+        else:
+            subprocess.run(["bash", "-c", command], check=True)
     assert {"report", "my-report", "prompts.jsonl", "table.parquet", "run"} <= {path.name for path in tmp_path.iterdir()}
-    assert "2 prompts" in done.stdout
+    assert "2 prompts" in capsys.readouterr().out

@@ -103,17 +103,20 @@ def _seconds(call: Callable[[], Any]) -> float:
 
 
 def memory(small: bool) -> None:
-    """Memory of one conversion, in a process of its own."""
-    command = [sys.executable, __file__, "--convert-here", "--threads", str(torch.get_num_threads())]
-    done = subprocess.run(command + ["--small"] * small, check=True, capture_output=True, text=True)
-    found = json.loads(done.stdout.splitlines()[-1])
+    """Memory of one conversion, in a process of its own; a small one's is not judged, and needs none."""
+    if small:
+        found = convert_here(small)
+    else:
+        command = [sys.executable, __file__, "--convert-here", "--threads", str(torch.get_num_threads())]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        found = json.loads(done.stdout.splitlines()[-1])
     print(f"{found['n_queries']} reference queries: {found['taken']:.4g} MiB taken, all shares are {found['shares']:.4g} MiB")
     if not small:  # a small conversion takes less than what the interpreter itself grows by
         print(verdict("memory, over that of all shares", found["taken"] / found["shares"], HELD), flush=True)
 
 
-def convert_here(small: bool) -> None:
-    """The work of :func:`memory`; the last line is its figures as JSON."""
+def convert_here(small: bool) -> dict[str, float]:
+    """The work of :func:`memory`: its figures."""
     model = model_of(SMALL if small else SIZES)
     prompt, n = tokens_of(model, 16 if small else 512, seed=0), 8 if small else 256
     in_keys(model, prompt, n_continuations=2, continuation_length=2)  # what is loaded once
@@ -122,7 +125,7 @@ def convert_here(small: bool) -> None:
     taken = (peak_gib() - before) * 2**10
     cfg = model.cfg
     shares = fit.n_reference_tokens * prompt.shape[1] * cfg.n_heads * cfg.n_layers * 4 / 2**20
-    print(json.dumps({"n_queries": fit.n_reference_tokens, "taken": taken, "shares": shares}))
+    return {"n_queries": fit.n_reference_tokens, "taken": taken, "shares": shares}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -137,7 +140,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         with torch.no_grad():
             if args.convert_here:
-                convert_here(args.small)
+                print(json.dumps(convert_here(args.small)))
                 return
             repeats = 1 if args.small else args.repeats
             models = {kind: model_of(SMALL if args.small else SIZES, kind) for kind in KINDS}

@@ -1,14 +1,14 @@
 """A model by its name: what ships is not looked for at Hugging Face, nor the other way round; the command line takes both."""
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
+from huggingface_hub import constants
 from tiny_hf import tiny_hf_model, tiny_tokenizer
 
-from kvlens import HookedKVTransformer, KVLensError
+from kvlens import HookedKVTransformer, KVLensError, zoo
+from kvlens.cli import main
+from kvlens.model import sources
 
 
 def test_each_loader_names_the_other():
@@ -29,8 +29,7 @@ def test_a_misspelt_argument_is_not_handed_on_to_hugging_face(tmp_path):
             HookedKVTransformer.from_pretrained(tmp_path, **{slip: None})
 
 
-@pytest.mark.slow
-def test_the_command_line_takes_a_name_whose_files_are_here(tmp_path):
+def test_the_command_line_takes_a_name_whose_files_are_here(tmp_path, monkeypatch, capsys):
     snapshot = tmp_path / "hub/models--gpt2/snapshots" / ("0" * 40)
     tiny_hf_model("gpt2").save_pretrained(snapshot)
     tiny_tokenizer().save_pretrained(snapshot)
@@ -38,19 +37,19 @@ def test_the_command_line_takes_a_name_whose_files_are_here(tmp_path):
     (tmp_path / "hub/models--gpt2/refs/main").write_text("0" * 40)
     (tmp_path / "p.txt").write_text("The widget\n")
 
-    def run(model: str, home: str = ".") -> subprocess.CompletedProcess:
-        environment = {**os.environ, "HF_HOME": str(tmp_path / home), "HF_HUB_OFFLINE": "1"}
-        environment.pop("HF_HUB_CACHE", None)
-        command = ["analyse", "bias_by_head", "p.txt", "--model", model, "--text", " is", "--out", f"{model}.parquet"]
-        command = [sys.executable, "-m", "kvlens", *command]
-        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    def run(model: str, cache: str) -> int:
+        for module in (constants, sources, zoo):
+            monkeypatch.setattr(module, "HF_HUB_CACHE", str(tmp_path / cache))
+        return main(["analyse", "bias_by_head", "p.txt", "--model", model, "--text", " is", "--out", f"{model}.parquet"])
 
-    taken = run("gpt2-small")
-    assert taken.returncode == 0 and "of 1 prompts" in taken.stdout, taken.stderr
-    for model, home, words in (
-        ("pythia-70m", ".", "TransformerLens knows 'pythia-70m', but its files are not in the local cache"),
-        ("pythia-70n", ".", "did you mean 'pythia-70m'"),
+    monkeypatch.chdir(tmp_path)
+    assert run("gpt2-small", "hub") == 0
+    assert "of 1 prompts" in capsys.readouterr().out
+    for model, cache, words in (
+        ("pythia-70m", "hub", "TransformerLens knows 'pythia-70m', but its files are not in the local cache"),
+        ("pythia-70n", "hub", "did you mean 'pythia-70m'"),
         ("gpt2", "empty", "taken where its files are in the local cache"),
     ):
-        refused = run(model, home)
-        assert refused.returncode == 2 and refused.stderr.count("\n") == 1 and words in refused.stderr, refused.stderr
+        assert run(model, cache) == 2
+        refused = capsys.readouterr().err
+        assert refused.count("\n") == 1 and words in refused, refused

@@ -3,8 +3,6 @@
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -69,16 +67,19 @@ def test_kills_at_any_step_change_nothing(kills, uninterrupted, tmp_path_factory
 def test_kill_9_of_the_command_changes_no_metric(tmp_path):
     command = ["train", "induction", "--device", "cpu", "--task", "vocab_size=13", "length=9"]
     command += ["--model", "n_layers=1", "d_model=12", "d_head=6", "attn_only=true", "kv_shift=true"]
-    command += ["--set", "steps=40", "batch_size=4", "eval_every=4", "eval_sequences=5"]
-    command_line = [sys.executable, "-m", "kvlens", *command, "--out", str(tmp_path / "a")]
-    killed = subprocess.Popen(command_line, stdout=subprocess.PIPE)
+    command += ["--set", "steps=80", "batch_size=4", "eval_every=4", "eval_sequences=5"]
+    child = os.fork()
+    if child == 0:
+        try:
+            main([*command, "--out", str(tmp_path / "a")])
+        finally:
+            os._exit(1)  # too late to be killed
     checkpoint = tmp_path / "a" / "checkpoint.safetensors"
-    while not checkpoint.exists() and killed.poll() is None:
-        time.sleep(0.02)
-    killed.send_signal(signal.SIGKILL)
-    assert killed.wait() == -signal.SIGKILL
-    with killed.stdout as printed:
-        printed.read()  # ends when nobody is left to print
+    while not checkpoint.exists():
+        assert os.waitpid(child, os.WNOHANG) == (0, 0), "it ended before it was killed"
+        time.sleep(0.001)
+    os.kill(child, signal.SIGKILL)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     for name in ("a", "b"):
         assert main([*command, "--out", str(tmp_path / name)]) == 0
     a, b = (pd.read_parquet(tmp_path / name / "metrics.parquet") for name in ("a", "b"))

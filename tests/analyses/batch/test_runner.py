@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +9,7 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 from batch_probes import letters
+from batch_probes.killed_often import run_killed_often
 from batch_probes.letters import letters_of
 from tiny_text_model import tiny_text_model
 
@@ -231,13 +230,9 @@ def test_many_bad_lines_are_counted(model_folder, tmp_path):
 
 def test_killed_often_the_table_is_that_of_an_uninterrupted_run(model_folder, tmp_path):
     source = prompts(tmp_path, n=13)
-    run_batch(Work("bias_by_head", (model_folder,)), source, tmp_path / "whole.parquet")
-    out = tmp_path / "killed" / "t.parquet"
-    script = Path(__file__).parents[1] / "batch_probes" / "killed_often.py"
-    command = [sys.executable, str(script), str(source.prompts), model_folder, str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) >= 3
+    work, out = Work("bias_by_head", (model_folder,)), tmp_path / "killed" / "t.parquet"
+    run_batch(work, source, tmp_path / "whole.parquet")
+    assert run_killed_often(work, source, out) >= 3
     assert out.read_bytes() == (tmp_path / "whole.parquet").read_bytes()
     assert names(out.parent) == ["t.parquet"]
 
