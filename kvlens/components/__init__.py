@@ -17,34 +17,29 @@ a cache they are named in full (``cache["blocks.0.attn.hook_phi_q"]``) or with t
 For linear attention ``hook_attn_scores`` and ``hook_pattern`` are those that its sums imply, computed only when they are hooked.
 """  # noqa: E501
 
-from kvlens.components.attention import build_attention
+from kvlens.components.attention import KVAttention, build_attention
 from kvlens.components.block import KVBlock, KVUnembed
 from kvlens.components.decode_cache import LinearCacheEntry, ShiftedCacheEntry, upgrade_cache
-from kvlens.components.fast_path import form_of_block, is_hooked, softmax_form_block
+from kvlens.components.fast_path import form_of_block, softmax_form_block
 from kvlens.components.feature_maps import FEATURE_MAPS, FeatureMap, per_head
-from kvlens.components.kv_shift import KVLENS_HOOKS
+from kvlens.components.hooks import KVLENS_HOOKS, is_hooked
 from kvlens.components.layer_bias import LayerBias
-from kvlens.components.linear_attention import GroupedLinearAttention, LinearAttention
 from kvlens.components.pos_embed import NoPosEmbed, OffsetPosEmbed, SinusoidalPosEmbed
 from kvlens.components.positions import counted_by, hidden_tokens_keep_positions
-from kvlens.components.softmax_attention import GroupedSoftmaxAttention, SoftmaxAttention
 
 __all__ = [
     "FEATURE_MAPS",
     "KVLENS_HOOKS",
     "FeatureMap",
-    "GroupedLinearAttention",
-    "GroupedSoftmaxAttention",
+    "KVAttention",
     "KVBlock",
     "KVUnembed",
     "LayerBias",
-    "LinearAttention",
     "LinearCacheEntry",
     "NoPosEmbed",
     "OffsetPosEmbed",
     "ShiftedCacheEntry",
     "SinusoidalPosEmbed",
-    "SoftmaxAttention",
     "build_attention",
     "counted_by",
     "form_of_block",

@@ -1,16 +1,181 @@
-"""Which attention class a configuration asks for."""
+"""The attention module of a layer: TransformerLens' parameters and hook points, kvlens' own, and one forward pass.
 
-from typing import Any
+    q, k, v  ->  KV shift  ->  augmented k, v  ->  the heads, linear or softmax  ->  z  ->  z W_O + b_O
 
-from kvlens.components.linear_attention import GroupedLinearAttention, LinearAttention
-from kvlens.components.softmax_attention import GroupedSoftmaxAttention, SoftmaxAttention
+:meth:`KVAttention.forward` is that line, whatever the kind of attention. What lies between q, k, v and z is
+:class:`~kvlens.components.linear_attention.LinearHeads` or :class:`~kvlens.components.softmax_attention.SoftmaxHeads`, an
+object made for one pass. A layer to which kvlens adds nothing runs TransformerLens' own forward pass, bit for bit.
 
-KVAttention = LinearAttention | GroupedLinearAttention | SoftmaxAttention | GroupedSoftmaxAttention
+What this relies on inside TransformerLens 3.9: ``calculate_qkv_matrices`` (which fires ``hook_q``, ``hook_k``, ``hook_v`` and
+norms), the names of the weights, and the arguments with which a block calls its attention.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from kvlens._tl import Attention, GroupedQueryAttention, HookPoint
+from kvlens.components.fast_path import on_fast_path
+from kvlens.components.heads import HeadOutputs, NewTokens, real_tokens
+from kvlens.components.hooks import KVLENS_HOOKS, OF_A_BIAS, OF_A_SHIFT_STATE
+from kvlens.components.kv_shift import add_shift_parameters, init_shift_parameters, shift_projections
+from kvlens.components.layer_bias import LayerBias, read_bias
+from kvlens.components.linear_attention import LinearHeads, add_linear_parameters
+from kvlens.components.positions import counted_by
+from kvlens.components.projections import project_heads
+from kvlens.components.softmax_attention import SoftmaxHeads, grow_alibi, runs_transformer_lens_code, score_rule
+from kvlens.components.variants import Augmentation, augmented, regularized
+from kvlens.errors import KVLensError
+from kvlens.ops.affine import affine
+from kvlens.ops.softmax_features import ScoreRule
+
+if TYPE_CHECKING:  # what it is mixed into; at run time TransformerLens' class comes behind it in the list of bases
+    from kvlens._tl import AbstractAttention as _Attention
+else:
+    _Attention = nn.Module
+
+HEADS: dict[str, type[LinearHeads] | type[SoftmaxHeads]] = {"linear": LinearHeads, "softmax": SoftmaxHeads}
+"""What ``cfg.attention`` names."""
+
+
+class KVAttention(_Attention):
+    """Mixed in before TransformerLens' ``Attention`` or ``GroupedQueryAttention``."""
+
+    cfg: Any
+    layer_bias: LayerBias | None = None
+    """The attached bias of this layer; set by ``HookedKVTransformer.attach_kv_bias``."""
+    observer: Callable[[Tensor, Tensor, Tensor], None] | None = None
+    """Sees the queries, and all keys and values so far, as softmax scores them; set while a prompt is converted."""
+
+    def __init__(self, cfg: Any, attn_type: str = "global", layer_id: int | None = None):
+        super().__init__(cfg, attn_type, layer_id)
+        for name in KVLENS_HOOKS:
+            setattr(self, name, HookPoint())
+        add_shift_parameters(self, cfg)
+        self.variant = cfg.attention_variant
+        mlps = None if self.variant is None else self.variant.augmented
+        self.augment_k = Augmentation(cfg) if mlps is not None and mlps.keys else None
+        self.augment_v = Augmentation(cfg) if mlps is not None and mlps.values else None
+        if cfg.attention == "linear":
+            add_linear_parameters(self, cfg)
+
+    @torch.no_grad()
+    def init_kv_parameters(self, generator: torch.Generator | None) -> None:
+        """Initial values of what kvlens adds: shift coefficients, augmented keys and values, feature map; b_KV and b_D at 0."""
+        init_shift_parameters(self, self.cfg, generator)
+        for mlp in (self.augment_k, self.augment_v):
+            if mlp is not None:
+                mlp.init_weights(generator)
+        if self.cfg.attention == "linear":
+            self.feature_map.init_weights(generator)
+        if self.cfg.trainable_kv_bias:
+            nn.init.zeros_(self.b_KV)
+            nn.init.zeros_(self.b_D)
+
+    def forward(
+        self,
+        query_input: Tensor,
+        key_input: Tensor,
+        value_input: Tensor,
+        past_kv_cache_entry: Any = None,
+        additive_attention_mask: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_bias: Tensor | None = None,
+    ) -> Tensor:
+        """[batch, pos, d_model] from [batch, pos, d_model] or [batch, pos, head, d_model], as TransformerLens' attention."""
+        entry = past_kv_cache_entry
+        if self.cfg.positional_embedding_type == "alibi":
+            grow_alibi(self, key_input.shape[1] + (0 if entry is None else entry.past_keys.shape[1]), key_input.device)
+        if runs_transformer_lens_code(self):
+            return super().forward(
+                query_input, key_input, value_input, entry, additive_attention_mask, attention_mask, position_bias
+            )
+        self._check_batch(query_input.shape[0])
+        q, k, v = self._normed_and_clamped(*self.calculate_qkv_matrices(query_input, key_input, value_input))
+        mask = real_tokens(attention_mask, q.shape[1], q.device)
+        shifted, shift_state = shift_projections(self, {"q": q, "k": k, "v": v}, getattr(entry, "shift_state", {}), mask)
+        k, v = augmented(self, shifted["k"], shifted["v"])
+        score_bias = _sum_of(additive_attention_mask, position_bias)
+        tokens = NewTokens(shifted["q"], k, v, mask, attention_mask, counted_by(attention_mask), score_bias)
+        heads: HeadOutputs = HEADS[self.cfg.attention](self, tokens, entry).outputs()
+        if shift_state and entry is not None and not entry.frozen:
+            entry.shift_state = shift_state
+        z, z_bias, _ = regularized(self, heads, tokens)
+        if z_bias is not None:
+            z = self.hook_z_context(z) + self.hook_z_bias(z_bias)
+        return self._project(self.hook_z(z.to(self.W_O.dtype)))
+
+    def calculate_qkv_matrices(self, query_input: Tensor, key_input: Tensor, value_input: Tensor) -> tuple[Tensor, ...]:
+        """TransformerLens' q, k and v, with its hooks and norms; one input for each head, and 4 bits, are left to it."""
+        cfg = self.cfg
+        ungrouped = cfg.n_key_value_heads is not None and cfg.ungroup_grouped_query_attention
+        if not on_fast_path(cfg) or query_input.dim() != 3 or ungrouped or cfg.load_in_4bit:
+            return super().calculate_qkv_matrices(query_input, key_input, value_input)
+        stored = "" if cfg.n_key_value_heads is None else "_"
+        weights = [(self.W_Q, self.b_Q), *((getattr(self, f"{stored}W_{x}"), getattr(self, f"{stored}b_{x}")) for x in "KV")]
+        inputs, hooks = (query_input, key_input, value_input), (self.hook_q, self.hook_k, self.hook_v)
+        q, k, v = (hook(project_heads(x, *w)) for hook, x, w in zip(hooks, inputs, weights, strict=True))
+        if cfg.use_qk_norm:
+            q, k = self._apply_qk_norm(q, self.q_norm), self._apply_qk_norm(k, self.k_norm)
+        return q, k, v
+
+    def _normed_and_clamped(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What TransformerLens does behind ``hook_q``, ``hook_k``, ``hook_v``: norms over all heads (OLMo 2, 3), clamps."""
+        if self.q_norm is not None and not self.cfg.use_qk_norm:
+            q, k = (norm(x.flatten(2)).view_as(x) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
+        if self.cfg.clip_qkv is not None:
+            q, k, v = (x.clamp(min=-self.cfg.clip_qkv, max=self.cfg.clip_qkv) for x in (q, k, v))
+        return q, k, v
+
+    def _check_batch(self, batch: int) -> None:
+        n_prompts = 1 if self.layer_bias is None else self.layer_bias.b_kv.shape[0]
+        if n_prompts not in (1, batch):
+            raise KVLensError(
+                f"the attached bias holds {n_prompts} prompts and the input has batch {batch}: give one row per prompt, "
+                "or attach the bias of a single prompt, which serves every row"
+            )
+
+    def _project(self, z: Tensor) -> Tensor:
+        """z W_O + b_O, through ``hook_result`` where the configuration asks for it."""
+        if not self.cfg.use_attn_result:
+            z, weight = z.flatten(2), self.W_O.flatten(0, 1)
+            return affine(z, weight, self.b_O) if on_fast_path(self.cfg) else nn.functional.linear(z, weight.T, self.b_O)
+        result = self.hook_result(torch.einsum("bphd,hdm->bphm", z, self.W_O))
+        return result.sum(dim=2) + self.b_O
+
+    def read_bias(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None] | None:
+        """(b_KV, b_D) of this layer through their hooks: the attached bias, else the trained one, else None."""
+        return read_bias(self, dtype)
+
+    def waits_for_a_bias(self, hook_point: str) -> bool:
+        """Whether the hook point of this name (``hook_b_kv``) fires under a KV bias alone, and there is none now."""
+        if self.layer_bias is not None:
+            return False
+        if hook_point in OF_A_SHIFT_STATE:
+            return True
+        of_a_bias = OF_A_BIAS if self.cfg.attention == "linear" else (*OF_A_BIAS, "hook_phi_q", "hook_normalizer")
+        return not self.cfg.trainable_kv_bias and hook_point in of_a_bias
+
+    def score_rule(self) -> ScoreRule:
+        """How softmax attention scores a key in this layer, stored ones included."""
+        return score_rule(self)
+
+
+class MultiHeadKVAttention(KVAttention, Attention):
+    """One key-value head per query head."""
+
+
+class GroupedQueryKVAttention(KVAttention, GroupedQueryAttention):
+    """Several query heads per key-value head; the shift has one coefficient vector per key-value head."""
 
 
 def build_attention(cfg: Any, attn_type: str, layer: int) -> KVAttention:
     """The attention of layer ``layer``; ``attn_type`` is TransformerLens' "global" or "local"."""
-    grouped = cfg.n_key_value_heads is not None
-    if cfg.attention == "linear":
-        return GroupedLinearAttention(cfg, attn_type, layer) if grouped else LinearAttention(cfg, attn_type, layer)
-    return GroupedSoftmaxAttention(cfg, attn_type, layer) if grouped else SoftmaxAttention(cfg, attn_type, layer)
+    kind = MultiHeadKVAttention if cfg.n_key_value_heads is None else GroupedQueryKVAttention
+    return kind(cfg, attn_type, layer)
+
+
+def _sum_of(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return b if a is None else a if b is None else a + b

@@ -12,7 +12,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from kvlens._tl import POST_NORM_ARCHITECTURES, LayerNorm, LayerNormPre, TransformerBlock, Unembed
-from kvlens.components.fast_path import Replaces, is_hooked, on_fast_path
+from kvlens.components.fast_path import Replaces, on_fast_path
+from kvlens.components.hooks import is_hooked
 from kvlens.components.mlp import fast_mlp
 from kvlens.errors import KVLensError
 from kvlens.ops.affine import affine

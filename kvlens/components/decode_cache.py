@@ -2,7 +2,7 @@
 
 TransformerLens reads the position offset off ``past_keys.shape`` of the first entry. Linear attention keeps no keys, only
 its state: its entry answers with a tensor of the right shape and no memory (one zero, expanded). Softmax attention with a
-KV shift keeps the shifted keys and values, as TransformerLens does, and beside them the raw last rows.
+KV shift keeps the shifted keys and values, as TransformerLens does, and the raw last rows in addition.
 
 Negative samples are chosen among the scores of all tokens so far, which no state of a fixed size can hold: with them linear
 attention keeps every token's features and value too, and decoding is exact but no longer O(1).
@@ -19,7 +19,7 @@ from kvlens.errors import KVLensError
 from kvlens.ops.attention_variants import RidgeState
 from kvlens.ops.linear_attention import LinearAttentionState
 
-Boundary = dict[str, Tensor]
+ShiftState = dict[str, Tensor]
 """The raw last rows by projection: keys among "k", "v", "q"; each [batch, window, head, d_head]."""
 
 
@@ -51,7 +51,7 @@ class LinearCacheEntry:
 
     Attributes:
         state: A and D of the context alone; the KV bias stays apart.
-        boundary: the raw last keys, values, queries, where they are shifted.
+        shift_state: the raw last keys, values, queries, where they are shifted.
         n_tokens: real tokens so far: an int, or [batch] where rows differ (padding).
         n_places: places so far, padding included, as TransformerLens counts them.
         ridge: the state of ridge attention, which takes the place of ``state``.
@@ -66,7 +66,7 @@ class LinearCacheEntry:
     d_head: int
     device: torch.device | str | None
     state: LinearAttentionState | None = None
-    boundary: Boundary = field(default_factory=dict)
+    shift_state: ShiftState = field(default_factory=dict)
     n_tokens: int | Tensor = 0
     n_places: int = 0
     bias: tuple[Tensor, Tensor | None] | None = None
@@ -87,7 +87,7 @@ class LinearCacheEntry:
 class ShiftedCacheEntry(TransformerLensKeyValueCacheEntry):
     """TransformerLens' entry (shifted keys and values, before RoPE), the raw last rows, and the means of negative samples."""
 
-    boundary: Boundary = field(default_factory=dict)
+    shift_state: ShiftState = field(default_factory=dict)
     negative_means: Tensor | None = None
 
 

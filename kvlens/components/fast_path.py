@@ -44,11 +44,6 @@ def on_fast_path(cfg: Any) -> bool:
     return cfg.attention == "linear" or runs_fused(cfg)
 
 
-def is_hooked(*modules: nn.Module) -> bool:
-    """Whether anything is hooked to one of ``modules`` themselves."""
-    return any(bool(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks) for m in modules)
-
-
 class Replaces:
     """Mixed in before a TransformerLens class, to replace an instance of that class in a model already built."""
 

@@ -1,18 +1,21 @@
-"""One layer's share of a KV bias, as its attention reads it."""
+"""One layer's part of a KV bias, and how its attention reads it."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvlens._tl import HookPoint
+from kvlens.components.hooks import is_hooked, through
+from kvlens.errors import KVLensError
 from kvlens.kv_bias import KVBias, SoftmaxFeatures
 from kvlens.ops.softmax_attention import ScaledFeatures
 from kvlens.ops.softmax_features import ScoreRule
 
 
 class LayerBias(NamedTuple):
-    """b_KV, b_D and the shift boundary of one layer. The leading axis is the batch of prompts, 1 for a single prompt.
+    """b_KV, b_D and the shift state of one layer. The leading axis is the batch of prompts, 1 for a single prompt.
 
     ``features`` is the feature map that a softmax bias brings along, with its ``log_scale`` (b_KV and b_D are then one per
     key-value head, or per query head after single heads were selected). None for linear attention, whose feature map is the
@@ -53,3 +56,51 @@ class LayerBias(NamedTuple):
         assert self.features is not None
         assert self.log_scale is not None
         return self.features.read(self.layer, q, rule, positions, self.log_scale.to(q), b_kv, b_d)
+
+
+def read_bias(attn: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor | None] | None:
+    """(b_KV, b_D) of a layer through their hooks: the attached bias, else the trained one, else None.
+
+    b_D is None under normalizer "none". Hooks see query heads. A softmax bias has a row per key-value head, and comes back so
+    unless a hook made the query heads of a group differ.
+    """
+    cfg = attn.cfg
+    if attn.layer_bias is not None:
+        b_kv, b_d = attn.layer_bias.b_kv, attn.layer_bias.b_d
+    elif cfg.trainable_kv_bias:
+        b_kv, b_d = attn.b_KV[None], attn.b_D[None]
+    else:
+        return None
+    b_kv, b_d = (b.to(attn.W_O.device, dtype) for b in (b_kv, b_d))
+    unused = cfg.attention == "linear" and cfg.normalizer == "none"
+    if not is_hooked(attn.hook_b_kv, attn.hook_b_d):
+        return b_kv, None if unused else b_d
+    grouped = b_kv.shape[1] < cfg.n_heads
+    b_kv = _by_query_head(attn.hook_b_kv, b_kv, cfg.n_heads)
+    if unused:
+        return b_kv, None
+    b_d = _by_query_head(attn.hook_b_d, b_d, cfg.n_heads)
+    return _grouped_where_equal(b_kv, b_d, cfg.n_kv_heads) if grouped else (b_kv, b_d)
+
+
+def _by_query_head(hook: HookPoint, b: Tensor, n_heads: int) -> Tensor:
+    """``b`` with a row per query head, through ``hook``."""
+    b = b.repeat_interleave(n_heads // b.shape[1], dim=1)
+    hooked = through(hook, b)
+    if hooked.shape[1:] != b.shape[1:]:
+        expected = f"[batch or 1, {', '.join(map(str, b.shape[1:]))}]"
+        raise KVLensError(
+            f"{hook.name}: a hook made {list(hooked.shape)} of it, and it is {expected}, a row per query head, as "
+            "bias.per_query_head() has them"
+        )
+    return hooked
+
+
+def _grouped_where_equal(b_kv: Tensor, b_d: Tensor, n_kv_heads: int) -> tuple[Tensor, Tensor]:
+    """Of rows per query head one per key-value head again, where a group's are equal: they are then read as if unhooked."""
+    if b_kv.requires_grad or b_d.requires_grad:
+        return b_kv, b_d  # each query head has a gradient of its own
+    groups = [b.unflatten(1, (n_kv_heads, -1)) for b in (b_kv, b_d)]
+    if not all(torch.equal(b, b[:, :, :1].expand_as(b)) for b in groups):
+        return b_kv, b_d
+    return groups[0][:, :, 0], groups[1][:, :, 0]

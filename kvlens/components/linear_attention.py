@@ -1,10 +1,10 @@
-"""Linear attention as a TransformerLens attention: same parameters, same hook names, and those of kvlens (ICLCA eq. 12-13).
+"""Linear attention between q, k, v and z (ICLCA eq. 12-13).
 
     z_i = (phi~(q_i)^T A_i + phi~(q_i)^T gamma^{i+1} b_KV) / (phi(q_i)^T D_i + phi(q_i)^T b_D)
 
-A and D are the context's alone; the bias is read beside them, so that the two summands of ``hook_z`` stay exact. With
-normalizer "none" the denominator is ``attn_scale``. Everything between the projections and ``hook_z`` is computed in
-float32 or better, whatever the model's dtype.
+A and D are the context's alone; the bias is read in addition to them, so that the two summands of ``hook_z`` stay exact. With
+normalizer "none" the denominator is ``attn_scale``. Everything between the projections and ``hook_z`` is computed in float32 or
+better, whatever the model's dtype.
 
 ``hook_attn_scores`` and ``hook_pattern`` are computed when something is hooked to them: the parallel form then runs, at
 pos x pos. With a decode cache they cover the new tokens; what lies before is read from the state. With negative samples they
@@ -17,13 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kvlens._tl import Attention, GroupedQueryAttention, HookPoint
 from kvlens.components.decode_cache import LinearCacheEntry, SeenTokens
-from kvlens.components.fast_path import is_hooked
 from kvlens.components.feature_maps import FEATURE_MAPS
-from kvlens.components.kv_attention import KVAttention
-from kvlens.components.kv_shift import through
-from kvlens.components.pieces import HeadOutputs, Piece
+from kvlens.components.heads import HeadOutputs, NewTokens
+from kvlens.components.hooks import is_hooked, through
+from kvlens.components.variants import read_values
 from kvlens.errors import KVLensError
 from kvlens.ops.attention_variants import ridge_attention, ridge_state, ridge_steps
 from kvlens.ops.linear_attention import (
@@ -48,7 +46,7 @@ FORMS = {
 
 
 class Features(NamedTuple):
-    """A piece's features: those of the numerator, those of the normalizer (None under "none"), and the values.
+    """The features of new tokens: those of the numerator, those of the normalizer (None under "none"), and the values.
 
     ``made_of`` is what the feature map was given, queries and keys.
     """
@@ -66,153 +64,149 @@ class Features(NamedTuple):
         return self._replace(phi_k=without_padding(self.phi_k, mask), v=without_padding(self.v, mask), norm_k=norm_k)
 
 
-class Past(NamedTuple):
-    """What came before a piece: the context's state (None at the start of a text) and its number of real tokens."""
+def add_linear_parameters(attn: Any, cfg: Any) -> None:
+    """Give a layer's attention what linear attention holds: feature map, decay, trained bias, table of rotations."""
+    attn.feature_map = FEATURE_MAPS[cfg.feature_map](cfg, attn.attn_scale)
+    attn.decay = cfg.decay_per_head()
+    if cfg.trainable_kv_bias:
+        shape = (cfg.n_heads, cfg.d_phi, cfg.d_head)
+        attn.b_KV = nn.Parameter(torch.zeros(shape, dtype=cfg.dtype))
+        attn.b_D = nn.Parameter(torch.zeros(shape[:2], dtype=cfg.dtype), requires_grad=cfg.normalizer == "kernel")
+    if cfg.positional_embedding_type == "rotary":
+        compute = functools.partial(
+            attn.calculate_sin_cos_rotary, cfg.rotary_dim, base=attn._rotary_base(), dtype=torch.float64
+        )
+        attn.rotary_table = RotaryTable(compute)
 
-    state: LinearAttentionState | None
-    n_tokens: int | Tensor
 
-    @classmethod
-    def of(cls, entry: LinearCacheEntry | None) -> "Past":
-        """What a decode cache says."""
-        return cls(None, 0) if entry is None else cls(entry.state, entry.n_tokens)
+class LinearHeads:
+    """The heads of one layer with linear attention, for one forward pass.
 
+    Args:
+        attn: the layer's attention, which has the parameters and the hook points.
+        tokens: what the heads get.
+        entry: of the decode cache: the state before ``tokens``; None at the start of a text.
+    """
 
-class _Linear(KVAttention):
-    """Mixed in before TransformerLens' attention classes, whose projections it uses."""
+    def __init__(self, attn: Any, tokens: NewTokens, entry: LinearCacheEntry | None):
+        self.attn, self.cfg, self.tokens, self.entry = attn, attn.cfg, tokens, entry
+        self.state, self.n_before = (None, 0) if entry is None else (entry.state, entry.n_tokens)
+        self.mask = None if tokens.counted is None else tokens.mask  # real tokens; the others take no position
+        self.needs_pattern = attn.variant is not None and attn.variant.needs_pattern
 
-    hook_phi_k: HookPoint
-    b_KV: nn.Parameter
-    b_D: nn.Parameter
-
-    def __init__(self, cfg: Any, attn_type: str = "global", layer_id: int | None = None):
-        super().__init__(cfg, attn_type, layer_id)
-        self.feature_map = FEATURE_MAPS[cfg.feature_map](cfg, self.attn_scale)
-        self.decay = cfg.decay_per_head()
-        if cfg.trainable_kv_bias:
-            shape = (cfg.n_heads, cfg.d_phi, cfg.d_head)
-            self.b_KV = nn.Parameter(torch.zeros(shape, dtype=cfg.dtype))
-            self.b_D = nn.Parameter(torch.zeros(shape[:2], dtype=cfg.dtype), requires_grad=cfg.normalizer == "kernel")
-        if cfg.positional_embedding_type == "rotary":
-            compute = functools.partial(
-                self.calculate_sin_cos_rotary, cfg.rotary_dim, base=self._rotary_base(), dtype=torch.float64
-            )
-            self.rotary_table = RotaryTable(compute)
-
-    def attend(self, piece: Piece, entry: LinearCacheEntry | None) -> HeadOutputs:
-        """z of the context and of the bias; the state after the piece goes into ``entry``."""
-        if piece.score_bias is not None:
+    def outputs(self) -> HeadOutputs:
+        """z of the context and of the bias; the state after the tokens goes into the cache's entry."""
+        tokens, entry, mask = self.tokens, self.entry, self.mask
+        if tokens.score_bias is not None:
             raise KVLensError("linear attention has no softmax scores to add a mask or position bias to")
-        accumulate = torch.promote_types(piece.q.dtype, self.cfg.accumulates_in)
-        past = Past.of(entry)
-        mask = None if piece.counted is None else piece.mask  # of the tokens that take no position
-        with torch.autocast(piece.q.device.type, enabled=False):  # or it would round the products below to its own dtype
-            q, k, v = (x.to(accumulate) for x in (piece.q, piece.k, piece.v))
-            features = self._features(q, k, v, past, mask)
-            if mask is None and piece.mask is not None:
-                features = features.hidden(piece.mask)
-            bias = self.read_bias(accumulate)
-            if self.ridge is not None:
-                return self._solved(features, entry, mask, self.ridge)
-            heads, state = self._attend(features, past, bias, mask, entry)
+        accumulate = torch.promote_types(tokens.q.dtype, self.cfg.accumulates_in)
+        with torch.autocast(tokens.q.device.type, enabled=False):  # or it would round the products below to its own dtype
+            features = self._features(*(x.to(accumulate) for x in (tokens.q, tokens.k, tokens.v)))
+            if mask is None and tokens.mask is not None:
+                features = features.hidden(tokens.mask)
+            bias = self.attn.read_bias(accumulate)
+            variant = self.attn.variant
+            if variant is not None and variant.ridge is not None:
+                return self._solved(features, variant.ridge.strength)
+            heads, state = self._attend(features, bias)
         if entry is not None and not entry.frozen:
             entry.state, entry.bias = state, bias
-            entry.n_tokens = past.n_tokens + (q.shape[1] if mask is None else mask.sum(dim=1))
-            entry.n_places += q.shape[1]
+            self._count_tokens(entry)
         return heads
 
-    def _features(self, q: Tensor, k: Tensor, v: Tensor, past: Past, mask: Tensor | None) -> Features:
+    def _count_tokens(self, entry: LinearCacheEntry) -> None:
+        pos = self.tokens.q.shape[1]
+        entry.n_tokens = entry.n_tokens + (pos if self.mask is None else self.mask.sum(dim=1))
+        entry.n_places += pos
+
+    def _features(self, q: Tensor, k: Tensor, v: Tensor) -> Features:
         """phi~ of the numerator and phi of the normalizer."""
         rotary, after = self.cfg.positional_embedding_type == "rotary", self.cfg.rotates_after
         if rotary:
-            cos, sin = self._rotary_rows(q, past.n_tokens, mask)
+            cos, sin = self._rotary_rows(q)
         if rotary and not after:
-            q = self.hook_rot_q(rotate(q, cos, sin, self.cfg.rotary_adjacent_pairs))
-            k = self.hook_rot_k(rotate(k, cos, sin, self.cfg.rotary_adjacent_pairs))
+            q = self.attn.hook_rot_q(rotate(q, cos, sin, self.cfg.rotary_adjacent_pairs))
+            k = self.attn.hook_rot_k(rotate(k, cos, sin, self.cfg.rotary_adjacent_pairs))
         made_of = (q, k)
-        phi_q = norm_q = through(self.hook_phi_q, self.feature_map(q))
-        phi_k = norm_k = through(self.hook_phi_k, self.feature_map(k))
+        phi_q = norm_q = through(self.attn.hook_phi_q, self.attn.feature_map(q))
+        phi_k = norm_k = through(self.attn.hook_phi_k, self.attn.feature_map(k))
         if rotary and after:
-            phi_q = self.hook_rot_q(rotate(phi_q, cos, sin, self.cfg.rotary_adjacent_pairs))
-            phi_k = self.hook_rot_k(rotate(phi_k, cos, sin, self.cfg.rotary_adjacent_pairs))
+            phi_q = self.attn.hook_rot_q(rotate(phi_q, cos, sin, self.cfg.rotary_adjacent_pairs))
+            phi_k = self.attn.hook_rot_k(rotate(phi_k, cos, sin, self.cfg.rotary_adjacent_pairs))
         if self.cfg.normalizer == "none":
-            return Features(phi_q / self.attn_scale, phi_k, None, None, v, made_of)
+            return Features(phi_q / self.attn.attn_scale, phi_k, None, None, v, made_of)
         return Features(phi_q, phi_k, norm_q, norm_k, v, made_of)
 
-    def _rotary_rows(self, q: Tensor, n_before: int | Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _rotary_rows(self, q: Tensor) -> tuple[Tensor, Tensor]:
         """cos, sin of the new tokens' positions, [batch or 1, pos, 1, rotary_dim]."""
-        offset = 0 if self.layer_bias is None else self.layer_bias.position_offset
-        first = n_before + offset
+        attn, mask = self.attn, self.mask
+        first = self.n_before + (0 if attn.layer_bias is None else attn.layer_bias.position_offset)
         if isinstance(first, int) and mask is None:
-            cos, sin = self.rotary_table.rows(first, q.shape[1], q.device, q.dtype)
+            cos, sin = attn.rotary_table.rows(first, q.shape[1], q.device, q.dtype)
             return cos[None, :, None], sin[None, :, None]
         ranks = (real_steps(mask, q) - 1).clamp(min=0)
         positions = ranks + (first[:, None].to(q.device) if isinstance(first, Tensor) else first)
-        cos, sin = self.rotary_table.at(positions, q.dtype)
+        cos, sin = attn.rotary_table.at(positions, q.dtype)
         return cos[:, :, None], sin[:, :, None]
 
     def _attend(
-        self,
-        features: Features,
-        past: Past,
-        bias: tuple[Tensor, Tensor | None] | None,
-        mask: Tensor | None,
-        entry: LinearCacheEntry | None,
+        self, features: Features, bias: tuple[Tensor, Tensor | None] | None
     ) -> tuple[HeadOutputs, LinearAttentionState]:
         """Both summands of z, and the context's state after the last token."""
+        attn, mask = self.attn, self.mask
         phi_q, phi_k, norm_q, norm_k, v, _ = features
-        decay = None if self.decay is None else self.decay.to(v)
+        decay = None if attn.decay is None else attn.decay.to(v)
         if decay is not None and phi_k.shape[2] != phi_q.shape[2]:  # gamma is the query head's: the state must be as well
             phi_k, v = (x.repeat_interleave(phi_q.shape[2] // x.shape[2], dim=2) for x in (phi_k, v))
             features = features._replace(phi_k=phi_k, v=v)
-        pattern_hooked = is_hooked(self.hook_attn_scores, self.hook_pattern) or self.needs_pattern
-        form = self._form(phi_q.shape[1], past, pattern_hooked)
+        pattern_hooked = is_hooked(attn.hook_attn_scores, attn.hook_pattern) or self.needs_pattern
+        form = self._form(phi_q.shape[1], pattern_hooked)
         if not pattern_hooked:
-            out = FORMS[form](phi_q, phi_k, v, norm_q, norm_k, decay, mask, past.state)
-            n, state = self._normalizer(out.normalizer, norm_q, bias, mask), out.state
+            out = FORMS[form](phi_q, phi_k, v, norm_q, norm_k, decay, mask, self.state)
+            n, state = self._normalizer(out.normalizer, norm_q, bias), out.state
             divisor = self._divisor(n, features)
             z_context = out.numerator if divisor is None else out.numerator / divisor[..., None]
         else:
             n_context = None
             if norm_q is not None and norm_k is not None:
-                k_sum = None if past.state is None else past.state.k_sum
+                k_sum = None if self.state is None else self.state.k_sum
                 n_context = running_normalizer(norm_q, norm_k, mask, k_sum)
-            n = self._normalizer(n_context, norm_q, bias, mask)
+            n = self._normalizer(n_context, norm_q, bias)
             divisor = self._divisor(n, features)
-            z_context = self._through_pattern(features, past, decay, mask, divisor, entry)
-            state = final_state(phi_k, v, norm_k, decay, mask, past.state)
+            z_context = self._through_pattern(features, decay, divisor)
+            state = final_state(phi_k, v, norm_k, decay, mask, self.state)
         z_bias = None
         if bias is not None:
-            z_bias = read_state(phi_q, bias[0], decay, self._steps(phi_q, past.n_tokens, mask))
+            z_bias = read_state(phi_q, bias[0], decay, self._steps(phi_q, self.n_before))
             z_bias = z_bias if divisor is None else z_bias / divisor[..., None]
         if n is not None and divisor is not n:
             self._check_nothing_visible(n, z_context if z_bias is None else z_context + z_bias)
-        return HeadOutputs(z_context, z_bias, n, self._own_share(phi_q, phi_k, divisor)), state
+        return HeadOutputs(z_context, z_bias, self._own_share(phi_q, phi_k, divisor)), state
 
     def _divisor(self, n: Tensor | None, features: Features) -> Tensor | None:
         """``n`` itself where nothing in it is near 0; else with 1 for its zeros, so that 0 / 0 is 0 and its gradient finite."""
         if n is None or float(n.detach().abs().amin()) >= _least(n):
             return n
-        if self.feature_map.positive:
+        if self.attn.feature_map.positive:
             self._check_features_hold(n, *features.made_of)
         return torch.where(n == 0, 1.0, n)
 
     @torch.no_grad()
     def _check_features_hold(self, n: Tensor, q: Tensor, k: Tensor) -> None:
-        """Raise KVLensError where a place's own key, as the map makes it, is too small to divide by: n >= phi(q_i).phi(k_i).
+        """Raise KVLensError where a token's own key, as the map makes it, is too small to divide by: n >= phi(q_i).phi(k_i).
 
         Where it is not, hooks took the features away on purpose, and nothing is visible.
         """
-        phi_q, phi_k = self.feature_map(q), self.feature_map(k)
+        phi_q, phi_k = self.attn.feature_map(q), self.attn.feature_map(k)
         own = (phi_q * phi_k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)).sum(dim=-1)
         lost = ((n.abs() < _least(n)) & (own < _least(n))).nonzero()
         if len(lost):
-            row, place, head = lost[0].tolist()
-            norms = [x[row, place, head // (q.shape[2] // x.shape[2])].norm().item() for x in (q, k)]
+            row, position, head = lost[0].tolist()
+            norms = [x[row, position, head // (q.shape[2] // x.shape[2])].norm().item() for x in (q, k)]
             wider = "" if n.dtype == torch.float64 else "accumulation_dtype='float64', "
             raise KVLensError(
-                f"layer {self.layer_id}, head {head}, place {place}: the normalizer phi(q).D underflows, it is "
-                f"{n[row, place, head]:.1g}. A query of length {norms[0]:.3g} and a key of length {norms[1]:.3g} are too long "
+                f"layer {self.attn.layer_id}, head {head}, position {position}: the normalizer phi(q).D underflows, it is "
+                f"{n[row, position, head]:.1g}. A query of length {norms[0]:.3g} and a key of length {norms[1]:.3g} are too long "
                 f"for features of the map {self.cfg.feature_map!r} in {str(n.dtype).removeprefix('torch.')}; use {wider}"
                 "smaller W_Q and W_K, or the map relu"
             )
@@ -221,43 +215,42 @@ class _Linear(KVAttention):
         """Raise KVLensError unless the numerator is 0 too wherever the normalizer is: then nothing is visible, and z is 0."""
         broken = ((n == 0) & (undivided != 0).any(dim=-1)).nonzero()
         if len(broken):
-            _, place, head = broken[0].tolist()
+            _, position, head = broken[0].tolist()
             raise KVLensError(
-                f"layer {self.layer_id}, head {head}, place {place}: the normalizer phi(q).D is 0 where phi(q).A is not: there "
-                f"is nothing to divide by. Features of the map {self.cfg.feature_map!r} cancel each other; use one that is "
+                f"layer {self.attn.layer_id}, head {head}, position {position}: the normalizer phi(q).D is 0 where phi(q).A is not: "
+                f"there is nothing to divide by. Features of the map {self.cfg.feature_map!r} cancel each other; use one that is "
                 f"positive ({', '.join(name for name, phi in FEATURE_MAPS.items() if phi.positive)}), or normalizer='none'"
             )
 
     def _own_share(self, phi_q: Tensor, phi_k: Tensor, n: Tensor | None) -> Tensor | None:
         """phi~(q_i).phi~(k_i) / n_i, where it is asked for."""
-        if not self.wants_own_share:
+        if self.attn.variant is None or not self.attn.variant.wants_own_share:
             return None
         own = (phi_q * phi_k.repeat_interleave(phi_q.shape[2] // phi_k.shape[2], dim=2)).sum(dim=-1)
         return own if n is None else own / n
 
-    def _solved(self, features: Features, entry: LinearCacheEntry | None, mask: Tensor | None, strength: float) -> HeadOutputs:
+    def _solved(self, features: Features, strength: float) -> HeadOutputs:
         """z of ridge attention: whole texts at once, and one token after the other behind a state."""
         phi_q, phi_k, _, _, v, _ = features
         if self.cfg.normalizer == "none":
-            phi_q = phi_q * self.attn_scale  # it was divided by it, as a normalizer, and ridge has none
-        before = None if entry is None else entry.ridge
+            phi_q = phi_q * self.attn.attn_scale  # it was divided by it, as a normalizer, and ridge has none
+        before = None if self.entry is None else self.entry.ridge
         if before is None:
             q, k, values = (x.transpose(1, 2).double() for x in (phi_q, phi_k, v))
             at_queries = q @ k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).transpose(-1, -2)
-            z = ridge_attention(k @ k.transpose(-1, -2), at_queries, values, strength, mask).transpose(1, 2)
-            state = ridge_state(k, values, mask)
+            z = ridge_attention(k @ k.transpose(-1, -2), at_queries, values, strength, self.mask).transpose(1, 2)
+            state = ridge_state(k, values, self.mask)
         else:
-            z, state = ridge_steps(phi_q, phi_k, v, strength, before, mask)
-        if entry is not None and not entry.frozen:
-            entry.ridge = state
-            entry.n_tokens = entry.n_tokens + (phi_q.shape[1] if mask is None else mask.sum(dim=1))
-            entry.n_places += phi_q.shape[1]
-        return HeadOutputs(z, None, None)
+            z, state = ridge_steps(phi_q, phi_k, v, strength, before, self.mask)
+        if self.entry is not None and not self.entry.frozen:
+            self.entry.ridge = state
+            self._count_tokens(self.entry)
+        return HeadOutputs(z)
 
-    def _form(self, pos: int, past: Past, pattern_hooked: bool) -> str:
+    def _form(self, pos: int, pattern_hooked: bool) -> str:
         wanted = self.cfg.linear_attention_form
         if wanted == "auto":
-            decoding = past.state is not None and pos == 1
+            decoding = self.state is not None and pos == 1
             return "parallel" if pattern_hooked else "recurrent" if decoding else "chunked"
         if pattern_hooked and wanted != "parallel":
             raise KVLensError(
@@ -267,47 +260,35 @@ class _Linear(KVAttention):
         return wanted
 
     def _normalizer(
-        self,
-        n_context: Tensor | None,
-        norm_q: Tensor | None,
-        bias: tuple[Tensor, Tensor | None] | None,
-        mask: Tensor | None,
+        self, n_context: Tensor | None, norm_q: Tensor | None, bias: tuple[Tensor, Tensor | None] | None
     ) -> Tensor | None:
-        """n_i [batch, pos, head], bias included, 1 at padded places; None under "none"."""
+        """n_i [batch, pos, head], bias included, 1 at padded positions; None under "none"."""
         if n_context is None or norm_q is None:
             return None
         if bias is not None and bias[1] is not None:
             n_context = n_context + read_state(norm_q, bias[1].unsqueeze(-1)).squeeze(-1)
-        if mask is not None:
-            n_context = torch.where(mask[:, :, None], n_context, 1.0)
-        return self.hook_normalizer(n_context)
+        if self.mask is not None:
+            n_context = torch.where(self.mask[:, :, None], n_context, 1.0)
+        return self.attn.hook_normalizer(n_context)
 
-    def _through_pattern(
-        self,
-        features: Features,
-        past: Past,
-        decay: Tensor | None,
-        mask: Tensor | None,
-        n: Tensor | None,
-        entry: LinearCacheEntry | None,
-    ) -> Tensor:
+    def _through_pattern(self, features: Features, decay: Tensor | None, n: Tensor | None) -> Tensor:
         """The context's part of z by way of the hooked scores and pattern."""
-        seen = self._seen(SeenTokens(features.phi_k, features.v, mask), entry)
+        attn, phi_q = self.attn, features.phi_q
+        seen = self._seen(SeenTokens(features.phi_k, features.v, self.mask))
         v = seen.v if seen.mask is None else without_padding(seen.v, seen.mask)
-        scores = self.hook_attn_scores(causal_scores(features.phi_q, seen.phi_k, decay, seen.mask))
-        pattern = through(self.hook_pattern, scores if n is None else scores / n.transpose(1, 2)[..., None])
-        visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=v.device).tril(v.shape[1] - scores.shape[-2])[
-            None, None
-        ]
-        visible = visible if seen.mask is None else visible & seen.mask[:, None, None]
-        z_context = self.read_values(pattern, scores, visible, v, entry)
-        if past.state is None or self.needs_pattern:  # then the pattern covers the tokens before, too
+        scores = attn.hook_attn_scores(causal_scores(phi_q, seen.phi_k, decay, seen.mask))
+        pattern = through(attn.hook_pattern, scores if n is None else scores / n.transpose(1, 2)[..., None])
+        visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=v.device).tril(v.shape[1] - scores.shape[-2])
+        visible = visible[None, None] if seen.mask is None else visible & seen.mask[:, None, None]
+        z_context = read_values(attn, pattern, scores, visible, v, self.entry)
+        if self.state is None or self.needs_pattern:  # then the pattern covers the tokens before, too
             return z_context
-        read = read_state(features.phi_q, past.state.kv, decay, self._steps(features.phi_q, 0, mask))
+        read = read_state(phi_q, self.state.kv, decay, self._steps(phi_q, 0))
         return z_context + (read if n is None else read / n[..., None])
 
-    def _seen(self, new: SeenTokens, entry: LinearCacheEntry | None) -> SeenTokens:
+    def _seen(self, new: SeenTokens) -> SeenTokens:
         """The tokens that the scores cover: the new ones, and those before them where negatives are chosen among all."""
+        entry = self.entry
         if entry is None or not self.needs_pattern:
             return new
         seen = new if entry.seen is None else entry.seen.followed_by(new)
@@ -315,21 +296,13 @@ class _Linear(KVAttention):
             entry.seen = seen
         return seen
 
-    @staticmethod
-    def _steps(phi_q: Tensor, n_before: int | Tensor, mask: Tensor | None) -> Tensor:
-        """Real tokens up to and with each place, those before the new ones included: [batch or 1, pos]."""
-        return real_steps(mask, phi_q) + (n_before[:, None].to(phi_q.device) if isinstance(n_before, Tensor) else n_before)
+    def _steps(self, phi_q: Tensor, n_before: int | Tensor) -> Tensor:
+        """Real tokens up to and with each position, those before the new ones included: [batch or 1, pos]."""
+        before = n_before[:, None].to(phi_q.device) if isinstance(n_before, Tensor) else n_before
+        return real_steps(self.mask, phi_q) + before
 
 
 def _least(n: Tensor) -> float:
     """Where normalizers begin to lose digits: a sum's small terms, eps of it, are no normal numbers below that."""
     found = torch.finfo(n.dtype)
     return found.tiny / found.eps
-
-
-class LinearAttention(_Linear, Attention):
-    """One key-value head per query head."""
-
-
-class GroupedLinearAttention(_Linear, GroupedQueryAttention):
-    """Grouped-query attention: one state per key-value head, one bias per query head."""

@@ -8,7 +8,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from kvlens._tl import MLP, SUPPORTED_ACTIVATIONS, GatedMLP
-from kvlens.components.fast_path import Replaces, is_hooked, on_fast_path
+from kvlens.components.fast_path import Replaces, on_fast_path
+from kvlens.components.hooks import is_hooked
 from kvlens.ops.affine import Activation, affine
 
 FUSED: dict[Callable[..., Tensor], Activation] = {

@@ -6,7 +6,7 @@
     ridge         z solved for instead of read through a pattern: each kind of attention gives its kernel
 
 A converted prompt keeps its meaning under the first and the third: b_KV holds augmented keys and values, and a token's own
-value is the text's.
+value is the text's. Every function here gives back what it got while no variant is configured.
 """
 
 import itertools
@@ -18,9 +18,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kvlens._tl import HookPoint
-from kvlens.components.kv_shift import KVShiftAndHooks
-from kvlens.components.pieces import HeadOutputs, Piece
+from kvlens.components.heads import HeadOutputs, NewTokens
 from kvlens.ops.attention_variants import augment, lowest_scored, mean_of_negatives
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu, "tanh": torch.tanh}
@@ -52,86 +50,53 @@ class Augmentation(nn.Module):
         return augment(x, weights, ACTIVATIONS[self.settings.activation], self.settings.parallel)
 
 
-class AttentionVariants(KVShiftAndHooks):
-    """Mixed into what both kinds of attention share; everything here does nothing while no variant is configured."""
+def augmented(attn: Any, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values through their MLPs."""
+    if attn.augment_k is not None:
+        k = attn.hook_k_augmented(attn.augment_k(k))
+    if attn.augment_v is not None:
+        v = attn.hook_v_augmented(attn.augment_v(v))
+    return k, v
 
-    hook_k_augmented: HookPoint
-    hook_v_augmented: HookPoint
-    hook_z_own: HookPoint
-    hook_z_negative: HookPoint
 
-    def add_variants(self) -> None:
-        """Make the parameters of augmented keys and values (to be initialized later)."""
-        self.variant = self.cfg.attention_variant
-        augmented = None if self.variant is None else self.variant.augmented
-        self.augment_k = Augmentation(self.cfg) if augmented is not None and augmented.keys else None
-        self.augment_v = Augmentation(self.cfg) if augmented is not None and augmented.values else None
+def read_values(attn: Any, pattern: Tensor, scores: Tensor, visible: Tensor, v: Tensor, entry: Any) -> Tensor:
+    """pattern @ v, less the negatives' mean value: [batch, pos, head, d_head].
 
-    def init_variants(self, generator: torch.Generator | None) -> None:
-        """Draw the initial weights of augmented keys and values."""
-        for mlp in (self.augment_k, self.augment_v):
-            if mlp is not None:
-                mlp.init_weights(generator)
+    Args:
+        attn: the layer's attention.
+        pattern: [batch, head, pos, key_pos], as hooked.
+        scores: what negatives are chosen by.
+        visible: what a query sees, broadcastable to ``scores``.
+        v: [batch, key_pos, kv_head, d_head].
+        entry: of the decode cache, which keeps the means of labels; None without one.
+    """
+    values = v.repeat_interleave(pattern.shape[1] // v.shape[2], dim=2).transpose(1, 2)
+    pattern = pattern.to(v.device, v.dtype)
+    z = pattern @ values
+    negative = None if attn.variant is None else attn.variant.negative
+    if negative is None:
+        return z.transpose(1, 2)
+    mean = mean_of_negatives(values, lowest_scored(scores, visible, negative.k))
+    mean = attn.hook_z_negative(mean.transpose(1, 2)).transpose(1, 2)
+    if negative.per == "label":
+        mean = pattern @ _all_means(mean, entry)
+    return (z - negative.beta * mean).transpose(1, 2)
 
-    @property
-    def needs_pattern(self) -> bool:
-        """Whether the scores must be formed, whatever form of attention would do without."""
-        return self.variant is not None and self.variant.needs_pattern
 
-    @property
-    def wants_own_share(self) -> bool:
-        """Whether the heads are to give p_ii."""
-        return self.variant is not None and self.variant.wants_own_share
-
-    @property
-    def ridge(self) -> float | None:
-        """lambda of ridge attention, None where the heads read through a pattern."""
-        return None if self.variant is None or self.variant.ridge is None else self.variant.ridge.strength
-
-    def augmented(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values through their MLPs."""
-        if self.augment_k is not None:
-            k = self.hook_k_augmented(self.augment_k(k))
-        if self.augment_v is not None:
-            v = self.hook_v_augmented(self.augment_v(v))
-        return k, v
-
-    def read_values(self, pattern: Tensor, scores: Tensor, visible: Tensor, v: Tensor, entry: Any) -> Tensor:
-        """pattern @ v, less the negatives' mean value: [batch, pos, head, d_head].
-
-        Args:
-            pattern: [batch, head, pos, key_pos], as hooked.
-            scores: what negatives are chosen by.
-            visible: what a query sees, broadcastable to ``scores``.
-            v: [batch, key_pos, kv_head, d_head].
-            entry: of the decode cache, which keeps the means of labels; None without one.
-        """
-        values = v.repeat_interleave(pattern.shape[1] // v.shape[2], dim=2).transpose(1, 2)
-        pattern = pattern.to(v.device, v.dtype)
-        z = pattern @ values
-        negative = None if self.variant is None else self.variant.negative
-        if negative is None:
-            return z.transpose(1, 2)
-        mean = mean_of_negatives(values, lowest_scored(scores, visible, negative.k))
-        mean = self.hook_z_negative(mean.transpose(1, 2)).transpose(1, 2)
-        if negative.per == "label":
-            mean = pattern @ _all_means(mean, entry)
-        return (z - negative.beta * mean).transpose(1, 2)
-
-    def regularised(self, heads: HeadOutputs, piece: Piece) -> HeadOutputs:
-        """z_i - alpha v_i, that over 1 - alpha, or z_i - alpha p_ii v_i; the text's part of z alone loses anything."""
-        settings = None if self.variant is None else self.variant.regularised
-        if settings is None:
-            return heads
-        own = piece.v.repeat_interleave(piece.q.shape[2] // piece.v.shape[2], dim=2).to(heads.z_context.dtype)
-        if settings.form == "one_step":
-            assert heads.own_share is not None
-            own = heads.own_share[..., None].to(own.dtype) * own
-        z = heads.z_context - settings.alpha * self.hook_z_own(own)
-        if settings.form != "normalised":
-            return heads._replace(z_context=z)
-        rest = 1.0 - settings.alpha
-        return heads._replace(z_context=z / rest, z_bias=None if heads.z_bias is None else heads.z_bias / rest)
+def regularized(attn: Any, heads: HeadOutputs, tokens: NewTokens) -> HeadOutputs:
+    """z_i - alpha v_i, that over 1 - alpha, or z_i - alpha p_ii v_i; the text's part of z alone loses anything."""
+    settings = None if attn.variant is None else attn.variant.regularised
+    if settings is None:
+        return heads
+    own = tokens.v.repeat_interleave(tokens.q.shape[2] // tokens.v.shape[2], dim=2).to(heads.z_context.dtype)
+    if settings.form == "one_step":
+        assert heads.own_share is not None
+        own = heads.own_share[..., None].to(own.dtype) * own
+    z = heads.z_context - settings.alpha * attn.hook_z_own(own)
+    if settings.form != "normalised":
+        return heads._replace(z_context=z)
+    rest = 1.0 - settings.alpha
+    return heads._replace(z_context=z / rest, z_bias=None if heads.z_bias is None else heads.z_bias / rest)
 
 
 def _all_means(mean: Tensor, entry: Any) -> Tensor:

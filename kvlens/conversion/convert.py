@@ -301,7 +301,7 @@ def _layer_tensors(
 
 
 def _boundary(entry: LinearCacheEntry, name: str, like: Tensor, n_heads: int) -> Tensor:
-    rows = entry.boundary.get(name)
+    rows = entry.shift_state.get(name)
     return like.new_zeros(like.shape[0], 0, n_heads, like.shape[-1]) if rows is None else rows.to(like)
 
 

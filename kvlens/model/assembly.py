@@ -55,13 +55,7 @@ def init_kv_parameters(model: Any) -> None:
     """Draw what TransformerLens does not know: shift coefficients and feature maps (b_KV and b_D start at 0)."""
     generator = None if model.cfg.seed is None else torch.Generator().manual_seed(model.cfg.seed)
     for block in model.blocks:
-        block.attn.init_shift(generator)
-        block.attn.init_variants(generator)
-        if model.cfg.attention == "linear":
-            block.attn.feature_map.init_weights(generator)
-        if model.cfg.trainable_kv_bias:
-            torch.nn.init.zeros_(block.attn.b_KV)
-            torch.nn.init.zeros_(block.attn.b_D)
+        block.attn.init_kv_parameters(generator)
 
 
 @torch.enable_grad()

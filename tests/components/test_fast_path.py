@@ -30,7 +30,7 @@ def transformer_lens_blocks(model, monkeypatch):
     """From now on the model's blocks, norms, projections and unembedding run TransformerLens' code."""
     monkeypatch.setattr(block.KVBlock, "forward", TransformerBlock.forward)
     monkeypatch.setattr(block.KVUnembed, "forward", Unembed.forward)
-    monkeypatch.setattr("kvlens.components.kv_attention.on_fast_path", lambda cfg: False)
+    monkeypatch.setattr("kvlens.components.attention.on_fast_path", lambda cfg: False)
 
 
 @pytest.mark.parametrize("pos", [3, 19])

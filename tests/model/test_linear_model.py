@@ -118,7 +118,7 @@ def test_the_cache_is_the_state_and_does_not_grow():
     for n in (5, 1, 30):
         model(tokens(2, n), past_kv_cache=cache)
         entry = cache[0]
-        sizes.append(sum(t.numel() for t in (*entry.state, *entry.boundary.values())))
+        sizes.append(sum(t.numel() for t in (*entry.state, *entry.shift_state.values())))
         assert entry.past_keys.untyped_storage().size() <= 8
     assert len(set(sizes)) == 1
     assert cache[0].past_keys.shape == (2, 36, 5, 6)

@@ -65,9 +65,9 @@ def caches_equal(one, two):
     for a, b in zip(one.entries, two.entries, strict=True):
         assert relative_error(a.state.kv, b.state.kv) < ROUNDING
         assert (a.state.k_sum is None) == (b.state.k_sum is None)
-        assert a.boundary.keys() == b.boundary.keys()
-        for x in a.boundary:
-            assert relative_error(a.boundary[x], b.boundary[x]) < ROUNDING
+        assert a.shift_state.keys() == b.shift_state.keys()
+        for x in a.shift_state:
+            assert relative_error(a.shift_state[x], b.shift_state[x]) < ROUNDING
         assert torch.equal(torch.as_tensor(a.n_tokens), torch.as_tensor(b.n_tokens))
         assert a.n_places == b.n_places
         assert not a.frozen

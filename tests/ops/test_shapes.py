@@ -57,7 +57,7 @@ QUERIES = landmarks.Queries("b p h d", "b p h d", "b p h", ints("p"))
 PROMPT = landmarks.PromptKeys("b g r d", "b g r d", ints("b g r"), None, RULE)
 SUMS = landmarks.Statistics("c r r", "c r", "c r d", "c", 14)
 KERNEL = dual.LogKernel("h p p", None)
-BESIDE = softmax.KeysBeside("b g r d", "b g r", "b g r d")
+EXTRA = softmax.ExtraKeys("b g r d", "b g r", "b g r d")
 PHI = softmax.ScaledFeatures("b p h r", "b p h")
 HEAD = dual.AttentionWeights("d e", "d e", "d f")
 LINEAR = dict(phi_q="b p h f", phi_k="b p g f", v="b p g d", norm_q="b p h f", norm_k="b p g f", mask=bools("b p"))
@@ -86,10 +86,10 @@ OPS: dict[Any, dict[str, Any]] = {
     softmax.join_bias: dict(
         z_context="b p h e", normalizer=softmax.ScaledMass("b p h", "b p h"), phi=PHI, b_kv="b g r d", b_d="b g r"
     ),
-    softmax.attend_beside: dict(
-        q="b p h d", k="b key g d", v="b key g d", beside=BESIDE, scale=2.0, visible=bools("one one p key")
+    softmax.attend_with_extra_keys: dict(
+        q="b p h d", k="b key g d", v="b key g d", extra=EXTRA, scale=2.0, visible=bools("one one p key")
     ),
-    softmax.fused_beside: dict(z="b p h d", log_normalizer="b p h", q="b p h d", beside=BESIDE, scale=2.0),
+    softmax.merge_extra_keys: dict(z="b p h d", log_normalizer="b p h", q="b p h d", extra=EXTRA, scale=2.0),
     features.virtual_key_scores: dict(
         q="b p h d", keys="b g r d", rule=RULE._replace(slopes="h"), distance=ints("b g r"), positions=ints("b p")
     ),

@@ -7,14 +7,14 @@ import torch
 from ops_cases import normal, random_mask
 
 from kvlens.ops.softmax_attention import (
-    KeysBeside,
+    ExtraKeys,
     ScaledFeatures,
     ScaledMass,
-    attend_beside,
+    attend_with_extra_keys,
     by_kv_head,
-    fused_beside,
     fused_softmax_attention,
     join_bias,
+    merge_extra_keys,
     naive_join_bias,
     naive_softmax_attention,
     visible_keys,
@@ -174,7 +174,7 @@ def test_nothing_seen_on_either_side_is_zero_and_finite_in_gradient():
     assert bool(gradient.isfinite().all())
 
 
-# --- virtual keys beside the keys of the text ---
+# --- virtual keys extra the keys of the text ---
 
 
 def weighted_keys(prompts: int):
@@ -203,11 +203,11 @@ def test_one_softmax_over_all_keys_is_the_plain_equation(n_queries, prompts, dis
         scores = scores + by_distance.transpose(1, 2)
     phi = ScaledFeatures(scores.exp(), torch.zeros(2, n_queries, 6, dtype=torch.float64))
     joined = naive_join_bias(context.z, context.log_normalizer, phi, b_kv, b_d)
-    beside = KeysBeside.of(keys, b_kv, b_d, log_scale)._replace(by_distance=by_distance)
-    z = attend_beside(q, k, v, beside, scale, visible_keys(n_queries, 11))
+    extra = ExtraKeys.of(keys, b_kv, b_d, log_scale)._replace(by_distance=by_distance)
+    z = attend_with_extra_keys(q, k, v, extra, scale, visible_keys(n_queries, 11))
     torch.testing.assert_close(z, joined.z_context + joined.z_bias, rtol=1e-12, atol=1e-12)
     with torch.no_grad():
-        fused = fused_beside(context.z, context.log_normalizer, q, beside, scale)
+        fused = merge_extra_keys(context.z, context.log_normalizer, q, extra, scale)
     torch.testing.assert_close(fused, z, rtol=1e-12, atol=1e-12)
     weights = normal(*z.shape, seed=25)
     used = (b_d > 0).detach()  # a key without a weight is none: the plain equation has a slope there, towards a new key
@@ -219,12 +219,12 @@ def test_one_softmax_over_all_keys_is_the_plain_equation(n_queries, prompts, dis
         assert bool(a.isfinite().all())
 
 
-def test_scores_of_thousands_beside_the_text_stay_finite():
+def test_scores_of_thousands_in_addition_to_the_text_stay_finite():
     q, k, v = draw(size=100.0, dtype=torch.float32)
     keys, b_kv, b_d = (x.float() for x in weighted_keys(1))
     arguments = [x.requires_grad_() for x in (q, k, v, 100.0 * keys)]
-    beside = KeysBeside.of(arguments[-1], b_kv, b_d, torch.zeros(1, 3))
-    z = attend_beside(q, k, v, beside, 1.0, visible_keys(11, 11))
+    extra = ExtraKeys.of(arguments[-1], b_kv, b_d, torch.zeros(1, 3))
+    z = attend_with_extra_keys(q, k, v, extra, 1.0, visible_keys(11, 11))
     assert all(bool(x.isfinite().all()) for x in (z, *torch.autograd.grad(z.sum(), arguments)))
 
 
@@ -233,27 +233,27 @@ def test_a_head_without_keys_and_a_query_without_text():
     q, k, v = draw()
     keys, b_kv, b_d = weighted_keys(1)
     b_kv[:, 0], b_d[:, 0] = 0, 0
-    beside = KeysBeside.of(keys, b_kv, b_d, torch.zeros(1, 3, dtype=torch.float64))
+    extra = ExtraKeys.of(keys, b_kv, b_d, torch.zeros(1, 3, dtype=torch.float64))
     padding = torch.arange(11) > 0
     context = fused_softmax_attention(q, k, v, 1.7, padding=padding.expand(2, -1), log_normalizer=True)
-    z = fused_beside(*context, q, beside, 1.7)
+    z = merge_extra_keys(*context, q, extra, 1.7)
     torch.testing.assert_close(z[:, :, :2], context.z[:, :, :2], rtol=0, atol=0)
     assert not z[:, 0, :2].any()
     nothing = torch.full_like(context.log_normalizer, -torch.inf)
-    torch.testing.assert_close(z[:, 0], fused_beside(context.z, nothing, q, beside, 1.7)[:, 0], rtol=0, atol=0)
+    torch.testing.assert_close(z[:, 0], merge_extra_keys(context.z, nothing, q, extra, 1.7)[:, 0], rtol=0, atol=0)
     assert bool(z[:, 0, 2:].any(dim=-1).all())
-    far = beside._replace(by_distance=torch.full((1, 6, 11, 4), -torch.inf))
-    torch.testing.assert_close(fused_beside(*context, q, far, 1.7), context.z, rtol=0, atol=0)
+    far = extra._replace(by_distance=torch.full((1, 6, 11, 4), -torch.inf))
+    torch.testing.assert_close(merge_extra_keys(*context, q, far, 1.7), context.z, rtol=0, atol=0)
 
 
 def test_signed_weights_are_no_softmax():
     keys, b_kv, b_d = weighted_keys(1)
     log_scale = torch.zeros(1, 3, dtype=torch.float64)
-    assert KeysBeside.of(keys, b_kv, b_d, log_scale) is not None
-    assert KeysBeside.of(keys, b_kv, -b_d, log_scale) is None
+    assert ExtraKeys.of(keys, b_kv, b_d, log_scale) is not None
+    assert ExtraKeys.of(keys, b_kv, -b_d, log_scale) is None
     without_weight = b_kv.clone()
     without_weight[0, 1, 3] = 1.0  # a value where the weight is 0
-    assert KeysBeside.of(keys, without_weight, b_d, log_scale) is None
+    assert ExtraKeys.of(keys, without_weight, b_d, log_scale) is None
 
 
 @pytest.mark.parametrize("n_held", [1, 3], ids=["shared", "of each row"])

@@ -118,10 +118,10 @@ def _as_read(old: KVBias, read: dict[str, Tensor]) -> KVBias:
 def _boundary(model: HookedKVTransformer, cache: TransformerLensKeyValueCache, name: str, like: Tensor) -> Tensor:
     """The raw last rows of one projection, [layer, batch, window, head, d_head]; window 0 where it is not shifted."""
     n_heads = model.cfg.n_heads if name == "q" else model.cfg.n_kv_heads
-    entries = [entry for entry in cache.entries if isinstance(entry, ShiftedCacheEntry) and name in entry.boundary]
+    entries = [entry for entry in cache.entries if isinstance(entry, ShiftedCacheEntry) and name in entry.shift_state]
     if not entries:
         return like.new_zeros(like.shape[0], like.shape[1], 0, n_heads, like.shape[-1])
-    return torch.stack([entry.boundary[name].to(like) for entry in entries])
+    return torch.stack([entry.shift_state[name].to(like) for entry in entries])
 
 
 def continued(old: KVBias | None, new: KVBias) -> KVBias:

@@ -1,4 +1,4 @@
-"""A KV bias beside softmax attention, joined in log space (ICLCA sec. 5, ICLAA; the plain equation is ``naive_join_bias``).
+"""A KV bias next to softmax attention, joined in log space (ICLCA sec. 5, ICLAA; the plain equation is ``naive_join_bias``).
 
     z_i = (sum_j exp(s_ij) v_j + phi(q_i)^T b_KV) / n_i        n_i = sum_j exp(s_ij) + phi(q_i)^T b_D
 

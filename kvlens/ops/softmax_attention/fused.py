@@ -2,7 +2,7 @@
 
 ``torch.nn.functional.scaled_dot_product_attention`` does not return its normalizer. The kernel behind it on a CPU does, but
 is not differentiable in it, so that a log-normalizer with a gradient is refused here. On other devices the log-normalizer is
-summed over blocks of queries beside the kernel's z.
+summed over blocks of queries next to the kernel's z.
 """
 
 import torch

@@ -1,18 +1,19 @@
-"""What travels together through an attention layer."""
+"""What the heads of a layer get, and what they give back: the contract of linear and softmax attention."""
 
 from typing import NamedTuple
 
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 
-class Piece(NamedTuple):
+class NewTokens(NamedTuple):
     """The new tokens of one forward pass as a layer's heads get them: projected, normed and shifted, not yet rotated.
 
     Attributes:
         q: [batch, pos, head, d_head].
         k, v: [batch, pos, kv_head, d_head].
-        mask: True at real tokens of the piece; None where all are.
+        mask: True at real tokens among them; None where all are.
         attention_mask: as TransformerLens hands it over: 1 at real tokens, those of the decode cache in front; or None.
         counted: the mask whose tokens take positions (:mod:`kvlens.components.positions`): ``attention_mask``, or None.
         score_bias: what is added to softmax scores (TransformerLens' additive mask, T5's position bias), or None.
@@ -28,17 +29,23 @@ class Piece(NamedTuple):
 
 
 class HeadOutputs(NamedTuple):
-    """What the heads make of a piece, before the output projection.
+    """What the heads make of new tokens, before the output projection.
 
     Attributes:
         z_context: the text's part of z, already divided by the whole normalizer.
         z_bias: the KV bias's part, likewise; None without a bias, and where softmax read its virtual keys as further keys
             of the text: ``z_context`` is then the whole z.
-        normalizer: n_i as hooked (its logarithm for softmax); None where none is computed.
         own_share: p_ii, each token's own share of z, where a variant of attention asks for it.
     """
 
     z_context: Float[Tensor, "batch pos head d_head"]
-    z_bias: Float[Tensor, "batch pos head d_head"] | None
-    normalizer: Float[Tensor, "batch pos head"] | None
+    z_bias: Float[Tensor, "batch pos head d_head"] | None = None
     own_share: Float[Tensor, "batch pos head"] | None = None
+
+
+def real_tokens(attention_mask: Tensor | None, pos: int, device: torch.device) -> Tensor | None:
+    """The mask of the ``pos`` newest tokens, True at real ones; None where there is no padding at all."""
+    if attention_mask is None:
+        return None
+    mask = attention_mask[:, -pos:].bool().to(device)
+    return None if bool(mask.all()) else mask

@@ -3,10 +3,10 @@
     z_i = (sum_j exp(s_ij) v_j + sum_r exp(s_ir) w_r u_r) / (sum_j exp(s_ij) + sum_r exp(s_ir) w_r)
         = softmax over [keys of the text; virtual keys] of [s_ij; s_ir + log w_r], times [v_j; u_r]
 
-Where weights are positive and nobody asks for the two summands apart, that is all there is: one softmax, stable by itself. Two
-forms: ``attend_beside`` for gradients (a step of polishing on stories260K takes 0.8 of what it takes with two sides that are
-joined afterwards, :mod:`kvlens.ops.softmax_attention.bias`), ``fused_beside`` without them, which calls the kernel once more,
-for the virtual keys.
+Where weights are positive and nobody asks for the two summands apart, one softmax does it all, and is stable by itself. There
+are two forms. ``attend_with_extra_keys`` has gradients (a step of polishing on stories260K takes 0.8 of the time that it takes
+when the two parts are joined afterwards, :mod:`kvlens.ops.softmax_attention.bias`). ``merge_extra_keys`` has none, and calls the
+kernel once more, for the virtual keys.
 """
 
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from kvlens.ops.shapes import shaped
 from kvlens.ops.softmax_attention.fused import fused_softmax_attention
 
 
-class KeysBeside(NamedTuple):
+class ExtraKeys(NamedTuple):
     """Virtual keys with positive weights.
 
     Attributes:
@@ -41,7 +41,7 @@ class KeysBeside(NamedTuple):
         b_kv: Float[Tensor, "#batch kv_head r d_head"],
         b_d: Float[Tensor, "#batch kv_head r"],
         log_scale: Float[Tensor, "#batch kv_head"],
-    ) -> "KeysBeside | None":
+    ) -> "ExtraKeys | None":
         """From a bias; None where a weight is negative, or a value has no weight, which no softmax can express."""
         used = b_d > 0
         if not bool((used | ((b_d == 0) & (b_kv == 0).all(dim=-1))).all()):
@@ -57,11 +57,11 @@ class KeysBeside(NamedTuple):
 
 
 @shaped(head="kv_head")
-def attend_beside(
+def attend_with_extra_keys(
     q: Float[Tensor, "batch query head d_head"],
     k: Float[Tensor, "batch key kv_head d_head"],
     v: Float[Tensor, "batch key kv_head d_head"],
-    beside: KeysBeside,
+    extra: ExtraKeys,
     scale: float,
     visible: Bool[Tensor, "1 1 query key"] | None,
 ) -> Float[Tensor, "batch query head d_head"]:
@@ -69,32 +69,32 @@ def attend_beside(
 
     It is computed, and returned, in the dtype of the weights: half precision has none to lose in scores.
     """
-    q, k, v = (x.to(beside.log_weights) for x in (q, k, v))
+    q, k, v = (x.to(extra.log_weights) for x in (q, k, v))
     batch, n_queries, n_heads, d = q.shape
     kv_heads = k.shape[2]
     # log w_r is one more dimension of the key, at which every query is 1: so its gradient is part of a matrix product
     rows = F.pad(q / scale, (0, 1), value=1.0).unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
-    log_weights = beside.log_weights.clamp(min=_log_of_nothing(q.dtype))
-    virtual = torch.cat([beside.keys.to(q), log_weights[..., None]], dim=-1).expand(batch, -1, -1, -1)
+    log_weights = extra.log_weights.clamp(min=_log_of_nothing(q.dtype))
+    virtual = torch.cat([extra.keys.to(q), log_weights[..., None]], dim=-1).expand(batch, -1, -1, -1)
     keys = torch.cat([virtual, F.pad(k.transpose(1, 2), (0, 1))], dim=2)
-    values = torch.cat([beside.values.expand(batch, -1, -1, -1), v.transpose(1, 2)], dim=2)
+    values = torch.cat([extra.values.expand(batch, -1, -1, -1), v.transpose(1, 2)], dim=2)
     scores = (rows @ keys.mT).unflatten(2, (-1, n_queries))  # [batch, kv_head, group, query, r + key]
     if visible is not None:
         mask = torch.where(visible[:, :, None], 0.0, -torch.inf).to(scores)
-        scores += F.pad(mask, (beside.keys.shape[2], 0))
-    if beside.by_distance is not None:
-        by_distance = beside.by_distance.unflatten(1, (kv_heads, -1)).to(scores)
+        scores += F.pad(mask, (extra.keys.shape[2], 0))
+    if extra.by_distance is not None:
+        by_distance = extra.by_distance.unflatten(1, (kv_heads, -1)).to(scores)
         scores += F.pad(by_distance, (0, k.shape[1]))
     z = scores.softmax(dim=-1).flatten(2, 3) @ values
     return z.view(batch, kv_heads, n_heads // kv_heads, n_queries, d).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
 @shaped(head="kv_head")
-def fused_beside(
+def merge_extra_keys(
     z: Float[Tensor, "batch query head d_head"],
     log_normalizer: Float[Tensor, "batch query head"],
     q: Float[Tensor, "batch query head d_head"],
-    beside: KeysBeside,
+    extra: ExtraKeys,
     scale: float,
 ) -> Float[Tensor, "batch query head d_head"]:
     """z of the whole from the text's own z and log n: both kernels' outputs, mixed in the ratio of their normalizers.
@@ -103,10 +103,10 @@ def fused_beside(
         ValueError: a gradient is wanted.
     """
     nothing = _log_of_nothing(log_normalizer.dtype)  # a head may have no key at all, a query none in its window
-    added = beside.added(q.shape[2]).to(log_normalizer).clamp(min=nothing)
-    keys, values = (x.to(log_normalizer).transpose(1, 2) for x in (beside.keys, beside.values))
+    added = extra.added(q.shape[2]).to(log_normalizer).clamp(min=nothing)
+    keys, values = (x.to(log_normalizer).transpose(1, 2) for x in (extra.keys, extra.values))
     rows = q.to(keys)
-    if beside.by_distance is None:
+    if extra.by_distance is None:
         rows = rows.reshape(len(keys), -1, *q.shape[2:])  # a batch under one bias is one long list of queries
     else:
         keys, values = (x.expand(len(q), -1, -1, -1) for x in (keys, values))
