@@ -206,8 +206,8 @@ class LinearHeads:
             wider = "" if n.dtype == torch.float64 else "accumulation_dtype='float64', "
             raise KVLensError(
                 f"layer {self.attn.layer_id}, head {head}, position {position}: the normalizer phi(q).D underflows, it is "
-                f"{n[row, position, head]:.1g}. A query of length {norms[0]:.3g} and a key of length {norms[1]:.3g} are too long "
-                f"for features of the map {self.cfg.feature_map!r} in {str(n.dtype).removeprefix('torch.')}; use {wider}"
+                f"{n[row, position, head]:.1g}. A query of length {norms[0]:.3g} and a key of length {norms[1]:.3g} are too "
+                f"long for features of the map {self.cfg.feature_map!r} in {str(n.dtype).removeprefix('torch.')}; use {wider}"
                 "smaller W_Q and W_K, or the map relu"
             )
 
@@ -217,9 +217,9 @@ class LinearHeads:
         if len(broken):
             _, position, head = broken[0].tolist()
             raise KVLensError(
-                f"layer {self.attn.layer_id}, head {head}, position {position}: the normalizer phi(q).D is 0 where phi(q).A is not: "
-                f"there is nothing to divide by. Features of the map {self.cfg.feature_map!r} cancel each other; use one that is "
-                f"positive ({', '.join(name for name, phi in FEATURE_MAPS.items() if phi.positive)}), or normalizer='none'"
+                f"layer {self.attn.layer_id}, head {head}, position {position}: the normalizer phi(q).D is 0 where phi(q).A is "
+                f"not: there is nothing to divide by. Features of the map {self.cfg.feature_map!r} cancel each other; use one that "
+                f"is positive ({', '.join(name for name, phi in FEATURE_MAPS.items() if phi.positive)}), or normalizer='none'"
             )
 
     def _own_share(self, phi_q: Tensor, phi_k: Tensor, n: Tensor | None) -> Tensor | None:

@@ -42,7 +42,7 @@ def test_the_hooked_pattern_has_a_row_of_zeros_there():
     assert bool(cache["pattern", 0].isfinite().all())
 
 
-def test_a_normalizer_that_is_zero_alone_names_layer_head_and_place():
+def test_a_normalizer_that_is_zero_alone_names_layer_head_and_position():
     model = build(feature_map="identity")
 
     def cancel(phi_k, hook):
@@ -51,7 +51,7 @@ def test_a_normalizer_that_is_zero_alone_names_layer_head_and_place():
         phi_k[:, 1, 1] = -phi_k[:, 0, 1]
         return phi_k
 
-    with pytest.raises(KVLensError, match=r"layer 1, head 1, place 1: the normalizer .* 'identity' cancel"):
+    with pytest.raises(KVLensError, match=r"layer 1, head 1, position 1: the normalizer .* 'identity' cancel"):
         model.run_with_hooks(tokens(4), fwd_hooks=[("blocks.1.attn.hook_phi_k", cancel)])
 
 
@@ -103,7 +103,7 @@ def test_features_that_underflow_are_an_error_that_names_layer_head_and_cause(fe
     """Not 0 without a word: a token always sees itself under a positive map."""
     model = scaled_to(build(feature_map=feature_map, n_random_features=16), score)
     with pytest.raises(
-        KVLensError, match=rf"layer \d, head \d, place \d: the normalizer .* underflows.*\n?.*{feature_map}.*{remedy}"
+        KVLensError, match=rf"layer \d, head \d, position \d: the normalizer .* underflows.*\n?.*{feature_map}.*{remedy}"
     ):
         model.run_with_cache(tokens(30), names_filter=lambda name: any(name.endswith(hook) for hook in names))
     with pytest.raises(KVLensError, match=r"layer \d, head .* underflows"):

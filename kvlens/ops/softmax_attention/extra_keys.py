@@ -5,8 +5,8 @@
 
 Where weights are positive and nobody asks for the two summands apart, one softmax does it all, and is stable by itself. There
 are two forms. ``attend_with_extra_keys`` has gradients (a step of polishing on stories260K takes 0.8 of the time that it takes
-when the two parts are joined afterwards, :mod:`kvlens.ops.softmax_attention.bias`). ``merge_extra_keys`` has none, and calls the
-kernel once more, for the virtual keys.
+when the two parts are joined afterwards, :mod:`kvlens.ops.softmax_attention.bias`). ``merge_extra_keys`` has none, and calls
+the kernel once more, for the virtual keys.
 """
 
 from typing import NamedTuple
