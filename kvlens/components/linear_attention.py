@@ -216,10 +216,11 @@ class LinearHeads:
         broken = ((n == 0) & (undivided != 0).any(dim=-1)).nonzero()
         if len(broken):
             _, position, head = broken[0].tolist()
+            positive = ", ".join(name for name, feature_map in FEATURE_MAPS.items() if feature_map.positive)
             raise KVLensError(
                 f"layer {self.attn.layer_id}, head {head}, position {position}: the normalizer phi(q).D is 0 where phi(q).A is "
-                f"not: there is nothing to divide by. Features of the map {self.cfg.feature_map!r} cancel each other; use one that "
-                f"is positive ({', '.join(name for name, phi in FEATURE_MAPS.items() if phi.positive)}), or normalizer='none'"
+                f"not: there is nothing to divide by. Features of the map {self.cfg.feature_map!r} cancel each other; use one "
+                f"that is positive ({positive}), or normalizer='none'"
             )
 
     def _own_share(self, phi_q: Tensor, phi_k: Tensor, n: Tensor | None) -> Tensor | None:
