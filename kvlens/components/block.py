@@ -1,4 +1,4 @@
-"""TransformerLens' block and unembedding without work that nobody sees.
+"""TransformerLens' block and unembedding without work whose result nobody uses.
 
 TransformerLens norms the residual stream three times over, once for queries, keys and values each, and copies W_U at every
 call. What comes out here is the same; the norm's hooks fire once. A softmax model in the eager form runs TransformerLens' own
@@ -37,7 +37,7 @@ class KVBlock(Replaces, TransformerBlock):
         past_kv_cache_entry: Any = None,
         attention_mask: Tensor | None = None,
     ) -> Float[Tensor, "batch kept_pos d_model"]:
-        """As ``transformer_lens.components.TransformerBlock.forward``; a hook may keep fewer places."""
+        """As ``transformer_lens.components.TransformerBlock.forward``; a hook may keep fewer positions."""
         if shortformer_pos_embed is not None or not self._is_usual():
             self._check_input_by_head(shortformer_pos_embed is not None)
             return super().forward(resid_pre, shortformer_pos_embed, past_kv_cache_entry, attention_mask)

@@ -53,7 +53,7 @@ class LinearCacheEntry:
         state: A and D of the context alone; the KV bias stays apart.
         shift_state: the raw last keys, values, queries, where they are shifted.
         n_tokens: real tokens so far: an int, or [batch] where rows differ (padding).
-        n_places: places so far, padding included, as TransformerLens counts them.
+        n_places: positions so far, padding included, as TransformerLens counts them.
         ridge: the state of ridge attention, which takes the place of ``state``.
         seen: every token so far, where negative samples are chosen among them.
         negative_means: mean_{N_j} v of every token so far [batch, head, key_pos, d_head], where each label has its negatives.

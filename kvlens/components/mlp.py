@@ -1,4 +1,4 @@
-"""TransformerLens' MLPs on the fastest dense product, without copies of weights and without features that nobody sees."""
+"""TransformerLens' MLPs on the fastest dense product, without copies of weights, and without storing features that nobody hooks."""
 
 from collections.abc import Callable
 from typing import Any

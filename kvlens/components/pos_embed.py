@@ -1,4 +1,4 @@
-"""Absolute positions that know of an attached prompt: the text after a converted prompt of M tokens starts at position M."""
+"""Absolute positions that take an attached prompt into account: the text after a converted prompt of M tokens starts at position M."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ class _Offset(nn.Module):
 
     @staticmethod
     def without_padding(embedded: Tensor, past: int, attention_mask: Tensor | None) -> Tensor:
-        """Zeros at padded places, as TransformerLens has them."""
+        """Zeros at padded positions, as TransformerLens has them."""
         if attention_mask is None:
             return embedded
         return embedded * attention_mask[:, past:, None].to(embedded)
@@ -47,7 +47,7 @@ class OffsetPosEmbed(_Offset, PosEmbed):
         past_kv_pos_offset: int = 0,
         attention_mask: Int[Tensor, "batch offset_pos"] | None = None,
     ) -> Float[Tensor, "batch new_pos d_model"]:
-        """[batch, new_pos, d_model]; with a mask the new places are those behind the past, whatever tokens are given.
+        """[batch, new_pos, d_model]; with a mask the new positions are those after the past, whatever tokens are given.
 
         Raises:
             KVLensError: a position lies beyond ``n_ctx``.

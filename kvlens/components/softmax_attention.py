@@ -287,7 +287,7 @@ class SoftmaxHeads:
         return (cos[None, :, None], sin[None, :, None]) if cos.dim() == 2 else (cos[:, :, None], sin[:, :, None])
 
     def _positions(self, x: Tensor, first: int) -> Tensor:
-        """Positions of ``x`` within the text, its first row at place ``first``: [batch or 1, pos]."""
+        """Positions of ``x`` within the text, its first row at position ``first``: [batch or 1, pos]."""
         mask = self.tokens.counted
         if mask is not None:
             return get_offset_position_ids(first, mask)
