@@ -1,4 +1,4 @@
-"""Absolute positions that take an attached prompt into account: the text after a converted prompt of M tokens starts at position M."""
+"""Absolute positions after an attached prompt: the text after a converted prompt of M tokens starts at position M."""
 
 from typing import Any
 
@@ -47,7 +47,7 @@ class OffsetPosEmbed(_Offset, PosEmbed):
         past_kv_pos_offset: int = 0,
         attention_mask: Int[Tensor, "batch offset_pos"] | None = None,
     ) -> Float[Tensor, "batch new_pos d_model"]:
-        """[batch, new_pos, d_model]; with a mask the new positions are those after the past, whatever tokens are given.
+        """[batch, new_pos, d_model]; with a mask the new positions are those after the past, whatever the tokens.
 
         Raises:
             KVLensError: a position lies beyond ``n_ctx``.
