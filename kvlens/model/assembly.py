@@ -1,4 +1,4 @@
-"""Putting kvlens' parts into the place of TransformerLens', and a bias into the parts: what each layer needs to hold.
+"""Replacing TransformerLens' components by kvlens' own, and giving each layer its part of an attached bias.
 
 TransformerLens chooses the class of a block's attention itself. ``block.attn`` and ``model.pos_embed`` may be replaced before
 ``init_weights`` and ``setup`` run, in that order; the other order leaves weights uninitialized and hooks unnamed, silently.

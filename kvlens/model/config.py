@@ -1,6 +1,6 @@
 """The configuration of a :class:`kvlens.HookedKVTransformer`: TransformerLens' own, plus what kvlens adds.
 
-Validated at birth: an impossible combination is refused here, with the reason, and not met later as a wrong number.
+It is checked when it is made: an impossible combination is refused here, with the reason, before it can give a wrong number.
 """
 
 import math
@@ -128,7 +128,7 @@ class HookedKVTransformerConfig(_Given):
         linear_attention_form: which form computes a forward pass; ``auto`` takes the recurrent one to decode, the parallel
             one where something hooks the pattern, the chunked one otherwise.
         softmax_form: ``eager`` (TransformerLens' own, bit for bit) or ``fused`` (torch's kernel, several times faster, in every
-            layer whose scores and pattern nobody hooks). It changes rounding and nothing else.
+            layer whose scores and pattern have no hooks). It changes only rounding.
         accumulation_dtype: ``float32`` or ``float64``: features, states and sums of linear attention are computed at least
             in this precision. float64 makes a conversion exact to the last bit of a float32 model, nearly always.
         kv_shift: a :class:`KVShiftConfig` (or a dict of its fields, or True for the default one), None for no shift.
@@ -353,7 +353,7 @@ class HookedKVTransformerConfig(_Given):
             (self.attn_scores_soft_cap > 0, f"soft-capping: {linear_in_scores}"),
             (self.use_attention_sinks, f"attention sinks: {linear_in_scores}"),
             (self.use_logn_attn, "log-n scaling: it rescales softmax scores by the context length"),
-            (self.use_dynamic_ntk_rope, "dynamic NTK: it rotates old keys anew as the text grows, a state cannot"),
+            (self.use_dynamic_ntk_rope, "dynamic NTK: it rotates old keys again as the text grows, which a state cannot"),
             (self.attention_dir != "causal", "bidirectional attention: the state holds the past only"),
             (self.load_in_4bit, "4-bit weights"),
             (self.clip_qkv is not None, "clip_qkv"),

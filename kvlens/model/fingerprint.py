@@ -59,7 +59,7 @@ def weights_hash(state: Mapping[str, Tensor]) -> str:
 
 
 def is_weight(name: str) -> bool:
-    """Whether a name in the state dict is more than a table that TransformerLens computes anew."""
+    """Whether a name in the state dict is more than a table that TransformerLens recomputes."""
     return name.rsplit(".", 1)[-1] not in ("mask", "IGNORE", "rotary_sin", "rotary_cos")
 
 

@@ -136,7 +136,7 @@ def from_pretrained(
 ) -> M:
     """Load a softmax model as TransformerLens does, also without a network.
 
-    Memory at its peak, on a CPU in float32, beside the file's own pages (which are mapped, and can be dropped): 1.5 to 2 times
+    Memory at its peak, on a CPU in float32, in addition to the file's own pages (which are mapped, and can be dropped): 1.5 to 2 times
     the model's weights with weight processing, the more the larger the vocabulary's share; 1.3 times without, and 1.0 with
     ``verify=False`` too.
 
@@ -145,7 +145,7 @@ def from_pretrained(
         hf_model: a loaded Hugging Face model; its own configuration is used, whatever ``model_name`` says.
         tokenizer: its tokenizer; a folder's own tokenizer is used if None.
         kv_shift: graft a KV shift onto it; ``KVShiftConfig(init="identity")`` changes no output. A checkpoint that has one
-            (Baichuan-M1, or shift coefficients beside the weights of a known architecture) keeps it without being asked;
+            (Baichuan-M1, or shift coefficients next to the weights of a known architecture) keeps it without being asked;
             ``kv_shift`` may then add to it (queries, another parametrization), not take from it.
         fold_ln, center_writing_weights, center_unembed, fold_value_biases, refactor_factored_attn_matrices: TransformerLens'
             weight processing; ``fold_value_biases=None`` folds unless values are shifted.

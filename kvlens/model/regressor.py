@@ -30,7 +30,7 @@ from kvlens.model.transformer import HookedKVTransformer
 
 MAPS = "maps.safetensors"
 NOT_ADDED = ("shortformer", "relative_positional_bias")
-"""Positions that TransformerLens hands to the attention beside the stream, which numbers do not go through."""
+"""Positions that TransformerLens hands to the attention separately from the stream, which numbers do not go through."""
 
 
 class HookedKVRegressor(nn.Module):
@@ -110,11 +110,11 @@ class HookedKVRegressor(nn.Module):
         return self.transformer.using_softmax_form(form)
 
     def save(self, folder: str | Path, *, overwrite: bool = False, stored_dtype: torch.dtype | str | None = None) -> None:
-        """Write ``folder`` as :meth:`HookedKVTransformer.save` does, with the two linear maps beside the weights."""
+        """Write ``folder`` as :meth:`HookedKVTransformer.save` does, with the two linear maps next to the weights."""
         stored_dtype = None if stored_dtype is None else dtype_of(stored_dtype, "save: stored_dtype")
         maps = {name: p.detach().to("cpu", stored_dtype or p.dtype) for name, p in self.named_parameters() if "read_" in name}
         stored = save({name: value.contiguous() for name, value in maps.items()})
-        save_model(self.transformer, folder, overwrite=overwrite, stored_dtype=stored_dtype, beside={MAPS: stored})
+        save_model(self.transformer, folder, overwrite=overwrite, stored_dtype=stored_dtype, further={MAPS: stored})
 
     @classmethod
     def load(cls, folder: str | Path, *, device: Any = None) -> "HookedKVRegressor":

@@ -58,7 +58,7 @@ def save_model(
     *,
     overwrite: bool = False,
     stored_dtype: torch.dtype | str | None = None,
-    beside: Mapping[str, bytes] | None = None,
+    further: Mapping[str, bytes] | None = None,
 ) -> None:
     """Write ``model`` to ``folder``, whole or not at all.
 
@@ -69,7 +69,7 @@ def save_model(
         overwrite: replace a kvlens model that stands there; nothing else is ever replaced.
         stored_dtype: round the weights to this floating dtype (or its name) on disk, e.g. float16 for half the size; loading
             widens them again.
-        beside: further files of the model, by name.
+        further: other files of the model, by name.
 
     Raises:
         KVLensError: something stands there that may not be replaced, or the folder cannot be written.
@@ -92,7 +92,7 @@ def save_model(
 
     def fill(temporary: Path) -> None:
         (temporary / WEIGHTS).write_bytes(save({n: t.contiguous().clone() for n, t in tensors.items()}, {"format": "pt"}))
-        for name, content in (beside or {}).items():
+        for name, content in (further or {}).items():
             (temporary / name).write_bytes(content)
         if model.tokenizer is not None:
             model.tokenizer.save_pretrained(temporary)

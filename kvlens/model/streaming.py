@@ -1,6 +1,6 @@
 """A pass over a long text in segments: memory beyond the tokens and the output does not grow with the text.
 
-Linear attention needs nothing of the tokens before a segment but a state of one size, the shift boundary and the number of
+Linear attention needs nothing of the tokens before a segment but a state of one size, the shift state and the number of
 tokens. A segment therefore goes through all layers before the next one starts, as a decoded token does, and its activations
 stay in the processor's cache, which on a CPU is worth a fifth of the time. What comes out is what the whole pass gives, up to
 rounding: each row goes through the same products, the state through the same sums.

@@ -1,8 +1,8 @@
 """HookedKVTransformer: a HookedTransformer whose attention may be linear, shifted, and biased by a converted prompt.
 
-What it relies on inside TransformerLens 3.9, beside the public names in :mod:`kvlens._tl` and what :mod:`kvlens.model.assembly`
-says: ``get_residual`` is where absolute positions are added; ``past_kv_cache.entries`` are handed to ``attn.forward`` one by
-one.
+What it relies on inside TransformerLens 3.9, in addition to the public names in :mod:`kvlens._tl` and to what
+:mod:`kvlens.model.assembly` says: ``get_residual`` adds absolute positions, and ``attn.forward`` gets one entry of
+``past_kv_cache.entries``.
 """
 
 import contextlib
@@ -125,9 +125,9 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
         With linear attention a long text runs in segments through all layers, unless something is hooked or gradients are
         wanted: see :mod:`kvlens.model.streaming`.
 
-        With a cache TransformerLens takes pad tokens at a piece's end for padding (at its beginning, where the tokenizer pads
-        on the left), also where they are text: ``attention_mask=torch.ones_like(piece)`` says that they are. Without a cache
-        and with padding on the right they are text.
+        With a cache TransformerLens takes pad tokens at the end of the input for padding (at its beginning, where the tokenizer
+        pads on the left), even where they are text: ``attention_mask=torch.ones_like(input)`` says that they are. Without a
+        cache and with padding on the right they are text.
         """
         check_input(input, attention_mask, past_kv_cache)
         if self._may_be_silent:
@@ -167,7 +167,7 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
     def empty_cache(self, batch: int = 1) -> TransformerLensKeyValueCache:
         """A decode cache to pass as ``past_kv_cache``: a pass leaves in it what the text after it needs.
 
-        What becomes of pad tokens in a piece stands at :meth:`forward`.
+        :meth:`forward` says how pad tokens are read.
         """
         return TransformerLensKeyValueCache.init_cache(self.cfg, self.cfg.device, batch)
 
@@ -355,7 +355,7 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
         return fingerprint
 
     def attach_kv_bias(self, bias: KVBias) -> None:
-        """Let every forward pass start from ``bias``, in the place of what was attached or trained.
+        """Let every forward pass start from ``bias``, instead of what was attached or trained.
 
         While it is attached, strings get no BOS unless asked for: the prompt had one. It belongs to the thread that attached
         it: others are refused until it is detached (hooks are not watched over in this way; give every thread a copy).

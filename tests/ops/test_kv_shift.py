@@ -20,11 +20,11 @@ seeds = st.integers(0, 10_000)
 windows = st.integers(1, 4)
 
 
-def case(window, seed=0, pos=POS, boundary=True, mask=False, dtype=torch.float64):
+def case(window, seed=0, pos=POS, state=True, mask=False, dtype=torch.float64):
     arguments = {"x": normal(BATCH, pos, HEAD, D, seed=seed, dtype=dtype)}
     arguments["coef"] = normal(HEAD, window + 1, seed=seed + 1, dtype=dtype)
-    if boundary:
-        arguments["boundary"] = normal(BATCH, window, HEAD, D, seed=seed + 2, dtype=dtype)
+    if state:
+        arguments["state"] = normal(BATCH, window, HEAD, D, seed=seed + 2, dtype=dtype)
     if mask:
         arguments["mask"] = random_mask(BATCH, pos, seed + 3)
     return arguments
@@ -32,10 +32,10 @@ def case(window, seed=0, pos=POS, boundary=True, mask=False, dtype=torch.float64
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("mask", [False, True])
-@pytest.mark.parametrize("boundary", [False, True])
+@pytest.mark.parametrize("state", [False, True])
 @pytest.mark.parametrize(("window", "pos"), [(1, 11), (2, 11), (3, 11), (4, 3), (3, 1)])
-def test_values_and_gradients_equal_the_loop(window, pos, boundary, mask, dtype):
-    arguments = case(window, pos=pos, boundary=boundary, mask=mask, dtype=dtype)
+def test_values_and_gradients_equal_the_loop(window, pos, state, mask, dtype):
+    arguments = case(window, pos=pos, state=state, mask=mask, dtype=dtype)
     expected = values_and_gradients(naive_kv_shift, double(arguments))
     sizes = values_and_gradients(naive_kv_shift, double(arguments), absolute=True)
     # a product and a sum a tap; the coefficients' gradient sums over batch, pos and d
@@ -54,10 +54,10 @@ def test_gradcheck(op, mask):
 
 
 def test_an_answer_from_a_pencil():
-    # rows 1, 2, 3 behind a boundary 10, 20 (oldest first), coefficients 2, 3, 5:
+    # rows 1, 2, 3 behind a state 10, 20 (oldest first), coefficients 2, 3, 5:
     # 2*1 + 3*20 + 5*10 = 112;  2*2 + 3*1 + 5*20 = 107;  2*3 + 3*2 + 5*1 = 17
-    x, boundary = torch.tensor([1.0, 2, 3]).view(1, 3, 1, 1), torch.tensor([10.0, 20]).view(1, 2, 1, 1)
-    shifted, last = kv_shift(x, torch.tensor([[2.0, 3, 5]]), boundary)
+    x, state = torch.tensor([1.0, 2, 3]).view(1, 3, 1, 1), torch.tensor([10.0, 20]).view(1, 2, 1, 1)
+    shifted, last = kv_shift(x, torch.tensor([[2.0, 3, 5]]), state)
     assert shifted.flatten().tolist() == [112, 107, 17]
     assert last.flatten().tolist() == [2, 3]  # raw rows, not shifted ones
     assert kv_shift(x, torch.tensor([[2.0, 3, 5]]))[0].flatten().tolist() == [2, 7, 17]
@@ -71,17 +71,17 @@ def test_padding_is_skipped_as_a_pencil_would():
     assert last.flatten().tolist() == [3]
 
 
-def test_a_text_shorter_than_the_window_keeps_what_the_boundary_held():
-    x, boundary = torch.tensor([7.0]).view(1, 1, 1, 1), torch.tensor([1.0, 2, 3]).view(1, 3, 1, 1)
+def test_a_text_shorter_than_the_window_keeps_what_the_state_held():
+    x, state = torch.tensor([7.0]).view(1, 1, 1, 1), torch.tensor([1.0, 2, 3]).view(1, 3, 1, 1)
     for mask, expected in ((None, [2, 3, 7]), (torch.tensor([[True]]), [2, 3, 7]), (torch.tensor([[False]]), [1, 2, 3])):
-        assert kv_shift(x, torch.ones(1, 4), boundary, mask)[1].flatten().tolist() == expected
+        assert kv_shift(x, torch.ones(1, 4), state, mask)[1].flatten().tolist() == expected
 
 
 @pytest.mark.parametrize("mask", [False, True])
-def test_a_boundary_of_one_row_serves_the_whole_batch(mask):
+def test_a_state_of_one_row_serves_the_whole_batch(mask):
     arguments = case(2, mask=mask)
-    arguments["boundary"] = arguments["boundary"][:1]
-    repeated = {**arguments, "boundary": arguments["boundary"].repeat(BATCH, 1, 1, 1)}
+    arguments["state"] = arguments["state"][:1]
+    repeated = {**arguments, "state": arguments["state"].repeat(BATCH, 1, 1, 1)}
     for one, all_rows in zip(kv_shift(**arguments), kv_shift(**repeated), strict=True):
         assert torch.equal(one, all_rows)
 
@@ -109,8 +109,8 @@ def test_the_arguments_are_left_as_they_were():
 def test_cut_anywhere_and_resume(seed, window, cut, mask):
     arguments = case(window, seed, mask=mask)
 
-    def in_two(x, coef, boundary, mask=None):
-        first, last = kv_shift(x[:, :cut], coef, boundary, None if mask is None else mask[:, :cut])
+    def in_two(x, coef, state, mask=None):
+        first, last = kv_shift(x[:, :cut], coef, state, None if mask is None else mask[:, :cut])
         second, last = kv_shift(x[:, cut:], coef, last, None if mask is None else mask[:, cut:])
         return torch.cat([first, second], dim=1), last
 
@@ -127,8 +127,8 @@ def test_padding_is_the_removal_of_the_padded_tokens(seed, window):
     shifted, last = kv_shift(**arguments)
     for row in range(BATCH):
         removed = arguments["x"][row : row + 1, mask[row]]
-        alone, alone_last = kv_shift(removed, arguments["coef"], arguments["boundary"][row : row + 1])
-        sizes = kv_shift(removed.abs(), arguments["coef"].abs(), arguments["boundary"][row : row + 1].abs())
+        alone, alone_last = kv_shift(removed, arguments["coef"], arguments["state"][row : row + 1])
+        sizes = kv_shift(removed.abs(), arguments["coef"].abs(), arguments["state"][row : row + 1].abs())
         assert_within_rounding([shifted[row, mask[row]]], [alone[0]], [sizes[0][0]], window + 2)
         assert torch.equal(last[row], alone_last[0])
 
@@ -144,9 +144,9 @@ def test_nothing_looks_ahead(seed, window, mask, i):
 
 @laws
 @given(seeds, windows, st.booleans())
-def test_linear_in_the_rows_and_the_boundary_together(seed, window, mask):
+def test_linear_in_the_rows_and_the_state_together(seed, window, mask):
     a, b = case(window, seed, mask=mask), case(window, seed + 9)
-    both = {**a, "x": 2 * a["x"] - 3 * b["x"], "boundary": 2 * a["boundary"] - 3 * b["boundary"]}
+    both = {**a, "x": 2 * a["x"] - 3 * b["x"], "state": 2 * a["state"] - 3 * b["state"]}
     b = {**b, "coef": a["coef"], "mask": a.get("mask")}
     expected = [2 * x - 3 * y for x, y in zip(kv_shift(**a), kv_shift(**b), strict=True)]
     absolute = [map_tensors(torch.abs, x) for x in (a, b)]

@@ -67,8 +67,8 @@ RIDGE = attention_variants.RidgeState("b g f d", "b g f f")
 WEIGHT, INPUTS, LABELS = "h e f", "h n f", "h n e"
 OPS: dict[Any, dict[str, Any]] = {
     affine: dict(x="b p d", weight="d e", bias="e"),
-    kv_shift.kv_shift: dict(x="b p h d", coef="h t", boundary="b w h d", mask=bools("b p")),
-    kv_shift.naive_kv_shift: dict(x="b p h d", coef="h t", boundary="b w h d", mask=bools("b p")),
+    kv_shift.kv_shift: dict(x="b p h d", coef="h t", state="b w h d", mask=bools("b p")),
+    kv_shift.naive_kv_shift: dict(x="b p h d", coef="h t", state="b w h d", mask=bools("b p")),
     kv_shift.effective_pattern: dict(pattern="b h p key", coef="g t"),
     rotary.rotate: dict(x="b p h d", cos="p one two", sin="p one two"),
     feature_maps.random_features: dict(x="b p h d", projection="h m d", attn_scale=2.0),

@@ -11,7 +11,7 @@ from kvlens.ops.shapes import shaped
 def naive_kv_shift(
     x: Float[Tensor, "batch pos head d"],
     coef: Float[Tensor, "head taps"],
-    boundary: Float[Tensor, "#batch window head d"] | None = None,
+    state: Float[Tensor, "#batch window head d"] | None = None,
     mask: Bool[Tensor, "batch pos"] | None = None,
 ) -> tuple[Float[Tensor, "batch pos head d"], Float[Tensor, "batch window head d"]]:
     """The reference of :func:`kvlens.ops.kv_shift.kv_shift`: same arguments, same returns, a loop over time."""
@@ -19,7 +19,7 @@ def naive_kv_shift(
     window = coef.shape[1] - 1
     rows, states = [], []
     for b in range(batch):
-        before = x.new_zeros(window, head, d) if boundary is None else boundary[b % boundary.shape[0]]
+        before = x.new_zeros(window, head, d) if state is None else state[b % state.shape[0]]
         history = list(before)
         outputs = []
         for i in range(pos):

@@ -25,7 +25,7 @@ def effective_pattern(
             row per head, or a KV head that several heads share.
 
     Returns:
-        E. What lies before the first key (the boundary) has no column.
+        E. What lies before the first key (the state) has no column.
 
     Raises:
         KVLensError: the heads cannot be shared out among the rows of ``coef``.

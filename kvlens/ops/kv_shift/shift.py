@@ -2,12 +2,12 @@
 
     x^_i = sum_{s=0..w} c_s x_{i-s}         (index 0 = the current token, w = ``window``)
 
-Before the first token stand zeros, or the *boundary*: the raw last ``w`` rows of whatever came before. The boundary that
-comes out is the boundary that the next piece of text needs, so that cutting anywhere changes nothing. It holds raw rows,
+Before the first token stand zeros, or the *shift state*: the raw last ``w`` rows of whatever came before. The state that
+comes out is what the next segment of text needs, so that cutting anywhere changes nothing. It holds raw rows,
 never shifted ones (the inference code in KVSA app. F keeps the shifted key of the prefill; that is a misprint).
 
-Padding does not exist for the shift: the predecessor of a token is the real token before it, however many padded places
-lie between.
+Padding does not exist for the shift: the predecessor of a token is the real token before it, however much padding
+lies between.
 """
 
 import torch
@@ -22,7 +22,7 @@ from kvlens.ops.shapes import shaped
 def kv_shift(
     x: Float[Tensor, "batch pos head d"],
     coef: Float[Tensor, "head taps"],
-    boundary: Float[Tensor, "#batch window head d"] | None = None,
+    state: Float[Tensor, "#batch window head d"] | None = None,
     mask: Bool[Tensor, "batch pos"] | None = None,
 ) -> tuple[Float[Tensor, "batch pos head d"], Float[Tensor, "batch window head d"]]:
     """Mix each row with its ``window`` predecessors.
@@ -31,26 +31,26 @@ def kv_shift(
         x: raw keys, values or queries.
         coef: ``window + 1`` coefficients per head; column 0 multiplies the current token. Our ``coef`` for keys is the
             paper's (alpha_1, alpha_2), for values (beta_1, beta_2).
-        boundary: the raw rows before the first token, oldest first; zeros if None.
+        state: the raw rows before the first token, oldest first; zeros if None.
         mask: True at real tokens; None if there is no padding.
 
     Returns:
-        The shifted rows (zeros at padded places) and the new boundary: the raw last ``window`` rows of
-        [old boundary; real tokens].
+        The shifted rows (zeros at padded tokens) and the new shift state: the raw last ``window`` rows of
+        [old state; real tokens].
 
     Source: KVSA eq. 4-6; windows above 1, sec. 4.7.
     """
     window = coef.shape[1] - 1
-    if boundary is None:
-        boundary = x.new_zeros(1, window, *x.shape[2:])
-    if boundary.shape[1] != window:
+    if state is None:
+        state = x.new_zeros(1, window, *x.shape[2:])
+    if state.shape[1] != window:
         raise KVLensError(
-            f"kv_shift: expected a boundary of {window} rows for {window + 1} coefficients, got {boundary.shape[1]}"
+            f"kv_shift: expected a shift state of {window} rows for {window + 1} coefficients, got {state.shape[1]}"
         )
-    boundary = boundary.to(x.dtype).expand(x.shape[0], -1, -1, -1)
+    state = state.to(x.dtype).expand(x.shape[0], -1, -1, -1)
     if mask is not None:
-        return _shift_real_tokens(x, coef, boundary, mask)
-    extended = torch.cat([boundary, x], dim=1)  # row w + i is token i
+        return _shift_real_tokens(x, coef, state, mask)
+    extended = torch.cat([state, x], dim=1)  # row w + i is token i
     return _shift_all(x, coef, extended), extended[:, x.shape[1] :].clone()
 
 
@@ -64,12 +64,12 @@ def _shift_all(x: Tensor, coef: Tensor, extended: Tensor) -> Tensor:
     return shifted
 
 
-def _shift_real_tokens(x: Tensor, coef: Tensor, boundary: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Move the real tokens of each row to its front, behind the boundary, and read predecessors by rank."""
-    window = boundary.shape[1]
+def _shift_real_tokens(x: Tensor, coef: Tensor, state: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Move the real tokens of each row to its front, behind the state, and read predecessors by rank."""
+    window = state.shape[1]
     rank = mask.cumsum(dim=1) - 1  # a real token's place among the real tokens of its row
     front = torch.argsort(~mask, dim=1, stable=True)
-    packed = torch.cat([boundary, _take_rows(x, front)], dim=1)  # row w + r is the token of rank r
+    packed = torch.cat([state, _take_rows(x, front)], dim=1)  # row w + r is the token of rank r
 
     shifted = torch.zeros_like(x)
     for s in range(window + 1):
