@@ -136,7 +136,7 @@ def from_pretrained(
 ) -> M:
     """Load a softmax model as TransformerLens does, also without a network.
 
-    Memory at its peak, on a CPU in float32, in addition to the file's own pages (which are mapped, and can be dropped): 1.5 to 2 times
+    Memory at its peak, on a CPU in float32, without the file's own pages (mapped, and can be dropped): 1.5 to 2 times
     the model's weights with weight processing, the more the larger the vocabulary's share; 1.3 times without, and 1.0 with
     ``verify=False`` too.
 
