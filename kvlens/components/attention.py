@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from kvlens._tl import Attention, GroupedQueryAttention, HookPoint
 from kvlens.components.fast_path import on_fast_path
-from kvlens.components.heads import HeadOutputs, NewTokens, real_tokens
+from kvlens.components.heads import Heads, NewTokens, real_tokens
 from kvlens.components.hooks import KVLENS_HOOKS, OF_A_BIAS, OF_A_SHIFT_STATE
 from kvlens.components.kv_shift import add_shift_parameters, init_shift_parameters, shift_projections
 from kvlens.components.layer_bias import LayerBias, read_bias
-from kvlens.components.linear_attention import LinearHeads, add_linear_parameters
+from kvlens.components.linear_attention import LinearHeads
 from kvlens.components.positions import counted_by
 from kvlens.components.projections import project_heads
 from kvlens.components.softmax_attention import SoftmaxHeads, grow_alibi, runs_transformer_lens_code, score_rule
@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # what it is mixed into; at run time TransformerLens' class c
 else:
     _Attention = nn.Module
 
-HEADS: dict[str, type[LinearHeads] | type[SoftmaxHeads]] = {"linear": LinearHeads, "softmax": SoftmaxHeads}
+HEADS: dict[str, type[Heads]] = {"linear": LinearHeads, "softmax": SoftmaxHeads}
 """What ``cfg.attention`` names."""
 
 
@@ -58,21 +58,16 @@ class KVAttention(_Attention):
         mlps = None if self.variant is None else self.variant.augmented
         self.augment_k = Augmentation(cfg) if mlps is not None and mlps.keys else None
         self.augment_v = Augmentation(cfg) if mlps is not None and mlps.values else None
-        if cfg.attention == "linear":
-            add_linear_parameters(self, cfg)
+        HEADS[cfg.attention].add_parameters(self, cfg)
 
     @torch.no_grad()
     def init_kv_parameters(self, generator: torch.Generator | None) -> None:
-        """Initial values of what kvlens adds: shift coefficients, augmented keys and values, feature map; b_KV and b_D at 0."""
+        """Initial values of what kvlens adds: shift coefficients, augmented keys and values, what the heads need."""
         init_shift_parameters(self, self.cfg, generator)
         for mlp in (self.augment_k, self.augment_v):
             if mlp is not None:
                 mlp.init_weights(generator)
-        if self.cfg.attention == "linear":
-            self.feature_map.init_weights(generator)
-        if self.cfg.trainable_kv_bias:
-            nn.init.zeros_(self.b_KV)
-            nn.init.zeros_(self.b_D)
+        HEADS[self.cfg.attention].init_parameters(self, generator)
 
     def forward(
         self,
@@ -99,7 +94,7 @@ class KVAttention(_Attention):
         k, v = augmented(self, shifted["k"], shifted["v"])
         score_bias = _sum_of(additive_attention_mask, position_bias)
         tokens = NewTokens(shifted["q"], k, v, mask, attention_mask, counted_by(attention_mask), score_bias)
-        heads: HeadOutputs = HEADS[self.cfg.attention](self, tokens, entry).outputs()
+        heads = HEADS[self.cfg.attention](self, tokens, entry).outputs()
         if shift_state and entry is not None and not entry.frozen:
             entry.shift_state = shift_state
         z, z_bias, _ = regularized(self, heads, tokens)

@@ -1,6 +1,6 @@
 """What the heads of a layer get, and what they give back: the contract of linear and softmax attention."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -41,6 +41,31 @@ class HeadOutputs(NamedTuple):
     z_context: Float[Tensor, "batch pos head d_head"]
     z_bias: Float[Tensor, "batch pos head d_head"] | None = None
     own_share: Float[Tensor, "batch pos head"] | None = None
+
+
+class Heads:
+    """The heads of one layer between q, k, v and z, for one forward pass; a kind of attention is one such class.
+
+    Args:
+        attn: the layer's attention module, which has the parameters and the hook points.
+        tokens: what the heads get.
+        entry: of the decode cache: what came before ``tokens``; None at the start of a text.
+    """
+
+    def __init__(self, attn: Any, tokens: NewTokens, entry: Any):
+        self.attn, self.cfg, self.tokens, self.entry = attn, attn.cfg, tokens, entry
+
+    @classmethod
+    def add_parameters(cls, attn: Any, cfg: Any) -> None:
+        """Give a layer's attention what this kind needs and TransformerLens does not have; once, when the model is built."""
+
+    @classmethod
+    def init_parameters(cls, attn: Any, generator: torch.Generator | None) -> None:
+        """Set the initial values of those parameters."""
+
+    def outputs(self) -> HeadOutputs:
+        """z of the context and of the bias; ``entry`` is brought up to date. Called once."""
+        raise NotImplementedError
 
 
 def real_tokens(attention_mask: Tensor | None, pos: int, device: torch.device) -> Tensor | None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from kvlens.components.decode_cache import LinearCacheEntry, SeenTokens
 from kvlens.components.feature_maps import FEATURE_MAPS
-from kvlens.components.heads import HeadOutputs, NewTokens
+from kvlens.components.heads import HeadOutputs, Heads, NewTokens
 from kvlens.components.hooks import is_hooked, through
 from kvlens.components.variants import read_values
 from kvlens.errors import KVLensError
@@ -64,35 +64,40 @@ class Features(NamedTuple):
         return self._replace(phi_k=without_padding(self.phi_k, mask), v=without_padding(self.v, mask), norm_k=norm_k)
 
 
-def add_linear_parameters(attn: Any, cfg: Any) -> None:
-    """Give a layer's attention what linear attention holds: feature map, decay, trained bias, table of rotations."""
-    attn.feature_map = FEATURE_MAPS[cfg.feature_map](cfg, attn.attn_scale)
-    attn.decay = cfg.decay_per_head()
-    if cfg.trainable_kv_bias:
-        shape = (cfg.n_heads, cfg.d_phi, cfg.d_head)
-        attn.b_KV = nn.Parameter(torch.zeros(shape, dtype=cfg.dtype))
-        attn.b_D = nn.Parameter(torch.zeros(shape[:2], dtype=cfg.dtype), requires_grad=cfg.normalizer == "kernel")
-    if cfg.positional_embedding_type == "rotary":
-        compute = functools.partial(
-            attn.calculate_sin_cos_rotary, cfg.rotary_dim, base=attn._rotary_base(), dtype=torch.float64
-        )
-        attn.rotary_table = RotaryTable(compute)
+class LinearHeads(Heads):
+    """The heads of one layer with linear attention, for one forward pass."""
 
-
-class LinearHeads:
-    """The heads of one layer with linear attention, for one forward pass.
-
-    Args:
-        attn: the layer's attention, which has the parameters and the hook points.
-        tokens: what the heads get.
-        entry: of the decode cache: the state before ``tokens``; None at the start of a text.
-    """
+    entry: LinearCacheEntry | None
 
     def __init__(self, attn: Any, tokens: NewTokens, entry: LinearCacheEntry | None):
-        self.attn, self.cfg, self.tokens, self.entry = attn, attn.cfg, tokens, entry
+        super().__init__(attn, tokens, entry)
         self.state, self.n_before = (None, 0) if entry is None else (entry.state, entry.n_tokens)
         self.mask = None if tokens.counted is None else tokens.mask  # real tokens; the others take no position
         self.needs_pattern = attn.variant is not None and attn.variant.needs_pattern
+
+    @classmethod
+    def add_parameters(cls, attn: Any, cfg: Any) -> None:
+        """Feature map, decay, trained bias, table of rotations."""
+        attn.feature_map = FEATURE_MAPS[cfg.feature_map](cfg, attn.attn_scale)
+        attn.decay = cfg.decay_per_head()
+        if cfg.trainable_kv_bias:
+            shape = (cfg.n_heads, cfg.d_phi, cfg.d_head)
+            attn.b_KV = nn.Parameter(torch.zeros(shape, dtype=cfg.dtype))
+            attn.b_D = nn.Parameter(torch.zeros(shape[:2], dtype=cfg.dtype), requires_grad=cfg.normalizer == "kernel")
+        if cfg.positional_embedding_type == "rotary":
+            compute = functools.partial(
+                attn.calculate_sin_cos_rotary, cfg.rotary_dim, base=attn._rotary_base(), dtype=torch.float64
+            )
+            attn.rotary_table = RotaryTable(compute)
+
+    @classmethod
+    @torch.no_grad()
+    def init_parameters(cls, attn: Any, generator: torch.Generator | None) -> None:
+        """The feature map's own; b_KV and b_D at 0."""
+        attn.feature_map.init_weights(generator)
+        if attn.cfg.trainable_kv_bias:
+            nn.init.zeros_(attn.b_KV)
+            nn.init.zeros_(attn.b_D)
 
     def outputs(self) -> HeadOutputs:
         """z of the context and of the bias; the state after the tokens goes into the cache's entry."""

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kvlens._tl import AbstractAttention, TransformerLensKeyValueCacheEntry, get_offset_position_ids
 from kvlens.components.fast_path import runs_fused
-from kvlens.components.heads import HeadOutputs, NewTokens
+from kvlens.components.heads import HeadOutputs, Heads, NewTokens
 from kvlens.components.hooks import is_hooked, through
 from kvlens.components.positions import all_take_positions
 from kvlens.components.variants import read_values
@@ -75,13 +75,17 @@ def _alibi_meets_sinks(cfg: Any) -> bool:
     return cfg.positional_embedding_type == "alibi" and cfg.use_attention_sinks
 
 
-class SoftmaxHeads:
+class SoftmaxHeads(Heads):
     """The heads of one layer with softmax attention, for one forward pass.
 
-    Args:
-        attn: the layer's attention, which has the parameters, the hook points and TransformerLens' steps.
-        tokens: what the heads get.
-        entry: of the decode cache: the keys and values before ``tokens``; None at the start of a text.
+    | when | what computes z |
+    |---|---|
+    | ridge attention | ``_solved`` |
+    | no bias | ``_fused`` in the fused form, else ``_eager`` |
+    | virtual keys of positive weight, nothing between hooked: eager | ``_eager_with_extra_keys`` |
+    | ... fused | ``_fused`` for the text, ``merge_extra_keys`` |
+    | ... and a gradient is wanted | ``attend_with_extra_keys`` where scores are plain, else as any other bias |
+    | any other bias | ``_fused`` or, with gradients, ``_eager`` for the text, joined to the bias by ``_joined`` |
     """
 
     q: Tensor
@@ -90,7 +94,7 @@ class SoftmaxHeads:
     """As they are scored: queries of the new tokens, keys and values of the whole text."""
 
     def __init__(self, attn: Any, tokens: NewTokens, entry: TransformerLensKeyValueCacheEntry | None):
-        self.attn, self.cfg, self.tokens, self.entry = attn, attn.cfg, tokens, entry
+        super().__init__(attn, tokens, entry)
         self.past = 0 if entry is None else entry.past_keys.shape[1]
         self.fused = layer_runs_fused(attn)
         variant = attn.variant
