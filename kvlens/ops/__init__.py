@@ -1,11 +1,11 @@
 """The mathematics of kvlens as pure tensor functions: no module, no hook, no TransformerLens.
 
-``affine`` is the dense product, for which torch has two kernels. All else is one folder per word of the papers. Each holds
-``naive.py`` (the slow, obvious form, one line per equation, the judge of the others) beside the fast forms, which share its
+``affine`` is the dense product, for which torch has two kernels. Everything else is one folder per term of the papers. Each holds
+``naive.py`` (the slow, obvious form, one line per equation, the reference) next to the fast forms, which share its
 signature and layout ``batch pos head d``:
 
 - ``kv_shift``: keys and values mixed with their predecessors (KVSA);
-- ``feature_maps``: phi, with phi(q).phi(k) in the place of exp(q.k) (ICLCA);
+- ``feature_maps``: phi, with phi(q).phi(k) instead of exp(q.k) (ICLCA);
 - ``rotary``: R_m, the rotation by position (RoPE), whose group law makes the conversion exact;
 - ``linear_attention``: the recurrence whose initial state is the KV bias, in three equal forms (ICLCA eq. 12-13, 19);
 - ``softmax_attention``: naive and fused, with its normalizer, and a KV bias joined to it in log space (ICLCA sec. 5);

@@ -3,8 +3,8 @@
     z_i = (sum_j exp(s_ij) v_j + phi(q_i)^T b_KV) / n_i        n_i = sum_j exp(s_ij) + phi(q_i)^T b_D
 
 Each side comes with its own logarithmic scale, and both are brought to the larger one before anything is added: scores of 100
-and more neither overflow nor swallow the other side. Scales are subtracted from each other, which is exact between numbers of
-like size, before anything small is added to them: a scale of 1,000 plus a logarithm would be off by 6e-5 in float32.
+and more neither overflow nor drown the other side. Scales are subtracted from each other, which is exact between numbers of
+similar size, before anything small is added to them: a scale of 1,000 plus a logarithm would be off by 6e-5 in float32.
 """
 
 import torch

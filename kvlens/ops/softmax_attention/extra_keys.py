@@ -118,5 +118,5 @@ def merge_extra_keys(
 
 
 def _log_of_nothing(dtype: torch.dtype) -> float:
-    """In the place of log 0: minus infinity, times 0 or less itself, is NaN. Scores can be added to this, and itself."""
+    """Used instead of log 0: minus infinity times 0, or less itself, is NaN. This can be added to scores, and to itself."""
     return torch.finfo(dtype).min / 4

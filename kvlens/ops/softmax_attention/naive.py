@@ -1,4 +1,4 @@
-"""Softmax attention, the obvious form: one query after the other, one line an equation. Runs in float64 as the judge."""
+"""Softmax attention, the obvious form: one query after the other, one line per equation. In float64 it is the reference."""
 
 import torch
 from jaxtyping import Bool, Float

@@ -9,13 +9,13 @@ Arguments of every form, in this order:
   (GQA: query head h reads key-value head h // (head / kv_head)). Where there are fewer queries than keys, they are the last
   ones: the keys before them are those of a decode cache;
 - ``scale``: divides the scores (TransformerLens' ``attn_scale``);
-- ``causal``: a query sees no key behind it. False for bidirectional attention;
-- ``padding`` [batch, key]: True at real tokens, None where all are. Padded keys are seen by nobody;
+- ``causal``: a query sees no later key. False for bidirectional attention;
+- ``padding`` [batch, key]: True at real tokens, None where all are. No query sees a padded key;
 - ``window``: a query sees itself and the ``window - 1`` keys before it; None for all of them;
 - ``score_bias`` [batch or 1, head or 1, query, key]: added to the scores (ALiBi), or None;
 - ``log_normalizer``: whether to return log n_i too.
 
-A query that sees no key gets z = 0 and log n = -inf. The forms: ``naive`` (a loop over the queries, the judge) and ``fused``
+A query that sees no key gets z = 0 and log n = -inf. The forms: ``naive`` (a loop over the queries, the reference) and ``fused``
 (torch's kernel, which keeps no query x key tensor).
 """
 
@@ -44,7 +44,7 @@ class ScaledFeatures(NamedTuple):
 
 
 class ScaledMass(NamedTuple):
-    """A sum of exponentials, mass * exp(log_scale): where a score is 1,000, float32 knows the sum's logarithm to 6e-5 alone."""
+    """A sum of exponentials, mass * exp(log_scale): where a score is 1,000, float32 holds the sum's logarithm only to 6e-5."""
 
     mass: Float[Tensor, "batch query head"]
     log_scale: Float[Tensor, "batch query head"]

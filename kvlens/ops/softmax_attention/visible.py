@@ -19,11 +19,11 @@ def visible_keys(
 ) -> Bool[Tensor, "batch_or_1 1 query key"] | None:
     """True where a query sees a key, with an axis for the heads; None where every query sees every key.
 
-    The queries are the last ``n_queries`` of ``n_keys`` places. The other arguments are those of
+    The queries are the last ``n_queries`` of ``n_keys`` positions. The other arguments are those of
     :mod:`kvlens.ops.softmax_attention.types`.
 
     Raises:
-        KVLensError: more queries than keys where places count, or padding of another number of keys.
+        KVLensError: more queries than keys where positions count, or padding of another number of keys.
     """
     if (causal or window is not None) and n_queries > n_keys:
         raise KVLensError(f"softmax attention: expected at most as many queries as keys ({n_keys}), got {n_queries}")
