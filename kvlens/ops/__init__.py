@@ -1,7 +1,7 @@
 """The mathematics of kvlens as pure tensor functions: no module, no hook, no TransformerLens.
 
-``affine`` is the dense product, for which torch has two kernels. Everything else is one folder per term of the papers. Each holds
-``naive.py`` (the slow, obvious form, one line per equation, the reference) next to the fast forms, which share its
+``affine`` is the dense product, for which torch has two kernels. Everything else is one folder per term of the papers. Each
+holds ``naive.py`` (the slow, obvious form, one line per equation, the reference) next to the fast forms, which share its
 signature and layout ``batch pos head d``:
 
 - ``kv_shift``: keys and values mixed with their predecessors (KVSA);

@@ -15,7 +15,7 @@ Arguments of every form, in this order:
 - ``score_bias`` [batch or 1, head or 1, query, key]: added to the scores (ALiBi), or None;
 - ``log_normalizer``: whether to return log n_i too.
 
-A query that sees no key gets z = 0 and log n = -inf. The forms: ``naive`` (a loop over the queries, the reference) and ``fused``
+A query that sees no key gets z = 0 and log n = -inf. There are ``naive`` (a loop over queries, the reference) and ``fused``
 (torch's kernel, which keeps no query x key tensor).
 """
 
