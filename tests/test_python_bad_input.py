@@ -93,7 +93,6 @@ GENERATE = {
     "eos_token_id": ["x", 1.5, ["a"], [], 10**6, [10**6], -1],
     "stop_at_eos": ["x"],
     "do_sample": ["x"],
-    "softmax_form": ["x", 3],
     "max_new_tokens": [-1, "3", 0, 2**70],
     "temperature": [1e-320, 2**2000, 1e300, "x", NAN],
     "use_past_kv_cache": ["x", 1],
