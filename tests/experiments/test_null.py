@@ -3,8 +3,8 @@
 The null: labels are given to runs of one model. A verdict may come in at most one of twenty cases. The power: 80 % of cases,
 for the difference that stands beside each verdict, in spreads (standard deviations over seeds) of single runs.
 
-All draws go through an experiment's own `compare` at once: as runs of more seeds, which the judge is then asked about six (or
-as many as the experiment takes) at a time. ``python tests/experiments/test_null.py`` prints both shares for every verdict.
+All draws go through an experiment's own `compare` at once, as runs of many seeds; the significance test is then applied to six
+(or as many as the experiment takes) at a time. ``python tests/experiments/test_null.py`` prints both shares for every verdict.
 """
 
 import math
@@ -23,16 +23,16 @@ from kvlens.experiments.iclca import facts_recall, gpt2_text, softmax_conversion
 from kvlens.experiments.kvsa import arithmetic, hops, induction_depth, induction_width, learning_rate, ngram, scaling, variants
 from kvlens.experiments.lecture.function_class_claims import Measured
 from kvlens.experiments.shared.curves import train_and_compare
-from kvlens.experiments.shared.judge import JUDGE, Judge
+from kvlens.experiments.shared.significance import SIGNIFICANCE, SignificanceTest
 from kvlens.tasks import make_task
 
 N_DRAWS = 1000
-MOST = 0.05  # no allowance: at the judge's level of 2 %, 1,000 draws that see 5 % are five standard errors off
+MOST = 0.05  # no allowance: at a level of 2 %, 1,000 draws that see 5 % are five standard errors off
 LEAST = 0.8
 MIDDLE, SPREAD = 0.5, 0.02
 
 SKEWED = "one in ten fails"
-LAWS: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
+NOISE: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
     "normal": lambda g, n: g.normal(MIDDLE, SPREAD, n),
     "learned or not": lambda g, n: np.where(g.random(n) < 0.5, 0.98, 0.3) + g.normal(0, 1e-3, n),
     SKEWED: lambda g, n: np.where(g.random(n) < 0.1, 0.3, 0.98) + g.normal(0, 5e-3, n),
@@ -43,13 +43,13 @@ LAWS: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
 class Runs:
     """Noise by the thousand: `runs(lead)` gives one value a run, ``lead`` times the known difference above the others."""
 
-    law: str
+    noise: str
     difference: float
     n_seeds: int
     generator: np.random.Generator
 
     def __call__(self, lead: float = 0.0) -> np.ndarray:
-        return LAWS[self.law](self.generator, N_DRAWS * self.n_seeds) + SPREAD * self.difference * lead
+        return NOISE[self.noise](self.generator, N_DRAWS * self.n_seeds) + SPREAD * self.difference * lead
 
     def table(self, values: np.ndarray, **columns: object) -> pd.DataFrame:
         return pd.DataFrame({"seed": np.arange(len(values)), "accuracy": values, **columns})
@@ -63,11 +63,11 @@ class Case:
         experiment: its name.
         compare: runs -> comparisons.
         difference: what the power is measured at, in spreads of single runs.
-        verdicts: which of the judge's answers have that difference, by number; None for all.
+        verdicts: which of the tests' results have that difference, by number; None for all.
         n_seeds: that the experiment takes.
-        unjudged: comparisons with a verdict that is not the judge's: identities that hold to rounding.
-        paired: whether all is judged by differences of runs, which scatter evenly whatever the law; where single runs are held
-            against a bound, only noise that does so itself is one of "at the bound".
+        unjudged: comparisons with a verdict that is not the significance test's: identities that hold to rounding.
+        paired: whether all claims are about differences of runs, which scatter symmetrically for any distribution; where
+            single runs are compared with a bound, the noise itself must be symmetric.
     """
 
     experiment: str
@@ -111,9 +111,9 @@ def width_runs(runs):
 
 
 def depth_runs(runs):
-    """Steps to the goal, and accuracies at the end that scatter around it (the two verdicts against a bound)."""
+    """Steps to the goal, and accuracies at the end that scatter around it (the two claims with a bound)."""
     ends = {induction_depth.SHIFT_1: runs(lead=0.75), induction_depth.PLAIN_1: runs(lead=-0.75)}
-    ends = {m: v - LAWS_MEAN[runs.law] + induction_depth.LEARNED for m, v in ends.items()}
+    ends = {m: v - MEANS[runs.noise] + induction_depth.LEARNED for m, v in ends.items()}
     curves = stacked(runs.table(v, model=m, step=10, split="heldout") for m, v in ends.items())
     fast = {
         induction_depth.SHIFT_1: 1.0,
@@ -203,7 +203,7 @@ def features_runs(runs):
 def layer_runs(runs):
     """Dimensions lost: half of one by wide MLPs, a quarter of twelve by narrow ones."""
     lost = {96: 0.5 - runs(lead=1), 6: 3 + runs(lead=1)}
-    center = {96: LAWS_MEAN[runs.law], 6: -LAWS_MEAN[runs.law]}
+    center = {96: MEANS[runs.noise], 6: -MEANS[runs.noise]}
     return dual_layer.compare(
         stacked(runs.table(v, d_mlp=w, rank_bound=12 - v - center[w], largest_error=0.0) for w, v in lost.items()), 12
     )
@@ -247,7 +247,7 @@ def imitation_runs(runs):
         stacked(
             runs.table(v, part="mlp", way=way, keys_per_head=r, left=1 - v)
             for way, r in ways
-            for v in [runs(lead=1) - LAWS_MEAN[runs.law]]
+            for v in [runs(lead=1) - MEANS[runs.noise]]
         )
     )
 
@@ -262,11 +262,11 @@ def recall_runs(runs):
     )
     rows = [(f.EXACT, 1.0), (f.GREEDY, f.AIM_RATIO), (f.POLISHED, f.AIM_RATIO)]
     kept = pd.DataFrame([dict(way=w, ratio=r, n_kept=5, n_answers=5, share_kept=1.0) for w, r in rows])
-    with mock.patch.object(Judge, "share_above", return_value=None):
+    with mock.patch.object(SignificanceTest, "share_above", return_value=None):
         return list(f.compare(kept, answers, 0.5))
 
 
-LAWS_MEAN = {law: float(draw(np.random.default_rng(0), 10**6).mean()) for law, draw in LAWS.items()}
+MEANS = {name: float(draw(np.random.default_rng(0), 10**6).mean()) for name, draw in NOISE.items()}
 
 CASES = [
     Case("induction-depth", depth_runs, difference=4.0, paired=False),
@@ -291,26 +291,26 @@ CASES = [
 
 
 @cache
-def judged(case: Case, law: str, difference: float) -> tuple[list, np.ndarray]:
-    """The judge's answers, [verdict, draw], 1 above, -1 below, 0 neither; and the comparisons they belong to."""
+def judged(case: Case, noise: str, difference: float) -> tuple[list, np.ndarray]:
+    """The test's results, [verdict, draw], 1 above, -1 below, 0 neither; and the comparisons they belong to."""
     answers = []
 
     def above(self, values, bound=0.0):
         answers.append(self.sides(np.asarray(values, dtype=float).reshape(N_DRAWS, -1) - bound))
 
-    with mock.patch.object(Judge, "above", above):
-        runs = Runs(law, difference, case.n_seeds, np.random.default_rng(7))
+    with mock.patch.object(SignificanceTest, "above", above):
+        runs = Runs(noise, difference, case.n_seeds, np.random.default_rng(7))
         found = [comparison for comparison in case.compare(runs) if comparison.judged]
     return found, np.stack(answers)
 
 
 @pytest.mark.parametrize(
-    ("case", "law"),
-    [(case, law) for case in CASES for law in LAWS if case.paired or law != SKEWED],
+    ("case", "noise"),
+    [(case, noise) for case in CASES for noise in NOISE if case.paired or noise != SKEWED],
     ids=lambda value: value.compare.__name__ if isinstance(value, Case) else value,
 )
-def test_runs_of_one_model_are_told_apart_in_at_most_one_of_twenty_cases(case, law):
-    _, answers = judged(case, law, 0.0)
+def test_runs_of_one_model_are_called_different_in_at_most_one_of_twenty_cases(case, noise):
+    _, answers = judged(case, noise, 0.0)
     assert ((answers != 0).mean(axis=1) <= MOST).all()
 
 
@@ -323,7 +323,7 @@ def test_the_known_difference_is_recognized_in_four_of_five_cases_and_next_to_ne
 
 
 def test_every_verdict_of_every_experiment_has_its_null():
-    """By case, by shares, by a law of its own below; or it is an identity, which holds to rounding or does not."""
+    """By case, by shares, by a test of its own below; or it is an identity, which holds to rounding or does not."""
     by_shares = {"coefficients", "conversion-accuracy"}
     own = {"function-classes", "dual-heads"}
     identities = {"induction-exact", "landscape", "conversion-error", "dual-equivalence", "gradient-descent"}
@@ -331,7 +331,7 @@ def test_every_verdict_of_every_experiment_has_its_null():
     seen: dict[str, set[int]] = {case.experiment: set() for case in CASES}
     for case in CASES:
         found, answers = judged(case, "normal", 0.0)
-        assert len(found) - case.unjudged == len(answers)  # no verdict is given past the judge
+        assert len(found) - case.unjudged == len(answers)  # no verdict is given without the significance test
         seen[case.experiment] |= set(range(len(answers)) if case.verdicts is None else case.verdicts)
     assert seen["learning-rate"] == {0, 2, 3}  # number 1 is number 0 at another rate
     assert all(numbers == set(range(len(numbers))) for name, numbers in seen.items() if name != "learning-rate")
@@ -349,10 +349,10 @@ SHARES = [
 def test_shares_at_the_bound_and_at_a_known_distance_from_it(of, bound, known):
     """Exact: every count, with the chance of it."""
     counts = np.arange(of + 1)
-    told = np.array([JUDGE.share_above(int(count), of, bound) is not None for count in counts])
+    told = np.array([SIGNIFICANCE.share_above(int(count), of, bound) is not None for count in counts])
     ways = np.array([math.comb(of, int(count)) for count in counts], dtype=float)
     at_rest, moved = (float((ways * p**counts * (1 - p) ** (of - counts))[told].sum()) for p in (bound, known))
-    assert at_rest <= JUDGE.level
+    assert at_rest <= SIGNIFICANCE.level
     assert moved >= LEAST
 
 

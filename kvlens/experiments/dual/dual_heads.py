@@ -29,15 +29,15 @@ from torch import Tensor
 
 from kvlens.dual import dual_figures
 from kvlens.experiments.shared.curves import PALETTE
-from kvlens.experiments.shared.judge import JUDGE, MOST_COUNTED
 from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
+from kvlens.experiments.shared.significance import MOST_COUNTED, SIGNIFICANCE
 from kvlens.model import HookedKVTransformer
 from kvlens.tasks import make_task
 from kvlens.tasks.batch import Batch
 
 DUAL = ("log_loss_drop", "step_share", "cosine_gain")
 OTHERS = ("ablation_effect", "induction_score")
-LEVEL = JUDGE.level
+LEVEL = SIGNIFICANCE.level
 
 
 def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:

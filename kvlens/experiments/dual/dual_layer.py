@@ -18,8 +18,8 @@ from matplotlib.figure import Figure
 
 from kvlens.dual import DualLayer
 from kvlens.experiments.dual.one_step import after_one_step
-from kvlens.experiments.shared.judge import JUDGE
 from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
+from kvlens.experiments.shared.significance import SIGNIFICANCE
 from kvlens.model import HookedKVTransformer
 from kvlens.ops import dual
 
@@ -121,7 +121,7 @@ def compare(layers: pd.DataFrame, d: int) -> list[Comparison]:
                 0,
                 sum(lost) / len(lost),
                 "where the MLP is wide the bound stays at d_model (told to leave less than half a dimension)",
-                JUDGE.above([0.5 - x for x in lost]),
+                SIGNIFICANCE.above([0.5 - x for x in lost]),
             )
         )
     if len(narrow):
@@ -132,7 +132,7 @@ def compare(layers: pd.DataFrame, d: int) -> list[Comparison]:
                 None,
                 sum(lost) / len(lost),
                 "where it is narrow W_FFN W_V has clearly low rank",
-                JUDGE.above(lost, 0.25 * d),
+                SIGNIFICANCE.above(lost, 0.25 * d),
             )
         )
     return found

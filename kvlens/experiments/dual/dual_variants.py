@@ -17,10 +17,10 @@ from matplotlib.figure import Figure
 from kvlens.errors import KVLensError
 from kvlens.experiments.dual.regression_layer import Variant, draw_layer, draw_tasks, train_layer
 from kvlens.experiments.shared.curves import draw_curves
-from kvlens.experiments.shared.judge import JUDGE
 from kvlens.experiments.shared.learned import Goal
 from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
 from kvlens.experiments.shared.seeds import mean_and_spread
+from kvlens.experiments.shared.significance import SIGNIFICANCE
 
 PLAIN, AGAIN = "plain", "plain, another start"
 VARIANTS: dict[str, Variant] = {
@@ -174,7 +174,7 @@ def compare(ratios: pd.DataFrame, why: Mapping[tuple[str, str], str | None]) -> 
         claim = CLAIMS.get((task, label))
         measure = END if claim is None else claim.measure
         what = f"{task} task, {label}: {MEASURES[measure]}, {len(rows)} seeds"
-        better, ours = JUDGE.above([-x for x in rows[measure]]), mean_and_spread(rows[measure].tolist())
+        better, ours = SIGNIFICANCE.above([-x for x in rows[measure]]), mean_and_spread(rows[measure].tolist())
         if claim is not None:
             verdict = Comparison(what, None, ours, claim.words, None if better is None else better == claim.better)
             found.append(verdict.unless(why.get((task, label))))

@@ -16,8 +16,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from kvlens.experiments.shared.curves import draw_curves
-from kvlens.experiments.shared.judge import JUDGE
 from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
+from kvlens.experiments.shared.significance import SIGNIFICANCE
 from kvlens.ops import dual
 from kvlens.ops.feature_maps import draw_projections
 
@@ -92,7 +92,7 @@ def compare(errors: pd.DataFrame) -> list[Comparison]:
                 None,
                 slope,
                 "approximation gradually improves with the number of features (figs. 6 to 8)",
-                JUDGE.above(fall),
+                SIGNIFICANCE.above(fall),
             )
         )
     for kind, than in (("orthogonal", "iid"), ("simplex", "orthogonal")):
@@ -103,7 +103,7 @@ def compare(errors: pd.DataFrame) -> list[Comparison]:
                 None,
                 sum(gain) / len(gain),
                 f"{kind} random features can do better (app. E.1)",
-                JUDGE.above(gain),
+                SIGNIFICANCE.above(gain),
             )
         )
     return found

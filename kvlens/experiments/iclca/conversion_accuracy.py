@@ -35,8 +35,8 @@ from kvlens import zoo
 from kvlens.conversion import convert_prompt
 from kvlens.errors import KVLensError, nearest
 from kvlens.experiments.iclca.conversion_error import float64_logits, relative_error
-from kvlens.experiments.shared.judge import JUDGE
 from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
+from kvlens.experiments.shared.significance import SIGNIFICANCE
 from kvlens.model import HookedKVTransformer
 from kvlens.tasks import Batch, make_task
 from kvlens.tasks.bigrams import MARKOV, BigramTask
@@ -220,7 +220,7 @@ def compare(predictions: pd.DataFrame, errors: pd.DataFrame, guess: float) -> It
         None,
         score[PROMPTED],
         f"the model has learned to use its context: told to be right in more than {ENOUGH:.1%} of cases",
-        JUDGE.share_above(*_count(predictions, PROMPTED), ENOUGH),
+        SIGNIFICANCE.share_above(*_count(predictions, PROMPTED), ENOUGH),
     )
     yield Comparison(
         f"in-context accuracy of the converted model ({_counts(predictions, CONVERTED)})",
@@ -243,7 +243,7 @@ def compare(predictions: pd.DataFrame, errors: pd.DataFrame, guess: float) -> It
         None,
         _score(first),
         f"without the prompt accuracy falls to chance, {guess:.4f} here (told to lie below {guess + NEAR_CHANCE:.4f})",
-        _not(JUDGE.share_above(int(first["is_right"].sum()), len(first), guess + NEAR_CHANCE)),
+        _not(SIGNIFICANCE.share_above(int(first["is_right"].sum()), len(first), guess + NEAR_CHANCE)),
     )
     conversion, own = float(errors["conversion"].mean()), float(errors["forward_pass"].mean())
     yield Comparison(

@@ -27,8 +27,8 @@ from matplotlib.figure import Figure
 
 from kvlens import zoo
 from kvlens.conversion import ConversionMethod, Exact, Landmark, convert_prompt
-from kvlens.experiments.shared.judge import JUDGE
 from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
+from kvlens.experiments.shared.significance import SIGNIFICANCE
 from kvlens.model import HookedKVTransformer
 from kvlens.tasks.facts import FactsTask, Story, right_after_story, right_with_bias, right_without_story
 from kvlens.tasks.facts.story import LONGEST_STATEMENT
@@ -169,7 +169,7 @@ def compare(kept: pd.DataFrame, answers: pd.DataFrame, guess: float) -> Iterator
             None,
             float(quarter["share_kept"]),
             f"{AIM:.0%} or more",
-            JUDGE.share_above(int(quarter["n_kept"]), int(quarter["n_answers"]), AIM),
+            SIGNIFICANCE.share_above(int(quarter["n_kept"]), int(quarter["n_answers"]), AIM),
         )
     gain = _gain_of_fitting(answers)
     yield Comparison(
@@ -177,7 +177,7 @@ def compare(kept: pd.DataFrame, answers: pd.DataFrame, guess: float) -> Iterator
         None,
         sum(gain) / len(gain),
         "choosing budgets and fitting keeps more answers",
-        JUDGE.above(gain),
+        SIGNIFICANCE.above(gain),
     )
     dropped = answers[answers["way"] == DROPPED]
     yield Comparison(
@@ -185,7 +185,7 @@ def compare(kept: pd.DataFrame, answers: pd.DataFrame, guess: float) -> Iterator
         None,
         float(dropped["is_right"].mean()),
         f"fewer than any value of the kind in the story would be right, {guess:.3f}",
-        _not(JUDGE.share_above(int(dropped["is_right"].sum()), len(dropped), guess)),
+        _not(SIGNIFICANCE.share_above(int(dropped["is_right"].sum()), len(dropped), guess)),
     )
 
 

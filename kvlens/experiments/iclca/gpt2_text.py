@@ -26,8 +26,8 @@ from kvlens import zoo
 from kvlens.conversion import Landmark, RandomProjections, convert_prompt
 from kvlens.errors import KVLensError, nearest
 from kvlens.experiments.iclca.prompt_pairs import PAIRS, Pair
-from kvlens.experiments.shared.judge import JUDGE
 from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
+from kvlens.experiments.shared.significance import SIGNIFICANCE
 from kvlens.kv_bias import KVBias
 from kvlens.model import HookedKVTransformer, load_source
 
@@ -159,14 +159,14 @@ def compare(texts: pd.DataFrame) -> Iterator[Comparison]:
         PAPER_CONVERTED,
         float(error[RANDOM].mean()),
         "converted they are nearer to those with the prompt than without",
-        JUDGE.above((error[WITHOUT] - error[RANDOM]).to_numpy()),
+        SIGNIFICANCE.above((error[WITHOUT] - error[RANDOM]).to_numpy()),
     )
     yield Comparison(
         f"{name}, {LANDMARK}",
         None,
         float(error[LANDMARK].mean()),
         "fitted keys come nearer than random features",
-        JUDGE.above((error[RANDOM] - error[LANDMARK]).to_numpy()),
+        SIGNIFICANCE.above((error[RANDOM] - error[LANDMARK]).to_numpy()),
     )
     worst = float(error[EXACT].max())
     yield Comparison(f"{name}, {EXACT}, the largest", None, worst, f"rounding, at most {ROUNDING:g}", worst <= ROUNDING)
@@ -179,7 +179,7 @@ def compare(texts: pd.DataFrame) -> Iterator[Comparison]:
             None,
             float(agrees[way].mean()),
             "converted the model predicts more of them than without",
-            JUDGE.above((agrees[way] - agrees[WITHOUT]).to_numpy()),
+            SIGNIFICANCE.above((agrees[way] - agrees[WITHOUT]).to_numpy()),
         )
 
 

@@ -21,9 +21,9 @@ from kvlens import zoo
 from kvlens.conversion import ConversionMethod, Landmark, Learned, RandomProjections, Taylor, convert_prompt
 from kvlens.errors import KVLensError
 from kvlens.experiments.iclca.context_distillation import OBJECTIVES, distil_best, prompted_logits
-from kvlens.experiments.shared.judge import JUDGE
 from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
 from kvlens.experiments.shared.sampling import sampled
+from kvlens.experiments.shared.significance import SIGNIFICANCE
 from kvlens.kv_bias import KVBias, VirtualKeys
 from kvlens.model import HookedKVTransformer, load_source
 
@@ -206,7 +206,7 @@ def compare(contexts: pd.DataFrame, settings: Mapping[str, Any]) -> Iterator[Com
                 PAPER_RANDOM / PAPER_DROPPED,
                 float((error[kind, m, least] / dropped).mean()),
                 "random features recover part of what the prompt does",
-                JUDGE.above((dropped - error[kind, m, least]).to_numpy()),
+                SIGNIFICANCE.above((dropped - error[kind, m, least]).to_numpy()),
             )
     nothing = (DROPPED, 0, 0)
     for r in settings["keys"]:
@@ -224,7 +224,7 @@ def compare(contexts: pd.DataFrame, settings: Mapping[str, Any]) -> Iterator[Com
                 None,
                 float(ratio.mean()),
                 "the ratio is below 1",
-                JUDGE.above((1 - ratio).to_numpy()),
+                SIGNIFICANCE.above((1 - ratio).to_numpy()),
             )
 
 
@@ -239,7 +239,7 @@ def compare_with_distillation(contexts: pd.DataFrame, settings: Mapping[str, Any
             None,
             float(ratio.mean()),
             "a few fitted keys come nearer to the prompt than new weights do (a ratio below 1)",
-            JUDGE.above((1 - ratio).to_numpy()),
+            SIGNIFICANCE.above((1 - ratio).to_numpy()),
         )
 
 

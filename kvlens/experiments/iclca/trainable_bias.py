@@ -3,7 +3,7 @@
 The bias is the state that the attention starts from (see :mod:`kvlens.ops.linear_attention`): b_KV alone where nothing
 normalises, b_KV and b_D where the features do. It starts at zero, so that with and without it a seed gives the same function
 and the same batches; what differs afterwards is the bias' doing. The two are therefore compared seed by seed; whether their
-differences are more than noise is for :data:`kvlens.experiments.shared.judge.JUDGE` to say.
+differences are more than noise is for :data:`kvlens.experiments.shared.significance.SIGNIFICANCE` to say.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -13,10 +13,10 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from kvlens.experiments.shared.curves import PALETTE, PLAIN, draw_curves, last_heldout, of_heldout, train_and_compare
-from kvlens.experiments.shared.judge import JUDGE
 from kvlens.experiments.shared.learned import Goal
 from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
 from kvlens.experiments.shared.seeds import differences_by_seed, mean_and_spread
+from kvlens.experiments.shared.significance import SIGNIFICANCE
 from kvlens.tasks import Task, make_task
 from kvlens.training import find_recipe
 
@@ -58,7 +58,7 @@ def compare(by_seed: pd.DataFrame) -> list[Comparison]:
             None,
             mean_and_spread(saved),
             "the model with bias terms trains slightly faster",
-            JUDGE.above(saved),
+            SIGNIFICANCE.above(saved),
         ),
         Comparison(
             "in-context accuracy at the end of training: with minus without bias terms "
@@ -66,7 +66,7 @@ def compare(by_seed: pd.DataFrame) -> list[Comparison]:
             None,
             mean_and_spread(better),
             "the model with bias terms reaches a higher in-context accuracy",
-            JUDGE.above(better),
+            SIGNIFICANCE.above(better),
         ),
     ]
 

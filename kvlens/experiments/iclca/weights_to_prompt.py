@@ -33,9 +33,9 @@ from kvlens.conversion.softmax.polish import LEARNING_RATE, Polished
 from kvlens.conversion.softmax.prompt_pass import as_batch, attached
 from kvlens.experiments.iclca.context_distillation import TEXTS_PER_STEP, distil
 from kvlens.experiments.iclca.imitation import check_imitable, held_out, imitation
-from kvlens.experiments.shared.judge import JUDGE
 from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
 from kvlens.experiments.shared.sampling import sampled
+from kvlens.experiments.shared.significance import SIGNIFICANCE
 from kvlens.kv_bias import KVBias
 from kvlens.model import HookedKVTransformer, load_source
 
@@ -182,7 +182,7 @@ def compare(changes: pd.DataFrame) -> Iterator[Comparison]:
     for (part, way, r), rows in changes.groupby(["part", "way", "keys_per_head"], sort=False):
         left = rows["left"]
         name = f"share of a change of {NAMES[part]} that is left: {way}, {r} per head"
-        verdict = JUDGE.above((1 - left).to_numpy())
+        verdict = SIGNIFICANCE.above((1 - left).to_numpy())
         if way == NULL:
             claim, verdict = (
                 "where there is nothing to learn nothing is imitated (not below 1)",

@@ -19,10 +19,10 @@ import torch
 from matplotlib.figure import Figure
 
 from kvlens.experiments.shared.curves import PLAIN, SHIFTED, draw_curves, of_heldout, train_and_compare
-from kvlens.experiments.shared.judge import JUDGE
 from kvlens.experiments.shared.learned import Goal
 from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
 from kvlens.experiments.shared.seeds import differences_by_seed, mean_and_spread
+from kvlens.experiments.shared.significance import SIGNIFICANCE
 from kvlens.model import HookedKVTransformer
 from kvlens.tasks import ArithmeticTask
 from kvlens.tasks.arithmetic import STEP_LENGTH
@@ -175,14 +175,14 @@ def _compare_row(rows: pd.DataFrame) -> Iterator[Comparison]:
         printed[SHIFT_NAME],
         float(mean[SHIFT_NAME]),
         "KV shift answers more problems than plain attention",
-        JUDGE.above(_lead(asked)),
+        SIGNIFICANCE.above(_lead(asked)),
     )
     yield Comparison(
         f"final answers right with KV shift minus without, {first['max_ops']} operations, the longest of the training",
         None,
         mean_and_spread(_lead(trained)),
         "KV shift is better at arithmetic (the paper prints longer problems only)",
-        JUDGE.above(_lead(trained)),
+        SIGNIFICANCE.above(_lead(trained)),
     )
 
 

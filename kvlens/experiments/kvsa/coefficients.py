@@ -22,8 +22,8 @@ from kvlens.arguments import path_of
 from kvlens.errors import KVLensError, nearest
 from kvlens.experiments.kvsa.coefficient_figure import draw
 from kvlens.experiments.kvsa.text_scales import TINY_TEXT
-from kvlens.experiments.shared.judge import JUDGE
 from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
+from kvlens.experiments.shared.significance import SIGNIFICANCE
 from kvlens.files import read_listed
 from kvlens.model import HookedKVTransformer
 from kvlens.ops.kv_shift import coefficients_from_parameter
@@ -243,7 +243,7 @@ def compare(coefficients: pd.DataFrame, course: pd.DataFrame) -> list[Comparison
             f"{KINDS[True, True] + KINDS[False, False]} of {N_PAPER}",
             f"{alike} of {n_heads}",
             "in most heads keys and values lean the same way",
-            JUDGE.share_above(alike, n_heads),
+            SIGNIFICANCE.share_above(alike, n_heads),
         ),
         *_state_early(name, course),
         Comparison(
@@ -251,7 +251,7 @@ def compare(coefficients: pd.DataFrame, course: pd.DataFrame) -> list[Comparison
             f"{KINDS[False, True]} against {KINDS[True, False]}",
             f"{induction} against {opposite}",
             "of the heads that lean two ways more are of the induction kind",
-            JUDGE.share_above(induction, induction + opposite),
+            SIGNIFICANCE.share_above(induction, induction + opposite),
         ),
         Comparison.stated(
             f"{name}: share of coefficients outside [0, 1], and below 0",

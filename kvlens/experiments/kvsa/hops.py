@@ -13,10 +13,10 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from kvlens.experiments.shared.curves import PLAIN, SHIFTED, draw_curves, last_heldout, of_heldout, train_and_compare
-from kvlens.experiments.shared.judge import JUDGE
 from kvlens.experiments.shared.learned import Goal
 from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
 from kvlens.experiments.shared.seeds import differences_by_seed, mean_and_spread
+from kvlens.experiments.shared.significance import SIGNIFICANCE
 from kvlens.tasks import make_task
 
 PLAIN_NAME, SHIFT_NAME = "plain", "KV shift"
@@ -111,14 +111,14 @@ def compare(final: pd.DataFrame, why: Mapping[int, str | None]) -> list[Comparis
                 None,
                 f"{mean[SHIFT_NAME]:.3g} against {mean[PLAIN_NAME]:.3g}",
                 "with KV shift a model of the same depth learns more hops",
-                JUDGE.above(differences_by_seed(made, SHIFT_NAME, PLAIN_NAME, "hops")),
+                SIGNIFICANCE.above(differences_by_seed(made, SHIFT_NAME, PLAIN_NAME, "hops")),
             ).unless(why.get(int(str(n_layers)))),
             Comparison(
                 f"accuracy with KV shift minus without, {_layers(n_layers)}, mean over k",
                 None,
                 mean_and_spread(lead),
                 "KV shift is better at hops at the same depth",
-                JUDGE.above(lead),
+                SIGNIFICANCE.above(lead),
             ).unless(why.get(int(str(n_layers)))),
         ]
     return comparisons

@@ -24,10 +24,10 @@ from kvlens.experiments.shared.curves import (
     steps_to,
     train_and_compare,
 )
-from kvlens.experiments.shared.judge import JUDGE
 from kvlens.experiments.shared.learned import Goal
 from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
 from kvlens.experiments.shared.seeds import differences_by_seed
+from kvlens.experiments.shared.significance import SIGNIFICANCE
 from kvlens.tasks import make_task
 
 SHIFT_1, PLAIN_1, PLAIN_2, PLAIN_4 = "1 layer, KV shift", "1 layer, plain", "2 layers, plain", "4 layers, plain"
@@ -100,28 +100,28 @@ def compare(curves: pd.DataFrame, steps: pd.DataFrame, limit: int, why: Mapping[
             None,
             min(shifted),
             f"one layer with KV shift learns induction (told to reach {LEARNED:.0%})",
-            JUDGE.above(shifted, LEARNED),
+            SIGNIFICANCE.above(shifted, LEARNED),
         ),
         Comparison(
             f"steps to {LEARNED:.0%}, median over seeds: one shifted layer, against two plain layers",
             None,
             f"{in_words(median[SHIFT_1], limit)} against {in_words(median[PLAIN_2], limit)}",
             "one layer with KV shift learns induction in fewer steps than two layers without",
-            JUDGE.above(differences_by_seed(censored, PLAIN_2, SHIFT_1, "steps")),
+            SIGNIFICANCE.above(differences_by_seed(censored, PLAIN_2, SHIFT_1, "steps")),
         ).unless(two),
         Comparison(
             f"steps to {LEARNED:.0%}, median over seeds: four plain layers, against two",
             None,
             f"{in_words(median[PLAIN_4], limit)} against {in_words(median[PLAIN_2], limit)}",
             "four plain layers do not learn induction faster than two",
-            JUDGE.above(differences_by_seed(censored, PLAIN_4, PLAIN_2, "steps")),
+            SIGNIFICANCE.above(differences_by_seed(censored, PLAIN_4, PLAIN_2, "steps")),
         ).unless(two),
         Comparison(
             "largest held-out accuracy of one plain layer, over seeds",
             None,
             max(one),
             f"one plain layer does not learn induction (told to stay below {LEARNED:.0%})",
-            JUDGE.above([LEARNED - accuracy for accuracy in one]),
+            SIGNIFICANCE.above([LEARNED - accuracy for accuracy in one]),
         ).unless(why.get(PLAIN_1)),
     ]
 

@@ -14,10 +14,10 @@ from matplotlib.figure import Figure
 from kvlens.errors import KVLensError
 from kvlens.experiments.kvsa.llama import LLAMA_BLOCKS, steps_in_words
 from kvlens.experiments.shared.curves import PLAIN, SHIFTED, draw_curves, last_heldout, of_heldout, train_and_compare
-from kvlens.experiments.shared.judge import JUDGE
 from kvlens.experiments.shared.learned import Goal
 from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
 from kvlens.experiments.shared.seeds import differences_by_seed, mean_and_spread
+from kvlens.experiments.shared.significance import SIGNIFICANCE
 from kvlens.tasks import make_task
 
 SHIFT_1, PLAIN_2 = "1 layer, KV shift", "2 layers, plain"
@@ -92,7 +92,7 @@ def compare(accuracy: pd.DataFrame, why: Mapping[int, str | None]) -> list[Compa
                 None,
                 mean_and_spread(lead),
                 "a narrow model learns induction better with one shifted layer than with two plain ones",
-                JUDGE.above(lead),
+                SIGNIFICANCE.above(lead),
             ).unless(why.get(int(str(width))))
         )
     widest = accuracy[accuracy["d_model"] == accuracy["d_model"].max()].groupby("model")["n_parameters"].first()

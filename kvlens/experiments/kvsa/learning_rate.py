@@ -17,10 +17,10 @@ from matplotlib.figure import Figure
 
 from kvlens.experiments.kvsa.text_scales import PAPER_TEXT, PAPER_TRAINING, SMALL_TEXT, TINY_TEXT, text_goal
 from kvlens.experiments.shared.curves import PLAIN, SHIFTED, of_heldout, train_and_compare
-from kvlens.experiments.shared.judge import JUDGE
 from kvlens.experiments.shared.learned import Goal
 from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
 from kvlens.experiments.shared.seeds import differences_by_seed, final_losses, mean_and_spread, tokens_seen
+from kvlens.experiments.shared.significance import SIGNIFICANCE
 from kvlens.tasks import Task
 from kvlens.tasks.text import TextTask
 from kvlens.training import NotFiniteError
@@ -108,7 +108,7 @@ def compare(runs: pd.DataFrame, why: Mapping[float, str | None]) -> list[Compari
                 None,
                 mean_and_spread(differences),
                 "KV shift lowers the loss under every learning rate and seed",
-                JUDGE.above(differences),
+                SIGNIFICANCE.above(differences),
             ).unless(why.get(rate))
         )
     stability = [*_compare_at_paper_rate(by_rate), _compare_stability(runs)]
@@ -126,7 +126,7 @@ def _compare_at_paper_rate(by_rate: Mapping[float, pd.DataFrame]) -> list[Compar
             "plain 1, KV shift 0 (5 seeds)",
             f"plain {share['plain']:g}, KV shift {share['KV shift']:g}",
             "the plain model diverges at learning rate 1e-2, the shifted one stays stable",
-            JUDGE.above(differences_by_seed(runs, "plain", "KV shift", "diverged")),
+            SIGNIFICANCE.above(differences_by_seed(runs, "plain", "KV shift", "diverged")),
         )
     ]
 
@@ -165,7 +165,7 @@ def _compare_stability(runs: pd.DataFrame) -> Comparison:
         None,
         f"plain {plain:g}, KV shift {shifted:g}",
         "KV shift bears learning rates that the plain model does not (judged by how many rates each seed bears)",
-        JUDGE.above(differences_by_seed(rates_borne(runs), "KV shift", "plain", "borne")),
+        SIGNIFICANCE.above(differences_by_seed(rates_borne(runs), "KV shift", "plain", "borne")),
     )
 
 

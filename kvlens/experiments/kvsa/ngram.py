@@ -12,10 +12,10 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from kvlens.experiments.shared.curves import PLAIN, SHIFTED, draw_curves, last_heldout, of_heldout, train_and_compare
-from kvlens.experiments.shared.judge import JUDGE
 from kvlens.experiments.shared.learned import Goal
 from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
 from kvlens.experiments.shared.seeds import differences_by_seed, mean_and_spread
+from kvlens.experiments.shared.significance import SIGNIFICANCE
 from kvlens.tasks import make_task
 
 PLAIN_NAME, SHIFT_NAME = "plain", "KV shift"
@@ -71,14 +71,14 @@ def compare(curves: pd.DataFrame) -> list[Comparison]:
         end, way = (differences_by_seed(part, SHIFT_NAME, PLAIN_NAME, "accuracy") for part in (last, rows))
         plain = last.loc[last["model"] == PLAIN_NAME, "accuracy"].mean()
         untrained = Goal(rows["chance"].iloc[0], best=1.0, y="accuracy").why_untrained(rows, PLAIN_NAME)
-        helps = JUDGE.above(way)
+        helps = SIGNIFICANCE.above(way)
         comparisons += [
             Comparison(
                 f"{size}: accuracy with KV shift minus without, after training (plain: {plain:.3f})",
                 None,
                 mean_and_spread(end),
                 "KV shift does not weaken the learning of 3-grams",
-                JUDGE.above(end),
+                SIGNIFICANCE.above(end),
             ).unless(untrained),
             Comparison(
                 f"{size}: the same, mean over the evaluations of the training",

@@ -18,10 +18,10 @@ from torch import nn
 
 from kvlens.experiments.kvsa.text_scales import PAPER_TEXT, PAPER_TRAINING, SMALL_TEXT, TINY_TEXT, text_goal
 from kvlens.experiments.shared.curves import PLAIN, SHIFTED, mean_course, of_heldout, train_and_compare
-from kvlens.experiments.shared.judge import JUDGE
 from kvlens.experiments.shared.learned import Goal
 from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
 from kvlens.experiments.shared.seeds import differences_by_seed, final_losses, mean_and_spread, tokens_seen
+from kvlens.experiments.shared.significance import SIGNIFICANCE
 from kvlens.tasks import Task
 from kvlens.tasks.text import TextTask
 from kvlens.training import build_model
@@ -98,7 +98,7 @@ def compare(finals: pd.DataFrame, why: Mapping[str, str | None]) -> list[Compari
                 None,
                 mean_and_spread(gaps[size]),
                 "KV shift has the lower loss at every size (figs. 4 and 6)",
-                JUDGE.above(gaps[size]),
+                SIGNIFICANCE.above(gaps[size]),
             ).unless(why.get(size))
         )
     order = finals.groupby("size")["non_embedding"].min().sort_values().index
@@ -121,7 +121,7 @@ def _compare_falls(finals: pd.DataFrame) -> list[Comparison]:
                 None,
                 mean_and_spread(exponents),
                 "the loss falls as models grow (fig. 7a)",
-                JUDGE.above(exponents),
+                SIGNIFICANCE.above(exponents),
             )
         )
     return found
@@ -133,7 +133,7 @@ def _compare_change(smallest: str, largest: str, change: list[float]) -> Compari
         None,
         mean_and_spread(change),
         "the gain does not vanish as models grow (fig. 7a): it is not told to be smaller in the largest model",
-        JUDGE.above(change),
+        SIGNIFICANCE.above(change),
     )
 
 
@@ -151,7 +151,7 @@ def compare_course(course: pd.DataFrame, why: Mapping[str, str | None]) -> Compa
         None,
         mean_and_spread(change),
         "trained on, the difference of the two losses does not decrease (fig. 7b)",
-        JUDGE.above(change),
+        SIGNIFICANCE.above(change),
     ).unless(why.get(str(largest)))
 
 

@@ -15,10 +15,10 @@ from matplotlib.figure import Figure
 
 from kvlens.experiments.kvsa.text_scales import PAPER_TEXT, PAPER_TRAINING, SMALL_TEXT, TINY_TEXT, text_goal
 from kvlens.experiments.shared.curves import PLAIN, SHIFTED, mean_course, of_heldout, train_and_compare
-from kvlens.experiments.shared.judge import JUDGE
 from kvlens.experiments.shared.learned import Goal
 from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
 from kvlens.experiments.shared.seeds import differences_by_seed, final_losses, mean_and_spread, tokens_seen
+from kvlens.experiments.shared.significance import SIGNIFICANCE
 from kvlens.tasks.text import TextTask
 
 FREE = "keys + values (free)"
@@ -124,7 +124,7 @@ def compare(finals: pd.DataFrame, why: Mapping[str, str | None]) -> list[Compari
                 None,
                 mean_and_spread(differences),
                 CLAIMS[label],
-                JUDGE.above(differences),
+                SIGNIFICANCE.above(differences),
             ).unless(why.get(label))
         )
     return found

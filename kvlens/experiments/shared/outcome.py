@@ -38,8 +38,8 @@ class Comparison:
         paper: the printed number, None where the paper shows a curve or states a fact without one.
         ours: what we measured.
         claim: what the paper says, in words.
-        holds: whether that claim is true of our numbers, by :data:`kvlens.experiments.shared.judge.JUDGE`; None where it
-            cannot be told.
+        holds: whether our numbers support that claim, by :mod:`kvlens.experiments.shared.significance`; None where they are
+            inconclusive.
         judged: False for a statement: numbers side by side that nothing could contradict, or that have no noise to be
             measured against. ``holds`` is None then.
         untrained: why the claim was not tested: the models have not learned enough

@@ -1,7 +1,7 @@
 """From the course of every run to one number for each seed, and how such numbers are written out.
 
 Runs of one seed share their batches, so two models are compared seed by seed; whether the differences are more than noise is
-for :data:`kvlens.experiments.shared.judge.JUDGE` to say.
+for :data:`kvlens.experiments.shared.significance.SIGNIFICANCE` to say.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""The judge: answers counted by hand, at most one of twenty null cases told apart under any law of noise, and its power."""
+"""The significance test: p-values counted by hand, false positives under many distributions of noise, and power."""
 
 import math
 
@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlens.experiments.shared.judge import JUDGE, MOST_COUNTED, chance_of_signs, chance_of_student, student_tails
+from kvlens.experiments.shared.significance import MOST_COUNTED, SIGNIFICANCE, chance_of_signs, chance_of_student, student_tails
 
 N_DRAWS = 4000
 
-LAWS = {
+NOISE = {
     "normal": lambda g, shape: g.normal(size=shape),
     "heavy tails": lambda g, shape: g.standard_cauchy(size=shape),
     "skewed": lambda g, shape: g.exponential(size=shape),
@@ -44,7 +44,7 @@ LAWS = {
     ],
 )
 def test_values_against_a_bound(values, bound, verdict):
-    assert JUDGE.above(values, bound) is verdict
+    assert SIGNIFICANCE.above(values, bound) is verdict
 
 
 def test_the_chance_of_signs_is_the_counted_share():
@@ -55,10 +55,10 @@ def test_the_chance_of_signs_is_the_counted_share():
 
 @pytest.mark.parametrize(
     ("degrees", "t"),
-    # the 2 % points of any table of Student's law: P(|t| > value) = 0.02
+    # the 2 % points of any table of Student's t distribution: P(|t| > value) = 0.02
     [(1, 31.821), (2, 6.965), (3, 4.541), (5, 3.365), (8, 2.896), (11, 2.718), (30, 2.457), (120, 2.358)],
 )
-def test_students_law_is_that_of_the_printed_tables(degrees, t):
+def test_students_t_distribution_agrees_with_printed_tables(degrees, t):
     angle = math.atan(t / math.sqrt(degrees))
     assert student_tails(np.array([angle]), degrees)[0] == pytest.approx(0.02, rel=2e-3)  # the tables' last digit
 
@@ -70,57 +70,57 @@ def test_the_chance_of_student_by_a_pencil():
     assert chance_of_student(np.array([[2.0, 2.0], [0.0, 0.0]])).tolist() == [0.0, 1.0]
 
 
-# Quarters of whole numbers: sums are exact in any order, so that the laws hold to the last bit.
+# Quarters of whole numbers: sums are exact in any order, so that the properties hold to the last bit.
 values_of_seeds = st.lists(st.integers(-40, 40).map(lambda i: i / 4), min_size=6, max_size=18)
 
 
 @given(values_of_seeds, st.randoms(use_true_random=False), st.sampled_from([2.0**-300, 0.25, 2.0**500]))
 def test_order_and_unit_make_no_difference_and_the_other_side_turns_the_verdict(values, random, unit):
-    verdict = JUDGE.above(values)
+    verdict = SIGNIFICANCE.above(values)
     shuffled = random.sample(values, len(values))
-    assert JUDGE.above(shuffled) is verdict
-    assert JUDGE.above([unit * value for value in values]) is verdict
-    assert JUDGE.above([-value for value in values]) is (None if verdict is None else not verdict)
-    assert JUDGE.above([value + 8.0 for value in values], 8.0) is verdict
+    assert SIGNIFICANCE.above(shuffled) is verdict
+    assert SIGNIFICANCE.above([unit * value for value in values]) is verdict
+    assert SIGNIFICANCE.above([-value for value in values]) is (None if verdict is None else not verdict)
+    assert SIGNIFICANCE.above([value + 8.0 for value in values], 8.0) is verdict
 
 
 def test_many_cases_at_once_are_those_cases_one_by_one():
     cases = np.random.default_rng(5).normal(0.6, 1, size=(60, 7))
-    one_by_one = [{True: 1, False: -1, None: 0}[JUDGE.above(case)] for case in cases]
-    assert JUDGE.sides(cases).tolist() == one_by_one
+    one_by_one = [{True: 1, False: -1, None: 0}[SIGNIFICANCE.above(case)] for case in cases]
+    assert SIGNIFICANCE.sides(cases).tolist() == one_by_one
     assert set(one_by_one) == {0, 1}
 
 
-def test_shares_by_the_binomial_law():
-    assert JUDGE.share_above(7, 7) is True  # 1 of 128 in one direction
-    assert JUDGE.share_above(0, 7) is False
-    assert JUDGE.share_above(6, 6) is None  # 1 of 64 is more than one of a hundred
-    assert JUDGE.share_above(102, 128) is True  # KVSA table 4: keys and values that lean the same way
-    assert JUDGE.share_above(0, 0) is None
-    assert JUDGE.share_above(9_990, 10_000, 0.999) is None
-    assert JUDGE.share_above(9_999, 10_000, 0.999) is True
-    assert JUDGE.share_above(9_950, 10_000, 0.999) is False
+def test_shares_by_the_binomial_distribution():
+    assert SIGNIFICANCE.share_above(7, 7) is True  # 1 of 128 in one direction
+    assert SIGNIFICANCE.share_above(0, 7) is False
+    assert SIGNIFICANCE.share_above(6, 6) is None  # 1 of 64 is more than one of a hundred
+    assert SIGNIFICANCE.share_above(102, 128) is True  # KVSA table 4: keys and values that lean the same way
+    assert SIGNIFICANCE.share_above(0, 0) is None
+    assert SIGNIFICANCE.share_above(9_990, 10_000, 0.999) is None
+    assert SIGNIFICANCE.share_above(9_999, 10_000, 0.999) is True
+    assert SIGNIFICANCE.share_above(9_950, 10_000, 0.999) is False
 
 
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("name", NOISE)
 @pytest.mark.parametrize("n", [6, 7, 8, 12])
-def test_sets_of_one_model_are_told_apart_in_at_most_one_of_twenty_cases(law, n):
-    """Student's level is 2 %; no law that is drawn here reaches 3 %, which leaves four standard errors to one of twenty."""
-    generator = np.random.default_rng([n, *law.encode()])
-    first, second = LAWS[law](generator, (2, N_DRAWS, n))
-    assert (JUDGE.sides(first - second) != 0).mean() <= 0.03 + 4 * math.sqrt(0.03 * 0.97 / N_DRAWS) < 0.05
+def test_sets_of_one_model_are_called_different_in_at_most_one_of_twenty_cases(name, n):
+    """The t-test's level is 2 %; no distribution drawn here reaches 3 %, four standard errors away from one of twenty."""
+    generator = np.random.default_rng([n, *name.encode()])
+    first, second = NOISE[name](generator, (2, N_DRAWS, n))
+    assert (SIGNIFICANCE.sides(first - second) != 0).mean() <= 0.03 + 4 * math.sqrt(0.03 * 0.97 / N_DRAWS) < 0.05
 
 
-def test_a_difference_of_3_spreads_is_told_by_six_seeds_in_four_of_five_cases():
+def test_a_difference_of_3_spreads_is_significant_with_six_seeds_in_four_of_five_cases():
     generator = np.random.default_rng(0)
     first, second = generator.normal(size=(2, N_DRAWS, 6))
-    assert (JUDGE.sides(first + 3 - second) == 1).mean() >= 0.85
+    assert (SIGNIFICANCE.sides(first + 3 - second) == 1).mean() >= 0.85
     first, second = generator.normal(size=(2, N_DRAWS, 8))
-    assert (JUDGE.sides(first + 2 - second) == 1).mean() >= 0.80
+    assert (SIGNIFICANCE.sides(first + 2 - second) == 1).mean() >= 0.80
 
 
-def test_many_values_are_judged_by_drawn_patterns_and_always_alike():
+def test_many_values_are_tested_on_drawn_patterns_with_a_fixed_result():
     values = np.random.default_rng(1).normal(0.5, 1, size=(1, 40))
     assert MOST_COUNTED < 2**40
-    assert JUDGE.above(values[0]) is True
+    assert SIGNIFICANCE.above(values[0]) is True
     assert chance_of_signs(values)[0] == chance_of_signs(values)[0] >= 1 / (MOST_COUNTED + 1)

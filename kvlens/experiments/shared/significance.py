@@ -1,0 +1,147 @@
+"""Is a difference between models more than the noise of seeds? One significance test for every claim of every experiment.
+
+The test takes single values that chance alone would scatter symmetrically around a bound: usually differences, one for each
+seed, of two models that share their batches, with bound 0. The verdict is True (significantly above the bound) or False
+(significantly below) where both tests below are significant, and None (inconclusive) otherwise.
+
+*Sign-flip test.* If the two models are equal, every sign pattern of the differences is equally likely, whatever the
+distribution of the noise, so the p-value is counted exactly:
+
+    p = share of the 2^n sign patterns whose |mean| is at least the observed one         significant at p <= 0.05
+
+*Student's t-test.* t = mean / (standard deviation / sqrt(n)), with n - 1 degrees of freedom; significant at p <= 0.02. It takes
+the sizes into account: six differences whose mean is carried by one of them are not six seeds' worth of evidence.
+
+At least 6 values are needed for any verdict (2 / 2^6 = 0.031); all six must then lie on the same side and not too far apart.
+The sign-flip test alone would call identical models different in 3.1 % of cases with 6 values and in nearly 5 % with more;
+together the two tests do so in 1.5 to 2 % (normal noise), and in at most 5 % for any distribution. With six normal differences
+the power is 87 % when their mean is 2.1 times their standard deviation, which is 3 times the spread of one model's seeds.
+
+The verdict depends neither on the order of the values nor on their unit. Proportions (`SignificanceTest.share_above`) are
+tested with the exact binomial distribution.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+from jaxtyping import Float, Int, Real
+
+MOST_COUNTED = 20_000
+"""Above this number of patterns, a sample of this size is drawn; it includes the observed one, so that p stays valid."""
+
+Values = Sequence[float | int] | Real[np.ndarray, " value"]
+"""One for each seed, prompt or sequence."""
+
+
+@dataclass(frozen=True)
+class SignificanceTest:
+    """Two-sided verdicts at the significance levels of the two tests.
+
+    Attributes:
+        level: of the t-test and of the binomial test.
+        most: of the sign-flip test.
+    """
+
+    level: float = 0.02
+    most: float = 0.05
+
+    def above(self, values: Values, bound: float | int = 0.0) -> bool | None:
+        """Whether ``values`` lie significantly above ``bound`` (True), below it (False), or neither (None: inconclusive).
+
+        Args:
+            values: one for each seed (or prompt, or sequence); for two models their differences, pair by pair.
+            bound: 0 tests for a difference, another number for a difference of at least that size.
+        """
+        (side,) = self.sides(np.asarray(values, dtype=float)[None] - bound)
+        return None if side == 0 else bool(side > 0)
+
+    def sides(self, distances: Float[np.ndarray, "case value"]) -> Int[np.ndarray, " case"]:
+        """For many cases at once, the side of 0 on which the values of each lie significantly: 1, -1, or 0 for neither."""
+        finite = np.isfinite(distances).all(axis=1)
+        # flip to a positive sum, sort, scale the largest to 1: the result then depends on neither order, side nor unit
+        distances = np.where(finite[:, None], distances, 0.0)
+        largest = np.abs(distances).max(axis=1, keepdims=True, initial=0.0)
+        distances = distances / np.where(largest > 0, largest, 1.0)
+        side = np.sign(distances.sum(axis=1)).astype(int)
+        distances = np.sort(distances * side[:, None], axis=1)
+        candidates = np.flatnonzero(chance_of_student(distances) <= self.level)
+        significant = np.zeros(len(distances), dtype=bool)
+        significant[candidates] = chance_of_signs(distances[candidates]) <= self.most
+        return side * significant
+
+    def share_above(self, count: int, of: int, bound: float = 0.5) -> bool | None:
+        """Whether ``count`` successes in ``of`` independent trials are significantly more than a chance of ``bound`` gives.
+
+        True: more; False: fewer; None: neither. Each direction has half of the level, by the exact binomial distribution.
+        """
+        if _binomial_tail(count, of, bound) <= self.level / 2:
+            return True
+        return False if _binomial_tail(of - count, of, 1 - bound) <= self.level / 2 else None
+
+
+SIGNIFICANCE = SignificanceTest()
+"""The test that all experiments use."""
+
+
+def chance_of_signs(distances: Float[np.ndarray, "case value"]) -> Float[np.ndarray, " case"]:
+    """p-value of each case's sign-flip test: the share of sign patterns whose |mean| is at least as large; 1 for no values."""
+    n = distances.shape[1]
+    sizes = np.sort(np.abs(distances), axis=1)
+    observed = np.abs(distances.sum(axis=1)) - 1e-12 * sizes.sum(axis=1)  # equal sums in another order may differ by rounding
+    signs = _all_signs(n) if 2**n <= MOST_COUNTED else _drawn_signs(n)
+    n_as_far = np.array([(np.abs(signs @ row) >= least).sum() for row, least in zip(sizes, observed, strict=True)], dtype=int)
+    return n_as_far / len(signs) if 2**n <= MOST_COUNTED else (n_as_far + 1) / (len(signs) + 1)
+
+
+def chance_of_student(distances: Float[np.ndarray, "case value"]) -> Float[np.ndarray, " case"]:
+    """p-value of the two-sided t-test of each case; 1 for fewer than two values, and where all are 0."""
+    n = distances.shape[1]
+    if n < 2:
+        return np.ones(len(distances))
+    spread = distances.std(axis=1, ddof=1) / math.sqrt(n)
+    # arctan2: where all values are equal, t is infinite and p is 0
+    angle = np.arctan2(np.abs(distances.mean(axis=1)), spread * math.sqrt(n - 1))
+    return np.where((distances == 0).all(axis=1), 1.0, student_tails(angle, n - 1))
+
+
+def student_tails(angle: Float[np.ndarray, " case"], degrees: int) -> Float[np.ndarray, " case"]:
+    """P(|t| >= tan(angle) sqrt(degrees)) of Student's t distribution, in closed form (Abramowitz, Stegun 26.7.3, 26.7.4)."""
+    cosine, odd = np.cos(angle), degrees % 2
+    term = cosine if odd else np.ones_like(angle)
+    total = np.zeros_like(angle)
+    for k in range(1 + odd, degrees, 2):  # cos + 2/3 cos^3 + 2/3 4/5 cos^5 ..., or 1 + 1/2 cos^2 + 1/2 3/4 cos^4 ...
+        total = total + term
+        term = term * cosine**2 * k / (k + 1)
+    inside = 2 / math.pi * (angle + np.sin(angle) * total) if odd else np.sin(angle) * total
+    return np.clip(1 - inside, 0.0, 1.0)
+
+
+@cache
+def _all_signs(n: int) -> Float[np.ndarray, "pattern value"]:
+    return np.array(list(itertools.product((1.0, -1.0), repeat=n))).reshape(2**n, n)
+
+
+@cache
+def _drawn_signs(n: int) -> Float[np.ndarray, "pattern value"]:
+    return np.random.default_rng(0).choice((1.0, -1.0), size=(MOST_COUNTED, n))
+
+
+def _binomial_tail(count: int, of: int, chance: float) -> float:
+    """P(at least ``count`` successes in ``of`` trials), summed from the logarithms of its terms, so that none underflows."""
+    if count <= 0:
+        return 1.0
+    if not 0 < chance < 1:
+        return float(chance >= 1)
+    log_terms = (
+        math.lgamma(of + 1)
+        - math.lgamma(k + 1)
+        - math.lgamma(of - k + 1)
+        + k * math.log(chance)
+        + (of - k) * math.log1p(-chance)
+        for k in range(count, of + 1)
+    )
+    return math.fsum(math.exp(term) for term in log_terms)
