@@ -24,6 +24,7 @@ from kvlens.experiments.kvsa import arithmetic, hops, induction_depth, induction
 from kvlens.experiments.lecture.function_class_claims import Measured
 from kvlens.experiments.shared.curves import train_and_compare
 from kvlens.experiments.shared.significance import SIGNIFICANCE, SignificanceTest
+from kvlens.experiments.shared.sweep import Runs as SweepRuns
 from kvlens.tasks import make_task
 
 N_DRAWS = 1000
@@ -88,14 +89,15 @@ def stacked(tables: Iterable[pd.DataFrame]) -> pd.DataFrame:
 
 
 def hops_runs(runs):
-    return hops.compare(
+    return hops.SWEEP.compare(
         stacked(runs.table(v, model=m, n_layers=2, k=k, chance=0.25) for m, v in pair(runs).items() for k in (1, 2)), {}
     )
 
 
 def ngram_runs(runs):
     by_step = ((m, v, step) for m, v in pair(runs).items() for step in (10, 20))
-    return ngram.compare(stacked(runs.table(v, model=m, size="s", chance=0.01, step=s, split="heldout") for m, v, s in by_step))
+    rows = stacked(runs.table(v, model=m, size="s", chance=0.01, step=s, split="heldout") for m, v, s in by_step)
+    return ngram.SWEEP.compare(rows, {})
 
 
 def arithmetic_runs(runs):
@@ -107,7 +109,8 @@ def arithmetic_runs(runs):
 
 def width_runs(runs):
     values = {induction_width.PLAIN_2: runs(), induction_width.SHIFT_1: runs(lead=1)}
-    return induction_width.compare(stacked(runs.table(v, model=m, d_model=8, n_parameters=9) for m, v in values.items()), {})
+    rows = stacked(runs.table(v, model=m, d_model=8) for m, v in values.items())
+    return induction_width.SWEEP.compare(rows, {})
 
 
 def depth_runs(runs):
@@ -124,7 +127,7 @@ def depth_runs(runs):
     steps = stacked(
         runs.table(runs(lead), model=m).assign(steps=lambda t: 500 - 100 * t["accuracy"]) for m, lead in fast.items()
     )
-    return induction_depth.compare(curves, steps, limit=10_000, why={})
+    return induction_depth.compare(SweepRuns(dict(training=dict(steps=10_000)), curves, measured=steps), {})
 
 
 def rate_runs(runs):
@@ -178,7 +181,7 @@ def variants_runs(runs):
 
 def bias_runs(runs):
     values = {trainable_bias.WITHOUT: runs(), trainable_bias.WITH: runs(lead=1)}
-    return trainable_bias.compare(stacked(runs.table(v, model=m, mean_loss=-v) for m, v in values.items()))
+    return trainable_bias.SWEEP.compare(stacked(runs.table(v, model=m, mean_loss=-v) for m, v in values.items()), {})
 
 
 def dual_variants_runs(runs):
@@ -384,7 +387,7 @@ def test_real_runs_of_one_model_under_two_names():
     assert len(set(accuracy)) > 6
     draws = np.random.default_rng(0).permuted(np.tile(accuracy, (N_DRAWS, 1)), axis=1)
     shared = {"plain": draws[:, :6].ravel(), "KV shift": draws[:, 6:12].ravel()}
-    case = Case("hops", lambda runs: hops.compare(stacked(
+    case = Case("hops", lambda runs: hops.SWEEP.compare(stacked(
         runs.table(v, model=m, n_layers=1, k=1, chance=1 / 3) for m, v in shared.items()
     ), {}))  # fmt: skip
     assert ((judged(case, "normal", 0.0)[1] != 0).mean(axis=1) <= MOST).all()

@@ -1,101 +1,99 @@
-"""``trainable-bias``: linear attention with b_KV and b_D as parameters beside the same model without them (ICLCA fig. 1).
+"""``trainable-bias``: linear attention with trainable b_KV and b_D compared with the same model without them (ICLCA fig. 1).
 
 The bias is the state that the attention starts from (see :mod:`kvlens.ops.linear_attention`): b_KV alone where nothing
-normalises, b_KV and b_D where the features do. It starts at zero, so that with and without it a seed gives the same function
-and the same batches; what differs afterwards is the bias' doing. The two are therefore compared seed by seed; whether their
-differences are more than noise is for :data:`kvlens.experiments.shared.significance.SIGNIFICANCE` to say.
+normalizes, b_KV and b_D where the features do. It starts at zero, so that a seed gives the same initial function and the same
+batches with and without it; whatever differs afterwards is due to the bias. The two are therefore compared seed by seed.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
 
-from kvlens.experiments.shared.curves import PALETTE, PLAIN, draw_curves, last_heldout, of_heldout, train_and_compare
+from kvlens.experiments.shared.curves import PALETTE, PLAIN, draw_curves, last_heldout, of_heldout
 from kvlens.experiments.shared.learned import Goal
-from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
-from kvlens.experiments.shared.seeds import differences_by_seed, mean_and_spread
-from kvlens.experiments.shared.significance import SIGNIFICANCE
-from kvlens.tasks import Task, make_task
+from kvlens.experiments.shared.outcome import Experiment
+from kvlens.experiments.shared.sweep import Cell, Lead, Reasons, Runs, Settings, Sweep
+from kvlens.tasks import make_task
 from kvlens.training import find_recipe
 
 WITHOUT, WITH = "without bias terms", "with trainable bias terms"
 COLORS = {WITHOUT: PLAIN, WITH: PALETTE[2]}
 
 
-def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
-    """Train both models with every seed of ``settings``."""
-    task = make_task("bigrams", **settings["task"])
+def cells(settings: Settings) -> Iterator[Cell]:
+    """Both models."""
     models = {WITHOUT: settings["model"], WITH: {**settings["model"], "trainable_kv_bias": True}}
-    curves = train_and_compare(task, models, settings["training"], settings["seeds"], tell, rates=settings["rates"])
-    by_seed = measures_by_seed(curves)
-    untrained = Goal(1 / task.d_input, best=1.0, y="accuracy").why_untrained(of_heldout(curves), WITHOUT)
-    comparisons = [comparison.unless(untrained) for comparison in compare(by_seed)]
-    return Outcome(
-        tables={"curves": curves, "by_seed": by_seed},
-        figure=draw(curves),
-        comparisons=comparisons,
-        differences=[*_differences(task, settings, comparisons)],
-    )
+    yield Cell(make_task("bigrams", **settings["task"]), models)
 
 
-def measures_by_seed(curves: pd.DataFrame) -> pd.DataFrame:
+def measure(runs: Runs) -> pd.DataFrame:
     """One row per run: ``mean_loss`` (held-out, over all evaluations: the lower, the faster), final ``accuracy``, ``loss``."""
-    speed = of_heldout(curves).groupby(["model", "seed"], sort=False)["loss"].mean().rename("mean_loss")
-    return last_heldout(curves)[["model", "seed", "n_parameters", "accuracy", "loss"]].merge(speed.reset_index())
+    speed = of_heldout(runs.curves).groupby(["model", "seed"], sort=False)["loss"].mean().rename("mean_loss")
+    return last_heldout(runs.curves)[["model", "seed", "n_parameters", "accuracy", "loss"]].merge(speed.reset_index())
 
 
-def compare(by_seed: pd.DataFrame) -> list[Comparison]:
-    """Figure 1's two claims: trains faster, ends at a higher in-context accuracy."""
-    mean = by_seed.groupby("model")[["mean_loss", "accuracy"]].mean()
-    saved = differences_by_seed(by_seed, WITHOUT, WITH, "mean_loss")
-    better = differences_by_seed(by_seed, WITH, WITHOUT, "accuracy")
-    return [
-        Comparison(
-            "held-out loss averaged over the course of training, in nats: without minus with bias terms "
-            f"(without {mean.loc[WITHOUT, 'mean_loss']:.3f}, with {mean.loc[WITH, 'mean_loss']:.3f})",
-            None,
-            mean_and_spread(saved),
-            "the model with bias terms trains slightly faster",
-            SIGNIFICANCE.above(saved),
-        ),
-        Comparison(
-            "in-context accuracy at the end of training: with minus without bias terms "
-            f"(without {mean.loc[WITHOUT, 'accuracy']:.1%}, with {mean.loc[WITH, 'accuracy']:.1%})",
-            None,
-            mean_and_spread(better),
-            "the model with bias terms reaches a higher in-context accuracy",
-            SIGNIFICANCE.above(better),
-        ),
-    ]
+def untrained(runs: Runs) -> Reasons:
+    """The model without bias terms must have learned."""
+    n_letters = make_task("bigrams", **runs.settings["task"]).d_input
+    return {None: Goal(1 / n_letters, best=1.0, y="accuracy").why_untrained(of_heldout(runs.curves), WITHOUT)}
 
 
-def _differences(task: Task, settings: Mapping[str, Any], comparisons: list[Comparison]) -> Iterator[str]:
-    model = settings["model"]
-    yield (
+def differences(runs: Runs) -> list[str]:
+    """From the paper."""
+    settings, model = runs.settings, runs.settings["model"]
+    task = make_task("bigrams", **settings["task"])
+    found = [
         f"A model of {model['n_layers']} layers and width {model['d_model']}, {settings['training']['steps']} steps, "
-        f"{task.d_input} letters, sequences of {task.n_positions}; the paper's has 12 layers of width 128, and 52 letters."
-    )
-    yield "The paper prints one pair of curves; its seeds and schedule are not known to us."
+        f"{task.d_input} letters, sequences of {task.n_positions}; the paper's has 12 layers of width 128, and 52 letters.",
+        "The paper prints one pair of curves; its seeds and schedule are not known to us.",
+    ]
     if model.get("normalizer") == "none":
-        yield "Nothing normalises the attention of this model: b_KV is trained, and b_D, which would have no effect, is not."
-    if all(comparison.holds is None and comparison.untrained is None for comparison in comparisons):
-        yield "With and without bias terms the model learns alike here: seeds differ by more than the bias terms change."
+        found += [
+            "Nothing normalizes the attention of this model: b_KV is trained, and b_D, which would have no effect, is not."
+        ]
+    return found
 
 
-def draw(curves: pd.DataFrame) -> Figure:
-    """Held-out accuracy and loss against the step, a line through the mean of the seeds and a band over all."""
+def draw(runs: Runs) -> Figure:
+    """Held-out accuracy and loss against the step: mean over seeds, and a band from minimum to maximum."""
     figure = Figure(figsize=(11, 4.4), layout="constrained")
     left, right = figure.subplots(1, 2)
-    heldout = of_heldout(curves)
-    for axes, measure, label in ((left, "accuracy", "in-context accuracy"), (right, "loss", "held-out loss (nats)")):
-        draw_curves(axes, heldout, y=measure, colors=COLORS)
+    for axes, y, label in ((left, "accuracy", "in-context accuracy"), (right, "loss", "held-out loss (nats)")):
+        draw_curves(axes, of_heldout(runs.curves), y=y, colors=COLORS)
         axes.set(xlabel="step", ylabel=label)
-    n_seeds = curves["seed"].nunique()
+    n_seeds = runs.curves["seed"].nunique()
     left.set_title(f"b_KV and b_D as parameters: mean of {n_seeds} seeds, band over all", loc="left", fontsize=11)
     left.legend(frameon=False, fontsize=9)
     return figure
+
+
+SWEEP = Sweep(
+    cells=cells,
+    measure=measure,
+    leads=[
+        Lead(
+            "held-out loss averaged over the course of training, in nats: without minus with bias terms (without {of:.3f}, "
+            "with {minus:.3f})",
+            "the model with bias terms trains slightly faster",
+            WITHOUT,
+            WITH,
+            "mean_loss",
+        ),
+        Lead(
+            "in-context accuracy at the end of training: with minus without bias terms (without {minus:.1%}, with {of:.1%})",
+            "the model with bias terms reaches a higher in-context accuracy",
+            WITH,
+            WITHOUT,
+            "accuracy",
+        ),
+    ],
+    untrained=untrained,
+    differences=differences,
+    draw=draw,
+    tables=lambda runs: {"curves": runs.curves, "by_seed": runs.measured},
+)
 
 
 def _scale(**changes: Any) -> dict[str, Any]:
@@ -115,7 +113,7 @@ EXPERIMENT = Experiment(
     name="trainable-bias",
     source="ICLCA fig. 1 and sec. 6.3",
     question="Does linear attention learn in context faster, or better, when b_KV and b_D are trained with it?",
-    run=run,
+    run=SWEEP.run,
     scales={
         "tiny": _scale(
             task=dict(n_letters=11, n_triggers=3, length=16, trigger_rate=0.5),

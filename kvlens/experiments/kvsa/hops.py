@@ -6,57 +6,47 @@ attends to the same place copies what the first has found *there*: two layers ma
 every number of hops k and every depth a plain and a shifted model are trained on targets of exactly k hops.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import pandas as pd
-from matplotlib.figure import Figure
 
-from kvlens.experiments.shared.curves import PLAIN, SHIFTED, draw_curves, last_heldout, of_heldout, train_and_compare
+from kvlens.experiments.kvsa.models import COLORS, MODELS, PLAIN, SHIFTED
+from kvlens.experiments.shared.curves import last_heldout, of_heldout
 from kvlens.experiments.shared.learned import Goal
-from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
-from kvlens.experiments.shared.seeds import differences_by_seed, mean_and_spread
-from kvlens.experiments.shared.significance import SIGNIFICANCE
+from kvlens.experiments.shared.outcome import Experiment
+from kvlens.experiments.shared.sweep import Cell, Lead, Reasons, Runs, Settings, Sweep, draw_panels
 from kvlens.tasks import make_task
 
-PLAIN_NAME, SHIFT_NAME = "plain", "KV shift"
-MODELS: dict[str, dict[str, Any]] = {PLAIN_NAME: dict(kv_shift=False), SHIFT_NAME: dict(kv_shift=True)}
-COLORS = {PLAIN_NAME: PLAIN, SHIFT_NAME: SHIFTED}
 LEARNED = 0.9
-"""The accuracy from which on a run counts as having learned k hops altogether."""
+"""The accuracy from which a run counts as having learned k hops completely."""
 
 
-def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
-    """Train both models at every depth on every number of hops."""
-    courses = []
+def cells(settings: Settings) -> Iterator[Cell]:
+    """Both models at every depth, on every number of hops."""
     for n_layers in settings["depths"]:
         models = {label: {**settings["model"], "n_layers": n_layers, **own} for label, own in MODELS.items()}
         for k in settings["hops"]:
-            tell(f"{_layers(n_layers)}, k = {k}")
             task = make_task("hops", k=k, **settings["task"])
-            course = train_and_compare(task, models, settings["training"], settings["seeds"], tell, rates=settings["rates"])
-            courses.append(course.assign(n_layers=n_layers, k=k))
-    curves = pd.concat(courses, ignore_index=True)
-    chance = 1 / settings["task"]["vocab_size"]
-    final = last_heldout(curves, by=("n_layers", "k", "model", "seed")).assign(chance=chance)
-    return Outcome(
-        tables={"curves": curves, "final": final},
-        figure=draw(final),
-        comparisons=compare(final, untrained(curves, chance)),
-        differences=[
-            f"Vocabulary {settings['task']['vocab_size']}, length {settings['task']['length']}, width "
-            f"{settings['model']['d_model']}, depths {settings['depths']}, k in {settings['hops']}, at most "
-            f"{settings['training']['steps']} steps, seeds {settings['seeds']}: chosen for a small machine, not the paper's.",
-            "Each model is trained on one k; positions where a hop is missing are not judged.",
-        ],
-    )
+            yield Cell(task, models, dict(n_layers=n_layers, k=k), title=f"{layers(n_layers)}, k = {k}")
+
+
+def layers(n_layers: int) -> str:
+    """``"1 layer"``, ``"2 layers"``."""
+    return f"{n_layers} layer{'' if n_layers == 1 else 's'}"
+
+
+def final(runs: Runs) -> pd.DataFrame:
+    """One row per run: the last evaluation, and the accuracy of guessing."""
+    last = last_heldout(runs.curves, by=("n_layers", "k", "model", "seed"))
+    return last.assign(chance=1 / runs.settings["task"]["vocab_size"])
 
 
 def hops_made(final: pd.DataFrame) -> pd.DataFrame:
-    """How many hops each run makes at each depth, up to the first k that it did not learn, of which a part may count.
+    """How many hops each run makes at each depth, where the last one may be learned in part.
 
-    A k counts for the part of the way from chance to `LEARNED` that its accuracy has gone, and for no larger part than the k
-    before it: 2.5 where one hop and two are learned and a third half.
+    A k counts by how far its accuracy has come from chance to `LEARNED`, and for no more than the k before it: 2.5 where one
+    hop and two hops are learned and three hops halfway.
 
     Args:
         final: one row per run: n_layers, k, model, seed, accuracy, chance.
@@ -72,77 +62,65 @@ def hops_made(final: pd.DataFrame) -> pd.DataFrame:
     return runs.assign(hops=steps * part.groupby(by_run).cummin()).groupby(keys, as_index=False)["hops"].sum()
 
 
-def untrained(curves: pd.DataFrame, chance: float) -> dict[int, str | None]:
-    """Depth -> why nothing can be said there; None where something can.
-
-    Plain layers may be too few for a number of hops, which is the claim. So they must learn the fewest, which shows that the
-    steps are enough; of the other numbers their curves must be flat, and those of the shifted model where it is behind.
-    """
-    goal = Goal(chance, best=1.0, y="accuracy")
-    found: dict[int, str | None] = {}
-    for n_layers, rows in of_heldout(curves).groupby("n_layers"):
-        fewest = rows[(rows["k"] == rows["k"].min()) & (rows["model"] == PLAIN_NAME)]
-        depth = int(str(n_layers))
-        found[depth] = goal.why_not_learned(fewest, f"plain, {_layers(n_layers)}, k = {rows['k'].min()},")
-        for (k, model), own in rows.groupby(["k", "model"]):
-            rival = None if model == PLAIN_NAME else rows[(rows["k"] == k) & (rows["model"] == PLAIN_NAME)]
-            still = goal.why_not_flat(own, f"{model}, {_layers(n_layers)}, k = {k},", of=fewest, rival=rival)
-            found[depth] = found[depth] or still
+def untrained(runs: Runs) -> Reasons:
+    """By depth: plain layers may be too few for a number of hops, but they must learn the smallest number."""
+    goal = Goal(1 / runs.settings["task"]["vocab_size"], best=1.0, y="accuracy")
+    found: dict[Any, str | None] = {}
+    for depth, rows in of_heldout(runs.curves).groupby("n_layers"):
+        name = (layers(int(str(depth))) + ", k = {}").format
+        by_k = goal.why_not_limited(rows, PLAIN, "k", rows["k"].min(), name)
+        found[depth] = next(filter(None, by_k.values()), None)
     return found
 
 
-def compare(final: pd.DataFrame, why: Mapping[int, str | None]) -> list[Comparison]:
-    """At each depth: how many hops were made, and how far the shifted model is ahead; judged seed by seed.
-
-    Args:
-        final: one row per run: n_layers, k, model, seed, accuracy, chance.
-        why: of `untrained`.
-    """
-    hops = hops_made(final)
-    comparisons = []
-    for n_layers, runs in final.groupby("n_layers"):
-        made = hops[hops["n_layers"] == n_layers]
-        mean = made.groupby("model")["hops"].mean()
-        lead = differences_by_seed(runs, SHIFT_NAME, PLAIN_NAME, "accuracy")
-        comparisons += [
-            Comparison(
-                f"hops made by {_layers(n_layers)}, one learned to a part counting as that part ({LEARNED:.0%} accuracy is "
-                "all), mean over seeds: KV shift against plain",
-                None,
-                f"{mean[SHIFT_NAME]:.3g} against {mean[PLAIN_NAME]:.3g}",
-                "with KV shift a model of the same depth learns more hops",
-                SIGNIFICANCE.above(differences_by_seed(made, SHIFT_NAME, PLAIN_NAME, "hops")),
-            ).unless(why.get(int(str(n_layers)))),
-            Comparison(
-                f"accuracy with KV shift minus without, {_layers(n_layers)}, mean over k",
-                None,
-                mean_and_spread(lead),
-                "KV shift is better at hops at the same depth",
-                SIGNIFICANCE.above(lead),
-            ).unless(why.get(int(str(n_layers)))),
-        ]
-    return comparisons
+def differences(runs: Runs) -> list[str]:
+    """From the paper."""
+    s = runs.settings
+    return [
+        f"Vocabulary {s['task']['vocab_size']}, length {s['task']['length']}, width {s['model']['d_model']}, depths "
+        f"{s['depths']}, k in {s['hops']}, at most {s['training']['steps']} steps, seeds {s['seeds']}: chosen for a small "
+        "machine, not the paper's.",
+        "Each model is trained on one k; positions where a hop is missing are not scored.",
+    ]
 
 
-def _layers(n_layers: object) -> str:
-    return f"{n_layers} layer{'s' if n_layers != 1 else ''}"
-
-
-def draw(final: pd.DataFrame) -> Figure:
-    """One panel a depth: accuracy at the end against the number of hops."""
-    depths = sorted(set(final["n_layers"].tolist()))
-    figure = Figure(figsize=(4.2 * len(depths), 4.4), layout="constrained")
-    for axes, n_layers in zip(figure.subplots(1, len(depths), sharey=True, squeeze=False)[0], depths, strict=True):
-        rows = final[final["n_layers"] == n_layers]
-        draw_curves(axes, rows, x="k", colors=COLORS, marker="o", markersize=6)
-        axes.set_title(_layers(n_layers), loc="left", fontsize=11)
-        axes.set_xticks(sorted(set(rows["k"].tolist())))
-        axes.set(xlabel="hops k", ylim=(0, 1.03))
-    figure.axes[0].set_ylabel("held-out accuracy after training")
-    figure.axes[0].legend(
-        frameon=False, fontsize=9, loc="lower left", title="mean over seeds; band: least to largest", title_fontsize=8
-    )
-    return figure
+SWEEP = Sweep(
+    cells=cells,
+    measure=final,
+    by="n_layers",
+    name=layers,
+    leads=[
+        Lead(
+            f"hops made by {{group}}, one learned in part counting as that part ({LEARNED:.0%} accuracy is all), mean over "
+            "seeds: KV shift against plain",
+            "with KV shift a model of the same depth learns more hops",
+            SHIFTED,
+            PLAIN,
+            "hops",
+            runs=hops_made,
+            ours="{of:.3g} against {minus:.3g}",
+        ),
+        Lead(
+            "accuracy with KV shift minus without, {group}, mean over k",
+            "KV shift is better at hops at the same depth",
+            SHIFTED,
+            PLAIN,
+            "accuracy",
+        ),
+    ],
+    untrained=untrained,
+    differences=differences,
+    draw=lambda runs: draw_panels(
+        runs.measured,
+        "k",
+        by="n_layers",
+        xlabel="hops k",
+        ylabel="held-out accuracy after training",
+        colors=COLORS,
+        title=lambda rows: layers(rows["n_layers"].iloc[0]),
+        ticks=True,
+    ),
+)
 
 
 def _scale(
@@ -172,7 +150,7 @@ EXPERIMENT = Experiment(
     name="hops",
     source="KVSA fig. 9, app. H",
     question="Does a model of the same depth learn more hops of induction with KV shift?",
-    run=run,
+    run=SWEEP.run,
     scales={
         "tiny": _scale(3, 10, 8, 4, depths=[1, 2], hops=[1], seeds=[0], rates=[1e-2], steps=6, eval_every=3, eval_sequences=16),
         "small": _scale(

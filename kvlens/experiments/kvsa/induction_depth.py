@@ -2,32 +2,24 @@
 
 An induction head finds the token that followed the current token last time. Attention compares the current token with a key,
 so the key must hold the *predecessor* of the token whose value is copied. A plain layer's key holds its own token: one layer
-must first write predecessors into the stream, and only the next can look for them. KV shift hands each key (and value) its
-predecessor, so one layer does. Four models of Llama's blocks on the paper's own law of sequences (app. D: random tokens, judged
-at the first that came before) show it; positions are rotary.
+must first write predecessors into the residual stream, and only the next can look for them. KV shift hands each key (and value)
+its predecessor, so one layer suffices. Four models of Llama's blocks are trained on the paper's own distribution of sequences
+(app. D: random tokens, scored at the first that came before); positions are rotary.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator
 from typing import Any
 
-import pandas as pd
 from matplotlib.figure import Figure
 
-from kvlens.experiments.kvsa.llama import LLAMA_BLOCKS, steps_in_words
-from kvlens.experiments.shared.curves import (
-    PLAIN,
-    SHIFTED,
-    draw_curves,
-    last_heldout,
-    of_heldout,
-    steps_to,
-    train_and_compare,
-)
+from kvlens.experiments.kvsa.models import LLAMA_BLOCKS, steps_in_words
+from kvlens.experiments.shared.curves import PLAIN, SHIFTED, last_heldout, of_heldout, steps_to
 from kvlens.experiments.shared.learned import Goal
-from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
+from kvlens.experiments.shared.outcome import Comparison, Experiment
 from kvlens.experiments.shared.seeds import differences_by_seed
 from kvlens.experiments.shared.significance import SIGNIFICANCE
+from kvlens.experiments.shared.sweep import Cell, Reasons, Runs, Settings, Sweep, draw_panels
 from kvlens.tasks import make_task
 
 SHIFT_1, PLAIN_1, PLAIN_2, PLAIN_4 = "1 layer, KV shift", "1 layer, plain", "2 layers, plain", "4 layers, plain"
@@ -42,55 +34,31 @@ LEARNED = 0.99
 """The accuracy that counts as having learned induction."""
 
 
-def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
-    """Train the four models with every seed and note when each has learned induction."""
-    task = make_task("induction", **settings["task"])
+def cells(settings: Settings) -> Iterator[Cell]:
+    """The four models."""
     models = {label: {**settings["model"], **own} for label, own in MODELS.items()}
-    curves = train_and_compare(task, models, settings["training"], settings["seeds"], tell, rates=settings["rates"])
-    steps = steps_to(curves, LEARNED)
-    limit = settings["training"]["steps"]
-    return Outcome(
-        tables={"curves": curves, "steps": steps},
-        figure=draw(curves, steps),
-        comparisons=compare(curves, steps, limit, untrained(curves, 1 / settings["task"]["vocab_size"])),
-        differences=[
-            f"Vocabulary {settings['task']['vocab_size']} and length {settings['task']['length']}; the paper's are 8,000 and "
-            "512. A sequence draws its tokens from a pool of as many as it is long, as the paper's script does.",
-            f"Width {settings['model']['d_model']}, seeds {settings['seeds']}, at most {limit} steps; the paper's width is "
-            "1,024, with 20 million parameters outside the embeddings. A run ends when its held-out "
-            "accuracy is as good as perfect.",
-            steps_in_words(settings),
-            "Trained on is the judged position alone; what the paper trains on besides is not printed.",
-        ],
-    )
+    yield Cell(make_task("induction", **settings["task"]), models)
 
 
-def untrained(curves: pd.DataFrame, chance: float) -> dict[str, str | None]:
-    """Model -> why nothing can be said against it; None where something can.
+def untrained(runs: Runs) -> Reasons:
+    """By model that a claim is made against.
 
-    Who needs fewer steps than two plain layers is asked where these have learned; that one plain layer does not learn, where
-    its curve is flat and the steps are enough for one shifted layer.
+    Two plain layers must have learned; the curve of one plain layer, which may not learn, must be flat, and one shifted layer
+    must have learned in as many steps.
     """
-    goal = Goal(chance, best=1.0, y="accuracy")
-    runs = dict(list(of_heldout(curves).groupby("model")))
-    still = goal.why_not_flat(runs[PLAIN_1], PLAIN_1, of=runs[SHIFT_1])
+    goal = Goal(1 / runs.settings["task"]["vocab_size"], best=1.0, y="accuracy")
+    by_model = dict(list(of_heldout(runs.curves).groupby("model")))
+    still = goal.why_not_flat(by_model[PLAIN_1], PLAIN_1, of=by_model[SHIFT_1])
     return {
-        PLAIN_2: goal.why_not_learned(runs[PLAIN_2], PLAIN_2),
-        PLAIN_1: goal.why_not_learned(runs[SHIFT_1], SHIFT_1) or still,
+        PLAIN_2: goal.why_not_learned(by_model[PLAIN_2], PLAIN_2),
+        PLAIN_1: goal.why_not_learned(by_model[SHIFT_1], SHIFT_1) or still,
     }
 
 
-def compare(curves: pd.DataFrame, steps: pd.DataFrame, limit: int, why: Mapping[str, str | None]) -> list[Comparison]:
-    """The figure's statements, judged seed by seed.
-
-    Args:
-        curves: of `train_and_compare`.
-        steps: of `steps_to`.
-        limit: steps that a run had at most.
-        why: of `untrained`.
-    """
-    two = why.get(PLAIN_2)
-    last = last_heldout(curves).set_index("model")["accuracy"]
+def compare(runs: Runs, why: Reasons) -> list[Comparison]:
+    """The figure's statements, tested seed by seed; ``why`` is that of `untrained`."""
+    steps, limit, two = runs.measured, runs.settings["training"]["steps"], why.get(PLAIN_2)
+    last = last_heldout(runs.curves).set_index("model")["accuracy"]
     shifted, one = (last[[label]].tolist() for label in (SHIFT_1, PLAIN_1))
     censored = steps.assign(steps=steps["steps"].clip(upper=limit))  # a run that never got there needed more than its limit
     median = steps.groupby("model")["steps"].median()
@@ -99,7 +67,7 @@ def compare(curves: pd.DataFrame, steps: pd.DataFrame, limit: int, why: Mapping[
             "smallest held-out accuracy that one layer with KV shift reaches, over seeds",
             None,
             min(shifted),
-            f"one layer with KV shift learns induction (told to reach {LEARNED:.0%})",
+            f"one layer with KV shift learns induction (significantly above {LEARNED:.0%})",
             SIGNIFICANCE.above(shifted, LEARNED),
         ),
         Comparison(
@@ -120,7 +88,7 @@ def compare(curves: pd.DataFrame, steps: pd.DataFrame, limit: int, why: Mapping[
             "largest held-out accuracy of one plain layer, over seeds",
             None,
             max(one),
-            f"one plain layer does not learn induction (told to stay below {LEARNED:.0%})",
+            f"one plain layer does not learn induction (significantly below {LEARNED:.0%})",
             SIGNIFICANCE.above([LEARNED - accuracy for accuracy in one]),
         ).unless(why.get(PLAIN_1)),
     ]
@@ -131,27 +99,47 @@ def in_words(steps: float, limit: int) -> str:
     return f"{steps:g}" if steps < math.inf else f"more than {limit}"
 
 
-def draw(curves: pd.DataFrame, steps: pd.DataFrame) -> Figure:
+def draw(runs: Runs) -> Figure:
     """Accuracy against step, with a dot where each run has learned induction."""
-    figure = Figure(figsize=(7.6, 4.7), layout="constrained")
-    axes = figure.subplots()
-    heldout = of_heldout(curves)
-    draw_curves(axes, heldout, colors=COLORS)
-    for label, rows in steps[steps["steps"] < math.inf].groupby("model", sort=False):
+    heldout = of_heldout(runs.curves)
+    figure = draw_panels(
+        heldout,
+        "step",
+        xlabel="step",
+        ylabel="held-out accuracy at the first repeat",
+        colors=COLORS,
+        title=f"Induction: one layer with KV shift, two layers without; dot: a run reaches {LEARNED:.0%}",
+    )
+    axes = figure.axes[0]
+    for label, rows in runs.measured[runs.measured["steps"] < math.inf].groupby("model", sort=False):
         axes.plot(rows["steps"], [LEARNED] * len(rows), "o", color=COLORS[str(label)], markeredgecolor="white", markersize=8)
     axes.axhline(LEARNED, color="#64748b", linestyle=(0, (5, 3)), linewidth=0.8, zorder=0)
-    axes.text(heldout["step"].max(), LEARNED - 0.01, f"{LEARNED:.0%}", ha="right", va="top", fontsize=9)
-    axes.set(ylim=(-0.02, 1.04), xlabel="step", ylabel="held-out accuracy at the first repeat")
-    axes.set_title("Induction: one layer with KV shift, two layers without", loc="left", fontsize=11)
-    figure.legend(
-        loc="outside lower center",
-        ncols=4,
-        frameon=False,
-        fontsize=9,
-        title="mean over seeds; band: least to largest; dot: a run reaches the line",
-        title_fontsize=8,
-    )
     return figure
+
+
+def differences(runs: Runs) -> list[str]:
+    """From the paper."""
+    task, settings = runs.settings["task"], runs.settings
+    return [
+        f"Vocabulary {task['vocab_size']} and length {task['length']}; the paper's are 8,000 and 512. A sequence draws its "
+        "tokens from a pool of as many as it is long, as the paper's script does.",
+        f"Width {settings['model']['d_model']}, seeds {settings['seeds']}, at most {settings['training']['steps']} steps; the "
+        "paper's width is 1,024, with 20 million parameters outside the embeddings. A run ends when its held-out accuracy is "
+        "as good as perfect.",
+        steps_in_words(settings),
+        "The loss is taken at the scored position alone; what else the paper trains on is not printed.",
+    ]
+
+
+SWEEP = Sweep(
+    cells=cells,
+    measure=lambda runs: steps_to(runs.curves, LEARNED),
+    untrained=untrained,
+    more=compare,
+    differences=differences,
+    draw=draw,
+    tables=lambda runs: {"curves": runs.curves, "steps": runs.measured},
+)
 
 
 def _scale(
@@ -170,7 +158,7 @@ EXPERIMENT = Experiment(
     name="induction-depth",
     source="KVSA fig. 1a",
     question="Does one layer with KV shift learn induction, for which plain attention needs two?",
-    run=run,
+    run=SWEEP.run,
     scales={
         "tiny": _scale(16, 16, 16, 8, [0], [5e-3], steps=6, eval_every=3, eval_sequences=16, batch_size=16),
         "small": _scale(64, 32, 64, 16, [0, 1, 2, 3, 4, 5], [1e-3, 3e-3], steps=800, eval_every=25, eval_sequences=256),

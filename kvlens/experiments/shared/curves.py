@@ -32,6 +32,8 @@ def train_and_compare(
     tell: Callable[[str], None],
     examine: Callable[[str, int, Model], None] | None = None,
     rates: Sequence[float] = (),
+    *,
+    keep_diverged: bool = False,
 ) -> pd.DataFrame:
     """Train every model on ``task`` with every seed.
 
@@ -42,7 +44,8 @@ def train_and_compare(
         seeds: one run each, of initial weights and batches both.
         tell: called with a sentence after each run.
         examine: called with label, seed and trained model after each run; no model is kept otherwise.
-        rates: learning rates among which each model has its own chosen, by `best_rate`; none: that of ``training``.
+        rates: learning rates from which `best_rate` chooses one for each model; none: that of ``training``.
+        keep_diverged: whether a run whose loss or gradient is not finite becomes one held-out row with an infinite loss.
 
     Returns:
         One row per measurement: model, seed, n_parameters, step, split ("train" or "heldout"), loss, accuracy; with ``rates``
@@ -51,19 +54,24 @@ def train_and_compare(
     if rates:
         others = range(max(seeds) + 1, max(seeds) + 1 + N_TUNING)
         own = {label: best_rate(task, label, model, training, rates, others, tell) for label, model in models.items()}
-        return pd.concat(
-            [
-                train_and_compare(task, {label: model}, {**training, "learning_rate": own[label]}, seeds, tell, examine).assign(
-                    learning_rate=own[label]
-                )
-                for label, model in models.items()
-            ],
-            ignore_index=True,
-        )
+        courses = [
+            train_and_compare(task, {label: model}, {**training, "learning_rate": own[label]}, seeds, tell, examine)
+            for label, model in models.items()
+        ]
+        curves = pd.concat(courses, ignore_index=True)
+        return curves.assign(learning_rate=curves["model"].map(own))
     courses = []
     for (label, settings), seed in itertools.product(models.items(), seeds):
         model = build_model(task, {**settings, "seed": seed})
-        result = train(model, task, progress=False, **{**training, "seed": seed})
+        try:
+            result = train(model, task, progress=False, **{**training, "seed": seed})
+        except NotFiniteError as error:
+            if not keep_diverged:
+                raise
+            tell(f"{label}, seed {seed}: {error}")
+            end = dict(model=label, seed=seed, step=training["steps"], split="heldout", loss=math.inf, accuracy=0.0)
+            courses.append(pd.DataFrame([end]))
+            continue
         tell(f"{label}, seed {seed}: {_describe(result)}")
         if examine is not None:
             examine(label, seed, model)
@@ -79,22 +87,19 @@ def best_rate(
     model: Mapping[str, Any],
     training: Mapping[str, Any],
     rates: Sequence[float],
-    seeds: Iterable[int],
+    seeds: Sequence[int],
     tell: Callable[[str], None],
 ) -> float:
     """The learning rate with which ``model`` reaches the lowest held-out loss, mean over ``seeds``; none that diverges."""
     if len(rates) == 1:
         return rates[0]
 
-    def loss(rate: float, seed: int) -> float:
-        try:
-            course = train_and_compare(task, {label: model}, {**training, "learning_rate": rate}, [seed], lambda text: None)
-        except NotFiniteError:
-            return math.inf
-        return float(of_heldout(course)["loss"].min())
+    def loss(rate: float) -> float:
+        own = {**training, "learning_rate": rate}
+        course = train_and_compare(task, {label: model}, own, seeds, lambda text: None, keep_diverged=True)
+        return float(of_heldout(course).groupby("seed")["loss"].min().sum())
 
-    losses = {rate: [loss(rate, seed) for seed in seeds] for rate in rates}
-    best = min(rates, key=lambda rate: sum(losses[rate]))
+    best = min(rates, key=loss)
     tell(f"{label}: learning rate {best:g} of {', '.join(f'{rate:g}' for rate in rates)}")
     return best
 

@@ -17,7 +17,9 @@ A curve may be flat before it falls, as that of induction is. Then the baseline 
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -103,4 +105,32 @@ class Goal:
         found = self.why_not_learned(base, baseline) or self.why_not_flat(base, baseline)
         for name, own in runs.items():
             found = found or self.why_not_flat(own, str(name), of=base, rival=base)
+        return found
+
+    def why_not_limited(
+        self, course: pd.DataFrame, baseline: str, by: str, easiest: Any, name: Callable[[Any], str]
+    ) -> dict[Any, str | None]:
+        """The same at each of several difficulties, at which the baseline may be unable to learn: that is the claim.
+
+        So the baseline must have learned at the easiest one, which shows that the number of steps suffices; at every other one
+        its curve must be flat, and that of a model that is behind it, too.
+
+        Args:
+            course: held-out rows of all that are compared: model, seed, step, ``by`` and `y`.
+            baseline: the model that may be limited.
+            by: the column of the difficulty.
+            easiest: its value where the baseline must have learned.
+            name: a difficulty in words.
+
+        Returns:
+            Difficulty -> why nothing can be said there; None where something can.
+        """
+        runs = {key: dict(list(rows.groupby("model"))) for key, rows in course.groupby(by)}
+        reference = runs[easiest][baseline]
+        found: dict[Any, str | None] = {}
+        for key, models in runs.items():
+            found[key] = self.why_not_learned(reference, f"{baseline}, {name(easiest)},")
+            for model, own in models.items():
+                rival = None if model == baseline else models[baseline]
+                found[key] = found[key] or self.why_not_flat(own, f"{model}, {name(key)},", of=reference, rival=rival)
         return found

@@ -7,6 +7,7 @@ import torch
 from kvlens import KVLensError
 from kvlens.experiments.iclca import conversion_accuracy, conversion_error, trainable_bias
 from kvlens.experiments.iclca.conversion_accuracy import ALONE, CONVERTED, PROMPTED
+from kvlens.experiments.shared.sweep import Runs
 from kvlens.tasks import Batch, make_task
 
 LETTERS = "abcdefghijk"
@@ -240,11 +241,15 @@ def runs_table(with_bias, without_bias):
     return pd.DataFrame(rows + train_rows)
 
 
+def measured(curves):
+    return trainable_bias.measure(Runs({}, curves))
+
+
 def test_runs_are_compared_seed_by_seed():
-    by_seed = trainable_bias.measures_by_seed(runs_table([(0.6, 0.2), (0.4, 0.1)], [(0.8, 0.3), (0.8, 0.5)]))
+    by_seed = measured(runs_table([(0.6, 0.2), (0.4, 0.1)], [(0.8, 0.3), (0.8, 0.5)]))
     first = by_seed[(by_seed["model"] == trainable_bias.WITH) & (by_seed["seed"] == 0)].iloc[0]
     assert (first["mean_loss"], first["loss"], first["accuracy"]) == (pytest.approx(0.4), 0.2, 0.8)
-    saved, better = trainable_bias.compare(by_seed)
+    saved, better = trainable_bias.SWEEP.compare(by_seed, {})
     assert saved.ours == "+0.275 ± 0.177 (2 seeds)"  # 0.15 and 0.4
     assert better.ours == "+0.250 ± 0.212 (2 seeds)"  # 0.1 and 0.4
 
@@ -259,20 +264,20 @@ def test_runs_are_compared_seed_by_seed():
         ([(0.6 + i / 100, 0.4) for i in range(6)], [True, None]),  # faster, but no better at the end
     ],
 )
-def test_a_difference_is_told_where_every_seed_has_it(with_bias, expected):
-    by_seed = trainable_bias.measures_by_seed(runs_table(with_bias, [(0.8, 0.4)] * 6))
-    assert [comparison.holds for comparison in trainable_bias.compare(by_seed)] == expected
+def test_a_difference_is_significant_where_every_seed_has_it(with_bias, expected):
+    by_seed = measured(runs_table(with_bias, [(0.8, 0.4)] * 6))
+    assert [comparison.holds for comparison in trainable_bias.SWEEP.compare(by_seed, {})] == expected
 
 
-def test_a_single_seed_tells_nothing():
-    by_seed = trainable_bias.measures_by_seed(runs_table([(0.1, 0.1)], [(0.8, 0.4)]))
-    assert [comparison.holds for comparison in trainable_bias.compare(by_seed)] == [None, None]
+def test_a_single_seed_is_inconclusive():
+    by_seed = measured(runs_table([(0.1, 0.1)], [(0.8, 0.4)]))
+    assert [comparison.holds for comparison in trainable_bias.SWEEP.compare(by_seed, {})] == [None, None]
 
 
 def test_with_and_without_bias_a_seed_starts_from_the_same_function():
     tiny = trainable_bias.EXPERIMENT.scales["tiny"]
     settings = {**tiny, "training": {**tiny["training"], "steps": 6, "eval_every": 3}}
-    curves = trainable_bias.run(settings, lambda text: None).tables["curves"]
+    curves = trainable_bias.SWEEP.run(settings, lambda text: None).tables["curves"]
     losses = curves.pivot_table(index=["split", "step", "seed"], columns="model", values="loss")
     first, last = losses.loc["train", 1], losses.loc["heldout", 6]
     assert first[trainable_bias.WITH].tolist() == first[trainable_bias.WITHOUT].tolist()

@@ -8,7 +8,9 @@ import torch
 from matplotlib.figure import Figure
 
 from kvlens.experiments.kvsa import arithmetic, hops, induction_depth, induction_width, ngram
+from kvlens.experiments.shared import sweep
 from kvlens.experiments.shared.curves import steps_to
+from kvlens.experiments.shared.sweep import Runs
 from kvlens.tasks import ArithmeticTask, make_task
 from kvlens.tasks.arithmetic import END as ARITHMETIC_END
 from kvlens.training import TrainSettings, build_model
@@ -46,9 +48,9 @@ def depth_verdicts(**ends):
         ],
         ignore_index=True,
     )
-    steps = steps_to(curves, induction_depth.LEARNED)
-    why = induction_depth.untrained(curves, chance=1 / 16)
-    return [comparison.verdict for comparison in induction_depth.compare(curves, steps, limit=500, why=why)]
+    settings = dict(task=dict(vocab_size=16), training=dict(steps=500))
+    runs = Runs(settings, curves, measured=steps_to(curves, induction_depth.LEARNED))
+    return [comparison.verdict for comparison in induction_depth.compare(runs, induction_depth.untrained(runs))]
 
 
 YES, NO, OPEN, UNTRAINED = "holds", "does not hold", "inconclusive", "not trained far enough"
@@ -91,7 +93,8 @@ def test_width_is_judged_at_each_width_seed_by_seed():
         return [accuracy + i / 1000 for i in SEEDS]
 
     shifted, plain = {8: near(0.6), 16: near(0.2), 32: near(0.9)}, {8: near(0.1), 16: near(0.4), 32: near(0.9)}
-    *by_width, size = induction_width.compare(width_rows(shifted, plain), {})
+    rows = width_rows(shifted, plain)
+    by_width, size = induction_width.SWEEP.compare(rows, {}), induction_width.parameters(rows)
     assert [c.holds for c in by_width] == [True, False, None]
     assert by_width[0].ours == "+0.500 ± 0.000 (6 seeds)"
     assert (size.ours, size.judged) == (1.5, False)
@@ -119,7 +122,8 @@ def test_ngram_judges_harm_at_the_end_and_help_on_the_way(plain, shifted, verdic
             for seed in SEEDS
         ]
     )
-    end, way = ngram.compare(curves)
+    runs = Runs({}, curves, measured=curves)
+    end, way = ngram.SWEEP.compare(curves, ngram.untrained(runs))
     assert [end.verdict, way.verdict] == verdicts
     assert end.ours.startswith(f"{shifted[1] - plain[1]:+.3f} ± 0.000")
     assert way.ours.startswith(f"{sum(shifted) / 2 - sum(plain) / 2:+.3f} ± 0.000")
@@ -157,7 +161,7 @@ def test_hops_made_count_a_part_for_a_part_and_none_beyond_what_was_not_learned(
     ],
 )
 def test_hops_are_judged_seed_by_seed(plain, shifted, holds):
-    found = hops.compare(hop_rows(*([(accuracy,) * 6 for accuracy in ends] for ends in (plain, shifted))), {})
+    found = hops.SWEEP.compare(hop_rows(*([(accuracy,) * 6 for accuracy in ends] for ends in (plain, shifted))), {})
     assert [c.holds for c in found] == holds
     assert found[1].ours == f"{(sum(shifted) - sum(plain)) / 2:+.3f} ± 0.000 (6 seeds)"
 
@@ -175,7 +179,7 @@ def test_too_narrow_and_too_shallow_are_told_from_too_few_steps():
             for place, ends in enumerate((easy, hard))
             for seed in SEEDS
         ]
-        return of_module.untrained(pd.concat(curves), 0.25)
+        return of_module.untrained(Runs(dict(task=dict(vocab_size=4)), pd.concat(curves)))
 
     for module, key in ((induction_width, 8), (hops, 2)):
         assert why(module, (0.9, 0.95), (0.25, 0.3))[key] is None
@@ -286,7 +290,7 @@ def test_the_tests_length_is_not_seen_before_the_test(monkeypatch):
 def test_the_larger_scales_are_sound_up_to_the_training(module, scale, monkeypatch):
     """Tasks, training settings and heads fit; tables, comparisons and figure come out of runs that all end at 1/2."""
 
-    def pretend(task, models, training, seeds, tell, examine=None, rates=()):
+    def pretend(task, models, training, seeds, tell, examine=None, rates=(), **_):
         assert rates and all(TrainSettings.of({**training, "learning_rate": rate}) for rate in rates)
         for label, model in models.items():
             assert model["d_model"] % model["d_head"] == 0
@@ -295,7 +299,7 @@ def test_the_larger_scales_are_sound_up_to_the_training(module, scale, monkeypat
                     examine(label, seed, None)
         return pd.concat([course(label, seed, [0.1, 0.5], n_parameters=9) for label in models for seed in seeds])
 
-    monkeypatch.setattr(module, "train_and_compare", pretend)
+    monkeypatch.setattr(arithmetic if module is arithmetic else sweep, "train_and_compare", pretend)
     monkeypatch.setattr(arithmetic, "answer_accuracy", lambda *_: {"some step": 0.5, "forced": 0.6})
     outcome = module.run(module.EXPERIMENT.scales[scale], lambda text: None)
     assert isinstance(outcome.figure, Figure)

@@ -1,0 +1,210 @@
+"""Sweeps: models trained on one or more tasks, with several seeds, and compared seed by seed; declared rather than programmed.
+
+A `Sweep` states what is varied (`Cell`), what is measured on the finished runs, which claims are tested (`Lead`), when the
+models have learned too little to test them, and what the figure shows (often `draw_panels`). `Sweep.run` trains, tests and
+draws.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from kvlens.experiments.shared.curves import draw_curves, train_and_compare
+from kvlens.experiments.shared.outcome import Comparison, Outcome
+from kvlens.experiments.shared.seeds import differences_by_seed, mean_and_spread
+from kvlens.experiments.shared.significance import SIGNIFICANCE
+from kvlens.tasks import Task
+from kvlens.tasks.batch import Model
+
+Settings = Mapping[str, Any]
+Reasons = Mapping[Any, str | None]
+"""Group of runs -> why its models have learned too little for a verdict; None where they have learned enough."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One point of a sweep: a task and the models that are trained on it.
+
+    Attributes:
+        task: from :func:`kvlens.tasks.make_task`.
+        models: label -> fields of the model's config.
+        columns: added to the rows of these runs; they identify the cell.
+        training: changes to the sweep's setting ``training``.
+        rates: learning rates to choose from; None: the sweep's setting ``rates``.
+        title: reported before the cell's training starts.
+        examine: (label, seed, trained model) -> rows of a table of its own (`Runs.examined`).
+        keep_diverged: whether a run that diverges becomes a row with an infinite loss instead of an error.
+    """
+
+    task: Task
+    models: Mapping[str, Mapping[str, Any]]
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    training: Mapping[str, Any] = field(default_factory=dict)
+    rates: Sequence[float] | None = None
+    title: str = ""
+    examine: Callable[[str, int, Any], list[dict[str, Any]]] | None = None
+    keep_diverged: bool = False
+
+
+class Runs(NamedTuple):
+    """All runs of a sweep.
+
+    Attributes:
+        settings: of the sweep.
+        curves: rows of :func:`~kvlens.experiments.shared.curves.train_and_compare`, with the columns of the cells.
+        examined: rows of `Cell.examine`, with the columns of the cells; empty where there is none.
+        measured: the table that claims are tested on (`Sweep.measure`); empty before.
+    """
+
+    settings: Settings
+    curves: pd.DataFrame
+    examined: pd.DataFrame = pd.DataFrame()
+    measured: pd.DataFrame = pd.DataFrame()
+
+
+def train_cells(cells: Iterable[Cell], settings: Settings, tell: Callable[[str], None]) -> Runs:
+    """Train every model of every cell with every seed of ``settings["seeds"]``."""
+    courses, examined = [], []
+    for cell in cells:
+        if cell.title:
+            tell(cell.title)
+
+        def examine(label: str, seed: int, model: Model, cell: Cell = cell) -> None:
+            if cell.examine is not None:
+                examined.extend({**row, **cell.columns} for row in cell.examine(label, seed, model))
+
+        course = train_and_compare(
+            cell.task,
+            cell.models,
+            {**settings["training"], **cell.training},
+            settings["seeds"],
+            tell,
+            examine,
+            rates=settings["rates"] if cell.rates is None else cell.rates,
+            keep_diverged=cell.keep_diverged,
+        )
+        courses.append(course.assign(**cell.columns))
+    return Runs(settings, pd.concat(courses, ignore_index=True), pd.DataFrame(examined))
+
+
+@dataclass(frozen=True)
+class Lead:
+    """The claim that one model has more of something than another, tested seed by seed.
+
+    Attributes:
+        what: what is measured; ``{group}``, ``{of}`` and ``{minus}`` become the group's name and the means of the two models.
+        claim: what the paper says.
+        of, minus: labels of the two models.
+        column: what is compared.
+        runs: group -> the rows that are compared; by default all.
+        paper: the number that the paper prints, if any.
+        ours: our number, with the same fields as ``what``; None: mean and spread of the differences.
+        denied: whether the claim is that there is no lead.
+    """
+
+    what: str
+    claim: str
+    of: str
+    minus: str
+    column: str
+    runs: Callable[[pd.DataFrame], pd.DataFrame] = lambda group: group
+    paper: float | str | None = None
+    ours: str | None = None
+    denied: bool = False
+
+    def compare(self, group: pd.DataFrame, name: object = None) -> Comparison:
+        """The claim on a group of runs: columns model, seed and `column`."""
+        runs = self.runs(group)
+        values = differences_by_seed(runs, self.of, self.minus, self.column)
+        mean = runs.groupby("model")[self.column].mean()
+        words = dict(group=name, of=mean[self.of], minus=mean[self.minus])
+        ours = mean_and_spread(values) if self.ours is None else self.ours.format(**words)
+        above = SIGNIFICANCE.above(values)
+        holds = above if above is None else above is not self.denied
+        return Comparison(self.what.format(**words), self.paper, ours, self.claim, holds)
+
+
+def draw_panels(
+    table: pd.DataFrame,
+    x: str,
+    y: str = "accuracy",
+    *,
+    xlabel: str,
+    ylabel: str,
+    colors: Mapping[str, str],
+    title: str | Callable[[pd.DataFrame], str],
+    by: str | None = None,
+    ticks: bool = False,
+) -> Figure:
+    """``y`` against ``x``: mean over seeds, a band from minimum to maximum, and a line for guessing (column ``chance``).
+
+    Args:
+        table: columns model, seed, ``x``, ``y``, ``by``; one row for each model, seed and ``x`` of a panel.
+        x, y: columns.
+        xlabel, ylabel: of the axes.
+        colors: by model.
+        title: of a panel; or a function of its rows.
+        by: the column whose values are the panels; None: one panel.
+        ticks: whether each value of ``x`` has its tick and marker.
+    """
+    groups = [table] if by is None else [rows for _, rows in table.groupby(by, sort=False)]
+    figure = Figure(figsize=(7.4 if len(groups) == 1 else 4.4 * len(groups), 4.6), layout="constrained")
+    for axes, rows in zip(figure.subplots(1, len(groups), sharey=True, squeeze=False)[0], groups, strict=True):
+        draw_curves(axes, rows, x, y, colors=colors, **(dict(marker="o", markersize=5) if ticks else {}))
+        if "chance" in rows:
+            axes.axhline(rows["chance"].iloc[0], color="#64748b", linestyle=(0, (5, 3)), linewidth=0.8, label="chance")
+        if ticks:
+            axes.set_xticks(sorted(set(rows[x].tolist())))
+        axes.set_title(title if isinstance(title, str) else title(rows), loc="left", fontsize=11)
+        axes.set(xlabel=xlabel, ylim=(-0.02, 1.04))
+    figure.axes[0].set_ylabel(ylabel)
+    words = dict(title="mean over seeds; band: minimum to maximum", title_fontsize=8, frameon=False, fontsize=9, ncols=4)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", **words)
+    return figure
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What is trained, measured, claimed and shown.
+
+    Attributes:
+        cells: settings -> the cells; raises KVLensError where the settings do not fit together.
+        measure: runs -> the table that claims are tested on, with columns model and seed.
+        untrained: runs -> why a group has learned too little for a verdict; its key is None where all runs are one group.
+        differences: runs -> sentences that say where this differs from the paper.
+        draw: runs -> the figure.
+        leads: the claims, each tested in every group.
+        by: the column whose values are the groups; None: all runs are one.
+        name: a group's name in the text of a claim.
+        more: (runs, reasons) -> further comparisons.
+        tables: runs -> what is kept.
+    """
+
+    cells: Callable[[Settings], Iterable[Cell]]
+    measure: Callable[[Runs], pd.DataFrame]
+    untrained: Callable[[Runs], Reasons]
+    differences: Callable[[Runs], list[str]]
+    draw: Callable[[Runs], Figure]
+    leads: Sequence[Lead] = ()
+    by: str | None = None
+    name: Callable[[Any], object] = lambda group: group
+    more: Callable[[Runs, Reasons], list[Comparison]] = lambda runs, why: []
+    tables: Callable[[Runs], Mapping[str, pd.DataFrame]] = lambda runs: {"curves": runs.curves, "final": runs.measured}
+
+    def run(self, settings: Settings, tell: Callable[[str], None]) -> Outcome:
+        """Train, test and draw."""
+        runs = train_cells(self.cells(settings), settings, tell)
+        runs = runs._replace(measured=self.measure(runs))
+        why = self.untrained(runs)
+        comparisons = [*self.compare(runs.measured, why), *self.more(runs, why)]
+        return Outcome(self.tables(runs), self.draw(runs), comparisons, self.differences(runs))
+
+    def compare(self, measured: pd.DataFrame, why: Reasons) -> list[Comparison]:
+        """Every claim, in every group of runs."""
+        groups: Iterable[tuple[Any, pd.DataFrame]] = [(None, measured)]
+        if self.by is not None:
+            groups = measured.groupby(self.by, sort=False)
+        return [lead.compare(rows, self.name(group)).unless(why.get(group)) for group, rows in groups for lead in self.leads]
