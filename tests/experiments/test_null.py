@@ -130,9 +130,13 @@ def depth_runs(runs):
     return induction_depth.compare(SweepRuns(dict(training=dict(steps=10_000)), curves, measured=steps), {})
 
 
+def compare_rates(runs):
+    return [*learning_rate.SWEEP.compare(runs, {}), *learning_rate.compare_rates(runs, {})]
+
+
 def rate_runs(runs):
-    return learning_rate.compare(
-        stacked(runs.table(v, model=m, learning_rate=1e-2, heldout_loss=-v, diverged=False) for m, v in pair(runs).items()), {}
+    return compare_rates(
+        stacked(runs.table(v, model=m, learning_rate=1e-2, heldout_loss=-v, diverged=False) for m, v in pair(runs).items())
     )
 
 
@@ -141,12 +145,11 @@ def diverging_runs(runs):
     bar = MIDDLE + SPREAD * runs.difference / 2
     rates = ((m, rate) for m in ("plain", "KV shift") for rate in (1e-3, 1e-2))
     values = {key: runs(lead=key[0] == "KV shift") for key in rates}
-    return learning_rate.compare(
+    return compare_rates(
         stacked(
             runs.table(v, model=m, learning_rate=rate, heldout_loss=4.0, diverged=(v < bar) & (rate > 1e-3))
             for (m, rate), v in values.items()
-        ),
-        {},
+        )
     )
 
 
@@ -171,7 +174,7 @@ def compare_scaling(runs, leads):
         runs.table(v, model=m, size="a", non_embedding=9, step=steps[at], split="heldout", loss=v)
         for (m, at), v in losses.items()
     )
-    return [*scaling.compare(finals, {}), scaling.compare_course(course, {})]
+    return [*scaling.SWEEP.compare(finals, {}), *scaling.compare_sizes(finals, {}), scaling.compare_course(course, {})]
 
 
 def variants_runs(runs):

@@ -6,129 +6,66 @@ frequencies alone (the training part's, with one added to each count): it predic
 that stops at a loss or gradient that is not finite counts as diverged, too; its loss is then infinite.
 """
 
-import itertools
-import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from kvlens.experiments.kvsa.models import COLORS, MODELS, PLAIN, SHIFTED
 from kvlens.experiments.kvsa.text_scales import PAPER_TEXT, PAPER_TRAINING, SMALL_TEXT, TINY_TEXT, text_goal
-from kvlens.experiments.shared.curves import PLAIN, SHIFTED, of_heldout, train_and_compare
+from kvlens.experiments.shared.curves import of_heldout
 from kvlens.experiments.shared.learned import Goal
-from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
-from kvlens.experiments.shared.seeds import differences_by_seed, final_losses, mean_and_spread, tokens_seen
+from kvlens.experiments.shared.outcome import Comparison, Experiment
+from kvlens.experiments.shared.seeds import differences_by_seed, final_losses, tokens_seen
 from kvlens.experiments.shared.significance import SIGNIFICANCE
-from kvlens.tasks import Task
+from kvlens.experiments.shared.sweep import Cell, Lead, Reasons, Runs, Settings, Sweep
 from kvlens.tasks.text import TextTask
-from kvlens.training import NotFiniteError
 
-MODELS = {"plain": False, "KV shift": True}
-COLORS = {"plain": PLAIN, "KV shift": SHIFTED}
 PAPER_RATE = 1e-2
 
 
-def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
-    """Train both models at every learning rate with every seed of ``settings``."""
+def cells(settings: Settings) -> Iterator[Cell]:
+    """Both models at every learning rate."""
     task = TextTask(**settings["task"])
-    course = pd.concat(
-        [
-            train_or_diverge(task, label, {**settings["model"], "kv_shift": shift}, settings["training"], rate, seed, tell)
-            for rate, (label, shift), seed in itertools.product(settings["rates"], MODELS.items(), settings["seeds"])
-        ],
-        ignore_index=True,
-    )
-    goal = text_goal(task)
-    no_context = goal.chance
-    runs = final_losses(course, by=("model", "learning_rate", "seed"))
-    runs = runs.assign(diverged=runs["heldout_loss"] > no_context)
-    return Outcome(
-        tables={"course": course, "runs": runs},
-        figure=draw(runs, no_context),
-        comparisons=compare(runs, untrained(of_heldout(course), goal)),
-        differences=[
-            f"The models have {course['n_parameters'].max():,.0f} parameters and see {tokens_seen(settings):,} tokens of "
-            "another corpus. Small models bear larger learning rates than the paper's do: the plain model does best at "
-            f"{best_rate(runs, 'plain'):g}, the shifted one at {best_rate(runs, 'KV shift'):g}.",
-            "Gradients are clipped at norm 1; a run counts as diverged when its held-out loss ends above that of the token "
-            f"frequencies ({no_context:.3f} nats).",
-        ],
-    )
+    models = {label: {**settings["model"], **own} for label, own in MODELS.items()}
+    for rate in settings["rates"]:
+        yield Cell(
+            task,
+            models,
+            dict(learning_rate=rate),
+            training=dict(learning_rate=rate),
+            rates=[],
+            title=f"learning rate {rate:g}",
+            keep_diverged=True,
+        )
 
 
-def train_or_diverge(
-    task: Task,
-    label: str,
-    model: Mapping[str, Any],
-    training: Mapping[str, Any],
-    rate: float,
-    seed: int,
-    tell: Callable[[str], None],
-) -> pd.DataFrame:
-    """The course of one run; where loss or gradient is not finite, a single held-out row with an infinite loss."""
-    try:
-        tell(f"learning rate {rate:g}")
-        course = train_and_compare(task, {label: model}, {**training, "learning_rate": rate}, [seed], tell)
-    except NotFiniteError as error:
-        tell(f"{label}, seed {seed}: {error}")
-        end = dict(model=label, seed=seed, step=training["steps"], split="heldout", loss=math.inf, accuracy=0.0)
-        course = pd.DataFrame([end])
-    return course.assign(learning_rate=rate)
+def measure(runs: Runs) -> pd.DataFrame:
+    """One row per run: the losses at the end, and whether it diverged."""
+    finals = final_losses(runs.curves, by=("model", "learning_rate", "seed"))
+    return finals.assign(diverged=finals["heldout_loss"] > goal_of(runs).chance)
 
 
-def untrained(heldout: pd.DataFrame, goal: Goal) -> dict[float, str | None]:
-    """Learning rate -> why nothing can be said of the losses there; None where something can.
+def goal_of(runs: Runs) -> Goal:
+    """Its ``chance`` is the loss of the token frequencies."""
+    return text_goal(TextTask(**runs.settings["task"]))
 
-    At key 0: why nothing can be said of who bears which rates: the plain model has learned at none.
-    """
-    found: dict[float, str | None] = {}
-    for rate, rows in heldout.groupby("learning_rate"):
-        found[float(str(rate))] = goal.why_untrained(rows, "plain")
-    plain = heldout[heldout["model"] == "plain"]
-    learned = [goal.why_not_learned(rows, "plain") for _, rows in plain.groupby("learning_rate")]
+
+def untrained(runs: Runs) -> Reasons:
+    """By learning rate; and, under 0, for claims about all rates: the plain model must have learned at one of them."""
+    goal = goal_of(runs)
+    by_rate = {float(str(rate)): rows for rate, rows in of_heldout(runs.curves).groupby("learning_rate")}
+    learned = [goal.why_not_learned(rows[rows["model"] == PLAIN], PLAIN) for rows in by_rate.values()]
+    found = {rate: goal.why_untrained(rows, PLAIN) for rate, rows in by_rate.items()}
     return {**found, 0.0: None if None in learned else f"at no learning rate: {learned[0]}"}
 
 
-def compare(runs: pd.DataFrame, why: Mapping[float, str | None]) -> list[Comparison]:
-    """Shifted against plain at each learning rate, and where each of the two diverges.
-
-    Args:
-        runs: one row per run: model, learning_rate, seed, heldout_loss, diverged.
-        why: of `untrained`.
-    """
-    by_rate = {float(str(rate)): rows for rate, rows in runs.groupby("learning_rate")}
-    found = []
-    for rate, rows in by_rate.items():
-        differences = differences_by_seed(rows, "plain", "KV shift", "heldout_loss")
-        found.append(
-            Comparison(
-                f"held-out loss of the plain model above the shifted one's at learning rate {rate:g}, nats",
-                None,
-                mean_and_spread(differences),
-                "KV shift lowers the loss under every learning rate and seed",
-                SIGNIFICANCE.above(differences),
-            ).unless(why.get(rate))
-        )
-    stability = [*_compare_at_paper_rate(by_rate), _compare_stability(runs)]
-    return [*found, *(one.unless(why.get(0.0)) for one in stability)]
-
-
-def _compare_at_paper_rate(by_rate: Mapping[float, pd.DataFrame]) -> list[Comparison]:
-    if PAPER_RATE not in by_rate:
-        return []
-    runs = by_rate[PAPER_RATE].astype({"diverged": float})
-    share = runs.groupby("model")["diverged"].mean()
-    return [
-        Comparison(
-            f"share of seeds that diverge at learning rate {PAPER_RATE:g}",
-            "plain 1, KV shift 0 (5 seeds)",
-            f"plain {share['plain']:g}, KV shift {share['KV shift']:g}",
-            "the plain model diverges at learning rate 1e-2, the shifted one stays stable",
-            SIGNIFICANCE.above(differences_by_seed(runs, "plain", "KV shift", "diverged")),
-        )
-    ]
+def compare_rates(runs: pd.DataFrame, why: Reasons) -> list[Comparison]:
+    """Where each of the two models diverges."""
+    at_paper_rate = runs[runs["learning_rate"] == PAPER_RATE].astype({"diverged": float})
+    found = [DIVERGES.compare(at_paper_rate)] if len(at_paper_rate) else []
+    return [one.unless(why.get(0.0)) for one in (*found, _compare_stability(runs))]
 
 
 def best_rate(runs: pd.DataFrame, label: str) -> float:
@@ -164,13 +101,37 @@ def _compare_stability(runs: pd.DataFrame) -> Comparison:
         "largest learning rate up to which no seed diverges",
         None,
         f"plain {plain:g}, KV shift {shifted:g}",
-        "KV shift bears learning rates that the plain model does not (judged by how many rates each seed bears)",
-        SIGNIFICANCE.above(differences_by_seed(rates_borne(runs), "KV shift", "plain", "borne")),
+        "KV shift bears learning rates that the plain model does not (tested on how many rates each seed bears)",
+        SIGNIFICANCE.above(differences_by_seed(rates_borne(runs), SHIFTED, PLAIN, "borne")),
     )
 
 
-def draw(runs: pd.DataFrame, no_context: float) -> Figure:
+DIVERGES = Lead(
+    f"share of seeds that diverge at learning rate {PAPER_RATE:g}",
+    "the plain model diverges at learning rate 1e-2, the shifted one stays stable",
+    PLAIN,
+    SHIFTED,
+    "diverged",
+    paper="plain 1, KV shift 0 (5 seeds)",
+    ours="plain {of:g}, KV shift {minus:g}",
+)
+
+
+def differences(runs: Runs) -> list[str]:
+    """From the paper."""
+    plain, shifted = (best_rate(runs.measured, label) for label in MODELS)
+    return [
+        f"The models have {runs.curves['n_parameters'].max():,.0f} parameters and see {tokens_seen(runs.settings):,} tokens of "
+        "another corpus. Small models bear larger learning rates than the paper's do: the plain model does best at "
+        f"{plain:g}, the shifted one at {shifted:g}.",
+        "Gradients are clipped at norm 1; a run counts as diverged when its held-out loss ends above that of the token "
+        f"frequencies ({goal_of(runs).chance:.3f} nats).",
+    ]
+
+
+def draw(found: Runs) -> Figure:
     """Final held-out loss against learning rate; a dot per seed, a line through the means."""
+    runs, no_context = found.measured, goal_of(found).chance
     figure = Figure(figsize=(7.6, 5), layout="constrained")
     axes = figure.subplots()
     top = no_context + 0.25 * (no_context - runs["heldout_loss"].min())
@@ -199,11 +160,31 @@ def _draw_model(axes: Axes, runs: pd.DataFrame, label: str, color: str) -> None:
     axes.plot(mean.index, mean, color=color, linewidth=2, label=label)
 
 
+SWEEP = Sweep(
+    cells=cells,
+    measure=measure,
+    by="learning_rate",
+    leads=[
+        Lead(
+            "held-out loss of the plain model above the shifted one's at learning rate {group:g}, nats",
+            "KV shift lowers the loss under every learning rate and seed",
+            PLAIN,
+            SHIFTED,
+            "heldout_loss",
+        )
+    ],
+    more=lambda runs, why: compare_rates(runs.measured, why),
+    untrained=untrained,
+    differences=differences,
+    draw=draw,
+    tables=lambda runs: {"course": runs.curves, "runs": runs.measured},
+)
+
 EXPERIMENT = Experiment(
     name="learning-rate",
     source="KVSA fig. 5",
     question="Does KV shift help whatever the seed and the learning rate, and bear larger learning rates?",
-    run=run,
+    run=SWEEP.run,
     scales={
         "tiny": dict(
             task=TINY_TEXT,

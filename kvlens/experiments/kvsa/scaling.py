@@ -6,7 +6,7 @@ logarithmic axes. It has no constant for the entropy of text, so it describes th
 """
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,47 +16,33 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import nn
 
+from kvlens.experiments.kvsa.models import COLORS, MODELS, PLAIN, SHIFTED
 from kvlens.experiments.kvsa.text_scales import PAPER_TEXT, PAPER_TRAINING, SMALL_TEXT, TINY_TEXT, text_goal
-from kvlens.experiments.shared.curves import PLAIN, SHIFTED, mean_course, of_heldout, train_and_compare
-from kvlens.experiments.shared.learned import Goal
-from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
+from kvlens.experiments.shared.curves import mean_course, of_heldout
+from kvlens.experiments.shared.outcome import Comparison, Experiment
 from kvlens.experiments.shared.seeds import differences_by_seed, final_losses, mean_and_spread, tokens_seen
 from kvlens.experiments.shared.significance import SIGNIFICANCE
-from kvlens.tasks import Task
+from kvlens.experiments.shared.sweep import Cell, Lead, Reasons, Runs, Settings, Sweep
 from kvlens.tasks.text import TextTask
 from kvlens.training import build_model
 
-MODELS = {"plain": False, "KV shift": True}
-COLORS = {"plain": PLAIN, "KV shift": SHIFTED}
 RUN = ("model", "size", "seed")
 
 
-def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
-    """Train both kinds at every size with every seed of ``settings``."""
+def cells(settings: Settings) -> Iterator[Cell]:
+    """Both models at every size."""
     task = TextTask(**settings["task"])
-    course = pd.concat([course_of_size(task, settings, size, tell) for size in settings["sizes"]], ignore_index=True)
-    sizes = course[["model", "size", "non_embedding"]].drop_duplicates()
-    finals = final_losses(course, by=RUN).merge(sizes, on=["model", "size"])
-    why = untrained(of_heldout(course), text_goal(task))
-    return Outcome(
-        tables={"course": course, "scaling": finals},
-        figure=draw(course, finals),
-        comparisons=[*compare(finals, why), compare_course(course, why)],
-        differences=[
-            "The paper's models have up to billions of parameters and tokens to match; here the largest has "
-            f"{sizes['non_embedding'].max():,} outside its embeddings, and all see the same {tokens_seen(settings):,} tokens, "
-            f"each at the learning rate of {settings['rates']} that suits it best on other seeds.",
-        ],
-    )
+    for (size, fields), (label, own) in itertools.product(settings["sizes"].items(), MODELS.items()):
+        model = {**fields, **own}
+        count = non_embedding_parameters(build_model(task, model))
+        columns = dict(size=size, non_embedding=count)
+        yield Cell(task, {label: model}, columns, title=f"{size}, {label}: {count:,} parameters outside the embeddings")
 
 
-def course_of_size(task: Task, settings: Mapping[str, Any], size: str, tell: Callable[[str], None]) -> pd.DataFrame:
-    """The learning curves of both kinds at one size, with the parameters outside their embeddings."""
-    models = {kind: {**settings["sizes"][size], "kv_shift": shift} for kind, shift in MODELS.items()}
-    counts = {kind: non_embedding_parameters(build_model(task, fields)) for kind, fields in models.items()}
-    tell(f"{size}: {counts['plain']:,} parameters outside the embeddings, {counts['KV shift']:,} with KV shift")
-    course = train_and_compare(task, models, settings["training"], settings["seeds"], tell, rates=settings["rates"])
-    return course.assign(size=size, non_embedding=course["model"].map(counts))
+def measure(runs: Runs) -> pd.DataFrame:
+    """One row per run: the losses at the end."""
+    sizes = runs.curves[["model", "size", "non_embedding"]].drop_duplicates()
+    return final_losses(runs.curves, by=RUN).merge(sizes, on=["model", "size"])
 
 
 def non_embedding_parameters(model: nn.Module) -> int:
@@ -75,38 +61,29 @@ def power_law(n: Any, loss: Any) -> tuple[Float[np.ndarray, "*seed"], Float[np.n
     return np.asarray(-slope), np.asarray(np.exp(intercept))
 
 
-def untrained(heldout: pd.DataFrame, goal: Goal) -> dict[str, str | None]:
-    """Size -> why nothing can be said of its models; None where something can."""
-    return {str(size): goal.why_untrained(rows, "plain") for size, rows in heldout.groupby("size", sort=False)}
+def untrained(runs: Runs) -> Reasons:
+    """By size: the plain model must have learned."""
+    goal = text_goal(TextTask(**runs.settings["task"]))
+    return {size: goal.why_untrained(rows, PLAIN) for size, rows in of_heldout(runs.curves).groupby("size", sort=False)}
 
 
-def compare(finals: pd.DataFrame, why: Mapping[str, str | None]) -> list[Comparison]:
-    """Plain against shifted at each size, and whether the distance lasts as the models grow.
-
-    Args:
-        finals: one row per run: model, size, seed, non_embedding, heldout_loss.
-        why: of `untrained`.
-    """
-    gaps = {}
-    found = []
-    for size in finals["size"].unique():
-        rows = finals[finals["size"] == size]
-        gaps[size] = differences_by_seed(rows, "plain", "KV shift", "heldout_loss")
-        found.append(
-            Comparison(
-                f"held-out loss of the plain model above the shifted one's, {size}, nats",
-                None,
-                mean_and_spread(gaps[size]),
-                "KV shift has the lower loss at every size (figs. 4 and 6)",
-                SIGNIFICANCE.above(gaps[size]),
-            ).unless(why.get(size))
-        )
+def compare_sizes(finals: pd.DataFrame, why: Reasons) -> list[Comparison]:
+    """Whether the losses fall with size, and whether the gain of KV shift lasts."""
     order = finals.groupby("size")["non_embedding"].min().sort_values().index
-    change = [last - first for first, last in zip(gaps[order[0]], gaps[order[-1]], strict=True)]
+    smallest, largest = order[0], order[-1]
+    by_size = dict(list(finals.groupby("size")))
+    first, last = (differences_by_seed(by_size[size], PLAIN, SHIFTED, "heldout_loss") for size in (smallest, largest))
+    change = [b - a for a, b in zip(first, last, strict=True)]
     anywhere = next((f"{size}: {reason}" for size, reason in why.items() if reason), None)
-    ends = why.get(order[0]) or why.get(order[-1])
     falls = [fall.unless(anywhere) for fall in _compare_falls(finals)]
-    return [*found, *falls, _compare_change(order[0], order[-1], change).unless(ends)]
+    lasts = Comparison(
+        f"the gain of KV shift at {largest} less that at {smallest}, nats",
+        None,
+        mean_and_spread(change),
+        "the gain does not vanish as models grow (fig. 7a): it is not significantly smaller in the largest model",
+        SIGNIFICANCE.above(change),
+    )
+    return [*falls, lasts.unless(why.get(smallest) or why.get(largest))]
 
 
 def _compare_falls(finals: pd.DataFrame) -> list[Comparison]:
@@ -127,24 +104,14 @@ def _compare_falls(finals: pd.DataFrame) -> list[Comparison]:
     return found
 
 
-def _compare_change(smallest: str, largest: str, change: list[float]) -> Comparison:
-    return Comparison(
-        f"the gain of KV shift at {largest} less that at {smallest}, nats",
-        None,
-        mean_and_spread(change),
-        "the gain does not vanish as models grow (fig. 7a): it is not told to be smaller in the largest model",
-        SIGNIFICANCE.above(change),
-    )
-
-
-def compare_course(course: pd.DataFrame, why: Mapping[str, str | None]) -> Comparison:
+def compare_course(course: pd.DataFrame, why: Reasons) -> Comparison:
     """Fig. 7b: whether the gain of KV shift shrinks while the largest model trains on, from half of the steps to the end."""
-    heldout = course[course["split"] == "heldout"]
+    heldout = of_heldout(course)
     largest = heldout.loc[heldout["non_embedding"].idxmax(), "size"]
     rows = heldout[heldout["size"] == largest]
     steps = sorted(set(rows["step"].tolist()))
     middle = min(steps, key=lambda step: abs(step - steps[-1] / 2))
-    at = {step: differences_by_seed(rows[rows["step"] == step], "plain", "KV shift", "loss") for step in (middle, steps[-1])}
+    at = {step: differences_by_seed(rows[rows["step"] == step], PLAIN, SHIFTED, "loss") for step in (middle, steps[-1])}
     change = [last - half for half, last in zip(at[middle], at[steps[-1]], strict=True)]
     return Comparison(
         f"the gain of KV shift in held-out loss at step {steps[-1]} less that at step {middle}, {largest}, nats",
@@ -155,13 +122,23 @@ def compare_course(course: pd.DataFrame, why: Mapping[str, str | None]) -> Compa
     ).unless(why.get(str(largest)))
 
 
-def draw(course: pd.DataFrame, finals: pd.DataFrame) -> Figure:
+def differences(runs: Runs) -> list[str]:
+    """From the paper."""
+    settings = runs.settings
+    return [
+        "The paper's models have up to billions of parameters and tokens to match; here the largest has "
+        f"{runs.curves['non_embedding'].max():,} outside its embeddings, and all see the same {tokens_seen(settings):,} "
+        f"tokens, each at the learning rate of {settings['rates']} that suits it best on other seeds.",
+    ]
+
+
+def draw(runs: Runs) -> Figure:
     """Left, held-out loss against step at each size; right, its end against the parameters outside the embeddings."""
     figure = Figure(figsize=(13, 5), layout="constrained")
     left, right = figure.subplots(1, 2)
-    _draw_courses(left, course[course["split"] == "heldout"])
+    _draw_courses(left, of_heldout(runs.curves))
     for kind, color in COLORS.items():
-        _draw_scaling(right, finals[finals["model"] == kind], kind, color)
+        _draw_scaling(right, runs.measured[runs.measured["model"] == kind], kind, color)
     right.set(xscale="log", yscale="log", xlabel="parameters outside the embeddings", ylabel="held-out loss at the end (nats)")
     right.set_title("A dot per seed, lines the power laws through the means", loc="left", fontsize=11)
     right.yaxis.set_major_formatter("{x:.3g}")
@@ -192,11 +169,31 @@ def _draw_scaling(axes: Axes, finals: pd.DataFrame, kind: str, color: str) -> No
     axes.plot(n, factor * n**-exponent, color=color, linewidth=1.8, label=f"{kind}: $N^{{-{exponent:.3f}}}$")
 
 
+SWEEP = Sweep(
+    cells=cells,
+    measure=measure,
+    by="size",
+    leads=[
+        Lead(
+            "held-out loss of the plain model above the shifted one's, {group}, nats",
+            "KV shift has the lower loss at every size (figs. 4 and 6)",
+            PLAIN,
+            SHIFTED,
+            "heldout_loss",
+        )
+    ],
+    more=lambda runs, why: [*compare_sizes(runs.measured, why), compare_course(runs.curves, why)],
+    untrained=untrained,
+    differences=differences,
+    draw=draw,
+    tables=lambda runs: {"course": runs.curves, "scaling": runs.measured},
+)
+
 EXPERIMENT = Experiment(
     name="scaling",
     source="KVSA figs. 4, 6 and 7",
     question="Does KV shift lower a language model's loss at every size, and does the gain last as models grow?",
-    run=run,
+    run=SWEEP.run,
     scales={
         "tiny": dict(
             task=TINY_TEXT,

@@ -6,7 +6,7 @@ and three predecessors, and with queries shifted too. What is compared is the tr
 seed against the free form; the held-out loss stands in the table as well.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import pandas as pd
@@ -14,11 +14,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kvlens.experiments.kvsa.text_scales import PAPER_TEXT, PAPER_TRAINING, SMALL_TEXT, TINY_TEXT, text_goal
-from kvlens.experiments.shared.curves import PLAIN, SHIFTED, mean_course, of_heldout, train_and_compare
-from kvlens.experiments.shared.learned import Goal
-from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
-from kvlens.experiments.shared.seeds import differences_by_seed, final_losses, mean_and_spread, tokens_seen
-from kvlens.experiments.shared.significance import SIGNIFICANCE
+from kvlens.experiments.shared.curves import PLAIN, SHIFTED, mean_course, of_heldout
+from kvlens.experiments.shared.outcome import Comparison, Experiment
+from kvlens.experiments.shared.seeds import differences_by_seed, final_losses, tokens_seen
+from kvlens.experiments.shared.sweep import Cell, Lead, Reasons, Runs, Settings, Sweep
 from kvlens.tasks.text import TextTask
 
 FREE = "keys + values (free)"
@@ -57,25 +56,10 @@ COLORS = dict(
 )
 
 
-def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
-    """Train every variant with every seed of ``settings``."""
-    task = TextTask(**settings["task"])
+def cells(settings: Settings) -> Iterator[Cell]:
+    """Every variant."""
     models = {label: {**settings["model"], "kv_shift": shift} for label, shift in VARIANTS.items()}
-    course = train_and_compare(task, models, settings["training"], settings["seeds"], tell, rates=settings["rates"])
-    finals = final_losses(course)
-    return Outcome(
-        tables={"course": course, "variants": summarize(finals)},
-        figure=draw(course, finals),
-        comparisons=compare(finals, untrained(of_heldout(course), text_goal(task))),
-        differences=[
-            "The paper trains 1.5 billion parameters on 10 billion tokens; here the largest model has "
-            f"{course['n_parameters'].max():,} and each sees {tokens_seen(settings):,} tokens of another corpus.",
-            "Differences are taken seed by seed on equal batches; where they do not all lean one way, nothing is told, which "
-            "is also what 'similar' and 'does not improve' would look like. The paper shows one run of each variant.",
-            "App. J compares queries at 19 billion parameters, and finds its benchmarks worse at a similar loss; there are no "
-            "benchmarks here.",
-        ],
-    )
+    yield Cell(TextTask(**settings["task"]), models)
 
 
 def summarize(finals: pd.DataFrame) -> pd.DataFrame:
@@ -99,43 +83,40 @@ def summarize(finals: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows).sort_values("train_loss", kind="stable", ignore_index=True)
 
 
-def untrained(heldout: pd.DataFrame, goal: Goal) -> dict[str, str | None]:
-    """Variant -> why nothing can be said of it against the free form; None where something can."""
-    return {
-        label: goal.why_untrained(heldout[heldout["model"].isin([FREE, label])], FREE) for label in heldout["model"].unique()
+def untrained(runs: Runs) -> Reasons:
+    """By variant: the free form must have learned, and a variant that is behind it be flat."""
+    goal, heldout = text_goal(TextTask(**runs.settings["task"])), of_heldout(runs.curves)
+    return {label: goal.why_untrained(heldout[heldout["model"].isin([FREE, label])], FREE) for label in VARIANTS}
+
+
+def compare(finals: pd.DataFrame, why: Reasons) -> list[Comparison]:
+    """Every variant's training loss against the free form's: significantly higher, as every claim has it, lower, or neither."""
+    leads = {
+        label: Lead(f"training loss of {label!r} above that of {FREE!r}, nats", claim, label, FREE, "train_loss")
+        for label, claim in CLAIMS.items()
     }
+    return [lead.compare(finals).unless(why.get(label)) for label, lead in leads.items()]
 
 
-def compare(finals: pd.DataFrame, why: Mapping[str, str | None]) -> list[Comparison]:
-    """Every variant's training loss against the free form's: told to be higher, as every claim has it, lower, or neither.
-
-    Args:
-        finals: of :func:`~kvlens.experiments.shared.seeds.final_losses`.
-        why: of `untrained`.
-    """
-    found = []
-    for label in VARIANTS:
-        if label == FREE:
-            continue
-        differences = differences_by_seed(finals, label, FREE, "train_loss")
-        found.append(
-            Comparison(
-                f"training loss of {label!r} above that of {FREE!r}, nats",
-                None,
-                mean_and_spread(differences),
-                CLAIMS[label],
-                SIGNIFICANCE.above(differences),
-            ).unless(why.get(label))
-        )
-    return found
+def differences(runs: Runs) -> list[str]:
+    """From the paper."""
+    return [
+        "The paper trains 1.5 billion parameters on 10 billion tokens; here the largest model has "
+        f"{runs.curves['n_parameters'].max():,} and each sees {tokens_seen(runs.settings):,} tokens of another corpus.",
+        "Differences are taken seed by seed on equal batches; where they do not all have the same sign, the result is "
+        "inconclusive, which is also what 'similar' and 'does not improve' would look like. The paper shows one run of each "
+        "variant.",
+        "App. J compares queries at 19 billion parameters, and finds its benchmarks worse at a similar loss; there are no "
+        "benchmarks here.",
+    ]
 
 
-def draw(course: pd.DataFrame, finals: pd.DataFrame) -> Figure:
+def draw(runs: Runs) -> Figure:
     """Left, held-out loss against step; right, how far each variant's training loss ends above the free form's."""
     figure = Figure(figsize=(13, 5.2), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=[1.25, 1])
-    _draw_courses(left, course[course["split"] == "heldout"])
-    _draw_differences(right, finals)
+    _draw_courses(left, of_heldout(runs.curves))
+    _draw_differences(right, runs.measured)
     return figure
 
 
@@ -167,11 +148,21 @@ def _draw_differences(axes: Axes, finals: pd.DataFrame) -> None:
     axes.tick_params(axis="y", length=0)
 
 
+SWEEP = Sweep(
+    cells=cells,
+    measure=lambda runs: final_losses(runs.curves),
+    more=lambda runs, why: compare(runs.measured, why),
+    untrained=untrained,
+    differences=differences,
+    draw=draw,
+    tables=lambda runs: {"course": runs.curves, "variants": summarize(runs.measured)},
+)
+
 EXPERIMENT = Experiment(
     name="variants",
     source="KVSA fig. 8, app. J",
     question="Which form of KV shift trains a language model best: which projections, which window, bounded or free?",
-    run=run,
+    run=SWEEP.run,
     scales={
         "tiny": dict(
             task=TINY_TEXT,

@@ -141,7 +141,8 @@ def made_up_runs(plain_diverges_at, shifted_diverges_at):
 )
 def test_claims_about_divergence_can_fail(plain, shifted, at_paper_rate, stability):
     runs = made_up_runs(plain, shifted)
-    *by_rate, paper, stable = learning_rate.compare(runs, {})
+    by_rate = learning_rate.SWEEP.compare(runs, {})
+    paper, stable = learning_rate.compare_rates(runs, {})
     assert [paper.holds, stable.holds] == [at_paper_rate, stability]
     assert by_rate[0].holds is True and by_rate[0].ours == "+1.000 ± 0.000 (6 seeds)"
     below = {1e-2: 1e-3, 1e-1: 1e-2, 1.0: 1e-1}
@@ -162,7 +163,7 @@ def test_a_run_whose_loss_is_not_finite_counts_as_diverged_and_the_experiment_go
     tiny = learning_rate.EXPERIMENT.scales["tiny"]
     settings = {**tiny, "rates": [3e-2, 1e30], "seeds": [0], "training": {**tiny["training"], "steps": 6}}
     told = []
-    outcome = learning_rate.run(settings, told.append)
+    outcome = learning_rate.EXPERIMENT.run(settings, told.append)
     runs = outcome.tables["runs"]
     huge = runs[runs["learning_rate"] == 1e30]
     assert len(huge) == 2 and huge["diverged"].all() and (huge["heldout_loss"] == math.inf).all()
@@ -201,12 +202,14 @@ def made_up_sizes(plain, shifted):
     return pd.DataFrame(rows)
 
 
+def claims_about_sizes(finals):
+    return [c.holds for c in (*scaling.SWEEP.compare(finals, {}), *scaling.compare_sizes(finals, {}))]
+
+
 def test_claims_about_sizes_can_fail():
-    assert [c.holds for c in scaling.compare(made_up_sizes([4.0, 5.0], [3.0, 4.5]), {})] == [True] * 5  # the gain grows: 0.5, 1
-    rises_and_shrinks = scaling.compare(made_up_sizes([5.0, 4.0], [5.5, 3.0]), {})
-    assert [c.holds for c in rises_and_shrinks] == [False, True, False, False, False]
-    same = scaling.compare(made_up_sizes([4.0, 5.0], [3.0, 4.0]), {})
-    assert same[-1].holds is None
+    assert claims_about_sizes(made_up_sizes([4.0, 5.0], [3.0, 4.5])) == [True] * 5  # the gain grows: 0.5, 1
+    assert claims_about_sizes(made_up_sizes([5.0, 4.0], [5.5, 3.0])) == [False, True, False, False, False]
+    assert claims_about_sizes(made_up_sizes([4.0, 5.0], [3.0, 4.0]))[-1] is None
 
 
 @pytest.mark.parametrize(("gain_then", "holds"), [(0.1, True), (0.9, False), (0.5, None)])

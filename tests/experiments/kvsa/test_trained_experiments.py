@@ -255,7 +255,7 @@ def test_arithmetic_compares_answers_as_the_paper_judges_them_unless_the_plain_m
             for n_ops, way, accuracy in ((4, "some step", end), (4, "free", 0.0), (3, "some step", 1.1 - end))]  # fmt: skip
     names = ["row", "stands_for", "max_ops", "test_ops", "chance", "model", "seed", "n_ops", "way", "accuracy"]
     answers, flat = runs(*rows, columns=names), course("plain", 0, [0.99, 0.99], row="Tr3-Te4")
-    plain, shifted, trained = arithmetic.compare(answers, arithmetic.untrained(answers, flat))
+    plain, shifted, trained = arithmetic.compare(answers, arithmetic.untrained(Runs({}, flat, measured=answers)))
     assert plain.verdict == "no verdict" and (shifted.untrained is None) is (chance == 0.2)
     assert (plain.paper, plain.ours, plain.judged) == (0.8154, pytest.approx(0.375), False)
     assert (shifted.paper, shifted.ours) == (0.8909, pytest.approx(0.625))
@@ -267,19 +267,19 @@ def test_the_tests_length_is_not_seen_before_the_test(monkeypatch):
     """Weights are chosen on problems of the trained lengths; the models have room for the longer ones."""
     seen = []
 
-    def pretend(task, models, training, seeds, tell, examine, rates):
+    def pretend(task, models, training, seeds, tell, examine, **_):
         seen.append((task, models))
         examine("plain", 0, None)
         return course("plain", 0, [0.5])
 
-    monkeypatch.setattr(arithmetic, "train_and_compare", pretend)
+    monkeypatch.setattr(sweep, "train_and_compare", pretend)
     monkeypatch.setattr(arithmetic, "answer_accuracy", lambda model, task, n_ops, *_: {"some step": n_ops / 10})
-    monkeypatch.setattr(arithmetic, "compare", lambda answers, why: [])
-    outcome = arithmetic.run(arithmetic.EXPERIMENT.scales["small"], lambda text: None)
+    settings = arithmetic.EXPERIMENT.scales["small"]
+    runs = sweep.train_cells(arithmetic.cells(settings), settings, lambda text: None)
     (task, models), longer = seen[0], make_task("arithmetic", max_ops=3, test_ops=4)
     assert (task.max_ops, task.test_ops) == (3, 0)
     assert all(model["n_ctx"] == longer.n_positions + 8 > task.n_positions for model in models.values())
-    assert outcome.tables["answers"]["accuracy"].tolist() == [0.1, 0.2, 0.3, 0.4]
+    assert runs.examined["accuracy"].tolist() == [0.1, 0.2, 0.3, 0.4]
 
 
 # --- settings ---
@@ -299,9 +299,9 @@ def test_the_larger_scales_are_sound_up_to_the_training(module, scale, monkeypat
                     examine(label, seed, None)
         return pd.concat([course(label, seed, [0.1, 0.5], n_parameters=9) for label in models for seed in seeds])
 
-    monkeypatch.setattr(arithmetic if module is arithmetic else sweep, "train_and_compare", pretend)
+    monkeypatch.setattr(sweep, "train_and_compare", pretend)
     monkeypatch.setattr(arithmetic, "answer_accuracy", lambda *_: {"some step": 0.5, "forced": 0.6})
-    outcome = module.run(module.EXPERIMENT.scales[scale], lambda text: None)
+    outcome = module.EXPERIMENT.run(module.EXPERIMENT.scales[scale], lambda text: None)
     assert isinstance(outcome.figure, Figure)
     assert all(len(table) > 0 for table in outcome.tables.values())
     ours = outcome.comparisons[0].ours
