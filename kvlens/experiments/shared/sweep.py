@@ -17,7 +17,6 @@ from kvlens.experiments.shared.outcome import Comparison, Outcome
 from kvlens.experiments.shared.seeds import differences_by_seed, mean_and_spread
 from kvlens.experiments.shared.significance import SIGNIFICANCE
 from kvlens.tasks import Task
-from kvlens.tasks.batch import Model
 
 Settings = Mapping[str, Any]
 Reasons = Mapping[Any, str | None]
@@ -67,12 +66,13 @@ class Runs(NamedTuple):
 
 def train_cells(cells: Iterable[Cell], settings: Settings, tell: Callable[[str], None]) -> Runs:
     """Train every model of every cell with every seed of ``settings["seeds"]``."""
-    courses, examined = [], []
+    courses: list[pd.DataFrame] = []
+    examined: list[dict[str, Any]] = []
     for cell in cells:
         if cell.title:
             tell(cell.title)
 
-        def examine(label: str, seed: int, model: Model, cell: Cell = cell) -> None:
+        def examine(label: str, seed: int, model: Any, cell: Cell = cell) -> None:
             if cell.examine is not None:
                 examined.extend({**row, **cell.columns} for row in cell.examine(label, seed, model))
 
@@ -153,7 +153,8 @@ def draw_panels(
     groups = [table] if by is None else [rows for _, rows in table.groupby(by, sort=False)]
     figure = Figure(figsize=(7.4 if len(groups) == 1 else 4.4 * len(groups), 4.6), layout="constrained")
     for axes, rows in zip(figure.subplots(1, len(groups), sharey=True, squeeze=False)[0], groups, strict=True):
-        draw_curves(axes, rows, x, y, colors=colors, **(dict(marker="o", markersize=5) if ticks else {}))
+        marker: dict[str, Any] = dict(marker="o", markersize=5) if ticks else {}
+        draw_curves(axes, rows, x, y, colors=colors, **marker)
         if "chance" in rows:
             axes.axhline(rows["chance"].iloc[0], color="#64748b", linestyle=(0, (5, 3)), linewidth=0.8, label="chance")
         if ticks:
@@ -161,7 +162,9 @@ def draw_panels(
         axes.set_title(title if isinstance(title, str) else title(rows), loc="left", fontsize=11)
         axes.set(xlabel=xlabel, ylim=(-0.02, 1.04))
     figure.axes[0].set_ylabel(ylabel)
-    words = dict(title="mean over seeds; band: minimum to maximum", title_fontsize=8, frameon=False, fontsize=9, ncols=4)
+    words: dict[str, Any] = dict(
+        title="mean over seeds; band: minimum to maximum", title_fontsize=8, frameon=False, fontsize=9, ncols=4
+    )
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", **words)
     return figure
 
