@@ -31,7 +31,7 @@ def cells(settings: Settings) -> Iterator[Cell]:
             yield Cell(task, models, dict(n_layers=n_layers, k=k), title=f"{layers(n_layers)}, k = {k}")
 
 
-def layers(n_layers: int) -> str:
+def layers(n_layers: object) -> str:
     """``"1 layer"``, ``"2 layers"``."""
     return f"{n_layers} layer{'' if n_layers == 1 else 's'}"
 
@@ -67,7 +67,7 @@ def untrained(runs: Runs) -> Reasons:
     goal = Goal(1 / runs.settings["task"]["vocab_size"], best=1.0, y="accuracy")
     found: dict[Any, str | None] = {}
     for depth, rows in of_heldout(runs.curves).groupby("n_layers"):
-        name = (layers(int(str(depth))) + ", k = {}").format
+        name = (layers(depth) + ", k = {}").format
         by_k = goal.why_not_limited(rows, PLAIN, "k", rows["k"].min(), name)
         found[depth] = next(filter(None, by_k.values()), None)
     return found
