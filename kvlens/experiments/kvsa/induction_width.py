@@ -89,6 +89,7 @@ SWEEP = Sweep(
         colors={SHIFT_1: SHIFTED, PLAIN_2: PLAIN},
         title="Induction: the width that one shifted layer and two plain ones need",
         ticks=True,
+        log2=True,
     ),
     tables=lambda runs: {"curves": runs.curves, "accuracy": runs.measured},
 )

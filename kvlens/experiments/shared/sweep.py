@@ -138,6 +138,7 @@ def draw_panels(
     title: str | Callable[[pd.DataFrame], str],
     by: str | None = None,
     ticks: bool = False,
+    log2: bool = False,
 ) -> Figure:
     """``y`` against ``x``: mean over seeds, a band from minimum to maximum, and a line for guessing (column ``chance``).
 
@@ -149,6 +150,7 @@ def draw_panels(
         title: of a panel; or a function of its rows.
         by: the column whose values are the panels; None: one panel.
         ticks: whether each value of ``x`` has its tick and marker.
+        log2: whether the axis of ``x`` is logarithmic, with base 2.
     """
     groups = [table] if by is None else [rows for _, rows in table.groupby(by, sort=False)]
     figure = Figure(figsize=(7.4 if len(groups) == 1 else 4.4 * len(groups), 4.6), layout="constrained")
@@ -157,8 +159,11 @@ def draw_panels(
         draw_curves(axes, rows, x, y, colors=colors, **marker)
         if "chance" in rows:
             axes.axhline(rows["chance"].iloc[0], color="#64748b", linestyle=(0, (5, 3)), linewidth=0.8, label="chance")
+        if log2:
+            axes.set_xscale("log", base=2)
         if ticks:
-            axes.set_xticks(sorted(set(rows[x].tolist())))
+            values = sorted(set(rows[x].tolist()))
+            axes.set_xticks(values, [str(value) for value in values])
         axes.set_title(title if isinstance(title, str) else title(rows), loc="left", fontsize=11)
         axes.set(xlabel=xlabel, ylim=(-0.02, 1.04))
     figure.axes[0].set_ylabel(ylabel)
