@@ -135,13 +135,22 @@ def outcome(kind: str, change: dict[str, Any]) -> str:
     return "same" if difference < TOLERANCE else f"wrong: off by {difference:.3g}"
 
 
+def values_for(kind: str, name: str) -> list[Any]:
+    """Other values of a field. Activations and kinds of RoPE are read by the same code for all architectures, so each is tried
+    on a third of them, and all on four that differ in what is around that code.
+    """
+    shared = name in ("rope_parameters", "activation_function", "hidden_act")
+    third = slice(PLAIN.index(kind) % 3, None, 3)
+    return VALUES[name][third] if shared and kind not in ("gpt2", "neox", "llama", "olmo3") else VALUES[name]
+
+
 @pytest.mark.parametrize("kind", PLAIN)
 def test_every_field_is_honored_or_refused_by_name(kind):
     names = set(type(tiny_hf_model(kind).config)().to_dict()) - IRRELEVANT
     if "rope_parameters" in names:
         names |= set(UNDECLARED)
     assert names <= set(VALUES), "a field that no other value is known for: add one, or put it into IRRELEVANT"
-    changes = [{name: value} for name in sorted(names) for value in VALUES[name]] + TOGETHER.get(kind, [])
+    changes = [{name: value} for name in sorted(names) for value in values_for(kind, name)] + TOGETHER.get(kind, [])
     outcomes = [(change, outcome(kind, change)) for change in changes]
     assert [(change, found) for change, found in outcomes if found.startswith("wrong")] == []
     tried = {name for change, found in outcomes if found != "impossible" for name in change}
