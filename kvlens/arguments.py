@@ -1,8 +1,9 @@
 """What an argument has to be - a whole number, a path, a device - asked in one place and answered in one sentence."""
 
+import itertools
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+Span = tuple[int, int]
+"""A range of a prompt's tokens: first, and past the last."""
 DEEPEST = 200
 """Folders inside each other that a path may have: Python makes and clears them by recursion, which ends below a thousand."""
 MOST = 2**63 - 1
@@ -111,6 +114,28 @@ def numbers_of(what: str, values: Any) -> "Tensor":
     if found.is_complex():
         raise KVLensError(f"{what}: expected real numbers, got {found.dtype}; take their size or one of their parts")
     return found.double()
+
+
+def checked_spans(what: str, spans: Any, n_tokens: int) -> list[Span]:
+    """Spans in order.
+
+    Raises:
+        KVLensError: something else than pairs of whole numbers, outside the prompt, empty, or overlapping.
+    """
+    if not isinstance(spans, Sequence) or isinstance(spans, str):
+        raise KVLensError(f"{what}: expected token ranges such as [(3, 8)], got {brief(spans)}")
+    for span in spans:
+        is_pair = isinstance(span, tuple | list) and len(span) == 2 and all(type(end) is int for end in span)
+        if not is_pair or not 0 <= span[0] < span[1] <= n_tokens:
+            raise KVLensError(
+                f"{what}: expected token ranges (start, stop) with 0 <= start < stop <= {n_tokens}, the prompt's length, "
+                f"got {span!r}"
+            )
+    ordered = sorted((int(start), int(stop)) for start, stop in spans)
+    for (_, stop), (start, after) in itertools.pairwise(ordered):
+        if start < stop:
+            raise KVLensError(f"{what}: the token ranges overlap at {start} to {min(stop, after)}; give each token once")
+    return ordered
 
 
 def brief(value: Any) -> str:

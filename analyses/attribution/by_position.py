@@ -25,14 +25,14 @@ from ..sequences import PromptTokens, TextTokens
 from ..texts import token_texts
 from .answers import Answer, Question, Rival
 from .prompt import carried_by
-from .terms import written
+from .terms import factors, written
 from .units import Spans, Unit, units_of
 
 ALL = -1
 """In place of a layer: every one; in place of a position: the shift state, which has none."""
 
-Rows = Callable[[Tensor, int], KVBias]
-"""(positions, layer) -> a batch of biases, one position exchanged in each."""
+Rows = Callable[[Tensor], Callable[[int], KVBias]]
+"""positions -> layer -> a batch of biases, one position exchanged in each."""
 
 COLUMNS = Columns(
     unit=("int64", "from 0"),
@@ -136,13 +136,15 @@ def exchanged_positions(
         make = _softmax_rows(here, there, n_positions)
     score = float(question.scores_under(here.repeat(1))[0])
     whole = score - float(question.scores_under(there.repeat(1))[0])
-    found = []
-    for layer in layers:
-        for positions in torch.arange(n_positions).split(32):
-            found.append(score - question.scores_under(make(positions, layer)))
-        if has_shift_state(bias):
-            found.append(score - question.scores_under(_with_shift_state(here, there, layer)))
-    return whole, torch.cat(found)
+    found: dict[int, list[Tensor]] = {layer: [] for layer in layers}
+    for positions in torch.arange(n_positions).split(32):
+        of_layer = make(positions)
+        for layer in layers:
+            found[layer].append(score - question.scores_under(of_layer(layer)))
+    if has_shift_state(bias):
+        for layer in layers:
+            found[layer].append(score - question.scores_under(_with_shift_state(here, there, layer)))
+    return whole, torch.cat([part for layer in layers for part in found[layer]])
 
 
 def _softmax_rows(here: KVBias, there: KVBias, n_positions: int) -> Rows:
@@ -150,36 +152,44 @@ def _softmax_rows(here: KVBias, there: KVBias, n_positions: int) -> Rows:
     half = here.d_phi // 2
     before = half - n_positions  # keys of what the prompt continues
 
-    def make(positions: Tensor, layer: int) -> KVBias:
+    def make(positions: Tensor) -> Callable[[int], KVBias]:
         swapped = torch.zeros(len(positions), here.d_phi, dtype=torch.bool)
         row = torch.arange(len(positions))
         swapped[row, before + positions] = swapped[row, half + before + positions] = True
-        here_too = _layers(here, layer) & swapped.to(here.b_D.device)[None, :, None]
-        return replace(
-            here.repeat(len(positions)),
-            b_D=torch.where(here_too, there.b_D[:, None], here.b_D[:, None]),
-            b_KV=torch.where(here_too[..., None], there.b_KV[:, None], here.b_KV[:, None]),
-        )
+
+        def of_layer(layer: int) -> KVBias:
+            here_too = _layers(here, layer) & swapped.to(here.b_D.device)[None, :, None]
+            return replace(
+                here.repeat(len(positions)),
+                b_D=torch.where(here_too, there.b_D[:, None], here.b_D[:, None]),
+                b_KV=torch.where(here_too[..., None], there.b_KV[:, None], here.b_KV[:, None]),
+            )
+
+        return of_layer
 
     return make
 
 
 def _linear_rows(question: Question, bias: KVBias, other: Counterfactuals) -> Rows:
     """b_KV and b_D less one position's term, with the counterfactual's."""
-    n = len(question.prompt)
+    n, model = len(question.prompt), question.model
+    own, others = factors(model, question.prompt), factors(model, other)
 
-    def make(positions: Tensor, layer: int) -> KVBias:
+    def make(positions: Tensor) -> Callable[[int], KVBias]:
         chosen = torch.zeros(len(positions), n, dtype=torch.bool)
         chosen[torch.arange(len(positions)), positions] = True
-        taken = written(question.model, question.prompt, chosen)
-        given = written(question.model, other, chosen & other.kept.cpu())
-        here = _layers(bias, layer).to(bias.b_KV)
+        taken, given = written(model, own, chosen), written(model, others, chosen & other.kept.cpu())
         whole = bias.repeat(len(positions))
-        return replace(
-            whole,
-            b_KV=whole.b_KV + here[..., None] * (given.b_KV - taken.b_KV),
-            b_D=whole.b_D + here * (given.b_D - taken.b_D),
-        )
+
+        def of_layer(layer: int) -> KVBias:
+            here = _layers(bias, layer).to(bias.b_KV)
+            return replace(
+                whole,
+                b_KV=whole.b_KV + here[..., None] * (given.b_KV - taken.b_KV),
+                b_D=whole.b_D + here * (given.b_D - taken.b_D),
+            )
+
+        return of_layer
 
     return make
 

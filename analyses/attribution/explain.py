@@ -4,8 +4,10 @@ from dataclasses import dataclass
 
 import pandas as pd
 import torch
+from jaxtyping import Float, Int
+from torch import Tensor
 
-from kvlens import HookedKVTransformer
+from kvlens import Counterfactuals, HookedKVTransformer, logits_after
 from kvlens.signature import checked
 
 from ..sequences import PromptTokens, TextTokens
@@ -86,13 +88,13 @@ def explain(
     units = prompt_attribution(
         model, question.prompt, question.text, by=by, answer=question.answer, rival=question.rival, method=method, null=null
     )
-    alone = Question.of(model, question.prompt, question.text, question.answer)
-    other = question.rival if question.rival is not None else _nearest(alone)
-    against = Question.of(model, question.prompt, question.text, other)
     ranked = units[units["significant"]].sort_values("total_effect", ascending=False, key=abs)
     chosen = None if ranked.empty else int(ranked.index[0])
     rows = [[]] if chosen is None else [[], [(int(units["start"][chosen]), int(units["stop"][chosen]))]]
-    p = [asked.scores(asked.rows(rows)).exp().tolist() for asked in (alone, against)]
+    prompts = question.rows(rows)
+    first = logits_after(model, prompts, question.text)[:, 0]
+    other = question.rival if question.rival is not None else _nearest(first[0], question.answer)
+    p = [_probabilities(question, prompts, first, tokens) for tokens in (question.answer, other)]
     heads = positions = pd.DataFrame()
     if chosen is not None:
         given = dict(by=[rows[1][0]], answer=question.answer, rival=question.rival)
@@ -100,14 +102,21 @@ def explain(
         heads = heads[heads["unit"] == 0].reset_index(drop=True)
         positions = attribution_by_position(model, question.prompt, question.text, **given)  # type: ignore[arg-type]
     behind = len(question.text)
-    texts = [joined(token_texts(model, torch.cat([question.text, each]))[behind:]).strip() for each in (alone.answer, other)]
+    texts = [joined(token_texts(model, torch.cat([question.text, each]))[behind:]).strip() for each in (question.answer, other)]
     with_and_without = [(each[0], each[1] if len(each) > 1 else None) for each in p]
     return Explained(texts[0], texts[1], with_and_without[0], with_and_without[1], units, heads, positions, chosen)
 
 
-def _nearest(question: Question) -> torch.Tensor:
-    """The most probable first token that is not the answer's, with the prompt in front."""
-    together = torch.cat([question.prompt, question.text])[None]
-    logits = question.model(together, attention_mask=torch.ones_like(together))[0, -1].clone()
-    logits[question.answer[0]] = -torch.inf
-    return logits.argmax()[None]
+def _nearest(logits: Float[Tensor, " d_vocab"], answer: Int[Tensor, " answer_pos"]) -> Int[Tensor, "1"]:
+    """The most probable first token that is not the answer's."""
+    return logits.index_fill(0, answer[:1].to(logits.device), -torch.inf).argmax()[None].cpu()
+
+
+def _probabilities(
+    question: Question, prompts: Counterfactuals, first: Float[Tensor, "row d_vocab"], tokens: Int[Tensor, " answer_pos"]
+) -> list[float]:
+    """p(tokens) after each prompt; those of several tokens are read, that of one token is in the first logits."""
+    if len(tokens) == 1:
+        return first.double().softmax(dim=-1)[:, int(tokens)].tolist()
+    asked = Question.of(question.model, question.prompt, question.text, tokens)
+    return asked.scores(prompts).exp().tolist()

@@ -39,12 +39,14 @@ class Explanation(NamedTuple):
         levels: of each unit, as `kvlens.analyses.attribution.units.LEVELS` names it; empty where the caller chose.
         effects: f(whole) - f(without the unit), measured or predicted, nats.
         predict: f for any choice of units that are kept, as the method sees it.
+        whole: f of the whole prompt as measured; None where the method did not read it.
     """
 
     units: list[Unit]
     levels: list[str]
     effects: Float[Tensor, " unit"]
     predict: Predict
+    whole: float | None = None
 
 
 @runtime_checkable
@@ -75,7 +77,7 @@ class LeaveOneOut:
         kept = torch.cat([torch.ones(1, n, dtype=torch.bool), ~torch.eye(n, dtype=torch.bool)])
         scores = subset_scores(question, units, kept)
         effects = scores[0] - scores[1:]
-        return Explanation(units, [], effects, lambda rows: scores[0] - (~rows).double() @ effects)
+        return Explanation(units, [], effects, lambda rows: scores[0] - (~rows).double() @ effects, float(scores[0]))
 
 
 def chosen_subsets(n_subsets: int, n_units: int, seed: int) -> Bool[Tensor, "row unit"]:
@@ -123,7 +125,7 @@ class LinearFit:
 
         whole, n = torch.ones(1, len(units), dtype=torch.bool), len(units)
         effects = predict(whole) - predict(~torch.eye(n, dtype=torch.bool))
-        return Explanation(units, [], effects, predict)
+        return Explanation(units, [], effects, predict, float(scores[0]))
 
 
 @dataclass(frozen=True)
@@ -281,7 +283,7 @@ class Hierarchical:
             sizes = torch.tensor([effect for _, effect in finest], dtype=torch.float64)
             return whole - (~rows).double() @ (parts.double() @ sizes)
 
-        return Explanation([unit for unit, _, _ in found], [level for _, level, _ in found], effects, predict)
+        return Explanation([unit for unit, _, _ in found], [level for _, level, _ in found], effects, predict, whole)
 
 
 def _lies_in(unit: Unit, ranges: list[tuple[int, int]]) -> bool:

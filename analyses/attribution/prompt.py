@@ -84,7 +84,7 @@ def prompt_attribution(
     units = units_of(model, question.prompt, by)
     found = method_of(method).explain(question, units)
     baseline = float(question.scores(question.baseline())[0])
-    whole = float(question.scores(question.rows([[]]))[0])
+    whole = float(question.scores(question.rows([[]]))[0]) if found.whole is None else found.whole
     knockout = knockout_effects(question, found.units)
     nothing = torch.full_like(found.effects, float("nan"))
     p = nothing if null is None else p_values(found.effects, null.effects(question, units))

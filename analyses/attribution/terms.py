@@ -7,7 +7,7 @@ k_p and v_p are what the heads read at position p: shifted, where the model shif
 """
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -36,7 +36,7 @@ def without_positions(
         keep = _weights(bias, gone)
         whole = bias.repeat(len(gone))
         return replace(whole, b_KV=whole.b_KV * keep[..., None], b_D=whole.b_D * keep)
-    taken = written(model, prompt, gone)
+    taken = written(model, factors(model, prompt), gone)
     whole = bias.repeat(len(gone))
     return replace(whole, b_KV=whole.b_KV - taken.b_KV, b_D=whole.b_D - taken.b_D)
 
@@ -50,13 +50,29 @@ def _weights(bias: KVBias, gone: Bool[Tensor, "row pos"]) -> Float[Tensor, "1 ro
     return keep[None, :, None, :]
 
 
-def written(
-    model: HookedKVTransformer, prompt: Int[Tensor, " pos"] | Counterfactuals, chosen: Bool[Tensor, "row pos"]
-) -> KVBias:
+class Factors(NamedTuple):
+    """The factors of every position's terms in the bias of a linear model, from one pass over a prompt.
+
+    Attributes:
+        phi_k: phi(k_p), unrotated where RoPE follows the feature map.
+        v: v_p.
+        like: a bias of zeros of this model.
+    """
+
+    phi_k: Float[Tensor, "layer pos kv_head d_phi"]
+    v: Float[Tensor, "layer pos kv_head d_head"]
+    like: KVBias
+
+
+def factors(model: HookedKVTransformer, prompt: Int[Tensor, " pos"] | Counterfactuals) -> Factors:
+    """Read a prompt once; :func:`written` then adds up the terms of any of its positions."""
+    return Factors(*_features_and_values(model, prompt), convert_prompt(model, _first_token(prompt)).zero_like())
+
+
+def written(model: HookedKVTransformer, read: Factors, chosen: Bool[Tensor, "row pos"]) -> KVBias:
     """What chosen positions of a prompt wrote into the bias of a linear model: for each row the sum of their terms."""
-    phi_k, v = _features_and_values(model, prompt)
+    phi_k, v, like = read
     n_positions, fingerprint = chosen.shape[1], model.fingerprint()
-    like = convert_prompt(model, _first_token(prompt)).zero_like()
     b_kv = v.new_zeros(v.shape[0], len(chosen), *like.b_KV.shape[-3:])
     b_d = b_kv.new_zeros(b_kv.shape[:-1])
     at_once = max(1, BYTES_AT_ONCE // (like.b_KV.numel() * 8))

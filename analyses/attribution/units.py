@@ -8,6 +8,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from kvlens import HookedKVTransformer, KVLensError
+from kvlens.arguments import Span, checked_spans
 from kvlens.errors import nearest
 
 from ..sequences import begins_with_bos
@@ -31,7 +32,7 @@ class Unit(NamedTuple):
     stop: int
 
 
-Spans = Sequence[tuple[int, int]]
+Spans = Sequence[Span]
 
 
 def units_of(model: HookedKVTransformer, prompt: Int[Tensor, " pos"], by: str | Spans) -> list[Unit]:
@@ -83,15 +84,8 @@ LEVELS: dict[str, Callable[[str, str], bool]] = {"token": _token, "word": _word,
 """name -> whether a unit begins between two tokens, from their texts; finest first."""
 
 
-def _checked_ranges(spans: Spans, n_tokens: int, first: int) -> list[tuple[int, int]]:
-    for span in spans:
-        pair = isinstance(span, tuple | list) and len(span) == 2 and all(type(end) is int for end in span)
-        if not pair or not 0 <= span[0] < span[1] <= n_tokens:
-            raise KVLensError(f"by: expected token ranges (start, stop) with 0 <= start < stop <= {n_tokens}, got {span!r}")
-        if span[0] < first:
-            raise KVLensError(f"by: the range {span!r} holds BOS, which is always there and no unit; begin at {first}")
-    ranges = sorted((int(start), int(stop)) for start, stop in spans)
-    for (_, stop), (start, _) in itertools.pairwise(ranges):
-        if start < stop:
-            raise KVLensError(f"by: token ranges overlap at {start}; a token belongs to one unit")
+def _checked_ranges(spans: Spans, n_tokens: int, first: int) -> list[Span]:
+    ranges = checked_spans("by", spans, n_tokens)
+    if ranges and ranges[0][0] < first:
+        raise KVLensError(f"by: the range {ranges[0]!r} holds BOS, which is always there and no unit; begin at {first}")
     return ranges

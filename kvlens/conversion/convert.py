@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 from kvlens._tl import TransformerLensKeyValueCache
-from kvlens.arguments import check_choice, check_flag, check_function, check_whole
+from kvlens.arguments import Span, check_choice, check_flag, check_function, check_whole
 from kvlens.components import LinearCacheEntry, hidden_tokens_keep_positions
 from kvlens.conversion.carry import carry_layer_state, per_query_head
-from kvlens.conversion.counterfactual import Counterfactuals, Positions, Replacement, Span, counterfactuals_of
+from kvlens.conversion.counterfactual import Counterfactuals, Positions, Replacement, counterfactuals_of
 from kvlens.conversion.prompt import Prompt, PromptTokens, length_note, prompt_tokens
 from kvlens.conversion.softmax import ConversionMethod, Exact, convert_softmax_prompt, is_option, method_of, unknown_option
 from kvlens.errors import KVLensError, warn

@@ -15,22 +15,20 @@ The *baseline* is the prompt of which everything is deleted that is not always t
 b_D turned and decayed to the text's position, its shift state where the prompt's would stand; without BOS the empty prompt.
 """
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from kvlens.arguments import brief, check_choice
+from kvlens.arguments import Span, brief, check_choice, checked_spans
 from kvlens.conversion.prompt import PromptTokens, prompt_tokens
 from kvlens.errors import KVLensError
 from kvlens.model import HookedKVTransformer
 from kvlens.signature import checked
 
-Span = tuple[int, int]
 Positions = Literal["kept", "closed"]
 Replacement = str | Tensor | Sequence[int]
 
@@ -154,28 +152,6 @@ def counterfactuals_of(
         for (start, stop), new in each.items():
             rows[row, start:stop] = _replacement(model, new, stop - start).to(rows.device)
     return Counterfactuals(tokens, rows, kept, positions)
-
-
-def checked_spans(what: str, spans: Any, n_tokens: int) -> list[Span]:
-    """Spans in order.
-
-    Raises:
-        KVLensError: something else than pairs of whole numbers, outside the prompt, empty, or overlapping.
-    """
-    if not isinstance(spans, Sequence) or isinstance(spans, str):
-        raise KVLensError(f"{what}: expected token ranges such as [(3, 8)], got {brief(spans)}")
-    for span in spans:
-        is_pair = isinstance(span, tuple | list) and len(span) == 2 and all(type(end) is int for end in span)
-        if not is_pair or not 0 <= span[0] < span[1] <= n_tokens:
-            raise KVLensError(
-                f"{what}: expected token ranges (start, stop) with 0 <= start < stop <= {n_tokens}, the prompt's length, "
-                f"got {span!r}"
-            )
-    ordered = sorted((int(start), int(stop)) for start, stop in spans)
-    for (_, stop), (start, after) in itertools.pairwise(ordered):
-        if start < stop:
-            raise KVLensError(f"{what}: the token ranges overlap at {start} to {min(stop, after)}; give each token once")
-    return ordered
 
 
 def _replacement(model: HookedKVTransformer, new: Replacement, n_tokens: int) -> Int[Tensor, " pos"]:

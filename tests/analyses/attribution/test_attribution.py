@@ -7,11 +7,11 @@ from analysis_models import VARIANTS, random_model, tokens
 
 from analyses import attribution_by_head, attribution_by_position, prompt_attribution
 from analyses.attribution.answers import Question
-from analyses.attribution.methods import LinearFit, chosen_subsets, fitted, lasso
+from analyses.attribution.methods import Hierarchical, LinearFit, chosen_subsets, fitted, lasso
 from analyses.attribution.null import Null, p_values
-from analyses.attribution.terms import without_positions, written
+from analyses.attribution.terms import factors, without_positions, written
 from analyses.attribution.units import units_of
-from kvlens import HookedKVTransformer, KVLensError, KVShiftConfig, carry_bias, convert_prompt
+from kvlens import HookedKVTransformer, KVLensError, KVShiftConfig, carry_bias, convert_prompt, logits_after
 
 MODELS = {
     **VARIANTS,
@@ -93,7 +93,7 @@ def test_a_bias_is_the_sum_of_what_its_positions_wrote():
     for name, changes in VARIANTS.items():
         model = random_model(**changes)
         whole = convert_prompt(model, PROMPT)
-        parts = written(model, PROMPT, torch.eye(13, dtype=torch.bool))
+        parts = written(model, factors(model, PROMPT), torch.eye(13, dtype=torch.bool))
         torch.testing.assert_close(parts.b_KV.sum(dim=1), whole.b_KV, rtol=1e-12, atol=1e-9, msg=name)
         torch.testing.assert_close(parts.b_D.sum(dim=1), whole.b_D, rtol=1e-12, atol=1e-9, msg=name)
 
@@ -180,11 +180,33 @@ def test_one_positions_exchange_is_made_again_by_hooks():
     chosen[0, 11] = True
     question = Question.of(model, PROMPT, TEXT, 5)
     other = question.rows([[span]])
-    swapped = whole.b_KV - written(model, PROMPT, chosen).b_KV[:, 0] + written(model, other, chosen).b_KV[:, 0]
-    d = whole.b_D - written(model, PROMPT, chosen).b_D[:, 0] + written(model, other, chosen).b_D[:, 0]
+    taken, given = (written(model, factors(model, prompt), chosen) for prompt in (PROMPT, other))
+    swapped = whole.b_KV - taken.b_KV[:, 0] + given.b_KV[:, 0]
+    d = whole.b_D - taken.b_D[:, 0] + given.b_D[:, 0]
     changed = type(whole)(**{**{f: getattr(whole, f) for f in whole.__dataclass_fields__}, "b_KV": swapped, "b_D": d})
     row = table[(table["unit"] == 2) & (table["prompt_position"] == 11)]
     assert float(row["swap"].iloc[0]) == pytest.approx(log_p(model, whole, 5) - log_p(model, changed, 5), abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("method", ["leave_one_out", "linear", "contextcite", Hierarchical(("token",))])
+def test_the_whole_prompt_is_read_once(method, monkeypatch):
+    model, seen = random_model(), []
+
+    def counted(model, prompts, text, n_last=1, **options):
+        seen.append(int((prompts.kept.all(dim=1) & (prompts.tokens == prompts.original).all(dim=1)).sum()))
+        return logits_after(model, prompts, text, n_last, **options)
+
+    monkeypatch.setattr("analyses.attribution.answers.logits_after", counted)
+    prompt_attribution(model, PROMPT, TEXT, by=SPANS, answer=5, method=method)
+    assert sum(seen) == 1 + int(method == "contextcite" and sum(seen) > 1)  # its random subsets may hold the whole as well
+
+
+def test_positions_of_a_long_prompt_are_exchanged_from_two_readings(monkeypatch):
+    """One of the prompt and one of the counterfactual prompt, however many positions and layers there are."""
+    read = []
+    monkeypatch.setattr("analyses.attribution.by_position.factors", lambda *args: read.append(args) or factors(*args))
+    table = attribution_by_position(random_model(kv_shift=None), tokens(70, 1), TEXT, by=[(3, 6)], answer=5, each_layer=True)
+    assert len(table) == 70 * 3 and len(read) == 2
 
 
 def test_answers_of_several_tokens_add_up_and_a_rival_is_taken_away(model):
