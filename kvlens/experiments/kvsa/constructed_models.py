@@ -1,4 +1,5 @@
-"""Models whose weights are written down instead of trained: the induction heads of KVSA th. 1-3, as HookedKVTransformers.
+"""Models whose weights are written down instead of trained: the induction heads of KVSA th. 1-3, as HookedKVTransformers, and a
+circuit of two of them.
 
 All are attention-only, without norms; what is not set below is zero. ``embeddings`` are W_E, one row per token.
 
@@ -10,6 +11,8 @@ All are attention-only, without norms; what is not set below is zero. ``embeddin
 - :func:`landscape_model`: one layer, width 2T, in which only the shift coefficients are free. Embeddings stand in the first
   half of the stream, the head writes to the second, and the unembedding reads the second: the residual connection does not
   reach the logits.
+- :func:`two_hop_circuit`: two layers of two heads, width 4d, the shifted head of th. 2 twice. The first notes what it finds
+  where the second looks it up, so that every head and every position behind an answer is known.
 
 What the first of two layers copies: with r = e^{-p1}, a query s gives its t-th predecessor weight proportional to r^t. A head
 that cannot see its own token therefore writes x_{s-1} with weight 1 - O(r) and leaks O(r) of what lies before: this is th. 1,
@@ -104,6 +107,42 @@ def landscape_model(embeddings: Float[Tensor, "token d"]) -> HookedKVTransformer
 
 
 @torch.no_grad()
+def two_hop_circuit(embeddings: Float[Tensor, "token d"], strength: float, sigma: float | None = None) -> HookedKVTransformer:
+    """Reads facts of two tokens, subject and value, and answers a subject with the value of its value.
+
+    After "box cellar, key box" the token "key" is answered "cellar". The stream has four parts of d features: the token, the
+    note, the answer, and one that nothing reads. Head 0 of the first layer looks up each token as a subject and writes the
+    value found into the note: at the "box" of "key box" it writes "cellar". Head 0 of the second layer looks up the current
+    token as a subject and copies the note found there into the answer. Head 1 of either layer reads the same and writes where
+    nothing reads. The unembedding reads the answer.
+
+    Args:
+        embeddings: orthonormal.
+        strength: the logit of an answer that was found; that of every other token is 0.
+        sigma: None for linear attention without normalizer, which finds exactly: what is not there adds nothing. A number for
+            softmax of that temperature: a token found has weight 1 - O(e^{-1 / sigma}), and where none is found, every visible
+            position counts alike.
+
+    Returns:
+        The model, without positions.
+    """
+    d = embeddings.shape[1]
+    kind: dict[str, Any] = {} if sigma is not None else dict(attention="linear", feature_map="identity", normalizer="none")
+    shift = KVShiftConfig(window=1, values=False)
+    model = _model_of_zeros(embeddings, 4 * d, d, 2, sigma or 1.0, kv_shift=shift, n_heads=2, **kind)
+    token, note, answer, unread = (slice(part * d, (part + 1) * d) for part in range(4))
+    one = torch.eye(d, dtype=embeddings.dtype)
+    for layer, (read, write) in enumerate(((token, note), (note, answer))):
+        attn = model.blocks[layer].attn
+        attn.k_shift_coef.copy_(torch.tensor([[0.0, 1.0]]))
+        attn.W_Q[:, token] = attn.W_K[:, token] = one
+        attn.W_V[:, read] = one
+        attn.W_O[0, :, write] = attn.W_O[1, :, unread] = one
+    model.unembed.W_U[answer] = strength * embeddings.T
+    return model
+
+
+@torch.no_grad()
 def set_shift(model: HookedKVTransformer, alpha_1: float, beta_1: float) -> None:
     """Put the one head of a one-layer model at (alpha_1, 1 - alpha_1) for keys and (beta_1, 1 - beta_1) for values."""
     attn = model.blocks[0].attn
@@ -119,12 +158,14 @@ def _model_of_zeros(
     sigma: float,
     slopes: Sequence[float] | None = None,
     kv_shift: KVShiftConfig | None = None,
+    n_heads: int = 1,
+    **settings: Any,
 ) -> HookedKVTransformer:
     """Attention only, no norm, every parameter 0 but W_E, which holds ``embeddings`` in its first features."""
     n_tokens, d = embeddings.shape
     config = HookedKVTransformerConfig(
         n_layers=n_layers,
-        n_heads=1 if slopes is None else len(slopes),
+        n_heads=n_heads if slopes is None else len(slopes),
         d_model=d_model,
         d_head=d_head,
         d_vocab=n_tokens,
@@ -138,6 +179,7 @@ def _model_of_zeros(
         dtype=embeddings.dtype,
         device="cpu",
         init_weights=False,
+        **settings,
     )
     model = HookedKVTransformer(config)
     for parameter in model.parameters():

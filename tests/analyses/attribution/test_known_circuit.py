@@ -1,0 +1,94 @@
+"""A circuit built by hand, on which the answer's sentences, heads and positions are known, and every effect has a formula."""
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+
+from analyses import attribution_by_head, attribution_by_position, prompt_attribution
+from kvlens.experiments.kvsa.constructed_models import two_hop_circuit
+
+BOX, CELLAR, SACK, BARN, KEY, COIN, REST = range(7)
+N_TOKENS, STRENGTH = 8, 6.0
+FACTS = [(SACK, BARN), (BOX, CELLAR), (COIN, SACK), (KEY, BOX), (REST, 7)]
+PROMPT = torch.tensor([token for fact in FACTS for token in fact])
+SPANS = [(2 * i, 2 * i + 2) for i in range(len(FACTS))]
+OUTER, INNER = 1, 3
+NOTE = 7
+"""Position of "box" in "key box"."""
+TEXT = torch.tensor([KEY])
+EXACT = 1e-12
+
+
+def log_p(logits: dict[int, float], token: int) -> float:
+    """Of a token, where all that are not named have the logit 0."""
+    whole = sum(math.exp(logits.get(t, 0.0)) for t in range(N_TOKENS))
+    return logits.get(token, 0.0) - math.log(whole)
+
+
+@pytest.fixture(scope="module", params=[None, 0.02], ids=["linear", "softmax"])
+def circuit(request):
+    embeddings = torch.linalg.qr(torch.randn(N_TOKENS, N_TOKENS, generator=torch.Generator().manual_seed(0)).double()).Q
+    return two_hop_circuit(embeddings, STRENGTH, request.param)
+
+
+def mean_of(tokens: list[int]) -> dict[int, float]:
+    """Logits of an answer that is the mean of these tokens."""
+    return {token: STRENGTH * n / len(tokens) for token, n in Counter(tokens).items()}
+
+
+def outer_effect(circuit) -> float:
+    """Of the sentence that says where the box is."""
+    found = log_p({CELLAR: STRENGTH}, CELLAR)
+    if circuit.cfg.attention == "linear":
+        return found - log_p({}, CELLAR)
+    prompt = PROMPT.tolist()  # without it the note at "box" is the mean of all tokens up to there
+    return found - log_p(mean_of(prompt[:2] + prompt[4 : NOTE + 1]), CELLAR)
+
+
+def test_both_sentences_are_the_cause_and_no_other(circuit):
+    table = prompt_attribution(circuit, PROMPT, TEXT, by=SPANS, answer=CELLAR)
+    assert int(circuit(torch.cat([PROMPT, TEXT])[None])[0, -1].argmax()) == CELLAR
+    effects = table["total_effect"].tolist()
+    assert effects[OUTER] == pytest.approx(outer_effect(circuit), abs=EXACT)
+    assert set(table["total_effect"].nlargest(2).index) == {OUTER, INNER}
+    assert max(abs(effects[unit]) for unit in (0, 2, 4)) < EXACT
+    if circuit.cfg.attention == "linear":
+        assert effects[INNER] == pytest.approx(outer_effect(circuit), abs=EXACT)
+
+
+def test_what_was_noted_while_the_prompt_was_read_has_no_knockout_effect(circuit):
+    table = prompt_attribution(circuit, PROMPT, TEXT, by=SPANS, answer=CELLAR)
+    knockout = table["knockout_effect"].tolist()
+    assert abs(knockout[OUTER]) < EXACT < 1.0 < knockout[INNER]
+
+
+def test_the_one_head_that_reads_the_note_has_the_whole_effect(circuit):
+    heads = attribution_by_head(circuit, PROMPT, TEXT, by=SPANS, answer=CELLAR)
+    # With softmax and without the inner sentence nothing is found, and the text's own note, of L0H0, counts like any other.
+    for unit in (OUTER, INNER) if circuit.cfg.attention == "linear" else (OUTER,):
+        of_unit = heads[heads["unit"] == unit].set_index(["layer", "head"])
+        whole = of_unit["whole"].iloc[0]
+        assert whole > 1.0
+        expected = [0.0, 0.0, whole, 0.0]  # L0H0 wrote the note, into the prompt; the text reads it through L1H0
+        assert of_unit["swap"].tolist() == pytest.approx(expected, abs=EXACT)
+        assert of_unit["converse"].tolist() == pytest.approx([whole - effect for effect in expected], abs=EXACT)
+        assert of_unit["interaction"].abs().max() < EXACT
+    assert heads[heads["unit"].isin([0, 2, 4])]["swap"].abs().max() < EXACT
+
+
+def test_the_note_is_the_one_position_that_is_read(circuit):
+    table = attribution_by_position(circuit, PROMPT, TEXT, by=SPANS, answer=CELLAR, each_layer=True)
+    outer = table[(table["unit"] == OUTER) & (table["part"] == "position")]
+    for layer, size in ((-1, 1.0), (0, 0.0), (1, 1.0)):
+        swaps = outer[outer["layer"] == layer].set_index("prompt_position")["swap"]
+        assert swaps[NOTE] == pytest.approx(size * outer["whole"].iloc[0], abs=EXACT)
+        assert swaps.drop(NOTE).abs().max() < EXACT
+    noted = outer[(outer["layer"] == -1) & (outer["prompt_position"] == NOTE)].iloc[0]
+    assert not noted["in_unit"] and not noted["in_shift_window"]
+    inner = table[(table["unit"] == INNER) & (table["part"] == "position") & (table["layer"] == -1)]
+    assert inner.loc[inner["swap"].idxmax(), "prompt_position"] == NOTE
+    if circuit.cfg.attention == "linear":
+        assert inner["swap"].max() == pytest.approx(inner["whole"].iloc[0], abs=EXACT)
+        assert inner.set_index("prompt_position")["swap"].drop(NOTE).abs().max() < EXACT
