@@ -2,6 +2,11 @@
 
 A head's part is its b_KV and b_D (softmax: its virtual keys, with weights and values) and its shift state, which belongs to a
 key-value head: with grouped queries the swap of one query head takes the shift state of its whole group along.
+
+Unrelated units, put where the unit stands, say two things more. A head's *null* is its swap between the prompt with an
+unrelated unit and the prompt without it: what this head does for text that has nothing to do with the answer. And they are
+other counterfactuals than the deletion: how often a head leads when its part comes from a prompt with an unrelated unit
+(resample ablation) says whether the ranking depends on that choice.
 """
 
 from collections.abc import Sequence
@@ -21,6 +26,7 @@ from ..inputs import ANSWER, PROMPT, TEXT
 from ..predictions import EFFECT
 from ..sequences import PromptTokens, TextTokens
 from .answers import Answer, Positions, Question, Rival
+from .null import SIGNIFICANT, Null
 from .units import Spans, Unit, units_of
 
 COLUMNS = Columns(
@@ -35,8 +41,17 @@ COLUMNS = Columns(
     whole=("float64", f"{EFFECT}; all of them from there, which is the unit's total effect"),
     sum_over_heads=("float64", "of swap, nats"),
     interaction=("float64", "whole - sum_over_heads: what heads do together alone, nats"),
+    p_value=("float64", "share of unrelated units for which this head's swap is as large; NaN without a null, and for unit -1"),
+    significant=("bool", f"p_value at most {SIGNIFICANT}"),
+    leads=(
+        "float64",
+        "share of unrelated units, put in the unit's place as the counterfactual, with which this head's swap is the largest "
+        "of all: near 1 or 0 where the ranking is stable; NaN without a null, and for unit -1",
+    ),
 )
 WHOLE_PROMPT = -1
+ROUNDING = 1e-6
+"""Nats: effects of heads that differ by less are alike."""
 
 
 @COLUMNS.document
@@ -50,12 +65,15 @@ def attribution_by_head(
     by: str | Spans = "sentence",
     answer: Answer = None,
     rival: Rival = None,
+    null: Null | None = None,
     positions: Positions = "kept",
 ) -> pd.DataFrame:
     """What each head does for each unit of a prompt, and for the whole prompt against the baseline.
 
     Args:
         model, prompt, text, by, answer, rival, positions: as :func:`kvlens.analyses.attribution.prompt.prompt_attribution`.
+        null: where unrelated units come from (:class:`kvlens.analyses.attribution.null.Null`); None leaves p-values and the
+            ranking's stability out.
 
     Returns:
         One row per unit (the whole prompt first), layer and head:
@@ -80,6 +98,13 @@ def attribution_by_head(
     whole = torch.stack([each[0] for each in measured]).repeat_interleave(n_pairs)
     swap, converse = (torch.cat([each[i] for each in measured]) for i in (1, 2))
     total = swap.view(-1, n_pairs).sum(dim=1).repeat_interleave(n_pairs)
+    p, leads = torch.full((2, len(listed), n_pairs), float("nan"), dtype=torch.float64)
+    for number, unit in enumerate(units if null is not None else ()):
+        assert null is not None
+        unrelated, resampled = unrelated_swaps(question, bias, unit, null)
+        own = swap.view(-1, n_pairs)[1 + number]
+        p[1 + number] = (1.0 + (unrelated.abs() >= own.abs() - ROUNDING).double().sum(dim=0)) / (1.0 + len(unrelated))
+        leads[1 + number] = torch.bincount(resampled.argmax(dim=1), minlength=n_pairs).double() / len(resampled)
     return COLUMNS.frame(
         {
             "unit": torch.arange(WHOLE_PROMPT, len(units)).repeat_interleave(n_pairs),
@@ -93,6 +118,9 @@ def attribution_by_head(
             "whole": whole,
             "sum_over_heads": total,
             "interaction": whole - total,
+            "p_value": p.flatten(),
+            "significant": p.flatten() <= SIGNIFICANT,
+            "leads": leads.flatten(),
         }
     )
 
@@ -100,6 +128,19 @@ def attribution_by_head(
 def row_of(biases: KVBias, index: int) -> KVBias:
     """One prompt of a batch, as a batch of one."""
     return biases.select_prompt(index).repeat(1)
+
+
+def unrelated_swaps(
+    question: Question, bias: KVBias, unit: Unit, null: Null
+) -> tuple[Float[Tensor, "null head_of_model"], Float[Tensor, "null head_of_model"]]:
+    """Swaps for unrelated units in the unit's place: from a prompt with one to that without, and from the prompt to these."""
+    span = (unit.start, unit.stop)
+    new = null.drawn(question, [unit] * null.n_units)
+    with_them = convert_prompt(question.model, question.rows([[]] * len(new), [{span: each} for each in new]))
+    without = convert_prompt(question.model, question.rows([[span]]))
+    unrelated = [swapped_heads(question, with_them.select_prompt(i), without)[1] for i in range(len(new))]
+    resampled = [swapped_heads(question, bias, row_of(with_them, i))[1] for i in range(len(new))]
+    return torch.stack(unrelated), torch.stack(resampled)
 
 
 def swapped_heads(
@@ -122,14 +163,31 @@ def swapped_heads(
     return falls[1], falls[2 : 2 + n], falls[2 + n :]
 
 
+def _by_head(
+    model: HookedKVTransformer,
+    prompt: PromptTokens,
+    text: TextTokens,
+    *,
+    answer: Answer = None,
+    rival: Rival = None,
+    by: str = "sentence",
+    n_null: int = 0,
+    positions: Positions = "kept",
+) -> pd.DataFrame:
+    """:func:`attribution_by_head` with a null of texts that the model writes by itself; 0 leaves it out."""
+    null = Null(n_null) if n_null else None
+    return attribution_by_head(model, prompt, text, by=by, answer=answer, rival=rival, null=null, positions=positions)
+
+
 ATTRIBUTION_BY_HEAD = Analysis(
     name="attribution_by_head",
     summary="through which heads a sentence (word, token) of the prompt acts: parts of the bias swapped",
-    function=attribution_by_head,
+    function=_by_head,
     columns=COLUMNS,
     inputs={"prompt": PROMPT, "text": TEXT, "answer": ANSWER, "rival": Field("rival", required=False)},
     options={
         "by": Option("the units", choices=("token", "word", "sentence", "paragraph")),
+        "n_null": Option("units of unrelated texts to compare each head with; 0 for none"),
         "positions": Option("what follows a deleted unit stays, or moves up", choices=("kept", "closed")),
     },
 )

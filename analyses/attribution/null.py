@@ -44,7 +44,7 @@ class Null:
     def effects(self, question: Question, units: Sequence[Unit]) -> Float[Tensor, " null"]:
         """Null effects, spread evenly over the units' places."""
         where = [units[i % len(units)] for i in range(self.n_units)]
-        unrelated = self._drawn(question, where)
+        unrelated = self.drawn(question, where)
         spans = [(unit.start, unit.stop) for unit in where]
         with_them = question.rows([[]] * len(spans), [{span: new} for span, new in zip(spans, unrelated, strict=True)])
         distinct = list(dict.fromkeys(spans))
@@ -52,7 +52,8 @@ class Null:
         index = torch.tensor([distinct.index(span) for span in spans])
         return question.scores(with_them) - without[index]
 
-    def _drawn(self, question: Question, where: Sequence[Unit]) -> list[Int[Tensor, " pos"]]:
+    def drawn(self, question: Question, where: Sequence[Unit]) -> list[Int[Tensor, " pos"]]:
+        """For each unit, one of an unrelated prompt of as many tokens."""
         generator = torch.Generator().manual_seed(self.seed)
         longest = max(unit.stop - unit.start for unit in where)
         sources = self._sources(question, longest)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from analyses import attribution_by_head, attribution_by_position, prompt_attribution
+from analyses.attribution.null import Null
 from kvlens.experiments.kvsa.constructed_models import two_hop_circuit
 
 BOX, CELLAR, SACK, BARN, KEY, COIN, REST = range(7)
@@ -92,3 +93,18 @@ def test_the_note_is_the_one_position_that_is_read(circuit):
     if circuit.cfg.attention == "linear":
         assert inner["swap"].max() == pytest.approx(inner["whole"].iloc[0], abs=EXACT)
         assert inner.set_index("prompt_position")["swap"].drop(NOTE).abs().max() < EXACT
+
+
+def test_the_head_that_reads_the_note_is_significant_and_always_leads(circuit):
+    """Unrelated units of tokens that are neither asked for nor on the way to the answer."""
+    generator = torch.Generator().manual_seed(1)
+    unrelated = torch.tensor([SACK, BARN, COIN, REST, 7])[torch.randint(5, (40, 6), generator=generator)]
+    null = Null(39, list(unrelated))
+    table = attribution_by_head(circuit, PROMPT, TEXT, by=SPANS, answer=CELLAR, null=null)
+    outer = table[table["unit"] == OUTER].set_index(["layer", "head"])
+    assert outer["significant"].tolist() == [False, False, True, False]
+    assert outer.loc[(1, 0), "p_value"] == 1 / 40
+    assert outer["leads"].tolist() == [0.0, 0.0, 1.0, 0.0]
+    assert table[table["unit"] == -1][["p_value", "leads"]].isna().all(axis=None)
+    plain = attribution_by_head(circuit, PROMPT, TEXT, by=SPANS, answer=CELLAR)
+    assert plain[["p_value", "leads"]].isna().all(axis=None) and not plain["significant"].any()
