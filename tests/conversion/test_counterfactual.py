@@ -13,6 +13,7 @@ from kvlens import (
     counterfactuals,
     logits_after,
 )
+from kvlens.conversion import Landmark, RandomProjections, Taylor
 
 SIZES = dict(n_layers=3, d_model=20, d_head=4, n_heads=5, n_ctx=64, d_vocab=31, act_fn="gelu", dtype=torch.float64, seed=3)
 SHIFT = KVShiftConfig(window=2, queries=True)
@@ -166,3 +167,27 @@ def test_the_passes_of_other_threads_and_of_ordinary_masks_are_as_before(model):
     before = model(PROMPT[None], attention_mask=mask)
     convert_prompt(model, PROMPT, without=[(3, 6)])
     assert torch.equal(model(PROMPT[None], attention_mask=mask), before)
+
+
+SOFTMAX = [name for name in KINDS if name.startswith("softmax") and name not in ("softmax alibi", "softmax windows")]
+"""With ALiBi and windows, fitted methods do not apply: a key's score depends on its distance."""
+
+
+@pytest.mark.parametrize("name", SOFTMAX)
+def test_a_fitted_method_sees_no_deleted_token(name):
+    model = HookedKVTransformer(HookedKVTransformerConfig(**{**SIZES, **KINDS[name]}))
+    other = PROMPT.clone()
+    other[3:6] = torch.tensor([20, 21, 22])
+    reference = torch.arange(24).reshape(2, 12)
+    for method in (
+        Landmark(n_keys=4, reference=reference),
+        RandomProjections(n_features=16, reference=reference),
+        Taylor(reference=reference),
+    ):
+        made = [convert_prompt(model, prompt, without=[(3, 6)], method=method) for prompt in (PROMPT, other)]
+        close(made[0].b_KV, made[1].b_KV)
+        close(read(model, made[0]), read(model, made[1]))
+    every = convert_prompt(model, PROMPT, without=[(3, 6)], method=Landmark(n_keys=10, reference=reference))
+    torch.testing.assert_close(
+        read(model, every), read(model, convert_prompt(model, PROMPT, without=[(3, 6)])), rtol=0, atol=1e-6
+    )
