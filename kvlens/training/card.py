@@ -92,7 +92,8 @@ def _measurements(held: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _answer_rows(answers: dict[str, Any]) -> list[tuple[str, str]]:
-    about = f"right answers, {answers['n_facts']} facts"
+    hops = {None: "", 1: ", one hop", 2: ", two hops"}[answers.get("hops")]
+    about = f"right answers, {answers['n_facts']} facts{hops}"
     rows = [
         (f"{about} ({answers['n_answers']:,} questions), after the story", answers["with_story"]),
         (f"{about}, the story converted to a bias", answers["converted"]),

@@ -10,8 +10,9 @@ from kvlens import HookedKVTransformer
 from kvlens.errors import KVLensError
 from kvlens.tasks import make_task
 from kvlens.tasks.facts import FactsTask, Story, answer_shares, judged_questions, word_tokenizer
+from kvlens.tasks.facts.nested import notes
 from kvlens.tasks.facts.story import is_heldout_pair
-from kvlens.tasks.facts.words import KINDS
+from kvlens.tasks.facts.words import KINDS, ROOM
 from kvlens.training import build_model
 
 TASK = FactsTask(min_facts=2, max_facts=7, length=120)
@@ -217,3 +218,52 @@ def test_a_bad_setting_is_refused(settings, message):
     with pytest.raises(KVLensError, match="task 'facts'") as error:
         make_task("facts", **settings)
     assert message in str(error.value)
+
+
+NESTED = FactsTask(min_facts=2, max_facts=8, length=128, hops=2, notes=True)
+
+
+@pytest.mark.parametrize("split", ["train", "heldout"])
+def test_a_story_of_two_hops_tells_both_halves_of_every_answer(split):
+    drawn, tokenizer = NESTED.stories(80, seeded(2), split), word_tokenizer(hops=True)
+    seen = Counter()
+    for story in drawn:
+        assert tokenizer.encode(f"{story.prompt} {story.text}") == story.tokens
+        assert {len(sentence.words) for sentence in story.sentences} == {7}  # any can stand in another's place
+        assert all(is_heldout_pair(*sentence.fact) == (split == "heldout") for sentence in story.sentences)
+        values = [sentence.fact.value for sentence in story.sentences]
+        assert len(set(values)) == len(values)
+        for question in story.questions:
+            inner, outer = story.sentences[question.sentence], story.sentences[question.origins[0]]
+            told = story.tokens[outer.value_position]
+            assert story.tokens[question.value_position] == told and question.fact.subject == inner.fact.subject
+            seen[len(question.origins)] += 1
+            if len(question.origins) == 2:
+                assert question.origins[0] < question.origins[1] == question.sentence
+                assert inner.fact.value == outer.fact.subject and question.fact.value == outer.fact.value
+        for position, room in notes(story):
+            inner = next(s for s in story.sentences if s.start <= position < s.start + len(s.words))
+            outer = next(s for s in story.sentences if s.fact.subject == inner.fact.value)
+            assert position == inner.value_position and room == outer.fact.value and outer.start < inner.start
+        first = [question for question in story.questions if not question.repeated]
+        assert len({(q.sentence, len(q.origins)) for q in first}) == len(first)
+    assert seen[1] > 100 and seen[2] > 100
+
+
+def test_notes_are_asked_for_in_training_alone():
+    batch = NESTED.sample(16, seeded(3))
+    held = NESTED.sample(16, seeded(3), "heldout")
+    plain = make_task("facts", **{**NESTED.settings(), "notes": False}).sample(16, seeded(3))
+    assert torch.equal(batch.inputs, plain.inputs) and int(batch.scored.sum()) > int(plain.scored.sum())
+    rooms = {word_tokenizer(hops=True).get_vocab()["\u2581" + room] for room in ROOM.values}
+    assert set(batch.targets[batch.scored & ~plain.scored].tolist()) <= rooms
+    first_question = (held.inputs == word_tokenizer(hops=True).get_vocab()["?"]).long().argmax(dim=1)
+    assert all(not held.scored[row, :end].any() for row, end in enumerate(first_question.tolist()))
+
+
+def test_words_of_two_hops_change_no_number():
+    plain, more = word_tokenizer(pronouns=True).get_vocab(), word_tokenizer(hops=True).get_vocab()
+    assert {word: more[word] for word in plain} == plain and NESTED.d_input == len(more)
+    for bad in (dict(hops=3), dict(hops=2, update_share=0.1, length=300), dict(notes=True), dict(hops=2, min_facts=1)):
+        with pytest.raises(KVLensError, match="hops|notes"):
+            FactsTask(**bad)

@@ -4,6 +4,7 @@
 
 - :mod:`~kvlens.tasks.facts.words`, ``tokenizer``: a few hundred words, one token each;
 - :mod:`~kvlens.tasks.facts.story`: drawing a story, and the ground truth, which is where each answer stands;
+- :mod:`~kvlens.tasks.facts.nested`: the same for stories whose answers need two sentences;
 - :mod:`~kvlens.tasks.facts.task`: stories as batches;
 - :mod:`~kvlens.tasks.facts.answers`: which answers of a model are right, and what guessing would reach.
 """
@@ -13,6 +14,7 @@ from kvlens.tasks.facts.answers import (
     Judged,
     answer_shares,
     judged_questions,
+    judging_hops,
     question_tokens,
     right_after_story,
     right_with_bias,
@@ -32,6 +34,7 @@ __all__ = [
     "Story",
     "answer_shares",
     "judged_questions",
+    "judging_hops",
     "question_tokens",
     "right_after_story",
     "right_with_bias",

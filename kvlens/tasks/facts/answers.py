@@ -6,6 +6,7 @@ what belongs to what takes any value of that kind in the story.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -63,6 +64,17 @@ def judged_questions(stories: Sequence[Story]) -> Judged:
         torch.tensor([question.value_position for _, question in asked]),
         torch.tensor([tokens[row][question.value_position] for row, question in asked]),
     )
+
+
+def judging_hops(stories: Sequence[Story], hops: int) -> list[Story]:
+    """The same stories in which only questions that need so many sentences are judged; the others count as asked before."""
+
+    def marked(story: Story) -> Story:
+        return replace(
+            story, questions=tuple(replace(q, repeated=q.repeated or len(q.origins) != hops) for q in story.questions)
+        )
+
+    return [marked(story) for story in stories]
 
 
 def question_tokens(stories: Sequence[Story]) -> Int[Tensor, "story pos"]:

@@ -63,10 +63,12 @@ class Question:
 
     Attributes:
         fact: what is asked for.
-        sentence: which sentence of the story states it: the last one about this subject and kind.
+        sentence: which sentence of the story states it: the last one about this subject and kind. Where the answer is two hops
+            away, the one about this subject.
         words: of question and answer.
         start: position of its first token.
         repeated: whether it was asked before.
+        outer: where the answer is two hops away, the sentence that states the value of what the other one names.
     """
 
     fact: Fact
@@ -74,6 +76,12 @@ class Question:
     words: tuple[str, ...]
     start: int
     repeated: bool
+    outer: int | None = None
+
+    @property
+    def origins(self) -> tuple[int, ...]:
+        """Every sentence that the answer needs, in the order in which they are told."""
+        return (self.sentence,) if self.outer is None else (self.outer, self.sentence)
 
     @property
     def answer_start(self) -> int:
@@ -126,7 +134,7 @@ class Story:
     @property
     def tokens(self) -> list[int]:
         """BOS, story, questions and answers as token ids."""
-        ids = token_ids(pronouns=True)  # which number all other words as without
+        ids = token_ids(pronouns=True, hops=True)  # the fullest vocabulary: a word has the same number in all of them
         parts: tuple[Sentence | Question, ...] = (*self.sentences, *self.questions)
         return [ids[BOS], *(ids[word] for part in parts for word in part.words)]
 
@@ -161,14 +169,14 @@ def draw_facts(n_facts: int, random: Random, *, heldout: bool) -> list[Fact]:
         facts = [
             fact
             for kind, count in zip(kinds, counts, strict=True)
-            for fact in _pair(kind, subjects[kind.subjects][:count], random, heldout)
+            for fact in paired(kind, subjects[kind.subjects][:count], random, heldout)
         ]
         if len(facts) == n_facts:
             random.shuffle(facts)
             return facts
 
 
-def _pair(kind: Kind, subjects: Sequence[str], random: Random, heldout: bool) -> list[Fact]:
+def paired(kind: Kind, subjects: Sequence[str], random: Random, heldout: bool) -> list[Fact]:
     """Give each subject a value of its own, on the right side of the split; fewer facts where the values do not suffice."""
     facts: list[Fact] = []
     left = list(kind.values)
@@ -230,7 +238,7 @@ def draw_story(
     sentences: list[Sentence] = []
     end = 1
     for fact, outdated, pronoun in told:
-        words = _filled(fact.kind.pronoun if pronoun else random.choice(fact.kind.statements), fact)
+        words = filled(fact.kind.pronoun if pronoun else random.choice(fact.kind.statements), fact)
         sentences.append(Sentence(fact, words, end, outdated, pronoun))
         end += len(words)
     holds = [number for number, sentence in enumerate(sentences) if not sentence.outdated]
@@ -238,7 +246,7 @@ def draw_story(
     while True:
         for number in random.sample(holds, n_facts):
             fact = sentences[number].fact
-            words = _filled(fact.kind.question, fact) + _filled(fact.kind.answer, fact)
+            words = filled(fact.kind.question, fact) + filled(fact.kind.answer, fact)
             if end + len(words) > n_tokens:
                 return Story(tuple(sentences), tuple(questions))
             questions.append(Question(fact, number, words, end, repeated=len(questions) >= n_facts))
@@ -250,6 +258,7 @@ def _template(sentence: str) -> tuple[str, ...]:
     return tuple(words_of(sentence))
 
 
-def _filled(sentence: str, fact: Fact) -> tuple[str, ...]:
+def filled(sentence: str, fact: Fact) -> tuple[str, ...]:
+    """The words of a sentence about a fact."""
     placed = {"{s}": fact.subject, "{v}": fact.value}
     return tuple(placed.get(word, word) for word in _template(sentence))

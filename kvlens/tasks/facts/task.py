@@ -13,11 +13,13 @@ from kvlens.model import HookedKVTransformer
 from kvlens.signature import checked
 from kvlens.tasks.batch import Batch, Model, Task
 from kvlens.tasks.checks import require_between, require_drawable, require_integers
-from kvlens.tasks.facts.answers import answer_shares
+from kvlens.tasks.facts.answers import answer_shares, judging_hops
+from kvlens.tasks.facts.nested import draw_nested_story, notes
 from kvlens.tasks.facts.story import LONGEST_QUESTION, LONGEST_STATEMENT, MOST_FACTS, Story, draw_story
 from kvlens.tasks.facts.tokenizer import token_ids, word_tokenizer
 
-MEASURED_FACTS, MEASURED_STORIES = (4, 8), 256
+MEASURED_FACTS, MEASURED_STORIES = {1: (4, 8), 2: (4, 6)}, 256
+"""Sentences of the stories for a model's card, by hops; and how many stories."""
 MEASURE_SEED = 2_000_003
 """Of the stories for a model's card; `Task.heldout` starts elsewhere."""
 
@@ -38,6 +40,10 @@ class FactsTask(Task):
             is a sentence more, and told like any other.
         pronoun_share: of the sentences whose subject was named before, the share that follows right behind the last of them
             and names it by a pronoun ("It is in the barn."). Above 0 the vocabulary has the pronouns too.
+        hops: 1, or 2 for stories of things in containers and containers in rooms (:mod:`kvlens.tasks.facts.nested`), in which
+            half of the sentences need another one to say in which room the thing is. The vocabulary has their words too.
+        notes: in training of two hops, also ask for the room of a container at its word in the sentence that puts a thing into
+            it: what a model must have written there for a text that reads this sentence alone.
     """
 
     name: ClassVar[str] = "facts"
@@ -48,6 +54,8 @@ class FactsTask(Task):
     whole_share: float = 0.125
     update_share: float = 0.0
     pronoun_share: float = 0.0
+    hops: int = 1
+    notes: bool = False
 
     def __post_init__(self) -> None:
         require_integers(self, min_facts=1, max_facts=1, length=1)
@@ -58,6 +66,15 @@ class FactsTask(Task):
                 f"task 'facts': expected min_facts <= max_facts <= {MOST_FACTS}, got min_facts={self.min_facts}, "
                 f"max_facts={self.max_facts}"
             )
+        if self.hops not in (1, 2) or (self.hops == 2 and (self.update_share or self.pronoun_share)):
+            raise KVLensError(
+                "task 'facts': hops must be 1, or 2 without updates and pronouns, got "
+                f"hops={self.hops!r}, update_share={self.update_share}, pronoun_share={self.pronoun_share}"
+            )
+        if self.hops == 2 and self.min_facts < 2:
+            raise KVLensError(f"task 'facts': two hops need min_facts of at least 2, got {self.min_facts}")
+        if not isinstance(self.notes, bool) or (self.notes and self.hops == 1):
+            raise KVLensError(f"task 'facts': notes is True or False, and needs hops=2, got notes={self.notes!r}")
         updates = self.max_facts if self.update_share else 0
         least = 1 + LONGEST_STATEMENT * (self.max_facts + updates) + LONGEST_QUESTION
         if self.length < least:
@@ -70,21 +87,22 @@ class FactsTask(Task):
 
     @property
     def d_input(self) -> int:
-        return len(token_ids(pronouns=self.pronoun_share > 0))
+        return len(token_ids(pronouns=self.pronoun_share > 0, hops=self.hops == 2))
 
     @property
     def built_tokenizer(self) -> PreTrainedTokenizerFast:
         """One token for each word."""
-        return word_tokenizer(pronouns=self.pronoun_share > 0)
+        return word_tokenizer(pronouns=self.pronoun_share > 0, hops=self.hops == 2)
 
     def measure_more(self, model: Model, n_sequences: int, loss: float) -> dict[str, Any]:
-        """Shares of right answers on stories of four and of eight facts, and what guesses would reach."""
+        """Shares of right answers on stories of four and of eight (two hops: six) facts, and what guesses would reach."""
         self._check_kind(model, HookedKVTransformer)
         assert isinstance(model, HookedKVTransformer)
-        counts = [n for n in MEASURED_FACTS if self.min_facts <= n <= self.max_facts]
+        counts = [n for n in MEASURED_FACTS[self.hops] if self.min_facts <= n <= self.max_facts]
         tasks = [replace(self, min_facts=n, max_facts=n) for n in counts]
         drawn = [task.stories(MEASURED_STORIES, torch.Generator().manual_seed(MEASURE_SEED), "heldout") for task in tasks]
-        return {"answers": [answer_shares(model, stories)._asdict() for stories in drawn]}
+        hops = (None,) if self.hops == 1 else (1, 2)
+        return {"answers": [_measured(model, stories, n) for stories in drawn for n in hops]}
 
     def stories(self, n_stories: int, generator: torch.Generator, split: str = "train") -> list[Story]:
         """Draw stories with what is known about them: sentences, questions, and where each answer stands.
@@ -95,6 +113,8 @@ class FactsTask(Task):
         require_drawable(self, n_stories, generator, split)
         random = Random(int(torch.randint(2**62, (), generator=generator)))
         counts = [random.randint(self.min_facts, self.max_facts) for _ in range(n_stories)]
+        if self.hops == 2:
+            return [draw_nested_story(n, self.length, random, heldout=split == "heldout") for n in counts]
         shares = dict(update_share=self.update_share, pronoun_share=self.pronoun_share)
         return [draw_story(n, self.length, random, heldout=split == "heldout", **shares) for n in counts]
 
@@ -103,10 +123,16 @@ class FactsTask(Task):
         if split == "heldout":
             return self.as_batch(stories, [_answer_words(story) for story in stories])
         whole = torch.rand(batch_size, generator=generator) < self.whole_share
-        return self.as_batch(
+        batch = self.as_batch(
             stories,
             [[(1, story.n_tokens)] if every else _answers(story) for story, every in zip(stories, whole.tolist(), strict=True)],
         )
+        if self.notes:
+            ids = token_ids(hops=True)
+            for row, story in enumerate(stories):
+                for position, room in notes(story):
+                    batch.targets[row, position], batch.scored[row, position] = ids[room], True
+        return batch
 
     @checked
     def as_batch(self, stories: Sequence[Story], spans: Sequence[Sequence[tuple[int, int]]] | None = None) -> Batch:
@@ -124,6 +150,13 @@ class FactsTask(Task):
             for start, stop in parts:
                 scored[row, start - 1 : stop - 1] = True  # a token is predicted one position before it
         return Batch(inputs, torch.where(scored, inputs.roll(-1, dims=1), 0), scored)
+
+
+def _measured(model: HookedKVTransformer, stories: Sequence[Story], hops: int | None) -> dict[str, Any]:
+    """Shares of right answers, of questions of so many hops; None for all of them."""
+    if hops is None:
+        return answer_shares(model, stories)._asdict()
+    return {**answer_shares(model, judging_hops(stories, hops))._asdict(), "hops": hops}
 
 
 def _answer_words(story: Story) -> list[tuple[int, int]]:

@@ -2,18 +2,19 @@
 
 A token carries the space before it (shown as U+2581), so that the texts of tokens put side by side are the text: " kite" and
 "." for "kite.". The first word of a text gets that space too, so a text is read alike alone and behind another; decoded, it
-begins with a space. A word that the stories do not have is read as ``<|unk|>``. Pronouns come after all other words, whose
-numbers are the same with and without them.
+begins with a space. A word that the stories do not have is read as ``<|unk|>``. Pronouns come after all other words, and the
+words of stories of two hops after the pronouns: a word has the same number in every vocabulary that holds it.
 """
 
 import re
+from collections.abc import Sequence
 from functools import cache
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from kvlens.corpus.tokenizer import BOS, EOS, PAD, SPECIAL_TOKENS
-from kvlens.tasks.facts.words import KINDS
+from kvlens.tasks.facts.words import INSIDE, KINDS, ROOM, Kind
 from kvlens.tokenizer import with_bos
 
 UNK = "<|unk|>"
@@ -21,6 +22,7 @@ SPACE = "\u2581"
 MARKS = (".", "?")
 _NAME = "kvlens-facts-words"
 _PRONOUNS_NAME = "kvlens-facts-words-and-pronouns"
+_HOPS_NAME = "kvlens-facts-words-pronouns-and-hops"
 
 
 def words_of(sentence: str) -> list[str]:
@@ -29,24 +31,28 @@ def words_of(sentence: str) -> list[str]:
 
 
 @cache
-def token_ids(pronouns: bool = False) -> dict[str, int]:
-    """The number of every word and mark, after those of the special tokens."""
-    words: dict[str, None] = dict.fromkeys((BOS, EOS, PAD, UNK, *MARKS))
-    for kind in KINDS:
-        for sentence in (*kind.statements, kind.question, kind.answer):
-            words.update(dict.fromkeys(word for word in words_of(sentence) if word not in ("{s}", "{v}")))
-    for kind in KINDS:
-        words.update(dict.fromkeys((*kind.subjects, *kind.values)))
-    if pronouns:
+def token_ids(pronouns: bool = False, hops: bool = False) -> dict[str, int]:
+    """The number of every word and mark, after those of the special tokens; the words of two hops need the pronouns before."""
+    words: dict[str, None] = dict.fromkeys((BOS, EOS, PAD, UNK, *MARKS, *_words_of_kinds(KINDS)))
+    if pronouns or hops:
         words.update(dict.fromkeys(word for kind in KINDS for word in words_of(kind.pronoun) if word != "{v}"))
+    if hops:
+        words.update(dict.fromkeys(_words_of_kinds((INSIDE, ROOM))))
     return {word: number for number, word in enumerate(words)}
 
 
+def _words_of_kinds(kinds: Sequence[Kind]) -> list[str]:
+    """Those of their sentences, then subjects and values."""
+    sentences = [sentence for kind in kinds for sentence in (*kind.statements, kind.question, kind.answer)]
+    frame = [word for sentence in sentences for word in words_of(sentence) if word not in ("{s}", "{v}")]
+    return [*frame, *(word for kind in kinds for word in (*kind.subjects, *kind.values))]
+
+
 @cache
-def word_tokenizer(pronouns: bool = False) -> PreTrainedTokenizerFast:
+def word_tokenizer(pronouns: bool = False, hops: bool = False) -> PreTrainedTokenizerFast:
     """The tokenizer: BOS in front unless ``add_special_tokens=False``, padding on the right."""
     special = (BOS, EOS, PAD, UNK)
-    ids = {word if word in (*special, *MARKS) else SPACE + word: number for word, number in token_ids(pronouns).items()}
+    ids = {word if word in (*special, *MARKS) else SPACE + word: number for word, number in token_ids(pronouns, hops).items()}
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token=UNK))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -55,4 +61,5 @@ def word_tokenizer(pronouns: bool = False) -> PreTrainedTokenizerFast:
         ]
     )
     tokenizer.decoder = decoders.Metaspace(replacement=SPACE, prepend_scheme="never")
-    return with_bos(tokenizer, _PRONOUNS_NAME if pronouns else _NAME, **SPECIAL_TOKENS, unk_token=UNK)
+    name = _HOPS_NAME if hops else _PRONOUNS_NAME if pronouns else _NAME
+    return with_bos(tokenizer, name, **SPECIAL_TOKENS, unk_token=UNK)

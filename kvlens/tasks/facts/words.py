@@ -36,6 +36,7 @@ TOWNS = _words(
     "Arlen Borvik Calder Dunmore Elster Farwick Galdo Hestia Ilmar Jessen Korva Lunden Marlow Norvik Ostra Perin "
     "Quill Rovan Selby Tarn Ulmen Varga Wexel Yarrow"
 )
+CONTAINERS = _words("box crate sack drawer trunk jar bag suitcase cupboard bucket tin case urn pouch bin tub")
 ANIMALS = _words("goat cat dog horse parrot rabbit turtle hen fox donkey pig swan lizard hamster camel monkey")
 
 
@@ -135,3 +136,23 @@ KINDS: tuple[Kind, ...] = tuple(
         ),
     )
 )
+
+INSIDE = Kind(
+    "inside",
+    THINGS,
+    CONTAINERS,
+    ("The {s} is in the {v}.",),
+    "It is in the {v}.",
+    "Where is the {s}?",
+    "The {v}.",
+)
+ROOM = Kind(
+    "room",
+    CONTAINERS,
+    PLACES,
+    ("The {s} is in the {v}.",),
+    "It is in the {v}.",
+    "Which room holds the {s}?",
+    "The {v}.",
+)
+"""Of stories of two hops: a thing is in a container, the container in a room, and so is the thing."""

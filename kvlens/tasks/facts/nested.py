@@ -1,0 +1,74 @@
+"""Stories of two hops: things in containers, containers in rooms.
+
+    The box is in the cellar. The sack is in the barn. The key is in the box. Which room holds the key? The cellar.
+
+Both sentences are the origin of the answer. A container's room is told before what the container holds, so that a model can
+note the room while it reads: at the word for the container in the later sentence (:func:`note_position`). All sentences have
+the same form and the same number of tokens, so any of them can stand in another's place.
+"""
+
+from random import Random
+
+from kvlens.tasks.facts.story import Fact, Question, Sentence, Story, filled, is_heldout_pair, paired
+from kvlens.tasks.facts.words import CONTAINERS, INSIDE, ROOM, THINGS
+
+
+def draw_nested_facts(n_facts: int, random: Random, *, heldout: bool) -> list[Fact]:
+    """Half of them (rounded up) containers in rooms, the others a thing in one of these containers, after the container's."""
+    n_inside = n_facts // 2
+    while True:
+        outer = paired(ROOM, random.sample(CONTAINERS, n_facts - n_inside), random, heldout)
+        left, told = list(THINGS), list(outer)
+        for container in [fact.subject for fact in outer[:n_inside]]:
+            fitting = [thing for thing in left if is_heldout_pair(INSIDE, thing, container) == heldout]
+            if fitting:
+                told.append(Fact(INSIDE, random.choice(fitting), container))
+                left.remove(told[-1].subject)
+        if len(told) == n_facts:
+            return _in_random_order(told, random)
+
+
+def _in_random_order(facts: list[Fact], random: Random) -> list[Fact]:
+    """Any order in which each container's room comes before what it holds: where the two stand the other way, they change."""
+    facts = random.sample(facts, len(facts))
+    for number, inner in enumerate(facts):
+        later = [i for i in range(number + 1, len(facts)) if facts[i].subject == inner.value]
+        if inner.kind == INSIDE and later:
+            facts[number], facts[later[0]] = facts[later[0]], inner
+    return facts
+
+
+def draw_nested_story(n_facts: int, n_tokens: int, random: Random, *, heldout: bool) -> Story:
+    """A story and questions that fill at most ``n_tokens`` tokens: for each sentence one, and for each thing its room."""
+    facts = draw_nested_facts(n_facts, random, heldout=heldout)
+    sentences: list[Sentence] = []
+    end = 1
+    for fact in facts:
+        words = filled(fact.kind.statements[0], fact)
+        sentences.append(Sentence(fact, words, end))
+        end += len(words)
+    number_of = {fact.subject: number for number, fact in enumerate(facts)}
+    asked: list[tuple[Fact, int, int | None]] = [(fact, number, None) for number, fact in enumerate(facts)]
+    for number, inner in enumerate(facts):
+        if inner.kind == INSIDE:
+            outer = number_of[inner.value]
+            asked.append((Fact(ROOM, inner.subject, facts[outer].value), number, outer))
+    questions: list[Question] = []
+    while True:
+        for fact, number, via in random.sample(asked, len(asked)):
+            words = filled(fact.kind.question, fact) + filled(fact.kind.answer, fact)
+            if end + len(words) > n_tokens:
+                return Story(tuple(sentences), tuple(questions))
+            questions.append(Question(fact, number, words, end, repeated=len(questions) >= len(asked), outer=via))
+            end += len(words)
+
+
+def note_position(story: Story, sentence: int) -> int:
+    """Where a model can note the room of the container that this sentence about a thing names: at the container's word."""
+    return story.sentences[sentence].value_position
+
+
+def notes(story: Story) -> list[tuple[int, str]]:
+    """(position, room) of every note that can be written."""
+    rooms = {sentence.fact.subject: sentence.fact.value for sentence in story.sentences if sentence.fact.kind == ROOM}
+    return [(s.value_position, rooms[s.fact.value]) for s in story.sentences if s.fact.kind == INSIDE]
