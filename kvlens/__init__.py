@@ -4,7 +4,8 @@ What most people need is named here: `HookedKVTransformer`, `convert_prompt`, `K
 
 - **the papers**, equation by equation, and their misprints: `kvlens.papers`;
 - **the mathematics**, as pure functions of tensors: `kvlens.ops`;
-- **the model**, its configuration and hook points: `kvlens.model`, `kvlens.components`;
+- **the model**, its configuration and hook points: `kvlens.model`, `kvlens.components`; models as Transformers runs them:
+  `kvlens.bridge`;
 - **a prompt as weights**: `kvlens.conversion`, `kvlens.kv_bias`; **attention as a step of learning**: `kvlens.dual`;
 - **analyses**, each a function that returns a table: `kvlens.analyses`; over many prompts: `kvlens.analyses.batch`;
 - **pictures**: `kvlens.viz`; a page with all of them: `kvlens.report`;
@@ -18,6 +19,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvlens.bridge import KVTransformerBridge
     from kvlens.conversion import Counterfactuals, Landmark, carry_bias, convert_prompt, counterfactuals, logits_after
     from kvlens.errors import KVLensError
     from kvlens.kv_bias import KVBias, combine
@@ -30,6 +32,7 @@ _HOMES = {
     "KVBias": "kvlens.kv_bias",
     "KVLensError": "kvlens.errors",
     "KVShiftConfig": "kvlens.model",
+    "KVTransformerBridge": "kvlens.bridge",
     "Landmark": "kvlens.conversion",
     "carry_bias": "kvlens.conversion",
     "combine": "kvlens.kv_bias",
@@ -46,6 +49,7 @@ __all__ = [
     "KVBias",
     "KVLensError",
     "KVShiftConfig",
+    "KVTransformerBridge",
     "Landmark",
     "carry_bias",
     "combine",

@@ -1,31 +1,19 @@
 """Every name that kvlens takes from TransformerLens, in one place.
 
-TransformerLens 4 removed ``HookedTransformer`` and its components, so a move to its successor is this one file's work.
-Importing it takes seconds: nothing in ``kvlens/__init__`` or in the command line imports it before it is needed.
+TransformerLens 4 removed ``HookedTransformer`` and its components. With it installed the names below stand for classes that can
+be named and subclassed but not made (:mod:`kvlens._tl4`): :class:`kvlens.KVTransformerBridge`, conversion and biases work, and
+``HookedKVTransformer`` says what it needs. Importing it takes seconds: nothing in ``kvlens/__init__`` or in the command line
+imports it before it is needed.
 """
 
 import contextlib
 import warnings
 from collections.abc import Iterator
 
-import transformer_lens.loading_from_pretrained as loading
-from transformer_lens import ActivationCache, HookedTransformer, HookedTransformerConfig
+from transformer_lens import ActivationCache
 from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 from transformer_lens.cache.key_value_cache_entry import TransformerLensKeyValueCacheEntry
-from transformer_lens.components import (
-    MLP,
-    AbstractAttention,
-    Attention,
-    GatedMLP,
-    GroupedQueryAttention,
-    LayerNorm,
-    LayerNormPre,
-    PosEmbed,
-    TransformerBlock,
-    Unembed,
-)
 from transformer_lens.hook_points import HookPoint
-from transformer_lens.HookedTransformer import Output
 from transformer_lens.utilities import (
     SUPPORTED_ACTIVATIONS,
     USE_DEFAULT_VALUE,
@@ -37,6 +25,40 @@ from transformer_lens.utilities import (
 )
 from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 from transformer_lens.weight_processing import ProcessWeights
+
+try:
+    import transformer_lens.loading_from_pretrained as loading
+    from transformer_lens import HookedTransformer, HookedTransformerConfig
+    from transformer_lens.components import (
+        MLP,
+        AbstractAttention,
+        Attention,
+        GatedMLP,
+        GroupedQueryAttention,
+        LayerNorm,
+        LayerNormPre,
+        PosEmbed,
+        TransformerBlock,
+        Unembed,
+    )
+    from transformer_lens.HookedTransformer import Output
+except ImportError:  # TransformerLens 4
+    from kvlens._tl4 import (
+        MLP,
+        AbstractAttention,
+        Attention,
+        GatedMLP,
+        GroupedQueryAttention,
+        HookedTransformer,
+        HookedTransformerConfig,
+        LayerNorm,
+        LayerNormPre,
+        Output,
+        PosEmbed,
+        TransformerBlock,
+        Unembed,
+        loading,
+    )
 
 __all__ = [
     "MLP",

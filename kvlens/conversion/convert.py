@@ -29,12 +29,14 @@ from kvlens.arguments import Span, check_choice, check_flag, check_function, che
 from kvlens.components import LinearCacheEntry, hidden_tokens_keep_positions
 from kvlens.conversion.carry import carry_layer_state, per_query_head
 from kvlens.conversion.counterfactual import Counterfactuals, Positions, Replacement, counterfactuals_of
+from kvlens.conversion.own_pass import convert_by_own_pass
 from kvlens.conversion.prompt import Prompt, PromptTokens, length_note, prompt_tokens
 from kvlens.conversion.softmax import ConversionMethod, Exact, convert_softmax_prompt, is_option, method_of, unknown_option
 from kvlens.errors import KVLensError, warn
 from kvlens.kv_bias import Fingerprint, KVBias
 from kvlens.model import HookedKVTransformer
 from kvlens.model.attention_variant import why_no_kv_bias
+from kvlens.model.protocol import KVModel, ReadsPrompts
 from kvlens.model.streaming import has_hooks, segments, wants_gradients
 from kvlens.ops.linear_attention import LinearAttentionState
 from kvlens.signature import checked
@@ -42,7 +44,7 @@ from kvlens.signature import checked
 
 @checked
 def convert_prompt(
-    model: HookedKVTransformer,
+    model: KVModel,
     prompt: Prompt | Counterfactuals,
     *,
     without: Sequence[Span] = (),
@@ -74,7 +76,7 @@ def convert_prompt(
     True
 
     Args:
-        model: linear or softmax.
+        model: a HookedKVTransformer, linear or softmax; or a :class:`kvlens.KVTransformerBridge`.
         prompt: a string, a list of strings (their biases form a batch), tokens [pos] or [batch, pos], or variants of one prompt
             (:func:`counterfactuals`, a batch).
         without: token ranges (start, stop) of one prompt that are deleted from it.
@@ -116,9 +118,9 @@ def convert_prompt(
 
     Source: ICLCA sec. 4, alg. 1; the boundary and padding are kvlens'.
     """
-    _check_convertible(model)
-    way = _checked_method(model, method, options)
-    is_softmax = model.cfg.attention == "softmax"
+    hooked = _checked_front_end(model)
+    way = method_of(method, options, _own_arguments()) if hooked is None else _checked_method(hooked, method, options)
+    is_softmax = hooked is None or hooked.cfg.attention == "softmax"
     if is_softmax and segment_length is not None:
         raise KVLensError(
             "convert_prompt: segment_length is for linear attention, whose state does not grow; a softmax prompt is read "
@@ -126,7 +128,8 @@ def convert_prompt(
         )
     _check_arguments(prepend_bos, fwd_hooks, detach, segment_length, on_progress)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(model._thread.passes(model._has_bias))
+        if hooked is not None:
+            stack.enter_context(hooked._thread.passes(hooked._has_bias))
         continued = initial is not None or model.attached_kv_bias is not None
         if prepend_bos is None:
             prepend_bos = model.prepends_bos and not continued
@@ -143,20 +146,23 @@ def convert_prompt(
                 f"convert_prompt: the bias to continue from holds {old.batch_size} prompts, this prompt "
                 f"{tokens.tokens.shape[0]}: give one row per prompt, or continue from one (select_prompt)"
             )
-        _warn_of_length(model, tokens, old)
-        if not is_softmax:
-            entries = _run_prompt(model, tokens, fwd_hooks, segment_length, on_progress)
-            bias = _collect(model, tokens, entries, old, fingerprint)
+        if hooked is None:
+            bias = convert_by_own_pass(model, tokens, old, fingerprint, way, fwd_hooks)
         else:
-            bias = convert_softmax_prompt(model, tokens, old, fingerprint, way, fwd_hooks, verbose)
-            if on_progress is not None:
-                on_progress(1.0)
-    _check_finite(model, bias)
+            _warn_of_length(hooked, tokens, old)
+            if not is_softmax:
+                entries = _run_prompt(hooked, tokens, fwd_hooks, segment_length, on_progress)
+                bias = _collect(hooked, tokens, entries, old, fingerprint)
+            else:
+                bias = convert_softmax_prompt(hooked, tokens, old, fingerprint, way, fwd_hooks, verbose)
+            _check_finite(hooked, bias)
+        if is_softmax and on_progress is not None:
+            on_progress(1.0)
     return bias
 
 
 def _read_prompt(
-    model: HookedKVTransformer, prompt: Any, without: Any, replace: Any, positions: Positions, prepend_bos: bool
+    model: KVModel, prompt: Any, without: Any, replace: Any, positions: Positions, prepend_bos: bool
 ) -> PromptTokens:
     if isinstance(prompt, Counterfactuals):
         if len(without) or replace:
@@ -196,12 +202,21 @@ def _check_arguments(prepend_bos: Any, fwd_hooks: Any, detach: Any, segment_leng
         raise KVLensError(f"convert_prompt: fwd_hooks must be pairs of a hook point's name and a function, got {fwd_hooks!r}")
 
 
-def _check_convertible(model: HookedKVTransformer) -> None:
+def _checked_front_end(model: KVModel) -> HookedKVTransformer | None:
+    """The model where it is a HookedKVTransformer whose prompts have a bias; None where it reads prompts itself."""
+    if isinstance(model, ReadsPrompts):
+        return None
+    _check_convertible(model)
+    assert isinstance(model, HookedKVTransformer)
+    return model
+
+
+def _check_convertible(model: Any) -> None:
     """Raise KVLensError where no prompt of the model has a bias."""
     if not isinstance(model, HookedKVTransformer):
         raise KVLensError(
-            f"convert_prompt: expected a HookedKVTransformer, got {type(model).__name__}; "
-            "HookedKVTransformer.from_hooked_transformer makes one of a model at hand"
+            f"convert_prompt: expected a HookedKVTransformer or a KVTransformerBridge, got {type(model).__name__}; "
+            "HookedKVTransformer.from_hooked_transformer makes one of a HookedTransformer, KVTransformerBridge.of of a bridge"
         )
     reason = why_no_kv_bias(model.cfg.attention_variant)
     if reason is not None:

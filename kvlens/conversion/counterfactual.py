@@ -26,7 +26,7 @@ from torch import Tensor
 from kvlens.arguments import Span, brief, check_choice, checked_spans
 from kvlens.conversion.prompt import PromptTokens, prompt_tokens
 from kvlens.errors import KVLensError
-from kvlens.model import HookedKVTransformer
+from kvlens.model.protocol import KVModel
 from kvlens.signature import checked
 
 Positions = Literal["kept", "closed"]
@@ -88,7 +88,7 @@ class Counterfactuals:
 
 @checked
 def counterfactuals(
-    model: HookedKVTransformer,
+    model: KVModel,
     prompt: str | Tensor,
     without: Sequence[Sequence[Span]] | Bool[Tensor, "row pos"],
     replacements: Sequence[Mapping[Span, Replacement]] | None = None,
@@ -126,7 +126,7 @@ def counterfactuals(
 
 
 def counterfactuals_of(
-    model: HookedKVTransformer,
+    model: KVModel,
     tokens: Int[Tensor, " pos"],
     without: Sequence[Sequence[Span]] | Bool[Tensor, "row pos"],
     replacements: Sequence[Mapping[Span, Replacement]] | None = None,
@@ -154,7 +154,7 @@ def counterfactuals_of(
     return Counterfactuals(tokens, rows, kept, positions)
 
 
-def _replacement(model: HookedKVTransformer, new: Replacement, n_tokens: int) -> Int[Tensor, " pos"]:
+def _replacement(model: KVModel, new: Replacement, n_tokens: int) -> Int[Tensor, " pos"]:
     if isinstance(new, str):
         if model.tokenizer is None:
             raise KVLensError("replace: this model has no tokenizer, so it cannot read strings; give token ids")

@@ -10,6 +10,7 @@ from kvlens._tl import get_device_for_block_index
 from kvlens.arguments import brief
 from kvlens.errors import KVLensError
 from kvlens.model import HookedKVTransformer
+from kvlens.model.protocol import KVModel
 
 Prompt = str | list[str] | Tensor
 
@@ -40,7 +41,7 @@ class PromptTokens(NamedTuple):
         return self.tokens.shape[1] if self.keeps_positions else self.lengths()
 
 
-def prompt_tokens(model: HookedKVTransformer, prompt: Prompt, prepend_bos: bool, what: str = "prompt") -> PromptTokens:
+def prompt_tokens(model: KVModel, prompt: Prompt, prepend_bos: bool, what: str = "prompt") -> PromptTokens:
     """Tokenize and check a prompt, or another text by the name of ``what``.
 
     Args:
@@ -72,7 +73,7 @@ def prompt_tokens(model: HookedKVTransformer, prompt: Prompt, prepend_bos: bool,
     return PromptTokens(tokens, None if bool(mask.all()) else mask, has_batch=isinstance(prompt, list))
 
 
-def _from_tensor(model: HookedKVTransformer, prompt: Tensor, device: torch.device, what: str) -> PromptTokens:
+def _from_tensor(model: KVModel, prompt: Tensor, device: torch.device, what: str) -> PromptTokens:
     if prompt.dim() not in (1, 2):
         raise KVLensError(f"{what}: expected tokens [pos] or [batch, pos], got shape {list(prompt.shape)}")
     if prompt.numel() == 0:
@@ -82,7 +83,7 @@ def _from_tensor(model: HookedKVTransformer, prompt: Tensor, device: torch.devic
     return PromptTokens(tokens if prompt.dim() == 2 else tokens[None], None, has_batch=prompt.dim() == 2)
 
 
-def _tokenize(model: HookedKVTransformer, text: str, prepend_bos: bool, what: str) -> Tensor:
+def _tokenize(model: KVModel, text: str, prepend_bos: bool, what: str) -> Tensor:
     row = model.to_tokens(text, prepend_bos=prepend_bos, truncate=False)[0]
     if len(row) <= int(prepend_bos):
         raise KVLensError(f"{what}: the tokenizer makes no token of {brief(text)}; give another text, or token ids")

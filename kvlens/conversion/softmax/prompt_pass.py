@@ -5,7 +5,7 @@ start from it: it is what they approximate, and it plays the prompt while refere
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from kvlens.errors import KVLensError
 from kvlens.kv_bias import Fingerprint, KVBias, VirtualKeys
 from kvlens.model import HookedKVTransformer
 from kvlens.model.assembly import spread_bias
+from kvlens.model.protocol import KVModel
 from kvlens.ops.landmarks import PromptKeys
 
 
@@ -59,37 +60,58 @@ def convert_exactly(
     with model.hooks(fwd_hooks=list(fwd_hooks)), observed(model) as seen, kept:
         residual = model.run_with_hooks(
             tokens,
-            fwd_hooks=_readers(model, old, read),
+            fwd_hooks=readers(model, old, read),
             attention_mask=mask,
             past_kv_cache=cache,
             stop_at_layer=cfg.n_layers,
         )
     keys = torch.stack([k.transpose(1, 2).to(tokens.device) for _, k, _ in seen])
     values = torch.stack([v.transpose(1, 2).to(tokens.device) for _, _, v in seen])
-    lengths = torch.as_tensor(prompt.n_positions(), device=tokens.device).expand(batch)
+    bias = every_key_kept(keys, values, prompt, old, fingerprint, {x: _boundary(model, cache, x, keys) for x in "kvq"})
     places = torch.arange(n_places, device=tokens.device)
-    distance = lengths[:, None] - places
-    weight = torch.ones(batch, n_places, device=tokens.device) if prompt.mask is None else prompt.mask
+    last_place = places.expand(batch, -1) if prompt.mask is None else places.where(prompt.mask, 0)
+    last = residual[torch.arange(batch, device=residual.device), last_place.amax(dim=1).to(residual.device)][:, None]
+    return ConvertedExactly(bias, prompt.mask, last, as_read(old, read))
+
+
+def every_key_kept(
+    keys: Float[Tensor, "layer batch kv_head pos d_head"],
+    values: Float[Tensor, "layer batch kv_head pos d_head"],
+    prompt: PromptTokens,
+    old: KVBias | None,
+    fingerprint: Fingerprint,
+    last: Mapping[str, Tensor],
+) -> KVBias:
+    """The bias of a prompt alone, with a batch axis.
+
+    Args:
+        keys: as they are scored.
+        values: of the same positions.
+        prompt: whose positions they are; those that are not read get weight 0.
+        old: what the prompt continues from; its positions come first.
+        fingerprint: of the model.
+        last: "k", "v", "q" -> the shift state, [layer, batch, window, head, d_head].
+    """
+    batch, n_places = prompt.tokens.shape
+    lengths = torch.as_tensor(prompt.n_positions(), device=keys.device).expand(batch)
+    distance = lengths[:, None] - torch.arange(n_places, device=keys.device)
+    weight = torch.ones(batch, n_places, device=keys.device) if prompt.mask is None else prompt.mask
     on = weight[:, None, :].to(keys).expand(*keys.shape[:-1])
-    rows = {x: _boundary(model, cache, x, keys) for x in "kvq"}
-    bias = KVBias(
+    return KVBias(
         b_KV=values * on[..., None],
         b_D=on.clone(),
-        last_k=rows["k"],
-        last_v=rows["v"],
-        last_q=rows["q"],
+        last_k=last["k"],
+        last_v=last["v"],
+        last_q=last["q"],
         n_prompt_tokens=prompt.lengths(),
         position_offset=prompt.n_positions() + (0 if old is None else old.position_offset),
         fingerprint=fingerprint,
         features=VirtualKeys(keys, distance.clamp(min=1)[None, :, None].expand(*keys.shape[:-1]).clone()),
         log_scale=keys.new_zeros(keys.shape[:3]),
     )
-    last_place = places.expand(batch, -1) if prompt.mask is None else places.where(prompt.mask, 0)
-    last = residual[torch.arange(batch, device=residual.device), last_place.amax(dim=1).to(residual.device)][:, None]
-    return ConvertedExactly(bias, prompt.mask, last, _as_read(old, read) if old is not None and read else old)
 
 
-def _readers(model: HookedKVTransformer, old: KVBias | None, read: dict[str, Tensor]) -> list[tuple[str, Callable]]:
+def readers(model: KVModel, old: KVBias | None, read: dict[str, Tensor]) -> list[tuple[str, Callable]]:
     """Hooks behind all others that note what the pass reads as the old bias, where others are hooked to it; else none."""
 
     def note(b: Tensor, hook: Any) -> None:
@@ -100,8 +122,10 @@ def _readers(model: HookedKVTransformer, old: KVBias | None, read: dict[str, Ten
     return [(name, note) for name in names] if hooked else []
 
 
-def _as_read(old: KVBias, read: dict[str, Tensor]) -> KVBias:
+def as_read(old: KVBias | None, read: dict[str, Tensor]) -> KVBias | None:
     """``old`` with the b_KV and b_D that hooks made of it: a row per query head, and a batch where they made one."""
+    if old is None or not read:
+        return old
     batch = max(map(len, read.values()))
     whole = old.per_query_head()
     whole = whole if batch == 1 and old.batch_size is None else as_batch(whole, batch)

@@ -1,0 +1,66 @@
+"""In the place of what TransformerLens 4 removed: names that can be imported and subclassed, and say what they need."""
+
+from typing import Any
+
+from torch import nn
+
+from kvlens.errors import KVLensError
+
+NEEDS_3 = (
+    "HookedKVTransformer needs transformer-lens>=3.9,<4: TransformerLens 4, which is installed here, removed the "
+    "HookedTransformer that it extends. Install that release, or use kvlens.KVTransformerBridge, which runs on both"
+)
+
+
+class _Removed:
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise KVLensError(NEEDS_3)
+
+
+class HookedTransformerConfig(_Removed): ...
+
+
+class HookedTransformer(_Removed, nn.Module): ...
+
+
+class AbstractAttention(_Removed, nn.Module): ...
+
+
+class Attention(AbstractAttention): ...
+
+
+class GroupedQueryAttention(AbstractAttention): ...
+
+
+class MLP(_Removed, nn.Module): ...
+
+
+class GatedMLP(_Removed, nn.Module): ...
+
+
+class LayerNorm(_Removed, nn.Module): ...
+
+
+class LayerNormPre(_Removed, nn.Module): ...
+
+
+class PosEmbed(_Removed, nn.Module): ...
+
+
+class TransformerBlock(_Removed, nn.Module): ...
+
+
+class Unembed(_Removed, nn.Module): ...
+
+
+class Output(_Removed): ...
+
+
+class _Loading:
+    """In the place of the module that loads weights into a HookedTransformer."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise KVLensError(NEEDS_3)
+
+
+loading: Any = _Loading()

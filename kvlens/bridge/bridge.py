@@ -1,0 +1,235 @@
+"""KVTransformerBridge: a TransformerBridge, TransformerLens 3.9 or 4, whose attention reads a converted prompt.
+
+The bridge's own forward pass runs as it is. While a bias is attached, each pass gets the positions behind the prompt and, for
+its duration, torch hooks on the bridge's hook points (:mod:`kvlens.bridge.softmax`); with nothing attached there are none.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+from transformer_lens.model_bridge import TransformerBridge
+from transformers import PreTrainedModel
+
+from kvlens.bridge.families import layers_of
+from kvlens.bridge.fingerprint import FRONT_END, fingerprint_of
+from kvlens.bridge.load import loaded, wrapped
+from kvlens.bridge.positions import text_positions
+from kvlens.components import LayerBias
+from kvlens.errors import KVLensError
+from kvlens.kv_bias import Fingerprint, KVBias
+from kvlens.model.inputs import check_hook_names, check_tokens
+from kvlens.model.protocol import PromptKeysAndValues
+
+
+class KVTransformerBridge(TransformerBridge):
+    """A :class:`transformer_lens.model_bridge.TransformerBridge` in every respect, with a KV bias.
+
+    >>> from transformers import GPT2Config, GPT2LMHeadModel
+    >>> from kvlens import KVTransformerBridge, convert_prompt
+    >>> config = GPT2Config(n_layer=2, n_head=2, n_embd=8, n_positions=32, n_ctx=32, vocab_size=11)
+    >>> model = KVTransformerBridge.boot_transformers(GPT2LMHeadModel(config).eval())
+    >>> prompt, text = torch.tensor([[3, 1, 4, 1, 5]]), torch.tensor([[9, 2, 6]])
+    >>> with model.kv_bias(convert_prompt(model, prompt)):
+    ...     converted = model(text)
+    >>> torch.allclose(converted, model(torch.cat([prompt, text], dim=1))[:, 5:], atol=1e-5)
+    True
+    """
+
+    @classmethod
+    def boot_transformers(cls, model_name: str | Path | PreTrainedModel, *args: Any, **options: Any) -> "KVTransformerBridge":  # type: ignore[override]
+        """As TransformerLens'.
+
+        Args:
+            model_name: a folder in Hugging Face's format, a name on the hub, or a loaded Transformers model, which is wrapped
+                as it is (TransformerLens puts its components into it).
+            args, options: as TransformerLens'; ``tokenizer`` goes with a loaded model, and a folder without one makes a model
+                of token ids.
+
+        Raises:
+            KVLensError: nothing to load there, or an architecture whose layers have no way to read a KV bias yet.
+        """
+        if isinstance(model_name, PreTrainedModel):
+            return cls.of(wrapped(model_name, *args, **options))
+        return cls.of(loaded(model_name, *args, **options))
+
+    @classmethod
+    def of(cls, bridge: TransformerBridge) -> "KVTransformerBridge":
+        """This class in the place of the plain one, for the same object: ``bridge`` itself is what comes back.
+
+        Raises:
+            KVLensError: an architecture whose layers have no way to read a KV bias yet.
+        """
+        if not isinstance(bridge, TransformerBridge):
+            raise KVLensError(f"KVTransformerBridge.of: expected a TransformerBridge, got {type(bridge).__name__}")
+        if isinstance(bridge, cls):
+            return bridge
+        layers = layers_of(bridge)
+        bridge.__class__ = cls
+        bridge.__dict__.update(_layers=layers, _attached=None, _handles=[], _pass_handles=[], _bos_unattached=None)
+        bridge.clear_hook_registry()
+        bridge._initialize_hook_registry()
+        assert isinstance(bridge, cls)
+        return bridge
+
+    # --- the bias --------------------------------------------------------------------------------------------------------
+
+    @property
+    def attached_kv_bias(self) -> KVBias | None:
+        """The bias that forward passes read now, None without one."""
+        return self.__dict__["_attached"]
+
+    @property
+    def prepends_bos(self) -> bool:
+        """Whether strings get a BOS by default, where no bias is attached."""
+        before = self.__dict__["_bos_unattached"]
+        return bool(getattr(self.cfg, "default_prepend_bos", True) if before is None else before)
+
+    def fingerprint(self) -> Fingerprint:
+        """Structure and weights of this model, as biases are checked against."""
+        return fingerprint_of(self)
+
+    def attach_kv_bias(self, bias: KVBias) -> None:
+        """Let every forward pass, generation included, start from ``bias``, in the place of what was attached.
+
+        While it is attached, strings get no BOS unless asked for: the prompt had one.
+
+        Raises:
+            KVLensError: the bias belongs to another model (the field that differs is named), a number in it is not finite, or
+                it leaves no position for a text.
+        """
+        if not isinstance(bias, KVBias):
+            raise KVLensError(f"attach_kv_bias: expected a KVBias, got {type(bias).__name__}")
+        if FRONT_END not in bias.fingerprint.rest:
+            raise KVLensError(
+                "attach_kv_bias: this bias was converted with a HookedKVTransformer, whose weights and configuration are other "
+                f"ones; convert the prompt again with this {self.cfg.architecture} bridge"
+            )
+        bias.fingerprint.check(self.fingerprint(), "attach_kv_bias")
+        bias.check_finite("attach_kv_bias")
+        self._check_room(int(torch.as_tensor(bias.position_offset).max()), 1)
+        self._hold(bias)
+
+    def detach_kv_bias(self) -> None:
+        """Undo :meth:`attach_kv_bias`; nothing happens where nothing is attached."""
+        self._hold(None)
+
+    @contextlib.contextmanager
+    def kv_bias(self, bias: KVBias) -> Iterator["KVTransformerBridge"]:
+        """``with model.kv_bias(bias): ...``; afterwards what was attached before is attached again."""
+        before = self.attached_kv_bias
+        self.attach_kv_bias(bias)
+        try:
+            yield self
+        finally:
+            self._hold(before)
+
+    def _hold(self, bias: KVBias | None) -> None:
+        state = self.__dict__
+        for handle in state["_handles"]:
+            handle.remove()
+        state["_attached"], state["_handles"] = bias, []
+        if state["_bos_unattached"] is not None:
+            self.cfg.default_prepend_bos, state["_bos_unattached"] = state["_bos_unattached"], None
+        if bias is not None:
+            state["_bos_unattached"] = bool(getattr(self.cfg, "default_prepend_bos", True))
+            self.cfg.default_prepend_bos = False
+            state["_handles"] = [
+                self.original_model.register_forward_pre_hook(self._before_pass, with_kwargs=True),
+                self.original_model.register_forward_hook(self._after_pass, always_call=True),
+            ]
+
+    def _before_pass(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Positions behind the prompt, and the bias for every layer, for one pass of the Transformers model."""
+        self._after_pass()
+        bias = self.attached_kv_bias
+        assert bias is not None
+        positions = text_positions(args, kwargs)
+        batch = _batch_of(args, kwargs)
+        if bias.batch_size not in (None, 1, batch):
+            raise KVLensError(
+                f"the attached bias holds {bias.batch_size} prompts and the input has batch {batch}: give one row per prompt, "
+                "or attach the bias of a single prompt, which serves every row"
+            )
+        offset = bias.position_offset
+        offset = offset.to(positions.device)[:, None] if isinstance(offset, Tensor) else offset
+        behind = positions + offset
+        self._check_room(int(behind.max()), 0)
+        layers = self.__dict__["_layers"]
+        self.__dict__["_pass_handles"] = [
+            handle for layer in layers for handle in layer.join(LayerBias.of(bias, layer.layer, positions.device), positions)
+        ]
+        return args, {**kwargs, "position_ids": behind.expand(batch, -1)}
+
+    def _after_pass(self, *_: Any) -> None:
+        handles: list[RemovableHandle] = self.__dict__["_pass_handles"]
+        while handles:
+            handles.pop().remove()
+
+    def _check_room(self, position: int, more: int) -> None:
+        """Raise KVLensError where ``position``, or so many tokens behind it, is beyond the model's."""
+        if position + more > self.cfg.n_ctx - 1 + bool(more):
+            raise KVLensError(
+                f"{self.cfg.architecture}: position {position} (attached prompt included) lies beyond n_ctx={self.cfg.n_ctx}: "
+                "shorten the text, or convert a shorter prompt"
+            )
+
+    # --- what conversion asks --------------------------------------------------------------------------------------------
+
+    def check_tokens(self, tokens: Tensor) -> None:
+        """Raise KVLensError unless every token id lies in the vocabulary."""
+        check_tokens(self.cfg, tokens)
+
+    def read_prompt(
+        self, tokens: Int[Tensor, "batch pos"], mask: Bool[Tensor, "batch pos"] | None, keeps_positions: bool
+    ) -> PromptKeysAndValues:
+        """Keys as they are scored, and values, of one pass over a prompt, with what is attached in front of it."""
+        if self.attached_kv_bias is None:
+            self._check_room(tokens.shape[1] - 1 if mask is None or keeps_positions else int(mask.sum(dim=1).max()) - 1, 0)
+        seen: dict[tuple[int, str], Tensor] = {}
+        layers = self.__dict__["_layers"]
+        options: dict[str, Any] = {}
+        if mask is not None:
+            counted = torch.ones_like(mask) if keeps_positions else mask
+            positions = (counted.long().cumsum(dim=1) - 1).clamp(min=0)
+            options = {"attention_mask": mask.long(), "position_ids": positions}
+        handles = [handle for layer in layers for handle in layer.observe(seen)]
+        try:
+            self(tokens, return_type=None, use_cache=False, **options)
+        finally:
+            for handle in handles:
+                handle.remove()
+        keys, values = (torch.stack([seen[layer.layer, x].to(tokens.device) for layer in layers]) for x in "kv")
+        return PromptKeysAndValues(keys, values)
+
+    # --- names of hooks ----------------------------------------------------------------------------------------------------
+
+    def run_with_cache(self, *args: Any, **kwargs: Any) -> Any:
+        """As TransformerLens'; ``names_filter`` must name hook points that exist."""
+        check_hook_names(kwargs.get("names_filter"), self.hook_dict)
+        return super().run_with_cache(*args, **kwargs)
+
+    def run_with_hooks(self, *args: Any, **kwargs: Any) -> Any:
+        """As TransformerLens'; hooks must name hook points that exist."""
+        self._check_hooks(kwargs)
+        return super().run_with_hooks(*args, **kwargs)
+
+    def hooks(self, *args: Any, **kwargs: Any) -> Any:
+        """As TransformerLens'; hooks must name hook points that exist."""
+        self._check_hooks({**kwargs, **({"args": args[0]} if args else {})})
+        return super().hooks(*args, **kwargs)
+
+    def _check_hooks(self, given: dict[str, Any]) -> None:
+        for which in ("fwd_hooks", "bwd_hooks", "args"):
+            names = [name for name, _ in given.get(which) or () if isinstance(name, str)]
+            check_hook_names(names, self.hook_dict)
+
+
+def _batch_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    given = args[0] if args else kwargs.get("input_ids")
+    return (kwargs["inputs_embeds"] if given is None else given).shape[0]

@@ -1,0 +1,92 @@
+"""Which layers of a bridge read a KV bias, and how: softmax attention that the bridge computes itself, step by step.
+
+What is not named here is refused: a component that hooks in other places gives plausible, wrong numbers.
+"""
+
+from typing import Any
+
+from torch import nn
+
+from kvlens.bridge.softmax import HeadSizes, SoftmaxLayer
+from kvlens.errors import KVLensError
+from kvlens.ops.softmax_features import ScoreRule
+
+ROTATES = {"PositionEmbeddingsAttentionBridge": True, "JointQKVAttentionBridge": False}
+"""The bridge's attention components that compute in the open, and whether queries and keys are rotated in them."""
+TRIED = "GPT-2, Llama, Qwen3, Gemma 3, GPT-OSS"
+VARIABLE_ROTARY = ("dynamic", "longrope")
+
+
+def text_config(model: nn.Module) -> Any:
+    """The part of a Transformers configuration that describes the language model."""
+    config: Any = model.config
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def layers_of(bridge: Any) -> list[SoftmaxLayer]:
+    """The layers of ``bridge``, each in the way that it reads a bias.
+
+    Raises:
+        KVLensError: an architecture, or a layer of it, that has no way yet.
+    """
+    family = bridge.cfg.architecture
+    model = bridge.original_model
+    if not hasattr(bridge, "blocks") or getattr(model.config, "is_encoder_decoder", False):
+        raise _no_way(family, "it is no stack of decoder blocks")
+    if not bridge.adapter.supports_causal_loss:
+        raise _no_way(family, "its attention is not causal: a prompt's keys would depend on the text behind it")
+    config = text_config(model)
+    _check_rotary(family, config)
+    return [_layer(bridge, family, config, layer) for layer in range(len(bridge.blocks))]
+
+
+def _layer(bridge: Any, family: str, config: Any, layer: int) -> SoftmaxLayer:
+    attn = getattr(bridge.blocks[layer], "attn", None)
+    kind = type(attn).__name__
+    if kind not in ROTATES:
+        found = "has no attention" if attn is None else f"is a {kind}"
+        raise _no_way(family, f"layer {layer} {found}, which shows neither its queries nor its scores in a known place")
+    module: Any = attn.original_component
+    if getattr(getattr(module, "config", None), "clip_qkv", None) is not None:
+        raise _no_way(family, f"layer {layer} clamps queries, keys and values behind their hook points (clip_qkv)")
+    if getattr(attn, "hook_gate", None) is not None:
+        raise _no_way(family, f"layer {layer} gates its output in a place that has no known way")
+    cfg = bridge.cfg
+    n_kv_heads = getattr(cfg, "n_key_value_heads", None) or cfg.n_heads
+    d_head = int(getattr(module, "head_dim", cfg.d_head))
+    if d_head != cfg.d_head:
+        raise _no_way(family, f"layer {layer} has heads of {d_head} dimensions, the configuration of {cfg.d_head}")
+    scaling = getattr(module, "scaling", None)
+    scale = d_head**0.5 if scaling is None else 1.0 / float(scaling)
+    if getattr(config, "scale_attn_by_inverse_layer_idx", False) and scaling is None:
+        scale *= layer + 1
+    rule = ScoreRule(scale, getattr(module, "attn_logit_softcapping", None), None, _window(family, config, layer))
+    return SoftmaxLayer(attn, layer, HeadSizes(cfg.n_heads, n_kv_heads, d_head), rule, ROTATES[kind])
+
+
+def _window(family: str, config: Any, layer: int) -> int | None:
+    """How many tokens a query of a layer sees, its own included; None for all."""
+    kinds = getattr(config, "layer_types", None)
+    kind = kinds[layer] if kinds else None
+    window = getattr(config, "sliding_window", None)
+    if kind in (None, "sliding_attention"):
+        return window
+    if kind != "full_attention":
+        raise _no_way(family, f"layer {layer} is of kind {kind!r}")
+    return None
+
+
+def _check_rotary(family: str, config: Any) -> None:
+    """Raise where angles depend on the length of the text: a prompt's keys would turn as the text grows."""
+    rotary = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    for one in [rotary, *(each for each in rotary.values() if isinstance(each, dict))]:
+        kind = one.get("rope_type", one.get("type"))
+        if kind in VARIABLE_ROTARY:
+            raise _no_way(family, f"its rotary positions ({kind}) change with the length of the text")
+
+
+def _no_way(family: str, why: str) -> KVLensError:
+    return KVLensError(
+        f"KVTransformerBridge: {family} has no way to read a KV bias yet: {why}. Models that have one: {TRIED}, and others "
+        "whose layers the bridge computes in the same way; a plain TransformerBridge runs this one without a bias"
+    )

@@ -1,0 +1,59 @@
+"""A plain TransformerBridge from a folder, from a name on the hub, or around a loaded Transformers model."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformer_lens.model_bridge import TransformerBridge
+from transformer_lens.model_bridge.sources import build_bridge_from_module
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from kvlens.arguments import first_line
+from kvlens.errors import KVLensError
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model")
+
+
+def wrapped(model: PreTrainedModel, *, tokenizer: Any = None) -> TransformerBridge:
+    """A bridge around ``model``, which keeps its device and dtype."""
+    name = getattr(model, "name_or_path", "") or type(model).__name__
+    try:
+        return build_bridge_from_module(
+            model, type(model).__name__, hf_config=model.config, tokenizer=tokenizer, model_name=str(name)
+        )
+    except (ValueError, KeyError, AttributeError, RuntimeError) as error:
+        raise _unreadable(type(model).__name__, error) from error
+
+
+def loaded(source: str | Path, *args: Any, **options: Any) -> TransformerBridge:
+    """A bridge to the model in a folder, or of a name on the hub; without a tokenizer, of token ids.
+
+    Raises:
+        KVLensError: nothing that Transformers and TransformerLens can load.
+    """
+    folder = Path(source).expanduser()
+    if isinstance(source, Path) and not folder.is_dir():
+        raise KVLensError(f"KVTransformerBridge: there is no folder {folder}; expected one with config.json and weights")
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise KVLensError(f"KVTransformerBridge: no config.json in {folder}; expected a folder written by save_pretrained")
+    has_tokenizer = options.get("tokenizer") is not None or any((folder / name).is_file() for name in TOKENIZER_FILES)
+    try:
+        if folder.is_dir() and not has_tokenizer and not args and set(options) <= {"device", "dtype"}:
+            model = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=options.get("dtype") or torch.float32, attn_implementation="eager", trust_remote_code=False
+            )
+            return wrapped(model.to(options.get("device") or "cpu"))
+        name = str(folder) if folder.is_dir() else str(source)
+        return TransformerBridge.boot_transformers(name, *args, **options)
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        if isinstance(error, KVLensError):
+            raise
+        raise _unreadable(str(source), error) from error
+
+
+def _unreadable(what: str, error: Exception) -> KVLensError:
+    return KVLensError(
+        f"KVTransformerBridge: {what} cannot be loaded by Transformers and TransformerLens ({first_line(error)}); give a "
+        "folder written by save_pretrained, a name on the hub whose files can be reached, or a loaded Transformers model of an "
+        "architecture that TransformerLens' bridge knows"
+    )

@@ -1,0 +1,24 @@
+"""Where the tokens of a pass stand within their text."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+
+def text_positions(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Int[Tensor, "#batch pos"]:
+    """Positions from 0 of the tokens that a Transformers model is called with: those given, or counted as the model would."""
+    tokens = args[0] if args else kwargs.get("input_ids")
+    tokens = kwargs["inputs_embeds"] if tokens is None else tokens
+    n = tokens.shape[1]
+    given = kwargs.get("position_ids")
+    if given is not None:
+        return given if given.dim() == 2 else given[0]  # with an axis for images, which text has the same number in
+    mask = kwargs.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask.all()):
+        return (mask.long().cumsum(dim=1) - 1).clamp(min=0)[:, -n:]
+    cache = kwargs.get("past_key_values")
+    past = 0 if cache is None else int(cache.get_seq_length())
+    return torch.arange(past, past + n, device=tokens.device)[None]

@@ -1,0 +1,155 @@
+"""A softmax layer of the bridge under a KV bias, from outside: what its hook points show is enough.
+
+    z = (Z_c z_c + Z_b z_b) / (Z_c + Z_b)          Z_c = sum of exp of the masked scores, attention sink included
+
+q comes from ``hook_rot_q`` (``hook_q`` where nothing rotates) and Z_c from ``hook_attn_scores``, both as other hooks leave
+them; ``hook_pattern`` is scaled by Z_c / (Z_c + Z_b) and z_b's share is added at ``hook_z``, both before other hooks see them.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformer_lens.hook_points import HookPoint
+
+from kvlens.components import LayerBias, is_hooked
+from kvlens.errors import KVLensError
+from kvlens.ops.softmax_attention import ScaledMass, join_bias
+from kvlens.ops.softmax_features import ScoreRule
+
+HOOKS = ("hook_b_kv", "hook_b_d", "hook_normalizer", "hook_z_context", "hook_z_bias")
+
+
+class HeadSizes(NamedTuple):
+    """Query heads, key-value heads, and the dimensions of one."""
+
+    n_heads: int
+    n_kv_heads: int
+    d_head: int
+
+
+class SoftmaxLayer:
+    """One softmax layer.
+
+    Args:
+        attn: the bridge's attention component; it gets the hook points of :data:`HOOKS`.
+        layer: its number.
+        sizes: of its heads.
+        rule: how it scores a key.
+        rotates: whether queries and keys are rotated in it.
+    """
+
+    def __init__(self, attn: nn.Module, layer: int, sizes: HeadSizes, rule: ScoreRule, rotates: bool):
+        self.attn: Any = attn
+        self.layer, self.sizes, self.rule, self.rotates = layer, sizes, rule, rotates
+        for name in HOOKS:
+            if not isinstance(getattr(attn, name, None), HookPoint):
+                point = HookPoint()
+                point.name = f"blocks.{layer}.attn.{name}"
+                setattr(attn, name, point)
+
+    def join(self, bias: LayerBias, positions: Int[Tensor, "#batch pos"]) -> list[RemovableHandle]:
+        """Let the next pass, with tokens at ``positions`` of the text, read ``bias``. Remove the handles after it."""
+        seen: dict[str, Tensor] = {}
+
+        def see_q(q: Tensor) -> None:
+            seen["q"] = self._heads(q, self.rotates)
+
+        def see_scores(scores: Tensor) -> None:
+            seen["share"], seen["z_bias"] = self._joined(seen.pop("q"), scores, bias, positions)
+
+        def scale_pattern(pattern: Tensor) -> Tensor:
+            return pattern * seen.pop("share").transpose(1, 2).to(pattern.dtype)
+
+        def see_gate(gate: Tensor) -> None:
+            seen["gate"] = gate.sigmoid()
+
+        def add_bias(z: Tensor) -> Tensor:
+            z_bias = seen.pop("z_bias")
+            if "gate" in seen:
+                z_bias = z_bias * seen.pop("gate").reshape(z_bias.shape)
+            z_bias = self.attn.hook_z_bias(z_bias.to(z.dtype))
+            return (self.attn.hook_z_context(z.reshape(z_bias.shape)) + z_bias).reshape(z.shape)
+
+        handles = [
+            _at(self._q_point, see_q),
+            _at(self.attn.hook_attn_scores, see_scores),
+            _at(self.attn.hook_pattern, scale_pattern, first=True),
+            _at(self.attn.o.hook_in, add_bias, first=True),
+        ]
+        gate = getattr(self.attn, "hook_q_gate", None)
+        return handles if gate is None else [*handles, _at(gate, see_gate)]
+
+    def observe(self, seen: dict[tuple[int, str], Tensor]) -> list[RemovableHandle]:
+        """Let the next pass put keys as scored, and values, [batch, kv_head, pos, d_head], into ``seen`` by layer and name."""
+
+        def see_k(k: Tensor) -> None:
+            seen[self.layer, "k"] = self._heads(k, self.rotates).transpose(1, 2)
+
+        def see_v(v: Tensor) -> None:
+            seen[self.layer, "v"] = self._heads(v, False).transpose(1, 2)
+
+        key = self.attn.hook_rot_k if self.rotates else self.attn.k.hook_out
+        return [_at(key, see_k), _at(self.attn.v.hook_out, see_v)]
+
+    @property
+    def _q_point(self) -> HookPoint:
+        return self.attn.hook_rot_q if self.rotates else self.attn.q.hook_out
+
+    def _heads(self, x: Tensor, heads_first: bool) -> Float[Tensor, "batch pos some_head d_head"]:
+        """``x`` as it passes a hook point: [batch, head, pos, d], [batch, pos, head, d] or [batch, pos, head * d]."""
+        if heads_first:
+            return x.transpose(1, 2)
+        return x if x.dim() == 4 else x.unflatten(-1, (-1, self.sizes.d_head))
+
+    def _joined(
+        self,
+        q: Float[Tensor, "batch pos head d_head"],
+        scores: Float[Tensor, "batch head pos key"],
+        bias: LayerBias,
+        positions: Int[Tensor, "#batch pos"],
+    ) -> tuple[Float[Tensor, "batch pos head 1"], Float[Tensor, "batch pos head d_head"]]:
+        """The context's share of the normalizer, and z of the bias, divided by the whole normalizer."""
+        wide = torch.promote_types(q.dtype, torch.float32)
+        b_kv, b_d = (self._read(name, b.to(q.device, wide)) for name, b in (("hook_b_kv", bias.b_kv), ("hook_b_d", bias.b_d)))
+        n_heads = max(b_kv.shape[1], b_d.shape[1])
+        b_kv, b_d = (b.repeat_interleave(n_heads // b.shape[1], dim=1) for b in (b_kv, b_d))
+        phi = bias.phi(q.to(wide), self.rule, positions if self.rule.needs_distance else None, b_kv, b_d)
+        ones = torch.ones((), device=q.device, dtype=wide).expand(*q.shape[:-1], 1)
+        joined = join_bias(ones, self._mass(scores.to(wide)), phi, b_kv, b_d)
+        self.attn.hook_normalizer(joined.log_normalizer)
+        return joined.z_context, joined.z_bias
+
+    def _mass(self, scores: Float[Tensor, "batch head pos key"]) -> ScaledMass:
+        """Z_c relative to its largest term."""
+        top = scores.detach().amax(dim=-1)
+        sinks = getattr(self.attn.original_component, "sinks", None)
+        if sinks is not None:
+            top = torch.maximum(top, sinks.detach()[:, None].to(top))
+        shift = top.masked_fill(top == -torch.inf, 0.0)  # inf - inf would be NaN
+        mass = (scores - shift[..., None]).exp().sum(dim=-1)
+        if sinks is not None:
+            mass = mass + (sinks[:, None].to(mass) - shift).exp()
+        return ScaledMass(mass.transpose(1, 2), top.transpose(1, 2))
+
+    def _read(self, name: str, b: Tensor) -> Tensor:
+        """``b`` through its hook point, which sees a row per query head; unhooked, with the rows that it has."""
+        point = getattr(self.attn, name)
+        if not is_hooked(point):
+            return b
+        b = b.repeat_interleave(self.sizes.n_heads // b.shape[1], dim=1)
+        hooked = point(b)
+        if hooked.shape[1:] != b.shape[1:]:
+            expected = f"[batch or 1, {', '.join(map(str, b.shape[1:]))}]"
+            raise KVLensError(
+                f"{point.name}: a hook made {list(hooked.shape)} of it, expected {expected}: a row per query head"
+            )
+        return hooked
+
+
+def _at(point: nn.Module, function: Callable[[Tensor], Tensor | None], first: bool = False) -> RemovableHandle:
+    """``function`` on what passes ``point``: before everything that is hooked to it, or after."""
+    return point.register_forward_hook(lambda module, args, output: function(output), prepend=first)

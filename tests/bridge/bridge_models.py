@@ -1,0 +1,62 @@
+"""Tiny random models of Transformers' own classes, with sizes that differ and weights large enough for a prompt to matter."""
+
+import torch
+import transformers as tf
+from torch import Tensor
+
+D_VOCAB = 53
+WINDOW = 6
+KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
+COMMON = dict(
+    num_hidden_layers=3,
+    hidden_size=24,
+    num_attention_heads=6,
+    num_key_value_heads=3,
+    head_dim=4,
+    intermediate_size=20,
+    vocab_size=D_VOCAB,
+    max_position_embeddings=64,
+)
+LLAMA3 = dict(
+    rope_type="llama3",
+    rope_theta=10000.0,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=32,
+)
+GPT2 = dict(n_layer=3, n_head=3, n_embd=12, n_positions=64, n_ctx=64, vocab_size=D_VOCAB)
+EXPERTS = dict(num_local_experts=4, num_experts_per_tok=2, rope_parameters=dict(rope_type="default", rope_theta=10000.0))
+FAMILIES = {
+    "gpt2": lambda: tf.GPT2LMHeadModel(tf.GPT2Config(**GPT2)),
+    "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**COMMON, rope_parameters=LLAMA3)),
+    "qwen3": lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(**COMMON)),
+    "gemma3": lambda: tf.Gemma3ForCausalLM(
+        tf.Gemma3TextConfig(**COMMON, sliding_window=WINDOW, layer_types=KINDS, query_pre_attn_scalar=4)
+    ),
+    "gpt_oss": lambda: tf.GptOssForCausalLM(tf.GptOssConfig(**COMMON, **EXPERTS, sliding_window=WINDOW, layer_types=KINDS)),
+}
+
+
+def tiny(family: str, seed: int = 0) -> tf.PreTrainedModel:
+    """A random model of a family, in evaluation mode."""
+    generator = torch.random.get_rng_state()
+    torch.manual_seed(seed)
+    model = FAMILIES[family]().eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("sinks"):
+                weight.normal_()
+            elif weight.dim() > 1:
+                weight.mul_(6)
+    torch.random.set_rng_state(generator)
+    return model
+
+
+def some_tokens(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randint(D_VOCAB, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def largest(x: Tensor, y: Tensor) -> float:
+    """The largest difference, relative to the largest number."""
+    return float((x - y).abs().max() / y.abs().max())

@@ -1,0 +1,203 @@
+"""A KV bias on TransformerLens' bridge: converted equals prompted, at every pass, and nothing attached changes nothing."""
+
+import copy
+
+import pytest
+import torch
+import transformers as tf
+from bridge_models import D_VOCAB, FAMILIES, largest, some_tokens, tiny
+from transformer_lens.model_bridge import TransformerBridge
+from transformer_lens.model_bridge.sources import build_bridge_from_module
+
+from kvlens import KVBias, KVLensError, KVTransformerBridge, convert_prompt
+from kvlens.kv_bias import VirtualKeys
+from kvlens.model.protocol import KVModel
+
+LEAST = 2e-6
+"""Relative error of logits below which two float32 passes of these models count as equal: a few hundred roundings."""
+N_PROMPT, N_TEXT = 13, 9
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def transformers_errors():
+    """Largest relative error of Transformers' own cut-and-continue, by family; measured before the bridge takes the model."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def model(family, transformers_errors):
+    plain = tiny(family)
+    prompt, text = some_tokens(2, N_PROMPT), some_tokens(2, N_TEXT, seed=1)
+    with torch.no_grad():
+        whole = plain(torch.cat([prompt, text], dim=1)).logits[:, N_PROMPT:]
+        cache = plain(prompt, use_cache=True).past_key_values
+        transformers_errors[family] = largest(plain(text, past_key_values=cache).logits, whole)
+    return KVTransformerBridge.boot_transformers(plain)
+
+
+@pytest.fixture(autouse=True)
+def without_gradients():
+    with torch.no_grad():
+        yield
+
+
+def test_converted_equals_prompted(model, family, transformers_errors):
+    prompt, text = some_tokens(2, N_PROMPT), some_tokens(2, N_TEXT, seed=1)
+    whole = model(torch.cat([prompt, text], dim=1))[:, N_PROMPT:]
+    bias = convert_prompt(model, prompt)
+    assert type(bias) is KVBias and isinstance(bias.features, VirtualKeys) and isinstance(model, KVModel)
+    with model.kv_bias(bias):
+        converted = model(text)
+    assert largest(converted, whole) <= max(1.5 * transformers_errors[family], LEAST)
+    assert largest(model(text), whole) > 0.01  # the prompt matters
+
+
+def test_gpt2_is_exact_in_float64():
+    model = KVTransformerBridge.boot_transformers(tiny("gpt2").double())
+    prompt, text = some_tokens(2, N_PROMPT), some_tokens(2, N_TEXT, seed=1)
+    whole = model(torch.cat([prompt, text], dim=1))[:, N_PROMPT:]
+    with model.kv_bias(convert_prompt(model, prompt)):
+        assert largest(model(text), whole) < 1e-12
+
+
+def test_a_then_b_is_the_concatenation(model):
+    prompt, text = some_tokens(2, N_PROMPT), some_tokens(2, N_TEXT, seed=1)
+    whole = convert_prompt(model, prompt)
+    both = convert_prompt(model, prompt[:, 5:], initial=convert_prompt(model, prompt[:, :5]))
+    assert torch.equal(both.features.distance, whole.features.distance)
+    assert both.n_prompt_tokens == N_PROMPT and both.position_offset == N_PROMPT
+    with model.kv_bias(whole):
+        expected = model(text)
+    with model.kv_bias(both):
+        assert largest(model(text), expected) < LEAST
+
+
+@pytest.mark.parametrize("use_past_kv_cache", [True, False])
+def test_generated_tokens_are_those_behind_the_prompt(model, use_past_kv_cache):
+    prompt, text = some_tokens(2, N_PROMPT), some_tokens(2, N_TEXT, seed=1)
+    options = dict(max_new_tokens=24, do_sample=False, stop_at_eos=False, verbose=False)
+    expected = model.generate(torch.cat([prompt, text], dim=1), **options)[:, N_PROMPT:]
+    passes = []
+    with model.kv_bias(convert_prompt(model, prompt)), model.hooks(fwd_hooks=[("blocks.1.attn.hook_b_kv", note(passes))]):
+        generated = model.generate(text, use_past_kv_cache=use_past_kv_cache, **options)
+    assert torch.equal(generated, expected)
+    assert len(passes) == 24
+
+
+def note(seen):
+    return lambda tensor, hook: seen.append(tuple(tensor.shape))
+
+
+def test_nothing_attached_changes_nothing(family):
+    text = some_tokens(2, N_TEXT)
+    plain = tiny(family)
+    twin = copy.deepcopy(plain)
+    bridge = build_bridge_from_module(plain, type(plain).__name__, hf_config=plain.config)
+    model = KVTransformerBridge.boot_transformers(twin)
+    assert isinstance(model, TransformerBridge)
+    logits, cache = bridge.run_with_cache(text)
+    ours, our_cache = model.run_with_cache(text)
+    assert torch.equal(logits, ours) and list(cache) == list(our_cache)
+    before = hooks_of(model)
+    with model.kv_bias(convert_prompt(model, text)):
+        model(text)
+        with pytest.raises(ZeroDivisionError):
+            model.run_with_hooks(text, fwd_hooks=[("blocks.1.attn.hook_pattern", lambda x, hook: 1 / 0)])
+    assert hooks_of(model) == before
+    assert torch.equal(model(text), ours)
+
+
+def hooks_of(model):
+    return {name: len(module._forward_hooks) for name, module in model.original_model.named_modules()}
+
+
+def test_hooks_see_the_summands_and_change_the_bias(model):
+    prompt, text = some_tokens(2, N_PROMPT), some_tokens(2, N_TEXT, seed=1)
+    bias = convert_prompt(model, prompt)
+    f = bias.fingerprint
+    with model.kv_bias(bias):
+        plain, cache = model.run_with_cache(text)
+        at = {name: cache[f"blocks.1.attn.{name}"] for name in ("hook_b_kv", "hook_b_d", "hook_z_context", "hook_z_bias")}
+        assert at["hook_b_kv"].shape == (2, f.n_heads, N_PROMPT, f.d_head) and at["hook_b_d"].shape == (2, f.n_heads, N_PROMPT)
+        z = cache["blocks.1.attn.o.hook_in"].reshape(at["hook_z_bias"].shape)
+        torch.testing.assert_close(at["hook_z_context"] + at["hook_z_bias"], z, rtol=0, atol=0)
+        pattern = cache["blocks.1.attn.hook_pattern"].sum(dim=-1).transpose(1, 2)
+        assert bool((pattern < 1).all())
+        zero = [(f"blocks.{layer}.attn.hook_b_{x}", lambda b, hook: b * 0) for layer in range(3) for x in ("kv", "d")]
+        without = model.run_with_hooks(text, fwd_hooks=zero)
+    with model.kv_bias(bias.zero_like()):
+        assert largest(without, model(text)) < LEAST < largest(without, plain)
+
+
+def test_a_query_that_is_patched_reads_the_bias_patched(model):
+    """A hook attached before or within the bias acts on both summands."""
+    prompt, text = some_tokens(2, N_PROMPT), some_tokens(2, N_TEXT, seed=1)
+    name = "blocks.1.attn.hook_rot_q" if "blocks.1.attn.hook_rot_q" in model.hook_dict else "blocks.1.attn.q.hook_out"
+    hooks = [(name, lambda q, hook: 0.5 * q)]
+    expected = model.run_with_hooks(torch.cat([prompt, text], dim=1), fwd_hooks=hooks)[:, N_PROMPT:]
+    bias = convert_prompt(model, prompt, fwd_hooks=hooks)
+    with model.kv_bias(bias):
+        assert largest(model.run_with_hooks(text, fwd_hooks=hooks), expected) < LEAST
+    with model.hooks(fwd_hooks=hooks), model.kv_bias(bias):
+        assert largest(model(text), expected) < LEAST
+
+
+def test_left_padding_and_prompts_in_a_batch(model, family):
+    prompt, text = some_tokens(2, N_PROMPT), some_tokens(2, N_TEXT, seed=1)
+    mask = torch.ones_like(text)
+    mask[0, :4] = 0
+    with model.kv_bias(convert_prompt(model, prompt)):
+        padded = model(text, attention_mask=mask)
+    for row, first in ((0, 4), (1, 0)):
+        with model.kv_bias(convert_prompt(model, prompt[row])):
+            assert largest(padded[row, first:], model(text[row : row + 1, first:])[0]) < LEAST
+
+
+def test_a_folder_a_file_and_arithmetic(tmp_path, family):
+    plain = tiny(family)
+    plain.save_pretrained(tmp_path / "model")
+    model = KVTransformerBridge.boot_transformers(tmp_path / "model", device="cpu", dtype=torch.float32)
+    other = KVTransformerBridge.boot_transformers(plain)
+    assert model.fingerprint() == other.fingerprint()
+    bias = convert_prompt(other, some_tokens(N_PROMPT))
+    bias.save(tmp_path / "bias.safetensors")
+    read = KVBias.load(tmp_path / "bias.safetensors")
+    text = some_tokens(1, N_TEXT, seed=1)
+    with model.kv_bias(read):
+        once = model(text)
+    with model.kv_bias(0.25 * read + 0.75 * read):
+        assert largest(model(text), once) < LEAST
+    with pytest.raises(KVLensError, match="weights differs"):
+        KVTransformerBridge.boot_transformers(tiny(family, seed=1)).attach_kv_bias(bias)
+
+
+def test_bad_input_is_refused_in_words(model, family):
+    bias = convert_prompt(model, some_tokens(2, N_PROMPT))
+    with pytest.raises(KVLensError, match="holds 2 prompts and the input has batch 3"), model.kv_bias(bias):
+        model(some_tokens(3, N_TEXT))
+    with pytest.raises(KVLensError, match="beyond n_ctx=64"), model.kv_bias(bias):
+        model(some_tokens(2, 52))
+    with pytest.raises(KVLensError, match="beyond n_ctx=64"):
+        convert_prompt(model, some_tokens(65))
+    with pytest.raises(KVLensError, match="hook_z_bias"):
+        model.run_with_cache(some_tokens(1, 3), names_filter="blocks.0.attn.hook_z_biases")
+    with pytest.raises(KVLensError, match='method="exact"'):
+        convert_prompt(model, some_tokens(5), method="landmark", n_features=2)
+    with pytest.raises(KVLensError, match="token ids must lie in"):
+        convert_prompt(model, torch.tensor([D_VOCAB]))
+    assert model.attached_kv_bias is None
+
+
+def test_an_architecture_without_a_way_is_named():
+    config = tf.GPTNeoXConfig(
+        hidden_size=12, num_hidden_layers=1, num_attention_heads=3, intermediate_size=8, vocab_size=D_VOCAB, hidden_act="gelu"
+    )
+    with pytest.raises(KVLensError, match="GPTNeoXForCausalLM has no way to read a KV bias yet: layer 0"):
+        KVTransformerBridge.boot_transformers(tf.GPTNeoXForCausalLM(config).eval())
+    with pytest.raises(KVLensError, match="no config.json"):
+        KVTransformerBridge.boot_transformers("tests")
