@@ -62,8 +62,8 @@ def check_text(what: str, given: Any) -> None:
         check_characters(what, text)
 
 
-def check_tokens(cfg: HookedKVTransformerConfig, tokens: Tensor) -> None:
-    """Raise KVLensError unless ``tokens``, of any shape, are integers of the vocabulary, at least one."""
+def check_tokens(cfg: Any, tokens: Tensor) -> None:
+    """Raise KVLensError unless ``tokens``, of any shape, are integers below ``cfg.d_vocab``, at least one."""
     if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype in NOT_TOKENS:
         raise KVLensError(f"tokens must be integers (int64 or int32), got {tokens.dtype}")
     if tokens.numel() == 0:
