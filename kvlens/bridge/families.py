@@ -41,7 +41,7 @@ def layers_of(bridge: Any) -> list[SoftmaxLayer]:
 
 
 def _layer(bridge: Any, family: str, config: Any, layer: int) -> SoftmaxLayer:
-    attn = getattr(bridge.blocks[layer], "attn", None)
+    attn: Any = getattr(bridge.blocks[layer], "attn", None)
     kind = type(attn).__name__
     if kind not in ROTATES:
         found = "has no attention" if attn is None else f"is a {kind}"
