@@ -7,7 +7,7 @@ fire at prefill and at every decoded token alike.
 |---|---|---|
 | ``hook_q``, ``hook_k`` | [batch, pos, key_head, d_k] | as they enter the recurrence: normalized and scaled |
 | ``hook_v`` | [batch, pos, head, d_v] | values, after convolution and activation |
-| ``hook_log_decay`` | [batch, pos, head(, d_k)] | log a_t, at most 0; per key channel in KDA |
+| ``hook_log_decay`` | [batch, pos, head(, d_k)] | log a_t, at most 0; per key channel in KDA; [head] in lightning |
 | ``hook_write_strength`` | [batch, pos, head] | b_t; does not fire where it is always 1 (lightning attention) |
 | ``hook_b_kv`` | [batch or 1, head, d_k, d_v] | the KV bias as read, at every pass, where there is one |
 | ``hook_z_context``, ``hook_z_bias`` | [batch, pos, head, d_v] | the two summands of ``hook_z`` where there is a bias |
@@ -18,5 +18,6 @@ fire at prefill and at every decoded token alike.
 """
 
 from kvlens.mixers.protocol import HOOKS, Mixer, MixerInputs, Read, RecurrentState, Rule
+from kvlens.mixers.registry import MIXERS, has_mixer, mixer_for
 
-__all__ = ["HOOKS", "Mixer", "MixerInputs", "Read", "RecurrentState", "Rule"]
+__all__ = ["HOOKS", "MIXERS", "Mixer", "MixerInputs", "Read", "RecurrentState", "Rule", "has_mixer", "mixer_for"]

@@ -44,7 +44,7 @@ class RecurrentState(NamedTuple):
         """S = P b_KV + what the context has written [batch or 1, head, d_k, d_v]: the KV bias that all tokens so far make."""
         if self.b_kv is None:
             return self.context
-        left = self.b_kv if self.state_map is None else self.state_map @ self.b_kv
+        left = self.b_kv if self.state_map is None else self.state_map @ self.b_kv.to(self.state_map)
         return left if self.context is None else left + self.context
 
 
@@ -55,7 +55,7 @@ class MixerInputs(NamedTuple):
         q: queries, normalized and scaled; ``key_head`` divides ``head``.
         k: keys, normalized where the model does so.
         v: values.
-        log_decay: log a_t, at most 0: per head, or per head and key channel (KDA).
+        log_decay: log a_t, at most 0: [batch, pos, head], with a last axis d_k in KDA, [head] in lightning attention.
         write_strength: b_t; None where it is 1.
         gate: what the output is gated with; its shape is the family's own business.
         conv: the next ``RecurrentState.conv``.
@@ -64,7 +64,7 @@ class MixerInputs(NamedTuple):
     q: Float[Tensor, "batch pos key_head d_k"]
     k: Float[Tensor, "batch pos key_head d_k"]
     v: Float[Tensor, "batch pos head d_v"]
-    log_decay: Float[Tensor, "batch pos head *channel"]
+    log_decay: Tensor
     write_strength: Float[Tensor, "batch pos head"] | None
     gate: Tensor | None
     conv: Float[Tensor, "batch rows channel"] | None
@@ -135,7 +135,7 @@ class Mixer(nn.Module, ABC):
     Attributes:
         serves: the classes of Transformers whose forward pass it is, by name.
         rule: what a token does to the state.
-        n_heads, d_k, d_v: of the state, [head, d_k, d_v].
+        n_heads, d_k, d_v: of the state, [head, d_k, d_v]; ``n_key_heads`` of queries and keys, of which each serves a group.
         conv_rows, conv_channels: of the convolution's state; both 0 where there is none.
 
     Source: DESIGN's recurrent mixers; Gated Delta Networks (Yang et al. 2412.06464), Kimi Linear (2510.26692), MiniMax-01
@@ -146,6 +146,7 @@ class Mixer(nn.Module, ABC):
     rule: ClassVar[Rule]
 
     n_heads: int
+    n_key_heads: int
     d_k: int
     d_v: int
     conv_rows: int = 0

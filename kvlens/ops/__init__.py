@@ -8,6 +8,9 @@ signature and layout ``batch pos head d``:
 - ``feature_maps``: phi, with phi(q).phi(k) instead of exp(q.k) (ICLCA);
 - ``rotary``: R_m, the rotation by position (RoPE), whose group law makes the conversion exact;
 - ``linear_attention``: the recurrence whose initial state is the KV bias, in three equal forms (ICLCA eq. 12-13, 19);
+- ``delta_rule``: the gated delta rule and Kimi delta attention, with what a prompt leaves in their state;
+- ``lightning``: linear attention with one decay per head (MiniMax, RetNet), in the same words;
+- ``short_convolution``: the convolution in front of such layers, and the rows that it carries over;
 - ``softmax_attention``: naive and fused, with its normalizer, and a KV bias joined to it in log space (ICLCA sec. 5);
 - ``softmax_features``: phi of such a bias: virtual keys, random, Taylor and learned features (ICLCA sec. 5 and 6.4);
 - ``landmarks``: which of a prompt's keys to keep, and with which weights and values;

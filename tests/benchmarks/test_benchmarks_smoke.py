@@ -3,6 +3,7 @@
 import bench_attention_variants
 import bench_attribution
 import bench_conversion_error
+import bench_delta_rule
 import bench_dual_losses
 import bench_exact_conversion
 import bench_fit_error
@@ -19,6 +20,11 @@ import torch
 def test_linear_attention_smoke(capsys):
     bench_linear_attention.main(["--small"])
     assert "speed-up" in capsys.readouterr().out
+
+
+def test_delta_rule_smoke(capsys):
+    bench_delta_rule.main(["--small"])
+    assert "time over Transformers'" in capsys.readouterr().out
 
 
 def test_model_smoke(capsys):

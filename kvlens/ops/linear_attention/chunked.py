@@ -45,10 +45,12 @@ def chunked_linear_attention(
         phi_k, v = without_padding(phi_k, mask), without_padding(v, mask)
         norm_k = None if norm_k is None else without_padding(norm_k, mask)
     batch, n_kv, d_phi, d_head = v.shape[0], v.shape[2], phi_k.shape[3], v.shape[3]
-    kv = v.new_zeros(batch, n_kv, d_phi, d_head) if state is None else state.kv.to(v)
+    kv = v.new_zeros(batch, n_kv, d_phi, d_head) if state is None else state.kv.to(v).expand(batch, -1, -1, -1)
     k_sum = None
     if norm_q is not None and norm_k is not None:
-        k_sum = v.new_zeros(batch, n_kv, d_phi) if state is None or state.k_sum is None else state.k_sum.to(v)
+        k_sum = (
+            v.new_zeros(batch, n_kv, d_phi) if state is None or state.k_sum is None else state.k_sum.to(v).expand(batch, -1, -1)
+        )
 
     numerators: list[Tensor] = []
     normalizers: list[Tensor] = []

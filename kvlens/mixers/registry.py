@@ -1,0 +1,36 @@
+"""Which mixer serves which module of Transformers. A new one is a file here and a line in ``MIXERS``."""
+
+from torch import nn
+
+from kvlens.errors import KVLensError
+from kvlens.mixers.minimax import MiniMaxMixer
+from kvlens.mixers.protocol import Mixer
+from kvlens.mixers.qwen3_5 import Qwen35Mixer
+from kvlens.mixers.qwen3_next import Qwen3NextMixer
+
+MIXERS: tuple[type[Mixer], ...] = (Qwen3NextMixer, Qwen35Mixer, MiniMaxMixer)
+
+
+def has_mixer(module: nn.Module) -> bool:
+    """Whether there is a mixer for a module of Transformers."""
+    return _mixer_class(module) is not None
+
+
+def mixer_for(module: nn.Module, layer: int) -> Mixer:
+    """The mixer over ``module``, which is layer ``layer`` of its model.
+
+    Raises:
+        KVLensError: no mixer serves modules of this class.
+    """
+    found = _mixer_class(module)
+    if found is None:
+        served = ", ".join(name for mixer in MIXERS for name in mixer.serves)
+        raise KVLensError(
+            f"layer {layer}: expected a recurrent layer that kvlens computes itself ({served}), got {type(module).__name__}"
+        )
+    return found(module, layer)
+
+
+def _mixer_class(module: nn.Module) -> type[Mixer] | None:
+    names = {parent.__name__ for parent in type(module).__mro__}
+    return next((mixer for mixer in MIXERS if names & set(mixer.serves)), None)

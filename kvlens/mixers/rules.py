@@ -1,0 +1,67 @@
+"""The rules that mixers follow: which op computes what."""
+
+from torch import Tensor
+
+from kvlens.mixers.protocol import MixerInputs, Read, RecurrentState, Rule
+from kvlens.ops import delta_rule, lightning
+
+
+class DeltaRule(Rule):
+    """T_t = (I - b_t k_t k_t^T) Diag(a_t): the gated delta rule and Kimi delta attention (:mod:`kvlens.ops.delta_rule`)."""
+
+    def run(self, inputs: MixerInputs, state: RecurrentState, mask: Tensor | None, with_map: bool) -> Read:
+        arguments = (inputs.q, inputs.k, inputs.v, inputs.log_decay, _write(inputs), mask, state.context)
+        decodes = inputs.v.shape[1] == 1
+        if with_map:
+            carried = delta_rule.recurrent_carried_delta_rule if decodes else delta_rule.carried_delta_rule
+            return Read(*carried(*arguments, state.state_map))
+        form = delta_rule.recurrent_delta_rule if decodes else delta_rule.chunked_delta_rule
+        z, final = form(*arguments, output_final_state=True)
+        assert final is not None
+        return Read(z, None, final, None)
+
+    def carried_queries(self, inputs: MixerInputs, mask: Tensor | None) -> Tensor:
+        return delta_rule.carried_queries(inputs.q, inputs.k, inputs.log_decay, _write(inputs), mask)
+
+    def carried_keys(self, inputs: MixerInputs, mask: Tensor | None) -> Tensor:
+        return delta_rule.carried_keys(inputs.k, inputs.log_decay, _write(inputs), mask)
+
+    def state_map(self, inputs: MixerInputs, mask: Tensor | None) -> Tensor:
+        return delta_rule.state_map(inputs.k, inputs.log_decay, _write(inputs), mask)
+
+    def pattern(self, inputs: MixerInputs, mask: Tensor | None) -> Tensor:
+        return delta_rule.effective_attention(inputs.q, inputs.k, inputs.log_decay, _write(inputs), mask)
+
+
+class Lightning(Rule):
+    """T_t = a I, with one a per head: lightning attention and retention (:mod:`kvlens.ops.lightning`)."""
+
+    def run(self, inputs: MixerInputs, state: RecurrentState, mask: Tensor | None, with_map: bool) -> Read:
+        form = lightning.recurrent_lightning if inputs.v.shape[1] == 1 else lightning.chunked_lightning
+        context = None if state.context is None else state.context.to(inputs.v)
+        z, final = form(inputs.q, inputs.k, inputs.v, inputs.log_decay, mask, context, output_final_state=True)
+        assert final is not None
+        if not with_map:
+            return Read(z, None, final, None)
+        carried_q, state_map = self.carried_queries(inputs, mask), self.state_map(inputs, mask)
+        if state.state_map is not None:
+            before = state.state_map.to(carried_q)
+            carried_q, state_map = (carried_q.transpose(1, 2) @ before).transpose(1, 2), state_map @ before
+        return Read(z, carried_q, final, state_map)
+
+    def carried_queries(self, inputs: MixerInputs, mask: Tensor | None) -> Tensor:
+        return lightning.carried_queries(inputs.q, inputs.log_decay, mask)
+
+    def carried_keys(self, inputs: MixerInputs, mask: Tensor | None) -> Tensor:
+        return lightning.carried_keys(inputs.k, inputs.log_decay, mask)
+
+    def state_map(self, inputs: MixerInputs, mask: Tensor | None) -> Tensor:
+        return lightning.state_map(inputs.k, inputs.log_decay, mask)
+
+    def pattern(self, inputs: MixerInputs, mask: Tensor | None) -> Tensor:
+        return lightning.effective_attention(inputs.q, inputs.k, inputs.log_decay, mask)
+
+
+def _write(inputs: MixerInputs) -> Tensor:
+    assert inputs.write_strength is not None, "the delta rule has a write strength"
+    return inputs.write_strength

@@ -1,0 +1,256 @@
+"""The delta rule: fast forms against the loop over matrices, the loop against a pencil and Transformers, and the laws."""
+
+import functools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from ops_cases import laws, normal, random_mask
+from transformers.models.kimi_linear import modeling_kimi_linear as kimi
+from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
+
+from kvlens.ops.delta_rule import (
+    carried_delta_rule,
+    carried_keys,
+    carried_queries,
+    chunked_delta_rule,
+    effective_attention,
+    naive_carried,
+    naive_carried_delta_rule,
+    naive_delta_rule,
+    recurrent_carried_delta_rule,
+    recurrent_delta_rule,
+    state_map,
+)
+
+BATCH, POS, KEY_HEAD, HEAD, D_K, D_V = 2, 19, 3, 6, 5, 7
+# Keys of norm 1 and b <= 2 keep every T at norm 1 or below, so that nothing grows: sums of at most POS * D_K terms of size
+# ten, in two orders, each with an exponent of up to 100 * POS that was rounded.
+CLOSE = {"rtol": 0, "atol": 1e-12}
+
+FAST = {
+    "recurrent": recurrent_delta_rule,
+    "chunked": chunked_delta_rule,
+    "chunks of 1": functools.partial(chunked_delta_rule, chunk_size=1),
+    "chunks of 4": functools.partial(chunked_delta_rule, chunk_size=4),
+    "chunks of 19": functools.partial(chunked_delta_rule, chunk_size=POS),
+}
+FORMS = {"naive": naive_delta_rule, **FAST}
+rules = st.sampled_from(["gated", "kda"])
+decays = st.sampled_from(["usual", "none", "strong", "mixed"])
+
+
+def case(rule="gated", decay="usual", mask=False, pos=POS, seed=0, key_head=KEY_HEAD, group=HEAD // KEY_HEAD):
+    """q, k of norm 1, v, log decay, b from 0 to 2, and where asked for a mask."""
+    draw = functools.partial(normal, BATCH, pos)
+    head = key_head * group
+    channels = (D_K,) if rule == "kda" else ()
+    steps = -draw(head, *channels, seed=seed + 3).abs()
+    size = {"usual": 0.3, "none": 0.0, "strong": 60.0, "mixed": 0.01}[decay]
+    steps = steps * size
+    if decay == "mixed":
+        steps[:, ::3] = -80.0
+    arguments = {
+        "q": draw(key_head, D_K, seed=seed),
+        "k": torch.nn.functional.normalize(draw(key_head, D_K, seed=seed + 1), dim=-1),
+        "v": draw(head, D_V, seed=seed + 2),
+        "log_decay": steps,
+        "write_strength": 2 * draw(head, seed=seed + 4).sigmoid(),
+    }
+    return {**arguments, "mask": random_mask(BATCH, pos, seed + 5)} if mask else arguments
+
+
+def state_of(heads=HEAD, seed=90, batch=BATCH):
+    return normal(batch, heads, D_K, D_V, seed=seed)
+
+
+def without(arguments, *names):
+    return {name: value for name, value in arguments.items() if name not in names}
+
+
+def real_values(arguments):
+    mask = arguments.get("mask")
+    return arguments["v"] if mask is None else arguments["v"] * mask[..., None, None]
+
+
+def test_one_head_by_hand():
+    """a = b = 1/2, k = 1, values 4 and 2: S = 2, then 1/2 * 1/2 * 2 + 1 = 1.5, of which the first token has written 0.5."""
+    ones = torch.ones(1, 2, 1, 1, dtype=torch.float64)
+    half = torch.full((1, 2, 1), 0.5, dtype=torch.float64)
+    v = torch.tensor([4.0, 2.0], dtype=torch.float64).reshape(1, 2, 1, 1)
+    for form in FORMS.values():
+        z, final = form(2 * ones, ones, v, half.log(), half, output_final_state=True)
+        assert z.flatten().tolist() == pytest.approx([4.0, 3.0])
+        assert final.item() == pytest.approx(1.5)
+    assert carried_keys(ones, half.log(), half).flatten().tolist() == pytest.approx([0.125, 0.5])
+    assert carried_keys(ones, half.log(), half, times_write_strength=False).flatten().tolist() == pytest.approx([0.25, 1.0])
+    assert carried_queries(2 * ones, ones, half.log(), half).flatten().tolist() == pytest.approx([0.5, 0.125])
+    assert state_map(ones, half.log(), half).item() == pytest.approx(0.0625)
+    pattern = effective_attention(2 * ones, ones, half.log(), half)
+    assert pattern.flatten().tolist() == pytest.approx([1.0, 0.0, 0.25, 1.0])
+
+
+def test_decay_comes_before_removal():
+    """One token: the state that is removed from has already decayed."""
+    arguments = case("kda", pos=1)
+    S, k, b = state_of(), arguments["k"].repeat_interleave(2, dim=2)[:, 0], arguments["write_strength"][:, 0, :, None]
+    decayed = S * arguments["log_decay"][:, 0].exp()[..., None]
+    removed = torch.einsum("bhk,bhkd->bhd", k, decayed)
+    expected = decayed + torch.einsum("bhk,bhd->bhkd", k, b * (arguments["v"][:, 0] - removed))
+    for form in FORMS.values():
+        torch.testing.assert_close(form(**arguments, initial_state=S, output_final_state=True)[1], expected, **CLOSE)
+
+
+@given(
+    rules,
+    decays,
+    st.booleans(),
+    st.integers(1, 70),
+    st.sampled_from([1, 3, 16, 64]),
+    st.sampled_from([1, 2]),
+    st.integers(0, 99),
+)
+@laws
+def test_forms_agree(rule, decay, mask, pos, chunk_size, group, seed):
+    arguments = case(rule, decay, mask, pos, seed, 2, group)
+    S = state_of(2 * group)
+    expected = naive_delta_rule(**arguments, initial_state=S, output_final_state=True)
+    for got in (
+        chunked_delta_rule(**arguments, initial_state=S, output_final_state=True, chunk_size=chunk_size),
+        recurrent_delta_rule(**arguments, initial_state=S, output_final_state=True),
+    ):
+        torch.testing.assert_close(tuple(got), tuple(expected), **CLOSE)
+
+
+@given(rules, decays, st.booleans(), st.integers(2, 40), st.data())
+@laws
+def test_cut_anywhere_and_carried_equals_the_whole(rule, decay, mask, pos, data):
+    arguments, S = case(rule, decay, mask, pos), state_of(batch=1)
+    cut = data.draw(st.integers(1, pos - 1))
+    first, second = ({name: x[:, part] for name, x in arguments.items()} for part in (slice(cut), slice(cut, None)))
+    for form in FORMS.values():
+        z, final = form(**arguments, initial_state=S, output_final_state=True)
+        a, between = form(**first, initial_state=S, output_final_state=True)
+        b, end = form(**second, initial_state=between, output_final_state=True)
+        torch.testing.assert_close(torch.cat([a, b], dim=1), z, **CLOSE)
+        torch.testing.assert_close(end, final, **CLOSE)
+
+
+@given(rules, decays, st.booleans(), st.integers(1, 40), st.sampled_from([1, 4, 64]))
+@laws
+def test_what_is_carried(rule, decay, mask, pos, chunk_size):
+    """S_M = P S_old + sum_j kbar_j v_j^T, z = z_context + S_old^T qbar, A v = z_context; all against products of matrices."""
+    arguments, S = case(rule, decay, mask, pos), state_of()
+    inner = without(arguments, "v")
+    size = {"chunk_size": chunk_size}
+    kbar, P = carried_keys(**without(inner, "q"), **size), state_map(**without(inner, "q"), **size)
+    qbar, pattern = carried_queries(**inner, **size), effective_attention(**inner)
+    for got, expected in zip((kbar, qbar, P), naive_carried(**inner), strict=True):
+        torch.testing.assert_close(got, expected, **CLOSE)
+    v = real_values(arguments)
+    z, final = naive_delta_rule(**arguments, initial_state=S, output_final_state=True)
+    context, _ = naive_delta_rule(**arguments)
+    torch.testing.assert_close(P @ S + torch.einsum("bjhk,bjhd->bhkd", kbar, v), final, **CLOSE)
+    torch.testing.assert_close(torch.einsum("bhij,bjhd->bihd", pattern, v), context, **CLOSE)
+    torch.testing.assert_close(context + torch.einsum("bihk,bhkd->bihd", qbar, S), z, **CLOSE)
+    assert not pattern.triu(1).any()
+
+
+@pytest.mark.parametrize("rule", ["gated", "kda"])
+@pytest.mark.parametrize("form", [carried_delta_rule, recurrent_carried_delta_rule])
+def test_context_and_bias_apart(form, rule):
+    arguments, S, before = case(rule, mask=True), state_of(), normal(BATCH, HEAD, D_K, D_K, seed=8)
+    got = form(**arguments, initial_state=S, initial_map=before)
+    torch.testing.assert_close(
+        tuple(got), tuple(naive_carried_delta_rule(**arguments, initial_state=S, initial_map=before)), **CLOSE
+    )
+    torch.testing.assert_close(form(**arguments).state_map, naive_carried_delta_rule(**arguments).state_map, **CLOSE)
+
+
+@pytest.mark.parametrize("rule", ["gated", "kda"])
+def test_a_padded_row_equals_its_real_tokens(rule):
+    """Whatever stands at padded positions, infinities included, and wherever they are."""
+    arguments, S = case(rule, mask=True), state_of()
+    mask = arguments.pop("mask")
+    dirty = {name: x.masked_fill(~mask.reshape(BATCH, POS, *[1] * (x.dim() - 2)), torch.inf) for name, x in arguments.items()}
+    for form in FORMS.values():
+        z, final = form(**dirty, mask=mask, initial_state=S, output_final_state=True)
+        assert not z[~mask].any()
+        for b in range(BATCH):
+            alone = {name: x[b : b + 1, mask[b]] for name, x in arguments.items()}
+            expected = form(**alone, initial_state=S[b : b + 1], output_final_state=True)
+            torch.testing.assert_close(z[b : b + 1, mask[b]], expected[0], **CLOSE)
+            torch.testing.assert_close(final[b : b + 1], expected[1], **CLOSE)
+
+
+@pytest.mark.parametrize("rule", ["gated", "kda"])
+@pytest.mark.parametrize("name", FAST)
+def test_decay_of_nothing_and_of_everything(name, rule):
+    """a = 0 exactly, and a = 1, in float32: finite values and gradients."""
+    arguments = {n: x.float() for n, x in case(rule, "none").items()}
+    arguments["log_decay"][:, 5] = -torch.inf
+    leaves = {n: x.clone().requires_grad_() for n, x in arguments.items()}
+    z, final = FAST[name](**leaves, initial_state=state_of().float(), output_final_state=True)
+    forgotten = FAST[name](**{n: x[:, 5:] for n, x in arguments.items()})[0]
+    torch.testing.assert_close(z[:, 5:], forgotten, rtol=0, atol=1e-5)
+    (z.sum() + final.sum()).backward()
+    others = [x.grad for n, x in leaves.items() if n != "log_decay"]
+    assert all(bool(x.isfinite().all()) for x in (z, final, *others))
+    if name != "recurrent":
+        assert leaves["log_decay"].grad.isfinite().all()
+
+
+@pytest.mark.parametrize("rule", ["gated", "kda"])
+@pytest.mark.parametrize("name", ["recurrent", "chunks of 4"])
+def test_gradcheck(name, rule):
+    arguments = {n: x.requires_grad_() if x.is_floating_point() else x for n, x in case(rule, mask=True, pos=6).items()}
+    S = state_of().requires_grad_()
+
+    def op(*values):
+        return FAST[name](*values[:-1], initial_state=values[-1], output_final_state=True)
+
+    assert torch.autograd.gradcheck(op, (*arguments.values(), S), fast_mode=True)
+
+
+@pytest.mark.parametrize("rule", ["gated", "kda"])
+def test_gradcheck_of_what_is_carried(rule):
+    q, k, _, decay, write = (x.requires_grad_() for x in case(rule, pos=6).values())
+    keys = functools.partial(carried_keys, chunk_size=4)
+    assert torch.autograd.gradcheck(keys, (k, decay, write), fast_mode=True)
+    assert torch.autograd.gradcheck(functools.partial(state_map, chunk_size=4), (k, decay, write), fast_mode=True)
+    assert torch.autograd.gradcheck(functools.partial(carried_queries, chunk_size=4), (q, k, decay, write), fast_mode=True)
+    assert torch.autograd.gradcheck(effective_attention, (q, k, decay, write), fast_mode=True)
+
+
+def test_values_of_zero_and_skipped_tokens_are_two_things():
+    """kbar_j v_j^T is what the state loses if the value is zero; without the token, its removal and its decay are gone too."""
+    arguments = case(pos=9)
+    final = naive_delta_rule(**arguments, output_final_state=True)[1]
+    kbar = carried_keys(**without(arguments, "q", "v"))
+    v = arguments["v"].clone()
+    v[:, 4] = 0
+    silent = naive_delta_rule(**{**arguments, "v": v}, output_final_state=True)[1]
+    torch.testing.assert_close(final - silent, torch.einsum("bhk,bhd->bhkd", kbar[:, 4], arguments["v"][:, 4]), **CLOSE)
+    kept = torch.arange(9) != 4
+    skipped = naive_delta_rule(**{name: x[:, kept] for name, x in arguments.items()}, output_final_state=True)[1]
+    assert (skipped - silent).norm() > 0.01 * final.norm()
+
+
+@pytest.mark.parametrize(
+    ("rule", "form"),
+    [
+        ("gated", qwen3_next.torch_chunk_gated_delta_rule),
+        ("gated", qwen3_next.torch_recurrent_gated_delta_rule),
+        ("kda", kimi.chunk_kimi_delta_attention),
+        ("kda", kimi.recurrent_kimi_delta_attention),
+    ],
+)
+def test_transformers_forms_agree(rule, form):
+    """To float32: Transformers computes in it, and scales the queries itself."""
+    arguments, S = case(rule, pos=70, group=1 if rule == "kda" else 2), state_of(3 if rule == "kda" else 6)
+    z, final = naive_delta_rule(**arguments, initial_state=S, output_final_state=True)
+    q, k, v, decay, write = (x.float() for x in arguments.values())
+    theirs = form(q * D_K**0.5, k, v, g=decay, beta=write, initial_state=S.float(), output_final_state=True)
+    for got, expected in zip(theirs, (z, final), strict=True):
+        assert (got.double() - expected).norm() < 1e-5 * expected.norm()
