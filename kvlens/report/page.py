@@ -202,7 +202,7 @@ def _attention(report: Report) -> Piece:
         details.among[heads["layer"].tolist(), heads["head"].tolist()],
         n_prompt=sum(place < n_prompt for place in kept),
         head_names=[f"L{row.layer} H{row.head}" for row in heads.itertuples()],
-        places=[place if place < n_prompt else place - n_prompt for place in kept],
+        positions=[place if place < n_prompt else place - n_prompt for place in kept],
         n_left_out=len(everything) - len(kept),
         title="the original model's attention over prompt and text",
     )

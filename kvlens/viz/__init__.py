@@ -2,10 +2,14 @@
 
 Every function draws what an analysis returned, a frame or tensors, and never runs a model. It returns a `Piece`: it displays
 inline in a notebook, ``save_html`` writes it as one self-contained file, and ``save_png`` and ``save_svg`` where it is a static
-picture. A `Page` puts several into one file.
+picture. A `Page` puts several into one file. Those with a static picture also draw it into axes of matplotlib, given as ``ax=``
+(``axes=`` where they draw several), and then return these axes.
 
     from kvlens.analyses import bias_by_head, head_details
     head_heatmap(bias_by_head(model, prompt, text), "ablation_kl", details=head_details(model, prompt, text))
+
+    figure, ax = plt.subplots()
+    head_heatmap(bias_by_head(model, prompt, text), "ablation_kl", ax=ax)
 """
 
 from kvlens.viz.arcs import induction_arcs

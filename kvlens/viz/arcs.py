@@ -8,6 +8,7 @@ import pandas as pd
 
 from kvlens.errors import KVLensError
 from kvlens.signature import checked
+from kvlens.viz._axes import check_ax
 from kvlens.viz._color import NEGATIVE, POSITIVE
 from kvlens.viz._frames import check_columns, check_numbers
 from kvlens.viz._text import html_text, label, printable, rounded, script_json
@@ -21,8 +22,14 @@ COLUMNS = ("layer", "head", "position", "prompt_position", "attention", "shifted
 
 @checked
 def induction_arcs(
-    tokens: Sequence[str], n_prompt: int, arcs: pd.DataFrame, scores: pd.DataFrame, *, title: str = "induction arcs"
-) -> Piece:
+    tokens: Sequence[str],
+    n_prompt: int,
+    arcs: pd.DataFrame,
+    scores: pd.DataFrame,
+    *,
+    title: str = "induction arcs",
+    ax: Any = None,
+) -> Piece | Any:
     """Arcs of all heads, filtered by a strip of induction scores; dashed where a head got there by its shift.
 
     Args:
@@ -33,6 +40,10 @@ def induction_arcs(
             the key shift carries the match).
         scores: one row per head: ``layer``, ``head``, ``score``: what the strip shows and filters by.
         title: above the picture.
+        ax: draws the static picture into these axes of matplotlib instead, and returns them.
+
+    Returns:
+        A `Piece`; ``ax`` where it was given.
 
     Raises:
         KVLensError: a missing column (the nearest is proposed), positions outside the tokens.
@@ -58,6 +69,8 @@ def induction_arcs(
             for r in strongest.itertuples()
         ],
     }
+    if ax is not None:
+        return _draw(ax, data, title)
     left_out = ""
     if len(strongest) < len(arcs):
         left_out += f" {len(strongest):,} of {len(arcs):,} arcs are shown, each head's strongest."
@@ -96,11 +109,17 @@ def _shown(arcs: pd.DataFrame, n_tokens: int) -> tuple[pd.DataFrame, list[int]]:
 
 def _figure(data: dict[str, Any], title: str) -> Any:
     from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(max(5, 0.17 * len(data["tokens"])), 3.2))
+    _draw(figure.add_axes((0.02, 0.02, 0.96, 0.9)), data, title)
+    return figure
+
+
+def _draw(ax: Any, data: dict[str, Any], title: str) -> Any:
     from matplotlib.patches import Arc
 
+    check_ax("induction_arcs: ax", ax)
     n = len(data["tokens"])
-    figure = Figure(figsize=(max(5, 0.17 * n), 3.2))
-    ax = figure.add_axes((0.02, 0.02, 0.96, 0.9))
     for _, _, query, key, share, shifted in data["arcs"]:
         width, style = 0.3 + 3 * abs(share or 0.0), "--" if shifted else "-"
         color = NEGATIVE if (share or 0.0) < 0 else POSITIVE
@@ -112,4 +131,4 @@ def _figure(data: dict[str, Any], title: str) -> Any:
         ax.text(i, -0.6, printable(label(token))[:14], **look)
     ax.set(xlim=(-1, n), ylim=(-n / 5, n / 2), title=printable(title))
     ax.axis("off")
-    return figure
+    return ax

@@ -17,6 +17,7 @@ from torch import Tensor
 from kvlens.arguments import brief, numbers_of
 from kvlens.errors import KVLensError
 from kvlens.signature import checked
+from kvlens.viz._axes import listed_axes
 from kvlens.viz._blocks import strongest_positions
 from kvlens.viz._color import FULL, NEGATIVE, POSITIVE, diverging_map, strongest
 from kvlens.viz._text import html_text, label, number, rounded, script_json
@@ -36,10 +37,11 @@ def attention_view(
     n_prompt: int = 0,
     head_names: Sequence[str] | None = None,
     max_tokens: int | None = None,
-    places: Sequence[int] | None = None,
+    positions: Sequence[int] | None = None,
     n_left_out: int = 0,
     title: str = "attention patterns",
-) -> Piece:
+    axes: Any = None,
+) -> Piece | Any:
     """circuitsvis' heads: a small map each, one of them enlarged; hover to see it, click to keep it.
 
     Args:
@@ -50,25 +52,32 @@ def attention_view(
         head_names: for each head; None counts them.
         max_tokens: rows and columns of the view; None takes what a browser draws without delay. Of a longer sequence the last
             queries are shown, and the earlier tokens that these attend to most.
-        places: what the tokens are numbered by, where they are chosen from a longer prompt and text: each one's place in its
-            own; None counts them.
+        positions: what the tokens are numbered by, where they are chosen from a longer prompt and text: each one's position in
+            its own; None counts them.
         n_left_out: how many tokens that choice left out, for the caption.
         title: above the view.
+        axes: draws the patterns into these axes of matplotlib instead, one for each head, and returns them.
+
+    Returns:
+        A `Piece`; ``axes`` where they were given.
 
     Raises:
         KVLensError: sizes that do not fit each other, more than 64 heads, ``max_tokens`` below 4.
     """
     values, rows, names = _checked(tokens, pattern, queries, n_prompt, head_names)
-    if places is not None and len(places) != len(tokens):
-        raise KVLensError(f"attention_view: {len(tokens)} tokens and {len(places)} places; give one place per token")
+    if positions is not None and len(positions) != len(tokens):
+        raise KVLensError(f"attention_view: {len(tokens)} tokens and {len(positions)} positions; give one per token")
     limit = max(16, math.isqrt(MAX_CELLS // (len(values) + 1))) if max_tokens is None else max_tokens
     if limit < 4:
         raise KVLensError(f"attention_view: max_tokens must be at least 4, got {max_tokens}")
     n_broken = int((~values.isfinite()).sum())
-    numbers = [*range(n_prompt), *range(len(tokens) - n_prompt)] if places is None else places
+    numbers = [*range(n_prompt), *range(len(tokens) - n_prompt)] if positions is None else positions
     marked = [f"{'p' * (i < n_prompt)}{numbers[i]}:{label(token)}" for i, token in enumerate(tokens)]
     square, labels, n_too_many = _square(values.nan_to_num(0.0, 0.0, 0.0), rows, marked, n_prompt, limit)
     top = rounded(strongest(square.flatten().tolist(), FULL)) or 1.0
+    if axes is not None:
+        _draw(listed_axes("attention_view: axes", axes, len(names), "one for each head"), square, labels, names, top)
+        return axes
     notes = [f"full color at {number(top)}"]
     if n_prompt:
         notes.append("p0, p1, ... are the prompt's tokens, which the bias holds; their rows are of the prompt's own pass")
@@ -146,12 +155,18 @@ def _figure(square: Tensor, labels: list[str], names: list[str], top: float, tit
     axes = figure.subplots(rows, columns, squeeze=False)
     for ax in axes.flat[len(names) :]:
         ax.axis("off")
-    for ax, head, name in zip(axes.flat, square, names, strict=False):
+    image = _draw(axes.flat[: len(names)], square, labels, names, top)
+    figure.suptitle(title, fontsize=10, parse_math=False)
+    figure.colorbar(image, ax=axes, fraction=0.02)
+    return figure
+
+
+def _draw(axes: Sequence[Any], square: Tensor, labels: list[str], names: list[str], top: float) -> Any:
+    """A map for each head; returns the last image, whose colors are those of all."""
+    for ax, head, name in zip(axes, square, names, strict=True):
         image = ax.imshow(head, cmap=diverging_map(), vmin=-top, vmax=top, interpolation="nearest")
         ax.set_title(name, fontsize=9, parse_math=False)
         if len(labels) <= 24:
             ax.set_xticks(range(len(labels)), labels, rotation=90, fontsize=5, parse_math=False)
             ax.set_yticks(range(len(labels)), labels, fontsize=5, parse_math=False)
-    figure.suptitle(title, fontsize=10, parse_math=False)
-    figure.colorbar(image, ax=axes, fraction=0.02)
-    return figure
+    return image

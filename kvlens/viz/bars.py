@@ -6,6 +6,7 @@ from typing import Any
 import pandas as pd
 
 from kvlens.signature import checked
+from kvlens.viz._axes import check_ax
 from kvlens.viz._color import NEGATIVE, POSITIVE, strongest
 from kvlens.viz._frames import check_columns, check_numbers
 from kvlens.viz._text import html_text, number
@@ -14,8 +15,14 @@ from kvlens.viz.piece import Piece
 
 @checked
 def contribution_bars(
-    table: pd.DataFrame, value: str, *, by: str = "layer", part: str | None = None, title: str = "contributions"
-) -> Piece:
+    table: pd.DataFrame,
+    value: str,
+    *,
+    by: str = "layer",
+    part: str | None = None,
+    title: str = "contributions",
+    ax: Any = None,
+) -> Piece | Any:
     """Horizontal bars from zero, blue to the right and red to the left.
 
     Args:
@@ -24,6 +31,10 @@ def contribution_bars(
         by: the column that groups them.
         part: the column that names the bars of a group, such as ``component``; None has one bar per group.
         title: above the bars.
+        ax: draws the static picture into these axes of matplotlib instead, and returns them.
+
+    Returns:
+        A `Piece`; ``ax`` where it was given.
 
     Raises:
         KVLensError: a missing column (the nearest is proposed), no rows, a column without numbers.
@@ -32,6 +43,8 @@ def contribution_bars(
     check_numbers("contribution_bars", table, value)
     names = [_name(row, by, part) for row in table[[by, *([] if part is None else [part])]].itertuples(index=False)]
     numbers = [float(x) for x in table[value]]
+    if ax is not None:
+        return _draw(ax, names, numbers, value, title)
     top = strongest(numbers)
     left = max(0.0, -min((x for x in numbers if x == x), default=0.0)) / top if top else 0.0
     zero = 100 * left / (1 + left) if any(x > 0 for x in numbers) or not left else 100.0
@@ -61,11 +74,16 @@ def _figure(names: list[str], numbers: list[float], value: str, title: str) -> A
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 0.8 + 0.24 * len(names)))
-    ax = figure.add_subplot()
+    _draw(figure.add_subplot(), names, numbers, value, title)
+    return figure
+
+
+def _draw(ax: Any, names: list[str], numbers: list[float], value: str, title: str) -> Any:
+    check_ax("contribution_bars: ax", ax)
     ax.barh(range(len(names)), numbers, color=[NEGATIVE if x < 0 else POSITIVE for x in numbers])
     ax.set_yticks(range(len(names)), names, fontsize=8, parse_math=False)
     ax.invert_yaxis()
     ax.axvline(0, color="black", linewidth=0.8)
     ax.set(xlabel=value, title=title)
     ax.spines[["top", "right"]].set_visible(False)
-    return figure
+    return ax

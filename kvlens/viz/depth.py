@@ -8,6 +8,7 @@ import pandas as pd
 
 from kvlens.errors import KVLensError
 from kvlens.signature import checked
+from kvlens.viz._axes import listed_axes
 from kvlens.viz._color import diverging_map, strongest
 from kvlens.viz._frames import check_columns, check_numbers
 from kvlens.viz._text import html_text, label, number, printable, rounded, script_json
@@ -19,7 +20,7 @@ COLUMNS = ("layer", "position", "token", "loss_change", "guess_with", "guess_wit
 
 
 @checked
-def depth_map(table: pd.DataFrame, *, title: str = "layer by layer") -> Piece:
+def depth_map(table: pd.DataFrame, *, title: str = "layer by layer", axes: Any = None) -> Piece | Any:
     """Depths down, text tokens across; blue where the prompt lowers the loss on the token that follows, red where it hurts.
 
     Args:
@@ -27,6 +28,11 @@ def depth_map(table: pd.DataFrame, *, title: str = "layer by layer") -> Piece:
             the whole model), ``position``, ``token``, ``loss_change`` (without minus with the prompt, nats), ``guess_with`` and
             ``guess_without`` (the likeliest next token at that depth).
         title: above the map.
+        axes: draws the static picture into these two axes of matplotlib instead, the map and the curve of its means, and
+            returns them.
+
+    Returns:
+        A `Piece`; ``axes`` where they were given.
 
     Raises:
         KVLensError: a missing column (the nearest is proposed), no rows, a place that has two rows.
@@ -50,6 +56,9 @@ def depth_map(table: pd.DataFrame, *, title: str = "layer by layer") -> Piece:
         "means": [rounded(float(x)) for x in means],
         "top": rounded(top),
     }
+    if axes is not None:
+        _draw(*listed_axes("depth_map: axes", axes, 2, "the map and the curve of its means"), data, title)
+        return axes
     left_out = "" if len(places) <= MAX_PLACES else f" The first {MAX_PLACES} of {len(places):,} text tokens are shown."
     note = (
         "The loss on the token that follows, read off the residual stream at each depth (logit lens), without minus with the "
@@ -71,10 +80,15 @@ def _grid(table: pd.DataFrame, column: str) -> pd.DataFrame:
 def _figure(data: dict[str, Any], title: str) -> Any:
     from matplotlib.figure import Figure
 
+    n_rows, n_columns = len(data["layers"]), len(data["positions"])
+    figure = Figure(figsize=(2.5 + 0.16 * min(n_columns, 120), 1.4 + 0.3 * n_rows))
+    _draw(*figure.subplots(1, 2, width_ratios=(max(3, n_columns / 6), 1), sharey=True), data, title)
+    return figure
+
+
+def _draw(ax: Any, curve: Any, data: dict[str, Any], title: str) -> None:
     values = np.array([[np.nan if x is None else x for x in row] for row in data["change"]], dtype=float)
     n_rows, n_columns = values.shape
-    figure = Figure(figsize=(2.5 + 0.16 * min(n_columns, 120), 1.4 + 0.3 * n_rows))
-    ax, curve = figure.subplots(1, 2, width_ratios=(max(3, n_columns / 6), 1), sharey=True)
     top = data["top"] or 1.0
     image = ax.imshow(values, cmap=diverging_map(), vmin=-top, vmax=top, aspect="auto", origin="lower")
     ax.set(ylabel="depth (layers read)", title=printable(title))
@@ -86,5 +100,4 @@ def _figure(data: dict[str, Any], title: str) -> Any:
     curve.plot([np.nan if x is None else x for x in data["means"]], range(n_rows), color="black", marker=".")
     curve.axvline(0, color="gray", linewidth=0.8)
     curve.set(xlabel="mean, nats")
-    figure.colorbar(image, ax=curve, label="loss without - with, nats")
-    return figure
+    curve.figure.colorbar(image, ax=curve, label="loss without - with, nats")

@@ -14,7 +14,7 @@ from kvlens.viz._frames import check_columns, check_numbers
 from kvlens.viz._head_maps import check_heads, column_choice, head_maps
 from kvlens.viz._quantized import quantized
 from kvlens.viz._text import html_text, rounded, script_json
-from kvlens.viz.heat_map import heat_figure
+from kvlens.viz.heat_map import draw_heat_map, heat_figure
 from kvlens.viz.piece import Piece
 
 FIGURES = ("log_loss_drop", "step_share", "demonstration_weight", "cosine_before", "cosine_after")
@@ -28,8 +28,13 @@ MAX_CELLS = 100_000
 
 @checked
 def dual_view(
-    losses: pd.DataFrame, demonstrations: pd.DataFrame, *, query: str = "the query", title: str = "steps of the dual models"
-) -> Piece:
+    losses: pd.DataFrame,
+    demonstrations: pd.DataFrame,
+    *,
+    query: str = "the query",
+    title: str = "steps of the dual models",
+    ax: Any = None,
+) -> Piece | Any:
     """A map of the heads' steps; choosing a head shows what each demonstration gives to its step and to its output.
 
     Args:
@@ -37,6 +42,10 @@ def dual_view(
         demonstrations: as ``dual_demonstrations`` returns it, for one query.
         query: that query's token.
         title: above the map.
+        ax: draws the map of the heads into these axes of matplotlib instead, and returns them.
+
+    Returns:
+        A `Piece`; ``ax`` where it was given.
 
     Raises:
         KVLensError: a missing column (the nearest is proposed), no rows, a head whose demonstrations are missing or come twice.
@@ -54,6 +63,8 @@ def dual_view(
             f"dual_view: expected one row for each of {len(by_head)} heads and {n} demonstrations, got {len(given)}; give the "
             "table of one query of the same prompt"
         )
+    if ax is not None:
+        return draw_heat_map(ax, by_head, FIGURES[0], title, without_zero=True)
     data = _json(given, by_head, n, query)
     body = (
         f'<figure class="piece" data-kvlens="dual"><figcaption>{html_text(title)}{column_choice(FIGURES)}</figcaption>'

@@ -10,6 +10,7 @@ from kvlens.analyses import HeadDetails
 from kvlens.arguments import numbers_of
 from kvlens.errors import KVLensError
 from kvlens.signature import checked
+from kvlens.viz._axes import check_ax
 from kvlens.viz._color import diverging_map, scale_of
 from kvlens.viz._details import details_json
 from kvlens.viz._head_maps import MAX_NUMBERED, check_heads, column_choice, head_grid, head_maps
@@ -19,8 +20,8 @@ from kvlens.viz.piece import Piece
 
 @checked
 def head_heatmap(
-    table: Any, value: str | None = None, *, details: HeadDetails | None = None, title: str | None = None
-) -> Piece:
+    table: Any, value: str | None = None, *, details: HeadDetails | None = None, title: str | None = None, ax: Any = None
+) -> Piece | Any:
     """A map of layers (downwards) and heads (across).
 
     Args:
@@ -31,6 +32,10 @@ def head_heatmap(
             tensor, what its numbers are called; "value" if None.
         details: what a click on a head shows; None makes a map without clicking.
         title: above the map.
+        ax: draws the static picture into these axes of matplotlib instead, and returns them.
+
+    Returns:
+        A `Piece`; ``ax`` where it was given.
 
     Raises:
         KVLensError: a missing column (the nearest is proposed), no rows, two rows for one head, a column without numbers.
@@ -40,6 +45,8 @@ def head_heatmap(
         table = _table(table, value)
     value = value or "b_kv_norm"
     check_heads("head_heatmap", table, value)
+    if ax is not None:
+        return draw_heat_map(ax, table, value, title or "heads")
     others = [str(c) for c in table.columns if c not in ("layer", "head", value) and pd.api.types.is_numeric_dtype(table[c])]
     columns = [value, *others]
     name = title or "heads"
@@ -68,11 +75,18 @@ def heat_figure(table: pd.DataFrame, value: str, name: str, *, without_zero: boo
     """The map of one column, drawn with matplotlib."""
     from matplotlib.figure import Figure
 
+    n_layers, n_heads = head_grid(table, value).shape
+    figure = Figure(figsize=(1.5 + 0.5 * min(n_heads, 24), 0.9 + 0.38 * min(n_layers, 48)))
+    draw_heat_map(figure.add_subplot(), table, value, name, without_zero=without_zero)
+    return figure
+
+
+def draw_heat_map(ax: Any, table: pd.DataFrame, value: str, name: str, *, without_zero: bool = False) -> Any:
+    """The same in given axes, which are returned."""
+    check_ax("ax", ax)
     grid = head_grid(table, value)
     low, top = scale_of(grid.to_numpy().flat, without_zero=without_zero)
     top = top if top > low else low + 1.0
-    figure = Figure(figsize=(1.5 + 0.5 * min(grid.shape[1], 24), 0.9 + 0.38 * min(grid.shape[0], 48)))
-    ax = figure.add_subplot()
     signed = not without_zero and bool((grid < 0).any(axis=None))
     lowest = -top if signed else low
     colors = diverging_map() if signed else _upper_half(diverging_map())
@@ -84,8 +98,8 @@ def heat_figure(table: pd.DataFrame, value: str, name: str, *, without_zero: boo
         for (row, column), entry in np.ndenumerate(grid.to_numpy()):
             color = "white" if abs(entry - low) > 0.55 * (top - low) else "black"
             ax.text(column, row, number(entry), ha="center", va="center", fontsize=7, color=color)
-    figure.colorbar(image, ax=ax, label=value)
-    return figure
+    ax.figure.colorbar(image, ax=ax, label=value)
+    return ax
 
 
 def _upper_half(colors: Any) -> Any:

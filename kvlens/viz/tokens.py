@@ -9,6 +9,7 @@ from kvlens.analyses.texts import joined
 from kvlens.arguments import brief, numbers_of
 from kvlens.errors import KVLensError
 from kvlens.signature import checked
+from kvlens.viz._axes import check_ax
 from kvlens.viz._color import FULL, diverging_map, strongest, style
 from kvlens.viz._text import NEWLINE, html_text, label, number, part_note, printable, running
 from kvlens.viz.piece import Piece
@@ -22,8 +23,14 @@ FONT, CHARACTER = 7.5, 7.5 * 0.602 / 72
 
 @checked
 def colored_tokens(
-    tokens: Iterable[str], values: Any, *, title: str = "tokens", unit: str = "value", top: float | None = None
-) -> Piece:
+    tokens: Iterable[str],
+    values: Any,
+    *,
+    title: str = "tokens",
+    unit: str = "value",
+    top: float | None = None,
+    ax: Any = None,
+) -> Piece | Any:
     """Tokens in reading order, blue where their value is positive and red where it is negative.
 
     >>> colored_tokens(["a", " widget"], [0.5, -1.0], unit="nats").save_html("tokens.html")
@@ -34,8 +41,12 @@ def colored_tokens(
         values: one number per token; one that is not finite leaves its token without color.
         title, unit: what is shown, and what the numbers are.
         top: the magnitude that gets full color; None takes a high quantile.
+        ax: draws the static picture into these axes of matplotlib instead, and returns them.
 
     More than 4,096 tokens are shown in blocks of neighbors, each with the mean of its values, and the title says so.
+
+    Returns:
+        A `Piece`; ``ax`` where it was given.
 
     Raises:
         KVLensError: no tokens, or another number of values than of tokens.
@@ -53,6 +64,8 @@ def colored_tokens(
     if top is not None and top < 0:
         raise KVLensError(f"colored_tokens: top must be at least 0, got {top}")
     full = strongest(numbers, FULL) if top is None else top
+    if ax is not None:
+        return _draw(ax, _places(shown, numbers), full, title, printable(unit))
     spans = "".join(_span(token, value, full, i, unit) for i, (token, value) in enumerate(zip(shown, numbers, strict=True)))
     note = f'<p class="note">{said}</p>' if (said := part_note(shown)) else ""
     body = (
@@ -77,12 +90,18 @@ def _in_blocks(tokens: list[str], values: list[float], size: int) -> tuple[list[
 def _figure(tokens: list[str], values: list[float], top: float, title: str, unit: str) -> Any:
     """Monospaced text, a colored box behind each token."""
     from matplotlib.figure import Figure
-    from matplotlib.patches import Rectangle
 
     places = _places(tokens, values)
+    figure = Figure(figsize=(LINE * CHARACTER, 0.2 * (places[-1][1] + 5)))
+    _draw(figure.add_axes((0, 0, 1, 1)), places, top, title, unit)
+    return figure
+
+
+def _draw(ax: Any, places: list[tuple[int, int, str, float]], top: float, title: str, unit: str) -> Any:
+    from matplotlib.patches import Rectangle
+
+    check_ax("colored_tokens: ax", ax)
     n_lines = places[-1][1] + 1
-    figure = Figure(figsize=(LINE * CHARACTER, 0.2 * (n_lines + 4)))
-    ax = figure.add_axes((0, 0, 1, 1))
     colors = diverging_map()
     for column, line, shown, value in places:
         if math.isfinite(value) and top > 0:
@@ -97,7 +116,7 @@ def _figure(tokens: list[str], values: list[float], top: float, title: str, unit
         ax.add_patch(Rectangle((8 + 0.5 * i, n_lines + 0.5), 0.5, 0.7, color=colors(0.5 + 0.35 * strength), linewidth=0))
     for x, end, side in ((7.5, f"{-top:.3g}", "right"), (29.0, f"{top:.3g} {unit}", "left")):
         ax.text(x, n_lines + 0.85, end, va="center", ha=side, fontsize=FONT, parse_math=False)
-    return figure
+    return ax
 
 
 def _places(tokens: list[str], values: list[float]) -> list[tuple[int, int, str, float]]:
