@@ -155,7 +155,7 @@ def _figure(square: Tensor, labels: list[str], names: list[str], top: float, tit
     axes = figure.subplots(rows, columns, squeeze=False)
     for ax in axes.flat[len(names) :]:
         ax.axis("off")
-    image = _draw(axes.flat[: len(names)], square, labels, names, top)
+    image = _draw(list(axes.flat)[: len(names)], square, labels, names, top)
     figure.suptitle(title, fontsize=10, parse_math=False)
     figure.colorbar(image, ax=axes, fraction=0.02)
     return figure

@@ -57,7 +57,8 @@ def depth_map(table: pd.DataFrame, *, title: str = "layer by layer", axes: Any =
         "top": rounded(top),
     }
     if axes is not None:
-        _draw(*listed_axes("depth_map: axes", axes, 2, "the map and the curve of its means"), data, title)
+        ax, curve = listed_axes("depth_map: axes", axes, 2, "the map and the curve of its means")
+        _draw(ax, curve, data, title)
         return axes
     left_out = "" if len(places) <= MAX_PLACES else f" The first {MAX_PLACES} of {len(places):,} text tokens are shown."
     note = (
@@ -82,7 +83,8 @@ def _figure(data: dict[str, Any], title: str) -> Any:
 
     n_rows, n_columns = len(data["layers"]), len(data["positions"])
     figure = Figure(figsize=(2.5 + 0.16 * min(n_columns, 120), 1.4 + 0.3 * n_rows))
-    _draw(*figure.subplots(1, 2, width_ratios=(max(3, n_columns / 6), 1), sharey=True), data, title)
+    ax, curve = figure.subplots(1, 2, width_ratios=(max(3, n_columns / 6), 1), sharey=True)
+    _draw(ax, curve, data, title)
     return figure
 
 
