@@ -21,7 +21,7 @@ from kvlens.errors import KVLensError
 from kvlens.files import FolderKind, check_folder, listed_in, write_folder
 
 PACKAGES = ("kvlens", "kvlens.analyses")
-A_PAGE_PER_MODULE = ("kvlens.papers", "kvlens.experiments", "kvlens.analyses.declaration")
+A_PAGE_PER_MODULE = ("kvlens.papers", "kvlens.experiments", "kvlens.analyses.declaration", "kvlens.renamed")
 """Where modules have pages of their own; elsewhere a package's page shows what the package names."""
 WITHOUT_A_PAGE = ("cli", "bias", "heads", "prompt", "stream")
 """Packages that name nothing: commands explain themselves with --help, and the analyses are on the page of their package."""

@@ -1,0 +1,51 @@
+"""What has another name since kvlens 0.1.0. The old names are gone; files written under them (biases, models, runs, batches) load.
+
+Code:
+
+| old | new |
+|---|---|
+| package `analyses` | `kvlens.analyses` (`analyses` stays as a short name) |
+| `kvlens.analyses.dual.generalisation` | `kvlens.analyses.dual.generalization` |
+| `SoftmaxOptions(method="landmark", ...)` | one class a method: `kvlens.conversion.Landmark`, `kvlens.conversion.RandomProjections`, `kvlens.conversion.Taylor`, `kvlens.conversion.Learned`, `kvlens.conversion.Exact` |
+| options `n_features`, `fit` of the method landmark | `n_keys`, `fitted` of `kvlens.conversion.Landmark` (the old ones stay as shorthand in `kvlens.convert_prompt`) |
+| `build_report(conversion=...)` | `kvlens.report.build_report(method=...)` |
+| `BiasFit.output_error` | `kvlens.kv_bias.BiasFit.head_output_error` |
+| `with model.softmax_form("fused")` | `kvlens.HookedKVTransformer.using_softmax_form("fused")` |
+| `model.generate(softmax_form=...)` | a block of `kvlens.HookedKVTransformer.using_softmax_form` around it |
+| `DualModel.minimise` | `kvlens.dual.DualModel.minimize` |
+| `kvlens.viz.coloured_tokens` | `kvlens.viz.colored_tokens` |
+| `LinkedShares.colourings`, `linked_shares(colourings=...)` | `kvlens.analyses.LinkedShares.colorings`, `linked_shares(colorings=...)` |
+| `attention_view(places=...)` | `kvlens.viz.attention_view(positions=...)` |
+
+British spelling has become American, in messages and documentation too: normaliser, normalizer. Values that files hold keep
+theirs, such as the attention variant `regularised`.
+
+Arguments of analyses. Each takes `prompt` and `text`, a string or tokens; `prompt` may be a `kvlens.KVBias` where the analysis
+does not read the prompt's own tokens:
+
+| analysis | old | new |
+|---|---|---|
+| all | `prompt_tokens`, `text_tokens` | `prompt`, `text` |
+| `prompt_effect`, `prompt_by_depth` | `baseline_tokens` | `baseline` |
+| `circuits`, `bias_overwriting`, `bias_addition` | `first_tokens`, `second_tokens` | `prompt`, `second_prompt` |
+| `activation_patching` | `clean`, `text_tokens` | `prompt`, `text` |
+| `bias_decomposition` | `bias=` | `prompt` |
+| `bias_singular_values` | `(bias)` | `(model, prompt)` |
+| `layer_contributions` | `(model, text_tokens, bias=..., before_tokens=...)` | `(model, prompt, text)`: a bias is attached, a string or tokens stand in front of the text, None is neither |
+| `induction_heads` | `tokens` | `prompt` |
+| `induction_heads` | `threshold`, `ratio` | of `kvlens.analyses.induction_verdicts` |
+| `attention_rows` | `tokens` | `prompt` |
+| `bias_positions` on the command line | `--places` | `--at` |
+
+Columns of tables. `position` is where the text is read or predicted, `prompt_position` what is read there:
+
+| table | old | new |
+|---|---|---|
+| `bias_positions` | `text_position` | `position` |
+| `dual_losses` | `query` | `position` |
+| `dual_demonstrations` | `query`, `position` | `position`, `prompt_position` |
+| `prompt_copies` | `query`, counted through prompt and text | `position`, counted from the beginning of the text |
+| `prompt_copies` | `key`, `share` | `prompt_position`, `attention` |
+| `induction_heads` | `prefix_matching_score`, `previous_token_score_value` ... | one row for each `kind`, with the columns `score`, `score_value`, `score_key`, `contrast`, `loss_change` |
+| `induction_heads` | `verdict`, `role`, `copying_score` and every other number of the head as a whole | the same columns of `kvlens.analyses.induction_verdicts` |
+"""  # noqa: E501
