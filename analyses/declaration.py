@@ -10,17 +10,17 @@ A whole analysis, as you might write it in ``my_package/my_module.py``::
     from kvlens import HookedKVTransformer
 
     COLUMNS = Columns(
-        position=("int64", "place in the text, from 0"),
+        position=("int64", "in the text, from 0"),
         token_id=("int64", ""),
         largest_logit=("float64", "of the next token"),
     )
 
     @COLUMNS.document
     def largest_logits(model: HookedKVTransformer, text, *, scale: float = 1.0):
-        \"\"\"The largest logit at every place of a text.
+        \"\"\"The largest logit at every position of a text.
 
         Returns:
-            One row per place, in order:
+            One row per position, in order:
 
             {columns}
         \"\"\"
@@ -31,7 +31,7 @@ A whole analysis, as you might write it in ``my_package/my_module.py``::
 
     LARGEST_LOGITS = Analysis(
         name="largest_logits",
-        summary="the largest logit at every place of a text",
+        summary="the largest logit at every position of a text",
         function=largest_logits,
         columns=COLUMNS,
         inputs={"text": TEXT},
@@ -163,7 +163,7 @@ class Record:
     Attributes:
         id: unique within a batch: the ``id`` of its JSONL line, or file name and line number.
         prompt: what is converted, or looked at.
-        text: what it is judged on, for the analyses that need one; None where the input has none.
+        text: what follows the prompt, for the analyses that need one; None where the input has none.
         fields: whatever else its line held, by name: ``answer``, ``wrong``, ``corrupted`` ...
     """
 
@@ -183,8 +183,8 @@ class Field:
 
     Attributes:
         name: ``prompt``, ``text``, or whatever else the records hold.
-        read: ``read(model, value)`` -> the argument; raises KVLensError for a value that it cannot take. None hands the
-            value on as it stands.
+        read: ``read(model, value)`` -> the argument; raises KVLensError for a value that it cannot take. None passes the
+            value on unchanged.
         required: whether a record without the field is refused; else the argument is None.
     """
 
@@ -220,7 +220,7 @@ class Option:
         help: one line.
         choices: the values that are allowed; empty allows all.
         many: whether the value is several names, with commas between on the command line, a tuple for the function.
-        value_type: where the default is None and does not tell.
+        value_type: of the value where the default is None, which does not show it.
     """
 
     help: str
@@ -259,7 +259,7 @@ def _takes_any(model: HookedKVTransformer) -> None:
 
 @dataclass(frozen=True)
 class Analysis:
-    """An analysis: everything that is to be known about it beside its code.
+    """An analysis: everything about it except its code.
 
     Attributes:
         name: of the command; for one of kvlens' own, also of what is imported from ``kvlens.analyses``.

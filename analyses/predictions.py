@@ -26,7 +26,7 @@ def text_logits(
     text: Int[Tensor, " pos"],
     residuals: list[Tensor] | None = None,
 ) -> Float[Tensor, "pos d_vocab"]:
-    """Logits at the places of ``text`` when ``before`` stands in front of it; no other place is unembedded.
+    """Logits at the positions of ``text`` when ``before`` stands in front of it; no other position is unembedded.
 
     With linear attention ``before`` is read in segments, into a state: its length costs no memory.
 
@@ -34,7 +34,8 @@ def text_logits(
         model: with whatever is attached to it.
         before: None or empty for nothing.
         text: tokens.
-        residuals: the residual stream at the text's places, [pos, d_model], is appended before each layer and after the last.
+        residuals: the residual stream at the text's positions, [pos, d_model], is appended before each layer and after the
+            last.
     """
     last = model.cfg.n_layers - 1
 
@@ -74,7 +75,7 @@ def kl_divergence(log_p: Float[Tensor, "*p pos d_vocab"], log_q: Float[Tensor, "
 
 
 def next_token_losses(log_p: Float[Tensor, "*batch pos d_vocab"], text: Int[Tensor, " pos"]) -> Float[Tensor, "*batch pos"]:
-    """-log p of the token that follows, in nats; NaN at the last place, where none follows, and for one that has no logit."""
+    """-log p of the token that follows, in nats; NaN at the last position and for a token that has no logit."""
     losses = log_p.new_full(log_p.shape[:-1], float("nan"))
     known = text[1:] < log_p.shape[-1]  # a classifier predicts fewer classes than there are tokens
     targets = text[1:].where(known, 0)[:, None].expand(*log_p.shape[:-2], -1, -1)

@@ -3,7 +3,7 @@
 What a text reads from a prompt needs the text's side first - queries, normalizers, probes - and then the prompt's keys and
 values, each once. So the text is run twice, in segments that go through all layers before the next one starts
 (:func:`kvlens.run_in_segments`), and of each segment only that layer's part of the answer is kept. Where the keys and values of
-all segments have room in memory, and where the text runs whole (it is short, or softmax, or hooked), it is run once, and they
+all segments fit in memory, and where the text runs whole (it is short, or softmax, or hooked), it is run once, and they
 are kept for the second look.
 """
 
@@ -50,7 +50,7 @@ class Looks:
         tokens: [pos].
         names: hook points of each layer's attention, such as ``hook_v``; those that do not fire are not found.
         again: those of them that looks after the first one are at; all that is kept of a text.
-        after_layers: a hook point behind the layers, visited as if it were one more layer; None for nothing.
+        after_layers: a hook point after the layers, visited as if it were one more layer; None for none.
         segment_length: as in :func:`kvlens.run_in_segments`.
         n_looks: how many there will be.
         on_progress: called with the fraction of all looks that is done.
@@ -133,7 +133,7 @@ class Looks:
 
 
 class _Kept:
-    """What was shown of a text of ``n_tokens``, as long as there is room for it."""
+    """What was shown of a text of ``n_tokens``, as long as it fits in memory."""
 
     def __init__(self, n_tokens: int):
         self.n_tokens, self.n_bytes = n_tokens, 0
@@ -147,7 +147,7 @@ class _Kept:
             self.shown.append((layer, first, found))
 
 
-def rows_at(looks: Looks, places: Mapping[str, Int[Tensor, " place"]]) -> list[dict[str, Tensor]]:
+def rows_at(looks: Looks, places: Mapping[str, Int[Tensor, " position"]]) -> list[dict[str, Tensor]]:
     """Activations at chosen positions, from one look.
 
     Args:
@@ -155,7 +155,7 @@ def rows_at(looks: Looks, places: Mapping[str, Int[Tensor, " place"]]) -> list[d
         places: for each hook point the positions, ascending; one of :data:`PER_TEXT` comes whole, whatever is given.
 
     Returns:
-        For each layer, and for what comes after the layers, the rows by hook point, [place, ...]; only what fired.
+        For each layer, and for what comes after the layers, the rows by hook point, [position, ...]; only what fired.
     """
     found_by_layer: list[dict[str, list[Tensor]]] = [{} for _ in range(looks.model.cfg.n_layers + 1)]
 

@@ -87,7 +87,7 @@ def begins_with_bos(model: HookedKVTransformer, prompt: Int[Tensor, " pos"]) -> 
 
 
 def baseline_sequence(model: HookedKVTransformer, prompt: Int[Tensor, " pos"], given: Any) -> Int[Tensor, " baseline_pos"]:
-    """What stands in front of a text without its prompt: ``given``, or the BOS that the prompt began with, or nothing."""
+    """What precedes a text without its prompt: ``given``, or the BOS that the prompt began with, or nothing."""
     if given is not None:
         return one_sequence(model, "baseline", given, may_be_empty=True)
     return prompt[: int(begins_with_bos(model, prompt))]

@@ -1,7 +1,7 @@
-"""Tokens as text, for tables, pages and terminals: a character stands at the token that completes it.
+"""Tokens as text, for tables, pages and terminals: a character is shown at the token that completes it.
 
 A token of a byte-level tokenizer (GPT-2's, or SentencePiece where it falls back to bytes) may hold a part of a character only.
-Decoded alone it is unreadable. Here every token is read behind those before it, as UTF-8 is:
+Decoded alone it is unreadable. Here every token is read after those before it, as UTF-8 is:
 
 - bytes that complete a character are shown as that character;
 - bytes whose character is not complete yet, or never will be, are shown one by one, as SentencePiece writes them: ``<0xC3>``.
@@ -57,10 +57,10 @@ def next_token_texts(
     Args:
         model: whose tokenizer reads them.
         tokens: a text from its beginning.
-        candidates: for each place of the text, tokens that may come behind it.
+        candidates: for each position of the text, tokens that may follow it.
 
     Returns:
-        The candidates' texts, place by place.
+        The candidates' texts, position by position.
     """
     tokenizer, pieces = model.tokenizer, {}
     if tokenizer is not None:
@@ -72,7 +72,7 @@ def next_token_texts(
 
 
 def joined(texts: Iterable[str]) -> str:
-    """The text of neighboring tokens, without those bytes that the character behind them completes."""
+    """The text of neighboring tokens, without those bytes that the next character completes."""
     return _PARTS_AND_NEXT.sub(_without_completed, "".join(texts))
 
 
@@ -84,7 +84,7 @@ def _without_completed(found: re.Match[str]) -> str:
 
 
 def _read(tokenizer: Any, ids: list[int]) -> list[tuple[str, bytes]]:
-    """The text of every token, and the bytes behind it that wait for the rest of their character."""
+    """The text of every token, and the bytes after it that wait for the rest of their character."""
     if tokenizer is None:
         return [(str(token), b"") for token in ids]
     pieces = {token: _piece(tokenizer, token) for token in set(ids)}  # a long prompt says the same tokens often
@@ -96,7 +96,7 @@ def _read(tokenizer: Any, ids: list[int]) -> list[tuple[str, bytes]]:
 
 
 def _behind(waiting: bytes, piece: _Piece) -> tuple[str, bytes]:
-    """The text of a piece behind bytes that wait for the rest of their character, and the bytes that wait then."""
+    """The text of a piece after bytes that wait for the rest of their character, and the bytes that wait then."""
     if piece.part is None:
         return piece.text, b""
     read, text, at = waiting + piece.part, "", 0

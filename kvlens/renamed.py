@@ -5,7 +5,7 @@ Code:
 | old | new |
 |---|---|
 | package `analyses` | `kvlens.analyses` (`analyses` stays as a short name) |
-| `kvlens.analyses.dual.generalisation` | `kvlens.analyses.dual.generalization` |
+| `analyses.dual.generalisation` | `kvlens.analyses.dual.generalization` |
 | `SoftmaxOptions(method="landmark", ...)` | one class a method: `kvlens.conversion.Landmark`, `kvlens.conversion.RandomProjections`, `kvlens.conversion.Taylor`, `kvlens.conversion.Learned`, `kvlens.conversion.Exact` |
 | options `n_features`, `fit` of the method landmark | `n_keys`, `fitted` of `kvlens.conversion.Landmark` (the old ones stay as shorthand in `kvlens.convert_prompt`) |
 | `build_report(conversion=...)` | `kvlens.report.build_report(method=...)` |
@@ -13,7 +13,7 @@ Code:
 | `with model.softmax_form("fused")` | `kvlens.HookedKVTransformer.using_softmax_form("fused")` |
 | `model.generate(softmax_form=...)` | a block of `kvlens.HookedKVTransformer.using_softmax_form` around it |
 | `DualModel.minimise` | `kvlens.dual.DualModel.minimize` |
-| `kvlens.viz.coloured_tokens` | `kvlens.viz.colored_tokens` |
+| `viz.coloured_tokens` | `kvlens.viz.colored_tokens` |
 | `LinkedShares.colourings`, `linked_shares(colourings=...)` | `kvlens.analyses.LinkedShares.colorings`, `linked_shares(colorings=...)` |
 | `attention_view(places=...)` | `kvlens.viz.attention_view(positions=...)` |
 
@@ -41,6 +41,7 @@ Columns of tables. `position` is where the text is read or predicted, `prompt_po
 
 | table | old | new |
 |---|---|---|
+| `bias_effects`, `bias_positions`, `activation_patching` | the value `boundary` of `part` and `point` | `shift_state` |
 | `bias_positions` | `text_position` | `position` |
 | `dual_losses` | `query` | `position` |
 | `dual_demonstrations` | `query`, `position` | `position`, `prompt_position` |

@@ -76,7 +76,7 @@ gain.round(2)
 # %% [markdown]
 # ## Subtracting
 #
-# What was added can be taken away again: `f + g - f` is `g` up to rounding. The boundary (the last raw keys and values, which KV
+# What was added can be taken away again: `f + g - f` is `g` up to rounding. The shift state (the last raw keys and values, which KV
 # shift and the sums keep apart) goes by a rule: a sum reads "a, then b" and ends as b ended, a difference ends as its left side did.
 
 # %%

@@ -43,6 +43,7 @@ ORDER = [
     "viz",
     "report",
     "papers",
+    "renamed",
     "reference",
     "cli",
 ]

@@ -1,13 +1,18 @@
 """Batches that kvlens 0.1.0 began: the names that it gave to options and columns, and the tables that cannot be continued.
 
-The settings of a batch hold the names of its options and columns. Here those of 0.1.0 (format 1) become today's, so that a
-batch in progress is resumed; the columns of its rows are renamed where the table is written.
+The settings of a batch hold the names of its options and columns, and its rows hold the columns. Here those of 0.1.0 (format 1)
+become today's, so that a batch in progress is resumed.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute
+
 from kvlens import KVLensError
+
+from .table import stream
 
 FORMAT_VERSION = 2
 OPTIONS = {"bias_positions": {"places": "at"}}
@@ -17,6 +22,8 @@ COLUMNS = {
     "dual_losses": {"query": "position"},
 }
 """Analysis -> name in format 1 -> name today."""
+VALUES = {"activation_patching": "point", "bias_effects": "part", "bias_positions": "part"}
+"""Analysis -> the column (and, of the first two, the option) in which ``boundary`` is ``shift_state`` today."""
 OTHER_NUMBERS = {
     "induction_heads": "it has one row per head and kind of attention now; induction_verdicts has one per head",
     "prompt_by_depth": "loss_change had the opposite sign in some of its versions",
@@ -43,6 +50,33 @@ def with_names_of_today(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **settings,
         "format_version": FORMAT_VERSION,
-        "options": {options.get(name, name): value for name, value in settings["options"].items()},
+        "options": {options.get(name, name): _renamed(analysis, value) for name, value in settings["options"].items()},
         "columns": [columns.get(name, name) for name in settings["columns"]],
     }
+
+
+def _renamed(analysis: Any, value: Any) -> Any:
+    """An option's value."""
+    if analysis not in VALUES or not isinstance(value, list):
+        return value
+    return ["shift_state" if each == "boundary" else each for each in value]
+
+
+def rows_with_names_of_today(settings: Mapping[str, Any], rows: bytes) -> bytes:
+    """The rows of a prompt, written by whatever version of kvlens, with the names that columns and values have now.
+
+    Args:
+        settings: those that the batch was begun with.
+        rows: as :func:`kvlens.analyses.batch.table.to_bytes` makes them.
+    """
+    analysis = settings.get("analysis")
+    if settings.get("format_version") != 1 or not {analysis} & {*COLUMNS, *VALUES}:
+        return rows
+    table = pa.ipc.open_stream(rows).read_all()
+    if table.column_names == settings["columns"]:  # else they were added after the batch was resumed
+        table = table.rename_columns(with_names_of_today(settings)["columns"])
+    if (name := VALUES.get(analysis)) in table.column_names:
+        at, values = table.column_names.index(name), table[name]
+        new = pa.compute.if_else(pa.compute.equal(values, "boundary"), pa.scalar("shift_state", values.type), values)
+        table = table.set_column(at, table.schema.field(at), new)
+    return stream(table, table.schema)

@@ -15,7 +15,7 @@ from typing import Any
 from kvlens import KVLensError
 from kvlens.files import checksum
 
-from .earlier import with_names_of_today
+from .earlier import rows_with_names_of_today, with_names_of_today
 from .worker import REFUSED, PromptResult
 
 _TABLES = """
@@ -96,7 +96,8 @@ class Journal:
         settings = self._db.execute("SELECT value, checksum FROM settings").fetchall()
         if not whole or len(settings) != 1 or checksum(settings[0][0]) != settings[0][1]:
             raise KVLensError(self._damaged())
-        check_same(self.path, json.loads(settings[0][0]), now)
+        self._begun = json.loads(settings[0][0])
+        check_same(self.path, self._begun, now)
 
     def _check_rows(self) -> None:
         """Raise KVLensError unless every row is what was once written."""
@@ -134,7 +135,7 @@ class Journal:
     def tables(self) -> Iterator[bytes]:
         """The rows of every prompt that has some, by model, then in the order of the input, one at a time."""
         for (rows,) in self._db.execute("SELECT rows FROM done WHERE rows IS NOT NULL ORDER BY model, prompt"):
-            yield rows
+            yield rows_with_names_of_today(self._begun, rows)
 
     def failures(self) -> Iterator[PromptResult]:
         """Every prompt that failed, in the same order."""

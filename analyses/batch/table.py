@@ -36,10 +36,11 @@ def to_bytes(frame: pd.DataFrame, schema: pa.Schema) -> bytes:
     Raises:
         pyarrow.ArrowException: a value that its column cannot hold without a loss.
     """
-    return _stream(pa.Table.from_pandas(frame, schema=schema, preserve_index=False), schema)
+    return stream(pa.Table.from_pandas(frame, schema=schema, preserve_index=False), schema)
 
 
-def _stream(table: pa.Table, schema: pa.Schema) -> bytes:
+def stream(table: pa.Table, schema: pa.Schema) -> bytes:
+    """A table as a compressed Arrow stream."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
         writer.write_table(table)
@@ -62,7 +63,7 @@ def write_parquet(path: Path, schema: pa.Schema, prompts: Iterable[bytes], facts
     def fill(file: IO[bytes]) -> None:
         with pq.ParquetWriter(file, schema, compression="zstd") as writer:
             for rows in prompts:
-                table = pa.ipc.open_stream(rows).read_all().rename_columns(schema.names)  # 0.1.0 gave some other names
+                table = pa.ipc.open_stream(rows).read_all()
                 if table.num_rows:
                     writer.write_table(table, row_group_size=table.num_rows)
             writer.add_key_value_metadata({METADATA: json.dumps(facts)})
@@ -79,8 +80,8 @@ def read_parquet(path: Path, schema: pa.Schema) -> Iterator[tuple[str, str, int,
     try:
         file = pq.ParquetFile(path)
         for group in range(file.num_row_groups):
-            table = file.read_row_group(group).rename_columns(schema.names).cast(schema)
-            yield table["model"][0].as_py(), table["prompt_id"][0].as_py(), table.num_rows, _stream(table, schema)
+            table = file.read_row_group(group).cast(schema)
+            yield table["model"][0].as_py(), table["prompt_id"][0].as_py(), table.num_rows, stream(table, schema)
     except (OSError, ValueError, KeyError, pa.ArrowException) as error:
         raise KVLensError(f"{path} cannot be read as the table of a batch: {error}; pass --overwrite to begin anew") from error
 

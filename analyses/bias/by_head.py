@@ -1,7 +1,7 @@
 """Which layers and heads carry a converted prompt: how large each bias is, how much of the head's output it makes up, and
 what is lost without it.
 
-Size and share describe; only an ablation tells whether the model uses what is there. "Without a head" means with the part
+Size and share describe; only an ablation shows whether the model uses what is there. "Without a head" means with the part
 that the *baseline* has there, the prompt of which only BOS is left, in its place (without BOS the empty prompt): BOS is always
 there, and a head that loses it too answers another question. That question, b_KV and b_D set to 0, has columns of its own,
 ``zero_kl`` and ``zero_loss_change``.
@@ -28,10 +28,10 @@ from .spectrum import sizes
 MEASURES = dict(
     b_kv_norm=("float64", "Frobenius norm of b_KV, its log_scale included"),
     b_d_norm=("float64", "norm of b_D, likewise"),
-    bias_share=("float64", "mean over the text's places of ||z_bias|| / (||z_bias|| + ||z_context||), 0 for 0 / 0"),
-    ablation_kl=("float64", f"{KL}; with the baseline's b_KV, b_D and shift state there, mean over the text's places"),
+    bias_share=("float64", "mean over the text's positions of ||z_bias|| / (||z_bias|| + ||z_context||), 0 for 0 / 0"),
+    ablation_kl=("float64", f"{KL}; with the baseline's b_KV, b_D and shift state there, mean over the text's positions"),
     loss_change=("float64", f"{LOSS_CHANGE}; likewise, mean over the text's next tokens; NaN for one token"),
-    zero_kl=("float64", f"{KL}; with b_KV and b_D at 0, BOS's among them, mean over the text's places"),
+    zero_kl=("float64", f"{KL}; with b_KV and b_D at 0, BOS's among them, mean over the text's positions"),
     zero_loss_change=("float64", f"{LOSS_CHANGE}; with b_KV and b_D at 0, mean over the text's next tokens; NaN for one token"),
 )
 BY_HEAD = Columns(layer=("int64", "from 0"), head=("int64", "query head"), **MEASURES)
@@ -56,7 +56,8 @@ def bias_by_head(
         model: linear or softmax.
         prompt: a string, or tokens [pos] with BOS where the model wants one.
         text: a string, or tokens [pos] without BOS.
-        bias: the converted prompt, if it is at hand; None converts it here. Of a prompt that continues another, hold the first
+        bias: the converted prompt, where it has been converted already; None converts it here. Of a prompt that continues
+            another, hold the first
             one attached: what was there before belongs to the baseline.
         batch_size, on_progress: as in :func:`kvlens.analyses.bias.removal.bias_ablation`.
 
@@ -87,7 +88,7 @@ def bias_by_layer(
 ) -> pd.DataFrame:
     """Describe the bias of each layer, its heads' outputs side by side, and ablate all of its heads at once.
 
-    Effects do not add up: what one head loses, another may still know.
+    Effects do not add up: what one head loses, another may still carry.
 
     Args:
         model, prompt, text, bias, batch_size, on_progress: as in :func:`bias_by_head`.

@@ -6,7 +6,8 @@ and W_U, past all later layers. The other views of the same bias are analyses of
 
 - :func:`kvlens.analyses.bias.spectrum.bias_singular_values`: every singular value of b_KV;
 - :func:`kvlens.analyses.bias.positions.bias_positions`: which prompt position gave how much of ``output_share`` and ``logit``;
-- :func:`kvlens.analyses.bias.effects.bias_effects`: what is lost when the bias or the boundary is ablated, through every path.
+- :func:`kvlens.analyses.bias.effects.bias_effects`: what is lost when the bias or the shift state is ablated, through every
+  path.
 
 One forward pass over the prompt, one over the text.
 """
@@ -32,9 +33,9 @@ COLUMNS = Columns(
     head=("int64", "query head"),
     b_kv_norm=("float64", "Frobenius norm of b_KV, its log_scale included"),
     b_kv_spectral_norm=("float64", "its largest singular value"),
-    b_kv_effective_rank=("float64", "exp of the entropy of its normalised singular values; 0 for a b_KV of zeros"),
+    b_kv_effective_rank=("float64", "exp of the entropy of its normalized singular values; 0 for a b_KV of zeros"),
     b_d_norm=("float64", "norm of b_D, likewise"),
-    bias_share=("float64", "mean over the text's places of ||z_bias|| / (||z_bias|| + ||z_context||), 0 for 0 / 0"),
+    bias_share=("float64", "mean over the text's positions of ||z_bias|| / (||z_bias|| + ||z_context||), 0 for 0 / 0"),
     output_share=("float64", f"{OUTPUT_SHARE}; the part is z_bias, all positions of the text together"),
     logit=("float64", "direct logit attribution of z_bias; NaN in a text of one token without ``answer``"),
 )
@@ -57,8 +58,8 @@ def bias_decomposition(
         model: linear or softmax.
         prompt: a string, or tokens [pos] with BOS where the model wants one, which are converted here; or a bias.
         text: a string, or tokens [pos] without BOS.
-        answer: the token (id, or the text of one) whose logit is attributed at the text's last place; None takes the mean,
-            over all places but the last, of the logit of the token that follows.
+        answer: the token (id, or the text of one) whose logit is attributed at the text's last position; None takes the mean,
+            over all positions but the last, of the logit of the token that follows.
         wrong: with ``answer``: the token whose logit is taken away.
 
     Returns:
@@ -93,7 +94,7 @@ def bias_decomposition(
 
 
 def _logits(model: HookedKVTransformer, outputs: BiasOutputs, target: LogitTarget) -> Float[Tensor, "layer head"]:
-    """The target's logit that each head's z_bias adds, mean over the target's places."""
+    """The target's logit that each head's z_bias adds, mean over the target's positions."""
     probes = torch.stack([target.probes(model, outputs.scale, layer) for layer in range(len(outputs.of_bias))])
     return (outputs.of_bias * probes).sum(dim=(1, 3)) / len(target.places)
 

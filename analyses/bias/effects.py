@@ -1,14 +1,15 @@
-"""What the predictions on a text lose when parts of a converted prompt are ablated: head by head, bias and boundary.
+"""What the predictions on a text lose when parts of a converted prompt are ablated: head by head, bias and shift state.
 
 Three ways to take a part away, as the field has them:
 
 - ``zero``: the part becomes 0, as if there had been no prompt (no b_KV, nothing in the normalizer, no token before);
 - ``mean``: it becomes its mean over reference prompts, so that what every prompt leaves behind stays;
-- ``resample``: it becomes that of another prompt, once for each reference, so that the model meets nothing unusual.
+- ``resample``: it becomes that of another prompt, once for each reference, so that the model sees nothing unusual.
 
-A converted prompt is more than its bias: a shifted model also reads the *boundary*, the prompt's last raw keys, values and
-queries. ``bias`` takes b_KV and b_D, ``boundary`` the boundary, ``both`` all that the prompt left. The effects do not add up.
-An effect through every path is measured here; :func:`kvlens.analyses.bias.decomposition.bias_decomposition` has the direct one.
+A converted prompt is more than its bias: a shifted model also reads the *shift state*, the prompt's last raw keys, values and
+queries. ``bias`` takes b_KV and b_D, ``shift_state`` the shift state, ``both`` all that the prompt left. The effects do not add
+up. An effect through every path is measured here; :func:`kvlens.analyses.bias.decomposition.bias_decomposition` has the direct
+one.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,10 +41,10 @@ from .interventions import Interventions, donors_of, logits_under
 from .one_space import with_references
 
 METHODS = ("zero", "mean", "resample")
-PARTS = ("bias", "boundary", "both")
+PARTS = ("bias", "shift_state", "both")
 UNITS = ("head", "layer", "model")
 ALL = -1
-"""In place of a layer or head: every one."""
+"""Instead of a layer or head: every one."""
 
 
 class Ablation(NamedTuple):
@@ -59,12 +60,12 @@ class Ablation(NamedTuple):
 COLUMNS = Columns(
     method=("str", "``zero``, ``mean`` or ``resample``"),
     reference=("int64", "for ``resample``, index into ``references``; else -1"),
-    part=("str", "``bias``, ``boundary`` or ``both``"),
+    part=("str", "``bias``, ``shift_state`` or ``both``"),
     layer=("int64", "-1: all"),
     head=("int64", "query head; -1: all"),
-    kl=("float64", f"{KL}; mean over the text's places"),
+    kl=("float64", f"{KL}; mean over the text's positions"),
     loss_change=("float64", f"{LOSS_CHANGE}; mean over the text's next tokens; NaN for one token"),
-    logit_change=("float64", f"{LOGIT_CHANGE}; the target's, or difference, mean over its places; NaN without one"),
+    logit_change=("float64", f"{LOGIT_CHANGE}; the target's, or difference, mean over its positions; NaN without one"),
 )
 
 
@@ -94,7 +95,7 @@ def bias_effects(
         text: a string, or tokens [pos] without BOS.
         by: what is ablated at once: ``head``, ``layer`` or ``model``.
         methods: of :data:`METHODS`.
-        parts: of :data:`PARTS`; None takes all that the bias has. With grouped queries, the boundary of a head is that of
+        parts: of :data:`PARTS`; None takes all that the bias has. With grouped queries, the shift state of a head is that of
             its group.
         references: the biases of other prompts, as a batch, for ``mean`` and ``resample``. Of a softmax model they bring their
             own keys, each with its weight, in the mean with that over their number.
@@ -109,8 +110,8 @@ def bias_effects(
         {columns}
 
     Raises:
-        KVLensError: an unknown name, references that are missing or at other positions, a boundary that the model has
-            not, a bias of another model, tokens that do not fit.
+        KVLensError: an unknown name, references that are missing or at other positions, a shift state that the model does not
+            have, a bias of another model, tokens that do not fit.
     """
     bias, text = bias_and_text(model, "bias_effects", prompt, text)
     target = logit_target(model, text, answer, wrong)
@@ -149,10 +150,10 @@ def measured_effects(
 
 
 def _parts_of(bias: KVBias) -> Sequence[str]:
-    return PARTS if _has_boundary(bias) else PARTS[:1]
+    return PARTS if _has_shift_state(bias) else PARTS[:1]
 
 
-def _has_boundary(bias: KVBias) -> bool:
+def _has_shift_state(bias: KVBias) -> bool:
     return any(rows.shape[-3] for rows in (bias.last_k, bias.last_v, bias.last_q))
 
 
@@ -163,8 +164,8 @@ def _ablations(
         unknown = [name for name in names if name not in known]
         if unknown or not len(names):
             raise KVLensError(f"bias_effects: {what}: expected some of {', '.join(known)}, got {unknown or 'none'}")
-    if set(parts) - {"bias"} and not _has_boundary(bias):
-        raise KVLensError("bias_effects: this model shifts nothing, so that its prompts leave no boundary; parts=['bias']")
+    if set(parts) - {"bias"} and not _has_shift_state(bias):
+        raise KVLensError("bias_effects: this model shifts nothing, so that its prompts leave no shift state; parts=['bias']")
     if set(methods) - {"zero"}:
         _check_references(bias, references)
     n_layers, n_heads = (range(n) for n in (bias.n_layers, bias.n_heads))
@@ -197,7 +198,7 @@ def _interventions(bias: KVBias, ablations: Sequence[Ablation], references: KVBi
     donor = [first[ablation.method] + max(ablation.reference, 0) for ablation in ablations]
     return Interventions(
         keep_bias=_kept(bias, ablations, ("bias", "both")),
-        keep_boundary=_kept(bias, ablations, ("boundary", "both")),
+        keep_shift_state=_kept(bias, ablations, ("shift_state", "both")),
         donor=torch.tensor(donor, dtype=torch.long, device=bias.b_KV.device),
         donors=donors_of(bias, references),
     )
@@ -234,7 +235,7 @@ def _n_ablations(model: HookedKVTransformer, *, by: str, methods: Sequence[str],
 
 BIAS_EFFECTS = Analysis(
     name="bias_effects",
-    summary="what is lost when the bias or boundary of a head, layer or prompt is ablated",
+    summary="what is lost when the bias or shift state of a head, layer or prompt is ablated",
     function=bias_effects,
     columns=COLUMNS,
     inputs={

@@ -1,9 +1,9 @@
 """Many ablations of one bias in few forward passes: each is a row of a batch of biases, read with the same text.
 
 What an ablation takes away it replaces by the same part of a *donor*: a bias of zeros, the mean of other prompts' biases, or
-the bias of another prompt. Of a head, the *bias* is b_KV and b_D, the *boundary* the raw last keys, values and queries that
+the bias of another prompt. Of a head, the *bias* is b_KV and b_D, the *shift state* the raw last keys, values and queries that
 the text's first tokens mix into their own. Keys and values belong to a key-value head: with grouped queries, taking one
-query head's boundary takes that of its whole group, queries included.
+query head's shift state takes that of its whole group, queries included.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,20 +19,20 @@ from kvlens import HookedKVTransformer, KVBias
 from ..passes import MEMORY_PER_PASS, check_batch_size
 
 OF_BIAS, OF_BOUNDARY = ("b_KV", "b_D"), ("last_k", "last_v", "last_q")
-"""The tensors of a bias, and those of the boundary that it carries."""
+"""The tensors of a bias, and those of the shift state that it carries."""
 
 
 class Interventions(NamedTuple):
     """Which parts of a bias stay (1) and which are replaced (0), and by which of ``donors`` (a batch of biases)."""
 
     keep_bias: Float[Tensor, "row layer head"]
-    keep_boundary: Float[Tensor, "row layer head"]
+    keep_shift_state: Float[Tensor, "row layer head"]
     donor: Int[Tensor, " row"]
     donors: KVBias
 
     def some(self, rows: slice) -> "Interventions":
         """Those of ``rows``."""
-        return Interventions(self.keep_bias[rows], self.keep_boundary[rows], self.donor[rows], self.donors)
+        return Interventions(self.keep_bias[rows], self.keep_shift_state[rows], self.donor[rows], self.donors)
 
 
 def donors_of(bias: KVBias, references: KVBias | None = None) -> KVBias:
@@ -88,7 +88,7 @@ def intervened(bias: KVBias, rows: Interventions) -> KVBias:
     """A batch: ``bias`` with each row's parts replaced."""
     bias = bias.per_query_head()
     keep = rows.keep_bias.transpose(0, 1)  # the batch comes after the layer
-    keep_kv = rows.keep_boundary.transpose(0, 1).unflatten(-1, (bias.last_k.shape[-2], -1)).amin(dim=-1)
+    keep_kv = rows.keep_shift_state.transpose(0, 1).unflatten(-1, (bias.last_k.shape[-2], -1)).amin(dim=-1)
     keep_q = keep_kv.repeat_interleave(bias.n_heads // keep_kv.shape[-1], dim=-1)
     kept = {
         "b_KV": keep[..., None, None],

@@ -1,4 +1,4 @@
-"""The biases of several prompts over one set of features, so that the numbers of one may stand in the place of another's.
+"""The biases of several prompts over one set of features, so that the numbers of one can replace those of another.
 
 A linear model's biases are there already. Those of a softmax model bring virtual keys of their own: with all keys side by side,
 
@@ -17,7 +17,7 @@ from kvlens import KVBias, combine
 
 
 def in_one_space(*biases: KVBias) -> list[KVBias]:
-    """Each of ``biases`` over the features of all of them, per query head; boundary, offset and number of tokens stay its own.
+    """Each of ``biases`` over the features of all of them, per query head; each keeps its shift state, offset and token count.
 
     Raises:
         KVLensError: biases of different models or with features of different kinds.
@@ -26,7 +26,7 @@ def in_one_space(*biases: KVBias) -> list[KVBias]:
     if biases[0].features is None:
         return list(biases)
     alone = torch.eye(len(biases)).tolist()
-    return [_with_own_boundary(combine(*biases, weights=w, boundary="first"), b) for w, b in zip(alone, biases, strict=True)]
+    return [_with_own_shift_state(combine(*biases, weights=w, boundary="first"), b) for w, b in zip(alone, biases, strict=True)]
 
 
 def with_references(bias: KVBias, references: KVBias | None) -> tuple[KVBias, KVBias | None]:
@@ -40,7 +40,7 @@ def with_references(bias: KVBias, references: KVBias | None) -> tuple[KVBias, KV
     return own, replace(others[0].repeat(n), **stacked)
 
 
-def _with_own_boundary(bias: KVBias, own: KVBias) -> KVBias:
+def _with_own_shift_state(bias: KVBias, own: KVBias) -> KVBias:
     kept = ("last_k", "last_v", "last_q", "n_prompt_tokens", "position_offset")
     return replace(bias, **{name: getattr(own, name) for name in kept})
 

@@ -2,7 +2,7 @@
 
     z = z_bias + z_context        (both already divided by the normalizer, which counts the bias and the text)
 
-Two shares are told of it. By size, ||z_bias|| / (||z_bias|| + ||z_context||) lies in 0..1 and does not add up. By
+It has two shares. By size, ||z_bias|| / (||z_bias|| + ||z_context||) lies in 0..1 and does not add up. By
 projection, z_bias . z / ||z||^2 may leave 0..1 where the summands oppose each other, but is linear: the shares of all parts
 of z are 1 together, and so are those of all prompt positions that of the whole bias.
 """
@@ -55,8 +55,8 @@ def share_probes(z: Float[Tensor, "*lead pos head d_head"], pooled: bool) -> Flo
 
     Args:
         z: the whole outputs.
-        pooled: divide by the sum of ||z||^2 over all places, so that the shares summed over the places are those of the
-            text as a whole; else each place by its own. Zeros where there is no output to share.
+        pooled: divide by the sum of ||z||^2 over all positions, so that the shares summed over the positions are those of the
+            text as a whole; else each position by its own. Zeros where there is no output to share.
     """
     energy = z.square().sum(dim=-1, keepdim=True)
     energy = energy.sum(dim=-3, keepdim=True) if pooled else energy

@@ -10,9 +10,9 @@ where the keys and values of N were computed *with* the first prompt in view. Th
 - :func:`bias_overwriting`: with C = sum_r s_r u_r w_r^T (singular values), how much of each s_r is left in b_12? The old
   term is never erased, only decayed; overwriting means that N has a component -s_r along the same pair (u_r, w_r).
 - :func:`bias_addition`: may one convert two prompts apart and add? b_1 + b_2 differs from b_12 by what each step ignores:
-  ``plain`` ignores that b_1 must be carried (RoPE, decay), that the second prompt starts at a later position and behind a
-  shift boundary, and that it saw the first; ``aligned`` ignores only the last: C + b_2, with b_2 converted at its place and
-  behind the first prompt's boundary, its own pass reading no bias.
+  ``plain`` ignores that b_1 must be carried (RoPE, decay), that the second prompt starts at a later position and after a
+  shift state, and that it saw the first; ``aligned`` ignores only the last: C + b_2, with b_2 converted at its position and
+  after the first prompt's shift state, its own pass reading no bias.
 
 In the first layer keys and values depend on the tokens alone, so ``aligned`` is exact there, and exact altogether in a
 one-layer model; without positions, shift and decay so is ``plain``. A BOS in both prompts would be in the concatenation twice:
@@ -20,7 +20,7 @@ give the second prompt none. A trained bias is the start of every conversion, so
 
 In a softmax model C keeps the first prompt's keys as they are, N brings its own, and nothing is erased. All the same a query
 that reads C reads N along with it, and the same questions are asked of what queries read (:mod:`kvlens.analyses.bias.probes`):
-the queries of the second prompt's tokens, as if they stood behind both prompts, over the normalizer of both.
+the queries of the second prompt's tokens, as if they followed both prompts, over the normalizer of both.
 
 Source: ICLCA sec. 4 for the bias and its continuation; the decomposition is kvlens'.
 """
@@ -65,12 +65,15 @@ OVERWRITING_COLUMNS = Columns(
         "u_r^T b_12 w_r / strength = (carried + written) / strength: 1 untouched, 0 erased, below 0 reversed, above 1 "
         "reinforced",
     ),
-    crosstalk=("float64", "||u_r^T N (1 - w_r w_r^T)|| / strength: what a query along u_r now reads beside the old value"),
+    crosstalk=(
+        "float64",
+        "||u_r^T N (1 - w_r w_r^T)|| / strength: what a query along u_r now reads in addition to the old value",
+    ),
 )
 ADDITION_COLUMNS = Columns(
     condition=("str", "``whole``, ``plain``, ``aligned``, ``first`` or ``second``"),
-    logit_error=("float64", "||logits - whole|| / ||whole|| over the text's places"),
-    kl=("float64", f"{KL}; original ``whole``, intervened this condition; mean over the text's places"),
+    logit_error=("float64", "||logits - whole|| / ||whole|| over the text's positions"),
+    kl=("float64", f"{KL}; original ``whole``, intervened this condition; mean over the text's positions"),
     loss=("float64", "mean loss of the text's next tokens, nats; NaN for one token"),
 )
 CIRCUIT_COLUMNS = Columns(
@@ -112,7 +115,7 @@ def bias_similarity(
     Args:
         biases: a batch of biases, or single ones of one model.
         model, text: for softmax models, whose prompts compare by what they give to the queries of this text (a string,
-            or tokens [pos] without BOS), read behind each of them in turn.
+            or tokens [pos] without BOS), read after each of them in turn.
 
     Returns:
         One row per pair of prompts (``prompt_a < prompt_b``), layer and head, in this order:
@@ -226,7 +229,7 @@ def bias_addition(
 
     Returns:
         One row per condition, in this order: ``whole`` (the concatenation, converted), ``plain``, ``aligned`` (see the
-        module), ``first`` and ``second`` (one prompt alone, carried and aligned, to judge the errors by):
+        module), ``first`` and ``second`` (one prompt alone, carried and aligned, as a scale for the errors):
 
         {columns}
 
@@ -317,7 +320,7 @@ def _convert_pair(model: HookedKVTransformer, prompt: KVBias | PromptTokens, sec
     first, two = converted(model, "prompt", prompt), one_sequence(model, "second_prompt", second_prompt)
     second = convert_prompt(model, two)
     whole = convert_prompt(model, two, initial=first)
-    aligned = convert_prompt(model, two, initial=0.0 * first)  # keeps the boundary and the offset
+    aligned = convert_prompt(model, two, initial=0.0 * first)  # keeps the shift state and the offset
     carried = carry_bias(model, first, len(two))
     sums = {
         name: _as_if_after_both(combine(a, b, boundary="last"), whole)
@@ -328,7 +331,7 @@ def _convert_pair(model: HookedKVTransformer, prompt: KVBias | PromptTokens, sec
 
 
 def _as_if_after_both(bias: KVBias, whole: KVBias) -> KVBias:
-    """The text stands behind both prompts, whatever was added to what."""
+    """The text follows both prompts, whatever was added to what."""
     return replace(bias, position_offset=whole.position_offset, n_prompt_tokens=whole.n_prompt_tokens)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from kvlens import HookedKVTransformer, KVLensError
 
 ALL = -1
-"""In place of a layer or head: every one."""
+"""Instead of a layer or head: every one."""
 
 HEAD_AXIS = {
     "b_kv": 1,
@@ -44,7 +44,7 @@ POINTS = {
     "bias": Point(("b_kv", "b_d"), "query"),
     "keys": Point(("keys.b_kv", "keys.b_d"), "query"),
     "values": Point(("values.b_kv",), "query"),
-    "boundary": Point(("last_k", "last_v", "last_q"), "key-value"),
+    "shift_state": Point(("last_k", "last_v", "last_q"), "key-value"),
     "prompt": Point(("b_kv", "b_d", "last_k", "last_v", "last_q"), None),
     "z_bias": Point(("z_bias",), "query"),
     "k_shift_coef": Point(("k_shift_coef",), "key-value"),
@@ -86,10 +86,10 @@ def available_sources(model: HookedKVTransformer) -> list[str]:
 
 
 def available_points(model: HookedKVTransformer) -> list[str]:
-    """Points of which the model has something, each once: ``bias`` only beside a b_D, ``prompt`` only beside a boundary."""
+    """Points of which the model has something, each once: ``bias`` needs a b_D, and ``prompt`` a shift state."""
     sources = set(available_sources(model))
     found = [name for name, point in POINTS.items() if sources & set(point.sources)]
-    twins = {"bias": "b_d", "prompt": "boundary"}
+    twins = {"bias": "b_d", "prompt": "shift_state"}
     found = [name for name in found if twins.get(name, name) in found]
     return [name for name in found if not _is_refused(model, name)]
 
@@ -143,7 +143,7 @@ def _reads(
     here = torch.tensor([source in POINTS[patch.point].sources and patch.layer in (layer, ALL) for patch in patches])
     named = torch.tensor([patch.head for patch in patches])[:, None]
     heads = torch.arange(n_heads)
-    if source == "last_q":  # it belongs to the boundary, whose heads are counted as key-value heads
+    if source == "last_q":  # it belongs to the shift state, whose heads are counted as key-value heads
         heads = heads // (n_heads // model.cfg.n_kv_heads)
     return here[:, None] & ((named == ALL) | (named == heads))
 

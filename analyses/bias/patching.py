@@ -1,7 +1,7 @@
 """Activation patching over what a converted prompt consists of: which part, put back, brings the clean answer back?
 
 The text is read under the *corrupted* prompt's bias, with one thing replaced by the *clean* prompt's: the b_KV or b_D of a
-head, its shift boundary, its z_bias. The result is scaled as in ``transformer_lens.patching``:
+head, its shift state, its z_bias. The result is scaled as in ``transformer_lens.patching``:
 
     recovered = (metric - corrupted) / (clean - corrupted)          0: nothing came back, 1: all of it did
 
@@ -10,7 +10,7 @@ what is patched, part by part. ``prompt`` in all layers gives the clean run, and
 ``z_bias`` everywhere need not: the normalizer of ``hook_z_context`` still holds the corrupted b_D. Swap the two prompts to
 ask the opposite question, what is enough to break the clean run ("noising").
 
-In a softmax model each prompt brings keys of its own. Both prompts' keys then stand side by side, the corrupted one's with
+In a softmax model each prompt brings keys of its own. Both prompts' keys are then used together, the corrupted one's with
 their weights and the clean one's with 0, or the other way round in a patched head (:mod:`kvlens.analyses.bias.one_space`):
 
     z_i = (sum_j exp(s_ij) v_j + sum_r exp(q_i.c_r) w_r u_r) / (sum_j exp(s_ij) + sum_r exp(q_i.c_r) w_r)
@@ -67,8 +67,8 @@ COLUMNS = Columns(
     layer=("int64", "-1: all layers"),
     head=(
         "int64",
-        "-1: all heads. Key-value heads, each with its queries, for ``boundary``, ``k_shift_coef`` and ``v_shift_coef``, query "
-        "heads elsewhere",
+        "-1: all heads. Key-value heads, each with its queries, for ``shift_state``, ``k_shift_coef`` and ``v_shift_coef``, "
+        "query heads elsewhere",
     ),
     metric=("float64", "of the patched run"),
     clean_metric=("float64", "under the clean prompt"),
@@ -102,9 +102,9 @@ def activation_patching(
         prompt, corrupted: the clean and the corrupted prompt: strings, tokens [pos], or biases (softmax: both converted by one
             method). Where positions are absolute they must be of equal length.
         text: [pos], without BOS, read under both.
-        answer, wrong: the metric is the logit of ``answer``, minus that of ``wrong``, at the text's last place (ids, or the
+        answer, wrong: the metric is the logit of ``answer``, minus that of ``wrong``, at the text's last position (ids, or the
             texts of single tokens); without ``answer`` it is the mean logit of the text's next tokens.
-        metric: another one, in their place.
+        metric: another one, used instead.
         points: one or several of :data:`kvlens.analyses.bias.patches.POINTS`; None takes all that the model and the
             two prompts have.
         coefficients: "k", "v" or "q" -> what is patched in for its shift coefficients, a tensor or lists, [window+1] or
@@ -198,8 +198,8 @@ def _points_of(
         return known
     if points is not None and set(halves) & set(known):
         raise KVLensError(
-            "activation_patching: keys and values of two prompts are told apart where every token of one has its own in the "
-            f'other: convert both with method="exact" and give prompts of one length (here {clean.d_phi} keys for '
+            "activation_patching: keys and values of two prompts are separate points where every token of one has its own in "
+            f'the other: convert both with method="exact" and give prompts of one length (here {clean.d_phi} keys for '
             f"{clean.n_prompt_tokens} tokens, {corrupted.d_phi} for {corrupted.n_prompt_tokens}), or patch the whole bias"
         )
     return [name for name in known if name not in halves]

@@ -1,10 +1,10 @@
 """A converted prompt, one prompt position at a time: what each of them gives to each head's output and to a logit.
 
 The parts of a head's output, and the two views of a shifted value, are those of :mod:`kvlens.analyses.bias.reads`. Here they
-are made into numbers that add up: everything is linear in the part, a product with one probe vector per text place.
+are made into numbers that add up: everything is linear in the part, a product with one probe vector per text position.
 
-Sums over the text's places are taken before those over features: sum_i A_ij (v'_j . w_i) = phi~(k'_j)^T (sum_i q_i w_i^T) v'_j.
-A text x prompt x head tensor arises only where single places of the text are asked for.
+Sums over the text's positions are taken before those over features: sum_i A_ij (v'_j . w_i) = phi~(k'_j)^T (sum_i q_i w_i^T)
+v'_j. A text x prompt x head tensor arises only where single positions of the text are asked for.
 """
 
 import contextlib
@@ -35,26 +35,26 @@ from .outputs import share_probes
 from .reads import VIEWS, PromptReading, Stretch
 
 NONE = -1
-"""In place of a position: all places of the text together, or a part that is no prompt position."""
+"""Stands for a position where there is none: all positions of the text together, or a part that is no prompt position."""
 
 AT = ("together", "last", "each")
 COLUMNS = Columns(
     layer=("int64", "from 0"),
     head=("int64", "query head"),
     position=("int64", "in the text; -1 where all its positions are taken together"),
-    part=("str", "``inherited``, ``prompt``, ``boundary`` or ``text``"),
+    part=("str", "``inherited``, ``prompt``, ``shift_state`` or ``text``"),
     prompt_position=("int64", "from 0; -1 but for ``prompt``"),
     token=("str", "the prompt's token, missing but for ``prompt``"),
     attention=(
         "float64",
-        "A_ij, for ``source`` with the shift's coefficients in it; its mean over all places where they are taken together. "
+        "A_ij, for ``source`` with the shift's coefficients in it; its mean over all positions where they are taken together. "
         "NaN but for ``prompt``",
     ),
     output_share=("float64", f"{OUTPUT_SHARE}; all parts sum to 1 (to 0 for no output)"),
     logit=(
         "float64",
-        "direct logit attribution, final norm frozen; the mean over the target's places where all are taken together, NaN at "
-        "a place without target and in a text that has none",
+        "direct logit attribution, final norm frozen; the mean over the target's positions where all are taken together, NaN "
+        "at a position without target and in a text that has none",
     ),
 )
 
@@ -86,20 +86,20 @@ def bias_positions(
         text: a string, or tokens [pos] without BOS.
         initial: the bias that the prompt continues; None continues what the model holds now, as ``convert_prompt`` does.
         by: ``attended`` or ``source``, see :mod:`kvlens.analyses.bias.reads`; the same thing where values are not shifted.
-        at: places of the text to tell apart; None takes all of them together.
+        at: positions of the text to distinguish; None takes all of them together.
         answer, wrong: the logit, as in :func:`kvlens.analyses.bias.decomposition.bias_decomposition`.
         segment_length: tokens per segment, for linear attention; None takes a good length, and the whole text where something
             is hooked to the model.
         on_progress: called with the fraction done; None shows a bar on a terminal where it takes long.
 
     Returns:
-        By layer, head and place of the text, then the parts of the head's output in the order in which they stand before
-        it: one row "inherited" if something was held, one per prompt position, one "boundary" if values are shifted, "text":
+        By layer, head and position of the text, then the parts of the head's output in the order in which they precede
+        it: one row "inherited" if something was held, one per prompt position, one "shift_state" if values are shifted, "text":
 
         {columns}
 
     Raises:
-        KVLensError: an unknown view, places outside the text, tokens that do not fit.
+        KVLensError: an unknown view, positions outside the text, tokens that do not fit.
     """
     check_heads_write_directly(model, "bias_positions")
     prompt = prompt_sequence(model, "prompt", prompt, initial)
@@ -121,7 +121,7 @@ def output_shares(
     *,
     on_progress: Progress | None = None,
 ) -> Float[Tensor, "layer head prompt_pos"]:
-    """``output_share`` of :func:`bias_positions` for every prompt position, all places of the text together."""
+    """``output_share`` of :func:`bias_positions` for every prompt position, all positions of the text together."""
     reading = PromptReading(model, prompt, text, on_progress=on_progress)
     layers, _ = reading.text()
     probes = [share_probes(reads.z, pooled=True)[..., None] for reads in layers]
@@ -140,13 +140,13 @@ def _check_view(by: str, at: Sequence[int] | None, n_text: int) -> None:
         raise KVLensError(f"bias_positions: by must be one of {', '.join(VIEWS)}, got {by!r}")
     outside = [] if at is None else [place for place in at if not 0 <= place < n_text]
     if outside:
-        raise KVLensError(f"bias_positions: at={outside[0]} lies outside the text, whose {n_text} places count from 0")
+        raise KVLensError(f"bias_positions: at={outside[0]} lies outside the text, whose {n_text} positions count from 0")
 
 
 def _logit_probes(
     model: HookedKVTransformer, target: LogitTarget, scale: Tensor, layer: int, at: Sequence[int] | None
 ) -> Float[Tensor, "text head d_head"]:
-    """Those of the target; their mean over its places, or NaN at single places that have none."""
+    """Those of the target; their mean over its positions, or NaN at single positions that have none."""
     probes = target.probes(model, scale, layer)
     if at is None:
         return probes / len(target.places)
@@ -157,11 +157,11 @@ def _logit_probes(
 
 def _read(
     reading: PromptReading, target: LogitTarget, at: Sequence[int] | None
-) -> tuple[Float[Tensor, "layer head place part number"], list[str]]:
-    """Attention and one number per probe, for each part in the order of the frame; and the parts beside the prompt's."""
+) -> tuple[Float[Tensor, "layer head position part number"], list[str]]:
+    """Attention and one number per probe, for each part in the order of the frame; and the parts that are not the prompt's."""
     model, n_prompt = reading.model, reading.n_prompt
     text, scale = reading.text()
-    outside = [part for part in ("inherited", "boundary") if getattr(text[0], part) is not None] + ["text"]
+    outside = [part for part in ("inherited", "shift_state") if getattr(text[0], part) is not None] + ["text"]
     probes = [
         torch.stack([share_probes(reads.z, at is None), _logit_probes(model, target, scale, layer, at)], dim=-1)
         for layer, reads in enumerate(text)
@@ -180,8 +180,8 @@ def _read(
     behind = first + n_prompt
     for layer, reads in enumerate(text):
         of_layer = numbers[layer, ..., 1:]
-        whole, inherited, boundary = (_numbers_of(z, probes[layer], at is None) for z in (reads.z, *reads[2:]))
-        of_layer[:, :, :first], of_layer[:, :, behind:-1] = inherited, boundary
+        whole, inherited, shift_state = (_numbers_of(z, probes[layer], at is None) for z in (reads.z, *reads[2:]))
+        of_layer[:, :, :first], of_layer[:, :, behind:-1] = inherited, shift_state
         of_layer[:, :, -1:] = whole - of_layer[:, :, :-1].sum(dim=2, keepdim=True)  # what is left is the text's own
     return numbers, outside
 
@@ -191,7 +191,7 @@ def _numbers(
     stretch: Stretch,
     probes: Float[Tensor, "text head d_head probe"],
     pooled: bool,
-) -> Float[Tensor, "head place pos number"]:
+) -> Float[Tensor, "head position pos number"]:
     """Attention to each position of a stretch, and its numbers."""
     if pooled:
         attention = torch.einsum("hf,phf->hp", queries.mean(dim=0), stretch.keys)[:, None]
@@ -205,7 +205,7 @@ def _numbers(
 
 def _numbers_of(
     z: Float[Tensor, "text head d_head"] | None, probes: Float[Tensor, "text head d_head probe"], pooled: bool
-) -> Float[Tensor, "head place part number"]:
+) -> Float[Tensor, "head position part number"]:
     """Those of a part of the outputs; of no part, nothing."""
     if z is None:
         return torch.zeros(probes.shape[1], 1 if pooled else len(probes), 0, probes.shape[-1], dtype=torch.float64)
@@ -216,7 +216,7 @@ def _numbers_of(
 def _frame(
     model: HookedKVTransformer,
     prompt: Tensor,
-    numbers: Float[Tensor, "layer head place part number"],
+    numbers: Float[Tensor, "layer head position part number"],
     outside: list[str],
     at: Sequence[int] | None,
 ) -> pd.DataFrame:
@@ -268,6 +268,6 @@ BIAS_POSITIONS = Analysis(
     inputs={"prompt": PROMPT, "text": TEXT, "answer": ANSWER, "wrong": WRONG},
     options={
         "by": Option("whose position counts where values are shifted", VIEWS),
-        "at": Option("which positions of the text to tell apart", AT),
+        "at": Option("which positions of the text to distinguish", AT),
     },
 )

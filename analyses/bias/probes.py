@@ -5,8 +5,8 @@ of its own, and only what queries make of them can be compared. The queries are 
 
     phi(q_i)^T b_KV / n_i  [d_head]        phi(q_i)^T b_D / n_i        n_i: of all that is compared, the same for every bias
 
-which is the share of a prompt in the head's output, and in its normalizer's mass. One row per query, they stand where b_KV
-[d_phi, d_head] and b_D [d_phi] of a linear model stand.
+which is the share of a prompt in the head's output, and in its normalizer's mass. With one row per query, they take the place of b_KV
+[d_phi, d_head] and b_D [d_phi] of a linear model.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ Numbers = Callable[[KVBias], tuple[Float[Tensor, "layer head row d_head"], Float
 
 
 class Probes(NamedTuple):
-    """Queries as a model scores them (shifted, after RoPE), layer by layer, and their places in the text."""
+    """Queries as a model scores them (shifted, after RoPE), layer by layer, and their positions in the text."""
 
     queries: Float[Tensor, "layer row head d_head"]
     positions: Int[Tensor, " row"]
@@ -60,7 +60,7 @@ def numbers_read(model: HookedKVTransformer, probes: Probes, all_of_it: Sequence
 
 
 def probes_of(model: HookedKVTransformer, bias: KVBias, text: Int[Tensor, " pos"]) -> Probes:
-    """The queries of ``text`` behind the prompt of ``bias``."""
+    """The queries of ``text`` after the prompt of ``bias``."""
     kept = "hook_q"
     if model.cfg.positional_embedding_type == "rotary":
         kept = "hook_rot_q"
@@ -79,7 +79,7 @@ def side_by_side(probes: Sequence[Probes]) -> Probes:
 
 
 def reads(model: HookedKVTransformer, bias: KVBias, probes: Probes) -> Reads:
-    """What each query reads of ``bias``, as if its text stood behind it, with the model's own scoring."""
+    """What each query reads of ``bias``, as if its text followed it, with the model's own scoring."""
     bias = bias.per_query_head().to("cpu").to(torch.float64)
     assert bias.features is not None
     assert bias.log_scale is not None

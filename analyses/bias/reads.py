@@ -1,16 +1,17 @@
 """What one layer's text reads from a prompt, taken apart by prompt position, from passes over [prompt; text].
 
-    z_i = inherited_i + sum_j A_ij v'_j + boundary_i + text_i        A_ij = phi~(q_i) . phi~(k'_j) gamma^{M+i-j} / n_i
+    z_i = inherited_i + sum_j A_ij v'_j + shift_state_i + text_i        A_ij = phi~(q_i) . phi~(k'_j) gamma^{M+i-j} / n_i
 
-A_ij is what the unconverted model pays from text place i to prompt position j. The conversion changes no query, no key and
+A_ij is the attention of the unconverted model from text position i to prompt position j. The conversion changes no query, no key and
 no normalizer, and b_KV is a sum over the prompt's positions, so inherited_i + sum_j A_ij v'_j is what the converted model
 reads from its bias (``hook_z_bias``): no bias is built here. The other terms:
 
-- *inherited*: what a bias that the prompt continued (an attached one, a trained one) still gives; its own tokens are no
-  longer told apart;
-- *boundary*: what a value shift carries over the end of the prompt: the first ``window`` values of the text hold the prompt's
-  last raw values, and every place that attends there reads them. It lies in z_context, not in z_bias. (The key shift carries
-  over as well, inside phi, where nothing is a sum: only an ablation can tell its effect.)
+- *inherited*: what a bias that the prompt continued (an attached one, a trained one) still gives; its own tokens can no
+  longer be separated;
+- *shift state*: what a value shift carries over the end of the prompt: the first ``window`` values of the text hold the
+  prompt's last raw values, and every position that attends there reads them. It lies in z_context, not in z_bias. (The key
+  shift carries
+  over as well, inside phi, where nothing is a sum: only an ablation can show its effect.)
 
 With a value shift v'_j = sum_s beta_s v_{j-s} mixes the values of several tokens, and there are two answers to "which
 position". ``attended``: the position j that is attended to, with its mixed value. ``source``: the token p whose raw value
@@ -27,7 +28,7 @@ A long prompt of linear attention is read in segments (:mod:`kvlens.analyses.seg
 prompt's keys and values, those of one segment at a time. A shifted value mixes its neighbors across a segment's end too: the
 last ``window`` keys wait for the next segment.
 
-Source: ICLCA eq. 13 and 19; the boundary, the decay and the two views are kvlens'.
+Source: ICLCA eq. 13 and 19; the shift state, the decay and the two views are kvlens'.
 """
 
 from collections.abc import Callable
@@ -55,10 +56,10 @@ class TextReads(NamedTuple):
     queries: Float[Tensor, "text head d_phi"]
     z: Float[Tensor, "text head d_head"]
     inherited: Float[Tensor, "text head d_head"] | None
-    boundary: Float[Tensor, "text head d_head"] | None
+    shift_state: Float[Tensor, "text head d_head"] | None
 
     def at(self, places: list[int]) -> "TextReads":
-        """The same for some places of the text."""
+        """The same for some positions of the text."""
         return TextReads(*(None if x is None else x[places] for x in self))  # type: ignore[arg-type]
 
 
@@ -71,7 +72,7 @@ class Stretch(NamedTuple):
 
 
 class PromptReading:
-    """A prompt and a text behind it, to be read layer by layer: the text's side first, then the prompt's.
+    """A prompt and the text after it, read layer by layer: the text's side first, then the prompt's.
 
     Args:
         model: with what the prompt continues attached.
@@ -146,7 +147,7 @@ class PromptReading:
         self.looks.look(look)
 
     def _stretch(self, first: int, found: Found) -> Stretch:
-        """The part of a segment that is the prompt's; its raw values where positions are told by source."""
+        """The part of a segment that is the prompt's; its raw values where positions go by source."""
         n = min(len(found[self.value]), self.n_prompt - first)
         values = found["hook_v" if self.mixes_tokens and self.by == "source" else self.value][:n].double()
         keys = found[self.key][:n].double() if self.key else None
@@ -163,7 +164,7 @@ class PromptReading:
         return keys if gamma is None else keys * (gamma.to(keys) ** (self.n_prompt - 1 - positions)[:, None])[..., None]
 
     def _by_source(self, new: Stretch, waiting: Stretch | None, coef: Tensor) -> tuple[Stretch, Stretch]:
-        """Positions told by whose raw value it is, as far as the keys behind them are known, and what waits for more.
+        """Positions by whose raw value it is, as far as the following keys are known, and what has to wait for more.
 
         Token p is read with the key sum_s beta_s k_{p+s}, over p + s in the prompt.
         """
@@ -186,11 +187,11 @@ class PromptReading:
             if gamma is not None:
                 passed = torch.arange(1, len(queries) + 1, device=queries.device)[:, None]
                 queries = queries * (gamma.to(queries) ** passed)[..., None]
-        reads = TextReads(queries, of["hook_z"], of.get("hook_z_bias"), boundary=None)
-        return self._with_boundary(reads, of) if self.mixes_tokens else reads
+        reads = TextReads(queries, of["hook_z"], of.get("hook_z_bias"), shift_state=None)
+        return self._with_shift_state(reads, of) if self.mixes_tokens else reads
 
-    def _with_boundary(self, reads: TextReads, of: dict[str, Tensor]) -> TextReads:
-        """With what values carry over the prompt's end, and, told by source, over its beginning."""
+    def _with_shift_state(self, reads: TextReads, of: dict[str, Tensor]) -> TextReads:
+        """With what values carry over the prompt's end, and, where positions go by source, over its beginning."""
         m, w = self.n_prompt, self.window
         n_first, n_after = min(w, m), min(w, self.n_all - m)
         device = reads.queries.device
@@ -199,7 +200,7 @@ class PromptReading:
         coef = self._per_query_head(of["hook_v_shift_coef"], dim=0)
         before = of.get("hook_last_v", torch.zeros_like(of["hook_v"][:1])).expand(w, -1, -1)
         raw = self._per_query_head(torch.cat([before, of["hook_v"]]))
-        reads = reads._replace(boundary=_through_boundary(reads.queries, after, raw[-w:], coef))
+        reads = reads._replace(shift_state=_through_shift_state(reads.queries, after, raw[-w:], coef))
         if self.by == "attended" or reads.inherited is None:
             return reads
         edge = first.new_zeros(w, *first.shape[1:])
@@ -229,12 +230,12 @@ def _mixed_values(model: HookedKVTransformer, by: str) -> tuple[int, bool]:
 
 
 def _keys_by_source(keys: Float[Tensor, "pos head d_phi"], coef: Float[Tensor, "head taps"]) -> Float[Tensor, "pos head d_phi"]:
-    """sum_s beta_s k_{p+s}, zeros standing behind the last key."""
+    """sum_s beta_s k_{p+s}, with zeros after the last key."""
     edge = keys.new_zeros(coef.shape[1] - 1, *keys.shape[1:])
     return torch.einsum("phfs,hs->phf", torch.cat([keys, edge]).unfold(0, coef.shape[1], 1), coef)
 
 
-def _through_boundary(
+def _through_shift_state(
     queries: Float[Tensor, "text head d_phi"],
     keys: Float[Tensor, "first head d_phi"],
     raw: Float[Tensor, "window head d_head"],

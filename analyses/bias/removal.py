@@ -1,6 +1,6 @@
 """Removing parts of a converted prompt: what the text's predictions lose when chosen heads forget it.
 
-Removing a head's bias sets its b_KV and b_D to zero; the shift boundary and the position offset stay. Many removals run in
+Removing a head's bias sets its b_KV and b_D to zero; the shift state and the position offset stay. Many removals run in
 one forward pass, each as a row of a batch of biases.
 """
 
@@ -28,7 +28,7 @@ Heads = Sequence[tuple[int, int]]
 COLUMNS = Columns(
     removal=("int64", "index into ``removals``"),
     n_heads=("int64", "how many heads were removed"),
-    kl=("float64", f"{KL}; without these heads, mean over the text's places"),
+    kl=("float64", f"{KL}; without these heads, mean over the text's positions"),
     loss_change=("float64", f"{LOSS_CHANGE}; without these heads, mean over the text's next tokens; NaN for one token"),
 )
 
@@ -99,7 +99,7 @@ def baseline_ablation(
         prompt: a string, or tokens [pos] with BOS where the model wants one.
         text: a string, or tokens [pos] without BOS.
         removals, batch_size, on_progress: as in :func:`bias_ablation`.
-        bias: of this prompt, if it is at hand; None converts it here.
+        bias: of this prompt, where it has been converted already; None converts it here.
 
     Returns:
         One row per removal, in the order given:
@@ -113,8 +113,8 @@ def baseline_ablation(
     baseline = baseline_of(model, prompt)
     if not bias.starts_where(baseline):
         raise KVLensError(
-            f"bias: the text starts at position {bias.position_offset} behind this bias, and at "
-            f"{int(torch.as_tensor(baseline.position_offset).max())} behind the prompt: give the bias of this prompt; where it "
+            f"bias: the text starts at position {bias.position_offset} after this bias, and at "
+            f"{int(torch.as_tensor(baseline.position_offset).max())} after the prompt: give the bias of this prompt; where it "
             "continues another, attach that one"
         )
     same_space = bias.features is None or bias.features.kind == "virtual_keys"
@@ -128,7 +128,7 @@ def baseline_ablation(
 
 
 def baseline_of(model: HookedKVTransformer, prompt: Int[Tensor, " prompt_pos"]) -> KVBias:
-    """The bias, as a batch of one, of the prompt of which only what is always there is left: BOS, or nothing, in its place."""
+    """The bias, as a batch of one, of the prompt of which only what is always there is left: BOS, or nothing."""
     gone = torch.ones(1, len(prompt), dtype=torch.bool)
     gone[:, : int(begins_with_bos(model, prompt))] = False
     return convert_prompt(model, counterfactuals(model, prompt, gone))

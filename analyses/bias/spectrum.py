@@ -2,12 +2,13 @@
 
     b_KV = sum_r sigma_r u_r w_r^T        u_r in feature space (what a query must look like), w_r in value space
 
-A sum over M tokens has rank at most min(M, d_phi, d_head). How many of its directions carry weight is told by the effective
-rank, exp(-sum_r p_r log p_r) with p_r = sigma_r / sum sigma: n for n equal singular values, 1 for a single one.
+A sum over M tokens has rank at most min(M, d_phi, d_head). The effective rank says how many of its
+directions carry weight, exp(-sum_r p_r log p_r) with p_r = sigma_r / sum sigma: n for n equal singular values, 1 for a single
+one.
 
 A softmax model's bias is stored as numbers and a log-scale for each head; sizes here are those of what they stand for,
-exp(log_scale) times the numbers, so that they compare across heads, prompts and ways of converting. What would leave float64
-stands as its largest number.
+exp(log_scale) times the numbers, so that they compare across heads, prompts and ways of converting. What would overflow float64
+is its largest number.
 """
 
 import math
@@ -59,7 +60,7 @@ def _from_logs(logs: Float[Tensor, "*lead"]) -> Float[Tensor, "*lead"]:
 
 
 def effective_rank(values: Float[Tensor, "*lead index"]) -> Float[Tensor, "*lead"]:
-    """exp of the entropy of the normalised singular values; 0 where all of them are 0.
+    """exp of the entropy of the normalized singular values; 0 where all of them are 0.
 
     Source: Roy & Vetterli 2007, The effective rank: a measure of effective dimensionality, eq. 4.
     """

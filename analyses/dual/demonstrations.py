@@ -51,7 +51,7 @@ def dual_demonstrations(
         {columns}
 
     Raises:
-        KVLensError: an attention without a dual model, a query that does not exist or stands before its demonstrations.
+        KVLensError: an attention without a dual model, a query that does not exist or precedes its demonstrations.
     """
     tokens = prompt_sequence(model, "prompt", prompt)
     query = query_pos % len(tokens) if -len(tokens) <= query_pos < len(tokens) else query_pos

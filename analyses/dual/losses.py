@@ -1,7 +1,7 @@
 """Where the losses of the dual models are: one row per layer, head and query.
 
 The loss is linear in W and has no minimizer, so its drop says how far the step goes, not how good it is; it spans dozens of
-orders of magnitude over the heads of one model. Read it as a logarithm, beside the figures without a scale.
+orders of magnitude over the heads of one model. Read it as a logarithm, next to the figures without a scale.
 
 Source: DUAL th. 3.1, eq. 9.
 """
@@ -55,7 +55,7 @@ def dual_losses(
         {columns}
 
     Raises:
-        KVLensError: an attention without a dual model (the reason is given), a text with no query behind a demonstration.
+        KVLensError: an attention without a dual model (the reason is given), a text with no query after a demonstration.
     """
     tokens = prompt_sequence(model, "prompt", prompt)
     figures = dual_figures(model, tokens, n_demonstrations, cosines=cosines)

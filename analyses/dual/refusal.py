@@ -1,4 +1,4 @@
-"""Which models have a dual model at all: one check for every analysis of this room."""
+"""Which models have a dual model at all: one check for every analysis of this package."""
 
 from kvlens import HookedKVTransformer
 from kvlens.dual import check_attention

@@ -1,1 +1,1 @@
-"""What single heads do: where they look, what they copy, whom they read."""
+"""What single heads do: where they attend, what they copy, which heads they read."""

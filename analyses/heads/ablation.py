@@ -1,7 +1,7 @@
 """What the model loses when one head's output is that of another text: ablation by resampling.
 
-A head's ``hook_z`` is replaced at every place by its z on a donor, a text of the same form with other tokens: what the head
-does on average stays, what it knows of this text is gone. Each (head, sequence) pair is one row of a batched forward pass,
+A head's ``hook_z`` is replaced at every position by its z on a donor, a text of the same form with other tokens: what the head
+does on average stays, what it has of this text is gone. Each (head, sequence) pair is one row of a batched forward pass,
 which starts at the head's own layer.
 
 Source: Chan et al. 2022, Causal Scrubbing (resampling ablation).
@@ -25,7 +25,7 @@ Progress = Callable[[float], None]
 
 
 class AblationEffect(NamedTuple):
-    """Means over sequences and over the places of the second copy that have a next token; the first one's standard error."""
+    """Means over sequences and over the positions of the second copy that have a next token; the first one's standard error."""
 
     loss_change: Float[Tensor, "layer head"]
     logit_change: Float[Tensor, "layer head"]
@@ -86,7 +86,7 @@ def resampling_ablation(
 def standard_error(changes: Float[Tensor, "*lead text target"]) -> Float[Tensor, "*lead"]:
     """Of the mean over texts and targets: the larger of that of independent texts and that of independent targets.
 
-    Infinite for a single number, whose noise nobody knows.
+    Infinite for a single number, whose noise is unknown.
     """
     places = [changes.flatten(-2), changes.mean(dim=-1)][: 1 + (changes.shape[-2] > 1)]
     errors = [x.std(dim=-1) / x.shape[-1] ** 0.5 for x in places if x.shape[-1] > 1]
@@ -101,7 +101,7 @@ def rows_per_pass(model: HookedKVTransformer, repeated: RepeatedTokens) -> int:
 
 
 def residuals(model: HookedKVTransformer, repeated: RepeatedTokens) -> list[Float[Tensor, "text pos d_model"]]:
-    """The residual stream in front of every layer and behind the last one."""
+    """The residual stream before every layer and after the last one."""
     names = [f"blocks.{layer}.hook_resid_pre" for layer in range(model.cfg.n_layers)]
     names.append(f"blocks.{model.cfg.n_layers - 1}.hook_resid_post")
     own = cached(model, repeated.tokens, names)
@@ -127,10 +127,10 @@ def replace_head(layer: int, heads: Tensor, other: Tensor) -> tuple[str, Callabl
 def losses_and_logits(
     model: HookedKVTransformer, start: Tensor, layer: int, targets: Tensor, *hooks: tuple[str, Callable]
 ) -> Float[Tensor, "two batch target"]:
-    """Loss and logit of every target, for residual streams in front of ``layer`` (behind all layers: n_layers)."""
+    """Loss and logit of every target, for residual streams before ``layer`` (after all layers: n_layers)."""
 
     def keep_places(resid: Tensor, hook: Any) -> Tensor:
-        return resid[:, -targets.shape[1] - 1 : -1]  # no other place is unembedded
+        return resid[:, -targets.shape[1] - 1 : -1]  # no other position is unembedded
 
     if layer == model.cfg.n_layers:
         start = keep_places(start, None)

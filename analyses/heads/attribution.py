@@ -6,8 +6,9 @@ and no part of any bias, is
     z_h W_O . d_t / s
 
 with d_t and s of :mod:`kvlens.analyses.stream.logit_attribution`. The directions are pulled back to each head's d_head numbers
-once a place, so no head's output is ever written out in d_model numbers. Where a norm stands between the heads and the residual
-stream (Gemma 2, OLMo 2), it is held at its scale like the final one, and its gain and its centering are part of the path.
+once a position, so no head's output is ever written out in d_model numbers. Where a norm stands between the heads and the
+residual stream (Gemma 2, OLMo 2), it is held at its scale like the final one, and its gain and its centering are part of the
+path.
 
 Source: Elhage et al. 2021, A Mathematical Framework for Transformer Circuits (direct paths); TransformerLens, ``logit_attrs``.
 """
@@ -26,7 +27,7 @@ from .weights import gain, norm_behind, wide_dtype
 
 
 def frozen_scales(model: HookedKVTransformer) -> list[str]:
-    """The hook points whose values :func:`head_logit_attribution` needs beside ``hook_z``."""
+    """The hook points whose values :func:`head_logit_attribution` needs in addition to ``hook_z``."""
     behind = [norm_behind(model, layer) for layer in range(model.cfg.n_layers)]
     return [*(f"{norm}.hook_scale" for norm in behind if norm is not None), final_scale_name(model)]
 
@@ -35,14 +36,14 @@ def head_logit_attribution(
     model: HookedKVTransformer,
     cache: Mapping[str, Tensor],
     places: slice,
-    targets: Int[Tensor, "batch place"],
+    targets: Int[Tensor, "batch position"],
 ) -> Float[Tensor, "layer head"]:
-    """Mean over batch and places of what each head adds to the logit of the target.
+    """Mean over batch and positions of what each head adds to the logit of the target.
 
     Args:
         model: that was run.
         cache: every layer's ``hook_z`` and the :func:`frozen_scales` of that run.
-        places: positions whose logits are meant.
+        places: positions whose logits are attributed.
         targets: the token there whose logit it is.
     """
     dtype = wide_dtype(model)

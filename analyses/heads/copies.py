@@ -1,4 +1,4 @@
-"""Where a text meets a token of the prompt again: attention from there to what followed it then, head by head."""
+"""Where a token of the prompt occurs again in the text: attention from there to what followed it in the prompt, by head."""
 
 import pandas as pd
 import torch

@@ -30,11 +30,11 @@ class HeadDetails:
         pattern: of the unconverted model: [layer, head, query, column]. The first columns are the prompt's, each the sum over
             ``block`` neighboring tokens, the last of them over what is left; then the text's, a token each.
         prompt_shares: [layer, head, prompt] of each prompt token in the head's output, over the whole text; with the shares of
-            the shift boundary and of the text itself they sum to 1.
+            the shift state and of the text itself they sum to 1.
         bias_shares: [layer, head, text] how much of the head's output comes from the prompt, 0..1; None where it is unknown.
         block: tokens per column of the prompt: 1 up to 4,096 of them.
         strongest: positions in prompt + text, ascending: the prompt's 64 that the text attends to most, the text's last 128.
-        among: the pattern among these, [layer, head, place, place]; None where it is unknown, as ``strongest``.
+        among: the pattern among these, [layer, head, position, position]; None where it is unknown, as ``strongest``.
     """
 
     prompt: list[str]
@@ -44,8 +44,8 @@ class HeadDetails:
     prompt_shares: Float[Tensor, "layer head prompt_pos"]
     bias_shares: Float[Tensor, "layer head text_pos"] | None = None
     block: int = 1
-    strongest: Int[Tensor, " place"] | None = None
-    among: Float[Tensor, "layer head place place"] | None = None
+    strongest: Int[Tensor, " position"] | None = None
+    among: Float[Tensor, "layer head position position"] | None = None
 
 
 @checked
@@ -64,7 +64,7 @@ def head_details(
         model: linear or softmax, nothing attached.
         prompt: a string, or tokens [pos] with BOS where the model wants one.
         text: a string, or tokens [pos] without BOS.
-        bias: the converted prompt, if it is at hand; None converts it here.
+        bias: the converted prompt, where it has been converted already; None converts it here.
         on_progress: called with the fraction done; None shows a bar on a terminal where it takes long.
 
     Raises:
@@ -120,7 +120,7 @@ def _rows(
 def _bias_shares(
     model: HookedKVTransformer, text: Int[Tensor, " text_pos"], bias: KVBias
 ) -> Float[Tensor, "layer head text_pos"]:
-    """How much of every head's output at every place of the text the bias makes up."""
+    """How much of every head's output at every position of the text the bias makes up."""
     outputs = bias_outputs(model, bias, text)
     share = share_by_size(outputs.of_bias.norm(dim=-1), outputs.of_context.norm(dim=-1))
     return share.transpose(1, 2).float().cpu()

@@ -5,7 +5,7 @@ through W_K W_Q^T with its keys, or through its own W_OV with its values. The sc
 product of sizes; definition, gains of norms and grouped queries: :mod:`kvlens.analyses.heads.weights`.
 
 To judge a score, compare it with 1/sqrt(d_model), what unrelated heads have, and with the scores of the same model's other
-pairs. What the weights allow, a text need not use: ablation tells.
+pairs. What the weights allow, a text need not use: an ablation shows whether it does.
 
 Source: Elhage et al. 2021, A Mathematical Framework for Transformer Circuits; TransformerLens ``all_composition_scores``.
 """

@@ -220,18 +220,16 @@ def n_ablations(model: HookedKVTransformer, *, n_random: int, ablations: bool, *
 
 REPEATED = tokens_field("prompt", prepend_bos=False)
 """The prompt's tokens, without BOS: it comes once, in front of both copies."""
-OPTIONS = {
-    "n_random": Option("use this many sequences of random tokens, as long as the prompt; 0 repeats the prompt itself"),
-    "seed": Option("of random tokens"),
-    "ablations": Option("also measure what resampling each head's output costs, and name heads by that"),
-}
+N_RANDOM = Option("use this many sequences of random tokens, as long as the prompt; 0 repeats the prompt itself")
+SEED = Option("of random tokens")
+ABLATIONS = Option("also measure what resampling each head's output, and what it reads of each kind, costs")
 INDUCTION_HEADS = Analysis(
     name="induction_heads",
     summary="attention of every head to what followed, and to three other kinds of position, on the prompt repeated",
     function=_of_prompt,
     columns=COLUMNS,
     inputs={"prompt": REPEATED},
-    options=OPTIONS,
+    options={"n_random": N_RANDOM, "seed": SEED, "ablations": ABLATIONS},
     check_model=check_model,
     n_interventions=n_ablations,
 )

@@ -28,8 +28,10 @@ from ..declaration import Analysis, Columns, Option
 from ..predictions import LOGIT_CHANGE, LOSS_CHANGE
 from .ablation import Progress, Start
 from .induction import (
-    OPTIONS,
+    ABLATIONS,
+    N_RANDOM,
     REPEATED,
+    SEED,
     HeadsFound,
     RepeatedPrompt,
     check_model,
@@ -206,11 +208,13 @@ INDUCTION_VERDICTS = Analysis(
     columns=COLUMNS,
     inputs={"prompt": REPEATED},
     options={
-        **OPTIONS,
+        "n_random": N_RANDOM,
+        "seed": SEED,
         "threshold": Option(
             "share of what a head reads from which on it is a previous or current token head, on its strongest stretch"
         ),
         "ratio": Option("how many times what uniform attention would give that share must be"),
+        "ablations": ABLATIONS,
     },
     check_model=check_model,
     n_interventions=n_ablations,

@@ -1,14 +1,14 @@
 """Where a head looks on repeated tokens, as numbers: mean attention at the lags that name a kind of head.
 
-On a text of N tokens said twice (:mod:`kvlens.analyses.heads.repeated_tokens`) four kinds of head attend at one lag each:
+On a text of N tokens repeated (:mod:`kvlens.analyses.heads.repeated_tokens`) four kinds of head attend at one lag each:
 
     ================ ================ ===============================
     kind             query i looks at mean over
     ================ ================ ===============================
-    prefix_matching  i - N + 1        the N places of the second copy
-    previous_token   i - 1            all places but the first
-    duplicate_token  i - N            the N places of the second copy
-    current_token    i                all places but the first
+    prefix_matching  i - N + 1        the N positions of the second copy
+    previous_token   i - 1            all positions but the first
+    duplicate_token  i - N            the N positions of the second copy
+    current_token    i                all positions but the first
     ================ ================ ===============================
 
 With a KV shift the raw pattern A says at which *shifted* row a head looks, which is a mixture of tokens. Two more views say
@@ -17,7 +17,7 @@ A (alpha_1 I + alpha_2 Shift), whose keys drew the attention. At (i, t) the firs
 
 For linear attention A is the implied pattern phi~(q).phi~(k) gamma^{i-j} / n_i, which may be negative and need not sum to 1.
 
-``detect_head`` of TransformerLens divides by all attention, here by that of the scored queries: on one sequence of n places
+``detect_head`` of TransformerLens divides by all attention, here by that of the scored queries: on one sequence of n positions
 without repeated tokens inside a copy its default measure is N/n, (n - 1)/n, N/n times these scores where rows sum to 1.
 """
 
@@ -36,11 +36,11 @@ NEAR = 2
 
 
 class PatternScores(NamedTuple):
-    """Scores of heads, of one layer or of all, in the order of :data:`KINDS`, and what the verdict needs, place by place.
+    """Scores of heads, of one layer or of all, in the order of :data:`KINDS`, and what the verdict needs, position by position.
 
-    By place, all of the value-side pattern E and means over sequences: E at the lag of each kind and its square (0 for a query
-    whose lag reaches before the text), the sums of \\|E\\| and of E^2 over all keys, and, for the queries of the second copy,
-    \\|E\\| on the places of the first copy that are more than :data:`NEAR` away from the token's own.
+    By position, all of the value-side pattern E and means over sequences: E at the lag of each kind and its square (0 for a
+    query whose lag reaches before the text), the sums of \\|E\\| and of E^2 over all keys, and, for the queries of the second
+    copy, \\|E\\| on the positions of the first copy that are more than :data:`NEAR` away from the token's own.
     """
 
     raw: Float[Tensor, "*layer kind head"]
@@ -50,7 +50,7 @@ class PatternScores(NamedTuple):
     squares: Float[Tensor, "*layer kind head pos"]
     all_read: Float[Tensor, "*layer head pos"]
     all_squares: Float[Tensor, "*layer head pos"]
-    elsewhere: Float[Tensor, "*layer head place"]
+    elsewhere: Float[Tensor, "*layer head position"]
 
 
 def lags_and_queries(repeated: RepeatedTokens) -> dict[str, tuple[int, int]]:
@@ -104,8 +104,8 @@ def at_lag(pattern: Float[Tensor, "batch head query key"], lag: int) -> Float[Te
     return torch.nn.functional.pad(diagonal, (lag, 0))
 
 
-def _elsewhere(effective: Tensor, repeated: RepeatedTokens) -> Float[Tensor, "head place"]:
-    """Mean \\|E\\| on the first copy, away from the token's own place there; 0 where no place is far enough away."""
+def _elsewhere(effective: Tensor, repeated: RepeatedTokens) -> Float[Tensor, "head position"]:
+    """Mean \\|E\\| on the first copy, away from the token's own position there; 0 where no position is far enough away."""
     n, second = repeated.n_repeated, repeated.second
     place = torch.arange(n, device=effective.device)
     far = ((place[:, None] - place).abs() > NEAR).to(effective.dtype)

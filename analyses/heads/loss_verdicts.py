@@ -1,15 +1,15 @@
 """What a head is called by what the loss says, where ablations and swaps were measured (:mod:`kvlens.analyses.heads.swaps`).
 
 Where a kernel cannot be sharp, a head may look nearly everywhere and still carry the answer by the small rest of its attention.
-Its pattern alone does not tell, but swapping does: a head reads another text's token at the lag of one kind, and nowhere else.
+Its pattern alone does not show that, but swapping does: a head reads another text's token at the lag of one kind, and nowhere else.
 
 A change of the loss counts that is more than :data:`COSTLY` and more than :data:`MARGIN` standard errors, up or down. A head
 that has one is called by the swap that changes most, if that is at least :data:`PART` of what the ablation changes (it may be
 more: what a head reads elsewhere can do the opposite): by the name of the kind where the loss rises, "negative" and the name
 where it falls. Kinds whose swaps differ by no more than :data:`MARGIN` standard errors of the difference are named together.
 Else, where the ablation raises the loss, it keeps the name of its pattern, if that swap counts, or is "other": the model needs
-it, and not for any one of these kinds of place. Where the ablation lowers the loss it is "harmful": the model does better
-without it. Where nothing counts the name is that of the pattern; one that could not tell is "none" if the ablation changes the
+it, and not for any one of these kinds of position. Where the ablation lowers the loss it is "harmful": the model does better
+without it. Where nothing counts the name is that of the pattern; one that did not decide is "none" if the ablation changes the
 loss by less than :data:`COSTLY`, its noise included.
 """
 
@@ -43,14 +43,14 @@ class Losses(NamedTuple):
 
 
 class Named(NamedTuple):
-    """A name, and the kinds of place that it speaks of."""
+    """A name, and the kinds of position that it speaks of."""
 
     name: str
     kinds: tuple[str, ...]
 
 
 def tied(names: Mapping[str, str], kinds: tuple[str, ...]) -> str:
-    """The name of one kind, or those of several that cannot be told apart."""
+    """The name of one kind, or those of several that cannot be distinguished."""
     return TIE.join(names[kind] for kind in kinds)
 
 
@@ -93,14 +93,14 @@ def name_by_loss(
 
 
 def _unchanged(by_pattern: Named, cost: float, error: float) -> Named:
-    """The name where no change of the loss counts: that of the pattern, as far as the noise of the ablation lets it stand."""
+    """The name where no change of the loss counts: that of the pattern, as far as the noise of the ablation allows it."""
     if by_pattern.name == INCONCLUSIVE and abs(cost) + MARGIN * error <= COSTLY:
         return Named(NO_VERDICT, ())
     return Named(INCONCLUSIVE, ()) if by_pattern.name == NO_VERDICT and abs(cost) > COSTLY else by_pattern
 
 
 def _largest(changes: Mapping[str, float], errors: Mapping[tuple[str, str], float], enough: float) -> tuple[str, ...]:
-    """The kind of the largest change, with those that are not told from it; none where that is not ``enough``."""
+    """The kind of the largest change, with those that do not differ from it; none where that is not ``enough``."""
     top = max(changes, key=lambda kind: changes[kind], default=None)
     if top is None or changes[top] < enough:
         return ()

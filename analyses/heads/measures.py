@@ -22,7 +22,7 @@ from .weights import wide_dtype
 
 
 class HeadMeasures(NamedTuple):
-    """What one run of the text tells of every head, means over its sequences."""
+    """What one run of the text shows of every head, means over its sequences."""
 
     scores: PatternScores
     attribution: Float[Tensor, "layer head"]

@@ -2,8 +2,8 @@
 
     [BOS] t_0 t_1 ... t_{N-1} t_0 t_1 ... t_{N-1}
 
-With random tokens the second copy can be predicted only by looking back: find the first copy of the token at hand (N places
-back), read what followed it (N - 1 places back). The places of the second copy are therefore where heads are scored.
+With random tokens the second copy can be predicted only by looking back: find the first copy of the token at hand (N positions
+back), read what followed it (N - 1 positions back). The positions of the second copy are therefore where heads are scored.
 
 Source: Olsson et al. 2022, In-context Learning and Induction Heads (repeated random tokens); Elhage et al. 2021.
 """
@@ -35,12 +35,12 @@ class RepeatedTokens:
 
     @property
     def second(self) -> int:
-        """The place where the second copy begins."""
+        """The position where the second copy begins."""
         return self.tokens.shape[1] - self.n_repeated
 
     @property
     def next_tokens(self) -> Int[Tensor, "batch target"]:
-        """What follows each place of the second copy but its last: N - 1 tokens that the first copy has shown."""
+        """What follows each position of the second copy but its last: N - 1 tokens that the first copy has shown."""
         return self.tokens[:, self.second + 1 :]
 
     def split(self, n: int) -> list["RepeatedTokens"]:
@@ -68,7 +68,7 @@ def repeat_tokens(model: HookedKVTransformer, piece: Int[Tensor, "batch piece"],
     n_places = len(bos) + 2 * n_repeated
     if model.cfg.has_position_limit and n_places > model.cfg.n_ctx:
         raise KVLensError(
-            f"induction_heads: {n_repeated} tokens said twice take {n_places} places and n_ctx is {model.cfg.n_ctx}: "
+            f"induction_heads: {n_repeated} tokens, twice, take {n_places} positions and n_ctx is {model.cfg.n_ctx}: "
             f"repeat at most {(model.cfg.n_ctx - len(bos)) // 2}"
         )
     piece = piece.to(model.W_E.device)
@@ -86,7 +86,7 @@ def draw_piece(
 ) -> Int[Tensor, "batch piece"]:
     """Random tokens, the tokenizer's special ones left out.
 
-    A row holds no token twice, so that the place to look back to is one; where the vocabulary is too small, tokens are drawn
+    A row holds no token twice, so that the position to look back to is one; where the vocabulary is too small, tokens are drawn
     with replacement.
     """
     for name, value, least in (("n_sequences", n_sequences, 1), ("n_repeated", n_repeated, 2)):

@@ -99,11 +99,11 @@ def visit_rows(
 def attention_among(
     model: HookedKVTransformer,
     tokens: Int[Tensor, " pos"],
-    places: Int[Tensor, " place"],
+    places: Int[Tensor, " position"],
     *,
     on_progress: Progress | None = None,
-) -> Float[Tensor, "layer head place place"]:
-    """The pattern among chosen places of a text, float32 on the CPU.
+) -> Float[Tensor, "layer head position position"]:
+    """The pattern among chosen positions of a text, float32 on the CPU.
 
     Args:
         model, tokens: as :func:`visit_rows`.

@@ -2,7 +2,7 @@
 
 A head that attends from i to s compares its query with k^_s = sum_a alpha_a k_{s-a} and reads v^_s = sum_b beta_b v_{s-b}.
 With the largest alpha at lag a* and the largest beta at lag b* it *matches* token s - a* and *reads* token s - b*: what it
-reads lies ``displacement = a* - b*`` places behind what it matched. For window 1 that is KVSA's table 4:
+reads lies ``displacement = a* - b*`` positions behind what it matched. For window 1 that is KVSA's table 4:
 
     ================== =============== ================
     role               beta_1 > beta_2 beta_1 <= beta_2
@@ -14,10 +14,10 @@ reads lies ``displacement = a* - b*`` places behind what it matched. For window 
 - ``plain``: matches and reads the token itself, as without a shift.
 - ``induction``: matches a token and reads one that came after it, which in a plain transformer takes two layers.
 - ``predecessor``: matches a token and reads one that came before it.
-- ``delayed``: matches and reads the same token, but one place late: a plain head that cannot see the newest token.
+- ``delayed``: matches and reads the same token, but one position late: a plain head that cannot see the newest token.
 
 Where queries are shifted and the largest coefficient is at lag c*, the query is that of token i - c*, and what it matched is
-c* places before the copy of the current token: displacement = a* - b* - c*.
+c* positions before the copy of the current token: displacement = a* - b* - c*.
 
 The coefficients are compared as they are, sign included, as in the paper. Only their ratio means something: alpha and W_K
 can trade a factor, and so can beta and W_V.
@@ -65,7 +65,7 @@ def layer_taps(model: HookedKVTransformer, used: dict[str, Tensor], dtype: torch
 
 
 def displacement(taps: ShiftTaps) -> Int[Tensor, " head"]:
-    """How many places behind the matched token the head reads; equal coefficients count for the earlier token."""
+    """How many positions behind the matched token the head reads; equal coefficients count for the earlier token."""
     return _largest_lag(taps.k) - _largest_lag(taps.v) - _largest_lag(taps.q)
 
 

@@ -1,4 +1,4 @@
-"""What the model loses when a head reads another text's token at one kind of place, and all else as before.
+"""What the model loses when a head reads another text's token at one kind of position, with everything else unchanged.
 
 Resampling a head's whole output (:mod:`kvlens.analyses.heads.ablation`) says that the model needs the head, not what for. Here
 only what it reads at the lag of one kind is swapped: with E the value-side pattern of :mod:`kvlens.analyses.heads.lags`, v the
@@ -6,9 +6,9 @@ values of the text in front of the shift and v' those of another,
 
     z_i  ->  z_i - E[i, i - lag] (v_{i - lag} - v'_{i - lag})
 
-The attention stays as it was, in its place and in its size, so this says the same of a sharp softmax head and of a linear one
-that reads a tenth here and the rest everywhere. As z is linear in the tokens, the swaps at all lags add up, in z, to reading
-the other text throughout.
+The attention stays as it was, in its position and in its size, so this says the same of a sharp softmax head and of a linear
+one that reads a tenth here and the rest everywhere. As z is linear in the tokens, the swaps at all lags add up, in z, to
+reading the other text throughout.
 
 Source: Wang et al. 2022 (path patching) and Chan et al. 2022 (resampling), of one edge of the attention pattern.
 """
@@ -38,7 +38,7 @@ class SwapCosts(NamedTuple):
 
 
 class _Layer(NamedTuple):
-    """What one layer's heads write, what they read at each kind of place (0 where it is not looked for), and how v differs."""
+    """What one layer's heads write, what they read at each kind of position (0 where there is none), and how v differs."""
 
     z: Float[Tensor, "text pos head d_head"]
     edges: Float[Tensor, "kind text head query"]
@@ -54,7 +54,7 @@ def swap_costs(
     *,
     batch_size: int | None = None,
 ) -> SwapCosts:
-    """Swap what each head reads at each kind of place, one at a time.
+    """Swap what each head reads at each kind of position, one at a time.
 
     Args:
         model: without an attention variant, whose z is not linear in v.

@@ -1,36 +1,37 @@
-"""What a head is called: by where its attention is far above chance, and by what the loss says where ablations were asked for.
+"""The name of a head: by where its attention is far above chance, and by what the loss says where ablations were asked for.
 
 **By the pattern.** E is the value-side pattern of :mod:`kvlens.analyses.heads.lags`. For each kind a head is asked how much of
 what it reads, |E|, lies at the lag of that kind:
 
-- *"previous token" and "current token"* go by place. A head with learned positions may attend to the token before on the first
-  24 places and nowhere else, and still feed every induction head, so the strongest stretch of :data:`STRETCH` places decides.
-  It is looked for on the first :data:`EARLY` places (and the BOS), which every text of 16 tokens said twice has: so the verdict
-  does not depend on the text's length. There ``share = |sum of E at the lag| / sum of |E|`` must be ``threshold`` or more
-  (:data:`OF_ITSELF` for the token itself, which an idle head comes near), and ``ratio`` times chance, what uniform attention
-  over the i + 1 visible places would give.
+- *"previous token" and "current token"* go by position. A head with learned positions may attend to the token before on the
+  first 24 positions and nowhere else, and still feed every induction head, so the strongest stretch of :data:`STRETCH`
+  positions decides. It is looked for on the first :data:`EARLY` positions (and the BOS), which every text of 16 tokens repeated
+  has: so the verdict does not depend on the text's length. There ``share = |sum of E at the lag| / sum of |E|`` must be
+  ``threshold`` or more (:data:`OF_ITSELF` for the token itself, which an idle head comes near), and ``ratio`` times chance,
+  what uniform attention over the i + 1 visible positions would give.
 - *"induction" and "duplicate token"* match tokens. Their share falls as the text grows, for a linear head as fast as chance
-  does. What stays is the *contrast*: E at the lag over the mean |E| on the other places of the first copy, which the same
+  does. What stays is the *contrast*: E at the lag over the mean |E| on the other positions of the first copy, which the same
   query sees from about as far. It must be :data:`CONTRAST` over the whole second copy, where the share must be ``ratio`` times
   chance.
 
-A head that goes by place must do its part on three of four places of the stretch, with half of ``ratio`` there, and one that
-matches on :data:`PLACES` places, with half of the contrast: a head that looks at one fixed place after the other at random hits
-a lag now and then, with all of its attention. Of two kinds that are met the one with the larger part of sum E^2 names the head:
-the tokens are independent, so this is its part of the variance of what the head writes. It is taken on the second copy where a
-match is met, and "current token" yields to a match.
+A head that goes by position must do its part on three of four positions of the stretch, with half of ``ratio`` there, and one
+that matches on :data:`PLACES` positions, with half of the contrast: a head that looks at one fixed position after the other at
+random hits a lag now and then, with all of its attention. Of two kinds that are met the one with the larger part of sum E^2
+names the head: the tokens are independent, so this is its part of the variance of what the head writes. It is taken on the
+second copy where a match is met, and "current token" yields to a match.
 
-Kinds whose parts differ by no more than :data:`MARGIN` standard errors, from place to place, are named together, with " / "
-between. A head that meets no kind is "inconclusive" where its pattern cannot tell: because it is too spread out, or because the
-contrast of a kind is below what is asked by no more than :data:`MARGIN` standard errors. A head's *spread* is the number of
-places that it reads, counted as (sum of |E|)^2 / sum of E^2, over the number that it sees, on the first :data:`EARLY` places
-from the ninth, so that it too is the same in a longer text: 1 for uniform attention, 2 / pi for E drawn from a normal
-distribution, about 0.1 for a sharp head. Above :data:`SPREAD` a head can be all that a model lives by with no pattern to show
-for it (below). Any other head is "none": it does look at some places more than at others, and these are not of the four kinds.
+Kinds whose parts differ by no more than :data:`MARGIN` standard errors, from position to position, are named together, as in
+"induction / duplicate token". A head that meets no kind is "inconclusive" where its pattern does not decide: because it is too spread out, or because
+the contrast of a kind is below what is asked by no more than :data:`MARGIN` standard errors. A head's *spread* is the number of
+positions that it reads, counted as (sum of |E|)^2 / sum of E^2, over the number that it sees, on the first :data:`EARLY`
+positions from the ninth, so that it too is the same in a longer text: 1 for uniform attention, 2 / pi for E drawn from a normal
+distribution, about 0.1 for a sharp head. Above :data:`SPREAD` a head can be essential to a model without a pattern that shows it
+(below). Any other head is "none": it does look at some positions more than at others, and these are not of the four
+kinds.
 
 **By the loss.** What ablations and swaps cost: :mod:`kvlens.analyses.heads.loss_verdicts`. Asked are the kinds that a head
-looks at :data:`LEAD` times as much as elsewhere (by contrast; for places by chance on the strongest stretch, of E or, as E of
-linear heads may have any sign from text to text, of the root of E^2): one that reads all of the first copy alike raises the
+looks at :data:`LEAD` times as much as elsewhere (by contrast; for positions by chance on the strongest stretch, of E or, as E
+of linear heads may have any sign from text to text, of the root of E^2): one that reads all of the first copy alike raises the
 right token too, and is no induction head.
 
 The constants were chosen on models of our own, trained for this (softmax ones with one to four layers, learned and rotary
@@ -60,7 +61,7 @@ OF_ITSELF = 0.4
 STEADY = 0.75
 PLACES = 5
 SPREAD = 1 / 3
-"""Of the places that a head sees, those that it reads, from which on its pattern does not tell what it is for."""
+"""Of the positions that a head sees, those that it reads, from which on its pattern does not show what it is for."""
 WORTH_ASKING = 0.005
 """Change of the loss, up or down, from which on a head's swaps are measured."""
 LEAD = 1.25
@@ -70,7 +71,7 @@ MATCHES = ("prefix_matching", "duplicate_token")
 
 
 class Verdict(NamedTuple):
-    """What a head is called, and the stretch of places that says so: of the kind of the verdict, or the strongest of any."""
+    """The name of a head, and the stretch of positions that says so: of the kind of the verdict, or the strongest of any."""
 
     name: str
     share: float
@@ -104,7 +105,7 @@ def judge_heads(
         scores: of all layers.
         repeated: the text.
         losses: of ablations and swaps; None judges by the pattern alone.
-        threshold: share from which on a head that goes by place is named.
+        threshold: share from which on a head that goes by position is named.
         ratio: how many times chance the share of any kind must be.
     """
     n_layers, n_heads = scores.all_read.shape[:2]
@@ -125,7 +126,7 @@ def judge_heads(
 
 
 def spreads(scores: PatternScores, repeated: RepeatedTokens) -> Float[Tensor, "layer head"]:
-    """How many places a head reads over how many it sees, mean over the first :data:`EARLY`; 0 for one that reads nothing.
+    """How many positions a head reads over how many it sees, mean over the first :data:`EARLY`; 0 for one that reads nothing.
 
     The first :data:`FEW` of them, which see next to nothing, are left out.
     """
@@ -136,7 +137,7 @@ def spreads(scores: PatternScores, repeated: RepeatedTokens) -> Float[Tensor, "l
 
 
 def contrasts(scores: PatternScores, repeated: RepeatedTokens, kind: str) -> Float[Tensor, "layer head"]:
-    """The value-side score of a kind that matches over the mean attention to other places of the first copy; 0 for 0 / 0."""
+    """The value-side score of a kind that matches over the mean attention to other positions of the first copy; 0 for 0 / 0."""
     read = scores.read[:, KINDS.index(kind), :, repeated.second :]
     return _over(read.sum(dim=-1).abs(), scores.elsewhere.sum(dim=-1))
 
@@ -182,7 +183,7 @@ def _of_kind(scores: PatternScores, kind: str) -> tuple[Tensor, Tensor, Tensor, 
 
 
 def _part_errors(scores: PatternScores, places: slice) -> Float[Tensor, "kind kind layer head"]:
-    """The standard error, from place to place, of the difference between two kinds' parts of sum E^2."""
+    """The standard error, from position to position, of the difference between two kinds' parts of sum E^2."""
     squares, whole = scores.squares[..., places].movedim(1, 0), scores.all_squares[..., places]
     difference = squares[:, None] - squares
     rest = difference - _over(difference.sum(dim=-1), whole.sum(dim=-1))[..., None] * whole
@@ -209,7 +210,7 @@ def _over(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _by_pattern(of_head: dict[str, _Evidence], errors: dict[bool, Tensor]) -> tuple[str, ...]:
-    """The kinds that the pattern of one head shows: none, one, or several that cannot be told apart."""
+    """The kinds that the pattern of one head shows: none, one, or several that cannot be distinguished."""
     met = {kind: found for kind, found in of_head.items() if bool(found.met)}
     matched = any(kind in MATCHES for kind in met)
     if matched:

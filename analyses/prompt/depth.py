@@ -31,9 +31,9 @@ from .readings import Readings, check_readings, read_text
 COLUMNS = Columns(
     layer=("int64", "how many layers have been read; the number of layers for the whole model"),
     position=("int64", "0 is the first token of the text"),
-    token=("str", "the token at this place"),
-    next_token=("str", "the token that follows in the text, missing at the last place"),
-    loss_with=("float64", "-log p(next_token) at this depth with the prompt, nats; NaN at the last place"),
+    token=("str", "the token at this position"),
+    next_token=("str", "the token that follows in the text, missing at the last position"),
+    loss_with=("float64", "-log p(next_token) at this depth with the prompt, nats; NaN at the last position"),
     loss_without=("float64", "the same without the prompt"),
     loss_change=("float64", f"{LOSS_CHANGE}; without the prompt, loss_without - loss_with"),
     guess_with=("str", "the likeliest next token at this depth with the prompt"),
@@ -60,10 +60,11 @@ def prompt_by_depth(
         text: a string, or tokens [pos] without BOS.
         baseline: [pos], what stands in front of the text "without the prompt"; None takes the prompt's BOS, and nothing
             if it does not begin with the tokenizer's BOS.
-        readings: of this text with and without the prompt, residuals included, where they are at hand; None reads it here.
+        readings: of this text with and without the prompt, residuals included, where they have been read already; None reads it
+            here.
 
     Returns:
-        By depth, then place of the text:
+        By depth, then position of the text:
 
         {columns}
 
@@ -103,7 +104,7 @@ def prompt_by_depth(
 
 
 def _texts_by_depth(model: HookedKVTransformer, text: Tensor, guesses: Int[Tensor, "depth pos"]) -> list[str]:
-    """The guesses as text, by depth, then place."""
+    """The guesses as text, by depth, then position."""
     by_place = next_token_texts(model, text, guesses.T)
     return [texts[depth] for depth in range(len(guesses)) for texts in by_place]
 

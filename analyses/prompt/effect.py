@@ -18,13 +18,13 @@ from .readings import CONDITIONS, Readings, check_readings, read_text
 
 COLUMNS = Columns(
     position=("int64", "0 is the first token of the text"),
-    token=("str", "the token at this place"),
-    next_token=("str", "the token that follows in the text, missing at the last place"),
+    token=("str", "the token at this position"),
+    next_token=("str", "the token that follows in the text, missing at the last position"),
     condition=("str", "``with_prompt``, ``without_prompt`` or ``converted``"),
     predicted_token=("str", "the most probable next token"),
     kl=("float64", f"{KL}; original ``with_prompt``, intervened this condition"),
     argmax_agrees=("bool", "whether the most probable next token is that of ``with_prompt``"),
-    loss=("float64", "-log p(next_token) in nats, NaN at the last place"),
+    loss=("float64", "-log p(next_token) in nats, NaN at the last position"),
 )
 
 
@@ -48,11 +48,11 @@ def prompt_effect(
         text: a string, or tokens [pos] without BOS.
         baseline: [pos], what stands in front of the text in ``without_prompt``, possibly nothing; None takes the
             prompt's BOS, and nothing if the prompt does not begin with the tokenizer's BOS.
-        bias: the converted prompt, if it is at hand; None converts it here.
-        readings: of this text in the three conditions, where they are at hand; None reads it here.
+        bias: the converted prompt, where it has been converted already; None converts it here.
+        readings: of this text in the three conditions, where they have been read already; None reads it here.
 
     Returns:
-        One row per place of the text and condition, places in order, conditions as in :data:`CONDITIONS`:
+        One row per position of the text and condition, positions in order, conditions as in :data:`CONDITIONS`:
 
         {columns}
 

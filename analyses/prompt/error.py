@@ -1,7 +1,7 @@
-"""How exactly a converted prompt replaces the prompt: the logits on a text, both ways, place by place (ICLCA sec. 4).
+"""How exactly a converted prompt replaces the prompt: the logits on a text, both ways, position by position (ICLCA sec. 4).
 
 Old: the model reads [prompt; text]. New: the model reads the text alone, under the bias that the prompt was converted to.
-The two are equal up to rounding. How much that is, the model's own forward pass tells: :mod:`kvlens.analyses.prompt.rounding`.
+The two are equal up to rounding, which is measured on the model's own forward pass: :mod:`kvlens.analyses.prompt.rounding`.
 """
 
 import pandas as pd
@@ -19,19 +19,19 @@ from .rounding import relative_error, rounding_error, rounding_limit
 
 COLUMNS = Columns(
     position=("int64", "0 is the first token of the text"),
-    token=("str", "the token at this place"),
+    token=("str", "the token at this position"),
     relative_error=("float64", "||new - old|| / ||old|| over the vocabulary"),
-    squared_error=("float64", "||new - old||^2; with the next column it gives the error of any set of places"),
+    squared_error=("float64", "||new - old||^2; with the next column it gives the error of any set of positions"),
     squared_norm=("float64", "||old||^2"),
     max_abs_error=("float64", "the largest difference of one logit"),
     argmax_agrees=("bool", "whether both predict the same next token"),
     rounding_error=(
         "float64",
-        "relative error of the unconverted model's own forward pass on these tokens, against float64; the same at every place",
+        "relative error of the unconverted model's own forward pass on these tokens, against float64; the same in every row",
     ),
     exact_to_rounding=(
         "bool",
-        "whether the relative error over all places is at most 4 times that (1e-12 for a float64 model); the same everywhere",
+        "whether the relative error over all positions is at most 4 times that (1e-12 in float64); the same in every row",
     ),
 )
 
@@ -53,11 +53,11 @@ def conversion_error(
         model: linear or softmax.
         prompt: a string, or tokens [pos] with BOS where the model wants one.
         text: a string, or tokens [pos] without BOS.
-        bias: the converted prompt, if it is at hand; None converts it here.
-        readings: of this text with the prompt and converted, where they are at hand; None reads it here.
+        bias: the converted prompt, where it has been converted already; None converts it here.
+        readings: of this text with the prompt and converted, where they have been read already; None reads it here.
 
     Returns:
-        One row per place of the text, in order:
+        One row per position of the text, in order:
 
         {columns}
 
@@ -89,7 +89,7 @@ def conversion_error(
 
 CONVERSION_ERROR = Analysis(
     name="conversion_error",
-    summary="how exactly a converted prompt replaces the prompt: the logits on a text, both ways, place by place",
+    summary="how exactly a converted prompt replaces the prompt: the logits on a text, both ways, position by position",
     function=conversion_error,
     columns=COLUMNS,
     inputs={"prompt": PROMPT, "text": TEXT},

@@ -1,8 +1,8 @@
-"""Prompt token, head and text token in one quantity: whose share in the attention's output is whose.
+"""Prompt token, head and text token in one quantity: which share of the attention's output each of them has.
 
     w[l, h, i, j] = <c, o> / (|o| sum over all heads of |o|)       c = A_ij v_j W_O,  o = z_i W_O of head (l, h)
 
-A_ij is what the unconverted model pays from text place i to prompt position j, v_j the value it reads there (shifted, where
+A_ij is the attention of the unconverted model from text position i to prompt position j, v_j the value it reads there (shifted, where
 values are shifted), o what the head writes at i. <c, o> / |o|^2 is position j's share of what its head writes, exact and
 signed; |o| over the sum of all heads' weighs the heads. At each text token the w of all heads and positions, the text's own
 included, sum to 1. It holds for linear and for softmax attention: a conversion changes neither pattern nor values.
@@ -93,10 +93,10 @@ def linked_shares(
         model: with nothing attached.
         prompt: a string, or tokens [pos] as converted, with BOS where the model wants one.
         text: a string, or tokens [pos] without BOS.
-        bias: the converted prompt, if it is at hand; None converts it here.
+        bias: the converted prompt, where it has been converted already; None converts it here.
         colorings: other numbers of each head that the reader may look at, by name.
         without_zero: names of those whose 0 means nothing, such as logarithms.
-        readings: of this text in the three conditions, where they are at hand; None reads it here.
+        readings: of this text in the three conditions, where they have been read already; None reads it here.
         on_progress: called with the fraction done; None shows a bar on a terminal where it takes long.
 
     Raises:
@@ -170,7 +170,7 @@ def _probes(model: HookedKVTransformer, layers: Sequence[TextReads]) -> list[Flo
 def likeliest(
     model: HookedKVTransformer, text: Int[Tensor, " pos"], logits: Float[Tensor, "pos d_vocab"]
 ) -> list[list[tuple[str, float]]]:
-    """The five likeliest next tokens at each place of a text, with their probabilities."""
+    """The five likeliest next tokens at each position of a text, with their probabilities."""
     best = logits.double().softmax(dim=-1).topk(min(N_GUESSES, logits.shape[-1]))
     texts = next_token_texts(model, text, best.indices)
     return [list(zip(names, row.tolist(), strict=True)) for names, row in zip(texts, best.values, strict=True)]

@@ -21,7 +21,7 @@ CONDITIONS = ("with_prompt", "without_prompt", "converted")
 
 
 class Reading(NamedTuple):
-    """What a forward pass found at the places of the text.
+    """What a forward pass found at the positions of the text.
 
     Attributes:
         logits: of the next tokens.
@@ -43,7 +43,7 @@ def check_readings(readings: Readings, conditions: Sequence[str], n_places: int,
         if not isinstance(reading, Reading) or len(reading.logits) != n_places:
             came = "none" if reading is None else type(reading).__name__
             came = f"one of {len(reading.logits)}" if isinstance(reading, Reading) else came
-            raise KVLensError(f"readings: expected a Reading of {n_places} places for {condition!r}, got {came}")
+            raise KVLensError(f"readings: expected a Reading of {n_places} positions for {condition!r}, got {came}")
         if residuals and reading.residuals is None:
             raise KVLensError(f"readings: that of {condition!r} was read without residuals=True")
 

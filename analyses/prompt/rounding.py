@@ -24,7 +24,7 @@ FLOAT64_LIMIT = 1e-12
 
 
 def rounding_error(model: HookedKVTransformer, prompt: Int[Tensor, " prompt_pos"], text: Int[Tensor, " text_pos"]) -> float:
-    """||logits - logits in float64|| / ||logits in float64|| of the unconverted model over the text's places.
+    """||logits - logits in float64|| / ||logits in float64|| of the unconverted model over the text's positions.
 
     Args:
         model: with whatever is attached to it.

@@ -1,4 +1,4 @@
-"""Who wrote what into the residual stream: every place of a text, split into the model's parts, down to the logits.
+"""Who wrote what into the residual stream: every position of a text, split into the model's parts, down to the logits.
 
     x = embed + pos_embed + sum_l [ sum_h z_context W_O + sum_h z_bias W_O + b_O + mlp_l ]
 
@@ -41,9 +41,9 @@ from .logit_attribution import (
 
 COLUMNS = Columns(
     position=("int64", "0 is the first token of the text"),
-    token=("str", "the token at this place"),
+    token=("str", "the token at this position"),
     target=("str", "``next`` or ``chosen``"),
-    target_token=("str", "whose logit it is; missing for ``next`` at the last place"),
+    target_token=("str", "whose logit it is; missing for ``next`` at the last position"),
     layer=("int64", "-1 before the first layer; the number of layers for ``unembed_bias``"),
     component=(
         "str",
@@ -73,7 +73,7 @@ def layer_contributions(
     tokens: Sequence[Token] = (),
     per_head: bool = False,
 ) -> pd.DataFrame:
-    """Split the final residual stream and chosen logits of a text, place by place.
+    """Split the final residual stream and chosen logits of a text, position by position.
 
     Args:
         model: with any attention; its heads must write to the residual stream directly.
@@ -81,12 +81,12 @@ def layer_contributions(
             rows. None takes the model as it is, with an attached or trained bias if it holds one.
         text: a string, or tokens [pos], without BOS if something stands in front.
         next_token: whether the logit of the token that follows is split.
-        tokens: ids or texts of further tokens whose logits are split at every place.
+        tokens: ids or texts of further tokens whose logits are split at every position.
         per_head: one row per head instead of one per layer for ``attention_input`` and ``attention_bias``.
 
     Returns:
-        One row per place, target and component; places in order, targets as above (``next`` first), components in the order
-        in which they are added:
+        One row per position, target and component; positions in order, targets as above (``next`` first), components in the
+        order in which they are added:
 
         {columns}
 
@@ -132,7 +132,7 @@ def _text_and_before(
 
 
 class _Target(NamedTuple):
-    """A token at every place whose logit is split; ``texts`` is None, and the logit NaN, where there is none."""
+    """The token whose logit is split at each position; ``texts`` is None, and the logit NaN, where there is none."""
 
     kind: str
     ids: Int[Tensor, " pos"]
@@ -165,7 +165,7 @@ def _targets(model: HookedKVTransformer, text: Tensor, next_token: bool, tokens:
         ids = logit_target(model, text, token).tokens.expand(len(text))
         targets.append(_Target("chosen", ids, [*token_texts(model, ids)]))
     if not targets:
-        raise KVLensError("layer_contributions: whose logits? Give next_token=True or tokens=[...]")
+        raise KVLensError("layer_contributions: no logit to split; give next_token=True or tokens=[...]")
     return targets
 
 
@@ -174,7 +174,7 @@ def _last(model: HookedKVTransformer) -> str:
 
 
 def _run(model: HookedKVTransformer, tokens: Tensor, n_text: int, bias: KVBias | None) -> Mapping[str, Tensor]:
-    """What the parts are made of, at the text's places: [pos, ...]."""
+    """What the parts are made of, at the text's positions: [pos, ...]."""
     cfg = model.cfg
     names = ["hook_embed", _last(model), final_scale_name(model)]
     names += ["hook_pos_embed"] if cfg.positional_embedding_type in POSITIONS_ADDED else []
@@ -235,14 +235,14 @@ def _check_complete(model: HookedKVTransformer, residual: Tensor, unexplained: T
     if missing > torch.finfo(model.cfg.dtype).eps ** 0.5:
         raise KVLensError(
             f"layer_contributions: {missing:.1%} of the final residual stream comes from something else than embeddings, "
-            "attention and MLPs (a hook that is still attached, or an architecture that this analysis does not know)"
+            "attention and MLPs (a hook that is still attached, or an architecture that this analysis does not support)"
         )
 
 
 def _frame(
     text: list[str], targets: Sequence[_Target], labels: Sequence[Label], norms: Tensor, shares: Tensor, logits: Tensor
 ) -> pd.DataFrame:
-    """Rows by place, then target, then component."""
+    """Rows by position, then target, then component."""
     n_targets, n_components, pos = logits.shape
     exists = torch.tensor([[name is not None for name in target.texts] for target in targets], device=logits.device)
     logits = logits.where(exists[:, None], float("nan")).permute(2, 0, 1)
@@ -293,7 +293,7 @@ def _check_model(model: HookedKVTransformer) -> None:
 
 LAYER_CONTRIBUTIONS = Analysis(
     name="layer_contributions",
-    summary="embedding, attention from the text, attention from the bias, MLP: norms and logits of each part, place by place",
+    summary="embedding, attention from the text, attention from the bias, MLP: norms and logits of each part, by position",
     function=_after_prompt,
     columns=COLUMNS,
     inputs={"prompt": PROMPT, "text": TEXT, "answer": ANSWER, "wrong": WRONG},

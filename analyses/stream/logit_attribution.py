@@ -34,7 +34,7 @@ def final_scale_name(model: HookedKVTransformer) -> str:
 
 
 def final_scale(model: HookedKVTransformer, cache: Any) -> Float[Tensor, "*batch pos 1"]:
-    """s at every place of a run: what the final norm divided by; 1 for a model without one.
+    """s at every position of a run: what the final norm divided by; 1 for a model without one.
 
     Args:
         model: whose run it was.
@@ -45,8 +45,8 @@ def final_scale(model: HookedKVTransformer, cache: Any) -> Float[Tensor, "*batch
 
 
 def residual_directions(
-    model: HookedKVTransformer, tokens: Int[Tensor, "*place"], wrong: Int[Tensor, "*place"] | None = None
-) -> Float[Tensor, "*place d_model"]:
+    model: HookedKVTransformer, tokens: Int[Tensor, "*position"], wrong: Int[Tensor, "*position"] | None = None
+) -> Float[Tensor, "*position d_model"]:
     """d_t: the direction whose product with a residual vector, over s, is that vector's part of the logit.
 
     Args:
@@ -65,8 +65,8 @@ def residual_directions(
 
 
 def constant_logits(
-    model: HookedKVTransformer, tokens: Int[Tensor, "*place"], wrong: Int[Tensor, "*place"] | None = None
-) -> Float[Tensor, "*place"]:
+    model: HookedKVTransformer, tokens: Int[Tensor, "*position"], wrong: Int[Tensor, "*position"] | None = None
+) -> Float[Tensor, "*position"]:
     """b . W_U[:, t] + b_U[t]: what no summand of the residual stream adds. Arguments as :func:`residual_directions`."""
     constant = model.b_U.to(torch.promote_types(model.b_U.dtype, torch.float32))
     norm_bias = getattr(getattr(model, "ln_final", None), "b", None)
@@ -77,18 +77,18 @@ def constant_logits(
 
 def component_logits(
     model: HookedKVTransformer,
-    components: Float[Tensor, "component *place d_model"],
-    scale: Float[Tensor, "*place 1"],
-    tokens: Int[Tensor, "*place"],
-    wrong: Int[Tensor, "*place"] | None = None,
-) -> Float[Tensor, "component *place"]:
-    """What each summand of the residual stream adds to a logit (or logit difference) at each place.
+    components: Float[Tensor, "component *position d_model"],
+    scale: Float[Tensor, "*position 1"],
+    tokens: Int[Tensor, "*position"],
+    wrong: Int[Tensor, "*position"] | None = None,
+) -> Float[Tensor, "component *position"]:
+    """What each summand of the residual stream adds to a logit (or logit difference) at each position.
 
     Args:
         model: as :func:`residual_directions`.
         components: summands of the residual stream before the final norm.
-        scale: s at these places, of :func:`final_scale`.
-        tokens, wrong: as :func:`residual_directions`, one per place.
+        scale: s at these positions, of :func:`final_scale`.
+        tokens, wrong: as :func:`residual_directions`, one per position.
 
     Returns:
         Their sum over all components, plus :func:`constant_logits`, is the model's logit.
@@ -126,12 +126,12 @@ class LogitTarget:
         wrong: tokens whose logit is taken away there, or None.
     """
 
-    places: Int[Tensor, " place"]
-    tokens: Int[Tensor, " place"]
-    wrong: Int[Tensor, " place"] | None
+    places: Int[Tensor, " position"]
+    tokens: Int[Tensor, " position"]
+    wrong: Int[Tensor, " position"] | None
 
-    def read(self, logits: Float[Tensor, "*batch pos d_vocab"]) -> Float[Tensor, "*batch place"]:
-        """The logit, or logit difference, at each place, as a model gave it."""
+    def read(self, logits: Float[Tensor, "*batch pos d_vocab"]) -> Float[Tensor, "*batch position"]:
+        """The logit, or logit difference, at each position, as a model gave it."""
         there = logits[..., self.places, :]
 
         def of(tokens: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ class LogitTarget:
         return of(self.tokens) if self.wrong is None else of(self.tokens) - of(self.wrong)
 
     def probes(self, model: HookedKVTransformer, scale: Float[Tensor, "pos 1"], layer: int) -> Float[Tensor, "pos head d_head"]:
-        """W_O[head] d_t / s: the vector whose product with a head's output is its logit; zeros at places without a target."""
+        """W_O[head] d_t / s: the vector whose product with a head's output is its logit; zeros where there is no target."""
         directions = residual_directions(model, self.tokens, self.wrong) / scale[self.places].to(model.W_U.device)
         w_o = model.blocks[layer].attn.W_O.to(directions)
         probes = directions.new_zeros(scale.shape[0], *w_o.shape[:2])
@@ -156,8 +156,8 @@ def logit_target(
     Args:
         model: whose tokenizer reads strings.
         text: the tokens.
-        answer: the token whose logit counts at the text's last place, as a number or as its text; None takes, at every place
-            but the last, the token that follows there.
+        answer: the token whose logit counts at the text's last position, as a number or as its text; None takes, at every
+            position but the last, the token that follows there.
         wrong: with ``answer``: the token whose logit is taken away.
 
     Raises:

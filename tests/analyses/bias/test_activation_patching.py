@@ -19,7 +19,7 @@ BIAS_TENSORS = {
     "b_kv": ["b_KV"],
     "b_d": ["b_D"],
     "bias": ["b_KV", "b_D"],
-    "boundary": ["last_k", "last_v", "last_q"],
+    "shift_state": ["last_k", "last_v", "last_q"],
     "prompt": ["b_KV", "b_D", "last_k", "last_v", "last_q"],
 }
 MODELS = {
@@ -122,7 +122,7 @@ def test_every_patch_against_the_slow_way(name):
 def test_the_rows_are_every_head_then_every_layer_then_everything(name):
     model, frame = patched(name)
     cfg = model.cfg
-    by_key_value_head = ("boundary", "k_shift_coef", "v_shift_coef")
+    by_key_value_head = ("shift_state", "k_shift_coef", "v_shift_coef")
     for point, rows in frame.groupby("point", sort=False):
         n_heads = cfg.n_kv_heads if point in by_key_value_head else 0 if point == "prompt" else cfg.n_heads
         expected = [(layer, head) for layer in range(2) for head in range(n_heads)] + [(0, -1), (1, -1), (-1, -1)]
@@ -133,7 +133,7 @@ def test_the_rows_are_every_head_then_every_layer_then_everything(name):
     assert frame["point"].unique().tolist() == [
         "b_kv",
         *(["b_d", "bias"] if kernel else []),
-        *(["boundary", "prompt"] if shift else []),
+        *(["shift_state", "prompt"] if shift else []),
         "z_bias",
         *(f"{x}_shift_coef" for x in shift),
     ]
@@ -195,7 +195,7 @@ def test_by_pencil():
 
 
 def test_the_size_of_the_batch_changes_nothing_but_rounding_and_progress_tells_it():
-    model, points = random_model(), ["bias", "boundary", "z_bias", "v_shift_coef"]
+    model, points = random_model(), ["bias", "shift_state", "z_bias", "v_shift_coef"]
     frames = {}
     for size in (None, 1, 5, 1000):
         started, done = [], []
@@ -264,7 +264,10 @@ def test_the_batch_script_gives_the_promised_columns():
     [
         ({"points": ["b_kvs"]}, "no point is called 'b_kvs'; there are .*; did you mean 'b_kv'"),
         ({"points": ["xxxxxxx"]}, "no point is called 'xxxxxxx'; there are b_kv, b_d, bias"),
-        ({"points": "q_shift_coef"}, "has no 'q_shift_coef': it has b_kv, b_d, bias, boundary, prompt, z_bias, k_shift_coef"),
+        (
+            {"points": "q_shift_coef"},
+            "has no 'q_shift_coef': it has b_kv, b_d, bias, shift_state, prompt, z_bias, k_shift_coef",
+        ),
         ({"coefficients": {"q": torch.ones(3)}}, "'q' is not shifted in this model; shifted are: k, v"),
         ({"coefficients": {"k": torch.ones(2)}}, r"'k' must be \[3\] or \[2, 5, 3\], got \[2\]"),
         ({"batch_size": 0}, "batch_size must be at least 1, got 0"),

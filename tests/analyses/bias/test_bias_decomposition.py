@@ -204,7 +204,7 @@ def test_a_positions_logit_is_what_is_lost_without_its_value(name, by):
 def test_the_boundarys_row_is_what_is_lost_without_the_last_values(name, text):
     model = random_model(**MODELS[name])
     bias = convert_prompt(model, PROMPT)
-    frame = bias_positions(model, PROMPT, text).query("part == 'boundary'").set_index(["layer", "head"])["output_share"]
+    frame = bias_positions(model, PROMPT, text).query("part == 'shift_state'").set_index(["layer", "head"])["output_share"]
     with model.kv_bias(bias):
         for layer in range(2):
             z = f"blocks.{layer}.attn.hook_z"
@@ -286,7 +286,7 @@ def test_bad_input():
     model = random_model()
     with pytest.raises(KVLensError, match="by must be one of attended, source, got 'token'"):
         bias_positions(model, PROMPT, TEXT, by="token")
-    with pytest.raises(KVLensError, match=r"at=5 lies outside the text, whose 5 places"):
+    with pytest.raises(KVLensError, match=r"at=5 lies outside the text, whose 5 positions"):
         bias_positions(model, PROMPT, TEXT, at=[0, 5])
     with pytest.raises(KVLensError, match="batch of 2"):
         bias_singular_values(model, convert_prompt(model, tokens(6).reshape(2, 3)))

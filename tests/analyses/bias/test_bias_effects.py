@@ -16,7 +16,7 @@ MODELS = {
     **VARIANTS,
     "gqa, kernel": dict(n_heads=6, d_model=36, n_key_value_heads=2, kv_shift=KVShiftConfig(window=1, queries=True)),
 }
-HOOKS = {"bias": ("b_kv", "b_d"), "boundary": ("last_k", "last_v", "last_q")}
+HOOKS = {"bias": ("b_kv", "b_d"), "shift_state": ("last_k", "last_v", "last_q")}
 ROUNDING = dict(rel=1e-8, abs=1e-12)
 
 
@@ -93,7 +93,7 @@ def test_order_and_defaults():
     ).astype({"method": "str", "part": "str"})
     pd.testing.assert_frame_equal(frame[list(expected)], expected)
     whole = bias_effects(model, bias, TEXT)
-    assert whole["part"].drop_duplicates().tolist() == ["bias", "boundary", "both"]
+    assert whole["part"].drop_duplicates().tolist() == ["bias", "shift_state", "both"]
     assert whole["method"].unique().tolist() == ["zero"]
     shiftless = random_model(kv_shift=None)
     assert bias_effects(shiftless, convert_prompt(shiftless, PROMPT), TEXT)["part"].unique().tolist() == ["bias"]
@@ -162,5 +162,5 @@ def test_bad_input():
     with pytest.raises(KVLensError, match=r"starts at position 7 .* \[6\] under the references"):
         references = convert_prompt(absolute, OTHERS[:, :6])
         bias_effects(absolute, convert_prompt(absolute, PROMPT), TEXT, methods=["mean"], references=references)
-    with pytest.raises(KVLensError, match="leave no boundary"):
-        bias_effects(absolute, convert_prompt(absolute, PROMPT), TEXT, parts=["boundary"])
+    with pytest.raises(KVLensError, match="leave no shift state"):
+        bias_effects(absolute, convert_prompt(absolute, PROMPT), TEXT, parts=["shift_state"])

@@ -64,7 +64,7 @@ def test_augmented_values_add_up_to_what_the_bias_gives(shift):
     frame = bias_positions(model, PROMPT, TEXT, segment_length=4)
     found = frame[frame["part"] == "prompt"].groupby(["layer", "head"])["output_share"].sum().to_numpy()
     assert found == pytest.approx(bias_decomposition(model, PROMPT, TEXT)["output_share"].to_numpy(), rel=1e-11)
-    assert "boundary" not in set(frame["part"])
+    assert "shift_state" not in set(frame["part"])
 
 
 @pytest.mark.parametrize(("room", "second"), [(0, [0.5 + 6 / 32, 0.5 + 12 / 32, 1.0, 1.0]), (ROOM, [1.0])])

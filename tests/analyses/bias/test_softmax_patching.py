@@ -36,7 +36,7 @@ def metric(logits) -> float:
 def test_everything_gives_the_clean_run_and_nothing_the_corrupted_one(name):
     model = softmax_model(name)
     frame = patching(model)
-    shift = ["boundary", "prompt", "z_bias", "k_shift_coef", "v_shift_coef", "q_shift_coef"]
+    shift = ["shift_state", "prompt", "z_bias", "k_shift_coef", "v_shift_coef", "q_shift_coef"]
     assert frame["point"].unique().tolist() == [
         "bias",
         "keys",
