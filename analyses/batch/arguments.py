@@ -1,6 +1,6 @@
 """The arguments that every analysis has on the command line, and what can be said of them without importing torch.
 
-What an analysis has beside them is said by its declaration, which takes seconds to import. The names of its options and
+What else an analysis takes is in its declaration, which takes seconds to import. The names of its options and
 columns are read from the text of its module first: a misspelt one is answered at once.
 """
 
@@ -55,8 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser, *, reads_prompts: bool, needs
     add("--model", action="append", required=True, help=MODEL_HELP)
     add("--out", required=True, metavar="FILE", help="the table that is written, .parquet")
     add("--text", help=TEXT_HELP[needs_text])
-    add("--columns", metavar="A,B", help="only these columns, beside model and prompt_id")
-    add("--overwrite", action="store_true", help="begin anew, and replace the table that FILE holds")
+    add("--columns", metavar="A,B", help="only these columns, in addition to model and prompt_id")
+    add("--overwrite", action="store_true", help="start from scratch, and replace the table that FILE holds")
     add("--retry-failed", action="store_true", help="run the prompts again that failed, and keep the rows of the others")
     add("--device", help="where the models run, e.g. cpu or cuda (default: cuda where there is one)")
     add("--dtype", choices=DTYPES, help="of the weights (default: each model's own)")
@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, reads_prompts: bool, needs
 
 
 def read_arguments(parser: Arguments, argv: Sequence[str], *, reads_prompts: bool) -> argparse.Namespace:
-    """The arguments of a command line. PROMPTS that may be left out may stand between options all the same."""
+    """The arguments of a command line. PROMPTS may be left out, or come between options."""
     return parser.parse_args(argv) if reads_prompts else parser.parse_intermixed_args(argv)
 
 

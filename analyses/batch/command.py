@@ -1,7 +1,7 @@
 """One analysis as its command line says: its own options and columns in the help, the batch, and the exit status.
 
 Exit status: 0 when every prompt has its rows, 1 when the table is complete but some lines or prompts gave none, 2 on bad input
-and where the table stands there already, 130 on Ctrl-C (then, as after a kill, the same command goes on where it stopped).
+and where the table exists already, 130 on Ctrl-C (then, as after a kill, the same command resumes).
 """
 
 import argparse
@@ -52,7 +52,7 @@ def run_analysis(name: str, argv: Sequence[str], prog: str, epilog: str) -> int:
         )
     except KeyboardInterrupt as error:
         word, status = how_it_ended(error)
-        print(f"{prog}: {word}; what is done is kept, and the same command goes on from there", file=sys.stderr)
+        print(f"{prog}: {word}; what is done is kept, and the same command resumes it", file=sys.stderr)
         return status
     _print(result, n_models=len(work.models), of_prompts=bool(analysis.inputs))
     return INCOMPLETE if result.errors else 0

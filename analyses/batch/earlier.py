@@ -1,4 +1,4 @@
-"""Batches that kvlens 0.1.0 began: the names that it gave to options and columns, and the tables that cannot be continued.
+"""Batches that kvlens 0.1.0 started: the names that it gave to options and columns, and the tables that cannot be continued.
 
 The settings of a batch hold the names of its options and columns, and its rows hold the columns. Here those of 0.1.0 (format 1)
 become today's, so that a batch in progress is resumed.
@@ -29,11 +29,11 @@ OTHER_NUMBERS = {
     "prompt_by_depth": "loss_change had the opposite sign in some of its versions",
     "prompt_copies": "position counts from the beginning of the text now",
 }
-"""Analysis -> why rows of format 1 and of today cannot stand in one table."""
+"""Analysis -> why rows of format 1 and of today cannot be in one table."""
 
 
 def with_names_of_today(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a batch, by whatever version of kvlens it was begun, with the names that options and columns have now.
+    """The settings of a batch, by whatever version of kvlens it was started, with the names that options and columns have now.
 
     Raises:
         KVLensError: its rows mean something else today.
@@ -43,8 +43,8 @@ def with_names_of_today(settings: Mapping[str, Any]) -> dict[str, Any]:
     analysis = settings.get("analysis")
     if analysis in OTHER_NUMBERS:
         raise KVLensError(
-            f"this batch was begun by kvlens 0.1.0, and the table of {analysis} has changed since: {OTHER_NUMBERS[analysis]}. "
-            "Give another output, or --overwrite to compute it again"
+            f"this batch was started by kvlens 0.1.0, and the table of {analysis} has changed: {OTHER_NUMBERS[analysis]}; "
+            "give another output, or --overwrite to compute it again"
         )
     options, columns = OPTIONS.get(str(analysis), {}), COLUMNS.get(str(analysis), {})
     return {
@@ -66,7 +66,7 @@ def rows_with_names_of_today(settings: Mapping[str, Any], rows: bytes) -> bytes:
     """The rows of a prompt, written by whatever version of kvlens, with the names that columns and values have now.
 
     Args:
-        settings: those that the batch was begun with.
+        settings: those that the batch was started with.
         rows: as :func:`kvlens.analyses.batch.table.to_bytes` makes them.
     """
     analysis = settings.get("analysis")
@@ -75,7 +75,7 @@ def rows_with_names_of_today(settings: Mapping[str, Any], rows: bytes) -> bytes:
     table = pa.ipc.open_stream(rows).read_all()
     if table.column_names == settings["columns"]:  # else they were added after the batch was resumed
         table = table.rename_columns(with_names_of_today(settings)["columns"])
-    if (name := VALUES.get(analysis)) in table.column_names:
+    if (name := VALUES.get(str(analysis))) in table.column_names:
         at, values = table.column_names.index(name), table[name]
         new = pa.compute.if_else(pa.compute.equal(values, "boundary"), pa.scalar("shift_state", values.type), values)
         table = table.set_column(at, table.schema.field(at), new)

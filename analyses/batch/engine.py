@@ -17,7 +17,7 @@ class Engine(Protocol):
         """Start a worker without waiting for it; its first answer is no result."""
 
     def submit(self, worker: Any, job: Job) -> None:
-        """Give a worker that has answered its next job; a death is told by ``wait`` and ``collect``."""
+        """Give a worker that has answered its next job; ``wait`` and ``collect`` report a death."""
 
     def wait(self, workers: list[Any]) -> list[Any]:
         """Wait until at least one of these has answered or died, and return those."""

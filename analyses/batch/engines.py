@@ -1,4 +1,4 @@
-"""Running jobs: here, in spawned processes, or in Ray actors, behind one function, :func:`run_jobs`."""
+"""Running jobs: here, in spawned processes, or in Ray actors, by one function, :func:`run_jobs`."""
 
 from collections.abc import Callable, Iterable, Iterator
 

@@ -1,8 +1,8 @@
 """What is done of a batch, kept in one file that a kill at any moment leaves whole.
 
-A Parquet file can be read only when its last byte is written, so the rows are collected elsewhere: in an SQLite database beside
-the output (``OUT.partial``), where a job's rows are there altogether or not at all, a prompt cannot be there twice, and one run
-at a time may write. It also holds the settings that it was begun with; rows of other settings never mix with them.
+A Parquet file can be read only when its last byte is written, so the rows are collected elsewhere: in an SQLite database next
+to the output (``OUT.partial``), where a job's rows are there altogether or not at all, a prompt cannot be there twice, and one
+run at a time may write. It also holds the settings that it was started with; rows of other settings never mix with them.
 """
 
 import json
@@ -41,25 +41,25 @@ class Journal:
     """The record of one batch; open it with ``with``, so that it is closed whatever happens.
 
     Args:
-        path: of the database. It is made where it is missing, and gone on with where it was begun with equal settings.
+        path: of the database. It is made where it is missing, and resumed where it was started with equal settings.
         settings: everything that the rows depend on, of JSON's types.
-        anew: forget what it holds, with its settings.
+        restart: forget what it holds, with its settings.
         retry_failed: forget every prompt that failed. What failed for another reason than the prompt itself, such as memory, is
             forgotten in any case, and so tried again.
 
     Raises:
-        KVLensError: it was begun with other settings (those that differ are named), another run is writing it, it is
+        KVLensError: it was started with other settings (those that differ are named), another run is writing it, it is
             something else, or it cannot be written.
     """
 
-    def __init__(self, path: Path, settings: Mapping[str, Any], *, anew: bool = False, retry_failed: bool = False):
+    def __init__(self, path: Path, settings: Mapping[str, Any], *, restart: bool = False, retry_failed: bool = False):
         self.path = path
         try:
             self._db = sqlite3.connect(path, timeout=0, isolation_level=None)
         except sqlite3.Error as error:
             raise KVLensError(f"cannot write {path}: {error}") from error
         try:
-            self._begin(json.dumps(settings), anew, retry_failed)
+            self._begin(json.dumps(settings), restart, retry_failed)
         except BaseException:
             self._db.close()
             raise
@@ -70,7 +70,7 @@ class Journal:
     def __exit__(self, *error: object) -> None:
         self._db.close()
 
-    def _begin(self, settings: str, anew: bool, retry_failed: bool) -> None:
+    def _begin(self, settings: str, restart: bool, retry_failed: bool) -> None:
         try:
             self._db.execute("PRAGMA locking_mode = EXCLUSIVE")  # held until the file is closed, or the process dies
             self._db.execute("BEGIN EXCLUSIVE")
@@ -78,7 +78,7 @@ class Journal:
                 for statement in _TABLES.split(";"):
                     self._db.execute(statement)
                 self._db.execute("INSERT INTO settings VALUES (?, ?)", (settings, checksum(settings)))
-            if anew:
+            if restart:
                 self._db.execute("DELETE FROM done")
                 self._db.execute("UPDATE settings SET value = ?, checksum = ?", (settings, checksum(settings)))
             self._check_settings(json.loads(settings))
@@ -91,13 +91,13 @@ class Journal:
             raise KVLensError(_why_unusable(self.path, error)) from error
 
     def _check_settings(self, now: Mapping[str, Any]) -> None:
-        """Raise KVLensError unless the database holds together, and was begun with these settings."""
+        """Raise KVLensError unless the database holds together, and was started with these settings."""
         whole = [row[0] for row in self._db.execute("PRAGMA integrity_check")] == ["ok"]
         settings = self._db.execute("SELECT value, checksum FROM settings").fetchall()
         if not whole or len(settings) != 1 or checksum(settings[0][0]) != settings[0][1]:
             raise KVLensError(self._damaged())
-        self._begun = json.loads(settings[0][0])
-        check_same(self.path, self._begun, now)
+        self._started = json.loads(settings[0][0])
+        check_same(self.path, self._started, now)
 
     def _check_rows(self) -> None:
         """Raise KVLensError unless every row is what was once written."""
@@ -105,7 +105,7 @@ class Journal:
             raise KVLensError(self._damaged())
 
     def _damaged(self) -> str:
-        return f"{self.path}, which holds what a batch has done so far, is damaged: move it away to begin anew"
+        return f"{self.path}, which holds what a batch has done so far, is damaged: move it away to start from scratch"
 
     def add(self, results: Iterable[PromptResult]) -> None:
         """Record results, all or none; one at a time is in memory.
@@ -135,7 +135,7 @@ class Journal:
     def tables(self) -> Iterator[bytes]:
         """The rows of every prompt that has some, by model, then in the order of the input, one at a time."""
         for (rows,) in self._db.execute("SELECT rows FROM done WHERE rows IS NOT NULL ORDER BY model, prompt"):
-            yield rows_with_names_of_today(self._begun, rows)
+            yield rows_with_names_of_today(self._started, rows)
 
     def failures(self) -> Iterator[PromptResult]:
         """Every prompt that failed, in the same order."""
@@ -146,7 +146,7 @@ class Journal:
             yield PromptResult(model, prompt, prompt_id, kind=kind, error=error, where=where or None)
 
     def delete(self) -> None:
-        """Close the journal and remove it: the table stands.
+        """Close the journal and remove it: the table is complete.
 
         SQLite's own rollback file goes first: it holds nothing any more, and left alone it would stay for ever.
         """
@@ -162,17 +162,17 @@ def _row_checksum(row: Sequence[Any]) -> str:
 
 
 def _with_place(error: str | None, where: str | None) -> str | None:
-    """An error, which is one line, and behind it where it was raised, in the next: a column for both."""
+    """An error, which is one line, and in the next line where it was raised: one column for both."""
     return error if where is None else f"{error}\n{where}"
 
 
-def check_same(path: Path, begun: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise KVLensError where a file was begun with other settings; those that differ are named."""
-    differing = differences(with_names_of_today(begun), now)
+def check_same(path: Path, started: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise KVLensError where a file was started with other settings; those that differ are named."""
+    differing = differences(with_names_of_today(started), now)
     if differing:
         raise KVLensError(
-            f"{path} was begun with other settings: {'; '.join(differing[:4])}. Give the settings that it was begun "
-            "with to go on, another output, or --overwrite to begin anew"
+            f"{path} was started with other settings: {'; '.join(differing[:4])}. Give the settings that it was begun "
+            "with to resume it, another output, or --overwrite to start from scratch"
         )
 
 

@@ -11,7 +11,7 @@ def check_prompts(prompts: str | Path) -> Path:
     """The path of the prompts.
 
     Raises:
-        KVLensError: no path, or nothing stands there.
+        KVLensError: no path, or nothing is there.
     """
     path = path_of("prompts", prompts)
     try:

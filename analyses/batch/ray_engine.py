@@ -25,8 +25,8 @@ class ActorWorker:
 class RayEngine:
     """An :class:`kvlens.analyses.batch.engine.Engine` of Ray actors that keep their model.
 
-    Ray itself restarts nothing: a dead actor is replaced by whoever shares the jobs out, on whatever machine has room, and its
-    job is given out again there.
+    Ray itself restarts nothing: a dead actor is replaced by whoever shares the jobs out, on whatever machine has free
+    resources, and its job is given out again there.
 
     Args:
         work: what they compute.
@@ -52,7 +52,7 @@ class RayEngine:
         self._new = ray.remote(num_cpus=threads, num_gpus=gpus, max_restarts=0)(Worker).remote
 
     def start(self) -> ActorWorker:
-        """Ask for an actor; it comes when the cluster has room for it."""
+        """Ask for an actor; it comes when the cluster has resources for it."""
         actor = self._new(*self._arguments)
         return ActorWorker(actor, actor.ready.remote())
 

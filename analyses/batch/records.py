@@ -1,6 +1,6 @@
 """Reading the prompts of a batch: a JSONL file, a text file with a prompt a line, or a folder with a prompt a file.
 
-A line that is no prompt is reported by its number and the rest goes on. Files are read twice and never held: once to count,
+A line that is no prompt is reported by its number; the others are read. Files are read twice and never held: once to count,
 to hash and to find two prompts of one id, and once to run. Only the ids stay in memory.
 """
 
@@ -84,7 +84,7 @@ def survey(path: Path, text: str | None = None) -> Survey:
         else:
             if entry.id in seen:
                 what = "files" if path.is_dir() else "lines"
-                raise KVLensError(f"prompts: the id {entry.id!r} stands on {what} {seen[entry.id]} and {number} of {path}; ids "
+                raise KVLensError(f"prompts: the id {entry.id!r} is on {what} {seen[entry.id]} and {number} of {path}; ids "
                                   "must differ")  # fmt: skip
             seen[entry.id] = number
             parts = (entry.id, entry.prompt, entry.text, entry.fields)

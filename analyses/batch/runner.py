@@ -1,11 +1,11 @@
-"""A batch from beginning to end: check everything, go on where an interrupted run stopped, and leave one Parquet file.
+"""A batch from beginning to end: check everything, resume an interrupted run, and leave one Parquet file.
 
     OUT.parquet                 the table; it appears when every prompt is done, whole
     OUT.parquet.partial         what is done so far, while a batch runs or after it was interrupted
     OUT.parquet.errors.jsonl    the lines without a prompt and the prompts without rows, and why, where there are any
 
 A prompt that fails costs its own rows alone; ``retry_failed`` runs those that failed again and keeps the rest. A run that was
-killed is gone on with by the same call. Rows come by model, then in the order of the prompts, whatever the
+killed is resumed by the same call. Rows come by model, then in the order of the prompts, whatever the
 number of workers and however often it was interrupted.
 """
 
@@ -41,7 +41,7 @@ MALFORMED = "malformed"
 NO_PROMPT = "none"
 """The prompt_id of what was computed without a prompt."""
 LINES_SHOWN = 20
-"""Bad lines that are told one by one; all of them stand in the errors file."""
+"""Bad lines that are listed one by one; all of them are in the errors file."""
 
 
 @dataclass(frozen=True)
@@ -115,13 +115,14 @@ def run_batch(
             none: it runs once a model.
         out: the table's file, ``.parquet``; folders that are missing are made.
         resources: engine and workers; None works in this process.
-        overwrite: begin anew: forget what an interrupted run has done, and replace the table of an earlier batch in the end.
+        overwrite: start from scratch: forget what an interrupted run has done, and replace the table of an earlier batch in the
+            end.
         retry_failed: run the prompts again that failed in an earlier batch of the same settings, and keep the others' rows.
         progress: whether a bar is drawn on stderr; None draws it on a terminal.
         tell: called with a line for each bad line of the input, for the first prompt that fails, and when a worker dies.
 
     Returns:
-        Counts and files. What was interrupted or killed raises or ends; the same call goes on from there.
+        Counts and files. What was interrupted or killed raises or ends; the same call resumes it.
 
     Raises:
         KVLensError: unknown names, an input without prompts, a model that cannot be loaded or lacks what the analysis needs,
@@ -151,7 +152,7 @@ def run_batch(
     if kept is not None and not journal_path.exists():
         check_same(out, {name: kept.get(name) for name in settings}, json.loads(json.dumps(settings)))
     _make_folder(out.parent)
-    with Journal(journal_path, settings, anew=overwrite, retry_failed=retry_failed) as journal:
+    with Journal(journal_path, settings, restart=overwrite, retry_failed=retry_failed) as journal:
         if kept is not None and not journal.progress().n_done:
             journal.add(_kept(out, kept, work, source, schema_of(columns_of(analysis, work))))
         total, done = found.n_prompts * len(work.models), journal.progress().n_done
@@ -177,7 +178,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def _check_output(out: Path, *, replace: bool) -> dict[str, Any] | None:
-    """The facts of the table that stands there, None where there is none."""
+    """The facts of the table at that path, None where there is none."""
     if not out.exists():
         return None
     facts = read_facts(out) if out.is_file() else None

@@ -18,7 +18,7 @@ PROMPTS is a JSONL file (an object per line: "prompt", and where wanted "text", 
 file with one prompt per line, or a folder with one prompt per file. FILE gets one row group per prompt, by model, then in the \
 order of the prompts; FILE.errors.jsonl names the lines and prompts that gave no rows, and --retry-failed runs those prompts \
 again. Until all is done, FILE.partial holds \
-what is done: a run that was interrupted or killed goes on with the same command.
+what is done: a run that was interrupted or killed is resumed by the same command.
 
   kvlens analyse bias_by_head prompts.jsonl --model docs-linear --text ' The' --out table.parquet"""
 

@@ -83,7 +83,9 @@ def read_parquet(path: Path, schema: pa.Schema) -> Iterator[tuple[str, str, int,
             table = file.read_row_group(group).cast(schema)
             yield table["model"][0].as_py(), table["prompt_id"][0].as_py(), table.num_rows, stream(table, schema)
     except (OSError, ValueError, KeyError, pa.ArrowException) as error:
-        raise KVLensError(f"{path} cannot be read as the table of a batch: {error}; pass --overwrite to begin anew") from error
+        raise KVLensError(
+            f"{path} cannot be read as the table of a batch: {error}; pass --overwrite to start from scratch"
+        ) from error
 
 
 def read_facts(path: Path) -> dict[str, Any] | None:

@@ -26,7 +26,7 @@ __all__ = ["FRONT_COLUMNS", "Resources", "Work", "check_work", "load_analysis"]
 
 @dataclass(frozen=True)
 class Work:
-    """What every row of the table depends on, beside the prompts.
+    """What every row of the table depends on, except the prompts.
 
     Attributes:
         analysis: a name of ``kvlens.analyses.ANALYSES``, or MODULE:OBJECT of any `Analysis` that can be imported.
@@ -35,8 +35,8 @@ class Work:
         options: of the analysis, by name; what is not given has its default.
         dtype: of the weights; None keeps the stored one.
         device: where the models run; None takes TransformerLens' choice.
-        folder: where the module of an analysis of your own is looked for, beside what Python knows; on a cluster, under the
-            same path on every machine.
+        folder: where the module of an analysis of your own is looked for, in addition to Python's own path; on a cluster, under
+            the same path on every machine.
     """
 
     analysis: str

@@ -1,6 +1,6 @@
 """What runs in every worker, whatever started it: it keeps its model, and turns prompts into rows.
 
-A prompt that the analysis refuses, or that fails, is a result like any other: the rest goes on. A model that cannot be
+A prompt that the analysis refuses, or that fails, is a result like any other: the batch continues. A model that cannot be
 loaded is not: it ends the batch.
 """
 

@@ -5,8 +5,8 @@ of its own, and only what queries make of them can be compared. The queries are 
 
     phi(q_i)^T b_KV / n_i  [d_head]        phi(q_i)^T b_D / n_i        n_i: of all that is compared, the same for every bias
 
-which is the share of a prompt in the head's output, and in its normalizer's mass. With one row per query, they take the place of b_KV
-[d_phi, d_head] and b_D [d_phi] of a linear model.
+which is the share of a prompt in the head's output, and in its normalizer's mass. With one row per query, they take the place
+of b_KV [d_phi, d_head] and b_D [d_phi] of a linear model.
 """
 
 from collections.abc import Callable, Sequence

@@ -2,9 +2,9 @@
 
     z_i = inherited_i + sum_j A_ij v'_j + shift_state_i + text_i        A_ij = phi~(q_i) . phi~(k'_j) gamma^{M+i-j} / n_i
 
-A_ij is the attention of the unconverted model from text position i to prompt position j. The conversion changes no query, no key and
-no normalizer, and b_KV is a sum over the prompt's positions, so inherited_i + sum_j A_ij v'_j is what the converted model
-reads from its bias (``hook_z_bias``): no bias is built here. The other terms:
+A_ij is the attention of the unconverted model from text position i to prompt position j. The conversion changes no query, no
+key and no normalizer, and b_KV is a sum over the prompt's positions, so inherited_i + sum_j A_ij v'_j is what the converted
+model reads from its bias (``hook_z_bias``): no bias is built here. The other terms:
 
 - *inherited*: what a bias that the prompt continued (an attached one, a trained one) still gives; its own tokens can no
   longer be separated;

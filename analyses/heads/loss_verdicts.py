@@ -1,7 +1,8 @@
 """What a head is called by what the loss says, where ablations and swaps were measured (:mod:`kvlens.analyses.heads.swaps`).
 
 Where a kernel cannot be sharp, a head may look nearly everywhere and still carry the answer by the small rest of its attention.
-Its pattern alone does not show that, but swapping does: a head reads another text's token at the lag of one kind, and nowhere else.
+Its pattern alone does not show that, but swapping does: a head reads another text's token at the lag of one kind, and nowhere
+else.
 
 A change of the loss counts that is more than :data:`COSTLY` and more than :data:`MARGIN` standard errors, up or down. A head
 that has one is called by the swap that changes most, if that is at least :data:`PART` of what the ablation changes (it may be

@@ -21,13 +21,13 @@ names the head: the tokens are independent, so this is its part of the variance 
 second copy where a match is met, and "current token" yields to a match.
 
 Kinds whose parts differ by no more than :data:`MARGIN` standard errors, from position to position, are named together, as in
-"induction / duplicate token". A head that meets no kind is "inconclusive" where its pattern does not decide: because it is too spread out, or because
-the contrast of a kind is below what is asked by no more than :data:`MARGIN` standard errors. A head's *spread* is the number of
-positions that it reads, counted as (sum of |E|)^2 / sum of E^2, over the number that it sees, on the first :data:`EARLY`
-positions from the ninth, so that it too is the same in a longer text: 1 for uniform attention, 2 / pi for E drawn from a normal
-distribution, about 0.1 for a sharp head. Above :data:`SPREAD` a head can be essential to a model without a pattern that shows it
-(below). Any other head is "none": it does look at some positions more than at others, and these are not of the four
-kinds.
+"induction / duplicate token". A head that meets no kind is "inconclusive" where its pattern does not decide: because it is too
+spread out, or because the contrast of a kind is below what is asked by no more than :data:`MARGIN` standard errors. A head's
+*spread* is the number of positions that it reads, counted as (sum of |E|)^2 / sum of E^2, over the number that it sees, on the
+first :data:`EARLY` positions from the ninth, so that it too is the same in a longer text: 1 for uniform attention, 2 / pi for E
+drawn from a normal distribution, about 0.1 for a sharp head. Above :data:`SPREAD` a head can be essential to a model without a
+pattern that shows it (below). Any other head is "none": it does look at some positions more than at others, and these are not
+of the four kinds.
 
 **By the loss.** What ablations and swaps cost: :mod:`kvlens.analyses.heads.loss_verdicts`. Asked are the kinds that a head
 looks at :data:`LEAD` times as much as elsewhere (by contrast; for positions by chance on the strongest stretch, of E or, as E

@@ -2,8 +2,8 @@
 
     w[l, h, i, j] = <c, o> / (|o| sum over all heads of |o|)       c = A_ij v_j W_O,  o = z_i W_O of head (l, h)
 
-A_ij is the attention of the unconverted model from text position i to prompt position j, v_j the value it reads there (shifted, where
-values are shifted), o what the head writes at i. <c, o> / |o|^2 is position j's share of what its head writes, exact and
+A_ij is the attention of the unconverted model from text position i to prompt position j, v_j the value it reads there (shifted,
+where values are shifted), o what the head writes at i. <c, o> / |o|^2 is position j's share of what its head writes, exact and
 signed; |o| over the sum of all heads' weighs the heads. At each text token the w of all heads and positions, the text's own
 included, sum to 1. It holds for linear and for softmax attention: a conversion changes neither pattern nor values.
 """

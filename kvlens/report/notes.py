@@ -63,7 +63,7 @@ def harm_note(effect: pd.DataFrame) -> str | None:
     )
     return (
         f"The prompt hurts: the mean loss on the text is {harm.mean():.3f} nats per token higher with it than without, at "
-        f"{int((harm > 0).sum())} of {len(harm)} places. Most before: {worst}."
+        f"{int((harm > 0).sum())} of {len(harm)} positions. Most before: {worst}."
     )
 
 

@@ -126,7 +126,7 @@ def _conversion(summary: dict[str, Any]) -> Piece:
         ("relative error of the logits", number(figures["relative_error"]), verdict),
         ("that of the original, against float64", number(figures["rounding_error"]), "up to 4 times that is exact"),
         ("largest difference of a logit", number(figures["max_abs_error"]), ""),
-        ("same predicted next token", f"{round(figures['argmax_agreement'] * n_text)} of {n_text}", "places of the text"),
+        ("same predicted next token", f"{round(figures['argmax_agreement'] * n_text)} of {n_text}", "positions of the text"),
     ]
     return error_table(pd.DataFrame(rows, columns=["measure", "value", "verdict"]), title="conversion error")
 
@@ -150,7 +150,7 @@ def _gain(effect: pd.DataFrame) -> Piece:
 
 
 def _places(effect: pd.DataFrame) -> Piece:
-    """The places where the prompt saves most, and those where it costs most."""
+    """The positions where the prompt saves most, and those where it costs most."""
     wide = effect.set_index(["position", "condition"])["loss"].unstack()  # noqa: PD010, one row for each
     rows = effect[effect["condition"] == "converted"].set_index("position")
     gain = (wide["without_prompt"] - wide["converted"]).dropna()
@@ -161,7 +161,7 @@ def _places(effect: pd.DataFrame) -> Piece:
         for effect_, places in found
         for place in places.index
     ]
-    columns = ["the prompt", "place", "after", "comes", *(f"loss {TITLES[name]}" for name in LOSSES)]
+    columns = ["the prompt", "position", "after", "comes", *(f"loss {TITLES[name]}" for name in LOSSES)]
     return error_table(pd.DataFrame(table, columns=columns), title="where it helps most, and where it hurts most")
 
 

@@ -95,7 +95,7 @@ def _conversion(summary: dict[str, Any]) -> Padding:
     table.add_row("that of the original, against float64", f"{figures['rounding_error']:.1e}", "up to 4 times that is exact")
     table.add_row("largest difference of a logit", f"{figures['max_abs_error']:.1e}")
     agreeing = round(figures["argmax_agreement"] * n_text)
-    table.add_row("same predicted next token", f"{agreeing} of {n_text}", "places of the text")
+    table.add_row("same predicted next token", f"{agreeing} of {n_text}", "positions of the text")
     return Padding(table, (0, 0, 0, 2))
 
 
@@ -112,14 +112,14 @@ def _effect(figures: dict[str, Any]) -> Padding:
 
 
 def _print_places(console: Console, report: Report) -> None:
-    """The places where the prompt saves most loss on the token that follows."""
+    """The positions where the prompt saves most loss on the token that follows."""
     wide = report.tables["prompt_effect"].pivot(index="position", columns="condition", values="loss")
     gain = (wide["without_prompt"] - wide["converted"]).dropna().nlargest(TOP)
     gain = gain[gain > 0]
     if gain.empty:
         return
     tokens = report.tables["conversion_error"]["token"].tolist()
-    table = _table(("place", "after", "comes", "loss converted", "without prompt"))
+    table = _table(("position", "after", "comes", "loss converted", "without prompt"))
     table.columns[1].justify = table.columns[2].justify = "left"
     for position in gain.index:
         before = joined(tokens[max(0, position - 7) : position + 1])

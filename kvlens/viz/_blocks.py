@@ -18,12 +18,12 @@ MAX_TEXT = 40
 
 
 def block_size(n: int, limit: int) -> int:
-    """How many neighbors make a block, so that ``n`` places make at most ``limit`` blocks."""
+    """How many neighbors make a block, so that ``n`` positions make at most ``limit`` blocks."""
     return max(1, math.ceil(n / max(1, limit)))
 
 
 def token_blocks(tokens: Sequence[str], size: int) -> list[dict[str, str]]:
-    """Tokens in blocks of ``size`` neighbors: the place of each, and its text, of a long one beginning and end."""
+    """Tokens in blocks of ``size`` neighbors: the position of each, and its text, of a long one beginning and end."""
     return [_block(tokens, start, size) for start in range(0, len(tokens), size)]
 
 

@@ -4,7 +4,7 @@ The content security policy names the hash of each script that may run. A script
 would not be among them, and ``default-src 'none'`` refuses every request.
 
 circuitsvis' own ``_repr_html_`` asks the internet which form to show, and its local form repeats the 1.3 MB bundle in each
-figure; here the bundle is read from the installed package and stands once in the head.
+figure; here the bundle is read from the installed package and is put once into the head.
 """
 
 import base64

@@ -10,7 +10,7 @@ from kvlens.viz._frames import check_columns, check_numbers
 from kvlens.viz._text import html_text, number
 
 MAX_NUMBERED = 24
-"""Up to so many heads per layer, a cell has room for its number."""
+"""Up to so many heads per layer, a cell shows its number."""
 
 
 def check_heads(piece: str, table: pd.DataFrame, value: str) -> None:

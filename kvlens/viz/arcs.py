@@ -75,7 +75,7 @@ def induction_arcs(
     if len(strongest) < len(arcs):
         left_out += f" {len(strongest):,} of {len(arcs):,} arcs are shown, each head's strongest."
     if len(places) < len(tokens):
-        left_out += f" Of {len(tokens):,} tokens the {len(places):,} under them are shown; ⋯ stands where some are left out."
+        left_out += f" Of {len(tokens):,} tokens the {len(places):,} under them are shown; ⋯ marks where some are left out."
     note = (
         "From a text token to the token after its earlier occurrence; as wide as the head's share of attention. Dashed: "
         f"the head reaches it by its key shift. Choose heads in the strip.{left_out}"
@@ -91,7 +91,7 @@ def induction_arcs(
 
 
 def _shown(arcs: pd.DataFrame, n_tokens: int) -> tuple[pd.DataFrame, list[int]]:
-    """The arcs that are drawn, each head's strongest first, and the places of the tokens under them."""
+    """The arcs that are drawn, each head's strongest first, and the positions of the tokens under them."""
     size = arcs["attention"].abs()
     rank = size.groupby([arcs["layer"], arcs["head"]]).rank(method="first", ascending=False)
     best = arcs.loc[rank.sort_values(kind="stable").index[:MAX_ARCS]]
@@ -100,7 +100,7 @@ def _shown(arcs: pd.DataFrame, n_tokens: int) -> tuple[pd.DataFrame, list[int]]:
     places: set[int] = set()
     n_drawn = 0
     for query, key in zip(best["query"].tolist(), best["prompt_position"].tolist(), strict=True):
-        touched = places | {query, key, max(0, key - 1)}  # what occurs again stands before the key
+        touched = places | {query, key, max(0, key - 1)}  # what occurs again precedes the key
         if len(touched) > MAX_TOUCHED:
             break
         places, n_drawn = touched, n_drawn + 1

@@ -35,7 +35,7 @@ def depth_map(table: pd.DataFrame, *, title: str = "layer by layer", axes: Any =
         A `Piece`; ``axes`` where they were given.
 
     Raises:
-        KVLensError: a missing column (the nearest is proposed), no rows, a place that has two rows.
+        KVLensError: a missing column (the nearest is proposed), no rows, a position that has two rows at one depth.
     """
     check_columns("depth_map", table, COLUMNS)
     check_numbers("depth_map", table, "loss_change")
@@ -75,7 +75,7 @@ def depth_map(table: pd.DataFrame, *, title: str = "layer by layer", axes: Any =
 
 
 def _grid(table: pd.DataFrame, column: str) -> pd.DataFrame:
-    return table.pivot(index="layer", columns="position", values=column)  # noqa: PD010, one row per place was checked
+    return table.pivot(index="layer", columns="position", values=column)  # noqa: PD010, one row per layer and position was checked
 
 
 def _figure(data: dict[str, Any], title: str) -> Any:

@@ -1,4 +1,4 @@
-"""Generated text in several conditions, side by side, with the place where each leaves the first."""
+"""Generated text in several conditions, side by side, with a mark where each departs from the first."""
 
 from collections.abc import Mapping
 

@@ -25,7 +25,7 @@ class Page:
 
     @checked
     def section(self, heading: str, note: str = "") -> "Page":
-        """Start a section; what is added next stands under it.
+        """Start a section; what is added next comes under it.
 
         Args:
             heading: its title.
@@ -44,7 +44,7 @@ class Page:
 
     @checked
     def footer(self, text: str) -> "Page":
-        """Set the small print at the end."""
+        """Set the footer: what the reader may want to look up."""
         self._footer = text
         return self
 

@@ -88,7 +88,7 @@ def _in_blocks(tokens: list[str], values: list[float], size: int) -> tuple[list[
 
 
 def _figure(tokens: list[str], values: list[float], top: float, title: str, unit: str) -> Any:
-    """Monospaced text, a colored box behind each token."""
+    """Monospaced text, a colored box under each token."""
     from matplotlib.figure import Figure
 
     places = _places(tokens, values)

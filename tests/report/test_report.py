@@ -236,7 +236,7 @@ def test_a_prompt_that_hurts_is_said_to_hurt_and_where(report):
     effect.loc[(effect["position"] == 2) & (effect["condition"] == "converted"), "loss"] = 4.0
     note = harm_note(effect)
     n, token = effect["position"].max(), effect.loc[effect["position"] == 2, "next_token"].iloc[0]
-    assert f"{(0.5 * (n - 1) + 3.5) / n:.3f} nats per token higher" in note and f"at {n} of {n} places" in note
+    assert f"{(0.5 * (n - 1) + 3.5) / n:.3f} nats per token higher" in note and f"at {n} of {n} positions" in note
     assert f"{token!r} at 2 (+3.50)" in note
     effect["loss"] = -effect["loss"]
     assert harm_note(effect) is None

@@ -3,7 +3,7 @@
 (() => {
   const { dataOf, label, number, percent, valuesOf, strongest, element, legend, coloredTokens, mapOfHeads } = KVLENS;
   const share = (x) => percent(x, 0); // however small: there may be thousands
-  const COLUMNS = ["place", "demonstration", "of the step", "of the output", "attention", "cosine before", "after"];
+  const COLUMNS = ["position", "demonstration", "of the step", "of the output", "attention", "cosine before", "after"];
 
   const tableOf = (data, rows) => {
     const scroll = element("div", "scroll"), table = element("table", "plain"), head = element("tr");

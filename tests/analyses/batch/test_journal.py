@@ -58,7 +58,7 @@ def test_what_failed_for_another_reason_than_the_prompt_is_tried_again(tmp_path)
         assert [journal.holds(0, i) for i in range(4)] == [False, False, False, True]
 
 
-def test_other_settings_are_refused_by_name_unless_anew(tmp_path):
+def test_other_settings_are_refused_by_name_unless_restarted(tmp_path):
     with Journal(tmp_path / "j", SETTINGS) as journal:
         journal.add([done(0, 0)])
     others = {**SETTINGS, "options": {"times": 3, "upper": True}, "columns": ["a"]}
@@ -67,7 +67,7 @@ def test_other_settings_are_refused_by_name_unless_anew(tmp_path):
     for words in ("options.times was 2, now 3", "options.upper was null, now true", 'columns was ["a", "b"], now ["a"]'):
         assert words in str(refusal.value)
     assert "analysis" not in str(refusal.value)
-    with Journal(tmp_path / "j", others, anew=True) as journal:
+    with Journal(tmp_path / "j", others, restart=True) as journal:
         assert journal.progress().n_done == 0
     with Journal(tmp_path / "j", others) as journal:
         assert journal.progress().n_done == 0
@@ -76,13 +76,13 @@ def test_other_settings_are_refused_by_name_unless_anew(tmp_path):
 
 def test_one_run_at_a_time(tmp_path):
     with Journal(tmp_path / "j", SETTINGS), pytest.raises(KVLensError, match="another run is writing"):
-        Journal(tmp_path / "j", SETTINGS, anew=True)
+        Journal(tmp_path / "j", SETTINGS, restart=True)
 
 
 def test_files_that_are_no_journal(tmp_path):
     (tmp_path / "j").write_text("a photo of a cat, longer than the head of a database would be " * 9)
     with pytest.raises(KVLensError, match="is not the journal of a batch"):
-        Journal(tmp_path / "j", SETTINGS, anew=True)
+        Journal(tmp_path / "j", SETTINGS, restart=True)
     with pytest.raises(KVLensError, match="cannot write"):
         Journal(tmp_path / "nowhere" / "j", SETTINGS)
 
@@ -161,7 +161,7 @@ OLD_NAMES = {
 
 
 @pytest.mark.parametrize("analysis", OLD_NAMES)
-def test_a_batch_that_0_1_0_began_is_resumed_under_the_names_of_today(analysis, tmp_path, monkeypatch):
+def test_a_batch_that_0_1_0_started_is_resumed_under_the_names_of_today(analysis, tmp_path, monkeypatch):
     tiny_text_model().save(tmp_path / "model")
     (tmp_path / "p.jsonl").write_text('{"prompt": "a b c", "text": " d"}\n{"prompt": "c b a d", "text": " a"}\n')
     options = {"at": "last"} if analysis == "bias_positions" else {}
@@ -190,6 +190,6 @@ def test_a_batch_that_0_1_0_began_is_resumed_under_the_names_of_today(analysis, 
 
 
 def test_rows_that_mean_something_else_today_are_not_continued(tmp_path):
-    begun = {"format_version": 1, "analysis": "prompt_copies", "options": {}, "columns": []}
-    with pytest.raises(KVLensError, match=r"begun by kvlens 0\.1\.0, and the table of prompt_copies has changed"):
-        check_same(tmp_path, begun, {**begun, "format_version": 2})
+    started = {"format_version": 1, "analysis": "prompt_copies", "options": {}, "columns": []}
+    with pytest.raises(KVLensError, match=r"started by kvlens 0\.1\.0, and the table of prompt_copies has changed"):
+        check_same(tmp_path, started, {**started, "format_version": 2})

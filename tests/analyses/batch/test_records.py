@@ -100,5 +100,5 @@ def test_inputs_that_are_refused(tmp_path):
         survey(write(tmp_path / "p.json", "[]"))
     with pytest.raises(KVLensError, match="holds no prompt: p.jsonl:1: the line is empty"):
         survey(write(tmp_path / "p.jsonl", "", ""))
-    with pytest.raises(KVLensError, match="the id '5' stands on lines 1 and 3 of"):
+    with pytest.raises(KVLensError, match="the id '5' is on lines 1 and 3 of"):
         survey(write(tmp_path / "p.jsonl", '{"prompt": "a", "id": 5}', "", '{"prompt": "b", "id": "5"}'))

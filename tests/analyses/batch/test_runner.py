@@ -120,7 +120,7 @@ def test_what_failed_is_run_again_on_request_and_nothing_else(model_folder, othe
         run_batch(work, source, out)
     with pytest.raises(KVLensError, match="give one of them"):
         run_batch(work, source, out, overwrite=True, retry_failed=True)
-    with pytest.raises(KVLensError, match=r"t.parquet was begun with other settings: options.times was 1, now 2"):
+    with pytest.raises(KVLensError, match=r"t.parquet was started with other settings: options.times was 1, now 2"):
         run_batch(Work(LETTERS, work.models, options={"times": 2}), source, out, retry_failed=True)
     assert out.read_bytes() == before and run_batch(work, source, out, retry_failed=True).n_without_rows == 4
     pd.testing.assert_frame_equal(pd.read_parquet(out), table_of(before, tmp_path))
@@ -300,7 +300,7 @@ def test_an_interrupted_run_of_other_settings_is_not_gone_on_with(model_folder, 
         f"models.{other_folder} was null": Work(LETTERS, (model_folder, other_folder)),
         "columns was": Work(LETTERS, (model_folder,), columns=("letter",)),
     }.items():
-        with pytest.raises(KVLensError, match="was begun with other settings") as refusal:
+        with pytest.raises(KVLensError, match="was started with other settings") as refusal:
             run_batch(other, Input(tmp_path / "p.jsonl"), out)
         assert words in str(refusal.value)
     with pytest.raises(KVLensError, match="n_prompts was 3, now 4; prompts was"):

@@ -123,7 +123,7 @@ def test_status_130_on_ctrl_c_and_then_it_goes_on(model_folder, capsys, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr("analyses.batch.worker.Worker.run", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
         assert letters(model_folder) == 130
-    assert "interrupted; what is done is kept, and the same command goes on" in capsys.readouterr().err
+    assert "interrupted; what is done is kept, and the same command resumes it" in capsys.readouterr().err
     assert letters(model_folder) == 0
 
 
