@@ -43,13 +43,13 @@ KEPT_BYTES = 2**27
 
 
 class Looks:
-    """One text of one model, at whose activations one may look several times.
+    """One text of one model, whose activations can be looked at several times.
 
     Args:
-        model: with what the text continues attached.
+        model: with the bias attached that the text continues.
         tokens: [pos].
         names: hook points of each layer's attention, such as ``hook_v``; those that do not fire are not found.
-        again: those of them that looks after the first one are at; all that is kept of a text.
+        again: those of them that are looked at after the first time; all that is kept of a text.
         after_layers: a hook point after the layers, visited as if it were one more layer; None for none.
         segment_length: as in :func:`kvlens.run_in_segments`.
         n_looks: how many there will be.

@@ -44,7 +44,7 @@ METHODS = ("zero", "mean", "resample")
 PARTS = ("bias", "shift_state", "both")
 UNITS = ("head", "layer", "model")
 ALL = -1
-"""Instead of a layer or head: every one."""
+"""Stands for every layer, or every head."""
 
 
 class Ablation(NamedTuple):

@@ -1,6 +1,6 @@
 """Many ablations of one bias in few forward passes: each is a row of a batch of biases, read with the same text.
 
-What an ablation takes away it replaces by the same part of a *donor*: a bias of zeros, the mean of other prompts' biases, or
+An ablation replaces what it takes away by the same part of a *donor*: a bias of zeros, the mean of other prompts' biases, or
 the bias of another prompt. Of a head, the *bias* is b_KV and b_D, the *shift state* the raw last keys, values and queries that
 the text's first tokens mix into their own. Keys and values belong to a key-value head: with grouped queries, taking one
 query head's shift state takes that of its whole group, queries included.
@@ -18,7 +18,7 @@ from kvlens import HookedKVTransformer, KVBias
 
 from ..passes import MEMORY_PER_PASS, check_batch_size
 
-OF_BIAS, OF_BOUNDARY = ("b_KV", "b_D"), ("last_k", "last_v", "last_q")
+OF_BIAS, OF_SHIFT_STATE = ("b_KV", "b_D"), ("last_k", "last_v", "last_q")
 """The tensors of a bias, and those of the shift state that it carries."""
 
 
@@ -36,13 +36,13 @@ class Interventions(NamedTuple):
 
 
 def donors_of(bias: KVBias, references: KVBias | None = None) -> KVBias:
-    """A batch of what may stand in the place of ``bias``: zeros, then the references' mean, then each reference.
+    """A batch of what may replace ``bias``: zeros, then the references' mean, then each reference.
 
     A softmax model's references are over the features of ``bias`` (:func:`kvlens.analyses.bias.one_space.with_references`).
     """
     bias = bias.per_query_head()
     tensors: dict[str, Any] = {}
-    for name in OF_BIAS + OF_BOUNDARY:
+    for name in OF_BIAS + OF_SHIFT_STATE:
         zeros = torch.zeros_like(getattr(bias, name))[:, None]
         others = zeros[:, :0] if references is None else getattr(references, name).to(zeros)
         mean = zeros[:, :0] if references is None else others.mean(dim=1, keepdim=True)

@@ -2,9 +2,9 @@
 
     z = z_bias + z_context        (both already divided by the normalizer, which counts the bias and the text)
 
-It has two shares. By size, ||z_bias|| / (||z_bias|| + ||z_context||) lies in 0..1 and does not add up. By
-projection, z_bias . z / ||z||^2 may leave 0..1 where the summands oppose each other, but is linear: the shares of all parts
-of z are 1 together, and so are those of all prompt positions that of the whole bias.
+There are two shares of the bias. By size (``bias_share``), ||z_bias|| / (||z_bias|| + ||z_context||) lies in 0..1 and does not
+add up. By projection (``output_share``), z_bias . z / ||z||^2 may lie outside 0..1 where the summands oppose each other, but it
+is linear: the shares of all parts of z sum to 1, and those of all prompt positions to that of the whole bias.
 """
 
 from typing import NamedTuple

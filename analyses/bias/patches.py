@@ -15,7 +15,7 @@ from torch import Tensor
 from kvlens import HookedKVTransformer, KVLensError
 
 ALL = -1
-"""Instead of a layer or head: every one."""
+"""Stands for every layer, or every head."""
 
 HEAD_AXIS = {
     "b_kv": 1,

@@ -1,4 +1,4 @@
-"""What a head is called by what the loss says, where ablations and swaps were measured (:mod:`kvlens.analyses.heads.swaps`).
+"""The name of a head by the loss, where ablations and swaps were measured (:mod:`kvlens.analyses.heads.swaps`).
 
 Where a kernel cannot be sharp, a head may look nearly everywhere and still carry the answer by the small rest of its attention.
 Its pattern alone does not show that, but swapping does: a head reads another text's token at the lag of one kind, and nowhere

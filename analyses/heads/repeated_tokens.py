@@ -2,7 +2,7 @@
 
     [BOS] t_0 t_1 ... t_{N-1} t_0 t_1 ... t_{N-1}
 
-With random tokens the second copy can be predicted only by looking back: find the first copy of the token at hand (N positions
+With random tokens the second copy can be predicted only by looking back: find the first copy of the current token (N positions
 back), read what followed it (N - 1 positions back). The positions of the second copy are therefore where heads are scored.
 
 Source: Olsson et al. 2022, In-context Learning and Induction Heads (repeated random tokens); Elhage et al. 2021.
@@ -18,12 +18,12 @@ from kvlens import HookedKVTransformer, KVLensError
 from kvlens.arguments import check_whole
 
 LONGEST = 2**20
-"""Sequences, and tokens of one: more is a slip of the hand."""
+"""Sequences, and tokens of one: more is surely a mistake."""
 
 
 @dataclass(frozen=True)
 class RepeatedTokens:
-    """Sequences that say everything twice.
+    """Sequences of tokens that are repeated once.
 
     Attributes:
         tokens: [batch, n_before + 2 n_repeated].

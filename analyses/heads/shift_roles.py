@@ -2,7 +2,7 @@
 
 A head that attends from i to s compares its query with k^_s = sum_a alpha_a k_{s-a} and reads v^_s = sum_b beta_b v_{s-b}.
 With the largest alpha at lag a* and the largest beta at lag b* it *matches* token s - a* and *reads* token s - b*: what it
-reads lies ``displacement = a* - b*`` positions behind what it matched. For window 1 that is KVSA's table 4:
+reads lies ``displacement = a* - b*`` positions after what it matched. For window 1 that is KVSA's table 4:
 
     ================== =============== ================
     role               beta_1 > beta_2 beta_1 <= beta_2
@@ -65,7 +65,7 @@ def layer_taps(model: HookedKVTransformer, used: dict[str, Tensor], dtype: torch
 
 
 def displacement(taps: ShiftTaps) -> Int[Tensor, " head"]:
-    """How many positions behind the matched token the head reads; equal coefficients count for the earlier token."""
+    """How many positions after the matched token the head reads; equal coefficients count for the earlier token."""
     return _largest_lag(taps.k) - _largest_lag(taps.v) - _largest_lag(taps.q)
 
 
