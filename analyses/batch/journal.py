@@ -171,7 +171,7 @@ def check_same(path: Path, started: Mapping[str, Any], now: Mapping[str, Any]) -
     differing = differences(with_names_of_today(started), now)
     if differing:
         raise KVLensError(
-            f"{path} was started with other settings: {'; '.join(differing[:4])}. Give the settings that it was begun "
+            f"{path} was started with other settings: {'; '.join(differing[:4])}. Give the settings that it was started "
             "with to resume it, another output, or --overwrite to start from scratch"
         )
 
