@@ -383,7 +383,7 @@ def test_the_batch_form_repeats_the_prompt():
     [
         (dict(n_sequences=0), "n_sequences must be at least 1, got 0"),
         (dict(n_repeated=1), "n_repeated must be at least 2, got 1"),
-        (dict(n_repeated=30), r"take 60 places and n_ctx is 32: repeat at most 16"),
+        (dict(n_repeated=30), r"take 60 positions and n_ctx is 32: repeat at most 16"),
         (dict(threshold=0.0), r"threshold must lie in \(0, 1\], got 0.0"),
         (dict(prompt=torch.ones(1, 2, 3, dtype=torch.long)), r"expected .* \[batch, pos\], got shape \[1, 2, 3\]"),
         (dict(ratio=0.0), "ratio must be above 0, .* got 0.0"),

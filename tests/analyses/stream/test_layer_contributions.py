@@ -221,7 +221,7 @@ def test_the_batch_script_gives_the_promised_columns(attention):
 
 def test_bad_input():
     model = random_model()
-    with pytest.raises(KVLensError, match="whose logits"):
+    with pytest.raises(KVLensError, match="no logit to split"):
         layer_contributions(model, None, TEXT, next_token=False)
     with pytest.raises(KVLensError, match="expected the bias of one prompt, got a batch of 2"):
         layer_contributions(model, convert_prompt(model, tokens(6).reshape(2, 3)), TEXT)
