@@ -3,7 +3,7 @@
 An induction head meets a token for the second time and attends to what followed it the first time. The text is random tokens,
 or a prompt, repeated once; the four kinds of attention that name a head are those of :mod:`kvlens.analyses.heads.lags`. This
 table has a row for each head and kind. What a head is called, and everything else that is one number per head, is in
-:func:`kvlens.analyses.heads.induction_verdicts.induction_verdicts`, which measures the same and takes the same arguments.
+:func:`kvlens.analyses.heads.naming.induction_verdicts`, which measures the same and takes the same arguments.
 
 Source: Olsson et al. 2022; Elhage et al. 2021; KVSA sec. 3, table 4.
 """

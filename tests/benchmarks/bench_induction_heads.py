@@ -23,8 +23,8 @@ import torch
 from timing import check_close, fastest, peak_gib, verdict
 
 from analyses.heads.induction import induction_heads
-from analyses.heads.induction_verdicts import induction_verdicts
 from analyses.heads.loss_verdicts import COSTLY, INCONCLUSIVE, MARGIN, NO_VERDICT
+from analyses.heads.naming import induction_verdicts
 from analyses.heads.repeated_tokens import longest_repeat
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig
 from kvlens.zoo import names

@@ -12,7 +12,7 @@ from transformer_lens.head_detector import detect_head
 
 from analyses.declaration import Record
 from analyses.heads import induction, measures
-from analyses.heads import induction_verdicts as verdict_table
+from analyses.heads import naming as verdict_table
 from analyses.heads.ablation import resampling_ablation
 from analyses.heads.lags import KINDS
 from analyses.heads.repeated_tokens import draw_piece, repeat_tokens

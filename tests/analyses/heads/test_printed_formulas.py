@@ -6,7 +6,7 @@ from analysis_models import random_model
 
 from analyses import composition, induction_verdicts
 from analyses.heads.head_pairs import COLUMNS as PAIRS
-from analyses.heads.induction_verdicts import COLUMNS as HEADS
+from analyses.heads.naming import COLUMNS as HEADS
 
 MODELS = {
     "LayerNorm": dict(normalization_type="LN"),
