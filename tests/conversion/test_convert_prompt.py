@@ -325,8 +325,9 @@ def test_nan_weights_are_named():
 
 def test_a_batch_of_prompts_needs_a_batch_of_texts():
     model = model_of("rope after")
-    with model.kv_bias(convert_prompt(model, tokens(3, 4))), pytest.raises(KVLensError, match="holds 3 prompts"):
-        model(tokens(2, 5))
+    for n_texts in (2, 4):
+        with model.kv_bias(convert_prompt(model, tokens(3, 4))), pytest.raises(KVLensError, match="holds 3 prompts"):
+            model(tokens(n_texts, 5))
     with pytest.raises(KVLensError, match="holds 3 prompts"):
         convert_prompt(model, tokens(2, 4), initial=convert_prompt(model, tokens(3, 4)))
 
