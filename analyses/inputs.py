@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvlens import HookedKVTransformer, KVLensError
-from kvlens.signature import checked
+from kvlens.checks import checked
 
 from .declaration import Field
 

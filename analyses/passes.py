@@ -1,6 +1,6 @@
 """How many rows share a forward pass, where an analysis runs many."""
 
-from kvlens.arguments import check_whole
+from kvlens.checks import Count, ensure
 
 MEMORY_PER_PASS = 2**28
 """Bytes that one forward pass may roughly take when the batch size is left open."""
@@ -9,4 +9,4 @@ MEMORY_PER_PASS = 2**28
 def check_batch_size(analysis: str, batch_size: int | None) -> None:
     """Raise KVLensError unless a batch size is a whole number of at least 1, or None."""
     if batch_size is not None:
-        check_whole(f"{analysis}: batch_size", batch_size, 1)
+        ensure(f"{analysis}: batch_size", Count, batch_size)

@@ -19,7 +19,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from kvlens import HookedKVTransformer
-from kvlens.signature import checked
+from kvlens.checks import checked
 
 UNREADABLE = "\N{REPLACEMENT CHARACTER}"
 _BYTE = re.compile("<0x([0-9A-F]{2})>")

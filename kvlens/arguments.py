@@ -1,13 +1,13 @@
-"""What an argument has to be - a whole number, a path, a device - asked in one place and answered in one sentence."""
+"""Arguments that have to be read to know whether they serve: a path, a device, a text, numbers in several forms."""
 
 import itertools
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvlens.errors import KVLensError, nearest
+from kvlens.errors import KVLensError, brief, first_line
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,52 +17,11 @@ Span = tuple[int, int]
 """A range of a prompt's tokens: first, and past the last."""
 DEEPEST = 200
 """Folders inside each other that a path may have: Python makes and clears them by recursion, which ends below a thousand."""
-MOST = 2**63 - 1
-"""The largest whole number that torch takes."""
-
-
-def check_whole(what: str, value: Any, least: int = 0, most: int | None = None) -> None:
-    """Raise KVLensError unless ``value`` is a whole number of at least ``least`` and at most ``most``; a bool is none."""
-    limits = f"at least {least}" if most is None or (isinstance(value, int) and value < least) else f"{least} to {most}"
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise KVLensError(f"{what} must be a whole number of {limits}, got {value!r}")
-    if not least <= value <= (MOST if most is None else most):
-        raise KVLensError(f"{what} must be {limits}, got {value if value <= MOST else 'a number of more than 63 bits'}")
-
-
-def check_number(what: str, value: Any) -> None:
-    """Raise KVLensError unless ``value`` is a finite number; a bool is none."""
-    if not is_number(value):
-        raise KVLensError(f"{what} must be a finite number, got {brief(value)}")
 
 
 def is_number(value: Any) -> bool:
     """Whether ``value`` is a finite number, one that a float can hold; a bool is none."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-
-
-def check_choice(what: str, value: Any, options: Collection[str]) -> None:
-    """Raise KVLensError unless ``value`` is one of the names; the nearest is proposed."""
-    if not isinstance(value, str) or value not in options:
-        raise KVLensError(f"{what} must be one of {', '.join(options)}, got {brief(value)}{nearest(value, options)}")
-
-
-def check_flag(what: str, value: Any) -> None:
-    """Raise KVLensError unless ``value`` is True or False."""
-    if not isinstance(value, bool):
-        raise KVLensError(f"{what} must be True or False, got {value!r}")
-
-
-def check_seed(what: str, value: Any) -> None:
-    """Raise KVLensError unless torch's generators take ``value``."""
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
-        raise KVLensError(f"{what} must be a whole number from 0 to 2**63 - 1, got {value!r}")
-
-
-def check_function(what: str, value: Callable[..., Any] | None) -> None:
-    """Raise KVLensError unless ``value`` can be called; None is fine."""
-    if value is not None and not callable(value):
-        raise KVLensError(f"{what} must be a function or None, got {value!r}")
 
 
 def check_characters(what: str, text: str) -> None:
@@ -138,15 +97,6 @@ def checked_spans(what: str, spans: Any, n_tokens: int) -> list[Span]:
     return ordered
 
 
-def brief(value: Any) -> str:
-    """A value in a few words, for a message."""
-    shape = getattr(value, "shape", None)
-    if isinstance(shape, tuple) and shape:
-        return f"{type(value).__name__} of shape {list(shape)}"
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:60]}... ({type(value).__name__})"
-
-
 def check_device(what: str, device: Any) -> None:
     """Raise KVLensError unless tensors can be computed on ``device``; None is always fine. Imports torch."""
     if device is None:
@@ -157,8 +107,3 @@ def check_device(what: str, device: Any) -> None:
         torch.ones(1, device=device).sum().item()  # "meta" makes tensors, and holds no numbers
     except (RuntimeError, AssertionError, NotImplementedError, TypeError, ValueError) as error:
         raise KVLensError(f"{what}: {device!r} cannot be used here ({first_line(error)}); cpu always can") from error
-
-
-def first_line(error: Exception) -> str:
-    """What an error of another library says first."""
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -5,6 +5,7 @@ import sys
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent.as_posix()
 BETWEEN = (HERE, "/transformer_lens/", "/torch/nn/")
@@ -17,6 +18,10 @@ class KVLensError(ValueError):
 
 class WrongArguments(KVLensError, TypeError):
     """A call with an argument that the function does not have, with one too many, or without one that it needs."""
+
+
+class TooLarge(KVLensError):
+    """A call that asks for more memory than there is."""
 
 
 def nearest(name: object, options: Iterable[str]) -> str:
@@ -36,3 +41,19 @@ def warn(message: str) -> None:
     while frame.f_back is not None and any(part in Path(frame.f_code.co_filename).as_posix() for part in BETWEEN):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, stacklevel=level)
+
+
+def brief(value: Any) -> str:
+    """A value in a few words, for a message."""
+    shape = getattr(value, "shape", None)
+    if isinstance(shape, tuple) and shape:
+        return f"{type(value).__name__} of shape {list(shape)}"
+    if isinstance(value, int) and value.bit_length() > 200:
+        return f"a number of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:60]}... ({type(value).__name__})"
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of another library says first."""
+    return (str(error).splitlines() or [type(error).__name__])[0]

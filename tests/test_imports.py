@@ -16,8 +16,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 ORDER = [
     "errors",
+    "checks",
     "arguments",
-    "signature",
     "files",
     "terminal",
     "dtypes",
@@ -47,7 +47,7 @@ ORDER = [
     "reference",
     "cli",
 ]
-PUBLIC = {"kvlens.arguments", "kvlens.dual", "kvlens.errors", "kvlens.short_name", "kvlens.signature"}
+PUBLIC = {"kvlens.arguments", "kvlens.checks", "kvlens.dual", "kvlens.errors", "kvlens.short_name"}
 """Beside what ``kvlens`` itself offers: the dual model, what arguments must be, errors with the nearest name, a second name."""
 FOUNDATIONS = {"kvlens.files", "kvlens.model", "kvlens.terminal", "kvlens.zoo"}
 """What a batch needs to write files that notice damage, to read a command line, and to load a model by its name."""

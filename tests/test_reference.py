@@ -142,7 +142,7 @@ def test_the_reference_builds(tmp_path, capsys, monkeypatch):
     assert "<td>ablation_kl</td>" in (tmp_path / "kvlens/analyses.html").read_text()  # the table that a decorator wrote
     everything = [path.read_text() for path in tmp_path.rglob("*.html")]
     shown = [re.sub(r"<pre.*?</pre>", "", text, flags=re.DOTALL) for text in everything]  # without the source
-    decorators = ("@checked", "@shaped", ".document<", "@torch")
+    decorators = ("@checked", ".document<", "@torch")
     by_others = ("Initialize self", "Alias for field", "Model initialization")  # Python and TransformerLens
     for internal in (*decorators, *by_others, "&lt;class", "&lt;function", "~kvlens"):
         assert not [text for text in shown if internal in text], internal

@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvlens import HookedKVTransformer, KVBias, convert_prompt
-from kvlens.signature import checked
+from kvlens.checks import checked
 
 from ..bias.interventions import Interventions, intervened
 from ..bias.one_space import with_references

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvlens import Counterfactuals, HookedKVTransformer, KVBias, convert_prompt
-from kvlens.signature import checked
+from kvlens.checks import checked
 
 from ..bias.one_space import in_one_space
 from ..declaration import Analysis, Columns, Field, Option

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens import Counterfactuals, HookedKVTransformer, logits_after
-from kvlens.signature import checked
+from kvlens.checks import checked
 
 from ..sequences import PromptTokens, TextTokens
 from ..texts import joined, token_texts

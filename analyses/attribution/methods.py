@@ -16,14 +16,14 @@ A method of your own is a class with ``explain`` and a line in `METHODS`.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Annotated, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kvlens import KVLensError
-from kvlens.arguments import check_number, check_whole
+from kvlens.checks import Finite, Seed, Within, checked
 
 from .answers import Question
 from .units import LEVELS, Unit, units_of
@@ -95,6 +95,7 @@ def logit_of(log_p: Float[Tensor, " row"]) -> Float[Tensor, " row"]:
     return log_p - torch.log(-torch.expm1(log_p))
 
 
+@checked
 @dataclass(frozen=True)
 class LinearFit:
     """A sum over units, fitted to subsets: of logits of the answer's probability, or of the difference to a rival's.
@@ -105,13 +106,9 @@ class LinearFit:
         interactions: whether pairs of units have terms too.
     """
 
-    n_subsets: int = 32
-    seed: int = 0
+    n_subsets: Annotated[int, Within(4, 2**20)] = 32
+    seed: Seed = 0
     interactions: bool = False
-
-    def __post_init__(self) -> None:
-        check_whole(f"{type(self).__name__}: n_subsets", self.n_subsets, 4, 2**20)
-        check_whole(f"{type(self).__name__}: seed", self.seed, 0)
 
     def explain(self, question: Question, units: list[Unit]) -> Explanation:
         """Effects at the whole prompt, as the fit predicts them."""
@@ -185,6 +182,7 @@ def fitted(kept: Bool[Tensor, "row unit"], scores: Float[Tensor, " row"], *, int
     return predict
 
 
+@checked
 @dataclass(frozen=True)
 class ContextCite:
     """The published linear surrogate: lasso on the logit of the answer's probability (arXiv 2409.00729, sec. 3).
@@ -195,14 +193,9 @@ class ContextCite:
         penalty: of the lasso, on the logits over their standard deviation; 0.01 as published.
     """
 
-    n_subsets: int = 32
-    seed: int = 0
-    penalty: float = 0.01
-
-    def __post_init__(self) -> None:
-        check_whole("ContextCite: n_subsets", self.n_subsets, 4, 2**20)
-        check_whole("ContextCite: seed", self.seed, 0)
-        check_number("ContextCite: penalty", self.penalty)
+    n_subsets: Annotated[int, Within(4, 2**20)] = 32
+    seed: Seed = 0
+    penalty: Finite = 0.01
 
     def explain(self, question: Question, units: list[Unit]) -> Explanation:
         """The lasso's weights, on the scale of logits, and the log-probabilities that they predict."""
@@ -240,6 +233,7 @@ def lasso(x: Float[Tensor, "row unit"], y: Float[Tensor, " row"], penalty: float
     return y.mean() - x.mean(dim=0) @ weights, weights
 
 
+@checked
 @dataclass(frozen=True)
 class Hierarchical:
     """Leave-one-out of coarse units, then of the finer ones inside those that matter.
@@ -250,12 +244,11 @@ class Hierarchical:
     """
 
     levels: tuple[str, ...] = ("paragraph", "sentence", "token")
-    floor: float = 0.1
+    floor: Finite = 0.1
 
     def __post_init__(self) -> None:
         if not self.levels or any(level not in LEVELS for level in self.levels):
             raise KVLensError(f"Hierarchical: levels: expected some of {', '.join(LEVELS)}, got {self.levels!r}")
-        check_number("Hierarchical: floor", self.floor)
 
     def explain(self, question: Question, units: list[Unit]) -> Explanation:
         """Units of all levels that were taken away, coarse ones first; the prediction is that of the finest."""

@@ -8,13 +8,14 @@ included, that are at least as large; with it at most one unrelated unit in twen
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens import KVLensError
-from kvlens.arguments import check_whole
+from kvlens.checks import Seed, Within, checked
 
 from ..sequences import begins_with_bos, prompt_sequence
 from .answers import Question
@@ -23,6 +24,7 @@ from .units import Unit
 SIGNIFICANT = 0.05
 
 
+@checked
 @dataclass(frozen=True)
 class Null:
     """Where unrelated units come from, and how many are read.
@@ -33,13 +35,9 @@ class Null:
         seed: of what is drawn.
     """
 
-    n_units: int = 40
+    n_units: Annotated[int, Within(19, 2**20)] = 40
     prompts: Sequence[str | Tensor] | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_whole("Null: n_units", self.n_units, 19, 2**20)
-        check_whole("Null: seed", self.seed, 0)
+    seed: Seed = 0
 
     def effects(self, question: Question, units: Sequence[Unit]) -> Float[Tensor, " null"]:
         """Null effects, spread evenly over the units' places."""

@@ -8,9 +8,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kvlens import HookedKVTransformer, KVLensError, convert_prompt
-from kvlens.arguments import check_choice
+from kvlens.checks import checked, ensure, one_of
 from kvlens.errors import nearest
-from kvlens.signature import checked
 
 from ..declaration import Analysis, Columns, Field, Option
 from ..inputs import ANSWER, PROMPT, TEXT
@@ -158,7 +157,7 @@ def _attribution(
     positions: str = "kept",
 ) -> pd.DataFrame:
     """:func:`prompt_attribution` with a null of texts that the model writes by itself; 0 leaves it out."""
-    check_choice("positions", positions, ("kept", "closed"))
+    ensure("positions", one_of(("kept", "closed")), positions)
     null = Null(n_null) if n_null else None
     options: dict = dict(by=by, method=method, null=null, positions=positions)
     return prompt_attribution(model, prompt, text, answer=answer, rival=rival, **options)

@@ -7,9 +7,8 @@ import os
 from dataclasses import dataclass
 
 from kvlens import KVLensError
-from kvlens.arguments import check_whole
+from kvlens.checks import Count, checked, ensure
 from kvlens.errors import nearest
-from kvlens.signature import hold_fields
 
 ENGINES = ("processes", "ray")
 DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -17,6 +16,7 @@ MOST_PER_CORE, MOST_ACTORS = 16, 10_000
 """Processes (or threads of one) that a core may be given, and actors of a cluster: more are a slip of the hand."""
 
 
+@checked
 @dataclass(frozen=True)
 class Resources:
     """How the work is shared out.
@@ -36,12 +36,11 @@ class Resources:
     prompts_per_job: int = 8
 
     def __post_init__(self) -> None:
-        hold_fields(self)
         if self.engine not in ENGINES:
             raise KVLensError(f"engine: expected {' or '.join(ENGINES)}, got {self.engine!r}{nearest(self.engine, ENGINES)}")
         cores = os.cpu_count() or 1
         for name in ("workers", "prompts_per_job") + (("threads",) if self.threads is not None else ()):
-            check_whole(name, getattr(self, name), 1)
+            ensure(name, Count, getattr(self, name))
         most = {"workers": MOST_ACTORS if self.engine == "ray" else MOST_PER_CORE * cores, "threads": MOST_PER_CORE * cores}
         for name, limit in most.items():
             if (getattr(self, name) or 0) > limit:

@@ -22,8 +22,8 @@ from tqdm import tqdm
 
 from kvlens import KVLensError, __version__
 from kvlens.arguments import path_of
+from kvlens.checks import checked
 from kvlens.files import reason, write_atomically
-from kvlens.signature import checked, hold_fields
 from kvlens.terminal import visible
 
 from ..declaration import Analysis, Record
@@ -67,15 +67,13 @@ class BatchResult:
     first_failure: str | None = None
 
 
+@checked
 @dataclass(frozen=True)
 class Input:
     """Where the prompts are, and the text of those that have none of their own. None: an analysis that reads none runs once."""
 
     prompts: Path | None = None
     text: str | None = None
-
-    def __post_init__(self) -> None:
-        hold_fields(self)
 
     def records(self) -> Iterator[tuple[int, Record]]:
         """(place, record) of every prompt, places counted from 0."""

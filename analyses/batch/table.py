@@ -13,8 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from kvlens import KVLensError
+from kvlens.checks import checked
 from kvlens.files import write_file
-from kvlens.signature import checked
 
 METADATA = b"kvlens.batch"
 

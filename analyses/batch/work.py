@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvlens import KVLensError
-from kvlens.arguments import check_choice, path_of
+from kvlens.arguments import path_of
+from kvlens.checks import checked, ensure, one_of
 from kvlens.errors import nearest
-from kvlens.signature import hold_fields
 
 from ..declaration import Analysis
 from ..registry import locate
@@ -24,6 +24,7 @@ FRONT_COLUMNS = ("model", "prompt_id")
 __all__ = ["FRONT_COLUMNS", "Resources", "Work", "check_work", "load_analysis"]
 
 
+@checked
 @dataclass(frozen=True)
 class Work:
     """What every row of the table depends on, except the prompts.
@@ -46,9 +47,6 @@ class Work:
     dtype: str | None = None
     device: str | None = None
     folder: str | None = None
-
-    def __post_init__(self) -> None:
-        hold_fields(self)
 
 
 def load_analysis(name: str, folder: str | None = None) -> Analysis:
@@ -91,7 +89,7 @@ def check_work(work: Work) -> Analysis:
             raise KVLensError(f"{analysis.name} has no option {name!r}; {listed}{nearest(name, analysis.options)}")
     analysis.read_options(work.options)
     if work.dtype is not None:
-        check_choice("dtype", work.dtype, DTYPES)
+        ensure("dtype", one_of(DTYPES), work.dtype)
     for what, names in (("model", work.models), ("column", work.columns)):
         if len(set(names)) < len(names):
             twice = next(name for i, name in enumerate(names) if name in names[:i])

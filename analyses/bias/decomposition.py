@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvlens import HookedKVTransformer, KVBias
-from kvlens.signature import checked
+from kvlens.checks import checked
 
 from ..declaration import Analysis, Columns
 from ..inputs import ANSWER, PROMPT, TEXT, WRONG

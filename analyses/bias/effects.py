@@ -22,7 +22,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvlens import HookedKVTransformer, KVBias, KVLensError, convert_prompt
-from kvlens.signature import checked
+from kvlens.checks import checked
 
 from ..declaration import Analysis, Columns, Field, Option
 from ..inputs import ANSWER, PROMPT, TEXT, WRONG, read_tokens

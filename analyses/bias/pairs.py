@@ -35,7 +35,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens import HookedKVTransformer, KVBias, KVLensError, carry_bias, combine, convert_prompt
-from kvlens.signature import checked
+from kvlens.checks import checked
 
 from ..declaration import Analysis, Columns
 from ..inputs import PROMPT, tokens_field

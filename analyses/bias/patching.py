@@ -37,9 +37,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvlens import HookedKVTransformer, KVBias, KVLensError
-from kvlens.arguments import brief, numbers_of
-from kvlens.errors import nearest
-from kvlens.signature import checked
+from kvlens.arguments import numbers_of
+from kvlens.checks import checked
+from kvlens.errors import brief, nearest
 
 from ..declaration import Analysis, Columns, Option
 from ..inputs import ANSWER, PROMPT, TEXT, WRONG, tokens_field

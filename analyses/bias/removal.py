@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens import HookedKVTransformer, KVBias, KVLensError, convert_prompt, counterfactuals
-from kvlens.signature import checked
+from kvlens.checks import checked
 
 from ..declaration import Columns
 from ..predictions import KL, LOSS_CHANGE

@@ -7,8 +7,8 @@ import pandas as pd
 import torch
 
 from kvlens import HookedKVTransformer
+from kvlens.checks import checked
 from kvlens.dual import demonstration_figures
-from kvlens.signature import checked
 
 from ..declaration import Analysis, Columns, Option
 from ..inputs import PROMPT

@@ -16,8 +16,8 @@ import pandas as pd
 import torch
 
 from kvlens import HookedKVTransformer, KVLensError
+from kvlens.checks import checked
 from kvlens.dual import DualModel
-from kvlens.signature import checked
 
 from ..declaration import Analysis, Columns, Option
 from ..inputs import PROMPT

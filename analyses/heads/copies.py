@@ -6,7 +6,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from kvlens import HookedKVTransformer
-from kvlens.signature import checked
+from kvlens.checks import checked
 
 from ..declaration import Analysis, Columns
 from ..inputs import PROMPT, TEXT

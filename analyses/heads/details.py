@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens import HookedKVTransformer, KVBias, KVLensError
-from kvlens.signature import checked
+from kvlens.checks import checked
 
 from ..bias.outputs import bias_outputs, share_by_size
 from ..bias.positions import output_shares

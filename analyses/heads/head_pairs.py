@@ -16,7 +16,7 @@ import pandas as pd
 import torch
 
 from kvlens import HookedKVTransformer, KVLensError
-from kvlens.signature import checked
+from kvlens.checks import checked
 
 from ..declaration import Analysis, Columns, Option
 from .weights import COMPOSITION_KINDS, composition_scores, head_weights

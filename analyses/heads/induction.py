@@ -17,8 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens import HookedKVTransformer, KVLensError
-from kvlens.arguments import check_seed
-from kvlens.signature import checked
+from kvlens.checks import Seed, checked, ensure
 
 from ..declaration import Analysis, Columns, Option
 from ..inputs import tokens_field
@@ -156,7 +155,7 @@ def look_at_heads(
 ) -> HeadsFound:
     """What both tables are made of; arguments and errors as :func:`induction_heads`."""
     check_model(model)
-    check_seed("induction_heads: seed", seed)
+    ensure("induction_heads: seed", Seed, seed)
     check_batch_size("induction_heads", batch_size)
     generator = torch.Generator().manual_seed(seed)
     if prompt is None:

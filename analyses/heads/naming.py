@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from kvlens import HookedKVTransformer, KVLensError
-from kvlens.signature import checked
+from kvlens.checks import checked
 
 from ..declaration import Analysis, Columns, Option
 from ..predictions import LOGIT_CHANGE, LOSS_CHANGE

@@ -9,13 +9,14 @@ Source: Olsson et al. 2022, In-context Learning and Induction Heads (repeated ra
 """
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from kvlens import HookedKVTransformer, KVLensError
-from kvlens.arguments import check_whole
+from kvlens.checks import Within, ensure
 
 LONGEST = 2**20
 """Sequences, and tokens of one: more is surely a mistake."""
@@ -90,7 +91,7 @@ def draw_piece(
     with replacement.
     """
     for name, value, least in (("n_sequences", n_sequences, 1), ("n_repeated", n_repeated, 2)):
-        check_whole(f"induction_heads: {name}", value, least, LONGEST)
+        ensure(f"induction_heads: {name}", Annotated[int, Within(least, LONGEST)], value)
     special = [] if model.tokenizer is None else [t for t in model.tokenizer.all_special_ids if 0 <= t < model.cfg.d_vocab]
     ordinary = torch.ones(model.cfg.d_vocab)
     if len(special) < model.cfg.d_vocab:

@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens import HookedKVTransformer, KVLensError
-from kvlens.signature import checked
+from kvlens.checks import checked
 
 from ..segments import Found, Looks, Progress, rows_at
 from ..sequences import PromptTokens, prompt_sequence

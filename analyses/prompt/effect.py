@@ -7,7 +7,7 @@ import pandas as pd
 import torch
 
 from kvlens import HookedKVTransformer, KVBias
-from kvlens.signature import checked
+from kvlens.checks import checked
 
 from ..declaration import Analysis, Columns
 from ..inputs import PROMPT, TEXT

@@ -16,8 +16,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens import HookedKVTransformer, KVBias, KVLensError
-from kvlens.arguments import brief
-from kvlens.signature import checked
+from kvlens.checks import checked
+from kvlens.errors import brief
 
 from ..bias.reads import PromptReading, Stretch, TextReads
 from ..segments import Progress, PromptColumns, bar_unless

@@ -8,8 +8,7 @@ from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources import build_bridge_from_module
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from kvlens.arguments import first_line
-from kvlens.errors import KVLensError
+from kvlens.errors import KVLensError, first_line
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model")
 

@@ -3,9 +3,10 @@
 import argparse
 import os
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from kvlens.arguments import check_seed, check_whole, path_of
+from kvlens.arguments import path_of
+from kvlens.checks import Seed, Within, ensure
 from kvlens.cli.prompts import add_prompt_and_text, given_prompt_and_text
 from kvlens.errors import KVLensError
 from kvlens.report.example import EXAMPLE_MODEL, TEXT_MODEL, example_for
@@ -51,8 +52,8 @@ def add_command(commands: Any) -> None:
 
 
 def _explain(args: argparse.Namespace) -> int:
-    check_seed("--seed", args.seed)
-    check_whole("--null", args.null, 19, 2**20)
+    ensure("--seed", Seed, args.seed)
+    ensure("--null", Annotated[int, Within(19, 2**20)], args.null)
     given = given_prompt_and_text(args)
     name = (EXAMPLE_MODEL if given is None else TEXT_MODEL) if args.model is None else args.model
     source = source_of(name)

@@ -7,7 +7,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvlens.arguments import check_seed
+from kvlens.checks import Seed, ensure
 from kvlens.cli.prompts import add_prompt_and_text, given_prompt_and_text
 from kvlens.errors import KVLensError
 from kvlens.report.example import EXAMPLE_MODEL, TEXT_MODEL, example_for
@@ -86,7 +86,7 @@ def add_command(commands: Any) -> None:
 def _report(args: argparse.Namespace) -> int:
     from kvlens.report.folder import check_folder  # light: bad input is answered before torch is loaded
 
-    check_seed("--seed", args.seed)
+    ensure("--seed", Seed, args.seed)
     check_folder(args.out, overwrite=args.overwrite)
     given = given_prompt_and_text(args)
     name = (EXAMPLE_MODEL if given is None else TEXT_MODEL) if args.model is None else args.model

@@ -8,7 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvlens.arguments import check_device, check_seed
+from kvlens.arguments import check_device
+from kvlens.checks import Seed, ensure
 from kvlens.errors import KVLensError
 from kvlens.terminal import how_it_ended, visible
 
@@ -48,7 +49,7 @@ def _train(args: argparse.Namespace) -> int:
     given = {"steps": args.steps, "max_minutes": args.minutes, "seed": args.seed}
     training |= {name: value for name, value in given.items() if value is not None}
     if args.seed is not None:
-        check_seed("--seed", args.seed)
+        ensure("--seed", Seed, args.seed)
         model.setdefault("seed", args.seed)
 
     from kvlens.training import TrainSettings, find_recipe, train_recipe

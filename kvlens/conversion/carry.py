@@ -1,19 +1,19 @@
 """What becomes of a bias while tokens pass: :func:`carry_state` with the decay and the rotation of a model."""
 
 from dataclasses import replace
+from typing import Annotated
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from kvlens.arguments import brief, check_whole
+from kvlens.checks import Within, checked, ensure
 from kvlens.components.attention import KVAttention
-from kvlens.errors import KVLensError
+from kvlens.errors import KVLensError, brief
 from kvlens.kv_bias import LAST_POSITION, KVBias, VirtualKeys
 from kvlens.kv_bias.records import since
 from kvlens.model import HookedKVTransformer
 from kvlens.ops.linear_attention import LinearAttentionState, carry_state
-from kvlens.signature import checked
 
 
 @checked
@@ -43,7 +43,7 @@ def carry_bias(model: HookedKVTransformer, bias: KVBias, n_tokens: int | Int[Ten
             )
         n_tokens = n_tokens.to(bias.b_KV.device)
     else:
-        check_whole("carry_bias: n_tokens", n_tokens, 0, LAST_POSITION)
+        ensure("carry_bias: n_tokens", Annotated[int, Within(0, LAST_POSITION)], n_tokens)
     bias.fingerprint.check(model.fingerprint(), "carry_bias")
     if bias.features is not None:
         features = bias.features.further(n_tokens) if isinstance(bias.features, VirtualKeys) else bias.features

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from kvlens._tl import TransformerLensKeyValueCache
-from kvlens.arguments import Span, check_choice, check_flag, check_function, check_whole
+from kvlens.arguments import Span
+from kvlens.checks import Count, checked, ensure, one_of
 from kvlens.components import LinearCacheEntry, hidden_tokens_keep_positions
 from kvlens.conversion.carry import carry_layer_state, per_query_head
 from kvlens.conversion.counterfactual import Counterfactuals, Positions, Replacement, counterfactuals_of
@@ -39,7 +40,6 @@ from kvlens.model.attention_variant import why_no_kv_bias
 from kvlens.model.protocol import KVModel, ReadsPrompts
 from kvlens.model.streaming import has_hooks, segments, wants_gradients
 from kvlens.ops.linear_attention import LinearAttentionState
-from kvlens.signature import checked
 
 
 @checked
@@ -170,7 +170,7 @@ def _read_prompt(
         model.check_tokens(prompt.tokens)
         return prompt.as_prompt()
     read = prompt_tokens(model, prompt, prepend_bos)
-    check_choice("convert_prompt: positions", positions, ("kept", "closed"))
+    ensure("convert_prompt: positions", one_of(("kept", "closed")), positions)
     if not len(without) and not replace:
         return read
     if read.tokens.shape[0] != 1:
@@ -192,11 +192,11 @@ def _warn_of_length(model: HookedKVTransformer, prompt: PromptTokens, old: KVBia
 def _check_arguments(prepend_bos: Any, fwd_hooks: Any, detach: Any, segment_length: Any, on_progress: Any) -> None:
     """Raise KVLensError where an argument that goes with every kind of attention has no meaning."""
     if prepend_bos is not None:
-        check_flag("convert_prompt: prepend_bos", prepend_bos)
-    check_flag("convert_prompt: detach", detach)
+        ensure("convert_prompt: prepend_bos", bool, prepend_bos)
+    ensure("convert_prompt: detach", bool, detach)
     if segment_length is not None:
-        check_whole("convert_prompt: segment_length", segment_length, 1)
-    check_function("convert_prompt: on_progress", on_progress)
+        ensure("convert_prompt: segment_length", Count, segment_length)
+    ensure("convert_prompt: on_progress", Callable | None, on_progress)
     pairs = isinstance(fwd_hooks, Sequence) and all(isinstance(hook, tuple | list) and len(hook) == 2 for hook in fwd_hooks)
     if not pairs or not all(callable(function) for _, function in fwd_hooks):
         raise KVLensError(f"convert_prompt: fwd_hooks must be pairs of a hook point's name and a function, got {fwd_hooks!r}")

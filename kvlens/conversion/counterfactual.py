@@ -23,11 +23,11 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from kvlens.arguments import Span, brief, check_choice, checked_spans
+from kvlens.arguments import Span, checked_spans
+from kvlens.checks import checked
 from kvlens.conversion.prompt import PromptTokens, prompt_tokens
-from kvlens.errors import KVLensError
+from kvlens.errors import KVLensError, brief
 from kvlens.model.protocol import KVModel
-from kvlens.signature import checked
 
 Positions = Literal["kept", "closed"]
 Replacement = str | Tensor | Sequence[int]
@@ -118,7 +118,6 @@ def counterfactuals(
         KVLensError: spans outside the prompt, empty or overlapping, a replacement of another length. Converting rows that keep
             no token is refused under ``positions="closed"``.
     """
-    check_choice("counterfactuals: positions", positions, ("kept", "closed"))
     read = prompt_tokens(model, prompt, model.prepends_bos if prepend_bos is None else prepend_bos)
     if read.has_batch:
         raise KVLensError(f"counterfactuals: expected one prompt, got {read.tokens.shape[0]}; call it for each")

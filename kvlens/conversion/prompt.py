@@ -7,8 +7,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from kvlens._tl import get_device_for_block_index
-from kvlens.arguments import brief
-from kvlens.errors import KVLensError
+from kvlens.errors import KVLensError, brief
 from kvlens.model import HookedKVTransformer
 from kvlens.model.protocol import KVModel
 

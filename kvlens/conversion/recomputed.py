@@ -7,12 +7,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvlens.checks import checked
 from kvlens.components import hidden_tokens_keep_positions
 from kvlens.conversion.convert import convert_prompt
 from kvlens.conversion.counterfactual import Counterfactuals
 from kvlens.kv_bias import KVBias
 from kvlens.model import HookedKVTransformer
-from kvlens.signature import checked
 
 TOKENS_PER_PASS = 8192
 """More rows fill a core better, fewer share more of their beginnings: 32 units of 512 tokens took least time at this size."""

@@ -29,9 +29,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvlens.arguments import path_of
+from kvlens.checks import checked
 from kvlens.corpus.docstrings import Docstring, find_modules, module_order, read_docstrings, stable_fraction
 from kvlens.errors import KVLensError, nearest
-from kvlens.signature import checked
 
 LICENCES = {"stdlib": "PSF-2.0", "numpy": "BSD-3-Clause", "torch": "BSD-3-Clause", "transformers": "Apache-2.0"}
 DEFAULT_MAX_CHARS = {"stdlib": 2_500_000, "numpy": 2_000_000, "torch": 2_500_000, "transformers": 2_000_000}

@@ -14,9 +14,9 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from kvlens.arguments import brief, first_line, path_of
-from kvlens.errors import KVLensError
-from kvlens.signature import checked
+from kvlens.arguments import path_of
+from kvlens.checks import checked
+from kvlens.errors import KVLensError, brief, first_line
 from kvlens.tokenizer import for_transformer_lens, with_bos
 
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"

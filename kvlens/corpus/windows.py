@@ -15,10 +15,9 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from kvlens.arguments import check_whole
+from kvlens.checks import Count, checked
 from kvlens.corpus.tokenizer import encode_texts
 from kvlens.errors import KVLensError
-from kvlens.signature import checked
 
 
 class TokenWindows:
@@ -82,7 +81,7 @@ class TokenWindows:
         return self.n_chars / max(1, len(self) - self.n_documents)
 
     @checked
-    def sample(self, batch: int, length: int, generator: torch.Generator) -> Int[Tensor, "{batch} {length}"]:
+    def sample(self, batch: Count, length: int, generator: torch.Generator) -> Int[Tensor, "{batch} {length}"]:
         """Return ``batch`` windows at uniformly random places.
 
         Args:
@@ -94,7 +93,6 @@ class TokenWindows:
             KVLensError: a window would be longer than the text, or shorter than 2.
         """
         stride = self._stride(length, "sample")
-        check_whole("TokenWindows.sample: batch", batch, 1)
         starts = torch.randint(len(self) - stride + 1, (batch, 1), generator=generator)
         return self._with_bos(self.tokens[starts + torch.arange(stride)])
 

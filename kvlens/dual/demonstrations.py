@@ -6,12 +6,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvlens.checks import checked
 from kvlens.dual.queries import check_demonstrations, kernel_between_keys, kernel_with_bias, query_weights
 from kvlens.dual.reading import LayerReading, TextTokens, check_index, read_layers
 from kvlens.errors import KVLensError
 from kvlens.model import HookedKVTransformer
 from kvlens.ops import dual as ops
-from kvlens.signature import checked
 
 PerDemonstration = Float[Tensor, "*layer head demo"]
 

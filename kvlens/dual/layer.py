@@ -14,12 +14,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvlens.checks import checked
 from kvlens.dual.model import DualModel
 from kvlens.dual.queries import predicted_outputs
 from kvlens.dual.reading import TextTokens, check_attention, check_index, layer_reading, reading_hooks
 from kvlens.errors import KVLensError
 from kvlens.model import HookedKVTransformer
-from kvlens.signature import checked
 
 PIECEWISE_LINEAR = ("relu", "leaky_relu")
 

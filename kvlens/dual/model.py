@@ -14,13 +14,13 @@ demonstration, so W_0 is not what the head would give without demonstrations.
 Source: DUAL th. 3.1, eq. 9; the regularised step eq. 12; the bound th. 3.2.
 """
 
-from typing import Any, get_args
+from typing import Annotated, Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvlens.arguments import check_number, check_seed, check_whole
+from kvlens.checks import Count, Finite, Seed, Within, checked, ensure
 from kvlens.dual.head_tokens import (
     BiasRole,
     HeadTokens,
@@ -32,10 +32,9 @@ from kvlens.dual.head_tokens import (
     one_head,
 )
 from kvlens.dual.reading import LayerReading, TextTokens, check_index, read_layers
-from kvlens.errors import KVLensError, nearest
+from kvlens.errors import KVLensError
 from kvlens.model import HookedKVTransformer
 from kvlens.ops import dual as ops
-from kvlens.signature import checked
 
 
 class DualModel:
@@ -68,8 +67,8 @@ class DualModel:
         n_demonstrations: int | None = None,
         kernel: Kernel = "exact",
         bias: BiasRole = "initial",
-        n_features: int | None = None,
-        seed: int = 0,
+        n_features: Count | None = None,
+        seed: Seed = 0,
     ) -> "DualModel":
         """Build the dual model of a head from one forward pass over ``tokens``.
 
@@ -89,10 +88,6 @@ class DualModel:
             KVLensError: a head, layer or position that does not exist, no demonstrations, a query before its demonstrations,
                 an attention without a dual model, features asked of a head that has its own.
         """
-        check_seed("dual model: seed", seed)
-        if n_features is not None:
-            check_whole("dual model: n_features", n_features, 1)
-        _check_choices(kernel=(kernel, Kernel), bias=(bias, BiasRole))
         head = check_index("head", head, model.cfg.n_heads)
         layer = check_index("layer", layer, model.cfg.n_layers)
         readings: list[LayerReading] = []
@@ -180,15 +175,12 @@ class DualModel:
         return ops.losses(self._sums(), n_steps, eta, alpha)
 
     @checked
-    def minimize(self, alpha: float) -> "DualModel":
+    def minimize(self, alpha: Annotated[float, Within(above=0)]) -> "DualModel":
         """Go to the minimizer of the regularised loss, W = (1 / (alpha D)) sum v_j phi(k_j)^T; returns itself.
 
         Raises:
             KVLensError: ``alpha`` is not positive: the loss then has no minimizer.
         """
-        check_number("minimize: alpha", alpha)
-        if not alpha > 0:
-            raise KVLensError(f"minimize: the loss has a minimizer for alpha > 0 only, got alpha={alpha}")
         self._coefficients = torch.cat([self.labels / alpha, torch.zeros_like(self._tokens.values[self._n :])])
         return self
 
@@ -225,7 +217,11 @@ class DualModel:
 
     @checked
     def bound(
-        self, delta: float = 0.05, log_norm: float | None = None, n_negative: int = 0, beta: float = 0.0
+        self,
+        delta: Annotated[float, Within(above=0, below=1)] = 0.05,
+        log_norm: Finite | None = None,
+        n_negative: Annotated[int, Within(0)] = 0,
+        beta: Finite = 0.0,
     ) -> ops.BoundTerms:
         """The terms of the generalization bound (th. 3.2) for this training set, in logarithms.
 
@@ -238,11 +234,6 @@ class DualModel:
         Raises:
             KVLensError: a kernel that is not positive, ``delta`` outside (0, 1), more negatives than demonstrations.
         """
-        check_number("bound: delta", delta)
-        check_number("bound: beta", beta)
-        check_whole("bound: n_negative", n_negative)
-        if log_norm is not None:
-            check_number("bound: log_norm", log_norm)
         kernel = self._demonstration_kernel()
         trace = ops.log_trace(kernel)
         if n_negative:
@@ -290,17 +281,8 @@ class DualModel:
 
 
 def _check_rates(eta: Any, alpha: Any) -> None:
-    check_number("dual model: eta", eta)
-    check_number("dual model: alpha", alpha)
-    if eta <= 0:
-        raise KVLensError(f"dual model: eta, the learning rate, must be positive, got {eta}")
-
-
-def _check_choices(**choices: tuple[str, Any]) -> None:
-    for name, (value, literal) in choices.items():
-        options = get_args(literal)
-        if value not in options:
-            raise KVLensError(f"dual model: {name}={value!r}, expected one of {', '.join(options)}{nearest(value, options)}")
+    ensure("dual model: eta, the learning rate,", Annotated[float, Within(above=0)], eta)
+    ensure("dual model: alpha", Finite, alpha)
 
 
 def _check_demonstrations(n: int, n_virtual: int, query: int) -> None:

@@ -10,11 +10,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvlens.checks import checked
 from kvlens.dual.reading import LayerReading, TextTokens, read_layers
 from kvlens.errors import KVLensError
 from kvlens.model import HookedKVTransformer
 from kvlens.ops import dual as ops
-from kvlens.signature import checked
 
 PerQuery = Float[Tensor, "*layer head query"]
 MEMORY = 2**28

@@ -12,10 +12,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvlens.checks import checked
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import VirtualKeys
 from kvlens.model import Augmented, HookedKVTransformer
-from kvlens.signature import checked
 
 TextTokens = Int[Tensor, " pos"]
 

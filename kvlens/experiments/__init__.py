@@ -7,9 +7,9 @@ same from Python.
 
 import importlib
 
+from kvlens.checks import checked
 from kvlens.errors import KVLensError, nearest
 from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome, write_outcome
-from kvlens.signature import checked
 
 EXPERIMENTS = {
     "induction-depth": "kvsa",

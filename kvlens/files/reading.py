@@ -9,8 +9,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from kvlens.arguments import brief
-from kvlens.errors import KVLensError
+from kvlens.errors import KVLensError, brief
 
 
 def check_regular(what: str, path: Path) -> None:

@@ -9,8 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from kvlens.arguments import brief
-from kvlens.errors import KVLensError
+from kvlens.errors import KVLensError, brief
 from kvlens.files.manifest import checksum
 from kvlens.files.reading import check_regular
 

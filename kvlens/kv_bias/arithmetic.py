@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kvlens.arguments import check_choice
+from kvlens.checks import ensure, one_of
 from kvlens.errors import KVLensError
 from kvlens.kv_bias.features import same_features
 from kvlens.kv_bias.records import of_sum, since
@@ -34,7 +34,7 @@ def fields_of_sum(
     weights = [1.0] * len(biases) if weights is None else list(weights)
     if len(weights) != len(biases):
         raise KVLensError(f"combine: expected one weight per bias, got {len(weights)} weights for {len(biases)} biases")
-    check_choice("combine: boundary", boundary, ("equal", "first", "last", "zero"))
+    ensure("combine: boundary", one_of(("equal", "first", "last", "zero")), boundary)
     first = biases[0]
     for other in biases[1:]:
         _check_same_kind(first, other)

@@ -20,9 +20,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvlens.arguments import brief, check_device, check_number, check_whole
+from kvlens.arguments import check_device
+from kvlens.checks import Count, Finite, checked, ensure
 from kvlens.dtypes import check_holds, dtype_of, is_dtype
-from kvlens.errors import KVLensError
+from kvlens.errors import KVLensError, brief
 from kvlens.kv_bias.arithmetic import fields_of_sum, scaled_fields
 from kvlens.kv_bias.features import SoftmaxFeatures, VirtualKeys, features_from
 from kvlens.kv_bias.fingerprint import Fingerprint
@@ -30,7 +31,6 @@ from kvlens.kv_bias.fit import BiasFit, below
 from kvlens.kv_bias.ragged import packed, used_keys
 from kvlens.kv_bias.records import of_old_file, replaced, rounded, since
 from kvlens.kv_bias.storage import keeps_record, read_bias_file, write_bias_file
-from kvlens.signature import checked
 
 TENSORS = ("b_KV", "b_D", "last_k", "last_v", "last_q")
 COUNTS = ("n_prompt_tokens", "position_offset")
@@ -254,11 +254,10 @@ class KVBias:
         return self._made(None if self.fit is None else self.fit.select_prompt(index), **picked)
 
     @checked
-    def repeat(self, n: int) -> "KVBias":
+    def repeat(self, n: Count) -> "KVBias":
         """The bias of one prompt as a batch of ``n`` equal ones, without copies."""
         if self.batch_size is not None:
             raise KVLensError(f"repeat: this bias is a batch of {self.batch_size} already; select_prompt takes one")
-        check_whole("repeat: n", n, 1)
         changed = self._changed(lambda x: x[:, None].expand(-1, n, *x.shape[1:]), per_prompt_only=True)
         return self._made(None if self.fit is None else self.fit.repeat(n), **changed)
 
@@ -337,7 +336,7 @@ class KVBias:
             factor = factor.item()
         if not isinstance(factor, Real):
             return NotImplemented
-        check_number("KVBias: a factor", factor := factor if isinstance(factor, int) else float(factor))
+        factor = ensure("KVBias: a factor", Finite, factor if isinstance(factor, int) else float(factor))
         return self._made(**scaled_fields(self, float(factor)))
 
     __rmul__ = __mul__

@@ -9,17 +9,16 @@ They combine, but for ridge, which replaces the step that the others regularise 
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from kvlens.arguments import check_flag, check_whole
+from kvlens.checks import Count, Finite, Within, checked
 from kvlens.errors import KVLensError, nearest
 
-LARGEST = {"depth": 64, "width": 2**20}
-"""Of the MLPs on keys and values: larger ones are a slip of the hand."""
 ACTIVATIONS = ("gelu", "relu", "silu", "tanh")
 FORMS = ("self_attention", "normalised", "one_step")
 
 
+@checked
 @dataclass(frozen=True)
 class Regularised:
     """Less of a token's own value.
@@ -30,16 +29,15 @@ class Regularised:
             z_i - alpha p_ii v_i (eq. 13: W_0 scaled by 1 - alpha, where the query alone is H_T).
     """
 
-    alpha: float
-    form: str = "self_attention"
+    alpha: Finite
+    form: Literal["self_attention", "normalised", "one_step"] = "self_attention"
 
     def __post_init__(self):
-        _number("Regularised: alpha", self.alpha)
-        _one_of("Regularised: form", self.form, FORMS)
         if self.form == "normalised" and self.alpha == 1:
             raise KVLensError("Regularised: form='normalised' divides by 1 - alpha, so alpha must not be 1")
 
 
+@checked
 @dataclass(frozen=True)
 class Augmented:
     """Keys and values through MLPs of each key-value head's own, behind projection, norm and shift, before RoPE (eq. 14).
@@ -55,28 +53,22 @@ class Augmented:
 
     keys: bool = False
     values: bool = False
-    depth: int = 1
-    width: int | None = None
-    activation: str = "gelu"
-    parallel: float | None = None
+    depth: Annotated[int, Within(1, 64)] = 1
+    width: Annotated[int, Within(1, 2**20)] | None = None
+    activation: Literal["gelu", "relu", "silu", "tanh"] = "gelu"
+    parallel: Finite | None = None
 
     def __post_init__(self):
-        check_flag("Augmented: keys", self.keys)
-        check_flag("Augmented: values", self.values)
         if not (self.keys or self.values):
             raise KVLensError("Augmented: nothing is augmented; set keys or values")
-        for name, value in (("depth", self.depth), ("width", 1 if self.width is None else self.width)):
-            check_whole(f"Augmented: {name}", value, 1, LARGEST[name])
-        _one_of("Augmented: activation", self.activation, ACTIVATIONS)
-        if self.parallel is not None:
-            _number("Augmented: parallel", self.parallel)
-            if self.depth == 1:
-                raise KVLensError(
-                    "Augmented: a parallel branch needs a depth of at least 2 (app. E.5 has two layers): its last layer starts "
-                    "at 0, and a single layer, with the activation behind it, might never leave it"
-                )
+        if self.parallel is not None and self.depth == 1:
+            raise KVLensError(
+                "Augmented: a parallel branch needs a depth of at least 2 (app. E.5 has two layers): its last layer starts "
+                "at 0, and a single layer, with the activation behind it, might never leave it"
+            )
 
 
+@checked
 @dataclass(frozen=True)
 class Negative:
     """Push away from the tokens of lowest score (eq. 15, 34; the remark in sec. 5).
@@ -87,34 +79,21 @@ class Negative:
         per: ``query``: p_ij - (beta / k) [j in N_i]; ``label``: v_j - beta mean_{N_j} v.
     """
 
-    k: int | float
-    beta: float
-    per: str = "query"
-
-    def __post_init__(self):
-        _number("Negative: beta", self.beta)
-        _one_of("Negative: per", self.per, ("query", "label"))
-        count = isinstance(self.k, int) and not isinstance(self.k, bool) and self.k >= 1
-        if not (count or (isinstance(self.k, float) and 0 < self.k <= 1)):
-            raise KVLensError(f"Negative: k must be a count of at least 1 or a share in (0, 1], got {self.k!r}")
+    k: Count | Annotated[float, Within(above=0, most=1)]
+    beta: Finite
+    per: Literal["query", "label"] = "query"
 
 
+@checked
 @dataclass(frozen=True)
 class Ridge:
     """The regularised least-squares fit instead of one gradient step (eq. 33).
 
     Args:
-        strength: lambda, positive.
+        strength: lambda, positive: at 0 the system may have no solution.
     """
 
-    strength: float
-
-    def __post_init__(self):
-        _number("Ridge: strength", self.strength)
-        if not self.strength > 0:
-            raise KVLensError(
-                f"Ridge: strength (lambda) must be positive, or the system may have no solution; got {self.strength}"
-            )
+    strength: Annotated[float, Within(above=0)]
 
 
 @dataclass(frozen=True)

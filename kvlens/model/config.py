@@ -6,22 +6,19 @@ It is checked when it is made: an impossible combination is refused here, with t
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 
 from kvlens._tl import HookedTransformerConfig
-from kvlens.arguments import check_flag, check_whole
+from kvlens.checks import Within, checked
 from kvlens.components import FEATURE_MAPS
 from kvlens.dtypes import dtype_of
 from kvlens.errors import KVLensError, nearest
 from kvlens.model.attention_variant import AttentionVariantConfig, from_fields, why_no_kv_bias
-from kvlens.model.sizes import check_kinds, check_sizes
+from kvlens.model.sizes import check_sizes
 from kvlens.ops.linear_attention import retnet_decay
-from kvlens.signature import named_fields
 
-WIDEST = 2**16
-"""Window of a shift: more is a slip of the hand."""
 ATTENTION_KINDS = ("softmax", "linear")
 NORMALIZERS = ("kernel", "none")
 LINEAR_ATTENTION_FORMS = ("auto", "parallel", "chunked", "recurrent")
@@ -45,7 +42,7 @@ _INSIDE = (
 )
 
 
-@named_fields
+@checked
 @dataclass(frozen=True)
 class KVShiftConfig:
     """Which projections are mixed with their predecessors, over which window, and how (KVSA eq. 4-6, sec. 4.6-4.7, app. J).
@@ -57,19 +54,14 @@ class KVShiftConfig:
         init: ``uniform`` (KVSA) or ``identity`` (1, 0, ...), for a shift grafted onto a trained model.
     """
 
-    window: int = 1
+    window: Annotated[int, Within(1, 2**16)] = 1
     keys: bool = True
     values: bool = True
     queries: bool = False
-    parametrization: str = "free"
-    init: str = "uniform"
+    parametrization: Literal["free", "gate", "clamp"] = "free"
+    init: Literal["uniform", "identity"] = "uniform"
 
     def __post_init__(self):
-        check_whole("KVShiftConfig: window", self.window, 1, WIDEST)
-        _one_of("KVShiftConfig: parametrization", self.parametrization, ("free", "gate", "clamp"))
-        _one_of("KVShiftConfig: init", self.init, ("uniform", "identity"))
-        for name in ("keys", "values", "queries"):
-            check_flag(f"KVShiftConfig: {name}", getattr(self, name))
         if not (self.keys or self.values or self.queries):
             raise KVLensError("KVShiftConfig: nothing is shifted; set keys, values or queries, or give kv_shift=None")
         if self.parametrization == "gate" and self.init == "identity":
@@ -112,7 +104,7 @@ class _Given(HookedTransformerConfig):
     attn_types: Sequence[str] | None = None  # type: ignore[assignment]
 
 
-@named_fields
+@checked
 class HookedKVTransformerConfig(_Given):
     """TransformerLens' configuration plus attention kind, KV shift and KV bias. Every argument is a keyword.
 
@@ -150,7 +142,6 @@ class HookedKVTransformerConfig(_Given):
     def __post_init__(self):
         self.dtype = dtype_of(self.dtype)
         self.kv_shift = _shift_of(self.kv_shift)
-        check_kinds(self)
         check_sizes(self)
         seed, self.seed = self.seed, None  # TransformerLens would seed torch, numpy and random for the whole process
         try:

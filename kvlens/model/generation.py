@@ -14,8 +14,8 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from kvlens._tl import USE_DEFAULT_VALUE, HookedTransformer, TransformerLensKeyValueCache, get_attention_mask, sample_logits
-from kvlens.arguments import brief, is_number
-from kvlens.errors import KVLensError
+from kvlens.arguments import is_number
+from kvlens.errors import KVLensError, brief
 from kvlens.model.streaming import has_hooks
 
 LONG = 1024

@@ -8,8 +8,8 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from kvlens._tl import USE_DEFAULT_VALUE, HookedTransformerConfig, TransformerLensKeyValueCache
-from kvlens.arguments import brief, check_characters
-from kvlens.errors import KVLensError, nearest
+from kvlens.arguments import check_characters
+from kvlens.errors import KVLensError, brief, nearest
 from kvlens.kv_bias import KVBias
 from kvlens.model.config import HookedKVTransformerConfig
 

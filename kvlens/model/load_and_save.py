@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from kvlens._tl import HookedTransformer
+from kvlens.checks import checked
 from kvlens.model.loading import M, from_hooked_transformer, from_llama2c, from_pretrained
 from kvlens.model.shift_graft import load_shift_coefficients
 from kvlens.model.storage import load_model, save_model
-from kvlens.signature import checked
 from kvlens.zoo import folder_of
 
 

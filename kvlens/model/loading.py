@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 import torch
 
 from kvlens._tl import POST_NORM_ARCHITECTURES, HookedTransformer, without_deprecation_warning
-from kvlens.arguments import check_choice, check_device
+from kvlens.arguments import check_device
+from kvlens.checks import checked, ensure, one_of
 from kvlens.dtypes import dtype_of
 from kvlens.errors import KVLensError, WrongArguments, nearest_name, warn
 from kvlens.model.config import HookedKVTransformerConfig, KVShiftConfig
@@ -26,7 +27,6 @@ from kvlens.pretrained import (
     refuse_to_run_code,
     without_progress_bars,
 )
-from kvlens.signature import checked
 
 M = TypeVar("M", bound=HookedTransformer)
 """The class that is asked for: HookedKVTransformer or a subclass of it. It stands above this module, which never imports it."""
@@ -164,7 +164,7 @@ def from_pretrained(
     refuse_to_run_code(loader_kwargs)
     _refuse_slips(loader_kwargs)
     if default_padding_side is not None:
-        check_choice("from_pretrained: default_padding_side", default_padding_side, ("left", "right"))
+        ensure("from_pretrained: default_padding_side", one_of(("left", "right")), default_padding_side)
     if hf_model is None and not is_local_folder(model_name):
         if kv_shift is not None and kv_shift.values and fold_value_biases is None:
             fold_value_biases = False

@@ -18,11 +18,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvlens._tl import USE_DEFAULT_VALUE, Output, TransformerLensKeyValueCache, get_attention_mask
-from kvlens.arguments import brief, check_whole
+from kvlens.checks import Count, checked, ensure
 from kvlens.components import LinearCacheEntry, is_hooked, upgrade_cache
-from kvlens.errors import KVLensError
+from kvlens.errors import KVLensError, brief
 from kvlens.model.attention_variant import why_no_kv_bias
-from kvlens.signature import checked
 
 WIDEST_ON_CPU, WIDEST_ELSEWHERE = 2**21, 2**28
 """Numbers in the widest activation of a segment: 8 MiB in float32 on a CPU; enough parallel work on an accelerator."""
@@ -197,7 +196,7 @@ def run_in_segments(
     model.check_length(rows.shape[1], mask)
     streamed = _has_a_state(model.cfg) and (segment_length is not None or not has_hooks(model))
     if segment_length is not None:
-        check_whole("segment_length", segment_length, 1)
+        ensure("segment_length", Count, segment_length)
         if not streamed:
             raise KVLensError(
                 "segment_length: this model's attention needs the whole text at once (softmax, the parallel form, negative "

@@ -19,10 +19,10 @@ from kvlens._tl import (
     TransformerLensKeyValueCache,
     without_deprecation_warning,
 )
-from kvlens.arguments import first_line
+from kvlens.checks import checked
 from kvlens.components import counted_by, form_of_block, softmax_form_block, upgrade_cache
 from kvlens.dtypes import dtype_of, is_dtype
-from kvlens.errors import KVLensError
+from kvlens.errors import KVLensError, first_line
 from kvlens.kv_bias import Fingerprint, KVBias
 from kvlens.model.assembly import init_kv_parameters, replace_components, seeded, spread_bias
 from kvlens.model.attention_variant import why_no_kv_bias
@@ -43,7 +43,6 @@ from kvlens.model.load_and_save import LoadsAndSaves
 from kvlens.model.streaming import forward_in_segments, streams
 from kvlens.model.threads import OneThread
 from kvlens.model.weights import ProcessesWeights
-from kvlens.signature import checked
 
 
 class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, HookedTransformer):

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from kvlens._tl import HookedTransformer, ProcessWeights
+from kvlens.checks import checked
 from kvlens.errors import KVLensError
 from kvlens.model.attention_variant import AttentionVariantConfig
 from kvlens.model.config import HookedKVTransformerConfig
-from kvlens.signature import checked
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from kvlens.ops.shapes import shaped
+from kvlens.checks import checked
 
 Activation = Literal["gelu", "gelu_tanh", "relu", "silu"]
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
@@ -46,7 +46,7 @@ LARGE_WEIGHTS = 2**18
 SLICES = 8
 
 
-@shaped()
+@checked
 def affine(
     x: Float[Tensor, "*lead d_in"],
     weight: Float[Tensor, "d_in d_out"],

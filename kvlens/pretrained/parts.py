@@ -26,9 +26,10 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvlens._tl import HookedTransformerConfig, loading
-from kvlens.arguments import brief, check_device, path_of
+from kvlens.arguments import check_device, path_of
+from kvlens.checks import ensure
 from kvlens.dtypes import dtype_of
-from kvlens.errors import KVLensError
+from kvlens.errors import KVLensError, brief
 from kvlens.pretrained.architectures import architecture_of, check_readable
 from kvlens.pretrained.baichuan import (
     baichuan_m1_config,
@@ -46,7 +47,6 @@ from kvlens.pretrained.tokenizer import find_tokenizer
 from kvlens.pretrained.translation import alibi_slopes, translate_config
 from kvlens.pretrained.trial import Trial, run_trial
 from kvlens.pretrained.weights import convert_weights
-from kvlens.signature import fitting
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ def load_pretrained_parts(
         )
     source: Any = folder if hf_model is None else hf_model
     official = None if folder else loading.make_model_alias_map().get(str(model_name).lower())
-    fitting("from_pretrained: verify", bool | None, verify)
+    ensure("from_pretrained: verify", bool | None, verify)
     options: dict[str, Any] = {
         "dtype": dtype,
         "device": device,
@@ -245,7 +245,7 @@ def _check_options(tokenizer: Any, device: Any, sizes: Mapping[str, Any]) -> Non
         raise KVLensError(f"from_pretrained: tokenizer must be a loaded tokenizer of transformers, got {brief(tokenizer)}")
     check_device("from_pretrained: device", device)
     for name, size in sizes.items():
-        fitting(f"from_pretrained: {name}", int | None, size)
+        ensure(f"from_pretrained: {name}", int | None, size)
 
 
 def _check_arguments(model_name: str | Path, hf_model: Any, kwargs: dict[str, Any]) -> None:

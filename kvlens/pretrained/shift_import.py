@@ -23,8 +23,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvlens.checks import checked
 from kvlens.errors import KVLensError
-from kvlens.signature import checked
 
 __all__ = ["import_shift_coefficients", "is_shift_coefficient", "parameter_from_coefficients"]
 

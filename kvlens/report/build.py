@@ -31,6 +31,7 @@ from kvlens.analyses import (
 from kvlens.analyses.prompt.readings import read_text
 from kvlens.analyses.sequences import baseline_sequence
 from kvlens.analyses.texts import joined, token_texts
+from kvlens.checks import checked
 from kvlens.conversion import ConversionMethod, convert_prompt
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import BiasFit, KVBias
@@ -38,7 +39,6 @@ from kvlens.model import HookedKVTransformer
 from kvlens.model.generation import TEMPERATURES, is_temperature
 from kvlens.report.folder import FORMAT
 from kvlens.report.notes import notes_on
-from kvlens.signature import checked
 
 FORMAT_VERSION = 2
 MOST_PAIRS = 2**28

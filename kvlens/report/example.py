@@ -6,7 +6,7 @@ page of a function that does not exist. No training text holds either, so what t
 
 from typing import NamedTuple
 
-from kvlens.signature import checked
+from kvlens.checks import checked
 
 EXAMPLE_MODEL = "facts-linear"
 """What the report is made of when neither a model nor a prompt is given."""

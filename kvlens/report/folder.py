@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from kvlens import files
-from kvlens.signature import checked
+from kvlens.checks import checked
 
 FORMAT = "kvlens.report"
 SUMMARY = "summary.json"

@@ -9,9 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from kvlens.analyses.texts import joined
+from kvlens.checks import checked
 from kvlens.report.build import CONDITIONS, Report
 from kvlens.report.console import WIDTH, make_console
-from kvlens.signature import checked
 from kvlens.terminal import visible
 from kvlens.viz._text import percent
 

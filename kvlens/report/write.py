@@ -3,11 +3,11 @@
 import json
 from pathlib import Path
 
+from kvlens.checks import checked
 from kvlens.files import plain, write_folder
 from kvlens.report.build import Report
 from kvlens.report.folder import SUMMARY, check_folder
 from kvlens.report.page import build_page
-from kvlens.signature import checked
 
 BIAS = "bias.safetensors"
 PAGE = "report.html"

@@ -3,8 +3,8 @@
 ``make_task("induction", vocab_size=512, length=128)`` gives a `Task`; `Task.sample` draws batches from a generator.
 """
 
+from kvlens.checks import checked
 from kvlens.errors import KVLensError, nearest
-from kvlens.signature import checked
 from kvlens.tasks.arithmetic import ArithmeticTask
 from kvlens.tasks.batch import SPLITS, Batch, Task
 from kvlens.tasks.bigrams import BigramTask

@@ -19,11 +19,10 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from kvlens.arguments import check_seed
+from kvlens.checks import Seed, checked, ensure
 from kvlens.errors import KVLensError, nearest
 from kvlens.model import HookedKVRegressor, HookedKVTransformer, HookedKVTransformerConfig
 from kvlens.model.loading import build_with_ready_tokenizer
-from kvlens.signature import checked
 
 SPLITS = ("train", "heldout")
 Model = HookedKVTransformer | HookedKVRegressor
@@ -75,7 +74,7 @@ class Task(ABC):
 
     def heldout(self, n_sequences: int, seed: int = 0) -> Batch:
         """``n_sequences`` held-out sequences: the same ones for the same seed."""
-        check_seed(f"task {self.name!r}: seed", seed)
+        ensure(f"task {self.name!r}: seed", Seed, seed)
         return self.sample(n_sequences, torch.Generator().manual_seed(1_000_003 + seed), "heldout")
 
     def data_hash(self) -> str | None:

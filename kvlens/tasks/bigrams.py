@@ -28,8 +28,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from kvlens.checks import checked
 from kvlens.errors import KVLensError
-from kvlens.signature import checked
 from kvlens.tasks.batch import Batch, Task
 from kvlens.tasks.checks import require_between, require_choice, require_drawable, require_ids, require_integers
 from kvlens.tasks.drawing import draw_until_scored

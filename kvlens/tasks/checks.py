@@ -1,12 +1,13 @@
 """What every task checks: its settings when it is made, and a request when it is drawn from."""
 
 from collections.abc import Iterable
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from kvlens.arguments import brief, check_choice, check_whole
-from kvlens.errors import KVLensError
+from kvlens.checks import Within, ensure, one_of
+from kvlens.errors import KVLensError, brief
 from kvlens.tasks.batch import SPLITS, Task
 
 MOST_PLACES = 2**31
@@ -24,9 +25,8 @@ def require_integers(task: Task, **least: int) -> None:
         KVLensError: a setting is no integer, or too small.
     """
     for setting, smallest in least.items():
-        value = getattr(task, setting)
-        if not isinstance(value, int) or isinstance(value, bool) or value < smallest:
-            raise KVLensError(f"task {task.name!r}: {setting} must be an integer of at least {smallest}, got {value!r}")
+        value = ensure(f"task {task.name!r}: {setting}", Annotated[int, Within(smallest)], getattr(task, setting))
+        object.__setattr__(task, setting, value)  # a whole number of numpy as Python's, also where it is frozen
 
 
 def require_between(task: Task, setting: str, low: float, high: float) -> None:
@@ -35,9 +35,7 @@ def require_between(task: Task, setting: str, low: float, high: float) -> None:
     Raises:
         KVLensError: the setting is no number, or outside.
     """
-    value = getattr(task, setting)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
-        raise KVLensError(f"task {task.name!r}: {setting} must be a number from {low} to {high}, got {value!r}")
+    ensure(f"task {task.name!r}: {setting}", Annotated[float, Within(low, high)], getattr(task, setting))
 
 
 def require_choice(task: Task, setting: str, options: Iterable[str]) -> None:
@@ -47,7 +45,7 @@ def require_choice(task: Task, setting: str, options: Iterable[str]) -> None:
         KVLensError: the setting is another name.
     """
     value, options = getattr(task, setting), list(options)
-    check_choice(f"task {task.name!r}: {setting}", value, options)
+    ensure(f"task {task.name!r}: {setting}", one_of(options), value)
 
 
 def require_batch(task: Task, what: str, n_sequences: int) -> None:
@@ -56,7 +54,7 @@ def require_batch(task: Task, what: str, n_sequences: int) -> None:
     Raises:
         KVLensError: as said; ``what`` is the argument's name.
     """
-    check_whole(f"task {task.name!r}: {what}", n_sequences, 1, max(1, MOST_PLACES // task.n_positions))
+    ensure(f"task {task.name!r}: {what}", Annotated[int, Within(1, max(1, MOST_PLACES // task.n_positions))], n_sequences)
 
 
 def require_drawable(task: Task, batch_size: int, generator: torch.Generator, split: str) -> None:
@@ -70,7 +68,7 @@ def require_drawable(task: Task, batch_size: int, generator: torch.Generator, sp
         raise KVLensError(f"task {task.name!r}: expected a torch.Generator, got {generator!r}; torch.Generator() makes one")
     if generator.device.type != "cpu":
         raise KVLensError(f"task {task.name!r}: batches are drawn on the CPU, but the generator is on {generator.device}")
-    check_choice(f"task {task.name!r}: split", split, SPLITS)
+    ensure(f"task {task.name!r}: split", one_of(SPLITS), split)
 
 
 def require_ids(task: Task, tokens: Tensor) -> None:

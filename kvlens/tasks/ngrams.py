@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from kvlens.arguments import check_seed
+from kvlens.checks import Seed, ensure
 from kvlens.errors import KVLensError
 from kvlens.tasks.batch import Batch, Task
 from kvlens.tasks.checks import require_between, require_drawable, require_integers
@@ -53,7 +53,7 @@ class NgramTask(Task):
 
     def __post_init__(self):
         require_integers(self, order=2, vocab_size=2, length=2, table_seed=0)
-        check_seed("task 'ngrams': table_seed", self.table_seed)
+        ensure("task 'ngrams': table_seed", Seed, self.table_seed)
         require_between(self, "restart_rate", 0.0, 0.9)
         # an order beyond the table's bits is too large by itself, and its power no number to be worked out
         if self.order > MAX_TABLE.bit_length() or self.vocab_size ** (self.order - 1) > MAX_TABLE:

@@ -30,9 +30,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvlens.checks import checked
 from kvlens.errors import KVLensError
 from kvlens.model import HookedKVRegressor, HookedKVTransformerConfig
-from kvlens.signature import checked
 from kvlens.tasks.batch import Batch, Model, Task
 from kvlens.tasks.checks import require_between, require_choice, require_drawable, require_integers
 from kvlens.tasks.functions import FUNCTION_CLASSES, SPARSITY

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from kvlens.arguments import check_seed, path_of
+from kvlens.arguments import path_of
+from kvlens.checks import Seed, ensure
 from kvlens.corpus import DocsCorpus, TokenWindows, build_docs_corpus, train_bpe_tokenizer
 from kvlens.errors import KVLensError
 from kvlens.files import reason
@@ -132,7 +133,7 @@ class TextTask(Task):
 
     def heldout(self, n_sequences: int, seed: int = 0) -> Batch:
         """Windows spread evenly over the held-out part, the same ones for every seed; fewer where it is shorter."""
-        check_seed(f"task {self.name!r}: seed", seed)
+        ensure(f"task {self.name!r}: seed", Seed, seed)
         windows = self.windows["heldout"].consecutive(self.heldout_length or self.length, n_sequences)
         return next_token_batch(windows)
 

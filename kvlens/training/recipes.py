@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvlens.checks import checked
 from kvlens.errors import KVLensError, nearest
 from kvlens.model import HookedKVTransformerConfig, KVShiftConfig
-from kvlens.signature import checked
 from kvlens.tasks import Task, make_task, task_names
 from kvlens.tasks.batch import Model
 

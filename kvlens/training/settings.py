@@ -2,17 +2,17 @@
 
 import math
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from kvlens.checks import Count, Seed, Within, checked
 from kvlens.errors import KVLensError, nearest
 from kvlens.tasks import Task
 from kvlens.tasks.batch import Model
 from kvlens.tasks.checks import require_batch
 from kvlens.training.schedule import Schedule
 
-PRECISIONS = ("float32", "bfloat16")
 
-
+@checked
 @dataclass(frozen=True)
 class TrainSettings:
     """Settings of :func:`kvlens.training.train`; they decide, with model, task and machine, every metric of a run.
@@ -42,48 +42,27 @@ class TrainSettings:
         KVLensError: a value is outside its range.
     """
 
-    steps: int = 1000
-    batch_size: int = 32
+    steps: Count = 1000
+    batch_size: Count = 32
     learning_rate: float | int = 1e-3
     schedule: str = "cosine"
     warmup_fraction: float | int = 0.02
     final_fraction: float | int = 0.1
-    weight_decay: float | int = 0.01
-    betas: tuple[float | int, float | int] = (0.9, 0.99)
-    max_grad_norm: float | int = 1.0
-    eval_every: int = 100
-    eval_sequences: int = 128
-    stop_at_accuracy: float | int | None = None
-    patience: int | None = None
-    max_minutes: float | int | None = None
-    log_every: int = 1
-    checkpoint_every: int | None = None
+    weight_decay: Annotated[float | int, Within(0)] = 0.01
+    betas: tuple[Annotated[float | int, Within(0, below=1)], Annotated[float | int, Within(0, below=1)]] = (0.9, 0.99)
+    max_grad_norm: Annotated[float | int, Within(above=0, most=math.inf)] = 1.0
+    eval_every: Count = 100
+    eval_sequences: Count = 128
+    stop_at_accuracy: Annotated[float | int, Within(above=0, most=1)] | None = None
+    patience: Count | None = None
+    max_minutes: Annotated[float | int, Within(above=0, most=math.inf)] | None = None
+    log_every: Count = 1
+    checkpoint_every: Count | None = None
     watch: str | None = None
-    precision: str = "float32"
-    seed: int = 0
+    precision: Literal["float32", "bfloat16"] = "float32"
+    seed: Seed = 0
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            _check_type(field.name, getattr(self, field.name), str(field.type))
-        for name in ("steps", "batch_size", "eval_every", "eval_sequences", "log_every", "patience", "checkpoint_every"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise KVLensError(f"train: {name} must be an integer of at least 1, got {value!r}")
-        for name in ("max_minutes", "max_grad_norm"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise KVLensError(f"train: {name} must be positive, got {value}")
-        if not 0 <= self.seed < 2**63:
-            raise KVLensError(f"train: seed must be from 0 to 2**63 - 1, got {self.seed}")
-        if self.stop_at_accuracy is not None and not 0 < self.stop_at_accuracy <= 1:
-            raise KVLensError(f"train: stop_at_accuracy must be in (0, 1], got {self.stop_at_accuracy}")
-        if not (self.weight_decay >= 0 and math.isfinite(self.weight_decay)):
-            raise KVLensError(f"train: weight_decay must be finite and at least 0, got {self.weight_decay}")
-        if len(self.betas) != 2 or not all(isinstance(b, int | float) and 0 <= b < 1 for b in self.betas):
-            raise KVLensError(f"train: betas must be two numbers in [0, 1), got {self.betas}")
-        if self.precision not in PRECISIONS:
-            hint = nearest(self.precision, PRECISIONS)
-            raise KVLensError(f"train: precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}{hint}")
         self.rate()
 
     @classmethod
@@ -93,7 +72,7 @@ class TrainSettings:
         for name in settings:
             if name not in known:
                 raise KVLensError(f"train: unknown setting {name!r}{nearest(name, known)}; there are {', '.join(known)}")
-        return cls(**{**settings, **({"betas": tuple(settings["betas"])} if isinstance(settings.get("betas"), list) else {})})
+        return cls(**settings)
 
     def check_batches(self, task: Task) -> None:
         """Raise KVLensError where a batch of ``task`` would fit into no memory."""
@@ -112,17 +91,3 @@ class TrainSettings:
     def rate(self) -> Schedule:
         """The learning rate as a function of progress."""
         return Schedule(self.learning_rate, self.schedule, self.warmup_fraction, self.final_fraction)
-
-
-KINDS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "tuple": (tuple, list)}
-
-
-def _check_type(name: str, value: object, annotation: str) -> None:
-    """Refuse what is not of the kind that the field's annotation names first."""
-    kind = annotation.removeprefix("<class '").split("'")[0].split("[")[0].split(" ")[0]
-    if value is None and "None" in annotation:
-        return
-    if not isinstance(value, KINDS[kind]) or isinstance(value, bool):
-        least = " of at least 1" if kind == "int" and name != "seed" else ""
-        words = {"int": f"an integer{least}", "float": "a number", "str": "text", "tuple": "two numbers"}[kind]
-        raise KVLensError(f"train: {name} must be {words}, got {value!r}")

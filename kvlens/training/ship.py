@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from kvlens.arguments import path_of
+from kvlens.checks import checked
 from kvlens.files import CARD, list_files, write_folder
 from kvlens.model.storage import check_model_folder
-from kvlens.signature import checked
 from kvlens.tasks import Task
 from kvlens.tasks.batch import Model
 from kvlens.training.card import model_card

@@ -23,8 +23,8 @@ import pandas as pd
 import torch
 from tqdm.auto import tqdm
 
-from kvlens.arguments import check_flag, check_whole, path_of
-from kvlens.signature import checked
+from kvlens.arguments import path_of
+from kvlens.checks import Count, checked, ensure
 from kvlens.tasks import Task
 from kvlens.tasks.batch import Model
 from kvlens.tasks.checks import require_batch
@@ -98,8 +98,8 @@ def train(
     check_fit(model, task)
     chosen.check_batches(task)
     chosen.check_model(model)
-    check_flag("train: restart", restart)
-    check_flag("train: progress", progress)
+    ensure("train: restart", bool, restart)
+    ensure("train: progress", bool, progress)
     check_loss(loss)
     folder = None if folder is None else path_of("train: folder", folder)
     workers = Workers.current()
@@ -141,7 +141,7 @@ def score_heldout(
     """
     check_fit(model, task)
     require_batch(task, "n_sequences", n_sequences)
-    check_whole("score_heldout: batch_size", batch_size, 1)
+    ensure("score_heldout: batch_size", Count, batch_size)
     check_loss(loss)
     was_training, heldout = model.training, task.heldout(n_sequences, seed)
     model.eval()

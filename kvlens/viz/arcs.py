@@ -6,8 +6,8 @@ from typing import Any
 
 import pandas as pd
 
+from kvlens.checks import checked
 from kvlens.errors import KVLensError
-from kvlens.signature import checked
 from kvlens.viz._axes import check_ax
 from kvlens.viz._color import NEGATIVE, POSITIVE
 from kvlens.viz._frames import check_columns, check_numbers

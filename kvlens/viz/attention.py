@@ -14,9 +14,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvlens.arguments import brief, numbers_of
-from kvlens.errors import KVLensError
-from kvlens.signature import checked
+from kvlens.arguments import numbers_of
+from kvlens.checks import checked
+from kvlens.errors import KVLensError, brief
 from kvlens.viz._axes import listed_axes
 from kvlens.viz._blocks import strongest_positions
 from kvlens.viz._color import FULL, NEGATIVE, POSITIVE, diverging_map, strongest

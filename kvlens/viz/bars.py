@@ -5,7 +5,7 @@ from typing import Any
 
 import pandas as pd
 
-from kvlens.signature import checked
+from kvlens.checks import checked
 from kvlens.viz._axes import check_ax
 from kvlens.viz._color import NEGATIVE, POSITIVE, strongest
 from kvlens.viz._frames import check_columns, check_numbers

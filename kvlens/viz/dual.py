@@ -7,8 +7,8 @@ import numpy as np
 import pandas as pd
 import torch
 
+from kvlens.checks import checked
 from kvlens.errors import KVLensError
-from kvlens.signature import checked
 from kvlens.viz._blocks import block_means, block_size, token_blocks
 from kvlens.viz._frames import check_columns, check_numbers
 from kvlens.viz._head_maps import check_heads, column_choice, head_maps

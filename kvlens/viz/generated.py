@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
+from kvlens.checks import checked
 from kvlens.errors import KVLensError
-from kvlens.signature import checked
 from kvlens.viz._text import html_text
 from kvlens.viz.piece import Piece
 

@@ -8,8 +8,8 @@ import pandas as pd
 
 from kvlens.analyses import HeadDetails
 from kvlens.arguments import numbers_of
+from kvlens.checks import checked
 from kvlens.errors import KVLensError
-from kvlens.signature import checked
 from kvlens.viz._axes import check_ax
 from kvlens.viz._color import diverging_map, scale_of
 from kvlens.viz._details import details_json

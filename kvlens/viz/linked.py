@@ -12,8 +12,8 @@ import math
 from typing import Any
 
 from kvlens.analyses import LinkedShares
+from kvlens.checks import checked
 from kvlens.errors import KVLensError
-from kvlens.signature import checked
 from kvlens.viz._blocks import block_means, block_size, token_blocks
 from kvlens.viz._quantized import quantized
 from kvlens.viz._text import html_text, part_note, percent, rounded, script_json

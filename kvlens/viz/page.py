@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from kvlens.checks import checked
 from kvlens.files import write_atomically
-from kvlens.signature import checked
 from kvlens.viz._document import document, in_frame
 from kvlens.viz._text import html_text
 from kvlens.viz.piece import Piece

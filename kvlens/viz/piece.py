@@ -5,12 +5,11 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from kvlens.arguments import check_whole
+from kvlens.checks import Within, checked
 from kvlens.errors import KVLensError
 from kvlens.files import write_atomically
-from kvlens.signature import checked
 from kvlens.viz._document import document, in_frame
 
 
@@ -44,13 +43,12 @@ class Piece:
         write_atomically(path, self.to_html())
 
     @checked
-    def save_png(self, path: str | Path, *, dpi: int = 200) -> None:
+    def save_png(self, path: str | Path, *, dpi: Annotated[int, Within(10, 2400)] = 200) -> None:
         """Write the static picture as PNG.
 
         Raises:
             KVLensError: there is no static picture of it, the file cannot be written, or ``dpi`` is no resolution.
         """
-        check_whole("save_png: dpi", dpi, 10, 2400)
         write_atomically(path, self._drawn("png", dpi=dpi))
 
     def save_svg(self, path: str | Path) -> None:

@@ -5,8 +5,8 @@ from typing import Any
 
 import pandas as pd
 
+from kvlens.checks import checked
 from kvlens.errors import KVLensError
-from kvlens.signature import checked
 from kvlens.viz._text import html_text, number
 from kvlens.viz.piece import Piece
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvlens.analyses.texts import joined
-from kvlens.arguments import brief, numbers_of
-from kvlens.errors import KVLensError
-from kvlens.signature import checked
+from kvlens.arguments import numbers_of
+from kvlens.checks import checked
+from kvlens.errors import KVLensError, brief
 from kvlens.viz._axes import check_ax
 from kvlens.viz._color import FULL, diverging_map, strongest, style
 from kvlens.viz._text import NEWLINE, html_text, label, number, part_note, printable, running

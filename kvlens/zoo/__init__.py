@@ -7,8 +7,8 @@ from pathlib import Path
 
 from huggingface_hub.constants import HF_HUB_CACHE
 
+from kvlens.checks import checked
 from kvlens.errors import KVLensError, nearest, nearest_name
-from kvlens.signature import checked
 
 _ROOT = Path(str(files("kvlens.zoo")))
 

@@ -202,7 +202,7 @@ def test_the_minimizer():
     least = dual.minimize(0.3).loss(alpha=0.3)
     assert least < dual.reset().losses(30, alpha=0.3)[:10].min()
     torch.testing.assert_close(dual.losses(200, alpha=0.3)[-1], least, rtol=1e-10, atol=1e-12)
-    with pytest.raises(KVLensError, match="alpha > 0 only"):
+    with pytest.raises(KVLensError, match="minimize: alpha must be above 0, got 0.0"):
         dual.minimize(0.0)
 
 
@@ -237,7 +237,7 @@ def test_bad_input_is_refused_with_the_reason():
         (dict(layer=0, head=0, query_pos=2, n_demonstrations=4), "stands before its 4 demonstrations"),
         (dict(layer=0, head=0, n_demonstrations=-1), "number of tokens"),
         (dict(layer=0, head=0, kernel="exakt"), "did you mean 'exact'"),
-        (dict(layer=0, head=0, bias="first"), "expected one of initial, demonstrations"),
+        (dict(layer=0, head=0, bias="first"), "bias must be one of initial, demonstrations"),
         (dict(layer=0, head=0, kernel="landmark", n_features=10), "1 to 9"),
         (dict(layer=0, head=0, kernel="random", n_features=0), "at least 1"),
     ]:

@@ -61,7 +61,7 @@ def test_the_values_of_every_scale_are_values_of_every_other(experiment, name):
     [
         ("seeds=[]", "must be a list that is not empty, such as"),
         ("seeds=[1, 1]", "must have each entry once, got 1 twice"),
-        ("seeds=[0, 1.5]", "entry 2, must be a whole number of 0 to 1000000000, got 1.5"),
+        ("seeds=[0, 1.5]", "entry 2, must be a whole number from 0 to 1000000000, got 1.5"),
         ('task={"vocab_size": 1}', "vocab_size, must be at least 2, got 1"),
         ('training={"steps": 0}', "steps, must be at least 1, got 0"),
         ('model={"d_model": "x"}', "d_model, must be a whole number"),

@@ -299,12 +299,15 @@ def test_the_fingerprint_of_a_shipped_model_is_what_it_was():
         (dict(attention_variant={}), "none is set"),
         (dict(attention_variant={"regularized": {"alpha": 1.0}}), "did you mean 'regularised'"),
         (dict(attention_variant={"negative": {"k": 2}}), "beta"),
-        (dict(attention_variant={"negative": {"k": 0, "beta": 0.1}}), "count of at least 1 or a share"),
+        (
+            dict(attention_variant={"negative": {"k": 0, "beta": 0.1}}),
+            "k must be a whole number of at least 1 or a number above 0 and at most 1, got 0",
+        ),
         (dict(attention_variant={"negative": {"k": 2, "beta": 0.1, "per": "queries"}}), "did you mean 'query'"),
         (dict(attention_variant={"augmented": {}}), "set keys or values"),
         (dict(attention_variant={"augmented": {"keys": True, "parallel": 1.0}}), "depth of at least 2"),
         (dict(attention_variant={"regularised": {"alpha": 1.0, "form": "normalised"}}), "must not be 1"),
-        (dict(attention_variant={"ridge": {"strength": 0.0}}), "must be positive"),
+        (dict(attention_variant={"ridge": {"strength": 0.0}}), "strength must be above 0, got 0.0"),
         (dict(attention_variant={"ridge": {"strength": 1.0}, "negative": {"k": 1, "beta": 1.0}}), "augmented alone"),
         (dict(attention_variant={"ridge": {"strength": 1.0}}, positional_embedding_type="alibi"), "does not go with decay"),
         (

@@ -5,15 +5,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from kvlens import KVLensError
 from kvlens.ops import attention_variants, dual, feature_maps, induction, kv_shift, landmarks, linear_attention, rotary
 from kvlens.ops import softmax_attention as softmax
 from kvlens.ops import softmax_features as features
 from kvlens.ops.affine import affine
-from kvlens.ops.shapes import shaped
 
 pytestmark = pytest.mark.unhooked  # the messages are kvlens' own
 SIZES = dict(b=2, p=7, key=7, h=6, g=3, d=4, f=5, r=5, m=8, w=1, t=2, c=6, n=3, e=9, one=1, two=2, all=6)
@@ -176,43 +173,3 @@ def test_an_op_takes_what_fits_and_refuses_what_does_not(op):
                 op(**{n: made(wrong if n == name else y) for n, y in arguments.items()})
             refused += 1
     assert refused
-
-
-@shaped(head="kv_head")
-def read(q: Float[Tensor, "*lead head d"], v: Float[Tensor, "kv_head d"], rows: Float[Tensor, "*#lead 2"] | None = None) -> int:
-    return len(q)
-
-
-def test_the_message_says_what_was_expected_and_what_came():
-    with pytest.raises(KVLensError) as refused:
-        read(torch.ones(5, 4, 3), v=torch.ones(3, 3))
-    assert str(refused.value) == (
-        "read: expected q [..., head, d], v [kv_head, d], head a multiple of kv_head; got q [5, 4, 3], v [3, 3]"
-    )
-    with pytest.raises(KVLensError, match=r"rows \[\.\.\., 2\], .*; got .* rows 'x'"):
-        read(torch.ones(5, 4, 3), torch.ones(2, 3), "x")
-
-
-def test_axes_may_be_several_broadcast_given_by_number_or_absent():
-    q, v = torch.ones(5, 7, 4, 3), torch.ones(2, 3)
-    assert read(q, v) == read(q, v, None) == read(q, v, rows=torch.ones(7, 2)) == read(q, v, torch.ones(1, 7, 2)) == 5
-    for rows in (torch.ones(7, 3), torch.ones(5, 2), torch.ones(3, 7, 2), torch.ones(5, 5, 7, 2)):
-        with pytest.raises(KVLensError):
-            read(q, v, rows)
-    with pytest.raises(KVLensError):  # 4 heads cannot share none
-        read(q, torch.ones(0, 3))
-
-
-def test_what_fitted_once_does_not_let_other_shapes_and_kinds_in():
-    for _ in range(2):
-        assert read(torch.ones(5, 4, 3), torch.ones(2, 3)) == 5
-        for wrong in (torch.ones(3, 3), 3, None, [torch.ones(2, 3)]):
-            with pytest.raises(KVLensError):
-                read(torch.ones(5, 4, 3), wrong)
-
-
-def test_a_wrong_call_is_a_type_error_that_names_what_the_op_takes():
-    with pytest.raises(TypeError, match=r"read: missing a required argument: 'v'\. It takes q, v, rows"):
-        read(torch.ones(5, 4, 3))
-    with pytest.raises(KVLensError, match=r"read: no argument is called 'w'\. It takes q, v, rows"):
-        read(torch.ones(5, 4, 3), torch.ones(2, 3), w=3)

@@ -156,7 +156,7 @@ def test_a_loss_that_is_not_finite_names_the_step_and_keeps_the_last_good_weight
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(steps=0), "steps must be an integer of at least 1"),
+        (dict(steps=0), "steps must be at least 1"),
         (dict(stepz=5), "unknown setting 'stepz'.*steps"),
         (dict(precision="float31"), "precision.*float32"),
         (dict(stop_at_accuracy=1.5), "stop_at_accuracy"),

@@ -9,23 +9,23 @@ trained on the prompt do follow, at the price of the training.
 """
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvlens.arguments import check_choice
+from kvlens.checks import Within, checked
 from kvlens.conversion.softmax.learned import train_features
 from kvlens.conversion.softmax.method import Approximation
 from kvlens.conversion.softmax.prompt_pass import ConvertedExactly
+from kvlens.conversion.softmax.settings import MOST_ASKED
 from kvlens.conversion.softmax.teacher import Teacher
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import KVBias, LearnedFeatures, RandomFeatures, SoftmaxFeatures, TaylorFeatures, VirtualKeys
 from kvlens.model import HookedKVTransformer
 from kvlens.ops.feature_maps import draw_projections
 from kvlens.ops.softmax_features import random_log_features, taylor_features
-from kvlens.signature import named_fields
 
 
 class FreeFeatures(Approximation):
@@ -47,7 +47,7 @@ class FreeFeatures(Approximation):
                     )
 
 
-@named_fields
+@checked
 @dataclass(frozen=True, kw_only=True)
 class RandomProjections(FreeFeatures):
     """Positive random features (FAVOR+, Choromanski et al. 2021); one draw per layer and key-value head. For comparison.
@@ -63,13 +63,8 @@ class RandomProjections(FreeFeatures):
 
     name: ClassVar[str] = "random"
 
-    n_features: int
+    n_features: Annotated[int, Within(1, MOST_ASKED)]
     random_feature_kind: Literal["orthogonal", "iid"] = "orthogonal"
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.check_whole("n_features", 1)
-        check_choice("RandomProjections: random_feature_kind", self.random_feature_kind, ("orthogonal", "iid"))
 
     def fit(self, teacher: Teacher) -> KVBias:
         cfg, m, kind = teacher.model.cfg, self.n_features, self.random_feature_kind
@@ -81,7 +76,7 @@ class RandomProjections(FreeFeatures):
         return _summed(teacher.exact, logs, RandomFeatures(projection))
 
 
-@named_fields
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Learned(FreeFeatures):
     """Features trained on the reference queries and the prompt's keys (:mod:`kvlens.conversion.softmax.learned`).
@@ -97,11 +92,7 @@ class Learned(FreeFeatures):
     name: ClassVar[str] = "learned"
     fits_on_text: ClassVar[bool] = True
 
-    n_features: int
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.check_whole("n_features", 1)
+    n_features: Annotated[int, Within(1, MOST_ASKED)]
 
     def fit(self, teacher: Teacher) -> KVBias:
         trained = train_features(teacher, self.n_features)
@@ -109,7 +100,7 @@ class Learned(FreeFeatures):
         return _summed(teacher.exact, list(trained.log_keys), LearnedFeatures(queries.weight, queries.offset))
 
 
-@named_fields
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Taylor(FreeFeatures):
     """The second-order polynomial, off by |q.k / scale|^3 / 6: for scores below 1. Of exp(10) = 22,026 it makes 61: the

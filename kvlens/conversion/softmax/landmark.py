@@ -12,22 +12,22 @@ whole model; and the result, a KV bias, whose weights may have either sign, so t
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import torch
 from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvlens.arguments import check_choice, check_flag, check_number
+from kvlens.checks import Within, checked
 from kvlens.conversion.softmax.method import Approximation
 from kvlens.conversion.softmax.polish import Objective, polish
 from kvlens.conversion.softmax.prompt_pass import continued
+from kvlens.conversion.softmax.settings import MOST_ASKED
 from kvlens.conversion.softmax.teacher import Teacher
 from kvlens.errors import KVLensError, warn
 from kvlens.kv_bias import KVBias, VirtualKeys
 from kvlens.ops.landmarks import (
-    CRITERIA,
     Chosen,
     Criterion,
     Queries,
@@ -38,13 +38,12 @@ from kvlens.ops.landmarks import (
     greedy_budgets,
     statistics,
 )
-from kvlens.signature import named_fields
 
 LONGEST_PATH = 4
 """A head gets at most so many times the average number of keys, or 64 where that is more and the prompt has as many."""
 
 
-@named_fields
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Landmark(Approximation):
     """A few of the prompt's keys per key-value head, with fitted weights and values.
@@ -78,34 +77,20 @@ class Landmark(Approximation):
     shorthand: ClassVar[Mapping[str, str]] = {"n_features": "n_keys", "fit": "fitted"}
     fits_on_text: ClassVar[bool] = True
 
-    n_keys: int | None = None
-    ratio: float | None = None
+    n_keys: Annotated[int, Within(1, MOST_ASKED)] | None = None
+    ratio: Annotated[float, Within(above=0, most=1)] | None = None
     budget: Literal["equal", "greedy"] = "equal"
-    polish_steps: int = 0
-    texts_per_step: int = 16
+    polish_steps: Annotated[int, Within(0, MOST_ASKED)] = 0
+    texts_per_step: Annotated[int, Within(1, MOST_ASKED)] = 16
     objective: Objective = "logits"
     keys: Criterion = "output"
     fitted: bool = True
     layer_by_layer: bool = False
 
     def __post_init__(self):
-        super().__post_init__()
-        check_choice("Landmark: budget", self.budget, ("equal", "greedy"))
-        check_choice("Landmark: objective", self.objective, ("logits", "kl"))
-        check_choice("Landmark: keys", self.keys, CRITERIA)
-        self.check_whole("polish_steps", 0)
-        self.check_whole("texts_per_step", 1)
-        check_flag("Landmark: fitted", self.fitted)
-        check_flag("Landmark: layer_by_layer", self.layer_by_layer)
         if (self.n_keys is None) == (self.ratio is None):
             problem = "needs n_keys (or n_features), the keys per key-value head, or ratio, a share of the prompt's keys"
             raise KVLensError(f"Landmark: {problem if self.n_keys is None else 'give n_keys or ratio, not both'}")
-        if self.n_keys is not None:
-            self.check_whole("n_keys", 1)
-        if self.ratio is not None:
-            check_number("Landmark: ratio", self.ratio)
-            if not 0 < self.ratio <= 1:
-                raise KVLensError(f"Landmark: ratio is a share of the prompt's keys, 0 < ratio <= 1, got {self.ratio}")
 
     def fit(self, teacher: Teacher) -> KVBias:
         bias = _Landmarks(teacher, self).fit()

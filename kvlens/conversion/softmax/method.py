@@ -49,7 +49,7 @@ class Exact(ConversionMethod):
 class Approximation(ConversionMethod, TextOptions):
     """A method whose bias is not exact: its errors are measured on reference text (:class:`TextOptions`), and recorded.
 
-    A subclass is a frozen dataclass; its ``__post_init__`` calls this one's before it checks options of its own.
+    A subclass is a frozen dataclass that is :func:`~kvlens.checks.checked`: the annotations of its fields say what they may be.
 
     Attributes:
         fits_on_text: whether ``fit`` reads the reference text; otherwise that is for measuring alone.

@@ -4,12 +4,11 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from kvlens.arguments import check_choice
+from kvlens.checks import checked, ensure, one_of
 from kvlens.conversion.softmax.free_features import Learned, RandomProjections, Taylor
 from kvlens.conversion.softmax.landmark import Landmark
 from kvlens.conversion.softmax.method import ConversionMethod, Exact
 from kvlens.errors import KVLensError, WrongArguments, nearest
-from kvlens.signature import checked
 
 METHODS: dict[str, type[ConversionMethod]] = {
     method.name: method
@@ -42,7 +41,7 @@ def method_of(method: str | ConversionMethod, options: Mapping[str, Any], others
                 raise unknown_option(name, others, None)
             raise KVLensError(f"convert_prompt: {name} is an option of the method: give it to {type(method).__name__}(...)")
         return method
-    check_choice("convert_prompt: method", method, METHODS)
+    ensure("convert_prompt: method", one_of(METHODS), method)
     kind = METHODS[method]
     unknown = next((name for name in options if name not in _names(kind)), None)
     if unknown is not None:

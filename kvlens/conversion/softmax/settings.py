@@ -1,11 +1,11 @@
 """Where the text comes from that an approximate conversion is fitted to and measured on."""
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Annotated, Any
 
 from torch import Tensor
 
-from kvlens.arguments import check_seed, check_whole
+from kvlens.checks import Seed, Within
 
 MOST_ASKED = 2**24
 """Of features, steps and texts: more is a slip of the hand, or takes years."""
@@ -26,20 +26,10 @@ class TextOptions:
     """
 
     reference: str | Tensor | None = None
-    n_continuations: int = 24
-    continuation_length: int = 64
-    n_held_out: int = 3
-    seed: int = 0
-
-    def __post_init__(self):
-        self.check_whole("n_continuations", 2)
-        self.check_whole("continuation_length", 2)
-        self.check_whole("n_held_out", 0)
-        check_seed(f"{type(self).__name__}: seed", self.seed)
-
-    def check_whole(self, name: str, least: int) -> None:
-        """Raise KVLensError unless the option is a whole number of at least ``least``."""
-        check_whole(f"{type(self).__name__}: {name}", getattr(self, name), least, MOST_ASKED)
+    n_continuations: Annotated[int, Within(2, MOST_ASKED)] = 24
+    continuation_length: Annotated[int, Within(2, MOST_ASKED)] = 64
+    n_held_out: Annotated[int, Within(0, MOST_ASKED)] = 3
+    seed: Seed = 0
 
     def to_json(self) -> dict[str, Any]:
         """The options as JSON's types; of a given reference text only that it was given."""

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from kvlens.checks import checked
 from kvlens.files import FolderKind, check_folder, listed_in, plain, write_folder
-from kvlens.signature import checked
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -6,10 +6,10 @@ these cannot show is declared here once, by the setting's name: from where to wh
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
-from kvlens.arguments import brief, check_choice, check_flag, check_number, check_whole
-from kvlens.errors import KVLensError, nearest
+from kvlens.checks import Within, ensure, one_of
+from kvlens.errors import KVLensError, brief, nearest
 from kvlens.experiments.shared.outcome import Experiment
 
 MOST_SEED = 10**9
@@ -26,13 +26,12 @@ WHOLE: dict[str, tuple[int, int]] = {
     "vocab_size": (2, MOST_SIZE),
 }
 """Least and most of whole numbers, by the setting's name; 1 and `MOST_SIZE` where nothing is said."""
-RATE = (0.0, 1e9)
-SHARE = (0.0, 1.0)
-NUMBERS: dict[str, tuple[float, float]] = {
+RATE, SHARE = Within(above=0, most=10**9), Within(above=0, most=1)
+NUMBERS: dict[str, Within] = {
     **dict.fromkeys(("rates", "learning_rate", "learning_rates", "distil_rates", "sigmas", "size", "step_per_token"), RATE),
     **dict.fromkeys(("ratio", "ratios", "trigger_rate", "stop_at_accuracy"), SHARE),
 }
-"""Numbers that must be above the first and at most the second; any finite number where nothing is said."""
+"""The range of numbers; any finite number where nothing is said."""
 WORDS: dict[str, tuple[str, ...]] = {"polished_budgets": ("equal", "greedy")}
 """Words that a setting takes; any text where nothing is said, names and paths being looked up where they are used."""
 KEYS = ("d_x", "steps", "classes")
@@ -69,23 +68,15 @@ def _check(what: str, name: str, value: Any, examples: Sequence[Any]) -> None:
     elif dict in kinds and (isinstance(value, dict) or kinds == {dict}):
         _check_dict(what, name, value, [example for example in examples if isinstance(example, dict)])
     elif kinds == {bool}:
-        check_flag(what, value)
+        ensure(what, bool, value)
     elif kinds <= {int, dict}:
-        check_whole(what, value, *WHOLE.get(name, (1, MOST_SIZE)))
+        ensure(what, Annotated[int, Within(*WHOLE.get(name, (1, MOST_SIZE)))], value)
     elif kinds <= {int, float}:
-        _check_number(what, name, value)
+        ensure(what, Annotated[float, NUMBERS.get(name, Within())], value)
     elif name in WORDS:
-        check_choice(what, value, WORDS[name])
+        ensure(what, one_of(WORDS[name]), value)
     elif not isinstance(value, str) or not value:
         raise KVLensError(f"{what} must be text, got {brief(value)}")
-
-
-def _check_number(what: str, name: str, value: Any) -> None:
-    check_number(what, value)
-    if name in NUMBERS:
-        least, most = NUMBERS[name]
-        if not least < value <= most:
-            raise KVLensError(f"{what} must be above {least:g} and at most {most:g}, got {value!r}")
 
 
 def _check_list(what: str, name: str, value: Any, examples: Sequence[list[Any]]) -> None:
@@ -110,7 +101,7 @@ def _check_dict(what: str, name: str, value: Any, examples: Sequence[dict[str, A
     alike = len({type(element) for element in everything}) == 1
     for key, element in value.items():
         if name in KEYS and alike:
-            check_choice(f"{what}: a key", key, known)
+            ensure(f"{what}: a key", one_of(known), key)
         own = known.get(key, everything if alike else [])
         if own and not (element is None and None in own):
             inner = key if key in WHOLE or key in NUMBERS or key in WORDS else name if alike else key

@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 from jaxtyping import Float
 from torch import Tensor
 
+from kvlens.checks import checked
 from kvlens.errors import KVLensError
-from kvlens.ops.shapes import shaped
 
 
-@shaped()
+@checked
 def augment(
     x: Float[Tensor, "batch pos head d"],
     weights: Sequence[Float[Tensor, "head _ _"]],

@@ -7,10 +7,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvlens.ops.shapes import shaped
+from kvlens.checks import checked
 
 
-@shaped()
+@checked
 def naive_regularised(
     pattern: Float[Tensor, "pos pos"],
     v: Float[Tensor, "pos d_head"],
@@ -28,7 +28,7 @@ def naive_regularised(
     return torch.stack(rows)
 
 
-@shaped()
+@checked
 def naive_negative(
     pattern: Float[Tensor, "pos pos"],
     scores: Float[Tensor, "pos pos"],
@@ -53,7 +53,7 @@ def naive_negative(
     return torch.stack(rows)
 
 
-@shaped()
+@checked
 def naive_ridge(
     kernel: Float[Tensor, "pos pos"],
     at_queries: Float[Tensor, "pos pos"],

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvlens.ops.shapes import shaped
+from kvlens.checks import checked
 
 
 class Negatives(NamedTuple):
@@ -29,7 +29,7 @@ class Negatives(NamedTuple):
     share: Float[Tensor, "batch head pos most"]
 
 
-@shaped()
+@checked
 @torch.no_grad()
 def lowest_scored(
     scores: Float[Tensor, "batch head pos key_pos"], visible: Bool[Tensor, "#batch #head pos key_pos"], k: int | float
@@ -50,7 +50,7 @@ def lowest_scored(
     return Negatives(lowest.indices, share.expand_as(lowest.indices))
 
 
-@shaped()
+@checked
 def mean_of_negatives(
     v: Float[Tensor, "batch head key_pos d_head"], negatives: Negatives
 ) -> Float[Tensor, "batch head pos d_head"]:

@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvlens.arguments import check_whole
+from kvlens.checks import Count
 from kvlens.ops.delta_rule.types import LOWEST_LOG_DECAY, masked
 
 BLOCK = 16
@@ -66,7 +66,7 @@ def chunks_of(
     v: Tensor | None = None,
 ) -> Chunks:
     """Cut the tokens into chunks; the last is filled up with tokens that do nothing."""
-    check_whole("delta rule: chunk_size", chunk_size, 1)
+    ensure("delta rule: chunk_size", Count, chunk_size)
     reads = [x for x in (v, q) if x is not None]
     k, log_decay, write_strength, reads = masked(mask, k, log_decay, write_strength, *reads)
     pos, n_heads = write_strength.shape[1:]

@@ -16,14 +16,14 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from kvlens.checks import checked
 from kvlens.ops.delta_rule.chunk import Chunks, chunks_of
 from kvlens.ops.delta_rule.types import CarriedOutput, DeltaRuleOutput, identity_state, starting_state
-from kvlens.ops.shapes import shaped
 
 CHUNK_SIZE = 64
 
 
-@shaped(head="key_head")
+@checked(head="key_head")
 def chunked_delta_rule(
     q: Float[Tensor, "batch pos key_head d_k"],
     k: Float[Tensor, "batch pos key_head d_k"],
@@ -42,7 +42,7 @@ def chunked_delta_rule(
     return DeltaRuleOutput(chunks.joined(z), final if output_final_state else None)
 
 
-@shaped(head="key_head")
+@checked(head="key_head")
 def carried_delta_rule(
     q: Float[Tensor, "batch pos key_head d_k"],
     k: Float[Tensor, "batch pos key_head d_k"],
@@ -69,7 +69,7 @@ def carried_delta_rule(
     return CarriedOutput(together[..., :d_v], together[..., d_v:], final[..., :d_v], final[..., d_v:])
 
 
-@shaped(head="key_head")
+@checked(head="key_head")
 def carried_queries(
     q: Float[Tensor, "batch pos key_head d_k"],
     k: Float[Tensor, "batch pos key_head d_k"],
@@ -83,7 +83,7 @@ def carried_queries(
     return chunks.joined(_scan(chunks, identity_state(write_strength, k.shape[-1]))[0])
 
 
-@shaped(head="key_head")
+@checked(head="key_head")
 def carried_keys(
     k: Float[Tensor, "batch pos key_head d_k"],
     log_decay: Float[Tensor, "batch pos head *channel"],
@@ -108,7 +108,7 @@ def carried_keys(
     return chunks.joined(torch.stack(carried[::-1], dim=2))
 
 
-@shaped(head="key_head")
+@checked(head="key_head")
 def state_map(
     k: Float[Tensor, "batch pos key_head d_k"],
     log_decay: Float[Tensor, "batch pos head *channel"],
@@ -124,7 +124,7 @@ def state_map(
     return product
 
 
-@shaped(head="key_head")
+@checked(head="key_head")
 def effective_attention(
     q: Float[Tensor, "batch pos key_head d_k"],
     k: Float[Tensor, "batch pos key_head d_k"],

@@ -17,13 +17,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvlens.checks import checked
 from kvlens.ops.dual.kernel import LogKernel, kernel_values, middle_of_course
-from kvlens.ops.shapes import shaped
 
 PerJudgedQuery = Float[Tensor, "*lead judged_query"]
 
 
-@shaped()
+@checked
 def log_loss_drops(
     log_kernel: LogKernel,
     values: Float[Tensor, "*lead token d_out"],
@@ -60,7 +60,7 @@ def log_loss_drops(
     return drops + 2 * queries * log_decay[..., None]
 
 
-@shaped()
+@checked
 def step_outputs(
     pattern: Float[Tensor, "*lead query token"],
     values: Float[Tensor, "*lead token d_out"],
@@ -79,7 +79,7 @@ def step_outputs(
     return pattern[..., N:, :N] @ values[..., :N, :]
 
 
-@shaped()
+@checked
 def mean_cosines(
     log_kernel: LogKernel,
     values: Float[Tensor, "*lead token d_out"],

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvlens.ops.shapes import shaped
+from kvlens.checks import checked
 
 
 class LogKernel(NamedTuple):
@@ -29,13 +29,13 @@ class LogKernel(NamedTuple):
     sign: Float[Tensor, "*lead token at"] | None
 
 
-@shaped()
+@checked
 def softmax_kernel(a: Float[Tensor, "*lead a d"], b: Float[Tensor, "*lead b d"], scale: float) -> LogKernel:
     """kappa(a, b) = exp(a.b / scale), the kernel of softmax attention (DUAL eq. 7)."""
     return LogKernel(a @ b.transpose(-1, -2) / scale, None)
 
 
-@shaped()
+@checked
 def feature_kernel(
     a: Float[Tensor, "*lead a d_phi"],
     b: Float[Tensor, "*lead b d_phi"],
@@ -50,7 +50,7 @@ def feature_kernel(
     return LogKernel(log_size, products.sign())
 
 
-@shaped()
+@checked
 def kernel_values(kernel: LogKernel, log_factor: Float[Tensor, "..."] | float = 0.0) -> Float[Tensor, "*lead token at"]:
     """kappa * exp(log_factor), broadcast; only a product that itself is too large overflows."""
     values = (kernel.log_size + log_factor).exp()

@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvlens.checks import checked
 from kvlens.errors import KVLensError
-from kvlens.ops.shapes import shaped
 
 
 class LandmarkFeatures(NamedTuple):
@@ -26,7 +26,7 @@ class LandmarkFeatures(NamedTuple):
     landmarks: Int[Tensor, "head r"]
 
 
-@shaped()
+@checked
 def landmark_features(
     keys: Float[Tensor, "head token d"], queries: Float[Tensor, "head query d"], scale: float, n_landmarks: int
 ) -> LandmarkFeatures:
@@ -64,7 +64,7 @@ def landmark_features(
     return LandmarkFeatures(features[:, :n_keys], features[:, n_keys:], log_keys, log_queries, chosen)
 
 
-@shaped()
+@checked
 def random_log_features(
     x: Float[Tensor, "head token d"], projection: Float[Tensor, "head m d"], scale: float
 ) -> tuple[Float[Tensor, "head token m"], Float[Tensor, "head token"]]:

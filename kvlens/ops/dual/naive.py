@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvlens.ops.shapes import shaped
+from kvlens.checks import checked
 
 Kernel = Callable[[Tensor, Tensor], Tensor]
 """kappa of two vectors: a number."""
@@ -41,7 +41,7 @@ class NaiveDual(NamedTuple):
     cosine_after: Float[Tensor, " demo"]
 
 
-@shaped()
+@checked
 def naive_dual(
     query: Float[Tensor, " d"],
     keys: Float[Tensor, "token d"],

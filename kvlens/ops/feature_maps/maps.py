@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvlens.ops.shapes import shaped
+from kvlens.checks import checked
 
 
 def elu_plus_one(x: Float[Tensor, "*lead d"]) -> Float[Tensor, "*lead d"]:
@@ -55,7 +55,7 @@ def relu(x: Float[Tensor, "*lead d"]) -> Float[Tensor, "*lead d"]:
     return torch.relu(x) + 1e-3
 
 
-@shaped()
+@checked
 def random_features(
     x: Float[Tensor, "*lead head d"], projection: Float[Tensor, "head m d"], attn_scale: float
 ) -> Float[Tensor, "*lead head m"]:
@@ -75,7 +75,7 @@ def taylor(x: Float[Tensor, "*lead d"], attn_scale: float) -> Float[Tensor, "*le
     return torch.cat([torch.ones_like(scaled[..., :1]), scaled, pairs], dim=-1)
 
 
-@shaped()
+@checked
 def hedgehog(x: Float[Tensor, "*lead head d"], weight: Float[Tensor, "head d d"]) -> Float[Tensor, "*lead head d_phi"]:
     """phi(x) = softmax([2Wx, -2Wx]), W learned per head."""
     projected = 2.0 * torch.einsum("...hd,hed->...he", x, weight.to(x.dtype))

@@ -6,15 +6,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvlens.arguments import check_choice, check_whole
-from kvlens.signature import checked
+from kvlens.checks import Count, checked
 
 
 @checked
 def draw_projections(
-    n_heads: int,
-    n_features: int,
-    d_head: int,
+    n_heads: Count,
+    n_features: Count,
+    d_head: Count,
     kind: Literal["iid", "orthogonal"],
     generator: torch.Generator | None = None,
 ) -> Float[Tensor, "head m d"]:
@@ -23,9 +22,6 @@ def draw_projections(
     An orthogonal block is a Haar-random rotation whose rows are stretched to the lengths of independent normal vectors,
     so that each single row is still exactly normal and the estimate stays unbiased.
     """
-    for name, size in (("n_heads", n_heads), ("n_features", n_features), ("d_head", d_head)):
-        check_whole(f"draw_projections: {name}", size, 1)
-    check_choice("draw_projections: kind", kind, ("iid", "orthogonal"))
     normal = torch.randn(n_heads, n_features, d_head, generator=generator, dtype=torch.float64)
     if kind == "iid":
         return normal.float()

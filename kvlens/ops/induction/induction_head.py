@@ -15,10 +15,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvlens.ops.shapes import shaped
+from kvlens.checks import checked
 
 
-@shaped()
+@checked
 def induction_head(x: Float[Tensor, "batch pos d_model"], sigma: float, slope: float) -> Float[Tensor, "batch pos d_model"]:
     """IH(x) at every position.
 

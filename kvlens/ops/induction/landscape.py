@@ -24,14 +24,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvlens.checks import checked
 from kvlens.errors import KVLensError
-from kvlens.ops.shapes import shaped
 
 SHORTEST = 4
 """1 < i < T - 1 leaves no i in shorter texts."""
 
 
-@shaped()
+@checked
 def landscape_loss(alpha: Float[Tensor, "*lead 2"], beta: Float[Tensor, "*lead 2"], T: int) -> Float[Tensor, "*lead"]:
     """-log of the probability that the head gives to x_{i+1}.
 

@@ -4,12 +4,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvlens.checks import checked
 from kvlens.errors import KVLensError
 from kvlens.ops.induction.landscape import check_length
-from kvlens.ops.shapes import shaped
 
 
-@shaped()
+@checked
 def naive_induction_head(
     x: Float[Tensor, "batch pos d_model"], sigma: float, slope: float
 ) -> Float[Tensor, "batch pos d_model"]:
@@ -26,7 +26,7 @@ def naive_induction_head(
     return torch.stack(texts)
 
 
-@shaped()
+@checked
 def naive_landscape_loss(
     alpha: Float[Tensor, "2"],
     beta: Float[Tensor, "2"],

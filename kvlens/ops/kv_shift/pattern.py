@@ -10,10 +10,10 @@ With the values' coefficients E says which tokens are read; with the keys', whos
 from jaxtyping import Float
 from torch import Tensor
 
-from kvlens.ops.shapes import shaped
+from kvlens.checks import checked
 
 
-@shaped(head="kv_head")
+@checked(head="kv_head")
 def effective_pattern(
     pattern: Float[Tensor, "*batch head query key"], coef: Float[Tensor, "kv_head taps"]
 ) -> Float[Tensor, "*batch head query key"]:

@@ -14,11 +14,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from kvlens.checks import checked
 from kvlens.errors import KVLensError
-from kvlens.ops.shapes import shaped
 
 
-@shaped()
+@checked
 def kv_shift(
     x: Float[Tensor, "batch pos head d"],
     coef: Float[Tensor, "head taps"],

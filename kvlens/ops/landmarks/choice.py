@@ -15,8 +15,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvlens.checks import checked
 from kvlens.ops.landmarks.shares import Statistics
-from kvlens.ops.shapes import shaped
 
 Criterion = Literal["output", "normalizer", "mass"]
 CRITERIA = ("output", "normalizer", "mass")
@@ -31,7 +31,7 @@ class Chosen(NamedTuple):
     gain: Float[Tensor, "cell r"]
 
 
-@shaped()
+@checked
 def choose_keys(sums: Statistics, r: int, criterion: Criterion = "output") -> Chosen:
     """The first ``r`` keys by a criterion (see the module)."""
     if criterion == "mass":

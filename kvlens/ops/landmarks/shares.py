@@ -21,7 +21,7 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvlens.ops.shapes import shaped
+from kvlens.checks import checked
 from kvlens.ops.softmax_features import ScoreRule, grouped_key_scores
 
 BLOCK_NUMBERS = 2**20
@@ -97,7 +97,7 @@ def key_shares(queries: Queries, prompt: PromptKeys) -> Float[Tensor, "cell row 
     return scores.sub_(log_n).exp_().flatten(0, 1)
 
 
-@shaped(head="kv_head")
+@checked(head="kv_head")
 def shares(queries: Queries, prompt: PromptKeys) -> Shares:
     """The shares of every key, and what the prompt's keys and all keys give."""
     psi = key_shares(queries, prompt)
@@ -127,7 +127,7 @@ def cells_of(queries: Queries, prompt: PromptKeys) -> Iterator[tuple[Queries, Pr
         yield Queries(q, z, log_n, queries.positions), PromptKeys(keys, values, distance, real, rule)
 
 
-@shaped(head="kv_head")
+@checked(head="kv_head")
 def statistics(queries: Queries, prompt: PromptKeys, root_metric: Float[Tensor, "kv_head d_head d_head"]) -> Statistics:
     """Sums over all queries, a block at a time, in float64. p and a are sums over the keys themselves, so that one sum over the
     queries, the Gram matrix, holds the others: sum_i psi_i p_i = gram 1, sum_i psi_i a_i^T = gram v.

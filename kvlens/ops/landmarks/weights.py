@@ -15,8 +15,8 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvlens.checks import checked
 from kvlens.ops.landmarks.shares import PromptKeys, Queries, Statistics, blocks_of, cells_of, shares
-from kvlens.ops.shapes import shaped
 from kvlens.ops.softmax_attention import ScaledFeatures
 
 RIDGE_WEIGHTS, RIDGE_VALUES = 1e-9, 1e-6
@@ -30,7 +30,7 @@ class Errors(NamedTuple):
     mass: Float[Tensor, "batch head"]
 
 
-@shaped()
+@checked
 def fit_weights(sums: Statistics, index: Int[Tensor, "cell r"], active: Bool[Tensor, "cell r"]) -> Float[Tensor, "cell r"]:
     """w of the active keys: least squares, then again without those that came out negative, until none does."""
     every = torch.arange(len(index), device=index.device)[:, None]
@@ -45,7 +45,7 @@ def fit_weights(sums: Statistics, index: Int[Tensor, "cell r"], active: Bool[Ten
     return w
 
 
-@shaped(head="kv_head")
+@checked(head="kv_head")
 def fit_values(
     queries: Queries,
     prompt: PromptKeys,
@@ -71,7 +71,7 @@ def fit_values(
     return (start + _solve(gram, right, w > 0, RIDGE_VALUES)) * (w > 0)[..., None]
 
 
-@shaped(head="kv_head")
+@checked(head="kv_head")
 def output_errors(
     queries: Queries,
     prompt: PromptKeys,

@@ -4,11 +4,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from kvlens.checks import checked
 from kvlens.ops.linear_attention import real_steps, without_padding
-from kvlens.ops.shapes import shaped
 
 
-@shaped()
+@checked
 def carried_queries(
     q: Float[Tensor, "batch pos head d_k"],
     log_decay: Float[Tensor, " head"],
@@ -19,7 +19,7 @@ def carried_queries(
     return q * _power(real_steps(mask, q), log_decay, q)[..., None]
 
 
-@shaped()
+@checked
 def carried_keys(
     k: Float[Tensor, "batch pos head d_k"],
     log_decay: Float[Tensor, " head"],
@@ -31,7 +31,7 @@ def carried_keys(
     return k * _power(steps[:, -1:] - steps, log_decay, k)[..., None]
 
 
-@shaped()
+@checked
 def state_map(
     k: Float[Tensor, "batch pos head d_k"],
     log_decay: Float[Tensor, " head"],
@@ -44,7 +44,7 @@ def state_map(
     return (kept * torch.eye(d_k, dtype=k.dtype, device=k.device)).expand(batch, n_heads, d_k, d_k)
 
 
-@shaped()
+@checked
 def effective_attention(
     q: Float[Tensor, "batch pos head d_k"],
     k: Float[Tensor, "batch pos head d_k"],

@@ -5,6 +5,7 @@ from typing import NamedTuple
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from kvlens.checks import checked
 from kvlens.ops.linear_attention import (
     LinearAttentionOutput,
     LinearAttentionState,
@@ -12,7 +13,6 @@ from kvlens.ops.linear_attention import (
     naive_linear_attention,
     recurrent_linear_attention,
 )
-from kvlens.ops.shapes import shaped
 
 
 class LightningOutput(NamedTuple):
@@ -22,7 +22,7 @@ class LightningOutput(NamedTuple):
     final_state: Float[Tensor, "batch head d_k d_v"] | None
 
 
-@shaped()
+@checked
 def naive_lightning(
     q: Float[Tensor, "batch pos head d_k"],
     k: Float[Tensor, "batch pos head d_k"],
@@ -45,7 +45,7 @@ def naive_lightning(
     return _output(naive_linear_attention(q, k, v, None, None, log_decay.exp(), mask, state), output_final_state)
 
 
-@shaped()
+@checked
 def chunked_lightning(
     q: Float[Tensor, "batch pos head d_k"],
     k: Float[Tensor, "batch pos head d_k"],
@@ -60,7 +60,7 @@ def chunked_lightning(
     return _output(chunked_linear_attention(q, k, v, None, None, log_decay.exp(), mask, state), output_final_state)
 
 
-@shaped()
+@checked
 def recurrent_lightning(
     q: Float[Tensor, "batch pos head d_k"],
     k: Float[Tensor, "batch pos head d_k"],

@@ -16,9 +16,9 @@ from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from kvlens.checks import checked
 from kvlens.ops.linear_attention.state import without_padding
 from kvlens.ops.linear_attention.types import LinearAttentionOutput, LinearAttentionState, check_normalizer
-from kvlens.ops.shapes import shaped
 
 CHUNK_SIZE = 64
 NORMALIZER_CHUNK_SIZE = 16
@@ -27,7 +27,7 @@ SEGMENT_ON_CPU, SEGMENT_ELSEWHERE = 512, 16384
 """Tokens per segment: the cache is what counts on a CPU, enough parallel work on an accelerator."""
 
 
-@shaped(head="kv_head")
+@checked(head="kv_head")
 def chunked_linear_attention(
     phi_q: Float[Tensor, "batch pos head d_phi"],
     phi_k: Float[Tensor, "batch pos kv_head d_phi"],

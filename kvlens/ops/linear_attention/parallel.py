@@ -6,12 +6,12 @@ Its pieces are public because the hooked component puts hook points between them
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from kvlens.checks import checked
 from kvlens.ops.linear_attention.state import read_state, real_steps, without_padding
 from kvlens.ops.linear_attention.types import LinearAttentionOutput, LinearAttentionState, check_normalizer
-from kvlens.ops.shapes import shaped
 
 
-@shaped(head="kv_head")
+@checked(head="kv_head")
 def causal_scores(
     phi_q: Float[Tensor, "batch pos head d_phi"],
     phi_k: Float[Tensor, "batch key_pos kv_head d_phi"],
@@ -29,7 +29,7 @@ def causal_scores(
     return scores if mask is None else scores.masked_fill(~mask[:, None, None, :], 0.0)
 
 
-@shaped(head="kv_head")
+@checked(head="kv_head")
 def running_normalizer(
     norm_q: Float[Tensor, "batch pos head d_phi"],
     norm_k: Float[Tensor, "batch pos kv_head d_phi"],
@@ -46,7 +46,7 @@ def running_normalizer(
     return (norm_q.unflatten(2, (-1, group)) * running.unsqueeze(3)).sum(-1).flatten(2, 3)
 
 
-@shaped()
+@checked
 def final_state(
     phi_k: Float[Tensor, "batch pos kv_head d_phi"],
     v: Float[Tensor, "batch pos kv_head d_head"],
@@ -74,7 +74,7 @@ def final_state(
     return LinearAttentionState(kv, k_sum)
 
 
-@shaped(head="kv_head")
+@checked(head="kv_head")
 def parallel_linear_attention(
     phi_q: Float[Tensor, "batch pos head d_phi"],
     phi_k: Float[Tensor, "batch pos kv_head d_phi"],

@@ -4,14 +4,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvlens.arguments import check_whole
+from kvlens.checks import Count, checked
 from kvlens.errors import KVLensError
 from kvlens.ops.rotary import rotate
-from kvlens.ops.shapes import shaped
-from kvlens.signature import checked
 
 
-@shaped(head="head_or_kv_head")
+@checked(head="head_or_kv_head")
 def read_state(
     phi_q: Float[Tensor, "batch pos head d_phi"],
     kv: Float[Tensor, "#batch head_or_kv_head d_phi d_head"],
@@ -35,7 +33,7 @@ def read_state(
     return read * factor[..., None]
 
 
-@shaped()
+@checked
 def rebase_state(
     kv: Float[Tensor, "*lead d_phi d_head"],
     cos: Float[Tensor, "*#lead rotary_dim"],
@@ -46,7 +44,7 @@ def rebase_state(
     return rotate(kv.transpose(-1, -2), cos.unsqueeze(-2), -sin.unsqueeze(-2), adjacent_pairs).transpose(-1, -2)
 
 
-@shaped()
+@checked
 def real_steps(mask: Bool[Tensor, "#batch pos"] | None, like: Float[Tensor, "batch pos *rest"]) -> Int[Tensor, "#batch pos"]:
     """How many real tokens there are up to and with each place: [batch or 1, pos]."""
     if mask is None:
@@ -54,14 +52,13 @@ def real_steps(mask: Bool[Tensor, "#batch pos"] | None, like: Float[Tensor, "bat
     return mask.cumsum(dim=1)
 
 
-@shaped()
+@checked
 def without_padding(x: Float[Tensor, "batch pos *rest"], mask: Bool[Tensor, "#batch pos"]) -> Float[Tensor, "batch pos *rest"]:
     """Zeros at padded places, whatever stood there: 0 * inf would be NaN, and NaN would reach the real tokens."""
     return x.masked_fill(~mask.reshape(*mask.shape, *[1] * (x.dim() - 2)), 0.0)
 
 
 @checked
-def retnet_decay(n_heads: int) -> Float[Tensor, " head"]:
+def retnet_decay(n_heads: Count) -> Float[Tensor, " head"]:
     """gamma_h = 1 - 2^(-5 - h), in float64 (Sun et al. 2023; ICLCA's own RetNet has gamma = 1)."""
-    check_whole("retnet_decay: n_heads", n_heads, 1)
     return 1.0 - 2.0 ** (-5.0 - torch.arange(n_heads, dtype=torch.float64))

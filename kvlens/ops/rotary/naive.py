@@ -4,10 +4,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvlens.ops.shapes import shaped
+from kvlens.checks import checked
 
 
-@shaped()
+@checked
 def naive_rotate(
     x: Float[Tensor, "*lead d"], position: int, frequencies: Float[Tensor, " pairs"], adjacent_pairs: bool
 ) -> Float[Tensor, "*lead d"]:

@@ -6,11 +6,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvlens.checks import checked
 from kvlens.errors import KVLensError
-from kvlens.ops.shapes import shaped
 
 
-@shaped()
+@checked
 def rotate(
     x: Float[Tensor, "*lead d"],
     cos: Float[Tensor, "*#lead rotary_dim"],

@@ -13,9 +13,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from kvlens.checks import checked
 from kvlens.errors import KVLensError
 from kvlens.ops.kv_shift import kv_shift
-from kvlens.ops.shapes import shaped
 
 
 class ShortConvolutionOutput(NamedTuple):
@@ -25,7 +25,7 @@ class ShortConvolutionOutput(NamedTuple):
     final_state: Float[Tensor, "batch rows channel"] | None
 
 
-@shaped()
+@checked
 def short_convolution(
     x: Float[Tensor, "batch pos channel"],
     weight: Float[Tensor, "channel kernel"],

@@ -4,11 +4,11 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from kvlens.checks import checked
 from kvlens.errors import KVLensError
-from kvlens.ops.shapes import shaped
 
 
-@shaped()
+@checked
 def visible_keys(
     n_queries: int,
     n_keys: int,

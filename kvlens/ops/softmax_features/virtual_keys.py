@@ -10,12 +10,12 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvlens.ops.shapes import shaped
+from kvlens.checks import checked
 from kvlens.ops.softmax_attention import ScaledFeatures, by_kv_head
 from kvlens.ops.softmax_features.types import ScoreRule
 
 
-@shaped(head="kv_head")
+@checked(head="kv_head")
 def virtual_key_scores(
     q: Float[Tensor, "batch pos head d_head"],
     keys: Float[Tensor, "#batch kv_head r d_head"],
@@ -36,7 +36,7 @@ def virtual_key_scores(
     return rearrange(scores, "b g (p s) r -> b p (g s) r", p=q.shape[1])
 
 
-@shaped(head="kv_head")
+@checked(head="kv_head")
 def grouped_key_scores(
     q: Float[Tensor, "batch pos head d_head"],
     keys: Float[Tensor, "#batch kv_head r d_head"],
@@ -73,7 +73,7 @@ def distance_scores(
     return added if rule.window is None else torch.where(apart >= rule.window, -torch.inf, added)
 
 
-@shaped()
+@checked
 def scaled_exp(
     log_features: Float[Tensor, "batch pos head r"], used: Bool[Tensor, "#batch #head r"] | None = None
 ) -> ScaledFeatures:

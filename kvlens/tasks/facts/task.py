@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from kvlens.checks import checked
 from kvlens.errors import KVLensError
 from kvlens.model import HookedKVTransformer
-from kvlens.signature import checked
 from kvlens.tasks.batch import Batch, Model, Task
 from kvlens.tasks.checks import require_between, require_drawable, require_integers
 from kvlens.tasks.facts.answers import answer_shares, judging_hops

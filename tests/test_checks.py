@@ -3,8 +3,11 @@
 import functools
 import importlib
 import inspect
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import UnionType
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -16,7 +19,8 @@ from torch import Tensor
 
 import analyses
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVBias, KVLensError, KVShiftConfig, convert_prompt, viz
-from kvlens.signature import _is_plain, checked
+from kvlens.checks import Count, Finite, Seed, Within, checked, ensure
+from kvlens.checks.values import reader_of
 from kvlens.tasks import make_task
 
 pytestmark = pytest.mark.unhooked  # the messages are kvlens' own
@@ -53,7 +57,7 @@ CASES = [
     (name, argument)
     for name, function in public_functions().items()
     for argument, parameter in inspect.signature(function).parameters.items()
-    if argument != "self" and _is_plain(parameter.annotation)
+    if argument != "self" and reader_of(parameter.annotation) is not None
 ]
 
 
@@ -87,6 +91,13 @@ def taken(
     by_name: Mapping[str, float] | None = None,
     call: Callable[[int], None] | None = None,
     tensor: Float[Tensor, " pos"] | None = None,
+    several: str | Float[Tensor, " pos"] | None = None,
+    count: Count | None = None,
+    share: Annotated[float, Within(above=0, most=1)] = 0.5,
+    finite: Finite = 0.0,
+    seed: Seed = 0,
+    size: Annotated[int, Within(1)] | Literal[-1] = -1,
+    choice: Literal["equal", "greedy"] | None = "equal",
     queries: Int[Tensor, " query"] = torch.zeros(0, dtype=torch.long),  # noqa: B008
     anything=None,
 ):
@@ -104,8 +115,13 @@ FITS = [
     ("names", {"a"}, {"a"}),
     ("by_name", {"a": 1}, {"a": 1}),
     ("call", print, print),
-    ("tensor", "left to the function", "left to the function"),
+    ("several", "left to the function", "left to the function"),
     ("anything", Stranger, Stranger),
+    *(("count", x, 3) for x in (3, np.int64(3), torch.tensor(3))),
+    *(("share", x, x) for x in (1, 1e-300, 0.25)),
+    *(("seed", x, x) for x in (0, 2**63 - 1)),
+    *(("size", x, x) for x in (-1, 1)),
+    *(("choice", x, x) for x in ("greedy", None)),
 ]
 REFUSED = [
     *(("whole", x) for x in (True, 1.5, "3", [3], torch.tensor(1.5), torch.ones(2), np.float64(3))),
@@ -118,6 +134,13 @@ REFUSED = [
     *(("by_name", x) for x in ([], {"a": "x"}, {3: 1})),
     *(("call", x) for x in (3, "x", [])),
     *(("queries", x) for x in (3, [1], np.ones(2))),
+    ("tensor", "x"),
+    *(("count", x) for x in (0, -1, True, 1.5, "3", 2**63, 2**4000)),
+    *(("share", x) for x in (0, -1, 1.5, math.nan, math.inf, True, "x")),
+    *(("finite", x) for x in (math.inf, -math.inf, math.nan, 2**2000, "x", None)),
+    *(("seed", x) for x in (-1, 2**63, 1.5)),
+    *(("size", x) for x in (0, -2, True)),
+    *(("choice", x) for x in ("x", 3, [], True)),
 ]
 
 
@@ -145,6 +168,23 @@ def test_the_words():
         taken(mixed="x")
     with pytest.raises(KVLensError, match=r"whole must be a whole number or None, got Tensor of shape \[2\]$"):
         taken(whole=torch.ones(2))
+    for given, words in (
+        (dict(count=0), "count must be at least 1, got 0"),
+        (dict(share=0), "share must be above 0 and at most 1, got 0"),
+        (dict(finite=math.inf), "finite must be a finite number, got inf"),
+        (dict(size=0), "size must be a whole number of at least 1 or -1, got 0"),
+        (dict(choice="greddy"), "choice must be one of equal, greedy, or None, got 'greddy'; did you mean 'greedy'[?]"),
+        (dict(tensor="x"), r"tensor must be a tensor \[pos\] or None, got 'x'"),
+        (dict(count=2**20_000), r"count must be from 1 to 2\*\*63 - 1, got a number of 20001 bits"),
+    ):
+        with pytest.raises(KVLensError, match=f"{words}$"):
+            taken(**given)
+    with pytest.raises(KVLensError, match=r"^--null must be at least 19, got 3$"):
+        ensure("--null", Annotated[int, Within(19, 99)], 3)
+    with pytest.raises(KVLensError, match=r"^--null must be from 19 to 99, got 100$"):
+        ensure("--null", Annotated[int, Within(19, 99)], 100)
+    with pytest.raises(KVLensError, match=r"^--null must be a whole number from 19 to 99, got 'x'$"):
+        ensure("--null", Annotated[int, Within(19, 99)], "x")
 
 
 def test_a_wrong_call_names_the_function_the_nearest_name_and_all_of_them():
@@ -153,7 +193,7 @@ def test_a_wrong_call_names_the_function_the_nearest_name_and_all_of_them():
             lambda: taken(wort=3),
             "taken: no argument is called 'wort'; did you mean 'word'? It takes whole, number, flag, word, ",
         ),
-        (lambda: taken(*range(20)), "taken: too many positional arguments. It takes whole, number"),
+        (lambda: taken(*range(99)), "taken: too many positional arguments. It takes whole, number"),
         (lambda: taken(3, whole=4), "taken: multiple values for argument 'whole'. It takes whole, number"),
         (
             lambda: analyses.bias_by_head(model()),
@@ -243,3 +283,142 @@ def test_the_signature_and_the_docstring_stay():
     function = analyses.bias_by_head
     assert list(inspect.signature(function).parameters)[:3] == ["model", "prompt", "text"]
     assert "ablation_kl" in function.__doc__ and importlib.import_module(function.__module__).bias_by_head is function
+
+
+@checked(head="kv_head")
+def read(q: Float[Tensor, "*lead head d"], v: Float[Tensor, "kv_head d"], rows: Float[Tensor, "*#lead 2"] | None = None) -> int:
+    return len(q)
+
+
+def test_the_message_says_what_was_expected_and_what_came():
+    with pytest.raises(KVLensError) as refused:
+        read(torch.ones(5, 4, 3), v=torch.ones(3, 3))
+    assert str(refused.value) == (
+        "read: expected q [..., head, d], v [kv_head, d], head a multiple of kv_head; got q [5, 4, 3], v [3, 3]"
+    )
+    with pytest.raises(KVLensError, match=r"^read: rows must be a tensor \[\.\.\., 2\] or None, got 'x'$"):
+        read(torch.ones(5, 4, 3), torch.ones(2, 3), "x")
+
+
+def test_axes_may_be_several_broadcast_given_by_number_or_absent():
+    q, v = torch.ones(5, 7, 4, 3), torch.ones(2, 3)
+    assert read(q, v) == read(q, v, None) == read(q, v, rows=torch.ones(7, 2)) == read(q, v, torch.ones(1, 7, 2)) == 5
+    for rows in (torch.ones(7, 3), torch.ones(5, 2), torch.ones(3, 7, 2), torch.ones(5, 5, 7, 2)):
+        with pytest.raises(KVLensError):
+            read(q, v, rows)
+    with pytest.raises(KVLensError):  # 4 heads cannot share none
+        read(q, torch.ones(0, 3))
+
+
+def test_what_fitted_once_does_not_let_other_shapes_and_kinds_in():
+    for _ in range(2):
+        assert read(torch.ones(5, 4, 3), torch.ones(2, 3)) == 5
+        for wrong in (torch.ones(3, 3), 3, None, [torch.ones(2, 3)]):
+            with pytest.raises(KVLensError):
+                read(torch.ones(5, 4, 3), wrong)
+
+
+def test_a_wrong_call_is_a_type_error_that_names_what_the_op_takes():
+    with pytest.raises(TypeError, match=r"read: missing a required argument: 'v'\. It takes q, v, rows"):
+        read(torch.ones(5, 4, 3))
+    with pytest.raises(KVLensError, match=r"read: no argument is called 'w'\. It takes q, v, rows"):
+        read(torch.ones(5, 4, 3), torch.ones(2, 3), w=3)
+
+
+@checked
+def grammar(
+    last: Float[Tensor, "n-1"] | None = None,
+    pairs: Float[Tensor, "... two=2"] | None = None,
+    rows: Float[Tensor, "n #m _"] | None = None,
+    more: Float[Tensor, "#n m _any"] | None = None,
+) -> None: ...
+
+
+def test_shapes_have_jaxtypings_whole_grammar():
+    x = torch.ones
+    for fits in (
+        dict(pairs=x(2)),
+        dict(pairs=x(5, 7, 2)),
+        dict(last=x(4), rows=x(5, 1, 3)),
+        dict(rows=x(5, 7, 3), more=x(1, 7, 9)),
+        dict(rows=x(5, 1, 3), more=x(5, 7, 9)),
+    ):
+        grammar(**fits)
+    for wrong in (
+        dict(pairs=x(3)),
+        dict(pairs=x(())),
+        dict(last=x(5), rows=x(5, 1, 3)),
+        dict(rows=x(5, 7, 3), more=x(1, 6, 9)),
+        dict(rows=x(5, 7, 3), more=x(2, 7, 9)),
+    ):
+        with pytest.raises(KVLensError, match="grammar: expected .*; got "):
+            grammar(**wrong)
+    with pytest.raises(KVLensError, match=r"expected pairs \[\.\.\., two=2\], rows \[n, m or 1, any\]; got pairs \[3\], rows"):
+        grammar(None, x(3), x(5, 7, 3))
+
+
+class Held(NamedTuple):
+    keys: Float[Tensor, "key d"]
+    slopes: Float[Tensor, " head"] | None
+
+
+def test_tensors_inside_arguments_are_held_too():
+    @checked
+    def inside(held: Held, weights: Sequence[Float[Tensor, "d _"]], x: Float[Tensor, "head d"]) -> int:
+        return len(weights)
+
+    keys, x = torch.ones(7, 3), torch.ones(2, 3)
+    assert inside(Held(keys, None), [torch.ones(3, 5), torch.ones(3, 2)], x) == 2
+    for held, weights in (
+        (Held(torch.ones(7, 4), None), [torch.ones(3, 5)]),
+        (Held(keys, torch.ones(3)), [torch.ones(3, 5)]),
+        (Held(keys, None), [torch.ones(3, 5), torch.ones(2, 5)]),
+    ):
+        with pytest.raises(KVLensError, match=r"inside: expected held.keys .*, each of weights .*; got held.keys"):
+            inside(held, weights, x)
+
+
+def test_remembered_shapes_do_not_let_a_number_through():
+    @checked
+    def scaled(x: Float[Tensor, " d"], by: float, times: int = 1) -> Tensor:
+        return x * by * times
+
+    x = torch.ones(3)
+    assert scaled(x, 2.0).tolist() == scaled(x, 2.0, np.int64(1)).tolist() == [2.0] * 3
+    for wrong in ((x, math.nan), (x, "2"), (x, 2.0, True), (x, 2.0, 1.0)):
+        with pytest.raises(KVLensError, match="scaled: (by|times) must be a"):
+            scaled(*wrong)
+
+
+def test_a_dataclass_is_held_to_its_fields():
+    @checked
+    @dataclass(frozen=True)
+    class Options:
+        n: Count
+        kind: Literal["iid", "orthogonal"] = "iid"
+
+    assert Options(np.int64(3)) == Options(n=3) and type(Options(np.int64(3)).n) is int
+    for call, words in (
+        (lambda: Options(0), "^Options: n must be at least 1, got 0$"),
+        (lambda: Options(1, kin="iid"), "^Options: no argument is called 'kin'; did you mean 'kind'[?] It takes n, kind$"),
+        (lambda: Options(), "^Options: missing a required argument: 'n'. It takes n, kind$"),
+        (
+            lambda: replace(Options(1), kind="idd"),
+            "^Options: kind must be one of iid, orthogonal, got 'idd'; did",
+        ),
+    ):
+        with pytest.raises(KVLensError, match=words):
+            call()
+
+
+def test_the_outermost_function_reports_what_memory_refuses():
+    @checked
+    def inner(n: int, x: Float[Tensor, " d"]) -> Tensor:
+        return torch.empty(n, n)
+
+    @checked
+    def outer(n: int) -> Tensor:
+        return inner(n, torch.ones(3))
+
+    with pytest.raises(KVLensError, match=r"^outer: this asks for more memory than there is \(.*\); ask for less$"):
+        outer(2**40)

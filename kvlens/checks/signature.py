@@ -1,0 +1,132 @@
+"""The decorator: a signature is read once, and every call is held to it."""
+
+import functools
+import inspect
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from kvlens.checks.shapes import belong_together, is_judged_by_type, key_of, misfit, tensors_in
+from kvlens.checks.values import UNFIT, ensure, reader_of
+from kvlens.errors import KVLensError, TooLarge, WrongArguments, first_line, nearest
+
+Checked = TypeVar("Checked", bound=Callable[..., Any])
+KEPT = 1024
+"""Combinations of shapes that are remembered; a decoded text has one per token."""
+OUT_OF_MEMORY = ("allocate memory", "not enough memory", "out of memory", "calculation overflowed", "multiplication overflow")
+
+
+@typing.overload
+def checked(function: Checked, /) -> Checked: ...
+@typing.overload
+def checked(**multiples: str) -> Callable[[Checked], Checked]: ...
+def checked(function: Any = None, /, **multiples: str) -> Any:
+    """Hold a function, or a dataclass, to its signature; for use as a decorator.
+
+    Whole numbers of numpy and torch, such as a column of a table holds, arrive as Python's; NaN is no number. What may
+    be a tensor or something else, or a path, is left to the function that reads it. Running out of memory is reported too.
+
+    Args:
+        function: the function or class.
+        multiples: axes of which one must be a multiple of the other, as query heads are of key-value heads.
+
+    >>> from typing import Annotated
+    >>> import torch
+    >>> from jaxtyping import Float
+    >>> from kvlens.checks import Within
+    >>> from torch import Tensor
+    >>> @checked
+    ... def scaled(x: Float[Tensor, "pos d"], by: Float[Tensor, " d"], times: Annotated[int, Within(1)] = 1):
+    ...     return x * by * times
+    >>> scaled(torch.ones(5, 3), torch.ones(1))
+    Traceback (most recent call last):
+    kvlens.errors.KVLensError: scaled: expected x [pos, d], by [d]; got x [5, 3], by [1]
+    >>> scaled(torch.ones(5, 3), torch.ones(3), times=0)
+    Traceback (most recent call last):
+    kvlens.errors.KVLensError: scaled: times must be at least 1, got 0
+    """
+    if function is None:
+        return functools.partial(checked, **multiples)
+    if not isinstance(function, type):
+        return _held(function, multiples)
+    function.__init__ = _held(function.__init__, multiples)  # type: ignore[misc]
+    return function
+
+
+def _held(function: Callable[..., Any], multiples: Mapping[str, str]) -> Callable[..., Any]:
+    signature = inspect.signature(function)
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    single = {name: p.annotation for name, p in signature.parameters.items() if p.kind not in several}
+    readers = {name: reader for name, kind in single.items() if (reader := reader_of(kind)) is not None}
+    tensors = sorted((t for name, kind in single.items() for t in tensors_in(name, kind)), key=lambda t: t.order)
+    array: Any = tensors[0].kind.array_type if tensors else ()
+    remembers = bool(tensors) and all(map(is_judged_by_type, single.values())) and len(single) == len(signature.parameters)
+    defaults = {name: p.default for name, p in signature.parameters.items()}
+    accepted: set[Any] = set()
+
+    @functools.wraps(function)
+    def held(*args: Any, **kwargs: Any) -> Any:
+        key: tuple[Any, ...] = ()
+        if remembers:
+            key = tuple([x.shape if isinstance(x, array) else key_of(x, array) for x in args])
+            if kwargs:
+                values = [x.shape if isinstance(x, array) else key_of(x, array) for x in kwargs.values()]
+                key = (key, *kwargs, *values)
+        if not remembers or key not in accepted:
+            given, as_given = _bound(function, signature, args, kwargs), True
+            for name, value in given.arguments.items():
+                if name in readers and value is not defaults[name]:
+                    read = readers[name](value)
+                    if read is UNFIT:
+                        ensure(f"{_called(function, args)}: {name}", single[name], value)  # raises
+                    if read is not value:
+                        given.arguments[name], as_given = read, False
+            if tensors and not belong_together(tensors, given.arguments, multiples):
+                raise KVLensError(f"{_called(function, args)}: {misfit(tensors, given.arguments, multiples)}")
+            if not as_given:
+                args, kwargs = given.args, given.kwargs
+            elif remembers:
+                if len(accepted) >= KEPT:
+                    accepted.clear()
+                accepted.add(key)
+        try:
+            return function(*args, **kwargs)
+        except (RuntimeError, MemoryError, TooLarge) as error:
+            cause: Any = error.__cause__ if isinstance(error, TooLarge) else error
+            if not isinstance(cause, MemoryError) and not any(word in str(cause) for word in OUT_OF_MEMORY):
+                raise
+            why = f"this asks for more memory than there is ({first_line(cause)}); ask for less"
+            raise TooLarge(f"{_called(function, args)}: {why}") from cause
+
+    return held
+
+
+def _called(function: Callable[..., Any], args: Sequence[Any]) -> str:
+    """A function as a user knows it: a method with the class that it is called on, and not the base that has the method."""
+    name = function.__qualname__.split("<locals>.")[-1].removesuffix(".__init__")
+    if not args or next(iter(inspect.signature(function).parameters)) not in ("self", "cls"):
+        return name
+    owner = args[0] if isinstance(args[0], type) else type(args[0])
+    return owner.__name__ if function.__name__ == "__init__" else f"{owner.__name__}.{function.__name__}"
+
+
+def _bound(
+    function: Callable[..., Any], signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> inspect.BoundArguments:
+    """The arguments of a call, by name.
+
+    Raises:
+        WrongArguments: the function does not have one of them (the nearest is proposed), or lacks one.
+    """
+    try:
+        return signature.bind(*args, **kwargs)
+    except TypeError as error:
+        problem = f"{first_line(error)}."
+    parameters = signature.parameters.values()
+    names = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    unknown = next((name for name in kwargs if not takes_any and name not in names), None)
+    if unknown is not None:
+        problem = f"no argument is called {unknown!r}{nearest(unknown, names) or '.'}"
+    taken = [name for name in names if name not in ("self", "cls")]
+    raise WrongArguments(f"{_called(function, args)}: {problem} It takes {', '.join(taken) or 'none'}")
