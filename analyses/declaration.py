@@ -56,7 +56,7 @@ import pandas as pd
 from torch import Tensor
 
 from kvlens import HookedKVTransformer, KVLensError
-from kvlens.errors import nearest
+from kvlens.checks import ensure, one_of
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 WIDTH = 124
@@ -246,11 +246,7 @@ class Option:
         return default if value is None and default is None else self._checked(name, value, kind)
 
     def _checked(self, name: str, value: Any, kind: type) -> Any:
-        if self.choices and value not in self.choices:
-            raise KVLensError(f"{name}: expected {' or '.join(self.choices)}, got {value!r}{nearest(str(value), self.choices)}")
-        if type(value) is not kind and not (kind is float and type(value) is int):
-            raise KVLensError(f"{name}: expected {kind.__name__}, got {value!r}")
-        return value
+        return ensure(name, one_of(self.choices) if self.choices else kind, value)
 
 
 def _takes_any(model: HookedKVTransformer) -> None:

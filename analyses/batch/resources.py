@@ -5,10 +5,10 @@ Nothing here needs torch, so that the command line asks it first.
 
 import os
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
 from kvlens import KVLensError
-from kvlens.checks import Count, checked, ensure
-from kvlens.errors import nearest
+from kvlens.checks import Count, Within, checked
 
 ENGINES = ("processes", "ray")
 DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -29,25 +29,19 @@ class Resources:
         prompts_per_job: what a worker is given, and what is recorded, at once.
     """
 
-    engine: str = "processes"
-    workers: int = 1
-    gpus_per_worker: float = 0.0
-    threads: int | None = None
-    prompts_per_job: int = 8
+    engine: Literal["processes", "ray"] = "processes"
+    workers: Count = 1
+    gpus_per_worker: Annotated[float, Within(0)] = 0.0
+    threads: Count | None = None
+    prompts_per_job: Count = 8
 
     def __post_init__(self) -> None:
-        if self.engine not in ENGINES:
-            raise KVLensError(f"engine: expected {' or '.join(ENGINES)}, got {self.engine!r}{nearest(self.engine, ENGINES)}")
         cores = os.cpu_count() or 1
-        for name in ("workers", "prompts_per_job") + (("threads",) if self.threads is not None else ()):
-            ensure(name, Count, getattr(self, name))
         most = {"workers": MOST_ACTORS if self.engine == "ray" else MOST_PER_CORE * cores, "threads": MOST_PER_CORE * cores}
         for name, limit in most.items():
             if (getattr(self, name) or 0) > limit:
                 raise KVLensError(
                     f"{name}: at most {limit:,} ({cores} cores are here), got {getattr(self, name):,}; give fewer"
                 )
-        if not 0 <= self.gpus_per_worker < float("inf"):
-            raise KVLensError(f"gpus_per_worker must be 0 or more, got {self.gpus_per_worker:g}")
         if self.gpus_per_worker and self.engine != "ray":
             raise KVLensError("gpus_per_worker is for the engine ray; for processes, choose the device")

@@ -6,21 +6,21 @@ padding are TransformerLens'.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from kvlens._tl import USE_DEFAULT_VALUE, HookedTransformer, TransformerLensKeyValueCache, get_attention_mask, sample_logits
+from kvlens._tl import HookedTransformer, TransformerLensKeyValueCache, get_attention_mask, sample_logits
 from kvlens.arguments import is_number
+from kvlens.checks import Within, ensure
 from kvlens.errors import KVLensError, brief
 from kvlens.model.streaming import has_hooks
 
 LONG = 1024
 """Tokens from which on a text is read without logits, which would take more memory than all the rest."""
-RETURN_TYPES = ("input", "str", "tokens", "embeds")
 MOST_NEW = 2**31 - 1
 COLDEST, HOTTEST = 1e-20, 1e20
 TEMPERATURES = f"0 (the likeliest token), or a number from {COLDEST:g} to {HOTTEST:g}"
@@ -45,36 +45,26 @@ def check_sampling(
 ) -> None:
     """Raise KVLensError where an argument of ``generate`` has no meaning, before the model is touched."""
 
-    def count(value: Any, least: int, most: int = MOST_NEW) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
-
-    def token(value: Any) -> bool:
-        return count(value, 0, d_vocab - 1)
-
-    def stop(value: Any) -> bool:
-        return all(map(token, value)) if isinstance(value, list | tuple) and value else value is None or token(value)
-
-    def among(value: Any, options: Sequence[Any]) -> bool:
-        return any(value is option or (isinstance(value, str) and value == option) for option in options)
-
-    checks = (
-        ("eos_token_id", eos_token_id, stop(eos_token_id), f"a token id in 0..{d_vocab - 1}, several, or None"),
-        ("stop_at_eos", stop_at_eos, isinstance(stop_at_eos, bool), "True or False"),
-        ("do_sample", do_sample, isinstance(do_sample, bool), "True or False"),
-        ("use_past_kv_cache", use_past_kv_cache, isinstance(use_past_kv_cache, bool), "True or False"),
-        ("verbose", verbose, isinstance(verbose, bool), "True or False"),
-        ("prepend_bos", prepend_bos, among(prepend_bos, (True, False, None, USE_DEFAULT_VALUE)), "True, False or None"),
-        ("max_new_tokens", max_new_tokens, count(max_new_tokens, 1), f"a whole number from 1 to {MOST_NEW}"),
-        ("temperature", temperature, is_temperature(temperature), TEMPERATURES),
-        ("top_k", top_k, top_k is None or count(top_k, 1), "a whole number of at least 1, or None"),
-        ("top_p", top_p, top_p is None or (is_number(top_p) and 0 < top_p <= 1), "in (0, 1], or None"),
-        ("freq_penalty", freq_penalty, is_number(freq_penalty) and abs(freq_penalty) <= HOTTEST, "a number"),
-        ("return_type", return_type, among(return_type, RETURN_TYPES), f"one of {', '.join(map(repr, RETURN_TYPES))}"),
-        ("padding_side", padding_side, among(padding_side, ("left", "right", None, USE_DEFAULT_VALUE)), "'left' or 'right'"),
-    )
-    for name, value, fits, wanted in checks:
-        if not fits:
-            raise KVLensError(f"generate: {name} must be {wanted}, got {brief(value)}")
+    token = Annotated[int, Within(0, d_vocab - 1)]
+    if not isinstance(eos_token_id, list | tuple) or not eos_token_id:
+        ensure("generate: eos_token_id, one or several,", token | None, eos_token_id)
+    ensure("generate: eos_token_id", token | Sequence[token] | None, eos_token_id)
+    for name, kind, value in (
+        ("stop_at_eos", bool, stop_at_eos),
+        ("do_sample", bool, do_sample),
+        ("use_past_kv_cache", bool, use_past_kv_cache),
+        ("verbose", bool, verbose),
+        ("prepend_bos", bool | None, prepend_bos),
+        ("max_new_tokens", Annotated[int, Within(1, MOST_NEW)], max_new_tokens),
+        ("top_k", Annotated[int, Within(1, MOST_NEW)] | None, top_k),
+        ("top_p", Annotated[float, Within(above=0, most=1)] | None, top_p),
+        ("freq_penalty", Annotated[float, Within(-HOTTEST, HOTTEST)], freq_penalty),
+        ("return_type", Literal["input", "str", "tokens", "embeds"], return_type),
+        ("padding_side", Literal["left", "right"] | None, padding_side),
+    ):
+        ensure(f"generate: {name}", kind, value)
+    if not is_temperature(temperature):
+        raise KVLensError(f"generate: temperature must be {TEMPERATURES}, got {brief(temperature)}")
 
 
 def is_temperature(value: Any) -> bool:

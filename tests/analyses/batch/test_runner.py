@@ -368,7 +368,7 @@ def test_models_that_will_not_do(tmp_path):
         ({"columns": ("leter",)}, "letters has no column 'leter'; it has place, letter, layers; did you mean 'letter'"),
         ({"columns": ("place", "place")}, "the column 'place' is given twice"),
         ({"options": {"uper": True}}, "letters has no option 'uper'; it has upper, times; did you mean 'upper'"),
-        ({"options": {"times": True}}, "times: expected int, got True"),
+        ({"options": {"times": True}}, "times must be a whole number, got True"),
         ({"models": ("m", "m")}, "the model 'm' is given twice"),
         ({"models": ()}, "no model is given"),
     ],
@@ -382,7 +382,7 @@ def test_unknown_names_propose_the_nearest(tmp_path, changes, words):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"engine": "rays"}, "expected processes or ray, got 'rays'; did you mean 'ray'"),
+        ({"engine": "rays"}, "engine must be one of processes, ray, got 'rays'; did you mean 'ray'"),
         ({"workers": 0}, "workers must be at least 1, got 0"),
         ({"threads": -1}, "threads must be at least 1"),
         ({"prompts_per_job": 0}, "prompts_per_job must be at least 1"),
