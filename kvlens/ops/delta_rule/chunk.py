@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvlens.checks import Count
+from kvlens.checks import Count, ensure
 from kvlens.ops.delta_rule.types import LOWEST_LOG_DECAY, masked
 
 BLOCK = 16
