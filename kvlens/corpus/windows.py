@@ -1,4 +1,4 @@
-"""Windows of tokens: what a language model is trained on and judged by.
+"""Windows of tokens: what a language model is trained and evaluated on.
 
 All documents stand one after the other in one flat tensor, BOS before each. A window of length n is the BOS token and the
 n - 1 tokens that start at some place of that tensor. The BOS in front is a choice: TransformerLens prepends one to every

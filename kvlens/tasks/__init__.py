@@ -1,4 +1,4 @@
-"""Tasks: seeded, streaming sequences with the positions at which a prediction is judged.
+"""Tasks: seeded, streaming sequences with the positions at which a prediction is scored.
 
 ``make_task("induction", vocab_size=512, length=128)`` gives a `Task`; `Task.sample` draws batches from a generator.
 """

@@ -148,7 +148,7 @@ class ArithmeticTask(Task):
     ) -> Bool[Tensor, " batch"]:
         """Whether some step of a written solution, such as "k = 0 + 2 = 2", gives the variable that is asked for its value.
 
-        So KVSA judges iGSM (app. I): steps that are wrong, missing or follow the answer do not matter.
+        KVSA scores iGSM in this way (app. I): steps that are wrong, missing or follow the answer do not matter.
 
         Args:
             solution: what was written after the question, at least one step long.

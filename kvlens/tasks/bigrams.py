@@ -9,7 +9,7 @@ Each sequence draws its own f(t), uniform among the letters that are no triggers
 reading left to right t *commits* on its first use to the letter that happens to follow it. A prediction is scored at each
 *committed* trigger: at position i if x_i is a trigger that stood at an earlier position too. Everything else is noise.
 
-That is the law ``blocks``, the default. The law ``markov`` is ICLCA's own, a Markov chain: what follows a letter that is no
+That is ``blocks``, the default distribution. ``markov`` is ICLCA's own, a Markov chain: what follows a letter that is no
 trigger is uniform over the *whole* alphabet, so that triggers are rarer (five of 52 letters). Followers are drawn as above: the
 paper leaves open whether a trigger may follow a trigger, and where it may, loops such as "aaa" fill most of what is scored.
 

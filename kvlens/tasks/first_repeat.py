@@ -1,12 +1,12 @@
-"""Random tokens until the first that came before: the law by which KVSA judges induction (app. D).
+"""Random tokens until the first that came before: the distribution on which KVSA tests induction (app. D).
 
 A sequence draws its pool, ``length`` distinct tokens of the vocabulary, and then token after token, uniform over the pool but
 for the token just drawn. Nothing repeats for a while (about 1.25 sqrt(length) tokens; the birthday problem). The first token
-that stood before is where the one prediction is judged: it must be followed by what followed it then. The text goes on by the
-same rule, every token that is known bringing what followed it last, but a causal model is judged before it sees that.
+that stood before is where the one prediction is scored: it must be followed by what followed it then. The text goes on by the
+same rule, every token that is known bringing what followed it last, but a causal model is scored before it sees that.
 
-Where the paper's script errs, behind the judged position: a token that was followed by a known one only brings -1 with it. And
-a sequence in which nothing repeats is drawn anew (the lines that would do so stand behind its ``return``).
+Where the paper's script errs, after the scored position: a token that was followed by a known one only brings -1 with it. And
+a sequence in which nothing repeats is drawn again (the lines that would do so stand behind its ``return``).
 
 Source: KVSA app. D (``length`` 512; the script draws its 512 tokens from 7,989).
 """
@@ -21,7 +21,7 @@ from kvlens.tasks.drawing import draw_distinct
 
 
 class FirstRepeats(NamedTuple):
-    """Sequences, one token longer than the inputs of a batch, and where each is judged.
+    """Sequences, one token longer than the inputs of a batch, and where each is scored.
 
     Attributes:
         tokens: ids below the vocabulary's size.
@@ -33,7 +33,7 @@ class FirstRepeats(NamedTuple):
 
 
 def draw_first_repeats(vocab_size: int, batch_size: int, length: int, generator: torch.Generator) -> FirstRepeats:
-    """Rows of ``length + 1`` tokens, each with exactly one judged position among the first ``length``.
+    """Rows of ``length + 1`` tokens, each with exactly one scored position among the first ``length``.
 
     Args:
         vocab_size: at least ``length``.

@@ -5,7 +5,7 @@ One hop goes from a token to the token after its previous occurrence:
     find^1(i) = max { j <= i : x_{j-1} = x_i }         find^k(i) = find^1(find^{k-1}(i))         target_i = x_{find^k(i)}
 
 With k = 1 the target is the answer of induction; for larger k the answer is asked the same question again. A position is scored
-where all k hops exist; the original gives the others a null token, here they are just not judged. The target is a function
+where all k hops exist; the original gives the others a null token, here they are not scored. The target is a function
 of x_0 ... x_i and in general not the next token.
 
 Tokens are uniform, except that no token stands twice in a row: there find^1(i) would be i, and the hops would stand still.

@@ -1,7 +1,7 @@
-"""Induction: a token that stood earlier is followed by what followed it then. Two laws of such sequences, and their mixture.
+"""Induction: a token that stood earlier is followed by what followed it then. Two distributions, and a mixture.
 
-``first_repeat`` is KVSA's own (:mod:`kvlens.tasks.first_repeat`): random tokens, judged once, at the first that came before.
-``repeated_block``, the default, judges at least half of the positions: a block of random tokens, again and again. ``both``
+``first_repeat`` is KVSA's own (:mod:`kvlens.tasks.first_repeat`): random tokens, scored once, at the first that came before.
+``repeated_block``, the default, scores at least half of the positions: a block of random tokens, again and again. ``both``
 draws every sequence from one of the two, at even odds.
 
 A sequence of ``repeated_block`` draws a period p, uniform from ``length // 4`` to ``length // 2``, and p distinct tokens, and
@@ -16,12 +16,12 @@ What does not solve the task:
 
 - *Bigram statistics*: every sequence draws its own block, so the token after A is, over sequences, any other token.
 - *Position*: the answer stands p - 1 tokens back. Were p fixed, one plain layer could learn to look there. As it is drawn
-  anew, a fixed place is right only for the few of the ``length // 4 + 1`` periods that divide its distance to the answer.
+  each time, a fixed position is right only for the few of the ``length // 4 + 1`` periods that divide its distance to the answer.
 - *The bag of tokens seen*: it leaves p candidates. Counting shrinks it towards the end of a repetition (a token that has
   come twice is not next), which may lift a plain layer above chance, but says nothing of the order within the block.
 
-So a token must be found by its predecessor: two plain layers, or one layer whose keys are shifted by one. The first law
-needs the same, with few tokens to search (1.25 sqrt(length) on average), the shortest text being "A B A".
+So a token must be found by its predecessor: two plain layers, or one layer whose keys are shifted by one. The first
+distribution needs the same, with few tokens to search (1.25 sqrt(length) on average), the shortest text being "A B A".
 
 Source: KVSA sec. 3.1 and app. D (vocabulary 8,000, length 512).
 """
@@ -106,5 +106,5 @@ class InductionTask(Task):
         return Batch(tokens[:, :-1], tokens[:, 1:], positions[:, :-1] >= period)
 
     def _draw_first_repeats(self, batch_size: int, generator: torch.Generator) -> Batch:
-        tokens, judged = draw_first_repeats(self.vocab_size, batch_size, self.length, generator)
-        return Batch(tokens[:, :-1], tokens[:, 1:], judged)
+        tokens, scored = draw_first_repeats(self.vocab_size, batch_size, self.length, generator)
+        return Batch(tokens[:, :-1], tokens[:, 1:], scored)

@@ -1,7 +1,7 @@
 """A run on disk: one safetensors file that holds all of it, replaced as a whole, so that a kill at any moment loses little.
 
     checkpoint.safetensors    weights, best weights, optimizer state, metrics so far, what was watched; header: which run it is
-    metrics.parquet           the metrics as a table, written anew from the checkpoint's rows whenever it is
+    metrics.parquet           the metrics as a table, rewritten from the checkpoint's rows whenever it is
 
 The checkpoint is the truth: the table can be made from it. A run is known by its identity (task, model, settings); a folder
 that holds another run is refused and the first difference named.
@@ -55,7 +55,7 @@ class CheckpointFolder:
     Args:
         folder: made where it is missing.
         run: what is saved there and restored from there.
-        restart: begin anew where a checkpoint of any run of kvlens stands; the first one of this run replaces it.
+        restart: start from scratch where there is a checkpoint of any kvlens run; the first one of this run replaces it.
 
     Raises:
         KVLensError: the folder holds other things, or cannot be written.
@@ -88,7 +88,7 @@ class CheckpointFolder:
         write_atomically(self.path / METRICS, metrics_frame(self.run.progress.rows).to_parquet(index=False))
 
     def resume(self) -> bool:
-        """Bring the run to where its checkpoint is, unless it begins anew; returns whether there was one.
+        """Bring the run to where its checkpoint is, unless it starts from scratch; returns whether there was one.
 
         Raises:
             KVLensError: the file is damaged, of another kind, or of another run; it is left as it is.
@@ -130,7 +130,7 @@ class CheckpointFolder:
 
 
 def check_run_folder(folder: Path) -> None:
-    """Raise KVLensError unless a run may be written to, or taken up from, ``folder``; nothing stays changed."""
+    """Raise KVLensError unless a run may be written to, or resumed from, ``folder``; nothing stays changed."""
     check_folder(folder, RUN_FOLDER)
 
 

@@ -1,4 +1,4 @@
-"""How a model is judged on a batch: the loss as an object, so that a run can be given another one.
+"""How a model is scored on a batch: the loss as an object, so that a run can be given another one.
 
     tokens:   loss = mean over scored positions of -log p(target)         accuracy = share whose largest logit is the target
     numbers:  loss = mean over scored positions of (prediction - target)^2            accuracy is NaN
@@ -41,7 +41,7 @@ class Loss(ABC):
 
     @abstractmethod
     def score(self, model: Any, batch: Batch) -> Score:
-        """Judge ``model`` on one batch, which is on its device; the forward pass may run under autocast."""
+        """Score ``model`` on one batch, which is on its device; the forward pass may run under autocast."""
 
     def identity(self) -> dict[str, Any] | None:
         """What tells a run with this loss from others, of JSON's types; None for the loss that goes with the task."""
@@ -56,7 +56,7 @@ class CrossEntropy(Loss):
     """
 
     def score(self, model: HookedKVTransformer, batch: Batch) -> Score:
-        """Judge the logits at the scored positions."""
+        """Score the logits at the scored positions."""
         logits, wanted = in_float(logits_at(model, batch.inputs, batch.scored)), batch.targets[batch.scored]
         right = (logits.detach().argmax(dim=-1) == wanted).sum()
         return Score(F.cross_entropy(logits, wanted, reduction="sum"), right, len(wanted))
@@ -69,7 +69,7 @@ class SquaredError(Loss):
     """Of predicted numbers."""
 
     def score(self, model: Any, batch: Batch) -> Score:
-        """Judge the numbers at the scored positions."""
+        """Score the numbers at the scored positions."""
         predicted, wanted = in_float(model(batch.inputs)[batch.scored]), batch.targets[batch.scored]
         loss = F.mse_loss(predicted, wanted.to(predicted.dtype), reduction="sum")
         return Score(loss, torch.tensor(math.nan, device=loss.device), len(wanted))
@@ -104,7 +104,7 @@ class Objective(nn.Module):
 
     Args:
         model: in training.
-        loss: judges it.
+        loss: scores it.
         autocast: run the forward pass in bfloat16; weights and optimizer stay in the weights' own dtype.
     """
 
@@ -115,7 +115,7 @@ class Objective(nn.Module):
         self.autocast = autocast
 
     def forward(self, batch: Batch) -> Score:
-        """Judge the model on one batch, wherever its parameters are."""
+        """Score the model on one batch, wherever its parameters are."""
         device = next(self.model.parameters()).device
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.autocast):
             return self.loss.score(self.model, Batch(*(part.to(device, non_blocking=True) for part in batch)))

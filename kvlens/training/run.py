@@ -116,7 +116,7 @@ class Run:
 
     @torch.no_grad()
     def evaluate(self) -> Row:
-        """Judge the weights on the held-out sequences, and keep them if they are the best so far."""
+        """Evaluate the weights on the held-out sequences, and keep them if they are the best so far."""
         done, size = self.progress, max(1, self.settings.batch_size // self.workers.count)
         self.model.eval()
         loss, correct, count = self.workers.sum(score_in_parts(self._objective, self._heldout, size)).tolist()

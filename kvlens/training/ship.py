@@ -44,9 +44,9 @@ def train_recipe(
 
     Args:
         recipe: one of :data:`kvlens.training.recipes.RECIPES`, or one with settings changed (``dataclasses.replace``).
-        folder: of the run; one that stands there is taken up.
+        folder: of the run; one found there is resumed.
         device: where to train; None takes TransformerLens' choice.
-        restart: begin anew where a run stands.
+        restart: start from scratch where there is a run.
         progress: show a progress bar.
 
     Returns:
@@ -102,7 +102,7 @@ def describe(recipe: Recipe, task: Task, model: Model, result: TrainResult) -> d
 
 
 def measure(model: Model, task: Task) -> dict[str, Any]:
-    """Held-out loss and accuracy, and what the task measures beside them."""
+    """Held-out loss and accuracy, and what else the task measures."""
     model.eval()
     loss, accuracy = score_heldout(model, task, MEASURED_SEQUENCES, seed=MEASURE_SEED)
     measured = {"sequences": MEASURED_SEQUENCES, "loss": loss, "accuracy": None if math.isnan(accuracy) else accuracy}

@@ -82,8 +82,8 @@ def train(
         model: a :class:`kvlens.HookedKVTransformer`, or a :class:`kvlens.model.HookedKVRegressor` for regression.
         task: from :func:`kvlens.tasks.make_task`.
         loss: what is made small; None takes the one that goes with the task.
-        folder: where checkpoint and metrics go; a run that stands there is taken up, or returned if it is finished.
-        restart: begin anew where a checkpoint stands.
+        folder: where checkpoint and metrics go; a run found there is resumed, or returned if it is finished.
+        restart: start from scratch where there is a checkpoint.
         progress: show a progress bar with loss and accuracy.
         settings: fields of :class:`kvlens.training.TrainSettings`: ``steps``, ``learning_rate``, ``batch_size`` ...
 
@@ -157,24 +157,24 @@ def _loop(run: Run, store: CheckpointFolder | None, show: bool) -> None:
     shown: dict[str, str] = {}
     with tqdm(total=settings.steps, initial=done.step, disable=not show, unit="step") as bar:
         while done.stopped_by is None:
-            row, judged = run.update(), None
+            row, evaluated = run.update(), None
             if row.step % settings.log_every == 0 or row.step == 1:
                 done.rows.append(row)
             late = run.out_of_time()
             if row.step % settings.eval_every == 0 or row.step == settings.steps or late:
-                judged = run.evaluate()
-                done.rows.append(judged)
-            done.stopped_by = _why_stop(run, judged, late)
-            shown |= _words("", row) | (_words("held-out ", judged) if judged else {})
+                evaluated = run.evaluate()
+                done.rows.append(evaluated)
+            done.stopped_by = _why_stop(run, evaluated, late)
+            shown |= _words("", row) | (_words("held-out ", evaluated) if evaluated else {})
             bar.set_postfix(shown, refresh=False)
             bar.update()
-            if store is not None and (done.stopped_by or _is_checkpoint(settings, row.step, judged)):
+            if store is not None and (done.stopped_by or _is_checkpoint(settings, row.step, evaluated)):
                 store.save()
 
 
-def _why_stop(run: Run, judged: Row | None, late: bool) -> str | None:
+def _why_stop(run: Run, evaluated: Row | None, late: bool) -> str | None:
     settings, done = run.settings, run.progress
-    if judged is not None and settings.stop_at_accuracy is not None and judged.accuracy >= settings.stop_at_accuracy:
+    if evaluated is not None and settings.stop_at_accuracy is not None and evaluated.accuracy >= settings.stop_at_accuracy:
         return "accuracy"
     if settings.patience is not None and done.since_best >= settings.patience:
         return "patience"
@@ -183,8 +183,8 @@ def _why_stop(run: Run, judged: Row | None, late: bool) -> str | None:
     return "time" if late else None
 
 
-def _is_checkpoint(settings: TrainSettings, step: int, judged: Row | None) -> bool:
-    return judged is not None if settings.checkpoint_every is None else step % settings.checkpoint_every == 0
+def _is_checkpoint(settings: TrainSettings, step: int, evaluated: Row | None) -> bool:
+    return evaluated is not None if settings.checkpoint_every is None else step % settings.checkpoint_every == 0
 
 
 def _words(prefix: str, row: Row) -> dict[str, str]:

@@ -2,8 +2,8 @@
 
 A trained layer reads test sequences; for each, the dual model of the last token is built, makes one gradient step (autograd),
 and predicts. The kernel is the paper's (positive random features, 100 d of them), landmarks, or the exact one; attention is
-computed with the same kernel. So that the figure can be seen to fail, a dual model with labels in another order stands beside
-it.
+computed with the same kernel. As a control, a dual model whose labels are in another order is shown,
+too.
 """
 
 from collections.abc import Callable, Mapping
@@ -88,7 +88,7 @@ def _features(q: Tensor, k: Tensor, scale: float, kernel: str, seed: int) -> tup
 
 
 def compare(errors: pd.DataFrame) -> list[Comparison]:
-    """The largest error a task, beside that of a dual model that is wrong."""
+    """The largest error of each task, and that of a wrong dual model."""
     found = []
     for task, rows in errors.groupby("task", sort=False):
         largest = float(rows["error"].max())
@@ -106,7 +106,7 @@ def compare(errors: pd.DataFrame) -> list[Comparison]:
                 f"{task} task: the same with the labels in another order, median",
                 None,
                 float(rows["shuffled_error"].median()),
-                "a wrong training set is told apart",
+                "a wrong training set is recognized",
             )
         )
     return found

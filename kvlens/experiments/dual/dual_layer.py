@@ -120,7 +120,7 @@ def compare(layers: pd.DataFrame, d: int) -> list[Comparison]:
                 "MLPs of at least 4 d_model: d_model less the bound of the rank, mean",
                 0,
                 sum(lost) / len(lost),
-                "where the MLP is wide the bound stays at d_model (told to leave less than half a dimension)",
+                "where the MLP is wide the bound stays at d_model (significantly less than half a dimension lost)",
                 SIGNIFICANCE.above([0.5 - x for x in lost]),
             )
         )

@@ -3,7 +3,7 @@
 Each variant of the paper's layer trains from the same start, on the same sequences, seed by seed, at the learning rate that
 suits it; what is compared is the logarithm of the held-out error against plain attention's, at the end or over the course,
 whichever the paper speaks of. Where plain attention has not explained half of the labels' variance, or an error still falls
-much, nothing is said. A second plain layer from another start shows what a difference of nothing looks like to the judge.
+much, nothing is said. A second plain layer from another start shows what no difference looks like to the significance test.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -108,7 +108,7 @@ def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
             "`--set batch_size=1` and `rates`.",
             f"Each variant has the rate of {settings['rates']} at which it ends best on {N_TUNING} other seeds.",
             "The exact softmax kernel, where the paper trains with random features.",
-            "Five values of alpha, two of k and two of beta; the paper's claims are judged at one of each, chosen before, "
+            "Five values of alpha, two of k and two of beta; the paper's claims are tested at one of each, chosen in advance, "
             "and not at the best.",
         ],
     )
@@ -176,13 +176,13 @@ def compare(ratios: pd.DataFrame, why: Mapping[tuple[str, str], str | None]) -> 
         what = f"{task} task, {label}: {MEASURES[measure]}, {len(rows)} seeds"
         better, ours = SIGNIFICANCE.above([-x for x in rows[measure]]), mean_and_spread(rows[measure].tolist())
         if claim is not None:
-            verdict = Comparison(what, None, ours, claim.words, None if better is None else better == claim.better)
-            found.append(verdict.unless(why.get((task, label))))
+            tested = Comparison(what, None, ours, claim.words, None if better is None else better == claim.better)
+            found.append(tested.unless(why.get((task, label))))
             continue
-        told = {True: "better", False: "worse", None: "inconclusive"}[better]
-        told = "not trained far enough" if why.get((task, label)) else told
+        verdict = {True: "better", False: "worse", None: "inconclusive"}[better]
+        verdict = "not trained far enough" if why.get((task, label)) else verdict
         start = "nothing differs but the start" if label == AGAIN else "no claim in the paper's words"
-        found.append(Comparison.stated(what, None, ours, f"{start}; here: {told}"))
+        found.append(Comparison.stated(what, None, ours, f"{start}; here: {verdict}"))
     return found
 
 

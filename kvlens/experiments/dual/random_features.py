@@ -1,8 +1,8 @@
 """``random-features``: how well random features stand for the softmax kernel, by their number and kind (DUAL figs. 6 to 9).
 
 Attention of random queries and keys is computed exactly and with positive random features: independent, orthogonal, or simplex
-(Reid et al. 2023, which the paper suggests and does not try). Every kind is drawn anew a seed, on the same queries, keys and
-values.
+(Reid et al. 2023, which the paper suggests and does not try). Every kind is drawn again for every seed, on the same queries,
+keys and values.
 """
 
 import math

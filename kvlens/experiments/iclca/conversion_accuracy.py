@@ -9,10 +9,10 @@ end in: its follower opens the text, and would give itself away. Three condition
 - *converted*: the text alone, with the prompt's bias attached.
 
 Converted and prompted model compute the same function, so every prediction must be the same. Rounding could change one only
-where the two largest logits are nearly equal: the margin of each prediction is measured too, beside what conversion changes.
+where the two largest logits are nearly equal: the margin of each prediction is measured along with the change.
 
-All this is measured on two laws of sequences (`kvlens.tasks.bigrams`): the one that the shipped model is trained on, dense with
-triggers, and the paper's own (``markov``), beside the paper's numbers.
+All this is measured on two distributions of sequences (`kvlens.tasks.bigrams`): that of the shipped model's training, dense with
+triggers, and the paper's own (``markov``), next to the paper's numbers.
 
 The shipped model ``bigram-linear`` is the paper's: 12 layers of width 128. The setting ``model`` may name the folder of another
 one, or be None: then a model is trained as ``training`` says.
@@ -47,7 +47,7 @@ CONDITIONS = (PROMPTED, ALONE, CONVERTED)
 ENOUGH = 0.999
 """In-context accuracy from which on the task counts as learned."""
 NEAR_CHANCE = 0.01
-"""How much above chance an accuracy may be told to lie and still be called chance."""
+"""An accuracy significantly less than this above chance is called chance."""
 PRINTED = {PROMPTED: 0.9995, ALONE: 0.0223, CONVERTED: 0.9995}
 """Table 2: in-context accuracy."""
 
@@ -128,7 +128,7 @@ def measure(
             "forward_pass": relative_error(logits[PROMPTED], exact),
         }
         errors.append(pd.DataFrame({"sequence": range(done, done + n), **{name: e.numpy() for name, e in error.items()}}))
-        predictions.append(judge(task, Batch(*(part[:, cut:] for part in batch)), logits, first_sequence=done))
+        predictions.append(score(task, Batch(*(part[:, cut:] for part in batch)), logits, first_sequence=done))
         done += n
         tell(f"{done} of {settings['n_sequences']} sequences")
     return pd.concat(predictions, ignore_index=True), pd.concat(errors, ignore_index=True)
@@ -151,12 +151,12 @@ def read_three_ways(
 
 
 def use_of_trigger(text: Int[Tensor, "batch pos"], n_triggers: int) -> Int[Tensor, "batch pos"]:
-    """At each trigger, its how manieth use in the text this is, from 1; 0 at other letters."""
+    """At each trigger, how often it has occurred in the text so far, this occurrence included; 0 at other letters."""
     is_use = text[:, :, None] == torch.arange(n_triggers)
     return (is_use.cumsum(dim=1) * is_use).sum(dim=2)
 
 
-def judge(
+def score(
     task: BigramTask,
     text: Batch,
     logits: Mapping[str, Float[Tensor, "batch pos d_vocab"]],
@@ -219,7 +219,7 @@ def compare(predictions: pd.DataFrame, errors: pd.DataFrame, guess: float) -> It
         f"in-context accuracy with the prompt ({_counts(predictions, PROMPTED)})",
         None,
         score[PROMPTED],
-        f"the model has learned to use its context: told to be right in more than {ENOUGH:.1%} of cases",
+        f"the model has learned to use its context: significantly more than {ENOUGH:.1%} of its predictions are right",
         SIGNIFICANCE.share_above(*_count(predictions, PROMPTED), ENOUGH),
     )
     yield Comparison(
@@ -242,7 +242,7 @@ def compare(predictions: pd.DataFrame, errors: pd.DataFrame, guess: float) -> It
         f"accuracy without the prompt, at the first use of a trigger ({first['is_right'].sum():,} of {len(first):,} right)",
         None,
         _score(first),
-        f"without the prompt accuracy falls to chance, {guess:.4f} here (told to lie below {guess + NEAR_CHANCE:.4f})",
+        f"without the prompt accuracy falls to chance, {guess:.4f} here (significantly below {guess + NEAR_CHANCE:.4f})",
         _not(SIGNIFICANCE.share_above(int(first["is_right"].sum()), len(first), guess + NEAR_CHANCE)),
     )
     conversion, own = float(errors["conversion"].mean()), float(errors["forward_pass"].mean())
@@ -256,18 +256,20 @@ def compare(predictions: pd.DataFrame, errors: pd.DataFrame, guess: float) -> It
 
 
 def compare_with_paper(predictions: pd.DataFrame) -> Iterator[Comparison]:
-    """Table 2 on the paper's own law of sequences. The model was trained on another, so that sizes are put side by side."""
+    """Table 2 on the paper's own distribution. The model was trained on another, so the numbers are only put side by side."""
     for condition in CONDITIONS:
         # without the prompt only a trigger's first use in the text is a guess; later ones can be read off the text
         rows = predictions[predictions["use"] == 1] if condition == ALONE else predictions
         right, of = _count(rows, condition)
         where = ", first use of a trigger" if condition == ALONE else ""
-        what = f"in-context accuracy, sequences by the paper's law, {condition}{where} ({right:,} of {of:,} right)"
-        claim = "as accurate with the bias as with the prompt, lost without either; the paper's model is trained on this law"
+        what = f"in-context accuracy, the paper's distribution, {condition}{where} ({right:,} of {of:,} right)"
+        claim = (
+            "as accurate with the bias as with the prompt, lost without either; the paper's model is trained on these sequences"
+        )
         yield Comparison.stated(what, PRINTED[condition], right / of, claim)
     differing = n_disagreeing(predictions)
     yield Comparison(
-        "scored positions, by the paper's law, at which the converted model predicts another letter than the prompted one",
+        "scored positions, the paper's distribution, where the converted model predicts another letter than the prompted one",
         0.0,
         float(differing),
         "the conversion is exact: none",
@@ -275,8 +277,8 @@ def compare_with_paper(predictions: pd.DataFrame) -> Iterator[Comparison]:
     )
 
 
-def _not(told: bool | None) -> bool | None:
-    return None if told is None else not told
+def _not(verdict: bool | None) -> bool | None:
+    return None if verdict is None else not verdict
 
 
 def _count(predictions: pd.DataFrame, condition: str) -> tuple[int, int]:
@@ -301,8 +303,8 @@ def _differences(model: HookedKVTransformer, task: BigramTask, settings: Mapping
         yield "The model has KV shift, the paper's has none."
     yield (
         f"Sequences of {task.length} letters, the first {settings['prompt_length']} of them the prompt; a letter that follows "
-        f"no trigger is one with probability {task.trigger_rate:g}. In the paper's law (sec. 6.2) what follows no trigger "
-        "is uniform over all letters; its lengths are not printed, nor whether a trigger may follow a trigger, which it never "
+        f"no trigger is one with probability {task.trigger_rate:g}. In the paper's distribution (sec. 6.2) what follows no "
+        "trigger is uniform over all letters; its lengths are not printed, nor whether a trigger may follow a trigger, which it never "
         "does here."
     )
     yield "Scored are only triggers whose follower the prompt has shown; up to their first use in the text only the prompt has."

@@ -248,7 +248,7 @@ _LARGE = (_size("198M", 28, 768, 64, pairs=10, batch=10), _size("1.98B", 39, 204
 EXPERIMENT = Experiment(
     name="conversion-error",
     source="ICLCA table 1",
-    question="How far does converting a prompt move the logits, beside what float32 rounds anyway?",
+    question="How far does converting a prompt move the logits, compared with what float32 rounds anyway?",
     run=run,
     scales={
         "tiny": _scale(*_TINY, n_prompt=11, n_text=7),

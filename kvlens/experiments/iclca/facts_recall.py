@@ -41,7 +41,7 @@ FEWER_KEYS: dict[str, dict[str, Any]] = {
     EQUAL: dict(budget="equal"),
     NO_FIT: dict(budget="equal", fitted=False),
 }
-"""The options of :class:`kvlens.conversion.Landmark` beside the number of keys."""
+"""The options of :class:`kvlens.conversion.Landmark` other than the number of keys."""
 AIM, AIM_RATIO = 0.99, 0.25
 """Share of answers to be kept at this share of the story's keys."""
 SPREAD = LONGEST_STATEMENT - min(len(words_of(statement)) for kind in KINDS for statement in kind.statements)
@@ -147,11 +147,11 @@ def share_kept(answers: pd.DataFrame) -> pd.DataFrame:
 
 def compare(kept: pd.DataFrame, answers: pd.DataFrame, guess: float) -> Iterator[Comparison]:
     """What should be kept: everything by all keys, nearly everything by a quarter, no more than a guess by none."""
-    told = answers[answers["way"] == EXACT]
+    exact = answers[answers["way"] == EXACT]
     yield Comparison.stated(
-        f"answers right with the story in front ({told['right_with_story'].sum():,} of {len(told):,})",
+        f"answers right with the story in front ({exact['right_with_story'].sum():,} of {len(exact):,})",
         None,
-        float(told["right_with_story"].mean()),
+        float(exact["right_with_story"].mean()),
         "the model answers from the story",
     )
     exact = _row(kept, EXACT, 1.0)

@@ -146,7 +146,7 @@ def relative_error(new: Float[Tensor, "place vocab"], old: Float[Tensor, "place 
 
 
 def compare(texts: pd.DataFrame) -> Iterator[Comparison]:
-    """The paper's two errors beside ours, and what each way keeps, judged pair by pair."""
+    """The paper's two errors next to ours, and what each way keeps, tested pair by pair."""
     error, centered, agrees = (
         texts.pivot_table(index="pair", columns="way", values=column)
         for column in ("relative_error", "relative_error_centered", "next_token_agrees")

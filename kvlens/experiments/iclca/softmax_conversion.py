@@ -35,7 +35,7 @@ EQUAL, GREEDY = "landmark, equal budgets", "landmark, greedy budgets"
 EQUAL_POLISHED, POLISHED = "landmark, equal and polished", "landmark, greedy and polished"
 DISTILLED = {objective: f"context distillation, {objective}" for objective in OBJECTIVES}
 SIZE = ["method", "keys_per_head", "n_continuations"]
-"""What a row of the table is told apart by."""
+"""The columns that identify a row of the table."""
 PAPER_DROPPED, PAPER_RANDOM = 0.1656, 0.0917
 """ICLCA sec. 6.4: relative error of GPT-2's logits without the prompt, and converted with random features."""
 
@@ -195,7 +195,7 @@ def _figures(old: Tensor, new: Tensor) -> dict[str, float]:
 
 
 def compare(contexts: pd.DataFrame, settings: Mapping[str, Any]) -> Iterator[Comparison]:
-    """The paper's figures beside ours, and what each step buys, judged over contexts."""
+    """The paper's figures next to ours, and the gain of each step, tested over contexts."""
     error = contexts.set_index([*SIZE, "context"])["relative_error"].sort_index()
     dropped = error[DROPPED, 0, 0]
     least, most = min(settings["continuations"]), max(settings["continuations"])

@@ -10,8 +10,8 @@ to find one: *given keys*, chosen among keys of other texts, values in closed fo
 
     left = || imitated - changed || / || original - changed ||       of the logits, on texts that no fit has seen
 
-1 is no imitation at all. The prompt itself, shown beside the curves, need not lie below 1: the weights learn part of it, and
-other things besides. "Up to r keys per head" is, of all fits with at most so many, the one that does best on texts that are
+1 is no imitation at all. The prompt itself, shown next to the curves, need not lie below 1: the weights learn part of it, and
+other things, too. "Up to r keys per head" is, of all fits with at most so many, the one that does best on texts that are
 held out from them: room for more keys then does no harm but by the noise of that choice. Texts are a budget, too: the change
 and its imitation are both learned from ``n_texts`` of them, and more of them leave less. As a null the same fit is made to
 changes whose sign is drawn at random text by text.
@@ -178,7 +178,7 @@ def freed(
 
 
 def compare(changes: pd.DataFrame) -> Iterator[Comparison]:
-    """What is left of the change, by way and number of keys, judged over the changes; and the null."""
+    """What is left of the change, by way and number of keys, tested over the changes; and the null."""
     for (part, way, r), rows in changes.groupby(["part", "way", "keys_per_head"], sort=False):
         left = rows["left"]
         name = f"share of a change of {NAMES[part]} that is left: {way}, {r} per head"

@@ -5,7 +5,7 @@ Table 4 sorts the heads of a 2.9B model into four kinds, by whether alpha_1 > al
 previous token with values of the current one (alpha_1 <= alpha_2, beta_1 > beta_2) are the induction head of th. 2; the paper's
 initialization gives each kind a quarter. The free form lets coefficients leave [0, 1], which is counted here as well.
 
-Models are shipped ones, or folders. Where ``watched.parquet`` lies beside the weights (training with ``watch="shift_coef"``
+Models are shipped ones, or folders. Where ``watched.parquet`` lies next to the weights (training with ``watch="shift_coef"``
 writes it), the course over training is shown, too. The shipped weights are those of the best evaluation, which need not be the
 last one of that course.
 """
@@ -76,8 +76,7 @@ def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
             + ".",
             "Models start with a quarter of the heads of each kind, on average, and one trained for a short while still "
             "shows it.",
-            "A majority is judged against a fair coin (exact binomial law, one case in 20 for both sides together); the paper "
-            "prints counts alone.",
+            "A majority is tested against a fair coin (exact binomial test, two-sided); the paper prints counts alone.",
         ],
     )
 
@@ -307,7 +306,7 @@ EXPERIMENT = Experiment(
     },
     cost={
         "tiny": "seconds",
-        "small": "seconds: it reads shipped models; `kvlens train docs-shift` trains one anew in half an hour on two cores",
+        "small": "seconds: it reads shipped models; `kvlens train docs-shift` trains one in half an hour on two cores",
         "paper": "a minute and 12 GB of memory, with the paper's model converted to a kvlens folder KV_shifting_2.9B "
         "(HookedKVTransformer.from_pretrained and save); not run here",
     },

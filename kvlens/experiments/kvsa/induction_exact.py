@@ -5,7 +5,7 @@ Three constructions are built as real models, run on random tokens, and compared
 
 - one layer with KV shift: equal, so that only rounding is left;
 - two layers without, the first blind to its own token: the error falls like e^{-p1}, p1 being that layer's ALiBi slope;
-- two layers without, under an ordinary causal mask: the same law, until the division by e^{-p1} that it needs lifts the
+- two layers without, under an ordinary causal mask: the same decay, until the division by e^{-p1} that it needs lifts the
   rounding error above it; a best error of about the square root of the precision is all that it can reach.
 """
 
@@ -122,7 +122,7 @@ def head_rounding(embeddings: Float[Tensor, "token d"], length: int, sigma: floa
     """How far rounding alone may part two ways to compute IH, to first order in the precision.
 
     A score is a sum of d products, divided by sigma, minus slope times distance; its absolute error is a relative error of its
-    weight, and once more through the sum that normalises; then ``length`` weighted rows are summed. Two ways, twice that.
+    weight, and once more through the normalizing sum; then ``length`` weighted rows are summed. Two ways, twice that.
     """
     norm2, largest = float(embeddings.square().sum(-1).max()), float(embeddings.abs().max())
     score = (embeddings.shape[1] + 2) * norm2 / sigma + 3 * slope * length

@@ -16,7 +16,7 @@ N_ERRORS = 3.0
 """Standard errors over prompts that a figure may be off: one of 370 normal means lies farther out."""
 LEARNED = 0.5
 """A model whose relative error in distribution stays above this has learned too little to say how it carries over."""
-JUDGES = ("least squares", "ridge", "nearest neighbors")
+BASELINES = ("least squares", "ridge", "nearest neighbors")
 SHIFT_CLAIMS = {
     "scaled_inputs": ("points 3 times as far out as in training: the error grows, least squares' does not", "degrades"),
     "skewed_inputs": ("points with a skewed covariance: the error grows, least squares' does not", "degrades"),
@@ -25,7 +25,7 @@ SHIFT_CLAIMS = {
 
 
 def compare(tables: Mapping[str, pd.DataFrame], settings: Mapping[str, Any]) -> list[Comparison]:
-    """Every claim beside its number."""
+    """Every claim with its number."""
     error, dimensions = tables["error"], settings["task"]["dimensions"]
     why = still_learning(tables["training"])
     return [
@@ -63,7 +63,7 @@ class Measured(NamedTuple):
     margin: float
 
     def below(self, bound: float) -> bool | None:
-        """Whether it is told to lie below ``bound`` (True), above it (False), or neither."""
+        """Whether it lies significantly below ``bound`` (True), above it (False), or neither."""
         if abs(self.value - bound) < self.margin:
             return None
         return self.value <= bound
@@ -72,7 +72,7 @@ class Measured(NamedTuple):
 def worst_of_seeds(error: pd.DataFrame, shift: str, predictor: str) -> dict[int, Measured]:
     """By number of examples: the largest relative error of the seeds, with its margin.
 
-    Trained models count with the worst of their seeds, and what is told is told of these models: how another training would
+    Trained models count with the worst of their seeds, and the verdicts are about these models: how another training would
     come out is not in the margin.
     """
     rows = error[(error["shift"] == shift) & (error["predictor"] == predictor)]
@@ -99,25 +99,25 @@ def mean_of(curve: dict[int, Measured]) -> Measured:
 def compare_linear(error: pd.DataFrame, dimensions: int) -> Iterator[Comparison]:
     """Linear functions, in distribution."""
     ours = worst_of_seeds(error, "none", "transformer")
-    gaps = {judge: gap_between(ours, worst_of_seeds(error, "none", judge)) for judge in JUDGES}
-    distance = {judge: mean_of(gap) for judge, gap in gaps.items()}
-    nearest = min(JUDGES, key=lambda judge: distance[judge].value)
-    first, second = distance["least squares"], min(distance[judge] for judge in JUDGES if judge != "least squares")
+    gaps = {baseline: gap_between(ours, worst_of_seeds(error, "none", baseline)) for baseline in BASELINES}
+    distance = {baseline: mean_of(gap) for baseline, gap in gaps.items()}
+    nearest = min(BASELINES, key=lambda baseline: distance[baseline].value)
+    first, second = distance["least squares"], min(distance[baseline] for baseline in BASELINES if baseline != "least squares")
     yield Comparison(
-        "judge whose error curve lies nearest to the transformer's, linear functions, mean gap over all n",
+        "baseline whose error curve lies nearest to the transformer's, linear functions, mean gap over all n",
         "least squares",
         nearest,
         "the error of a transformer trained on linear functions falls with n as that of least squares",
         Measured(first.value - second.value, first.margin + second.margin).below(0.0),
     )
     widest = max(gaps["least squares"].values())
-    told = [gap.below(MATCH) for gap in gaps["least squares"].values()]
+    verdicts = [gap.below(MATCH) for gap in gaps["least squares"].values()]
     yield Comparison(
         "largest gap between the transformer's relative error and least squares', linear functions, over all n",
         None,
         widest.value,
         f"a transformer trained on linear functions does as well as least squares on new ones (no gap above {MATCH})",
-        False if False in told else None if None in told else True,
+        False if False in verdicts else None if None in verdicts else True,
     )
     n = min(2 * dimensions, max(ours))
     yield Comparison(
@@ -158,13 +158,13 @@ def compare_noise(error: pd.DataFrame) -> Comparison:
     peak = max(curve, key=lambda n: curve[n].value)
     harmless = curve[peak].below(1 + MATCH)
     falls_again = Measured(last(curve).value - curve[peak].value, last(curve).margin + curve[peak].margin).below(0.0)
-    told = None if harmless is None else not harmless and (peak != max(curve)) and falls_again
+    holds = None if harmless is None else not harmless and (peak != max(curve)) and falls_again
     return Comparison(
         f"largest relative error of the transformer over all n, noisy (at n = {peak})",
         None,
         curve[peak].value,
         "noise on the answers: near n = d the error exceeds that without any example, as least squares' does (double descent)",
-        told,
+        holds,
     ).unless(too_little(here))
 
 
@@ -177,11 +177,12 @@ def compare_classes(error: pd.DataFrame, why: Mapping[str, str | None]) -> Itera
     """
     for functions, rows in error.groupby("functions", sort=False):
         ours = last(worst_of_seeds(rows, "none", "transformer"))
-        best = {judge: last(worst_of_seeds(rows, "none", judge)) for judge in JUDGES}
-        judge = min(best, key=lambda name: best[name].value)
-        behind = Measured(ours.value - best[judge].value, ours.margin + best[judge].margin)
+        best = {baseline: last(worst_of_seeds(rows, "none", baseline)) for baseline in BASELINES}
+        baseline = min(best, key=lambda name: best[name].value)
+        behind = Measured(ours.value - best[baseline].value, ours.margin + best[baseline].margin)
         found = Comparison(
-            f"relative error of the transformer with all examples, {functions} (best judge: {judge}, {best[judge].value:.2g})",
+            f"relative error of the transformer with all examples, {functions} (best baseline: "
+            f"{baseline}, {best[baseline].value:.2g})",
             None,
             ours.value,
             "a transformer trained on a class learns its functions at least as well as methods that do not know the class",

@@ -1,7 +1,7 @@
 """``function-classes``: a transformer trained to learn functions from examples, against methods that nobody trained (LECTURE).
 
 One model a class of functions is trained on prompts (x_1, f(x_1), ..., x_n, f(x_n), x'), each with an f of its own
-(:mod:`kvlens.tasks.regression`). On new prompts its squared error, as the number n of examples grows, stands beside those of
+(:mod:`kvlens.tasks.regression`). On new prompts its squared error, as the number n of examples grows, is compared with those of
 least squares, ridge regression and nearest neighbors (:mod:`~kvlens.experiments.lecture.regression_baselines`), which see
 the same examples. Prompts come from the training distribution, and from four others: a method carries over to them, a memory
 of the distribution does not.
@@ -37,7 +37,7 @@ PROMPTS_AT_ONCE = 256
 
 
 def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
-    """Train the models of ``settings``, judge them on every distribution, and measure what they know of order."""
+    """Train the models of ``settings``, test them on every distribution, and measure what they know of order."""
     courses, curves, linear = [], [], {}
     for functions, how in settings["classes"].items():
         task = RegressionTask(functions=functions, **settings["task"])
@@ -94,10 +94,10 @@ def error_curves(task: RegressionTask, models: Mapping[int, nn.Module], settings
     tables = []
     for scored in tasks_that_score_all(task):
         batch = scored.heldout(settings["n_prompts"], settings["prompt_seed"])
-        judges = untrained_predictions(scored, batch, settings)
+        baselines = untrained_predictions(scored, batch, settings)
         trained = [("transformer", seed, predict(model, batch.inputs)) for seed, model in models.items()]
-        for predictor, seed, predicted in [*trained, *((name, 0, values) for name, values in judges.items())]:
-            errors = errors_by_examples(batch, predicted, judges["least squares"])
+        for predictor, seed, predicted in [*trained, *((name, 0, values) for name, values in baselines.items())]:
+            errors = errors_by_examples(batch, predicted, baselines["least squares"])
             labels = dict(functions=task.functions, shift=task.heldout_shift, predictor=predictor, seed=seed)
             tables.append(pd.DataFrame(labels, index=errors.index).join(errors))
     return pd.concat(tables, ignore_index=True)
@@ -204,13 +204,13 @@ def differences(settings: Mapping[str, Any]) -> list[str]:
         f"prompts, with a curriculum; here {model['n_layers']} layers of width {model['d_model']}, {task['dimensions']} "
         f"dimensions, {settings['classes']['linear']['steps']} steps of {settings['training']['batch_size']}, no curriculum.",
         "Functions are scaled to variance 1 here, so that the error of always saying 0 is 1 and not the number of dimensions.",
-        "The paper's judges of sparse functions, trees and networks (Lasso, greedy tree learning and boosting, gradient descent"
-        " on a network) are not among ours; least squares, ridge and nearest neighbors are.",
+        "The paper's baselines for sparse functions, trees and networks (Lasso, greedy tree learning and boosting, gradient "
+        "descent on a network) are not among ours; least squares, ridge and nearest neighbors are.",
         "Trigonometric and exponential functions are not the paper's; they come from DUAL sec. 5.",
         "A covariance in proportion to 1 / i^2 is far more skewed in the paper's 20 dimensions than in few.",
         "Where n = d, the mean error of least squares under noise, or on functions that are not linear, has no finite "
         "expectation: the number in the table is an accident of the prompts drawn, and the figure cuts it off.",
-        "What is told of trained models is told of those trained here, beyond the noise of the prompts they are judged on; how "
+        "The verdicts on trained models are about those trained here, beyond the noise of the prompts they are tested on; how "
         "another training would come out is not in that margin.",
         "T(pi X) = pi T(X) is a fact about the architecture, measured on fresh weights, not on a trained model.",
     ]

@@ -4,7 +4,7 @@
 
 ``chance`` is what a model that knows nothing gets: the variance of the labels, the loss of the tokens' frequencies, one over
 the number of answers; ``best`` is a perfect model's. Two things are asked, and where one is missing the verdict is "not trained
-far enough" (:attr:`~kvlens.experiments.shared.outcome.Comparison.untrained`), whatever the judge would say of the differences:
+far enough" (:attr:`~kvlens.experiments.shared.outcome.Comparison.untrained`), whatever the significance test says:
 
 - *learned*: the baseline ends with a gain of at least ``share``;
 - *flat*: the second half of the steps brought at most `LATE` of what the baseline has gained in all; of its own curve, and of

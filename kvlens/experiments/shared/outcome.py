@@ -1,4 +1,4 @@
-"""What an experiment leaves behind: tables, a figure, and our numbers beside the paper's, in one folder.
+"""What an experiment leaves behind: tables, a figure, and our numbers next to the paper's, in one folder.
 
 An experiment is a function of its settings that returns an `Outcome`; nothing here knows what any of them measures. The folder
 that `write_outcome` makes holds one Parquet file a table, ``figure.png`` and ``figure.svg``, and ``summary.json`` with the
@@ -31,7 +31,7 @@ OUTCOME_FOLDER = FolderKind("an experiment", listed_in(SUMMARY, FORMAT, "files")
 
 @dataclass(frozen=True)
 class Comparison:
-    """One number of the paper beside ours.
+    """One number of the paper next to ours.
 
     Attributes:
         what: what is measured, with its unit.
@@ -80,7 +80,7 @@ class Outcome:
     Attributes:
         tables: tidy frames by name; each becomes ``NAME.parquet``.
         figure: a matplotlib figure, made without pyplot, so that no window and no global state is involved.
-        comparisons: the paper's numbers beside ours.
+        comparisons: the paper's numbers next to ours.
         differences: sentences that say where scale or set-up differ from the paper's.
     """
 

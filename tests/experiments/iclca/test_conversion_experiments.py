@@ -132,7 +132,7 @@ def test_predictions_by_hand():
     logits[0, 0, 2, 3], logits[1, 0, 2, 4], logits[2, 0, 2, 3] = 2, 1, 0.5
     logits[:, 0, 0, 3] = 3
     named = dict(zip(conversion_accuracy.CONDITIONS, logits, strict=True))
-    table = conversion_accuracy.judge(TASK, batch, named, first_sequence=7)
+    table = conversion_accuracy.score(TASK, batch, named, first_sequence=7)
     assert set(table["sequence"]) == {7} and set(table["trigger"]) == {"a"} and set(table["follower"]) == {"d"}
     second = table[table["position"] == 2].set_index("condition")
     assert second["use"].tolist() == [2, 2, 2]
