@@ -16,7 +16,8 @@ What does not solve the task:
 
 - *Bigram statistics*: every sequence draws its own block, so the token after A is, over sequences, any other token.
 - *Position*: the answer stands p - 1 tokens back. Were p fixed, one plain layer could learn to look there. As it is drawn
-  each time, a fixed position is right only for the few of the ``length // 4 + 1`` periods that divide its distance to the answer.
+  each time, a fixed position is right only for the few of the ``length // 4 + 1`` periods that divide its distance to the
+  answer.
 - *The bag of tokens seen*: it leaves p candidates. Counting shrinks it towards the end of a repetition (a token that has
   come twice is not next), which may lift a plain layer above chance, but says nothing of the order within the block.
 

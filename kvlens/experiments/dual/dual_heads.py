@@ -10,8 +10,8 @@ gets, on sequences of a task, at the places that are scored:
 
 The rank correlation of each dual figure with each of the other two, over the heads of a model, comes with a bootstrap interval
 over sequences and a permutation test over heads: under "which head is which makes no difference" every pairing is equally
-likely, so a verdict at p <= 0.02 is wrong in at most one of fifty cases. Four heads are never significant (2 of 24 pairings are as
-extreme as any).
+likely, so a verdict at p <= 0.02 is wrong in at most one of fifty cases. Four heads are never significant (2 of 24 pairings are
+as extreme as any).
 """
 
 import itertools

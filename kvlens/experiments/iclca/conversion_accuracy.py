@@ -11,8 +11,8 @@ end in: its follower opens the text, and would give itself away. Three condition
 Converted and prompted model compute the same function, so every prediction must be the same. Rounding could change one only
 where the two largest logits are nearly equal: the margin of each prediction is measured along with the change.
 
-All this is measured on two distributions of sequences (`kvlens.tasks.bigrams`): that of the shipped model's training, dense with
-triggers, and the paper's own (``markov``), next to the paper's numbers.
+All this is measured on two distributions of sequences (`kvlens.tasks.bigrams`): that of the shipped model's training, dense
+with triggers, and the paper's own (``markov``), next to the paper's numbers.
 
 The shipped model ``bigram-linear`` is the paper's: 12 layers of width 128. The setting ``model`` may name the folder of another
 one, or be None: then a model is trained as ``training`` says.
@@ -304,7 +304,8 @@ def _differences(model: HookedKVTransformer, task: BigramTask, settings: Mapping
     yield (
         f"Sequences of {task.length} letters, the first {settings['prompt_length']} of them the prompt; a letter that follows "
         f"no trigger is one with probability {task.trigger_rate:g}. In the paper's distribution (sec. 6.2) what follows no "
-        "trigger is uniform over all letters; its lengths are not printed, nor whether a trigger may follow a trigger, which it never "
+        "trigger is uniform over all letters; its lengths are not printed, nor whether a trigger may follow a trigger, which "
+        "it never "
         "does here."
     )
     yield "Scored are only triggers whose follower the prompt has shown; up to their first use in the text only the prompt has."

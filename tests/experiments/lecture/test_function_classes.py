@@ -272,7 +272,7 @@ def test_claims_about_other_classes_can_fail():
     assert (one.holds, two.holds) == (True, False)
     unsure = error[error["shift"] == "none"].assign(standard_error=0.01)
     assert [c.holds for c in function_class_claims.compare_classes(unsure, {})] == [None, None]
-    assert "a (best judge: least squares, 0)" in one.what
+    assert "a (best baseline: least squares, 0)" in one.what
 
 
 def test_claims_about_order_can_fail():
