@@ -15,6 +15,7 @@ Code:
 | `DualModel.minimise` | `kvlens.dual.DualModel.minimize` |
 | `viz.coloured_tokens` | `kvlens.viz.colored_tokens` |
 | `LinkedShares.colourings`, `linked_shares(colourings=...)` | `kvlens.analyses.LinkedShares.colorings`, `linked_shares(colorings=...)` |
+| `kv_shift(boundary=...)`, `naive_kv_shift(boundary=...)` | `kvlens.ops.kv_shift.kv_shift(state=...)`, `naive_kv_shift(state=...)` |
 | `attention_view(places=...)` | `kvlens.viz.attention_view(positions=...)` |
 
 British spelling has become American, in messages and documentation too: normaliser, normalizer. Values that files hold keep
