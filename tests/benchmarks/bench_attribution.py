@@ -165,7 +165,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--small", action="store_true", help="three stories of four sentences: a smoke test")
     args = parser.parse_args(argv)
-    n_stories, n_facts, budgets = (3, 4, (8,)) if args.small else (args.stories, args.facts, BUDGETS)
+    n_stories, n_facts = (3, 4) if args.small else (args.stories, args.facts)
+    budgets = tuple(n for n in BUDGETS if n < 2**n_facts) or (2 ** (n_facts - 1),)  # some subsets must stay unread
     model = HookedKVTransformer.from_zoo(args.model)
     asked_for = questions_of(model, n_stories, n_facts, 9_000_000 + args.seed)
     table = pd.DataFrame(
