@@ -42,6 +42,10 @@ try:
         Unembed,
     )
     from transformer_lens.HookedTransformer import Output
+
+    def check_release() -> None:
+        """Raise KVLensError where the release of TransformerLens that is installed has no HookedTransformer: this one has."""
+
 except ImportError:  # TransformerLens 4
     from kvlens._tl4 import (
         MLP,
@@ -57,6 +61,7 @@ except ImportError:  # TransformerLens 4
         PosEmbed,
         TransformerBlock,
         Unembed,
+        check_release,
         loading,
     )
 
@@ -83,6 +88,7 @@ __all__ = [
     "TransformerLensKeyValueCache",
     "TransformerLensKeyValueCacheEntry",
     "Unembed",
+    "check_release",
     "get_attention_mask",
     "get_device_for_block_index",
     "get_offset_position_ids",

@@ -12,9 +12,14 @@ NEEDS_3 = (
 )
 
 
+def check_release() -> None:
+    """Raise KVLensError: the release of TransformerLens that is installed has no HookedTransformer."""
+    raise KVLensError(NEEDS_3)
+
+
 class _Removed:
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        raise KVLensError(NEEDS_3)
+        check_release()
 
 
 class HookedTransformerConfig(_Removed): ...

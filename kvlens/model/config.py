@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 
-from kvlens._tl import HookedTransformerConfig
+from kvlens._tl import HookedTransformerConfig, check_release
 from kvlens.checks import Within, checked
 from kvlens.components import FEATURE_MAPS
 from kvlens.dtypes import dtype_of
@@ -230,6 +230,7 @@ class HookedKVTransformerConfig(_Given):
     @classmethod
     def from_json(cls, plain: dict[str, Any], **overrides: Any) -> "HookedKVTransformerConfig":
         """Build from :meth:`to_json`'s dict; a key that this version does not know is refused."""
+        check_release()
         known = {f.name for f in fields(cls)}
         for name in plain:
             if name not in known:
