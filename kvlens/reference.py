@@ -30,7 +30,7 @@ FORMAT, MANIFEST = "kvlens.pages", "reference.json"
 REFERENCE_FOLDER = FolderKind("a reference of kvlens", listed_in(MANIFEST, FORMAT, "files"))
 
 DECORATORS = ("dataclass", "classmethod", "staticmethod", "abstractmethod", "contextmanager")
-"""Those that say how to call something, or what comes back; the others (checks, gradients, caches) are nobody's business."""
+"""Those that say how to call something, or what comes back; the others (checks, gradients, caches) are not shown."""
 
 _OBJECT = re.compile(r"<(?:class '([^<>]*)'|function ((?:[\w.]|<\w+>)+)|built-in method (\w+)[^<>]*)>")
 _RULE = re.compile(r"=+(?: =+)+")
@@ -136,8 +136,9 @@ def _markdown_table(lines: list[str]) -> list[str]:
 def _prepare(documented: Any) -> None:
     """What pdoc shows of something, and of all in it, as a caller would write and read it."""
     docstring = documented.docstring
-    if documented.kind == "function":
+    if documented.kind in ("function", "class"):
         documented.__dict__["decorators"] = [line for line in documented.decorators if _name_of(line) in DECORATORS]
+    if documented.kind == "function":
         if documented.taken_from[0].partition(".")[0] in PACKAGES:  # TransformerLens' own names what is not always there
             documented.__dict__["signature"] = _written_out(documented.signature)
         if "." not in documented.qualname:  # pdoc reads behind the decorator that puts the table of the columns in

@@ -97,9 +97,9 @@ def test_options_have_the_defaults_of_the_function_and_are_checked():
     assert analysis.read_options({"kinds": "c, a", "limit": 3}) == {"scale": 1.0, "kinds": ("c", "a"), "limit": 3}
     assert analysis.read_options({"kinds": "", "limit": None, "scale": 2}) == {"scale": 2, "kinds": ("a", "b"), "limit": None}
     for option, value, words in (
-        ("kinds", "a,d", "kinds: expected a or b or c, got 'd'"),
-        ("limit", "3", "limit: expected int, got '3'"),
-        ("scale", True, "scale: expected float, got True"),
+        ("kinds", "a,d", "kinds must be one of a, b, c, got 'd'"),
+        ("limit", "3", "limit must be a whole number, got '3'"),
+        ("scale", True, "scale must be a number, got True"),
     ):
         with pytest.raises(KVLensError, match=words):
             analysis.read_options({option: value})

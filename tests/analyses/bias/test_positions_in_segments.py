@@ -108,8 +108,8 @@ def test_whole_activations_would_be_noticed():
 
 @pytest.mark.unhooked
 def test_bad_input():
-    for bad, why in ((tokens(4)[None], r"expected token ids \[pos\].*\[1, 4\]"), (tokens(0), r"\[0\]"), ([1, 2], "Tensor")):
-        with pytest.raises(KVLensError, match=f"run_in_segments: tokens.*{why}"):
+    for bad, why in ((tokens(4)[None], r"\[pos\].*\[1, 4\]"), (tokens(0), r"\[0\]"), ([1, 2], "must be a tensor")):
+        with pytest.raises(KVLensError, match=f"run_in_segments:.*tokens.*{why}"):
             run_in_segments(random_model(), bad, [])
     with pytest.raises(KVLensError, match="segment_length must be at least 1, got 0"):
         bias_positions(random_model(), PROMPT, TEXT, segment_length=0)

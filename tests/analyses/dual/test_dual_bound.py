@@ -55,7 +55,7 @@ def test_a_smaller_delta_widens_the_second_term_alone(model):
 def test_too_few_tokens_and_bad_probabilities_are_refused(model):
     with pytest.raises(KVLensError, match="at least 1 tokens before the query"):
         dual_bound(model, TOKENS[:1])
-    with pytest.raises(KVLensError, match="delta is a probability"):
+    with pytest.raises(KVLensError, match="delta must be above 0 and below 1"):
         dual_bound(model, TOKENS, delta=1.5)
     with pytest.raises(KVLensError, match="at least 20 tokens"):
         dual_bound(model, TOKENS, n_negative=20)
