@@ -5,7 +5,7 @@ its duration, torch hooks on the bridge's hook points (:mod:`kvlens.bridge.softm
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,9 @@ from kvlens.bridge.families import layers_of
 from kvlens.bridge.fingerprint import FRONT_END, fingerprint_of
 from kvlens.bridge.load import loaded, wrapped
 from kvlens.bridge.positions import text_positions
-from kvlens.components import LayerBias
+from kvlens.bridge.recurrent import RecurrentLayer
 from kvlens.errors import KVLensError
-from kvlens.kv_bias import Fingerprint, KVBias
+from kvlens.kv_bias import Fingerprint, KVBias, RecurrentStates
 from kvlens.model.inputs import check_hook_names, check_tokens
 from kvlens.model.protocol import PromptKeysAndValues
 
@@ -161,9 +161,7 @@ class KVTransformerBridge(TransformerBridge):
         behind = positions + offset
         self._check_room(int(behind.max()), 0)
         layers = self.__dict__["_layers"]
-        self.__dict__["_pass_handles"] = [
-            handle for layer in layers for handle in layer.join(LayerBias.of(bias, layer.layer, positions.device), positions)
-        ]
+        self.__dict__["_pass_handles"] = [handle for layer in layers for handle in layer.join(bias, positions)]
         return args, {**kwargs, "position_ids": behind.expand(batch, -1)}
 
     def _after_pass(self, *_: Any) -> None:
@@ -204,10 +202,24 @@ class KVTransformerBridge(TransformerBridge):
         finally:
             for handle in handles:
                 handle.remove()
-        keys, values = (torch.stack([seen[layer.layer, x].to(tokens.device) for layer in layers]) for x in "kv")
-        return PromptKeysAndValues(keys, values)
+        recurrent = tuple(layer.layer for layer in layers if isinstance(layer, RecurrentLayer))
+
+        def stacked(name: str, of: Sequence[int]) -> Tensor:
+            return torch.stack([seen[layer, name].to(tokens.device) for layer in of])
+
+        attention = [layer.layer for layer in layers if layer.layer not in recurrent]
+        states = RecurrentStates(recurrent, stacked("state", recurrent), stacked("conv", recurrent)) if recurrent else None
+        return PromptKeysAndValues(stacked("k", attention), stacked("v", attention), states)
 
     # --- names of hooks ----------------------------------------------------------------------------------------------------
+
+    def _initialize_hook_registry(self) -> None:
+        """As TransformerLens', with the hook points of the mixers, which are no part of the module tree."""
+        super()._initialize_hook_registry()
+        for layer in self.__dict__.get("_layers", ()):
+            for name, point in layer.hook_points().items():
+                point.name = name
+                self._hook_registry[name] = point
 
     def run_with_cache(self, *args: Any, **kwargs: Any) -> Any:
         """As TransformerLens'; ``names_filter`` must name hook points that exist."""

@@ -1,4 +1,5 @@
-"""Which layers of a bridge read a KV bias, and how: softmax attention that the bridge computes itself, step by step.
+"""Which layers of a bridge read a KV bias, and how: softmax attention that the bridge computes itself, step by step, and
+recurrent layers that have a mixer (:mod:`kvlens.mixers`).
 
 What is not named here is refused: a component that hooks in other places gives plausible, wrong numbers.
 """
@@ -7,13 +8,15 @@ from typing import Any
 
 from torch import nn
 
+from kvlens.bridge.recurrent import RecurrentLayer
 from kvlens.bridge.softmax import HeadSizes, SoftmaxLayer
 from kvlens.errors import KVLensError
+from kvlens.mixers import has_mixer
 from kvlens.ops.softmax_features import ScoreRule
 
 ROTATES = {"PositionEmbeddingsAttentionBridge": True, "JointQKVAttentionBridge": False}
 """The bridge's attention components that compute in the open, and whether queries and keys are rotated in them."""
-TRIED = "GPT-2, Llama, Qwen3, Gemma 3, GPT-OSS"
+TRIED = "GPT-2, Llama, Qwen3, Gemma 3, GPT-OSS, Qwen3.5, Qwen3-Next"
 VARIABLE_ROTARY = ("dynamic", "longrope")
 
 
@@ -23,7 +26,7 @@ def text_config(model: nn.Module) -> Any:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
-def layers_of(bridge: Any) -> list[SoftmaxLayer]:
+def layers_of(bridge: Any) -> list[SoftmaxLayer | RecurrentLayer]:
     """The layers of ``bridge``, each in the way that it reads a bias.
 
     Raises:
@@ -40,11 +43,15 @@ def layers_of(bridge: Any) -> list[SoftmaxLayer]:
     return [_layer(bridge, family, config, layer) for layer in range(len(bridge.blocks))]
 
 
-def _layer(bridge: Any, family: str, config: Any, layer: int) -> SoftmaxLayer:
+def _layer(bridge: Any, family: str, config: Any, layer: int) -> SoftmaxLayer | RecurrentLayer:
+    recurrent: Any = getattr(bridge.blocks[layer], "linear_attn", None)
+    if recurrent is not None and has_mixer(recurrent.original_component):
+        return RecurrentLayer(recurrent, layer)
     attn: Any = getattr(bridge.blocks[layer], "attn", None)
     kind = type(attn).__name__
     if kind not in ROTATES:
         found = "has no attention" if attn is None else f"is a {kind}"
+        found = found if recurrent is None else f"is a {type(recurrent.original_component).__name__} without a mixer"
         raise _no_way(family, f"layer {layer} {found}, which shows neither its queries nor its scores in a known place")
     module: Any = attn.original_component
     if getattr(getattr(module, "config", None), "clip_qkv", None) is not None:

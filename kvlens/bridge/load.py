@@ -1,4 +1,7 @@
-"""A plain TransformerBridge from a folder, from a name on the hub, or around a loaded Transformers model."""
+"""A plain TransformerBridge from a folder, from a name on the hub, or around a loaded Transformers model.
+
+Of a model of images and text whose language model stands alone (Qwen3.5), the language model is taken.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -6,15 +9,18 @@ from typing import Any
 import torch
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources import build_bridge_from_module
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from kvlens.errors import KVLensError, first_line
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model")
+TEXT_PART = ("qwen3_5", "qwen3_5_moe")
+"""Model types, of images and text, of which Transformers has the language model as a class of its own."""
 
 
 def wrapped(model: PreTrainedModel, *, tokenizer: Any = None) -> TransformerBridge:
     """A bridge around ``model``, which keeps its device and dtype."""
+    model = _language_model(model)
     name = getattr(model, "name_or_path", "") or type(model).__name__
     try:
         return build_bridge_from_module(
@@ -37,17 +43,39 @@ def loaded(source: str | Path, *args: Any, **options: Any) -> TransformerBridge:
         raise KVLensError(f"KVTransformerBridge: no config.json in {folder}; expected a folder written by save_pretrained")
     has_tokenizer = options.get("tokenizer") is not None or any((folder / name).is_file() for name in TOKENIZER_FILES)
     try:
-        if folder.is_dir() and not has_tokenizer and not args and set(options) <= {"device", "dtype"}:
-            model = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=options.get("dtype") or torch.float32, attn_implementation="eager", trust_remote_code=False
-            )
-            return wrapped(model.to(options.get("device") or "cpu"))
         name = str(folder) if folder.is_dir() else str(source)
+        plain = not args and set(options) <= {"device", "dtype", "tokenizer"}
+        if plain and ((folder.is_dir() and not has_tokenizer) or _model_type(name) in TEXT_PART):
+            model = AutoModelForCausalLM.from_pretrained(
+                name, dtype=options.get("dtype") or torch.float32, attn_implementation="eager", trust_remote_code=False
+            )
+            tokenizer = options.get("tokenizer")
+            if tokenizer is None and (has_tokenizer or not folder.is_dir()):
+                tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+            return wrapped(model.to(options.get("device") or "cpu"), tokenizer=tokenizer)
         return TransformerBridge.boot_transformers(name, *args, **options)
     except (OSError, ValueError, KeyError, AttributeError) as error:
         if isinstance(error, KVLensError):
             raise
         raise _unreadable(str(source), error) from error
+
+
+def _model_type(name: str) -> str | None:
+    try:
+        return str(AutoConfig.from_pretrained(name, trust_remote_code=False).model_type)
+    except (OSError, ValueError, KeyError):
+        return None  # TransformerLens says what is wrong with it, or knows another way
+
+
+def _language_model(model: PreTrainedModel) -> PreTrainedModel:
+    """The language model of a model of images and text, with the same weights; other models as they are."""
+    if model.config.model_type not in TEXT_PART:
+        return model
+    held: Any = model
+    with torch.device("meta"):
+        text: Any = AutoModelForCausalLM.from_config(model.config.get_text_config())
+    text.model, text.lm_head = held.model.language_model, held.lm_head
+    return text.train(model.training)
 
 
 def _unreadable(what: str, error: Exception) -> KVLensError:

@@ -17,6 +17,7 @@ from transformer_lens.hook_points import HookPoint
 
 from kvlens.components import LayerBias, is_hooked
 from kvlens.errors import KVLensError
+from kvlens.kv_bias import KVBias
 from kvlens.ops.softmax_attention import ScaledMass, join_bias
 from kvlens.ops.softmax_features import ScoreRule
 
@@ -51,8 +52,13 @@ class SoftmaxLayer:
                 point.name = f"blocks.{layer}.attn.{name}"
                 setattr(attn, name, point)
 
-    def join(self, bias: LayerBias, positions: Int[Tensor, "#batch pos"]) -> list[RemovableHandle]:
-        """Let the next pass, with tokens at ``positions`` of the text, read ``bias``. Remove the handles after it."""
+    def hook_points(self) -> dict[str, HookPoint]:
+        """Hook points that are no part of the module tree: none."""
+        return {}
+
+    def join(self, whole: KVBias, positions: Int[Tensor, "#batch pos"]) -> list[RemovableHandle]:
+        """Let the next pass, with tokens at ``positions`` of the text, read a bias. Remove the handles after it."""
+        bias = LayerBias.of(whole, self.layer, positions.device)
         seen: dict[str, Tensor] = {}
 
         def see_q(q: Tensor) -> None:

@@ -34,7 +34,12 @@ class LayerBias(NamedTuple):
 
     @classmethod
     def of(cls, bias: KVBias, layer: int, device: torch.device) -> "LayerBias":
-        """Views of ``bias``, so that one in training is read as it is now; they are moved when they are read."""
+        """Views of ``bias``, so that one in training is read as it is now; they are moved when they are read.
+
+        ``layer`` is an attention layer, counted among all layers of the model.
+        """
+        if bias.recurrent is not None:
+            layer = bias.attention_layers.index(layer)
         offset = bias.position_offset
         tensors = (bias.b_KV, bias.b_D, bias.last_k, bias.last_v, bias.last_q)
         b_kv, b_d, last_k, last_v, last_q = (t[layer] if bias.batch_size is not None else t[layer][None] for t in tensors)

@@ -24,10 +24,10 @@ def convert_by_own_pass(
         )
     read: dict[str, Tensor] = {}
     with model.hooks(fwd_hooks=list(fwd_hooks)), model.hooks(fwd_hooks=readers(model, old, read)):
-        keys, values = model.read_prompt(prompt.tokens, prompt.mask, prompt.keeps_positions)
+        keys, values, recurrent = model.read_prompt(prompt.tokens, prompt.mask, prompt.keeps_positions)
     heads = {"k": keys.shape[2], "v": keys.shape[2], "q": fingerprint.n_heads}
     last = {x: keys.new_zeros(*keys.shape[:2], 0, n, keys.shape[-1]) for x, n in heads.items()}
-    new = every_key_kept(keys, values, prompt, old, fingerprint, last)
+    new = every_key_kept(keys, values, prompt, old, fingerprint, last, recurrent)
     new.check_finite("convert_prompt")
     bias = continued(as_read(old, read), new)
     has_batch = prompt.has_batch or (old is not None and old.batch_size is not None)

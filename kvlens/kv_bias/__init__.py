@@ -11,6 +11,7 @@ from kvlens.kv_bias.features import (
 from kvlens.kv_bias.fingerprint import Fingerprint
 from kvlens.kv_bias.fit import BiasFit
 from kvlens.kv_bias.kv_bias import LAST_POSITION, KVBias
+from kvlens.kv_bias.recurrent import RecurrentStates
 
 combine = KVBias.combine
 
@@ -22,6 +23,7 @@ __all__ = [
     "KVBias",
     "LearnedFeatures",
     "RandomFeatures",
+    "RecurrentStates",
     "SoftmaxFeatures",
     "TaylorFeatures",
     "VirtualKeys",

@@ -13,6 +13,7 @@ from kvlens.checks import ensure, one_of
 from kvlens.errors import KVLensError
 from kvlens.kv_bias.features import same_features
 from kvlens.kv_bias.records import of_sum, since
+from kvlens.kv_bias.recurrent import combined
 
 BOUNDARY = ("last_k", "last_v", "last_q")
 
@@ -47,6 +48,8 @@ def fields_of_sum(
     if boundary == "zero":
         changed |= {name: torch.zeros_like(getattr(first, name)) for name in BOUNDARY}
     sums = _stored_sums(biases, weights)
+    if first.recurrent is not None:
+        sums["recurrent"] = combined([b.recurrent for b in biases], weights, boundary)
     _check_held("combine: the sum", sums, biases)
     changed |= sums
     unchanged = weights == [1.0] and boundary != "zero"
@@ -65,17 +68,26 @@ def scaled_fields(bias: Any, factor: float) -> dict[str, Any]:
     Raises:
         KVLensError: they leave its dtype.
     """
-    scaled = {name: factor * getattr(bias, name) for name in ("b_KV", "b_D")}
+    scaled: dict[str, Any] = {name: factor * getattr(bias, name) for name in ("b_KV", "b_D")}
+    if bias.recurrent is not None:
+        scaled["recurrent"] = combined([bias.recurrent], [factor], "first")
     _check_held(f"KVBias: {factor:.3g} times this bias", scaled, [bias])
     return {**scaled, "fit": bias.fit if factor == 1 else since(bias.fit, f"multiplied by {factor:.3g}")}
 
 
 def _check_held(what: str, new: dict[str, Any], biases: Sequence[Any]) -> None:
     """Refuse numbers that became infinite."""
-    for name in ("b_KV", "b_D"):
-        if not bool(new[name].isfinite().all()) and all(bool(getattr(bias, name).isfinite().all()) for bias in biases):
-            dtype = str(new[name].dtype).removeprefix("torch.")
+    for name, tensor in {**new, **_states(new.get("recurrent"))}.items():
+        if name not in ("b_KV", "b_D", "recurrent.b_KV") or bool(tensor.isfinite().all()):
+            continue
+        before = [_states(bias.recurrent)[name] if name not in new else getattr(bias, name) for bias in biases]
+        if all(bool(tensor.isfinite().all()) for tensor in before):
+            dtype = str(tensor.dtype).removeprefix("torch.")
             raise KVLensError(f"{what} has numbers in {name} that {dtype} cannot hold: take smaller factors")
+
+
+def _states(recurrent: Any) -> dict[str, Any]:
+    return {} if recurrent is None else {"recurrent.b_KV": recurrent.b_KV}
 
 
 def _stored_sums(biases: Sequence[Any], weights: Sequence[float | int]) -> dict[str, Any]:

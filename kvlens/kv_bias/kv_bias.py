@@ -6,7 +6,8 @@
 and, for a model with KV shift, the *boundary*: the raw last keys, values (and queries) of the prompt, which the first
 tokens of the text mix into their own. Without it the conversion is off by 4-16 %.
 
-For a softmax model phi is not the model's own: it comes with the bias, as ``features``.
+For a softmax model phi is not the model's own: it comes with the bias, as ``features``. In a hybrid model the recurrent layers
+have their states in ``recurrent``, and the other fields are about its attention layers alone.
 """
 
 import operator
@@ -30,11 +31,12 @@ from kvlens.kv_bias.fingerprint import Fingerprint
 from kvlens.kv_bias.fit import BiasFit, below
 from kvlens.kv_bias.ragged import packed, used_keys
 from kvlens.kv_bias.records import of_old_file, replaced, rounded, since
+from kvlens.kv_bias.recurrent import RecurrentStates, recurrent_from
 from kvlens.kv_bias.storage import keeps_record, read_bias_file, write_bias_file
 
 TENSORS = ("b_KV", "b_D", "last_k", "last_v", "last_q")
 COUNTS = ("n_prompt_tokens", "position_offset")
-READ = (*TENSORS, "features", "log_scale", "position_offset", "fingerprint")
+READ = (*TENSORS, "features", "log_scale", "recurrent", "position_offset", "fingerprint")
 """What the answers depend on."""
 LAST_POSITION = 2**24
 """float32, in which angles are computed, tells whole numbers apart up to here."""
@@ -76,6 +78,8 @@ class KVBias:
             what was done to it since; None where nothing is approximate: with linear attention, where every key of the prompt
             is kept, and for sums, multiples and selections of such. ``dataclasses.replace`` of a tensor of a softmax bias is
             such a step, whoever makes it; what is written into a tensor in place is not seen.
+        recurrent: the states of the recurrent layers of a hybrid model; None where every layer is attention. The axis
+            ``layer`` of the other fields then counts the attention layers (:attr:`attention_layers`).
     """
 
     b_KV: Float[Tensor, "layer *batch head d_phi d_head"]
@@ -89,6 +93,7 @@ class KVBias:
     features: SoftmaxFeatures | None = None
     log_scale: Float[Tensor, "layer *batch kv_head"] | None = None
     fit: BiasFit | None = None
+    recurrent: RecurrentStates | None = None
     _record: Any = field(default=None, repr=False)
     """(fit, what :data:`READ` names) as they were when the record was made: dataclasses.replace hands it on."""
 
@@ -99,10 +104,11 @@ class KVBias:
         if not isinstance(self.fingerprint, Fingerprint):
             raise KVLensError(f"KVBias: fingerprint must be model.fingerprint(), got {brief(self.fingerprint)}")
         f, lead = self.fingerprint, tuple(self.b_KV.shape[:-3])
-        if len(lead) not in (1, 2) or lead[0] != f.n_layers:
-            raise KVLensError(
-                f"KVBias: b_KV must be [layer={f.n_layers}, (batch,) head, d_phi, d_head], got {_shape(self.b_KV)}"
-            )
+        if self.recurrent is not None:
+            self.recurrent.check(f.n_layers, lead[1:])
+        n_layers = len(self.attention_layers)
+        if len(lead) not in (1, 2) or lead[0] != n_layers:
+            raise KVLensError(f"KVBias: b_KV must be [layer={n_layers}, (batch,) head, d_phi, d_head], got {_shape(self.b_KV)}")
         if (self.features is None) != (f.attention == "linear") or (self.features is None) != (self.log_scale is None):
             raise KVLensError(f"KVBias: features and log_scale belong to softmax attention alone, and this is {f.attention}")
         heads, d_phi = f.n_heads, f.d_phi
@@ -146,9 +152,13 @@ class KVBias:
         tensors = {name: getattr(self, name) for name in TENSORS}
         if self.features is not None and self.log_scale is not None:
             tensors |= {"log_scale": self.log_scale, **self.features.tensors()}
+        if self.recurrent is not None:
+            tensors |= {f"recurrent.{name}": tensor for name, tensor in self.recurrent.tensors().items()}
         for name, tensor in tensors.items():
             if not bool(tensor.isfinite().all()):
-                layer = int((~tensor.isfinite()).flatten(1).any(dim=1).nonzero()[0])
+                row = int((~tensor.isfinite()).flatten(1).any(dim=1).nonzero()[0])
+                in_state = self.recurrent is not None and name.startswith("recurrent.")
+                layer = self.recurrent.layers[row] if in_state else self.attention_layers[row]  # type: ignore[union-attr]
                 raise KVLensError(f"{what}: {name} of layer {layer} is not finite; convert the prompt again")
 
     def starts_where(self, other: "KVBias") -> bool:
@@ -158,12 +168,23 @@ class KVBias:
 
     @property
     def n_layers(self) -> int:
-        return self.b_KV.shape[0]
+        return self.fingerprint.n_layers
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The numbers of the layers that b_KV, b_D, features and the shift state are about: all but the recurrent ones."""
+        recurrent = () if self.recurrent is None else self.recurrent.layers
+        return tuple(layer for layer in range(self.fingerprint.n_layers) if layer not in recurrent)
 
     @property
     def n_heads(self) -> int:
         """Query heads."""
         return self.fingerprint.n_heads
+
+    def n_heads_of(self, layer: int) -> int:
+        """The heads that :meth:`select` counts in a layer: query heads, or value heads of a recurrent layer."""
+        recurrent = self.recurrent
+        return recurrent.n_heads if recurrent is not None and layer in recurrent.layers else self.n_heads
 
     @property
     def d_phi(self) -> int:
@@ -179,20 +200,25 @@ class KVBias:
     def num_parameters(self) -> int:
         """How many numbers stand for the prompt (one prompt's, times the batch): b_KV, b_D, and virtual keys.
 
-        Of virtual keys those count that have a weight or a value: heads with fewer than others are filled up with zeros.
+        Of virtual keys those count that have a weight or a value: heads with fewer than others are filled up with zeros. Of
+        recurrent layers the states count.
         """
+        states = 0 if self.recurrent is None else self.recurrent.b_KV.numel()
         if not isinstance(self.features, VirtualKeys):
-            return self.b_KV.numel() + self.b_D.numel()
+            return states + self.b_KV.numel() + self.b_D.numel()
         n_kv_heads, d_head = self.fingerprint.n_kv_heads, self.fingerprint.d_head
         readers = self.b_D.shape[-2] // n_kv_heads
-        return int(used_keys(self.b_KV, self.b_D, n_kv_heads).sum()) * (readers * (d_head + 1) + d_head)
+        return states + int(used_keys(self.b_KV, self.b_D, n_kv_heads).sum()) * (readers * (d_head + 1) + d_head)
 
     def __repr__(self) -> str:
         f, family = self.fingerprint, "" if self.features is None else f"{self.features.kind}, "
         shifted = [x for x in "kvq" if getattr(self, f"last_{x}").shape[-3]]
         boundary = f", boundary of {'/'.join(shifted)}" if shifted else ""
         batch = "" if self.batch_size is None else f"batch {self.batch_size}, "
-        sizes = f"{self.n_layers} layers x {self.n_heads} heads, d_phi {self.d_phi}, d_head {f.d_head}"
+        sizes = f"{len(self.attention_layers)} layers x {self.n_heads} heads, d_phi {self.d_phi}, d_head {f.d_head}"
+        if self.recurrent is not None:
+            d_k, d_v = self.recurrent.b_KV.shape[-2:]
+            sizes += f", {len(self.recurrent.layers)} recurrent layers x {self.recurrent.n_heads} heads, {d_k} x {d_v}"
         return (
             f"KVBias({family}{batch}{sizes}{boundary}, n_prompt_tokens={as_numbers(self.n_prompt_tokens)}, "
             f"position_offset={as_numbers(self.position_offset)})"
@@ -238,6 +264,8 @@ class KVBias:
             changed["log_scale"] = change(self.log_scale)
             if self.features.per_prompt or not per_prompt_only:
                 changed["features"] = self.features.map(change)
+        if self.recurrent is not None:
+            changed["recurrent"] = self.recurrent.map(change)
         return changed
 
     @checked
@@ -270,16 +298,20 @@ class KVBias:
         Raises:
             KVLensError: a layer or head that does not exist.
         """
-        keep = self.b_KV.new_zeros(self.n_layers, self.n_heads)
+        keeps = [self.b_KV.new_zeros(self.n_heads_of(layer)) for layer in range(self.n_layers)]
         for layer in layers:
-            keep[_index("layer", layer, self.n_layers)] = 1
+            keeps[_index("layer", layer, self.n_layers)][:] = 1
         for layer, head in heads:
-            keep[_index("layer", layer, self.n_layers), _index("head", head, self.n_heads)] = 1
-        n_kept = int(keep.sum())
-        fit = self.fit if n_kept == keep.numel() else since(self.fit, f"{n_kept} of {keep.numel()} heads selected")
+            of_layer = keeps[_index("layer", layer, self.n_layers)]
+            of_layer[_index("head", head, len(of_layer))] = 1
+        n_kept, n_all = sum(int(of_layer.sum()) for of_layer in keeps), sum(map(len, keeps))
+        fit = self.fit if n_kept == n_all else since(self.fit, f"{n_kept} of {n_all} heads selected")
+        whole, changed = self.per_query_head(), {}
+        if self.recurrent is not None:
+            changed["recurrent"] = self.recurrent.select(torch.stack([keeps[layer] for layer in self.recurrent.layers]))
+        keep = torch.stack([keeps[layer] for layer in self.attention_layers])
         keep = keep if self.batch_size is None else keep[:, None]
-        whole = self.per_query_head()
-        return whole._made(fit, b_KV=whole.b_KV * keep[..., None, None], b_D=whole.b_D * keep[..., None])
+        return whole._made(fit, b_KV=whole.b_KV * keep[..., None, None], b_D=whole.b_D * keep[..., None], **changed)
 
     def per_query_head(self) -> "KVBias":
         """The same bias with b_KV and b_D of every query head; a softmax bias holds those of key-value heads."""
@@ -292,6 +324,8 @@ class KVBias:
     def zero_like(self) -> "KVBias":
         """Zeros throughout, boundary included: the model's own behavior, at this bias's position offset."""
         zeros: dict[str, Any] = {name: torch.zeros_like(getattr(self, name)) for name in TENSORS}
+        if self.recurrent is not None:
+            zeros["recurrent"] = self.recurrent.map(torch.zeros_like)
         return self._made(since(self.fit, "everything set to zero"), **zeros)
 
     @staticmethod
@@ -373,6 +407,9 @@ class KVBias:
             meta["fit"] = None if self.fit is None else self.fit.to_json()
         if self.fit is not None:
             tensors |= {f"fit.{name}": tensor for name, tensor in self.fit.to_tensors().items()}
+        if self.recurrent is not None:
+            meta["recurrent_layers"] = list(self.recurrent.layers)
+            tensors |= {f"recurrent.{name}": tensor for name, tensor in self.recurrent.tensors().items()}
         write_bias_file(path, tensors, {**meta, "fingerprint": self.fingerprint.to_json()})
 
     @classmethod
@@ -391,6 +428,8 @@ class KVBias:
             known["log_scale"] = tensors.get("log_scale")
         if meta.get("fit") is not None:
             known["fit"] = BiasFit.read(meta["fit"], below("fit.", tensors))
+        if "recurrent_layers" in meta:
+            known["recurrent"] = recurrent_from(meta["recurrent_layers"], below("recurrent.", tensors))
         bias = cls(**known)
         if bias.features is not None and not keeps_record(meta):
             bias = bias._made(of_old_file(bias))

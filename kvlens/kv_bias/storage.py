@@ -19,8 +19,9 @@ from kvlens.files.tensors import checked_tensor_bytes, read_checked_tensors
 from kvlens.kv_bias.fingerprint import Fingerprint
 from kvlens.kv_bias.ragged import unpacked
 
-FORMAT_VERSION = 4
-"""2 brought the checksum, and features; 3 leaves virtual keys without a use out; 4 keeps the whole record of a softmax bias."""
+FORMAT_VERSION = 5
+"""2 brought the checksum, and features; 3 leaves virtual keys without a use out; 4 keeps the whole record of a softmax bias; 5
+brought the states of recurrent layers."""
 FORMAT = "kvlens.KVBias"
 
 

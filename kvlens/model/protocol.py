@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvlens.kv_bias import Fingerprint, KVBias
+from kvlens.kv_bias import Fingerprint, KVBias, RecurrentStates
 
 Hooks = Sequence[tuple[str | Callable[[str], bool], Callable[..., Any]]]
 """TransformerLens' hooks: the name of a hook point, or a function of names, and what is called there."""
@@ -73,10 +73,15 @@ class KVModel(Protocol):
 
 
 class PromptKeysAndValues(NamedTuple):
-    """Keys as they are scored, and values, of every layer and every position of a prompt."""
+    """Keys as they are scored, and values, of every attention layer and every position of a prompt.
+
+    ``recurrent`` holds the states of the other layers after the prompt, what it continues from included; None where there are
+    none.
+    """
 
     keys: Float[Tensor, "layer batch kv_head pos d_head"]
     values: Float[Tensor, "layer batch kv_head pos d_head"]
+    recurrent: RecurrentStates | None = None
 
 
 @runtime_checkable

@@ -27,7 +27,23 @@ LLAMA3 = dict(
 )
 GPT2 = dict(n_layer=3, n_head=3, n_embd=12, n_positions=64, n_ctx=64, vocab_size=D_VOCAB)
 EXPERTS = dict(num_local_experts=4, num_experts_per_tok=2, rope_parameters=dict(rope_type="default", rope_theta=10000.0))
+HYBRID = dict(
+    **{**COMMON, "head_dim": 8},  # a quarter of it is rotated
+    layer_types=["linear_attention", "full_attention", "linear_attention"],
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=6,
+    linear_value_head_dim=5,
+    linear_conv_kernel_dim=4,
+)
+MIXTURE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, shared_expert_intermediate_size=8)
+HYBRIDS = {
+    "qwen3_5": lambda: tf.Qwen3_5ForCausalLM(tf.Qwen3_5TextConfig(**HYBRID)),
+    "qwen3_next": lambda: tf.Qwen3NextForCausalLM(tf.Qwen3NextConfig(**HYBRID, **MIXTURE)),
+}
+"""Models with recurrent layers: 0 and 2; layer 1 is attention."""
 FAMILIES = {
+    **HYBRIDS,
     "gpt2": lambda: tf.GPT2LMHeadModel(tf.GPT2Config(**GPT2)),
     "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**COMMON, rope_parameters=LLAMA3)),
     "qwen3": lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(**COMMON)),

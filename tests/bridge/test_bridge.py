@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import transformers as tf
-from bridge_models import D_VOCAB, FAMILIES, largest, some_tokens, tiny
+from bridge_models import D_VOCAB, FAMILIES, HYBRIDS, largest, some_tokens, tiny
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources import build_bridge_from_module
 
@@ -102,7 +102,11 @@ def test_nothing_attached_changes_nothing(family):
     assert isinstance(model, TransformerBridge)
     logits, cache = bridge.run_with_cache(text)
     ours, our_cache = model.run_with_cache(text)
-    assert torch.equal(logits, ours) and set(cache) == set(our_cache)
+    if family in HYBRIDS:  # run_with_cache hooks everything, and a hooked recurrent layer is computed by its mixer
+        assert largest(ours, logits) < 5 * LEAST and set(cache) < set(our_cache)
+        ours = bridge(text)
+    else:
+        assert torch.equal(logits, ours) and set(cache) == set(our_cache)
     before = hooks_of(model)
     with model.kv_bias(convert_prompt(model, text)):
         model(text)
@@ -128,9 +132,10 @@ def test_hooks_see_the_summands_and_change_the_bias(model):
         torch.testing.assert_close(at["hook_z_context"] + at["hook_z_bias"], z, rtol=0, atol=0)
         pattern = cache["blocks.1.attn.hook_pattern"].sum(dim=-1).transpose(1, 2)
         assert bool((pattern < 1).all())
-        zero = [(f"blocks.{layer}.attn.hook_b_{x}", lambda b, hook: b * 0) for layer in range(3) for x in ("kv", "d")]
+        names = [f"blocks.{layer}.attn.hook_b_{x}" for layer in range(3) for x in ("kv", "d")]
+        zero = [(name, lambda b, hook: b * 0) for name in names if name in model.hook_dict]
         without = model.run_with_hooks(text, fwd_hooks=zero)
-    with model.kv_bias(bias.zero_like()):
+    with model.kv_bias(0 * bias):
         assert largest(without, model(text)) < LEAST < largest(without, plain)
 
 
@@ -147,7 +152,7 @@ def test_a_query_that_is_patched_reads_the_bias_patched(model):
         assert largest(model(text), expected) < LEAST
 
 
-def test_left_padding_and_prompts_in_a_batch(model, family):
+def test_left_padding_and_prompts_in_a_batch(model, family, transformers_errors):
     prompt, text = some_tokens(2, N_PROMPT), some_tokens(2, N_TEXT, seed=1)
     mask = torch.ones_like(text)
     mask[0, :4] = 0
@@ -155,7 +160,8 @@ def test_left_padding_and_prompts_in_a_batch(model, family):
         padded = model(text, attention_mask=mask)
     for row, first in ((0, 4), (1, 0)):
         with model.kv_bias(convert_prompt(model, prompt[row])):
-            assert largest(padded[row, first:], model(text[row : row + 1, first:])[0]) < LEAST
+            alone = model(text[row : row + 1, first:])[0]
+            assert largest(padded[row, first:], alone) <= max(1.5 * transformers_errors[family], LEAST)
 
 
 def test_a_folder_a_file_and_arithmetic(tmp_path, family):

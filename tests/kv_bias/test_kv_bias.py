@@ -416,7 +416,7 @@ def test_a_truncated_file_is_refused_wherever_it_ends(tmp_path):
 
 def rewrite(path, change_metadata=lambda metadata: None, without=()):
     """The file again, with other metadata or fewer tensors, and a checksum that fits."""
-    tensors, metadata = read_checked_tensors(path, "test", "kvlens.KVBias", newest=4)
+    tensors, metadata = read_checked_tensors(path, "test", "kvlens.KVBias", newest=5)
     change_metadata(metadata)
     path.write_bytes(checked_tensor_bytes({k: v for k, v in tensors.items() if k not in without}, metadata))
 
@@ -429,8 +429,8 @@ def test_foreign_newer_and_incomplete_files_are_refused(tmp_path):
             KVBias.load(path)
 
     bias_of(1).save(path)
-    rewrite(path, lambda metadata: metadata.update(format_version="5"))
-    with pytest.raises(KVLensError, match="format version 5, this kvlens reads up to 4: upgrade"):
+    rewrite(path, lambda metadata: metadata.update(format_version="6"))
+    with pytest.raises(KVLensError, match="format version 6, this kvlens reads up to 5: upgrade"):
         KVBias.load(path)
 
     for name in TENSORS:

@@ -17,7 +17,7 @@ from kvlens._tl import TransformerLensKeyValueCache
 from kvlens.components import ShiftedCacheEntry, hidden_tokens_keep_positions
 from kvlens.conversion.prompt import PromptTokens
 from kvlens.errors import KVLensError
-from kvlens.kv_bias import Fingerprint, KVBias, VirtualKeys
+from kvlens.kv_bias import Fingerprint, KVBias, RecurrentStates, VirtualKeys
 from kvlens.model import HookedKVTransformer
 from kvlens.model.assembly import spread_bias
 from kvlens.model.protocol import KVModel
@@ -81,8 +81,9 @@ def every_key_kept(
     old: KVBias | None,
     fingerprint: Fingerprint,
     last: Mapping[str, Tensor],
+    recurrent: RecurrentStates | None = None,
 ) -> KVBias:
-    """The bias of a prompt alone, with a batch axis.
+    """The bias of a prompt alone, with a batch axis; the states of recurrent layers are of the prompt and all before it.
 
     Args:
         keys: as they are scored.
@@ -91,6 +92,7 @@ def every_key_kept(
         old: what the prompt continues from; its positions come first.
         fingerprint: of the model.
         last: "k", "v", "q" -> the shift state, [layer, batch, window, head, d_head].
+        recurrent: the states after the prompt, of a hybrid model.
     """
     batch, n_places = prompt.tokens.shape
     lengths = torch.as_tensor(prompt.n_positions(), device=keys.device).expand(batch)
@@ -108,6 +110,7 @@ def every_key_kept(
         fingerprint=fingerprint,
         features=VirtualKeys(keys, distance.clamp(min=1)[None, :, None].expand(*keys.shape[:-1]).clone()),
         log_scale=keys.new_zeros(keys.shape[:3]),
+        recurrent=recurrent,
     )
 
 
@@ -117,8 +120,9 @@ def readers(model: KVModel, old: KVBias | None, read: dict[str, Tensor]) -> list
     def note(b: Tensor, hook: Any) -> None:
         read[hook.name] = b
 
-    names = [f"blocks.{layer}.attn.hook_b_{x}" for layer in range(model.cfg.n_layers) for x in ("kv", "d")]
-    hooked = old is not None and any(model.hook_dict[name].has_hooks("fwd") for name in names)
+    layers = () if old is None else old.attention_layers
+    names = [f"blocks.{layer}.attn.hook_b_{x}" for layer in layers for x in ("kv", "d")]
+    hooked = any(model.hook_dict[name].has_hooks("fwd") for name in names)
     return [(name, note) for name in names] if hooked else []
 
 
@@ -131,7 +135,7 @@ def as_read(old: KVBias | None, read: dict[str, Tensor]) -> KVBias | None:
     whole = whole if batch == 1 and old.batch_size is None else as_batch(whole, batch)
     changed: dict[str, Any] = {}
     for name, x in (("b_KV", "kv"), ("b_D", "d")):
-        layers = [read[f"blocks.{layer}.attn.hook_b_{x}"] for layer in range(old.n_layers)]
+        layers = [read[f"blocks.{layer}.attn.hook_b_{x}"] for layer in old.attention_layers]
         stacked = torch.stack([b.expand(batch, *b.shape[1:]) for b in layers]).to(whole.b_KV)
         changed[name] = stacked[:, 0] if whole.batch_size is None else stacked
     if all(torch.equal(new, getattr(whole, name)) for name, new in changed.items()):
@@ -151,6 +155,8 @@ def _boundary(model: HookedKVTransformer, cache: TransformerLensKeyValueCache, n
 def continued(old: KVBias | None, new: KVBias) -> KVBias:
     """``new`` after ``old``: virtual keys side by side, the old ones as far away as the new prompt takes positions.
 
+    The states of recurrent layers are ``new``'s: they hold what has become of the old ones.
+
     Raises:
         KVLensError: the bias to continue from has other features.
     """
@@ -162,7 +168,8 @@ def continued(old: KVBias | None, new: KVBias) -> KVBias:
     old = as_batch(old, new.b_KV.shape[1])
     if isinstance(old.features, VirtualKeys):
         old = old._made(old.fit, features=old.features.further(new.position_offset - old.position_offset))
-    return KVBias.combine(old, new, boundary="last")
+    both = KVBias.combine(old, new, boundary="last")
+    return both if new.recurrent is None else both._made(both.fit, recurrent=new.recurrent)
 
 
 def as_batch(bias: KVBias, batch: int) -> KVBias:

@@ -1,0 +1,111 @@
+"""A recurrent layer of the bridge under a KV bias: Transformers' own kernel where nothing asks for more, else kvlens' mixer.
+
+    S_0 = b_KV          z_i = z_i(context) + b_KV^T qbar_i
+
+A :class:`~kvlens.mixers.Mixer` computes the layer while a bias is attached, or a function hooked to one of its hook points. Its
+state travels with Transformers' cache, from which it is read at every decoded token.
+"""
+
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformer_lens.hook_points import HookPoint
+
+from kvlens.errors import KVLensError
+from kvlens.kv_bias import KVBias
+from kvlens.mixers import HOOKS, Mixer, RecurrentState, mixer_for
+
+STATES = "_kvlens_states"
+"""The attribute of a Transformers cache in which mixers keep their states, by layer."""
+
+
+class RecurrentLayer:
+    """One recurrent layer.
+
+    Args:
+        component: the bridge's component around the Transformers module; its forward pass becomes :meth:`forward`.
+        layer: its number.
+    """
+
+    def __init__(self, component: nn.Module, layer: int):
+        held: Any = component
+        self.component, self.layer = held, layer
+        self.mixer: Mixer = mixer_for(held.original_component, layer)
+        self._given: OrderedDict[int, RecurrentState] = OrderedDict()
+        self._forward_of_bridge = held.forward
+        held.__dict__["forward"] = self.forward  # a component hands attributes that it does not know on to the module
+
+    def hook_points(self) -> dict[str, HookPoint]:
+        """The mixer's hook points by their full names, which are those of an attention layer's."""
+        return {f"blocks.{self.layer}.attn.{name}": getattr(self.mixer, name) for name in HOOKS}
+
+    def join(self, bias: KVBias, positions: Int[Tensor, "#batch pos"]) -> list[RemovableHandle]:
+        """Let the next pass start from ``bias``. Remove the handles after it."""
+        assert bias.recurrent is not None
+        row = bias.recurrent.layers.index(self.layer)
+        b_kv, conv = (
+            x[row] if bias.batch_size is not None else x[row][None] for x in (bias.recurrent.b_KV, bias.recurrent.conv)
+        )
+        handle = RemovableHandle(self._given)
+        self._given[handle.id] = RecurrentState(b_kv.to(positions.device), conv=conv.to(positions.device))
+        return [handle]
+
+    def observe(self, seen: dict[tuple[int, str], Tensor]) -> list[RemovableHandle]:
+        """Let the next pass put the state after it, [batch, head, d_k, d_v], and the convolution's inputs into ``seen``.
+
+        What hooks make of the bias is what the state continues from.
+        """
+
+        def see_bias(module: Any, args: Any, b_kv: Tensor) -> None:
+            seen[self.layer, "b_kv"] = b_kv
+
+        def see_state(module: Any, args: Any, output: tuple[Tensor, RecurrentState]) -> None:
+            after, n = output[1], output[0].shape[0]
+            total = after._replace(b_kv=seen.pop((self.layer, "b_kv"), None)).total()
+            assert total is not None
+            seen[self.layer, "state"] = total.expand(n, *total.shape[1:])
+            rows = total.new_zeros(n, 0, 0) if after.conv is None else after.conv
+            seen[self.layer, "conv"] = rows.expand(n, *rows.shape[1:])
+
+        return [
+            self.mixer.hook_b_kv.register_forward_hook(see_bias),
+            self.mixer.register_forward_hook(see_state),
+        ]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The component's forward pass."""
+        cache = kwargs.get("cache_params", kwargs.get("past_key_values"))
+        states = getattr(cache, STATES, None) or {}
+        asked = self._given or self.mixer._forward_hooks or self.mixer.is_hooked() or self.layer in states
+        if not asked:
+            return self._forward_of_bridge(*args, **kwargs)
+        hidden = self.component.hook_in(kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
+        state = states[self.layer] if self.layer in states else self._first_state(cache)
+        output, after = self.mixer(hidden, state, _mask_of(kwargs.get("attention_mask"), hidden))
+        if cache is not None:
+            setattr(cache, STATES, {**states, self.layer: after})
+        return self.component.hook_out(output)
+
+    def _first_state(self, cache: Any) -> RecurrentState:
+        """The state before a pass whose cache has none of this layer's mixer."""
+        given = next(reversed(self._given.values()), RecurrentState())
+        index = getattr(self.mixer.module, "layer_idx", self.layer)
+        if cache is not None and hasattr(cache, "has_previous_state") and cache.has_previous_state(index):
+            what = "a KV bias" if self._given else "hooks"
+            raise KVLensError(
+                f"layer {self.layer} ({type(self.mixer.module).__name__}): the cache that this pass continues was filled by "
+                f"Transformers' own kernel, and now there are {what}: attach it before the first pass of the text"
+            )
+        return given
+
+
+def _mask_of(mask: Tensor | None, hidden: Float[Tensor, "batch pos d_model"]) -> Tensor | None:
+    """True at real tokens of this pass; ``mask`` may reach back to the beginning of the text."""
+    if mask is None or mask.dim() != 2:
+        return None
+    mask = mask[:, -hidden.shape[1] :].to(hidden.device, torch.bool)
+    return None if bool(mask.all()) else mask

@@ -1,0 +1,107 @@
+"""The recurrent layers of a hybrid model in a bias: their states, and the inputs of their short convolutions.
+
+A recurrent layer keeps the prompt in a matrix per value head (:mod:`kvlens.mixers`), which is that head's b_KV. Its shape is
+not that of an attention layer's keys and values, so a :class:`~kvlens.KVBias` holds the two kinds apart.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvlens.errors import KVLensError, brief
+
+TENSORS = ("b_KV", "conv")
+
+
+@dataclass(frozen=True, eq=False)
+class RecurrentStates:
+    """What a prompt leaves in the recurrent layers of a model.
+
+    Attributes:
+        layers: their numbers, ascending.
+        b_KV: S after the prompt, [recurrent_layer, (batch,) head, d_k, d_v], per value head; a sum over the prompt's tokens.
+        conv: raw inputs of the short convolution at the prompt's last tokens, oldest first, [recurrent_layer, (batch,) rows,
+            channel]; no rows where a layer has no convolution. Not a sum: like the shift state, it is taken from one prompt.
+    """
+
+    layers: tuple[int, ...]
+    b_KV: Float[Tensor, "recurrent_layer *batch head d_k d_v"]
+    conv: Float[Tensor, "recurrent_layer *batch rows channel"]
+
+    def __post_init__(self) -> None:
+        for name in TENSORS:
+            tensor = getattr(self, name)
+            if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+                raise KVLensError(f"RecurrentStates: {name} must be a tensor of floating-point numbers, got {brief(tensor)}")
+        if list(self.layers) != sorted(set(self.layers)) or not self.layers or self.layers[0] < 0:
+            raise KVLensError(f"RecurrentStates: layers must be numbers of layers, ascending, got {brief(self.layers)}")
+
+    @property
+    def n_heads(self) -> int:
+        """Value heads."""
+        return self.b_KV.shape[-3]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What is stored, by name."""
+        return {name: getattr(self, name) for name in TENSORS}
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "RecurrentStates":
+        """The same with ``change`` applied to every tensor."""
+        changed: dict[str, Any] = {name: change(tensor) for name, tensor in self.tensors().items()}
+        return replace(self, **changed)
+
+    def check(self, n_layers: int, batch: tuple[int, ...]) -> None:
+        """Raise KVLensError unless these belong to a model of ``n_layers`` and a bias with these axes of prompts."""
+        lead = (len(self.layers), *batch)
+        for name, tensor in self.tensors().items():
+            n_more = 3 if name == "b_KV" else 2
+            if tuple(tensor.shape[:-n_more]) != lead or tensor.dim() != len(lead) + n_more:
+                sizes = "head, d_k, d_v" if name == "b_KV" else "rows, channel"
+                axes = ", ".join(map(str, lead))
+                raise KVLensError(f"KVBias: recurrent.{name} must be [{axes}, {sizes}], got {list(tensor.shape)}")
+        if self.layers[-1] >= n_layers:
+            raise KVLensError(f"KVBias: recurrent.layers names layer {self.layers[-1]}, and the model has {n_layers}")
+
+    def select(self, keep: Float[Tensor, "recurrent_layer head"]) -> "RecurrentStates":
+        """b_KV times ``keep``; the convolution's inputs stay."""
+        keep = keep.to(self.b_KV)
+        return replace(self, b_KV=self.b_KV * keep.reshape(keep.shape[0], *[1] * (self.b_KV.dim() - 4), -1, 1, 1))
+
+
+def combined(states: Sequence[RecurrentStates | None], weights: Sequence[float], boundary: str) -> RecurrentStates | None:
+    """The weighted sum of the states; the convolution's inputs are the first's, the last's, or zeros ("zero").
+
+    Raises:
+        KVLensError: they differ in shape, or under ``boundary="equal"`` in the convolution's inputs.
+    """
+    first = states[0]
+    if first is None:
+        return None
+    held = [state for state in states if state is not None]
+    for other in held:
+        if other.b_KV.shape != first.b_KV.shape or other.layers != first.layers:
+            shapes = f"{list(first.b_KV.shape)} and {list(other.b_KV.shape)}"
+            raise KVLensError(f"combine: the states of the recurrent layers differ in shape: {shapes}")
+        if boundary == "equal" and not torch.equal(other.conv, first.conv):
+            raise KVLensError(
+                "combine: recurrent.conv, the convolution's inputs, differs; boundary='last' takes the last's, as a + b does"
+            )
+    conv = torch.zeros_like(first.conv) if boundary == "zero" else held[-1 if boundary == "last" else 0].conv
+    terms = [weight * state.b_KV for weight, state in zip(weights, held, strict=True)]
+    return replace(first, b_KV=torch.stack(terms).sum(dim=0), conv=conv)
+
+
+def recurrent_from(layers: Sequence[int], tensors: Mapping[str, Tensor]) -> RecurrentStates:
+    """What a file describes.
+
+    Raises:
+        KVLensError: tensors that are missing or of another kind.
+    """
+    listed = isinstance(layers, list) and all(isinstance(layer, int) for layer in layers)
+    if set(tensors) != set(TENSORS) or not listed:
+        raise KVLensError(f"KVBias.load: recurrent layers hold {', '.join(TENSORS)}, the file has {', '.join(sorted(tensors))}")
+    return RecurrentStates(tuple(layers), tensors["b_KV"], tensors["conv"])

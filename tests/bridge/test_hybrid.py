@@ -1,0 +1,202 @@
+"""Models with recurrent layers on the bridge: their states in a KVBias, next to the keys of the attention layers."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers as tf
+from bridge_models import D_VOCAB, HYBRID, HYBRIDS, MIXTURE, largest, some_tokens, tiny
+
+from kvlens import KVBias, KVLensError, KVTransformerBridge, combine, convert_prompt
+from kvlens.mixers import HOOKS
+
+LEAST = 2e-6
+N_PROMPT, N_TEXT = 13, 9
+
+
+@pytest.fixture(scope="module", params=HYBRIDS)
+def model(request):
+    return KVTransformerBridge.boot_transformers(tiny(request.param))
+
+
+@pytest.fixture
+def prompt():
+    return some_tokens(2, N_PROMPT)
+
+
+@pytest.fixture
+def text():
+    return some_tokens(2, N_TEXT, seed=1)
+
+
+@pytest.fixture(autouse=True)
+def without_gradients():
+    with torch.no_grad():
+        yield
+
+
+def test_layers_of_both_kinds(model, prompt):
+    bias = convert_prompt(model, prompt)
+    assert bias.n_layers == 3 and bias.attention_layers == (1,) and bias.recurrent.layers == (0, 2)
+    assert bias.b_KV.shape == (1, 2, 3, N_PROMPT, 8) and bias.recurrent.b_KV.shape == (2, 2, 4, 6, 5)
+    assert bias.recurrent.conv.shape == (2, 2, 3, 2 * 2 * 6 + 4 * 5)
+    assert bias.num_parameters == 2 * (N_PROMPT * 3 * 17 + 2 * 4 * 6 * 5)
+    assert "1 layers x 6 heads" in repr(bias) and "2 recurrent layers x 4 heads, 6 x 5" in repr(bias)
+
+
+def test_the_states_are_those_of_transformers_cache(model, prompt):
+    bias = convert_prompt(model, prompt)
+    cache = model.original_model(prompt, use_cache=True).past_key_values
+    for row, layer in enumerate(bias.recurrent.layers):
+        assert largest(bias.recurrent.b_KV[row], cache.layers[layer].recurrent_states[0]) < 5 * LEAST
+        assert largest(bias.recurrent.conv[row], cache.layers[layer].conv_states[0][..., -3:].transpose(1, 2)) < 5 * LEAST
+
+
+def test_a_then_b_is_the_concatenation(model, prompt):
+    whole = convert_prompt(model, prompt)
+    both = convert_prompt(model, prompt[:, 5:], initial=convert_prompt(model, prompt[:, :5]))
+    assert largest(both.recurrent.b_KV, whole.recurrent.b_KV) < LEAST
+    assert largest(both.recurrent.conv, whole.recurrent.conv) < LEAST
+
+
+def test_hooks_within_the_prompts_pass_reach_the_state(model, prompt):
+    """What a hook makes of the old state is what the new one continues from."""
+    first = convert_prompt(model, prompt[:, :5])
+    halved = [(f"blocks.{layer}.attn.hook_b_kv", lambda b, hook: 0.5 * b) for layer in first.recurrent.layers]
+    hooked = convert_prompt(model, prompt[:, 5:], initial=first, fwd_hooks=halved)
+    states = replace(first.recurrent, b_KV=0.5 * first.recurrent.b_KV)
+    expected = convert_prompt(model, prompt[:, 5:], initial=replace(first, recurrent=states))
+    assert largest(hooked.recurrent.b_KV, expected.recurrent.b_KV) < LEAST
+
+
+def test_hooks_fire_at_every_pass_and_ablation_is_no_bias(model, prompt, text):
+    bias = convert_prompt(model, prompt)
+    options = dict(max_new_tokens=24, do_sample=False, stop_at_eos=False, verbose=False)
+    names = [f"blocks.{layer}.attn.hook_b_{x}" for layer in range(3) for x in ("kv", "d")]
+    names = [name for name in names if name in model.hook_dict]
+    assert len(names) == 4
+    seen = dict.fromkeys(names, 0)
+
+    def ablate(b, hook):
+        seen[hook.name] += 1
+        return torch.zeros_like(b)
+
+    with model.kv_bias(bias), model.hooks(fwd_hooks=[(name, ablate) for name in names]):
+        ablated = model.generate(text, **options)
+    assert set(seen.values()) == {24}
+    with model.kv_bias(0 * bias):
+        assert torch.equal(model.generate(text, **options), ablated)
+    with model.kv_bias(bias.zero_like()):  # the convolution's inputs too
+        assert largest(model(text), model.original_model(text).logits) < 5 * LEAST
+
+
+def test_every_hook_point_shows_what_it_says(model, prompt, text):
+    with model.kv_bias(convert_prompt(model, prompt)):
+        logits, cache = model.run_with_cache(text)
+        assert largest(model(text), logits) < 5 * LEAST
+    at = {name: cache[f"blocks.2.attn.{name}"] for name in HOOKS}
+    assert at["hook_pattern"].shape == (2, 4, N_TEXT, N_TEXT) and at["hook_state"].shape == (2, 4, 6, 5)
+    assert at["hook_log_decay"].shape == at["hook_write_strength"].shape == (2, N_TEXT, 4)
+    torch.testing.assert_close(at["hook_z_context"] + at["hook_z_bias"], at["hook_z"], rtol=0, atol=0)
+    from_pattern = torch.einsum("bhij,bjhd->bihd", at["hook_pattern"], at["hook_v"])
+    torch.testing.assert_close(from_pattern, at["hook_z_context"], rtol=1e-5, atol=1e-6)
+
+
+def test_hooks_without_a_bias_change_decoding_too(model, text):
+    """The mixer's state travels with the cache, so that a hook acts alike with and without one."""
+    options = dict(max_new_tokens=12, do_sample=False, stop_at_eos=False, verbose=False)
+    hooks = [("blocks.0.attn.hook_v", lambda v, hook: -2 * v)]
+    with model.hooks(fwd_hooks=hooks):
+        cached, whole = (model.generate(text, use_past_kv_cache=use, **options) for use in (True, False))
+    assert torch.equal(cached, whole)
+    assert largest(model.run_with_hooks(text, fwd_hooks=hooks), model(text)) > 0.01
+
+
+def test_arithmetic_selection_and_files(model, prompt, text, tmp_path):
+    a, b = convert_prompt(model, prompt), convert_prompt(model, some_tokens(2, N_PROMPT, seed=2))
+    total = a + 0.5 * b
+    torch.testing.assert_close(total.recurrent.b_KV, a.recurrent.b_KV + 0.5 * b.recurrent.b_KV)
+    assert torch.equal(total.recurrent.conv, b.recurrent.conv) and torch.equal((a - b).recurrent.conv, a.recurrent.conv)
+    with pytest.raises(KVLensError, match="recurrent.conv, the convolution's inputs, differs"):
+        combine(a, b)
+    assert not combine(a, b, boundary="zero").recurrent.conv.any()
+    one = a.select(layers=[1], heads=[(2, 3)])
+    assert torch.equal(one.recurrent.b_KV[1, :, 3], a.recurrent.b_KV[1, :, 3]) and not one.recurrent.b_KV[:, :, :3].any()
+    assert torch.equal(one.b_KV, a.per_query_head().b_KV) and torch.equal(one.recurrent.conv, a.recurrent.conv)
+    rest = a.select(layers=[0], heads=[(2, head) for head in range(3)])
+    torch.testing.assert_close(one.recurrent.b_KV + rest.recurrent.b_KV, a.recurrent.b_KV, rtol=0, atol=0)
+    with pytest.raises(KVLensError, match="head 4 does not exist; there are 4"):
+        a.select(heads=[(0, 4)])
+    a.save(tmp_path / "bias.safetensors")
+    read = KVBias.load(tmp_path / "bias.safetensors")
+    assert read.recurrent.layers == (0, 2) and read.fingerprint == a.fingerprint
+    with model.kv_bias(a):
+        expected = model(text)
+    with model.kv_bias(read):
+        assert torch.equal(model(text), expected)
+    with model.kv_bias(read.select_prompt(1)):
+        assert largest(model(text[1:]), expected[1:]) < LEAST
+    with model.kv_bias(read.select_prompt(1).repeat(2)):
+        assert largest(model(text)[1], expected[1]) < LEAST
+    assert read.to(torch.float64).recurrent.conv.dtype == torch.float64
+
+
+def test_prompts_of_unequal_length(model, prompt, text):
+    """Right padding, as lists of strings get it: each prompt's state is that of its last real token."""
+    mask = torch.ones_like(prompt, dtype=torch.bool)
+    mask[0, 8:] = False
+    read = model.read_prompt(prompt, mask, False).recurrent
+    alone = convert_prompt(model, prompt[0, :8]).recurrent
+    assert largest(read.b_KV[:, 0], alone.b_KV) < LEAST and largest(read.conv[:, 0], alone.conv) < LEAST
+
+
+def test_gradients_flow_through_the_state(model, prompt, text):
+    with torch.enable_grad():
+        bias = convert_prompt(model, prompt, detach=False)
+        with model.kv_bias(bias):
+            model(text)[:, -1].sum().backward()
+    gradient = model.original_model.model.layers[0].linear_attn.out_proj.weight.grad
+    assert bool(gradient.abs().sum() > 0) and bool(gradient.isfinite().all())
+    model.zero_grad()
+
+
+def test_the_language_model_of_images_and_text(tmp_path):
+    vision = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=24, patch_size=4)
+    torch.manual_seed(0)
+    config = tf.Qwen3_5Config(text_config=tf.Qwen3_5TextConfig(**HYBRID).to_dict(), vision_config=vision)
+    both = tf.Qwen3_5ForConditionalGeneration(config).eval()
+    both.save_pretrained(tmp_path / "both")
+    text = some_tokens(2, N_TEXT)
+    expected = both(text).logits
+    read = KVTransformerBridge.boot_transformers(tmp_path / "both")
+    wrapped = KVTransformerBridge.boot_transformers(both)
+    assert read.fingerprint() == wrapped.fingerprint() and read.cfg.architecture == "Qwen3_5ForCausalLM"
+    assert torch.equal(read(text), wrapped(text)) and largest(read(text), expected) < LEAST
+
+
+def test_experts_of_qwen3_5():
+    torch.manual_seed(0)
+    plain = tf.Qwen3_5MoeForCausalLM(tf.Qwen3_5MoeTextConfig(**HYBRID, **MIXTURE)).eval()
+    model = KVTransformerBridge.boot_transformers(plain)
+    prompt, text = some_tokens(2, N_PROMPT), some_tokens(2, N_TEXT, seed=1)
+    whole = model(torch.cat([prompt, text], dim=1))[:, N_PROMPT:]
+    with model.kv_bias(convert_prompt(model, prompt)):
+        assert largest(model(text), whole) < LEAST
+
+
+def test_bad_input_is_refused_in_words(model, prompt, text):
+    bias = convert_prompt(model, prompt)
+    cache = model.original_model(text, use_cache=True).past_key_values
+    with pytest.raises(KVLensError, match=r"layer 0 \(Qwen3.*the cache that this pass continues"), model.kv_bias(bias):
+        model(text[:, :1], past_key_values=cache)
+    broken = replace(bias.recurrent, b_KV=bias.recurrent.b_KV * torch.inf)
+    with pytest.raises(KVLensError, match="recurrent.b_KV of layer 0 is not finite"):
+        model.attach_kv_bias(replace(bias, recurrent=broken))
+    one = replace(bias.recurrent, b_KV=bias.recurrent.b_KV[:1], conv=bias.recurrent.conv[:1])
+    with pytest.raises(KVLensError, match=r"recurrent.b_KV must be \[2, 2, head, d_k, d_v\]"):
+        replace(bias, recurrent=one)
+    other = KVTransformerBridge.boot_transformers(tiny("qwen3_5", seed=3))
+    with pytest.raises(KVLensError, match="differs"):
+        other.attach_kv_bias(bias)
+    with pytest.raises(KVLensError, match="token ids must lie in"):
+        convert_prompt(model, torch.tensor([D_VOCAB]))
