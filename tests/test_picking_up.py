@@ -45,7 +45,7 @@ def test_the_guides_examples_run(title, tmp_path, monkeypatch):
             test()
 
 
-def test_the_guide_names_rooms_that_exist():
+def test_the_guide_names_paths_that_exist():
     for path in re.findall(r"`((?:kvlens|analyses|tests|notebooks)/[\w/.]*)`", (ROOT / "CONTRIBUTING.md").read_text()):
         if "PAPER" not in path:
             assert (ROOT / path).exists(), path
