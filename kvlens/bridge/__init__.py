@@ -10,7 +10,8 @@ alone, at every pass, generation included.
 | ``hook_z_context``, ``hook_z_bias`` | [batch, pos, head, d_head] | the two summands of ``hook_z`` |
 
 Recurrent layers have those of :mod:`kvlens.mixers` under the same path. They fire with and without a bias wherever something is
-hooked to one of them: the layer is then computed by its mixer, which rounds otherwise than Transformers' kernel.
+hooked to one of them: the layer is then computed by its mixer, which rounds otherwise than Transformers' kernel. OLMo-Hybrid's
+attention shows queries, keys and scores likewise (:mod:`kvlens.bridge.native`).
 
 Under a bias ``hook_pattern`` is divided by the whole normalizer, so that its rows sum to less than 1, as in
 :class:`kvlens.HookedKVTransformer`.

@@ -70,6 +70,10 @@ class KVTransformerBridge(TransformerBridge):
         if isinstance(bridge, cls):
             return bridge
         layers = layers_of(bridge)
+        if any(isinstance(layer, RecurrentLayer) for layer in layers):
+            # generate then takes Transformers' own cache, as for Qwen3.5; of OLMo-Hybrid, TransformerLens asks for a class of
+            # caches that Transformers 5 no longer has, and cannot generate without a cache
+            bridge.cfg.is_stateful = False
         bridge.__class__ = cls
         bridge.__dict__.update(_layers=layers, _attached=None, _handles=[], _pass_handles=[], _bos_unattached=None)
         bridge.clear_hook_registry()

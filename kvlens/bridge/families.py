@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from kvlens.bridge.native import open_up
 from kvlens.bridge.recurrent import RecurrentLayer
 from kvlens.bridge.softmax import HeadSizes, SoftmaxLayer
 from kvlens.errors import KVLensError
@@ -16,7 +17,9 @@ from kvlens.ops.softmax_features import ScoreRule
 
 ROTATES = {"PositionEmbeddingsAttentionBridge": True, "JointQKVAttentionBridge": False}
 """The bridge's attention components that compute in the open, and whether queries and keys are rotated in them."""
-TRIED = "GPT-2, Llama, Qwen3, Gemma 3, GPT-OSS, Qwen3.5, Qwen3-Next"
+NATIVE = ("OlmoHybridAttention",)
+"""Modules of Transformers to which the bridge leaves attention, and that kvlens opens up (:mod:`kvlens.bridge.native`)."""
+TRIED = "GPT-2, Llama, Qwen3, Gemma 3, GPT-OSS, Qwen3.5, Qwen3-Next, OLMo-Hybrid"
 VARIABLE_ROTARY = ("dynamic", "longrope")
 
 
@@ -49,7 +52,8 @@ def _layer(bridge: Any, family: str, config: Any, layer: int) -> SoftmaxLayer | 
         return RecurrentLayer(recurrent, layer)
     attn: Any = getattr(bridge.blocks[layer], "attn", None)
     kind = type(attn).__name__
-    if kind not in ROTATES:
+    native = attn is not None and type(attn.original_component).__name__ in NATIVE
+    if kind not in ROTATES and not native:
         found = "has no attention" if attn is None else f"is a {kind}"
         found = found if recurrent is None else f"is a {type(recurrent.original_component).__name__} without a mixer"
         raise _no_way(family, f"layer {layer} {found}, which shows neither its queries nor its scores in a known place")
@@ -68,7 +72,9 @@ def _layer(bridge: Any, family: str, config: Any, layer: int) -> SoftmaxLayer | 
     if getattr(config, "scale_attn_by_inverse_layer_idx", False) and scaling is None:
         scale *= layer + 1
     rule = ScoreRule(scale, getattr(module, "attn_logit_softcapping", None), None, _window(family, config, layer))
-    return SoftmaxLayer(attn, layer, HeadSizes(cfg.n_heads, n_kv_heads, d_head), rule, ROTATES[kind])
+    if native:
+        open_up(attn)
+    return SoftmaxLayer(attn, layer, HeadSizes(cfg.n_heads, n_kv_heads, d_head), rule, native or ROTATES[kind])
 
 
 def _window(family: str, config: Any, layer: int) -> int | None:

@@ -95,10 +95,10 @@ class RecurrentLayer:
         given = next(reversed(self._given.values()), RecurrentState())
         index = getattr(self.mixer.module, "layer_idx", self.layer)
         if cache is not None and hasattr(cache, "has_previous_state") and cache.has_previous_state(index):
-            what = "a KV bias" if self._given else "hooks"
+            what = "a KV bias" if self._given else "a hook"
             raise KVLensError(
                 f"layer {self.layer} ({type(self.mixer.module).__name__}): the cache that this pass continues was filled by "
-                f"Transformers' own kernel, and now there are {what}: attach it before the first pass of the text"
+                f"Transformers' own kernel, and now there is {what}: attach it before the first pass of the text"
             )
         return given
 

@@ -26,7 +26,8 @@ LLAMA3 = dict(
     original_max_position_embeddings=32,
 )
 GPT2 = dict(n_layer=3, n_head=3, n_embd=12, n_positions=64, n_ctx=64, vocab_size=D_VOCAB)
-EXPERTS = dict(num_local_experts=4, num_experts_per_tok=2, rope_parameters=dict(rope_type="default", rope_theta=10000.0))
+ROPE = dict(rope_type="default", rope_theta=10000.0)
+EXPERTS = dict(num_local_experts=4, num_experts_per_tok=2, rope_parameters=ROPE)
 HYBRID = dict(
     **{**COMMON, "head_dim": 8},  # a quarter of it is rotated
     layer_types=["linear_attention", "full_attention", "linear_attention"],
@@ -40,6 +41,9 @@ MIXTURE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, sh
 HYBRIDS = {
     "qwen3_5": lambda: tf.Qwen3_5ForCausalLM(tf.Qwen3_5TextConfig(**HYBRID)),
     "qwen3_next": lambda: tf.Qwen3NextForCausalLM(tf.Qwen3NextConfig(**HYBRID, **MIXTURE)),
+    "olmo_hybrid": lambda: tf.OlmoHybridForCausalLM(
+        tf.OlmoHybridConfig(**{**HYBRID, "hidden_size": 48}, pad_token_id=0, linear_allow_neg_eigval=True, rope_parameters=ROPE)
+    ),
 }
 """Models with recurrent layers: 0 and 2; layer 1 is attention."""
 FAMILIES = {

@@ -52,6 +52,21 @@ def test_the_states_are_those_of_transformers_cache(model, prompt):
         assert largest(bias.recurrent.conv[row], cache.layers[layer].conv_states[0][..., -3:].transpose(1, 2)) < 5 * LEAST
 
 
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_as_exact_as_transformers_own_cache(family):
+    """Over 40 prompts, in the root mean square: what is lost is at most 1.5 times what Transformers loses where it cuts."""
+    plain = tiny(family)
+    prompts, texts = some_tokens(40, N_PROMPT), some_tokens(40, N_TEXT, seed=1)
+    whole = plain(torch.cat([prompts, texts], dim=1)).logits[:, N_PROMPT:]
+    cut = plain(texts, past_key_values=plain(prompts, use_cache=True).past_key_values).logits
+    model = KVTransformerBridge.boot_transformers(plain)
+    prompted = model(torch.cat([prompts, texts], dim=1))[:, N_PROMPT:]
+    with model.kv_bias(convert_prompt(model, prompts)):
+        converted = model(texts)
+    lost = (converted - prompted).norm() / prompted.norm()
+    assert lost <= max(1.5 * (cut - whole).norm() / whole.norm(), LEAST)
+
+
 def test_a_then_b_is_the_concatenation(model, prompt):
     whole = convert_prompt(model, prompt)
     both = convert_prompt(model, prompt[:, 5:], initial=convert_prompt(model, prompt[:, :5]))
@@ -155,7 +170,7 @@ def test_gradients_flow_through_the_state(model, prompt, text):
         bias = convert_prompt(model, prompt, detach=False)
         with model.kv_bias(bias):
             model(text)[:, -1].sum().backward()
-    gradient = model.original_model.model.layers[0].linear_attn.out_proj.weight.grad
+    gradient = model.original_model.get_input_embeddings().weight.grad
     assert bool(gradient.abs().sum() > 0) and bool(gradient.isfinite().all())
     model.zero_grad()
 
@@ -187,7 +202,7 @@ def test_experts_of_qwen3_5():
 def test_bad_input_is_refused_in_words(model, prompt, text):
     bias = convert_prompt(model, prompt)
     cache = model.original_model(text, use_cache=True).past_key_values
-    with pytest.raises(KVLensError, match=r"layer 0 \(Qwen3.*the cache that this pass continues"), model.kv_bias(bias):
+    with pytest.raises(KVLensError, match=r"layer 0 \(.*Gated.*the cache that this pass continues"), model.kv_bias(bias):
         model(text[:, :1], past_key_values=cache)
     broken = replace(bias.recurrent, b_KV=bias.recurrent.b_KV * torch.inf)
     with pytest.raises(KVLensError, match="recurrent.b_KV of layer 0 is not finite"):

@@ -1,0 +1,80 @@
+"""Softmax attention that the bridge leaves to Transformers, made to show its queries, keys, scores and pattern.
+
+While something is hooked to one of these, the module's call of Transformers' attention interface comes here, and is computed
+step by step as Transformers' eager attention does; else nothing changes.
+
+| hook point | shape |
+|---|---|
+| ``hook_rot_q``, ``hook_rot_k`` | [batch, head or kv_head, pos, d_head], as they are scored |
+| ``hook_attn_scores``, ``hook_pattern`` | [batch, head, pos, key], masked scores and their softmax |
+"""
+
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformer_lens.hook_points import HookPoint
+from transformers import AttentionInterface
+
+from kvlens.components import is_hooked
+
+NAME = "kvlens_in_the_open"
+POINTS = ("hook_rot_q", "hook_rot_k", "hook_attn_scores", "hook_pattern")
+OWNER = "_kvlens_component"
+
+
+def open_up(component: nn.Module) -> None:
+    """Give a bridge component that leaves attention to its Transformers module the hook points of the table above."""
+    held: Any = component
+    for name in POINTS:
+        if not isinstance(getattr(held, name, None), HookPoint):
+            setattr(held, name, HookPoint())
+    module, forward = held.original_component, held.forward
+    module.__dict__[OWNER] = held
+
+    def forward_in_the_open(*args: Any, **kwargs: Any) -> Any:
+        if not is_hooked(*(getattr(held, name) for name in POINTS)):
+            return forward(*args, **kwargs)
+        before = module.config._attn_implementation
+        module.config._attn_implementation = NAME
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            module.config._attn_implementation = before
+
+    held.__dict__["forward"] = forward_in_the_open  # a component hands attributes that it does not know on to the module
+
+
+def attention_in_the_open(
+    module: Any,
+    query: Float[Tensor, "batch head pos d_head"],
+    key: Float[Tensor, "batch kv_head key d_head"],
+    value: Float[Tensor, "batch kv_head key d_v"],
+    attention_mask: Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **_: Any,
+) -> tuple[Float[Tensor, "batch pos head d_v"], None]:
+    """Transformers' eager attention with hook points; what a cache brings is not hooked again."""
+    held = module.__dict__[OWNER]
+    n, group = query.shape[2], query.shape[1] // key.shape[1]
+    query, new = held.hook_rot_q(query), held.hook_rot_k(key[:, :, -n:])
+    key = torch.cat([key[:, :, :-n], new], dim=2).repeat_interleave(group, dim=1)
+    scores = _masked(query @ key.transpose(2, 3) * scaling, attention_mask)
+    pattern = held.hook_attn_scores(scores).softmax(dim=-1, dtype=torch.float32).to(query.dtype)
+    pattern = held.hook_pattern(nn.functional.dropout(pattern, dropout, module.training))
+    return (pattern @ value.repeat_interleave(group, dim=1)).transpose(1, 2).contiguous(), None
+
+
+def _masked(scores: Float[Tensor, "batch head pos key"], mask: Tensor | None) -> Float[Tensor, "batch head pos key"]:
+    """Scores under a mask as Transformers' eager or fused attention gets it: to be added, True where seen, or none."""
+    if mask is None:
+        n, n_keys = scores.shape[-2:]
+        mask = torch.ones(n, n_keys, dtype=torch.bool, device=scores.device).tril(n_keys - n)
+    if mask.dtype == torch.bool:
+        return scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    return scores + mask
+
+
+AttentionInterface.register(NAME, attention_in_the_open)
