@@ -17,6 +17,7 @@ from analysis_models import (
 from tiny_text_model import tiny_text_model
 
 from analyses import prompt_effect
+from kvlens import convert_prompt
 
 ROUNDING = 17 * 2.3e-16  # a sum over the vocabulary of 17 in float64
 
@@ -55,6 +56,18 @@ def test_against_the_slow_way(name):
         if i < 4:
             assert frame.loc[(i, "with_prompt"), "loss"] == pytest.approx(-float(p[text[i + 1]].log()), rel=1e-12)
             assert frame.loc[(i, "without_prompt"), "loss"] == pytest.approx(-float(q[text[i + 1]].log()), rel=1e-12)
+
+
+def test_a_conversion_that_is_not_exact_is_compared_with_the_prompt_itself():
+    model, prompt, text = random_model(), tokens(7), tokens(5, seed=1)
+    other = tokens(7, seed=4)
+    frame = prompt_effect(model, prompt, text, bias=convert_prompt(model, other)).set_index(["condition", "position"])
+    whole, converted = (model(torch.cat([before, text])[None])[0, 7:].log_softmax(-1) for before in (prompt, other))
+    expected = (whole.exp() * (whole - converted)).sum(dim=-1)
+    assert frame.loc["converted", "kl"].tolist() == pytest.approx(expected.tolist(), rel=1e-9)
+    assert float(expected.min()) > 1e-6 and (frame.loc["with_prompt", "kl"].abs() < ROUNDING).all()
+    agrees = whole.argmax(dim=-1) == converted.argmax(dim=-1)
+    assert frame.loc["converted", "argmax_agrees"].tolist() == agrees.tolist()
 
 
 def test_the_bos_stays_where_the_prompt_began_with_it():

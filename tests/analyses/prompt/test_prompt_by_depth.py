@@ -1,0 +1,43 @@
+"""The logit lens with and without the prompt, against the residual streams unembedded one depth after another."""
+
+import pytest
+import torch
+from analysis_models import PENCIL_PROMPT, PENCIL_TEXT, VARIANTS, pencil_model, random_model, tokens
+
+from analyses import prompt_by_depth
+
+PROMPT, TEXT = tokens(7), tokens(5, seed=1)
+
+
+def test_by_pencil():
+    # the answer is token 1, whose logit is 0; that of token 0 is a tenth of the residual: 1 before the layer with or
+    # without the prompt, and after it 7 with it and 2 without
+    frame = prompt_by_depth(pencil_model(), PENCIL_PROMPT, PENCIL_TEXT).set_index(["layer", "position"])
+    losses = [float(torch.tensor(x, dtype=torch.float64).exp().log1p()) for x in (0.1, 0.7, 0.2)]
+    assert frame.loc[(0, 0), "loss_change"] == pytest.approx(0, abs=1e-15)
+    assert frame.loc[(0, 0), "loss_with"] == pytest.approx(losses[0])
+    assert frame.loc[(1, 0), "loss_with"] == pytest.approx(losses[1])
+    assert frame.loc[(1, 0), "loss_without"] == pytest.approx(losses[2])
+    assert frame.loc[(1, 0), "loss_change"] == pytest.approx(losses[2] - losses[1])  # this prompt harms: below 0
+    assert frame.loc[(1, 0), "loss_change"] < 0
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_against_the_slow_way(name):
+    model = random_model(normalization_type="LN", **VARIANTS[name])
+    frame = prompt_by_depth(model, PROMPT, TEXT, baseline=PROMPT[:1]).set_index(["layer", "position"])
+    losses = {}
+    for condition, before in (("with", PROMPT), ("without", PROMPT[:1])):
+        _, cache = model.run_with_cache(torch.cat([before, TEXT])[None])
+        points = [*(f"blocks.{layer}.hook_resid_pre" for layer in range(2)), "blocks.1.hook_resid_post"]
+        for depth, point in enumerate(points):
+            log_p = model.unembed(model.ln_final(cache[point]))[0, -5:].log_softmax(dim=-1)
+            for i in range(4):
+                losses[condition, depth, i] = -float(log_p[i, TEXT[i + 1]])
+                assert frame.loc[(depth, i), f"loss_{condition}"] == pytest.approx(losses[condition, depth, i], rel=1e-9)
+            assert frame.loc[(depth, 2), f"guess_{condition}"] == str(int(log_p[2].argmax()))
+    for depth in range(3):
+        for i in range(4):
+            change = losses["without", depth, i] - losses["with", depth, i]
+            assert frame.loc[(depth, i), "loss_change"] == pytest.approx(change, rel=1e-9, abs=1e-12)
+    assert frame["loss_change"].xs(4, level="position").isna().all()
