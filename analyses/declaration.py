@@ -164,7 +164,7 @@ class Record:
         id: unique within a batch: the ``id`` of its JSONL line, or file name and line number.
         prompt: what is converted, or looked at.
         text: what follows the prompt, for the analyses that need one; None where the input has none.
-        fields: whatever else its line held, by name: ``answer``, ``wrong``, ``corrupted`` ...
+        fields: whatever else its line held, by name: ``answer``, ``rival``, ``corrupted`` ...
     """
 
     id: str

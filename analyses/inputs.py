@@ -50,5 +50,5 @@ TEXT = tokens_field("text", prepend_bos=False)
 """The text's tokens [pos], without BOS: it stands behind the prompt."""
 ANSWER = Field("answer", required=False)
 """The token whose logit counts: an id, or the text of one; None where the record names none."""
-WRONG = Field("wrong", required=False)
-"""The token whose logit is taken away from the answer's, likewise."""
+RIVAL = Field("rival", required=False)
+"""The token whose logit is subtracted from the answer's, likewise."""

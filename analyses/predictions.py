@@ -11,7 +11,7 @@ from kvlens import HookedKVTransformer, KVBias
 KL = "KL(original || intervened), nats"
 LOSS_CHANGE = "loss, intervened minus original, nats: positive where what is taken away helps"
 EFFECT = "log p(answer) as it is, less log p(answer) intervened, nats"
-LOGIT_CHANGE = "logit, intervened minus original: negative where what is taken away helps"
+LOGIT_CHANGE = "logit less the vocabulary's mean, intervened minus original: negative where what is taken away helps"
 """How every table says what an intervention changes, and with which sign."""
 OUTPUT_SHARE = "<part, z> / <z, z>, of the head's output z"
 """What ``output_share`` means in every table. It is signed, and the shares of all parts sum to 1.

@@ -37,6 +37,7 @@ does not read the prompt's own tokens:
 | `induction_heads` | `threshold`, `ratio` | of `kvlens.analyses.induction_verdicts` |
 | `attention_rows` | `tokens` | `prompt` |
 | `bias_positions` on the command line | `--places` | `--at` |
+| `bias_decomposition`, `bias_positions`, `bias_effects`, `activation_patching`, `layer_contributions` and their records | `wrong` | `rival` |
 
 Columns of tables. `position` is where the text is read or predicted, `prompt_position` what is read there:
 
@@ -49,5 +50,8 @@ Columns of tables. `position` is where the text is read or predicted, `prompt_po
 | `prompt_copies` | `query`, counted through prompt and text | `position`, counted from the beginning of the text |
 | `prompt_copies` | `key`, `share` | `prompt_position`, `attention` |
 | `induction_heads` | `prefix_matching_score`, `previous_token_score_value` ... | one row for each `kind`, with the columns `score`, `score_value`, `score_key`, `contrast`, `loss_change` |
+| `prompt_attribution` | `text`, `share` | `unit_text`, `total_share` |
+| `attribution_by_head`, `attribution_by_position` | `text` | `unit_text` |
+| `layer_contributions`, `bias_decomposition`, `bias_positions`, `induction_verdicts` | `logit`, `logit_attribution` of the raw logit | the same columns, of the logit less its mean over the vocabulary where no rival is given |
 | `induction_heads` | `verdict`, `role`, `copying_score` and every other number of the head as a whole | the same columns of `kvlens.analyses.induction_verdicts` |
 """  # noqa: E501

@@ -58,7 +58,7 @@ def says(question, kept):
 effects = {}
 for answer, question in questions.items():
     table = prompt_attribution(model, story, question, answer=answer)
-    effects[answer] = table.set_index("text")["total_effect"]
+    effects[answer] = table.set_index("unit_text")["total_effect"]
 effects = pd.DataFrame(effects)
 assert all(answer.strip() in effects[answer].idxmax() for answer in questions)  # the sentence that states it, every time
 assert all(effects[answer].max() > 3 and effects[answer].nsmallest(4).abs().max() < 0.1 for answer in questions)
@@ -135,7 +135,7 @@ pd.Series(swapped, name="answer with the other story's memory in heads 0.0, 0.1,
 recovered = pd.DataFrame(
     {
         answer: activation_patching(
-            model, story, other_story, q, points=["b_kv"], answer=answer, wrong=" " + swaps[answer.strip()]
+            model, story, other_story, q, points=["b_kv"], answer=answer, rival=" " + swaps[answer.strip()]
         ).set_index(["layer", "head"])["recovered"]
         for answer, q in questions.items()
     }

@@ -21,8 +21,8 @@ from kvlens.checks import checked
 
 from ..bias.interventions import Interventions, intervened
 from ..bias.one_space import with_references
-from ..declaration import Analysis, Columns, Field, Option
-from ..inputs import ANSWER, PROMPT, TEXT
+from ..declaration import Analysis, Columns, Option
+from ..inputs import ANSWER, PROMPT, RIVAL, TEXT
 from ..predictions import EFFECT
 from ..sequences import PromptTokens, TextTokens
 from .answers import Answer, Positions, Question, Rival
@@ -31,7 +31,7 @@ from .units import Spans, Unit, units_of
 
 COLUMNS = Columns(
     unit=("int64", "from 0; -1: the whole prompt, against the baseline"),
-    text=("str", "of the unit"),
+    unit_text=("str", "of the unit"),
     start=("int64", "position of its first token"),
     stop=("int64", "position behind its last token"),
     layer=("int64", "from 0"),
@@ -43,6 +43,10 @@ COLUMNS = Columns(
     interaction=("float64", "whole - sum_over_heads: what heads do together alone, nats"),
     p_value=("float64", "share of unrelated units for which this head's swap is as large; NaN without a null, and for unit -1"),
     significant=("bool", f"p_value at most {SIGNIFICANT}"),
+    p_value_alone=(
+        "float64",
+        "share of unrelated units of which this head's part alone keeps as much of the effect (whole - converse); NaN likewise",
+    ),
     leads=(
         "float64",
         "share of unrelated units, put in the unit's place as the counterfactual, with which this head's swap is the largest "
@@ -98,17 +102,17 @@ def attribution_by_head(
     whole = torch.stack([each[0] for each in measured]).repeat_interleave(n_pairs)
     swap, converse = (torch.cat([each[i] for each in measured]) for i in (1, 2))
     total = swap.view(-1, n_pairs).sum(dim=1).repeat_interleave(n_pairs)
-    p, leads = torch.full((2, len(listed), n_pairs), float("nan"), dtype=torch.float64)
+    p, p_alone, leads = torch.full((3, len(listed), n_pairs), float("nan"), dtype=torch.float64)
     for number, unit in enumerate(units if null is not None else ()):
         assert null is not None
-        unrelated, resampled = unrelated_swaps(question, bias, unit, null)
-        own = swap.view(-1, n_pairs)[1 + number]
-        p[1 + number] = (1.0 + (unrelated.abs() >= own.abs() - ROUNDING).double().sum(dim=0)) / (1.0 + len(unrelated))
+        unrelated, unrelated_alone, resampled = unrelated_swaps(question, bias, unit, null)
+        p[1 + number] = head_p_values(swap.view(-1, n_pairs)[1 + number], unrelated)
+        p_alone[1 + number] = head_p_values((whole - converse).view(-1, n_pairs)[1 + number], unrelated_alone)
         leads[1 + number] = torch.bincount(resampled.argmax(dim=1), minlength=n_pairs).double() / len(resampled)
     return COLUMNS.frame(
         {
             "unit": torch.arange(WHOLE_PROMPT, len(units)).repeat_interleave(n_pairs),
-            "text": [unit.text for unit in listed for _ in range(n_pairs)],
+            "unit_text": [unit.text for unit in listed for _ in range(n_pairs)],
             "start": [unit.start for unit in listed for _ in range(n_pairs)],
             "stop": [unit.stop for unit in listed for _ in range(n_pairs)],
             "layer": pairs[:, 0].repeat(len(listed)),
@@ -120,6 +124,7 @@ def attribution_by_head(
             "interaction": whole - total,
             "p_value": p.flatten(),
             "significant": p.flatten() <= SIGNIFICANT,
+            "p_value_alone": p_alone.flatten(),
             "leads": leads.flatten(),
         }
     )
@@ -130,17 +135,27 @@ def row_of(biases: KVBias, index: int) -> KVBias:
     return biases.select_prompt(index).repeat(1)
 
 
+def head_p_values(
+    effects: Float[Tensor, " head_of_model"], unrelated: Float[Tensor, "null head_of_model"]
+) -> Float[Tensor, " head_of_model"]:
+    """Two-sided, each head against what the same head does for unrelated units; effects within rounding count as equal."""
+    larger = (unrelated.abs() >= effects.abs() - ROUNDING).double().sum(dim=0)
+    return (1.0 + larger) / (1.0 + len(unrelated))
+
+
 def unrelated_swaps(
     question: Question, bias: KVBias, unit: Unit, null: Null
-) -> tuple[Float[Tensor, "null head_of_model"], Float[Tensor, "null head_of_model"]]:
-    """Swaps for unrelated units in the unit's place: from a prompt with one to that without, and from the prompt to these."""
+) -> tuple[Float[Tensor, "null head_of_model"], Float[Tensor, "null head_of_model"], Float[Tensor, "null head_of_model"]]:
+    """For unrelated units in the unit's place: swap and whole - converse from a prompt with one to that without it, and the
+    swap from the prompt itself to a prompt with one."""
     span = (unit.start, unit.stop)
     new = null.drawn(question, [unit] * null.n_units)
     with_them = convert_prompt(question.model, question.rows([[]] * len(new), [{span: each} for each in new]))
     without = convert_prompt(question.model, question.rows([[span]]))
-    unrelated = [swapped_heads(question, with_them.select_prompt(i), without)[1] for i in range(len(new))]
+    unrelated = [swapped_heads(question, with_them.select_prompt(i), without) for i in range(len(new))]
     resampled = [swapped_heads(question, bias, row_of(with_them, i))[1] for i in range(len(new))]
-    return torch.stack(unrelated), torch.stack(resampled)
+    alone = torch.stack([whole - converse for whole, _, converse in unrelated])
+    return torch.stack([swap for _, swap, _ in unrelated]), alone, torch.stack(resampled)
 
 
 def swapped_heads(
@@ -184,7 +199,7 @@ ATTRIBUTION_BY_HEAD = Analysis(
     summary="through which heads a sentence (word, token) of the prompt acts: parts of the bias swapped",
     function=_by_head,
     columns=COLUMNS,
-    inputs={"prompt": PROMPT, "text": TEXT, "answer": ANSWER, "rival": Field("rival", required=False)},
+    inputs={"prompt": PROMPT, "text": TEXT, "answer": ANSWER, "rival": RIVAL},
     options={
         "by": Option("the units", choices=("token", "word", "sentence", "paragraph")),
         "n_null": Option("units of unrelated texts to compare each head with; 0 for none"),

@@ -18,8 +18,8 @@ from kvlens import Counterfactuals, HookedKVTransformer, KVBias, convert_prompt
 from kvlens.checks import checked
 
 from ..bias.one_space import in_one_space
-from ..declaration import Analysis, Columns, Field, Option
-from ..inputs import ANSWER, PROMPT, TEXT
+from ..declaration import Analysis, Columns, Option
+from ..inputs import ANSWER, PROMPT, RIVAL, TEXT
 from ..predictions import EFFECT
 from ..sequences import PromptTokens, TextTokens
 from ..texts import token_texts
@@ -36,7 +36,7 @@ Rows = Callable[[Tensor], Callable[[int], KVBias]]
 
 COLUMNS = Columns(
     unit=("int64", "from 0"),
-    text=("str", "of the unit"),
+    unit_text=("str", "of the unit"),
     part=("str", "``position``, or ``shift_state``"),
     prompt_position=("int64", "from 0; -1 for the shift state"),
     token=("str", "at the position; missing for the shift state"),
@@ -97,7 +97,7 @@ def attribution_by_position(
             COLUMNS.frame(
                 {
                     "unit": [number] * len(places),
-                    "text": unit.text,
+                    "unit_text": unit.text,
                     "part": [part for part, _ in parts] * len(layers),
                     "prompt_position": places,
                     "token": [tokens[p] if p != ALL else None for _, p in parts] * len(layers),
@@ -214,7 +214,7 @@ ATTRIBUTION_BY_POSITION = Analysis(
     summary="where in the prompt a sentence's content is read: single positions' keys and values swapped",
     function=attribution_by_position,
     columns=COLUMNS,
-    inputs={"prompt": PROMPT, "text": TEXT, "answer": ANSWER, "rival": Field("rival", required=False)},
+    inputs={"prompt": PROMPT, "text": TEXT, "answer": ANSWER, "rival": RIVAL},
     options={
         "by": Option("the units", choices=("token", "word", "sentence", "paragraph")),
         "each_layer": Option("a row for every layer too"),

@@ -16,12 +16,14 @@ from .answers import Answer, Question, Rival
 from .by_head import attribution_by_head
 from .by_position import attribution_by_position
 from .methods import Method
-from .null import Null
+from .null import SIGNIFICANT, Null
 from .prompt import prompt_attribution
 from .units import Spans
 
 NEEDED, SUFFICIENT = 0.1, 0.5
 """Shares of a unit's total effect: what a head's swap must cost to be named, and what it must keep alone."""
+STABLE = 0.9
+"""Of unrelated texts in the unit's place: with so many the leading head must be the same for its lead to count as stable."""
 
 
 @dataclass(frozen=True)
@@ -47,15 +49,24 @@ class Explained:
     unit: int | None
 
     def needed(self) -> list[str]:
-        """Heads whose swap alone costs a share of the whole effect, such as "L0H2", the strongest first, at most three."""
-        return self._named(self.heads["swap"] / self.heads["whole"], NEEDED)
+        """Heads whose swap alone costs a significant share of the whole effect, such as "L0H2", the strongest first, at most
+        three."""
+        return self._named(self.heads["swap"] / self.heads["whole"], NEEDED, self.heads["p_value"])
 
     def sufficient(self) -> list[str]:
         """Heads that alone keep most of the effect when all others are swapped, likewise."""
-        return self._named(1 - self.heads["converse"] / self.heads["whole"], SUFFICIENT)
+        return self._named(1 - self.heads["converse"] / self.heads["whole"], SUFFICIENT, self.heads["p_value_alone"])
 
-    def _named(self, share: pd.Series, least: float) -> list[str]:
-        rows = self.heads.loc[share[share >= least].nlargest(3).index]
+    def unstable_lead(self) -> tuple[str, float] | None:
+        """The head whose swap costs most, and the share of unrelated texts in the unit's place with which it costs most too;
+        None where that share is at least `STABLE`, and where the unit lowers the answer's probability."""
+        first = self.heads.loc[self.heads["swap"].idxmax()]
+        if first["whole"] <= 0 or first["leads"] >= STABLE:
+            return None
+        return f"L{int(first['layer'])}H{int(first['head'])}", float(first["leads"])
+
+    def _named(self, share: pd.Series, least: float, p: pd.Series) -> list[str]:
+        rows = self.heads.loc[share[(share >= least) & (p <= SIGNIFICANT)].nlargest(3).index]
         return [f"L{layer}H{head}" for layer, head in zip(rows["layer"], rows["head"], strict=True)]
 
 
@@ -98,7 +109,7 @@ def explain(
     heads = positions = pd.DataFrame()
     if chosen is not None:
         given = dict(by=[rows[1][0]], answer=question.answer, rival=question.rival)
-        heads = attribution_by_head(model, question.prompt, question.text, **given)  # type: ignore[arg-type]
+        heads = attribution_by_head(model, question.prompt, question.text, null=null, **given)  # type: ignore[arg-type]
         heads = heads[heads["unit"] == 0].reset_index(drop=True)
         positions = attribution_by_position(model, question.prompt, question.text, **given)  # type: ignore[arg-type]
     behind = len(question.text)

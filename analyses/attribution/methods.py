@@ -153,8 +153,7 @@ def fitted(kept: Bool[Tensor, "row unit"], scores: Float[Tensor, " row"], *, int
         one = (a * width) @ b.T
         if not interactions:
             return 1.0 + one
-        pairs = (one.square() - width.square().sum()) / 2  # x_u^2 = 1: the squares leave the pairs
-        return 1.0 + one + rest[0].exp() * pairs
+        return 1.0 + one + rest[0].exp() * over_pairs(one, width)
 
     def cholesky() -> Tensor:
         return torch.linalg.cholesky(kernel(x, x) + (rest[1].exp() + 1e-6) * torch.eye(len(x), dtype=torch.float64))
@@ -180,6 +179,16 @@ def fitted(kept: Bool[Tensor, "row unit"], scores: Float[Tensor, " row"], *, int
         return middle + spread * (kernel(2.0 * rows.double() - 1.0, x) @ weights)
 
     return predict
+
+
+def over_pairs(products: Float[Tensor, "row other"], width: Float[Tensor, " unit"]) -> Float[Tensor, "row other"]:
+    """sum over u < v of (w_u x_u y_u) (w_v x_v y_v), for rows x, y of plus and minus ones.
+
+    Args:
+        products: sum over u of w_u x_u y_u, for each two rows.
+        width: w.
+    """
+    return (products.square() - width.square().sum()) / 2  # (x_u y_u)^2 = 1: without the squares, each pair stands there twice
 
 
 @checked

@@ -11,8 +11,8 @@ from kvlens import HookedKVTransformer, KVLensError, convert_prompt
 from kvlens.checks import checked, ensure, one_of
 from kvlens.errors import nearest
 
-from ..declaration import Analysis, Columns, Field, Option
-from ..inputs import ANSWER, PROMPT, TEXT
+from ..declaration import Analysis, Columns, Option
+from ..inputs import ANSWER, PROMPT, RIVAL, TEXT
 from ..predictions import EFFECT
 from ..sequences import PromptTokens, TextTokens
 from .answers import Answer, Positions, Question, Rival
@@ -26,12 +26,12 @@ FLOOR = 0.1
 
 COLUMNS = Columns(
     unit=("int64", "from 0, as the prompt has them"),
-    text=("str", "of the unit"),
+    unit_text=("str", "of the unit"),
     start=("int64", "position of its first token; BOS has 0 where there is one"),
     stop=("int64", "position behind its last token"),
     level=("str", "paragraph, sentence, word or token; missing where ranges were given"),
     total_effect=("float64", f"{EFFECT}; the unit taken away, everything recomputed"),
-    share=(
+    total_share=(
         "float64",
         f"total_effect over that of the whole prompt against the baseline; NaN where the latter is below {FLOOR} nats",
     ),
@@ -90,12 +90,12 @@ def prompt_attribution(
     return COLUMNS.frame(
         {
             "unit": range(len(found.units)),
-            "text": [unit.text for unit in found.units],
+            "unit_text": [unit.text for unit in found.units],
             "start": [unit.start for unit in found.units],
             "stop": [unit.stop for unit in found.units],
             "level": _levels(found, by),
             "total_effect": found.effects,
-            "share": found.effects / (whole - baseline) if abs(whole - baseline) >= FLOOR else nothing,
+            "total_share": found.effects / (whole - baseline) if abs(whole - baseline) >= FLOOR else nothing,
             "knockout_effect": knockout,
             "p_value": p,
             "significant": p <= SIGNIFICANT,
@@ -168,7 +168,7 @@ PROMPT_ATTRIBUTION = Analysis(
     summary="which sentence (word, token) of the prompt made the model say it: effects of taking it away, with a null",
     function=_attribution,
     columns=COLUMNS,
-    inputs={"prompt": PROMPT, "text": TEXT, "answer": ANSWER, "rival": Field("rival", required=False)},
+    inputs={"prompt": PROMPT, "text": TEXT, "answer": ANSWER, "rival": RIVAL},
     options={
         "by": Option("the units", choices=("token", "word", "sentence", "paragraph")),
         "method": Option("how effects are found", choices=tuple(METHODS)),

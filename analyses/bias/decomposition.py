@@ -21,7 +21,7 @@ from kvlens import HookedKVTransformer, KVBias
 from kvlens.checks import checked
 
 from ..declaration import Analysis, Columns
-from ..inputs import ANSWER, PROMPT, TEXT, WRONG
+from ..inputs import ANSWER, PROMPT, RIVAL, TEXT
 from ..predictions import OUTPUT_SHARE
 from ..sequences import PromptTokens, TextTokens, bias_and_text
 from ..stream.logit_attribution import LogitTarget, Token, check_heads_write_directly, logit_target
@@ -37,7 +37,11 @@ COLUMNS = Columns(
     b_d_norm=("float64", "norm of b_D, likewise"),
     bias_share=("float64", "mean over the text's positions of ||z_bias|| / (||z_bias|| + ||z_context||), 0 for 0 / 0"),
     output_share=("float64", f"{OUTPUT_SHARE}; the part is z_bias, all positions of the text together"),
-    logit=("float64", "direct logit attribution of z_bias; NaN in a text of one token without ``answer``"),
+    logit=(
+        "float64",
+        "direct logit attribution of z_bias: what it adds to the answer's logit, less that of ``rival`` or else the "
+        "vocabulary's mean; NaN in a text of one token without ``answer``",
+    ),
 )
 
 
@@ -50,7 +54,7 @@ def bias_decomposition(
     text: TextTokens,
     *,
     answer: Token | None = None,
-    wrong: Token | None = None,
+    rival: Token | None = None,
 ) -> pd.DataFrame:
     """Describe the bias of each head, and what the text reads from it.
 
@@ -60,7 +64,7 @@ def bias_decomposition(
         text: a string, or tokens [pos] without BOS.
         answer: the token (id, or the text of one) whose logit is attributed at the text's last position; None takes the mean,
             over all positions but the last, of the logit of the token that follows.
-        wrong: with ``answer``: the token whose logit is taken away.
+        rival: with ``answer``: the token whose logit is subtracted; None subtracts the mean logit of the vocabulary.
 
     Returns:
         One row per head, by layer, then head:
@@ -72,7 +76,7 @@ def bias_decomposition(
     """
     check_heads_write_directly(model, "bias_decomposition")
     bias, text = bias_and_text(model, "bias_decomposition", prompt, text)
-    target = logit_target(model, text, answer, wrong)
+    target = logit_target(model, text, answer, rival)
     outputs = bias_outputs(model, bias, text)
     z = outputs.of_bias + outputs.of_context
     values = singular_values(bias)
@@ -104,5 +108,5 @@ BIAS_DECOMPOSITION = Analysis(
     summary="each head's bias: size, effective rank, share of the output, direct logit attribution",
     function=bias_decomposition,
     columns=COLUMNS,
-    inputs={"prompt": PROMPT, "text": TEXT, "answer": ANSWER, "wrong": WRONG},
+    inputs={"prompt": PROMPT, "text": TEXT, "answer": ANSWER, "rival": RIVAL},
 )

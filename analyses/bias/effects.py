@@ -25,7 +25,7 @@ from kvlens import HookedKVTransformer, KVBias, KVLensError, convert_prompt
 from kvlens.checks import checked
 
 from ..declaration import Analysis, Columns, Field, Option
-from ..inputs import ANSWER, PROMPT, TEXT, WRONG, read_tokens
+from ..inputs import ANSWER, PROMPT, RIVAL, TEXT, read_tokens
 from ..predictions import (
     KL,
     LOGIT_CHANGE,
@@ -82,7 +82,7 @@ def bias_effects(
     parts: Sequence[str] | None = None,
     references: KVBias | None = None,
     answer: Token | None = None,
-    wrong: Token | None = None,
+    rival: Token | None = None,
     batch_size: int | None = None,
     on_start: Callable[[int], None] | None = None,
     on_progress: Callable[[float], None] | None = None,
@@ -99,7 +99,7 @@ def bias_effects(
             its group.
         references: the biases of other prompts, as a batch, for ``mean`` and ``resample``. Of a softmax model they bring their
             own keys, each with its weight, in the mean with that over their number.
-        answer, wrong: the logit, as in :func:`kvlens.analyses.bias.decomposition.bias_decomposition`.
+        answer, rival: the logit, as in :func:`kvlens.analyses.bias.decomposition.bias_decomposition`.
         batch_size: ablations per forward pass; None takes what memory allows.
         on_start: called once, before the first ablation, with their number.
         on_progress: called with the fraction done after each forward pass.
@@ -114,7 +114,7 @@ def bias_effects(
             have, a bias of another model, tokens that do not fit.
     """
     bias, text = bias_and_text(model, "bias_effects", prompt, text)
-    target = logit_target(model, text, answer, wrong)
+    target = logit_target(model, text, answer, rival)
     parts = _parts_of(bias) if parts is None else parts
     ablations = _ablations(bias, by, methods, parts, references)
     if on_start is not None:
@@ -243,7 +243,7 @@ BIAS_EFFECTS = Analysis(
         "text": TEXT,
         "references": Field("references", _read_references, required=False),
         "answer": ANSWER,
-        "wrong": WRONG,
+        "rival": RIVAL,
     },
     options={
         "by": Option("what is ablated at once", UNITS),

@@ -42,7 +42,7 @@ from kvlens.checks import checked
 from kvlens.errors import brief, nearest
 
 from ..declaration import Analysis, Columns, Option
-from ..inputs import ANSWER, PROMPT, TEXT, WRONG, tokens_field
+from ..inputs import ANSWER, PROMPT, RIVAL, TEXT, tokens_field
 from ..passes import MEMORY_PER_PASS, check_batch_size
 from ..sequences import CorruptedTokens, PromptTokens, TextTokens, converted, one_sequence
 from ..stream.logit_attribution import Token, logit_target
@@ -87,7 +87,7 @@ def activation_patching(
     text: TextTokens,
     *,
     answer: Token | None = None,
-    wrong: Token | None = None,
+    rival: Token | None = None,
     metric: Metric | None = None,
     points: str | Sequence[str] | None = None,
     coefficients: Mapping[str, Any] | None = None,
@@ -102,8 +102,9 @@ def activation_patching(
         prompt, corrupted: the clean and the corrupted prompt: strings, tokens [pos], or biases (softmax: both converted by one
             method). Where positions are absolute they must be of equal length.
         text: [pos], without BOS, read under both.
-        answer, wrong: the metric is the logit of ``answer``, minus that of ``wrong``, at the text's last position (ids, or the
-            texts of single tokens); without ``answer`` it is the mean logit of the text's next tokens.
+        answer, rival: the metric is the logit of ``answer``, minus that of ``rival``, at the text's last position (ids, or the
+            texts of single tokens); without ``answer`` it is the mean of the text's next tokens'.
+            Without ``rival`` the mean logit of the vocabulary is subtracted.
         metric: another one, used instead.
         points: one or several of :data:`kvlens.analyses.bias.patches.POINTS`; None takes all that the model and the
             two prompts have.
@@ -129,7 +130,7 @@ def activation_patching(
     clean, corrupted = converted(model, "prompt", prompt), converted(model, "corrupted", corrupted)
     text = one_sequence(model, "text", text)
     _check(clean, corrupted, batch_size)
-    metric = _default_metric(model, text, answer, wrong) if metric is None else metric
+    metric = _default_metric(model, text, answer, rival) if metric is None else metric
     patches = patches_of(model, _points_of(model, points, clean, corrupted))
     sources = _given_coefficients(model, coefficients or {})
     paired = pair_token_by_token(clean, corrupted)
@@ -172,10 +173,10 @@ def _check(clean: KVBias, corrupted: KVBias, batch_size: int | None) -> None:
     check_batch_size("activation_patching", batch_size)
 
 
-def _default_metric(model: HookedKVTransformer, text: Tensor, answer: Token | None, wrong: Token | None) -> Metric:
-    target = logit_target(model, text, answer, wrong)
+def _default_metric(model: HookedKVTransformer, text: Tensor, answer: Token | None, rival: Token | None) -> Metric:
+    target = logit_target(model, text, answer, rival)
     if not len(target.places):
-        raise KVLensError("activation_patching: a text of one token has no next token: give answer= (and wrong=) or metric=")
+        raise KVLensError("activation_patching: a text of one token has no next token: give answer= (and rival=) or metric=")
     return lambda logits: target.read(logits).mean(dim=-1)
 
 
@@ -281,7 +282,7 @@ ACTIVATION_PATCHING = Analysis(
         "corrupted": tokens_field("corrupted", prepend_bos=True),
         "text": TEXT,
         "answer": ANSWER,
-        "wrong": WRONG,
+        "rival": RIVAL,
     },
     options={"points": Option("what is patched; all that the model has if empty", tuple(POINTS), many=True)},
     n_interventions=_n_patches,

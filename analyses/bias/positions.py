@@ -20,7 +20,7 @@ from kvlens import HookedKVTransformer, KVBias, KVLensError
 from kvlens.checks import checked
 
 from ..declaration import Analysis, Columns, Option
-from ..inputs import ANSWER, PROMPT, TEXT, WRONG
+from ..inputs import ANSWER, PROMPT, RIVAL, TEXT
 from ..predictions import OUTPUT_SHARE
 from ..segments import Progress, bar_unless
 from ..sequences import PromptTokens, TextTokens, one_sequence, prompt_sequence
@@ -53,8 +53,8 @@ COLUMNS = Columns(
     output_share=("float64", f"{OUTPUT_SHARE}; all parts sum to 1 (to 0 for no output)"),
     logit=(
         "float64",
-        "direct logit attribution, final norm frozen; the mean over the target's positions where all are taken together, NaN "
-        "at a position without target and in a text that has none",
+        "direct logit attribution, final norm frozen, to the centered logit or the difference; the mean over the target's "
+        "positions where all are taken together, NaN at a position without target and in a text that has none",
     ),
 )
 
@@ -71,7 +71,7 @@ def bias_positions(
     by: str = "attended",
     at: Sequence[int] | None = None,
     answer: Token | None = None,
-    wrong: Token | None = None,
+    rival: Token | None = None,
     segment_length: int | None = None,
     on_progress: Progress | None = None,
 ) -> pd.DataFrame:
@@ -87,7 +87,7 @@ def bias_positions(
         initial: the bias that the prompt continues; None continues what the model holds now, as ``convert_prompt`` does.
         by: ``attended`` or ``source``, see :mod:`kvlens.analyses.bias.reads`; the same thing where values are not shifted.
         at: positions of the text to distinguish; None takes all of them together.
-        answer, wrong: the logit, as in :func:`kvlens.analyses.bias.decomposition.bias_decomposition`.
+        answer, rival: the logit, as in :func:`kvlens.analyses.bias.decomposition.bias_decomposition`.
         segment_length: tokens per segment, for linear attention; None takes a good length, and the whole text where something
             is hooked to the model.
         on_progress: called with the fraction done; None shows a bar on a terminal where it takes long.
@@ -104,7 +104,7 @@ def bias_positions(
     check_heads_write_directly(model, "bias_positions")
     prompt = prompt_sequence(model, "prompt", prompt, initial)
     text = one_sequence(model, "text", text)
-    target = logit_target(model, text, answer, wrong)
+    target = logit_target(model, text, answer, rival)
     _check_view(by, at, len(text))
     attached = contextlib.nullcontext() if initial is None else model.kv_bias(initial)
     with attached, bar_unless(on_progress, "bias_positions") as tell:
@@ -249,7 +249,7 @@ def _at_named_positions(
     prompt: Tensor,
     text: Tensor,
     answer: Token | None,
-    wrong: Token | None,
+    rival: Token | None,
     *,
     by: str = VIEWS[0],
     at: str = AT[0],
@@ -257,7 +257,7 @@ def _at_named_positions(
     """:func:`bias_positions` at positions that are named by a word."""
     last = len(text) - 1
     positions = {"together": None, "last": [last], "each": range(last + 1)}[at]
-    return bias_positions(model, prompt, text, by=by, at=positions, answer=answer, wrong=wrong)
+    return bias_positions(model, prompt, text, by=by, at=positions, answer=answer, rival=rival)
 
 
 BIAS_POSITIONS = Analysis(
@@ -265,7 +265,7 @@ BIAS_POSITIONS = Analysis(
     summary="what each prompt position gives to each head's output and to a logit",
     function=_at_named_positions,
     columns=COLUMNS,
-    inputs={"prompt": PROMPT, "text": TEXT, "answer": ANSWER, "wrong": WRONG},
+    inputs={"prompt": PROMPT, "text": TEXT, "answer": ANSWER, "rival": RIVAL},
     options={
         "by": Option("whose position counts where values are shifted", VIEWS),
         "at": Option("which positions of the text to distinguish", AT),

@@ -127,7 +127,7 @@ def replace_head(layer: int, heads: Tensor, other: Tensor) -> tuple[str, Callabl
 def losses_and_logits(
     model: HookedKVTransformer, start: Tensor, layer: int, targets: Tensor, *hooks: tuple[str, Callable]
 ) -> Float[Tensor, "two batch target"]:
-    """Loss and logit of every target, for residual streams before ``layer`` (after all layers: n_layers)."""
+    """Loss and centered logit of every target, for residual streams before ``layer`` (after all layers: n_layers)."""
 
     def keep_places(resid: Tensor, hook: Any) -> Tensor:
         return resid[:, -targets.shape[1] - 1 : -1]  # no other position is unembedded
@@ -140,4 +140,4 @@ def losses_and_logits(
     logits = model.run_with_hooks(start, start_at_layer=layer, attention_mask=mask, fwd_hooks=list(hooks))
     logits = logits.to(wide_dtype(model))
     chosen = logits.gather(-1, targets[..., None]).squeeze(-1)
-    return torch.stack([logits.logsumexp(dim=-1) - chosen, chosen])
+    return torch.stack([logits.logsumexp(dim=-1) - chosen, chosen - logits.mean(dim=-1)])

@@ -1,4 +1,4 @@
-"""What each head writes towards the logit of given tokens, with every norm's scale held as it was.
+"""What each head writes towards the centered logit of given tokens, with every norm's scale held as it was.
 
 Head h writes z_h W_O into the residual stream. Its direct path to the logit of token t, nothing that later layers make of it
 and no part of any bias, is
@@ -38,7 +38,7 @@ def head_logit_attribution(
     places: slice,
     targets: Int[Tensor, "batch position"],
 ) -> Float[Tensor, "layer head"]:
-    """Mean over batch and positions of what each head adds to the logit of the target.
+    """Mean over batch and positions of what each head adds to the centered logit of the target.
 
     Args:
         model: that was run.

@@ -71,7 +71,7 @@ COLUMNS = Columns(
         "sum(lambda) / sum(|lambda|), in [-1, 1], over the eigenvalues of W_E W_V W_O W_U, the last three folded: times their "
         "norm's gain, less the mean over d_model that a LayerNorm takes away, W_U also less its mean over the vocabulary",
     ),
-    logit_attribution=("float64", "mean direct contribution to the logit of the right next token, second copy"),
+    logit_attribution=("float64", "mean direct contribution to the centered logit of the right next token, second copy"),
     ablation_loss_change=("float64", f"{LOSS_CHANGE}; resampled head, mean over the second copy; NaN unless asked for"),
     ablation_loss_error=("float64", "standard error of ablation_loss_change"),
     ablation_logit_change=("float64", f"{LOGIT_CHANGE}; the right next token's, likewise; NaN unless asked for"),

@@ -6,7 +6,8 @@ is an identity: each part only ever adds. ``attention_input`` is what a layer's 
 (``hook_z_context``), ``attention_bias`` what they read from the converted or trained prompt (``hook_z_bias``); a head without a
 bias, or with softmax attention, has the first alone. Both share the normalizer: a prompt that adds nothing to the second
 still thins the first. With the final norm's scale held at its value in the run, the logit is a sum over the same parts
-(:mod:`kvlens.analyses.stream.logit_attribution`), plus one constant that belongs to none; with a soft cap, the logit before it.
+(:mod:`kvlens.analyses.stream.logit_attribution`), less the mean logit of the vocabulary, plus one constant that belongs to
+none; with a soft cap, the logit before it.
 
 These are direct contributions: what a part does by way of later layers is in theirs.
 
@@ -25,7 +26,7 @@ from kvlens import HookedKVTransformer, KVBias, KVLensError, convert_prompt
 from kvlens.checks import checked
 
 from ..declaration import Analysis, Columns, Option
-from ..inputs import ANSWER, PROMPT, TEXT, WRONG
+from ..inputs import ANSWER, PROMPT, RIVAL, TEXT
 from ..sequences import PromptTokens, TextTokens, one_bias, one_sequence
 from ..texts import token_texts
 from .logit_attribution import (
@@ -54,7 +55,7 @@ COLUMNS = Columns(
     head=("int64", "-1 where it is not one head's"),
     norm=("float64", "of the component; 0 for ``unembed_bias``"),
     residual_share=("float64", "<component, residual> / <residual, residual>: sums to 1"),
-    logit=("float64", "sums to the logit; NaN where no token follows"),
+    logit=("float64", "sums to the logit less the mean logit of the vocabulary; NaN where no token follows"),
 )
 NO_HEAD = -1
 POSITIONS_ADDED = ("standard", "sinusoidal")
@@ -272,7 +273,7 @@ def _after_prompt(
     prompt: Tensor,
     text: Tensor,
     answer: Token | None,
-    wrong: Token | None,
+    rival: Token | None,
     *,
     per_head: bool = False,
 ) -> pd.DataFrame:
@@ -282,7 +283,7 @@ def _after_prompt(
         model,
         convert_prompt(model, prompt) if linear else prompt,
         text,
-        tokens=[token for token in (answer, wrong) if token is not None],
+        tokens=[token for token in (answer, rival) if token is not None],
         per_head=per_head,
     )
 
@@ -296,7 +297,7 @@ LAYER_CONTRIBUTIONS = Analysis(
     summary="embedding, attention from the text, attention from the bias, MLP: norms and logits of each part, by position",
     function=_after_prompt,
     columns=COLUMNS,
-    inputs={"prompt": PROMPT, "text": TEXT, "answer": ANSWER, "wrong": WRONG},
+    inputs={"prompt": PROMPT, "text": TEXT, "answer": ANSWER, "rival": RIVAL},
     options={"per_head": Option("one row per head instead of one per layer")},
     check_model=_check_model,
 )

@@ -9,9 +9,14 @@ x = sum_c x_c
     logit_t = sum_c x_c . d_t / s  +  (b . W_U[:, t] + b_U[t])        d_t = center(w * W_U[:, t])
 
 (centering a vector or the direction that it is multiplied by is the same). So the summands' logits and one constant, which
-belongs to none of them, add up to the logit. As in TransformerLens (``ActivationCache.logit_attrs``) the vocabulary's mean
-is not taken away, b_U is nobody's, and a second token turns a logit into a logit difference; unlike there, w and b of a norm
-that was not folded are counted. A soft cap on the logits acts after all this: what is attributed is the logit before it.
+belongs to none of them, add up to the logit.
+
+Adding one vector to every column of W_U, or one number to all of b_U, changes no prediction, but it changes every logit. So
+what is attributed is either the difference between two tokens' logits, answer and rival, or, where no rival is given, the
+*centered logit*: the logit minus its mean over the vocabulary. Both are the same before and after TransformerLens'
+``center_unembed``. As in TransformerLens (``ActivationCache.logit_attrs``) b_U belongs to no summand; unlike there, w and b of
+a norm that was not folded are counted. A soft cap on the logits acts after all this: what is attributed is the logit before
+it.
 """
 
 from dataclasses import dataclass
@@ -45,17 +50,17 @@ def final_scale(model: HookedKVTransformer, cache: Any) -> Float[Tensor, "*batch
 
 
 def residual_directions(
-    model: HookedKVTransformer, tokens: Int[Tensor, "*position"], wrong: Int[Tensor, "*position"] | None = None
+    model: HookedKVTransformer, tokens: Int[Tensor, "*position"], rival: Int[Tensor, "*position"] | None = None
 ) -> Float[Tensor, "*position d_model"]:
     """d_t: the direction whose product with a residual vector, over s, is that vector's part of the logit.
 
     Args:
         model: with LayerNorm, RMSNorm, either of them folded, or no final norm.
         tokens: whose logits.
-        wrong: tokens whose logits are taken away, for a logit difference; None for the logit itself.
+        rival: tokens whose logits are subtracted; None subtracts the mean over the vocabulary.
     """
     weights = model.W_U.to(torch.promote_types(model.W_U.dtype, torch.float32)).T
-    directions = weights[tokens] if wrong is None else weights[tokens] - weights[wrong]
+    directions = weights[tokens] - (weights.mean(dim=0) if rival is None else weights[rival])
     norm_weight = getattr(getattr(model, "ln_final", None), "w", None)
     if norm_weight is not None:
         directions = directions * norm_weight
@@ -65,14 +70,14 @@ def residual_directions(
 
 
 def constant_logits(
-    model: HookedKVTransformer, tokens: Int[Tensor, "*position"], wrong: Int[Tensor, "*position"] | None = None
+    model: HookedKVTransformer, tokens: Int[Tensor, "*position"], rival: Int[Tensor, "*position"] | None = None
 ) -> Float[Tensor, "*position"]:
     """b . W_U[:, t] + b_U[t]: what no summand of the residual stream adds. Arguments as :func:`residual_directions`."""
     constant = model.b_U.to(torch.promote_types(model.b_U.dtype, torch.float32))
     norm_bias = getattr(getattr(model, "ln_final", None), "b", None)
     if norm_bias is not None:
         constant = constant + norm_bias.to(constant.dtype) @ model.W_U.to(constant.dtype)
-    return constant[tokens] if wrong is None else constant[tokens] - constant[wrong]
+    return constant[tokens] - (constant.mean() if rival is None else constant[rival])
 
 
 def component_logits(
@@ -80,22 +85,22 @@ def component_logits(
     components: Float[Tensor, "component *position d_model"],
     scale: Float[Tensor, "*position 1"],
     tokens: Int[Tensor, "*position"],
-    wrong: Int[Tensor, "*position"] | None = None,
+    rival: Int[Tensor, "*position"] | None = None,
 ) -> Float[Tensor, "component *position"]:
-    """What each summand of the residual stream adds to a logit (or logit difference) at each position.
+    """What each summand of the residual stream adds to a centered logit, or to a logit difference, at each position.
 
     Args:
         model: as :func:`residual_directions`.
         components: summands of the residual stream before the final norm.
         scale: s at these positions, of :func:`final_scale`.
-        tokens, wrong: as :func:`residual_directions`, one per position.
+        tokens, rival: as :func:`residual_directions`, one per position.
 
     Returns:
-        Their sum over all components, plus :func:`constant_logits`, is the model's logit.
+        Their sum over all components, plus :func:`constant_logits`, is the model's centered logit, or logit difference.
 
     Source: Nanda & Bloom 2022, TransformerLens, ``ActivationCache.logit_attrs``.
     """
-    directions = residual_directions(model, tokens, wrong)
+    directions = residual_directions(model, tokens, rival)
     return ((components.to(directions.dtype) * directions).sum(dim=-1)) / scale.squeeze(-1).to(directions.dtype)
 
 
@@ -123,25 +128,25 @@ class LogitTarget:
     Attributes:
         places: positions in the text, each at most once.
         tokens: whose logit is read at each of them.
-        wrong: tokens whose logit is taken away there, or None.
+        rival: tokens whose logit is subtracted there; None subtracts the mean over the vocabulary.
     """
 
     places: Int[Tensor, " position"]
     tokens: Int[Tensor, " position"]
-    wrong: Int[Tensor, " position"] | None
+    rival: Int[Tensor, " position"] | None
 
     def read(self, logits: Float[Tensor, "*batch pos d_vocab"]) -> Float[Tensor, "*batch position"]:
-        """The logit, or logit difference, at each position, as a model gave it."""
+        """The centered logit, or logit difference, at each position, as a model gave it."""
         there = logits[..., self.places, :]
 
         def of(tokens: Tensor) -> Tensor:
             return there.gather(-1, tokens[:, None].expand(*there.shape[:-1], 1)).squeeze(-1)
 
-        return of(self.tokens) if self.wrong is None else of(self.tokens) - of(self.wrong)
+        return of(self.tokens) - (there.mean(dim=-1) if self.rival is None else of(self.rival))
 
     def probes(self, model: HookedKVTransformer, scale: Float[Tensor, "pos 1"], layer: int) -> Float[Tensor, "pos head d_head"]:
         """W_O[head] d_t / s: the vector whose product with a head's output is its logit; zeros where there is no target."""
-        directions = residual_directions(model, self.tokens, self.wrong) / scale[self.places].to(model.W_U.device)
+        directions = residual_directions(model, self.tokens, self.rival) / scale[self.places].to(model.W_U.device)
         w_o = model.blocks[layer].attn.W_O.to(directions)
         probes = directions.new_zeros(scale.shape[0], *w_o.shape[:2])
         probes[self.places] = torch.einsum("hdm,pm->phd", w_o, directions)
@@ -149,7 +154,7 @@ class LogitTarget:
 
 
 def logit_target(
-    model: HookedKVTransformer, text: Int[Tensor, " pos"], answer: Token | None = None, wrong: Token | None = None
+    model: HookedKVTransformer, text: Int[Tensor, " pos"], answer: Token | None = None, rival: Token | None = None
 ) -> LogitTarget:
     """The target that an analysis of one text speaks of.
 
@@ -158,18 +163,18 @@ def logit_target(
         text: the tokens.
         answer: the token whose logit counts at the text's last position, as a number or as its text; None takes, at every
             position but the last, the token that follows there.
-        wrong: with ``answer``: the token whose logit is taken away.
+        rival: with ``answer``: the token whose logit is subtracted; None subtracts the mean over the vocabulary.
 
     Raises:
-        KVLensError: ``wrong`` without ``answer``, text that is not exactly one token, a number outside the vocabulary.
+        KVLensError: ``rival`` without ``answer``, text that is not exactly one token, a number outside the vocabulary.
     """
     if answer is None:
-        if wrong is not None:
-            raise KVLensError("wrong: it is taken away from the logit of an answer; give answer= as well")
+        if rival is not None:
+            raise KVLensError("rival: its logit is subtracted from that of an answer; give answer= as well")
         check_predicts_text(model, text)
         return LogitTarget(torch.arange(len(text) - 1, device=text.device), text[1:], None)
     last = torch.tensor([len(text) - 1], device=text.device)
-    ids = [None if token is None else _token_id(model, what, token) for what, token in (("answer", answer), ("wrong", wrong))]
+    ids = [None if token is None else _token_id(model, what, token) for what, token in (("answer", answer), ("rival", rival))]
     right, other = (None if token is None else torch.tensor([token], device=text.device) for token in ids)
     assert right is not None
     return LogitTarget(last, right, other)

@@ -23,16 +23,24 @@ def in_a_sentence(found: Any, by: str) -> str:
     unit, effect = found.units.loc[found.unit], float(found.units["total_effect"][found.unit])
     verb = "falls" if effect > 0 else "rises"
     said = (
-        f"Without {unit['text'].strip()!r} the answer {found.answer!r} {verb} from {percent(found.p_answer[0])} to "
+        f"Without {unit['unit_text'].strip()!r} the answer {found.answer!r} {verb} from {percent(found.p_answer[0])} to "
         f"{percent(found.p_answer[1])}, {found.rival!r} goes from {percent(found.p_rival[0])} to {percent(found.p_rival[1])}."
     )
     needed, sufficient = found.needed(), found.sufficient()
     if needed:
-        return f"{said} Carried by {_listed(needed, 'and')}."
+        return f"{said} Carried by {_listed(needed, 'and')}.{_stability(found, by)}"
     if sufficient:
         alone = "which suffices" if len(sufficient) == 1 else "each of which suffices"
         return f"{said} Carried by {_listed(sufficient, 'or')}, {alone} alone."
     return f"{said} No head carries it alone."
+
+
+def _stability(found: Any, by: str) -> str:
+    unstable = found.unstable_lead()
+    if unstable is None:
+        return ""
+    head, share = unstable
+    return f" The lead of {head} is not stable: with unrelated texts in the {by}'s place it leads in {percent(share)} of cases."
 
 
 def _listed(names: list[str], word: str) -> str:
@@ -49,7 +57,7 @@ def print_explanation(found: Any, by: str) -> None:
     console.print(
         _table(
             shown,
-            {"text": by, "total_effect": "total", "knockout_effect": "hidden from the text", "p": "p"},
+            {"unit_text": by, "total_effect": "total", "knockout_effect": "hidden from the text", "p": "p"},
         )
     )
     if len(units) > len(shown):
@@ -58,11 +66,12 @@ def print_explanation(found: Any, by: str) -> None:
         return
     heads = found.heads.assign(name=[f"L{a}H{b}" for a, b in zip(found.heads["layer"], found.heads["head"], strict=True)])
     heads = heads.sort_values("swap", key=abs, ascending=False).head(5)
+    heads = heads.assign(p=heads["p_value"].map("{:.3f}".format), leads=heads["leads"].map(percent))
     console.print("heads, nats lost with its part from the prompt without", style="bold")
     console.print(
         _table(
             heads,
-            {"name": "head", "swap": "this head's", "converse": "all others'"},
+            {"name": "head", "swap": "this head's", "converse": "all others'", "p": "p", "leads": "leads"},
         )
     )
     positions = found.positions.sort_values("swap", key=abs, ascending=False).head(5)

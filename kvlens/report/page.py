@@ -60,10 +60,10 @@ def build_page(report: Report) -> Page:
     page.add(contribution_bars(tables["bias_by_layer"], "ablation_kl", title="layers: all heads of a layer removed"))
     page.section(
         "What each part writes directly",
-        "Direct contribution to the logit of the token that follows, mean over the text, with the bias attached: what a part "
-        "writes itself. What it does by way of later layers is in their bars, so that a head that matters much above may write "
-        "little here. attention_input is what the heads read from the text, attention_bias what they read from the converted "
-        "prompt. All bars add up to the mean logit.",
+        "Direct contribution to the logit of the token that follows, less the mean logit of the vocabulary, mean over the "
+        "text, with the bias attached: what a part writes itself. What it does by way of later layers is in their bars, so "
+        "that a head that matters much above may write little here. attention_input is what the heads read from the text, "
+        "attention_bias what they read from the converted prompt. All bars add up to the mean of that logit.",
     )
     page.add(_contributions(tables["layer_contributions"]))
     if "dual_losses" in tables:
@@ -170,7 +170,9 @@ def _contributions(table: pd.DataFrame) -> Piece:
     outside = ~means["layer"].between(0, means["layer"].max() - 1)
     means["part"] = means["component"].where(outside, "layer " + means["layer"].astype(str) + ", " + means["component"])
     total = number(float(means["logit"].sum()))
-    return contribution_bars(means, "logit", by="part", title=f"direct contributions; their sum, the mean logit, is {total}")
+    return contribution_bars(
+        means, "logit", by="part", title=f"direct contributions; their sum, the mean centered logit, is {total}"
+    )
 
 
 def _arcs(report: Report) -> Piece:

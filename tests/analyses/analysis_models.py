@@ -73,5 +73,10 @@ def random_model(**changes: Any) -> HookedKVTransformer:
     return model
 
 
+def centered(logits: torch.Tensor) -> torch.Tensor:
+    """Logits less their mean over the vocabulary: what direct logit attribution splits where no rival is given."""
+    return logits - logits.mean(dim=-1, keepdim=True)
+
+
 def tokens(pos: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, 17, (pos,), generator=torch.Generator().manual_seed(seed))

@@ -44,7 +44,10 @@ def questions_of(model: HookedKVTransformer, n_stories: int, n_facts: int, seed:
     return [asked(model, story, question) for story, question in right_questions(model, n_stories, n_facts, seed)]
 
 
-def right_questions(model: HookedKVTransformer, n_stories: int, n_facts: int, seed: int) -> list[tuple[Story, StoryQuestion]]:
+def right_questions(
+    model: HookedKVTransformer, n_stories: int, n_facts: int, seed: int, n_origins: int | None = None
+) -> list[tuple[Story, StoryQuestion]]:
+    """``n_origins``: sentences that the answer needs; None for as many as the model can."""
     hops = 2 if model.cfg.d_vocab == FactsTask(hops=2).d_input else 1
     length = min(FactsTask().length, model.cfg.n_ctx)
     task = FactsTask(min_facts=n_facts, max_facts=n_facts, length=length, hops=hops)
@@ -52,7 +55,7 @@ def right_questions(model: HookedKVTransformer, n_stories: int, n_facts: int, se
     generator = torch.Generator().manual_seed(seed)
     while len(found) < n_stories:
         for story in task.stories(32, generator, "heldout"):
-            chosen = [q for q in story.questions if len(q.origins) == hops][:1]
+            chosen = [q for q in story.questions if len(q.origins) == (n_origins or hops)][:1]
             first = [replace(q, start=story.n_prompt_tokens, repeated=False) for q in chosen]
             story = replace(story, questions=tuple(first))
             if first and bool(right_after_story(model, [story])[0]):

@@ -11,8 +11,9 @@ text then lacks is found twice:
   the note's, where the later sentence names the container, or one that carries it: those within the shift's window behind it.
 - by `attribution_by_head` and `attribution_by_position`, which exchange parts of a converted prompt.
 
-Printed: how often both name the same, how often the position is the note's, and how often both sentences have the two largest
-total effects, each with Wilson's lower bound (95 %, one-sided).
+Printed: how often both name the same, how often the position is the note's, how often both sentences have the two largest
+total effects and each of them is among these two, and how often the one sentence that a one-hop question needs has the largest,
+each with Wilson's lower bound (95 %, one-sided).
 """
 
 import argparse
@@ -26,6 +27,9 @@ from kvlens import HookedKVTransformer
 from kvlens.analyses import attribution_by_head, attribution_by_position, prompt_attribution
 from kvlens.components import hidden_tokens_keep_positions
 from kvlens.tasks.facts.nested import note_position
+
+SENTENCES = ("the container's room", "the thing's container")
+"""What the sentences of `Question.origins` say, in that order."""
 
 
 def wilson_low(right: int, n: int, z: float = 1.645) -> float:
@@ -84,17 +88,32 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     model = HookedKVTransformer.from_zoo(args.model).requires_grad_(False)
     assert model.cfg.kv_shift is not None
-    what = ("both sentences lead", "same head", "same position", "position carries the note")
+    what = (
+        "one hop: the sentence leads",
+        "two hops: both sentences lead",
+        *(f"two hops: {s} among the two" for s in SENTENCES),
+        "same head",
+        "same position",
+        "position carries the note",
+    )
     counts: dict[str, list[bool]] = {each: [] for each in what}
     heads_seen: dict[tuple[int, int], int] = {}
     behind: dict[int, int] = {}
     difference = 0.0
+    for story, about in right_questions(model, args.stories, args.facts, 9_000_000 + args.seed, n_origins=1):
+        question, units, (origin,) = asked(model, story, about)
+        by = [(unit.start, unit.stop) for unit in units]
+        effects = prompt_attribution(model, question.prompt, question.text, by=by, answer=question.answer)["total_effect"]
+        counts["one hop: the sentence leads"].append(int(effects.idxmax()) == origin)
     for story, about in right_questions(model, args.stories, args.facts, 8_000_000 + args.seed):
         question, units, origins = asked(model, story, about)
         spans = [(unit.start, unit.stop) for unit in units]
         given: dict[str, Any] = dict(answer=question.answer)
         effects = prompt_attribution(model, question.prompt, question.text, by=spans, **given)["total_effect"]
-        counts["both sentences lead"].append(set(effects.nlargest(2).index) == set(origins))
+        leading = set(effects.nlargest(2).index)
+        counts["two hops: both sentences lead"].append(leading == set(origins))
+        for name, origin in zip(SENTENCES, origins, strict=True):
+            counts[f"two hops: {name} among the two"].append(origin in leading)
         if len(counts["same head"]) == args.patched:
             continue
         span = spans[origins[0]]

@@ -7,7 +7,7 @@ from analysis_models import VARIANTS, random_model, tokens
 
 from analyses import attribution_by_head, attribution_by_position, prompt_attribution
 from analyses.attribution.answers import Question
-from analyses.attribution.methods import Hierarchical, LinearFit, chosen_subsets, fitted, lasso
+from analyses.attribution.methods import Hierarchical, LinearFit, chosen_subsets, fitted, lasso, over_pairs
 from analyses.attribution.null import Null, p_values
 from analyses.attribution.terms import factors, without_positions, written
 from analyses.attribution.units import units_of
@@ -44,7 +44,7 @@ def test_total_effects_are_those_of_the_converted_prompts(model):
     assert table["total_effect"].tolist() == pytest.approx(expected, abs=TOLERANCE)
     nothing = log_p(model, convert_prompt(model, PROMPT, without=[(0, 13)]), 5)
     shares = [effect / (whole - nothing) for effect in expected]
-    assert table["share"].tolist() == pytest.approx(shares, abs=TOLERANCE / abs(whole - nothing))
+    assert table["total_share"].tolist() == pytest.approx(shares, abs=TOLERANCE / abs(whole - nothing))
     assert table["p_value"].isna().all()
     assert not table["significant"].any()
 
@@ -258,6 +258,15 @@ def test_fits_recover_sums_and_pairs():
     intercept, found = lasso(kept.double(), additive(kept), 0.0)
     assert float(intercept) == pytest.approx(0.0, abs=1e-6)
     assert found.tolist() == pytest.approx(weights.tolist(), abs=1e-6)
+
+
+def test_the_kernel_of_pairs_is_the_sum_over_pairs():
+    generator = torch.Generator().manual_seed(0)
+    x, y = (2.0 * torch.randint(0, 2, (rows, 5), generator=generator).double() - 1 for rows in (3, 4))
+    width = torch.rand(5, generator=generator, dtype=torch.float64)
+    term = width * x[:, None] * y  # row, other, unit
+    expected = sum(term[..., u] * term[..., v] for v in range(5) for u in range(v))
+    torch.testing.assert_close(over_pairs((x * width) @ y.T, width), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_a_method_is_an_object_and_its_name_a_shorthand():

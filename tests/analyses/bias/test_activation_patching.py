@@ -7,14 +7,14 @@ from dataclasses import replace
 import pandas as pd
 import pytest
 import torch
-from analysis_models import VARIANTS, pencil_model, random_model, tokens
+from analysis_models import VARIANTS, centered, pencil_model, random_model, tokens
 
 from analyses.bias.patching import ACTIVATION_PATCHING, activation_patching
 from analyses.declaration import Record
 from kvlens import KVLensError, KVShiftConfig, convert_prompt
 
 CLEAN, CORRUPTED, TEXT = tokens(7), tokens(7, seed=5), tokens(4, seed=1)
-ANSWER, WRONG = 3, 11
+ANSWER, RIVAL = 3, 11
 BIAS_TENSORS = {
     "b_kv": ["b_KV"],
     "b_d": ["b_D"],
@@ -30,14 +30,14 @@ MODELS = {
 
 
 def patching(model, **changes):
-    arguments = dict(prompt=CLEAN, corrupted=CORRUPTED, text=TEXT, answer=ANSWER, wrong=WRONG)
+    arguments = dict(prompt=CLEAN, corrupted=CORRUPTED, text=TEXT, answer=ANSWER, rival=RIVAL)
     return activation_patching(model, **{**arguments, **changes})
 
 
 def metrics_under(model, bias, n_rows=1, fwd_hooks=()):
     with model.kv_bias(bias):
         logits = model.run_with_hooks(TEXT.expand(n_rows, -1), fwd_hooks=list(fwd_hooks))[:, -1]
-    return (logits[:, ANSWER] - logits[:, WRONG]).tolist()
+    return (logits[:, ANSWER] - logits[:, RIVAL]).tolist()
 
 
 def mixed_bias(model, clean, corrupted, row):
@@ -178,7 +178,7 @@ def test_the_head_that_carries_everything_recovers_everything():
 def test_by_pencil():
     # the text 1 has the residual 1 + 1 (1 + b), a tenth of it is the answer's logit; b = 4 for the prompt 2, 1 for 1
     frame = activation_patching(
-        pencil_model(), torch.tensor([1]), torch.tensor([0]), torch.tensor([0]), answer=0, wrong=1, points=["b_kv", "z_bias"]
+        pencil_model(), torch.tensor([1]), torch.tensor([0]), torch.tensor([0]), answer=0, rival=1, points=["b_kv", "z_bias"]
     )
     expected = pd.DataFrame(
         {
@@ -212,8 +212,8 @@ def test_other_coefficients_and_metrics():
     model = random_model(kv_shift=KVShiftConfig(window=1, keys=False))
     corrupted = convert_prompt(model, CORRUPTED)
     frame = patching(
-        model, answer=None, wrong=None, points="v_shift_coef", coefficients={"v": torch.tensor([0.25, 0.5])}
-    )  # the metric is now the mean logit of the next tokens
+        model, answer=None, rival=None, points="v_shift_coef", coefficients={"v": torch.tensor([0.25, 0.5])}
+    )  # the metric is now the mean centered logit of the next tokens
     for row in frame.itertuples():
 
         def replaced(coef, hook, head=row.head):
@@ -225,7 +225,7 @@ def test_other_coefficients_and_metrics():
         hooks = [(f"blocks.{layer}.attn.hook_v_shift_coef", replaced) for layer in layers]
         with model.kv_bias(corrupted):
             logits = model.run_with_hooks(TEXT[None], fwd_hooks=hooks)[0]
-        assert row.metric == pytest.approx(float(logits[torch.arange(3), TEXT[1:]].mean()), rel=1e-11)
+        assert row.metric == pytest.approx(float(centered(logits)[torch.arange(3), TEXT[1:]].mean()), rel=1e-11)
 
 
 def test_prompts_of_unequal_length_where_the_bias_is_rebased():
@@ -248,7 +248,7 @@ def test_the_model_is_left_as_it_was():
 
 def test_the_batch_script_gives_the_promised_columns():
     model = pencil_model()
-    record = Record("a", "1", "0", {"corrupted": "0", "answer": 0, "wrong": 1})
+    record = Record("a", "1", "0", {"corrupted": "0", "answer": 0, "rival": 1})
     frame = ACTIVATION_PATCHING.run(model, record, points="b_kv,z_bias")
     assert {name: str(dtype) for name, dtype in frame.dtypes.items()} == ACTIVATION_PATCHING.columns.dtypes
     assert frame["recovered"].tolist() == pytest.approx([1] * 6)
@@ -273,7 +273,7 @@ def test_the_batch_script_gives_the_promised_columns():
         ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
         ({"metric": lambda logits: logits[:, -1]}, r"one number per row, \[1\], .* of shape \[1, 17\]"),
         ({"answer": 17}, r"answer: expected a token id in 0\.\.16"),
-        ({"answer": None, "wrong": None, "text": TEXT[:1]}, "one token has no next token"),
+        ({"answer": None, "rival": None, "text": TEXT[:1]}, "one token has no next token"),
         ({"prompt": CLEAN[:0]}, "prompt: it is empty"),
     ],
 )

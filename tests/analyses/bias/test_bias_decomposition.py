@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from analysis_models import PENCIL_PROMPT, PENCIL_TEXT, VARIANTS, pencil_model, random_model, tokens
+from analysis_models import PENCIL_PROMPT, PENCIL_TEXT, VARIANTS, centered, pencil_model, random_model, tokens
 from tiny_text_model import tiny_text_model
 
 from analyses.bias.decomposition import BIAS_DECOMPOSITION, bias_decomposition
@@ -64,7 +64,7 @@ def without(row, axis):
 
 def test_by_pencil():
     model = pencil_model()
-    heads = bias_decomposition(model, PENCIL_PROMPT, PENCIL_TEXT, answer=0, wrong=1)
+    heads = bias_decomposition(model, PENCIL_PROMPT, PENCIL_TEXT, answer=0, rival=1)
     expected = pd.DataFrame(  # z_bias 5, 10; z_context 1, 10
         {
             "layer": [0],
@@ -79,7 +79,7 @@ def test_by_pencil():
         }
     )
     pd.testing.assert_frame_equal(heads, expected, rtol=1e-13)
-    positions = bias_positions(model, PENCIL_PROMPT, PENCIL_TEXT, answer=0, wrong=1)
+    positions = bias_positions(model, PENCIL_PROMPT, PENCIL_TEXT, answer=0, rival=1)
     expected = pd.DataFrame(  # the prompt's 1 gives 1 and 2, its 2 gives 4 and 8
         {
             "layer": [0] * 3,
@@ -161,7 +161,7 @@ def test_positions_are_the_attention_that_the_unconverted_model_pays(name):
 def test_a_heads_logit_is_what_its_direct_path_loses(name):
     model = random_model(**MODELS[name])
     bias = convert_prompt(model, PROMPT)
-    frame = bias_decomposition(model, PROMPT, TEXT, answer=3, wrong=11).set_index(["layer", "head"])
+    frame = bias_decomposition(model, PROMPT, TEXT, answer=3, rival=11).set_index(["layer", "head"])
     with model.kv_bias(bias):
         logits, cache = model.run_with_cache(TEXT[None])
     for (layer, head), row in frame.iterrows():
@@ -195,7 +195,7 @@ def test_a_positions_logit_is_what_is_lost_without_its_value(name, by):
         ablated = direct(
             model, bias, cache, layer, [(f"blocks.{layer}.attn.hook_b_kv", lambda b, hook, lost=lost: lost)], texts
         )
-        change = (logits - ablated)[:, torch.arange(4), TEXT[1:]].mean(dim=1)
+        change = centered(logits - ablated)[:, torch.arange(4), TEXT[1:]].mean(dim=1)
         assert change.tolist() == pytest.approx(predicted[layer].tolist(), **ROUNDING)
 
 
@@ -290,8 +290,8 @@ def test_bad_input():
         bias_positions(model, PROMPT, TEXT, at=[0, 5])
     with pytest.raises(KVLensError, match="batch of 2"):
         bias_singular_values(model, convert_prompt(model, tokens(6).reshape(2, 3)))
-    with pytest.raises(KVLensError, match=r"wrong: .* give answer="):
-        bias_decomposition(model, PROMPT, TEXT, wrong=3)
+    with pytest.raises(KVLensError, match=r"rival: .* give answer="):
+        bias_decomposition(model, PROMPT, TEXT, rival=3)
     with pytest.raises(KVLensError, match=r"answer: expected a token id in 0\.\.16"):
         bias_decomposition(model, PROMPT, TEXT, answer=17)
     with pytest.raises(KVLensError, match="no tokenizer"):

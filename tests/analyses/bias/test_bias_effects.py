@@ -3,7 +3,7 @@
 import pandas as pd
 import pytest
 import torch
-from analysis_models import VARIANTS, random_model, tokens
+from analysis_models import VARIANTS, centered, random_model, tokens
 from tiny_text_model import tiny_text_model
 
 from analyses.bias.effects import BIAS_EFFECTS, bias_effects
@@ -63,7 +63,7 @@ def test_every_ablation_is_what_hooks_do(name, by):
     model = random_model(**MODELS[name])
     bias, references = convert_prompt(model, PROMPT), convert_prompt(model, OTHERS)
     methods = ["zero", "mean", "resample"] if by != "head" else ["resample"]
-    frame = bias_effects(model, bias, TEXT, by=by, methods=methods, references=references, answer=3, wrong=11)
+    frame = bias_effects(model, bias, TEXT, by=by, methods=methods, references=references, answer=3, rival=11)
     n_parts = 1 if model.cfg.kv_shift is None else 3
     units = {"head": 2 * model.cfg.n_heads, "layer": 2, "model": 1}[by]
     assert len(frame) == units * n_parts * (len(methods) + 2)  # three references
@@ -106,7 +106,7 @@ def test_without_an_answer_the_logit_is_the_next_tokens():
     with model.kv_bias(bias):
         whole = model(TEXT[None])[0]
     with model.kv_bias(bias.zero_like()):
-        change = (model(TEXT[None])[0] - whole)[torch.arange(4), TEXT[1:]].mean()
+        change = centered(model(TEXT[None])[0] - whole)[torch.arange(4), TEXT[1:]].mean()
     assert row["logit_change"] == pytest.approx(float(change), **ROUNDING)
     assert bias_effects(model, bias, TEXT[:1], by="model")[["loss_change", "logit_change"]].isna().all(axis=None)
 
@@ -131,7 +131,7 @@ def test_another_prompt_that_is_the_same_changes_nothing():
 
 def test_in_a_batch():
     model = tiny_text_model(dtype=torch.float64)
-    fields = {"answer": 3, "wrong": 11, "references": ["the gadget", "Return both"]}
+    fields = {"answer": 3, "rival": 11, "references": ["the gadget", "Return both"]}
     record = Record("a", "the widget is green", " the widget", fields)
     frame = BIAS_EFFECTS.run(model, record, by="layer", methods="zero,mean,resample", parts="")
     assert dict(frame.dtypes.astype(str)) == BIAS_EFFECTS.columns.dtypes

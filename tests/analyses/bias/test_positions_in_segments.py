@@ -34,7 +34,7 @@ CASES = [  # view, places, length of a segment, whether the prompt continues a b
 def test_in_segments_equals_whole(name, monkeypatch):
     """Where there is room for the prompt's keys and values, and where it is run twice."""
     model = random_model(**MODELS[name])
-    target = dict(answer=2, wrong=1) if name == "classes" else {}
+    target = dict(answer=2, rival=1) if name == "classes" else {}
     held = convert_prompt(model, tokens(4, seed=2))
     for by, at, length, continues, rooms in CASES:
         options = dict(by=by, at=at, initial=held if continues else None, **target)

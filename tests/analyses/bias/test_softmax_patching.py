@@ -10,7 +10,7 @@ from analyses.declaration import Record
 from kvlens import KVLensError, KVShiftConfig, convert_prompt
 
 CLEAN, CORRUPTED, TEXT = tokens(7), tokens(7, seed=5), tokens(4, seed=1)
-ANSWER, WRONG = 3, 11
+ANSWER, RIVAL = 3, 11
 MODELS = {
     "learned positions": dict(kv_shift=None, positional_embedding_type="standard"),
     "rotary, grouped": dict(kv_shift=None, n_heads=6, d_model=36, n_key_value_heads=2),
@@ -24,12 +24,12 @@ def softmax_model(name):
 
 
 def patching(model, **changes):
-    arguments = dict(prompt=CLEAN, corrupted=CORRUPTED, text=TEXT, answer=ANSWER, wrong=WRONG)
+    arguments = dict(prompt=CLEAN, corrupted=CORRUPTED, text=TEXT, answer=ANSWER, rival=RIVAL)
     return activation_patching(model, **{**arguments, **changes})
 
 
 def metric(logits) -> float:
-    return float(logits[0, -1, ANSWER] - logits[0, -1, WRONG])
+    return float(logits[0, -1, ANSWER] - logits[0, -1, RIVAL])
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -140,7 +140,7 @@ def test_what_softmax_has_not_is_refused_and_what_it_has_named():
 
 def test_a_batch_of_records_takes_softmax_models():
     model = softmax_model("learned positions")
-    fields = {"corrupted": " ".join(map(str, CORRUPTED.tolist())), "answer": ANSWER, "wrong": WRONG}
+    fields = {"corrupted": " ".join(map(str, CORRUPTED.tolist())), "answer": ANSWER, "rival": RIVAL}
     record = Record("a", " ".join(map(str, CLEAN.tolist())), " ".join(map(str, TEXT.tolist())), fields)
     ACTIVATION_PATCHING.check_model(model)
     frame = ACTIVATION_PATCHING.run(model, record, points="")

@@ -6,7 +6,7 @@ import math
 import pandas as pd
 import pytest
 import torch
-from analysis_models import random_model
+from analysis_models import centered, random_model
 from repeated_models import D_VOCAB, HEAD_TAPS, SHARP, blank_model, heads_and_verdicts, shifted_heads, two_layer_circuit
 from transformer_lens.head_detector import detect_head
 
@@ -71,7 +71,7 @@ def test_each_shifted_head_has_the_role_that_it_was_given_and_reads_what_its_rol
     induction, predecessor, delayed, plain = (row for _, row in frame.iterrows())
     assert induction["prefix_matching_score"] == induction["prefix_matching_score_value"] == pytest.approx(1, abs=1e-12)
     assert induction["duplicate_token_score_key"] == pytest.approx(1, abs=1e-12)  # its keys are those of the token itself
-    assert induction["logit_attribution"] == pytest.approx(1, abs=1e-12)  # it writes the right token, one-hot
+    assert induction["logit_attribution"] == pytest.approx(1 - 1 / D_VOCAB, abs=1e-12)  # the right token, one-hot
     # matching the token itself: once in the first copy, twice in the second; it reads the place before either
     assert predecessor["previous_token_score_value"] == pytest.approx((N - 1 + N / 2) / (2 * N - 1), abs=1e-12)
     # the raw pattern calls this an induction head; what it reads is the duplicate
@@ -108,7 +108,7 @@ def test_a_head_that_lowers_what_it_finds_has_the_opposite_copying_score_and_att
     assert (row["verdict"], row["copying_score"], row["logit_attribution"]) == (
         "induction",
         pytest.approx(-1),
-        pytest.approx(-1),
+        pytest.approx(1 / D_VOCAB - 1),
     )
 
 
@@ -253,7 +253,7 @@ def test_attribution_predicts_what_removing_a_head_from_the_direct_path_does(nam
             later.append(f"blocks.{layer}.ln1_post.hook_scale")
         hooks = [(hook, held) for hook in [*later, "ln_final.hook_scale"]]
         removed = model.run_with_hooks(tokens, fwd_hooks=[(f"blocks.{layer}.attn.hook_z", off), *hooks])
-        change = (logits - removed)[:, N:-1].gather(-1, tokens[:, N + 1 :, None]).mean()
+        change = centered(logits - removed)[:, N:-1].gather(-1, tokens[:, N + 1 :, None]).mean()
         assert row["logit_attribution"] == pytest.approx(float(change), rel=1e-9, abs=1e-12)
 
 
@@ -273,7 +273,7 @@ def test_ablation_effects_equal_one_hooked_forward_pass_a_head(name):
     def loss_and_logit(logits):
         right = repeated.tokens[:, N + 1 :, None]
         losses = -logits.log_softmax(-1)[:, N:-1].gather(-1, right)
-        return torch.stack([losses.mean(), logits[:, N:-1].gather(-1, right).mean()])
+        return torch.stack([losses.mean(), centered(logits)[:, N:-1].gather(-1, right).mean()])
 
     whole = loss_and_logit(model(repeated.tokens))
     for layer in range(n_layers):

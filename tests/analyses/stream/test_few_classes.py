@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from analysis_models import random_model, tokens
+from analysis_models import centered, random_model, tokens
 
 import analyses
 from kvlens import KVLensError, convert_prompt
@@ -28,7 +28,7 @@ def test_chosen_classes_are_split_and_patched(classifier):
         logits = classifier(TEXT[None])[0]
     frame = analyses.layer_contributions(classifier, bias, TEXT, next_token=False, tokens=[0, 2])
     sums = frame.groupby(["position", "target_token"])["logit"].sum().to_numpy().reshape(len(TEXT), 2)
-    torch.testing.assert_close(torch.tensor(sums), logits[:, [0, 2]], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(torch.tensor(sums), centered(logits)[:, [0, 2]], rtol=1e-9, atol=1e-9)
     with pytest.raises(KVLensError, match="predicts 3 classes only"):
         analyses.layer_contributions(classifier, bias, TEXT)
     assert analyses.bias_decomposition(classifier, PROMPT, TEXT, answer=1)["logit"].notna().all()
@@ -43,4 +43,4 @@ def test_a_bidirectional_classifier_has_a_table():
     model = random_model(d_vocab_out=3, **changes)
     frame = analyses.layer_contributions(model, None, TEXT, next_token=False, tokens=[1])
     sums = torch.tensor(frame.groupby("position")["logit"].sum().to_numpy())
-    torch.testing.assert_close(sums, model(TEXT[None])[0, :, 1], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(sums, centered(model(TEXT[None])[0])[:, 1], rtol=1e-9, atol=1e-9)

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from analysis_models import PENCIL_PROMPT, PENCIL_TEXT, VARIANTS, pencil_model, random_model, tokens
+from analysis_models import PENCIL_PROMPT, PENCIL_TEXT, VARIANTS, centered, pencil_model, random_model, tokens
 from tiny_text_model import tiny_text_model
 
 from analyses.declaration import Record
@@ -57,7 +57,7 @@ def reading(model):
 def test_the_parts_add_up(name, dtype, tolerance):
     model = shaken(dtype=dtype, **MODELS[name])
     before = reading(model)
-    logits = model(torch.cat([before, TEXT])[None])[0, -5:].double()
+    logits = centered(model(torch.cat([before, TEXT])[None])[0, -5:].double())
     chosen_tokens = [11, 0, 16, 5, 2]
     for per_head in (False, True):
         frame = layer_contributions(model, before, TEXT, tokens=chosen_tokens, per_head=per_head)
@@ -88,6 +88,7 @@ def test_heads_add_up_to_their_layer(name):
 
 def test_by_pencil():
     # the prompt 1, 2 has the bias 5; the text 1, 2 reads 1 and 2 (1 + 4) of itself; a tenth of it is the logit of token 0
+    # and token 1 has none: half of that tenth is above their mean, half below
     model = pencil_model()
     frame = layer_contributions(model, convert_prompt(model, PENCIL_PROMPT), PENCIL_TEXT, tokens=[0])
     written = [1.0, 1.0, 5.0, 0.0, 0.0], [2.0, 10.0, 10.0, 0.0, 0.0]
@@ -102,7 +103,7 @@ def test_by_pencil():
             -1,
             value,
             value / sum(written[place]),
-            value / 10 if target == "chosen" else (0.0 if token == "1" else math.nan),
+            value / 20 if target == "chosen" else (-value / 20 if token == "1" else math.nan),
         )
         for place in (0, 1)
         for target, token in (("next", "1" if place == 0 else None), ("chosen", "0"))
@@ -146,7 +147,7 @@ def test_attribution_predicts_ablation_node_by_node(name):
 
         held = [x for x in hold if x != node and not (head >= 0 and x == f"blocks.{layer}.hook_attn_out")]
         hooks = [(x, lambda value, hook: cache[hook.name]) for x in held] + [(node, silence)]
-        change = (model.run_with_hooks(tokens_read, fwd_hooks=hooks) - logits)[0, -5:]
+        change = centered(model.run_with_hooks(tokens_read, fwd_hooks=hooks) - logits)[0, -5:]
         predicted = -rows["logit"].to_numpy().reshape(5, 17)
         np.testing.assert_allclose(change.numpy(), predicted, atol=1e-12, err_msg=f"{layer} {component} {head}")
         assert np.abs(predicted).max() > 1e-6
@@ -207,7 +208,7 @@ def test_the_model_is_left_as_it_was_and_an_attached_bias_is_read():
 def test_the_batch_script_gives_the_promised_columns(attention):
     model = tiny_text_model(attention=attention)
     LAYER_CONTRIBUTIONS.check_model(model)
-    record = Record("a", "The widget is", " green and", {"answer": ".", "wrong": 5})
+    record = Record("a", "The widget is", " green and", {"answer": ".", "rival": 5})
     frame = LAYER_CONTRIBUTIONS.run(model, record, per_head=True)
     assert {name: str(dtype) for name, dtype in frame.dtypes.items()} == LAYER_CONTRIBUTIONS.columns.dtypes
     assert ("attention_bias" in frame["component"].to_numpy()) == (attention == "linear")
@@ -215,7 +216,7 @@ def test_the_batch_script_gives_the_promised_columns(attention):
     last = frame[(frame["position"] == frame["position"].max()) & (frame["target"] == "chosen")]
     sums = last.groupby("target_token", sort=False)["logit"].sum().to_numpy()
     logits = model(tokens_read)[0, -1]
-    expected = logits[[int(model.to_single_token(".")), 5]]
+    expected = centered(logits)[[int(model.to_single_token(".")), 5]]
     np.testing.assert_allclose(sums, expected, atol=1e-5 * float(logits.norm()))
 
 

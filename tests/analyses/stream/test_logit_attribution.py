@@ -1,4 +1,5 @@
-"""The summands' logits and the constant are the model's logits, whatever the final norm; folded, they are TransformerLens'."""
+"""The summands' logits and the constant are the model's centered logits, whatever the final norm; folded, their difference is
+TransformerLens'."""
 
 import pytest
 import torch
@@ -66,7 +67,7 @@ def test_components_and_the_constant_are_the_logits(name, folded):
 def test_a_heads_probe_is_its_results_logit(name):
     model = model_of(name, folded=False)
     _, cache = model.run_with_cache(TOKENS[None])
-    target = logit_target(model, TOKENS, answer=3, wrong=11)
+    target = logit_target(model, TOKENS, answer=3, rival=11)
     scale = final_scale(model, cache)[0]
     for layer in range(2):
         z = cache[f"blocks.{layer}.attn.hook_z"][0]
@@ -83,9 +84,9 @@ def test_targets():
     assert following.places.tolist() == [0, 1, 2, 3]
     assert following.tokens.tolist() == TOKENS[1:].tolist()
     logits = torch.arange(2 * 5 * 17.0).reshape(2, 5, 17)
-    chosen = logit_target(model, TOKENS, answer=3, wrong=11)
+    chosen = logit_target(model, TOKENS, answer=3, rival=11)
     assert chosen.read(logits).tolist() == [[-8.0], [-8.0]]
-    assert following.read(logits)[1].tolist() == [85 + 17 * i + int(TOKENS[i + 1]) for i in range(4)]
+    assert following.read(logits)[1].tolist() == [int(TOKENS[i + 1]) - 8 for i in range(4)]  # less the mean of 0..16
 
 
 def test_heads_behind_a_norm_of_their_own_are_refused():
