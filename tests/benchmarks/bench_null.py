@@ -1,0 +1,72 @@
+"""How often a unit that has nothing to do with the answer is called significant: at most 5 % is what the p-value promises.
+
+    python tests/benchmarks/bench_null.py [--model docs-gpt2] [--units 200] [--prompts 10] [--seed 0]
+
+Texts are written by the model itself (or taken from ``--texts``, a text file, a paragraph each). Each prompt is one text, cut
+where the text that it precedes begins; its sentences are the units, and the answer is the model's most probable next token. In
+the sentences' place stand units of other texts, of as many tokens: 40 are the null, as in `kvlens explain`, and others are
+tested against it, from texts that are neither the prompt's nor the null's.
+
+Printed: the share of tested units with p <= 0.05, with Wilson's upper bound (95 %, one-sided).
+"""
+
+import argparse
+import itertools
+from pathlib import Path
+
+import torch
+from bench_notes import wilson_low
+from kvlens.analyses.attribution.answers import Question
+from kvlens.analyses.attribution.null import SIGNIFICANT, Null, p_values
+from kvlens.analyses.attribution.units import Unit
+
+from kvlens import HookedKVTransformer
+from kvlens.model import load_source
+from kvlens.zoo import source_of
+
+N_PROMPT, N_TEXT, N_UNITS = 64, 16, 4
+
+
+def texts_of(model: HookedKVTransformer, n: int, path: Path | None, seed: int) -> list[torch.Tensor]:
+    """Texts of `N_PROMPT` and `N_TEXT` tokens, without BOS."""
+    length = N_PROMPT + N_TEXT
+    if path is None:
+        torch.manual_seed(seed)
+        first = torch.full((n, 1), int(model.tokenizer.bos_token_id))  # type: ignore[union-attr]
+        written = model.generate(first, max_new_tokens=length, stop_at_eos=False, verbose=False, return_type="tokens")
+        return list(written[:, 1:].clone())
+    tokens = model.to_tokens(path.read_text(encoding="utf-8")[: 40 * n * length], prepend_bos=False)[0]
+    order = torch.randperm(len(tokens) // length, generator=torch.Generator().manual_seed(seed))[:n]
+    return [tokens[int(i) * length : (int(i) + 1) * length] for i in order]
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="docs-gpt2", help="a shipped model, or a checkpoint")
+    parser.add_argument("--tokenizer", help="of a llama2.c checkpoint")
+    parser.add_argument("--texts", type=Path, help="a text file; without one the model writes the texts")
+    parser.add_argument("--units", type=int, default=200)
+    parser.add_argument("--prompts", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    model = load_source(source_of(args.model), tokenizer=args.tokenizer, device="cpu", dtype=None).requires_grad_(False)
+    texts = texts_of(model, 3 * args.prompts + 80, args.texts, args.seed)
+    own, others = texts[: args.prompts], texts[args.prompts :]
+    of_null, of_tested = others[::2], others[1::2]
+    each = -(-args.units // args.prompts)
+    edges = torch.linspace(1, N_PROMPT + 1, N_UNITS + 1).long().tolist()
+    units = [Unit("", start, stop) for start, stop in itertools.pairwise(edges)]
+    bos = torch.tensor([int(model.tokenizer.bos_token_id)])  # type: ignore[union-attr]
+    significant: list[bool] = []
+    for number, text in enumerate(own):
+        question = Question.of(model, torch.cat([bos, text[:N_PROMPT]]), text[N_PROMPT:])
+        null = Null(40, of_null, seed=args.seed + number).effects(question, units)
+        tested = Null(max(19, each), of_tested, seed=args.seed + 1000 + number).effects(question, units)[:each]
+        significant += (p_values(tested, null) <= SIGNIFICANT).tolist()
+    found, n = sum(significant), len(significant)
+    high = 1.0 - wilson_low(n - found, n)
+    print(f"{args.model}: {found} of {n} unrelated units significant, {found / n:.1%}, upper bound {high:.1%}")
+
+
+if __name__ == "__main__":
+    main()
