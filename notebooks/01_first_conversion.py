@@ -13,13 +13,14 @@
 # %% [markdown]
 # # A prompt as weights
 #
-# *Can a prompt be taken out of the text and put into the model, exactly?* A head of linear attention keeps two running sums of its
-# keys and values and reads nothing else:
+# *Can a prompt be taken out of the text and put into the model, exactly?* A head of linear attention keeps two running sums over its
+# keys and values, and its output depends only on these sums and the query:
 #
 # $$A_i = A_{i-1} + \phi(k_i)\, v_i^T \qquad D_i = D_{i-1} + \phi(k_i) \qquad z_i = \frac{\phi(q_i)^T A_i}{\phi(q_i)^T D_i}$$
 #
-# All that a prompt leaves behind in a head is $A$ and $D$ at its end. Start the sums there, and the prompt is no longer needed: it
-# has become a bias of the head, $b_{KV}$ and $b_D$. This notebook converts a story, asks about it, and finds the heads that hold it.
+# So the only trace of a prompt in a head is $A$ and $D$ at the prompt's end. If the sums start from these values, the prompt is no longer
+# needed: it has become a bias of the head, $b_{KV}$ and $b_D$. This notebook converts a story, asks questions about it, and finds the
+# heads that store it.
 
 # %%
 import tempfile
@@ -32,7 +33,7 @@ from kvlens import HookedKVTransformer, convert_prompt
 from kvlens.viz import colored_tokens, depth_map, head_heatmap
 
 torch.set_grad_enabled(False)
-model = HookedKVTransformer.from_zoo("facts-linear")  # two small layers that have learned to read stories
+model = HookedKVTransformer.from_zoo("facts-linear")  # a model of two layers, trained on stories
 
 story = (
     "The drum stands in the cellar. Mira keeps a goat. Pavel has a parrot. "
@@ -48,8 +49,8 @@ questions = {
 # %% [markdown]
 # ## Convert
 #
-# One forward pass over the story. The bias also holds the story's last raw keys and values, which KV shift mixes into whatever
-# comes next.
+# This takes one forward pass over the story. The bias also contains the story's last raw keys and values (the shift state), which KV
+# shift mixes into the next token.
 
 # %%
 bias = convert_prompt(model, story)
@@ -58,7 +59,8 @@ bias
 # %% [markdown]
 # ## Ask
 #
-# Three ways: with the story in front, with the story converted (the question alone goes through the model), and without it.
+# We ask in three ways: with the story before the question, with the story converted (the model reads only the question), and without
+# the story.
 
 
 # %%
@@ -77,8 +79,8 @@ answers["right"] = answers.index.map(questions)
 answers[["right", "with", "converted", "without"]]
 
 # %% [markdown]
-# The story's own answers, twice; and guesses. The converted model is not *nearly* the same, it is the same: what differs is the
-# rounding of float32.
+# With the story and with its conversion, all answers are correct; without it, the model guesses. The conversion is not an approximation:
+# the logits differ only by float32 rounding.
 
 # %%
 assert (answers["with"] == answers["right"]).all() and (answers["converted"] == answers["right"]).all()
@@ -88,8 +90,8 @@ assert max(errors) < 1e-5
 print(f"largest relative error of the logits: {max(errors):.1e}")
 
 # %% [markdown]
-# `conversion_error` asks that of every token of a text, and holds it against the rounding of the unconverted model itself, which it
-# measures in float64.
+# `conversion_error` measures this for every token of a text, and compares it with the rounding error of the unconverted model, measured
+# against float64.
 
 # %%
 question = " Which animal does Pavel keep? Pavel keeps a"
@@ -98,10 +100,10 @@ assert exactness["exact_to_rounding"].all()
 exactness[["position", "token", "relative_error", "rounding_error", "exact_to_rounding"]].tail(3)
 
 # %% [markdown]
-# ## At which depth the answer is there
+# ## At which layer the answer appears
 #
-# `prompt_by_depth` reads the residual stream after each layer as a guess at the next token, with the story and without. At the last
-# token the story's answer is there after the first layer.
+# `prompt_by_depth` applies the logit lens after each layer, with the story and without. At the last token, the story's answer appears after
+# the first layer.
 
 # %%
 depths = prompt_by_depth(model, story, question)
@@ -110,29 +112,29 @@ assert last[0] != " parrot" and last[1] == last[2] == " parrot"
 depth_map(depths, title="what the story has changed about each next token")
 
 # %% [markdown]
-# ## Which heads carry it
+# ## Which heads matter
 #
-# Take the story away from each head in turn, and leave it the BOS that is always there; see how far the prediction moves: `ablation_kl` in the table, averaged over the
-# question's tokens. Click a head of the map: below appear its pattern, the share of each story token in its output, and how much of
-# its output comes from the story. `save_html`, `save_png` and `save_svg` write it to a file; it needs no network.
+# Remove the story from the bias of each head in turn, but keep BOS, and measure how much the predictions change: `ablation_kl` in
+# the table, averaged over the question's tokens. Click a head in the map to see its pattern, the share of each story token in its output,
+# and how much of its output comes from the story. `save_html`, `save_png` and `save_svg` save the figure; it works offline.
 
 # %%
 table = bias_by_head(model, story, question, bias=bias)
 head_heatmap(table, "ablation_kl", details=head_details(model, story, question, bias=bias), title="KL when the head lacks the story, nats")
 
 # %% [markdown]
-# The three heads that carry most:
+# The three heads with the largest effect:
 
 # %%
 top = table.nlargest(3, "ablation_kl")[["layer", "head", "ablation_kl", "loss_change", "zero_kl", "bias_share"]]
-assert top["ablation_kl"].iloc[0] > 0.5 and (top["ablation_kl"] > 0.1).all() and table["ablation_kl"].min() < 0.01  # some carry it, some do not
+assert top["ablation_kl"].iloc[0] > 0.5 and (top["ablation_kl"] > 0.1).all() and table["ablation_kl"].min() < 0.01  # some heads matter, some do not
 top
 
 # %% [markdown]
 # ## Hook it
 #
-# The bias passes through `hook_b_kv` and `hook_b_d` at every forward pass: scale it, patch it, ablate it there. Here the top head
-# loses all of its bias, by hand, BOS included; the table has this number too, as `zero_kl`, the mean over the tokens.
+# In every forward pass the bias goes through `hook_b_kv` and `hook_b_d`, where you can scale, patch or ablate it. Here we set the whole bias
+# of the top head to zero, including BOS. The table has the same number as `zero_kl`, a mean over the tokens.
 
 # %%
 layer, head = (int(top.iloc[0][name]) for name in ("layer", "head"))
@@ -155,7 +157,7 @@ print(f"layer {layer}, head {head}: {by_hand:.3f} nats by hand, {top.iloc[0]['ze
 # %% [markdown]
 # ## What comes from the story, and what from the question
 #
-# `hook_z_bias` and `hook_z_context` are the two parts of a head's output; they add up to `hook_z`.
+# A head's output `hook_z` is the sum of `hook_z_bias` (from the story) and `hook_z_context` (from the question).
 
 # %%
 names = [f"blocks.{layer}.attn.hook_z{part}" for part in ("_bias", "_context", "")]
@@ -169,14 +171,14 @@ colored_tokens(model.to_str_tokens(question, prepend_bos=False), share, title=f"
 # %% [markdown]
 # ## Your own model
 #
-# A Hugging Face folder on your disk loads with `from_pretrained`, without a network. It has softmax attention, for which the
-# conversion keeps every key (`method="exact"`, the default) or approximates with few (notebook 05). Here the folder is a tiny GPT-2
-# with random weights, so that this cell runs anywhere; put your own path in its place.
+# `from_pretrained` loads a Hugging Face folder from your disk, offline. Such models have softmax attention, for which the conversion
+# keeps every key (`method="exact"`, the default) or approximates the prompt with a few (notebook 05). Here the folder contains a tiny GPT-2
+# with random weights, so that this cell runs anywhere; replace it with your own path.
 
 # %%
 import transformers
 
-transformers.utils.logging.disable_progress_bar()  # its bars show as red boxes in a notebook
+transformers.utils.logging.disable_progress_bar()  # its progress bars look like errors in a notebook
 config = transformers.GPT2Config(n_layer=2, n_head=4, n_embd=32, n_positions=128, n_ctx=128, vocab_size=model.cfg.d_vocab)
 torch.manual_seed(0)
 folder = tempfile.mkdtemp(suffix="-my-gpt2")
@@ -191,7 +193,7 @@ with mine.kv_bias(mine_bias):
 assert torch.allclose(converted, with_story, atol=1e-4)
 
 # %% [markdown]
-# Which heads carry it there? The same call as above:
+# Which heads matter in this model? The same call as above:
 
 # %%
 carry = bias_by_head(mine, story, question, bias=mine_bias).nlargest(3, "ablation_kl")
@@ -199,5 +201,5 @@ assert len(carry) == 3 and (carry["ablation_kl"] > 0).all()
 carry[["layer", "head", "ablation_kl"]]
 
 # %% [markdown]
-# Random weights carry next to nothing, as the numbers say. Next: which head holds which fact (notebook 02), or what arithmetic on
-# biases does (03).
+# With random weights the effects are close to zero. Next: which head stores which fact (notebook 02), or what arithmetic on biases does
+# (03).

@@ -13,10 +13,10 @@
 # %% [markdown]
 # # Where the prompt lives
 #
-# *Which head holds which fact?* In a made-up story the ground truth is known. So claims about heads
-# can be checked: take the head's memory away, and the answer must go; give it another story's memory, and that answer must come.
+# *Which head stores which fact?* In a made-up story the ground truth is known, so claims about heads can be checked: if a head stores a
+# fact, removing its bias must remove the answer, and giving it another story's bias must give that story's answer.
 #
-# The output of a head is a sum over the prompt's tokens, exactly, also after the prompt has become a bias:
+# The output of a head is exactly a sum over the prompt's tokens, also after the prompt has become a bias:
 #
 # $$z_i = \frac{1}{n_i} \sum_j \phi(q_i)^T \phi(k_j)\, v_j + \text{(the text's own part)}$$
 
@@ -42,17 +42,17 @@ heads = [(layer, head) for layer in range(model.cfg.n_layers) for head in range(
 
 
 def says(question, kept):
-    """The answer, and the probability of every token, when only these heads keep the story."""
+    """The answer and the probabilities of all tokens when only these heads keep the story's bias."""
     with model.kv_bias(bias.select(heads=kept)):
         p = model(question, prepend_bos=False)[0, -1].softmax(-1)
     return model.to_string(p.argmax()), p
 
 
 # %% [markdown]
-# ## Which sentence made it say so
+# ## Which sentence led to the answer
 #
-# The first question comes before heads: take each sentence away, everything else in its place, and ask again. A total effect is by how
-# many nats the answer's log-probability stands higher with the sentence than without.
+# Before looking at heads: remove one sentence at a time, keep everything else at its position, and ask again. The total effect of a
+# sentence is the answer's log-probability with it minus the log-probability without it, in nats.
 
 # %%
 effects = {}
@@ -65,12 +65,12 @@ assert all(effects[answer].max() > 3 and effects[answer].nsmallest(4).abs().max(
 effects.round(3)
 
 # %% [markdown]
-# One sentence each, and no other. Whose memory holds it? That is the rest of this notebook; `attribution_by_head` answers it for one
-# sentence at a time, `kvlens explain` in one line.
+# Each answer depends on exactly one sentence. The rest of this notebook is about the heads that store it; `attribution_by_head` finds them for
+# one sentence at a time, and `kvlens explain` in one command.
 #
-# ## Take a head's memory away
+# ## Ablate a head's bias
 #
-# For every question and head: by how much the probability of the right answer falls when this head forgets the story.
+# For every question and head: how much does the probability of the correct answer fall when this head's bias is removed?
 
 # %%
 rows = {}
@@ -81,11 +81,11 @@ for answer, question in questions.items():
 fall = pd.DataFrame(rows).T
 figure, axes = plt.subplots(figsize=(6.5, 2.4), layout="constrained")
 image = axes.imshow(fall, cmap="RdBu", vmin=-1, vmax=1, aspect="auto")
-axes.set(xticks=range(len(heads)), xticklabels=fall.columns, yticks=range(len(fall)), yticklabels=fall.index, xlabel="layer.head that forgets")
-figure.colorbar(image, label="fall of the answer's probability");
+axes.set(xticks=range(len(heads)), xticklabels=fall.columns, yticks=range(len(fall)), yticklabels=fall.index, xlabel="ablated head (layer.head)")
+figure.colorbar(image, label="drop in the answer's probability");
 
 # %% [markdown]
-# Three heads of the first layer hold nearly all of it: 0.1 both places and the donkey, 0.2 the parrot; 0.0 stands beside 0.1.
+# Three heads of the first layer store nearly everything: 0.1 stores both locations and the donkey, 0.2 the parrot, and 0.0 supports 0.1.
 
 # %%
 holders = [(0, 0), (0, 1), (0, 2)]
@@ -95,9 +95,9 @@ assert fall[[f"{layer}.{head}" for layer, head in others]].mean().abs().max() < 
 fall.round(2)
 
 # %% [markdown]
-# ## The answer goes
+# ## Ablate all three
 #
-# Without these three heads every answer goes; without any single other head all of them stay.
+# Without these three heads every answer is lost. Without any single one of the other heads, all answers stay the same.
 
 # %%
 gone = pd.DataFrame({answer: {"all heads": says(q, heads)[0], "without 0.0, 0.1, 0.2": says(q, others)[0]} for answer, q in questions.items()}).T
@@ -106,10 +106,10 @@ assert all(says(q, [head for head in heads if head != one])[0] == answer for one
 gone
 
 # %% [markdown]
-# ## Swap a memory
+# ## Swap the bias of these heads
 #
-# If these heads hold the facts, their memory of *another* story must bring that story's answers. Biases are tensors: take the
-# three heads from one and all the others from the other.
+# If these heads store the facts, giving them the bias of *another* story must produce that story's answers. Biases are tensors, so we can
+# take the three heads from one story and all other heads from the other.
 
 # %%
 swaps = {"cellar": "tower", "attic": "stable", "parrot": "rabbit", "donkey": "fox"}
@@ -121,15 +121,15 @@ with model.kv_bias(mixed):
     swapped = {answer: model.to_string(model(q, prepend_bos=False)[0, -1].argmax()) for answer, q in questions.items()}
 new_answers = sum(swapped[answer] == " " + swaps[answer.strip()] for answer in questions)
 assert new_answers == len(questions) and not any(swapped[answer] == answer for answer in questions)
-pd.Series(swapped, name="answer with the other story's memory in heads 0.0, 0.1, 0.2").to_frame()
+pd.Series(swapped, name="answer with the other story's bias in heads 0.0, 0.1, 0.2").to_frame()
 
 # %% [markdown]
-# The five other heads still hold the first story, and the model answers from the second.
+# The other five heads still have the first story's bias, but the model answers from the second story.
 #
 # ## One head at a time
 #
-# `activation_patching` does the same swap head by head: it puts the first story's memory into the model that holds the other one.
-# `recovered` is 0 where that changes nothing and 1 where the first story's answer is back; head -1 is the whole layer.
+# `activation_patching` does the same swap for one head at a time: it patches the first story's bias into the model that has the second one's.
+# `recovered` is 0 if this changes nothing and 1 if it fully restores the first story's answer; head -1 is the whole layer.
 
 # %%
 recovered = pd.DataFrame(
@@ -144,11 +144,11 @@ assert (recovered.loc[(0, -1)] - 1).abs().max() < 0.2 and recovered.loc[(1, -1)]
 recovered.round(2)
 
 # %% [markdown]
-# All of it is in the first layer, in heads 0.1 and 0.2; for the attic in 0.1 alone.
+# All of the effect is in the first layer, in heads 0.1 and 0.2; for the attic only in 0.1.
 #
 # ## From the word in the story to the answer
 #
-# Which word does head 0.1 read at the end of a question? `bias_positions` splits its output into what each token of the story gave.
+# Which word does head 0.1 read at the end of a question? `bias_positions` splits its output into the contributions of the story's tokens.
 
 # %%
 words = {}
@@ -161,8 +161,8 @@ assert words[" attic"].idxmax() == " attic" and words[" parrot"].idxmax() == " p
 pd.DataFrame({answer: [f"{word} {share:.2f}" for word, share in most.items()] for answer, most in words.items()}).T
 
 # %% [markdown]
-# The answer's own word is always among the two that give most. How does it become a prediction? `layer_contributions` splits the
-# answer's logit at the end of the question into what each part of the model wrote.
+# The answer itself is always among the two tokens that contribute most. How does it become a prediction? `layer_contributions` splits
+# the answer's logit at the end of the question into the contributions of the model's components.
 
 # %%
 parts = {}
@@ -174,5 +174,4 @@ assert (parts.loc[(0, "mlp")] > 0.6 * parts.sum()).all() and parts.loc[(0, "atte
 parts.round(2)
 
 # %% [markdown]
-# The heads that hold the story write next to nothing into the logit themselves. What they fetch is turned into the answer by the MLP
-# behind them.
+# The direct contribution of the heads that store the story is close to zero. The MLP after them turns what they retrieve into the answer.

@@ -13,13 +13,13 @@
 # %% [markdown]
 # # Steering: adding, subtracting and scaling prompts
 #
-# *If a prompt is a tensor, what does arithmetic on it do?* A head of linear attention reads
+# *If a prompt is a tensor, what happens when prompts are added, subtracted or scaled?* The output of a head of linear attention is
 #
 # $$z_i = \frac{\phi(q_i)^T (A_i + b_{KV})}{\phi(q_i)^T (D_i + b_D)}$$
 #
-# so the bias enters as a sum, above and below the line. `c * bias` makes the prompt weigh as much as c copies of what it stored, and
-# `a + b` holds what both stored. Only the sums are linear: the prompts were read apart, so the second has not seen the first. How
-# much that matters is a question for a measurement.
+# so the bias is added in both the numerator and the denominator. `c * bias` gives the prompt the weight of c copies, and `a + b` contains both
+# prompts. But the prompts were converted separately, so the second has not seen the first. How much this matters must be
+# measured.
 
 # %%
 import matplotlib.pyplot as plt
@@ -53,8 +53,8 @@ def losses(bias):
 # %% [markdown]
 # ## Adding
 #
-# Two made-up documents, and a text about each. The table holds the mean loss of the text (columns) under a bias (rows); *f, then g*
-# is the real thing, the second prompt converted on top of the first.
+# We use two made-up documents and a text about each. The table shows the mean loss of each text (columns) with each bias (rows). *f, then g*
+# is the reference: the second prompt converted after the first.
 
 # %%
 both = convert_prompt(model, prompts["gizmo"], initial=f)
@@ -62,8 +62,8 @@ table = pd.DataFrame({name: losses(b) for name, b in {"nothing": nothing, "f": f
 table.round(2)
 
 # %% [markdown]
-# Each prompt helps its own text most. The sum helps both, though each less than alone: the two share one normalizer. And it comes
-# within half a nat of having read both.
+# Each prompt helps its own text most. The sum helps both texts, but each less than its own prompt does, because the two share one
+# normalizer. It comes within half a nat of converting both prompts in sequence.
 
 # %%
 gain = table.loc["nothing"] - table
@@ -76,8 +76,8 @@ gain.round(2)
 # %% [markdown]
 # ## Subtracting
 #
-# What was added can be taken away again: `f + g - f` is `g` up to rounding. The shift state (the last raw keys and values, which KV
-# shift and the sums keep apart) goes by a rule: a sum reads "a, then b" and ends as b ended, a difference ends as its left side did.
+# Subtraction undoes addition: `f + g - f` equals `g` up to rounding. The shift state (the last raw keys and values, which are not part
+# of the sums) follows a rule: `a + b` means "a, then b" and keeps the shift state of b; `a - b` keeps that of a.
 
 # %%
 back = f + g - f
@@ -86,8 +86,7 @@ assert error < 1e-6 and abs(losses(back)["gizmo"] - losses(g)["gizmo"]) < 1e-4
 print(f"relative error of f + g - f against g: {error:.1e}")
 
 # %% [markdown]
-# Taking away what is *not* there is another matter: it turns the knowledge of the prompt against its text, and makes it less likely
-# than no prompt at all.
+# Subtracting a prompt that was *not* added makes the text about it less likely than with no prompt at all.
 
 # %%
 against = losses(-1 * f)["frobnicator"]
@@ -97,7 +96,7 @@ print(f"with -f: {against:.2f} nats, with nothing: {table.loc['nothing', 'frobni
 # %% [markdown]
 # ## Scaling
 #
-# A knob that lets the prompt weigh less or more than itself. The dashed lines are the losses without any prompt.
+# A factor makes the prompt count for less or more. The dashed lines are the losses without a prompt.
 
 # %%
 scales = [0.05, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 3]
@@ -110,9 +109,9 @@ axes.set(xlabel="c, in c x f", ylabel="loss, nats", xscale="log", xticks=scales,
 axes.legend();
 
 # %% [markdown]
-# Its own text gains all the way, quickly at first and little beyond 1: the share of the bias in a head's output can only go
-# towards 1. The other text is best served by a *quarter* of the prompt, a hint that this is documentation; the more the prompt
-# weighs, the more it gets in the way.
+# The loss of the prompt's own text keeps falling, quickly at first and only a little beyond 1, because the share of the bias in a head's output
+# cannot exceed 1. The other text has its lowest loss at about a *quarter* of the prompt, which tells the model that this is documentation;
+# more of the prompt hurts it.
 
 # %%
 own, other = knob["frobnicator"], knob["gizmo"]
@@ -122,9 +121,9 @@ assert 0.1 <= other.idxmin() <= 0.5 and other.loc[0.5:].is_monotonic_increasing
 knob.round(2)
 
 # %% [markdown]
-# ## Where it sits
+# ## Which layers matter
 #
-# `select` keeps the bias of some layers or heads and zeroes the rest. Here each layer forgets the prompt in turn.
+# `select` keeps the bias of some layers or heads and sets the rest to zero. Here we remove one layer at a time.
 
 # %%
 layers = range(model.cfg.n_layers)
@@ -133,21 +132,21 @@ lost = without - table.loc["f", "frobnicator"]
 figure, axes = plt.subplots(figsize=(5, 2.6), layout="constrained")
 axes.bar(lost.index.astype(str), lost)
 axes.axhline(gain.loc["f", "frobnicator"], color="gray", linewidth=0.8)
-axes.set(xlabel="the layer that forgets", ylabel="nats lost");
+axes.set(xlabel="ablated layer", ylabel="nats lost");
 
 # %% [markdown]
-# Every layer is needed, and the losses do not add up to what the prompt gave (the gray line): layers read what earlier ones wrote.
-# Notebook 02 asks which heads hold what.
+# Every layer is needed. The effects do not add up to the total effect of the prompt (the gray line), because later layers read what earlier
+# ones wrote. Notebook 02 is about single heads.
 
 # %%
 assert (lost > 0.1).all() and abs(lost.sum() - gain.loc["f", "frobnicator"]) > 0.3
 lost.round(2).to_dict()
 
 # %% [markdown]
-# ## What a sum cannot hold
+# ## What a sum misses
 #
-# `circuits` compares two prompts head by head. `aligned_error` is how far the sum of the two biases is from reading the second prompt
-# after the first, in $b_{KV}$; for it the second prompt is converted at its later positions.
+# `circuits` compares two prompts head by head. `aligned_error` is the relative error of the sum in $b_{KV}$, compared with converting the second
+# prompt after the first; for this comparison, the second prompt of the sum is converted at its later positions.
 
 # %%
 compared = circuits(model, *prompts.values())
@@ -156,15 +155,15 @@ assert compared.query("layer == 0")["aligned_error"].max() < 1e-5 and by_layer["
 by_layer.round(3)
 
 # %% [markdown]
-# In the first layer the sum is exact: its keys and values see one token. Above it they depend on what was read before, and there
-# adding is an approximation.
+# In the first layer the sum is exact, because its keys and values depend on single tokens. In later layers they also depend on earlier
+# tokens, so the sum is an approximation.
 #
-# ## How many directions a prompt takes
+# ## How many directions a prompt uses
 #
-# A head's $b_{KV}$ is a matrix. `bias_singular_values` says how much of it lies in its strongest directions.
+# A head's $b_{KV}$ is a matrix. `bias_singular_values` shows how much of it lies in its leading singular directions.
 
 # %%
 values = bias_singular_values(model, f)
 strongest = values[values["index"] < 4].groupby(["layer", "head"])["energy_share"].sum()
 assert strongest.median() > 0.85 and strongest.min() > 0.6
-print(f"{f.n_prompt_tokens} tokens, {values['index'].max() + 1} directions; four of them hold {strongest.median():.0%} (median of the heads)")
+print(f"{f.n_prompt_tokens} tokens, {values['index'].max() + 1} directions; the top four have {strongest.median():.0%} of the energy (median over heads)")

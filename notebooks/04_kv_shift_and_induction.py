@@ -13,16 +13,16 @@
 # %% [markdown]
 # # One layer that copies: KV shift and induction
 #
-# *Can a single layer of attention be an induction head?* Having seen "... A B ... A", an induction head answers B. A plain layer
-# cannot: its query must find the token **after** an earlier A, and that token's key knows nothing of what stood before it. Two
-# layers can: the first writes "I come after A" into the token, the second looks for it.
+# *Can a single attention layer implement an induction head?* After "... A B ... A", an induction head predicts B. A single plain layer
+# cannot do this: its query must find the token **after** an earlier A, but that token's key contains no information about the token before it.
+# Two layers can: a previous-token head writes "I come after A" into the residual stream, and a head in the next layer looks for it.
 #
 # KV shift (KVSA: Xu, Cheng, Wang, Chen 2024) gives each head two numbers for its keys and two for its values:
 #
 # $$\hat k_i = \alpha_1 k_i + \alpha_2 k_{i-1} \qquad\qquad \hat v_i = \beta_1 v_i + \beta_2 v_{i-1}$$
 #
-# With $\alpha = (0, 1)$ a token answers to the name of its predecessor, and with $\beta = (1, 0)$ it gives its own content: an
-# induction head in one layer. Nobody sets these numbers by hand. Let us watch them being learned.
+# With $\alpha = (0, 1)$ each token has the key of its predecessor, and with $\beta = (1, 0)$ it keeps its own value: this is an
+# induction head in one layer. The numbers are learned, and we will watch them during training.
 
 # %%
 import matplotlib.pyplot as plt
@@ -38,9 +38,9 @@ from kvlens.training import build_model, train
 # %% [markdown]
 # ## Train one layer
 #
-# The task: a block of random tokens, drawn anew for every sequence, said again and again. What follows can only be known by
-# looking it up. `watch` keeps the shift coefficients at every evaluation. `softmax_form="fused"` computes attention in torch's own
-# kernel, which trains faster and changes nothing but rounding; a layer whose pattern is looked at goes step by step as ever.
+# In this task, each sequence repeats a block of random tokens, so the next token can only be predicted by looking it up in an earlier
+# copy. `watch` records the shift coefficients at every evaluation. `softmax_form="fused"` uses torch's fused attention kernel, which
+# trains faster and only changes rounding; a layer whose pattern is hooked still computes it.
 
 # %%
 task = make_task("induction", vocab_size=128, length=48)
@@ -58,8 +58,8 @@ axes.set(xlabel="training step", ylabel="held-out accuracy", ylim=(0, 1.02))
 axes.legend();
 
 # %% [markdown]
-# The shifted layer learns to copy within some forty steps. The plain one, given the same training, stays near chance: the best it
-# can do is guess among the tokens of the block.
+# The shifted layer learns to copy within about forty steps. With the same training, the plain layer can do little better than guess among
+# the tokens of the block.
 
 # %%
 accuracy = {name: result.heldout["accuracy"].iloc[-1] for name, result in {"shifted": learned, "plain": plain}.items()}
@@ -67,11 +67,11 @@ assert accuracy["shifted"] > 0.98 and accuracy["plain"] < 0.3
 accuracy
 
 # %% [markdown]
-# ## The way across the landscape
+# ## The path through the loss landscape
 #
-# For a single head, identity weights and random embeddings the loss is known in closed form (KVSA theorem 3). Below it is drawn
-# over $\alpha_1 - \alpha_2$ (left: the key of the predecessor) and $\beta_1 - \beta_2$ (up: the token's own value). The induction
-# head stands in the upper left corner. On top run the four heads of our model, from their random start (dot) to the end (star).
+# For a single head with identity weights and random embeddings, the loss is known in closed form (KVSA theorem 3). The plot shows it
+# as a function of $\alpha_1 - \alpha_2$ (left: the predecessor's key) and $\beta_1 - \beta_2$ (top: the token's own value). The induction
+# head is the upper left corner. The lines are the four heads of our model, from random initialization (dot) to the end of training (star).
 
 # %%
 coefficients = learned.watched.assign(
@@ -96,22 +96,22 @@ axes.set(xlabel=r"$\alpha_1 - \alpha_2$", ylabel=r"$\beta_1 - \beta_2$")
 axes.legend();
 
 # %% [markdown]
-# The heads whose keys end left of zero, and whose values above it, do the work. The others need not move: one induction head is
-# enough.
+# The heads that end with keys left of zero and values above zero do the copying. The others do not need to move: one induction head
+# is enough.
 
 # %%
 ends = paths.groupby("head").last()
 nearest = ((ends["k"] + 1) ** 2 + (ends["v"] - 1) ** 2).idxmin()
 assert ends.loc[nearest, "k"] < -0.6 and ends.loc[nearest, "v"] > 0.3  # it got to the corner
-assert float(loss[-6:, :6].mean()) < float(loss[:6, -6:].mean())  # and the landscape is lower there than in the one opposite
+assert float(loss[-6:, :6].mean()) < float(loss[:6, -6:].mean())  # and the loss is lower there than in the opposite corner
 ends.assign(nearest_to_the_corner=ends.index == nearest)
 
 # %% [markdown]
 # ## Which head copies?
 #
-# `induction_heads` repeats random tokens and measures where each head attends: one row for each head and kind of attention.
-# `induction_verdicts` has one row for each head. Its verdict comes from the pattern, its *role* from the coefficients alone. On this
-# model they agree.
+# `induction_heads` runs the model on repeated random tokens and measures where each head attends: one row per head and kind of attention.
+# `induction_verdicts` has one row per head. The *verdict* is based on the attention pattern, the *role* only on the shift coefficients. For
+# this model they agree.
 
 # %%
 table = induction_verdicts(shifted, n_repeated=20)
@@ -124,11 +124,11 @@ scores = induction_heads(shifted, n_repeated=20).set_index(["kind", "layer", "he
 scores.loc[["prefix_matching", "duplicate_token"], ["score", "score_key"]].round(2)
 
 # %% [markdown]
-# The `score` of `prefix_matching` is attention to the token *after* the earlier copy. The `score_key` of `duplicate_token` asks
-# whose key drew it: the earlier copy itself. That is the whole trick: matched here, read there.
+# The `score` of `prefix_matching` is the attention to the token *after* the earlier copy. The `score_key` of `duplicate_token` shows which
+# token's key attracted this attention: the earlier copy itself. This is how the head works: it matches one token and reads the next.
 #
-# `prompt_copies` looks for the same in a prompt and a text of your own: every token of the text that the prompt had, and how much each
-# head attends to what followed it there. `shifted` marks those that a head reaches by its key shift.
+# `prompt_copies` looks for this in your own prompt and text: for every token of the text that also occurs in the prompt, how much does each
+# head attend to the token that followed it there? `shifted` marks the cases where the head uses its key shift.
 
 # %%
 block = torch.randperm(128, generator=torch.Generator().manual_seed(0))[:20]
@@ -137,10 +137,10 @@ assert copies["attention"].max() > 0.7 and copies["attention"].idxmax() in set(c
 copies.round(2)
 
 # %% [markdown]
-# ## Where the raw pattern misleads
+# ## Why the raw pattern can mislead
 #
-# A pattern weighs *shifted* rows, and each row is a mixture of two tokens. So an attention map no longer says which tokens are
-# read. The pattern carried back to tokens does:
+# With KV shift, the attention pattern is over *shifted* keys and values, and each of these mixes two tokens. So the pattern no longer shows
+# which tokens are read. The effective pattern over tokens does:
 #
 # $$E_{it} = \beta_1 A_{it} + \beta_2 A_{i,\,t+1}$$
 #
@@ -161,13 +161,13 @@ raw = raw[0, head]
 figure, axes = plt.subplots(1, 2, figsize=(9, 4), layout="constrained", sharey=True)
 for panel, pattern, title in zip(axes, (raw, read), ("raw pattern", "tokens read"), strict=True):
     image = panel.imshow(pattern, cmap="RdBu", vmin=-1, vmax=1)
-    panel.set(title=f"layer {layer}, head {head}: {title}", xlabel="token looked at")
-axes[0].set_ylabel("token that looks")
+    panel.set(title=f"layer {layer}, head {head}: {title}", xlabel="key token")
+axes[0].set_ylabel("query token")
 figure.colorbar(image, ax=axes, label="weight");
 
 # %% [markdown]
-# The raw pattern lies on the diagonal: "each token looks at itself". In truth it reads the token *before*, and takes a little of
-# its own content away.
+# The raw pattern is on the diagonal, as if each token attended to itself. In fact the head reads the *previous* token, and subtracts a
+# little of the token's own value.
 
 
 # %%
@@ -178,12 +178,12 @@ def mean_at_lag(pattern, lag):
 looks = {lag: mean_at_lag(raw, lag) for lag in (0, 1)}
 reads = {lag: mean_at_lag(read, lag) for lag in (0, 1)}
 assert looks[0] > 2 * looks[1]  # raw: itself
-assert reads[1] > 0.2 > reads[0]  # effective: the one before
+assert reads[1] > 0.2 > reads[0]  # effective: the previous token
 {"raw, at lag": looks, "read, at lag": reads}
 
 # %% [markdown]
-# Every score of `induction_heads` comes three times for that reason: of the raw pattern, of what is read (`score_value`), and of
-# what drew the attention (`score_key`).
+# This is why `induction_heads` gives every score three times: for the raw pattern, for the values that are read (`score_value`), and for
+# the keys that attract the attention (`score_key`).
 
 # %%
 row = induction_heads(model).set_index(["layer", "head", "kind"]).loc[(layer, head, "previous_token")]
@@ -193,9 +193,9 @@ row[["score", "score_value", "score_key"]]
 # %% [markdown]
 # ## Which heads work together?
 #
-# Without a shift, an induction head needs a helper in an earlier layer. `composition` scores every pair of heads by their weights
-# alone: how much of what the earlier one writes does the later one's query (Q), key (K) or value (V) read? Two random matrices get
-# about the median of the table.
+# Without a shift, an induction head needs a previous-token head in an earlier layer. `composition` scores every pair of heads from the weights:
+# how much of the earlier head's output does the later head's query (Q), key (K) or value (V) read? Random matrices would score
+# about as high as the median of the table.
 
 # %%
 pairs = composition(model)
@@ -203,5 +203,5 @@ assert pairs["score"].max() > 2 * pairs["score"].median()
 pairs.nlargest(3, "score").round(3)
 
 # %% [markdown]
-# A score far above the others is a place to look, no proof: whether the pair does anything on a text, an ablation must say (notebook
-# 02).
+# A high score suggests where to look, but proves nothing: whether a pair of heads has an effect on a text must be tested by ablation
+# (notebook 02).

@@ -13,13 +13,13 @@
 # %% [markdown]
 # # Softmax models: how small can a prompt get?
 #
-# *What does a softmax model lose when its prompt becomes a few stored keys?* Softmax attention scores a key by $\exp(q \cdot k)$,
-# which no finite sum separates from the query. So no fixed bias is exact, except the one that keeps every key:
+# *How much is lost when a softmax model's prompt is reduced to a few stored keys?* Softmax attention weights a key by $\exp(q \cdot k)$,
+# which is not a finite sum of products of a function of $q$ and a function of $k$. So the only exact bias is the one that keeps every key:
 #
 # $$z_i = \frac{\sum_{j \le i} e^{s_{ij}} v_j + \phi(q_i)^T b_{KV}}{\sum_{j \le i} e^{s_{ij}} + \phi(q_i)^T b_D} \qquad\quad \phi(q) = \left[e^{q \cdot c_1 / s}, \dots, e^{q \cdot c_r / s}\right]$$
 #
-# with $r$ *virtual keys* $c$ a head. All of the prompt's keys: exact. Fewer: a choice of keys, with fitted weights in $b_D$ and fitted
-# values in $b_{KV}$.
+# with $r$ *virtual keys* $c$ per head. With all keys of the prompt it is exact. With fewer, the keys are a selection, with fitted weights in
+# $b_D$ and fitted values in $b_{KV}$.
 
 # %%
 import matplotlib.pyplot as plt
@@ -29,7 +29,7 @@ import torch
 from kvlens import HookedKVTransformer, convert_prompt
 
 torch.set_grad_enabled(False)
-model = HookedKVTransformer.from_zoo("facts-gpt2")  # reads made-up stories, as the model of notebook 01, but with softmax
+model = HookedKVTransformer.from_zoo("facts-gpt2")  # trained on made-up stories, like the model of notebook 01, but with softmax attention
 story = "The drum stands in the cellar. Mira keeps a goat. Pavel has a parrot. Look for the lamp in the attic. At night Rosa feeds a camel."
 question = " Which animal does Pavel keep? Pavel keeps a"
 story_tokens, question_tokens = model.to_tokens(story), model.to_tokens(question, prepend_bos=False)
@@ -59,12 +59,12 @@ print(f"KL: {distance(converted(exact)):.1e} nats converted, {distance(without):
 # %% [markdown]
 # ## Fewer keys
 #
-# `method="landmark"` chooses keys and fits them in closed form on queries that the model itself produces; `bias.fit` says how far
-# off the logits are on text that the fit has not seen, and how much of the story's effect is lost. `method="random"` is what Performers do: random positive
-# features, here as many as keys.
+# `method="landmark"` selects keys and fits their weights and values in closed form, on queries that the model itself produces. `bias.fit` gives
+# the error of the logits on held-out text, and how much of the story's effect is lost. `method="random"` uses random positive features, as
+# in Performers, here as many features as keys.
 #
-# The queries are those of text that may follow the story. Left to itself, every call lets the model write such text anew; where
-# many biases of one prompt are compared, write it once and give it to all of them.
+# The queries come from text that might follow the story. By default each call generates new text with the model; to compare many biases of
+# the same prompt, generate it once and pass it to all of them.
 
 # %%
 torch.manual_seed(0)
@@ -80,12 +80,11 @@ table = pd.DataFrame(rows)
 figure, axes = plt.subplots(figsize=(6, 3.2), layout="constrained")
 table.pivot(index="size", columns="method", values="kl").plot(ax=axes, marker=".", logy=True)
 axes.axhline(distance(without), color="gray", linewidth=0.8)
-axes.set(xlabel=f"stored keys (or features) a head; the story has {story_tokens.shape[1]} tokens", ylabel="KL from with the story, nats");
+axes.set(xlabel=f"stored keys (or features) per head; the story has {story_tokens.shape[1]} tokens", ylabel="KL(with story || converted), nats");
 
 # %% [markdown]
-# The gray line is having no story at all. Two fitted keys per head already give most of the story, and every key more brings it
-# nearer; random features need far more of them than
-# the story has tokens, which is no conversion worth having.
+# The gray line is the model without the story. Two fitted keys per head already recover most of the story's effect, and the error falls with
+# each further step. Random features would need many more features than the story has tokens, which makes them useless here.
 
 # %%
 kl = table.pivot(index="size", columns="method", values="kl")
@@ -97,5 +96,5 @@ kl.round(3)
 # %% [markdown]
 # ## Your own models
 #
-# A Hugging Face folder loads as in notebook 01; a llama2.c checkpoint with `HookedKVTransformer.from_llama2c(path, tokenizer_path)`.
-# `convert_prompt` is the same call for all of them. On the command line: `kvlens report --model FOLDER --method landmark --features 16`.
+# Load a Hugging Face folder as in notebook 01, a llama2.c checkpoint with `HookedKVTransformer.from_llama2c(path, tokenizer_path)`.
+# `convert_prompt` is called in the same way for all of them. On the command line: `kvlens report --model FOLDER --method landmark --features 16`.

@@ -13,15 +13,15 @@
 # %% [markdown]
 # # Functions learned in context: which algorithm is it?
 #
-# A prompt holds examples of a function, $(x_1, y_1, \dots, x_n, y_n, x')$, and the model is to answer $f(x')$. Every prompt has its
-# own $f$, so no single function can be learned: what training leaves in the weights is an *algorithm*. *Which one?*
+# A prompt contains examples of a function, $(x_1, y_1, \dots, x_n, y_n, x')$, and the model must predict $f(x')$. Every prompt has its
+# own $f$, so the weights cannot store the function: training has to find an *algorithm*. *Which one?*
 #
-# Here $f(x) = w x$ with a random $w$, and the $y$ are noisy. Two candidates:
+# Here $f(x) = w x$ with a random $w$ and noisy $y$. There are two candidates:
 #
 # $$\hat w_{\text{least squares}} = \frac{\sum x_j y_j}{\sum x_j^2} \qquad\qquad \hat w_{\text{ridge}} = \frac{\sum x_j y_j}{\sum x_j^2 + \sigma^2}$$
 #
-# Least squares knows nothing but the examples. Ridge regression also knows how large $w$ usually is and how strong the noise: with
-# $w \sim N(0, 1)$ and noise of variance $\sigma^2$ no predictor has a smaller mean squared error.
+# Least squares uses only the examples. Ridge regression also uses the typical size of $w$ and of the noise: with
+# $w \sim N(0, 1)$ and noise of variance $\sigma^2$, no predictor has a smaller mean squared error.
 
 # %%
 import matplotlib.pyplot as plt
@@ -45,7 +45,7 @@ axes.set(xlabel="training step", ylabel="held-out squared error");
 # %% [markdown]
 # ## Against least squares and ridge
 #
-# Two thousand new functions. The error of each predictor by how many examples it has seen; always saying 0 costs 1.
+# The error of each predictor on two thousand new functions, by the number of examples it has seen. Always predicting 0 gives an error of 1.
 
 # %%
 test = task.heldout(2000, seed=1)
@@ -63,29 +63,29 @@ figure, axes = plt.subplots(figsize=(6, 3), layout="constrained")
 error.plot(ax=axes, logy=True, marker=".", ylim=(0.03, 3), ylabel="mean squared error");
 
 # %% [markdown]
-# After one example least squares is off the chart: where $x_1$ happens to be small, it divides by next to nothing. Ridge does not,
-# and the transformer follows ridge. The same by distance between predictions, whatever the truth: with any number of examples the
-# transformer lies nearer to ridge.
+# After one example the error of least squares is off the chart, because it divides by a very small number whenever $x_1$ is small. Ridge does
+# not, and the transformer follows ridge. We can also compare the predictions with each other: for any number of examples, the
+# transformer's are closer to ridge's.
 
 # %%
 distance = pd.DataFrame(
     {name: ((predictions["transformer"] - predictions[name]) ** 2).mean(0) for name in ("least squares", "ridge")}
 ).rename_axis("examples seen")
 assert (distance["ridge"][1:] < distance["least squares"][1:]).all()
-assert error["least squares"][1] > 3 and error["transformer"][1] < 0.6  # always saying 0 costs 1
+assert error["least squares"][1] > 3 and error["transformer"][1] < 0.6  # always predicting 0 gives 1
 assert (error["transformer"][1:] < 1.3 * error["ridge"][1:] + 0.08).all()
 distance.round(3)
 
 # %% [markdown]
-# It learned an algorithm, and with it what training told it about noise and size. That does not make it *exactly* ridge: the
-# distance is not zero, and outside its training distribution it need not follow. `kvlens reproduce function-classes` asks that at
-# length, for several classes of functions.
+# The model learned an algorithm that includes the sizes of $w$ and of the noise in the training data. It is not *exactly* ridge: the
+# distance is not zero, and outside the training distribution the two may differ. `kvlens reproduce function-classes` examines this in
+# more detail, for several classes of functions.
 #
-# ## Does it know the order of its input?
+# ## Does the model see the order of its input?
 #
-# Without positions and with attention in both directions, every step of a transformer commutes with a permutation $\pi$ of the
-# positions, $T(\pi X) = \pi T(X)$ (LECTURE, section 3). Positions break that. So does a causal mask alone, which is why a
-# decoder can tell order without being given any positions.
+# Without positional embeddings and with bidirectional attention, a transformer is equivariant to permutations $\pi$ of the positions:
+# $T(\pi X) = \pi T(X)$ (LECTURE, section 3). Positional embeddings break this. So does a causal mask alone, which is why a decoder can
+# use the order of its input even without positional embeddings.
 
 # %%
 sizes = {"n_layers": 2, "d_model": 32, "d_head": 8, "act_fn": "relu"}
@@ -95,15 +95,15 @@ assert orders["bidirectional", "none"] < 1e-12 and (orders.drop(("bidirectional"
 orders.to_frame()
 
 # %% [markdown]
-# ## The answer lives in the keys and values
+# ## The examples are read through keys and values
 #
-# Hooks work on a regressor as on any other model. Let every position of one layer read only itself, and see what is left of the
-# answer: where the error returns to that of knowing nothing, the examples went through that layer's keys and values.
+# Hooks work on a regressor as on any other model. Here every position of one layer attends only to itself. If the error rises to that of a
+# model without examples, the information about the examples passed through that layer's keys and values.
 
 
 # %%
 def own_value_only(pattern, hook):
-    """Let every position read itself and nothing else."""
+    """Let every position attend only to itself."""
     return torch.eye(pattern.shape[-1]).expand_as(pattern)
 
 
@@ -117,7 +117,7 @@ axes.axhline(1, color="gray", linewidth=0.8)
 axes.set(ylabel="squared error, 5 examples");
 
 # %% [markdown]
-# Both layers are needed: with either cut the model is no better than one that has seen nothing (the gray line).
+# Both layers are needed: with either one cut, the model is about as bad as one that has seen no examples (the gray line).
 
 # %%
 assert all(value > 0.7 for name, value in cut.items() if name != "intact") and cut["intact"] < 0.2

@@ -11,10 +11,10 @@
 # ---
 
 # %% [markdown]
-# # A hundred and twenty prompts: batches and tables
+# # Many prompts: batches and tables
 #
-# *How many facts fit into a bias?* One story cannot tell. A hundred and twenty can: forty each
-# of 2, 10 and 18 facts, every one with a question that only the story answers. The model was trained on 2 to 10.
+# *How many facts fit into a bias?* One story is not enough to find out. We use 120 stories, forty each with 2, 10 and 18 facts,
+# each with a question that can only be answered from the story. The model was trained on stories of 2 to 10 facts.
 
 # %%
 import json
@@ -45,8 +45,8 @@ record
 # %% [markdown]
 # ## From the command line
 #
-# Every analysis is also a command. It takes a file of prompts and writes one Parquet file, a row group per prompt. Kill it at any
-# moment and start it again: it goes on where it was. `--workers` shares the prompts out, `--engine ray` over a cluster.
+# Every analysis is also a command. It takes a file of prompts and writes one Parquet file, with a row group per prompt. If it is interrupted,
+# run it again and it resumes. `--workers` distributes the prompts over processes, `--engine ray` over a cluster.
 
 # %%
 command = "kvlens analyse prompt_effect stories.jsonl --model facts-linear --out effect.parquet --workers 2 --threads 1"
@@ -57,7 +57,7 @@ print(done.stdout.splitlines()[-1])
 # %% [markdown]
 # ## One tidy table
 #
-# A row an observation: this token of the text, of this prompt, under this condition. The id carries the rest.
+# Each row is one observation: a token of the text, a prompt and a condition. We put the other information into the prompt's id.
 
 # %%
 table = pd.read_parquet(folder / "effect.parquet")
@@ -66,7 +66,7 @@ assert table["prompt_id"].nunique() == len(LENGTHS) * N_STORIES
 table.head(3)
 
 # %% [markdown]
-# First what must hold for all of them: a converted story gives the predictions of the story itself.
+# First we check that all converted stories give the same predictions as the stories themselves.
 
 # %%
 converted = table.query("condition == 'converted'")
@@ -74,9 +74,9 @@ assert converted["kl"].max() < 1e-4 and converted["argmax_agrees"].mean() > 0.99
 print(f"largest KL(with the story || converted): {converted['kl'].max():.1e} nats, over {len(converted):,} predictions")
 
 # %% [markdown]
-# ## Group, look
+# ## Group and plot
 #
-# The answer is the last token of each text; the row before it holds its prediction.
+# The answer is the last token of each text; the row before it has its prediction.
 
 # %%
 answers = table[table["position"] == table.groupby("prompt_id")["position"].transform("max") - 1].copy()
@@ -86,13 +86,13 @@ share, standard_error = by_length.mean().unstack(), by_length.sem().unstack()
 figure, axes = plt.subplots(figsize=(6, 3), layout="constrained")
 conditions = ["with_prompt", "converted", "without_prompt"]
 share[conditions].plot(ax=axes, yerr=standard_error[conditions], marker="o", style=["-", "--", "-"], ylim=(-0.02, 1.05))
-axes.set(xlabel="facts in the story", ylabel="share of right answers", xticks=LENGTHS);
+axes.set(xlabel="facts in the story", ylabel="share of correct answers", xticks=LENGTHS);
 
 # %% [markdown]
-# With the story and converted the curves lie on each other. The bias has the same size for 2 facts and for 18. Of stories of 2 facts
-# the model answers nearly every question; of 18, nearly twice as many as it was trained on, still most of them, but fewer than of 2:
-# the difference is more than two standard errors (the bars). Forty stories a length do not tell more than that. Without the story the
-# model guesses.
+# The curves with the story and with its conversion coincide, although the bias has the same size for 2 and for 18 facts. For stories of 2
+# facts the model answers nearly every question. For 18 facts, nearly twice as many as in training, it still answers most of them, but fewer
+# than for 2: the difference is more than two standard errors (the bars). Forty stories per length do not support stronger conclusions.
+# Without the story the model guesses.
 
 # %%
 right, uncertain = share["converted"], standard_error["converted"]
@@ -103,5 +103,5 @@ assert share["without_prompt"].max() < 0.15
 share.round(3)
 
 # %% [markdown]
-# Any analysis fits the same loop (`kvlens analyse` lists them, the notebooks' `README.md` says which answers what), your own among
-# them: `CONTRIBUTING.md` shows a whole one.
+# You can run any analysis in this way (`kvlens analyse` lists them, and `README.md` in this folder says which one answers which question),
+# including your own: `CONTRIBUTING.md` has a complete example.
