@@ -1,4 +1,4 @@
-"""What every command of kvlens shares: how arguments are read, what a signal ends with, what may reach the terminal."""
+"""Shared by all commands: parsing arguments, exit statuses after signals, and text that is safe to print."""
 
 import argparse
 import shutil
@@ -17,18 +17,18 @@ INTERRUPTED, TERMINATED = 130, 143
 UNREADABLE = "\N{REPLACEMENT CHARACTER}"
 _UNKNOWN, _MISSING = "unrecognized arguments: ", "the following arguments are required: "
 _HIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}
-"""Unicode's controls (the escape character among them), marks such as those of direction, halves of a character, line ends."""
+"""Unicode categories: control characters (including escape), format characters (direction marks), surrogates, line ends."""
 _JOINERS = "\u200c\u200d"
-"""Marks that a script or an emoji is spelt with: whether its neighbors are written as one."""
+"""Joiners, which some scripts and emoji need: they say whether their neighbors are drawn as one."""
 
 
 def terminal_width() -> int:
-    """Columns of the terminal, as argparse counts them, and at most 100: longer lines are hard to read."""
+    """Columns of the terminal, as argparse counts them, but at most 100, because longer lines are hard to read."""
     return max(40, min(100, shutil.get_terminal_size().columns - 2))
 
 
 def paragraphs(text: str, width: int) -> str:
-    """``text`` in lines of at most ``width``; paragraphs that begin with two blanks (tables, commands) stay."""
+    """``text`` in lines of at most ``width``; paragraphs that start with two spaces (tables, commands) are not wrapped."""
     return "\n\n".join(
         part if part.startswith("  ") else textwrap.fill(part, width, break_on_hyphens=False, break_long_words=False)
         for part in text.split("\n\n")
@@ -36,7 +36,7 @@ def paragraphs(text: str, width: int) -> str:
 
 
 def listed(rows: Iterable[tuple[str, str]], width: int) -> str:
-    """Names and what they are, in two columns."""
+    """Names and their descriptions in two columns."""
     pairs = list(rows)
     column = max(len(name) for name, _ in pairs) + 2
     return "\n".join(
@@ -46,14 +46,14 @@ def listed(rows: Iterable[tuple[str, str]], width: int) -> str:
 
 
 class Help(argparse.HelpFormatter):
-    """Help in paragraphs, with tables and commands that can be copied as they stand."""
+    """Help with paragraphs, and with tables and commands that are not wrapped, so they can be copied."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return textwrap.indent(paragraphs(text, width - len(indent)), indent)
 
 
 class Arguments(argparse.ArgumentParser):
-    """A parser that answers bad input with a `KVLensError`, and a misspelt option with the nearest one that it has."""
+    """A parser that raises a `KVLensError` for bad input, with the nearest option for a misspelled one."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **{"formatter_class": Help, **kwargs})
@@ -61,7 +61,7 @@ class Arguments(argparse.ArgumentParser):
         self._answers_unknown = True
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:  # type: ignore[override]
-        """As argparse's, but what a subcommand does not know is answered here, where its options are known."""
+        """As in argparse, but a subcommand reports unknown arguments itself, because it knows its own options."""
         self._given = sys.argv[1:] if args is None else list(args)
         known, unknown = super().parse_known_args(args, namespace)
         if unknown and self._answers_unknown:
@@ -69,8 +69,8 @@ class Arguments(argparse.ArgumentParser):
         return known, unknown
 
     def parse_intermixed_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse's: options may stand between the others, also where one of these may be left out."""
-        self._answers_unknown = False  # its first pass leaves those for the second
+        """As in argparse: options may be mixed with positional arguments, even optional ones."""
+        self._answers_unknown = False  # the first of argparse's two passes leaves unknown arguments to the second
         try:
             return super().parse_intermixed_args(args, namespace)
         finally:
@@ -81,7 +81,7 @@ class Arguments(argparse.ArgumentParser):
         words: list[str] = []
         if message.startswith(_UNKNOWN):
             words = message.removeprefix(_UNKNOWN).split()[:1]
-        elif message.startswith(_MISSING):  # perhaps it is there, misspelt
+        elif message.startswith(_MISSING):  # it may be present but misspelled
             words = [word for word in self._given if word.startswith("--")]
         options = self._option_string_actions
         unknown = [name for name in (word.split("=")[0] for word in words) if name.startswith("-") and name not in options]
@@ -92,7 +92,7 @@ class Arguments(argparse.ArgumentParser):
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, which asks for the same as Ctrl-C does: stop where nothing is half done."""
+    """SIGTERM, which is handled like Ctrl-C: stop without leaving anything half done."""
 
     def __str__(self) -> str:
         return "terminated"
@@ -121,5 +121,5 @@ def sigterm_as_interrupt() -> Iterator[None]:
 
 
 def visible(text: str) -> str:
-    """``text`` on one line without anything that a terminal would obey: controls, direction marks, line ends become signs."""
+    """``text`` on one line, with control characters, direction marks and line ends replaced, so that it is safe to print."""
     return "".join(UNREADABLE if unicodedata.category(char) in _HIDDEN and char not in _JOINERS else char for char in text)

@@ -41,7 +41,7 @@ def test_where_nothing_matters_it_says_so():
     model = HookedKVTransformer.from_zoo("facts-linear")
     found = explain(model, "Mira keeps a goat. Pavel has a parrot.", " Where is the", answer=" kite")
     assert found.unit is None
-    assert in_a_sentence(found, "sentence").startswith("No sentence of the prompt changes how probable 'kite' is")
+    assert in_a_sentence(found, "sentence").startswith("No sentence of the prompt changes the probability of 'kite'")
     assert len(found.heads) == len(found.positions) == 0
 
 

@@ -9,10 +9,11 @@ import ast
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from kvlens import KVLensError
 from kvlens.arguments import path_of
+from kvlens.checks import Within, ensure
 from kvlens.errors import nearest
 from kvlens.terminal import Arguments
 
@@ -93,6 +94,9 @@ def resources_of(args: argparse.Namespace) -> Resources:
     Raises:
         KVLensError: more workers than a machine has use for, and the like.
     """
+    for name in ("workers", "threads", "prompts_per_job"):
+        if getattr(args, name) is not None:
+            ensure(flag_of(name), Annotated[int, Within(1)], getattr(args, name))
     return Resources(args.engine, args.workers, args.gpus_per_worker, args.threads, args.prompts_per_job)
 
 

@@ -1,6 +1,6 @@
-"""The command line: one module a command, each with ``add_command(commands)``.
+"""The command line: one module per command, each with ``add_command(commands)``.
 
-Nothing of torch or TransformerLens, which take seconds to import, is imported before a command needs it.
+Torch and TransformerLens take seconds to import, so they are imported only when a command needs them.
 """
 
 import argparse
@@ -21,11 +21,11 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line; return the exit status: 0, 2 on bad input, 130 on Ctrl-C, 143 on SIGTERM."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a terminal without Unicode shows "?" for a shade, and goes on
+            stream.reconfigure(errors="replace")  # a terminal without Unicode shows "?" where it cannot show a character
     try:
         with sigterm_as_interrupt():
             status = _run(sys.argv[1:] if argv is None else argv)
-        sys.stdout.flush()  # here, where a closed pipe is answered, and not at the interpreter's end
+        sys.stdout.flush()  # here, so that a closed pipe is handled below and not when the interpreter exits
         return status
     except KVLensError as error:
         print(f"kvlens: error: {visible(' '.join(str(error).split()))}", file=sys.stderr)
@@ -34,14 +34,16 @@ def main(argv: list[str] | None = None) -> int:
         word, status = how_it_ended(error)
         print(f"kvlens: {word}", file=sys.stderr)
         return status
-    except BrokenPipeError:  # the reader, such as head, has seen enough
+    except BrokenPipeError:  # the reader, such as head, closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
 
 def _run(argv: list[str]) -> int:
     if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
-        raise KVLensError(f"no command is called {argv[0]!r}; there are {', '.join(COMMANDS)}{nearest(argv[0], COMMANDS)}")
+        raise KVLensError(
+            f"there is no command {argv[0]!r}; the commands are {', '.join(COMMANDS)}{nearest(argv[0], COMMANDS)}"
+        )
     parser = _parser()
     try:
         args = parser.parse_args(argv)
@@ -57,7 +59,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = Arguments(
         prog="kvlens",
         description="Mechanistic interpretability of the key-value side of attention: prompts as weights.",
-        epilog="`kvlens report` alone runs a built-in example; `kvlens COMMAND --help` explains a command.",
+        epilog="Start with `kvlens report`, which without arguments shows a built-in example. "
+        "`kvlens COMMAND --help` explains a command.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"kvlens {kvlens.__version__}")

@@ -1,11 +1,11 @@
-"""``kvlens explain``: which part of the prompt, through which heads, made the model say it."""
+"""``kvlens explain``: which part of the prompt, through which heads, led to the answer."""
 
 import argparse
 import os
 from pathlib import Path
 from typing import Annotated, Any
 
-from kvlens.arguments import path_of
+from kvlens.arguments import check_device, path_of
 from kvlens.checks import Seed, Within, ensure
 from kvlens.cli.prompts import add_prompt_and_text, given_prompt_and_text
 from kvlens.errors import KVLensError
@@ -20,34 +20,44 @@ def add_command(commands: Any) -> None:
     """Add ``explain`` to the command line."""
     explain = commands.add_parser(
         "explain",
-        help="which part of the prompt, through which heads, made the model say it",
-        description="Take each sentence (word, token) of the prompt away, and measure what becomes of the answer: its effect "
-        "in nats, beside what units of unrelated texts do; then the heads and positions that carry the one that matters most. "
-        "Without --prompt and --text, a built-in example is explained.",
+        help="find the part of the prompt that led to the answer, and the heads and positions that carry its effect",
+        description="Remove each sentence (or word, token) of the prompt in turn and measure the effect on the answer, in "
+        "nats, compared with the effects of units of unrelated texts. For the unit with the largest effect, find the heads and "
+        "positions that carry it. Without --prompt and --text, a built-in example is explained.",
         epilog="  kvlens explain --prompt 'Pavel has a parrot. Kaya feeds a donkey.' \\\n"
         "    --text ' Which animal does Kaya keep? Kaya keeps a' --answer ' donkey' --model facts-linear",
         allow_abbrev=False,
     )
-    add_prompt_and_text(explain, "what follows it, up to where the answer begins")
-    explain.add_argument("--answer", metavar="TEXT", help="what is explained (default: the most probable next token)")
-    explain.add_argument("--rival", metavar="TEXT", help="explain the answer's log-probability less this one's (default: none)")
+    add_prompt_and_text(explain, "the text after the prompt, up to where the answer begins")
+    explain.add_argument(
+        "--answer", metavar="TEXT", help="the answer to explain, one token (default: the most probable next token)"
+    )
+    explain.add_argument(
+        "--rival", metavar="TEXT", help="another answer; explain the difference between their log-probabilities (default: none)"
+    )
     explain.add_argument(
         "--model",
         metavar="NAME",
         help="a shipped model (see `kvlens zoo`), a folder written by HookedKVTransformer.save, a Hugging Face folder, or a "
-        f"llama2.c checkpoint (default: {EXAMPLE_MODEL} for the built-in example, {TEXT_MODEL} for a prompt of yours)",
+        f"llama2.c checkpoint (default: {EXAMPLE_MODEL} for the built-in example, {TEXT_MODEL} for your own prompt)",
     )
-    explain.add_argument("--tokenizer", metavar="FILE", help="the tokenizer's file, for a llama2.c checkpoint alone")
-    explain.add_argument("--by", choices=LEVELS, default="sentence", help="what is taken away at once (default: %(default)s)")
+    explain.add_argument("--tokenizer", metavar="FILE", help="tokenizer file; needed only for a llama2.c checkpoint")
     explain.add_argument(
-        "--method", choices=METHODS, default="leave_one_out", help="how effects are found (default: %(default)s)"
+        "--by", choices=LEVELS, default="sentence", help="the unit that is removed at a time (default: %(default)s)"
     )
     explain.add_argument(
-        "--null", type=int, default=40, metavar="N", help="units of unrelated texts to compare with (default: %(default)s)"
+        "--method", choices=METHODS, default="leave_one_out", help="how effects are estimated (default: %(default)s)"
     )
-    explain.add_argument("--seed", type=int, default=0, help="of those texts (default: %(default)s)")
-    explain.add_argument("--out", metavar="DIR", help="folder for the tables, as Parquet (default: none are written)")
-    explain.add_argument("--device", help="where the model runs, e.g. cpu or cuda (default: cuda where there is one)")
+    explain.add_argument(
+        "--null",
+        type=int,
+        default=40,
+        metavar="N",
+        help="number of units of unrelated texts to compare with, at least 19 (default: %(default)s)",
+    )
+    explain.add_argument("--seed", type=int, default=0, help="random seed for choosing these texts (default: %(default)s)")
+    explain.add_argument("--out", metavar="DIR", help="write the tables to this folder, as Parquet (default: print only)")
+    explain.add_argument("--device", help="where the model runs, e.g. cpu or cuda (default: cuda if available)")
     explain.set_defaults(run=_explain)
 
 
@@ -70,6 +80,7 @@ def _explain(args: argparse.Namespace) -> int:
         from kvlens.analyses.attribution.null import Null
         from kvlens.model import load_source
 
+        check_device("--device", args.device)
         model = load_source(source, tokenizer=args.tokenizer, device=args.device, dtype=None)
         found = explain(
             model,

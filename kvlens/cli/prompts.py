@@ -1,4 +1,4 @@
-"""The prompt and the text that a command is given: as arguments, as files, or on standard input."""
+"""The prompt and the text of a command, from arguments, files or standard input."""
 
 import argparse
 import sys
@@ -9,20 +9,20 @@ from kvlens.errors import KVLensError
 
 def add_prompt_and_text(command: argparse.ArgumentParser, text_help: str) -> None:
     """Add ``--prompt``, ``--prompt-file``, ``--text`` and ``--text-file``."""
-    command.add_argument("--prompt", metavar="TEXT", help="what is converted; it gets the model's BOS token, if it has one")
+    command.add_argument("--prompt", metavar="TEXT", help="the prompt; the model's BOS token, if any, is added in front")
     command.add_argument("--prompt-file", metavar="FILE", help="read the prompt from a UTF-8 file instead; - is standard input")
     command.add_argument("--text", metavar="TEXT", help=text_help)
     command.add_argument("--text-file", metavar="FILE", help="read the text from a UTF-8 file instead; - is standard input")
 
 
 def given_prompt_and_text(args: argparse.Namespace) -> tuple[str, str] | None:
-    """Both, or None where neither was given.
+    """Both, or None if neither was given.
 
     Raises:
-        KVLensError: one of them alone, an empty one, both as arguments and as files, files that cannot be read.
+        KVLensError: only one of them, an empty one, one given both as argument and as file, a file that cannot be read.
     """
     if args.prompt_file == args.text_file == "-":
-        raise KVLensError("--prompt-file and --text-file are both standard input; give one as a file")
+        raise KVLensError("--prompt-file and --text-file are both -; only one can be read from standard input")
     prompt = _given(args.prompt, args.prompt_file, "prompt")
     text = _given(args.text, args.text_file, "text")
     if prompt is None and text is None:
@@ -36,7 +36,7 @@ def given_prompt_and_text(args: argparse.Namespace) -> tuple[str, str] | None:
         try:
             value.encode("utf-8")
         except UnicodeEncodeError:
-            raise KVLensError(f"{what} is not valid UTF-8 text; give it in UTF-8, or as a file") from None
+            raise KVLensError(f"{what} is not valid UTF-8; encode it as UTF-8 or pass it as a file") from None
     return prompt, text
 
 
@@ -44,7 +44,7 @@ def _given(value: str | None, file: str | None, what: str) -> str | None:
     if file is None:
         return value
     if value is not None:
-        raise KVLensError(f"--{what} and --{what}-file are both given; give one")
+        raise KVLensError(f"--{what} and --{what}-file are both given; use only one")
     try:
         return sys.stdin.buffer.read().decode("utf-8") if file == "-" else Path(file).read_text(encoding="utf-8")
     except OSError as error:

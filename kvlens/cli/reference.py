@@ -1,4 +1,4 @@
-"""``kvlens reference``: the reference as HTML pages, from the docstrings."""
+"""``kvlens reference``: the API reference as HTML pages, built from the docstrings."""
 
 import argparse
 from pathlib import Path
@@ -11,15 +11,15 @@ def add_command(commands: Any) -> None:
     """Add ``reference`` to the command line."""
     parser = commands.add_parser(
         "reference",
-        help="write the reference as HTML pages",
-        description="Write the reference of kvlens and its analyses as HTML pages, made from the docstrings; among them a page "
-        "a paper that says which function is which equation. Reading them needs no network. Needs the extra of the "
-        "documentation: pip install -e '.[docs]' in a clone.",
+        help="write the API reference as HTML pages",
+        description="Write the API reference of kvlens and its analyses as HTML pages that work offline, built from the "
+        "docstrings, with one page per paper that maps its equations to functions. Install what this needs with "
+        "pip install -e '.[docs]' in a clone.",
         allow_abbrev=False,
     )
-    parser.add_argument("--out", default="reference", metavar="DIR", help="folder of the pages (default: %(default)s)")
+    parser.add_argument("--out", default="reference", metavar="DIR", help="output folder (default: %(default)s)")
     parser.add_argument(
-        "--overwrite", action="store_true", help="replace the reference that DIR holds; nothing else is replaced"
+        "--overwrite", action="store_true", help="replace an existing reference in DIR; no other files are touched"
     )
     parser.set_defaults(run=_reference)
 
@@ -28,5 +28,5 @@ def _reference(args: argparse.Namespace) -> int:
     from kvlens.reference import build_reference
 
     names = build_reference(args.out, overwrite=args.overwrite)
-    print(f"{len(names)} pages; begin at {visible(str(Path(args.out) / 'index.html'))}")
+    print(f"{len(names)} pages; open {visible(str(Path(args.out) / 'index.html'))}")
     return 0

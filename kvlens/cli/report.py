@@ -1,13 +1,14 @@
-"""``kvlens report``: convert a prompt, and show what the bias keeps, changes and where it sits."""
+"""``kvlens report``: convert a prompt, and show how exact the bias is, what it changes, and which heads matter."""
 
 import argparse
 import os
 import textwrap
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from kvlens.checks import Seed, ensure
+from kvlens.arguments import check_device
+from kvlens.checks import Seed, Within, ensure
 from kvlens.cli.prompts import add_prompt_and_text, given_prompt_and_text
 from kvlens.errors import KVLensError
 from kvlens.report.example import EXAMPLE_MODEL, TEXT_MODEL, example_for
@@ -20,73 +21,89 @@ if TYPE_CHECKING:
 
 METHODS = ("exact", "landmark", "random", "taylor", "learned")
 """The names in :data:`kvlens.conversion.METHODS`, which imports torch."""
+MOST_ASKED = 2**24
+FEATURES = ("landmark", "random", "learned")
+"""The methods that have and need ``--features``."""
 
 
 def add_command(commands: Any) -> None:
     """Add ``report`` to the command line."""
     report = commands.add_parser(
         "report",
-        help="convert a prompt into a KV bias, and show what it keeps, changes and where it sits",
-        description="Convert a prompt into a KV bias and measure, on a text: that the converted model without the prompt "
-        "gives the logits of the original with it; what the prompt changes; which layers and heads carry it; and what is "
-        "generated with the prompt, converted, and without. Without --prompt and --text, a built-in example is shown.",
-        epilog="The folder gets a page to open in a browser (report.html), tidy Parquet tables, summary.json and the bias "
+        help="convert a prompt into a KV bias; show how exact it is, what it changes, which heads matter",
+        description="Convert a prompt into a KV bias and measure on a text: whether the logits with the bias equal those with "
+        "the prompt; what the prompt changes; which layers and heads matter; and what the model generates with the prompt, "
+        "with the bias, and without either. Without --prompt and --text, a built-in example is shown.",
+        epilog="The output folder has a page to open in a browser (report.html), Parquet tables, summary.json and the bias "
         "(bias.safetensors).\n\n"
         "  kvlens report --prompt 'Colours: red, green, blue.' --text ' Colours: red, gr' --out colours",
         allow_abbrev=False,
     )
-    add_prompt_and_text(report, "what follows it, to compare predictions on; tokenized apart")
+    add_prompt_and_text(report, "the text after the prompt, on which predictions are compared; it is tokenized separately")
     report.add_argument(
         "--model",
         metavar="NAME",
         help="a shipped model (see `kvlens zoo`), a folder written by HookedKVTransformer.save, a Hugging Face folder, a "
-        "llama2.c checkpoint, or a name that TransformerLens knows, where its files are in the local cache of Hugging Face "
-        f"(default: {EXAMPLE_MODEL} for the built-in example, {TEXT_MODEL} for a prompt of yours)",
+        "llama2.c checkpoint, or a name that TransformerLens knows, if its files are in the local Hugging Face cache "
+        f"(default: {EXAMPLE_MODEL} for the built-in example, {TEXT_MODEL} for your own prompt)",
     )
-    report.add_argument("--tokenizer", metavar="FILE", help="the tokenizer's file, for a llama2.c checkpoint alone")
+    report.add_argument("--tokenizer", metavar="FILE", help="tokenizer file; needed only for a llama2.c checkpoint")
     softmax = report.add_argument_group(
-        "softmax models", "without these every key of the prompt is kept, which is exact; linear models are always exact"
+        "options for softmax models",
+        "Without them every key of the prompt is kept, which is exact. Models with linear attention are always exact.",
     )
     softmax.add_argument(
         "--method",
         choices=METHODS,
-        help="landmark: few keys with fitted weights; the others are for comparison (default: exact)",
+        help="landmark: a few keys with fitted weights and values; random, taylor and learned are for comparison "
+        "(default: exact)",
     )
     softmax.add_argument(
         "--features",
         type=int,
         metavar="N",
-        help="keys (or features) per key-value head, at most; needed for landmark, random and learned",
+        help="largest number of keys (or features) per key-value head; needed for landmark, random and learned",
     )
     softmax.add_argument(
         "--budget",
         choices=("equal", "greedy"),
-        help="the same number of keys for every head, or more where they remove most error (default: equal)",
+        help="landmark: the same number of keys for every head, or more where they reduce the error most (default: equal)",
     )
-    softmax.add_argument("--polish", type=int, metavar="STEPS", help="gradient steps on the logits after the fit (default: 0)")
-    report.add_argument("--out", default="report", metavar="DIR", help="folder of the report (default: %(default)s)")
-    report.add_argument("--overwrite", action="store_true", help="replace the report that DIR holds; nothing else is replaced")
+    softmax.add_argument(
+        "--polish", type=int, metavar="STEPS", help="landmark: gradient steps on the logits after the fit (default: 0)"
+    )
+    report.add_argument("--out", default="report", metavar="DIR", help="output folder (default: %(default)s)")
     report.add_argument(
-        "--new-tokens", type=int, default=40, metavar="N", help="tokens to generate, three ways (default: %(default)s)"
+        "--overwrite", action="store_true", help="replace an existing report in DIR; no other files are touched"
     )
     report.add_argument(
-        "--temperature", type=float, default=0.0, metavar="T", help="of sampling; 0 is greedy (default: %(default)g)"
+        "--new-tokens",
+        type=int,
+        default=40,
+        metavar="N",
+        help="number of tokens to generate in each case (default: %(default)s)",
     )
-    report.add_argument("--seed", type=int, default=0, help="of sampling (default: %(default)s)")
     report.add_argument(
-        "--dual", action="store_true", help="also each head as a step of learning, with the prompt as its demonstrations"
+        "--temperature", type=float, default=0.0, metavar="T", help="sampling temperature; 0 is greedy (default: %(default)g)"
     )
-    report.add_argument("--device", help="where the model runs, e.g. cpu or cuda (default: cuda where there is one)")
+    report.add_argument("--seed", type=int, default=0, help="random seed for sampling (default: %(default)s)")
     report.add_argument(
-        "--dtype", choices=("float32", "float64", "bfloat16", "float16"), help="of the weights (default: the model's own)"
+        "--dual", action="store_true", help="also show each head as a step of gradient descent on the prompt (the dual model)"
+    )
+    report.add_argument("--device", help="where the model runs, e.g. cpu or cuda (default: cuda if available)")
+    report.add_argument(
+        "--dtype", choices=("float32", "float64", "bfloat16", "float16"), help="dtype of the weights (default: the model's own)"
     )
     report.set_defaults(run=_report)
 
 
 def _report(args: argparse.Namespace) -> int:
-    from kvlens.report.folder import check_folder  # light: bad input is answered before torch is loaded
+    from kvlens.report.folder import check_folder  # light: bad input is reported before torch is imported
 
     ensure("--seed", Seed, args.seed)
+    ensure("--new-tokens", Annotated[int, Within(1)], args.new_tokens)
+    ensure("--temperature", Annotated[float, Within(0)], args.temperature)
+    _check_method(args)
     check_folder(args.out, overwrite=args.overwrite)
     given = given_prompt_and_text(args)
     name = (EXAMPLE_MODEL if given is None else TEXT_MODEL) if args.model is None else args.model
@@ -99,8 +116,11 @@ def _report(args: argparse.Namespace) -> int:
     with progress_bar("loading the model") as tell:
         from kvlens.model import load_source
 
+        check_device("--device", args.device)
         method = _method(args)
         model = load_source(source, tokenizer=args.tokenizer, device=args.device, dtype=args.dtype)
+        if args.method not in (None, "exact") and model.cfg.attention == "linear":
+            raise KVLensError(f"--method {args.method} is for softmax attention; with linear attention the conversion is exact")
 
         from kvlens.report.build import build_report
         from kvlens.report.write import write_report
@@ -111,7 +131,7 @@ def _report(args: argparse.Namespace) -> int:
                 model,
                 prompt,
                 text,
-                model_name=Path(name).resolve().name,  # a report is shared; where the model lies is not
+                model_name=Path(name).resolve().name,  # without the path: reports are shared
                 new_tokens=args.new_tokens,
                 temperature=args.temperature,
                 seed=args.seed,
@@ -131,16 +151,31 @@ def _report(args: argparse.Namespace) -> int:
     shown = f"{size / 1e6:,.1f} MB" if size >= 1e5 else f"{size / 1e3:,.1f} kB"
     files = ", ".join(f"{name} ({shown})" if name == BIAS else name for name in report_files(report))
     print("\n" + _wrapped(f"Written to {folder}: {files}"))
-    print(_wrapped(f"Open {folder}{PAGE} in a browser to see it all; it needs no network."))
+    print(_wrapped(f"Open {folder}{PAGE} in a browser to see everything; it works offline."))
     return 0
+
+
+def _check_method(args: argparse.Namespace) -> None:
+    """Check ``--features``, ``--budget`` and ``--polish`` against ``--method``, naming the flags that were typed."""
+    method = args.method or "exact"
+    if method in FEATURES and args.features is None:
+        raise KVLensError(f"--method {method} needs --features, the number of keys (or features) per key-value head")
+    for flag, value, methods in (
+        ("--features", args.features, FEATURES),
+        ("--budget", args.budget, ("landmark",)),
+        ("--polish", args.polish, ("landmark",)),
+    ):
+        if value is not None and method not in methods:
+            raise KVLensError(f"{flag} has no effect with --method {method}; it belongs to --method {' or '.join(methods)}")
+    for flag, value, least in (("--features", args.features, 1), ("--polish", args.polish, 0)):
+        if value is not None:
+            ensure(flag, Annotated[int, Within(least, MOST_ASKED)], value)
 
 
 def _method(args: argparse.Namespace) -> "ConversionMethod":
     """The conversion method that was asked for. Imports torch."""
     from kvlens.conversion import Exact, method_of
 
-    if args.method in ("landmark", "random", "learned") and args.features is None:
-        raise KVLensError(f"--method {args.method} needs --features, the number of keys (or features) per key-value head")
     given = {"n_features": args.features, "budget": args.budget, "polish_steps": args.polish}
     given = {name: value for name, value in given.items() if value is not None}
     name = args.method or Exact.name

@@ -1,4 +1,4 @@
-"""``kvlens reproduce``: one figure, table or theorem of the papers, measured here, with the paper's numbers beside ours."""
+"""``kvlens reproduce``: measure a figure, table or theorem of the papers, and compare with the paper's numbers."""
 
 import argparse
 import json
@@ -19,32 +19,34 @@ def add_command(commands: Any) -> None:
     """Add ``reproduce`` to the command line."""
     parser = commands.add_parser(
         "reproduce",
-        help="repeat a figure or table of the papers",
-        description="Repeat an experiment of the papers: a table, a figure and summary.json, which puts the paper's number "
-        "beside ours and says where the scale differs. Without NAME: the list.",
+        help="repeat a figure, table or theorem of the papers",
+        description="Repeat an experiment of the papers. Writes tables, a figure and summary.json, which compares the paper's "
+        "numbers with ours and says what differs from the paper. Without NAME, lists the experiments.",
         epilog="  kvlens reproduce induction-depth --out induction-depth",
         allow_abbrev=False,
     )
-    parser.add_argument("name", nargs="?", metavar="NAME", help="the experiment")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="name of the experiment")
     parser.add_argument(
         "--scale",
         choices=SCALES,
         default="small",
-        help="small: minutes; tiny: seconds, for tests (default: %(default)s)",
+        help="tiny: seconds, for tests; small: minutes; paper: the paper's sizes, up to days on a GPU (default: %(default)s)",
     )
     parser.add_argument(
-        "--model", metavar="NAME", help="the model, where it is a setting: a shipped one, a folder, a llama2.c checkpoint"
+        "--model",
+        metavar="NAME",
+        help="for experiments on a given model: a shipped model (see `kvlens zoo`), a folder or a llama2.c checkpoint",
     )
-    parser.add_argument("--tokenizer", metavar="FILE", help="of a llama2.c checkpoint")
+    parser.add_argument("--tokenizer", metavar="FILE", help="tokenizer file; needed only for a llama2.c checkpoint")
     parser.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="change one setting of the scale; VALUE is JSON, or a word; summary.json lists the settings",
+        help="change a setting, where VALUE is JSON or a string; may be repeated; summary.json lists all settings",
     )
-    parser.add_argument("--out", metavar="DIR", help="folder of the outcome (default: NAME-SCALE)")
-    parser.add_argument("--overwrite", action="store_true", help="replace the outcome that DIR holds; nothing else is replaced")
+    parser.add_argument("--out", metavar="DIR", help="output folder (default: NAME-SCALE)")
+    parser.add_argument("--overwrite", action="store_true", help="replace existing results in DIR; no other files are touched")
     parser.set_defaults(run=_reproduce)
 
 
@@ -56,7 +58,7 @@ def _reproduce(args: argparse.Namespace) -> int:
             facts = f"{experiment.name}  ({experiment.source}; small: {experiment.cost['small']})"
             print(textwrap.fill(facts, terminal_width(), subsequent_indent="    ", break_on_hyphens=False))
             print(textwrap.fill(experiment.question, terminal_width(), initial_indent="    ", subsequent_indent="    "))
-        print("\nkvlens reproduce NAME [--scale small|paper]; figures and tables go to a folder")
+        print("\nRun one with: kvlens reproduce NAME [--scale tiny|small|paper] [--out DIR]")
         return 0
 
     from kvlens.experiments.shared.outcome import check_outcome_folder, write_outcome
@@ -73,7 +75,7 @@ def _reproduce(args: argparse.Namespace) -> int:
 
 
 def _with_settings(experiment: Any, args: argparse.Namespace) -> Any:
-    """The experiment with --model, --tokenizer and --set in the settings of its scale."""
+    """The experiment with the settings of its scale changed by --model, --tokenizer and --set."""
     from kvlens.experiments.shared.settings import changed_settings
 
     words = [word.partition("=") for word in args.set]
@@ -81,6 +83,10 @@ def _with_settings(experiment: Any, args: argparse.Namespace) -> Any:
         if not (name and equals):
             raise KVLensError(f"--set: expected NAME=VALUE, got {name + equals!r}")
     given = {"model": args.model, "tokenizer": args.tokenizer}
+    for name, value in given.items():
+        own = [scale.get(name, {}) for scale in experiment.scales.values()]
+        if value is not None and all(isinstance(setting, dict) for setting in own):
+            raise KVLensError(f"--{name}: {experiment.name} does not run on an existing model")
     changes = {name: _value(text) for name, _, text in words} | {k: v for k, v in given.items() if v is not None}
     return changed_settings(experiment, args.scale, changes)
 

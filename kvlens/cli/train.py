@@ -1,4 +1,4 @@
-"""``kvlens train``: a shipped model again, or a model of one's own on any task; interrupted runs go on where they were."""
+"""``kvlens train``: train a shipped model again, or your own on any task; interrupted runs are resumed."""
 
 import argparse
 import json
@@ -6,10 +6,10 @@ import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from kvlens.arguments import check_device
-from kvlens.checks import Seed, ensure
+from kvlens.checks import Seed, Within, ensure
 from kvlens.errors import KVLensError
 from kvlens.terminal import how_it_ended, visible
 
@@ -19,33 +19,39 @@ def add_command(commands: Any) -> None:
     train = commands.add_parser(
         "train",
         help="train a small model on a task, or a shipped model again",
-        description="Train NAME: a recipe of a shipped model (see `kvlens zoo`), or a task: induction, bigrams, ngrams, hops, "
-        "arithmetic, regression, facts, text. The folder gets checkpoint, metrics and the model with its card. The same "
-        "command takes an interrupted run up where it was.",
-        epilog="An example, and how several processes share a run:\n\n"
+        description="Train NAME, the recipe of a shipped model (see `kvlens zoo`) or a task: induction, bigrams, ngrams, "
+        "hops, arithmetic, regression, facts, text. The output folder gets the checkpoint, metrics and the model with a model "
+        "card. To resume an interrupted run, repeat the command.",
+        epilog="Examples: a small model, and a run with several processes:\n\n"
         "  kvlens train induction --out run --task vocab_size=256 length=64 \\\n"
         "      --model n_layers=1 kv_shift=true --set steps=500 learning_rate=0.002\n"
         "  torchrun --nproc-per-node 2 -m kvlens train ...",
         allow_abbrev=False,
     )
-    train.add_argument("name", metavar="NAME", help="a recipe or a task")
-    train.add_argument("--out", required=True, metavar="DIR", help="folder of the run; the model goes to DIR/model")
+    train.add_argument("name", metavar="NAME", help="name of a recipe or a task")
+    train.add_argument("--out", required=True, metavar="DIR", help="output folder; the model is saved in DIR/model")
     for flag, what, example in (
         ("--task", "task settings", "vocab_size=256"),
         ("--model", "model settings, fields of HookedKVTransformerConfig", "n_layers=1 kv_shift=true"),
         ("--set", "training settings, fields of TrainSettings", "steps=500 batch_size=64"),
     ):
         train.add_argument(flag, nargs="+", action="extend", default=[], metavar="KEY=VALUE", help=f"{what}, e.g. {example}")
-    train.add_argument("--steps", type=int, help="number of updates, at most (default: the recipe's own)")
+    train.add_argument("--steps", type=int, help="largest number of updates (default: the recipe's)")
     train.add_argument("--minutes", type=float, metavar="M", help="time budget in minutes (default: none)")
-    train.add_argument("--seed", type=int, help="of weights and batches (default: the recipe's own)")
-    train.add_argument("--device", help="where to train, e.g. cpu or cuda (default: cuda where there is one)")
-    train.add_argument("--restart", action="store_true", help="begin anew where a run stands in DIR")
+    train.add_argument("--seed", type=int, help="random seed for weights and batches (default: the recipe's)")
+    train.add_argument("--device", help="where to train, e.g. cpu or cuda (default: cuda if available)")
+    train.add_argument("--restart", action="store_true", help="start from scratch even if DIR contains a run")
     train.set_defaults(run=_train)
 
 
 def _train(args: argparse.Namespace) -> int:
     task, model, training = (_settings(flag, getattr(args, flag)) for flag in ("task", "model", "set"))
+    for flag, kind, value in (
+        ("--steps", Annotated[int, Within(1)], args.steps),
+        ("--minutes", Annotated[float, Within(above=0)], args.minutes),
+    ):
+        if value is not None:
+            ensure(flag, kind, value)
     given = {"steps": args.steps, "max_minutes": args.minutes, "seed": args.seed}
     training |= {name: value for name, value in given.items() if value is not None}
     if args.seed is not None:
@@ -63,7 +69,7 @@ def _train(args: argparse.Namespace) -> int:
         model={**recipe.model, **model},
         training={**recipe.training, **training},
     )
-    TrainSettings.of(dict(recipe.training))  # bad settings are answered before the data are built
+    TrainSettings.of(dict(recipe.training))  # report bad settings before building the data
     check_device("--device", args.device)
     try:
         with process_group() as device:
@@ -72,12 +78,12 @@ def _train(args: argparse.Namespace) -> int:
             )
     except KeyboardInterrupt as error:
         word, status = how_it_ended(error)
-        goes_on = (
-            "goes on from the last checkpoint in"
+        continuation = (
+            "resumes from the last checkpoint in"
             if (Path(args.out) / CHECKPOINT).is_file()
-            else "begins anew: nothing is kept yet in"
+            else "starts from scratch: there is no checkpoint yet in"
         )
-        print(f"kvlens: {word}; the same command {goes_on} {visible(args.out)}", file=sys.stderr)
+        print(f"kvlens: {word}; the same command {continuation} {visible(args.out)}", file=sys.stderr)
         return status
     if facts:
         _print_facts(facts, args.out)
@@ -85,7 +91,7 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _settings(flag: str, pairs: Iterable[str]) -> dict[str, Any]:
-    """``["steps=5", "kv_shift=true"]`` -> values as JSON reads them, as text where it does not."""
+    """``["steps=5", "kv_shift=true"]`` -> values parsed as JSON, or as strings if they are not JSON."""
     settings: dict[str, Any] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")

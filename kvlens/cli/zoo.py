@@ -1,4 +1,4 @@
-"""``kvlens zoo``: the models that ship with kvlens, and how good they are."""
+"""``kvlens zoo``: list the models that ship with kvlens, with their scores."""
 
 import argparse
 import json
@@ -9,8 +9,8 @@ from kvlens.files import read_listed
 from kvlens.terminal import paragraphs, terminal_width
 
 LEGEND = (
-    "loss (nats) and accuracy: on held-out data, at the positions that count for the task; gain: nats per token that a "
-    'converted context saves. Load one with HookedKVTransformer.from_zoo("docs-linear").'
+    "loss (nats) and accuracy: on held-out data, at the positions scored by the task; gain: how much a converted context "
+    'lowers the loss, in nats per token. Load a model with HookedKVTransformer.from_zoo("docs-linear").'
 )
 
 
@@ -19,8 +19,8 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "zoo",
         help="list the models that ship with kvlens",
-        description="List the models that ship with kvlens: size, task, held-out loss and accuracy, and for linear-attention "
-        "models of text by how much a converted context lowers the loss.",
+        description="List the models that ship with kvlens: size, task, held-out loss and accuracy and, for language "
+        "models with linear attention, how much a converted context lowers the loss.",
         allow_abbrev=False,
     )
     parser.set_defaults(run=_zoo)
@@ -29,7 +29,7 @@ def add_command(commands: Any) -> None:
 def _zoo(args: argparse.Namespace) -> int:
     names = zoo.names()
     if not names:
-        print("This installation ships no model; train one with: kvlens train docs-linear --out DIR")
+        print("This installation has no models; train one with: kvlens train docs-linear --out DIR")
         return 0
     print(f"{'name':<20}{'task':<11}{'parameters':>11}{'size':>9}{'loss':>9}{'accuracy':>10}{'gain':>8}")
     for name in names:

@@ -84,17 +84,17 @@ def build_report(
     method: str | ConversionMethod = "exact",
     on_progress: Callable[[str, float], None] | None = None,
 ) -> Report:
-    """Convert ``prompt`` and measure, on ``text``, what the conversion keeps, what the prompt changes and where it sits.
+    """Convert ``prompt`` and measure on ``text`` how exact the conversion is, what the prompt changes, and which heads matter.
 
     Args:
-        model: linear or softmax, with a tokenizer; nothing may be attached to it.
+        model: with linear or softmax attention and a tokenizer; no bias may be attached to it.
         prompt: not empty; it gets a BOS by the model's default.
-        text: not empty; tokenized apart from the prompt, without BOS.
-        model_name: how the report calls the model; None takes the configuration's name.
+        text: not empty; tokenized separately, without BOS.
+        model_name: the model's name in the report; None takes that of the configuration.
         new_tokens: how many tokens to generate in each condition.
-        temperature: 0 generates greedily; above 0 samples, with equal random numbers in the three conditions.
-        seed: of the sampling; the global generators stay as they were.
-        dual: also what each head's dual model does with the prompt as its demonstrations.
+        temperature: 0 generates greedily; above 0 samples, with the same random numbers in the three conditions.
+        seed: random seed for sampling; the global generators are not changed.
+        dual: also analyze each head as a gradient step on the prompt's tokens.
         method: for softmax attention, how the prompt is converted, as in :func:`kvlens.convert_prompt`:
             ``Landmark(n_keys=32)``; by default every key is kept, which is exact.
         on_progress: called with a description and the fraction done, in 0..1.
@@ -125,11 +125,11 @@ def build_report(
         raise KVLensError("the model's logits on the text are not finite: activations overflow; try --dtype float32")
     effect = prompt_effect(model, prompt_tokens, text_tokens, bias=bias, readings=readings)
     sequences = (model, prompt_tokens, text_tokens)
-    by_head = bias_by_head(*sequences, bias=bias, on_progress=part("removing heads", 0.16, 0.35))
-    by_layer = bias_by_layer(*sequences, bias=bias, on_progress=part("removing layers", 0.35, 0.4))
+    by_head = bias_by_head(*sequences, bias=bias, on_progress=part("ablating heads", 0.16, 0.35))
+    by_layer = bias_by_layer(*sequences, bias=bias, on_progress=part("ablating layers", 0.35, 0.4))
     everything = [(layer, head) for layer in range(bias.n_layers) for head in range(bias.n_heads)]
     total = baseline_ablation(model, prompt_tokens, text_tokens, [everything], bias=bias).iloc[0]
-    heads = head_details(*sequences, bias=bias, on_progress=part("looking into heads", 0.4, 0.65))
+    heads = head_details(*sequences, bias=bias, on_progress=part("attention of heads", 0.4, 0.65))
     copies = prompt_copies(*sequences, on_progress=part("looking for copies", 0.65, 0.75))
     generated = {}
     for i, condition in enumerate(CONDITIONS):
@@ -149,7 +149,7 @@ def build_report(
         "notes": notes_on(model, prompt_tokens, effect, bias),
         "bias": {
             "n_numbers": bias.num_parameters,
-            "holds": "b_KV and b_D" if bias.features is None else "b_KV, b_D and what its features need",
+            "holds": "b_KV and b_D" if bias.features is None else "b_KV, b_D and the features' parameters",
             "position_offset": int(bias.position_offset),
             "kl_without_any_head": float(total["kl"]),
             "loss_change_without_any_head": float(total["loss_change"]),

@@ -1,4 +1,4 @@
-"""An explanation on the terminal: one sentence, then the tables that it comes from."""
+"""An explanation in the terminal: one sentence, then the tables behind it."""
 
 import textwrap
 from typing import Any
@@ -14,11 +14,11 @@ MOST_ROWS = 12
 
 
 def in_a_sentence(found: Any, by: str) -> str:
-    """What was found, as one reads it aloud."""
+    """The result in one or two sentences."""
     if found.unit is None:
         return (
-            f"No {by} of the prompt changes how probable {found.answer!r} is more than {by}s of unrelated texts do "
-            f"({percent(found.p_answer[0])} with the prompt)."
+            f"No {by} of the prompt changes the probability of {found.answer!r} more than {by}s of unrelated texts do "
+            f"(it is {percent(found.p_answer[0])} with the prompt)."
         )
     unit, effect = found.units.loc[found.unit], float(found.units["total_effect"][found.unit])
     verb = "falls" if effect > 0 else "rises"
@@ -48,26 +48,26 @@ def _listed(names: list[str], word: str) -> str:
 
 
 def print_explanation(found: Any, by: str) -> None:
-    """Print the sentence, the units, and of the unit that matters most the heads and positions."""
+    """Print the sentence, the units, and the heads and positions for the unit with the largest effect."""
     console = make_console()
     console.print(textwrap.fill(visible(in_a_sentence(found, by)), WIDTH))
     units = found.units.assign(p=found.units["p_value"].map("{:.3f}".format))
     shown = units.sort_values("total_effect", key=abs, ascending=False).head(MOST_ROWS).sort_values("start")
-    console.print("effect of taking it away, nats", style="bold")
+    console.print("effect on the log-probability of the answer, nats", style="bold")
     console.print(
         _table(
             shown,
-            {"unit_text": by, "total_effect": "total", "knockout_effect": "hidden from the text", "p": "p"},
+            {"unit_text": by, "total_effect": "total", "knockout_effect": "attention knockout", "p": "p"},
         )
     )
     if len(units) > len(shown):
-        console.print(f"({len(shown)} of {len(units)} shown, the largest effects)")
+        console.print(f"(the {len(shown)} largest of {len(units)} effects)")
     if found.unit is None:
         return
     heads = found.heads.assign(name=[f"L{a}H{b}" for a, b in zip(found.heads["layer"], found.heads["head"], strict=True)])
     heads = heads.sort_values("swap", key=abs, ascending=False).head(5)
     heads = heads.assign(p=heads["p_value"].map("{:.3f}".format), leads=heads["leads"].map(percent))
-    console.print("heads, nats lost with its part from the prompt without", style="bold")
+    console.print("heads, nats lost when patched from the prompt without it", style="bold")
     console.print(
         _table(
             heads,
@@ -76,7 +76,7 @@ def print_explanation(found: Any, by: str) -> None:
     )
     positions = found.positions.sort_values("swap", key=abs, ascending=False).head(5)
     positions = positions.assign(token=positions["token"].fillna("shift state"), where=_where(positions))
-    console.print("read at, nats lost with its keys and values from there", style="bold")
+    console.print("positions, nats lost with keys and values of the prompt without it", style="bold")
     console.print(
         _table(
             positions,
@@ -87,7 +87,7 @@ def print_explanation(found: Any, by: str) -> None:
 
 def _where(positions: pd.DataFrame) -> list[str]:
     return [
-        "in the unit" if own else "carries it by the shift" if shifted else ""
+        "in the unit" if own else "reached by the shift" if shifted else ""
         for own, shifted in zip(positions["in_unit"], positions["in_shift_window"], strict=True)
     ]
 

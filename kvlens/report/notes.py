@@ -1,4 +1,4 @@
-"""What a reader of a report is told beside its figures: a prompt that is too long, that hurts, or that moves the text."""
+"""Notes in a report: the prompt is too long, raises the loss, or shifts the text's positions."""
 
 import math
 
@@ -11,19 +11,19 @@ from kvlens.kv_bias import KVBias
 from kvlens.model import HookedKVTransformer
 
 SHOWN_WHOLE = 1024
-"""Prompt tokens up to which the page leaves out little."""
+"""Up to this many prompt tokens the page shows nearly everything."""
 ABSOLUTE_POSITIONS = ("standard", "shortformer", "sinusoidal")
 HARMED = 3
-"""Places that are named where the prompt hurts."""
+"""Number of positions listed where the prompt hurts most."""
 
 
 def notes_on(model: HookedKVTransformer, prompt: Tensor, effect: pd.DataFrame, bias: KVBias) -> list[str]:
-    """Everything that there is to say, a sentence or two each.
+    """All notes that apply, one or two sentences each.
 
     Args:
-        model: the report's.
+        model: the model of the report.
         prompt: [pos].
-        effect: of :func:`kvlens.analyses.prompt_effect`.
+        effect: the table of :func:`kvlens.analyses.prompt_effect`.
         bias: the converted prompt.
     """
     notes = (
@@ -37,7 +37,7 @@ def notes_on(model: HookedKVTransformer, prompt: Tensor, effect: pd.DataFrame, b
 
 
 def keys_note(bias: KVBias, n_prompt: int) -> str | None:
-    """When a fit uses fewer keys than it was given, and why."""
+    """A note if a fit uses fewer keys than it was given, with the reason."""
     if bias.fit is None or bias.fit.method != "landmark" or bias.fit.n_keys is None:
         return None
     n_keys, ratio = (bias.fit.settings[name] for name in ("n_keys", "ratio"))
@@ -46,13 +46,13 @@ def keys_note(bias: KVBias, n_prompt: int) -> str | None:
     if used == given:
         return None
     return (
-        f"Of the {given:,} keys of all heads, {given - used:,} are not read: the fit has no negative weights, and a key whose "
+        f"Of the {given:,} keys of all heads, {given - used:,} are unused: the fit has no negative weights, so a key whose "
         "best weight would be negative gets weight 0."
     )
 
 
 def harm_note(effect: pd.DataFrame) -> str | None:
-    """When the prompt raises the mean loss on the text, and where most."""
+    """A note if the prompt raises the mean loss on the text, with the positions where it does so most."""
     wide = effect.pivot(index="position", columns="condition", values="loss")  # noqa: PD010
     harm = (wide["converted"] - wide["without_prompt"]).dropna()
     if harm.empty or harm.mean() <= 0:
@@ -63,26 +63,26 @@ def harm_note(effect: pd.DataFrame) -> str | None:
     )
     return (
         f"The prompt hurts: the mean loss on the text is {harm.mean():.3f} nats per token higher with it than without, at "
-        f"{int((harm > 0).sum())} of {len(harm)} positions. Most before: {worst}."
+        f"{int((harm > 0).sum())} of {len(harm)} positions. Largest increases: {worst}."
     )
 
 
 def _position_note(model: HookedKVTransformer, prompt: Tensor) -> str | None:
-    """That without the prompt the text also stands elsewhere, for a model that sees at which position a token stands."""
+    """A note for models with absolute positions: without the prompt, the text also has other positions."""
     if model.cfg.positional_embedding_type not in ABSOLUTE_POSITIONS:
         return None
     alone = len(baseline_sequence(model, prompt, None))
     return (
-        f"This model sees a token's position. Without the prompt the text begins at position {alone}, with it or converted at "
-        f"{len(prompt)}: part of what the prompt changes may be this move."
+        f"This model uses absolute positions. The text starts at position {alone} without the prompt and at {len(prompt)} "
+        "with the prompt or its bias: part of what the prompt changes may come from this difference."
     )
 
 
 def _page_note(n_prompt: int) -> str | None:
-    """That the pictures cannot show every token of a long prompt."""
+    """A note that the figures do not show every token of a long prompt."""
     if n_prompt <= SHOWN_WHOLE:
         return None
     return (
-        f"The page shows the prompt's {n_prompt:,} tokens in blocks of neighbors, and in arcs and attention patterns those "
-        "that count most; each picture says what it leaves out. kvlens.analyses.bias_positions has the numbers of every token."
+        f"The page shows the prompt's {n_prompt:,} tokens in blocks of neighbors, and only the most important in arcs and "
+        "attention patterns; figures say what they omit. kvlens.analyses.bias_positions has the numbers of every token."
     )

@@ -1,4 +1,4 @@
-"""A report as a page to open in a browser: ``report.html``, one file that works without a network."""
+"""A report as ``report.html``, a single file to open in a browser that works offline."""
 
 import math
 from typing import Any
@@ -23,7 +23,7 @@ from kvlens.viz import (
 from kvlens.viz._text import label, number, percent
 
 TOP_HEADS = 12
-"""Heads in the circuitsvis view, a row of it."""
+"""Number of heads in the circuitsvis view."""
 TOP_PLACES = 5
 LONGEST_NAME = 120
 LOSSES = ("converted", "without_prompt")
@@ -34,61 +34,73 @@ def build_page(report: Report) -> Page:
     """The report's page: conversion, effect of the prompt, heads, patterns, generated text."""
     summary, tables = report.summary, report.tables
     page = Page(f"kvlens report: {_short(summary['model']['name'])}", _subtitle(summary))
-    page.section("What the conversion keeps", "The converted model without the prompt, against the original model with it.")
+    page.section(
+        "How exact the conversion is",
+        "The converted model without the prompt, compared with the original model with the prompt.",
+    )
     page.add(_conversion(summary))
     page.section(
         "Prompt, heads, next token",
-        "Choose a prompt token to see which heads hold it, a head to see what it reads and which text it serves, or a token of "
-        "the text to see all that it reads and what the model expects next. A large share need not matter much: the menu also "
-        "colors the heads by what their removal costs (ablation_kl). Arrow keys move, Enter chooses, Escape clears.",
+        "Choose a prompt token to see which heads read it, a head to see which prompt tokens it reads and where, or "
+        "a text token to see everything it reads and the most probable next tokens. A large share does not imply a large "
+        "effect: the menu can also color heads by the effect of ablating them (ablation_kl). Arrow keys move, Enter chooses, "
+        "Escape clears.",
     )
     page.add(linked_view(report.linked, title="shares of the prompt in the attention output"))
-    page.section("What the prompt changes", "Means over the text; then where it saves loss, and where it costs some.")
-    page.add(_effect(summary["prompt_effect"])).add(_places(tables["prompt_effect"])).add(_gain(tables["prompt_effect"]))
-    page.section("Layer by layer", "At which depth the prompt's help, or harm, is there.")
-    page.add(depth_map(tables["prompt_by_depth"], title="loss without the prompt, less loss with it"))
     page.section(
-        "Which heads carry it",
-        "The total effect of a head, by way of all later layers. ablation_kl: what the predictions lose, in nats, when that "
-        "head knows nothing of the prompt but BOS (zero_kl: not even BOS); effects do not add up. bias_share: how much of the "
-        "head's output the bias makes up. Choose a "
-        "head to see its pattern and its prompt tokens.",
+        "What the prompt changes",
+        "Means over the text, then the positions where the prompt lowers the loss most and raises it most.",
+    )
+    page.add(_effect(summary["prompt_effect"])).add(_places(tables["prompt_effect"])).add(_gain(tables["prompt_effect"]))
+    page.section("Layer by layer", "After which layer the prompt helps or hurts (logit lens).")
+    page.add(depth_map(tables["prompt_by_depth"], title="loss without the prompt minus loss with it"))
+    page.section(
+        "Which heads matter",
+        "The total effect of each head, including through later layers. ablation_kl: KL divergence of the predictions, in "
+        "nats, when the head's bias contains only BOS (zero_kl: nothing at all); effects of several heads do not add up. "
+        "bias_share: share of the bias in the head's output. Choose a head to see its pattern and its prompt tokens.",
     )
     page.add(
-        head_heatmap(tables["bias_by_head"], "ablation_kl", details=report.heads, title="heads by what their removal costs")
+        head_heatmap(tables["bias_by_head"], "ablation_kl", details=report.heads, title="heads by the effect of ablating them")
     )
-    page.add(contribution_bars(tables["bias_by_layer"], "ablation_kl", title="layers: all heads of a layer removed"))
+    page.add(contribution_bars(tables["bias_by_layer"], "ablation_kl", title="layers: all heads of a layer ablated"))
     page.section(
-        "What each part writes directly",
-        "Direct contribution to the logit of the token that follows, less the mean logit of the vocabulary, mean over the "
-        "text, with the bias attached: what a part writes itself. What it does by way of later layers is in their bars, so "
-        "that a head that matters much above may write little here. attention_input is what the heads read from the text, "
-        "attention_bias what they read from the converted prompt. All bars add up to the mean of that logit.",
+        "Direct logit attribution",
+        "Direct contribution of each component to the logit of the next token minus the mean logit of the vocabulary, averaged "
+        "over the text, with the bias attached. Effects through later layers are part of those layers' bars, so a head with a "
+        "large effect may contribute little here. attention_input is what the heads read from the text, attention_bias what "
+        "they read from the converted prompt. All bars add up to the mean of that logit.",
     )
     page.add(_contributions(tables["layer_contributions"]))
     if "dual_losses" in tables:
         _add_dual(page, report)
-    page.section("Induction", "Where the text meets a token of the prompt again, and who looks at what followed it then.")
+    page.section(
+        "Induction", "Where the text repeats a token of the prompt, and which heads attend to the token that followed it there."
+    )
     page.add(_arcs(report))
-    page.section("How much of each token's attention output is the bias", "Mean over all layers and heads.")
+    page.section("Share of the bias in each token's attention output", "Mean over all layers and heads.")
     page.add(_bias_share(report))
-    page.section("Attention patterns", "The heads that carry most, in circuitsvis; hover to enlarge, click to keep.")
+    page.section(
+        "Attention patterns", "The heads with the largest effect, drawn by circuitsvis; hover to enlarge, click to keep."
+    )
     page.add(_attention(report))
-    page.section("Generated text", f"{summary['generation']['method'].capitalize()}; what differs from the first is marked.")
+    page.section(
+        "Generated text", f"{summary['generation']['method'].capitalize()}; differences from the first text are marked."
+    )
     page.add(_generated(summary))
     versions = ", ".join(f"{name} {number}" for name, number in summary["versions"].items())
-    return page.footer(f"Made {summary['created']} with {versions}. The numbers stand in the Parquet files beside this page.")
+    return page.footer(f"Made {summary['created']} with {versions}. The numbers are in the Parquet files next to this page.")
 
 
 def _add_dual(page: Page, report: Report) -> None:
-    """Each head as a step of learning from the prompt's tokens, and what each of them gives to it."""
+    """Each head as a gradient step on the prompt's tokens, and the contribution of each token."""
     page.section(
-        "Heads as a step of learning",
-        "Every head's output is what a model W φ(k) gives after one gradient step on the prompt's tokens as its training set "
-        "(the dual model). log_loss_drop: how far the step lowers the loss, as a natural logarithm, for it spans many orders "
-        "of magnitude. step_share: the part of the head's output that the step makes. demonstration_weight: the head's "
-        "attention to the prompt. cosine_before, cosine_after: how well W φ(k) points along v, over the prompt's tokens. The "
-        "map holds means over the text; choose a head to see what each prompt token gives to its step at the last text token.",
+        "Heads as a step of gradient descent",
+        "Every head's output equals that of a linear model W φ(k) after one gradient step on the prompt's tokens as training "
+        "data (the dual model). log_loss_drop: natural logarithm of the decrease in loss, which spans many orders "
+        "of magnitude. step_share: share of the head's output that comes from the step. demonstration_weight: the head's "
+        "attention to the prompt. cosine_before, cosine_after: mean cosine of W φ(k) and v over the prompt's tokens. The "
+        "map shows means over the text; choose a head to see the contribution of each prompt token at the last text token.",
     )
     last = report.linked.text[-1]
     page.add(dual_view(report.tables["dual_losses"], report.tables["dual_demonstrations"], query=last))
@@ -104,7 +116,7 @@ def _subtitle(summary: dict[str, Any]) -> str:
     return (
         f"{model['n_layers']} layers of {model['n_heads']} heads, {model['n_parameters']:,} parameters, {model['dtype']}. "
         f"A prompt of {summary['prompt']['n_tokens']:,} tokens became a bias of {summary['bias']['n_numbers']:,} numbers; "
-        f"it is judged on a text of {summary['text']['n_tokens']:,} tokens.{notes}"
+        f"it is evaluated on a text of {summary['text']['n_tokens']:,} tokens.{notes}"
     )
 
 
@@ -119,13 +131,17 @@ def _conversion(summary: dict[str, Any]) -> Piece:
         if held_out is None
         else [
             ("error of the logits, held out", percent(held_out["logits_error"], least=0.0), "on continuations of the prompt"),
-            ("share of the prompt's effect lost", percent(held_out["lost_share"], least=0.0), "likewise"),
+            ("share of the prompt's effect lost", percent(held_out["lost_share"], least=0.0), "on the same"),
         ]
     )
     rows += [
         ("relative error of the logits", number(figures["relative_error"]), verdict),
-        ("that of the original, against float64", number(figures["rounding_error"]), "up to 4 times that is exact"),
-        ("largest difference of a logit", number(figures["max_abs_error"]), ""),
+        (
+            "rounding error of the original, against float64",
+            number(figures["rounding_error"]),
+            "up to 4 times this counts as exact",
+        ),
+        ("largest difference of any logit", number(figures["max_abs_error"]), ""),
         ("same predicted next token", f"{round(figures['argmax_agreement'] * n_text)} of {n_text}", "positions of the text"),
     ]
     return error_table(pd.DataFrame(rows, columns=["measure", "value", "verdict"]), title="conversion error")
@@ -133,7 +149,7 @@ def _conversion(summary: dict[str, Any]) -> Piece:
 
 def _effect(figures: dict[str, Any]) -> Piece:
     names = {
-        "kl_from_with_prompt": "KL from with prompt, nats",
+        "kl_from_with_prompt": "KL(with prompt || this), nats",
         "next_token_agreement": "same predicted next token, fraction",
         "loss_nats_per_token": "loss, nats per token",
     }
@@ -142,15 +158,15 @@ def _effect(figures: dict[str, Any]) -> Piece:
 
 
 def _gain(effect: pd.DataFrame) -> Piece:
-    """The text, each token colored by the loss on it that the converted prompt saves; the first has none."""
+    """The text, with each token colored by how much the converted prompt lowers the loss on it; the first has no loss."""
     losses = {name: rows["loss"].to_numpy() for name, rows in effect.groupby("condition")}
     gain = [math.nan, *(losses["without_prompt"] - losses["converted"])[:-1]]
     tokens = effect.loc[effect["condition"] == "converted", "token"]
-    return colored_tokens(tokens, gain, title="loss that the converted prompt saves on each token", unit="nats")
+    return colored_tokens(tokens, gain, title="decrease in loss from the converted prompt, per token", unit="nats")
 
 
 def _places(effect: pd.DataFrame) -> Piece:
-    """The positions where the prompt saves most, and those where it costs most."""
+    """The positions where the prompt lowers the loss most, and those where it raises it most."""
     wide = effect.set_index(["position", "condition"])["loss"].unstack()  # noqa: PD010, one row for each
     rows = effect[effect["condition"] == "converted"].set_index("position")
     gain = (wide["without_prompt"] - wide["converted"]).dropna()
@@ -161,7 +177,7 @@ def _places(effect: pd.DataFrame) -> Piece:
         for effect_, places in found
         for place in places.index
     ]
-    columns = ["the prompt", "position", "after", "comes", *(f"loss {TITLES[name]}" for name in LOSSES)]
+    columns = ["the prompt", "position", "after", "next token", *(f"loss {TITLES[name]}" for name in LOSSES)]
     return error_table(pd.DataFrame(table, columns=columns), title="where it helps most, and where it hurts most")
 
 
@@ -171,7 +187,7 @@ def _contributions(table: pd.DataFrame) -> Piece:
     means["part"] = means["component"].where(outside, "layer " + means["layer"].astype(str) + ", " + means["component"])
     total = number(float(means["logit"].sum()))
     return contribution_bars(
-        means, "logit", by="part", title=f"direct contributions; their sum, the mean centered logit, is {total}"
+        means, "logit", by="part", title=f"direct contributions; they add up to the mean centered logit, {total}"
     )
 
 
@@ -184,7 +200,7 @@ def _arcs(report: Report) -> Piece:
     )
     tokens = [*linked.prompt, *linked.text]
     return induction_arcs(
-        tokens, len(linked.prompt), copies, scores, title="arcs; the strip shows each head's mean share of them"
+        tokens, len(linked.prompt), copies, scores, title="arcs; the strip shows each head's mean attention along them"
     )
 
 

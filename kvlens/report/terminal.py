@@ -1,4 +1,4 @@
-"""A report in the terminal: 80 columns wide, with colors where there is a terminal and without them in a pipe."""
+"""A report in the terminal: 80 columns wide, with colors in a terminal and without them in a pipe."""
 
 from typing import Any
 
@@ -20,20 +20,20 @@ NEWLINE = "⏎"
 CELL = 6
 TOP = 5
 LONGEST_SHOWN = 320
-"""Characters of prompt and text, four lines, that the head of the report repeats."""
+"""Characters of the prompt and of the text that are shown at the top of the report (four lines)."""
 _TITLES = {"with_prompt": "with prompt", "converted": "converted", "without_prompt": "without prompt"}
 
 
 @checked
 def print_report(report: Report, console: Console | None = None) -> None:
-    """Show ``report``; a console of one's own decides where and in which colors."""
+    """Print ``report``, by default to stdout; ``console`` changes where and in which colors."""
     console = console or make_console()
     if console.is_terminal:
         _show(console, report)
         return
     with console.capture() as captured:
         _show(console, report)
-    lines = (line.rstrip() for line in captured.get().splitlines())  # rich fills lines up with blanks
+    lines = (line.rstrip() for line in captured.get().splitlines())  # rich pads lines with spaces
     console.file.write("\n".join(lines) + "\n")
 
 
@@ -43,12 +43,12 @@ def _show(console: Console, report: Report) -> None:
     for note in summary["notes"]:
         console.print()
         console.print(Text(f"Note: {_printable(note)}", style="yellow"))
-    _heading(console, "1  The converted model, without the prompt, against the original with it")
+    _heading(console, "1  The converted model without the prompt, compared with the original with it")
     console.print(_conversion(summary))
-    _heading(console, "2  What the prompt changes, and whether the conversion changes the same")
+    _heading(console, "2  What the prompt changes, and whether its conversion changes the same")
     console.print(_effect(summary["prompt_effect"]))
     _print_places(console, report)
-    _heading(console, "3  Which layers and heads carry it")
+    _heading(console, "3  Which layers and heads matter")
     _print_heads(console, report)
     _heading(console, f"4  Generated text, {summary['generation']['method']} ({NEWLINE} is a new line)")
     _print_generated(console, summary)
@@ -90,10 +90,10 @@ def _conversion(summary: dict[str, Any]) -> Padding:
         table.add_row(
             "error of the logits, held out", percent(held_out["logits_error"], least=0.0), "on continuations of the prompt"
         )
-        table.add_row("share of the prompt's effect lost", percent(held_out["lost_share"], least=0.0), "likewise")
+        table.add_row("share of the prompt's effect lost", percent(held_out["lost_share"], least=0.0), "on the same")
     table.add_row("relative error of the logits", f"{figures['relative_error']:.1e}", verdict)
-    table.add_row("that of the original, against float64", f"{figures['rounding_error']:.1e}", "up to 4 times that is exact")
-    table.add_row("largest difference of a logit", f"{figures['max_abs_error']:.1e}")
+    table.add_row("rounding error of the original", f"{figures['rounding_error']:.1e}", "up to 4 times this is exact")
+    table.add_row("largest difference of any logit", f"{figures['max_abs_error']:.1e}")
     agreeing = round(figures["argmax_agreement"] * n_text)
     table.add_row("same predicted next token", f"{agreeing} of {n_text}", "positions of the text")
     return Padding(table, (0, 0, 0, 2))
@@ -102,7 +102,7 @@ def _conversion(summary: dict[str, Any]) -> Padding:
 def _effect(figures: dict[str, Any]) -> Padding:
     table = _table(("mean over the text", *(_TITLES[c] for c in CONDITIONS)))
     rows = (
-        ("KL from with prompt, nats", "kl_from_with_prompt", _nats),
+        ("KL(with prompt || this), nats", "kl_from_with_prompt", _nats),
         ("same predicted next token", "next_token_agreement", percent),
         ("loss, nats per token", "loss_nats_per_token", _nats),
     )
@@ -112,14 +112,14 @@ def _effect(figures: dict[str, Any]) -> Padding:
 
 
 def _print_places(console: Console, report: Report) -> None:
-    """The positions where the prompt saves most loss on the token that follows."""
+    """The positions where the prompt lowers the loss on the next token most."""
     wide = report.tables["prompt_effect"].pivot(index="position", columns="condition", values="loss")
     gain = (wide["without_prompt"] - wide["converted"]).dropna().nlargest(TOP)
     gain = gain[gain > 0]
     if gain.empty:
         return
     tokens = report.tables["conversion_error"]["token"].tolist()
-    table = _table(("position", "after", "comes", "loss converted", "without prompt"))
+    table = _table(("position", "after", "next token", "loss converted", "without prompt"))
     table.columns[1].justify = table.columns[2].justify = "left"
     for position in gain.index:
         before = joined(tokens[max(0, position - 7) : position + 1])
@@ -155,7 +155,7 @@ def _print_heads(console: Console, report: Report) -> None:
 
 
 def _heat_map(heads: Any, layers: Any, unit: float) -> Text:
-    """Layers downwards, heads across, a shade and a number each, the whole layer at the right; wide ones in several blocks."""
+    """Rows are layers, columns heads, with the whole layer at the right; wide maps are split into several blocks."""
     values = heads.pivot(index="layer", columns="head", values="ablation_kl")
     of_layer = layers.set_index("layer")["ablation_kl"]
     top = float(values.to_numpy().max())
@@ -187,7 +187,7 @@ def _print_generated(console: Console, summary: dict[str, Any]) -> None:
     console.print(
         Text(
             "  converted and with prompt are "
-            + ("the same, token by token" if equal else "NOT the same; a tie broken by rounding, or an inexact conversion"),
+            + ("the same, token by token" if equal else "NOT the same: rounding broke a tie, or the conversion is inexact"),
             style="green" if equal else "bold red",
         )
     )
@@ -233,5 +233,5 @@ def _quoted(text: str, width: int, keep: str = "start") -> str:
 
 
 def _printable(text: str) -> str:
-    """``text`` on one line, each newline as a sign, and visible whatever else a terminal would obey."""
+    """``text`` on one line, with newlines and control characters replaced by visible signs."""
     return visible(text.replace("\n", NEWLINE).expandtabs(4))

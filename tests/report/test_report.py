@@ -436,7 +436,7 @@ def test_with_dual_the_report_says_what_each_step_does(model, tmp_path):
     assert coloring[1, 2].item() == pytest.approx(mean[1, 2])
     assert set(report.linked.without_zero) < set(report.linked.colorings)
     write_report(report, tmp_path / "r")
-    assert "Heads as a step of learning" in (tmp_path / "r" / "report.html").read_text(encoding="utf-8")
+    assert "Heads as a step of gradient descent" in (tmp_path / "r" / "report.html").read_text(encoding="utf-8")
     assert FILES | {"dual_losses.parquet", "dual_demonstrations.parquet"} == set(listing(tmp_path / "r"))
 
 

@@ -1,12 +1,14 @@
 """``kvlens report`` on softmax models: exact by default, approximate where asked, and it says which."""
 
+import dataclasses
 import json
 
 import pytest
 from tiny_text_model import tiny_text_model
 
 from kvlens.__main__ import main
-from kvlens.conversion import Landmark, Taylor
+from kvlens.cli.report import FEATURES
+from kvlens.conversion import METHODS, Landmark, Taylor
 from kvlens.kv_bias import KVBias
 from kvlens.report.build import build_report
 
@@ -48,7 +50,7 @@ def test_keys_that_are_not_read_are_counted_and_said_why(outside_data, tmp_path,
     (note,) = [note for note in summary["notes"] if "keys of all heads" in note]
     not_read = (bias.b_D == 0) & (bias.b_KV == 0).all(dim=-1)
     assert bias.d_phi == 16 and (bias.b_D >= 0).all() and 0 < not_read.sum() < 16
-    assert note.startswith(f"Of the {bias.b_D.numel()} keys of all heads, {int(not_read.sum())} are not read:")
+    assert note.startswith(f"Of the {bias.b_D.numel()} keys of all heads, {int(not_read.sum())} are unused:")
     assert note in " ".join(capsys.readouterr().out.split())
 
 
@@ -79,13 +81,26 @@ def test_nothing_that_is_shared_says_where_the_model_lies(outside_data, tmp_path
     ("options", "words"),
     [
         (["--method", "landmark"], "needs --features"),
-        (["--features", "4"], "has no option 'n_features', which belongs to"),
+        (
+            ["--features", "4"],
+            "--features has no effect with --method exact; it belongs to --method landmark or random or learned",
+        ),
+        (["--method", "random", "--features", "4", "--budget", "equal"], "--budget has no effect with --method random"),
+        (["--method", "landmark", "--features", "0"], "--features must be at least 1, got 0"),
+        (["--method", "landmark", "--features", "4", "--polish", "-1"], "--polish must be at least 0, got -1"),
     ],
 )
 def test_options_that_do_not_go_together(outside_data, tmp_path, capsys, options, words):
     model = ["--model", str(outside_data / "stories260K.bin"), "--tokenizer", str(outside_data / "tok512.bin")]
     assert main(["report", *model, "--prompt", STORY, "--text", " Lily", "--out", str(tmp_path / "out"), *options]) != 0
     assert words in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_flags_belong_to_the_methods_that_have_their_options():
+    fields = {name: {field.name for field in dataclasses.fields(kind)} | set(kind.shorthand) for name, kind in METHODS.items()}
+    assert set(FEATURES) == {name for name, options in fields.items() if "n_features" in options}
+    for option in ("budget", "polish_steps"):
+        assert {name for name, options in fields.items() if option in options} == {"landmark"}
 
 
 def test_a_report_takes_a_methods_object():

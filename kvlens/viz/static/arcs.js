@@ -38,7 +38,7 @@
     const strip = element("div", "strip"), scroll = element("div", "scroll"), status = element("p", "readout");
     status.setAttribute("role", "status");
     strip.setAttribute("role", "group");
-    strip.setAttribute("aria-label", "heads by induction score; choose which are drawn");
+    strip.setAttribute("aria-label", "heads by induction score; choose which ones are drawn");
     const top = strongest(data.scores.map((s) => s[2]));
     const best = data.scores.reduce((a, b) => ((b[2] ?? 0) > (a[2] ?? 0) ? b : a), data.scores[0]);
     const chosen = new Set([`${best[0]}.${best[1]}`]);
@@ -70,7 +70,7 @@
     place.append(legend(top, "induction score", data.scores.some((s) => s[2] < 0)), strip, scroll, status);
     roving(buttons, 0, toggle, () => { chosen.clear(); draw(); });
     draw();
-    scroll.scrollLeft = wide; // to the text, where the arcs begin
+    scroll.scrollLeft = wide; // scroll to the text, where the arcs start
   };
 
   document.querySelectorAll('[data-kvlens="arcs"]').forEach(setUp);

@@ -2,7 +2,7 @@
 "use strict";
 (() => {
   const { dataOf, label, number, percent, valuesOf, strongest, element, legend, coloredTokens, mapOfHeads } = KVLENS;
-  const share = (x) => percent(x, 0); // however small: there may be thousands
+  const share = (x) => percent(x, 0); // even very small ones: there may be thousands of tokens
   const COLUMNS = ["position", "demonstration", "of the step", "of the output", "attention", "cosine before", "after"];
 
   const tableOf = (data, rows) => {
@@ -22,7 +22,7 @@
     });
     scroll.tabIndex = 0;
     scroll.setAttribute("role", "region");
-    scroll.setAttribute("aria-label", "demonstrations that give most");
+    scroll.setAttribute("aria-label", "demonstrations with the largest contributions");
     scroll.append(table);
     return scroll;
   };
@@ -41,14 +41,14 @@
       const head = data.heads[layer][index];
       place.replaceChildren(
         element("h3", "", `Layer ${layer}, head ${index}: its demonstrations`),
-        element("p", "note", `Of the output at “${label(data.query)}” the step on all ${data.n} makes ${share(head.whole)}.`),
+        element("p", "note", `The step on all ${data.n} demonstrations makes up ${share(head.whole)} of the output at “${label(data.query)}”.`),
         tableOf(data, head.most),
-        element("h4", "", "What each gives to the step"),
-        element("p", "note", "Its share of |v| √κ(k, k), the size of what it adds to W, over the sum of all."),
+        element("h4", "", "Contribution of each demonstration to the step"),
+        element("p", "note", "|v| √κ(k, k), the size of the term that a demonstration adds to W, as a share of the sum over all of them."),
         legend(100 * tops.step, `% of the step${per}; the same scale for every head`, false),
         colored(data, valuesOf(head.step), tops.step, "step"),
-        element("h4", "", "What each gives to the output"),
-        element("p", "note", "The part of the head's output, along it, that its part of the step makes."),
+        element("h4", "", "Contribution of each demonstration to the output"),
+        element("p", "note", "The projection of a demonstration's contribution on the head's output, as a share of the output."),
         legend(100 * tops.output, `% of the output${per}; the same scale for every head`, signed),
         colored(data, valuesOf(head.output), tops.output, "output"));
     };

@@ -9,7 +9,7 @@
     data.columns[part].map(({ place, text }) => ({ part, place, text: short(text, 24) })));
 
   const colorReader = (context) => {
-    // the browser parses the style sheet's colors, whatever notation they have
+    // let the browser parse the style sheet's colors, in whatever notation
     const style = getComputedStyle(document.documentElement);
     return (name) => {
       context.fillStyle = style.getPropertyValue(name).trim();
@@ -74,7 +74,7 @@
     const columns = columnsOf(data), values = valuesOf(head.pattern);
     const nPrompt = columns.filter((column) => column.part === "prompt").length;
     const panel = element("div", "pattern"), canvas = element("canvas"), readout = element("p", "readout");
-    const rest = "Point at a cell, or move with the arrow keys, to read it.";
+    const rest = "Point at a cell or use the arrow keys to read its value.";
     canvas.tabIndex = 0;
     canvas.setAttribute("role", "application");
     canvas.setAttribute("aria-label", "attention of the text's tokens to prompt and text; arrow keys read its cells");
@@ -126,7 +126,7 @@
     place.replaceChildren(title, patternTitle, panel);
     draw();
     const signed = (name) => data.heads.flat().some((one) => one[name]?.cells.some((cell) => cell < 0));
-    const negative = signed("pattern") ? "Linear attention may be negative: red takes the value away, and a row need not sum to 1." : "";
+    const negative = signed("pattern") ? "Linear attention weights can be negative (red), and a row need not sum to 1." : "";
     panel.prepend(
       element("p", "note", ["Rows are the text's tokens.", negative, ...data.notes].filter(Boolean).join(" ")),
       legend(scales.pattern, "of the head's attention; the same scale for every head", signed("pattern")));
@@ -134,13 +134,13 @@
     const list = most.map(([x, i]) => `“${label(tokens[i])}” (${data.blocks[i].place}) ${number(x)}`).join(", ");
     place.append(
       element("h4", "", "Prompt tokens by their share of the head's output on the text"),
-      element("p", "note", `All of them together: ${number(head.whole)}; the rest is the text's own, and the shift boundary's. Most: ${list}.`),
+      element("p", "note", `All together: ${number(head.whole)}; the rest comes from the text itself and the shift state. Largest: ${list}.`),
       legend(scales.shares, "of the head's output", signed("shares")),
       coloredTokens(tokens, shares, scales.shares, (token, i, x) => `prompt ${data.blocks[i].place} ${label(token)}: ${number(x)}`));
     if (head.bias) {
       const bias = valuesOf(head.bias);
       place.append(
-        element("h4", "", "Text tokens by how much of the head's output the bias makes up"),
+        element("h4", "", "Text tokens by the share of the bias in the head's output"),
         element("p", "note", `||z_bias|| / (||z_bias|| + ||z_context||), mean ${number(sumOf(bias) / bias.length)}.`),
         legend(scales.bias, "of the head's output, by size", false),
         coloredTokens(data.text, bias, scales.bias, (token, i, x) => `text ${i} ${label(token)}: ${number(x)}`));
@@ -160,13 +160,13 @@
     const target = figure.querySelector(":scope > div"), props = dataOf(figure);
     target.id = `circuitsvis-${index}`;
     let width = 0, waiting = null;
-    const render = () => { // it measures its place once, when it is drawn
+    const render = () => { // it measures its width only once, when it is drawn
       if (width === figure.clientWidth) return;
       width = figure.clientWidth;
       target.replaceChildren();
       CircuitsVis.render(target.id, CircuitsVis.AttentionHeads, props);
     };
-    new MutationObserver(() => { // its canvases have a role and no name
+    new MutationObserver(() => { // its canvases have a role but no name
       for (const canvas of target.querySelectorAll("canvas:not([aria-label])")) canvas.setAttribute("aria-label", "attention pattern of a head");
     }).observe(target, { childList: true, subtree: true });
     figure.tabIndex = 0; // it scrolls sideways on a small screen
@@ -178,10 +178,10 @@
 
   const fitFrame = () => {
     let frame = null;
-    try { frame = window.frameElement; } catch { return; } // the frame of another origin, which keeps its own height
+    try { frame = window.frameElement; } catch { return; } // a frame of another origin keeps its own height
     if (!frame || !frame.hasAttribute("srcdoc")) return;
     const fit = () => { frame.style.height = document.documentElement.offsetHeight + 4 + "px"; };
-    fit(); // now, and not first when the page is drawn: that may be late, or never in a tab at the back
+    fit(); // now, not when the page is first drawn: in a background tab that may be late or never
     new ResizeObserver(fit).observe(document.body);
   };
 

@@ -3,7 +3,7 @@
 "use strict";
 (() => {
   const { NEWLINE, dataOf, label, running, number, percent, valuesOf, strongest, element, paint, roving, legend } = KVLENS;
-  const share = (x) => percent(x, 0); // however small: there may be thousands
+  const share = (x) => percent(x, 0); // even very small ones: there may be thousands of tokens
 
   const matrix = (quantized, nColumns) => {
     const values = valuesOf(quantized);
@@ -24,7 +24,7 @@
     const buttons = tokens.map((token, i) => {
       const button = element("button", "token", running(token).replace(/\n/g, NEWLINE));
       button.type = "button";
-      list.append(button, "\n".repeat((token.match(/\n/g) ?? []).length)); // a line ends behind the button that shows it
+      list.append(button, "\n".repeat((token.match(/\n/g) ?? []).length)); // the line ends after the button that shows it
       return button;
     });
     box.append(list);
@@ -59,8 +59,8 @@
     return buttons;
   };
 
-  // the same head stands chosen in the figures below; a way to each
-  const BELOW = { "heat-map": "its attention pattern", dual: "what each prompt token gives to its step of learning" };
+  // the same head is selected in the figures below; a link to each
+  const BELOW = { "heat-map": "its attention pattern", dual: "what each prompt token contributes to its gradient step" };
   const waysBelow = (place) => {
     const links = Object.entries(BELOW).flatMap(([kind, what]) => {
       const figure = document.querySelector(`figure[data-kvlens="${kind}"]:has(.detail)`);
@@ -83,7 +83,7 @@
 
   const nextTokens = (place, data, chosen) => {
     place.replaceChildren();
-    if (chosen === null) return place.append(element("p", "note", "Choose a token of the text to see what the model expects after it."));
+    if (chosen === null) return place.append(element("p", "note", "Choose a text token to see the most probable next tokens."));
     const table = element("table", "plain"), head = element("tr"), conditions = Object.keys(data.next);
     head.append(element("th", "", "rank"));
     conditions.forEach((name) => {
@@ -106,8 +106,8 @@
       });
       table.append(row);
     }
-    const what = `The likeliest next tokens after “${label(data.text[chosen])}” (text ${chosen})` +
-      (follows === undefined ? "." : `; the text goes on with “${label(follows)}”, in bold where it is guessed.`);
+    const what = `The most probable next tokens after “${label(data.text[chosen])}” (text ${chosen})` +
+      (follows === undefined ? "." : `; the text continues with “${label(follows)}”, shown in bold.`);
     place.append(element("p", "note", what), table);
   };
 
@@ -121,7 +121,7 @@
       prompt: mean(byPrompt, nPrompt),
       text: mean(byText, nText),
     };
-    // one fixed scale for each quantity, whatever is chosen
+    // one scale per quantity, independent of what is chosen
     const tops = {
       "all/heads": strongest(all.heads), "all/prompt": strongest(all.prompt), "all/text": strongest(all.text),
       "prompt/heads": strongest(byPrompt.values), "prompt/text": strongest(between.values),
@@ -171,7 +171,7 @@
       if (kind === "head") waysBelow(expected);
       else nextTokens(expected, data, kind === "text" ? index : null);
     };
-    const colorHeads = (name) => { // by other numbers than shares of the prompt
+    const colorHeads = (name) => { // by quantities other than the prompt's shares
       const chosen = data.colorings[name], numbers = valuesOf(chosen), real = numbers.filter((x) => x !== null);
       const low = chosen.without_zero && real.length ? Math.min(...real) : 0;
       const top = chosen.without_zero && real.length ? Math.max(...real) : strongest(numbers);
@@ -185,10 +185,10 @@
     const best = (values, name, n) => values.map((x, i) => [x ?? 0, i]).sort((a, b) => Math.abs(b[0]) - Math.abs(a[0])).slice(0, n)
       .map(([x, i]) => `${name(i)} ${share(x)}`).join(", ");
     const said = (values) => {
-      if (kind === null) return `Nothing chosen: means over the text. Most in ${best(all.heads, names.heads, 3)}.`;
-      if (kind === "prompt") return `${names.prompt(index)} is held by ${best(values.heads, names.heads, 3)}.`;
-      if (kind === "head") return `${names.heads(index)} reads ${best(values.prompt, names.prompt, 3)}; serves ${best(values.text, names.text, 3)}.`;
-      return `${names.text(index)} is served by ${best(values.heads, names.heads, 3)}; reads ${best(values.prompt, names.prompt, 3)}.`;
+      if (kind === null) return `Nothing chosen: means over the text. Largest for ${best(all.heads, names.heads, 3)}.`;
+      if (kind === "prompt") return `${names.prompt(index)}: largest share in ${best(values.heads, names.heads, 3)}.`;
+      if (kind === "head") return `${names.heads(index)}: reads most from ${best(values.prompt, names.prompt, 3)}; largest share at ${best(values.text, names.text, 3)}.`;
+      return `${names.text(index)}: largest share through ${best(values.heads, names.heads, 3)}; from ${best(values.prompt, names.prompt, 3)}.`;
     };
     const choose = (what) => (i) => {
       [kind, index] = kind === what && index === i ? [null, null] : [what, i];
@@ -201,16 +201,16 @@
     roving(headCells, nHeads, choose("head"), clear);
     roving(textButtons, 0, choose("text"), clear);
     coloring.listen(() => { if (kind !== "head") clear(); else draw(); });
-    prompt.note.textContent = data.block > 1 ? `${data.n_prompt} tokens in blocks of ${data.block}; colors are means per token. Of a long block the text is cut.` : `${data.n_prompt} tokens.`;
+    prompt.note.textContent = data.block > 1 ? `${data.n_prompt} tokens in blocks of ${data.block}; colors are means per token. The text of long blocks is abbreviated.` : `${data.n_prompt} tokens.`;
     text.note.textContent = data.note;
-    choose("text")(data.text.length - 1); // something to see at once: what the model says next
+    choose("text")(data.text.length - 1); // show the next-token predictions at once
   };
 
   const coloringChoice = (heads, data) => {
     const names = Object.keys(data.colorings);
     if (!names.length) return { value: () => null, listen: () => {} };
     const select = element("select");
-    select.setAttribute("aria-label", "what the heads show while no token is chosen");
+    select.setAttribute("aria-label", "what the heads show when no token is chosen");
     select.append(element("option", "", "share of the prompt"), ...names.map((name) => element("option", "", name)));
     heads.note.append(select);
     return { value: () => (select.selectedIndex ? names[select.selectedIndex - 1] : null), listen: (f) => select.addEventListener("change", f) };
