@@ -16,6 +16,7 @@ Code:
 | `viz.coloured_tokens` | `kvlens.viz.colored_tokens` |
 | `LinkedShares.colourings`, `linked_shares(colourings=...)` | `kvlens.analyses.LinkedShares.colorings`, `linked_shares(colorings=...)` |
 | `kv_shift(boundary=...)`, `naive_kv_shift(boundary=...)` | `kvlens.ops.kv_shift.kv_shift(state=...)`, `naive_kv_shift(state=...)` |
+| `KVBias.combine(boundary=...)` | `kvlens.KVBias.combine(shift_state=...)` |
 | `attention_view(places=...)` | `kvlens.viz.attention_view(positions=...)` |
 
 British spelling has become American, in messages and documentation too: normaliser, normalizer. Values that files hold keep

@@ -26,7 +26,9 @@ def in_one_space(*biases: KVBias) -> list[KVBias]:
     if biases[0].features is None:
         return list(biases)
     alone = torch.eye(len(biases)).tolist()
-    return [_with_own_shift_state(combine(*biases, weights=w, boundary="first"), b) for w, b in zip(alone, biases, strict=True)]
+    return [
+        _with_own_shift_state(combine(*biases, weights=w, shift_state="first"), b) for w, b in zip(alone, biases, strict=True)
+    ]
 
 
 def with_references(bias: KVBias, references: KVBias | None) -> tuple[KVBias, KVBias | None]:

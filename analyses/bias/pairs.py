@@ -323,7 +323,7 @@ def _convert_pair(model: HookedKVTransformer, prompt: KVBias | PromptTokens, sec
     aligned = convert_prompt(model, two, initial=0.0 * first)  # keeps the shift state and the offset
     carried = carry_bias(model, first, len(two))
     sums = {
-        name: _as_if_after_both(combine(a, b, boundary="last"), whole)
+        name: _as_if_after_both(combine(a, b, shift_state="last"), whole)
         for name, a, b in zip(SUMS, (first, carried), (second, aligned), strict=True)
     }
     alone = replace(carried, last_k=whole.last_k, last_v=whole.last_v, last_q=whole.last_q)

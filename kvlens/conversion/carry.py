@@ -31,7 +31,7 @@ def carry_bias(model: HookedKVTransformer, bias: KVBias, n_tokens: int | Int[Ten
         n_tokens: M, not negative; or one for each prompt of a batch.
 
     Returns:
-        Offset and number of tokens are those after the M tokens; the boundary stays, as tokens that write nothing have none.
+        Offset and number of tokens are those after the M tokens; the shift state stays, as tokens that write nothing have none.
 
     Raises:
         KVLensError: a bias of another model, or a negative number of tokens.

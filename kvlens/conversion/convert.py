@@ -3,10 +3,10 @@
 For each layer, with that layer's own input from the prompt of M tokens:
 
     b'_KV = gamma^M R_{-M} b_KV + sum_j gamma^{M-1-j} R_{j-M} phi(k'_j) v'_j^T        b'_D = b_D + sum_j phi(k'_j)
-    boundary' = the last w rows of [old boundary; the prompt's raw keys, values, queries]
+    shift state' = the last w rows of [old shift state; the prompt's raw keys, values, queries]
 
 which is the state that one forward pass over the prompt leaves in a decoding cache, seen from position M. The prompt's own
-pass reads the *old* bias and boundary (ICLCA alg. 1 step (d) prints the new one; that is off by 16-60 %).
+pass reads the *old* bias and shift state (ICLCA alg. 1 step (d) prints the new one; that is off by 16-60 %).
 
 Where RoPE follows the feature map, R_{-M} turns the stored keys so that the text after it starts at position 0. Elsewhere
 (learned, sinusoidal or no positions, RoPE before the feature map) R drops out and the text starts at ``position_offset'`` =
@@ -116,7 +116,7 @@ def convert_prompt(
             ``n_ctx`` where positions are learned, ``initial`` of another model or batch, weights or activations that are not
             finite, a ``segment_length`` below 1, a bidirectional model.
 
-    Source: ICLCA sec. 4, alg. 1; the boundary and padding are kvlens'.
+    Source: ICLCA sec. 4, alg. 1; the shift state and padding are kvlens'.
     """
     hooked = _checked_front_end(model)
     way = method_of(method, options, _own_arguments()) if hooked is None else _checked_method(hooked, method, options)
@@ -311,11 +311,11 @@ def _layer_tensors(
     old = None if entry.bias is None else LinearAttentionState(*entry.bias)
     new = carry_layer_state(attn, old, n_positions, written)
     b_d = new.kv.new_zeros(new.kv.shape[:3]) if new.k_sum is None else new.k_sum
-    rows = [_boundary(entry, x, new.kv, n) for x, n in (("k", cfg.n_kv_heads), ("v", cfg.n_kv_heads), ("q", cfg.n_heads))]
+    rows = [_shift_state(entry, x, new.kv, n) for x, n in (("k", cfg.n_kv_heads), ("v", cfg.n_kv_heads), ("q", cfg.n_heads))]
     return new.kv, b_d, rows[0], rows[1], rows[2]
 
 
-def _boundary(entry: LinearCacheEntry, name: str, like: Tensor, n_heads: int) -> Tensor:
+def _shift_state(entry: LinearCacheEntry, name: str, like: Tensor, n_heads: int) -> Tensor:
     rows = entry.shift_state.get(name)
     return like.new_zeros(like.shape[0], 0, n_heads, like.shape[-1]) if rows is None else rows.to(like)
 

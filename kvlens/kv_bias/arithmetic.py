@@ -1,4 +1,4 @@
-"""Adding biases. b_KV and b_D are sums over tokens, so they add; a boundary is not a sum, and must be chosen.
+"""Adding biases. b_KV and b_D are sums over tokens, so they add; a shift state is not a sum, and must be chosen.
 
 Functions of the objects that they are given: the class itself (:class:`kvlens.KVBias`) stands above this module.
 """
@@ -15,44 +15,44 @@ from kvlens.kv_bias.features import same_features
 from kvlens.kv_bias.records import of_sum, since
 from kvlens.kv_bias.recurrent import combined
 
-BOUNDARY = ("last_k", "last_v", "last_q")
+SHIFT_STATE = ("last_k", "last_v", "last_q")
 
 
 def fields_of_sum(
-    biases: Sequence[Any], weights: Sequence[float | int] | None, boundary: str, *, equal_offsets: bool = False
+    biases: Sequence[Any], weights: Sequence[float | int] | None, shift_state: str, *, equal_offsets: bool = False
 ) -> dict[str, Any]:
     """The fields in which the weighted sum of ``biases`` (KVBias objects) differs from the first of them.
 
     Args:
         biases: at least one.
         weights: one per bias; 1 if None.
-        boundary: "equal", "first", "last" or "zero", as in :meth:`kvlens.KVBias.combine`.
-        equal_offsets: refuse position offsets that differ, also where ``boundary`` chooses a bias.
+        shift_state: "equal", "first", "last" or "zero", as in :meth:`kvlens.KVBias.combine`.
+        equal_offsets: refuse position offsets that differ, also where ``shift_state`` chooses a bias.
 
     Raises:
-        KVLensError: different models, dtypes, devices or batch shapes; boundaries or offsets that differ and were not chosen.
+        KVLensError: different models, dtypes, devices or batch shapes; shift states or offsets that differ and were not chosen.
     """
     weights = [1.0] * len(biases) if weights is None else list(weights)
     if len(weights) != len(biases):
         raise KVLensError(f"combine: expected one weight per bias, got {len(weights)} weights for {len(biases)} biases")
-    ensure("combine: boundary", one_of(("equal", "first", "last", "zero")), boundary)
+    ensure("combine: shift_state", one_of(("equal", "first", "last", "zero")), shift_state)
     first = biases[0]
     for other in biases[1:]:
         _check_same_kind(first, other)
-        if boundary == "equal":
+        if shift_state == "equal":
             _check_equal_boundaries(first, other)
-        if equal_offsets or boundary in ("equal", "zero"):
+        if equal_offsets or shift_state in ("equal", "zero"):
             _check_equal_offsets(first, other)
-    chosen = biases[-1] if boundary == "last" else first
-    changed = {name: getattr(chosen, name) for name in (*BOUNDARY, "position_offset")}
-    if boundary == "zero":
-        changed |= {name: torch.zeros_like(getattr(first, name)) for name in BOUNDARY}
+    chosen = biases[-1] if shift_state == "last" else first
+    changed = {name: getattr(chosen, name) for name in (*SHIFT_STATE, "position_offset")}
+    if shift_state == "zero":
+        changed |= {name: torch.zeros_like(getattr(first, name)) for name in SHIFT_STATE}
     sums = _stored_sums(biases, weights)
     if first.recurrent is not None:
-        sums["recurrent"] = combined([b.recurrent for b in biases], weights, boundary)
+        sums["recurrent"] = combined([b.recurrent for b in biases], weights, shift_state)
     _check_held("combine: the sum", sums, biases)
     changed |= sums
-    unchanged = weights == [1.0] and boundary != "zero"
+    unchanged = weights == [1.0] and shift_state != "zero"
     fit = first.fit if unchanged else of_sum((b.fit for b in biases), _sum_in_words(biases, weights))
     return {**changed, "fit": fit, "n_prompt_tokens": sum(b.n_prompt_tokens for b in biases)}
 
@@ -137,10 +137,10 @@ def _check_same_features(first: Any, other: Any) -> None:
 
 
 def _check_equal_boundaries(first: Any, other: Any) -> None:
-    for name in BOUNDARY:
+    for name in SHIFT_STATE:
         if not torch.equal(getattr(first, name), getattr(other, name)):
             raise KVLensError(
-                f"combine: the shift boundaries differ ({name}); boundary='last' takes the last bias's, as a + b does"
+                f"combine: the shift states differ ({name}); shift_state='last' takes the last bias's, as a + b does"
             )
 
 
@@ -148,6 +148,6 @@ def _check_equal_offsets(first: Any, other: Any) -> None:
     if not first.starts_where(other):
         raise KVLensError(
             f"adding KV biases: the position offsets differ ({first.position_offset} and {other.position_offset}), so the text "
-            "would start at one place for one of them and at another for the other; kvlens.combine(a, b, boundary='last') "
+            "would start at one place for one of them and at another for the other; kvlens.combine(a, b, shift_state='last') "
             "takes the last one's. To read one prompt after another, use convert_prompt(model, b, initial=bias_of_a)"
         )

@@ -3,7 +3,7 @@
     b_KV[l, h] = sum over the prompt's tokens of phi(k) v^T       [d_phi, d_head]
     b_D[l, h]  = sum over the prompt's tokens of phi(k)           [d_phi]
 
-and, for a model with KV shift, the *boundary*: the raw last keys, values (and queries) of the prompt, which the first
+and, for a model with KV shift, the *shift state*: the raw last keys, values (and queries) of the prompt, which the first
 tokens of the text mix into their own. Without it the conversion is off by 4-16 %.
 
 For a softmax model phi is not the model's own: it comes with the bias, as ``features``. In a hybrid model the recurrent layers
@@ -213,14 +213,14 @@ class KVBias:
     def __repr__(self) -> str:
         f, family = self.fingerprint, "" if self.features is None else f"{self.features.kind}, "
         shifted = [x for x in "kvq" if getattr(self, f"last_{x}").shape[-3]]
-        boundary = f", boundary of {'/'.join(shifted)}" if shifted else ""
+        shift_state = f", shift state of {'/'.join(shifted)}" if shifted else ""
         batch = "" if self.batch_size is None else f"batch {self.batch_size}, "
         sizes = f"{len(self.attention_layers)} layers x {self.n_heads} heads, d_phi {self.d_phi}, d_head {f.d_head}"
         if self.recurrent is not None:
             d_k, d_v = self.recurrent.b_KV.shape[-2:]
             sizes += f", {len(self.recurrent.layers)} recurrent layers x {self.recurrent.n_heads} heads, {d_k} x {d_v}"
         return (
-            f"KVBias({family}{batch}{sizes}{boundary}, n_prompt_tokens={as_numbers(self.n_prompt_tokens)}, "
+            f"KVBias({family}{batch}{sizes}{shift_state}, n_prompt_tokens={as_numbers(self.n_prompt_tokens)}, "
             f"position_offset={as_numbers(self.position_offset)})"
         )
 
@@ -293,7 +293,7 @@ class KVBias:
     def select(self, layers: Sequence[int] = (), heads: Sequence[tuple[int, int]] = ()) -> "KVBias":
         """Keep b_KV and b_D of the union of the named layers and (layer, head) pairs; zeros elsewhere.
 
-        The boundary stays as it is, so that two selections that complete each other add up to the whole.
+        The shift state stays as it is, so that two selections that complete each other add up to the whole.
 
         Raises:
             KVLensError: a layer or head that does not exist.
@@ -322,7 +322,7 @@ class KVBias:
         return self._made(self.fit, b_KV=b_kv, b_D=b_d)
 
     def zero_like(self) -> "KVBias":
-        """Zeros throughout, boundary included: the model's own behavior, at this bias's position offset."""
+        """Zeros throughout, shift state included: the model's own behavior, at this bias's position offset."""
         zeros: dict[str, Any] = {name: torch.zeros_like(getattr(self, name)) for name in TENSORS}
         if self.recurrent is not None:
             zeros["recurrent"] = self.recurrent.map(torch.zeros_like)
@@ -333,33 +333,33 @@ class KVBias:
     def combine(
         *biases: "KVBias",
         weights: Sequence[float | int] | None = None,
-        boundary: Literal["equal", "first", "last", "zero"] = "equal",
+        shift_state: Literal["equal", "first", "last", "zero"] = "equal",
     ) -> "KVBias":
         """The weighted sum of b_KV and b_D. ``kvlens.combine`` is this function.
 
         Args:
             biases: of one model, with one batch shape.
             weights: one per bias; 1 if None.
-            boundary: ``equal`` refuses biases whose boundaries differ; ``first`` and ``last`` take that bias's boundary and
-                position offset; ``zero`` takes no boundary and the first one's offset, which must then agree.
+            shift_state: ``equal`` refuses biases whose shift states differ; ``first`` and ``last`` take that one's shift
+                state and position offset; ``zero`` takes no shift state and the first one's offset, which must then agree.
 
         Returns:
             Their combination. ``n_prompt_tokens`` is the number of tokens of all of them.
 
         Raises:
-            KVLensError: nothing to add, different models or batch shapes, boundaries or offsets that differ.
+            KVLensError: nothing to add, different models or batch shapes, shift states or offsets that differ.
         """
         if not biases or not all(isinstance(bias, KVBias) for bias in biases):
             came = ", ".join(type(bias).__name__ for bias in biases) or "nothing"
             raise KVLensError(f"combine: expected biases, combine(a, b, ...), got {came}")
-        return biases[0]._made(**fields_of_sum(biases, weights, boundary))
+        return biases[0]._made(**fields_of_sum(biases, weights, shift_state))
 
     def __add__(self, other: "KVBias") -> "KVBias":
-        """``a, then b``: the boundary is b's, which the text follows."""
+        """``a, then b``: the shift state is b's, which the text follows."""
         return self._sum(other, 1.0, "last")
 
     def __sub__(self, other: "KVBias") -> "KVBias":
-        """``a`` without what b brings: the boundary stays a's."""
+        """``a`` without what b brings: the shift state stays a's."""
         return self._sum(other, -1.0, "first")
 
     def __radd__(self, other: object) -> "KVBias":
@@ -383,10 +383,10 @@ class KVBias:
     def __neg__(self) -> "KVBias":
         return self * -1.0
 
-    def _sum(self, other: "KVBias", sign: float, boundary: str) -> "KVBias":
+    def _sum(self, other: "KVBias", sign: float, shift_state: str) -> "KVBias":
         if not isinstance(other, KVBias):
             return NotImplemented
-        return self._made(**fields_of_sum((self, other), (1.0, sign), boundary, equal_offsets=True))
+        return self._made(**fields_of_sum((self, other), (1.0, sign), shift_state, equal_offsets=True))
 
     @checked
     def save(self, path: str | Path) -> None:

@@ -72,11 +72,11 @@ class RecurrentStates:
         return replace(self, b_KV=self.b_KV * keep.reshape(keep.shape[0], *[1] * (self.b_KV.dim() - 4), -1, 1, 1))
 
 
-def combined(states: Sequence[RecurrentStates | None], weights: Sequence[float], boundary: str) -> RecurrentStates | None:
+def combined(states: Sequence[RecurrentStates | None], weights: Sequence[float], shift_state: str) -> RecurrentStates | None:
     """The weighted sum of the states; the convolution's inputs are the first's, the last's, or zeros ("zero").
 
     Raises:
-        KVLensError: they differ in shape, or under ``boundary="equal"`` in the convolution's inputs.
+        KVLensError: they differ in shape, or under ``shift_state="equal"`` in the convolution's inputs.
     """
     first = states[0]
     if first is None:
@@ -86,11 +86,11 @@ def combined(states: Sequence[RecurrentStates | None], weights: Sequence[float],
         if other.b_KV.shape != first.b_KV.shape or other.layers != first.layers:
             shapes = f"{list(first.b_KV.shape)} and {list(other.b_KV.shape)}"
             raise KVLensError(f"combine: the states of the recurrent layers differ in shape: {shapes}")
-        if boundary == "equal" and not torch.equal(other.conv, first.conv):
+        if shift_state == "equal" and not torch.equal(other.conv, first.conv):
             raise KVLensError(
-                "combine: recurrent.conv, the convolution's inputs, differs; boundary='last' takes the last's, as a + b does"
+                "combine: recurrent.conv, the convolution's inputs, differs; shift_state='last' takes the last's, as a + b does"
             )
-    conv = torch.zeros_like(first.conv) if boundary == "zero" else held[-1 if boundary == "last" else 0].conv
+    conv = torch.zeros_like(first.conv) if shift_state == "zero" else held[-1 if shift_state == "last" else 0].conv
     terms = [weight * state.b_KV for weight, state in zip(weights, held, strict=True)]
     return replace(first, b_KV=torch.stack(terms).sum(dim=0), conv=conv)
 

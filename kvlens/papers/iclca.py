@@ -54,6 +54,6 @@ $$b'_{KV} = R_{-M}\, b_{KV} + \sum_{j=1}^{M} R_{j-M}\, \phi(k'_j)\, v_j'^T, \qqu
 | eq. 23 | $R_{a+b} = R_a + R_b$ | the product, $R_{a+b} = R_a R_b$ |
 | eq. 18 against algorithm 2, step (c) | $b_D$ is rotated in one of them and not in the other, and RoPE stands outside $\phi$ | for softmax features RoPE goes inside $\phi$, in numerator and normalizer alike |
 | algorithm 2, step (d) | the similarity is rotated in the numerator only | the same similarity in both: softmax attention with RoPE |
-| KV shift | not treated | the shift's boundary (the prompt's last raw keys and values) belongs to the bias: without it the conversion is off by 4 to 16 % |
+| KV shift | not treated | the shift state (the prompt's last raw keys and values) belongs to the bias: without it the conversion is off by 4 to 16 % |
 | decay, padding, absolute positions, prompts after prompts | not treated | `kvlens.convert_prompt` says what happens: $b_{KV}$ decays by $\gamma^M$; without RoPE after the map, $R$ drops out and ``position_offset`` grows by $M$ |
 """  # noqa: E501

@@ -19,7 +19,7 @@ token, and copies it: an induction head, in one layer.
 |---|---|
 | $\alpha_1, \alpha_2$ (keys) | columns 0 and 1 of ``k_shift_coef``; hook point ``hook_k_shift_coef`` |
 | $\beta_1, \beta_2$ (values) | columns 0 and 1 of ``v_shift_coef``; hook point ``hook_v_shift_coef`` |
-| Shift: drop the last token, zero in front | `kvlens.ops.kv_shift.kv_shift`; the zeros are its ``boundary``, which a converted prompt fills |
+| Shift: drop the last token, zero in front | `kvlens.ops.kv_shift.kv_shift`; the zeros are its ``state``, which a converted prompt fills |
 | $\hat K$, $\hat V$ | hook points ``hook_k_shifted``, ``hook_v_shifted``; ``hook_k``, ``hook_v`` stay the raw projections |
 | $\sigma$; $M$, the causal mask | TransformerLens' ``attn_scale``; the causal mask |
 | $m$, $p^{(1)}$, $p^{(2)}$: ALiBi slopes | ``slope`` of `kvlens.ops.induction.induction_head` |

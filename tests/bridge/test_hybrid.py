@@ -134,7 +134,7 @@ def test_arithmetic_selection_and_files(model, prompt, text, tmp_path):
     assert torch.equal(total.recurrent.conv, b.recurrent.conv) and torch.equal((a - b).recurrent.conv, a.recurrent.conv)
     with pytest.raises(KVLensError, match="recurrent.conv, the convolution's inputs, differs"):
         combine(a, b)
-    assert not combine(a, b, boundary="zero").recurrent.conv.any()
+    assert not combine(a, b, shift_state="zero").recurrent.conv.any()
     one = a.select(layers=[1], heads=[(2, 3)])
     assert torch.equal(one.recurrent.b_KV[1, :, 3], a.recurrent.b_KV[1, :, 3]) and not one.recurrent.b_KV[:, :, :3].any()
     assert torch.equal(one.b_KV, a.per_query_head().b_KV) and torch.equal(one.recurrent.conv, a.recurrent.conv)

@@ -201,7 +201,7 @@ def test_interventions_inside_the_prompts_own_pass_reach_the_bias():
     assert torch.equal(bias.b_D, plain.b_D)
 
 
-def test_the_shift_boundary_is_part_of_the_prompt():
+def test_the_shift_state_is_part_of_the_prompt():
     model, prompt, text = model_of("rope after"), tokens(1, 7, seed=1), tokens(1, 9)
     bias = convert_prompt(model, prompt)
     whole = model(torch.cat([prompt, text], dim=1))[:, 7:]

@@ -48,7 +48,7 @@ CHANGES = {
     "multiple": lambda model, b, other: 0.5 * b,
     "negative": lambda model, b, other: -b,
     "combination": lambda model, b, other: combine(b, weights=[2.0]),
-    "without its boundary": lambda model, b, other: combine(b, boundary="zero"),
+    "without its shift state": lambda model, b, other: combine(b, shift_state="zero"),
     "selection": lambda model, b, other: b.select(heads=[(1, 2)]),
     "zeros": lambda model, b, other: b.zero_like(),
     "carried": lambda model, b, other: carry_bias(model, b, 3),

@@ -272,7 +272,7 @@ def test_files_sums_and_selections_of_real_biases(tmp_path):
     model = small_model(**DOUBLE, positional_embedding_type="none")
     a, b, text = tokens(1, 5), tokens(1, 6, seed=1), tokens(1, 4, seed=2)
     first, second = convert_prompt(model, a), convert_prompt(model, b)
-    both = KVBias.combine(first, second, boundary="last")
+    both = KVBias.combine(first, second, shift_state="last")
     both.save(tmp_path / "both.safetensors")
     with torch.no_grad(), model.kv_bias(KVBias.load(tmp_path / "both.safetensors")):
         stored = model(text)

@@ -323,11 +323,11 @@ def test_sums_of_converted_prompts_read_both():
     model = model_of(positional_embedding_type="none")
     at = dict(method="landmark", n_features=6, **QUICK)
     a, b = convert_prompt(model, PROMPT, **at), convert_prompt(model, tokens(1, 24, seed=5), **at)
-    both = KVBias.combine(a, replace(b, position_offset=24), boundary="last")
+    both = KVBias.combine(a, replace(b, position_offset=24), shift_state="last")
     with torch.no_grad(), model.kv_bias(both - b):
         less = model(TEXT)
     with torch.no_grad(), model.kv_bias(a):
         torch.testing.assert_close(less, model(TEXT), rtol=1e-9, atol=1e-9)
-    for too_much in (lambda: a * 1e308, lambda: KVBias.combine(a, b, weights=[1.0, -1e308], boundary="last")):
+    for too_much in (lambda: a * 1e308, lambda: KVBias.combine(a, b, weights=[1.0, -1e308], shift_state="last")):
         with pytest.raises(KVLensError, match="has numbers in b_KV that float64 cannot hold: take smaller factors"):
             too_much()

@@ -25,7 +25,7 @@ SIZES = dict(n_layers=2, d_model=30, d_head=6, n_heads=5, n_ctx=43, d_vocab=17, 
 LINEAR = dict(attention="linear", positional_embedding_type="rotary", feature_map="hedgehog", dtype=torch.float64)
 SHIFT = KVShiftConfig(window=3, queries=True)
 TENSORS = ("b_KV", "b_D", "last_k", "last_v", "last_q")
-BOUNDARY = TENSORS[2:]
+SHIFT_STATE = TENSORS[2:]
 ROUNDING = 1e-14  # float64 sums of some 30 terms on the way through two layers
 
 
@@ -34,15 +34,15 @@ def model_of(**changes):
     return HookedKVTransformer(HookedKVTransformerConfig(**{**SIZES, **LINEAR, "kv_shift": SHIFT, **changes}))
 
 
-def bias_of(seed=0, batch=None, boundary_seed=None, **changes):
-    """Random numbers in the place of a prompt; equal ``boundary_seed`` gives equal boundaries."""
+def bias_of(seed=0, batch=None, shift_state_seed=None, **changes):
+    """Random numbers in the place of a prompt; equal ``shift_state_seed`` gives equal shift states."""
     lead = (2,) if batch is None else (2, batch)
     shapes = {"b_KV": (5, 12, 6), "b_D": (5, 12), "last_k": (3, 5, 6), "last_v": (3, 5, 6), "last_q": (3, 5, 6)}
     sum_generator = torch.Generator().manual_seed(seed)
-    boundary_generator = torch.Generator().manual_seed(1000 + (seed if boundary_seed is None else boundary_seed))
+    shift_state_generator = torch.Generator().manual_seed(1000 + (seed if shift_state_seed is None else shift_state_seed))
     drawn = {
         name: torch.randn(
-            lead + shape, generator=boundary_generator if name in BOUNDARY else sum_generator, dtype=torch.float64
+            lead + shape, generator=shift_state_generator if name in SHIFT_STATE else sum_generator, dtype=torch.float64
         )
         for name, shape in shapes.items()
     }
@@ -72,8 +72,8 @@ def assert_identical(got, expected):
 
 
 @pytest.mark.parametrize("batch", [None, 3])
-def test_arithmetic_acts_on_the_sums_and_keeps_the_boundary(batch):
-    a, b = bias_of(1, batch, boundary_seed=9), bias_of(2, batch, boundary_seed=9, n_prompt_tokens=4)
+def test_arithmetic_acts_on_the_sums_and_keeps_the_shift_state(batch):
+    a, b = bias_of(1, batch, shift_state_seed=9), bias_of(2, batch, shift_state_seed=9, n_prompt_tokens=4)
     for got, of_a, of_b, n_tokens in (
         (a + b, 1, 1, 11),
         (a - b, 1, -1, 11),
@@ -86,21 +86,21 @@ def test_arithmetic_acts_on_the_sums_and_keeps_the_boundary(batch):
     ):
         assert torch.equal(got.b_KV, of_a * a.b_KV + of_b * b.b_KV)
         assert torch.equal(got.b_D, of_a * a.b_D + of_b * b.b_D)
-        assert all(torch.equal(getattr(got, name), getattr(a, name)) for name in BOUNDARY)
+        assert all(torch.equal(getattr(got, name), getattr(a, name)) for name in SHIFT_STATE)
         assert (got.n_prompt_tokens, got.position_offset, got.fingerprint) == (n_tokens, 7, a.fingerprint)
 
 
 def test_arithmetic_leaves_its_arguments_as_they_were():
-    a, b = bias_of(1, boundary_seed=9), bias_of(2, boundary_seed=9)
-    combine(a, b, weights=(2, 3), boundary="zero")
+    a, b = bias_of(1, shift_state_seed=9), bias_of(2, shift_state_seed=9)
+    combine(a, b, weights=(2, 3), shift_state="zero")
     a.select(layers=[0])
     a.zero_like()
-    assert_identical(a, bias_of(1, boundary_seed=9))
-    assert_identical(b, bias_of(2, boundary_seed=9))
+    assert_identical(a, bias_of(1, shift_state_seed=9))
+    assert_identical(b, bias_of(2, shift_state_seed=9))
 
 
 def test_token_counts_of_unequal_prompts_add_row_by_row():
-    a, b = bias_of(1, 3, boundary_seed=9), bias_of(2, 3, boundary_seed=9)
+    a, b = bias_of(1, 3, shift_state_seed=9), bias_of(2, 3, shift_state_seed=9)
     a = replace(a, n_prompt_tokens=torch.tensor([1, 2, 4]))
     assert (a + b).n_prompt_tokens.tolist() == [8, 9, 11]
     assert (a + a).n_prompt_tokens.tolist() == [2, 4, 8]
@@ -115,29 +115,29 @@ def test_the_sum_of_two_prompts_is_their_concatenation_where_nothing_knows_of_or
     for name in ("b_KV", "b_D"):
         assert (getattr(added, name) - getattr(whole, name)).norm() <= ROUNDING * getattr(whole, name).norm()
     assert added.n_prompt_tokens == whole.n_prompt_tokens == 10
-    rest = combine(whole, convert_prompt(model, second), weights=(1, -1), boundary="first")
+    rest = combine(whole, convert_prompt(model, second), weights=(1, -1), shift_state="first")
     assert (rest.b_KV - convert_prompt(model, first).b_KV).norm() <= ROUNDING * whole.b_KV.norm()
 
 
 @pytest.mark.parametrize("batch", [None, 3])
 def test_a_plus_b_reads_a_then_b_and_a_minus_b_keeps_what_a_ends_with(batch):
-    a, b, c = (bias_of(seed, batch) for seed in (1, 2, 3))  # three prompts, three boundaries
+    a, b, c = (bias_of(seed, batch) for seed in (1, 2, 3))  # three prompts, three shift states
     for got, last, total in (
         (a + b, b, a.b_KV + b.b_KV),
         (a - b, a, a.b_KV - b.b_KV),
         (sum([a, b, c]), c, a.b_KV + b.b_KV + c.b_KV),
     ):
         assert torch.equal(got.b_KV, total)
-        assert all(torch.equal(getattr(got, name), getattr(last, name)) for name in BOUNDARY)
+        assert all(torch.equal(getattr(got, name), getattr(last, name)) for name in SHIFT_STATE)
 
 
 def test_any_two_prompts_of_a_shifted_model_add_and_the_sum_predicts_what_follows_the_second():
-    """One shifted layer without positions: the sum misses only the pair at the seam, which the boundary of the first holds."""
+    """One shifted layer without positions: the sum misses only the pair at the seam, which the first's shift state holds."""
     model = model_of(n_layers=1, positional_embedding_type="none", kv_shift=KVShiftConfig(window=1))
     first, second = tokens(2, 7, seed=1), tokens(2, 7, seed=2)
     added = convert_prompt(model, first) + convert_prompt(model, second)
     whole = convert_prompt(model, torch.cat([first, second], dim=1))
-    for name in BOUNDARY:
+    for name in SHIFT_STATE:
         assert (getattr(added, name) - getattr(whole, name)).norm() <= ROUNDING * (1 + getattr(whole, name).norm())
     # per layer and head, one of 14 tokens' features and values is that of a token without a predecessor
     assert (added.b_D - whole.b_D).norm() < 0.2 * whole.b_D.norm()
@@ -146,8 +146,8 @@ def test_any_two_prompts_of_a_shifted_model_add_and_the_sum_predicts_what_follow
 @pytest.mark.parametrize("operation", [lambda a, b: a + b, lambda a, b: a - b, lambda a, b: sum([a, b]), combine])
 def test_different_offsets_are_refused(operation):
     with pytest.raises(KVLensError, match="position offsets differ \\(7 and 8\\)"):
-        operation(bias_of(1, boundary_seed=9), bias_of(2, boundary_seed=9, position_offset=8))
-    rows = [bias_of(s, 2, boundary_seed=9, position_offset=torch.tensor([7, 7 + s])) for s in (0, 1)]
+        operation(bias_of(1, shift_state_seed=9), bias_of(2, shift_state_seed=9, position_offset=8))
+    rows = [bias_of(s, 2, shift_state_seed=9, position_offset=torch.tensor([7, 7 + s])) for s in (0, 1)]
     with pytest.raises(KVLensError, match="position offsets differ"):
         operation(*rows)
 
@@ -165,27 +165,27 @@ def test_without_positions_prompts_of_any_length_add():
 
 
 def test_combine_refuses_different_boundaries_unless_one_is_chosen():
-    with pytest.raises(KVLensError, match=r"boundaries differ \(last_k\).*boundary='last'"):
+    with pytest.raises(KVLensError, match=r"shift states differ \(last_k\).*shift_state='last'"):
         combine(bias_of(1), bias_of(2))
-    for name in BOUNDARY:
-        b = bias_of(2, boundary_seed=9)
-        with pytest.raises(KVLensError, match=rf"boundaries differ \({name}\)"):
-            combine(bias_of(1, boundary_seed=9), replace(b, **{name: getattr(b, name) + 1}))
+    for name in SHIFT_STATE:
+        b = bias_of(2, shift_state_seed=9)
+        with pytest.raises(KVLensError, match=rf"shift states differ \({name}\)"):
+            combine(bias_of(1, shift_state_seed=9), replace(b, **{name: getattr(b, name) + 1}))
 
 
-def test_combine_takes_the_boundary_that_it_is_told_to():
+def test_combine_takes_the_shift_state_that_it_is_told_to():
     a, b, c = bias_of(1), bias_of(2, position_offset=8), bias_of(3, position_offset=9)
-    for boundary, chosen in (("first", a), ("last", c)):
-        got = combine(a, b, c, boundary=boundary)
-        assert all(torch.equal(getattr(got, name), getattr(chosen, name)) for name in BOUNDARY)
+    for shift_state, chosen in (("first", a), ("last", c)):
+        got = combine(a, b, c, shift_state=shift_state)
+        assert all(torch.equal(getattr(got, name), getattr(chosen, name)) for name in SHIFT_STATE)
         assert got.position_offset == chosen.position_offset
         assert torch.equal(got.b_KV, a.b_KV + b.b_KV + c.b_KV)
         assert got.n_prompt_tokens == 21
-    got = combine(a, bias_of(2), boundary="zero")
-    assert not any(getattr(got, name).any() for name in BOUNDARY)
+    got = combine(a, bias_of(2), shift_state="zero")
+    assert not any(getattr(got, name).any() for name in SHIFT_STATE)
     assert got.position_offset == 7
     with pytest.raises(KVLensError, match="position offsets differ"):
-        combine(a, b, boundary="zero")
+        combine(a, b, shift_state="zero")
 
 
 @pytest.mark.unhooked
@@ -195,8 +195,8 @@ def test_combine_refuses_what_it_cannot_add():
         combine()
     with pytest.raises(KVLensError, match="3 weights for 2 biases"):
         combine(a, a, weights=(1, 2, 3))
-    with pytest.raises(KVLensError, match="boundary must be one of equal, first, last, zero"):
-        combine(a, a, boundary="frist")
+    with pytest.raises(KVLensError, match="shift_state must be one of equal, first, last, zero"):
+        combine(a, a, shift_state="frist")
     with pytest.raises(KVLensError, match="batch shapes differ"):
         combine(a, bias_of(1, 3))
     with pytest.raises(KVLensError, match="batch shapes differ"):
@@ -225,7 +225,7 @@ def test_select_keeps_the_union_and_zeroes_the_rest(batch):
             for name, index in (("b_KV", -3), ("b_D", -2)):
                 part, whole = (getattr(x, name)[layer].select(index, head) for x in (got, a))
                 assert torch.equal(part, whole if kept else torch.zeros_like(whole))
-    assert all(torch.equal(getattr(got, name), getattr(a, name)) for name in BOUNDARY)
+    assert all(torch.equal(getattr(got, name), getattr(a, name)) for name in SHIFT_STATE)
     assert (got.n_prompt_tokens, got.position_offset) == (7, 7)
 
 
@@ -255,7 +255,7 @@ def test_select_counts_from_the_end_and_refuses_what_does_not_exist():
 
 
 @pytest.mark.parametrize("batch", [None, 3])
-def test_zero_like_zeroes_the_boundary_too(batch):
+def test_zero_like_zeroes_the_shift_state_too(batch):
     a = bias_of(1, batch)
     zero = a.zero_like()
     for name in TENSORS:
@@ -314,7 +314,7 @@ def test_counts_and_words():
     assert a.num_parameters == 2 * 5 * 12 * 6 + 2 * 5 * 12
     assert (batch.batch_size, batch.num_parameters) == (3, 3 * a.num_parameters)
     assert repr(a) == (
-        "KVBias(2 layers x 5 heads, d_phi 12, d_head 6, boundary of k/v/q, n_prompt_tokens=7, position_offset=7)"
+        "KVBias(2 layers x 5 heads, d_phi 12, d_head 6, shift state of k/v/q, n_prompt_tokens=7, position_offset=7)"
     )
     assert "batch 3" in repr(batch)
     assert "n_prompt_tokens=[3, 1, 8]" in repr(batch)
@@ -381,7 +381,7 @@ def test_round_trip_bit_for_bit(tmp_path, batch, lengths, dtype):
     assert_identical(KVBias.load(str(tmp_path / "prompt.safetensors")), a)
 
 
-def test_round_trip_of_a_view_with_a_graph_and_an_empty_boundary(tmp_path):
+def test_round_trip_of_a_view_with_a_graph_and_an_empty_shift_state(tmp_path):
     a = bias_of(1, 3)
     a = replace(a, last_q=a.last_q[:, :, :0], b_D=a.b_D.transpose(0, 1).contiguous().transpose(0, 1).requires_grad_())
     (0.5 * a.select_prompt(1)).save(tmp_path / "prompt.safetensors")

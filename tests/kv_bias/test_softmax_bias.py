@@ -222,7 +222,7 @@ def test_what_does_not_add_is_refused():
         bias() + bias(batch=2)
     with pytest.raises(KVLensError, match="position offsets differ"):
         bias() + bias(position_offset=3)
-    assert combine(bias(), bias(position_offset=3), boundary="last").position_offset == 3
+    assert combine(bias(), bias(position_offset=3), shift_state="last").position_offset == 3
 
 
 def test_features_that_do_not_fit_are_refused():

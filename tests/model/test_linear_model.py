@@ -510,7 +510,7 @@ def test_backward_hooks_fire_on_an_attached_bias():
     assert sorted(grads) == sorted(names)
 
 
-def test_ungrouped_heads_read_the_boundary():
+def test_ungrouped_heads_read_the_shift_state():
     model, x = linear_model(n_heads=6, d_model=36, n_key_value_heads=2), tokens(1, 6)
     with model.kv_bias(convert_prompt(model, tokens(1, 5))):
         expected = model(x)

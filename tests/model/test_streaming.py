@@ -121,7 +121,7 @@ def test_padding_anywhere_bias_and_cache(name, short_segments, monkeypatch):
         model.detach_kv_bias()
 
 
-def test_one_bias_serves_every_row_and_its_boundary_is_read_once(short_segments):
+def test_one_bias_serves_every_row_and_its_shift_state_is_read_once(short_segments):
     model, text = model_of("window 3 with queries"), tokens(3, POS)
     prompt = tokens(1, 6, seed=4)[0]
     with model.kv_bias(convert_prompt(model, prompt)):

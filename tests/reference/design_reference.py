@@ -44,7 +44,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class LayerBias:
-    """One layer's prompt: b_KV [head, d_phi, d_head], b_D [head, d_phi], raw boundaries [window, head, d_head] by letter."""
+    """One layer's prompt: b_KV [head, d_phi, d_head], b_D [head, d_phi], raw shift states [window, head, d_head] by letter."""
 
     b_KV: torch.Tensor
     b_D: torch.Tensor

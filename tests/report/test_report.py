@@ -150,7 +150,7 @@ def test_progress_never_goes_back(model):
     assert told[0] >= 0 and told[-1] <= 1
 
 
-def test_a_lost_boundary_is_no_rounding(model):
+def test_a_lost_shift_state_is_no_rounding(model):
     bias = convert_prompt(model, PROMPT)
     lost = KVBias(
         bias.b_KV,

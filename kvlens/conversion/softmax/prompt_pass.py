@@ -67,7 +67,7 @@ def convert_exactly(
         )
     keys = torch.stack([k.transpose(1, 2).to(tokens.device) for _, k, _ in seen])
     values = torch.stack([v.transpose(1, 2).to(tokens.device) for _, _, v in seen])
-    bias = every_key_kept(keys, values, prompt, old, fingerprint, {x: _boundary(model, cache, x, keys) for x in "kvq"})
+    bias = every_key_kept(keys, values, prompt, old, fingerprint, {x: _shift_state(model, cache, x, keys) for x in "kvq"})
     places = torch.arange(n_places, device=tokens.device)
     last_place = places.expand(batch, -1) if prompt.mask is None else places.where(prompt.mask, 0)
     last = residual[torch.arange(batch, device=residual.device), last_place.amax(dim=1).to(residual.device)][:, None]
@@ -143,7 +143,7 @@ def as_read(old: KVBias | None, read: dict[str, Tensor]) -> KVBias | None:
     return replace(whole, **changed)
 
 
-def _boundary(model: HookedKVTransformer, cache: TransformerLensKeyValueCache, name: str, like: Tensor) -> Tensor:
+def _shift_state(model: HookedKVTransformer, cache: TransformerLensKeyValueCache, name: str, like: Tensor) -> Tensor:
     """The raw last rows of one projection, [layer, batch, window, head, d_head]; window 0 where it is not shifted."""
     n_heads = model.cfg.n_heads if name == "q" else model.cfg.n_kv_heads
     entries = [entry for entry in cache.entries if isinstance(entry, ShiftedCacheEntry) and name in entry.shift_state]
@@ -168,7 +168,7 @@ def continued(old: KVBias | None, new: KVBias) -> KVBias:
     old = as_batch(old, new.b_KV.shape[1])
     if isinstance(old.features, VirtualKeys):
         old = old._made(old.fit, features=old.features.further(new.position_offset - old.position_offset))
-    both = KVBias.combine(old, new, boundary="last")
+    both = KVBias.combine(old, new, shift_state="last")
     return both if new.recurrent is None else both._made(both.fit, recurrent=new.recurrent)
 
 

@@ -277,7 +277,7 @@ def _chosen(s: Tensor, w_o: Tensor, t: Tensor, kv_heads: int, r: int) -> Int[Ten
 def as_bias(model: HookedKVTransformer, layers: list[LayerKeys], r: int) -> KVBias:
     """The keys as a bias under which a text starts at position 0; layers without keys yet have none."""
     cfg = model.cfg
-    nothing = convert_prompt(model, torch.zeros(1, dtype=torch.long)).zero_like()  # no prompt: a boundary of zeros
+    nothing = convert_prompt(model, torch.zeros(1, dtype=torch.long)).zero_like()  # no prompt: a shift state of zeros
     empty = torch.zeros(cfg.n_kv_heads, r, cfg.d_head).to(nothing.b_KV)
     layers = [*layers, *[LayerKeys(empty, empty[..., 0], empty)] * (cfg.n_layers - len(layers))]
     keys, weights = torch.stack([each.keys for each in layers]), torch.stack([each.weights for each in layers])

@@ -4,7 +4,7 @@
 
 A decays once per token and, where RoPE follows the feature map, is then seen from an origin M tokens later. ``A_written`` and
 ``D_written`` are what the tokens themselves added, in the old coordinates; without them this is what becomes of a bias that
-tokens merely pass by. The third thing that a text carries over, the shift boundary, is the second output of
+tokens merely pass by. The third thing that a text carries over, the shift state, is the second output of
 :func:`kvlens.ops.kv_shift.kv_shift`.
 """
 

@@ -201,7 +201,7 @@ def test_a_positions_logit_is_what_is_lost_without_its_value(name, by):
 
 @pytest.mark.parametrize("name", ["rope after", "gqa decay", "learned, queries shifted", "gqa, kernel, before, taylor"])
 @pytest.mark.parametrize("text", [TEXT, TEXT[:1]])
-def test_the_boundarys_row_is_what_is_lost_without_the_last_values(name, text):
+def test_the_shift_state_row_is_what_is_lost_without_the_last_values(name, text):
     model = random_model(**MODELS[name])
     bias = convert_prompt(model, PROMPT)
     frame = bias_positions(model, PROMPT, text).query("part == 'shift_state'").set_index(["layer", "head"])["output_share"]
@@ -258,7 +258,7 @@ def test_one_token_of_text_has_a_logit_only_with_an_answer():
     assert bias_decomposition(model, PROMPT, TEXT[:1])["logit"].isna().all()
     assert bias_decomposition(model, PROMPT, TEXT[:1], answer=2)["logit"].notna().all()
     places = bias_positions(model, PROMPT, TEXT, at=[3, 4]).groupby("position")["logit"]
-    assert places.count().tolist() == [10 * 9, 0]  # nothing follows the last place; 10 heads of 7 positions, boundary, text
+    assert places.count().tolist() == [10 * 9, 0]  # nothing follows the last place; 10 heads of 7 positions, shift_state, text
 
 
 def test_forward_passes_of_each_analysis(monkeypatch):

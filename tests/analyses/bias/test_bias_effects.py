@@ -39,7 +39,7 @@ def hooks_of(model, references, row):
                         return other.expand_as(x)
                     grouped = field in ("last_k", "last_v")
                     first = row.head // group if grouped else row.head // group * group
-                    n = 1 if grouped or "b_" in field else group  # the group loses its boundary together
+                    n = 1 if grouped or "b_" in field else group  # the group loses its shift state together
                     at = torch.tensor([row.head]) if "b_" in field else torch.arange(first, first + n)
                     return x.index_copy(axis, at, other.index_select(axis, at))
 

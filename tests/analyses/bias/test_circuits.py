@@ -217,11 +217,11 @@ def test_addition_against_the_slow_way():
 
 
 def test_conditions_put_together_by_hand():
-    model = random_model()  # with a boundary and RoPE, so that it matters whose boundary is taken and what is carried
+    model = random_model()  # with a shift state and RoPE, so that it matters whose shift state is taken and what is carried
     first, second = convert_prompt(model, FIRST), convert_prompt(model, SECOND)
     both = convert_prompt(model, torch.cat([FIRST, SECOND]))
     by_hand = {
-        "plain": combine(first, second, boundary="last"),
+        "plain": combine(first, second, shift_state="last"),
         "first": replace(both, b_KV=rotated_back(first.b_KV, 4), b_D=first.b_D),
     }
     whole = model(torch.cat([FIRST, SECOND, TEXT])[None])[0, -5:]

@@ -106,7 +106,7 @@ def test_other_prompts_in_the_place_of_a_heads_own(name):
     for layer, rest in ((0, [1]), (1, [0])):
         for i in range(2):
             taken = others.select_prompt(i).select(layers=[layer])
-            with torch.no_grad(), model.kv_bias(combine(bias.select(layers=rest), taken, boundary="first")):
+            with torch.no_grad(), model.kv_bias(combine(bias.select(layers=rest), taken, shift_state="first")):
                 less = model(TEXT[None]).log_softmax(-1)[0]
             assert kl["resample", i, layer] == pytest.approx(float((whole.exp() * (whole - less)).sum(-1).mean()), rel=1e-8)
     assert everything["kl"].gt(0).all() and len(everything) == 3

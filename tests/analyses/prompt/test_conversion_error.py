@@ -28,7 +28,7 @@ def test_a_doubled_bias_by_pencil():
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_converted_prompt_is_exact_and_a_lost_boundary_is_not(name):
+def test_a_converted_prompt_is_exact_and_a_lost_shift_state_is_not(name):
     model, prompt, text = random_model(**VARIANTS[name]), tokens(7), tokens(5, seed=1)
     frame = conversion_error(model, prompt, text)
     assert frame["relative_error"].max() < 1e-13  # 12 tokens, 2 layers, 2.2e-16
