@@ -165,7 +165,7 @@ def test_a_file_keeps_the_record(model, few, tmp_path):
 
 def as_format_3(path) -> None:
     """The file as kvlens wrote it before records were kept up."""
-    tensors, metadata = read_checked_tensors(path, "test", "kvlens.KVBias", newest=4)
+    tensors, metadata = read_checked_tensors(path, "test", "kvlens.KVBias", newest=5)
     meta = json.loads(metadata["kv_bias"])
     tensors = {name.replace("head_output_error", "output_error"): x for name, x in tensors.items() if "answers" not in name}
     if meta["fit"] is None:
