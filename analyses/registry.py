@@ -72,6 +72,9 @@ HOMES = {
     "prompt_by_depth": "kvlens.analyses.prompt.depth",
     "prompt_copies": "kvlens.analyses.heads.copies",
     "prompt_effect": "kvlens.analyses.prompt.effect",
+    "state_erasure": "kvlens.analyses.state.memory",
+    "state_maps": "kvlens.analyses.state.memory",
+    "state_memory": "kvlens.analyses.state.memory",
     "token_texts": "kvlens.analyses.texts",
     "tokens_field": "kvlens.analyses.inputs",
 }

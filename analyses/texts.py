@@ -38,7 +38,7 @@ class _Piece(NamedTuple):
 
 
 @checked
-def token_texts(model: HookedKVTransformer, tokens: Int[Tensor, " pos"]) -> list[str]:
+def token_texts(model: Any, tokens: Int[Tensor, " pos"]) -> list[str]:
     """Each token of a text as text, as the module says; its number where the model has no tokenizer.
 
     Args:

@@ -18,5 +18,6 @@ Under a bias ``hook_pattern`` is divided by the whole normalizer, so that its ro
 """
 
 from kvlens.bridge.bridge import KVTransformerBridge
+from kvlens.bridge.memory import LayerMemory
 
-__all__ = ["KVTransformerBridge"]
+__all__ = ["KVTransformerBridge", "LayerMemory"]

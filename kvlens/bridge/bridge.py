@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from kvlens.bridge.families import layers_of
 from kvlens.bridge.fingerprint import FRONT_END, fingerprint_of
 from kvlens.bridge.load import loaded, wrapped
+from kvlens.bridge.memory import LayerMemory, read_memory
 from kvlens.bridge.positions import text_positions
 from kvlens.bridge.recurrent import RecurrentLayer
 from kvlens.errors import KVLensError
@@ -214,6 +215,15 @@ class KVTransformerBridge(TransformerBridge):
         attention = [layer.layer for layer in layers if layer.layer not in recurrent]
         states = RecurrentStates(recurrent, stacked("state", recurrent), stacked("conv", recurrent)) if recurrent else None
         return PromptKeysAndValues(stacked("k", attention), stacked("v", attention), states)
+
+    @torch.no_grad()
+    def read_memory(self, tokens: Int[Tensor, " pos"]) -> list[LayerMemory]:
+        """What each token of a prompt leaves in the states of the recurrent layers, after whatever is attached in front of it.
+
+        Raises:
+            KVLensError: a model without recurrent layers, or tokens outside the vocabulary.
+        """
+        return read_memory(self, self.__dict__["_layers"], tokens.to(self.cfg.device))
 
     # --- names of hooks ----------------------------------------------------------------------------------------------------
 

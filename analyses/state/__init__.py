@@ -1,0 +1,1 @@
+"""What the states of recurrent layers remember of a prompt."""

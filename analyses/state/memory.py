@@ -1,0 +1,162 @@
+"""What the recurrent layers of a hybrid model keep of a prompt: each token's survival, what a prompt does to an earlier state.
+
+A value head keeps a matrix S, and a token maps it and writes to it, S_t = T_t S_{t-1} + b_t k_t v_t^T, so that after M tokens
+
+    S_M = P S_old + sum_j kbar_j v_j^T        kbar_j = T_{M-1} ... T_{j+1} b_j k_j        P = T_{M-1} ... T_0
+
+P is not normal: its singular values say what it can do to a state, its eigenvalues do not. A term of the sum is what the state
+would lose if the token's value were zero; that is a share, not an effect on any answer: leaving the token out also undoes what
+it removed.
+"""
+
+from typing import Any
+
+import pandas as pd
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from kvlens import KVLensError, KVTransformerBridge, convert_prompt
+from kvlens.checks import checked
+
+from ..declaration import Columns
+from ..texts import token_texts
+
+HEAD = dict(layer=("int64", "from 0, a recurrent layer"), head=("int64", "value head"))
+MEMORY = Columns(
+    **HEAD,
+    position=("int64", "of the token in the prompt, from 0"),
+    token=("str", "its text; its id in a model without a tokenizer"),
+    distance=("int64", "how many tokens of the prompt come after it"),
+    survival=("float64", "|T_{M-1} ... T_{j+1} k_j| / |k_j|: how much of its key the tokens after it leave"),
+    term_norm=("float64", "|kbar_j| |v_j|, the Frobenius norm of what is left of what it wrote"),
+    state_share=(
+        "float64",
+        "projection of its term on what the prompt wrote, over the square of that: sums to 1 over positions",
+    ),
+)
+MAPS = Columns(
+    **HEAD,
+    index=("int64", "from 0, largest first; d_k of them"),
+    singular_value=("float64", "of P, which maps the state before the prompt to what is left of it"),
+)
+ERASURE = Columns(
+    **HEAD,
+    earlier_norm=("float64", "Frobenius norm of S_old, the state after the earlier prompt"),
+    left=("float64", "|P S_old| / |S_old|: what the second prompt leaves of it"),
+    left_by_decay=("float64", "what the decays alone would leave of it, without what the keys of the second prompt remove"),
+    written=("float64", "norm of what the second prompt writes, over |S_old|"),
+)
+
+
+@MEMORY.document
+@checked
+@torch.no_grad()
+def state_memory(model: KVTransformerBridge, prompt: str | Int[Tensor, "*one_prompt pos"]) -> pd.DataFrame:
+    """How much of each token of a prompt is left in the states of the recurrent layers at its end.
+
+    Args:
+        model: with recurrent layers, and with whatever is attached to it in front of the prompt.
+        prompt: a string, or tokens [pos] or [1, pos].
+
+    Returns:
+        One row per layer, head and position, in that order:
+
+        {columns}
+
+    Raises:
+        KVLensError: a model without recurrent layers, several prompts, tokens outside the vocabulary.
+    """
+    tokens = _tokens(model, prompt)
+    n, texts = len(tokens), token_texts(model, tokens)
+    frames = []
+    for memory in model.read_memory(tokens):
+        terms = memory.carried_keys.norm(dim=-1) * memory.values.norm(dim=-1)
+        state = torch.einsum("phk,phv->hkv", memory.carried_keys, memory.values)
+        along = torch.einsum("phk,hkv,phv->ph", memory.carried_keys, state, memory.values)
+        share = along / state.square().sum(dim=(1, 2)).clamp(min=torch.finfo(torch.float64).tiny)
+        n_heads = terms.shape[1]
+        head, position = torch.cartesian_prod(torch.arange(n_heads), torch.arange(n)).T
+        values: dict[str, Any] = {"layer": memory.layer, "head": head, "position": position, "distance": n - 1 - position}
+        values |= {"token": texts * n_heads, "survival": memory.survival.T, "term_norm": terms.T, "state_share": share.T}
+        frames.append(MEMORY.frame(values))
+    return pd.concat(frames, ignore_index=True)
+
+
+@MAPS.document
+@checked
+@torch.no_grad()
+def state_maps(model: KVTransformerBridge, prompt: str | Int[Tensor, "*one_prompt pos"]) -> pd.DataFrame:
+    """What a prompt can do to the states before it: the singular values of P.
+
+    Args:
+        model, prompt: as in :func:`state_memory`.
+
+    Returns:
+        One row per layer, head and singular value, in that order:
+
+        {columns}
+
+    Raises:
+        KVLensError: as :func:`state_memory`.
+    """
+    frames = []
+    for memory in model.read_memory(_tokens(model, prompt)):
+        values = torch.linalg.svdvals(memory.state_map)
+        head, index = torch.cartesian_prod(*(torch.arange(n) for n in values.shape)).T
+        frames.append(MAPS.frame({"layer": memory.layer, "head": head, "index": index, "singular_value": values}))
+    return pd.concat(frames, ignore_index=True)
+
+
+@ERASURE.document
+@checked
+@torch.no_grad()
+def state_erasure(
+    model: KVTransformerBridge,
+    earlier: str | Int[Tensor, "*one_earlier earlier_pos"],
+    prompt: str | Int[Tensor, "*one_prompt pos"],
+) -> pd.DataFrame:
+    """How much of an earlier prompt a second one erases from the states.
+
+    Args:
+        model: as in :func:`state_memory`.
+        earlier: read first, in whatever forms ``prompt`` may have.
+        prompt: read after it.
+
+    Returns:
+        One row per layer and head, in that order; all NaN but ``earlier_norm`` where the earlier state is 0:
+
+        {columns}
+
+    Raises:
+        KVLensError: as :func:`state_memory`.
+    """
+    before = convert_prompt(model, _tokens(model, earlier))
+    with model.kv_bias(before):
+        memories = model.read_memory(_tokens(model, prompt))
+    assert before.recurrent is not None
+    frames = []
+    for memory, old in zip(memories, before.recurrent.b_KV.to(torch.float64), strict=True):
+        states = {
+            "left": memory.state_map @ old,
+            "left_by_decay": memory.decay[..., None] * old,
+            "written": torch.einsum("phk,phv->hkv", memory.carried_keys, memory.values),
+        }
+        norm = old.norm(dim=(1, 2))
+        relative = {name: state.norm(dim=(1, 2)) / norm for name, state in states.items()}
+        frames.append(ERASURE.frame({"layer": memory.layer, "head": range(len(norm)), "earlier_norm": norm, **relative}))
+    return pd.concat(frames, ignore_index=True)
+
+
+def _tokens(model: KVTransformerBridge, prompt: Any) -> Int[Tensor, " pos"]:
+    """One prompt as ids; a string gets a BOS as in ``convert_prompt``."""
+    if not isinstance(model, KVTransformerBridge):
+        raise KVLensError(f"state_memory: expected a KVTransformerBridge with recurrent layers, got {type(model).__name__}")
+    if isinstance(prompt, str):
+        if model.tokenizer is None:
+            raise KVLensError(f"state_memory: this model has no tokenizer, so it cannot read {prompt[:40]!r}; give token ids")
+        prompt = model.to_tokens(prompt, prepend_bos=model.prepends_bos and model.attached_kv_bias is None)
+    prompt = prompt[0] if prompt.dim() == 2 and len(prompt) == 1 else prompt
+    if prompt.dim() != 1 or not len(prompt):
+        raise KVLensError(f"state_memory: expected one prompt, [pos] or [1, pos], got shape {list(prompt.shape)}")
+    return prompt

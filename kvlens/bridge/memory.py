@@ -1,0 +1,76 @@
+"""What a prompt does to the states of a bridge's recurrent layers, token by token."""
+
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvlens.bridge.recurrent import RecurrentLayer
+from kvlens.errors import KVLensError
+from kvlens.mixers import MixerInputs
+
+WRITTEN = ("k", "v", "log_decay", "write_strength")
+
+
+class LayerMemory(NamedTuple):
+    """One recurrent layer's part in S = P S_old + sum_j kbar_j v_j^T, in float64.
+
+    Attributes:
+        layer: its number.
+        carried_keys: kbar_j, the key of each token as it stands at the end of the prompt, write strength included.
+        survival: |T_{M-1} ... T_{j+1} k_j| / |k_j|, how much of a key the tokens after it leave.
+        values: v_j.
+        state_map: P, what becomes of the state before the prompt.
+        decay: the product of the decays alone, without what is removed; one number a head, or one per key channel.
+    """
+
+    layer: int
+    carried_keys: Float[Tensor, "pos head d_k"]
+    survival: Float[Tensor, "pos head"]
+    values: Float[Tensor, "pos head d_v"]
+    state_map: Float[Tensor, "head d_k d_k"]
+    decay: Float[Tensor, "head #d_k"]
+
+
+def read_memory(model: Any, layers: list[Any], tokens: Int[Tensor, " pos"]) -> list[LayerMemory]:
+    """See :meth:`kvlens.KVTransformerBridge.read_memory`."""
+    recurrent = [layer for layer in layers if isinstance(layer, RecurrentLayer)]
+    if not recurrent:
+        raise KVLensError(
+            f"read_memory: {model.cfg.architecture} has no recurrent layer: its layers keep every key, and none has a state"
+        )
+    model.check_tokens(tokens)
+    seen: dict[tuple[int, str], Tensor] = {}
+    handles = [
+        getattr(layer.mixer, f"hook_{name}").register_forward_hook(
+            lambda module, args, output, at=(layer.layer, name): seen.__setitem__(at, output.double())
+        )
+        for layer in recurrent
+        for name in WRITTEN
+    ]
+    try:
+        model(tokens[None], return_type=None, use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [_memory(layer, seen) for layer in recurrent]
+
+
+def _memory(layer: RecurrentLayer, seen: dict[tuple[int, str], Tensor]) -> LayerMemory:
+    k, v, log_decay = (seen[layer.layer, name] for name in WRITTEN[:3])
+    write = seen.get((layer.layer, "write_strength"))
+    inputs = MixerInputs(k, k, v, log_decay, write, None, None)
+    carried = layer.mixer.rule.carried_keys(inputs, None)[0]
+    strength = torch.ones_like(v[0, :, :, 0]) if write is None else write[0]
+    lengths = k[0].norm(dim=-1).repeat_interleave(v.shape[2] // k.shape[2], dim=-1)
+    tiny = torch.finfo(torch.float64).tiny
+    total = log_decay * v.shape[1] if log_decay.dim() == 1 else log_decay[0].sum(dim=0)
+    return LayerMemory(
+        layer.layer,
+        carried,
+        carried.norm(dim=-1) / (strength * lengths).clamp(min=tiny),
+        v[0],
+        layer.mixer.rule.state_map(inputs, None)[0],
+        total.exp().reshape(v.shape[2], -1),
+    )

@@ -1,0 +1,96 @@
+"""What recurrent layers keep of a prompt: against a loop over the tokens, and against the states that conversion gives."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvlens import HookedKVTransformer, KVLensError, KVTransformerBridge, convert_prompt
+from kvlens.analyses import state_erasure, state_maps, state_memory
+from kvlens.ops.delta_rule import naive_token_maps
+
+sys.path.append(str(Path(__file__).parents[2] / "bridge"))
+from bridge_models import HYBRIDS, some_tokens, tiny
+
+N_PROMPT, N_HEADS = 13, 4
+CLOSE = dict(rtol=1e-5, atol=1e-6)
+"""Two float32 passes, of which one leaves the layers below to Transformers' kernel."""
+
+
+@pytest.fixture(scope="module", params=HYBRIDS)
+def model(request):
+    return KVTransformerBridge.boot_transformers(tiny(request.param))
+
+
+def maps_of(model, tokens, layer):
+    """T_t of every token [pos, head, d_k, d_k] and keys [pos, head, d_k], from the hook points."""
+    seen = {}
+    names = [f"blocks.{layer}.attn.hook_{name}" for name in ("k", "log_decay", "write_strength")]
+    hooks = [(name, lambda x, hook: seen.__setitem__(hook.name.split("hook_")[1], x.double())) for name in names]
+    with torch.no_grad():
+        model.run_with_hooks(tokens[None], fwd_hooks=hooks)
+    maps = naive_token_maps(seen["k"], seen["log_decay"], seen["write_strength"])
+    keys = seen["k"].repeat_interleave(N_HEADS // seen["k"].shape[2], dim=2)
+    return maps[0], keys[0]
+
+
+def test_survival_and_singular_values_are_those_of_a_loop(model):
+    tokens = some_tokens(N_PROMPT)
+    memory, maps = state_memory(model, tokens), state_maps(model, tokens)
+    assert len(memory) == 2 * N_HEADS * N_PROMPT and set(memory["layer"]) == {0, 2}
+    for layer in (0, 2):
+        each, keys = maps_of(model, tokens, layer)
+        each = each if each.shape[0] == N_PROMPT else each.transpose(0, 1)
+        left, survival = torch.eye(6, dtype=torch.float64).expand(N_HEADS, 6, 6), []
+        for j in reversed(range(N_PROMPT)):
+            survival.append((left @ keys[j][..., None]).squeeze(-1).norm(dim=-1) / keys[j].norm(dim=-1))
+            left = left @ each[j]
+        found = torch.tensor(memory[memory["layer"] == layer]["survival"].to_numpy()).view(N_HEADS, N_PROMPT)
+        torch.testing.assert_close(found, torch.stack(survival[::-1], dim=1), **CLOSE)
+        found = torch.tensor(maps[maps["layer"] == layer]["singular_value"].to_numpy()).view(N_HEADS, 6)
+        torch.testing.assert_close(found, torch.linalg.svdvals(left), **CLOSE)
+
+
+def test_the_shares_sum_to_the_state(model):
+    tokens = some_tokens(N_PROMPT)
+    memory = state_memory(model, tokens)
+    sums = memory.groupby(["layer", "head"])["state_share"].sum()
+    assert abs(sums - 1).max() < 1e-9
+    assert memory["token"][3] == str(int(tokens[3])) and memory["distance"][3] == N_PROMPT - 4
+    last = memory[memory["distance"] == 0]
+    assert abs(last["survival"] - 1).max() < 1e-9
+    states = convert_prompt(model, tokens).recurrent.b_KV.double()
+    for row, read in zip(states, model.read_memory(tokens), strict=True):
+        written = torch.einsum("phk,phv->hkv", read.carried_keys, read.values)
+        torch.testing.assert_close(written, row, rtol=1e-4, atol=1e-5 * float(row.abs().max()))
+
+
+def test_erasure_is_what_becomes_of_the_earlier_state(model):
+    earlier, prompt = some_tokens(7, seed=3), some_tokens(N_PROMPT)
+    table = state_erasure(model, earlier, prompt)
+    old = convert_prompt(model, earlier)
+    whole = convert_prompt(model, prompt, initial=old).recurrent.b_KV.double()
+    with model.kv_bias(old):
+        memories = model.read_memory(prompt)
+    written = torch.stack([torch.einsum("phk,phv->hkv", m.carried_keys, m.values) for m in memories])
+    states = old.recurrent.b_KV.double()
+    expected = (whole - written).norm(dim=(2, 3)) / states.norm(dim=(2, 3))
+    found = torch.tensor(table["left"].to_numpy()).view(2, N_HEADS)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(
+        torch.tensor(table["earlier_norm"].to_numpy()).view(2, N_HEADS), states.norm(dim=(2, 3)), rtol=1e-6, atol=0
+    )
+    assert bool((table["left_by_decay"] <= 1).all())
+
+
+@pytest.mark.unhooked
+def test_bad_input_is_refused_in_words(model):
+    with pytest.raises(KVLensError, match="got shape \\[2, 13\\]"):
+        state_memory(model, some_tokens(2, N_PROMPT))
+    with pytest.raises(KVLensError, match="no tokenizer"):
+        state_maps(model, "words")
+    with pytest.raises(KVLensError, match="LlamaForCausalLM has no recurrent layer"):
+        state_memory(KVTransformerBridge.boot_transformers(tiny("llama")), some_tokens(N_PROMPT))
+    with pytest.raises(KVLensError, match="model"):
+        state_memory(HookedKVTransformer.from_zoo("bigram-linear"), some_tokens(N_PROMPT))
