@@ -40,7 +40,7 @@ HOMES = {
     "PROMPT": "kvlens.analyses.inputs",
     "Record": "kvlens.analyses.declaration",
     "TEXT": "kvlens.analyses.inputs",
-    "WRONG": "kvlens.analyses.inputs",
+    "RIVAL": "kvlens.analyses.inputs",
     "activation_patching": "kvlens.analyses.bias.patching",
     "attention_rows": "kvlens.analyses.heads.rows",
     "attribution_by_head": "kvlens.analyses.attribution.by_head",

@@ -18,6 +18,7 @@ Code:
 | `kv_shift(boundary=...)`, `naive_kv_shift(boundary=...)` | `kvlens.ops.kv_shift.kv_shift(state=...)`, `naive_kv_shift(state=...)` |
 | `KVBias.combine(boundary=...)` | `kvlens.KVBias.combine(shift_state=...)` |
 | `attention_view(places=...)` | `kvlens.viz.attention_view(positions=...)` |
+| `analyses.inputs.WRONG` | `kvlens.analyses.RIVAL` |
 
 British spelling has become American, in messages and documentation too: normaliser, normalizer. Values that files hold keep
 theirs, such as the attention variant `regularised`.

@@ -1,9 +1,12 @@
 """``kvlens explain``: the sentence that is read aloud holds what the model does."""
 
+from dataclasses import replace
+
 import pandas as pd
 import pytest
 import torch
 from kvlens.analyses.attribution.explain import explain
+from kvlens.analyses.attribution.null import Null
 
 from kvlens import HookedKVTransformer, KVLensError
 from kvlens.cli import main
@@ -35,6 +38,21 @@ def test_the_sentence_names_what_matters(name):
     heads = found.heads
     best = heads.loc[heads["swap"].idxmax() if found.needed() else heads["converse"].idxmin()]
     assert named[0] == f"L{int(best['layer'])}H{int(best['head'])}"
+
+
+def test_only_significant_heads_are_named_and_an_unstable_lead_is_said():
+    found = explain(HookedKVTransformer.from_zoo("facts-gpt2"), STORY, QUESTION, answer=" donkey", null=Null(19))
+    heads = found.heads
+    assert heads[["p_value", "p_value_alone", "leads"]].notna().all(axis=None)
+    assert heads["leads"].sum() == pytest.approx(1)
+    insignificant = replace(found, heads=heads.assign(p_value=1.0, p_value_alone=1.0))
+    assert insignificant.needed() == insignificant.sufficient() == []
+    assert in_a_sentence(insignificant, "sentence").endswith("No head carries it alone.")
+    carried = heads.assign(swap=heads["whole"] * (heads.index == 3), p_value=0.05)
+    layer, head = int(heads["layer"][3]), int(heads["head"][3])
+    for leads, said in ((0.5, f"The lead of L{layer}H{head} is not stable"), (0.95, f"Carried by L{layer}H{head}.")):
+        shown = in_a_sentence(replace(found, heads=carried.assign(leads=leads)), "sentence")
+        assert said in shown and ("not stable" in shown) == (leads == 0.5)
 
 
 def test_where_nothing_matters_it_says_so():

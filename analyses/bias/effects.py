@@ -1,10 +1,12 @@
 """What the predictions on a text lose when parts of a converted prompt are ablated: head by head, bias and shift state.
 
-Three ways to take a part away, as the field has them:
+Four ways to take a part away:
 
 - ``zero``: the part becomes 0, as if there had been no prompt (no b_KV, nothing in the normalizer, no token before);
 - ``mean``: it becomes its mean over reference prompts, so that what every prompt leaves behind stays;
-- ``resample``: it becomes that of another prompt, once for each reference, so that the model sees nothing unusual.
+- ``resample``: it becomes that of another prompt, once for each reference, so that the model sees nothing unusual;
+- ``baseline``: it becomes what the prompt's BOS alone leaves (nothing where there is no BOS), which is what "without the
+  prompt" means in kvlens: zeroing takes BOS away too, and a head that mostly attends to BOS then seems to matter.
 
 A converted prompt is more than its bias: a shifted model also reads the *shift state*, the prompt's last raw keys, values and
 queries. ``bias`` takes b_KV and b_D, ``shift_state`` the shift state, ``both`` all that the prompt left. The effects do not add
@@ -35,12 +37,13 @@ from ..predictions import (
     log_probabilities,
     next_token_losses,
 )
-from ..sequences import PromptTokens, TextTokens, bias_and_text
+from ..sequences import PromptTokens, TextTokens, bias_and_text, prompt_sequence
 from ..stream.logit_attribution import LogitTarget, Token, logit_target
+from .baseline import baseline_of, has_baseline
 from .interventions import Interventions, donors_of, logits_under
-from .one_space import with_references
+from .one_space import beside, singles, with_references
 
-METHODS = ("zero", "mean", "resample")
+METHODS = ("zero", "mean", "resample", "baseline")
 PARTS = ("bias", "shift_state", "both")
 UNITS = ("head", "layer", "model")
 ALL = -1
@@ -58,7 +61,7 @@ class Ablation(NamedTuple):
 
 
 COLUMNS = Columns(
-    method=("str", "``zero``, ``mean`` or ``resample``"),
+    method=("str", "``zero``, ``mean``, ``resample`` or ``baseline``"),
     reference=("int64", "for ``resample``, index into ``references``; else -1"),
     part=("str", "``bias``, ``shift_state`` or ``both``"),
     layer=("int64", "-1: all"),
@@ -117,10 +120,15 @@ def bias_effects(
     target = logit_target(model, text, answer, rival)
     parts = _parts_of(bias) if parts is None else parts
     ablations = _ablations(bias, by, methods, parts, references)
+    baseline = _baseline(model, prompt, bias) if "baseline" in methods else None
     if on_start is not None:
         on_start(len(ablations))
-    bias, references = with_references(bias, references)
-    rows = _interventions(bias, ablations, references)
+    n_references = 0 if references is None else references.b_KV.shape[1]
+    if baseline is None:
+        bias, references = with_references(bias, references)
+    else:
+        bias, references = beside(bias, [*([] if references is None else singles(references)), baseline])
+    rows = _interventions(bias, ablations, references, n_references)
     numbers = measured_effects(model, text, bias, rows, target, batch_size=batch_size, on_progress=on_progress)
     which = {name: [getattr(ablation, name) for ablation in ablations] for name in Ablation._fields}
     return COLUMNS.frame({**which, **numbers})
@@ -166,12 +174,12 @@ def _ablations(
             raise KVLensError(f"bias_effects: {what}: expected some of {', '.join(known)}, got {unknown or 'none'}")
     if set(parts) - {"bias"} and not _has_shift_state(bias):
         raise KVLensError("bias_effects: this model shifts nothing, so that its prompts leave no shift state; parts=['bias']")
-    if set(methods) - {"zero"}:
+    if set(methods) & {"mean", "resample"}:
         _check_references(bias, references)
     n_layers, n_heads = (range(n) for n in (bias.n_layers, bias.n_heads))
     units = {"head": product(n_layers, n_heads), "layer": product(n_layers, [ALL]), "model": [(ALL, ALL)]}
     n_references = 0 if references is None else references.b_KV.shape[1]
-    chosen = {"zero": [ALL], "mean": [ALL], "resample": range(n_references)}
+    chosen = {"zero": [ALL], "mean": [ALL], "resample": range(n_references), "baseline": [ALL]}
     ways = [(method, reference) for method in methods for reference in chosen[method]]
     return [Ablation(*way, part, *unit) for way, part, unit in product(ways, parts, units[by])]
 
@@ -193,14 +201,27 @@ def _check_references(bias: KVBias, references: KVBias | None) -> None:
         )
 
 
-def _interventions(bias: KVBias, ablations: Sequence[Ablation], references: KVBias | None) -> Interventions:
-    first = {"zero": 0, "mean": 1, "resample": 2}  # of the donors
+def _baseline(model: HookedKVTransformer, prompt: KVBias | PromptTokens, bias: KVBias) -> KVBias:
+    if isinstance(prompt, KVBias):
+        raise KVLensError(
+            "bias_effects: the baseline is what the prompt's BOS alone leaves, and a converted prompt no longer holds its "
+            "tokens: give the prompt as a string or tokens"
+        )
+    if not has_baseline(bias):
+        raise KVLensError("bias_effects: random, Taylor and learned features have no baseline; use methods=['zero']")
+    return baseline_of(model, prompt_sequence(model, "prompt", prompt)).select_prompt(0)
+
+
+def _interventions(bias: KVBias, ablations: Sequence[Ablation], references: KVBias | None, n_references: int) -> Interventions:
+    """``references``: ``n_references`` of other prompts, then the baseline where it is asked for."""
+    donors = donors_of(bias, references, n_references)
+    first = {"zero": 0, "mean": 1, "resample": 2, "baseline": donors.b_KV.shape[1] - 1}
     donor = [first[ablation.method] + max(ablation.reference, 0) for ablation in ablations]
     return Interventions(
         keep_bias=_kept(bias, ablations, ("bias", "both")),
         keep_shift_state=_kept(bias, ablations, ("shift_state", "both")),
         donor=torch.tensor(donor, dtype=torch.long, device=bias.b_KV.device),
-        donors=donors_of(bias, references),
+        donors=donors,
     )
 
 
@@ -247,7 +268,7 @@ BIAS_EFFECTS = Analysis(
     },
     options={
         "by": Option("what is ablated at once", UNITS),
-        "methods": Option("all but zero need references", METHODS, many=True),
+        "methods": Option("mean and resample need references", METHODS, many=True),
         "parts": Option("all that the model has if empty", PARTS, many=True),
     },
     n_interventions=_n_ablations,

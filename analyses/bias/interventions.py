@@ -35,8 +35,9 @@ class Interventions(NamedTuple):
         return Interventions(self.keep_bias[rows], self.keep_shift_state[rows], self.donor[rows], self.donors)
 
 
-def donors_of(bias: KVBias, references: KVBias | None = None) -> KVBias:
-    """A batch of what may replace ``bias``: zeros, then the references' mean, then each reference.
+def donors_of(bias: KVBias, references: KVBias | None = None, n_in_mean: int | None = None) -> KVBias:
+    """A batch of what may replace ``bias``: zeros, then the mean of the first ``n_in_mean`` references (None: of all; there is
+    no mean of none), then each reference.
 
     A softmax model's references are over the features of ``bias`` (:func:`kvlens.analyses.bias.one_space.with_references`).
     """
@@ -45,7 +46,8 @@ def donors_of(bias: KVBias, references: KVBias | None = None) -> KVBias:
     for name in OF_BIAS + OF_SHIFT_STATE:
         zeros = torch.zeros_like(getattr(bias, name))[:, None]
         others = zeros[:, :0] if references is None else getattr(references, name).to(zeros)
-        mean = zeros[:, :0] if references is None else others.mean(dim=1, keepdim=True)
+        averaged = others[:, :n_in_mean]
+        mean = averaged.mean(dim=1, keepdim=True) if averaged.shape[1] else averaged
         tensors[name] = torch.cat([zeros, mean, others], dim=1)
     return replace(bias.repeat(tensors["b_KV"].shape[1]), **tensors)
 

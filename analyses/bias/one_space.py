@@ -7,6 +7,7 @@ A linear model's biases are there already. Those of a softmax model bring virtua
 and b_D alike, each bias says what it said alone, and any head of a sum, a mean or a patched mixture is a bias like any other.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,11 +36,20 @@ def with_references(bias: KVBias, references: KVBias | None) -> tuple[KVBias, KV
     """A bias and a batch of others, over one set of features."""
     if references is None or bias.features is None:
         return bias, references
-    n = references.b_KV.shape[1]
-    own, *others = in_one_space(bias, *(references.select_prompt(i) for i in range(n)))
+    return beside(bias, singles(references))
+
+
+def singles(references: KVBias) -> list[KVBias]:
+    """The biases of a batch, one by one."""
+    return [references.select_prompt(i) for i in range(references.b_KV.shape[1])]
+
+
+def beside(bias: KVBias, others: Sequence[KVBias]) -> tuple[KVBias, KVBias]:
+    """A bias, and others of single prompts as a batch, over one set of features."""
+    own, *others = in_one_space(bias, *others)
     names = ("b_KV", "b_D", "last_k", "last_v", "last_q")
     stacked: dict[str, Any] = {name: torch.stack([getattr(b, name) for b in others], dim=1) for name in names}
-    return own, replace(others[0].repeat(n), **stacked)
+    return own, replace(others[0].repeat(len(others)), **stacked)
 
 
 def _with_own_shift_state(bias: KVBias, own: KVBias) -> KVBias:

@@ -8,16 +8,17 @@ from collections.abc import Callable, Mapping, Sequence
 
 import pandas as pd
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
-from kvlens import HookedKVTransformer, KVBias, KVLensError, convert_prompt, counterfactuals
+from kvlens import HookedKVTransformer, KVBias, KVLensError
 from kvlens.checks import checked
 
 from ..declaration import Columns
 from ..predictions import KL, LOSS_CHANGE
-from ..sequences import PromptTokens, TextTokens, begins_with_bos, bias_and_text, prompt_text_bias
+from ..sequences import PromptTokens, TextTokens, bias_and_text, prompt_text_bias
 from ..stream.logit_attribution import logit_target
+from .baseline import baseline_of, has_baseline
 from .effects import measured_effects
 from .interventions import Interventions, donors_of
 from .one_space import with_references
@@ -117,21 +118,13 @@ def baseline_ablation(
             f"{int(torch.as_tensor(baseline.position_offset).max())} after the prompt: give the bias of this prompt; where it "
             "continues another, attach that one"
         )
-    same_space = bias.features is None or bias.features.kind == "virtual_keys"
-    own, donors = with_references(bias, baseline) if same_space else (bias, donors_of(bias))
+    own, donors = with_references(bias, baseline) if has_baseline(bias) else (bias, donors_of(bias))
     assert donors is not None
     keep = _kept_heads(own, removals)
     rows = Interventions(keep, keep, torch.zeros(len(keep), dtype=torch.long, device=keep.device), donors)
     target = logit_target(model, text)
     effects = measured_effects(model, text, own, rows, target, batch_size=batch_size, on_progress=on_progress)
     return _frame(keep, effects)
-
-
-def baseline_of(model: HookedKVTransformer, prompt: Int[Tensor, " prompt_pos"]) -> KVBias:
-    """The bias, as a batch of one, of the prompt of which only what is always there is left: BOS, or nothing."""
-    gone = torch.ones(1, len(prompt), dtype=torch.bool)
-    gone[:, : int(begins_with_bos(model, prompt))] = False
-    return convert_prompt(model, counterfactuals(model, prompt, gone))
 
 
 def _kept_heads(bias: KVBias, removals: Sequence[Heads]) -> Float[Tensor, "removal layer head"]:

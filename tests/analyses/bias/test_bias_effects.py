@@ -6,6 +6,7 @@ import torch
 from analysis_models import VARIANTS, centered, random_model, tokens
 from tiny_text_model import tiny_text_model
 
+from analyses.bias.by_head import bias_by_head
 from analyses.bias.effects import BIAS_EFFECTS, bias_effects
 from analyses.declaration import Record
 from kvlens import KVLensError, KVShiftConfig, convert_prompt
@@ -99,6 +100,48 @@ def test_order_and_defaults():
     assert bias_effects(shiftless, convert_prompt(shiftless, PROMPT), TEXT)["part"].unique().tolist() == ["bias"]
 
 
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("attention", ["linear", "softmax"])
+@pytest.mark.parametrize("references", [False, True])
+def test_the_baseline_is_what_bos_alone_leaves(name, attention, references):
+    linear = attention == "linear"
+    changes = MODELS[name] if linear else dict(attention="softmax", kv_shift=MODELS[name].get("kv_shift"))
+    model = random_model(**changes)
+    others = convert_prompt(model, OTHERS) if references else None
+    methods = ["mean", "resample"] if references else []
+    given = dict(by="head", parts=["bias"] if model.cfg.kv_shift is None else ["both"], references=others)
+    frame = bias_effects(model, PROMPT, TEXT, methods=[*methods, "baseline"], **given)
+    found = frame[frame["method"] == "baseline"]
+    assert (found["reference"] == -1).all()
+    heads = bias_by_head(model, PROMPT, TEXT)
+    assert found["kl"].tolist() == pytest.approx(heads["ablation_kl"].tolist(), **ROUNDING)
+    if references:
+        alone = bias_effects(model, PROMPT, TEXT, methods=methods, **given)
+        rest = frame[frame["method"] != "baseline"]
+        assert rest["kl"].tolist() == pytest.approx(alone["kl"].tolist(), **ROUNDING)
+
+
+def test_the_baseline_of_all_heads_is_the_text_after_bos_and_zero_is_not():
+    model = tiny_text_model(dtype=torch.float64)
+    prompt, text = model.to_tokens("the widget is")[0], model.to_tokens(" green and", prepend_bos=False)[0]
+    effects = bias_effects(model, prompt, text, by="model", methods=["zero", "baseline"]).set_index(["method", "part"])
+    part = effects.index.get_level_values("part").unique()[-1]  # all that the prompt left
+    whole = model(torch.cat([prompt, text])[None])[0, -len(text) :]
+    after_bos = convert_prompt(model, prompt, without=[(1, len(prompt))])
+    with model.kv_bias(after_bos):
+        alone = model(text[None])[0]
+    p, q = (x.log_softmax(dim=-1) for x in (whole, alone))
+    assert effects.loc[("baseline", part), "kl"] == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), **ROUNDING)
+    assert effects.loc[("zero", part), "kl"] != pytest.approx(effects.loc[("baseline", part), "kl"], rel=1e-3)
+
+
+@pytest.mark.unhooked
+def test_a_baseline_needs_the_prompts_tokens():
+    model = random_model()
+    with pytest.raises(KVLensError, match="give the prompt as a string or tokens"):
+        bias_effects(model, convert_prompt(model, PROMPT), TEXT, methods=["baseline"])
+
+
 def test_without_an_answer_the_logit_is_the_next_tokens():
     model = random_model()
     bias = convert_prompt(model, PROMPT)
@@ -143,7 +186,7 @@ def test_in_a_batch():
 def test_bad_input():
     model = random_model()
     bias = convert_prompt(model, PROMPT)
-    with pytest.raises(KVLensError, match=r"methods: .* zero, mean, resample, got \['mode'\]"):
+    with pytest.raises(KVLensError, match=r"methods: .* zero, mean, resample, baseline, got \['mode'\]"):
         bias_effects(model, bias, TEXT, methods=["mode"])
     with pytest.raises(KVLensError, match="methods must be a list of strings"):
         bias_effects(model, bias, TEXT, methods="zero")
