@@ -8,7 +8,7 @@ import torch
 
 from kvlens import HookedKVTransformer, zoo
 from kvlens.tasks import make_task
-from kvlens.tasks.facts import answer_shares, judging_hops
+from kvlens.tasks.facts import answer_shares, scoring_hops
 from kvlens.training import score_heldout
 
 NAMES = zoo.names()
@@ -78,7 +78,7 @@ def test_models_of_stories_answer_as_their_facts_say(name):
     for stated in facts["heldout"]["answers"]:
         n_facts, bound = stated["n_facts"], {4: 0.95, 6: 0.95, 8: 0.90}[stated["n_facts"]]
         stories = replace(task, min_facts=n_facts, max_facts=n_facts).stories(64, torch.Generator().manual_seed(5), "heldout")
-        stories = stories if task.hops == 1 else judging_hops(stories, stated["hops"])
+        stories = stories if task.hops == 1 else scoring_hops(stories, stated["hops"])
         shares = answer_shares(model, stories)
         # Another draw of n answers: four standard errors below what is stated, which itself is at least the bound.
         slack = 4 * (bound * (1 - bound) / shares.n_answers) ** 0.5

@@ -89,7 +89,7 @@ def swap_self_attention(model: Any, variant: AttentionVariantConfig | dict[str, 
     if layers is None:
         raise KVLensError(f"swap_self_attention: expected a BertForSequenceClassification, got {type(model).__name__}")
     if any(isinstance(layer.attention.self, VariantSelfAttention) for layer in layers):
-        raise KVLensError("swap_self_attention: this model has a variant already; load it anew")
+        raise KVLensError("swap_self_attention: this model has a variant already; load it again")
     model.set_attn_implementation("eager")
     for number, layer in enumerate(layers):
         plain = layer.attention.self

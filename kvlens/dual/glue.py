@@ -95,7 +95,7 @@ def fine_tune(
     seed: int = 0,
     tell: Callable[[str], None] = lambda text: None,
 ) -> pd.DataFrame:
-    """Train on ``train.tsv`` and judge on ``dev.tsv`` after every epoch; the paper's settings are the defaults.
+    """Train on ``train.tsv`` and evaluate on ``dev.tsv`` after every epoch; the paper's settings are the defaults.
 
     Args:
         model: a ``BertForSequenceClassification``, swapped or not, with 1 output for stsb and 2 otherwise; trained in place.

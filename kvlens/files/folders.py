@@ -1,8 +1,8 @@
 """Whether a folder may be written: one rule for models, reports, outcomes of experiments and runs of training.
 
-A folder that is empty or missing may. One that holds another thing of the same kind may be replaced when that is allowed (a run
-is taken up where it stands), and nothing else ever: not a folder of other things, and not one in which somebody keeps files of
-their own beside ours.
+An empty or missing folder may be written. One that holds another result of the same kind may be replaced if the user allows it
+(a run is resumed instead). Nothing else is ever replaced: no folder with other contents, and none in which users keep files of
+their own next to ours.
 """
 
 import os
@@ -16,14 +16,14 @@ from kvlens.files.atomic import check_writable, clear_leftovers, files_in, reaso
 
 
 class FolderKind(NamedTuple):
-    """What stands in a folder.
+    """What a folder holds.
 
     Attributes:
-        name: what it is called, with its article.
-        own_files: the files that belong to the one in a folder, relative to it; None where there is none.
-        operation: what messages begin with.
-        allow: how a user allows that it is replaced; None where it is taken up, and nothing in the folder is deleted.
-        ignored: paths that do not make a folder one that is in use.
+        name: with its article, as in messages.
+        own_files: the files in a folder that belong to it, relative to the folder; None if it holds no such thing.
+        operation: the beginning of every message.
+        allow: how a user allows replacing it; None if it is resumed instead, and nothing in the folder is deleted.
+        ignored: paths that do not count as contents.
     """
 
     name: str
@@ -34,7 +34,7 @@ class FolderKind(NamedTuple):
 
 
 def check_folder(folder: str | Path, kind: FolderKind, *, overwrite: bool = False) -> Path:
-    """Return the absolute path of a folder that ``kind`` may be written to; only what dead writers left is cleared.
+    """Return the absolute path of a folder that ``kind`` may be written to; only leftovers of writers that died are removed.
 
     Args:
         folder: its path; it need not exist.

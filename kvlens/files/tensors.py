@@ -57,7 +57,7 @@ def read_checked_tensors(path: Path, what: str, file_format: str, newest: int) -
         raise KVLensError(f"{what}: {path} has format version {version}, this kvlens reads up to {newest}: upgrade kvlens")
     found = metadata.pop(CHECKSUM, None)
     if found is None and version == WITHOUT:
-        logger.warning("%s: %s is of format 1, which carries no checksum: damage would go unnoticed; save it anew", what, path)
+        logger.warning("%s: %s is of format 1, which carries no checksum: damage would go unnoticed; save it again", what, path)
     elif found != _checksum(tensors, metadata):
         raise KVLensError(f"{what}: {path} is damaged: its contents do not fit the checksum in it; take a copy that is whole")
     return tensors, metadata

@@ -171,7 +171,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 def _check_files(folder: Path, stored: dict[str, Any]) -> None:
     """Raise KVLensError unless every file that was saved is there as it was; format 1 does not say."""
     if "files" not in stored:
-        logger.warning("load: %s is of format 1, which carries no checksums: damage would go unnoticed; save it anew", folder)
+        logger.warning("load: %s is of format 1, which carries no checksums: damage would go unnoticed; save it again", folder)
         return
     if not isinstance(stored["files"], dict):
         raise KVLensError(f"load: {folder / CONFIG} is damaged: its list of files is {brief(stored['files'])}")
@@ -183,7 +183,7 @@ def _check_files(folder: Path, stored: dict[str, Any]) -> None:
         if found != written:
             raise KVLensError(
                 f"load: {folder / name} is damaged: it is not what was saved; take a copy that is whole. To change a "
-                "model, load it, change it and save it anew"
+                "model, load it, change it and save it again"
             )
 
 

@@ -28,7 +28,7 @@ Then $f(q)$ with $W_1$ is the head's output at the query, exactly, for every lea
 | eq. 1 and 5-7: softmax attention through a kernel | `kvlens.ops.dual.softmax_kernel`, `kvlens.ops.softmax_attention.naive_softmax_attention` |
 | eq. 3-4: a linear layer after gradient descent is linear attention | `kvlens.ops.dual.weight_after`, `kvlens.ops.dual.predict` |
 | eq. 8: the dual model | `kvlens.dual.DualModel` |
-| eq. 9, theorem 3.1 (app. A): loss, step, equality | `kvlens.ops.dual.naive_dual` (the judge), `kvlens.ops.dual.dual_loss`, `kvlens.dual.DualModel.after_one_step`; of all heads `kvlens.analyses.dual_losses`, `kvlens.analyses.dual_demonstrations`; `kvlens.experiments.dual.dual_equivalence` |
+| eq. 9, theorem 3.1 (app. A): loss, step, equality | `kvlens.ops.dual.naive_dual` (the reference), `kvlens.ops.dual.dual_loss`, `kvlens.dual.DualModel.after_one_step`; of all heads `kvlens.analyses.dual_losses`, `kvlens.analyses.dual_demonstrations`; `kvlens.experiments.dual.dual_equivalence` |
 | eq. 10-11, theorem 3.2 (app. C): generalization bound | `kvlens.ops.dual.bound_terms`, `kvlens.dual.DualModel.bound`; as demonstrations are added, also with negative samples, `kvlens.analyses.dual_bound` |
 | eq. 12-13, app. D.1: regularised attention | `kvlens.model.attention_variant.Regularised` |
 | eq. 14, app. D.2: augmented keys and values | `kvlens.model.attention_variant.Augmented` |

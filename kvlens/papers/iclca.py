@@ -31,7 +31,7 @@ $$b'_{KV} = R_{-M}\, b_{KV} + \sum_{j=1}^{M} R_{j-M}\, \phi(k'_j)\, v_j'^T, \qqu
 
 | equation | here |
 |---|---|
-| definitions 3.2 and 3.3, eq. 3 and 5: linearized attention, masked | `kvlens.ops.linear_attention.naive_linear_attention` (the judge), `kvlens.ops.linear_attention.parallel_linear_attention`, `kvlens.ops.linear_attention.chunked_linear_attention`, `kvlens.ops.linear_attention.recurrent_linear_attention` |
+| definitions 3.2 and 3.3, eq. 3 and 5: linearized attention, masked | `kvlens.ops.linear_attention.naive_linear_attention` (the reference), `kvlens.ops.linear_attention.parallel_linear_attention`, `kvlens.ops.linear_attention.chunked_linear_attention`, `kvlens.ops.linear_attention.recurrent_linear_attention` |
 | eq. 6: the key-value matrix | `kvlens.ops.linear_attention.final_state` |
 | eq. 9-11, theorem 4.1: plain linear attention | the case ``feature_map="identity"``, ``normalizer="none"`` |
 | eq. 12-13: RoPE after the feature map, with bias | ``rotary_placement="after"``; the sum of `kvlens.ops.linear_attention.read_state` of the bias and what the text gives |

@@ -29,7 +29,7 @@ token, and copies it: an induction head, in one layer.
 
 | equation | here |
 |---|---|
-| eq. 4-6: KV shifting attention | `kvlens.ops.kv_shift.naive_kv_shift` (the judge), `kvlens.ops.kv_shift.kv_shift`; in a model ``kv_shift=`` `kvlens.KVShiftConfig` |
+| eq. 4-6: KV shifting attention | `kvlens.ops.kv_shift.naive_kv_shift` (the reference), `kvlens.ops.kv_shift.kv_shift`; in a model ``kv_shift=`` `kvlens.KVShiftConfig` |
 | sec. 2.2: initialization, $\alpha_1, \beta_1 \sim U(0, 1)$, the others 1 minus them | `kvlens.ops.kv_shift.initial_shift_parameter` with ``init="uniform"`` |
 | sec. 4.7: gate, clamp, keys or values alone, windows | ``parametrization``, ``keys``, ``values``, ``window`` of `kvlens.KVShiftConfig`; `kvlens.ops.kv_shift.coefficients_from_parameter` |
 | definition 1, eq. 7: the function IH | `kvlens.ops.induction.naive_induction_head`, `kvlens.ops.induction.induction_head` |

@@ -107,7 +107,7 @@ def baichuan_m1_config(
 
 
 def is_baichuan_m1_weight(name: str, left_out: range) -> bool:
-    """Say whether a tensor is to be read: of no layer that is ``left_out`` (rotary frequencies are computed anew)."""
+    """Say whether a tensor is to be read: of no layer that is ``left_out`` (rotary frequencies are recomputed)."""
     layer = re.match(r"model\.layers\.([0-9]{1,6})\.", name)
     return (layer is None or int(layer[1]) not in left_out) and not name.endswith("inv_freq")
 

@@ -9,7 +9,7 @@ from task_checks import seeded
 from kvlens import HookedKVTransformer
 from kvlens.errors import KVLensError
 from kvlens.tasks import make_task
-from kvlens.tasks.facts import FactsTask, Story, answer_shares, judged_questions, word_tokenizer
+from kvlens.tasks.facts import FactsTask, Story, answer_shares, scored_questions, word_tokenizer
 from kvlens.tasks.facts.nested import notes
 from kvlens.tasks.facts.story import is_heldout_pair
 from kvlens.tasks.facts.words import KINDS, ROOM
@@ -122,11 +122,11 @@ def test_held_out_stories_join_only_what_no_training_story_joins(stories):
 
 def test_held_out_batches_score_the_answer_words_and_training_batches_the_answers():
     drawn, (inputs, targets, scored) = TASK.stories(9, seeded(3), "heldout"), TASK.sample(9, seeded(3), "heldout")
-    judged = judged_questions(drawn)
-    assert int(scored.sum()) == len(judged.token)
-    assert bool(scored[judged.story, judged.position - 1].all())
-    assert torch.equal(targets[judged.story, judged.position - 1], judged.token)
-    assert torch.equal(inputs[judged.story, judged.position], judged.token)
+    asked = scored_questions(drawn)
+    assert int(scored.sum()) == len(asked.token)
+    assert bool(scored[asked.story, asked.position - 1].all())
+    assert torch.equal(targets[asked.story, asked.position - 1], asked.token)
+    assert torch.equal(inputs[asked.story, asked.position], asked.token)
     drawn, batch = TASK.stories(9, seeded(3)), FactsTask(2, 7, 120, whole_share=0.0).sample(9, seeded(3))
     for row, story in enumerate(drawn):
         wanted = [position - 1 for q in story.questions for position in range(q.answer_start, q.end)]
@@ -145,7 +145,7 @@ def test_two_hand_made_guessers_reach_the_stated_chance():
     task = make_task("facts", min_facts=6, max_facts=6, length=160)
     drawn = task.stories(1500, seeded(5), "heldout")
     shares = answer_shares(build_model(task, dict(n_layers=1, d_model=16, d_head=8)), drawn[:8])
-    assert shares.n_facts == 6 and shares.n_answers == len(judged_questions(drawn[:8]).token)
+    assert shares.n_facts == 6 and shares.n_answers == len(scored_questions(drawn[:8]).token)
     generator, hits, n = seeded(6), [0, 0], 0
     expected = answer_shares_of_chance(drawn)
     for story in drawn:

@@ -1,4 +1,4 @@
-"""The variants of one head, in loops over queries and tokens, one line an equation; the judges of the fast forms."""
+"""The variants of one head, in loops over queries and tokens, one line per equation: the reference for the fast forms."""
 
 import math
 from typing import Literal
@@ -60,7 +60,7 @@ def naive_ridge(
     v: Float[Tensor, "pos d_head"],
     strength: float,
 ) -> Float[Tensor, "pos d_head"]:
-    """z_i = sum_j v_j [(K_i + lambda I)^{-1} kappa(K, q_i)]_j over the tokens j <= i, solved anew for every query (eq. 33)."""
+    """z_i = sum_j v_j [(K_i + lambda I)^{-1} kappa(K, q_i)]_j over the tokens j <= i, solved for each query (eq. 33)."""
     rows = []
     for i in range(len(v)):
         n = i + 1

@@ -1,6 +1,6 @@
 """Attention as one step of gradient descent on a representation-learning loss (DUAL th. 3.1, 3.2, B.1, B.2).
 
-- ``naive``: one head, one query, in loops: the judge of everything below;
+- ``naive``: one head, one query, in loops: the reference for everything below;
 - ``steps``: W written out, for finite features; ``one_query``: the same through the kernel, exact softmax included;
 - ``all_queries``: the figures of every query of a text at once;
 - ``kernel``, ``landmarks``: kappa in logarithms, and finite features for it;

@@ -1,4 +1,4 @@
-"""The references: one head, one query, one key at a time, every fit solved anew from its rows. For small problems."""
+"""The references: one head, one query, one key at a time, every fit solved from scratch from its rows. For small problems."""
 
 import math
 

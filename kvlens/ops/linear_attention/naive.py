@@ -1,4 +1,4 @@
-"""Linear attention, the obvious form: one token after the other, one line an equation. Runs in float64 as the judge."""
+"""Linear attention, the obvious form: one token after the other, one line per equation. In float64 it is the reference."""
 
 import torch
 from jaxtyping import Bool, Float

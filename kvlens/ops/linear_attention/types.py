@@ -16,7 +16,7 @@ Arguments of every form, in this order:
 - ``mask`` [batch, pos]: True at real tokens, None for no padding. Padded places add nothing and do not decay;
 - ``state``: what came before (:class:`LinearAttentionState`), or None for zeros.
 
-The forms: ``naive`` (a loop over time, the judge), ``parallel`` (materializes the pos x pos scores), ``chunked`` (O(pos)),
+The forms: ``naive`` (a loop over time, the reference), ``parallel`` (materializes the pos x pos scores), ``chunked`` (O(pos)),
 ``recurrent`` (O(1) per token). Inputs are accumulated in float32 or better: give them in that precision.
 """
 

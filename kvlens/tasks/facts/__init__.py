@@ -11,14 +11,14 @@
 
 from kvlens.tasks.facts.answers import (
     AnswerShares,
-    Judged,
+    ScoredQuestions,
     answer_shares,
-    judged_questions,
-    judging_hops,
     question_tokens,
     right_after_story,
     right_with_bias,
     right_without_story,
+    scored_questions,
+    scoring_hops,
 )
 from kvlens.tasks.facts.story import Fact, Question, Sentence, Story
 from kvlens.tasks.facts.task import FactsTask
@@ -28,16 +28,16 @@ __all__ = [
     "AnswerShares",
     "Fact",
     "FactsTask",
-    "Judged",
     "Question",
+    "ScoredQuestions",
     "Sentence",
     "Story",
     "answer_shares",
-    "judged_questions",
-    "judging_hops",
     "question_tokens",
     "right_after_story",
     "right_with_bias",
     "right_without_story",
+    "scored_questions",
+    "scoring_hops",
     "word_tokenizer",
 ]

@@ -19,8 +19,8 @@ from kvlens.tasks.facts.story import Question, Story
 from kvlens.tasks.facts.tokenizer import word_tokenizer
 
 
-class Judged(NamedTuple):
-    """The questions that are judged: every one that is asked for the first time, story by story.
+class ScoredQuestions(NamedTuple):
+    """The questions that are scored: every one that is asked for the first time, story by story.
 
     Attributes:
         story: which story.
@@ -38,7 +38,7 @@ class AnswerShares(NamedTuple):
 
     Attributes:
         n_facts: facts of a story.
-        n_answers: how many were judged.
+        n_answers: how many were scored.
         with_story: after the story.
         converted: the story as a KV bias; None where the model cannot convert prompts exactly.
         without_story: after BOS and the earlier questions alone.
@@ -55,19 +55,19 @@ class AnswerShares(NamedTuple):
     guess_in_story: float
 
 
-def judged_questions(stories: Sequence[Story]) -> Judged:
+def scored_questions(stories: Sequence[Story]) -> ScoredQuestions:
     """The first-time questions of the stories."""
     asked = [(row, question) for row, story in enumerate(stories) for question in story.questions if not question.repeated]
     tokens = [story.tokens for story in stories]
-    return Judged(
+    return ScoredQuestions(
         torch.tensor([row for row, _ in asked]),
         torch.tensor([question.value_position for _, question in asked]),
         torch.tensor([tokens[row][question.value_position] for row, question in asked]),
     )
 
 
-def judging_hops(stories: Sequence[Story], hops: int) -> list[Story]:
-    """The same stories in which only questions that need so many sentences are judged; the others count as asked before."""
+def scoring_hops(stories: Sequence[Story], hops: int) -> list[Story]:
+    """The same stories in which only questions that need so many sentences are scored; the others count as asked before."""
 
     def marked(story: Story) -> Story:
         return replace(
@@ -83,23 +83,23 @@ def question_tokens(stories: Sequence[Story]) -> Int[Tensor, "story pos"]:
 
 
 def right_after_story(model: HookedKVTransformer, stories: Sequence[Story]) -> Bool[Tensor, " question"]:
-    """Which of `judged_questions` the model answers with the story in front."""
-    judged = judged_questions(stories)
-    return _right(model(_padded([story.tokens for story in stories])), judged, torch.zeros(len(stories), dtype=torch.long))
+    """Which of `scored_questions` the model answers with the story in front."""
+    scored = scored_questions(stories)
+    return _right(model(_padded([story.tokens for story in stories])), scored, torch.zeros(len(stories), dtype=torch.long))
 
 
 def right_with_bias(model: HookedKVTransformer, stories: Sequence[Story]) -> Bool[Tensor, " question"]:
     """Which the model answers when it reads the questions alone, under the bias that is attached to it."""
-    judged = judged_questions(stories)
-    return _right(model(question_tokens(stories)), judged, torch.tensor([story.n_prompt_tokens for story in stories]))
+    scored = scored_questions(stories)
+    return _right(model(question_tokens(stories)), scored, torch.tensor([story.n_prompt_tokens for story in stories]))
 
 
 def right_without_story(model: HookedKVTransformer, stories: Sequence[Story]) -> Bool[Tensor, " question"]:
     """Which the model answers when it reads BOS and the questions."""
-    judged = judged_questions(stories)
+    scored = scored_questions(stories)
     bos = torch.full((len(stories), 1), word_tokenizer().bos_token_id)
     cut = torch.tensor([story.n_prompt_tokens - 1 for story in stories])
-    return _right(model(torch.cat([bos, question_tokens(stories)], dim=1)), judged, cut)
+    return _right(model(torch.cat([bos, question_tokens(stories)], dim=1)), scored, cut)
 
 
 @torch.no_grad()
@@ -138,10 +138,12 @@ def _values_of_its_kind(story: Story, question: Question) -> int:
     return sum(sentence.fact.kind == question.fact.kind for sentence in story.sentences)
 
 
-def _right(logits: Float[Tensor, "story pos d_vocab"], judged: Judged, cut: Int[Tensor, " story"]) -> Bool[Tensor, " question"]:
+def _right(
+    logits: Float[Tensor, "story pos d_vocab"], scored: ScoredQuestions, cut: Int[Tensor, " story"]
+) -> Bool[Tensor, " question"]:
     """Whether the logits one position before each value have their largest entry there; ``cut`` tokens are not in front."""
-    predicted = logits[judged.story, judged.position - 1 - cut[judged.story]].argmax(dim=-1).cpu()
-    return predicted == judged.token
+    predicted = logits[scored.story, scored.position - 1 - cut[scored.story]].argmax(dim=-1).cpu()
+    return predicted == scored.token
 
 
 def _padded(rows: Sequence[Sequence[int]]) -> Int[Tensor, "story pos"]:

@@ -13,7 +13,7 @@ from kvlens.errors import KVLensError
 from kvlens.model import HookedKVTransformer
 from kvlens.tasks.batch import Batch, Model, Task
 from kvlens.tasks.checks import require_between, require_drawable, require_integers
-from kvlens.tasks.facts.answers import answer_shares, judging_hops
+from kvlens.tasks.facts.answers import answer_shares, scoring_hops
 from kvlens.tasks.facts.nested import draw_nested_story, notes
 from kvlens.tasks.facts.story import LONGEST_QUESTION, LONGEST_STATEMENT, MOST_FACTS, Story, draw_story
 from kvlens.tasks.facts.tokenizer import token_ids, word_tokenizer
@@ -156,7 +156,7 @@ def _measured(model: HookedKVTransformer, stories: Sequence[Story], hops: int | 
     """Shares of right answers, of questions of so many hops; None for all of them."""
     if hops is None:
         return answer_shares(model, stories)._asdict()
-    return {**answer_shares(model, judging_hops(stories, hops))._asdict(), "hops": hops}
+    return {**answer_shares(model, scoring_hops(stories, hops))._asdict(), "hops": hops}
 
 
 def _answer_words(story: Story) -> list[tuple[int, int]]:
