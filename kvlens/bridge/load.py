@@ -12,6 +12,7 @@ from transformer_lens.model_bridge.sources import build_bridge_from_module
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from kvlens.errors import KVLensError, first_line
+from kvlens.mixers import has_mixer
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model")
 TEXT_PART = ("qwen3_5", "qwen3_5_moe")
@@ -27,6 +28,13 @@ def wrapped(model: PreTrainedModel, *, tokenizer: Any = None) -> TransformerBrid
             model, type(model).__name__, hf_config=model.config, tokenizer=tokenizer, model_name=str(name)
         )
     except (ValueError, KeyError, AttributeError, RuntimeError) as error:
+        kinds = sorted({type(module).__name__ for module in model.modules() if has_mixer(module)})
+        if kinds:
+            raise KVLensError(
+                f"KVTransformerBridge: TransformerLens' bridge does not know {type(model).__name__} ({first_line(error)}), so "
+                f"that the whole model reads no KV bias; its {', '.join(kinds)} can be run and hooked one at a time, with the "
+                "state that a prompt leaves there: kvlens.mixers.mixer_for(module, layer)"
+            ) from error
         raise _unreadable(type(model).__name__, error) from error
 
 

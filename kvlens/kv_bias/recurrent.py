@@ -95,7 +95,7 @@ def combined(states: Sequence[RecurrentStates | None], weights: Sequence[float],
     return replace(first, b_KV=torch.stack(terms).sum(dim=0), conv=conv)
 
 
-def recurrent_from(layers: Sequence[int], tensors: Mapping[str, Tensor]) -> RecurrentStates:
+def recurrent_from(layers: Any, tensors: Mapping[str, Tensor]) -> RecurrentStates:
     """What a file describes.
 
     Raises:
@@ -103,5 +103,8 @@ def recurrent_from(layers: Sequence[int], tensors: Mapping[str, Tensor]) -> Recu
     """
     listed = isinstance(layers, list) and all(isinstance(layer, int) for layer in layers)
     if set(tensors) != set(TENSORS) or not listed:
-        raise KVLensError(f"KVBias.load: recurrent layers hold {', '.join(TENSORS)}, the file has {', '.join(sorted(tensors))}")
+        raise KVLensError(
+            f"KVBias.load: recurrent layers are a list of numbers and hold {', '.join(TENSORS)}; the file has {brief(layers)} "
+            f"and {', '.join(sorted(tensors))}"
+        )
     return RecurrentStates(tuple(layers), tensors["b_KV"], tensors["conv"])

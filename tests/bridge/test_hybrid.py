@@ -1,5 +1,6 @@
 """Models with recurrent layers on the bridge: their states in a KVBias, next to the keys of the attention layers."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -8,6 +9,7 @@ import transformers as tf
 from bridge_models import D_VOCAB, HYBRID, HYBRIDS, MIXTURE, largest, some_tokens, tiny
 
 from kvlens import KVBias, KVLensError, KVTransformerBridge, combine, convert_prompt
+from kvlens.files.tensors import checked_tensor_bytes, read_checked_tensors
 from kvlens.mixers import HOOKS
 
 LEAST = 2e-6
@@ -197,6 +199,36 @@ def test_experts_of_qwen3_5():
     whole = model(torch.cat([prompt, text], dim=1))[:, N_PROMPT:]
     with model.kv_bias(convert_prompt(model, prompt)):
         assert largest(model(text), whole) < LEAST
+
+
+@pytest.mark.parametrize("kind", ["kimi_linear", "minimax"])
+def test_a_hybrid_that_the_bridge_does_not_know_is_named(kind):
+    """What can be done with its layers is said."""
+    shared = dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"], pad_token_id=0)
+    sizes = dict(hidden_size=24, intermediate_size=20, vocab_size=D_VOCAB, num_attention_heads=4, num_experts_per_tok=1)
+    if kind == "minimax":
+        config = tf.MiniMaxConfig(**shared, **sizes, num_key_value_heads=2, num_local_experts=2, head_dim=6, block_size=16)
+    else:
+        mixture = dict(mlp_layer_types=["dense", "dense"], n_routed_experts=2, n_group=1, topk_group=1, moe_intermediate_size=8)
+        linear = dict(linear_num_heads=3, linear_head_dim=6, linear_conv_kernel_dim=4)
+        config = tf.KimiLinearConfig(**shared, **sizes, **mixture, **linear, num_key_value_heads=4)
+    with pytest.raises(KVLensError, match=r"does not know \w+ForCausalLM.*Attention can be run and .*mixer_for"):
+        KVTransformerBridge.boot_transformers(tf.AutoModelForCausalLM.from_config(config))
+
+
+def test_a_damaged_file_of_states_is_refused(model, prompt, tmp_path):
+    path = tmp_path / "bias.safetensors"
+    convert_prompt(model, prompt).save(path)
+    tensors, metadata = read_checked_tensors(path, "test", "kvlens.KVBias", newest=5)
+    meta = json.loads(metadata["kv_bias"])
+    for layers in (3, [2, 0], [0, 5], [0], ["0", "2"], []):
+        changed = {**metadata, "kv_bias": json.dumps({**meta, "recurrent_layers": layers})}
+        path.write_bytes(checked_tensor_bytes(tensors, {k: v for k, v in changed.items() if k != "checksum"}))
+        with pytest.raises(KVLensError):
+            KVBias.load(path)
+    path.write_bytes(checked_tensor_bytes({k: v for k, v in tensors.items() if k != "recurrent.conv"}, metadata))
+    with pytest.raises(KVLensError, match="hold b_KV, conv; the file has .* and b_KV$"):
+        KVBias.load(path)
 
 
 def test_bad_input_is_refused_in_words(model, prompt, text):
