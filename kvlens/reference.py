@@ -1,8 +1,8 @@
-"""The reference: one HTML page for each package, paper and experiment, made from the docstrings by pdoc; it needs no network.
+"""The API reference: one HTML page per package, paper and experiment, built from the docstrings by pdoc; it works offline.
 
-A page shows what a package names, with signatures (shapes included), docstrings and source. Formulas between dollar signs are
-written as MathML, which browsers draw themselves. Whatever pdoc warns of (a name that does not resolve, an annotation that
-cannot be read) is an error here.
+A page shows a package's public names with their signatures (including shapes), docstrings and source. Formulas between dollar
+signs become MathML, which browsers render themselves. Every warning of pdoc (such as a name that does not resolve, or an
+annotation that cannot be read) is an error here.
 """
 
 import importlib
@@ -22,32 +22,32 @@ from kvlens.files import FolderKind, check_folder, listed_in, write_folder
 
 PACKAGES = ("kvlens", "kvlens.analyses")
 A_PAGE_PER_MODULE = ("kvlens.papers", "kvlens.experiments", "kvlens.analyses.declaration", "kvlens.renamed")
-"""Where modules have pages of their own; elsewhere a package's page shows what the package names."""
+"""In these, every module has its own page; elsewhere a package's page shows its public names."""
 WITHOUT_A_PAGE = ("cli", "bias", "heads", "prompt", "stream")
-"""Packages that name nothing: commands explain themselves with --help, and the analyses are on the page of their package."""
+"""Packages without public names: commands have --help, and the analyses are on the page of kvlens.analyses."""
 
 FORMAT, MANIFEST = "kvlens.pages", "reference.json"
 REFERENCE_FOLDER = FolderKind("a reference of kvlens", listed_in(MANIFEST, FORMAT, "files"))
 
 DECORATORS = ("dataclass", "classmethod", "staticmethod", "abstractmethod", "contextmanager")
-"""Those that say how to call something, or what comes back; the others (checks, gradients, caches) are not shown."""
+"""Decorators that affect how something is called or what it returns; others (checks, gradients, caches) are not shown."""
 
 _OBJECT = re.compile(r"<(?:class '([^<>]*)'|function ((?:[\w.]|<\w+>)+)|built-in method (\w+)[^<>]*)>")
 _RULE = re.compile(r"=+(?: =+)+")
 
 
 def build_reference(folder: str | Path, *, overwrite: bool = False) -> list[str]:
-    """Write the reference to a folder, whole or not at all; ``index.html`` is where to begin.
+    """Write the reference to a folder, completely or not at all; start reading at ``index.html``.
 
     Args:
-        folder: its path; parents are made.
-        overwrite: replace a reference that stands there; anything else is never replaced.
+        folder: path; parent folders are created.
+        overwrite: replace an existing reference; other files are never replaced.
 
     Returns:
         The modules that got a page.
 
     Raises:
-        KVLensError: pdoc is missing, the place is taken or not writable, or something in the docstrings or annotations cannot
+        KVLensError: pdoc is missing, the folder is in use or not writable, or something in the docstrings or annotations cannot
             be rendered.
     """
     check_folder(folder, REFERENCE_FOLDER, overwrite=overwrite)
@@ -90,7 +90,7 @@ def build_reference(folder: str | Path, *, overwrite: bool = False) -> list[str]
 def pages() -> list[str]:
     """The modules that get a page, by name."""
     found = list(PACKAGES)
-    for name in found:  # grows while it is read
+    for name in found:  # the list grows during the loop
         for info in pkgutil.iter_modules(getattr(importlib.import_module(name), "__path__", []), f"{name}."):
             last = info.name.rpartition(".")[2]
             wanted = info.name.startswith(A_PAGE_PER_MODULE) or (info.ispkg and last not in WITHOUT_A_PAGE)
@@ -100,7 +100,7 @@ def pages() -> list[str]:
 
 
 def markdown_tables(text: str) -> str:
-    """Turn the tables of a docstring, columns under rules of ``=``, into Markdown's."""
+    """Convert a docstring's tables, with columns under rules of ``=``, to Markdown."""
     lines = text.splitlines()
     table: list[str] = []
     done: list[str] = []
@@ -128,28 +128,28 @@ def _markdown_table(lines: list[str]) -> list[str]:
             header = rows.pop()
         elif cells[0] or not rows:
             rows.append(cells)
-        else:  # the row before goes on
+        else:  # continues the previous row
             rows[-1] = [f"{before} {more}".strip() for before, more in zip(rows[-1], cells, strict=True)]
     return [f"{margin}| {' | '.join(row)} |" for row in [header, ["---"] * len(spans), *rows]]
 
 
 def _prepare(documented: Any) -> None:
-    """What pdoc shows of something, and of all in it, as a caller would write and read it."""
+    """Change what pdoc shows of an object and its members to what a caller would write and read."""
     docstring = documented.docstring
     if documented.kind in ("function", "class"):
         documented.__dict__["decorators"] = [line for line in documented.decorators if _name_of(line) in DECORATORS]
     if documented.kind == "function":
-        if documented.taken_from[0].partition(".")[0] in PACKAGES:  # TransformerLens' own names what is not always there
+        if documented.taken_from[0].partition(".")[0] in PACKAGES:  # TransformerLens' own signatures may name missing modules
             documented.__dict__["signature"] = _written_out(documented.signature)
-        if "." not in documented.qualname:  # pdoc reads behind the decorator that puts the table of the columns in
+        if "." not in documented.qualname:  # pdoc bypasses the decorator that adds the table of columns
             decorated = getattr(importlib.import_module(documented.modulename), documented.name, None)
             docstring = inspect.getdoc(decorated) or docstring
-        elif documented.name == "__init__":  # the class says what it takes; pdoc repeats what a base says
+        elif documented.name == "__init__":  # the class documents its arguments; pdoc would repeat the base class
             docstring = inspect.cleandoc(documented.obj.__doc__ or "") if documented.obj is not object.__init__ else ""
     if documented.kind == "variable":
         documented.__dict__["default_value_str"] = _OBJECT.sub(_name_alone, documented.default_value_str)
-        docstring = "" if docstring.startswith("Alias for field number") else docstring  # Python's, of a named tuple
-    documented.__dict__["docstring"] = markdown_tables(docstring.replace("`~", "`"))  # Sphinx' sign for a short name
+        docstring = "" if docstring.startswith("Alias for field number") else docstring  # Python's own, for named tuples
+    documented.__dict__["docstring"] = markdown_tables(docstring.replace("`~", "`"))  # Sphinx' mark for a short name
     for member in getattr(documented, "members", {}).values():
         _prepare(member)
 
@@ -164,7 +164,7 @@ def _name_alone(found: re.Match[str]) -> str:
 
 
 class _Written:
-    """Stands in a signature and is shown as a text."""
+    """A placeholder in a signature that is shown as text."""
 
     def __init__(self, text: str):
         self.text = text
@@ -174,7 +174,7 @@ class _Written:
 
 
 def _written_out(signature: inspect.Signature) -> inspect.Signature:
-    """A signature without Python's own way of showing classes and functions."""
+    """A signature that shows classes and functions by name."""
     parameters = []
     for parameter in signature.parameters.values():
         default = parameter.default
@@ -185,7 +185,7 @@ def _written_out(signature: inspect.Signature) -> inspect.Signature:
 
 
 def _adopt_members_without_a_page(modules: Collection[Any]) -> None:
-    """Show the methods that a class has from bases of ours, which have no page, as its own: pdoc would list bare names."""
+    """Show methods inherited from our base classes without a page as the class's own; pdoc would list only their names."""
     classes = [member for module in modules for member in module.members.values() if member.kind == "class"]
     shown = {each.taken_from for each in classes}
     for each in classes:
@@ -196,7 +196,7 @@ def _adopt_members_without_a_page(modules: Collection[Any]) -> None:
 
 
 def _settle_lazy_names(names: list[str]) -> None:
-    """Put names that a package imports on first use into the package, where pdoc looks for them."""
+    """Import the names that a package imports lazily, so that pdoc finds them."""
     for name in names:
         module = importlib.import_module(name)
         for public in getattr(module, "__all__", ()):
@@ -204,7 +204,7 @@ def _settle_lazy_names(names: list[str]) -> None:
 
 
 def _settle_inherited_annotations() -> None:
-    """Resolve the annotations that our dataclass inherits from TransformerLens, which mean something only in its module."""
+    """Resolve the annotations that our dataclass inherits from TransformerLens, which are only valid in its module."""
     config: Any = kvlens.HookedKVTransformerConfig
     of_init, hints = config.__init__.__annotations__, typing.get_type_hints(config)
     of_init.update({name: hints[name] for name, hint in of_init.items() if isinstance(hint, str)})

@@ -183,7 +183,7 @@ def test_train_writes_run_and_model_with_a_card_and_goes_on(capsys):
         (["train", "induction", "--out", "m", "--set", "steps"], "--set: expected KEY=VALUE, got 'steps'"),
         (["reproduce", "induction-dept"], "no experiment is called 'induction-dept'; did you mean 'induction-depth'?"),
         (["reproduce", "hops", "--set", "sead=4"], "hops has no setting 'sead'; did you mean 'seeds'?"),
-        (["reproduce", "softmax-conversion", "--set", "keys=4"], "the setting keys must be a list that is not empty"),
+        (["reproduce", "softmax-conversion", "--set", "keys=4"], "the setting keys must be a nonempty list"),
     ],
 )
 def test_bad_words(argv, message, capsys):

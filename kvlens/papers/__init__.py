@@ -1,4 +1,4 @@
-"""The papers that kvlens computes: for each, which of our functions is which equation, and where the print is wrong.
+"""The papers that kvlens implements: for each, the function for every equation, and misprints.
 
 | page | paper |
 |---|---|
@@ -7,6 +7,6 @@
 | `kvlens.papers.dual` | Ren, Liu 2024, *Towards Understanding How Transformers Learn In-context Through a Representation Learning Lens* (DUAL) |
 | `kvlens.papers.lecture` | Vitercik 2024, MS&E 236 Lecture 16, *Transformers* (LECTURE) |
 
-Two conventions run through all pages. **Positions start at 0** here and at 1 in the papers. **Vectors are rows**, as in
-TransformerLens: $q = x W_Q + b_Q$. One head is written; heads are independent.
+Two conventions hold on all pages. **Positions start at 0** here and at 1 in the papers. **Vectors are rows**, as in
+TransformerLens: $q = x W_Q + b_Q$. Formulas are for a single head.
 """  # noqa: E501

@@ -1,11 +1,12 @@
-r"""DUAL: what a head computes is one step of gradient descent on a representation-learning loss.
+r"""DUAL: the output of a head is one step of gradient descent on a representation-learning loss.
 
 Ren, Liu 2024, *Towards Understanding How Transformers Learn In-context Through a Representation Learning Lens*.
 
 # The idea in three lines
 
-Take a head at one query. Split what it sees into demonstrations and the query's side, and write $\kappa(k, q)$ for its unnormalized
-score, $D$ for its normalizer. The dual model $f(z) = W\, \phi(z)$ starts from what the query's side gives and makes one step:
+Consider a head at one query. Split the tokens that it sees into demonstrations $H_D$ and tokens on the query's side $H_T$. Write
+$\kappa(k, q)$ for the unnormalized score and $D$ for the normalizer. The dual model $f(z) = W\, \phi(z)$ starts from the tokens in $H_T$ and
+makes one step:
 
 $$W_0 = \frac{1}{D} \sum_{j \in H_T} v_j\, \phi(k_j)^T, \qquad L(W) = -\frac{1}{\eta D} \sum_{j \in H_D} v_j^T\, W \phi(k_j), \qquad W_1 = W_0 - \eta\, \frac{\partial L}{\partial W}$$
 
@@ -16,7 +17,7 @@ Then $f(q)$ with $W_1$ is the head's output at the query, exactly, for every lea
 | paper | here |
 |---|---|
 | $X$, the demonstration tokens; $X'$, the query tokens | ``n_demonstrations`` and ``query_pos`` of `kvlens.dual.DualModel.from_head` |
-| $\phi$, the softmax kernel's map | ``kernel``: "exact" needs no map, everything is written in the kernel: `kvlens.ops.dual.softmax_kernel`, `kvlens.ops.dual.feature_kernel` |
+| $\phi$, the feature map of the softmax kernel | ``kernel``: "exact" needs no feature map, because everything is expressed through the kernel: `kvlens.ops.dual.softmax_kernel`, `kvlens.ops.dual.feature_kernel` |
 | $D$, a constant | the head's own normalizer at the query: `kvlens.dual.DualModel.normalizer` |
 | $W_V x$ and $\phi(W_K x)$: labels and inputs | `kvlens.dual.DualModel.labels`, `kvlens.dual.DualModel.inputs` |
 | $\eta$ | ``eta`` of `kvlens.dual.DualModel.step` |
@@ -28,12 +29,12 @@ Then $f(q)$ with $W_1$ is the head's output at the query, exactly, for every lea
 | eq. 1 and 5-7: softmax attention through a kernel | `kvlens.ops.dual.softmax_kernel`, `kvlens.ops.softmax_attention.naive_softmax_attention` |
 | eq. 3-4: a linear layer after gradient descent is linear attention | `kvlens.ops.dual.weight_after`, `kvlens.ops.dual.predict` |
 | eq. 8: the dual model | `kvlens.dual.DualModel` |
-| eq. 9, theorem 3.1 (app. A): loss, step, equality | `kvlens.ops.dual.naive_dual` (the reference), `kvlens.ops.dual.dual_loss`, `kvlens.dual.DualModel.after_one_step`; of all heads `kvlens.analyses.dual_losses`, `kvlens.analyses.dual_demonstrations`; `kvlens.experiments.dual.dual_equivalence` |
-| eq. 10-11, theorem 3.2 (app. C): generalization bound | `kvlens.ops.dual.bound_terms`, `kvlens.dual.DualModel.bound`; as demonstrations are added, also with negative samples, `kvlens.analyses.dual_bound` |
+| eq. 9, theorem 3.1 (app. A): loss, step, equality | `kvlens.ops.dual.naive_dual` (the reference implementation), `kvlens.ops.dual.dual_loss`, `kvlens.dual.DualModel.after_one_step`; for all heads `kvlens.analyses.dual_losses`, `kvlens.analyses.dual_demonstrations`; `kvlens.experiments.dual.dual_equivalence` |
+| eq. 10-11, theorem 3.2 (app. C): generalization bound | `kvlens.ops.dual.bound_terms`, `kvlens.dual.DualModel.bound`; for a growing number of demonstrations, also with negative samples, `kvlens.analyses.dual_bound` |
 | eq. 12-13, app. D.1: regularised attention | `kvlens.model.attention_variant.Regularised` |
 | eq. 14, app. D.2: augmented keys and values | `kvlens.model.attention_variant.Augmented` |
 | eq. 15 and 34, app. D.3: negative samples | `kvlens.model.attention_variant.Negative`, `kvlens.ops.attention_variants.naive_negative` |
-| eq. 33, app. D.1: the ridge solution in the step's place | `kvlens.model.attention_variant.Ridge`, `kvlens.ops.attention_variants.ridge_attention` |
+| eq. 33, app. D.1: the ridge solution instead of the step | `kvlens.model.attention_variant.Ridge`, `kvlens.ops.attention_variants.ridge_attention` |
 | eq. 20-23, theorem B.1: a whole transformer layer | `kvlens.dual.DualLayer`, `kvlens.ops.dual.fold_mlp`; `kvlens.experiments.dual.dual_layer` |
 | eq. 24-25, theorem B.2: several attention layers, PrefixLM | `kvlens.ops.dual.dual_of_prefix_lm`, `kvlens.ops.dual.through_layers` |
 | sec. 5, app. E: the variants on regression | `kvlens.experiments.dual.dual_variants` |
@@ -41,15 +42,15 @@ Then $f(q)$ with $W_1$ is the head's output at the query, exactly, for every lea
 | app. E.4: rank of $W_{FFN} W_V$ | `kvlens.ops.dual.rank_bound` |
 | app. F, eq. 35-38: linear regression by one step | `kvlens.experiments.dual.gradient_descent` |
 
-# Misprints, and what the paper leaves open
+# Misprints and open points
 
-| place | printed | right |
+| place | printed | correct |
 |---|---|---|
-| eq. 9 and 19 | $D$ is a constant that normalises the scores | for linear attention with RoPE after the feature map it is the head's own normalizer, with $\phi$ unrotated; the rotated one is off by 19 to 260 times on real models |
-| theorem B.1 | the labels become $W_{FFN} v_j$ | and $W_0$ becomes $W_{FFN} W_0$ with them: leaving it is 30 % off |
-| app. B.1 | neither residual connections nor LayerNorm | the norm's scale is frozen, residual and other heads go into the bias |
-| eq. 15 and 34 against the remark in sec. 5 | a set of negatives for each label in one, for each query in the other | they differ by 46 %: ``per="label"`` or ``per="query"`` |
-| eq. 12-13 against app. D.1 | $W_0$ scaled by $1 - \alpha$ in one, the token's own value taken away in the other | two models, under names that tell them apart |
-| eq. 9 | called a cosine similarity | it is linear in $W$ and has no minimum: its drop is told as a logarithm, beside cosines and the share of the output |
-| theorem 3.2 | $O(\cdot)$ without constants, for tokens drawn independently | text is not: a figure, no guarantee |
+| eq. 9 and 19 | $D$ is a constant that normalizes the scores | for linear attention with RoPE after the feature map it is the head's own normalizer, with $\phi$ unrotated; using the rotated one is wrong by a factor of 19 to 260 on real models |
+| theorem B.1 | the labels become $W_{FFN} v_j$ | $W_0$ must become $W_{FFN} W_0$ as well: keeping it gives an error of 30 % |
+| app. B.1 | neither residual connections nor LayerNorm | the norm's scale is frozen; the residual stream and the other heads become part of the bias |
+| eq. 15 and 34 against the remark in sec. 5 | one set of negatives for each label in one, for each query in the other | the two differ by 46 %: ``per="label"`` or ``per="query"`` |
+| eq. 12-13 against app. D.1 | $W_0$ scaled by $1 - \alpha$ in one, the token's own value subtracted in the other | these are two models, with different names here |
+| eq. 9 | called a cosine similarity | it is linear in $W$ and has no minimum; its decrease is reported as a logarithm, together with cosines and the share of the output |
+| theorem 3.2 | $O(\cdot)$ without constants, for tokens drawn independently | tokens of text are not independent, so the value is not a guarantee |
 """  # noqa: E501

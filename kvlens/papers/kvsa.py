@@ -1,4 +1,4 @@
-r"""KVSA: keys and values mixed with their predecessors, so that one layer can be an induction head.
+r"""KVSA: keys and values are mixed with those of the previous token, so that one layer can implement an induction head.
 
 Xu, Cheng, Wang, Chen 2024, *KV Shifting Attention Enhances Language Modeling*.
 
@@ -19,7 +19,7 @@ token, and copies it: an induction head, in one layer.
 |---|---|
 | $\alpha_1, \alpha_2$ (keys) | columns 0 and 1 of ``k_shift_coef``; hook point ``hook_k_shift_coef`` |
 | $\beta_1, \beta_2$ (values) | columns 0 and 1 of ``v_shift_coef``; hook point ``hook_v_shift_coef`` |
-| Shift: drop the last token, zero in front | `kvlens.ops.kv_shift.kv_shift`; the zeros are its ``state``, which a converted prompt fills |
+| Shift: drop the last token, prepend zero | `kvlens.ops.kv_shift.kv_shift`; the zeros are its ``state``, which a converted prompt replaces |
 | $\hat K$, $\hat V$ | hook points ``hook_k_shifted``, ``hook_v_shifted``; ``hook_k``, ``hook_v`` stay the raw projections |
 | $\sigma$; $M$, the causal mask | TransformerLens' ``attn_scale``; the causal mask |
 | $m$, $p^{(1)}$, $p^{(2)}$: ALiBi slopes | ``slope`` of `kvlens.ops.induction.induction_head` |
@@ -29,30 +29,30 @@ token, and copies it: an induction head, in one layer.
 
 | equation | here |
 |---|---|
-| eq. 4-6: KV shifting attention | `kvlens.ops.kv_shift.naive_kv_shift` (the reference), `kvlens.ops.kv_shift.kv_shift`; in a model ``kv_shift=`` `kvlens.KVShiftConfig` |
+| eq. 4-6: KV shifting attention | `kvlens.ops.kv_shift.naive_kv_shift` (the reference implementation), `kvlens.ops.kv_shift.kv_shift`; in a model ``kv_shift=`` `kvlens.KVShiftConfig` |
 | sec. 2.2: initialization, $\alpha_1, \beta_1 \sim U(0, 1)$, the others 1 minus them | `kvlens.ops.kv_shift.initial_shift_parameter` with ``init="uniform"`` |
-| sec. 4.7: gate, clamp, keys or values alone, windows | ``parametrization``, ``keys``, ``values``, ``window`` of `kvlens.KVShiftConfig`; `kvlens.ops.kv_shift.coefficients_from_parameter` |
+| sec. 4.7: gate, clamp, only keys or only values, windows | ``parametrization``, ``keys``, ``values``, ``window`` of `kvlens.KVShiftConfig`; `kvlens.ops.kv_shift.coefficients_from_parameter` |
 | definition 1, eq. 7: the function IH | `kvlens.ops.induction.naive_induction_head`, `kvlens.ops.induction.induction_head` |
 | theorem 1, eq. 8: two plain layers approach IH; theorem 2, eq. 9: one shifted head is IH | `kvlens.experiments.kvsa.induction_exact` |
-| theorem 3, eq. 10-12, app. C: the landscape of learning | `kvlens.ops.induction.naive_landscape_loss`, `kvlens.ops.induction.landscape_loss` |
+| theorem 3, eq. 10-12, app. C: the loss landscape | `kvlens.ops.induction.naive_landscape_loss`, `kvlens.ops.induction.landscape_loss` |
 | figure 1: depth and width | `kvlens.experiments.kvsa.induction_depth`, `kvlens.experiments.kvsa.induction_width`; task `kvlens.tasks.InductionTask` (app. D) |
-| figure 2: descent over the landscape | `kvlens.experiments.kvsa.landscape` |
+| figure 2: gradient descent on the landscape | `kvlens.experiments.kvsa.landscape` |
 | figure 3, sec. 3.3: n-grams | `kvlens.experiments.kvsa.ngram`, task `kvlens.tasks.NgramTask` |
 | figure 5, sec. 4.4: learning rates | `kvlens.experiments.kvsa.learning_rate` |
 | figures 6 and 7, sec. 4.5: sizes | `kvlens.experiments.kvsa.scaling` |
-| table 4, sec. 4.6: what the coefficients become | `kvlens.experiments.kvsa.coefficients` |
+| table 4, sec. 4.6: the trained coefficients | `kvlens.experiments.kvsa.coefficients` |
 | figure 8, sec. 4.7: variants | `kvlens.experiments.kvsa.variants` |
 | figure 9, app. H: hops | `kvlens.experiments.kvsa.hops`, task `kvlens.tasks.HopsTask` |
 | table 7, app. I: arithmetic | `kvlens.experiments.kvsa.arithmetic`, task `kvlens.tasks.ArithmeticTask` |
 | app. J: queries shifted too | ``queries=True`` of `kvlens.KVShiftConfig` |
 
-# Misprints, and what the paper leaves open
+# Misprints and open points
 
-| place | printed | right |
+| place | printed | correct |
 |---|---|---|
-| app. F, inference code | after the prefill, the *shifted* last key and value are kept as the previous ones | the raw ones: otherwise decoding differs from the full forward pass |
-| table 5 and eq. 10 | rows $i-1$ and $T$ hold $e^{\alpha_2}$ | $e^{\alpha_1}$; with it the loss is that of direct simulation to 1e-15 |
-| definition 1, theorem 2 | IH sums over $s = 2, \dots, L-1$ | attention also sees $s = 1$ and $s = L$; the equality holds for the sum over all that it sees |
+| app. F, inference code | after the prefill, the *shifted* last key and value are kept as the previous ones | the raw ones must be kept; otherwise decoding differs from the full forward pass |
+| table 5 and eq. 10 | rows $i-1$ and $T$ hold $e^{\alpha_2}$ | $e^{\alpha_1}$; then the loss agrees with direct simulation to 1e-15 |
+| definition 1, theorem 2 | IH sums over $s = 2, \dots, L-1$ | attention also sees $s = 1$ and $s = L$; the equality holds for the sum over all visible tokens |
 | app. E, code of figure 2 | ``a2+beta2``, and a call with one argument too many | ``a2*beta2``, as in eq. 10 |
-| the first token | has no predecessor: zeros | so its values sum to $\beta_1$ times one value, which is why ``fold_value_biases`` is refused for shifted models |
+| the first token | has no predecessor: zeros | its shifted value is $\beta_1$ times its own value, which is why ``fold_value_biases`` is refused for shifted models |
 """  # noqa: E501

@@ -1,17 +1,17 @@
-r"""LECTURE: what a transformer is, and functions that it learns in context.
+r"""LECTURE: the transformer, and functions learned in context.
 
 Vitercik 2024, Stanford MS&E 236 Lecture 16, *Transformers*.
 
 # The question
 
-A prompt holds examples of a function, $P = (x_1, f(x_1), \dots, x_N, f(x_N), x')$. A trained transformer $T$ is never trained on
-this $f$; still it should give $T(P) \approx f(x')$. It has then learned no function but an algorithm. Least squares? Ridge regression?
+A prompt contains examples of a function, $P = (x_1, f(x_1), \dots, x_N, f(x_N), x')$. The transformer $T$ was not trained on this $f$,
+but should predict $T(P) \approx f(x')$. Then it has learned an algorithm rather than a function. Is it least squares? Ridge regression?
 
 # Symbols and equations
 
 | lecture | here |
 |---|---|
-| eq. 1: $T(P) \approx f(x')$ | `kvlens.tasks.RegressionTask`, `kvlens.model.HookedKVRegressor`; `kvlens.experiments.lecture.function_classes` asks which algorithm it is |
+| eq. 1: $T(P) \approx f(x')$ | `kvlens.tasks.RegressionTask`, `kvlens.model.HookedKVRegressor`; `kvlens.experiments.lecture.function_classes` tests which algorithm it is |
 | least squares, ridge | `kvlens.experiments.lecture.regression_baselines` |
 | eq. 2-4: attention weights, $Y = \mathrm{Softmax}(X X^T)\, X$ | `kvlens.ops.softmax_attention.naive_softmax_attention` with the same $X$ as queries, keys and values |
 | sec. 2.1: $W^{(q)}, W^{(k)}, W^{(v)}$ | TransformerLens' ``W_Q``, ``W_K``, ``W_V`` |
@@ -20,11 +20,11 @@ this $f$; still it should give $T(P) \approx f(x')$. It has then learned no func
 | sec. 3: the layer is equivariant under permutations of its input | `kvlens.experiments.lecture.equivariance` |
 | sec. 3: learned and sinusoidal positions | ``positional_embedding_type="standard"`` or ``"sinusoidal"``; none at all is ``"none"`` |
 
-# Where the notes differ from what is built
+# Differences between the notes and kvlens
 
 | place | in the notes | here |
 |---|---|---|
-| eq. 3 and sec. 2.1 | scores are not divided by $\sqrt{D}$ | ``use_attn_scale=False`` gives that; the default divides, as every model in use does |
-| sec. 2.3 | the layer ends in the MLP: what the attention left in the stream passes through it | TransformerLens adds the MLP's output to the stream |
-| sec. 3 | equivariance is stated for the layer | it needs attention in both directions: a causal mask alone breaks it, without any positions (`kvlens.experiments.lecture.equivariance` measures both) |
+| eq. 3 and sec. 2.1 | scores are not divided by $\sqrt{D}$ | ``use_attn_scale=False`` gives that; the default divides, as models do in practice |
+| sec. 2.3 | the layer's output is that of the MLP, without a residual connection around it | TransformerLens adds the MLP's output to the stream |
+| sec. 3 | equivariance is stated for the layer | it requires bidirectional attention: a causal mask alone breaks it, even without positional embeddings (`kvlens.experiments.lecture.equivariance` measures both) |
 """  # noqa: E501

@@ -59,8 +59,8 @@ def test_the_values_of_every_scale_are_values_of_every_other(experiment, name):
 @pytest.mark.parametrize(
     ("word", "told"),
     [
-        ("seeds=[]", "must be a list that is not empty, such as"),
-        ("seeds=[1, 1]", "must have each entry once, got 1 twice"),
+        ("seeds=[]", "must be a nonempty list, such as"),
+        ("seeds=[1, 1]", "must not repeat an entry, got 1 twice"),
         ("seeds=[0, 1.5]", "entry 2, must be a whole number from 0 to 1000000000, got 1.5"),
         ('task={"vocab_size": 1}', "vocab_size, must be at least 2, got 1"),
         ('training={"steps": 0}', "steps, must be at least 1, got 0"),
@@ -90,7 +90,7 @@ def test_sizes_of_ones_own_are_checked_like_those_of_the_scales():
     it = find_experiment("scaling")
     mine = {"mine": dict(n_layers=1, d_model=8, d_head=4)}
     assert changed_settings(it, "small", {"sizes": mine}).scales["small"]["sizes"] == mine
-    with pytest.raises(KVLensError, match="mine, must be a dictionary"):
+    with pytest.raises(KVLensError, match="mine, must be a nonempty dictionary"):
         changed_settings(it, "small", {"sizes": {"mine": 3}})
 
 

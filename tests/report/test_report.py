@@ -246,7 +246,7 @@ def test_a_model_of_learned_positions_is_said_to_see_that_the_text_moves(report)
     learned = tiny_text_model(attention="softmax", positional_embedding_type="standard", kv_shift=None)
     tokens = learned.to_tokens(PROMPT)[0]
     (note,) = [note for note in notes_on(learned, tokens, report.tables["prompt_effect"], report.bias) if "position" in note]
-    assert f"begins at position 1, with it or converted at {len(tokens)}:" in note
+    assert f"starts at position 1 without the prompt and at {len(tokens)} with" in note
     assert not any("position" in note for note in report.summary["notes"])  # rotary
 
 

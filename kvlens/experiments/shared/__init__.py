@@ -1,1 +1,1 @@
-"""What the experiments of all papers need: learning curves, differences over seeds, and what a run leaves behind."""
+"""Shared by all experiments: learning curves, sweeps, differences over seeds, the significance test, and results on disk."""

@@ -1,8 +1,8 @@
-"""Learning curves: several models trained on one task with several seeds, as one tidy table, and how such a table is drawn.
+"""Learning curves: several models trained on one task with several seeds, as one tidy table, and a plot of it.
 
 The table has one row per measurement: ``model``, ``seed``, ``n_parameters``, ``step``, ``split``, ``loss``, ``accuracy``. A
-seed decides a run altogether, its initial weights and its batches, so runs of the same seed differ by the model alone. A
-run that stopped early (``stop_at_accuracy``) just has fewer rows; where seeds are averaged, it keeps its last value.
+seed determines both the initial weights and the batches, so runs of the same seed differ only in the model. A run that stopped
+early (``stop_at_accuracy``) has fewer rows; in averages over seeds, it keeps its last value.
 """
 
 import itertools
@@ -18,9 +18,9 @@ from kvlens.tasks.batch import Model
 from kvlens.training import NotFiniteError, TrainResult, build_model, train
 
 N_TUNING = 2
-"""Runs for each model and learning rate from which the rate is chosen; their seeds are none of those that are compared."""
+"""Runs per model and learning rate for choosing the rate; their seeds are not among those that are compared."""
 PLAIN, SHIFTED = "#2763a5", "#1b7f4b"
-"""Colors of a model without and with KV shift, the same ones in every figure."""
+"""Colors of models without and with KV shift, in every figure."""
 PALETTE = (PLAIN, SHIFTED, "#d1662a", "#7c3aed", "#be185d", "#0f766e", "#92400e", "#475569")
 
 
@@ -41,9 +41,9 @@ def train_and_compare(
         task: from :func:`kvlens.tasks.make_task`.
         models: label -> fields of the model's config, as for :func:`kvlens.training.build_model`.
         training: fields of :class:`kvlens.training.TrainSettings`, the same for all; ``seed`` is set here.
-        seeds: one run each, of initial weights and batches both.
+        seeds: one run each; a seed determines the initial weights and the batches.
         tell: called with a sentence after each run.
-        examine: called with label, seed and trained model after each run; no model is kept otherwise.
+        examine: called with label, seed and trained model after each run; models are not kept.
         rates: learning rates from which `best_rate` chooses one for each model; none: that of ``training``.
         keep_diverged: whether a run whose loss or gradient is not finite becomes one held-out row with an infinite loss.
 
@@ -90,7 +90,7 @@ def best_rate(
     seeds: Sequence[int],
     tell: Callable[[str], None],
 ) -> float:
-    """The learning rate with which ``model`` reaches the lowest held-out loss, mean over ``seeds``; none that diverges."""
+    """The learning rate with which ``model`` reaches the lowest mean held-out loss over ``seeds``, without diverging."""
     if len(rates) == 1:
         return rates[0]
 
@@ -116,7 +116,7 @@ def of_heldout(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def last_heldout(table: pd.DataFrame, by: Iterable[str] = ("model", "seed")) -> pd.DataFrame:
-    """The last held-out row of every run, in the order of the table; ``by`` names the columns that tell runs apart."""
+    """The last held-out row of every run, in the order of the table; ``by`` names the columns that identify a run."""
     return of_heldout(table).groupby(list(by), sort=False).tail(1).reset_index(drop=True)
 
 
@@ -124,8 +124,8 @@ def steps_to(table: pd.DataFrame, accuracy: float, by: Iterable[str] = ("model",
     """The first evaluation of every run at which its held-out accuracy is at least ``accuracy``.
 
     Returns:
-        One row per run: the columns of ``by``, and ``steps``, infinite where the run never got there. So a median over seeds
-        counts failures as what they are.
+        One row per run: the columns of ``by``, and ``steps``, infinite if the run never reached it, so that a median over
+        seeds counts failures.
     """
     keys = list(by)
     heldout = of_heldout(table)
@@ -157,10 +157,10 @@ def draw_curves(
     colors: Mapping[str, str] | None = None,
     **line: Any,
 ) -> None:
-    """One color a model: a line through the mean of its seeds, and a band from the least to the largest.
+    """One color per model: a line through the mean over seeds, and a band from minimum to maximum.
 
     Args:
-        axes: drawn on; labels, title and legend are the caller's.
+        axes: to draw into; labels, title and legend are left to the caller.
         table: columns ``by``, ``seed``, ``x`` and ``y``, one row for each triple of model, seed and x (so: of one split).
         x, y: columns.
         by: the column whose values are the lines, labelled in the order of the table.

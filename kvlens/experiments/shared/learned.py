@@ -1,19 +1,19 @@
-"""Has a model learned what it can? A claim about who is better is tested only where its baseline has.
+"""Has a model finished learning? A claim that one model is better is tested only if the baseline has.
 
     gain(t) = (chance - y(t)) / (chance - best)        y: held-out loss or accuracy, mean over seeds
 
-``chance`` is what a model that knows nothing gets: the variance of the labels, the loss of the tokens' frequencies, one over
-the number of answers; ``best`` is a perfect model's. Two things are asked, and where one is missing the verdict is "not trained
-far enough" (:attr:`~kvlens.experiments.shared.outcome.Comparison.untrained`), whatever the significance test says:
+``chance`` is the score of an untrained guess: the variance of the labels, the loss of the token frequencies, or one over the
+number of answers; ``best`` is that of a perfect model. If one of two conditions fails, the verdict is "not trained far
+enough" (:attr:`~kvlens.experiments.shared.outcome.Comparison.untrained`), whatever the significance test says:
 
 - *learned*: the baseline ends with a gain of at least ``share``;
-- *flat*: the second half of the steps brought at most `LATE` of what the baseline has gained in all; of its own curve, and of
-  those that end behind it (one that is ahead may still improve, and be farther ahead). Half of the steps would have done nearly
-  as well, so twice as many will hardly do better. (The last few steps alone would prove nothing: a learning rate that falls to
-  zero makes any curve flat.) A model that has learned all but everything (`DONE`) has no more to gain, however soon its
-  training ended.
+- *flat*: the second half of the steps contributed at most `LATE` of the baseline's total gain. This is required of the baseline
+  and of models that end behind it (a model that is ahead may still improve). Then half of the steps would have been nearly as
+  good, so twice as many would hardly be better. (The last few steps alone would prove nothing, because a learning rate that
+  decays to zero makes any curve flat.) A model that has learned nearly everything (`DONE`) has nothing left to gain, however
+  early its training ended.
 
-A curve may be flat before it falls, as that of induction is. Then the baseline has not learned, and nothing is said.
+A curve may be flat before it falls, as it is for induction. Then the baseline has not learned, and there is no verdict.
 """
 
 import math
@@ -27,22 +27,22 @@ import pandas as pd
 from kvlens.experiments.shared.curves import mean_course
 
 LATE = 1 / 8
-"""Of all that a baseline gains, the most that the second half of the steps may bring."""
+"""The largest share of the baseline's gain that the second half of the steps may contribute."""
 
 DONE = 0.98
-"""From this gain on there is nothing left to learn."""
+"""From this gain on, a model counts as having learned everything."""
 
 
 @dataclass(frozen=True)
 class Goal:
-    """What there is to learn.
+    """The scale on which learning is measured.
 
     Attributes:
-        chance: ``y`` of a model that knows nothing.
-        best: of a perfect one; where it is not known, as with text, 0.
-        share: of the way from the one to the other that counts as having learned.
+        chance: ``y`` without having learned anything.
+        best: ``y`` of a perfect model; 0 if that is unknown, as for text.
+        share: the share of the distance from ``chance`` to ``best`` that counts as having learned.
         y: the column that is measured.
-        in_logs: whether curves are flat where their logarithms are; for errors that are compared by their ratio.
+        in_logs: whether flatness is measured on the logarithm of ``y``, for errors that are compared by their ratio.
     """
 
     chance: float
@@ -52,7 +52,7 @@ class Goal:
     in_logs: bool = False
 
     def gains(self, runs: pd.DataFrame) -> tuple[float, float]:
-        """What the runs of one model have gained after half of their steps, and at their end; means over seeds.
+        """The gain of one model after half of the steps and at the end; means over seeds.
 
         Args:
             runs: held-out rows: seed, step and `y`. A run that ended early keeps its last value.
@@ -63,7 +63,7 @@ class Goal:
         return (self.chance - half) / (self.chance - self.best), (self.chance - end) / (self.chance - self.best)
 
     def why_not_learned(self, runs: pd.DataFrame, name: str) -> str | None:
-        """A sentence where the model has not gained `share`; None where it has."""
+        """The reason why the model has not learned enough (a gain below `share`), or None."""
         _, gain = self.gains(runs)
         if gain >= self.share:
             return None
@@ -73,13 +73,13 @@ class Goal:
     def why_not_flat(
         self, runs: pd.DataFrame, name: str, of: pd.DataFrame | None = None, rival: pd.DataFrame | None = None
     ) -> str | None:
-        """A sentence where the second half of the steps brought more than `LATE` of the gain; None where it did not.
+        """The reason why the curve is not flat (the second half of the steps added more than `LATE` of the gain), or None.
 
         Args:
-            runs: of the model whose curve is asked about.
+            runs: of the model whose curve is tested.
             name: of that model.
-            of: of the model whose gain is the measure; None: the same.
-            rival: of the model that it is compared with; nothing is asked of one that is ahead of it.
+            of: of the model whose total gain is the reference; None: the same model.
+            rival: of the model that it is compared with; a model that is ahead of it need not be flat.
         """
         goal = Goal(math.log(self.chance), math.log(self.chance) - 1, y=self.y) if self.in_logs else self
         half, end = goal.gains(self._in_logs(runs))
@@ -94,7 +94,7 @@ class Goal:
         return runs.assign(**{self.y: np.log(runs[self.y])}) if self.in_logs else runs
 
     def why_untrained(self, course: pd.DataFrame, baseline: str) -> str | None:
-        """Why nothing can be said about the models of ``course`` against ``baseline``; None where something can.
+        """The reason why the models of ``course`` cannot be compared with ``baseline`` yet, or None.
 
         Args:
             course: held-out rows of all that are compared: model, seed, step and `y`.
@@ -110,10 +110,10 @@ class Goal:
     def why_not_limited(
         self, course: pd.DataFrame, baseline: str, by: str, easiest: Any, name: Callable[[Any], str]
     ) -> dict[Any, str | None]:
-        """The same at each of several difficulties, at which the baseline may be unable to learn: that is the claim.
+        """The same at each of several difficulties, for claims that the baseline cannot learn the harder ones.
 
-        So the baseline must have learned at the easiest one, which shows that the number of steps suffices; at every other one
-        its curve must be flat, and that of a model that is behind it, too.
+        The baseline must have learned at the easiest difficulty, which shows that there are enough steps. At the others, its
+        curve must be flat, and so must that of a model that is behind it.
 
         Args:
             course: held-out rows of all that are compared: model, seed, step, ``by`` and `y`.
@@ -123,7 +123,7 @@ class Goal:
             name: a difficulty in words.
 
         Returns:
-            Difficulty -> why nothing can be said there; None where something can.
+            Difficulty -> the reason why there is no verdict, or None.
         """
         runs = {key: dict(list(rows.groupby("model"))) for key, rows in course.groupby(by)}
         reference = runs[easiest][baseline]

@@ -1,9 +1,8 @@
-"""What an experiment leaves behind: tables, a figure, and our numbers next to the paper's, in one folder.
+"""The results of an experiment: tables, a figure, and our numbers next to the paper's, in one folder.
 
-An experiment is a function of its settings that returns an `Outcome`; nothing here knows what any of them measures. The folder
-that `write_outcome` makes holds one Parquet file a table, ``figure.png`` and ``figure.svg``, and ``summary.json`` with the
-comparisons: what was measured, what the paper prints (null where it prints no number, its claim in words then), what we got,
-and whether the claim held here.
+An experiment is a function of its settings that returns an `Outcome`. `write_outcome` writes a folder with one Parquet file per
+table, ``figure.png`` and ``figure.svg``, and ``summary.json`` with the comparisons: what was measured, the paper's number (null
+if it prints none), our number, the paper's claim, and whether it held here.
 """
 
 import json
@@ -35,15 +34,15 @@ class Comparison:
 
     Attributes:
         what: what is measured, with its unit.
-        paper: the printed number, None where the paper shows a curve or states a fact without one.
+        paper: the paper's number; None if it shows a curve or states a fact without one.
         ours: what we measured.
         claim: what the paper says, in words.
         holds: whether our numbers support that claim, by :mod:`kvlens.experiments.shared.significance`; None where they are
             inconclusive.
-        judged: False for a statement: numbers side by side that nothing could contradict, or that have no noise to be
-            measured against. ``holds`` is None then.
-        untrained: why the claim was not tested: the models have not learned enough
-            (:mod:`kvlens.experiments.shared.learned`). ``holds`` is None then. None where they have, or nothing is trained.
+        judged: False for numbers that are only shown side by side, because no claim can be tested with them or their noise is
+            unknown. ``holds`` is None then.
+        untrained: why the models have not learned enough for a test (:mod:`kvlens.experiments.shared.learned`); ``holds`` is
+            None then. None if they have, or if nothing is trained.
     """
 
     what: str
@@ -64,7 +63,7 @@ class Comparison:
         return {True: "holds", False: "does not hold", None: "inconclusive"}[self.holds]
 
     def unless(self, untrained: str | None) -> "Comparison":
-        """Itself, or without its verdict where there is a reason why its models are not trained far enough."""
+        """The same comparison, without its verdict if ``untrained`` gives a reason why the models have not learned enough."""
         return self if untrained is None or not self.judged else replace(self, holds=None, untrained=untrained)
 
     @classmethod
@@ -75,13 +74,13 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What an experiment found.
+    """The results of an experiment.
 
     Attributes:
         tables: tidy frames by name; each becomes ``NAME.parquet``.
-        figure: a matplotlib figure, made without pyplot, so that no window and no global state is involved.
+        figure: a matplotlib figure, made without pyplot, so without windows or global state.
         comparisons: the paper's numbers next to ours.
-        differences: sentences that say where scale or set-up differ from the paper's.
+        differences: sentences that say how scale or setup differ from the paper's.
     """
 
     tables: Mapping[str, pd.DataFrame]
@@ -97,7 +96,7 @@ class Experiment:
     Attributes:
         name: as in ``kvlens reproduce NAME``.
         source: paper and figure, table or theorem.
-        question: one sentence: what it shows.
+        question: the question that it answers, in one sentence.
         run: ``run(settings, tell) -> Outcome``; ``tell(text)`` reports progress, ``settings`` is one of ``scales``.
         scales: "tiny" (seconds, for tests), "small" (at most 20 minutes on two cores) and "paper", each the settings as
             keyword -> value.
@@ -113,7 +112,7 @@ class Experiment:
 
 
 def check_outcome_folder(folder: str | Path, *, overwrite: bool = False) -> None:
-    """Raise KVLensError unless an outcome may be written to ``folder``; only another outcome is ever replaced."""
+    """Raise KVLensError unless results may be written to ``folder``; only results of an experiment are ever replaced."""
     check_folder(folder, OUTCOME_FOLDER, overwrite=overwrite)
 
 
@@ -121,10 +120,10 @@ def check_outcome_folder(folder: str | Path, *, overwrite: bool = False) -> None
 def write_outcome(
     outcome: Outcome, experiment: Experiment, scale: str, seconds: float, folder: str | Path, *, overwrite: bool = False
 ) -> dict[str, Any]:
-    """Write tables, figure and summary to ``folder``, whole or not at all; return the summary.
+    """Write tables, figure and summary to ``folder``, completely or not at all; return the summary.
 
     Raises:
-        KVLensError: the place is taken or not writable.
+        KVLensError: the folder is in use or not writable.
     """
     check_outcome_folder(folder, overwrite=overwrite)
     summary = {
@@ -148,7 +147,7 @@ def write_outcome(
         figure.set_dpi(150)
         if engine := figure.get_layout_engine():
             engine.execute(figure)
-            figure.set_layout_engine(None)  # both pictures are laid out, and cut out, alike, and each is drawn once
+            figure.set_layout_engine(None)  # so that both files have the same layout and margins, and each is drawn once
         inches = figure.get_tightbbox().padded(MARGIN)
         figure.savefig(temporary / "figure.png", dpi=figure.dpi, bbox_inches=inches)
         figure.savefig(temporary / "figure.svg", bbox_inches=inches, metadata={"Date": None})

@@ -1,4 +1,4 @@
-"""Texts that a model writes by itself."""
+"""Sampling text from a model."""
 
 import torch
 from jaxtyping import Int

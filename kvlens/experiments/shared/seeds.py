@@ -1,7 +1,7 @@
-"""From the course of every run to one number for each seed, and how such numbers are written out.
+"""Summaries of training runs by seed, and how they are printed.
 
-Runs of one seed share their batches, so two models are compared seed by seed; whether the differences are more than noise is
-for :data:`kvlens.experiments.shared.significance.SIGNIFICANCE` to say.
+Runs with the same seed use the same batches, so two models are compared seed by seed. Whether the differences are significant
+is tested by :data:`kvlens.experiments.shared.significance.SIGNIFICANCE`.
 """
 
 import math
@@ -24,12 +24,12 @@ def mean_and_spread(values: Sequence[float]) -> str:
 
 
 def final_losses(course: pd.DataFrame, by: Sequence[str] = ("model", "seed"), last_share: float = 0.1) -> pd.DataFrame:
-    """Where every run ended.
+    """Final losses of every run.
 
     Args:
         course: rows of :func:`kvlens.experiments.shared.curves.train_and_compare`, of runs of equal length.
-        by: the columns that tell runs apart.
-        last_share: share of the steps whose training losses are averaged (one batch alone is noisy).
+        by: the columns that identify a run.
+        last_share: share of the steps over which training losses are averaged, because a single batch is noisy.
 
     Returns:
         One row per run: ``by``, ``heldout_loss`` at the last evaluation, ``train_loss`` over the last steps (NaN for a run that

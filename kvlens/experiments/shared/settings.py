@@ -1,7 +1,7 @@
-"""Settings of experiments that a user changes, checked before anything runs.
+"""Checks of experiment settings that a user changes, before anything runs.
 
-What a setting may be is read off its values at the three scales: a number, a flag, text, a list or a dictionary of such. What
-these cannot show is declared here once, by the setting's name: from where to where its numbers go, which words it takes.
+The type of a setting is that of its values at the three scales: a number, a flag, a string, or a list or dictionary of these.
+What these values do not show is declared here by the setting's name: ranges of numbers and allowed words.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,26 +25,26 @@ WHOLE: dict[str, tuple[int, int]] = {
     "length": (2, MOST_SIZE),
     "vocab_size": (2, MOST_SIZE),
 }
-"""Least and most of whole numbers, by the setting's name; 1 and `MOST_SIZE` where nothing is said."""
+"""Smallest and largest integer, by the setting's name; 1 and `MOST_SIZE` for others."""
 RATE, SHARE = Within(above=0, most=10**9), Within(above=0, most=1)
 NUMBERS: dict[str, Within] = {
     **dict.fromkeys(("rates", "learning_rate", "learning_rates", "distil_rates", "sigmas", "size", "step_per_token"), RATE),
     **dict.fromkeys(("ratio", "ratios", "trigger_rate", "stop_at_accuracy"), SHARE),
 }
-"""The range of numbers; any finite number where nothing is said."""
+"""The range of numbers, by the setting's name; any finite number for others."""
 WORDS: dict[str, tuple[str, ...]] = {"polished_budgets": ("equal", "greedy")}
-"""Words that a setting takes; any text where nothing is said, names and paths being looked up where they are used."""
+"""Allowed words, by the setting's name; any string for others (names and paths are checked where they are used)."""
 KEYS = ("d_x", "steps", "classes")
-"""Dictionaries whose keys are among those of the scales."""
+"""Dictionaries whose keys must be among those of the scales."""
 OPTIONAL = ("tokenizer", "texts")
-"""Text, or nothing."""
+"""Settings that may be None instead of a string."""
 
 
 def changed_settings(experiment: Experiment, scale: str, changes: Mapping[str, Any]) -> Experiment:
     """``experiment`` with some settings of one scale changed.
 
     Raises:
-        KVLensError: a setting that it has not (the nearest is named), or a value that the setting cannot have.
+        KVLensError: an unknown setting (the nearest is named), or an invalid value.
     """
     settings = experiment.scales[scale]
     for name, value in changes.items():
@@ -61,7 +61,7 @@ def changed_settings(experiment: Experiment, scale: str, changes: Mapping[str, A
 
 
 def _check(what: str, name: str, value: Any, examples: Sequence[Any]) -> None:
-    """Raise KVLensError unless ``value`` is of the kind of the examples, and in the range of the name."""
+    """Raise KVLensError unless ``value`` has the type of the examples and is in the range declared for ``name``."""
     kinds = {type(example) for example in examples} or {str}
     if kinds == {list}:
         _check_list(what, name, value, examples)
@@ -76,17 +76,17 @@ def _check(what: str, name: str, value: Any, examples: Sequence[Any]) -> None:
     elif name in WORDS:
         ensure(what, one_of(WORDS[name]), value)
     elif not isinstance(value, str) or not value:
-        raise KVLensError(f"{what} must be text, got {brief(value)}")
+        raise KVLensError(f"{what} must be a nonempty string, got {brief(value)}")
 
 
 def _check_list(what: str, name: str, value: Any, examples: Sequence[list[Any]]) -> None:
     elements = [element for example in examples for element in example]
     if not isinstance(value, list) or not value:
-        raise KVLensError(f"{what} must be a list that is not empty, such as {brief(examples[-1])}, got {brief(value)}")
+        raise KVLensError(f"{what} must be a nonempty list, such as {brief(examples[-1])}, got {brief(value)}")
     for place, element in enumerate(value):
         _check(f"{what}, entry {place + 1},", name, element, elements)
     if not any(_twice(example) for example in examples) and (twice := _twice(value)):
-        raise KVLensError(f"{what} must have each entry once, got {brief(twice[0])} twice")
+        raise KVLensError(f"{what} must not repeat an entry, got {brief(twice[0])} twice")
 
 
 def _twice(values: list[Any]) -> list[Any]:
@@ -95,7 +95,7 @@ def _twice(values: list[Any]) -> list[Any]:
 
 def _check_dict(what: str, name: str, value: Any, examples: Sequence[dict[str, Any]]) -> None:
     if not isinstance(value, dict) or not value:
-        raise KVLensError(f"{what} must be a dictionary that is not empty, such as {brief(examples[-1])}, got {brief(value)}")
+        raise KVLensError(f"{what} must be a nonempty dictionary, such as {brief(examples[-1])}, got {brief(value)}")
     known = {key: [example[key] for example in examples if key in example] for example in examples for key in example}
     everything = [element for elements in known.values() for element in elements]
     alike = len({type(element) for element in everything}) == 1
