@@ -10,6 +10,7 @@ import bench_fit_error
 import bench_induction_heads
 import bench_linear_attention
 import bench_model
+import bench_null
 import bench_softmax_conversion
 import bench_speed
 import bench_training
@@ -50,6 +51,11 @@ def test_attention_variants_smoke(capsys):
 def test_dual_losses_smoke(capsys):
     bench_dual_losses.main(["--small"])
     assert "without cosines over a forward pass" in capsys.readouterr().out
+
+
+def test_null_smoke(capsys):
+    bench_null.main(["--units", "19", "--prompts", "1"])
+    assert "of 19 unrelated units significant" in capsys.readouterr().out
 
 
 def test_conversion_error_smoke(capsys):
