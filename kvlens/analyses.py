@@ -1,4 +1,4 @@
-"""In a clone, ``kvlens.analyses`` is the folder ``analyses`` beside ``kvlens``; a wheel has it in here, and finds it first."""
+"""In a clone, ``kvlens.analyses`` is the folder ``analyses`` next to ``kvlens``; a wheel has it in here, and finds it first."""
 
 import sys
 from importlib.util import module_from_spec, spec_from_file_location

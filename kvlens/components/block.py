@@ -1,4 +1,4 @@
-"""TransformerLens' block and unembedding without work whose result nobody uses.
+"""TransformerLens' block and unembedding without computing results that are not used.
 
 TransformerLens norms the residual stream three times over, once for queries, keys and values each, and copies W_U at every
 call. What comes out here is the same; the norm's hooks fire once. A softmax model in the eager form runs TransformerLens' own
@@ -81,7 +81,7 @@ class KVBlock(Replaces, TransformerBlock):
 
 
 def norm(module: Any, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
-    """``module(x)``; TransformerLens' LayerNorm as torch's fused one, the same to rounding, where nobody hooks it."""
+    """``module(x)``; TransformerLens' LayerNorm as torch's fused one, equal up to rounding, unless it is hooked."""
     if type(module) not in (LayerNorm, LayerNormPre) or x.dtype not in (torch.float32, torch.float64):
         return module(x)
     if torch.is_autocast_enabled(x.device.type) or is_hooked(module, module.hook_scale, module.hook_normalized):

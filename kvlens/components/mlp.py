@@ -1,4 +1,4 @@
-"""TransformerLens' MLPs on the fastest dense product, without copying weights or storing features that nobody hooks."""
+"""TransformerLens' MLPs on the fastest dense product, without copying weights, or storing features that are not hooked."""
 
 from collections.abc import Callable
 from typing import Any

@@ -3,9 +3,9 @@
     z_i = (sum_j exp(s_ij) v_j + phi(q_i)^T b_KV) / (sum_j exp(s_ij) + phi(q_i)^T b_D)          (ICLCA sec. 5, ICLAA)
 
 The *eager* form runs TransformerLens' own steps one by one (scores, mask, pattern), and the *fused* form hands q, k and v to
-torch's kernel, in every layer whose scores and pattern nobody hooks. Where nothing that lies between is hooked, the eager form
-takes virtual keys of positive weight as keys in front of the text's, through the same softmax: the sums of a pass with the
-prompt in front, in their order, so that scores of thousands round alike in both.
+torch's kernel, in every layer whose scores and pattern are not hooked. Where nothing that lies between is hooked, the eager
+form takes virtual keys of positive weight as keys in front of the text's, through the same softmax: the sums of a pass with
+the prompt in front, in their order, so that scores of thousands round alike in both.
 
 ``hook_pattern`` is exp(s_ij) over the whole normalizer, so that its rows sum to less than 1 under a bias; ``hook_normalizer``
 is the normalizer's logarithm, and fires under a bias only; ``hook_phi_q`` are the query's features up to their scale, the
@@ -61,7 +61,7 @@ def runs_transformer_lens_code(attn: Any) -> bool:
 
 
 def layer_runs_fused(attn: Any) -> bool:
-    """Whether the fused form is chosen and nobody wants to see what the kernel does not show."""
+    """Whether the fused form is chosen and nothing is hooked that the kernel does not expose."""
     if not runs_fused(attn.cfg) or is_hooked(attn.hook_attn_scores, attn.hook_pattern):
         return False
     return attn.variant is None or not (attn.variant.needs_pattern or attn.variant.wants_own_share)

@@ -150,7 +150,7 @@ def _check_block(model: HookedKVTransformer, exact: bool) -> None:
     cfg = model.cfg
     refused = [
         (cfg.attn_only, "the model has no MLPs"),
-        (cfg.parallel_attn_mlp, "its MLPs stand beside the attention, not behind it"),
+        (cfg.parallel_attn_mlp, "its MLPs run in parallel with the attention, not after it"),
         (cfg.use_normalization_before_and_after, "its blocks have norms behind attention and MLP"),
         (cfg.num_experts is not None, "its MLPs choose among experts"),
     ]

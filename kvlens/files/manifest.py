@@ -79,7 +79,7 @@ def read_listed(folder: Path, name: str) -> bytes:
         content = file_in("model", folder, name).read_bytes()
         whole = "checksum" not in config or config["checksum"] == checksum_of_json(config)
     except (OSError, AttributeError) as error:
-        raise KVLensError(f"{folder / name} or the {CONFIG} beside it cannot be read ({error})") from error
+        raise KVLensError(f"{folder / name} or the {CONFIG} next to it cannot be read ({error})") from error
     if not whole or listed not in (None, checksum(content)):
         raise KVLensError(f"{folder / name} is damaged: it is not what was saved; take a copy of the model that is whole")
     return content

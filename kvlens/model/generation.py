@@ -132,7 +132,7 @@ def generate_from_state(
 def _read_all_but_the_last(
     model: HookedTransformer, tokens: Int[Tensor, "batch pos"], mask: Tensor, cache: TransformerLensKeyValueCache
 ) -> tuple[Tensor, Tensor]:
-    """What is still to be read, and its mask: of a long text its end alone, as nobody asks for the logits before it."""
+    """What is still to be read, and its mask: only the end of a long text, since earlier logits are not needed."""
     n = tokens.shape[1] - 1
     if n < LONG or has_hooks(model):  # a hook expects the text whole
         return tokens, mask

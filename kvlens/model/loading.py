@@ -37,7 +37,7 @@ DRAWN_ANEW = ("shift_coef", ".b_KV", ".b_D", ".feature_map.", ".augment_")
 def build_with_ready_tokenizer(cls: type[M], cfg: HookedKVTransformerConfig, tokenizer: Any, move_to_device: bool = True) -> M:
     """Construct without TransformerLens' look-up of the tokenizer by name (which goes to the network), then set it.
 
-    What its look-up finds out, whether the tokenizer puts a BOS in front by itself, is found out here where nobody knows.
+    Whether the tokenizer prepends a BOS by itself, which that look-up finds out, is found out here if it is not known.
     """
     name, cfg.tokenizer_name = cfg.tokenizer_name, None
     model = cls(cfg, move_to_device=move_to_device)
@@ -56,7 +56,7 @@ def from_hooked_transformer(cls: type[M], model: HookedTransformer, **changes: A
         changes: fields of :class:`HookedKVTransformerConfig`, e.g. ``kv_shift=KVShiftConfig(init="identity")`` to graft a
             shift that changes nothing yet, or ``attention="linear"`` (another function of the same weights).
 
-    Permanent hooks are copied too, with a warning that names them: one that reads ``model`` goes on reading it, and not the
+    Permanent hooks are copied too, with a warning that names them: one that reads ``model`` still reads it, not the
     copy. Others are not copied.
 
     Raises:
@@ -93,7 +93,7 @@ def _copy_permanent_hooks(copy: HookedTransformer, model: HookedTransformer) -> 
         names = ", ".join(dict.fromkeys(copied))
         warn(
             f"from_hooked_transformer: the permanent hooks on {names} act on the copy as well, as the same functions: one that "
-            "reads the old model, or what other hooks noted of its pass, knows nothing of the copy's. If one does, "
+            "reads the old model, or what other hooks recorded during its pass, does not see the copy's. If one does, "
             "copy.reset_hooks(including_permanent=True), and add what is meant for the copy by add_perma_hook"
         )
 

@@ -31,7 +31,7 @@ def load_source(
             (``center_unembed=False``, ...); nothing is done to the others.
 
     Raises:
-        KVLensError: a tokenizer for a folder, a source that cannot be read, a name that nobody knows, or whose files are not
+        KVLensError: a tokenizer for a folder, a source that cannot be read, an unknown name, or whose files are not
             here.
     """
     wanted = {name: value for name, value in (("device", device), ("dtype", dtype)) if value is not None}
@@ -50,7 +50,7 @@ def _name_in_the_cache(name: str) -> str:
     """TransformerLens' official name for ``name``.
 
     Raises:
-        KVLensError: it knows none, or the files are not in the local cache.
+        KVLensError: no such model, or its files are not in the local cache.
     """
     official = official_name(name)
     if not isinstance(try_to_load_from_cache(official, "config.json"), str):

@@ -177,8 +177,8 @@ def run_in_segments(
         model: a HookedKVTransformer; what is attached to it is what the text continues.
         tokens: [pos], each of them real.
         fwd_hooks: TransformerLens hooks (name, function), as for ``run_with_hooks``. Each fires once per segment, in order, and
-            sees that segment alone: position 0 is the segment's first token. ``hook_last_k`` and its like fire with the first
-            segment only.
+            sees that segment alone: position 0 is the segment's first token. ``hook_last_k``, ``hook_last_v`` and
+            ``hook_last_q`` fire with the first segment only.
         segment_length: tokens per segment. None takes a good length; the whole text where something else is hooked to the
             model, which expects it whole, and where no state carries its attention on (softmax, the parallel form).
         stop_at_layer: as in TransformerLens.

@@ -65,7 +65,7 @@ def load_folder(folder: Path, dtype: torch.dtype, kwargs: dict[str, Any]) -> tup
     """Load the causal language model in ``folder`` and make sure that every one of its weights came from there.
 
     Returns:
-        The model, and the shift coefficients that the checkpoint holds beside its weights: transformers drops them.
+        The model, and the shift coefficients that the checkpoint holds in addition to its weights: transformers drops them.
     """
     kwargs = {**kwargs, "trust_remote_code": False, "weights_only": True, "local_files_only": True}
     try:

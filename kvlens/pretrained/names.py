@@ -30,7 +30,7 @@ def official_name(model_name: str) -> str:
     """Return TransformerLens' official name for ``model_name``, which may be an alias.
 
     Raises:
-        KVLensError: TransformerLens knows no such name; the message proposes the nearest one, or says that kvlens ships it.
+        KVLensError: TransformerLens has no such name; the message proposes the nearest one, or says that kvlens ships it.
     """
     names = loading.make_model_alias_map()
     found = names.get(str(model_name).lower())

@@ -4,13 +4,13 @@ TransformerLens knows how to turn a Hugging Face config and its weights into a `
 dict, but its own entry point goes through the official name: it fetches the config from the hub even when the weights
 are given, and any path that contains "llama", "gemma", "bert", "t5" ... takes hard-coded sizes or another model class.
 
-Here the user's name never reaches those branches. The config is written alone into a temporary folder with a neutral
-name, TransformerLens' ``get_pretrained_model_config`` reads it there, and its ``get_pretrained_state_dict`` converts
-the weights of a model that is already loaded. What the loader would read wrongly or drop without a word (a rotary base,
-an MLP width, attention biases, a rotary scaling, a sliding window) is put right where ``HookedTransformer`` can express
-it and refused by name where it cannot (:mod:`kvlens.pretrained.fields`), and :mod:`kvlens.pretrained.trial` compares the
-result with transformers' own. Shift coefficients that lie in a checkpoint beside the weights of a known architecture are read
-too, and Baichuan-M1, which transformers does not know, has its own translation (:mod:`kvlens.pretrained.baichuan`).
+Here the user's name never reaches those branches. The config is written alone into a temporary folder with a neutral name,
+TransformerLens' ``get_pretrained_model_config`` reads it there, and its ``get_pretrained_state_dict`` converts the weights of
+a model that is already loaded. What the loader would read wrongly or drop without a word (a rotary base, an MLP width,
+attention biases, a rotary scaling, a sliding window) is put right where ``HookedTransformer`` can express it and refused by
+name where it cannot (:mod:`kvlens.pretrained.fields`), and :mod:`kvlens.pretrained.trial` compares the result with
+transformers' own. Shift coefficients that a checkpoint holds in addition to the weights of a known architecture are read too,
+and Baichuan-M1, which transformers does not know, has its own translation (:mod:`kvlens.pretrained.baichuan`).
 
 Two limits on float64 are not ours: TransformerLens' weight processing casts to float32, so only unprocessed weights
 stay exact, and Hugging Face computes rotary angles and RMS norms in float32 whatever the model's dtype is.

@@ -91,6 +91,6 @@ def _yarn(hf_config: Any, parameters: Mapping[str, Any], layer_type: str | None)
         "yarn_beta_fast": parameters.get("beta_fast") or 32.0,
         "yarn_beta_slow": parameters.get("beta_slow") or 1.0,
         "yarn_original_max_position_embeddings": original,
-        # transformers looks beside, not in, the parameters of a type of layer
+        # transformers looks next to the parameters of a layer type, not inside them
         "yarn_truncate": hf_config.rope_parameters.get("truncate", True),
     }

@@ -16,7 +16,8 @@ it (``solution=False``) the answer alone follows the question. Shorter sequences
 A product always has a number other than 0 as a factor: modulo a prime such a product takes every value equally often, so
 no answer is likely beforehand. (Products of two variables would drift towards 0.)
 
-Beside iGSM, whose spirit this is, it lacks the sentences, the hierarchy of things and the equations that do not matter.
+Compared with iGSM, on which it is modeled, it lacks the sentences, the hierarchy of things and the equations that do not
+matter.
 
 Source: Ye, Xu, Li, Allen-Zhu 2024, Physics of Language Models 2.1 (iGSM: train up to some number of operations, test on exactly
 more); KVSA app. I.

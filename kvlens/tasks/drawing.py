@@ -25,7 +25,7 @@ def draw_until_scored(task: Task, draw: Callable[[], Batch]) -> Batch:
 
     Args:
         task: named in the message.
-        draw: draws one batch; each call goes on with the same generator.
+        draw: draws one batch; successive calls use the same generator.
 
     Raises:
         KVLensError: many batches in a row score nothing, so the settings leave next to nothing to predict.

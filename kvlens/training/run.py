@@ -1,7 +1,7 @@
 """A training run between two steps: everything that decides what comes next, and the two things that can happen to it.
 
 The batch of step t is drawn from a generator seeded by (seed, t) alone. So weights, optimizer state and t are the whole state
-of a run: whoever restores them goes on exactly where it was, without replaying what came before.
+of a run: restoring them continues exactly where it stopped, without replaying what came before.
 """
 
 import hashlib
@@ -48,7 +48,7 @@ class Progress:
         seconds: spent before this process took the run up.
         best_loss, best_step: of the best evaluation.
         since_best: evaluations since then.
-        stopped_by: why the run ended, None while it goes on.
+        stopped_by: why the run ended; None while it is running.
     """
 
     step: int = 0

@@ -22,7 +22,7 @@ def augment(
         x: keys or values.
         weights: per layer, one matrix for each head; the first reads d, the last writes d.
         activation: between the layers; behind a single one.
-        parallel: c, the weight of a branch beside x; None for the MLP alone.
+        parallel: c, the weight of a branch added to x; None for the MLP alone.
 
     Raises:
         KVLensError: matrices that do not follow from x to x one after the other.

@@ -8,7 +8,7 @@ Cholesky factor serves every query, causally:
     z = tril((L^{-1} kappa(K, Q))^T) L^{-1} V
 
 The mesa-layer of Von Oswald et al. 2023 is the same sum for linear attention. Nothing is divided by a normalizer. With finite
-features A = sum phi v^T and C = sum phi phi^T are a state: :func:`ridge_step` goes on from them at O(d_phi^3) per token.
+features A = sum phi v^T and C = sum phi phi^T are a state: :func:`ridge_step` continues from them at O(d_phi^3) per token.
 """
 
 from typing import NamedTuple
@@ -116,6 +116,6 @@ def _cholesky(matrix: Tensor, strength: float) -> Tensor:
     if bool((info != 0).any()) or not bool(factor.isfinite().all()):
         raise KVLensError(
             f"ridge attention: kernel + {strength} I cannot be solved in float64 (not positive definite, or not finite): "
-            "the keys are too large for their kernel, or lambda too small beside it; raise lambda, or scale the keys down"
+            "the keys are too large for their kernel, or lambda too small in comparison; raise lambda, or scale the keys down"
         )
     return factor

@@ -21,7 +21,7 @@ from kvlens.ops.landmarks.shares import Statistics
 Criterion = Literal["output", "normalizer", "mass"]
 CRITERIA = ("output", "normalizer", "mass")
 KAPPA = 0.5
-"""Weight of the normalizer beside the output. 0.25 to 1 differ by a few percent of the error, 2 is a tenth worse."""
+"""Weight of the error of the normalizer, against that of the output. 0.25 to 1 differ by a few percent; 2 is a tenth worse."""
 
 
 class Chosen(NamedTuple):

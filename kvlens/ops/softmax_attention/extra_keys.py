@@ -3,10 +3,10 @@
     z_i = (sum_j exp(s_ij) v_j + sum_r exp(s_ir) w_r u_r) / (sum_j exp(s_ij) + sum_r exp(s_ir) w_r)
         = softmax over [keys of the text; virtual keys] of [s_ij; s_ir + log w_r], times [v_j; u_r]
 
-Where weights are positive and nobody asks for the two summands apart, one softmax does it all, and is stable by itself. There
-are two forms. ``attend_with_extra_keys`` has gradients (a step of polishing on stories260K takes 0.8 of the time that it takes
-when the two parts are joined afterwards, :mod:`kvlens.ops.softmax_attention.bias`). ``merge_extra_keys`` has none, and calls
-the kernel once more, for the virtual keys.
+Where weights are positive and the two summands are not needed separately, one softmax does it all, and is stable by itself.
+There are two forms. ``attend_with_extra_keys`` has gradients (a step of polishing on stories260K takes 0.8 of the time that it
+takes when the two parts are joined afterwards, :mod:`kvlens.ops.softmax_attention.bias`). ``merge_extra_keys`` has none, and
+calls the kernel once more, for the virtual keys.
 """
 
 from typing import NamedTuple
