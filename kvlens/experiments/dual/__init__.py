@@ -1,1 +1,1 @@
-"""DUAL's figures: attention as a step of learning, the attentions that this suggests, and what the heads of models do."""
+"""DUAL's figures: attention as a gradient step, the attention variants it suggests, and the heads of trained models."""

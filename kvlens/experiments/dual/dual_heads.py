@@ -1,7 +1,7 @@
-"""``dual-heads``: do the heads with a large drop of the dual model's loss do the in-context learning?
+"""``dual-heads``: are heads with a large decrease of the dual model's loss responsible for in-context learning?
 
-DUAL reads every head as a step that lowers a loss, and asks nothing of which heads matter. Here each head of shipped models
-gets, on sequences of a task, at the places that are scored:
+DUAL describes every head as a step that lowers a loss, but does not ask which heads matter. Here, for each head of the shipped
+models, on sequences of a task and at the scored positions, three things are measured:
 
 - the logarithm of its loss's drop at learning rate 1, the share of its output that the step makes, and how much closer the step
   brings values and predictions (cosine);
@@ -9,9 +9,9 @@ gets, on sequences of a task, at the places that are scored:
 - its induction score: attention to the tokens that follow an earlier occurrence of the query's token.
 
 The rank correlation of each dual figure with each of the other two, over the heads of a model, comes with a bootstrap interval
-over sequences and a permutation test over heads: under "which head is which makes no difference" every pairing is equally
-likely, so a verdict at p <= 0.02 is wrong in at most one of fifty cases. Four heads are never significant (2 of 24 pairings are
-as extreme as any).
+over sequences and a permutation test over heads. If the two are unrelated, every pairing is equally likely, so a verdict at
+p <= 0.02 is wrong in at most one of fifty cases. With four heads nothing can be significant (2 of 24 pairings are always as
+extreme).
 """
 
 import itertools
@@ -207,7 +207,7 @@ _MODELS: dict[str, Any] = {
 EXPERIMENT = Experiment(
     name="dual-heads",
     source="DUAL th. 3.1 (the question is ours)",
-    question="Do the heads with a large drop of the dual model's loss do the in-context learning?",
+    question="Are heads with a large decrease of the dual model's loss responsible for in-context learning?",
     run=run,
     scales={
         "tiny": dict(models={"induction-plain-2l": _induction(512, 32)}, n_sequences=2, n_bootstrap=20),

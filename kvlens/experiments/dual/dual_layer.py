@@ -1,4 +1,4 @@
-"""``dual-layer``: attention and the MLP behind it as one dual model, and the rank of its labels (DUAL fig. 14).
+"""``dual-layer``: attention and the following MLP as one dual model, and the rank of its labels (DUAL fig. 14).
 
 Left: a random layer of attention and ReLU MLP, at its last token, against its dual model after one step (th. B.1). Right: the
 upper bound of rank W_FFN W_V, min(d_model, active units), for random inputs, as the width of the MLP varies; and the rank
@@ -189,7 +189,7 @@ def _scale(seeds: int, d_model: int, widths: list[int], inputs: int, models: lis
 EXPERIMENT = Experiment(
     name="dual-layer",
     source="DUAL th. B.1, fig. 14",
-    question="Is a whole Transformer layer one gradient step, and of which rank are its labels?",
+    question="Is a whole transformer layer one gradient step, and what is the rank of its labels?",
     run=run,
     scales={
         "tiny": _scale(2, 6, [4, 24], 3, ["facts-gpt2"], 1),

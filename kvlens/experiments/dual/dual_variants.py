@@ -1,9 +1,9 @@
 """``dual-variants``: do the attentions that representation learning suggests train better? (DUAL figs. 3, 10 to 13)
 
-Each variant of the paper's layer trains from the same start, on the same sequences, seed by seed, at the learning rate that
-suits it; what is compared is the logarithm of the held-out error against plain attention's, at the end or over the course,
-whichever the paper speaks of. Where plain attention has not explained half of the labels' variance, or an error still falls
-much, nothing is said. A second plain layer from another start shows what no difference looks like to the significance test.
+Each variant of the paper's layer trains from the same initialization and on the same sequences, seed by seed, at its own best
+learning rate. The logarithm of the held-out error is compared with plain attention's, at the end of training or as a mean over
+training, depending on the paper's claim. There is no verdict if plain attention has not explained half of the labels' variance,
+or if an error is still falling. A second plain layer with another initialization is a control for the significance test.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -113,7 +113,7 @@ def _scale(seeds: int) -> dict[str, Any]:
 EXPERIMENT = Experiment(
     name="gradient-descent",
     source="DUAL app. F, eq. 35 to 38",
-    question="Are von Oswald et al.'s weights a step of regression and a step of the dual model at once?",
+    question="Are von Oswald et al.'s weights both a gradient step of regression and one of the dual model?",
     run=run,
     scales={"tiny": _scale(2), "small": _scale(50), "paper": _scale(1000)},
     cost={"tiny": "seconds", "small": "seconds", "paper": "seconds"},

@@ -1,4 +1,4 @@
-"""``random-features``: how well random features stand for the softmax kernel, by their number and kind (DUAL figs. 6 to 9).
+"""``random-features``: how well random features approximate the softmax kernel, by number and kind (DUAL figs. 6 to 9).
 
 Attention of random queries and keys is computed exactly and with positive random features: independent, orthogonal, or simplex
 (Reid et al. 2023, which the paper suggests and does not try). Every kind is drawn again for every seed, on the same queries,
@@ -129,7 +129,7 @@ def _scale(seeds: int, d_head: int, n_tokens: int, n_features: list[int]) -> dic
 EXPERIMENT = Experiment(
     name="random-features",
     source="DUAL app. E.1, figs. 6 to 9",
-    question="How many random features stand for the softmax kernel, and of which kind?",
+    question="How many random features approximate the softmax kernel well, and which kind is best?",
     run=run,
     scales={
         "tiny": _scale(2, 4, 6, [8, 32]),

@@ -1,4 +1,4 @@
-"""The naive conversion of ICLCA's slides, as a baseline: a copy of the model learns to do without the prompt.
+"""The naive conversion of ICLCA's slides, as a baseline: a copy of the model is fine-tuned to work without the prompt.
 
 With the prompt fixed, the model writes answers to many queries; on these pairs its weights w are fine-tuned, which is called
 context distillation:
@@ -6,11 +6,11 @@ context distillation:
     pairs            - mean log p_w(answer | query) -> min
     distributions    mean KL( p(. | prompt, text) || p_w(. | text) ) -> min
 
-The second objective asks more of the prompted model (its whole distribution at every place), and learns more from every text.
-What has to be stored is every weight that changed.
+The second objective uses the prompted model's whole distribution at every position, and learns more from every text. Every
+weight that changed must be stored.
 
-As a baseline it gets the care that any other method gets (`distil_best`): the learning rate is chosen, on texts that are held
-out from the steps, and what all of it read is counted.
+As a baseline it is tuned as carefully as the other methods (`distil_best`): the learning rate is chosen on held-out texts, and
+all text that is read counts as cost.
 """
 
 import time
@@ -137,7 +137,7 @@ def distil_best(
 def prompted_logits(
     model: HookedKVTransformer, prompt: Int[Tensor, " prompt_pos"], texts: Int[Tensor, "text pos"]
 ) -> Float[Tensor, "text pos vocab"]:
-    """What the model says at every place of the texts, with the prompt in front."""
+    """The logits at every position of the texts, with the prompt in front."""
     whole = torch.cat([prompt.expand(len(texts), -1), texts], dim=1)
     parts = [model(part, attention_mask=torch.ones_like(part))[:, len(prompt) :] for part in whole.split(TEXTS_PER_STEP)]
     return torch.cat(parts)

@@ -1,8 +1,8 @@
-"""``conversion-accuracy``: what a model has learned from its prompt, it still knows when the prompt is a bias (ICLCA table 2).
+"""``conversion-accuracy``: does a model keep what it learned in context when the prompt becomes a bias? (ICLCA table 2)
 
 The task is the trigger-token bigrams of ICLCA sec. 6.2, cut in two: the prompt shows what follows a trigger, the text uses the
-trigger again. Scored are the triggers in the text whose follower the prompt has shown, but for the one that the prompt may
-end in: its follower opens the text, and would give itself away. Three conditions read the same text:
+trigger again. The scored positions are the triggers in the text whose follower the prompt has shown, except a trigger at the
+very end of the prompt, whose follower is the first letter of the text. The same text is read in three conditions:
 
 - *with prompt*: the model sees [prompt; text];
 - *without prompt*: the text alone. At its first use in the text a trigger can then only be guessed;
@@ -377,7 +377,7 @@ _TINY_TRAINING = dict(
 EXPERIMENT = Experiment(
     name="conversion-accuracy",
     source="ICLCA table 2 and sec. 6.2",
-    question="Does a model whose prompt was converted into weights predict what it predicts with the prompt in front?",
+    question="Does a model make the same predictions with a converted prompt as with the prompt itself?",
     run=run,
     scales={
         "tiny": _scale(

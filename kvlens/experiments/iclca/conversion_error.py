@@ -1,10 +1,10 @@
-"""``conversion-error``: how far converting a prompt moves the logits, by size of the model (ICLCA table 1).
+"""``conversion-error``: how much converting a prompt changes the logits, by size of the model (ICLCA table 1).
 
     relative error = ||new - old|| / ||old||        old: logits of [prompt; text] on the text        new: of the text, converted
 
-over random pairs of a prompt and a text, in randomly initialized models. The conversion is exact in real numbers, so that what
-is left is rounding. To know how much rounding there is, the forward pass is measured by the same yardstick: old in float32
-against old in float64, on the same weights. Two float32 computations of one thing may differ by twice that error.
+over random pairs of a prompt and a text, in randomly initialized models. The conversion is exact in real arithmetic, so only
+rounding remains. For comparison, the rounding error of the forward pass is measured in the same way: old in float32 against old
+in float64, with the same weights. Two float32 computations of the same quantity may differ by twice that error.
 
 Each is measured twice, with the features, states and sums of linear attention in float32, and with them in float64
 (``accumulation_dtype``); weights, projections and everything between the attention layers stay in float32.
@@ -110,7 +110,7 @@ def float64_logits(model: HookedKVTransformer, tokens: Int[Tensor, "batch pos"])
 
 
 def summarize(errors: pd.DataFrame) -> pd.DataFrame:
-    """Mean, least and largest relative error over pairs, and what the paper prints for that size."""
+    """Mean, smallest and largest relative error over pairs, and the paper's number for that size."""
     keys = ["size", "n_parameters", "measure", "accumulation"]
     grouped = errors.groupby(keys, sort=False)["relative_error"]
     summary = grouped.agg(n_pairs="size", relative_error="mean", least="min", largest="max").reset_index()
@@ -248,7 +248,7 @@ _LARGE = (_size("198M", 28, 768, 64, pairs=10, batch=10), _size("1.98B", 39, 204
 EXPERIMENT = Experiment(
     name="conversion-error",
     source="ICLCA table 1",
-    question="How far does converting a prompt move the logits, compared with what float32 rounds anyway?",
+    question="How much does converting a prompt change the logits, compared with float32 rounding?",
     run=run,
     scales={
         "tiny": _scale(*_TINY, n_prompt=11, n_text=7),

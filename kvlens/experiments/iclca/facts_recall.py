@@ -11,7 +11,7 @@ keeps the same keys as they are, without fitted weights and values. *polished* g
 gradient steps on the next token's distribution over more continuations. *dropped* is no bias at all.
 
 The continuations are what the model itself writes after the story, drawn at random. It was trained on stories with questions,
-so it mostly asks about the story's facts and answers: the fits see questions of the judged form, some of them the judged ones,
+so it mostly asks about the story's facts and answers: the fits see questions of the scored form, some of them the scored ones,
 as the model happens to write them, with whatever answer it gives.
 
 Source: ICLCA sec. 5 and 6.4, for the approximate conversion of softmax attention; the stories and the judged answers are
@@ -49,7 +49,7 @@ SPREAD = LONGEST_STATEMENT - min(len(words_of(statement)) for kind in KINDS for 
 
 
 class Way(NamedTuple):
-    """A way to replace the story, and the share of its keys that is kept."""
+    """A method of replacing the story, and the share of its keys that is kept."""
 
     name: str
     ratio: float
@@ -146,7 +146,7 @@ def share_kept(answers: pd.DataFrame) -> pd.DataFrame:
 
 
 def compare(kept: pd.DataFrame, answers: pd.DataFrame, guess: float) -> Iterator[Comparison]:
-    """What should be kept: everything by all keys, nearly everything by a quarter, no more than a guess by none."""
+    """The expectations: all answers kept with all keys, nearly all with a quarter of them, and only guesses without any."""
     exact = answers[answers["way"] == EXACT]
     yield Comparison.stated(
         f"answers right with the story in front ({exact['right_with_story'].sum():,} of {len(exact):,})",

@@ -1,4 +1,4 @@
-"""Virtual keys that act as a change of the weights does, in closed form, one layer after the other.
+"""Virtual keys with the same effect as a change of the weights, in closed form, layer by layer.
 
 m is the residual stream after a layer's attention, x(m) what its MLP makes of it; primes mark the changed model. The layers
 below have their virtual keys already. At every place of the texts attention has to add the t with

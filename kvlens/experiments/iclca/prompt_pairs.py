@@ -1,4 +1,4 @@
-"""Prompts and texts that go on from them, for ``gpt2-text``: twelve of each kind, so that a verdict can come from them.
+"""Prompts and texts that follow them, for ``gpt2-text``: twelve of each kind, enough for a significance test.
 
 The first three of "facts" are those of ICLCA's tables 3 to 5; the others, like them, are a sentence about someone or something
 and a sentence that says "he", "she" or "it". "stories" are for models of children's stories, "help pages" for models of the

@@ -1,10 +1,10 @@
-"""``softmax-conversion``: what an approximate conversion of a softmax prompt costs and keeps, by method and size (ICLCA 6.4).
+"""``softmax-conversion``: cost and error of approximate conversions of a softmax prompt, by method and size (ICLCA 6.4).
 
     relative error = mean over tokens of ||new - old|| / ||old||      old: logits with the prompt in front      new: converted
 
-on texts that no fit has seen: the model's own continuations of the prompt, apart from those that the fits read. Beside the
-methods of :func:`kvlens.convert_prompt` stand the prompt left out, the most attended keys without a fit, and a sliding window
-with attention sinks (the first keys and the last ones), and a copy of the model whose weights have learned the prompt
+on texts not used for fitting: continuations of the prompt that the model sampled separately. The methods of
+:func:`kvlens.convert_prompt` are compared with leaving the prompt out, keeping the most attended keys without a fit, a sliding
+window with attention sinks (the first and the last keys), and a copy of the model that was fine-tuned on the prompt
 (:mod:`~kvlens.experiments.iclca.context_distillation`). Every method is measured on the same contexts and texts.
 """
 
@@ -281,7 +281,7 @@ def _scale(**changes: Any) -> dict[str, Any]:
 EXPERIMENT = Experiment(
     name="softmax-conversion",
     source="ICLCA sec. 6.4, app. D.1",
-    question="How far is an approximate conversion of a softmax prompt from the prompt, by method and size?",
+    question="How accurate are approximate conversions of a softmax prompt, by method and size?",
     run=run,
     scales={
         "tiny": _scale(

@@ -1,7 +1,8 @@
-"""``weights-to-prompt``: virtual keys that act as a given change of the weights does (ICLCA's slides, second half).
+"""``weights-to-prompt``: virtual keys with the same effect as a given change of the weights (ICLCA's slides, second half).
 
-The slides ask how far one can go from a change of the weights, delta-W, to a prompt: any change of attention, they suppose, can
-be approximated by b_KV alone, and any change of an MLP by attention, with enough keys. Here is the curve, on a real model.
+The slides ask whether a change of the weights, delta-W, can be turned into a prompt. They conjecture that any change of
+attention can be approximated by b_KV alone, and any change of an MLP by attention, with enough keys. This is measured on a
+real model.
 
 The changes come from context distillation (:mod:`~kvlens.experiments.iclca.context_distillation`): the weights of attention
 (Q, K, V, O) or of the MLPs learn a prompt. So the answer is known to exist where distillation is perfect: the prompt. Two ways
@@ -107,7 +108,7 @@ def _imitate(model: HookedKVTransformer, part: str, settings: Mapping[str, Any],
 def _prompt_and_texts(
     model: HookedKVTransformer, settings: Mapping[str, Any], generator: torch.Generator
 ) -> tuple[Int[Tensor, " prompt"], Int[Tensor, "text pos"]]:
-    """A prompt that the model wrote, and texts from which its weights may learn it."""
+    """A prompt sampled from the model, and texts for fine-tuning its weights on it."""
     bos = torch.tensor([[model.tokenizer.bos_token_id]])
     prompt = sampled(model, bos, settings["n_prompt"] - 1, generator)
     whole = sampled(model, prompt.expand(settings["n_texts"], -1), settings["n_text"], generator)
@@ -233,7 +234,7 @@ def _scale(**changes: Any) -> dict[str, Any]:
 EXPERIMENT = Experiment(
     name="weights-to-prompt",
     source="ICLCA, slides, from delta-W to a prompt",
-    question="How much of a given change of the weights can virtual keys take over?",
+    question="How much of a given change of the weights can virtual keys reproduce?",
     run=run,
     scales={
         "tiny": _scale(

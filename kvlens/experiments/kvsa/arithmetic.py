@@ -1,7 +1,7 @@
-"""``arithmetic``: chains of sums, trained up to some number of operations and asked for more (KVSA table 7, app. I).
+"""``arithmetic``: chains of sums, trained up to some number of operations and tested on more (KVSA table 7, app. I).
 
-A problem is a set of equations in random order and a question; the solution works them out one by one. Each step of it must
-*find* the equation of the next variable and the values that stand after the names of its operands: induction, again and again.
+A problem is a set of equations in random order and a question; the solution works them out one by one. Each step must
+*find* the equation of the next variable and the values after the names of its operands, which takes repeated induction.
 A row "TrX-TeY" of the paper's table trains with at most X operations and tests with exactly Y.
 
 The answer is scored in three ways. *some step*, the paper's: the model is given the question and writes the solution itself,

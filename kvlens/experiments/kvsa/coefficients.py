@@ -1,4 +1,4 @@
-"""``coefficients``: which way the heads of a trained shifted language model lean (KVSA table 4), and how they came to.
+"""``coefficients``: whether heads of a trained shifted model use the current or the previous token (KVSA table 4).
 
 A head with window 1 mixes its keys by (alpha_1, alpha_2) and its values by (beta_1, beta_2), index 1 being the current token.
 Table 4 sorts the heads of a 2.9B model into four kinds, by whether alpha_1 > alpha_2 and whether beta_1 > beta_2. Keys of the
@@ -290,7 +290,7 @@ def describe(source: Source) -> str:
 EXPERIMENT = Experiment(
     name="coefficients",
     source="KVSA table 4",
-    question="Which way do the keys and values of a trained shifted language model lean, and do they leave [0, 1]?",
+    question="Do trained shifted heads prefer the current or the previous token, and do coefficients leave [0, 1]?",
     run=run,
     scales={
         "tiny": dict(

@@ -1,5 +1,4 @@
-"""Models whose weights are written down instead of trained: the induction heads of KVSA th. 1-3, as HookedKVTransformers, and a
-circuit of two of them.
+"""Models with hand-written weights: the induction heads of KVSA th. 1-3, as HookedKVTransformers, and a circuit of two of them.
 
 All are attention-only, without norms; what is not set below is zero. ``embeddings`` are W_E, one row per token.
 
@@ -111,10 +110,10 @@ def two_hop_circuit(embeddings: Float[Tensor, "token d"], strength: float, sigma
     """Reads facts of two tokens, subject and value, and answers a subject with the value of its value.
 
     After "box cellar, key box" the token "key" is answered "cellar". The stream has four parts of d features: the token, the
-    note, the answer, and one that nothing reads. Head 0 of the first layer looks up each token as a subject and writes the
+    note, the answer, and one that is never read. Head 0 of the first layer looks up each token as a subject and writes the
     value found into the note: at the "box" of "key box" it writes "cellar". Head 0 of the second layer looks up the current
-    token as a subject and copies the note found there into the answer. Head 1 of either layer reads the same and writes where
-    nothing reads. The unembedding reads the answer.
+    token as a subject and copies the note found there into the answer. Head 1 of either layer reads the same and writes to the
+    part that is never read. The unembedding reads the answer.
 
     Args:
         embeddings: orthonormal.

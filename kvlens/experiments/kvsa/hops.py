@@ -1,9 +1,10 @@
 """``hops``: how many hops of induction a model of a given depth learns, with and without KV shift (KVSA fig. 9, app. H).
 
-One hop goes from a token to what followed it last time; k hops ask again and again. Plain attention spends a layer on writing
-predecessors into the stream before any hop can be made. With KV shift the first layer hops already, and a second layer that
-attends to the same place copies what the first has found *there*: two layers make two hops, where plain ones need three. For
-every number of hops k and every depth a plain and a shifted model are trained on targets of exactly k hops.
+One hop goes from a token to the one that followed its last occurrence; k hops repeat this k times. Plain attention spends a
+layer on writing predecessors into the stream before any hop can be made. With KV shift the first layer can already make a hop,
+and a second layer that attends to the same position copies what the first has found *there*: two layers make two hops, where
+plain ones need three. For every number of hops k and every depth a plain and a shifted model are trained on targets of exactly
+k hops.
 """
 
 from collections.abc import Iterator

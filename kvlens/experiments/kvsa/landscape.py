@@ -1,4 +1,4 @@
-"""``landscape``: where gradient descent leads the shift coefficients of one head (KVSA th. 3 and fig. 2).
+"""``landscape``: gradient descent on the shift coefficients of one head (KVSA th. 3 and fig. 2).
 
 The plane is fig. 2's: alpha_1 across, beta_1 up, with alpha_2 = 1 - alpha_1 and beta_2 = 1 - beta_1. The induction head stands
 at (0, 1). The background is :func:`kvlens.ops.induction.landscape_loss`, the loss in closed form: contour lines, and the
@@ -155,7 +155,7 @@ def loss_rounding(T: int) -> float:
 
 
 def monotone_share(plane: pd.DataFrame) -> float:
-    """Of the unit square, the part where descent leads left and up at once."""
+    """The share of the unit square where the descent direction points both left and up."""
     return float(((plane["descent_alpha_1"] < 0) & (plane["descent_beta_1"] > 0)).mean())
 
 
@@ -222,7 +222,7 @@ HATCH = "#9ca3af"
 
 
 def draw(plane: pd.DataFrame, path: pd.DataFrame, n_arrows: int) -> Figure:
-    """One panel a T: contour lines, descent directions, the model's paths, and in gray where descent is not monotone."""
+    """One panel per T: contour lines, descent directions, the model's paths, and in gray where descent is not monotone."""
     lengths = sorted(set(plane["T"].tolist()))
     figure = Figure(figsize=(4.6 * len(lengths), 5.1), layout="constrained")
     for axes, T in zip(figure.subplots(1, len(lengths), sharey=True, squeeze=False)[0], lengths, strict=True):
@@ -310,7 +310,7 @@ def _scale(**changes: Any) -> dict[str, Any]:
 EXPERIMENT = Experiment(
     name="landscape",
     source="KVSA th. 3 and fig. 2",
-    question="Does gradient descent turn one layer with KV shift into an induction head, and is its way there direct?",
+    question="Does gradient descent turn one layer with KV shift into an induction head, and how direct is the path?",
     run=run,
     scales={
         "tiny": _scale(T=[4, 14], grid=13, arrows=6, step_per_token=0.08, max_steps=400, starts=[[0.95, 0.9], [0.05, 0.03]]),

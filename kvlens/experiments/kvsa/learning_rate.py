@@ -2,8 +2,8 @@
 
 The paper reports that at a learning rate of 1e-2 its plain model diverges while the one with KV shift trains on, and that the
 shift helps whatever the seed. A run counts here as *diverged* when it ends with a held-out loss above that of the token
-frequencies alone (the training part's, with one added to each count): it predicts worse than a model that reads nothing. A run
-that stops at a loss or gradient that is not finite counts as diverged, too; its loss is then infinite.
+frequencies alone (the training part's, with one added to each count): it predicts worse than the frequencies alone, without
+any context. A run that stops at a loss or gradient that is not finite counts as diverged, too; its loss is then infinite.
 """
 
 from collections.abc import Iterator
@@ -84,7 +84,7 @@ def largest_stable_rate(runs: pd.DataFrame) -> float:
 
 
 def rates_borne(runs: pd.DataFrame) -> pd.DataFrame:
-    """How many of the learning rates each run bears, the smallest first: all below the first at which it diverged.
+    """How many learning rates are stable for each run: all below the smallest at which it diverged.
 
     Returns:
         Columns model, seed, borne.
@@ -183,7 +183,7 @@ SWEEP = Sweep(
 EXPERIMENT = Experiment(
     name="learning-rate",
     source="KVSA fig. 5",
-    question="Does KV shift help whatever the seed and the learning rate, and bear larger learning rates?",
+    question="Does KV shift help for every seed and learning rate, and is it stable at larger learning rates?",
     run=SWEEP.run,
     scales={
         "tiny": dict(

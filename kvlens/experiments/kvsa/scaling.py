@@ -2,7 +2,7 @@
 
 Loss curves, and the loss at the end against the number of parameters outside the embeddings, in which the shift's own (four a
 head) hardly count. Through each kind's mean losses goes a power law, loss = c N^(-p), the straight line of a plot with two
-logarithmic axes. It has no constant for the entropy of text, so it describes these sizes and predicts no others.
+logarithmic axes. It has no constant for the entropy of text, so it only describes these sizes and does not extrapolate.
 """
 
 import itertools

@@ -1,9 +1,9 @@
 """``variants``: which form of KV shift trains a language model best (KVSA fig. 8, sec. 4.6 and 4.7, app. J).
 
 Nine small models that differ in their shift alone are trained on the same batches of documentation text: without shift, with
-the paper's free coefficients, with coefficients bounded by a gate or a clamp, with keys or values alone, with windows of two
-and three predecessors, and with queries shifted too. What is compared is the training loss at the end, as in the paper, seed by
-seed against the free form; the held-out loss stands in the table as well.
+the paper's free coefficients, with coefficients bounded by a gate or a clamp, with only keys or only values shifted, with
+windows of two and three predecessors, and with queries shifted too. The final training loss is compared, as in
+the paper, seed by seed with that of the free form; the table has the held-out loss as well.
 """
 
 from collections.abc import Iterator

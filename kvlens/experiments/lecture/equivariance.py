@@ -1,4 +1,4 @@
-"""Whether a transformer knows the order of its input: T(pi X) against pi T(X), pi a permutation of the positions.
+"""Whether a transformer depends on the order of its input: T(pi X) against pi T(X), pi a permutation of the positions.
 
 Without positions and without a causal mask every step of a transformer either acts on positions one by one, or sums over all of
 them (the softmax and its weighted mean). Both commute with pi, so T(pi X) = pi T(X) but for rounding, whatever the weights are.

@@ -1,4 +1,4 @@
-"""What is said about transformers that learn functions in context, against the tables of ``function-classes``."""
+"""Claims about transformers that learn functions in context, tested on the tables of ``function-classes``."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple

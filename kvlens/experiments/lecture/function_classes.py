@@ -1,12 +1,12 @@
-"""``function-classes``: a transformer trained to learn functions from examples, against methods that nobody trained (LECTURE).
+"""``function-classes``: a transformer trained to learn functions from examples, against untrained methods (LECTURE).
 
-One model a class of functions is trained on prompts (x_1, f(x_1), ..., x_n, f(x_n), x'), each with an f of its own
+For each class of functions, one model is trained on prompts (x_1, f(x_1), ..., x_n, f(x_n), x'), each with an f of its own
 (:mod:`kvlens.tasks.regression`). On new prompts its squared error, as the number n of examples grows, is compared with those of
 least squares, ridge regression and nearest neighbors (:mod:`~kvlens.experiments.lecture.regression_baselines`), which see
 the same examples. Prompts come from the training distribution, and from four others: a method carries over to them, a memory
 of the distribution does not.
 
-Errors are relative: divided by the error of always saying 0, so that 1 is worth nothing on every distribution.
+Errors are relative to the error of always predicting 0, so 1 means no better than that, on every distribution.
 
 The second part is about order: whether T(pi X) = pi T(X) (:mod:`~kvlens.experiments.lecture.equivariance`), and what a trained
 model makes of prompts longer than any that it was trained on, with learned and with sinusoidal positions.
@@ -37,7 +37,7 @@ PROMPTS_AT_ONCE = 256
 
 
 def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
-    """Train the models of ``settings``, test them on every distribution, and measure what they know of order."""
+    """Train the models of ``settings``, test them on every distribution, and test their use of the input's order."""
     courses, curves, linear = [], [], {}
     for functions, how in settings["classes"].items():
         task = RegressionTask(functions=functions, **settings["task"])

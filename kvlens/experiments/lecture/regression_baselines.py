@@ -1,4 +1,4 @@
-"""What methods that nobody trained predict at every point of a prompt, from the examples before that point.
+"""Predictions of untrained methods at every point of a prompt, from the examples before that point.
 
 With the n examples X_n (rows x_1 ... x_n), y_n before a point x:
 
