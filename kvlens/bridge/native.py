@@ -30,20 +30,27 @@ def open_up(component: nn.Module) -> None:
     for name in POINTS:
         if not isinstance(getattr(held, name, None), HookPoint):
             setattr(held, name, HookPoint())
-    module, forward = held.original_component, held.forward
-    module.__dict__[OWNER] = held
+    held.original_component.__dict__[OWNER] = held
+    # a component hands attributes that it does not know on to the module; a bound method follows when the model is copied
+    held.__dict__["forward"] = _InTheOpen(held).forward
 
-    def forward_in_the_open(*args: Any, **kwargs: Any) -> Any:
-        if not is_hooked(*(getattr(held, name) for name in POINTS)):
-            return forward(*args, **kwargs)
-        before = module.config._attn_implementation
-        module.config._attn_implementation = NAME
+
+class _InTheOpen:
+    """The forward pass of a component that :func:`open_up` was given."""
+
+    def __init__(self, component: Any):
+        self.component, self.forward_of_bridge = component, component.forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not is_hooked(*(getattr(self.component, name) for name in POINTS)):
+            return self.forward_of_bridge(*args, **kwargs)
+        config = self.component.original_component.config
+        before = config._attn_implementation
+        config._attn_implementation = NAME
         try:
-            return forward(*args, **kwargs)
+            return self.forward_of_bridge(*args, **kwargs)
         finally:
-            module.config._attn_implementation = before
-
-    held.__dict__["forward"] = forward_in_the_open  # a component hands attributes that it does not know on to the module
+            config._attn_implementation = before
 
 
 def attention_in_the_open(

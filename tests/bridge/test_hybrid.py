@@ -1,5 +1,6 @@
 """Models with recurrent layers on the bridge: their states in a KVBias, next to the keys of the attention layers."""
 
+import copy
 import json
 from dataclasses import replace
 
@@ -156,6 +157,15 @@ def test_arithmetic_selection_and_files(model, prompt, text, tmp_path):
     with model.kv_bias(read.select_prompt(1).repeat(2)):
         assert largest(model(text)[1], expected[1]) < LEAST
     assert read.to(torch.float64).recurrent.conv.dtype == torch.float64
+
+
+def test_a_copy_of_the_model_reads_its_own_bias(model, prompt, text):
+    bias, twin = convert_prompt(model, prompt), copy.deepcopy(model)
+    with model.kv_bias(bias):
+        expected, plain = model(text), twin(text)
+    with twin.kv_bias(bias):
+        assert torch.equal(twin(text), expected)
+    assert torch.equal(model(text), plain) and largest(plain, expected) > 0.01
 
 
 def test_prompts_of_unequal_length(model, prompt, text):
