@@ -66,12 +66,16 @@ def print_explanation(found: Any, by: str) -> None:
         return
     heads = found.heads.assign(name=[f"L{a}H{b}" for a, b in zip(found.heads["layer"], found.heads["head"], strict=True)])
     heads = heads.sort_values("swap", key=abs, ascending=False).head(5)
-    heads = heads.assign(p=heads["p_value"].map("{:.3f}".format), leads=heads["leads"].map(percent))
+    heads = heads.assign(
+        p=heads["p_value"].map("{:.3f}".format),
+        alone=heads["p_value_alone"].map("{:.3f}".format),
+        leads=heads["leads"].map(percent),
+    )
     console.print("heads, nats lost when patched from the prompt without it", style="bold")
     console.print(
         _table(
             heads,
-            {"name": "head", "swap": "this head's", "converse": "all others'", "p": "p", "leads": "leads"},
+            {"name": "head", "swap": "this head's", "converse": "all others'", "p": "p", "alone": "p alone", "leads": "leads"},
         )
     )
     positions = found.positions.sort_values("swap", key=abs, ascending=False).head(5)

@@ -7,6 +7,7 @@ from analysis_models import VARIANTS, random_model, tokens
 
 from analyses import attribution_by_head, attribution_by_position, prompt_attribution
 from analyses.attribution.answers import Question
+from analyses.attribution.by_head import swapped_heads
 from analyses.attribution.methods import Hierarchical, LinearFit, chosen_subsets, fitted, lasso, over_pairs
 from analyses.attribution.null import Null, p_values
 from analyses.attribution.terms import factors, without_positions, written
@@ -298,6 +299,32 @@ def test_unrelated_units_are_seldom_significant():
     found = (p_values(fresh, null) <= 0.05).float().mean()
     assert found <= 0.05 + 3 * (0.05 * 0.95 * (1 / 200 + 1 / 99)) ** 0.5  # three standard errors of both draws
     assert float(p_values(torch.tensor([0.0]), null)) == 1.0
+
+
+@pytest.mark.parametrize("model", ["rope after", "softmax shift"], indirect=True)
+def test_a_heads_p_values_count_the_prompts_with_unrelated_units(model):
+    null = Null(19, [tokens(11, seed) for seed in range(20, 30)])
+    span, given = (4, 7), dict(by=[(4, 7)], answer=5)
+    table = attribution_by_head(model, PROMPT, TEXT, null=null, **given)
+    found = table[table["unit"] == 0].reset_index()
+    question = Question.of(model, PROMPT, TEXT, 5)
+    swaps, alone, leads = [], [], torch.zeros(len(found))
+    for new in null.drawn(question, units_of(model, PROMPT, [span]) * 19):
+        other = torch.cat([PROMPT[:4], new, PROMPT[7:]])
+        heads = attribution_by_head(model, other, TEXT, **given).query("unit == 0").reset_index()
+        swaps.append(heads["swap"].abs())
+        alone.append((heads["whole"] - heads["converse"]).abs())
+        bias, another = (convert_prompt(model, prompt) for prompt in (PROMPT, other))
+        leads[int(swapped_heads(question, bias, another.repeat(1))[1].argmax())] += 1 / 19
+    for name, effects, own in (
+        ("p_value", swaps, found["swap"].abs()),
+        ("p_value_alone", alone, (found["whole"] - found["converse"]).abs()),
+    ):
+        larger = (pd.concat(effects, axis=1).ge(own - 1e-6, axis=0)).sum(axis=1)
+        assert found[name].tolist() == pytest.approx(((1 + larger) / 20).tolist())
+        assert found[name].between(0.05, 1).all()
+    assert found["leads"].tolist() == pytest.approx(leads.tolist(), abs=1e-6)
+    assert found["significant"].tolist() == (found["p_value"] <= 0.05).tolist()
 
 
 @pytest.mark.unhooked
