@@ -1,9 +1,9 @@
-"""Pictures of a converted prompt, for notebooks, papers and pages that need no network.
+"""Figures of a converted prompt, for notebooks, papers and web pages that work offline.
 
-Every function draws what an analysis returned, a frame or tensors, and never runs a model. It returns a `Piece`: it displays
-inline in a notebook, ``save_html`` writes it as one self-contained file, and ``save_png`` and ``save_svg`` where it is a static
-picture. A `Page` puts several into one file. Those with a static picture also draw it into axes of matplotlib, given as ``ax=``
-(``axes=`` where they draw several), and then return these axes.
+Every function draws the result of an analysis, a table or tensors, and never runs a model. It returns a `Piece`, which is shown
+inline in a notebook; ``save_html`` writes it as one self-contained file; ``save_png`` and ``save_svg`` write a static figure if
+there is one. A `Page` combines several in one file. Functions with a static figure can also draw into matplotlib axes, given
+as ``ax=`` (``axes=`` for several), and then return these axes.
 
     from kvlens.analyses import bias_by_head, head_details
     head_heatmap(bias_by_head(model, prompt, text), "ablation_kl", details=head_details(model, prompt, text))

@@ -61,9 +61,9 @@ def running(token: str) -> str:
 
 
 def part_note(tokens: Iterable[str]) -> str:
-    """What ``⋯`` means, where one of the tokens is shown as that; else nothing."""
+    """An explanation of ``⋯`` if one of the tokens is shown as that; otherwise an empty string."""
     if any(running(token) != token and PART in running(token) for token in tokens):
-        return f"{PART} is a token that holds a part of a character; the character stands at the token that completes it."
+        return f"{PART} is a token with part of a character; the character is shown at the token that completes it."
     return ""
 
 

@@ -42,7 +42,7 @@ def attention_view(
     title: str = "attention patterns",
     axes: Any = None,
 ) -> Piece | Any:
-    """circuitsvis' heads: a small map each, one of them enlarged; hover to see it, click to keep it.
+    """Attention patterns drawn by circuitsvis: a small map per head and one enlarged; hover to enlarge, click to keep.
 
     Args:
         tokens: of all keys, the prompt's first.
@@ -80,10 +80,12 @@ def attention_view(
         return axes
     notes = [f"full color at {number(top)}"]
     if n_prompt:
-        notes.append("p0, p1, ... are the prompt's tokens, which the bias holds; their rows are of the prompt's own pass")
+        notes.append(
+            "p0, p1, ... are the prompt's tokens, stored in the bias; their rows are from the prompt's own forward pass"
+        )
     if n_too_many + n_left_out:
         n_all = len(tokens) + n_left_out
-        notes.append(f"{n_too_many + n_left_out:,} of {n_all:,} tokens, those least attended to, are left out")
+        notes.append(f"{n_too_many + n_left_out:,} of {n_all:,} tokens are left out, those with the least attention")
     if n_broken:
         notes.append(f"{n_broken:,} values are not finite and drawn as 0")
     props = {

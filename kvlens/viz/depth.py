@@ -1,4 +1,4 @@
-"""Layer by layer: what a prompt has changed about each next token at each depth of the model."""
+"""Layer by layer: the effect of a prompt on each next token after each layer (logit lens)."""
 
 import functools
 from typing import Any

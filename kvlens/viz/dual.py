@@ -21,7 +21,7 @@ FIGURES = ("log_loss_drop", "step_share", "demonstration_weight", "cosine_before
 LOGARITHMS = ("log_loss_drop",)
 OF_TOKENS = ("weight", "output_share", "log_step_norm", "cosine_before", "cosine_after")
 MOST = 5
-"""Demonstrations named for each head: so many that give most to the output, and so many that give most to the step."""
+"""Demonstrations listed for each head: this many with the largest contributions to the output, and as many to the step."""
 MAX_CELLS = 100_000
 """Numbers in each of the two matrices; each takes about three bytes."""
 

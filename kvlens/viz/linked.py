@@ -25,9 +25,9 @@ MAX_CELLS = 60_000
 
 @checked
 def linked_view(data: LinkedShares, *, title: str = "prompt, heads and next token") -> Piece:
-    """The three panels, and under them the likeliest next tokens after a chosen token of the text.
+    """The three panels and, below them, the most probable next tokens after a chosen text token.
 
-    A page for the keyboard too: arrow keys move within a panel, Enter chooses, Escape chooses nothing.
+    Works with the keyboard: arrow keys move within a panel, Enter chooses, Escape clears the choice.
 
     Raises:
         KVLensError: no prompt or no text.
@@ -36,8 +36,8 @@ def linked_view(data: LinkedShares, *, title: str = "prompt, heads and next toke
         raise KVLensError(f"linked_view: {len(data.prompt)} prompt and {len(data.text)} text tokens; give some of both")
     whole = float(data.by_text.sum(dim=(0, 1)).mean())
     said = (
-        f"Shares of the prompt in the attention output; altogether {percent(whole)} on the mean text token, the rest is the "
-        "text's own. Blue adds to the output, red takes from it; a cell with a corner lies beyond the scale."
+        f"Shares of the prompt in the attention output; altogether {percent(whole)}, averaged over the text's tokens; the rest "
+        "comes from the text itself. Blue adds to the output, red subtracts from it; a marked corner is beyond the scale."
         if math.isfinite(whole)
         else "Shares of the prompt in the attention output."
     )

@@ -10,7 +10,7 @@ from kvlens.viz.piece import Piece
 
 
 class Page:
-    """A page of pieces, top to bottom, as one file that asks the network for nothing.
+    """A page of pieces, from top to bottom, as one file that works offline.
 
     Args:
         title: of the document, and its first heading.
@@ -44,7 +44,7 @@ class Page:
 
     @checked
     def footer(self, text: str) -> "Page":
-        """Set the footer: what the reader may want to look up."""
+        """Set the text of the footer."""
         self._footer = text
         return self
 

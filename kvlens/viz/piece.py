@@ -64,7 +64,7 @@ class Piece:
 
     def _drawn(self, kind: str, **options: Any) -> bytes:
         if self.figure is None:
-            raise KVLensError(f"{self.name}: there is no static picture of it; save_html writes it as a page")
+            raise KVLensError(f"{self.name}: it has no static figure; use save_html")
         import matplotlib  # takes half a second, which pages do not need
 
         buffer = io.BytesIO()

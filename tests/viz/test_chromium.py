@@ -106,7 +106,7 @@ def test_tokens_are_shown_as_whole_characters(tmp_path):
     assert [html.unescape(shown) for _, _, shown in buttons] == [running(token) for token in tokens]
     assert joined(tokens) == text and "你" in "".join(tokens)
     shown = visible_text(seen.dom)
-    assert "\N{REPLACEMENT CHARACTER}" not in shown and "holds a part of a character" in shown
+    assert "\N{REPLACEMENT CHARACTER}" not in shown and "is a token with part of a character" in shown
 
 
 def test_the_policy_refuses_what_escaping_would_have_missed(tmp_path):
@@ -221,7 +221,7 @@ def test_a_long_prompt_gives_a_page_that_opens(tmp_path):
     for words in (
         "100 of the text's 600 queries are shown",
         "One column is the mean of 74 neighboring tokens of the prompt's 4,096",
-        "those least attended to, are left out",
+        "are left out, those with the least attention",
         "blocks of 2 of the 4,696 tokens, mean of each",
         "Head Selector",
     ):

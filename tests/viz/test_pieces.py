@@ -64,7 +64,7 @@ def test_pictures_save_as_png_svg_and_html(make, tmp_path):
 
 def test_what_is_no_picture_says_so(tmp_path):
     for piece in (error_table(heads()), generated_text({"a": "b"})):
-        with pytest.raises(KVLensError, match="no static picture of it; save_html"):
+        with pytest.raises(KVLensError, match="has no static figure; use save_html"):
             piece.save_png(tmp_path / "a.png")
     assert list(tmp_path.iterdir()) == []
 
@@ -118,7 +118,7 @@ def test_long_attention_keeps_what_counts_and_says_what_it_leaves_out():
     names = props_of(piece)["tokens"]
     assert len(names) == 8
     assert {"p4:4", "p11:11", "1:16", "2:17", "3:18", "4:19"} <= set(names)
-    assert "12 of 20 tokens, those least attended to, are left out" in piece.body
+    assert "12 of 20 tokens are left out, those with the least attention" in piece.body
 
 
 def test_positions_are_chosen_by_the_last_queries():

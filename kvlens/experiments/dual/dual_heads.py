@@ -183,11 +183,11 @@ def draw(table: pd.DataFrame) -> Figure:
     for axes, y in zip(figure.subplots(1, 2), OTHERS, strict=True):
         for color, (model, rows) in zip(itertools.cycle(PALETTE), table.groupby("model", sort=False), strict=False):
             axes.scatter(rows["log_loss_drop"], rows[y], s=16, alpha=0.75, color=color, label=model)
-        axes.set(xlabel="log of the loss's drop at learning rate 1", ylabel=y.replace("_", " "))
+        axes.set(xlabel="log of the decrease in loss at learning rate 1", ylabel=y.replace("_", " "))
         axes.grid(color="#dddddd", linewidth=0.6)
     figure.axes[0].set_yscale("symlog", linthresh=1e-3)
     figure.axes[0].legend(frameon=False, fontsize=8)
-    figure.suptitle("The dual model's step, and what each head is good for", x=0.01, ha="left", fontsize=11)
+    figure.suptitle("The dual model's step, and the importance of each head", x=0.01, ha="left", fontsize=11)
     return figure
 
 

@@ -169,7 +169,7 @@ def draw(layers: pd.DataFrame, d: int) -> Figure:
     axes.axhline(d, color="#999999", linewidth=0.8, label="d_model")
     axes.set_xscale("log", base=2)
     axes.set(xlabel="d_mlp", ylabel="rank, mean over inputs and seeds")
-    axes.set_title("What a ReLU MLP leaves of a label's dimensions", loc="left", fontsize=11)
+    axes.set_title("Rank of the labels after a ReLU MLP", loc="left", fontsize=11)
     axes.legend(frameon=False, fontsize=9)
     return figure
 

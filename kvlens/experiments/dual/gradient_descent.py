@@ -101,7 +101,7 @@ def draw(tasks: pd.DataFrame) -> Figure:
     highest = float(tasks[["error_before", "error_after"]].max().max())
     axes.plot([0, highest], [0, highest], color="#999999", linewidth=0.8)
     axes.set(xlabel="error of the answer with W_0", ylabel="after one layer")
-    axes.set_title("A linear attention layer as a step of regression", loc="left", fontsize=11)
+    axes.set_title("A linear attention layer as a gradient step of regression", loc="left", fontsize=11)
     axes.legend(frameon=False, fontsize=9)
     return figure
 

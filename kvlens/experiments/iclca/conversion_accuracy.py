@@ -338,7 +338,7 @@ def _draw_accuracy(axes: Axes, accuracy: pd.DataFrame, guess: float, n_uses: int
     axes.axhline(guess, color="#444444", linestyle=":", linewidth=1, label=f"chance, 1/{round(1 / guess)}")
     axes.set_xticks(range(1, n_uses + 1), [f"{use}." for use in range(1, n_uses + 1)])
     axes.set(xlabel="use of a trigger in the text", ylabel="accuracy", ylim=(0, 1.18), yticks=[0, 0.25, 0.5, 0.75, 1])
-    axes.set_title("The bias knows what the prompt showed", loc="left", fontsize=11)
+    axes.set_title("Accuracy with the prompt and with its bias", loc="left", fontsize=11)
     axes.legend(frameon=False, fontsize=9, ncols=4, loc="upper left", columnspacing=1, handlelength=1.4)
 
 
@@ -352,7 +352,7 @@ def _draw_margins(axes: Axes, converted: pd.DataFrame) -> None:
     for label, (values, color) in pieces.items():
         axes.hist(values.clip(lower=edges[0]), bins=edges.tolist(), color=color, alpha=0.8, label=label)
     axes.set(xscale="log", xlabel="difference of logits", ylabel="scored positions")
-    axes.set_title("How far every prediction is from being changed", loc="left", fontsize=11)
+    axes.set_title("Margin of each prediction, and its change by conversion", loc="left", fontsize=11)
     axes.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.16))
 
 

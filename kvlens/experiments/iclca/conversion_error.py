@@ -214,7 +214,7 @@ def draw(summary: pd.DataFrame) -> Figure:
     low, high = axes.get_ylim()
     axes.set_ylim(10 ** math.floor(math.log10(low)), 10 ** math.ceil(math.log10(high)))
     _note_float64(axes, summary)
-    axes.set_title("What converting a prompt changes is what float32 rounds", loc="left", fontsize=11)
+    axes.set_title("Converting a prompt changes the logits by float32 rounding", loc="left", fontsize=11)
     axes.grid(color="#dddddd", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3)

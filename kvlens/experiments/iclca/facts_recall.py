@@ -229,8 +229,8 @@ def draw(kept: pd.DataFrame) -> Figure:
     axes.plot([polished["keys"]], [polished["share_kept"]], "D", color="#7c3aed", label=POLISHED)
     axes.axhline(ends[DROPPED]["share_kept"], color="#444444", linestyle=":", linewidth=1, label="no bias")
     axes.axhline(AIM, color="#94a3b8", linestyle="--", linewidth=1, label=f"{AIM:.0%}")
-    axes.set(xlabel="virtual keys per head", ylabel="share of right answers that stay right", xscale="log", ylim=(0, 1.04))
-    axes.set_title("How many keys remember a story", loc="left", fontsize=11)
+    axes.set(xlabel="virtual keys per head", ylabel="share of correct answers that stay correct", xscale="log", ylim=(0, 1.04))
+    axes.set_title("Keys needed to remember a story", loc="left", fontsize=11)
     axes.legend(frameon=False, fontsize=9)
     return figure
 

@@ -209,7 +209,7 @@ def draw(texts: pd.DataFrame) -> Figure:
         axes.annotate(words, (len(ways) - 0.5, value), fontsize=8, color="#555555", ha="right", va="bottom")
     axes.set(yscale="log", ylabel="relative error of the logits", xlim=(-0.5, len(ways) - 0.5))
     axes.set_xticks(range(len(ways)), ways)
-    axes.set_title("Logits against those with the prompt; a dot a prompt, a bar the mean", loc="left", fontsize=11)
+    axes.set_title("Error relative to the logits with the prompt; dots: prompts, bars: means", loc="left", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
     return figure
 

@@ -255,7 +255,7 @@ def draw(table: pd.DataFrame) -> Figure:
         marker = "osD"[i // 10 % 3]  # colors come again after ten lines
         axes.plot(rows["stored_numbers"], rows["relative_error"], marker=marker, linewidth=1.8, label=label)
     axes.set(xscale="log", yscale="log", xlabel="stored numbers", ylabel="relative error of the logits")
-    axes.set_title("What a softmax prompt costs to store, on text that no fit has seen", loc="left", fontsize=11)
+    axes.set_title("Size and error of converted softmax prompts, on text not used for fitting", loc="left", fontsize=11)
     axes.grid(color="#dddddd", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2)

@@ -221,7 +221,7 @@ def draw(table: pd.DataFrame) -> Figure:
     panels[0].set_ylim(bottom=0)  # of all panels, once all of them are drawn
     panels[0].set_ylabel("share of the change of the logits that is left")
     panels[0].legend(frameon=False, fontsize=9)
-    figure.suptitle("Virtual keys in the place of a change of the weights, on unseen text", fontsize=11, x=0.02, ha="left")
+    figure.suptitle("Virtual keys instead of a change of the weights, on unseen text", fontsize=11, x=0.02, ha="left")
     return figure
 
 

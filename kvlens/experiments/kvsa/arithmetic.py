@@ -174,7 +174,7 @@ def draw(runs: Runs) -> Figure:
         "n_ops",
         by="row",
         xlabel="operations in the problem",
-        ylabel="answers right in some step, written freely",
+        ylabel="share correct in some step of the generated solution",
         colors=COLORS,
         title=lambda rows: f"{rows['row'].iloc[0]}   (shaded: longer than in training)",
         ticks=True,

@@ -250,7 +250,7 @@ def _draw_pattern(axes: Axes, letters: list[str], pattern: Tensor) -> None:
     axes.spines[:].set_visible(False)
     axes.set_xlabel("key (a token that is seen)")
     axes.set_ylabel("query (the current token)")
-    axes.set_title("The shifted layer looks at what followed last time", loc="left", fontsize=11)
+    axes.set_title("The shifted layer attends to the token that followed the last occurrence", loc="left", fontsize=11)
     axes.figure.colorbar(image, ax=axes, shrink=0.8, label="attention", ticks=[0, 0.5, 1]).outline.set_visible(False)
 
 

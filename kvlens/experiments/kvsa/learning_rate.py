@@ -101,7 +101,7 @@ def _compare_stability(runs: pd.DataFrame) -> Comparison:
         "largest learning rate up to which no seed diverges",
         None,
         f"plain {plain:g}, KV shift {shifted:g}",
-        "KV shift bears learning rates that the plain model does not (tested on how many rates each seed bears)",
+        "KV shift is stable at learning rates where the plain model is not (tested on the number of stable rates per seed)",
         SIGNIFICANCE.above(differences_by_seed(rates_borne(runs), SHIFTED, PLAIN, "borne")),
     )
 
@@ -147,7 +147,7 @@ def draw(found: Runs) -> Figure:
         fontsize=9,
     )
     axes.set(xscale="log", xlabel="learning rate (peak)", ylabel="held-out loss at the end (nats)")
-    axes.set_title("A dot per seed, lines through the means; losses off the chart stand at its top", loc="left", fontsize=11)
+    axes.set_title("Dots: seeds, lines: means; losses off the chart are drawn at its top", loc="left", fontsize=11)
     axes.grid(color="#dddddd", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)

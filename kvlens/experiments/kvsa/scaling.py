@@ -140,7 +140,7 @@ def draw(runs: Runs) -> Figure:
     for kind, color in COLORS.items():
         _draw_scaling(right, runs.measured[runs.measured["model"] == kind], kind, color)
     right.set(xscale="log", yscale="log", xlabel="parameters outside the embeddings", ylabel="held-out loss at the end (nats)")
-    right.set_title("A dot per seed, lines the power laws through the means", loc="left", fontsize=11)
+    right.set_title("Dots: seeds, lines: power laws fitted to the means", loc="left", fontsize=11)
     right.yaxis.set_major_formatter("{x:.3g}")
     right.yaxis.set_minor_formatter("{x:.3g}")
     right.legend(frameon=False)
@@ -157,7 +157,7 @@ def _draw_courses(axes: Axes, heldout: pd.DataFrame) -> None:
         strength = 0.3 + 0.7 * (number + 1) / len(sizes)
         axes.plot(mean["step"], mean["mean"], color=COLORS[kind], alpha=strength, linewidth=1.7, label=f"{kind}, {size}")
     axes.set(xlabel="step", ylabel="held-out loss (nats)")
-    axes.set_title("Means over seeds; the stronger the line, the larger the model", loc="left", fontsize=11)
+    axes.set_title("Means over seeds; stronger lines are larger models", loc="left", fontsize=11)
     axes.legend(frameon=False, fontsize=9, ncols=2)
 
 

@@ -142,7 +142,7 @@ def _draw_differences(axes: Axes, finals: pd.DataFrame) -> None:
     axes.set_yticks(range(len(order)), order)
     axes.invert_yaxis()
     axes.set_xlabel("final training loss above the free form's, same seed (nats)")
-    axes.set_title("Best on top; a dot per seed, a bar the mean", loc="left", fontsize=11)
+    axes.set_title("Best at the top; dots: seeds, bars: means", loc="left", fontsize=11)
     axes.grid(axis="x", color="#dddddd", linewidth=0.6)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)

@@ -34,7 +34,9 @@ def draw(tables: Mapping[str, pd.DataFrame], settings: Mapping[str, Any]) -> Fig
     figure = Figure(figsize=(18, 8.2), layout="constrained")
     above, below = figure.subfigures(2, 1, squeeze=False)[:, 0]
     above.suptitle("In distribution: error on new functions of the class trained on", x=0.005, ha="left", fontsize=12)
-    below.suptitle("Linear functions, out of distribution; and what positions do", x=0.005, ha="left", fontsize=12)
+    below.suptitle(
+        "Linear functions out of distribution, and the effect of positional embeddings", x=0.005, ha="left", fontsize=12
+    )
     panels = above.subplots(1, len(classes), sharey=True, squeeze=False)[0]
     for axes, functions in zip(panels, classes, strict=True):
         rows = error[(error["functions"] == functions) & (error["shift"] == "none")]
@@ -100,7 +102,7 @@ def draw_orders(axes: Axes, table: pd.DataFrame) -> None:
     axes.set(xscale="log", xlim=(1e-17, 10), ylim=(-0.6, len(KIND_LABELS) - 0.4))
     axes.minorticks_off()
     axes.set_xlabel("$|T(\\pi X) - \\pi T(X)|\\,/\\,|T(X)|$")
-    axes.set_title("what a permutation changes", loc="left", fontsize=10.5)
+    axes.set_title("effect of permuting the positions", loc="left", fontsize=10.5)
     axes.grid(color="#dddddd", linewidth=0.6, axis="x")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
