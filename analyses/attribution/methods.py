@@ -260,13 +260,15 @@ class Hierarchical:
             raise KVLensError(f"Hierarchical: levels: expected some of {', '.join(LEVELS)}, got {self.levels!r}")
 
     def explain(self, question: Question, units: list[Unit]) -> Explanation:
-        """Units of all levels that were taken away, coarse ones first; the prediction is that of the finest."""
+        """The deleted units of all levels that overlap the given ones, coarse ones first; the prediction uses the finest."""
         found: list[tuple[Unit, str, float]] = []
         finest: list[tuple[Unit, float]] = []
         whole = float(question.scores(question.rows([[]]))[0])
-        inside = [(unit.start, unit.stop) for unit in units]
+        asked = [(unit.start, unit.stop) for unit in units]
+        inside = [(0, len(question.prompt))]
         for number, level in enumerate(self.levels):
-            cut = [unit for unit in units_of(question.model, question.prompt, level) if _lies_in(unit, inside)]
+            cut = units_of(question.model, question.prompt, level)
+            cut = [unit for unit in cut if _lies_in(unit, inside) and _overlaps(unit, asked)]
             known = {(unit.start, unit.stop): effect for unit, _, effect in found}
             new = [unit for unit in cut if (unit.start, unit.stop) not in known]
             scores = question.scores(question.rows([[(unit.start, unit.stop)] for unit in new])) if new else torch.zeros(0)
@@ -290,6 +292,10 @@ class Hierarchical:
 
 def _lies_in(unit: Unit, ranges: list[tuple[int, int]]) -> bool:
     return any(start <= unit.start and unit.stop <= stop for start, stop in ranges)
+
+
+def _overlaps(unit: Unit, ranges: list[tuple[int, int]]) -> bool:
+    return any(unit.start < stop and start < unit.stop for start, stop in ranges)
 
 
 METHODS: dict[str, type] = {

@@ -372,3 +372,13 @@ def test_the_sentence_that_states_the_fact_is_named(name):
     assert table["total_effect"].idxmax() == 1
     assert table["significant"].tolist() == [False, True, False]
     assert table["total_effect"][1] > 3
+
+
+def test_hierarchical_begins_with_what_is_coarser_than_the_units_it_is_given():
+    model = HookedKVTransformer.from_zoo("facts-linear")
+    story, question = "Mira keeps a goat. At night Kaya feeds a donkey.", " Which animal does Kaya keep? Kaya keeps a"
+    table = prompt_attribution(model, story, question, by="token", answer=" donkey", method="hierarchical")
+    assert table["level"].tolist() == ["paragraph", "sentence", "sentence", *["token"] * 7]
+    assert table["unit_text"].tolist()[-7:] == [" At", " night", " Kaya", " feeds", " a", " donkey", "."]
+    last = prompt_attribution(model, story, question, by=[(6, 13)], answer=" donkey", method="hierarchical")
+    assert last["level"].tolist() == ["paragraph", "sentence", *["token"] * 7]
