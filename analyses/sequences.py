@@ -43,7 +43,7 @@ def one_sequence(
             raise KVLensError(f"{what}: this model has no tokenizer, so it cannot read {tokens[:40]!r}; give token ids")
         text, tokens = tokens, model.to_tokens(tokens, prepend_bos=prepend_bos, truncate=False)
         if tokens.shape[1] <= int(prepend_bos) and not may_be_empty:
-            raise KVLensError(f"{what}: the tokenizer makes no token of {text[:40]!r}; give another text, or token ids")
+            raise KVLensError(f"{what}: the tokenizer finds no tokens in {text[:40]!r}; give another text, or token ids")
     if isinstance(tokens, Tensor) and tokens.dim() == 2 and len(tokens) == 1:
         tokens = tokens[0]
     if not isinstance(tokens, Tensor) or tokens.dim() != 1:

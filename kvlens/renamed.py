@@ -17,6 +17,11 @@ Code:
 | `LinkedShares.colourings`, `linked_shares(colourings=...)` | `kvlens.analyses.LinkedShares.colorings`, `linked_shares(colorings=...)` |
 | `kv_shift(boundary=...)`, `naive_kv_shift(boundary=...)` | `kvlens.ops.kv_shift.kv_shift(state=...)`, `naive_kv_shift(state=...)` |
 | `KVBias.combine(boundary=...)` | `kvlens.KVBias.combine(shift_state=...)` |
+| `ops.feature_maps.FEATURE_MAPS`, `ops.feature_maps.feature_dim(name, ...)` | `kvlens.components.FEATURE_MAPS`, and `d_phi` of each |
+| `KeysBeside`, `attend_beside`, `fused_beside` of `ops.softmax_attention` | `ExtraKeys`, `attend_with_extra_keys`, `merge_extra_keys` |
+| `experiments.shared.judge` (`Judge`, `JUDGE`) | `kvlens.experiments.shared.significance` (`SignificanceTest`, `SIGNIFICANCE`) |
+| `experiments.kvsa.llama` | `kvlens.experiments.kvsa.models` |
+| `tasks.facts.judged_questions`, `Judged` | `kvlens.tasks.facts.scored_questions`, `kvlens.tasks.facts.ScoredQuestions` |
 | `attention_view(places=...)` | `kvlens.viz.attention_view(positions=...)` |
 | `analyses.inputs.WRONG` | `kvlens.analyses.RIVAL` |
 

@@ -1,7 +1,7 @@
 """A package of kvlens under a second, short name: one package under two names, and never two copies of a module.
 
 ``analyses`` is short for ``kvlens.analyses``. kvlens itself uses the long name alone, so that a file, a folder or a package of
-somebody else's that is called ``analyses`` is in nobody's way: it has the short name then, and nothing more.
+somebody else's that is called ``analyses`` is not shadowed: it keeps the short name.
 """
 
 import importlib

@@ -40,7 +40,7 @@ class Null:
     seed: Seed = 0
 
     def effects(self, question: Question, units: Sequence[Unit]) -> Float[Tensor, " null"]:
-        """Null effects, spread evenly over the units' places."""
+        """Null effects, spread evenly over the units' positions."""
         where = [units[i % len(units)] for i in range(self.n_units)]
         unrelated = self.drawn(question, where)
         spans = [(unit.start, unit.stop) for unit in where]

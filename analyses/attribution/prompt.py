@@ -35,7 +35,11 @@ COLUMNS = Columns(
         "float64",
         f"total_effect over that of the whole prompt against the baseline; NaN where the latter is below {FLOOR} nats",
     ),
-    knockout_effect=("float64", f"{EFFECT}; the unit hidden from the text alone, the prompt's own pass unchanged"),
+    knockout_effect=(
+        "float64",
+        f"{EFFECT}; the unit's keys and values hidden from the text alone, the prompt's own pass unchanged. The shift state "
+        "stays: with a KV shift it hands the prompt's last tokens to the text, and the effect of a unit there is larger",
+    ),
     p_value=("float64", "share of units of unrelated prompts with a total effect as large; NaN without a null"),
     significant=("bool", f"p_value at most {SIGNIFICANT}"),
     n_passes=("float64", "passes over prompt and text that the whole table took, the same in every row"),

@@ -100,7 +100,7 @@ def bias_decomposition(
 def _logits(model: HookedKVTransformer, outputs: BiasOutputs, target: LogitTarget) -> Float[Tensor, "layer head"]:
     """The target's logit that each head's z_bias adds, mean over the target's positions."""
     probes = torch.stack([target.probes(model, outputs.scale, layer) for layer in range(len(outputs.of_bias))])
-    return (outputs.of_bias * probes).sum(dim=(1, 3)) / len(target.places)
+    return (outputs.of_bias * probes).sum(dim=(1, 3)) / len(target.positions)
 
 
 BIAS_DECOMPOSITION = Analysis(

@@ -175,7 +175,7 @@ def _check(clean: KVBias, corrupted: KVBias, batch_size: int | None) -> None:
 
 def _default_metric(model: HookedKVTransformer, text: Tensor, answer: Token | None, rival: Token | None) -> Metric:
     target = logit_target(model, text, answer, rival)
-    if not len(target.places):
+    if not len(target.positions):
         raise KVLensError("activation_patching: a text of one token has no next token: give answer= (and rival=) or metric=")
     return lambda logits: target.read(logits).mean(dim=-1)
 

@@ -149,9 +149,9 @@ def _logit_probes(
     """Those of the target; their mean over its positions, or NaN at single positions that have none."""
     probes = target.probes(model, scale, layer)
     if at is None:
-        return probes / len(target.places)
+        return probes / len(target.positions)
     has_target = torch.zeros(len(probes), dtype=torch.bool, device=probes.device)
-    has_target[target.places] = True
+    has_target[target.positions] = True
     return probes.where(has_target[:, None, None], float("nan"))
 
 
@@ -169,8 +169,8 @@ def _read(
     if at is not None:
         text, probes = [reads.at(list(at)) for reads in text], [p[list(at)] for p in probes]
     first = int(outside[0] == "inherited")  # of the prompt's parts
-    n_places, n_parts = 1 if at is None else len(at), n_prompt + len(outside)
-    numbers = torch.full((len(text), model.cfg.n_heads, n_places, n_parts, 3), torch.nan, dtype=torch.float64)
+    n_positions, n_parts = 1 if at is None else len(at), n_prompt + len(outside)
+    numbers = torch.full((len(text), model.cfg.n_heads, n_positions, n_parts, 3), torch.nan, dtype=torch.float64)
 
     def add(layer: int, stretch: Stretch) -> None:
         here = slice(first + stretch.first, first + stretch.first + len(stretch.keys))
@@ -220,7 +220,7 @@ def _frame(
     outside: list[str],
     at: Sequence[int] | None,
 ) -> pd.DataFrame:
-    n_layers, n_heads, n_places, n_parts, _ = numbers.shape
+    n_layers, n_heads, n_positions, n_parts, _ = numbers.shape
     first = int(outside[0] == "inherited")
     parts = np.array([*outside[:first], *["prompt"] * len(prompt), *outside[first:]], dtype=object)
     positions = np.full(n_parts, NONE)
@@ -228,11 +228,11 @@ def _frame(
     tokens = np.array([*[None] * first, *token_texts(model, prompt), *[None] * (len(outside) - first)], dtype=object)
     places = np.array([NONE] if at is None else list(at))
     attention, output_share, logit = numbers.flatten(0, 3).numpy().T
-    n_blocks = n_layers * n_heads * n_places
+    n_blocks = n_layers * n_heads * n_positions
     return COLUMNS.frame(
         {
-            "layer": np.repeat(np.arange(n_layers), n_heads * n_places * n_parts),
-            "head": np.tile(np.repeat(np.arange(n_heads), n_places * n_parts), n_layers),
+            "layer": np.repeat(np.arange(n_layers), n_heads * n_positions * n_parts),
+            "head": np.tile(np.repeat(np.arange(n_heads), n_positions * n_parts), n_layers),
             "position": np.tile(np.repeat(places, n_parts), n_layers * n_heads),
             "part": np.tile(parts, n_blocks),
             "prompt_position": np.tile(positions, n_blocks),

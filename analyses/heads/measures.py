@@ -71,8 +71,8 @@ def _measure_part(model: HookedKVTransformer, repeated: RepeatedTokens) -> HeadM
         return_type=None,
         fwd_hooks=[*((name, keep) for name in kept), *((name, score) for name in patterns)],
     )
-    places = slice(repeated.second, repeated.tokens.shape[1] - 1)
-    attribution = head_logit_attribution(model, cache, places, repeated.next_tokens)
+    positions = slice(repeated.second, repeated.tokens.shape[1] - 1)
+    attribution = head_logit_attribution(model, cache, positions, repeated.next_tokens)
     return HeadMeasures(PatternScores(*(torch.stack(x) for x in zip(*scores, strict=True))), attribution, taps)
 
 

@@ -66,10 +66,10 @@ def repeat_tokens(model: HookedKVTransformer, piece: Int[Tensor, "batch piece"],
         raise KVLensError(f"induction_heads: expected at least 2 tokens to repeat, got {n_repeated}: nothing follows one alone")
     model.check_tokens(piece)
     bos = _bos(model, prepend_bos)
-    n_places = len(bos) + 2 * n_repeated
-    if model.cfg.has_position_limit and n_places > model.cfg.n_ctx:
+    n_positions = len(bos) + 2 * n_repeated
+    if model.cfg.has_position_limit and n_positions > model.cfg.n_ctx:
         raise KVLensError(
-            f"induction_heads: {n_repeated} tokens, twice, take {n_places} positions and n_ctx is {model.cfg.n_ctx}: "
+            f"induction_heads: {n_repeated} tokens, twice, take {n_positions} positions and n_ctx is {model.cfg.n_ctx}: "
             f"repeat at most {(model.cfg.n_ctx - len(bos)) // 2}"
         )
     piece = piece.to(model.W_E.device)

@@ -36,14 +36,14 @@ Readings = Mapping[str, Reading]
 """By condition."""
 
 
-def check_readings(readings: Readings, conditions: Sequence[str], n_places: int, *, residuals: bool = False) -> None:
-    """Raise KVLensError unless readings at hand are those of ``n_places`` text tokens in ``conditions``."""
+def check_readings(readings: Readings, conditions: Sequence[str], n_positions: int, *, residuals: bool = False) -> None:
+    """Raise KVLensError unless readings at hand are those of ``n_positions`` text tokens in ``conditions``."""
     for condition in conditions:
         reading = readings.get(condition)
-        if not isinstance(reading, Reading) or len(reading.logits) != n_places:
+        if not isinstance(reading, Reading) or len(reading.logits) != n_positions:
             came = "none" if reading is None else type(reading).__name__
             came = f"one of {len(reading.logits)}" if isinstance(reading, Reading) else came
-            raise KVLensError(f"readings: expected a Reading of {n_places} positions for {condition!r}, got {came}")
+            raise KVLensError(f"readings: expected a Reading of {n_positions} positions for {condition!r}, got {came}")
         if residuals and reading.residuals is None:
             raise KVLensError(f"readings: that of {condition!r} was read without residuals=True")
 

@@ -126,18 +126,18 @@ class LogitTarget:
     """Which logits of a text are attributed, and measured when something is ablated.
 
     Attributes:
-        places: positions in the text, each at most once.
+        positions: positions in the text, each at most once.
         tokens: whose logit is read at each of them.
         rival: tokens whose logit is subtracted there; None subtracts the mean over the vocabulary.
     """
 
-    places: Int[Tensor, " position"]
+    positions: Int[Tensor, " position"]
     tokens: Int[Tensor, " position"]
     rival: Int[Tensor, " position"] | None
 
     def read(self, logits: Float[Tensor, "*batch pos d_vocab"]) -> Float[Tensor, "*batch position"]:
         """The centered logit, or logit difference, at each position, as a model gave it."""
-        there = logits[..., self.places, :]
+        there = logits[..., self.positions, :]
 
         def of(tokens: Tensor) -> Tensor:
             return there.gather(-1, tokens[:, None].expand(*there.shape[:-1], 1)).squeeze(-1)
@@ -146,10 +146,10 @@ class LogitTarget:
 
     def probes(self, model: HookedKVTransformer, scale: Float[Tensor, "pos 1"], layer: int) -> Float[Tensor, "pos head d_head"]:
         """W_O[head] d_t / s: the vector whose product with a head's output is its logit; zeros where there is no target."""
-        directions = residual_directions(model, self.tokens, self.rival) / scale[self.places].to(model.W_U.device)
+        directions = residual_directions(model, self.tokens, self.rival) / scale[self.positions].to(model.W_U.device)
         w_o = model.blocks[layer].attn.W_O.to(directions)
         probes = directions.new_zeros(scale.shape[0], *w_o.shape[:2])
-        probes[self.places] = torch.einsum("hdm,pm->phd", w_o, directions)
+        probes[self.positions] = torch.einsum("hdm,pm->phd", w_o, directions)
         return probes
 
 

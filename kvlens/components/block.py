@@ -61,7 +61,7 @@ class KVBlock(Replaces, TransformerBlock):
         return on_fast_path(cfg) and not split and not after
 
     def _check_input_by_head(self, shortformer: bool) -> None:
-        """Refuse in words what TransformerLens' block gives to key-value heads with one row per query head."""
+        """Refuse inputs that TransformerLens' block would give to key-value heads with one row per query head."""
         cfg = self.cfg
         if cfg.n_key_value_heads in (None, cfg.n_heads) or cfg.ungroup_grouped_query_attention:
             return

@@ -53,7 +53,7 @@ class LinearCacheEntry:
         state: A and D of the context alone; the KV bias stays apart.
         shift_state: the raw last keys, values, queries, where they are shifted.
         n_tokens: real tokens so far: an int, or [batch] where rows differ (padding).
-        n_places: positions so far, padding included, as TransformerLens counts them.
+        n_positions: positions so far, padding included, as TransformerLens counts them.
         ridge: the state of ridge attention, which takes the place of ``state``.
         seen: every token so far, where negative samples are chosen among them.
         negative_means: mean_{N_j} v of every token so far [batch, head, key_pos, d_head], where each label has its negatives.
@@ -68,7 +68,7 @@ class LinearCacheEntry:
     state: LinearAttentionState | None = None
     shift_state: ShiftState = field(default_factory=dict)
     n_tokens: int | Tensor = 0
-    n_places: int = 0
+    n_positions: int = 0
     bias: tuple[Tensor, Tensor | None] | None = None
     ridge: RidgeState | None = None
     seen: SeenTokens | None = None
@@ -77,8 +77,8 @@ class LinearCacheEntry:
 
     @property
     def past_keys(self) -> Tensor:
-        """[batch, n_places, kv_head, d_head] of no memory, for TransformerLens' position offset."""
-        return torch.zeros(1, device=self.device).expand(self.batch, self.n_places, self.n_kv_heads, self.d_head)
+        """[batch, n_positions, kv_head, d_head] of no memory, for TransformerLens' position offset."""
+        return torch.zeros(1, device=self.device).expand(self.batch, self.n_positions, self.n_kv_heads, self.d_head)
 
     past_values = past_keys
 
@@ -96,10 +96,10 @@ def upgrade_cache(cache: TransformerLensKeyValueCache, *, linear: bool) -> None:
     for i, entry in enumerate(cache.entries):
         if isinstance(entry, (LinearCacheEntry, ShiftedCacheEntry)):
             continue
-        batch, n_places, n_kv_heads, d_head = entry.past_keys.shape
-        if n_places:
+        batch, n_positions, n_kv_heads, d_head = entry.past_keys.shape
+        if n_positions:
             raise KVLensError(
-                f"past_kv_cache: entry {i} already holds {n_places} keys of a plain softmax model; a model with linear "
+                f"past_kv_cache: entry {i} already holds {n_positions} keys of a plain softmax model; a model with linear "
                 "or shifted attention, or negative samples, need more than keys and values. Start from an empty cache."
             )
         if linear:

@@ -122,7 +122,7 @@ class LinearHeads(Heads):
     def _count_tokens(self, entry: LinearCacheEntry) -> None:
         pos = self.tokens.q.shape[1]
         entry.n_tokens = entry.n_tokens + (pos if self.mask is None else self.mask.sum(dim=1))
-        entry.n_places += pos
+        entry.n_positions += pos
 
     def _features(self, q: Tensor, k: Tensor, v: Tensor) -> Features:
         """phi~ of the numerator and phi of the normalizer."""

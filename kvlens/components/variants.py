@@ -6,7 +6,7 @@
     ridge         z solved for instead of read through a pattern: each kind of attention gives its kernel
 
 A converted prompt keeps its meaning under the first and the third: b_KV holds augmented keys and values, and a token's own
-value is the text's. Every function here gives back what it got while no variant is configured.
+value is the text's. Without a variant every function here returns its input.
 """
 
 import itertools

@@ -23,7 +23,7 @@ def carry_bias(model: HookedKVTransformer, bias: KVBias, n_tokens: int | Int[Ten
         carried(b_KV) = gamma^M R_{-M} b_KV        carried(b_D) = b_D        (M tokens; ICLCA eq. 19 without the new terms)
 
     so that ``convert_prompt(model, tokens, initial=bias)`` less this is what those tokens wrote. A softmax model's keys neither
-    decay nor turn: they are M places further away.
+    decay nor turn: they are M positions further away.
 
     Args:
         model: the one that ``bias`` was converted with.

@@ -50,7 +50,7 @@ def prompt_tokens(model: KVModel, prompt: Prompt, prepend_bos: bool, what: str =
         prepend_bos: for strings only.
 
     Raises:
-        KVLensError: an empty prompt, a string without a tokenizer or one of which it makes no token, tokens outside the
+        KVLensError: an empty prompt, a string without a tokenizer, or one that has no tokens, tokens outside the
             vocabulary or of the wrong shape.
     """
     device = get_device_for_block_index(0, model.cfg)
@@ -85,7 +85,7 @@ def _from_tensor(model: KVModel, prompt: Tensor, device: torch.device, what: str
 def _tokenize(model: KVModel, text: str, prepend_bos: bool, what: str) -> Tensor:
     row = model.to_tokens(text, prepend_bos=prepend_bos, truncate=False)[0]
     if len(row) <= int(prepend_bos):
-        raise KVLensError(f"{what}: the tokenizer makes no token of {brief(text)}; give another text, or token ids")
+        raise KVLensError(f"{what}: the tokenizer finds no tokens in {brief(text)}; give another text, or token ids")
     model.check_tokens(row)
     return row
 

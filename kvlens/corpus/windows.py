@@ -82,7 +82,7 @@ class TokenWindows:
 
     @checked
     def sample(self, batch: Count, length: int, generator: torch.Generator) -> Int[Tensor, "{batch} {length}"]:
-        """Return ``batch`` windows at uniformly random places.
+        """Return ``batch`` windows at uniformly random positions.
 
         Args:
             batch: number of windows.

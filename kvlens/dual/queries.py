@@ -131,10 +131,10 @@ def _kernel_and_pattern(reading: LayerReading) -> tuple[ops.LogKernel, Float[Ten
         between, at_query = ops.softmax_kernel(k, k, reading.scale), ops.softmax_kernel(q, k, reading.scale)
     log_factor = -reading.log_normalizer[..., None]
     if reading.log_decay is not None:
-        places = torch.arange(k.shape[1], device=k.device, dtype=k.dtype)
+        positions = torch.arange(k.shape[1], device=k.device, dtype=k.dtype)
         log_gamma = reading.log_decay[:, None, None]
-        between = between._replace(log_size=between.log_size - log_gamma * (places[:, None] + places))
-        log_factor = log_factor + log_gamma * (places[:, None] - places)
+        between = between._replace(log_size=between.log_size - log_gamma * (positions[:, None] + positions))
+        log_factor = log_factor + log_gamma * (positions[:, None] - positions)
     above = torch.ones(k.shape[1], k.shape[1], dtype=torch.bool, device=k.device).triu(1)
     causal = at_query._replace(log_size=at_query.log_size.masked_fill(above, float("-inf")))
     return between, reading.normalizer_sign[..., None] * ops.kernel_values(causal, log_factor)
@@ -184,6 +184,6 @@ def _bias_at_tokens(reading: LayerReading, features: Tensor, values: Tensor) -> 
     """What a KV bias adds to W_0 phi~(k_j), in the units of the kernel between keys: times gamma^{1-j}."""
     log_factor = torch.zeros_like(reading.log_normalizer)
     if reading.log_decay is not None:
-        places = torch.arange(reading.keys.shape[1], device=values.device, dtype=values.dtype)
-        log_factor = reading.log_decay[:, None] * (1 - places)
+        positions = torch.arange(reading.keys.shape[1], device=values.device, dtype=values.dtype)
+        log_factor = reading.log_decay[:, None] * (1 - positions)
     return ops.kernel_values(kernel_with_bias(reading, reading.keys, features), log_factor[..., None]) @ values

@@ -109,6 +109,7 @@ def lock(path: Path, patience: float | int = PATIENCE) -> Iterator[None]:
     from filelock import FileLock  # here, because a command that only shows its help locks nothing
 
     os.stat(f"{path.parent}/.")  # where there is no such folder, FileLock would make it
+    os.close(os.open(path, os.O_CREAT | os.O_RDWR | getattr(os, "O_NOFOLLOW", 0)))  # where it cannot be made, FileLock waits
     with FileLock(path, timeout=patience):
         try:
             yield

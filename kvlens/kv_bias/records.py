@@ -18,7 +18,7 @@ OLD_FILE = "read from a file of format 3 or older, which did not record what was
 
 
 def since(record: Record, step: str) -> Record:
-    """After ``step``, which makes nothing approximate that was exact."""
+    """The record after ``step``, an operation that keeps exact biases exact."""
     return None if record is None else _after(record, step)
 
 

@@ -21,7 +21,7 @@ WITHOUT_POSITIONS = ("hook_b_kv", "hook_b_d", "hook_last_k", "hook_last_v", "hoo
 WITHOUT_BATCH = ("shift_coef", ".experts.")
 """In names: parameters, and what single experts see, the tokens sent to them."""
 IN_ROWS = (".q_norm.", ".k_norm.", ".hook_expert_")
-"""In names of what may be a matrix with the places of all texts as its rows."""
+"""In names of what may be a matrix with the positions of all texts as its rows."""
 
 Hooks = list[tuple[str, Callable]]
 
@@ -36,7 +36,7 @@ def saving_hooks(names: Iterable[str], cache: dict[str, Tensor], pos_slice: Any,
         how: ``device`` and ``remove_batch_dim``.
     """
     forwards = _Saver(cache, Slice.unwrap(pos_slice), **how)
-    backwards = _Saver(cache, forwards.pos_slice, **how, suffix="_grad", places=forwards.places)
+    backwards = _Saver(cache, forwards.pos_slice, **how, suffix="_grad", positions=forwards.positions)
     fwd: Hooks = [(name, forwards) for name in names]
     bwd: Hooks = [(name, backwards) for name, _ in fwd]
     layers = {_block(name) for name, _ in fwd if any(part in name for part in IN_ROWS)}
@@ -53,7 +53,7 @@ def saves(hook: Any) -> bool:
 class _Saver:
     """Saves the tensors of hook points; ``suffix`` goes behind their names.
 
-    ``places`` holds [batch, pos] of each block's residual stream, where rows have to be told apart.
+    ``positions`` holds [batch, pos] of each block's residual stream, where rows have to be told apart.
     """
 
     cache: dict[str, Tensor]
@@ -61,7 +61,7 @@ class _Saver:
     device: Any
     remove_batch_dim: bool
     suffix: str = ""
-    places: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    positions: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def __call__(self, tensor: Tensor, hook: HookPoint) -> None:
         name = str(hook.name)
@@ -69,16 +69,16 @@ class _Saver:
         has_batch = not any(part in name for part in WITHOUT_BATCH)
         if kept.dim() == 2 and any(part in name for part in IN_ROWS):
             has_batch = False
-            if _block(name) in self.places:
-                kept = kept.unflatten(0, (*self.places[_block(name)], -1))
+            if _block(name) in self.positions:
+                kept = kept.unflatten(0, (*self.positions[_block(name)], -1))
                 kept = self.pos_slice.apply(kept, dim=1).reshape(-1, kept.shape[-1])
         elif has_batch and leaf not in WITHOUT_POSITIONS:
             kept = self.pos_slice.apply(kept, dim=2 if leaf in BY_QUERY else 1)
         self.cache[name + self.suffix] = kept[0] if self.remove_batch_dim and has_batch else kept
 
     def note_places(self, residual: Tensor, hook: HookPoint) -> None:
-        """Remember how many texts and places there are in a block."""
-        self.places[_block(str(hook.name))] = tuple(residual.shape[:2])
+        """Remember how many texts and positions there are in a block."""
+        self.positions[_block(str(hook.name))] = tuple(residual.shape[:2])
 
 
 def _block(name: str) -> str:

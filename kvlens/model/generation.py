@@ -5,7 +5,8 @@ dearer than the model, whose state has one size; the loop here hands over the ne
 padding are TransformerLens'.
 """
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Collection, Sequence
 from typing import Annotated, Any, Literal
 
 import torch
@@ -16,14 +17,26 @@ from tqdm.auto import tqdm
 from kvlens._tl import HookedTransformer, TransformerLensKeyValueCache, get_attention_mask, sample_logits
 from kvlens.arguments import is_number
 from kvlens.checks import Within, ensure
-from kvlens.errors import KVLensError, brief
+from kvlens.errors import KVLensError, WrongArguments, brief, nearest
 from kvlens.model.streaming import has_hooks
 
 LONG = 1024
 """Tokens from which on a text is read without logits, which would take more memory than all the rest."""
 MOST_NEW = 2**31 - 1
 COLDEST, HOTTEST = 1e-20, 1e20
-TEMPERATURES = f"0 (the likeliest token), or a number from {COLDEST:g} to {HOTTEST:g}"
+TEMPERATURES = f"0 (the most probable token), or a number from {COLDEST:g} to {HOTTEST:g}"
+
+
+TRANSFORMERS_KEYWORDS = ("output_logits", "return_dict_in_generate")
+"""Keywords of Transformers' ``generate`` that TransformerLens understands; it drops all others."""
+
+
+def check_keywords(generate: Callable[..., Any], given: Collection[str]) -> None:
+    """Raise WrongArguments for a keyword that neither ``generate`` nor TransformerLens understands."""
+    names = [name for name in inspect.signature(generate).parameters if name != "generation_kwargs"] + [*TRANSFORMERS_KEYWORDS]
+    for unknown in (name for name in given if name not in TRANSFORMERS_KEYWORDS):
+        problem = f"no argument is called {unknown!r}{nearest(unknown, names) or '.'}"
+        raise WrongArguments(f"HookedKVTransformer.generate: {problem} It takes {', '.join(names)}")
 
 
 def check_sampling(
@@ -68,7 +81,7 @@ def check_sampling(
 
 
 def is_temperature(value: Any) -> bool:
-    """Whether logits can be divided by it: 0 takes the likeliest token; below `COLDEST` they would overflow float32."""
+    """Whether logits can be divided by it: 0 takes the most probable token; below `COLDEST` they would overflow float32."""
     return is_number(value) and (value == 0 or COLDEST <= value <= HOTTEST)
 
 

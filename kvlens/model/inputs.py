@@ -1,4 +1,4 @@
-"""What a model may be given: a configuration, tokens, how many of them, names of hooks. All else is refused in words."""
+"""Checks of what a model is given: a configuration, tokens and their number, names of hooks. Errors say what was expected."""
 
 from collections.abc import Collection
 from typing import Any
@@ -35,7 +35,7 @@ def as_kv_config(cfg: Any) -> HookedKVTransformerConfig:
 
 
 def check_input(given: Any, attention_mask: Any, past_kv_cache: Any) -> None:
-    """Raise KVLensError unless a forward pass can begin with ``given``, and the mask is one of its places."""
+    """Raise KVLensError unless a forward pass can begin with ``given``, and the mask is one of its positions."""
     if not isinstance(given, Tensor):
         check_text("forward", given)
     elif given.dim() == 0:
@@ -45,9 +45,9 @@ def check_input(given: Any, attention_mask: Any, past_kv_cache: Any) -> None:
     if attention_mask is None:
         return
     known = isinstance(given, Tensor) and past_kv_cache is None  # with a cache, TransformerLens takes the whole text's mask
-    places = ([1, *given.shape] if given.dim() == 1 else list(given.shape[:2])) if known else None
-    if not isinstance(attention_mask, Tensor) or (places is not None and list(attention_mask.shape) != places):
-        wanted = "[batch, pos]" if places is None else str(places)
+    positions = ([1, *given.shape] if given.dim() == 1 else list(given.shape[:2])) if known else None
+    if not isinstance(attention_mask, Tensor) or (positions is not None and list(attention_mask.shape) != positions):
+        wanted = "[batch, pos]" if positions is None else str(positions)
         raise KVLensError(f"forward: attention_mask must be a tensor {wanted}, a number per token, got {brief(attention_mask)}")
 
 
@@ -85,12 +85,14 @@ def check_room(cfg: HookedKVTransformerConfig, bias: KVBias) -> None:
 
 
 def check_length(
-    cfg: HookedKVTransformerConfig, n_places: int, attention_mask: Int[Tensor, "batch pos"] | Bool[Tensor, "batch pos"] | None
+    cfg: HookedKVTransformerConfig,
+    n_positions: int,
+    attention_mask: Int[Tensor, "batch pos"] | Bool[Tensor, "batch pos"] | None,
 ) -> None:
     """Raise KVLensError where the model has a longest text and this one, padding left out, is longer."""
-    if not cfg.has_position_limit or n_places <= cfg.n_ctx:
+    if not cfg.has_position_limit or n_positions <= cfg.n_ctx:
         return
-    longest = n_places if attention_mask is None else int(attention_mask.sum(dim=1).max())
+    longest = n_positions if attention_mask is None else int(attention_mask.sum(dim=1).max())
     if longest > cfg.n_ctx:
         raise KVLensError(f"a text of {longest} tokens is longer than n_ctx={cfg.n_ctx}: shorten it")
 

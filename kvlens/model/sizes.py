@@ -1,4 +1,4 @@
-"""Numbers and names of a configuration that cannot describe a model, said in words before anything is built."""
+"""Numbers and names of a configuration that cannot describe a model, refused before anything is built."""
 
 import functools
 import re

@@ -28,7 +28,7 @@ from kvlens.model.assembly import init_kv_parameters, replace_components, seeded
 from kvlens.model.attention_variant import why_no_kv_bias
 from kvlens.model.config import HookedKVTransformerConfig
 from kvlens.model.fingerprint import fingerprint_of, weights_hash
-from kvlens.model.generation import check_sampling, check_start, generate_from_state
+from kvlens.model.generation import check_keywords, check_sampling, check_start, generate_from_state
 from kvlens.model.hooks import ChecksHookNames
 from kvlens.model.inputs import (
     as_kv_config,
@@ -217,9 +217,9 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
             residual = embed + self.hook_pos_embed(positions.to(embed.dtype).contiguous())  # not a view: hooks may write
         return (residual, None) if return_shortformer_pos_embed else residual
 
-    def check_length(self, n_places: int, attention_mask: Tensor | None) -> None:
+    def check_length(self, n_positions: int, attention_mask: Tensor | None) -> None:
         """Raise KVLensError where the model has a longest text and this one, padding left out, is longer."""
-        check_length(self.cfg, n_places, counted_by(attention_mask))
+        check_length(self.cfg, n_positions, counted_by(attention_mask))
 
     def to_tokens(
         self,
@@ -277,6 +277,7 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
         Softmax attention runs fused where it can, unless a form was chosen: :meth:`set_softmax_form` or a block of
         :meth:`using_softmax_form` with ``"eager"`` gives TransformerLens' logits to the bit.
         """
+        check_keywords(self.generate, generation_kwargs)
         sampling: dict[str, Any] = dict(top_k=top_k, top_p=top_p, temperature=temperature, freq_penalty=freq_penalty)
         common: dict[str, Any] = dict(
             max_new_tokens=max_new_tokens,

@@ -1,7 +1,7 @@
 """Code that comes with a model is never run, and nothing asks whether it may be.
 
 Hugging Face folders can name Python files of their own (``auto_map``), which transformers runs once it is trusted, and about
-which it asks on the terminal where nobody said anything; an attention implementation with a "/" in its name is a kernel that
+which it asks on the terminal unless told otherwise; an attention implementation with a "/" in its name is a kernel that
 it fetches and runs. kvlens says no in every call. TransformerLens says yes for some official names: those are refused here.
 """
 

@@ -126,7 +126,7 @@ class TextTask(Task):
         return {**measured, "n_context": N_CONTEXT, "n_text": N_TEXT, **effect._asdict(), "gain": effect.gain}
 
     def sample(self, batch_size: int, generator: torch.Generator, split: str = "train") -> Batch:
-        """Windows at random places of ``split``."""
+        """Windows at random positions of ``split``."""
         require_drawable(self, batch_size, generator, split)
         length = self.length if split == "train" else self.heldout_length or self.length
         return next_token_batch(self.windows[split].sample(batch_size, length, generator))

@@ -100,7 +100,7 @@ class CheckpointFolder:
             tensors, header = read_checked_tensors(self._file, "train: the checkpoint", FORMAT, FORMAT_VERSION)
             identity, progress, steps = self._parsed(header)
         except KVLensError as error:
-            raise KVLensError(f"{error}; or delete it, or ask for a restart, to begin anew") from error
+            raise KVLensError(f"{error}; or delete it, or ask for a restart, to start from scratch") from error
         self._check_identity(identity)
         restore(self.run, progress, steps, tensors)
         return True
@@ -125,7 +125,7 @@ class CheckpointFolder:
                 if was != now:
                     raise KVLensError(
                         f"train: {self.path} holds another run: {part} {name} was {was!r} there and is {now!r} now; give the "
-                        "same settings to take it up, another folder, or ask for a restart to begin anew"
+                        "same settings to resume it, choose another folder, or ask for a restart to start from scratch"
                     )
 
 

@@ -26,7 +26,7 @@ def depth_map(table: pd.DataFrame, *, title: str = "layer by layer", axes: Any =
     Args:
         table: one row per depth and text token, as :func:`kvlens.analyses.prompt_by_depth` returns it: ``layer`` (n_layers for
             the whole model), ``position``, ``token``, ``loss_change`` (without minus with the prompt, nats), ``guess_with`` and
-            ``guess_without`` (the likeliest next token at that depth).
+            ``guess_without`` (the most probable next token at that depth).
         title: above the map.
         axes: draws the static picture into these two axes of matplotlib instead, the map and the curve of its means, and
             returns them.

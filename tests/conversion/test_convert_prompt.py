@@ -263,9 +263,9 @@ def test_a_string_of_which_the_tokenizer_makes_nothing_is_refused(prepend_bos, b
     model = tokenized_model()
     model.tokenizer.backend_tokenizer.normalizer = normalizers.Replace("\u200b", "")
     prompt = ["the cat", "\u200b"] if batch else "\u200b"
-    with pytest.raises(KVLensError, match=r"prompt: the tokenizer makes no token of '\\u200b'"):
+    with pytest.raises(KVLensError, match=r"prompt: the tokenizer finds no tokens in '\\u200b'"):
         convert_prompt(model, prompt, prepend_bos=prepend_bos)
-    with pytest.raises(KVLensError, match=r"prompt: the tokenizer makes no token of '\\u200b'"):
+    with pytest.raises(KVLensError, match=r"prompt: the tokenizer finds no tokens in '\\u200b'"):
         bias_by_head(model, "\u200b", "the cat")
 
 

@@ -81,7 +81,7 @@ def test_gated_mlps_and_grouped_heads():
 
 
 def test_blocks_without_an_mlp_behind_the_attention_are_refused():
-    for changes, words in [(dict(attn_only=True), "no MLPs"), (dict(parallel_attn_mlp=True), "beside the attention")]:
+    for changes, words in [(dict(attn_only=True), "no MLPs"), (dict(parallel_attn_mlp=True), "in parallel with the attention")]:
         model = relu_model(**changes)
         with pytest.raises(KVLensError, match=words):
             DualLayer.from_layer(model, text_for(model, 9), 0, 0)

@@ -11,6 +11,7 @@ from small_models import linear_model, plain_model, small_model, tokens
 from tiny_text_model import PROMPT, TEXT, tiny_text_model
 
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVLensError, KVShiftConfig, convert_prompt
+from kvlens.errors import WrongArguments
 from kvlens.files import checksum_of_json
 
 SIZES = dict(n_layers=2, d_model=12, d_head=4, n_ctx=16, d_vocab=11, act_fn="gelu", device="cpu", seed=0)
@@ -305,3 +306,16 @@ def test_a_thread_that_died_with_its_bias_locks_nobody_out():
     in_a_thread(lambda: model.attach_kv_bias(bias))
     model.detach_kv_bias()
     assert model.attached_kv_bias is None
+
+
+@pytest.mark.parametrize("attention", ["softmax", "linear"])
+def test_generate_refuses_keywords_that_it_does_not_have(attention):
+    model = HookedKVTransformer(HookedKVTransformerConfig(**SIZES, attention=attention))
+    start = torch.tensor([[1, 2, 3]])
+    for name, near in (("max_new_token", "max_new_tokens"), ("temprature", "temperature")):
+        with pytest.raises(WrongArguments, match=f"generate: no argument is called '{name}'; did you mean '{near}'"):
+            model.generate(start, **{name: 2})
+    with pytest.raises(WrongArguments, match=r"'softmax_form'.*It takes .*use_past_kv_cache"):
+        model.generate(start, softmax_form="fused")
+    options = dict(max_new_tokens=2, stop_at_eos=False, return_type="tokens", verbose=False)
+    assert len(model.generate(start, output_logits=True, return_dict_in_generate=True, **options).logits) == 2

@@ -69,7 +69,7 @@ def caches_equal(one, two):
         for x in a.shift_state:
             assert relative_error(a.shift_state[x], b.shift_state[x]) < ROUNDING
         assert torch.equal(torch.as_tensor(a.n_tokens), torch.as_tensor(b.n_tokens))
-        assert a.n_places == b.n_places
+        assert a.n_positions == b.n_positions
         assert not a.frozen
 
 
@@ -137,7 +137,7 @@ def test_a_frozen_cache_stays_as_it_is(short_segments):
     cache.freeze()
     state, first = cache.entries[0].state.kv.clone(), model(text, past_kv_cache=cache)
     assert torch.equal(cache.entries[0].state.kv, state)
-    assert cache.entries[0].n_places == 4
+    assert cache.entries[0].n_positions == 4
     assert cache.previous_attention_mask.shape == (2, 4)
     assert cache.entries[0].frozen
     assert torch.equal(model(text, past_kv_cache=cache), first)

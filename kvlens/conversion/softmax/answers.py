@@ -17,7 +17,7 @@ ROWS_AT_ONCE, LOGITS_AT_ONCE = 32, 2**22
 
 
 class Without(NamedTuple):
-    """What is left where the prompt has not been read, and what that is in words."""
+    """What remains when the prompt has not been read, and a description of it."""
 
     bias: KVBias
     words: str
@@ -50,9 +50,9 @@ def answer_errors(
     model: HookedKVTransformer, whole: KVBias, converted: KVBias, without: Without, texts: Int[Tensor, "batch text pos"]
 ) -> AnswerErrors:
     """The errors of ``converted`` on ``texts``; ``whole`` stands for the prompt. Three forward passes over the texts."""
-    batch, n_texts, n_places = texts.shape
+    batch, n_texts, n_positions = texts.shape
     flat, rows = texts.flatten(0, 1), torch.arange(batch).repeat_interleave(n_texts)
-    at_once = min(ROWS_AT_ONCE, max(1, LOGITS_AT_ONCE // (n_places * model.cfg.d_vocab_out)))
+    at_once = min(ROWS_AT_ONCE, max(1, LOGITS_AT_ONCE // (n_positions * model.cfg.d_vocab_out)))
     found = []
     for part in torch.arange(len(rows)).split(at_once):
         tokens = flat[part.to(flat.device)]

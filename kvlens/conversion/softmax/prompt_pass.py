@@ -52,7 +52,7 @@ def convert_exactly(
 ) -> ConvertedExactly:
     """One pass over the prompt, the bias it continues from attached; every layer's keys and values become virtual keys."""
     tokens, cfg = prompt.tokens, model.cfg
-    batch, n_places = tokens.shape
+    batch, n_pos = tokens.shape
     cache = TransformerLensKeyValueCache.init_cache(cfg, cfg.device, batch)
     mask = torch.ones_like(tokens) if prompt.mask is None else prompt.mask.long()
     read: dict[str, Tensor] = {}
@@ -68,7 +68,7 @@ def convert_exactly(
     keys = torch.stack([k.transpose(1, 2).to(tokens.device) for _, k, _ in seen])
     values = torch.stack([v.transpose(1, 2).to(tokens.device) for _, _, v in seen])
     bias = every_key_kept(keys, values, prompt, old, fingerprint, {x: _shift_state(model, cache, x, keys) for x in "kvq"})
-    places = torch.arange(n_places, device=tokens.device)
+    places = torch.arange(n_pos, device=tokens.device)
     last_place = places.expand(batch, -1) if prompt.mask is None else places.where(prompt.mask, 0)
     last = residual[torch.arange(batch, device=residual.device), last_place.amax(dim=1).to(residual.device)][:, None]
     return ConvertedExactly(bias, prompt.mask, last, as_read(old, read))
@@ -94,10 +94,10 @@ def every_key_kept(
         last: "k", "v", "q" -> the shift state, [layer, batch, window, head, d_head].
         recurrent: the states after the prompt, of a hybrid model.
     """
-    batch, n_places = prompt.tokens.shape
+    batch, n_pos = prompt.tokens.shape
     lengths = torch.as_tensor(prompt.n_positions(), device=keys.device).expand(batch)
-    distance = lengths[:, None] - torch.arange(n_places, device=keys.device)
-    weight = torch.ones(batch, n_places, device=keys.device) if prompt.mask is None else prompt.mask
+    distance = lengths[:, None] - torch.arange(n_pos, device=keys.device)
+    weight = torch.ones(batch, n_pos, device=keys.device) if prompt.mask is None else prompt.mask
     on = weight[:, None, :].to(keys).expand(*keys.shape[:-1])
     return KVBias(
         b_KV=values * on[..., None],

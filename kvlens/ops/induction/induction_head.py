@@ -34,7 +34,7 @@ def induction_head(x: Float[Tensor, "batch pos d_model"], sigma: float, slope: f
     """
     pos = x.shape[1]
     predecessors = torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], dim=1)
-    places = torch.arange(pos, device=x.device, dtype=x.dtype)  # an integer distance would make the slope float32
-    distance = places[:, None] - places
+    positions = torch.arange(pos, device=x.device, dtype=x.dtype)  # an integer distance would make the slope float32
+    distance = positions[:, None] - positions
     scores = torch.einsum("bqd,bkd->bqk", x, predecessors) / sigma - slope * distance
     return scores.masked_fill(distance < 0, -torch.inf).softmax(dim=-1) @ x

@@ -54,7 +54,7 @@ def real_steps(mask: Bool[Tensor, "#batch pos"] | None, like: Float[Tensor, "bat
 
 @checked
 def without_padding(x: Float[Tensor, "batch pos *rest"], mask: Bool[Tensor, "#batch pos"]) -> Float[Tensor, "batch pos *rest"]:
-    """Zeros at padded places, whatever stood there: 0 * inf would be NaN, and NaN would reach the real tokens."""
+    """Zeros at padded positions, whatever stood there: 0 * inf would be NaN, and NaN would reach the real tokens."""
     return x.masked_fill(~mask.reshape(*mask.shape, *[1] * (x.dim() - 2)), 0.0)
 
 

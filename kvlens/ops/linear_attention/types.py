@@ -13,7 +13,7 @@ Arguments of every form, in this order:
   is a multiple of ``kv_head`` (GQA: query head h reads key-value head h // (head / kv_head));
 - ``norm_q``, ``norm_k``: the features of the normalizer, or both None for no normalizer;
 - ``decay`` [kv_head]: gamma, in (0, 1], or None for 1;
-- ``mask`` [batch, pos]: True at real tokens, None for no padding. Padded places add nothing and do not decay;
+- ``mask`` [batch, pos]: True at real tokens, None for no padding. Padded positions add nothing and do not decay;
 - ``state``: what came before (:class:`LinearAttentionState`), or None for zeros.
 
 The forms: ``naive`` (a loop over time, the reference), ``parallel`` (materializes the pos x pos scores), ``chunked`` (O(pos)),

@@ -197,7 +197,7 @@ class Told(NamedTuple):
 
 
 def with_updates(told: Sequence[Told], share: float, random: Random, *, heldout: bool) -> list[Told]:
-    """Some facts stated anew further on, with a value that nothing else of their kind has; the last statement holds."""
+    """Some facts restated later, with a value that nothing else of their kind has; the last statement holds."""
     told = list(told)
     for old in list(told):
         if random.random() >= share:
@@ -230,7 +230,7 @@ def draw_story(
     """A story of ``n_facts`` facts and as many questions as fit into ``n_tokens`` with it.
 
     Each fact is asked for once, in random order, then each again in another order, until no question fits. Of the facts a share
-    is told anew with another value, of the sentences whose subject was named before a share names it by a pronoun.
+    is restated with another value, of the sentences whose subject was named before a share names it by a pronoun.
     """
     told = [Told(fact) for fact in draw_facts(n_facts, random, heldout=heldout)]
     told = with_updates(told, update_share, random, heldout=heldout) if update_share else told

@@ -1,7 +1,7 @@
 """What the stories are about: subjects, the kinds of fact that hold of them, and the sentences that state and ask each kind.
 
 Every subject and every value is one word, so that a fact is one word to find. No word tells anything about another: who lives
-where is drawn anew for each story, so the answer stands in the story or nowhere.
+where is drawn again for each story, so the answer is found in the story or nowhere.
 """
 
 from dataclasses import dataclass

@@ -81,7 +81,7 @@ def test_a_heads_probe_is_its_results_logit(name):
 def test_targets():
     model = random_model()
     following = logit_target(model, TOKENS)
-    assert following.places.tolist() == [0, 1, 2, 3]
+    assert following.positions.tolist() == [0, 1, 2, 3]
     assert following.tokens.tolist() == TOKENS[1:].tolist()
     logits = torch.arange(2 * 5 * 17.0).reshape(2, 5, 17)
     chosen = logit_target(model, TOKENS, answer=3, rival=11)

@@ -111,4 +111,4 @@ def test_settings_that_are_refused(words, message, tmp_path, capsys):
 
 def test_an_experiment_without_a_model_refuses_one(tmp_path, capsys):
     assert main(["reproduce", "landscape", "--scale", "tiny", "--out", str(tmp_path / "o"), "--model", "docs-gpt2"]) == 2
-    assert "no setting 'model'" in capsys.readouterr().err
+    assert "does not run on an existing model" in capsys.readouterr().err
