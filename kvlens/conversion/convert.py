@@ -12,7 +12,7 @@ Where RoPE follows the feature map, R_{-M} turns the stored keys so that the tex
 (learned, sinusoidal or no positions, RoPE before the feature map) R drops out and the text starts at ``position_offset'`` =
 old offset + M.
 
-The prompt of a softmax model is handed on to :mod:`kvlens.conversion.softmax`.
+Prompts of softmax models are converted by :mod:`kvlens.conversion.softmax`.
 """
 
 import contextlib
@@ -62,10 +62,10 @@ def convert_prompt(
 ) -> KVBias:
     """Turn a prompt into the bias that replaces it, at the cost of one forward pass over it.
 
-    With the bias attached, the model gives on any text the logits that it gave on [prompt; text], to rounding; with softmax
-    attention that holds for ``method="exact"``, which keeps every key, and the other methods approximate it. In the eager form
-    an exact bias rounds as the prompt in front would; the fused form rounds prompt and text apart, so that two passes differ by
-    about what each of them differs from float64 (3e-7; with scores of 100,000, 1e-5 and in single cases 1e-3).
+    With the bias attached, the logits of any text equal those of [prompt; text], up to rounding. With softmax attention this
+    holds for ``method="exact"``, which keeps every key; the other methods approximate it. In the eager form an exact bias
+    rounds like a pass with the prompt in front; the fused form rounds prompt and text separately, so that the two passes
+    differ by about as much as each differs from float64 (3e-7; with scores of 100,000, 1e-5 and in rare cases 1e-3).
 
     >>> from kvlens import HookedKVTransformer
     >>> model = HookedKVTransformer.from_zoo("bigram-linear")
@@ -80,31 +80,31 @@ def convert_prompt(
         prompt: a string, a list of strings (their biases form a batch), tokens [pos] or [batch, pos], or variants of one prompt
             (:func:`counterfactuals`, a batch).
         without: token ranges (start, stop) of one prompt that are deleted from it.
-        replace: token range -> text or tokens that stand in its place, of as many tokens.
-        positions: "kept": what follows deleted tokens stays where it stood; "closed": it moves up. See
+        replace: token range -> text or tokens that replace it, of the same number of tokens.
+        positions: "kept": what follows deleted tokens keeps its position; "closed": it moves up. See
             :mod:`kvlens.conversion.counterfactual` for what a gap means.
         initial: the bias to continue from; None continues from what the model holds now (nothing, a trained bias, an
             attached one). Continuing equals converting the concatenation of both prompts' tokens.
-        prepend_bos: whether strings get a BOS; None gives them one by the model's default, and only where no bias is
-            attached and ``initial`` is None. Tokens are taken as they are.
-        fwd_hooks: TransformerLens hooks (name, function) that act inside the prompt's own pass. What they make of the old
-            bias (``hook_b_kv``) is what the new one continues from.
+        prepend_bos: whether to prepend a BOS to strings; None follows the model's default if no bias is attached and
+            ``initial`` is None, and prepends none otherwise. Tokens are not changed.
+        fwd_hooks: TransformerLens hooks (name, function) that act inside the prompt's own pass. If they change the old
+            bias (``hook_b_kv``), the new one continues from the changed one.
         detach: False keeps the graph, so that gradients flow from the bias into weights and activations.
-        segment_length: the pass runs in segments of so many tokens per row, each through all layers before the next: memory
-            does not grow with the prompt. None chooses a length, unless something is hooked or ``detach=False``: then the
-            prompt runs whole, as a hook expects. With a length given, a hook fires once per segment and sees that segment's
-            tokens alone: in a tensor with a position axis, position 0 is the segment's first token; ``hook_b_kv`` and
-            ``hook_b_d`` come every time, ``hook_last_k``, ``hook_last_v`` and ``hook_last_q`` with the first segment alone,
-            and the last segment's bias is the one that the new bias continues from.
+        segment_length: the pass runs in segments of this many tokens per row, each through all layers before the next, so that
+            memory does not grow with the prompt. None chooses a length, unless something is hooked or ``detach=False``: then
+            the prompt runs as a whole, as hooks expect. If a length is given, hooks fire once per segment and see only that
+            segment's tokens: in a tensor with a position axis, position 0 is the segment's first token. ``hook_b_kv`` and
+            ``hook_b_d`` fire for every segment, ``hook_last_k``, ``hook_last_v`` and ``hook_last_q`` only for the first, and
+            the new bias continues from the last segment's bias.
         on_progress: called after each segment with the fraction of the prompt that is done; with softmax attention once, with
-            1, when the bias is ready (fits that take long draw bars of their own).
+            1, when the bias is ready (long fits show their own progress bars).
         method: for softmax attention, how the prompt's keys are kept: an object such as ``Landmark(n_keys=32)``, whose class
             describes its options, or a name: "exact" (:class:`~kvlens.conversion.Exact`, every key), "landmark"
             (:class:`~kvlens.conversion.Landmark`, few keys with fitted weights) or, for comparison, "random", "taylor" and
             "learned" (:class:`~kvlens.conversion.RandomProjections`, :class:`~kvlens.conversion.Taylor`,
             :class:`~kvlens.conversion.Learned`). Linear attention is always exact.
-        verbose: False hides the progress bars of fits that take long.
-        options: the options of a method that is named: ``method="landmark", n_features=32`` is
+        verbose: False hides the progress bars of long fits.
+        options: of a method given by name: ``method="landmark", n_features=32`` is
             ``method=Landmark(n_keys=32)``.
 
     Returns:

@@ -1,4 +1,4 @@
-"""KVBias: what a prompt leaves behind in a model, and all that has to stay of it (ICLCA eq. 13, 19; sec. 5 for softmax).
+"""KVBias: everything that a prompt leaves behind for the text after it (ICLCA eq. 13, 19; sec. 5 for softmax).
 
     b_KV[l, h] = sum over the prompt's tokens of phi(k) v^T       [d_phi, d_head]
     b_D[l, h]  = sum over the prompt's tokens of phi(k)           [d_phi]
@@ -6,8 +6,8 @@
 and, for a model with KV shift, the *shift state*: the raw last keys, values (and queries) of the prompt, which the first
 tokens of the text mix into their own. Without it the conversion is off by 4-16 %.
 
-For a softmax model phi is not the model's own: it comes with the bias, as ``features``. In a hybrid model the recurrent layers
-have their states in ``recurrent``, and the other fields are about its attention layers alone.
+For a softmax model phi is not part of the model: it comes with the bias, as ``features``. In a hybrid model ``recurrent`` holds
+the states of the recurrent layers, and the other fields describe only the attention layers.
 """
 
 import operator
@@ -37,17 +37,17 @@ from kvlens.kv_bias.storage import keeps_record, read_bias_file, write_bias_file
 TENSORS = ("b_KV", "b_D", "last_k", "last_v", "last_q")
 COUNTS = ("n_prompt_tokens", "position_offset")
 READ = (*TENSORS, "features", "log_scale", "recurrent", "position_offset", "fingerprint")
-"""What the answers depend on."""
+"""The fields that the model's output depends on."""
 LAST_POSITION = 2**24
-"""float32, in which angles are computed, tells whole numbers apart up to here."""
+"""Angles are computed in float32, which represents whole numbers exactly up to here."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class KVBias:
-    """A converted prompt, or a batch of them. Immutable; every operation gives a new one.
+    """A converted prompt, or a batch of them. Immutable: every operation returns a new one.
 
-    Sums and positive multiples of biases keep the normalizer phi(q).D positive; a difference or a negative multiple may not,
-    and then the output is finite and means nothing: look at ``hook_normalizer``.
+    Sums and positive multiples of biases keep the normalizer phi(q).D positive; a difference or a negative multiple may not, in
+    which case the output is finite but meaningless: check ``hook_normalizer``.
 
     >>> from kvlens import HookedKVTransformer, convert_prompt
     >>> model = HookedKVTransformer.from_zoo("bigram-linear")
@@ -67,17 +67,17 @@ class KVBias:
         b_D: [layer, (batch,) head, d_phi], likewise; zeros where the model has normalizer "none".
         last_k, last_v: [layer, (batch,) window, kv_head, d_head], raw rows, oldest first; window 0 where not shifted.
         last_q: [layer, (batch,) window, head, d_head], likewise.
-        n_prompt_tokens: how many tokens went in; an int, or [batch] where prompts differ.
+        n_prompt_tokens: number of tokens converted; an int, or [batch] where prompts differ.
         position_offset: the position at which the text starts: 0 where RoPE follows the feature map (the bias is rebased),
             else the prompt's length; an int, or [batch] where prompts differ.
-        fingerprint: of the model that it was converted with.
+        fingerprint: of the model with which the prompt was converted.
         features: phi of a softmax model's bias; None for linear attention, whose features are the model's own.
         log_scale: [layer, (batch,) kv_head]: what b_KV and b_D stand for is exp(log_scale) times them; None with linear
             attention.
-        fit: how an approximate bias came about, how far its answers are off where that was measured for exactly this bias, and
-            what was done to it since; None where nothing is approximate: with linear attention, where every key of the prompt
-            is kept, and for sums, multiples and selections of such. ``dataclasses.replace`` of a tensor of a softmax bias is
-            such a step, whoever makes it; what is written into a tensor in place is not seen.
+        fit: how an approximate bias was fitted, its errors if they were measured for exactly this bias, and the operations
+            applied to it since. None if nothing is approximate: with linear attention, when every key of the prompt is kept,
+            and for sums, multiples and selections of such biases. ``dataclasses.replace`` of a tensor of a softmax bias counts
+            as an operation; writing into a tensor in place goes unnoticed.
         recurrent: the states of the recurrent layers of a hybrid model; None where every layer is attention. The axis
             ``layer`` of the other fields then counts the attention layers (:attr:`attention_layers`).
     """
@@ -137,7 +137,7 @@ class KVBias:
             self._keep_record()
 
     def _keep_record(self) -> None:
-        """Take note where something was replaced and the record was not."""
+        """Record that a field was replaced, if the record itself was not."""
         made_of = {name: getattr(self, name) for name in READ}
         if self._record is not None and self._record[0] is self.fit:
             object.__setattr__(self, "fit", replaced(self.fit, self._record[1], made_of))
