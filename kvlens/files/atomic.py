@@ -12,6 +12,7 @@ import ctypes
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -109,7 +110,7 @@ def lock(path: Path, patience: float | int = PATIENCE) -> Iterator[None]:
     from filelock import FileLock  # here, because a command that only shows its help locks nothing
 
     os.stat(f"{path.parent}/.")  # where there is no such folder, FileLock would make it
-    os.close(os.open(path, os.O_CREAT | os.O_RDWR | getattr(os, "O_NOFOLLOW", 0)))  # where it cannot be made, FileLock waits
+    tempfile.TemporaryFile(dir=path.parent).close()  # where no file can be made, FileLock would wait
     with FileLock(path, timeout=patience):
         try:
             yield
