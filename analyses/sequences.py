@@ -14,7 +14,7 @@ from typing import Any
 from jaxtyping import Int
 from torch import Tensor
 
-from kvlens import HookedKVTransformer, KVBias, KVLensError, convert_prompt
+from kvlens import HookedKVTransformer, KVBias, KVLensError, KVModel, convert_prompt
 
 PromptTokens = str | Int[Tensor, "*one_prompt prompt_pos"]
 CorruptedTokens = str | Int[Tensor, "*one_corrupted corrupted_pos"]
@@ -38,6 +38,13 @@ def one_sequence(
         KVLensError: something else, several sequences, nothing, ids outside the vocabulary, a string without a tokenizer.
     """
     check_is_model(what, model)
+    return read_sequence(model, what, tokens, may_be_empty=may_be_empty, prepend_bos=prepend_bos)
+
+
+def read_sequence(
+    model: KVModel, what: str, tokens: Any, *, may_be_empty: bool = False, prepend_bos: bool = False
+) -> Int[Tensor, " pos"]:
+    """:func:`one_sequence` for a model of either front end."""
     if isinstance(tokens, str):
         if model.tokenizer is None:
             raise KVLensError(f"{what}: this model has no tokenizer, so it cannot read {tokens[:40]!r}; give token ids")
@@ -56,7 +63,7 @@ def one_sequence(
             model.check_tokens(tokens)
     except KVLensError as error:
         raise KVLensError(f"{what}: {error}") from error
-    return tokens.to(model.W_E.device)
+    return tokens.to(model.cfg.device)
 
 
 def check_is_model(what: str, model: Any) -> None:

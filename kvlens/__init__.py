@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvlens.conversion import Counterfactuals, Landmark, carry_bias, convert_prompt, counterfactuals, logits_after
     from kvlens.errors import KVLensError
     from kvlens.kv_bias import KVBias, combine
-    from kvlens.model import HookedKVTransformer, HookedKVTransformerConfig, KVShiftConfig, run_in_segments
+    from kvlens.model import HookedKVTransformer, HookedKVTransformerConfig, KVModel, KVShiftConfig, run_in_segments
 
 _HOMES = {
     "Counterfactuals": "kvlens.conversion",
@@ -32,6 +32,7 @@ _HOMES = {
     "HookedKVTransformerConfig": "kvlens.model",
     "KVBias": "kvlens.kv_bias",
     "KVLensError": "kvlens.errors",
+    "KVModel": "kvlens.model",
     "KVShiftConfig": "kvlens.model",
     "KVTransformerBridge": "kvlens.bridge",
     "Landmark": "kvlens.conversion",
@@ -49,6 +50,7 @@ __all__ = [
     "HookedKVTransformerConfig",
     "KVBias",
     "KVLensError",
+    "KVModel",
     "KVShiftConfig",
     "KVTransformerBridge",
     "Landmark",

@@ -20,6 +20,7 @@ from kvlens import KVLensError, KVTransformerBridge, convert_prompt
 from kvlens.checks import checked
 
 from ..declaration import Columns
+from ..sequences import read_sequence
 from ..texts import token_texts
 
 HEAD = dict(layer=("int64", "from 0, a recurrent layer"), head=("int64", "value head"))
@@ -152,11 +153,4 @@ def _tokens(model: KVTransformerBridge, prompt: Any) -> Int[Tensor, " pos"]:
     """One prompt as ids; a string gets a BOS as in ``convert_prompt``."""
     if not isinstance(model, KVTransformerBridge):
         raise KVLensError(f"state_memory: expected a KVTransformerBridge with recurrent layers, got {type(model).__name__}")
-    if isinstance(prompt, str):
-        if model.tokenizer is None:
-            raise KVLensError(f"state_memory: this model has no tokenizer, so it cannot read {prompt[:40]!r}; give token ids")
-        prompt = model.to_tokens(prompt, prepend_bos=model.prepends_bos and model.attached_kv_bias is None)
-    prompt = prompt[0] if prompt.dim() == 2 and len(prompt) == 1 else prompt
-    if prompt.dim() != 1 or not len(prompt):
-        raise KVLensError(f"state_memory: expected one prompt, [pos] or [1, pos], got shape {list(prompt.shape)}")
-    return prompt
+    return read_sequence(model, "prompt", prompt, prepend_bos=model.prepends_bos and model.attached_kv_bias is None)

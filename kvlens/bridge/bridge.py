@@ -20,7 +20,7 @@ from kvlens.bridge.families import layers_of
 from kvlens.bridge.fingerprint import FRONT_END, fingerprint_of
 from kvlens.bridge.load import loaded, wrapped
 from kvlens.bridge.memory import LayerMemory, read_memory
-from kvlens.bridge.positions import text_positions
+from kvlens.bridge.positions import positions_under, text_positions
 from kvlens.bridge.recurrent import RecurrentLayer
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import Fingerprint, KVBias, RecurrentStates
@@ -199,8 +199,7 @@ class KVTransformerBridge(TransformerBridge):
         options: dict[str, Any] = {}
         if mask is not None:
             counted = torch.ones_like(mask) if keeps_positions else mask
-            positions = (counted.long().cumsum(dim=1) - 1).clamp(min=0)
-            options = {"attention_mask": mask.long(), "position_ids": positions}
+            options = {"attention_mask": mask.long(), "position_ids": positions_under(counted)}
         handles = [handle for layer in layers for handle in layer.observe(seen)]
         try:
             self(tokens, return_type=None, use_cache=False, **options)

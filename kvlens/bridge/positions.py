@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 
@@ -18,7 +18,12 @@ def text_positions(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Int[Tensor
         return given if given.dim() == 2 else given[0]  # with an axis for images, which text has the same number in
     mask = kwargs.get("attention_mask")
     if isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask.all()):
-        return (mask.long().cumsum(dim=1) - 1).clamp(min=0)[:, -n:]
+        return positions_under(mask)[:, -n:]
     cache = kwargs.get("past_key_values")
     past = 0 if cache is None else int(cache.get_seq_length())
     return torch.arange(past, past + n, device=tokens.device)[None]
+
+
+def positions_under(mask: Bool[Tensor, "batch pos"] | Int[Tensor, "batch pos"]) -> Int[Tensor, "batch pos"]:
+    """Positions from 0 of the real tokens of each row; padding in front has 0."""
+    return (mask.long().cumsum(dim=1) - 1).clamp(min=0)

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformer_lens.hook_points import HookPoint
 
-from kvlens.components import LayerBias, is_hooked
-from kvlens.errors import KVLensError
+from kvlens.components import LayerBias, by_query_head, is_hooked
 from kvlens.kv_bias import KVBias
 from kvlens.ops.softmax_attention import ScaledMass, join_bias
 from kvlens.ops.softmax_features import ScoreRule
@@ -144,16 +143,7 @@ class SoftmaxLayer:
     def _read(self, name: str, b: Tensor) -> Tensor:
         """``b`` through its hook point, which sees a row per query head; unhooked, with the rows that it has."""
         point = getattr(self.attn, name)
-        if not is_hooked(point):
-            return b
-        b = b.repeat_interleave(self.sizes.n_heads // b.shape[1], dim=1)
-        hooked = point(b)
-        if hooked.shape[1:] != b.shape[1:]:
-            expected = f"[batch or 1, {', '.join(map(str, b.shape[1:]))}]"
-            raise KVLensError(
-                f"{point.name}: a hook made {list(hooked.shape)} of it, expected {expected}: a row per query head"
-            )
-        return hooked
+        return by_query_head(point, b, self.sizes.n_heads) if is_hooked(point) else b
 
 
 def _at(point: nn.Module, function: Callable[[Tensor], Tensor | None], first: bool = False) -> RemovableHandle:

@@ -16,7 +16,7 @@ The grammar of shapes is jaxtyping's, and jaxtyping reads it. Shapes that were f
 op costs a microsecond or two.
 """
 
-from kvlens.checks.signature import checked
+from kvlens.checks.signature import checked, unknown_argument
 from kvlens.checks.values import MOST, Count, Finite, Seed, Within, ensure, one_of
 
-__all__ = ["MOST", "Count", "Finite", "Seed", "Within", "checked", "ensure", "one_of"]
+__all__ = ["MOST", "Count", "Finite", "Seed", "Within", "checked", "ensure", "one_of", "unknown_argument"]

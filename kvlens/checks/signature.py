@@ -3,7 +3,7 @@
 import functools
 import inspect
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 from kvlens.checks.shapes import belong_together, is_judged_by_type, key_of, misfit, tensors_in
@@ -126,7 +126,13 @@ def _bound(
     names = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     unknown = next((name for name in kwargs if not takes_any and name not in names), None)
-    if unknown is not None:
-        problem = f"no argument is called {unknown!r}{nearest(unknown, names) or '.'}"
     taken = [name for name in names if name not in ("self", "cls")]
+    if unknown is not None:
+        raise unknown_argument(_called(function, args), unknown, taken)
     raise WrongArguments(f"{_called(function, args)}: {problem} It takes {', '.join(taken) or 'none'}")
+
+
+def unknown_argument(called: str, name: str, names: Collection[str]) -> WrongArguments:
+    """The error of a call, by ``called``, with an argument ``name`` that is none of ``names``."""
+    problem = f"no argument is called {name!r}{nearest(name, names) or '.'}"
+    return WrongArguments(f"{called}: {problem} It takes {', '.join(names) or 'none'}")

@@ -81,14 +81,14 @@ def read_bias(attn: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor | None] | N
     if not is_hooked(attn.hook_b_kv, attn.hook_b_d):
         return b_kv, None if unused else b_d
     grouped = b_kv.shape[1] < cfg.n_heads
-    b_kv = _by_query_head(attn.hook_b_kv, b_kv, cfg.n_heads)
+    b_kv = by_query_head(attn.hook_b_kv, b_kv, cfg.n_heads)
     if unused:
         return b_kv, None
-    b_d = _by_query_head(attn.hook_b_d, b_d, cfg.n_heads)
+    b_d = by_query_head(attn.hook_b_d, b_d, cfg.n_heads)
     return _grouped_where_equal(b_kv, b_d, cfg.n_kv_heads) if grouped else (b_kv, b_d)
 
 
-def _by_query_head(hook: HookPoint, b: Tensor, n_heads: int) -> Tensor:
+def by_query_head(hook: HookPoint, b: Tensor, n_heads: int) -> Tensor:
     """``b`` with a row per query head, through ``hook``."""
     b = b.repeat_interleave(n_heads // b.shape[1], dim=1)
     hooked = through(hook, b)

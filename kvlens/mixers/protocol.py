@@ -20,6 +20,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
+from kvlens.components import is_hooked
 from kvlens.errors import KVLensError
 from kvlens.ops.linear_attention import without_padding
 
@@ -189,11 +190,7 @@ class Mixer(nn.Module, ABC):
 
     def is_hooked(self) -> bool:
         """Whether anything is hooked to any of the hook points."""
-        return any(self.is_hooked_at(name) for name in HOOKS)
-
-    def is_hooked_at(self, name: str) -> bool:
-        point = getattr(self, name)
-        return bool(point._forward_hooks or point._forward_pre_hooks or point._backward_hooks or point._backward_pre_hooks)
+        return is_hooked(*(getattr(self, name) for name in HOOKS))
 
     def forward(
         self,
@@ -224,7 +221,7 @@ class Mixer(nn.Module, ABC):
         inputs = self._hooked_inputs(self.inputs(hidden_states, conv, mask))
         read = self.rule.run(inputs, state, mask, with_map=state.b_kv is not None)
         z = read.z
-        if self.is_hooked_at("hook_pattern"):
+        if is_hooked(self.hook_pattern):
             z = self._read_by_pattern(inputs, state, mask)
         if state.b_kv is not None:
             assert read.carried_q is not None

@@ -2,6 +2,7 @@
 
 from kvlens.model.attention_variant import AttentionVariantConfig, Augmented, Negative, Regularised, Ridge
 from kvlens.model.config import HookedKVTransformerConfig, KVShiftConfig
+from kvlens.model.protocol import KVModel
 from kvlens.model.regressor import HookedKVRegressor
 from kvlens.model.sources import load_source
 from kvlens.model.streaming import run_in_segments
@@ -13,6 +14,7 @@ __all__ = [
     "HookedKVRegressor",
     "HookedKVTransformer",
     "HookedKVTransformerConfig",
+    "KVModel",
     "KVShiftConfig",
     "Negative",
     "Regularised",

@@ -16,8 +16,8 @@ from tqdm.auto import tqdm
 
 from kvlens._tl import HookedTransformer, TransformerLensKeyValueCache, get_attention_mask, sample_logits
 from kvlens.arguments import is_number
-from kvlens.checks import Within, ensure
-from kvlens.errors import KVLensError, WrongArguments, brief, nearest
+from kvlens.checks import Within, ensure, unknown_argument
+from kvlens.errors import KVLensError, brief
 from kvlens.model.streaming import has_hooks
 
 LONG = 1024
@@ -35,8 +35,7 @@ def check_keywords(generate: Callable[..., Any], given: Collection[str]) -> None
     """Raise WrongArguments for a keyword that neither ``generate`` nor TransformerLens understands."""
     names = [name for name in inspect.signature(generate).parameters if name != "generation_kwargs"] + [*TRANSFORMERS_KEYWORDS]
     for unknown in (name for name in given if name not in TRANSFORMERS_KEYWORDS):
-        problem = f"no argument is called {unknown!r}{nearest(unknown, names) or '.'}"
-        raise WrongArguments(f"HookedKVTransformer.generate: {problem} It takes {', '.join(names)}")
+        raise unknown_argument("HookedKVTransformer.generate", unknown, names)
 
 
 def check_sampling(

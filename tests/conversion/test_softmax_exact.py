@@ -231,7 +231,7 @@ def test_hooks_of_a_biased_softmax_model():
 @pytest.mark.parametrize("kind", [{}, dict(n_heads=6, n_key_value_heads=3)], ids=["", "grouped"])
 @pytest.mark.parametrize("batch", [None, 2])
 def test_what_hooks_make_of_the_old_bias_is_what_the_new_one_continues_from(kind, batch):
-    """ScoredQuestions by continuing from a bias without that head, under which the prompt is read alike."""
+    """Tested by continuing from a bias without that head, under which the prompt is read alike."""
     model = small_model(**DOUBLE, positional_embedding_type="rotary", **kind)
     one, two = (tokens(batch or 1, n, seed=n) for n in (5, 4))
     one, two = (one, two) if batch else (one[0], two[0])

@@ -76,7 +76,7 @@ def test_in_every_decoding_step(form):
 @pytest.mark.parametrize("form", ["eager", "fused"])
 @pytest.mark.parametrize("weight", [0.5, -0.1])
 def test_of_a_sum_and_of_a_batch(form, weight):
-    """ScoredQuestions by the bias without that head: ``select`` keeps a row per query head, and a sum of such sums rows."""
+    """Tested by the bias without that head: ``select`` keeps a row per query head, and a sum of such sums rows."""
     model = grouped(form, positional_embedding_type="rotary")
     one, two = (convert_prompt(model, tokens(2, 7, seed=seed)) for seed in (2, 3))
     bias = one + weight * two

@@ -77,7 +77,7 @@ def train_features(teacher: Teacher, m: int) -> Trained:
     scale = teacher.model.blocks[0].attn.score_rule().scale
     generator = torch.Generator().manual_seed(teacher.options.seed)
     whole = Attended.of(teacher)
-    centers = _centres(whole, m, generator)
+    centers = _centers(whole, m, generator)
     with torch.inference_mode(False), torch.enable_grad():
         sharp = SHARPNESS / scale
         start = (centers / scale, torch.zeros_like(centers[..., 0]), sharp * centers, -sharp / 2 * centers.square().sum(dim=-1))
@@ -102,7 +102,7 @@ def _log_keys(keys: Tensor, weight: Tensor, offset: Tensor) -> Float[Tensor, "la
     return (keys @ weight[:, :, None].mT + offset[:, :, None, None]).log_softmax(dim=-1)
 
 
-def _centres(whole: Attended, m: int, generator: torch.Generator) -> Float[Tensor, "layer kv_head m d_head"]:
+def _centers(whole: Attended, m: int, generator: torch.Generator) -> Float[Tensor, "layer kv_head m d_head"]:
     """``m`` of the prompts' keys, drawn without replacement as long as there are new ones."""
     keys = whole.keys.flatten(2, 3)[:, :, whole.on.flatten() > 0]
     n = keys.shape[2]

@@ -11,7 +11,7 @@ keeps the same keys as they are, without fitted weights and values. *polished* g
 gradient steps on the next token's distribution over more continuations. *dropped* is no bias at all.
 
 The continuations are what the model itself writes after the story, drawn at random. It was trained on stories with questions,
-so it mostly asks about the story's facts and answers: the fits see questions of the scored form, some of them the scored ones,
+so it mostly asks about the story's facts and answers: the fits see questions of the same form, some of them the scored ones,
 as the model happens to write them, with whatever answer it gives.
 
 Source: ICLCA sec. 5 and 6.4, for the approximate conversion of softmax attention; the stories and the judged answers are

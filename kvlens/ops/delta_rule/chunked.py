@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvlens.checks import checked
 from kvlens.ops.delta_rule.chunk import Chunks, chunks_of
-from kvlens.ops.delta_rule.types import CarriedOutput, DeltaRuleOutput, identity_state, starting_state
+from kvlens.ops.delta_rule.types import CarriedOutput, DeltaRuleOutput, identity_state, starting_state, state_with_map
 
 CHUNK_SIZE = 64
 
@@ -61,12 +61,9 @@ def carried_delta_rule(
         initial_map: P of the tokens between the bias and these; None for the identity.
     """
     d_k, d_v = k.shape[-1], v.shape[-1]
-    before = identity_state(v, d_k) if initial_map is None else initial_map.to(v).expand(v.shape[0], -1, -1, -1)
     chunks = chunks_of(q, k, log_decay, write_strength, mask, chunk_size, v)
-    # P obeys the recurrence of S without writes: more columns of the same state
-    z, final = _scan(chunks, torch.cat([starting_state(initial_state, v, d_k), before], dim=-1))
-    together = chunks.joined(z)
-    return CarriedOutput(together[..., :d_v], together[..., d_v:], final[..., :d_v], final[..., d_v:])
+    z, final = _scan(chunks, state_with_map(initial_state, initial_map, v, d_k))
+    return CarriedOutput.split(chunks.joined(z), final, d_v)
 
 
 @checked(head="key_head")

@@ -5,7 +5,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kvlens.checks import checked
-from kvlens.ops.delta_rule.types import CarriedOutput, DeltaRuleOutput, identity_state, masked, starting_state
+from kvlens.ops.delta_rule.types import CarriedOutput, DeltaRuleOutput, masked, starting_state, state_with_map
 
 
 @checked(head="key_head")
@@ -51,11 +51,7 @@ def recurrent_carried_delta_rule(
 ) -> CarriedOutput:
     """:func:`kvlens.ops.delta_rule.carried_delta_rule`, token by token."""
     d_k, d_v = k.shape[-1], v.shape[-1]
-    before = identity_state(v, d_k) if initial_map is None else initial_map.to(v).expand(v.shape[0], -1, -1, -1)
-    # P obeys the recurrence of S without writes: more columns of the same state, with values of zero
-    both = torch.cat([starting_state(initial_state, v, d_k), before], dim=-1)
-    z, final = recurrent_delta_rule(
-        q, k, torch.nn.functional.pad(v, (0, d_k)), log_decay, write_strength, mask, both, output_final_state=True
-    )
+    both, values = state_with_map(initial_state, initial_map, v, d_k), torch.nn.functional.pad(v, (0, d_k))
+    z, final = recurrent_delta_rule(q, k, values, log_decay, write_strength, mask, both, output_final_state=True)
     assert final is not None
-    return CarriedOutput(z[..., :d_v], z[..., d_v:], final[..., :d_v], final[..., d_v:])
+    return CarriedOutput.split(z, final, d_v)

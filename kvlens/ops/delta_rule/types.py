@@ -53,6 +53,11 @@ class CarriedOutput(NamedTuple):
     final_state: Float[Tensor, "batch head d_k d_v"]
     state_map: Float[Tensor, "batch head d_k d_k"]
 
+    @classmethod
+    def split(cls, z: Tensor, final: Tensor, d_v: int) -> "CarriedOutput":
+        """What was read of, and is left of, a :func:`state_with_map`."""
+        return cls(z[..., :d_v], z[..., d_v:], final[..., :d_v], final[..., d_v:])
+
 
 def masked(
     mask: Tensor | None, k: Tensor, log_decay: Tensor, write_strength: Tensor, *reads: Tensor
@@ -70,6 +75,12 @@ def starting_state(initial_state: Tensor | None, v: Tensor, d_k: int) -> Tensor:
     if initial_state is None:
         return v.new_zeros(batch, n_heads, d_k, d_v)
     return initial_state.to(v).expand(batch, -1, -1, -1)
+
+
+def state_with_map(initial_state: Tensor | None, initial_map: Tensor | None, v: Tensor, d_k: int) -> Tensor:
+    """[S, P] side by side: P obeys the recurrence of S without writes, so it is more columns of the same state."""
+    before = identity_state(v, d_k) if initial_map is None else initial_map.to(v).expand(v.shape[0], -1, -1, -1)
+    return torch.cat([starting_state(initial_state, v, d_k), before], dim=-1)
 
 
 def identity_state(v: Tensor, d_k: int) -> Tensor:
