@@ -1,6 +1,6 @@
 """Tasks: seeded, streaming sequences with the positions at which a prediction is scored.
 
-``make_task("induction", vocab_size=512, length=128)`` gives a `Task`; `Task.sample` draws batches from a generator.
+``make_task("induction", vocab_size=512, length=128)`` returns a `Task`; `Task.sample` draws batches from a generator.
 """
 
 from kvlens.checks import checked
@@ -41,7 +41,7 @@ __all__ = [
 
 
 def task_names() -> list[str]:
-    """Return the names that `make_task` knows."""
+    """Return the names that `make_task` accepts."""
     return list(TASKS)
 
 
@@ -60,7 +60,7 @@ def make_task(name: str, **settings: object) -> Task:
         **settings: fields of the task's class; the others keep their defaults.
 
     Raises:
-        KVLensError: no task has this name, it has no such setting, or a setting has a bad value.
+        KVLensError: there is no task of this name, it has no such setting, or a setting has a bad value.
     """
     if not isinstance(name, str) or name not in TASKS:
         raise KVLensError(f"unknown task {name!r}{nearest(name, TASKS)}; there are {', '.join(TASKS)}")

@@ -4,17 +4,17 @@ A problem of n operations defines n variables, each by one operation modulo a pr
 
     v_0 = number op number          v_t = v_{t-1} op (a number, or one of v_0 ... v_{t-2})          op: + - *
 
-Every variable needs the one before, so the question for the last needs all n operations. The two operands may stand either way
-round, the equations come in random order, the names are random letters. With modulus 7 and n = 3 a sequence reads
+Every variable depends on the one before, so the last one requires all n operations. The two operands are in random order, as
+are the equations, and the names are random letters. With modulus 7 and n = 3 a sequence reads
 
     b = a - 2 ; a = 3 + 6 ; k = b + a ; ? k :   a = 3 + 6 = 2 ; b = 2 - 2 = 0 ; k = 0 + 2 = 2
     |--- the problem, then the question ----|   |------------- the solution -------------|  answer: its last number
 
-The solution repeats the equations in the order in which they can be worked out, with values in the place of variables. Without
-it (``solution=False``) the answer alone follows the question. Shorter sequences are filled with "_" on the right.
+The solution repeats the equations in the order in which they can be solved, with values substituted for variables. Without it
+(``solution=False``) only the answer follows the question. Shorter sequences are padded with "_" on the right.
 
-A product always has a number other than 0 as a factor: modulo a prime such a product takes every value equally often, so
-no answer is likely beforehand. (Products of two variables would drift towards 0.)
+A product always has a constant other than 0 as a factor: modulo a prime such a product takes every value equally often, so no
+answer is more likely than another. (Products of two variables would drift towards 0.)
 
 Compared with iGSM, on which it is modeled, it lacks the sentences, the hierarchy of things and the equations that do not
 matter.
@@ -46,27 +46,27 @@ EQUATION_LENGTH = 6  # v = x + y ;
 QUESTION_LENGTH = 3  # ? v :
 STEP_LENGTH = 8  # v = 1 + 2 = 3 ;
 
-ABSENT, QUESTION, SOLUTION, ANSWER = range(4)  # what a token is to the reader; the answer belongs to the solution
+ABSENT, QUESTION, SOLUTION, ANSWER = range(4)  # the role of a token; the answer belongs to the solution
 
 
 class _Problem(NamedTuple):
-    """A batch of chains as tokens, in the order of the chain; columns from a row's ``n_ops`` on mean nothing."""
+    """A batch of chains as tokens, in the order of the chain; columns from a row's ``n_ops`` on are unused."""
 
     n_ops: Int[Tensor, " batch"]
     name: Int[Tensor, "batch op"]
     operator: Int[Tensor, "batch op"]
     operand: Int[Tensor, "batch op 2"]
-    """As in the problem: numbers and names."""
+    """Operands as the problem has them: numbers and names."""
     operand_value: Int[Tensor, "batch op 2"]
-    """As in the solution: numbers."""
+    """Operands as the solution has them: numbers."""
     value: Int[Tensor, "batch op"]
 
     def in_use(self) -> Bool[Tensor, "batch op"]:
-        """Return which columns mean something."""
+        """Return which columns are in use."""
         return torch.arange(self.name.shape[1]) < self.n_ops[:, None]
 
     def is_last(self) -> Bool[Tensor, "batch op"]:
-        """Return which column is the variable that is asked for."""
+        """Return which column holds the variable that the question asks for."""
         return torch.arange(self.name.shape[1]) == self.n_ops[:, None] - 1
 
 
@@ -75,10 +75,10 @@ class ArithmeticTask(Task):
     """Work out a variable that is defined by a chain of equations.
 
     Attributes:
-        max_ops: training problems have 1 to max_ops operations, each number equally often.
-        test_ops: held-out problems have exactly so many; 0 for the same as in training.
+        max_ops: training problems have 1 to max_ops operations, uniformly distributed.
+        test_ops: held-out problems have exactly this many; 0 for the same as in training.
         modulus: an odd prime.
-        n_names: letters that variables may be called, a-z then A-Z.
+        n_names: number of letters available as variable names, a-z then A-Z.
         solution: write the steps between question and answer.
         scored_part: "solution" scores every token after the question, "answer" only the last.
     """
@@ -113,7 +113,7 @@ class ArithmeticTask(Task):
 
     @checked
     def question_length(self, n_ops: int) -> int:
-        """Return how many tokens come before the solution: what a model is given that is to write the solution itself."""
+        """Return how many tokens come before the solution: the prompt for a model that writes the solution itself."""
         return EQUATION_LENGTH * n_ops + QUESTION_LENGTH
 
     @checked
@@ -137,7 +137,7 @@ class ArithmeticTask(Task):
         """Return one sequence as text, a space between tokens.
 
         Raises:
-            KVLensError: they are no ids [pos] of this task.
+            KVLensError: the tokens are not ids [pos] of this task.
         """
         require_ids(self, tokens)
         table = [*SIGNS, *map(str, range(self.modulus)), *NAMES[: self.n_names]]
@@ -147,17 +147,17 @@ class ArithmeticTask(Task):
     def some_step_answers(
         self, solution: Int[Tensor, "batch pos"], asked: Int[Tensor, " batch"], answer: Int[Tensor, " batch"]
     ) -> Bool[Tensor, " batch"]:
-        """Whether some step of a written solution, such as "k = 0 + 2 = 2", gives the variable that is asked for its value.
+        """Whether any step of a written solution, such as "k = 0 + 2 = 2", gives the requested variable its correct value.
 
-        KVSA scores iGSM in this way (app. I): steps that are wrong, missing or follow the answer do not matter.
+        KVSA scores iGSM in this way (app. I): steps that are wrong, missing or after the answer do not matter.
 
         Args:
-            solution: what was written after the question, at least one step long.
-            asked: the variable's token.
-            answer: that of its value.
+            solution: the tokens written after the question, at least one step long.
+            asked: token of the variable.
+            answer: token of its value.
 
         Raises:
-            KVLensError: a solution that is shorter, or other shapes.
+            KVLensError: the solution is shorter than one step, or a shape is wrong.
         """
         if solution.dim() != 2 or solution.shape[1] < STEP_LENGTH - 1 or not asked.shape == answer.shape == solution.shape[:1]:
             raise KVLensError(
@@ -178,7 +178,7 @@ class ArithmeticTask(Task):
         return FIRST_NUMBER + self.modulus
 
     def _draw_problem(self, n_ops: Int[Tensor, " batch"], generator: torch.Generator) -> _Problem:
-        """Draw names, operators and operands, and work the chains out."""
+        """Draw names, operators and operands, and evaluate the chains."""
         shape = (len(n_ops), self._most_ops)
         names = draw_distinct(self.n_names, *shape, generator) + self._first_name
         first_number = torch.randint(self.modulus, (len(n_ops), 1), generator=generator)
@@ -187,14 +187,14 @@ class ArithmeticTask(Task):
         factor = torch.randint(1, self.modulus, shape, generator=generator)
         number = torch.where(operator == TIMES, factor, number)
         uses_variable = (torch.rand(shape, generator=generator) < 0.5) & (operator != TIMES)
-        uses_variable[:, :2] = False  # there is no variable but the one before
+        uses_variable[:, :2] = False  # the only variable so far is the one before
         earlier = (torch.rand(shape, generator=generator) * (torch.arange(shape[1]) - 1).clamp(min=1)).long()
         is_swapped = torch.rand(shape, generator=generator) < 0.5
 
         values = [first_number.squeeze(1)]  # then v_0, v_1, ..., so v_j is values[j + 1]
         place = torch.where(uses_variable, earlier + 1, 0)
         operand_values = []
-        for t in range(shape[1]):  # a chain: each operation needs the one before
+        for t in range(shape[1]):  # a chain: each operation depends on the one before
             variable = torch.stack(values, dim=1).gather(1, place[:, t : t + 1]).squeeze(1)
             other = torch.where(uses_variable[:, t], variable, number[:, t])
             operand_values.append(_in_order(values[-1], other, is_swapped[:, t]))
@@ -223,7 +223,7 @@ class ArithmeticTask(Task):
         parts = [_write_equations(problem, generator), _write_question(problem), _write_steps(problem, self.solution)]
         tokens = torch.cat([part.flatten(1) for part, _ in parts], dim=1)
         roles = torch.cat([role.flatten(1) for _, role in parts], dim=1)
-        # A stable sort moves what is absent to the right, and keeps the order of the rest.
+        # A stable sort moves absent tokens to the right and keeps the order of the others.
         left_aligned = (roles == ABSENT).long().argsort(dim=1, stable=True)[:, : self.n_positions + 1]
         return torch.where(roles == ABSENT, PAD, tokens).gather(1, left_aligned), roles.gather(1, left_aligned)
 
@@ -238,7 +238,7 @@ def _write_equations(problem: _Problem, generator: torch.Generator) -> tuple[Ten
 
 
 def _write_question(problem: _Problem) -> tuple[Tensor, Tensor]:
-    """What is asked for, tokens and roles [batch QUESTION_LENGTH]."""
+    """The question, tokens and roles [batch QUESTION_LENGTH]."""
     tokens = _columns(ASK, problem.name[problem.is_last()], COLON)
     return tokens, torch.full_like(tokens, QUESTION)
 
@@ -255,11 +255,11 @@ def _write_steps(problem: _Problem, solution: bool) -> tuple[Tensor, Tensor]:
 def _in_order(
     first: Int[Tensor, "*shape"], second: Int[Tensor, "*shape"], is_swapped: Bool[Tensor, "*shape"]
 ) -> Int[Tensor, "*shape 2"]:
-    """The two side by side, the other way round where swapped."""
+    """The two next to each other, in reverse order where swapped."""
     return torch.stack([torch.where(is_swapped, second, first), torch.where(is_swapped, first, second)], dim=-1)
 
 
 def _columns(*columns: Tensor | int) -> Tensor:
-    """Put columns side by side in a new last axis; a sign stands for a column full of it."""
+    """Stack columns along a new last axis; an integer stands for a column filled with it."""
     shape = next(column.shape for column in columns if isinstance(column, Tensor))
     return torch.stack([c if isinstance(c, Tensor) else torch.full(shape, c) for c in columns], dim=-1)

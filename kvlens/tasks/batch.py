@@ -1,4 +1,4 @@
-"""What every task yields, and what every task must offer.
+"""`Batch`, which every task yields, and `Task`, the interface of every task.
 
 A task is a distribution of sequences together with the positions at which a prediction is scored. It holds no state: a batch
 is a function of the generator that is passed in, so a training run can be resumed at any step, and two processes can draw the
@@ -6,10 +6,10 @@ same batch.
 
     logits of the model at position i  are compared with  targets[:, i]  where  scored[:, i]
 
-A task also knows which models can do it: it makes one (`Task.new_model`), refuses those that do not fit (`Task.check_fit`), and
-adds what only it can measure on them (`Task.measure_more`).
+A task also builds a model that fits it (`Task.new_model`), refuses models that do not fit (`Task.check_fit`), and adds
+measurements that only make sense for this task (`Task.measure_more`).
 
-For next-token tasks ``targets[:, i]`` is ``inputs[:, i + 1]``; for others (k-hop induction, regression) it is what it says.
+For next-token tasks ``targets[:, i]`` is ``inputs[:, i + 1]``; other tasks (k-hop induction, regression) define their own.
 """
 
 from abc import ABC, abstractmethod
@@ -32,8 +32,8 @@ class Batch(NamedTuple):
     """A batch of sequences.
 
     Attributes:
-        inputs: what the model reads: token ids Int[batch pos], or Float[batch pos d_input] for regression.
-        targets: what is predicted: token ids Int[batch pos], or Float[batch pos]; arbitrary (0) where not scored.
+        inputs: the model's inputs: token ids Int[batch pos], or Float[batch pos d_input] for regression.
+        targets: the correct predictions: token ids Int[batch pos], or Float[batch pos]; arbitrary (0) where not scored.
         scored: Bool[batch pos], at least one True in the batch.
     """
 
@@ -54,36 +54,36 @@ class Task(ABC):
     @property
     @abstractmethod
     def n_positions(self) -> int:
-        """Positions of a sequence, the longest one: what ``n_ctx`` must hold."""
+        """Positions of the longest sequence, the least ``n_ctx`` that fits."""
 
     @property
     @abstractmethod
     def d_input(self) -> int:
-        """Token ids are below this (``d_vocab``); for regression the numbers that make up one position."""
+        """Number of token ids (``d_vocab``); for regression the number of features per position."""
 
     @abstractmethod
     def sample(self, batch_size: int, generator: torch.Generator, split: str = "train") -> Batch:
-        """Draw ``batch_size`` sequences, on the CPU, from ``generator`` alone.
+        """Draw ``batch_size`` sequences on the CPU; ``generator`` is the only source of randomness.
 
         Args:
             batch_size: sequences, at least 1.
             generator: on the CPU; equal states give equal batches.
-            split: "train" or "heldout". A task that generates its sequences draws both from one distribution, and the
-                generators differ; a task that cuts them from a text cuts them from different parts.
+            split: "train" or "heldout". A task that generates its sequences draws both from the same distribution, with
+                different generators; a task that cuts them from a text takes them from different parts.
         """
 
     def heldout(self, n_sequences: int, seed: int = 0) -> Batch:
-        """``n_sequences`` held-out sequences: the same ones for the same seed."""
+        """Draw ``n_sequences`` held-out sequences, the same ones for the same seed."""
         ensure(f"task {self.name!r}: seed", Seed, seed)
         return self.sample(n_sequences, torch.Generator().manual_seed(1_000_003 + seed), "heldout")
 
     def data_hash(self) -> str | None:
-        """A hash of the data behind the settings, where the settings do not decide them (a text on disk); else None."""
+        """A hash of the data if the settings do not determine them (a text on disk); else None."""
         return None
 
     @property
     def built_tokenizer(self) -> Any:
-        """What turns this task's texts into its tokens; None where it draws tokens itself."""
+        """The tokenizer of this task's texts; None if it draws tokens directly."""
         return None
 
     @property
@@ -93,7 +93,7 @@ class Task(ABC):
 
     @checked
     def new_model(self, cfg: HookedKVTransformerConfig) -> Model:
-        """A model of this configuration, with fresh weights, that reads and predicts what this task has."""
+        """Build a model of this configuration, with newly initialized weights, for the inputs and targets of this task."""
         return build_with_ready_tokenizer(HookedKVTransformer, cfg, self.built_tokenizer)
 
     def check_fit(self, model: Model) -> None:
@@ -104,16 +104,16 @@ class Task(ABC):
         self._check_length(model)
 
     def describe_data(self) -> dict[str, Any]:
-        """Where the data come from, and their licences, for a model's card."""
+        """The source of the data and their licences, for a model's card."""
         return {"source": f"generated by kvlens' task {self.name!r}", "licences": {}}
 
     def measure_more(self, model: Model, n_sequences: int, loss: float) -> dict[str, Any]:
-        """What this task measures on a trained model in addition to loss and accuracy, for its card.
+        """Measure on a trained model what its card reports in addition to loss and accuracy.
 
         Args:
-            model: in eval mode.
-            n_sequences: as many as loss and accuracy were measured on.
-            loss: the held-out one.
+            model: a model in eval mode.
+            n_sequences: number of sequences on which loss and accuracy were measured.
+            loss: the held-out loss.
         """
         return {}
 
@@ -126,7 +126,7 @@ class Task(ABC):
     def _check_length(self, model: Model) -> None:
         if model.cfg.has_position_limit and model.cfg.n_ctx < self.n_positions:
             raise KVLensError(
-                f"train: sequences of task {self.name!r} have {self.n_positions} positions, the model's end at "
+                f"train: sequences of task {self.name!r} have {self.n_positions} positions, but the model has only "
                 f"n_ctx={model.cfg.n_ctx}; build it with a larger n_ctx, or shorten the task"
             )
 
@@ -134,12 +134,12 @@ class Task(ABC):
         return KVLensError(f"train: task {self.name!r} {words}")
 
     def settings(self) -> dict[str, Any]:
-        """The settings, of JSON's types; ``make_task(name, **settings)`` makes the task again."""
+        """The settings as JSON values; ``make_task(name, **settings)`` makes the same task."""
         return asdict(self)
 
     @classmethod
     def from_settings(cls, settings: dict[str, Any]) -> "Task":
-        """From settings by name; an unknown one is refused."""
+        """Make a task from settings by name; unknown names are refused."""
         known = [f.name for f in fields(cls)]
         for name in settings:
             if name not in known:

@@ -1,21 +1,21 @@
-"""Trigger-token bigrams: the first use of a trigger tells what will follow it from then on.
+"""Trigger-token bigrams: what follows a trigger at its first use follows it from then on.
 
 The alphabet is a-z, A-Z; its first letters (a-e) are triggers. A sequence is a stream of two kinds of blocks:
 
-    with probability 1 - trigger_rate   one letter, uniform among those that are no triggers
+    with probability 1 - trigger_rate   one letter, uniform among the letters that are not triggers
     with probability trigger_rate       a trigger t, uniform among the triggers, and its follower f(t)
 
-Each sequence draws its own f(t), uniform among the letters that are no triggers, so a trigger never follows a trigger, and
-reading left to right t *commits* on its first use to the letter that happens to follow it. A prediction is scored at each
-*committed* trigger: at position i if x_i is a trigger that stood at an earlier position too. Everything else is noise.
+Each sequence draws its own f(t), uniform among the letters that are not triggers, so a trigger never follows a trigger. Reading
+left to right, t *commits* on its first use to the letter that follows it there. A prediction is scored at each *committed*
+trigger: at position i if x_i is a trigger that also occurred at an earlier position. Everything else is noise.
 
-That is ``blocks``, the default distribution. ``markov`` is ICLCA's own, a Markov chain: what follows a letter that is no
-trigger is uniform over the *whole* alphabet, so that triggers are rarer (five of 52 letters). Followers are drawn as above: the
-paper leaves open whether a trigger may follow a trigger, and where it may, loops such as "aaa" fill most of what is scored.
+That is ``blocks``, the default distribution. ``markov`` is the one of ICLCA, a Markov chain: the letter after a letter that is
+not a trigger is uniform over the *whole* alphabet, so triggers are rarer (five of 52 letters). Followers are drawn as above;
+the paper leaves open whether a trigger may follow a trigger; if it may, loops such as "aaa" account for most scored positions.
 
-Nothing about f can be known from other sequences; without having seen the first use the best guess is right once in
-``n_letters - n_triggers`` times. That makes the task a test of what a converted prompt carries: `BigramTask.sample_with_prompt`
-scores only what the prompt has settled.
+Other sequences carry no information about f; without having seen the first use, the best guess is right once in
+``n_letters - n_triggers`` times. The task thus tests what a converted prompt carries: `BigramTask.sample_with_prompt` scores
+only predictions that the prompt determines.
 
 Source: ICLCA sec. 6.2 (52 letters, five triggers).
 """
@@ -42,14 +42,14 @@ LAWS = (BLOCKS, MARKOV)
 
 @dataclass(frozen=True)
 class BigramTask(Task):
-    """Predict the letter that follows a trigger which was used before.
+    """Predict the letter that follows a trigger that was used before.
 
     Attributes:
         n_letters: token ids are below this; letter i is the i-th of a-z, A-Z.
         n_triggers: letters 0 to n_triggers - 1 are triggers.
         length: positions of a sequence.
-        trigger_rate: chance that a letter which does not follow a trigger is one; a share of
-            ``trigger_rate / (1 + trigger_rate)`` of all letters are triggers. Of no meaning for ``markov``.
+        trigger_rate: probability that a letter that does not follow a trigger is a trigger, so that a share
+            ``trigger_rate / (1 + trigger_rate)`` of all letters are triggers. Not used by ``markov``.
         law: "blocks" or "markov".
     """
 
@@ -100,18 +100,18 @@ class BigramTask(Task):
         *,
         first_use_only: bool = False,
     ) -> Batch:
-        """Draw sequences in which the prompt settles all that is scored.
+        """Draw sequences in which the prompt determines every scored prediction.
 
-        Cut all three tensors at ``prompt_length``: the columns before it are the prompt, those from it on the continuation.
-        Scored are positions of the continuation whose trigger was used, together with its follower, inside the prompt. (A
-        trigger that is the prompt's last letter has not committed there: its follower opens the continuation.)
+        Cut all three tensors at ``prompt_length``: the columns before it are the prompt, the rest the continuation. A position
+        of the continuation is scored if its trigger was used in the prompt together with its follower. (A trigger that is the
+        last letter of the prompt has not committed there, since its follower is the first letter of the continuation.)
 
         Args:
             batch_size: sequences.
             generator: on the CPU.
             prompt_length: letters of the prompt, from 2 to ``length - 1``.
-            first_use_only: score a trigger only at its first use in the continuation, where the continuation alone
-                cannot tell the answer; otherwise at every use.
+            first_use_only: score a trigger only at its first use in the continuation, where the answer does not follow from
+                the continuation alone; otherwise at every use.
 
         Raises:
             KVLensError: the prompt leaves no continuation, or nothing is scored.
@@ -132,7 +132,7 @@ class BigramTask(Task):
         """Return the letters of one sequence.
 
         Raises:
-            KVLensError: they are no ids [pos] of this task's letters.
+            KVLensError: the tokens are not ids [pos] of this task's letters.
         """
         require_ids(self, tokens)
         return "".join(ALPHABET[token] for token in tokens.tolist())
@@ -142,7 +142,7 @@ class BigramTask(Task):
         """Return the token ids of a text of letters.
 
         Raises:
-            KVLensError: a character is no letter of this task.
+            KVLensError: a character is not a letter of this task.
         """
         strangers = sorted(set(text) - set(ALPHABET[: self.n_letters]))
         if strangers:
@@ -152,11 +152,11 @@ class BigramTask(Task):
         return torch.tensor([ALPHABET.index(letter) for letter in text], dtype=torch.long)
 
     def _draw_letters(self, batch_size: int, generator: torch.Generator) -> Int[Tensor, "batch pos_plus_1"]:
-        """Sequences one letter longer than the inputs, for the last target."""
+        """Draw sequences one letter longer than the inputs, for the last target."""
         shape = (batch_size, self.length + 1)
         is_pair = torch.rand(shape, generator=generator) < self.trigger_rate
         widths = 1 + is_pair.long()
-        starts = widths.cumsum(1) - widths  # of each block; together the blocks fill the sequence and run over its end
+        starts = widths.cumsum(1) - widths  # of each block; together the blocks fill the sequence and extend past its end
         is_trigger = torch.zeros(batch_size, 2 * shape[1], dtype=torch.bool).scatter_(1, starts, is_pair)[:, : shape[1]]
 
         triggers = torch.randint(self.n_triggers, shape, generator=generator)
@@ -167,7 +167,7 @@ class BigramTask(Task):
         return letters
 
     def _draw_chain(self, batch_size: int, generator: torch.Generator) -> Int[Tensor, "batch pos_plus_1"]:
-        """A Markov chain for each sequence: each letter depends on the one before."""
+        """Draw one Markov chain per sequence: each letter depends on the one before."""
         drawn = torch.randint(self.n_letters, (batch_size, self.length + 1), generator=generator)
         followers = torch.randint(self.n_triggers, self.n_letters, (batch_size, self.n_triggers), generator=generator)
         columns = [drawn[:, 0]]
@@ -180,7 +180,7 @@ class BigramTask(Task):
     def _settled_by_prompt(
         self, letters: Int[Tensor, "batch pos"], prompt_length: int, first_use_only: bool
     ) -> Bool[Tensor, "batch pos"]:
-        """Where the continuation uses a trigger whose follower the prompt has shown."""
+        """Positions at which the continuation uses a trigger whose follower is in the prompt."""
         is_use = letters[:, :, None] == torch.arange(self.n_triggers)
         shown = is_use[:, : prompt_length - 1].any(dim=1)
         settled = is_use[:, prompt_length:] & shown[:, None]

@@ -1,4 +1,4 @@
-"""What every task checks: its settings when it is made, and a request when it is drawn from."""
+"""Checks shared by all tasks: of the settings when a task is made, and of the arguments when a batch is drawn."""
 
 from collections.abc import Iterable
 from typing import Annotated
@@ -11,57 +11,57 @@ from kvlens.errors import KVLensError, brief
 from kvlens.tasks.batch import SPLITS, Task
 
 MOST_PLACES = 2**31
-"""Positions of a batch: 16 GB of token ids alone."""
+"""The most positions of a batch: 16 GB of token ids alone."""
 
 
 def require_integers(task: Task, **least: int) -> None:
-    """Refuse settings that are not integers of at least this much.
+    """Refuse settings that are not integers, or below their minimum.
 
     Args:
-        task: whose settings are read.
+        task: the task whose settings are checked.
         **least: setting=smallest allowed value.
 
     Raises:
-        KVLensError: a setting is no integer, or too small.
+        KVLensError: a setting is not an integer, or too small.
     """
     for setting, smallest in least.items():
         value = ensure(f"task {task.name!r}: {setting}", Annotated[int, Within(smallest)], getattr(task, setting))
-        object.__setattr__(task, setting, value)  # a whole number of numpy as Python's, also where it is frozen
+        object.__setattr__(task, setting, value)  # a numpy integer becomes Python's, in a frozen dataclass too
 
 
 def require_between(task: Task, setting: str, low: float, high: float) -> None:
     """Refuse a setting that is not a number from ``low`` to ``high``, both allowed.
 
     Raises:
-        KVLensError: the setting is no number, or outside.
+        KVLensError: the setting is not a number, or out of range.
     """
     ensure(f"task {task.name!r}: {setting}", Annotated[float, Within(low, high)], getattr(task, setting))
 
 
 def require_choice(task: Task, setting: str, options: Iterable[str]) -> None:
-    """Refuse a setting that is none of the names, and propose the nearest.
+    """Refuse a setting that is not one of the names, and propose the nearest.
 
     Raises:
-        KVLensError: the setting is another name.
+        KVLensError: the setting is not one of ``options``.
     """
     value, options = getattr(task, setting), list(options)
     ensure(f"task {task.name!r}: {setting}", one_of(options), value)
 
 
 def require_batch(task: Task, what: str, n_sequences: int) -> None:
-    """Refuse a number of sequences that is none, or whose tokens no memory holds.
+    """Refuse a number of sequences that is not a positive integer, or whose tokens would not fit into memory.
 
     Raises:
-        KVLensError: as said; ``what`` is the argument's name.
+        KVLensError: the number is invalid; the message calls the argument ``what``.
     """
     ensure(f"task {task.name!r}: {what}", Annotated[int, Within(1, max(1, MOST_PLACES // task.n_positions))], n_sequences)
 
 
 def require_drawable(task: Task, batch_size: int, generator: torch.Generator, split: str) -> None:
-    """Refuse the arguments of `Task.sample` that cannot be served.
+    """Refuse invalid arguments of `Task.sample`.
 
     Raises:
-        KVLensError: an empty batch, a generator of another device, or an unknown split.
+        KVLensError: an empty batch, a generator on another device, or an unknown split.
     """
     require_batch(task, "batch_size", batch_size)
     if not isinstance(generator, torch.Generator):
@@ -75,7 +75,7 @@ def require_ids(task: Task, tokens: Tensor) -> None:
     """Refuse tokens that are not one sequence of this task's ids.
 
     Raises:
-        KVLensError: as said.
+        KVLensError: the tokens have another shape or type, or are out of range.
     """
     is_row = tokens.dim() == 1 and not (tokens.is_floating_point() or tokens.is_complex())
     if not is_row or bool(((tokens < 0) | (tokens >= task.d_input)).any()):

@@ -1,4 +1,4 @@
-"""How much a context helps a model, in front of the text and as a bias: the measure that a shipped model must pass."""
+"""How much a context helps a model, as tokens before the text and as a bias: a requirement for shipped models."""
 
 from typing import NamedTuple
 
@@ -15,10 +15,10 @@ class ContextEffect(NamedTuple):
     """Mean next-token losses on the text, nats per token, over the same predictions.
 
     Attributes:
-        without: BOS and the text alone.
-        with_context: the context in front.
-        converted: the context as a bias, the text alone.
-        relative_error: of the converted model's logits against those with the context, ||new - old|| / ||old||.
+        without: loss after BOS and the text alone.
+        with_context: loss with the context before the text.
+        converted: loss of the text alone, with the context as a bias.
+        relative_error: relative error of the logits with the bias against those with the context, ||new - old|| / ||old||.
     """
 
     without: float
@@ -40,11 +40,11 @@ def context_effect(
 
     Args:
         model: with linear attention and a tokenizer that has a BOS.
-        windows: BOS and text, as :meth:`kvlens.corpus.TokenWindows.consecutive` cuts them.
-        n_context: tokens of context, BOS included; what follows is the text, of which every token but the first is predicted.
+        windows: BOS and text, as from :meth:`kvlens.corpus.TokenWindows.consecutive`.
+        n_context: tokens of context, BOS included; the rest is the text, of which every token but the first is predicted.
 
     Raises:
-        KVLensError: no windows, or no text behind the context.
+        KVLensError: no windows, or no text after the context.
     """
     if len(windows) == 0 or windows.shape[1] < n_context + 2:
         raise KVLensError(f"context_effect: expected windows of more than {n_context + 1} tokens, got {list(windows.shape)}")
@@ -67,6 +67,6 @@ def context_effect(
 
 
 def _loss(logits: Tensor, text: Tensor) -> Tensor:
-    """Summed over windows, averaged over their predictions, in float64."""
+    """Loss in float64, summed over windows and averaged over their predictions."""
     log_probs = logits[:, :-1].double().log_softmax(dim=-1)
     return -log_probs.gather(-1, text[:, 1:, None]).squeeze(-1).mean(dim=1).sum().cpu()

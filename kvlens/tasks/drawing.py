@@ -1,4 +1,4 @@
-"""How random things are drawn that several tasks need."""
+"""Random draws that several tasks share."""
 
 from collections.abc import Callable
 
@@ -15,20 +15,20 @@ MAX_TRIES = 100
 def draw_distinct(n: int, batch_size: int, n_draws: int, generator: torch.Generator) -> Int[Tensor, "{batch_size} {n_draws}"]:
     """Return rows of distinct numbers below ``n`` in random order, a draw without replacement in each row.
 
-    The places of the largest of n independent numbers, from the largest down, are such a draw.
+    The indices of the largest of n independent numbers, in descending order, are such a draw.
     """
     return torch.rand(batch_size, n, generator=generator).topk(n_draws, dim=1).indices
 
 
 def draw_until_scored(task: Task, draw: Callable[[], Batch]) -> Batch:
-    """Draw a batch again while it scores nothing: a mean over its scored positions must exist.
+    """Draw batches until one has a scored position, so that the mean over scored positions exists.
 
     Args:
         task: named in the message.
         draw: draws one batch; successive calls use the same generator.
 
     Raises:
-        KVLensError: many batches in a row score nothing, so the settings leave next to nothing to predict.
+        KVLensError: many batches in a row have no scored position, so these settings leave almost nothing to predict.
     """
     for _ in range(MAX_TRIES):
         batch = draw()

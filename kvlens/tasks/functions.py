@@ -1,7 +1,7 @@
 r"""Classes of functions R^d -> R for in-context regression.
 
 Each entry of `FUNCTION_CLASSES` draws one random function per row and evaluates it at the row's points. They are scaled so
-that over functions and standard normal points x ~ N(0, I) the value has mean 0 and variance 1, whatever d is:
+that over functions and standard normal points x ~ N(0, I) the value has mean 0 and variance 1 for every d:
 
 =================  =====================================================  =================================================
 class              f(x)                                                   why the variance is 1
@@ -59,7 +59,7 @@ def trigonometric(x: Points, generator: torch.Generator) -> Values:
 
 
 def exponential(x: Points, generator: torch.Generator) -> Values:
-    """exp(w.x/2) with |w| = 1, less its mean, over its standard deviation."""
+    """exp(w.x/2) with |w| = 1, standardized to mean 0 and variance 1."""
     w = torch.nn.functional.normalize(_directions(x, generator), dim=1)
     variance = 0.25  # of w.x/2; exp of it is lognormal
     mean = math.exp(variance / 2)
@@ -82,7 +82,7 @@ def decision_tree(x: Points, generator: torch.Generator) -> Values:
 
 
 def two_layer_relu(x: Points, generator: torch.Generator) -> Values:
-    """A network of one hidden layer of ReLU units."""
+    """A network with one hidden layer of ReLU units."""
     batch, _, dim = x.shape
     w = torch.randn(batch, dim, N_HIDDEN, generator=generator) / math.sqrt(dim)
     a = torch.randn(batch, N_HIDDEN, generator=generator) * math.sqrt(2 / N_HIDDEN)
@@ -90,7 +90,7 @@ def two_layer_relu(x: Points, generator: torch.Generator) -> Values:
 
 
 def _directions(x: Points, generator: torch.Generator) -> Float[Tensor, "batch dim"]:
-    """One vector ~ N(0, I/d) a row."""
+    """One vector ~ N(0, I/d) per row."""
     return torch.randn(len(x), x.shape[2], generator=generator) / math.sqrt(x.shape[2])
 
 

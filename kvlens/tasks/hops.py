@@ -4,11 +4,11 @@ One hop goes from a token to the token after its previous occurrence:
 
     find^1(i) = max { j <= i : x_{j-1} = x_i }         find^k(i) = find^1(find^{k-1}(i))         target_i = x_{find^k(i)}
 
-With k = 1 the target is the answer of induction; for larger k the answer is asked the same question again. A position is scored
-where all k hops exist; the original gives the others a null token, here they are not scored. The target is a function
-of x_0 ... x_i and in general not the next token.
+With k = 1 the target is the answer of induction; for larger k the step is repeated from that answer. A position is scored if
+all k hops exist; the paper gives the other positions a null token, here they are not scored. The target is a function of
+x_0 ... x_i and in general not the next token.
 
-Tokens are uniform, except that no token stands twice in a row: there find^1(i) would be i, and the hops would stand still.
+Tokens are uniform, except that no token occurs twice in a row: find^1(i) would be i there, and the hops would not move.
 
 Source: Sanford, Hsu, Telgarsky 2024, Transformers, Parallel Computation, and Logarithmic Depth (their hop_k; depth about
 log2 k is needed); KVSA app. H.
@@ -33,8 +33,8 @@ class HopsTask(Task):
     """Predict the token that k hops of induction lead to.
 
     Attributes:
-        k: hops.
-        vocab_size: tokens are drawn from this many; a hop goes back by about as many positions.
+        k: number of hops.
+        vocab_size: number of token ids; a hop goes back by about as many positions.
         length: positions of a sequence, more than k.
     """
 
@@ -70,13 +70,13 @@ class HopsTask(Task):
         return draw_until_scored(self, draw)
 
     def _draw_tokens(self, batch_size: int, generator: torch.Generator) -> Int[Tensor, "batch pos"]:
-        """Steps of 1 to vocab_size - 1, added up modulo vocab_size: each token is any but the one before."""
+        """Add up steps of 1 to vocab_size - 1 modulo vocab_size, so that each token differs from the one before."""
         steps = torch.randint(1, self.vocab_size, (batch_size, self.length), generator=generator)
         steps[:, 0] = torch.randint(self.vocab_size, (batch_size,), generator=generator)
         return steps.cumsum(dim=1) % self.vocab_size
 
     def _find(self, tokens: Int[Tensor, "batch pos"]) -> Int[Tensor, "batch pos"]:
-        """find^k of every position, -1 where a hop is missing."""
+        """find^k of every position, or -1 if a hop does not exist."""
         previous = previous_occurrence(tokens)
         one_hop = torch.where(previous >= 0, previous + 1, -1)
         found = one_hop

@@ -1,28 +1,27 @@
-"""Induction: a token that stood earlier is followed by what followed it then. Two distributions, and a mixture.
+"""Induction: a token that occurred earlier is followed by the token that followed it then. Two distributions, and a mixture.
 
-``first_repeat`` is KVSA's own (:mod:`kvlens.tasks.first_repeat`): random tokens, scored once, at the first that came before.
-``repeated_block``, the default, scores at least half of the positions: a block of random tokens, again and again. ``both``
-draws every sequence from one of the two, at even odds.
+``first_repeat`` is the one of KVSA (:mod:`kvlens.tasks.first_repeat`): random tokens, scored once, at the first repeat.
+``repeated_block``, the default, repeats a block of random tokens and scores at least half of the positions. ``both`` draws
+every sequence from one of the two, with equal probability.
 
 A sequence of ``repeated_block`` draws a period p, uniform from ``length // 4`` to ``length // 2``, and p distinct tokens, and
 repeats them:
 
     x_i = block[i mod p]          the prediction after position i is scored where i >= p
 
-There the token x_i stood at position i - p before, exactly once for each period that has passed, and what followed it then
-follows it again: "... A B ... A" is answered by B, and the answer is never ambiguous because the tokens of a block differ.
+There the token x_i occurred at position i - p, exactly once in each earlier period, and is followed by the same token again:
+"... A B ... A" is answered by B, and the answer is unambiguous because the tokens of a block are distinct.
 
 What does not solve the task:
 
-- *Bigram statistics*: every sequence draws its own block, so the token after A is, over sequences, any other token.
-- *Position*: the answer stands p - 1 tokens back. Were p fixed, one plain layer could learn to look there. As it is drawn
-  each time, a fixed position is right only for the few of the ``length // 4 + 1`` periods that divide its distance to the
-  answer.
-- *The bag of tokens seen*: it leaves p candidates. Counting shrinks it towards the end of a repetition (a token that has
-  come twice is not next), which may lift a plain layer above chance, but says nothing of the order within the block.
+- *Bigram statistics*: every sequence draws its own block, so across sequences the token after A may be any other token.
+- *Position*: the answer is p - 1 tokens back. If p were fixed, one plain layer could learn to look there. Since p is random,
+  a fixed position is right only for the few of the ``length // 4 + 1`` periods that divide its distance to the answer.
+- *The bag of tokens seen*: it leaves p candidates. Counting reduces their number towards the end of a repetition (a token that
+  has occurred twice is not next), which may lift a plain layer above chance, but says nothing about the order in the block.
 
-So a token must be found by its predecessor: two plain layers, or one layer whose keys are shifted by one. The first
-distribution needs the same, with few tokens to search (1.25 sqrt(length) on average), the shortest text being "A B A".
+So a token must be found by its predecessor: two plain layers, or one layer whose keys are shifted by one. ``first_repeat``
+requires the same, with few tokens to search (1.25 sqrt(length) on average); the shortest text is "A B A".
 
 Source: KVSA sec. 3.1 and app. D (vocabulary 8,000, length 512).
 """
@@ -44,10 +43,10 @@ LAWS = (BLOCK, FIRST, BOTH)
 
 @dataclass(frozen=True)
 class InductionTask(Task):
-    """Predict what follows a token that stood earlier.
+    """Predict the token after a token that occurred earlier.
 
     Attributes:
-        vocab_size: tokens are drawn from this many; at least ``length // 2`` for blocks, ``length`` for first repeats.
+        vocab_size: number of token ids; at least ``length // 2`` for blocks, ``length`` for first repeats.
         length: positions of a sequence.
         law: one of LAWS.
     """

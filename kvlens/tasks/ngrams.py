@@ -1,6 +1,6 @@
-"""n-grams of a fixed table: what is learned is the table, not the context.
+"""n-grams from a fixed table, which a model must learn in its weights rather than in context.
 
-A random table f, drawn once from ``table_seed``, names the token that follows every ``order - 1`` tokens:
+A random table f, drawn once from ``table_seed``, gives the token that follows every ``order - 1`` tokens:
 
     x_{i+1} = f(x_{i-order+2}, ..., x_i)                 with probability 1 - restart_rate, and then scored
     x_{i+1} uniform                                      otherwise, and then not scored
@@ -8,8 +8,8 @@ A random table f, drawn once from ``table_seed``, names the token that follows e
 The restarts are needed: a deterministic walk falls into a cycle after about the square root of ``vocab_size ** (order - 1)``
 steps, and in a cycle the next token could be copied from the context. Held-out sequences are new walks on the same table.
 
-To read the table a model must bring the last ``order - 1`` tokens together at one position, which a shift by one does for
-order 3 before any attention, and then store ``vocab_size ** (order - 1)`` answers.
+To look up the table a model must combine the last ``order - 1`` tokens at one position, which for order 3 a shift by one does
+before any attention, and store ``vocab_size ** (order - 1)`` answers.
 
 Source: KVSA sec. 3.3 (3-grams).
 """
@@ -33,14 +33,14 @@ MAX_TABLE = 2**24
 
 @dataclass(frozen=True)
 class NgramTask(Task):
-    """Predict the token that a fixed random table names for the last ones.
+    """Predict the token that a fixed random table gives for the last ``order - 1`` tokens.
 
     Attributes:
-        order: tokens of an n-gram, the predicted one included.
-        vocab_size: tokens are drawn from this many.
+        order: tokens of an n-gram, including the predicted one.
+        vocab_size: number of token ids.
         length: positions of a sequence.
-        table_seed: two tasks of equal order, vocabulary and seed have the same table.
-        restart_rate: chance that a token is random and not from the table.
+        table_seed: tasks with the same order, vocabulary and seed have the same table.
+        restart_rate: probability that a token is random instead of from the table.
     """
 
     name: ClassVar[str] = "ngrams"
@@ -55,7 +55,7 @@ class NgramTask(Task):
         require_integers(self, order=2, vocab_size=2, length=2, table_seed=0)
         ensure("task 'ngrams': table_seed", Seed, self.table_seed)
         require_between(self, "restart_rate", 0.0, 0.9)
-        # an order beyond the table's bits is too large by itself, and its power no number to be worked out
+        # an order above the table's number of bits is too large already, and its power need not be computed
         if self.order > MAX_TABLE.bit_length() or self.vocab_size ** (self.order - 1) > MAX_TABLE:
             raise KVLensError(
                 f"task 'ngrams': the table has vocab_size ** (order - 1) entries, at most {MAX_TABLE}; got vocab_size="
@@ -73,7 +73,7 @@ class NgramTask(Task):
         return self.vocab_size
 
     def table(self) -> Int[Tensor, " context"]:
-        """Return what follows each context; a context is read as a number in base ``vocab_size``, its last token last."""
+        """Return the token after each context, a number in base ``vocab_size`` whose last digit is the context's last token."""
         return _random_table(self.vocab_size ** (self.order - 1), self.vocab_size, self.table_seed)
 
     def sample(self, batch_size: int, generator: torch.Generator, split: str = "train") -> Batch:

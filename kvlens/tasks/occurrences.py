@@ -1,4 +1,4 @@
-"""Where did this token stand before? The question behind every induction-like task."""
+"""The previous occurrence of each token, which every induction-like task needs."""
 
 import torch
 from jaxtyping import Int
@@ -6,13 +6,13 @@ from torch import Tensor
 
 
 def previous_occurrence(tokens: Int[Tensor, "batch pos"]) -> Int[Tensor, "batch pos"]:
-    """Return for each position the last earlier one that holds the same token, or -1.
+    """Return for each position the last earlier position with the same token, or -1.
 
-    A stable sort puts equal tokens side by side in the order of their positions, so the neighbor to the left is the
-    previous occurrence: length x log(length) work, and no length x length table.
+    A stable sort puts equal tokens next to each other in the order of their positions, so the left neighbor is the previous
+    occurrence: O(length log(length)) work, and no length x length table.
 
     Args:
-        tokens: of any range.
+        tokens: token ids, of any range.
     """
     order = tokens.argsort(dim=1, stable=True)
     in_order = tokens.gather(1, order)

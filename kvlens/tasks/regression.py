@@ -1,22 +1,22 @@
-"""In-context regression: learn a function from the examples in the prompt, without a change of weights.
+"""In-context regression: learn a function from the examples in the prompt, without changing the weights.
 
-A prompt P = (x_1, f(x_1), ..., x_k, f(x_k), x') is answered by T(P) ~ f(x'). Each sequence draws its own f, and is every prompt
-of k = 0, 1, ..., n_points - 1 examples at once:
+A prompt P = (x_1, f(x_1), ..., x_k, f(x_k), x') is answered by T(P) ~ f(x'). Each sequence draws its own f, and contains the
+prompts of k = 0, 1, ..., n_points - 1 examples at once:
 
     position 2 i        [x_i | 0]        scored: the prediction of f(x_i) from the i examples before it
     position 2 i + 1    [0 | y_i]        y_i = f(x_i) + noise: the example is complete
 
-so ``inputs`` is Float[batch 2*n_points-1 dimensions+1] (the last point needs no answer) and the targets are numbers. What is
-asked for is f(x_i) itself, free of noise. Points are x ~ N(0, I) and the function classes have variance 1
-(`kvlens.tasks.functions`), so that the squared error of always saying 0 is 1.
+so ``inputs`` is Float[batch 2*n_points-1 dimensions+1] (the last point needs no answer) and the targets are numbers. The target
+is f(x_i) without noise. Points are x ~ N(0, I) and the function classes have variance 1 (`kvlens.tasks.functions`), so always
+predicting 0 has a squared error of 1.
 
-Held-out sequences may come from elsewhere (``heldout_shift``), to tell an algorithm from a memory of the distribution:
+Held-out sequences may come from another distribution (``heldout_shift``), to distinguish an algorithm from memorization:
 
 ==============  =============================================================================================
 none            as in training
-scaled_inputs   all points 3 times as far out
+scaled_inputs   all points scaled by 3
 skewed_inputs   coordinate i has a variance in proportion to 1 / i^2 (i = 1 ... d), their sum still d
-orthant         all examples lie in one random orthant, the last point anywhere; only the last point is scored
+orthant         all examples are in one random orthant, the last point anywhere; only the last point is scored
 noisy           noise of standard deviation 1 on the y_i of the prompt
 ==============  =============================================================================================
 
@@ -48,10 +48,10 @@ class RegressionTask(Task):
 
     Attributes:
         functions: the class that f is drawn from, a key of `kvlens.tasks.functions.FUNCTION_CLASSES`.
-        dimensions: of a point x.
-        n_points: points of a sequence, the last one without its answer.
+        dimensions: dimensions of a point x.
+        n_points: points of a sequence; the last one has no answer.
         noise: standard deviation of the noise on the y of the examples.
-        heldout_shift: what is different about held-out sequences, one of SHIFTS.
+        heldout_shift: how held-out sequences differ, one of SHIFTS.
     """
 
     name: ClassVar[str] = "regression"
@@ -83,7 +83,7 @@ class RegressionTask(Task):
 
     @property
     def d_vocab(self) -> int:
-        """Nothing is read from a vocabulary; 1 is the least that a configuration allows."""
+        """1, the smallest value that a configuration allows; there is no vocabulary."""
         return 1
 
     @checked
@@ -120,10 +120,10 @@ class RegressionTask(Task):
     def points_and_values(
         self, inputs: Float[Tensor, "batch pos d_input"]
     ) -> tuple[Float[Tensor, "batch point dim"], Float[Tensor, "batch point_minus_1"]]:
-        """Take ``inputs`` apart: all points x, and the y of all but the last, as least squares wants them.
+        """Split ``inputs`` into all points x and the y of all but the last, as least squares takes them.
 
         Raises:
-            KVLensError: they are no inputs of this task.
+            KVLensError: the shape is not that of this task's inputs.
         """
         if inputs.dim() != 3 or inputs.shape[-1] != self.d_input:
             raise KVLensError(

@@ -1,8 +1,7 @@
 """Next-token prediction on windows of a text: the docs corpus, Python's help topics, or any text file or folder of text files.
 
-Held out is what :class:`kvlens.corpus.DocsCorpus` holds out, or the last twentieth of the characters of each file or topic. The
-tokenizer is a given one, or is learned from the training part. Corpus and tokenizer are built when they are first asked for,
-and kept.
+The held-out part is that of :class:`kvlens.corpus.DocsCorpus`, or the last twentieth of the characters of each file or topic.
+The tokenizer is given, or trained on the training part. Corpus and tokenizer are built on first use and cached.
 """
 
 import hashlib
@@ -33,7 +32,7 @@ HELDOUT_SHARE = 0.05
 MOST_BYTES = 259
 """The smallest vocabulary of a byte-level tokenizer: 256 bytes, 3 special tokens."""
 N_CONTEXT, N_TEXT = 256, 64
-"""Tokens of context and of text behind it, with which a shipped model's use of its context is measured."""
+"""Tokens of context and of the text after it with which a shipped model's use of its context is measured."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +40,9 @@ class TextTask(Task):
     """Windows of text; every token but the first is predicted.
 
     Attributes:
-        corpus: "docs" (:func:`kvlens.corpus.build_docs_corpus`), "topics" (what Python's ``help()`` knows by heart: half a
-            million characters, there at once, for trials), or the path of a UTF-8 text file or a folder of ``*.txt``.
-        vocab_size: of the byte-level BPE that is learned, where ``tokenizer`` is None.
+        corpus: "docs" (:func:`kvlens.corpus.build_docs_corpus`), "topics" (the topics of Python's ``help()``: half a million
+            characters, loaded at once, for quick trials), or the path of a UTF-8 text file or a folder of ``*.txt``.
+        vocab_size: vocabulary of the byte-level BPE that is trained if ``tokenizer`` is None.
         tokenizer: the folder of a Hugging Face tokenizer that has a BOS, or None.
         length: tokens of a training window, BOS included.
         heldout_length: tokens of a held-out window; None takes ``length``.
@@ -74,12 +73,12 @@ class TextTask(Task):
 
     @property
     def d_input(self) -> int:
-        """Entries of the tokenizer."""
+        """Size of the tokenizer's vocabulary."""
         return len(self.built_tokenizer)
 
     @cached_property
     def built_tokenizer(self) -> PreTrainedTokenizerFast:
-        """The given tokenizer, or the one learned from the training part."""
+        """The given tokenizer, or the one trained on the training part."""
         if self.tokenizer is None:
             return train_bpe_tokenizer(self.texts["train"], self.vocab_size)
         return read_tokenizer(self.tokenizer)
@@ -107,14 +106,14 @@ class TextTask(Task):
         return digest.hexdigest()
 
     def describe_data(self) -> dict[str, Any]:
-        """Where the text is from, its licences, and how many tokens each split has."""
+        """The source of the text, its licences, and the number of tokens in each split."""
         tokens = {split: len(windows) for split, windows in self.windows.items()}
         if self.corpus == DOCS:
             return {"source": "docstrings and help topics as installed", "tokens": tokens, **docs_corpus().summary()}
         return {"source": self.corpus, "tokens": tokens, "licences": {}, "tokens_hash": self.data_hash()}
 
     def measure_more(self, model: Model, n_sequences: int, loss: float) -> dict[str, Any]:
-        """Bits a character; for linear attention also what a converted context is worth, where windows are long enough."""
+        """Bits per character; for linear attention also the gain from a converted context, if windows are long enough."""
         self._check_kind(model, HookedKVTransformer)
         assert isinstance(model, HookedKVTransformer)
         windows = self.windows["heldout"].consecutive(self.heldout_length or self.length, n_sequences)
@@ -126,20 +125,20 @@ class TextTask(Task):
         return {**measured, "n_context": N_CONTEXT, "n_text": N_TEXT, **effect._asdict(), "gain": effect.gain}
 
     def sample(self, batch_size: int, generator: torch.Generator, split: str = "train") -> Batch:
-        """Windows at random positions of ``split``."""
+        """Draw windows at random positions of ``split``."""
         require_drawable(self, batch_size, generator, split)
         length = self.length if split == "train" else self.heldout_length or self.length
         return next_token_batch(self.windows[split].sample(batch_size, length, generator))
 
     def heldout(self, n_sequences: int, seed: int = 0) -> Batch:
-        """Windows spread evenly over the held-out part, the same ones for every seed; fewer where it is shorter."""
+        """Windows spread evenly over the held-out part, the same for every seed; fewer if the held-out part is too short."""
         ensure(f"task {self.name!r}: seed", Seed, seed)
         windows = self.windows["heldout"].consecutive(self.heldout_length or self.length, n_sequences)
         return next_token_batch(windows)
 
 
 def next_token_batch(tokens: Tensor) -> Batch:
-    """Every token but the first is a target [batch pos]."""
+    """Make a batch from windows [batch pos]: every token but the first is a target."""
     scored = torch.ones_like(tokens, dtype=torch.bool)
     scored[:, -1] = False
     return Batch(tokens, tokens.roll(-1, dims=1), scored)

@@ -176,7 +176,7 @@ def test_model_and_task_must_fit():
     task = tiny_task()
     with pytest.raises(KVLensError, match="uses 13 token ids .* the model has 11"):
         train(tiny_model(d_vocab=11), task, progress=False)
-    with pytest.raises(KVLensError, match="9 positions, the model's end at n_ctx=5"):
+    with pytest.raises(KVLensError, match="9 positions, but the model has only n_ctx=5"):
         train(tiny_model(n_ctx=5), task, progress=False)
     regression = make_task("regression", functions="linear", dimensions=3, n_points=4)
     with pytest.raises(KVLensError, match="needs a HookedKVRegressor"):

@@ -1,12 +1,12 @@
-"""Made-up stories and questions that only the story answers.
+"""Made-up stories, with questions that can be answered only from the story.
 
     Mira keeps a goat. The kite is in the barn. The drum stands in the cellar. Where is the kite? The kite is in the barn.
 
 - :mod:`~kvlens.tasks.facts.words`, ``tokenizer``: a few hundred words, one token each;
-- :mod:`~kvlens.tasks.facts.story`: drawing a story, and the ground truth, which is where each answer stands;
+- :mod:`~kvlens.tasks.facts.story`: drawing a story, and the ground truth: the position of each answer;
 - :mod:`~kvlens.tasks.facts.nested`: the same for stories whose answers need two sentences;
 - :mod:`~kvlens.tasks.facts.task`: stories as batches;
-- :mod:`~kvlens.tasks.facts.answers`: which answers of a model are right, and what guessing would reach.
+- :mod:`~kvlens.tasks.facts.answers`: which answers of a model are right, and the accuracy of guessing.
 """
 
 from kvlens.tasks.facts.answers import (

@@ -1,8 +1,8 @@
 """Which answers of a model are right: with the story in front, with the story as a bias, and without the story.
 
-An answer is right where the largest logit is the value's, given the question and the answer up to it. Two guesses set the
-scale. Who has not read the story knows the kind of fact, and takes any of the kind's values. Who has read it but does not know
-what belongs to what takes any value of that kind in the story.
+An answer is right if the value has the largest logit, given the question and the answer up to it. Two guessing strategies serve
+as baselines: without the story, any value of the kind that the question asks for; with the story but without knowing which
+value belongs to which subject, any value of that kind in the story.
 """
 
 from collections.abc import Sequence
@@ -20,12 +20,12 @@ from kvlens.tasks.facts.tokenizer import word_tokenizer
 
 
 class ScoredQuestions(NamedTuple):
-    """The questions that are scored: every one that is asked for the first time, story by story.
+    """The scored questions: each question the first time it is asked, story by story.
 
     Attributes:
-        story: which story.
-        position: of the value's token in that story's tokens, BOS being at 0.
-        token: the value.
+        story: index of the story.
+        position: position of the value's token in the tokens of that story, with BOS at 0.
+        token: token id of the value.
     """
 
     story: Int[Tensor, " question"]
@@ -34,16 +34,16 @@ class ScoredQuestions(NamedTuple):
 
 
 class AnswerShares(NamedTuple):
-    """Shares of right answers on stories of one length.
+    """Accuracy on stories of one length.
 
     Attributes:
-        n_facts: facts of a story.
-        n_answers: how many were scored.
-        with_story: after the story.
-        converted: the story as a KV bias; None where the model cannot convert prompts exactly.
-        without_story: after BOS and the earlier questions alone.
-        guess: expected of any value of the right kind.
-        guess_in_story: expected of any value of the right kind that the story names.
+        n_facts: facts per story.
+        n_answers: number of answers scored.
+        with_story: accuracy after reading the story.
+        converted: accuracy with the story as a KV bias; None if the model cannot convert prompts exactly.
+        without_story: accuracy after only BOS and the earlier questions.
+        guess: expected accuracy of guessing any value of the right kind.
+        guess_in_story: expected accuracy of guessing any value of the right kind in the story.
     """
 
     n_facts: int
@@ -56,7 +56,7 @@ class AnswerShares(NamedTuple):
 
 
 def scored_questions(stories: Sequence[Story]) -> ScoredQuestions:
-    """The first-time questions of the stories."""
+    """Collect the questions that are asked for the first time."""
     asked = [(row, question) for row, story in enumerate(stories) for question in story.questions if not question.repeated]
     tokens = [story.tokens for story in stories]
     return ScoredQuestions(
@@ -67,7 +67,7 @@ def scored_questions(stories: Sequence[Story]) -> ScoredQuestions:
 
 
 def scoring_hops(stories: Sequence[Story], hops: int) -> list[Story]:
-    """The same stories in which only questions that need so many sentences are scored; the others count as asked before."""
+    """Return the same stories with only questions that need ``hops`` sentences scored; the others are marked as repeated."""
 
     def marked(story: Story) -> Story:
         return replace(
@@ -83,19 +83,19 @@ def question_tokens(stories: Sequence[Story]) -> Int[Tensor, "story pos"]:
 
 
 def right_after_story(model: HookedKVTransformer, stories: Sequence[Story]) -> Bool[Tensor, " question"]:
-    """Which of `scored_questions` the model answers with the story in front."""
+    """Which of `scored_questions` the model answers correctly with the story in context."""
     scored = scored_questions(stories)
     return _right(model(_padded([story.tokens for story in stories])), scored, torch.zeros(len(stories), dtype=torch.long))
 
 
 def right_with_bias(model: HookedKVTransformer, stories: Sequence[Story]) -> Bool[Tensor, " question"]:
-    """Which the model answers when it reads the questions alone, under the bias that is attached to it."""
+    """Which of them the model answers correctly from the questions alone, with the attached bias."""
     scored = scored_questions(stories)
     return _right(model(question_tokens(stories)), scored, torch.tensor([story.n_prompt_tokens for story in stories]))
 
 
 def right_without_story(model: HookedKVTransformer, stories: Sequence[Story]) -> Bool[Tensor, " question"]:
-    """Which the model answers when it reads BOS and the questions."""
+    """Which of them the model answers correctly after BOS and the questions alone."""
     scored = scored_questions(stories)
     bos = torch.full((len(stories), 1), word_tokenizer().bos_token_id)
     cut = torch.tensor([story.n_prompt_tokens - 1 for story in stories])
@@ -107,8 +107,8 @@ def answer_shares(model: HookedKVTransformer, stories: Sequence[Story], *, batch
     """Measure a model on stories of one length.
 
     Args:
-        model: of the task; with linear attention the converted story is measured too.
-        stories: all of as many sentences.
+        model: a model trained on the task; with linear attention the converted story is measured too.
+        stories: stories with the same number of sentences.
         batch_size: stories at a time.
     """
     asked = [(story, question) for story in stories for question in story.questions if not question.repeated]
@@ -141,7 +141,7 @@ def _values_of_its_kind(story: Story, question: Question) -> int:
 def _right(
     logits: Float[Tensor, "story pos d_vocab"], scored: ScoredQuestions, cut: Int[Tensor, " story"]
 ) -> Bool[Tensor, " question"]:
-    """Whether the logits one position before each value have their largest entry there; ``cut`` tokens are not in front."""
+    """Whether the value has the largest logit one position before it; the first ``cut`` tokens are missing from ``logits``."""
     predicted = logits[scored.story, scored.position - 1 - cut[scored.story]].argmax(dim=-1).cpu()
     return predicted == scored.token
 

@@ -2,9 +2,9 @@
 
     The box is in the cellar. The sack is in the barn. The key is in the box. Which room holds the key? The cellar.
 
-Both sentences are the origin of the answer. A container's room is told before what the container holds, so that a model can
-note the room while it reads: at the word for the container in the later sentence (:func:`note_position`). All sentences have
-the same form and the same number of tokens, so any of them can stand in another's place.
+The answer depends on both sentences. The room of a container is stated before the thing in it, so that a model can already
+store the room at the word for the container in the later sentence (:func:`note_position`). All sentences have the same form
+and the same number of tokens, so they can be swapped.
 """
 
 from random import Random
@@ -14,7 +14,7 @@ from kvlens.tasks.facts.words import CONTAINERS, INSIDE, ROOM, THINGS
 
 
 def draw_nested_facts(n_facts: int, random: Random, *, heldout: bool) -> list[Fact]:
-    """Half of them (rounded up) containers in rooms, the others a thing in one of these containers, after the container's."""
+    """Draw containers in rooms (half of the facts, rounded up) and things in these containers, each after its container."""
     n_inside = n_facts // 2
     while True:
         outer = paired(ROOM, random.sample(CONTAINERS, n_facts - n_inside), random, heldout)
@@ -29,7 +29,7 @@ def draw_nested_facts(n_facts: int, random: Random, *, heldout: bool) -> list[Fa
 
 
 def _in_random_order(facts: list[Fact], random: Random) -> list[Fact]:
-    """Any order in which each container's room comes before what it holds: where the two stand the other way, they change."""
+    """Shuffle the facts, then swap pairs in which a thing would come before its container."""
     facts = random.sample(facts, len(facts))
     for number, inner in enumerate(facts):
         later = [i for i in range(number + 1, len(facts)) if facts[i].subject == inner.value]
@@ -39,7 +39,7 @@ def _in_random_order(facts: list[Fact], random: Random) -> list[Fact]:
 
 
 def draw_nested_story(n_facts: int, n_tokens: int, random: Random, *, heldout: bool) -> Story:
-    """A story and questions that fill at most ``n_tokens`` tokens: for each sentence one, and for each thing its room."""
+    """Draw a story and questions of at most ``n_tokens`` tokens: one question per sentence, and one per thing for its room."""
     facts = draw_nested_facts(n_facts, random, heldout=heldout)
     sentences: list[Sentence] = []
     end = 1
@@ -64,11 +64,11 @@ def draw_nested_story(n_facts: int, n_tokens: int, random: Random, *, heldout: b
 
 
 def note_position(story: Story, sentence: int) -> int:
-    """Where a model can note the room of the container that this sentence about a thing names: at the container's word."""
+    """Position of the container's word in a sentence about a thing, at which a model can store the container's room."""
     return story.sentences[sentence].value_position
 
 
 def notes(story: Story) -> list[tuple[int, str]]:
-    """(position, room) of every note that can be written."""
+    """(position, room) for every sentence at which a room can be stored."""
     rooms = {sentence.fact.subject: sentence.fact.value for sentence in story.sentences if sentence.fact.kind == ROOM}
     return [(s.value_position, rooms[s.fact.value]) for s in story.sentences if s.fact.kind == INSIDE]

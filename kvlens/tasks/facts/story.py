@@ -1,4 +1,4 @@
-"""A story with its questions, and where in it each answer stands."""
+"""A story with its questions, and the position of each answer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ from kvlens.tasks.facts.tokenizer import MARKS, token_ids, words_of
 from kvlens.tasks.facts.words import KINDS, Kind
 
 HELDOUT_SHARE = 8
-"""One pair of subject and value in this many is kept for held-out stories."""
+"""One in this many pairs of subject and value is reserved for held-out stories."""
 MOST_OF_A_KIND = 6
-"""Facts of one kind in a story."""
+"""The largest number of facts of one kind in a story."""
 MOST_FACTS = 3 * MOST_OF_A_KIND
 LONGEST_STATEMENT = max(len(words_of(statement)) for kind in KINDS for statement in kind.statements)
 LONGEST_QUESTION = max(len(words_of(kind.question)) + len(words_of(kind.answer)) for kind in KINDS)
@@ -21,7 +21,7 @@ LONGEST_QUESTION = max(len(words_of(kind.question)) + len(words_of(kind.answer))
 
 
 class Fact(NamedTuple):
-    """One thing that a story says: of this subject this value holds."""
+    """A fact of a story: the value of one kind for one subject."""
 
     kind: Kind
     subject: str
@@ -33,11 +33,11 @@ class Sentence:
     """A statement of the story.
 
     Attributes:
-        fact: what it states.
-        words: how.
+        fact: the fact that it states.
+        words: its words and marks.
         start: position of its first token; the BOS is at 0.
         outdated: whether a later sentence gives its subject another value.
-        pronoun: whether a pronoun stands for its subject, which is that of the sentence before.
+        pronoun: whether it refers to its subject, that of the previous sentence, by a pronoun.
     """
 
     fact: Fact
@@ -48,12 +48,12 @@ class Sentence:
 
     @property
     def subject_position(self) -> int:
-        """Position of the subject's token, or of the first one of the pronoun that stands for it."""
+        """Position of the subject's token, or of the first token of the pronoun that replaces it."""
         return self.start if self.pronoun else self.start + self.words.index(self.fact.subject)
 
     @property
     def value_position(self) -> int:
-        """Position of the value's token: what a model must find to answer."""
+        """Position of the value's token, which a model must find to answer."""
         return self.start + len(self.words) - 2
 
 
@@ -62,13 +62,13 @@ class Question:
     """A question and its answer, which follow the story.
 
     Attributes:
-        fact: what is asked for.
-        sentence: which sentence of the story states it: the last one about this subject and kind. Where the answer is two hops
-            away, the one about this subject.
-        words: of question and answer.
+        fact: the fact that is asked for.
+        sentence: index of the sentence that states it: the last one about this subject and kind. If the answer is two hops
+            away, the sentence about this subject.
+        words: words of question and answer.
         start: position of its first token.
         repeated: whether it was asked before.
-        outer: where the answer is two hops away, the sentence that states the value of what the other one names.
+        outer: if the answer is two hops away, the index of the second sentence, about the value of the first.
     """
 
     fact: Fact
@@ -80,7 +80,7 @@ class Question:
 
     @property
     def origins(self) -> tuple[int, ...]:
-        """Every sentence that the answer needs, in the order in which they are told."""
+        """Indices of all sentences that the answer depends on, in story order."""
         return (self.sentence,) if self.outer is None else (self.outer, self.sentence)
 
     @property
@@ -95,7 +95,7 @@ class Question:
 
     @property
     def value_position(self) -> int:
-        """Position of the token that is the answer; the model predicts it one position earlier."""
+        """Position of the answer token; the model predicts it one position earlier."""
         return self.start + len(self.words) - 2
 
 
@@ -104,8 +104,8 @@ class Story:
     """Statements in random order, and questions about them.
 
     Attributes:
-        sentences: of the story.
-        questions: after it; the first ones ask for each fact once.
+        sentences: the sentences of the story.
+        questions: the questions after it; the first ones ask for each fact once.
     """
 
     sentences: tuple[Sentence, ...]
@@ -113,7 +113,7 @@ class Story:
 
     @property
     def n_prompt_tokens(self) -> int:
-        """Tokens of BOS and story, which are the prompt of the questions."""
+        """Number of tokens of BOS and story, which together are the prompt before the questions."""
         return 1 + sum(len(sentence.words) for sentence in self.sentences)
 
     @property
@@ -134,18 +134,18 @@ class Story:
     @property
     def tokens(self) -> list[int]:
         """BOS, story, questions and answers as token ids."""
-        ids = token_ids(pronouns=True, hops=True)  # the fullest vocabulary: a word has the same number in all of them
+        ids = token_ids(pronouns=True, hops=True)  # the full vocabulary; a word has the same id in the smaller ones
         parts: tuple[Sentence | Question, ...] = (*self.sentences, *self.questions)
         return [ids[BOS], *(ids[word] for part in parts for word in part.words)]
 
 
 def written(words: Sequence[str]) -> str:
-    """Words and marks as text."""
+    """Join words and marks into text."""
     return "".join(word if word in MARKS else " " + word for word in words).strip()
 
 
 def is_heldout_pair(kind: Kind, subject: str, value: str) -> bool:
-    """Whether stories to train on never join these two."""
+    """Whether this pair is reserved for held-out stories."""
     subjects, values = _numbers(kind)
     return (subjects[subject] + 3 * values[value]) % HELDOUT_SHARE == 0
 
@@ -156,9 +156,9 @@ def _numbers(kind: Kind) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def draw_facts(n_facts: int, random: Random, *, heldout: bool) -> list[Fact]:
-    """Facts of a story in random order: one to three kinds, where possible several of a kind, and no value twice in a kind.
+    """Draw the facts of a story in random order: one to three kinds, if possible several facts of each, with distinct values.
 
-    Kinds that are about the same things (where the kite is, whose it is) share their subjects.
+    Kinds about the same things (where the kite is, whose it is) share their subjects.
     """
     least = -(-n_facts // MOST_OF_A_KIND)
     n_kinds = random.randint(least, max(least, min(3, n_facts // 2)))
@@ -177,7 +177,7 @@ def draw_facts(n_facts: int, random: Random, *, heldout: bool) -> list[Fact]:
 
 
 def paired(kind: Kind, subjects: Sequence[str], random: Random, heldout: bool) -> list[Fact]:
-    """Give each subject a value of its own, on the right side of the split; fewer facts where the values do not suffice."""
+    """Give each subject a different value, from the requested split; fewer facts if there are not enough values."""
     facts: list[Fact] = []
     left = list(kind.values)
     for subject in subjects:
@@ -188,34 +188,35 @@ def paired(kind: Kind, subjects: Sequence[str], random: Random, heldout: bool) -
     return facts
 
 
-class Told(NamedTuple):
-    """A fact as the story will tell it."""
+class Statement(NamedTuple):
+    """A fact and how the story will state it."""
 
     fact: Fact
     outdated: bool = False
     pronoun: bool = False
 
 
-def with_updates(told: Sequence[Told], share: float, random: Random, *, heldout: bool) -> list[Told]:
-    """Some facts restated later, with a value that nothing else of their kind has; the last statement holds."""
-    told = list(told)
-    for old in list(told):
+def with_updates(statements: Sequence[Statement], share: float, random: Random, *, heldout: bool) -> list[Statement]:
+    """Add later statements that give some facts a new value, which no other fact of the kind has; the last one is correct."""
+    statements = list(statements)
+    for old in list(statements):
         if random.random() >= share:
             continue
-        taken = {each.fact.value for each in told if each.fact.kind == old.fact.kind}
+        taken = {each.fact.value for each in statements if each.fact.kind == old.fact.kind}
         kind, subject, _ = old.fact
         fitting = [v for v in kind.values if v not in taken and is_heldout_pair(kind, subject, v) == heldout]
         if fitting:
-            place = told.index(old)
-            told[place] = old._replace(outdated=True)
-            told.insert(random.randint(place + 1, len(told)), Told(Fact(kind, subject, random.choice(fitting))))
-    return told
+            index = statements.index(old)
+            statements[index] = old._replace(outdated=True)
+            new = random.randint(index + 1, len(statements))
+            statements.insert(new, Statement(Fact(kind, subject, random.choice(fitting))))
+    return statements
 
 
-def with_pronouns(told: Sequence[Told], share: float, random: Random) -> list[Told]:
-    """Some sentences moved right behind the last one about the same subject, which a pronoun then names."""
-    moved: list[Told] = []
-    for each in told:
+def with_pronouns(statements: Sequence[Statement], share: float, random: Random) -> list[Statement]:
+    """Move some sentences right after the last one about the same subject, and refer to that subject by a pronoun."""
+    moved: list[Statement] = []
+    for each in statements:
         same = [i for i, other in enumerate(moved) if other.fact.subject == each.fact.subject]
         if same and random.random() < share:
             moved.insert(same[-1] + 1, each._replace(pronoun=True))
@@ -227,17 +228,17 @@ def with_pronouns(told: Sequence[Told], share: float, random: Random) -> list[To
 def draw_story(
     n_facts: int, n_tokens: int, random: Random, *, heldout: bool, update_share: float = 0.0, pronoun_share: float = 0.0
 ) -> Story:
-    """A story of ``n_facts`` facts and as many questions as fit into ``n_tokens`` with it.
+    """Draw a story of ``n_facts`` facts, followed by as many questions as fit into ``n_tokens`` tokens in all.
 
-    Each fact is asked for once, in random order, then each again in another order, until no question fits. Of the facts a share
-    is restated with another value, of the sentences whose subject was named before a share names it by a pronoun.
+    Each fact is asked for once, in random order, then again in another order, until no more questions fit. ``update_share`` of
+    the facts are restated with another value; ``pronoun_share`` of the sentences about an earlier subject use a pronoun.
     """
-    told = [Told(fact) for fact in draw_facts(n_facts, random, heldout=heldout)]
-    told = with_updates(told, update_share, random, heldout=heldout) if update_share else told
-    told = with_pronouns(told, pronoun_share, random) if pronoun_share else told
+    statements = [Statement(fact) for fact in draw_facts(n_facts, random, heldout=heldout)]
+    statements = with_updates(statements, update_share, random, heldout=heldout) if update_share else statements
+    statements = with_pronouns(statements, pronoun_share, random) if pronoun_share else statements
     sentences: list[Sentence] = []
     end = 1
-    for fact, outdated, pronoun in told:
+    for fact, outdated, pronoun in statements:
         words = filled(fact.kind.pronoun if pronoun else random.choice(fact.kind.statements), fact)
         sentences.append(Sentence(fact, words, end, outdated, pronoun))
         end += len(words)

@@ -1,4 +1,4 @@
-"""Answering questions about a made-up story: the task."""
+"""The task of answering questions about a made-up story."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,31 +19,32 @@ from kvlens.tasks.facts.story import LONGEST_QUESTION, LONGEST_STATEMENT, MOST_F
 from kvlens.tasks.facts.tokenizer import token_ids, word_tokenizer
 
 MEASURED_FACTS, MEASURED_STORIES = {1: (4, 8), 2: (4, 6)}, 256
-"""Sentences of the stories for a model's card, by hops; and how many stories."""
+"""For a model's card: sentences per story, by number of hops, and the number of stories."""
 MEASURE_SEED = 2_000_003
-"""Of the stories for a model's card; `Task.heldout` starts elsewhere."""
+"""Seed of the stories for a model's card, different from those of `Task.heldout`."""
 
 
 @dataclass(frozen=True)
 class FactsTask(Task):
     """Read a story, answer questions about it.
 
-    A held-out story joins no subject and value that a training story joins, and scored is the one word that is the answer,
-    where its question is asked for the first time. In training all words of the answers are scored, and in some stories every
-    word.
+    No pair of subject and value occurs in both training and held-out stories. In held-out stories only the answer word is
+    scored, and only the first time its question is asked. In training all words of the answers are scored, and in some stories
+    every word.
 
     Attributes:
-        min_facts, max_facts: sentences of a story; any number between is as likely.
-        length: tokens of story and questions together; questions are asked, again where need be, until no more fit.
+        min_facts, max_facts: number of sentences in a story, uniform between the two.
+        length: tokens of story and questions together; questions are asked, repeatedly if necessary, until no more fit.
         whole_share: share of the training stories of which every token is scored, story and questions included.
-        update_share: share of the facts that a later sentence gives another value, which is then the one that holds. An update
-            is a sentence more, and told like any other.
-        pronoun_share: of the sentences whose subject was named before, the share that follows right behind the last of them
-            and names it by a pronoun ("It is in the barn."). Above 0 the vocabulary has the pronouns too.
+        update_share: share of the facts that a later sentence changes to another value, which is then the correct one. An
+            update is an additional sentence, worded like any other.
+        pronoun_share: among sentences whose subject was mentioned before, the share that is moved right after the last such
+            mention and refers to the subject by a pronoun ("It is in the barn."). Above 0 the vocabulary includes the pronouns.
         hops: 1, or 2 for stories of things in containers and containers in rooms (:mod:`kvlens.tasks.facts.nested`), in which
-            half of the sentences need another one to say in which room the thing is. The vocabulary has their words too.
-        notes: in training of two hops, also ask for the room of a container at its word in the sentence that puts a thing into
-            it: what a model must have written there for a text that reads this sentence alone.
+            half of the sentences give the room of a thing only together with another sentence. The vocabulary then includes
+            the words of these stories.
+        notes: when training on two hops, also predict the room of a container at the container's word in the sentence that
+            puts a thing into it, so that a text that reads only this sentence can find the room there.
     """
 
     name: ClassVar[str] = "facts"
@@ -78,8 +79,8 @@ class FactsTask(Task):
         updates = self.max_facts if self.update_share else 0
         least = 1 + LONGEST_STATEMENT * (self.max_facts + updates) + LONGEST_QUESTION
         if self.length < least:
-            told = f"{self.max_facts} facts" + (f" and up to {updates} updates" if updates else "")
-            raise KVLensError(f"task 'facts': a story of {told} and one question need a length of {least}, got {self.length}")
+            facts = f"{self.max_facts} facts" + (f" and up to {updates} updates" if updates else "")
+            raise KVLensError(f"task 'facts': a story of {facts} and one question need a length of {least}, got {self.length}")
 
     @property
     def n_positions(self) -> int:
@@ -91,11 +92,11 @@ class FactsTask(Task):
 
     @property
     def built_tokenizer(self) -> PreTrainedTokenizerFast:
-        """One token for each word."""
+        """The word-level tokenizer of the stories."""
         return word_tokenizer(pronouns=self.pronoun_share > 0, hops=self.hops == 2)
 
     def measure_more(self, model: Model, n_sequences: int, loss: float) -> dict[str, Any]:
-        """Shares of right answers on stories of four and of eight (two hops: six) facts, and what guesses would reach."""
+        """Accuracy on stories of four and of eight (two hops: six) facts, and the accuracy of guessing."""
         self._check_kind(model, HookedKVTransformer)
         assert isinstance(model, HookedKVTransformer)
         counts = [n for n in MEASURED_FACTS[self.hops] if self.min_facts <= n <= self.max_facts]
@@ -105,10 +106,10 @@ class FactsTask(Task):
         return {"answers": [_measured(model, stories, n) for stories in drawn for n in hops]}
 
     def stories(self, n_stories: int, generator: torch.Generator, split: str = "train") -> list[Story]:
-        """Draw stories with what is known about them: sentences, questions, and where each answer stands.
+        """Draw stories with their ground truth: sentences, questions, and the position of each answer.
 
         Args:
-            n_stories, generator, split: as for `sample`, which makes tokens of the same stories.
+            n_stories, generator, split: as for `sample`, which tokenizes the same stories.
         """
         require_drawable(self, n_stories, generator, split)
         random = Random(int(torch.randint(2**62, (), generator=generator)))
@@ -140,7 +141,7 @@ class FactsTask(Task):
 
         Args:
             stories: of at most ``length`` tokens each.
-            spans: for each story, first and past-the-last position of the tokens to predict; None takes the answer words.
+            spans: for each story, (start, stop) of the tokens to predict; None takes the answer words.
         """
         inputs = torch.full((len(stories), self.length), word_tokenizer().pad_token_id)
         scored = torch.zeros_like(inputs, dtype=torch.bool)
@@ -153,14 +154,14 @@ class FactsTask(Task):
 
 
 def _measured(model: HookedKVTransformer, stories: Sequence[Story], hops: int | None) -> dict[str, Any]:
-    """Shares of right answers, of questions of so many hops; None for all of them."""
+    """Accuracy on questions that need ``hops`` sentences; None for all questions."""
     if hops is None:
         return answer_shares(model, stories)._asdict()
     return {**answer_shares(model, scoring_hops(stories, hops))._asdict(), "hops": hops}
 
 
 def _answer_words(story: Story) -> list[tuple[int, int]]:
-    """The word that is the answer, of each question that is asked for the first time."""
+    """The span of the answer word of each question that is asked for the first time."""
     return [(q.value_position, q.value_position + 1) for q in story.questions if not q.repeated]
 
 

@@ -1,9 +1,9 @@
-"""One token for each word and each mark of the stories.
+"""A word-level tokenizer for the stories: one token per word and per punctuation mark.
 
-A token carries the space before it (shown as U+2581), so that the texts of tokens put side by side are the text: " kite" and
-"." for "kite.". The first word of a text gets that space too, so a text is read alike alone and behind another; decoded, it
-begins with a space. A word that the stories do not have is read as ``<|unk|>``. Pronouns come after all other words, and the
-words of stories of two hops after the pronouns: a word has the same number in every vocabulary that holds it.
+A token includes the space before it (shown as U+2581), so concatenating the texts of the tokens gives the text: " kite" and
+"." for "kite.". The first word of a text gets that space too, so a text has the same tokens alone and after another text;
+decoded, it begins with a space. Words outside the vocabulary become ``<|unk|>``. Pronouns come after all other words, and the
+words of two-hop stories after the pronouns, so a word has the same id in every vocabulary that contains it.
 """
 
 import re
@@ -26,13 +26,13 @@ _HOPS_NAME = "kvlens-facts-words-pronouns-and-hops"
 
 
 def words_of(sentence: str) -> list[str]:
-    """``"Where is Mira?"`` -> its words and marks; ``{s}`` and ``{v}`` are words."""
+    """Split ``"Where is Mira?"`` into words and punctuation marks; ``{s}`` and ``{v}`` count as words."""
     return re.findall(r"[\w{}]+|[.?]", sentence)
 
 
 @cache
 def token_ids(pronouns: bool = False, hops: bool = False) -> dict[str, int]:
-    """The number of every word and mark, after those of the special tokens; the words of two hops need the pronouns before."""
+    """The id of every word and mark, after the special tokens; words of two-hop stories require ``pronouns=True`` as well."""
     words: dict[str, None] = dict.fromkeys((BOS, EOS, PAD, UNK, *MARKS, *_words_of_kinds(KINDS)))
     if pronouns or hops:
         words.update(dict.fromkeys(word for kind in KINDS for word in words_of(kind.pronoun) if word != "{v}"))
@@ -42,7 +42,7 @@ def token_ids(pronouns: bool = False, hops: bool = False) -> dict[str, int]:
 
 
 def _words_of_kinds(kinds: Sequence[Kind]) -> list[str]:
-    """Those of their sentences, then subjects and values."""
+    """The words of the kinds' sentences, then their subjects and values."""
     sentences = [sentence for kind in kinds for sentence in (*kind.statements, kind.question, kind.answer)]
     frame = [word for sentence in sentences for word in words_of(sentence) if word not in ("{s}", "{v}")]
     return [*frame, *(word for kind in kinds for word in (*kind.subjects, *kind.values))]
@@ -50,7 +50,7 @@ def _words_of_kinds(kinds: Sequence[Kind]) -> list[str]:
 
 @cache
 def word_tokenizer(pronouns: bool = False, hops: bool = False) -> PreTrainedTokenizerFast:
-    """The tokenizer: BOS in front unless ``add_special_tokens=False``, padding on the right."""
+    """Build the tokenizer: it prepends BOS unless ``add_special_tokens=False``, and pads on the right."""
     special = (BOS, EOS, PAD, UNK)
     ids = {word if word in (*special, *MARKS) else SPACE + word: number for word, number in token_ids(pronouns, hops).items()}
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token=UNK))

@@ -1,7 +1,7 @@
-"""What the stories are about: subjects, the kinds of fact that hold of them, and the sentences that state and ask each kind.
+"""Vocabulary of the stories: subjects, the kinds of fact about them, and the sentences that state and ask for each kind.
 
-Every subject and every value is one word, so that a fact is one word to find. No word tells anything about another: who lives
-where is drawn again for each story, so the answer is found in the story or nowhere.
+Every subject and every value is a single word, so answering means finding one word. Words carry no information about each
+other: who lives where is drawn independently for each story, so only the story itself gives the answer.
 """
 
 from dataclasses import dataclass
@@ -42,16 +42,16 @@ ANIMALS = _words("goat cat dog horse parrot rabbit turtle hen fox donkey pig swa
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of fact: what it is about, what it may say, and how it is stated, asked and answered.
+    """A kind of fact: its possible subjects and values, and the sentences that state, ask for and answer it.
 
     Attributes:
-        name: of the kind.
-        subjects: what it may be about, one word each.
-        values: what it may say, one word each.
-        statements: ways of stating it; ``{s}`` is the subject, ``{v}`` the value, which comes last.
-        pronoun: states it of what the sentence before is about.
+        name: name of the kind.
+        subjects: possible subjects, one word each.
+        values: possible values, one word each.
+        statements: ways of stating the fact; ``{s}`` is the subject, ``{v}`` the value, which comes last.
+        pronoun: the statement with a pronoun for the subject of the previous sentence.
         question: asks for the value.
-        answer: states the fact again, so that subject and value stand in one sentence.
+        answer: states the fact again, so that subject and value are in one sentence.
     """
 
     name: str
@@ -155,4 +155,4 @@ ROOM = Kind(
     "Which room holds the {s}?",
     "The {v}.",
 )
-"""Of stories of two hops: a thing is in a container, the container in a room, and so is the thing."""
+"""The kinds of two-hop stories: a thing is in a container and the container is in a room, so the thing is in that room."""
