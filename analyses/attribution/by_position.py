@@ -24,9 +24,8 @@ from ..predictions import EFFECT
 from ..sequences import PromptTokens, TextTokens
 from ..texts import token_texts
 from .answers import Answer, Question, Rival
-from .prompt import carried_by
-from .terms import factors, written
-from .units import Spans, Unit, units_of
+from .terms import carriers, factors, written
+from .units import Spans, Unit, positions_of, units_of
 
 ALL = -1
 """In place of a layer: every one; in place of a position: the shift state, which has none."""
@@ -83,23 +82,23 @@ def attribution_by_position(
     bias = convert_prompt(model, question.prompt)
     tokens = token_texts(model, question.prompt)
     layers = [ALL, *(range(model.cfg.n_layers) if each_layer else ())]
-    carriers = carried_by(model, len(question.prompt), units)
+    carried = carriers(model, positions_of(units, len(question.prompt)))
     frames = []
     for number, unit in enumerate(units):
         other = _counterfactual(question, unit, replace_by or {})
         base, rows = exchanged_positions(question, bias, other, layers)
         parts: list[tuple[str, int]] = [("position", p) for p in range(len(tokens))]
         parts += [("shift_state", ALL)] if has_shift_state(bias) else []
-        places = torch.tensor([p for _, p in parts] * len(layers))
-        own = (places >= unit.start) & (places < unit.stop)
-        behind = (places >= 0) & carriers[number][places.clamp(min=0)] & ~own
+        at = torch.tensor([p for _, p in parts] * len(layers))
+        own = (at >= unit.start) & (at < unit.stop)
+        behind = (at >= 0) & carried[number][at.clamp(min=0)] & ~own
         frames.append(
             COLUMNS.frame(
                 {
-                    "unit": [number] * len(places),
+                    "unit": [number] * len(at),
                     "unit_text": unit.text,
                     "part": [part for part, _ in parts] * len(layers),
-                    "prompt_position": places,
+                    "prompt_position": at,
                     "token": [tokens[p] if p != ALL else None for _, p in parts] * len(layers),
                     "layer": torch.tensor(layers).repeat_interleave(len(parts)),
                     "swap": rows,

@@ -26,7 +26,7 @@ from kvlens import KVLensError
 from kvlens.checks import Finite, Seed, Within, checked
 
 from .answers import Question
-from .units import LEVELS, Unit, units_of
+from .units import LEVELS, Unit, positions_of, units_of
 
 Predict = Callable[[Bool[Tensor, "row unit"]], Float[Tensor, " row"]]
 
@@ -59,11 +59,7 @@ class Method(Protocol):
 
 def subset_scores(question: Question, units: list[Unit], kept: Bool[Tensor, "row unit"]) -> Float[Tensor, " row"]:
     """f with some units deleted from the prompt; tokens of no unit stay."""
-    n_tokens = len(question.prompt)
-    holds = torch.zeros(len(units), n_tokens, dtype=torch.bool)
-    for number, unit in enumerate(units):
-        holds[number, unit.start : unit.stop] = True
-    gone = ((~kept).float() @ holds.float()) > 0
+    gone = ((~kept).float() @ positions_of(units, len(question.prompt)).float()) > 0
     return question.scores(question.rows(gone))
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pandas as pd
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from kvlens import HookedKVTransformer, KVLensError, convert_prompt
@@ -18,8 +18,8 @@ from ..sequences import PromptTokens, TextTokens
 from .answers import Answer, Positions, Question, Rival
 from .methods import METHODS, Explanation, Method
 from .null import SIGNIFICANT, Null, p_values
-from .terms import without_positions
-from .units import Spans, Unit, units_of
+from .terms import hidden_from_text
+from .units import Spans, Unit, positions_of, units_of
 
 FLOOR = 0.1
 """Nats: below so large an effect of the whole prompt, a unit's share of it says nothing."""
@@ -37,8 +37,8 @@ COLUMNS = Columns(
     ),
     knockout_effect=(
         "float64",
-        f"{EFFECT}; the unit's keys and values hidden from the text alone, the prompt's own pass unchanged. The shift state "
-        "stays: with a KV shift it hands the prompt's last tokens to the text, and the effect of a unit there is larger",
+        f"{EFFECT}; the unit's keys and values hidden from the text alone, the prompt's own pass unchanged; with a KV shift "
+        "also the next positions, which carry some of them, and the unit's rows of the shift state",
     ),
     p_value=("float64", "share of units of unrelated prompts with a total effect as large; NaN without a null"),
     significant=("bool", f"p_value at most {SIGNIFICANT}"),
@@ -128,24 +128,14 @@ def method_of(method: str | Method) -> Method:
 
 
 def knockout_effects(question: Question, units: Sequence[Unit]) -> Float[Tensor, " unit"]:
-    """Of each unit: the score as it is, less that with the positions that carry the unit hidden from the text."""
+    """Of each unit: the score as it is, less that with the unit hidden from the text."""
     bias = convert_prompt(question.model, question.prompt)
-    gone = carried_by(question.model, len(question.prompt), units)
-    everything = torch.cat([torch.zeros_like(gone[:1]), gone])
+    own = positions_of(units, len(question.prompt))
+    everything = torch.cat([torch.zeros_like(own[:1]), own])
     scores = torch.cat(
-        [question.scores_under(without_positions(question.model, question.prompt, bias, rows)) for rows in everything.split(32)]
+        [question.scores_under(hidden_from_text(question.model, question.prompt, bias, rows)) for rows in everything.split(32)]
     )
     return scores[0] - scores[1:]
-
-
-def carried_by(model: HookedKVTransformer, n_tokens: int, units: Sequence[Unit]) -> Bool[Tensor, "unit pos"]:
-    """The positions whose keys and values hold something of each unit: its own, and under a KV shift the next ones."""
-    shift = model.cfg.kv_shift
-    window = shift.window if shift is not None and (shift.keys or shift.values) else 0
-    gone = torch.zeros(len(units), n_tokens, dtype=torch.bool)
-    for row, unit in enumerate(units):
-        gone[row, unit.start : unit.stop + window] = True
-    return gone
 
 
 def _attribution(

@@ -14,31 +14,55 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvlens import Counterfactuals, HookedKVTransformer, KVBias, KVLensError, carry_bias, convert_prompt
+from kvlens.components.kv_shift import shifted_projections
 
 BYTES_AT_ONCE = 2**27
 """Of rank-one terms that are carried to the end of the prompt together."""
 
 
-def without_positions(
-    model: HookedKVTransformer, prompt: Int[Tensor, " pos"], bias: KVBias, gone: Bool[Tensor, "row pos"]
+def hidden_from_text(
+    model: HookedKVTransformer, prompt: Int[Tensor, " pos"], bias: KVBias, units: Bool[Tensor, "row pos"]
 ) -> KVBias:
-    """The bias of a prompt without the terms of some positions: a batch, a row for each row of ``gone``.
+    """The bias of a prompt of which some positions are hidden from the text: a batch, a row for each row of ``units``.
 
-    The prompt's own pass stays as it was; so does the shift state.
+    Left out are the terms of every position whose keys and values hold something of the hidden ones (:func:`carriers`), and the
+    hidden positions' own rows of the shift state, which the text's first positions would mix into their keys, values and
+    queries: those rows become zero, as at the beginning of a text. The prompt's own pass stays as it was.
 
     Args:
         model: that the prompt was converted with.
         prompt: [pos].
         bias: its exact bias.
-        gone: True at the positions whose keys and values the text does not see.
+        units: True at the positions that are hidden.
     """
+    gone, whole = carriers(model, units), bias.repeat(len(units))
+    shift_state: dict[str, Any] = {
+        f"last_{x}": _without_rows(getattr(whole, f"last_{x}"), units) for x in shifted_projections(model.cfg)
+    }
+    whole = replace(whole, **shift_state)
     if bias.features is not None:
         keep = _weights(bias, gone)
-        whole = bias.repeat(len(gone))
         return replace(whole, b_KV=whole.b_KV * keep[..., None], b_D=whole.b_D * keep)
     taken = written(model, factors(model, prompt), gone)
-    whole = bias.repeat(len(gone))
     return replace(whole, b_KV=whole.b_KV - taken.b_KV, b_D=whole.b_D - taken.b_D)
+
+
+def carriers(model: HookedKVTransformer, units: Bool[Tensor, "row pos"]) -> Bool[Tensor, "row pos"]:
+    """The positions whose keys and values hold something of the given ones: they, and under a KV shift the next ones."""
+    shift = model.cfg.kv_shift
+    window = shift.window if shift is not None and (shift.keys or shift.values) else 0
+    found = units.clone()
+    for lag in range(1, min(window, units.shape[1] - 1) + 1):
+        found[:, lag:] |= units[:, :-lag]
+    return found
+
+
+def _without_rows(last: Float[Tensor, "layer row window head d"], units: Bool[Tensor, "row pos"]) -> Tensor:
+    """The shift state with zeros in its rows of the hidden positions; its last row belongs to the last position."""
+    n = min(last.shape[2], units.shape[1])
+    keep = torch.ones(last.shape[1:3], dtype=last.dtype, device=last.device)
+    keep[:, last.shape[2] - n :] = (~units[:, units.shape[1] - n :]).to(keep)
+    return last * keep[None, :, :, None, None]
 
 
 def _weights(bias: KVBias, gone: Bool[Tensor, "row pos"]) -> Float[Tensor, "1 row 1 key"]:

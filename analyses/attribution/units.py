@@ -4,7 +4,8 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from jaxtyping import Int
+import torch
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from kvlens import HookedKVTransformer, KVLensError
@@ -61,6 +62,14 @@ def units_of(model: HookedKVTransformer, prompt: Int[Tensor, " pos"], by: str | 
     if not ranges:
         raise KVLensError("by: the prompt has nothing but BOS, and no unit to take away; give a longer prompt, or other ranges")
     return [Unit("".join(texts[start:stop]), start, stop) for start, stop in ranges]
+
+
+def positions_of(units: Sequence[Unit], n_tokens: int) -> Bool[Tensor, "unit pos"]:
+    """True at each unit's own positions."""
+    own = torch.zeros(len(units), n_tokens, dtype=torch.bool)
+    for row, unit in enumerate(units):
+        own[row, unit.start : unit.stop] = True
+    return own
 
 
 def _token(before: str, after: str) -> bool:

@@ -1,5 +1,7 @@
 """Effects of units, heads and positions: each is held against a model that is intervened on by other means."""
 
+from dataclasses import replace
+
 import pandas as pd
 import pytest
 import torch
@@ -10,9 +12,11 @@ from analyses.attribution.answers import Question
 from analyses.attribution.by_head import swapped_heads
 from analyses.attribution.methods import Hierarchical, LinearFit, chosen_subsets, fitted, lasso, over_pairs
 from analyses.attribution.null import Null, p_values
-from analyses.attribution.terms import factors, without_positions, written
+from analyses.attribution.terms import factors, hidden_from_text, written
 from analyses.attribution.units import units_of
 from kvlens import HookedKVTransformer, KVLensError, KVShiftConfig, carry_bias, convert_prompt, logits_after
+from kvlens.components.kv_shift import shifted_projections
+from kvlens.ops.kv_shift import coefficients_from_parameter, naive_kv_shift
 
 MODELS = {
     **VARIANTS,
@@ -50,8 +54,9 @@ def test_total_effects_are_those_of_the_converted_prompts(model):
     assert not table["significant"].any()
 
 
-def test_a_knockout_hides_the_positions_that_carry_the_unit_from_the_text_alone(model):
-    """Against a pass over prompt and text in which the text's queries get those keys' scores, or terms, taken away."""
+def test_a_knockout_hides_the_unit_from_the_text_alone(model):
+    """Against a pass over prompt and text in which the text's queries get the scores, or terms, of the positions that carry the
+    unit taken away, and the text's own keys, values and queries are shifted without the unit's."""
     table = prompt_attribution(model, PROMPT, TEXT, by=SPANS, answer=5)
     shift = model.cfg.kv_shift
     window = shift.window if shift is not None else 0
@@ -67,8 +72,47 @@ def test_a_knockout_hides_the_positions_that_carry_the_unit_from_the_text_alone(
         hooks = [(f"blocks.{layer}.attn.hook_attn_scores", hide) for layer in range(2)]
         if model.cfg.attention == "linear" and model.cfg.normalizer == "kernel":
             hooks += kernel_normalizers(model, start, stop)
+        if shift is not None:
+            hooks += text_shifted_without(model, start, end)
         hidden = float(model.run_with_hooks(together, fwd_hooks=hooks)[0, -1].log_softmax(dim=-1)[5])
         assert effect == pytest.approx(whole - hidden, abs=TOLERANCE)
+
+
+def text_shifted_without(model, start, end):
+    """Hooks under which the text's shifted keys, values and queries hold nothing of the prompt's positions start .. end - 1."""
+    raw = {}
+
+    def keep(x, hook):
+        raw[hook.name] = x
+
+    def shifted(x, hook):
+        name = hook.name.removesuffix("_shifted")
+        attn = model.blocks[int(name.split(".")[1])].attn
+        parameter = getattr(attn, f"{name[-1]}_shift_coef")
+        without = raw[name].clone()
+        without[:, start:end] = 0.0
+        coef = coefficients_from_parameter(parameter, model.cfg.kv_shift.parametrization)
+        x[:, 13:] = naive_kv_shift(without, coef)[0][:, 13:]
+        return x
+
+    names = [f"blocks.{layer}.attn.hook_{x}" for layer in range(2) for x in shifted_projections(model.cfg)]
+    return [*((name, keep) for name in names), *((name + "_shifted", shifted) for name in names)]
+
+
+@pytest.mark.parametrize("span", [(6, 9), (9, 12), (12, 13)])
+@pytest.mark.parametrize("attention", ["linear", "softmax"])
+def test_what_a_hidden_unit_says_makes_no_difference_in_one_layer(attention, span):
+    """One layer rewrites nothing: with the unit hidden its tokens do not change the score, nor at the end of the prompt."""
+    model = random_model(n_layers=1, attention=attention, kv_shift=KVShiftConfig(window=2, queries=True))
+    whole, hidden = [], []
+    for seed in (4, 5):
+        prompt = PROMPT.clone()
+        prompt[slice(*span)] = tokens(span[1] - span[0], seed)
+        whole.append(log_p(model, convert_prompt(model, prompt), 5))
+        effect = prompt_attribution(model, prompt, TEXT, by=[span], answer=5)["knockout_effect"][0]
+        hidden.append(whole[-1] - effect)
+    assert abs(whole[0] - whole[1]) > 1e-4
+    assert hidden[0] == pytest.approx(hidden[1], abs=TOLERANCE)
 
 
 def kernel_normalizers(model, start, stop):
@@ -99,14 +143,18 @@ def test_a_bias_is_the_sum_of_what_its_positions_wrote():
         torch.testing.assert_close(parts.b_D.sum(dim=1), whole.b_D, rtol=1e-12, atol=1e-9, msg=name)
 
 
-def test_a_prompt_that_continues_another_keeps_what_was_held(model):
-    first = convert_prompt(model, tokens(6, 7))
+@pytest.mark.parametrize("length", [1, 13])
+def test_a_prompt_that_continues_another_keeps_what_was_held(model, length):
+    """Hidden as a whole, with its shift state; rows of it that a short prompt has not pushed out stay."""
+    first, prompt = convert_prompt(model, tokens(6, 7)), PROMPT[:length]
     with model.kv_bias(first):
-        both = convert_prompt(model, PROMPT)
-        emptied = without_positions(model, PROMPT, both, torch.ones(1, 13, dtype=torch.bool)).select_prompt(0)
-    alone = carry_bias(model, first, 13)
-    same = {f"last_{x}": getattr(both, f"last_{x}") for x in "kvq"}
-    alone = type(alone)(**{**{f: getattr(alone, f) for f in alone.__dataclass_fields__}, **same})
+        both = convert_prompt(model, prompt)
+        emptied = hidden_from_text(model, prompt, both, torch.ones(1, length, dtype=torch.bool)).select_prompt(0)
+    rows = {}
+    for x in "kvq":
+        old = getattr(first, f"last_{x}")
+        rows[f"last_{x}"] = torch.cat([old, old.new_zeros(old.shape[0], length, *old.shape[2:])], dim=1)[:, length:]
+    alone = replace(carry_bias(model, first, length), **rows)
     assert log_p(model, emptied, 3) == pytest.approx(log_p(model, alone, 3), abs=TOLERANCE)
 
 
@@ -184,7 +232,7 @@ def test_one_positions_exchange_is_made_again_by_hooks():
     taken, given = (written(model, factors(model, prompt), chosen) for prompt in (PROMPT, other))
     swapped = whole.b_KV - taken.b_KV[:, 0] + given.b_KV[:, 0]
     d = whole.b_D - taken.b_D[:, 0] + given.b_D[:, 0]
-    changed = type(whole)(**{**{f: getattr(whole, f) for f in whole.__dataclass_fields__}, "b_KV": swapped, "b_D": d})
+    changed = replace(whole, b_KV=swapped, b_D=d)
     row = table[(table["unit"] == 2) & (table["prompt_position"] == 11)]
     assert float(row["swap"].iloc[0]) == pytest.approx(log_p(model, whole, 5) - log_p(model, changed, 5), abs=TOLERANCE)
 
