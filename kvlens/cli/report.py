@@ -19,10 +19,11 @@ if TYPE_CHECKING:
     from kvlens.conversion import ConversionMethod
 
 
-METHODS = ("exact", "landmark", "random", "taylor", "learned")
+COMPARED = ("streaming_llm", "h2o", "snapkv", "expected_attention", "kvzip")
+METHODS = ("exact", "landmark", "attention_matching", *COMPARED, "random", "taylor", "learned")
 """The names in :data:`kvlens.conversion.METHODS`, which imports torch."""
 MOST_ASKED = 2**24
-FEATURES = ("landmark", "random", "learned")
+FEATURES = tuple(name for name in METHODS if name not in ("exact", "taylor"))
 """The methods that have and need ``--features``."""
 
 
@@ -55,19 +56,21 @@ def add_command(commands: Any) -> None:
     softmax.add_argument(
         "--method",
         choices=METHODS,
-        help="landmark: a few keys with fitted weights and values; random, taylor and learned are for comparison "
-        "(default: exact)",
+        metavar="METHOD",
+        help="exact (the default); landmark, a few keys with fitted weights and values; or, for comparison, "
+        f"{', '.join(METHODS[2:])}",
     )
     softmax.add_argument(
         "--features",
         type=int,
         metavar="N",
-        help="largest number of keys (or features) per key-value head; needed for landmark, random and learned",
+        help="largest number of keys (or features) per key-value head; needed for every method but exact and taylor",
     )
     softmax.add_argument(
         "--budget",
         choices=("equal", "greedy"),
-        help="landmark: the same number of keys for every head, or more where they reduce the error most (default: equal)",
+        help="landmark, attention_matching: equally many keys for every head, or more where they reduce the error most "
+        "(default: equal)",
     )
     softmax.add_argument(
         "--polish", type=int, metavar="STEPS", help="landmark: gradient steps on the logits after the fit (default: 0)"
@@ -162,11 +165,11 @@ def _check_method(args: argparse.Namespace) -> None:
         raise KVLensError(f"--method {method} needs --features, the number of keys (or features) per key-value head")
     for flag, value, methods in (
         ("--features", args.features, FEATURES),
-        ("--budget", args.budget, ("landmark",)),
+        ("--budget", args.budget, ("landmark", "attention_matching")),
         ("--polish", args.polish, ("landmark",)),
     ):
         if value is not None and method not in methods:
-            raise KVLensError(f"{flag} has no effect with --method {method}; it belongs to --method {' or '.join(methods)}")
+            raise KVLensError(f"{flag} has no effect with --method {method}; it belongs to --method {', '.join(methods)}")
     for flag, value, least in (("--features", args.features, 1), ("--polish", args.polish, 0)):
         if value is not None:
             ensure(flag, Annotated[int, Within(least, MOST_ASKED)], value)

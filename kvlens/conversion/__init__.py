@@ -5,13 +5,20 @@ from kvlens.conversion.convert import convert_prompt
 from kvlens.conversion.counterfactual import Counterfactuals, counterfactuals
 from kvlens.conversion.recomputed import logits_after
 from kvlens.conversion.softmax import (
+    H2O,
     METHODS,
     Approximation,
+    AttentionMatching,
     ConversionMethod,
     Exact,
+    ExpectedAttention,
+    KeptKeys,
+    KVzip,
     Landmark,
     Learned,
     RandomProjections,
+    SnapKV,
+    StreamingLLM,
     Taylor,
     Teacher,
     TextOptions,
@@ -19,14 +26,21 @@ from kvlens.conversion.softmax import (
 )
 
 __all__ = [
+    "H2O",
     "METHODS",
     "Approximation",
+    "AttentionMatching",
     "ConversionMethod",
     "Counterfactuals",
     "Exact",
+    "ExpectedAttention",
+    "KVzip",
+    "KeptKeys",
     "Landmark",
     "Learned",
     "RandomProjections",
+    "SnapKV",
+    "StreamingLLM",
     "Taylor",
     "Teacher",
     "TextOptions",

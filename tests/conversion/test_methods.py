@@ -12,13 +12,19 @@ from small_models import small_model, tokens
 import kvlens
 from kvlens import KVLensError, cli, convert_prompt
 from kvlens.conversion import (
+    H2O,
     METHODS,
     Approximation,
+    AttentionMatching,
     ConversionMethod,
     Exact,
+    ExpectedAttention,
+    KVzip,
     Landmark,
     Learned,
     RandomProjections,
+    SnapKV,
+    StreamingLLM,
     Taylor,
     Teacher,
     TextOptions,
@@ -31,6 +37,12 @@ FEW = dict(n_continuations=2, continuation_length=4, n_held_out=1, seed=3)
 SHORTHAND = {
     "exact": (Exact(), {}),
     "landmark": (Landmark(n_keys=4, budget="greedy", **FEW), dict(n_features=4, budget="greedy")),
+    "attention_matching": (AttentionMatching(n_keys=4, keys="attention", **FEW), dict(n_features=4, keys="attention")),
+    "streaming_llm": (StreamingLLM(n_keys=4, n_sink=1, **FEW), dict(n_features=4, n_sink=1)),
+    "h2o": (H2O(n_keys=4, **FEW), dict(n_features=4)),
+    "snapkv": (SnapKV(n_keys=4, window=2, **FEW), dict(n_features=4, window=2)),
+    "expected_attention": (ExpectedAttention(ratio=0.5, **FEW), dict(ratio=0.5)),
+    "kvzip": (KVzip(n_keys=4, **FEW), dict(n_features=4)),
     "random": (
         RandomProjections(n_features=5, random_feature_kind="iid", **FEW),
         dict(n_features=5, random_feature_kind="iid"),

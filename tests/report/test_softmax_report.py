@@ -83,7 +83,7 @@ def test_nothing_that_is_shared_says_where_the_model_lies(outside_data, tmp_path
         (["--method", "landmark"], "needs --features"),
         (
             ["--features", "4"],
-            "--features has no effect with --method exact; it belongs to --method landmark or random or learned",
+            "--features has no effect with --method exact; it belongs to --method landmark, attention_matching, ",
         ),
         (["--method", "random", "--features", "4", "--budget", "equal"], "--budget has no effect with --method random"),
         (["--method", "landmark", "--features", "0"], "--features must be at least 1, got 0"),
@@ -99,8 +99,8 @@ def test_options_that_do_not_go_together(outside_data, tmp_path, capsys, options
 def test_the_flags_belong_to_the_methods_that_have_their_options():
     fields = {name: {field.name for field in dataclasses.fields(kind)} | set(kind.shorthand) for name, kind in METHODS.items()}
     assert set(FEATURES) == {name for name, options in fields.items() if "n_features" in options}
-    for option in ("budget", "polish_steps"):
-        assert {name for name, options in fields.items() if option in options} == {"landmark"}
+    for option, methods in (("budget", {"landmark", "attention_matching"}), ("polish_steps", {"landmark"})):
+        assert {name for name, options in fields.items() if option in options} == methods
 
 
 def test_a_report_takes_a_methods_object():

@@ -1,21 +1,35 @@
 """Conversion of a softmax model's prompt: exact with all its keys, or approximate with a known error (ICLCA sec. 5, ICLAA)."""
 
+from kvlens.conversion.softmax.attention_matching import AttentionMatching
 from kvlens.conversion.softmax.convert import convert_softmax_prompt
+from kvlens.conversion.softmax.expected_attention import ExpectedAttention
 from kvlens.conversion.softmax.free_features import Learned, RandomProjections, Taylor
+from kvlens.conversion.softmax.h2o import H2O
+from kvlens.conversion.softmax.kept_keys import KeptKeys
+from kvlens.conversion.softmax.kvzip import KVzip
 from kvlens.conversion.softmax.landmark import Landmark
 from kvlens.conversion.softmax.method import Approximation, ConversionMethod, Exact
 from kvlens.conversion.softmax.methods import METHODS, is_option, method_of, unknown_option
 from kvlens.conversion.softmax.settings import TextOptions
+from kvlens.conversion.softmax.snapkv import SnapKV
+from kvlens.conversion.softmax.streaming_llm import StreamingLLM
 from kvlens.conversion.softmax.teacher import Teacher
 
 __all__ = [
+    "H2O",
     "METHODS",
     "Approximation",
+    "AttentionMatching",
     "ConversionMethod",
     "Exact",
+    "ExpectedAttention",
+    "KVzip",
+    "KeptKeys",
     "Landmark",
     "Learned",
     "RandomProjections",
+    "SnapKV",
+    "StreamingLLM",
     "Taylor",
     "Teacher",
     "TextOptions",

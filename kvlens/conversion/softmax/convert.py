@@ -26,7 +26,7 @@ def convert_softmax_prompt(
 ) -> KVBias:
     """See :func:`kvlens.convert_prompt`, which checks the prompt and what it continues from."""
     method.check_model(model)
-    exact = convert_exactly(model, prompt, fwd_hooks, old, fingerprint)
+    exact = convert_exactly(model, prompt, fwd_hooks, old, fingerprint, method.needs_queries)
     _check_finite(exact)
     bias, old = exact.bias, exact.old
     lengths = torch.as_tensor(prompt.lengths()).reshape(-1).tolist()

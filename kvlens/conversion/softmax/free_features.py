@@ -17,11 +17,10 @@ from torch import Tensor
 
 from kvlens.checks import Within, checked
 from kvlens.conversion.softmax.learned import train_features
-from kvlens.conversion.softmax.method import Approximation
+from kvlens.conversion.softmax.method import Approximation, needs_plain_scores
 from kvlens.conversion.softmax.prompt_pass import ConvertedExactly
 from kvlens.conversion.softmax.settings import MOST_ASKED
 from kvlens.conversion.softmax.teacher import Teacher
-from kvlens.errors import KVLensError
 from kvlens.kv_bias import KVBias, LearnedFeatures, RandomFeatures, SoftmaxFeatures, TaylorFeatures, VirtualKeys
 from kvlens.model import HookedKVTransformer
 from kvlens.ops.feature_maps import draw_projections
@@ -32,19 +31,7 @@ class FreeFeatures(Approximation):
     """A method whose features are no keys: for models whose scores are exp(q.k) alone."""
 
     def check_model(self, model: HookedKVTransformer) -> None:
-        """Raise KVLensError where a model's scores are more than exp(q.k): such features would miss the rest."""
-        for block in model.blocks:
-            rule = block.attn.score_rule()
-            for what, present in (
-                ("ALiBi", rule.slopes is not None),
-                ("local windows", rule.window is not None),
-                ("soft-capping", rule.soft_cap is not None),
-            ):
-                if present:
-                    raise KVLensError(
-                        f'convert_prompt: method="{self.name}" approximates exp(q.k), and this model\'s scores have {what} '
-                        'besides: use method="exact" or "landmark", whose keys are scored as the model does'
-                    )
+        needs_plain_scores(model, self.name)
 
 
 @checked

@@ -12,6 +12,7 @@ from typing import ClassVar
 
 from kvlens.conversion.softmax.settings import TextOptions
 from kvlens.conversion.softmax.teacher import Teacher
+from kvlens.errors import KVLensError
 from kvlens.kv_bias import KVBias
 from kvlens.model import HookedKVTransformer
 
@@ -21,10 +22,12 @@ class ConversionMethod(ABC):
 
     Attributes:
         name: what ``method="name"`` and the record of a bias (``bias.fit.method``) call it.
+        needs_queries: whether ``fit`` reads the queries of the prompt itself, ``teacher.exact.queries``.
         shorthand: other names that ``convert_prompt(..., method="name", option=...)`` takes for an option.
     """
 
     name: ClassVar[str]
+    needs_queries: ClassVar[bool] = False
     shorthand: ClassVar[Mapping[str, str]] = {}
 
     def check_model(self, model: HookedKVTransformer) -> None:  # noqa: B027 - most methods serve any model
@@ -68,3 +71,19 @@ class Approximation(ConversionMethod, TextOptions):
 
     def keeps_every_key(self, lengths: Sequence[int]) -> bool:
         return False
+
+
+def needs_plain_scores(model: HookedKVTransformer, method: str) -> None:
+    """Raise KVLensError where a model's scores are more than exp(q.k), which is all that ``method`` accounts for."""
+    for block in model.blocks:
+        rule = block.attn.score_rule()
+        for what, present in (
+            ("ALiBi", rule.slopes is not None),
+            ("local windows", rule.window is not None),
+            ("soft-capping", rule.soft_cap is not None),
+        ):
+            if present:
+                raise KVLensError(
+                    f'convert_prompt: method="{method}" approximates exp(q.k), and this model\'s scores also have {what}: '
+                    'use method="exact" or "landmark", whose keys are scored as the model does'
+                )

@@ -5,9 +5,15 @@ from dataclasses import fields
 from typing import Any
 
 from kvlens.checks import checked, ensure, one_of
+from kvlens.conversion.softmax.attention_matching import AttentionMatching
+from kvlens.conversion.softmax.expected_attention import ExpectedAttention
 from kvlens.conversion.softmax.free_features import Learned, RandomProjections, Taylor
+from kvlens.conversion.softmax.h2o import H2O
+from kvlens.conversion.softmax.kvzip import KVzip
 from kvlens.conversion.softmax.landmark import Landmark
 from kvlens.conversion.softmax.method import ConversionMethod, Exact
+from kvlens.conversion.softmax.snapkv import SnapKV
+from kvlens.conversion.softmax.streaming_llm import StreamingLLM
 from kvlens.errors import KVLensError, WrongArguments, nearest
 
 METHODS: dict[str, type[ConversionMethod]] = {
@@ -15,6 +21,12 @@ METHODS: dict[str, type[ConversionMethod]] = {
     for method in (
         Exact,
         Landmark,
+        AttentionMatching,
+        StreamingLLM,
+        H2O,
+        SnapKV,
+        ExpectedAttention,
+        KVzip,
         RandomProjections,
         Taylor,
         Learned,
@@ -57,12 +69,16 @@ def unknown_option(name: str, others: Collection[str], method: str | None) -> Wr
     """The error that says that ``method`` has no such option (None: no method has it), what does, and what there is."""
     have_it = [f'"{other}"' for other, kind in METHODS.items() if name in _names(kind)]
     if have_it and method is not None:
-        words = f'method="{method}" has no option {name!r}, which belongs to {" and ".join(have_it)}'
+        words = f'method="{method}" has no option {name!r}, which belongs to {_listed(have_it)}'
         return WrongArguments(f"convert_prompt: {words}; it takes {', '.join(_names(METHODS[method])) or 'no options'}")
     of_methods = METHODS if method is None or not _names(METHODS[method]) else [method]
     close = nearest(name, [*others, *_all_names(of_methods)]) or nearest(name, _all_names(METHODS)) or "."
     takes = "; ".join([*([", ".join(others)] if others else []), *(_takes(each) for each in of_methods)])
     return WrongArguments(f"convert_prompt: no argument is called {name!r}{close} It takes {takes}")
+
+
+def _listed(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def is_option(name: str) -> bool:

@@ -32,12 +32,14 @@ class ConvertedExactly(NamedTuple):
         real: True at real tokens, None where no prompt is padded.
         last_residual: of each prompt's last token, for the logits of the first token after it.
         old: what it continues from, as the pass read it: hooks may have changed it.
+        queries: of the prompt's tokens, as they are scored, [batch, pos, head, d_head] by layer; None unless asked for.
     """
 
     bias: KVBias
     real: Bool[Tensor, "batch key"] | None
     last_residual: Float[Tensor, "batch 1 d_model"]
     old: KVBias | None = None
+    queries: list[Tensor] | None = None
 
     def keys(self, model: HookedKVTransformer, layer: int) -> PromptKeys:
         """One layer's keys, as the fits want them."""
@@ -48,7 +50,12 @@ class ConvertedExactly(NamedTuple):
 
 
 def convert_exactly(
-    model: HookedKVTransformer, prompt: PromptTokens, fwd_hooks: Sequence[Any], old: KVBias | None, fingerprint: Fingerprint
+    model: HookedKVTransformer,
+    prompt: PromptTokens,
+    fwd_hooks: Sequence[Any],
+    old: KVBias | None,
+    fingerprint: Fingerprint,
+    with_queries: bool = False,
 ) -> ConvertedExactly:
     """One pass over the prompt, the bias it continues from attached; every layer's keys and values become virtual keys."""
     tokens, cfg = prompt.tokens, model.cfg
@@ -71,7 +78,8 @@ def convert_exactly(
     places = torch.arange(n_pos, device=tokens.device)
     last_place = places.expand(batch, -1) if prompt.mask is None else places.where(prompt.mask, 0)
     last = residual[torch.arange(batch, device=residual.device), last_place.amax(dim=1).to(residual.device)][:, None]
-    return ConvertedExactly(bias, prompt.mask, last, as_read(old, read))
+    queries = [q.to(tokens.device) for q, _, _ in seen] if with_queries else None
+    return ConvertedExactly(bias, prompt.mask, last, as_read(old, read), queries)
 
 
 def every_key_kept(

@@ -45,7 +45,7 @@ def reference_text(
         KVLensError: an empty or unreadable given text, or no room for one within ``n_ctx``.
     """
     batch, given = prompt.tokens.shape[0], options.reference
-    room = _room(model, whole)
+    room = room_after(model, whole)
     if given is None:
         tokens = own_texts(model, exact, whole, options, options.n_continuations)
         return ReferenceText(tokens, tokens[0].numel() / prompt.tokens.shape[1])
@@ -62,7 +62,7 @@ def own_texts(
     model: HookedKVTransformer, exact: ConvertedExactly, whole: KVBias, options: TextOptions, n: int, apart: bool = False
 ) -> Int[Tensor, "batch text pos"]:
     """``n`` of the model's own continuations of each prompt; ``apart`` from those that the fit reads."""
-    length = min(options.continuation_length, _room(model, whole))
+    length = min(options.continuation_length, room_after(model, whole))
     return sample_continuations(model, exact, whole, n, length, (options.seed + APART * apart) % 2**63)
 
 
@@ -75,8 +75,8 @@ def _cut(tokens: Tensor) -> Tensor:
     return tokens[..., : length // pieces * pieces].reshape(tokens.shape[0], n_texts * pieces, -1)
 
 
-def _room(model: HookedKVTransformer, whole: KVBias) -> int:
-    """Places left after the prompt."""
+def room_after(model: HookedKVTransformer, whole: KVBias) -> int:
+    """Positions left after the prompt; at least 2, or a KVLensError."""
     if not model.cfg.has_position_limit:
         return 10**9
     room = model.cfg.n_ctx - int(torch.as_tensor(whole.position_offset).max())

@@ -22,6 +22,7 @@ class Teacher:
     """The exact conversion, the reference texts, and the account of what reading them cost.
 
     Attributes:
+        prompt: its tokens.
         exact: this prompt's keys, all of them.
         old: what the conversion continues from.
         whole: the exact bias with ``old`` in front: it stands for the prompt while reference text is read.
@@ -40,6 +41,7 @@ class Teacher:
         options: TextOptions,
         verbose: bool = True,
     ):
+        self.prompt = prompt
         self.model, self.exact, self.old, self.options, self.verbose = model, exact, old, options, verbose
         self.lengths = torch.as_tensor(prompt.lengths()).expand(prompt.tokens.shape[0])
         self.seconds: dict[str, float] = {}

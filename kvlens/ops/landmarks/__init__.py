@@ -7,7 +7,17 @@ the values' fit knows what the weights left wrong in the normalizer, and heads g
 
 from kvlens.ops.landmarks.budgets import greedy_budgets
 from kvlens.ops.landmarks.choice import CRITERIA, Chosen, Criterion, choose_keys
-from kvlens.ops.landmarks.shares import PromptKeys, Queries, Shares, Statistics, shares, statistics
+from kvlens.ops.landmarks.matching import Masses, MatchedBy, masses, match_keys, match_mass, match_output
+from kvlens.ops.landmarks.shares import (
+    PromptKeys,
+    Queries,
+    Shares,
+    Statistics,
+    blocks_of,
+    key_shares,
+    shares,
+    statistics,
+)
 from kvlens.ops.landmarks.weights import Errors, fit_values, fit_weights, output_errors
 
 __all__ = [
@@ -15,14 +25,22 @@ __all__ = [
     "Chosen",
     "Criterion",
     "Errors",
+    "Masses",
+    "MatchedBy",
     "PromptKeys",
     "Queries",
     "Shares",
     "Statistics",
+    "blocks_of",
     "choose_keys",
     "fit_values",
     "fit_weights",
     "greedy_budgets",
+    "key_shares",
+    "masses",
+    "match_keys",
+    "match_mass",
+    "match_output",
     "output_errors",
     "shares",
     "statistics",

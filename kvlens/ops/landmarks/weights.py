@@ -32,12 +32,26 @@ class Errors(NamedTuple):
 
 @checked
 def fit_weights(sums: Statistics, index: Int[Tensor, "cell r"], active: Bool[Tensor, "cell r"]) -> Float[Tensor, "cell r"]:
-    """w of the active keys: least squares, then again without those that came out negative, until none does."""
+    """w of the active keys, by non-negative least squares."""
+    return nonnegative_weights(sums.gram, sums.with_p, index, active)
+
+
+def nonnegative_weights(
+    gram: Float[Tensor, "cell key key"],
+    target: Float[Tensor, "cell key"],
+    index: Int[Tensor, "cell r"],
+    active: Bool[Tensor, "cell r"],
+) -> Float[Tensor, "cell r"]:
+    """Least squares on some of the keys, then again without those whose weight is negative, until none is.
+
+    Args:
+        gram, target: sums over the rows of products of all keys, and of each key with what the weighted sum is to be.
+    """
     every = torch.arange(len(index), device=index.device)[:, None]
-    gram = sums.gram[every[..., None], index[:, :, None], index[:, None, :]]
-    target = sums.with_p[every, index]
+    some = gram[every[..., None], index[:, :, None], index[:, None, :]]
+    right = target[every, index][..., None]
     for _ in range(index.shape[1] + 1):
-        w = _solve(gram, target[..., None], active, RIDGE_WEIGHTS).squeeze(-1)
+        w = solve(some, right, active, RIDGE_WEIGHTS).squeeze(-1)
         negative = active & (w < 0)
         if not bool(negative.any()):
             break
@@ -68,7 +82,7 @@ def fit_values(
             psi = psi / whole
             gram[cell] += psi.mT @ psi
             right[cell] += psi.mT @ target
-    return (start + _solve(gram, right, w > 0, RIDGE_VALUES)) * (w > 0)[..., None]
+    return (start + solve(gram, right, w > 0, RIDGE_VALUES)) * (w > 0)[..., None]
 
 
 @checked(head="kv_head")
@@ -101,7 +115,7 @@ def output_errors(
     return Errors((e / z.clamp(min=tiny)).sqrt(), (off / p.clamp(min=tiny)).sqrt())
 
 
-def _solve(gram: Tensor, right: Tensor, active: Tensor, ridge: float) -> Tensor:
+def solve(gram: Tensor, right: Tensor, active: Tensor, ridge: float) -> Tensor:
     """Ridge least squares over the active unknowns; 0 for the others."""
     on = active.to(gram)
     size = (gram.diagonal(dim1=-2, dim2=-1) * on).sum(dim=-1) / on.sum(dim=-1).clamp(min=1)

@@ -1,0 +1,84 @@
+"""method="attention_matching": keys, weights and values that match the prompt's attention (Zweiger et al. 2026)."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from kvlens.checks import checked
+from kvlens.conversion.softmax.few_keys import FewKeys, LayerKeys, assembled, with_values
+from kvlens.conversion.softmax.landmark import budgets_by_gain, longest_path, output_statistics
+from kvlens.conversion.softmax.prompt_pass import continued
+from kvlens.conversion.softmax.teacher import Teacher
+from kvlens.kv_bias import KVBias
+from kvlens.ops.landmarks import (
+    MatchedBy,
+    Queries,
+    choose_keys,
+    masses,
+    match_keys,
+    match_mass,
+    match_output,
+)
+
+
+@checked
+@dataclass(frozen=True, kw_only=True)
+class AttentionMatching(FewKeys):
+    """A few of the prompt's keys, weighted so that they have the mass of all, with values that give the output of all.
+
+    What is matched is attention over the prompt alone; :class:`Landmark` fits the output over prompt and text.
+
+    Attributes:
+        n_keys, ratio: how many keys per key-value head; see :class:`Landmark`.
+        keys: those with the highest root mean square "attention", or by matching "pursuit" on the mass.
+        budget: "equal": the same number for every head; "greedy": that number on average, by kvlens' budgets
+            (:class:`Landmark`). The authors measure budgets once per model, by the loss when one head's is changed.
+        on_policy: fit each layer on the queries that the layers below, already reduced, produce.
+        reference, n_continuations, continuation_length, n_held_out, seed: see
+            :class:`~kvlens.conversion.softmax.settings.TextOptions`; the fit reads the reference text ("prompt" is the
+            authors' repeat-prefill, own continuations take the place of their self-study).
+
+    Source: Zweiger, Fu, Guo, Kim 2026, arXiv 2602.16284, and its authors' code; weights by exact non-negative least squares.
+    """
+
+    name: ClassVar[str] = "attention_matching"
+    fits_on_text: ClassVar[bool] = True
+
+    keys: MatchedBy = "pursuit"
+    budget: Literal["equal", "greedy"] = "equal"
+    on_policy: bool = False
+
+    @torch.no_grad()
+    def fit(self, teacher: Teacher) -> KVBias:
+        wanted = torch.tensor([self.keys_kept(int(n)) for n in teacher.lengths], device=teacher.exact.bias.b_D.device)
+        queries = teacher.read(teacher.whole, teacher.seen)
+        budgets = self._budgets(teacher, queries, wanted)
+        layers: list[LayerKeys] = []
+        for layer in range(teacher.model.cfg.n_layers):
+            own = queries[layer]
+            if self.on_policy and layer:
+                so_far = continued(teacher.old, assembled(teacher.exact, layers))
+                own = teacher.read(so_far, teacher.seen, range(layer, layer + 1))[0]
+            layers.append(self._layer(teacher, layer, own, budgets[layer].flatten()))
+        return assembled(teacher.exact, layers)
+
+    def _layer(self, teacher: Teacher, layer: int, queries: Queries, counts: Int[Tensor, " cell"]) -> LayerKeys:
+        prompt = teacher.keys(layer)
+        sums = masses(queries, prompt)
+        index = match_keys(sums, max(1, int(counts.max())), self.keys)
+        active = torch.arange(index.shape[1], device=index.device) < counts[:, None]
+        weights = match_mass(sums, index, active)
+        return with_values(prompt, index, weights, weights[..., None] * match_output(queries, prompt, index, weights))
+
+    def _budgets(
+        self, teacher: Teacher, queries: list[Queries], wanted: Int[Tensor, " batch"]
+    ) -> Int[Tensor, "layer batch kv_head"]:
+        cfg = teacher.model.cfg
+        if self.budget == "equal":
+            return wanted[None, :, None].expand(cfg.n_layers, -1, cfg.n_kv_heads)
+        path = longest_path(int(wanted.max()), teacher.exact.bias.d_phi)
+        gains = [choose_keys(output_statistics(teacher, layer, each), path).gain for layer, each in enumerate(queries)]
+        return budgets_by_gain(gains, wanted)
