@@ -22,6 +22,7 @@ def test_the_models_ship_in_less_than_30_megabytes():
         "docs-shift",
         "facts-gpt2",
         "facts-hops-gpt2",
+        "facts-hops-linear",
         "facts-linear",
         "induction-plain-2l",
         "induction-shift-1l",

@@ -131,6 +131,24 @@ RECIPES: dict[str, Recipe] = {
             stored_dtype="float16",
         ),
         Recipe(
+            name="facts-hops-linear",
+            summary="facts-hops-gpt2's task for linear attention: three layers with Taylor features, learned positions and a "
+            "KV shift, which answer where a thing is in one hop or two.",
+            task="facts",
+            task_settings=dict(max_facts=4, length=64, whole_share=0.0, hops=2, notes=True),
+            model=dict(
+                n_layers=3,
+                d_model=64,
+                d_head=16,
+                positional_embedding_type="standard",
+                attention="linear",
+                feature_map="taylor",
+                kv_shift=dict(queries=True, window=4),
+            ),
+            training=dict(steps=3000, batch_size=32, learning_rate=3e-3, weight_decay=0.05, eval_every=100),
+            stored_dtype="float16",
+        ),
+        Recipe(
             name="bigram-linear",
             summary="The linear-attention model of ICLCA sec. 6.2: 12 layers of width 128 that learn a bigram in context, "
             "each trigger letter being followed by whatever followed it first. Attention is a RetNet's without decay: the "

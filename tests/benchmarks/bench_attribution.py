@@ -162,7 +162,7 @@ def interval(values: pd.Series, seed: int = 0) -> tuple[float, float]:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="facts-gpt2", help="facts-gpt2, facts-linear or facts-hops-gpt2 (with --facts 4)")
+    parser.add_argument("--model", default="facts-gpt2", help="facts-..., facts-hops-... with --facts 4")
     parser.add_argument("--stories", type=int, default=60)
     parser.add_argument("--facts", type=int, default=8, help="sentences of a story")
     parser.add_argument("--seed", type=int, default=0)

@@ -80,7 +80,7 @@ def names_of(model: HookedKVTransformer, layer: int) -> list[str]:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="facts-hops-gpt2", help="facts-hops-gpt2")
+    parser.add_argument("--model", default="facts-hops-gpt2", help="or facts-hops-linear")
     parser.add_argument("--stories", type=int, default=300)
     parser.add_argument("--patched", type=int, default=100, help="so many of them are patched too")
     parser.add_argument("--facts", type=int, default=4, help="sentences of a story")
