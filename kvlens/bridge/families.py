@@ -17,10 +17,12 @@ from kvlens.ops.softmax_features import ScoreRule
 
 ROTATES = {"PositionEmbeddingsAttentionBridge": True, "JointQKVAttentionBridge": False}
 """The bridge's attention components that compute in the open, and whether queries and keys are rotated in them."""
-NATIVE = ("OlmoHybridAttention",)
+NATIVE = ("OlmoHybridAttention", "KimiLinearAttention")
 """Modules of Transformers to which the bridge leaves attention, and that kvlens opens up (:mod:`kvlens.bridge.native`)."""
-TRIED = "GPT-2, Llama, Qwen3, Gemma 3, GPT-OSS, Qwen3.5, Qwen3-Next, OLMo-Hybrid"
+TRIED = "GPT-2, Llama, Qwen3, Gemma 3, GPT-OSS, Qwen3.5, Qwen3-Next, OLMo-Hybrid, Kimi Linear, MiniMax"
 VARIABLE_ROTARY = ("dynamic", "longrope")
+WINDOW_IN_FULL_ATTENTION = ("minimax",)
+"""Model types whose window, where they have one, applies to the layers that they call full attention."""
 
 
 def text_config(model: nn.Module) -> Any:
@@ -64,17 +66,18 @@ def _layer(bridge: Any, family: str, config: Any, layer: int) -> SoftmaxLayer | 
         raise _no_way(family, f"layer {layer} gates its output in a place that has no known way")
     cfg = bridge.cfg
     n_kv_heads = getattr(cfg, "n_key_value_heads", None) or cfg.n_heads
-    d_head = int(getattr(module, "head_dim", cfg.d_head))
+    d_head = int(getattr(module, "v_head_dim", getattr(module, "head_dim", cfg.d_head)))
     if d_head != cfg.d_head:
         raise _no_way(family, f"layer {layer} has heads of {d_head} dimensions, the configuration of {cfg.d_head}")
     scaling = getattr(module, "scaling", None)
-    scale = d_head**0.5 if scaling is None else 1.0 / float(scaling)
+    d_key = int(getattr(module, "qk_head_dim", d_head))
+    scale = d_key**0.5 if scaling is None else 1.0 / float(scaling)
     if getattr(config, "scale_attn_by_inverse_layer_idx", False) and scaling is None:
         scale *= layer + 1
     rule = ScoreRule(scale, getattr(module, "attn_logit_softcapping", None), None, _window(family, config, layer))
     if native:
         open_up(attn)
-    return SoftmaxLayer(attn, layer, HeadSizes(cfg.n_heads, n_kv_heads, d_head), rule, native or ROTATES[kind])
+    return SoftmaxLayer(attn, layer, HeadSizes(cfg.n_heads, n_kv_heads, d_head, d_key), rule, native or ROTATES[kind])
 
 
 def _window(family: str, config: Any, layer: int) -> int | None:
@@ -82,7 +85,7 @@ def _window(family: str, config: Any, layer: int) -> int | None:
     kinds = getattr(config, "layer_types", None)
     kind = kinds[layer] if kinds else None
     window = getattr(config, "sliding_window", None)
-    if kind in (None, "sliding_attention"):
+    if kind in (None, "sliding_attention") or config.model_type in WINDOW_IN_FULL_ATTENTION:
         return window
     if kind != "full_attention":
         raise _no_way(family, f"layer {layer} is of kind {kind!r}")

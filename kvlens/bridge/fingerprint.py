@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from kvlens.bridge.families import text_config
+from kvlens.bridge.softmax import SoftmaxLayer
 from kvlens.kv_bias import Fingerprint
 from kvlens.model.fingerprint import weights_hash
 
@@ -81,7 +82,15 @@ def fingerprint_of(bridge: Any) -> Fingerprint:
         kv_shift="none",
         rest="; ".join(f"{name} {json.dumps(value, sort_keys=True, default=str)}" for name, value in sorted(rest.items())),
         weights=weights_hash(_weights(bridge)),
+        d_key=_key_size(bridge),
     )
+
+
+def _key_size(bridge: Any) -> int | None:
+    """The dimensions of a key, where a value has another number of them."""
+    sizes = {(layer.sizes.d_key, layer.sizes.d_head) for layer in bridge.__dict__["_layers"] if isinstance(layer, SoftmaxLayer)}
+    d_key, d_head = next(iter(sizes), (None, None))
+    return None if d_key == d_head else d_key
 
 
 def _weights(bridge: Any) -> dict[str, Tensor]:

@@ -11,12 +11,15 @@ from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources import build_bridge_from_module
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from kvlens.bridge.adapters import ADAPTERS
 from kvlens.errors import KVLensError, first_line
-from kvlens.mixers import has_mixer
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model")
 TEXT_PART = ("qwen3_5", "qwen3_5_moe")
 """Model types, of images and text, of which Transformers has the language model as a class of its own."""
+BY_TRANSFORMERS = (*TEXT_PART, *(adapter.model_type for adapter in ADAPTERS.values()))
+"""Model types that TransformerLens' loader does not read, or not so."""
+PLAIN_OPTIONS = {"device", "dtype", "tokenizer"}
 
 
 def wrapped(model: PreTrainedModel, *, tokenizer: Any = None) -> TransformerBridge:
@@ -28,13 +31,6 @@ def wrapped(model: PreTrainedModel, *, tokenizer: Any = None) -> TransformerBrid
             model, type(model).__name__, hf_config=model.config, tokenizer=tokenizer, model_name=str(name)
         )
     except (ValueError, KeyError, AttributeError, RuntimeError) as error:
-        kinds = sorted({type(module).__name__ for module in model.modules() if has_mixer(module)})
-        if kinds:
-            raise KVLensError(
-                f"KVTransformerBridge: TransformerLens' bridge does not know {type(model).__name__} ({first_line(error)}), so "
-                f"that the whole model reads no KV bias; its {', '.join(kinds)} can be run and hooked one at a time, with the "
-                "state that a prompt leaves there: kvlens.mixers.mixer_for(module, layer)"
-            ) from error
         raise _unreadable(type(model).__name__, error) from error
 
 
@@ -52,8 +48,8 @@ def loaded(source: str | Path, *args: Any, **options: Any) -> TransformerBridge:
     has_tokenizer = options.get("tokenizer") is not None or any((folder / name).is_file() for name in TOKENIZER_FILES)
     try:
         name = str(folder) if folder.is_dir() else str(source)
-        plain = not args and set(options) <= {"device", "dtype", "tokenizer"}
-        if plain and ((folder.is_dir() and not has_tokenizer) or _model_type(name) in TEXT_PART):
+        plain = not args and set(options) <= PLAIN_OPTIONS
+        if plain and ((folder.is_dir() and not has_tokenizer) or _model_type(name) in BY_TRANSFORMERS):
             model = AutoModelForCausalLM.from_pretrained(
                 name, dtype=options.get("dtype") or torch.float32, attn_implementation="eager", trust_remote_code=False
             )

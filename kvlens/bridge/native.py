@@ -5,7 +5,8 @@ step by step as Transformers' eager attention does; else nothing changes.
 
 | hook point | shape |
 |---|---|
-| ``hook_rot_q``, ``hook_rot_k`` | [batch, head or kv_head, pos, d_head], as they are scored |
+| ``hook_rot_q``, ``hook_rot_k`` | [batch, head or kv_head, pos, d_key], as they are scored |
+| ``hook_values`` | [batch, kv_head, pos, d_head] |
 | ``hook_attn_scores``, ``hook_pattern`` | [batch, head, pos, key], masked scores and their softmax |
 """
 
@@ -20,7 +21,8 @@ from transformers import AttentionInterface
 from kvlens.components import is_hooked
 
 NAME = "kvlens_in_the_open"
-POINTS = ("hook_rot_q", "hook_rot_k", "hook_attn_scores", "hook_pattern")
+VALUES = "hook_values"
+POINTS = ("hook_rot_q", "hook_rot_k", VALUES, "hook_attn_scores", "hook_pattern")
 OWNER = "_kvlens_component"
 
 
@@ -55,19 +57,20 @@ class _InTheOpen:
 
 def attention_in_the_open(
     module: Any,
-    query: Float[Tensor, "batch head pos d_head"],
-    key: Float[Tensor, "batch kv_head key d_head"],
-    value: Float[Tensor, "batch kv_head key d_v"],
+    query: Float[Tensor, "batch head pos d_key"],
+    key: Float[Tensor, "batch kv_head key d_key"],
+    value: Float[Tensor, "batch kv_head key d_head"],
     attention_mask: Tensor | None,
     scaling: float,
     dropout: float = 0.0,
     **_: Any,
-) -> tuple[Float[Tensor, "batch pos head d_v"], None]:
+) -> tuple[Float[Tensor, "batch pos head d_head"], None]:
     """Transformers' eager attention with hook points; what a cache brings is not hooked again."""
     held = module.__dict__[OWNER]
     n, group = query.shape[2], query.shape[1] // key.shape[1]
-    query, new = held.hook_rot_q(query), held.hook_rot_k(key[:, :, -n:])
+    query, new, new_value = held.hook_rot_q(query), held.hook_rot_k(key[:, :, -n:]), held.hook_values(value[:, :, -n:])
     key = torch.cat([key[:, :, :-n], new], dim=2).repeat_interleave(group, dim=1)
+    value = torch.cat([value[:, :, :-n], new_value], dim=2)
     scores = _masked(query @ key.transpose(2, 3) * scaling, attention_mask)
     pattern = held.hook_attn_scores(scores).softmax(dim=-1, dtype=torch.float32).to(query.dtype)
     pattern = held.hook_pattern(nn.functional.dropout(pattern, dropout, module.training))

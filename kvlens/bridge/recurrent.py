@@ -88,13 +88,12 @@ class RecurrentLayer:
         output, after = self.mixer(hidden, state, _mask_of(kwargs.get("attention_mask"), hidden))
         if cache is not None:
             setattr(cache, STATES, {**states, self.layer: after})
-        return self.component.hook_out(output)
+        return self.mixer.as_module_returns(self.component.hook_out(output))
 
     def _first_state(self, cache: Any) -> RecurrentState:
         """The state before a pass whose cache has none of this layer's mixer."""
         given = next(reversed(self._given.values()), RecurrentState())
-        index = getattr(self.mixer.module, "layer_idx", self.layer)
-        if cache is not None and hasattr(cache, "has_previous_state") and cache.has_previous_state(index):
+        if self.mixer.is_in_cache(cache):
             what = "a KV bias" if self._given else "a hook"
             raise KVLensError(
                 f"layer {self.layer} ({type(self.mixer.module).__name__}): the cache that this pass continues was filled by "

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformer_lens.hook_points import HookPoint
 
+from kvlens.bridge.native import VALUES
 from kvlens.components import LayerBias, by_query_head, is_hooked
 from kvlens.kv_bias import KVBias
 from kvlens.ops.softmax_attention import ScaledMass, join_bias
@@ -24,11 +25,12 @@ HOOKS = ("hook_b_kv", "hook_b_d", "hook_normalizer", "hook_z_context", "hook_z_b
 
 
 class HeadSizes(NamedTuple):
-    """Query heads, key-value heads, and the dimensions of one."""
+    """Query heads, key-value heads, the dimensions of a value, and those of a key: another number in latent attention."""
 
     n_heads: int
     n_kv_heads: int
     d_head: int
+    d_key: int
 
 
 class SoftmaxLayer:
@@ -95,10 +97,11 @@ class SoftmaxLayer:
             seen[self.layer, "k"] = self._heads(k, self.rotates).transpose(1, 2)
 
         def see_v(v: Tensor) -> None:
-            seen[self.layer, "v"] = self._heads(v, False).transpose(1, 2)
+            seen[self.layer, "v"] = self._heads(v, in_the_open).transpose(1, 2)
 
+        in_the_open = hasattr(self.attn, VALUES)
         key = self.attn.hook_rot_k if self.rotates else self.attn.k.hook_out
-        return [_at(key, see_k), _at(self.attn.v.hook_out, see_v)]
+        return [_at(key, see_k), _at(getattr(self.attn, VALUES) if in_the_open else self.attn.v.hook_out, see_v)]
 
     @property
     def _q_point(self) -> HookPoint:
@@ -112,7 +115,7 @@ class SoftmaxLayer:
 
     def _joined(
         self,
-        q: Float[Tensor, "batch pos head d_head"],
+        q: Float[Tensor, "batch pos head d_key"],
         scores: Float[Tensor, "batch head pos key"],
         bias: LayerBias,
         positions: Int[Tensor, "#batch pos"],

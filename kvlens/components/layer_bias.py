@@ -51,7 +51,7 @@ class LayerBias(NamedTuple):
 
     def phi(
         self,
-        q: Float[Tensor, "batch pos head d_head"],
+        q: Float[Tensor, "batch pos head d_key"],
         rule: ScoreRule,
         positions: Int[Tensor, "#batch pos"] | None,
         b_kv: Float[Tensor, "#batch some_head d_phi d_head"],

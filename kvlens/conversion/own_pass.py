@@ -26,7 +26,7 @@ def convert_by_own_pass(
     with model.hooks(fwd_hooks=list(fwd_hooks)), model.hooks(fwd_hooks=readers(model, old, read)):
         keys, values, recurrent = model.read_prompt(prompt.tokens, prompt.mask, prompt.keeps_positions)
     heads = {"k": keys.shape[2], "v": keys.shape[2], "q": fingerprint.n_heads}
-    last = {x: keys.new_zeros(*keys.shape[:2], 0, n, keys.shape[-1]) for x, n in heads.items()}
+    last = {x: values.new_zeros(*values.shape[:2], 0, n, values.shape[-1]) for x, n in heads.items()}
     new = every_key_kept(keys, values, prompt, old, fingerprint, last, recurrent)
     new.check_finite("convert_prompt")
     bias = continued(as_read(old, read), new)

@@ -33,7 +33,7 @@ from kvlens.ops.softmax_features import (
 )
 
 F = TypeVar("F", bound="SoftmaxFeatures")
-Queries = Float[Tensor, "batch pos head d_head"]
+Queries = Float[Tensor, "batch pos head d_key"]
 Positions = Int[Tensor, "#batch pos"]
 Used = Bool[Tensor, "#batch head d_phi"]
 LogFeatures = Float[Tensor, "batch pos head d_phi"]
@@ -92,11 +92,12 @@ class SoftmaxFeatures(ABC):
         stored = log_scale.to(q).repeat_interleave(heads // log_scale.shape[1], dim=1)
         return ScaledFeatures(phi.features, phi.log_scale + stored[:, None])
 
-    def check(self, lead: tuple[int, ...], n_kv_heads: int, d_head: int) -> None:
-        """Raise KVLensError unless the tensors belong to a bias with leading axes ``lead`` (layers, and prompts if a batch)."""
+    def check(self, lead: tuple[int, ...], n_kv_heads: int, d_key: int) -> None:
+        """Raise KVLensError unless the tensors belong to a bias with leading axes ``lead`` (layers, and prompts if a batch), of
+        a model whose keys have ``d_key`` dimensions."""
         lead = lead if self.per_prompt else lead[:1]
         for name, tensor in self.tensors().items():
-            shape = (*lead, n_kv_heads, self.n_features, d_head)[: tensor.dim()]
+            shape = (*lead, n_kv_heads, self.n_features, d_key)[: tensor.dim()]
             if tensor.dim() < len(lead) + 2 or tuple(tensor.shape) != shape:
                 raise KVLensError(f"KVBias: features.{name} must be {list(shape)}, got {list(tensor.shape)}")
 
@@ -119,11 +120,12 @@ class VirtualKeys(PositiveFeatures):
     """Keys that stand for the prompt's.
 
     Attributes:
-        keys: after RoPE, as the model scores them. Heads with fewer keys repeat one, with weight 0.
+        keys: after RoPE, as the model scores them; ``d_key`` is ``d_head``, except in latent attention, whose keys and values
+            differ in size. Heads with fewer keys repeat one, with weight 0.
         distance: from each key to the first token of the text, at least 1; it counts under ALiBi and in local layers.
     """
 
-    keys: Float[Tensor, "layer *batch kv_head r d_head"]
+    keys: Float[Tensor, "layer *batch kv_head r d_key"]
     distance: Int[Tensor, "layer *batch kv_head r"]
     kind: ClassVar[str] = "virtual_keys"
     per_prompt: ClassVar[bool] = True

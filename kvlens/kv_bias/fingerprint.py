@@ -15,7 +15,7 @@ class Fingerprint:
     """Everything that a bias depends on.
 
     ``rest`` holds every other field of the configuration that shapes an activation; ``weights`` is a hash of the parameters
-    in float32, weight processing included.
+    in float32, weight processing included. ``d_key`` is the size of a key where it is not ``d_head``, as in latent attention.
     """
 
     attention: str
@@ -35,6 +35,7 @@ class Fingerprint:
     kv_shift: str
     rest: str
     weights: str
+    d_key: int | None = None
 
     def check(self, other: "Fingerprint", what: str, whose: str = "the model") -> None:
         """Raise KVLensError naming the first field in which ``other``, of ``whose`` (the model at hand), differs."""

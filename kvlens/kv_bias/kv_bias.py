@@ -113,7 +113,7 @@ class KVBias:
             raise KVLensError(f"KVBias: features and log_scale belong to softmax attention alone, and this is {f.attention}")
         heads, d_phi = f.n_heads, f.d_phi
         if self.features is not None:
-            self.features.check(lead, f.n_kv_heads, f.d_head)
+            self.features.check(lead, f.n_kv_heads, f.d_key or f.d_head)
             d_phi = self.features.n_features
             heads = f.n_heads if self.b_KV.shape[-3] == f.n_heads else f.n_kv_heads
         expected = {
@@ -206,9 +206,10 @@ class KVBias:
         states = 0 if self.recurrent is None else self.recurrent.b_KV.numel()
         if not isinstance(self.features, VirtualKeys):
             return states + self.b_KV.numel() + self.b_D.numel()
-        n_kv_heads, d_head = self.fingerprint.n_kv_heads, self.fingerprint.d_head
-        readers = self.b_D.shape[-2] // n_kv_heads
-        return states + int(used_keys(self.b_KV, self.b_D, n_kv_heads).sum()) * (readers * (d_head + 1) + d_head)
+        f = self.fingerprint
+        readers = self.b_D.shape[-2] // f.n_kv_heads
+        of_a_key = readers * (f.d_head + 1) + (f.d_key or f.d_head)
+        return states + int(used_keys(self.b_KV, self.b_D, f.n_kv_heads).sum()) * of_a_key
 
     def __repr__(self) -> str:
         f, family = self.fingerprint, "" if self.features is None else f"{self.features.kind}, "

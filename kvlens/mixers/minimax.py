@@ -24,6 +24,13 @@ class MiniMaxMixer(Mixer):
         self.n_heads = self.n_key_heads = held.num_attention_heads
         self.d_k = self.d_v = held.head_dim
 
+    def as_module_returns(self, output: Tensor) -> tuple[Tensor, None]:
+        return output, None
+
+    def is_in_cache(self, cache: Any) -> bool:
+        index, held = getattr(self.module, "layer_idx", self.layer), getattr(cache, "linear_cache", ())
+        return index < len(held) and isinstance(held[index], Tensor)
+
     def inputs(self, hidden_states: Tensor, conv: Tensor | None, mask: Tensor | None) -> MixerInputs:
         module: Any = self.module
         wide = torch.promote_types(hidden_states.dtype, torch.float32)

@@ -13,7 +13,7 @@ submodule by submodule; nothing is copied.
 """
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -172,6 +172,15 @@ class Mixer(nn.Module, ABC):
         self.layer = layer
         for name in HOOKS:
             setattr(self, name, HookPoint())
+
+    def as_module_returns(self, output: Float[Tensor, "batch pos d_model"]) -> Any:
+        """The layer's output in the form in which the Transformers module returns it."""
+        return output
+
+    def is_in_cache(self, cache: Any) -> bool:
+        """Whether a cache of Transformers, or None, holds a state that the module's own forward pass wrote."""
+        index = getattr(self.module, "layer_idx", self.layer)
+        return hasattr(cache, "has_previous_state") and bool(cache.has_previous_state(index))
 
     @property
     def module(self) -> nn.Module:

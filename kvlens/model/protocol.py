@@ -79,7 +79,7 @@ class PromptKeysAndValues(NamedTuple):
     none.
     """
 
-    keys: Float[Tensor, "layer batch kv_head pos d_head"]
+    keys: Float[Tensor, "layer batch kv_head pos d_key"]
     values: Float[Tensor, "layer batch kv_head pos d_head"]
     recurrent: RecurrentStates | None = None
 

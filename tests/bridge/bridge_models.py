@@ -3,6 +3,7 @@
 import torch
 import transformers as tf
 from torch import Tensor
+from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 D_VOCAB = 53
 WINDOW = 6
@@ -28,9 +29,10 @@ LLAMA3 = dict(
 GPT2 = dict(n_layer=3, n_head=3, n_embd=12, n_positions=64, n_ctx=64, vocab_size=D_VOCAB)
 ROPE = dict(rope_type="default", rope_theta=10000.0)
 EXPERTS = dict(num_local_experts=4, num_experts_per_tok=2, rope_parameters=ROPE)
+LINEAR_FIRST = ["linear_attention", "full_attention", "linear_attention"]
 HYBRID = dict(
     **{**COMMON, "head_dim": 8},  # a quarter of it is rotated
-    layer_types=["linear_attention", "full_attention", "linear_attention"],
+    layer_types=LINEAR_FIRST,
     linear_num_key_heads=2,
     linear_num_value_heads=4,
     linear_key_head_dim=6,
@@ -38,7 +40,28 @@ HYBRID = dict(
     linear_conv_kernel_dim=4,
 )
 MIXTURE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, shared_expert_intermediate_size=8)
+KIMI = dict(
+    **{name: size for name, size in COMMON.items() if name not in ("head_dim", "num_key_value_heads")},
+    num_key_value_heads=6,
+    layer_types=LINEAR_FIRST,
+    mlp_layer_types=["dense", "sparse", "sparse"],
+    linear_num_heads=3,
+    linear_head_dim=6,
+    linear_conv_kernel_dim=4,
+    kv_lora_rank=10,
+    qk_nope_head_dim=3,
+    qk_rope_head_dim=4,
+    v_head_dim=5,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=8,
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0),
+)
 HYBRIDS = {
+    "kimi_linear": lambda: tf.KimiLinearForCausalLM(tf.KimiLinearConfig(**KIMI)),
+    "minimax": lambda: tf.MiniMaxForCausalLM(
+        tf.MiniMaxConfig(**{**COMMON, "head_dim": 8}, **EXPERTS, layer_types=LINEAR_FIRST, block_size=4, mlp_beta_factor=0.5)
+    ),
     "qwen3_5": lambda: tf.Qwen3_5ForCausalLM(tf.Qwen3_5TextConfig(**HYBRID)),
     "qwen3_next": lambda: tf.Qwen3NextForCausalLM(tf.Qwen3NextConfig(**HYBRID, **MIXTURE)),
     "olmo_hybrid": lambda: tf.OlmoHybridForCausalLM(
@@ -73,10 +96,28 @@ def tiny(family: str, seed: int = 0) -> tf.PreTrainedModel:
     return model
 
 
+class TextLength(MiniMaxCache):
+    """Transformers asks the cache of layer 0 how long the text is; here that is lightning attention, which keeps no keys."""
+
+    def get_seq_length(self, layer_idx=0):
+        return super().get_seq_length(max(layer_idx, 1))
+
+    def get_mask_sizes(self, query_length, layer_idx):
+        return super().get_mask_sizes(query_length, max(layer_idx, 1))
+
+
+def cut_and_continued(model: tf.PreTrainedModel, prompt: Tensor, text: Tensor) -> Tensor:
+    """Logits of a text that continues from Transformers' own cache of a prompt."""
+    cache = TextLength() if model.config.model_type == "minimax" else None
+    cache = model(prompt, use_cache=True, past_key_values=cache).past_key_values
+    return model(text, past_key_values=cache, use_cache=True).logits
+
+
 def some_tokens(*shape: int, seed: int = 0) -> Tensor:
     return torch.randint(D_VOCAB, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def largest(x: Tensor, y: Tensor) -> float:
     """The largest difference, relative to the largest number."""
-    return float((x - y).abs().max() / y.abs().max())
+    assert x.shape == y.shape
+    return float((x - y).abs().max() / y.abs().max()) if y.numel() else 0.0

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import transformers as tf
-from bridge_models import D_VOCAB, FAMILIES, HYBRIDS, largest, some_tokens, tiny
+from bridge_models import D_VOCAB, FAMILIES, HYBRIDS, cut_and_continued, largest, some_tokens, tiny
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources import build_bridge_from_module
 
@@ -35,8 +35,7 @@ def model(family, transformers_errors):
     prompt, text = some_tokens(2, N_PROMPT), some_tokens(2, N_TEXT, seed=1)
     with torch.no_grad():
         whole = plain(torch.cat([prompt, text], dim=1)).logits[:, N_PROMPT:]
-        cache = plain(prompt, use_cache=True).past_key_values
-        transformers_errors[family] = largest(plain(text, past_key_values=cache).logits, whole)
+        transformers_errors[family] = largest(cut_and_continued(plain, prompt, text), whole)
     return KVTransformerBridge.boot_transformers(plain)
 
 

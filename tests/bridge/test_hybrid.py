@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers as tf
-from bridge_models import D_VOCAB, HYBRID, HYBRIDS, MIXTURE, largest, some_tokens, tiny
+from bridge_models import D_VOCAB, HYBRID, HYBRIDS, MIXTURE, WINDOW, cut_and_continued, largest, some_tokens, tiny
 
 from kvlens import KVBias, KVLensError, KVTransformerBridge, combine, convert_prompt
 from kvlens.files.tensors import checked_tensor_bytes, read_checked_tensors
@@ -15,6 +15,8 @@ from kvlens.mixers import HOOKS
 
 LEAST = 2e-6
 N_PROMPT, N_TEXT = 13, 9
+STATES = {"kimi_linear": (3, 6, 6, 3, 3 * 3 * 6), "minimax": (6, 8, 8, 0, 0)}
+"""Heads, d_k, d_v of a recurrent layer's state, and rows and channels of its convolution, where they are not HYBRID's."""
 
 
 @pytest.fixture(scope="module", params=HYBRIDS)
@@ -39,18 +41,24 @@ def without_gradients():
 
 
 def test_layers_of_both_kinds(model, prompt):
-    bias = convert_prompt(model, prompt)
+    bias, kind = convert_prompt(model, prompt), model.original_model.config.model_type
+    n_kv_heads, d_head, d_key = {"kimi_linear": (6, 5, 7)}.get(kind, (3, 8, 8))
+    n_heads, d_k, d_v, *conv = STATES.get(kind, (4, 6, 5, 3, 2 * 2 * 6 + 4 * 5))
     assert bias.n_layers == 3 and bias.attention_layers == (1,) and bias.recurrent.layers == (0, 2)
-    assert bias.b_KV.shape == (1, 2, 3, N_PROMPT, 8) and bias.recurrent.b_KV.shape == (2, 2, 4, 6, 5)
-    assert bias.recurrent.conv.shape == (2, 2, 3, 2 * 2 * 6 + 4 * 5)
-    assert bias.num_parameters == 2 * (N_PROMPT * 3 * 17 + 2 * 4 * 6 * 5)
-    assert "1 layers x 6 heads" in repr(bias) and "2 recurrent layers x 4 heads, 6 x 5" in repr(bias)
+    assert bias.b_KV.shape == (1, 2, n_kv_heads, N_PROMPT, d_head) and bias.recurrent.b_KV.shape == (2, 2, n_heads, d_k, d_v)
+    assert bias.features.keys.shape == (1, 2, n_kv_heads, N_PROMPT, d_key)
+    assert bias.recurrent.conv.shape == (2, 2, *conv)
+    assert bias.num_parameters == 2 * (N_PROMPT * n_kv_heads * (d_head + 1 + d_key) + 2 * n_heads * d_k * d_v)
+    assert "1 layers x 6 heads" in repr(bias) and f"2 recurrent layers x {n_heads} heads, {d_k} x {d_v}" in repr(bias)
 
 
 def test_the_states_are_those_of_transformers_cache(model, prompt):
     bias = convert_prompt(model, prompt)
     cache = model.original_model(prompt, use_cache=True).past_key_values
     for row, layer in enumerate(bias.recurrent.layers):
+        if model.original_model.config.model_type == "minimax":
+            assert largest(bias.recurrent.b_KV[row], cache.linear_cache[layer]) < 5 * LEAST
+            continue
         assert largest(bias.recurrent.b_KV[row], cache.layers[layer].recurrent_states[0]) < 5 * LEAST
         assert largest(bias.recurrent.conv[row], cache.layers[layer].conv_states[0][..., -3:].transpose(1, 2)) < 5 * LEAST
 
@@ -61,7 +69,7 @@ def test_as_exact_as_transformers_own_cache(family):
     plain = tiny(family)
     prompts, texts = some_tokens(40, N_PROMPT), some_tokens(40, N_TEXT, seed=1)
     whole = plain(torch.cat([prompts, texts], dim=1)).logits[:, N_PROMPT:]
-    cut = plain(texts, past_key_values=plain(prompts, use_cache=True).past_key_values).logits
+    cut = cut_and_continued(plain, prompts, texts)
     model = KVTransformerBridge.boot_transformers(plain)
     prompted = model(torch.cat([prompts, texts], dim=1))[:, N_PROMPT:]
     with model.kv_bias(convert_prompt(model, prompts)):
@@ -112,9 +120,16 @@ def test_every_hook_point_shows_what_it_says(model, prompt, text):
     with model.kv_bias(convert_prompt(model, prompt)):
         logits, cache = model.run_with_cache(text)
         assert largest(model(text), logits) < 5 * LEAST
-    at = {name: cache[f"blocks.2.attn.{name}"] for name in HOOKS}
-    assert at["hook_pattern"].shape == (2, 4, N_TEXT, N_TEXT) and at["hook_state"].shape == (2, 4, 6, 5)
-    assert at["hook_log_decay"].shape == at["hook_write_strength"].shape == (2, N_TEXT, 4)
+    at = {name: cache[f"blocks.2.attn.{name}"] for name in HOOKS if f"blocks.2.attn.{name}" in cache}
+    kind = model.original_model.config.model_type
+    heads, d_k, d_v, *_ = STATES.get(kind, (4, 6, 5))
+    assert at["hook_pattern"].shape == (2, heads, N_TEXT, N_TEXT) and at["hook_state"].shape == (2, heads, d_k, d_v)
+    if kind == "minimax":
+        assert set(HOOKS) - set(at) == {"hook_write_strength", "hook_conv_state"} and at["hook_log_decay"].shape == (heads,)
+    else:
+        by_channel = (d_k,) if kind == "kimi_linear" else ()
+        assert set(at) == set(HOOKS) and at["hook_log_decay"].shape == (2, N_TEXT, heads, *by_channel)
+        assert at["hook_write_strength"].shape == (2, N_TEXT, heads)
     torch.testing.assert_close(at["hook_z_context"] + at["hook_z_bias"], at["hook_z"], rtol=0, atol=0)
     from_pattern = torch.einsum("bhij,bjhd->bihd", at["hook_pattern"], at["hook_v"])
     torch.testing.assert_close(from_pattern, at["hook_z_context"], rtol=1e-5, atol=1e-6)
@@ -135,16 +150,19 @@ def test_arithmetic_selection_and_files(model, prompt, text, tmp_path):
     total = a + 0.5 * b
     torch.testing.assert_close(total.recurrent.b_KV, a.recurrent.b_KV + 0.5 * b.recurrent.b_KV)
     assert torch.equal(total.recurrent.conv, b.recurrent.conv) and torch.equal((a - b).recurrent.conv, a.recurrent.conv)
-    with pytest.raises(KVLensError, match="recurrent.conv, the convolution's inputs, differs"):
-        combine(a, b)
+    if a.recurrent.conv.numel():
+        with pytest.raises(KVLensError, match="recurrent.conv, the convolution's inputs, differs"):
+            combine(a, b)
     assert not combine(a, b, shift_state="zero").recurrent.conv.any()
-    one = a.select(layers=[1], heads=[(2, 3)])
-    assert torch.equal(one.recurrent.b_KV[1, :, 3], a.recurrent.b_KV[1, :, 3]) and not one.recurrent.b_KV[:, :, :3].any()
+    heads = a.recurrent.n_heads
+    one = a.select(layers=[1], heads=[(2, 2)])
+    others = [head for head in range(heads) if head != 2]
+    assert torch.equal(one.recurrent.b_KV[1, :, 2], a.recurrent.b_KV[1, :, 2]) and not one.recurrent.b_KV[:, :, others].any()
     assert torch.equal(one.b_KV, a.per_query_head().b_KV) and torch.equal(one.recurrent.conv, a.recurrent.conv)
-    rest = a.select(layers=[0], heads=[(2, head) for head in range(3)])
+    rest = a.select(layers=[0], heads=[(2, head) for head in others])
     torch.testing.assert_close(one.recurrent.b_KV + rest.recurrent.b_KV, a.recurrent.b_KV, rtol=0, atol=0)
-    with pytest.raises(KVLensError, match="head 4 does not exist; there are 4"):
-        a.select(heads=[(0, 4)])
+    with pytest.raises(KVLensError, match=f"head {heads} does not exist; there are {heads}"):
+        a.select(heads=[(0, heads)])
     a.save(tmp_path / "bias.safetensors")
     read = KVBias.load(tmp_path / "bias.safetensors")
     assert read.recurrent.layers == (0, 2) and read.fingerprint == a.fingerprint
@@ -211,19 +229,16 @@ def test_experts_of_qwen3_5():
         assert largest(model(text), whole) < LEAST
 
 
-@pytest.mark.parametrize("kind", ["kimi_linear", "minimax"])
-def test_a_hybrid_that_the_bridge_does_not_know_is_named(kind):
-    """What can be done with its layers is said."""
-    shared = dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"], pad_token_id=0)
-    sizes = dict(hidden_size=24, intermediate_size=20, vocab_size=D_VOCAB, num_attention_heads=4, num_experts_per_tok=1)
-    if kind == "minimax":
-        config = tf.MiniMaxConfig(**shared, **sizes, num_key_value_heads=2, num_local_experts=2, head_dim=6, block_size=16)
-    else:
-        mixture = dict(mlp_layer_types=["dense", "dense"], n_routed_experts=2, n_group=1, topk_group=1, moe_intermediate_size=8)
-        linear = dict(linear_num_heads=3, linear_head_dim=6, linear_conv_kernel_dim=4)
-        config = tf.KimiLinearConfig(**shared, **sizes, **mixture, **linear, num_key_value_heads=4)
-    with pytest.raises(KVLensError, match=r"does not know \w+ForCausalLM.*Attention can be run and .*mixer_for"):
-        KVTransformerBridge.boot_transformers(tf.AutoModelForCausalLM.from_config(config))
+def test_a_window_of_minimax_applies_to_its_full_attention():
+    config = tiny("minimax").config
+    config.sliding_window = WINDOW
+    model = KVTransformerBridge.boot_transformers(tf.MiniMaxForCausalLM(config).eval())
+    prompt, text = some_tokens(2, N_PROMPT), some_tokens(2, N_TEXT, seed=1)
+    whole = model(torch.cat([prompt, text], dim=1))[:, N_PROMPT:]
+    bias = convert_prompt(model, prompt)
+    assert bias.features.distance.max() == N_PROMPT
+    with model.kv_bias(bias):
+        assert largest(model(text), whole) < LEAST
 
 
 def test_a_damaged_file_of_states_is_refused(model, prompt, tmp_path):
@@ -244,7 +259,7 @@ def test_a_damaged_file_of_states_is_refused(model, prompt, tmp_path):
 def test_bad_input_is_refused_in_words(model, prompt, text):
     bias = convert_prompt(model, prompt)
     cache = model.original_model(text, use_cache=True).past_key_values
-    with pytest.raises(KVLensError, match=r"layer 0 \(.*Gated.*the cache that this pass continues"), model.kv_bias(bias):
+    with pytest.raises(KVLensError, match=r"layer 0 \(\w+\): the cache that this pass continues"), model.kv_bias(bias):
         model(text[:, :1], past_key_values=cache)
     broken = replace(bias.recurrent, b_KV=bias.recurrent.b_KV * torch.inf)
     with pytest.raises(KVLensError, match="recurrent.b_KV of layer 0 is not finite"):

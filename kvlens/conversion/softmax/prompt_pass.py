@@ -83,7 +83,7 @@ def convert_exactly(
 
 
 def every_key_kept(
-    keys: Float[Tensor, "layer batch kv_head pos d_head"],
+    keys: Float[Tensor, "layer batch kv_head pos d_key"],
     values: Float[Tensor, "layer batch kv_head pos d_head"],
     prompt: PromptTokens,
     old: KVBias | None,

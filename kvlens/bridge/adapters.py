@@ -1,0 +1,169 @@
+"""TransformerLens adapters for hybrids whose architecture its bridge does not know: Kimi Linear and MiniMax.
+
+In both, Transformers calls a layer's mixer ``self_attn``, whether it is recurrent or attention. Here a recurrent one is
+``linear_attn``, as in the hybrids that TransformerLens knows, and attention ``attn``. Importing this module registers the
+adapters, except where TransformerLens has one of its own.
+"""
+
+from typing import Any, ClassVar
+
+from torch import nn
+from transformer_lens.factories.architecture_adapter_factory import SUPPORTED_ARCHITECTURES, ArchitectureAdapterFactory
+from transformer_lens.model_bridge.architecture_adapter import ArchitectureAdapter
+from transformer_lens.model_bridge.generalized_components import (
+    AttentionBridge,
+    BlockBridge,
+    EmbeddingBridge,
+    LinearBridge,
+    MoEBridge,
+    MoERouterBridge,
+    PositionEmbeddingsAttentionBridge,
+    RMSNormalizationBridge,
+    RotaryEmbeddingBridge,
+    UnembeddingBridge,
+)
+from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
+
+from kvlens.mixers import has_mixer
+
+ATTENTION_INPUTS = ("hook_attn_in", "hook_q_input", "hook_k_input", "hook_v_input")
+"""Aliases of a block that lead to inputs of its attention."""
+
+
+class LatentAttentionBridge(AttentionBridge):
+    """Latent attention, left to Transformers. No projection of it yields the queries, keys or values of heads alone."""
+
+    hook_aliases: ClassVar[dict[str, str | list[str]]] = {"hook_z": "o.hook_in"}  # type: ignore[misc]
+    property_aliases: ClassVar[dict[str, str]] = {"W_O": "o.weight"}  # type: ignore[misc]
+    supports_split_qkv_fork = False
+
+
+class HybridBlockBridge(BlockBridge):
+    """A block whose ``self_attn`` is recurrent in some layers: it keeps ``linear_attn`` or ``attn`` of its submodules."""
+
+    hook_aliases: dict[str, Any]
+
+    def set_original_component(self, original_component: nn.Module) -> None:
+        """Bind one layer of the Transformers model."""
+        super().set_original_component(original_component)
+        held: Any = original_component
+        recurrent = has_mixer(held.self_attn)
+        kept = "linear_attn" if recurrent else "attn"
+        del self.submodules["attn" if recurrent else "linear_attn"]
+        aliases: dict[str, Any] = {**self.hook_aliases, "hook_attn_out": f"{kept}.hook_out"}
+        if not getattr(self.submodules[kept], "supports_split_qkv_fork", False):
+            aliases = {name: target for name, target in aliases.items() if name not in ATTENTION_INPUTS}
+        self.hook_aliases = aliases
+
+
+class HybridAdapter(ArchitectureAdapter):
+    """What the two share. Weight processing does not apply: no weights of a recurrent layer are known to it."""
+
+    model_type: ClassVar[str]
+    supports_fold_ln = False
+
+    def __init__(self, cfg: Any) -> None:
+        super().__init__(cfg)
+        self._set_rms_rotary_defaults()
+        self.cfg.attn_implementation = "eager"
+        self.cfg.default_prepend_bos = False
+        self.weight_processing_conversions: dict[str, Any] = {}
+        self.component_mapping = {
+            "embed": EmbeddingBridge(name="model.embed_tokens"),
+            "blocks": HybridBlockBridge(
+                name="model.layers",
+                submodules={
+                    "ln1": RMSNormalizationBridge(name="input_layernorm", config=self.cfg),
+                    "ln2": RMSNormalizationBridge(name="post_attention_layernorm", config=self.cfg),
+                    "attn": self._attention(),
+                    "linear_attn": GeneralizedComponent(name="self_attn"),
+                    "mlp": self._experts(),
+                },
+            ),
+            "ln_final": RMSNormalizationBridge(name="model.norm", config=self.cfg),
+            "unembed": UnembeddingBridge(name="lm_head", config=self.cfg),
+        }
+
+    def _attention(self) -> AttentionBridge:
+        raise NotImplementedError
+
+    def _experts(self) -> MoEBridge:
+        return MoEBridge(name="mlp", config=self.cfg, submodules={"gate": MoERouterBridge(name="gate")})
+
+
+class MiniMaxAdapter(HybridAdapter):
+    """``MiniMaxForCausalLM``: lightning attention, and attention and experts as in Mixtral.
+
+    The residual stream is not the sum of what the layers add: a layer adds to its *normalized* input, and both summands have
+    factors of their own (``linear_attn_alpha_factor`` and others in Transformers' configuration).
+    """
+
+    model_type = "minimax"
+
+    def __init__(self, cfg: Any) -> None:
+        super().__init__(cfg)
+        self.component_mapping["rotary_emb"] = RotaryEmbeddingBridge(name="model.rotary_emb", config=self.cfg)
+
+    def _attention(self) -> AttentionBridge:
+        return PositionEmbeddingsAttentionBridge(
+            name="self_attn",
+            config=self.cfg,
+            submodules={name: LinearBridge(name=f"{name}_proj") for name in "qkvo"},
+            requires_attention_mask=True,
+            requires_position_embeddings=True,
+        )
+
+
+class KimiLinearAdapter(HybridAdapter):
+    """``KimiLinearForCausalLM``: Kimi delta attention, and latent attention without rotary positions, left to Transformers."""
+
+    model_type = "kimi_linear"
+
+    def __init__(self, cfg: Any) -> None:
+        super().__init__(cfg)
+        self.cfg.positional_embedding_type = "none"
+
+    def prepare_model(self, hf_model: Any) -> None:
+        """TransformerLens reads Transformers' ``head_dim``, which is another number in latent attention."""
+        super().prepare_model(hf_model)
+        self.cfg.d_head = hf_model.config.v_head_dim
+
+    def _attention(self) -> AttentionBridge:
+        queries = {name: LinearBridge(name=name, optional=True) for name in ("q_proj", "q_a_proj", "q_b_proj")}
+        return LatentAttentionBridge(
+            name="self_attn",
+            config=self.cfg,
+            submodules={
+                **queries,
+                "kv_a_proj_with_mqa": LinearBridge(name="kv_a_proj_with_mqa"),
+                "kv_a_layernorm": RMSNormalizationBridge(name="kv_a_layernorm", config=self.cfg),
+                "kv_b_proj": LinearBridge(name="kv_b_proj"),
+                "o": LinearBridge(name="o_proj"),
+            },
+            maintain_native_attention=True,
+            requires_attention_mask=True,
+        )
+
+    def _experts(self) -> MoEBridge:
+        dense = {"dense_gate": "gate_proj", "dense_in": "up_proj", "dense_out": "down_proj"}
+        return MoEBridge(
+            name="mlp",
+            config=self.cfg,
+            sparse_required=("gate",),
+            submodules={
+                "gate": MoERouterBridge(name="gate", optional=True),
+                "shared_experts": self._gated_mlp(name="shared_experts", optional=True),
+                **{name: LinearBridge(name=theirs, optional=True) for name, theirs in dense.items()},
+            },
+        )
+
+
+ADAPTERS: dict[str, type[HybridAdapter]] = {
+    "KimiLinearForCausalLM": KimiLinearAdapter,
+    "MiniMaxForCausalLM": MiniMaxAdapter,
+}
+"""By the name of the class in Transformers."""
+
+for _architecture, _adapter in ADAPTERS.items():
+    if _architecture not in SUPPORTED_ARCHITECTURES:
+        ArchitectureAdapterFactory.register_adapter(_architecture, _adapter)
