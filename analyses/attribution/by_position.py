@@ -1,8 +1,10 @@
 """Where in the prompt a unit's content is read: single positions' keys and values exchanged for the counterfactual prompt's.
 
 A position behind the unit whose exchange costs something holds what the model wrote there about the unit while it read the
-prompt. The shift state, the raw last keys, values and queries that the text's first tokens mix into their own, is a row of its
-own. Positions keep their numbers: the counterfactual prompt is as long, the unit deleted in its place, or replaced.
+prompt. A model that writes it at several positions, each of which is enough, loses nothing with any one of them: whole less
+converse is what a position keeps alone. The shift state, the raw last keys, values and queries that the text's first tokens mix
+into their own, has a row of its own. Positions keep their numbers: the counterfactual prompt is as long, the unit deleted or
+replaced in place.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,8 +32,8 @@ from .units import Spans, Unit, positions_of, units_of
 ALL = -1
 """In place of a layer: every one; in place of a position: the shift state, which has none."""
 
-Rows = Callable[[Tensor], Callable[[int], KVBias]]
-"""positions -> layer -> a batch of biases, one position exchanged in each."""
+Rows = Callable[[Tensor], Callable[[int], tuple[KVBias, KVBias]]]
+"""positions -> layer -> two batches of biases, a row for each position: that one swapped, and all others swapped."""
 
 COLUMNS = Columns(
     unit=("int64", "from 0"),
@@ -41,6 +43,7 @@ COLUMNS = Columns(
     token=("str", "at the position; missing for the shift state"),
     layer=("int64", "from 0; -1: all layers at once"),
     swap=("float64", f"{EFFECT}; this position's keys and values from the counterfactual prompt"),
+    converse=("float64", f"{EFFECT}; everything from there but this position's keys and values (in this layer)"),
     in_unit=("bool", "whether the position is one of the unit's"),
     in_shift_window=("bool", "whether it lies behind the unit and carries the unit's shifted keys or values"),
     whole=("float64", f"{EFFECT}; everything from there, which is the unit's total effect"),
@@ -67,7 +70,7 @@ def attribution_by_position(
         model, prompt, text, by, answer, rival: as :func:`kvlens.analyses.attribution.prompt.prompt_attribution`.
         replace_by: token range of a unit -> what stands there in the counterfactual prompt, of as many tokens; a unit that is
             not named is deleted.
-        each_layer: a row for every layer too, beside those of all layers at once.
+        each_layer: also a row for every layer, in addition to those of all layers at once.
 
     Returns:
         One row per unit, layer (all at once first) and position, then the shift state's where the model shifts:
@@ -86,7 +89,7 @@ def attribution_by_position(
     frames = []
     for number, unit in enumerate(units):
         other = _counterfactual(question, unit, replace_by or {})
-        base, rows = exchanged_positions(question, bias, other, layers)
+        whole, swap, converse = exchanged_positions(question, bias, other, layers)
         parts: list[tuple[str, int]] = [("position", p) for p in range(len(tokens))]
         parts += [("shift_state", ALL)] if has_shift_state(bias) else []
         at = torch.tensor([p for _, p in parts] * len(layers))
@@ -101,10 +104,11 @@ def attribution_by_position(
                     "prompt_position": at,
                     "token": [tokens[p] if p != ALL else None for _, p in parts] * len(layers),
                     "layer": torch.tensor(layers).repeat_interleave(len(parts)),
-                    "swap": rows,
+                    "swap": swap,
+                    "converse": converse,
                     "in_unit": own,
                     "in_shift_window": behind,
-                    "whole": base,
+                    "whole": whole,
                 }
             )
         )
@@ -123,27 +127,32 @@ def has_shift_state(bias: KVBias) -> bool:
 
 def exchanged_positions(
     question: Question, bias: KVBias, other: Counterfactuals, layers: list[int]
-) -> tuple[float, Float[Tensor, " row"]]:
-    """(whole, swap of every layer, position and the shift state) as the table has them."""
-    donor = convert_prompt(question.model, other)
-    n_positions = len(question.prompt)
+) -> tuple[float, Float[Tensor, " row"], Float[Tensor, " row"]]:
+    """(whole, swap, converse): by how much the score falls with everything from there, and for every layer with one position
+    from there, and with all but one; the shift state, where there is one, comes after the positions."""
+    donor = convert_prompt(question.model, other).select_prompt(0)
     if bias.features is None:
-        here, there = bias, donor.select_prompt(0)
-        make = _linear_rows(question, bias, other)
+        here, there = bias, donor
+        make = _linear_rows(question, here, there, other)
     else:
-        here, there = in_one_space(bias, donor.select_prompt(0))
-        make = _softmax_rows(here, there, n_positions)
+        here, there = in_one_space(bias, donor)
+        make = _softmax_rows(here, there, len(question.prompt))
     score = float(question.scores_under(here.repeat(1))[0])
     whole = score - float(question.scores_under(there.repeat(1))[0])
     found: dict[int, list[Tensor]] = {layer: [] for layer in layers}
-    for positions in torch.arange(n_positions).split(32):
+
+    def measure(layer: int, biases: tuple[KVBias, KVBias]) -> None:
+        found[layer].append(score - torch.stack([question.scores_under(each) for each in biases]))
+
+    for positions in torch.arange(len(question.prompt)).split(32):
         of_layer = make(positions)
         for layer in layers:
-            found[layer].append(score - question.scores_under(of_layer(layer)))
+            measure(layer, of_layer(layer))
     if has_shift_state(bias):
         for layer in layers:
-            found[layer].append(score - question.scores_under(_with_shift_state(here, there, layer)))
-    return whole, torch.cat([part for layer in layers for part in found[layer]])
+            measure(layer, (_with_shift_state(here, there, layer), _with_shift_state(there, here, layer)))
+    swap, converse = torch.cat([part for layer in layers for part in found[layer]], dim=1)
+    return whole, swap, converse
 
 
 def _softmax_rows(here: KVBias, there: KVBias, n_positions: int) -> Rows:
@@ -151,42 +160,48 @@ def _softmax_rows(here: KVBias, there: KVBias, n_positions: int) -> Rows:
     half = here.d_phi // 2
     before = half - n_positions  # keys of what the prompt continues
 
-    def make(positions: Tensor) -> Callable[[int], KVBias]:
-        swapped = torch.zeros(len(positions), here.d_phi, dtype=torch.bool)
+    def make(positions: Tensor) -> Callable[[int], tuple[KVBias, KVBias]]:
+        swapped = torch.zeros(len(positions), here.d_phi, dtype=torch.bool, device=here.b_D.device)
         row = torch.arange(len(positions))
         swapped[row, before + positions] = swapped[row, half + before + positions] = True
 
-        def of_layer(layer: int) -> KVBias:
-            here_too = _layers(here, layer) & swapped.to(here.b_D.device)[None, :, None]
-            return replace(
-                here.repeat(len(positions)),
-                b_D=torch.where(here_too, there.b_D[:, None], here.b_D[:, None]),
-                b_KV=torch.where(here_too[..., None], there.b_KV[:, None], here.b_KV[:, None]),
-            )
+        def of_layer(layer: int) -> tuple[KVBias, KVBias]:
+            which = _layers(here, layer) & swapped[None, :, None]
+            return _moved(here, there, which, len(positions)), _moved(there, here, which, len(positions))
 
         return of_layer
 
     return make
 
 
-def _linear_rows(question: Question, bias: KVBias, other: Counterfactuals) -> Rows:
-    """b_KV and b_D less one position's term, with the counterfactual's."""
+def _moved(to: KVBias, other: KVBias, which: Tensor, n_rows: int) -> KVBias:
+    """A bias of virtual keys, some of which have the weights and values of another."""
+    return replace(
+        to.repeat(n_rows),
+        b_D=torch.where(which, other.b_D[:, None], to.b_D[:, None]),
+        b_KV=torch.where(which[..., None], other.b_KV[:, None], to.b_KV[:, None]),
+    )
+
+
+def _linear_rows(question: Question, here: KVBias, there: KVBias, other: Counterfactuals) -> Rows:
+    """b_KV and b_D less one position's term, with the counterfactual's; and the other way round."""
     n, model = len(question.prompt), question.model
     own, others = factors(model, question.prompt), factors(model, other)
 
-    def make(positions: Tensor) -> Callable[[int], KVBias]:
+    def make(positions: Tensor) -> Callable[[int], tuple[KVBias, KVBias]]:
         chosen = torch.zeros(len(positions), n, dtype=torch.bool)
         chosen[torch.arange(len(positions)), positions] = True
         taken, given = written(model, own, chosen), written(model, others, chosen & other.kept.cpu())
-        whole = bias.repeat(len(positions))
+        change = given.b_KV - taken.b_KV, given.b_D - taken.b_D
 
-        def of_layer(layer: int) -> KVBias:
-            here = _layers(bias, layer).to(bias.b_KV)
-            return replace(
-                whole,
-                b_KV=whole.b_KV + here[..., None] * (given.b_KV - taken.b_KV),
-                b_D=whole.b_D + here * (given.b_D - taken.b_D),
-            )
+        def of_layer(layer: int) -> tuple[KVBias, KVBias]:
+            where = _layers(here, layer).to(here.b_KV)
+            rows = [(here.repeat(len(positions)), where), (there.repeat(len(positions)), -where)]
+            added = [
+                replace(bias, b_KV=bias.b_KV + sign[..., None] * change[0], b_D=bias.b_D + sign * change[1])
+                for bias, sign in rows
+            ]
+            return added[0], added[1]
 
         return of_layer
 
@@ -216,6 +231,6 @@ ATTRIBUTION_BY_POSITION = Analysis(
     inputs={"prompt": PROMPT, "text": TEXT, "answer": ANSWER, "rival": RIVAL},
     options={
         "by": Option("the units", choices=("token", "word", "sentence", "paragraph")),
-        "each_layer": Option("a row for every layer too"),
+        "each_layer": Option("also a row for every layer"),
     },
 )

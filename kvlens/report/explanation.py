@@ -78,13 +78,20 @@ def print_explanation(found: Any, by: str) -> None:
             {"name": "head", "swap": "this head's", "converse": "all others'", "p": "p", "alone": "p alone", "leads": "leads"},
         )
     )
-    positions = found.positions.sort_values("swap", key=abs, ascending=False).head(5)
+    matters = found.positions["swap"].abs().combine((found.positions["whole"] - found.positions["converse"]).abs(), max)
+    positions = found.positions.loc[matters.nlargest(5).index]
     positions = positions.assign(token=positions["token"].fillna("shift state"), where=_where(positions))
     console.print("positions, nats lost with keys and values of the prompt without it", style="bold")
     console.print(
         _table(
             positions,
-            {"prompt_position": "position", "token": "token", "where": "", "swap": "swap"},
+            {
+                "prompt_position": "position",
+                "token": "token",
+                "where": "",
+                "swap": "this position's",
+                "converse": "all others'",
+            },
         )
     )
 

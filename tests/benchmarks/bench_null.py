@@ -7,7 +7,7 @@ where the text that it precedes begins; its sentences are the units, and the ans
 the sentences' place stand units of other texts, of as many tokens: 40 are the null, as in `kvlens explain`, and others are
 tested against it, from texts that are neither the prompt's nor the null's.
 
-Printed: the share of tested units with p <= 0.05, with Wilson's upper bound (95 %, one-sided).
+Printed: the share of tested units with p <= 0.05, with the exact upper bound (binomial, 95 %, one-sided).
 """
 
 import argparse
@@ -15,7 +15,7 @@ import itertools
 from pathlib import Path
 
 import torch
-from bench_notes import wilson_low
+from bench_notes import lower_bound
 from kvlens.analyses.attribution.answers import Question
 from kvlens.analyses.attribution.null import SIGNIFICANT, Null, p_values
 from kvlens.analyses.attribution.units import Unit
@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> None:
         tested = Null(max(19, each), of_tested, seed=args.seed + 1000 + number).effects(question, units)[:each]
         significant += (p_values(tested, null) <= SIGNIFICANT).tolist()
     found, n = sum(significant), len(significant)
-    high = 1.0 - wilson_low(n - found, n)
+    high = 1.0 - lower_bound(n - found, n)
     print(f"{args.model}: {found} of {n} unrelated units significant, {found / n:.1%}, upper bound {high:.1%}")
 
 

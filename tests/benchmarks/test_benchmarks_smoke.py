@@ -10,6 +10,7 @@ import bench_fit_error
 import bench_induction_heads
 import bench_linear_attention
 import bench_model
+import bench_notes
 import bench_null
 import bench_softmax_conversion
 import bench_speed
@@ -51,6 +52,19 @@ def test_attention_variants_smoke(capsys):
 def test_dual_losses_smoke(capsys):
     bench_dual_losses.main(["--small"])
     assert "without cosines over a forward pass" in capsys.readouterr().out
+
+
+def test_notes_smoke(capsys):
+    bench_notes.main(["--stories", "3", "--patched", "2"])
+    printed = capsys.readouterr().out
+    assert "same head: 2 of 2" in printed and "same position: 2 of 2" in printed
+
+
+def test_bounds_of_shares_are_those_of_the_binomial_distribution():
+    """n of n: level^(1/n); one of n: 1 - (1 - level)^(1/n)."""
+    assert bench_notes.lower_bound(60, 60) == pytest.approx(0.05 ** (1 / 60), abs=1e-9)
+    assert bench_notes.lower_bound(1, 7) == pytest.approx(1 - 0.95 ** (1 / 7), abs=1e-9)
+    assert bench_notes.lower_bound(0, 7) == 0.0
 
 
 def test_null_smoke(capsys):

@@ -15,6 +15,7 @@ from analyses.attribution.null import Null, p_values
 from analyses.attribution.terms import factors, hidden_from_text, written
 from analyses.attribution.units import units_of
 from kvlens import HookedKVTransformer, KVLensError, KVShiftConfig, carry_bias, convert_prompt, logits_after
+from kvlens.components import hidden_tokens_keep_positions
 from kvlens.components.kv_shift import shifted_projections
 from kvlens.ops.kv_shift import coefficients_from_parameter, naive_kv_shift
 
@@ -219,22 +220,46 @@ def test_positions_exchanged_all_together_are_the_whole(model):
     assert before["swap"].abs().max() < TOLERANCE  # what precedes the unit is the same in both prompts
 
 
-def test_one_positions_exchange_is_made_again_by_hooks():
-    """A linear model's terms, by a pass over prompt and text in which one position's features and values are others'."""
-    model = random_model(kv_shift=None)
-    span = (5, 9)
-    table = attribution_by_position(model, PROMPT, TEXT, by=SPANS, answer=5)
-    whole = convert_prompt(model, PROMPT)
-    chosen = torch.zeros(1, 13, dtype=torch.bool)
-    chosen[0, 11] = True
-    question = Question.of(model, PROMPT, TEXT, 5)
-    other = question.rows([[span]])
-    taken, given = (written(model, factors(model, prompt), chosen) for prompt in (PROMPT, other))
-    swapped = whole.b_KV - taken.b_KV[:, 0] + given.b_KV[:, 0]
-    d = whole.b_D - taken.b_D[:, 0] + given.b_D[:, 0]
-    changed = replace(whole, b_KV=swapped, b_D=d)
-    row = table[(table["unit"] == 2) & (table["prompt_position"] == 11)]
-    assert float(row["swap"].iloc[0]) == pytest.approx(log_p(model, whole, 5) - log_p(model, changed, 5), abs=TOLERANCE)
+def test_positions_exchanged_in_the_last_layer_are_patched_again_by_hooks(model):
+    """The text alone reads the last layer, so one pass over prompt and text shows it: in the pass with the unit one position's
+    keys and values from the pass without it (swap), or the other way round (converse)."""
+    start, stop = span = (5, 9)
+    table = attribution_by_position(model, PROMPT, TEXT, by=[span], answer=5, each_layer=True)
+    found = table[(table["layer"] == 1) & (table["part"] == "position")].set_index("prompt_position")
+    together = torch.cat([PROMPT, TEXT])[None]
+    kept = torch.ones_like(together)
+    kept[:, start:stop] = 0
+    names = [
+        f"blocks.1.attn.hook_{x}_shifted" if shifts else f"blocks.1.attn.hook_{x}" for x, shifts in read_projections(model)
+    ]
+
+    def read(mask, hooks=()):
+        seen = {}
+        looks = [(name, lambda x, hook: seen.update({hook.name: x.clone()})) for name in names]
+        with hidden_tokens_keep_positions(True):
+            logits = model.run_with_hooks(together, attention_mask=mask, fwd_hooks=[*looks, *hooks])
+        return float(logits[0, -1].log_softmax(dim=-1)[5]), seen
+
+    def patches(position, others):
+        def patch(x, hook):
+            x[:, position] = others[hook.name][:, position]
+            return x
+
+        return [(name, patch) for name in names]
+
+    (whole, own), (without, others) = read(torch.ones_like(kept)), read(kept)
+    for position in (*range(start), *range(stop, 13)):
+        swapped = read(torch.ones_like(kept), patches(position, others))[0]
+        alone = read(kept, patches(position, own))[0]
+        assert found["swap"][position] == pytest.approx(whole - swapped, abs=TOLERANCE)
+        assert found["converse"][position] == pytest.approx(whole - alone, abs=TOLERANCE)
+    assert found["whole"].tolist() == pytest.approx([whole - without] * 13, abs=TOLERANCE)
+
+
+def read_projections(model):
+    """("k", whether keys are shifted), and so on for values."""
+    shift = model.cfg.kv_shift
+    return [("k", shift is not None and shift.keys), ("v", shift is not None and shift.values)]
 
 
 @pytest.mark.parametrize("method", ["leave_one_out", "linear", "contextcite", Hierarchical(("token",))])

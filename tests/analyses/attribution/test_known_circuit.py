@@ -86,6 +86,9 @@ def test_the_note_is_the_one_position_that_is_read(circuit):
         swaps = outer[outer["layer"] == layer].set_index("prompt_position")["swap"]
         assert swaps[NOTE] == pytest.approx(size * outer["whole"].iloc[0], abs=EXACT)
         assert swaps.drop(NOTE).abs().max() < EXACT
+        alone = outer["whole"].iloc[0] - outer[outer["layer"] == layer].set_index("prompt_position")["converse"]
+        assert alone[NOTE] == pytest.approx(size * outer["whole"].iloc[0], abs=EXACT)
+        assert alone.drop(NOTE).abs().max() < EXACT
     noted = outer[(outer["layer"] == -1) & (outer["prompt_position"] == NOTE)].iloc[0]
     assert not noted["in_unit"] and not noted["in_shift_window"]
     inner = table[(table["unit"] == INNER) & (table["part"] == "position") & (table["layer"] == -1)]
@@ -108,3 +111,24 @@ def test_the_head_that_reads_the_note_is_significant_and_always_leads(circuit):
     assert table[table["unit"] == -1][["p_value", "leads"]].isna().all(axis=None)
     plain = attribution_by_head(circuit, PROMPT, TEXT, by=SPANS, answer=CELLAR)
     assert plain[["p_value", "leads"]].isna().all(axis=None) and not plain["significant"].any()
+
+
+def test_units_head_and_position_are_named_in_every_story(circuit):
+    """Stories of other tokens, in any order in which the container's room precedes what the container holds."""
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        key, box, cellar, sack, barn, coin, rest, last = torch.randperm(N_TOKENS, generator=generator).tolist()
+        told = [(box, cellar), (key, box), (sack, barn), (coin, sack), (rest, last)]
+        order = torch.randperm(len(told), generator=generator).tolist()
+        outer, inner = sorted(order.index(number) for number in (0, 1))
+        order[outer], order[inner] = 0, 1
+        prompt = torch.tensor([token for number in order for token in told[number]])
+        given = dict(answer=cellar)
+        units = prompt_attribution(circuit, prompt, torch.tensor([key]), by=SPANS, **given)
+        assert set(units["total_effect"].nlargest(2).index) == {outer, inner}
+        heads = attribution_by_head(circuit, prompt, torch.tensor([key]), by=[SPANS[outer]], **given).query("unit == 0")
+        assert heads.loc[heads["swap"].idxmax(), ["layer", "head"]].tolist() == [1, 0]
+        positions = attribution_by_position(circuit, prompt, torch.tensor([key]), by=[SPANS[outer]], **given)
+        for column, alike in (("swap", "idxmax"), ("converse", "idxmin")):
+            found = positions.loc[getattr(positions[column], alike)()]
+            assert found["prompt_position"] == SPANS[inner][1] - 1
