@@ -28,6 +28,7 @@ EXPERIMENTS = {
     "trainable-bias": "iclca",
     "facts-recall": "iclca",
     "softmax-conversion": "iclca",
+    "compaction": "iclca",
     "gpt2-text": "iclca",
     "weights-to-prompt": "iclca",
     "function-classes": "lecture",

@@ -43,7 +43,7 @@ $$b'_{KV} = R_{-M}\, b_{KV} + \sum_{j=1}^{M} R_{j-M}\, \phi(k'_j)\, v_j'^T, \qqu
 | assumption 4.4 (2): RetNet | ``feature_map="identity"``, ``normalizer="none"``; their RetNet has no decay. Here it can: `kvlens.ops.linear_attention.retnet_decay` |
 | table 1: relative error of the logits | `kvlens.experiments.iclca.conversion_error` |
 | table 2, sec. 6.2: in-context accuracy on bigrams | `kvlens.experiments.iclca.conversion_accuracy`, task `kvlens.tasks.BigramTask` |
-| sec. 6.4, tables 3 to 5: text with the prompt, converted, and without | `kvlens.experiments.iclca.gpt2_text`; by method and size `kvlens.experiments.iclca.softmax_conversion` |
+| sec. 6.4, tables 3 to 5: text with the prompt, converted, and without | `kvlens.experiments.iclca.gpt2_text`; by method and size `kvlens.experiments.iclca.softmax_conversion`; next to methods of KV-cache compression `kvlens.experiments.iclca.compaction` |
 | figure 1, sec. 6.3: training with the bias terms | `kvlens.experiments.iclca.trainable_bias` |
 
 # Misprints and open points

@@ -18,7 +18,7 @@ Source: ICLCA sec. 5 and 6.4, for the approximate conversion of softmax attentio
 kvlens', the fitted keys after Attention Matching (Zweiger et al. 2026, arXiv 2602.16284; see :mod:`kvlens.ops.landmarks`).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -58,14 +58,11 @@ class Way(NamedTuple):
 def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
     """Convert stories in every way, and ask for what they say."""
     model = HookedKVTransformer.load(zoo.folder_of(settings["model"])).eval().requires_grad_(False)
-    n_facts = settings["n_facts"]
-    # Questions are padded to the longest, also behind the longest story: what stories differ by is left free.
-    task = FactsTask(min_facts=n_facts, max_facts=n_facts, length=model.cfg.n_ctx - SPREAD * n_facts)
-    stories = task.stories(settings["n_stories"], torch.Generator().manual_seed(settings["seed"]), "heldout")
+    stories = stories_for(model, settings)
     parts = []
     for start in range(0, len(stories), settings["batch_size"]):
         part = stories[start : start + settings["batch_size"]]
-        parts.append(measure(model, part, settings, first_story=start))
+        parts.append(measure(model, part, ways(settings), first_story=start))
         tell(f"{start + len(part)} of {len(stories)} stories")
     answers = pd.concat(parts, ignore_index=True)
     kept = share_kept(answers)
@@ -77,9 +74,16 @@ def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
     )
 
 
+def stories_for(model: HookedKVTransformer, settings: Mapping[str, Any]) -> list[Story]:
+    """Held-out stories of ``n_facts`` facts, with room for the longest questions behind the longest of them."""
+    n_facts = settings["n_facts"]
+    task = FactsTask(min_facts=n_facts, max_facts=n_facts, length=model.cfg.n_ctx - SPREAD * n_facts)
+    return task.stories(settings["n_stories"], torch.Generator().manual_seed(settings["seed"]), "heldout")
+
+
 @torch.no_grad()
 def measure(
-    model: HookedKVTransformer, stories: Sequence[Story], settings: Mapping[str, Any], first_story: int = 0
+    model: HookedKVTransformer, stories: Sequence[Story], ways: Iterable[tuple[Way, ConversionMethod]], first_story: int = 0
 ) -> pd.DataFrame:
     """One row per way and question: ``story``, ``question``, ``kind``, ``way``, ``ratio``, ``keys`` (per head, on average),
     ``right_with_story``, ``is_right``.
@@ -94,7 +98,7 @@ def measure(
     tokens = torch.tensor([stories[row].n_prompt_tokens for row, _ in asked], dtype=torch.float64)
     dropped = {"way": DROPPED, "ratio": 0.0, "keys": 0.0, "is_right": right_without_story(model, stories).numpy()}
     frames = [pd.DataFrame({**shared, **dropped})]
-    for way, method in ways(settings):
+    for way, method in ways:
         bias = convert_prompt(model, [story.prompt for story in stories], prepend_bos=True, method=method, verbose=False)
         with model.kv_bias(bias):
             right = right_with_bias(model, stories)

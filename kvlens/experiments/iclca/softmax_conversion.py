@@ -51,11 +51,11 @@ class Way(NamedTuple):
 
 def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
     """Convert every context by every method, and measure."""
-    model = _model(settings)
+    model = writing_model(settings)
     rows: list[dict[str, Any]] = []
     first, n_contexts = settings["first_context"], settings["n_contexts"]
     for context in range(first, first + n_contexts):
-        prompt, texts = _context(model, settings, seed=context)
+        prompt, texts = context_of(model, settings, seed=context)
         for way, bias in _biases(model, prompt, settings, seed=context):
             size = {"keys_per_head": way.size, "n_continuations": way.n_continuations}
             stored = 0 if way.method == DROPPED else bias.num_parameters
@@ -84,18 +84,18 @@ def _told(rows: list[dict[str, Any]]) -> str:
     return ", ".join(f"{row['method']}, {row['keys_per_head']} keys: {row['relative_error']:.2%}" for row in last)
 
 
-def _model(settings: Mapping[str, Any]) -> HookedKVTransformer:
+def writing_model(settings: Mapping[str, Any]) -> HookedKVTransformer:
     """Any softmax model that can write prompts of its own."""
     model = load_source(zoo.source_of(settings["model"]), tokenizer=settings["tokenizer"], device="cpu")
     if model.cfg.attention != "softmax" or model.tokenizer is None or model.tokenizer.bos_token_id is None:
         raise KVLensError(
-            "softmax-conversion: the model must have softmax attention, and a tokenizer with a BOS, from which it writes its "
+            "the model must have softmax attention, and a tokenizer with a BOS, from which it writes its "
             f"own prompts; {settings['model']} has {model.cfg.attention} attention"
         )
     return model.eval().requires_grad_(False)
 
 
-def _context(model: HookedKVTransformer, settings: Mapping[str, Any], seed: int) -> tuple[Tensor, Tensor]:
+def context_of(model: HookedKVTransformer, settings: Mapping[str, Any], seed: int) -> tuple[Tensor, Tensor]:
     """A prompt [pos] that the model wrote from its BOS, and texts [text, pos] that it might go on with."""
     generator = torch.Generator().manual_seed(1_000 + seed)
     bos = torch.tensor([[model.tokenizer.bos_token_id]])
@@ -170,7 +170,7 @@ def _distilled(
     steps = dict(steps=settings["distil_steps"], learning_rates=settings["distil_rates"], seed=seed)
     for objective in OBJECTIVES if settings["distil_steps"] else ():
         copy, n_changed, seconds, _, passes = distil_best(model, prompt, seen, objective=objective, **steps)
-        figures = _figures(prompted_logits(model, prompt, texts), copy(texts, attention_mask=torch.ones_like(texts)))
+        figures = logit_errors(prompted_logits(model, prompt, texts), copy(texts, attention_mask=torch.ones_like(texts)))
         size = {"method": DISTILLED[objective], "keys_per_head": 0, "n_continuations": n, "stored_numbers": n_changed}
         cost = {"fit_seconds": seconds, "fit_steps": settings["distil_steps"], "reference_passes": passes}
         yield {**size, **figures, **cost}
@@ -181,10 +181,11 @@ def _measure(model: HookedKVTransformer, prompt: Tensor, texts: Tensor, bias: KV
     """Means over the tokens of the texts, which no fit has seen."""
     old = prompted_logits(model, prompt, texts)
     with model.kv_bias(bias):
-        return _figures(old, model(texts, attention_mask=torch.ones_like(texts)))
+        return logit_errors(old, model(texts, attention_mask=torch.ones_like(texts)))
 
 
-def _figures(old: Tensor, new: Tensor) -> dict[str, float]:
+def logit_errors(old: Tensor, new: Tensor) -> dict[str, float]:
+    """Relative error, divergence and agreement of logits, means over the tokens of the texts."""
     old, new = old.double(), new.double()
     log_old, log_new = old.log_softmax(dim=-1), new.log_softmax(dim=-1)
     return {

@@ -93,8 +93,8 @@ def test_the_verdict_goes_either_way(ratio, contexts, holds):
 
 
 def test_it_is_measured_on_the_same_texts_at_its_whole_price():
-    model = softmax_conversion._model(TINY)
-    prompt, texts = softmax_conversion._context(model, TINY, seed=0)
+    model = softmax_conversion.writing_model(TINY)
+    prompt, texts = softmax_conversion.context_of(model, TINY, seed=0)
     rows = list(softmax_conversion._distilled(model, prompt, texts, TINY, seed=0))
     assert [row["method"] for row in rows] == list(DISTILLED.values())
     n_weights = sum(p.numel() for p in model.parameters())

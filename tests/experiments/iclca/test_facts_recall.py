@@ -53,7 +53,7 @@ def test_measuring_asks_every_first_time_question_once_in_every_way():
     settings = dict(
         ratios=[0.25], reference=dict(n_continuations=2, continuation_length=6), polish=dict(polish_steps=2), seed=0
     )
-    answers = facts_recall.measure(model, stories, settings, first_story=10)
+    answers = facts_recall.measure(model, stories, facts_recall.ways(settings), first_story=10)
     assert answers.groupby("way").size().to_dict() == dict.fromkeys((EXACT, DROPPED, GREEDY, EQUAL, NO_FIT, POLISHED), 9)
     exact, dropped = (answers[answers["way"] == way] for way in (EXACT, DROPPED))
     assert set(answers["story"]) == {10, 11, 12}

@@ -16,19 +16,19 @@ TINY = EXPERIMENT.scales["tiny"]
 
 @pytest.fixture(scope="module")
 def model():
-    return softmax_conversion._model(TINY)
+    return softmax_conversion.writing_model(TINY)
 
 
 def test_contexts_are_the_models_own_and_one_draw_by_seed(model):
     settings = {**TINY, "n_prompt": 12, "n_text": 7, "n_texts": 3}
-    prompt, texts = softmax_conversion._context(model, settings, seed=5)
+    prompt, texts = softmax_conversion.context_of(model, settings, seed=5)
     assert prompt.shape == (12,) and texts.shape == (3, 7) and prompt[0] == model.tokenizer.bos_token_id
-    again, other = (softmax_conversion._context(model, settings, seed=seed)[0] for seed in (5, 6))
+    again, other = (softmax_conversion.context_of(model, settings, seed=seed)[0] for seed in (5, 6))
     assert torch.equal(prompt, again) and not torch.equal(prompt, other)
 
 
 def test_every_key_has_no_error_and_no_key_has_the_prompts_whole_effect(model):
-    prompt, texts = softmax_conversion._context(model, TINY, seed=0)
+    prompt, texts = softmax_conversion.context_of(model, TINY, seed=0)
     exact = convert_prompt(model, prompt)
     measured = softmax_conversion._measure(model, prompt, texts, exact)
     assert measured["relative_error"] < 1e-5 and abs(measured["kl"]) < 1e-6 and measured["argmax_agrees"] == 1
@@ -83,12 +83,12 @@ def test_verdicts_go_either_way_and_few_contexts_give_none(factor, contexts, hol
 
 def test_models_that_cannot_write_their_own_prompts_are_refused():
     with pytest.raises(KVLensError, match="must have softmax attention.* docs-linear has linear attention"):
-        softmax_conversion._model({**TINY, "model": "docs-linear"})
+        softmax_conversion.writing_model({**TINY, "model": "docs-linear"})
 
 
 def test_checkpoints_of_llama2c_are_read(outside_data):
     source = {"model": str(outside_data / "stories260K.bin"), "tokenizer": str(outside_data / "tok512.bin")}
-    model = softmax_conversion._model({**TINY, **source})
+    model = softmax_conversion.writing_model({**TINY, **source})
     assert isinstance(model, HookedKVTransformer) and model.cfg.n_layers == 5
-    prompt, _ = softmax_conversion._context(model, TINY, seed=0)
+    prompt, _ = softmax_conversion.context_of(model, TINY, seed=0)
     assert prompt[0] == 1
