@@ -1,4 +1,4 @@
-"""Text that every installation holds, its tokenizer, and the windows that a language model is trained and evaluated on.
+"""A text corpus that every installation contains, its tokenizer, and windows for training and evaluating language models.
 
 corpus = build_docs_corpus()
 tokenizer = train_bpe_tokenizer(document.text for document in corpus.train)

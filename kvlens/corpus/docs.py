@@ -1,20 +1,20 @@
-"""The docs corpus: a few megabytes of English and code that every installation already holds, so nothing is downloaded.
+"""The docs corpus: a few megabytes of English and code that every installation already contains, so nothing is downloaded.
 
-It is the language reference of Python (`pydoc_data.topics`) and the docstrings of the standard library, numpy, torch and
-transformers, one `Document` a module. Documentation is good material for a small model: definitions are repeated a few lines
-later by name (induction), code is indented and bracketed (structure), and whoever looks at an attention pattern can read it.
+It consists of Python's language reference (`pydoc_data.topics`) and the docstrings of the standard library, numpy, torch and
+transformers, one `Document` per module. Documentation suits small models: names recur a few lines after their definition
+(induction), code is indented and bracketed (structure), and people can read it when they look at an attention pattern.
 
-Three things decide whether a loss on it means anything:
+Three choices make a loss on it meaningful:
 
-- *Repetition.* transformers prints the same paragraphs in hundreds of modules. Each paragraph is kept once in the whole corpus,
-  compared without case and white space; a paragraph most of whose lines were already printed elsewhere (digits ignored) is a
-  near-copy and is dropped as well. Lines shorter than `MIN_REPEAT_CHARS` ("Returns:", ">>> import torch") are no content: they
-  may repeat, but stay only in front of a paragraph that stayed.
+- *No repetition.* transformers has the same paragraphs in hundreds of modules. Each paragraph is kept once in the whole corpus,
+  ignoring case and white space; a paragraph most of whose lines occurred elsewhere (ignoring digits) is a near-copy and is
+  dropped as well. Lines shorter than `MIN_REPEAT_CHARS` ("Returns:", ">>> import torch") do not count as content: they may
+  repeat, but are kept only before a paragraph that is kept.
 - *Split by module.* A stable hash of the module's name puts about 5 % of the modules in the held-out part, the same ones on
-  every machine. After the above no held-out paragraph of that length is also a training paragraph.
-- *Balance.* torch and transformers would be four fifths of the text: `DEFAULT_MAX_CHARS` cuts them, public modules first.
+  every machine. After deduplication no held-out paragraph of that length is also a training paragraph.
+- *Balance.* torch and transformers would be four fifths of the text; `DEFAULT_MAX_CHARS` limits them, keeping public modules.
 
-The text depends on the installed versions: `DocsCorpus.summary` names them, and `DocsCorpus.corpus_hash` tells two apart.
+The text depends on the installed versions: `DocsCorpus.summary` names them, and `DocsCorpus.corpus_hash` identifies the corpus.
 """
 
 import hashlib
@@ -48,8 +48,8 @@ class Document:
 
     Attributes:
         name: the module's qualified name (``"json.decoder"``), or ``"pydoc_data.topics.<topic>"``.
-        package: where it comes from: a name of `LICENCES`, or a key of ``roots``.
-        text: docstrings joined by blank lines, each below its qualified name, which is a paragraph of its own.
+        package: its package: a name in `LICENCES`, or a key of ``roots``.
+        text: docstrings joined by blank lines, each below its qualified name, which is a separate paragraph.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Document:
 
 @dataclass
 class PackageCounts:
-    """What a package gave: characters of docstrings read, characters of text kept, documents kept, modules left unread."""
+    """Counts of a package: characters of docstrings read, characters of text kept, documents kept, modules left unread."""
 
     read_chars: int = 0
     kept_chars: int = 0
@@ -73,8 +73,8 @@ class DocsCorpus:
 
     Attributes:
         train, heldout: the documents; no module and no paragraph of `MIN_REPEAT_CHARS` or more is in both.
-        counts: what each package gave.
-        versions: of Python and of each package, as strings.
+        counts: counts for each package.
+        versions: versions of Python and of each package, as strings.
         licences: SPDX name for each package.
         build_seconds: wall-clock time of the build.
     """
@@ -88,7 +88,7 @@ class DocsCorpus:
 
     @property
     def corpus_hash(self) -> str:
-        """sha256 (hexadecimal) over the split, names and texts: two corpora are the same if and only if this is."""
+        """sha256 (hexadecimal) of split, names and texts, equal for equal corpora."""
         digest = hashlib.sha256()
         for split, documents in (("train", self.train), ("heldout", self.heldout)):
             for document in documents:
@@ -98,7 +98,7 @@ class DocsCorpus:
         return digest.hexdigest()
 
     def summary(self) -> dict[str, object]:
-        """Return sizes (documents, characters), counts per package, hash, versions, licences: plain values, JSON-ready."""
+        """Return sizes (documents, characters), counts per package, hash, versions and licences, as JSON values."""
         return {
             "documents": {"train": len(self.train), "heldout": len(self.heldout)},
             "characters": {"train": _n_chars(self.train), "heldout": _n_chars(self.heldout)},
@@ -111,16 +111,16 @@ class DocsCorpus:
 
 
 class ParagraphFilter:
-    """Remembers the paragraphs it let through, and lets no copy or near-copy of them through again."""
+    """Passes each paragraph once: copies and near-copies of earlier paragraphs are dropped."""
 
     def __init__(self, max_repeated_share: float = 0.5):
-        """Args: max_repeated_share: share of a paragraph's characters, in lines printed elsewhere, from which it is dropped."""
+        """Args: max_repeated_share: drop a paragraph if this share of its characters is in lines that occurred elsewhere."""
         self.max_repeated_share = max_repeated_share
         self._paragraphs: set[bytes] = set()
         self._lines: set[bytes] = set()
 
     def new_paragraphs(self, text: str) -> list[str]:
-        """Return the paragraphs of ``text`` that are new; short ones only where the paragraph after them is returned."""
+        """Return the paragraphs of ``text`` that are new; short ones only if the paragraph after them is returned."""
         paragraphs = split_paragraphs(text)
         is_kept = [self._is_new(paragraph) for paragraph in paragraphs]
         for i in reversed(range(len(paragraphs) - 1)):
@@ -144,7 +144,7 @@ class ParagraphFilter:
 
 
 def normalize(text: str) -> str:
-    """Return ``text`` without case and with each run of white space as one blank: the form in which texts are compared."""
+    """Return ``text`` in lower case with each run of white space as one blank, the form in which texts are compared."""
     return " ".join(text.casefold().split())
 
 
@@ -154,7 +154,7 @@ def split_paragraphs(text: str) -> list[str]:
 
 
 def is_heldout(name: str, heldout_fraction: float) -> bool:
-    """Return whether the module of this name is held out: the same answer on every machine."""
+    """Return whether the module of this name is held out, the same on every machine."""
     return stable_fraction(name, SPLIT_SALT) < heldout_fraction
 
 
@@ -166,17 +166,17 @@ def build_docs_corpus(
     max_chars: Mapping[str, int] | None = None,
     roots: Mapping[str, Path | str] | None = None,
 ) -> DocsCorpus:
-    """Build the corpus from what is installed: deterministic, offline, nothing imported (about ten seconds).
+    """Build the corpus from the installed packages: deterministic, offline, without importing them (about ten seconds).
 
     Args:
-        packages: of `LICENCES`, or keys of ``roots``. Earlier ones keep the first copy of a shared paragraph.
+        packages: names in `LICENCES`, or keys of ``roots``. Earlier packages keep the first copy of a shared paragraph.
         heldout_fraction: share of modules that is held out, in (0, 1).
         max_chars: package -> characters of text after which its remaining modules are left out; the last module may
             exceed it. Packages not named here have `DEFAULT_MAX_CHARS`, or no limit.
-        roots: package -> folder of sources to read in place of the installed package (``stdlib`` then has no topics).
+        roots: package -> folder of sources to read instead of the installed package (``stdlib`` then has no topics).
 
     Returns:
-        The corpus; `DocsCorpus.summary` says what is in it.
+        The corpus; `DocsCorpus.summary` describes it.
 
     Raises:
         KVLensError: a package is unknown or not installed, a limit names no package, or a fraction is outside (0, 1).
@@ -226,7 +226,7 @@ def _documents(
 def _document_text(docstrings: Iterable[Docstring], new_paragraphs: ParagraphFilter) -> str:
     blocks = []
     for docstring in docstrings:
-        text = docstring.text.encode(errors="replace").decode()  # a lone surrogate is no Unicode text
+        text = docstring.text.encode(errors="replace").decode()  # a lone surrogate cannot be encoded
         non_ascii = sum(not character.isascii() for character in text)
         if len(text) < MIN_DOCSTRING_CHARS or non_ascii > MAX_NON_ASCII * len(text):
             continue

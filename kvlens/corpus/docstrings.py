@@ -1,12 +1,12 @@
 """Docstrings read from source files: parsed with ``ast``, never imported, so that no package code runs.
 
-A module's documentation is what `ast` can see of it: the docstring of the module, of its classes, of their methods and of
-its functions (also those behind ``if`` and ``try``), and the texts that C extensions receive from Python through calls such
-as ``add_docstr(torch.abs, "...")``; the reference pages of ``torch.add`` and ``numpy.ndarray`` exist only there. Functions
-inside functions are left out.
+A module's documentation consists of the docstrings that `ast` finds: of the module, its classes, their methods and its
+functions (also those inside ``if`` and ``try``), and the texts that C extensions receive from Python through calls such as
+``add_docstr(torch.abs, "...")``; the reference pages of ``torch.add`` and ``numpy.ndarray`` exist only there. Functions inside
+functions are left out.
 
-What is ambiguous: which files of a package are documentation. Test folders, test modules and caches are not; private modules
-are, but come last (`module_order`), so that a package cut at a number of characters keeps its public modules.
+Test folders, test modules and caches are not documentation. Private modules are, but come last (`module_order`), so that a
+package cut at a number of characters keeps its public modules.
 """
 
 import ast
@@ -34,16 +34,16 @@ class Docstring:
 
 
 def stable_fraction(name: str, salt: str) -> float:
-    """Return a number in [0, 1) that depends on ``name`` and ``salt`` alone: equal on every machine and in every run."""
+    """Return a number in [0, 1) that depends on ``name`` and ``salt`` alone, the same on every machine and in every run."""
     digest = hashlib.sha256(f"{salt}:{name}".encode()).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
 
 
 def module_order(name: str) -> tuple[bool, float, str]:
-    """Sort key of a module: public before private, then an order that no alphabet biases (a hash of the name).
+    """Sort key of a module: public before private, then by a hash of the name, so that the selection is not alphabetical.
 
-    A module is private when a part of its name starts with one underscore, except modules that hold nothing but the
-    documentation of something public (``torch._torch_docs``).
+    A module is private if a part of its name starts with one underscore, except modules that contain only the documentation of
+    public objects (``torch._torch_docs``).
     """
     parts = name.split(".")
     private = any(part.startswith("_") and not part.endswith(("_docs", "_newdocs")) for part in parts)
@@ -55,11 +55,11 @@ def find_modules(root: Path, package: str = "") -> dict[str, Path]:
 
     Args:
         root: a package's folder, or a folder of modules such as the standard library's.
-        package: what stands before each name (``"numpy"``); empty for a folder of modules.
+        package: prefix of each name (``"numpy"``); empty for a folder of modules.
     """
     modules, found = {}, []
     for folder, below, files in os.walk(root):
-        below[:] = [name for name in below if name.isidentifier() and name not in SKIPPED_FOLDERS]  # the others are not walked
+        below[:] = [name for name in below if name.isidentifier() and name not in SKIPPED_FOLDERS]  # os.walk skips the others
         found += [Path(folder, name) for name in files if name.endswith(".py")]
     for path in sorted(found):
         if not path.stem.isidentifier() or path.stem in {*SKIPPED_FOLDERS, "conftest"} or path.stem.startswith("test_"):
@@ -74,11 +74,11 @@ def find_modules(root: Path, package: str = "") -> dict[str, Path]:
 
 
 def read_docstrings(path: Path, module: str) -> list[Docstring]:
-    """Return the docstrings of one source file, in the order of the file; [] where this Python cannot parse it.
+    """Return the docstrings of one source file, in the order of the file; [] if this Python cannot parse it.
 
     Args:
         path: the source file.
-        module: the module's qualified name, which starts each docstring's name.
+        module: the module's qualified name, the prefix of each docstring's name.
     """
     try:
         with warnings.catch_warnings():

@@ -1,11 +1,11 @@
-"""A byte-level BPE tokenizer, trained on the texts at hand, that TransformerLens accepts without a network.
+"""A byte-level BPE tokenizer, trained on given texts, that TransformerLens accepts without a network.
 
-Byte-level means that the 256 bytes are the alphabet: any Unicode text can be written, and decoding gives back exactly what was
-encoded. Small vocabularies (1024) suit small models: the embedding stays small, and each token is seen often.
+Byte-level means that the alphabet is the 256 bytes: any Unicode text can be encoded, and decoding returns exactly the encoded
+text. Small vocabularies (1024) suit small models: the embedding stays small, and each token is seen often.
 
-Neither of the two entries that :mod:`kvlens.tokenizer` gives to a tokenizer survives `save_pretrained`: the name comes back on
-loading as the folder's, ``add_bos_token`` does not. `load_tokenizer` puts it back; `AutoTokenizer.from_pretrained(folder)`
-works too: TransformerLens then reads the folder a second time.
+Neither of the two entries that :mod:`kvlens.tokenizer` adds to a tokenizer survives `save_pretrained`: on loading, the name is
+that of the folder, and ``add_bos_token`` is missing. `load_tokenizer` restores it; `AutoTokenizer.from_pretrained(folder)`
+works too, but TransformerLens then reads the folder a second time.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,18 +30,18 @@ def train_bpe_tokenizer(texts: Iterable[str], vocab_size: int = 1024) -> PreTrai
     """Train a byte-level BPE tokenizer; equal texts give an equal tokenizer.
 
     Args:
-        texts: what the merges are counted on, read once.
-        vocab_size: tokens in all: 3 special ones (BOS 0, EOS 1, PAD 2), 256 bytes, the rest merges. Fewer come back when
-            the texts have no pair left that occurs twice.
+        texts: texts on which merges are counted, read once.
+        vocab_size: size of the vocabulary: 3 special tokens (BOS 0, EOS 1, PAD 2), 256 bytes, the rest merges. It is smaller
+            if no pair is left that occurs twice in the texts.
 
     Returns:
-        A tokenizer that pads on the right, prepends BOS unless ``add_special_tokens=False``, and decodes losslessly. A text
-        that contains the letters of a special token is read as that token, as with every Hugging Face tokenizer.
+        A tokenizer that pads on the right, prepends BOS unless ``add_special_tokens=False``, and decodes losslessly. As with
+        every Hugging Face tokenizer, the spelling of a special token in a text is read as that token.
 
     Raises:
-        KVLensError: ``vocab_size`` is below 259, or above a million; ``texts`` is one string, empty, or holds something else.
+        KVLensError: ``vocab_size`` is below 259, or above a million; ``texts`` is one string, empty, or has other values.
     """
-    if not MIN_VOCAB_SIZE <= vocab_size <= MOST_TOKENS:  # tokenizers takes memory for all of them at once, or the process ends
+    if not MIN_VOCAB_SIZE <= vocab_size <= MOST_TOKENS:  # tokenizers allocates memory for all at once, and may abort
         raise KVLensError(
             f"train_bpe_tokenizer: vocab_size must be at least {MIN_VOCAB_SIZE} (256 bytes and 3 special tokens) and at most "
             f"{MOST_TOKENS}, got {vocab_size}"
@@ -73,10 +73,10 @@ def train_bpe_tokenizer(texts: Iterable[str], vocab_size: int = 1024) -> PreTrai
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
-    """Load what ``tokenizer.save_pretrained(folder)`` wrote; the folder is not needed afterwards, nor is a network.
+    """Load a tokenizer that ``tokenizer.save_pretrained(folder)`` wrote, offline; the folder is not needed afterwards.
 
     Raises:
-        KVLensError: ``folder`` has no ``tokenizer.json``, a damaged one, or its tokenizer does not prepend one BOS.
+        KVLensError: ``folder`` has no ``tokenizer.json``, it is damaged, or the tokenizer does not prepend exactly one BOS.
     """
     folder = path_of("load_tokenizer", folder)
     if not (folder / "tokenizer.json").is_file():

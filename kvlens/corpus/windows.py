@@ -1,11 +1,11 @@
-"""Windows of tokens: what a language model is trained and evaluated on.
+"""Windows of tokens, on which a language model is trained and evaluated.
 
-All documents stand one after the other in one flat tensor, BOS before each. A window of length n is the BOS token and the
-n - 1 tokens that start at some place of that tensor. The BOS in front is a choice: TransformerLens prepends one to every
-prompt, so the model meets at position 0 in training what it meets there in use. With ``bos_first=False`` a window is n
-consecutive tokens of the flat tensor and nothing else.
+All documents are concatenated in one flat tensor, with BOS before each. A window of length n is the BOS token and n - 1
+consecutive tokens from any position of that tensor. TransformerLens prepends BOS to every prompt, so with the BOS the model
+sees the same token at position 0 in training and in use. With ``bos_first=False`` a window is just n consecutive tokens of the
+flat tensor.
 
-Windows may cross from one document into the next; the BOS between them marks the border.
+Windows may cross from one document into the next; the BOS between them marks the boundary.
 """
 
 from collections.abc import Sequence
@@ -25,10 +25,10 @@ class TokenWindows:
 
     Attributes:
         tokens: Int[Tensor, "total"], on the CPU.
-        bos_token_id: the token before each document, and (``bos_first``) at the start of each window.
+        bos_token_id: the token before each document, and (with ``bos_first``) at the start of each window.
         bos_first: whether each window starts with BOS.
-        n_documents: how many documents there are.
-        n_chars: characters of text behind the tokens, or 0 if unknown.
+        n_documents: number of documents.
+        n_chars: number of characters of the tokenized text, or 0 if unknown.
     """
 
     @checked
@@ -40,10 +40,10 @@ class TokenWindows:
         bos_first: bool = True,
         n_chars: int = 0,
     ):
-        """Take a flat tensor that is ready; `from_texts` makes one.
+        """Use an existing flat tensor; `from_texts` makes one.
 
         Raises:
-            KVLensError: the tensor is not flat, or not of integers.
+            KVLensError: the tensor is not flat, or does not hold integers.
         """
         if tokens.ndim != 1 or tokens.is_floating_point() or tokens.is_complex():
             raise KVLensError(
@@ -77,7 +77,7 @@ class TokenWindows:
 
     @property
     def chars_per_token(self) -> float:
-        """Characters of text behind one token, BOS not counted: loss / (ln 2 * this) is bits per character."""
+        """Characters of text per token, not counting BOS: loss / (ln 2 * this) is bits per character."""
         return self.n_chars / max(1, len(self) - self.n_documents)
 
     @checked
@@ -98,11 +98,11 @@ class TokenWindows:
 
     @checked
     def consecutive(self, length: int, max_windows: int | None = None) -> Int[Tensor, "window {length}"]:
-        """Return non-overlapping windows in order, for evaluation; what does not fill the last window is left out.
+        """Return non-overlapping windows in order, for evaluation; an incomplete last window is left out.
 
         Args:
             length: tokens in each.
-            max_windows: if set and fewer than there are, this many windows, spread evenly over the text.
+            max_windows: return at most this many windows, spread evenly over the text; None returns all.
 
         Raises:
             KVLensError: a window would be longer than the text, or shorter than 2; ``max_windows`` is below 1.

@@ -1,4 +1,4 @@
-"""Training small models: settings, the loop with exact resume, recipes of the shipped models, and what is measured on them.
+"""Training small models: settings, a loop that resumes exactly, recipes of the shipped models, and their measurements.
 
 task = make_task("induction", vocab_size=64, length=48)
 model = build_model(task, {"n_layers": 1, "d_model": 64, "kv_shift": True})

@@ -1,10 +1,10 @@
-"""The model card of a trained model, written from what was measured (see :func:`kvlens.training.ship.describe`)."""
+"""The model card of a trained model, written from its measurements (see :func:`kvlens.training.ship.describe`)."""
 
 from typing import Any
 
 
 def model_card(facts: dict[str, Any]) -> str:
-    """The card, in Markdown."""
+    """Return the card, in Markdown."""
     return "\n".join(
         [
             f"# {facts['name']}",

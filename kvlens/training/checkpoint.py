@@ -1,10 +1,10 @@
-"""A run on disk: one safetensors file that holds all of it, replaced as a whole, so that a kill at any moment loses little.
+"""A run on disk: one safetensors file with the complete state, replaced atomically, so that a kill at any moment loses little.
 
-    checkpoint.safetensors    weights, best weights, optimizer state, metrics so far, what was watched; header: which run it is
-    metrics.parquet           the metrics as a table, rewritten from the checkpoint's rows whenever it is
+    checkpoint.safetensors    weights, best weights, optimizer state, metrics so far, watched parameters; header: identity
+    metrics.parquet           the metrics as a table, rewritten from the checkpoint's rows with every checkpoint
 
-The checkpoint is the truth: the table can be made from it. A run is known by its identity (task, model, settings); a folder
-that holds another run is refused and the first difference named.
+The checkpoint is authoritative; the table is derived from it. A run is identified by task, model and settings; a folder that
+holds another run is refused, with the first difference in the message.
 """
 
 import json
@@ -53,9 +53,9 @@ class CheckpointFolder:
     """The folder of one run.
 
     Args:
-        folder: made where it is missing.
-        run: what is saved there and restored from there.
-        restart: start from scratch where there is a checkpoint of any kvlens run; the first one of this run replaces it.
+        folder: created if missing.
+        run: the run to save and restore.
+        restart: start from scratch even if there is a checkpoint of a kvlens run; the first checkpoint of this run replaces it.
 
     Raises:
         KVLensError: the folder holds other things, or cannot be written.
@@ -63,7 +63,7 @@ class CheckpointFolder:
 
     def __init__(self, folder: str | Path, run: Run, *, restart: bool = False):
         self.path, self.run, self._restart = path_of("train: folder", folder), run, restart
-        self.identity = json.loads(json.dumps(identity(run)))  # as it comes back: tuples are lists
+        self.identity = json.loads(json.dumps(identity(run)))  # as read back from JSON: tuples become lists
         check_run_folder(self.path)
         run.workers.wait()
 
@@ -72,7 +72,7 @@ class CheckpointFolder:
         return self.path / CHECKPOINT
 
     def save(self) -> None:
-        """Write the run as it stands. Raises KVLensError where the disk is full; the checkpoint before it stays."""
+        """Write the current state. Raises KVLensError if the disk is full; the previous checkpoint stays."""
         if not self.run.workers.is_first:
             return
         try:
@@ -88,10 +88,10 @@ class CheckpointFolder:
         write_atomically(self.path / METRICS, metrics_frame(self.run.progress.rows).to_parquet(index=False))
 
     def resume(self) -> bool:
-        """Bring the run to where its checkpoint is, unless it starts from scratch; returns whether there was one.
+        """Restore the run from its checkpoint, unless it starts from scratch; return whether there was one.
 
         Raises:
-            KVLensError: the file is damaged, of another kind, or of another run; it is left as it is.
+            KVLensError: the file is damaged, of another kind, or of another run; it is left unchanged.
         """
         check_regular("train: the checkpoint", self._file)
         if self._restart or not self._file.is_file():
@@ -106,7 +106,7 @@ class CheckpointFolder:
         return True
 
     def _parsed(self, header: Mapping[str, str]) -> tuple[dict[str, dict[str, Any]], dict[str, Any], list[int]]:
-        """Identity, progress and the steps that were watched, as the header has them."""
+        """Identity, progress and the watched steps, from the header."""
         what, names = "train: the checkpoint", ("identity", "progress", "watched_steps")
         identity, progress, steps = (parsed_json(what, self._file, header.get(name, "")) for name in names)
         kinds = [isinstance(part, dict) for part in (identity, *(identity.values() if isinstance(identity, dict) else ()))]
@@ -121,7 +121,7 @@ class CheckpointFolder:
             for name in sorted({*ours, *those}):
                 was, now = those.get(name), ours.get(name)
                 if name not in those and name in usual and usual[name] == now:
-                    continue  # a setting that came later, at the value that does what was done before
+                    continue  # a setting added later, at its default, which keeps the old behavior
                 if was != now:
                     raise KVLensError(
                         f"train: {self.path} holds another run: {part} {name} was {was!r} there and is {now!r} now; give the "
@@ -130,23 +130,23 @@ class CheckpointFolder:
 
 
 def check_run_folder(folder: Path) -> None:
-    """Raise KVLensError unless a run may be written to, or resumed from, ``folder``; nothing stays changed."""
+    """Raise KVLensError unless a run may be written to, or resumed from, ``folder``; leave the folder unchanged."""
     check_folder(folder, RUN_FOLDER)
 
 
 @contextmanager
 def only_run_in(folder: Path) -> Iterator[None]:
-    """Hold the lock of ``folder``, which is made where it is missing; clear what dead runs left.
+    """Hold the lock of ``folder``, created if missing; remove temporary files of runs that died.
 
     Raises:
-        KVLensError: another run holds it, or it cannot be written.
+        KVLensError: another process holds the lock, or the folder cannot be written.
     """
     with ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             stack.enter_context(lock(folder / LOCK, patience=0))
         except TimeoutError as error:
-            raise KVLensError(f"train: another run is at work in {folder}; wait for it, or choose another folder") from error
+            raise KVLensError(f"train: another process is training in {folder}; wait for it, or use another folder") from error
         except OSError as error:
             raise KVLensError(f"train: cannot write to {folder}: {reason(error)}; choose another folder") from error
         clear_leftovers_in(folder)
@@ -154,7 +154,7 @@ def only_run_in(folder: Path) -> Iterator[None]:
 
 
 def identity(run: Run) -> dict[str, dict[str, Any]]:
-    """What makes two runs the same one."""
+    """The task, model and settings that identify a run."""
     cfg = {k: v for k, v in run.model.cfg.to_json().items() if k != "device"}
     task = {"name": run.task.name, **run.task.settings(), "data": run.task.data_hash()}
     loss = run.loss.identity()
@@ -163,7 +163,7 @@ def identity(run: Run) -> dict[str, dict[str, Any]]:
 
 
 def usual_values(run: Run) -> dict[str, dict[str, Any]]:
-    """The defaults of what `identity` holds, of JSON's types."""
+    """The defaults of the fields of `identity`, as JSON values."""
     kinds: dict[str, Any] = {"task": run.task, "model": run.model.cfg, "setting": run.settings}
     return {
         part: {f.name: json.loads(json.dumps(f.default)) for f in fields(kind) if isinstance(f.default, JSON_TYPES)}
@@ -172,7 +172,7 @@ def usual_values(run: Run) -> dict[str, dict[str, Any]]:
 
 
 def tensors_of(run: Run) -> dict[str, Tensor]:
-    """Every tensor of a run, on the CPU, under a name that says what it is."""
+    """Every tensor of a run, on the CPU, by a descriptive name."""
     tensors = {f"model/{name}": value for name, value in run.model.state_dict().items() if is_weight(name)}
     tensors |= {f"best/{name}": value for name, value in (run.best or {}).items()}
     for name, parameter in run.model.named_parameters():

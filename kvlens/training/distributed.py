@@ -1,7 +1,7 @@
-"""Several processes on one training run, as ``torchrun`` starts them: who am I, which rows are mine, and sums over all.
+"""Several processes on one training run, as ``torchrun`` starts them: ranks, the rows of each process, and sums over all.
 
 Every process draws the same whole batch and keeps every n-th row, so the batches of a run do not depend on the number of
-processes, and the number of scored positions is known to all without asking. With one process everything here does nothing.
+processes, and every process knows the number of scored positions without communication. With one process these are no-ops.
 """
 
 import os
@@ -20,11 +20,11 @@ from kvlens.tasks import Batch
 
 @dataclass(frozen=True)
 class Workers:
-    """This process among those of the run.
+    """The rank of this process and the number of processes of the run.
 
     Attributes:
-        rank: 0 is the one that writes and shows progress.
-        count: how many there are.
+        rank: rank; process 0 writes files and shows progress.
+        count: number of processes.
     """
 
     rank: int = 0
@@ -32,7 +32,7 @@ class Workers:
 
     @classmethod
     def current(cls) -> "Workers":
-        """Of the process group that is open, or one alone."""
+        """From the open process group, or a single process if there is none."""
         if dist.is_available() and dist.is_initialized():
             return cls(dist.get_rank(), dist.get_world_size())
         return cls()
@@ -64,7 +64,7 @@ class Workers:
         return value
 
     def from_first(self, value: float, device: torch.device) -> float:
-        """The value that rank 0 has."""
+        """The value of rank 0."""
         if self.count == 1:
             return value
         shared = torch.tensor(value, dtype=torch.float64, device=device)
@@ -72,7 +72,7 @@ class Workers:
         return float(shared)
 
     def wait(self) -> None:
-        """Until every process is here."""
+        """Wait until every process has arrived here."""
         if self.count > 1:
             dist.barrier()
 

@@ -1,10 +1,10 @@
-"""How a model is scored on a batch: the loss as an object, so that a run can be given another one.
+"""How a model is scored on a batch: the loss as an object, so that a run can use another one.
 
     tokens:   loss = mean over scored positions of -log p(target)         accuracy = share whose largest logit is the target
     numbers:  loss = mean over scored positions of (prediction - target)^2            accuracy is NaN
 
-A task names what it predicts, and `loss_of` has the loss that goes with it. A loss of one's own is a subclass of `Loss`, and
-goes to ``train(..., loss=...)``.
+`loss_of` returns a task's default loss, by what the task predicts. To use your own loss, subclass `Loss` and pass it to
+``train(..., loss=...)``.
 """
 
 import math
@@ -26,9 +26,9 @@ class Score(NamedTuple):
     """Sums over the scored positions of a batch, so that scores of several batches add up.
 
     Attributes:
-        loss: summed, scalar tensor (with a gradient where one is taken).
-        correct: how many were right; NaN where nothing is right or wrong.
-        n_scored: how many were scored.
+        loss: summed loss, a scalar tensor (with a gradient if gradients are enabled).
+        correct: number of correct predictions; NaN if predictions are not right or wrong.
+        n_scored: number of scored positions.
     """
 
     loss: Tensor
@@ -37,19 +37,19 @@ class Score(NamedTuple):
 
 
 class Loss(ABC):
-    """What a training run makes small."""
+    """The quantity that a training run minimizes."""
 
     @abstractmethod
     def score(self, model: Any, batch: Batch) -> Score:
-        """Score ``model`` on one batch, which is on its device; the forward pass may run under autocast."""
+        """Score ``model`` on one batch, which is on the model's device; the forward pass may run under autocast."""
 
     def identity(self) -> dict[str, Any] | None:
-        """What tells a run with this loss from others, of JSON's types; None for the loss that goes with the task."""
+        """JSON values that distinguish a run with this loss from others; None for the task's default loss."""
         return {"name": type(self).__name__}
 
 
 class CrossEntropy(Loss):
-    """Of the target tokens, in nats.
+    """Cross-entropy of the target tokens, in nats.
 
     Only scored positions are unembedded: with a vocabulary of 8,000 and one scored position in two, that halves the largest
     product.
@@ -62,7 +62,7 @@ class CrossEntropy(Loss):
         return Score(F.cross_entropy(logits, wanted, reduction="sum"), right, len(wanted))
 
     def identity(self) -> None:
-        """The loss of tasks that predict tokens."""
+        """None: the default loss of tasks that predict tokens."""
 
 
 class SquaredError(Loss):
@@ -75,27 +75,27 @@ class SquaredError(Loss):
         return Score(loss, torch.tensor(math.nan, device=loss.device), len(wanted))
 
     def identity(self) -> None:
-        """The loss of tasks that predict numbers."""
+        """None: the default loss of tasks that predict numbers."""
 
 
 LOSSES: dict[str, Loss] = {"tokens": CrossEntropy(), "numbers": SquaredError()}
-"""By what a task predicts."""
+"""The default losses, by what a task predicts."""
 
 
 def loss_of(task: Task) -> Loss:
-    """The loss that goes with ``task``."""
+    """The default loss of ``task``."""
     return LOSSES[task.predicts]
 
 
 def logits_at(model: HookedKVTransformer, inputs: Tensor, scored: Tensor) -> Float[Tensor, "scored d_vocab"]:
-    """The model's logits at the positions where ``scored`` [batch pos] is True, and no others."""
+    """The model's logits at the positions where ``scored`` [batch pos] is True."""
     n_layers = model.cfg.n_layers
     resid = model(inputs, stop_at_layer=n_layers)[scored]
     return model(resid[None], start_at_layer=n_layers)[0]
 
 
 def in_float(predicted: Tensor) -> Tensor:
-    """At least in float32, in which a loss is summed whatever the forward pass ran in."""
+    """Convert to float32 or better, in which losses are summed whatever the dtype of the forward pass."""
     return predicted.to(torch.promote_types(predicted.dtype, torch.float32))
 
 
@@ -103,8 +103,8 @@ class Objective(nn.Module):
     """A model and its loss as one module, so that data parallelism sees one forward pass.
 
     Args:
-        model: in training.
-        loss: scores it.
+        model: the model in training.
+        loss: the loss that scores it.
         autocast: run the forward pass in bfloat16; weights and optimizer stay in the weights' own dtype.
     """
 
@@ -122,7 +122,10 @@ class Objective(nn.Module):
 
 
 def score_in_parts(objective: Objective, batch: Batch, batch_size: int) -> Float[Tensor, "3"]:
-    """Summed loss, right predictions and scored positions of ``batch``, ``batch_size`` sequences at a time, in float64."""
+    """Summed loss, number of correct predictions and number of scored positions of ``batch``, summed in float64.
+
+    ``batch_size`` sequences are processed at a time.
+    """
     parts = zip(*(part.split(batch_size) for part in batch), strict=True)
     scores = [objective(Batch(*part)) for part in parts]
     sums = [torch.stack([s.loss.double(), s.correct.double(), s.loss.new_tensor(s.n_scored).double()]) for s in scores]
@@ -130,13 +133,13 @@ def score_in_parts(objective: Objective, batch: Batch, batch_size: int) -> Float
 
 
 def check_loss(loss: Any) -> None:
-    """Raise KVLensError unless ``loss`` is a `Loss`, or None for the one that goes with the task."""
+    """Raise KVLensError unless ``loss`` is a `Loss`, or None for the task's default loss."""
     if loss is not None and not isinstance(loss, Loss):
         raise KVLensError(f"train: loss must be a kvlens.training.Loss or None, got {loss!r}")
 
 
 def check_fit(model: Model, task: Task) -> None:
-    """Raise KVLensError unless ``task`` is one, and ``model`` can read its inputs and predict its targets."""
+    """Raise KVLensError unless ``task`` is a `Task`, and ``model`` can read its inputs and predict its targets."""
     if not isinstance(task, Task):
         raise KVLensError(f"train: expected a task of kvlens.tasks, got {type(task).__name__}; make_task(name) makes one")
     task.check_fit(model)

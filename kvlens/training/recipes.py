@@ -1,6 +1,6 @@
-"""What is trained by name: a task with its default model, and the recipes of the models that ship with kvlens.
+"""What can be trained by name: the recipes of the models that ship with kvlens, and every task with a default model.
 
-A recipe is data: task, model and training settings. ``kvlens train NAME`` runs it, and any setting can be changed on the way.
+A recipe is data: task, model and training settings. ``kvlens train NAME`` runs it; options change any of its settings.
 """
 
 import json
@@ -27,12 +27,12 @@ class Recipe:
     """A task, a model and how to train it.
 
     Attributes:
-        name: of the recipe and of the model.
-        summary: what the model is good for, in a sentence or two, for its card.
+        name: name of the recipe and of the model.
+        summary: what the model is for, in a sentence or two, for its card.
         task: a name of :func:`kvlens.tasks.task_names`, with its ``task_settings``.
         model: fields of :class:`kvlens.HookedKVTransformerConfig`, over those of `DEFAULT_MODEL`.
         training: fields of :class:`kvlens.training.TrainSettings`.
-        stored_dtype: what the weights are rounded to on disk.
+        stored_dtype: dtype of the weights on disk.
     """
 
     name: str
@@ -61,7 +61,7 @@ RECIPES: dict[str, Recipe] = {
         Recipe(
             name="docs-linear",
             summary="A small language model of English software documentation with linear attention, for trying "
-            "prompt-to-weights conversion on real text. It is good at sounding like documentation and knows nothing.",
+            "prompt-to-weights conversion on real text. It imitates the style of documentation; its content is not reliable.",
             task="text",
             task_settings=_DOCS,
             model=dict(n_layers=4, d_model=192, attention="linear", kv_shift={}),
@@ -71,7 +71,7 @@ RECIPES: dict[str, Recipe] = {
         Recipe(
             name="docs-shift",
             summary="A small language model of English software documentation with softmax attention and KV shift, for looking "
-            "at trained shift coefficients. It is good at sounding like documentation and knows nothing.",
+            "at trained shift coefficients. It imitates the style of documentation; its content is not reliable.",
             task="text",
             task_settings={**_DOCS, "length": 320},
             model=dict(n_layers=4, d_model=192, kv_shift={}),
@@ -91,7 +91,7 @@ RECIPES: dict[str, Recipe] = {
         Recipe(
             name="facts-linear",
             summary="A linear-attention model that reads a made-up story of two to eight facts and answers questions about "
-            "it: with the story it is right, with the story converted to a KV bias it is as right, without it it guesses.",
+            "it: correctly with the story, equally well with the story converted to a KV bias, by guessing without it.",
             task="facts",
             task_settings=dict(max_facts=8, length=128, whole_share=0.04),
             model=dict(n_layers=2, attention="linear", kv_shift=dict(queries=True, window=4)),
@@ -116,8 +116,8 @@ RECIPES: dict[str, Recipe] = {
         Recipe(
             name="facts-hops-gpt2",
             summary="A softmax model with learned positions and a KV shift that reads which thing is in which container and "
-            "which container is in which room, and answers where a thing is, in one hop or two. In training it is also asked "
-            "for the room at the word where it can note it while it reads, so that the note's position is known.",
+            "which container is in which room, and answers where a thing is, in one hop or two. In training it also predicts "
+            "the room at the word where it can store it while reading, so the position of the stored room is known.",
             task="facts",
             task_settings=dict(max_facts=4, length=64, whole_share=0.0, hops=2, notes=True),
             model=dict(
@@ -150,8 +150,8 @@ RECIPES: dict[str, Recipe] = {
         ),
         Recipe(
             name="bigram-linear",
-            summary="The linear-attention model of ICLCA sec. 6.2: 12 layers of width 128 that learn a bigram in context, "
-            "each trigger letter being followed by whatever followed it first. Attention is a RetNet's without decay: the "
+            summary="The linear-attention model of ICLCA sec. 6.2: 12 layers of width 128 that learn bigrams in context: each "
+            "trigger letter is followed by the letter that followed it first. Attention is that of RetNet without decay: the "
             "identity as feature map, RoPE after it, no normalizer.",
             task="bigrams",
             task_settings=dict(length=64, trigger_rate=0.5),
@@ -192,10 +192,10 @@ RECIPES: dict[str, Recipe] = {
 
 @checked
 def find_recipe(name: str) -> Recipe:
-    """The recipe of that name, or for a task's name that task with the default model.
+    """The recipe of that name, or, for the name of a task, that task with the default model.
 
     Raises:
-        KVLensError: neither; the nearest name is proposed.
+        KVLensError: there is no such recipe or task; the nearest name is proposed.
     """
     if isinstance(name, str) and name in RECIPES:
         return RECIPES[name]
@@ -209,7 +209,7 @@ def find_recipe(name: str) -> Recipe:
 
 
 def command_of(recipe: Recipe) -> str:
-    """The command that trains ``recipe``: its name, and what differs from the recipe of that name."""
+    """The command that trains ``recipe``: its name, with options for what differs from the recipe of that name."""
     base, words = find_recipe(recipe.name), ["kvlens", "train", recipe.name, "--out", recipe.name]
     for flag, part in (("--task", "task_settings"), ("--model", "model"), ("--set", "training")):
         usual = getattr(base, part)
@@ -227,17 +227,17 @@ def build_task(recipe: Recipe) -> Task:
 
 @checked
 def build_model(task: Task, settings: Mapping[str, Any], *, name: str | None = None, device: Any = None) -> Model:
-    """A model for ``task`` with fresh weights.
+    """Build a model for ``task`` with newly initialized weights.
 
     Args:
-        task: decides vocabulary (or numbers per position), context length and tokenizer.
+        task: determines vocabulary (or features per position), context length and tokenizer.
         settings: fields of :class:`kvlens.HookedKVTransformerConfig` over `DEFAULT_MODEL`; ``kv_shift`` may be a dict of
             :class:`kvlens.KVShiftConfig`'s fields, and True stands for its defaults.
         name: the model's name.
         device: None takes TransformerLens' choice.
 
     Raises:
-        KVLensError: an unknown field, or one that has no meaning with the others.
+        KVLensError: an unknown field, or one that contradicts the others.
     """
     if not isinstance(task, Task):
         raise KVLensError(f"model: expected a task of kvlens.tasks, got {type(task).__name__}; make_task(name) makes one")

@@ -1,7 +1,7 @@
-"""A training run between two steps: everything that decides what comes next, and the two things that can happen to it.
+"""The state of a training run between two steps, and its two operations: an update and an evaluation.
 
-The batch of step t is drawn from a generator seeded by (seed, t) alone. So weights, optimizer state and t are the whole state
-of a run: restoring them continues exactly where it stopped, without replaying what came before.
+The batch of step t is drawn from a generator seeded by (seed, t) alone. Weights, optimizer state and t are therefore the whole
+state of a run: restoring them continues exactly where it stopped, without replaying earlier steps.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from kvlens.training.settings import TrainSettings
 
 
 class NotFiniteError(KVLensError):
-    """A training run came upon a loss or a gradient that is not finite."""
+    """A loss or gradient of a training run is not finite."""
 
 
 class Row(NamedTuple):
@@ -45,8 +45,8 @@ class Progress:
         step: updates done.
         tokens: positions seen.
         rows: the metrics so far.
-        seconds: spent before this process took the run up.
-        best_loss, best_step: of the best evaluation.
+        seconds: time spent before this process resumed the run.
+        best_loss, best_step: loss and step of the best evaluation.
         since_best: evaluations since then.
         stopped_by: why the run ended; None while it is running.
     """
@@ -65,9 +65,9 @@ class Run:
     """A model in training on a task.
 
     Attributes:
-        progress: the numbers.
+        progress: counters and metrics.
         best: weights of the best evaluation, None before the first.
-        watched: (step, values by parameter name), one entry an evaluation.
+        watched: (step, values by parameter name), one entry per evaluation.
     """
 
     def __init__(self, model: Model, task: Task, loss: Loss, settings: TrainSettings, workers: Workers):
@@ -86,11 +86,11 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """Time spent, that of earlier processes included."""
+        """Time spent, including that before the run was resumed."""
         return self.progress.seconds + perf_counter() - self._started
 
     def update(self) -> Row:
-        """One step; returns its row, whose loss is that of the weights before it.
+        """Take one step; return its row, whose loss is that of the weights before the step.
 
         Raises:
             NotFiniteError: loss or gradient is not finite; the model then holds the weights before the last step.
@@ -131,7 +131,7 @@ class Run:
 
     @torch.no_grad()
     def keep_weights(self) -> None:
-        """Take the weights as they are for the last good ones."""
+        """Record the current weights as the last good ones."""
         for kept, parameter in zip(self._last_good, self._parameters, strict=True):
             kept.copy_(parameter)
 
@@ -143,7 +143,7 @@ class Run:
         return self.workers.from_first(self.seconds, device) >= 60 * self.settings.max_minutes
 
     def _share_done(self) -> float:
-        """Share of the run that is done when the coming step is: of the steps or of the time, whichever is further."""
+        """Progress after the coming step: the share of the steps or of the time, whichever is larger."""
         done = (self.progress.step + 1) / self.settings.steps
         if self.settings.max_minutes is None:
             return done
@@ -160,7 +160,7 @@ class Run:
         what = "gradient" if math.isfinite(loss) else f"loss ({loss})"
         raise NotFiniteError(
             f"train: the {what} of step {self.progress.step + 1} is not finite (learning rate {self._rate:.3g}); the model "
-            "holds the last good weights, and a checkpoint, where there is one, is left as it was. Lower learning_rate or "
+            "holds the last good weights, and the checkpoint, if there is one, is unchanged. Lower learning_rate or "
             "max_grad_norm, or lengthen warmup_fraction"
         )
 
@@ -169,7 +169,7 @@ class Run:
 
 
 def batch_generator(seed: int, step: int) -> torch.Generator:
-    """The source of the batch of one step: torch's CPU generator keeps 32 bits of a seed, so the two numbers are hashed."""
+    """The generator of the batch of one step; torch's CPU generator uses 32 bits of a seed, so the two numbers are hashed."""
     digest = hashlib.blake2b(f"{seed}/{step}".encode(), digest_size=4).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "big"))
 
@@ -177,7 +177,7 @@ def batch_generator(seed: int, step: int) -> torch.Generator:
 def decayed_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The trainable parameters that weight decay applies to: two axes or more, and ``W_`` or ``weight`` in the name.
 
-    Biases, norms and mixing coefficients, whose natural value need not be 0, do not decay.
+    Biases, norms and mixing coefficients do not decay, since 0 is not their natural value.
     """
     named = ((name, p) for name, p in model.named_parameters() if p.requires_grad and p.ndim > 1)
     return {name: p for name, p in named if "W_" in name or name.endswith("weight")}

@@ -1,14 +1,14 @@
-"""The learning rate as a function of how much of the run is done.
+"""The learning rate as a function of the progress of a run.
 
-Progress goes from 0 to 1, measured in steps or in seconds of a time budget, whichever is further. So one formula serves both,
-and a run that ends on time has also finished its cosine.
+Progress goes from 0 to 1, measured in steps or in seconds of a time budget, whichever is further along. One formula thus serves
+both, and a run that ends by its time budget has also finished its cosine.
 
     lr(p) = peak * p / w                                                                      p < w  (linear warm-up)
     lr(p) = peak * (f + (1 - f) (1 + cos(pi (p - w) / (1 - w))) / 2)                          p >= w, "cosine"
     lr(p) = peak                                                                              p >= w, "constant"
 
-with w the warm-up's share of the run and f the final share of the peak. Step t of n (counted from 0) has p = (t + 1) / n: the
-first step moves, and the last has the final rate.
+with w the warm-up's share of the run and f the final share of the peak. Step t of n (counted from 0) has p = (t + 1) / n, so
+the first step has a positive rate, and the last has the final rate.
 """
 
 import math
@@ -21,7 +21,7 @@ SCHEDULES = ("cosine", "constant")
 
 @dataclass(frozen=True)
 class Schedule:
-    """Learning rate by progress.
+    """The learning rate as a function of progress.
 
     Attributes:
         peak: the largest learning rate, positive.
@@ -50,7 +50,7 @@ class Schedule:
             raise KVLensError(f"Schedule: final_fraction must be in [0, 1], got {self.final_fraction}")
 
     def learning_rate(self, progress: float) -> float:
-        """Return the rate when ``progress`` of the run, in [0, 1], is done; beyond 1 it is the last rate."""
+        """Return the rate at ``progress`` in [0, 1]; beyond 1 it is the final rate."""
         progress = min(progress, 1.0)
         if progress < self.warmup_fraction:
             return self.peak * progress / self.warmup_fraction

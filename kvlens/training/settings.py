@@ -1,4 +1,4 @@
-"""How a model is trained: every number of a run but the model and the task."""
+"""The settings of a training run, except model and task."""
 
 import math
 from dataclasses import dataclass, fields
@@ -15,28 +15,28 @@ from kvlens.training.schedule import Schedule
 @checked
 @dataclass(frozen=True)
 class TrainSettings:
-    """Settings of :func:`kvlens.training.train`; they decide, with model, task and machine, every metric of a run.
+    """Settings of :func:`kvlens.training.train`. With model, task and machine they determine every metric of a run.
 
     Attributes:
-        steps: number of updates, at most.
+        steps: the maximum number of updates.
         batch_size: sequences per update, over all processes.
-        learning_rate: the peak.
+        learning_rate: the peak learning rate.
         schedule: "cosine" or "constant", after a linear warm-up over ``warmup_fraction`` of the run; the cosine ends at
             ``final_fraction`` of the peak.
-        weight_decay: AdamW's, on parameters of `decayed_parameters` only.
-        betas: AdamW's.
-        max_grad_norm: the gradient's norm is scaled down to this.
-        eval_every: steps between evaluations; there is one at the end, too.
-        eval_sequences: held-out sequences of an evaluation, the same ones each time.
-        stop_at_accuracy: end at the first evaluation that reaches this accuracy.
-        patience: end after this many evaluations in a row without a lower loss.
-        max_minutes: time budget, evaluations included. The schedule then follows time or steps, whichever is further, so
-            that such a run depends on the machine's speed.
+        weight_decay: weight decay of AdamW, applied to `decayed_parameters` only.
+        betas: betas of AdamW.
+        max_grad_norm: gradients with a larger norm are scaled down to this norm.
+        eval_every: steps between evaluations; there is always one at the end.
+        eval_sequences: held-out sequences per evaluation, the same ones each time.
+        stop_at_accuracy: stop at the first evaluation that reaches this accuracy.
+        patience: stop after this many consecutive evaluations without a lower loss.
+        max_minutes: time budget, evaluations included. The schedule then follows time or steps, whichever is further along, so
+            such a run depends on the machine's speed.
         log_every: steps between rows of the "train" split in the metrics.
-        checkpoint_every: steps between checkpoints, where there is a folder for them; None: at every evaluation.
-        watch: a piece of parameter names; those parameters are recorded at every evaluation (e.g. "shift_coef").
+        checkpoint_every: steps between checkpoints, if the run has a folder; None writes one at every evaluation.
+        watch: part of a parameter name; matching parameters are recorded at every evaluation (e.g. "shift_coef").
         precision: "float32", or "bfloat16" for the forward pass under autocast (weights stay float32).
-        seed: of the batches. The model's initial weights have their own, ``cfg.seed``.
+        seed: seed of the batches. The seed of the initial weights is ``cfg.seed``.
 
     Raises:
         KVLensError: a value is outside its range.
@@ -67,7 +67,7 @@ class TrainSettings:
 
     @classmethod
     def of(cls, settings: dict[str, Any]) -> "TrainSettings":
-        """From settings by name; an unknown one is refused."""
+        """Make settings from values by name; unknown names are refused."""
         known = [f.name for f in fields(cls)]
         for name in settings:
             if name not in known:
@@ -75,16 +75,16 @@ class TrainSettings:
         return cls(**settings)
 
     def check_batches(self, task: Task) -> None:
-        """Raise KVLensError where a batch of ``task`` would fit into no memory."""
+        """Raise KVLensError if a batch of ``task`` would not fit into memory."""
         require_batch(task, "batch_size", self.batch_size)
         require_batch(task, "eval_sequences", self.eval_sequences)
 
     def check_model(self, model: Model) -> None:
-        """Raise KVLensError where ``watch`` names no parameter of ``model``."""
+        """Raise KVLensError if ``watch`` matches no parameter of ``model``."""
         names = [name for name, _ in model.named_parameters()]
         if self.watch is not None and not any(self.watch in name for name in names):
             raise KVLensError(
-                f"train: watch must be a piece of a parameter's name, got {self.watch!r}, which is in none"
+                f"train: watch must be part of a parameter's name, got {self.watch!r}, which matches none"
                 f"{nearest(self.watch, names)}; leave it out to watch nothing"
             )
 

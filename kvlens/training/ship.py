@@ -1,4 +1,4 @@
-"""From a recipe to a model with a card: train, save, measure the model as saved, and say what was measured.
+"""From a recipe to a model with a card: train, save, measure the saved model, and write the card.
 
 The folder of a run then holds ``checkpoint.safetensors`` and ``metrics.parquet`` (see :mod:`kvlens.training.checkpoint`), and
 ``model/``: weights, configuration, tokenizer, ``MODEL_CARD.md``, ``training.json`` and the metrics, which is what ships.
@@ -28,7 +28,7 @@ from kvlens.training.trainer import TrainResult, score_heldout, train
 FACTS, WATCHED = "training.json", "watched.parquet"
 MEASURED_SEQUENCES = 1024
 MEASURE_SEED = 1
-"""Another draw than that of the evaluations in training, which chose the weights."""
+"""Differs from the seed of the evaluations during training, which selected the weights."""
 
 
 @checked
@@ -44,19 +44,19 @@ def train_recipe(
 
     Args:
         recipe: one of :data:`kvlens.training.recipes.RECIPES`, or one with settings changed (``dataclasses.replace``).
-        folder: of the run; one found there is resumed.
+        folder: folder of the run; a run found there is resumed.
         device: where to train; None takes TransformerLens' choice.
-        restart: start from scratch where there is a run.
+        restart: start from scratch even if there is a run.
         progress: show a progress bar.
 
     Returns:
-        What ``training.json`` holds: recipe, sizes, and the held-out measurements of the model as saved.
+        The content of ``training.json``: recipe, sizes, and the held-out measurements of the saved model.
 
     Raises:
-        KVLensError: as :func:`kvlens.training.train`.
+        KVLensError: as for :func:`kvlens.training.train`.
     """
     folder = path_of("train: folder", folder)
-    check_run_folder(folder)  # now, not after the corpus is built
+    check_run_folder(folder)  # before the corpus is built, which takes time
     check_model_folder(folder / "model", overwrite=True)
     task = build_task(recipe)
     settings = TrainSettings.of(dict(recipe.training))
@@ -81,7 +81,7 @@ def train_recipe(
 
 
 def describe(recipe: Recipe, task: Task, model: Model, result: TrainResult) -> dict[str, Any]:
-    """Recipe, sizes and held-out measurements of a model as saved, of JSON's types."""
+    """Recipe, sizes and held-out measurements of a saved model, as JSON values."""
     training = asdict(TrainSettings.of(dict(recipe.training)))
     return {
         "name": recipe.name,
@@ -102,7 +102,7 @@ def describe(recipe: Recipe, task: Task, model: Model, result: TrainResult) -> d
 
 
 def measure(model: Model, task: Task) -> dict[str, Any]:
-    """Held-out loss and accuracy, and what else the task measures."""
+    """Held-out loss and accuracy, and the task's own measurements."""
     model.eval()
     loss, accuracy = score_heldout(model, task, MEASURED_SEQUENCES, seed=MEASURE_SEED)
     measured = {"sequences": MEASURED_SEQUENCES, "loss": loss, "accuracy": None if math.isnan(accuracy) else accuracy}
@@ -110,7 +110,7 @@ def measure(model: Model, task: Task) -> dict[str, Any]:
 
 
 def write_beside(folder: Path, facts: dict[str, Any], result: TrainResult) -> None:
-    """Card, facts and the course of the run, into a model's folder."""
+    """Write card, facts and metrics of the run into a model's folder."""
     (folder / FACTS).write_text(json.dumps(facts, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     (folder / CARD).write_text(model_card(facts), encoding="utf-8")
     result.metrics.to_parquet(folder / "metrics.parquet", index=False)

@@ -1,18 +1,18 @@
-"""Training a model on a task: AdamW, warm-up, clipping, a held-out evaluation every so often.
+"""Training a model on a task: AdamW, warm-up, gradient clipping and regular held-out evaluations.
 
-What it promises beyond the plain loop:
+What it guarantees beyond a plain loop:
 
 - *Exact resume.* With a ``folder`` the whole run is written there, atomically; calling `train` again with the same arguments
-  takes it up at the last checkpoint and ends with the same weights and metrics as if nothing had happened (same machine, same
+  resumes it at the last checkpoint and ends with the same weights and metrics as an uninterrupted run (same machine, same
   number of threads).
-- *Best weights.* A run that comes to its end leaves the model with the weights of its best evaluation.
-- *A loss that is not finite* ends the run with an error that names the step; the model then holds the weights of the last step
-  whose loss and gradient were finite, and the checkpoint is older than the fault.
-- *Several processes.* Inside a process group (``torchrun``) every process takes its share of each batch; the batches, and up to
-  the order of floating-point sums the results, do not depend on how many there are.
+- *Best weights.* A finished run leaves the model with the weights of its best evaluation.
+- *A loss that is not finite* ends the run with an error that names the step. The model then has the weights of the last step
+  whose loss and gradient were finite, and the checkpoint is from before the failure.
+- *Several processes.* Inside a process group (``torchrun``) every process takes its share of each batch. The batches do not
+  depend on the number of processes, and the results only through the order of floating-point sums.
 - *Time.* With ``max_minutes`` no step begins after that time, and the cosine has finished by then.
 
-Nothing here draws random numbers; the task does, from a generator seeded by the run's seed and the step.
+No random numbers are drawn here; the task draws them from a generator seeded by the run's seed and the step.
 """
 
 from contextlib import nullcontext
@@ -37,19 +37,19 @@ from kvlens.training.settings import TrainSettings
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a run did. The model itself was trained in place.
+    """The record of a run. The model itself was trained in place.
 
     Attributes:
-        metrics: one row per measurement, a function of model, task and settings alone: ``step`` (updates done), ``split``
+        metrics: one row per measurement, determined by model, task and settings alone: ``step`` (updates done), ``split``
             ("train": the batch of that update, before it; "heldout": after it), ``loss`` (mean over scored positions: nats,
             or squared error), ``accuracy`` (share of scored positions; NaN for numbers), ``tokens`` (positions seen so far),
             ``learning_rate`` (of that update; of the last one for "heldout"), ``grad_norm`` (before clipping; NaN for
             "heldout").
-        watched: the parameters that ``watch`` named, at each evaluation: ``step``, ``parameter``, ``index`` (flat), ``value``.
+        watched: the parameters that ``watch`` matched, at each evaluation: ``step``, ``parameter``, flat ``index``, ``value``.
         steps: updates done.
         stopped_by: "steps", "accuracy", "patience" or "time".
-        best_loss, best_step: of the best evaluation.
-        seconds: wall-clock time of all processes that worked on it, one after the other.
+        best_loss, best_step: loss and step of the best evaluation.
+        seconds: wall-clock time, including that before the run was resumed.
     """
 
     metrics: pd.DataFrame
@@ -81,18 +81,18 @@ def train(
     Args:
         model: a :class:`kvlens.HookedKVTransformer`, or a :class:`kvlens.model.HookedKVRegressor` for regression.
         task: from :func:`kvlens.tasks.make_task`.
-        loss: what is made small; None takes the one that goes with the task.
+        loss: the loss to minimize; None takes the task's default loss.
         folder: where checkpoint and metrics go; a run found there is resumed, or returned if it is finished.
-        restart: start from scratch where there is a checkpoint.
+        restart: start from scratch even if there is a checkpoint.
         progress: show a progress bar with loss and accuracy.
         settings: fields of :class:`kvlens.training.TrainSettings`: ``steps``, ``learning_rate``, ``batch_size`` ...
 
     Returns:
-        The course of the run.
+        The record of the run.
 
     Raises:
         KVLensError: model and task do not fit, a setting is out of range, the folder holds another run or cannot be written,
-            another run is at work in it, or (as a :class:`kvlens.training.NotFiniteError`) a loss or gradient is not finite.
+            another process trains in it, or (as a :class:`kvlens.training.NotFiniteError`) a loss or gradient is not finite.
     """
     chosen = TrainSettings.of(settings)
     check_fit(model, task)
@@ -131,9 +131,9 @@ def score_heldout(
 
     Args:
         model, task: as for `train`.
-        n_sequences: how many.
-        loss: None takes the one that goes with the task.
-        seed: which ones; `train` evaluates on those of its own seed.
+        n_sequences: number of sequences.
+        loss: None takes the task's default loss.
+        seed: seed of the sequences; `train` uses that of its settings.
         batch_size: sequences at a time.
 
     Returns:

@@ -23,7 +23,7 @@ def folder_of(name: str) -> Path:
     """The folder of a shipped model, for ``HookedKVTransformer.load``.
 
     Raises:
-        KVLensError: no such model; the nearest name is proposed, and what reads models that do not ship.
+        KVLensError: no such model; the message proposes the nearest name, and how to load models that are not shipped.
     """
     if name not in names():
         raise KVLensError(
@@ -36,21 +36,20 @@ def folder_of(name: str) -> Path:
 
 @checked
 def source_of(name: str) -> Path | str:
-    """Where a model is that a person names, found without importing torch.
+    """Find the model that a user names, without importing torch.
 
     Returns:
-        The folder of a shipped model, or ``name`` itself as a folder or a file; else ``name``, if it may be one that
-        TransformerLens knows and there are files of Hugging Face's in the local cache:
-        :func:`kvlens.model.load_source` looks for them.
+        The folder of a shipped model, or ``name`` itself as a folder or a file; else ``name``, if TransformerLens may know it
+        and the local Hugging Face cache has files; :func:`kvlens.model.load_source` then looks for them.
 
     Raises:
-        KVLensError: it can be none of these; the nearest shipped name is proposed.
+        KVLensError: it is none of these; the nearest shipped name is proposed.
     """
     shipped = names()
     if name in shipped:
         return folder_of(name)
     path = os.path.expanduser(name)
-    if os.path.exists(path):  # False for what can be no path at all
+    if os.path.exists(path):  # False if it cannot be a path
         return Path(path)
     cache = Path(HF_HUB_CACHE)
     if (

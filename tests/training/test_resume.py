@@ -198,7 +198,7 @@ def test_a_second_run_in_a_folder_is_refused_and_a_dead_ones_leftovers_are_clear
     (folder / ".model.kvlens-new" / "model").mkdir(parents=True)
     with only_run_in(folder):
         assert sorted(p.name for p in folder.iterdir()) == [".lock", "checkpoint.safetensors", "metrics.parquet"]
-        with pytest.raises(KVLensError, match=r"another run is at work in .*run; wait for it"):
+        with pytest.raises(KVLensError, match=r"another process is training in .*run; wait for it"):
             run(folder=folder)
     run(folder=folder)  # the lock went with its holder
 
