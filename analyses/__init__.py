@@ -1,12 +1,12 @@
-"""Analyses of kvlens models: each a function that returns a tidy DataFrame, built on kvlens' public names only.
+"""Analyses of kvlens models: functions that return a tidy DataFrame, built only on kvlens' public names.
 
-Folders go by what is looked at: :mod:`~kvlens.analyses.bias` (a converted prompt), :mod:`~kvlens.analyses.heads`,
+Folders are organized by subject: :mod:`~kvlens.analyses.bias` (a converted prompt), :mod:`~kvlens.analyses.heads`,
 :mod:`~kvlens.analyses.stream` (the residual stream), :mod:`~kvlens.analyses.prompt` (the predictions),
 :mod:`~kvlens.analyses.dual` (a head as a step of learning); :mod:`~kvlens.analyses.batch` runs any of them over many prompts,
-and :mod:`~kvlens.analyses.declaration` says how to write your own. Every public name is imported from here, and loaded when it
-is first used, so that importing the package, and help, are quick.
+and :mod:`~kvlens.analyses.declaration` explains how to write your own. Every public name can be imported from here, and is
+loaded on first use, so that importing the package and showing help are quick.
 
-``from analyses import ...`` is short for ``from kvlens.analyses import ...``, unless something else on the path is called so.
+``from analyses import ...`` is short for ``from kvlens.analyses import ...``, unless the path has another ``analyses``.
 """
 
 import importlib
@@ -14,7 +14,7 @@ from typing import Any
 
 from kvlens.short_name import stand_for_long_name
 
-if __name__ == "analyses":  # in a clone, by the folder's own name; what is imported below is then of kvlens.analyses
+if __name__ == "analyses":  # imported by the folder's name in a clone; the imports below then refer to kvlens.analyses
     stand_for_long_name(__name__)
 
 from .registry import HOMES

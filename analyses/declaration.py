@@ -1,8 +1,8 @@
-"""What makes a function an analysis: one declaration of its table, its inputs and its options.
+"""How to declare an analysis: a function with its table, its inputs and its options.
 
-The function is for notebooks: model and data in, tidy frame out. Its columns are declared once, as `Columns`: they make the
-frame, the table in the docstring and that of ``--help``. `Analysis` adds what a batch over many prompts has to know: which
-field of a record becomes which argument (`Field`), and which arguments the command line offers (`Option`).
+The function is for notebooks: it takes a model and data, and returns a tidy frame. Its columns are declared once, as `Columns`,
+which build the frame and the tables in the docstring and in ``--help``. `Analysis` adds what a batch over many prompts needs to
+know: which field of a record becomes which argument (`Field`), and which arguments the command line offers (`Option`).
 
 A whole analysis, as you might write it in ``my_package/my_module.py``::
 
@@ -35,15 +35,14 @@ A whole analysis, as you might write it in ``my_package/my_module.py``::
         function=largest_logits,
         columns=COLUMNS,
         inputs={"text": TEXT},
-        options={"scale": Option("what the logits are multiplied by")},
+        options={"scale": Option("factor of the logits")},
     )
 
-It runs in a batch, with resumption, several models, spawned workers or Ray, as those of kvlens do::
+Like the analyses of kvlens it can be run in a batch that can be resumed, on several models, with spawned workers or Ray::
 
     kvlens analyse my_package.my_module:LARGEST_LOGITS prompts.jsonl --model docs-linear --out table.parquet --scale 0.5
 
-An option's default is that of the function's argument, and is stated nowhere else. What a record may hold, and the inputs that
-most analyses use, are in :mod:`kvlens.analyses.inputs`.
+An option has the default of the function's argument. The inputs that most analyses share are in :mod:`kvlens.analyses.inputs`.
 """
 
 import inspect
@@ -60,11 +59,11 @@ from kvlens.checks import ensure, one_of
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 WIDTH = 124
-"""Columns of a line of a documented table."""
+"""Width of a line of a documented table."""
 
 
 class Column(NamedTuple):
-    """The dtype of a column, as pandas names it, and what its numbers mean, with their unit."""
+    """The pandas dtype of a column, and the meaning of its values, with their unit."""
 
     dtype: str
     meaning: str
@@ -99,14 +98,13 @@ class Columns(Mapping[str, Column]):
         return {name: column.dtype for name, column in self.items()}
 
     def frame(self, values: Mapping[str, Any]) -> pd.DataFrame:
-        """The table with these values.
+        """Build the table from its values.
 
         Args:
-            values: one entry per column, in any order: a tensor of any shape (read row by row), a sequence, or one value for
-                all rows.
+            values: one entry per column, in any order: a tensor of any shape (flattened), a sequence, or one value for all.
 
         Raises:
-            TypeError: other columns than those declared: a mistake of whoever wrote the analysis.
+            TypeError: the columns are not those declared, which is a bug in the analysis.
         """
         if set(values) != set(self):
             raise TypeError(f"expected the columns {list(self)}, got {list(values)}")
@@ -121,7 +119,7 @@ class Columns(Mapping[str, Column]):
         )
 
     def document(self, function: Function) -> Function:
-        """Put the table of the columns where the function's docstring says ``{columns}``; for use as a decorator."""
+        """Decorator that replaces ``{columns}`` in the function's docstring by the table of the columns."""
         lines = (function.__doc__ or "").splitlines()
         for number, line in enumerate(lines):
             if line.strip() == "{columns}":
@@ -131,7 +129,7 @@ class Columns(Mapping[str, Column]):
         return function
 
     def table(self, width: int) -> list[str]:
-        """The lines of a table of names, dtypes and meanings, at most ``width`` wide."""
+        """The lines of a table of names, dtypes and meanings, at most ``width`` characters wide."""
         names, dtypes = (max(map(len, column)) for column in (self, self.dtypes.values()))
         meanings = {
             name: textwrap.wrap(self[name].meaning, max(20, width - names - dtypes - 2), break_on_hyphens=False) or [""]
@@ -139,9 +137,9 @@ class Columns(Mapping[str, Column]):
         }
         rule = f"{'=' * names} {'=' * dtypes} {'=' * max(1, *(len(line) for lines in meanings.values() for line in lines))}"
         rows = [
-            f"{name * (place == 0):<{names}} {self[name].dtype * (place == 0):<{dtypes}} {line}".rstrip()
+            f"{name * (i == 0):<{names}} {self[name].dtype * (i == 0):<{dtypes}} {line}".rstrip()
             for name, lines in meanings.items()
-            for place, line in enumerate(lines)
+            for i, line in enumerate(lines)
         ]
         return [rule, *rows, rule]
 
@@ -162,9 +160,9 @@ class Record:
 
     Attributes:
         id: unique within a batch: the ``id`` of its JSONL line, or file name and line number.
-        prompt: what is converted, or looked at.
-        text: what follows the prompt, for the analyses that need one; None where the input has none.
-        fields: whatever else its line held, by name: ``answer``, ``rival``, ``corrupted`` ...
+        prompt: the prompt that is converted or analyzed.
+        text: the text after the prompt, for analyses that need one; None if the input has none.
+        fields: the other fields of its line, by name: ``answer``, ``rival``, ``corrupted`` ...
     """
 
     id: str
@@ -179,13 +177,12 @@ def _as_it_is(model: HookedKVTransformer, value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Field:
-    """Where an argument of the function comes from: a field of the record, read for the model.
+    """The field of a record that an argument of the function is read from.
 
     Attributes:
-        name: ``prompt``, ``text``, or whatever else the records hold.
-        read: ``read(model, value)`` -> the argument; raises KVLensError for a value that it cannot take. None passes the
-            value on unchanged.
-        required: whether a record without the field is refused; else the argument is None.
+        name: ``prompt``, ``text``, or any other field of the records.
+        read: ``read(model, value)`` -> the argument; raises KVLensError for an invalid value. None passes the value unchanged.
+        required: whether a record without the field is refused; otherwise the argument is None.
     """
 
     name: str
@@ -205,10 +202,10 @@ class Field:
         if not self.required:
             return None
         if self.name == "text":
-            raise KVLensError('this analysis needs a text: give the prompt a "text", or all of them one by --text')
+            raise KVLensError('this analysis needs a text: give the record a "text", or one text for all records by --text')
         held = ", ".join(record.fields) or "none"
         raise KVLensError(
-            f"{self.name}: this analysis needs a field of this name in every record; this one's fields are: {held}"
+            f"{self.name}: this analysis needs a field of this name in every record; this record has: {held}"
         )
 
 
@@ -218,9 +215,9 @@ class Option:
 
     Attributes:
         help: one line.
-        choices: the values that are allowed; empty allows all.
-        many: whether the value is several names, with commas between on the command line, a tuple for the function.
-        value_type: of the value where the default is None, which does not show it.
+        choices: the allowed values; empty allows any.
+        many: whether the value is several names, separated by commas on the command line, and passed as a tuple.
+        value_type: type of the value, needed if the default is None.
     """
 
     help: str
@@ -229,14 +226,14 @@ class Option:
     value_type: type | None = None
 
     def kind(self, default: Any) -> type:
-        """The type of a value (of one of them, if ``many``)."""
+        """The type of the value (of each one, if ``many``)."""
         return str if self.many else self.value_type or (str if default is None else type(default))
 
     def read(self, name: str, value: Any, default: Any) -> Any:
-        """``value`` as the function takes it.
+        """Convert ``value`` to what the function takes.
 
         Raises:
-            KVLensError: of another type, or none of the choices (the nearest is proposed).
+            KVLensError: it has another type, or is not one of the choices (the nearest is proposed).
         """
         kind = self.kind(default)
         if self.many:
@@ -250,27 +247,26 @@ class Option:
 
 
 def _takes_any(model: HookedKVTransformer) -> None:
-    """Every model will do."""
+    """Accept every model."""
 
 
 @dataclass(frozen=True)
 class Analysis:
-    """An analysis: everything about it except its code.
+    """The declaration of an analysis.
 
     Attributes:
-        name: of the command; for one of kvlens' own, also of what is imported from ``kvlens.analyses``.
+        name: name of the command; for an analysis of kvlens, also the name of the function in ``kvlens.analyses``.
         summary: one line for the list of analyses.
-        function: ``function(model, **inputs, **options) -> DataFrame`` with these columns; raises KVLensError on what it
-            cannot take.
-        columns: of the table, in order; a batch puts ``model`` and ``prompt_id`` in front.
-        inputs: argument -> where it comes from.
-        options: argument -> `Option`; the argument's default is the option's.
+        function: ``function(model, **inputs, **options) -> DataFrame`` with these columns; raises KVLensError on bad input.
+        columns: columns of the table, in order; a batch adds ``model`` and ``prompt_id`` before them.
+        inputs: argument -> `Field` that it is read from.
+        options: argument -> `Option`; its default is that of the argument.
         check_model: raises KVLensError, before any prompt is run, for a model that lacks what the analysis needs.
-        n_interventions: ``n_interventions(model, **options)``, how many ablations or patches a prompt takes, to be said before
-            the first one; None for an analysis that only looks.
+        n_interventions: ``n_interventions(model, **options)``, the number of ablations or patches per prompt, printed before
+            the first one; None for an analysis without interventions.
 
     Raises:
-        TypeError: an input or option that the function does not take, or an option without a default.
+        TypeError: the function does not take an input or option, or an option has no default.
     """
 
     name: str
@@ -303,10 +299,10 @@ class Analysis:
         return any(source.name == "text" and source.required for source in self.inputs.values())
 
     def read_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """All options as the function takes them: those given, checked, and the defaults of the others.
+        """All options as the function takes them: those given, after checks, and the defaults of the others.
 
         Raises:
-            KVLensError: an option of another type, or none of its choices.
+            KVLensError: an option has another type, or is not one of its choices.
         """
         defaults = self.defaults
         read = {name: self.options[name].read(name, value, defaults[name]) for name, value in given.items()}
@@ -316,11 +312,11 @@ class Analysis:
         """The table of one record.
 
         Raises:
-            KVLensError: the record lacks what is needed, an option does not fit, or the function refuses.
-            TypeError: the function returned other columns than it declares.
+            KVLensError: the record lacks a field, an option is invalid, or the function raises it.
+            TypeError: the function returned columns other than those declared.
         """
         given = {argument: source.of(model, record) for argument, source in self.inputs.items()}
         frame = self.function(model, **given, **self.read_options(options))
         if list(frame.columns) != list(self.columns):
-            raise TypeError(f"{self.name} promises {list(self.columns)}, returned {list(frame.columns)}")
+            raise TypeError(f"{self.name} declares {list(self.columns)}, returned {list(frame.columns)}")
         return frame

@@ -1,4 +1,4 @@
-"""A wheel has this file as ``analyses.py``, beside ``kvlens``: a file gives way to a package ``analyses`` of anybody's."""
+"""Installed by the wheel as the top-level module ``analyses.py``, so that any other package ``analyses`` takes precedence."""
 
 import sys
 

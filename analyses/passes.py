@@ -1,9 +1,9 @@
-"""How many rows share a forward pass, where an analysis runs many."""
+"""The batch size of analyses that run many rows."""
 
 from kvlens.checks import Count, ensure
 
 MEMORY_PER_PASS = 2**28
-"""Bytes that one forward pass may roughly take when the batch size is left open."""
+"""Approximate bytes that a forward pass may take if no batch size is given."""
 
 
 def check_batch_size(analysis: str, batch_size: int | None) -> None:

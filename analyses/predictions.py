@@ -1,4 +1,4 @@
-"""The logits on a text, with something in front of it or under a bias, and the figures that compare them."""
+"""The logits on a text, after other tokens or with a bias attached, and measures that compare them."""
 
 from typing import Any
 
@@ -9,14 +9,14 @@ from torch import Tensor
 from kvlens import HookedKVTransformer, KVBias
 
 KL = "KL(original || intervened), nats"
-LOSS_CHANGE = "loss, intervened minus original, nats: positive where what is taken away helps"
-EFFECT = "log p(answer) as it is, less log p(answer) intervened, nats"
-LOGIT_CHANGE = "logit less the vocabulary's mean, intervened minus original: negative where what is taken away helps"
-"""How every table says what an intervention changes, and with which sign."""
+LOSS_CHANGE = "loss, intervened minus original, nats: positive if the removed part helps"
+EFFECT = "log p(answer), original minus intervened, nats"
+LOGIT_CHANGE = "logit minus the vocabulary's mean, intervened minus original: negative if the removed part helps"
+"""The descriptions, with their signs, of the effects of interventions in all tables."""
 OUTPUT_SHARE = "<part, z> / <z, z>, of the head's output z"
-"""What ``output_share`` means in every table. It is signed, and the shares of all parts sum to 1.
+"""The meaning of ``output_share`` in every table. It is signed, and the shares of all parts sum to 1.
 
-Both products are summed over the text positions that a row is about: a single one, or all of them.
+Both products are summed over the row's text positions: a single one, or all of them.
 """
 
 
@@ -26,16 +26,16 @@ def text_logits(
     text: Int[Tensor, " pos"],
     residuals: list[Tensor] | None = None,
 ) -> Float[Tensor, "pos d_vocab"]:
-    """Logits at the positions of ``text`` when ``before`` stands in front of it; no other position is unembedded.
+    """Logits at the positions of ``text`` when it follows ``before``; no other position is unembedded.
 
-    With linear attention ``before`` is read in segments, into a state: its length costs no memory.
+    With linear attention ``before`` is read in segments, into a state, so its length costs no memory.
 
     Args:
-        model: with whatever is attached to it.
-        before: None or empty for nothing.
-        text: tokens.
-        residuals: the residual stream at the text's positions, [pos, d_model], is appended before each layer and after the
-            last.
+        model: the model, with whatever is attached to it.
+        before: tokens before the text; None or empty for none.
+        text: tokens of the text.
+        residuals: a list to which the residual stream at the text's positions, [pos, d_model], is appended before each layer
+            and after the last.
     """
     last = model.cfg.n_layers - 1
 
@@ -49,7 +49,7 @@ def text_logits(
     hooks: list[Any] = [] if residuals is None else [(name, keep) for name in names]
     if before is not None and len(before) and model.cfg.attention == "linear" and model.cfg.attention_variant is None:
         cache = model.empty_cache()
-        # a pad token that was typed is a token, not padding
+        # a pad token in the text is a token, not padding
         model(before[None], return_type=None, attention_mask=torch.ones_like(before[None]), past_kv_cache=cache)
         mask = torch.ones_like(text[None])
         return model.run_with_hooks(text[None], attention_mask=mask, past_kv_cache=cache, fwd_hooks=hooks)[0]
@@ -65,12 +65,12 @@ def converted_logits(model: HookedKVTransformer, bias: KVBias, text: Int[Tensor,
 
 
 def log_probabilities(logits: Float[Tensor, "*batch pos d_vocab"]) -> Float[Tensor, "*batch pos d_vocab"]:
-    """In float64, so that a divergence of 1e-12 is not rounding."""
+    """Log-probabilities in float64, so that rounding stays below a divergence of 1e-12."""
     return logits.double().log_softmax(dim=-1)
 
 
 def kl_divergence(log_p: Float[Tensor, "*p pos d_vocab"], log_q: Float[Tensor, "*q pos d_vocab"]) -> Float[Tensor, "*pq pos"]:
-    """KL(p || q) in nats; never negative, where rounding of equal distributions would be."""
+    """KL(p || q) in nats, clamped at 0, since rounding may make it negative for equal distributions."""
     return (log_p.exp() * (log_p - log_q)).sum(dim=-1).clamp(min=0)
 
 

@@ -1,4 +1,4 @@
-"""Where kvlens' own analyses are, and where every public name is; nothing is imported to know it."""
+"""The modules of kvlens' own analyses and of every public name, listed so that finding them imports nothing."""
 
 from kvlens import KVLensError
 from kvlens.errors import nearest
@@ -82,10 +82,10 @@ HOMES = {
 
 
 def locate(name: str) -> tuple[str, str]:
-    """Module and attribute of an analysis: of kvlens' own by its name, of any other as MODULE:OBJECT.
+    """Module and attribute of an analysis, given the name of one of kvlens, or MODULE:OBJECT for any other.
 
     Raises:
-        KVLensError: neither (the nearest name is proposed).
+        KVLensError: no such analysis (the nearest name is proposed).
     """
     if name not in ANALYSES and ":" not in name:
         raise KVLensError(

@@ -1,10 +1,10 @@
-"""Looking into a long text, a segment at a time, for the analyses of whole prompts.
+"""Reading the activations of a long text one segment at a time, for analyses of whole prompts.
 
-What a text reads from a prompt needs the text's side first - queries, normalizers, probes - and then the prompt's keys and
-values, each once. So the text is run twice, in segments that go through all layers before the next one starts
-(:func:`kvlens.run_in_segments`), and of each segment only that layer's part of the answer is kept. Where the keys and values of
-all segments fit in memory, and where the text runs whole (it is short, or softmax, or hooked), it is run once, and they
-are kept for the second look.
+Analyzing what a text reads from a prompt takes the text's queries, normalizers and probes first, and then the prompt's keys and
+values, each once. So the tokens are run twice, in segments that go through all layers before the next one starts
+(:func:`kvlens.run_in_segments`), and only each layer's part of the result is kept. If the keys and values of all segments fit
+in memory, or if the text is run in one piece (it is short, or softmax, or hooked), it is run once, and they are kept for the
+second pass.
 """
 
 import contextlib
@@ -26,34 +26,34 @@ Progress = Callable[[float], None]
 Found = Mapping[str, Tensor]
 """A segment's activations by the last part of the hook point's name, positions first: [pos, head, ...]."""
 Visit = Callable[[int, int, Found], None]
-"""Called with the layer, the position of the segment's first token, and what was found there."""
+"""Called with the layer, the position of the segment's first token, and the segment's activations."""
 
 MAX_COLUMNS = 4096
-"""Of a longer prompt, what would have a column per token and a row per text token is summed over blocks of neighbors."""
+"""For a longer prompt, tables with a column per prompt token are summed over blocks of neighboring tokens."""
 PER_TEXT = ("hook_v_shift_coef", "hook_last_v")
-"""What has no positions; ``hook_last_v`` comes with the first segment alone."""
+"""Hook points without positions; ``hook_last_v`` fires only in the first segment."""
 Z = "hook_z"
 """The last hook point of a layer's attention: when it fires, the others have."""
 BAR_AFTER = 2.0
-"""Seconds after which a pass that is still running shows a bar."""
+"""Seconds after which a running pass shows a progress bar."""
 
 
 KEPT_BYTES = 2**27
-"""What the segments of a text may take that are kept for a second look."""
+"""The most bytes of segments that are kept for a second pass."""
 
 
 class Looks:
-    """One text of one model, whose activations can be looked at several times.
+    """One text of one model, whose activations can be visited several times.
 
     Args:
-        model: with the bias attached that the text continues.
+        model: the model, with the bias attached that the text continues.
         tokens: [pos].
-        names: hook points of each layer's attention, such as ``hook_v``; those that do not fire are not found.
-        again: those of them that are looked at after the first time; all that is kept of a text.
+        names: hook points of each layer's attention, such as ``hook_v``; those that do not fire are skipped.
+        again: those of them that are needed after the first visit; only these are kept.
         after_layers: a hook point after the layers, visited as if it were one more layer; None for none.
         segment_length: as in :func:`kvlens.run_in_segments`.
-        n_looks: how many there will be.
-        on_progress: called with the fraction of all looks that is done.
+        n_looks: number of visits.
+        on_progress: called with the fraction of all visits that is done.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Looks:
         self._kept: list[tuple[int, int, Found]] | None = None
 
     def look(self, visit: Visit) -> None:
-        """Show each layer of each segment to ``visit``, segment by segment."""
+        """Call ``visit`` on each layer of each segment, segment by segment."""
         if self._kept is None:
             self._kept = self._run(visit)
         else:
@@ -86,7 +86,7 @@ class Looks:
         self._tell(0.0)
 
     def _run(self, visit: Visit) -> list[tuple[int, int, Found]] | None:
-        """One pass; what may be shown again, or None where that is too much to keep."""
+        """Run one pass; return what may be visited again, or None if that is too much to keep."""
         n_layers, kept = self.model.cfg.n_layers, _Kept(len(self.tokens)) if self._n_looks > 1 else None
         held: dict[str, Tensor] = {}
         seen: Counter[int] = Counter()
@@ -133,7 +133,7 @@ class Looks:
 
 
 class _Kept:
-    """What was shown of a text of ``n_tokens``, as long as it fits in memory."""
+    """The visited activations of a text of ``n_tokens``, as long as they fit in memory."""
 
     def __init__(self, n_tokens: int):
         self.n_tokens, self.n_bytes = n_tokens, 0
@@ -147,15 +147,15 @@ class _Kept:
             self.shown.append((layer, first, found))
 
 
-def rows_at(looks: Looks, places: Mapping[str, Int[Tensor, " position"]]) -> list[dict[str, Tensor]]:
-    """Activations at chosen positions, from one look.
+def rows_at(looks: Looks, positions: Mapping[str, Int[Tensor, " position"]]) -> list[dict[str, Tensor]]:
+    """Activations at chosen positions, from one visit.
 
     Args:
-        looks: at the text.
-        places: for each hook point the positions, ascending; one of :data:`PER_TEXT` comes whole, whatever is given.
+        looks: the text.
+        positions: for each hook point the positions, ascending; those of :data:`PER_TEXT` are always returned whole.
 
     Returns:
-        For each layer, and for what comes after the layers, the rows by hook point, [position, ...]; only what fired.
+        For each layer, and for the hook point after the layers, the rows by hook point, [position, ...], of those that fired.
     """
     found_by_layer: list[dict[str, list[Tensor]]] = [{} for _ in range(looks.model.cfg.n_layers + 1)]
 
@@ -163,8 +163,8 @@ def rows_at(looks: Looks, places: Mapping[str, Int[Tensor, " position"]]) -> lis
         for name, x in found.items():
             if name in PER_TEXT:
                 found_by_layer[layer].setdefault(name, [x])
-            elif name in places:
-                here = places[name].to(x.device)
+            elif name in positions:
+                here = positions[name].to(x.device)
                 here = here[(here >= first) & (here < first + len(x))] - first
                 found_by_layer[layer].setdefault(name, []).append(x[here])
 
@@ -174,39 +174,39 @@ def rows_at(looks: Looks, places: Mapping[str, Int[Tensor, " position"]]) -> lis
 
 @dataclass(frozen=True)
 class PromptColumns:
-    """The prompt's tokens in at most :data:`MAX_COLUMNS` columns: each ``block`` neighbors, the last one what is left."""
+    """The prompt's tokens in at most :data:`MAX_COLUMNS` columns of ``block`` neighboring tokens; the last may have fewer."""
 
     n_tokens: int
     block: int
 
     @classmethod
     def of(cls, n_tokens: int) -> "PromptColumns":
-        """As few neighbors per column as will do: one, up to :data:`MAX_COLUMNS` tokens."""
+        """Use as few tokens per column as possible: one, up to :data:`MAX_COLUMNS` tokens."""
         return cls(n_tokens, math.ceil(n_tokens / MAX_COLUMNS))
 
     def __len__(self) -> int:
         return math.ceil(self.n_tokens / self.block)
 
     def add(self, sums: Float[Tensor, "*rest column"], values: Float[Tensor, "*rest pos"], first: int) -> None:
-        """Add the values of consecutive tokens, ``first`` and on, to the sums of their columns, in place."""
+        """Add the values of consecutive tokens, starting at ``first``, to the sums of their columns, in place."""
         columns = torch.arange(first, first + values.shape[-1], device=sums.device) // self.block
         sums.index_add_(-1, columns, values.to(sums))
 
 
 @contextlib.contextmanager
 def bar_unless(on_progress: Progress | None, what: str) -> Iterator[Progress]:
-    """``on_progress``, or else a bar on the terminal that comes after some seconds and goes when all is done."""
+    """``on_progress``, or else a progress bar on the terminal that appears after some seconds and is removed at the end."""
     if on_progress is not None:
         yield on_progress
         return
     shape = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
-    hidden = True if multiprocessing.parent_process() else None  # workers share a terminal; None: where there is none
+    hidden = True if multiprocessing.parent_process() else None  # workers share a terminal; None disables it without a terminal
     with tqdm(total=1.0, desc=what, bar_format=shape, leave=False, disable=hidden, delay=BAR_AFTER) as bar:
         yield lambda done: bar.update(done - bar.n) and None
 
 
 def _of_one_text(x: Tensor, name: str) -> Tensor:
-    """Without the batch, positions first."""
+    """Remove the batch axis, and put positions first."""
     if name.endswith("shift_coef"):
         return x
     return x[0].transpose(0, 1) if name.endswith("hook_pattern") else x[0]

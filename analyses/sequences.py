@@ -1,12 +1,11 @@
-"""What the analyses of one prompt and one text share: reading them, and the prompt's bias.
+"""Reading the arguments ``prompt`` and ``text`` of an analysis, and converting the prompt.
 
-Every analysis calls them ``prompt`` and ``text``. Each is a string, or token ids [pos] or [1, pos]. A string becomes the
-tokens that the model would read: a prompt begins with BOS where the model is used to one and holds no bias; a text follows a
-prompt and gets none. Comparisons are made on concatenated tokens, never on concatenated text: the tokens of "ab" are not those
-of "a" and "b".
+Each is a string, or token ids [pos] or [1, pos]. A string is tokenized as the model would: a prompt gets a BOS if that is the
+model's default and no bias is attached; a text follows a prompt and gets none. Comparisons are made on concatenated tokens,
+never on concatenated strings, since the tokens of "ab" need not be those of "a" and "b".
 
-Where an analysis needs only what the prompt leaves behind, ``prompt`` may also be a `KVBias`, and `converted` reads it. Where
-an analysis needs the prompt's own tokens, `prompt_sequence` reads it, and refuses a bias, which has none.
+If an analysis needs only the converted prompt, ``prompt`` may also be a `KVBias`, and is read by `converted`. If it needs the
+prompt's tokens, `prompt_sequence` reads it, and refuses a bias, which has none.
 """
 
 from typing import Any
@@ -25,17 +24,17 @@ BaselineTokens = str | Int[Tensor, "*one_baseline baseline_pos"]
 def one_sequence(
     model: HookedKVTransformer, what: str, tokens: Any, *, may_be_empty: bool = False, prepend_bos: bool = False
 ) -> Int[Tensor, " pos"]:
-    """``tokens``, a string or ids [pos] or [1, pos], as ids [pos] on the model's device.
+    """Read ``tokens``, a string or ids [pos] or [1, pos], as ids [pos] on the model's device.
 
     Args:
-        model: whose tokenizer reads strings.
+        model: its tokenizer reads strings.
         what: the argument's name, for messages.
-        tokens: what was given.
-        may_be_empty: whether no token at all will do.
-        prepend_bos: whether a string gets a BOS in front.
+        tokens: the argument.
+        may_be_empty: whether an empty sequence is allowed.
+        prepend_bos: whether to prepend BOS to a string.
 
     Raises:
-        KVLensError: something else, several sequences, nothing, ids outside the vocabulary, a string without a tokenizer.
+        KVLensError: another type, several sequences, an empty one, ids outside the vocabulary, a string without a tokenizer.
     """
     check_is_model(what, model)
     return read_sequence(model, what, tokens, may_be_empty=may_be_empty, prepend_bos=prepend_bos)
@@ -44,7 +43,7 @@ def one_sequence(
 def read_sequence(
     model: KVModel, what: str, tokens: Any, *, may_be_empty: bool = False, prepend_bos: bool = False
 ) -> Int[Tensor, " pos"]:
-    """:func:`one_sequence` for a model of either front end."""
+    """:func:`one_sequence` for a `HookedKVTransformer` or a bridge."""
     if isinstance(tokens, str):
         if model.tokenizer is None:
             raise KVLensError(f"{what}: this model has no tokenizer, so it cannot read {tokens[:40]!r}; give token ids")
@@ -67,13 +66,13 @@ def read_sequence(
 
 
 def check_is_model(what: str, model: Any) -> None:
-    """Raise KVLensError unless ``model`` is one of kvlens."""
+    """Raise KVLensError unless ``model`` is a model of kvlens."""
     if not isinstance(model, HookedKVTransformer):
         raise KVLensError(f"{what}: expected a HookedKVTransformer to read it with, got {type(model).__name__}")
 
 
 def prompt_sequence(model: HookedKVTransformer, what: str, prompt: Any, initial: KVBias | None = None) -> Int[Tensor, " pos"]:
-    """A prompt as ids [pos]; a string gets a BOS as in ``convert_prompt``: by the model's habit, where nothing is continued.
+    """Read a prompt as ids [pos]; a string gets a BOS as in ``convert_prompt``: the model's default, unless it continues a bias.
 
     Raises:
         KVLensError: a bias, which has no tokens; otherwise as :func:`one_sequence`.
@@ -89,24 +88,24 @@ def prompt_sequence(model: HookedKVTransformer, what: str, prompt: Any, initial:
 
 
 def begins_with_bos(model: HookedKVTransformer, prompt: Int[Tensor, " pos"]) -> bool:
-    """Whether the first token is the tokenizer's BOS, which is always there."""
+    """Whether the first token is the tokenizer's BOS."""
     return model.tokenizer is not None and len(prompt) > 0 and int(prompt[0]) == model.tokenizer.bos_token_id
 
 
 def baseline_sequence(model: HookedKVTransformer, prompt: Int[Tensor, " pos"], given: Any) -> Int[Tensor, " baseline_pos"]:
-    """What precedes a text without its prompt: ``given``, or the BOS that the prompt began with, or nothing."""
+    """The tokens before a text without its prompt: ``given``, or the BOS with which the prompt began, or none."""
     if given is not None:
         return one_sequence(model, "baseline", given, may_be_empty=True)
     return prompt[: int(begins_with_bos(model, prompt))]
 
 
 def bias_of(model: HookedKVTransformer, prompt: Int[Tensor, " pos"], bias: KVBias | None) -> KVBias:
-    """``bias`` if the caller has converted the prompt already, else its conversion."""
+    """``bias`` if it is given, else the converted prompt."""
     return one_bias("bias", convert_prompt(model, prompt) if bias is None else bias)
 
 
 def one_bias(what: str, bias: KVBias) -> KVBias:
-    """``bias``, or KVLensError that names ``what`` for a batch of biases, and for what is none."""
+    """Return ``bias``; raise KVLensError that names ``what`` for a batch of biases, or anything but a bias."""
     if not isinstance(bias, KVBias):
         raise KVLensError(f"{what}: expected a KVBias, got {type(bias).__name__}; convert_prompt(model, prompt) makes one")
     if bias.batch_size is not None:
@@ -117,7 +116,7 @@ def one_bias(what: str, bias: KVBias) -> KVBias:
 
 
 def converted(model: HookedKVTransformer, what: str, prompt: Any) -> KVBias:
-    """The bias of a prompt that is given as such, or as a string or tokens."""
+    """The bias of a prompt, given as a bias, a string or tokens."""
     if isinstance(prompt, KVBias):
         return one_bias(what, prompt)
     return convert_prompt(model, prompt_sequence(model, what, prompt))
@@ -126,14 +125,14 @@ def converted(model: HookedKVTransformer, what: str, prompt: Any) -> KVBias:
 def prompt_text_bias(
     model: HookedKVTransformer, prompt: PromptTokens, text: TextTokens, bias: KVBias | None
 ) -> tuple[Tensor, Tensor, KVBias]:
-    """What every analysis of one prompt and one text begins with: both read, and the prompt's bias."""
+    """Read the prompt and the text of an analysis, and convert the prompt."""
     prompt = prompt_sequence(model, "prompt", prompt)
     text = one_sequence(model, "text", text)
     return prompt, text, bias_of(model, prompt, bias)
 
 
 def bias_and_text(model: HookedKVTransformer, analysis: str, prompt: Any, text: Any) -> tuple[KVBias, Tensor]:
-    """What every analysis of one bias and one text begins with: the prompt, converted or still to be, and the text."""
+    """Read the prompt of an analysis, converted already or not, as a bias, and the text."""
     if isinstance(text, KVBias):
         raise KVLensError(f"{analysis}: the bias comes before the text: {analysis}(model, bias, text, ...)")
     text = one_sequence(model, "text", text)

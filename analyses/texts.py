@@ -1,14 +1,14 @@
 """Tokens as text, for tables, pages and terminals: a character is shown at the token that completes it.
 
-A token of a byte-level tokenizer (GPT-2's, or SentencePiece where it falls back to bytes) may hold a part of a character only.
+A token of a byte-level tokenizer (GPT-2's, or SentencePiece when it falls back to bytes) may contain only part of a character.
 Decoded alone it is unreadable. Here every token is read after those before it, as UTF-8 is:
 
 - bytes that complete a character are shown as that character;
 - bytes whose character is not complete yet, or never will be, are shown one by one, as SentencePiece writes them: ``<0xC3>``.
 
 GPT-2 reads "你好" as four tokens of the bytes E4 BD, A0, E5 A5 and BD: they are shown as ``<0xE4><0xBD>``, ``你``,
-``<0xE5><0xA5>`` and ``好``. `joined` puts the texts of neighbors together without the parts that a later token completes: of a
-whole text it gives what the tokenizer decodes.
+``<0xE5><0xA5>`` and ``好``. `joined` concatenates the texts of neighbors without the parts that a later token completes: for a
+whole text it returns what the tokenizer decodes.
 """
 
 import re
@@ -27,7 +27,7 @@ _PARTS_AND_NEXT = re.compile("((?:<0x[0-9A-F]{2}>)+)([^\x00-\x7f])")
 _SHOWN_AS_THEMSELVES = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _OTHERS = [byte for byte in range(256) if byte not in _SHOWN_AS_THEMSELVES]
 BYTE_OF_LETTER = {chr(byte): byte for byte in _SHOWN_AS_THEMSELVES} | {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
-"""The alphabet in which GPT-2 and its like write bytes: printable Latin letters as they are, the others from U+0100 on."""
+"""The byte alphabet of GPT-2 and similar tokenizers: printable Latin letters as they are, the others from U+0100 on."""
 
 
 class _Piece(NamedTuple):
@@ -39,11 +39,11 @@ class _Piece(NamedTuple):
 
 @checked
 def token_texts(model: Any, tokens: Int[Tensor, " pos"]) -> list[str]:
-    """Each token of a text as text, as the module says; its number where the model has no tokenizer.
+    """Each token of a text as text, as described in the module; its id if the model has no tokenizer.
 
     Args:
-        model: whose tokenizer reads them.
-        tokens: a text from its beginning; tokens that are no neighbors are read by `next_token_texts`.
+        model: its tokenizer decodes them.
+        tokens: a text from its beginning; use `next_token_texts` for tokens that are not consecutive.
     """
     return [text for text, _ in _read(model.tokenizer, tokens.tolist())]
 
@@ -52,10 +52,10 @@ def token_texts(model: Any, tokens: Int[Tensor, " pos"]) -> list[str]:
 def next_token_texts(
     model: HookedKVTransformer, tokens: Int[Tensor, " pos"], candidates: Int[Tensor, "pos candidate"]
 ) -> list[list[str]]:
-    """Tokens that may follow, each as `token_texts` would show it there, so that the one that does follow has the same text.
+    """Candidate next tokens, each as `token_texts` would show it there, so that the one that does follow has the same text.
 
     Args:
-        model: whose tokenizer reads them.
+        model: its tokenizer decodes them.
         tokens: a text from its beginning.
         candidates: for each position of the text, tokens that may follow it.
 
@@ -84,10 +84,10 @@ def _without_completed(found: re.Match[str]) -> str:
 
 
 def _read(tokenizer: Any, ids: list[int]) -> list[tuple[str, bytes]]:
-    """The text of every token, and the bytes after it that wait for the rest of their character."""
+    """The text of every token, and the trailing bytes of a character that is not complete yet."""
     if tokenizer is None:
         return [(str(token), b"") for token in ids]
-    pieces = {token: _piece(tokenizer, token) for token in set(ids)}  # a long prompt says the same tokens often
+    pieces = {token: _piece(tokenizer, token) for token in set(ids)}  # a long prompt repeats tokens
     found, waiting = [], b""
     for token in ids:
         text, waiting = _behind(waiting, pieces[token])
@@ -96,7 +96,7 @@ def _read(tokenizer: Any, ids: list[int]) -> list[tuple[str, bytes]]:
 
 
 def _behind(waiting: bytes, piece: _Piece) -> tuple[str, bytes]:
-    """The text of a piece after bytes that wait for the rest of their character, and the bytes that wait then."""
+    """The text of a piece after the pending bytes of an incomplete character, and the bytes pending after it."""
     if piece.part is None:
         return piece.text, b""
     read, text, at = waiting + piece.part, "", 0
@@ -113,7 +113,7 @@ def _behind(waiting: bytes, piece: _Piece) -> tuple[str, bytes]:
 
 
 def _piece(tokenizer: Any, token: int) -> _Piece:
-    """A token as it stands inside a text: SentencePiece tokenizers drop the blank in front of one that they decode alone."""
+    """A token as it appears inside a text; SentencePiece tokenizers drop the leading blank of a token decoded alone."""
     text, name = tokenizer.decode([token]), tokenizer.convert_ids_to_tokens(token)
     if not isinstance(name, str):
         return _Piece(text, None)

@@ -4,8 +4,8 @@
 commands (:mod:`kvlens.analyses.batch.script`). From the outside in:
 
 - :mod:`~kvlens.analyses.batch.records` reads the prompts;
-- :mod:`~kvlens.analyses.batch.engines` shares them out among workers, and gives them out again where a worker died;
-- :mod:`~kvlens.analyses.batch.worker` is what runs in each: it keeps its model and turns prompts into tables;
-- :mod:`~kvlens.analyses.batch.journal` keeps what is done, safe from a kill at any moment;
+- :mod:`~kvlens.analyses.batch.engines` distributes them to workers, and reassigns the job of a worker that died;
+- :mod:`~kvlens.analyses.batch.worker` runs in each worker: it keeps its model loaded and turns prompts into tables;
+- :mod:`~kvlens.analyses.batch.journal` records finished prompts, and survives a kill at any moment;
 - :mod:`~kvlens.analyses.batch.table` turns the journal into the Parquet file, one row group per prompt.
 """

@@ -1,7 +1,7 @@
-"""The arguments that every analysis has on the command line, and what can be said of them without importing torch.
+"""The command-line arguments that every analysis has, and the checks of them that need no torch.
 
-What else an analysis takes is in its declaration, which takes seconds to import. The names of its options and
-columns are read from the text of its module first: a misspelt one is answered at once.
+The options of an analysis are in its declaration, which takes seconds to import. The names of its options and columns are
+therefore first read from the source of its module, so that a misspelt one is reported at once.
 """
 
 import argparse
@@ -18,26 +18,26 @@ from kvlens.errors import nearest
 from kvlens.terminal import Arguments
 
 from ..registry import ANALYSES, locate
-from .places import check_model_name, check_place, check_prompts
+from .paths import check_model_name, check_prompts, check_table_path
 from .resources import DTYPES, ENGINES, Resources
 
 MODEL_HELP = (
-    "a shipped model (see `kvlens zoo`), a folder, or a name that TransformerLens knows, where its files are in Hugging Face's "
-    "local cache; may be repeated"
+    "a shipped model (see `kvlens zoo`), a folder, or a name that TransformerLens knows, if its files are in the local Hugging "
+    "Face cache; may be repeated"
 )
 TEXT_HELP = {
     True: 'the text for prompts without a "text" of their own; needed, unless every prompt has one',
     False: 'the text for prompts without a "text" of their own',
 }
-NO_PROMPTS = "not read: this analysis is of the weights alone, and runs once a model"
+NO_PROMPTS = "not read: this analysis depends on the weights alone, and runs once per model"
 
 
 class Declared(NamedTuple):
-    """What the text of a module says about its analysis.
+    """The declaration of an analysis, as read from the source of its module.
 
     Attributes:
         options: name -> whether it is a flag, without a value.
-        columns: their names; None where they are made of others.
+        columns: their names; None if they are computed from others.
         reads_prompts: whether a record's fields become arguments.
     """
 
@@ -47,20 +47,20 @@ class Declared(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, reads_prompts: bool, needs_text: bool = False) -> None:
-    """Add what every analysis has."""
+    """Add the arguments that every analysis has."""
     add = parser.add_argument
     if reads_prompts:
         add("prompts", metavar="PROMPTS", help="JSONL file, text file or folder")
     else:
         add("prompts", metavar="PROMPTS", nargs="?", help=NO_PROMPTS)
     add("--model", action="append", required=True, help=MODEL_HELP)
-    add("--out", required=True, metavar="FILE", help="the table that is written, .parquet")
+    add("--out", required=True, metavar="FILE", help="the table to write, .parquet")
     add("--text", help=TEXT_HELP[needs_text])
     add("--columns", metavar="A,B", help="only these columns, in addition to model and prompt_id")
-    add("--overwrite", action="store_true", help="start from scratch, and replace the table that FILE holds")
-    add("--retry-failed", action="store_true", help="run the prompts again that failed, and keep the rows of the others")
-    add("--device", help="where the models run, e.g. cpu or cuda (default: cuda where there is one)")
-    add("--dtype", choices=DTYPES, help="of the weights (default: each model's own)")
+    add("--overwrite", action="store_true", help="start from scratch, and replace an existing table in FILE")
+    add("--retry-failed", action="store_true", help="run only the prompts that failed again, and keep the rows of the others")
+    add("--device", help="where the models run, e.g. cpu or cuda (default: cuda if available)")
+    add("--dtype", choices=DTYPES, help="dtype of the weights (default: that of each model)")
     add("--workers", type=int, default=1, metavar="N", help="processes, or Ray actors (default: %(default)s)")
     add(
         "--engine",
@@ -69,8 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser, *, reads_prompts: bool, needs
         help="ray needs the extra of that name: pip install -e '.[ray]' in a clone (default: %(default)s)",
     )
     add("--gpus-per-worker", type=float, default=0.0, metavar="X", help="with ray: GPU, or part of one (default: %(default)g)")
-    add("--threads", type=int, metavar="N", help="of each worker (default: torch's threads here, shared out)")
-    add("--prompts-per-job", type=int, default=8, metavar="N", help="what is handed out, and recorded, at once (default: 8)")
+    add("--threads", type=int, metavar="N", help="threads of each worker (default: torch's threads, divided among the workers)")
+    add("--prompts-per-job", type=int, default=8, metavar="N", help="prompts run and recorded at once (default: 8)")
 
 
 def read_arguments(parser: Arguments, argv: Sequence[str], *, reads_prompts: bool) -> argparse.Namespace:
@@ -89,10 +89,10 @@ def columns_in(given: str | None) -> tuple[str, ...]:
 
 
 def resources_of(args: argparse.Namespace) -> Resources:
-    """What the batch is computed with.
+    """The resources that the command line asks for.
 
     Raises:
-        KVLensError: more workers than a machine has use for, and the like.
+        KVLensError: a number is out of range, such as more workers than the machine can use.
     """
     for name in ("workers", "threads", "prompts_per_job"):
         if getattr(args, name) is not None:
@@ -108,10 +108,10 @@ def check_columns(name: str, wanted: Sequence[str], there: Sequence[str]) -> Non
 
 
 def check_early(name: str, argv: Sequence[str], prog: str) -> None:
-    """Answer what is wrong with a command line, as far as that is known without torch.
+    """Check a command line as far as possible without torch.
 
     Raises:
-        KVLensError: a misspelt option or column, an argument that is missing, files that cannot be, a name that is no model's.
+        KVLensError: a misspelt option or column, a missing argument, an invalid path, an unknown model.
     """
     declared = declared_in(name) if name in ANALYSES else None
     if declared is None:
@@ -129,11 +129,11 @@ def check_early(name: str, argv: Sequence[str], prog: str) -> None:
         check_prompts(args.prompts)
     for model in args.model:
         check_model_name(model)
-    check_place(path_of("out", args.out))
+    check_table_path(path_of("out", args.out))
 
 
 def declared_in(name: str) -> Declared | None:
-    """What the module of an analysis declares, read and not imported; None where its text does not say it in plain words."""
+    """The declaration in an analysis' module, read without importing it; None if it is not made of literals."""
     module, attribute = locate(name)
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:
@@ -167,7 +167,7 @@ def _keywords(call: Any) -> dict[str, Any]:
 
 
 def _word(node: Any) -> str:
-    """A name or a string that stands there; KeyError for anything else, such as ``**others``."""
+    """The value of a node that is a name or a string; KeyError for anything else, such as ``**others``."""
     text = node.value if isinstance(node, ast.Constant) else node
     if not isinstance(text, str):
         raise KeyError(node)

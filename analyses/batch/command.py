@@ -1,7 +1,7 @@
-"""One analysis as its command line says: its own options and columns in the help, the batch, and the exit status.
+"""The command of one analysis: help with its options and columns, the batch, and the exit status.
 
-Exit status: 0 when every prompt has its rows, 1 when the table is complete but some lines or prompts gave none, 2 on bad input
-and where the table exists already, 130 on Ctrl-C (then, as after a kill, the same command resumes).
+Exit status: 0 if every prompt has rows, 1 if the table is complete but some lines or prompts have none, 2 on bad input or if
+the table exists already, 130 on Ctrl-C (then, as after a kill, the same command resumes).
 """
 
 import argparse
@@ -23,12 +23,12 @@ INCOMPLETE = 1
 
 
 def run_analysis(name: str, argv: Sequence[str], prog: str, epilog: str) -> int:
-    """Run one analysis as its command line says; return the exit status.
+    """Run one analysis from its command line; return the exit status.
 
     Raises:
         KVLensError: bad input.
     """
-    folder = os.getcwd() if ":" in name else None  # a command does not look here by itself
+    folder = os.getcwd() if ":" in name else None  # the kvlens command does not have it in its path
     analysis = load_analysis(name, folder)
     try:
         args = read_arguments(_parser(analysis, prog, epilog), argv, reads_prompts=bool(analysis.inputs))
@@ -52,7 +52,7 @@ def run_analysis(name: str, argv: Sequence[str], prog: str, epilog: str) -> int:
         )
     except KeyboardInterrupt as error:
         word, status = how_it_ended(error)
-        print(f"{prog}: {word}; what is done is kept, and the same command resumes it", file=sys.stderr)
+        print(f"{prog}: {word}; finished prompts are kept, and the same command resumes the batch", file=sys.stderr)
         return status
     _print(result, n_models=len(work.models), of_prompts=bool(analysis.inputs))
     return INCOMPLETE if result.errors else 0
@@ -81,7 +81,7 @@ def _print(result: BatchResult, n_models: int, *, of_prompts: bool) -> None:
     print(f"{' and '.join(told)}: see {visible(str(result.errors))}")
     if result.first_failure is not None:
         print(f"The first: {visible(result.first_failure)}")
-        print("The same command with --retry-failed runs those again and keeps the rest")
+        print("The same command with --retry-failed runs only those again")
 
 
 def _parser(analysis: Analysis, prog: str, epilog: str) -> Arguments:
@@ -99,12 +99,12 @@ def _parser(analysis: Analysis, prog: str, epilog: str) -> Arguments:
 
 
 def _description(analysis: Analysis) -> str:
-    """What it is about, the fields that it reads, and its columns."""
+    """The summary of an analysis, the fields that it reads, and its columns."""
     fields: dict[str, bool] = {}
     for source in analysis.inputs.values():
         fields[source.name] = fields.get(source.name, False) or source.required
     named = ", ".join(name if required else f"{name} (optional)" for name, required in fields.items())
-    reads = f"fields of a record that it reads: {named or 'none; it runs once a model, without PROMPTS'}"
+    reads = f"fields of a record that it reads: {named or 'none; it runs once per model, without PROMPTS'}"
     columns = "\n".join(f"  {line}" for line in analysis.columns.table(terminal_width() - 2))
     return f"{analysis.summary}\n\n{reads}\n\ncolumns, after model (str) and prompt_id (str):\n\n{columns}"
 

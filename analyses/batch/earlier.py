@@ -1,7 +1,7 @@
-"""Batches that kvlens 0.1.0 started: the names that it gave to options and columns, and the tables that cannot be continued.
+"""Batches started by kvlens 0.1.0: its names of options and columns, and the tables that cannot be continued.
 
-The settings of a batch hold the names of its options and columns, and its rows hold the columns. Here those of 0.1.0 (format 1)
-become today's, so that a batch in progress is resumed.
+The settings of a batch contain the names of its options and columns, and its rows the columns. Here those of 0.1.0 (format 1)
+are translated to the current names, so that a batch in progress can be resumed.
 """
 
 from collections.abc import Mapping
@@ -33,10 +33,10 @@ OTHER_NUMBERS = {
 
 
 def with_names_of_today(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a batch, by whatever version of kvlens it was started, with the names that options and columns have now.
+    """The settings of a batch started by any version of kvlens, with the current names of options and columns.
 
     Raises:
-        KVLensError: its rows mean something else today.
+        KVLensError: the meaning of its rows has changed.
     """
     if settings.get("format_version") != 1:
         return dict(settings)
@@ -63,10 +63,10 @@ def _renamed(analysis: Any, value: Any) -> Any:
 
 
 def rows_with_names_of_today(settings: Mapping[str, Any], rows: bytes) -> bytes:
-    """The rows of a prompt, written by whatever version of kvlens, with the names that columns and values have now.
+    """The rows of a prompt, written by any version of kvlens, with the current names of columns and values.
 
     Args:
-        settings: those that the batch was started with.
+        settings: the settings with which the batch was started.
         rows: as :func:`kvlens.analyses.batch.table.to_bytes` makes them.
     """
     analysis = settings.get("analysis")

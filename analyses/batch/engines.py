@@ -1,4 +1,4 @@
-"""Running jobs: here, in spawned processes, or in Ray actors, by one function, :func:`run_jobs`."""
+"""Running jobs in this process, in spawned processes, or in Ray actors, by one function, :func:`run_jobs`."""
 
 from collections.abc import Callable, Iterable, Iterator
 
@@ -20,17 +20,17 @@ def run_jobs(
     tell: Callable[[str], None] = print,
     models: ModelShelf | None = None,
 ) -> Iterator[list[PromptResult]]:
-    """Run every job and yield the results as they come: in order of the jobs with one process, else in any order.
+    """Run every job and yield results as they arrive: in the order of the jobs with one process, else in any order.
 
     Args:
-        jobs: read as they are needed.
+        jobs: the jobs, read as needed.
         work: what is computed.
-        resources: which engine, and how many workers.
-        tell: called with a line when a worker has died.
-        models: the work's, where they are at hand in this process; other processes load their own.
+        resources: engine and number of workers.
+        tell: called with a message when a worker has died.
+        models: the models of ``work``, if this process has them; other processes load their own.
 
     Raises:
-        KVLensError: a model cannot be loaded, Ray is not installed, or workers die whatever they do.
+        KVLensError: a model cannot be loaded, Ray is not installed, or workers keep dying.
     """
     if resources.engine == "processes" and resources.workers == 1:
         yield from map(Worker(work, resources.threads, models).run, jobs)

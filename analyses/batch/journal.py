@@ -1,8 +1,8 @@
-"""What is done of a batch, kept in one file that a kill at any moment leaves whole.
+"""The progress of a batch, kept in one file that stays valid if the process is killed at any moment.
 
-A Parquet file can be read only when its last byte is written, so the rows are collected elsewhere: in an SQLite database next
-to the output (``OUT.partial``), where a job's rows are there altogether or not at all, a prompt cannot be there twice, and one
-run at a time may write. It also holds the settings that it was started with; rows of other settings never mix with them.
+A Parquet file can be read only after its last byte is written, so rows are first collected in an SQLite database next to the
+output (``OUT.partial``): the rows of a job are stored completely or not at all, no prompt is stored twice, and only one run can
+write at a time. It also stores the settings of the batch, so that rows computed with different settings never mix.
 """
 
 import json
@@ -30,7 +30,7 @@ CREATE TABLE done (
 
 @dataclass(frozen=True)
 class Progress:
-    """Counts of what a journal holds: prompts done on a model each, how many of them failed, and rows."""
+    """Counts of a journal: runs of a prompt on a model that are done, how many of them failed, and rows."""
 
     n_done: int
     n_failed: int
@@ -38,18 +38,18 @@ class Progress:
 
 
 class Journal:
-    """The record of one batch; open it with ``with``, so that it is closed whatever happens.
+    """The record of one batch; open it in a ``with`` statement, so that it is always closed.
 
     Args:
-        path: of the database. It is made where it is missing, and resumed where it was started with equal settings.
-        settings: everything that the rows depend on, of JSON's types.
-        restart: forget what it holds, with its settings.
-        retry_failed: forget every prompt that failed. What failed for another reason than the prompt itself, such as memory, is
-            forgotten in any case, and so tried again.
+        path: the database, created if missing, and resumed if it was started with equal settings.
+        settings: everything that the rows depend on, as JSON values.
+        restart: discard its content and settings.
+        retry_failed: discard every prompt that failed. Prompts that failed for a reason other than the prompt itself, such as
+            memory, are always discarded and tried again.
 
     Raises:
-        KVLensError: it was started with other settings (those that differ are named), another run is writing it, it is
-            something else, or it cannot be written.
+        KVLensError: it was started with other settings (the message names them), another run is writing it, it is not a
+            journal, or it cannot be written.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any], *, restart: bool = False, retry_failed: bool = False):
@@ -91,7 +91,7 @@ class Journal:
             raise KVLensError(_why_unusable(self.path, error)) from error
 
     def _check_settings(self, now: Mapping[str, Any]) -> None:
-        """Raise KVLensError unless the database holds together, and was started with these settings."""
+        """Raise KVLensError unless the database is intact, and was started with these settings."""
         whole = [row[0] for row in self._db.execute("PRAGMA integrity_check")] == ["ok"]
         settings = self._db.execute("SELECT value, checksum FROM settings").fetchall()
         if not whole or len(settings) != 1 or checksum(settings[0][0]) != settings[0][1]:
@@ -100,30 +100,30 @@ class Journal:
         check_same(self.path, self._started, now)
 
     def _check_rows(self) -> None:
-        """Raise KVLensError unless every row is what was once written."""
+        """Raise KVLensError unless every row has the checksum with which it was written."""
         if any(_row_checksum(row) != written for *row, written in self._db.execute("SELECT * FROM done")):
             raise KVLensError(self._damaged())
 
     def _damaged(self) -> str:
-        return f"{self.path}, which holds what a batch has done so far, is damaged: move it away to start from scratch"
+        return f"{self.path}, the record of an unfinished batch, is damaged: move it away to start from scratch"
 
     def add(self, results: Iterable[PromptResult]) -> None:
-        """Record results, all or none; one at a time is in memory.
+        """Record all of ``results`` or none; only one at a time is in memory.
 
         Raises:
             KVLensError: the disk is full, or the file has gone.
         """
-        rows = ((o.model, o.prompt, o.prompt_id, o.n_rows, o.rows, o.kind, _with_place(o.error, o.where)) for o in results)
+        rows = ((o.model, o.prompt, o.prompt_id, o.n_rows, o.rows, o.kind, _with_location(o.error, o.where)) for o in results)
         checked = ((*row, _row_checksum(row)) for row in rows)
         try:
             self._db.execute("BEGIN")
             self._db.executemany("INSERT INTO done VALUES (?, ?, ?, ?, ?, ?, ?, ?)", checked)
             self._db.execute("COMMIT")
         except sqlite3.Error as error:
-            raise KVLensError(f"cannot write {self.path}: {error}; what was done before is kept") from error
+            raise KVLensError(f"cannot write {self.path}: {error}; earlier results are kept") from error
 
     def holds(self, model: int, prompt: int) -> bool:
-        """Whether this prompt is done on this model, well or badly."""
+        """Whether this prompt is done on this model, successfully or not."""
         found = self._db.execute("SELECT 1 FROM done WHERE model = ? AND prompt = ?", (model, prompt))
         return found.fetchone() is not None
 
@@ -133,7 +133,7 @@ class Journal:
         return Progress(*counts)
 
     def tables(self) -> Iterator[bytes]:
-        """The rows of every prompt that has some, by model, then in the order of the input, one at a time."""
+        """The rows of every prompt that has any, by model, then in the order of the input, one at a time."""
         for (rows,) in self._db.execute("SELECT rows FROM done WHERE rows IS NOT NULL ORDER BY model, prompt"):
             yield rows_with_names_of_today(self._started, rows)
 
@@ -146,9 +146,9 @@ class Journal:
             yield PromptResult(model, prompt, prompt_id, kind=kind, error=error, where=where or None)
 
     def delete(self) -> None:
-        """Close the journal and remove it: the table is complete.
+        """Close the journal and remove it, once the table is complete.
 
-        SQLite's own rollback file goes first: it holds nothing any more, and left alone it would stay for ever.
+        SQLite's rollback file is removed first; it is empty by now, and nothing else would remove it.
         """
         self._db.close()
         self.path.with_name(f"{self.path.name}-journal").unlink(missing_ok=True)
@@ -156,18 +156,18 @@ class Journal:
 
 
 def _row_checksum(row: Sequence[Any]) -> str:
-    """Of everything that a row says: the rows of a table as bytes, the rest as Python writes it."""
+    """Checksum of a row: of table rows as bytes, and of the other values by their ``repr``."""
     model, prompt, prompt_id, n_rows, rows, kind, error = row
     return checksum(repr((model, prompt, prompt_id, n_rows, type(rows).__name__, kind, error)), rows or b"")
 
 
-def _with_place(error: str | None, where: str | None) -> str | None:
-    """An error, which is one line, and in the next line where it was raised: one column for both."""
+def _with_location(error: str | None, where: str | None) -> str | None:
+    """The one-line error and, on a second line, where it was raised, for one column."""
     return error if where is None else f"{error}\n{where}"
 
 
 def check_same(path: Path, started: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise KVLensError where a file was started with other settings; those that differ are named."""
+    """Raise KVLensError, naming the differences, if a file was started with other settings."""
     differing = differences(with_names_of_today(started), now)
     if differing:
         raise KVLensError(
@@ -177,7 +177,7 @@ def check_same(path: Path, started: Mapping[str, Any], now: Mapping[str, Any]) -
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Every setting that differs, as ``options.seed was 4, now 8``; mappings are compared entry by entry."""
+    """Describe every setting that differs, as ``options.seed was 4, now 8``; mappings are compared entry by entry."""
     found = []
     for name in [*before, *(name for name in now if name not in before)]:
         old, new = before.get(name), now.get(name)

@@ -1,18 +1,18 @@
-"""Models by name, as a batch is given them: shipped ones, folders of kvlens, and folders of Hugging Face."""
+"""Loading the models that a batch names: shipped models, folders of kvlens, and Hugging Face folders."""
 
 from kvlens import HookedKVTransformer, zoo
 from kvlens.model import load_source
 
-from .places import check_model_name
+from .paths import check_model_name
 
 
 class ModelShelf:
-    """Keeps the model that was asked for last: a batch goes model by model, and two might not fit in memory.
+    """Keeps the last requested model loaded; a batch goes model by model, and two might not fit in memory.
 
     Args:
         names: shipped models or folders.
         device: where they run; None takes TransformerLens' choice.
-        dtype: of the weights, e.g. ``float64``; None keeps the stored one.
+        dtype: dtype of the weights, e.g. ``float64``; None keeps the stored one.
     """
 
     def __init__(self, names: tuple[str, ...], *, device: str | None, dtype: str | None):

@@ -1,7 +1,7 @@
-"""Workers as Ray actors, on this machine, several, or the GPUs of a cluster: ``pip install -e '.[ray]'``.
+"""Workers as Ray actors, on this machine, several machines, or the GPUs of a cluster: ``pip install -e '.[ray]'``.
 
-Without a running cluster (``RAY_ADDRESS``, or one that was started on this machine) Ray starts one here. On a cluster, every
-machine needs kvlens, and finds the folders of the models under the same paths.
+Without a running cluster (``RAY_ADDRESS``, or one started on this machine) Ray starts one here. On a cluster, every machine
+needs kvlens, and the model folders under the same paths.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from .worker import Job, PromptResult, Worker
 
 @dataclass(eq=False)
 class ActorWorker:
-    """A Ray actor, and the reference to the answer that it owes."""
+    """A Ray actor, and the reference to its pending answer."""
 
     actor: Any
     answer: Any
@@ -25,13 +25,13 @@ class ActorWorker:
 class RayEngine:
     """An :class:`kvlens.analyses.batch.engine.Engine` of Ray actors that keep their model.
 
-    Ray itself restarts nothing: a dead actor is replaced by whoever shares the jobs out, on whatever machine has free
-    resources, and its job is given out again there.
+    Ray itself restarts nothing: the scheduler of the jobs replaces a dead actor, on any machine with free resources, and
+    reassigns its job.
 
     Args:
         work: what they compute.
-        threads: that each may use, and the CPUs that Ray counts for it.
-        gpus: that Ray counts for each: 0.25 puts four on one GPU. Without, they see none.
+        threads: threads that each may use, and CPUs that Ray reserves for it.
+        gpus: GPUs that Ray reserves for each: 0.25 puts four on one GPU. With 0 they see none.
 
     Raises:
         KVLensError: Ray is not installed, or cannot be started or reached.
@@ -52,7 +52,7 @@ class RayEngine:
         self._new = ray.remote(num_cpus=threads, num_gpus=gpus, max_restarts=0)(Worker).remote
 
     def start(self) -> ActorWorker:
-        """Ask for an actor; it comes when the cluster has resources for it."""
+        """Request an actor; it starts when the cluster has resources for it."""
         actor = self._new(*self._arguments)
         return ActorWorker(actor, actor.ready.remote())
 
@@ -61,7 +61,7 @@ class RayEngine:
         worker.answer = worker.actor.run.remote(job)
 
     def wait(self, workers: list[ActorWorker]) -> list[ActorWorker]:
-        """Those whose answer, or whose death, is known."""
+        """Return the workers that have answered or died."""
         ready, _ = self.ray.wait([worker.answer for worker in workers], num_returns=1, fetch_local=False)
         return [worker for worker in workers if worker.answer in ready]
 
@@ -69,8 +69,8 @@ class RayEngine:
         """Fetch the answer.
 
         Raises:
-            WorkerDied: the actor is gone, or the machine with its answer.
-            KVLensError: what the worker raised.
+            WorkerDied: the actor, or the machine that has its answer, is gone.
+            KVLensError: the worker raised it.
         """
         try:
             return self.ray.get(worker.answer)

@@ -1,7 +1,7 @@
-"""Reading the prompts of a batch: a JSONL file, a text file with a prompt a line, or a folder with a prompt a file.
+"""Reading the prompts of a batch: a JSONL file, a text file with one prompt per line, or a folder with one prompt per file.
 
-A line that is no prompt is reported by its number; the others are read. Files are read twice and never held: once to count,
-to hash and to find two prompts of one id, and once to run. Only the ids stay in memory.
+Invalid lines are reported by number, and the others are read. Files are read twice and never kept in memory: once to count, to
+hash and to find duplicate ids, and once to run. Only the ids stay in memory.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ JSONL = (".jsonl", ".ndjson")
 
 @dataclass(frozen=True)
 class BadLine:
-    """A line, or a file of a folder, that holds no prompt.
+    """A line, or a file of a folder, without a valid prompt.
 
     Attributes:
         where: ``prompts.jsonl:7``, or the file's name.
@@ -34,12 +34,12 @@ class BadLine:
 
 @dataclass(frozen=True)
 class Survey:
-    """What a first reading of the input found.
+    """The result of a first reading of the input.
 
     Attributes:
-        n_prompts: how many records it holds.
-        bad: the lines that are none.
-        sha256: of all records and bad lines, in order; equal inputs give equal tables.
+        n_prompts: number of records.
+        bad: the invalid lines.
+        sha256: hash of all records and bad lines, in order; equal inputs give equal tables.
     """
 
     n_prompts: int
@@ -48,13 +48,13 @@ class Survey:
 
 
 def read_records(path: Path, text: str | None = None) -> Iterator[Record | BadLine]:
-    """Yield every prompt of ``path``, and every line that is none, in order.
+    """Yield every prompt of ``path``, and every invalid line, in order.
 
     Args:
-        path: a folder (every file in it, at any depth, is one prompt as it stands; hidden files are passed over), a
-            ``.jsonl`` or ``.ndjson`` file (an object per line: ``prompt``, and where wanted ``text``, ``id``, and fields of
-            the analysis), or any other file (a prompt a line).
-        text: the text of the records that have none of their own.
+        path: a folder (the content of every file in it, at any depth, is one prompt; hidden files are skipped), a ``.jsonl``
+            or ``.ndjson`` file (one object per line: ``prompt``, and optionally ``text``, ``id``, and fields of the analysis),
+            or any other file (one prompt per line).
+        text: the text for records without one.
 
     Raises:
         KVLensError: there is no such file, it cannot be read, or it is one JSON document.
@@ -74,7 +74,7 @@ def survey(path: Path, text: str | None = None) -> Survey:
     """Read the whole input once.
 
     Raises:
-        KVLensError: as :func:`read_records`; two records of one id; no record at all.
+        KVLensError: as :func:`read_records`; two records with the same id; no record at all.
     """
     hasher, bad, seen = hashlib.sha256(), [], dict[str, int]()
     for number, entry in enumerate(read_records(path, text), start=1):
@@ -113,7 +113,7 @@ def _lines(path: Path) -> Iterator[Record | BadLine]:
     if path.suffix == ".json":
         raise KVLensError(f"prompts: {path} is one JSON document; write an object per line and call it .jsonl")
     is_jsonl = path.suffix in JSONL
-    with open(path, "rb") as file:  # a line ends at a newline byte alone, not at every separator that Unicode knows
+    with open(path, "rb") as file:  # a line ends only at a newline byte, not at other Unicode separators
         for number, raw in enumerate(file, start=1):
             where = f"{path.name}:{number}"
             line = _decoded(raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw)
@@ -130,7 +130,7 @@ def _lines(path: Path) -> Iterator[Record | BadLine]:
 def _from_json(where: str, line: str) -> Record | BadLine:
     try:
         values = json.loads(line)
-    except (ValueError, RecursionError) as error:  # not JSON; a number or a nesting beyond what Python reads
+    except (ValueError, RecursionError) as error:  # not JSON, or a number or nesting too large for Python
         return BadLine(where, f"not JSON ({error})")
     if not isinstance(values, dict):
         return BadLine(where, f"expected an object with a prompt, got {type(values).__name__}")
@@ -142,7 +142,7 @@ def _from_json(where: str, line: str) -> Record | BadLine:
     if isinstance(given, bool) or not isinstance(given, str | int) or given == "":
         return BadLine(where, '"id" is neither a string nor an integer')
     if _is_half_a_character(f"{prompt}{text}{given}"):
-        return BadLine(where, "it holds half a character (a lone surrogate), which no text file can hold")
+        return BadLine(where, "it contains half a character (a lone surrogate), which cannot be encoded as text")
     return Record(str(given), prompt, text, values)
 
 

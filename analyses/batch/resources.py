@@ -1,6 +1,6 @@
-"""What a batch is computed with: how long it takes, and no number of the table. It may change when a batch is resumed.
+"""The resources of a batch, which affect how long it takes but no number of the table, and may change when it is resumed.
 
-Nothing here needs torch, so that the command line asks it first.
+Nothing here needs torch, so that the command line can check it first.
 """
 
 import os
@@ -13,20 +13,20 @@ from kvlens.checks import Count, Within, checked
 ENGINES = ("processes", "ray")
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 MOST_PER_CORE, MOST_ACTORS = 16, 10_000
-"""Processes (or threads of one) that a core may be given, and actors of a cluster: more are a slip of the hand."""
+"""The most processes (or threads of one) per core, and the most actors of a cluster; more are surely a typing error."""
 
 
 @checked
 @dataclass(frozen=True)
 class Resources:
-    """How the work is shared out.
+    """How the work is distributed.
 
     Attributes:
         engine: "processes" (one, or spawned workers, on this machine) or "ray".
-        workers: how many processes or actors; one process alone works in this one.
-        gpus_per_worker: for Ray, 0.25 puts four workers on a GPU.
-        threads: of each worker; None shares out those that torch has here. The last bits of a sum depend on it.
-        prompts_per_job: what a worker is given, and what is recorded, at once.
+        workers: number of processes or actors; with one process, the batch runs in this process.
+        gpus_per_worker: for Ray; 0.25 puts four workers on a GPU.
+        threads: threads of each worker; None divides torch's threads here among them. The last bits of a sum depend on it.
+        prompts_per_job: number of prompts that a worker is given, and that are recorded, at once.
     """
 
     engine: Literal["processes", "ray"] = "processes"
@@ -41,7 +41,7 @@ class Resources:
         for name, limit in most.items():
             if (getattr(self, name) or 0) > limit:
                 raise KVLensError(
-                    f"{name}: at most {limit:,} ({cores} cores are here), got {getattr(self, name):,}; give fewer"
+                    f"{name}: at most {limit:,} (this machine has {cores} cores), got {getattr(self, name):,}; give fewer"
                 )
         if self.gpus_per_worker and self.engine != "ray":
             raise KVLensError("gpus_per_worker is for the engine ray; for processes, choose the device")

@@ -1,12 +1,11 @@
 """A batch from beginning to end: check everything, resume an interrupted run, and leave one Parquet file.
 
-    OUT.parquet                 the table; it appears when every prompt is done, whole
-    OUT.parquet.partial         what is done so far, while a batch runs or after it was interrupted
-    OUT.parquet.errors.jsonl    the lines without a prompt and the prompts without rows, and why, where there are any
+    OUT.parquet                 the complete table, written when every prompt is done
+    OUT.parquet.partial         the results so far, while a batch runs or after it was interrupted
+    OUT.parquet.errors.jsonl    the lines without a prompt and the prompts without rows, and why, if there are any
 
-A prompt that fails costs its own rows alone; ``retry_failed`` runs those that failed again and keeps the rest. A run that was
-killed is resumed by the same call. Rows come by model, then in the order of the prompts, whatever the
-number of workers and however often it was interrupted.
+A prompt that fails only loses its own rows; ``retry_failed`` runs the failed ones again and keeps the rest. A run that was
+killed is resumed by the same call. Rows are ordered by model, then prompt, whatever the number of workers and interruptions.
 """
 
 import json
@@ -31,7 +30,7 @@ from .earlier import FORMAT_VERSION
 from .engines import run_jobs
 from .journal import Journal, check_same
 from .models import ModelShelf
-from .places import check_place
+from .paths import check_table_path
 from .records import Survey, read_records, survey
 from .table import read_facts, read_parquet, schema_of, to_bytes, write_parquet
 from .work import Resources, Work, check_work
@@ -39,23 +38,23 @@ from .worker import Job, PromptResult, columns_of
 
 MALFORMED = "malformed"
 NO_PROMPT = "none"
-"""The prompt_id of what was computed without a prompt."""
+"""The prompt_id of rows computed without a prompt."""
 LINES_SHOWN = 20
-"""Bad lines that are listed one by one; all of them are in the errors file."""
+"""The most bad lines that are listed one by one; the errors file has all of them."""
 
 
 @dataclass(frozen=True)
 class BatchResult:
-    """What a finished batch left.
+    """The files and counts of a finished batch.
 
     Attributes:
         out: the table.
-        n_rows: of the table.
-        n_prompts: that were read, each of them run on every model.
-        n_without_rows: prompts, a model each, that the analysis refused or that failed.
-        n_malformed: lines of the input that held no prompt.
-        errors: the file that names them all; None where there are none.
-        first_failure: of the prompts without rows: which it is, why, and where that was raised.
+        n_rows: number of rows of the table.
+        n_prompts: number of prompts read; each is run on every model.
+        n_without_rows: number of runs of a prompt on a model that the analysis refused or that failed.
+        n_malformed: lines of the input without a valid prompt.
+        errors: the file that lists both; None if there are none.
+        first_failure: the first prompt without rows: its id, the reason, and where the error was raised.
     """
 
     out: Path
@@ -70,13 +69,13 @@ class BatchResult:
 @checked
 @dataclass(frozen=True)
 class Input:
-    """Where the prompts are, and the text of those that have none of their own. None: an analysis that reads none runs once."""
+    """The path of the prompts, None for an analysis that reads none and runs once, and the text for prompts without one."""
 
     prompts: Path | None = None
     text: str | None = None
 
     def records(self) -> Iterator[tuple[int, Record]]:
-        """(place, record) of every prompt, places counted from 0."""
+        """(number, record) of every prompt, counted from 0."""
         if self.prompts is None:
             yield 0, Record(NO_PROMPT, "")
             return
@@ -84,7 +83,7 @@ class Input:
         yield from enumerate(entry for entry in entries if isinstance(entry, Record))
 
     def survey(self) -> Survey:
-        """What there is to read."""
+        """Survey the input."""
         return Survey(1, (), NO_PROMPT) if self.prompts is None else survey(self.prompts, self.text)
 
 
@@ -110,32 +109,32 @@ def run_batch(
     Args:
         work: which analysis, with which models, columns and options.
         source: the prompts; see :func:`kvlens.analyses.batch.records.read_records`. An analysis of the weights alone reads
-            none: it runs once a model.
-        out: the table's file, ``.parquet``; folders that are missing are made.
-        resources: engine and workers; None works in this process.
-        overwrite: start from scratch: forget what an interrupted run has done, and replace the table of an earlier batch in the
-            end.
-        retry_failed: run the prompts again that failed in an earlier batch of the same settings, and keep the others' rows.
-        progress: whether a bar is drawn on stderr; None draws it on a terminal.
-        tell: called with a line for each bad line of the input, for the first prompt that fails, and when a worker dies.
+            none, and runs once per model.
+        out: the table's file, ``.parquet``; missing folders are created.
+        resources: engine and workers; None runs in this process.
+        overwrite: start from scratch: discard the results of an interrupted run, and finally replace the table of an earlier
+            batch.
+        retry_failed: run the prompts that failed in an earlier batch of the same settings again, and keep the others' rows.
+        progress: whether to show a progress bar on stderr; None shows it on a terminal.
+        tell: called with a message for each bad line of the input, for the first prompt that fails, and when a worker dies.
 
     Returns:
-        Counts and files. What was interrupted or killed raises or ends; the same call resumes it.
+        Counts and files. An interrupted call raises; calling again with the same arguments resumes it.
 
     Raises:
         KVLensError: unknown names, an input without prompts, a model that cannot be loaded or lacks what the analysis needs,
             an output that exists, an earlier run of other settings, a full disk.
     """
     if overwrite and retry_failed:
-        raise KVLensError("overwrite computes everything again and retry_failed what failed: give one of them")
+        raise KVLensError("overwrite computes everything again, retry_failed only what failed: give one of them")
     analysis, out = check_work(work), path_of("out", out)
     if analysis.inputs and source.prompts is None:
         raise KVLensError(f"prompts: {analysis.name} needs them: a JSONL file, a text file or a folder")
     if not analysis.inputs and source.prompts is not None:
-        tell(f"{analysis.name} reads the weights alone, and runs once a model; {source.prompts} is not read")
+        tell(f"{analysis.name} reads the weights alone, and runs once per model; {source.prompts} is not read")
         source = Input()
     resources = resources or Resources()
-    check_place(out)
+    check_table_path(out)
     journal_path = out.with_name(f"{out.name}.partial")
     facts = _check_output(out, replace=overwrite or retry_failed or journal_path.exists())
     found = source.survey()
@@ -163,7 +162,7 @@ def run_batch(
                 bar.update(len(results))
                 failed = next((result for result in results if result.kind is not None), None)
                 if failed is not None and not told:
-                    tell(f"{_described(failed)}; the others go on")
+                    tell(f"{_described(failed)}; the batch continues with the others")
                     told = True
         return _finish(out, journal, work, analysis, settings, found)
 
@@ -176,12 +175,12 @@ def _make_folder(folder: Path) -> None:
 
 
 def _check_output(out: Path, *, replace: bool) -> dict[str, Any] | None:
-    """The facts of the table at that path, None where there is none."""
+    """The facts of the table at that path, None if there is none."""
     if not out.exists():
         return None
     facts = read_facts(out) if out.is_file() else None
     if facts is None:
-        raise KVLensError(f"out: {out} exists and is not the table of a batch, so it is left alone; choose another file")
+        raise KVLensError(f"out: {out} exists and is not the table of a batch, so it is not replaced; choose another file")
     if replace:
         return facts
     if n_failed := facts.get("n_without_rows"):
@@ -201,18 +200,18 @@ def _errors_of(out: Path) -> Path:
 
 
 def _kept(out: Path, facts: dict[str, Any], work: Work, source: Input, schema: pa.Schema) -> Iterator[PromptResult]:
-    """What the table of an earlier batch holds of every prompt that did not fail, those without a row included."""
+    """The results in the table of an earlier batch for every prompt that did not fail, including those without rows."""
     ids = [record.id for _, record in source.records()]
-    places, models = ({name: place for place, name in enumerate(names)} for names in (ids, work.models))
+    prompts, models = ({name: i for i, name in enumerate(names)} for names in (ids, work.models))
     everything = set(product(range(len(models)), range(len(ids))))
-    empty = everything - {(model, place) for model, place in facts.get("failed", everything)}
+    empty = everything - {(model, prompt) for model, prompt in facts.get("failed", everything)}
     for name, prompt_id, n_rows, rows in read_parquet(out, schema):
-        model, place = models[name], places[prompt_id]
-        empty.discard((model, place))
-        yield PromptResult(model, place, prompt_id, n_rows, rows)
+        model, prompt = models[name], prompts[prompt_id]
+        empty.discard((model, prompt))
+        yield PromptResult(model, prompt, prompt_id, n_rows, rows)
     none = to_bytes(schema.empty_table().to_pandas(), schema)
-    for model, place in empty:
-        yield PromptResult(model, place, ids[place], 0, none)
+    for model, prompt in empty:
+        yield PromptResult(model, prompt, ids[prompt], 0, none)
 
 
 def _described(failed: PromptResult) -> str:
@@ -265,9 +264,9 @@ def _settings(analysis: Analysis, work: Work, found: Survey, fingerprints: dict[
 
 
 def _jobs(work: Work, source: Input, journal: Journal, size: int) -> Iterator[Job]:
-    """What the journal does not hold yet, model by model, so that a worker loads each model once."""
+    """The jobs that the journal does not have yet, model by model, so that a worker loads each model once."""
     for model in range(len(work.models)):
-        todo = ((place, record) for place, record in source.records() if not journal.holds(model, place))
+        todo = ((number, record) for number, record in source.records() if not journal.holds(model, number))
         while prompts := tuple(islice(todo, size)):
             yield Job(model, prompts)
 
@@ -275,7 +274,7 @@ def _jobs(work: Work, source: Input, journal: Journal, size: int) -> Iterator[Jo
 def _finish(
     out: Path, journal: Journal, work: Work, analysis: Analysis, settings: dict[str, Any], found: Survey
 ) -> BatchResult:
-    """Write errors, then the table, then forget the journal: a kill in between repeats this and nothing else."""
+    """Write the errors, then the table, then delete the journal; after a kill in between only this is repeated."""
     progress = journal.progress()
     if progress.n_done != found.n_prompts * len(work.models):
         raise KVLensError("the prompts changed while they were read; run the command again")

@@ -1,6 +1,6 @@
 """The command of every analysis: ``kvlens analyse NAME`` and ``python -m analyses NAME``.
 
-This much is answered without importing torch; :mod:`kvlens.analyses.batch.command` does the rest.
+This part does not import torch; :mod:`kvlens.analyses.batch.command` does the rest.
 """
 
 import sys
@@ -14,17 +14,16 @@ from .arguments import check_early
 
 BAD_INPUT = 2
 EPILOG = """\
-PROMPTS is a JSONL file (an object per line: "prompt", and where wanted "text", "id" and fields of the analysis), any other \
+PROMPTS is a JSONL file (one object per line: "prompt", and optionally "text", "id" and fields of the analysis), any other \
 file with one prompt per line, or a folder with one prompt per file. FILE gets one row group per prompt, by model, then in the \
-order of the prompts; FILE.errors.jsonl names the lines and prompts that gave no rows, and --retry-failed runs those prompts \
-again. Until all is done, FILE.partial holds \
-what is done: a run that was interrupted or killed is resumed by the same command.
+order of the prompts; FILE.errors.jsonl lists the lines and prompts without rows, and --retry-failed runs those prompts again. \
+Until the batch is complete, FILE.partial has the results so far: the same command resumes a run that was interrupted or killed.
 
   kvlens analyse bias_by_head prompts.jsonl --model docs-linear --text ' The' --out table.parquet"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """``python -m analyses``: run the command and return its exit status, bad input answered in one line."""
+    """``python -m analyses``: run the command and return its exit status; bad input is reported in one line."""
     try:
         return analyse(sys.argv[1:] if argv is None else argv, prog="python -m analyses")
     except KVLensError as error:
@@ -48,7 +47,7 @@ def analyse(argv: Sequence[str], prog: str = "kvlens analyse") -> int:
         return 0
     if name.startswith("-"):
         raise KVLensError(f"expected the name of an analysis, got {name!r}; `{prog}` lists them")
-    locate(name)  # a misspelt name is answered at once
+    locate(name)  # reports a misspelt name at once
     if not {"-h", "--help"} & set(rest):
         check_early(name, rest, prog=f"{prog} {name}")
 
@@ -59,8 +58,8 @@ def analyse(argv: Sequence[str], prog: str = "kvlens analyse") -> int:
 
 def _help(prog: str) -> str:
     return (
-        "Run an analysis over many prompts and models, into one Parquet file. Without NAME, the analyses are listed, each with "
-        f"what it is about; `{prog} NAME --help` shows the columns and options of one.\n\n"
+        "Run an analysis over many prompts and models, into one Parquet file. Without NAME, list the analyses and their "
+        f"summaries; `{prog} NAME --help` shows the columns and options of one.\n\n"
         f"{EPILOG}\n\n"
         f"NAME is one of {', '.join(ANALYSES)}, or one of your own as MODULE:OBJECT, for instance "
         "my_package.my_module:MY_ANALYSIS, where the module is found from here or is installed, and the object is an "

@@ -1,8 +1,8 @@
-"""Sharing jobs out among workers that may die.
+"""Distributing jobs to workers that may die.
 
-Workers are killed for their memory, with their machine, by hand. The job that a dead worker held is given out again, one
-prompt at a time, so that a prompt that kills its worker is found and costs only itself. Which worker does what decides nothing:
-results name their prompts.
+Workers may be killed for their memory, with their machine, or by hand. The job of a dead worker is reassigned one prompt at a
+time, so that a prompt that kills its worker is identified, and only its rows are lost. It does not matter which worker runs
+which job, since results carry the numbers of their prompts.
 """
 
 from collections import deque
@@ -17,16 +17,16 @@ from .engine import Engine, WorkerDied
 from .worker import DIED, Job, PromptResult
 
 MAX_DEATHS = 2
-"""Workers that a prompt, run alone, may kill before it is given up."""
+"""The number of workers that a prompt, run alone, may kill before it is abandoned."""
 MAX_DEATHS_WITHOUT_RESULT = 20
-"""When so many workers times their number have died one after the other, the prompts are not the cause, and the batch ends. (A
-job of eight deadly prompts alone makes 17.)"""
+"""The batch ends when this many times the number of workers have died in a row, since then the prompts are not the cause. (A
+single job of eight prompts that all kill their worker accounts for 17.)"""
 
 
 def share_out(
     jobs: Iterable[Job], engine: Engine, n_workers: int, tell: Callable[[str], None] = print
 ) -> Iterator[list[PromptResult]]:
-    """Keep ``n_workers`` busy until every job is done, replacing those that die; stop all of them at the end, however it comes.
+    """Keep ``n_workers`` busy until every job is done, replacing those that die; always stop all of them at the end.
 
     Raises:
         KVLensError: as :func:`run_jobs`.
@@ -67,13 +67,13 @@ def share_out(
 
 
 def _after_death(job: Job | None, how: str) -> tuple[list[Job], list[PromptResult]]:
-    """What is given out again of the job of a dead worker, and what is given up."""
+    """The jobs to reassign and the prompts to abandon after a worker died."""
     if job is None:
         return [], []
-    if len(job.prompts) > 1:  # which of them it was, they show one by one
+    if len(job.prompts) > 1:  # run them one by one to find the one that kills its worker
         return [replace(job, prompts=(prompt,)) for prompt in job.prompts], []
     if job.deaths + 1 < MAX_DEATHS:
         return [replace(job, deaths=job.deaths + 1)], []
-    place, record = job.prompts[0]
+    number, record = job.prompts[0]
     error = f"its worker died {MAX_DEATHS} times ({how}); it may need more memory than there is"
-    return [], [PromptResult(job.model, place, record.id, kind=DIED, error=error)]
+    return [], [PromptResult(job.model, number, record.id, kind=DIED, error=error)]

@@ -1,8 +1,8 @@
-"""Workers as spawned processes of this machine, each with a pipe of its own.
+"""Workers as spawned processes of this machine, each with its own pipe.
 
-The pools of the standard library do not serve here: ``multiprocessing.Pool`` waits for ever for a worker that was killed, and
-``ProcessPoolExecutor`` fails every job in flight without saying whose worker it was. With one pipe per worker, the end of the
-file says who died, and the others never notice.
+The pools of the standard library are not suitable: ``multiprocessing.Pool`` waits forever for a worker that was killed, and
+``ProcessPoolExecutor`` fails every job in flight without saying which worker died. With one pipe per worker, the end of file
+identifies the worker that died, and the others are not affected.
 """
 
 import contextlib
@@ -28,12 +28,11 @@ class SpawnedWorker:
 
 
 class SpawnEngine:
-    """An :class:`kvlens.analyses.batch.engine.Engine` of processes, spawned rather than forked: torch's threads survive no
-    fork.
+    """An :class:`kvlens.analyses.batch.engine.Engine` of processes, spawned since torch's threads do not survive a fork.
 
     Args:
         work: what they compute.
-        threads: that each may use.
+        threads: threads that each may use.
     """
 
     def __init__(self, work: Work, threads: int):
@@ -41,7 +40,7 @@ class SpawnEngine:
         self._context = multiprocessing.get_context("spawn")
 
     def start(self) -> SpawnedWorker:
-        """Start a process; it loads torch on its own time."""
+        """Start a process, without waiting until it has loaded torch."""
         ours, theirs = self._context.Pipe()
         process = self._context.Process(target=_serve, args=(theirs, self.work, self.threads), daemon=True)
         process.start()
@@ -54,7 +53,7 @@ class SpawnEngine:
             worker.pipe.send(job)
 
     def wait(self, workers: list[SpawnedWorker]) -> list[SpawnedWorker]:
-        """Those whose pipe has an answer, or has ended."""
+        """Return the workers whose pipe has an answer, or has ended."""
         ready = set(wait([worker.pipe for worker in workers]))
         return [worker for worker in workers if worker.pipe in ready]
 
@@ -62,8 +61,8 @@ class SpawnEngine:
         """Receive the answer.
 
         Raises:
-            WorkerDied: there is none, or half of one.
-            KVLensError: what the worker raised.
+            WorkerDied: there is no complete answer.
+            KVLensError: the worker raised it.
         """
         try:
             answer = worker.pipe.recv()
@@ -75,7 +74,7 @@ class SpawnEngine:
         return answer
 
     def stop(self, worker: SpawnedWorker) -> None:
-        """Kill the process: it holds nothing that is worth a farewell."""
+        """Kill the process; it has nothing to clean up."""
         worker.process.kill()
         worker.process.join()
         worker.process.close()
@@ -89,9 +88,9 @@ def _how(exitcode: int | None) -> str:
 
 
 def _serve(pipe: Connection, work: Work, threads: int) -> None:
-    """The life of a worker: answer every job, until the other end of the pipe is gone."""
+    """The main loop of a worker: answer every job, until the other end of the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches the whole group: end without a traceback
-    with contextlib.suppress(EOFError, OSError):  # the parent is gone, whatever became of it
+    with contextlib.suppress(EOFError, OSError):  # the parent is gone
         try:
             worker = Worker(work, threads)
             pipe.send(worker.ready())

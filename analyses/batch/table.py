@@ -1,6 +1,6 @@
 """From frames to the Parquet file: one schema for all prompts, one row group per prompt.
 
-A prompt's rows travel as the bytes of an Arrow stream: from worker to journal to file they are copied, not understood.
+A prompt's rows are passed as the bytes of an Arrow stream, which are copied from worker to journal to file without parsing.
 """
 
 import json
@@ -24,9 +24,9 @@ def schema_of(columns: Mapping[str, str]) -> pa.Schema:
     """The Arrow schema of a table with these columns (name -> dtype of pandas)."""
     empty = pd.DataFrame({name: pd.Series(dtype="str" if kind == "category" else kind) for name, kind in columns.items()})
     schema = pa.Schema.from_pandas(empty, preserve_index=False)
-    for place, kind in enumerate(columns.values()):
-        if kind == "category":  # an empty one has no type of its own
-            schema = schema.set(place, schema.field(place).with_type(pa.dictionary(pa.int32(), pa.string())))
+    for i, kind in enumerate(columns.values()):
+        if kind == "category":  # an empty one has no type
+            schema = schema.set(i, schema.field(i).with_type(pa.dictionary(pa.int32(), pa.string())))
     return schema
 
 
@@ -34,7 +34,7 @@ def to_bytes(frame: pd.DataFrame, schema: pa.Schema) -> bytes:
     """A prompt's rows, in the schema's columns, as a compressed Arrow stream.
 
     Raises:
-        pyarrow.ArrowException: a value that its column cannot hold without a loss.
+        pyarrow.ArrowException: a value does not fit its column without loss.
     """
     return stream(pa.Table.from_pandas(frame, schema=schema, preserve_index=False), schema)
 
@@ -48,12 +48,12 @@ def stream(table: pa.Table, schema: pa.Schema) -> bytes:
 
 
 def write_parquet(path: Path, schema: pa.Schema, prompts: Iterable[bytes], facts: Mapping[str, Any]) -> None:
-    """Write the rows of every prompt as a row group of its own; ``path``, which is replaced, appears when it is whole.
+    """Write one row group per prompt; ``path`` is replaced when the file is complete.
 
     Args:
-        path: of the file.
-        schema: of :func:`schema_of`.
-        prompts: what :func:`to_bytes` made, in order; a prompt without rows has no row group.
+        path: the file.
+        schema: from :func:`schema_of`.
+        prompts: rows of each prompt from :func:`to_bytes`, in order; a prompt without rows has no row group.
         facts: kept as JSON in the file's metadata, for :func:`read_facts`.
 
     Raises:
@@ -75,7 +75,7 @@ def read_parquet(path: Path, schema: pa.Schema) -> Iterator[tuple[str, str, int,
     """(model, prompt_id, number of rows, rows as :func:`to_bytes` makes them) of every row group of a batch's table.
 
     Raises:
-        KVLensError: it cannot be read, or its columns are others.
+        KVLensError: it cannot be read, or has other columns.
     """
     try:
         file = pq.ParquetFile(path)
@@ -89,7 +89,7 @@ def read_parquet(path: Path, schema: pa.Schema) -> Iterator[tuple[str, str, int,
 
 
 def read_facts(path: Path) -> dict[str, Any] | None:
-    """The facts that :func:`write_parquet` put into a file; None where it is some other file."""
+    """The facts that :func:`write_parquet` put into a file; None for any other file."""
     try:
         return json.loads(pq.read_metadata(path).metadata[METADATA])
     except (OSError, ValueError, KeyError, TypeError, pa.ArrowException):

@@ -1,6 +1,6 @@
-"""What is computed: the half of a batch's settings that decides every number of the table.
+"""The work of a batch: the part of its settings that determines every number of the table.
 
-It is sent to each worker, and recorded: a batch is resumed with the same work or not at all. What it is computed with is in
+It is sent to each worker, and recorded: a batch can be resumed only with the same work. The other settings are in
 :mod:`kvlens.analyses.batch.resources`.
 """
 
@@ -27,17 +27,17 @@ __all__ = ["FRONT_COLUMNS", "Resources", "Work", "check_work", "load_analysis"]
 @checked
 @dataclass(frozen=True)
 class Work:
-    """What every row of the table depends on, except the prompts.
+    """Everything that the rows of the table depend on, except the prompts.
 
     Attributes:
         analysis: a name of ``kvlens.analyses.ANALYSES``, or MODULE:OBJECT of any `Analysis` that can be imported.
         models: names of shipped models, or folders.
-        columns: those of the analysis to keep, in order; empty keeps all.
-        options: of the analysis, by name; what is not given has its default.
-        dtype: of the weights; None keeps the stored one.
+        columns: columns of the analysis to keep, in order; empty keeps all.
+        options: options of the analysis, by name; others have their defaults.
+        dtype: dtype of the weights; None keeps the stored one.
         device: where the models run; None takes TransformerLens' choice.
-        folder: where the module of an analysis of your own is looked for, in addition to Python's own path; on a cluster, under
-            the same path on every machine.
+        folder: folder in which to look for the module of your own analysis, in addition to Python's path; on a cluster, it must
+            have the same path on every machine.
     """
 
     analysis: str
@@ -57,8 +57,8 @@ def load_analysis(name: str, folder: str | None = None) -> Analysis:
     """
     path, attribute = locate(name)
     if folder is not None and folder not in sys.path:
-        if not path_of("folder", folder).is_dir():  # in the path of Python it would stay, and be in everybody's way
-            raise KVLensError(f"folder: {folder!r} is no folder; give the one that the analysis' module is in")
+        if not path_of("folder", folder).is_dir():  # it would remain in Python's path
+            raise KVLensError(f"folder: {folder!r} is not a folder; give the one with the module of the analysis")
         sys.path.insert(0, folder)
     try:
         module = importlib.import_module(path)
@@ -69,17 +69,17 @@ def load_analysis(name: str, folder: str | None = None) -> Analysis:
     analysis = getattr(module, attribute, None)
     if not isinstance(analysis, Analysis):
         held = [found for found, value in vars(module).items() if isinstance(value, Analysis)]
-        there = f"it holds {', '.join(held)}" if held else "it holds none"
-        raise KVLensError(f"analysis: {attribute!r} of the module {path!r} is no Analysis; {there}{nearest(attribute, held)}")
+        there = f"it has {', '.join(held)}" if held else "it has none"
+        raise KVLensError(f"analysis: {attribute!r} of {path!r} is not an Analysis; {there}{nearest(attribute, held)}")
     return analysis
 
 
 def check_work(work: Work) -> Analysis:
-    """Return the analysis of ``work``, all of whose names exist.
+    """Check ``work`` and return its analysis.
 
     Raises:
-        KVLensError: an unknown analysis, column or option, an option of another type, no model or one twice, a dtype that
-            weights cannot have.
+        KVLensError: an unknown analysis, column or option, an option of another type, no model, a model given twice, or an
+            invalid dtype.
     """
     analysis = load_analysis(work.analysis, work.folder)
     check_columns(analysis.name, work.columns, tuple(analysis.columns))

@@ -1,7 +1,7 @@
-"""What runs in every worker, whatever started it: it keeps its model, and turns prompts into rows.
+"""The worker, the same for every engine: it keeps its model loaded, and turns prompts into rows.
 
-A prompt that the analysis refuses, or that fails, is a result like any other: the batch continues. A model that cannot be
-loaded is not: it ends the batch.
+If the analysis refuses a prompt or fails on it, that is recorded as its result, and the batch continues. If a model cannot be
+loaded, the batch ends.
 """
 
 import os
@@ -19,17 +19,17 @@ from .table import schema_of, to_bytes
 from .work import FRONT_COLUMNS, Work, load_analysis
 
 REFUSED, FAILED, DIED = "refused", "failed", "died"
-"""Why a prompt has no rows: the analysis does not take it; an error of any other kind; it took its worker's life."""
+"""Why a prompt has no rows: the analysis refused it; it raised any other error; its worker died."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """Prompts for one model, with their places in the input.
+    """Prompts for one model, with their numbers in the input.
 
     Attributes:
         model: index into the work's models.
-        prompts: (place, record), at least one.
-        deaths: how many workers have died over it.
+        prompts: (number, record), at least one.
+        deaths: number of workers that have died while running it.
     """
 
     model: int
@@ -39,17 +39,17 @@ class Job:
 
 @dataclass(frozen=True)
 class PromptResult:
-    """What became of one prompt on one model.
+    """The result of one prompt on one model.
 
     Attributes:
         model: index into the work's models.
-        prompt: the prompt's place in the input.
-        prompt_id: its id.
-        n_rows: of its table.
-        rows: its table, as :func:`kvlens.analyses.batch.table.to_bytes` gives it; None where it failed.
-        kind: :data:`REFUSED`, :data:`FAILED` or :data:`DIED` where it failed, else None.
-        error: why, in one line.
-        where: file and line of the code that raised, and of the analysis' own module where that called it.
+        prompt: number of the prompt in the input.
+        prompt_id: id of the prompt.
+        n_rows: number of rows of its table.
+        rows: its table, from :func:`kvlens.analyses.batch.table.to_bytes`; None if it failed.
+        kind: :data:`REFUSED`, :data:`FAILED` or :data:`DIED` if it failed, else None.
+        error: the error, in one line.
+        where: file and line of the code that raised it, and of the call in the analysis' module.
     """
 
     model: int
@@ -63,22 +63,22 @@ class PromptResult:
 
 
 def columns_of(analysis: Analysis, work: Work) -> dict[str, str]:
-    """The table's columns with their dtypes: model and prompt in front of those that the work keeps."""
+    """The table's columns with their dtypes: model and prompt, then those that the work keeps."""
     kept = work.columns or tuple(analysis.columns)
     return {**dict.fromkeys(FRONT_COLUMNS, "str"), **{name: analysis.columns[name].dtype for name in kept}}
 
 
 class Worker:
-    """Runs the jobs of one batch, with the model of the last job at hand.
+    """Runs the jobs of one batch, keeping the model of the last job loaded.
 
     Args:
         work: what is computed.
-        threads: that torch may use; None leaves that as it is.
-        models: the work's, where they are at hand.
+        threads: threads that torch may use; None does not change them.
+        models: the models of ``work``, if they are loaded already.
     """
 
     def __init__(self, work: Work, threads: int | None = None, models: ModelShelf | None = None):
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads and torch's get in each other's way
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads would compete with torch's
         if threads is not None:
             torch.set_num_threads(threads)
         self.work, self.analysis = work, load_analysis(work.analysis, work.folder)
@@ -86,32 +86,32 @@ class Worker:
         self.models = models or ModelShelf(work.models, device=work.device, dtype=work.dtype)
 
     def ready(self) -> list[PromptResult]:
-        """The first answer of a new worker: no result yet."""
+        """The first answer of a new worker, without results."""
         return []
 
     def run(self, job: Job) -> list[PromptResult]:
-        """One result per prompt, in order.
+        """Run a job; return one result per prompt, in order.
 
         Raises:
             KVLensError: the model cannot be loaded.
         """
         model = self.models[job.model]
-        with model.using_softmax_form():  # fused where it can, in layers whose pattern the analysis does not look at
-            return [self._run_one(model, job.model, place, record) for place, record in job.prompts]
+        with model.using_softmax_form():  # fused where possible, in layers whose pattern is not hooked
+            return [self._run_one(model, job.model, number, record) for number, record in job.prompts]
 
-    def _run_one(self, model: HookedKVTransformer, index: int, place: int, record: Record) -> PromptResult:
+    def _run_one(self, model: HookedKVTransformer, index: int, number: int, record: Record) -> PromptResult:
         try:
             frame = self.analysis.run(model, record, **self.work.options)
             frame = frame.assign(model=self.work.models[index], prompt_id=record.id)
             rows = to_bytes(frame[self.schema.names], self.schema)
         except KVLensError as error:
             return PromptResult(
-                index, place, record.id, kind=REFUSED, error=_one_line(str(error)), where=_where(error, self.analysis)
+                index, number, record.id, kind=REFUSED, error=_one_line(str(error)), where=_where(error, self.analysis)
             )
-        except Exception as error:  # whatever one prompt does to an analysis, the others go on
+        except Exception as error:  # an error on one prompt does not stop the others
             why = _one_line(f"{type(error).__name__}: {error}")
-            return PromptResult(index, place, record.id, kind=FAILED, error=why, where=_where(error, self.analysis))
-        return PromptResult(index, place, record.id, n_rows=len(frame), rows=rows)
+            return PromptResult(index, number, record.id, kind=FAILED, error=why, where=_where(error, self.analysis))
+        return PromptResult(index, number, record.id, n_rows=len(frame), rows=rows)
 
 
 def _where(error: Exception, analysis: Analysis) -> str:

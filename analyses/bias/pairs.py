@@ -130,13 +130,13 @@ def bias_similarity(
     kv, d = (torch.stack(x) for x in zip(*map(_comparable(biases, model, text), biases), strict=True))
     n_prompts, n_layers, n_heads = d.shape[:3]
     a, b = torch.triu_indices(n_prompts, n_prompts, offset=1)
-    places = torch.cartesian_prod(torch.arange(len(a)), torch.arange(n_layers), torch.arange(n_heads))
+    rows = torch.cartesian_prod(torch.arange(len(a)), torch.arange(n_layers), torch.arange(n_heads))
     return SIMILARITY_COLUMNS.frame(
         {
-            "prompt_a": a[places[:, 0]],
-            "prompt_b": b[places[:, 0]],
-            "layer": places[:, 1],
-            "head": places[:, 2],
+            "prompt_a": a[rows[:, 0]],
+            "prompt_b": b[rows[:, 0]],
+            "layer": rows[:, 1],
+            "head": rows[:, 2],
             "b_kv_cosine": _cosines(kv.flatten(-2))[a, b],
             "b_d_cosine": _cosines(d)[a, b],
         }

@@ -231,7 +231,7 @@ def _clean_run(
     where = {f"blocks.{layer}.attn.hook_{name}": (name, layer) for layer in range(model.cfg.n_layers) for name in names}
     with model.kv_bias(clean):
         logits, cache = model.run_with_cache(text[None], attention_mask=torch.ones_like(text[None]), names_filter=list(where))
-    return _values(metric, logits)[0], {place: cache[name] for name, place in where.items()}
+    return _values(metric, logits)[0], {source: cache[name] for name, source in where.items()}
 
 
 def _bytes_per_row(model: HookedKVTransformer, bias: KVBias, pos: int) -> int:

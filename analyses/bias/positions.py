@@ -138,7 +138,7 @@ def output_shares(
 def _check_view(by: str, at: Sequence[int] | None, n_text: int) -> None:
     if by not in VIEWS:
         raise KVLensError(f"bias_positions: by must be one of {', '.join(VIEWS)}, got {by!r}")
-    outside = [] if at is None else [place for place in at if not 0 <= place < n_text]
+    outside = [] if at is None else [i for i in at if not 0 <= i < n_text]
     if outside:
         raise KVLensError(f"bias_positions: at={outside[0]} lies outside the text, whose {n_text} positions count from 0")
 
@@ -226,14 +226,14 @@ def _frame(
     positions = np.full(n_parts, NONE)
     positions[first : first + len(prompt)] = np.arange(len(prompt))
     tokens = np.array([*[None] * first, *token_texts(model, prompt), *[None] * (len(outside) - first)], dtype=object)
-    places = np.array([NONE] if at is None else list(at))
+    text_positions = np.array([NONE] if at is None else list(at))
     attention, output_share, logit = numbers.flatten(0, 3).numpy().T
     n_blocks = n_layers * n_heads * n_positions
     return COLUMNS.frame(
         {
             "layer": np.repeat(np.arange(n_layers), n_heads * n_positions * n_parts),
             "head": np.tile(np.repeat(np.arange(n_heads), n_positions * n_parts), n_layers),
-            "position": np.tile(np.repeat(places, n_parts), n_layers * n_heads),
+            "position": np.tile(np.repeat(text_positions, n_parts), n_layers * n_heads),
             "part": np.tile(parts, n_blocks),
             "prompt_position": np.tile(positions, n_blocks),
             "token": np.tile(tokens, n_blocks),

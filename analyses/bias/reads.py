@@ -58,9 +58,9 @@ class TextReads(NamedTuple):
     inherited: Float[Tensor, "text head d_head"] | None
     shift_state: Float[Tensor, "text head d_head"] | None
 
-    def at(self, places: list[int]) -> "TextReads":
+    def at(self, positions: list[int]) -> "TextReads":
         """The same for some positions of the text."""
-        return TextReads(*(None if x is None else x[places] for x in self))  # type: ignore[arg-type]
+        return TextReads(*(None if x is None else x[positions] for x in self))  # type: ignore[arg-type]
 
 
 class Stretch(NamedTuple):
@@ -124,9 +124,9 @@ class PromptReading:
         edges = torch.cat([torch.arange(min(w, m)), torch.arange(m, min(m + w, n))])
         of_scale = final_scale_name(self.model)
         leaf = of_scale.rsplit(".", 1)[-1]
-        places = dict.fromkeys((self.query, "hook_normalizer", "hook_z", "hook_z_bias", leaf), text)
-        places |= {} if self.key is None else {self.key: edges}
-        *layers, behind = rows_at(self.looks, {**places, "hook_v": torch.arange(max(0, m - w), m)})
+        positions = dict.fromkeys((self.query, "hook_normalizer", "hook_z", "hook_z_bias", leaf), text)
+        positions |= {} if self.key is None else {self.key: edges}
+        *layers, behind = rows_at(self.looks, {**positions, "hook_v": torch.arange(max(0, m - w), m)})
         scale = final_scale(self.model, {of_scale: behind[leaf]})
         return [self._text_reads(layer, of) for layer, of in enumerate(layers)], scale.double()
 

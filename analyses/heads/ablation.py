@@ -88,8 +88,8 @@ def standard_error(changes: Float[Tensor, "*lead text target"]) -> Float[Tensor,
 
     Infinite for a single number, whose noise is unknown.
     """
-    places = [changes.flatten(-2), changes.mean(dim=-1)][: 1 + (changes.shape[-2] > 1)]
-    errors = [x.std(dim=-1) / x.shape[-1] ** 0.5 for x in places if x.shape[-1] > 1]
+    samples = [changes.flatten(-2), changes.mean(dim=-1)][: 1 + (changes.shape[-2] > 1)]
+    errors = [x.std(dim=-1) / x.shape[-1] ** 0.5 for x in samples if x.shape[-1] > 1]
     return torch.stack(errors).amax(dim=0) if errors else torch.full_like(changes[..., 0, 0], torch.inf)
 
 
@@ -129,13 +129,13 @@ def losses_and_logits(
 ) -> Float[Tensor, "two batch target"]:
     """Loss and centered logit of every target, for residual streams before ``layer`` (after all layers: n_layers)."""
 
-    def keep_places(resid: Tensor, hook: Any) -> Tensor:
+    def keep_targets(resid: Tensor, hook: Any) -> Tensor:
         return resid[:, -targets.shape[1] - 1 : -1]  # no other position is unembedded
 
     if layer == model.cfg.n_layers:
-        start = keep_places(start, None)
+        start = keep_targets(start, None)
     else:
-        hooks = (*hooks, (f"blocks.{model.cfg.n_layers - 1}.hook_resid_post", keep_places))
+        hooks = (*hooks, (f"blocks.{model.cfg.n_layers - 1}.hook_resid_post", keep_targets))
     mask = torch.ones(start.shape[:2], dtype=torch.long, device=start.device)
     logits = model.run_with_hooks(start, start_at_layer=layer, attention_mask=mask, fwd_hooks=list(hooks))
     logits = logits.to(wide_dtype(model))

@@ -35,7 +35,7 @@ def frozen_scales(model: HookedKVTransformer) -> list[str]:
 def head_logit_attribution(
     model: HookedKVTransformer,
     cache: Mapping[str, Tensor],
-    places: slice,
+    positions: slice,
     targets: Int[Tensor, "batch position"],
 ) -> Float[Tensor, "layer head"]:
     """Mean over batch and positions of what each head adds to the centered logit of the target.
@@ -43,27 +43,27 @@ def head_logit_attribution(
     Args:
         model: that was run.
         cache: every layer's ``hook_z`` and the :func:`frozen_scales` of that run.
-        places: positions whose logits are attributed.
+        positions: positions whose logits are attributed.
         targets: the token there whose logit it is.
     """
     dtype = wide_dtype(model)
-    direction = residual_directions(model, targets) / final_scale(model, cache)[:, places].to(dtype)
+    direction = residual_directions(model, targets) / final_scale(model, cache)[:, positions].to(dtype)
     rows = []
     for layer in range(model.cfg.n_layers):
         behind = norm_behind(model, layer)
-        into_stream = direction if behind is None else _in_front_of(model, behind, direction, cache, places)
+        into_stream = direction if behind is None else _in_front_of(model, behind, direction, cache, positions)
         into_head = torch.einsum("bpm,hdm->bphd", into_stream, model.blocks[layer].attn.W_O.to(dtype))
-        z = cache[f"blocks.{layer}.attn.hook_z"][:, places].to(dtype)
+        z = cache[f"blocks.{layer}.attn.hook_z"][:, positions].to(dtype)
         rows.append((z * into_head).sum(dim=-1).mean(dim=(0, 1)))
     return torch.stack(rows)
 
 
 def _in_front_of(
-    model: HookedKVTransformer, norm: str, direction: Tensor, cache: Mapping[str, Tensor], places: slice
+    model: HookedKVTransformer, norm: str, direction: Tensor, cache: Mapping[str, Tensor], positions: slice
 ) -> Tensor:
     """The direction whose product with what enters a frozen norm is that of ``direction`` with what leaves it."""
     module: Any = model.get_submodule(norm)
     direction = direction * gain(module)
     if not type(module).__name__.startswith("RMS"):  # a LayerNorm subtracts the mean
         direction = direction - direction.mean(dim=-1, keepdim=True)
-    return direction / cache[f"{norm}.hook_scale"][:, places].to(direction.dtype)
+    return direction / cache[f"{norm}.hook_scale"][:, positions].to(direction.dtype)

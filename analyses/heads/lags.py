@@ -107,7 +107,7 @@ def at_lag(pattern: Float[Tensor, "batch head query key"], lag: int) -> Float[Te
 def _elsewhere(effective: Tensor, repeated: RepeatedTokens) -> Float[Tensor, "head position"]:
     """Mean \\|E\\| on the first copy, away from the token's own position there; 0 where no position is far enough away."""
     n, second = repeated.n_repeated, repeated.second
-    place = torch.arange(n, device=effective.device)
-    far = ((place[:, None] - place).abs() > NEAR).to(effective.dtype)
+    position = torch.arange(n, device=effective.device)
+    far = ((position[:, None] - position).abs() > NEAR).to(effective.dtype)
     first_copy = effective[:, :, second:, second - n : second].abs().mean(dim=0)
     return (first_copy * far).sum(dim=-1) / far.sum(dim=-1).clamp(min=1)

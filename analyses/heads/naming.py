@@ -40,7 +40,7 @@ from .induction import (
     of_prompt_repeated,
 )
 from .shift_roles import displacement, roles
-from .verdicts import EARLY, RATIO, SPREAD, THRESHOLD, Verdict, judge_heads, spreads
+from .verdicts import EARLY, RATIO, SPREAD, THRESHOLD, Verdict, name_heads, spreads
 from .weights import composition_scores, copying_scores, head_weights
 
 COLUMNS = Columns(
@@ -137,7 +137,7 @@ def induction_verdicts(
         model, prompt, n_sequences=n_sequences, n_repeated=n_repeated, seed=seed, prepend_bos=prepend_bos, ablations=ablations,
         batch_size=batch_size, on_start=on_start, on_progress=on_progress,
     )  # fmt: skip
-    verdicts = judge_heads(found.measured.scores, found.repeated, found.losses, threshold=threshold, ratio=ratio)
+    verdicts = name_heads(found.measured.scores, found.repeated, found.losses, threshold=threshold, ratio=ratio)
     return _frame(model, found, [verdict for layer in verdicts for verdict in layer], threshold)
 
 

@@ -83,13 +83,13 @@ def visit_rows(
         return
     query, key = _features(model)
     looks = Looks(model, tokens, [query, key, "hook_normalizer"], again=[key], on_progress=on_progress)
-    places, order = queries.unique(return_inverse=True)
-    of_queries = rows_at(looks, {query: places, "hook_normalizer": places})
+    unique, order = queries.unique(return_inverse=True)
+    of_queries = rows_at(looks, {query: unique, "hook_normalizer": unique})
 
     def multiply(layer: int, first: int, found: Found) -> None:
         keys = found[key]
         positions = torch.arange(first, first + len(keys), device=keys.device)
-        rows = _pattern(model, layer, of_queries[layer], keys, places, positions)
+        rows = _pattern(model, layer, of_queries[layer], keys, unique, positions)
         visit(layer, first, rows[:, order.to(rows.device)].float().cpu())
 
     looks.look(multiply)
@@ -99,7 +99,7 @@ def visit_rows(
 def attention_among(
     model: HookedKVTransformer,
     tokens: Int[Tensor, " pos"],
-    places: Int[Tensor, " position"],
+    positions: Int[Tensor, " position"],
     *,
     on_progress: Progress | None = None,
 ) -> Float[Tensor, "layer head position position"]:
@@ -107,18 +107,18 @@ def attention_among(
 
     Args:
         model, tokens: as :func:`visit_rows`.
-        places: positions, ascending.
+        positions: the chosen positions, ascending.
         on_progress: called with the fraction done.
     """
-    places = places.to(model.W_E.device)
+    positions = positions.to(model.W_E.device)
     softmax = model.cfg.attention == "softmax"
     names = ["hook_pattern"] if softmax else [*_features(model), "hook_normalizer"]
     looks = Looks(model, tokens, names, n_looks=1, on_progress=on_progress)
-    layers = rows_at(looks, dict.fromkeys(names, places))[: model.cfg.n_layers]
+    layers = rows_at(looks, dict.fromkeys(names, positions))[: model.cfg.n_layers]
     if softmax:
-        found = [of["hook_pattern"][..., places.to(of["hook_pattern"].device)].transpose(0, 1) for of in layers]
+        found = [of["hook_pattern"][..., positions.to(of["hook_pattern"].device)].transpose(0, 1) for of in layers]
     else:
-        found = [_pattern(model, layer, of, of[names[1]], places, places) for layer, of in enumerate(layers)]
+        found = [_pattern(model, layer, of, of[names[1]], positions, positions) for layer, of in enumerate(layers)]
     return torch.stack([pattern.float().cpu() for pattern in found])
 
 

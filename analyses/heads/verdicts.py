@@ -1,42 +1,42 @@
-"""The name of a head: by where its attention is far above chance, and by what the loss says where ablations were asked for.
+"""The name of a head: by where its attention is far above chance, and by its effect on the loss if ablations were run.
 
-**By the pattern.** E is the value-side pattern of :mod:`kvlens.analyses.heads.lags`. For each kind a head is asked how much of
-what it reads, |E|, lies at the lag of that kind:
+**By the pattern.** E is the value-side pattern of :mod:`kvlens.analyses.heads.lags`. For each kind, the criterion is how much
+of what a head reads, |E|, is at the lag of that kind:
 
-- *"previous token" and "current token"* go by position. A head with learned positions may attend to the token before on the
+- *"previous token" and "current token"* are positional. A head with learned positions may attend to the token before on the
   first 24 positions and nowhere else, and still feed every induction head, so the strongest stretch of :data:`STRETCH`
-  positions decides. It is looked for on the first :data:`EARLY` positions (and the BOS), which every text of 16 tokens repeated
-  has: so the verdict does not depend on the text's length. There ``share = |sum of E at the lag| / sum of |E|`` must be
-  ``threshold`` or more (:data:`OF_ITSELF` for the token itself, which an idle head comes near), and ``ratio`` times chance,
-  what uniform attention over the i + 1 visible positions would give.
-- *"induction" and "duplicate token"* match tokens. Their share falls as the text grows, for a linear head as fast as chance
-  does. What stays is the *contrast*: E at the lag over the mean |E| on the other positions of the first copy, which the same
-  query sees from about as far. It must be :data:`CONTRAST` over the whole second copy, where the share must be ``ratio`` times
+  positions decides. It is searched for on the first :data:`EARLY` positions (and the BOS), which every repeated text of 16
+  tokens has, so the verdict does not depend on the text's length. There ``share = |sum of E at the lag| / sum of |E|`` must be
+  at least ``threshold`` (:data:`OF_ITSELF` for the token itself, which an idle head comes close to), and ``ratio`` times
+  chance, that is uniform attention over the i + 1 visible positions.
+- *"induction" and "duplicate token"* match tokens. Their share falls as the text grows, for a linear head as fast as chance.
+  The *contrast* does not: E at the lag over the mean |E| on the other positions of the first copy, which the same query sees
+  at a similar distance. It must be :data:`CONTRAST` over the whole second copy, where the share must be ``ratio`` times
   chance.
 
-A head that goes by position must do its part on three of four positions of the stretch, with half of ``ratio`` there, and one
-that matches on :data:`PLACES` positions, with half of the contrast: a head that looks at one fixed position after the other at
-random hits a lag now and then, with all of its attention. Of two kinds that are met the one with the larger part of sum E^2
-names the head: the tokens are independent, so this is its part of the variance of what the head writes. It is taken on the
-second copy where a match is met, and "current token" yields to a match.
+A positional head must meet the criterion at three of four positions of the stretch, with half of ``ratio`` there, and a
+matching head at :data:`MIN_MATCHES` positions, with half of the contrast: a head that attends to random fixed positions
+occasionally hits a lag with all of its attention. If a head meets the criteria of two kinds, the one with the larger part of
+sum E^2 names it: the tokens are independent, so this is the kind's part of the variance of the head's output. It is taken on
+the second copy if a matching kind is met, and a match takes precedence over "current token".
 
-Kinds whose parts differ by no more than :data:`MARGIN` standard errors, from position to position, are named together, as in
-"induction / duplicate token". A head that meets no kind is "inconclusive" where its pattern does not decide: because it is too
-spread out, or because the contrast of a kind is below what is asked by no more than :data:`MARGIN` standard errors. A head's
+Kinds whose parts differ by at most :data:`MARGIN` standard errors over positions are named together, as in
+"induction / duplicate token". A head that meets no criterion is "inconclusive" if its pattern does not decide: because it is
+too spread out, or because the contrast of a kind is below its limit by at most :data:`MARGIN` standard errors. A head's
 *spread* is the number of positions that it reads, counted as (sum of |E|)^2 / sum of E^2, over the number that it sees, on the
-first :data:`EARLY` positions from the ninth, so that it too is the same in a longer text: 1 for uniform attention, 2 / pi for E
-drawn from a normal distribution, about 0.1 for a sharp head. Above :data:`SPREAD` a head can be essential to a model without a
-pattern that shows it (below). Any other head is "none": it does look at some positions more than at others, and these are not
-of the four kinds.
+first :data:`EARLY` positions from the ninth, so that it does not depend on the text's length either: 1 for uniform attention,
+2 / pi for E drawn from a normal distribution, about 0.1 for a sharp head. Above :data:`SPREAD` a head can be essential to a
+model although its pattern does not show it (below). Any other head is "none": it attends to some positions more than to
+others, but not to those of the four kinds.
 
-**By the loss.** What ablations and swaps cost: :mod:`kvlens.analyses.heads.loss_verdicts`. Asked are the kinds that a head
-looks at :data:`LEAD` times as much as elsewhere (by contrast; for positions by chance on the strongest stretch, of E or, as E
-of linear heads may have any sign from text to text, of the root of E^2): one that reads all of the first copy alike raises the
-right token too, and is no induction head.
+**By the loss.** The costs of ablations and swaps: :mod:`kvlens.analyses.heads.loss_verdicts`. Only the kinds that a head
+attends to :data:`LEAD` times as much as elsewhere are considered (by contrast; for positional kinds relative to chance on the
+strongest stretch, of E or, since E of linear heads may change sign between texts, of the root of E^2): a head that reads all
+of the first copy equally also raises the correct token, and is not an induction head.
 
-The constants were chosen on models of our own, trained for this (softmax ones with one to four layers, learned and rotary
-positions, with and without KV shift; linear ones with elu + 1 features), on the shipped ones, and on random ones with weights
-as sharp as trained ones. ``tests/benchmarks/bench_induction_heads.py`` measures what came out.
+The constants were chosen on models trained for this purpose (softmax ones with one to four layers, learned and rotary
+positions, with and without KV shift; linear ones with elu + 1 features), on the shipped models, and on random models with
+weights as sharp as trained ones. ``tests/benchmarks/bench_induction_heads.py`` measures the result.
 """
 
 from itertools import product
@@ -59,19 +59,19 @@ RATIO = 3.0
 CONTRAST = 4.5
 OF_ITSELF = 0.4
 STEADY = 0.75
-PLACES = 5
+MIN_MATCHES = 5
 SPREAD = 1 / 3
-"""Of the positions that a head sees, those that it reads, from which on its pattern does not show what it is for."""
+"""The spread (share of the visible positions that a head reads) above which its pattern does not show its function."""
 WORTH_ASKING = 0.005
-"""Change of the loss, up or down, from which on a head's swaps are measured."""
+"""The smallest change of the loss, up or down, for which a head's swaps are measured."""
 LEAD = 1.25
 ROUNDING = 1e-6
-"""Of a part of sum E^2: some ten roundings of float32 patterns."""
+"""Tolerance of a part of sum E^2: about ten roundings of float32 patterns."""
 MATCHES = ("prefix_matching", "duplicate_token")
 
 
 class Verdict(NamedTuple):
-    """The name of a head, and the stretch of positions that says so: of the kind of the verdict, or the strongest of any."""
+    """The name of a head, and the stretch of positions behind it: of the kind of the verdict, or the strongest of any kind."""
 
     name: str
     share: float
@@ -80,10 +80,10 @@ class Verdict(NamedTuple):
 
 
 class _Evidence(NamedTuple):
-    """What speaks for one kind.
+    """The evidence for one kind.
 
-    Whether it is met, or missed by no more than noise; how much more it is looked at than elsewhere; its part of sum E^2 (where
-    it is strongest, and on the second copy); its strongest stretch.
+    Whether its criterion is met, or missed within noise; how much more the head attends to it than elsewhere; its part of
+    sum E^2 (where it is strongest, and on the second copy); its strongest stretch.
     """
 
     met: Bool[Tensor, "layer head"]
@@ -96,23 +96,23 @@ class _Evidence(NamedTuple):
     start: Int[Tensor, "layer head"]
 
 
-def judge_heads(
+def name_heads(
     scores: PatternScores, repeated: RepeatedTokens, losses: Losses | None = None, *, threshold: float, ratio: float
 ) -> list[list[Verdict]]:
     """The verdict on every head, by layer.
 
     Args:
-        scores: of all layers.
+        scores: scores of all layers.
         repeated: the text.
-        losses: of ablations and swaps; None judges by the pattern alone.
-        threshold: share from which on a head that goes by position is named.
-        ratio: how many times chance the share of any kind must be.
+        losses: losses of ablations and swaps; None uses the pattern alone.
+        threshold: the share required of a positional head.
+        ratio: the share required of any kind, as a multiple of chance.
     """
     n_layers, n_heads = scores.all_read.shape[:2]
     evidence = {kind: _evidence(scores, repeated, kind, threshold, ratio) for kind in KINDS}
     unclear = (spreads(scores, repeated) > SPREAD) | torch.stack([found.nearly for found in evidence.values()]).any(dim=0)
-    places = {True: slice(repeated.second, None), False: _places(repeated, "previous_token")}
-    errors = {matched: _part_errors(scores, of_kind) for matched, of_kind in places.items()}
+    positions = {True: slice(repeated.second, None), False: _positions(repeated, "previous_token")}
+    errors = {matched: _part_errors(scores, of_kind) for matched, of_kind in positions.items()}
     rows = []
     for layer, head in product(range(n_layers), range(n_heads)):
         of_head = {kind: _Evidence(*(x[layer, head] for x in found)) for kind, found in evidence.items()}
@@ -126,26 +126,26 @@ def judge_heads(
 
 
 def spreads(scores: PatternScores, repeated: RepeatedTokens) -> Float[Tensor, "layer head"]:
-    """How many positions a head reads over how many it sees, mean over the first :data:`EARLY`; 0 for one that reads nothing.
+    """How many positions a head reads over how many it sees, mean over the first :data:`EARLY`; 0 if it reads nothing.
 
-    The first :data:`FEW` of them, which see next to nothing, are left out.
+    The first :data:`FEW` of them, which see almost nothing, are left out.
     """
-    end = _places(repeated, "previous_token").stop
-    places = slice(min(repeated.second - repeated.n_repeated + FEW, end - 1), end)
-    n_read = _over(scores.all_read[..., places].square(), scores.all_squares[..., places])
-    return (n_read / torch.arange(places.start + 1, end + 1, dtype=n_read.dtype, device=n_read.device)).mean(dim=-1)
+    end = _positions(repeated, "previous_token").stop
+    positions = slice(min(repeated.second - repeated.n_repeated + FEW, end - 1), end)
+    n_read = _over(scores.all_read[..., positions].square(), scores.all_squares[..., positions])
+    return (n_read / torch.arange(positions.start + 1, end + 1, dtype=n_read.dtype, device=n_read.device)).mean(dim=-1)
 
 
 def contrasts(scores: PatternScores, repeated: RepeatedTokens, kind: str) -> Float[Tensor, "layer head"]:
-    """The value-side score of a kind that matches over the mean attention to other positions of the first copy; 0 for 0 / 0."""
+    """The value-side score of a matching kind over the mean attention to other positions of the first copy; 0 for 0 / 0."""
     read = scores.read[:, KINDS.index(kind), :, repeated.second :]
     return _over(read.sum(dim=-1).abs(), scores.elsewhere.sum(dim=-1))
 
 
 def _evidence(scores: PatternScores, repeated: RepeatedTokens, kind: str, threshold: float, ratio: float) -> _Evidence:
-    places = _places(repeated, kind)
-    read, whole, squares, all_squares = (x[..., places] for x in _of_kind(scores, kind))
-    chance = 1 / torch.arange(places.start + 1, places.stop + 1, dtype=read.dtype, device=read.device)
+    positions = _positions(repeated, kind)
+    read, whole, squares, all_squares = (x[..., positions] for x in _of_kind(scores, kind))
+    chance = 1 / torch.arange(positions.start + 1, positions.stop + 1, dtype=read.dtype, device=read.device)
     length = min(STRETCH, repeated.n_repeated, read.shape[-1])
     own, looked, own_squares, looked_squares, expected = (
         x.unfold(-1, length, 1).sum(dim=-1) for x in (read, whole, squares, all_squares, chance)
@@ -154,7 +154,7 @@ def _evidence(scores: PatternScores, repeated: RepeatedTokens, kind: str, thresh
     ratios, late_variance = shares / (expected / length), _late_variance(scores, repeated, kind)
     if kind in MATCHES:
         enough = _over(read.sum(dim=-1).abs(), whole.sum(dim=-1)) >= ratio * chance.mean()
-        some = (read.abs() >= CONTRAST / 2 * scores.elsewhere).sum(dim=-1) >= min(PLACES, STEADY * read.shape[-1])
+        some = (read.abs() >= CONTRAST / 2 * scores.elsewhere).sum(dim=-1) >= min(MIN_MATCHES, STEADY * read.shape[-1])
         lead = contrasts(scores, repeated, kind)
         met, variance = enough & some & (lead >= CONTRAST), late_variance
         noise = _over((squares.mean(dim=-1) - read.mean(dim=-1).square()).clamp(min=0).sqrt(), scores.elsewhere.mean(dim=-1))
@@ -173,7 +173,7 @@ def _evidence(scores: PatternScores, repeated: RepeatedTokens, kind: str, thresh
         lead = torch.maximum(ratios, (variances / (expected / length)).sqrt()).amax(dim=-1)
         best = ratios.where(good | ~met[..., None], -1.0).argmax(dim=-1)
     share, times = (x.gather(-1, best[..., None]).squeeze(-1) for x in (shares, ratios))
-    return _Evidence(met, nearly, lead, variance, late_variance, share, times, best + places.start)
+    return _Evidence(met, nearly, lead, variance, late_variance, share, times, best + positions.start)
 
 
 def _of_kind(scores: PatternScores, kind: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -182,9 +182,9 @@ def _of_kind(scores: PatternScores, kind: str) -> tuple[Tensor, Tensor, Tensor, 
     return scores.read[:, at], scores.all_read, scores.squares[:, at], scores.all_squares
 
 
-def _part_errors(scores: PatternScores, places: slice) -> Float[Tensor, "kind kind layer head"]:
-    """The standard error, from position to position, of the difference between two kinds' parts of sum E^2."""
-    squares, whole = scores.squares[..., places].movedim(1, 0), scores.all_squares[..., places]
+def _part_errors(scores: PatternScores, positions: slice) -> Float[Tensor, "kind kind layer head"]:
+    """The standard error over positions of the difference between two kinds' parts of sum E^2."""
+    squares, whole = scores.squares[..., positions].movedim(1, 0), scores.all_squares[..., positions]
     difference = squares[:, None] - squares
     rest = difference - _over(difference.sum(dim=-1), whole.sum(dim=-1))[..., None] * whole
     return _over(rest.square().sum(dim=-1).sqrt(), whole.sum(dim=-1))
@@ -195,8 +195,8 @@ def _late_variance(scores: PatternScores, repeated: RepeatedTokens, kind: str) -
     return _over(squares, all_squares)
 
 
-def _places(repeated: RepeatedTokens, kind: str) -> slice:
-    """The queries at which a kind is looked for."""
+def _positions(repeated: RepeatedTokens, kind: str) -> slice:
+    """The queries at which a kind is scored."""
     _, first = lags_and_queries(repeated)[kind]
     end = repeated.tokens.shape[1]
     if kind in MATCHES:
@@ -205,7 +205,7 @@ def _places(repeated: RepeatedTokens, kind: str) -> slice:
 
 
 def _over(a: Tensor, b: Tensor) -> Tensor:
-    """a / b, 0 for 0 / 0: a head that looks nowhere is none."""
+    """a / b, 0 for 0 / 0, so that a head that attends to nothing has no kind."""
     return (a / b).nan_to_num(posinf=torch.inf)
 
 
@@ -224,8 +224,8 @@ def _by_pattern(of_head: dict[str, _Evidence], errors: dict[bool, Tensor]) -> tu
 
 
 def _by_loss(of_head: dict[str, _Evidence], named: Named, losses: Losses, layer: int, head: int) -> Named:
-    """The name of one head, given what its ablation and the swaps of the kinds that are asked cost."""
-    asked = [place for place, kind in enumerate(KINDS) if float(of_head[kind].lead) >= LEAD]
+    """The name of one head, given the costs of its ablation and of the swaps of the kinds considered."""
+    asked = [i for i, kind in enumerate(KINDS) if float(of_head[kind].lead) >= LEAD]
     return name_by_loss(
         VERDICTS,
         named,

@@ -247,14 +247,14 @@ def _frame(
     n_targets, n_components, pos = logits.shape
     exists = torch.tensor([[name is not None for name in target.texts] for target in targets], device=logits.device)
     logits = logits.where(exists[:, None], float("nan")).permute(2, 0, 1)
-    names = [target.texts[place] for place in range(pos) for target in targets]
+    names = [target.texts[i] for i in range(pos) for target in targets]
     component, layer, head = (list(column) for column in zip(*labels, strict=True))
 
     def over_targets(values: Tensor) -> Tensor:
         return values.T[:, None].expand(-1, n_targets, -1)
 
     columns = {
-        "position": [place for place in range(pos) for _ in range(n_targets * n_components)],
+        "position": [i for i in range(pos) for _ in range(n_targets * n_components)],
         "token": [token for token in text for _ in range(n_targets * n_components)],
         "target": [target.kind for target in targets for _ in range(n_components)] * pos,
         "target_token": [name for name in names for _ in range(n_components)],

@@ -60,7 +60,7 @@ def test_weights_alone_need_no_prompts_and_run_once_a_model(tmp_path, monkeypatc
     Path("p.txt").write_text("one\ntwo\nthree\n")
     assert main(["analyse", "composition", *models, "p.txt", "--kinds", "Q", "--out", "u.parquet"]) == 0
     told = capsys.readouterr()
-    assert "composition reads the weights alone, and runs once a model; p.txt is not read" in told.err
+    assert "composition reads the weights alone, and runs once per model; p.txt is not read" in told.err
     table = pd.read_parquet("t.parquet")
     pd.testing.assert_frame_equal(table, pd.read_parquet("u.parquet"))
     assert set(table["prompt_id"]) == {"none"} and not table.duplicated().any()

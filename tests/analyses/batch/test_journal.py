@@ -42,7 +42,7 @@ def test_what_was_added_is_there_in_order(tmp_path):
 def test_a_job_is_there_altogether_or_not_at_all(tmp_path):
     with Journal(tmp_path / "j", SETTINGS) as journal:
         journal.add([done(0, 0)])
-        with pytest.raises(KVLensError, match="cannot write .*UNIQUE.*what was done before is kept"):
+        with pytest.raises(KVLensError, match="cannot write .*UNIQUE.*earlier results are kept"):
             journal.add([done(0, 1), done(0, 0)])
     with Journal(tmp_path / "j", SETTINGS) as journal:
         assert list(journal.tables()) == [b"rows of 0, 0"]

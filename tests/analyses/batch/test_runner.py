@@ -93,7 +93,10 @@ def test_what_gives_no_rows_is_reported_and_the_rest_goes_on(model_folder, tmp_p
         by_line[f"        raise {error}"] for error in ('KVLensError("too long\\nby far")', 'ZeroDivisionError("a bug")')
     )
     first = f"p.jsonl:3: too long by far ({refusal})"
-    assert lines == ["p.jsonl:2: the line is empty", f"{first}; the others go on"] and result.first_failure == first
+    assert (
+        lines == ["p.jsonl:2: the line is empty", f"{first}; the batch continues with the others"]
+        and result.first_failure == first
+    )
     assert "".join(pd.read_parquet(result.out)["letter"]) == "abe"
     assert (result.n_rows, result.n_prompts, result.n_without_rows, result.n_malformed) == (3, 4, 2, 1)
     folder, of_model = LETTERS_FILE.parent, {"model": model_folder}
@@ -361,7 +364,7 @@ def test_models_that_will_not_do(tmp_path):
     [
         ({"analysis": "bias_by_haed"}, "no analysis is called 'bias_by_haed'.*did you mean 'bias_by_head'"),
         ({"analysis": "batch_probes.lettres:LETTERS"}, "there is no module 'batch_probes.lettres'"),
-        ({"analysis": "os.path:ANALYSIS"}, "'ANALYSIS' of the module 'os.path' is no Analysis; it holds none"),
+        ({"analysis": "os.path:ANALYSIS"}, "'ANALYSIS' of 'os.path' is not an Analysis; it has none"),
         ({"analysis": "batch_probes.letters:LETERS"}, "it holds LETTERS; did you mean 'LETTERS'"),
         ({"analysis": ".letters:LETTERS"}, "expected MODULE:OBJECT"),
         ({"analysis": "batch_probes.letters:"}, "expected MODULE:OBJECT"),

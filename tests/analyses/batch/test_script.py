@@ -108,10 +108,10 @@ def test_a_rerun_after_failures_says_how_to_retry_and_a_retry_ends_well(model_fo
     told = re.fullmatch(
         r"Written to t.parquet: 0 rows of 2 prompts\n2 of 2 prompts failed: see t.parquet.errors.jsonl\n"
         r"The first: (p.jsonl:1: ZeroDivisionError: a bug \(letters.py:\d+\))\n"
-        r"The same command with --retry-failed runs those again and keeps the rest\n",
+        r"The same command with --retry-failed runs only those again\n",
         captured.out,
     )
-    assert told and f"{told[1]}; the others go on\n" in captured.err
+    assert told and f"{told[1]}; the batch continues with the others\n" in captured.err
     assert main(command) == 2
     assert "2 failed (t.parquet.errors.jsonl says why): pass --retry-failed" in capsys.readouterr().err
     assert main([*command, "--retry-failed"]) == 1
@@ -123,7 +123,7 @@ def test_status_130_on_ctrl_c_and_then_it_goes_on(model_folder, capsys, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr("analyses.batch.worker.Worker.run", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
         assert letters(model_folder) == 130
-    assert "interrupted; what is done is kept, and the same command resumes it" in capsys.readouterr().err
+    assert "interrupted; finished prompts are kept, and the same command resumes the batch" in capsys.readouterr().err
     assert letters(model_folder) == 0
 
 

@@ -280,7 +280,7 @@ def test_the_batch_script_gives_the_promised_columns():
     pd.testing.assert_frame_equal(frame, circuits(model, torch.tensor([0, 1, 1]), torch.tensor([1, 0])))
     with pytest.raises(KVLensError, match="second_prompt: this analysis needs a field of this name .* fields are: other"):
         CIRCUITS.run(model, Record("a", "0 1", fields={"other": 1}))
-    with pytest.raises(KVLensError, match="prompt: expected token numbers .* got 'the widget'"):
+    with pytest.raises(KVLensError, match="prompt: expected token ids .* got 'the widget'"):
         CIRCUITS.run(model, Record("a", "the widget"))
 
 

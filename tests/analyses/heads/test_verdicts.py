@@ -15,7 +15,7 @@ from analyses.heads.measures import measure_heads
 from analyses.heads.repeated_tokens import RepeatedTokens, draw_piece, repeat_tokens
 from analyses.heads.shift_roles import ShiftTaps
 from analyses.heads.swaps import swap_costs
-from analyses.heads.verdicts import CONTRAST, PLACES, RATIO, STRETCH, THRESHOLD, VERDICTS, judge_heads
+from analyses.heads.verdicts import CONTRAST, MIN_MATCHES, RATIO, STRETCH, THRESHOLD, VERDICTS, name_heads
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVShiftConfig
 
 UNNAMED = (NO_VERDICT, INCONCLUSIVE)
@@ -28,7 +28,7 @@ def verdict(pattern, n, taps=ONE):
     given = ShiftTaps(ONE, taps, ONE)
     scores = pattern_scores(pattern.view(-1, 1, 2 * n, 2 * n), repeated, given)
     layered = type(scores)(*(x[None] for x in scores))
-    return judge_heads(layered, repeated, threshold=THRESHOLD, ratio=RATIO)[0][0]
+    return name_heads(layered, repeated, threshold=THRESHOLD, ratio=RATIO)[0][0]
 
 
 def uniform(n):
@@ -111,7 +111,7 @@ def test_a_head_that_goes_by_place_does_its_part_on_most_places_and_a_match_may_
     most[2::4] = True
     most[4::8] = True  # seven of eight
     assert verdict(mixed(n, 1, 0.9, most), n).name == "previous token"
-    for n_places, name in ((PLACES - 1, INCONCLUSIVE), (PLACES, "induction")):  # enough to tell how long the copy is
+    for n_places, name in ((MIN_MATCHES - 1, INCONCLUSIVE), (MIN_MATCHES, "induction")):  # enough to tell how long the copy is
         assert verdict(mixed(n, n - 1, 0.95, slice(n, n + n_places)), n).name == name
 
 

@@ -1,4 +1,4 @@
-"""Where a batch reads and writes, asked before anything is loaded: nothing here needs torch."""
+"""Checks of the paths that a batch reads and writes, made before anything is loaded, without torch."""
 
 from pathlib import Path
 
@@ -8,10 +8,10 @@ from kvlens.files import check_writable, reason
 
 
 def check_prompts(prompts: str | Path) -> Path:
-    """The path of the prompts.
+    """Return the path of the prompts.
 
     Raises:
-        KVLensError: no path, or nothing is there.
+        KVLensError: not a path, or nothing is there.
     """
     path = path_of("prompts", prompts)
     try:
@@ -21,8 +21,8 @@ def check_prompts(prompts: str | Path) -> Path:
     return path
 
 
-def check_place(out: Path) -> None:
-    """Raise KVLensError unless this may be the name of a table."""
+def check_table_path(out: Path) -> None:
+    """Raise KVLensError unless ``out`` is a valid path of a table."""
     if out.suffix != ".parquet" or "\0" in str(out):
         raise KVLensError(f"out: expected a file that ends in .parquet, got {str(out)!r}")
     try:
@@ -33,7 +33,7 @@ def check_place(out: Path) -> None:
 
 
 def check_model_name(name: str) -> None:
-    """Raise KVLensError unless ``name`` may be a shipped model, a folder, or a name of Hugging Face's; nothing is read."""
+    """Raise KVLensError unless ``name`` may be a shipped model, a folder, or a Hugging Face name, without reading files."""
     source = zoo.source_of(name)
     if isinstance(source, Path) and not source.is_dir():
         raise KVLensError(f"--model: {name!r} is a file; give a shipped model ({', '.join(zoo.names())}) or a folder")
