@@ -204,9 +204,7 @@ class Field:
         if self.name == "text":
             raise KVLensError('this analysis needs a text: give the record a "text", or one text for all records by --text')
         held = ", ".join(record.fields) or "none"
-        raise KVLensError(
-            f"{self.name}: this analysis needs a field of this name in every record; this record has: {held}"
-        )
+        raise KVLensError(f"{self.name}: this analysis needs a field of this name in every record; this record has: {held}")
 
 
 @dataclass(frozen=True)

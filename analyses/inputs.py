@@ -45,7 +45,7 @@ def read_tokens(model: HookedKVTransformer, what: str, value: Any, *, prepend_bo
 
 
 PROMPT = tokens_field("prompt", prepend_bos=True)
-"""The prompt's tokens [pos], with BOS where the model wants one."""
+"""The prompt's tokens [pos], with BOS if the model uses one."""
 TEXT = tokens_field("text", prepend_bos=False)
 """The text's tokens [pos], without BOS, since it follows the prompt."""
 ANSWER = Field("answer", required=False)

@@ -72,7 +72,7 @@ def check_is_model(what: str, model: Any) -> None:
 
 
 def prompt_sequence(model: HookedKVTransformer, what: str, prompt: Any, initial: KVBias | None = None) -> Int[Tensor, " pos"]:
-    """Read a prompt as ids [pos]; a string gets a BOS as in ``convert_prompt``: the model's default, unless it continues a bias.
+    """Read a prompt as ids [pos]; a string gets a BOS as in ``convert_prompt``: by default, unless it continues a bias.
 
     Raises:
         KVLensError: a bias, which has no tokens; otherwise as :func:`one_sequence`.

@@ -1,1 +1,1 @@
-"""What a converted prompt's bias consists of, what reads it, and what is lost without it."""
+"""Analyses of a converted prompt's bias: its composition, which heads read it, and the effect of removing it."""

@@ -1,10 +1,10 @@
-"""Which layers and heads carry a converted prompt: how large each bias is, how much of the head's output it makes up, and
-what is lost without it.
+"""Which layers and heads carry a converted prompt: the size of each bias, its share of the head's output, and the effect of
+removing it.
 
-Size and share describe; only an ablation shows whether the model uses what is there. "Without a head" means with the part
-that the *baseline* has there, the prompt of which only BOS is left, in its place (without BOS the empty prompt): BOS is always
-there, and a head that loses it too answers another question. That question, b_KV and b_D set to 0, has columns of its own,
-``zero_kl`` and ``zero_loss_change``.
+Size and share are descriptive; only an ablation shows whether the model uses a head's bias. A head's bias is ablated by
+replacing it with that of the *baseline*, the prompt's BOS alone (without a BOS, the empty prompt), because BOS is always
+present and is not part of the prompt's content. The columns ``zero_kl`` and ``zero_loss_change`` set b_KV and b_D to 0
+instead, which also removes BOS.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ MEASURES = dict(
     b_kv_norm=("float64", "Frobenius norm of b_KV, its log_scale included"),
     b_d_norm=("float64", "norm of b_D, likewise"),
     bias_share=("float64", "mean over the text's positions of ||z_bias|| / (||z_bias|| + ||z_context||), 0 for 0 / 0"),
-    ablation_kl=("float64", f"{KL}; with the baseline's b_KV, b_D and shift state there, mean over the text's positions"),
+    ablation_kl=("float64", f"{KL}; with the baseline's b_KV, b_D and shift state, mean over the text's positions"),
     loss_change=("float64", f"{LOSS_CHANGE}; likewise, mean over the text's next tokens; NaN for one token"),
     zero_kl=("float64", f"{KL}; with b_KV and b_D at 0, BOS's among them, mean over the text's positions"),
     zero_loss_change=("float64", f"{LOSS_CHANGE}; with b_KV and b_D at 0, mean over the text's next tokens; NaN for one token"),
@@ -54,11 +54,10 @@ def bias_by_head(
 
     Args:
         model: linear or softmax.
-        prompt: a string, or tokens [pos] with BOS where the model wants one.
+        prompt: a string, or tokens [pos] with BOS if the model uses one.
         text: a string, or tokens [pos] without BOS.
-        bias: the converted prompt, where it has been converted already; None converts it here. Of a prompt that continues
-            another, hold the first
-            one attached: what was there before belongs to the baseline.
+        bias: the converted prompt, if it has been converted already; None converts it here. For a prompt that continues
+            another one, attach that one first: it then belongs to the baseline.
         batch_size, on_progress: as in :func:`kvlens.analyses.bias.removal.bias_ablation`.
 
     Returns:
@@ -86,9 +85,9 @@ def bias_by_layer(
     batch_size: int | None = None,
     on_progress: Callable[[float], None] | None = None,
 ) -> pd.DataFrame:
-    """Describe the bias of each layer, its heads' outputs side by side, and ablate all of its heads at once.
+    """Describe the bias of each layer, with the outputs of its heads concatenated, and ablate all of its heads at once.
 
-    Effects do not add up: what one head loses, another may still carry.
+    Effects do not add up, since information removed from one head may still be carried by another.
 
     Args:
         model, prompt, text, bias, batch_size, on_progress: as in :func:`bias_by_head`.
@@ -114,7 +113,7 @@ def _describe(
     batch_size: int | None,
     on_progress: Callable[[float], None] | None,
 ) -> dict[str, Any]:
-    """The numbers of both tables, for groups of consecutive heads: each one alone, or all of a layer, side by side."""
+    """The numbers of both tables, for groups of consecutive heads: single heads, or all heads of a layer concatenated."""
     prompt, text, bias = prompt_text_bias(model, prompt, text, bias)
     outputs = bias_outputs(model, bias, text)
     of_bias, of_context = (z.square().sum(dim=-1).unflatten(2, (-1, heads_a_group)).sum(dim=-1).sqrt() for z in outputs[:2])
@@ -137,7 +136,7 @@ def _describe(
 
 BIAS_BY_HEAD = Analysis(
     name="bias_by_head",
-    summary="which heads carry a converted prompt: size of its bias, share of the output, what is lost without it",
+    summary="which heads carry a converted prompt: size of the bias, its share of the output, the effect of removing it",
     function=bias_by_head,
     columns=BY_HEAD,
     inputs={"prompt": PROMPT, "text": TEXT},

@@ -1,13 +1,13 @@
-"""A converted prompt, head by head: how large its bias is, how many directions it has, and what the text reads from it.
+"""A converted prompt, head by head: the size of its bias, its number of directions, and what the text reads from it.
 
-Per layer and head: the size and spectrum of b_KV and b_D, the share of the head's output that the bias makes up on a text,
-and the bias's direct logit attribution: what z_bias adds to a logit through W_O, the final norm (frozen at its actual scale)
-and W_U, past all later layers. The other views of the same bias are analyses of their own:
+Per layer and head: the size and spectrum of b_KV and b_D, the bias's share of the head's output on a text, and the bias's
+direct logit attribution: what z_bias adds to a logit through W_O, the final norm (frozen at its actual scale) and W_U,
+bypassing all later layers. The other views of the same bias are separate analyses:
 
 - :func:`kvlens.analyses.bias.spectrum.bias_singular_values`: every singular value of b_KV;
-- :func:`kvlens.analyses.bias.positions.bias_positions`: which prompt position gave how much of ``output_share`` and ``logit``;
-- :func:`kvlens.analyses.bias.effects.bias_effects`: what is lost when the bias or the shift state is ablated, through every
-  path.
+- :func:`kvlens.analyses.bias.positions.bias_positions`: the contribution of each prompt position to ``output_share`` and
+  ``logit``;
+- :func:`kvlens.analyses.bias.effects.bias_effects`: the effect of ablating the bias or the shift state, through every path.
 
 One forward pass over the prompt, one over the text.
 """
@@ -56,14 +56,14 @@ def bias_decomposition(
     answer: Token | None = None,
     rival: Token | None = None,
 ) -> pd.DataFrame:
-    """Describe the bias of each head, and what the text reads from it.
+    """Describe the bias of each head, and the part of the head's output that comes from it.
 
     Args:
         model: linear or softmax.
-        prompt: a string, or tokens [pos] with BOS where the model wants one, which are converted here; or a bias.
+        prompt: a string, or tokens [pos] with BOS if the model uses one, which are converted here; or a bias.
         text: a string, or tokens [pos] without BOS.
-        answer: the token (id, or the text of one) whose logit is attributed at the text's last position; None takes the mean,
-            over all positions but the last, of the logit of the token that follows.
+        answer: the token (id or text) whose logit is attributed at the text's last position; None takes the logit of the next
+            token, averaged over all positions but the last.
         rival: with ``answer``: the token whose logit is subtracted; None subtracts the mean logit of the vocabulary.
 
     Returns:
@@ -72,7 +72,7 @@ def bias_decomposition(
         {columns}
 
     Raises:
-        KVLensError: heads that do not write to the residual stream directly, tokens that do not fit.
+        KVLensError: heads that do not write to the residual stream directly, or invalid tokens.
     """
     check_heads_write_directly(model, "bias_decomposition")
     bias, text = bias_and_text(model, "bias_decomposition", prompt, text)
@@ -98,7 +98,7 @@ def bias_decomposition(
 
 
 def _logits(model: HookedKVTransformer, outputs: BiasOutputs, target: LogitTarget) -> Float[Tensor, "layer head"]:
-    """The target's logit that each head's z_bias adds, mean over the target's positions."""
+    """What each head's z_bias adds to the target's logit, mean over the target's positions."""
     probes = torch.stack([target.probes(model, outputs.scale, layer) for layer in range(len(outputs.of_bias))])
     return (outputs.of_bias * probes).sum(dim=(1, 3)) / len(target.positions)
 

@@ -1,17 +1,16 @@
-"""What the predictions on a text lose when parts of a converted prompt are ablated: head by head, bias and shift state.
+"""The effect on a text's predictions of ablating parts of a converted prompt: head by head, bias and shift state.
 
-Four ways to take a part away:
+Four ways to ablate a part:
 
-- ``zero``: the part becomes 0, as if there had been no prompt (no b_KV, nothing in the normalizer, no token before);
-- ``mean``: it becomes its mean over reference prompts, so that what every prompt leaves behind stays;
-- ``resample``: it becomes that of another prompt, once for each reference, so that the model sees nothing unusual;
-- ``baseline``: it becomes what the prompt's BOS alone leaves (nothing where there is no BOS), which is what "without the
-  prompt" means in kvlens: zeroing takes BOS away too, and a head that mostly attends to BOS then seems to matter.
+- ``zero``: set it to 0, as if there had been no prompt (no b_KV, no contribution to the normalizer, no token before);
+- ``mean``: replace it by its mean over reference prompts, which keeps what all prompts have in common;
+- ``resample``: replace it by that of another prompt, once for each reference, which keeps the model in distribution;
+- ``baseline``: replace it by that of the prompt's BOS alone (nothing if there is no BOS), which is what "without the prompt"
+  means in kvlens: zeroing also removes BOS, so that a head that mostly attends to BOS would seem important.
 
 A converted prompt is more than its bias: a shifted model also reads the *shift state*, the prompt's last raw keys, values and
-queries. ``bias`` takes b_KV and b_D, ``shift_state`` the shift state, ``both`` all that the prompt left. The effects do not add
-up. An effect through every path is measured here; :func:`kvlens.analyses.bias.decomposition.bias_decomposition` has the direct
-one.
+queries. ``bias`` ablates b_KV and b_D, ``shift_state`` the shift state, ``both`` the whole prompt. The effects do not add up.
+They include every path; for direct effects see :func:`kvlens.analyses.bias.decomposition.bias_decomposition`.
 """
 
 from collections.abc import Callable, Sequence
@@ -47,11 +46,11 @@ METHODS = ("zero", "mean", "resample", "baseline")
 PARTS = ("bias", "shift_state", "both")
 UNITS = ("head", "layer", "model")
 ALL = -1
-"""Stands for every layer, or every head."""
+"""Every layer, or every head."""
 
 
 class Ablation(NamedTuple):
-    """One ablation; ``reference`` is the prompt that is resampled, -1 for the other methods."""
+    """One ablation; ``reference`` is the index of the resampled prompt, -1 for other methods."""
 
     method: str
     reference: int
@@ -90,18 +89,18 @@ def bias_effects(
     on_start: Callable[[int], None] | None = None,
     on_progress: Callable[[float], None] | None = None,
 ) -> pd.DataFrame:
-    """Ablate every head (layer, the whole) of a bias, and measure what changes on a text.
+    """Ablate every head (or layer, or the whole) of a bias, and measure the effect on a text.
 
     Args:
         model: linear or softmax.
-        prompt: converted, or a string or tokens [pos], which are converted here.
+        prompt: a bias, or a string or tokens [pos], which are converted here.
         text: a string, or tokens [pos] without BOS.
         by: what is ablated at once: ``head``, ``layer`` or ``model``.
-        methods: of :data:`METHODS`.
-        parts: of :data:`PARTS`; None takes all that the bias has. With grouped queries, the shift state of a head is that of
-            its group.
-        references: the biases of other prompts, as a batch, for ``mean`` and ``resample``. Of a softmax model they bring their
-            own keys, each with its weight, in the mean with that over their number.
+        methods: some of :data:`METHODS`.
+        parts: some of :data:`PARTS`; None takes all that the bias has. With grouped queries, the shift state of a head is that
+            of its group.
+        references: the biases of other prompts, as a batch, for ``mean`` and ``resample``. In a softmax model they keep their
+            own keys with their weights, which the mean divides by the number of references.
         answer, rival: the logit, as in :func:`kvlens.analyses.bias.decomposition.bias_decomposition`.
         batch_size: ablations per forward pass; None takes what memory allows.
         on_start: called once, before the first ablation, with their number.
@@ -114,7 +113,7 @@ def bias_effects(
 
     Raises:
         KVLensError: an unknown name, references that are missing or at other positions, a shift state that the model does not
-            have, a bias of another model, tokens that do not fit.
+            have, a bias of another model, invalid tokens.
     """
     bias, text = bias_and_text(model, "bias_effects", prompt, text)
     target = logit_target(model, text, answer, rival)
@@ -144,7 +143,7 @@ def measured_effects(
     batch_size: int | None = None,
     on_progress: Callable[[float], None] | None = None,
 ) -> dict[str, list[float]]:
-    """``kl``, ``loss_change`` and ``logit_change`` of each intervention against the whole bias, as :func:`bias_effects`."""
+    """``kl``, ``loss_change`` and ``logit_change`` of each intervention against the whole bias; see :func:`bias_effects`."""
     whole_logits = converted_logits(model, bias, text)
     whole, whole_target = log_probabilities(whole_logits), target.read(whole_logits).double()
     whole_loss = next_token_losses(whole, text)[:-1].mean()
@@ -173,7 +172,7 @@ def _ablations(
         if unknown or not len(names):
             raise KVLensError(f"bias_effects: {what}: expected some of {', '.join(known)}, got {unknown or 'none'}")
     if set(parts) - {"bias"} and not _has_shift_state(bias):
-        raise KVLensError("bias_effects: this model shifts nothing, so that its prompts leave no shift state; parts=['bias']")
+        raise KVLensError("bias_effects: this model has no KV shift, so its prompts have no shift state; use parts=['bias']")
     if set(methods) & {"mean", "resample"}:
         _check_references(bias, references)
     n_layers, n_heads = (range(n) for n in (bias.n_layers, bias.n_heads))
@@ -188,15 +187,15 @@ def _check_references(bias: KVBias, references: KVBias | None) -> None:
     if references is None or references.batch_size is None:
         came = "none" if references is None else "that of a single prompt"
         raise KVLensError(
-            f"bias_effects: mean and resample put other prompts' biases in the place of this one: give references=, a batch of "
-            f"biases (convert_prompt of a list of prompts), got {came}"
+            f"bias_effects: mean and resample replace this bias by those of other prompts: give references=, a batch of biases "
+            f"(convert_prompt of a list of prompts), got {came}"
         )
     references.fingerprint.check(bias.fingerprint, "bias_effects: references")
     if not bias.starts_where(references):
         offsets = torch.as_tensor(references.position_offset)
         raise KVLensError(
             f"bias_effects: the text starts at position {int(bias.position_offset)} under this prompt and at "
-            f"{sorted(set(offsets.reshape(-1).tolist()))} under the references; this model's positions are absolute: give "
+            f"{sorted(set(offsets.reshape(-1).tolist()))} under the references; this model's positions are absolute, so give "
             "references of the prompt's length"
         )
 
@@ -204,8 +203,8 @@ def _check_references(bias: KVBias, references: KVBias | None) -> None:
 def _baseline(model: HookedKVTransformer, prompt: KVBias | PromptTokens, bias: KVBias) -> KVBias:
     if isinstance(prompt, KVBias):
         raise KVLensError(
-            "bias_effects: the baseline is what the prompt's BOS alone leaves, and a converted prompt no longer holds its "
-            "tokens: give the prompt as a string or tokens"
+            "bias_effects: the baseline needs the prompt's first token (its BOS, if it has one), which a converted prompt no "
+            "longer has: give the prompt as a string or tokens"
         )
     if not has_baseline(bias):
         raise KVLensError("bias_effects: random, Taylor and learned features have no baseline; use methods=['zero']")
@@ -213,7 +212,7 @@ def _baseline(model: HookedKVTransformer, prompt: KVBias | PromptTokens, bias: K
 
 
 def _interventions(bias: KVBias, ablations: Sequence[Ablation], references: KVBias | None, n_references: int) -> Interventions:
-    """``references``: ``n_references`` of other prompts, then the baseline where it is asked for."""
+    """The interventions of ``ablations``; ``references`` are ``n_references`` of other prompts, then the baseline if needed."""
     donors = donors_of(bias, references, n_references)
     first = {"zero": 0, "mean": 1, "resample": 2, "baseline": donors.b_KV.shape[1] - 1}
     donor = [first[ablation.method] + max(ablation.reference, 0) for ablation in ablations]
@@ -226,7 +225,7 @@ def _interventions(bias: KVBias, ablations: Sequence[Ablation], references: KVBi
 
 
 def _kept(bias: KVBias, ablations: Sequence[Ablation], parts: Sequence[str]) -> Float[Tensor, "row layer head"]:
-    """0 where an ablation takes one of ``parts`` away."""
+    """0 where an ablation removes one of ``parts``, else 1."""
     taken = torch.tensor([a.part in parts for a in ablations], dtype=torch.bool)
     layer, head = (torch.tensor([getattr(a, name) for a in ablations], dtype=torch.long)[:, None] for name in ("layer", "head"))
     layers = (layer == ALL) | (layer == torch.arange(bias.n_layers))
@@ -243,12 +242,12 @@ def _read_references(model: HookedKVTransformer, prompts: Any) -> KVBias:
     bos = model.prepends_bos
     others = [read_tokens(model, "references", prompt, prepend_bos=bos) for prompt in prompts]
     if len({len(tokens) for tokens in others}) > 1:
-        raise KVLensError("references: token numbers of different lengths make no batch; give prompts of one length")
+        raise KVLensError("references: token ids of different lengths cannot form a batch; give prompts of one length")
     return convert_prompt(model, torch.stack(others))
 
 
 def _n_ablations(model: HookedKVTransformer, *, by: str, methods: Sequence[str], parts: Sequence[str] | None) -> int:
-    """With one reference; each further one adds as many for ``resample``."""
+    """The number of ablations with one reference; each further reference adds as many for ``resample``."""
     units = {"head": model.cfg.n_layers * model.cfg.n_heads, "layer": model.cfg.n_layers, "model": 1}[by]
     n_parts = len(parts) if parts else 1 if model.cfg.kv_shift is None else len(PARTS)
     return units * n_parts * len(methods)
@@ -256,7 +255,7 @@ def _n_ablations(model: HookedKVTransformer, *, by: str, methods: Sequence[str],
 
 BIAS_EFFECTS = Analysis(
     name="bias_effects",
-    summary="what is lost when the bias or shift state of a head, layer or prompt is ablated",
+    summary="the effect of ablating the bias or shift state of a head, a layer or the whole prompt",
     function=bias_effects,
     columns=COLUMNS,
     inputs={
@@ -269,7 +268,7 @@ BIAS_EFFECTS = Analysis(
     options={
         "by": Option("what is ablated at once", UNITS),
         "methods": Option("mean and resample need references", METHODS, many=True),
-        "parts": Option("all that the model has if empty", PARTS, many=True),
+        "parts": Option("what is ablated; empty: all that the model has", PARTS, many=True),
     },
     n_interventions=_n_ablations,
 )

@@ -1,9 +1,9 @@
 """Many ablations of one bias in few forward passes: each is a row of a batch of biases, read with the same text.
 
-An ablation replaces what it takes away by the same part of a *donor*: a bias of zeros, the mean of other prompts' biases, or
-the bias of another prompt. Of a head, the *bias* is b_KV and b_D, the *shift state* the raw last keys, values and queries that
-the text's first tokens mix into their own. Keys and values belong to a key-value head: with grouped queries, taking one
-query head's shift state takes that of its whole group, queries included.
+An ablation replaces the ablated part by the same part of a *donor*: a bias of zeros, the mean of other prompts' biases, or the
+bias of another prompt. The *bias* of a head is b_KV and b_D; its *shift state* is the raw last keys, values and queries that
+the text's first tokens mix into their own. Keys and values belong to a key-value head: with grouped queries, ablating one
+query head's shift state ablates that of its whole group, queries included.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ OF_BIAS, OF_SHIFT_STATE = ("b_KV", "b_D"), ("last_k", "last_v", "last_q")
 
 
 class Interventions(NamedTuple):
-    """Which parts of a bias stay (1) and which are replaced (0), and by which of ``donors`` (a batch of biases)."""
+    """Which parts of a bias are kept (1) or replaced (0), and by which of ``donors`` (a batch of biases)."""
 
     keep_bias: Float[Tensor, "row layer head"]
     keep_shift_state: Float[Tensor, "row layer head"]
@@ -36,10 +36,10 @@ class Interventions(NamedTuple):
 
 
 def donors_of(bias: KVBias, references: KVBias | None = None, n_in_mean: int | None = None) -> KVBias:
-    """A batch of what may replace ``bias``: zeros, then the mean of the first ``n_in_mean`` references (None: of all; there is
-    no mean of none), then each reference.
+    """A batch of replacements for ``bias``: zeros, then the mean of the first ``n_in_mean`` references (None: of all; omitted
+    without references), then each reference.
 
-    A softmax model's references are over the features of ``bias`` (:func:`kvlens.analyses.bias.one_space.with_references`).
+    For a softmax model the references use the features of ``bias`` (:func:`kvlens.analyses.bias.one_space.with_references`).
     """
     bias = bias.per_query_head()
     tensors: dict[str, Any] = {}
@@ -61,14 +61,14 @@ def logits_under(
     batch_size: int | None = None,
     on_progress: Callable[[float], None] | None = None,
 ) -> Iterator[Float[Tensor, "row pos d_vocab"]]:
-    """Logits on ``text`` [pos] under each intervention, a forward pass at a time, in order.
+    """Yield the logits on ``text`` [pos] under each intervention, in order, one forward pass at a time.
 
     Args:
-        model: that ``bias`` was converted with.
+        model: the model with which ``bias`` was converted.
         text: [pos].
-        bias: of one prompt.
+        bias: the bias of one prompt.
         rows: the interventions.
-        batch_size: how many share a forward pass; None takes what :data:`kvlens.analyses.passes.MEMORY_PER_PASS` allows.
+        batch_size: interventions per forward pass; None takes what :data:`kvlens.analyses.passes.MEMORY_PER_PASS` allows.
         on_progress: called with the fraction done after each forward pass.
 
     Raises:
@@ -87,7 +87,7 @@ def logits_under(
 
 
 def intervened(bias: KVBias, rows: Interventions) -> KVBias:
-    """A batch: ``bias`` with each row's parts replaced."""
+    """A batch of copies of ``bias``, with each row's parts replaced."""
     bias = bias.per_query_head()
     keep = rows.keep_bias.transpose(0, 1)  # the batch comes after the layer
     keep_kv = rows.keep_shift_state.transpose(0, 1).unflatten(-1, (bias.last_k.shape[-2], -1)).amin(dim=-1)
@@ -107,6 +107,6 @@ def intervened(bias: KVBias, rows: Interventions) -> KVBias:
 
 
 def _bytes_per_row(model: HookedKVTransformer, bias: KVBias, pos: int) -> int:
-    """The bias and its copy in the layers, the logits and their float64 probabilities, the widest activations."""
+    """Bytes of a bias and its copy in the layers, the logits and their float64 probabilities, and the widest activations."""
     widest = max(model.cfg.d_mlp or 0, model.cfg.d_model, bias.n_heads * bias.b_KV.shape[-2])
     return 8 * bias.num_parameters + pos * (28 * model.cfg.d_vocab_out + 16 * widest)

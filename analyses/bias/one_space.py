@@ -1,10 +1,11 @@
-"""The biases of several prompts over one set of features, so that the numbers of one can replace those of another.
+"""The biases of several prompts in a common feature space, so that entries of one can replace those of another.
 
-A linear model's biases are there already. Those of a softmax model bring virtual keys of their own: with all keys side by side,
+Biases of a linear model share their features already. Those of a softmax model have their own virtual keys. With all keys
+concatenated,
 
     phi(q) = [phi_a(q); phi_b(q); ...]        b_KV of a = [b_KV_a; 0; ...]        b_KV of b = [0; b_KV_b; ...]
 
-and b_D alike, each bias says what it said alone, and any head of a sum, a mean or a patched mixture is a bias like any other.
+and b_D likewise, each bias gives the same outputs as before, and sums, means and patched mixtures of them are biases too.
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from kvlens import KVBias, combine
 
 
 def in_one_space(*biases: KVBias) -> list[KVBias]:
-    """Each of ``biases`` over the features of all of them, per query head; each keeps its shift state, offset and token count.
+    """Each of ``biases`` in the features of all of them, per query head; each keeps its shift state, offset and token count.
 
     Raises:
         KVLensError: biases of different models or with features of different kinds.
@@ -33,7 +34,7 @@ def in_one_space(*biases: KVBias) -> list[KVBias]:
 
 
 def with_references(bias: KVBias, references: KVBias | None) -> tuple[KVBias, KVBias | None]:
-    """A bias and a batch of others, over one set of features."""
+    """A bias and a batch of others, in a common feature space."""
     if references is None or bias.features is None:
         return bias, references
     return beside(bias, singles(references))
@@ -45,7 +46,7 @@ def singles(references: KVBias) -> list[KVBias]:
 
 
 def beside(bias: KVBias, others: Sequence[KVBias]) -> tuple[KVBias, KVBias]:
-    """A bias, and others of single prompts as a batch, over one set of features."""
+    """A bias, and others of single prompts as a batch, in a common feature space."""
     own, *others = in_one_space(bias, *others)
     names = ("b_KV", "b_D", "last_k", "last_v", "last_q")
     stacked: dict[str, Any] = {name: torch.stack([getattr(b, name) for b in others], dim=1) for name in names}
@@ -58,7 +59,7 @@ def _with_own_shift_state(bias: KVBias, own: KVBias) -> KVBias:
 
 
 def pair_token_by_token(a: KVBias, b: KVBias) -> bool:
-    """Whether both hold one virtual key for each token, with a weight, and as many."""
+    """Whether both have one weighted virtual key per token, and the same number of tokens."""
     return a.d_phi == b.d_phi and all(
         bias.features is not None
         and bias.features.kind == "virtual_keys"

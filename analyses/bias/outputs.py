@@ -1,10 +1,10 @@
-"""What every head reads from the bias and from the text itself, in one forward pass over the text.
+"""The parts of every head's output that come from the bias and from the text, in one forward pass over the text.
 
-    z = z_bias + z_context        (both already divided by the normalizer, which counts the bias and the text)
+    z = z_bias + z_context        (both already divided by the normalizer, which includes the bias and the text)
 
-There are two shares of the bias. By size (``bias_share``), ||z_bias|| / (||z_bias|| + ||z_context||) lies in 0..1 and does not
-add up. By projection (``output_share``), z_bias . z / ||z||^2 may lie outside 0..1 where the summands oppose each other, but it
-is linear: the shares of all parts of z sum to 1, and those of all prompt positions to that of the whole bias.
+The bias's share is measured in two ways. By size (``bias_share``), ||z_bias|| / (||z_bias|| + ||z_context||) is in [0, 1] and
+does not add up. By projection (``output_share``), z_bias . z / ||z||^2 may be outside [0, 1] if the parts oppose each other,
+but it is linear: the shares of all parts of z sum to 1, and those of all prompt positions to that of the whole bias.
 """
 
 from typing import NamedTuple
@@ -55,8 +55,8 @@ def share_probes(z: Float[Tensor, "*lead pos head d_head"], pooled: bool) -> Flo
 
     Args:
         z: the whole outputs.
-        pooled: divide by the sum of ||z||^2 over all positions, so that the shares summed over the positions are those of the
-            text as a whole; else each position by its own. Zeros where there is no output to share.
+        pooled: divide by the sum of ||z||^2 over all positions, so that the shares summed over positions are those of the
+            whole text; otherwise divide each position by its own. Zeros where the output is 0.
     """
     energy = z.square().sum(dim=-1, keepdim=True)
     energy = energy.sum(dim=-3, keepdim=True) if pooled else energy

@@ -1,26 +1,26 @@
-"""How the biases of several prompts meet in one model: alike or not, written over, added up.
+"""How the biases of several prompts interact in one model: similarity, overwriting, addition.
 
-One head, one layer. Converting a second prompt of M tokens on top of the first gives
+For one head in one layer, converting a second prompt of M tokens on top of the first gives
 
     b_12 = C + N        C = gamma^M R_{-M} b_1  (the first bias, carried)        N = sum_j phi(k_j) v_j^T  (newly written)
 
-where the keys and values of N were computed *with* the first prompt in view. Three questions follow:
+where the keys and values of N were computed *with* the first prompt in context. This raises three questions:
 
-- :func:`bias_similarity`: do two prompts write the same thing?
+- :func:`bias_similarity`: do two prompts write the same content?
 - :func:`bias_overwriting`: with C = sum_r s_r u_r w_r^T (singular values), how much of each s_r is left in b_12? The old
   term is never erased, only decayed; overwriting means that N has a component -s_r along the same pair (u_r, w_r).
-- :func:`bias_addition`: may one convert two prompts apart and add? b_1 + b_2 differs from b_12 by what each step ignores:
-  ``plain`` ignores that b_1 must be carried (RoPE, decay), that the second prompt starts at a later position and after a
-  shift state, and that it saw the first; ``aligned`` ignores only the last: C + b_2, with b_2 converted at its position and
-  after the first prompt's shift state, its own pass reading no bias.
+- :func:`bias_addition`: can two prompts be converted separately and added? b_1 + b_2 differs from b_12 in what each variant
+  ignores: ``plain`` ignores that b_1 must be carried (RoPE, decay), that the second prompt starts at a later position and
+  after a shift state, and that it saw the first; ``aligned`` ignores only the last: C + b_2, with b_2 converted at its position
+  and after the first prompt's shift state, but without reading the first bias.
 
-In the first layer keys and values depend on the tokens alone, so ``aligned`` is exact there, and exact altogether in a
-one-layer model; without positions, shift and decay so is ``plain``. A BOS in both prompts would be in the concatenation twice:
-give the second prompt none. A trained bias is the start of every conversion, so ``plain`` counts it twice.
+In the first layer keys and values depend on the tokens alone, so ``aligned`` is exact there, and in one-layer models; so is
+``plain`` without positions, shift and decay. A BOS in both prompts would be in the concatenation twice, so the second prompt
+must not have one. A trained bias is the start of every conversion, so ``plain`` counts it twice.
 
-In a softmax model C keeps the first prompt's keys as they are, N brings its own, and nothing is erased. All the same a query
-that reads C reads N along with it, and the same questions are asked of what queries read (:mod:`kvlens.analyses.bias.probes`):
-the queries of the second prompt's tokens, as if they followed both prompts, over the normalizer of both.
+In a softmax model C keeps the first prompt's keys unchanged, N adds its own, and nothing is erased. But a query that reads C
+also reads N, so the same questions are asked of what queries read (:mod:`kvlens.analyses.bias.probes`): the queries of the
+second prompt's tokens, as if they followed both prompts, over the normalizer of both.
 
 Source: ICLCA sec. 4 for the bias and its continuation; the decomposition is kvlens'.
 """
@@ -67,7 +67,7 @@ OVERWRITING_COLUMNS = Columns(
     ),
     crosstalk=(
         "float64",
-        "||u_r^T N (1 - w_r w_r^T)|| / strength: what a query along u_r now reads in addition to the old value",
+        "||u_r^T N (1 - w_r w_r^T)|| / strength: what a query along u_r reads in addition to the old value",
     ),
 )
 ADDITION_COLUMNS = Columns(
@@ -109,13 +109,13 @@ def bias_similarity(
 ) -> pd.DataFrame:
     """Cosine between the biases of different prompts, head by head.
 
-    Where RoPE follows the feature map every bias is seen from the end of its prompt, so prompts of different lengths
-    compare; elsewhere absolute positions are part of what is compared.
+    If RoPE follows the feature map, every bias is relative to the end of its prompt, so prompts of different lengths can be
+    compared; otherwise absolute positions are part of what is compared.
 
     Args:
         biases: a batch of biases, or single ones of one model.
-        model, text: for softmax models, whose prompts compare by what they give to the queries of this text (a string,
-            or tokens [pos] without BOS), read after each of them in turn.
+        model, text: for softmax models, whose prompts are compared by what the queries of this text (a string, or tokens [pos]
+            without BOS) read from them, when it follows each of them in turn.
 
     Returns:
         One row per pair of prompts (``prompt_a < prompt_b``), layer and head, in this order:
@@ -149,8 +149,8 @@ def _comparable(biases: Sequence[KVBias], model: HookedKVTransformer | None, tex
         return numbers_stored
     if model is None or text is None:
         raise KVLensError(
-            "bias_similarity: each prompt of a softmax model has keys of its own, and what compares is what a text's queries "
-            "read of them: give model= and text="
+            "bias_similarity: each prompt of a softmax model has its own keys, so they are compared by what a text's queries "
+            "read from them: give model= and text="
         )
     text = one_sequence(model, "text", text)
     return numbers_read(model, side_by_side([probes_of(model, bias, text) for bias in biases]), biases)
@@ -170,18 +170,18 @@ def bias_overwriting(
 
     Args:
         model: linear or softmax, nothing attached.
-        prompt: the first: a string, or tokens [pos] with BOS where the model wants one; or its bias.
-        second_prompt: a string, or tokens [pos] without BOS: the continuation.
-        n_directions: at most so many directions per head, the strongest; None takes all above rounding.
+        prompt: the first prompt: a string, or tokens [pos] with BOS if the model uses one; or its bias.
+        second_prompt: the continuation: a string, or tokens [pos] without BOS.
+        n_directions: the number of strongest directions per head, at most; None takes all above rounding.
 
     Returns:
         One row per layer, head and direction r, in this order. u_r (features) and w_r (values) are the singular vectors of
-        the carried bias C; those of b_1 are the same up to the rotation that takes all of its keys along. Of a softmax model
-        u_r is over the queries that read.
+        the carried bias C; those of b_1 are the same up to the rotation of all its keys. For a softmax model u_r is over
+        queries.
 
         {columns}
 
-        Under normalizer "kernel" every read is divided by phi(q).b_D as well, which grows with the second prompt; see
+        Under normalizer "kernel" every read is also divided by phi(q).b_D, which grows with the second prompt; see
         ``normalizer_kept`` of :func:`circuits`.
 
     Raises:
@@ -220,7 +220,7 @@ def bias_overwriting(
 def bias_addition(
     model: HookedKVTransformer, prompt: KVBias | PromptTokens, second_prompt: SecondTokens, text: TextTokens
 ) -> pd.DataFrame:
-    """What the text's predictions lose when two prompts are converted apart and their biases added.
+    """Measure the effect on a text's predictions of converting two prompts separately and adding their biases.
 
     Args:
         model: linear or softmax, nothing attached.
@@ -237,7 +237,7 @@ def bias_addition(
         :func:`circuits`.
 
     Raises:
-        KVLensError: an attached bias, which both sums would hold twice; tokens that are empty, misshapen or outside the
+        KVLensError: an attached bias, which both sums would include twice; tokens that are empty, misshapen or outside the
             vocabulary.
     """
     pair, text = _convert_pair(model, prompt, second_prompt), one_sequence(model, "text", text)
@@ -259,7 +259,7 @@ def bias_addition(
 @checked
 @torch.no_grad()
 def circuits(model: HookedKVTransformer, prompt: KVBias | PromptTokens, second_prompt: SecondTokens) -> pd.DataFrame:
-    """One line per head about two prompts: how alike their biases are, what survives of the first, what adding would cost.
+    """Compare two prompts per head: the similarity of their biases, what remains of the first, and the error of adding them.
 
     Args:
         model: linear or softmax, nothing attached.
@@ -314,7 +314,7 @@ class _Pair(NamedTuple):
 
 
 def _convert_pair(model: HookedKVTransformer, prompt: KVBias | PromptTokens, second_prompt: SecondTokens) -> _Pair:
-    """Four passes: each prompt alone, the second on top of the first and aligned; the carried bias needs none."""
+    """Convert in four passes: each prompt alone, the second after the first, and aligned; the carried bias needs no pass."""
     if model.attached_kv_bias is not None:
         raise KVLensError("circuits: a bias is attached, and every prompt would be converted on top of it; detach it first")
     first, two = converted(model, "prompt", prompt), one_sequence(model, "second_prompt", second_prompt)
@@ -331,12 +331,12 @@ def _convert_pair(model: HookedKVTransformer, prompt: KVBias | PromptTokens, sec
 
 
 def _as_if_after_both(bias: KVBias, whole: KVBias) -> KVBias:
-    """The text follows both prompts, whatever was added to what."""
+    """``bias`` with the text's position after both prompts."""
     return replace(bias, position_offset=whole.position_offset, n_prompt_tokens=whole.n_prompt_tokens)
 
 
 def _listed(biases: KVBias | Sequence[KVBias]) -> list[KVBias]:
-    """Single biases of one model, two or more."""
+    """``biases`` as a list of at least two single biases of one model."""
     if isinstance(biases, KVBias):
         biases = [biases] if biases.batch_size is None else [biases.select_prompt(i) for i in range(biases.batch_size)]
     if len(biases) < 2:
@@ -360,7 +360,7 @@ def _relative(x: Float[Tensor, "layer head d"], reference: Float[Tensor, "layer 
 
 CIRCUITS = Analysis(
     name="circuits",
-    summary="how the biases of two prompts meet in each head: alike, overwritten, added",
+    summary="how the biases of two prompts interact in each head: similarity, overwriting, addition",
     function=circuits,
     columns=CIRCUIT_COLUMNS,
     inputs={"prompt": PROMPT, "second_prompt": tokens_field("second_prompt", prepend_bos=False)},

@@ -1,8 +1,8 @@
 """The points that :mod:`kvlens.analyses.bias.patching` patches, and the hooks of many patches as rows of one batch.
 
-A patch names a point, a layer and a head, -1 for all. Its row of the batch reads the given tensor where it is named, and
-what the model has everywhere else: for each source and layer one mask [row, head] says which rows take what. A source is
-named as the hook that it is for, with the point in front where two points have different tensors for one hook.
+A patch names a point, a layer and a head, -1 for all. Its row of the batch reads the given tensor there, and the model's own
+everywhere else: for each source and layer, a mask [row, head] selects the rows. A source has the name of its hook, prefixed
+with the point if two points have different tensors for one hook.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,7 @@ from torch import Tensor
 from kvlens import HookedKVTransformer, KVLensError
 
 ALL = -1
-"""Stands for every layer, or every head."""
+"""Every layer, or every head."""
 
 HEAD_AXIS = {
     "b_kv": 1,
@@ -32,7 +32,7 @@ HEAD_AXIS = {
 
 
 class Point(NamedTuple):
-    """What is patched together: sources, and whose heads are counted (None: all heads of a layer at once)."""
+    """The sources that are patched together, and the kind of their heads (None: all heads of a layer at once)."""
 
     sources: tuple[str, ...]
     heads: str | None
@@ -51,12 +51,11 @@ POINTS = {
     "v_shift_coef": Point(("v_shift_coef",), "key-value"),
     "q_shift_coef": Point(("q_shift_coef",), "query"),
 }
-"""point -> what it is. ``bias`` is b_KV and b_D, with softmax attention their keys too; ``prompt`` is everything that a
-converted prompt consists of. ``keys`` and ``values`` are the two halves of a softmax bias, ``b_kv`` and ``b_d`` those of a
-linear one.
+"""The points by name. ``bias`` is b_KV and b_D, and with softmax attention their keys; ``prompt`` is the whole converted
+prompt. ``keys`` and ``values`` are the two halves of a softmax bias, ``b_kv`` and ``b_d`` those of a linear one.
 """
 LINEAR_ONLY = ("b_kv", "b_d")
-"""Points that softmax attention has not: exp(q.c) over another prompt's normalizer has no bound."""
+"""Points that softmax attention does not have: exp(q.c) over another prompt's normalizer is unbounded."""
 
 
 class Patch(NamedTuple):
@@ -68,7 +67,7 @@ class Patch(NamedTuple):
 
 
 Sources = Mapping[tuple[str, int], Tensor]
-"""(source, layer) -> what is patched in: shaped as the hook's tensor, with a batch of 1 where it has a batch axis."""
+"""(source, layer) -> the tensor that is patched in, shaped as the hook's tensor, with a batch of 1 if it has a batch axis."""
 
 
 def hook_of(source: str) -> str:
@@ -77,7 +76,7 @@ def hook_of(source: str) -> str:
 
 
 def available_sources(model: HookedKVTransformer) -> list[str]:
-    """What can be patched in this model under a bias."""
+    """The sources that can be patched in this model with a bias."""
     shift = model.cfg.kv_shift
     shifted = [] if shift is None else [x for x, on in zip("kvq", (shift.keys, shift.values, shift.queries), strict=True) if on]
     bias = ["b_kv"] if model.cfg.attention == "linear" and model.cfg.normalizer == "none" else ["b_kv", "b_d"]
@@ -86,7 +85,7 @@ def available_sources(model: HookedKVTransformer) -> list[str]:
 
 
 def available_points(model: HookedKVTransformer) -> list[str]:
-    """Points of which the model has something, each once: ``bias`` needs a b_D, and ``prompt`` a shift state."""
+    """The points that the model has, without duplicates: ``bias`` requires a b_D, and ``prompt`` a shift state."""
     sources = set(available_sources(model))
     found = [name for name, point in POINTS.items() if sources & set(point.sources)]
     twins = {"bias": "b_d", "prompt": "shift_state"}
@@ -139,7 +138,7 @@ def patch_hooks(
 def _reads(
     model: HookedKVTransformer, patches: Sequence[Patch], source: str, layer: int, n_heads: int
 ) -> Bool[Tensor, "row head"]:
-    """Which heads of this source each patch names."""
+    """The heads of this source that each patch names, as a mask."""
     here = torch.tensor([source in POINTS[patch.point].sources and patch.layer in (layer, ALL) for patch in patches])
     named = torch.tensor([patch.head for patch in patches])[:, None]
     heads = torch.arange(n_heads)
@@ -149,7 +148,7 @@ def _reads(
 
 
 def _setter(mask: Bool[Tensor, "row head"], source: Tensor, axis: int) -> Callable[..., Tensor]:
-    """A hook that takes ``source`` where ``mask`` says so."""
+    """A hook that replaces the entries in ``mask`` by those of ``source``."""
     shape = [1] * source.dim()
     shape[axis] = mask.shape[1]
     if axis:

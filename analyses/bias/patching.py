@@ -1,31 +1,31 @@
-"""Activation patching over what a converted prompt consists of: which part, put back, brings the clean answer back?
+"""Activation patching of the parts of a converted prompt: which part restores the clean answer?
 
-The text is read under the *corrupted* prompt's bias, with one thing replaced by the *clean* prompt's: the b_KV or b_D of a
-head, its shift state, its z_bias. The result is scaled as in ``transformer_lens.patching``:
+The text is read with the *corrupted* prompt's bias, with one part replaced by the *clean* prompt's: the b_KV or b_D of a head,
+its shift state, its z_bias. The result is scaled as in ``transformer_lens.patching``:
 
-    recovered = (metric - corrupted) / (clean - corrupted)          0: nothing came back, 1: all of it did
+    recovered = (metric - corrupted) / (clean - corrupted)          0: nothing is recovered, 1: everything
 
-TransformerLens' own patching replaces activations of the text's pass; here a prompt is a tensor, so the prompt itself is
-what is patched, part by part. ``prompt`` in all layers gives the clean run, and so does ``bias`` where nothing is shifted;
-``z_bias`` everywhere need not: the normalizer of ``hook_z_context`` still holds the corrupted b_D. Swap the two prompts to
-ask the opposite question, what is enough to break the clean run ("noising").
+TransformerLens' own patching replaces activations of the text's pass; here a prompt is a tensor, so parts of the prompt itself
+can be patched. ``prompt`` in all layers gives the clean run, and so does ``bias`` without a KV shift; ``z_bias`` everywhere
+need not, since the normalizer of ``hook_z_context`` still includes the corrupted b_D. Swap the two prompts to ask the opposite
+question: which part is enough to break the clean run ("noising")?
 
-In a softmax model each prompt brings keys of its own. Both prompts' keys are then used together, the corrupted one's with
-their weights and the clean one's with 0, or the other way round in a patched head (:mod:`kvlens.analyses.bias.one_space`):
+In a softmax model each prompt has its own keys. Both prompts' keys are then used together, the corrupted one's with their
+weights and the clean one's with 0, or the other way round in a patched head (:mod:`kvlens.analyses.bias.one_space`):
 
     z_i = (sum_j exp(s_ij) v_j + sum_r exp(q_i.c_r) w_r u_r) / (sum_j exp(s_ij) + sum_r exp(q_i.c_r) w_r)
 
     ``bias``:    c, w and u of the clean prompt: the head reads that prompt
-    ``keys``:    its c and w, and the corrupted u: it looks where it would have looked, and finds the other values there
-    ``values``:  its u alone, under the corrupted c and w
+    ``keys``:    its c and w, with the corrupted u: it attends as with the clean prompt, but reads the corrupted values
+    ``values``:  its u alone, with the corrupted c and w
 
-``keys`` and ``values`` pair the prompts token by token, so they are there for two prompts of one length with every key kept.
-In the last layer they are ``transformer_lens.patching``'s k and v of all prompt positions; below it theirs change what the
-prompt's own later layers write, and these do not. ``b_kv`` or ``b_d`` alone has no counterpart: exp(q.c) over the normalizer of
-another prompt has no bound.
+``keys`` and ``values`` pair the prompts token by token, so they exist for two prompts of equal length with every key kept. In
+the last layer they are the k and v of all prompt positions in ``transformer_lens.patching``; in earlier layers those also
+change what the prompt's own later layers write, and these do not. ``b_kv`` or ``b_d`` alone has no counterpart: exp(q.c) over
+the normalizer of another prompt is unbounded.
 
-Shift coefficients are parameters and the same under both prompts. They are patched from coefficients that are *given*, by
-default the identity (1, 0, ...): what if this head did not shift the text? The prompt stays as it was converted, shifted.
+Shift coefficients are parameters and the same under both prompts. They are patched with *given* coefficients, by default the
+identity (1, 0, ...): what if this head did not shift the text? The prompt remains converted with its shift.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -60,7 +60,7 @@ from .patches import (
 )
 
 Metric = Callable[[Float[Tensor, "row pos d_vocab"]], Float[Tensor, " row"]]
-"""From the logits on the text, one row per patch, to one number per row."""
+"""Maps the logits on the text, one row per patch, to one number per row."""
 
 COLUMNS = Columns(
     point=("str", "what was patched"),
@@ -99,19 +99,19 @@ def activation_patching(
 
     Args:
         model: linear or softmax.
-        prompt, corrupted: the clean and the corrupted prompt: strings, tokens [pos], or biases (softmax: both converted by one
-            method). Where positions are absolute they must be of equal length.
+        prompt, corrupted: the clean and the corrupted prompt: strings, tokens [pos], or biases (softmax: both converted by the
+            same method). If positions are absolute they must have equal length.
         text: [pos], without BOS, read under both.
         answer, rival: the metric is the logit of ``answer``, minus that of ``rival``, at the text's last position (ids, or the
-            texts of single tokens); without ``answer`` it is the mean of the text's next tokens'.
-            Without ``rival`` the mean logit of the vocabulary is subtracted.
-        metric: another one, used instead.
+            texts of single tokens); without ``answer`` it is the mean logit of the text's next tokens. Without ``rival`` the
+            mean logit of the vocabulary is subtracted.
+        metric: another metric, used instead.
         points: one or several of :data:`kvlens.analyses.bias.patches.POINTS`; None takes all that the model and the
             two prompts have.
-        coefficients: "k", "v" or "q" -> what is patched in for its shift coefficients, a tensor or lists, [window+1] or
-            [layer, head, window+1]; the identity for those that are not given.
-        batch_size: patches per forward pass; None takes what memory allows. A pass with shift coefficients holds one: they
-            have no batch axis.
+        coefficients: "k", "v" or "q" -> the shift coefficients to patch in, a tensor or lists, [window+1] or
+            [layer, head, window+1]; the identity for those not given.
+        batch_size: patches per forward pass; None takes what memory allows. Patches of shift coefficients run one per pass,
+            since coefficients have no batch axis.
         on_start: called once, before the first patch, with their number.
         on_progress: called with the fraction done after each forward pass.
 
@@ -193,14 +193,14 @@ def _known(model: HookedKVTransformer, points: str | Sequence[str] | None) -> Se
 def _points_of(
     model: HookedKVTransformer, points: str | Sequence[str] | None, clean: KVBias, corrupted: KVBias
 ) -> Sequence[str]:
-    """The points that are asked for, and can be had of these prompts."""
+    """The requested points that these prompts have."""
     halves, known = ("keys", "values"), _known(model, points)
     if model.cfg.attention == "linear" or pair_token_by_token(clean, corrupted):
         return known
     if points is not None and set(halves) & set(known):
         raise KVLensError(
-            "activation_patching: keys and values of two prompts are separate points where every token of one has its own in "
-            f'the other: convert both with method="exact" and give prompts of one length (here {clean.d_phi} keys for '
+            "activation_patching: keys and values can be patched separately only if the two prompts pair token by token: "
+            f'convert both with method="exact" and give prompts of equal length (here {clean.d_phi} keys for '
             f"{clean.n_prompt_tokens} tokens, {corrupted.d_phi} for {corrupted.n_prompt_tokens}), or patch the whole bias"
         )
     return [name for name in known if name not in halves]
@@ -226,7 +226,7 @@ def _given_coefficients(model: HookedKVTransformer, given: Mapping[str, Any]) ->
 def _clean_run(
     model: HookedKVTransformer, clean: KVBias, text: Tensor, metric: Metric
 ) -> tuple[float, dict[tuple[str, int], Tensor]]:
-    """The metric under the clean prompt, and everything that can be patched in from it."""
+    """The metric under the clean prompt, and all tensors that can be patched in from it."""
     names = [source for source in available_sources(model) if source == hook_of(source) and HEAD_AXIS[source]]
     where = {f"blocks.{layer}.attn.hook_{name}": (name, layer) for layer in range(model.cfg.n_layers) for name in names}
     with model.kv_bias(clean):
@@ -235,7 +235,7 @@ def _clean_run(
 
 
 def _bytes_per_row(model: HookedKVTransformer, bias: KVBias, pos: int) -> int:
-    """One layer's bias, twice; the logits and what a metric may make of them; the widest activations."""
+    """Bytes of one layer's bias, twice; the logits and what a metric may compute from them; the widest activations."""
     widest = max(model.cfg.d_mlp or 0, model.cfg.d_model, bias.n_heads * bias.b_KV.shape[-2])
     return 16 * (bias.b_KV.numel() + bias.b_D.numel()) // bias.n_layers + pos * (24 * model.cfg.d_vocab_out + 32 * widest)
 
@@ -274,7 +274,7 @@ def _n_patches(model: HookedKVTransformer, points: Sequence[str] | None) -> int:
 
 ACTIVATION_PATCHING = Analysis(
     name="activation_patching",
-    summary="which part of a clean prompt, put into a corrupted one's place, brings the answer back",
+    summary="which part of a clean prompt, patched into the run with a corrupted one, restores the answer",
     function=activation_patching,
     columns=COLUMNS,
     inputs={
@@ -284,6 +284,6 @@ ACTIVATION_PATCHING = Analysis(
         "answer": ANSWER,
         "rival": RIVAL,
     },
-    options={"points": Option("what is patched; all that the model has if empty", tuple(POINTS), many=True)},
+    options={"points": Option("what is patched; empty: all that the model has", tuple(POINTS), many=True)},
     n_interventions=_n_patches,
 )

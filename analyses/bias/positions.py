@@ -1,10 +1,10 @@
-"""A converted prompt, one prompt position at a time: what each of them gives to each head's output and to a logit.
+"""The contribution of each position of a converted prompt to each head's output and to a logit.
 
 The parts of a head's output, and the two views of a shifted value, are those of :mod:`kvlens.analyses.bias.reads`. Here they
-are made into numbers that add up: everything is linear in the part, a product with one probe vector per text position.
+are reduced to numbers that add up: each is linear in the part, a product with one probe vector per text position.
 
 Sums over the text's positions are taken before those over features: sum_i A_ij (v'_j . w_i) = phi~(k'_j)^T (sum_i q_i w_i^T)
-v'_j. A text x prompt x head tensor arises only where single positions of the text are asked for.
+v'_j. A text x prompt x head tensor is built only if single positions of the text are requested.
 """
 
 import contextlib
@@ -35,26 +35,26 @@ from .outputs import share_probes
 from .reads import VIEWS, PromptReading, Stretch
 
 NONE = -1
-"""Stands for a position where there is none: all positions of the text together, or a part that is no prompt position."""
+"""No position: all positions of the text together, or a part that is not a prompt position."""
 
 AT = ("together", "last", "each")
 COLUMNS = Columns(
     layer=("int64", "from 0"),
     head=("int64", "query head"),
-    position=("int64", "in the text; -1 where all its positions are taken together"),
+    position=("int64", "in the text; -1 for all positions together"),
     part=("str", "``inherited``, ``prompt``, ``shift_state`` or ``text``"),
-    prompt_position=("int64", "from 0; -1 but for ``prompt``"),
-    token=("str", "the prompt's token, missing but for ``prompt``"),
+    prompt_position=("int64", "from 0; -1 except for ``prompt``"),
+    token=("str", "the prompt's token, missing except for ``prompt``"),
     attention=(
         "float64",
-        "A_ij, for ``source`` with the shift's coefficients in it; its mean over all positions where they are taken together. "
-        "NaN but for ``prompt``",
+        "A_ij, for ``source`` including the shift's coefficients; for all positions together its mean. NaN except for "
+        "``prompt``",
     ),
     output_share=("float64", f"{OUTPUT_SHARE}; all parts sum to 1 (to 0 for no output)"),
     logit=(
         "float64",
-        "direct logit attribution, final norm frozen, to the centered logit or the difference; the mean over the target's "
-        "positions where all are taken together, NaN at a position without target and in a text that has none",
+        "direct logit attribution, final norm frozen, to the centered logit or the difference; for all positions together the "
+        "mean over the target's; NaN at a position without target and in a text that has none",
     ),
 )
 
@@ -75,31 +75,31 @@ def bias_positions(
     segment_length: int | None = None,
     on_progress: Progress | None = None,
 ) -> pd.DataFrame:
-    """What each prompt position gives to each head's output on the text, and to a logit.
+    """Measure what each prompt position contributes to each head's output on the text, and to a logit.
 
-    A long prompt of linear attention is read in segments, and twice where its keys and values take more than 128 MiB: memory
-    beyond that and the table does not grow with it. Softmax attention is read whole, with its pattern.
+    With linear attention a long prompt is read in segments, and twice if its keys and values take more than 128 MiB, so that
+    memory beyond that and the table does not grow with its length. Softmax attention is computed whole, with its pattern.
 
     Args:
         model: linear or softmax.
-        prompt: a string, or tokens [pos] as converted, with BOS where the model wants one.
+        prompt: a string, or tokens [pos] as converted, with BOS if the model uses one.
         text: a string, or tokens [pos] without BOS.
-        initial: the bias that the prompt continues; None continues what the model holds now, as ``convert_prompt`` does.
-        by: ``attended`` or ``source``, see :mod:`kvlens.analyses.bias.reads`; the same thing where values are not shifted.
-        at: positions of the text to distinguish; None takes all of them together.
+        initial: the bias that the prompt continues; None continues the one that is attached, as ``convert_prompt`` does.
+        by: ``attended`` or ``source``, see :mod:`kvlens.analyses.bias.reads`; the same if values are not shifted.
+        at: positions of the text to report separately; None takes all of them together.
         answer, rival: the logit, as in :func:`kvlens.analyses.bias.decomposition.bias_decomposition`.
-        segment_length: tokens per segment, for linear attention; None takes a good length, and the whole text where something
-            is hooked to the model.
-        on_progress: called with the fraction done; None shows a bar on a terminal where it takes long.
+        segment_length: tokens per segment, for linear attention; None chooses a length, and the whole text if the model has
+            hooks.
+        on_progress: called with the fraction done; None shows a progress bar on a terminal if it takes long.
 
     Returns:
-        By layer, head and position of the text, then the parts of the head's output in the order in which they precede
-        it: one row "inherited" if something was held, one per prompt position, one "shift_state" if values are shifted, "text":
+        By layer, head and position of the text, then the parts of the head's output in order: one row "inherited" if the prompt
+        continued a bias, one per prompt position, one "shift_state" if values are shifted, "text":
 
         {columns}
 
     Raises:
-        KVLensError: an unknown view, positions outside the text, tokens that do not fit.
+        KVLensError: an unknown view, positions outside the text, invalid tokens.
     """
     check_heads_write_directly(model, "bias_positions")
     prompt = prompt_sequence(model, "prompt", prompt, initial)

@@ -1,12 +1,12 @@
-"""What a text's queries read of a softmax prompt: numbers in which two prompts with keys of their own compare.
+"""What a text's queries read from a softmax prompt, for comparing prompts that have different keys.
 
-The numbers of a linear model's bias are over the model's own features, the same for every prompt. A softmax prompt brings keys
-of its own, and only what queries make of them can be compared. The queries are a real text's; head by head, query q_i reads
+A linear model's biases all use the model's own features. A softmax prompt has its own keys, and only what queries read from
+them can be compared. The queries are those of a real text; head by head, query q_i reads
 
     phi(q_i)^T b_KV / n_i  [d_head]        phi(q_i)^T b_D / n_i        n_i: of all that is compared, the same for every bias
 
-which is the share of a prompt in the head's output, and in its normalizer's mass. With one row per query, they take the place
-of b_KV [d_phi, d_head] and b_D [d_phi] of a linear model.
+which is the prompt's share of the head's output, and of the mass of its normalizer. With one row per query, they replace b_KV
+[d_phi, d_head] and b_D [d_phi] of a linear model.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from torch import Tensor
 from kvlens import HookedKVTransformer, KVBias
 
 Numbers = Callable[[KVBias], tuple[Float[Tensor, "layer head row d_head"], Float[Tensor, "layer head row"]]]
-"""From a bias to its b_KV and b_D, or to what probes read of them; in float64 on the CPU."""
+"""Maps a bias to its b_KV and b_D, or to what probes read from them, in float64 on the CPU."""
 
 
 class Probes(NamedTuple):
@@ -30,7 +30,7 @@ class Probes(NamedTuple):
 
 
 class Reads(NamedTuple):
-    """What is meant is exp(log_scale) times ``kv`` and ``d``, which may be beyond numbers."""
+    """What queries read: exp(log_scale) times ``kv`` and ``d``, whose product may overflow."""
 
     kv: Float[Tensor, "layer head row d_head"]
     d: Float[Tensor, "layer head row"]
@@ -38,24 +38,24 @@ class Reads(NamedTuple):
 
     @property
     def log_normalizer(self) -> Float[Tensor, "layer head row"]:
-        """The logarithm of what b_D gives; NaN where signed weights make it negative."""
+        """The logarithm of the part of b_D; NaN where signed weights make it negative."""
         return self.d.log() + self.log_scale
 
     def over(self, log_n: Float[Tensor, "layer head row"]) -> tuple[Tensor, Tensor]:
-        """Both, divided by n."""
+        """``kv`` and ``d``, divided by n."""
         factor = (self.log_scale - log_n).exp()
         return self.kv * factor[..., None], self.d * factor
 
 
 def numbers_stored(bias: KVBias) -> tuple[Tensor, Tensor]:
-    """b_KV and b_D themselves, where their features are the model's."""
+    """b_KV and b_D themselves, for biases over the model's own features."""
     return bias.b_KV.double().cpu(), bias.b_D.double().cpu()
 
 
 def numbers_read(model: HookedKVTransformer, probes: Probes, all_of_it: Sequence[KVBias]) -> Numbers:
-    """What ``probes`` read of a bias, over the normalizer of ``all_of_it`` together."""
+    """What ``probes`` read from a bias, over the normalizer of ``all_of_it`` together."""
     log_n = torch.stack([reads(model, bias, probes).log_normalizer for bias in all_of_it]).logsumexp(dim=0)
-    log_n = torch.where(log_n == -torch.inf, 0.0, log_n)  # a query whose window holds nothing of them reads 0
+    log_n = torch.where(log_n == -torch.inf, 0.0, log_n)  # a query whose window contains none of them reads 0
     return lambda bias: reads(model, bias, probes).over(log_n)
 
 
@@ -79,7 +79,7 @@ def side_by_side(probes: Sequence[Probes]) -> Probes:
 
 
 def reads(model: HookedKVTransformer, bias: KVBias, probes: Probes) -> Reads:
-    """What each query reads of ``bias``, as if its text followed it, with the model's own scoring."""
+    """What each query reads from ``bias``, as if its text followed it, with the model's own scoring."""
     bias = bias.per_query_head().to("cpu").to(torch.float64)
     assert bias.features is not None
     assert bias.log_scale is not None

@@ -1,4 +1,4 @@
-"""What one layer's text reads from a prompt, taken apart by prompt position, from passes over [prompt; text].
+"""What the text reads from a prompt in one layer, split by prompt position, from passes over [prompt; text].
 
     z_i = inherited_i + sum_j A_ij v'_j + shift_state_i + text_i        A_ij = phi~(q_i) . phi~(k'_j) gamma^{M+i-j} / n_i
 
@@ -6,27 +6,26 @@ A_ij is the attention of the unconverted model from text position i to prompt po
 key and no normalizer, and b_KV is a sum over the prompt's positions, so inherited_i + sum_j A_ij v'_j is what the converted
 model reads from its bias (``hook_z_bias``): no bias is built here. The other terms:
 
-- *inherited*: what a bias that the prompt continued (an attached one, a trained one) still gives; its own tokens can no
-  longer be separated;
-- *shift state*: what a value shift carries over the end of the prompt: the first ``window`` values of the text hold the
-  prompt's last raw values, and every position that attends there reads them. It lies in z_context, not in z_bias. (The key
-  shift carries
-  over as well, inside phi, where nothing is a sum: only an ablation can show its effect.)
+- *inherited*: the contribution of a bias that the prompt continued (an attached one, a trained one); its tokens can no longer
+  be separated;
+- *shift state*: what a value shift carries over the end of the prompt: the first ``window`` values of the text include the
+  prompt's last raw values, and every position that attends there reads them. It is part of z_context, not of z_bias. (The key
+  shift carries over as well, but inside phi, which is not linear: only an ablation can show its effect.)
 
 With a value shift v'_j = sum_s beta_s v_{j-s} mixes the values of several tokens, and there are two answers to "which
-position". ``attended``: the position j that is attended to, with its mixed value. ``source``: the token p whose raw value
-it is, with the weight sum_s beta_s A_{i,p+s} over p + s < M; what tokens before the prompt gave to its first values is
+position". ``attended``: the position j that is attended to, with its mixed value. ``source``: the token p whose raw value is
+read, with the weight sum_s beta_s A_{i,p+s} over p + s < M; contributions of earlier tokens to the prompt's first values are
 then inherited. Both have the same sum.
 
-Values of augmented attention are an MLP of the shifted ones: no sum over tokens is left in them. There ``source`` is refused,
-and what a shift carries over the end of the prompt counts as the text's own.
+In augmented attention values are an MLP of the shifted ones, and no longer a sum over tokens. ``source`` is refused there, and
+what a shift carries over the end of the prompt counts as part of the text.
 
 For softmax attention A is the pattern itself: the exact shares of the prompt's own keys, which ``method="exact"`` keeps and
-the other methods approximate. It is run whole, and its memory grows with the square of the length.
+the other methods approximate. It is computed whole, and its memory grows with the square of the length.
 
-A long prompt of linear attention is read in segments (:mod:`kvlens.analyses.segments`): first what the text brings, then the
-prompt's keys and values, those of one segment at a time. A shifted value mixes its neighbors across a segment's end too: the
-last ``window`` keys wait for the next segment.
+A long prompt of linear attention is read in segments (:mod:`kvlens.analyses.segments`): first the text's side, then the
+prompt's keys and values, one segment at a time. A shifted value also mixes neighbors across the end of a segment, so the last
+``window`` keys are kept for the next segment.
 
 Source: ICLCA eq. 13 and 19; the shift state, the decay and the two views are kvlens'.
 """
@@ -47,10 +46,10 @@ VIEWS = ("attended", "source")
 
 
 class TextReads(NamedTuple):
-    """One layer's attention from the text to everything before it, but for the prompt's keys and values, in float64.
+    """The text's side of one layer's attention to everything before it, in float64.
 
-    ``queries`` hold the normalizer and gamma^{i+1}; their product with a stretch's keys is the pattern. The outputs that no
-    prompt position accounts for are there as such; None where the model has no such thing.
+    ``queries`` include the normalizer and gamma^{i+1}; their product with a stretch's keys is the pattern. Outputs that are not
+    due to a prompt position are separate fields; None if the model has none.
     """
 
     queries: Float[Tensor, "text head d_phi"]
@@ -59,12 +58,12 @@ class TextReads(NamedTuple):
     shift_state: Float[Tensor, "text head d_head"] | None
 
     def at(self, positions: list[int]) -> "TextReads":
-        """The same for some positions of the text."""
+        """The reads at some positions of the text."""
         return TextReads(*(None if x is None else x[positions] for x in self))  # type: ignore[arg-type]
 
 
 class Stretch(NamedTuple):
-    """Consecutive positions of the prompt as one layer's text reads them, in float64; ``keys`` hold gamma^{M-1-j}."""
+    """Keys and values of consecutive prompt positions in one layer, in float64; ``keys`` include gamma^{M-1-j}."""
 
     first: int
     keys: Float[Tensor, "pos head d_phi"]
@@ -75,14 +74,14 @@ class PromptReading:
     """A prompt and the text after it, read layer by layer: the text's side first, then the prompt's.
 
     Args:
-        model: with what the prompt continues attached.
+        model: the model, with the bias attached that the prompt continues.
         prompt, text: tokens [pos].
         by: ``attended`` or ``source``.
         segment_length: as in :func:`kvlens.run_in_segments`.
         on_progress: called with the fraction done.
 
     Raises:
-        KVLensError: attention that is no sum over positions, ``source`` where a value is no sum over tokens.
+        KVLensError: attention that is not a sum over positions, or ``source`` if values are not a sum over tokens.
     """
 
     def __init__(
@@ -131,7 +130,7 @@ class PromptReading:
         return [self._text_reads(layer, of) for layer, of in enumerate(layers)], scale.double()
 
     def visit_prompt(self, visit: Callable[[int, Stretch], None]) -> None:
-        """Hand every layer's keys and values to ``visit(layer, stretch)``, stretch by stretch, positions in order."""
+        """Call ``visit(layer, stretch)`` on every layer's keys and values, stretch by stretch, positions in order."""
         waiting: dict[int, Stretch] = {}
 
         def look(layer: int, first: int, found: Found) -> None:
@@ -147,7 +146,7 @@ class PromptReading:
         self.looks.look(look)
 
     def _stretch(self, first: int, found: Found) -> Stretch:
-        """The part of a segment that is the prompt's; its raw values where positions go by source."""
+        """The part of a segment that belongs to the prompt; with raw values if ``by`` is "source"."""
         n = min(len(found[self.value]), self.n_prompt - first)
         values = found["hook_v" if self.mixes_tokens and self.by == "source" else self.value][:n].double()
         keys = found[self.key][:n].double() if self.key else None
@@ -155,7 +154,7 @@ class PromptReading:
         return Stretch(first, self._keys(keys, positions), self._per_query_head(values))
 
     def _keys(self, keys: Tensor | None, positions: Tensor) -> Float[Tensor, "pos head d_phi"]:
-        """Those of the features, with gamma^{M-1-j} in them; of softmax one feature per position."""
+        """Keys in feature space, multiplied by gamma^{M-1-j}; with softmax, one feature per position."""
         if keys is None:
             n_features = min(self.n_prompt + self.window, self.n_all)
             one_hot = positions[:, None] == torch.arange(n_features, device=positions.device)
@@ -164,7 +163,7 @@ class PromptReading:
         return keys if gamma is None else keys * (gamma.to(keys) ** (self.n_prompt - 1 - positions)[:, None])[..., None]
 
     def _by_source(self, new: Stretch, waiting: Stretch | None, coef: Tensor) -> tuple[Stretch, Stretch]:
-        """Positions by whose raw value it is, as far as the following keys are known, and what has to wait for more.
+        """Regroup positions by source token as far as the following keys are known; return these and the pending rest.
 
         Token p is read with the key sum_s beta_s k_{p+s}, over p + s in the prompt.
         """
@@ -176,7 +175,7 @@ class PromptReading:
         return ready, Stretch(new.first + n_ready, new.keys[n_ready:].clone(), new.values[n_ready:].clone())
 
     def _text_reads(self, layer: int, of: dict[str, Tensor]) -> TextReads:
-        """From the rows that :meth:`text` asked for."""
+        """Build the reads from the rows that :meth:`text` collected."""
         of = {name: x.double() for name, x in of.items()}
         queries, n = of[self.query], of.get("hook_normalizer")
         if self.key is None:
@@ -191,7 +190,7 @@ class PromptReading:
         return self._with_shift_state(reads, of) if self.mixes_tokens else reads
 
     def _with_shift_state(self, reads: TextReads, of: dict[str, Tensor]) -> TextReads:
-        """With what values carry over the prompt's end, and, where positions go by source, over its beginning."""
+        """Add what values carry over the prompt's end, and, if ``by`` is "source", over its beginning."""
         m, w = self.n_prompt, self.window
         n_first, n_after = min(w, m), min(w, self.n_all - m)
         device = reads.queries.device
@@ -212,19 +211,19 @@ class PromptReading:
 
 
 def _mixed_values(model: HookedKVTransformer, by: str) -> tuple[int, bool]:
-    """Of how many predecessors a value holds something, and whether an MLP follows; KVLensError where no part is a token's."""
+    """How many earlier tokens a value mixes, and whether an MLP follows; KVLensError if values cannot be split by token."""
     shift, variant = model.cfg.kv_shift, model.cfg.attention_variant
     window = shift.window if shift is not None and shift.values else 0
     augments = variant is not None and variant.augmented is not None and variant.augmented.values
     if variant is not None and (variant.negative is not None or variant.ridge is not None):
         raise KVLensError(
-            "this model's heads read no sum of A_ij v_j (negative samples, or ridge attention), so that no prompt position "
-            "has a part of their output"
+            "this model's heads do not read a sum of A_ij v_j (negative samples, or ridge attention), so their output cannot "
+            "be split by prompt position"
         )
     if window and augments and by == "source":
         raise KVLensError(
-            "by='source': this model's values are an MLP of mixed tokens (augmented attention), so that no part of a value "
-            "belongs to one token alone; use by='attended'"
+            "by='source': this model's values are an MLP of mixed tokens (augmented attention), so they cannot be split by "
+            "token; use by='attended'"
         )
     return window, augments
 
@@ -241,7 +240,7 @@ def _through_shift_state(
     raw: Float[Tensor, "window head d_head"],
     coef: Float[Tensor, "head taps"],
 ) -> Float[Tensor, "text head d_head"]:
-    """What the text reads of the raw values before it: text value i holds sum_{s>i} beta_s raw_{i-s}, ``raw`` ending at -1."""
+    """What the text reads of raw values before it: text value i includes sum_{s>i} beta_s raw_{i-s}, ``raw`` ending at -1."""
     padded = torch.cat([raw, torch.zeros_like(raw)])
     carried = torch.einsum("whds,hs->whd", padded.unfold(0, coef.shape[1], 1), coef.flip(-1))[: len(keys)]
     pattern = torch.einsum("thf,whf->htw", queries, keys).tril()

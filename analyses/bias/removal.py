@@ -1,6 +1,6 @@
-"""Removing parts of a converted prompt: what the text's predictions lose when chosen heads forget it.
+"""Removing a converted prompt from chosen heads: the effect on the text's predictions.
 
-Removing a head's bias sets its b_KV and b_D to zero; the shift state and the position offset stay. Many removals run in
+Removing a head's bias sets its b_KV and b_D to zero; the shift state and the position offset are kept. Many removals run in
 one forward pass, each as a row of a batch of biases.
 """
 
@@ -46,11 +46,11 @@ def bias_ablation(
     batch_size: int | None = None,
     on_progress: Callable[[float], None] | None = None,
 ) -> pd.DataFrame:
-    """Measure what each removal changes against the whole bias.
+    """Measure the effect of each removal relative to the whole bias.
 
     Args:
         model: linear or softmax.
-        prompt: converted, or a string or tokens [pos], which are converted here.
+        prompt: a bias, or a string or tokens [pos], which are converted here.
         text: a string, or tokens [pos] without BOS.
         removals: for each, the (layer, head) pairs whose bias is removed; an empty one changes nothing.
         batch_size: removals per forward pass; None takes what :data:`kvlens.analyses.passes.MEMORY_PER_PASS` allows.
@@ -62,7 +62,7 @@ def bias_ablation(
         {columns}
 
     Raises:
-        KVLensError: a head that does not exist, a batch of biases, a bias of another model, tokens that do not fit.
+        KVLensError: a head that does not exist, a batch of biases, a bias of another model, invalid tokens.
     """
     bias, text = bias_and_text(model, "bias_ablation", prompt, text)
     keep = _kept_heads(bias, removals)
@@ -91,16 +91,16 @@ def baseline_ablation(
     batch_size: int | None = None,
     on_progress: Callable[[float], None] | None = None,
 ) -> pd.DataFrame:
-    """Put the baseline's part, shift state included, in the place of heads of a converted prompt: BOS stays.
+    """Replace heads of a converted prompt by those of the baseline, including the shift state, so that BOS is kept.
 
-    Over random, Taylor or learned features there is no baseline to be had: what is removed becomes 0.
+    With random, Taylor or learned features there is no baseline, and removed heads become 0.
 
     Args:
-        model: linear or softmax, with what the prompt continues attached.
-        prompt: a string, or tokens [pos] with BOS where the model wants one.
+        model: linear or softmax, with the bias attached that the prompt continues.
+        prompt: a string, or tokens [pos] with BOS if the model uses one.
         text: a string, or tokens [pos] without BOS.
         removals, batch_size, on_progress: as in :func:`bias_ablation`.
-        bias: of this prompt, where it has been converted already; None converts it here.
+        bias: the converted prompt, if it has been converted already; None converts it here.
 
     Returns:
         One row per removal, in the order given:
@@ -115,8 +115,8 @@ def baseline_ablation(
     if not bias.starts_where(baseline):
         raise KVLensError(
             f"bias: the text starts at position {bias.position_offset} after this bias, and at "
-            f"{int(torch.as_tensor(baseline.position_offset).max())} after the prompt: give the bias of this prompt; where it "
-            "continues another, attach that one"
+            f"{int(torch.as_tensor(baseline.position_offset).max())} after the prompt: give the bias of this prompt; if it "
+            "continues another one, attach that one"
         )
     own, donors = with_references(bias, baseline) if has_baseline(bias) else (bias, donors_of(bias))
     assert donors is not None

@@ -1,14 +1,13 @@
-"""How large a converted prompt's bias is, and along how many directions: norms and singular values of b_KV, head by head.
+"""The size of a converted prompt's bias and its number of directions: norms and singular values of b_KV, head by head.
 
-    b_KV = sum_r sigma_r u_r w_r^T        u_r in feature space (what a query must look like), w_r in value space
+    b_KV = sum_r sigma_r u_r w_r^T        u_r in feature space (compared with queries), w_r in value space
 
-A sum over M tokens has rank at most min(M, d_phi, d_head). The effective rank says how many of its
-directions carry weight, exp(-sum_r p_r log p_r) with p_r = sigma_r / sum sigma: n for n equal singular values, 1 for a single
-one.
+A sum over M tokens has rank at most min(M, d_phi, d_head). The effective rank is the number of directions that carry weight,
+exp(-sum_r p_r log p_r) with p_r = sigma_r / sum sigma: n for n equal singular values, 1 for a single one.
 
-A softmax model's bias is stored as numbers and a log-scale for each head; sizes here are those of what they stand for,
-exp(log_scale) times the numbers, so that they compare across heads, prompts and ways of converting. What would overflow float64
-is its largest number.
+A softmax model's bias is stored as numbers and a log-scale for each head; sizes here are those of exp(log_scale) times the
+numbers, so that they can be compared across heads, prompts and conversion methods. Values that would overflow float64 become
+its largest number.
 """
 
 import math
@@ -35,20 +34,20 @@ COLUMNS = Columns(
 
 
 def singular_values(bias: KVBias) -> Float[Tensor, "layer head index"]:
-    """Of b_KV, its log_scale included, in float64, largest first."""
+    """Singular values of b_KV, including its log_scale, in float64, largest first."""
     stored = torch.linalg.svdvals(bias.per_query_head().b_KV.detach().double())
     return _from_logs(stored.log() + _log_scales(bias)[:, :, None])
 
 
 def sizes(bias: KVBias, name: str, heads_a_group: int = 1) -> Float[Tensor, "layer group"]:
-    """Frobenius norms of ``b_KV`` or ``b_D``, its log_scale included, in float64: of a query head, or several side by side."""
+    """Frobenius norms of ``b_KV`` or ``b_D``, including its log_scale, in float64, per group of concatenated query heads."""
     stored = getattr(bias.per_query_head(), name).detach().double()
     logs = stored.flatten(2).norm(dim=-1).log() + _log_scales(bias)
     return _from_logs((2 * logs).unflatten(1, (-1, heads_a_group)).logsumexp(dim=-1) / 2)
 
 
 def _log_scales(bias: KVBias) -> Float[Tensor, "layer head"]:
-    """One for each query head; 0 where nothing is scaled."""
+    """One per query head; 0 for biases without a scale."""
     if bias.log_scale is None:
         return torch.zeros(bias.n_layers, bias.n_heads, dtype=torch.float64, device=bias.b_KV.device)
     stored = bias.log_scale.detach().double()
@@ -60,7 +59,7 @@ def _from_logs(logs: Float[Tensor, "*lead"]) -> Float[Tensor, "*lead"]:
 
 
 def effective_rank(values: Float[Tensor, "*lead index"]) -> Float[Tensor, "*lead"]:
-    """exp of the entropy of the normalized singular values; 0 where all of them are 0.
+    """exp of the entropy of the normalized singular values; 0 if all of them are 0.
 
     Source: Roy & Vetterli 2007, The effective rank: a measure of effective dimensionality, eq. 4.
     """
@@ -79,7 +78,7 @@ def bias_singular_values(model: HookedKVTransformer, prompt: KVBias | PromptToke
 
     Args:
         model: linear or softmax.
-        prompt: a string, or tokens [pos] with BOS where the model wants one, which are converted here; or a bias.
+        prompt: a string, or tokens [pos] with BOS if the model uses one, which are converted here; or a bias.
 
     Returns:
         One row per singular value, by layer, head, index:
@@ -87,7 +86,7 @@ def bias_singular_values(model: HookedKVTransformer, prompt: KVBias | PromptToke
         {columns}
 
     Raises:
-        KVLensError: a batch of biases, tokens that do not fit.
+        KVLensError: a batch of biases, or invalid tokens.
     """
     values = singular_values(converted(model, "bias_singular_values", prompt))
     energy = (values / values[..., :1].where(values[..., :1] > 0, 1.0)).square()

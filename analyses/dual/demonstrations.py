@@ -1,4 +1,4 @@
-"""What each demonstration gives to a head's step: one row per layer, head and token, for one query.
+"""The contribution of each demonstration to a head's step: one row per layer, head and token, for one query.
 
 Source: DUAL th. 3.1, eq. 9.
 """
@@ -24,7 +24,7 @@ COLUMNS = Columns(
     prompt_position=("int64", "of the demonstration, in the whole sequence"),
     token=("str", "the demonstration"),
     weight=("float64", "kernel(k, q) over the normalizer: the head's attention to it"),
-    output_share=("float64", f"{OUTPUT_SHARE}; the part is what this demonstration's step makes of it at the query"),
+    output_share=("float64", f"{OUTPUT_SHARE}; the part is the contribution of this demonstration's step at the query"),
     log_step_norm=("float64", "natural logarithm of |v| sqrt(kernel(k, k)) / normalizer: the size of its part of the step"),
     cosine_before=("float64", "of (W_0 phi(k), v)"),
     cosine_after=("float64", "of (W_1 phi(k), v)"),
@@ -37,13 +37,13 @@ COLUMNS = Columns(
 def dual_demonstrations(
     model: HookedKVTransformer, prompt: PromptTokens, *, query_pos: int = -1, n_demonstrations: int | None = None
 ) -> pd.DataFrame:
-    """What every demonstration does in every head's step.
+    """Measure the contribution of every demonstration to every head's step.
 
     Args:
         model: any; an attached KV bias is part of W_0.
-        prompt: a string, or tokens [pos] with BOS where the model wants one.
+        prompt: a string, or tokens [pos] with BOS if the model uses one.
         query_pos: the query's position; negative ones count from the end.
-        n_demonstrations: how many tokens from the front are demonstrations; None takes all before the query.
+        n_demonstrations: the first this many tokens are demonstrations; None takes all before the query.
 
     Returns:
         By layer, head, then demonstration:
@@ -72,13 +72,13 @@ def dual_demonstrations(
 
 DUAL_DEMONSTRATIONS = Analysis(
     name="dual_demonstrations",
-    summary="what each token before a query gives to the step that every head makes there",
+    summary="the contribution of each token before a query to every head's step there",
     function=dual_demonstrations,
     columns=COLUMNS,
     inputs={"prompt": PROMPT},
     options={
         "query_pos": Option("the query's position; negative ones count from the end"),
-        "n_demonstrations": Option("how many tokens from the front are demonstrations; all before the query", value_type=int),
+        "n_demonstrations": Option("number of tokens from the start that are demonstrations; all by default", value_type=int),
     },
     check_model=has_dual_model,
 )

@@ -4,10 +4,10 @@ With probability 1 - delta the risk exceeds the empirical one by at most a const
 
     w rho sqrt(d_o Tr K_S) / N  +  rho^2 sqrt(log(1 / delta) / N)
 
-The paper prints it as O(.), without constants, and text tokens are not independent draws: a figure, not a guarantee. Here w is
-the norm of W_1, the weight after the step, and rho the largest norm of a label or a prediction. With negative samples K_S is
-the kernel of phi(k_j) - beta mean phi(k_n), and rho^2 in the second term grows by 1 + beta. Norms and terms are natural
-logarithms, because real heads span hundreds of orders of magnitude.
+The paper states it as O(.), without constants, and text tokens are not independent draws, so it is an indication rather than a
+guarantee. Here w is the norm of W_1, the weight after the step, and rho the largest norm of a label or a prediction. With
+negative samples K_S is the kernel of phi(k_j) - beta mean phi(k_n), and rho^2 in the second term grows by 1 + beta. Norms and
+terms are natural logarithms, because real heads span hundreds of orders of magnitude.
 
 Source: DUAL th. 3.2, and its version with negative samples.
 """
@@ -56,14 +56,14 @@ def dual_bound(
     n_negative: int = 0,
     beta: float = 0.0,
 ) -> pd.DataFrame:
-    """The bound's terms for training sets that grow to all tokens before the query.
+    """Compute the bound's terms for training sets that grow to all tokens before the query.
 
     Args:
         model: any whose attention has a dual model.
-        prompt: a string, or tokens [pos] with BOS where the model wants one.
+        prompt: a string, or tokens [pos] with BOS if the model uses one.
         layer, head: which head.
         query_pos: the query's position; negative ones count from the end.
-        n_steps: sizes of the training set, evenly spaced (fewer where there are fewer tokens). Each takes a pass.
+        n_steps: number of sizes of the training set, evenly spaced (fewer if there are fewer tokens). Each takes a pass.
         delta: the probability with which the bound may fail.
         n_negative, beta: negative samples for each demonstration, and their weight; 0 for none.
 

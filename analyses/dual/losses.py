@@ -1,7 +1,7 @@
-"""Where the losses of the dual models are: one row per layer, head and query.
+"""The losses of the dual models: one row per layer, head and query.
 
-The loss is linear in W and has no minimizer, so its drop says how far the step goes, not how good it is; it spans dozens of
-orders of magnitude over the heads of one model. Read it as a logarithm, next to the figures without a scale.
+The loss is linear in W and has no minimum, so its drop measures the size of the step, not its quality; it spans dozens of
+orders of magnitude over the heads of one model, and is therefore given as a logarithm, next to scale-free measures.
 
 Source: DUAL th. 3.1, eq. 9.
 """
@@ -28,7 +28,7 @@ COLUMNS = Columns(
     n_demonstrations=("int64", "tokens in the training set"),
     log_loss_drop=("float64", "natural logarithm of L(W_0) - L(W_1) at learning rate 1"),
     equivalence_error=("float64", "|f(q) after one step - the head's output| / |the head's output|"),
-    step_share=("float64", f"{OUTPUT_SHARE}; the part is what the step makes of it; the rest is W_0's"),
+    step_share=("float64", f"{OUTPUT_SHARE}; the part is the step's; the rest is that of W_0"),
     demonstration_weight=("float64", "sum of kernel over normalizer over the demonstrations: attention to them"),
     cosine_before=("float64", "mean over demonstrations of the cosine of (W_0 phi(k), v); NaN without cosines"),
     cosine_after=("float64", "the same with W_1"),
@@ -41,13 +41,13 @@ COLUMNS = Columns(
 def dual_losses(
     model: HookedKVTransformer, prompt: PromptTokens, *, n_demonstrations: int | None = None, cosines: bool = True
 ) -> pd.DataFrame:
-    """What the dual model's step does, for every head and query of a text.
+    """Measure the dual model's step, for every head and query of a text.
 
     Args:
         model: any; an attached KV bias is part of W_0.
-        prompt: a string, or tokens [pos] with BOS where the model wants one.
-        n_demonstrations: the first so many tokens are every query's demonstrations; None takes all tokens before each query.
-        cosines: whether the cosines are computed, which takes most of the time.
+        prompt: a string, or tokens [pos] with BOS if the model uses one.
+        n_demonstrations: the first this many tokens are every query's demonstrations; None takes all tokens before each query.
+        cosines: whether to compute the cosines, which takes most of the time.
 
     Returns:
         By layer, head, then query:
@@ -55,7 +55,7 @@ def dual_losses(
         {columns}
 
     Raises:
-        KVLensError: an attention without a dual model (the reason is given), a text with no query after a demonstration.
+        KVLensError: an attention without a dual model (the message says why), a text with no query after a demonstration.
     """
     tokens = prompt_sequence(model, "prompt", prompt)
     figures = dual_figures(model, tokens, n_demonstrations, cosines=cosines)
@@ -76,12 +76,12 @@ def dual_losses(
 
 DUAL_LOSSES = Analysis(
     name="dual_losses",
-    summary="every head as one step of representation learning: how far the step goes, and what it makes of the output",
+    summary="every head as one step of representation learning: the size of the step, and its share of the output",
     function=dual_losses,
     columns=COLUMNS,
     inputs={"prompt": PROMPT},
     options={
-        "n_demonstrations": Option("the first so many tokens are the demonstrations of every query", value_type=int),
+        "n_demonstrations": Option("number of tokens from the start that are demonstrations of every query", value_type=int),
         "cosines": Option("whether to compute the cosines, which take most of the time"),
     },
     check_model=has_dual_model,

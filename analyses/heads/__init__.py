@@ -1,1 +1,1 @@
-"""What single heads do: where they attend, what they copy, which heads they read."""
+"""Analyses of single heads: where they attend, what they copy, which heads they read."""

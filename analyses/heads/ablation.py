@@ -1,7 +1,7 @@
-"""What the model loses when one head's output is that of another text: ablation by resampling.
+"""Resampling ablation: the effect of replacing one head's output by its output on another text.
 
-A head's ``hook_z`` is replaced at every position by its z on a donor, a text of the same form with other tokens: what the head
-does on average stays, what it has of this text is gone. Each (head, sequence) pair is one row of a batched forward pass,
+A head's ``hook_z`` is replaced at every position by its z on a donor, a text of the same form with other tokens: this keeps the
+head's average output and removes what is specific to the text. Each (head, sequence) pair is one row of a batched forward pass,
 which starts at the head's own layer.
 
 Source: Chan et al. 2022, Causal Scrubbing (resampling ablation).
@@ -44,23 +44,23 @@ def resampling_ablation(
     """Ablate every head, one at a time.
 
     Args:
-        model: whose heads they are.
+        model: the model whose heads are ablated.
         repeated: the texts.
-        donors: as many texts of the same length.
+        donors: the same number of texts of the same length.
         batch_size: rows per forward pass; None takes what :data:`MEMORY_PER_PASS` allows.
         on_start: called once, before anything runs, with the number of ablations: heads times texts.
         on_progress: called with the fraction done after each forward pass.
 
     Returns:
-        By how much the loss of the next tokens of the second copy rises (nats), by how much their logits change, and how
-        certain the first is.
+        The increase of the loss of the next tokens of the second copy (nats), the change of their logits, and the standard
+        error of the first.
 
     Raises:
         KVLensError: shortformer positions, which a pass that starts at a later layer would lose; a batch size below 1.
     """
     n_layers, n_heads, n_texts = model.cfg.n_layers, model.cfg.n_heads, len(repeated.tokens)
     if model.cfg.positional_embedding_type == "shortformer":
-        raise KVLensError("ablations: shortformer adds positions inside every layer, a pass cannot start in the middle of them")
+        raise KVLensError("ablations: shortformer adds positions inside every layer, so a pass cannot start at a later layer")
     check_batch_size("ablations", batch_size)
     heads = torch.arange(n_heads).repeat_interleave(n_texts)
     texts = torch.arange(n_texts).repeat(n_heads)
@@ -84,7 +84,7 @@ def resampling_ablation(
 
 
 def standard_error(changes: Float[Tensor, "*lead text target"]) -> Float[Tensor, "*lead"]:
-    """Of the mean over texts and targets: the larger of that of independent texts and that of independent targets.
+    """Standard error of the mean over texts and targets, the larger of those for independent texts and independent targets.
 
     Infinite for a single number, whose noise is unknown.
     """
@@ -94,7 +94,7 @@ def standard_error(changes: Float[Tensor, "*lead text target"]) -> Float[Tensor,
 
 
 def rows_per_pass(model: HookedKVTransformer, repeated: RepeatedTokens) -> int:
-    """Texts that :data:`MEMORY_PER_PASS` holds: logits and their exponentials, pattern and scores, the widest activations."""
+    """Texts that fit into :data:`MEMORY_PER_PASS`: logits and exponentials, pattern and scores, widest activations."""
     pos, cfg = repeated.tokens.shape[1], model.cfg
     row = repeated.n_repeated * 16 * cfg.d_vocab_out + 16 * pos * (cfg.n_heads * pos + 2 * max(cfg.d_mlp or 0, cfg.d_model))
     return max(1, MEMORY_PER_PASS // row)
@@ -109,12 +109,12 @@ def residuals(model: HookedKVTransformer, repeated: RepeatedTokens) -> list[Floa
 
 
 def cached(model: HookedKVTransformer, tokens: Tensor, names: list[str]) -> Any:
-    """What the hook points hold. A pad token that was typed is a token, not padding: hence the mask."""
+    """The activations at the hook points. The mask is needed because a pad token in the text is a token, not padding."""
     return model.run_with_cache(tokens, attention_mask=torch.ones_like(tokens), return_type=None, names_filter=names)[1]
 
 
 def replace_head(layer: int, heads: Tensor, other: Tensor) -> tuple[str, Callable]:
-    """A hook that gives row i of a batch ``other[i]`` [pos, d_head] as the output of head ``heads[i]``."""
+    """A hook that sets the output of head ``heads[i]`` in row i of a batch to ``other[i]`` [pos, d_head]."""
 
     def replace(z: Tensor, hook: Any) -> Tensor:
         z = z.clone()

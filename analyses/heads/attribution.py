@@ -1,14 +1,13 @@
-"""What each head writes towards the centered logit of given tokens, with every norm's scale held as it was.
+"""Direct contribution of each head to the centered logit of given tokens, with the scale of every norm frozen.
 
-Head h writes z_h W_O into the residual stream. Its direct path to the logit of token t, nothing that later layers make of it
-and no part of any bias, is
+Head h writes z_h W_O into the residual stream. Its direct contribution to the logit of token t, without later layers and
+biases, is
 
     z_h W_O . d_t / s
 
-with d_t and s of :mod:`kvlens.analyses.stream.logit_attribution`. The directions are pulled back to each head's d_head numbers
-once a position, so no head's output is ever written out in d_model numbers. Where a norm stands between the heads and the
-residual stream (Gemma 2, OLMo 2), it is held at its scale like the final one, and its gain and its centering are part of the
-path.
+with d_t and s from :mod:`kvlens.analyses.stream.logit_attribution`. The directions are pulled back to d_head numbers per head
+and position, so no head's output is expanded to d_model numbers. If there is a norm between the heads and the residual stream
+(Gemma 2, OLMo 2), its scale is frozen like that of the final norm, and its gain and centering are part of the path.
 
 Source: Elhage et al. 2021, A Mathematical Framework for Transformer Circuits (direct paths); TransformerLens, ``logit_attrs``.
 """
@@ -41,10 +40,10 @@ def head_logit_attribution(
     """Mean over batch and positions of what each head adds to the centered logit of the target.
 
     Args:
-        model: that was run.
+        model: the model that was run.
         cache: every layer's ``hook_z`` and the :func:`frozen_scales` of that run.
-        positions: positions whose logits are attributed.
-        targets: the token there whose logit it is.
+        positions: the positions whose logits are attributed.
+        targets: the token at each position whose logit is attributed.
     """
     dtype = wide_dtype(model)
     direction = residual_directions(model, targets) / final_scale(model, cache)[:, positions].to(dtype)
@@ -61,7 +60,7 @@ def head_logit_attribution(
 def _in_front_of(
     model: HookedKVTransformer, norm: str, direction: Tensor, cache: Mapping[str, Tensor], positions: slice
 ) -> Tensor:
-    """The direction whose product with what enters a frozen norm is that of ``direction`` with what leaves it."""
+    """Pull ``direction`` back through a frozen norm, from its output to its input."""
     module: Any = model.get_submodule(norm)
     direction = direction * gain(module)
     if not type(module).__name__.startswith("RMS"):  # a LayerNorm subtracts the mean

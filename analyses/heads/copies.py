@@ -1,4 +1,4 @@
-"""Where a token of the prompt occurs again in the text: attention from there to what followed it in the prompt, by head."""
+"""Attention of each head from a repeated token in the text to the token that followed it in the prompt."""
 
 import pandas as pd
 import torch
@@ -21,7 +21,7 @@ COLUMNS = Columns(
     position=("int64", "in the text"),
     prompt_position=("int64", "of the token after an earlier occurrence of the text's token"),
     attention=("float64", "of the head, from the one to the other"),
-    shifted=("bool", "whether the head reaches what follows by its shift coefficients rather than by an earlier layer"),
+    shifted=("bool", "whether the head reaches the following token by its shift coefficients rather than an earlier layer"),
 )
 
 
@@ -35,16 +35,16 @@ def prompt_copies(
     *,
     on_progress: Progress | None = None,
 ) -> pd.DataFrame:
-    """Attention of every head along the pairs that induction would use.
+    """Measure every head's attention along the pairs that induction would use.
 
     Args:
         model: with any attention.
-        prompt: a string, or tokens [pos] with BOS where the model wants one.
+        prompt: a string, or tokens [pos] with BOS if the model uses one.
         text: a string, or tokens [pos] without BOS.
-        on_progress: called with the fraction done; None shows a bar on a terminal where it takes long.
+        on_progress: called with the fraction done; None shows a progress bar on a terminal if it takes long.
 
     Returns:
-        By layer, head, text token, then earlier occurrence; no row where nothing occurs again:
+        By layer, head, text token, then earlier occurrence; no rows if no token is repeated:
 
         {columns}
 
@@ -79,7 +79,7 @@ def prompt_copies(
 
 
 def repeated_pairs(prompt: Int[Tensor, " prompt_pos"], text: Int[Tensor, " text_pos"]) -> Int[Tensor, "pair 2"]:
-    """(position of a text token, position after an equal token of the prompt), both counted through prompt and text."""
+    """(position of a text token, position after an equal token of the prompt), both in the concatenation of prompt and text."""
     before = prompt[:-1].cpu()
     keys = [(before == token).nonzero().squeeze(1) + 1 for token in text.cpu()]
     queries = [torch.full_like(found, len(prompt) + i) for i, found in enumerate(keys)]
@@ -87,7 +87,7 @@ def repeated_pairs(prompt: Int[Tensor, " prompt_pos"], text: Int[Tensor, " text_
 
 
 def _roles(model: HookedKVTransformer, token: Int[Tensor, " 1"]) -> list[list[str]]:
-    """The role of every head by its shift coefficients as used, hooks on them included."""
+    """The role of every head by its shift coefficients, including the effect of hooks on them."""
     shifted = shifted_projections(model)
     names = [{x: f"blocks.{layer}.attn.hook_{x}_shift_coef" for x in shifted} for layer in range(model.cfg.n_layers)]
     wanted = [name for of_layer in names for name in of_layer.values()]

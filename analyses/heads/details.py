@@ -1,4 +1,4 @@
-"""What single heads do with a prompt: whom the text's queries attend to, which prompt tokens count, what share the bias has."""
+"""Details of single heads on a prompt: the text's attention, the shares of prompt tokens, and the share of the bias."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ from ..texts import token_texts
 from .rows import attention_among, visit_rows
 
 MAX_QUERIES, MAX_STRONGEST = 128, 64
-"""Rows of the pattern that are computed, evenly spaced over the text; the prompt's tokens among the strongest."""
+"""The number of pattern rows that are computed, evenly spaced over the text; the number of prompt tokens in ``strongest``."""
 
 
 @dataclass(frozen=True)
@@ -26,15 +26,16 @@ class HeadDetails:
 
     Attributes:
         prompt, text: their tokens as text.
-        queries: positions in prompt + text of the rows of ``pattern``, ascending: the text's, 128 of a longer one.
-        pattern: of the unconverted model: [layer, head, query, column]. The first columns are the prompt's, each the sum over
-            ``block`` neighboring tokens, the last of them over what is left; then the text's, a token each.
-        prompt_shares: [layer, head, prompt] of each prompt token in the head's output, over the whole text; with the shares of
-            the shift state and of the text itself they sum to 1.
-        bias_shares: [layer, head, text] how much of the head's output comes from the prompt, 0..1; None where it is unknown.
-        block: tokens per column of the prompt: 1 up to 4,096 of them.
-        strongest: positions in prompt + text, ascending: the prompt's 64 that the text attends to most, the text's last 128.
-        among: the pattern among these, [layer, head, position, position]; None where it is unknown, as ``strongest``.
+        queries: positions in prompt + text of the rows of ``pattern``, ascending: those of the text, or 128 of a longer text.
+        pattern: pattern of the unconverted model, [layer, head, query, column]. The first columns are the prompt's, each the
+            sum over ``block`` neighboring tokens (the last one may have fewer); then the text's, one per token.
+        prompt_shares: [layer, head, prompt] share of each prompt token in the head's output, over the whole text; with the
+            shares of the shift state and of the text itself they sum to 1.
+        bias_shares: [layer, head, text] share of the head's output that comes from the prompt, in [0, 1]; None if unknown.
+        block: tokens per column of the prompt: 1 for prompts of up to 4,096 tokens.
+        strongest: positions in prompt + text, ascending: the 64 prompt positions that the text attends to most, and the last
+            128 of the text.
+        among: the pattern among these, [layer, head, position, position]; None if unknown, as is ``strongest``.
     """
 
     prompt: list[str]
@@ -62,10 +63,10 @@ def head_details(
 
     Args:
         model: linear or softmax, nothing attached.
-        prompt: a string, or tokens [pos] with BOS where the model wants one.
+        prompt: a string, or tokens [pos] with BOS if the model uses one.
         text: a string, or tokens [pos] without BOS.
-        bias: the converted prompt, where it has been converted already; None converts it here.
-        on_progress: called with the fraction done; None shows a bar on a terminal where it takes long.
+        bias: the converted prompt, if it has been converted already; None converts it here.
+        on_progress: called with the fraction done; None shows a progress bar on a terminal if it takes long.
 
     Raises:
         KVLensError: an attached bias, an empty prompt or text, heads that do not write to the residual
@@ -99,7 +100,7 @@ def head_details(
 def _rows(
     model: HookedKVTransformer, everything: Tensor, queries: Tensor, n_prompt: int, tell: Progress
 ) -> tuple[Float[Tensor, "layer head query column"], Float[Tensor, " prompt_pos"]]:
-    """The pattern at ``queries`` in columns, and how much all of them and all heads attend to each prompt token."""
+    """The pattern at ``queries`` in columns, and the attention to each prompt token, summed over queries and heads."""
     columns = PromptColumns.of(n_prompt)
     n_text = len(everything) - n_prompt
     pattern = torch.zeros(model.cfg.n_layers, model.cfg.n_heads, len(queries), len(columns) + n_text)
@@ -120,7 +121,7 @@ def _rows(
 def _bias_shares(
     model: HookedKVTransformer, text: Int[Tensor, " text_pos"], bias: KVBias
 ) -> Float[Tensor, "layer head text_pos"]:
-    """How much of every head's output at every position of the text the bias makes up."""
+    """The bias's share of every head's output at every position of the text."""
     outputs = bias_outputs(model, bias, text)
     share = share_by_size(outputs.of_bias.norm(dim=-1), outputs.of_context.norm(dim=-1))
     return share.transpose(1, 2).float().cpu()

@@ -1,11 +1,11 @@
 """Which head reads what an earlier head wrote: Q-, K- and V-composition of every pair, from the weights alone.
 
-Head 1 writes into the residual stream through W_OV = W_V W_O, a later head 2 reads it through W_Q W_K^T with its queries,
-through W_K W_Q^T with its keys, or through its own W_OV with its values. The score is the size of the product over the
-product of sizes; definition, gains of norms and grouped queries: :mod:`kvlens.analyses.heads.weights`.
+Head 1 writes into the residual stream through W_OV = W_V W_O; a later head 2 reads it through W_Q W_K^T with its queries,
+through W_K W_Q^T with its keys, or through its own W_OV with its values. The score is the norm of the product over the product
+of norms; for the definition, gains of norms and grouped queries see :mod:`kvlens.analyses.heads.weights`.
 
-To judge a score, compare it with 1/sqrt(d_model), what unrelated heads have, and with the scores of the same model's other
-pairs. What the weights allow, a text need not use: an ablation shows whether it does.
+To interpret a score, compare it with 1/sqrt(d_model), the expected score of unrelated heads, and with the scores of the same
+model's other pairs. The weights only allow composition; whether a text uses it is shown by an ablation.
 
 Source: Elhage et al. 2021, A Mathematical Framework for Transformer Circuits; TransformerLens ``all_composition_scores``.
 """
@@ -42,8 +42,8 @@ def composition(model: HookedKVTransformer, *, kinds: Sequence[str] = COMPOSITIO
     """Composition scores of all pairs of heads in different layers.
 
     Args:
-        model: at least two layers, or the table is empty.
-        kinds: of "Q", "K", "V" those that are wanted, in the order in which they should come.
+        model: a model of at least two layers, otherwise the table is empty.
+        kinds: some of "Q", "K", "V", in the order of the rows.
 
     Returns:
         One row per kind and pair of heads, by kind, layer, head, later_layer, later_head:
@@ -75,7 +75,7 @@ def composition(model: HookedKVTransformer, *, kinds: Sequence[str] = COMPOSITIO
 
 COMPOSITION = Analysis(
     name="composition",
-    summary="Q-, K- and V-composition scores of all pairs of heads; of the weights alone",
+    summary="Q-, K- and V-composition scores of all pairs of heads, from the weights alone",
     function=composition,
     columns=COLUMNS,
     options={"kinds": Option("what of the later head reads", COMPOSITION_KINDS, many=True)},

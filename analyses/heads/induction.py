@@ -1,9 +1,9 @@
-"""Which heads continue what they have seen: what every head looks at on text that repeats itself.
+"""Induction heads: what every head attends to on repeated text.
 
-An induction head meets a token for the second time and attends to what followed it the first time. The text is random tokens,
-or a prompt, repeated once; the four kinds of attention that name a head are those of :mod:`kvlens.analyses.heads.lags`. This
-table has a row for each head and kind. What a head is called, and everything else that is one number per head, is in
-:func:`kvlens.analyses.heads.naming.induction_verdicts`, which measures the same and takes the same arguments.
+At the second occurrence of a token, an induction head attends to the token that followed the first one. The text is random
+tokens, or a prompt, repeated once; the four kinds of attention are those of :mod:`kvlens.analyses.heads.lags`. This table has a
+row for each head and kind. The names of heads, and all measures with one number per head, are in
+:func:`kvlens.analyses.heads.naming.induction_verdicts`, which takes the same arguments.
 
 Source: Olsson et al. 2022; Elhage et al. 2021; KVSA sec. 3, table 4.
 """
@@ -39,7 +39,7 @@ COLUMNS = Columns(
     head=("int64", "query head"),
     kind=(
         "str",
-        "what is attended to: ``prefix_matching``, what followed the token's first copy, from the second copy; "
+        "what is attended to: ``prefix_matching``, the token after the first copy, from the second copy; "
         "``previous_token``, the position before; ``duplicate_token``, the token's first copy, from the second copy; "
         "``current_token``, the position itself",
     ),
@@ -52,7 +52,7 @@ COLUMNS = Columns(
     ),
     loss_change=(
         "float64",
-        f"{LOSS_CHANGE}; what this head reads there is another text's token. NaN without ablations, and for a head whose "
+        f"{LOSS_CHANGE}; with another text's token read there. NaN without ablations, and for a head whose "
         f"ablation changes the loss by at most {WORTH_ASKING}",
     ),
 )
@@ -74,18 +74,18 @@ def induction_heads(
     on_start: Start | None = None,
     on_progress: Progress | None = None,
 ) -> pd.DataFrame:
-    """Score every head on tokens that are repeated, once for each kind of attention.
+    """Score every head on repeated tokens, for each kind of attention.
 
     Args:
-        model: causal, one vocabulary for input and output; a bias that is attached stays attached.
-        prompt: what is repeated, without BOS: a string, or tokens [pos] or [batch, pos]. None takes random tokens.
-        n_sequences: how many random sequences.
-        n_repeated: the length of what is repeated; None takes 50, or what ``n_ctx`` has room for.
-        seed: of the random tokens, and of those that ablations resample from.
-        prepend_bos: None puts a BOS in front where the model is used to one.
+        model: causal, with the same vocabulary for input and output; an attached bias stays attached.
+        prompt: the repeated text, without BOS: a string, or tokens [pos] or [batch, pos]. None takes random tokens.
+        n_sequences: number of random sequences.
+        n_repeated: length of one copy; None takes 50, or as much as ``n_ctx`` allows.
+        seed: seed of the random tokens, and of those that ablations resample from.
+        prepend_bos: None prepends BOS if that is the model's default.
         ablations: also replace each head's output by that on other random tokens (n_layers x n_heads x n_sequences runs), and,
-            of each head that changes the loss by more than 0.005 nats, what it reads of each of the four kinds (4 n_sequences
-            runs a head; not in models with an attention variant).
+            for each head that changes the loss by more than 0.005 nats, what it reads at each of the four kinds of position
+            (4 n_sequences runs per head; not in models with an attention variant).
         batch_size: rows per forward pass of the ablations; None goes by memory.
         on_start: called with the number of ablations before they start.
         on_progress: called with the fraction of the ablations done.
@@ -96,7 +96,7 @@ def induction_heads(
         {columns}
 
     Raises:
-        KVLensError: a model without what this needs, tokens that do not fit, numbers out of range.
+        KVLensError: a model that this analysis does not support, invalid tokens, numbers out of range.
     """
     found = look_at_heads(
         model, prompt, n_sequences=n_sequences, n_repeated=n_repeated, seed=seed, prepend_bos=prepend_bos, ablations=ablations,
@@ -123,14 +123,14 @@ def induction_heads(
 
 
 class HeadsFound(NamedTuple):
-    """All that is measured of every head on repeated tokens.
+    """All measurements of every head on repeated tokens.
 
     Attributes:
         repeated: the tokens.
-        measured: what one run of them tells.
-        ablation: what resampling a head's output changes; NaN where it was not asked for.
-        swap_changes: the change of the loss when what a head reads of a kind is another text's token; likewise.
-        losses: both with their errors, for the verdicts; None where they were not measured.
+        measured: the measures from a single run.
+        ablation: the effect of resampling a head's output; NaN unless requested.
+        swap_changes: the change of the loss when a head reads another text's token at a kind of position; NaN unless requested.
+        losses: both with their errors, for the verdicts; None if they were not measured.
     """
 
     repeated: RepeatedTokens
@@ -153,7 +153,7 @@ def look_at_heads(
     on_start: Start | None,
     on_progress: Progress | None,
 ) -> HeadsFound:
-    """What both tables are made of; arguments and errors as :func:`induction_heads`."""
+    """Make the measurements behind both tables; arguments and errors as :func:`induction_heads`."""
     check_model(model)
     ensure("induction_heads: seed", Seed, seed)
     check_batch_size("induction_heads", batch_size)
@@ -177,7 +177,7 @@ def look_at_heads(
 
 
 def check_model(model: HookedKVTransformer) -> None:
-    """Raise KVLensError for a model in which induction has no meaning."""
+    """Raise KVLensError for a model in which induction is not defined."""
     if model.cfg.attention_dir != "causal":
         raise KVLensError("induction_heads: expected causal attention; a bidirectional model sees the next token")
     if model.cfg.d_vocab_out != model.cfg.d_vocab:
@@ -199,7 +199,7 @@ def _pieces(model: HookedKVTransformer, prompt: Any) -> Tensor:
 def of_prompt_repeated(
     function: Callable[..., pd.DataFrame], model: HookedKVTransformer, prompt: Tensor, n_random: int, **options: Any
 ) -> pd.DataFrame:
-    """A table of a prompt, or of ``n_random`` sequences of random tokens that are as long."""
+    """A table for a prompt, or for ``n_random`` sequences of random tokens of the same length."""
     if n_random:
         return function(model, n_sequences=n_random, n_repeated=len(prompt), **options)
     return function(model, prompt=prompt[None], **options)
@@ -208,23 +208,23 @@ def of_prompt_repeated(
 def _of_prompt(
     model: HookedKVTransformer, prompt: Tensor, *, n_random: int = 0, seed: int = 0, ablations: bool = False
 ) -> pd.DataFrame:
-    """:func:`induction_heads` of a prompt, or of random tokens."""
+    """:func:`induction_heads` on a prompt, or on random tokens."""
     return of_prompt_repeated(induction_heads, model, prompt, n_random, seed=seed, ablations=ablations)
 
 
 def n_ablations(model: HookedKVTransformer, *, n_random: int, ablations: bool, **_: object) -> int:
-    """How many runs the ablations of one prompt take."""
+    """Number of runs that the ablations of one prompt take."""
     return model.cfg.n_layers * model.cfg.n_heads * max(1, n_random) if ablations else 0
 
 
 REPEATED = tokens_field("prompt", prepend_bos=False)
-"""The prompt's tokens, without BOS: it comes once, in front of both copies."""
+"""The prompt's tokens, without BOS, which is added once before both copies."""
 N_RANDOM = Option("use this many sequences of random tokens, as long as the prompt; 0 repeats the prompt itself")
 SEED = Option("of random tokens")
-ABLATIONS = Option("also measure what resampling each head's output, and what it reads of each kind, costs")
+ABLATIONS = Option("also measure the effect of resampling each head's output, and what it reads at each kind of position")
 INDUCTION_HEADS = Analysis(
     name="induction_heads",
-    summary="attention of every head to what followed, and to three other kinds of position, on the prompt repeated",
+    summary="induction heads: attention of every head to four kinds of position on the repeated prompt",
     function=_of_prompt,
     columns=COLUMNS,
     inputs={"prompt": REPEATED},

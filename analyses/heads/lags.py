@@ -1,9 +1,9 @@
-"""Where a head looks on repeated tokens, as numbers: mean attention at the lags that name a kind of head.
+"""Attention of heads on repeated tokens: mean attention at the lag of each kind of head.
 
 On a text of N tokens repeated (:mod:`kvlens.analyses.heads.repeated_tokens`) four kinds of head attend at one lag each:
 
     ================ ================ ===============================
-    kind             query i looks at mean over
+    kind             query i reads    mean over
     ================ ================ ===============================
     prefix_matching  i - N + 1        the N positions of the second copy
     previous_token   i - 1            all positions but the first
@@ -11,14 +11,14 @@ On a text of N tokens repeated (:mod:`kvlens.analyses.heads.repeated_tokens`) fo
     current_token    i                all positions but the first
     ================ ================ ===============================
 
-With a KV shift the raw pattern A says at which *shifted* row a head looks, which is a mixture of tokens. Two more views say
-which tokens these are: the value-side pattern A (beta_1 I + beta_2 Shift), what is read, and the key-side pattern
-A (alpha_1 I + alpha_2 Shift), whose keys drew the attention. At (i, t) the first is sum_s beta_s A[i, t + s], for any window.
+With a KV shift the raw pattern A is over *shifted* rows, which are mixtures of tokens. Two more views are over tokens: the
+value-side pattern A (beta_1 I + beta_2 Shift), which values are read, and the key-side pattern A (alpha_1 I + alpha_2 Shift),
+which keys attract the attention. At (i, t) the first is sum_s beta_s A[i, t + s], for any window.
 
 For linear attention A is the implied pattern phi~(q).phi~(k) gamma^{i-j} / n_i, which may be negative and need not sum to 1.
 
-``detect_head`` of TransformerLens divides by all attention, here by that of the scored queries: on one sequence of n positions
-without repeated tokens inside a copy its default measure is N/n, (n - 1)/n, N/n times these scores where rows sum to 1.
+``detect_head`` of TransformerLens divides by all attention, these scores by that of the scored queries: on one sequence of n
+positions without repeated tokens inside a copy, its default measure is N/n, (n - 1)/n, N/n times these scores if rows sum to 1.
 """
 
 from typing import NamedTuple
@@ -32,13 +32,13 @@ from .shift_roles import ShiftTaps
 
 KINDS = ("prefix_matching", "previous_token", "duplicate_token", "current_token")
 NEAR = 2
-"""Places beside the token's own on which a shift may smear its attention."""
+"""Neighboring positions over which a shift may spread the attention to a token."""
 
 
 class PatternScores(NamedTuple):
-    """Scores of heads, of one layer or of all, in the order of :data:`KINDS`, and what the verdict needs, position by position.
+    """Scores of heads, of one layer or of all, in the order of :data:`KINDS`, and statistics by position for the verdict.
 
-    By position, all of the value-side pattern E and means over sequences: E at the lag of each kind and its square (0 for a
+    The statistics are of the value-side pattern E, means over sequences: E at the lag of each kind and its square (0 for a
     query whose lag reaches before the text), the sums of \\|E\\| and of E^2 over all keys, and, for the queries of the second
     copy, \\|E\\| on the positions of the first copy that are more than :data:`NEAR` away from the token's own.
     """
@@ -97,7 +97,7 @@ def value_side_pattern(
 
 
 def at_lag(pattern: Float[Tensor, "batch head query key"], lag: int) -> Float[Tensor, "batch head query"]:
-    """A[i, i - lag] of every query i; what lies before the text or ahead of i counts as 0."""
+    """A[i, i - lag] of every query i; 0 before the text or ahead of i."""
     if not 0 <= lag < pattern.shape[-1]:
         return pattern.new_zeros(pattern.shape[:-1])
     diagonal = pattern.diagonal(offset=-lag, dim1=-2, dim2=-1)  # its entry t belongs to query t + lag
@@ -105,7 +105,7 @@ def at_lag(pattern: Float[Tensor, "batch head query key"], lag: int) -> Float[Te
 
 
 def _elsewhere(effective: Tensor, repeated: RepeatedTokens) -> Float[Tensor, "head position"]:
-    """Mean \\|E\\| on the first copy, away from the token's own position there; 0 where no position is far enough away."""
+    """Mean \\|E\\| on the first copy, away from the token's own position there; 0 if no position is far enough away."""
     n, second = repeated.n_repeated, repeated.second
     position = torch.arange(n, device=effective.device)
     far = ((position[:, None] - position).abs() > NEAR).to(effective.dtype)

@@ -1,17 +1,17 @@
-"""The name of a head by the loss, where ablations and swaps were measured (:mod:`kvlens.analyses.heads.swaps`).
+"""The name of a head by the loss, if ablations and swaps were measured (:mod:`kvlens.analyses.heads.swaps`).
 
-Where a kernel cannot be sharp, a head may look nearly everywhere and still carry the answer by the small rest of its attention.
-Its pattern alone does not show that, but swapping does: a head reads another text's token at the lag of one kind, and nowhere
-else.
+If the kernel cannot be sharp, a head may attend nearly everywhere and still carry the answer with a small part of its
+attention. Its pattern alone does not show that, but swaps do: the head reads another text's token at the lag of one kind, and
+nowhere else.
 
-A change of the loss counts that is more than :data:`COSTLY` and more than :data:`MARGIN` standard errors, up or down. A head
-that has one is called by the swap that changes most, if that is at least :data:`PART` of what the ablation changes (it may be
-more: what a head reads elsewhere can do the opposite): by the name of the kind where the loss rises, "negative" and the name
-where it falls. Kinds whose swaps differ by no more than :data:`MARGIN` standard errors of the difference are named together.
-Else, where the ablation raises the loss, it keeps the name of its pattern, if that swap counts, or is "other": the model needs
-it, and not for any one of these kinds of position. Where the ablation lowers the loss it is "harmful": the model does better
-without it. Where nothing counts the name is that of the pattern; one that did not decide is "none" if the ablation changes the
-loss by less than :data:`COSTLY`, its noise included.
+A change of the loss is significant if it is more than :data:`COSTLY` and more than :data:`MARGIN` standard errors, up or down.
+A head whose ablation is significant is named by the swap with the largest change, if that is at least :data:`PART` of the
+change by the ablation (it may be larger, since what a head reads elsewhere can have the opposite effect): by the name of the
+kind if the loss rises, by "negative" and the name if it falls. Kinds whose swaps differ by at most :data:`MARGIN` standard
+errors of the difference are named together. Otherwise, if the ablation raises the loss, the head keeps the name of its pattern
+if that swap is significant, or is "other": the model needs it, but not for any one of these kinds of position. If the ablation
+lowers the loss it is "harmful": the model does better without it. If nothing is significant the name is that of the pattern; an
+inconclusive head is "none" if the ablation changes the loss by less than :data:`COSTLY`, its noise included.
 """
 
 import math
@@ -28,14 +28,14 @@ HARMFUL = "harmful"
 NEGATIVE = "negative "
 TIE = " / "
 COSTLY = 0.1
-"""Nats per token of the second copy."""
+"""The smallest significant change of the loss, in nats per token of the second copy."""
 MARGIN = 2.0
 """Standard errors."""
 PART = 1 / 3
 
 
 class Losses(NamedTuple):
-    """What ablations and swaps change, with standard errors (of the difference of two swaps; on the diagonal, of one)."""
+    """Changes by ablations and swaps, with standard errors (of the difference of two swaps; on the diagonal, of one)."""
 
     ablation: Float[Tensor, "layer head"]
     ablation_error: Float[Tensor, "layer head"]
@@ -44,7 +44,7 @@ class Losses(NamedTuple):
 
 
 class Named(NamedTuple):
-    """A name, and the kinds of position that it speaks of."""
+    """A name, and the kinds of position that it refers to."""
 
     name: str
     kinds: tuple[str, ...]
@@ -65,11 +65,11 @@ def name_by_loss(
     """The name of one head.
 
     Args:
-        names: kind -> what a head of that kind is called.
-        by_pattern: what its pattern says.
-        ablation: by how much the loss rises without it, and the standard error.
-        swaps: likewise for each kind that is asked; NaN where not measured, because the ablation changes next to nothing.
-        errors: two kinds -> standard error of their difference; twice one kind -> that of its swap.
+        names: kind -> name of a head of that kind.
+        by_pattern: the name by its pattern.
+        ablation: the increase of the loss without the head, and its standard error.
+        swaps: the increase for each kind considered; NaN if not measured because the ablation changes almost nothing.
+        errors: two kinds -> standard error of their difference; the same kind twice -> that of its swap.
     """
     cost, error = ablation
     if any(math.isnan(loss) for loss in swaps.values()):
@@ -94,14 +94,14 @@ def name_by_loss(
 
 
 def _unchanged(by_pattern: Named, cost: float, error: float) -> Named:
-    """The name where no change of the loss counts: that of the pattern, as far as the noise of the ablation allows it."""
+    """The name if no change of the loss is significant: that of the pattern, as far as the noise of the ablation allows."""
     if by_pattern.name == INCONCLUSIVE and abs(cost) + MARGIN * error <= COSTLY:
         return Named(NO_VERDICT, ())
     return Named(INCONCLUSIVE, ()) if by_pattern.name == NO_VERDICT and abs(cost) > COSTLY else by_pattern
 
 
 def _largest(changes: Mapping[str, float], errors: Mapping[tuple[str, str], float], enough: float) -> tuple[str, ...]:
-    """The kind of the largest change, with those that do not differ from it; none where that is not ``enough``."""
+    """The kind of the largest change, with those not significantly different; none if it is below ``enough``."""
     top = max(changes, key=lambda kind: changes[kind], default=None)
     if top is None or changes[top] < enough:
         return ()

@@ -1,7 +1,7 @@
-"""One forward pass over repeated tokens, and all that is measured of every head in it.
+"""All measures of heads that come from one forward pass over repeated tokens.
 
-Patterns are reduced to scores as they come, layer by layer, and never kept; the logits are not computed at all, because
-direct attribution needs only each head's output and the scale of the final norm.
+Patterns are reduced to scores layer by layer, and never kept; the logits are not computed, because direct attribution needs
+only each head's output and the scale of the final norm.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ from .weights import wide_dtype
 
 
 class HeadMeasures(NamedTuple):
-    """What one run of the text shows of every head, means over its sequences."""
+    """Measures of every head from one run of the text, means over its sequences."""
 
     scores: PatternScores
     attribution: Float[Tensor, "layer head"]
@@ -39,7 +39,7 @@ def measure_heads(model: HookedKVTransformer, repeated: RepeatedTokens) -> HeadM
 
 
 def _bytes_per_sequence(model: HookedKVTransformer, repeated: RepeatedTokens) -> int:
-    """One layer's pattern, scores and temporaries; every layer's z; the widest activations."""
+    """Bytes of one layer's pattern, scores and temporaries; every layer's z; the widest activations."""
     pos, cfg = repeated.tokens.shape[1], model.cfg
     return 4 * pos * (6 * cfg.n_heads * pos + cfg.n_layers * cfg.n_heads * cfg.d_head + 4 * max(cfg.d_mlp or 0, cfg.d_model))
 
@@ -49,7 +49,7 @@ def _weighted(shares: Sequence[float], tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _measure_part(model: HookedKVTransformer, repeated: RepeatedTokens) -> HeadMeasures:
-    """One forward pass without logits; patterns are reduced to scores as they come and never kept."""
+    """Run one forward pass without logits; patterns are reduced to scores immediately and never kept."""
     cache: dict[str, Tensor] = {}
     taps: list[ShiftTaps] = []
     scores: list[PatternScores] = []
@@ -67,7 +67,7 @@ def _measure_part(model: HookedKVTransformer, repeated: RepeatedTokens) -> HeadM
     patterns = [f"blocks.{layer}.attn.hook_pattern" for layer in range(model.cfg.n_layers)]
     model.run_with_hooks(
         repeated.tokens,
-        attention_mask=torch.ones_like(repeated.tokens),  # a pad token that was typed is a token, not padding
+        attention_mask=torch.ones_like(repeated.tokens),  # a pad token in the text is a token, not padding
         return_type=None,
         fwd_hooks=[*((name, keep) for name in kept), *((name, score) for name in patterns)],
     )

@@ -1,16 +1,15 @@
-"""What each head is called by what it does on text that repeats itself, and all that is a matter of the head alone.
+"""The name of each head by its behavior on repeated text, and all measures with one number per head.
 
-Each head is described by what it does with what it finds (copying score, logit attribution), by what is lost without it
-(ablation), and by how it came to look there: the earlier head that its keys read most, or, in a model with KV shift, its own
-coefficients (:mod:`kvlens.analyses.heads.shift_roles`), which can make an induction head in one layer. Where it looks, kind by
-kind, is in :func:`kvlens.analyses.heads.induction.induction_heads`.
+Each head is described by the effect of what it reads (copying score, logit attribution), by the effect of ablating it, and by
+the source of its attention: the earlier head that its keys read most, or, in a model with KV shift, its own coefficients
+(:mod:`kvlens.analyses.heads.shift_roles`), which can make an induction head in one layer. Its attention to each kind of
+position is in :func:`kvlens.analyses.heads.induction.induction_heads`.
 
-The verdict goes by what the head *reads*, against chance, and with ``ablations`` by the loss of reading something else there
-(:mod:`kvlens.analyses.heads.verdicts`, :mod:`kvlens.analyses.heads.loss_verdicts`): then every head without which the loss
-changes by more than 0.1 nats and its noise has a name. A head whose pattern does not decide, as of most linear attention, is
-"inconclusive", not "none".
-It says nothing of copying: a head that finds the right token and lowers its logit has the verdict ``induction`` and a
-negative ``copying_score``.
+The verdict compares what the head *reads* with chance, and with ``ablations`` also uses the effect on the loss of reading
+something else there (:mod:`kvlens.analyses.heads.verdicts`, :mod:`kvlens.analyses.heads.loss_verdicts`): then every head whose
+ablation changes the loss by more than 0.1 nats and its noise has a name. A head whose pattern does not decide, as in most
+linear attention, is "inconclusive", not "none". The verdict does not depend on copying: a head that finds the right token and
+lowers its logit has the verdict ``induction`` and a negative ``copying_score``.
 
 Source: Olsson et al. 2022; Elhage et al. 2021; KVSA sec. 3, table 4.
 """
@@ -48,23 +47,23 @@ COLUMNS = Columns(
     head=("int64", "query head"),
     verdict=(
         "str",
-        '"induction", "previous token", "duplicate token", "current token", or several, " / " between, where none is above the '
-        'others; "none"; "inconclusive": too spread out or too near the limit. With ablations also "negative '
-        'induction" and so on: what it reads there raises the loss; "other" and "harmful": the model needs it, or does better '
-        "without it, and not for any one of these",
+        '"induction", "previous token", "duplicate token", "current token", or several joined by " / " if they are not '
+        'significantly different; "none"; "inconclusive": too spread out or too near the limit. With ablations also "negative '
+        'induction" and so on: what it reads there raises the loss; "other" or "harmful": the model needs it, or does better '
+        "without it, but not because of any one of these",
     ),
     stretch_share=(
         "float64",
-        "of what the head reads on its strongest stretch of positions, the part that the verdict speaks of",
+        "share of what the head reads on its strongest stretch of positions that is at the verdict's lag",
     ),
-    stretch_ratio=("float64", 'how many times what uniform attention would give there; of the strongest kind for "none"'),
+    stretch_ratio=("float64", 'that share over the share of uniform attention there; of the strongest kind for "none"'),
     stretch_start=("int64", "first position of that stretch, BOS counted"),
     spread=(
         "float64",
         f"(sum |A|)^2 / sum A^2 over keys, value-side, over how many it sees, mean over positions 8 to {EARLY - 1} after a "
-        f"BOS: 1 for uniform attention; above {SPREAD:.2f} the pattern alone does not show what a head is for",
+        f"BOS: 1 for uniform attention; above {SPREAD:.2f} the pattern alone does not show a head's function",
     ),
-    threshold=("float64", "of the verdict, as given"),
+    threshold=("float64", "threshold of the verdict, as given"),
     role=("str", 'by its shift coefficients: "plain", "induction", "predecessor", "delayed"'),
     copying_score=(
         "float64",
@@ -84,7 +83,7 @@ COLUMNS = Columns(
     beta_2=("float64", "of its predecessor; 0 without a shift"),
     displacement=(
         "int64",
-        "how many positions after the token it matches a head reads, by its largest coefficients (all of them where the window "
+        "positions from the matched to the read token, by the head's largest coefficients (all of them where the window "
         "is above 1)",
     ),
 )
@@ -108,18 +107,17 @@ def induction_verdicts(
     on_start: Start | None = None,
     on_progress: Progress | None = None,
 ) -> pd.DataFrame:
-    """Name every head by what it does on tokens that are repeated.
+    """Name every head by its behavior on repeated tokens.
 
     Args:
         model, prompt, n_sequences, n_repeated, seed, prepend_bos: as in
             :func:`kvlens.analyses.heads.induction.induction_heads`, which has the scores behind the verdict.
-        threshold: share of what a head reads from which on it is a "previous token" or "current token" head, on its strongest
-            stretch of 16 positions.
-        ratio: how many times what uniform attention would give the share of any kind must be; see
-            :mod:`kvlens.analyses.heads.verdicts`.
-        ablations: also measure what resampling each head's output costs, and what reading another text's tokens costs it, and
-            name heads by that (models with an attention variant keep the verdict of the pattern).
-        batch_size, on_start, on_progress: as there.
+        threshold: share of what a head reads, on its strongest stretch of 16 positions, that makes it a "previous token" or
+            "current token" head.
+        ratio: the share required of any kind, as a multiple of uniform attention; see :mod:`kvlens.analyses.heads.verdicts`.
+        ablations: also measure the effects of resampling each head's output and of reading another text's tokens, and name
+            heads by these (models with an attention variant keep the verdict of the pattern).
+        batch_size, on_start, on_progress: as for ``induction_heads``.
 
     Returns:
         One row per head, by layer, then head:
@@ -127,7 +125,7 @@ def induction_verdicts(
         {columns}
 
     Raises:
-        KVLensError: a model without what this needs, tokens that do not fit, numbers out of range.
+        KVLensError: a model that this analysis does not support, invalid tokens, numbers out of range.
     """
     if not 0 < threshold <= 1:
         raise KVLensError(f"induction_verdicts: threshold must lie in (0, 1], got {threshold}")
@@ -167,14 +165,14 @@ def _frame(
         "displacement": torch.stack([displacement(taps) for taps in measured.taps]),
     }
     for name, taps in (("alpha", [t.k for t in measured.taps]), ("beta", [t.v for t in measured.taps])):
-        by_lag = torch.nn.functional.pad(torch.stack(taps), (0, 1))  # a zero behind: without a shift there is one column
+        by_lag = torch.nn.functional.pad(torch.stack(taps), (0, 1))  # append a zero, since without a shift there is one column
         columns |= {f"{name}_1": by_lag[..., 0], f"{name}_2": by_lag[..., 1]}
     columns |= _strongest_k_composition(composition_scores(weights, "K"))
     return COLUMNS.frame(columns)
 
 
 def _strongest_k_composition(scores: Tensor) -> dict[str, Any]:
-    """For each head its best earlier one; the first layer has none."""
+    """For each head the earlier head with the largest score; the first layer has none."""
     n_heads = scores.shape[1]
     strongest, where = scores.flatten(0, 1).max(dim=0)  # [layer, head]
     strongest[0] = torch.nan
@@ -196,14 +194,14 @@ def _of_prompt(
     ratio: float = RATIO,
     ablations: bool = False,
 ) -> pd.DataFrame:
-    """:func:`induction_verdicts` of a prompt, or of random tokens."""
+    """:func:`induction_verdicts` on a prompt, or on random tokens."""
     options: dict[str, Any] = dict(seed=seed, threshold=threshold, ratio=ratio, ablations=ablations)
     return of_prompt_repeated(induction_verdicts, model, prompt, n_random, **options)
 
 
 INDUCTION_VERDICTS = Analysis(
     name="induction_verdicts",
-    summary="what every head is called by what it does on the prompt repeated: induction, previous token and so on",
+    summary="the name of every head by its behavior on the repeated prompt: induction, previous token and so on",
     function=_of_prompt,
     columns=COLUMNS,
     inputs={"prompt": REPEATED},
@@ -211,9 +209,9 @@ INDUCTION_VERDICTS = Analysis(
         "n_random": N_RANDOM,
         "seed": SEED,
         "threshold": Option(
-            "share of what a head reads from which on it is a previous or current token head, on its strongest stretch"
+            "share of what a head reads on its strongest stretch that makes it a previous or current token head"
         ),
-        "ratio": Option("how many times what uniform attention would give that share must be"),
+        "ratio": Option("the share required of any kind, as a multiple of uniform attention"),
         "ablations": ABLATIONS,
     },
     check_model=check_model,

@@ -1,4 +1,4 @@
-"""Text in which induction can be seen and nothing else helps: a piece of N tokens, and the same piece again.
+"""Repeated text, in which only induction helps: N tokens, and the same N tokens again.
 
     [BOS] t_0 t_1 ... t_{N-1} t_0 t_1 ... t_{N-1}
 
@@ -19,7 +19,7 @@ from kvlens import HookedKVTransformer, KVLensError
 from kvlens.checks import Within, ensure
 
 LONGEST = 2**20
-"""Sequences, and tokens of one: more is surely a mistake."""
+"""The most sequences, and the most tokens of one; more is surely a mistake."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class RepeatedTokens:
 
     @property
     def next_tokens(self) -> Int[Tensor, "batch target"]:
-        """What follows each position of the second copy but its last: N - 1 tokens that the first copy has shown."""
+        """The token after each position of the second copy but its last: N - 1 tokens that the first copy contains."""
         return self.tokens[:, self.second + 1 :]
 
     def split(self, n: int) -> list["RepeatedTokens"]:
@@ -50,16 +50,16 @@ class RepeatedTokens:
 
 
 def repeat_tokens(model: HookedKVTransformer, piece: Int[Tensor, "batch piece"], prepend_bos: bool | None) -> RepeatedTokens:
-    """Say each row of ``piece`` twice.
+    """Repeat each row of ``piece`` once.
 
     Args:
-        model: whose vocabulary and length decide what is possible.
+        model: its vocabulary and context length are the limits.
         piece: token ids without BOS.
-        prepend_bos: whether a BOS stands in front; None puts one where the model is used to it (a tokenizer that has one,
+        prepend_bos: whether to prepend BOS; None does so if that is the model's default (a tokenizer that has one,
             ``default_prepend_bos``, no bias attached).
 
     Raises:
-        KVLensError: fewer than two tokens, ids outside the vocabulary, a text longer than the model's longest, no BOS.
+        KVLensError: fewer than two tokens, ids outside the vocabulary, a text longer than the model's context, no BOS.
     """
     n_repeated = piece.shape[1]
     if n_repeated < 2:
@@ -78,7 +78,7 @@ def repeat_tokens(model: HookedKVTransformer, piece: Int[Tensor, "batch piece"],
 
 
 def longest_repeat(model: HookedKVTransformer, prepend_bos: bool | None, most: int) -> int:
-    """How long a piece should be so that two of it lie within ``n_ctx``, what the model is used to; at most ``most``."""
+    """The longest piece, at most ``most`` tokens, whose two copies fit within ``n_ctx``."""
     return max(2, min(most, (model.cfg.n_ctx - len(_bos(model, prepend_bos))) // 2))
 
 
@@ -87,8 +87,8 @@ def draw_piece(
 ) -> Int[Tensor, "batch piece"]:
     """Random tokens, the tokenizer's special ones left out.
 
-    A row holds no token twice, so that the position to look back to is one; where the vocabulary is too small, tokens are drawn
-    with replacement.
+    A row has no token twice, so that the position to attend to is unique; if the vocabulary is too small, tokens are drawn with
+    replacement.
     """
     for name, value, least in (("n_sequences", n_sequences, 1), ("n_repeated", n_repeated, 2)):
         ensure(f"induction_heads: {name}", Annotated[int, Within(least, LONGEST)], value)

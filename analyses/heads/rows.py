@@ -1,12 +1,12 @@
 """Attention patterns at chosen queries: rows of ``hook_pattern``, without the rest of it.
 
-TransformerLens' pattern is N x N per head: 1.6 GB for 24 heads and 4,096 tokens, of which a picture needs a few rows. Linear
-attention gives single rows from its features,
+TransformerLens' pattern is N x N per head: 1.6 GB for 24 heads and 4,096 tokens, of which a plot needs a few rows. For linear
+attention single rows can be computed from features,
 
     pattern[i, j] = phi~(q_i).phi~(k_j) gamma^{i-j} / n_i     for j <= i       (n_i = attn_scale under normalizer "none")
 
-(ICLCA eq. 12-13, divided out): the queries are read first, then the keys, of a long text one segment at a time
-(:mod:`kvlens.analyses.segments`). Softmax attention computes all rows, and the chosen ones are cut out layer by layer.
+(from ICLCA eq. 12-13): the queries are read first, then the keys, for a long text one segment at a time
+(:mod:`kvlens.analyses.segments`). For softmax attention all rows are computed, and the chosen ones selected layer by layer.
 """
 
 from collections.abc import Callable
@@ -30,15 +30,15 @@ VisitRows = Callable[[int, int, Float[Tensor, "head query pos"]], None]
 def attention_rows(
     model: HookedKVTransformer, prompt: PromptTokens, queries: Int[Tensor, " query"]
 ) -> Float[Tensor, "layer head query pos"]:
-    """The pattern that the model has at ``queries``, float32 on the CPU.
+    """The model's pattern at ``queries``, float32 on the CPU.
 
     Args:
-        model: with whatever is attached to it; a bias takes its part of the normalizer, and has no column.
-        prompt: the whole sequence: a string, or tokens [pos] with BOS where the model wants one.
+        model: the model, with whatever is attached to it; a bias is part of the normalizer, but has no column.
+        prompt: the whole sequence: a string, or tokens [pos] with BOS if the model uses one.
         queries: positions in it.
 
     Raises:
-        KVLensError: tokens that are no sequence, or a query outside it.
+        KVLensError: tokens that are not a sequence, or a query outside it.
     """
     tokens = prompt_sequence(model, "attention_rows", prompt)
     if queries.dim() != 1 or queries.is_floating_point() or queries.is_complex() or queries.dtype == torch.bool:
@@ -65,10 +65,10 @@ def visit_rows(
     *,
     on_progress: Progress | None = None,
 ) -> None:
-    """Hand the rows of :func:`attention_rows` to ``visit``, of a long text in parts: nothing as long as the text is held.
+    """Call ``visit`` on the rows of :func:`attention_rows`, in parts for a long text, so that memory does not grow with it.
 
     Args:
-        model, tokens, queries: as there; tokens [pos], queries that exist.
+        model, tokens, queries: as for :func:`attention_rows`; tokens [pos], queries in range.
         visit: called for each layer with consecutive parts of the keys.
         on_progress: called with the fraction done.
     """
@@ -107,7 +107,7 @@ def attention_among(
 
     Args:
         model, tokens: as :func:`visit_rows`.
-        positions: the chosen positions, ascending.
+        positions: positions, ascending.
         on_progress: called with the fraction done.
     """
     positions = positions.to(model.W_E.device)

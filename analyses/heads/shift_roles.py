@@ -1,8 +1,8 @@
-"""What the KV shift makes of a head: which token it matches, which one it then reads.
+"""The role that the KV shift gives to a head: which token it matches, and which one it reads.
 
 A head that attends from i to s compares its query with k^_s = sum_a alpha_a k_{s-a} and reads v^_s = sum_b beta_b v_{s-b}.
-With the largest alpha at lag a* and the largest beta at lag b* it *matches* token s - a* and *reads* token s - b*: what it
-reads lies ``displacement = a* - b*`` positions after what it matched. For window 1 that is KVSA's table 4:
+With the largest alpha at lag a* and the largest beta at lag b* it *matches* token s - a* and *reads* token s - b*, which is
+``displacement = a* - b*`` positions after the matched token. For window 1 that is KVSA's table 4:
 
     ================== =============== ================
     role               beta_1 > beta_2 beta_1 <= beta_2
@@ -19,8 +19,8 @@ reads lies ``displacement = a* - b*`` positions after what it matched. For windo
 Where queries are shifted and the largest coefficient is at lag c*, the query is that of token i - c*, and what it matched is
 c* positions before the copy of the current token: displacement = a* - b* - c*.
 
-The coefficients are compared as they are, sign included, as in the paper. Only their ratio means something: alpha and W_K
-can trade a factor, and so can beta and W_V.
+The coefficients are compared as they are, including the sign, as in the paper. Only their ratio is meaningful, since a factor
+can be moved between alpha and W_K, or between beta and W_V.
 
 Source: KVSA eq. 4-6, table 4, app. J.
 """
@@ -43,7 +43,7 @@ class ShiftTaps(NamedTuple):
 
 
 def shifted_projections(model: HookedKVTransformer) -> list[str]:
-    """Those of "k", "v", "q" that this model shifts."""
+    """The projections ("k", "v", "q") that this model shifts."""
     shift = model.cfg.kv_shift
     if shift is None:
         return []
@@ -54,8 +54,8 @@ def layer_taps(model: HookedKVTransformer, used: dict[str, Tensor], dtype: torch
     """The taps of one layer, for every query head.
 
     Args:
-        model: whose heads they are.
-        used: what ``hook_{k,v,q}_shift_coef`` held, [kv_head or head, taps], by "k", "v", "q"; without those not shifted.
+        model: the model.
+        used: the activations of ``hook_{k,v,q}_shift_coef``, [kv_head or head, taps], by "k", "v", "q"; shifted ones only.
         dtype: of the result.
     """
     n_heads, window = model.cfg.n_heads, 0 if model.cfg.kv_shift is None else model.cfg.kv_shift.window
@@ -65,7 +65,7 @@ def layer_taps(model: HookedKVTransformer, used: dict[str, Tensor], dtype: torch
 
 
 def displacement(taps: ShiftTaps) -> Int[Tensor, " head"]:
-    """How many positions after the matched token the head reads; equal coefficients count for the earlier token."""
+    """Number of positions from the matched to the read token; among equal coefficients the earlier token counts."""
     return _largest_lag(taps.k) - _largest_lag(taps.v) - _largest_lag(taps.q)
 
 
@@ -79,5 +79,5 @@ def roles(taps: ShiftTaps) -> list[str]:
 
 
 def _largest_lag(taps: Tensor) -> Int[Tensor, " head"]:
-    """The lag of the largest coefficient, the longest of equals."""
+    """The lag of the largest coefficient, the longest lag if several are equal."""
     return taps.shape[1] - 1 - taps.flip(dims=[1]).argmax(dim=1)

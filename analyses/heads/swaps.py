@@ -1,14 +1,14 @@
-"""What the model loses when a head reads another text's token at one kind of position, with everything else unchanged.
+"""The effect on the loss of a head reading another text's token at one kind of position, with everything else unchanged.
 
-Resampling a head's whole output (:mod:`kvlens.analyses.heads.ablation`) says that the model needs the head, not what for. Here
-only what it reads at the lag of one kind is swapped: with E the value-side pattern of :mod:`kvlens.analyses.heads.lags`, v the
-values of the text in front of the shift and v' those of another,
+Resampling a head's whole output (:mod:`kvlens.analyses.heads.ablation`) shows that the model needs the head, but not for what.
+Here only what it reads at the lag of one kind is swapped: with E the value-side pattern of :mod:`kvlens.analyses.heads.lags`,
+v the values of the text before the shift and v' those of another text,
 
     z_i  ->  z_i - E[i, i - lag] (v_{i - lag} - v'_{i - lag})
 
-The attention stays as it was, in its position and in its size, so this says the same of a sharp softmax head and of a linear
-one that reads a tenth here and the rest everywhere. As z is linear in the tokens, the swaps at all lags add up, in z, to
-reading the other text throughout.
+The attention itself is unchanged, so the measure works equally for a sharp softmax head and for a linear head that reads a
+tenth here and the rest everywhere else. Since z is linear in the tokens, the swaps at all lags add up, in z, to reading the
+other text throughout.
 
 Source: Wang et al. 2022 (path patching) and Chan et al. 2022 (resampling), of one edge of the attention pattern.
 """
@@ -28,9 +28,9 @@ from .shift_roles import ShiftTaps
 
 
 class SwapCosts(NamedTuple):
-    """By how much the loss rises, nats, and the standard error of the difference of two kinds, on the diagonal of one.
+    """The increase of the loss, nats, and the standard error of the difference of two kinds; on the diagonal, of one kind.
 
-    NaN for heads that were not asked.
+    NaN for heads that were not measured.
     """
 
     costs: Float[Tensor, "kind layer head"]
@@ -38,7 +38,7 @@ class SwapCosts(NamedTuple):
 
 
 class _Layer(NamedTuple):
-    """What one layer's heads write, what they read at each kind of position (0 where there is none), and how v differs."""
+    """What one layer's heads write, their attention at each kind of position (0 if there is none), and the difference of v."""
 
     z: Float[Tensor, "text pos head d_head"]
     edges: Float[Tensor, "kind text head query"]
@@ -57,15 +57,15 @@ def swap_costs(
     """Swap what each head reads at each kind of position, one at a time.
 
     Args:
-        model: without an attention variant, whose z is not linear in v.
+        model: a model without an attention variant, in which z would not be linear in v.
         repeated: the texts.
-        donors: as many texts of the same length.
+        donors: the same number of texts of the same length.
         taps: the shift coefficients of every layer.
-        heads: which heads are asked.
+        heads: the heads to measure.
         batch_size: rows per forward pass; None takes what memory allows.
 
     Returns:
-        Of the mean loss of the next tokens of the second copy.
+        Changes of the mean loss of the next tokens of the second copy.
     """
     starts, layers = residuals(model, repeated), _layers(model, repeated, donors, taps)
     whole, _ = losses_and_logits(model, starts[-1], len(layers), repeated.next_tokens)
@@ -93,10 +93,10 @@ def swap_costs(
 
 
 def _swapped(own: _Layer, head: int, repeated: RepeatedTokens) -> Float[Tensor, "row pos d_head"]:
-    """A head's output after each swap: the rows are the kinds, and of each the texts."""
+    """A head's output after each swap, one row per kind and text."""
     z, difference = own.z[:, :, head], own.difference[:, :, head]
     lags = [lag for lag, _ in lags_and_queries(repeated).values()]
-    read = torch.stack([difference.roll(lag, dims=1) for lag in lags])  # what comes round from the end has the edge 0
+    read = torch.stack([difference.roll(lag, dims=1) for lag in lags])  # values wrapped around from the end have attention 0
     return (z + own.edges[:, :, head, :, None] * read).flatten(0, 1)
 
 
@@ -123,7 +123,7 @@ def _layers(
 
 
 def _per_query_head(model: HookedKVTransformer, v: Tensor) -> Float[Tensor, "text pos head d_head"]:
-    """As the heads read them: behind the clamp that some architectures have, one for each query head."""
+    """Values as the heads read them: after the clamp of some architectures, one per query head."""
     clip = model.cfg.clip_qkv
     v = v if clip is None else v.clamp(min=-clip, max=clip)
     return v.repeat_interleave(model.cfg.n_heads // v.shape[2], dim=2)

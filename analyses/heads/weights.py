@@ -1,21 +1,21 @@
-"""A head's four weight matrices as the residual stream sees them, and what follows from them alone.
+"""A head's four weight matrices with norms folded in, and the scores that depend on them alone.
 
-What a norm does by itself is part of the matrix behind it, so that the figures do not depend on how the model was loaded: its
-gain, and the mean over d_model that a LayerNorm takes away, which TransformerLens folds into the weights (``fold_ln``). What is
-written into a stream that only LayerNorms read is written without that mean (``center_writing_weights``). What a norm divides
-by is left out. The matrices of all formulas below, and of the columns' texts that say "folded", are therefore
+The linear part of a norm is folded into the following matrix, so that scores do not depend on how the model was loaded: its
+gain, and the subtraction of the mean over d_model in a LayerNorm (TransformerLens' ``fold_ln``). Matrices that write into a
+stream that only LayerNorms read are centered (``center_writing_weights``). The scale that a norm divides by is left out. The
+matrices in all formulas below, and in the descriptions of columns that say "folded", are therefore
 
-    W_Q, W_K, W_V -> C diag(g) W        g: gain of the norm in front; C = 1 - 11^T / d_model for a LayerNorm, else 1
-    W_O           -> W_O diag(g') C     g': gain of an RMSNorm behind; C only where every norm that reads is a LayerNorm
-    W_U           -> C diag(g) W_U V    g, C: of the final norm; V = 1 - 11^T / d_vocab takes away the mean over the vocabulary,
-                                        which no probability sees (``center_unembed``)
+    W_Q, W_K, W_V -> C diag(g) W        g: gain of the preceding norm; C = 1 - 11^T / d_model for a LayerNorm, else 1
+    W_O           -> W_O diag(g') C     g': gain of an RMSNorm after it; C only if every norm that reads is a LayerNorm
+    W_U           -> C diag(g) W_U V    g, C: of the final norm; V = 1 - 11^T / d_vocab subtracts the mean over the vocabulary,
+                                        which does not affect probabilities (``center_unembed``)
 
-with g = 1 and C = 1 where there is no norm. On weights that TransformerLens has folded and centered, -> changes nothing.
+with g = 1 and C = 1 if there is no norm. Weights that TransformerLens has folded and centered do not change.
 
 Grouped queries: every query head has its own W_Q and W_O and its group's W_K and W_V.
 
-Positions and shifts are left out too: rotary embeddings turn W_Q W_K^T by a lag, shift coefficients multiply W_K and W_V by
-numbers, which no ratio below sees.
+Positions and shifts are left out too: rotary embeddings rotate W_Q W_K^T by a lag, and shift coefficients multiply W_K and W_V
+by numbers that cancel in all ratios below.
 
 Source: Elhage et al. 2021, A Mathematical Framework for Transformer Circuits (composition; eigenvalues of the OV circuit).
 """
@@ -30,11 +30,11 @@ from kvlens import HookedKVTransformer, KVLensError
 
 COMPOSITION_KINDS = ("Q", "K", "V")
 NORM_BEHIND_ATTENTION = ("Olmo2ForCausalLM", "Olmo3ForCausalLM")
-"""Architectures whose ``ln1`` stands behind the attention and not in front of it."""
+"""Architectures whose ``ln1`` comes after the attention, not before it."""
 
 
 class HeadWeights(NamedTuple):
-    """One layer's matrices, gains and means folded, in float32 or wider."""
+    """One layer's matrices, with gains and means folded, in float32 or wider."""
 
     W_Q: Float[Tensor, "head d_model d_head"]
     W_K: Float[Tensor, "head d_model d_head"]
@@ -43,7 +43,7 @@ class HeadWeights(NamedTuple):
 
 
 def wide_dtype(model: HookedKVTransformer) -> torch.dtype:
-    """The model's dtype, or float32 where that is wider."""
+    """The model's dtype, or float32 if that is wider."""
     return torch.promote_types(model.W_E.dtype, torch.float32)
 
 
@@ -55,7 +55,7 @@ def norm_behind(model: HookedKVTransformer, layer: int) -> str | None:
 
 
 def gain(norm: Any) -> Tensor | float:
-    """A norm's gain [d_model]; 1 where it has been folded, or there is no norm."""
+    """A norm's gain [d_model]; 1 if it has been folded, or there is no norm."""
     return getattr(norm, "w", 1.0)
 
 
@@ -77,10 +77,10 @@ def head_weights(model: HookedKVTransformer, layer: int) -> HeadWeights:
 def copying_scores(model: HookedKVTransformer, weights: list[HeadWeights]) -> Float[Tensor, "layer head"]:
     """sum(lambda) / sum(|lambda|) over the eigenvalues of W_E W_V W_O W_U, token in, logits out, of the folded matrices.
 
-    1: whatever token is read, its own logit rises; -1: it falls; random weights give about 0. The matrices are those of the
-    module's text: the same formula of raw weights has another value, by the means that no output of the model depends on, and
-    would change with the way in which the model was loaded. The eigenvalues that are not 0 are those of the d_head x d_head
-    matrix W_O (W_U W_E) W_V, so nothing of vocabulary x vocabulary is built.
+    1: reading a token always raises its own logit; -1: it lowers it; random weights give about 0. The matrices are folded as
+    described in the module: with raw weights the formula would include means on which no output of the model depends, and would
+    change with the way the model was loaded. The nonzero eigenvalues are those of the d_head x d_head matrix
+    W_O (W_U W_E) W_V, so no vocabulary x vocabulary matrix is built.
 
     Raises:
         KVLensError: input and output vocabularies differ.
@@ -107,14 +107,14 @@ def _centers(norm: Any) -> bool:
 
 
 def _all_read_centered(model: HookedKVTransformer) -> bool:
-    """Whether whatever reads the residual stream takes its mean away first."""
+    """Whether everything that reads the residual stream subtracts its mean first."""
     return _centers(getattr(model, "ln_final", None)) and all(
         _reads_centered(model, layer) for layer in range(model.cfg.n_layers)
     )
 
 
 def _reads_centered(model: HookedKVTransformer, layer: int) -> bool:
-    """Whether a norm that subtracts the mean stands in front of the layer's heads."""
+    """Whether a norm before the layer's heads subtracts the mean."""
     return model.cfg.original_architecture not in NORM_BEHIND_ATTENTION and _centers(getattr(model.blocks[layer], "ln1", None))
 
 
@@ -125,12 +125,12 @@ def composition_scores(weights: list[HeadWeights], kind: str) -> Float[Tensor, "
 
     in Frobenius norms, of the folded matrices.
 
-    1 at most, 0 where nothing written is read; a random rotation between the two gives 1/sqrt(d_model) in the root mean
-    square. Where one of the two is 0 so is the score, and it is 0 where the second head does not come later. Layout and
-    values are those of ``HookedTransformer.all_composition_scores`` on weights that TransformerLens has processed.
+    At most 1, and 0 if nothing written is read; a random rotation between the two gives a root mean square of 1/sqrt(d_model).
+    The score is 0 if one of the two matrices is 0, or if the second head is not in a later layer. Layout and values are those
+    of ``HookedTransformer.all_composition_scores`` on weights that TransformerLens has processed.
 
     Args:
-        weights: of every layer.
+        weights: weights of every layer.
         kind: one of :data:`COMPOSITION_KINDS`.
     """
     written = [_without_left_isometry(w.W_V, w.W_O) for w in weights]  # [head, d_head, d_model]
@@ -151,7 +151,7 @@ def _read_by(w: HeadWeights, kind: str) -> Tensor:
 
 
 def _without_left_isometry(left: Tensor, right: Tensor) -> Tensor:
-    """R ``right`` with ``left`` = Q R: as large as ``left @ right`` from any side, with d_head rows and not d_model."""
+    """R ``right`` with ``left`` = Q R: has the norms of ``left @ right``, but d_head rows instead of d_model."""
     return torch.linalg.qr(left, mode="r").R @ right
 
 

@@ -1,1 +1,1 @@
-"""What a prompt changes in the predictions on a text, and how exactly its conversion replaces it."""
+"""Analyses of the effect of a prompt on the predictions on a text, and of the exactness of its conversion."""

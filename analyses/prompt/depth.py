@@ -1,7 +1,7 @@
-"""What a prompt has changed about each next token at each depth: the logit lens, with and without the prompt.
+"""The effect of a prompt on each next token at each depth: the logit lens, with and without the prompt.
 
 The residual stream before layer l, through the final norm and the unembedding, is a guess at the next token (the logit lens).
-By how much its loss rises without the prompt tells how much of the prompt's help, or harm, stands there already.
+The increase of its loss without the prompt measures how much of the prompt's effect is present at this depth.
 
 Source: nostalgebraist 2020, interpreting GPT: the logit lens; TransformerLens' ``ActivationCache.accumulated_resid``.
 """
@@ -29,7 +29,7 @@ from ..texts import next_token_texts, token_texts
 from .readings import Readings, check_readings, read_text
 
 COLUMNS = Columns(
-    layer=("int64", "how many layers have been read; the number of layers for the whole model"),
+    layer=("int64", "number of layers applied; the number of layers for the whole model"),
     position=("int64", "0 is the first token of the text"),
     token=("str", "the token at this position"),
     next_token=("str", "the token that follows in the text, missing at the last position"),
@@ -52,15 +52,15 @@ def prompt_by_depth(
     baseline: BaselineTokens | None = None,
     readings: Readings | None = None,
 ) -> pd.DataFrame:
-    """Losses on the text at every depth, with and without the prompt.
+    """Measure losses on the text at every depth, with and without the prompt.
 
     Args:
         model: with any attention; what is attached to it stays attached.
-        prompt: a string, or tokens [pos] with BOS where the model wants one.
+        prompt: a string, or tokens [pos] with BOS if the model uses one.
         text: a string, or tokens [pos] without BOS.
-        baseline: [pos], what stands in front of the text "without the prompt"; None takes the prompt's BOS, and nothing
-            if it does not begin with the tokenizer's BOS.
-        readings: of this text with and without the prompt, residuals included, where they have been read already; None reads it
+        baseline: [pos], the tokens before the text "without the prompt"; None takes the prompt's BOS, or nothing if the prompt
+            does not begin with the tokenizer's BOS.
+        readings: of this text with and without the prompt, residuals included, if they have been read already; None reads it
             here.
 
     Returns:
@@ -111,7 +111,7 @@ def _texts_by_depth(model: HookedKVTransformer, text: Tensor, guesses: Int[Tenso
 
 PROMPT_BY_DEPTH = Analysis(
     name="prompt_by_depth",
-    summary="what a prompt has changed about each next token at each depth (logit lens)",
+    summary="the effect of a prompt on each next token at each depth (logit lens)",
     function=prompt_by_depth,
     columns=COLUMNS,
     inputs={"prompt": PROMPT, "text": TEXT},

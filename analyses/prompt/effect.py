@@ -1,4 +1,4 @@
-"""What a prompt changes in the predictions on a text, and whether its conversion changes the same.
+"""The effect of a prompt on the predictions on a text, and whether its conversion has the same effect.
 
 The three conditions of :mod:`kvlens.analyses.prompt.readings`, aligned on the tokens of the text.
 """
@@ -44,12 +44,12 @@ def prompt_effect(
 
     Args:
         model: linear or softmax.
-        prompt: a string, or tokens [pos] with BOS where the model wants one.
+        prompt: a string, or tokens [pos] with BOS if the model uses one.
         text: a string, or tokens [pos] without BOS.
-        baseline: [pos], what stands in front of the text in ``without_prompt``, possibly nothing; None takes the
-            prompt's BOS, and nothing if the prompt does not begin with the tokenizer's BOS.
-        bias: the converted prompt, where it has been converted already; None converts it here.
-        readings: of this text in the three conditions, where they have been read already; None reads it here.
+        baseline: [pos], the tokens before the text in ``without_prompt``, possibly none; None takes the prompt's BOS, or
+            nothing if the prompt does not begin with the tokenizer's BOS.
+        bias: the converted prompt, if it has been converted already; None converts it here.
+        readings: of this text in the three conditions, if they have been read already; None reads it here.
 
     Returns:
         One row per position of the text and condition, positions in order, conditions as in :data:`CONDITIONS`:
@@ -88,7 +88,7 @@ def prompt_effect(
 
 PROMPT_EFFECT = Analysis(
     name="prompt_effect",
-    summary="what a prompt changes in the predictions on a text, and whether its conversion changes the same",
+    summary="the effect of a prompt on the predictions on a text, and whether its conversion has the same effect",
     function=prompt_effect,
     columns=COLUMNS,
     inputs={"prompt": PROMPT, "text": TEXT},

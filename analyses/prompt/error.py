@@ -1,6 +1,6 @@
 """How exactly a converted prompt replaces the prompt: the logits on a text, both ways, position by position (ICLCA sec. 4).
 
-Old: the model reads [prompt; text]. New: the model reads the text alone, under the bias that the prompt was converted to.
+Old: the model reads [prompt; text]. New: the model reads the text alone, with the converted prompt attached as a bias.
 The two are equal up to rounding, which is measured on the model's own forward pass: :mod:`kvlens.analyses.prompt.rounding`.
 """
 
@@ -27,7 +27,7 @@ COLUMNS = Columns(
     argmax_agrees=("bool", "whether both predict the same next token"),
     rounding_error=(
         "float64",
-        "relative error of the unconverted model's own forward pass on these tokens, against float64; the same in every row",
+        "relative error of the unconverted model's forward pass on these tokens, against float64; the same in every row",
     ),
     exact_to_rounding=(
         "bool",
@@ -51,10 +51,10 @@ def conversion_error(
 
     Args:
         model: linear or softmax.
-        prompt: a string, or tokens [pos] with BOS where the model wants one.
+        prompt: a string, or tokens [pos] with BOS if the model uses one.
         text: a string, or tokens [pos] without BOS.
-        bias: the converted prompt, where it has been converted already; None converts it here.
-        readings: of this text with the prompt and converted, where they have been read already; None reads it here.
+        bias: the converted prompt, if it has been converted already; None converts it here.
+        readings: of this text with the prompt and converted, if they have been read already; None reads it here.
 
     Returns:
         One row per position of the text, in order:

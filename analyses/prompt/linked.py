@@ -1,11 +1,12 @@
-"""Prompt token, head and text token in one quantity: which share of the attention's output each of them has.
+"""The share of each prompt token, head and text token in the attention's output, as one quantity.
 
     w[l, h, i, j] = <c, o> / (|o| sum over all heads of |o|)       c = A_ij v_j W_O,  o = z_i W_O of head (l, h)
 
-A_ij is the attention of the unconverted model from text position i to prompt position j, v_j the value it reads there (shifted,
-where values are shifted), o what the head writes at i. <c, o> / |o|^2 is position j's share of what its head writes, exact and
-signed; |o| over the sum of all heads' weighs the heads. At each text token the w of all heads and positions, the text's own
-included, sum to 1. It holds for linear and for softmax attention: a conversion changes neither pattern nor values.
+A_ij is the attention of the unconverted model from text position i to prompt position j, v_j the value read there (with the
+shift, if there is one), o what the head writes at i. <c, o> / |o|^2 is position j's share of what the head writes, exact and
+signed; |o| over the sum over all heads is the weight of the head. At each text token the w of all heads and positions,
+including those of the text, sum to 1. This holds for linear and softmax attention, since a conversion changes neither pattern
+nor values.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -27,25 +28,25 @@ from .readings import CONDITIONS, Readings, check_readings, read_text
 
 N_GUESSES = 5
 MAX_AT_ONCE = 2**21
-"""Numbers w that are computed at a time, as long as one prompt token of all text tokens and heads has fewer."""
+"""The number of w computed at a time (more if one prompt token with all text tokens and heads has more)."""
 SHOWN = {"with prompt": "with_prompt", "converted": "converted", "without prompt": "without_prompt"}
-"""What the view calls each condition, in its order."""
+"""The labels of the conditions in the view, in order."""
 
 
 @dataclass(frozen=True)
 class LinkedShares:
-    """What :func:`kvlens.viz.linked_view` draws.
+    """The data that :func:`kvlens.viz.linked_view` draws.
 
     Attributes:
         prompt, text: their tokens as text.
-        by_prompt: w summed over nothing but the text, as a mean over its tokens: [layer, head, prompt].
+        by_prompt: w averaged over the text's tokens: [layer, head, prompt].
         by_text: w summed over the prompt: [layer, head, text].
-        between: w summed over layers and heads: [text, column]. A column is the sum over ``block`` neighboring prompt tokens,
-            the last one over what is left.
+        between: w summed over layers and heads: [text, column]. A column is the sum over ``block`` neighboring prompt tokens
+            (the last one may have fewer).
         next_tokens: by condition ("with prompt", ...), for each text token the likeliest next tokens and their probabilities.
         colorings: other numbers of each head, [layer, head], by name: losses, ablations, scores.
-        without_zero: names of colorings whose 0 means nothing, such as logarithms: colored from lowest to highest.
-        block: tokens per column of ``between``: 1 up to 4,096 prompt tokens.
+        without_zero: names of colorings whose 0 is not meaningful, such as logarithms: colored from lowest to highest.
+        block: tokens per column of ``between``: 1 for up to 4,096 prompt tokens.
     """
 
     prompt: Sequence[str]
@@ -87,20 +88,20 @@ def linked_shares(
     readings: Readings | None = None,
     on_progress: Progress | None = None,
 ) -> LinkedShares:
-    """What :func:`kvlens.viz.linked_view` draws.
+    """Compute the data that :func:`kvlens.viz.linked_view` draws.
 
     Args:
-        model: with nothing attached.
-        prompt: a string, or tokens [pos] as converted, with BOS where the model wants one.
+        model: a model with nothing attached.
+        prompt: a string, or tokens [pos] as converted, with BOS if the model uses one.
         text: a string, or tokens [pos] without BOS.
-        bias: the converted prompt, where it has been converted already; None converts it here.
-        colorings: other numbers of each head that the reader may look at, by name.
-        without_zero: names of those whose 0 means nothing, such as logarithms.
-        readings: of this text in the three conditions, where they have been read already; None reads it here.
-        on_progress: called with the fraction done; None shows a bar on a terminal where it takes long.
+        bias: the converted prompt, if it has been converted already; None converts it here.
+        colorings: other numbers of each head that the view can show, by name.
+        without_zero: names of those whose 0 is not meaningful, such as logarithms.
+        readings: of this text in the three conditions, if they have been read already; None reads it here.
+        on_progress: called with the fraction done; None shows a progress bar on a terminal if it takes long.
 
     Raises:
-        KVLensError: tokens that do not fit.
+        KVLensError: invalid tokens.
     """
     prompt, text, bias = prompt_text_bias(model, prompt, text, bias)
     columns, shape = PromptColumns.of(len(prompt)), (model.cfg.n_layers, model.cfg.n_heads)
@@ -139,7 +140,7 @@ def visit_shares(
     segment_length: int | None = None,
     on_progress: Progress | None = None,
 ) -> None:
-    """Hand w, in float64 on the CPU, to ``visit(layer, first, w)``: for each layer consecutive parts of the prompt."""
+    """Call ``visit(layer, first, w)`` with w, in float64 on the CPU, for each layer on consecutive parts of the prompt."""
     reading = PromptReading(model, prompt, text, segment_length=segment_length, on_progress=on_progress)
     layers, _ = reading.text()
     probes = _probes(model, layers)
@@ -155,7 +156,7 @@ def visit_shares(
 
 
 def _probes(model: HookedKVTransformer, layers: Sequence[TextReads]) -> list[Float[Tensor, "text_pos head d_head"]]:
-    """What a value's product with, times the attention, is w: o W_O^T / (|o| sum of all heads' |o|)."""
+    """The vectors whose product with a value, times the attention, is w: o W_O^T / (|o| sum of all heads' |o|)."""
     backs, sizes = [], []
     for layer, reads in enumerate(layers):
         w_o = model.blocks[layer].attn.W_O.double()

@@ -1,8 +1,8 @@
-"""One text, read in three conditions: a forward pass for each, for all analyses that compare them.
+"""Forward passes over one text in three conditions, shared by all analyses that compare them.
 
 - ``with_prompt``: the model reads [prompt; text];
-- ``without_prompt``: the model reads the text with nothing in front but the BOS that the prompt began with;
-- ``converted``: the model reads the text alone, under the bias that the prompt was converted to.
+- ``without_prompt``: the model reads the text after only the BOS with which the prompt began;
+- ``converted``: the model reads the text alone, with the converted prompt attached as a bias.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,11 +21,11 @@ CONDITIONS = ("with_prompt", "without_prompt", "converted")
 
 
 class Reading(NamedTuple):
-    """What a forward pass found at the positions of the text.
+    """The results of a forward pass at the positions of the text.
 
     Attributes:
-        logits: of the next tokens.
-        residuals: the residual stream before each layer and after the last; None where it was not asked for.
+        logits: logits of the next tokens.
+        residuals: the residual stream before each layer and after the last; None unless requested.
     """
 
     logits: Float[Tensor, "text_pos d_vocab"]
@@ -37,7 +37,7 @@ Readings = Mapping[str, Reading]
 
 
 def check_readings(readings: Readings, conditions: Sequence[str], n_positions: int, *, residuals: bool = False) -> None:
-    """Raise KVLensError unless readings at hand are those of ``n_positions`` text tokens in ``conditions``."""
+    """Raise KVLensError unless ``readings`` are those of ``n_positions`` text tokens in ``conditions``."""
     for condition in conditions:
         reading = readings.get(condition)
         if not isinstance(reading, Reading) or len(reading.logits) != n_positions:
@@ -62,11 +62,11 @@ def read_text(
     """The readings of ``text`` in ``conditions``, in their order.
 
     Args:
-        model: with nothing attached but what is to stay.
+        model: the model; what is attached to it is used in all conditions.
         prompt, text: tokens.
         bias: the converted prompt; only ``converted`` needs it.
-        baseline: what stands in front of the text in ``without_prompt``; None takes the prompt's BOS, where it has one.
-        conditions: of :data:`CONDITIONS`.
+        baseline: the tokens before the text in ``without_prompt``; None takes the prompt's BOS, if it has one.
+        conditions: some of :data:`CONDITIONS`.
         residuals: keep the residual stream as well.
     """
     baseline = baseline_sequence(model, prompt, None) if baseline is None else baseline

@@ -1,8 +1,8 @@
-"""How far a model's own forward pass is from what its weights say: the measure for "exact to rounding".
+"""The rounding error of a model's own forward pass, which defines "exact to rounding".
 
 A conversion that is exact in real numbers sums the same terms in another order, so it may differ from the unconverted model by
-about as much as either of them differs from float64. That error is measured on the same tokens and not bounded: a bound grows
-with the length of the text and soon lies far above what rounding does.
+about as much as either of them differs from float64. That error is measured on the same tokens instead of bounded, because a
+bound grows with the length of the text and is soon far above the actual rounding error.
 """
 
 import copy
@@ -16,22 +16,22 @@ from kvlens import HookedKVTransformer
 from ..predictions import text_logits
 
 SAMPLE = 1024
-"""Of a longer sequence, the last so many tokens are run in float64."""
+"""The number of last tokens of a longer sequence that are run in float64."""
 ALLOWED = 4
-"""Multiples of the forward pass's own error that count as rounding: two passes differ by sqrt(2) of it, give or take two."""
+"""The multiple of the forward pass's error that counts as rounding; two passes differ by sqrt(2) of it, within a factor 2."""
 FLOAT64_LIMIT = 1e-12
-"""For a float64 model there is nothing more exact to compare with."""
+"""The limit for a float64 model, for which there is no more exact reference."""
 
 
 def rounding_error(model: HookedKVTransformer, prompt: Int[Tensor, " prompt_pos"], text: Int[Tensor, " text_pos"]) -> float:
     """||logits - logits in float64|| / ||logits in float64|| of the unconverted model over the text's positions.
 
     Args:
-        model: with whatever is attached to it.
-        prompt, text: of more than :data:`SAMPLE` tokens together, the last ones are taken.
+        model: the model, with whatever is attached to it.
+        prompt, text: tokens; only the last :data:`SAMPLE` of them are used.
 
     Returns:
-        At least a quarter of the dtype's precision, for models so small that nothing is rounded.
+        The error, at least a quarter of the dtype's precision, since in very small models nothing is rounded.
     """
     precision = torch.finfo(model.cfg.dtype).eps
     if model.cfg.dtype == torch.float64:
@@ -44,17 +44,17 @@ def rounding_error(model: HookedKVTransformer, prompt: Int[Tensor, " prompt_pos"
 
 
 def rounding_limit(model: HookedKVTransformer, error: float) -> float:
-    """The relative error up to which a conversion is exact to rounding.
+    """The largest relative error at which a conversion counts as exact to rounding.
 
     Args:
-        model: whose dtype decides.
-        error: of :func:`rounding_error`.
+        model: its dtype sets the limit.
+        error: the result of :func:`rounding_error`.
     """
     return FLOAT64_LIMIT if model.cfg.dtype == torch.float64 else ALLOWED * error
 
 
 def relative_error(x: Float[Tensor, "pos d_vocab"], reference: Float[Tensor, "pos d_vocab"]) -> float:
-    """||x - reference|| / ||reference|| over everything."""
+    """||x - reference|| / ||reference|| over all entries."""
     return float((x - reference).norm() / reference.norm())
 
 

@@ -1,1 +1,1 @@
-"""What the states of recurrent layers remember of a prompt."""
+"""Analyses of what the states of recurrent layers retain of a prompt."""

@@ -1,12 +1,13 @@
-"""What the recurrent layers of a hybrid model keep of a prompt: each token's survival, what a prompt does to an earlier state.
+"""What the recurrent layers of a hybrid model keep of a prompt: the survival of each token, and the erasure of earlier states.
 
-A value head keeps a matrix S, and a token maps it and writes to it, S_t = T_t S_{t-1} + b_t k_t v_t^T, so that after M tokens
+A value head has a matrix state S. Each token maps it and writes to it, S_t = T_t S_{t-1} + b_t k_t v_t^T, so that after M
+tokens
 
     S_M = P S_old + sum_j kbar_j v_j^T        kbar_j = T_{M-1} ... T_{j+1} b_j k_j        P = T_{M-1} ... T_0
 
-P is not normal: its singular values say what it can do to a state, its eigenvalues do not. A term of the sum is what the state
-would lose if the token's value were zero; that is a share, not an effect on any answer: leaving the token out also undoes what
-it removed.
+P is not normal: its effect on a state is described by its singular values, not by its eigenvalues. A term of the sum is what
+the state would lose if the token's value were zero. That is a share, not an effect on any answer: omitting the token would also
+restore what it removed.
 """
 
 from typing import Any
@@ -29,8 +30,8 @@ MEMORY = Columns(
     position=("int64", "of the token in the prompt, from 0"),
     token=("str", "its text; its id in a model without a tokenizer"),
     distance=("int64", "how many tokens of the prompt come after it"),
-    survival=("float64", "|T_{M-1} ... T_{j+1} k_j| / |k_j|: how much of its key the tokens after it leave"),
-    term_norm=("float64", "|kbar_j| |v_j|, the Frobenius norm of what is left of what it wrote"),
+    survival=("float64", "|T_{M-1} ... T_{j+1} k_j| / |k_j|: the fraction of its key that survives the tokens after it"),
+    term_norm=("float64", "|kbar_j| |v_j|, the Frobenius norm of what remains of what it wrote"),
     state_share=(
         "float64",
         "projection of its term on what the prompt wrote, over the square of that: sums to 1 over positions",
@@ -39,13 +40,13 @@ MEMORY = Columns(
 MAPS = Columns(
     **HEAD,
     index=("int64", "from 0, largest first; d_k of them"),
-    singular_value=("float64", "of P, which maps the state before the prompt to what is left of it"),
+    singular_value=("float64", "of P, which maps the state before the prompt to what remains of it"),
 )
 ERASURE = Columns(
     **HEAD,
     earlier_norm=("float64", "Frobenius norm of S_old, the state after the earlier prompt"),
-    left=("float64", "|P S_old| / |S_old|: what the second prompt leaves of it"),
-    left_by_decay=("float64", "what the decays alone would leave of it, without what the keys of the second prompt remove"),
+    left=("float64", "|P S_old| / |S_old|: the fraction that remains after the second prompt"),
+    left_by_decay=("float64", "the fraction that would remain with the decays alone, if the second prompt removed nothing"),
     written=("float64", "norm of what the second prompt writes, over |S_old|"),
 )
 
@@ -54,10 +55,10 @@ ERASURE = Columns(
 @checked
 @torch.no_grad()
 def state_memory(model: KVTransformerBridge, prompt: str | Int[Tensor, "*one_prompt pos"]) -> pd.DataFrame:
-    """How much of each token of a prompt is left in the states of the recurrent layers at its end.
+    """Measure how much of each token of a prompt remains in the states of the recurrent layers at its end.
 
     Args:
-        model: with recurrent layers, and with whatever is attached to it in front of the prompt.
+        model: a model with recurrent layers, and whatever is attached to it.
         prompt: a string, or tokens [pos] or [1, pos].
 
     Returns:
@@ -88,7 +89,7 @@ def state_memory(model: KVTransformerBridge, prompt: str | Int[Tensor, "*one_pro
 @checked
 @torch.no_grad()
 def state_maps(model: KVTransformerBridge, prompt: str | Int[Tensor, "*one_prompt pos"]) -> pd.DataFrame:
-    """What a prompt can do to the states before it: the singular values of P.
+    """Compute the possible effect of a prompt on earlier states: the singular values of P.
 
     Args:
         model, prompt: as in :func:`state_memory`.
@@ -117,15 +118,15 @@ def state_erasure(
     earlier: str | Int[Tensor, "*one_earlier earlier_pos"],
     prompt: str | Int[Tensor, "*one_prompt pos"],
 ) -> pd.DataFrame:
-    """How much of an earlier prompt a second one erases from the states.
+    """Measure how much of an earlier prompt a second one erases from the states.
 
     Args:
         model: as in :func:`state_memory`.
-        earlier: read first, in whatever forms ``prompt`` may have.
-        prompt: read after it.
+        earlier: the first prompt, as a string or tokens.
+        prompt: the second prompt, read after it.
 
     Returns:
-        One row per layer and head, in that order; all NaN but ``earlier_norm`` where the earlier state is 0:
+        One row per layer and head, in that order; all NaN except ``earlier_norm`` if the earlier state is 0:
 
         {columns}
 

@@ -1,1 +1,1 @@
-"""Who wrote what into the residual stream, down to the logits."""
+"""Analyses of the contributions to the residual stream and the logits."""

@@ -1,15 +1,15 @@
-"""Who wrote what into the residual stream: every position of a text, split into the model's parts, down to the logits.
+"""The contributions of the model's parts to the residual stream and the logits, at every position of a text.
 
     x = embed + pos_embed + sum_l [ sum_h z_context W_O + sum_h z_bias W_O + b_O + mlp_l ]
 
-is an identity: each part only ever adds. ``attention_input`` is what a layer's heads read from the text itself
+is an identity: parts are only ever added. ``attention_input`` is what a layer's heads read from the text itself
 (``hook_z_context``), ``attention_bias`` what they read from the converted or trained prompt (``hook_z_bias``); a head without a
-bias, or with softmax attention, has the first alone. Both share the normalizer: a prompt that adds nothing to the second
-still thins the first. With the final norm's scale held at its value in the run, the logit is a sum over the same parts
-(:mod:`kvlens.analyses.stream.logit_attribution`), less the mean logit of the vocabulary, plus one constant that belongs to
-none; with a soft cap, the logit before it.
+bias, or with softmax attention, has only the first. Both share the normalizer: a prompt that adds nothing to the second still
+dilutes the first. With the final norm's scale frozen at its value in the run, the logit minus the mean logit of the vocabulary
+is a sum over the same parts (:mod:`kvlens.analyses.stream.logit_attribution`), plus one constant that belongs to none of them;
+with a soft cap, this is the logit before the cap.
 
-These are direct contributions: what a part does by way of later layers is in theirs.
+These are direct contributions: the effects of a part through later layers are attributed to those layers.
 
 Source: TransformerLens' ``ActivationCache.decompose_resid`` and ``logit_attrs``; the attention's split in two is ICLCA eq. 13.
 """
@@ -44,16 +44,16 @@ COLUMNS = Columns(
     position=("int64", "0 is the first token of the text"),
     token=("str", "the token at this position"),
     target=("str", "``next`` or ``chosen``"),
-    target_token=("str", "whose logit it is; missing for ``next`` at the last position"),
+    target_token=("str", "the token whose logit is split; missing for ``next`` at the last position"),
     layer=("int64", "-1 before the first layer; the number of layers for ``unembed_bias``"),
     component=(
         "str",
         "``embed``, ``pos_embed`` (where it is added), ``attention_input``, ``attention_bias`` (where there is a bias), "
-        "``attention_b_O``, ``mlp`` (where there is one); last ``unembed_bias``, the constant, which is no part of the "
+        "``attention_b_O``, ``mlp`` (where there is one); last ``unembed_bias``, the constant, which is not part of the "
         "residual stream",
     ),
-    head=("int64", "-1 where it is not one head's"),
-    norm=("float64", "of the component; 0 for ``unembed_bias``"),
+    head=("int64", "-1 if the component is not a single head"),
+    norm=("float64", "norm of the component; 0 for ``unembed_bias``"),
     residual_share=("float64", "<component, residual> / <residual, residual>: sums to 1"),
     logit=("float64", "sums to the logit less the mean logit of the vocabulary; NaN where no token follows"),
 )
@@ -78,10 +78,10 @@ def layer_contributions(
 
     Args:
         model: with any attention; its heads must write to the residual stream directly.
-        prompt: a bias, attached meanwhile; or a string or tokens [pos], which stand in front of the text unconverted and get no
-            rows. None takes the model as it is, with an attached or trained bias if it holds one.
-        text: a string, or tokens [pos], without BOS if something stands in front.
-        next_token: whether the logit of the token that follows is split.
+        prompt: a bias, attached during the analysis; or a string or tokens [pos], which precede the text unconverted and get no
+            rows. None takes the model as it is, with an attached or trained bias if it has one.
+        text: a string, or tokens [pos], without BOS if it follows a prompt.
+        next_token: whether to split the logit of the next token.
         tokens: ids or texts of further tokens whose logits are split at every position.
         per_head: one row per head instead of one per layer for ``attention_input`` and ``attention_bias``.
 
@@ -92,8 +92,8 @@ def layer_contributions(
         {columns}
 
     Raises:
-        KVLensError: tokens that do not fit, a batch of biases or that of another model, nothing to split, a model that norms
-            its attention's output, or one that adds something which is not in the table.
+        KVLensError: invalid tokens, a batch of biases, a bias of another model, nothing to split, a model that normalizes its
+            attention's output, or one with contributions that are not in the table.
     """
     check_heads_write_directly(model, "layer_contributions")
     bias = one_bias("layer_contributions", prompt) if isinstance(prompt, KVBias) else None
@@ -123,7 +123,7 @@ def layer_contributions(
 def _text_and_before(
     model: HookedKVTransformer, text: TextTokens, prompt: PromptTokens | None, bias: KVBias | None
 ) -> tuple[Tensor, Tensor]:
-    """BOS in front of whatever string the model reads first."""
+    """Read prompt and text, with BOS prepended to the string that the model reads first."""
     begins = model.prepends_bos and bias is None and model.attached_kv_bias is None
     if prompt is None:
         text = one_sequence(model, "text", text, prepend_bos=begins)
@@ -133,7 +133,7 @@ def _text_and_before(
 
 
 class _Target(NamedTuple):
-    """The token whose logit is split at each position; ``texts`` is None, and the logit NaN, where there is none."""
+    """The token whose logit is split at each position; ``texts`` is None, and the logit NaN, if there is none."""
 
     kind: str
     ids: Int[Tensor, " pos"]
@@ -175,7 +175,7 @@ def _last(model: HookedKVTransformer) -> str:
 
 
 def _run(model: HookedKVTransformer, tokens: Tensor, n_text: int, bias: KVBias | None) -> Mapping[str, Tensor]:
-    """What the parts are made of, at the text's positions: [pos, ...]."""
+    """Run the model and return the activations behind the parts, at the text's positions: [pos, ...]."""
     cfg = model.cfg
     names = ["hook_embed", _last(model), final_scale_name(model)]
     names += ["hook_pos_embed"] if cfg.positional_embedding_type in POSITIONS_ADDED else []
@@ -191,7 +191,7 @@ def _run(model: HookedKVTransformer, tokens: Tensor, n_text: int, bias: KVBias |
 
 
 def _parts(model: HookedKVTransformer, cache: Mapping[str, Tensor], per_head: bool) -> Iterator[_Part]:
-    """Embeddings, then layer by layer, so that no more than one layer's vectors are held at a time."""
+    """Yield embeddings, then parts layer by layer, so that only one layer's vectors are in memory at a time."""
     embeddings = [name for name in ("embed", "pos_embed") if f"hook_{name}" in cache]
     yield _Part([(name, -1, NO_HEAD) for name in embeddings], torch.stack([cache[f"hook_{name}"] for name in embeddings]))
     for layer in range(model.cfg.n_layers):
@@ -231,11 +231,11 @@ def _measure(model: HookedKVTransformer, part: _Part, residual: Tensor, scale: T
 
 
 def _check_complete(model: HookedKVTransformer, residual: Tensor, unexplained: Tensor) -> None:
-    """A table that does not add up is refused: rounding is far below the square root of the dtype's precision."""
+    """Refuse a table that does not add up, up to the square root of the dtype's precision, far above rounding."""
     missing = float(unexplained.norm() / residual.norm().clamp(min=torch.finfo(torch.float64).tiny))
     if missing > torch.finfo(model.cfg.dtype).eps ** 0.5:
         raise KVLensError(
-            f"layer_contributions: {missing:.1%} of the final residual stream comes from something else than embeddings, "
+            f"layer_contributions: {missing:.1%} of the final residual stream comes from something other than embeddings, "
             "attention and MLPs (a hook that is still attached, or an architecture that this analysis does not support)"
         )
 
@@ -277,7 +277,7 @@ def _after_prompt(
     *,
     per_head: bool = False,
 ) -> pd.DataFrame:
-    """:func:`layer_contributions` with the prompt converted where that is exact, in front of the text where it is not."""
+    """:func:`layer_contributions` with the prompt converted if that is exact, else placed before the text."""
     linear = model.cfg.attention == "linear"
     return layer_contributions(
         model,

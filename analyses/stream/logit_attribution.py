@@ -1,22 +1,20 @@
-"""Direct logit attribution: what a summand of the residual stream adds to a logit, the final norm frozen at its actual scale.
+"""Direct logit attribution: what a summand of the residual stream adds to a logit, with the final norm's scale frozen.
 
     logits = N(x) W_U + b_U        N(x) = (x - mean(x)) / s * w + b        s = sqrt(mean((x - mean(x))^2) + eps)
 
 is LayerNorm; RMSNorm has no mean and no b, a folded norm (LNPre, RMSPre) no w and no b, and a model without a norm has
-N(x) = x. The scale s alone is not linear in x. Held at the value that it has in the run, N is affine, and for
-x = sum_c x_c
+N(x) = x. Only the scale s is not linear in x. With s frozen at its value in the run, N is affine, and for x = sum_c x_c
 
     logit_t = sum_c x_c . d_t / s  +  (b . W_U[:, t] + b_U[t])        d_t = center(w * W_U[:, t])
 
 (centering a vector or the direction that it is multiplied by is the same). So the summands' logits and one constant, which
 belongs to none of them, add up to the logit.
 
-Adding one vector to every column of W_U, or one number to all of b_U, changes no prediction, but it changes every logit. So
-what is attributed is either the difference between two tokens' logits, answer and rival, or, where no rival is given, the
+Adding one vector to every column of W_U, or one number to all of b_U, changes no prediction, but it changes every logit. The
+attributed quantity is therefore the difference between the logits of two tokens, answer and rival, or, without a rival, the
 *centered logit*: the logit minus its mean over the vocabulary. Both are the same before and after TransformerLens'
 ``center_unembed``. As in TransformerLens (``ActivationCache.logit_attrs``) b_U belongs to no summand; unlike there, w and b of
-a norm that was not folded are counted. A soft cap on the logits acts after all this: what is attributed is the logit before
-it.
+a norm that was not folded are counted. A soft cap on the logits comes after all this: the logit before the cap is attributed.
 """
 
 from dataclasses import dataclass
@@ -42,8 +40,8 @@ def final_scale(model: HookedKVTransformer, cache: Any) -> Float[Tensor, "*batch
     """s at every position of a run: what the final norm divided by; 1 for a model without one.
 
     Args:
-        model: whose run it was.
-        cache: of that run, an ActivationCache or a dict, with :func:`final_scale_name` in it.
+        model: the model that was run.
+        cache: the cache of that run, an ActivationCache or a dict that includes :func:`final_scale_name`.
     """
     found = cache[final_scale_name(model)]
     return found if model.cfg.normalization_type is not None else torch.ones_like(found[..., :1])
@@ -55,8 +53,8 @@ def residual_directions(
     """d_t: the direction whose product with a residual vector, over s, is that vector's part of the logit.
 
     Args:
-        model: with LayerNorm, RMSNorm, either of them folded, or no final norm.
-        tokens: whose logits.
+        model: a model with LayerNorm, RMSNorm, either of them folded, or no final norm.
+        tokens: the tokens whose logits are attributed.
         rival: tokens whose logits are subtracted; None subtracts the mean over the vocabulary.
     """
     weights = model.W_U.to(torch.promote_types(model.W_U.dtype, torch.float32)).T
@@ -72,7 +70,7 @@ def residual_directions(
 def constant_logits(
     model: HookedKVTransformer, tokens: Int[Tensor, "*position"], rival: Int[Tensor, "*position"] | None = None
 ) -> Float[Tensor, "*position"]:
-    """b . W_U[:, t] + b_U[t]: what no summand of the residual stream adds. Arguments as :func:`residual_directions`."""
+    """b . W_U[:, t] + b_U[t], the part that no summand adds. Arguments as for :func:`residual_directions`."""
     constant = model.b_U.to(torch.promote_types(model.b_U.dtype, torch.float32))
     norm_bias = getattr(getattr(model, "ln_final", None), "b", None)
     if norm_bias is not None:
@@ -105,29 +103,29 @@ def component_logits(
 
 
 def _final_norm_centers(model: HookedKVTransformer) -> bool:
-    """Asked of the module: ``cfg.final_rms`` still says RMSNorm where TransformerLens has folded it into a LayerNormPre."""
+    """Whether the final norm centers, by its class: ``cfg.final_rms`` still says RMSNorm after folding into a LayerNormPre."""
     return type(getattr(model, "ln_final", None)).__name__ in ("LayerNorm", "LayerNormPre")
 
 
 def check_heads_write_directly(model: HookedKVTransformer, analysis: str) -> None:
-    """Raise KVLensError where a head's output passes a norm of its own before it is added to the residual stream."""
+    """Raise KVLensError if the attention's output passes through a norm before it is added to the residual stream."""
     if model.cfg.use_normalization_before_and_after or model.cfg.original_architecture in (
         "Olmo2ForCausalLM",
         "Olmo3ForCausalLM",
     ):
         raise KVLensError(
             f"{analysis}: in this model the attention's output passes through a norm before it is added to the residual "
-            "stream, so that no head has a logit of its own; direct logit attribution needs heads that write to it directly"
+            "stream, so logits cannot be attributed to heads; direct logit attribution needs heads that write to it directly"
         )
 
 
 @dataclass(frozen=True)
 class LogitTarget:
-    """Which logits of a text are attributed, and measured when something is ablated.
+    """The logits of a text that are attributed, or measured under an ablation.
 
     Attributes:
         positions: positions in the text, each at most once.
-        tokens: whose logit is read at each of them.
+        tokens: the token at each of them whose logit is read.
         rival: tokens whose logit is subtracted there; None subtracts the mean over the vocabulary.
     """
 
@@ -136,7 +134,7 @@ class LogitTarget:
     rival: Int[Tensor, " position"] | None
 
     def read(self, logits: Float[Tensor, "*batch pos d_vocab"]) -> Float[Tensor, "*batch position"]:
-        """The centered logit, or logit difference, at each position, as a model gave it."""
+        """The centered logit, or logit difference, at each position, from a model's logits."""
         there = logits[..., self.positions, :]
 
         def of(tokens: Tensor) -> Tensor:
@@ -156,17 +154,17 @@ class LogitTarget:
 def logit_target(
     model: HookedKVTransformer, text: Int[Tensor, " pos"], answer: Token | None = None, rival: Token | None = None
 ) -> LogitTarget:
-    """The target that an analysis of one text speaks of.
+    """Make the target of an analysis of one text.
 
     Args:
-        model: whose tokenizer reads strings.
+        model: its tokenizer reads strings.
         text: the tokens.
-        answer: the token whose logit counts at the text's last position, as a number or as its text; None takes, at every
-            position but the last, the token that follows there.
+        answer: the token whose logit is measured at the text's last position, by id or text; None takes, at every position but
+            the last, the next token.
         rival: with ``answer``: the token whose logit is subtracted; None subtracts the mean over the vocabulary.
 
     Raises:
-        KVLensError: ``rival`` without ``answer``, text that is not exactly one token, a number outside the vocabulary.
+        KVLensError: ``rival`` without ``answer``, a string that is not exactly one token, an id outside the vocabulary.
     """
     if answer is None:
         if rival is not None:
@@ -181,12 +179,12 @@ def logit_target(
 
 
 def check_predicts_text(model: HookedKVTransformer, text: Int[Tensor, " pos"]) -> None:
-    """Raise KVLensError where a token of the text is none that the model can predict."""
+    """Raise KVLensError if the model cannot predict a token of the text."""
     n_out = model.cfg.d_vocab_out
     if len(text) > 1 and int(text[1:].max()) >= n_out:
         raise KVLensError(
-            f"text: token {int(text[1:].max())} follows in the text, and this model predicts {n_out} classes only, so "
-            "that it has no logit and no loss; use an analysis of chosen classes (answer=, or tokens= with next_token=False)"
+            f"text: token {int(text[1:].max())} of the text has no logit, since this model predicts only {n_out} classes; use "
+            "an analysis of chosen classes (answer=, or tokens= with next_token=False)"
         )
 
 

@@ -217,7 +217,7 @@ def test_the_number_of_ablations_is_said_before_they_start(model_folder, tmp_pat
 def test_an_analysis_that_needs_a_text_says_so(model_folder, tmp_path):
     source = prompts(tmp_path, {"prompt": "ab"}, {"prompt": "cd", "text": " e"})
     result = run_batch(Work("bias_by_head", (model_folder,)), source, tmp_path / "t.parquet")
-    assert "needs a text: give the prompt" in result.errors.read_text()
+    assert "needs a text: give the record" in result.errors.read_text()
     assert set(pd.read_parquet(result.out)["prompt_id"]) == {"p.jsonl:2"}
     result = run_batch(Work("bias_by_head", (model_folder,)), Input(source.prompts, " f"), tmp_path / "u.parquet")
     assert result.errors is None
