@@ -1,6 +1,6 @@
 """The papers' figures, tables and theorems as commands: a folder for each paper, a module for each experiment.
 
-Every such module declares an `EXPERIMENT`; what several of them need (curves, seeds, what an experiment leaves behind) is in
+Every such module declares an `EXPERIMENT`; shared code (curves, seeds, sweeps, results on disk) is in
 :mod:`kvlens.experiments.shared`. ``kvlens reproduce NAME`` runs one; ``find_experiment(NAME).run(settings, tell)`` does the
 same from Python.
 """
@@ -39,7 +39,7 @@ EXPERIMENTS = {
     "gradient-descent": "dual",
     "dual-heads": "dual",
 }
-"""Name -> the folder that holds the module of that name (with underscores), in the order of the papers."""
+"""Name -> the folder of the module of that name (with underscores), in the order of the papers."""
 
 __all__ = ["EXPERIMENTS", "Comparison", "Experiment", "Outcome", "all_experiments", "find_experiment", "write_outcome"]
 
@@ -49,7 +49,7 @@ def find_experiment(name: str) -> Experiment:
     """The experiment of that name.
 
     Raises:
-        KVLensError: there is none; the nearest name is proposed.
+        KVLensError: no such experiment; the nearest name is proposed.
     """
     if name not in EXPERIMENTS:
         raise KVLensError(f"no experiment is called {name!r}{nearest(name, EXPERIMENTS)}; there are {', '.join(EXPERIMENTS)}")

@@ -66,7 +66,7 @@ class Case:
         difference: what the power is measured at, in spreads of single runs.
         verdicts: which of the tests' results have that difference, by number; None for all.
         n_seeds: that the experiment takes.
-        unjudged: comparisons with a verdict that is not the significance test's: identities that hold to rounding.
+        exact: comparisons with a verdict that is not the significance test's: identities that hold to rounding.
         paired: whether all claims are about differences of runs, which scatter symmetrically for any distribution; where
             single runs are compared with a bound, the noise itself must be symmetric.
     """
@@ -76,7 +76,7 @@ class Case:
     difference: float = 3.0
     verdicts: tuple[int, ...] | None = None
     n_seeds: int = 6
-    unjudged: int = 0
+    exact: int = 0
     paired: bool = True
 
 
@@ -286,18 +286,18 @@ CASES = [
     Case("scaling", scaling_runs, verdicts=(0, 1, 2, 3)),
     Case("scaling", growing_gain_runs, difference=4.5, verdicts=(4, 5)),
     Case("trainable-bias", bias_runs),
-    Case("facts-recall", recall_runs, n_seeds=24, unjudged=4),
+    Case("facts-recall", recall_runs, n_seeds=24, exact=4),
     Case("softmax-conversion", conversion_runs, n_seeds=8),
-    Case("gpt2-text", gpt2_runs, n_seeds=12, unjudged=1),
+    Case("gpt2-text", gpt2_runs, n_seeds=12, exact=1),
     Case("weights-to-prompt", imitation_runs, paired=False),
     Case("dual-variants", dual_variants_runs, n_seeds=8),
     Case("random-features", features_runs, n_seeds=20),
-    Case("dual-layer", layer_runs, n_seeds=8, unjudged=1, paired=False),
+    Case("dual-layer", layer_runs, n_seeds=8, exact=1, paired=False),
 ]
 
 
 @cache
-def judged(case: Case, noise: str, difference: float) -> tuple[list, np.ndarray]:
+def verdicts_on(case: Case, noise: str, difference: float) -> tuple[list, np.ndarray]:
     """The test's results, [verdict, draw], 1 above, -1 below, 0 neither; and the comparisons they belong to."""
     answers = []
 
@@ -306,7 +306,7 @@ def judged(case: Case, noise: str, difference: float) -> tuple[list, np.ndarray]
 
     with mock.patch.object(SignificanceTest, "above", above):
         runs = Runs(noise, difference, case.n_seeds, np.random.default_rng(7))
-        found = [comparison for comparison in case.compare(runs) if comparison.judged]
+        found = [comparison for comparison in case.compare(runs) if comparison.tested]
     return found, np.stack(answers)
 
 
@@ -316,13 +316,13 @@ def judged(case: Case, noise: str, difference: float) -> tuple[list, np.ndarray]
     ids=lambda value: value.compare.__name__ if isinstance(value, Case) else value,
 )
 def test_runs_of_one_model_are_called_different_in_at_most_one_of_twenty_cases(case, noise):
-    _, answers = judged(case, noise, 0.0)
+    _, answers = verdicts_on(case, noise, 0.0)
     assert ((answers != 0).mean(axis=1) <= MOST).all()
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.compare.__name__)
 def test_the_known_difference_is_recognized_in_four_of_five_cases_and_next_to_never_turned_round(case):
-    _, answers = judged(case, "normal", case.difference)
+    _, answers = verdicts_on(case, "normal", case.difference)
     for number in range(len(answers)) if case.verdicts is None else case.verdicts:
         right, wrong = sorted([(answers[number] == 1).mean(), (answers[number] == -1).mean()], reverse=True)
         assert right >= LEAST and wrong <= 0.001
@@ -336,8 +336,8 @@ def test_every_verdict_of_every_experiment_has_its_null():
     assert {case.experiment for case in CASES} | by_shares | own | identities == set(EXPERIMENTS)
     seen: dict[str, set[int]] = {case.experiment: set() for case in CASES}
     for case in CASES:
-        found, answers = judged(case, "normal", 0.0)
-        assert len(found) - case.unjudged == len(answers)  # no verdict is given without the significance test
+        found, answers = verdicts_on(case, "normal", 0.0)
+        assert len(found) - case.exact == len(answers)  # no verdict is given without the significance test
         seen[case.experiment] |= set(range(len(answers)) if case.verdicts is None else case.verdicts)
     assert seen["learning-rate"] == {0, 2, 3}  # number 1 is number 0 at another rate
     assert all(numbers == set(range(len(numbers))) for name, numbers in seen.items() if name != "learning-rate")
@@ -393,16 +393,16 @@ def test_real_runs_of_one_model_under_two_names():
     case = Case("hops", lambda runs: hops.SWEEP.compare(stacked(
         runs.table(v, model=m, n_layers=1, k=1, chance=1 / 3) for m, v in shared.items()
     ), {}))  # fmt: skip
-    assert ((judged(case, "normal", 0.0)[1] != 0).mean(axis=1) <= MOST).all()
+    assert ((verdicts_on(case, "normal", 0.0)[1] != 0).mean(axis=1) <= MOST).all()
 
 
 if __name__ == "__main__":
     for case in CASES:
-        found, at_rest = judged(case, "normal", 0.0)
-        _, two_fold = judged(case, "learned or not", 0.0)
-        _, moved = judged(case, "normal", case.difference)
+        found, at_rest = verdicts_on(case, "normal", 0.0)
+        _, two_fold = verdicts_on(case, "learned or not", 0.0)
+        _, moved = verdicts_on(case, "normal", case.difference)
         for number in range(len(moved)) if case.verdicts is None else case.verdicts:
             shares = [(answers[number] != 0).mean() for answers in (at_rest, two_fold, moved)]
-            words = found[number].claim if not case.unjudged else ""
+            words = found[number].claim if not case.exact else ""
             print(f"{case.experiment:20} {number:2} false {shares[0]:.3f} {shares[1]:.3f}  power {shares[2]:.3f}"
                   f" at {case.difference:g} spreads, {case.n_seeds} values  {words[:70]}")  # fmt: skip

@@ -2,8 +2,7 @@
 
 A trained layer reads test sequences; for each, the dual model of the last token is built, makes one gradient step (autograd),
 and predicts. The kernel is the paper's (positive random features, 100 d of them), landmarks, or the exact one; attention is
-computed with the same kernel. As a control, a dual model whose labels are in another order is shown,
-too.
+computed with the same kernel. As a control, a dual model with shuffled labels is shown as well.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,11 +21,11 @@ from kvlens.ops.feature_maps import draw_projections
 
 KERNELS = ("random features", "landmarks", "exact")
 LARGEST = 1e-10
-"""Rounding of float64 sums, with room for features that nearly cancel."""
+"""Rounding of float64 sums, with a margin for features that nearly cancel."""
 
 
 def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
-    """Train a layer a task and seed, and compare on test sequences."""
+    """Train one layer per task and seed, and compare on test sequences."""
     rows = []
     for task, d_x in settings["d_x"].items():
         seeds = settings["seeds"]
@@ -60,8 +59,8 @@ def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
 
 
 def _both(q: Tensor, k: Tensor, v: Tensor, scale: float, kernel: str, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention's output at the query, the dual model's after one step, and the same with labels in another order."""
-    n = len(k) - 1  # the last token is the query, and all of H_T
+    """Attention's output at the query, the dual model's after one step, and the same with shuffled labels."""
+    n = len(k) - 1  # the last token is the query, and the only one in H_T
     order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
     if kernel == "exact":
         weights = (k @ q / scale).softmax(dim=0)

@@ -3,15 +3,15 @@
 DUAL describes every head as a step that lowers a loss, but does not ask which heads matter. Here, for each head of the shipped
 models, on sequences of a task and at the scored positions, three things are measured:
 
-- the logarithm of its loss's drop at learning rate 1, the share of its output that the step makes, and how much closer the step
-  brings values and predictions (cosine);
-- what the model loses when the head's output is that of another sequence (resampling ablation);
+- the logarithm of the decrease of its loss at learning rate 1, the share of its output that is due to the step, and how much
+  closer the step brings values and predictions (cosine);
+- the increase of the model's loss when the head's output is that of another sequence (resampling ablation);
 - its induction score: attention to the tokens that follow an earlier occurrence of the query's token.
 
-The rank correlation of each dual figure with each of the other two, over the heads of a model, comes with a bootstrap interval
-over sequences and a permutation test over heads. If the two are unrelated, every pairing is equally likely, so a verdict at
-p <= 0.02 is wrong in at most one of fifty cases. With four heads nothing can be significant (2 of 24 pairings are always as
-extreme).
+The rank correlation of each dual measure with each of the other two, over the heads of a model, is given with a bootstrap
+interval over sequences and a permutation test over heads. If the two are unrelated, every pairing is equally likely, so a
+verdict at p <= 0.02 is wrong in at most one of fifty cases. With four heads nothing can be significant (2 of 24 pairings are
+always as extreme).
 """
 
 import itertools
@@ -56,9 +56,9 @@ def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
         figure=draw(table),
         comparisons=compare(found),
         differences=[
-            "The paper makes no statement on which heads matter; the question is ours.",
-            f"{settings['n_sequences']} sequences per model; figures are means over scored places.",
-            f"{len(found)} correlations: about {len(found) * LEVEL:.1g} would be called different from 0 if all were 0.",
+            "The paper does not say which heads matter; the question is ours.",
+            f"{settings['n_sequences']} sequences per model; measures are means over scored positions.",
+            f"{len(found)} correlations: about {len(found) * LEVEL:.1g} would be significant if all were 0.",
         ],
     )
 
@@ -110,7 +110,7 @@ def _mean_scored(x: Tensor, scored: Tensor) -> Float[Tensor, " batch"]:
 
 
 def _follows_earlier_occurrence(tokens: Tensor) -> Float[Tensor, "batch query key"]:
-    """1 where the token before the key is the query's own token, met before the query."""
+    """1 if the token before the key is the query's own token, at an earlier position."""
     same = tokens[:, :, None] == tokens[:, None, :].roll(1, dims=2)
     return (same.tril() & (torch.arange(tokens.shape[1]) > 0)).double()
 
@@ -141,7 +141,7 @@ def spearman(a: Float[np.ndarray, " head"], b: Float[np.ndarray, " head"]) -> fl
 
 
 def chance_of_pairing(a: Float[np.ndarray, " head"], b: Float[np.ndarray, " head"]) -> float:
-    """The share of pairings of heads whose rank correlation is at least as far from 0; counted, or drawn where too many."""
+    """The share of pairings of heads whose rank correlation is at least as far from 0; sampled if there are too many."""
     seen, orders = abs(spearman(a, b)), _orders(len(a))
     ra, rb = (pd.Series(x).rank().to_numpy() for x in (a, b))
     ra, rb = ra - ra.mean(), rb - rb.mean()
@@ -151,7 +151,7 @@ def chance_of_pairing(a: Float[np.ndarray, " head"], b: Float[np.ndarray, " head
 
 @cache
 def _orders(n: int) -> Int[np.ndarray, "order head"]:
-    """Every order of n heads, or as many drawn ones as are counted at most, the given one among them."""
+    """Every order of n heads, or a sample of the largest allowed size that includes the given one."""
     if math.factorial(n) <= MOST_COUNTED:
         return np.array(list(itertools.permutations(range(n))))
     orders = np.random.default_rng(0).permuted(np.tile(np.arange(n), (MOST_COUNTED, 1)), axis=1)
@@ -170,7 +170,7 @@ def compare(found: pd.DataFrame) -> list[Comparison]:
                 f"(95 % over sequences {row.low:+.2f} to {row.high:+.2f}, p {row.p:.3f})",
                 None,
                 float(row.rho),
-                "heads that step far in their dual model are those that do the in-context learning (our question)",
+                "heads with a large step of their dual model are those responsible for in-context learning (our question)",
                 holds,
             )
         )
@@ -178,7 +178,7 @@ def compare(found: pd.DataFrame) -> list[Comparison]:
 
 
 def draw(table: pd.DataFrame) -> Figure:
-    """Each head of each model: the loss's drop against the ablation's effect and the induction score."""
+    """Plot each head of each model: the decrease of the loss against the ablation's effect and the induction score."""
     figure = Figure(figsize=(10.4, 4.4), layout="constrained")
     for axes, y in zip(figure.subplots(1, 2), OTHERS, strict=True):
         for color, (model, rows) in zip(itertools.cycle(PALETTE), table.groupby("model", sort=False), strict=False):

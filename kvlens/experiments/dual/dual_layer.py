@@ -4,9 +4,9 @@ Left: a random layer of attention and ReLU MLP, at its last token, against its d
 upper bound of rank W_FFN W_V, min(d_model, active units), for random inputs, as the width of the MLP varies; and the rank
 itself.
 
-Then every head of shipped models, in whole blocks with norm and residual. Their MLPs are GELU, which no mask describes: the
-dual model takes the tangent at the query, exact there, and the table says which part of the MLP's output the tangent leaves to
-the bias (0 for ReLU).
+Then every head of shipped models, in whole blocks with norm and residual. Their MLPs use GELU, which is not piecewise linear:
+the dual model uses the tangent at the query, where it is exact, and the table gives the part of the MLP's output that the
+tangent attributes to its constant term (0 for ReLU).
 """
 
 from collections.abc import Callable, Mapping
@@ -47,7 +47,7 @@ def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
         comparisons=[*compare(layers, d), *compare_blocks(blocks)],
         differences=[
             f"d_model {d}, {settings['n_tokens']} tokens, {settings['n_inputs']} inputs a width, random weights.",
-            "The paper has no trained model here, and its layer neither norm nor residual.",
+            "The paper has no trained model here, and its layer has neither norm nor residual.",
         ],
     )
 
@@ -101,7 +101,7 @@ def _one_layer(settings: Mapping[str, Any], d_mlp: int, seed: int) -> dict[str, 
 
 
 def compare(layers: pd.DataFrame, d: int) -> list[Comparison]:
-    """Equivalence, and where the bound leaves d_model."""
+    """Equivalence, and the widths at which the bound is below d_model."""
     largest = float(layers["largest_error"].max())
     wide, narrow = layers[layers["d_mlp"] >= 4 * d], layers[layers["d_mlp"] <= d]
     found = [
@@ -131,7 +131,7 @@ def compare(layers: pd.DataFrame, d: int) -> list[Comparison]:
                 "MLPs of at most d_model: d_model less the bound of the rank, mean",
                 None,
                 sum(lost) / len(lost),
-                "where it is narrow W_FFN W_V has clearly low rank",
+                "where the MLP is narrow W_FFN W_V clearly has low rank",
                 SIGNIFICANCE.above(lost, 0.25 * d),
             )
         )
@@ -139,7 +139,7 @@ def compare(layers: pd.DataFrame, d: int) -> list[Comparison]:
 
 
 def compare_blocks(blocks: pd.DataFrame) -> list[Comparison]:
-    """Equivalence in trained blocks, and how far their MLPs are from piecewise linear ones."""
+    """Equivalence in trained blocks, and the distance of their MLPs from piecewise linear ones."""
     largest = float(blocks["equivalence_error"].max())
     median, most = float(blocks["remainder"].median()), float(blocks["remainder"].max())
     return [
@@ -147,7 +147,7 @@ def compare_blocks(blocks: pd.DataFrame) -> list[Comparison]:
             "shipped GELU models, norm and residual included: largest relative difference after one step",
             None,
             largest,
-            "with the tangent at the query th. B.1 holds for a trained block, too",
+            "with the tangent at the query th. B.1 also holds for a trained block",
             largest <= LARGEST,
         ),
         Comparison.stated(

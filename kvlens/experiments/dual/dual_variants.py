@@ -46,12 +46,12 @@ FAMILIES = {family: [name for name in VARIANTS if name.startswith(starts)] for f
 
 
 class Claim(NamedTuple):
-    """What the paper says of a variant against plain attention.
+    """A claim of the paper about a variant compared with plain attention.
 
     Attributes:
-        words: what it says, and where.
+        words: the claim, and its source.
         better: better (True) or worse (False).
-        measure: "end", the last error, or "course", the mean over the training of its logarithm: the lower, the faster.
+        measure: "end", the last error, or "course", the mean of its logarithm over training (lower is faster).
     """
 
     words: str
@@ -76,17 +76,17 @@ MEASURES = {
     COURSE: "the same, mean over the course of the training",
 }
 GOAL = Goal(chance=1.0, y="loss", in_logs=True)
-"""Errors are over the variance of the labels; half of it must be explained."""
+"""Errors are relative to the variance of the labels; half of it must be explained."""
 N_TUNING = 3
-"""Seeds from which each variant's learning rate is chosen; none of those that are compared."""
+"""The number of seeds from which each variant's learning rate is chosen, different from those that are compared."""
 
 
 def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
-    """Train every variant on every task, at the learning rate that suits it."""
+    """Train every variant on every task, at its best learning rate."""
     seeds, courses = settings["seeds"], []
     if missing := [task for task in settings["d_x"] if task not in settings["steps"]]:
         raise KVLensError(
-            f"dual-variants: steps must have a number for each task of d_x, and has none for {', '.join(missing)}"
+            f"dual-variants: steps must have a number for each task of d_x, but has none for {', '.join(missing)}"
         )
     for task in settings["d_x"]:
         for label in VARIANTS if settings["unclaimed"] else [PLAIN, AGAIN, *(label for of, label in CLAIMS if of == task)]:
@@ -104,10 +104,10 @@ def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
         differences=[
             f"Dimensions of x {settings['d_x']}, {settings['n_demonstrations']} demonstrations, {len(seeds)} seeds, "
             f"{steps} steps of {settings['batch_size']} sequences; the paper takes a step after each sequence, at "
-            "rates of 0.003 (linear task) and 0.005 (the others), for as many steps as it does not print: "
+            "rates of 0.003 (linear task) and 0.005 (the others), for an unreported number of steps: "
             "`--set batch_size=1` and `rates`.",
-            f"Each variant has the rate of {settings['rates']} at which it ends best on {N_TUNING} other seeds.",
-            "The exact softmax kernel, where the paper trains with random features.",
+            f"Each variant uses the rate of {settings['rates']} with the best final error on {N_TUNING} other seeds.",
+            "The exact softmax kernel; the paper trains with random features.",
             "Five values of alpha, two of k and two of beta; the paper's claims are tested at one of each, chosen in advance, "
             "and not at the best.",
         ],
@@ -117,7 +117,7 @@ def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
 def train_variant(
     label: str, task: str, settings: Mapping[str, Any], seeds: Sequence[int], rates: Sequence[float]
 ) -> pd.DataFrame:
-    """Held-out errors over the labels' variance: seed, step, loss; a row for each of ``seeds``, which may come twice."""
+    """Held-out errors over the labels' variance: seed, step, loss; one run for each of ``seeds``, which may repeat."""
     rows, d_x = list(seeds), settings["d_x"][task]
     layer = draw_layer(rows, d_x + 1, VARIANTS[label], stream=5 if label == AGAIN else 2)
     W, steps = draw_tasks(rows, d_x), settings["steps"][task]
@@ -139,7 +139,7 @@ def best_rate(label: str, task: str, settings: Mapping[str, Any]) -> float:
 
 
 def differences(curves: pd.DataFrame) -> pd.DataFrame:
-    """log of the held-out error of each variant over plain attention's, seed by seed; a run that diverged gives NaN.
+    """log of the held-out error of each variant over plain attention's, seed by seed; NaN for a run that diverged.
 
     Returns:
         task, model, seed, end (of the last error), course (mean over all evaluations but the first, which is before any step).
@@ -153,7 +153,7 @@ def differences(curves: pd.DataFrame) -> pd.DataFrame:
 
 
 def untrained(curves: pd.DataFrame) -> dict[tuple[str, str], str | None]:
-    """Task and variant -> why nothing can be said of it; None where something can."""
+    """Task and variant -> why there is no verdict on it; None if there can be one."""
     by_task = dict(list(curves.groupby("task", sort=False)))
     return {
         (task, label): GOAL.why_untrained(rows[rows["model"].isin([PLAIN, label])], PLAIN)
@@ -163,11 +163,11 @@ def untrained(curves: pd.DataFrame) -> dict[tuple[str, str], str | None]:
 
 
 def compare(ratios: pd.DataFrame, why: Mapping[tuple[str, str], str | None]) -> list[Comparison]:
-    """Every variant on every task; where the paper says something of it, with a verdict.
+    """Every variant on every task, with a verdict if the paper makes a claim about it.
 
     Args:
-        ratios: of `differences`.
-        why: of `untrained`.
+        ratios: the result of `differences`.
+        why: the result of `untrained`.
     """
     found = []
     for (task, label), rows in ratios.groupby(["task", "model"], sort=False):
@@ -181,7 +181,7 @@ def compare(ratios: pd.DataFrame, why: Mapping[tuple[str, str], str | None]) -> 
             continue
         verdict = {True: "better", False: "worse", None: "inconclusive"}[better]
         verdict = "not trained far enough" if why.get((task, label)) else verdict
-        start = "nothing differs but the start" if label == AGAIN else "no claim in the paper's words"
+        start = "nothing differs but the initialization" if label == AGAIN else "the paper makes no claim"
         found.append(Comparison.stated(what, None, ours, f"{start}; here: {verdict}"))
     return found
 

@@ -1,9 +1,9 @@
-"""``gradient-descent``: von Oswald et al.'s weights, where linear attention is a step on the regression itself (DUAL app. F).
+"""``gradient-descent``: von Oswald et al.'s weights: linear attention as a gradient step on the regression (DUAL app. F).
 
 Tokens are (x_j, y_j), the query (x, -W_0 x). With W_K = W_Q = diag(I_x, 0), W_V = ((0, 0), (W_0, -I_y)) and an output
 projection of eta / N, the label part of the layer's output at the query is -W x, W = W_0 after one step of gradient descent on
 the mean squared error of the demonstrations. It is the dual model of that layer as well, whose training inputs are the x_j and
-whose labels are the residuals W_0 x_j - y_j (eq. 37): one layer, two readings.
+whose labels are the residuals W_0 x_j - y_j (eq. 37): one layer with two interpretations.
 """
 
 from collections.abc import Callable, Mapping
@@ -72,7 +72,7 @@ def _one_task(settings: Mapping[str, Any], seed: int, eta: float) -> dict[str, f
 
 
 def compare(tasks: pd.DataFrame) -> list[Comparison]:
-    """Both readings against the layer."""
+    """Both interpretations compared with the layer."""
     pairs = [
         (
             "descent_error",

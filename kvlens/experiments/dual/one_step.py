@@ -18,9 +18,9 @@ def after_one_step(
 
     Args:
         q, k: the query and all keys, the query's own last.
-        labels: of all tokens: v_j, or W_FFN v_j.
-        scale: of the softmax.
-        demonstration_labels: other labels for the demonstrations than theirs, for a dual model that is wrong.
+        labels: labels of all tokens: v_j, or W_FFN v_j.
+        scale: scale of the softmax.
+        demonstration_labels: wrong labels for the demonstrations, for a control.
     """
     n = len(k) - 1
     wanted = labels[:n] if demonstration_labels is None else demonstration_labels

@@ -1,8 +1,8 @@
 """``random-features``: how well random features approximate the softmax kernel, by number and kind (DUAL figs. 6 to 9).
 
 Attention of random queries and keys is computed exactly and with positive random features: independent, orthogonal, or simplex
-(Reid et al. 2023, which the paper suggests and does not try). Every kind is drawn again for every seed, on the same queries,
-keys and values.
+(Reid et al. 2023, which the paper suggests but does not try). Every kind is drawn separately for every seed, with the same
+queries, keys and values.
 """
 
 import math
@@ -25,9 +25,9 @@ KINDS = ("iid", "orthogonal", "simplex")
 
 
 def simplex_projections(m: int, d: int, generator: torch.Generator) -> Float[Tensor, "m d"]:
-    """Blocks of d directions that point to the corners of a simplex, turned at random, with the lengths of normal vectors.
+    """Blocks of d directions towards the corners of a simplex, randomly rotated, with the lengths of normal vectors.
 
-    d unit vectors with inner products -1 / (d - 1), the most obtuse that there are: they span d - 1 dimensions.
+    These are d unit vectors with inner products -1 / (d - 1), the largest possible angle; they span d - 1 dimensions.
     """
     corners = (torch.eye(d, dtype=torch.float64) - 1.0 / d) * math.sqrt(d / (d - 1))
     normal = torch.randn(m, d, generator=generator, dtype=torch.float64)
@@ -72,13 +72,13 @@ def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
         differences=[
             f"{n} normal queries and keys of {d} dimensions and standard deviation {settings['size']} instead of a trained "
             f"layer's; {len(settings['seeds'])} seeds. The variance of random features grows as exp(|q + k|^2 / scale): at "
-            "standard deviation 1 the error falls with a power of a third only, over these numbers."
+            "standard deviation 1 the error falls only with a power of a third, over these numbers."
         ],
     )
 
 
 def compare(errors: pd.DataFrame) -> list[Comparison]:
-    """Does the error fall, how fast, and which kind is better?"""
+    """Whether and how fast the error falls, and which kind is better."""
     log_mse = errors[errors["what"] == "output"].assign(log_mse=lambda t: t["mse"].map(math.log))
     wide = log_mse.pivot_table(index="seed", columns=["kind", "n_features"], values="log_mse")
     few, many = int(errors["n_features"].min()), int(errors["n_features"].max())

@@ -2,8 +2,8 @@
 
 A token is (x, y); the last one's y is 0 and is predicted. Attention is self-attention over all tokens, softmax, one head, with
 square W_Q, W_K, W_V. The task is one fixed W; every sequence draws new x. Many seeds train at once, one per row of every
-tensor: each has its own task, its own start and its own sequences, and plain gradient descent on the sum of their losses keeps
-them apart.
+tensor: each has its own task, initialization and sequences, and plain gradient descent on the sum of their losses keeps them
+independent.
 
 | task | y | x |
 |---|---|---|
@@ -28,7 +28,7 @@ TASKS: dict[str, Callable[[Tensor], Tensor]] = {"linear": lambda y: y, "trigonom
 
 N_EVALUATIONS = 20
 BLOCK = 100
-"""Steps whose sequences are drawn at once."""
+"""The number of steps whose sequences are drawn at once."""
 
 
 class Sequences(NamedTuple):
@@ -43,10 +43,10 @@ class Variant:
     """One of the paper's changes to the layer; the defaults are plain attention.
 
     Attributes:
-        alpha: regularised: z_i - alpha v_i, over 1 - alpha where ``normalised``.
+        alpha: regularization: z_i - alpha v_i, divided by 1 - alpha if ``normalised``.
         normalised: see ``alpha``.
         key_depth, value_depth: layers of the MLP on keys and on values; 0 for none.
-        negatives: k, the tokens of lowest score taken as negative.
+        negatives: k, the number of tokens with the lowest scores taken as negative.
         beta: their weight.
         per: "query" or "label".
     """
@@ -94,14 +94,14 @@ class Layer:
         return z[..., -n:, :]
 
     def projections(self, x: Tensor, n_queries: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v, behind their MLPs; q of the last ``n_queries`` tokens, or of all."""
+        """q, k, v after their MLPs; q of the last ``n_queries`` tokens, or of all."""
         asked = x if n_queries is None else x[..., -n_queries:, :]
         q, k, v = (tokens @ w[:, None] for tokens, w in ((asked, self.W_Q), (x, self.W_K), (x, self.W_V)))
         return q, _through(k, self.key_mlp), _through(v, self.value_mlp)
 
 
 def _through(x: Tensor, mlp: list[Tensor]) -> Tensor:
-    """An MLP a seed; ``augment`` has its heads in the third place."""
+    """Apply one MLP per seed; the head axis of ``augment`` is the third."""
     return augment(x.transpose(0, 2), mlp, torch.nn.functional.gelu).transpose(0, 2) if mlp else x
 
 
@@ -113,7 +113,7 @@ def draw_tasks(seeds: list[int], d_x: int) -> Float[Tensor, "seed d_x"]:
 def draw_sequences(
     W: Float[Tensor, "seed d_x"], task: str, seeds: list[int], stream: int, n_sequences: int, n_demonstrations: int
 ) -> Sequences:
-    """N demonstrations and a query, as many sequences per seed; ``stream`` numbers the draws."""
+    """Draw sequences of N demonstrations and a query for every seed; ``stream`` distinguishes draws."""
     shape = (n_sequences, n_demonstrations + 1, W.shape[1])
     x = torch.stack([torch.rand(shape, generator=_generator(seed, stream), dtype=torch.float64) * 2 - 1 for seed in seeds])
     y = TASKS[task](torch.einsum("sbtd,sd->sbt", x, W))
@@ -153,17 +153,17 @@ def train_layer(
 
     Args:
         layer: changed in place.
-        W: of every seed's task.
+        W: W of every seed's task.
         settings: ``batch_size`` (1: an update for each sequence, as in the paper), ``heldout_sequences``,
             ``n_demonstrations``.
         task: a key of `TASKS`.
-        steps: updates.
-        seeds: of the rows; one that comes twice has the same sequences twice.
+        steps: number of updates.
+        seeds: seeds of the rows; rows with the same seed have the same sequences.
         rates: learning rate of every row.
 
     Returns:
-        (step, error) at every evaluation, the last step included. Errors are those of the last label, over the variance of the
-        held-out labels: 1 is what the best constant leaves, and infinite is a row that diverged.
+        (step, error) at every evaluation, including the last step. Errors are those of the last label, over the variance of the
+        held-out labels: 1 for the best constant prediction, infinite for a row that diverged.
     """
     n = settings["n_demonstrations"]
     drawn = list(dict.fromkeys(seeds))

@@ -7,10 +7,10 @@ context distillation:
     distributions    mean KL( p(. | prompt, text) || p_w(. | text) ) -> min
 
 The second objective uses the prompted model's whole distribution at every position, and learns more from every text. Every
-weight that changed must be stored.
+changed weight must be stored.
 
 As a baseline it is tuned as carefully as the other methods (`distil_best`): the learning rate is chosen on held-out texts, and
-all text that is read counts as cost.
+reading them counts towards the cost.
 """
 
 import time
@@ -28,10 +28,10 @@ from kvlens.model import HookedKVTransformer
 Objective = Literal["pairs", "distributions"]
 OBJECTIVES: tuple[Objective, ...] = ("pairs", "distributions")
 QUERY = 4
-"""Tokens of a text that are its query; the rest is the answer."""
+"""The number of tokens of a text that are its query; the rest is the answer."""
 TEXTS_PER_STEP = 16
 HELD_OUT = 8
-"""Of so many texts one is held out from the steps, to choose the learning rate on."""
+"""One in this many texts is held out from the steps, for choosing the learning rate."""
 
 
 class Distilled(NamedTuple):
@@ -39,10 +39,10 @@ class Distilled(NamedTuple):
 
     Attributes:
         model: the copy.
-        n_changed: weights that changed, all of which must be stored.
-        seconds: of the steps and of reading the texts with the prompt.
-        losses: of every step.
-        passes: tokens read or written, in units of one pass over the prompt; a step's backward pass is not counted.
+        n_changed: number of changed weights, all of which must be stored.
+        seconds: time of the steps and of reading the texts with the prompt.
+        losses: loss of every step.
+        passes: tokens read or written, in units of one pass over the prompt; backward passes are not counted.
     """
 
     model: HookedKVTransformer
@@ -68,14 +68,14 @@ def distil(
     The steps are those of :mod:`~kvlens.conversion.softmax.descent`; each reads some of the texts.
 
     Args:
-        model: stays as it is.
+        model: not changed.
         prompt: not seen by the copy.
-        texts: what the prompted model wrote; the copy reads them alone, from position 0.
+        texts: texts that the prompted model wrote; the copy reads them alone, from position 0.
         is_free: which parameters change, by name.
         objective: see the module.
 
     Raises:
-        KVLensError: an objective that does not exist.
+        KVLensError: an unknown objective.
     """
     if objective not in OBJECTIVES:
         raise KVLensError(
@@ -114,14 +114,14 @@ def distil_best(
     objective: Objective = "distributions",
     **options: Any,
 ) -> Distilled:
-    """`distil` at each of several learning rates; the copy that is best, by its objective, on an eighth of the texts.
+    """`distil` at each of several learning rates; return the copy that is best, by its objective, on an eighth of the texts.
 
-    Those texts are read by no step. Seconds and passes are those of all copies.
+    No step reads those texts. Seconds and passes are those of all copies.
 
     Args:
         model, prompt, texts, objective: as for `distil`.
-        learning_rates: which to try.
-        options: the rest of what `distil` takes.
+        learning_rates: the rates to try.
+        options: the other arguments of `distil`.
     """
     n_heldout = max(1, len(texts) // HELD_OUT)
     seen, heldout = texts[:-n_heldout], texts[-n_heldout:]
@@ -137,7 +137,7 @@ def distil_best(
 def prompted_logits(
     model: HookedKVTransformer, prompt: Int[Tensor, " prompt_pos"], texts: Int[Tensor, "text pos"]
 ) -> Float[Tensor, "text pos vocab"]:
-    """The logits at every position of the texts, with the prompt in front."""
+    """The logits at every position of the texts, after the prompt."""
     whole = torch.cat([prompt.expand(len(texts), -1), texts], dim=1)
     parts = [model(part, attention_mask=torch.ones_like(part))[:, len(prompt) :] for part in whole.split(TEXTS_PER_STEP)]
     return torch.cat(parts)

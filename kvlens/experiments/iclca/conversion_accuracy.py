@@ -5,17 +5,17 @@ trigger again. The scored positions are the triggers in the text whose follower 
 very end of the prompt, whose follower is the first letter of the text. The same text is read in three conditions:
 
 - *with prompt*: the model sees [prompt; text];
-- *without prompt*: the text alone. At its first use in the text a trigger can then only be guessed;
+- *without prompt*: the text alone. The follower of a trigger can then only be guessed at its first use in the text;
 - *converted*: the text alone, with the prompt's bias attached.
 
-Converted and prompted model compute the same function, so every prediction must be the same. Rounding could change one only
-where the two largest logits are nearly equal: the margin of each prediction is measured along with the change.
+The converted and the prompted model compute the same function, so every prediction must be the same. Rounding can change a
+prediction only if the two largest logits are nearly equal: the margin of each prediction is measured along with the change.
 
-All this is measured on two distributions of sequences (`kvlens.tasks.bigrams`): that of the shipped model's training, dense
-with triggers, and the paper's own (``markov``), next to the paper's numbers.
+Both are measured on two distributions of sequences (`kvlens.tasks.bigrams`): that of the shipped model's training, dense with
+triggers, and the paper's (``markov``), next to the paper's numbers.
 
-The shipped model ``bigram-linear`` is the paper's: 12 layers of width 128. The setting ``model`` may name the folder of another
-one, or be None: then a model is trained as ``training`` says.
+The shipped model ``bigram-linear`` has the paper's size: 12 layers of width 128. The setting ``model`` may name the folder of
+another one, or be None: then a model is trained with the settings ``training``.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -45,7 +45,7 @@ from kvlens.training import build_model, find_recipe, train
 PROMPTED, ALONE, CONVERTED = "with prompt", "without prompt", "converted"
 CONDITIONS = (PROMPTED, ALONE, CONVERTED)
 ENOUGH = 0.999
-"""In-context accuracy from which on the task counts as learned."""
+"""The in-context accuracy from which the task counts as learned."""
 NEAR_CHANCE = 0.01
 """An accuracy significantly less than this above chance is called chance."""
 PRINTED = {PROMPTED: 0.9995, ALONE: 0.0223, CONVERTED: 0.9995}
@@ -53,7 +53,7 @@ PRINTED = {PROMPTED: 0.9995, ALONE: 0.0223, CONVERTED: 0.9995}
 
 
 def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
-    """Measure the three conditions on the sequences that ``settings`` asks for."""
+    """Measure the three conditions on the sequences given by ``settings``."""
     task = make_task("bigrams", **settings["task"])
     assert isinstance(task, BigramTask)
     paper_task = replace(task, law=MARKOV)
@@ -72,10 +72,10 @@ def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
 
 
 def obtain_model(settings: Mapping[str, Any], task: BigramTask, tell: Callable[[str], None]) -> HookedKVTransformer:
-    """The model that ``settings`` name, or one trained now.
+    """Load the model named in ``settings``, or train one.
 
     Raises:
-        KVLensError: the model is not there, or does not fit the task.
+        KVLensError: there is no such model, or it does not fit the task.
     """
     name = settings["model"]
     if name is None:
@@ -89,7 +89,7 @@ def obtain_model(settings: Mapping[str, Any], task: BigramTask, tell: Callable[[
     else:
         raise KVLensError(
             f"conversion-accuracy: {name!r} is neither a shipped model{nearest(name, zoo.names())} nor a folder. Train it with "
-            "`kvlens train bigram-linear --out RUN`, and give the folder 'RUN/model' as the experiment's setting 'model'"
+            "`kvlens train bigram-linear --out RUN`, and give the folder 'RUN/model' as the setting 'model' of the experiment"
         )
     task.check_fit(model)
     assert isinstance(model, HookedKVTransformer)
@@ -97,7 +97,7 @@ def obtain_model(settings: Mapping[str, Any], task: BigramTask, tell: Callable[[
 
 
 def chance(task: BigramTask) -> float:
-    """How often a trigger's follower is guessed by one who has not seen it: followers are uniform over the other letters."""
+    """The accuracy of guessing a trigger's follower: followers are uniform over the other letters."""
     return 1 / (task.n_letters - task.n_triggers)
 
 
@@ -135,7 +135,7 @@ def measure(
 
 
 def hide_open_trigger(batch: Batch, cut: int) -> Batch:
-    """The same sequences without scores at the letter that ends the prompt: what follows it opens the text."""
+    """The same sequences, not scored at the last letter of the prompt, whose follower is the first letter of the text."""
     return batch._replace(scored=batch.scored & (batch.inputs != batch.inputs[:, cut - 1 : cut]))
 
 
@@ -165,10 +165,10 @@ def score(
     """The rows of `measure`'s ``predictions``.
 
     Args:
-        task: names the letters.
+        task: the task, for the names of letters.
         text: inputs, targets and scored positions, without the prompt.
-        logits: by condition.
-        first_sequence: the number of the first row.
+        logits: logits by condition.
+        first_sequence: number of the first row.
     """
     scored: Bool[Tensor, "batch pos"] = text.scored
     sequence, position = scored.nonzero(as_tuple=True)
@@ -195,14 +195,14 @@ def score(
 
 
 def accuracy_by_use(predictions: pd.DataFrame) -> pd.DataFrame:
-    """How many scored positions there are, and how many are right, by condition and use of the trigger in the text."""
+    """Number of scored positions, and of correct ones, by condition and use of the trigger in the text."""
     grouped = predictions.groupby(["condition", "use"], sort=False)["is_right"]
     table = grouped.agg(n_scored="size", n_right="sum").reset_index()
     return table.assign(accuracy=table["n_right"] / table["n_scored"])
 
 
 def n_disagreeing(predictions: pd.DataFrame) -> int:
-    """At how many scored positions the converted model predicts another letter than the prompted one."""
+    """Number of scored positions at which the converted model predicts another letter than the prompted one."""
     by_condition = {
         name: rows.set_index(["sequence", "position"])["prediction"] for name, rows in predictions.groupby("condition")
     }
@@ -213,7 +213,7 @@ def n_disagreeing(predictions: pd.DataFrame) -> int:
 
 
 def compare(predictions: pd.DataFrame, errors: pd.DataFrame, guess: float) -> Iterator[Comparison]:
-    """Table 2's claim: the converted model is as good as the prompted one, the model without the prompt guesses."""
+    """Table 2's claim: the converted model is as accurate as the prompted one, the model without the prompt guesses."""
     score = {name: _score(rows) for name, rows in predictions.groupby("condition")}
     yield Comparison(
         f"in-context accuracy with the prompt ({_counts(predictions, PROMPTED)})",
@@ -256,9 +256,9 @@ def compare(predictions: pd.DataFrame, errors: pd.DataFrame, guess: float) -> It
 
 
 def compare_with_paper(predictions: pd.DataFrame) -> Iterator[Comparison]:
-    """Table 2 on the paper's own distribution. The model was trained on another, so the numbers are only put side by side."""
+    """Table 2 on the paper's distribution. The model was trained on another one, so there is no verdict on these numbers."""
     for condition in CONDITIONS:
-        # without the prompt only a trigger's first use in the text is a guess; later ones can be read off the text
+        # without the prompt only a trigger's first use in the text is a guess; later ones can be copied from the text
         rows = predictions[predictions["use"] == 1] if condition == ALONE else predictions
         right, of = _count(rows, condition)
         where = ", first use of a trigger" if condition == ALONE else ""
@@ -298,17 +298,17 @@ def _counts(predictions: pd.DataFrame, condition: str) -> str:
 def _differences(model: HookedKVTransformer, task: BigramTask, settings: Mapping[str, Any]) -> Iterator[str]:
     cfg = model.cfg
     if settings["model"] is None:
-        yield f"A model of {cfg.n_layers} layers and width {cfg.d_model}, trained on the way, not the paper's 12 layers of 128."
+        yield f"A model of {cfg.n_layers} layers and width {cfg.d_model}, trained here, not the paper's 12 layers of 128."
     if cfg.kv_shift is not None:
         yield "The model has KV shift, the paper's has none."
     yield (
         f"Sequences of {task.length} letters, the first {settings['prompt_length']} of them the prompt; a letter that follows "
-        f"no trigger is one with probability {task.trigger_rate:g}. In the paper's distribution (sec. 6.2) what follows no "
-        "trigger is uniform over all letters; its lengths are not printed, nor whether a trigger may follow a trigger, which "
+        f"no trigger is one with probability {task.trigger_rate:g}. In the paper's distribution (sec. 6.2) the letter after a "
+        "non-trigger is uniform over all letters; the paper gives neither lengths nor whether a trigger may follow one, which "
         "it never "
         "does here."
     )
-    yield "Scored are only triggers whose follower the prompt has shown; up to their first use in the text only the prompt has."
+    yield "Only triggers whose follower is in the prompt are scored; at their first use the text does not show it yet."
 
 
 # --- figure ---
@@ -317,7 +317,7 @@ COLORS = {PROMPTED: "#2763a5", ALONE: "#d1662a", CONVERTED: "#1b7f4b"}
 
 
 def draw(accuracy: pd.DataFrame, predictions: pd.DataFrame, guess: float) -> Figure:
-    """Left, accuracy by use of a trigger; right, how far every prediction is from being changed by the conversion."""
+    """Left, accuracy by use of a trigger; right, the margin of every prediction and its change by the conversion."""
     figure = Figure(figsize=(11.5, 4.6), layout="constrained")
     left, right = figure.subplots(1, 2)
     _draw_accuracy(left, accuracy, guess)
@@ -392,8 +392,8 @@ EXPERIMENT = Experiment(
         "paper": _scale(n_sequences=65536),
     },
     cost={
-        "tiny": "a few seconds, the training of a small model included",
+        "tiny": "a few seconds, including the training of a small model",
         "small": "about two and a half minutes on one core, with the shipped model",
-        "paper": "about forty minutes on one core, with the shipped model, which is of the paper's size; more sequences",
+        "paper": "about forty minutes on one core, with the shipped model, which has the paper's size; more sequences",
     },
 )

@@ -41,7 +41,7 @@ def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
         batches = random_pairs(size["pairs"], *lengths, batch_size=size["batch"], seed=settings["seed"])
         errors = pd.concat([_measure(model, *batch) for batch in batches], ignore_index=True)
         n_parameters = sum(p.numel() for p in model.parameters())
-        del model  # before the next one is made: the largest fills 8 GB
+        del model  # before the next one is built; the largest takes 8 GB
         errors["pair"] = errors.groupby(["measure", "accumulation"]).cumcount()
         parts.append(pd.DataFrame(dict(size=size["name"], n_parameters=n_parameters), index=errors.index).join(errors))
         tell(f"{n_parameters:,} parameters: {_describe(summarize(parts[-1]))}")
@@ -59,8 +59,8 @@ def random_model(n_layers: int, d_model: int, d_head: int, *, seed: int = 0, **c
     """A model of linear attention (elu + 1, RoPE after it) with random weights, without gradients.
 
     Args:
-        n_layers, d_model, d_head: its size.
-        seed: of the weights.
+        n_layers, d_model, d_head: size of the model.
+        seed: seed of the weights.
         changes: other fields of :class:`kvlens.HookedKVTransformerConfig`.
     """
     fields: dict[str, Any] = dict(n_ctx=2048, d_vocab=D_VOCAB, act_fn="gelu", positional_embedding_type="rotary")
@@ -80,7 +80,7 @@ def random_pairs(
 def conversion_error(
     model: HookedKVTransformer, prompt: Int[Tensor, "pair prompt_pos"], text: Int[Tensor, "pair text_pos"]
 ) -> tuple[Float[Tensor, "pair"], Float[Tensor, "pair text_pos d_vocab"]]:
-    """Relative error of every pair's converted logits, and what it is measured against: the logits with the prompt in front."""
+    """Relative error of every pair's converted logits, and the reference: the logits with the prompt in context."""
     old = model(torch.cat([prompt, text], dim=1))[:, prompt.shape[1] :]
     with model.kv_bias(convert_prompt(model, prompt)):
         return relative_error(model(text), old), old
@@ -169,35 +169,35 @@ def compare(summary: pd.DataFrame) -> Iterator[Comparison]:
         "largest relative error, over all sizes, with the sums of linear attention in float64",
         None,
         float(wide.max()),
-        "the conversion is exact: what is left is rounding, and shrinks with it",
+        "the conversion is exact: the error is only rounding, and shrinks with it",
         bool((wide < table[CONVERSION, "float32"]).all()),
     )
 
 
 def _differences(summary: pd.DataFrame) -> Iterator[str]:
     yield (
-        "Layers and widths are chosen to come near the numbers of parameters that table 1 names; the feature map is elu + 1 "
+        "Layers and widths are chosen to approximate the numbers of parameters in table 1; the feature map is elu + 1 "
         f"with RoPE after it, and the vocabulary has {D_VOCAB} tokens."
     )
     own = _table(summary)[FORWARD, "float32"]
     for _, row in summary.dropna(subset="printed").iterrows():
         if row["printed"] < own[row["n_parameters"]]:
             yield (
-                f"At {row['size']} parameters the paper's figure ({row['printed']:.1e}) lies below the error of the float32 "
+                f"At {row['size']} parameters the paper's number ({row['printed']:.1e}) is below the error of the float32 "
                 f"forward pass itself, as measured on our model of that size ({own[row['n_parameters']]:.1e})."
             )
     missing = [size for size in PRINTED if size not in set(summary["size"])]
     if missing:
         yield f"Not measured at this scale: {', '.join(missing)}."
     counts = summary.groupby("size", sort=False)["n_pairs"].first()
-    yield f"Pairs a size: {', '.join(f'{size} {count}' for size, count in counts.items())}."
+    yield f"Pairs per size: {', '.join(f'{size} {count}' for size, count in counts.items())}."
 
 
 # --- figure ---
 
 
 def draw(summary: pd.DataFrame) -> Figure:
-    """Relative error against the number of parameters: ours, float32's own, the paper's."""
+    """Relative error against the number of parameters: ours, that of the float32 forward pass, the paper's."""
     figure = Figure(figsize=(7.6, 4.8), layout="constrained")
     axes = figure.subplots()
     lines: dict[str, dict[str, Any]] = {
@@ -222,7 +222,7 @@ def draw(summary: pd.DataFrame) -> Figure:
 
 
 def _note_float64(axes: Axes, summary: pd.DataFrame) -> None:
-    """The error with float64 sums, in words: a logarithmic axis has no place for the 0 that it mostly is."""
+    """The error with float64 sums, as text, since it is mostly 0, which a logarithmic axis cannot show."""
     wide = summary[(summary["measure"] == CONVERSION) & (summary["accumulation"] == "float64")]["largest"].max()
     value = "0, to the last bit, in every pair" if wide == 0 else f"at most {wide:.1e}"
     words = f"conversion, sums of linear attention in float64: {value}"

@@ -1,21 +1,21 @@
 """``facts-recall``: how many virtual keys per head does a softmax model need to remember a story?
 
-``facts-gpt2`` reads a made-up story and answers questions about it; the story alone says what the answer is. The story becomes
-a KV bias: all its keys (exact), or fewer, chosen and fitted on the model's own continuations of the story. Counted is, of the
-answers that the model gives right with the story in front, the share that stays right:
+``facts-gpt2`` reads a made-up story and answers questions about it that only the story answers. The story is converted to a KV
+bias: all its keys (exact), or fewer, chosen and fitted on the model's own continuations of the story. The measure is the share
+of the model's correct answers with the story in context that stay correct:
 
     share kept = right with the story and with its bias / right with the story        at so many keys per head
 
-Ways to get fewer keys: *greedy* gives keys to the heads where they remove most error, *equal* gives each head as many, *no fit*
-keeps the same keys as they are, without fitted weights and values. *polished* goes on from greedy, at a quarter of the keys, by
-gradient steps on the next token's distribution over more continuations. *dropped* is no bias at all.
+Ways to get fewer keys: *greedy* gives keys to the heads where they remove most error, *equal* gives each head the same number,
+*no fit* keeps the same keys unchanged, without fitted weights and values. *polished* continues from greedy, at a quarter of the
+keys, with gradient steps on the next-token distribution over more continuations. *dropped* is no bias at all.
 
-The continuations are what the model itself writes after the story, drawn at random. It was trained on stories with questions,
-so it mostly asks about the story's facts and answers: the fits see questions of the same form, some of them the scored ones,
-as the model happens to write them, with whatever answer it gives.
+The continuations are sampled from the model after the story. It was trained on stories with questions, so it mostly writes
+questions about the story's facts and answers: the fits see questions of the same form, some of them the scored ones, with the
+model's own answers.
 
-Source: ICLCA sec. 5 and 6.4, for the approximate conversion of softmax attention; the stories and the judged answers are
-kvlens', the fitted keys after Attention Matching (Zweiger et al. 2026, arXiv 2602.16284; see :mod:`kvlens.ops.landmarks`).
+Source: ICLCA sec. 5 and 6.4, for the approximate conversion of softmax attention; the stories and the scored answers are
+kvlens' own, the fitted keys follow Attention Matching (Zweiger et al. 2026, arXiv 2602.16284; see :mod:`kvlens.ops.landmarks`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -43,20 +43,20 @@ FEWER_KEYS: dict[str, dict[str, Any]] = {
 }
 """The options of :class:`kvlens.conversion.Landmark` other than the number of keys."""
 AIM, AIM_RATIO = 0.99, 0.25
-"""Share of answers to be kept at this share of the story's keys."""
+"""The share of answers to be kept at this share of the story's keys."""
 SPREAD = LONGEST_STATEMENT - min(len(words_of(statement)) for kind in KINDS for statement in kind.statements)
-"""Tokens by which two statements may differ."""
+"""The number of tokens by which two statements may differ."""
 
 
 class Way(NamedTuple):
-    """A method of replacing the story, and the share of its keys that is kept."""
+    """A method of replacing the story, and the share of keys that it keeps."""
 
     name: str
     ratio: float
 
 
 def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
-    """Convert stories in every way, and ask for what they say."""
+    """Convert stories in every way, and ask about their facts."""
     model = HookedKVTransformer.load(zoo.folder_of(settings["model"])).eval().requires_grad_(False)
     stories = stories_for(model, settings)
     parts = []
@@ -114,7 +114,7 @@ def measure(
 
 
 def ways(settings: Mapping[str, Any]) -> Iterator[tuple[Way, ConversionMethod]]:
-    """Every way that is measured, with its method."""
+    """Yield every way, with its method."""
     yield Way(EXACT, 1.0), Exact()
     for ratio in settings["ratios"]:
         shared: dict[str, Any] = dict(ratio=ratio, seed=settings["seed"], n_held_out=0, **settings["reference"])
@@ -131,7 +131,7 @@ def _keys_by_story(n_keys: torch.Tensor) -> torch.Tensor:
 
 
 def chance(stories: Sequence[Story]) -> float:
-    """How often any value of the right kind in the story is the answer."""
+    """The accuracy of guessing any value of the right kind in the story."""
     shares = [
         1 / sum(sentence.fact.kind == question.fact.kind for sentence in story.sentences)
         for story in stories
@@ -209,11 +209,11 @@ def _not(verdict: bool | None) -> bool | None:
 
 def _differences(model: HookedKVTransformer, settings: Mapping[str, Any]) -> Iterator[str]:
     yield (
-        f"The paper converts GPT-2 with Performer features and reads the error of the logits; here a model of "
+        f"The paper converts GPT-2 with Performer features and measures the error of the logits; here a model of "
         f"{model.cfg.n_layers} layers answers questions about stories of {settings['n_facts']} facts."
     )
     if model.cfg.kv_shift is not None:
-        yield f"The model has a KV shift over a window of {model.cfg.kv_shift.window}, which GPT-2 has not."
+        yield f"The model has a KV shift over a window of {model.cfg.kv_shift.window}, which GPT-2 does not have."
 
 
 # --- figure ---
@@ -255,7 +255,7 @@ def _scale(**changes: Any) -> dict[str, Any]:
 
 EXPERIMENT = Experiment(
     name="facts-recall",
-    source="ICLCA sec. 5, on answers in place of logits",
+    source="ICLCA sec. 5, on answers instead of logits",
     question="How many virtual keys per head does a softmax model need to remember a story?",
     run=run,
     scales={

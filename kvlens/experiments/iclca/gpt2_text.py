@@ -7,8 +7,8 @@ constant to all logits of a position changes no prediction but changes ||old||, 
 logits (minus their mean over the vocabulary). Weights are loaded without TransformerLens' processing, which would change that
 constant.
 
-GPT-2's weights do not come with kvlens: ``kvlens reproduce gpt2-text --model FOLDER`` reads them from a folder in the format
-of Hugging Face. Without ``--model`` a shipped model stands in. The prompts are of the model's own kind of text: facts, stories
+GPT-2's weights are not shipped with kvlens: ``kvlens reproduce gpt2-text --model FOLDER`` reads them from a folder in Hugging
+Face's format. Without ``--model`` a shipped model is used instead. The prompts match the model's training text: facts, stories
 for llama2.c checkpoints, help pages for shipped models; ``--set texts=facts`` chooses.
 """
 
@@ -38,7 +38,7 @@ WITH, WITHOUT, EXACT, LANDMARK, RANDOM = (
 PAPER_WITHOUT, PAPER_CONVERTED = 0.1656, 0.0917
 """ICLCA sec. 6.4: relative error of GPT-2's logits without the prompt, and converted (with Performer's random features)."""
 ROUNDING = 1e-4
-"""What float32 may leave of an exact conversion; random tiny models and trained ones stay below a tenth of it."""
+"""The largest float32 error of an exact conversion; random tiny models and trained ones stay below a tenth of it."""
 UNPROCESSED = dict(fold_ln=False, center_writing_weights=False, center_unembed=False, fold_value_biases=False)
 
 
@@ -76,13 +76,13 @@ def _check(model: HookedKVTransformer) -> None:
     if model.cfg.attention != "softmax":
         raise KVLensError("gpt2-text: this model's attention is linear, where the conversion is exact; give a softmax model")
     if model.tokenizer is None:
-        raise KVLensError("gpt2-text: this model has no tokenizer, so it can neither read the prompts nor write text")
+        raise KVLensError("gpt2-text: this model has no tokenizer, so it cannot read the prompts or write text")
 
 
 def read(model: HookedKVTransformer, pair: Pair, settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """A row for each way: what is written, and how far its logits are from those with the prompt.
+    """Yield a row for each way: the generated text, and the error of its logits relative to those with the prompt.
 
-    The converted model reads the text without a BOS, as the prompt had one; the model without the prompt gets its own.
+    The converted model reads the text without a BOS, since the prompt had one; the model without the prompt gets a BOS.
     """
     bos = model.prepends_bos
     prompt = model.to_tokens(pair.prompt, prepend_bos=bos, truncate=False)[0]
@@ -114,7 +114,7 @@ def biases(
 
 
 def generated(model: HookedKVTransformer, tokens: Int[Tensor, " pos"], n: int) -> Int[Tensor, " new"]:
-    """What the model writes next, greedily."""
+    """The greedy continuation of ``tokens``."""
     end = model.tokenizer.eos_token_id is not None
     whole = model.generate(
         tokens[None], max_new_tokens=n, do_sample=False, stop_at_eos=end, return_type="tokens", verbose=False
@@ -141,12 +141,12 @@ def _row(model: HookedKVTransformer, way: str, new_text: Tensor, old_text: Tenso
 
 
 def relative_error(new: Float[Tensor, "place vocab"], old: Float[Tensor, "place vocab"]) -> float:
-    """||new - old|| / ||old||, the mean over places."""
+    """||new - old|| / ||old||, mean over positions."""
     return float(((new - old).norm(dim=-1) / old.norm(dim=-1)).mean())
 
 
 def compare(texts: pd.DataFrame) -> Iterator[Comparison]:
-    """The paper's two errors next to ours, and what each way keeps, tested pair by pair."""
+    """The paper's two errors next to ours, and what each way preserves, tested pair by pair."""
     error, centered, agrees = (
         texts.pivot_table(index="pair", columns="way", values=column)
         for column in ("relative_error", "relative_error_centered", "next_token_agrees")
@@ -192,11 +192,11 @@ def _differences(model: HookedKVTransformer, name: str, kind: str) -> Iterator[s
         yield f"The paper's prompts are facts about people and places; these are {kind}."
     else:
         yield "Three of the prompts are the paper's; the others are of the same kind, so that a verdict is possible."
-    yield "The paper does not say on which tokens it measures, how it generates, or with how many features; here: see settings."
+    yield "The paper does not say which tokens it measures, how it generates text, or how many features it uses; see settings."
 
 
 def draw(texts: pd.DataFrame) -> Figure:
-    """Every pair's error by way, and the paper's two figures."""
+    """Plot every pair's error by way, and the paper's two numbers."""
     figure = Figure(figsize=(7.6, 4.2), layout="constrained")
     axes = figure.subplots()
     ways = [WITHOUT, RANDOM, LANDMARK]

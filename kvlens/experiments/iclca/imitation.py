@@ -1,19 +1,19 @@
 """Virtual keys with the same effect as a change of the weights, in closed form, layer by layer.
 
-m is the residual stream after a layer's attention, x(m) what its MLP makes of it; primes mark the changed model. The layers
-below have their virtual keys already. At every place of the texts attention has to add the t with
+Let m be the residual stream after a layer's attention, and x(m) the stream after its MLP; primes mark the changed model. The
+layers below have their virtual keys already. At every position of the texts attention has to add the t with
 
-    x(m + t) = x'(m')        t = m' - m where the MLP is unchanged, Gauss-Newton steps from there where it is not
+    x(m + t) = x'(m')        t = m' - m if the MLP is unchanged, otherwise Gauss-Newton steps from there
 
-so that a change of W_Q, W_K, W_V, W_O or of the MLP asks for the same thing. r virtual keys c_r of weight w (1 is that of a
-token) take the share s_ir = w exp(q_i.c_r / scale) / (n_i + sum_r w exp(q_i.c_r / scale)) of a head's attention from its own
-output z_i. What they bring is linear in their values u_r:
+so a change of W_Q, W_K, W_V, W_O and a change of the MLP are treated alike. r virtual keys c_r of weight w (a token has weight
+1) take the share s_ir = w exp(q_i.c_r / scale) / (n_i + sum_r w exp(q_i.c_r / scale)) of a head's attention from its own output
+z_i. Their contribution is linear in their values u_r:
 
     sum_i | sum_h sum_r s_ihr (u_hr - z_ih) W_O_h - t_i |^2  + ridge  -> min
 
-all heads of the layer together, by conjugate gradients on the normal equations. Shares are at most 1, so that no text can make
-the answer explode. Ridge and weight are chosen on texts that are held out, and a layer whose keys do not help there keeps
-none to speak of.
+for all heads of the layer together, by conjugate gradients on the normal equations. Shares are at most 1, so the contribution
+is bounded on any text. Ridge and weight are chosen on held-out texts, and a layer whose keys do not help there keeps keys of
+negligible weight.
 """
 
 from dataclasses import replace
@@ -33,18 +33,18 @@ from kvlens.ops.landmarks import Statistics, choose_keys
 from kvlens.ops.softmax_features import virtual_key_scores
 
 RIDGES, SHARES = (1.0, 1e-1, 1e-2, 1e-3), (0.3, 0.1, 0.03, 0.01, 0.003)
-"""What is tried: the ridge relative to the mean diagonal of the normal equations, and the share of a head's attention that its
-keys take together, each the same, on the mean and roughly. (One weight for all keys would leave it to the largest scores.)"""
+"""The candidates: the ridge relative to the mean diagonal of the normal equations, and the approximate mean share of a head's
+attention that its keys take together, in equal parts. (With the same weight for all keys, those with large scores dominate.)"""
 OFF = 1e-4
-"""Share of keys that are not to act: little enough to do nothing, enough for gradient steps to begin from."""
+"""The share of inactive keys: small enough to have no effect, large enough for gradient steps to start from."""
 NEWTON_STEPS, DAMPING, CG_STEPS = 2, 1e-2, 40
 ROWS_AT_ONCE = 256
 HELD_OUT = 4
-"""One text in so many is held out."""
+"""One in this many texts is held out."""
 
 
 class Seen(NamedTuple):
-    """One layer on some texts: queries and keys as they are scored, outputs, log-normalizers, the stream around the MLP."""
+    """One layer on some texts: queries and keys as scored, outputs, log-normalizers, the stream before and after the MLP."""
 
     q: Float[Tensor, "text pos head d_head"]
     k: Float[Tensor, "text pos kv_head d_head"]
@@ -55,7 +55,7 @@ class Seen(NamedTuple):
 
 
 class LayerKeys(NamedTuple):
-    """Virtual keys of one layer, their weights (1 is that of a token), and their values."""
+    """Virtual keys of one layer, their weights (a token has weight 1), and their values."""
 
     keys: Float[Tensor, "kv_head r d_head"]
     weights: Float[Tensor, "kv_head r"]
@@ -63,7 +63,7 @@ class LayerKeys(NamedTuple):
 
 
 def check_imitable(model: HookedKVTransformer) -> None:
-    """Raise KVLensError unless the model is one whose layers :func:`imitation` knows."""
+    """Raise KVLensError unless :func:`imitation` supports the model's layers."""
     cfg, missing = model.cfg, []
     if cfg.attention != "softmax":
         missing.append("softmax attention")
@@ -74,12 +74,12 @@ def check_imitable(model: HookedKVTransformer) -> None:
     if model.tokenizer is None or model.tokenizer.bos_token_id is None:
         missing.append("a tokenizer with a BOS, from which it writes its own texts")
     if missing:
-        raise KVLensError(f"weights-to-prompt: the model must have {', and '.join(missing)}; {cfg.model_name} has not")
+        raise KVLensError(f"weights-to-prompt: the model must have {', and '.join(missing)}; {cfg.model_name} does not")
 
 
 @torch.no_grad()
 def see(model: HookedKVTransformer, layer: int, tokens: Int[Tensor, "text pos"]) -> Seen:
-    """Read the texts as far as a layer, in the model's own dtype."""
+    """Run the texts up to a layer, in the model's own dtype."""
     got: dict[str, Tensor] = {}
     names = [f"blocks.{layer}.{name}" for name in ("attn.hook_z", "attn.hook_attn_scores", "hook_resid_mid", "hook_resid_post")]
     hooks = [(name, lambda x, hook: got.__setitem__(hook.name, x.detach())) for name in names]
@@ -116,7 +116,7 @@ def wanted(model: HookedKVTransformer, layer: int, ours: Seen, changed: Seen) ->
 def log_ratios(
     model: HookedKVTransformer, layer: int, seen: Seen, keys: Float[Tensor, "kv_head r d_head"]
 ) -> Float[Tensor, "head row r"]:
-    """log of exp(q_i.c_r / scale) / n_i: what a key of weight 1 is beside the context."""
+    """log of exp(q_i.c_r / scale) / n_i: a key of weight 1 relative to the context."""
     rule, n_texts, pos = model.blocks[layer].attn.score_rule(), *seen.log_n.shape[:2]
     distance = torch.ones(1, *keys.shape[:2], dtype=torch.long)
     scores = virtual_key_scores(seen.q, keys[None], rule, distance, torch.arange(pos).expand(n_texts, -1))
@@ -134,7 +134,7 @@ def shares(
 
 
 def even_weights(log_ratios: Float[Tensor, "head row r"], kv_heads: int, share: float) -> Float[Tensor, "kv_head r"]:
-    """Weights with which every key, alone, would take ``share / r`` of the attention on the mean; by bisection."""
+    """Weights with which every key, alone, would take ``share / r`` of the attention on average, by bisection."""
     rows = rearrange(log_ratios, "(g s) i r -> g (s i) r", g=kv_heads)
     low, high = (torch.full_like(rows[:, 0], x) for x in (-100.0, 100.0))
     for _ in range(24):
@@ -190,7 +190,7 @@ class Fit:
 
 
 def held_out(texts: Int[Tensor, "text pos"]) -> Int[Tensor, "some_text pos"]:
-    """The texts to choose by, which nothing is fitted on: one in :data:`HELD_OUT`, the last ones."""
+    """The texts that are used for selection and not for fitting: one in :data:`HELD_OUT`, the last ones."""
     return texts[-max(1, len(texts) // HELD_OUT) :]
 
 
@@ -207,10 +207,10 @@ def imitation(
     """``r`` virtual keys per key-value head with which ``model`` imitates ``changed``, in closed form.
 
     Args:
-        model, changed: equal but for the weights of attention and MLPs.
-        texts: to fit on, but for those that are :func:`held_out`, on which ridge and weights are chosen.
-        candidates: texts whose keys are the given ones, ``n_candidates`` of them drawn for every head.
-        flip: turn the sign of what is wanted text by text at random: nothing is left to learn. For a null.
+        model, changed: models that differ only in the weights of attention and MLPs.
+        texts: texts to fit on, except those that are :func:`held_out`, on which ridge and weights are chosen.
+        candidates: texts that provide the candidate keys, ``n_candidates`` of them drawn for every head.
+        flip: flip the sign of the target at random text by text, so that there is nothing to learn; for a null distribution.
     """
     layers: list[LayerKeys] = []
     n_held_out = len(held_out(texts))
@@ -230,7 +230,7 @@ def imitation(
 def _fit_layer(
     model: HookedKVTransformer, layer: int, ours: Seen, t: Tensor, pool: Tensor, r: int, n_held_out: int
 ) -> LayerKeys:
-    """Choose keys, fit their values with every ridge, and keep what is best on the last ``n_held_out`` rows, or nothing."""
+    """Choose keys, fit their values with every ridge, and keep the best on the last ``n_held_out`` rows, or none."""
     w_o, kv_heads, z = model.blocks[layer].attn.W_O.double(), model.cfg.n_kv_heads, ours.z.double()
     train, unseen = slice(None, -n_held_out), slice(-n_held_out, None)
     alone = shares(log_ratios(model, layer, ours, pool)[:, train], alone=True)
@@ -265,7 +265,7 @@ def brought(
 
 
 def _chosen(s: Tensor, w_o: Tensor, t: Tensor, kv_heads: int, r: int) -> Int[Tensor, "kv_head r d_head"]:
-    """The keys whose shares explain most of what is wanted, head by head, by matching pursuit."""
+    """The keys whose shares explain most of the target, head by head, by matching pursuit."""
     by_group = rearrange(s, "(g s) i c -> g (s i) c", g=kv_heads)
     aim = rearrange(t.double() @ w_o.double().mT, "(g s) i d -> g (s i) d", g=kv_heads)
     gram = by_group.mT @ by_group
@@ -275,7 +275,7 @@ def _chosen(s: Tensor, w_o: Tensor, t: Tensor, kv_heads: int, r: int) -> Int[Ten
 
 
 def as_bias(model: HookedKVTransformer, layers: list[LayerKeys], r: int) -> KVBias:
-    """The keys as a bias under which a text starts at position 0; layers without keys yet have none."""
+    """The keys as a bias with which a text starts at position 0; layers without keys have none."""
     cfg = model.cfg
     nothing = convert_prompt(model, torch.zeros(1, dtype=torch.long)).zero_like()  # no prompt: a shift state of zeros
     empty = torch.zeros(cfg.n_kv_heads, r, cfg.d_head).to(nothing.b_KV)

@@ -2,7 +2,7 @@
 
     relative error = mean over tokens of ||new - old|| / ||old||      old: logits with the prompt in front      new: converted
 
-on texts not used for fitting: continuations of the prompt that the model sampled separately. The methods of
+on texts not used for fitting: separately sampled continuations of the prompt. The methods of
 :func:`kvlens.convert_prompt` are compared with leaving the prompt out, keeping the most attended keys without a fit, a sliding
 window with attention sinks (the first and the last keys), and a copy of the model that was fine-tuned on the prompt
 (:mod:`~kvlens.experiments.iclca.context_distillation`). Every method is measured on the same contexts and texts.
@@ -28,7 +28,7 @@ from kvlens.kv_bias import KVBias, VirtualKeys
 from kvlens.model import HookedKVTransformer, load_source
 
 SINKS = 4
-"""Keys at the start that a sliding window keeps."""
+"""The number of keys at the start that a sliding window keeps."""
 DROPPED, TOP, WINDOW, TAYLOR = "prompt left out", "most attended keys, no fit", "sliding window with sinks", "taylor features"
 IID, ORTHOGONAL, LEARNED = "random features, iid", "random features, orthogonal", "learned features"
 EQUAL, GREEDY = "landmark, equal budgets", "landmark, greedy budgets"
@@ -72,8 +72,8 @@ def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
         differences=[
             f"The paper converts prompts of GPT-2; here the model is {settings['model']}, and prompts and texts are its own "
             "samples.",
-            "The paper's random features are compared with no other method. Few keys with fitted weights and values are not "
-            "in it: they are after Attention Matching (Zweiger et al. 2026, arXiv 2602.16284), fitted in kvlens' way.",
+            "The paper compares its random features with no other method. Few keys with fitted weights and values are not in "
+            "the paper: they follow Attention Matching (Zweiger et al. 2026, arXiv 2602.16284), with kvlens' own fit.",
         ],
     )
 
@@ -85,7 +85,7 @@ def _told(rows: list[dict[str, Any]]) -> str:
 
 
 def writing_model(settings: Mapping[str, Any]) -> HookedKVTransformer:
-    """Any softmax model that can write prompts of its own."""
+    """Load a softmax model that can write its own prompts."""
     model = load_source(zoo.source_of(settings["model"]), tokenizer=settings["tokenizer"], device="cpu")
     if model.cfg.attention != "softmax" or model.tokenizer is None or model.tokenizer.bos_token_id is None:
         raise KVLensError(
@@ -96,7 +96,7 @@ def writing_model(settings: Mapping[str, Any]) -> HookedKVTransformer:
 
 
 def context_of(model: HookedKVTransformer, settings: Mapping[str, Any], seed: int) -> tuple[Tensor, Tensor]:
-    """A prompt [pos] that the model wrote from its BOS, and texts [text, pos] that it might go on with."""
+    """A prompt [pos] that the model wrote from its BOS, and continuations [text, pos] of it."""
     generator = torch.Generator().manual_seed(1_000 + seed)
     bos = torch.tensor([[model.tokenizer.bos_token_id]])
     prompt = sampled(model, bos, settings["n_prompt"] - 1, generator)
@@ -105,7 +105,7 @@ def context_of(model: HookedKVTransformer, settings: Mapping[str, Any], seed: in
 
 
 def ways(settings: Mapping[str, Any], seed: int) -> Iterator[Way]:
-    """Every approximation that is measured; the polished ones, which read the most continuations, come last."""
+    """Yield every approximation; the polished ones, which read the most continuations, come last."""
     least, most = min(settings["continuations"]), max(settings["continuations"])
 
     def texts(n: int) -> dict[str, Any]:
@@ -142,7 +142,7 @@ def _biases(model: HookedKVTransformer, prompt: Tensor, settings: Mapping[str, A
 
 
 def _cost(bias: KVBias) -> dict[str, float]:
-    """What the fit took: seconds by step, and passes over the reference text in units of one over the prompt."""
+    """The cost of the fit: seconds by step, and passes over the reference text in units of one pass over the prompt."""
     if bias.fit is None or bias.fit.history:
         return {}
     seconds = {f"{step}_seconds": bias.fit.seconds.get(step, 0.0) for step in ("reference", "fit", "polish")}
@@ -163,7 +163,7 @@ def _window(exact: KVBias, r: int) -> KVBias:
 def _distilled(
     model: HookedKVTransformer, prompt: Tensor, texts: Tensor, settings: Mapping[str, Any], seed: int
 ) -> Iterator[dict[str, Any]]:
-    """A row for each way to teach a copy of the model the prompt; on the continuations that they read, and at their price."""
+    """Yield a row for each way to fine-tune a copy of the model on the prompt, with the continuations it reads and its cost."""
     n = settings["distil_texts"]
     generator = torch.Generator().manual_seed(2_000 + seed)
     seen = sampled(model, prompt.expand(n, -1), settings["n_text"], generator)[:, len(prompt) :]
@@ -196,7 +196,7 @@ def logit_errors(old: Tensor, new: Tensor) -> dict[str, float]:
 
 
 def compare(contexts: pd.DataFrame, settings: Mapping[str, Any]) -> Iterator[Comparison]:
-    """The paper's figures next to ours, and the gain of each step, tested over contexts."""
+    """The paper's numbers next to ours, and the gain of each step, tested over contexts."""
     error = contexts.set_index([*SIZE, "context"])["relative_error"].sort_index()
     dropped = error[DROPPED, 0, 0]
     least, most = min(settings["continuations"]), max(settings["continuations"])
@@ -230,7 +230,7 @@ def compare(contexts: pd.DataFrame, settings: Mapping[str, Any]) -> Iterator[Com
 
 
 def compare_with_distillation(contexts: pd.DataFrame, settings: Mapping[str, Any]) -> Iterator[Comparison]:
-    """The naive conversion against the fewest fitted keys, by the divergence, which is what distillation makes small."""
+    """The naive conversion against the fewest fitted keys, by the divergence, which distillation minimizes."""
     kl = contexts.set_index([*SIZE, "context"])["kl"].sort_index()
     r, least, n = min(settings["keys"]), min(settings["continuations"]), settings["distil_texts"]
     for method in DISTILLED.values() if settings["distil_steps"] else ():
@@ -239,7 +239,7 @@ def compare_with_distillation(contexts: pd.DataFrame, settings: Mapping[str, Any
             f"divergence of the next token: {GREEDY}, {r} keys, over {method}",
             None,
             float(ratio.mean()),
-            "a few fitted keys come nearer to the prompt than new weights do (a ratio below 1)",
+            "a few fitted keys come closer to the prompt than new weights do (a ratio below 1)",
             SIGNIFICANCE.above((1 - ratio).to_numpy()),
         )
 
@@ -253,7 +253,7 @@ def draw(table: pd.DataFrame) -> Figure:
     lines = table[table["method"] != DROPPED].groupby(["method", "n_continuations"], sort=False)
     for i, ((method, n), rows) in enumerate(lines):
         label = f"{method}, {n} continuations" if method in (EQUAL, GREEDY) else method
-        marker = "osD"[i // 10 % 3]  # colors come again after ten lines
+        marker = "osD"[i // 10 % 3]  # colors repeat after ten lines
         axes.plot(rows["stored_numbers"], rows["relative_error"], marker=marker, linewidth=1.8, label=label)
     axes.set(xscale="log", yscale="log", xlabel="stored numbers", ylabel="relative error of the logits")
     axes.set_title("Size and error of converted softmax prompts, on text not used for fitting", loc="left", fontsize=11)

@@ -1,8 +1,8 @@
 """``trainable-bias``: linear attention with trainable b_KV and b_D compared with the same model without them (ICLCA fig. 1).
 
-The bias is the state that the attention starts from (see :mod:`kvlens.ops.linear_attention`): b_KV alone where nothing
-normalizes, b_KV and b_D where the features do. It starts at zero, so that a seed gives the same initial function and the same
-batches with and without it; whatever differs afterwards is due to the bias. The two are therefore compared seed by seed.
+The bias is the initial state of the attention (see :mod:`kvlens.ops.linear_attention`): b_KV alone without a normalizer, b_KV
+and b_D with one. It starts at zero, so that a seed gives the same initial function and the same batches with and without it,
+and any later difference is due to the bias. The two are therefore compared seed by seed.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ def cells(settings: Settings) -> Iterator[Cell]:
 
 
 def measure(runs: Runs) -> pd.DataFrame:
-    """One row per run: ``mean_loss`` (held-out, over all evaluations: the lower, the faster), final ``accuracy``, ``loss``."""
+    """One row per run: ``mean_loss`` (held-out, over all evaluations; lower is faster), final ``accuracy``, ``loss``."""
     speed = of_heldout(runs.curves).groupby(["model", "seed"], sort=False)["loss"].mean().rename("mean_loss")
     return last_heldout(runs.curves)[["model", "seed", "n_parameters", "accuracy", "loss"]].merge(speed.reset_index())
 
@@ -47,12 +47,10 @@ def differences(runs: Runs) -> list[str]:
     found = [
         f"A model of {model['n_layers']} layers and width {model['d_model']}, {settings['training']['steps']} steps, "
         f"{task.d_input} letters, sequences of {task.n_positions}; the paper's has 12 layers of width 128, and 52 letters.",
-        "The paper prints one pair of curves; its seeds and schedule are not known to us.",
+        "The paper shows one pair of curves, and does not report its seeds and schedule.",
     ]
     if model.get("normalizer") == "none":
-        found += [
-            "Nothing normalizes the attention of this model: b_KV is trained, and b_D, which would have no effect, is not."
-        ]
+        found += ["This model's attention has no normalizer: b_KV is trained, and b_D, which would have no effect, is not."]
     return found
 
 

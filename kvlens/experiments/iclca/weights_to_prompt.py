@@ -5,17 +5,18 @@ attention can be approximated by b_KV alone, and any change of an MLP by attenti
 real model.
 
 The changes come from context distillation (:mod:`~kvlens.experiments.iclca.context_distillation`): the weights of attention
-(Q, K, V, O) or of the MLPs learn a prompt. So the answer is known to exist where distillation is perfect: the prompt. Two ways
-to find one: *given keys*, chosen among keys of other texts, values in closed form (:mod:`~kvlens.experiments.iclca.imitation`);
-*free keys*, where gradient steps on the logits then move keys, weights and values alike.
+(Q, K, V, O) or of the MLPs learn a prompt. If distillation were perfect, the prompt itself would be a solution. Two ways to
+find one are compared: *given keys*, chosen among keys of other texts, with values in closed form
+(:mod:`~kvlens.experiments.iclca.imitation`); and *free keys*, where gradient steps on the logits then change keys, weights and
+values.
 
     left = || imitated - changed || / || original - changed ||       of the logits, on texts that no fit has seen
 
-1 is no imitation at all. The prompt itself, shown next to the curves, need not lie below 1: the weights learn part of it, and
-other things, too. "Up to r keys per head" is, of all fits with at most so many, the one that does best on texts that are
-held out from them: room for more keys then does no harm but by the noise of that choice. Texts are a budget, too: the change
-and its imitation are both learned from ``n_texts`` of them, and more of them leave less. As a null the same fit is made to
-changes whose sign is drawn at random text by text.
+1 means no imitation at all. The prompt itself, shown next to the curves, need not be below 1, since the weights learn part of
+it and other things as well. "Up to r keys per head" is the fit, among all with at most r keys, that is best on texts held out
+from fitting, so that more keys can hurt only through the noise of that choice. The number of texts is limited as well: the
+change and its imitation are both learned from ``n_texts`` of them, and with more texts less is left. As a null, the same fit is
+applied to changes whose sign is drawn at random for each text.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -41,16 +42,16 @@ from kvlens.kv_bias import KVBias
 from kvlens.model import HookedKVTransformer, load_source
 
 PARTS = {"attention": ".attn.", "mlp": ".mlp."}
-"""What changes, and what its parameters' names have in common."""
+"""The part of the model that changes, and the substring of its parameters' names."""
 NAMES = {"attention": "attention", "mlp": "the MLPs"}
 """In words."""
 SHOWN = 10
-"""Gradient steps between two looks at the held-out texts."""
+"""Gradient steps between two evaluations on the held-out texts."""
 GIVEN, FREE, NULL, PROMPT = "given keys", "free keys", "given keys, null", "the prompt itself"
 
 
 def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
-    """Imitate several changes of the weights with every number of keys."""
+    """Imitate several weight changes with every number of keys."""
     model = load_source(zoo.source_of(settings["model"]), tokenizer=settings["tokenizer"], device="cpu")
     model.eval().requires_grad_(False)
     check_imitable(model)
@@ -117,13 +118,13 @@ def _prompt_and_texts(
 
 @torch.no_grad()
 def _logits(model: HookedKVTransformer, texts: Int[Tensor, "text pos"]) -> Float[Tensor, "text pos vocab"]:
-    """Less their mean, which changes no prediction."""
+    """Logits minus their mean, which changes no prediction."""
     logits = model(texts, attention_mask=torch.ones_like(texts))
     return logits - logits.mean(dim=-1, keepdim=True)
 
 
 class Best:
-    """The bias under which ``model`` comes nearest to ``changed`` on some texts, of all that were shown."""
+    """The bias with which ``model`` comes closest to ``changed`` on some texts, among all that were tried."""
 
     bias: KVBias
 
@@ -131,7 +132,7 @@ class Best:
         self.model, self.texts, self.aim, self.least = model, texts, _logits(changed, texts), float("inf")
 
     def of(self, bias: KVBias) -> KVBias:
-        """The best so far, ``bias`` among them."""
+        """The best bias so far, including ``bias``."""
         with attached(self.model, bias):
             off = float((_logits(self.model, self.texts) - self.aim).norm())
         if off < self.least:
@@ -147,9 +148,9 @@ def freed(
     steps: int,
     generator: torch.Generator,
 ) -> Iterator[KVBias]:
-    """``bias`` in the course of gradient steps on the squared error of the logits; keys, weights and values are free.
+    """Improve ``bias`` by gradient steps on the squared error of the logits; keys, weights and values are free.
 
-    After every :data:`SHOWN` steps, and at the end. The texts that are :func:`held_out` are not read.
+    Yields the bias after every :data:`SHOWN` steps, and at the end. The texts that are :func:`held_out` are not read.
     """
     texts = texts[: -len(held_out(texts))]
     aim, before = _logits(changed, texts), _logits(model, texts)
@@ -179,20 +180,20 @@ def freed(
 
 
 def compare(changes: pd.DataFrame) -> Iterator[Comparison]:
-    """What is left of the change, by way and number of keys, tested over the changes; and the null."""
+    """The share of the change that is left, by way and number of keys, tested over the changes; and the null."""
     for (part, way, r), rows in changes.groupby(["part", "way", "keys_per_head"], sort=False):
         left = rows["left"]
         name = f"share of a change of {NAMES[part]} that is left: {way}, {r} per head"
         verdict = SIGNIFICANCE.above((1 - left).to_numpy())
         if way == NULL:
             claim, verdict = (
-                "where there is nothing to learn nothing is imitated (not below 1)",
+                "if there is nothing to learn, nothing is imitated (not below 1)",
                 None if verdict is None else not verdict,
             )
         elif way == PROMPT:
             claim = "the weights that learned a prompt act on other texts as the prompt does (a share below 1)"
         else:
-            claim = "virtual keys take over part of a change of the weights (a share below 1)"
+            claim = "virtual keys reproduce part of a change of the weights (a share below 1)"
         yield Comparison(name, None, float(left.mean()), claim, verdict)
 
 
@@ -200,7 +201,7 @@ COLORS = {GIVEN: "#1b7f4b", FREE: "#7c3aed"}
 
 
 def draw(table: pd.DataFrame) -> Figure:
-    """What is left against keys per head, a panel for each part of the model."""
+    """Plot the share left against keys per head, a panel for each part of the model."""
     figure = Figure(figsize=(9.6, 4.4), layout="constrained")
     panels = figure.subplots(1, len(PARTS), sharey=True)
     for axes, part in zip(panels, PARTS, strict=True):

@@ -1,13 +1,13 @@
 """``arithmetic``: chains of sums, trained up to some number of operations and tested on more (KVSA table 7, app. I).
 
-A problem is a set of equations in random order and a question; the solution works them out one by one. Each step must
-*find* the equation of the next variable and the values after the names of its operands, which takes repeated induction.
-A row "TrX-TeY" of the paper's table trains with at most X operations and tests with exactly Y.
+A problem is a set of equations in random order and a question; the solution solves them one by one. Each step must *find* the
+equation of the next variable and the values after the names of its operands, which takes repeated induction. A row "TrX-TeY" of
+the paper's table trains with at most X operations and tests with exactly Y.
 
-The answer is scored in three ways. *some step*, the paper's: the model is given the question and writes the solution itself,
-greedily, with room for one step more than are needed; some step must work out the asked variable rightly, whatever else it
-writes. *free*: the same, but the token at the answer's own position must be right. *forced*: it reads the right solution up to
-the answer; only the last number is its own.
+The answer is scored in three ways. *some step*, as in the paper: the model is given the question and writes the solution
+greedily, with room for one more step than needed; any of the steps must give the requested variable its correct value. *free*:
+the same, but the token at the answer's own position must be correct. *forced*: the model reads the correct solution up to the
+answer, and predicts only the last number.
 """
 
 from collections.abc import Iterator
@@ -46,7 +46,7 @@ def cells(settings: Settings) -> Iterator[Cell]:
         name = f"Tr{row['max_ops']}-Te{row['test_ops']}"
         n_ctx = task.n_positions + STEP_LENGTH
         yield Cell(
-            replace(task, test_ops=0),  # problems of the test's length are not seen while the best weights are chosen
+            replace(task, test_ops=0),  # problems of the test's length are not used to select the best weights
             {label: {**settings["model"], "n_ctx": n_ctx, **own} for label, own in MODELS.items()},
             dict(row=name, stands_for=row["stands_for"]),
             title=f"{name}, for the paper's {row['stands_for']}",
@@ -68,11 +68,11 @@ def examine(task: ArithmeticTask, n_problems: int, label: str, seed: int, model:
 def answer_accuracy(
     model: HookedKVTransformer, task: ArithmeticTask, n_ops: int, n_problems: int, seed: int = 0
 ) -> dict[str, float]:
-    """The share of answers that are right, on held-out problems of exactly ``n_ops`` operations.
+    """The share of correct answers, on held-out problems of exactly ``n_ops`` operations.
 
     Returns:
-        "some step": some step that the model wrote gives the asked variable its value; "free": the token at the answer's own
-        position does; "forced": so does the one after the right solution up to there.
+        "some step": a step that the model wrote gives the requested variable its value; "free": the token at the answer's own
+        position is correct; "forced": so is the prediction after the correct solution.
     """
     exact = replace(task, test_ops=n_ops)
     inputs, targets, _ = exact.heldout(n_problems, seed)
@@ -103,13 +103,13 @@ def _share(is_right: torch.Tensor) -> float:
 
 
 def untrained(runs: Runs) -> Reasons:
-    """By row: the plain model must solve the longest problems of the training, and the curves of both models must be flat."""
+    """By row: the plain model must solve the longest training problems, and the curves of both models must be flat."""
     found = {}
     for name, rows in _scored(runs.measured).groupby("row", sort=False):
         goal = Goal(rows["chance"].iloc[0], best=1.0, y="accuracy")
         solved = rows[(rows["n_ops"] == rows["max_ops"]) & (rows["model"] == PLAIN)].assign(step=0)
         course = of_heldout(runs.curves[runs.curves["row"] == name])
-        learned = goal.why_not_learned(solved, f"{PLAIN}, on the longest problems of its training,")
+        learned = goal.why_not_learned(solved, f"{PLAIN}, on the longest training problems,")
         found[str(name)] = learned or goal.why_untrained(course, PLAIN)
     return found
 
@@ -119,7 +119,7 @@ def _scored(answers: pd.DataFrame) -> pd.DataFrame:
 
 
 def compare(answers: pd.DataFrame, why: Reasons) -> list[Comparison]:
-    """For each row its two numbers, and the lead of the shifted model on the longest problems of the training.
+    """For each row its two numbers, and the lead of the shifted model on the longest training problems.
 
     Both are scored by "some step", as in the paper, and tested seed by seed.
 
@@ -144,7 +144,7 @@ def _compare_row(rows: pd.DataFrame) -> Iterator[Comparison]:
         f"{what}: plain",
         printed[PLAIN],
         float(mean[PLAIN]),
-        "the baseline; problems and models differ, so the figures are not to be compared in size",
+        "the baseline; problems and models differ, so the numbers are not comparable",
     )
     yield Comparison(
         f"{what}: KV shift (lead, seed by seed: {mean_and_spread(_lead(asked))})",
@@ -167,7 +167,7 @@ def _lead(rows: pd.DataFrame) -> list[float]:
 
 
 def draw(runs: Runs) -> Figure:
-    """Accuracy against the number of operations; what was never trained on is shaded."""
+    """Accuracy against the number of operations; numbers that were not trained on are shaded."""
     scored = _scored(runs.measured)
     figure = draw_panels(
         scored,
@@ -192,9 +192,9 @@ def differences(runs: Runs) -> list[str]:
         f"equations that do not matter. Rows here: {', '.join(sorted(set(runs.measured['row'])))}.",
         f"{settings['model']['n_layers']} layers of width {settings['model']['d_model']}, seeds {settings['seeds']}, "
         f"{settings['training']['steps']} steps: chosen for a small machine, not the paper's.",
-        "As in the paper an answer is right where some step of the solution, which the model writes itself, works out what "
-        "is asked; there is room for one step more than needed. The table also has the accuracy at the answer's own position, "
-        "after the model's solution and after the right one.",
+        "As in the paper an answer is correct if any step of the solution that the model writes gives the requested value; "
+        "there is room for one more step than needed. The table also has the accuracy at the answer's own position, after the "
+        "model's solution and after the correct one.",
     ]
 
 

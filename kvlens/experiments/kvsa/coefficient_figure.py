@@ -11,7 +11,7 @@ SHARE_COLORS = ("#1d4ed8", "#1b7f4b", "#be185d", "#64748b", "#111827")
 
 
 def draw(heads: pd.DataFrame, counts: pd.DataFrame, course: pd.DataFrame, shares: pd.DataFrame) -> Figure:
-    """One plane a model; then, for the first model whose training was watched, its coefficients and shares against step.
+    """One plane per model; then, for the first model whose training was watched, its coefficients and shares against step.
 
     Args:
         heads: one row per head, with its coefficients as columns.

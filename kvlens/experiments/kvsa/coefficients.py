@@ -5,9 +5,9 @@ Table 4 sorts the heads of a 2.9B model into four kinds, by whether alpha_1 > al
 previous token with values of the current one (alpha_1 <= alpha_2, beta_1 > beta_2) are the induction head of th. 2; the paper's
 initialization gives each kind a quarter. The free form lets coefficients leave [0, 1], which is counted here as well.
 
-Models are shipped ones, or folders. Where ``watched.parquet`` lies next to the weights (training with ``watch="shift_coef"``
-writes it), the course over training is shown, too. The shipped weights are those of the best evaluation, which need not be the
-last one of that course.
+Models are shipped ones, or folders. If ``watched.parquet`` is next to the weights (training with ``watch="shift_coef"`` writes
+it), the course over training is shown as well. The shipped weights are those of the best evaluation, which need not be the last
+one of that course.
 """
 
 import io
@@ -36,14 +36,14 @@ KINDS = {(True, True): 50, (False, True): 17, (True, False): 9, (False, False): 
 """(alpha_1 > alpha_2, beta_1 > beta_2) -> heads of that kind among the paper's 128."""
 N_PAPER = sum(KINDS.values())
 EARLY, N_ALIKE_EARLY = 20 / 500, 47 + 43
-"""Share of the training, and heads on table 4's diagonal then: the second pair of counts that sec. 4.6 prints."""
+"""The share of training, and the heads on table 4's diagonal at that point: the second pair of counts in sec. 4.6."""
 LETTERS = {"k": "alpha", "v": "beta"}
 PARAMETER = re.compile(r"blocks\.(\d+)\.attn\.([kv])_shift_coef")
 HEAD = ["model", "step", "layer", "head"]
 
 
 class Source(NamedTuple):
-    """A model, and its shift parameters over training as :attr:`kvlens.training.TrainResult.watched` has them (or empty)."""
+    """A model, and its shift parameters over training as in :attr:`kvlens.training.TrainResult.watched` (may be empty)."""
 
     name: str
     model: HookedKVTransformer
@@ -74,9 +74,8 @@ def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
             "The paper counts 128 pairs of key and value heads of a model of 2.9 billion parameters; here "
             + "; ".join(describe(source) for source in sources)
             + ".",
-            "Models start with a quarter of the heads of each kind, on average, and one trained for a short while still "
-            "shows it.",
-            "A majority is tested against a fair coin (exact binomial test, two-sided); the paper prints counts alone.",
+            "Models start with a quarter of the heads of each kind, on average, and a briefly trained one still shows it.",
+            "A majority is tested against a fair coin (exact binomial test, two-sided); the paper only gives counts.",
         ],
     )
 
@@ -101,7 +100,7 @@ def read_source(name: str) -> Source:
 
 
 def train_source(task: Mapping[str, Any], model: Mapping[str, Any], training: Mapping[str, Any]) -> Source:
-    """A model trained on text for the occasion, its coefficients watched."""
+    """Train a model on text, recording its coefficients."""
     text = make_task("text", **task)
     built = build_model(text, model)
     assert isinstance(built, HookedKVTransformer)  # a task of tokens has no other
@@ -119,7 +118,7 @@ def parameters_now(source: Source) -> pd.DataFrame:
     found = {name: p.detach().float() for name, p in source.model.named_parameters() if PARAMETER.fullmatch(name)}
     if {name.split(".")[-1][0] for name in found} != set(LETTERS):
         raise KVLensError(
-            f"coefficients: {source.name!r} must shift keys and values both; its kv_shift is {source.model.cfg.kv_shift}"
+            f"coefficients: {source.name!r} must shift both keys and values; its kv_shift is {source.model.cfg.kv_shift}"
         )
     rows = [
         pd.DataFrame({"step": -1, "parameter": name, "index": range(p.numel()), "value": p.flatten().tolist()})
@@ -165,7 +164,7 @@ def leanings(coefficients: pd.DataFrame) -> pd.DataFrame:
 
 
 def count_kinds(coefficients: pd.DataFrame) -> pd.DataFrame:
-    """Table 4 for every model: how many heads are of each of the four kinds, also those with none."""
+    """Table 4 for every model: the number of heads of each of the four kinds, including empty ones."""
     rows = []
     for name, heads in leanings(coefficients).groupby("model", sort=False):
         for kind, paper in KINDS.items():
@@ -206,7 +205,7 @@ def sums(coefficients: pd.DataFrame) -> pd.Series:
 
 
 def heads_leaning_alike(course: pd.DataFrame, share_done: float) -> str:
-    """How many heads' keys and values lean the same way at the evaluation nearest to a share of the course: "40 of 64"."""
+    """Number of heads whose keys and values prefer the same token at a share of the course: "40 of 64 at step 500"."""
     steps = sorted(set(course["step"].tolist()))
     step = min(steps, key=lambda step: abs(step - share_done * steps[-1]))
     kinds = leanings(course[course["step"] == step])["kind"]
@@ -238,10 +237,10 @@ def compare(coefficients: pd.DataFrame, course: pd.DataFrame) -> list[Comparison
     return [
         *cells,
         Comparison(
-            f"{name}: heads whose keys and values lean the same way",
+            f"{name}: heads whose keys and values prefer the same token",
             f"{KINDS[True, True] + KINDS[False, False]} of {N_PAPER}",
             f"{alike} of {n_heads}",
-            "in most heads keys and values lean the same way",
+            "in most heads keys and values prefer the same token",
             SIGNIFICANCE.share_above(alike, n_heads),
         ),
         *_state_early(name, course),
@@ -249,20 +248,20 @@ def compare(coefficients: pd.DataFrame, course: pd.DataFrame) -> list[Comparison
             f"{name}: previous keys with current values (induction) against current keys with previous values",
             f"{KINDS[False, True]} against {KINDS[True, False]}",
             f"{induction} against {opposite}",
-            "of the heads that lean two ways more are of the induction kind",
+            "of the heads whose keys and values prefer different tokens, more are of the induction kind",
             SIGNIFICANCE.share_above(induction, induction + opposite),
         ),
         Comparison.stated(
             f"{name}: share of coefficients outside [0, 1], and below 0",
             None,
             f"{outside_share(coefficients):.3f}, {float((coefficients['value'] < 0).mean()):.3f}",
-            "some coefficients become negative, which gate and clamp would not let them (sec. 4.6)",
+            "some coefficients become negative, which gate and clamp would prevent (sec. 4.6)",
         ),
         Comparison.stated(
             f"{name}: |sum - 1| of a head's two alphas, or its two betas: mean, largest",
             None,
             f"{(sums(coefficients) - 1).abs().mean():.3f}, {(sums(coefficients) - 1).abs().max():.3f}",
-            "the sums, which start at 1, leave it (sec. 4.6)",
+            "the sums, which start at 1, do not stay there (sec. 4.6)",
         ),
     ]
 
@@ -275,13 +274,13 @@ def _state_early(name: str, course: pd.DataFrame) -> list[Comparison]:
             f"{name}: the same after {EARLY:.0%} of the training",
             f"{N_ALIKE_EARLY} of {N_PAPER} after 20B of 500B tokens",
             heads_leaning_alike(course, EARLY),
-            "most heads lean the same way early in training (sec. 4.6: 47 and 43 on the diagonal)",
+            "in most heads keys and values prefer the same token early in training (sec. 4.6: 47 and 43 on the diagonal)",
         )
     ]
 
 
 def describe(source: Source) -> str:
-    """Size and heads of a model in a few words."""
+    """Size and heads of a model, as text."""
     cfg = source.model.cfg
     n_parameters = sum(p.numel() for p in source.model.parameters())
     return f"{source.name} has {cfg.n_layers} x {cfg.n_kv_heads} and {n_parameters:,} parameters ({cfg.attention} attention)"

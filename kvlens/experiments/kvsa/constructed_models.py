@@ -1,22 +1,23 @@
 """Models with hand-written weights: the induction heads of KVSA th. 1-3, as HookedKVTransformers, and a circuit of two of them.
 
-All are attention-only, without norms; what is not set below is zero. ``embeddings`` are W_E, one row per token.
+All are attention-only, without norms; parameters not described below are zero. ``embeddings`` are W_E, one row per token.
 
 - :func:`shifted_head`: one layer, width d. Keys shifted by one, values not, all projections the identity.
-- :func:`two_layer_head`: two layers, width 2d, no shift. The stream starts as (x_s, 0). The first layer has ALiBi alone, of
-  slope p1, and writes what it copies into the second half; the second layer compares the first half of the query with the
-  second half of the keys and copies first halves. Both layers have two heads, since a model's ALiBi slopes are the same in all
-  layers: head 0 (slope p1) works in the first, head 1 (slope m) in the second, and the other one writes nothing.
-- :func:`landscape_model`: one layer, width 2T, in which only the shift coefficients are free. Embeddings stand in the first
-  half of the stream, the head writes to the second, and the unembedding reads the second: the residual connection does not
-  reach the logits.
-- :func:`two_hop_circuit`: two layers of two heads, width 4d, the shifted head of th. 2 twice. The first notes what it finds
-  where the second looks it up, so that every head and every position behind an answer is known.
+- :func:`two_layer_head`: two layers, width 2d, no shift. The stream starts as (x_s, 0). The first layer has only ALiBi, of
+slope
+  p1, and writes what it copies into the second half; the second layer compares the first half of the query with the second half
+  of the keys and copies first halves. Both layers have two heads, since a model's ALiBi slopes are the same in all layers: head
+  0 (slope p1) is active in the first, head 1 (slope m) in the second, and the other ones write nothing.
+- :func:`landscape_model`: one layer, width 2T, in which only the shift coefficients are free. Embeddings are in the first half
+  of the stream, the head writes to the second, and the unembedding reads the second: the residual connection does not reach the
+  logits.
+- :func:`two_hop_circuit`: two layers of two heads, width 4d, the shifted head of th. 2 twice. The first stores what it finds at
+  the position where the second looks it up, so every head and every position behind an answer is known.
 
 What the first of two layers copies: with r = e^{-p1}, a query s gives its t-th predecessor weight proportional to r^t. A head
-that cannot see its own token therefore writes x_{s-1} with weight 1 - O(r) and leaks O(r) of what lies before: this is th. 1,
-and :data:`BLIND_HOOK` makes it so. Ordinary causal attention sees its own token best, with weight 1 - r + O(r^{s+1}), and the
-predecessor with weight r only. Its key must be (y_s - (1 - r) x_s) / (r (1 - r)), y_s being what was written. That is
+that cannot see its own token therefore writes x_{s-1} with weight 1 - O(r) and leaks O(r) of earlier tokens: this is th. 1,
+which :data:`BLIND_HOOK` implements. Ordinary causal attention gives its own token the largest weight, 1 - r + O(r^{s+1}), and
+its predecessor only weight r. Its key must be (y_s - (1 - r) x_s) / (r (1 - r)), where y_s is what was written. That is
 x_{s-1} + O(r) as well, for s > 0 (so texts start with a token whose embedding is 0), but divides the rounding error of y_s
 by r.
 """
@@ -39,7 +40,7 @@ def _hide_own_token(attn_scores: Float[Tensor, "batch head query key"], hook: An
 
 
 BLIND_HOOK = ("blocks.0.attn.hook_attn_scores", _hide_own_token)
-"""With it the first layer sees strictly earlier tokens only; the first token then sees nothing and gets 0, its x_{-1}."""
+"""With it the first layer sees only strictly earlier tokens; the first token then sees nothing and gets 0, its x_{-1}."""
 
 
 @torch.no_grad()
@@ -109,18 +110,18 @@ def landscape_model(embeddings: Float[Tensor, "token d"]) -> HookedKVTransformer
 def two_hop_circuit(embeddings: Float[Tensor, "token d"], strength: float, sigma: float | None = None) -> HookedKVTransformer:
     """Reads facts of two tokens, subject and value, and answers a subject with the value of its value.
 
-    After "box cellar, key box" the token "key" is answered "cellar". The stream has four parts of d features: the token, the
+    After "box cellar, key box" the token "key" is answered by "cellar". The stream has four parts of d features: the token, the
     note, the answer, and one that is never read. Head 0 of the first layer looks up each token as a subject and writes the
-    value found into the note: at the "box" of "key box" it writes "cellar". Head 0 of the second layer looks up the current
-    token as a subject and copies the note found there into the answer. Head 1 of either layer reads the same and writes to the
-    part that is never read. The unembedding reads the answer.
+    value that it finds into the note: at the "box" of "key box" it writes "cellar". Head 0 of the second layer looks up the
+    current token as a subject and copies the note found there into the answer. Head 1 of either layer reads the same and writes
+    to the part that is never read. The unembedding reads the answer.
 
     Args:
         embeddings: orthonormal.
         strength: the logit of an answer that was found; that of every other token is 0.
-        sigma: None for linear attention without normalizer, which finds exactly: what is not there adds nothing. A number for
-            softmax of that temperature: a token found has weight 1 - O(e^{-1 / sigma}), and where none is found, every visible
-            position counts alike.
+        sigma: None for linear attention without normalizer, whose look-up is exact: a missing token contributes nothing. A
+            number for softmax of that temperature: a matching token has weight 1 - O(e^{-1 / sigma}), and without a match all
+            visible positions have equal weight.
 
     Returns:
         The model, without positions.
@@ -143,7 +144,7 @@ def two_hop_circuit(embeddings: Float[Tensor, "token d"], strength: float, sigma
 
 @torch.no_grad()
 def set_shift(model: HookedKVTransformer, alpha_1: float, beta_1: float) -> None:
-    """Put the one head of a one-layer model at (alpha_1, 1 - alpha_1) for keys and (beta_1, 1 - beta_1) for values."""
+    """Set a one-layer, one-head model's coefficients to (alpha_1, 1 - alpha_1) for keys, (beta_1, 1 - beta_1) for values."""
     attn = model.blocks[0].attn
     for parameter, current in ((attn.k_shift_coef, alpha_1), (attn.v_shift_coef, beta_1)):
         parameter.copy_(torch.tensor([[current, 1 - current]], dtype=parameter.dtype))
@@ -160,7 +161,7 @@ def _model_of_zeros(
     n_heads: int = 1,
     **settings: Any,
 ) -> HookedKVTransformer:
-    """Attention only, no norm, every parameter 0 but W_E, which holds ``embeddings`` in its first features."""
+    """Attention only, no norm, every parameter 0 except W_E, which has ``embeddings`` in its first features."""
     n_tokens, d = embeddings.shape
     config = HookedKVTransformerConfig(
         n_layers=n_layers,
@@ -168,7 +169,7 @@ def _model_of_zeros(
         d_model=d_model,
         d_head=d_head,
         d_vocab=n_tokens,
-        n_ctx=1,  # the longest text plays no part without positions, or with ALiBi
+        n_ctx=1,  # n_ctx has no effect without positions, or with ALiBi
         attn_only=True,
         normalization_type=None,
         positional_embedding_type="none" if slopes is None else "alibi",

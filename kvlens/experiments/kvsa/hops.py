@@ -1,10 +1,10 @@
 """``hops``: how many hops of induction a model of a given depth learns, with and without KV shift (KVSA fig. 9, app. H).
 
-One hop goes from a token to the one that followed its last occurrence; k hops repeat this k times. Plain attention spends a
-layer on writing predecessors into the stream before any hop can be made. With KV shift the first layer can already make a hop,
-and a second layer that attends to the same position copies what the first has found *there*: two layers make two hops, where
-plain ones need three. For every number of hops k and every depth a plain and a shifted model are trained on targets of exactly
-k hops.
+One hop goes from a token to the one that followed its last occurrence; k hops repeat this k times. Plain attention needs one
+layer to write predecessors into the stream before any hop can be made. With KV shift the first layer can already make a hop,
+and a second layer that attends to the same position copies what the first has found *there*: two layers make two hops, for
+which plain attention needs three. For every number of hops k and every depth a plain and a shifted model are trained on targets
+of exactly k hops.
 """
 
 from collections.abc import Iterator
@@ -44,16 +44,16 @@ def final(runs: Runs) -> pd.DataFrame:
 
 
 def hops_made(final: pd.DataFrame) -> pd.DataFrame:
-    """How many hops each run makes at each depth, where the last one may be learned in part.
+    """Number of hops that each run makes at each depth; the last one may be learned in part.
 
-    A k counts by how far its accuracy has come from chance to `LEARNED`, and for no more than the k before it: 2.5 where one
-    hop and two hops are learned and three hops halfway.
+    Each k counts by the fraction of the way from chance to `LEARNED` that its accuracy has come, and at most as much as the k
+    before it: 2.5 if one hop and two hops are learned and three hops halfway.
 
     Args:
         final: one row per run: n_layers, k, model, seed, accuracy, chance.
 
     Returns:
-        Columns n_layers, model, seed, hops (0 where not even the first is above chance).
+        Columns n_layers, model, seed, hops (0 if not even the first is above chance).
     """
     keys = ["n_layers", "model", "seed"]
     runs = final.sort_values("k", kind="stable")
@@ -81,7 +81,7 @@ def differences(runs: Runs) -> list[str]:
         f"Vocabulary {s['task']['vocab_size']}, length {s['task']['length']}, width {s['model']['d_model']}, depths "
         f"{s['depths']}, k in {s['hops']}, at most {s['training']['steps']} steps, seeds {s['seeds']}: chosen for a small "
         "machine, not the paper's.",
-        "Each model is trained on one k; positions where a hop is missing are not scored.",
+        "Each model is trained on one k; positions at which a hop does not exist are not scored.",
     ]
 
 

@@ -1,10 +1,10 @@
 """``induction-depth``: how many layers, and how many steps, a model needs to learn induction (KVSA fig. 1a).
 
 An induction head finds the token that followed the current token last time. Attention compares the current token with a key,
-so the key must hold the *predecessor* of the token whose value is copied. A plain layer's key holds its own token: one layer
-must first write predecessors into the residual stream, and only the next can look for them. KV shift hands each key (and value)
-its predecessor, so one layer suffices. Four models of Llama's blocks are trained on the paper's own distribution of sequences
-(app. D: random tokens, scored at the first that came before); positions are rotary.
+so the key must represent the *predecessor* of the token whose value is copied. A plain layer's key represents its own token:
+one layer must first write predecessors into the residual stream, and only the next can look for them. KV shift mixes each key
+(and value) with its predecessor, so one layer suffices. Four models with Llama's blocks are trained on the paper's distribution
+of sequences (app. D: random tokens, scored at the first repeat); positions are rotary.
 """
 
 import math
@@ -41,10 +41,10 @@ def cells(settings: Settings) -> Iterator[Cell]:
 
 
 def untrained(runs: Runs) -> Reasons:
-    """By model that a claim is made against.
+    """By the model that a claim is made against.
 
-    Two plain layers must have learned; the curve of one plain layer, which may not learn, must be flat, and one shifted layer
-    must have learned in as many steps.
+    Two plain layers must have learned; the curve of one plain layer, which may fail to learn, must be flat, and one shifted
+    layer must have learned in the same number of steps.
     """
     goal = Goal(1 / runs.settings["task"]["vocab_size"], best=1.0, y="accuracy")
     by_model = dict(list(of_heldout(runs.curves).groupby("model")))
@@ -60,7 +60,7 @@ def compare(runs: Runs, why: Reasons) -> list[Comparison]:
     steps, limit, two = runs.measured, runs.settings["training"]["steps"], why.get(PLAIN_2)
     last = last_heldout(runs.curves).set_index("model")["accuracy"]
     shifted, one = (last[[label]].tolist() for label in (SHIFT_1, PLAIN_1))
-    censored = steps.assign(steps=steps["steps"].clip(upper=limit))  # a run that never got there needed more than its limit
+    censored = steps.assign(steps=steps["steps"].clip(upper=limit))  # a run that never reached it needed more than its limit
     median = steps.groupby("model")["steps"].median()
     return [
         Comparison(
@@ -100,7 +100,7 @@ def in_words(steps: float, limit: int) -> str:
 
 
 def draw(runs: Runs) -> Figure:
-    """Accuracy against step, with a dot where each run has learned induction."""
+    """Plot accuracy against step, with a dot where each run has learned induction."""
     heldout = of_heldout(runs.curves)
     figure = draw_panels(
         heldout,
@@ -125,9 +125,9 @@ def differences(runs: Runs) -> list[str]:
         "tokens from a pool of as many as it is long, as the paper's script does.",
         f"Width {settings['model']['d_model']}, seeds {settings['seeds']}, at most {settings['training']['steps']} steps; the "
         "paper's width is 1,024, with 20 million parameters outside the embeddings. A run ends when its held-out accuracy is "
-        "as good as perfect.",
+        "nearly perfect.",
         steps_in_words(settings),
-        "The loss is taken at the scored position alone; what else the paper trains on is not printed.",
+        "The loss is taken only at the scored position; the paper does not say which other positions it trains on.",
     ]
 
 

@@ -3,10 +3,10 @@
 Three constructions are built as real models, run on random tokens, and compared with
 :func:`kvlens.ops.induction.induction_head` in float64:
 
-- one layer with KV shift: equal, so that only rounding is left;
+- one layer with KV shift: equal up to rounding;
 - two layers without, the first blind to its own token: the error falls like e^{-p1}, p1 being that layer's ALiBi slope;
-- two layers without, under an ordinary causal mask: the same decay, until the division by e^{-p1} that it needs lifts the
-  rounding error above it; a best error of about the square root of the precision is all that it can reach.
+- two layers without, under an ordinary causal mask: the same decay, until the rounding error, which is divided by e^{-p1},
+  exceeds it; the smallest error that it can reach is about the square root of the precision.
 """
 
 import math
@@ -31,7 +31,7 @@ BLIND = "two layers, first blind to its own token"
 ORDINARY = "two layers, ordinary causal mask"
 DTYPES = (torch.float64, torch.float32)
 SILENT = 0
-"""The token whose embedding is 0: nothing stands before a text, and some texts say so."""
+"""The token whose embedding is 0, which stands for nothing before a text."""
 
 
 def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
@@ -45,8 +45,8 @@ def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
         figure=draw(errors, shown, *example_pattern()),
         comparisons=comparisons,
         differences=[
-            "IH sums over every position that attention sees, the first and the current one included; the paper's definition "
-            "leaves these two out, the heads of its theorems do not.",
+            "IH sums over every position that attention sees, including the first and the current one; the paper's definition "
+            "leaves these two out, but the heads of its theorems do not.",
             "Causal attention, TransformerLens' included, sees the current token. The two-layer head is therefore built twice: "
             "with a first layer whose own token is masked, and under the ordinary mask, where the own token is subtracted.",
         ],
@@ -111,7 +111,7 @@ def measure(
 
 
 def head_output(model: HookedKVTransformer, tokens: Int[Tensor, "batch pos"], blind: bool) -> Float[Tensor, "batch pos d"]:
-    """What the last layer's attention writes into the first d features of the stream."""
+    """The output of the last layer's attention in the first d features of the stream."""
     name = f"blocks.{model.cfg.n_layers - 1}.hook_attn_out"
     with model.hooks(fwd_hooks=[BLIND_HOOK] if blind else []):
         _, cache = model.run_with_cache(tokens, names_filter=name)
@@ -119,7 +119,7 @@ def head_output(model: HookedKVTransformer, tokens: Int[Tensor, "batch pos"], bl
 
 
 def head_rounding(embeddings: Float[Tensor, "token d"], length: int, sigma: float, slope: float, dtype: torch.dtype) -> float:
-    """How far rounding alone may part two ways to compute IH, to first order in the precision.
+    """The largest difference between two ways to compute IH from rounding alone, to first order in the precision.
 
     A score is a sum of d products, divided by sigma, minus slope times distance; its absolute error is a relative error of its
     weight, and once more through the normalizing sum; then ``length`` weighted rows are summed. Two ways, twice that.
@@ -130,7 +130,7 @@ def head_rounding(embeddings: Float[Tensor, "token d"], length: int, sigma: floa
 
 
 def decay_rate(errors: pd.DataFrame, floor: float) -> float:
-    """d log(error) / d p1 by least squares, where e^{-p1} is small (p1 > 3) and rounding (``floor``) does not show."""
+    """d log(error) / d p1 by least squares, where e^{-p1} is small (p1 > 3) and the error is above rounding (``floor``)."""
     clean = errors[(errors["p1"] > 3) & (errors["max_abs_error"] > 100 * floor)]
     p1 = torch.tensor(clean["p1"].to_numpy())
     log_error = torch.tensor(clean["max_abs_error"].to_numpy()).log()
@@ -139,7 +139,7 @@ def decay_rate(errors: pd.DataFrame, floor: float) -> float:
 
 
 def compare(errors: pd.DataFrame, bound: float, shown: Mapping[str, float]) -> list[Comparison]:
-    """What the two theorems say, against the float64 rows at one temperature and slope; ``bound`` is what rounding explains."""
+    """The two theorems against the float64 rows at one temperature and slope; ``bound`` is the largest rounding error."""
     here = errors[(errors["dtype"] == "float64") & (errors["sigma"] == shown["sigma"]) & (errors["slope"] == shown["slope"])]
     error = {name: here[here["construction"] == name] for name in (SHIFTED, BLIND, ORDINARY)}
     shifted = float(error[SHIFTED]["max_abs_error"].iloc[0])
@@ -172,7 +172,7 @@ def compare(errors: pd.DataFrame, bound: float, shown: Mapping[str, float]) -> l
             "smallest error of the two-layer head over all p1, ordinary causal mask",
             None,
             ordinary,
-            "no claim of the paper's: seeing itself costs the head half of the digits, about the root of the precision "
+            "no claim of the paper: seeing its own token costs the head half of the digits, about the root of the precision "
             f"({precision**0.5:.1e})",
         ),
     ]
@@ -191,7 +191,7 @@ def example_pattern(n_tokens: int = 8) -> tuple[list[str], Float[Tensor, "query 
 
 
 def draw(errors: pd.DataFrame, shown: Mapping[str, float], letters: list[str], pattern: Tensor) -> Figure:
-    """Left, the error of each construction against p1; right, where the shifted head looks."""
+    """Plot, left, the error of each construction against p1; right, the attention of the shifted head."""
     figure = Figure(figsize=(12, 5.4), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=[1.45, 1])
     _draw_errors(left, errors[(errors["sigma"] == shown["sigma"]) & (errors["slope"] == shown["slope"])])

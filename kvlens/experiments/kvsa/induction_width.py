@@ -1,8 +1,8 @@
 """``induction-width``: how wide a model must be to learn induction (KVSA fig. 1b).
 
 Two plain layers must carry each token's predecessor along with the token itself through the residual stream, so th. 1 needs
-twice the width of th. 2, and a second layer. Here one shifted layer and two plain layers of equal width learn the paper's
-distribution of sequences (app. D) for equally many steps, at several widths; the paper's width is 8.
+twice the width of th. 2, and a second layer. Here one shifted layer and two plain layers of equal width are trained on the
+paper's distribution of sequences (app. D) for the same number of steps, at several widths; the paper's width is 8.
 """
 
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ def untrained(runs: Runs) -> Reasons:
 
 
 def parameters(accuracy: pd.DataFrame) -> Comparison:
-    """What the two models cost at the largest width."""
+    """The parameters of the two models at the largest width."""
     widest = accuracy["d_model"].max()
     counts = accuracy[accuracy["d_model"] == widest].groupby("model")["n_parameters"].first()
     return Comparison.stated(
@@ -59,8 +59,8 @@ def differences(runs: Runs) -> list[str]:
     return [
         f"Vocabulary {task['vocab_size']} and length {task['length']} (the paper: 8,000 and 512), seeds {settings['seeds']}, "
         f"at most {settings['training']['steps']} steps for every model: a width that fails here may still learn later.",
-        "The paper tests its models at width 8 alone; how many heads they have there, and for how long they train, is not "
-        "printed. The loss is taken at the scored position alone.",
+        "The paper tests its models only at width 8, and gives neither their number of heads nor their number of steps. The "
+        "loss is taken only at the scored position.",
         steps_in_words(settings),
     ]
 
@@ -87,7 +87,7 @@ SWEEP = Sweep(
         xlabel="width (d_model)",
         ylabel="held-out accuracy after training",
         colors={SHIFT_1: SHIFTED, PLAIN_2: PLAIN},
-        title="Induction: the width that one shifted layer and two plain ones need",
+        title="Induction: the width needed by one shifted layer and by two plain layers",
         ticks=True,
         log2=True,
     ),

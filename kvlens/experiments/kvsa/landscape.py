@@ -1,14 +1,13 @@
 """``landscape``: gradient descent on the shift coefficients of one head (KVSA th. 3 and fig. 2).
 
-The plane is fig. 2's: alpha_1 across, beta_1 up, with alpha_2 = 1 - alpha_1 and beta_2 = 1 - beta_1. The induction head stands
-at (0, 1). The background is :func:`kvlens.ops.induction.landscape_loss`, the loss in closed form: contour lines, and the
-direction of its negative gradient. On top runs a real model, ``landscape_model`` of
-:mod:`kvlens.experiments.kvsa.constructed_models`: the loss of its logits on actual texts x_1 .. x_T x_i, the gradient that
-autograd gives its shift parameters, and a step against it. That the two agree, in value and gradient, all along the way is
-measured and not assumed.
+The plane is that of fig. 2: alpha_1 on the horizontal axis, beta_1 on the vertical one, with alpha_2 = 1 - alpha_1 and
+beta_2 = 1 - beta_1. The induction head is at (0, 1). The background is :func:`kvlens.ops.induction.landscape_loss`, the loss in
+closed form: contour lines, and the direction of its negative gradient. A real model descends on it, ``landscape_model`` of
+:mod:`kvlens.experiments.kvsa.constructed_models`, by the loss of its logits on actual texts x_1 .. x_T x_i and the gradient of
+its shift parameters from autograd. The two are compared, in value and gradient, at every step.
 
-Descent is *monotone* where it leads left and up, towards the induction head in both coordinates at once. Where T - 4 (the
-paper's O(T), the tokens that play no part) is small it is not so everywhere.
+Descent is *monotone* where it leads left and up, towards the induction head in both coordinates. If T - 4 (the paper's O(T),
+the number of irrelevant tokens) is small, it is not monotone everywhere.
 """
 
 import itertools
@@ -35,7 +34,7 @@ INDUCTION_HEAD = (0.0, 1.0)
 
 
 def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
-    """Lay out the plane for every T of ``settings``, and let the model descend on it from every start."""
+    """Compute the plane for every T of ``settings``, and let the model descend on it from every start."""
     planes, paths = [], []
     for T in settings["T"]:
         planes.append(plane_of(T, settings["grid"]))
@@ -50,8 +49,8 @@ def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
         figure=draw(plane, path, settings["arrows"]),
         comparisons=compare(plane, path),
         differences=[
-            "Gradient descent moves in the plane of fig. 2 and is stopped by the unit square, from which coefficients are "
-            "drawn at the start of training; left to itself it passes the induction head and makes it sharper and sharper.",
+            "Gradient descent moves in the plane of fig. 2 and is confined to the unit square, from which coefficients are "
+            "initialized; unconstrained, it passes the induction head and makes it ever sharper.",
             "The loss is the theorem's with the exponents of rows i - 1 and T corrected (see kvlens.ops.induction.landscape).",
         ],
     )
@@ -99,15 +98,15 @@ def descend(
     step_size: float,
     max_steps: int,
 ) -> Iterator[dict[str, Any]]:
-    """Gradient descent on the model's own loss; one row per step, the start included, until it stands still.
+    """Gradient descent on the model's own loss; one row per step, including the start, until it stops moving.
 
     Args:
-        model: a :func:`landscape_model`; its shift parameters are moved.
+        model: a :func:`landscape_model`; its shift parameters are changed.
         tokens: the texts.
-        answers: what follows each.
+        answers: the token after each text.
         start: (alpha_1, beta_1).
-        step_size: what multiplies the gradient.
-        max_steps: give up after so many.
+        step_size: factor of the gradient.
+        max_steps: the maximum number of steps.
     """
     T = model.cfg.d_vocab
     alpha_1, beta_1 = start
@@ -143,7 +142,7 @@ def model_slope(
 
 
 def loss_rounding(T: int) -> float:
-    """How far the model's float64 loss may lie from the closed form: three sums of 2T products one after the other.
+    """The largest rounding error of the model's float64 loss against the closed form: three successive sums of 2T products.
 
     Scores, outputs and logits are products of rows of norm 1 with coefficients of at most 1 in size, in sums of up to 2T terms;
     the softmax doubles an error of the scores, and the loss doubles one of the logits.
@@ -160,7 +159,7 @@ def monotone_share(plane: pd.DataFrame) -> float:
 
 
 def compare(plane: pd.DataFrame, path: pd.DataFrame) -> list[Comparison]:
-    """What the theorem and the caption of fig. 2 say, against the tables."""
+    """The claims of the theorem and the caption of fig. 2 against the tables."""
     ends = path.groupby(["T", "start"]).tail(1)
     distance = (ends["alpha_1"] - INDUCTION_HEAD[0]).abs() + (ends["beta_1"] - INDUCTION_HEAD[1]).abs()
     error = path.groupby("T")["loss_error"].max()
@@ -175,7 +174,7 @@ def compare(plane: pd.DataFrame, path: pd.DataFrame) -> list[Comparison]:
         *_compare_shares({T: monotone_share(plane[plane["T"] == T]) for T in sorted(set(plane["T"].tolist()))}),
         _compare_speed({T: mean_slope(plane[plane["T"] == T]) for T in sorted(set(plane["T"].tolist()))}),
         Comparison(
-            "largest distance of an end of descent from (alpha_1, beta_1) = (0, 1)",
+            "largest final distance of a descent from (alpha_1, beta_1) = (0, 1)",
             0.0,
             float(distance.max()),
             "the coefficients move towards the induction head",
@@ -185,12 +184,12 @@ def compare(plane: pd.DataFrame, path: pd.DataFrame) -> list[Comparison]:
 
 
 def mean_slope(plane: pd.DataFrame) -> float:
-    """The length of the gradient, mean over the unit square: how fast gradient descent moves at a given step size."""
+    """The length of the gradient, mean over the unit square: the speed of gradient descent at a given step size."""
     return float((plane["descent_alpha_1"] ** 2 + plane["descent_beta_1"] ** 2).pow(0.5).mean())
 
 
 def _compare_speed(slope: Mapping[int, float]) -> Comparison:
-    """What "the contour lines become sparse, which means the convergence speed slows down" says of slopes; no noise, exact."""
+    """The claim "the contour lines become sparse, which means the convergence speed slows down", for slopes, without noise."""
     lengths = list(slope)
     falls = [slope[later] < slope[earlier] for earlier, later in itertools.pairwise(lengths)]
     words = ", ".join(f"{slope[T]:.3g} at T = {T}" for T in lengths)
@@ -204,7 +203,7 @@ def _compare_speed(slope: Mapping[int, float]) -> Comparison:
 
 
 def _compare_shares(share: Mapping[int, float]) -> Iterator[Comparison]:
-    """One comparison a T, each against the T before it."""
+    """One comparison per T, each against the T before it."""
     before = None
     for T, part in share.items():
         what = f"share of the unit square where descent leads left and up, T = {T} (O(T) = {T - 4})"

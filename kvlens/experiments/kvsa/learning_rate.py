@@ -1,9 +1,9 @@
 """``learning-rate``: plain and shifted models under several learning rates and seeds (KVSA fig. 5).
 
-The paper reports that at a learning rate of 1e-2 its plain model diverges while the one with KV shift trains on, and that the
-shift helps whatever the seed. A run counts here as *diverged* when it ends with a held-out loss above that of the token
-frequencies alone (the training part's, with one added to each count): it predicts worse than the frequencies alone, without
-any context. A run that stops at a loss or gradient that is not finite counts as diverged, too; its loss is then infinite.
+The paper reports that at a learning rate of 1e-2 its plain model diverges while the one with KV shift trains stably, and that
+the shift helps for every seed. Here a run counts as *diverged* if its final held-out loss is above that of the token
+frequencies alone (of the training part, with one added to each count), that is, worse than a prediction without any context. A
+run that stops because a loss or gradient is not finite also counts as diverged, with an infinite loss.
 """
 
 from collections.abc import Iterator
@@ -62,7 +62,7 @@ def untrained(runs: Runs) -> Reasons:
 
 
 def compare_rates(runs: pd.DataFrame, why: Reasons) -> list[Comparison]:
-    """Where each of the two models diverges."""
+    """The rates at which each of the two models diverges."""
     at_paper_rate = runs[runs["learning_rate"] == PAPER_RATE].astype({"diverged": float})
     found = [DIVERGES.compare(at_paper_rate)] if len(at_paper_rate) else []
     return [one.unless(why.get(0.0)) for one in (*found, _compare_stability(runs))]
@@ -74,7 +74,7 @@ def best_rate(runs: pd.DataFrame, label: str) -> float:
 
 
 def largest_stable_rate(runs: pd.DataFrame) -> float:
-    """The largest learning rate up to which no run of ``runs`` diverged; 0 where some did at the smallest one."""
+    """The largest learning rate up to which no run of ``runs`` diverged; 0 if some did at the smallest one."""
     stable = 0.0
     for rate, rows in runs.groupby("learning_rate"):
         if rows["diverged"].any():
@@ -84,7 +84,7 @@ def largest_stable_rate(runs: pd.DataFrame) -> float:
 
 
 def rates_borne(runs: pd.DataFrame) -> pd.DataFrame:
-    """How many learning rates are stable for each run: all below the smallest at which it diverged.
+    """Number of stable learning rates for each run: all below the smallest at which it diverged.
 
     Returns:
         Columns model, seed, borne.
@@ -122,7 +122,7 @@ def differences(runs: Runs) -> list[str]:
     plain, shifted = (best_rate(runs.measured, label) for label in MODELS)
     return [
         f"The models have {runs.curves['n_parameters'].max():,.0f} parameters and see {tokens_seen(runs.settings):,} tokens of "
-        "another corpus. Small models bear larger learning rates than the paper's do: the plain model does best at "
+        "another corpus. Small models tolerate larger learning rates than the paper's do: the plain model does best at "
         f"{plain:g}, the shifted one at {shifted:g}.",
         "Gradients are clipped at norm 1; a run counts as diverged when its held-out loss ends above that of the token "
         f"frequencies ({goal_of(runs).chance:.3f} nats).",
@@ -130,7 +130,7 @@ def differences(runs: Runs) -> list[str]:
 
 
 def draw(found: Runs) -> Figure:
-    """Final held-out loss against learning rate; a dot per seed, a line through the means."""
+    """Plot the final held-out loss against the learning rate; a dot per seed, a line through the means."""
     runs, no_context = found.measured, goal_of(found).chance
     figure = Figure(figsize=(7.6, 5), layout="constrained")
     axes = figure.subplots()

@@ -17,6 +17,6 @@ LLAMA_BLOCKS: dict[str, Any] = dict(act_fn="silu", gated_mlp=True, normalization
 def steps_in_words(settings: Mapping[str, Any]) -> str:
     """How steps differ from the paper's (app. G)."""
     return (
-        f"A step takes {settings['training']['batch_size']} sequences, at the rate of {settings['rates']} that suits the model "
-        "best on other seeds; the paper's takes 4,096, at 2e-4 after 1,000 steps of warm-up (app. G)."
+        f"A step takes {settings['training']['batch_size']} sequences, at the rate of {settings['rates']} that is best for the "
+        "model on other seeds; the paper's takes 4,096, at 2e-4 after 1,000 steps of warm-up (app. G)."
     )

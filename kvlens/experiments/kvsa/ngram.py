@@ -1,7 +1,7 @@
 """``ngram``: KV shift neither hurts nor much helps the learning of 3-grams (KVSA fig. 3).
 
-What follows two tokens is read off a fixed random table, which a model must store in its weights; nothing can be copied from
-the context. The paper's worry was that mixing neighboring tokens blurs them. Models of several sizes with and without KV shift
+The token after two tokens comes from a fixed random table, which a model must store in its weights; nothing can be copied from
+the context. The paper's concern is that mixing neighboring tokens blurs them. Models of several sizes with and without KV shift
 learn the same table; at the paper's scale it has 14 x 14 pairs, for the paper's "approximately 200".
 """
 
@@ -48,8 +48,8 @@ def differences(runs: Runs) -> list[str]:
     counts = [f"{size['label']} ({parameters[size['label']]:,} parameters)" for size in sizes]
     return [
         f"The paper's models learn about 200 random 3-grams; these {', '.join(pairs)}, every pair of tokens having its own.",
-        "A shift by one brings the two tokens of a context together before any attention, for which a plain model spends a "
-        "head: on a task of nothing but 3-grams some gain is to be expected.",
+        "A shift by one combines the two tokens of a context before any attention, for which a plain model needs a head, so "
+        "some gain is to be expected on a task that consists only of 3-grams.",
         f"Sizes: {', '.join(counts)}; the paper's are 50M, 0.4M and 0.8K. Seeds {runs.settings['seeds']}.",
     ]
 
@@ -59,7 +59,7 @@ SWEEP = Sweep(
     measure=lambda runs: of_heldout(runs.curves),
     tables=lambda runs: {"curves": runs.curves, "final": last_heldout(runs.curves, by=RUN)},
     by="size",
-    leads=[  # the paper says "neither": two equal models give no verdict, and the figures show how far apart they may be
+    leads=[  # the paper says "neither": two equal models give no verdict, and the numbers show how far apart they may be
         Lead(
             "{group}: accuracy with KV shift minus without, after training (plain: {minus:.3f})",
             "KV shift does not weaken the learning of 3-grams",

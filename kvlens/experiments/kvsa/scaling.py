@@ -1,8 +1,8 @@
 """``scaling``: plain and shifted language models of several sizes (KVSA figs. 4, 6 and 7).
 
-Loss curves, and the loss at the end against the number of parameters outside the embeddings, in which the shift's own (four a
-head) hardly count. Through each kind's mean losses goes a power law, loss = c N^(-p), the straight line of a plot with two
-logarithmic axes. It has no constant for the entropy of text, so it only describes these sizes and does not extrapolate.
+Loss curves, and the final loss against the number of parameters outside the embeddings, to which the shift itself (four per
+head) contributes little. A power law, loss = c N^(-p), a straight line in a log-log plot, is fitted to each kind's mean losses.
+It has no constant for the entropy of text, so it only describes these sizes and does not extrapolate.
 """
 
 import itertools
@@ -54,8 +54,8 @@ def power_law(n: Any, loss: Any) -> tuple[Float[np.ndarray, "*seed"], Float[np.n
     """(p, c) of loss = c n^(-p) by least squares on the logarithms.
 
     Args:
-        n: one for each size.
-        loss: a row for each size; of one seed, or a column for each of several.
+        n: number of parameters of each size.
+        loss: a row for each size; one seed, or a column for each of several.
     """
     slope, intercept = np.polyfit(np.log(np.asarray(n, dtype=float)), np.log(np.asarray(loss, dtype=float)), 1)
     return np.asarray(-slope), np.asarray(np.exp(intercept))
@@ -68,7 +68,7 @@ def untrained(runs: Runs) -> Reasons:
 
 
 def compare_sizes(finals: pd.DataFrame, why: Reasons) -> list[Comparison]:
-    """Whether the losses fall with size, and whether the gain of KV shift lasts."""
+    """Whether the losses fall with size, and whether the gain of KV shift persists."""
     order = finals.groupby("size")["non_embedding"].min().sort_values().index
     smallest, largest = order[0], order[-1]
     by_size = dict(list(finals.groupby("size")))
@@ -133,7 +133,7 @@ def differences(runs: Runs) -> list[str]:
 
 
 def draw(runs: Runs) -> Figure:
-    """Left, held-out loss against step at each size; right, its end against the parameters outside the embeddings."""
+    """Plot, left, held-out loss against step at each size; right, final loss against parameters outside the embeddings."""
     figure = Figure(figsize=(13, 5), layout="constrained")
     left, right = figure.subplots(1, 2)
     _draw_courses(left, of_heldout(runs.curves))
@@ -192,7 +192,7 @@ SWEEP = Sweep(
 EXPERIMENT = Experiment(
     name="scaling",
     source="KVSA figs. 4, 6 and 7",
-    question="Does KV shift lower a language model's loss at every size, and does the gain last as models grow?",
+    question="Does KV shift lower a language model's loss at every size, and does the gain persist as models grow?",
     run=SWEEP.run,
     scales={
         "tiny": dict(

@@ -1,6 +1,6 @@
 """The texts on which `variants`, `learning-rate` and `scaling` train, by scale, and the training of the paper's order.
 
-``pretraining-text`` is a folder of ``.txt`` files that the user brings.
+``pretraining-text`` is a folder of ``.txt`` files that the user provides.
 """
 
 from typing import Any
@@ -19,8 +19,8 @@ PAPER_TRAINING: dict[str, Any] = dict(
     steps=20_000, batch_size=256, weight_decay=0.1, eval_every=500, eval_sequences=256, precision="bfloat16"
 )
 SHARE = 0.2
-"""Of the loss of the tokens' frequencies, in nats, what a model must have taken off to count as having learned: what a perfect
-one would leave is not known for text."""
+"""The share of the loss of the token frequencies, in nats, that a model must have removed to count as having learned; the loss
+of a perfect model is not known for text."""
 
 
 def frequency_loss(train: Int[Tensor, " train"], heldout: Int[Tensor, " heldout"], n_tokens: int) -> float:

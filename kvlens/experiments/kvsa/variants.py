@@ -1,6 +1,6 @@
 """``variants``: which form of KV shift trains a language model best (KVSA fig. 8, sec. 4.6 and 4.7, app. J).
 
-Nine small models that differ in their shift alone are trained on the same batches of documentation text: without shift, with
+Nine small models that differ only in their shift are trained on the same batches of documentation text: without shift, with
 the paper's free coefficients, with coefficients bounded by a gate or a clamp, with only keys or only values shifted, with
 windows of two and three predecessors, and with queries shifted too. The final training loss is compared, as in
 the paper, seed by seed with that of the free form; the table has the held-out loss as well.
@@ -39,13 +39,13 @@ CLAIMS = {
     NONE: "without KV shift the loss is higher (figs. 4 to 6)",
     "gate": "bounding the coefficients by a gate does not beat the free form (sec. 4.6, fig. 8a)",
     "clamp": "bounding the coefficients by a clamp does not beat the free form (sec. 4.6, fig. 8a)",
-    "keys only": "taking the shift of the values away costs loss (sec. 4.7, fig. 8b)",
-    "values only": "taking the shift of the keys away costs loss (sec. 4.7, fig. 8b)",
+    "keys only": "removing the shift of the values raises the loss (sec. 4.7, fig. 8b)",
+    "values only": "removing the shift of the keys raises the loss (sec. 4.7, fig. 8b)",
     "window 2": "a longer window does not improve performance: two predecessors do not lower the loss (sec. 4.7, fig. 8c)",
     "window 3": "a longer window does not improve performance: three do not lower the loss (sec. 4.7, fig. 8c)",
     "keys + values + queries": "shifting queries too does not help: the two losses are similar (app. J, fig. 10)",
 }
-"""What the paper says of a variant's loss, compared with the free form's."""
+"""The paper's claims about each variant's loss, compared with the free form's."""
 
 COLORS = dict(
     zip(
@@ -112,7 +112,7 @@ def differences(runs: Runs) -> list[str]:
 
 
 def draw(runs: Runs) -> Figure:
-    """Left, held-out loss against step; right, how far each variant's training loss ends above the free form's."""
+    """Plot, left, held-out loss against step; right, each variant's final training loss minus the free form's."""
     figure = Figure(figsize=(13, 5.2), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=[1.25, 1])
     _draw_courses(left, of_heldout(runs.curves))

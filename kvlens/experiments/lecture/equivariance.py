@@ -1,8 +1,8 @@
 """Whether a transformer depends on the order of its input: T(pi X) against pi T(X), pi a permutation of the positions.
 
 Without positions and without a causal mask every step of a transformer either acts on positions one by one, or sums over all of
-them (the softmax and its weighted mean). Both commute with pi, so T(pi X) = pi T(X) but for rounding, whatever the weights are.
-Positions that are added to the stream break this, and so does a causal mask alone. Measured on fresh weights, as
+them (the softmax and its weighted mean). Both commute with pi, so T(pi X) = pi T(X) up to rounding, for any weights. Positions
+that are added to the stream break this, and so does a causal mask alone. Measured on random weights, as
 |T(pi X) - pi T(X)| / |T(X)|.
 
 Source: LECTURE (the plain layer is permutation equivariant; learned and sinusoidal positions).
@@ -22,14 +22,14 @@ DTYPES = (torch.float64, torch.float32)
 
 
 def equivariance_table(model: Mapping[str, Any], n_positions: int, d_input: int, n_prompts: int, n_models: int) -> pd.DataFrame:
-    """One row for each kind, dtype and fresh model: attention_dir, positions, dtype, seed, deviation, rounding.
+    """One row for each kind, dtype and random model: attention_dir, positions, dtype, seed, deviation, rounding.
 
     Args:
         model: fields of :class:`kvlens.HookedKVTransformerConfig`; attention, positions and dtype are set here.
-        n_positions: of an input.
-        d_input: numbers per position.
-        n_prompts: random inputs X, all permuted alike.
-        n_models: how many draws of weights, inputs and pi.
+        n_positions: positions of an input.
+        d_input: features per position.
+        n_prompts: number of random inputs X, all permuted in the same way.
+        n_models: number of draws of weights, inputs and pi.
     """
     return pd.DataFrame(_measure(model, n_positions, d_input, n_prompts, n_models))
 
@@ -65,7 +65,7 @@ def deviation(model: HookedKVRegressor, n_positions: int, n_prompts: int, seed: 
 
 
 def permutation_rounding(cfg: HookedKVTransformerConfig) -> float:
-    """How far rounding alone may take the two sides apart, to first order and in the worst case.
+    """The largest difference of the two sides from rounding alone, to first order and in the worst case.
 
     In each layer a permutation changes the order of two sums over n_ctx positions, and a kernel may sum the features of another
     row in another order: four sums over d_model and one over d_mlp. A sum of n terms errs by n eps; the norms keep the stream's

@@ -9,13 +9,13 @@ from kvlens.experiments.shared.learned import Goal
 from kvlens.experiments.shared.outcome import Comparison
 
 MATCH = 0.05
-"""Two methods match where their relative errors differ by at most so much; 1 is the error of always saying 0."""
+"""Two methods match if their relative errors differ by at most this much; 1 is the error of always predicting 0."""
 DEGRADES = 2.0
-"""An error is called worse out of distribution where it is more than so many times that in distribution, plus MATCH."""
+"""An error is worse out of distribution if it is more than this many times that in distribution, plus MATCH."""
 N_ERRORS = 3.0
-"""Standard errors over prompts that a figure may be off: one of 370 normal means lies farther out."""
+"""The margin of a measurement, in standard errors over prompts; one in 370 normal means is outside it."""
 LEARNED = 0.5
-"""A model whose relative error in distribution stays above this has learned too little to say how it carries over."""
+"""A model whose relative error in distribution is above this has learned too little to test how it generalizes."""
 BASELINES = ("least squares", "ridge", "nearest neighbors")
 SHIFT_CLAIMS = {
     "scaled_inputs": ("points 3 times as far out as in training: the error grows, least squares' does not", "degrades"),
@@ -39,10 +39,10 @@ def compare(tables: Mapping[str, pd.DataFrame], settings: Mapping[str, Any]) -> 
 
 
 def still_learning(training: pd.DataFrame) -> dict[str, str | None]:
-    """Class of functions -> why a model trained on it might yet learn more; None where its curve is flat.
+    """Class of functions -> why a model trained on it may still be learning; None if its curve is flat.
 
     Args:
-        training: held-out rows: functions, positions, seed, step, loss; 1 is the loss of always saying 0.
+        training: held-out rows: functions, positions, seed, step, loss; 1 is the loss of always predicting 0.
     """
     usual = training[training["positions"] == "standard"]
     return {
@@ -52,18 +52,18 @@ def still_learning(training: pd.DataFrame) -> dict[str, str | None]:
 
 
 def unless_it_holds(comparison: Comparison, why: str | None) -> Comparison:
-    """A claim that trained models do well may hold before they have learned all; that it fails is said of no such model."""
+    """A claim that trained models do well can hold before training is finished, but cannot be rejected before."""
     return comparison if comparison.holds else comparison.unless(why)
 
 
 class Measured(NamedTuple):
-    """A relative error, and how far the prompts that it was measured on may have moved it: three standard errors."""
+    """A relative error, and its margin of three standard errors over the prompts."""
 
     value: float
     margin: float
 
     def below(self, bound: float) -> bool | None:
-        """Whether it lies significantly below ``bound`` (True), above it (False), or neither."""
+        """Whether it is significantly below ``bound`` (True), above it (False), or neither (None)."""
         if abs(self.value - bound) < self.margin:
             return None
         return self.value <= bound
@@ -72,8 +72,8 @@ class Measured(NamedTuple):
 def worst_of_seeds(error: pd.DataFrame, shift: str, predictor: str) -> dict[int, Measured]:
     """By number of examples: the largest relative error of the seeds, with its margin.
 
-    Trained models count with the worst of their seeds, and the verdicts are about these models: how another training would
-    come out is not in the margin.
+    Trained models count with the worst of their seeds, and the verdicts are about these models: the margin does not include
+    the variation between trainings.
     """
     rows = error[(error["shift"] == shift) & (error["predictor"] == predictor)]
     worst = rows.loc[rows.groupby("n_examples")["relative_error"].idxmax()]
@@ -82,17 +82,17 @@ def worst_of_seeds(error: pd.DataFrame, shift: str, predictor: str) -> dict[int,
 
 
 def last(curve: dict[int, Measured]) -> Measured:
-    """With the largest number of examples."""
+    """The error with the largest number of examples."""
     return curve[max(curve)]
 
 
 def gap_between(ours: dict[int, Measured], theirs: dict[int, Measured]) -> dict[int, Measured]:
-    """How far two curves lie apart; the margins add up, as if the two did not share their prompts."""
+    """The gap between two curves; the margins add up, as if the two did not share their prompts."""
     return {n: Measured(abs(ours[n].value - theirs[n].value), ours[n].margin + theirs[n].margin) for n in ours}
 
 
 def mean_of(curve: dict[int, Measured]) -> Measured:
-    """Over all numbers of examples; the margin is that of points that err together."""
+    """The mean over all numbers of examples; the margin assumes fully correlated errors."""
     return Measured(*(sum(column) / len(curve) for column in zip(*curve.values(), strict=True)))
 
 
@@ -104,10 +104,10 @@ def compare_linear(error: pd.DataFrame, dimensions: int) -> Iterator[Comparison]
     nearest = min(BASELINES, key=lambda baseline: distance[baseline].value)
     first, second = distance["least squares"], min(distance[baseline] for baseline in BASELINES if baseline != "least squares")
     yield Comparison(
-        "baseline whose error curve lies nearest to the transformer's, linear functions, mean gap over all n",
+        "baseline whose error curve is closest to the transformer's, linear functions, mean gap over all n",
         "least squares",
         nearest,
-        "the error of a transformer trained on linear functions falls with n as that of least squares",
+        "the error of a transformer trained on linear functions falls with n like that of least squares",
         Measured(first.value - second.value, first.margin + second.margin).below(0.0),
     )
     widest = max(gaps["least squares"].values())
@@ -145,14 +145,14 @@ def compare_shifts(error: pd.DataFrame) -> Iterator[Comparison]:
 
 
 def too_little(here: Measured) -> str | None:
-    """Why a model with that error in distribution cannot show how it carries over; None where it can."""
+    """Why a model with that error in distribution cannot show how it generalizes; None if it can."""
     if here.value <= LEARNED:
         return None
-    return f"the transformer's relative error in distribution is {here.value:.2g}; at most {LEARNED:g} is asked"
+    return f"the transformer's relative error in distribution is {here.value:.2g}; at most {LEARNED:g} is required"
 
 
 def compare_noise(error: pd.DataFrame) -> Comparison:
-    """Linear functions with noise on the answers of the examples: is there a number of examples that harms?"""
+    """Linear functions with noise on the answers of the examples: whether some number of examples is harmful."""
     here = last(worst_of_seeds(error, "none", "transformer"))
     curve = worst_of_seeds(error, "noisy", "transformer")
     peak = max(curve, key=lambda n: curve[n].value)
@@ -192,7 +192,7 @@ def compare_classes(error: pd.DataFrame, why: Mapping[str, str | None]) -> Itera
 
 
 def compare_orders(table: pd.DataFrame) -> Iterator[Comparison]:
-    """Which models commute with permutations of their positions."""
+    """Which models are equivariant under permutations of their positions."""
     exact = table[table["dtype"] == "float64"]
 
     def of(attention_dir: str, positions: str) -> pd.DataFrame:
@@ -216,7 +216,7 @@ def compare_orders(table: pd.DataFrame) -> Iterator[Comparison]:
             f"the same with {words}, smallest of all draws",
             None,
             float(rows["deviation"].min()),
-            f"{words} let it tell orders apart",
+            f"{words} make it depend on the order",
             bool((rows["deviation"] > 1000 * rows["rounding"]).all()),
         )
 
@@ -226,7 +226,7 @@ def compare_lengths(table: pd.DataFrame) -> Iterator[Comparison]:
     learned, sinusoidal = (table[table["positions"] == positions] for positions in ("standard", "sinusoidal"))
     refused = learned.loc[~learned["in_training"], "relative_error"].isna()
     yield Comparison(
-        "share of longer prompts than in training that learned positions refuse",
+        "share of prompts longer than in training that learned positions refuse",
         1.0,
         float(refused.mean()),
         "learned positions end where the table ends",
@@ -237,5 +237,5 @@ def compare_lengths(table: pd.DataFrame) -> Iterator[Comparison]:
         f"relative error with sinusoidal positions, longest prompt (longest in training {inside:.2g})",
         None,
         float(beyond),
-        "sinusoidal positions have no end: the model reads longer prompts, if not as well",
+        "sinusoidal positions have no limit: the model reads longer prompts, though less accurately",
     )

@@ -1,4 +1,4 @@
-"""The figure of ``function-classes``: error curves in and out of distribution, longer prompts, and what permutations change."""
+"""The figure of ``function-classes``: error curves in and out of distribution, longer prompts, and permutations."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -24,11 +24,11 @@ KIND_LABELS = {
 }
 POSITION_STYLES = {"standard": ("learned positions", "#b91c1c"), "sinusoidal": ("sinusoidal positions", "#7c3aed")}
 LOWEST, HIGHEST = 3e-4, 3.0
-"""Where the logarithmic axis of relative errors ends; least squares on linear functions goes on down to rounding."""
+"""The lower end of the logarithmic axis of relative errors; least squares on linear functions continues down to rounding."""
 
 
 def draw(tables: Mapping[str, pd.DataFrame], settings: Mapping[str, Any]) -> Figure:
-    """Above, every class in distribution; below, linear functions out of distribution, longer prompts, and permutations."""
+    """Plot, above, every class in distribution; below, linear functions out of distribution, longer prompts, permutations."""
     error, dimensions = tables["error"], settings["task"]["dimensions"]
     classes, shifts = list(settings["classes"]), list(SHIFT_TITLES)
     figure = Figure(figsize=(18, 8.2), layout="constrained")
@@ -55,8 +55,8 @@ def draw(tables: Mapping[str, pd.DataFrame], settings: Mapping[str, Any]) -> Fig
 
 
 def draw_errors(axes: Axes, rows: pd.DataFrame, title: str, dimensions: int) -> None:
-    """Relative error against the number of examples, one line a predictor; the dotted line stands at n = d."""
-    # The trained model last, so that it lies on top; a logarithmic axis has no place for an error of exactly 0.
+    """Plot relative error against the number of examples, one line per predictor; the dotted line is at n = d."""
+    # The trained model is drawn last, on top; a logarithmic axis cannot show an error of exactly 0.
     visible = rows.assign(
         relative_error=rows["relative_error"].clip(lower=LOWEST / 10),
         rank=rows["predictor"].map({name: rank for rank, name in enumerate(reversed(COLORS))}),
@@ -71,7 +71,7 @@ def draw_errors(axes: Axes, rows: pd.DataFrame, title: str, dimensions: int) -> 
 
 
 def draw_lengths(axes: Axes, table: pd.DataFrame) -> None:
-    """Error of the models with learned and sinusoidal positions, on and beyond the lengths trained on."""
+    """Plot the error of the models with learned and sinusoidal positions, at and beyond the training lengths."""
     for positions, (label, color) in POSITION_STYLES.items():
         rows = table[table["positions"] == positions]
         axes.plot(rows["n_examples"], rows["relative_error"], color=color, linewidth=1.8, label=label)
@@ -91,7 +91,7 @@ def draw_lengths(axes: Axes, table: pd.DataFrame) -> None:
 
 
 def draw_orders(axes: Axes, table: pd.DataFrame) -> None:
-    """|T(pi X) - pi T(X)| / |T(X)| of every kind of model, a point a draw of weights."""
+    """Plot |T(pi X) - pi T(X)| / |T(X)| for every kind of model, one point per draw of weights."""
     for dtype, marker in (("float64", "o"), ("float32", "s")):
         for height, kind in enumerate(reversed(KIND_LABELS)):
             rows = table[(table["attention_dir"] == kind[0]) & (table["positions"] == kind[1]) & (table["dtype"] == dtype)]

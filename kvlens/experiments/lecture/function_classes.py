@@ -1,15 +1,15 @@
 """``function-classes``: a transformer trained to learn functions from examples, against untrained methods (LECTURE).
 
-For each class of functions, one model is trained on prompts (x_1, f(x_1), ..., x_n, f(x_n), x'), each with an f of its own
+For each class of functions, one model is trained on prompts (x_1, f(x_1), ..., x_n, f(x_n), x'), each with its own f
 (:mod:`kvlens.tasks.regression`). On new prompts its squared error, as the number n of examples grows, is compared with those of
 least squares, ridge regression and nearest neighbors (:mod:`~kvlens.experiments.lecture.regression_baselines`), which see
-the same examples. Prompts come from the training distribution, and from four others: a method carries over to them, a memory
-of the distribution does not.
+the same examples. Prompts come from the training distribution, and from four others, to which a method generalizes but a
+memorized distribution does not.
 
 Errors are relative to the error of always predicting 0, so 1 means no better than that, on every distribution.
 
-The second part is about order: whether T(pi X) = pi T(X) (:mod:`~kvlens.experiments.lecture.equivariance`), and what a trained
-model makes of prompts longer than any that it was trained on, with learned and with sinusoidal positions.
+The second part is about order: whether T(pi X) = pi T(X) (:mod:`~kvlens.experiments.lecture.equivariance`), and how trained
+models with learned and with sinusoidal positions perform on prompts longer than in training.
 """
 
 import math
@@ -68,7 +68,7 @@ def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
 def train_one(
     task: RegressionTask, settings: Mapping[str, Any], steps: int, seed: int, **changes: Any
 ) -> tuple[HookedKVRegressor, pd.DataFrame]:
-    """A model trained on ``task``, and its held-out course: functions, positions, seed, step, loss."""
+    """Train a model on ``task``; return it and its held-out course: functions, positions, seed, step, loss."""
     model = build_model(task, {**settings["model"], **changes, "seed": seed})
     result = train(model, task, progress=False, **settings["training"], steps=steps, seed=seed)
     labels = dict(functions=task.functions, positions=model.cfg.positional_embedding_type, seed=seed)
@@ -82,14 +82,14 @@ def error_curves(task: RegressionTask, models: Mapping[int, nn.Module], settings
     """Squared error of every predictor on held-out prompts of ``task``, for every number of examples that it scores.
 
     Args:
-        task: decides functions, points and distribution.
-        models: by seed.
+        task: determines functions, points and distribution.
+        models: models by seed.
         settings: ``n_prompts``, ``prompt_seed``, ``n_neighbors``.
 
     Returns:
-        functions, shift, predictor, seed (0 for what nobody trained), n_examples, squared_error, standard_error (of that
-        mean over prompts), zero_error (that of always saying 0), relative_error (the quotient), and from_least_squares: how
-        far the predictions lie from those of least squares, mean square over ``zero_error``.
+        functions, shift, predictor, seed (0 for untrained methods), n_examples, squared_error, standard_error (of that mean
+        over prompts), zero_error (that of always predicting 0), relative_error (the quotient), and from_least_squares: the mean
+        squared difference from the predictions of least squares, over ``zero_error``.
     """
     tables = []
     for scored in tasks_that_score_all(task):
@@ -104,7 +104,7 @@ def error_curves(task: RegressionTask, models: Mapping[int, nn.Module], settings
 
 
 def tasks_that_score_all(task: RegressionTask) -> Iterator[RegressionTask]:
-    """``task`` itself, or where it scores its last point only, one task for each number of examples."""
+    """``task`` itself, or, if it scores only its last point, one task for each number of examples."""
     if task.heldout_shift != "orthant":
         yield task
         return
@@ -115,7 +115,7 @@ def tasks_that_score_all(task: RegressionTask) -> Iterator[RegressionTask]:
 def untrained_predictions(
     task: RegressionTask, batch: Batch, settings: Mapping[str, Any]
 ) -> dict[str, Float[Tensor, "prompt point"]]:
-    """What least squares, ridge regression and nearest neighbors say at each point, in float64."""
+    """Predictions of least squares, ridge regression and nearest neighbors at each point, in float64."""
     x, y = (part.double() for part in task.points_and_values(batch.inputs))
     return {
         "least squares": least_squares(x, y),
@@ -161,16 +161,16 @@ def errors_by_examples(
 def measure_lengths(
     learned: HookedKVRegressor, settings: Mapping[str, Any], tell: Callable[[str], None]
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """A model with learned and one with sinusoidal positions, trained alike, on prompts longer than they were trained on.
+    """Test a model with learned and one with sinusoidal positions, trained alike, on prompts longer than in training.
 
     Args:
         learned: the model of linear functions, with learned positions.
-        settings: those of the experiment.
-        tell: hears of the training.
+        settings: settings of the experiment.
+        tell: called with messages about the training.
 
     Returns:
         The course of the sinusoidal model's training, and a table: positions, n_examples, relative_error (NaN where the
-        model refuses the prompt), in_training (whether prompts of that length were trained on).
+        model refuses the prompt), in_training (whether prompts of that length occurred in training).
     """
     task = RegressionTask(functions="linear", **settings["task"])
     steps = settings["classes"]["linear"]["steps"]
@@ -187,7 +187,7 @@ def measure_lengths(
 
 
 def predict_or_refuse(model: HookedKVRegressor, inputs: Float[Tensor, "prompt pos d_input"]) -> Float[Tensor, "prompt point"]:
-    """`predict`, or where the model refuses prompts of that length, what it reads of them, and NaN for the rest."""
+    """`predict`; if the model refuses prompts of that length, predictions for the part it can read, and NaN for the rest."""
     try:
         return predict(model, inputs)
     except KVLensError:
@@ -197,22 +197,22 @@ def predict_or_refuse(model: HookedKVRegressor, inputs: Float[Tensor, "prompt po
 
 
 def differences(settings: Mapping[str, Any]) -> list[str]:
-    """Where this differs from Garg et al. 2022, beyond doubt."""
+    """The known differences from Garg et al. 2022."""
     task, model = settings["task"], settings["model"]
     return [
         f"The paper's model has 12 layers of width 256 and 8 heads, and is trained on 20 dimensions for 500,000 steps of 64 "
         f"prompts, with a curriculum; here {model['n_layers']} layers of width {model['d_model']}, {task['dimensions']} "
         f"dimensions, {settings['classes']['linear']['steps']} steps of {settings['training']['batch_size']}, no curriculum.",
-        "Functions are scaled to variance 1 here, so that the error of always saying 0 is 1 and not the number of dimensions.",
+        "Functions are scaled to variance 1 here, so that always predicting 0 has error 1 instead of the number of dimensions.",
         "The paper's baselines for sparse functions, trees and networks (Lasso, greedy tree learning and boosting, gradient "
         "descent on a network) are not among ours; least squares, ridge and nearest neighbors are.",
-        "Trigonometric and exponential functions are not the paper's; they come from DUAL sec. 5.",
-        "A covariance in proportion to 1 / i^2 is far more skewed in the paper's 20 dimensions than in few.",
-        "Where n = d, the mean error of least squares under noise, or on functions that are not linear, has no finite "
-        "expectation: the number in the table is an accident of the prompts drawn, and the figure cuts it off.",
-        "The verdicts on trained models are about those trained here, beyond the noise of the prompts they are tested on; how "
-        "another training would come out is not in that margin.",
-        "T(pi X) = pi T(X) is a fact about the architecture, measured on fresh weights, not on a trained model.",
+        "Trigonometric and exponential functions are not from the paper, but from DUAL sec. 5.",
+        "A covariance proportional to 1 / i^2 is far more skewed in the paper's 20 dimensions than in few.",
+        "At n = d, the mean error of least squares with noise, or on nonlinear functions, has no finite expectation: the "
+        "number in the table depends on the prompts drawn, and the figure cuts it off.",
+        "The verdicts on trained models are about the models trained here, with a margin for the noise of test prompts but not "
+        "for the variation between trainings.",
+        "T(pi X) = pi T(X) is a property of the architecture, measured on random weights, not on a trained model.",
     ]
 
 

@@ -7,8 +7,8 @@ With the n examples X_n (rows x_1 ... x_n), y_n before a point x:
                                                                         best possible prediction at penalty = d s^2
     nearest neighbors   mean of y over the k examples nearest to x     over all of them where n < k
 
-and 0 where there is no example. Each takes all numbers of examples at once: an example that comes too late is a row of zeros,
-which changes neither a pseudo-inverse nor a sum. Computed in the dtype of ``x``; float64 is meant.
+and 0 without examples. All numbers of examples are computed at once: later examples are replaced by rows of zeros, which change
+neither a pseudo-inverse nor a sum. Computed in the dtype of ``x``, which should be float64.
 
 Source: Garg, Tsipras, Liang, Valiant 2022, What Can Transformers Learn In-Context?, sec. 3-4.
 """
@@ -34,7 +34,7 @@ def least_squares(x: Points, y: Answers) -> Predictions:
         y: the answers to all but the last of them.
 
     Returns:
-        One prediction a point; n points precede the n-th (from 0).
+        One prediction per point; n points precede the n-th (from 0).
     """
     earlier = _earlier(x)
     examples = x[:, None, :-1] * earlier[:, :, None]
@@ -46,7 +46,7 @@ def ridge(x: Points, y: Answers, penalty: float | int) -> Predictions:
     """Least squares with ``penalty`` |w|^2 added to the squared error; arguments and result as of `least_squares`.
 
     Raises:
-        KVLensError: ``penalty`` is not positive, so that fewer examples than dimensions would leave w open.
+        KVLensError: ``penalty`` is not positive, so that w would be undetermined by fewer examples than dimensions.
     """
     if not penalty > 0:
         raise KVLensError(f"ridge: penalty must be positive, got {penalty}; least_squares is the limit of 0")
@@ -65,7 +65,7 @@ def nearest_neighbors(x: Points, y: Answers, k: int) -> Predictions:
     """
     if k < 1:
         raise KVLensError(f"nearest_neighbors: k must be at least 1, got {k}")
-    # The differences themselves: the form by products would give a point a distance of about the root of eps to itself.
+    # Differences are computed directly; by products, the distance of a point to itself would be about the root of eps.
     distance = torch.cdist(x, x[:, :-1], compute_mode="donot_use_mm_for_euclid_dist")
     distance = distance.masked_fill(_earlier(x) == 0, math.inf)
     nearest = distance.topk(min(k, y.shape[1]), largest=False)
@@ -75,7 +75,7 @@ def nearest_neighbors(x: Points, y: Answers, k: int) -> Predictions:
 
 
 def _earlier(x: Points) -> Float[Tensor, "point point_minus_1"]:
-    """1 where an example precedes a point, 0 elsewhere."""
+    """1 if an example precedes a point, else 0."""
     return torch.ones(x.shape[1], x.shape[1] - 1).to(x).tril(-1)
 
 

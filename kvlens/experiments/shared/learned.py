@@ -68,7 +68,7 @@ class Goal:
         if gain >= self.share:
             return None
         went = f"has learned {round(gain, 2) + 0.0:.0%} of what there is" if math.isfinite(gain) else "diverged"
-        return f"{name} {went} ({self.y} {self.chance:.3g} is chance, {self.best:.3g} perfect); {self.share:.0%} is asked"
+        return f"{name} {went} ({self.y} {self.chance:.3g} is chance, {self.best:.3g} perfect); {self.share:.0%} is required"
 
     def why_not_flat(
         self, runs: pd.DataFrame, name: str, of: pd.DataFrame | None = None, rival: pd.DataFrame | None = None

@@ -39,7 +39,7 @@ class Comparison:
         claim: what the paper says, in words.
         holds: whether our numbers support that claim, by :mod:`kvlens.experiments.shared.significance`; None where they are
             inconclusive.
-        judged: False for numbers that are only shown side by side, because no claim can be tested with them or their noise is
+        tested: False for numbers that are only shown side by side, because no claim can be tested with them or their noise is
             unknown. ``holds`` is None then.
         untrained: why the models have not learned enough for a test (:mod:`kvlens.experiments.shared.learned`); ``holds`` is
             None then. None if they have, or if nothing is trained.
@@ -50,13 +50,13 @@ class Comparison:
     ours: float | int | str | None
     claim: str
     holds: bool | None
-    judged: bool = True
+    tested: bool = True
     untrained: str | None = None
 
     @property
     def verdict(self) -> str:
         """The verdict in words."""
-        if not self.judged:
+        if not self.tested:
             return "no verdict"
         if self.untrained is not None:
             return "not trained far enough"
@@ -64,12 +64,16 @@ class Comparison:
 
     def unless(self, untrained: str | None) -> "Comparison":
         """The same comparison, without its verdict if ``untrained`` gives a reason why the models have not learned enough."""
-        return self if untrained is None or not self.judged else replace(self, holds=None, untrained=untrained)
+        return self if untrained is None or not self.tested else replace(self, holds=None, untrained=untrained)
+
+    def as_json(self) -> dict[str, Any]:
+        """The entry in ``summary.json``, where ``tested`` is called ``judged``."""
+        return {"judged" if name == "tested" else name: value for name, value in vars(self).items()} | {"verdict": self.verdict}
 
     @classmethod
     def stated(cls, what: str, paper: float | int | str | None, ours: float | int | str | None, claim: str) -> "Comparison":
         """Numbers side by side, without a verdict."""
-        return cls(what, paper, ours, claim, None, judged=False)
+        return cls(what, paper, ours, claim, None, tested=False)
 
 
 @dataclass(frozen=True)
@@ -134,7 +138,7 @@ def write_outcome(
         "scale": scale,
         "settings": dict(experiment.scales[scale]),
         "differences": list(outcome.differences),
-        "comparisons": [{**vars(comparison), "verdict": comparison.verdict} for comparison in outcome.comparisons],
+        "comparisons": [comparison.as_json() for comparison in outcome.comparisons],
         "seconds": round(seconds, 1),
         "versions": {"python": platform.python_version(), **{name: version(name) for name in ("kvlens", "torch")}},
         "files": [*(f"{name}.parquet" for name in outcome.tables), "figure.png", "figure.svg"],

@@ -11,7 +11,7 @@ from kvlens.model import HookedKVTransformer
 def sampled(
     model: HookedKVTransformer, tokens: Int[Tensor, "text pos"], n: int, generator: torch.Generator
 ) -> Int[Tensor, "text longer"]:
-    """``tokens`` with ``n`` more, sampled at temperature 1."""
+    """``tokens`` followed by ``n`` more, sampled at temperature 1."""
     cache, new = model.empty_cache(len(tokens)), tokens
     for _ in range(n):
         p = model(new, attention_mask=torch.ones_like(new), past_kv_cache=cache)[:, -1].softmax(dim=-1)

@@ -18,7 +18,7 @@ PROMPT, TEXT = tokens(7), torch.tensor([4, 16, 2, 9])
 
 @pytest.mark.parametrize("name", ["bias_positions", "bias_by_head", "bias_decomposition", "bias_effects"])
 def test_a_text_that_it_cannot_predict_is_refused_by_name(classifier, name):
-    with pytest.raises(KVLensError, match="predicts 3 classes only"):
+    with pytest.raises(KVLensError, match="predicts only 3 classes"):
         getattr(analyses, name)(classifier, PROMPT, TEXT)
 
 
@@ -29,7 +29,7 @@ def test_chosen_classes_are_split_and_patched(classifier):
     frame = analyses.layer_contributions(classifier, bias, TEXT, next_token=False, tokens=[0, 2])
     sums = frame.groupby(["position", "target_token"])["logit"].sum().to_numpy().reshape(len(TEXT), 2)
     torch.testing.assert_close(torch.tensor(sums), centered(logits)[:, [0, 2]], rtol=1e-9, atol=1e-9)
-    with pytest.raises(KVLensError, match="predicts 3 classes only"):
+    with pytest.raises(KVLensError, match="predicts only 3 classes"):
         analyses.layer_contributions(classifier, bias, TEXT)
     assert analyses.bias_decomposition(classifier, PROMPT, TEXT, answer=1)["logit"].notna().all()
     assert analyses.bias_effects(classifier, PROMPT, TEXT, answer=1)["logit_change"].notna().all()

@@ -103,7 +103,7 @@ def test_equivalence_fails_where_it_should():
     assert verdict(dual_equivalence.compare(errors.head(1)), "largest") is True
 
 
-def test_variants_are_judged_in_both_directions_and_not_at_all():
+def test_variants_are_tested_in_both_directions_or_not_at_all():
     def of(ratios, model="augmented keys, 2 layers", why=None):
         table = pd.DataFrame(dict(task="linear", model=model, seed=range(len(ratios)), end=ratios, course=0.0))
         return dual_variants.compare(table, {("linear", model): why})[0].verdict
@@ -138,7 +138,7 @@ def test_the_rank_claims_can_fail():
     assert verdict(dual_layer.compare(wide, 12), "at least 4 d_model") is False
 
 
-def test_more_features_and_other_kinds_are_judged():
+def test_more_features_and_other_kinds_are_tested():
     rows = [
         dict(kind=kind, n_features=m, seed=seed, what="output", mse=factor / m, mae=1.0)
         for kind, factor in (("iid", 2.0), ("orthogonal", 1.0), ("simplex", 1.5))

@@ -199,10 +199,10 @@ def test_the_claims_of_table_2_can_fail():
     assert next(conversion_accuracy.compare(untrained, errors, 0.02)).holds is False
 
 
-def test_the_papers_table_stands_beside_ours_and_the_identity_is_judged():
+def test_the_papers_table_is_shown_next_to_ours_and_the_identity_is_tested():
     *stated, same = conversion_accuracy.compare_with_paper(predictions_table(200, differs=True))
     assert [c.paper for c in stated] == [0.9995, 0.0223, 0.9995]
-    assert [c.ours for c in stated] == [1.0, 0.02, 0.9999] and not any(c.judged for c in stated)
+    assert [c.ours for c in stated] == [1.0, 0.02, 0.9999] and not any(c.tested for c in stated)
     assert (same.paper, same.ours, same.holds) == (0.0, 1.0, False)
 
 

@@ -84,10 +84,10 @@ def texts_table(random: float, landmark: float, exact: float = 1e-7) -> pd.DataF
 
 def test_claims_can_hold_and_fail():
     good = list(gpt2_text.compare(texts_table(random=0.1, landmark=0.05)))
-    assert [c.holds for c in good if c.judged] == [True] * 5
-    assert [c.paper for c in good[:2]] == [0.1656, 0.0917] and not good[0].judged
+    assert [c.holds for c in good if c.tested] == [True] * 5
+    assert [c.paper for c in good[:2]] == [0.1656, 0.0917] and not good[0].tested
     bad = list(gpt2_text.compare(texts_table(random=0.3, landmark=0.4, exact=0.01)))
-    assert [c.holds for c in bad if c.judged] == [False] * 5
+    assert [c.holds for c in bad if c.tested] == [False] * 5
 
 
 @pytest.mark.parametrize(

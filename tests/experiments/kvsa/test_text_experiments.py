@@ -278,7 +278,7 @@ def test_the_four_kinds_are_counted_by_hand():
     assert [induction.paper, induction.ours] == ["17 against 9", "2 against 1"]
     assert outside.ours == "0.125, 0.042"  # three of 24, one of them below 0
     assert sums.ours == "0.125, 0.500"  # betas of the heads in order: 0.25, 0, 0.5, 0, 0.5, 0.25; alphas all 0
-    assert not any(c.judged for c in (*cells, outside, sums))
+    assert not any(c.tested for c in (*cells, outside, sums))
 
 
 @pytest.mark.parametrize("parametrization", ["gate", "clamp"])
@@ -309,7 +309,7 @@ def test_the_course_is_read_step_by_step():
     assert coefficients.heads_leaning_alike(course, 0.5) == "3 of 6 at step 5"
     assert coefficients.heads_leaning_alike(course, 1.0) == "3 of 6 at step 9"
     early = next(c for c in coefficients.compare(course[course["step"] == 9], course) if "after 4%" in c.what)
-    assert (early.paper, early.ours, early.judged) == ("90 of 128 after 20B of 500B tokens", "3 of 6 at step 5", False)
+    assert (early.paper, early.ours, early.tested) == ("90 of 128 after 20B of 500B tokens", "3 of 6 at step 5", False)
 
 
 def test_a_saved_model_is_found_in_its_folder_and_in_that_of_its_run(tmp_path):

@@ -88,7 +88,7 @@ def width_rows(shifted, plain):
     return runs(*rows, columns=["d_model", "model", "seed", "n_parameters", "accuracy"])
 
 
-def test_width_is_judged_at_each_width_seed_by_seed():
+def test_width_is_tested_at_each_width_seed_by_seed():
     def near(accuracy):
         return [accuracy + i / 1000 for i in SEEDS]
 
@@ -97,7 +97,7 @@ def test_width_is_judged_at_each_width_seed_by_seed():
     by_width, size = induction_width.SWEEP.compare(rows, {}), induction_width.parameters(rows)
     assert [c.holds for c in by_width] == [True, False, None]
     assert by_width[0].ours == "+0.500 ± 0.000 (6 seeds)"
-    assert (size.ours, size.judged) == (1.5, False)
+    assert (size.ours, size.tested) == (1.5, False)
 
 
 # --- 3-grams and hops ---
@@ -160,7 +160,7 @@ def test_hops_made_count_a_part_for_a_part_and_none_beyond_what_was_not_learned(
         ((1.0, 1.0), (1.0, 1.0), [None, None]),
     ],
 )
-def test_hops_are_judged_seed_by_seed(plain, shifted, holds):
+def test_hops_are_tested_seed_by_seed(plain, shifted, holds):
     found = hops.SWEEP.compare(hop_rows(*([(accuracy,) * 6 for accuracy in ends] for ends in (plain, shifted))), {})
     assert [c.holds for c in found] == holds
     assert found[1].ours == f"{(sum(shifted) - sum(plain)) / 2:+.3f} ± 0.000 (6 seeds)"
@@ -225,7 +225,7 @@ class Scribe:
 
 @pytest.mark.unhooked
 @pytest.mark.parametrize("n_ops", [1, 2, 4])
-def test_the_answer_is_judged_at_its_own_place(n_ops):
+def test_the_answer_is_scored_at_its_own_position(n_ops):
     task = ArithmeticTask(max_ops=3, test_ops=4, modulus=5, n_names=7)
     scribe = Scribe(task, n_ops, 8, wrong_answers=2, wrong_steps=3, wrong_for_good=1)
     expected = {"some step": 7 / 8, "free": 5 / 8, "forced": 6 / 8}
@@ -257,7 +257,7 @@ def test_arithmetic_compares_answers_as_the_paper_judges_them_unless_the_plain_m
     answers, flat = runs(*rows, columns=names), course("plain", 0, [0.99, 0.99], row="Tr3-Te4")
     plain, shifted, trained = arithmetic.compare(answers, arithmetic.untrained(Runs({}, flat, measured=answers)))
     assert plain.verdict == "no verdict" and (shifted.untrained is None) is (chance == 0.2)
-    assert (plain.paper, plain.ours, plain.judged) == (0.8154, pytest.approx(0.375), False)
+    assert (plain.paper, plain.ours, plain.tested) == (0.8154, pytest.approx(0.375), False)
     assert (shifted.paper, shifted.ours) == (0.8909, pytest.approx(0.625))
     assert (trained.paper, trained.ours) == (None, "-0.250 ± 0.000 (6 seeds)")
     assert [plain.holds, shifted.holds, trained.holds] == holds
