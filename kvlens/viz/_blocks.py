@@ -1,6 +1,6 @@
-"""Keeping a page small: long axes in blocks of neighbors, long token lists by what matters.
+"""Keeping a page small: long axes are shown in blocks of neighbors, long token lists by their most relevant tokens.
 
-A 4,096-token prompt has 4,096 columns per head and query; a picture has a few hundred. Sums over neighbors keep the geometry
+A 4,096-token prompt has 4,096 columns per head and query; a picture has a few hundred. Sums over neighbors preserve the order
 and the total.
 """
 
@@ -14,16 +14,16 @@ from torch import Tensor
 from kvlens.analyses.texts import joined
 
 MAX_TEXT = 40
-"""Characters of a block's text."""
+"""The most characters of a block's text."""
 
 
 def block_size(n: int, limit: int) -> int:
-    """How many neighbors make a block, so that ``n`` positions make at most ``limit`` blocks."""
+    """The number of neighbors per block for which ``n`` positions make at most ``limit`` blocks."""
     return max(1, math.ceil(n / max(1, limit)))
 
 
 def token_blocks(tokens: Sequence[str], size: int) -> list[dict[str, str]]:
-    """Tokens in blocks of ``size`` neighbors: the position of each, and its text, of a long one beginning and end."""
+    """Tokens in blocks of ``size`` neighbors: the position of each block, and its text, shortened in the middle."""
     return [_block(tokens, start, size) for start in range(0, len(tokens), size)]
 
 
@@ -41,10 +41,10 @@ def block_means(
     """Means per token over blocks of neighbors.
 
     Args:
-        sums: a column each for ``per_column`` neighboring tokens, the last one for what is left.
+        sums: one column per ``per_column`` neighboring tokens; the last one may have fewer.
         size: columns per block; the last block may have fewer.
         per_column: tokens per column.
-        n: tokens altogether; None where the last column is full.
+        n: total number of tokens; None if the last column is full.
     """
     n = sums.shape[-1] * per_column if n is None else n
     blocks = torch.nn.functional.pad(sums, (0, -sums.shape[-1] % size)).unflatten(-1, (-1, size)).sum(dim=-1)
@@ -56,15 +56,15 @@ def block_means(
 def strongest_positions(
     pattern: Float[Tensor, "head query key"], queries: Int[Tensor, " query"], n_prompt: int, max_tokens: int
 ) -> tuple[Int[Tensor, " kept"], Int[Tensor, " left_out"]]:
-    """Which of the ``key`` positions a square view of ``max_tokens`` rows keeps, and which are left out.
+    """Choose which of the ``key`` positions a square view of ``max_tokens`` rows shows.
 
     The last queries after the prompt are kept, up to half of the view; then the other positions that these attend to most,
-    those whose rows are known before the rest.
+    positions with known rows first.
 
     Args:
-        pattern: the rows that are known.
+        pattern: the known rows.
         queries: the positions of these rows, ascending.
-        n_prompt: how many positions are the prompt's.
+        n_prompt: number of positions of the prompt.
         max_tokens: rows and columns of the view.
     """
     n_keys = pattern.shape[-1]
@@ -73,7 +73,7 @@ def strongest_positions(
     of_text = (queries >= n_prompt).nonzero().squeeze(1)
     last = of_text[-max(max_tokens // 2, max_tokens - n_prompt) :]
     mass = pattern[:, last].abs().sum(dim=(0, 1))
-    mass[queries] += mass.sum()  # positions whose rows are known come before those that would stay empty
+    mass[queries] += mass.sum()  # positions with known rows come before those with empty rows
     mass[queries[last]] = torch.inf
     chosen = torch.zeros(n_keys, dtype=torch.bool)
     chosen[mass.topk(max_tokens).indices] = True

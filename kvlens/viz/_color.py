@@ -1,7 +1,7 @@
-"""One scale for all pictures: white to blue for positive values, white to red for negative ones, as circuitsvis has them.
+"""The color scale of all pictures: white to blue for positive values, white to red for negative ones, as in circuitsvis.
 
-A page mixes the colors itself (``--x`` in ``static/kvlens.css``), so that it can follow a light or dark reader; here is how
-strong each value is, and the same scale for matplotlib.
+A page mixes the colors itself (``--x`` in ``static/kvlens.css``), so that it can follow a light or dark theme; this module
+computes the intensity of each value, and the same scale for matplotlib.
 """
 
 import math
@@ -12,12 +12,12 @@ POSITIVE, NEGATIVE = "#1d5fa8", "#c0392b"
 
 
 FULL = 0.98
-"""Where many values share a scale, this quantile of their magnitudes gets full color: one token, often the first, that draws
-most of a head's attention would leave all others white. ``static/base.js`` has the same number."""
+"""The quantile of magnitudes that gets full color if many values share a scale: otherwise a single token, often the first, that
+attracts most of a head's attention would leave all others white. ``static/base.js`` has the same number."""
 
 
 def strongest(values: Iterable[float], quantile: float = 1.0) -> float:
-    """The magnitude that gets full color: a quantile of the finite ones that are not 0; 0 where there is none."""
+    """The magnitude that gets full color: a quantile of the finite nonzero magnitudes; 0 if there are none."""
     sizes = sorted(abs(value) for value in values if math.isfinite(value) and value)
     return sizes[math.ceil(quantile * len(sizes)) - 1] if sizes else 0.0
 
@@ -26,8 +26,8 @@ def scale_of(values: Iterable[float], *, without_zero: bool = False) -> tuple[fl
     """The value without color and the one with full color: 0 and the largest magnitude, or the lowest and the highest value.
 
     Args:
-        values: what is colored; what is not finite does not count.
-        without_zero: their 0 means nothing, as that of a logarithm, and the scale runs from lowest to highest.
+        values: the colored values; values that are not finite are ignored.
+        without_zero: whether their 0 is not meaningful, as for logarithms, so that the scale runs from lowest to highest.
     """
     finite = [value for value in values if math.isfinite(value)]
     if without_zero and finite:
@@ -41,7 +41,7 @@ def strength_style(value: float, low: float, top: float) -> str:
 
 
 def style(value: float, top: float) -> str:
-    """The ``class`` and ``style`` attributes of an element that shows ``value`` where ``top`` has full color."""
+    """The ``class`` and ``style`` attributes of an element that shows ``value``, with full color at ``top``."""
     if not math.isfinite(value):
         return 'class="none"'
     strength = min(1.0, abs(value) / top) if top > 0 else 0.0

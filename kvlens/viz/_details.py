@@ -1,4 +1,4 @@
-"""A page's data on every head: what a click on one of them shows, within limits of size."""
+"""A page's data on every head, shown when the head is clicked, within size limits."""
 
 import math
 from typing import Any
@@ -13,14 +13,14 @@ from kvlens.viz._text import rounded
 
 MAX_PROMPT_COLUMNS, MAX_TEXT_COLUMNS = 256, 128
 MAX_NUMBERS, MAX_SHARES = 270_000, 70_000
-"""Numbers in a page for all heads together, and those of them that are shares; each takes about three bytes.
+"""The most numbers in a page for all heads together, and the most shares among them; each takes about three bytes.
 
-A page of a report has about 3 MB, however long the prompt.
+A report page thus has about 3 MB, for prompts of any length.
 """
 
 
 def details_json(details: HeadDetails) -> dict[str, Any]:
-    """The data of the page, within its limits of size, and ``notes`` that say what was left out."""
+    """The data of the page, within its size limits, and ``notes`` that say what was left out."""
     n_layers, n_heads = details.pattern.shape[:2]
     n_prompt, n_text, n_queries = len(details.prompt), len(details.text), len(details.queries)
     n_columns = details.pattern.shape[-1] - n_text
@@ -62,5 +62,5 @@ def _notes(details: HeadDetails, n_queries: int, of_prompt: int, of_text: int, o
     if of_text > 1:
         notes.append(f"One column is the mean of {of_text} neighboring tokens of the text's {len(details.text):,}.")
     if of_share > 1:
-        notes.append(f"Shares are means over {of_share} neighboring prompt tokens; of a long block the text is cut.")
+        notes.append(f"Shares are means over {of_share} neighboring prompt tokens; the text of long blocks is shortened.")
     return notes

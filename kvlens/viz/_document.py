@@ -1,10 +1,10 @@
-"""The HTML document around the pieces: everything that it needs is in it, and its own policy forbids it to fetch more.
+"""The HTML document around the pieces: self-contained, with a content security policy that forbids it to load anything.
 
-The content security policy names the hash of each script that may run. A script or handler that slipped through the escaping
-would not be among them, and ``default-src 'none'`` refuses every request.
+The policy lists the hash of each script that may run. A script or handler that slipped through the escaping would not be
+listed, and ``default-src 'none'`` blocks every request.
 
-circuitsvis' own ``_repr_html_`` asks the internet which form to show, and its local form repeats the 1.3 MB bundle in each
-figure; here the bundle is read from the installed package and is put once into the head.
+circuitsvis' own ``_repr_html_`` needs the internet to choose a form, and its local form repeats the 1.3 MB bundle in each
+figure; here the bundle is read from the installed package and included once in the head.
 """
 
 import base64
@@ -17,7 +17,7 @@ from kvlens.errors import KVLensError
 from kvlens.viz._text import html_text
 
 SCRIPTS = ("base.js", "kvlens.js", "dual.js", "linked.js", "depth.js", "arcs.js")
-"""Ours, in the order in which they run: the first holds what the others share."""
+"""Our scripts, in the order in which they run; the first has the shared functions."""
 
 
 def document(body: str, *, title: str, circuitsvis: bool) -> str:
@@ -26,7 +26,7 @@ def document(body: str, *, title: str, circuitsvis: bool) -> str:
     Args:
         body: HTML, escaped already.
         title: text, escaped here.
-        circuitsvis: whether the body holds a circuitsvis figure.
+        circuitsvis: whether the body has a circuitsvis figure.
     """
     style, own = _asset("kvlens.css"), [_asset(name) for name in SCRIPTS]
     bundle = [circuitsvis_bundle()] if circuitsvis else []
@@ -52,7 +52,7 @@ def document(body: str, *, title: str, circuitsvis: bool) -> str:
 
 
 def in_frame(page: str) -> str:
-    """``page`` for a notebook's output, in a frame of its own: no style or script of one piece meets those of another.
+    """``page`` for a notebook's output, in its own frame, so that styles and scripts of different pieces do not interfere.
 
     The frame grows to the height of its content (``kvlens.js``).
     """
@@ -64,13 +64,13 @@ def circuitsvis_bundle() -> str:
     """circuitsvis' JavaScript from the installed package, which defines the global ``CircuitsVis``.
 
     Raises:
-        KVLensError: this circuitsvis ships no bundle.
+        KVLensError: the installed circuitsvis has no bundle.
     """
     try:
         source = files("circuitsvis").joinpath("dist", "cdn", "iife.js").read_text(encoding="utf-8")
     except (ModuleNotFoundError, FileNotFoundError) as error:
-        raise KVLensError("circuitsvis' JavaScript (dist/cdn/iife.js) is not there; pip install 'circuitsvis>=1.43'") from error
-    return source.replace("</script", "<\\/script")  # inside a string of React's, where it would end our element
+        raise KVLensError("circuitsvis' JavaScript (dist/cdn/iife.js) is missing; pip install 'circuitsvis>=1.43'") from error
+    return source.replace("</script", "<\\/script")  # in a string of React, where it would end our element
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""What the pieces ask of a frame before they draw it."""
+"""Checks of a frame before it is drawn."""
 
 from collections.abc import Iterable
 

@@ -1,4 +1,4 @@
-"""The table of layers (downwards) and heads (across) that several pieces share: one map a column, of which one is shown."""
+"""The table of layers (down) and heads (across) that several pieces share: one map per column, one of them shown."""
 
 from collections.abc import Collection, Sequence
 
@@ -10,7 +10,7 @@ from kvlens.viz._frames import check_columns, check_numbers
 from kvlens.viz._text import html_text, number
 
 MAX_NUMBERED = 24
-"""Up to so many heads per layer, a cell shows its number."""
+"""Up to this many heads per layer, cells show their numbers."""
 
 
 def check_heads(piece: str, table: pd.DataFrame, value: str) -> None:
@@ -26,13 +26,13 @@ def check_heads(piece: str, table: pd.DataFrame, value: str) -> None:
 
 
 def head_grid(table: pd.DataFrame, column: str) -> pd.DataFrame:
-    """A column as [layer, head]; NaN where there is no row."""
+    """A column as [layer, head]; NaN for missing rows."""
     grid = table.pivot(index="layer", columns="head", values=column)  # noqa: PD010, pivot_table would average and drop NaN
     return grid.astype("float64")
 
 
 def column_choice(columns: Sequence[str]) -> str:
-    """A selector of the column; plain text where there is one column only."""
+    """A selector of the column; plain text if there is only one column."""
     if len(columns) == 1:
         return f' <span class="unit">{html_text(columns[0])}</span>'
     options = "".join(f"<option>{html_text(column)}</option>" for column in columns)
@@ -42,14 +42,14 @@ def column_choice(columns: Sequence[str]) -> str:
 def head_maps(
     table: pd.DataFrame, columns: Sequence[str], *, clickable: bool, without_zero: Collection[str] = (), title: str = "heads"
 ) -> str:
-    """A map for each column, the first of them shown; a head is a button where a click on it does something.
+    """One map per column, with the first one shown; heads are buttons if ``clickable``.
 
     Args:
         table: one row per head.
-        columns: what may be shown.
-        clickable: whether a head is a button.
-        without_zero: columns whose 0 means nothing, such as logarithms: colored from their lowest value to their highest.
-        title: what a screen reader calls it.
+        columns: the columns that can be shown.
+        clickable: whether heads are buttons.
+        without_zero: columns whose 0 is not meaningful, such as logarithms: colored from lowest to highest value.
+        title: label for screen readers.
     """
     maps = "".join(
         _map(table, column, clickable=clickable, hidden=i > 0, without_zero=column in without_zero)

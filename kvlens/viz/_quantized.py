@@ -1,4 +1,4 @@
-"""Numbers for a page in few bytes: integers of at most three digits and their unit."""
+"""Compact numbers for a page: integers of at most three digits and their unit."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from kvlens.viz._text import rounded
 
 
 def quantized(values: Float[Tensor, "..."]) -> dict[str, Any]:
-    """One list in row order; None where a value is not finite. A value is its cell times the unit."""
+    """Quantize values to a list in row order; None for values that are not finite. A value is its cell times the unit."""
     finite = values.isfinite()
     largest = float(values[finite].abs().max()) if bool(finite.any()) else 0.0
     unit = rounded(largest / 999, digits=4) or 1.0

@@ -1,6 +1,6 @@
-"""Text and numbers on their way into a page: nothing that a prompt holds may become markup or end a script.
+"""Escaping text and numbers for a page: no content of a prompt may become markup or end a script.
 
-Tokens are data of strangers. They reach a page in two ways, and each has its one function: as HTML through `html_text`, as JSON
+Tokens are untrusted data. They reach a page in two ways, each with one function: as HTML through `html_text`, and as JSON
 inside a script element through `script_json`.
 """
 
@@ -14,49 +14,49 @@ from typing import Any
 
 NEWLINE, SPACE, UNREADABLE = "⏎", "·", "\N{REPLACEMENT CHARACTER}"
 PART, BASE = "⋯", "◌"
-"""A token that holds a part of a character, in running text; and what an accent stands on whose letter is another token's."""
+"""Shown for a token with part of a character in running text; and the base for an accent whose letter is in another token."""
 _IN_SCRIPT = str.maketrans({sign: f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"})
 _LONE_SURROGATES = re.compile("[\ud800-\udfff]")
-"""Halves of a character, which no file of UTF-8 can hold and on which browsers stumble."""
+"""Lone surrogates, which UTF-8 cannot encode and browsers do not handle."""
 _UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u2028\u2029\u202a-\u202e]")
-"""Controls, halves of a character, line ends that are none of HTML's, and marks that turn the text behind them around."""
+"""Control characters, lone surrogates, line ends other than those of HTML, and marks that change the direction of text."""
 
 _BYTES = re.compile("(?:<0x[0-9A-F]{2}>)+")
-"""As :mod:`kvlens.analyses.texts` writes the bytes of a character that is not complete."""
+"""The form in which :mod:`kvlens.analyses.texts` writes the bytes of an incomplete character."""
 
 _TURNS = re.compile("[\u0590-\u08ff\u200f\u202a-\u202e\u2066-\u2069\ufb1d-\ufdff\ufe70-\ufeff]")
-"""Text from right to left, which would turn around the numbers beside it; an isolate (U+2068, U+2069) keeps it to itself."""
+"""Right-to-left text, which would reorder the numbers next to it unless isolated (U+2068, U+2069)."""
 
 
 def script_json(value: Any) -> str:
-    """``value`` as JSON that may stand inside a script element: without the signs that HTML or JavaScript read there.
+    """``value`` as JSON that is safe inside a script element, with special characters of HTML and JavaScript escaped.
 
-    Those signs stand in strings alone, where their escape means the same. U+2028 and U+2029 end a line in older JavaScript. A
-    number that is not finite is a ValueError: `rounded` makes it None.
+    Those characters occur only in strings, where their escape means the same. U+2028 and U+2029 end a line in older JavaScript.
+    A number that is not finite raises ValueError; `rounded` turns it into None.
     """
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return _LONE_SURROGATES.sub(UNREADABLE, text).translate(_IN_SCRIPT)
 
 
 def html_text(text: str) -> str:
-    """``text`` as HTML that shows it, in an attribute or between tags; controls and lone surrogates become visible."""
+    """``text`` escaped for HTML, in an attribute or between tags; control characters and lone surrogates become visible."""
     return html.escape(_UNSEEN.sub(UNREADABLE, text))
 
 
 def printable(text: str) -> str:
-    """``text`` as a font can draw it: controls and lone surrogates become visible."""
+    """``text`` in a form that a font can draw: control characters and lone surrogates become visible."""
     return _UNSEEN.sub(UNREADABLE, text).replace("\n", UNREADABLE).replace("\t", UNREADABLE)
 
 
 def label(token: str) -> str:
-    """``token`` on one line with all that it holds visible, for axes and tooltips: ``" the\\n"`` is ``·the⏎``."""
+    """``token`` on one line with white space visible, for axes and tooltips: ``" the\\n"`` is ``·the⏎``."""
     shown = token.replace("\n", NEWLINE).replace(" ", SPACE).replace("\t", "⇥")
     shown = "".join(f"<U+{ord(sign):04X}>" for sign in shown) if _has_no_width(shown) else _on_a_base(shown)
     return f"\u2068{shown}\u2069" if _TURNS.search(shown) else shown
 
 
 def running(token: str) -> str:
-    """``token`` as a piece of running text: bytes of an unfinished character (``<0xC3>``) are one sign, ``⋯``."""
+    """``token`` as part of running text: bytes of an incomplete character (``<0xC3>``) become one sign, ``⋯``."""
     return PART if _has_no_width(token) else _on_a_base(_BYTES.sub(PART, token))
 
 
@@ -68,22 +68,22 @@ def part_note(tokens: Iterable[str]) -> str:
 
 
 def _has_no_width(token: str) -> bool:
-    """Whether nothing of it is seen, such as of the joiner between the parts of an emoji."""
+    """Whether it is invisible, such as the joiner between the parts of an emoji."""
     return token != "" and all(unicodedata.category(sign) == "Cf" for sign in token)
 
 
 def _on_a_base(token: str) -> str:
-    """An accent, or another mark on a letter, gets a base of its own where a token begins with it."""
+    """Prepend a base character if a token begins with an accent, or another combining mark."""
     return BASE + token if token and unicodedata.category(token[0])[0] == "M" else token
 
 
 def rounded(value: float, digits: int = 3) -> float | None:
-    """``value`` to three significant digits, which is all that a picture shows; None where it is not finite."""
+    """``value`` to three significant digits, as many as a picture shows; None if it is not finite."""
     return float(f"{value:.{digits}g}") if math.isfinite(value) else None
 
 
 def number(value: float | int) -> str:
-    """``value`` as a reader wants it: three significant digits, without an exponent in the common range, ``–`` for none."""
+    """``value`` formatted to three significant digits, without an exponent in the common range; ``–`` for none."""
     if not math.isfinite(value):
         return "–"
     if value == 0 or 1e-3 <= abs(value) < 1e5:
@@ -93,12 +93,11 @@ def number(value: float | int) -> str:
 
 
 def percent(fraction: float | int, least: float = 0.001) -> str:
-    """``fraction`` in per cent, to three significant digits: what is not 0 is not shown as 0, and what is not all as 100.
+    """``fraction`` in percent, to three significant digits; values other than 0 and 1 are never shown as 0 or 100 %.
 
     Args:
         fraction: 1 is 100 %.
-        least: what is smaller is ``< 0.1 %``. Errors, and shares of a whole that has thousands of parts, have 0 here: all their
-            digits are shown.
+        least: smaller values are shown as ``< 0.1 %``; 0 shows all digits, for errors, and for shares with thousands of parts.
     """
     if not math.isfinite(fraction):
         return "–"

@@ -1,4 +1,4 @@
-"""Induction over prompt and text on one line: an arc from each text token to the prompt token that follows its earlier self."""
+"""Induction over prompt and text: an arc from each text token to the prompt token that follows its earlier occurrence."""
 
 import functools
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from kvlens.viz.piece import Piece
 
 MAX_ARCS, MAX_TOKENS = 4000, 1024
 MAX_TOUCHED = 256
-"""Of more than ``MAX_TOKENS``, so many are shown: those that the strongest arcs of each head touch."""
+"""The number of tokens shown of more than ``MAX_TOKENS``: those at the strongest arcs of each head."""
 COLUMNS = ("layer", "head", "position", "prompt_position", "attention", "shifted")
 
 
@@ -30,17 +30,17 @@ def induction_arcs(
     title: str = "induction arcs",
     ax: Any = None,
 ) -> Piece | Any:
-    """Arcs of all heads, filtered by a strip of induction scores; dashed where a head got there by its shift.
+    """Arcs of all heads, filtered by a strip of induction scores; dashed if the head matches by its key shift.
 
     Args:
-        tokens: of prompt and text, in order.
-        n_prompt: how many of them are the prompt's.
-        arcs: as ``prompt_copies`` returns them, one row per head and pair of tokens: ``layer``, ``head``, ``position`` (in the
-            text), ``prompt_position``, ``attention`` (from the one to the other: the width of the arc), ``shifted`` (True where
-            the key shift carries the match).
-        scores: one row per head: ``layer``, ``head``, ``score``: what the strip shows and filters by.
-        title: above the picture.
-        ax: draws the static picture into these axes of matplotlib instead, and returns them.
+        tokens: tokens of prompt and text, in order.
+        n_prompt: number of tokens of the prompt.
+        arcs: the table of ``prompt_copies``, one row per head and pair of tokens: ``layer``, ``head``, ``position`` (in the
+            text), ``prompt_position``, ``attention`` (from the one to the other: the width of the arc), ``shifted`` (True if
+            the head matches by its key shift).
+        scores: one row per head: ``layer``, ``head``, ``score``, shown in the strip that filters the arcs.
+        title: title above the picture.
+        ax: draw the static picture into these matplotlib axes instead, and return them.
 
     Returns:
         A `Piece`; ``ax`` where it was given.
@@ -81,7 +81,7 @@ def induction_arcs(
         f"the head reaches it by its key shift. Choose heads in the strip.{left_out}"
     )
     if not len(arcs):
-        note = "No token of the text occurs earlier, so that there is nothing for induction to copy."
+        note = "No token of the text occurs earlier, so there is nothing for induction to copy."
     body = (
         f'<figure class="piece" data-kvlens="arcs"><figcaption>{html_text(title)}</figcaption>'
         f'<p class="note">{html_text(note)}</p><div class="arcs"></div>'
@@ -100,7 +100,7 @@ def _shown(arcs: pd.DataFrame, n_tokens: int) -> tuple[pd.DataFrame, list[int]]:
     places: set[int] = set()
     n_drawn = 0
     for query, key in zip(best["query"].tolist(), best["prompt_position"].tolist(), strict=True):
-        touched = places | {query, key, max(0, key - 1)}  # what occurs again precedes the key
+        touched = places | {query, key, max(0, key - 1)}  # the repeated token precedes the key
         if len(touched) > MAX_TOUCHED:
             break
         places, n_drawn = touched, n_drawn + 1

@@ -1,8 +1,8 @@
-"""Attention patterns in circuitsvis' view of heads, the converted prompt's tokens included.
+"""Attention patterns in circuitsvis' view of heads, including the tokens of the converted prompt.
 
-circuitsvis draws square patterns only. After a conversion the queries are the text's, and the keys the prompt's and the text's:
-the prompt's tokens, which the bias holds, come first as virtual rows and columns. Their rows are those of the prompt's own
-forward pass where they are given, and empty where they are not.
+circuitsvis only draws square patterns. After a conversion the queries are those of the text, and the keys those of prompt and
+text: the prompt's tokens, now in the bias, come first as virtual rows and columns. Their rows are those of the prompt's own
+forward pass if they are given, and empty otherwise.
 """
 
 import functools
@@ -25,7 +25,7 @@ from kvlens.viz.piece import Piece
 
 MAX_HEADS = 64
 MAX_CELLS = 64_000
-"""Cells that circuitsvis draws in about a second, all heads together."""
+"""The number of cells, over all heads, that circuitsvis draws in about a second."""
 
 
 @checked
@@ -45,24 +45,23 @@ def attention_view(
     """Attention patterns drawn by circuitsvis: a small map per head and one enlarged; hover to enlarge, click to keep.
 
     Args:
-        tokens: of all keys, the prompt's first.
-        pattern: [head, query, key]; negative entries are red. One that is not finite is drawn as 0, and the caption says so.
+        tokens: tokens of all keys, those of the prompt first.
+        pattern: [head, query, key]; negative entries are red. Values that are not finite are drawn as 0, with a note.
         queries: positions of the rows among the keys, ascending; None takes the last ones.
-        n_prompt: how many of the tokens are the prompt's; they are marked.
-        head_names: for each head; None counts them.
-        max_tokens: rows and columns of the view; None takes what a browser draws without delay. Of a longer sequence the last
+        n_prompt: number of tokens of the prompt, which are marked.
+        head_names: a name for each head; None numbers them.
+        max_tokens: rows and columns of the view; None takes what a browser draws without delay. For a longer sequence the last
             queries are shown, and the earlier tokens that these attend to most.
-        positions: what the tokens are numbered by, where they are chosen from a longer prompt and text: each one's position in
-            its own; None counts them.
-        n_left_out: how many tokens that choice left out, for the caption.
-        title: above the view.
-        axes: draws the patterns into these axes of matplotlib instead, one for each head, and returns them.
+        positions: position of each token in its prompt or text, if the tokens are chosen from longer ones; None counts them.
+        n_left_out: number of tokens left out by that choice, for the caption.
+        title: title above the view.
+        axes: draw the patterns into these matplotlib axes instead, one for each head, and return them.
 
     Returns:
         A `Piece`; ``axes`` where they were given.
 
     Raises:
-        KVLensError: sizes that do not fit each other, more than 64 heads, ``max_tokens`` below 4.
+        KVLensError: inconsistent sizes, more than 64 heads, ``max_tokens`` below 4.
     """
     values, rows, names = _checked(tokens, pattern, queries, n_prompt, head_names)
     if positions is not None and len(positions) != len(tokens):
@@ -134,7 +133,7 @@ def _checked(
 def _square(
     values: Float[Tensor, "head query key"], queries: Int[Tensor, " query"], labels: list[str], n_prompt: int, limit: int
 ) -> tuple[Float[Tensor, "head pos pos"], list[str], int]:
-    """The square pattern over the tokens that are kept, their labels, and how many were left out."""
+    """The square pattern over the tokens that are kept, their labels, and the number of tokens left out."""
     kept, left_out = strongest_positions(values, queries, n_prompt, limit)
     square, shown = _with_empty_rows(values[..., kept], queries, len(labels))[:, kept], [labels[i] for i in kept.tolist()]
     return square, shown, len(left_out)
@@ -164,7 +163,7 @@ def _figure(square: Tensor, labels: list[str], names: list[str], top: float, tit
 
 
 def _draw(axes: Sequence[Any], square: Tensor, labels: list[str], names: list[str], top: float) -> Any:
-    """A map for each head; returns the last image, whose colors are those of all."""
+    """Draw a map for each head; return the last image, whose color scale all of them share."""
     for ax, head, name in zip(axes, square, names, strict=True):
         image = ax.imshow(head, cmap=diverging_map(), vmin=-top, vmax=top, interpolation="nearest")
         ax.set_title(name, fontsize=9, parse_math=False)

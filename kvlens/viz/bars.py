@@ -1,4 +1,4 @@
-"""Contributions as bars: one group per layer (or whatever the table groups by), one bar per part."""
+"""Contributions as bars: one group per layer (or other grouping column), one bar per part."""
 
 import functools
 from typing import Any
@@ -29,9 +29,9 @@ def contribution_bars(
         table: tidy: one row per group and part.
         value: the column of the bars' lengths.
         by: the column that groups them.
-        part: the column that names the bars of a group, such as ``component``; None has one bar per group.
-        title: above the bars.
-        ax: draws the static picture into these axes of matplotlib instead, and returns them.
+        part: the column that names the bars of a group, such as ``component``; None draws one bar per group.
+        title: title above the bars.
+        ax: draw the static picture into these matplotlib axes instead, and return them.
 
     Returns:
         A `Piece`; ``ax`` where it was given.
@@ -62,7 +62,7 @@ def _name(row: Any, by: str, part: str | None) -> str:
 
 
 def _bar(name: str, value: float, top: float, zero: float) -> str:
-    """One bar; ``zero`` is where zero stands, in percent of the width, and the longest bar reaches an edge."""
+    """One bar; ``zero`` is the position of zero, in percent of the width, and the longest bar reaches an edge."""
     width = abs(value) / top * (max(zero, 100 - zero) if top else 0) if top and value == value else 0.0
     start = max(0.0, zero - width) if value < 0 else zero
     kind = "negative" if value < 0 else "positive"

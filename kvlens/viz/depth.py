@@ -15,21 +15,21 @@ from kvlens.viz._text import html_text, label, number, printable, rounded, scrip
 from kvlens.viz.piece import Piece
 
 MAX_PLACES = 512
-"""Text tokens on a map: more are not shown, and its note says so."""
+"""The most text tokens on a map; if there are more, a note says so."""
 COLUMNS = ("layer", "position", "token", "loss_change", "guess_with", "guess_without")
 
 
 @checked
 def depth_map(table: pd.DataFrame, *, title: str = "layer by layer", axes: Any = None) -> Piece | Any:
-    """Depths down, text tokens across; blue where the prompt lowers the loss on the token that follows, red where it hurts.
+    """Depths down, text tokens across; blue where the prompt lowers the loss on the next token, red where it raises it.
 
     Args:
         table: one row per depth and text token, as :func:`kvlens.analyses.prompt_by_depth` returns it: ``layer`` (n_layers for
             the whole model), ``position``, ``token``, ``loss_change`` (without minus with the prompt, nats), ``guess_with`` and
             ``guess_without`` (the most probable next token at that depth).
-        title: above the map.
-        axes: draws the static picture into these two axes of matplotlib instead, the map and the curve of its means, and
-            returns them.
+        title: title above the map.
+        axes: draw the static picture into these two matplotlib axes instead, the map and the curve of its means, and return
+            them.
 
     Returns:
         A `Piece`; ``axes`` where they were given.
@@ -62,7 +62,7 @@ def depth_map(table: pd.DataFrame, *, title: str = "layer by layer", axes: Any =
         return axes
     left_out = "" if len(places) <= MAX_PLACES else f" The first {MAX_PLACES} of {len(places):,} text tokens are shown."
     note = (
-        "The loss on the token that follows, read off the residual stream at each depth (logit lens), without minus with the "
+        "The loss on the next token, read from the residual stream at each depth (logit lens), without minus with the "
         f"prompt, in nats: blue where the prompt helps, red where it hurts. Mean at the end: {number(float(means.iloc[-1]))}."
         f"{left_out}"
     )

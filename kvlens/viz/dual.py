@@ -1,4 +1,4 @@
-"""Heads as steps of learning: a map of their dual models' losses, and under it the demonstrations of a chosen head."""
+"""Heads as steps of learning: a map of their dual models' losses, and below it the demonstrations of a chosen head."""
 
 import functools
 from typing import Any
@@ -21,9 +21,9 @@ FIGURES = ("log_loss_drop", "step_share", "demonstration_weight", "cosine_before
 LOGARITHMS = ("log_loss_drop",)
 OF_TOKENS = ("weight", "output_share", "log_step_norm", "cosine_before", "cosine_after")
 MOST = 5
-"""Demonstrations listed for each head: this many with the largest contributions to the output, and as many to the step."""
+"""The number of demonstrations listed for each head by their contribution to the output, and again by that to the step."""
 MAX_CELLS = 100_000
-"""Numbers in each of the two matrices; each takes about three bytes."""
+"""The most numbers in each of the two matrices; each takes about three bytes."""
 
 
 @checked
@@ -35,20 +35,20 @@ def dual_view(
     title: str = "steps of the dual models",
     ax: Any = None,
 ) -> Piece | Any:
-    """A map of the heads' steps; choosing a head shows what each demonstration gives to its step and to its output.
+    """A map of the heads' steps; choosing a head shows the contribution of each demonstration to its step and its output.
 
     Args:
-        losses: as ``dual_losses`` returns it, for one prompt; each head's figures are means over its queries.
-        demonstrations: as ``dual_demonstrations`` returns it, for one query.
+        losses: the table of ``dual_losses``, for one prompt; each head's numbers are means over its queries.
+        demonstrations: the table of ``dual_demonstrations``, for one query.
         query: that query's token.
-        title: above the map.
-        ax: draws the map of the heads into these axes of matplotlib instead, and returns them.
+        title: title above the map.
+        ax: draw the map of the heads into these matplotlib axes instead, and return them.
 
     Returns:
         A `Piece`; ``ax`` where it was given.
 
     Raises:
-        KVLensError: a missing column (the nearest is proposed), no rows, a head whose demonstrations are missing or come twice.
+        KVLensError: a missing column (the nearest is proposed), no rows, a head with missing or duplicate demonstrations.
     """
     check_columns("dual_view", losses, ("layer", "head", *FIGURES))
     check_columns("dual_view", demonstrations, ("layer", "head", "prompt_position", "token", *OF_TOKENS))
@@ -93,7 +93,7 @@ def _json(given: pd.DataFrame, by_head: pd.DataFrame, n: int, query: str) -> dic
 
 
 def _shares(logs: np.ndarray) -> np.ndarray:
-    """exp of each number over the sum of its row's."""
+    """exp of each number, divided by the sum over its row."""
     largest = logs.max(axis=1, keepdims=True)
     sizes = np.exp(logs - np.where(np.isfinite(largest), largest, 0.0))
     total = sizes.sum(axis=1, keepdims=True)
@@ -101,7 +101,7 @@ def _shares(logs: np.ndarray) -> np.ndarray:
 
 
 def _most(of_head: dict[str, np.ndarray]) -> list[int]:
-    """The demonstrations that are named: those of the output first, then those of the step."""
+    """The demonstrations that are listed: first those of the output, then those of the step."""
     strongest = [np.argsort(-np.abs(of_head[name]), kind="stable")[:MOST].tolist() for name in ("output_share", "step")]
     return list(dict.fromkeys([*strongest[0], *strongest[1]]))
 

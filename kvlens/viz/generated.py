@@ -1,4 +1,4 @@
-"""Generated text in several conditions, side by side, with a mark where each departs from the first."""
+"""Generated text in several conditions, side by side, marked from where each differs from the first."""
 
 from collections.abc import Mapping
 
@@ -10,12 +10,12 @@ from kvlens.viz.piece import Piece
 
 @checked
 def generated_text(conditions: Mapping[str, str], *, start: str = "", title: str = "generated text") -> Piece:
-    """One card a condition; what differs from the first condition, from the first different character on, is marked.
+    """One card per condition; from the first character that differs from the first condition on, the text is marked.
 
     Args:
-        conditions: its name -> the generated text; ``with_prompt`` first, as the one that the others are held against.
+        conditions: name -> generated text; the first one (usually ``with_prompt``) is the reference for the others.
         start: the text that all of them continue, shown before each.
-        title: above the cards.
+        title: title above the cards.
 
     Raises:
         KVLensError: no condition.

@@ -1,4 +1,4 @@
-"""One number per head, as a map of layers and heads; a click on a head opens what it attends to."""
+"""One number per head, as a map of layers and heads; clicking a head shows its attention."""
 
 import functools
 from typing import Any
@@ -22,17 +22,16 @@ from kvlens.viz.piece import Piece
 def head_heatmap(
     table: Any, value: str | None = None, *, details: HeadDetails | None = None, title: str | None = None, ax: Any = None
 ) -> Piece | Any:
-    """A map of layers (downwards) and heads (across).
+    """A map of layers (down) and heads (across).
 
     Args:
-        table: one row per head, with columns ``layer`` and ``head`` and numbers, as ``bias_by_head`` returns it (a head that is
-            missing stays empty); or one number per head, a tensor or array [layer, head], as ``transformer_lens.patching``
-            returns it.
-        value: the column that is shown first, of which the reader of the page can choose another; ``b_kv_norm`` if None. For a
-            tensor, what its numbers are called; "value" if None.
-        details: what a click on a head shows; None makes a map without clicking.
-        title: above the map.
-        ax: draws the static picture into these axes of matplotlib instead, and returns them.
+        table: one row per head, with columns ``layer`` and ``head`` and numbers, as ``bias_by_head`` returns it (missing heads
+            stay empty); or one number per head, a tensor or array [layer, head], as ``transformer_lens.patching`` returns it.
+        value: the column that is shown first; the page can switch to others. ``b_kv_norm`` if None. For a tensor, the name of
+            its numbers; "value" if None.
+        details: the data shown when a head is clicked; None makes a map that cannot be clicked.
+        title: title above the map.
+        ax: draw the static picture into these matplotlib axes instead, and return them.
 
     Returns:
         A `Piece`; ``ax`` where it was given.
@@ -82,7 +81,7 @@ def heat_figure(table: pd.DataFrame, value: str, name: str, *, without_zero: boo
 
 
 def draw_heat_map(ax: Any, table: pd.DataFrame, value: str, name: str, *, without_zero: bool = False) -> Any:
-    """The same in given axes, which are returned."""
+    """Draw the map into given axes, and return them."""
     check_ax("ax", ax)
     grid = head_grid(table, value)
     low, top = scale_of(grid.to_numpy().flat, without_zero=without_zero)

@@ -4,8 +4,8 @@ All three panels show one quantity, the share of prompt token j, through head (l
 
     w[l, h, i, j] = <c, o> / (|o| sum over all heads of |o|)       c = A_ij v_j W_O,  o = z_i W_O of that head
 
-At one text token the shares of all heads and all positions, the text's own included, sum to 1. A panel needs sums of w over
-one or two axes only, so that three matrices are all that a page holds.
+At one text token the shares of all heads and all positions, including those of the text, sum to 1. A panel only needs sums of w
+over one or two axes, so a page contains just three matrices.
 """
 
 import math
@@ -20,7 +20,7 @@ from kvlens.viz._text import html_text, part_note, percent, rounded, script_json
 from kvlens.viz.piece import Piece
 
 MAX_CELLS = 60_000
-"""Numbers in each of the three matrices; each takes about three bytes."""
+"""The most numbers in each of the three matrices; each takes about three bytes."""
 
 
 @checked
@@ -36,7 +36,7 @@ def linked_view(data: LinkedShares, *, title: str = "prompt, heads and next toke
         raise KVLensError(f"linked_view: {len(data.prompt)} prompt and {len(data.text)} text tokens; give some of both")
     whole = float(data.by_text.sum(dim=(0, 1)).mean())
     said = (
-        f"Shares of the prompt in the attention output; altogether {percent(whole)}, averaged over the text's tokens; the rest "
+        f"Shares of the prompt in the attention output; in total {percent(whole)}, averaged over the text's tokens; the rest "
         "comes from the text itself. Blue adds to the output, red subtracts from it; a marked corner is beyond the scale."
         if math.isfinite(whole)
         else "Shares of the prompt in the attention output."

@@ -13,7 +13,7 @@ class Page:
     """A page of pieces, from top to bottom, as one file that works offline.
 
     Args:
-        title: of the document, and its first heading.
+        title: title of the document, and its first heading.
         subtitle: a line below it.
     """
 
@@ -25,11 +25,11 @@ class Page:
 
     @checked
     def section(self, heading: str, note: str = "") -> "Page":
-        """Start a section; what is added next comes under it.
+        """Start a section for the pieces that are added next.
 
         Args:
             heading: its title.
-            note: what the reader must know to read it.
+            note: an explanation for the reader.
         """
         self._sections.append((heading, note, []))
         return self

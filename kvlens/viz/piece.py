@@ -1,4 +1,4 @@
-"""What every picture is: a fragment of a page that also stands alone, in a notebook, in a file, or as PNG and SVG."""
+"""`Piece`, the result of every plot: part of a page, or alone in a notebook, an HTML file, or as PNG and SVG."""
 
 import io
 import warnings
@@ -18,10 +18,10 @@ class Piece:
     """One picture or table.
 
     Attributes:
-        name: what it is, in a few words; the title of a file of its own.
-        body: its HTML, escaped already; interactive parts carry ``data-kvlens`` and their data as JSON (``static/kvlens.js``).
+        name: a short description, used as the title of its own file.
+        body: its HTML, escaped already; interactive parts have ``data-kvlens`` and their data as JSON (``static/kvlens.js``).
         circuitsvis: whether it needs circuitsvis' JavaScript.
-        figure: draws it with matplotlib; None where there is no static picture of it.
+        figure: draws it with matplotlib; None if there is no static picture.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Piece:
     figure: Callable[[], Any] | None = None
 
     def __repr__(self) -> str:
-        """One line, where HTML is not shown; the page itself may have megabytes."""
+        """One line, for contexts that do not show HTML; the page itself may have megabytes."""
         ways = "save_html" if self.figure is None else "save_html, save_png, save_svg"
         return f"<Piece {self.name!r}: {len(self.body) / 1000:,.0f} kB of HTML; {ways}>"
 
@@ -47,15 +47,15 @@ class Piece:
         """Write the static picture as PNG.
 
         Raises:
-            KVLensError: there is no static picture of it, the file cannot be written, or ``dpi`` is no resolution.
+            KVLensError: there is no static picture, the file cannot be written, or ``dpi`` is out of range.
         """
         write_atomically(path, self._drawn("png", dpi=dpi))
 
     def save_svg(self, path: str | Path) -> None:
-        """Write the static picture as SVG, the same bytes for the same picture.
+        """Write the static picture as SVG, reproducible to the byte.
 
         Raises:
-            KVLensError: there is no static picture of it, or the file cannot be written.
+            KVLensError: there is no static picture, or the file cannot be written.
         """
         write_atomically(path, self._drawn("svg", metadata={"Date": None}))
 
@@ -69,6 +69,6 @@ class Piece:
 
         buffer = io.BytesIO()
         with warnings.catch_warnings(), matplotlib.rc_context({"svg.hashsalt": "kvlens"}):
-            warnings.filterwarnings("ignore", message="Glyph .* missing from")  # emoji: drawn as a box, which says enough
+            warnings.filterwarnings("ignore", message="Glyph .* missing from")  # emoji are drawn as a box
             self.figure().savefig(buffer, format=kind, bbox_inches="tight", **options)
         return buffer.getvalue()

@@ -1,4 +1,4 @@
-"""A tidy frame as a table that people read."""
+"""A tidy frame as a formatted table."""
 
 import numbers
 from typing import Any
@@ -15,12 +15,12 @@ MAX_ROWS = 200
 
 @checked
 def error_table(frame: pd.DataFrame, *, title: str = "table", max_rows: int = MAX_ROWS) -> Piece:
-    """Numbers to three digits, text as it is; the first ``max_rows`` rows, and how many there are.
+    """Show the first ``max_rows`` rows, with numbers to three digits, and the total number of rows.
 
     Args:
         frame: any tidy frame.
-        title: above the table.
-        max_rows: how many rows are shown.
+        title: title above the table.
+        max_rows: number of rows to show.
 
     Raises:
         KVLensError: no columns, or ``max_rows`` below 1.

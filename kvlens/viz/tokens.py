@@ -1,4 +1,4 @@
-"""Text whose tokens are colored by a number each."""
+"""Text with each token colored by a number."""
 
 import functools
 import math
@@ -16,9 +16,9 @@ from kvlens.viz.piece import Piece
 
 MAX_TOKENS = 4096
 LINE = 92
-"""Characters on a line of the static picture."""
+"""Characters per line of the static picture."""
 FONT, CHARACTER = 7.5, 7.5 * 0.602 / 72
-"""Size of its monospaced letters in points, and their width in inches: DejaVu Sans Mono is 0.602 of its size wide."""
+"""Font size in points, and the width of a letter in inches: DejaVu Sans Mono is 0.602 of its size wide."""
 
 
 @checked
@@ -36,14 +36,14 @@ def colored_tokens(
     >>> colored_tokens(["a", " widget"], [0.5, -1.0], unit="nats").save_html("tokens.html")
 
     Args:
-        tokens: as text, whatever it holds; :func:`kvlens.analyses.token_texts` makes it of any model's tokens. What it writes
-            for a token with a part of a character, such as ``<0xC3>``, is shown as ``⋯``.
-        values: one number per token; one that is not finite leaves its token without color.
-        title, unit: what is shown, and what the numbers are.
+        tokens: any strings, such as those that :func:`kvlens.analyses.token_texts` makes from a model's tokens. Its text for
+            a token with part of a character, such as ``<0xC3>``, is shown as ``⋯``.
+        values: one number per token; tokens whose value is not finite are not colored.
+        title, unit: title, and the unit of the values.
         top: the magnitude that gets full color; None takes a high quantile.
-        ax: draws the static picture into these axes of matplotlib instead, and returns them.
+        ax: draw the static picture into these matplotlib axes instead, and return them.
 
-    More than 4,096 tokens are shown in blocks of neighbors, each with the mean of its values, and the title says so.
+    More than 4,096 tokens are shown in blocks of neighbors, each with the mean of its values, which the title says.
 
     Returns:
         A `Piece`; ``ax`` where it was given.
@@ -76,7 +76,7 @@ def colored_tokens(
 
 
 def _span(token: str, value: float, top: float, position: int, unit: str) -> str:
-    """One token; a newline is shown by a sign and then taken."""
+    """One token; a newline is shown as a sign, followed by a line break."""
     text = html_text(running(token)).replace("\n", f"{NEWLINE}\n")
     return f'<span title="{html_text(f"{position} {label(token)}: {unit} {number(value)}")}" {style(value, top)}>{text}</span>'
 
@@ -88,7 +88,7 @@ def _in_blocks(tokens: list[str], values: list[float], size: int) -> tuple[list[
 
 
 def _figure(tokens: list[str], values: list[float], top: float, title: str, unit: str) -> Any:
-    """Monospaced text, a colored box under each token."""
+    """Draw monospaced text with a colored box under each token."""
     from matplotlib.figure import Figure
 
     places = _places(tokens, values)
@@ -120,7 +120,7 @@ def _draw(ax: Any, places: list[tuple[int, int, str, float]], top: float, title:
 
 
 def _places(tokens: list[str], values: list[float]) -> list[tuple[int, int, str, float]]:
-    """Column, line, text and value of every token's pieces: one on each line that it reaches."""
+    """Column, line, text and value of each token's parts, one for every line that it is on."""
     places, column, line = [], 0, 0
     for token, value in zip(tokens, values, strict=True):
         for piece in running(token).expandtabs(4).splitlines(keepends=True):
