@@ -57,12 +57,12 @@ def induction_arcs(
         if len(arcs) and not 0 <= arcs[column].min() <= arcs[column].max() < n:
             raise KVLensError(f"induction_arcs: {column} must lie in 0..{n - 1}")
     arcs = arcs.assign(query=arcs["position"] + n_prompt)
-    strongest, places = _shown(arcs, len(tokens))
-    at = {place: i for i, place in enumerate(places)}
+    strongest, positions = _shown(arcs, len(tokens))
+    at = {position: i for i, position in enumerate(positions)}
     data = {
-        "tokens": [str(tokens[place]) for place in places],
-        "places": [place if place < n_prompt else place - n_prompt for place in places],
-        "n_prompt": sum(place < n_prompt for place in places),
+        "tokens": [str(tokens[i]) for i in positions],
+        "places": [i if i < n_prompt else i - n_prompt for i in positions],
+        "n_prompt": sum(i < n_prompt for i in positions),
         "scores": [[int(r.layer), int(r.head), rounded(float(r.score))] for r in scores.itertuples()],
         "arcs": [
             [int(r.layer), int(r.head), at[r.query], at[r.prompt_position], rounded(float(r.attention)), int(bool(r.shifted))]
@@ -74,8 +74,8 @@ def induction_arcs(
     left_out = ""
     if len(strongest) < len(arcs):
         left_out += f" {len(strongest):,} of {len(arcs):,} arcs are shown, each head's strongest."
-    if len(places) < len(tokens):
-        left_out += f" Of {len(tokens):,} tokens the {len(places):,} under them are shown; ⋯ marks where some are left out."
+    if len(positions) < len(tokens):
+        left_out += f" Of {len(tokens):,} tokens the {len(positions):,} under them are shown; ⋯ marks where some are left out."
     note = (
         "From a text token to the token after its earlier occurrence; as wide as the head's share of attention. Dashed: "
         f"the head reaches it by its key shift. Choose heads in the strip.{left_out}"
@@ -97,14 +97,14 @@ def _shown(arcs: pd.DataFrame, n_tokens: int) -> tuple[pd.DataFrame, list[int]]:
     best = arcs.loc[rank.sort_values(kind="stable").index[:MAX_ARCS]]
     if n_tokens <= MAX_TOKENS:
         return best, list(range(n_tokens))
-    places: set[int] = set()
+    positions: set[int] = set()
     n_drawn = 0
     for query, key in zip(best["query"].tolist(), best["prompt_position"].tolist(), strict=True):
-        touched = places | {query, key, max(0, key - 1)}  # the repeated token precedes the key
+        touched = positions | {query, key, max(0, key - 1)}  # the repeated token precedes the key
         if len(touched) > MAX_TOUCHED:
             break
-        places, n_drawn = touched, n_drawn + 1
-    return best.iloc[:n_drawn], sorted(places)
+        positions, n_drawn = touched, n_drawn + 1
+    return best.iloc[:n_drawn], sorted(positions)
 
 
 def _figure(data: dict[str, Any], title: str) -> Any:

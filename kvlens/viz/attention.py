@@ -115,19 +115,19 @@ def _checked(
             f"got shape {list(values.shape)}"
         )
     last = torch.arange(n_keys)[n_keys - values.shape[1] :]
-    places = last if queries is None else numbers_of("attention_view: queries", queries).long()
-    ascending = places.dim() == 1 and bool((places.diff() > 0).all())
-    if not ascending or len(places) != values.shape[1] or not 0 <= int(places[0]) <= int(places[-1]) < n_keys:
+    positions = last if queries is None else numbers_of("attention_view: queries", queries).long()
+    ascending = positions.dim() == 1 and bool((positions.diff() > 0).all())
+    if not ascending or len(positions) != values.shape[1] or not 0 <= int(positions[0]) <= int(positions[-1]) < n_keys:
         raise KVLensError(
             f"attention_view: expected {values.shape[1]} ascending query positions in 0..{n_keys - 1}, "
-            f"got {brief(places) if places.dim() != 1 else places.tolist()[:8]}"
+            f"got {brief(positions) if positions.dim() != 1 else positions.tolist()[:8]}"
         )
     if not 0 <= n_prompt <= n_keys:
         raise KVLensError(f"attention_view: n_prompt must lie in 0..{n_keys}, the number of tokens, got {n_prompt}")
     names = [f"Head {i}" for i in range(len(values))] if head_names is None else [str(name) for name in head_names]
     if len(names) != len(values) or len(names) > MAX_HEADS:
         raise KVLensError(f"attention_view: {len(values)} heads and {len(names)} names; give one per head, at most {MAX_HEADS}")
-    return values, places, names
+    return values, positions, names
 
 
 def _square(

@@ -14,7 +14,7 @@ from kvlens.viz._frames import check_columns, check_numbers
 from kvlens.viz._text import html_text, label, number, printable, rounded, script_json
 from kvlens.viz.piece import Piece
 
-MAX_PLACES = 512
+MAX_POSITIONS = 512
 """The most text tokens on a map; if there are more, a note says so."""
 COLUMNS = ("layer", "position", "token", "loss_change", "guess_with", "guess_without")
 
@@ -41,15 +41,15 @@ def depth_map(table: pd.DataFrame, *, title: str = "layer by layer", axes: Any =
     check_numbers("depth_map", table, "loss_change")
     if table.duplicated(["layer", "position"]).any():
         raise KVLensError("depth_map: one layer and position has two rows; give the rows of one prompt and text")
-    places = np.sort(table["position"].unique())
-    shown = table[table["position"].isin(places[:MAX_PLACES])].sort_values(["layer", "position"])
+    positions = np.sort(table["position"].unique())
+    shown = table[table["position"].isin(positions[:MAX_POSITIONS])].sort_values(["layer", "position"])
     changes = _grid(shown, "loss_change")
     top = strongest(changes.to_numpy().flat, 0.98)
     means = table.groupby("layer")["loss_change"].mean()
     data = {
         "layers": [int(layer) for layer in changes.index],
         "tokens": [str(token) for token in shown[shown["layer"] == changes.index[0]]["token"]],
-        "positions": [int(place) for place in changes.columns],
+        "positions": [int(position) for position in changes.columns],
         "change": [[rounded(float(x)) for x in row] for row in changes.to_numpy()],
         "with": _grid(shown, "guess_with").to_numpy().tolist(),
         "without": _grid(shown, "guess_without").to_numpy().tolist(),
@@ -60,7 +60,8 @@ def depth_map(table: pd.DataFrame, *, title: str = "layer by layer", axes: Any =
         ax, curve = listed_axes("depth_map: axes", axes, 2, "the map and the curve of its means")
         _draw(ax, curve, data, title)
         return axes
-    left_out = "" if len(places) <= MAX_PLACES else f" The first {MAX_PLACES} of {len(places):,} text tokens are shown."
+    n_tokens = len(positions)
+    left_out = "" if n_tokens <= MAX_POSITIONS else f" The first {MAX_POSITIONS} of {n_tokens:,} text tokens are shown."
     note = (
         "The loss on the next token, read from the residual stream at each depth (logit lens), without minus with the "
         f"prompt, in nats: blue where the prompt helps, red where it hurts. Mean at the end: {number(float(means.iloc[-1]))}."

@@ -78,7 +78,7 @@ def _json(given: pd.DataFrame, by_head: pd.DataFrame, n: int, query: str) -> dic
     """The data of the page. Long prompts are colored in blocks of neighbors, each with its mean per token."""
     numbers = {name: given[name].to_numpy().reshape(len(by_head), n) for name in OF_TOKENS}
     numbers["step"] = _shares(numbers["log_step_norm"])
-    places, tokens = given["prompt_position"].tolist()[:n], [str(token) for token in given["token"].tolist()[:n]]
+    positions, tokens = given["prompt_position"].tolist()[:n], [str(token) for token in given["token"].tolist()[:n]]
     size = block_size(n, MAX_CELLS // len(by_head))
     heads: dict[int, dict[int, Any]] = {}
     for i, row in enumerate(by_head.itertuples()):
@@ -87,7 +87,7 @@ def _json(given: pd.DataFrame, by_head: pd.DataFrame, n: int, query: str) -> dic
             "step": quantized(block_means(torch.tensor(of_head["step"]), size)),
             "output": quantized(block_means(torch.tensor(of_head["output_share"]), size)),
             "whole": rounded(float(of_head["output_share"].sum())),
-            "most": [_row(of_head, places[j], tokens[j], j) for j in _most(of_head)],
+            "most": [_row(of_head, positions[j], tokens[j], j) for j in _most(of_head)],
         }
     return {"n": n, "query": query, "block": size, "blocks": token_blocks(tokens, size), "heads": heads}
 
@@ -106,6 +106,6 @@ def _most(of_head: dict[str, np.ndarray]) -> list[int]:
     return list(dict.fromkeys([*strongest[0], *strongest[1]]))
 
 
-def _row(of_head: dict[str, np.ndarray], place: int, token: str, j: int) -> list[Any]:
+def _row(of_head: dict[str, np.ndarray], position: int, token: str, j: int) -> list[Any]:
     names = ("step", "output_share", "weight", "cosine_before", "cosine_after")
-    return [place, token, *(rounded(float(of_head[name][j])) for name in names)]
+    return [position, token, *(rounded(float(of_head[name][j])) for name in names)]

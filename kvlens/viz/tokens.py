@@ -65,7 +65,7 @@ def colored_tokens(
         raise KVLensError(f"colored_tokens: top must be at least 0, got {top}")
     full = strongest(numbers, FULL) if top is None else top
     if ax is not None:
-        return _draw(ax, _places(shown, numbers), full, title, printable(unit))
+        return _draw(ax, _line_parts(shown, numbers), full, title, printable(unit))
     spans = "".join(_span(token, value, full, i, unit) for i, (token, value) in enumerate(zip(shown, numbers, strict=True)))
     note = f'<p class="note">{said}</p>' if (said := part_note(shown)) else ""
     body = (
@@ -91,19 +91,19 @@ def _figure(tokens: list[str], values: list[float], top: float, title: str, unit
     """Draw monospaced text with a colored box under each token."""
     from matplotlib.figure import Figure
 
-    places = _places(tokens, values)
-    figure = Figure(figsize=(LINE * CHARACTER, 0.2 * (places[-1][1] + 5)))
-    _draw(figure.add_axes((0, 0, 1, 1)), places, top, title, unit)
+    parts = _line_parts(tokens, values)
+    figure = Figure(figsize=(LINE * CHARACTER, 0.2 * (parts[-1][1] + 5)))
+    _draw(figure.add_axes((0, 0, 1, 1)), parts, top, title, unit)
     return figure
 
 
-def _draw(ax: Any, places: list[tuple[int, int, str, float]], top: float, title: str, unit: str) -> Any:
+def _draw(ax: Any, parts: list[tuple[int, int, str, float]], top: float, title: str, unit: str) -> Any:
     from matplotlib.patches import Rectangle
 
     check_ax("colored_tokens: ax", ax)
-    n_lines = places[-1][1] + 1
+    n_lines = parts[-1][1] + 1
     colors = diverging_map()
-    for column, line, shown, value in places:
+    for column, line, shown, value in parts:
         if math.isfinite(value) and top > 0:
             strength = max(-1.0, min(1.0, value / top))
             ax.add_patch(Rectangle((column, line - 0.5), len(shown), 1, color=colors(0.5 + 0.35 * strength), linewidth=0))
@@ -119,14 +119,14 @@ def _draw(ax: Any, places: list[tuple[int, int, str, float]], top: float, title:
     return ax
 
 
-def _places(tokens: list[str], values: list[float]) -> list[tuple[int, int, str, float]]:
+def _line_parts(tokens: list[str], values: list[float]) -> list[tuple[int, int, str, float]]:
     """Column, line, text and value of each token's parts, one for every line that it is on."""
-    places, column, line = [], 0, 0
+    parts, column, line = [], 0, 0
     for token, value in zip(tokens, values, strict=True):
         for piece in running(token).expandtabs(4).splitlines(keepends=True):
             shown = printable(piece.rstrip("\r\n")) + (NEWLINE if piece.endswith("\n") else "")
             if column and column + len(shown) > LINE:
                 column, line = 0, line + 1
-            places.append((column, line, shown, value))
+            parts.append((column, line, shown, value))
             column, line = (0, line + 1) if piece.endswith("\n") else (column + len(shown), line)
-    return places or [(0, 0, "", math.nan)]
+    return parts or [(0, 0, "", math.nan)]

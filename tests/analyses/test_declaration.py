@@ -114,7 +114,7 @@ def test_a_record_becomes_arguments():
     with pytest.raises(KVLensError, match="needs a text"):
         analysis.run(model, Record("a", "0"))
     wrong = declared(function=lambda model, text: pd.DataFrame({"place": [0]}), options={}, inputs={"text": TEXT})
-    with pytest.raises(TypeError, match="largest promises"):
+    with pytest.raises(TypeError, match="largest declares"):
         wrong.run(model, Record("a", "0", "1"))
 
 
@@ -127,7 +127,7 @@ def test_a_declaration_that_does_not_fit_its_function_is_refused():
 
 def example() -> str:
     """The module that the docstring of :mod:`analyses.declaration` shows."""
-    lines = declaration.__doc__.split("my_module.py``::")[1].split("It runs in a batch")[0]
+    lines = declaration.__doc__.split("my_module.py``::")[1].split("Like the analyses of kvlens")[0]
     return textwrap.dedent(lines)
 
 

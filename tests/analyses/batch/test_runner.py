@@ -338,7 +338,7 @@ def test_outputs_that_exist(model_folder, tmp_path):
     pd.DataFrame({"a": [1]}).to_parquet(tmp_path / "mine.parquet")
     (tmp_path / "folder.parquet").mkdir()
     for name in ("mine.parquet", "folder.parquet"):
-        with pytest.raises(KVLensError, match="exists and is not the table of a batch, so it is left alone"):
+        with pytest.raises(KVLensError, match="exists and is not the table of a batch, so it is not replaced"):
             run_batch(work, source, tmp_path / name, overwrite=True)
     with pytest.raises(KVLensError, match=r"ends in .parquet, got .*t.csv"):
         run_batch(work, source, tmp_path / "t.csv")
@@ -365,7 +365,7 @@ def test_models_that_will_not_do(tmp_path):
         ({"analysis": "bias_by_haed"}, "no analysis is called 'bias_by_haed'.*did you mean 'bias_by_head'"),
         ({"analysis": "batch_probes.lettres:LETTERS"}, "there is no module 'batch_probes.lettres'"),
         ({"analysis": "os.path:ANALYSIS"}, "'ANALYSIS' of 'os.path' is not an Analysis; it has none"),
-        ({"analysis": "batch_probes.letters:LETERS"}, "it holds LETTERS; did you mean 'LETTERS'"),
+        ({"analysis": "batch_probes.letters:LETERS"}, "it has LETTERS; did you mean 'LETTERS'"),
         ({"analysis": ".letters:LETTERS"}, "expected MODULE:OBJECT"),
         ({"analysis": "batch_probes.letters:"}, "expected MODULE:OBJECT"),
         ({"columns": ("leter",)}, "letters has no column 'leter'; it has place, letter, layers; did you mean 'letter'"),

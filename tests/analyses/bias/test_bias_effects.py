@@ -205,5 +205,5 @@ def test_bad_input():
     with pytest.raises(KVLensError, match=r"starts at position 7 .* \[6\] under the references"):
         references = convert_prompt(absolute, OTHERS[:, :6])
         bias_effects(absolute, convert_prompt(absolute, PROMPT), TEXT, methods=["mean"], references=references)
-    with pytest.raises(KVLensError, match="leave no shift state"):
+    with pytest.raises(KVLensError, match="have no shift state"):
         bias_effects(absolute, convert_prompt(absolute, PROMPT), TEXT, parts=["shift_state"])

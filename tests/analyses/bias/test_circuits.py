@@ -278,7 +278,7 @@ def test_the_batch_script_gives_the_promised_columns():
     frame = CIRCUITS.run(model, record)
     assert {name: str(dtype) for name, dtype in frame.dtypes.items()} == CIRCUITS.columns.dtypes
     pd.testing.assert_frame_equal(frame, circuits(model, torch.tensor([0, 1, 1]), torch.tensor([1, 0])))
-    with pytest.raises(KVLensError, match="second_prompt: this analysis needs a field of this name .* fields are: other"):
+    with pytest.raises(KVLensError, match="second_prompt: this analysis needs a field of this name .* this record has: other"):
         CIRCUITS.run(model, Record("a", "0 1", fields={"other": 1}))
     with pytest.raises(KVLensError, match="prompt: expected token ids .* got 'the widget'"):
         CIRCUITS.run(model, Record("a", "the widget"))

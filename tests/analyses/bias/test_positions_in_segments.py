@@ -120,5 +120,5 @@ def test_bad_input():
     with pytest.raises(KVLensError, match="values are an MLP of mixed tokens"):
         bias_positions(augmented, PROMPT, TEXT, by="source")
     for variant in (dict(negative=dict(k=2, beta=0.3)), dict(ridge=dict(strength=0.1))):
-        with pytest.raises(KVLensError, match="no prompt position has a part of their output"):
+        with pytest.raises(KVLensError, match="their output cannot be split by prompt position"):
             bias_positions(random_model(attention_variant=variant), PROMPT, TEXT)

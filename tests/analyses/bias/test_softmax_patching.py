@@ -124,7 +124,7 @@ def test_biases_of_fewer_keys_and_of_features_that_know_no_prompt():
         assert frame.set_index(["point", "layer", "head"])["recovered"]["bias", -1, -1] == pytest.approx(1, abs=1e-9)
         with model.kv_bias(clean):
             assert frame["clean_metric"].iloc[0] == pytest.approx(metric(model(TEXT[None])), rel=1e-9)
-        with pytest.raises(KVLensError, match="every token of one has its own in the other"):
+        with pytest.raises(KVLensError, match="only if the two prompts pair token by token"):
             patching(model, prompt=clean, corrupted=corrupted, points=["keys"])
 
 
