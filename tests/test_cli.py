@@ -143,7 +143,7 @@ TINY_RUN = ["--device", "cpu", "--task", "vocab_size=13", "length=9", "--model",
 TINY_RUN += ["--set", "steps=4", "batch_size=3", "eval_every=2", "eval_sequences=5"]
 
 
-def test_train_writes_run_and_model_with_a_card_and_goes_on(capsys):
+def test_train_writes_run_and_model_with_a_card_and_resumes(capsys):
     assert main(["train", "induction", "--out", "run", "--seed", "7", *TINY_RUN]) == 0
     captured = capsys.readouterr()
     assert "for 4 steps" in captured.out and "accuracy" in captured.out and "run/model" in captured.out

@@ -107,7 +107,7 @@ def test_a_checkpoint(tmp_path):
     assert path.read_bytes() == damaged
 
 
-def test_what_is_read_back_beside_a_trained_model(tmp_path):
+def test_files_read_next_to_a_trained_model(tmp_path):
     whole = folder_of("docs-shift")
     for name in ("training.json", "watched.parquet"):
         for seed in range(DAMAGES):

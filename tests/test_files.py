@@ -68,7 +68,7 @@ def test_a_link_that_somebody_planted_is_not_written_through(tmp_path):
 
 
 @pytest.mark.parametrize(("path", "words"), [("no/file", "No such file or directory"), ("file/x", "Not a directory")])
-def test_places_that_do_not_exist_are_not_made(path, words, tmp_path):
+def test_paths_that_do_not_exist_are_not_created(path, words, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(KVLensError, match=f"cannot write .*: {words}"):
         write_atomically(tmp_path / path, b"")

@@ -73,7 +73,7 @@ def test_files_of_ones_own_are_never_deleted(name, tmp_path):
     assert contents(tmp_path) == before
 
 
-def test_a_run_is_taken_up_beside_files_of_ones_own(tmp_path):
+def test_a_run_is_resumed_next_to_other_files(tmp_path):
     run(folder=tmp_path / "r", steps=2)
     (tmp_path / "r" / "mine.md").write_text("thoughts")
     run(folder=tmp_path / "r", steps=2)
@@ -81,7 +81,7 @@ def test_a_run_is_taken_up_beside_files_of_ones_own(tmp_path):
     assert (tmp_path / "r" / "mine.md").read_text() == "thoughts"
 
 
-def test_a_trained_model_may_have_its_card_and_what_is_listed_beside_it_and_no_more(tmp_path):
+def test_a_trained_model_folder_may_have_its_card_and_listed_files_only(tmp_path):
     tiny_text_model().save(tmp_path / "m")
     for name in ("MODEL_CARD.md", "training.json"):
         (tmp_path / "m" / name).write_text("{}")

@@ -87,7 +87,7 @@ def test_what_is_installed(installed):
     assert (installed / "kvlens/analyses/registry.py").is_file() and not (installed / "kvlens/analyses.py").exists()
 
 
-def test_another_folder_beside_kvlens_is_named(tmp_path):
+def test_another_folder_next_to_kvlens_is_named(tmp_path):
     for name in ("__init__", "analyses", "errors"):
         (tmp_path / "kvlens").mkdir(exist_ok=True)
         shutil.copy(ROOT / f"kvlens/{name}.py", tmp_path / "kvlens")

@@ -45,7 +45,7 @@ SPECIAL = {"pipe": os.mkfifo, "device": lambda path: path.symlink_to("/dev/zero"
 
 @pytest.mark.parametrize("special", SPECIAL)
 @pytest.mark.parametrize("kind", FOLDERS)
-def test_a_pipe_or_a_device_in_the_place_of_any_file_is_refused_by_its_name(kind, special, tmp_path):
+def test_a_pipe_or_a_device_instead_of_a_file_is_refused_by_name(kind, special, tmp_path):
     folder = FOLDERS[kind](tmp_path / "whole")
     load = HookedKVTransformer.load if kind == "ours" else HookedKVTransformer.from_pretrained
     for name in sorted(path.name for path in folder.iterdir()):

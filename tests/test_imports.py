@@ -128,7 +128,7 @@ def circles(graph: Mapping[str, set[str]]) -> list[set[str]]:
     return found
 
 
-def room_of(module: str) -> str | None:
+def package_of(module: str) -> str | None:
     """``kvlens.ops.rotary`` -> ``ops``; None for kvlens itself and its ``__main__``."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 and parts[1] != "__main__" else None
@@ -137,16 +137,16 @@ def room_of(module: str) -> str | None:
 def upward_imports(all_sources: Sources) -> list[str]:
     found = []
     for module in all_sources:
-        here = room_of(module)
+        here = package_of(module)
         for name in sorted(imported(module, all_sources)) if here is not None else ():
-            room = room_of(name)
-            if room is not None and ORDER.index(room) > ORDER.index(here):
+            package = package_of(name)
+            if package is not None and ORDER.index(package) > ORDER.index(here):
                 found.append(f"{module} imports {name}")
     return found
 
 
-def test_every_room_has_its_place_in_the_order():
-    assert {room_of(module) for module in sources()} - {None} <= set(ORDER)
+def test_every_package_has_its_position_in_the_order():
+    assert {package_of(module) for module in sources()} - {None} <= set(ORDER)
 
 
 def test_imports_go_downwards():
@@ -183,18 +183,18 @@ def test_circles_are_found_between_two_and_between_many():
     assert circles({"a": {"b"}, "b": {"a"}, "c": {"c"}}) == [{"a", "b"}, {"c"}]
 
 
-def test_ops_know_nothing_of_transformer_lens():
+def test_ops_do_not_depend_on_transformer_lens():
     for module, (source, is_package) in sources().items():
-        if room_of(module) == "ops":
+        if package_of(module) == "ops":
             assert {name.split(".")[0] for name in named_imports(module, source, is_package)} <= PURE, module
 
 
 def test_analyses_use_public_names_only():
     all_sources = sources()
     for module in all_sources:
-        if room_of(module) == "analyses":
+        if package_of(module) == "analyses":
             allowed = PUBLIC | (FOUNDATIONS if module.startswith("kvlens.analyses.batch.") else set())
-            others = {name for name in imported(module, all_sources) if room_of(name) not in (None, "analyses")}
+            others = {name for name in imported(module, all_sources) if package_of(name) not in (None, "analyses")}
             assert not others - allowed, module
             assert not [n for n in named_imports(module, *all_sources[module]) if n.startswith("transformer_lens")], module
 

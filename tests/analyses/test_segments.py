@@ -27,7 +27,7 @@ def test_a_bar_shows_on_a_terminal_and_goes(monkeypatch, stderr, worker, shown):
     assert stderr.getvalue().split("\r")[-1].strip() == ""
 
 
-def test_who_asks_is_told_instead():
+def test_a_callback_is_called_instead_of_showing_a_bar():
     told = []
     with bar_unless(told.append, "looking") as tell:
         tell(0.25)

@@ -155,7 +155,7 @@ def test_bad_spans_are_refused(given, words):
         convert_prompt(model, PROMPT.expand(2, -1), without=[(1, 2)])
 
 
-def test_every_kind_is_told_from_the_other_positions(model):
+def test_every_kind_is_distinguished_from_the_other_positions(model):
     kept, closed = (read(model, convert_prompt(model, PROMPT, without=[(3, 6)], positions=p)) for p in ("kept", "closed"))
     same = model.cfg.positional_embedding_type == "none"
     assert ((kept - closed).abs().max() < TOLERANCE) == same

@@ -24,7 +24,7 @@ def test_a_constant_slope_moves_by_the_rate_which_falls_along_a_cosine():
     assert abs(at.item() - places[4]) < 1e-8
 
 
-def test_rows_are_drawn_without_replacement_and_anew_each_step():
+def test_rows_are_drawn_without_replacement_and_again_each_step():
     at, read = torch.zeros(5, requires_grad=True), []
 
     def loss_on(rows):

@@ -125,7 +125,7 @@ def test_prompts_of_unequal_length():
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_a_second_prompt_goes_beside_the_first(kind):
+def test_a_second_prompt_is_kept_next_to_the_first(kind):
     model, second = model_of(**kind), tokens(1, 10, seed=7)
     at = dict(method="landmark", n_features=8, **QUICK)
     both = convert_prompt(model, second, initial=convert_prompt(model, PROMPT), **at)

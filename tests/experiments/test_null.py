@@ -321,7 +321,7 @@ def test_runs_of_one_model_are_called_different_in_at_most_one_of_twenty_cases(c
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.compare.__name__)
-def test_the_known_difference_is_recognized_in_four_of_five_cases_and_next_to_never_turned_round(case):
+def test_the_known_difference_is_significant_in_four_of_five_cases_and_almost_never_reversed(case):
     _, answers = verdicts_on(case, "normal", case.difference)
     for number in range(len(answers)) if case.verdicts is None else case.verdicts:
         right, wrong = sorted([(answers[number] == 1).mean(), (answers[number] == -1).mean()], reverse=True)
@@ -362,7 +362,7 @@ def test_shares_at_the_bound_and_at_a_known_distance_from_it(of, bound, known):
     assert moved >= LEAST
 
 
-def test_errors_with_a_margin_are_told_at_four_standard_errors_and_not_at_their_bound():
+def test_errors_with_a_margin_are_significant_at_four_standard_errors_and_not_at_their_bound():
     """function-classes: a margin of three standard errors."""
     noise = np.random.default_rng(3).normal(0, 0.01, N_DRAWS).tolist()
     at_rest, moved = ([Measured(0.05 + x + lead, 0.03).below(0.05) for x in noise] for lead in (0.0, 0.04))

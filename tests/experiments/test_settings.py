@@ -76,7 +76,7 @@ def test_the_command_says_what_is_wrong_and_leaves_nothing(word, told, tmp_path,
     assert not list(tmp_path.iterdir())
 
 
-def test_keys_that_an_experiment_looks_up_are_those_that_it_knows():
+def test_the_settings_that_an_experiment_reads_are_those_that_it_has():
     with pytest.raises(KVLensError, match="did you mean 'linear'"):
         changed_settings(find_experiment("dual-variants"), "small", {"d_x": {"linaer": 3}})
     with pytest.raises(KVLensError, match="linear, must be a whole number"):

@@ -106,7 +106,7 @@ def test_token_counts_of_unequal_prompts_add_row_by_row():
     assert (a + a).n_prompt_tokens.tolist() == [2, 4, 8]
 
 
-def test_the_sum_of_two_prompts_is_their_concatenation_where_nothing_knows_of_order():
+def test_the_sum_of_two_prompts_is_their_concatenation_if_order_does_not_matter():
     # one layer, no positions, no shift: b_KV and b_D are sums over tokens and over nothing else
     model = model_of(n_layers=1, positional_embedding_type="none", kv_shift=None)
     first, second = tokens(2, 5, seed=1), tokens(2, 5, seed=2)
@@ -173,7 +173,7 @@ def test_combine_refuses_different_boundaries_unless_one_is_chosen():
             combine(bias_of(1, shift_state_seed=9), replace(b, **{name: getattr(b, name) + 1}))
 
 
-def test_combine_takes_the_shift_state_that_it_is_told_to():
+def test_combine_takes_the_requested_shift_state():
     a, b, c = bias_of(1), bias_of(2, position_offset=8), bias_of(3, position_offset=9)
     for shift_state, chosen in (("first", a), ("last", c)):
         got = combine(a, b, c, shift_state=shift_state)

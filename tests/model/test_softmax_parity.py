@@ -57,7 +57,7 @@ def test_decoding_is_that_of_transformer_lens(name):
             assert torch.equal(expected, got)
 
 
-def test_generation_with_learned_positions_and_no_tokenizer_places_the_new_token_rightly():
+def test_generation_with_learned_positions_and_no_tokenizer_gives_the_new_token_its_position():
     model = small_model()
     x = tokens(3, 5)
     cached = model.generate(x, max_new_tokens=6, do_sample=False, stop_at_eos=False, verbose=False)

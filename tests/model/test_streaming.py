@@ -264,7 +264,7 @@ def test_the_length_of_a_segment_follows_the_model_and_the_batch():
     assert default_segment_length(linear_model(d_mlp=256), 1) == 8192
 
 
-def test_progress_is_told_and_ends_at_one():
+def test_progress_is_reported_and_ends_at_one():
     told = []
     list(segments(model_of("elu_plus_one"), tokens(1, POS), segment_length=10, on_progress=told.append))
     assert told == [pytest.approx(10 / POS), pytest.approx(20 / POS), 1.0]

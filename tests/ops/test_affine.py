@@ -97,7 +97,7 @@ def test_gradients_of_first_and_second_order(activation):
         assert error(a, b) < 1e-5  # cubes of sums of 70 products, their sums over 360 rows, and all that once more
 
 
-def test_a_gradient_of_one_number_spread_over_all_places():
+def test_a_gradient_of_one_number_spread_over_all_positions():
     x, weight, bias = case(MANY, grad=True)
     affine(x, weight, bias).sum().backward()  # its gradient is one 1, expanded
     assert torch.allclose(bias.grad, torch.full((D_OUT,), 3.0 * MANY))

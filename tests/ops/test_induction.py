@@ -178,6 +178,6 @@ def test_texts_that_are_too_short_are_refused(loss):
 
 
 @pytest.mark.parametrize("i", [1, 6])
-def test_places_without_a_neighbor_are_refused(i):
+def test_positions_without_a_neighbor_are_refused(i):
     with pytest.raises(KVLensError, match=f"1 < i < T - 1 = 6, got i = {i}"):
         naive_landscape_loss(pair(0.0, 1.0), pair(1.0, 0.0), 7, i)

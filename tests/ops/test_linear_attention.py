@@ -357,7 +357,7 @@ def test_reading_a_state_is_a_query_against_it(seed, decay, batch, n_kv):
 
 @pytest.mark.parametrize("decay", [False, True])
 @pytest.mark.parametrize("name", FORMS)
-def test_a_state_read_beside_the_context_equals_a_state_inside_it(name, decay):
+def test_a_state_read_in_addition_to_the_context_equals_a_state_inside_it(name, decay):
     arguments = case("same", decay, mask=True)
     state, steps = arguments.pop("state"), arguments["mask"].cumsum(dim=1)
     form = form_of(name, "same")

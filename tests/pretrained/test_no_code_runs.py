@@ -79,7 +79,7 @@ def test_a_model_that_is_code_is_refused_by_its_folder(tmp_path, evil):
         HookedKVTransformer.from_pretrained(folder)
 
 
-def test_code_beside_a_known_architecture_is_not_looked_at(tmp_path, evil):
+def test_code_next_to_a_known_architecture_is_not_read(tmp_path, evil):
     folder = hugging_face_folder(tmp_path / "model")
     expected = HookedKVTransformer.from_pretrained(folder)
     with_code_in(

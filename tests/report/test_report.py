@@ -327,7 +327,7 @@ def test_a_file_in_the_way(tmp_path):
         check_folder(tmp_path / "f" / "below")
 
 
-def test_a_place_that_is_not_writable(monkeypatch, tmp_path):
+def test_a_path_that_is_not_writable(monkeypatch, tmp_path):
     def refuse(*args, **how):
         raise PermissionError(13, "Permission denied", "secret-temporary-name")
 
@@ -356,7 +356,7 @@ def test_a_failure_in_the_middle_leaves_nothing(report, written, tmp_path, monke
     assert identity(old / "summary.json") == stamp
 
 
-def test_the_old_report_comes_back_when_the_new_one_cannot_take_its_place(report, tmp_path, monkeypatch):
+def test_the_old_report_is_restored_when_the_new_one_cannot_replace_it(report, tmp_path, monkeypatch):
     from pathlib import Path
 
     folder = write_report(report, tmp_path / "r")

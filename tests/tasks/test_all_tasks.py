@@ -16,7 +16,7 @@ def same(a, b) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def test_every_task_is_known_under_its_own_name():
+def test_every_task_is_found_by_its_name():
     assert {name: task.name for name, task in TASKS.items()} == {name: name for name in task_names()}
     assert set(SMALL_TASKS) | {"text"} == set(TASKS)
 

@@ -175,7 +175,7 @@ class Blank:
 
 
 @pytest.mark.unhooked
-def test_shares_are_one_for_a_model_that_knows_and_chance_for_one_that_cannot(stories):
+def test_accuracy_is_one_for_a_perfect_model_and_chance_for_a_guessing_one(stories):
     class Knows(Blank):
         def __call__(self, tokens):
             return torch.nn.functional.one_hot(tokens.roll(-1, dims=1), TASK.d_input)

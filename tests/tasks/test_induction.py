@@ -74,7 +74,7 @@ def test_tokens_follow_each_other_without_preference():
 FIRST = InductionTask(vocab_size=61, length=23, law="first_repeat")
 
 
-def test_the_one_judged_position_is_the_first_repeat_and_its_answer_what_followed_it():
+def test_the_scored_position_is_the_first_repeat_and_its_answer_the_token_that_followed():
     inputs, targets, scored = FIRST.sample(200, seeded(0))
     for row, target, is_scored in zip(inputs.tolist(), targets.tolist(), scored.tolist(), strict=True):
         answers = [answer_by_loop(row[: i + 1]) for i in range(len(row))]
@@ -97,7 +97,7 @@ def test_the_first_repeat_stands_where_the_birthday_problem_puts_it():
         assert_frequency(place[:, None] == j, chance / (1 - still_new))
 
 
-def test_after_the_first_repeat_every_known_token_brings_what_followed_it_last():
+def test_after_the_first_repeat_every_repeated_token_is_followed_by_its_last_follower():
     for row in FIRST.sample(100, seeded(2)).inputs.tolist():
         following, i = {}, 0
         while i < len(row):
@@ -111,7 +111,7 @@ def test_after_the_first_repeat_every_known_token_brings_what_followed_it_last()
             i += 1
 
 
-def test_both_laws_come_equally_often_and_each_as_it_does_alone():
+def test_both_distributions_are_equally_frequent_and_unchanged():
     task = InductionTask(vocab_size=61, length=23, law="both")
     scored = task.sample(4000, seeded(3)).scored.sum(dim=1)
     assert_frequency(scored[:, None] == 1, 0.5)

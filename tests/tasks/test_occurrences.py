@@ -19,7 +19,7 @@ def test_previous_occurrence_equals_the_loop():
     assert previous_occurrence(tokens).tolist() == expected
 
 
-def test_distinct_draws_are_distinct_and_every_number_comes_at_every_place():
+def test_distinct_draws_are_distinct_and_every_number_occurs_at_every_position():
     rows = draw_distinct(4, 2000, 3, seeded(0))
     assert all(len(set(row)) == 3 for row in rows.tolist())
     counts = torch.stack([(rows == number).sum(dim=0) for number in range(4)])

@@ -214,7 +214,7 @@ def test_a_folder_of_leftovers_alone_is_free_and_one_with_other_files_is_not(tmp
     assert [p.name for p in (tmp_path / "mine").iterdir()] == ["notes.txt"]
 
 
-def test_a_run_of_before_a_setting_came_goes_on_where_the_setting_changes_nothing(tmp_path, monkeypatch):
+def test_a_run_from_before_a_setting_existed_resumes_if_the_setting_changes_nothing(tmp_path, monkeypatch):
     run(folder=tmp_path / "run", steps=3)
     known = checkpoint.identity
 

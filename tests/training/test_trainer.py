@@ -50,7 +50,7 @@ def test_the_objective_is_cross_entropy_over_the_scored_positions_alone(changes)
     torch.testing.assert_close(score.loss, expected, rtol=1e-6, atol=0)  # float32 sums of about 25 terms
 
 
-def test_regression_is_judged_by_squared_error():
+def test_regression_is_scored_by_squared_error():
     task = make_task("regression", functions="linear", dimensions=3, n_points=4)
     model = build_model(task, dict(n_layers=1, d_model=8, d_head=4), device="cpu")
     batch = task.sample(5, torch.Generator().manual_seed(3))

@@ -88,7 +88,7 @@ def test_the_depth_map_holds_the_table_and_its_means(tmp_path):
     assert (tmp_path / "depth.png").stat().st_size > 1000
 
 
-def test_the_depth_map_refuses_two_rows_for_a_place():
+def test_the_depth_map_refuses_two_rows_for_a_position():
     with pytest.raises(KVLensError, match="two rows"):
         depth_map(by_depth(position=0))
     with pytest.raises(KVLensError, match="loss_chnge|loss_change"):

@@ -129,7 +129,7 @@ def test_positions_are_chosen_by_the_last_queries():
     assert sorted([*kept.tolist(), *left_out.tolist()]) == list(range(10))
 
 
-def test_blocks_hold_the_mean_of_the_places_that_they_have():
+def test_blocks_have_the_mean_of_their_positions():
     values = torch.rand(3, 11)
     assert block_size(11, 4) == 3 and block_size(4, 11) == 1
     means = block_means(values, 3)

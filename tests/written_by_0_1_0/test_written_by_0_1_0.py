@@ -119,7 +119,7 @@ def test_a_training_run_is_resumed_to_the_same_end(tmp_path):
     assert sorted(set(result.watched["step"])) == [2, 4, 6, 8]
 
 
-def test_a_batch_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
+def test_a_batch_resumes_where_it_was_interrupted(tmp_path, monkeypatch):
     shutil.copytree(HERE / "batch", tmp_path / "batch")
     shutil.copytree(HERE / "models" / "linear-text", tmp_path / "models" / "linear-text")
     monkeypatch.chdir(tmp_path / "batch")

@@ -47,7 +47,7 @@ def test_jsonl_by_hand(tmp_path):
         (b'{"prompt": "\xff"}', "not UTF-8 text"),
     ],
 )
-def test_a_bad_line_is_named_and_the_rest_goes_on(tmp_path, line, problem):
+def test_a_bad_line_is_named_and_the_rest_is_read(tmp_path, line, problem):
     path = write(tmp_path / "p.jsonl", '{"prompt": "a"}', line, '{"prompt": "b"}')
     first, bad, last = read_records(path)
     assert (first.prompt, last.prompt) == ("a", "b")

@@ -82,7 +82,7 @@ def test_columns_and_options(model_folder, tmp_path):
     assert "".join(table["letter"]) == "ABAB"
 
 
-def test_what_gives_no_rows_is_reported_and_the_rest_goes_on(model_folder, tmp_path):
+def test_prompts_without_rows_are_reported_and_the_batch_continues(model_folder, tmp_path):
     lines = []
     source = prompts(
         tmp_path, {"prompt": "ab"}, "", {"prompt": "c", "raises": 1}, {"prompt": "d", "breaks": 1}, {"prompt": "e"}
@@ -160,7 +160,7 @@ def test_a_prompt_without_a_row_has_not_failed(model_folder, tmp_path, monkeypat
     assert asked == ["a", "b", "b"]
 
 
-def test_a_retry_that_was_interrupted_goes_on_and_loses_nothing(model_folder, tmp_path, monkeypatch):
+def test_an_interrupted_retry_resumes_and_loses_nothing(model_folder, tmp_path, monkeypatch):
     work, source = Work(LETTERS, (model_folder,)), prompts(tmp_path, {"prompt": "ab"}, {"prompt": "c", "breaks": 1})
     run_batch(work, source, tmp_path / "t.parquet")
     for where in ("Journal.add", "Worker.run", "write_parquet"):
@@ -242,7 +242,7 @@ def test_killed_often_the_table_is_that_of_an_uninterrupted_run(model_folder, tm
 
 @pytest.mark.parametrize("where", ["Journal.add", "Journal.failures", "write_atomically", "write_parquet", "Journal.delete"])
 @pytest.mark.parametrize("after", [False, True])
-def test_interrupted_anywhere_it_goes_on(model_folder, tmp_path, monkeypatch, where, after):
+def test_a_batch_interrupted_anywhere_resumes(model_folder, tmp_path, monkeypatch, where, after):
     work, resources = Work(LETTERS, (model_folder,)), Resources(prompts_per_job=2)
     source = prompts(tmp_path, *({"prompt": f"{i}", **({"raises": 1} if i == 3 else {})} for i in range(5)))
     run_batch(work, source, tmp_path / "whole.parquet", resources=resources)
@@ -291,7 +291,7 @@ def test_what_is_done_is_not_done_again(model_folder, tmp_path, monkeypatch):
     assert run_batch(Work(LETTERS, (model_folder,)), source, tmp_path / "t.parquet").n_rows == 3
 
 
-def test_an_interrupted_run_of_other_settings_is_not_gone_on_with(model_folder, other_folder, tmp_path, monkeypatch):
+def test_an_interrupted_run_of_other_settings_is_not_resumed(model_folder, other_folder, tmp_path, monkeypatch):
     work, out = Work(LETTERS, (model_folder,)), tmp_path / "t.parquet"
     with monkeypatch.context() as patch:
         patch.setattr(runner, "write_parquet", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))

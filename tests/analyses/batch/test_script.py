@@ -119,7 +119,7 @@ def test_a_rerun_after_failures_says_how_to_retry_and_a_retry_ends_well(model_fo
     assert main([*command, "--retry-failed"]) == 130
 
 
-def test_status_130_on_ctrl_c_and_then_it_goes_on(model_folder, capsys, monkeypatch):
+def test_status_130_on_ctrl_c_and_then_it_resumes(model_folder, capsys, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("analyses.batch.worker.Worker.run", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
         assert letters(model_folder) == 130

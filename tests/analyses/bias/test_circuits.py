@@ -255,7 +255,7 @@ def test_similarity_against_loops():
     pd.testing.assert_frame_equal(frame, pd.DataFrame(expected, columns=columns), rtol=1e-12)
 
 
-def test_similarity_knows_direction_and_not_size():
+def test_similarity_depends_on_direction_and_not_size():
     bias = convert_prompt(random_model(kv_shift=None), FIRST)
     frame = bias_similarity([bias, 0.25 * bias, -2.0 * bias, bias.zero_like()]).set_index(["prompt_a", "prompt_b"])
     for pair, cosine in {(0, 1): 1.0, (0, 2): -1.0, (1, 2): -1.0}.items():

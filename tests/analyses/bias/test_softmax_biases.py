@@ -93,7 +93,7 @@ def test_every_query_head_has_its_rows(name):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_other_prompts_in_the_place_of_a_heads_own(name):
+def test_other_prompts_instead_of_a_heads_own(name):
     """Each against a bias put together by sums: the rest of this prompt, and that head of the others."""
     model = softmax_model(name)
     bias, others = convert_prompt(model, PROMPT), convert_prompt(model, tokens(12, seed=4).reshape(2, 6))

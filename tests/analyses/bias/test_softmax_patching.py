@@ -112,7 +112,7 @@ def test_every_head_against_a_softmax_by_hand(name, point):
             assert frame[layer, head] == pytest.approx(metric(logits), rel=1e-9)
 
 
-def test_biases_of_fewer_keys_and_of_features_that_know_no_prompt():
+def test_biases_of_fewer_keys_and_of_features_without_a_prompt():
     model = softmax_model("learned positions")
     for options in (
         dict(method="landmark", n_features=3, verbose=False, n_continuations=2, continuation_length=3),

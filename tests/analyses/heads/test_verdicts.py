@@ -50,7 +50,7 @@ def test_uniform_attention_has_no_name_and_a_ratio_of_one(n):
 
 
 @pytest.mark.parametrize("n", [16, 24, 40, 128])
-def test_a_head_of_a_few_places_is_named_at_every_length_with_its_stretch(n):
+def test_a_head_of_a_few_positions_is_named_at_every_length_with_its_stretch(n):
     places = slice(9, 9 + STRETCH)
     found = verdict(mixed(n, 1, 0.5, places), n)
     at = range(found.start, found.start + STRETCH)
@@ -95,14 +95,14 @@ def test_below_the_threshold_or_near_chance_there_is_no_name():
     assert verdict(mixed(short, 1, 0.3, slice(1, 4)), short).name in UNNAMED  # less than three times chance is none
 
 
-def test_a_head_that_looks_at_one_place_after_the_other_at_random_has_no_name():
+def test_a_head_that_attends_to_random_positions_has_no_name():
     n, generator = 40, torch.Generator().manual_seed(0)
     for _ in range(200):
         places = (torch.rand(3, 2 * n, generator=generator) * torch.arange(1, 2 * n + 1)).long()
         assert verdict(torch.eye(2 * n, dtype=torch.float64)[places], n).name == NO_VERDICT
 
 
-def test_a_head_that_goes_by_place_does_its_part_on_most_places_and_a_match_may_do_it_on_a_few():
+def test_a_positional_head_meets_the_criterion_at_most_positions_and_a_matching_head_at_a_few():
     n = 40
     every_other = torch.zeros(2 * n, dtype=torch.bool)
     every_other[1::2] = True
@@ -272,7 +272,7 @@ def test_names_by_the_loss_have_a_sign_a_margin_and_ties():
     assert by_loss(0.05, [0.05, 0.01], noise=0.03) == INCONCLUSIVE  # it may be worth more than 0.1 nats
 
 
-def test_the_standard_error_is_that_of_independent_texts_or_places():
+def test_the_standard_error_is_that_of_independent_texts_or_positions():
     generator = torch.Generator().manual_seed(0)
     changes = torch.randn(3, 4000, 2, 5, generator=generator, dtype=torch.float64)
     assert standard_error(changes[0, 0]).shape == ()

@@ -198,7 +198,7 @@ def test_verdicts_go_either_way_and_few_changes_give_none(left, null, n, holds, 
     assert {c.holds for c in found if NULL in c.what} == {null_holds}
 
 
-def test_noise_is_told_from_no_imitation_in_at_most_one_of_twenty_cases():
+def test_noise_is_significant_in_at_most_one_of_twenty_cases():
     generator, told = torch.Generator().manual_seed(3), 0
     for _ in range(200):
         table = changes_table(1.0, 1.0, 6)

@@ -158,7 +158,7 @@ def test_one_seed_that_diverges_ends_stability_also_where_a_larger_rate_did_not(
     assert (borne.xs(1, level="seed") == 1).all() and (borne.drop(1, level="seed") == 3).all()
 
 
-def test_a_run_whose_loss_is_not_finite_counts_as_diverged_and_the_experiment_goes_on():
+def test_a_run_whose_loss_is_not_finite_counts_as_diverged_and_the_experiment_continues():
     """Adam moves a weight by about the learning rate, and a float32 of 1e30 squared is infinite."""
     tiny = learning_rate.EXPERIMENT.scales["tiny"]
     settings = {**tiny, "rates": [3e-2, 1e30], "seeds": [0], "training": {**tiny["training"], "steps": 6}}

@@ -114,7 +114,7 @@ def test_width_is_tested_at_each_width_seed_by_seed():
         ((0.20, 0.80), (0.25, 0.85), ["not trained far enough"] * 2),  # both still learn
     ],
 )
-def test_ngram_judges_harm_at_the_end_and_help_on_the_way(plain, shifted, verdicts):
+def test_ngram_tests_harm_at_the_end_and_gain_during_training(plain, shifted, verdicts):
     curves = pd.concat(
         [
             course(label, seed, [mean + 0.01 * seed for mean in means], size="s", chance=0.125)
@@ -166,7 +166,7 @@ def test_hops_are_tested_seed_by_seed(plain, shifted, holds):
     assert found[1].ours == f"{(sum(shifted) - sum(plain)) / 2:+.3f} ± 0.000 (6 seeds)"
 
 
-def test_too_narrow_and_too_shallow_are_told_from_too_few_steps():
+def test_too_narrow_and_too_shallow_are_distinguished_from_too_few_steps():
     """A model that cannot learn says something where one of its kind has learned in as many steps, and its curve is flat."""
 
     def why(of_module, easy, hard):
@@ -247,7 +247,7 @@ def test_free_answers_are_the_greedy_ones_of_the_model_itself():
 
 
 @pytest.mark.parametrize(("chance", "holds"), [(0.2, [None, True, False]), (0.7, [None, None, None])])
-def test_arithmetic_compares_answers_as_the_paper_judges_them_unless_the_plain_model_guesses(chance, holds):
+def test_arithmetic_compares_answers_scored_as_in_the_paper_unless_the_plain_model_guesses(chance, holds):
     rows = [("Tr3-Te4", "Tr12-Te15", 3, 4, chance, label, seed, n_ops, way, accuracy)
             for label, ends in (("plain", 0.25), ("KV shift", 0.5))
             for seed in SEEDS

@@ -113,7 +113,7 @@ def test_nearest_neighbors_by_a_pencil():
 @pytest.mark.parametrize("method", METHODS, ids=["least squares", "ridge", "neighbors"])
 @given(scale=st.floats(0.01, 100), n=st.integers(2, POINTS), seed=st.integers(0, 100))
 @settings(max_examples=20, deadline=None)
-def test_every_judge_is_causal_and_linear_in_the_answers(method, scale, n, seed):
+def test_every_baseline_is_causal_and_linear_in_the_answers(method, scale, n, seed):
     x, _, y = prompts(seed, noise=0.4)
     whole = method(x, y)
     # 5e4: the pseudo-inverse of a square system of random points has a condition number that reaches thousands
@@ -122,7 +122,7 @@ def test_every_judge_is_causal_and_linear_in_the_answers(method, scale, n, seed)
     torch.testing.assert_close(method(x, scale * y), scale * whole, **{**near, "atol": 5e4 * D * EPS * scale})
 
 
-def test_bad_settings_of_the_judges_are_refused():
+def test_bad_settings_of_the_baselines_are_refused():
     x, _, y = prompts()
     with pytest.raises(KVLensError, match="penalty must be positive, got 0"):
         ridge(x, y, 0)
