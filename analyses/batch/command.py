@@ -77,8 +77,8 @@ def _print(result: BatchResult, n_models: int, *, of_prompts: bool) -> None:
     if n_models == 1:
         failed = f"{result.n_without_rows:,} of {result.n_prompts:,} prompts failed"
     malformed = f"{result.n_malformed:,} line{'s' * (result.n_malformed != 1)} without a prompt"
-    told = [words for number, words in ((result.n_malformed, malformed), (result.n_without_rows, failed)) if number]
-    print(f"{' and '.join(told)}: see {visible(str(result.errors))}")
+    problems = [words for number, words in ((result.n_malformed, malformed), (result.n_without_rows, failed)) if number]
+    print(f"{' and '.join(problems)}: see {visible(str(result.errors))}")
     if result.first_failure is not None:
         print(f"The first: {visible(result.first_failure)}")
         print("The same command with --retry-failed runs only those again")

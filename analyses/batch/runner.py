@@ -156,14 +156,14 @@ def run_batch(
         jobs = _jobs(work, source, journal, resources.prompts_per_job)
         hidden = None if progress is None else not progress
         with tqdm(total=total, initial=done, unit="prompt", desc=analysis.name, disable=hidden) as bar:
-            told = False
+            reported = False
             for results in run_jobs(jobs, work, resources, tell, None if elsewhere else models):
                 journal.add(results)
                 bar.update(len(results))
                 failed = next((result for result in results if result.kind is not None), None)
-                if failed is not None and not told:
+                if failed is not None and not reported:
                     tell(f"{_described(failed)}; the batch continues with the others")
-                    told = True
+                    reported = True
         return _finish(out, journal, work, analysis, settings, found)
 
 

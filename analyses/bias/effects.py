@@ -40,7 +40,7 @@ from ..sequences import PromptTokens, TextTokens, bias_and_text, prompt_sequence
 from ..stream.logit_attribution import LogitTarget, Token, logit_target
 from .baseline import baseline_of, has_baseline
 from .interventions import Interventions, donors_of, logits_under
-from .one_space import beside, singles, with_references
+from .one_space import singles, with_others, with_references
 
 METHODS = ("zero", "mean", "resample", "baseline")
 PARTS = ("bias", "shift_state", "both")
@@ -126,7 +126,7 @@ def bias_effects(
     if baseline is None:
         bias, references = with_references(bias, references)
     else:
-        bias, references = beside(bias, [*([] if references is None else singles(references)), baseline])
+        bias, references = with_others(bias, [*([] if references is None else singles(references)), baseline])
     rows = _interventions(bias, ablations, references, n_references)
     numbers = measured_effects(model, text, bias, rows, target, batch_size=batch_size, on_progress=on_progress)
     which = {name: [getattr(ablation, name) for ablation in ablations] for name in Ablation._fields}

@@ -37,7 +37,7 @@ def with_references(bias: KVBias, references: KVBias | None) -> tuple[KVBias, KV
     """A bias and a batch of others, in a common feature space."""
     if references is None or bias.features is None:
         return bias, references
-    return beside(bias, singles(references))
+    return with_others(bias, singles(references))
 
 
 def singles(references: KVBias) -> list[KVBias]:
@@ -45,7 +45,7 @@ def singles(references: KVBias) -> list[KVBias]:
     return [references.select_prompt(i) for i in range(references.b_KV.shape[1])]
 
 
-def beside(bias: KVBias, others: Sequence[KVBias]) -> tuple[KVBias, KVBias]:
+def with_others(bias: KVBias, others: Sequence[KVBias]) -> tuple[KVBias, KVBias]:
     """A bias, and others of single prompts as a batch, in a common feature space."""
     own, *others = in_one_space(bias, *others)
     names = ("b_KV", "b_D", "last_k", "last_v", "last_q")

@@ -60,11 +60,11 @@ def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
     course = pd.concat([tidy(source.watched, source) for source in sources], ignore_index=True)
     for source in sources:
         own = coefficients[coefficients["model"] == source.name]
-        tell(f"{source.name}: {len(leanings(own))} heads, {outside_share(own):.0%} of the coefficients outside [0, 1]")
+        tell(f"{source.name}: {len(preferences(own))} heads, {outside_share(own):.0%} of the coefficients outside [0, 1]")
     counts, shares = count_kinds(coefficients), shares_over_training(course)
     return Outcome(
         tables={"coefficients": coefficients, "counts": counts, "course": course, "shares": shares},
-        figure=draw(leanings(coefficients), counts, course, shares),
+        figure=draw(preferences(coefficients), counts, course, shares),
         comparisons=[
             row
             for source in sources
@@ -155,7 +155,7 @@ def tidy(watched: pd.DataFrame, source: Source) -> pd.DataFrame:
     )
 
 
-def leanings(coefficients: pd.DataFrame) -> pd.DataFrame:
+def preferences(coefficients: pd.DataFrame) -> pd.DataFrame:
     """One row per head (and step): its coefficients as columns, and ``kind``, one of the pairs that `KINDS` has as keys."""
     heads = coefficients.pivot_table(index=HEAD, columns="coefficient", values="value", sort=False).reset_index()
     heads.columns.name = None
@@ -166,7 +166,7 @@ def leanings(coefficients: pd.DataFrame) -> pd.DataFrame:
 def count_kinds(coefficients: pd.DataFrame) -> pd.DataFrame:
     """Table 4 for every model: the number of heads of each of the four kinds, including empty ones."""
     rows = []
-    for name, heads in leanings(coefficients).groupby("model", sort=False):
+    for name, heads in preferences(coefficients).groupby("model", sort=False):
         for kind, paper in KINDS.items():
             keys, values = (describe_side(letter, side) for letter, side in zip(LETTERS.values(), kind, strict=True))
             count = sum(found == kind for found in heads["kind"])
@@ -191,7 +191,7 @@ def shares_over_training(course: pd.DataFrame) -> pd.DataFrame:
     columns = ["model", "step", *labels.values(), "outside [0, 1]"]
     if course.empty:
         return pd.DataFrame(columns=columns)
-    heads = leanings(course)
+    heads = preferences(course)
     counts = pd.crosstab([heads["model"], heads["step"]], heads["kind"].map(labels), normalize="index")
     counts.columns.name = None
     outside = course.groupby(["model", "step"])["value"].agg(lambda values: float((~values.between(0, 1)).mean()))
@@ -204,11 +204,11 @@ def sums(coefficients: pd.DataFrame) -> pd.Series:
     return coefficients.groupby([*(coefficients[key] for key in HEAD), letters])["value"].sum()
 
 
-def heads_leaning_alike(course: pd.DataFrame, share_done: float) -> str:
+def heads_preferring_the_same(course: pd.DataFrame, share_done: float) -> str:
     """Number of heads whose keys and values prefer the same token at a share of the course: "40 of 64 at step 500"."""
     steps = sorted(set(course["step"].tolist()))
     step = min(steps, key=lambda step: abs(step - share_done * steps[-1]))
-    kinds = leanings(course[course["step"] == step])["kind"]
+    kinds = preferences(course[course["step"] == step])["kind"]
     return f"{sum(keys == values for keys, values in kinds)} of {len(kinds)} at step {step}"
 
 
@@ -273,7 +273,7 @@ def _state_early(name: str, course: pd.DataFrame) -> list[Comparison]:
         Comparison.stated(
             f"{name}: the same after {EARLY:.0%} of the training",
             f"{N_ALIKE_EARLY} of {N_PAPER} after 20B of 500B tokens",
-            heads_leaning_alike(course, EARLY),
+            heads_preferring_the_same(course, EARLY),
             "in most heads keys and values prefer the same token early in training (sec. 4.6: 47 and 43 on the diagonal)",
         )
     ]

@@ -18,14 +18,14 @@ def draw_nested_facts(n_facts: int, random: Random, *, heldout: bool) -> list[Fa
     n_inside = n_facts // 2
     while True:
         outer = paired(ROOM, random.sample(CONTAINERS, n_facts - n_inside), random, heldout)
-        left, told = list(THINGS), list(outer)
+        left, facts = list(THINGS), list(outer)
         for container in [fact.subject for fact in outer[:n_inside]]:
             fitting = [thing for thing in left if is_heldout_pair(INSIDE, thing, container) == heldout]
             if fitting:
-                told.append(Fact(INSIDE, random.choice(fitting), container))
-                left.remove(told[-1].subject)
-        if len(told) == n_facts:
-            return _in_random_order(told, random)
+                facts.append(Fact(INSIDE, random.choice(fitting), container))
+                left.remove(facts[-1].subject)
+        if len(facts) == n_facts:
+            return _in_random_order(facts, random)
 
 
 def _in_random_order(facts: list[Fact], random: Random) -> list[Fact]:

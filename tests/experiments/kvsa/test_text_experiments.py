@@ -306,8 +306,8 @@ def test_the_course_is_read_step_by_step():
     assert shares["outside [0, 1]"].tolist() == [3 / 24, 1 / 24]  # at half the size only -0.25 is left
     assert shares["alpha_1 <= alpha_2, beta_1 > beta_2"].tolist() == pytest.approx([1 / 3, 1 / 3])
     assert coefficients.shares_over_training(coefficients.tidy(coefficients.no_course(), source)).empty
-    assert coefficients.heads_leaning_alike(course, 0.5) == "3 of 6 at step 5"
-    assert coefficients.heads_leaning_alike(course, 1.0) == "3 of 6 at step 9"
+    assert coefficients.heads_preferring_the_same(course, 0.5) == "3 of 6 at step 5"
+    assert coefficients.heads_preferring_the_same(course, 1.0) == "3 of 6 at step 9"
     early = next(c for c in coefficients.compare(course[course["step"] == 9], course) if "after 4%" in c.what)
     assert (early.paper, early.ours, early.tested) == ("90 of 128 after 20B of 500B tokens", "3 of 6 at step 5", False)
 
