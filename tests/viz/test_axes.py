@@ -72,7 +72,7 @@ def test_the_map_in_given_axes_holds_the_numbers(grid):
 
 @pytest.mark.parametrize("name", ONE)
 def test_what_is_no_axes_is_refused(name, grid):
-    with pytest.raises(KVLensError, match="expected an Axes of matplotlib .* got Figure"):
+    with pytest.raises(KVLensError, match="expected a matplotlib Axes .* got Figure"):
         ONE[name](ax=grid[0].figure)
 
 
@@ -80,5 +80,5 @@ def test_what_is_no_axes_is_refused(name, grid):
 def test_too_few_axes_are_refused(name, grid):
     with pytest.raises(KVLensError, match=r"axes: expected 2 of them \(.*\), got 1"):
         SEVERAL[name](axes=grid[0])
-    with pytest.raises(KVLensError, match="expected an Axes of matplotlib .* got int"):
+    with pytest.raises(KVLensError, match="expected a matplotlib Axes .* got int"):
         SEVERAL[name](axes=[3, 4])

@@ -336,7 +336,7 @@ def test_a_model_that_is_not_there_or_does_not_shift_both_is_refused(tmp_path):
         coefficients.read_source("docs-liner")
     task = text_task()
     keys_only = build_model(task, dict(n_layers=1, d_model=6, d_head=2, attn_only=True, kv_shift={"values": False}))
-    with pytest.raises(KVLensError, match="must shift keys and values both.*values=False"):
+    with pytest.raises(KVLensError, match="must shift both keys and values.*values=False"):
         coefficients.parameters_now(coefficients.Source("k", keys_only, coefficients.no_course()))
 
 
