@@ -22,6 +22,8 @@ Code:
 | `experiments.shared.judge` (`Judge`, `JUDGE`) | `kvlens.experiments.shared.significance` (`SignificanceTest`, `SIGNIFICANCE`) |
 | `experiments.kvsa.llama` | `kvlens.experiments.kvsa.models` |
 | `tasks.facts.judged_questions`, `Judged` | `kvlens.tasks.facts.scored_questions`, `kvlens.tasks.facts.ScoredQuestions` |
+| `tasks.first_repeat.FirstRepeats.judged` | `kvlens.tasks.first_repeat.FirstRepeats.scored` |
+| `experiments.shared.outcome.Comparison.judged` | `kvlens.experiments.shared.outcome.Comparison.tested` |
 | `attention_view(places=...)` | `kvlens.viz.attention_view(positions=...)` |
 | `analyses.inputs.WRONG` | `kvlens.analyses.RIVAL` |
 

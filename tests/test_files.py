@@ -1,4 +1,4 @@
-"""Writing whole or not at all: many writers at once, what dead ones left, and what stands in the way on purpose."""
+"""Atomic writes: many writers at once, leftovers of dead ones, and deliberate obstacles."""
 
 import os
 import threading

@@ -1,4 +1,4 @@
-"""Which folders may be written: one rule for a model, a report, an outcome and a run, and nobody's own files are deleted."""
+"""Which folders may be written: one rule for a model, a report, an outcome and a run; other files are never deleted."""
 
 import json
 import os

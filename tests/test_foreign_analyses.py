@@ -1,4 +1,4 @@
-"""A file, folder or package of the user's that is called ``analyses`` is in nobody's way: in a clone, and installed."""
+"""A file, folder or package of the user that is called ``analyses`` causes no conflict, in a clone or installed."""
 
 import os
 import shutil

@@ -168,7 +168,7 @@ RELATIVE = "from ...model import transformer"
     "planted", [TOP, LOCAL, TYPES, BY_NAME, RELATIVE], ids=["top", "local", "types", "by name", "relative"]
 )
 def test_the_guards_can_fail(planted):
-    """Planted into a copy of the sources: an op that knows the model is seen, however it imports it."""
+    """Planted into a copy of the sources: an op that imports the model is found, however it imports it."""
     home = "kvlens.ops.rotary.rotate"
     all_sources = {**sources(), home: (planted, False)}
     assert any(line.startswith(f"{home} imports kvlens.model") for line in upward_imports(all_sources))

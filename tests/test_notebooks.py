@@ -1,4 +1,4 @@
-"""Every notebook runs from top to bottom, without an error or a red cell, stays small, and stands in the index."""
+"""Every notebook runs from top to bottom without an error or a red cell, stays small, and is in the index."""
 
 import json
 import os

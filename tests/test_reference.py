@@ -33,7 +33,7 @@ def resolve(name: str):
 
 
 def names_in(text: str) -> list[str]:
-    """What stands between backticks and begins with our package; file names and calls are cut off."""
+    """Text in backticks that begins with our package, without file names and calls."""
     return re.findall(r"`~?(kvlens(?:\.\w+)+)(?=[`(])", text)
 
 

@@ -53,7 +53,7 @@ def test_held_out_accuracy_is_as_the_facts_say(name):
 @pytest.mark.parametrize("law", ["repeated_block", "first_repeat"])
 @pytest.mark.parametrize("name", ["induction-shift-1l", "induction-plain-2l"])
 def test_induction_is_right_on_both_distributions(name, law):
-    """At most one in 1,000 is wrong; of 1,000 first repeats that leaves room for 5, of 200 blocks (14,000 places) for 28."""
+    """At most one in 1,000 is wrong; that allows 5 of 1,000 first repeats, and 28 of 200 blocks (14,000 positions)."""
     task = make_task("induction", vocab_size=512, length=128, law=law)
     n = 200 if law == "repeated_block" else 1000
     with HookedKVTransformer.from_zoo(name).using_softmax_form("fused") as model:

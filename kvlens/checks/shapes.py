@@ -53,7 +53,7 @@ def tensors_in(argument: str, kind: Any, path: tuple[str, ...] = (), optional: b
             yield from tensors_in(argument, of_field, (*path, name), optional)
 
 
-def is_judged_by_type(kind: Any) -> bool:
+def is_decided_by_type(kind: Any) -> bool:
     """Whether shapes, strings, and the types of all else decide if a value fits, so that these can be remembered."""
     return all(
         (isinstance(m, type) and m is not Any)

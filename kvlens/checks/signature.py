@@ -6,7 +6,7 @@ import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
-from kvlens.checks.shapes import belong_together, is_judged_by_type, key_of, misfit, tensors_in
+from kvlens.checks.shapes import belong_together, is_decided_by_type, key_of, misfit, tensors_in
 from kvlens.checks.values import UNFIT, ensure, reader_of
 from kvlens.errors import KVLensError, TooLarge, WrongArguments, first_line, nearest
 
@@ -60,7 +60,7 @@ def _held(function: Callable[..., Any], multiples: Mapping[str, str]) -> Callabl
     readers = {name: reader for name, kind in single.items() if (reader := reader_of(kind)) is not None}
     tensors = sorted((t for name, kind in single.items() for t in tensors_in(name, kind)), key=lambda t: t.order)
     array: Any = tensors[0].kind.array_type if tensors else ()
-    remembers = bool(tensors) and all(map(is_judged_by_type, single.values())) and len(single) == len(signature.parameters)
+    remembers = bool(tensors) and all(map(is_decided_by_type, single.values())) and len(single) == len(signature.parameters)
     defaults = {name: p.default for name, p in signature.parameters.items()}
     accepted: set[Any] = set()
 

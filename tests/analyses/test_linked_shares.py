@@ -1,4 +1,4 @@
-"""The three tables behind the linked page: laws that they must keep, and answers known another way."""
+"""The three tables behind the linked page: their properties, and values computed in another way."""
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ def test_prompt_and_text_share_the_whole_output(name):
 
 
 def _own_share(model, tokens):
-    """The share of the last place in its own output, from the cached pattern."""
+    """The share of the last position in its own output, from the cached pattern."""
     _, cache = model.run_with_cache(tokens[None], attention_mask=torch.ones(1, len(tokens), dtype=torch.long))
     value = "hook_v_shifted" if model.cfg.kv_shift is not None else "hook_v"
     dots, sizes = [], []

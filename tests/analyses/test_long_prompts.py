@@ -30,7 +30,7 @@ def model_of(**changes):
 
 @pytest.fixture
 def in_segments(monkeypatch):
-    """A function after which segments have 4 tokens, and the prompt at most 5 columns; with this much room for its keys."""
+    """A function that sets segments to 4 tokens, the prompt to at most 5 columns, and the memory for its keys."""
 
     def switch(room):
         monkeypatch.setattr(segments, "KEPT_BYTES", room)

@@ -1,4 +1,4 @@
-"""Tokens as text: a character stands at the token that completes it, whatever the tokenizer cuts it into."""
+"""Tokens as text: a character is shown at the token that completes it, for any tokenizer."""
 
 import copy
 import re

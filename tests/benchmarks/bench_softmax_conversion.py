@@ -103,7 +103,7 @@ def _seconds(call: Callable[[], Any]) -> float:
 
 
 def memory(small: bool) -> None:
-    """Memory of one conversion, in a process of its own; a small one's is not judged, and needs none."""
+    """Memory of one conversion, in a process of its own; a small one's is not checked, and needs none."""
     if small:
         found = convert_here(small)
     else:

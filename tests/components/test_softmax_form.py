@@ -1,4 +1,4 @@
-"""The fused form gives what the eager form gives, to rounding, and runs wherever nobody looks at the pattern."""
+"""The fused form equals the eager form up to rounding, and runs wherever the pattern is not hooked."""
 
 import threading
 

@@ -64,7 +64,7 @@ def test_refusals():
 
 
 def test_a_softmax_prompt_moves_away():
-    """Under ALiBi keys lose with distance: three tokens that write nothing are three places more."""
+    """With ALiBi keys are penalized by distance: three tokens that write nothing add three positions."""
     slopes = (0.5, 0.25, 0.125, 0.0625, 0.03125)
     model = small_model(dtype=torch.float64, positional_embedding_type="alibi", alibi_slopes=slopes).requires_grad_(False)
     bias = convert_prompt(model, tokens(2, 6))

@@ -1,4 +1,4 @@
-"""Exact conversion: laws on small float64 models, every kind of prompt, and every refusal."""
+"""Exact conversion: properties on small float64 models, every kind of prompt, and every error."""
 
 import math
 

@@ -30,7 +30,7 @@ KINDS = {
 
 
 def with_and_without(model, prompt, text, bias) -> float:
-    """Relative error of the logits of ``text`` between the prompt in front and the bias in its place."""
+    """Relative error of the logits of ``text`` with the bias, against those with the prompt in context."""
     with torch.no_grad():
         whole = model(torch.cat([prompt, text], dim=1))[:, prompt.shape[1] :]
         with model.kv_bias(bias):
@@ -115,7 +115,7 @@ SCALED = [*((kind, which) for kind in REAL for which in ("", "QK")), *zip(REAL, 
 
 @pytest.mark.parametrize(("kind", "which"), SCALED)
 def test_exact_on_real_models(kind, which, data_if_needed):
-    """Queries and keys 20 times as long: scores of up to 5,000, of both up to 100,000, which float32 knows to 1e-2.
+    """Queries and keys 20 times as long: scores of up to 5,000, of both up to 100,000, which float32 represents to 1e-2.
 
     In float32 an eager pass under the bias says what TransformerLens' own key-value cache says, to the bit: both take the
     prompt's keys and the text's through one softmax, in their order. Against one pass over prompt and text both are off by what

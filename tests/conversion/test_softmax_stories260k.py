@@ -10,7 +10,7 @@ from kvlens.conversion.softmax import learned
 
 @pytest.fixture(scope="module")
 def story(outside_data):
-    """(model, prompt [128], texts [4, 64], others [24, 64]): the model's own story, and how it might have gone on."""
+    """(model, prompt [128], texts [4, 64], others [24, 64]): the model's own story, and its continuations."""
     model = HookedKVTransformer.from_llama2c(outside_data / "stories260K.bin", outside_data / "tok512.bin")
     generator = torch.Generator().manual_seed(0)
 

@@ -43,7 +43,7 @@ BESIDES = {
     "landscape": [every_claim_holds],
     "function-classes": [every_curve_is_there_and_the_claims_of_architecture_hold],
 }
-"""What is asked of the tiny run of one experiment, beside what is asked of all."""
+"""Requirements for the tiny run of one experiment, in addition to those for all."""
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -63,7 +63,7 @@ def test_tiny_run_leaves_tables_figure_and_comparisons(name, tmp_path, monkeypat
         assert len(table)
         pd.testing.assert_frame_equal(pd.read_parquet(folder / f"{table_name}.parquet"), table)
     assert {f"{table_name}.parquet" for table_name in found[0].tables} == {f for f in summary["files"] if f.endswith("parquet")}
-    assert summary["comparisons"], "a reproduction puts the paper beside ours"
+    assert summary["comparisons"], "a reproduction shows the paper's numbers next to ours"
     for comparison in summary["comparisons"]:
         assert set(comparison) == {"what", "paper", "ours", "claim", "holds", "judged", "untrained", "verdict"}
         assert comparison["judged"] or comparison["holds"] is None

@@ -1,7 +1,7 @@
 """Every verdict of every experiment, on runs that differ by nothing but noise, and on runs with a known difference.
 
 The null: labels are given to runs of one model. A verdict may come in at most one of twenty cases. The power: 80 % of cases,
-for the difference that stands beside each verdict, in spreads (standard deviations over seeds) of single runs.
+for the difference that is shown with each verdict, in spreads (standard deviations over seeds) of single runs.
 
 All draws go through an experiment's own `compare` at once, as runs of many seeds; the significance test is then applied to six
 (or as many as the experiment takes) at a time. ``python tests/experiments/test_null.py`` prints both shares for every verdict.

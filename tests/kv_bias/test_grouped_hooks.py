@@ -32,7 +32,7 @@ def logits(model: HookedKVTransformer, bias: KVBias, hooks=(), text: torch.Tenso
 
 
 def without(*heads: int, layer: int = 1) -> list[tuple[str, Callable]]:
-    """Hooks that take the bias of query heads away, in place."""
+    """Hooks that remove the bias of query heads, in place."""
 
     def ablate(b: torch.Tensor, hook) -> None:
         b[:, list(heads)] = 0

@@ -35,7 +35,7 @@ def model_of(**changes):
 
 
 def bias_of(seed=0, batch=None, shift_state_seed=None, **changes):
-    """Random numbers in the place of a prompt; equal ``shift_state_seed`` gives equal shift states."""
+    """Random numbers instead of a prompt; equal ``shift_state_seed`` gives equal shift states."""
     lead = (2,) if batch is None else (2, batch)
     shapes = {"b_KV": (5, 12, 6), "b_D": (5, 12), "last_k": (3, 5, 6), "last_v": (3, 5, 6), "last_q": (3, 5, 6)}
     sum_generator = torch.Generator().manual_seed(seed)

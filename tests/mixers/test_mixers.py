@@ -82,7 +82,7 @@ def theirs(family, module, x, mask=None, cache=None):
 
 
 def own_error(family, module, x, cut):
-    """What the module loses by itself when it is cut and continued from Transformers' cache."""
+    """The error of the module itself when it is cut and continued from Transformers' cache."""
     cache = MiniMaxCache() if family == "minimax" else DynamicCache(config=CONFIGS[family]())
     parts = [theirs(family, module, part, cache=cache) for part in (x[:, :cut], x[:, cut:])]
     return relative(torch.cat(parts, dim=1), theirs(family, module, x))

@@ -12,7 +12,7 @@ from kvlens import HookedKVTransformer, KVLensError, KVShiftConfig, convert_prom
 
 POS = 12
 SLICES = {3: [3], (2, 7): slice(2, 7), (-3, None): slice(-3, None)}
-"""As given to ``run_with_cache``, and as an index; a list of places is given as itself."""
+"""As given to ``run_with_cache``, and as an index; a list of positions is given as itself."""
 WITHOUT_POSITIONS = ("hook_b_kv", "hook_b_d", "hook_last_", "shift_coef", ".experts.")
 
 
@@ -97,7 +97,7 @@ def test_decoding_caching_and_converting(seed):
 @pytest.mark.parametrize("changes", [dict(use_split_qkv_input=True), dict(use_attn_in=True), dict(num_experts=4)], ids=str)
 @pytest.mark.parametrize("shift", [None, KVShiftConfig()])
 def test_slices_of_every_kind_of_hook(changes, shift):
-    """Linear attention under a bias, and with a router, whose weights have a row for each place of every text."""
+    """Linear attention with a bias, and with a router, whose weights have a row for each position of every text."""
     experts = dict(gated_mlp=True, experts_per_token=2) if "num_experts" in changes else {}
     model = small_model(
         attention="linear", n_heads=6, use_qk_norm=True, use_attn_result=True, kv_shift=shift, **experts, **changes

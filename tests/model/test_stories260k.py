@@ -1,4 +1,4 @@
-"""A trained model that nobody here made: its greedy text must be the published one (softmax, GQA, adjacent-pair RoPE)."""
+"""A trained model from elsewhere: its greedy text must be the published one (softmax, GQA, adjacent-pair RoPE)."""
 
 import torch
 from small_models import relative_error

@@ -1,4 +1,4 @@
-"""What tokens do to the state before them: the fast form against a loop over tokens, and the laws of a conversion."""
+"""The effect of tokens on the state before them: the fast form against a loop over tokens, and properties of a conversion."""
 
 import pytest
 import torch

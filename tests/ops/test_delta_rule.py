@@ -1,4 +1,4 @@
-"""The delta rule: fast forms against the loop over matrices, the loop against a pencil and Transformers, and the laws."""
+"""The delta rule: fast forms against the loop over matrices, the loop against hand computation and Transformers."""
 
 import functools
 
@@ -170,7 +170,7 @@ def test_context_and_bias_apart(form, rule):
 
 @pytest.mark.parametrize("rule", ["gated", "kda"])
 def test_a_padded_row_equals_its_real_tokens(rule):
-    """Whatever stands at padded positions, infinities included, and wherever they are."""
+    """Padded positions may have any content, including infinities, and be anywhere."""
     arguments, S = case(rule, mask=True), state_of()
     mask = arguments.pop("mask")
     dirty = {name: x.masked_fill(~mask.reshape(BATCH, POS, *[1] * (x.dim() - 2)), torch.inf) for name, x in arguments.items()}

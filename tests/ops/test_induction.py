@@ -1,4 +1,4 @@
-"""The induction head and its landscape: closed forms against loops and simulation, laws, answers from a pencil."""
+"""The induction head and its landscape: closed forms against loops and simulation, properties, hand-computed values."""
 
 import math
 

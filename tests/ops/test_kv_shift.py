@@ -1,4 +1,4 @@
-"""KV shift: the fast form against the loop, its laws, and an answer from a pencil."""
+"""KV shift: the fast form against the loop, its properties, and a hand-computed value."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Choosing and fitting a prompt's keys against the plain forms, which solve every fit anew, and the error formula itself."""
+"""Choosing and fitting a prompt's keys against plain forms that solve every fit from scratch, and the error formula itself."""
 
 import functools
 import math
@@ -126,7 +126,7 @@ def test_values_have_least_output_error():
 
 
 def test_the_error_formula_is_the_error():
-    """Attention with the fitted keys in the prompt's place, from its definition, against what output_errors reports."""
+    """Attention with the fitted keys instead of the prompt, from its definition, against what output_errors reports."""
     queries, prompt = attention()
     index, w = torch.tensor([4, 1, 6]), torch.tensor([0.5, 1.5, 1.0], dtype=torch.float64)
     b_d = w.expand(BATCH, KV, 3)

@@ -1,4 +1,4 @@
-"""Lightning attention: its forms agree, and what it carries over obeys the laws of a KV bias."""
+"""Lightning attention: its forms agree, and its state has the properties of a KV bias."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Linear attention: the fast forms against the loop, the loop against a pencil and a second loop, and the laws of all four."""
+"""Linear attention: the fast forms against the loop, the loop against hand computation and a second loop."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""RoPE: the fast form against a matrix, and the group law that makes a rebased bias exact."""
+"""RoPE: the fast form against a matrix, and the group property that makes a rebased bias exact."""
 
 import math
 

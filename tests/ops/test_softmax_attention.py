@@ -1,4 +1,4 @@
-"""The fused form against the loop, the log-space join against the plain equation, and laws that both must keep."""
+"""The fused form against the loop, the log-space join against the plain equation, and properties of both."""
 
 import math
 
@@ -189,7 +189,7 @@ def weighted_keys(prompts: int):
 @pytest.mark.parametrize("prompts", [1, 2])
 @pytest.mark.parametrize("n_queries", [11, 4, 1])
 def test_one_softmax_over_all_keys_is_the_plain_equation(n_queries, prompts, distances):
-    """Two sides joined by the equation as it stands, and one softmax over the keys of both; values and gradients."""
+    """Two sides joined by the plain equation, and one softmax over the keys of both; values and gradients."""
     q, k, v = draw(n_queries)
     scale, log_scale = 1.7, normal(prompts, 3, seed=24)
     keys, b_kv, b_d = weighted_keys(prompts)

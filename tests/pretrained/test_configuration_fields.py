@@ -1,7 +1,7 @@
 """Every field of a configuration that moves transformers' logits is honored, or refused by name.
 
 For every architecture that can be loaded: a tiny random model of the real class, its configuration changed in one field at a
-time, and the converted model's logits beside transformers' own.
+time, and the converted model's logits against transformers' own.
 """
 
 import inspect
@@ -115,7 +115,7 @@ TOGETHER: dict[str, list[dict[str, Any]]] = {
     "llama": [{"attention_bias": True, "num_key_value_heads": 6}, {"attention_bias": True, "head_dim": 10}],
     "mistral": [{"sliding_window": None, "rope_parameters": rope} for rope in ROPES],
 }
-"""What is told by several fields at once."""
+"""Determined by several fields together."""
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""The whole model and the whole conversion against ``design_reference``, which knows neither kvlens nor TransformerLens."""
+"""The whole model and conversion against ``design_reference``, which uses neither kvlens nor TransformerLens."""
 
 import functools
 import math

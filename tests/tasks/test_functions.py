@@ -1,4 +1,4 @@
-"""Function classes: variance 1, and the law by which each is recognized.
+"""Function classes: variance 1, and the defining property of each.
 
 A function is decided by the generator's state and the shape of the points, so calling twice with the same seed evaluates
 the same function at other points.

@@ -1,4 +1,4 @@
-"""Induction: the loop's answers, one answer each, and no fixed place to find it."""
+"""Induction: answers of a loop, one answer each, and no fixed position to find it."""
 
 import itertools
 
@@ -11,7 +11,7 @@ TASK = InductionTask(vocab_size=61, length=47)
 
 
 def answer_by_loop(tokens: list[int]) -> int | None:
-    """What followed the last token where it stood before."""
+    """The token that followed the previous occurrence of the last token."""
     for j in range(len(tokens) - 2, -1, -1):
         if tokens[j] == tokens[-1]:
             return tokens[j + 1]
@@ -78,9 +78,9 @@ def test_the_scored_position_is_the_first_repeat_and_its_answer_the_token_that_f
     inputs, targets, scored = FIRST.sample(200, seeded(0))
     for row, target, is_scored in zip(inputs.tolist(), targets.tolist(), scored.tolist(), strict=True):
         answers = [answer_by_loop(row[: i + 1]) for i in range(len(row))]
-        judged = next(i for i, answer in enumerate(answers) if answer is not None)
-        assert [i for i, judges in enumerate(is_scored) if judges] == [judged]
-        assert target[judged] == answers[judged]
+        first = next(i for i, answer in enumerate(answers) if answer is not None)
+        assert [i for i, is_true in enumerate(is_scored) if is_true] == [first]
+        assert target[first] == answers[first]
         assert all(a != b for a, b in itertools.pairwise(row))  # no token twice in a row
 
 

@@ -1,4 +1,4 @@
-"""Regression: the layout, least squares as the judge, and what differs in held-out sequences."""
+"""Regression: the layout, least squares as the reference, and the differences of held-out sequences."""
 
 import pytest
 import torch

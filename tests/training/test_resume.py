@@ -1,4 +1,4 @@
-"""A run on disk: it goes on where it was, to the same end, and what is not its own is left alone."""
+"""A run on disk: it resumes where it was, with the same result, and files of others are not touched."""
 
 import contextlib
 import os

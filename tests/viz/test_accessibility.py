@@ -36,7 +36,7 @@ pytestmark = [
 
 
 def serious(page: Path, folder: Path) -> list:
-    """What axe-core calls serious or critical in ``page`` as it stands after its scripts ran."""
+    """What axe-core reports as serious or critical in ``page`` after its scripts ran."""
     checked = folder / "checked.html"
     script = AXE.read_text(encoding="utf-8") + RUN
     checked.write_text(with_script(page.read_text(encoding="utf-8"), script), encoding="utf-8")

@@ -29,7 +29,7 @@ def losses() -> pd.DataFrame:
 
 
 def demonstrations(tokens=("the", " <b>", " cat")) -> pd.DataFrame:
-    """Steps in the ratio 1 : 2 : 4 ..., shares of the output that fall by place."""
+    """Steps in the ratio 1 : 2 : 4 ..., shares of the output that decrease with position."""
     rows = [
         dict(
             layer=layer,

@@ -1,6 +1,6 @@
 """What kvlens 0.1.0 and the code before it wrote stays readable: models, biases that still attach, a run and a batch to resume.
 
-The files beside this test were written once, by ``write.py`` with that code, and are never written again. Everything in them is
+The files next to this test were written once, by ``write.py`` with that code, and are never rewritten. Everything in them is
 float64, so that another order of a sum (another machine, another form of the same attention) changes a logit, which is of size
 1 to 10, by some 1e-15: 2e-15 was seen. A weight, coefficient or field that is read wrongly changes it by 1e-3 and more.
 """

@@ -20,7 +20,7 @@ from torch import Tensor
 from kvlens.checks import checked
 from kvlens.ops.dual.kernel import LogKernel, kernel_values, middle_of_course
 
-PerJudgedQuery = Float[Tensor, "*lead judged_query"]
+PerScoredQuery = Float[Tensor, "*lead scored_query"]
 
 
 @checked
@@ -30,7 +30,7 @@ def log_loss_drops(
     log_normalizer: Float[Tensor, "*lead token"],
     n_demonstrations: int | None = None,
     log_decay: Float[Tensor, "*lead"] | None = None,
-) -> PerJudgedQuery:
+) -> PerScoredQuery:
     """log(L(W_0) - L(W_1)) at eta = 1, for every query that has demonstrations.
 
     Args:
@@ -65,7 +65,7 @@ def step_outputs(
     pattern: Float[Tensor, "*lead query token"],
     values: Float[Tensor, "*lead token d_out"],
     n_demonstrations: int | None = None,
-) -> Float[Tensor, "*lead judged_query d_out"]:
+) -> Float[Tensor, "*lead scored_query d_out"]:
     """(W_1 - W_0) phi(q): what the demonstrations add, for queries 1 .. pos - 1, or N .. pos - 1.
 
     Args:
@@ -85,7 +85,7 @@ def mean_cosines(
     values: Float[Tensor, "*lead token d_out"],
     n_demonstrations: int | None = None,
     start: Float[Tensor, "*lead token d_out"] | None = None,
-) -> tuple[PerJudgedQuery, PerJudgedQuery]:
+) -> tuple[PerScoredQuery, PerScoredQuery]:
     """Mean over the demonstrations j of the cosines of (W_0 phi(k_j), v_j) and of (W_1 phi(k_j), v_j), for every query.
 
     Args:
@@ -115,7 +115,7 @@ def mean_cosines(
 
 def _cosines_of_the_first(
     kappa: Tensor, values: Tensor, offset: Tensor | None, n: int
-) -> tuple[PerJudgedQuery, PerJudgedQuery]:
+) -> tuple[PerScoredQuery, PerScoredQuery]:
     """The first n tokens as everybody's demonstrations: what they add is one sum, and only the tokens behind them run."""
     kappa, labels, rest = kappa[..., :n], values[..., :n, :], values[..., n:, :]
     start = None if offset is None else offset[..., :n, :]

@@ -114,7 +114,7 @@ def test_the_head_that_reads_the_note_is_significant_and_always_leads(circuit):
 
 
 def test_units_head_and_position_are_named_in_every_story(circuit):
-    """Stories of other tokens, in any order in which the container's room precedes what the container holds."""
+    """Stories of other tokens, in any order in which the container's room precedes the container's content."""
     for seed in range(20):
         generator = torch.Generator().manual_seed(seed)
         key, box, cellar, sack, barn, coin, rest, last = torch.randperm(N_TOKENS, generator=generator).tolist()

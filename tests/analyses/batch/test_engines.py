@@ -56,7 +56,7 @@ class ListEngine:
 
 
 def jobs(*sizes):
-    """Jobs of so many prompts each, whose places are 0, 1, 2 ..."""
+    """Jobs of the given numbers of prompts, numbered 0, 1, 2 ..."""
     places = iter(range(sum(sizes)))
     return [Job(0, tuple((place, Record(f"p{place}", "x")) for place in islice(places, size))) for size in sizes]
 

@@ -1,4 +1,4 @@
-"""Every patch against the slow way (a KVBias or a model put together by hand), and the ends of the scale by law."""
+"""Every patch against a slow reference (a KVBias or a model built by hand), and the known ends of the scale."""
 
 import copy
 import functools
@@ -41,7 +41,7 @@ def metrics_under(model, bias, n_rows=1, fwd_hooks=()):
 
 
 def mixed_bias(model, clean, corrupted, row):
-    """The corrupted bias with one part of the clean one in its place."""
+    """The corrupted bias with one part replaced by the clean one's."""
     mixed = {}
     for name in BIAS_TENSORS[row.point]:
         patched, group = getattr(corrupted, name).clone(), 1
@@ -94,7 +94,7 @@ def slow_metrics(model, clean, corrupted, rows, cache):
 
 @functools.cache
 def patched(name):
-    """A model that nobody may change, and what patching says of it."""
+    """A model that must not be changed, and the result of patching it."""
     model = random_model(**MODELS[name])
     return model, patching(model)
 

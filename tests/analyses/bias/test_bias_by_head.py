@@ -141,7 +141,7 @@ def test_one_token_of_text_has_no_loss():
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_an_ablated_head_has_what_the_baseline_has_there(name):
-    """Against hooks that put the baseline's b_KV, b_D and shift state in the place of one head's."""
+    """Against hooks that replace one head's b_KV, b_D and shift state by the baseline's."""
     model = random_model(**VARIANTS[name])
     whole, baseline = convert_prompt(model, PROMPT), convert_prompt(model, PROMPT, without=[(0, len(PROMPT))])
     frame = bias_by_head(model, PROMPT, TEXT)

@@ -22,7 +22,7 @@ ROUNDING = dict(rel=1e-8, abs=1e-12)
 
 
 def donor(references, field, layer, method, reference):
-    """What stands in the place of this tensor, [batch 1, ...]."""
+    """The replacement of this tensor, [batch 1, ...]."""
     rows = getattr(references, {"b_kv": "b_KV", "b_d": "b_D"}.get(field, field))[layer]
     return {"zero": rows[:1] * 0, "mean": rows.mean(dim=0, keepdim=True), "resample": rows[reference][None]}[method]
 

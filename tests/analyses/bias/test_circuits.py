@@ -1,4 +1,4 @@
-"""Overwriting by pencil, addition by its laws: exact where keys and values cannot know of the first prompt, wrong elsewhere."""
+"""Overwriting by hand, and addition: exact where keys and values cannot depend on the first prompt, wrong elsewhere."""
 
 import math
 from dataclasses import replace

@@ -32,7 +32,7 @@ CASES = [  # view, places, length of a segment, whether the prompt continues a b
 
 @pytest.mark.parametrize("name", MODELS)
 def test_in_segments_equals_whole(name, monkeypatch):
-    """Where there is room for the prompt's keys and values, and where it is run twice."""
+    """The prompt's keys and values fit into memory, or it is run twice."""
     model = random_model(**MODELS[name])
     target = dict(answer=2, rival=1) if name == "classes" else {}
     held = convert_prompt(model, tokens(4, seed=2))
@@ -69,7 +69,7 @@ def test_augmented_values_add_up_to_what_the_bias_gives(shift):
 
 @pytest.mark.parametrize(("room", "second"), [(0, [0.5 + 6 / 32, 0.5 + 12 / 32, 1.0, 1.0]), (ROOM, [1.0])])
 def test_a_long_prompt_streams_by_itself_and_a_hooked_one_does_not(room, second, monkeypatch):
-    """Where there is no room for its keys and values it is run twice."""
+    """If its keys and values do not fit into memory it is run twice."""
     monkeypatch.setattr(segments, "KEPT_BYTES", room)
     model, told, seen = random_model(), [], []
     whole = bias_positions(model, PROMPT, TEXT)

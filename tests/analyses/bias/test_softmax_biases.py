@@ -1,4 +1,4 @@
-"""The analyses of a bias on softmax models: what is told apart adds up to what the model does, and removals are real ones."""
+"""The analyses of a bias on softmax models: parts add up to the model's output, and removals match real ones."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Two softmax prompts in one head: what queries read of them, by hand and by laws."""
+"""Two softmax prompts in one head: what queries read from them, by hand and by general properties."""
 
 import numpy as np
 import pytest

@@ -24,7 +24,7 @@ def scores_of(frame, model, kind):
 
 
 def rank_one_model(angle):
-    """Head 0.0 writes along direction 3; what 1.0 reads with keys lies at ``angle`` to it, with queries and values at 90."""
+    """Head 0.0 writes along direction 3; head 1.0 reads at ``angle`` to it with keys, at 90 degrees with queries and values."""
     model = blank_model(n_layers=2, n_heads=1, d_head=2)
     first, second = model.blocks[0].attn, model.blocks[1].attn
     first.W_V[0, 1, 0], first.W_O[0, 0, 3] = 5.0, 7.0

@@ -123,7 +123,7 @@ def test_the_verdict_does_not_see_a_rescaling_of_the_coefficients_against_the_va
 
 
 def test_the_threshold_decides():
-    """A score of 3 beside i scores of 0 takes e^3 / (e^3 + i): 0.84 on the first seven places, 0.67 on the last."""
+    """A score of 3 next to i scores of 0 takes e^3 / (e^3 + i): 0.84 on the first seven positions, 0.67 on the last."""
     model = two_layer_circuit()
     model.blocks[0].attn.W_Q[1] *= 3 / SHARP
     for threshold, name in ((0.9, "none"), (0.8, "previous token"), (0.6, "previous token")):

@@ -23,7 +23,7 @@ ONE = torch.tensor([[1.0, 0.0]], dtype=torch.float64)
 
 
 def verdict(pattern, n, taps=ONE):
-    """The verdict on one head whose pattern [query, key] or [text, query, key] is given, on 2 n places."""
+    """The verdict on one head with a given pattern [query, key] or [text, query, key], on 2 n positions."""
     repeated = RepeatedTokens(torch.arange(n).repeat(2)[None], n)
     given = ShiftTaps(ONE, taps, ONE)
     scores = pattern_scores(pattern.view(-1, 1, 2 * n, 2 * n), repeated, given)
@@ -36,7 +36,7 @@ def uniform(n):
 
 
 def mixed(n, lag, weight, places):
-    """Uniform attention, of which ``weight`` goes to ``lag`` at the places of a slice."""
+    """Uniform attention, of which ``weight`` goes to ``lag`` at the positions of a slice."""
     pattern, rows = uniform(n), torch.arange(2 * n)[places]
     pattern[rows] *= 1 - weight
     pattern[rows, rows - lag] += weight
@@ -118,7 +118,7 @@ def test_a_positional_head_meets_the_criterion_at_most_positions_and_a_matching_
 @pytest.mark.parametrize("n", [16, 30, 60, 120])
 @pytest.mark.parametrize(("times", "name"), [(CONTRAST - 0.5, INCONCLUSIVE), (CONTRAST + 0.5, "induction")])
 def test_a_match_whose_share_falls_with_the_length_has_one_name_at_every_length(n, times, name):
-    """So many times what it looks at any other place, as of a kernel that cannot be sharp."""
+    """This many times the attention to any other position, as for a kernel that cannot be sharp."""
     pattern = uniform(n)
     for i in range(n, 2 * n):
         pattern[i, i - n + 1] *= times
@@ -182,7 +182,7 @@ def faint_heads(score, loudness):
 
 
 def test_a_faint_head_is_named_by_what_swapping_costs():
-    """Three times as much attention on the right place as on any other is not much of a pattern, and all that is needed."""
+    """Three times as much attention on the right position as on any other is a weak pattern, but all that is needed."""
     model = faint_heads(math.log(3), 60)
     assert heads_and_verdicts(model, n_sequences=3, n_repeated=8)["verdict"].iloc[0] == INCONCLUSIVE
     head = heads_and_verdicts(model, n_sequences=3, n_repeated=8, ablations=True).iloc[0]
@@ -202,7 +202,7 @@ def test_a_head_that_reads_all_alike_is_no_induction_head(loudness, name):
 
 @pytest.mark.parametrize("n", [16, 24, 40, 128])
 def test_a_sharp_head_that_looks_elsewhere_is_none_and_a_spread_one_is_inconclusive(n):
-    """A head that gives w to one place and the rest to all i + 1 alike reads 1 / (w^2 + (1 - w^2) / (i + 1)) places."""
+    """A head that gives w to one position and the rest equally to all i + 1 reads 1 / (w^2 + (1 - w^2) / (i + 1)) positions."""
     names = {w: verdict(mixed(n, 5, w, slice(5, 2 * n)), n).name for w in (0.95, 0.1)}
     assert names == {0.95: NO_VERDICT, 0.1: INCONCLUSIVE}
     random = torch.randn(3, 2 * n, 2 * n, generator=torch.Generator().manual_seed(0), dtype=torch.float64).tril()
@@ -210,7 +210,7 @@ def test_a_sharp_head_that_looks_elsewhere_is_none_and_a_spread_one_is_inconclus
 
 
 def test_the_spread_of_a_head_by_hand():
-    """On places 8 to 13 a uniform head reads i + 1 of i + 1, and its predecessors alone i of them; a sharp head reads one."""
+    """On positions 8 to 13 a uniform head reads i + 1 of i + 1, or i of them without its own; a sharp head reads one."""
     n, model, one = 7, shifted_heads(), sum(1 / (i + 1) for i in range(8, 14)) / 6
     model.blocks[0].attn.W_Q[2:] = 0
     assert induction_verdicts(model, n_sequences=2, n_repeated=n)["spread"].tolist()[2:] == pytest.approx([1 - one, 1])
@@ -218,7 +218,7 @@ def test_the_spread_of_a_head_by_hand():
 
 
 def test_a_match_that_is_missed_by_no_more_than_noise_is_inconclusive():
-    """A sharp head in the first copy; in the second one contrasts of 4 or 3, from place to place more and less, for 4.5."""
+    """A sharp head in the first copy; in the second one contrasts of 4 or 3 that vary with position, where 4.5 is required."""
     n, names = 40, []
     for times, up_and_down in ((4.0, 3.0), (4.0, 0.0), (3.0, 1.0)):
         pattern = mixed(n, 5, 0.95, slice(5, n))

@@ -1,4 +1,4 @@
-"""Exact to rounding: judged by the model's own forward pass in its dtype, whatever the length, and nothing coarser passes."""
+"""Exact to rounding, compared with the model's own forward pass in its dtype, at any length; larger errors are detected."""
 
 from dataclasses import replace
 

@@ -44,7 +44,7 @@ def shaken(**changes):
 
 
 def reading(model):
-    """Attach the prompt where it can be a bias; return what stands in front of the text otherwise."""
+    """Attach the prompt if it can be a bias; otherwise return the tokens before the text."""
     if model.cfg.attention == "softmax":
         return PROMPT
     if not model.cfg.trainable_kv_bias:

@@ -191,7 +191,7 @@ def test_too_narrow_and_too_shallow_are_distinguished_from_too_few_steps():
 
 
 class Scribe:
-    """A model that knows every problem's text by heart, and errs as told."""
+    """A model that has memorized every problem's text, with given errors."""
 
     def __init__(self, task, n_ops, n_problems, wrong_answers=0, wrong_steps=0, wrong_for_good=0):
         self.wrong_for_good = wrong_for_good
@@ -264,7 +264,7 @@ def test_arithmetic_compares_answers_scored_as_in_the_paper_unless_the_plain_mod
 
 
 def test_the_tests_length_is_not_seen_before_the_test(monkeypatch):
-    """Weights are chosen on problems of the trained lengths; the models have room for the longer ones."""
+    """Weights are chosen on problems of the trained lengths; the models' context fits the longer ones."""
     seen = []
 
     def pretend(task, models, training, seeds, tell, examine, **_):

@@ -1,4 +1,4 @@
-"""``function-classes``: the judges are right where the answer is known, the measurements are laws, and claims can fail."""
+"""``function-classes``: baselines with known answers, properties of the measurements, and claims that fail."""
 
 import math
 from dataclasses import replace
@@ -136,7 +136,7 @@ TINY = function_classes.EXPERIMENT.scales["tiny"]
 
 
 class Oracle(torch.nn.Module):
-    """Stands where a trained model stands: knows least squares, and is off by a constant."""
+    """A stand-in for a trained model: least squares plus a constant."""
 
     def __init__(self, task, off):
         super().__init__()
@@ -217,7 +217,7 @@ def test_only_the_plain_transformer_commutes_with_permutations():
 
 
 def test_a_deviation_by_a_pencil():
-    """A model that says 1 at the first of two positions and 0 at the second, whatever stands there."""
+    """A model that predicts 1 at the first of two positions and 0 at the second, for any input."""
 
     class FirstOnly(HookedKVRegressor):
         def forward(self, x):
