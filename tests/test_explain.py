@@ -41,7 +41,7 @@ def test_the_sentence_names_what_matters(name):
 
 
 def test_only_significant_heads_are_named_and_an_unstable_lead_is_said():
-    found = explain(HookedKVTransformer.from_zoo("facts-gpt2"), STORY, QUESTION, answer=" donkey", null=Null(19))
+    found = explain(HookedKVTransformer.from_zoo("facts-gpt2"), STORY, QUESTION, answer=" donkey", null=Null(60))
     heads = found.heads
     assert heads[["p_value", "p_value_alone", "leads"]].notna().all(axis=None)
     assert heads["leads"].sum() == pytest.approx(1)
@@ -55,6 +55,13 @@ def test_only_significant_heads_are_named_and_an_unstable_lead_is_said():
         assert said in shown and ("not stable" in shown) == (leads == 0.5)
 
 
+def test_a_null_that_is_too_small_for_so_many_units_is_said():
+    model = HookedKVTransformer.from_zoo("facts-linear")
+    with pytest.warns(UserWarning, match="none of 3 units can be significant.*a null of 60 units"):
+        found = explain(model, STORY, QUESTION, answer=" donkey", null=Null(19))
+    assert found.unit is None
+
+
 def test_where_nothing_matters_it_says_so():
     model = HookedKVTransformer.from_zoo("facts-linear")
     found = explain(model, "Mira keeps a goat. Pavel has a parrot.", " Where is the", answer=" kite")
@@ -64,7 +71,7 @@ def test_where_nothing_matters_it_says_so():
 
 
 def test_the_command_prints_the_sentence_and_writes_the_tables(tmp_path, capsys):
-    given = ["--prompt", STORY, "--text", QUESTION, "--answer", " donkey", "--rival", " goat", "--null", "19"]
+    given = ["--prompt", STORY, "--text", QUESTION, "--answer", " donkey", "--rival", " goat", "--null", "60"]
     assert main(["explain", *given, "--model", "facts-linear", "--out", str(tmp_path / "out")]) == 0
     printed = capsys.readouterr().out
     assert "Without 'At night Kaya feeds a donkey.'" in " ".join(printed.split())

@@ -149,7 +149,7 @@ def unrelated_swaps(
     """For unrelated units in the unit's place: swap and whole - converse from a prompt with one to that without it, and the
     swap from the prompt itself to a prompt with one."""
     span = (unit.start, unit.stop)
-    new = null.drawn(question, [unit] * null.n_units)
+    new = null.drawn(question, [unit] * null.n_for(1))
     with_them = convert_prompt(question.model, question.rows([[]] * len(new), [{span: each} for each in new]))
     without = convert_prompt(question.model, question.rows([[span]]))
     unrelated = [swapped_heads(question, with_them.select_prompt(i), without) for i in range(len(new))]

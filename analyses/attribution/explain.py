@@ -1,6 +1,6 @@
 """One question, one answer: which unit of the prompt made the model say it, through which heads, read at which positions."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pandas as pd
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvlens import Counterfactuals, HookedKVTransformer, logits_after
 from kvlens.checks import checked
+from kvlens.errors import warn
 
 from ..sequences import PromptTokens, TextTokens
 from ..texts import joined, token_texts
@@ -16,7 +17,7 @@ from .answers import Answer, Question, Rival
 from .by_head import attribution_by_head
 from .by_position import attribution_by_position
 from .methods import Method
-from .null import SIGNIFICANT, Null
+from .null import FEWEST, SIGNIFICANT, Null, enough_for
 from .prompt import prompt_attribution
 from .units import Spans
 
@@ -33,7 +34,7 @@ class Explained:
     Attributes:
         answer, rival: as text.
         p_answer, p_rival: probabilities of the answer and of its nearest rival with the whole prompt, and without the unit
-            that matters most; the latter None where no unit is significant.
+            that matters most; the latter None where no unit is significant (adjusted for the number of units).
         units, heads, positions: the tables of `prompt_attribution`, and of that unit those of `attribution_by_head` and
             `attribution_by_position`; empty where no unit is significant.
         unit: number of that unit, or None.
@@ -89,7 +90,9 @@ def explain(
         model, prompt, text, by, answer, rival, method: as
             :func:`kvlens.analyses.attribution.prompt.prompt_attribution`. Without a rival, effects are those on the answer
             alone, and the most probable other first token is shown beside it.
-        null: None takes 40 units of texts that the model writes by itself.
+        null: None takes units of texts that the model writes by itself. A unit is significant where its adjusted p-value is at
+            most 0.05: of prompts that have nothing to do with the answer, at most one in twenty has any such unit. A warning
+            says where the null has too few units for that. Heads are compared with at most 40 units, each by itself.
 
     Raises:
         KVLensError: as :func:`kvlens.analyses.attribution.prompt.prompt_attribution`.
@@ -99,7 +102,13 @@ def explain(
     units = prompt_attribution(
         model, question.prompt, question.text, by=by, answer=question.answer, rival=question.rival, method=method, null=null
     )
-    ranked = units[units["significant"]].sort_values("total_effect", ascending=False, key=abs)
+    n_null = null.n_for(len(units))
+    if n_null < enough_for(len(units)):
+        warn(
+            f"explain: with {n_null} unrelated units none of {len(units)} units can be significant: give coarser units, or a "
+            f"null of {enough_for(len(units))} units"
+        )
+    ranked = units[units["p_adjusted"] <= SIGNIFICANT].sort_values("total_effect", ascending=False, key=abs)
     chosen = None if ranked.empty else int(ranked.index[0])
     rows = [[]] if chosen is None else [[], [(int(units["start"][chosen]), int(units["stop"][chosen]))]]
     prompts = question.rows(rows)
@@ -109,7 +118,8 @@ def explain(
     heads = positions = pd.DataFrame()
     if chosen is not None:
         given = dict(by=[rows[1][0]], answer=question.answer, rival=question.rival)
-        heads = attribution_by_head(model, question.prompt, question.text, null=null, **given)  # type: ignore[arg-type]
+        of_heads = replace(null, n_units=min(n_null, FEWEST))
+        heads = attribution_by_head(model, question.prompt, question.text, null=of_heads, **given)  # type: ignore[arg-type]
         heads = heads[heads["unit"] == 0].reset_index(drop=True)
         positions = attribution_by_position(model, question.prompt, question.text, **given)  # type: ignore[arg-type]
     behind = len(question.text)

@@ -3,7 +3,10 @@
     null effect = score(prompt with an unrelated unit in the unit's place) - score(prompt without the unit)
 
 for units of as many tokens, each where a unit of the prompt stands. A unit's p-value is the share of null effects, its own
-included, that are at least as large; with it at most one unrelated unit in twenty is called significant.
+included, that are at least as large: of units that have nothing to do with the answer, one in twenty has p <= 0.05. A prompt
+has several units, so that some are below 0.05 by chance. The adjustment (S. Holm 1979, Scand. J. Statist. 6:65) is for that: of
+prompts that have nothing to do with the answer, one in twenty has *any* unit with an adjusted p <= 0.05, however the effects of
+its units depend on each other. The smallest p-value is 1 / (1 + null effects), so this takes :func:`enough_for` null effects.
 """
 
 from collections.abc import Sequence
@@ -22,6 +25,7 @@ from .answers import Question
 from .units import Unit
 
 SIGNIFICANT = 0.05
+FEWEST, MOST = 40, 1000
 
 
 @checked
@@ -30,18 +34,23 @@ class Null:
     """Where unrelated units come from, and how many are read.
 
     Attributes:
-        n_units: unrelated units; 20 and more can call anything significant, more measure a p-value more finely.
+        n_units: how many unrelated units, at least 19; None for `FEWEST`, and as many more, up to `MOST`, as adjusted p-values
+            need.
         prompts: unrelated prompts, strings or tokens; None takes texts that the model writes by itself.
         seed: of what is drawn.
     """
 
-    n_units: Annotated[int, Within(19, 2**20)] = 40
+    n_units: Annotated[int, Within(19, 2**20)] | None = None
     prompts: Sequence[str | Tensor] | None = None
     seed: Seed = 0
 
-    def effects(self, question: Question, units: Sequence[Unit]) -> Float[Tensor, " null"]:
-        """Null effects, spread evenly over the units' positions."""
-        where = [units[i % len(units)] for i in range(self.n_units)]
+    def n_for(self, n_tested: int) -> int:
+        """How many unrelated units are read to test as many units of a prompt."""
+        return self.n_units or min(max(FEWEST, enough_for(n_tested)), MOST)
+
+    def effects(self, question: Question, units: Sequence[Unit], n_tested: int | None = None) -> Float[Tensor, " null"]:
+        """Null effects, spread evenly over the units' positions; ``n_tested``: how many effects are tested, if not theirs."""
+        where = [units[i % len(units)] for i in range(self.n_for(n_tested or len(units)))]
         unrelated = self.drawn(question, where)
         spans = [(unit.start, unit.stop) for unit in where]
         with_them = question.rows([[]] * len(spans), [{span: new} for span, new in zip(spans, unrelated, strict=True)])
@@ -51,22 +60,23 @@ class Null:
         return question.scores(with_them) - without[index]
 
     def drawn(self, question: Question, where: Sequence[Unit]) -> list[Int[Tensor, " pos"]]:
-        """For each unit, one of an unrelated prompt of as many tokens."""
+        """For each unit, one of an unrelated prompt of as many tokens; each prompt is used as often as the others."""
         generator = torch.Generator().manual_seed(self.seed)
         longest = max(unit.stop - unit.start for unit in where)
-        sources = self._sources(question, longest)
+        sources = self._sources(question, longest, len(where))
+        sources = [sources[i] for i in torch.randperm(len(sources), generator=generator).tolist()]
         drawn = []
         for unit in where:
             length = unit.stop - unit.start
-            fitting = [source for source in sources if len(source) >= length]
-            if not fitting:
+            source = next((source for source in sources if len(source) >= length), None)
+            if source is None:
                 raise KVLensError(f"Null: a unit has {length} tokens, and no unrelated prompt is as long: give longer ones")
-            source = fitting[int(torch.randint(len(fitting), (), generator=generator))]
+            sources = [*(other for other in sources if other is not source), source]
             start = int(torch.randint(len(source) - length + 1, (), generator=generator))
             drawn.append(source[start : start + length])
         return drawn
 
-    def _sources(self, question: Question, longest: int) -> list[Int[Tensor, " pos"]]:
+    def _sources(self, question: Question, longest: int, n_texts: int) -> list[Int[Tensor, " pos"]]:
         model = question.model
         if self.prompts is not None:
             read = [prompt_sequence(model, "Null: prompts", prompt) for prompt in self.prompts]
@@ -74,7 +84,7 @@ class Null:
         first = question.prompt[:1]  # BOS where there is one
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
-            start = first[None].expand(self.n_units, -1)
+            start = first[None].expand(n_texts, -1)
             written = model.generate(start, max_new_tokens=longest, stop_at_eos=False, verbose=False, return_type="tokens")
         self_written = written[:, 1:].clone().cpu()
         question.account.count(self_written.numel())
@@ -84,4 +94,17 @@ class Null:
 def p_values(effects: Float[Tensor, " unit"], null: Float[Tensor, " null"]) -> Float[Tensor, " unit"]:
     """Two-sided: (1 + null effects at least as large) / (1 + their number)."""
     larger = (null.abs()[None] >= effects.abs()[:, None]).sum(dim=1)
-    return (1.0 + larger) / (1.0 + len(null))
+    return (1.0 + larger.double()) / (1.0 + len(null))
+
+
+def holm(p: Float[Tensor, " unit"]) -> Float[Tensor, " unit"]:
+    """Adjusted p-values: the smallest times the number of units, the second smallest times one less, and so on; none smaller
+    than the one before, and at most 1."""
+    order = p.argsort(stable=True)
+    steps = p[order] * torch.arange(len(p), 0, -1)
+    return steps.cummax(dim=0).values.clamp(max=1.0)[order.argsort()]
+
+
+def enough_for(n_units: int) -> int:
+    """So many null effects allow the largest of ``n_units`` effects an adjusted p-value of at most `SIGNIFICANT`."""
+    return round(n_units / SIGNIFICANT)

@@ -17,7 +17,7 @@ from ..predictions import EFFECT
 from ..sequences import PromptTokens, TextTokens
 from .answers import Answer, Positions, Question, Rival
 from .methods import METHODS, Explanation, Method
-from .null import SIGNIFICANT, Null, p_values
+from .null import SIGNIFICANT, Null, holm, p_values
 from .terms import hidden_from_text
 from .units import Spans, Unit, positions_of, units_of
 
@@ -41,7 +41,8 @@ COLUMNS = Columns(
         "also the next positions, which carry some of them, and the unit's rows of the shift state",
     ),
     p_value=("float64", "share of units of unrelated prompts with a total effect as large; NaN without a null"),
-    significant=("bool", f"p_value at most {SIGNIFICANT}"),
+    significant=("bool", f"p_value at most {SIGNIFICANT}: each unit by itself"),
+    p_adjusted=("float64", "p_value adjusted for the number of units by Holm's method; NaN without a null"),
     n_passes=("float64", "passes over prompt and text that the whole table took, the same in every row"),
 )
 
@@ -90,7 +91,7 @@ def prompt_attribution(
     whole = float(question.scores(question.rows([[]]))[0]) if found.whole is None else found.whole
     knockout = knockout_effects(question, found.units)
     nothing = torch.full_like(found.effects, float("nan"))
-    p = nothing if null is None else p_values(found.effects, null.effects(question, units))
+    p = nothing if null is None else p_values(found.effects, null.effects(question, units, len(found.units)))
     return COLUMNS.frame(
         {
             "unit": range(len(found.units)),
@@ -103,6 +104,7 @@ def prompt_attribution(
             "knockout_effect": knockout,
             "p_value": p,
             "significant": p <= SIGNIFICANT,
+            "p_adjusted": holm(p),
             "n_passes": question.account.n_passes,
         }
     )

@@ -51,9 +51,9 @@ def add_command(commands: Any) -> None:
     explain.add_argument(
         "--null",
         type=int,
-        default=40,
         metavar="N",
-        help="number of units of unrelated texts to compare with, at least 19 (default: %(default)s)",
+        help="number of units of unrelated texts to compare with, at least 19 (default: 20 for each unit of the prompt, "
+        "between 40 and 1,000)",
     )
     explain.add_argument("--seed", type=int, default=0, help="random seed for choosing these texts (default: %(default)s)")
     explain.add_argument("--out", metavar="DIR", help="write the tables to this folder, as Parquet (default: print only)")
@@ -63,7 +63,7 @@ def add_command(commands: Any) -> None:
 
 def _explain(args: argparse.Namespace) -> int:
     ensure("--seed", Seed, args.seed)
-    ensure("--null", Annotated[int, Within(19, 2**20)], args.null)
+    ensure("--null", Annotated[int, Within(19, 2**20)] | None, args.null)
     given = given_prompt_and_text(args)
     name = (EXAMPLE_MODEL if given is None else TEXT_MODEL) if args.model is None else args.model
     source = source_of(name)

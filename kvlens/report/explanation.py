@@ -51,13 +51,13 @@ def print_explanation(found: Any, by: str) -> None:
     """Print the sentence, the units, and the heads and positions for the unit with the largest effect."""
     console = make_console()
     console.print(textwrap.fill(visible(in_a_sentence(found, by)), WIDTH))
-    units = found.units.assign(p=found.units["p_value"].map("{:.3f}".format))
+    units = found.units.assign(p=found.units["p_adjusted"].map("{:.3f}".format))
     shown = units.sort_values("total_effect", key=abs, ascending=False).head(MOST_ROWS).sort_values("start")
     console.print("effect on the log-probability of the answer, nats", style="bold")
     console.print(
         _table(
             shown,
-            {"unit_text": by, "total_effect": "total", "knockout_effect": "attention knockout", "p": "p"},
+            {"unit_text": by, "total_effect": "total", "knockout_effect": "attention knockout", "p": "p, adjusted"},
         )
     )
     if len(units) > len(shown):

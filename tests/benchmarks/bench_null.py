@@ -3,11 +3,12 @@
     python tests/benchmarks/bench_null.py [--model docs-gpt2] [--units 200] [--prompts 10] [--seed 0]
 
 Texts are written by the model itself (or taken from ``--texts``, a text file, a paragraph each). Each prompt is one text, cut
-where the text that it precedes begins; its sentences are the units, and the answer is the model's most probable next token. In
-the sentences' place stand units of other texts, of as many tokens: 40 are the null, as in `kvlens explain`, and others are
-tested against it, from texts that are neither the prompt's nor the null's.
+where the text that it precedes begins; its four quarters are the units, and the answer is the model's most probable next token.
+In their place stand units of other texts, of as many tokens: 80 are the null, as in `kvlens explain` for four units, and others
+are tested against it, from texts that are neither the prompt's nor the null's.
 
-Printed: the share of tested units with p <= 0.05, with the exact upper bound (binomial, 95 %, one-sided).
+Printed: the share of tested units with p <= 0.05, and the share of sets of four, one in each place, of which any has an
+adjusted p <= 0.05; each with the exact upper bound (binomial, 95 %, one-sided).
 """
 
 import argparse
@@ -17,7 +18,7 @@ from pathlib import Path
 import torch
 from bench_notes import lower_bound
 from kvlens.analyses.attribution.answers import Question
-from kvlens.analyses.attribution.null import SIGNIFICANT, Null, p_values
+from kvlens.analyses.attribution.null import SIGNIFICANT, Null, holm, p_values
 from kvlens.analyses.attribution.units import Unit
 
 from kvlens import HookedKVTransformer
@@ -58,14 +59,19 @@ def main(argv: list[str] | None = None) -> None:
     units = [Unit("", start, stop) for start, stop in itertools.pairwise(edges)]
     bos = torch.tensor([int(model.tokenizer.bos_token_id)])  # type: ignore[union-attr]
     significant: list[bool] = []
+    any_of_a_set: list[bool] = []
     for number, text in enumerate(own):
         question = Question.of(model, torch.cat([bos, text[:N_PROMPT]]), text[N_PROMPT:])
-        null = Null(40, of_null, seed=args.seed + number).effects(question, units)
-        tested = Null(max(19, each), of_tested, seed=args.seed + 1000 + number).effects(question, units)[:each]
-        significant += (p_values(tested, null) <= SIGNIFICANT).tolist()
-    found, n = sum(significant), len(significant)
-    high = 1.0 - lower_bound(n - found, n)
-    print(f"{args.model}: {found} of {n} unrelated units significant, {found / n:.1%}, upper bound {high:.1%}")
+        null = Null(seed=args.seed + number, prompts=of_null).effects(question, units)
+        tested = Null(max(20, each), of_tested, seed=args.seed + 1000 + number).effects(question, units)[:each]
+        p = p_values(tested, null)
+        significant += (p <= SIGNIFICANT).tolist()
+        sets = p[: len(p) // N_UNITS * N_UNITS].view(-1, N_UNITS)
+        any_of_a_set += [bool((holm(each_set) <= SIGNIFICANT).any()) for each_set in sets]
+    for what, each_one in (("unrelated units significant", significant), ("sets of four with any", any_of_a_set)):
+        found, n = sum(each_one), len(each_one)
+        high = 1.0 - lower_bound(n - found, n)
+        print(f"{args.model}: {found} of {n} {what}, {found / n:.1%}, upper bound {high:.1%}")
 
 
 if __name__ == "__main__":

@@ -68,8 +68,9 @@ def test_bounds_of_shares_are_those_of_the_binomial_distribution():
 
 
 def test_null_smoke(capsys):
-    bench_null.main(["--units", "19", "--prompts", "1"])
-    assert "of 19 unrelated units significant" in capsys.readouterr().out
+    bench_null.main(["--units", "20", "--prompts", "1"])
+    printed = capsys.readouterr().out
+    assert "of 20 unrelated units significant" in printed and "of 5 sets of four with any" in printed
 
 
 def test_conversion_error_smoke(capsys):

@@ -10,8 +10,8 @@ from analysis_models import VARIANTS, random_model, tokens
 from analyses import attribution_by_head, attribution_by_position, prompt_attribution
 from analyses.attribution.answers import Question
 from analyses.attribution.by_head import swapped_heads
-from analyses.attribution.methods import Hierarchical, LinearFit, chosen_subsets, fitted, lasso, over_pairs
-from analyses.attribution.null import Null, p_values
+from analyses.attribution.methods import Hierarchical, LeaveOneOut, LinearFit, chosen_subsets, fitted, lasso, over_pairs
+from analyses.attribution.null import Null, enough_for, holm, p_values
 from analyses.attribution.terms import factors, hidden_from_text, written
 from analyses.attribution.units import units_of
 from kvlens import HookedKVTransformer, KVLensError, KVShiftConfig, carry_bias, convert_prompt, logits_after
@@ -372,6 +372,33 @@ def test_unrelated_units_are_seldom_significant():
     found = (p_values(fresh, null) <= 0.05).float().mean()
     assert found <= 0.05 + 3 * (0.05 * 0.95 * (1 / 200 + 1 / 99)) ** 0.5  # three standard errors of both draws
     assert float(p_values(torch.tensor([0.0]), null)) == 1.0
+
+
+def test_prompts_of_unrelated_units_seldom_have_a_significant_one():
+    """Prompts of random tokens, and a null of random tokens: each set of three units is drawn as the null's are. Without the
+    adjustment one in seven prompts has a unit with p <= 0.05."""
+    model, n = random_model(n_layers=1, kv_shift=None), 200
+    spans = [(0, 4), (4, 8), (8, 12)]
+    any_adjusted = any_single = 0
+    for seed in range(n):
+        others = [tokens(4, 10_000 * (seed + 1) + i) for i in range(60)]
+        question = Question.of(model, tokens(12, seed), TEXT, 5)
+        units = units_of(model, question.prompt, spans)
+        p = p_values(LeaveOneOut().explain(question, units).effects, Null(prompts=others, seed=seed).effects(question, units))
+        any_adjusted += bool((holm(p) <= 0.05).any())
+        any_single += bool((p <= 0.05).any())
+    assert any_adjusted / n <= 0.05 + 2 * (0.05 * 0.95 / n) ** 0.5
+    assert any_single / n > 0.08
+
+
+def test_holms_adjustment():
+    """By hand: 0.01 * 4, 0.02 * 3, 0.03 * 2 raised to the one before, 0.5 * 1."""
+    p = torch.tensor([0.03, 0.01, 0.5, 0.02], dtype=torch.float64)
+    assert holm(p).tolist() == pytest.approx([0.06, 0.04, 0.5, 0.06])
+    assert holm(torch.tensor([0.4, 0.9])).tolist() == pytest.approx([0.8, 0.9])
+    assert holm(torch.full((2,), float("nan"))).isnan().all()
+    for n in (1, 3, 7, 50):
+        assert n / (1 + enough_for(n)) <= 0.05 < n / (1 + enough_for(n) - 2)  # the smallest adjusted p-value
 
 
 @pytest.mark.parametrize("model", ["rope after", "softmax shift"], indirect=True)
