@@ -177,9 +177,15 @@ def test_train_writes_run_and_model_with_a_card_and_resumes(capsys):
         (["train", "docs-linear"], "required: --out"),
         (["train", "docs-linear", "--out", "m", "--minutes", "0"], "--minutes must be above 0"),
         (["train", "docs-linear", "--out", "m", "--minutes", "nan"], "--minutes must be a number above 0"),
-        (["train", "induction", "--out", "m", "--set", "stepz=4"], "unknown setting 'stepz'; did you mean 'steps'?"),
-        (["train", "induction", "--out", "m", "--task", "vocab=4"], "has no setting 'vocab'"),
-        (["train", "induction", "--out", "m", "--model", "n_layer=4"], "unknown field 'n_layer'; did you mean 'n_layers'?"),
+        (["train", "induction", "--out", "m", "--set", "stepz=4"], "--set: unknown setting 'stepz'; did you mean 'steps'?"),
+        (
+            ["train", "induction", "--out", "m", "--task", "vocab=4"],
+            "--task: unknown setting 'vocab'; did you mean 'vocab_size'?",
+        ),
+        (
+            ["train", "induction", "--out", "m", "--model", "n_layer=4"],
+            "--model: unknown setting 'n_layer'; did you mean 'n_layers'?",
+        ),
         (["train", "induction", "--out", "m", "--set", "steps"], "--set: expected KEY=VALUE, got 'steps'"),
         (["reproduce", "induction-dept"], "no experiment is called 'induction-dept'; did you mean 'induction-depth'?"),
         (["reproduce", "hops", "--set", "sead=4"], "hops has no setting 'sead'; did you mean 'seeds'?"),

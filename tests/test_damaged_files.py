@@ -14,7 +14,7 @@ from analyses.batch.journal import Journal
 from analyses.batch.worker import REFUSED, PromptResult
 from kvlens import HookedKVTransformer, KVBias, KVLensError, convert_prompt
 from kvlens.files import read_listed
-from kvlens.kv_bias.kv_bias import TENSORS
+from kvlens.kv_bias.validation import TENSORS
 from kvlens.training import TrainSettings
 from kvlens.training.checkpoint import CheckpointFolder
 from kvlens.training.distributed import Workers

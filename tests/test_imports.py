@@ -33,6 +33,7 @@ ORDER = [
     "pretrained",
     "model",
     "bridge",
+    "conversion_methods",
     "conversion",
     "dual",
     "corpus",

@@ -6,13 +6,14 @@ hash and to find duplicate ids, and once to run. Only the ids stay in memory.
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from kvlens import KVLensError
 from kvlens.arguments import path_of
+from kvlens.errors import nearest_name
 
 from ..declaration import Record
 
@@ -70,11 +71,15 @@ def read_records(path: Path, text: str | None = None) -> Iterator[Record | BadLi
         raise KVLensError(f"prompts: cannot read {path}: {error.strerror or error}") from error
 
 
-def survey(path: Path, text: str | None = None) -> Survey:
+def survey(path: Path, text: str | None = None, fields: Collection[str] = ()) -> Survey:
     """Read the whole input once.
 
+    Args:
+        path, text: as in :func:`read_records`.
+        fields: what the analysis reads of a record.
+
     Raises:
-        KVLensError: as :func:`read_records`; two records with the same id; no record at all.
+        KVLensError: as :func:`read_records`; two records with the same id; a record with a misspelled field; no record at all.
     """
     hasher, bad, seen = hashlib.sha256(), [], dict[str, int]()
     for number, entry in enumerate(read_records(path, text), start=1):
@@ -87,12 +92,29 @@ def survey(path: Path, text: str | None = None) -> Survey:
                 raise KVLensError(f"prompts: the id {entry.id!r} is on {what} {seen[entry.id]} and {number} of {path}; ids "
                                   "must differ")  # fmt: skip
             seen[entry.id] = number
+            _check_spelling(entry, fields, f"{path}, {'file' if path.is_dir() else 'line'} {number}")
             parts = (entry.id, entry.prompt, entry.text, entry.fields)
         hasher.update(json.dumps(parts, sort_keys=True).encode() + b"\n")
     if not seen:
         first = f": {bad[0].where}: {bad[0].problem}" if bad else "; it is empty"
         raise KVLensError(f"prompts: {path} holds no prompt{first}")
     return Survey(len(seen), tuple(bad), hasher.hexdigest())
+
+
+def _check_spelling(record: Record, fields: Collection[str], where: str) -> None:
+    """Refuse a field that looks like a misspelling of one that the record lacks.
+
+    Other fields are left alone: one file serves several analyses, and may say more about its prompts.
+    """
+    held = {name for name in ("text", *record.fields) if name != "text" or record.text is not None}
+    missing = [name for name in dict.fromkeys(("text", *fields)) if name not in {*held, "prompt"}]
+    for name in record.fields:
+        meant = None if name in fields else nearest_name(name, missing, likeness=0.7)
+        if meant is not None:
+            raise KVLensError(
+                f"prompts: {where}: no field is called {name!r}; did you mean {meant!r}? Fields that are read: "
+                f"{', '.join(dict.fromkeys(('id', 'prompt', 'text', *fields)))}"
+            )
 
 
 def _folder(folder: Path) -> Iterator[Record | BadLine]:

@@ -10,7 +10,7 @@ killed is resumed by the same call. Rows are ordered by model, then prompt, what
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from itertools import islice, product
 from pathlib import Path
@@ -82,9 +82,9 @@ class Input:
         entries = read_records(self.prompts, self.text)
         yield from enumerate(entry for entry in entries if isinstance(entry, Record))
 
-    def survey(self) -> Survey:
-        """Survey the input."""
-        return Survey(1, (), NO_PROMPT) if self.prompts is None else survey(self.prompts, self.text)
+    def survey(self, fields: Collection[str] = ()) -> Survey:
+        """Survey the input of an analysis that reads these ``fields`` of a record."""
+        return Survey(1, (), NO_PROMPT) if self.prompts is None else survey(self.prompts, self.text, fields)
 
 
 def tell_on_stderr(line: str) -> None:
@@ -137,7 +137,7 @@ def run_batch(
     check_table_path(out)
     journal_path = out.with_name(f"{out.name}.partial")
     facts = _check_output(out, replace=overwrite or retry_failed or journal_path.exists())
-    found = source.survey()
+    found = source.survey([field.name for field in analysis.inputs.values()])
     _tell_bad_lines(found, tell)
     elsewhere = resources.engine == "ray" or resources.workers > 1
     models = ModelShelf(work.models, device="cpu" if elsewhere else work.device, dtype=work.dtype)

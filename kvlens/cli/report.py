@@ -4,12 +4,14 @@ import argparse
 import os
 import textwrap
 import warnings
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from kvlens.arguments import check_device
 from kvlens.checks import Seed, Within, ensure
 from kvlens.cli.prompts import add_prompt_and_text, given_prompt_and_text
+from kvlens.conversion_methods import CONVERSION_METHODS
 from kvlens.errors import KVLensError
 from kvlens.report.example import EXAMPLE_MODEL, TEXT_MODEL, example_for
 from kvlens.terminal import visible
@@ -19,12 +21,7 @@ if TYPE_CHECKING:
     from kvlens.conversion import ConversionMethod
 
 
-COMPARED = ("streaming_llm", "h2o", "snapkv", "expected_attention", "kvzip")
-METHODS = ("exact", "landmark", "attention_matching", *COMPARED, "random", "taylor", "learned")
-"""The names in :data:`kvlens.conversion.METHODS`, which imports torch."""
 MOST_ASKED = 2**24
-FEATURES = tuple(name for name in METHODS if name not in ("exact", "taylor"))
-"""The methods that have and need ``--features``."""
 
 
 def add_command(commands: Any) -> None:
@@ -55,10 +52,10 @@ def add_command(commands: Any) -> None:
     )
     softmax.add_argument(
         "--method",
-        choices=METHODS,
+        choices=tuple(CONVERSION_METHODS),
         metavar="METHOD",
         help="exact (the default); landmark, a few keys with fitted weights and values; or, for comparison, "
-        f"{', '.join(METHODS[2:])}",
+        f"{', '.join(name for name in CONVERSION_METHODS if name not in ('exact', 'landmark'))}",
     )
     softmax.add_argument(
         "--features",
@@ -106,7 +103,9 @@ def _report(args: argparse.Namespace) -> int:
     ensure("--seed", Seed, args.seed)
     ensure("--new-tokens", Annotated[int, Within(1)], args.new_tokens)
     ensure("--temperature", Annotated[float, Within(0)], args.temperature)
-    _check_method(args)
+    for flag, value, least in (("--features", args.features, 1), ("--polish", args.polish, 0)):
+        if value is not None:
+            ensure(flag, Annotated[int, Within(least, MOST_ASKED)], value)
     check_folder(args.out, overwrite=args.overwrite)
     given = given_prompt_and_text(args)
     name = (EXAMPLE_MODEL if given is None else TEXT_MODEL) if args.model is None else args.model
@@ -158,31 +157,23 @@ def _report(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check_method(args: argparse.Namespace) -> None:
-    """Check ``--features``, ``--budget`` and ``--polish`` against ``--method``, naming the flags that were typed."""
-    method = args.method or "exact"
-    if method in FEATURES and args.features is None:
-        raise KVLensError(f"--method {method} needs --features, the number of keys (or features) per key-value head")
-    for flag, value, methods in (
-        ("--features", args.features, FEATURES),
-        ("--budget", args.budget, ("landmark", "attention_matching")),
-        ("--polish", args.polish, ("landmark",)),
-    ):
-        if value is not None and method not in methods:
-            raise KVLensError(f"{flag} has no effect with --method {method}; it belongs to --method {', '.join(methods)}")
-    for flag, value, least in (("--features", args.features, 1), ("--polish", args.polish, 0)):
-        if value is not None:
-            ensure(flag, Annotated[int, Within(least, MOST_ASKED)], value)
-
-
 def _method(args: argparse.Namespace) -> "ConversionMethod":
-    """The conversion method that was asked for. Imports torch."""
-    from kvlens.conversion import Exact, method_of
+    """The conversion method that was asked for; errors name the flags that were typed. Imports torch."""
+    from kvlens.conversion import METHODS, method_of, option_names
 
+    name = args.method or "exact"
+    flags = {"n_features": "--features", "budget": "--budget", "polish_steps": "--polish"}
     given = {"n_features": args.features, "budget": args.budget, "polish_steps": args.polish}
-    given = {name: value for name, value in given.items() if value is not None}
-    name = args.method or Exact.name
-    return method_of(name, given if name == Exact.name else {**given, "seed": args.seed})
+    given = {option: value for option, value in given.items() if value is not None}
+    for option in given:
+        owners = [other for other, kind in METHODS.items() if option in option_names(kind)]
+        if name not in owners:
+            raise KVLensError(f"{flags[option]} has no effect with --method {name}; it belongs to --method {', '.join(owners)}")
+    kind = METHODS[name]
+    asked = next((field for field in fields(kind) if field.name == kind.shorthand.get("n_features", "n_features")), None)  # type: ignore[arg-type]
+    if asked is not None and asked.default in (None, MISSING) and args.features is None:
+        raise KVLensError(f"--method {name} needs --features, the number of keys (or features) per key-value head")
+    return method_of(name, given if kind is METHODS["exact"] else {**given, "seed": args.seed})
 
 
 def _wrapped(text: str) -> str:

@@ -4,13 +4,13 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from kvlens.arguments import check_device
 from kvlens.checks import Seed, Within, ensure
-from kvlens.errors import KVLensError
+from kvlens.errors import KVLensError, nearest
 from kvlens.terminal import how_it_ended, visible
 
 
@@ -58,11 +58,21 @@ def _train(args: argparse.Namespace) -> int:
         ensure("--seed", Seed, args.seed)
         model.setdefault("seed", args.seed)
 
+    from kvlens.tasks import TASKS
     from kvlens.training import TrainSettings, find_recipe, train_recipe
     from kvlens.training.checkpoint import CHECKPOINT
     from kvlens.training.distributed import process_group
+    from kvlens.training.recipes import model_settings
 
     recipe = find_recipe(args.name)
+    for flag, given, known in (
+        ("--task", task, [field.name for field in fields(TASKS[recipe.task])]),
+        ("--model", model, model_settings()),
+        ("--set", training, [field.name for field in fields(TrainSettings)]),
+    ):
+        unknown = next((name for name in given if name not in known), None)
+        if unknown is not None:
+            raise KVLensError(f"{flag}: unknown setting {unknown!r}{nearest(unknown, known)}; there are {', '.join(known)}")
     recipe = replace(
         recipe,
         task_settings={**recipe.task_settings, **task},

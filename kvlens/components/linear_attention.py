@@ -95,6 +95,7 @@ class LinearHeads(Heads):
     def init_parameters(cls, attn: Any, generator: torch.Generator | None) -> None:
         """The feature map's own; b_KV and b_D at 0."""
         attn.feature_map.init_weights(generator)
+        attn.feature_map.check_features(attn.cfg, attn.W_Q.device)
         if attn.cfg.trainable_kv_bias:
             nn.init.zeros_(attn.b_KV)
             nn.init.zeros_(attn.b_D)

@@ -23,6 +23,7 @@ from kvlens.conversion.softmax import (
     Teacher,
     TextOptions,
     method_of,
+    option_names,
 )
 
 __all__ = [
@@ -49,4 +50,5 @@ __all__ = [
     "counterfactuals",
     "logits_after",
     "method_of",
+    "option_names",
 ]

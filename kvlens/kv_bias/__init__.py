@@ -10,8 +10,9 @@ from kvlens.kv_bias.features import (
 )
 from kvlens.kv_bias.fingerprint import Fingerprint
 from kvlens.kv_bias.fit import BiasFit
-from kvlens.kv_bias.kv_bias import LAST_POSITION, KVBias
+from kvlens.kv_bias.kv_bias import KVBias
 from kvlens.kv_bias.recurrent import RecurrentStates
+from kvlens.kv_bias.validation import LAST_POSITION
 
 combine = KVBias.combine
 

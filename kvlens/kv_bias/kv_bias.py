@@ -24,7 +24,7 @@ from torch import Tensor
 from kvlens.arguments import check_device
 from kvlens.checks import Count, Finite, checked, ensure
 from kvlens.dtypes import check_holds, dtype_of, is_dtype
-from kvlens.errors import KVLensError, brief
+from kvlens.errors import KVLensError
 from kvlens.kv_bias.arithmetic import fields_of_sum, scaled_fields
 from kvlens.kv_bias.features import SoftmaxFeatures, VirtualKeys, features_from
 from kvlens.kv_bias.fingerprint import Fingerprint
@@ -33,13 +33,10 @@ from kvlens.kv_bias.ragged import packed, used_keys
 from kvlens.kv_bias.records import of_old_file, replaced, rounded, since
 from kvlens.kv_bias.recurrent import RecurrentStates, recurrent_from
 from kvlens.kv_bias.storage import keeps_record, read_bias_file, write_bias_file
+from kvlens.kv_bias.validation import COUNTS, TENSORS, check_fields, check_numbers
 
-TENSORS = ("b_KV", "b_D", "last_k", "last_v", "last_q")
-COUNTS = ("n_prompt_tokens", "position_offset")
 READ = (*TENSORS, "features", "log_scale", "recurrent", "position_offset", "fingerprint")
 """The fields that the model's output depends on."""
-LAST_POSITION = 2**24
-"""Angles are computed in float32, which represents whole numbers exactly up to here."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -98,41 +95,7 @@ class KVBias:
     """(fit, what :data:`READ` names) as they were when the record was made: dataclasses.replace hands it on."""
 
     def __post_init__(self):
-        for name in TENSORS:
-            if not isinstance(tensor := getattr(self, name), Tensor) or tensor.dim() < 3:
-                raise KVLensError(f"KVBias: {name} must be a tensor with an axis of layers, got {brief(tensor)}")
-        if not isinstance(self.fingerprint, Fingerprint):
-            raise KVLensError(f"KVBias: fingerprint must be model.fingerprint(), got {brief(self.fingerprint)}")
-        f, lead = self.fingerprint, tuple(self.b_KV.shape[:-3])
-        if self.recurrent is not None:
-            self.recurrent.check(f.n_layers, lead[1:])
-        n_layers = len(self.attention_layers)
-        if len(lead) not in (1, 2) or lead[0] != n_layers:
-            raise KVLensError(f"KVBias: b_KV must be [layer={n_layers}, (batch,) head, d_phi, d_head], got {_shape(self.b_KV)}")
-        if (self.features is None) != (f.attention == "linear") or (self.features is None) != (self.log_scale is None):
-            raise KVLensError(f"KVBias: features and log_scale belong to softmax attention alone, and this is {f.attention}")
-        heads, d_phi = f.n_heads, f.d_phi
-        if self.features is not None:
-            self.features.check(lead, f.n_kv_heads, f.d_key or f.d_head)
-            d_phi = self.features.n_features
-            heads = f.n_heads if self.b_KV.shape[-3] == f.n_heads else f.n_kv_heads
-        expected = {
-            "b_KV": (heads, d_phi, f.d_head),
-            "b_D": (heads, d_phi),
-            "last_k": (self.last_k.shape[-3], f.n_kv_heads, f.d_head),
-            "last_v": (self.last_v.shape[-3], f.n_kv_heads, f.d_head),
-            "last_q": (self.last_q.shape[-3], f.n_heads, f.d_head),
-        }
-        if self.log_scale is not None:
-            expected["log_scale"] = (f.n_kv_heads,)
-        for name, shape in expected.items():
-            tensor = getattr(self, name)
-            if tuple(tensor.shape) != lead + shape:
-                raise KVLensError(f"KVBias: {name} must be {list(lead + shape)}, got {_shape(tensor)}")
-            if not tensor.is_floating_point():
-                raise KVLensError(f"KVBias: {name} must hold floating-point numbers, got {tensor.dtype}")
-        for name in COUNTS:
-            _check_count(name, getattr(self, name), lead[1:])
+        check_fields(self)
         if self.features is not None:
             self._keep_record()
 
@@ -149,17 +112,7 @@ class KVBias:
 
     def check_finite(self, what: str) -> None:
         """Raise KVLensError, as ``what``, where a number is NaN or infinite: such a bias is no prompt of any model."""
-        tensors = {name: getattr(self, name) for name in TENSORS}
-        if self.features is not None and self.log_scale is not None:
-            tensors |= {"log_scale": self.log_scale, **self.features.tensors()}
-        if self.recurrent is not None:
-            tensors |= {f"recurrent.{name}": tensor for name, tensor in self.recurrent.tensors().items()}
-        for name, tensor in tensors.items():
-            if not bool(tensor.isfinite().all()):
-                row = int((~tensor.isfinite()).flatten(1).any(dim=1).nonzero()[0])
-                in_state = self.recurrent is not None and name.startswith("recurrent.")
-                layer = self.recurrent.layers[row] if in_state else self.attention_layers[row]  # type: ignore[union-attr]
-                raise KVLensError(f"{what}: {name} of layer {layer} is not finite; convert the prompt again")
+        check_numbers(self, what)
 
     def starts_where(self, other: "KVBias") -> bool:
         """Whether a text starts at the same position under both; in a model without positions it does under any two."""
@@ -391,7 +344,7 @@ class KVBias:
 
     @checked
     def save(self, path: str | Path) -> None:
-        """Write one safetensors file, whole or not at all.
+        """Write one safetensors file, whole or not at all. An existing file is replaced, as by ``torch.save``.
 
         Raises:
             KVLensError: the folder does not exist or cannot be written.
@@ -438,26 +391,9 @@ class KVBias:
         return bias
 
 
-def _shape(x: Tensor) -> list[int]:
-    return list(x.shape)
-
-
 def as_numbers(value: int | Tensor) -> int | list[int]:
     """A count as Python's own types: an int, or a list of one per prompt."""
     return value.tolist() if isinstance(value, Tensor) else value
-
-
-def _check_count(name: str, value: Any, batch: tuple[int, ...]) -> None:
-    """Raise unless ``value`` is a whole number from 0 to LAST_POSITION, or a tensor of one per prompt."""
-    wanted = f"a whole number from 0 to {LAST_POSITION}" + (f", or {batch[0]} of them in a tensor" if batch else "")
-    if isinstance(value, Tensor):
-        fits = tuple(value.shape) == batch and not value.is_floating_point() and value.dtype != torch.bool
-        low, high = (int(value.min()), int(value.max())) if fits and value.numel() else (0, 0)
-    else:
-        fits = isinstance(value, int) and not isinstance(value, bool)
-        low = high = value if fits else 0
-    if not fits or low < 0 or high > LAST_POSITION:
-        raise KVLensError(f"KVBias: {name} must be {wanted}, got {value!r}")
 
 
 def _index(what: str, index: int, n: int) -> int:

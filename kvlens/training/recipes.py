@@ -220,6 +220,11 @@ def command_of(recipe: Recipe) -> str:
     return " ".join(words)
 
 
+def model_settings() -> dict[str, Any]:
+    """The fields of :class:`kvlens.HookedKVTransformerConfig` that a recipe may set, by name."""
+    return {name: field for name, field in HookedKVTransformerConfig.__dataclass_fields__.items() if name not in NOT_SETTINGS}
+
+
 def build_task(recipe: Recipe) -> Task:
     """The task of a recipe."""
     return make_task(recipe.task, **recipe.task_settings)
@@ -250,7 +255,7 @@ def build_model(task: Task, settings: Mapping[str, Any], *, name: str | None = N
     if values.get("attn_only"):
         values["act_fn"] = None
     values.setdefault("d_vocab", task.d_vocab)
-    known = {name: field for name, field in HookedKVTransformerConfig.__dataclass_fields__.items() if name not in NOT_SETTINGS}
+    known = model_settings()
     for key, value in values.items():
         if key not in known:
             raise KVLensError(f"model: unknown field {key!r}{nearest(key, known)}")

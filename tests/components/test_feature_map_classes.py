@@ -83,3 +83,22 @@ def test_a_map_of_ones_own_converts_exactly_and_may_refuse(monkeypatch, tmp_path
     with model.kv_bias(convert_prompt(model, tokens[0, :9])):
         got = model(tokens[:, 9:])
     torch.testing.assert_close(got, model(tokens)[:, 9:], rtol=1e-9, atol=1e-9)  # float64; sums of 15 terms over 2 layers
+
+
+class TwiceAsWide(Squares):
+    """Forgets to say that it has two features per dimension."""
+
+    kind = "twice"
+
+    def forward(self, x):
+        return torch.cat([x.square(), x.square()], dim=-1)
+
+
+def test_a_map_that_states_too_little_is_refused(monkeypatch):
+    monkeypatch.setitem(FEATURE_MAPS, "twice", TwiceAsWide)
+    with pytest.raises(KVLensError, match=r"feature map 'twice': forward must return .*, 6\] .* got .*, 12\]; override d_phi"):
+        HookedKVTransformer(config(feature_map="twice"))
+    with pytest.raises(KVLensError, match="Nameless: a feature map needs the class attribute kind, a str"):
+        type("Nameless", (FeatureMap,), {"positive": True})
+    with pytest.raises(KVLensError, match="Unsigned: a feature map needs the class attribute positive, a bool"):
+        type("Unsigned", (FeatureMap,), {"kind": "unsigned"})

@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 
 import pytest
@@ -10,7 +10,7 @@ import torch
 from small_models import small_model, tokens
 
 import kvlens
-from kvlens import KVLensError, cli, convert_prompt
+from kvlens import KVLensError, convert_prompt
 from kvlens.conversion import (
     H2O,
     METHODS,
@@ -30,6 +30,7 @@ from kvlens.conversion import (
     TextOptions,
     method_of,
 )
+from kvlens.conversion_methods import CONVERSION_METHODS
 from kvlens.kv_bias import KVBias
 
 PROMPT = tokens(1, 12)[0]
@@ -73,7 +74,7 @@ def model():
 
 
 def test_every_method_has_shorthand_here():
-    assert list(SHORTHAND) == list(METHODS) == list(cli.report.METHODS)
+    assert list(SHORTHAND) == list(METHODS) == list(CONVERSION_METHODS)
     assert kvlens.Landmark is Landmark
 
 
@@ -109,6 +110,61 @@ def test_a_method_of_ones_own_serves_as_an_object_and_by_name(monkeypatch):
         convert_prompt(model(), PROMPT, method="half")
     monkeypatch.setitem(METHODS, "half", Half)
     assert torch.equal(convert_prompt(model(), PROMPT, method="half", factor=1.0, **FEW).b_KV, exact.b_KV)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nameless(Approximation):
+    """A method without a name."""
+
+    def fit(self, teacher: Teacher) -> KVBias:
+        return teacher.exact.bias
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrongShorthand(Half):
+    """A method whose shorthand names no option."""
+
+    name: ClassVar[str] = "wrong_shorthand"
+    shorthand: ClassVar[dict[str, str]] = {"f": "facter"}
+
+
+class NoDataclass(Half):
+    """A method with an option that is none, because the class is no dataclass."""
+
+    name: ClassVar[str] = "no_dataclass"
+    other: float = 1.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (Nameless, "Nameless: a conversion method needs a name, such as name: "),
+        (WrongShorthand, "WrongShorthand: shorthand names 'facter', which is no option; did you mean 'factor'"),
+        (NoDataclass, "NoDataclass: a conversion method is a dataclass; put @dataclass"),
+    ],
+)
+def test_a_class_that_is_no_whole_method_says_what_is_missing(kind, words):
+    with pytest.raises(KVLensError, match=words):
+        convert_prompt(model(), PROMPT, method=kind(**FEW))
+
+
+@pytest.mark.unhooked
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda bias: bias.b_KV, "Half.fit must return a KVBias, got Tensor of shape"),
+        (lambda bias: bias.select_prompt(0), "a batch axis of 1 prompts, got none"),
+        (lambda bias: replace(bias, b_D=bias.b_D * torch.nan), "Half.fit: b_D of layer 0 is not finite"),
+        (
+            lambda bias: replace(bias, fingerprint=small_model(seed=9, positional_embedding_type="rotary").fingerprint()),
+            "with the fingerprint of the exact one",
+        ),
+    ],
+)
+def test_what_fit_returns_is_checked(monkeypatch, change, words):
+    monkeypatch.setattr(Half, "fit", lambda self, teacher: change(teacher.exact.bias))
+    with pytest.raises(KVLensError, match=words):
+        convert_prompt(model(), PROMPT, method=Half(**FEW))
 
 
 def test_only_whole_methods_can_be_made():

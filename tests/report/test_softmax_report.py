@@ -1,14 +1,17 @@
 """``kvlens report`` on softmax models: exact by default, approximate where asked, and it says which."""
 
-import dataclasses
 import json
+from argparse import Namespace
+from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 from tiny_text_model import tiny_text_model
 
+from kvlens import KVLensError
 from kvlens.__main__ import main
-from kvlens.cli.report import FEATURES
-from kvlens.conversion import METHODS, Landmark, Taylor
+from kvlens.cli.report import _method
+from kvlens.conversion import METHODS, Exact, Landmark, Taylor
 from kvlens.kv_bias import KVBias
 from kvlens.report.build import build_report
 
@@ -96,11 +99,39 @@ def test_options_that_do_not_go_together(outside_data, tmp_path, capsys, options
     assert words in " ".join(capsys.readouterr().err.split())
 
 
-def test_the_flags_belong_to_the_methods_that_have_their_options():
-    fields = {name: {field.name for field in dataclasses.fields(kind)} | set(kind.shorthand) for name, kind in METHODS.items()}
-    assert set(FEATURES) == {name for name, options in fields.items() if "n_features" in options}
-    for option, methods in (("budget", {"landmark", "attention_matching"}), ("polish_steps", {"landmark"})):
-        assert {name for name, options in fields.items() if option in options} == methods
+@dataclass(frozen=True, kw_only=True)
+class OfOnesOwn(Exact):
+    """A method whose ``--features`` is a shorthand alone.
+
+    Attributes:
+        n_keys: as many.
+        seed: unused.
+    """
+
+    name: ClassVar[str] = "own"
+    shorthand: ClassVar[dict[str, str]] = {"n_features": "n_keys"}
+    n_keys: int = 8
+    seed: int = 0
+
+
+def test_the_flags_belong_to_every_registered_method_that_has_their_options(monkeypatch):
+    monkeypatch.setitem(METHODS, "own", OfOnesOwn)
+
+    def made(method, features=None, budget=None, polish=None):
+        return _method(Namespace(method=method, features=features, budget=budget, polish=polish, seed=0))
+
+    assert made("own", features=3) == OfOnesOwn(n_keys=3) and made("own") == OfOnesOwn()
+    need = {name for name in METHODS if name not in ("exact", "taylor", "own")}
+    for name in METHODS:
+        if name in need:
+            with pytest.raises(KVLensError, match=f"--method {name} needs --features"):
+                made(name)
+            assert made(name, features=5).name == name
+        else:
+            assert made(name).name == name
+    with pytest.raises(KVLensError, match="--polish has no effect with --method h2o; it belongs to --method landmark$"):
+        made("h2o", features=3, polish=2)
+    assert made("attention_matching", features=3, budget="greedy").budget == "greedy"
 
 
 def test_a_report_takes_a_methods_object():

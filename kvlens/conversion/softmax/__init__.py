@@ -9,7 +9,7 @@ from kvlens.conversion.softmax.kept_keys import KeptKeys
 from kvlens.conversion.softmax.kvzip import KVzip
 from kvlens.conversion.softmax.landmark import Landmark
 from kvlens.conversion.softmax.method import Approximation, ConversionMethod, Exact
-from kvlens.conversion.softmax.methods import METHODS, is_option, method_of, unknown_option
+from kvlens.conversion.softmax.methods import METHODS, is_option, method_of, option_names, unknown_option
 from kvlens.conversion.softmax.settings import TextOptions
 from kvlens.conversion.softmax.snapkv import SnapKV
 from kvlens.conversion.softmax.streaming_llm import StreamingLLM
@@ -36,5 +36,6 @@ __all__ = [
     "convert_softmax_prompt",
     "is_option",
     "method_of",
+    "option_names",
     "unknown_option",
 ]

@@ -1,18 +1,18 @@
 """What a conversion method of softmax attention states about itself.
 
 A method is one class: a frozen dataclass whose fields are its options, checked when it is made, and whose docstring is their
-reference. :data:`kvlens.conversion.METHODS` lists those that ``method="name"`` finds; an object of any other class serves as
-well.
+reference. :data:`kvlens.conversion_methods.CONVERSION_METHODS` lists those that ``method="name"`` finds; an object of any other
+class serves as well.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import ClassVar
 
 from kvlens.conversion.softmax.settings import TextOptions
 from kvlens.conversion.softmax.teacher import Teacher
-from kvlens.errors import KVLensError
+from kvlens.errors import KVLensError, nearest
 from kvlens.kv_bias import KVBias
 from kvlens.model import HookedKVTransformer
 
@@ -36,6 +36,29 @@ class ConversionMethod(ABC):
     @abstractmethod
     def keeps_every_key(self, lengths: Sequence[int]) -> bool:
         """Whether prompts of so many tokens keep all of their keys, which is exact: then nothing is fitted or recorded."""
+
+
+def check_class(kind: type) -> None:
+    """Check what the class of a method states about itself.
+
+    Raises:
+        KVLensError: it is no :class:`ConversionMethod`, has no ``name``, or its ``shorthand`` names an option that it has not.
+    """
+    if not (isinstance(kind, type) and issubclass(kind, ConversionMethod)):
+        raise KVLensError(f"conversion method: expected a subclass of ConversionMethod, got {kind!r}")
+    if not isinstance(getattr(kind, "name", None), str):
+        raise KVLensError(f'{kind.__name__}: a conversion method needs a name, such as name: ClassVar[str] = "my_method"')
+    if not is_dataclass(kind) or "__dataclass_params__" not in vars(kind):
+        raise KVLensError(
+            f"{kind.__name__}: a conversion method is a dataclass; put @dataclass(frozen=True, kw_only=True) on it"
+        )
+    options = [field.name for field in fields(kind)]
+    wrong = next((name for name in kind.shorthand.values() if name not in options), None)
+    if wrong is not None:
+        raise KVLensError(
+            f"{kind.__name__}: shorthand names {wrong!r}, which is no option{nearest(wrong, options)}; "
+            f"its options are {', '.join(options) or 'none'}"
+        )
 
 
 @dataclass(frozen=True)

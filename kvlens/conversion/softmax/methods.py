@@ -1,38 +1,27 @@
 """The conversion methods by name, and the shorthand ``method="name", option=...``."""
 
+import importlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
 from kvlens.checks import checked, ensure, one_of
-from kvlens.conversion.softmax.attention_matching import AttentionMatching
-from kvlens.conversion.softmax.expected_attention import ExpectedAttention
-from kvlens.conversion.softmax.free_features import Learned, RandomProjections, Taylor
-from kvlens.conversion.softmax.h2o import H2O
-from kvlens.conversion.softmax.kvzip import KVzip
-from kvlens.conversion.softmax.landmark import Landmark
-from kvlens.conversion.softmax.method import ConversionMethod, Exact
-from kvlens.conversion.softmax.snapkv import SnapKV
-from kvlens.conversion.softmax.streaming_llm import StreamingLLM
+from kvlens.conversion.softmax.method import ConversionMethod, check_class
+from kvlens.conversion_methods import CONVERSION_METHODS
 from kvlens.errors import KVLensError, WrongArguments, nearest
 
-METHODS: dict[str, type[ConversionMethod]] = {
-    method.name: method
-    for method in (
-        Exact,
-        Landmark,
-        AttentionMatching,
-        StreamingLLM,
-        H2O,
-        SnapKV,
-        ExpectedAttention,
-        KVzip,
-        RandomProjections,
-        Taylor,
-        Learned,
-    )
-}
-"""What ``method="name"`` finds; a method of your own that is added here is found too."""
+
+def _class(name: str, home: str) -> type[ConversionMethod]:
+    module, _, attribute = home.partition(":")
+    kind = getattr(importlib.import_module(module), attribute)
+    check_class(kind)
+    if kind.name != name:
+        raise KVLensError(f"conversion method {name!r}: {attribute}.name is {kind.name!r}; give both the same name")
+    return kind
+
+
+METHODS: dict[str, type[ConversionMethod]] = {name: _class(name, home) for name, home in CONVERSION_METHODS.items()}
+"""What ``method="name"`` finds: the classes that :data:`kvlens.conversion_methods.CONVERSION_METHODS` names."""
 
 
 @checked
@@ -48,14 +37,15 @@ def method_of(method: str | ConversionMethod, options: Mapping[str, Any], others
         KVLensError: a method that does not exist, an option that it does not have (the nearest is named) or that is wrong.
     """
     if isinstance(method, ConversionMethod):
+        check_class(type(method))
         for name in options:
-            if not is_option(name) and name not in _names(type(method)):
+            if not is_option(name) and name not in option_names(type(method)):
                 raise unknown_option(name, others, None)
             raise KVLensError(f"convert_prompt: {name} is an option of the method: give it to {type(method).__name__}(...)")
         return method
     ensure("convert_prompt: method", one_of(METHODS), method)
     kind = METHODS[method]
-    unknown = next((name for name in options if name not in _names(kind)), None)
+    unknown = next((name for name in options if name not in option_names(kind)), None)
     if unknown is not None:
         raise unknown_option(unknown, others, method)
     given = {kind.shorthand.get(name, name): value for name, value in options.items()}
@@ -67,11 +57,11 @@ def method_of(method: str | ConversionMethod, options: Mapping[str, Any], others
 
 def unknown_option(name: str, others: Collection[str], method: str | None) -> WrongArguments:
     """The error that says that ``method`` has no such option (None: no method has it), what does, and what there is."""
-    have_it = [f'"{other}"' for other, kind in METHODS.items() if name in _names(kind)]
+    have_it = [f'"{other}"' for other, kind in METHODS.items() if name in option_names(kind)]
     if have_it and method is not None:
         words = f'method="{method}" has no option {name!r}, which belongs to {_listed(have_it)}'
-        return WrongArguments(f"convert_prompt: {words}; it takes {', '.join(_names(METHODS[method])) or 'no options'}")
-    of_methods = METHODS if method is None or not _names(METHODS[method]) else [method]
+        return WrongArguments(f"convert_prompt: {words}; it takes {', '.join(option_names(METHODS[method])) or 'no options'}")
+    of_methods = METHODS if method is None or not option_names(METHODS[method]) else [method]
     close = nearest(name, [*others, *_all_names(of_methods)]) or nearest(name, _all_names(METHODS)) or "."
     takes = "; ".join([*([", ".join(others)] if others else []), *(_takes(each) for each in of_methods)])
     return WrongArguments(f"convert_prompt: no argument is called {name!r}{close} It takes {takes}")
@@ -87,13 +77,13 @@ def is_option(name: str) -> bool:
 
 
 def _takes(method: str) -> str:
-    return f'with method="{method}": {", ".join(_names(METHODS[method])) or "no options"}'
+    return f'with method="{method}": {", ".join(option_names(METHODS[method])) or "no options"}'
 
 
 def _all_names(methods: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(name for method in methods for name in _names(METHODS[method])))
+    return list(dict.fromkeys(name for method in methods for name in option_names(METHODS[method])))
 
 
-def _names(kind: type[ConversionMethod]) -> list[str]:
-    """Options of a method, with their other names."""
+def option_names(kind: type[ConversionMethod]) -> list[str]:
+    """The options of a method, with their shorthand."""
     return [*(field.name for field in fields(kind)), *kind.shorthand]  # type: ignore[arg-type]

@@ -102,3 +102,18 @@ def test_inputs_that_are_refused(tmp_path):
         survey(write(tmp_path / "p.jsonl", "", ""))
     with pytest.raises(KVLensError, match="the id '5' is on lines 1 and 3 of"):
         survey(write(tmp_path / "p.jsonl", '{"prompt": "a", "id": 5}', "", '{"prompt": "b", "id": "5"}'))
+
+
+def test_a_misspelled_field_is_named_and_other_fields_are_left_alone(tmp_path):
+    def found(**record):
+        return survey(
+            write(tmp_path / "p.jsonl", '{"prompt": "a"}', json.dumps({"prompt": "b", **record})), None, ["prompt", "answer"]
+        )
+
+    assert found(answer="c", source="web", text="t", answers=["c"]).n_prompts == 2
+    with pytest.raises(
+        KVLensError, match="p.jsonl, line 2: no field is called 'anwser'; did you mean 'answer'.* id, prompt, text, answer"
+    ):
+        found(anwser="c")
+    with pytest.raises(KVLensError, match="no field is called 'txt'; did you mean 'text'"):
+        found(txt="t")
