@@ -81,6 +81,16 @@ HOMES = {
 """Public name of ``kvlens.analyses`` -> the module that holds it."""
 
 
+ATTRIBUTION_METHODS = {
+    "leave_one_out": "kvlens.analyses.attribution.methods:LeaveOneOut",
+    "linear": "kvlens.analyses.attribution.methods:LinearFit",
+    "interactions": "kvlens.analyses.attribution.methods:InteractionFit",
+    "contextcite": "kvlens.analyses.attribution.methods:ContextCite",
+    "hierarchical": "kvlens.analyses.attribution.methods:Hierarchical",
+}
+"""name -> MODULE:CLASS of a method of `prompt_attribution`, also on the command line."""
+
+
 def locate(name: str) -> tuple[str, str]:
     """Module and attribute of an analysis, given the name of one of kvlens, or MODULE:OBJECT for any other.
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[1]
 THEIRS = {"analyses.py": "mine = 1\n", "analyses/__init__.py": "from .other import mine\n", "analyses/other.py": "mine = 1\n"}
 USES_BOTH = """

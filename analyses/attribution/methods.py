@@ -11,7 +11,7 @@ All of them read counterfactual prompts (units deleted) and ask for the answer's
 - `Hierarchical`: leave-one-out of paragraphs, then of the sentences and the tokens of those that matter (as AttriBoT,
   arXiv 2411.15102).
 
-A method of your own is a class with ``explain`` and a line in `METHODS`.
+A method of your own is a class with ``explain``; a line in ``ATTRIBUTION_METHODS`` of :mod:`kvlens.analyses.registry` names it.
 """
 
 from collections.abc import Callable
@@ -292,13 +292,3 @@ def _lies_in(unit: Unit, ranges: list[tuple[int, int]]) -> bool:
 
 def _overlaps(unit: Unit, ranges: list[tuple[int, int]]) -> bool:
     return any(unit.start < stop and start < unit.stop for start, stop in ranges)
-
-
-METHODS: dict[str, type] = {
-    "leave_one_out": LeaveOneOut,
-    "linear": LinearFit,
-    "interactions": InteractionFit,
-    "contextcite": ContextCite,
-    "hierarchical": Hierarchical,
-}
-"""name -> method, for the command line; a method of your own is given as an object."""

@@ -1,5 +1,6 @@
 """Which units of a prompt made the model say the answer: their total and their attention-knockout effects, with a null."""
 
+import importlib
 from collections.abc import Sequence
 
 import pandas as pd
@@ -14,9 +15,10 @@ from kvlens.errors import nearest
 from ..declaration import Analysis, Columns, Option
 from ..inputs import ANSWER, PROMPT, RIVAL, TEXT
 from ..predictions import EFFECT
+from ..registry import ATTRIBUTION_METHODS
 from ..sequences import PromptTokens, TextTokens
 from .answers import Answer, Positions, Question, Rival
-from .methods import METHODS, Explanation, Method
+from .methods import Explanation, Method
 from .null import SIGNIFICANT, Null, holm, p_values
 from .terms import hidden_from_text
 from .units import Spans, Unit, positions_of, units_of
@@ -72,7 +74,7 @@ def prompt_attribution(
         answer: whose log-probability is explained: a string, a token, or several tokens, which add up; None for the most
             probable next token.
         rival: another answer, whose log-probability is taken away; None for none.
-        method: a name of :data:`kvlens.analyses.attribution.methods.METHODS`, or a method with its options.
+        method: a name of :data:`kvlens.analyses.registry.ATTRIBUTION_METHODS`, or a method with its options.
         null: where unrelated units come from (:class:`kvlens.analyses.attribution.null.Null`); None leaves p-values out.
         positions: ``kept``: what follows a deleted unit stays where it stood; ``closed``: it moves up.
 
@@ -121,9 +123,11 @@ def method_of(method: str | Method) -> Method:
         KVLensError: neither.
     """
     if isinstance(method, str):
-        if method not in METHODS:
-            raise KVLensError(f"method: expected one of {', '.join(METHODS)}, got {method!r}{nearest(method, METHODS)}")
-        return METHODS[method]()
+        known = ATTRIBUTION_METHODS
+        if method not in known:
+            raise KVLensError(f"method: expected one of {', '.join(known)}, got {method!r}{nearest(method, known)}")
+        module, _, kind = known[method].partition(":")
+        return getattr(importlib.import_module(module), kind)()
     if not callable(getattr(method, "explain", None)):
         raise KVLensError(f"method: expected a name or an object with explain(question, units), got {type(method).__name__}")
     return method
@@ -167,7 +171,7 @@ PROMPT_ATTRIBUTION = Analysis(
     inputs={"prompt": PROMPT, "text": TEXT, "answer": ANSWER, "rival": RIVAL},
     options={
         "by": Option("the units", choices=("token", "word", "sentence", "paragraph")),
-        "method": Option("how effects are found", choices=tuple(METHODS)),
+        "method": Option("how effects are found", choices=tuple(ATTRIBUTION_METHODS)),
         "n_null": Option("units of unrelated texts to compare with; 0 for none"),
         "positions": Option("what follows a deleted unit stays, or moves up", choices=("kept", "closed")),
     },

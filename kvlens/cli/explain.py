@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from typing import Annotated, Any
 
+from kvlens.analyses.registry import ATTRIBUTION_METHODS
 from kvlens.arguments import check_device, path_of
 from kvlens.checks import Seed, Within, ensure
 from kvlens.cli.prompts import add_prompt_and_text, given_prompt_and_text
@@ -13,7 +14,6 @@ from kvlens.report.example import EXAMPLE_MODEL, TEXT_MODEL, example_for
 from kvlens.zoo import source_of
 
 LEVELS = ("sentence", "paragraph", "word", "token")
-METHODS = ("leave_one_out", "linear", "interactions", "contextcite", "hierarchical")
 
 
 def add_command(commands: Any) -> None:
@@ -46,7 +46,10 @@ def add_command(commands: Any) -> None:
         "--by", choices=LEVELS, default="sentence", help="the unit that is removed at a time (default: %(default)s)"
     )
     explain.add_argument(
-        "--method", choices=METHODS, default="leave_one_out", help="how effects are estimated (default: %(default)s)"
+        "--method",
+        choices=tuple(ATTRIBUTION_METHODS),
+        default="leave_one_out",
+        help="how effects are estimated (default: %(default)s)",
     )
     explain.add_argument(
         "--null",

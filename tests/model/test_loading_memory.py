@@ -68,6 +68,7 @@ print((peak - before) / sum(p.numel() * p.element_size() for p in model.paramete
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="how much memory a process has is read from Linux' /proc")
 def test_loading_takes_less_than_twice_the_weights(tmp_path):
     """Measured: 1.5, where TransformerLens' way took 2.65, the file's own pages not counted."""

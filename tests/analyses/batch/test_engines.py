@@ -149,6 +149,7 @@ def check_deadly_prompts(out, result, lines, how):
     assert not list(out.parent.glob("*.partial*"))
 
 
+@pytest.mark.slow
 def test_two_processes_of_which_one_is_killed(model_folder, tmp_path):
     lines = []
     out = tmp_path / "t.parquet"
