@@ -1,5 +1,5 @@
-// What the interactive parts of a page share. Each element with data-kvlens holds its data as JSON in a script element of its
-// own; text from prompts reaches the page through textContent, title and aria-label alone, never as HTML.
+// Functions shared by the interactive parts of a page. Each element with data-kvlens has its data as JSON in its own script
+// element; text from prompts reaches the page only through textContent, title and aria-label, never as HTML.
 "use strict";
 const KVLENS = (() => {
   const NEWLINE = "⏎";
@@ -8,7 +8,7 @@ const KVLENS = (() => {
     return script && JSON.parse(script.textContent);
   };
   const turns = /[\u0590-\u08ff\u200f\u202a-\u202e\u2066-\u2069\ufb1d-\ufdff\ufe70-\ufeff]/; // right to left
-  // as label and running of _text.py
+  // like label and running in _text.py
   const withoutWidth = /^\p{Cf}+$/u;
   const codePoint = (sign) => `<U+${sign.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}>`;
   const onABase = (token) => (/^\p{M}/u.test(token) ? "◌" + token : token);
@@ -24,7 +24,7 @@ const KVLENS = (() => {
     return label((signs.length > longest ? [...signs.slice(0, longest - 1), "…"] : signs).join(""));
   };
   const number = (x) => (x === null ? "–" : String(Number(x.toPrecision(3))).replace("-", "−"));
-  // as percent of _text.py
+  // like percent in _text.py
   const percent = (x, least = 0.001) => {
     if (x === null) return number(x);
     if (x !== 0 && Math.abs(x) < least) return `${x > 0 ? "< " : "> −"}${100 * least}\u00a0%`;
@@ -46,7 +46,7 @@ const KVLENS = (() => {
     return made;
   };
 
-  // a value as a mix of the paper and a color, as in _color.py; what lies beyond full color is marked
+  // a value as a mix of the paper and a color, as in _color.py; values beyond full color are marked
   const paint = (target, value, top) => {
     target.classList.remove("positive", "negative", "none", "clipped");
     if (value === null || value === undefined) return target.classList.add("none");
@@ -83,7 +83,7 @@ const KVLENS = (() => {
     });
   };
 
-  // a scale: its ends and what full color means, in words and in color
+  // the legend of a scale: its ends and the value at full color
   const legend = (top, unit, signed, low = 0) => {
     const box = element("div", "legend"), bar = element("span", signed ? "ramp signed" : "ramp");
     bar.setAttribute("aria-hidden", "true");
@@ -91,7 +91,7 @@ const KVLENS = (() => {
     return box;
   };
 
-  // tokens as running text, each with its color and, to the mouse, its words
+  // tokens as running text, each with its color and a tooltip
   const coloredTokens = (tokens, values, top, describe) => {
     const box = element("div", "tokens");
     tokens.forEach((token, i) => {
@@ -103,8 +103,8 @@ const KVLENS = (() => {
     return box;
   };
 
-  // The maps of heads in a figure: the selector of a column, arrow keys, and what choosing a head shows. `show` fills the place
-  // under the map and returns what draws it anew when the page changes its size.
+  // The maps of heads in a figure: the selector of a column, arrow keys, and what choosing a head shows. `show` fills the area
+  // below the map and returns a function that redraws it when the page changes its size.
   const mapOfHeads = (figure, known, show) => {
     const select = figure.querySelector("figcaption select"), maps = [...figure.querySelectorAll("table.heat")];
     select?.addEventListener("change", () => maps.forEach((map) => { map.hidden = map.dataset.column !== select.value; }));

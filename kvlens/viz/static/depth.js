@@ -1,4 +1,4 @@
-// Layer by layer: a grid of depths (rows) and text tokens (columns), the text above it, the mean of each row beside it.
+// Layer by layer: a grid of depths (rows) and text tokens (columns), the text above it, the mean of each row next to it.
 "use strict";
 (() => {
   const { dataOf, label, short, number, element, paint, roving, legend, svg } = KVLENS;

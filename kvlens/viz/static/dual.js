@@ -1,4 +1,4 @@
-// Heads as steps of learning: choosing a head in the map shows what each demonstration gives to its step and to its output.
+// Heads as steps of learning: choosing a head in the map shows the contribution of each demonstration to its step and output.
 "use strict";
 (() => {
   const { dataOf, label, number, percent, valuesOf, strongest, element, legend, coloredTokens, mapOfHeads } = KVLENS;

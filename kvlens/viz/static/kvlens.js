@@ -9,7 +9,7 @@
     data.columns[part].map(({ place, text }) => ({ part, place, text: short(text, 24) })));
 
   const colorReader = (context) => {
-    // let the browser parse the style sheet's colors, in whatever notation
+    // let the browser parse the style sheet's colors, in any notation
     const style = getComputedStyle(document.documentElement);
     return (name) => {
       context.fillStyle = style.getPropertyValue(name).trim();
