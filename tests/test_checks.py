@@ -270,7 +270,7 @@ def test_a_warning_points_at_the_line_that_called():
         assert caught[0].filename in (__file__, _decorator.__file__)  # the latter: the frames of type checks, if hooked
 
 
-def test_what_memory_refuses_is_refused_in_words():
+def test_out_of_memory_has_a_clear_message():
     @checked
     def numbers(n: int) -> Tensor:
         return torch.empty(n, n)

@@ -72,7 +72,7 @@ def test_report_without_arguments_is_the_story_on_the_model_of_stories(capsys):
     assert "kvlens report: facts-linear" in capsys.readouterr().out
 
 
-def test_report_on_another_model_takes_the_help_page_and_a_prompt_of_ones_own_the_model_of_docs(folder, capsys, monkeypatch):
+def test_report_on_another_model_uses_the_help_page_and_your_own_prompt_the_docs_model(folder, capsys, monkeypatch):
     monkeypatch.setattr(zoo, "names", lambda: ["docs-linear"])
     monkeypatch.setattr(zoo, "folder_of", lambda name: Path(folder))
     assert main(["report", "--model", "docs-linear", "--new-tokens", "2"]) == 0

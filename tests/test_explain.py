@@ -40,7 +40,7 @@ def test_the_sentence_names_what_matters(name):
     assert named[0] == f"L{int(best['layer'])}H{int(best['head'])}"
 
 
-def test_only_significant_heads_are_named_and_an_unstable_lead_is_said():
+def test_only_significant_heads_are_named_and_an_unstable_lead_is_reported():
     found = explain(HookedKVTransformer.from_zoo("facts-gpt2"), STORY, QUESTION, answer=" donkey", null=Null(60))
     heads = found.heads
     assert heads[["p_value", "p_value_alone", "leads"]].notna().all(axis=None)
@@ -55,14 +55,14 @@ def test_only_significant_heads_are_named_and_an_unstable_lead_is_said():
         assert said in shown and ("not stable" in shown) == (leads == 0.5)
 
 
-def test_a_null_that_is_too_small_for_so_many_units_is_said():
+def test_a_null_that_is_too_small_for_the_number_of_units_warns():
     model = HookedKVTransformer.from_zoo("facts-linear")
     with pytest.warns(UserWarning, match="none of 3 units can be significant.*a null of 60 units"):
         found = explain(model, STORY, QUESTION, answer=" donkey", null=Null(19))
     assert found.unit is None
 
 
-def test_where_nothing_matters_it_says_so():
+def test_a_result_without_effects_says_so():
     model = HookedKVTransformer.from_zoo("facts-linear")
     found = explain(model, "Mira keeps a goat. Pavel has a parrot.", " Where is the", answer=" kite")
     assert found.unit is None
@@ -90,7 +90,7 @@ def test_the_command_prints_the_sentence_and_writes_the_tables(tmp_path, capsys)
         (["--answer", " ", "--prompt", STORY, "--text", QUESTION, "--model", "facts-linear"], "at least one token"),
     ],
 )
-def test_bad_input_is_answered_in_words(given, words, capsys):
+def test_bad_input_has_clear_messages(given, words, capsys):
     assert main(["explain", *given]) == 2
     assert words in capsys.readouterr().err
 

@@ -10,7 +10,7 @@ from kvlens import KVLensError
 from kvlens.files import check_writable, clear_leftovers, lock, write_atomically, write_folder
 
 
-def test_writers_of_one_file_and_one_folder_at_once_leave_one_whole_of_each(tmp_path):
+def test_concurrent_writers_of_one_file_and_folder_leave_one_complete_result(tmp_path):
     failed, done, size = [], threading.Event(), 100_000
 
     def write(which: int) -> None:
@@ -50,7 +50,7 @@ def test_what_a_dead_writer_left_is_cleared_and_what_a_living_one_writes_is_not(
     assert os.listdir(tmp_path) == []
 
 
-def test_a_folder_that_stepped_aside_comes_back_only_where_nothing_stands(tmp_path):
+def test_a_folder_moved_aside_is_restored_only_to_a_free_path(tmp_path):
     (tmp_path / ".x.kvlens-old").mkdir()
     (tmp_path / ".x.kvlens-old" / "a").touch()
     clear_leftovers(tmp_path / "x")

@@ -63,7 +63,7 @@ def test_one_of_the_kind_is_replaced_when_asked(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", REPLACED)
-def test_files_of_ones_own_are_never_deleted(name, tmp_path):
+def test_other_files_are_never_deleted(name, tmp_path):
     REPLACED[name](tmp_path / "x", False)
     (tmp_path / "x" / "notes").mkdir()
     (tmp_path / "x" / "notes" / "mine.md").write_text("thoughts")
@@ -92,14 +92,14 @@ def test_a_trained_model_folder_may_have_its_card_and_listed_files_only(tmp_path
 
 
 @pytest.mark.parametrize("manifest", ['{"format": "other"}', "[1]", "no json", '{"format": "k", "files": 3}', "[" * 100_000])
-def test_a_manifest_that_is_none_names_no_files(manifest, tmp_path):
+def test_an_invalid_manifest_lists_no_files(manifest, tmp_path):
     (tmp_path / "m.json").write_text(manifest)
     assert listed_in("m.json", "k", "files")(tmp_path) is None
     (tmp_path / "m.json").write_text(json.dumps({"format": "k", "files": {"a": "1"}, "more": ["b"]}))
     assert listed_in("m.json", "k", "files", "more", "none")(tmp_path) == {"m.json", "a", "b"}
 
 
-def test_many_files_of_ones_own_are_named_in_part(tmp_path):
+def test_many_other_files_are_named_in_part(tmp_path):
     for name in "abcd":
         (tmp_path / name).touch()
     with pytest.raises(KVLensError, match=r"\(a, b, c, \.\.\.\); move"):

@@ -380,7 +380,7 @@ def test_the_list_is_long():
 
 
 @pytest.mark.parametrize("call", CALLS, ids=range(len(CALLS)))
-def test_is_refused_in_words(call):
+def test_is_refused_with_a_message(call):
     models = linear(), softmax()
     modes = [model.training for model in models]
     with pytest.raises(KVLensError) as refused:

@@ -13,7 +13,7 @@ from kvlens.terminal import UNREADABLE, Arguments, visible
 @pytest.mark.parametrize(
     ("number", "word", "status"), [(signal.SIGTERM, "terminated", 143), (signal.SIGINT, "interrupted", 130)]
 )
-def test_a_signal_ends_a_command_and_says_so(number, word, status, monkeypatch, capsys):
+def test_a_signal_ends_a_command_with_a_message(number, word, status, monkeypatch, capsys):
     if number == signal.SIGINT:  # a run in the background ignores it from its start
         signal.signal(number, signal.default_int_handler)
     before = signal.getsignal(number)

@@ -44,7 +44,7 @@ def test_other_columns_than_declared_are_refused(change):
         COLUMNS.frame(values)
 
 
-def test_the_docstring_gets_the_table_where_it_says_so():
+def test_the_docstring_gets_the_table_at_its_placeholder():
     @COLUMNS.document
     def function():
         """One line.

@@ -99,7 +99,7 @@ def test_bytes_by_hand():
 
 @settings(deadline=None)
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=20), st.integers(0, 20))
-def test_any_text_comes_back(text, n):
+def test_any_text_is_decoded_exactly(text, n):
     model = tiny_text_model()
     ids = ids_of(model, text)
     assert joined(token_texts(model, ids)) == text

@@ -181,7 +181,7 @@ def test_a_folder_a_file_and_arithmetic(tmp_path, family):
         KVTransformerBridge.boot_transformers(tiny(family, seed=1)).attach_kv_bias(bias)
 
 
-def test_bad_input_is_refused_in_words(model, family):
+def test_bad_input_is_refused_with_a_message(model, family):
     bias = convert_prompt(model, some_tokens(2, N_PROMPT))
     with pytest.raises(KVLensError, match="holds 2 prompts and the input has batch 3"), model.kv_bias(bias):
         model(some_tokens(3, N_TEXT))

@@ -256,7 +256,7 @@ def test_a_damaged_file_of_states_is_refused(model, prompt, tmp_path):
         KVBias.load(path)
 
 
-def test_bad_input_is_refused_in_words(model, prompt, text):
+def test_bad_input_is_refused_with_a_message(model, prompt, text):
     bias = convert_prompt(model, prompt)
     cache = model.original_model(text, use_cache=True).past_key_values
     with pytest.raises(KVLensError, match=r"layer 0 \(\w+\): the cache that this pass continues"), model.kv_bias(bias):

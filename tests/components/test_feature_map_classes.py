@@ -68,7 +68,7 @@ class Squares(FeatureMap):
         return x.square()
 
 
-def test_a_map_of_ones_own_converts_exactly_and_may_refuse(monkeypatch, tmp_path):
+def test_a_custom_feature_map_converts_exactly_and_may_refuse(monkeypatch, tmp_path):
     with pytest.raises(KVLensError, match="squares"):
         config(feature_map="squares")
     monkeypatch.setitem(FEATURE_MAPS, "squares", Squares)

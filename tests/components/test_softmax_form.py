@@ -186,7 +186,7 @@ def test_a_hooked_pattern_is_still_seen_while_text_is_generated(fused_calls):
     assert len(fused_calls) == 5  # the other layer
 
 
-def test_a_block_ends_with_its_form_whatever_happens_inside(fused_calls):
+def test_a_block_always_restores_the_softmax_form(fused_calls):
     model, other, x = build(), build(seed=4), tokens(2, 7)
     with pytest.raises(ZeroDivisionError), model.using_softmax_form():
         other(x)
@@ -213,7 +213,7 @@ def test_another_thread_runs_in_the_models_own_form(fused_calls):
     assert len(fused_calls) == 2
 
 
-def test_what_cannot_be_fused_runs_eagerly_and_is_refused_only_when_asked_for(fused_calls):
+def test_layers_that_cannot_be_fused_run_eagerly_and_are_refused_only_on_request(fused_calls):
     for changes in (dict(attn_scores_soft_cap=5.0), dict(attention="linear")):
         model = build(**changes)
         written(model, tokens(2, 7))

@@ -100,7 +100,7 @@ def test_the_docstring_tells_every_option(kind):
         assert re.search(rf"\b{field.name}\b.*:", inspect.getdoc(kind).partition("Attributes:")[2]), field.name
 
 
-def test_a_method_of_ones_own_serves_as_an_object_and_by_name(monkeypatch):
+def test_a_custom_method_works_as_an_object_and_by_name(monkeypatch):
     exact = convert_prompt(model(), PROMPT)
     bias = convert_prompt(model(), PROMPT, method=Half(**FEW))
     assert torch.equal(bias.b_KV, 0.5 * exact.b_KV) and torch.equal(bias.b_D, 0.5 * exact.b_D)

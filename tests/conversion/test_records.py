@@ -142,7 +142,7 @@ def test_a_long_sum_has_a_short_record(few):
     assert len(b.fit.history) < 10
 
 
-def test_a_linear_bias_is_exact_whatever_is_done():
+def test_a_linear_bias_stays_exact_under_all_operations():
     model = small_model(attention="linear")
     a, b = (convert_prompt(model, prompt) for prompt in (PROMPT, PROMPT.flip(0)))
     for bias in (a + b, a - b, 0.5 * a, a.select(layers=[0]), a.zero_like(), replace(a, b_KV=a.b_KV.clone())):

@@ -198,7 +198,7 @@ def test_learned_features_follow_large_scores_of_every_prompt_of_a_batch(few_ste
         assert error(model, biases.select_prompt(row), prompts[row : row + 1]) < 0.35 * without
 
 
-def test_as_many_keys_as_tokens_is_exact_and_more_says_so():
+def test_as_many_keys_as_tokens_is_exact_and_more_warns():
     model = model_of()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -67,7 +67,7 @@ def test_batches_equal_single_texts_without_bos():
     assert all(TOKENIZER.encode(text)[0] == TOKENIZER.bos_token_id for text in TEXTS)
 
 
-def test_a_folder_brings_back_the_same_tokenizer(tmp_path):
+def test_a_folder_restores_the_same_tokenizer(tmp_path):
     TOKENIZER.save_pretrained(tmp_path)
     for loaded in (
         load_tokenizer(tmp_path),

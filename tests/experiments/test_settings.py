@@ -36,7 +36,7 @@ def may_be(name, value, own):
 
 @pytest.mark.parametrize("scale", ["tiny", "small", "paper"])
 @pytest.mark.parametrize(("experiment", "name"), SETTINGS, ids=lambda value: value)
-def test_wrong_values_are_answered_in_words_before_anything_runs(experiment, name, scale):
+def test_wrong_values_are_reported_before_anything_runs(experiment, name, scale):
     it = find_experiment(experiment)
     own = it.scales[scale][name]
     for value in WRONG:
@@ -86,7 +86,7 @@ def test_the_settings_that_an_experiment_reads_are_those_that_it_has():
         only.run(only.scales["small"], pytest.fail)
 
 
-def test_sizes_of_ones_own_are_checked_like_those_of_the_scales():
+def test_changed_sizes_are_checked_like_those_of_the_scales():
     it = find_experiment("scaling")
     mine = {"mine": dict(n_layers=1, d_model=8, d_head=4)}
     assert changed_settings(it, "small", {"sizes": mine}).scales["small"]["sizes"] == mine

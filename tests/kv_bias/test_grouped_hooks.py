@@ -128,7 +128,7 @@ def test_gradients_of_each_query_head(form):
         torch.testing.assert_close(found[name][0], of_all[1], rtol=1e-9, atol=1e-9)
 
 
-def test_a_row_per_key_value_head_is_refused_in_words():
+def test_a_row_per_key_value_head_is_refused_with_a_message():
     model = grouped()
     bias = convert_prompt(model, PROMPT)
     hook = ("blocks.1.attn.hook_b_d", lambda b, hook: b[:, :KV_HEADS])

@@ -148,7 +148,7 @@ def test_decoding_equals_the_full_forward_pass(kind, name, shared):
     assert relative_error(torch.cat(pieces, dim=1), whole) < 1e-10
 
 
-def test_ridge_divides_by_nothing_whatever_the_normalizer():
+def test_ridge_does_not_normalize_for_any_normalizer():
     """1e-9: float64, times the condition number of kernel + 0.5 I."""
     divided, plain = (linear_variant(VARIANTS["ridge"], normalizer=normalizer) for normalizer in ("kernel", "none"))
     assert relative_error(plain(tokens(2, 9)), divided(tokens(2, 9))) < 1e-9

@@ -245,7 +245,7 @@ def test_a_bias_belongs_to_the_thread_that_attached_it():
     assert torch.equal(in_a_thread(lambda: model(TEXT)), model(TEXT))
 
 
-def test_nobody_attaches_into_another_threads_forward_pass():
+def test_a_thread_cannot_attach_during_another_threads_forward_pass():
     model = tiny_text_model()
     bias, refused = convert_prompt(model, PROMPT), []
 
@@ -300,7 +300,7 @@ def test_how_one_thread_reads_its_text_does_not_stay_in_the_model():
     assert torch.equal(model.to_tokens(TEXT), whole)
 
 
-def test_a_thread_that_died_with_its_bias_locks_nobody_out():
+def test_a_thread_that_died_with_its_bias_does_not_block_others():
     model = tiny_text_model()
     bias = convert_prompt(model, PROMPT)
     in_a_thread(lambda: model.attach_kv_bias(bias))

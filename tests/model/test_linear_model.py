@@ -483,7 +483,7 @@ def test_double_keeps_float64_under_a_bias():
     assert relative_error(converted, model(torch.cat([prompt, x], dim=1))[:, 6:]) < ROUNDING
 
 
-def test_an_attached_bias_trains_whatever_its_dtype():
+def test_an_attached_bias_trains_in_any_dtype():
     model = linear_model(dtype=torch.float32).requires_grad_(False)
     bias, x = convert_prompt(model, tokens(1, 5)).to(torch.float64), tokens(1, 9)
     b_kv = bias.b_KV.clone().requires_grad_()

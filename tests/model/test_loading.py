@@ -241,7 +241,7 @@ def filled_with_nan(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "no/such/folder"])
-def test_a_device_is_asked_for_before_anything_is_looked_up(name):
+def test_the_device_is_checked_before_anything_is_looked_up(name):
     load = HookedKVTransformer.from_pretrained if name == "gpt2" else HookedKVTransformer.load
     with pytest.raises(KVLensError, match="device: 'cudda' cannot be used here"):
         load(name, device="cudda")

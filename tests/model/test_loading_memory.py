@@ -21,7 +21,7 @@ STEPS = ("fold_ln", "center_writing_weights", "center_unembed", "fold_value_bias
 )
 @pytest.mark.parametrize("kind", ["gpt2", "neox", "llama", "qwen2", "bloom", "gptj", "opt", "mixtral", "apertus"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_step_after_step_gives_the_bits_of_all_at_once(kind, left_out, dtype):
+def test_step_by_step_equals_all_at_once_to_the_bit(kind, left_out, dtype):
     steps = {step: step not in left_out for step in STEPS}
     steps["refactor_factored_attn_matrices"] &= kind in ("gpt2", "opt")  # it is not for rotary positions
     parts = load_pretrained_parts("x", hf_model=tiny_hf_model(kind), dtype=dtype, fold_ln=True, device="cpu")

@@ -57,7 +57,7 @@ def test_by_name_without_a_bias(kind):
 
 
 @pytest.mark.parametrize("kind", WITHOUT_A_BIAS)
-def test_a_bias_that_comes_in_time_and_everything_at_once(kind):
+def test_a_bias_given_in_time_and_everything_at_once(kind):
     build, points = WITHOUT_A_BIAS[kind]
     model = build()
     bias = convert_prompt(model, tokens(1, 4, seed=1))

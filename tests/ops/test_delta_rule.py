@@ -91,7 +91,7 @@ def test_one_head_by_hand():
     assert pattern.flatten().tolist() == pytest.approx([1.0, 0.0, 0.25, 1.0])
 
 
-def test_decay_comes_before_removal():
+def test_decay_is_applied_before_removal():
     """One token: the state that is removed from has already decayed."""
     arguments = case("kda", pos=1)
     S, k, b = state_of(), arguments["k"].repeat_interleave(2, dim=2)[:, 0], arguments["write_strength"][:, 0, :, None]

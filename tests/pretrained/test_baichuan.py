@@ -90,7 +90,7 @@ def test_the_shift_may_come_in_the_other_public_forms(form, tmp_path):
 
 
 @torch.no_grad()
-def test_the_head_is_normalised_whatever_the_length_of_its_stored_rows(tmp_path):
+def test_the_head_is_normalized_for_any_length_of_its_stored_rows(tmp_path):
     weights = random_weights(CONFIG)
     scale = torch.linspace(0.1, 9, CONFIG["vocab_size"], dtype=torch.float64)[:, None]
     plain = exact_model(write_folder(tmp_path / "a", CONFIG, weights))

@@ -88,7 +88,7 @@ def test_model_in_memory_gives_its_own_logits(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_folder_gives_the_saved_models_logits_whatever_it_is_called(kind, tmp_path):
+def test_a_folder_gives_the_saved_models_logits_under_any_name(kind, tmp_path):
     hf_model = tiny_hf_model(kind, seed=1)
     folder = save(hf_model, tmp_path / "gemma-bert-t5/my-llama-run")
     for name, processed in (("llama-7b/gpt2", False), ("gemma-bert-t5/my-llama-run", True)):

@@ -88,14 +88,14 @@ def test_a_large_model_is_not_compared_unasked(monkeypatch, caplog, wrong_eps):
         ("x", dict(verify="yes"), "verify"),
     ],
 )
-def test_what_cannot_be_compared_is_said_when_it_is_asked_for(name, arguments, message):
+def test_a_comparison_that_is_impossible_is_refused(name, arguments, message):
     with pytest.raises(KVLensError, match=message):
         HookedKVTransformer.from_pretrained(
             name, **{"hf_model": tiny_hf_model("gpt2"), "verify": True, "device": "cpu", **arguments}
         )
 
 
-def test_where_nothing_can_be_compared_nothing_is_unless_asked():
+def test_a_model_that_cannot_be_compared_is_loaded_without_comparison():
     hf_model = tiny_hf_model("gpt2")
     for arguments in (dict(first_n_layers=1), dict(kv_shift=KVShiftConfig()), dict(move_to_device=False)):
         HookedKVTransformer.from_pretrained("x", hf_model=hf_model, device="cpu", **arguments)

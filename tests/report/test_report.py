@@ -228,7 +228,7 @@ def test_a_text_beyond_n_ctx_is_welcome_with_rotary_positions(model):
     assert long.summary["conversion"]["exact_to_rounding"]
 
 
-def test_a_prompt_that_hurts_is_said_to_hurt_and_where(report):
+def test_a_harmful_prompt_is_reported_with_its_positions(report):
     assert report.summary["notes"] == [] or report.summary["prompt_effect"]["gain_nats_per_token"] < 0
     effect = report.tables["prompt_effect"].copy()
     losses = {"with_prompt": 1.0, "converted": 1.0, "without_prompt": 0.5}
@@ -242,7 +242,7 @@ def test_a_prompt_that_hurts_is_said_to_hurt_and_where(report):
     assert harm_note(effect) is None
 
 
-def test_a_model_of_learned_positions_is_said_to_see_that_the_text_moves(report):
+def test_a_model_with_learned_positions_is_reported_to_see_the_text_move(report):
     learned = tiny_text_model(attention="softmax", positional_embedding_type="standard", kv_shift=None)
     tokens = learned.to_tokens(PROMPT)[0]
     (note,) = [note for note in notes_on(learned, tokens, report.tables["prompt_effect"], report.bias) if "position" in note]
@@ -253,7 +253,7 @@ def test_a_model_of_learned_positions_is_said_to_see_that_the_text_moves(report)
 # --- the folder ------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_written_comes_back(report, model, tmp_path):
+def test_written_values_are_read_back(report, model, tmp_path):
     folder = write_report(report, tmp_path / "new" / "report")
     assert set(listing(folder)) == FILES
     for name, table in report.tables.items():

@@ -46,7 +46,7 @@ def test_landmarks_are_called_approximate(outside_data, tmp_path, capsys):
     assert "approximate: landmark" in (tmp_path / "out" / "report.html").read_text()
 
 
-def test_keys_that_are_not_read_are_counted_and_said_why(outside_data, tmp_path, capsys):
+def test_keys_that_are_not_read_are_counted_with_a_reason(outside_data, tmp_path, capsys):
     summary = report(outside_data, tmp_path / "out", "--method", "landmark", "--features", "16")
     bias = KVBias.load(tmp_path / "out" / "bias.safetensors")
     assert summary["conversion"]["approximation"] == "landmark, 16 features per head"

@@ -64,7 +64,7 @@ def test_what_is_scored(solution, scored_part):
     assert torch.equal(targets[:, :-1], inputs[:, 1:])
 
 
-def test_held_out_problems_have_exactly_the_operations_asked_for():
+def test_held_out_problems_have_exactly_the_requested_operations():
     task = ArithmeticTask(max_ops=2, test_ops=6, modulus=5)
     train, heldout = task.sample(30, seeded(2)), task.sample(30, seeded(2), "heldout")
     assert {len(read_problem(whole_text(task, train, row))[0]) for row in range(30)} == {1, 2}

@@ -250,7 +250,7 @@ def test_a_story_of_two_hops_tells_both_halves_of_every_answer(split):
     assert seen[1] > 100 and seen[2] > 100
 
 
-def test_notes_are_asked_for_in_training_alone():
+def test_notes_are_predicted_in_training_only():
     batch = NESTED.sample(16, seeded(3))
     held = NESTED.sample(16, seeded(3), "heldout")
     plain = make_task("facts", **{**NESTED.settings(), "notes": False}).sample(16, seeded(3))

@@ -48,7 +48,7 @@ def test_the_page_holds_the_three_sums():
     assert [block["place"] for block in data["blocks"]] == ["0", "1", "2"]
 
 
-def test_a_long_prompt_comes_in_blocks_that_hold_means_per_token(monkeypatch):
+def test_a_long_prompt_is_shown_in_blocks_with_means_per_token(monkeypatch):
     monkeypatch.setattr("kvlens.viz.linked.MAX_CELLS", 64)
     data = data_of(linked_view(shares(n_prompt=50)))
     size = data["block"]

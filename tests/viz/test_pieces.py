@@ -62,7 +62,7 @@ def test_pictures_save_as_png_svg_and_html(make, tmp_path):
     assert not re.search(r'(src|href)="(?!data:)', own)
 
 
-def test_what_is_no_picture_says_so(tmp_path):
+def test_a_piece_without_a_picture_says_so(tmp_path):
     for piece in (error_table(heads()), generated_text({"a": "b"})):
         with pytest.raises(KVLensError, match="has no static figure; use save_html"):
             piece.save_png(tmp_path / "a.png")

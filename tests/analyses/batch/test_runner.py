@@ -204,7 +204,7 @@ def test_where_an_error_was_raised_names_the_code_and_the_analysis(model_folder,
     assert re.fullmatch(r".*/pathlib\S*:\d+, called at .*/letters.py:\d+", json.loads(result.errors.read_text())["where"])
 
 
-def test_the_number_of_ablations_is_said_before_they_start(model_folder, tmp_path):
+def test_the_number_of_ablations_is_reported_before_they_start(model_folder, tmp_path):
     lines = []
     work = Work("bias_effects", (model_folder,), options={"by": "layer", "methods": "zero", "parts": "bias"})
     source = prompts(tmp_path, {"prompt": "The widget", "text": " is green"})
@@ -214,7 +214,7 @@ def test_the_number_of_ablations_is_said_before_they_start(model_folder, tmp_pat
     assert result.n_rows == n_layers
 
 
-def test_an_analysis_that_needs_a_text_says_so(model_folder, tmp_path):
+def test_an_analysis_that_needs_a_text_refuses_prompts_without_one(model_folder, tmp_path):
     source = prompts(tmp_path, {"prompt": "ab"}, {"prompt": "cd", "text": " e"})
     result = run_batch(Work("bias_by_head", (model_folder,)), source, tmp_path / "t.parquet")
     assert "needs a text: give the record" in result.errors.read_text()

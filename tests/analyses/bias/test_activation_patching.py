@@ -175,7 +175,7 @@ def test_the_head_that_carries_everything_recovers_everything():
     assert frame.loc["z_bias", 1, 3] != pytest.approx(1)  # the text's own share still has the corrupted normalizer
 
 
-def test_by_pencil():
+def test_by_hand():
     # the text 1 has the residual 1 + 1 (1 + b), a tenth of it is the answer's logit; b = 4 for the prompt 2, 1 for 1
     frame = activation_patching(
         pencil_model(), torch.tensor([1]), torch.tensor([0]), torch.tensor([0]), answer=0, rival=1, points=["b_kv", "z_bias"]

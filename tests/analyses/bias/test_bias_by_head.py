@@ -20,7 +20,7 @@ def mean_kl_and_loss_change(whole, ablated, text):
     return float((p.exp() * (p - q)).sum(-1).mean()), float((p - q)[places, targets].mean())
 
 
-def test_by_pencil():
+def test_by_hand():
     expected = pd.DataFrame(
         {
             "layer": [0],

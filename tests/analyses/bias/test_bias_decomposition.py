@@ -62,7 +62,7 @@ def without(row, axis):
     return zero
 
 
-def test_by_pencil():
+def test_by_hand():
     model = pencil_model()
     heads = bias_decomposition(model, PENCIL_PROMPT, PENCIL_TEXT, answer=0, rival=1)
     expected = pd.DataFrame(  # z_bias 5, 10; z_context 1, 10
@@ -241,7 +241,7 @@ def test_singular_values():
     assert heads["b_kv_effective_rank"].between(1, 3 + 1e-9).all()
 
 
-def test_effective_rank_by_pencil():
+def test_effective_rank_by_hand():
     values = torch.tensor([[2.0, 2.0, 2.0], [5.0, 0.0, 0.0], [0.0, 0.0, 0.0], [3.0, 1.0, 0.0]], dtype=torch.float64)
     expected = [3, 1, 0, math.exp(0.75 * math.log(4 / 3) + 0.25 * math.log(4))]
     assert effective_rank(values).tolist() == pytest.approx(expected, rel=1e-14)

@@ -154,7 +154,7 @@ def test_without_an_answer_the_logit_is_the_next_tokens():
     assert bias_effects(model, bias, TEXT[:1], by="model")[["loss_change", "logit_change"]].isna().all(axis=None)
 
 
-def test_the_number_is_said_before_the_first_and_the_batch_size_changes_nothing_but_rounding():
+def test_the_number_is_reported_before_the_first_and_the_batch_size_changes_only_rounding():
     model, told = random_model(), []
     bias = convert_prompt(model, PROMPT)
     tell = dict(on_start=told.append, on_progress=lambda done: told.append(round(done, 3)))

@@ -68,7 +68,7 @@ def associative_memory():
         ([4], 2.0, 3.0, 1.0),
     ],
 )
-def test_overwriting_by_pencil(second, written, survival, crosstalk):
+def test_overwriting_by_hand(second, written, survival, crosstalk):
     frame = bias_overwriting(associative_memory(), torch.tensor([0]), torch.tensor(second))
     expected = pd.DataFrame(
         {

@@ -201,7 +201,7 @@ def test_a_head_that_reads_all_alike_is_no_induction_head(loudness, name):
 
 
 @pytest.mark.parametrize("n", [16, 24, 40, 128])
-def test_a_sharp_head_that_looks_elsewhere_is_none_and_a_spread_one_is_inconclusive(n):
+def test_a_sharp_head_that_attends_elsewhere_is_none_and_a_spread_one_is_inconclusive(n):
     """A head that gives w to one position and the rest equally to all i + 1 reads 1 / (w^2 + (1 - w^2) / (i + 1)) positions."""
     names = {w: verdict(mixed(n, 5, w, slice(5, 2 * n)), n).name for w in (0.95, 0.1)}
     assert names == {0.95: NO_VERDICT, 0.1: INCONCLUSIVE}

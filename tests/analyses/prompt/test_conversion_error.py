@@ -7,7 +7,7 @@ from analyses import conversion_error
 from kvlens import KVLensError, convert_prompt
 
 
-def test_a_doubled_bias_by_pencil():
+def test_a_doubled_bias_by_hand():
     model = pencil_model()
     frame = conversion_error(model, PENCIL_PROMPT, PENCIL_TEXT, bias=2.0 * convert_prompt(model, PENCIL_PROMPT))
     # b = 10: residuals 1 + (10 + 1) = 12 for 7, and 2 + 2 (10 + 5) = 32 for 22

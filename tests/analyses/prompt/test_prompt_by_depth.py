@@ -9,7 +9,7 @@ from analyses import prompt_by_depth
 PROMPT, TEXT = tokens(7), tokens(5, seed=1)
 
 
-def test_by_pencil():
+def test_by_hand():
     # the answer is token 1, whose logit is 0; that of token 0 is a tenth of the residual: 1 before the layer with or
     # without the prompt, and after it 7 with it and 2 without
     frame = prompt_by_depth(pencil_model(), PENCIL_PROMPT, PENCIL_TEXT).set_index(["layer", "position"])

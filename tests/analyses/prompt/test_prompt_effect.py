@@ -22,7 +22,7 @@ from kvlens import convert_prompt
 ROUNDING = 17 * 2.3e-16  # a sum over the vocabulary of 17 in float64
 
 
-def test_by_pencil():
+def test_by_hand():
     frame = prompt_effect(pencil_model(), PENCIL_PROMPT, PENCIL_TEXT)
     kls = [bernoulli_kl(a, b) for a, b in zip(PENCIL_WITH, PENCIL_WITHOUT, strict=True)]
     losses = [math.log(1 + math.exp(x)) for x in (PENCIL_WITH[0], PENCIL_WITHOUT[0])]  # of token 1, whose logit is 0

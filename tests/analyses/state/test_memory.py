@@ -85,7 +85,7 @@ def test_erasure_is_what_becomes_of_the_earlier_state(model):
 
 
 @pytest.mark.unhooked
-def test_bad_input_is_refused_in_words(model):
+def test_bad_input_is_refused_with_a_message(model):
     with pytest.raises(KVLensError, match="got shape \\[2, 13\\]"):
         state_memory(model, some_tokens(2, N_PROMPT))
     with pytest.raises(KVLensError, match="no tokenizer"):

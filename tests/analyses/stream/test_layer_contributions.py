@@ -86,7 +86,7 @@ def test_heads_add_up_to_their_layer(name):
     pd.testing.assert_frame_equal(sums.sort_index(), found.sort_index(), rtol=1e-9, atol=1e-12)
 
 
-def test_by_pencil():
+def test_by_hand():
     # the prompt 1, 2 has the bias 5; the text 1, 2 reads 1 and 2 (1 + 4) of itself; a tenth of it is the logit of token 0
     # and token 1 has none: half of that tenth is above their mean, half below
     model = pencil_model()

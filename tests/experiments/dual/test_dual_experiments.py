@@ -28,7 +28,7 @@ def test_seeds_train_apart():
         assert float(both[1]) == pytest.approx(float(one[0]), rel=1e-12)
 
 
-def test_each_row_has_its_own_rate_and_a_seed_that_comes_twice_the_same_sequences():
+def test_each_row_has_its_own_rate_and_a_repeated_seed_the_same_sequences():
     """Rates 0, 0.05 and 0.05 once more: the first stays where it was, the others take one course."""
     seeds = [3, 3, 3]
     layer = draw_layer(seeds, 3, Variant())

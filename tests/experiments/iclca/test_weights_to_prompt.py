@@ -60,7 +60,7 @@ def test_values_are_those_of_plain_least_squares():
     torch.testing.assert_close(off, by_hand, rtol=1e-5, atol=1e-6)
 
 
-def test_a_large_ridge_brings_the_mean_output_and_a_small_one_fits_best():
+def test_a_large_ridge_gives_the_mean_output_and_a_small_one_fits_best():
     s, z, w_o, t = problem()
     found = imitation.Fit(s, z, w_o, t, KV_HEADS)
     off = [float((imitation.brought(found.start + found.solve(x), s, z, w_o) - t).norm()) for x in (1e-9, 1e-2, 1e2)]
@@ -118,8 +118,8 @@ def test_what_virtual_keys_did_is_found_again_and_nothing_where_signs_are_drawn(
     assert left((t.view(40, 11, -1) * sign).flatten(0, 1)) > 0.9
 
 
-def test_keys_that_find_nothing_to_do_do_nothing(texts):
-    """However large their scores are: on stories260K 64 keys of weight 1e-4 once made of an error of 1 one of 1.28."""
+def test_keys_with_no_remaining_error_have_no_effect(texts):
+    """However large their scores are: on stories260K, 64 keys of weight 1e-4 once turned an error of 1 into 1.28."""
     model = small_model()
     seen = imitation.see(model, 0, texts)
     pool = 6 * seen.k.permute(2, 0, 1, 3).flatten(1, 2)

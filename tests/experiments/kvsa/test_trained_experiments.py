@@ -73,7 +73,7 @@ def test_depth_claims_hold_fail_and_stay_open_where_they_should(ends, verdicts):
     assert depth_verdicts(**ends) == verdicts
 
 
-def test_infinite_steps_are_said_in_words():
+def test_infinite_steps_are_described_in_words():
     assert induction_depth.in_words(150.0, 800) == "150"
     assert induction_depth.in_words(math.inf, 800) == "more than 800"
 

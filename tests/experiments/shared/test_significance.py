@@ -84,7 +84,7 @@ def test_order_and_unit_make_no_difference_and_the_other_side_turns_the_verdict(
     assert SIGNIFICANCE.above([value + 8.0 for value in values], 8.0) is verdict
 
 
-def test_many_cases_at_once_are_those_cases_one_by_one():
+def test_many_cases_at_once_equal_those_cases_one_by_one():
     cases = np.random.default_rng(5).normal(0.6, 1, size=(60, 7))
     one_by_one = [{True: 1, False: -1, None: 0}[SIGNIFICANCE.above(case)] for case in cases]
     assert SIGNIFICANCE.sides(cases).tolist() == one_by_one
