@@ -46,7 +46,7 @@ def pytest_runtest_protocol(item: pytest.Item):
 
 @pytest.fixture(scope="session")
 def outside_data() -> Path:
-    """The folder of trained models and texts that nobody in this project made; absent from a user's checkout."""
+    """The folder of trained models and texts from outside this project; absent from a user's checkout."""
     default = Path(__file__).resolve().parents[1].parent / "shared" / "data"
     folder = Path(os.environ.get("KVLENS_TEST_DATA", default))
     if not folder.is_dir():

@@ -1,4 +1,4 @@
-"""Every public function holds its arguments to the types of its signature, and says which one does not fit."""
+"""Every public function checks its arguments against its signature, and says which one is wrong."""
 
 import functools
 import importlib

@@ -1,4 +1,4 @@
-"""Text that no tokenizer reads, and what is no text at all, at every function that takes one."""
+"""Text that no tokenizer can read, and values that are not text, for every function that takes text."""
 
 import functools
 from pathlib import Path
@@ -44,7 +44,7 @@ def test_a_value_that_is_not_text_is_refused(reader):
 
 
 def test_odd_characters_are_text():
-    """NUL, controls, numpy's strings and a very long one: read as they are, whatever it makes of them."""
+    """NUL, control characters, numpy strings and a very long one are passed to the tokenizer unchanged."""
     for text in ("a\0b", "\x1b[31m\u202e", np.str_("a b"), "\U0001f600", "ab " * 100_000):
         tokens = model().to_tokens(text)
         assert tokens.shape[1] > 0 and tokens.dtype == torch.long

@@ -124,7 +124,7 @@ def test_the_reference_builds(tmp_path, capsys, monkeypatch):
     pygments = pytest.importorskip("pygments", reason='needs the extra: pip install -e ".[docs]"')
     pytest.importorskip("pdoc", reason='needs the extra: pip install -e ".[docs]"')
     pytest.importorskip("latex2mathml", reason='needs the extra: pip install -e ".[docs]"')
-    # the colors of the source are none of ours, and a third of the time
+    # highlighting the source is not ours, and takes a third of the time
     monkeypatch.setattr(pygments, "highlight", lambda source, lexer, formatter: f"<pre>{html.escape(source)}</pre>")
     assert main(["reference", "--out", str(tmp_path)]) == 0
     assert "index.html" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The models that ship: each loads, does what its card says, and those of text read and write text."""
+"""The shipped models: each loads, performs as its card says, and language models read and write text."""
 
 import json
 from dataclasses import replace

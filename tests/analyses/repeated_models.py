@@ -1,4 +1,4 @@
-"""Models whose heads are known by construction, for text that is said twice."""
+"""Models whose heads are known by construction, for repeated text."""
 
 from typing import Any
 
@@ -46,7 +46,7 @@ def shifted_heads() -> HookedKVTransformer:
 
 
 def two_layer_circuit(n_ctx: int = 32) -> HookedKVTransformer:
-    """Head 0.1 attends to the place before and writes its token into a space of its own; head 1.2 matches that and copies.
+    """Head 0.1 attends to the previous position and writes its token into a separate subspace; head 1.2 matches it and copies.
 
     d_model is three spaces side by side: the token, the position, the token before. All other heads have weights 0.
     """

@@ -1,4 +1,4 @@
-"""What an intervention changes has one sign in every table, intervened minus original, and every table says so alike."""
+"""The effect of an intervention has the same sign in every table, intervened minus original, with the same description."""
 
 import importlib
 import pkgutil
@@ -31,7 +31,7 @@ EFFECTS = dict.fromkeys(("effect", "swap", "converse", "whole"), EFFECT)
 WORDS = {"loss_change": LOSS_CHANGE, "logit_change": LOGIT_CHANGE, "kl": KL, "output_share": OUTPUT_SHARE, **EFFECTS}
 """How the name of such a column ends, and how its text begins."""
 OTHER_WORDS = ("rises", "falls", "rise of", "change of", "minus")
-"""Other ways to say it, which no column needs."""
+"""Other wordings, which no column may use."""
 
 
 def declared():
@@ -65,7 +65,7 @@ def test_a_column_that_says_it_otherwise_is_found(monkeypatch):
 
 @torch.no_grad()
 def test_what_helps_has_a_positive_change_of_the_loss_in_every_table():
-    """The text says the prompt again: head 1.2 finds there what follows, and without it or the prompt nothing is known."""
+    """The text repeats the prompt: head 1.2 finds the next token there, and without it or the prompt none is predictable."""
     model, piece = two_layer_circuit(), torch.tensor([3, 7, 1, 9, 4, 6])
     bias = convert_prompt(model, piece)
 

@@ -1,4 +1,4 @@
-"""The bar of a long look: on a terminal alone, in the main process alone, and not where somebody else shows the progress."""
+"""The progress bar of a long pass: only on a terminal, only in the main process, and not if the caller shows the progress."""
 
 import io
 import sys

@@ -30,7 +30,7 @@ BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}
 
 
 def model_of(tokenizer):
-    """A model as far as its tokenizer is asked."""
+    """A stand-in for a model, with only a tokenizer."""
     model = copy.copy(tiny_text_model())
     model.tokenizer = tokenizer
     return model
@@ -108,7 +108,7 @@ def test_any_text_is_decoded_exactly(text, n):
 
 
 def test_pieces_of_sentence_piece_keep_their_blanks():
-    """Its tokenizers drop the blank of a token that they decode alone."""
+    """Its tokenizers drop the leading blank of a token decoded alone."""
     raw = Tokenizer(models.WordLevel({"\u2581the": 0, "\u2581": 1, "cat": 2, "\u2581\u2581s": 3}, unk_token="\u2581"))
     raw.decoder = decoders.Metaspace()
     model, tokens = model_of(transformers.PreTrainedTokenizerFast(tokenizer_object=raw)), torch.tensor([0, 1, 2, 3, 0])

@@ -82,7 +82,7 @@ def context(model: HookedKVTransformer, sizes: dict[str, Any], polish_steps: int
 
 
 def judge(table: pd.DataFrame) -> None:
-    """Print how well the record tells, way by way, and what it says of polishing."""
+    """Print how accurate the record is for each method, and its estimate for polishing."""
     for way, rows in table.groupby("way", sort=False):
         ratio = rows["recorded"] / rows["measured"]
         off = ratio.where(ratio > 1, 1 / ratio)

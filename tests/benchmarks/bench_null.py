@@ -1,4 +1,4 @@
-"""How often a unit that has nothing to do with the answer is called significant: at most 5 % is what the p-value promises.
+"""How often a unit that has nothing to do with the answer is significant: at most 5 % by the definition of the p-value.
 
     python tests/benchmarks/bench_null.py [--model docs-gpt2] [--units 200] [--prompts 10] [--seed 0]
 

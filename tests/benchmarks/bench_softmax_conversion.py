@@ -54,7 +54,7 @@ def in_keys(model: HookedKVTransformer, prompt: torch.Tensor, **options: Any) ->
 
 
 def check_answers(model: HookedKVTransformer, prompt: torch.Tensor, text: torch.Tensor, bias: KVBias) -> None:
-    """All keys are the prompt itself, and under fewer the fused form says what the eager one says."""
+    """All keys reproduce the prompt itself, and with fewer the fused form equals the eager one."""
     with model.kv_bias(convert_prompt(model, prompt[0])):
         exact = model(text)
     check_close(exact, model(torch.cat([prompt, text], dim=1))[:, prompt.shape[1] :], 1e-5, "every key kept")
@@ -103,7 +103,7 @@ def _seconds(call: Callable[[], Any]) -> float:
 
 
 def memory(small: bool) -> None:
-    """Memory of one conversion, in a process of its own; a small one's is not checked, and needs none."""
+    """Memory of one conversion, in a separate process; that of a small one is not checked, and needs none."""
     if small:
         found = convert_here(small)
     else:

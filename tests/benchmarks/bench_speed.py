@@ -1,4 +1,4 @@
-"""How near kvlens comes to the dense products alone, and to Hugging Face's fused GPT-NeoX: ratios, the answers checked first.
+"""The time of kvlens relative to the dense products alone, and to Hugging Face's fused GPT-NeoX; results are checked first.
 
     python tests/benchmarks/bench_speed.py [--only ROW ...] [--threads 2] [--clock wall] [--repeats 5] [--small]
 
@@ -180,7 +180,7 @@ def decode(run: Run) -> None:
         return hf.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=n, do_sample=False)
 
     calls = [lambda: ours(1), lambda: ours(1 + n_new), lambda: theirs(1), lambda: theirs(1 + n_new)]
-    # short runs and many of them: the least time is then one that nobody else on the machine disturbed
+    # many short runs, so that the shortest one was not disturbed by other processes
     a, b, c, d = fastest(*calls, repeats=4 * run.repeats, clock=run.clock)
     print(f"a decoded token at context 128: {(b - a) / n_new * 1e3:.3g} ms, Hugging Face {(d - c) / n_new * 1e3:.3g} ms")
     print(verdict("ratio", (b - a) / (d - c), 0.85), flush=True)

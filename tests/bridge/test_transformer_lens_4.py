@@ -1,4 +1,4 @@
-"""With TransformerLens 4 installed, what extends its removed classes says what it needs."""
+"""With TransformerLens 4 installed, code that extends its removed classes says what it needs."""
 
 from importlib.metadata import version
 

@@ -121,7 +121,7 @@ def test_an_mlp_without_gradients_is_transformer_lens_own(act_fn):
     with torch.no_grad():
         expected = MLP.forward(mlp, x)
         assert relative_error(mlp(x), expected) < ROUNDING
-        # whoever looks at the features in front of the activation must not find those behind it
+        # a hook on the features before the activation must not see those after it
         _, cache = model.run_with_cache(tokens(1, 5), names_filter=lambda name: name.endswith("mlp.hook_pre"))
         assert (cache["blocks.1.mlp.hook_pre"] < -0.3).any()
 

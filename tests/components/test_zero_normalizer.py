@@ -1,4 +1,4 @@
-"""Where the kernel normalizer is 0: nothing visible gives 0 and finite gradients; a zero alone is an error that says where."""
+"""A kernel normalizer of 0: if nothing is visible the output is 0 with finite gradients; any other zero is a located error."""
 
 import pytest
 import torch

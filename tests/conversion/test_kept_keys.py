@@ -1,4 +1,4 @@
-"""Methods that keep some keys as they are: which keys, against TransformerLens' own attention patterns."""
+"""Methods that keep some keys unchanged: the selected keys, against TransformerLens' own attention patterns."""
 
 from dataclasses import replace
 

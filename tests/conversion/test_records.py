@@ -56,7 +56,7 @@ CHANGES = {
     "a multiple, back again": lambda model, b, other: (0.5 * b) * 2,
     "one of a batch of halves": lambda model, b, other: (0.5 * b).repeat(2).select_prompt(1),
 }
-"""What makes another bias of one, each with an error of its own."""
+"""Operations that make another bias, each with its own error."""
 SAME = {
     "on its device": lambda b: b.to("cpu"),
     "detached": lambda b: b.detach(),

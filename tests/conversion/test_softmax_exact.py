@@ -1,4 +1,4 @@
-"""A softmax prompt with every key kept: the model says what it said with the prompt in front."""
+"""A softmax prompt with every key kept: the logits equal those with the prompt in context."""
 
 from statistics import median
 

@@ -10,7 +10,7 @@ BOS = 0
 
 
 def counting(total: int, **options) -> TokenWindows:
-    """Tokens 0, 1, 2 ...: a window's content says where it comes from."""
+    """Tokens 0, 1, 2 ..., so that a window's content shows its position."""
     return TokenWindows(torch.arange(total), BOS, **options)
 
 

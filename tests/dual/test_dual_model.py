@@ -178,7 +178,7 @@ def test_approximate_features_are_attention_with_these_features(name, kernel):
         output = (shares / shares.sum()) @ dual._tokens.values
         torch.testing.assert_close(dual.step().predict(), output, rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(dual.weight @ dual.query, output, rtol=1e-10, atol=1e-12)
-        assert dual.equivalence_error() > 1e-9  # it is an approximation, and says so
+        assert dual.equivalence_error() > 1e-9  # it is an approximation, and is reported as one
 
 
 def test_more_features_come_closer_and_all_landmarks_are_exact():

@@ -1,4 +1,4 @@
-"""Every experiment at its smallest scale: it runs, its folder says what it measured, and the command refuses bad input."""
+"""Every experiment at its smallest scale: it runs, its folder has its measurements, and the command refuses bad input."""
 
 import json
 import os

@@ -329,7 +329,7 @@ def test_the_known_difference_is_significant_in_four_of_five_cases_and_almost_ne
 
 
 def test_every_verdict_of_every_experiment_has_its_null():
-    """By case, by shares, by a test of its own below; or it is an identity, which holds to rounding or does not."""
+    """By case, by shares, or by a separate test below; or it is an identity, which holds up to rounding or does not."""
     by_shares = {"coefficients", "conversion-accuracy"}
     own = {"function-classes", "dual-heads"}
     identities = {"induction-exact", "landscape", "conversion-error", "dual-equivalence", "gradient-descent"}

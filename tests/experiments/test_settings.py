@@ -1,4 +1,4 @@
-"""Every setting of every experiment, given what it cannot be: an answer in words, before anything runs."""
+"""Every setting of every experiment with an invalid value: a clear message, before anything runs."""
 
 import json
 import math

@@ -24,7 +24,7 @@ import torch
 from kvlens.files import atomic
 
 KILLED_IN_EARNEST = 5
-"""One step in so many; the others are pictures."""
+"""One in this many steps; the others are snapshots."""
 STEPS = ("os.", "open", "shutil.", "tempfile.", "sqlite3.connect", "ctypes.dlsym")
 
 

@@ -155,7 +155,7 @@ def test_sum_over_prompt_tokens_is_the_state(family):
 
 @families
 def test_prompts_of_unequal_length(family):
-    """Left or right padding: each row ends as its real tokens alone do, convolution included."""
+    """Left or right padding: each row ends as its real tokens alone would, including the convolution."""
     mixer, x = mixer_for(layer_of(family, torch.float64), 0), hidden(20, torch.float64)
     lengths = torch.tensor([[20], [12], [2]])
     for mask in (torch.arange(20) < lengths, torch.arange(20) >= 20 - lengths):

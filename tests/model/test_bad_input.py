@@ -1,4 +1,4 @@
-"""Bad input is refused in words, before anything is built or written, and leaves the model as it was."""
+"""Bad input is refused with a clear message, before anything is built or written, and leaves the model unchanged."""
 
 import copy
 import json

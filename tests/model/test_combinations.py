@@ -1,4 +1,4 @@
-"""Settings drawn at random, together: what holds for each of them holds for all, or the combination is refused in words."""
+"""Random combinations of settings: properties of each hold for all, or the combination is refused with a message."""
 
 import itertools
 import random
@@ -89,7 +89,7 @@ def test_decoding_caching_and_converting(seed):
     assert relative_error(torch.cat(pieces, dim=1), whole) < rounding
     check_slices(model, text)
     if cfg.use_logn_attn:
-        return  # it scales by the place in the whole text, of which the prompt is no longer part
+        return  # it scales by the position in the whole text, of which the prompt is no longer part
     with model.kv_bias(convert_prompt(model, text[:, :5])):
         assert relative_error(model(text[:, 5:]), whole[:, 5:]) < rounding
 

@@ -1,4 +1,4 @@
-"""One decoded token after the other: each reads the weights as they are then, and is seen by the hooks that are there then."""
+"""Decoding token by token: each step uses the current weights and the current hooks."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Weights are processed as TransformerLens does, bit by bit, in less memory than its own way takes."""
+"""Weights are processed as in TransformerLens, to the bit, but in less memory."""
 
 import subprocess
 import sys

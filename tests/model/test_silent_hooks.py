@@ -1,4 +1,4 @@
-"""Hooks that are asked for by name and do not fire are warned of, once per call, and no others are."""
+"""A warning, once per call, for hooks requested by name that do not fire, and for no others."""
 
 import warnings
 
@@ -19,7 +19,7 @@ WITHOUT_A_BIAS = {
 
 
 def look(x: torch.Tensor, hook) -> None:
-    """A hook that only looks."""
+    """A hook that only reads."""
 
 
 def warned_of(run) -> list[str]:

@@ -99,7 +99,7 @@ def test_ridge_is_causal_and_blind_to_padding():
     masked = variants.ridge_attention(kernel, at_queries, v, 0.7, mask)
     packed = variants.ridge_attention(kernel[..., kept, :][..., kept], at_queries[..., kept, :][..., kept], v[:, :, kept], 0.7)
     torch.testing.assert_close(masked[:, :, kept], packed, **TIGHT)
-    last = variants.ridge_attention(kernel, at_queries[:, :, 4:], v, 0.7)  # as a decode cache asks for them
+    last = variants.ridge_attention(kernel, at_queries[:, :, 4:], v, 0.7)  # as for a decode cache
     torch.testing.assert_close(last, variants.ridge_attention(kernel, at_queries, v, 0.7)[:, :, 4:], **TIGHT)
     later = v.clone()
     later[:, :, 4:] += 100

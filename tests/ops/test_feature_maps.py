@@ -131,7 +131,7 @@ def test_random_features_are_unbiased(kind):
     second = (2 * (q + k).square().sum(-1) - q.square().sum(-1) - k.square().sum(-1)).exp()
     standard_error = ((second - expected.square()) / m).sqrt()
     assert ((got - expected).abs() < 5 * standard_error).all()
-    assert (standard_error < 0.1 * expected).all()  # or the line above would say nothing
+    assert (standard_error < 0.1 * expected).all()  # otherwise the line above would prove nothing
 
 
 def test_a_prompt_and_its_continuation_share_one_scale():

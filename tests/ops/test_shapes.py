@@ -1,4 +1,4 @@
-"""Every op refuses tensors that do not belong together, in words of its own, and takes those that do."""
+"""Every op refuses inconsistent tensors with its own message, and accepts consistent ones."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple

@@ -180,7 +180,7 @@ def test_irrelevant_fields_move_no_logits(kind):
     assert len(change) > 5
     after = tiny_hf_model(kind, **change)
     shared = {name: weight for name, weight in before.state_dict().items() if name in after.state_dict()}
-    after.load_state_dict(shared, strict=False)  # cross-attention draws weights of its own, which nothing reads
+    after.load_state_dict(shared, strict=False)  # cross-attention has its own random weights, which are not used
     assert torch.equal(after(TOKENS).logits, before(TOKENS).logits)
     model = HookedKVTransformer.from_pretrained_no_processing("x", hf_model=after, device="cpu")
     torch.testing.assert_close(model(TOKENS), before(TOKENS).logits, rtol=0, atol=1e-4)

@@ -1,4 +1,4 @@
-"""Nothing read from disk or hub runs, and nothing asks: folders that need their own code are refused by name."""
+"""Nothing read from disk or hub runs, and nothing prompts: folders that need their own code are refused by name."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("no_network")
 
 @pytest.fixture(autouse=True)
 def evil(tmp_path, monkeypatch):
-    """A file of code that says when it ran; and a user who would answer yes to everything, and notices the question."""
+    """A file of code that records whether it ran, and a user who would answer yes to everything and records the question."""
     ran = tmp_path / "it-ran"
     code = f"open({str(ran)!r}, 'w').write('ran')\nclass Evil:\n    from_pretrained = classmethod(lambda *a, **k: None)\n"
     asked = []

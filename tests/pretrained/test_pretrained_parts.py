@@ -61,7 +61,7 @@ def hooked(parts: PretrainedParts, processed: bool) -> HookedTransformer:
 
 
 shared_model = functools.cache(tiny_hf_model)
-"""For tests that leave it as it is, as the first of them sees to."""
+"""For tests that do not change it, as the first of them checks."""
 
 
 @torch.no_grad()

@@ -205,11 +205,11 @@ def test_sources_that_cannot_be_read_are_described(tmp_path):
             model.load_shift_coefficients(tmp_path / name)
 
 
-# Beside the weights of an architecture that transformers knows
+# In addition to the weights of an architecture that transformers supports
 
 
 def shifted_llama(folder, form="numbers"):
-    """A Llama folder whose checkpoint also holds shift coefficients, as a model with code of its own would write it."""
+    """A Llama folder whose checkpoint also holds shift coefficients, as a model with its own code would write it."""
     hf_model = tiny_hf_model("llama")
     shapes = {"numbers": (2,), "matrix": (2, 2)}
     names = {"numbers": ("alpha1", "alpha2", "beta1", "beta2"), "matrix": ("K", "V")}[form]

@@ -1,4 +1,4 @@
-"""``kvlens report`` on softmax models: exact by default, approximate where asked, and it says which."""
+"""``kvlens report`` on softmax models: exact by default, approximate on request, and labeled accordingly."""
 
 import json
 from argparse import Namespace

@@ -1,4 +1,4 @@
-"""What every task promises: its shapes, its settings, batches decided by the generator alone, and clear refusals."""
+"""Properties of every task: shapes, settings, batches determined by the generator alone, and clear errors."""
 
 import json
 
@@ -45,7 +45,7 @@ def test_equal_generator_states_give_equal_batches_and_others_do_not(name):
     state = generator.get_state()
     once = task.sample(4, generator)
     generator.set_state(state)
-    torch.manual_seed(99)  # the global generator has no say
+    torch.manual_seed(99)  # the global generator has no effect
     assert same(task.sample(4, generator), once)
     assert not same(task.sample(4, generator), once)
 

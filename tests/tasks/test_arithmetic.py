@@ -111,7 +111,7 @@ def tokens_of(text):
     [
         ("a = 1 + 2 = 3 ; b = 3 - 1 = 2", True),
         ("b = 3 - 1 = 2 ; a = 1 + 2 = 3", True),  # the first step answers, and more follow
-        ("a = 1 + 2 = 0 ; b = 4 * 4 = 2", True),  # only what is asked counts, not how it came about
+        ("a = 1 + 2 = 0 ; b = 4 * 4 = 2", True),  # only the requested variable counts, not how it was derived
         ("b = 3 - 1 = 4 ; b = 3 - 1 = 2", True),
         ("a = 1 + 2 = 3 ; b = 3 - 1 = 4", False),
         ("a = 1 + 2 = 2 ; c = 3 - 1 = 2", False),  # the value, of another variable

@@ -1,4 +1,4 @@
-"""Stories and questions: text and tokens agree, answers stand where the ground truth says, held-out pairs are held out."""
+"""Stories and questions: text and tokens agree, answers are where the ground truth says, held-out pairs are held out."""
 
 from collections import Counter
 

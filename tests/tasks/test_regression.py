@@ -11,7 +11,7 @@ def test_points_and_answers_alternate_and_points_are_scored():
     inputs, targets, scored = RegressionTask(dimensions=3, n_points=5).sample(2, seeded(0))
     assert inputs.shape == (2, 9, 4)
     assert (inputs[:, 0::2, 3] == 0).all() and (inputs[:, 1::2, :3] == 0).all()
-    assert torch.equal(inputs[:, 1::2, 3], targets[:, 0:-1:2])  # without noise the answer shown is the answer asked for
+    assert torch.equal(inputs[:, 1::2, 3], targets[:, 0:-1:2])  # without noise the answer shown is the target
     assert (targets[:, 1::2] == 0).all()
     assert scored.tolist() == [[True, False] * 4 + [True]] * 2
 

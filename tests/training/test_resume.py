@@ -24,7 +24,7 @@ from kvlens.training.checkpoint import only_run_in
 
 
 class Killed(Exception):
-    """Stands for whatever ends a process."""
+    """A stand-in for anything that ends a process."""
 
 
 def killed_at(monkeypatch, call: int) -> None:

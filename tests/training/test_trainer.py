@@ -1,4 +1,4 @@
-"""The training loop's promises, on a model small enough to train in a second."""
+"""The training loop's guarantees, on a model small enough to train in a second."""
 
 import dataclasses
 import math

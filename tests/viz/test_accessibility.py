@@ -1,4 +1,4 @@
-"""axe-core, run over the pages in Chromium: nothing serious in the report, nor in any picture alone.
+"""axe-core, run over the pages in Chromium: no serious finding in the report, nor in any single picture.
 
 axe-core is an npm package; the environment variable KVLENS_AXE tells where its axe.min.js is, else it is looked for where
 `.ci/run` puts it.
@@ -46,7 +46,7 @@ def serious(page: Path, folder: Path) -> list:
 
 
 def test_the_checker_sees_what_is_wrong(tmp_path):
-    """A button without a name and gray on gray are serious: the checker must say so."""
+    """A button without a name and gray on gray are serious: the checker must report them."""
     page = Page("bad").section("x", "y").add(colored_tokens(["a"], [1.0]))
     bad = page.to_html().replace("</main>", '<button></button><p style="color:#aaa;background:#bbb">gray</p></main>')
     (tmp_path / "bad.html").write_text(bad, encoding="utf-8")

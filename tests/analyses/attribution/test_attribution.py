@@ -174,7 +174,7 @@ def test_heads_add_up_to_whole_and_interaction_and_the_whole_is_the_total_effect
 
 
 def test_a_heads_swap_is_that_heads_part_of_the_other_prompt(model):
-    """By hooks on the bias as it is read, which know nothing of batches of biases."""
+    """By hooks on the bias as it is read, without batches of biases."""
     heads = attribution_by_head(model, PROMPT, TEXT, by=SPANS, answer=5)
     if model.cfg.attention == "softmax":
         pytest.skip("softmax prompts bring keys of their own, which no hook on b_KV exchanges; the whole is held above")

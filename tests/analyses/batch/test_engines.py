@@ -21,7 +21,7 @@ LETTERS = "batch_probes.letters:LETTERS"
 
 
 class ListEngine:
-    """Workers are lists that hold what they owe; those whose turn it is to die do so when asked for their answer.
+    """Workers are lists of pending answers; those that are to die do so when their answer is collected.
 
     Args:
         dies: whether a worker dies over a job (None: as it starts), given how many have died.

@@ -1,4 +1,4 @@
-"""Batches run softmax models fused where an analysis does not look at the pattern; the numbers are the eager ones."""
+"""Batches run softmax models fused if an analysis does not hook the pattern; the numbers equal the eager ones."""
 
 import pandas as pd
 import pyarrow as pa

@@ -1,4 +1,4 @@
-"""A batch from beginning to end on a tiny model: the same table whatever interrupts it, and nothing half-written."""
+"""A batch from beginning to end on a tiny model: the same table after any interruption, and nothing half-written."""
 
 import json
 import re
@@ -111,7 +111,7 @@ def test_prompts_without_rows_are_reported_and_the_batch_continues(model_folder,
 
 
 def test_what_failed_is_run_again_on_request_and_nothing_else(model_folder, other_folder, tmp_path, monkeypatch):
-    """Refused and broken, on two models: a rerun asks; a retry gives the table of a run without failures."""
+    """Refused and failed prompts, on two models: a rerun is refused; a retry gives the table of a run without failures."""
     records = [{"prompt": "ab"}, {"prompt": "c", "raises": 1}, {"prompt": "d", "breaks": 1}, {"prompt": "e"}]
     work, source, out = Work(LETTERS, (model_folder, other_folder)), prompts(tmp_path, *records), tmp_path / "t.parquet"
     source = Input(source.prompts)

@@ -1,4 +1,4 @@
-"""The commands: every analysis has one, it says what it wants, and its exit status is to be relied on."""
+"""The commands: every analysis has one, with help and a reliable exit status."""
 
 import importlib
 import json

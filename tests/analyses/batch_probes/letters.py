@@ -1,4 +1,4 @@
-"""An analysis whose answer is known by hand, and which fails as its prompts say: a row per letter, however the model looks.
+"""An analysis with a known result that fails as its prompts specify: a row per letter, for any model.
 
 Fields: ``"raises"`` (refused), ``"breaks"`` (another error), ``"kills_once"`` (a file: who sees it missing makes it, and dies).
 """

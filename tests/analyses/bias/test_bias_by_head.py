@@ -1,4 +1,4 @@
-"""Sizes by their definition, effects by intervention: what the frame says about a head, the patched model answers."""
+"""Sizes by their definition, effects by intervention: the patched model confirms the table for each head."""
 
 import math
 

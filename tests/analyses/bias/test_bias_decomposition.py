@@ -36,7 +36,7 @@ def held(model):
 
 
 def of_bias(frame):
-    """What the positions say of each head's whole bias."""
+    """The sum over positions for each head's whole bias."""
     frame = frame[frame["part"].isin(["inherited", "prompt"])]
     return frame.groupby(["layer", "head"], as_index=False)[["output_share", "logit"]].sum()
 

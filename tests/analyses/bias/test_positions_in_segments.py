@@ -59,7 +59,7 @@ def test_prompts_and_texts_shorter_than_the_window(n_prompt, n_text):
 
 @pytest.mark.parametrize("shift", [None, KVShiftConfig(window=2)])
 def test_augmented_values_add_up_to_what_the_bias_gives(shift):
-    """Each value is an MLP of its own; what is read of them is still their sum under the pattern."""
+    """Each value is an MLP's output; what is read is still their sum under the pattern."""
     model = random_model(attention_variant=dict(augmented=dict(keys=True, values=True)), kv_shift=shift)
     frame = bias_positions(model, PROMPT, TEXT, segment_length=4)
     found = frame[frame["part"] == "prompt"].groupby(["layer", "head"])["output_share"].sum().to_numpy()

@@ -36,7 +36,7 @@ def test_every_column_by_hand():
     model = softmax_model(**KINDS["learned positions"])
     scale = float(model.blocks[0].attn.attn_scale)
     both, alone, first = (model.run_with_cache(x[None])[1] for x in (torch.cat([FIRST, SECOND]), SECOND, FIRST))
-    # aligned: the second prompt at its place, its own tokens all that it sees
+    # aligned: the second prompt at its position, seeing only its own tokens
     heads = [(f"blocks.{i}.attn.hook_attn_scores", lambda s, hook: s.index_fill(-1, torch.arange(7), -1e9)) for i in range(2)]
     with model.hooks(fwd_hooks=heads):
         aligned = model.run_with_cache(torch.cat([FIRST, SECOND])[None])[1]

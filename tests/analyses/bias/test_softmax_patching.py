@@ -54,7 +54,7 @@ def test_everything_gives_the_clean_run_and_nothing_the_corrupted_one(name):
 
 @pytest.mark.parametrize("name", ["learned positions", "rotary, grouped", "alibi"])
 def test_the_last_layers_keys_and_values_are_those_of_transformer_lens(name):
-    """There no later layer reads what the prompt itself becomes, so that patching hook_k and hook_v says the same."""
+    """No later layer reads the prompt's stream there, so patching hook_k and hook_v is equivalent."""
     model = softmax_model(name)
     frame = patching(model, points=["bias", "keys", "values"]).set_index(["point", "layer", "head"])["metric"]
     _, cache = model.run_with_cache(torch.cat([CLEAN, TEXT])[None])

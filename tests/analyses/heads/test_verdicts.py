@@ -78,7 +78,7 @@ def test_each_kind_by_its_lag_and_the_larger_variance_of_two(n):
     idle = mixed(n, 0, 0.6, whole)
     idle[rows] *= 0.7
     idle[rows, rows - n + 1] += 0.3
-    assert verdict(idle, n).name == "induction"  # "current token" is said of heads that match nothing
+    assert verdict(idle, n).name == "induction"  # "current token" is for heads that match nothing
     for of_itself, name in ((0.5, "current token"), (0.3, "previous token")):
         pair = mixed(n, 1, 0.8 - of_itself, whole)
         pair[whole] *= 1 - of_itself
@@ -90,7 +90,7 @@ def test_below_the_threshold_or_near_chance_there_is_no_name():
     n = 40
     assert verdict(mixed(n, 1, THRESHOLD - 0.06, slice(1, 2 * n)), n).name in UNNAMED
     assert verdict(mixed(n, 1, THRESHOLD, slice(1, 2 * n)), n).name == "previous token"
-    assert verdict(mixed(n, n - 1, 0.02, slice(n, 2 * n)), n).name in UNNAMED  # about twice what it looks elsewhere
+    assert verdict(mixed(n, n - 1, 0.02, slice(n, 2 * n)), n).name in UNNAMED  # about twice its attention elsewhere
     short = 2
     assert verdict(mixed(short, 1, 0.3, slice(1, 4)), short).name in UNNAMED  # less than three times chance is none
 
@@ -131,7 +131,7 @@ def test_the_value_side_decides_and_a_common_factor_does_not():
     looks_at_the_copy = mixed(n, n, 0.9, slice(n, 2 * n))
     reads_before = torch.tensor([[0.0, 1.0]], dtype=torch.float64)
     assert verdict(looks_at_the_copy, n).name == "duplicate token"
-    reads_after_shift = mixed(n, n - 2, 0.9, slice(n, 2 * n))  # looks one too far ahead, reads the one before
+    reads_after_shift = mixed(n, n - 2, 0.9, slice(n, 2 * n))  # attends one position too late, reads the one before
     assert verdict(reads_after_shift, n, reads_before).name == "induction"
     assert verdict(reads_after_shift, n, -7 * reads_before) == verdict(reads_after_shift, n, reads_before)
     assert KINDS[0] == "prefix_matching"
@@ -172,7 +172,7 @@ def test_a_costly_head_has_a_name():
 
 
 def faint_heads(score, loudness):
-    """One layer, a shifted induction head whose match scores no more than ``score``, and what it reads is said aloud."""
+    """One layer, a shifted induction head whose match scores at most ``score``, and whose output is unembedded."""
     model = shifted_heads()
     attn = model.blocks[0].attn
     attn.W_Q.mul_(score / SHARP)
@@ -193,7 +193,7 @@ def test_a_faint_head_is_named_by_what_swapping_costs():
 
 @pytest.mark.parametrize(("loudness", "name"), [(-20.0, OTHER), (20.0, HARMFUL)])
 def test_a_head_that_reads_all_alike_is_no_induction_head(loudness, name):
-    """It raises what the text has said most often by then, which the right token is not: the model is better off without it."""
+    """It raises the most frequent token so far, which is not the right one: the model is better without it."""
     head = heads_and_verdicts(faint_heads(0.0, loudness), n_sequences=30, n_repeated=8, ablations=True).iloc[0]
     assert head["verdict"] == name and abs(head["ablation_loss_change"]) > max(COSTLY, 2 * head["ablation_loss_error"])
     assert (head["ablation_loss_change"] > 0) == (name == OTHER)

@@ -17,7 +17,7 @@ SETTINGS = dict(n_demonstrations=5, batch_size=3, heldout_sequences=4)
 
 
 def test_seeds_train_apart():
-    """Each seed's course is the one that it has alone: they share tensors and nothing else."""
+    """Each seed's course is the same as alone, although seeds share tensors."""
     together, alone = [], []
     for seeds, into in (([3, 4], together), ([4], alone)):
         W = draw_tasks(seeds, 2)
@@ -113,7 +113,7 @@ def test_variants_are_tested_in_both_directions_or_not_at_all():
     assert of([0.2, -0.2] * 4) == "inconclusive"
     assert of([math.nan] * 8) == "inconclusive"
     assert of([0.2] * 8, "regularised, alpha 0.5") == "holds"  # the paper expects it to be worse
-    assert of([-0.2] * 8, "augmented keys, 1 layer") == "inconclusive"  # of these the paper says that they are faster
+    assert of([-0.2] * 8, "augmented keys, 1 layer") == "inconclusive"  # the paper claims that these are faster
     assert of([-0.2] * 8, why="too early") == "not trained far enough"
 
 

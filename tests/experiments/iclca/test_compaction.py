@@ -1,4 +1,4 @@
-"""``compaction``: what is measured is what is said, and verdicts can go either way."""
+"""``compaction``: measurements against slow references, and verdicts in both directions."""
 
 import numpy as np
 import pandas as pd

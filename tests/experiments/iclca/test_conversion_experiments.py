@@ -1,4 +1,4 @@
-"""``conversion-accuracy``, ``conversion-error``, ``trainable-bias``: what is measured is what is said, and claims can fail."""
+"""``conversion-accuracy``, ``conversion-error``, ``trainable-bias``: measurements against references, and claims that fail."""
 
 import pandas as pd
 import pytest

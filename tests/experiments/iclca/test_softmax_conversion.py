@@ -1,4 +1,4 @@
-"""``softmax-conversion``: what is measured is what is said, every way is named once, and verdicts can go either way."""
+"""``softmax-conversion``: measurements against references, unique names of ways, and verdicts in both directions."""
 
 from itertools import pairwise
 

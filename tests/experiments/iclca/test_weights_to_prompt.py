@@ -69,7 +69,7 @@ def test_a_large_ridge_gives_the_mean_output_and_a_small_one_fits_best():
 
 
 def test_the_model_under_the_bias_gives_what_the_shares_promise(texts):
-    """The stream after attention moves by what ``brought`` says, in the model's own forward pass."""
+    """The stream after attention moves by the result of ``brought``, in the model's own forward pass."""
     model, weights = small_model(), 0.3 * torch.arange(1, 1 + R).expand(KV_HEADS, R).double()
     seen = imitation.see(model, 0, texts)
     keys, values = drawn(3, R, 4), drawn(3, R, 4)

@@ -1,4 +1,4 @@
-"""``induction-exact`` and ``landscape``: the models written down by hand are what the theorems say, and claims can fail."""
+"""``induction-exact`` and ``landscape``: the hand-written models are those of the theorems, and claims can fail."""
 
 import math
 
@@ -54,7 +54,7 @@ def test_two_blind_layers_stay_within_the_derived_error(p1):
     rounding = induction_exact.head_rounding(embeddings, POS, SIGMA, SLOPE, torch.float64)
     error = head_error(model, embeddings, tokens, blind=True)
     assert error <= bound + rounding
-    if p1 < 30:  # the leak is there: it is no exact head
+    if p1 < 30:  # the leak is visible: the head is not exact
         assert error > 100 * rounding
 
 
@@ -171,7 +171,7 @@ def test_the_plane_is_the_closed_form_and_points_downhill():
     assert -point["descent_beta_1"] == pytest.approx(float(by_beta), abs=1e-9)
 
 
-# --- what the comparisons say ---
+# --- comparisons ---
 
 
 def made_up_errors(rate, shifted):

@@ -214,7 +214,7 @@ def test_claims_about_sizes_can_fail():
 
 @pytest.mark.parametrize(("gain_then", "holds"), [(0.1, True), (0.9, False), (0.5, None)])
 def test_the_gain_over_the_course_of_the_largest_model(gain_then, holds):
-    """At the end 0.5; half-way as said. The smaller model's gain shrinks, which must not count."""
+    """At the end 0.5; half-way as given. The smaller model's gain shrinks, which must not count."""
     rows = []
     for size, non_embedding, gains in (("s", 90, (9.0, 8.0, 0.0)), ("b", 900, (7.0, gain_then, 0.5))):
         for step, gain in zip((10, 20, 40), gains, strict=True):

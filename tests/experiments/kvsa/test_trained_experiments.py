@@ -33,7 +33,7 @@ SEEDS = range(6)
 
 
 def depth_verdicts(**ends):
-    """Verdicts for runs that end with (step, accuracy), one for each seed, where not said otherwise like this:"""
+    """Verdicts for runs that end with (step, accuracy), one for each seed; by default:"""
     usual = dict(
         SHIFT_1=[(20 + i, 1.0) for i in SEEDS],
         PLAIN_2=[(40 + i, 1.0) for i in SEEDS],
@@ -63,7 +63,7 @@ NEVER = [(500, 0.9 - i / 100) for i in SEEDS]
         ({}, [YES, YES, YES, YES]),
         (dict(PLAIN_2=[(30, 1.0)] * 5 + [(10, 1.0)]), [YES, OPEN, YES, YES]),  # one seed is faster without shift
         (dict(SHIFT_1=NEVER), [NO, NO, YES, YES]),
-        (dict(SHIFT_1=NEVER, PLAIN_2=NEVER, PLAIN_4=NEVER), [NO, OPEN, OPEN, YES]),  # nobody got there, all learned much
+        (dict(SHIFT_1=NEVER, PLAIN_2=NEVER, PLAIN_4=NEVER), [NO, OPEN, OPEN, YES]),  # none reached it, all learned much
         (dict(PLAIN_2=NEVER, PLAIN_1=[(90, 0.995)] * 6), [YES, YES, NO, NO]),  # one plain layer learns it, too
         (dict(PLAIN_2=[(500, 0.2)] * 6), [YES, UNTRAINED, UNTRAINED, YES]),  # two plain layers have learned next to nothing
         (dict(SHIFT_1=[(500, 0.2)] * 6), [NO, NO, YES, UNTRAINED]),  # nor has one that could: the steps are too few
@@ -110,7 +110,7 @@ def test_width_is_tested_at_each_width_seed_by_seed():
         ((0.75, 0.80), (0.75, 0.75), [NO, YES]),
         ((0.75, 0.80), (0.75, 0.80), [OPEN, OPEN]),
         ((0.75, 0.80), (0.79, 0.80), [OPEN, NO]),  # a lead on the way that is gone at the end
-        ((0.15, 0.15), (0.20, 0.20), ["not trained far enough"] * 2),  # every seed is better, and none knows anything
+        ((0.15, 0.15), (0.20, 0.20), ["not trained far enough"] * 2),  # every seed is better, but none has learned anything
         ((0.20, 0.80), (0.25, 0.85), ["not trained far enough"] * 2),  # both still learn
     ],
 )
@@ -167,7 +167,7 @@ def test_hops_are_tested_seed_by_seed(plain, shifted, holds):
 
 
 def test_too_narrow_and_too_shallow_are_distinguished_from_too_few_steps():
-    """A model that cannot learn says something where one of its kind has learned in as many steps, and its curve is flat."""
+    """A model that cannot learn is informative if a similar one has learned in as many steps, and its curve is flat."""
 
     def why(of_module, easy, hard):
         at = dict(d_model=(32, 8), n_layers=2, k=(1, 2))

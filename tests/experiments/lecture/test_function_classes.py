@@ -55,7 +55,7 @@ def test_least_squares_agrees_with_one_system_after_the_other():
 
 
 def test_least_squares_of_one_example_lies_along_it():
-    """By a pencil: from f(3, 4) = 10 the shortest w is (1.2, 1.6); it says 2.8 at (1, 1) and 0 across."""
+    """By hand: from f(3, 4) = 10 the shortest w is (1.2, 1.6); it predicts 2.8 at (1, 1) and 0 orthogonally."""
     x = torch.tensor([[[3.0, 4.0], [1.0, 1.0]], [[3.0, 4.0], [-4.0, 3.0]]], dtype=torch.float64)
     got = least_squares(x, torch.tensor([[10.0], [10.0]], dtype=torch.float64))
     assert got.flatten().tolist() == pytest.approx([0, 2.8, 0, 0], abs=1e-14)
@@ -143,7 +143,7 @@ class Oracle(torch.nn.Module):
         self.task, self.off, self.read_in = task, off, torch.nn.Linear(1, 1)
 
     def forward(self, inputs):
-        predicted = torch.full(inputs.shape[:2], math.nan)  # at the places of answers, which nobody reads
+        predicted = torch.full(inputs.shape[:2], math.nan)  # at the positions of answers, which are not read
         x, y = self.task.points_and_values(inputs)
         predicted[:, 0::2] = least_squares(x.double(), y.double()).float() + self.off
         return predicted
