@@ -1,4 +1,4 @@
-"""A model with random weights that reads text, small enough to be made anew for every test."""
+"""A model with random weights that reads text, small enough to be built for every test."""
 
 import functools
 from typing import Any

@@ -1,4 +1,4 @@
-"""A model for pencil and paper, and small random ones in the variants that matter to the analyses."""
+"""A model whose results can be computed by hand, and small random ones in the variants that matter to the analyses."""
 
 import math
 from typing import Any

@@ -10,7 +10,7 @@ from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVShiftConfig
 
 D_VOCAB = 11
 SHARP = 60.0
-"""Scores of a match; e^-60 beside 1 is below the rounding of float64."""
+"""Scores of a match; e^-60 is below the rounding of 1 in float64."""
 
 HEAD_TAPS = {  # (alpha_1, alpha_2), (beta_1, beta_2): KVSA table 4, one head each
     "induction": ((0.0, 1.0), (1.0, 0.0)),

@@ -22,7 +22,7 @@ def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor
 
 
 def random_mask(batch: int, pos: int, seed: int) -> Tensor:
-    """True at about two of three places, anywhere; the last row has at least one place of each kind."""
+    """True at about two of three random positions; the last row has at least one position of each kind."""
     mask = torch.rand(batch, pos, generator=torch.Generator().manual_seed(seed)) < 0.65
     if pos > 1:
         mask[-1, 0], mask[-1, 1] = False, True

@@ -1,14 +1,14 @@
-"""``compaction``: a softmax prompt in few keys, by every method of the field, measured by what it does to the model.
+"""``compaction``: a softmax prompt in few keys, by the published methods and kvlens', compared by their effect on the model.
 
 The methods of :data:`kvlens.conversion.METHODS` that keep keys are compared on the same contexts, texts and numbers of keys.
-Prompts, and the texts that follow them, are the model's own samples; no method has read the texts it is measured on. Of the
-logits at every token of the texts, with the prompt in front (old), converted (new) and left out but for its BOS (without):
+Prompts, and the texts that follow them, are sampled from the model; no method has read the texts it is measured on. The logits
+at every token of the texts are compared with the prompt in context (old), converted (new) and omitted except BOS (without):
 
     relative error = mean of |new - old| / |old|         effect lost = rms |new - old| / rms |without - old|
 
-The divergence of the next token, KL(old || new), has its mean, median and 95th percentile. *Same continuation* is the share of
-greedily written tokens that are those after the prompt itself. *Facts kept* counts, with ``facts_model``, the answers about
-stories that stay right (:mod:`~kvlens.experiments.iclca.facts_recall`).
+The divergence of the next token, KL(old || new), is given as mean, median and 95th percentile. *Same continuation* is the share
+of greedily generated tokens that equal those after the prompt itself. *Facts kept* counts, with ``facts_model``, the answers
+about stories that stay correct (:mod:`~kvlens.experiments.iclca.facts_recall`).
 
 Sources of the methods: StreamingLLM (Xiao et al. 2023, arXiv 2309.17453), H2O (Zhang et al. 2023, 2306.14048), SnapKV (Li et
 al. 2024, 2404.14469), Expected Attention (Devoto et al. 2025, 2510.00636), KVzip (Kim et al. 2025, 2505.23416), Attention
@@ -79,7 +79,7 @@ def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
         differences=[
             f"The papers compress the caches of large models and score answers; here {settings['model']} continues its own "
             "texts, and logits are compared.",
-            "H2O evicts while it reads, and KVzip asks in words for the context to be repeated; here H2O ranks keys by the "
+            "H2O evicts keys while it reads, and KVzip instructs the model to repeat the context; here H2O ranks keys by the "
             "attention of the whole prompt, and KVzip reads the prompt once more.",
             "Attention Matching's weights are exact non-negative least squares; its greedy budgets are kvlens' (the authors "
             "measure budgets once per model).",
@@ -88,7 +88,7 @@ def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
 
 
 def methods(keys: int, settings: Mapping[str, Any], seed: int) -> Iterator[tuple[str, ConversionMethod]]:
-    """Every method at so many keys per head."""
+    """Every method, with ``keys`` keys per head."""
     texts = dict(seed=seed, n_held_out=0, n_continuations=settings["n_continuations"], continuation_length=settings["n_text"])
     for name, (kind, options) in METHODS.items():
         yield name, kind(n_keys=keys, **options, **texts)  # type: ignore[call-arg]
@@ -122,7 +122,7 @@ def measured(model: HookedKVTransformer, settings: Mapping[str, Any], context: i
 
 
 def _moved(bias: KVBias, further: int) -> KVBias:
-    """The BOS as far before the text as it is with the prompt in between."""
+    """The BOS at the same distance from the text as with the prompt in between."""
     return bias._made(None, features=bias.features.further(further))  # type: ignore[union-attr]
 
 
@@ -132,7 +132,7 @@ def _logits(model: HookedKVTransformer, bias: KVBias, texts: Tensor) -> Tensor:
 
 
 def _continuation(model: HookedKVTransformer, bias: KVBias, texts: Tensor, n: int) -> Tensor:
-    """Greedily written tokens after each text's first."""
+    """Greedily generated tokens after the first token of each text."""
     with model.kv_bias(bias):
         return model.generate(texts[:, :1], max_new_tokens=n, do_sample=False, stop_at_eos=False, verbose=False)[:, 1:]
 
@@ -173,7 +173,7 @@ def summary(contexts: pd.DataFrame) -> pd.DataFrame:
 
 
 def compare(contexts: pd.DataFrame) -> Iterator[Comparison]:
-    """kvlens' closed form against every other method, tested over contexts."""
+    """kvlens' closed form compared with every other method, tested over contexts."""
     error = contexts.set_index([*SIZE, "context"])["relative_error"].sort_index()
     for keys in contexts.loc[contexts["keys_per_head"] > 0, "keys_per_head"].unique():
         for other in METHODS:
@@ -190,7 +190,7 @@ def compare(contexts: pd.DataFrame) -> Iterator[Comparison]:
 
 
 def compare_facts(table: pd.DataFrame | None) -> Iterator[Comparison]:
-    """The share of right answers that each method keeps; numbers side by side."""
+    """The share of correct answers that each method keeps, without verdicts."""
     for row in () if table is None else table.itertuples():
         if row.method in METHODS:
             what = f"right answers kept, {row.method} ({row.n_kept:,} of {row.n_answers:,})"
@@ -198,7 +198,7 @@ def compare_facts(table: pd.DataFrame | None) -> Iterator[Comparison]:
 
 
 def draw(table: pd.DataFrame, model: str, n_contexts: int) -> Figure:
-    """Relative error against keys per head, a line for each method, with 95 % intervals over contexts."""
+    """Plot relative error against keys per head, a line for each method, with 95 % intervals over contexts."""
     figure = Figure(figsize=(8.4, 4.8), layout="constrained")
     axes = figure.subplots()
     dropped = float(table.loc[table["keys_per_head"] == 0, "relative_error"].iloc[0])
@@ -243,7 +243,7 @@ def _scale(**changes: Any) -> dict[str, Any]:
 EXPERIMENT = Experiment(
     name="compaction",
     source="ICLCA sec. 6.4, with methods of KV-cache compression",
-    question="How well do few keys stand for a softmax prompt, by every method of the field?",
+    question="How well can a few keys replace a softmax prompt, by each published method?",
     run=run,
     scales={
         "tiny": _scale(model="facts-gpt2", n_prompt=10, n_text=4, n_texts=2, n_contexts=1, keys=[3], n_generated=3)

@@ -31,7 +31,7 @@ ROUNDING = dict(rel=1e-9, abs=1e-13)  # of float64 logits: sums of at most 12 x 
 
 
 def held(model):
-    """What the prompt is to continue: nothing, something attached."""
+    """What the prompt continues: nothing, or an attached bias."""
     return {"nothing": None, "a bias": convert_prompt(model, tokens(3, seed=2))}
 
 

@@ -59,7 +59,7 @@ def test_two_blind_layers_stay_within_the_derived_error(p1):
 
 
 def test_the_first_blind_layer_copies_predecessors():
-    """By a pencil: weights 1 : r : r^2 on the first, second, third token before, nothing on the first row."""
+    """By hand: weights 1 : r : r^2 on the first, second, third token before, nothing on the first row."""
     embeddings, tokens = embeddings_and_tokens()
     model = constructed_models.two_layer_head(embeddings, SIGMA, SLOPE, math.log(4), sees_itself=False)
     with model.hooks(fwd_hooks=[constructed_models.BLIND_HOOK]):

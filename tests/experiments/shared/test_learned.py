@@ -1,4 +1,4 @@
-"""Whether a baseline has learned what it can: gains by a pencil, and verdicts that are withheld where it has not."""
+"""Whether a baseline has finished learning: gains computed by hand, and no verdict if it has not."""
 
 import numpy as np
 import pandas as pd
