@@ -178,7 +178,7 @@ class KVTransformerBridge(TransformerBridge):
         """Raise KVLensError where ``position``, or so many tokens behind it, is beyond the model's."""
         if position + more > self.cfg.n_ctx - 1 + bool(more):
             raise KVLensError(
-                f"{self.cfg.architecture}: position {position} (attached prompt included) lies beyond n_ctx={self.cfg.n_ctx}: "
+                f"{self.cfg.architecture}: position {position} (including the attached prompt) exceeds n_ctx={self.cfg.n_ctx}: "
                 "shorten the text, or convert a shorter prompt"
             )
 

@@ -1,8 +1,8 @@
-"""One checker of arguments: what a signature declares - names, types, ranges, shapes - holds in every call.
+"""Argument checking: every call must match what the signature declares (names, types, ranges, shapes).
 
-A call that does not fit is refused before anything else happens: a misspelled name with the function, the nearest name and the
-arguments there are; a wrong value with what was expected and what came; tensors that do not belong together with their shapes.
-Annotations say everything::
+A call that does not match raises an error before the function runs. The error names the function, the nearest name and all
+arguments for a misspelled argument; the expected and the given value for a wrong value; and the shapes of tensors that do not
+match. Everything is declared by annotations::
 
     @checked(head="kv_head")
     def attend(
@@ -12,8 +12,8 @@ Annotations say everything::
         n_landmarks: Annotated[int, Within(1, 4096)] | None = None,
     ): ...
 
-The grammar of shapes is jaxtyping's, and jaxtyping reads it. Shapes that were found to fit are remembered, so that a call of an
-op costs a microsecond or two.
+Shapes are written in jaxtyping's syntax and parsed by jaxtyping. Shapes that have passed are cached, so that a check of an op's
+arguments takes a microsecond or two.
 """
 
 from kvlens.checks.signature import checked, unknown_argument

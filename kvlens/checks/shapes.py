@@ -1,4 +1,4 @@
-"""Shapes: whether tensors belong together, in jaxtyping's whole grammar, as jaxtyping has read it from the annotations."""
+"""Shape checks across tensors, with the full syntax of jaxtyping, as parsed by jaxtyping from the annotations."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,10 +12,10 @@ class Expected(NamedTuple):
     """A tensor among the arguments.
 
     Attributes:
-        argument: which one.
-        path: from the argument to the field that is the tensor; empty for the argument itself.
-        kind: its annotation.
-        each: whether there is a list of such tensors.
+        argument: name of the argument.
+        path: path from the argument to the field that is the tensor; empty for the argument itself.
+        kind: annotation of the tensor.
+        each: whether the argument is a list of such tensors.
         optional: whether it may be None.
     """
 
@@ -27,11 +27,11 @@ class Expected(NamedTuple):
 
     @property
     def order(self) -> int:
-        """Sizes are learned from plain axes first, then from those that may be broadcast or are calculated from others."""
+        """Sort key: sizes are determined from plain axes first, then from axes that may be broadcast or are calculated."""
         return int("#" in self.kind.dim_str) + 2 * any(hasattr(dim, "elem") for dim in self.kind.dims)
 
     def given(self, arguments: Mapping[str, Any]) -> list[Any]:
-        """What came in its place; nothing where it may be absent and is."""
+        """The given values; none if it is optional and absent."""
         x: Any = functools.reduce(lambda whole, field: getattr(whole, field, None), self.path, arguments.get(self.argument))
         if x is None and (self.optional or self.argument not in arguments):
             return []
@@ -39,7 +39,7 @@ class Expected(NamedTuple):
 
 
 def tensors_in(argument: str, kind: Any, path: tuple[str, ...] = (), optional: bool = False) -> Iterator[Expected]:
-    """The tensors that an argument is, holds, or is a list of; none for an argument of another kind."""
+    """The tensors that an argument is, contains, or is a list of; none for any other argument."""
     found = [member for member in members(kind) if member is not type(None)]
     if len(found) != 1:
         return
@@ -54,7 +54,7 @@ def tensors_in(argument: str, kind: Any, path: tuple[str, ...] = (), optional: b
 
 
 def is_decided_by_type(kind: Any) -> bool:
-    """Whether shapes, strings, and the types of all else decide if a value fits, so that these can be remembered."""
+    """Whether shapes, strings and types alone determine if a value fits, so that the result can be cached by them."""
     return all(
         (isinstance(m, type) and m is not Any)
         or get_origin(m) is Callable
@@ -65,7 +65,7 @@ def is_decided_by_type(kind: Any) -> bool:
 
 
 def key_of(x: Any, array: Any) -> Any:
-    """For what is no tensor: the shapes of those that it holds, a string itself, or the type of something else."""
+    """Cache key of a value that is not a tensor: the shapes of the tensors in it, the string itself, or its type."""
     kind = type(x)
     if kind is float:
         return kind if x == x else UNFIT
@@ -75,7 +75,7 @@ def key_of(x: Any, array: Any) -> Any:
 
 
 def belong_together(tensors: Sequence[Expected], arguments: Mapping[str, Any], multiples: Mapping[str, str]) -> bool:
-    """Whether the tensors have one size for each axis, and those of ``multiples`` divide."""
+    """Whether each axis has the same size in all tensors, and the axes of ``multiples`` divide each other."""
     sizes: dict[str, Any] = {}
     for tensor in tensors:
         for x in tensor.given(arguments):
@@ -86,7 +86,7 @@ def belong_together(tensors: Sequence[Expected], arguments: Mapping[str, Any], m
 
 
 def _fits(kind: Any, shape: tuple[int, ...], sizes: dict[str, Any], arguments: Mapping[str, Any]) -> bool:
-    """Whether a shape is as jaxtyping has read it from the annotation; ``sizes`` learns the axes that come here first."""
+    """Whether a shape matches the annotation as parsed by jaxtyping; new axes are added to ``sizes``."""
     dims, at = kind.dims, kind.index_variadic
     if at is not None:
         stop = len(shape) - (len(dims) - at - 1)
@@ -127,7 +127,7 @@ def _fits_several(dim: Any, shape: tuple[int, ...], sizes: dict[str, Any]) -> bo
 
 
 def misfit(tensors: Sequence[Expected], arguments: Mapping[str, Any], multiples: Mapping[str, str]) -> str:
-    """What was expected, and what came."""
+    """A description of what was expected and what was given."""
     expected, came = [], []
     for tensor in sorted(tensors, key=lambda t: list(arguments).index(t.argument) if t.argument in arguments else -1):
         if found := tensor.given(arguments):

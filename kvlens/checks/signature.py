@@ -1,4 +1,4 @@
-"""The decorator: a signature is read once, and every call is held to it."""
+"""The decorator that checks every call against the function's signature, which is parsed once."""
 
 import functools
 import inspect
@@ -12,7 +12,7 @@ from kvlens.errors import KVLensError, TooLarge, WrongArguments, first_line, nea
 
 Checked = TypeVar("Checked", bound=Callable[..., Any])
 KEPT = 1024
-"""Combinations of shapes that are remembered; a decoded text has one per token."""
+"""Number of shape combinations that are cached; decoding a text produces one per token."""
 OUT_OF_MEMORY = ("allocate memory", "not enough memory", "out of memory", "calculation overflowed", "multiplication overflow")
 
 
@@ -21,14 +21,15 @@ def checked(function: Checked, /) -> Checked: ...
 @typing.overload
 def checked(**multiples: str) -> Callable[[Checked], Checked]: ...
 def checked(function: Any = None, /, **multiples: str) -> Any:
-    """Hold a function, or a dataclass, to its signature; for use as a decorator.
+    """Check every call of a function, or of a dataclass, against its signature; for use as a decorator.
 
-    Whole numbers of numpy and torch, such as a column of a table holds, arrive as Python's; NaN is no number. What may
-    be a tensor or something else, or a path, is left to the function that reads it. Running out of memory is reported too.
+    Integers of numpy and torch, such as those in a table's column, are converted to Python's; NaN is not accepted as a number.
+    Paths, and arguments that may be a tensor or something else, are checked by the function itself. Running out of memory
+    raises :class:`~kvlens.errors.TooLarge`.
 
     Args:
         function: the function or class.
-        multiples: axes of which one must be a multiple of the other, as query heads are of key-value heads.
+        multiples: pairs of axes of which one must be a multiple of the other, such as query heads and key-value heads.
 
     >>> from typing import Annotated
     >>> import torch
@@ -102,7 +103,7 @@ def _held(function: Callable[..., Any], multiples: Mapping[str, str]) -> Callabl
 
 
 def _called(function: Callable[..., Any], args: Sequence[Any]) -> str:
-    """A function as a user knows it: a method with the class that it is called on, and not the base that has the method."""
+    """The name of a function as the user called it: a method with the class that it is called on, not the one defining it."""
     name = function.__qualname__.split("<locals>.")[-1].removesuffix(".__init__")
     if not args or next(iter(inspect.signature(function).parameters)) not in ("self", "cls"):
         return name
@@ -116,7 +117,7 @@ def _bound(
     """The arguments of a call, by name.
 
     Raises:
-        WrongArguments: the function does not have one of them (the nearest is proposed), or lacks one.
+        WrongArguments: an unknown argument (the nearest name is suggested), or a missing one.
     """
     try:
         return signature.bind(*args, **kwargs)
@@ -133,6 +134,6 @@ def _bound(
 
 
 def unknown_argument(called: str, name: str, names: Collection[str]) -> WrongArguments:
-    """The error of a call, by ``called``, with an argument ``name`` that is none of ``names``."""
+    """The error for a call of ``called`` with an argument ``name`` that is not among ``names``."""
     problem = f"no argument is called {name!r}{nearest(name, names) or '.'}"
     return WrongArguments(f"{called}: {problem} It takes {', '.join(names) or 'none'}")

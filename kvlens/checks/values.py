@@ -1,4 +1,4 @@
-"""Values: what an annotation lets through, and what it is called in a message."""
+"""Checking values against annotations, and describing annotations in messages."""
 
 import functools
 import inspect
@@ -12,19 +12,19 @@ from kvlens.errors import KVLensError, brief, nearest
 
 Reader = Callable[[Any], Any]
 UNFIT = object()
-"""What a reader returns for a value of another kind."""
+"""Returned by a reader for a value that does not fit."""
 MOST = 2**63 - 1
-"""The largest whole number that torch takes."""
+"""The largest integer that torch accepts."""
 CALLED = {bool: "True or False", int: "a whole number", float: "a number", str: "a string", type(None): "None"}
 SEVERAL = {int: "whole numbers", float: "numbers", str: "strings"}
 
 
 class Within(NamedTuple):
-    """The range of a number, for ``Annotated[int, Within(1)]``; without limits, any finite number (of 63 bits, if whole).
+    """The range of a number, for ``Annotated[int, Within(1)]``; without limits, any finite number (integers of 63 bits).
 
     Attributes:
-        least, most: limits that are allowed themselves.
-        above, below: limits that are not.
+        least, most: inclusive limits.
+        above, below: exclusive limits.
     """
 
     least: float | int | None = None
@@ -39,7 +39,7 @@ class Within(NamedTuple):
         return least <= x <= most and (self.above is None or x > self.above) and (self.below is None or x < self.below)
 
     def describe(self, number: str = "", x: float | int | None = None) -> str:
-        """The range in words: of ``number``, such as "a whole number", or the limits alone that ``x`` is outside of."""
+        """The range in words: as a range of ``number``, such as "a whole number", or only the limits that ``x`` violates."""
         most = MOST if self.most is None and isinstance(x, int) and x > MOST else self.most
         lower = f"at least {self.least}" if self.least is not None else f"above {self.above}" if self.above is not None else ""
         upper = f"at most {most}" if most is not None else f"below {self.below}" if self.below is not None else ""
@@ -59,10 +59,10 @@ Seed = Annotated[int, Within(0, MOST)]
 
 
 def ensure(what: str, kind: Any, value: Any) -> Any:
-    """``value`` as the annotation ``kind`` has it: whole numbers of numpy and torch as Python's; the rest as it is.
+    """``value`` checked against the annotation ``kind``, with integers of numpy and torch converted to Python's.
 
     Raises:
-        KVLensError: it is of another kind, or out of the declared range; ``what`` is the subject of the message.
+        KVLensError: the value has the wrong type, or is out of range; ``what`` is the subject of the message.
     """
     reader = reader_of(kind)
     read = value if reader is None else reader(value)
@@ -72,23 +72,23 @@ def ensure(what: str, kind: Any, value: Any) -> Any:
 
 
 def one_of(names: Iterable[str]) -> Any:
-    """The annotation of one of ``names``, where they are not known before the program runs."""
+    """The annotation for one of ``names``, for names that are not known statically."""
     return Literal[tuple(names)]  # type: ignore[valid-type]
 
 
 def members(kind: Any) -> tuple[Any, ...]:
-    """The annotations of which one must fit."""
+    """The alternatives of an annotation, of which one must fit."""
     return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
 
 
 def is_array(kind: Any) -> bool:
-    """Whether it is an annotation of jaxtyping, whose ``array_type`` is what a value must be."""
+    """Whether this is a jaxtyping annotation, whose ``array_type`` is the required type of a value."""
     return isinstance(getattr(kind, "array_type", None), type)
 
 
 @functools.lru_cache(maxsize=4096)
 def reader_of(kind: Any) -> Reader | None:
-    """What returns a value as the annotation has it, or `UNFIT`; None where the function itself has to read the value."""
+    """A function that converts a value for the annotation, or returns `UNFIT`; None if the function itself checks the value."""
     several = members(kind)
     if len(several) > 1:
         readers = [reader_of(member) for member in several]
@@ -126,7 +126,7 @@ def reader_of(kind: Any) -> Reader | None:
 
 
 def _reader_of_one(kind: Any) -> Reader:
-    """What is inside another annotation: where that cannot judge, anything goes."""
+    """The reader of a nested annotation, which accepts anything if :func:`reader_of` is None."""
     return reader_of(kind) or (lambda value: value)
 
 
@@ -143,7 +143,7 @@ def _read_mapping(of: Sequence[Reader], value: Any) -> Any:
 
 
 def _read_several(kind: Any, of: Sequence[Reader], value: Any) -> Any:
-    """A list, tuple, array or tensor with each of its values read; a stream is taken as it is."""
+    """A list, tuple, array or tensor with each of its values converted; an iterator is returned unchanged."""
     origin = get_origin(kind)
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:
         return UNFIT
@@ -162,7 +162,7 @@ def _read_several(kind: Any, of: Sequence[Reader], value: Any) -> Any:
 
 
 def _wanted(kind: Any, value: Any) -> str:
-    """What was expected: of a number that is out of its range, the range alone."""
+    """What was expected; for a number that is out of range, only the range."""
     found = [member for member in members(kind) if member is not type(None)]
     base, *limits = get_args(found[0]) if len(found) == 1 and get_origin(found[0]) is Annotated else (None,)
     if limits and (read := _reader_of_one(base)(value)) is not UNFIT:
@@ -208,7 +208,7 @@ def _inner_words(kind: Any) -> str:
 
 
 def _nearest(kind: Any, value: Any) -> str:
-    """The nearest of the names that the annotation lists."""
+    """A suggestion of the nearest name that the annotation lists."""
     names = [name for member in members(kind) if get_origin(member) is Literal for name in get_args(member)]
     return nearest(value, [name for name in names if isinstance(name, str)]) if isinstance(value, str) else ""
 

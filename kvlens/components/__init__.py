@@ -1,20 +1,20 @@
-"""Hooked modules: they hold parameters and hook points and call :mod:`kvlens.ops`; no mathematics of their own.
+"""Hooked modules: they hold parameters and hook points and call :mod:`kvlens.ops`, which has the mathematics.
 
 Hook points on every ``blocks.{layer}.attn``, in addition to TransformerLens' own, which keep their meaning (``hook_k``, ``hook_v`` are the
-raw projections). One whose feature is off does not fire: with everything off, a cache holds TransformerLens' keys and no others. In
-a cache they are named in full (``cache["blocks.0.attn.hook_phi_q"]``) or with the layer type (``cache["phi_q", 0, "attn"]``).
+raw projections). The hook point of a feature that is off does not fire: with everything off, a cache has exactly TransformerLens'
+keys. In a cache, use the full name (``cache["blocks.0.attn.hook_phi_q"]``) or the layer type (``cache["phi_q", 0, "attn"]``).
 
-| hook point | shape | what |
+| hook point | shape | content |
 |---|---|---|
 | ``hook_k_shift_coef``, ``hook_v_shift_coef``, ``hook_q_shift_coef`` | [kv_head or head, window+1] | the coefficients as used |
 | ``hook_k_shifted``, ``hook_v_shifted``, ``hook_q_shifted`` | [batch, pos, kv_head or head, d_head] | after the shift, before RoPE |
 | ``hook_phi_q``, ``hook_phi_k`` | [batch, pos, head or kv_head, d_phi] | features; ``hook_rot_q``, ``hook_rot_k`` hold the rotated ones |
-| ``hook_b_kv``, ``hook_b_d`` | [batch or 1, head, d_phi(, d_head)] | the bias as read, at every pass and decoding step; query heads, also where keys are grouped |
+| ``hook_b_kv``, ``hook_b_d`` | [batch or 1, head, d_phi(, d_head)] | the bias as read, at every pass and decoding step; by query head, even with grouped keys |
 | ``hook_last_k``, ``hook_last_v``, ``hook_last_q`` | [batch or 1, window, kv_head or head, d_head] | the shift state as read |
-| ``hook_normalizer`` | [batch, pos, head] | phi(q).D, bias included; for softmax with a bias its logarithm |
+| ``hook_normalizer`` | [batch, pos, head] | phi(q).D, bias included; for softmax with a bias, the logarithm of the normalizer |
 | ``hook_z_context``, ``hook_z_bias`` | [batch, pos, head, d_head] | the two summands of ``hook_z`` |
 
-For linear attention ``hook_attn_scores`` and ``hook_pattern`` are those that its sums imply, computed only when they are hooked.
+For linear attention ``hook_attn_scores`` and ``hook_pattern`` hold the implied scores and pattern, computed only when hooked.
 """  # noqa: E501
 
 from kvlens.components.attention import KVAttention, build_attention

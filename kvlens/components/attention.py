@@ -2,12 +2,12 @@
 
     q, k, v  ->  KV shift  ->  augmented k, v  ->  the heads, linear or softmax  ->  z  ->  z W_O + b_O
 
-:meth:`KVAttention.forward` is that line, whatever the kind of attention. What lies between q, k, v and z is
+:meth:`KVAttention.forward` implements this line for every kind of attention. The heads are a
 :class:`~kvlens.components.linear_attention.LinearHeads` or :class:`~kvlens.components.softmax_attention.SoftmaxHeads`, an
-object made for one pass. A layer to which kvlens adds nothing runs TransformerLens' own forward pass, bit for bit.
+object created for one pass. A layer to which kvlens adds nothing runs TransformerLens' own forward pass, bit for bit.
 
-What this relies on inside TransformerLens 3.9: ``calculate_qkv_matrices`` (which fires ``hook_q``, ``hook_k``, ``hook_v`` and
-norms), the names of the weights, and the arguments with which a block calls its attention.
+This relies on the following internals of TransformerLens 3.9: ``calculate_qkv_matrices`` (which fires ``hook_q``, ``hook_k``
+and ``hook_v`` and applies norms), the names of the weights, and the arguments with which a block calls its attention.
 """
 
 from collections.abc import Callable
@@ -31,13 +31,13 @@ from kvlens.errors import KVLensError
 from kvlens.ops.affine import affine
 from kvlens.ops.softmax_features import ScoreRule
 
-if TYPE_CHECKING:  # what it is mixed into; at run time TransformerLens' class comes behind it in the list of bases
+if TYPE_CHECKING:  # the class that it is mixed into; at run time TransformerLens' class follows it in the list of bases
     from kvlens._tl import AbstractAttention as _Attention
 else:
     _Attention = nn.Module
 
 HEADS: dict[str, type[Heads]] = {"linear": LinearHeads, "softmax": SoftmaxHeads}
-"""What ``cfg.attention`` names."""
+"""The kinds of attention, by their names in ``cfg.attention``."""
 
 
 class KVAttention(_Attention):
@@ -47,7 +47,7 @@ class KVAttention(_Attention):
     layer_bias: LayerBias | None = None
     """The attached bias of this layer; set by ``HookedKVTransformer.attach_kv_bias``."""
     observer: Callable[[Tensor, Tensor, Tensor], None] | None = None
-    """Sees the queries, and all keys and values so far, as softmax scores them; set while a prompt is converted."""
+    """Called with the queries and all keys and values so far, as softmax scores them; set while a prompt is converted."""
 
     def __init__(self, cfg: Any, attn_type: str = "global", layer_id: int | None = None):
         super().__init__(cfg, attn_type, layer_id)
@@ -62,7 +62,7 @@ class KVAttention(_Attention):
 
     @torch.no_grad()
     def init_kv_parameters(self, generator: torch.Generator | None) -> None:
-        """Initial values of what kvlens adds: shift coefficients, augmented keys and values, what the heads need."""
+        """Initialize what kvlens adds: shift coefficients, augmented keys and values, and the parameters of the heads."""
         init_shift_parameters(self, self.cfg, generator)
         for mlp in (self.augment_k, self.augment_v):
             if mlp is not None:
@@ -103,7 +103,7 @@ class KVAttention(_Attention):
         return self._project(self.hook_z(z.to(self.W_O.dtype)))
 
     def calculate_qkv_matrices(self, query_input: Tensor, key_input: Tensor, value_input: Tensor) -> tuple[Tensor, ...]:
-        """TransformerLens' q, k and v, with its hooks and norms; one input for each head, and 4 bits, are left to it."""
+        """TransformerLens' q, k and v, with its hooks and norms; inputs split by head and 4-bit weights run its own code."""
         cfg = self.cfg
         ungrouped = cfg.n_key_value_heads is not None and cfg.ungroup_grouped_query_attention
         if not on_fast_path(cfg) or query_input.dim() != 3 or ungrouped or cfg.load_in_4bit:
@@ -117,7 +117,7 @@ class KVAttention(_Attention):
         return q, k, v
 
     def _normed_and_clamped(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What TransformerLens does behind ``hook_q``, ``hook_k``, ``hook_v``: norms over all heads (OLMo 2, 3), clamps."""
+        """What TransformerLens does after ``hook_q``, ``hook_k``, ``hook_v``: norms over all heads (OLMo 2, 3), clamps."""
         if self.q_norm is not None and not self.cfg.use_qk_norm:
             q, k = (norm(x.flatten(2)).view_as(x) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
         if self.cfg.clip_qkv is not None:
@@ -133,7 +133,7 @@ class KVAttention(_Attention):
             )
 
     def _project(self, z: Tensor) -> Tensor:
-        """z W_O + b_O, through ``hook_result`` where the configuration asks for it."""
+        """z W_O + b_O, through ``hook_result`` if the configuration requires it."""
         if not self.cfg.use_attn_result:
             z, weight = z.flatten(2), self.W_O.flatten(0, 1)
             return affine(z, weight, self.b_O) if on_fast_path(self.cfg) else nn.functional.linear(z, weight.T, self.b_O)
@@ -141,11 +141,11 @@ class KVAttention(_Attention):
         return result.sum(dim=2) + self.b_O
 
     def read_bias(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None] | None:
-        """(b_KV, b_D) of this layer through their hooks: the attached bias, else the trained one, else None."""
+        """(b_KV, b_D) of this layer after their hooks: the attached bias, otherwise the trained one, otherwise None."""
         return read_bias(self, dtype)
 
     def waits_for_a_bias(self, hook_point: str) -> bool:
-        """Whether the hook point of this name (``hook_b_kv``) fires under a KV bias alone, and there is none now."""
+        """Whether the hook point of this name (e.g. ``hook_b_kv``) fires only with a KV bias, and there is none now."""
         if self.layer_bias is not None:
             return False
         if hook_point in OF_A_SHIFT_STATE:
@@ -154,7 +154,7 @@ class KVAttention(_Attention):
         return not self.cfg.trainable_kv_bias and hook_point in of_a_bias
 
     def score_rule(self) -> ScoreRule:
-        """How softmax attention scores a key in this layer, stored ones included."""
+        """How softmax attention scores a key in this layer, including stored keys."""
         return score_rule(self)
 
 

@@ -1,8 +1,8 @@
-"""TransformerLens' block and unembedding without computing results that are not used.
+"""TransformerLens' block and unembedding without redundant computation.
 
-TransformerLens norms the residual stream three times over, once for queries, keys and values each, and copies W_U at every
-call. What comes out here is the same; the norm's hooks fire once. A softmax model in the eager form runs TransformerLens' own
-code, bit for bit, and so does every block of another build (inputs split by head, norms after the layer, shortformer).
+TransformerLens normalizes the residual stream three times, for queries, keys and values separately, and copies W_U at every
+call. The result here is the same, but the norm's hooks fire once. A softmax model in the eager form runs TransformerLens' own
+code, bit for bit, and so does every block of a different kind (inputs split by head, norms after the layer, shortformer).
 """
 
 from typing import Any
@@ -20,11 +20,11 @@ from kvlens.ops.affine import affine
 
 
 class KVBlock(Replaces, TransformerBlock):
-    """A transformer block that norms its input once."""
+    """A transformer block that normalizes its input once."""
 
     @classmethod
     def of(cls, module: nn.Module) -> Any:
-        """This class with everything that ``module`` holds, and an MLP of kvlens where it has a dense one."""
+        """An instance of this class with everything that ``module`` holds, with any dense MLP replaced by kvlens' own."""
         new = super().of(module)
         if hasattr(new, "mlp"):
             new.mlp = fast_mlp(new.mlp)
@@ -61,7 +61,7 @@ class KVBlock(Replaces, TransformerBlock):
         return on_fast_path(cfg) and not split and not after
 
     def _check_input_by_head(self, shortformer: bool) -> None:
-        """Refuse inputs that TransformerLens' block would give to key-value heads with one row per query head."""
+        """Raise KVLensError for inputs split by query head that TransformerLens' block would pass to key-value heads."""
         cfg = self.cfg
         if cfg.n_key_value_heads in (None, cfg.n_heads) or cfg.ungroup_grouped_query_attention:
             return
@@ -71,8 +71,8 @@ class KVBlock(Replaces, TransformerBlock):
         ):
             if refused:
                 raise KVLensError(
-                    f"{setting} does not go with grouped keys (n_key_value_heads={cfg.n_key_value_heads} of {cfg.n_heads} "
-                    "heads), which have no input for each query head: turn it off, or call "
+                    f"{setting} cannot be combined with grouped keys (n_key_value_heads={cfg.n_key_value_heads} of "
+                    f"{cfg.n_heads} heads), which have no separate input per query head: turn it off, or call "
                     "model.set_ungroup_grouped_query_attention(True)"
                 )
 
@@ -81,7 +81,7 @@ class KVBlock(Replaces, TransformerBlock):
 
 
 def norm(module: Any, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
-    """``module(x)``; TransformerLens' LayerNorm as torch's fused one, equal up to rounding, unless it is hooked."""
+    """``module(x)``, with TransformerLens' LayerNorm computed by torch's fused one (equal up to rounding) unless hooked."""
     if type(module) not in (LayerNorm, LayerNormPre) or x.dtype not in (torch.float32, torch.float64):
         return module(x)
     if torch.is_autocast_enabled(x.device.type) or is_hooked(module, module.hook_scale, module.hook_normalized):

@@ -1,11 +1,11 @@
-"""What is kept between decoding steps, in the shape that TransformerLens' own generation code asks for.
+"""What is kept between decoding steps, in the form that TransformerLens' own generation code expects.
 
-TransformerLens reads the position offset off ``past_keys.shape`` of the first entry. Linear attention keeps no keys, only
-its state: its entry answers with a tensor of the right shape and no memory (one zero, expanded). Softmax attention with a
-KV shift keeps the shifted keys and values, as TransformerLens does, and the raw last rows in addition.
+TransformerLens takes the position offset from ``past_keys.shape`` of the first entry. Linear attention keeps no keys, only
+its state, so its entry provides a tensor of the right shape that uses no memory (one zero, expanded). Softmax attention with
+a KV shift keeps the shifted keys and values, as TransformerLens does, and in addition the last raw rows.
 
-Negative samples are chosen among the scores of all tokens so far, which no state of a fixed size can hold: with them linear
-attention keeps every token's features and value too, and decoding is exact but no longer O(1).
+Negative samples are chosen among the scores of all tokens so far, which a state of fixed size cannot hold: linear attention
+with negative samples also keeps every token's features and value, and decoding is exact but no longer O(1).
 """
 
 from dataclasses import dataclass, field
@@ -20,11 +20,11 @@ from kvlens.ops.attention_variants import RidgeState
 from kvlens.ops.linear_attention import LinearAttentionState
 
 ShiftState = dict[str, Tensor]
-"""The raw last rows by projection: keys among "k", "v", "q"; each [batch, window, head, d_head]."""
+"""The last raw rows by projection: keys among "k", "v", "q"; each [batch, window, head, d_head]."""
 
 
 class SeenTokens(NamedTuple):
-    """Every token so far, as the scores of linear attention need it.
+    """Features and values of every token so far, from which linear attention computes all scores.
 
     Attributes:
         phi_k: [batch, key_pos, kv_head, d_phi].
@@ -37,7 +37,7 @@ class SeenTokens(NamedTuple):
     mask: Tensor | None
 
     def followed_by(self, new: "SeenTokens") -> "SeenTokens":
-        """These tokens and then those."""
+        """These tokens followed by ``new``."""
         mask = None
         if self.mask is not None or new.mask is not None:
             masks = (x.phi_k.new_ones(x.phi_k.shape[:2], dtype=torch.bool) if x.mask is None else x.mask for x in (self, new))
@@ -50,15 +50,15 @@ class LinearCacheEntry:
     """The state of one linear-attention layer.
 
     Attributes:
-        state: A and D of the context alone; the KV bias stays apart.
-        shift_state: the raw last keys, values, queries, where they are shifted.
-        n_tokens: real tokens so far: an int, or [batch] where rows differ (padding).
-        n_positions: positions so far, padding included, as TransformerLens counts them.
-        ridge: the state of ridge attention, which takes the place of ``state``.
-        seen: every token so far, where negative samples are chosen among them.
-        negative_means: mean_{N_j} v of every token so far [batch, head, key_pos, d_head], where each label has its negatives.
+        state: A and D of the context alone, without the KV bias.
+        shift_state: the last raw keys, values and queries, if they are shifted.
+        n_tokens: number of real tokens so far: an int, or [batch] if rows differ (padding).
+        n_positions: number of positions so far, padding included, as TransformerLens counts them.
+        ridge: the state of ridge attention, which replaces ``state``.
+        seen: every token so far, if negative samples are chosen among them.
+        negative_means: mean_{N_j} v of every token so far [batch, head, key_pos, d_head], if each label has its negatives.
         bias: (b_KV, b_D) as the last forward pass read them (b_D is None under normalizer "none"); None without a bias.
-        frozen: whether a pass reads the entry and leaves it as it is.
+        frozen: whether passes read the entry without updating it.
     """
 
     batch: int
@@ -77,7 +77,7 @@ class LinearCacheEntry:
 
     @property
     def past_keys(self) -> Tensor:
-        """[batch, n_positions, kv_head, d_head] of no memory, for TransformerLens' position offset."""
+        """A tensor [batch, n_positions, kv_head, d_head] that uses no memory, for TransformerLens' position offset."""
         return torch.zeros(1, device=self.device).expand(self.batch, self.n_positions, self.n_kv_heads, self.d_head)
 
     past_values = past_keys
@@ -85,22 +85,22 @@ class LinearCacheEntry:
 
 @dataclass
 class ShiftedCacheEntry(TransformerLensKeyValueCacheEntry):
-    """TransformerLens' entry (shifted keys and values, before RoPE), the raw last rows, and the means of negative samples."""
+    """TransformerLens' entry (shifted keys and values, before RoPE), the last raw rows, and the means of negative samples."""
 
     shift_state: ShiftState = field(default_factory=dict)
     negative_means: Tensor | None = None
 
 
 def upgrade_cache(cache: TransformerLensKeyValueCache, *, linear: bool) -> None:
-    """Replace the stock entries of an empty cache by kvlens' own, in place; one that kvlens made is left as it is."""
+    """Replace the stock entries of an empty cache by kvlens' own, in place; a cache made by kvlens is left unchanged."""
     for i, entry in enumerate(cache.entries):
         if isinstance(entry, (LinearCacheEntry, ShiftedCacheEntry)):
             continue
         batch, n_positions, n_kv_heads, d_head = entry.past_keys.shape
         if n_positions:
             raise KVLensError(
-                f"past_kv_cache: entry {i} already holds {n_positions} keys of a plain softmax model; a model with linear "
-                "or shifted attention, or negative samples, need more than keys and values. Start from an empty cache."
+                f"past_kv_cache: entry {i} already holds {n_positions} keys of a plain softmax model; linear or shifted "
+                "attention and negative samples need more than keys and values. Start from an empty cache."
             )
         if linear:
             new = LinearCacheEntry(batch, n_kv_heads, d_head, entry.past_keys.device, frozen=entry.frozen)

@@ -1,8 +1,8 @@
-"""Where kvlens computes in another way than TransformerLens, and how its modules replace those of a model already built.
+"""When kvlens uses faster code than TransformerLens', and how its modules replace those of a model already built.
 
-A linear model always does. A softmax model does in the fused form: ``cfg.softmax_form``, or the form of a
-``model.using_softmax_form(...)`` block, which counts only in the thread that opened it. Threads share the configuration,
-so a block does not write to it.
+A linear model always uses it. A softmax model uses it in the fused form, set by ``cfg.softmax_form`` or by a
+``model.using_softmax_form(...)`` block, which applies only to the thread that opened it. Threads share the configuration,
+so such a block does not change it.
 """
 
 import contextlib
@@ -13,11 +13,11 @@ from typing import Any
 from torch import nn
 
 _BLOCKS: ContextVar[tuple[tuple[Any, str], ...]] = ContextVar("softmax_form_blocks", default=())
-"""(configuration, form) of the blocks that this thread is in, the innermost last."""
+"""(configuration, form) of the open blocks of this thread, the innermost last."""
 
 
 def form_of_block(cfg: Any) -> str | None:
-    """The softmax form of the innermost block that this thread opened for a model with this very configuration, or None."""
+    """The softmax form of the innermost block that this thread opened for this configuration object, or None."""
     for asked, form in reversed(_BLOCKS.get()):
         if asked is cfg:
             return form
@@ -26,7 +26,7 @@ def form_of_block(cfg: Any) -> str | None:
 
 @contextlib.contextmanager
 def softmax_form_block(cfg: Any, form: str) -> Iterator[None]:
-    """Inside, and in this thread alone, the model of ``cfg`` runs in ``form``, which must be checked before."""
+    """Run the model of ``cfg`` in ``form`` inside the block, in this thread only. The caller checks ``form``."""
     before = _BLOCKS.set((*_BLOCKS.get(), (cfg, form)))
     try:
         yield
@@ -35,12 +35,12 @@ def softmax_form_block(cfg: Any, form: str) -> Iterator[None]:
 
 
 def runs_fused(cfg: Any) -> bool:
-    """Whether softmax attention runs in the fused form now, in this thread."""
+    """Whether softmax attention currently runs in the fused form in this thread."""
     return (form_of_block(cfg) or cfg.softmax_form) == "fused"
 
 
 def on_fast_path(cfg: Any) -> bool:
-    """Whether kvlens may compute in another way than TransformerLens: in all but softmax models in the eager form."""
+    """Whether kvlens may use faster code than TransformerLens': in all models except softmax models in the eager form."""
     return cfg.attention == "linear" or runs_fused(cfg)
 
 
@@ -49,7 +49,7 @@ class Replaces:
 
     @classmethod
     def of(cls, module: nn.Module) -> Any:
-        """This class with everything that ``module`` holds; ``module`` is to be dropped."""
+        """An instance of this class with everything that ``module`` holds; ``module`` must not be used afterwards."""
         new = cls.__new__(cls)
         new.__dict__ = module.__dict__
         return new

@@ -1,4 +1,4 @@
-"""The feature maps of linear attention. Each is one class that states everything about itself; a line in FEATURE_MAPS names it.
+"""The feature maps of linear attention: one class per map, listed by name in FEATURE_MAPS.
 
 phi turns a score exp(q.k / attn_scale) into a product phi(q).phi(k), so that a sum over keys can be stored (ICLCA eq. 12). The
 pure functions are in :mod:`kvlens.ops.feature_maps`.
@@ -17,16 +17,16 @@ from kvlens.ops import feature_maps as ops
 class FeatureMap(nn.Module):
     """phi of one layer, the same function for queries and keys.
 
-    A map of your own is a subclass with ``kind``, ``positive`` and ``forward``; the rest has defaults. Parameters and buffers
-    have one slice per key-value head, are read through :func:`per_head`, and get their values in :meth:`init_weights`.
+    To add a map, write a subclass with ``kind``, ``positive`` and ``forward``; everything else has a default. Parameters and
+    buffers have one slice per key-value head, are read through :func:`per_head`, and are initialized in :meth:`init_weights`.
 
     Attributes:
-        kind: the name in ``cfg.feature_map`` (``name`` is taken: TransformerLens sets it on every module).
-        positive: whether phi(q).phi(k) > 0 for all q and k. A token then always sees itself, so that a normalizer of 0 can only
-            be an underflow, and is refused as one.
-        rotary_placement: RoPE "before" or "after" the map where ``cfg.rotary_placement`` is None. "after" rotates the features,
-            which needs d_phi = d_head.
-        needs_float64: whether features leave the range of float32 at ordinary scores; attention then computes in float64.
+        kind: the name in ``cfg.feature_map`` (not ``name``, which TransformerLens sets on every module).
+        positive: whether phi(q).phi(k) > 0 for all q and k. A token then always sees itself, so a normalizer of 0 can only be
+            an underflow, which raises an error.
+        rotary_placement: RoPE "before" or "after" the map if ``cfg.rotary_placement`` is None. "after" rotates the features,
+            which requires d_phi = d_head.
+        needs_float64: whether features exceed the range of float32 at ordinary scores; attention is then computed in float64.
     """
 
     kind: ClassVar[str]
@@ -51,7 +51,7 @@ class FeatureMap(nn.Module):
 
     @classmethod
     def check(cls, cfg: Any) -> None:
-        """Raise KVLensError for a configuration that this map cannot serve. Called once the rest of it has been checked."""
+        """Raise KVLensError for a configuration that this map does not support. Called after all other checks."""
 
     @torch.no_grad()
     def check_features(self, cfg: Any, device: torch.device) -> None:
@@ -67,7 +67,7 @@ class FeatureMap(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None) -> None:
-        """Set the parameters and buffers of a new model, all random numbers from ``generator``."""
+        """Initialize the parameters and buffers, drawing all random numbers from ``generator``."""
 
     def forward(self, x: Float[Tensor, "batch pos head d_head"]) -> Float[Tensor, "batch pos head d_phi"]:
         """phi(x), for queries (``head`` query heads) and for keys (``head`` key-value heads)."""
@@ -75,7 +75,7 @@ class FeatureMap(nn.Module):
 
 
 def per_head(weight: Float[Tensor, "kv_head *rest"], x: Float[Tensor, "batch pos head d_head"]) -> Float[Tensor, "head *rest"]:
-    """``weight`` with one slice per head of ``x``: query heads read their key-value head's."""
+    """``weight`` with one slice per head of ``x``: query heads use the slice of their key-value head."""
     return weight if weight.shape[0] == x.shape[2] else weight.repeat_interleave(x.shape[2] // weight.shape[0], dim=0)
 
 
@@ -118,9 +118,9 @@ class ReLU(FeatureMap):
 class RandomFeatures(FeatureMap):
     """phi(x) = exp(w.x' - |x'|^2 / 2) / sqrt(m), x' = x / sqrt(attn_scale), m fixed random w per key-value head (FAVOR+).
 
-    phi(q).phi(k) approximates exp(q.k / attn_scale). ``cfg.n_random_features`` is m (None: 2 d_head),
-    ``cfg.random_feature_kind`` says how the w are drawn; they are a buffer, saved with the model. The exponentials leave
-    float32 at scores of about 150.
+    phi(q).phi(k) approximates exp(q.k / attn_scale). ``cfg.n_random_features`` is m (None: 2 d_head) and
+    ``cfg.random_feature_kind`` is how the w are drawn; they are a buffer, saved with the model. The exponentials exceed the
+    range of float32 at scores of about 150.
 
     Source: Choromanski et al. 2021; ICLCA assumption 4.4 (1b).
     """
@@ -154,7 +154,7 @@ class RandomFeatures(FeatureMap):
 class Taylor(FeatureMap):
     """phi(x) = [1, x', vec(x' x'^T) / sqrt 2], x' = x / sqrt(attn_scale): exp to second order (Arora et al. 2024).
 
-    phi(q).phi(k) = 1 + s + s^2 / 2 with s = q.k / attn_scale is at least 1/2, but the features themselves have either sign.
+    phi(q).phi(k) = 1 + s + s^2 / 2 with s = q.k / attn_scale is at least 1/2, but the features themselves may be negative.
     """
 
     kind = "taylor"
@@ -171,9 +171,9 @@ class Taylor(FeatureMap):
 
 
 class Hedgehog(FeatureMap):
-    """phi(x) = softmax([2Wx, -2Wx]), W learned per key-value head, the identity at the start (Zhang et al. 2024).
+    """phi(x) = softmax([2Wx, -2Wx]), W learned per key-value head and initialized to the identity (Zhang et al. 2024).
 
-    The smaller features leave float32 where 2 W q and 2 W k are more than 40 apart.
+    The smaller features underflow in float32 where 2 W q and 2 W k differ by more than 40.
     """
 
     kind = "hedgehog"
@@ -210,4 +210,4 @@ FEATURE_MAPS: dict[str, type[FeatureMap]] = {
         Hedgehog,
     )
 }
-"""What ``cfg.feature_map`` names; a map of your own that is added here is found, too."""
+"""The feature maps by their name in ``cfg.feature_map``. A map added here can be used by name."""

@@ -1,7 +1,7 @@
-"""The hook points that kvlens adds to an attention, and how a tensor goes through one.
+"""The hook points that kvlens adds to an attention module, and how tensors pass through them.
 
-The hook points are made once, from the configuration. Those of a feature that is off exist and never fire, so that with
-everything off a cache holds TransformerLens' keys and no others.
+The hook points are created once, from the configuration. Those of a feature that is off exist but never fire, so that with
+everything off a cache has exactly TransformerLens' keys.
 """
 
 import torch
@@ -17,20 +17,20 @@ KVLENS_HOOKS = (
     *("hook_k_augmented", "hook_v_augmented", "hook_z_own", "hook_z_negative"),
 )
 OF_A_BIAS = ("hook_b_kv", "hook_b_d", "hook_z_context", "hook_z_bias")
-"""Fire where there is a KV bias, attached or trained; of a softmax bias also hook_phi_q and hook_normalizer."""
+"""Fire if there is a KV bias, attached or trained; for a softmax bias, hook_phi_q and hook_normalizer fire too."""
 OF_A_SHIFT_STATE = ("hook_last_k", "hook_last_v", "hook_last_q")
-"""Fire where a KV bias is attached."""
+"""Fire if a KV bias is attached."""
 
 
 def is_hooked(*modules: nn.Module) -> bool:
-    """Whether anything is hooked to one of ``modules`` themselves."""
+    """Whether anything is hooked directly to one of ``modules``."""
     return any(bool(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks) for m in modules)
 
 
 def through(hook: HookPoint, x: Tensor) -> Tensor:
-    """``hook(x)``, on a copy where something is hooked: a hook that edits in place must not reach weights or a KVBias.
+    """``hook(x)``, on a copy if anything is hooked, so that in-place edits do not change weights or a KVBias.
 
-    A backward hook gets its gradient also where ``x`` asked for none, as the tensors of an attached bias.
+    A backward hook gets its gradient even if ``x`` does not require one, as with the tensors of an attached bias.
     """
     if not is_hooked(hook):
         return x

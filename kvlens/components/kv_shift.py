@@ -11,7 +11,7 @@ from kvlens.ops.kv_shift import coefficients_from_parameter, initial_shift_param
 
 
 def shifted_projections(cfg: Any) -> dict[str, int]:
-    """Of "k", "v", "q" those that are shifted, each with its number of heads."""
+    """The projections among "k", "v", "q" that are shifted, each with its number of heads."""
     shift = cfg.kv_shift
     if shift is None:
         return {}
@@ -20,7 +20,7 @@ def shifted_projections(cfg: Any) -> dict[str, int]:
 
 
 def add_shift_parameters(attn: nn.Module, cfg: Any) -> None:
-    """Make ``k_shift_coef``, ``v_shift_coef``, ``q_shift_coef`` where they are wanted (to be initialized later)."""
+    """Create ``k_shift_coef``, ``v_shift_coef``, ``q_shift_coef`` as the configuration requires, to be initialized later."""
     for x, n_heads in shifted_projections(cfg).items():
         parameter = torch.zeros(n_heads, cfg.kv_shift.window + 1, dtype=cfg.dtype)
         setattr(attn, f"{x}_shift_coef", nn.Parameter(parameter))
@@ -28,7 +28,7 @@ def add_shift_parameters(attn: nn.Module, cfg: Any) -> None:
 
 @torch.no_grad()
 def init_shift_parameters(attn: nn.Module, cfg: Any, generator: torch.Generator | None) -> None:
-    """Draw the initial coefficients: keys, values and queries apart (KVSA sec. 2.2)."""
+    """Draw the initial coefficients, independently for keys, values and queries (KVSA sec. 2.2)."""
     shift = cfg.kv_shift
     for x, n_heads in shifted_projections(cfg).items():
         initial = initial_shift_parameter(n_heads, shift.window, shift.parametrization, shift.init, generator)
@@ -38,13 +38,13 @@ def init_shift_parameters(attn: nn.Module, cfg: Any, generator: torch.Generator 
 def shift_projections(
     attn: Any, projections: dict[str, Tensor], state: ShiftState, mask: Tensor | None
 ) -> tuple[dict[str, Tensor], ShiftState]:
-    """Shift those of q, k, v that are to be shifted.
+    """Shift q, k and v as configured.
 
     Args:
         attn: the layer's attention, with its coefficients, hook points and attached bias.
         projections: raw q, k, v by name, each [batch, pos, head, d_head].
-        state: the raw rows before, where a decode cache has them; empty for the start of a text, where those of an attached
-            bias are read (and their hooks fire), or zeros.
+        state: the previous raw rows from a decode cache; empty at the start of a text, where those of an attached bias are
+            read (and their hooks fire), or zeros.
         mask: True at real tokens, or None.
 
     Returns:

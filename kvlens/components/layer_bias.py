@@ -17,9 +17,9 @@ from kvlens.ops.softmax_features import ScoreRule
 class LayerBias(NamedTuple):
     """b_KV, b_D and the shift state of one layer. The leading axis is the batch of prompts, 1 for a single prompt.
 
-    ``features`` is the feature map that a softmax bias brings along, with its ``log_scale`` (b_KV and b_D are then one per
-    key-value head, or per query head after single heads were selected). None for linear attention, whose feature map is the
-    model's own.
+    ``features`` is the feature map stored in a softmax bias, with its ``log_scale`` (b_KV and b_D then have one row per
+    key-value head, or per query head if single heads were selected). None for linear attention, which uses the model's own
+    feature map.
     """
 
     b_kv: Float[Tensor, "batch head d_phi d_head"]
@@ -34,9 +34,9 @@ class LayerBias(NamedTuple):
 
     @classmethod
     def of(cls, bias: KVBias, layer: int, device: torch.device) -> "LayerBias":
-        """Views of ``bias``, so that one in training is read as it is now; they are moved when they are read.
+        """Views of ``bias``, so that a bias in training is read with its current values; they are moved when read.
 
-        ``layer`` is an attention layer, counted among all layers of the model.
+        ``layer`` is an attention layer, numbered among all layers of the model.
         """
         if bias.recurrent is not None:
             layer = bias.attention_layers.index(layer)
@@ -57,17 +57,17 @@ class LayerBias(NamedTuple):
         b_kv: Float[Tensor, "#batch some_head d_phi d_head"],
         b_d: Float[Tensor, "#batch some_head d_phi"],
     ) -> ScaledFeatures:
-        """Features of the queries, for b_KV and b_D as they are about to be read (after their hooks)."""
+        """Features of the queries, for b_KV and b_D as they will be read (after their hooks)."""
         assert self.features is not None
         assert self.log_scale is not None
         return self.features.read(self.layer, q, rule, positions, self.log_scale.to(q), b_kv, b_d)
 
 
 def read_bias(attn: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor | None] | None:
-    """(b_KV, b_D) of a layer through their hooks: the attached bias, else the trained one, else None.
+    """(b_KV, b_D) of a layer after their hooks: the attached bias, otherwise the trained one, otherwise None.
 
-    b_D is None under normalizer "none". Hooks see query heads. A softmax bias has a row per key-value head, and comes back so
-    unless a hook made the query heads of a group differ.
+    b_D is None under normalizer "none". Hooks see query heads. A softmax bias has one row per key-value head, and so has the
+    result unless a hook made the query heads of a group differ.
     """
     cfg = attn.cfg
     if attn.layer_bias is not None:
@@ -89,20 +89,20 @@ def read_bias(attn: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor | None] | N
 
 
 def by_query_head(hook: HookPoint, b: Tensor, n_heads: int) -> Tensor:
-    """``b`` with a row per query head, through ``hook``."""
+    """``b`` with one row per query head, after ``hook``."""
     b = b.repeat_interleave(n_heads // b.shape[1], dim=1)
     hooked = through(hook, b)
     if hooked.shape[1:] != b.shape[1:]:
         expected = f"[batch or 1, {', '.join(map(str, b.shape[1:]))}]"
         raise KVLensError(
-            f"{hook.name}: a hook made {list(hooked.shape)} of it, and it is {expected}, a row per query head, as "
-            "bias.per_query_head() has them"
+            f"{hook.name}: a hook returned shape {list(hooked.shape)}, expected {expected}, with one row per query head as in "
+            "bias.per_query_head()"
         )
     return hooked
 
 
 def _grouped_where_equal(b_kv: Tensor, b_d: Tensor, n_kv_heads: int) -> tuple[Tensor, Tensor]:
-    """Of rows per query head one per key-value head again, where a group's are equal: they are then read as if unhooked."""
+    """Reduce rows per query head to one per key-value head if those of each group are equal, so that they read as unhooked."""
     if b_kv.requires_grad or b_d.requires_grad:
         return b_kv, b_d  # each query head has a gradient of its own
     groups = [b.unflatten(1, (n_kv_heads, -1)) for b in (b_kv, b_d)]

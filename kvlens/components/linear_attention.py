@@ -2,13 +2,13 @@
 
     z_i = (phi~(q_i)^T A_i + phi~(q_i)^T gamma^{i+1} b_KV) / (phi(q_i)^T D_i + phi(q_i)^T b_D)
 
-A and D are the context's alone; the bias is read in addition to them, so that the two summands of ``hook_z`` stay exact. With
+A and D belong to the context alone; the bias is read separately, so that the two summands of ``hook_z`` are exact. With
 normalizer "none" the denominator is ``attn_scale``. Everything between the projections and ``hook_z`` is computed in float32 or
 better, whatever the model's dtype.
 
-``hook_attn_scores`` and ``hook_pattern`` are computed when something is hooked to them: the parallel form then runs, at
-pos x pos. With a decode cache they cover the new tokens; what lies before is read from the state. With negative samples they
-are always computed, and cover all tokens so far.
+``hook_attn_scores`` and ``hook_pattern`` are computed only if something is hooked to them; the parallel form then runs, with
+pos x pos scores. With a decode cache they cover the new tokens, and earlier tokens are read from the state. With negative
+samples they are always computed, and cover all tokens so far.
 """
 
 import functools
@@ -46,9 +46,9 @@ FORMS = {
 
 
 class Features(NamedTuple):
-    """The features of new tokens: those of the numerator, those of the normalizer (None under "none"), and the values.
+    """The features of new tokens: for the numerator, for the normalizer (None under "none"), and the values.
 
-    ``made_of`` is what the feature map was given, queries and keys.
+    ``made_of`` holds the inputs of the feature map, queries and keys.
     """
 
     phi_q: Tensor
@@ -59,7 +59,7 @@ class Features(NamedTuple):
     made_of: tuple[Tensor, Tensor]
 
     def hidden(self, mask: Tensor) -> "Features":
-        """The same where tokens that ``mask`` [batch, pos] leaves out write nothing, in their positions."""
+        """The same, except that tokens outside ``mask`` [batch, pos] write nothing, though they keep their positions."""
         norm_k = None if self.norm_k is None else without_padding(self.norm_k, mask)
         return self._replace(phi_k=without_padding(self.phi_k, mask), v=without_padding(self.v, mask), norm_k=norm_k)
 
@@ -72,12 +72,12 @@ class LinearHeads(Heads):
     def __init__(self, attn: Any, tokens: NewTokens, entry: LinearCacheEntry | None):
         super().__init__(attn, tokens, entry)
         self.state, self.n_before = (None, 0) if entry is None else (entry.state, entry.n_tokens)
-        self.mask = None if tokens.counted is None else tokens.mask  # real tokens; the others take no position
+        self.mask = None if tokens.counted is None else tokens.mask  # real tokens; the others take up no position
         self.needs_pattern = attn.variant is not None and attn.variant.needs_pattern
 
     @classmethod
     def add_parameters(cls, attn: Any, cfg: Any) -> None:
-        """Feature map, decay, trained bias, table of rotations."""
+        """Add the feature map, decay, trained bias and rotary table."""
         attn.feature_map = FEATURE_MAPS[cfg.feature_map](cfg, attn.attn_scale)
         attn.decay = cfg.decay_per_head()
         if cfg.trainable_kv_bias:
@@ -93,7 +93,7 @@ class LinearHeads(Heads):
     @classmethod
     @torch.no_grad()
     def init_parameters(cls, attn: Any, generator: torch.Generator | None) -> None:
-        """The feature map's own; b_KV and b_D at 0."""
+        """Initialize the feature map, and b_KV and b_D to 0."""
         attn.feature_map.init_weights(generator)
         attn.feature_map.check_features(attn.cfg, attn.W_Q.device)
         if attn.cfg.trainable_kv_bias:
@@ -101,12 +101,12 @@ class LinearHeads(Heads):
             nn.init.zeros_(attn.b_D)
 
     def outputs(self) -> HeadOutputs:
-        """z of the context and of the bias; the state after the tokens goes into the cache's entry."""
+        """z of the context and of the bias; the state after the tokens is stored in the cache entry."""
         tokens, entry, mask = self.tokens, self.entry, self.mask
         if tokens.score_bias is not None:
             raise KVLensError("linear attention has no softmax scores to add a mask or position bias to")
         accumulate = torch.promote_types(tokens.q.dtype, self.cfg.accumulates_in)
-        with torch.autocast(tokens.q.device.type, enabled=False):  # or it would round the products below to its own dtype
+        with torch.autocast(tokens.q.device.type, enabled=False):  # which would round the products below to its own dtype
             features = self._features(*(x.to(accumulate) for x in (tokens.q, tokens.k, tokens.v)))
             if mask is None and tokens.mask is not None:
                 features = features.hidden(tokens.mask)
@@ -158,7 +158,7 @@ class LinearHeads(Heads):
     def _attend(
         self, features: Features, bias: tuple[Tensor, Tensor | None] | None
     ) -> tuple[HeadOutputs, LinearAttentionState]:
-        """Both summands of z, and the context's state after the last token."""
+        """The two summands of z, and the context's state after the last token."""
         attn, mask = self.attn, self.mask
         phi_q, phi_k, norm_q, norm_k, v, _ = features
         decay = None if attn.decay is None else attn.decay.to(v)
@@ -190,7 +190,7 @@ class LinearHeads(Heads):
         return HeadOutputs(z_context, z_bias, self._own_share(phi_q, phi_k, divisor)), state
 
     def _divisor(self, n: Tensor | None, features: Features) -> Tensor | None:
-        """``n`` itself where nothing in it is near 0; else with 1 for its zeros, so that 0 / 0 is 0 and its gradient finite."""
+        """``n`` if nothing in it is near 0; otherwise with 1 in place of zeros, so that 0 / 0 is 0 with a finite gradient."""
         if n is None or float(n.detach().abs().amin()) >= _least(n):
             return n
         if self.attn.feature_map.positive:
@@ -199,9 +199,9 @@ class LinearHeads(Heads):
 
     @torch.no_grad()
     def _check_features_hold(self, n: Tensor, q: Tensor, k: Tensor) -> None:
-        """Raise KVLensError where a token's own key, as the map makes it, is too small to divide by: n >= phi(q_i).phi(k_i).
+        """Raise KVLensError if n, which is at least phi(q_i).phi(k_i), is too small because that product underflows.
 
-        Where it is not, hooks took the features away on purpose, and nothing is visible.
+        If the product does not underflow, hooks removed the features on purpose, and nothing is visible.
         """
         phi_q, phi_k = self.attn.feature_map(q), self.attn.feature_map(k)
         own = (phi_q * phi_k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)).sum(dim=-1)
@@ -211,36 +211,36 @@ class LinearHeads(Heads):
             norms = [x[row, position, head // (q.shape[2] // x.shape[2])].norm().item() for x in (q, k)]
             wider = "" if n.dtype == torch.float64 else "accumulation_dtype='float64', "
             raise KVLensError(
-                f"layer {self.attn.layer_id}, head {head}, position {position}: the normalizer phi(q).D underflows, it is "
+                f"layer {self.attn.layer_id}, head {head}, position {position}: the normalizer phi(q).D underflows to "
                 f"{n[row, position, head]:.1g}. A query of length {norms[0]:.3g} and a key of length {norms[1]:.3g} are too "
-                f"long for features of the map {self.cfg.feature_map!r} in {str(n.dtype).removeprefix('torch.')}; use {wider}"
-                "smaller W_Q and W_K, or the map relu"
+                f"long for feature map {self.cfg.feature_map!r} in {str(n.dtype).removeprefix('torch.')}; use {wider}"
+                "smaller W_Q and W_K, or feature map 'relu'"
             )
 
     def _check_nothing_visible(self, n: Tensor, undivided: Tensor) -> None:
-        """Raise KVLensError unless the numerator is 0 too wherever the normalizer is: then nothing is visible, and z is 0."""
+        """Raise KVLensError unless the numerator is 0 wherever the normalizer is, so that nothing is visible and z is 0."""
         broken = ((n == 0) & (undivided != 0).any(dim=-1)).nonzero()
         if len(broken):
             _, position, head = broken[0].tolist()
             positive = ", ".join(name for name, feature_map in FEATURE_MAPS.items() if feature_map.positive)
             raise KVLensError(
-                f"layer {self.attn.layer_id}, head {head}, position {position}: the normalizer phi(q).D is 0 where phi(q).A is "
-                f"not: there is nothing to divide by. Features of the map {self.cfg.feature_map!r} cancel each other; use one "
-                f"that is positive ({positive}), or normalizer='none'"
+                f"layer {self.attn.layer_id}, head {head}, position {position}: the normalizer phi(q).D is 0 but phi(q).A is "
+                f"not, because features of the map {self.cfg.feature_map!r} cancel; use a positive feature map ({positive}), "
+                "or normalizer='none'"
             )
 
     def _own_share(self, phi_q: Tensor, phi_k: Tensor, n: Tensor | None) -> Tensor | None:
-        """phi~(q_i).phi~(k_i) / n_i, where it is asked for."""
+        """phi~(q_i).phi~(k_i) / n_i, if a variant needs it."""
         if self.attn.variant is None or not self.attn.variant.wants_own_share:
             return None
         own = (phi_q * phi_k.repeat_interleave(phi_q.shape[2] // phi_k.shape[2], dim=2)).sum(dim=-1)
         return own if n is None else own / n
 
     def _solved(self, features: Features, strength: float) -> HeadOutputs:
-        """z of ridge attention: whole texts at once, and one token after the other behind a state."""
+        """z of ridge attention: a whole text at once, or token by token if there is a state."""
         phi_q, phi_k, _, _, v, _ = features
         if self.cfg.normalizer == "none":
-            phi_q = phi_q * self.attn.attn_scale  # it was divided by it, as a normalizer, and ridge has none
+            phi_q = phi_q * self.attn.attn_scale  # undo the division, since ridge has no normalizer
         before = None if self.entry is None else self.entry.ridge
         if before is None:
             q, k, values = (x.transpose(1, 2).double() for x in (phi_q, phi_k, v))
@@ -261,7 +261,7 @@ class LinearHeads(Heads):
             return "parallel" if pattern_hooked else "recurrent" if decoding else "chunked"
         if pattern_hooked and wanted != "parallel":
             raise KVLensError(
-                f"hook_attn_scores or hook_pattern is hooked, which only the parallel form computes, and "
+                f"hook_attn_scores or hook_pattern is hooked, which only the parallel form computes, but "
                 f"cfg.linear_attention_form={wanted!r} forbids it: set it to 'auto', or leave those two out of names_filter"
             )
         return wanted
@@ -279,7 +279,7 @@ class LinearHeads(Heads):
         return self.attn.hook_normalizer(n_context)
 
     def _through_pattern(self, features: Features, decay: Tensor | None, n: Tensor | None) -> Tensor:
-        """The context's part of z by way of the hooked scores and pattern."""
+        """The context's part of z, computed through the hooked scores and pattern."""
         attn, phi_q = self.attn, features.phi_q
         seen = self._seen(SeenTokens(features.phi_k, features.v, self.mask))
         v = seen.v if seen.mask is None else without_padding(seen.v, seen.mask)
@@ -288,13 +288,13 @@ class LinearHeads(Heads):
         visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=v.device).tril(v.shape[1] - scores.shape[-2])
         visible = visible[None, None] if seen.mask is None else visible & seen.mask[:, None, None]
         z_context = read_values(attn, pattern, scores, visible, v, self.entry)
-        if self.state is None or self.needs_pattern:  # then the pattern covers the tokens before, too
+        if self.state is None or self.needs_pattern:  # then the pattern covers earlier tokens too
             return z_context
         read = read_state(phi_q, self.state.kv, decay, self._steps(phi_q, 0))
         return z_context + (read if n is None else read / n[..., None])
 
     def _seen(self, new: SeenTokens) -> SeenTokens:
-        """The tokens that the scores cover: the new ones, and those before them where negatives are chosen among all."""
+        """The tokens that the scores cover: the new ones, plus all earlier ones if negatives are chosen among them."""
         entry = self.entry
         if entry is None or not self.needs_pattern:
             return new
@@ -304,12 +304,12 @@ class LinearHeads(Heads):
         return seen
 
     def _steps(self, phi_q: Tensor, n_before: int | Tensor) -> Tensor:
-        """Real tokens up to and with each position, those before the new ones included: [batch or 1, pos]."""
+        """The number of real tokens up to and including each position, counting earlier ones: [batch or 1, pos]."""
         before = n_before[:, None].to(phi_q.device) if isinstance(n_before, Tensor) else n_before
         return real_steps(self.mask, phi_q) + before
 
 
 def _least(n: Tensor) -> float:
-    """Where normalizers begin to lose digits: a sum's small terms, eps of it, are no normal numbers below that."""
+    """The size below which a normalizer loses digits: terms of relative size eps would be subnormal."""
     found = torch.finfo(n.dtype)
     return found.tiny / found.eps

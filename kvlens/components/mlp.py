@@ -1,4 +1,4 @@
-"""TransformerLens' MLPs on the fastest dense product, without copying weights, or storing features that are not hooked."""
+"""TransformerLens' MLPs with the fastest dense product, without copying weights or storing activations that are not hooked."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,17 +19,17 @@ FUSED: dict[Callable[..., Tensor], Activation] = {
     SUPPORTED_ACTIVATIONS["relu"]: "relu",
     SUPPORTED_ACTIVATIONS["silu"]: "silu",
 }
-"""TransformerLens' activation functions that a product can end with."""
+"""TransformerLens' activation functions that can be fused into a product."""
 
 
 def fast_mlp(mlp: nn.Module) -> nn.Module:
-    """``mlp`` as a class of kvlens where it is one of TransformerLens' two dense ones; any other as it is."""
+    """``mlp`` as kvlens' class if it is one of TransformerLens' two dense MLPs; any other is returned unchanged."""
     ours: dict[type, Any] = {MLP: KVMLP, GatedMLP: KVGatedMLP}
     return ours[type(mlp)].of(mlp) if type(mlp) in ours else mlp
 
 
 class KVMLP(Replaces, MLP):
-    """act(x W_in + b_in) W_out + b_out; without gradients and hooks the features before the activation are never stored."""
+    """act(x W_in + b_in) W_out + b_out; without gradients and hooks the pre-activations are never stored."""
 
     def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
         """As ``transformer_lens.components.MLP.forward``."""

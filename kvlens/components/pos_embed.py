@@ -39,7 +39,7 @@ class _Offset(nn.Module):
 
 
 class OffsetPosEmbed(_Offset, PosEmbed):
-    """TransformerLens' learned positions; the same code runs where no offset is set."""
+    """TransformerLens' learned positions, plus the offset if one is set."""
 
     def forward(
         self,
@@ -47,7 +47,7 @@ class OffsetPosEmbed(_Offset, PosEmbed):
         past_kv_pos_offset: int = 0,
         attention_mask: Int[Tensor, "batch offset_pos"] | None = None,
     ) -> Float[Tensor, "batch new_pos d_model"]:
-        """[batch, new_pos, d_model]; with a mask the new positions are those after the past, whatever the tokens.
+        """[batch, new_pos, d_model]; with a mask, the new positions follow the past ones, whatever the tokens.
 
         Raises:
             KVLensError: a position lies beyond ``n_ctx``.
@@ -57,8 +57,8 @@ class OffsetPosEmbed(_Offset, PosEmbed):
         ids = self.positions(tokens, past_kv_pos_offset, attention_mask)
         if int(ids.max()) >= self.cfg.n_ctx:
             raise KVLensError(
-                f"position {int(ids.max())} (attached prompt included) lies beyond n_ctx={self.cfg.n_ctx}, and positions are "
-                "learned: shorten the text or the prompt"
+                f"position {int(ids.max())} (including the attached prompt) lies beyond n_ctx={self.cfg.n_ctx}, and positions "
+                "are learned: shorten the text or the prompt"
             )
         embedded = self.without_padding(self.W_pos[ids], past_kv_pos_offset, attention_mask)
         return embedded.expand(tokens.shape[0], -1, -1).clone()
@@ -77,7 +77,7 @@ class SinusoidalPosEmbed(_Offset):
         past_kv_pos_offset: int = 0,
         attention_mask: Int[Tensor, "batch offset_pos"] | None = None,
     ) -> Float[Tensor, "batch new_pos d_model"]:
-        """[batch, new_pos, d_model] in float64, to be rounded by the caller; there is no longest text."""
+        """[batch, new_pos, d_model] in float64, to be rounded by the caller; texts may have any length."""
         ids = self.positions(tokens, past_kv_pos_offset, attention_mask)
         even = torch.arange(0, self.d_model, 2, device=ids.device, dtype=torch.float64)
         angles = ids.double()[..., None] * 10000.0 ** (-even / self.d_model)
@@ -87,4 +87,4 @@ class SinusoidalPosEmbed(_Offset):
 
 
 class NoPosEmbed(_Offset):
-    """No positions at all: stands where TransformerLens expects a module, and is never called."""
+    """No positions: a placeholder where TransformerLens expects a module; it is never called."""

@@ -2,16 +2,16 @@
 
     z_i = (sum_j exp(s_ij) v_j + phi(q_i)^T b_KV) / (sum_j exp(s_ij) + phi(q_i)^T b_D)          (ICLCA sec. 5, ICLAA)
 
-The *eager* form runs TransformerLens' own steps one by one (scores, mask, pattern), and the *fused* form hands q, k and v to
-torch's kernel, in every layer whose scores and pattern are not hooked. Where nothing that lies between is hooked, the eager
-form takes virtual keys of positive weight as keys in front of the text's, through the same softmax: the sums of a pass with
-the prompt in front, in their order, so that scores of thousands round alike in both.
+The *eager* form runs TransformerLens' own steps one by one (scores, mask, pattern), and the *fused* form passes q, k and v to
+torch's kernel, in every layer whose scores and pattern are not hooked. If no intermediate tensor is hooked, the eager form
+prepends virtual keys of positive weight to the text's keys and applies one softmax: the same sums in the same order as in a
+pass with the prompt in front, so that even scores in the thousands round alike in both.
 
-``hook_pattern`` is exp(s_ij) over the whole normalizer, so that its rows sum to less than 1 under a bias; ``hook_normalizer``
-is the normalizer's logarithm, and fires under a bias only; ``hook_phi_q`` are the query's features up to their scale, the
-largest of which is about 1 (their true size may overflow).
+``hook_pattern`` is exp(s_ij) over the whole normalizer, so that its rows sum to less than 1 with a bias; ``hook_normalizer``
+is the normalizer's logarithm, and fires only with a bias; ``hook_phi_q`` is the query's features, scaled so that the largest
+is about 1 (their true size may overflow).
 
-Inside TransformerLens 3.9 it relies on ``calculate_attention_scores``, ``apply_causal_mask``, ``apply_rotary``,
+This relies on TransformerLens 3.9's ``calculate_attention_scores``, ``apply_causal_mask``, ``apply_rotary``,
 ``_extend_rotary_embeddings``, ``_apply_logn_scaling``, ``create_alibi_bias`` and ``create_alibi_slope``.
 """
 
@@ -68,9 +68,10 @@ def layer_runs_fused(attn: Any) -> bool:
 
 
 def _alibi_meets_sinks(cfg: Any) -> bool:
-    """TransformerLens takes ALiBi's rows from the end of its table, in which a shorter text is further from every key.
+    """Whether ALiBi is combined with attention sinks, for which TransformerLens' scores are wrong.
 
-    Softmax does not see what is the same for all keys of a query; with a sink, which has no distance, it is off by 6 to 20 %.
+    TransformerLens takes ALiBi's rows from the end of its table, where the distances of a shorter text are all too large by the
+    same amount. Softmax cancels this, except with a sink, which has no distance: the output is then off by 6 to 20 %.
     """
     return cfg.positional_embedding_type == "alibi" and cfg.use_attention_sinks
 
@@ -78,20 +79,20 @@ def _alibi_meets_sinks(cfg: Any) -> bool:
 class SoftmaxHeads(Heads):
     """The heads of one layer with softmax attention, for one forward pass.
 
-    | when | what computes z |
+    | case | z is computed by |
     |---|---|
     | ridge attention | ``_solved`` |
     | no bias | ``_fused`` in the fused form, else ``_eager`` |
-    | virtual keys of positive weight, nothing between hooked: eager | ``_eager_with_extra_keys`` |
+    | virtual keys of positive weight, no intermediate hooked: eager | ``_eager_with_extra_keys`` |
     | ... fused | ``_fused`` for the text, ``merge_extra_keys`` |
-    | ... and a gradient is wanted | ``attend_with_extra_keys`` where scores are plain, else as any other bias |
+    | ... and gradients are required | ``attend_with_extra_keys`` if scores are plain, otherwise as for any other bias |
     | any other bias | ``_fused`` or, with gradients, ``_eager`` for the text, joined to the bias by ``_joined`` |
     """
 
     q: Tensor
     k: Tensor
     v: Tensor
-    """As they are scored: queries of the new tokens, keys and values of the whole text."""
+    """Queries of the new tokens and keys and values of the whole text, as scored."""
 
     def __init__(self, attn: Any, tokens: NewTokens, entry: TransformerLensKeyValueCacheEntry | None):
         super().__init__(attn, tokens, entry)
@@ -103,7 +104,7 @@ class SoftmaxHeads(Heads):
         self.wants_own_share = variant is not None and variant.wants_own_share
 
     def outputs(self) -> HeadOutputs:
-        """z of the context and of the bias; the new keys and values go into the cache's entry."""
+        """z of the context and of the bias; the new keys and values are stored in the cache entry."""
         attn, tokens, scale = self.attn, self.tokens, float(self.attn.attn_scale)
         k, self.v = (tokens.k, tokens.v) if self.entry is None else self.entry.append(tokens.k, tokens.v)
         self.q, self.k = self._positioned(tokens.q, k)
@@ -148,7 +149,7 @@ class SoftmaxHeads(Heads):
         return fused_softmax_attention(self.q, self.k, self.v, scale, causal, padding, window, score_bias, log_normalizer)
 
     def _extra_keys(self, bias: Bias | None) -> ExtraKeys | None:
-        """The attached virtual keys as keys of the text's own softmax, where nothing that lies between is hooked."""
+        """The attached virtual keys as additional keys of the text's own softmax, if no intermediate tensor is hooked."""
         attn, held = self.attn, self.attn.layer_bias
         if bias is None or bias[1] is None or held is None or held.log_scale is None:
             return None
@@ -168,15 +169,15 @@ class SoftmaxHeads(Heads):
         return extra._replace(by_distance=distance_scores(rule, distance, self._query_positions(), q.shape[2]))
 
     def _scores_are_plain(self) -> bool:
-        """Whether scores are q.k / scale and at most a window, as the form for gradients has them."""
+        """Whether scores are q.k / scale with at most a window, the only kind that the form with gradients supports."""
         rule, mask = score_rule(self.attn), self.tokens.attention_mask
         more = rule.soft_cap is not None or rule.slopes is not None or self.cfg.use_attention_sinks
         padded = mask is not None and not bool(mask.all())
         return not more and self.tokens.score_bias is None and not padded
 
     def _eager_with_extra_keys(self, extra: ExtraKeys) -> Tensor:
-        """z of one softmax over virtual keys and the text's, in TransformerLens' order: a prompt's own keys then round as they
-        would in front of the text.
+        """z of one softmax over virtual keys and the text's keys, in TransformerLens' order, so that a prompt's own keys round
+        as they would in front of the text.
         """
         batch, r, v = self.q.shape[0], extra.keys.shape[2], self.v
         keys, values = (x.expand(batch, -1, -1, -1).transpose(1, 2) for x in (extra.keys, extra.values))
@@ -186,7 +187,7 @@ class SoftmaxHeads(Heads):
         return read_values(self.attn, self._pattern(scores), scores, scores > -torch.inf, values, self.entry)
 
     def _masked(self, scores: Tensor) -> Tensor:
-        """Scores of the text's own keys with everything that is added to them."""
+        """Scores of the text's own keys, including everything that is added to them."""
         n_queries, n_keys = scores.shape[-2:]
         if self.cfg.positional_embedding_type == "alibi":
             scores += self.attn.alibi[:, n_keys - n_queries : n_keys, :n_keys]
@@ -218,7 +219,7 @@ class SoftmaxHeads(Heads):
         return torch.where(pattern.isnan(), torch.zeros_like(pattern), pattern)
 
     def _own_share(self, pattern: Tensor) -> Tensor | None:
-        """p_ii of the new tokens, where it is asked for."""
+        """p_ii of the new tokens, if a variant needs it."""
         return pattern.diagonal(offset=self.past, dim1=-2, dim2=-1).transpose(1, 2) if self.wants_own_share else None
 
     def _solved(self, strength: float) -> Tensor:
@@ -231,7 +232,7 @@ class SoftmaxHeads(Heads):
         return ridge_attention(kernel, at_queries, v, strength, mask).transpose(1, 2)
 
     def _mass(self, scores: Tensor) -> ScaledMass:
-        """The context's normalizer relative to its largest term: as a logarithm it would be rounded by that term's size."""
+        """The context's normalizer relative to its largest term; its logarithm alone would lose precision for large scores."""
         top = scores.detach().amax(dim=-1)
         if self.cfg.use_attention_sinks:
             top = torch.maximum(top, self.attn.sinks.detach()[:, None].to(top))
@@ -247,7 +248,7 @@ class SoftmaxHeads(Heads):
         return z * (log_n - whole).exp()[..., None].to(z.dtype), whole
 
     def _positioned(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """q and k rotated (``k`` from the start of the text, ``q`` after what came before), q scaled where the model does."""
+        """q and k rotated (``k`` from the start of the text, ``q`` from the first new token), and q scaled if configured."""
         attn = self.attn
         if self.cfg.positional_embedding_type == "rotary":
             q = attn.hook_rot_q(self._rotated(q, self.past))
@@ -267,7 +268,7 @@ class SoftmaxHeads(Heads):
         if self.fused:
             return rotate(x, cos, sin, cfg.rotary_adjacent_pairs)
         turned, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1)
-        turned = turned * cos + attn.rotate_every_two(turned) * sin  # TransformerLens' sums, which round as the prompt's did
+        turned = turned * cos + attn.rotate_every_two(turned) * sin  # TransformerLens' formula, to round alike
         return torch.cat([turned, rest], dim=-1)
 
     def _rotary_rows(self, x: Tensor, first: int, offset: int | Tensor) -> tuple[Tensor, Tensor]:
@@ -283,8 +284,8 @@ class SoftmaxHeads(Heads):
         if last > attn.rotary_cos.shape[0]:
             if last > n_ctx:
                 raise KVLensError(
-                    f"position {last - 1} (attached prompt included) lies beyond n_ctx={n_ctx}, for which the rotary positions "
-                    "of this model are made: shorten the text or the prompt"
+                    f"position {last - 1} (including the attached prompt) lies beyond n_ctx={n_ctx}, the size of this model's "
+                    "rotary tables: shorten the text or the prompt"
                 )
             attn._extend_rotary_embeddings(min(n_ctx, max(last, 2 * attn.rotary_cos.shape[0])))
         cos, sin = attn.rotary_cos[rows], attn.rotary_sin[rows]
@@ -301,7 +302,7 @@ class SoftmaxHeads(Heads):
         return self._positions(self.q, self.past)
 
     def _joined(self, z: Tensor, mass: ScaledMass, bias: Bias) -> JoinedBias:
-        """The attached bias joined to attention over the context, with the query's features through their hook."""
+        """Join the attached bias to attention over the context, with the query's features passed through their hook."""
         attn, (b_kv, b_d) = self.attn, bias
         assert b_d is not None
         assert attn.layer_bias is not None
@@ -313,7 +314,7 @@ class SoftmaxHeads(Heads):
 
 
 def score_rule(attn: Any) -> ScoreRule:
-    """How a layer scores a key, stored ones included."""
+    """How a layer scores a key, including stored keys."""
     slopes = None
     if attn.cfg.positional_embedding_type == "alibi":
         grow_alibi(attn, 2, attn.W_O.device)
@@ -323,7 +324,7 @@ def score_rule(attn: Any) -> ScoreRule:
 
 
 def grow_alibi(attn: Any, n: int, device: torch.device) -> None:
-    """Have an ALiBi bias of sufficient size ready, with the slopes that were given; TransformerLens keeps what it finds."""
+    """Cache an ALiBi bias of sufficient size with the configured slopes; TransformerLens then uses the cached one."""
     if attn.alibi is not None and attn.alibi.shape[-1] >= n and attn.alibi.device == device:
         return
     if attn.cfg.alibi_slopes is None:

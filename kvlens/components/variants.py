@@ -1,12 +1,12 @@
-"""The attention variants of DUAL sec. 4, for both kinds of attention: what they change on the way in, and in how z is formed.
+"""The attention variants of DUAL sec. 4, for both kinds of attention: how they change keys and values, and z.
 
-    augmented     k, v -> their MLPs, before the heads see them                         hook_k_augmented, hook_v_augmented
-    negative      pattern @ v less the mean value of the lowest scored tokens           hook_z_negative (that mean)
-    regularised   z_i less alpha times the token's own value, or its own share of z     hook_z_own (what alpha multiplies)
-    ridge         z solved for instead of read through a pattern: each kind of attention gives its kernel
+    augmented     k, v pass through MLPs before the heads                                hook_k_augmented, hook_v_augmented
+    negative      pattern @ v minus the mean value of the lowest-scored tokens           hook_z_negative (that mean)
+    regularised   z_i minus alpha times the token's own value, or its own share of z     hook_z_own (what alpha multiplies)
+    ridge         z from a linear solve instead of a pattern; each kind of attention provides its kernel
 
-A converted prompt keeps its meaning under the first and the third: b_KV holds augmented keys and values, and a token's own
-value is the text's. Without a variant every function here returns its input.
+A converted prompt is still exact under the first and the third: b_KV holds augmented keys and values, and a token's own value
+belongs to the text. Without a variant every function here returns its input.
 """
 
 import itertools
@@ -37,7 +37,7 @@ class Augmentation(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None) -> None:
-        """Normal with variance 1 / fan-in (2 / fan-in behind the activation); the last layer of a parallel branch at 0."""
+        """Normal with variance 1 / fan-in (2 / fan-in after the activation); the last layer of a parallel branch is 0."""
         for layer, weight in enumerate(self.weights):
             drawn = torch.randn(weight.shape, generator=generator)
             weight.copy_(drawn * ((1.0 if layer == 0 else 2.0) / weight.shape[1]) ** 0.5)
@@ -51,7 +51,7 @@ class Augmentation(nn.Module):
 
 
 def augmented(attn: Any, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values through their MLPs."""
+    """Keys and values after their MLPs."""
     if attn.augment_k is not None:
         k = attn.hook_k_augmented(attn.augment_k(k))
     if attn.augment_v is not None:
@@ -60,15 +60,15 @@ def augmented(attn: Any, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def read_values(attn: Any, pattern: Tensor, scores: Tensor, visible: Tensor, v: Tensor, entry: Any) -> Tensor:
-    """pattern @ v, less the negatives' mean value: [batch, pos, head, d_head].
+    """pattern @ v minus the negatives' mean value: [batch, pos, head, d_head].
 
     Args:
         attn: the layer's attention.
         pattern: [batch, head, pos, key_pos], as hooked.
-        scores: what negatives are chosen by.
-        visible: what a query sees, broadcastable to ``scores``.
+        scores: the scores by which negatives are chosen.
+        visible: True where a query sees a key, broadcastable to ``scores``.
         v: [batch, key_pos, kv_head, d_head].
-        entry: of the decode cache, which keeps the means of labels; None without one.
+        entry: the layer's decode cache entry, which stores the means of labels; None without a cache.
     """
     values = v.repeat_interleave(pattern.shape[1] // v.shape[2], dim=2).transpose(1, 2)
     pattern = pattern.to(v.device, v.dtype)
@@ -84,7 +84,7 @@ def read_values(attn: Any, pattern: Tensor, scores: Tensor, visible: Tensor, v: 
 
 
 def regularized(attn: Any, heads: HeadOutputs, tokens: NewTokens) -> HeadOutputs:
-    """z_i - alpha v_i, that over 1 - alpha, or z_i - alpha p_ii v_i; the text's part of z alone loses anything."""
+    """z_i - alpha v_i, the same over 1 - alpha, or z_i - alpha p_ii v_i; only the text's part of z is reduced."""
     settings = None if attn.variant is None else attn.variant.regularised
     if settings is None:
         return heads
@@ -100,7 +100,7 @@ def regularized(attn: Any, heads: HeadOutputs, tokens: NewTokens) -> HeadOutputs
 
 
 def _all_means(mean: Tensor, entry: Any) -> Tensor:
-    """mean_{N_j} v of all tokens so far: an earlier token chose with its own query, which is gone."""
+    """mean_{N_j} v of all tokens so far; those of earlier tokens are stored, since their queries are no longer available."""
     if entry is None:
         return mean
     before = entry.negative_means

@@ -1,4 +1,4 @@
-"""From a prompt to weights: exact for linear attention (ICLCA), exact or compressed for softmax."""
+"""Converting prompts to weights: exactly for linear attention (ICLCA), exactly or compressed for softmax attention."""
 
 from kvlens.conversion.carry import carry_bias
 from kvlens.conversion.convert import convert_prompt

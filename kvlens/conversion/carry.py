@@ -1,4 +1,4 @@
-"""What becomes of a bias while tokens pass: :func:`carry_state` with the decay and the rotation of a model."""
+"""How a bias changes as tokens are read: :func:`carry_state` with the decay and the rotation of a model."""
 
 from dataclasses import replace
 from typing import Annotated
@@ -18,20 +18,20 @@ from kvlens.ops.linear_attention import LinearAttentionState, carry_state
 
 @checked
 def carry_bias(model: HookedKVTransformer, bias: KVBias, n_tokens: int | Int[Tensor, " batch"]) -> KVBias:
-    """``bias`` as it stands after ``n_tokens`` tokens that wrote nothing: what it has in the bias of a prompt that follows it.
+    """``bias`` after ``n_tokens`` tokens that wrote nothing: its contribution to the bias of a prompt that continues it.
 
         carried(b_KV) = gamma^M R_{-M} b_KV        carried(b_D) = b_D        (M tokens; ICLCA eq. 19 without the new terms)
 
-    so that ``convert_prompt(model, tokens, initial=bias)`` less this is what those tokens wrote. A softmax model's keys neither
-    decay nor turn: they are M positions further away.
+    so that ``convert_prompt(model, tokens, initial=bias)`` minus this is what those tokens wrote. A softmax model's keys do not
+    decay or rotate; they are just M positions further away.
 
     Args:
-        model: the one that ``bias`` was converted with.
-        bias: of one prompt or of a batch.
-        n_tokens: M, not negative; or one for each prompt of a batch.
+        model: the model with which ``bias`` was made.
+        bias: the bias of one prompt or of a batch.
+        n_tokens: M, not negative; one number, or one for each prompt of a batch.
 
     Returns:
-        Offset and number of tokens are those after the M tokens; the shift state stays, as tokens that write nothing have none.
+        The bias, with the position offset and number of tokens after the M tokens. The shift state is unchanged.
 
     Raises:
         KVLensError: a bias of another model, or a negative number of tokens.
@@ -67,7 +67,7 @@ def carry_layer_state(
     n_tokens: int | Int[Tensor, " batch"],
     written: LinearAttentionState | None = None,
 ) -> LinearAttentionState:
-    """:func:`carry_state` of one layer: its decay, and its rotation where RoPE follows the feature map."""
+    """:func:`carry_state` for one layer, with its decay and, if RoPE follows the feature map, its rotation."""
     like = (before or written).kv  # type: ignore[union-attr]
     rotation = None
     if attn.cfg.rotates_after:
@@ -77,7 +77,7 @@ def carry_layer_state(
 
 
 def per_query_head(state: LinearAttentionState, n_heads: int) -> LinearAttentionState:
-    """A context's state, one per key-value head, as a bias holds it: one per query head."""
+    """A context's state, one per key-value head, in the layout of a bias: one per query head."""
     group = n_heads // state.kv.shape[1]
     k_sum = None if state.k_sum is None else state.k_sum.repeat_interleave(group, dim=1)
     return LinearAttentionState(state.kv.repeat_interleave(group, dim=1), k_sum)

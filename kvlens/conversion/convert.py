@@ -5,12 +5,12 @@ For each layer, with that layer's own input from the prompt of M tokens:
     b'_KV = gamma^M R_{-M} b_KV + sum_j gamma^{M-1-j} R_{j-M} phi(k'_j) v'_j^T        b'_D = b_D + sum_j phi(k'_j)
     shift state' = the last w rows of [old shift state; the prompt's raw keys, values, queries]
 
-which is the state that one forward pass over the prompt leaves in a decoding cache, seen from position M. The prompt's own
-pass reads the *old* bias and shift state (ICLCA alg. 1 step (d) prints the new one; that is off by 16-60 %).
+which is the state that one forward pass over the prompt leaves in a decoding cache, expressed from position M. The prompt's own
+pass reads the *old* bias and shift state (ICLCA alg. 1 step (d) has the new one, which is off by 16-60 %).
 
-Where RoPE follows the feature map, R_{-M} turns the stored keys so that the text after it starts at position 0. Elsewhere
-(learned, sinusoidal or no positions, RoPE before the feature map) R drops out and the text starts at ``position_offset'`` =
-old offset + M.
+If RoPE follows the feature map, R_{-M} rotates the stored keys so that the text after the prompt starts at position 0.
+Otherwise (learned, sinusoidal or no positions, RoPE before the feature map) R drops out and the text starts at
+``position_offset'`` = old offset + M.
 
 Prompts of softmax models are converted by :mod:`kvlens.conversion.softmax`.
 """
@@ -125,8 +125,8 @@ def convert_prompt(
     is_softmax = hooked is None or hooked.cfg.attention == "softmax"
     if is_softmax and segment_length is not None:
         raise KVLensError(
-            "convert_prompt: segment_length is for linear attention, whose state does not grow; a softmax prompt is read "
-            "whole, because all of its keys are kept until the fit"
+            "convert_prompt: segment_length is for linear attention, whose state does not grow; a softmax prompt is read as "
+            "a whole, because all of its keys are kept until the fit"
         )
     _check_arguments(prepend_bos, fwd_hooks, detach, segment_length, on_progress)
     with contextlib.ExitStack() as stack:
@@ -192,7 +192,7 @@ def _warn_of_length(model: HookedKVTransformer, prompt: PromptTokens, old: KVBia
 
 
 def _check_arguments(prepend_bos: Any, fwd_hooks: Any, detach: Any, segment_length: Any, on_progress: Any) -> None:
-    """Raise KVLensError where an argument that goes with every kind of attention has no meaning."""
+    """Raise KVLensError for an invalid value of an argument that applies to every kind of attention."""
     if prepend_bos is not None:
         ensure("convert_prompt: prepend_bos", bool, prepend_bos)
     ensure("convert_prompt: detach", bool, detach)
@@ -205,7 +205,7 @@ def _check_arguments(prepend_bos: Any, fwd_hooks: Any, detach: Any, segment_leng
 
 
 def _checked_front_end(model: KVModel) -> HookedKVTransformer | None:
-    """The model where it is a HookedKVTransformer whose prompts have a bias; None where it reads prompts itself."""
+    """The model if it is a HookedKVTransformer whose prompts have a bias; None if it reads prompts itself."""
     if isinstance(model, ReadsPrompts):
         return None
     _check_convertible(model)
@@ -214,19 +214,19 @@ def _checked_front_end(model: KVModel) -> HookedKVTransformer | None:
 
 
 def _check_convertible(model: Any) -> None:
-    """Raise KVLensError where no prompt of the model has a bias."""
+    """Raise KVLensError if the model's prompts cannot be converted to a bias."""
     if not isinstance(model, HookedKVTransformer):
         raise KVLensError(
-            f"convert_prompt: expected a HookedKVTransformer or a KVTransformerBridge, got {type(model).__name__}; "
-            "HookedKVTransformer.from_hooked_transformer makes one of a HookedTransformer, KVTransformerBridge.of of a bridge"
+            f"convert_prompt: expected a HookedKVTransformer or a KVTransformerBridge, got {type(model).__name__}; convert a "
+            "HookedTransformer with HookedKVTransformer.from_hooked_transformer, a bridge with KVTransformerBridge.of"
         )
     reason = why_no_kv_bias(model.cfg.attention_variant)
     if reason is not None:
         raise KVLensError(f"convert_prompt: a prompt of this model has no KV bias: {reason}")
     if model.cfg.attention_dir != "causal":
         raise KVLensError(
-            "convert_prompt: bidirectional attention: the prompt's own keys depend on the text behind it, so that no bias "
-            "stands for the prompt in front of any text"
+            "convert_prompt: with bidirectional attention the prompt's own keys depend on the text after it, so no single "
+            "bias can replace the prompt for every text"
         )
     if model.cfg.ungroup_grouped_query_attention:
         raise KVLensError("convert_prompt: call model.set_ungroup_grouped_query_attention(False) first")
@@ -234,12 +234,12 @@ def _check_convertible(model: Any) -> None:
 
 @functools.cache
 def _own_arguments() -> tuple[str, ...]:
-    """The arguments of :func:`convert_prompt` that are no options of a method."""
+    """The arguments of :func:`convert_prompt` that are not options of a method."""
     return tuple(name for name in inspect.signature(convert_prompt).parameters if name != "options")
 
 
 def _checked_method(model: HookedKVTransformer, method: str | ConversionMethod, options: Mapping[str, Any]) -> ConversionMethod:
-    """The method; linear attention has the exact one alone."""
+    """The method; linear attention has only the exact one."""
     others = _own_arguments()
     if model.cfg.attention == "softmax":
         return method_of(method, options, others)
@@ -249,8 +249,8 @@ def _checked_method(model: HookedKVTransformer, method: str | ConversionMethod, 
     asked = [*(["method"] if method != "exact" and not isinstance(method, Exact) else []), *options]
     if asked:
         raise KVLensError(
-            f"convert_prompt: {', '.join(asked)} is for softmax attention; with linear attention the conversion is exact and "
-            "has nothing to choose"
+            f"convert_prompt: {', '.join(asked)} is for softmax attention; with linear attention the conversion is always "
+            "exact and has no options"
         )
     return Exact()
 
@@ -262,7 +262,7 @@ def _run_prompt(
     segment_length: int | None,
     on_progress: Callable[[float], None] | None,
 ) -> list[LinearCacheEntry]:
-    """The prompt's own forward pass; the states it leaves in a decoding cache. The unembedding is left out."""
+    """Run the prompt's own forward pass without the unembedding, and return the states left in a decoding cache."""
     tokens, cfg = prompt.tokens, model.cfg
     cache = TransformerLensKeyValueCache.init_cache(cfg, cfg.device, tokens.shape[0])
     mask = None if prompt.mask is None else prompt.mask.long()
@@ -324,7 +324,7 @@ def _shift_state(entry: LinearCacheEntry, name: str, like: Tensor, n_heads: int)
 
 def _check_finite(model: HookedKVTransformer, bias: KVBias) -> None:
     broken = [name for name, p in model.named_parameters() if not bool(p.detach().sum().isfinite())]
-    broken = [name for name in broken if not bool(model.get_parameter(name).isfinite().all())]  # a sum may overflow
+    broken = [name for name in broken if not bool(model.get_parameter(name).isfinite().all())]  # or the sum overflowed
     if broken:
         raise KVLensError(f"convert_prompt: these weights are not finite: {', '.join(broken[:5])}")
     bad = (~bias.b_KV.isfinite()).flatten(1).any(dim=1) | (~bias.b_D.isfinite()).flatten(1).any(dim=1)
@@ -332,6 +332,6 @@ def _check_finite(model: HookedKVTransformer, bias: KVBias) -> None:
         layer = int(bad.nonzero()[0])
         cause = "holds NaN" if bool(bias.b_KV[layer].isnan().any() | bias.b_D[layer].isnan().any()) else "overflows"
         raise KVLensError(
-            f"convert_prompt: the bias of layer {layer} {cause} ({bias.b_KV.dtype}): features or values of the prompt's pass "
-            "are too large there, or a hook made them so; a wider dtype helps against the first"
+            f"convert_prompt: the bias of layer {layer} {cause} ({bias.b_KV.dtype}): features or values in the prompt's pass "
+            "are too large there (a wider dtype may help), or a hook changed them"
         )

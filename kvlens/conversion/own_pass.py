@@ -1,4 +1,4 @@
-"""The prompt of a model that reads it itself (:class:`~kvlens.model.protocol.ReadsPrompts`), such as the bridge."""
+"""Converting a prompt for a model that reads prompts itself (:class:`~kvlens.model.protocol.ReadsPrompts`): the bridge."""
 
 from typing import Any
 
@@ -19,8 +19,8 @@ def convert_by_own_pass(
     assert isinstance(model, ReadsPrompts)
     if not isinstance(method, Exact):
         raise KVLensError(
-            f'convert_prompt: method="{method.name}" fits on the attention of a HookedKVTransformer; for a '
-            f'{type(model).__name__} there is method="exact", which keeps every key'
+            f'convert_prompt: method="{method.name}" needs the attention of a HookedKVTransformer; a '
+            f'{type(model).__name__} supports only method="exact", which keeps every key'
         )
     read: dict[str, Tensor] = {}
     with model.hooks(fwd_hooks=list(fwd_hooks)), model.hooks(fwd_hooks=readers(model, old, read)):

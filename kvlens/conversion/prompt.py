@@ -1,4 +1,4 @@
-"""What a prompt may be - a string, strings, tokens - made into one right-padded batch of tokens with its mask."""
+"""Turning a prompt (a string, a list of strings, or tokens) into one right-padded batch of tokens with its mask."""
 
 from typing import NamedTuple
 
@@ -18,9 +18,9 @@ class PromptTokens(NamedTuple):
     """Tokens of the prompt(s), which of them are read, and whether the caller gave a batch.
 
     Attributes:
-        mask: True at tokens that are read; None where all are. The others are padding, or hidden from a counterfactual prompt.
+        mask: True at tokens that are read; None if all are. The others are padding, or deleted in a counterfactual prompt.
         has_batch: whether the bias gets a batch axis.
-        keeps_positions: whether tokens that are not read take positions all the same.
+        keeps_positions: whether tokens that are not read still take up positions.
     """
 
     tokens: Int[Tensor, "batch pos"]
@@ -29,29 +29,29 @@ class PromptTokens(NamedTuple):
     keeps_positions: bool = False
 
     def lengths(self) -> int | Int[Tensor, " batch"]:
-        """Tokens that are read: an int, or one per row where rows differ."""
+        """The number of tokens that are read: an int, or one per row if rows differ."""
         if self.mask is None:
             return self.tokens.shape[1]
         lengths = self.mask.sum(dim=1)
         return int(lengths[0]) if bool((lengths == lengths[0]).all()) else lengths
 
     def n_positions(self) -> int | Int[Tensor, " batch"]:
-        """Positions that the prompt takes up: those of the tokens that are read, or of all."""
+        """The number of positions that the prompt takes up: one for each token that is read, or for every token."""
         return self.tokens.shape[1] if self.keeps_positions else self.lengths()
 
 
 def prompt_tokens(model: KVModel, prompt: Prompt, prepend_bos: bool, what: str = "prompt") -> PromptTokens:
-    """Tokenize and check a prompt, or another text by the name of ``what``.
+    """Tokenize and check a prompt, or another text, which errors then call ``what``.
 
     Args:
-        model: whose tokenizer, vocabulary and device count.
+        model: supplies the tokenizer, the vocabulary and the device.
         prompt: a string, a list of strings (padded on the right, whatever the tokenizer's side), or tokens [pos] or
-            [batch, pos]. Tokens are taken as they are: no BOS, no padding.
-        prepend_bos: for strings only.
+            [batch, pos]. Tokens are used unchanged: no BOS is added, and none are treated as padding.
+        prepend_bos: whether to prepend a BOS to strings.
 
     Raises:
-        KVLensError: an empty prompt, a string without a tokenizer, or one that has no tokens, tokens outside the
-            vocabulary or of the wrong shape.
+        KVLensError: an empty prompt, a string for a model without a tokenizer, a string without tokens, or tokens outside
+            the vocabulary or of the wrong shape.
     """
     device = get_device_for_block_index(0, model.cfg)
     if isinstance(prompt, Tensor):
@@ -78,7 +78,7 @@ def _from_tensor(model: KVModel, prompt: Tensor, device: torch.device, what: str
     if prompt.numel() == 0:
         raise KVLensError(f"{what}: it is empty (shape {list(prompt.shape)}); give at least one token")
     model.check_tokens(prompt)
-    tokens = (prompt.clone() if prompt.is_inference() else prompt).to(device)  # generate's output takes no part in a graph
+    tokens = (prompt.clone() if prompt.is_inference() else prompt).to(device)  # generate's output: unusable in autograd
     return PromptTokens(tokens if prompt.dim() == 2 else tokens[None], None, has_batch=prompt.dim() == 2)
 
 
@@ -97,10 +97,10 @@ def _describe(prompt: object) -> str:
 
 
 def length_note(model: HookedKVTransformer, n_tokens: int) -> str | None:
-    """A sentence where a prompt is longer than ``n_ctx`` and positions allow it; elsewhere it is refused."""
+    """A warning if a prompt is longer than ``n_ctx`` and the positions allow it (otherwise it is refused elsewhere)."""
     if model.cfg.has_position_limit or n_tokens <= model.cfg.n_ctx:
         return None
     return (
         f"The prompt has {n_tokens:,} tokens, and the model was made for n_ctx={model.cfg.n_ctx:,}. Its positions allow more, "
-        "but it has not learned to use them: such a prompt may raise the loss instead of lowering it."
+        "but it was not trained on them: such a prompt may raise the loss instead of lowering it."
     )

@@ -1,4 +1,4 @@
-"""What a model says on a text after each of many counterfactual prompts, everything recomputed."""
+"""A model's logits on a text after each of many counterfactual prompts, recomputed by full forward passes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,9 +15,9 @@ from kvlens.kv_bias import KVBias
 from kvlens.model import HookedKVTransformer
 
 TOKENS_PER_PASS = 8192
-"""More rows fill a core better, fewer share more of their beginnings: 32 units of 512 tokens took least time at this size."""
+"""More rows per pass use a core better, fewer share longer prefixes: 32 units of 512 tokens were fastest at this size."""
 PREFIX_WORTH = 64
-"""Tokens that a pass must save, over its rows, before what they share is converted: a conversion has a fixed cost."""
+"""Tokens that a pass must save over its rows for converting their shared prefix to pay off, given its fixed cost."""
 
 
 @torch.no_grad()
@@ -33,18 +33,18 @@ def logits_after(
 ) -> Float[Tensor, "row n_last d_vocab"]:
     """The logits at the last ``n_last`` tokens of a text after each counterfactual prompt.
 
-    Rows that begin alike share the work: what precedes the first change of a pass's rows is converted once, and continued from
-    pass to pass, so that deleting each unit of a long prompt in turn takes about half the tokens.
+    Rows with a common prefix share the work: everything before the first change among the rows of a pass is converted once and
+    extended from pass to pass, so that deleting each unit of a long prompt in turn reads about half the tokens.
 
     Args:
-        model: with whatever is attached to it in front.
-        prompts: the rows.
-        text: what follows each of them, [pos].
-        n_last: so many tokens from its end.
-        rows_per_pass: how many rows share a pass; None takes about :data:`TOKENS_PER_PASS` tokens, and at least four rows.
-        on_tokens: called after each pass with the number of tokens that it read, rows and shared beginning together.
+        model: the model; a bias attached to it comes before the prompts.
+        prompts: the counterfactual prompts, one per row.
+        text: the tokens that follow each prompt, [pos].
+        n_last: number of tokens, counted from the end of the text.
+        rows_per_pass: number of rows per pass; None chooses about :data:`TOKENS_PER_PASS` tokens, and at least four rows.
+        on_tokens: called after each pass with the number of tokens that it read, including the shared prefix.
 
-    Source: prefix reuse as in AttriBoT (arXiv 2411.15102); what is reused here is a converted prompt.
+    Source: prefix reuse as in AttriBoT (arXiv 2411.15102); here a converted prompt is reused.
     """
     rows_per_pass = rows_per_pass or max(4, TOKENS_PER_PASS // (len(prompts.original) + len(text)))
     first = prompts.first_changes()

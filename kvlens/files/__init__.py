@@ -1,9 +1,9 @@
-"""Files and folders that are written whole or not at all, notice damage, and never take the place of anybody's own.
+"""Writing files and folders atomically, detecting damage, and never overwriting the user's own files.
 
-    atomic      written as a hidden neighbor first, then renamed into place; what dead writers left is cleared
-    reading     only what is a file, inside its folder, and JSON that Python reads
-    manifest    checksums, and the JSON file in which a folder lists its own files with theirs
-    folders     which folder may be written to
+    atomic      write to a hidden temporary file next to the target, then rename it; remove leftovers of interrupted writes
+    reading     read only regular files, inside the expected folder, and valid JSON
+    manifest    checksums, and the JSON file that lists a folder's own files with their checksums
+    folders     whether a folder may be written to
     tensors     safetensors files with a checksum
 
 All but ``tensors``, which needs torch, can be imported from here.

@@ -1,11 +1,11 @@
-"""Writing files and folders whole or not at all: as a hidden neighbor first, which is then renamed into place.
+"""Writing files and folders atomically, by way of a hidden temporary name next to the target.
 
-    .NAME.kvlens-new     what is being written
-    .NAME.kvlens-old     the folder that NAME was, where the system cannot swap two folders in one step
-    .NAME.kvlens-lock    locked while NAME is written; the lock is the system's and ends with the process, however that ends
+    .NAME.kvlens-new     the file or folder being written
+    .NAME.kvlens-old     the previous folder, on systems that cannot swap two folders in one step
+    .NAME.kvlens-lock    locked while NAME is written; a lock of the operating system, released however the process ends
 
-Who holds the lock knows that the neighbors it finds were left by a process that died, and clears them: an old folder comes
-back if nothing stands in its place, everything else is deleted.
+A process that holds the lock knows that any of the other names were left by a process that died, and cleans up: an old folder
+is restored if nothing has replaced it, and everything else is deleted.
 """
 
 import ctypes
@@ -29,7 +29,7 @@ _HERE, _SWAP = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
 
 
 def write_atomically(path: str | Path, content: bytes | str) -> None:
-    """Write ``content`` to ``path`` so that a reader, or an interrupt at any moment, sees the old file or the whole new one.
+    """Write ``content`` to ``path`` so that readers always see either the old or the complete new file, even after a crash.
 
     Raises:
         KVLensError: the folder does not exist, cannot be written, or the disk is full.
@@ -43,7 +43,7 @@ def write_atomically(path: str | Path, content: bytes | str) -> None:
 
 
 def write_file(path: str | Path, fill: Callable[[IO[bytes]], object]) -> None:
-    """Let ``fill`` write into a neighbor of ``path``, then rename it into place.
+    """Let ``fill`` write a temporary file next to ``path``, then rename it to ``path``.
 
     Raises:
         KVLensError: the folder does not exist, cannot be written, or the disk is full.
@@ -61,12 +61,12 @@ def write_file(path: str | Path, fill: Callable[[IO[bytes]], object]) -> None:
 
 
 def write_folder(folder: str | Path, fill: Callable[[Path], object]) -> Path:
-    """Let ``fill`` write into a neighbor of ``folder``, then rename it into place; return its absolute path.
+    """Let ``fill`` write a temporary folder next to ``folder``, then rename it to ``folder``; return its absolute path.
 
-    What stands at ``folder`` is replaced: ask first whether it may be. It is deleted when the new folder stands in its place.
+    An existing ``folder`` is replaced, which the caller must have checked to be allowed; it is deleted after the replacement.
 
     Raises:
-        KVLensError: not writable, or the disk is full. What ``fill`` raises is passed on, and nothing is left.
+        KVLensError: not writable, or the disk is full. Errors of ``fill`` are passed on, and nothing is left behind.
     """
     path = Path(os.path.realpath(path_of("folder", folder)))
     try:
@@ -80,7 +80,7 @@ def write_folder(folder: str | Path, fill: Callable[[Path], object]) -> Path:
             if not os.path.lexists(path):
                 new.rename(path)
             elif not _swapped(new, path):
-                path.rename(_beside(path, OLD))  # which comes back if the next step fails
+                path.rename(_beside(path, OLD))  # restored if the next step fails
                 new.rename(path)
     except OSError as error:
         raise KVLensError(f"cannot write {folder}: {reason(error)}") from error
@@ -88,13 +88,13 @@ def write_folder(folder: str | Path, fill: Callable[[Path], object]) -> Path:
 
 
 def check_writable(path: Path) -> None:
-    """Raise KVLensError unless a folder can be made at ``path`` (and parents that are missing); nothing stays changed."""
+    """Raise KVLensError unless a folder (and missing parents) can be created at ``path``; leaves nothing changed."""
     wanted = path = Path(os.path.realpath(path))
     while not os.path.lexists(path.parent):
         path = path.parent
     try:
         with _neighbor(path) as trial:
-            (trial / wanted.relative_to(path)).mkdir(parents=True)  # what is missing may have an impossible name
+            (trial / wanted.relative_to(path)).mkdir(parents=True)  # missing parents may have invalid names
     except OSError as error:
         raise KVLensError(f"cannot make a folder in {path.parent}: {reason(error)}; choose another folder") from error
 
@@ -104,36 +104,36 @@ def lock(path: Path, patience: float | int = PATIENCE) -> Iterator[None]:
     """Hold the lock file ``path``, which is deleted at the end.
 
     Raises:
-        TimeoutError: another process, or another thread, has held it for so many seconds.
+        TimeoutError: another process or thread has held it for ``patience`` seconds.
         OSError: it cannot be written.
     """
-    from filelock import FileLock  # here, because a command that only shows its help locks nothing
+    from filelock import FileLock  # imported here to keep the command line's help fast
 
-    os.stat(f"{path.parent}/.")  # where there is no such folder, FileLock would make it
-    tempfile.TemporaryFile(dir=path.parent).close()  # where no file can be made, FileLock would wait
+    os.stat(f"{path.parent}/.")  # raises if the folder is missing, which FileLock would create
+    tempfile.TemporaryFile(dir=path.parent).close()  # raises if no file can be created, for which FileLock would wait
     with FileLock(path, timeout=patience):
         try:
             yield
         finally:
-            with suppress(OSError):  # Windows deletes no open file; there the lock does it itself
+            with suppress(OSError):  # Windows cannot delete open files; there the lock deletes it itself
                 path.unlink(missing_ok=True)
 
 
 def clear_leftovers(path: Path) -> None:
-    """Clear what dead writers of ``path`` left, unless somebody is writing it or it may not be touched."""
+    """Remove what interrupted writes of ``path`` left behind, unless it is being written now or is not writable."""
     if any(os.path.lexists(_beside(path, ending)) for ending in ENDINGS):
         with suppress(OSError), lock(_beside(path, LOCK), patience=0):
             _clear(path)
 
 
 def clear_leftovers_in(folder: Path) -> None:
-    """Clear what dead writers of anything in ``folder`` left."""
+    """Remove what interrupted writes of anything in ``folder`` left behind."""
     for name in {name[1:].rpartition(".")[0] for name in os.listdir(folder) if is_temporary(name)}:
         clear_leftovers(folder / name)
 
 
 def is_temporary(name: str) -> bool:
-    """Whether a file or folder of this name is one of the neighbors above."""
+    """Whether this is one of the temporary names above."""
     return name.startswith(".") and name.endswith(ENDINGS)
 
 
@@ -143,13 +143,13 @@ def files_in(folder: Path) -> set[str]:
 
 
 def reason(error: OSError) -> str:
-    """The system's words, without the name of a temporary file, which says nothing to the reader."""
+    """The system's error message, without the name of a temporary file, which means nothing to the user."""
     return error.strerror or str(error)
 
 
 @contextmanager
 def _neighbor(path: Path) -> Iterator[Path]:
-    """The name of a neighbor of ``path``, under its lock. Nothing stands there at first, and nothing at the end."""
+    """The temporary name for ``path``, while holding its lock. Nothing exists there before or after."""
     with lock(_beside(path, LOCK)):
         _clear(path)
         try:
@@ -166,7 +166,7 @@ def _clear(path: Path) -> None:
     new, old = _beside(path, NEW), _beside(path, OLD)
     _delete(new)
     if os.path.lexists(old):
-        old.rename(new if os.path.lexists(path) else path)  # never half of it under a name that comes back
+        old.rename(new if os.path.lexists(path) else path)  # so that a partly deleted folder is never restored
         _delete(new)
 
 
@@ -178,6 +178,6 @@ def _delete(path: Path) -> None:
 
 
 def _swapped(a: Path, b: Path) -> bool:
-    """Swap two folders in one step; False where that cannot be done."""
+    """Swap two folders in one step; False if the system cannot do so."""
     swap = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform == "linux" else None
     return swap is not None and swap(_HERE, os.fsencode(a), _HERE, os.fsencode(b), _SWAP) == 0

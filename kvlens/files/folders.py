@@ -1,8 +1,8 @@
-"""Whether a folder may be written: one rule for models, reports, outcomes of experiments and runs of training.
+"""Whether a folder may be written to: one rule for models, reports, results of experiments and training runs.
 
-An empty or missing folder may be written. One that holds another result of the same kind may be replaced if the user allows it
-(a run is resumed instead). Nothing else is ever replaced: no folder with other contents, and none in which users keep files of
-their own next to ours.
+An empty or missing folder may be written to. A folder that holds another result of the same kind may be replaced if the user
+allows it (a training run is resumed instead). Nothing else is ever replaced: no folder with other contents, and none in which
+users keep their own files next to ours.
 """
 
 import os
@@ -19,10 +19,11 @@ class FolderKind(NamedTuple):
     """What a folder holds.
 
     Attributes:
-        name: with its article, as in messages.
-        own_files: the files in a folder that belong to it, relative to the folder; None if it holds no such thing.
+        name: name with its article, for messages.
+        own_files: function that returns the files of a folder that belong to it, relative to the folder; None if the folder
+            is of another kind.
         operation: the beginning of every message.
-        allow: how a user allows replacing it; None if it is resumed instead, and nothing in the folder is deleted.
+        allow: how a user allows replacing it; None if it is resumed instead, in which case nothing is deleted.
         ignored: paths that do not count as contents.
     """
 
@@ -34,16 +35,16 @@ class FolderKind(NamedTuple):
 
 
 def check_folder(folder: str | Path, kind: FolderKind, *, overwrite: bool = False) -> Path:
-    """Return the absolute path of a folder that ``kind`` may be written to; only leftovers of writers that died are removed.
+    """Return the absolute path of a folder that ``kind`` may be written to; only removes leftovers of interrupted writes.
 
     Args:
-        folder: its path; it need not exist.
-        kind: what is to stand there.
-        overwrite: whether one of that kind may be replaced.
+        folder: path of the folder; it need not exist.
+        kind: what is to be written there.
+        overwrite: whether an existing folder of that kind may be replaced.
 
     Raises:
-        KVLensError: a file is in the way; the folder holds something else, files that do not belong to what stands there, or
-            one of that kind and ``overwrite`` is False; or it is not writable.
+        KVLensError: there is a file of that name; the folder holds something else, or additional files, or is of that kind and
+            ``overwrite`` is False; or it is not writable.
     """
     say = f"{kind.operation}: {folder}" if kind.operation else f"{folder}"
     path = Path(os.path.realpath(path_of(kind.operation or "--out", folder)))

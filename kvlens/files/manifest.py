@@ -1,7 +1,7 @@
-"""Checksums, and the JSON file in which a folder lists its own files: damage on disk is noticed when a file is read.
+"""Checksums, and the JSON file in which a folder lists its own files, so that damage on disk is detected when a file is read.
 
-Of a model's folder the files that loading needs are listed apart from those that it does not (:func:`list_files`), which may
-be missing. A model card is for people: it may be edited, and is not listed.
+In a model's folder, files needed for loading are listed separately from other files (:func:`list_files`), which may be missing.
+A model card may be edited by users and is not listed.
 """
 
 import json
@@ -19,7 +19,7 @@ CONFIG, LIST, CARD = "config.json", "beside", "MODEL_CARD.md"
 
 
 def checksum(*parts: str | bytes | memoryview) -> str:
-    """xxh3-128 of the parts, each with its length, so that a byte cannot move from one to the next. Forgery passes."""
+    """xxh3-128 of the parts with their lengths, so that bytes cannot move between parts. Not secure against forgery."""
     hasher = xxhash.xxh3_128()
     for part in parts:
         data = part.encode() if isinstance(part, str) else memoryview(part).cast("B")
@@ -29,12 +29,12 @@ def checksum(*parts: str | bytes | memoryview) -> str:
 
 
 def checksum_of_json(value: Mapping[str, Any]) -> str:
-    """The checksum of a JSON object, however it is laid out, without its own entry ``checksum``."""
+    """The checksum of a JSON object, independent of formatting and without its own entry ``checksum``."""
     return checksum(json.dumps({k: v for k, v in value.items() if k != "checksum"}, sort_keys=True))
 
 
 def plain(value: Any) -> Any:
-    """``value`` in JSON's own types: tuples as lists, numpy's and torch's numbers as Python's, NaN and infinity as null."""
+    """``value`` as JSON types: tuples as lists, numpy's and torch's numbers as Python's, NaN and infinity as null."""
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -45,7 +45,7 @@ def plain(value: Any) -> Any:
 
 
 def listed_in(manifest: str, file_format: str, *lists: str) -> Callable[[Path], set[str] | None]:
-    """For `FolderKind.own_files`: a JSON file that names its ``format``, and under ``lists`` the other files of the folder."""
+    """`FolderKind.own_files` for a JSON file that states its ``format`` and lists the folder's other files under ``lists``."""
 
     def own_files(folder: Path) -> set[str] | None:
         try:
@@ -68,10 +68,10 @@ def list_files(folder: Path, names: Iterable[str]) -> None:
 
 
 def read_listed(folder: Path, name: str) -> bytes:
-    """The contents of a file in the folder of a model; one that is not listed, such as a file of one's own, is read as it is.
+    """The contents of a file in the folder of a model; files that are not listed, such as the user's own, are not checked.
 
     Raises:
-        KVLensError: it is not what was written, or cannot be read.
+        KVLensError: it does not match its checksum, or cannot be read.
     """
     config = read_json("model", folder / CONFIG)
     try:
@@ -81,5 +81,5 @@ def read_listed(folder: Path, name: str) -> bytes:
     except (OSError, AttributeError) as error:
         raise KVLensError(f"{folder / name} or the {CONFIG} next to it cannot be read ({error})") from error
     if not whole or listed not in (None, checksum(content)):
-        raise KVLensError(f"{folder / name} is damaged: it is not what was saved; take a copy of the model that is whole")
+        raise KVLensError(f"{folder / name} is damaged: it does not match its checksum; use an intact copy of the model")
     return content

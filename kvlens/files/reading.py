@@ -1,6 +1,7 @@
-"""Reading only what is a file: what is read may come from anybody, and a pipe would be waited for without end.
+"""Reading untrusted files safely.
 
-A device never ends, a name in a manifest may lead out of its folder, and JSON may hold what Python does not read.
+A pipe may block forever, a device may never end, a name in a manifest may lead out of its folder, and JSON may contain values
+that Python cannot parse.
 """
 
 import json
@@ -13,10 +14,10 @@ from kvlens.errors import KVLensError, brief
 
 
 def check_regular(what: str, path: Path) -> None:
-    """Raise KVLensError where something else than a regular file, or a link to one, stands at ``path``; it may be missing."""
+    """Raise KVLensError if ``path`` exists and is not a regular file or a link to one."""
     try:
         mode = path.stat().st_mode
-    except OSError:  # missing: whoever reads it says so
+    except OSError:  # missing: reading it will raise an error
         return
     if not stat.S_ISREG(mode):
         kinds = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder"}
@@ -24,7 +25,7 @@ def check_regular(what: str, path: Path) -> None:
 
 
 def check_regular_files(what: str, folder: Path) -> None:
-    """Raise KVLensError unless whatever is in ``folder``, but for folders, is a file: for readers that choose among them."""
+    """Raise KVLensError unless everything in ``folder`` is a regular file or a folder, for readers that choose among files."""
     for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
         if not entry.is_dir():
             check_regular(what, entry)
@@ -34,7 +35,7 @@ def file_in(what: str, folder: Path, name: Any) -> Path:
     """The path of a file that another file names.
 
     Raises:
-        KVLensError: the name leads out of the folder, or something else than a regular file stands there.
+        KVLensError: the name leads out of the folder, or is not a regular file.
     """
     if not isinstance(name, str) or not name or "\0" in name or os.path.isabs(name) or ".." in Path(name).parts:
         raise KVLensError(f"{what}: {folder} names the file {brief(name)}; expected one inside the folder")
@@ -43,10 +44,10 @@ def file_in(what: str, folder: Path, name: Any) -> Path:
 
 
 def read_json(what: str, path: Path) -> Any:
-    """What the JSON file at ``path`` holds.
+    """The contents of the JSON file at ``path``.
 
     Raises:
-        KVLensError: it is missing, no regular file, or damaged.
+        KVLensError: the file is missing, not a regular file, or damaged.
     """
     check_regular(what, path)
     try:
@@ -57,10 +58,10 @@ def read_json(what: str, path: Path) -> Any:
 
 
 def parsed_json(what: str, path: Path, text: str) -> Any:
-    """What ``text``, found in the file at ``path``, says as JSON.
+    """``text``, read from the file at ``path``, parsed as JSON.
 
     Raises:
-        KVLensError: it is not JSON, or has numbers or a nesting beyond what Python reads.
+        KVLensError: it is not JSON, or has numbers or nesting that Python cannot parse.
     """
     try:
         return json.loads(text)

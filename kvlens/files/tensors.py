@@ -1,4 +1,4 @@
-"""Tensors in a safetensors file that knows its own checksum, over header and tensors alike. Never pickle."""
+"""Tensors in a safetensors file that contains a checksum of its metadata and tensors. Never pickle."""
 
 import logging
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 CHECKSUM = "checksum"
 WITHOUT = "1"
-"""The format version that carries no checksum; all later ones do."""
+"""The format version without a checksum; all later ones have one."""
 
 
 def checked_tensor_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
@@ -30,23 +30,23 @@ def read_checked_tensors(path: Path, what: str, file_format: str, newest: int) -
     """Read what :func:`checked_tensor_bytes` wrote.
 
     Args:
-        path: of the file.
+        path: path of the file.
         what: the operation, for messages.
-        file_format: what the metadata must call its ``format``.
-        newest: the highest ``format_version`` that this kvlens knows.
+        file_format: required ``format`` in the metadata.
+        newest: the highest ``format_version`` that this version of kvlens can read.
 
     Returns:
-        The tensors and the metadata. A file of format version 1 carries no checksum, which is logged.
+        The tensors and the metadata. A file of format version 1 has no checksum, which is logged.
 
     Raises:
-        KVLensError: the file is truncated, of another format or a newer one, or its contents are not those that were written.
+        KVLensError: the file is truncated, of another or a newer format, or does not match its checksum.
     """
     check_regular(what, path)
     try:
         with safe_open(path, framework="pt") as file:
             metadata = dict(file.metadata() or {})
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    except Exception as error:  # a damaged header raises whatever its parsers meet
+    except Exception as error:  # a damaged header can raise almost anything
         raise KVLensError(f"{what}: {path} is truncated or not a safetensors file ({error})") from error
     if metadata.get("format") != file_format:
         raise KVLensError(f"{what}: {path} is a safetensors file, but was not saved by kvlens as {file_format}")
@@ -59,7 +59,7 @@ def read_checked_tensors(path: Path, what: str, file_format: str, newest: int) -
     if found is None and version == WITHOUT:
         logger.warning("%s: %s is of format 1, which carries no checksum: damage would go unnoticed; save it again", what, path)
     elif found != _checksum(tensors, metadata):
-        raise KVLensError(f"{what}: {path} is damaged: its contents do not fit the checksum in it; take a copy that is whole")
+        raise KVLensError(f"{what}: {path} is damaged: its contents do not match its checksum; use an intact copy")
     return tensors, metadata
 
 

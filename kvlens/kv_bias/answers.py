@@ -1,12 +1,12 @@
-"""How far the answers under a bias are from those with the prompt in front: of the logits, and of the next token.
+"""How far a model's answers with a bias are from those with the prompt: errors of logits and of the next-token distribution.
 
-On texts that no fit has seen, with logits p (the prompt in front), c (converted) and w (without the prompt) at each position:
+On texts not used for fitting, with logits p (with the prompt), c (converted) and w (without the prompt) at each position:
 
     logits_error = mean over positions of ||c - p|| / ||p||
     lost_share   = sqrt(sum over positions of ||c - p||^2  /  sum over positions of ||p - w||^2)
     KL           = sum over tokens of softmax(p) (log softmax(p) - log softmax(c)), in nats
 
-``lost_share`` is the share that is lost of all that the prompt does: 0 where nothing is, 1 where the converted model is as far
+``lost_share`` is the fraction of the prompt's effect that is lost: 0 if nothing is lost, 1 if the converted model is as far
 from the prompted one as a model that has not read the prompt.
 """
 
@@ -21,16 +21,16 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class AnswerErrors:
-    """The errors of one conversion, of each prompt of a batch.
+    """The errors of a conversion, for one prompt or each prompt of a batch.
 
     Attributes:
         logits_error: relative error of the logits, mean over positions.
-        lost_share: error of the logits over the prompt's whole effect on them.
-        kl_median, kl_95, kl_worst: of the divergence of the next token, in nats: over the positions its median, its 95th
-            percentile, and its largest.
-        n_texts: held-out texts per prompt.
-        text_length: tokens of each.
-        without: what stands in front of the text "without the prompt": "the prompt's BOS", "what was converted before", or
+        lost_share: error of the logits relative to the prompt's effect on them.
+        kl_median, kl_95, kl_worst: KL divergence of the next-token distribution, in nats: median, 95th percentile and maximum
+            over positions.
+        n_texts: number of held-out texts per prompt.
+        text_length: number of tokens in each.
+        without: what comes before the text "without the prompt": "the prompt's BOS", "what was converted before", or
             "nothing".
     """
 
@@ -69,30 +69,30 @@ class AnswerErrors:
         )
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "AnswerErrors":
-        """The same with ``change`` applied to every figure."""
+        """The same with ``change`` applied to every measured value."""
         changed: dict[str, Any] = {name: change(tensor) for name, tensor in self.to_tensors().items()}
         return replace(self, **changed)
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """The figures."""
+        """The measured values."""
         return {f.name: getattr(self, f.name) for f in fields(self) if isinstance(getattr(self, f.name), Tensor)}
 
     def to_json(self) -> dict[str, Any]:
-        """On what they were measured."""
+        """The fields that describe the texts."""
         return {name: getattr(self, name) for name in ("n_texts", "text_length", "without")}
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, the figures of one prompt as numbers, of a batch as lists."""
+        """All fields; measured values as numbers for one prompt, as lists for a batch."""
         return {**{name: tensor.tolist() for name, tensor in self.to_tensors().items()}, **self.to_json()}
 
     @classmethod
     def read(cls, plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> "AnswerErrors":
-        """What :meth:`to_json` and :meth:`to_tensors` gave."""
+        """Rebuild from the results of :meth:`to_json` and :meth:`to_tensors`."""
         known = {**plain, **tensors}
         return cls(**{f.name: known[f.name] for f in fields(cls)})
 
     def summary(self) -> str:
-        """The error of the answers and the share that is lost, in a few words; of a batch their means."""
+        """A short description of the error of the logits and the share lost; means for a batch."""
         error, lost = float(self.logits_error.mean()), float(self.lost_share.mean())
         prompts = f", mean of {self.logits_error.numel()} prompts" if self.logits_error.dim() else ""
         return f"logits off by {error:.2%}, {lost:.3g} of the prompt's effect lost{prompts}, held out"

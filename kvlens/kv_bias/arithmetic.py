@@ -1,6 +1,6 @@
-"""Adding biases. b_KV and b_D are sums over tokens, so they add; a shift state is not a sum, and must be chosen.
+"""Adding biases. b_KV and b_D are sums over tokens, so they add; a shift state is not a sum, so one must be chosen.
 
-Functions of the objects that they are given: the class itself (:class:`kvlens.KVBias`) stands above this module.
+These functions do not import :class:`kvlens.KVBias`, which depends on this module.
 """
 
 import functools
@@ -27,10 +27,10 @@ def fields_of_sum(
         biases: at least one.
         weights: one per bias; 1 if None.
         shift_state: "equal", "first", "last" or "zero", as in :meth:`kvlens.KVBias.combine`.
-        equal_offsets: refuse position offsets that differ, also where ``shift_state`` chooses a bias.
+        equal_offsets: raise an error if position offsets differ, even if ``shift_state`` chooses a bias.
 
     Raises:
-        KVLensError: different models, dtypes, devices or batch shapes; shift states or offsets that differ and were not chosen.
+        KVLensError: different models, dtypes, devices or batch shapes; shift states or offsets differ and none was chosen.
     """
     weights = [1.0] * len(biases) if weights is None else list(weights)
     if len(weights) != len(biases):
@@ -63,10 +63,10 @@ def _sum_in_words(biases: Sequence[Any], weights: Sequence[float | int]) -> str:
 
 
 def scaled_fields(bias: Any, factor: float) -> dict[str, Any]:
-    """b_KV, b_D and the record of ``factor`` times a bias.
+    """b_KV, b_D and the fit record of ``factor`` times a bias.
 
     Raises:
-        KVLensError: they leave its dtype.
+        KVLensError: the numbers overflow the dtype.
     """
     scaled: dict[str, Any] = {name: factor * getattr(bias, name) for name in ("b_KV", "b_D")}
     if bias.recurrent is not None:
@@ -76,14 +76,14 @@ def scaled_fields(bias: Any, factor: float) -> dict[str, Any]:
 
 
 def _check_held(what: str, new: dict[str, Any], biases: Sequence[Any]) -> None:
-    """Refuse numbers that became infinite."""
+    """Raise KVLensError for numbers that became infinite."""
     for name, tensor in {**new, **_states(new.get("recurrent"))}.items():
         if name not in ("b_KV", "b_D", "recurrent.b_KV") or bool(tensor.isfinite().all()):
             continue
         before = [_states(bias.recurrent)[name] if name not in new else getattr(bias, name) for bias in biases]
         if all(bool(tensor.isfinite().all()) for tensor in before):
             dtype = str(tensor.dtype).removeprefix("torch.")
-            raise KVLensError(f"{what} has numbers in {name} that {dtype} cannot hold: take smaller factors")
+            raise KVLensError(f"{what} has numbers in {name} that overflow {dtype}: use smaller factors")
 
 
 def _states(recurrent: Any) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def _states(recurrent: Any) -> dict[str, Any]:
 
 
 def _stored_sums(biases: Sequence[Any], weights: Sequence[float | int]) -> dict[str, Any]:
-    """b_KV and b_D of the sum; for softmax on one log-scale, with virtual keys side by side."""
+    """b_KV and b_D of the sum; for softmax on a common log-scale, with virtual keys concatenated."""
     names, first = ("b_KV", "b_D"), biases[0]
     if first.features is None:
         terms = {name: [w * getattr(b, name) for w, b in zip(weights, biases, strict=True)] for name in names}
@@ -127,11 +127,11 @@ def _check_same_features(first: Any, other: Any) -> None:
     a, b = first.features, other.features
     if a.kind != b.kind:
         raise KVLensError(
-            f"combine: one bias has {a.kind} features, the other {b.kind}: their sum is no bias of either kind; convert both "
-            "prompts with one method"
+            f"combine: one bias has {a.kind} features, the other {b.kind}, so they cannot be added; convert both prompts "
+            "with the same method"
         )
     if not a.per_prompt and not same_features(a, b):
-        raise KVLensError(f"combine: the {a.kind} features differ (another seed or number of features): convert with the same")
+        raise KVLensError(f"combine: the {a.kind} features differ (another seed or number of features): use the same for both")
     if first.batch_size != other.batch_size:
         raise KVLensError(f"combine: batch shapes differ: {first.batch_size} prompts and {other.batch_size}")
 
@@ -148,6 +148,6 @@ def _check_equal_offsets(first: Any, other: Any) -> None:
     if not first.starts_where(other):
         raise KVLensError(
             f"adding KV biases: the position offsets differ ({first.position_offset} and {other.position_offset}), so the text "
-            "would start at one place for one of them and at another for the other; kvlens.combine(a, b, shift_state='last') "
-            "takes the last one's. To read one prompt after another, use convert_prompt(model, b, initial=bias_of_a)"
+            "would start at different positions; kvlens.combine(a, b, shift_state='last') uses the last one's offset. To read "
+            "one prompt after another, use convert_prompt(model, b, initial=bias_of_a)"
         )

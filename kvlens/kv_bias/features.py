@@ -1,15 +1,15 @@
-"""phi of a softmax model's bias: what travels with b_KV and b_D, because a softmax model has no features of its own.
+"""The features phi of a softmax model's bias, stored with b_KV and b_D because a softmax model has none of its own.
 
-A linear model's features are its own, and its biases have none (``bias.features`` is None). For softmax (ICLCA sec. 5):
+A linear model has its own features, so its biases store none (``bias.features`` is None). For softmax (ICLCA sec. 5):
 
-| class | phi_r(q) | knows the prompt |
+| class | phi_r(q) | depends on the prompt |
 |---|---|---|
 | VirtualKeys | exp(score of q and a virtual key c_r), with soft-cap, ALiBi and window | yes: its keys, or fitted ones |
 | RandomFeatures | exp(w_r.q' - |q'|^2 / 2) / sqrt(m) | no |
 | TaylorFeatures | [1, q', vec(q' q'^T) / sqrt 2] | no |
-| LearnedFeatures | exp(w_r.q + a_r), w and a trained to match the attention | they were trained on it |
+| LearnedFeatures | exp(w_r.q + a_r), w and a trained to match the attention | yes: trained on it |
 
-The sum of two biases is their virtual keys side by side; with features that do not know the prompt, b_KV and b_D add.
+Adding two biases concatenates their virtual keys; with features that do not depend on the prompt, b_KV and b_D are added.
 """
 
 from abc import ABC, abstractmethod
@@ -48,7 +48,7 @@ class SoftmaxFeatures(ABC):
     """Whether the tensors have the bias's batch axis."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """What is stored, by name."""
+        """The stored tensors by name."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def map(self: F, change: Callable[[Tensor], Tensor]) -> F:
@@ -68,11 +68,11 @@ class SoftmaxFeatures(ABC):
         """phi(q) of one layer.
 
         Args:
-            layer: which.
+            layer: index of the layer.
             q: queries as the model scores them: shifted, after RoPE.
             rule: how the layer scores a key.
-            positions: of the queries within the text, from 0; needed with ALiBi or a window.
-            used: features whose b_KV and b_D are not both 0; the others set no scale. None: all of them.
+            positions: positions of the queries within the text, from 0; needed with ALiBi or a window.
+            used: True for features whose b_KV and b_D are not both 0; others do not affect the scale. None means all.
         """
 
     def read(
@@ -85,7 +85,7 @@ class SoftmaxFeatures(ABC):
         b_kv: Float[Tensor, "#batch some_head d_phi d_head"],
         b_d: Float[Tensor, "#batch some_head d_phi"],
     ) -> ScaledFeatures:
-        """phi(q) on the scale of a bias whose b_KV and b_D are about to be read with it."""
+        """phi(q) on the scale of a bias, for reading its b_KV and b_D."""
         heads = q.shape[2]
         used = ((b_d != 0) | (b_kv != 0).any(dim=-1)).repeat_interleave(heads // b_d.shape[1], dim=1)
         phi = self.of_queries(layer, q, rule, positions, used)
@@ -103,11 +103,11 @@ class SoftmaxFeatures(ABC):
 
 
 class PositiveFeatures(SoftmaxFeatures):
-    """A family whose features are exponentials: it gives their logarithms."""
+    """A family whose features are exponentials, given by their logarithms."""
 
     @abstractmethod
     def log_features(self, layer: int, q: Queries, rule: ScoreRule, positions: Positions | None) -> LogFeatures:
-        """log phi(q) of one layer; arguments as of :meth:`of_queries`."""
+        """log phi(q) of one layer; arguments as in :meth:`of_queries`."""
 
     def of_queries(
         self, layer: int, q: Queries, rule: ScoreRule, positions: Positions | None = None, used: Used | None = None
@@ -117,12 +117,12 @@ class PositiveFeatures(SoftmaxFeatures):
 
 @dataclass(frozen=True, eq=False)
 class VirtualKeys(PositiveFeatures):
-    """Keys that stand for the prompt's.
+    """Keys that replace the prompt's.
 
     Attributes:
         keys: after RoPE, as the model scores them; ``d_key`` is ``d_head``, except in latent attention, whose keys and values
             differ in size. Heads with fewer keys repeat one, with weight 0.
-        distance: from each key to the first token of the text, at least 1; it counts under ALiBi and in local layers.
+        distance: from each key to the first token of the text, at least 1; it matters with ALiBi and in local layers.
     """
 
     keys: Float[Tensor, "layer *batch kv_head r d_key"]
@@ -141,7 +141,7 @@ class VirtualKeys(PositiveFeatures):
         return virtual_key_scores(q, keys, rule, distance, positions)
 
     def further(self, n_tokens: int | Int[Tensor, " batch"]) -> "VirtualKeys":
-        """These keys with ``n_tokens`` more tokens between them and the text."""
+        """These keys, ``n_tokens`` positions further away from the text."""
         passed = torch.as_tensor(n_tokens, device=self.distance.device)
         return VirtualKeys(self.keys, self.distance + (passed[:, None, None] if passed.dim() else passed))
 
@@ -167,7 +167,7 @@ class RandomFeatures(PositiveFeatures):
 
 @dataclass(frozen=True, eq=False)
 class LearnedFeatures(PositiveFeatures):
-    """Trained positive features of the queries; the keys' map is needed for converting only."""
+    """Trained positive features of the queries; the map of the keys is needed only for conversion."""
 
     weight: Float[Tensor, "layer kv_head m d_head"]
     offset: Float[Tensor, "layer kv_head m"]
@@ -183,7 +183,7 @@ class LearnedFeatures(PositiveFeatures):
 
 @dataclass(frozen=True, eq=False)
 class TaylorFeatures(SoftmaxFeatures):
-    """The exponential to second order. It holds nothing but the number of dimensions of a head."""
+    """The exponential to second order. It stores only the dimension of a head."""
 
     d_head: int
     kind: ClassVar[str] = "taylor"
@@ -208,7 +208,7 @@ def features_from(kind: str, tensors: dict[str, Tensor], d_head: int) -> Softmax
     """The features that a file describes.
 
     Raises:
-        KVLensError: a family that this kvlens does not know, or tensors that are not its own.
+        KVLensError: a family unknown to this version, or the wrong tensors for the family.
     """
     if kind not in FAMILIES:
         raise KVLensError(f"KVBias.load: unknown features {kind!r}, expected one of {', '.join(FAMILIES)}: upgrade kvlens")

@@ -1,7 +1,7 @@
 """Which model a bias belongs to: the structure, field by field, and a hash of the weights.
 
-A bias is a sum of one model's keys and values; read by another model it gives plausible, wrong text. Comparing field by
-field lets the refusal name what differs. Dtype and device are not part of it.
+A bias is a sum of one model's keys and values; read by another model it gives plausible but wrong text. Fields are compared
+one by one so that the error can name what differs. Dtype and device are not part of it.
 """
 
 from dataclasses import asdict, dataclass, fields
@@ -38,7 +38,7 @@ class Fingerprint:
     d_key: int | None = None
 
     def check(self, other: "Fingerprint", what: str, whose: str = "the model") -> None:
-        """Raise KVLensError naming the first field in which ``other``, of ``whose`` (the model at hand), differs."""
+        """Raise KVLensError naming the first field in which ``other``, which belongs to ``whose``, differs."""
         for f in fields(self):
             mine, theirs = getattr(self, f.name), getattr(other, f.name)
             if mine != theirs:

@@ -1,7 +1,7 @@
-"""How an approximate bias came about, how far its answers are off, and what was done to it since.
+"""How an approximate bias was made, the error of its answers, and what was done to it since.
 
-A record holds figures that were measured for the bias that it belongs to, and for no other: whatever changes the bias takes the
-figures away and leaves a line in ``history``. The fits themselves, as they were measured, stay in ``parts``.
+A record holds errors that were measured for exactly the bias that it belongs to: any change to the bias removes them and adds a
+line to ``history``. The original fits with their measured errors stay in ``parts``.
 """
 
 import itertools
@@ -16,7 +16,7 @@ from kvlens.errors import KVLensError
 from kvlens.kv_bias.answers import AnswerErrors
 
 SEVERAL, UNKNOWN = "several", "unknown"
-"""The method of a record with more than one fit in it, and of one without any."""
+"""The method of a record with several fits, and of one without any."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,23 +24,23 @@ class BiasFit:
     """The record of an approximate bias.
 
     Attributes:
-        method: of :func:`kvlens.convert_prompt`; "several" where several fits went in, "unknown" where none did: the bias was
-            made or changed by hand.
-        settings: its options, as they were used; empty for several.
-        n_reference_tokens: queries that the fit saw, per layer and query head.
-        n_held_out_tokens: queries that it did not see, on which the heads' errors were measured.
+        method: method of :func:`kvlens.convert_prompt`; "several" if the bias contains several fits, "unknown" if it contains
+            none because it was made or changed by hand.
+        settings: the method's options as used; empty for several fits.
+        n_reference_tokens: queries used for the fit, per layer and query head.
+        n_held_out_tokens: queries not used for the fit, on which the heads' errors were measured.
         prompt_passes: forward passes over the prompt, in units of one pass over its tokens.
         reference_passes: forward passes over (and generation of) reference and held-out text, in units of one pass over the
             prompt.
         seconds: wall-clock time by step.
-        n_keys: virtual keys (or features) with a weight per layer and key-value head.
-        head_output_error: of each head's output z, per layer and query head, relative, root mean square over the held-out
-            queries. It tells where keys are missing; for how far off the model is see ``answers``.
-        mass_error: of the prompt's share of the normalizer, likewise.
-        answers: how far off the logits and the next token are; None where it was not measured.
-        history: what was done to the bias since, each kind of step once. Where there is anything, ``n_keys``, the errors and
-            ``answers`` are None: what they would be is not known.
-        parts: where there is a history, the fits that went in, each as it was measured.
+        n_keys: number of virtual keys (or features) with a weight, per layer and key-value head.
+        head_output_error: relative root mean square error of each head's output z over the held-out queries, per layer and
+            query head. It shows where keys are missing; ``answers`` has the error of the model as a whole.
+        mass_error: the same for the prompt's share of the normalizer.
+        answers: errors of the logits and the next-token distribution; None if not measured.
+        history: what was done to the bias since, each kind of step once. If it is not empty, ``n_keys``, the errors and
+            ``answers`` are None, because they are not known.
+        parts: if there is a history, the original fits with their measured errors.
     """
 
     method: str
@@ -61,12 +61,12 @@ class BiasFit:
 
     @property
     def fits(self) -> tuple["BiasFit", ...]:
-        """The fits that went in: this one, as long as nothing was done to its bias."""
+        """The fits that the bias contains; this record itself if nothing was done to its bias."""
         return self.parts if self.history else (self,)
 
     @staticmethod
     def of_several(records: Sequence["BiasFit"], step: str) -> "BiasFit":
-        """The record of what ``step`` made of biases with ``records``; of none, where it made it of an exact one."""
+        """The record of a bias that ``step`` made of biases with ``records``; none of them if it was made of an exact bias."""
         parts = tuple({id(fit): fit for record in records for fit in record.fits}.values())
         steps = dict.fromkeys([*(line for record in records for line in record.history), step])
         only = parts[0] if len(parts) == 1 else None
@@ -90,7 +90,7 @@ class BiasFit:
         return self._of_prompts(lambda x: x[:, index], lambda x: x[index])
 
     def repeat(self, n: int) -> "BiasFit":
-        """The record of one prompt as that of a batch of ``n`` equal ones."""
+        """The record of one prompt, repeated for a batch of ``n`` equal prompts."""
         return self._of_prompts(lambda x: x[:, None].expand(-1, n, *x.shape[1:]), lambda x: x[None].expand(n, *x.shape))
 
     def _of_prompts(self, by_layer: Callable[[Tensor], Tensor], by_prompt: Callable[[Tensor], Tensor]) -> "BiasFit":
@@ -105,8 +105,8 @@ class BiasFit:
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row per layer, query head (and prompt of a batch): ``n_keys``, ``head_output_error``, ``mass_error``; none where
-        they are not known.
+        """One row per layer and query head (and prompt of a batch): ``n_keys``, ``head_output_error``, ``mass_error``; no rows
+        if they are not known.
         """
         if self.n_keys is None or self.head_output_error is None or self.mass_error is None:
             return []
@@ -121,13 +121,13 @@ class BiasFit:
         return rows
 
     def to_json(self) -> dict[str, Any]:
-        """The fields that are not tensors, as JSON's types."""
+        """The fields that are not tensors, as JSON types."""
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in (*self.BY_LAYER, "answers", "parts")}
         answers = None if self.answers is None else self.answers.to_json()
         return {**plain, "history": list(self.history), "answers": answers, "parts": [fit.to_json() for fit in self.parts]}
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """The fields that are."""
+        """The fields that are tensors."""
         tensors = self._by_layer()
         if self.answers is not None:
             tensors |= {f"answers.{name}": tensor for name, tensor in self.answers.to_tensors().items()}
@@ -137,7 +137,7 @@ class BiasFit:
 
     @classmethod
     def read(cls, plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> "BiasFit":
-        """What :meth:`to_json` and :meth:`to_tensors` gave, also of files up to format 3: what those lack is None.
+        """Rebuild from :meth:`to_json` and :meth:`to_tensors`; fields missing in files up to format 3 are None.
 
         Raises:
             KVLensError: a field is missing.
@@ -165,7 +165,7 @@ class BiasFit:
 
 
 def below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors whose names begin with ``prefix``, without it."""
+    """The tensors whose names begin with ``prefix``, with the prefix removed from their names."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 

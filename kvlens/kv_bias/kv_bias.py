@@ -36,7 +36,7 @@ from kvlens.kv_bias.storage import keeps_record, read_bias_file, write_bias_file
 from kvlens.kv_bias.validation import COUNTS, TENSORS, check_fields, check_numbers
 
 READ = (*TENSORS, "features", "log_scale", "recurrent", "position_offset", "fingerprint")
-"""The fields that the model's output depends on."""
+"""The fields on which the model's output depends."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -92,7 +92,7 @@ class KVBias:
     fit: BiasFit | None = None
     recurrent: RecurrentStates | None = None
     _record: Any = field(default=None, repr=False)
-    """(fit, what :data:`READ` names) as they were when the record was made: dataclasses.replace hands it on."""
+    """(fit, the fields in :data:`READ`) at the time of the record; dataclasses.replace passes it on."""
 
     def __post_init__(self):
         check_fields(self)
@@ -115,7 +115,7 @@ class KVBias:
         check_numbers(self, what)
 
     def starts_where(self, other: "KVBias") -> bool:
-        """Whether a text starts at the same position under both; in a model without positions it does under any two."""
+        """Whether a text starts at the same position with both biases; always true in a model without positions."""
         offsets = torch.as_tensor(self.position_offset), torch.as_tensor(other.position_offset)
         return self.fingerprint.positional_embedding_type == "none" or bool((offsets[0] == offsets[1]).all())
 
@@ -125,23 +125,23 @@ class KVBias:
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
-        """The numbers of the layers that b_KV, b_D, features and the shift state are about: all but the recurrent ones."""
+        """The indices of the layers described by b_KV, b_D, features and the shift state: all but the recurrent ones."""
         recurrent = () if self.recurrent is None else self.recurrent.layers
         return tuple(layer for layer in range(self.fingerprint.n_layers) if layer not in recurrent)
 
     @property
     def n_heads(self) -> int:
-        """Query heads."""
+        """The number of query heads."""
         return self.fingerprint.n_heads
 
     def n_heads_of(self, layer: int) -> int:
-        """The heads that :meth:`select` counts in a layer: query heads, or value heads of a recurrent layer."""
+        """The number of heads that :meth:`select` can choose in a layer: query heads, or a recurrent layer's value heads."""
         recurrent = self.recurrent
         return recurrent.n_heads if recurrent is not None and layer in recurrent.layers else self.n_heads
 
     @property
     def d_phi(self) -> int:
-        """Features per head."""
+        """The number of features per head."""
         return self.b_KV.shape[-2]
 
     @property
@@ -151,10 +151,9 @@ class KVBias:
 
     @property
     def num_parameters(self) -> int:
-        """How many numbers stand for the prompt (one prompt's, times the batch): b_KV, b_D, and virtual keys.
+        """How many numbers represent the prompt, summed over a batch: b_KV, b_D, virtual keys and states of recurrent layers.
 
-        Of virtual keys those count that have a weight or a value: heads with fewer than others are filled up with zeros. Of
-        recurrent layers the states count.
+        Only virtual keys with a weight or a value are counted; heads with fewer keys than others are padded with zeros.
         """
         states = 0 if self.recurrent is None else self.recurrent.b_KV.numel()
         if not isinstance(self.features, VirtualKeys):
@@ -179,10 +178,10 @@ class KVBias:
         )
 
     def to(self, device_or_dtype: torch.device | torch.dtype | str) -> "KVBias":
-        """The same bias on another device, or in another floating dtype, by itself or by its name.
+        """The same bias on another device, or in another floating dtype (or its name).
 
         Raises:
-            KVLensError: neither a device nor such a dtype, or one that cannot hold the numbers of this bias.
+            KVLensError: neither a device nor a floating dtype, or a dtype that this bias overflows.
         """
         to_dtype = is_dtype(device_or_dtype)
         if device_or_dtype is None:
@@ -208,11 +207,11 @@ class KVBias:
         return self._made(self.fit, **moved)
 
     def detach(self) -> "KVBias":
-        """The same bias, cut off from the graph that ``convert_prompt(..., detach=False)`` kept."""
+        """The same bias, detached from the graph that ``convert_prompt(..., detach=False)`` kept."""
         return self._made(self.fit, **self._changed(Tensor.detach))
 
     def _changed(self, change: Callable[[Tensor], Tensor], per_prompt_only: bool = False) -> dict[str, Any]:
-        """Every tensor field, changed; the features' too, but for those without a batch axis under ``per_prompt_only``."""
+        """Every tensor field after ``change``, including features; ``per_prompt_only`` skips features without a batch axis."""
         changed: dict[str, Any] = {name: change(getattr(self, name)) for name in TENSORS}
         if self.log_scale is not None and self.features is not None:
             changed["log_scale"] = change(self.log_scale)
@@ -247,7 +246,7 @@ class KVBias:
     def select(self, layers: Sequence[int] = (), heads: Sequence[tuple[int, int]] = ()) -> "KVBias":
         """Keep b_KV and b_D of the union of the named layers and (layer, head) pairs; zeros elsewhere.
 
-        The shift state stays as it is, so that two selections that complete each other add up to the whole.
+        The shift state is unchanged, so that two complementary selections add up to the whole bias.
 
         Raises:
             KVLensError: a layer or head that does not exist.
@@ -268,7 +267,7 @@ class KVBias:
         return whole._made(fit, b_KV=whole.b_KV * keep[..., None, None], b_D=whole.b_D * keep[..., None], **changed)
 
     def per_query_head(self) -> "KVBias":
-        """The same bias with b_KV and b_D of every query head; a softmax bias holds those of key-value heads."""
+        """The same bias with b_KV and b_D for every query head; a softmax bias stores them per key-value head."""
         group = self.n_heads // self.b_KV.shape[-3]
         if group == 1:
             return self
@@ -276,7 +275,7 @@ class KVBias:
         return self._made(self.fit, b_KV=b_kv, b_D=b_d)
 
     def zero_like(self) -> "KVBias":
-        """Zeros throughout, shift state included: the model's own behavior, at this bias's position offset."""
+        """A bias of zeros, including the shift state: the model's own behavior, at this bias's position offset."""
         zeros: dict[str, Any] = {name: torch.zeros_like(getattr(self, name)) for name in TENSORS}
         if self.recurrent is not None:
             zeros["recurrent"] = self.recurrent.map(torch.zeros_like)
@@ -292,16 +291,16 @@ class KVBias:
         """The weighted sum of b_KV and b_D. ``kvlens.combine`` is this function.
 
         Args:
-            biases: of one model, with one batch shape.
+            biases: biases of one model with equal batch shapes.
             weights: one per bias; 1 if None.
-            shift_state: ``equal`` refuses biases whose shift states differ; ``first`` and ``last`` take that one's shift
-                state and position offset; ``zero`` takes no shift state and the first one's offset, which must then agree.
+            shift_state: ``equal`` raises an error if shift states differ; ``first`` and ``last`` use that bias's shift state
+                and position offset; ``zero`` uses no shift state, and the offsets must be equal.
 
         Returns:
-            Their combination. ``n_prompt_tokens`` is the number of tokens of all of them.
+            The combined bias. ``n_prompt_tokens`` is the total number of tokens.
 
         Raises:
-            KVLensError: nothing to add, different models or batch shapes, shift states or offsets that differ.
+            KVLensError: no biases, different models or batch shapes, or shift states or offsets that differ.
         """
         if not biases or not all(isinstance(bias, KVBias) for bias in biases):
             came = ", ".join(type(bias).__name__ for bias in biases) or "nothing"
@@ -309,11 +308,11 @@ class KVBias:
         return biases[0]._made(**fields_of_sum(biases, weights, shift_state))
 
     def __add__(self, other: "KVBias") -> "KVBias":
-        """``a, then b``: the shift state is b's, which the text follows."""
+        """``a, then b``: the shift state is b's, because the text follows b."""
         return self._sum(other, 1.0, "last")
 
     def __sub__(self, other: "KVBias") -> "KVBias":
-        """``a`` without what b brings: the shift state stays a's."""
+        """``a`` without the contribution of b; the shift state is a's."""
         return self._sum(other, -1.0, "first")
 
     def __radd__(self, other: object) -> "KVBias":
@@ -331,7 +330,7 @@ class KVBias:
 
     def __truediv__(self, factor: float | int) -> "KVBias":
         if isinstance(factor, Real) and factor == 0:
-            raise KVLensError("KVBias: nothing can be divided by 0; zero_like gives the bias that does nothing")
+            raise KVLensError("KVBias: cannot divide by 0; zero_like gives a bias that has no effect")
         return self * (1.0 / factor)
 
     def __neg__(self) -> "KVBias":
@@ -392,7 +391,7 @@ class KVBias:
 
 
 def as_numbers(value: int | Tensor) -> int | list[int]:
-    """A count as Python's own types: an int, or a list of one per prompt."""
+    """A count as Python types: an int, or a list with one int per prompt."""
     return value.tolist() if isinstance(value, Tensor) else value
 
 

@@ -1,7 +1,7 @@
-"""Virtual keys as a file holds them: those of every head one after another, without the ones that only fill heads up.
+"""Virtual keys in the format of a file: the keys of all heads concatenated, without padding keys.
 
-In memory all heads have as many virtual keys as the one with the most, filled up with some that have no weight. With
-unequal budgets that is twice the numbers and more, so a file leaves them out:
+In memory all heads have as many virtual keys as the head with the most, padded with keys of weight 0. With unequal budgets
+this more than doubles the size, so a file leaves the padding out:
 
     used [layer, (batch,) kv_head, r]          b_KV, b_D, keys, distance: the rows where ``used``, in its order
 
@@ -16,17 +16,17 @@ from torch import Tensor
 
 USED = "used"
 RAGGED = {"b_KV": 1, "b_D": 0, "features.keys": 1, "features.distance": 0}
-"""What is packed, and how many axes follow that of the keys."""
+"""The tensors that are packed, and how many axes follow the axis of the keys."""
 
 
 def used_keys(b_kv: Tensor, b_d: Tensor, n_kv_heads: int) -> Bool[Tensor, "layer *batch kv_head r"]:
-    """Where a key has a weight or a value, for any of the query heads that read it."""
+    """True where a key has a weight or a value for any of the query heads that read it."""
     used = (b_d != 0) | (b_kv != 0).any(dim=-1)
     return used.unflatten(-2, (n_kv_heads, -1)).any(dim=-2)
 
 
 def packed(tensors: Mapping[str, Tensor], n_kv_heads: int) -> dict[str, Tensor]:
-    """The tensors of a bias, virtual keys without a use left out; unchanged where every key has one."""
+    """The tensors of a bias without unused virtual keys; unchanged if every key is used."""
     used = used_keys(tensors["b_KV"], tensors["b_D"], n_kv_heads)
     if bool(used.all()):
         return dict(tensors)
@@ -35,7 +35,7 @@ def packed(tensors: Mapping[str, Tensor], n_kv_heads: int) -> dict[str, Tensor]:
 
 
 def unpacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What :func:`packed` was given, but for the contents of keys without a use: those are 0, at distance 1.
+    """The inverse of :func:`packed`, except that unused keys are 0, at distance 1.
 
     Raises:
         ValueError: the numbers of rows do not fit.
@@ -59,6 +59,6 @@ def unpacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _of_heads(used: Tensor, like: Tensor, after: int) -> Tensor:
-    """``used`` for as many heads as ``like`` has."""
+    """``used`` repeated for as many heads as ``like`` has."""
     heads = like.shape[-2 - after]
     return used.repeat_interleave(heads // used.shape[-2], dim=-2)

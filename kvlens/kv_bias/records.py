@@ -1,8 +1,8 @@
-"""What becomes of the record (:class:`kvlens.kv_bias.BiasFit`) when something is done to its bias.
+"""How the fit record (:class:`kvlens.kv_bias.BiasFit`) changes when its bias is changed.
 
-None is the record of an exact bias: sums, multiples and selections of such are exact too. What rounds it, or replaces its
-numbers by others, makes it approximate by an unknown error. Functions of the biases that they are given: the class itself
-(:class:`kvlens.KVBias`) stands above this module.
+The record of an exact bias is None; sums, multiples and selections of exact biases are exact too. Rounding a bias, or replacing
+its numbers, makes it approximate with an unknown error. These functions do not import :class:`kvlens.KVBias`, which depends on
+this module.
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,19 +23,19 @@ def since(record: Record, step: str) -> Record:
 
 
 def of_sum(records: Iterable[Record], step: str) -> Record:
-    """Of a sum."""
+    """The record of a sum."""
     approximate = [record for record in records if record is not None]
     return BiasFit.of_several(approximate, step) if approximate else None
 
 
 def replaced(record: Record, before: Mapping[str, Any], now: Mapping[str, Any]) -> Record:
-    """After dataclasses.replace: fields by name, as they were and as they are."""
+    """The record after dataclasses.replace, given the old and new values of fields by name."""
     names = [name for name, value in before.items() if not _same(value, now[name])]
     return _after(record, f"{', '.join(names)} replaced") if names else record
 
 
 def rounded(bias: Any, dtype: torch.dtype) -> Record:
-    """In another dtype. Rounding to a half type is an error of 0.1 % and more, which no fit has measured."""
+    """The record after a change of dtype. Rounding to half precision adds an unmeasured error of at least 0.1 %."""
     lost = torch.finfo(dtype).eps > max(torch.finfo(bias.b_KV.dtype).eps, torch.finfo(torch.float32).eps)
     return (
         _after(bias.fit, f"rounded to {str(dtype).removeprefix('torch.')}") if lost and bias.features is not None else bias.fit
@@ -43,10 +43,10 @@ def rounded(bias: Any, dtype: torch.dtype) -> Record:
 
 
 def of_old_file(bias: Any) -> Record:
-    """Of a softmax bias from a file up to format 3.
+    """The record of a softmax bias from a file up to format 3.
 
-    Those were written with the record of a fit although heads had been selected since, or without any although a sum held
-    fitted keys. Where the number of keys tells so, the error is unknown.
+    Such files may contain the record of a fit although heads were selected afterwards, or none although a sum contains fitted
+    keys. If the number of keys shows this, the error is unknown.
     """
     used = (bias.b_D != 0).sum(dim=-1)
     if bias.fit is None:
@@ -63,5 +63,5 @@ def _after(record: Record, step: str) -> BiasFit:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Whether a field is what it was: numbers by their value, tensors (and what holds them) as objects."""
+    """Whether a field is unchanged: numbers are compared by value, tensors (and their containers) by identity."""
     return a is b or (isinstance(a, int | Fingerprint) and a == b)

@@ -1,7 +1,7 @@
 """The recurrent layers of a hybrid model in a bias: their states, and the inputs of their short convolutions.
 
-A recurrent layer keeps the prompt in a matrix per value head (:mod:`kvlens.mixers`), which is that head's b_KV. Its shape is
-not that of an attention layer's keys and values, so a :class:`~kvlens.KVBias` holds the two kinds apart.
+A recurrent layer keeps the prompt in one matrix per value head (:mod:`kvlens.mixers`), which is that head's b_KV. Its shape
+differs from that of an attention layer's keys and values, so a :class:`~kvlens.KVBias` stores the two kinds separately.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,13 +19,13 @@ TENSORS = ("b_KV", "conv")
 
 @dataclass(frozen=True, eq=False)
 class RecurrentStates:
-    """What a prompt leaves in the recurrent layers of a model.
+    """The states that a prompt leaves in the recurrent layers of a model.
 
     Attributes:
-        layers: their numbers, ascending.
+        layers: indices of the recurrent layers, ascending.
         b_KV: S after the prompt, [recurrent_layer, (batch,) head, d_k, d_v], per value head; a sum over the prompt's tokens.
         conv: raw inputs of the short convolution at the prompt's last tokens, oldest first, [recurrent_layer, (batch,) rows,
-            channel]; no rows where a layer has no convolution. Not a sum: like the shift state, it is taken from one prompt.
+            channel]; no rows if a layer has no convolution. Not a sum: like the shift state, it comes from a single prompt.
     """
 
     layers: tuple[int, ...]
@@ -42,11 +42,11 @@ class RecurrentStates:
 
     @property
     def n_heads(self) -> int:
-        """Value heads."""
+        """The number of value heads."""
         return self.b_KV.shape[-3]
 
     def tensors(self) -> dict[str, Tensor]:
-        """What is stored, by name."""
+        """The stored tensors by name."""
         return {name: getattr(self, name) for name in TENSORS}
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "RecurrentStates":
@@ -67,7 +67,7 @@ class RecurrentStates:
             raise KVLensError(f"KVBias: recurrent.layers names layer {self.layers[-1]}, and the model has {n_layers}")
 
     def select(self, keep: Float[Tensor, "recurrent_layer head"]) -> "RecurrentStates":
-        """b_KV times ``keep``; the convolution's inputs stay."""
+        """b_KV times ``keep``; the convolution's inputs are unchanged."""
         keep = keep.to(self.b_KV)
         return replace(self, b_KV=self.b_KV * keep.reshape(keep.shape[0], *[1] * (self.b_KV.dim() - 4), -1, 1, 1))
 
@@ -76,7 +76,7 @@ def combined(states: Sequence[RecurrentStates | None], weights: Sequence[float],
     """The weighted sum of the states; the convolution's inputs are the first's, the last's, or zeros ("zero").
 
     Raises:
-        KVLensError: they differ in shape, or under ``shift_state="equal"`` in the convolution's inputs.
+        KVLensError: shapes differ, or with ``shift_state="equal"`` the convolution's inputs differ.
     """
     first = states[0]
     if first is None:
@@ -96,10 +96,10 @@ def combined(states: Sequence[RecurrentStates | None], weights: Sequence[float],
 
 
 def recurrent_from(layers: Any, tensors: Mapping[str, Tensor]) -> RecurrentStates:
-    """What a file describes.
+    """The states described in a file.
 
     Raises:
-        KVLensError: tensors that are missing or of another kind.
+        KVLensError: tensors are missing or of the wrong kind.
     """
     listed = isinstance(layers, list) and all(isinstance(layer, int) for layer in layers)
     if set(tensors) != set(TENSORS) or not listed:

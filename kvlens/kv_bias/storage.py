@@ -1,6 +1,6 @@
-"""The file of a KV bias: one safetensors file, tensors by their names and the rest as JSON in its metadata. Never pickle.
+"""The file format of a KV bias: one safetensors file, with everything but tensors as JSON in its metadata. Never pickle.
 
-Tensors and metadata in, tensors and metadata out: what they mean is said by :class:`kvlens.KVBias`, which stands above.
+This module only reads and writes tensors and metadata; :class:`kvlens.KVBias` interprets them.
 """
 
 import json
@@ -20,13 +20,13 @@ from kvlens.kv_bias.fingerprint import Fingerprint
 from kvlens.kv_bias.ragged import unpacked
 
 FORMAT_VERSION = 5
-"""2 brought the checksum, and features; 3 leaves virtual keys without a use out; 4 keeps the whole record of a softmax bias; 5
-brought the states of recurrent layers."""
+"""Version 2 added the checksum and features; 3 omits unused virtual keys; 4 stores the whole record of a softmax bias; 5 added
+the states of recurrent layers."""
 FORMAT = "kvlens.KVBias"
 
 
 def write_bias_file(path: str | Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-    """Write tensors and metadata (in JSON's types) to ``path``: whole or not at all.
+    """Write tensors and metadata (as JSON types) to ``path`` atomically.
 
     Raises:
         KVLensError: the folder does not exist or cannot be written.
@@ -36,7 +36,7 @@ def write_bias_file(path: str | Path, tensors: Mapping[str, Tensor], meta: Mappi
 
 
 def read_bias_file(path: str | Path, names: Sequence[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read the tensors, those called ``names`` among them, and the metadata; counts come as int or [batch] tensors.
+    """Read the tensors, which must include ``names``, and the metadata; counts are returned as int or [batch] tensors.
 
     Raises:
         KVLensError: no such file, not a kvlens bias, incomplete, damaged, or written by a newer kvlens.
@@ -57,7 +57,7 @@ def read_bias_file(path: str | Path, names: Sequence[str]) -> tuple[dict[str, Te
 
 
 def keeps_record(meta: Mapping[str, Any]) -> bool:
-    """Whether a file with this metadata says of a softmax bias whether, and how, it is approximate: from format 4 on."""
+    """Whether a file with this metadata records how a softmax bias is approximate, which holds from format 4 on."""
     return meta["format_version"] >= 4
 
 

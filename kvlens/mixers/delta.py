@@ -1,4 +1,4 @@
-"""What all layers with a delta rule share: projections, a short convolution, normalized keys, a gated norm."""
+"""The common parts of all layers with a delta rule: projections, a short convolution, normalized keys, a gated norm."""
 
 from abc import abstractmethod
 from typing import Any, NamedTuple
@@ -17,13 +17,13 @@ NORM_EPS = 1e-6
 
 
 class Projected(NamedTuple):
-    """What a family's projections make of the residual stream.
+    """A family's projections of the residual stream.
 
     Attributes:
-        mixed: queries, keys and values side by side, before the convolution.
+        mixed: queries, keys and values concatenated, before the convolution.
         log_decay: log a_t, at most 0; per channel in KDA.
         write_strength: b_t.
-        gate: what the norm's output is gated with, before its activation.
+        gate: gate of the norm's output, before its activation.
     """
 
     mixed: Float[Tensor, "batch pos channel"]
@@ -33,7 +33,7 @@ class Projected(NamedTuple):
 
 
 class DeltaMixer(Mixer):
-    """A layer of the (gated) delta rule. A family says how it projects (:meth:`project`) and where its norm and output are."""
+    """A layer with the (gated) delta rule. A subclass defines its projections (:meth:`project`), norm and output."""
 
     rule = DeltaRule()
     norm_name = "norm"
@@ -46,7 +46,7 @@ class DeltaMixer(Mixer):
         self.conv_rows, self.conv_channels = held.conv_kernel_size - 1, held.conv_dim
 
     def sizes(self, module: Any) -> tuple[int, int, int, int]:
-        """Key heads, heads, d_k, d_v."""
+        """The numbers of key heads and heads, d_k and d_v."""
         return module.num_k_heads, module.num_v_heads, module.head_k_dim, module.head_v_dim
 
     @abstractmethod

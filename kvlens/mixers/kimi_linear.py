@@ -1,4 +1,4 @@
-"""Kimi delta attention: a decay per key channel, from a gate of low rank."""
+"""Kimi delta attention: a decay per key channel, from a low-rank gate."""
 
 from typing import Any
 

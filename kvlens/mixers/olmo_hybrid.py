@@ -1,4 +1,4 @@
-"""OLMo-Hybrid's gated delta rule: a projection each, and a write strength of up to 2."""
+"""OLMo-Hybrid's gated delta rule: separate projections, and a write strength of up to 2."""
 
 from typing import Any
 

@@ -1,15 +1,15 @@
-"""What every recurrent mixer offers: one forward pass, one state, one set of hook points.
+"""The interface of every recurrent mixer: one forward pass, one state, one set of hook points.
 
-One (value) head keeps a matrix S [d_k, d_v]. A token maps it and writes to it, then reads it:
+Each (value) head keeps a matrix S [d_k, d_v]. A token transforms it, writes to it, then reads it:
 
     S_t = T_t S_{t-1} + b_t k_t v_t^T        z_t = S_t^T q_t
 
-so that a KV bias, which is the state before the first token, stays apart from what the context writes:
+so that a KV bias, the state before the first token, can be kept separate from what the context writes:
 
     z_i = z_i(context) + b_KV^T qbar_i       qbar_i = (T_i ... T_0)^T q_i
 
-A mixer's own rule (:class:`Rule`) says what T_t is. The weights are those of the Transformers module, which is called
-submodule by submodule; nothing is copied.
+A mixer's rule (:class:`Rule`) defines T_t. The weights are those of the Transformers module, which is called submodule by
+submodule; nothing is copied.
 """
 
 from abc import ABC, abstractmethod
@@ -30,10 +30,11 @@ class RecurrentState(NamedTuple):
 
     Attributes:
         b_kv: the attached KV bias, the same at every pass; None without one.
-        context: what the tokens since then have written, decayed and partly removed as the rule says; None for zeros.
-        state_map: P = T_{n-1} ... T_0 of the tokens since the bias, which is what has become of it; None for the identity.
+        context: what the tokens since the bias have written, after decay and removal; None for zeros.
+        state_map: P = T_{n-1} ... T_0 of the tokens since the bias, which maps the bias to what remains of it; None for the
+            identity.
         conv: the inputs of the short convolution at the last real tokens, oldest first, before its bias and activation; zeros
-            before the first token; None for zeros, or where a layer has no convolution.
+            before the first token; None for zeros, or if a layer has no convolution.
     """
 
     b_kv: Float[Tensor, "#batch head d_k d_v"] | None = None
@@ -42,7 +43,7 @@ class RecurrentState(NamedTuple):
     conv: Float[Tensor, "#batch rows channel"] | None = None
 
     def total(self) -> Tensor | None:
-        """S = P b_KV + what the context has written [batch or 1, head, d_k, d_v]: the KV bias that all tokens so far make."""
+        """S = P b_KV + what the context has written [batch or 1, head, d_k, d_v]: the KV bias of all tokens so far."""
         if self.b_kv is None:
             return self.context
         left = self.b_kv if self.state_map is None else self.state_map @ self.b_kv.to(self.state_map)
@@ -50,15 +51,15 @@ class RecurrentState(NamedTuple):
 
 
 class MixerInputs(NamedTuple):
-    """What a mixer computes from the residual stream before anything recurs, in float32 or better.
+    """What a mixer computes from the residual stream before the recurrence, in float32 or better.
 
     Attributes:
         q: queries, normalized and scaled; ``key_head`` divides ``head``.
-        k: keys, normalized where the model does so.
+        k: keys, normalized if the model does so.
         v: values.
         log_decay: log a_t, at most 0: [batch, pos, head], with a last axis d_k in KDA, [head] in lightning attention.
-        write_strength: b_t; None where it is 1.
-        gate: what the output is gated with; its shape is the family's own business.
+        write_strength: b_t; None if it is always 1.
+        gate: gate of the output; its shape depends on the family.
         conv: the next ``RecurrentState.conv``.
     """
 
@@ -72,7 +73,7 @@ class MixerInputs(NamedTuple):
 
 
 class Read(NamedTuple):
-    """What a rule returns: z of the context, qbar where a bias is to be read, and what comes after."""
+    """What a rule returns: z of the context, qbar if a bias is to be read, and the state after the tokens."""
 
     z: Float[Tensor, "batch pos head d_v"]
     carried_q: Float[Tensor, "batch pos head d_k"] | None
@@ -81,7 +82,7 @@ class Read(NamedTuple):
 
 
 class Rule(ABC):
-    """What a token does to the state, with the forms of it that a mixer and its analyses need.
+    """How a token updates the state, with the derived quantities that a mixer and its analyses need.
 
     ``mask`` [batch, pos] is True at real tokens; padded positions neither write, decay nor remove.
     """
@@ -92,7 +93,7 @@ class Rule(ABC):
 
     @abstractmethod
     def carried_queries(self, inputs: MixerInputs, mask: Tensor | None) -> Float[Tensor, "batch pos head d_k"]:
-        """qbar_i = (T_i ... T_0)^T q_i of this pass: what a query reads of the state before the first token."""
+        """qbar_i = (T_i ... T_0)^T q_i of this pass: what a query reads from the state before the first token."""
 
     @abstractmethod
     def carried_keys(self, inputs: MixerInputs, mask: Tensor | None) -> Float[Tensor, "batch pos head d_k"]:
@@ -100,11 +101,11 @@ class Rule(ABC):
 
     @abstractmethod
     def state_map(self, inputs: MixerInputs, mask: Tensor | None) -> Float[Tensor, "batch head d_k d_k"]:
-        """P = T_{M-1} ... T_0 of this pass: what becomes of the state before it."""
+        """P = T_{M-1} ... T_0 of this pass, which maps the state before it to what remains of that state."""
 
     @abstractmethod
     def pattern(self, inputs: MixerInputs, mask: Tensor | None) -> Float[Tensor, "batch head pos pos"]:
-        """The exact effective attention of this pass: z_i = sum_j A_ij v_j + (what is read of the state before it)."""
+        """The exact effective attention of this pass: z_i = sum_j A_ij v_j + (what is read from the state before it)."""
 
 
 HOOKS = tuple(
@@ -124,20 +125,21 @@ HOOKS = tuple(
         "state",
     )
 )
-"""The hook points of every mixer, in no order of firing."""
+"""The hook points of every mixer, not in firing order."""
 
 
 class Mixer(nn.Module, ABC):
     """The forward pass of one recurrent layer, over the submodules of its Transformers module.
 
-    A family is a subclass with three things: the names of its modules in Transformers, what it computes before the recurrence
-    (:meth:`inputs`), and what it makes of z (:meth:`finish`).
+    A family is a subclass that defines three things: the names of its modules in Transformers, what it computes before the
+    recurrence (:meth:`inputs`), and how it processes z (:meth:`finish`).
 
     Attributes:
-        serves: the classes of Transformers whose forward pass it is, by name.
-        rule: what a token does to the state.
-        n_heads, d_k, d_v: of the state, [head, d_k, d_v]; ``n_key_heads`` of queries and keys, of which each serves a group.
-        conv_rows, conv_channels: of the convolution's state; both 0 where there is none.
+        serves: names of the Transformers classes whose forward pass it implements.
+        rule: how a token updates the state.
+        n_heads, d_k, d_v: sizes of the state, [head, d_k, d_v]; ``n_key_heads`` is the number of query and key heads, each
+            shared by a group of heads.
+        conv_rows, conv_channels: sizes of the convolution's state; both 0 if there is none.
 
     Source: DESIGN's recurrent mixers; Gated Delta Networks (Yang et al. 2412.06464), Kimi Linear (2510.26692), MiniMax-01
     (2501.08313).
@@ -191,14 +193,14 @@ class Mixer(nn.Module, ABC):
     def inputs(
         self, hidden_states: Float[Tensor, "batch pos d_model"], conv: Tensor | None, mask: Tensor | None
     ) -> MixerInputs:
-        """All that precedes the recurrence; ``conv`` are the convolution's rows before the first token."""
+        """Everything before the recurrence; ``conv`` holds the convolution's rows before the first token."""
 
     @abstractmethod
     def finish(self, z: Float[Tensor, "batch pos head d_v"], gate: Tensor | None) -> Float[Tensor, "batch pos d_model"]:
         """The norm, the gate and the output projection."""
 
     def is_hooked(self) -> bool:
-        """Whether anything is hooked to any of the hook points."""
+        """Whether any of the hook points has a hook."""
         return is_hooked(*(getattr(self, name) for name in HOOKS))
 
     def forward(
@@ -211,14 +213,14 @@ class Mixer(nn.Module, ABC):
 
         Args:
             hidden_states: the layer's normalized input.
-            state: of the tokens before; ``RecurrentState(b_kv=..., conv=...)`` starts from a KV bias; None from nothing.
+            state: state after earlier tokens; ``RecurrentState(b_kv=..., conv=...)`` starts from a KV bias; None for no state.
             mask: True at real tokens; None if there is no padding.
 
         Returns:
             The layer's output, and the state after the last real token of each row.
 
         Raises:
-            KVLensError: a state that is not of this layer's sizes.
+            KVLensError: the state does not have this layer's sizes.
         """
         state = RecurrentState() if state is None else state
         self.check_state(state, hidden_states.shape[0])
@@ -252,7 +254,7 @@ class Mixer(nn.Module, ABC):
         )
 
     def _read_by_pattern(self, inputs: MixerInputs, state: RecurrentState, mask: Tensor | None) -> Tensor:
-        """z of the context as the pattern times the values, so that a patched pattern changes the output."""
+        """z of the context as the pattern times the values, so that patching the pattern changes the output."""
         v = inputs.v if mask is None else without_padding(inputs.v, mask)
         z = torch.einsum("bhij,bjhd->bihd", self.hook_pattern(self.rule.pattern(inputs, mask)), v)
         if state.context is None:
@@ -260,7 +262,7 @@ class Mixer(nn.Module, ABC):
         return z + torch.einsum("bihk,bhkd->bihd", self.rule.carried_queries(inputs, mask), state.context.to(z))
 
     def check_state(self, state: RecurrentState, batch: int) -> None:
-        """Raise KVLensError where a state is not of this layer's sizes, or not of this batch."""
+        """Raise KVLensError if a state does not have this layer's sizes or this batch size."""
         matrix, square = (self.n_heads, self.d_k, self.d_v), (self.n_heads, self.d_k, self.d_k)
         wanted = {"b_kv": matrix, "context": matrix, "state_map": square, "conv": (self.conv_rows, self.conv_channels)}
         for name, sizes in wanted.items():

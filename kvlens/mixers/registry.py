@@ -1,4 +1,4 @@
-"""Which mixer serves which module of Transformers. A new one is a file here and a line in ``MIXERS``."""
+"""Which mixer is used for which Transformers module. To add one, write a file here and list it in ``MIXERS``."""
 
 from torch import nn
 
@@ -14,7 +14,7 @@ MIXERS: tuple[type[Mixer], ...] = (Qwen3NextMixer, Qwen35Mixer, OlmoHybridMixer,
 
 
 def has_mixer(module: nn.Module) -> bool:
-    """Whether there is a mixer for a module of Transformers."""
+    """Whether there is a mixer for a Transformers module."""
     return _mixer_class(module) is not None
 
 
@@ -22,7 +22,7 @@ def mixer_for(module: nn.Module, layer: int) -> Mixer:
     """The mixer over ``module``, which is layer ``layer`` of its model.
 
     Raises:
-        KVLensError: no mixer serves modules of this class.
+        KVLensError: there is no mixer for modules of this class.
     """
     found = _mixer_class(module)
     if found is None:

@@ -1,4 +1,4 @@
-"""The rules that mixers follow: which op computes what."""
+"""The update rules of mixers, in terms of :mod:`kvlens.ops`."""
 
 from torch import Tensor
 

@@ -1,4 +1,4 @@
-"""The hooked model, its configuration, loading and saving."""
+"""The hooked model and its configuration, loading and saving."""
 
 from kvlens.model.attention_variant import AttentionVariantConfig, Augmented, Negative, Regularised, Ridge
 from kvlens.model.config import HookedKVTransformerConfig, KVShiftConfig

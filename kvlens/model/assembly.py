@@ -1,7 +1,7 @@
 """Replacing TransformerLens' components by kvlens' own, and giving each layer its part of an attached bias.
 
-TransformerLens chooses the class of a block's attention itself. ``block.attn`` and ``model.pos_embed`` may be replaced before
-``init_weights`` and ``setup`` run, in that order; the other order leaves weights uninitialized and hooks unnamed, silently.
+TransformerLens chooses the class of a block's attention itself. ``block.attn`` and ``model.pos_embed`` must be replaced before
+``init_weights`` and ``setup`` run, in that order; otherwise weights stay uninitialized and hooks unnamed, without an error.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from kvlens.kv_bias import KVBias
 
 
 def replace_components(model: Any) -> None:
-    """kvlens' attention, blocks, unembedding and positions, in a model that TransformerLens has just built."""
+    """Install kvlens' attention, blocks, unembedding and positions in a model that TransformerLens has just built."""
     cfg = model.cfg
     for layer, block in enumerate(model.blocks):
         block.attn = build_attention(cfg, block.attn.attn_type, layer)
@@ -38,12 +38,12 @@ def replace_components(model: Any) -> None:
         model.pos_embed = SinusoidalPosEmbed(cfg.d_model)
     elif cfg.positional_embedding_type != "rotary":
         model.pos_embed = OffsetPosEmbed(cfg)
-        torch.nn.init.zeros_(model.pos_embed.W_pos)  # no checkpoint with ALiBi brings it, and nothing may stay unset
+        torch.nn.init.zeros_(model.pos_embed.W_pos)  # checkpoints with ALiBi do not contain it, and it must be set
 
 
 @contextmanager
 def seeded(seed: int | None, *, on_cpu: bool = True) -> Iterator[None]:
-    """Torch draws by ``seed`` within, unless it is None, and afterwards as before; GPUs are seeded unless all is ``on_cpu``."""
+    """Seed torch with ``seed`` inside the block (unless None), then restore its state; includes GPUs unless ``on_cpu``."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices, enabled=seed is not None):
         if seed is not None:
@@ -52,7 +52,7 @@ def seeded(seed: int | None, *, on_cpu: bool = True) -> Iterator[None]:
 
 
 def init_kv_parameters(model: Any) -> None:
-    """Draw what TransformerLens does not know: shift coefficients and feature maps (b_KV and b_D start at 0)."""
+    """Initialize kvlens' own parameters: shift coefficients and feature maps (b_KV and b_D start at 0)."""
     generator = None if model.cfg.seed is None else torch.Generator().manual_seed(model.cfg.seed)
     for block in model.blocks:
         block.attn.init_kv_parameters(generator)
@@ -60,7 +60,7 @@ def init_kv_parameters(model: Any) -> None:
 
 @torch.enable_grad()
 def spread_bias(model: Any, bias: KVBias | None) -> None:
-    """Give each layer its share of the attached bias; gradients on, so that they flow however it was attached."""
+    """Give each layer its part of the attached bias, with gradients enabled even if it is attached under ``no_grad``."""
     for layer, block in enumerate(model.blocks):
         block.attn.layer_bias = None if bias is None else LayerBias.of(bias, layer, block.attn.W_O.device)
     if isinstance(getattr(model, "pos_embed", None), (OffsetPosEmbed, SinusoidalPosEmbed)):

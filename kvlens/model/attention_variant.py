@@ -3,7 +3,7 @@
     cfg = HookedKVTransformerConfig(..., attention_variant=AttentionVariantConfig(regularised=Regularised(alpha=-0.5)))
     cfg = HookedKVTransformerConfig(..., attention_variant={"negative": {"k": 3, "beta": 0.2}, "augmented": {"values": True}})
 
-They combine, but for ridge, which replaces the step that the others regularise or push away from.
+They can be combined, except that ridge replaces the gradient step that regularised and negative modify.
 """
 
 import math
@@ -21,10 +21,10 @@ FORMS = ("self_attention", "normalised", "one_step")
 @checked
 @dataclass(frozen=True)
 class Regularised:
-    """Less of a token's own value.
+    """Subtract a part of each token's own value.
 
     Args:
-        alpha: of either sign; 0 is plain attention.
+        alpha: strength, of either sign; 0 is plain attention.
         form: ``self_attention`` z_i - alpha v_i (app. D.1), ``normalised`` the same over 1 - alpha, or ``one_step``
             z_i - alpha p_ii v_i (eq. 13: W_0 scaled by 1 - alpha, where the query alone is H_T).
     """
@@ -40,14 +40,14 @@ class Regularised:
 @checked
 @dataclass(frozen=True)
 class Augmented:
-    """Keys and values through MLPs of each key-value head's own, behind projection, norm and shift, before RoPE (eq. 14).
+    """Pass keys and values through one MLP per key-value head, after projection, norm and shift, before RoPE (eq. 14).
 
     Args:
-        keys, values: which of them.
-        depth: layers; one layer is act(W x), two are W_2 act(W_1 x).
-        width: of the hidden layers; None takes 2 d_head, as app. E.5.
+        keys, values: whether keys and values are augmented.
+        depth: number of layers; one layer is act(W x), two are W_2 act(W_1 x).
+        width: width of the hidden layers; None means 2 d_head, as in app. E.5.
         activation: ``gelu``, ``relu``, ``silu`` or ``tanh``.
-        parallel: c of x + c MLP(x) (app. E.5); its last layer starts at 0, so that a trained model is unchanged at first.
+        parallel: c in x + c MLP(x) (app. E.5); the last layer starts at 0, so that a trained model is unchanged at first.
             None for the MLP alone.
     """
 
@@ -64,18 +64,18 @@ class Augmented:
         if self.parallel is not None and self.depth == 1:
             raise KVLensError(
                 "Augmented: a parallel branch needs a depth of at least 2 (app. E.5 has two layers): its last layer starts "
-                "at 0, and a single layer, with the activation behind it, might never leave it"
+                "at 0, and a single layer, which is followed by the activation, might never leave it"
             )
 
 
 @checked
 @dataclass(frozen=True)
 class Negative:
-    """Push away from the tokens of lowest score (eq. 15, 34; the remark in sec. 5).
+    """Push away from the lowest-scored tokens (eq. 15, 34; the remark in sec. 5).
 
     Args:
-        k: how many of the tokens that a query sees (all, where it sees fewer), or a share of them in (0, 1].
-        beta: their weight together.
+        k: number of visible tokens to use (all of them if there are fewer), or a fraction of them in (0, 1].
+        beta: their total weight.
         per: ``query``: p_ij - (beta / k) [j in N_i]; ``label``: v_j - beta mean_{N_j} v.
     """
 
@@ -87,7 +87,7 @@ class Negative:
 @checked
 @dataclass(frozen=True)
 class Ridge:
-    """The regularised least-squares fit instead of one gradient step (eq. 33).
+    """The regularized least-squares fit instead of one gradient step (eq. 33).
 
     Args:
         strength: lambda, positive: at 0 the system may have no solution.
@@ -98,7 +98,7 @@ class Ridge:
 
 @dataclass(frozen=True)
 class _Given:
-    """The variants as they may be given: dicts become the classes that they describe."""
+    """The variants as passed by the user: dicts are converted to the settings classes."""
 
     regularised: Regularised | Mapping[str, Any] | None = None
     augmented: Augmented | Mapping[str, Any] | None = None
@@ -123,7 +123,7 @@ class _Given:
 
 
 class AttentionVariantConfig(_Given):
-    """Which variants a model's attention has; each may be given as a dict of its fields."""
+    """The variants of a model's attention; each may be given as a dict of its fields."""
 
     regularised: Regularised | None
     augmented: Augmented | None
@@ -132,16 +132,16 @@ class AttentionVariantConfig(_Given):
 
     @property
     def needs_pattern(self) -> bool:
-        """Whether all scores must be at hand: negatives are chosen among them."""
+        """Whether all scores must be computed, because negatives are chosen among them."""
         return self.negative is not None
 
     @property
     def wants_own_share(self) -> bool:
-        """Whether p_ii is asked for."""
+        """Whether p_ii is needed."""
         return self.regularised is not None and self.regularised.form == "one_step"
 
     def to_json(self) -> dict[str, Any]:
-        """Set variants alone, as dicts of their fields."""
+        """The variants that are set, as dicts of their fields."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
@@ -149,7 +149,7 @@ T = TypeVar("T")
 
 
 def from_fields(kind: type[T], values: Mapping[str, Any]) -> T:
-    """A settings class from its fields by name; an unknown one is refused, and the nearest proposed."""
+    """Build a settings class from its fields by name; an unknown name raises an error that suggests the nearest one."""
     known = [f.name for f in fields(kind)]  # type: ignore[arg-type]
     for name in values:
         if name not in known:
@@ -161,11 +161,11 @@ def from_fields(kind: type[T], values: Mapping[str, Any]) -> T:
 
 
 def why_no_kv_bias(variant: AttentionVariantConfig | None) -> str | None:
-    """Why a prompt of a model with this variant has no KV bias; None where it has one."""
+    """Why a prompt of a model with this variant has no KV bias; None if it has one."""
     if variant is None:
         return None
     if variant.negative is not None:
-        return "negative samples are chosen among the scores of all tokens, and a bias has no scores of the prompt's tokens"
+        return "negative samples are chosen among the scores of all tokens, but a bias has no scores for the prompt's tokens"
     if variant.ridge is not None:
         return "ridge attention also needs sum phi(k) phi(k)^T of the prompt, which b_KV and b_D do not hold"
     return None

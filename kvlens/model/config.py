@@ -1,6 +1,6 @@
 """The configuration of a :class:`kvlens.HookedKVTransformer`: TransformerLens' own, plus what kvlens adds.
 
-It is checked when it is made: an impossible combination is refused here, with the reason, before it can give a wrong number.
+It is validated on construction: an invalid combination raises an error with the reason instead of giving wrong results later.
 """
 
 import math
@@ -33,12 +33,12 @@ NAMES: dict[str, Collection[str]] = {
     "accumulation_dtype": ("float32", "float64"),
     "random_feature_kind": ("orthogonal", "iid"),
 }
-"""Fields that are one of a few names."""
+"""Fields with a fixed set of values."""
 NORM_OVER_ALL_HEADS = ("OlmoeForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM")
-"""Architectures that norm queries and keys before they are split into heads."""
+"""Architectures that normalize queries and keys before they are split into heads."""
 _INSIDE = (
-    "TransformerLens norms (OLMo 2, 3, OLMoE) or clamps (clip_qkv) the projections inside its attention, behind the "
-    "place where kvlens takes them"
+    "TransformerLens normalizes (OLMo 2, 3, OLMoE) or clamps (clip_qkv) the projections inside its attention, after the "
+    "point where kvlens takes them"
 )
 
 
@@ -48,7 +48,7 @@ class KVShiftConfig:
     """Which projections are mixed with their predecessors, over which window, and how (KVSA eq. 4-6, sec. 4.6-4.7, app. J).
 
     Args:
-        window: how many predecessors; the paper's main text has 1.
+        window: number of predecessors; 1 in the paper's main text.
         keys, values, queries: which projections are shifted.
         parametrization: ``free``, ``gate`` (softmax over the window's logits) or ``clamp`` (to [0, 1] in the forward pass).
         init: ``uniform`` (KVSA) or ``identity`` (1, 0, ...), for a shift grafted onto a trained model.
@@ -72,7 +72,7 @@ class KVShiftConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "KVShiftConfig":
-        """From its fields by name; an unknown one is refused."""
+        """Build from fields by name; an unknown name raises KVLensError."""
         known = [f.name for f in fields(cls)]
         for name in values:
             if name not in known:
@@ -82,7 +82,7 @@ class KVShiftConfig:
 
 @dataclass
 class _Given(HookedTransformerConfig):
-    """The fields as they may be given: a dict for a configuration, a name for a dtype, no act_fn where there are no MLPs."""
+    """The fields as passed by the user: a dict for a configuration, a name for a dtype, no act_fn if there are no MLPs."""
 
     act_fn: str | None = "relu"
     dtype: torch.dtype | str = torch.float32
@@ -112,27 +112,27 @@ class HookedKVTransformerConfig(_Given):
         attention: ``softmax`` (TransformerLens' own) or ``linear`` (ICLCA eq. 12-13).
         feature_map: phi of linear attention, one of :data:`kvlens.components.FEATURE_MAPS`.
         normalizer: ``kernel`` (divide by phi(q).D) or ``none`` (divide phi(q).phi(k) by ``attn_scale``).
-        rotary_placement: RoPE ``after`` or ``before`` the feature map; None takes the map's own default: ICLCA's "after" for
+        rotary_placement: RoPE ``after`` or ``before`` the feature map; None uses the map's default: ICLCA's "after" for
             identity, elu_plus_one and relu, "before" for the others.
         decay: None, ``"retnet"`` (gamma_h = 1 - 2^(-5-h)) or one gamma per query head; needs normalizer "none".
-        n_random_features: m of the ``random`` map; None takes 2 d_head.
+        n_random_features: m of the ``random`` map; None means 2 d_head.
         random_feature_kind: ``orthogonal`` (FAVOR+) or ``iid``.
-        linear_attention_form: which form computes a forward pass; ``auto`` takes the recurrent one to decode, the parallel
-            one where something hooks the pattern, the chunked one otherwise.
+        linear_attention_form: the form that computes a forward pass; ``auto`` uses the recurrent form for decoding, the
+            parallel form if the scores or the pattern are hooked, and the chunked form otherwise.
         softmax_form: ``eager`` (TransformerLens' own, bit for bit) or ``fused`` (torch's kernel, several times faster, in every
             layer whose scores and pattern have no hooks). It changes only rounding.
-        accumulation_dtype: ``float32`` or ``float64``: features, states and sums of linear attention are computed at least
-            in this precision. float64 makes a conversion exact to the last bit of a float32 model, nearly always.
+        accumulation_dtype: ``float32`` or ``float64``: features, states and sums of linear attention are computed in at least
+            this precision. float64 makes a conversion exact to the last bit of a float32 model in nearly all cases.
         kv_shift: a :class:`KVShiftConfig` (or a dict of its fields, or True for the default one), None for no shift.
         attention_variant: a :class:`AttentionVariantConfig` (or a dict of its fields): regularised, augmented, negative or
             ridge attention (DUAL sec. 4); None for plain attention.
         trainable_kv_bias: make b_KV and b_D parameters (ICLCA sec. 6.3).
-        alibi_slopes: one slope per head, with ``positional_embedding_type="alibi"``; None takes TransformerLens' series.
+        alibi_slopes: one slope per head, with ``positional_embedding_type="alibi"``; None uses TransformerLens' slopes.
         positional_embedding_type: TransformerLens' values, and ``"sinusoidal"`` and ``"none"``.
-        seed: initial weights; unlike TransformerLens', it leaves the global generators as they were.
+        seed: seed of the initial weights; unlike in TransformerLens, the global generators are left unchanged.
 
     Raises:
-        KVLensError: an unknown value (the nearest is proposed) or a combination that has no meaning.
+        KVLensError: an unknown value (the nearest is suggested) or an invalid combination.
     """
 
     dtype: torch.dtype
@@ -174,7 +174,7 @@ class HookedKVTransformerConfig(_Given):
 
     @property
     def n_kv_heads(self) -> int:
-        """Key-value heads: ``n_key_value_heads`` with GQA, else ``n_heads``."""
+        """The number of key-value heads: ``n_key_value_heads`` with GQA, otherwise ``n_heads``."""
         return self.n_heads if self.n_key_value_heads is None else self.n_key_value_heads
 
     @property
@@ -184,7 +184,7 @@ class HookedKVTransformerConfig(_Given):
 
     @property
     def needs_own_cache(self) -> bool:
-        """Whether decoding keeps more than TransformerLens' keys and values."""
+        """Whether decoding needs more than TransformerLens' cache of keys and values."""
         negatives = self.attention_variant is not None and self.attention_variant.needs_pattern
         return self.attention == "linear" or self.kv_shift is not None or negatives
 
@@ -202,7 +202,7 @@ class HookedKVTransformerConfig(_Given):
 
     @property
     def accumulates_in(self) -> torch.dtype:
-        """What linear attention computes in: ``accumulation_dtype``, or wider where the model or its feature map needs it."""
+        """The dtype of linear attention: ``accumulation_dtype``, or wider if the model or its feature map needs it."""
         least = "float64" if FEATURE_MAPS[self.feature_map].needs_float64 else self.accumulation_dtype
         return torch.promote_types(self.dtype, getattr(torch, least))
 
@@ -215,7 +215,7 @@ class HookedKVTransformerConfig(_Given):
         return torch.tensor(list(self.decay), dtype=torch.float64)
 
     def to_json(self) -> dict[str, Any]:
-        """All fields in JSON's types; :meth:`from_json` reads them back."""
+        """All fields as JSON types; :meth:`from_json` reads them back."""
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "device"}
         plain["dtype"] = str(self.dtype).removeprefix("torch.")
         plain["kv_shift"] = None if self.kv_shift is None else asdict(self.kv_shift)
@@ -229,7 +229,7 @@ class HookedKVTransformerConfig(_Given):
 
     @classmethod
     def from_json(cls, plain: dict[str, Any], **overrides: Any) -> "HookedKVTransformerConfig":
-        """Build from :meth:`to_json`'s dict; a key that this version does not know is refused."""
+        """Build from :meth:`to_json`'s dict; a key unknown to this version raises KVLensError."""
         check_release()
         known = {f.name for f in fields(cls)}
         for name in plain:
@@ -267,8 +267,8 @@ class HookedKVTransformerConfig(_Given):
         olmo_norm = self.original_architecture in NORM_OVER_ALL_HEADS
         if self.attention == "softmax" and (olmo_norm or self.clip_qkv is not None):
             raise KVLensError(
-                "kv_shift is applied to the projections after every norm and clamp on them; TransformerLens norms (OLMo 2, 3, "
-                "OLMoE) or clamps (clip_qkv) them inside its attention, behind the place where the shift acts"
+                "kv_shift is applied to the projections after every norm and clamp on them, but TransformerLens normalizes "
+                "(OLMo 2, 3, OLMoE) or clamps (clip_qkv) them inside its attention, after the point where the shift is applied"
             )
 
     def _check_variant(self, variant: AttentionVariantConfig) -> None:
@@ -277,7 +277,10 @@ class HookedKVTransformerConfig(_Given):
         positions = self.positional_embedding_type in ("alibi", "relative_positional_bias")
         weighted = positions or self.decay is not None or self.attn_scores_soft_cap > 0 or self.use_attention_sinks
         refused = [
-            (variant.ridge and weighted, f"{ridge} does not go with decay, ALiBi, position biases, caps or sinks: {solved}"),
+            (
+                variant.ridge and weighted,
+                f"{ridge} cannot be combined with decay, ALiBi, position biases, caps or sinks: {solved}",
+            ),
             (
                 variant.ridge and (self.use_local_attn or self.use_logn_attn),
                 f"{ridge} needs one kernel for all queries: {solved}",
@@ -285,15 +288,15 @@ class HookedKVTransformerConfig(_Given):
             (variant.ridge and self.attention_dir != "causal", f"{ridge} is solved causally: it needs attention_dir='causal'"),
             (
                 variant.negative and self.attention == "linear" and self.linear_attention_form not in ("auto", "parallel"),
-                f"{negative} needs all scores, which linear_attention_form={self.linear_attention_form!r} never forms",
+                f"{negative} needs all scores, which linear_attention_form={self.linear_attention_form!r} never computes",
             ),
             (
                 self.trainable_kv_bias and why_no_kv_bias(variant) is not None,
-                f"trainable_kv_bias does not go with this attention_variant: {why_no_kv_bias(variant)}",
+                f"trainable_kv_bias cannot be combined with this attention_variant: {why_no_kv_bias(variant)}",
             ),
             (
                 self.original_architecture in NORM_OVER_ALL_HEADS or self.clip_qkv is not None or self.load_in_4bit,
-                "attention_variant does not go with norms over all heads, clip_qkv or 4-bit weights, which act inside "
+                "attention_variant cannot be combined with norms over all heads, clip_qkv or 4-bit weights, which act inside "
                 "TransformerLens' own attention",
             ),
         ]
@@ -303,16 +306,16 @@ class HookedKVTransformerConfig(_Given):
 
     def check_softmax_form(self, form: str) -> None:
         """Raise KVLensError unless this model's softmax attention can be computed in ``form``."""
-        _one_of("softmax_form", form, SOFTMAX_FORMS)  # the name that a method was given
+        _one_of("softmax_form", form, SOFTMAX_FORMS)  # the argument of using_softmax_form and set_softmax_form
         reason = None if form == "eager" else self.why_not_fused()
         if reason is not None:
-            raise KVLensError(f"softmax_form='fused' does not go with this model: {reason}")
+            raise KVLensError(f"softmax_form='fused' cannot be used with this model: {reason}")
 
     def why_not_fused(self) -> str | None:
-        """Why torch's kernel cannot compute this model's attention; None where it can."""
+        """Why torch's kernel cannot compute this model's attention; None if it can."""
         refused = [
-            (self.attention == "linear", "linear attention has forms of its own: see linear_attention_form"),
-            (self.attn_scores_soft_cap > 0, "soft-capping acts on each score, which the kernel does not show"),
+            (self.attention == "linear", "linear attention has its own forms: see linear_attention_form"),
+            (self.attn_scores_soft_cap > 0, "soft-capping acts on each score, which the kernel does not expose"),
             (self.positional_embedding_type == "relative_positional_bias", "T5's attention is TransformerLens' own class"),
             (self.original_architecture in NORM_OVER_ALL_HEADS or self.clip_qkv is not None, _INSIDE),
             (self.load_in_4bit, "4-bit weights are projected inside TransformerLens' attention"),
@@ -322,7 +325,7 @@ class HookedKVTransformerConfig(_Given):
     def _check_linear(self) -> None:
         for refused, reason in self._refused_with_linear():
             if refused:
-                raise KVLensError(f"attention='linear' does not go with {reason}")
+                raise KVLensError(f"attention='linear' cannot be combined with {reason}")
         if self.positional_embedding_type == "rotary":
             self._check_rotary()
         elif self.rotary_placement is not None:
@@ -339,14 +342,14 @@ class HookedKVTransformerConfig(_Given):
             (self.positional_embedding_type == "relative_positional_bias", f"T5's position bias: {linear_in_scores}"),
             (
                 self.positional_embedding_type == "shortformer",
-                "shortformer: its keys see positions that the values do not, which no stored state can hold",
+                "shortformer: its keys include positions and its values do not, which no stored state can represent",
             ),
             (self.use_local_attn, "local windows: a state cannot forget one token; use decay, or softmax attention"),
             (self.attn_scores_soft_cap > 0, f"soft-capping: {linear_in_scores}"),
             (self.use_attention_sinks, f"attention sinks: {linear_in_scores}"),
             (self.use_logn_attn, "log-n scaling: it rescales softmax scores by the context length"),
-            (self.use_dynamic_ntk_rope, "dynamic NTK: it rotates old keys again as the text grows, which a state cannot"),
-            (self.attention_dir != "causal", "bidirectional attention: the state holds the past only"),
+            (self.use_dynamic_ntk_rope, "dynamic NTK: it rotates old keys again as the text grows, which a state cannot do"),
+            (self.attention_dir != "causal", "bidirectional attention: the state holds only the past"),
             (self.load_in_4bit, "4-bit weights"),
             (self.clip_qkv is not None, "clip_qkv"),
             (
@@ -373,7 +376,7 @@ class HookedKVTransformerConfig(_Given):
         if self.decay is None:
             return
         if self.normalizer != "none":
-            raise KVLensError("decay needs normalizer='none': D does not decay, so a normalised sum would shrink")
+            raise KVLensError("decay needs normalizer='none': D does not decay, so a normalized sum would shrink")
         if isinstance(self.decay, str):
             _one_of("decay", self.decay, ("retnet",))
             return
@@ -384,7 +387,7 @@ class HookedKVTransformerConfig(_Given):
 
 
 def _shift_of(value: Any) -> KVShiftConfig | None:
-    """The shift that is meant by itself, by a dict of its fields, or by True (the default one) and False (none)."""
+    """The shift given as a KVShiftConfig, a dict of its fields, True (the default shift) or False (no shift)."""
     if value is None or isinstance(value, KVShiftConfig):
         return value
     if isinstance(value, bool):

@@ -19,12 +19,12 @@ WITHOUT_EFFECT = {
     *("ungroup_grouped_query_attention", "linear_attention_form", "softmax_form", "accumulation_dtype", "trainable_kv_bias"),
     *("load_in_4bit", "quantization_method", "train_seq_length"),
 }
-"""Fields of the configuration that change no activation, or only how it is computed. All others count, also future ones."""
+"""Fields of the configuration that change no activation, or only how it is computed. All others count, even new ones."""
 _TRAINED_BIAS = (".attn.b_KV", ".attn.b_D")  # an attached bias replaces them
 
 
 def fingerprint_of(model: nn.Module, cfg: HookedKVTransformerConfig) -> Fingerprint:
-    """Structure and weights as they are now. Reads every weight once (about 10 GB a second)."""
+    """Structure and current weights. Reads every weight once (about 10 GB per second)."""
     linear = cfg.attention == "linear"
     decay = cfg.decay_per_head()
     return Fingerprint(
@@ -49,7 +49,7 @@ def fingerprint_of(model: nn.Module, cfg: HookedKVTransformerConfig) -> Fingerpr
 
 
 def weights_hash(state: Mapping[str, Tensor]) -> str:
-    """xxh3-128 over names, shapes and float32 values of what ``state_dict`` holds of weights and random projections."""
+    """xxh3-128 over names, shapes and float32 values of the weights and random projections in ``state_dict``."""
     hasher = xxhash.xxh3_128()
     for name in sorted(name for name in state if is_weight(name) and not name.endswith(_TRAINED_BIAS)):
         values = state[name].detach().to("cpu", torch.float32).contiguous()
@@ -59,7 +59,7 @@ def weights_hash(state: Mapping[str, Tensor]) -> str:
 
 
 def is_weight(name: str) -> bool:
-    """Whether a name in the state dict is more than a table that TransformerLens recomputes."""
+    """Whether a name in the state dict is a weight rather than a table that TransformerLens recomputes."""
     return name.rsplit(".", 1)[-1] not in ("mask", "IGNORE", "rotary_sin", "rotary_cos")
 
 
@@ -70,6 +70,6 @@ def _shift_words(cfg: HookedKVTransformerConfig) -> str:
 
 def _rest(cfg: HookedKVTransformerConfig) -> str:
     plain = cfg.to_json()
-    if cfg.attention_variant is None:  # a field of its own time: biases from before it stay valid
+    if cfg.attention_variant is None:  # a newer field: older biases stay valid
         del plain["attention_variant"]
     return "; ".join(f"{name} {plain[name]}" for name in sorted(plain) if name not in NAMED | WITHOUT_EFFECT)

@@ -1,8 +1,8 @@
-"""Decoding whose cost per token does not grow with the text.
+"""Decoding at a cost per token that does not grow with the text.
 
-TransformerLens' ``generate`` copies the embeddings of the whole text at every token. With linear attention that copy is soon
-dearer than the model, whose state has one size; the loop here hands over the new token alone. Tokens, sampling, stopping and
-padding are TransformerLens'.
+TransformerLens' ``generate`` copies the embeddings of the whole text for every token. With linear attention, whose state has a
+fixed size, that copy soon costs more than the model; the loop here passes on only the new token. Tokenization, sampling,
+stopping and padding are those of TransformerLens.
 """
 
 import inspect
@@ -21,18 +21,18 @@ from kvlens.errors import KVLensError, brief
 from kvlens.model.streaming import has_hooks
 
 LONG = 1024
-"""Tokens from which on a text is read without logits, which would take more memory than all the rest."""
+"""Texts of at least this many tokens are read without logits, which would take more memory than everything else."""
 MOST_NEW = 2**31 - 1
 COLDEST, HOTTEST = 1e-20, 1e20
 TEMPERATURES = f"0 (the most probable token), or a number from {COLDEST:g} to {HOTTEST:g}"
 
 
 TRANSFORMERS_KEYWORDS = ("output_logits", "return_dict_in_generate")
-"""Keywords of Transformers' ``generate`` that TransformerLens understands; it drops all others."""
+"""Keywords of Transformers' ``generate`` that TransformerLens supports; it ignores all others."""
 
 
 def check_keywords(generate: Callable[..., Any], given: Collection[str]) -> None:
-    """Raise WrongArguments for a keyword that neither ``generate`` nor TransformerLens understands."""
+    """Raise WrongArguments for a keyword that neither ``generate`` nor TransformerLens supports."""
     names = [name for name in inspect.signature(generate).parameters if name != "generation_kwargs"] + [*TRANSFORMERS_KEYWORDS]
     for unknown in (name for name in given if name not in TRANSFORMERS_KEYWORDS):
         raise unknown_argument("HookedKVTransformer.generate", unknown, names)
@@ -55,7 +55,7 @@ def check_sampling(
     prepend_bos: Any,
     d_vocab: int,
 ) -> None:
-    """Raise KVLensError where an argument of ``generate`` has no meaning, before the model is touched."""
+    """Raise KVLensError for an invalid argument of ``generate``, before anything in the model changes."""
 
     token = Annotated[int, Within(0, d_vocab - 1)]
     if not isinstance(eos_token_id, list | tuple) or not eos_token_id:
@@ -80,14 +80,14 @@ def check_sampling(
 
 
 def is_temperature(value: Any) -> bool:
-    """Whether logits can be divided by it: 0 takes the most probable token; below `COLDEST` they would overflow float32."""
+    """Whether this is a valid temperature: 0 means the most probable token; below `COLDEST` logits would overflow float32."""
     return is_number(value) and (value == 0 or COLDEST <= value <= HOTTEST)
 
 
 def check_start(cfg: Any, given: Any) -> None:
-    """Raise KVLensError unless ``given`` is text, token ids or embeddings, which ``generate`` can go on from."""
+    """Raise KVLensError unless ``given`` is text, token ids or embeddings that ``generate`` can continue."""
     if cfg.d_vocab_out > cfg.d_vocab:
-        raise KVLensError(f"generate: this model predicts {cfg.d_vocab_out} tokens and reads {cfg.d_vocab}: it cannot go on")
+        raise KVLensError(f"generate: this model predicts {cfg.d_vocab_out} tokens but reads {cfg.d_vocab}: it cannot generate")
     shape = tuple(given.shape) if isinstance(given, Tensor) else None
     if shape is not None and (len(shape) in (1, 2) or (len(shape) == 3 and shape[-1] == cfg.d_model)):
         return
@@ -144,16 +144,16 @@ def generate_from_state(
 def _read_all_but_the_last(
     model: HookedTransformer, tokens: Int[Tensor, "batch pos"], mask: Tensor, cache: TransformerLensKeyValueCache
 ) -> tuple[Tensor, Tensor]:
-    """What is still to be read, and its mask: only the end of a long text, since earlier logits are not needed."""
+    """Read a long text into the cache without logits; returns the tokens still to be read, with their mask."""
     n = tokens.shape[1] - 1
-    if n < LONG or has_hooks(model):  # a hook expects the text whole
+    if n < LONG or has_hooks(model):  # a hook expects the whole text
         return tokens, mask
     model(tokens[:, :n], attention_mask=mask[:, :n], past_kv_cache=cache, return_type=None)
     return tokens[:, n:], mask[:, n:]
 
 
 def _tokens_and_mask(model: HookedTransformer, given: Any, prepend_bos: Any, padding_side: Any) -> tuple[Tensor, Tensor, bool]:
-    """Tokens, which of them are real, and whether text was given. A batch of texts is padded on the left."""
+    """The tokens, their mask, and whether text was given. A batch of texts is padded on the left."""
     if isinstance(given, Tensor):
         tokens, side = given.to(model.W_E.device), padding_side if padding_side in ("left", "right") else None
     else:
@@ -169,21 +169,21 @@ def _tokens_and_mask(model: HookedTransformer, given: Any, prepend_bos: Any, pad
 
 
 def _check_left_padding(model: HookedTransformer, tokens: Tensor, mask: Tensor) -> None:
-    """New tokens follow the last place of a row, which must not be padding; nor may padding be read as text."""
+    """Raise KVLensError if rows end in padding (new tokens follow the last position), or if padding would be read as text."""
     tokenizer = model.tokenizer
     pads_are_their_own = tokenizer.pad_token_id not in (None, tokenizer.bos_token_id, tokenizer.eos_token_id)  # type: ignore
     read_as_text = pads_are_their_own and bool(((tokens[:, 0] == tokenizer.pad_token_id) & mask[:, 0].bool()).any())  # type: ignore
     if read_as_text or not bool(mask[:, -1].all()):
         raise KVLensError(
-            "generate: rows must be padded on the left, so that the new token follows the text: give strings (they are padded "
-            "so), or tokens padded on the left together with padding_side='left'"
+            "generate: rows must be padded on the left, so that the new token follows the text: give strings (which are padded "
+            "on the left), or tokens padded on the left together with padding_side='left'"
         )
 
 
 def _stop_tokens(
     model: HookedTransformer, stop_at_eos: bool, eos_token_id: int | Sequence[int] | None
 ) -> tuple[Tensor | None, int]:
-    """The tokens that end a row, None where nothing does, and the token that fills a finished row."""
+    """The tokens that end a row (None if nothing does), and the token that fills a finished row."""
     if not stop_at_eos:
         return None, 0
     own = None if model.tokenizer is None else model.tokenizer.eos_token_id

@@ -1,7 +1,8 @@
-"""Hooks by name: one that no hook point has, which TransformerLens passes over, is an error that proposes the nearest.
+"""Checking hook names: an unknown name, which TransformerLens ignores, is an error that suggests the nearest hook point.
 
-Hooks on a point that exists and does not fire, as ``hook_b_kv`` without a bias, are warned of when the model runs: until then a
-bias may be attached. A function on several points, or a cache of several (a bare ``run_with_cache``: of all), takes what comes.
+A hook on a point that exists but does not fire, such as ``hook_b_kv`` without a bias, causes a warning when the model runs,
+since a bias may be attached until then. A function hooked to several points, or a cache of several (or all, as with a bare
+``run_with_cache``), causes a warning only if none of them fires.
 """
 
 from typing import Any
@@ -15,13 +16,13 @@ from kvlens.model.inputs import check_hook_names
 
 
 class ChecksHookNames(HookedTransformer):
-    """A HookedTransformer whose hooks and caches are asked for by names that exist, and says so where one will not fire."""
+    """A HookedTransformer that checks the names of hooks and caches, and warns if a requested hook will not fire."""
 
     _may_be_silent: tuple[tuple[str, Any], ...] = ()
-    """(hook point, function) that were asked for while no bias was there; looked at again when the model runs next."""
+    """(hook point, function) pairs requested while no bias was attached; checked again at the next forward pass."""
 
     def warn_of_silent_hooks(self) -> None:
-        """Warn of hooks that were asked for by name since the last pass, and for want of a bias do not fire in this one."""
+        """Warn about hooks requested by name since the last pass that do not fire in this one because no bias is attached."""
         asked, self._may_be_silent = self._may_be_silent, ()
         hooked = [(name, hook) for name, hook in asked if self._is_silent(name) and self.hook_dict[name].has_hooks()]
         silent = sorted({name for name, hook in hooked if not self._is_called(hook)})
@@ -33,9 +34,9 @@ class ChecksHookNames(HookedTransformer):
             )
 
     def _ask_for(self, names: Any, hook: Any = None) -> None:
-        """Remember a name that would not fire; of several, or of a filter's, only if none of them would.
+        """Record a name that would not fire; several names, or those of a filter, only if none of them would.
 
-        Likewise of the names that one function is hooked to, one call after the other.
+        The same applies to the names that one function is hooked to in separate calls.
         """
         if names is None:
             return
@@ -44,7 +45,7 @@ class ChecksHookNames(HookedTransformer):
             self._may_be_silent += tuple((name, hook) for name in asked)
 
     def _is_called(self, hook: Any) -> bool:
-        """Whether a function is hooked to a point that fires, too: then it takes what comes."""
+        """Whether a function is also hooked to a point that fires, in which case there is no warning."""
         points = [point for name, point in self.hook_dict.items() if not self._is_silent(name)]
         handles = [handle for point in points for handle in (*point.fwd_hooks, *point.bwd_hooks)]
         return hook is not None and any(handle.user_hook is hook for handle in handles)
@@ -60,14 +61,14 @@ class ChecksHookNames(HookedTransformer):
         return super().add_hook(name, hook, *args, **kwargs)
 
     def _enable_hook(self, name: Any, hook: Any, *args: Any, **kwargs: Any) -> None:
-        if isinstance(name, str) and name not in self.hook_dict:  # asked before: a cache of everything comes by here for each
+        if isinstance(name, str) and name not in self.hook_dict:  # tested first: caching everything calls this per name
             check_hook_names(name, self.hook_dict)
-        if not saves(hook):  # what is cached was asked for below, or not at all
+        if not saves(hook):  # cached names are checked in the methods below
             self._ask_for(name, hook)
         return super()._enable_hook(name, hook, *args, **kwargs)
 
     def remove_all_hook_fns(self, direction: Any = "both", including_permanent: bool = False, level: int | None = None) -> None:
-        """As TransformerLens', which at the end of every hooked pass writes to all hook points, hooked or not."""
+        """As in TransformerLens, whose own method writes to all hook points, hooked or not, after every hooked pass."""
         for point in self.hook_points():
             if point.fwd_hooks or point.bwd_hooks:
                 point.remove_hooks(direction, including_permanent=including_permanent, level=level)

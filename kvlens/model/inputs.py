@@ -1,4 +1,4 @@
-"""Checks of what a model is given: a configuration, tokens and their number, names of hooks. Errors say what was expected."""
+"""Checks of a model's inputs: configuration, tokens and their number, hook names. Errors say what was expected."""
 
 from collections.abc import Collection
 from typing import Any
@@ -14,14 +14,14 @@ from kvlens.kv_bias import KVBias
 from kvlens.model.config import HookedKVTransformerConfig
 
 NOT_TOKENS = (torch.bool, torch.uint8)
-"""Integers that torch reads as a mask, not as indices."""
+"""Integer dtypes that torch treats as masks, not as indices."""
 
 
 def as_kv_config(cfg: Any) -> HookedKVTransformerConfig:
-    """A configuration of kvlens, from one, from a plain one of TransformerLens, or from a dict of its fields.
+    """A HookedKVTransformerConfig from one, from a TransformerLens configuration, or from a dict of its fields.
 
     Raises:
-        KVLensError: something else.
+        KVLensError: ``cfg`` is of another type.
     """
     if isinstance(cfg, HookedKVTransformerConfig):
         return cfg
@@ -35,7 +35,7 @@ def as_kv_config(cfg: Any) -> HookedKVTransformerConfig:
 
 
 def check_input(given: Any, attention_mask: Any, past_kv_cache: Any) -> None:
-    """Raise KVLensError unless a forward pass can begin with ``given``, and the mask is one of its positions."""
+    """Raise KVLensError unless a forward pass can start from ``given``, and the mask matches its positions."""
     if not isinstance(given, Tensor):
         check_text("forward", given)
     elif given.dim() == 0:
@@ -44,15 +44,15 @@ def check_input(given: Any, attention_mask: Any, past_kv_cache: Any) -> None:
         raise KVLensError(f"forward: past_kv_cache must be a cache, such as model.empty_cache(), got {brief(past_kv_cache)}")
     if attention_mask is None:
         return
-    known = isinstance(given, Tensor) and past_kv_cache is None  # with a cache, TransformerLens takes the whole text's mask
+    known = isinstance(given, Tensor) and past_kv_cache is None  # with a cache, the mask covers the whole text
     positions = ([1, *given.shape] if given.dim() == 1 else list(given.shape[:2])) if known else None
     if not isinstance(attention_mask, Tensor) or (positions is not None and list(attention_mask.shape) != positions):
         wanted = "[batch, pos]" if positions is None else str(positions)
-        raise KVLensError(f"forward: attention_mask must be a tensor {wanted}, a number per token, got {brief(attention_mask)}")
+        raise KVLensError(f"forward: attention_mask must be a tensor {wanted}, a value per token, got {brief(attention_mask)}")
 
 
 def check_text(what: str, given: Any) -> None:
-    """Raise KVLensError unless ``given`` is a string, or a list of at least one, of whole characters."""
+    """Raise KVLensError unless ``given`` is a string or a non-empty list of strings, without surrogate characters."""
     several = isinstance(given, list) and len(given) > 0 and all(isinstance(text, str) for text in given)
     if not isinstance(given, str) and not several:
         raise KVLensError(
@@ -63,11 +63,11 @@ def check_text(what: str, given: Any) -> None:
 
 
 def check_tokens(cfg: Any, tokens: Tensor) -> None:
-    """Raise KVLensError unless ``tokens``, of any shape, are integers below ``cfg.d_vocab``, at least one."""
+    """Raise KVLensError unless ``tokens``, of any shape, is not empty and holds integers in 0..``cfg.d_vocab`` - 1."""
     if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype in NOT_TOKENS:
         raise KVLensError(f"tokens must be integers (int64 or int32), got {tokens.dtype}")
     if tokens.numel() == 0:
-        raise KVLensError("the text is empty: give at least one token (a bias stands for a prompt, not for a text)")
+        raise KVLensError("the text is empty: give at least one token (a bias replaces a prompt, not the text)")
     if int(tokens.min()) < 0 or int(tokens.max()) >= cfg.d_vocab:
         raise KVLensError(
             f"token ids must lie in 0..{cfg.d_vocab - 1} (d_vocab={cfg.d_vocab}), got {int(tokens.min())}..{int(tokens.max())}"
@@ -75,11 +75,11 @@ def check_tokens(cfg: Any, tokens: Tensor) -> None:
 
 
 def check_room(cfg: HookedKVTransformerConfig, bias: KVBias) -> None:
-    """Raise KVLensError where a bias stands in the place of so many tokens that no position is left for a text."""
+    """Raise KVLensError if a bias replaces so many tokens that no position is left for a text."""
     offset = int(torch.as_tensor(bias.position_offset).max())
     if cfg.has_position_limit and offset >= cfg.n_ctx:
         raise KVLensError(
-            f"attach_kv_bias: the text behind this bias starts at position {offset}, and the model has positions 0 to "
+            f"attach_kv_bias: the text after this bias would start at position {offset}, but the model has positions 0 to "
             f"{cfg.n_ctx - 1} (n_ctx={cfg.n_ctx}); convert a shorter prompt"
         )
 
@@ -89,7 +89,7 @@ def check_length(
     n_positions: int,
     attention_mask: Int[Tensor, "batch pos"] | Bool[Tensor, "batch pos"] | None,
 ) -> None:
-    """Raise KVLensError where the model has a longest text and this one, padding left out, is longer."""
+    """Raise KVLensError if the model limits the length of a text and this one, without padding, is longer."""
     if not cfg.has_position_limit or n_positions <= cfg.n_ctx:
         return
     longest = n_positions if attention_mask is None else int(attention_mask.sum(dim=1).max())
@@ -98,12 +98,12 @@ def check_length(
 
 
 def bos_under_bias(prepend_bos: Any, attached: bool) -> Any:
-    """Whether a string gets a BOS: what the caller said, and by default none while a bias is attached: the prompt had one."""
+    """Whether a string gets a BOS: as the caller says; by default none while a bias is attached, as the prompt had one."""
     return False if prepend_bos is USE_DEFAULT_VALUE and attached else prepend_bos
 
 
 def check_hook_names(names: Any, hook_points: Collection[str]) -> None:
-    """Raise KVLensError for a name, or one of several, that no hook point has; the nearest is proposed."""
+    """Raise KVLensError if ``names`` (one name or several) includes no existing hook point; suggests the nearest name."""
     for name in [names] if isinstance(names, str) else names if isinstance(names, (list, tuple)) else ():
         if name not in hook_points:
             raise KVLensError(f"no hook point is called {name!r}{nearest(name, hook_points)}")

@@ -1,6 +1,6 @@
-"""Where a kvlens model comes from and where it goes: the methods, each a call of the function that does the work.
+"""The methods that load and save a kvlens model.
 
-The functions are in :mod:`kvlens.model.loading`, :mod:`kvlens.model.storage` and :mod:`kvlens.model.shift_graft`.
+Each calls a function in :mod:`kvlens.model.loading`, :mod:`kvlens.model.storage` or :mod:`kvlens.model.shift_graft`.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from kvlens.zoo import folder_of
 
 
 class LoadsAndSaves(HookedTransformer):
-    """A HookedTransformer that is read from checkpoints of several kinds, and written to a folder of kvlens' own."""
+    """A HookedTransformer that can be loaded from several kinds of checkpoints and saved to a kvlens folder."""
 
     @classmethod
     @checked
@@ -38,7 +38,7 @@ class LoadsAndSaves(HookedTransformer):
     @classmethod
     @checked
     def from_hooked_transformer(cls: type[M], model: HookedTransformer, **changes: Any) -> M:
-        """A copy of a model at hand, with changes to its configuration (``kv_shift=KVShiftConfig(init="identity")``)."""
+        """A copy of an existing model, with changes to its configuration (``kv_shift=KVShiftConfig(init="identity")``)."""
         return from_hooked_transformer(cls, model, **changes)
 
     @classmethod
@@ -55,16 +55,16 @@ class LoadsAndSaves(HookedTransformer):
 
     @checked
     def save(self, folder: str | Path, *, overwrite: bool = False, stored_dtype: torch.dtype | str | None = None) -> None:
-        """Write weights (safetensors), configuration (JSON) and tokenizer to ``folder``, whole or not at all."""
+        """Write weights (safetensors), configuration (JSON) and tokenizer to ``folder``, atomically."""
         save_model(self, folder, overwrite=overwrite, stored_dtype=stored_dtype)
 
     @checked
     def load_shift_coefficients(self, source: Mapping[str, Tensor] | str | Path) -> None:
-        """Take over the KV-shift coefficients of a public checkpoint: a state dict, a folder or a weights file.
+        """Load the KV-shift coefficients of a public checkpoint: a state dict, a folder or a weights file.
 
-        The forms that are understood are listed in :mod:`kvlens.pretrained.shift_import`; nothing but the coefficients changes.
+        :mod:`kvlens.pretrained.shift_import` lists the supported formats; nothing but the coefficients changes.
 
         Raises:
-            KVLensError: no coefficients, one is missing, or they do not fit this model, which is then unchanged.
+            KVLensError: coefficients are missing or do not fit this model, which is then unchanged.
         """
         load_shift_coefficients(self, source)

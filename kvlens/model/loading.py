@@ -1,4 +1,4 @@
-"""Ways into a HookedKVTransformer: a Hugging Face folder, a loaded Hugging Face model, a name, a HookedTransformer at hand."""
+"""Making a HookedKVTransformer from a Hugging Face folder, a loaded Hugging Face model, a name, or a HookedTransformer."""
 
 import inspect
 from collections.abc import Mapping
@@ -29,15 +29,15 @@ from kvlens.pretrained import (
 )
 
 M = TypeVar("M", bound=HookedTransformer)
-"""The class that is asked for: HookedKVTransformer or a subclass of it. It stands above this module, which never imports it."""
+"""The requested class: HookedKVTransformer or a subclass. It depends on this module, which therefore never imports it."""
 DRAWN_ANEW = ("shift_coef", ".b_KV", ".b_D", ".feature_map.", ".augment_")
-"""In the names of kvlens' own parameters, which have initial values in a model that had none."""
+"""Parts of the names of kvlens' own parameters, which keep their initial values if the source model lacks them."""
 
 
 def build_with_ready_tokenizer(cls: type[M], cfg: HookedKVTransformerConfig, tokenizer: Any, move_to_device: bool = True) -> M:
-    """Construct without TransformerLens' look-up of the tokenizer by name (which goes to the network), then set it.
+    """Construct a model without TransformerLens' lookup of the tokenizer by name, which accesses the network, then set it.
 
-    Whether the tokenizer prepends a BOS by itself, which that look-up finds out, is found out here if it is not known.
+    That lookup also determines whether the tokenizer prepends a BOS by itself, which is done here instead if necessary.
     """
     name, cfg.tokenizer_name = cfg.tokenizer_name, None
     model = cls(cfg, move_to_device=move_to_device)
@@ -57,7 +57,7 @@ def from_hooked_transformer(cls: type[M], model: HookedTransformer, **changes: A
             shift that changes nothing yet, or ``attention="linear"`` (another function of the same weights).
 
     Permanent hooks are copied too, with a warning that names them: one that reads ``model`` still reads it, not the
-    copy. Others are not copied.
+    copy. Other hooks are not copied.
 
     Raises:
         KVLensError: a change of shape (``n_layers``, ``d_model``, ...), which the weights cannot follow.
@@ -75,7 +75,7 @@ def from_hooked_transformer(cls: type[M], model: HookedTransformer, **changes: A
 
 
 def _copy_permanent_hooks(copy: HookedTransformer, model: HookedTransformer) -> None:
-    """Permanent hooks are part of what a model computes (a padding mask, for one): the copy gets them, in their order."""
+    """Copy permanent hooks in their order, since they are part of what a model computes (a padding mask, for example)."""
     copied = []
     for name, point in model.hook_dict.items():
         for direction, handles in (("fwd", point.fwd_hooks), ("bwd", point.bwd_hooks)):
@@ -84,17 +84,17 @@ def _copy_permanent_hooks(copy: HookedTransformer, model: HookedTransformer) -> 
                     continue
                 if name not in copy.hook_dict:
                     raise KVLensError(
-                        f"from_hooked_transformer: the model has a permanent hook on {name}, which the copy has not; "
-                        "reset_hooks(including_permanent=True) on the model first, and add it to the copy where it belongs"
+                        f"from_hooked_transformer: the model has a permanent hook on {name}, which the copy does not have; "
+                        "call reset_hooks(including_permanent=True) on the model first, then add the hook to the copy"
                     )
                 copy.hook_dict[name].add_hook(handle.user_hook, dir=direction, is_permanent=True)
                 copied.append(name)
     if copied:
         names = ", ".join(dict.fromkeys(copied))
         warn(
-            f"from_hooked_transformer: the permanent hooks on {names} act on the copy as well, as the same functions: one that "
-            "reads the old model, or what other hooks recorded during its pass, does not see the copy's. If one does, "
-            "copy.reset_hooks(including_permanent=True), and add what is meant for the copy by add_perma_hook"
+            f"from_hooked_transformer: the permanent hooks on {names} are copied as the same functions: a hook that reads the "
+            "old model, or what other hooks recorded during its pass, does not read the copy. If there is such a hook, call "
+            "copy.reset_hooks(including_permanent=True) and add hooks for the copy with add_perma_hook"
         )
 
 
@@ -110,10 +110,10 @@ def _copy_weights(copy: HookedTransformer, model: HookedTransformer) -> None:
     report = copy.load_state_dict(model.state_dict(), strict=False)
     lost = [name for name in report.unexpected_keys if "shift_coef" not in name and not name.endswith(("b_KV", "b_D"))]
     if lost:
-        raise KVLensError(f"from_hooked_transformer: weights without a place in the new configuration: {lost[:3]}")
+        raise KVLensError(f"from_hooked_transformer: the new configuration does not use these weights: {lost[:3]}")
     new = [name for name in report.missing_keys if is_weight(name) and not any(part in name for part in DRAWN_ANEW)]
     if new:
-        raise KVLensError(f"from_hooked_transformer: the changes ask for weights that the model does not have: {new[:3]}")
+        raise KVLensError(f"from_hooked_transformer: the changes need weights that the model does not have: {new[:3]}")
 
 
 @checked
@@ -134,32 +134,30 @@ def from_pretrained(
     verify: bool | None = None,
     **loader_kwargs: Any,
 ) -> M:
-    """Load a softmax model as TransformerLens does, also without a network.
+    """Load a softmax model as TransformerLens does, from the network or locally.
 
-    Memory at its peak, on a CPU in float32, without the file's own pages (mapped, and can be dropped): 1.5 to 2 times
-    the model's weights with weight processing, the more the larger the vocabulary's share; 1.3 times without, and 1.0 with
-    ``verify=False`` too.
+    Peak memory on a CPU in float32, excluding the memory-mapped pages of the file: 1.5 to 2 times the model's weights with
+    weight processing (more for a larger share of vocabulary weights), 1.3 times without, and 1.0 times if ``verify=False`` too.
 
     Args:
         model_name: a folder in Hugging Face's format, or an official TransformerLens name.
         hf_model: a loaded Hugging Face model; its own configuration is used, whatever ``model_name`` says.
         tokenizer: its tokenizer; a folder's own tokenizer is used if None.
-        kv_shift: graft a KV shift onto it; ``KVShiftConfig(init="identity")`` changes no output. A checkpoint that has one
-            (Baichuan-M1, or shift coefficients next to the weights of a known architecture) keeps it without being asked;
-            ``kv_shift`` may then add to it (queries, another parametrization), not take from it.
+        kv_shift: add a KV shift; ``KVShiftConfig(init="identity")`` changes no output. A checkpoint that has one
+            (Baichuan-M1, or shift coefficients next to the weights of a known architecture) keeps it in any case;
+            ``kv_shift`` may then extend it (queries, another parametrization), but not remove anything.
         fold_ln, center_writing_weights, center_unembed, fold_value_biases, refactor_factored_attn_matrices: TransformerLens'
             weight processing; ``fold_value_biases=None`` folds unless values are shifted.
         default_padding_side, move_to_device: as in TransformerLens.
-        verify: compare the model, on a few tokens, with transformers' own pass (for the exactness that rounding allows: about
-            1e-4 of the logits' size in float32, 0.1 to 0.5 in bfloat16). None compares a folder or a loaded model of up to
-            two billion parameters and logs a line where a larger one is not compared; with ``first_n_layers`` or a KV shift
-            there is nothing to compare with.
-        loader_kwargs: ``dtype``, ``device``, ``n_ctx``, ``first_n_layers``, ``default_prepend_bos``, and what Hugging Face's
-            own ``from_pretrained`` takes.
+        verify: compare the model with transformers' own pass on a few tokens, up to rounding (about 1e-4 of the logits' size
+            in float32, 0.1 to 0.5 in bfloat16). None compares a folder or a loaded model of up to two billion parameters and
+            logs a line if a larger one is not compared; with ``first_n_layers`` or a KV shift there is nothing to compare with.
+        loader_kwargs: ``dtype``, ``device``, ``n_ctx``, ``first_n_layers``, ``default_prepend_bos``, and arguments of Hugging
+            Face's own ``from_pretrained``.
 
     Raises:
-        KVLensError: an unknown name (the nearest is proposed), a folder that lacks something, an unsupported architecture, a
-            field of the configuration that cannot be honored, or a model that does not compute what transformers does.
+        KVLensError: an unknown name (the nearest is suggested), an incomplete folder, an unsupported architecture, an
+            unsupported field of the configuration, or a model whose results differ from those of transformers.
     """
     refuse_to_run_code(loader_kwargs)
     _refuse_slips(loader_kwargs)
@@ -225,7 +223,7 @@ def from_pretrained(
 
 
 def _refuse_slips(loader_kwargs: Mapping[str, Any]) -> None:
-    """Raise where an argument that would be handed on to Hugging Face is one of ours but for a slip of the hand."""
+    """Raise WrongArguments if an argument that would be passed to Hugging Face looks like a misspelling of one of ours."""
     ours = [*inspect.signature(from_pretrained).parameters, *inspect.signature(load_pretrained_parts).parameters]
     for name in loader_kwargs:
         meant = nearest_name(name, ours, 0.8)
@@ -241,16 +239,16 @@ def from_llama2c(
     device: Any = None,
     dtype: torch.dtype | str = torch.float32,
 ) -> M:
-    """Load a checkpoint of llama2.c: the weights as they are, nothing folded or centered.
+    """Load a checkpoint of llama2.c with unprocessed weights (nothing folded or centered).
 
     Args:
         path: the ``.bin`` file of the weights, of llama2.c's first ("legacy") export.
         tokenizer_path: the ``.bin`` file of the tokenizer; without it the model works on token ids.
-        device: where to put the model; None takes TransformerLens' choice.
-        dtype: of the weights; a torch dtype or its name.
+        device: where to put the model; None leaves the choice to TransformerLens.
+        dtype: dtype of the weights, a torch dtype or its name.
 
     Raises:
-        KVLensError: a device that cannot be used; a file that is truncated, too long, damaged, of another format, or of
+        KVLensError: an unavailable device; a file that is truncated, too long or damaged, has another format, or belongs to
             another vocabulary.
     """
     check_device("from_llama2c: device", device)
@@ -265,7 +263,7 @@ def from_llama2c(
 
 
 def _from_hub(cls: type[M], name: str, tokenizer: Any, kv_shift: KVShiftConfig | None, kwargs: dict[str, Any]) -> M:
-    """TransformerLens' own way by official name, which asks the hub or its cache; it builds ``cls`` by itself."""
+    """Load by official name through TransformerLens, from the hub or its cache; it constructs ``cls`` itself."""
     refuse_names_with_code(name)
     check_device("from_pretrained: device", kwargs.get("device"))
     if kv_shift is not None:
@@ -277,6 +275,6 @@ def _from_hub(cls: type[M], name: str, tokenizer: Any, kv_shift: KVShiftConfig |
             model = load(cls, name, tokenizer=tokenizer, **{**kwargs, "trust_remote_code": False})
     except OSError as error:
         raise KVLensError(
-            f"from_pretrained: {name} is neither in the local cache nor to be had from the hub: {' '.join(str(error).split())}"
+            f"from_pretrained: {name} is not in the local cache, nor available from the hub: {' '.join(str(error).split())}"
         ) from error
     return model if kv_shift is None else from_hooked_transformer(cls, model, kv_shift=kv_shift)

@@ -1,7 +1,7 @@
-"""What conversion, biases and analyses ask of a model: these names, whatever class it is.
+"""The interface through which conversion, biases and analyses use a model, whatever its class.
 
-Two front ends keep it: :class:`kvlens.HookedKVTransformer`, and :class:`kvlens.KVTransformerBridge` for models as Transformers
-runs them.
+Two classes implement it: :class:`kvlens.HookedKVTransformer`, and :class:`kvlens.KVTransformerBridge` for models that
+Transformers runs.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from torch import Tensor
 from kvlens.kv_bias import Fingerprint, KVBias, RecurrentStates
 
 Hooks = Sequence[tuple[str | Callable[[str], bool], Callable[..., Any]]]
-"""TransformerLens' hooks: the name of a hook point, or a function of names, and what is called there."""
+"""TransformerLens hooks: pairs of a hook point's name (or a filter of names) and the function to call."""
 
 
 @runtime_checkable
@@ -22,7 +22,7 @@ class KVModel(Protocol):
     """A TransformerLens model that reads a KV bias.
 
     Attributes:
-        cfg: sizes by TransformerLens' names: n_layers, n_heads, n_key_value_heads, d_model, d_head, d_vocab, n_ctx, device.
+        cfg: sizes under TransformerLens' names: n_layers, n_heads, n_key_value_heads, d_model, d_head, d_vocab, n_ctx, device.
         tokenizer: None for a model of token ids.
     """
 
@@ -35,11 +35,11 @@ class KVModel(Protocol):
 
     @property
     def attached_kv_bias(self) -> KVBias | None:
-        """The bias that forward passes read now, None without one."""
+        """The bias that forward passes currently read, None without one."""
 
     @property
     def prepends_bos(self) -> bool:
-        """Whether strings get a BOS by default, where no bias is attached."""
+        """Whether strings get a BOS by default when no bias is attached."""
 
     def attach_kv_bias(self, bias: KVBias) -> None:
         """Let every forward pass start from ``bias``."""
@@ -51,7 +51,7 @@ class KVModel(Protocol):
         """``with model.kv_bias(bias): ...``"""
 
     def fingerprint(self) -> Fingerprint:
-        """Structure and weights, as biases are checked against."""
+        """Structure and weights, against which biases are checked."""
 
     def check_tokens(self, tokens: Tensor) -> None:
         """Raise KVLensError unless every token id lies in the vocabulary."""
@@ -73,10 +73,10 @@ class KVModel(Protocol):
 
 
 class PromptKeysAndValues(NamedTuple):
-    """Keys as they are scored, and values, of every attention layer and every position of a prompt.
+    """Keys as scored, and values, of every attention layer and every position of a prompt.
 
-    ``recurrent`` holds the states of the other layers after the prompt, what it continues from included; None where there are
-    none.
+    ``recurrent`` holds the states of all other layers after the prompt, including the effect of the bias that it continues;
+    None if there are no such layers.
     """
 
     keys: Float[Tensor, "layer batch kv_head pos d_key"]
@@ -86,15 +86,15 @@ class PromptKeysAndValues(NamedTuple):
 
 @runtime_checkable
 class ReadsPrompts(Protocol):
-    """A :class:`KVModel` that runs a prompt itself and hands over what conversion keeps of it."""
+    """A :class:`KVModel` that runs a prompt itself and returns what conversion keeps of it."""
 
     def read_prompt(
         self, tokens: Int[Tensor, "batch pos"], mask: Bool[Tensor, "batch pos"] | None, keeps_positions: bool
     ) -> PromptKeysAndValues:
-        """One pass over a prompt, with what is attached in front of it.
+        """One pass over a prompt, after any attached bias.
 
         Args:
-            tokens: of the prompts.
-            mask: True at tokens that are read; None where all are.
-            keeps_positions: whether the others take positions all the same.
+            tokens: tokens of the prompts.
+            mask: True at tokens that are read; None if all are.
+            keeps_positions: whether tokens that are not read still take up positions.
         """

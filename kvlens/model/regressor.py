@@ -1,12 +1,12 @@
 """A HookedKVTransformer that reads and predicts numbers instead of tokens: in-context regression (LECTURE; Garg et al. 2022).
 
-A position is a vector of numbers; a linear map puts it into the residual stream, the transformer's blocks and final norm
-follow, and a linear map reads one number at each position:
+Each position is a vector of numbers; a linear map writes it to the residual stream, the transformer's blocks and final norm
+follow, and another linear map reads one number at each position:
 
     resid = x W_in + b_in (+ position)      y = ln_final(blocks(resid)) . w_out + b_out
 
-The first line fires ``hook_embed`` and ``hook_pos_embed``, the blocks every hook point that they have, so that the cache of a
-regressor has TransformerLens' keys. The embedding and unembedding of the transformer stay unused.
+The first equation fires ``hook_embed`` and ``hook_pos_embed`` and the blocks fire all of their hook points, so that the cache
+of a regressor has TransformerLens' keys. The transformer's embedding and unembedding are not used.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,15 +30,15 @@ from kvlens.model.transformer import HookedKVTransformer
 
 MAPS = "maps.safetensors"
 NOT_ADDED = ("shortformer", "relative_positional_bias")
-"""Positions that TransformerLens hands to the attention separately from the stream, which numbers do not go through."""
+"""Kinds of positions that TransformerLens passes to the attention separately from the residual stream; not supported."""
 
 
 class HookedKVRegressor(nn.Module):
     """Numbers in, one number per position out.
 
     Args:
-        cfg: of the transformer; its ``d_vocab`` plays no role (1 will do).
-        d_input: numbers that make up a position.
+        cfg: configuration of the transformer; its ``d_vocab`` is not used (1 will do).
+        d_input: number of input values at each position.
 
     Attributes:
         read_in: Linear, d_input -> d_model.
@@ -46,7 +46,7 @@ class HookedKVRegressor(nn.Module):
         read_out: Linear, d_model -> 1.
 
     Raises:
-        KVLensError: ``d_input`` below 1, or a kind of positions that a regressor cannot have.
+        KVLensError: ``d_input`` below 1, or a kind of positions that a regressor does not support.
     """
 
     def __init__(self, cfg: HookedKVTransformerConfig, d_input: int):
@@ -69,17 +69,17 @@ class HookedKVRegressor(nn.Module):
             unused.requires_grad_(False)
 
     def forward(self, inputs: Float[Tensor, "batch pos d_input"]) -> Float[Tensor, "batch pos"]:
-        """Predict one number at each position from what stands up to it (from all, with bidirectional attention).
+        """Predict one number at each position from the inputs up to it (or from all, with bidirectional attention).
 
         Raises:
-            KVLensError: a position of another size, or more positions than ``n_ctx`` where the model has a longest text.
+            KVLensError: inputs of the wrong size, or more positions than ``n_ctx`` if the model limits the length of a text.
         """
         if inputs.dim() != 3 or inputs.shape[-1] != self.d_input or not inputs.numel():
             raise KVLensError(f"HookedKVRegressor: expected inputs [batch, pos, {self.d_input}], got {list(inputs.shape)}")
         if self.cfg.has_position_limit and inputs.shape[1] > self.cfg.n_ctx:
             raise KVLensError(
                 f"HookedKVRegressor: {inputs.shape[1]} positions are more than n_ctx={self.cfg.n_ctx}; give fewer, or build "
-                "the model with a larger n_ctx, or with sinusoidal positions, which have no end"
+                "the model with a larger n_ctx, or with sinusoidal positions, which are unlimited"
             )
         stream = self.transformer
         resid = stream.hook_embed(self.read_in(inputs.to(self.read_in.weight.dtype)))
@@ -106,7 +106,7 @@ class HookedKVRegressor(nn.Module):
             return self(inputs)
 
     def using_softmax_form(self, form: str | None = None) -> AbstractContextManager[HookedKVTransformer]:
-        """As :meth:`HookedKVTransformer.using_softmax_form`, for the transformer."""
+        """As :meth:`HookedKVTransformer.using_softmax_form`, applied to the transformer."""
         return self.transformer.using_softmax_form(form)
 
     def save(self, folder: str | Path, *, overwrite: bool = False, stored_dtype: torch.dtype | str | None = None) -> None:
@@ -121,7 +121,7 @@ class HookedKVRegressor(nn.Module):
         """Read what :meth:`save` wrote.
 
         Raises:
-            KVLensError: not such a folder, or a damaged one.
+            KVLensError: the folder was not written by :meth:`save`, or is damaged.
         """
         transformer = HookedKVTransformer.load(folder, device=device)
         path = Path(folder) / MAPS

@@ -1,4 +1,4 @@
-"""Putting imported KV-shift coefficients into a model: all of them, checked before the first is written."""
+"""Putting imported KV-shift coefficients into a model; all are checked before any is written."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +15,7 @@ from kvlens.pretrained.shift_import import import_shift_coefficients, is_shift_c
 
 
 def shift_config_of(coefficients: Mapping[str, Float[Tensor, "kv_head taps"]]) -> KVShiftConfig | None:
-    """The :class:`kvlens.KVShiftConfig` that can hold what :func:`import_shift_coefficients` returned; None for nothing."""
+    """The :class:`kvlens.KVShiftConfig` for the result of :func:`import_shift_coefficients`; None if that is empty."""
     if not coefficients:
         return None
     window = max(coef.shape[1] for coef in coefficients.values()) - 1
@@ -27,9 +27,9 @@ def load_shift_coefficients(model: HookedTransformer, source: Mapping[str, Tenso
     """Give ``model`` the KV-shift coefficients of a public checkpoint; its other weights stay as they are.
 
     Args:
-        model: built with a ``kv_shift`` that has what the checkpoint has: window, keys, values. Under ``gate`` and ``clamp``
+        model: a model whose ``kv_shift`` matches the checkpoint in window, keys and values. Under ``gate`` and ``clamp``
             the *parameter* is set so that the coefficients as used are the checkpoint's.
-        source: a state dict, a checkpoint's folder, or one weights file, in a form of
+        source: a state dict, a checkpoint's folder, or one weights file, in a format of
             :mod:`kvlens.pretrained.shift_import`.
 
     Raises:
@@ -55,11 +55,11 @@ def place_shift_coefficients(model: HookedTransformer, coefficients: Mapping[str
     shift = model.cfg.kv_shift
     if shift is None:
         raise KVLensError(
-            "load_shift_coefficients: this model has no KV shift to hold them; build it with kv_shift=KVShiftConfig(), for a "
-            'model at hand HookedKVTransformer.from_hooked_transformer(model, kv_shift=KVShiftConfig(init="identity"))'
+            "load_shift_coefficients: this model has no KV shift; build it with kv_shift=KVShiftConfig(), or add one with "
+            'HookedKVTransformer.from_hooked_transformer(model, kv_shift=KVShiftConfig(init="identity"))'
         )
     if model.attached_kv_bias is not None:
-        raise KVLensError("load_shift_coefficients: a KV bias of the present weights is attached; detach_kv_bias() first")
+        raise KVLensError("load_shift_coefficients: a KV bias of the current weights is attached; call detach_kv_bias() first")
     parameters = {
         name: parameter for name, parameter in model.named_parameters() if name.endswith(("k_shift_coef", "v_shift_coef"))
     }
@@ -70,7 +70,7 @@ def place_shift_coefficients(model: HookedTransformer, coefficients: Mapping[str
 
 
 def _check_fit(parameters: Mapping[str, Tensor], coefficients: Mapping[str, Tensor]) -> None:
-    """Raise unless every parameter has its coefficients, of its shape, and the other way round."""
+    """Raise KVLensError unless parameters and coefficients correspond one to one, with equal shapes."""
     missing = sorted(parameters.keys() - coefficients.keys())
     extra = sorted(coefficients.keys() - parameters.keys())
     if missing or extra:

@@ -1,4 +1,4 @@
-"""Numbers and names of a configuration that cannot describe a model, refused before anything is built."""
+"""Checks of the numbers and names in a configuration, before anything is built."""
 
 import functools
 import re
@@ -19,7 +19,7 @@ SIZE, POSITIVE = Annotated[int, Within(1, 2**31 - 1)], Annotated[float, Within(a
 RANGES: dict[str, Any] = {
     "n_layers": Annotated[
         int, Within(1, 10_000)
-    ],  # each is a module of Python: more would take minutes, and is a slip of the hand
+    ],  # each layer is a Python module: more would take minutes, and is probably a typing error
     **dict.fromkeys(("d_model", "d_head", "n_ctx"), SIZE),
     **dict.fromkeys(
         ("d_mlp", "n_key_value_heads", "window_size", "num_experts", "experts_per_token", "rotary_dim"), SIZE | None
@@ -34,13 +34,13 @@ RANGES: dict[str, Any] = {
     "attention_dir": Literal["causal", "bidirectional"],
     "init_mode": Literal["gpt2", "xavier_uniform", "xavier_normal", "kaiming_uniform", "kaiming_normal", "muP"],
 }
-"""What a field may be, where TransformerLens' annotation does not say it."""
+"""Types of fields whose TransformerLens annotation is not specific enough."""
 OTHERS = ("device", "dtype", "n_params", "kv_shift", "attention_variant")
-"""Fields that others read, and that may be given in several ways."""
+"""Fields that are checked elsewhere and may be given in several forms."""
 
 
 def check_sizes(cfg: HookedTransformerConfig) -> None:
-    """Raise KVLensError unless a model can have every field of ``cfg``. Called before TransformerLens reads it."""
+    """Raise KVLensError unless every field of ``cfg`` is valid. Called before TransformerLens reads it."""
     kinds = {**_annotations(cfg.__class__), **RANGES}
     for field in fields(cfg):
         value = getattr(cfg, field.name)
@@ -51,9 +51,9 @@ def check_sizes(cfg: HookedTransformerConfig) -> None:
         setattr(cfg, field.name, float(value) if is_huge else value)
     check_device("device", cfg.device)
     if cfg.n_heads == -1 and cfg.d_model < cfg.d_head:
-        raise KVLensError(f"d_model={cfg.d_model} is below d_head={cfg.d_head}: there is no room for a head; give n_heads")
+        raise KVLensError(f"d_model={cfg.d_model} is smaller than d_head={cfg.d_head}, so no head fits; give n_heads")
     if cfg.n_heads == -1 and cfg.d_model % cfg.d_head:
-        raise KVLensError(f"d_model={cfg.d_model} is no multiple of d_head={cfg.d_head}: give n_heads")
+        raise KVLensError(f"d_model={cfg.d_model} is not a multiple of d_head={cfg.d_head}: give n_heads")
     if not cfg.attn_only and cfg.act_fn not in SUPPORTED_ACTIVATIONS:
         raise KVLensError(
             f"act_fn: unknown value {cfg.act_fn!r}, expected one of {', '.join(SUPPORTED_ACTIVATIONS)}"
@@ -65,7 +65,7 @@ def check_sizes(cfg: HookedTransformerConfig) -> None:
         raise KVLensError("relative_positional_bias (T5) belongs to TransformerLens' encoder-decoder; here it cannot be built")
     if cfg.use_normalization_before_and_after and cfg.normalization_type not in (None, "RMS", "RMSPre"):
         raise KVLensError(
-            "use_normalization_before_and_after: TransformerLens norms again behind a block by RMS only; "
+            "use_normalization_before_and_after: TransformerLens supports only RMS normalization after a layer; "
             f"normalization_type is {cfg.normalization_type!r}"
         )
     if cfg.n_devices > max(1, torch.cuda.device_count()):
@@ -78,10 +78,10 @@ def _annotations(kind: type) -> dict[str, Any]:
 
 
 def check_weights_have_these_sizes(cfg: HookedTransformerConfig, tensors: Mapping[str, Tensor], where: str) -> None:
-    """Raise KVLensError where stored weights cannot be those of ``cfg``, before a model of its size is built."""
+    """Raise KVLensError if stored weights do not match ``cfg``, before a model of that size is built."""
     layers = {int(found[1]) for found in map(re.compile(r"blocks\.([0-9]{1,6})\.").match, tensors) if found}
     if layers != set(range(min(cfg.n_layers, len(layers) + 1))):
-        raise KVLensError(f"{where} hold {len(layers)} layers, the configuration asks for n_layers={cfg.n_layers}")
+        raise KVLensError(f"{where} hold {len(layers)} layers, but the configuration has n_layers={cfg.n_layers}")
     wanted: dict[str, Sequence[int | None]] = {
         "embed.W_E": (cfg.d_vocab, cfg.d_model),
         "unembed.W_U": (cfg.d_model, cfg.d_vocab_out),

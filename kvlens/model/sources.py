@@ -1,4 +1,4 @@
-"""Any model by where it is: a folder of ours or of Hugging Face, a checkpoint of llama2.c, or Hugging Face's local cache."""
+"""Loading a model from any source: a kvlens or Hugging Face folder, a llama2.c checkpoint, or Hugging Face's local cache."""
 
 from pathlib import Path
 from typing import Any
@@ -20,19 +20,19 @@ def load_source(
     dtype: Any = None,
     **processing: Any,
 ) -> HookedKVTransformer:
-    """The model of ``source``.
+    """Load the model at ``source``.
 
     Args:
-        source: what :func:`kvlens.zoo.source_of` finds: a folder of ours or of Hugging Face, or a checkpoint of llama2.c; or a
-            name that TransformerLens knows, whose files are in Hugging Face's local cache.
-        tokenizer: the file of a llama2.c tokenizer; folders bring their own.
+        source: the result of :func:`kvlens.zoo.source_of`: a kvlens or Hugging Face folder, or a llama2.c checkpoint; or an
+            official TransformerLens name whose files are in Hugging Face's local cache.
+        tokenizer: the file of a llama2.c tokenizer; folders include their own.
         device, dtype: as in :meth:`HookedKVTransformer.load`; None keeps the default.
-        processing: what :meth:`HookedKVTransformer.from_pretrained` does to the weights of a Hugging Face folder
-            (``center_unembed=False``, ...); nothing is done to the others.
+        processing: weight processing of :meth:`HookedKVTransformer.from_pretrained` for a Hugging Face folder
+            (``center_unembed=False``, ...); other sources are not processed.
 
     Raises:
-        KVLensError: a tokenizer for a folder, a source that cannot be read, an unknown name, or whose files are not
-            here.
+        KVLensError: a tokenizer given with a folder, an unreadable source, an unknown name, or a name whose files are not
+            in the cache.
     """
     wanted = {name: value for name, value in (("device", device), ("dtype", dtype)) if value is not None}
     if isinstance(source, str):
@@ -62,7 +62,7 @@ def _name_in_the_cache(name: str) -> str:
 
 
 def _is_hugging_face(folder: Path) -> bool:
-    """Whether the folder's config.json is one of transformers, which names the type of model and not our format."""
+    """Whether the folder's config.json was written by transformers: it names the type of model and not kvlens' format."""
     try:
         config = read_json("model", folder / "config.json")
     except KVLensError:

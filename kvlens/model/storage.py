@@ -40,13 +40,13 @@ from kvlens.pretrained import read_tokenizer
 logger = logging.getLogger(__name__)
 
 FORMAT, FORMAT_VERSION = "kvlens.model", 2
-"""2 brought checksums: of every file in ``config.json``, and of that in itself."""
+"""Version 2 added checksums to ``config.json``, of every file and of ``config.json`` itself."""
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
 
 def _own_files(folder: Path) -> set[str] | None:
     own = listed_in(CONFIG, FORMAT, "files", LIST)(folder)
-    return None if own is None else own | {WEIGHTS, CARD}  # format 1 lists nothing, and a card never is
+    return None if own is None else own | {WEIGHTS, CARD}  # format 1 lists no files, and the card is never listed
 
 
 MODEL_FOLDER = FolderKind("a kvlens model", _own_files, operation="save", allow="pass overwrite=True")
@@ -60,27 +60,27 @@ def save_model(
     stored_dtype: torch.dtype | str | None = None,
     further: Mapping[str, bytes] | None = None,
 ) -> None:
-    """Write ``model`` to ``folder``, whole or not at all.
+    """Write ``model`` to ``folder`` atomically.
 
     Args:
-        model: what to save; an attached bias is not saved. Nor are hooks, and of permanent ones, which belong to what the
-            model computes, a warning says so.
-        folder: its path; parents are made.
-        overwrite: replace a kvlens model that stands there; nothing else is ever replaced.
+        model: the model to save. An attached bias and hooks are not saved; permanent hooks, which are part of what the model
+            computes, cause a warning.
+        folder: path of the folder; parent folders are created.
+        overwrite: replace an existing kvlens model; nothing else is ever replaced.
         stored_dtype: round the weights to this floating dtype (or its name) on disk, e.g. float16 for half the size; loading
             widens them again.
-        further: other files of the model, by name.
+        further: additional files of the model, by name.
 
     Raises:
-        KVLensError: something stands there that may not be replaced, or the folder cannot be written.
+        KVLensError: something exists there that may not be replaced, or the folder cannot be written.
     """
     stored_dtype = None if stored_dtype is None else dtype_of(stored_dtype, "save: stored_dtype")
     check_model_folder(folder, overwrite=overwrite)
     hooked = [name for name, point in model.hook_dict.items() if any(h.is_permanent for h in point.fwd_hooks + point.bwd_hooks)]
     if hooked:
         warn(
-            f"save: permanent hooks (on {', '.join(hooked[:3])}) are functions, which no folder holds: what is loaded from "
-            f"{folder} computes something else until they are added again"
+            f"save: permanent hooks (on {', '.join(hooked[:3])}) are functions and cannot be saved: the model loaded from "
+            f"{folder} will compute something else until they are added again"
         )
     config = {"format": FORMAT, "format_version": FORMAT_VERSION, "kvlens_version": version("kvlens")}
     config["config"] = model.cfg.to_json()
@@ -104,7 +104,7 @@ def save_model(
 
 
 def check_model_folder(folder: str | Path, *, overwrite: bool = False) -> None:
-    """Raise KVLensError unless a model may be saved there; with ``overwrite`` in the place of another kvlens model."""
+    """Raise KVLensError unless a model may be saved there; with ``overwrite``, it may replace another kvlens model."""
     check_folder(folder, MODEL_FOLDER, overwrite=overwrite)
 
 
@@ -112,23 +112,23 @@ def load_model(cls: type[M], folder: str | Path, *, device: Any = None, dtype: t
     """Read a folder that :func:`save_model` wrote.
 
     Args:
-        folder: its path.
-        device: where to put the model; None takes TransformerLens' choice.
+        folder: path of the folder.
+        device: where to put the model; None leaves the choice to TransformerLens.
         dtype: round or widen the weights to this dtype; None keeps the stored one.
 
     Raises:
-        KVLensError: not such a folder, a truncated file, a newer format, or weights that do not fit the configuration.
+        KVLensError: not a kvlens folder, a truncated file, a newer format, or weights that do not fit the configuration.
     """
     check_device("load: device", device)
     folder, dtype = path_of("load", folder), None if dtype is None else dtype_of(dtype)
     if not folder.exists():
-        clear_leftovers(folder)  # where it had stepped aside, it comes back
+        clear_leftovers(folder)  # restores a folder left aside by an interrupted save
     stored = _read_config(folder)
     _check_files(folder, stored)
     cfg = _config_of(folder, stored["config"], device)
     try:
         tensors = load_file(folder / WEIGHTS)
-    except Exception as error:  # a damaged header raises whatever its parsers meet
+    except Exception as error:  # a damaged header can raise almost anything
         raise KVLensError(f"load: {folder / WEIGHTS} is missing or truncated ({error})") from error
     check_weights_have_these_sizes(cfg, tensors, f"load: the weights in {folder}")
     model = build_with_ready_tokenizer(cls, cfg, _load_tokenizer(folder))
@@ -164,12 +164,12 @@ def _read_config(folder: Path) -> dict[str, Any]:
     if found > FORMAT_VERSION:
         raise KVLensError(f"load: {path} has format version {found}, this kvlens reads up to {FORMAT_VERSION}: upgrade kvlens")
     if (found > 1 or "checksum" in stored) and stored.get("checksum") != checksum_of_json(stored):
-        raise KVLensError(f"load: {path} is damaged: its contents do not fit the checksum in it; take a copy that is whole")
+        raise KVLensError(f"load: {path} is damaged: its contents do not match its checksum; use an intact copy")
     return stored
 
 
 def _check_files(folder: Path, stored: dict[str, Any]) -> None:
-    """Raise KVLensError unless every file that was saved is there as it was; format 1 does not say."""
+    """Raise KVLensError unless every saved file is present and unchanged; format 1 has no checksums."""
     if "files" not in stored:
         logger.warning("load: %s is of format 1, which carries no checksums: damage would go unnoticed; save it again", folder)
         return
@@ -182,7 +182,7 @@ def _check_files(folder: Path, stored: dict[str, Any]) -> None:
             raise KVLensError(f"load: {folder / name} is missing: {reason(error)}") from error
         if found != written:
             raise KVLensError(
-                f"load: {folder / name} is damaged: it is not what was saved; take a copy that is whole. To change a "
+                f"load: {folder / name} is damaged: it does not match its checksum; use an intact copy. To change a "
                 "model, load it, change it and save it again"
             )
 
@@ -192,7 +192,7 @@ def _config_of(folder: Path, plain: dict[str, Any], device: Any) -> HookedKVTran
         return HookedKVTransformerConfig.from_json(plain, device=device, init_weights=False)
     except KVLensError as error:
         raise KVLensError(f"load: {folder / CONFIG}: {error}") from error
-    except Exception as error:  # TransformerLens' own checks are assertions, and a wrong type fails anywhere
+    except Exception as error:  # TransformerLens uses assertions, and a wrong type can fail anywhere
         raise KVLensError(
             f"load: {folder / CONFIG} describes no model that can be built ({type(error).__name__}: {error})"
         ) from error

@@ -1,12 +1,12 @@
 """A pass over a long text in segments: memory beyond the tokens and the output does not grow with the text.
 
-Linear attention needs nothing of the tokens before a segment but a state of one size, the shift state and the number of
-tokens. A segment therefore goes through all layers before the next one starts, as a decoded token does, and its activations
-stay in the processor's cache, which on a CPU is worth a fifth of the time. What comes out is what the whole pass gives, up to
-rounding: each row goes through the same products, the state through the same sums.
+Of the tokens before a segment, linear attention needs only a state of fixed size, the shift state and the number of tokens.
+A segment therefore goes through all layers before the next one starts, as a decoded token does, and its activations stay in
+the processor's cache, which on a CPU saves a fifth of the time. The output equals that of a whole pass up to rounding: each
+row goes through the same products, the state through the same sums.
 
-A hook would see segments where it expects the text, and a backward pass needs every activation: then the text runs whole.
-Hooks that want to see segments, to look at a text of any length, are given to :func:`run_in_segments`.
+The text runs as a whole if there are hooks, which expect the whole text, or if a backward pass needs all activations. Hooks
+that can handle segments, in order to process texts of any length, are passed to :func:`run_in_segments`.
 """
 
 import dataclasses
@@ -24,15 +24,15 @@ from kvlens.errors import KVLensError, brief
 from kvlens.model.attention_variant import why_no_kv_bias
 
 WIDEST_ON_CPU, WIDEST_ELSEWHERE = 2**21, 2**28
-"""Numbers in the widest activation of a segment: 8 MiB in float32 on a CPU; enough parallel work on an accelerator."""
+"""Size of the widest activation of a segment: 8 MiB in float32 on a CPU; enough parallel work on an accelerator."""
 WIDEST_LOOKED_AT = 2**24
-"""The same where hooks look at a segment, who hold several of its activations at a time."""
+"""The same for segments with hooks, which hold several activations at a time."""
 MULTIPLE = 64
-"""Segments are cut between the chunks of the chunked form."""
+"""Segments consist of whole chunks of the chunked form."""
 
 
 def default_segment_length(model: Any, batch: int) -> int:
-    """Tokens of each row in a segment: the widest activation then has about as many numbers as the constants above say."""
+    """Tokens per row and segment such that the widest activation has about the size given by the constants above."""
     return _length_for(model, batch, WIDEST_ON_CPU if model.W_E.device.type == "cpu" else WIDEST_ELSEWHERE)
 
 
@@ -50,7 +50,7 @@ def streams(
     return_type: str | None,
     stop_at_layer: int | None,
 ) -> bool:
-    """Whether a forward pass with these arguments runs in segments by itself: long, linear, no hooks, no gradients."""
+    """Whether a forward pass with these arguments runs in segments automatically: long, linear, no hooks, no gradients."""
     cfg = model.cfg
     if not _has_a_state(cfg):
         return False
@@ -58,34 +58,34 @@ def streams(
         return False
     if tokens.shape[1] <= default_segment_length(model, tokens.shape[0]):
         return False
-    runs_layers = len(range(cfg.n_layers)[:stop_at_layer]) > 0  # it is the first layer that counts the tokens
+    runs_layers = len(range(cfg.n_layers)[:stop_at_layer]) > 0  # the first layer counts the tokens
     has_loss = return_type in ("loss", "both") and (cache is None or not cache.previous_attention_mask.shape[1])
     if (
         not runs_layers
         or not (has_loss or return_type in (None, "logits"))
         or (mask is not None and mask.shape != tokens.shape)
     ):
-        return False  # TransformerLens' own pass answers these, or refuses them
+        return False  # TransformerLens' own pass handles or refuses these
     return not has_hooks(model) and not wants_gradients(model, cache)
 
 
 def _has_a_state(cfg: Any) -> bool:
-    """Whether a state of one size carries the attention from one segment to the next, as fast as in the whole text."""
+    """Whether a state of fixed size carries the attention from segment to segment as fast as in a whole pass."""
     if cfg.attention != "linear" or cfg.linear_attention_form == "parallel":
         return False
     variant = cfg.attention_variant
     if variant is not None and (variant.negative is not None or variant.ridge is not None):
-        return False  # negative samples are chosen among all scores; ridge attention behind a state goes token by token
+        return False  # negatives are chosen among all scores; ridge attention after a state runs token by token
     return why_no_kv_bias(variant) is None
 
 
 def has_hooks(model: torch.nn.Module) -> bool:
-    """Whether anything would see what passes through a module: TransformerLens' hooks, torch's own, its global ones."""
+    """Whether a module has any hooks: TransformerLens', torch's own, or torch's global ones."""
     return bool(torch.nn.modules.module._has_any_global_hook()) or is_hooked(*model.modules())
 
 
 def wants_gradients(model: Any, cache: TransformerLensKeyValueCache | None = None) -> bool:
-    """Whether a pass would build a graph: gradients are on, and a weight, the attached bias or the cache asks for them."""
+    """Whether a pass would build a graph: gradients are enabled and required by a weight, the attached bias or the cache."""
     if not torch.is_grad_enabled():
         return False
     bias = model.attached_kv_bias
@@ -102,7 +102,7 @@ def mask_of(
     padding_side: Any = USE_DEFAULT_VALUE,
     cached: bool = False,
 ) -> Int[Tensor, "batch pos"] | None:
-    """Which tokens TransformerLens would take for real in one pass over all of them; None where it would not ask."""
+    """The mask of real tokens that TransformerLens would use in one pass over all of them; None if it would use none."""
     tokenizer = model.tokenizer
     side = padding_side if tokenizer is None or padding_side in ("left", "right") else tokenizer.padding_side
     if tokenizer is None or (side != "left" and not cached):
@@ -128,10 +128,10 @@ def segments(
         model: with linear attention.
         tokens: the text.
         mask: 1 or True at real tokens; None if all of them are.
-        cache: what came before, as for a forward pass. When the last segment is done it holds what one pass would leave in
-            it; a frozen one stays as it is.
+        cache: what came before, as for a forward pass. After the last segment it holds what one pass would leave in it; a
+            frozen cache is unchanged.
         segment_length: tokens per row and segment; None for :func:`default_segment_length`.
-        return_type: "logits", or None for a pass that is run for what it leaves in ``cache``: nothing is unembedded.
+        return_type: "logits", or None for a pass that only fills ``cache``, without unembedding.
         stop_at_layer: as in TransformerLens; at least one layer must run.
         on_progress: called with the fraction done after each segment.
     """
@@ -161,9 +161,9 @@ def run_in_segments(
     stop_at_layer: int | None = None,
     on_progress: Callable[[float], None] | None = None,
 ) -> None:
-    """A pass over one text, run for what its hooks see: of linear attention one segment of the text after the other.
+    """Run hooks over one text; with linear attention, segment by segment.
 
-    So a text of any length can be looked at, in memory that does not grow with it. Nothing is unembedded.
+    This way hooks can process a text of any length in memory that does not grow with it. Nothing is unembedded.
 
     >>> import torch
     >>> from kvlens import HookedKVTransformer, run_in_segments
@@ -174,25 +174,25 @@ def run_in_segments(
     [4, 4, 2]
 
     Args:
-        model: a HookedKVTransformer; what is attached to it is what the text continues.
-        tokens: [pos], each of them real.
+        model: a HookedKVTransformer; the text continues any attached bias.
+        tokens: [pos], without padding.
         fwd_hooks: TransformerLens hooks (name, function), as for ``run_with_hooks``. Each fires once per segment, in order, and
-            sees that segment alone: position 0 is the segment's first token. ``hook_last_k``, ``hook_last_v`` and
-            ``hook_last_q`` fire with the first segment only.
-        segment_length: tokens per segment. None takes a good length; the whole text where something else is hooked to the
-            model, which expects it whole, and where no state carries its attention on (softmax, the parallel form).
+            sees only that segment: position 0 is the segment's first token. ``hook_last_k``, ``hook_last_v`` and
+            ``hook_last_q`` fire only with the first segment.
+        segment_length: tokens per segment. None chooses a good length, or the whole text if the model has other hooks, which
+            expect it, or if its attention cannot be continued from a state (softmax, the parallel form).
         stop_at_layer: as in TransformerLens.
         on_progress: called with the fraction done after each segment.
 
     Raises:
-        KVLensError: tokens of another shape or outside the vocabulary, more of them than positions, a length below 1, a
-            length for attention that has no state.
+        KVLensError: tokens of the wrong shape or outside the vocabulary, more tokens than positions, a segment length below 1,
+            or a segment length for attention that cannot be continued from a state.
     """
     if not isinstance(tokens, Tensor) or tokens.dim() != 1 or not tokens.numel():
         raise KVLensError(f"run_in_segments: tokens: expected token ids [pos], at least one, got {brief(tokens)}")
     model.check_tokens(tokens)
     rows = tokens[None].to(model.W_E.device)
-    mask = torch.ones_like(rows)  # a pad token that was typed is a token, not padding
+    mask = torch.ones_like(rows)  # a pad token in the given text is text, not padding
     model.check_length(rows.shape[1], mask)
     streamed = _has_a_state(model.cfg) and (segment_length is not None or not has_hooks(model))
     if segment_length is not None:
@@ -231,7 +231,7 @@ def forward_in_segments(
     """What ``HookedTransformer.forward`` returns for these arguments.
 
     Raises:
-        KVLensError: tokens outside the vocabulary, or more of them than positions.
+        KVLensError: tokens outside the vocabulary, or more tokens than positions.
     """
     model.check_tokens(tokens)
     if mask is None:
@@ -263,7 +263,7 @@ def forward_in_segments(
 
 
 def _mean_loss(losses: Tensor, mask: Tensor | None, per_token: bool) -> Tensor:
-    """As TransformerLens: a prediction counts where its token and the next are real."""
+    """As in TransformerLens: a prediction counts if its token and the next are real."""
     n = losses.numel()
     if mask is not None:
         counts = mask[:, :-1].bool() & mask[:, 1:].bool()

@@ -1,11 +1,11 @@
-"""One model, one thread at a time, as far as a KV bias goes; and passes of several threads one after the other.
+"""Thread safety: a KV bias belongs to one thread at a time, and forward passes of several threads run in turn.
 
-An attached bias is part of the model: a second thread that attached its own, or ran under somebody else's, would get other
-numbers without a word. It is refused instead. Hooks belong to the model in the same way, and nothing watches over them: give
-every thread a copy (``copy.deepcopy(model)``).
+An attached bias is part of the model: a second thread that attached its own, or ran with another thread's bias, would silently
+get wrong numbers, so this raises an error. Hooks belong to the model in the same way but are not checked: give every thread a
+copy (``copy.deepcopy(model)``).
 
-TransformerLens keeps ``prepend_bos=`` and ``padding_side=`` in the model itself while a call lasts, and puts back afterwards
-what it found: two threads that overlapped there would leave one's choice behind for good. Hence the turns.
+TransformerLens stores ``prepend_bos=`` and ``padding_side=`` in the model during a call and restores the old values
+afterwards. If the calls of two threads overlapped, one thread's values would remain for good; therefore calls take turns.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ _REMEDY = "give every thread its own copy: copy.deepcopy(model)"
 
 
 class OneThread:
-    """Which thread attached the bias, and which threads are in a forward pass. A copy of a model starts with a fresh one."""
+    """Records which thread attached the bias, and which threads are in a forward pass. A copied model gets a new record."""
 
     def __init__(self) -> None:
         self._owner: int | None = None
@@ -37,7 +37,7 @@ class OneThread:
 
     @contextlib.contextmanager
     def changes(self, what: str, attached: Callable[[], bool]) -> Iterator[None]:
-        """Inside, the model is this thread's; afterwards as well, if ``attached`` says that a bias is.
+        """Make this thread the owner of the model inside the block, and afterwards too if ``attached`` returns True.
 
         Raises:
             KVLensError: another thread has one attached, or is in a forward pass.
@@ -59,16 +59,16 @@ class OneThread:
 
     @contextlib.contextmanager
     def passes(self, attached: Callable[[], bool]) -> Iterator[None]:
-        """Around a forward pass. ``attached``: whether a bias is.
+        """Enclose a forward pass; ``attached`` returns whether a bias is attached.
 
         Raises:
-            KVLensError: the bias is another thread's.
+            KVLensError: the bias belongs to another thread.
         """
         me = threading.get_ident()
         with _LOCK:
             self._check_owner("forward pass", me)
             if attached() and self._owner is None:
-                self._owner = me  # a copy of a model with a bias belongs to whoever uses it first
+                self._owner = me  # a copied model with a bias belongs to the first thread that uses it
             self._running[me] += 1
         try:
             yield

@@ -1,7 +1,7 @@
 """HookedKVTransformer: a HookedTransformer whose attention may be linear, shifted, and biased by a converted prompt.
 
-What it relies on inside TransformerLens 3.9, in addition to the public names in :mod:`kvlens._tl` and to what
-:mod:`kvlens.model.assembly` says: ``get_residual`` adds absolute positions, and ``attn.forward`` gets one entry of
+It relies on these internals of TransformerLens 3.9, in addition to the public names in :mod:`kvlens._tl` and to what
+:mod:`kvlens.model.assembly` describes: ``get_residual`` adds absolute positions, and ``attn.forward`` gets one entry of
 ``past_kv_cache.entries``.
 """
 
@@ -49,7 +49,7 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
     """A :class:`transformer_lens.HookedTransformer` in every respect, with KV shift, linear attention and KV bias.
 
     Args:
-        cfg: a :class:`HookedKVTransformerConfig`; a plain TransformerLens configuration gives its softmax model.
+        cfg: a :class:`HookedKVTransformerConfig`; a plain TransformerLens configuration gives a softmax model.
         tokenizer: a Hugging Face tokenizer, or None for models on token ids.
         move_to_device: as in TransformerLens.
         default_padding_side: "left" or "right", as in TransformerLens.
@@ -70,7 +70,7 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
         try:
             with without_deprecation_warning():
                 super().__init__(cfg, tokenizer, move_to_device=False, default_padding_side=default_padding_side)
-        except (AssertionError, OSError, ValueError) as error:  # no vocabulary, or a tokenizer's name that leads nowhere
+        except (AssertionError, OSError, ValueError) as error:  # no vocabulary, or a tokenizer that cannot be found
             raise KVLensError(
                 f"HookedKVTransformer: {first_line(error)} (tokenizer_name={cfg.tokenizer_name!r}); give a loaded tokenizer, "
                 "or d_vocab and tokenizer_name=None for a model of token ids"
@@ -92,8 +92,8 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
         self.setup()
 
     def init_weights(self) -> None:
-        """TransformerLens' initial weights for ``cfg.seed``, and kvlens' own; the global generators stay as they were."""
-        seed, self.cfg.seed = self.cfg.seed, None  # TransformerLens would seed GPUs too, now or when they are first used
+        """Draw TransformerLens' and kvlens' initial weights from ``cfg.seed``; the global generators are left unchanged."""
+        seed, self.cfg.seed = self.cfg.seed, None  # TransformerLens would also seed GPUs, now or at first use
         try:
             with seeded(seed, on_cpu=all(weight.device.type == "cpu" for weight in self.parameters())):
                 super().init_weights()
@@ -102,7 +102,7 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
         self.init_kv_parameters()
 
     def init_kv_parameters(self) -> None:
-        """Draw what TransformerLens does not know: shift coefficients and feature maps (b_KV and b_D start at 0)."""
+        """Initialize kvlens' own parameters: shift coefficients and feature maps (b_KV and b_D start at 0)."""
         init_kv_parameters(self)
 
     def forward(
@@ -119,14 +119,14 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
         stop_at_layer: int | None = None,
         past_kv_cache: TransformerLensKeyValueCache | None = None,
     ):
-        """As ``HookedTransformer.forward``, which it calls; an empty stock cache becomes kvlens' own, in place.
+        """As ``HookedTransformer.forward``, which it calls; an empty stock cache is converted to kvlens' own, in place.
 
         With linear attention a long text runs in segments through all layers, unless something is hooked or gradients are
-        wanted: see :mod:`kvlens.model.streaming`.
+        required: see :mod:`kvlens.model.streaming`.
 
-        With a cache TransformerLens takes pad tokens at the end of the input for padding (at its beginning, where the tokenizer
-        pads on the left), even where they are text: ``attention_mask=torch.ones_like(input)`` says that they are. Without a
-        cache and with padding on the right they are text.
+        With a cache, TransformerLens treats pad tokens at the end of the input as padding (or at the beginning, if the
+        tokenizer pads on the left). Pass ``attention_mask=torch.ones_like(input)`` if they are text. Without a cache and with
+        padding on the right they are always text.
         """
         check_input(input, attention_mask, past_kv_cache)
         if self._may_be_silent:
@@ -164,9 +164,9 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
             )
 
     def empty_cache(self, batch: int = 1) -> TransformerLensKeyValueCache:
-        """A decode cache to pass as ``past_kv_cache``: a pass leaves in it what the text after it needs.
+        """A decode cache to pass as ``past_kv_cache``, in which a pass stores what the following text needs.
 
-        :meth:`forward` says how pad tokens are read.
+        :meth:`forward` describes how pad tokens are treated.
         """
         return TransformerLensKeyValueCache.init_cache(self.cfg, self.cfg.device, batch)
 
@@ -178,7 +178,7 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
         attention_mask: Tensor | None = None,
         past_kv_cache: TransformerLensKeyValueCache | None = None,
     ):
-        """As TransformerLens'; tokens are checked, and a cache works without a tokenizer (then nothing is padding)."""
+        """As in TransformerLens, but tokens are checked, and a cache works without a tokenizer (then nothing is padding)."""
         prepend_bos = self._prepend_bos(prepend_bos)
         if isinstance(input, (str, list)) and self.tokenizer is not None:
             input = self.to_tokens(input, prepend_bos=prepend_bos, padding_side=padding_side)  # noqa: A001
@@ -202,9 +202,9 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
         return_shortformer_pos_embed: bool = True,
         device: Any = None,
     ):
-        """As TransformerLens', with sinusoidal and no positions, the offset of an attached bias, and a clear n_ctx error."""
+        """As in TransformerLens, with support for sinusoidal and no positions and for the offset of an attached bias."""
         if self._in_transformer_lens_generate and attention_mask is None:
-            pos_offset = 0  # without a tokenizer it hands over the embeddings of the whole text, not of the new token
+            pos_offset = 0  # without a tokenizer, TransformerLens passes the whole text's embeddings
         self.check_length(pos_offset + embed.shape[1], attention_mask)
         kind = self.cfg.positional_embedding_type
         if kind not in ("none", "sinusoidal"):
@@ -218,7 +218,7 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
         return (residual, None) if return_shortformer_pos_embed else residual
 
     def check_length(self, n_positions: int, attention_mask: Tensor | None) -> None:
-        """Raise KVLensError where the model has a longest text and this one, padding left out, is longer."""
+        """Raise KVLensError if the model limits the length of a text and this one, without padding, is longer."""
         check_length(self.cfg, n_positions, counted_by(attention_mask))
 
     def to_tokens(
@@ -229,7 +229,7 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
         move_to_device: bool = True,
         truncate: bool = True,
     ):
-        """As TransformerLens'; nothing is cut off where the model has no longest text, no BOS added under a bias."""
+        """As in TransformerLens, but not truncated if the length is unlimited, and without a BOS if a bias is attached."""
         check_text("to_tokens", input)
         truncate = truncate and self.cfg.has_position_limit
         with self._thread.turn:
@@ -237,7 +237,7 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
 
     @property
     def prepends_bos(self) -> bool:
-        """Whether the model is used to a BOS: ``cfg.default_prepend_bos``, whatever a call in another thread says now."""
+        """Whether the model expects a BOS: ``cfg.default_prepend_bos``, unaffected by calls in other threads."""
         with self._thread.turn:
             return bool(self.cfg.default_prepend_bos)
 
@@ -274,8 +274,8 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
     ):
         """As ``HookedTransformer.generate``; with linear attention the cost per token does not grow with the text.
 
-        Softmax attention runs fused where it can, unless a form was chosen: :meth:`set_softmax_form` or a block of
-        :meth:`using_softmax_form` with ``"eager"`` gives TransformerLens' logits to the bit.
+        Softmax attention runs fused if possible, unless a form was chosen: :meth:`set_softmax_form` or a
+        :meth:`using_softmax_form` block with ``"eager"`` gives TransformerLens' logits bit for bit.
         """
         check_keywords(self.generate, generation_kwargs)
         sampling: dict[str, Any] = dict(top_k=top_k, top_p=top_p, temperature=temperature, freq_penalty=freq_penalty)
@@ -303,7 +303,7 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
             with self._thread.turn, self.using_softmax_form():
                 return super().generate(input, use_past_kv_cache=use_past_kv_cache, **common, **sampling, **generation_kwargs)
         except BaseException:
-            self.train(was_training)  # TransformerLens' loop switches to eval before it looks at its arguments
+            self.train(was_training)  # TransformerLens' loop switches to eval mode before checking its arguments
             raise
         finally:
             self._in_transformer_lens_generate = False
@@ -312,11 +312,11 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
     def set_softmax_form(self, form: str) -> None:
         """Compute softmax attention as ``"eager"`` (TransformerLens' own, bit for bit) or ``"fused"`` (torch's kernel).
 
-        Fused is several times faster and differs by rounding alone, under an exact bias too (:func:`kvlens.convert_prompt`); a
-        layer whose scores or pattern are hooked runs eagerly.
+        Fused is several times faster and differs only by rounding, even with an exact bias (:func:`kvlens.convert_prompt`); a
+        layer whose scores or pattern are hooked runs in the eager form.
 
         Raises:
-            KVLensError: an unknown form, or a model that the kernel cannot compute (linear attention, soft-capping, ...).
+            KVLensError: an unknown form, or a model that the kernel does not support (linear attention, soft-capping, ...).
         """
         self.cfg.check_softmax_form(form)
         self.cfg.softmax_form = form
@@ -325,11 +325,11 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
     @checked
     @contextlib.contextmanager
     def using_softmax_form(self, form: str | None = None) -> Iterator["HookedKVTransformer"]:
-        """``with model.using_softmax_form("fused"): ...``, in this thread only; afterwards the form is what it was before.
+        """``with model.using_softmax_form("fused"): ...``, in this thread only; the previous form is restored afterwards.
 
         Args:
-            form: "eager" or "fused"; None takes fused where the model's attention allows it and no form was chosen by
-                :meth:`set_softmax_form` or an enclosing block. :meth:`generate`, ``kvlens train`` and batches do so.
+            form: "eager" or "fused"; None uses fused if the model's attention allows it and no form was chosen by
+                :meth:`set_softmax_form` or an enclosing block, as in :meth:`generate`, ``kvlens train`` and batches.
 
         Raises:
             KVLensError: as :meth:`set_softmax_form`.
@@ -344,31 +344,32 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
 
     @property
     def attached_kv_bias(self) -> KVBias | None:
-        """The bias that forward passes read now, None without one."""
+        """The bias that forward passes currently read, None without one."""
         return self._attached
 
     def fingerprint(self) -> Fingerprint:
-        """Structure and weights of this model, as biases are checked against."""
+        """Structure and weights of this model, against which biases are checked."""
         fingerprint = fingerprint_of(self, self.cfg)
         if self.rounded_from is not None and fingerprint.weights == self.rounded_from[0]:
             return Fingerprint(**{**fingerprint.to_json(), "weights": self.rounded_from[1]})
         return fingerprint
 
     def attach_kv_bias(self, bias: KVBias) -> None:
-        """Let every forward pass start from ``bias``, instead of what was attached or trained.
+        """Let every forward pass start from ``bias``, instead of the bias attached before or the trained one.
 
-        While it is attached, strings get no BOS unless asked for: the prompt had one. It belongs to the thread that attached
-        it: others are refused until it is detached (hooks are not watched over in this way; give every thread a copy).
+        While it is attached, strings get no BOS by default, since the prompt had one. It belongs to the thread that attached
+        it: until it is detached, calls from other threads raise an error (hooks are not protected in this way; give every
+        thread a copy).
 
         Raises:
-            KVLensError: the bias belongs to another model (the field that differs is named), a number in it is not finite, or
-                another thread uses the model.
+            KVLensError: the bias belongs to another model (the error names the field that differs), a number in it is not
+                finite, or another thread is using the model.
         """
         if not isinstance(bias, KVBias):
             raise KVLensError(f"attach_kv_bias: expected a KVBias, got {type(bias).__name__}")
         reason = why_no_kv_bias(self.cfg.attention_variant)
         if reason is not None:
-            raise KVLensError(f"attach_kv_bias: this model's attention reads no KV bias: {reason}")
+            raise KVLensError(f"attach_kv_bias: this model's attention cannot use a KV bias: {reason}")
         bias.fingerprint.check(self.fingerprint(), "attach_kv_bias")
         bias.check_finite("attach_kv_bias")
         check_room(self.cfg, bias)
@@ -377,7 +378,7 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
             spread_bias(self, self._attached)
 
     def detach_kv_bias(self) -> None:
-        """Undo :meth:`attach_kv_bias`; nothing happens where nothing is attached."""
+        """Undo :meth:`attach_kv_bias`; does nothing if no bias is attached."""
         if self._attached is None:
             return
         with self._thread.changes("detach_kv_bias", self._has_bias):
@@ -386,7 +387,7 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
 
     @contextlib.contextmanager
     def kv_bias(self, bias: KVBias) -> Iterator["HookedKVTransformer"]:
-        """``with model.kv_bias(bias): ...``; afterwards what was attached before is attached again."""
+        """``with model.kv_bias(bias): ...``; afterwards the bias attached before is attached again."""
         with self._thread.changes("kv_bias", self._has_bias):
             before = self._attached
             self.attach_kv_bias(bias)
@@ -401,16 +402,16 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
         return self._attached is not None
 
     def to(self, device_or_dtype: torch.device | torch.dtype | str, print_details: bool = True):  # type: ignore[override]
-        """As TransformerLens'; a dtype may be given by its name, and is one of those that weights can have."""
+        """As in TransformerLens; a dtype may be given by its name, and must be one that weights can have."""
         if not is_dtype(device_or_dtype):
             return super().to(device_or_dtype, print_details)
         dtype = self.cfg.dtype = dtype_of(device_or_dtype, "to: dtype")
         if print_details:
             print("Changing model dtype to", dtype)
-        return torch.nn.Module.to(self, dtype)  # TransformerLens' own writes all weights into copies that it drops
+        return torch.nn.Module.to(self, dtype)  # TransformerLens' own method makes a second copy of all weights
 
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> "HookedKVTransformer":
-        """Moving or rounding the model: a rounded copy keeps the name of the weights that it was rounded from."""
+        """Move or round the model; a rounded model keeps the hash of the weights that it was rounded from."""
         dtype = next(self.parameters()).dtype
         after = fn(torch.empty(0, dtype=dtype)).dtype
         lossy = after.is_floating_point and torch.finfo(after).bits < min(torch.finfo(dtype).bits, 32)

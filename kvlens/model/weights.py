@@ -1,4 +1,4 @@
-"""Which of TransformerLens' weight processing keeps a kvlens model's output, and which would change it silently."""
+"""Which steps of TransformerLens' weight processing preserve a kvlens model's output, and which would silently change it."""
 
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
@@ -15,7 +15,10 @@ from kvlens.model.config import HookedKVTransformerConfig
 
 @contextmanager
 def loaded_at_once(model: HookedTransformer) -> Iterator[None]:
-    """What TransformerLens loads within, weight by weight, is loaded at the end: torch asks every module at each call."""
+    """Collect the weights that TransformerLens loads one by one inside the block, and load them all at once at the end.
+
+    Each call of ``load_state_dict`` visits every module.
+    """
     weights: dict[str, Tensor] = {}
     load = model.load_state_dict
 
@@ -34,7 +37,7 @@ def loaded_at_once(model: HookedTransformer) -> Iterator[None]:
 
 
 class ProcessesWeights(HookedTransformer):
-    """A HookedTransformer whose weights are processed where that keeps its output, and where it would not, with an error."""
+    """A HookedTransformer whose weight processing raises an error if it would change the model's output."""
 
     cfg: HookedKVTransformerConfig
 
@@ -47,14 +50,14 @@ class ProcessesWeights(HookedTransformer):
         fold_value_biases: bool | None = None,
         refactor_factored_attn_matrices: bool = False,
     ) -> None:
-        """As TransformerLens'. ``fold_value_biases=None`` folds where that is right; True is refused where it is wrong.
+        """As in TransformerLens. ``fold_value_biases=None`` folds if that preserves the output; True may raise an error.
 
         Raises:
             KVLensError: ``fold_value_biases`` or ``refactor_factored_attn_matrices`` would change the model's output.
         """
         fold_value_biases = check_weight_processing(self.cfg, fold_value_biases, refactor_factored_attn_matrices)
         refuse_wrong_folding(self.cfg, state_dict, fold_ln=fold_ln, center_writing_weights=center_writing_weights)
-        if self.cfg.positional_embedding_type == "sinusoidal":  # TransformerLens looks for a table; nothing is learned here
+        if self.cfg.positional_embedding_type == "sinusoidal":  # TransformerLens expects a learned table
             state_dict = {**state_dict, "pos_embed.W_pos": torch.zeros(1, self.cfg.d_model, dtype=self.cfg.dtype)}
         processes = fold_ln or center_writing_weights or center_unembed or fold_value_biases or refactor_factored_attn_matrices
         steps = {
@@ -73,7 +76,7 @@ class ProcessesWeights(HookedTransformer):
             take_weights(self, processed_stepwise(state_dict, self.cfg, steps) if processes else state_dict, given)
 
     def _has_modules_of_folded_norms(self, state_dict: Mapping[str, Tensor]) -> bool:
-        """Whether no module has to be exchanged for folding the norms, and the weights still hold some to fold."""
+        """Whether norms can be folded without replacing modules, and the weights still contain norms to fold."""
         norms = (".ln1.w", ".ln2.w", "ln_final.w")
         return self.cfg.normalization_type in ("LNPre", "RMSPre") and any(name.endswith(norms) for name in state_dict)
 
@@ -86,7 +89,7 @@ class ProcessesWeights(HookedTransformer):
         fold_value_biases: bool | None = None,
         refactor_factored_attn_matrices: bool = False,
     ) -> None:
-        """As TransformerLens', with ``fold_value_biases`` as in :meth:`load_and_process_state_dict`."""
+        """As in TransformerLens, with ``fold_value_biases`` as in :meth:`load_and_process_state_dict`."""
         self.load_and_process_state_dict(
             self.state_dict(),
             fold_ln,
@@ -114,15 +117,15 @@ UNTOUCHED: dict[str, tuple[str, ...]] = {
     "fold_value_biases": ("W_Q", "W_K", "_W_K", "W_in", "W_gate", "W_out", "W_E", "W_pos", "W_U"),
     "refactor_factored_attn_matrices": ("W_in", "W_gate", "W_out", "W_E", "W_pos", "W_U"),
 }
-"""The large weights that a step of TransformerLens' processing leaves as they are."""
+"""The large weights that a step of TransformerLens' processing does not change."""
 
 
 def processed_stepwise(
     state_dict: dict[str, Tensor], cfg: HookedKVTransformerConfig, steps: Mapping[str, bool]
 ) -> dict[str, Tensor]:
-    """What TransformerLens' ``process_weights`` returns for all ``steps`` at once, bit by bit, in less memory.
+    """The result of TransformerLens' ``process_weights`` for all ``steps``, bit for bit, in less memory.
 
-    Each of its steps begins with a copy of all weights that it is given; here it is given those alone that it may touch.
+    Each of its steps copies all weights that it is given; here it is given only those that it may change.
     """
     dtypes = {name: weight.dtype for name, weight in state_dict.items()}
     state_dict = {name: weight.float() if weight.is_floating_point() else weight for name, weight in state_dict.items()}
@@ -140,12 +143,12 @@ def processed_stepwise(
 
 @torch.no_grad()
 def take_weights(model: HookedTransformer, weights: dict[str, Tensor], given: Set[int]) -> None:
-    """Give ``model`` the weights, which are taken out of the dict one by one: as its own, or copied where they are others'.
+    """Move the weights from the dict into ``model`` one by one, copying those whose storage is shared.
 
     Args:
-        model: its parameters are replaced in place.
-        weights: by its names.
-        given: addresses of storage that belongs to somebody else.
+        model: the model whose parameters are replaced in place.
+        weights: the weights by name.
+        given: addresses of storage that belongs to other owners.
     """
     parameters = dict(model.named_parameters())
     for name in list(weights):
@@ -155,24 +158,24 @@ def take_weights(model: HookedTransformer, weights: dict[str, Tensor], given: Se
             own.data = weight.contiguous()
         elif own is not None and own.shape == weight.shape:
             own.copy_(weight)
-        else:  # buffers, and what does not fit
+        else:  # buffers, and weights that do not match
             model.load_state_dict({name: weight}, strict=False)
 
 
 def check_weight_processing(cfg: HookedKVTransformerConfig, fold_value_biases: bool | None, refactor: bool) -> bool:
-    """Whether to fold value biases; None means "where it is right".
+    """Whether to fold value biases; None means "if that preserves the output".
 
-    Folding b_V into b_O assumes that each row of the pattern sums to 1 and that every value carries b_V once. Neither holds
-    for linear attention (RoPE-after rows need not sum to 1, and those of normalizer "none" do not), nor does the second with
-    a value shift, whose first token lacks a predecessor.
+    Folding b_V into b_O assumes that each row of the pattern sums to 1 and that every value contains b_V exactly once. Linear
+    attention need not satisfy the first (with RoPE after the map, or normalizer "none"), nor does a value shift satisfy the
+    second, since the first token lacks a predecessor.
 
     Raises:
-        KVLensError: processing that would change the output was asked for.
+        KVLensError: the requested processing would change the output.
     """
     reason = _why_not_fold(cfg)
     if fold_value_biases and reason:
         raise KVLensError(f"fold_value_biases would change this model's output: {reason}. Pass fold_value_biases=False.")
-    between = "the shift acts" if cfg.kv_shift is not None else "a variant of attention may act"
+    between = "the shift acts" if cfg.kv_shift is not None else "an attention variant may act"
     if refactor and (cfg.attention == "linear" or cfg.kv_shift is not None or cfg.attention_variant is not None):
         raise KVLensError(
             "refactor_factored_attn_matrices keeps only q.k and folds b_V away, which would change this model's output: "
@@ -184,20 +187,20 @@ def check_weight_processing(cfg: HookedKVTransformerConfig, fold_value_biases: b
 def refuse_wrong_folding(
     cfg: HookedKVTransformerConfig, state_dict: Mapping[str, Tensor], *, fold_ln: bool, center_writing_weights: bool
 ) -> None:
-    """Raise KVLensError where folding the norms or centring what is written would change the output, or is not written for.
+    """Raise KVLensError if folding norms or centering writing weights would change the output or is not supported.
 
-    TransformerLens does both without a look at these cases: its result would be another model.
+    TransformerLens does not check these cases and would return a different model.
     """
     kind = cfg.normalization_type
     if cfg.positional_embedding_type == "shortformer" and (fold_ln or center_writing_weights) and kind is not None:
-        _refuse("shortformer adds positions to keys and queries behind the norm", fold_ln, center_writing_weights)
+        _refuse("shortformer adds positions to keys and queries after the norm", fold_ln, center_writing_weights)
     layer_norm = kind in ("LN", "LNPre")
     if center_writing_weights and layer_norm and cfg.num_experts:
         _refuse("TransformerLens centers the experts' router too", False, True)
     if layer_norm and cfg.final_rms and (fold_ln or center_writing_weights):
-        _refuse("the final RMS norm, unlike a LayerNorm, sees the mean of the stream", fold_ln, center_writing_weights)
+        _refuse("the final RMS norm, unlike a LayerNorm, depends on the mean of the stream", fold_ln, center_writing_weights)
     if fold_ln and kind == "LN" and cfg.gated_mlp and any(bool(w.any()) for n, w in state_dict.items() if n.endswith("ln2.b")):
-        _refuse("the gate has no bias that could take up the norm's", True, False)
+        _refuse("the gate has no bias that could absorb the norm's", True, False)
     if (
         fold_ln
         and kind is not None
@@ -205,7 +208,7 @@ def refuse_wrong_folding(
         and cfg.act_fn.endswith("_ln")
         and (cfg.attn_only or kind != "LN")
     ):
-        _refuse(f"TransformerLens folds the norm of act_fn={cfg.act_fn!r} into MLPs with LayerNorms alone", True, False)
+        _refuse(f"TransformerLens folds the norm of act_fn={cfg.act_fn!r} into MLPs only with LayerNorm", True, False)
 
 
 def _refuse(reason: str, fold_ln: bool, center_writing_weights: bool) -> None:
@@ -218,20 +221,20 @@ def _why_not_fold(cfg: HookedKVTransformerConfig) -> str | None:
     if cfg.attention == "linear":
         return "rows of linear attention need not sum to 1"
     if cfg.kv_shift is not None and cfg.kv_shift.values:
-        return "with a value shift the first token lacks a predecessor, so that its value carries b_V beta_1 times, not once"
+        return "with a value shift the first token lacks a predecessor, so its value contains b_V beta_1 times, not once"
     if cfg.use_attention_sinks:
         return "with attention sinks the rows of the pattern sum to less than 1"
     return None if cfg.attention_variant is None else _why_not_fold_under(cfg.attention_variant)
 
 
 def _why_not_fold_under(variant: AttentionVariantConfig) -> str | None:
-    """Of the variants of attention, what keeps b_V out of b_O; "normalised" regularisation and augmented keys do not."""
+    """Why an attention variant prevents folding b_V into b_O; "normalised" regularization and augmented keys do not."""
     if variant.ridge is not None:
         return "the weights of ridge attention need not sum to 1"
     if variant.negative is not None:
-        return "negative samples take beta off each row's sum"
+        return "negative samples subtract beta from each row's sum"
     if variant.augmented is not None and variant.augmented.values:
-        return "values go through an MLP behind b_V"
+        return "values pass through an MLP after b_V is added"
     if variant.regularised is not None and variant.regularised.form != "normalised":
-        return "regularised attention takes alpha of a token's own value off"
+        return "regularised attention subtracts alpha times a token's own value"
     return None

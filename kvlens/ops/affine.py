@@ -1,15 +1,15 @@
-"""x W + b, the dense product that most of a transformer's time goes into, by the fastest kernel that torch has for it.
+"""x W + b, the dense product on which a transformer spends most of its time, by the fastest kernel that torch has for it.
 
-On a CPU torch multiplies float32 matrices with MKL. oneDNN comes with torch too, and is faster for large weights or
-many rows: on one thread of an AMD EPYC (Zen 4), quiet, ``torch.addmm`` took 1.0 to 1.9 times as long from 2**18 weights
-on, 1.0 to 1.4 times from 2,048 rows on, and 0.4 to 1.0 times below both. A forward pass of 4 layers of width 512 over
-128 / 512 / 4,096 tokens took 1.19 / 1.21 / 1.24 times as long on one thread without oneDNN and 1.27 / 1.17 / 1.07 times
-on two. ``torch.compile`` calls it by the operator that is used here. ``torch.addmm`` runs where oneDNN is missing
-(other devices, other dtypes, other builds of torch), cannot serve (autocast, transforms of ``torch.func``) or is turned
-off (``torch.backends.mkldnn.flags(enabled=False)``). Both round as float32 products do; their sums run in different
-orders, and oneDNN's error is the larger one: 4e-7 where MKL's is 2.4e-7, for sums of 512 terms.
+On a CPU torch multiplies float32 matrices with MKL. oneDNN ships with torch as well and is faster for large weights or
+many rows: on one thread of an otherwise idle AMD EPYC (Zen 4), ``torch.addmm`` took 1.0 to 1.9 times as long as oneDNN
+with at least 2**18 weights, 1.0 to 1.4 times as long with at least 2,048 rows, and 0.4 to 1.0 times as long below both.
+Without oneDNN, a forward pass of 4 layers of width 512 over 128 / 512 / 4,096 tokens took 1.19 / 1.21 / 1.24 times as long
+on one thread and 1.27 / 1.17 / 1.07 times as long on two. The operator used here is the one that ``torch.compile`` calls.
+``torch.addmm`` runs where oneDNN is missing (other devices, other dtypes, other builds of torch), cannot be used (autocast,
+transforms of ``torch.func``) or is turned off (``torch.backends.mkldnn.flags(enabled=False)``). Both round in float32, but
+they sum in different orders, and oneDNN's error is the larger: 4e-7 against MKL's 2.4e-7, for sums of 512 terms.
 
-A decoded token is one row. ``torch.addmm`` then runs on one core; a sum over slices of the weights runs on all of them.
+A decoded token is a single row, for which ``torch.addmm`` uses one core; a sum over slices of the weights uses all of them.
 """
 
 import functools
@@ -38,11 +38,11 @@ _ONE_DNN_NAMES: dict[Activation | None, tuple[str, str]] = {
     "silu": ("swish", ""),
 }
 FEW_ROWS = 8
-"""Up to so many rows, as in decoding, oneDNN is not used; a product with large weights is cut into slices instead."""
+"""With at most this many rows, as in decoding, oneDNN is not used; a product with large weights is sliced instead."""
 MANY_ROWS = 2048
-"""From so many rows on, oneDNN is the faster one whatever the size of the weights."""
+"""With at least this many rows, oneDNN is faster whatever the size of the weights."""
 LARGE_WEIGHTS = 2**18
-"""From so many weights on, oneDNN is the faster one for more than a few rows."""
+"""With at least this many weights, oneDNN is faster for more than a few rows."""
 SLICES = 8
 
 
@@ -98,7 +98,7 @@ def _one_dnn_serves(x: Tensor, weight: Tensor) -> bool:
 
 @functools.cache
 def _one_dnn() -> Any:
-    """oneDNN's product as an operator, or None where this torch has none that gives the right answer."""
+    """oneDNN's product as an operator, or None if this build of torch has none that gives the right answer."""
     try:
         operator = torch.ops.mkldnn._linear_pointwise.default
         x, weight, bias = torch.arange(6.0).view(3, 2), torch.arange(8.0).view(2, 4), torch.arange(4.0)
@@ -109,7 +109,7 @@ def _one_dnn() -> Any:
 
 
 class _Affine(torch.autograd.Function):
-    """The product of rows, and its gradients by the same kernel, which has none of its own."""
+    """The product of rows, and its gradients by the same kernel, for which torch defines no backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -217,6 +217,6 @@ def test_layers_that_cannot_be_fused_run_eagerly_and_are_refused_only_on_request
     for changes in (dict(attn_scores_soft_cap=5.0), dict(attention="linear")):
         model = build(**changes)
         written(model, tokens(2, 7))
-        with pytest.raises(KVLensError, match="does not go with this model"), model.using_softmax_form("fused"):
+        with pytest.raises(KVLensError, match="cannot be used with this model"), model.using_softmax_form("fused"):
             pass
     assert not fused_calls

@@ -274,7 +274,7 @@ def test_a_prompt_beyond_learned_positions_is_refused():
     with pytest.raises(KVLensError, match="n_ctx=41"):
         convert_prompt(model, tokens(1, 42))
     bias = convert_prompt(model, tokens(1, 40))
-    with model.kv_bias(bias), pytest.raises(KVLensError, match="attached prompt included"):
+    with model.kv_bias(bias), pytest.raises(KVLensError, match="including the attached prompt"):
         model(tokens(1, 2))
 
 

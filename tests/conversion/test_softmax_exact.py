@@ -49,7 +49,7 @@ def test_norms_over_all_heads_act_under_a_bias_too(architecture):
 
 def test_a_bidirectional_model_has_no_bias():
     model = small_model(attention_dir="bidirectional")
-    with pytest.raises(KVLensError, match="bidirectional attention: the prompt's own keys depend on the text behind it"):
+    with pytest.raises(KVLensError, match="bidirectional attention the prompt's own keys depend on the text after it"):
         convert_prompt(model, tokens(1, 5))
 
 

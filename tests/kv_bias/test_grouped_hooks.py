@@ -132,7 +132,7 @@ def test_a_row_per_key_value_head_is_refused_with_a_message():
     model = grouped()
     bias = convert_prompt(model, PROMPT)
     hook = ("blocks.1.attn.hook_b_d", lambda b, hook: b[:, :KV_HEADS])
-    with pytest.raises(KVLensError, match=r"hook_b_d: a hook made \[1, 3, 7\] of it, and it is \[batch or 1, 6, 7\]"):
+    with pytest.raises(KVLensError, match=r"hook_b_d: a hook returned shape \[1, 3, 7\], expected \[batch or 1, 6, 7\]"):
         logits(model, bias, [hook])
 
 

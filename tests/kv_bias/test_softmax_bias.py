@@ -228,7 +228,7 @@ def test_what_does_not_add_is_refused():
 def test_features_that_do_not_fit_are_refused():
     with pytest.raises(KVLensError, match="features.keys must be"):
         bias(features=features("virtual_keys", (LAYERS, 3), 1))
-    with pytest.raises(KVLensError, match="belong to softmax"):
+    with pytest.raises(KVLensError, match="are only for softmax"):
         bias(features=None, log_scale=None)
 
 

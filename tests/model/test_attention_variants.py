@@ -309,10 +309,10 @@ def test_the_fingerprint_of_a_shipped_model_is_what_it_was():
         (dict(attention_variant={"regularised": {"alpha": 1.0, "form": "normalised"}}), "must not be 1"),
         (dict(attention_variant={"ridge": {"strength": 0.0}}), "strength must be above 0, got 0.0"),
         (dict(attention_variant={"ridge": {"strength": 1.0}, "negative": {"k": 1, "beta": 1.0}}), "augmented alone"),
-        (dict(attention_variant={"ridge": {"strength": 1.0}}, positional_embedding_type="alibi"), "does not go with decay"),
+        (dict(attention_variant={"ridge": {"strength": 1.0}}, positional_embedding_type="alibi"), "be combined with decay"),
         (
             dict(attention_variant={"negative": {"k": 1, "beta": 0.1}}, attention="linear", linear_attention_form="chunked"),
-            "never forms",
+            "never computes",
         ),
         (
             dict(attention_variant={"ridge": {"strength": 1.0}}, attention="linear", trainable_kv_bias=True),

@@ -137,7 +137,7 @@ def test_sinusoidal_positions_are_processed_and_hooked(dtype):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(positional_embedding_type="shortformer"), "adds positions to keys and queries behind the norm"),
+        (dict(positional_embedding_type="shortformer"), "adds positions to keys and queries after the norm"),
         (dict(num_experts=3, experts_per_token=2), "experts"),
         (dict(final_rms=True), "final RMS norm"),
         (dict(act_fn="solu_ln", normalization_type="RMS"), "solu_ln"),

@@ -121,7 +121,7 @@ def test_gradients_are_cut_like_what_they_are_of():
 
 def test_one_input_for_all_heads_is_refused_where_keys_are_grouped():
     model = small_model(n_heads=6, n_key_value_heads=3, use_attn_in=True)
-    with pytest.raises(KVLensError, match=r"use_attn_in does not go with grouped keys \(n_key_value_heads=3 of 6 heads\)"):
+    with pytest.raises(KVLensError, match=r"use_attn_in cannot be combined with grouped keys \(n_key_value_heads=3 of 6"):
         model(tokens(1, 4))
     model.set_ungroup_grouped_query_attention(True)
     model(tokens(1, 4))

@@ -105,7 +105,7 @@ def test_softmax_weights_may_become_a_linear_model():
 def test_changes_of_shape_are_refused():
     with pytest.raises(KVLensError, match="alter the shape"):
         HookedKVTransformer.from_hooked_transformer(plain_model(), d_mlp=7)
-    with pytest.raises(KVLensError, match="without a place"):
+    with pytest.raises(KVLensError, match="does not use these weights"):
         HookedKVTransformer.from_hooked_transformer(plain_model(), n_layers=1)
 
 

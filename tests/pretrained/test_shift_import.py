@@ -169,7 +169,7 @@ def test_a_gate_and_a_clamp_refuse_what_they_cannot_hold_and_stay_as_they_were(p
 
 def test_a_model_that_does_not_fit_says_what_differs():
     public = in_public_form("conv", coefficients())
-    with pytest.raises(KVLensError, match=r"no KV shift to hold them; build it with kv_shift=KVShiftConfig\(\)"):
+    with pytest.raises(KVLensError, match=r"no KV shift; build it with kv_shift=KVShiftConfig\(\)"):
         small_model().load_shift_coefficients(public)
     for changes, message in (
         ({"n_layers": 3}, r"2 parameters without coefficients \['blocks.2.attn.k_shift_coef'"),

@@ -1,4 +1,4 @@
-"""Conversion of a softmax model's prompt: exact with all its keys, or approximate with a known error (ICLCA sec. 5, ICLAA)."""
+"""Converting a softmax model's prompt: exactly with all its keys, or approximately with a known error (ICLCA sec. 5, ICLAA)."""
 
 from kvlens.conversion.softmax.attention_matching import AttentionMatching
 from kvlens.conversion.softmax.convert import convert_softmax_prompt

@@ -1,4 +1,4 @@
-"""Measuring the answers (:class:`kvlens.kv_bias.AnswerErrors`): held-out texts read with the prompt, converted, and without."""
+"""Measuring the model's answers (:class:`kvlens.kv_bias.AnswerErrors`) on held-out texts: with prompt, bias, and neither."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -13,22 +13,22 @@ from kvlens.kv_bias import AnswerErrors, KVBias, VirtualKeys
 from kvlens.model import HookedKVTransformer
 
 ROWS_AT_ONCE, LOGITS_AT_ONCE = 32, 2**22
-"""Texts, and logits, of one reading: three readings of them and their logarithms are held at a time, in float64."""
+"""Limits on the texts and logits of one pass: three passes over them and their logarithms are held at once, in float64."""
 
 
 class Without(NamedTuple):
-    """What remains when the prompt has not been read, and a description of it."""
+    """The bias that remains when the prompt has not been read, and a description of it."""
 
     bias: KVBias
     words: str
 
 
 def without_prompt(model: HookedKVTransformer, prompt: PromptTokens, exact: ConvertedExactly, old: KVBias | None) -> Without:
-    """The prompt's keys taken out, with the text at its place: what is always there stays, at its place too.
+    """Remove the prompt's keys but leave the text at its position, and keep whatever does not belong to the prompt.
 
-    That is what the conversion continues from, or the BOS if every prompt of the batch begins with it, or nothing. (A text that
-    is read with its BOS just in front stands at the beginning of a document: the model's answers differ by more than the
-    prompt.)
+    That is the bias from which the conversion continues, or the BOS if every prompt of the batch begins with it, or nothing.
+    (With the BOS directly before it, a text would be at the beginning of a document, and the answers would differ by more than
+    the effect of the prompt.)
     """
     bos = None if model.tokenizer is None else model.tokenizer.bos_token_id
     keeps_bos = old is None and bos is not None and bool((prompt.tokens[:, 0] == bos).all())
@@ -49,7 +49,7 @@ def without_prompt(model: HookedKVTransformer, prompt: PromptTokens, exact: Conv
 def answer_errors(
     model: HookedKVTransformer, whole: KVBias, converted: KVBias, without: Without, texts: Int[Tensor, "batch text pos"]
 ) -> AnswerErrors:
-    """The errors of ``converted`` on ``texts``; ``whole`` stands for the prompt. Three forward passes over the texts."""
+    """The errors of ``converted`` on ``texts``; ``whole`` represents the prompt. Takes three forward passes over the texts."""
     batch, n_texts, n_positions = texts.shape
     flat, rows = texts.flatten(0, 1), torch.arange(batch).repeat_interleave(n_texts)
     at_once = min(ROWS_AT_ONCE, max(1, LOGITS_AT_ONCE // (n_positions * model.cfg.d_vocab_out)))

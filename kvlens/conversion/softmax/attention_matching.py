@@ -27,19 +27,19 @@ from kvlens.ops.landmarks import (
 @checked
 @dataclass(frozen=True, kw_only=True)
 class AttentionMatching(FewKeys):
-    """A few of the prompt's keys, weighted so that they have the mass of all, with values that give the output of all.
+    """A few of the prompt's keys, with weights that match the mass of all keys and values that match their output.
 
-    What is matched is attention over the prompt alone; :class:`Landmark` fits the output over prompt and text.
+    Only attention over the prompt is matched; :class:`Landmark` fits the output over prompt and text.
 
     Attributes:
         n_keys, ratio: how many keys per key-value head; see :class:`Landmark`.
         keys: those with the highest root mean square "attention", or by matching "pursuit" on the mass.
         budget: "equal": the same number for every head; "greedy": that number on average, by kvlens' budgets
-            (:class:`Landmark`). The authors measure budgets once per model, by the loss when one head's is changed.
+            (:class:`Landmark`). The authors determine budgets once per model, from the loss as one head's budget changes.
         on_policy: fit each layer on the queries that the layers below, already reduced, produce.
         reference, n_continuations, continuation_length, n_held_out, seed: see
             :class:`~kvlens.conversion.softmax.settings.TextOptions`; the fit reads the reference text ("prompt" is the
-            authors' repeat-prefill, own continuations take the place of their self-study).
+            authors' repeat-prefill; the model's own continuations replace their self-study).
 
     Source: Zweiger, Fu, Guo, Kim 2026, arXiv 2602.16284, and its authors' code; weights by exact non-negative least squares.
     """

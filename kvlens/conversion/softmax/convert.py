@@ -1,4 +1,4 @@
-"""From a prompt to the bias of a softmax model: the prompt's pass, the method, what it continues from, the record."""
+"""Converting a prompt to the bias of a softmax model: the prompt's pass, the method, continuing a bias, the fit record."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,14 +24,14 @@ def convert_softmax_prompt(
     fwd_hooks: Sequence[Any] = (),
     verbose: bool = True,
 ) -> KVBias:
-    """See :func:`kvlens.convert_prompt`, which checks the prompt and what it continues from."""
+    """See :func:`kvlens.convert_prompt`, which checks the prompt and the bias that it continues."""
     method.check_model(model)
     exact = convert_exactly(model, prompt, fwd_hooks, old, fingerprint, method.needs_queries)
     _check_finite(exact)
     bias, old = exact.bias, exact.old
     lengths = torch.as_tensor(prompt.lengths()).reshape(-1).tolist()
     if isinstance(method, Approximation) and not method.keeps_every_key(lengths):
-        wide, dtype = torch.promote_types(bias.b_KV.dtype, torch.float32), bias.b_KV.dtype  # no fit in 8 bits of mantissa
+        wide, dtype = torch.promote_types(bias.b_KV.dtype, torch.float32), bias.b_KV.dtype  # bfloat16 is too coarse for a fit
         exact = exact._replace(bias=bias.to(wide))
         teacher = Teacher(model, prompt, exact, None if old is None else old.to(wide), method, verbose)
         bias = _approximated(teacher, method, dtype)
@@ -42,7 +42,7 @@ def convert_softmax_prompt(
 
 
 def _on_top_of(old: KVBias, new: KVBias) -> KVBias:
-    """``new`` after ``old``. What was measured of ``new``, with ``old`` in front, holds for both where ``old`` is exact."""
+    """``new`` after ``old``. The errors of ``new``, measured after ``old``, are those of both together if ``old`` is exact."""
     if old.fit is None:
         return continued(old, new)._made(new.fit)
     before = as_batch(old, new.b_KV.shape[1]).fit

@@ -1,4 +1,4 @@
-"""Gradient steps: Adam, with a learning rate that falls to 0 along a cosine; a step reads some of the rows."""
+"""Gradient descent: Adam with a learning rate that decays to 0 along a cosine, on minibatches of rows."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -17,16 +17,16 @@ def descend(
     learning_rate: float,
     generator: torch.Generator,
 ) -> Iterator[Float[Tensor, ""]]:
-    """Move ``free`` downhill, in place; yields the loss of each step once it is made.
+    """Minimize the loss over ``free``, in place; yields the loss of each step after it is made.
 
     Args:
-        free: leaves that want gradients.
-        loss_on: the loss on some rows, by their numbers.
-        n_rows: how many rows there are to read.
-        rows_per_step: how many a step reads, drawn without replacement; all where there are fewer.
-        steps: how many.
-        learning_rate: of the first step.
-        generator: draws the rows.
+        free: leaf tensors that require gradients.
+        loss_on: the loss on some rows, given their indices.
+        n_rows: total number of rows.
+        rows_per_step: number of rows per step, drawn without replacement; all rows if there are fewer.
+        steps: number of steps.
+        learning_rate: learning rate of the first step.
+        generator: random generator for drawing the rows.
     """
     optimizer = torch.optim.Adam(free, lr=learning_rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)

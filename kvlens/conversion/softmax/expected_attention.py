@@ -1,4 +1,4 @@
-"""method="expected_attention": keys by the attention that normally distributed queries would give them (Devoto et al. 2025)."""
+"""method="expected_attention": keys ranked by their expected attention from Gaussian queries (Devoto et al. 2025)."""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -21,15 +21,15 @@ from kvlens.ops.rotary import rotate
 @checked
 @dataclass(frozen=True, kw_only=True)
 class ExpectedAttention(KeptKeys):
-    """Later queries are taken to be distributed as the prompt's own, N(mu, Sigma), under the mean rotation of the positions
-    that follow. A key's score is its share of E exp(q.k / scale), times the length of its value.
+    """Later queries are assumed to follow the distribution of the prompt's own, N(mu, Sigma), under the mean rotation of the
+    positions after the prompt. A key's score is its share of E exp(q.k / scale), times the length of its value.
 
     Attributes:
-        n_future: over how many positions after the prompt rotations are averaged, as far as the model's tables reach.
+        n_future: number of positions after the prompt over which rotations are averaged, as far as the model's tables reach.
         n_sink: how many of the first keys are kept whatever their scores; their queries are left out of mu and Sigma.
         n_keys, ratio: how many keys per key-value head; see :class:`Landmark`.
         reference, n_continuations, continuation_length, n_held_out, seed: see
-            :class:`~kvlens.conversion.softmax.settings.TextOptions`; the text is for measuring alone.
+            :class:`~kvlens.conversion.softmax.settings.TextOptions`; the text is used only to measure errors.
 
     Source: Devoto et al. 2025, arXiv 2510.00636, after kvpress' ``ExpectedAttentionPress``.
     """
@@ -58,7 +58,7 @@ class ExpectedAttention(KeptKeys):
         return share * prompt.values.double().norm(dim=-1) + KEEP * sinks[:, None]
 
     def _future(self, teacher: Teacher, layer: int) -> Float[Tensor, "batch query head d_head"]:
-        """The prompt's queries, rotated back to position 0 and on by the mean rotation of what follows."""
+        """The prompt's queries, rotated back to position 0 and forward by the mean rotation of the following positions."""
         model = teacher.model
         assert teacher.exact.queries is not None
         q = teacher.exact.queries[layer]
@@ -68,7 +68,7 @@ class ExpectedAttention(KeptKeys):
         end = torch.as_tensor(teacher.whole.position_offset, device=q.device).expand(len(q))
         positions = (end[:, None] - own_distance(teacher)).clamp(min=0)
         cos, sin = (table[positions][:, :, None].to(q) for table in (attn.rotary_cos, attn.rotary_sin))
-        length = cos.square() + sin.square()  # not 1 where a scaled form of RoPE stretches them
+        length = cos.square() + sin.square()  # not 1 if a scaled form of RoPE rescales them
         back = rotate(q, cos / length, -sin / length, model.cfg.rotary_adjacent_pairs)
         ahead = end[:, None] + torch.arange(self.n_future, device=q.device)
         inside = (ahead < len(attn.rotary_cos)).to(q)

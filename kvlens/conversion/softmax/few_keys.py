@@ -1,4 +1,4 @@
-"""What all methods share that reduce a prompt to a few of its keys per key-value head."""
+"""The common base of all methods that reduce a prompt to a few of its keys per key-value head."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -23,8 +23,8 @@ class FewKeys(Approximation):
     """A method that keeps some of the prompt's keys.
 
     Attributes:
-        n_keys: keys per key-value head, at most one per token of the prompt; as shorthand also ``n_features``.
-        ratio: the same as a share of the prompt's tokens, in place of ``n_keys``.
+        n_keys: keys per key-value head, at most one per token of the prompt; ``n_features`` is accepted as shorthand.
+        ratio: the number of keys as a fraction of the prompt's tokens, instead of ``n_keys``.
     """
 
     shorthand: ClassVar[Mapping[str, str]] = {"n_features": "n_keys"}
@@ -34,12 +34,12 @@ class FewKeys(Approximation):
 
     def __post_init__(self):
         if (self.n_keys is None) == (self.ratio is None):
-            problem = "needs n_keys (or n_features), the keys per key-value head, or ratio, a share of the prompt's keys"
+            problem = "needs n_keys (or n_features), the keys per key-value head, or ratio, a fraction of the prompt's keys"
             both = "give n_keys or ratio, not both"
             raise KVLensError(f"{type(self).__name__}: {problem if self.n_keys is None else both}")
 
     def keeps_every_key(self, lengths: Sequence[int]) -> bool:
-        """Warns where more keys are asked for than a prompt has."""
+        """Whether every prompt has at most as many keys as requested; warns if one has fewer."""
         above = [n for n in lengths if self._wanted(n) > n]
         if above:
             warn(
@@ -49,7 +49,7 @@ class FewKeys(Approximation):
         return all(self._wanted(n) >= n for n in lengths)
 
     def keys_kept(self, n_tokens: int) -> int:
-        """Keys per key-value head for a prompt of so many tokens, on average; at most one per token."""
+        """Average number of keys per key-value head for a prompt of ``n_tokens`` tokens; at most one per token."""
         return min(self._wanted(n_tokens), n_tokens)
 
     def _wanted(self, n_tokens: int) -> int:
@@ -57,7 +57,7 @@ class FewKeys(Approximation):
 
 
 class LayerKeys(NamedTuple):
-    """The keys kept in one layer, by prompt and key-value head; ``values`` are weight times value. Weight 0 is no key."""
+    """The keys kept in one layer, by prompt and key-value head; ``values`` are weight times value. Weight 0 means no key."""
 
     keys: Float[Tensor, "batch kv_head r d_head"]
     distance: Int[Tensor, "batch kv_head r"]
@@ -66,7 +66,7 @@ class LayerKeys(NamedTuple):
 
 
 def with_own_values(prompt: PromptKeys, index: Int[Tensor, "cell r"], active: Bool[Tensor, "cell r"]) -> LayerKeys:
-    """Keys of the prompt as they are: weight 1 and their own value. A cell is one prompt's key-value head."""
+    """Keys of the prompt with weight 1 and their own value. A cell is one key-value head of one prompt."""
     values = prompt.values.flatten(0, 1)
     weights = active.to(values)
     own = weights[..., None] * values.gather(1, index[..., None].expand(-1, -1, values.shape[-1]))
@@ -76,7 +76,7 @@ def with_own_values(prompt: PromptKeys, index: Int[Tensor, "cell r"], active: Bo
 def with_values(
     prompt: PromptKeys, index: Int[Tensor, "cell r"], weights: Float[Tensor, "cell r"], values: Float[Tensor, "cell r d_head"]
 ) -> LayerKeys:
-    """Keys of the prompt with fitted weights, and values that are multiplied by them."""
+    """Keys of the prompt with fitted weights, and values that are already multiplied by them."""
     keys, distance = prompt.keys.flatten(0, 1), prompt.distance.flatten(0, 1)
     rows = index[..., None].expand(-1, -1, keys.shape[-1])
     kept = (keys.gather(1, rows), distance.gather(1, index), weights.to(keys), values.to(keys))
@@ -84,7 +84,7 @@ def with_values(
 
 
 def assembled(exact: ConvertedExactly, layers: Sequence[LayerKeys]) -> KVBias:
-    """The bias of the reduced layers; layers above them keep all their keys."""
+    """The bias made of the reduced layers; any layers above them keep all their keys."""
     whole = exact.bias
     assert isinstance(whole.features, VirtualKeys)
     r = max([each.weights.shape[-1] for each in layers] + ([whole.d_phi] if len(layers) < whole.n_layers else []))

@@ -1,11 +1,11 @@
-"""Features that are no keys: method="random", "taylor" and "learned" (ICLAA in ICLCA sec. 5 and 6.4).
+"""Features that are not keys: method="random", "taylor" and "learned" (ICLAA in ICLCA sec. 5 and 6.4).
 
     b_KV = sum_j phi(k_j) v_j^T        b_D = sum_j phi(k_j)
 
-as for linear attention, on one log-scale per head. Softmax scores of real models reach 100. Random features of any affordable
-number cannot follow them (measured, they improve little on leaving the prompt out), and a polynomial of the second order does
-worse than nothing: it is right where scores stay well below 1, which holds for few heads of trained models. Features that are
-trained on the prompt do follow, at the price of the training.
+as for linear attention, on one log-scale per head. Softmax scores of real models reach 100. An affordable number of random
+features cannot represent them (they are measured to be little better than leaving the prompt out), and a second-order
+polynomial is worse than leaving it out: it is accurate only for scores well below 1, which few heads of trained models have.
+Features trained on the prompt can represent them, at the cost of the training.
 """
 
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ from kvlens.ops.softmax_features import random_log_features, taylor_features
 
 
 class FreeFeatures(Approximation):
-    """A method whose features are no keys: for models whose scores are exp(q.k) alone."""
+    """A method whose features are not keys: for models that use plain scores exp(q.k)."""
 
     def check_model(self, model: HookedKVTransformer) -> None:
         needs_plain_scores(model, self.name)
@@ -40,10 +40,10 @@ class RandomProjections(FreeFeatures):
     """Positive random features (FAVOR+, Choromanski et al. 2021); one draw per layer and key-value head. For comparison.
 
     Attributes:
-        n_features: per key-value head.
+        n_features: number of features per key-value head.
         random_feature_kind: "orthogonal" (in blocks of d_head), or "iid".
         reference, n_continuations, continuation_length, n_held_out, seed: see
-            :class:`~kvlens.conversion.softmax.settings.TextOptions`; the text is for measuring alone.
+            :class:`~kvlens.conversion.softmax.settings.TextOptions`; the text is used only to measure errors.
 
     Source: ICLAA, algorithm 2.
     """
@@ -69,7 +69,7 @@ class Learned(FreeFeatures):
     """Features trained on the reference queries and the prompt's keys (:mod:`kvlens.conversion.softmax.learned`).
 
     Attributes:
-        n_features: per key-value head.
+        n_features: number of features per key-value head.
         reference, n_continuations, continuation_length, n_held_out, seed: see
             :class:`~kvlens.conversion.softmax.settings.TextOptions`; the features are trained on the reference text.
 
@@ -90,12 +90,13 @@ class Learned(FreeFeatures):
 @checked
 @dataclass(frozen=True, kw_only=True)
 class Taylor(FreeFeatures):
-    """The second-order polynomial, off by |q.k / scale|^3 / 6: for scores below 1. Of exp(10) = 22,026 it makes 61: the
-    normalizer is then as wrong, and the output worse than without the prompt. For comparison.
+    """The second-order Taylor polynomial, with error |q.k / scale|^3 / 6, for scores below 1. For comparison.
+
+    It approximates exp(10) = 22,026 by 61; the normalizer is then equally wrong, and the output worse than without the prompt.
 
     Attributes:
         reference, n_continuations, continuation_length, n_held_out, seed: see
-            :class:`~kvlens.conversion.softmax.settings.TextOptions`; the text is for measuring alone.
+            :class:`~kvlens.conversion.softmax.settings.TextOptions`; the text is used only to measure errors.
     """
 
     name: ClassVar[str] = "taylor"
@@ -115,7 +116,7 @@ class Taylor(FreeFeatures):
 
 
 def _summed(exact: ConvertedExactly, logs: list[Float[Tensor, "batch key kv_head r"]], features: SoftmaxFeatures) -> KVBias:
-    """b_KV and b_D of positive features given by their logarithms."""
+    """b_KV and b_D for positive features that are given as logarithms."""
     b_kv, b_d, log_scale = [], [], []
     for layer, log_phi in enumerate(logs):
         log_phi = _masked(exact, log_phi)

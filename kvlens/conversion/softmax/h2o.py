@@ -14,16 +14,16 @@ from kvlens.conversion.softmax.teacher import Teacher
 @checked
 @dataclass(frozen=True, kw_only=True)
 class H2O(KeptKeys):
-    """Heavy hitters: half of the keys are the prompt's last, half those that its queries attend to most in sum.
+    """Heavy hitters: half of the keys are the prompt's last, half are those with the largest total attention from its queries.
 
-    The sum is over all of the prompt's queries at once. The paper evicts while it reads, so that a query sees only the keys
-    that earlier steps have left.
+    The total is over all of the prompt's queries at once. The paper evicts keys while reading, so that a query sees only the
+    keys that are left after earlier steps.
 
     Attributes:
-        recent: which share of the keys are the last ones.
+        recent: fraction of the keys that are the last ones.
         n_keys, ratio: how many keys per key-value head; see :class:`Landmark`.
         reference, n_continuations, continuation_length, n_held_out, seed: see
-            :class:`~kvlens.conversion.softmax.settings.TextOptions`; the text is for measuring alone.
+            :class:`~kvlens.conversion.softmax.settings.TextOptions`; the text is used only to measure errors.
 
     Source: Zhang et al. 2023, arXiv 2306.14048.
     """

@@ -1,6 +1,6 @@
-"""Methods that keep some of the prompt's keys as they are, with their own values: what a KV cache is cut down to.
+"""Methods that keep some of the prompt's keys unchanged, with their own values: eviction from a KV cache.
 
-A method scores every key; each key-value head keeps those with the highest scores, or all heads together do. Weights are 1.
+A method scores every key, and the keys with the highest scores are kept, per key-value head or over all heads. Weights are 1.
 """
 
 from abc import abstractmethod
@@ -17,25 +17,26 @@ from kvlens.kv_bias import KVBias
 from kvlens.ops.key_scores import attention_received
 
 KEEP = 1e30
-"""Added to the score of a key that is kept whatever the others' scores are."""
+"""Added to the score of a key that is always kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeptKeys(FewKeys):
-    """A method that says how much each key is worth.
+    """A method that scores each key.
 
     Attributes:
-        heads_compete: the keys of all layers and heads of a prompt are ranked together; else each head keeps equally many.
+        heads_compete: whether the keys of all layers and heads of a prompt are ranked together; otherwise every head keeps the
+            same number.
     """
 
     heads_compete: ClassVar[bool] = False
 
     @abstractmethod
     def scores(self, teacher: Teacher, wanted: Int[Tensor, " batch"]) -> list[Float[Tensor, "batch kv_head key"]]:
-        """The worth of every key, layer by layer.
+        """The score of every key, layer by layer.
 
         Args:
-            teacher: as :meth:`~kvlens.conversion.Approximation.fit` gets it.
+            teacher: as passed to :meth:`~kvlens.conversion.Approximation.fit`.
             wanted: how many keys per key-value head each prompt keeps.
         """
 
@@ -63,25 +64,25 @@ class KeptKeys(FewKeys):
 
 
 def _ranks(scores: Tensor) -> Tensor:
-    """0 for the highest along the last axis, 1 for the next, ...; of equal ones the first is the higher."""
+    """0 for the highest score along the last axis, 1 for the next, ...; ties go to the earlier key."""
     order = scores.argsort(dim=-1, descending=True, stable=True)
     return torch.empty_like(order).scatter_(-1, order, torch.arange(scores.shape[-1], device=scores.device).expand_as(order))
 
 
 def real_keys(teacher: Teacher) -> Bool[Tensor, "batch key"]:
-    """Which positions of the prompt hold a key that is read."""
+    """True at positions of the prompt whose token is read."""
     return teacher.exact.bias.b_D[0, :, 0] != 0
 
 
 def own_distance(teacher: Teacher) -> Int[Tensor, "batch key"]:
-    """How many positions before the text each token stands, 1 for the last."""
+    """How many positions before the text each token lies; 1 for the last."""
     return teacher.keys(0).distance[:, 0]
 
 
 def attention_of_prompt(teacher: Teacher, layer: int, counts: Float[Tensor, "batch key"]) -> Float[Tensor, "batch kv_head key"]:
-    """The attention that each key gets from the prompt's own queries, ``counts`` of each, summed over a group's heads.
+    """The attention that each key gets from the prompt's own queries, weighted by ``counts`` and summed over a group's heads.
 
-    The attention is the prompt's pass's: what it continues from has its part of the normalizer.
+    It is the attention in the prompt's own pass, so the bias that the prompt continues is part of the normalizer.
     """
     model, exact = teacher.model, teacher.exact
     assert exact.queries is not None
@@ -91,5 +92,5 @@ def attention_of_prompt(teacher: Teacher, layer: int, counts: Float[Tensor, "bat
     sink = attn.sinks.flatten().to(keys) if model.cfg.use_attention_sinks else None
     near = own_distance(teacher)
     received = attention_received(q, near, counts.to(keys), keys, distance, weight, attn.score_rule(), sink)
-    own = received[..., -near.shape[1] :]  # what it continues from comes first
+    own = received[..., -near.shape[1] :]  # keys of the old bias come first
     return own.unflatten(1, (model.cfg.n_kv_heads, -1)).sum(dim=2)

@@ -19,17 +19,17 @@ from kvlens.ops.landmarks import Queries, blocks_of, key_shares
 @checked
 @dataclass(frozen=True, kw_only=True)
 class KVzip(KeptKeys):
-    """The model reads the prompt once more after itself; a key's score is the largest share of attention it gets then.
+    """The model reads the prompt a second time after itself; a key's score is the largest attention that it then receives.
 
-    The scores of all layers and heads are compared with one threshold, so that heads keep different numbers of keys. The paper
-    puts a request to repeat the context in between; models without instructions get the prompt alone. Where the prompt does
-    not fit after itself within ``n_ctx``, its beginning is read.
+    One threshold applies to the scores of all layers and heads, so that heads keep different numbers of keys. The paper inserts
+    an instruction to repeat the context; here the prompt follows directly, since base models follow no instructions. If the
+    prompt does not fit a second time within ``n_ctx``, only its beginning is repeated.
 
     Attributes:
         n_sink: how many of the first keys every head keeps.
         n_keys, ratio: how many keys per key-value head, on average; see :class:`Landmark`.
         reference, n_continuations, continuation_length, n_held_out, seed: see
-            :class:`~kvlens.conversion.softmax.settings.TextOptions`; the text is for measuring alone.
+            :class:`~kvlens.conversion.softmax.settings.TextOptions`; the text is used only to measure errors.
 
     Source: Kim et al. 2025, arXiv 2505.23416; maximum and threshold as in kvpress' ``KVzipPress``.
     """
@@ -41,7 +41,7 @@ class KVzip(KeptKeys):
 
     def scores(self, teacher: Teacher, wanted: Int[Tensor, " batch"]) -> list[Float[Tensor, "batch kv_head key"]]:
         real = real_keys(teacher)
-        order = (~real).int().argsort(dim=1, stable=True)  # what is read, in front
+        order = (~real).int().argsort(dim=1, stable=True)  # tokens that are read come first
         room = min(room_after(teacher.model, teacher.whole), real.shape[1])
         again = teacher.prompt.tokens.gather(1, order)[:, :room]
         counts = real.gather(1, order)[:, :room]

@@ -1,12 +1,14 @@
 """method="landmark": r of the prompt's keys per head, with fitted weights and values.
 
-For each layer, on the queries of the reference text: choose keys, give out budgets, fit weights, fit values. No gradient, no
-forward pass beyond the prompt's own and the reference text's; see :mod:`kvlens.ops.landmarks` for the mathematics.
+For each layer, on the queries of the reference text: choose keys, allot budgets, fit weights, fit values. This takes no
+gradients and no forward passes beyond those over the prompt and the reference text; :mod:`kvlens.ops.landmarks` has the
+mathematics.
 
-Source: a chosen subset of the keys, with weights and then values fitted in closed form on reference queries, is Attention
-Matching (Zweiger, Fu, Guo, Kim 2026, arXiv 2602.16284). kvlens' are: the values' fit counts what the weights leave wrong in the
-normalizer, so that it is the output's own error that falls; greedy budgets over heads by that error; polishing through the
-whole model; and the result, a KV bias, whose weights may have either sign, so that it can be added, subtracted and cut down.
+Source: choosing a subset of the keys and fitting weights and then values in closed form on reference queries is Attention
+Matching (Zweiger, Fu, Guo, Kim 2026, arXiv 2602.16284). New in kvlens: the fit of the values accounts for the error that the
+weights leave in the normalizer, so that it minimizes the error of the output itself; greedy budgets over heads by that error;
+polishing through the whole model; and the result is a KV bias, whose weights may have either sign, so that biases can be added,
+subtracted and reduced.
 """
 
 from collections.abc import Mapping
@@ -38,7 +40,7 @@ from kvlens.ops.landmarks import (
 )
 
 LONGEST_PATH = 4
-"""A head gets at most so many times the average number of keys, or 64 where that is more and the prompt has as many."""
+"""A head gets at most this many times the average number of keys, or up to 64 keys if that is more."""
 
 
 @checked
@@ -52,23 +54,24 @@ class Landmark(FewKeys):
     Traceback (most recent call last):
     kvlens.errors.WrongArguments: Landmark: no argument is called 'n_kes'; did you mean 'n_keys'? It takes ...
 
-    ``keys``, ``fitted``, ``layer_by_layer`` and ``objective`` are there for comparisons: their defaults measured best.
+    ``keys``, ``fitted``, ``layer_by_layer`` and ``objective`` exist for comparisons; their defaults gave the best results.
 
     Attributes:
-        n_keys: keys per key-value head, at most one per token of the prompt; as shorthand also ``n_features``.
-        ratio: the same as a share of the prompt's tokens, in place of ``n_keys``.
+        n_keys: keys per key-value head, at most one per token of the prompt; ``n_features`` is accepted as shorthand.
+        ratio: the number of keys as a fraction of the prompt's tokens, instead of ``n_keys``.
         budget: "equal": the same number for every head; "greedy": that number on average, given to the heads where it removes
             most error.
-        polish_steps: gradient steps after the fit.
-        texts_per_step: how many of the reference texts each of them reads.
-        objective: of polishing: "logits", their squared relative error, or "kl", of the next token's distribution.
-        keys: by what keys are chosen: the "output" of the head, its "normalizer", or the attention "mass" of a key.
+        polish_steps: number of gradient steps after the fit.
+        texts_per_step: number of reference texts per gradient step.
+        objective: objective of polishing: "logits" for the squared relative error of the logits, or "kl" for the KL divergence
+            of the next-token distribution.
+        keys: criterion by which keys are chosen: the "output" of the head, its "normalizer", or a key's attention "mass".
         fitted: False keeps weight 1 and the key's own value (``fit=False`` as shorthand).
         layer_by_layer: fit each layer on the queries that the layers below, already converted, produce.
         reference, n_continuations, continuation_length, n_held_out, seed: see
             :class:`~kvlens.conversion.softmax.settings.TextOptions`; the fit reads the reference text.
 
-    Source: after Attention Matching (Zweiger et al. 2026); see :mod:`kvlens.ops.landmarks` for what is kvlens' own.
+    Source: based on Attention Matching (Zweiger et al. 2026); see :mod:`kvlens.ops.landmarks` for what kvlens adds.
     """
 
     name: ClassVar[str] = "landmark"
@@ -93,7 +96,7 @@ class Landmark(FewKeys):
 
 
 class _Landmarks:
-    """One conversion: what its steps share."""
+    """One conversion, with the data that its steps share."""
 
     def __init__(self, teacher: Teacher, options: Landmark):
         self.teacher, self.model, self.options = teacher, teacher.model, options
@@ -141,7 +144,7 @@ class _Landmarks:
 
 
 def output_statistics(teacher: Teacher, layer: int, queries: Queries) -> Statistics:
-    """What the choice of keys needs of one layer, with errors of the output measured behind W_O."""
+    """The sums of one layer from which its keys are chosen, with output errors measured after W_O."""
     w_o = teacher.model.blocks[layer].attn.W_O.to(queries.z.dtype)
     metric = (w_o @ w_o.mT).unflatten(0, (teacher.model.cfg.n_kv_heads, -1)).mean(dim=1)
     size, axes = torch.linalg.eigh(metric)
@@ -149,11 +152,11 @@ def output_statistics(teacher: Teacher, layer: int, queries: Queries) -> Statist
 
 
 def longest_path(longest: int, n_keys: int) -> int:
-    """The most keys that a head may get where ``longest`` is the average."""
+    """The most keys that a head may get if ``longest`` is the average."""
     return min(n_keys, max(LONGEST_PATH * longest, 64))
 
 
 def budgets_by_gain(gains: list[Tensor], wanted: Int[Tensor, " batch"]) -> Int[Tensor, "layer batch kv_head"]:
-    """Greedy budgets from what each layer's keys remove of the output's error, [batch x kv_head, key]."""
+    """Greedy budgets from the output error that each layer's keys remove, [batch x kv_head, key]."""
     gain = torch.stack([rearrange(each, "(b g) r -> b g r", b=len(wanted)) for each in gains])
     return greedy_budgets(gain, wanted.to(gain.device) * gain.shape[0] * gain.shape[2])

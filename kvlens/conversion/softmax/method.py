@@ -1,8 +1,8 @@
-"""What a conversion method of softmax attention states about itself.
+"""The interface of a conversion method for softmax attention.
 
-A method is one class: a frozen dataclass whose fields are its options, checked when it is made, and whose docstring is their
-reference. :data:`kvlens.conversion_methods.CONVERSION_METHODS` lists those that ``method="name"`` finds; an object of any other
-class serves as well.
+A method is a single class: a frozen dataclass whose fields are its options, validated on construction, and documented in the
+class docstring. :data:`kvlens.conversion_methods.CONVERSION_METHODS` lists the methods that ``method="name"`` finds; an object
+of any other class can be passed as well.
 """
 
 from abc import ABC, abstractmethod
@@ -21,7 +21,7 @@ class ConversionMethod(ABC):
     """How the prompt of a softmax model becomes a bias: :class:`Exact`, or an :class:`Approximation`.
 
     Attributes:
-        name: what ``method="name"`` and the record of a bias (``bias.fit.method``) call it.
+        name: the method's name in ``method="name"`` and in the record of a bias (``bias.fit.method``).
         needs_queries: whether ``fit`` reads the queries of the prompt itself, ``teacher.exact.queries``.
         shorthand: other names that ``convert_prompt(..., method="name", option=...)`` takes for an option.
     """
@@ -31,18 +31,18 @@ class ConversionMethod(ABC):
     shorthand: ClassVar[Mapping[str, str]] = {}
 
     def check_model(self, model: HookedKVTransformer) -> None:  # noqa: B027 - most methods serve any model
-        """Raise KVLensError where the method cannot serve ``model``. Called before the prompt is read."""
+        """Raise KVLensError if the method does not support ``model``. Called before the prompt is read."""
 
     @abstractmethod
     def keeps_every_key(self, lengths: Sequence[int]) -> bool:
-        """Whether prompts of so many tokens keep all of their keys, which is exact: then nothing is fitted or recorded."""
+        """Whether prompts of these lengths keep all of their keys, which is exact, so that nothing is fitted or recorded."""
 
 
 def check_class(kind: type) -> None:
-    """Check what the class of a method states about itself.
+    """Check that the class of a method is well-formed.
 
     Raises:
-        KVLensError: it is no :class:`ConversionMethod`, has no ``name``, or its ``shorthand`` names an option that it has not.
+        KVLensError: not a :class:`ConversionMethod`, no ``name``, or a ``shorthand`` for an option that it does not have.
     """
     if not (isinstance(kind, type) and issubclass(kind, ConversionMethod)):
         raise KVLensError(f"conversion method: expected a subclass of ConversionMethod, got {kind!r}")
@@ -63,7 +63,7 @@ def check_class(kind: type) -> None:
 
 @dataclass(frozen=True)
 class Exact(ConversionMethod):
-    """Every key of the prompt, as it is: the model's logits are those with the prompt in front, to rounding. No options."""
+    """Keep every key of the prompt unchanged: logits equal those with the prompt in front, up to rounding. No options."""
 
     name: ClassVar[str] = "exact"
 
@@ -73,12 +73,12 @@ class Exact(ConversionMethod):
 
 @dataclass(frozen=True, kw_only=True)
 class Approximation(ConversionMethod, TextOptions):
-    """A method whose bias is not exact: its errors are measured on reference text (:class:`TextOptions`), and recorded.
+    """A method whose bias is not exact; its errors are measured on reference text (:class:`TextOptions`) and recorded.
 
-    A subclass is a frozen dataclass that is :func:`~kvlens.checks.checked`: the annotations of its fields say what they may be.
+    A subclass is a frozen dataclass decorated by :func:`~kvlens.checks.checked`, which checks fields by their annotations.
 
     Attributes:
-        fits_on_text: whether ``fit`` reads the reference text; otherwise that is for measuring alone.
+        fits_on_text: whether ``fit`` reads the reference text; otherwise it is used only to measure errors.
     """
 
     fits_on_text: ClassVar[bool] = False
@@ -89,7 +89,7 @@ class Approximation(ConversionMethod, TextOptions):
 
         Args:
             teacher: ``exact.bias`` holds all keys and values of the prompt (:class:`~kvlens.kv_bias.VirtualKeys`);
-                ``read(whole, seen)`` gives each layer's queries on the reference text, and ``keys(layer)`` what they meet.
+                ``read(whole, seen)`` returns each layer's queries on the reference text, and ``keys(layer)`` the prompt's keys.
         """
 
     def keeps_every_key(self, lengths: Sequence[int]) -> bool:
@@ -97,7 +97,7 @@ class Approximation(ConversionMethod, TextOptions):
 
 
 def needs_plain_scores(model: HookedKVTransformer, method: str) -> None:
-    """Raise KVLensError where a model's scores are more than exp(q.k), which is all that ``method`` accounts for."""
+    """Raise KVLensError if a model's scores are not plain exp(q.k), the only kind that ``method`` can approximate."""
     for block in model.blocks:
         rule = block.attn.score_rule()
         for what, present in (
@@ -107,6 +107,6 @@ def needs_plain_scores(model: HookedKVTransformer, method: str) -> None:
         ):
             if present:
                 raise KVLensError(
-                    f'convert_prompt: method="{method}" approximates exp(q.k), and this model\'s scores also have {what}: '
-                    'use method="exact" or "landmark", whose keys are scored as the model does'
+                    f'convert_prompt: method="{method}" approximates exp(q.k), but this model\'s scores also have {what}: '
+                    'use method="exact" or "landmark", which score keys in the same way as the model'
                 )

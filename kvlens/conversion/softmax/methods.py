@@ -21,20 +21,20 @@ def _class(name: str, home: str) -> type[ConversionMethod]:
 
 
 METHODS: dict[str, type[ConversionMethod]] = {name: _class(name, home) for name, home in CONVERSION_METHODS.items()}
-"""What ``method="name"`` finds: the classes that :data:`kvlens.conversion_methods.CONVERSION_METHODS` names."""
+"""The methods by name: the classes listed in :data:`kvlens.conversion_methods.CONVERSION_METHODS`."""
 
 
 @checked
 def method_of(method: str | ConversionMethod, options: Mapping[str, Any], others: Collection[str] = ()) -> ConversionMethod:
-    """The method that an object, or a name with options, stands for.
+    """The method given as an object, or by name and options.
 
     Args:
         method: an object, whose options are its own, or a name in :data:`METHODS`.
-        options: of the method that is named.
-        others: arguments that the caller takes besides, for the nearest name.
+        options: options for a method given by name.
+        others: the caller's other arguments, for suggesting the nearest name.
 
     Raises:
-        KVLensError: a method that does not exist, an option that it does not have (the nearest is named) or that is wrong.
+        KVLensError: an unknown method, an unknown option (the nearest is suggested), or an invalid value.
     """
     if isinstance(method, ConversionMethod):
         check_class(type(method))
@@ -51,12 +51,12 @@ def method_of(method: str | ConversionMethod, options: Mapping[str, Any], others
     given = {kind.shorthand.get(name, name): value for name, value in options.items()}
     if len(given) < len(options):
         twice = next(name for name in options if kind.shorthand.get(name) in options)
-        raise KVLensError(f"convert_prompt: {twice} and {kind.shorthand[twice]} are one option: give one of them")
+        raise KVLensError(f"convert_prompt: {twice} and {kind.shorthand[twice]} are the same option: give one of them")
     return kind(**given)
 
 
 def unknown_option(name: str, others: Collection[str], method: str | None) -> WrongArguments:
-    """The error that says that ``method`` has no such option (None: no method has it), what does, and what there is."""
+    """The error for an option that ``method`` lacks (or every method, if None): which methods have it, and what is accepted."""
     have_it = [f'"{other}"' for other, kind in METHODS.items() if name in option_names(kind)]
     if have_it and method is not None:
         words = f'method="{method}" has no option {name!r}, which belongs to {_listed(have_it)}'

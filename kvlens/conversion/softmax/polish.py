@@ -1,4 +1,4 @@
-"""Polishing: gradient steps on the logits from where the closed form ends. Keys, log-weights and values are free.
+"""Polishing: gradient steps on the logits, starting from the closed-form fit. Keys, log-weights and values are trained.
 
 The steps are those of :mod:`~kvlens.conversion.softmax.descent`; each reads some of the reference texts. The objective is the
 squared relative error of the logits, or the divergence KL(prompted || converted) of the next token.
@@ -23,7 +23,7 @@ Objective = Literal["logits", "kl"]
 
 @dataclass
 class Polished:
-    """What is free: virtual keys, the logarithm of their weights, and their values; heads' missing keys stay missing."""
+    """The trained tensors: virtual keys, the logarithms of their weights, and their values. Absent keys stay absent."""
 
     keys: Float[Tensor, "layer *batch kv_head r d_head"]
     log_weights: Float[Tensor, "layer *batch head r"]
@@ -42,7 +42,7 @@ class Polished:
         return [self.keys, self.log_weights, self.values]
 
     def bias(self, like: KVBias) -> KVBias:
-        """As a bias, with a graph to what is free."""
+        """As a bias, differentiable in the trained tensors."""
         assert isinstance(like.features, VirtualKeys)
         weights = torch.where(self.used, self.log_weights.exp(), 0.0)
         features = VirtualKeys(self.keys, like.features.distance)
@@ -54,7 +54,7 @@ def _leaf(x: Tensor) -> Tensor:
 
 
 def polish(teacher: Teacher, bias: KVBias, *, steps: int, texts_per_step: int, objective: Objective) -> KVBias:
-    """``bias`` (of this prompt alone) after so many steps on the texts that the teacher has seen."""
+    """``bias`` (of this prompt alone) after ``steps`` gradient steps on the teacher's reference texts for fitting."""
     model = teacher.model
     requires = [p.requires_grad for p in model.parameters()]
     with torch.inference_mode(False), torch.enable_grad():
@@ -93,7 +93,7 @@ def _logits(teacher: Teacher, bias: KVBias, texts: Int[Tensor, " text"]) -> Tens
 
 @torch.no_grad()
 def _target_logits(teacher: Teacher, texts_per_step: int) -> list[Tensor]:
-    """What the prompted model says to each text; [batch, pos, vocab] each."""
+    """The prompted model's logits on each text, [batch, pos, vocab] each."""
     every = torch.arange(teacher.seen.shape[1])
     return [logits for part in every.split(texts_per_step) for logits in _logits(teacher, teacher.whole, part).unbind(dim=1)]
 

@@ -1,7 +1,7 @@
-"""The prompt's own forward pass through a softmax model: its keys and values as they are scored, and the exact bias of them.
+"""The prompt's own forward pass through a softmax model: its keys and values as scored, and the exact bias made of them.
 
-The exact bias keeps every key (r = M, weight 1): attention over it is softmax attention over the prompt. All other methods
-start from it: it is what they approximate, and it plays the prompt while reference text is read.
+The exact bias keeps every key (r = M, weight 1), so attention over it is softmax attention over the prompt. All other methods
+approximate it, and it replaces the prompt while reference text is read.
 """
 
 import contextlib
@@ -28,11 +28,11 @@ class ConvertedExactly(NamedTuple):
     """A prompt with every key kept.
 
     Attributes:
-        bias: of this prompt alone, without what it continues from; always with a batch axis.
-        real: True at real tokens, None where no prompt is padded.
-        last_residual: of each prompt's last token, for the logits of the first token after it.
-        old: what it continues from, as the pass read it: hooks may have changed it.
-        queries: of the prompt's tokens, as they are scored, [batch, pos, head, d_head] by layer; None unless asked for.
+        bias: the bias of this prompt alone, without the one that it continues; always with a batch axis.
+        real: True at real tokens, None if no prompt is padded.
+        last_residual: the residual of each prompt's last token, for the logits of the first token after it.
+        old: the bias that it continues, as read in the pass: hooks may have changed it.
+        queries: queries of the prompt's tokens as scored, [batch, pos, head, d_head] per layer; None unless requested.
     """
 
     bias: KVBias
@@ -42,7 +42,7 @@ class ConvertedExactly(NamedTuple):
     queries: list[Tensor] | None = None
 
     def keys(self, model: HookedKVTransformer, layer: int) -> PromptKeys:
-        """One layer's keys, as the fits want them."""
+        """One layer's keys, in the form used by the fits."""
         features = self.bias.features
         assert isinstance(features, VirtualKeys)
         rule = model.blocks[layer].attn.score_rule()
@@ -57,7 +57,7 @@ def convert_exactly(
     fingerprint: Fingerprint,
     with_queries: bool = False,
 ) -> ConvertedExactly:
-    """One pass over the prompt, the bias it continues from attached; every layer's keys and values become virtual keys."""
+    """One pass over the prompt, with the bias that it continues attached; each layer's keys and values become virtual keys."""
     tokens, cfg = prompt.tokens, model.cfg
     batch, n_pos = tokens.shape
     cache = TransformerLensKeyValueCache.init_cache(cfg, cfg.device, batch)
@@ -75,9 +75,9 @@ def convert_exactly(
     keys = torch.stack([k.transpose(1, 2).to(tokens.device) for _, k, _ in seen])
     values = torch.stack([v.transpose(1, 2).to(tokens.device) for _, _, v in seen])
     bias = every_key_kept(keys, values, prompt, old, fingerprint, {x: _shift_state(model, cache, x, keys) for x in "kvq"})
-    places = torch.arange(n_pos, device=tokens.device)
-    last_place = places.expand(batch, -1) if prompt.mask is None else places.where(prompt.mask, 0)
-    last = residual[torch.arange(batch, device=residual.device), last_place.amax(dim=1).to(residual.device)][:, None]
+    positions = torch.arange(n_pos, device=tokens.device)
+    read_positions = positions.expand(batch, -1) if prompt.mask is None else positions.where(prompt.mask, 0)
+    last = residual[torch.arange(batch, device=residual.device), read_positions.amax(dim=1).to(residual.device)][:, None]
     queries = [q.to(tokens.device) for q, _, _ in seen] if with_queries else None
     return ConvertedExactly(bias, prompt.mask, last, as_read(old, read), queries)
 
@@ -91,16 +91,16 @@ def every_key_kept(
     last: Mapping[str, Tensor],
     recurrent: RecurrentStates | None = None,
 ) -> KVBias:
-    """The bias of a prompt alone, with a batch axis; the states of recurrent layers are of the prompt and all before it.
+    """The bias of a prompt alone, with a batch axis; states of recurrent layers cover the prompt and everything before it.
 
     Args:
-        keys: as they are scored.
-        values: of the same positions.
-        prompt: whose positions they are; those that are not read get weight 0.
-        old: what the prompt continues from; its positions come first.
-        fingerprint: of the model.
-        last: "k", "v", "q" -> the shift state, [layer, batch, window, head, d_head].
-        recurrent: the states after the prompt, of a hybrid model.
+        keys: keys as scored.
+        values: values at the same positions.
+        prompt: the prompt; positions that are not read get weight 0.
+        old: the bias that the prompt continues; its positions come first.
+        fingerprint: fingerprint of the model.
+        last: shift states by "k", "v" and "q", each [layer, batch, window, head, d_head].
+        recurrent: for a hybrid model, the states after the prompt.
     """
     batch, n_pos = prompt.tokens.shape
     lengths = torch.as_tensor(prompt.n_positions(), device=keys.device).expand(batch)
@@ -123,7 +123,7 @@ def every_key_kept(
 
 
 def readers(model: KVModel, old: KVBias | None, read: dict[str, Tensor]) -> list[tuple[str, Callable]]:
-    """Hooks behind all others that note what the pass reads as the old bias, where others are hooked to it; else none."""
+    """Hooks that run last and record the old bias as the pass reads it; none if nothing else is hooked to it."""
 
     def note(b: Tensor, hook: Any) -> None:
         read[hook.name] = b
@@ -135,7 +135,7 @@ def readers(model: KVModel, old: KVBias | None, read: dict[str, Tensor]) -> list
 
 
 def as_read(old: KVBias | None, read: dict[str, Tensor]) -> KVBias | None:
-    """``old`` with the b_KV and b_D that hooks made of it: a row per query head, and a batch where they made one."""
+    """``old`` with b_KV and b_D as changed by hooks: one row per query head, and a batch axis if a hook added one."""
     if old is None or not read:
         return old
     batch = max(map(len, read.values()))
@@ -152,7 +152,7 @@ def as_read(old: KVBias | None, read: dict[str, Tensor]) -> KVBias | None:
 
 
 def _shift_state(model: HookedKVTransformer, cache: TransformerLensKeyValueCache, name: str, like: Tensor) -> Tensor:
-    """The raw last rows of one projection, [layer, batch, window, head, d_head]; window 0 where it is not shifted."""
+    """The last raw rows of one projection, [layer, batch, window, head, d_head]; window 0 if it is not shifted."""
     n_heads = model.cfg.n_heads if name == "q" else model.cfg.n_kv_heads
     entries = [entry for entry in cache.entries if isinstance(entry, ShiftedCacheEntry) and name in entry.shift_state]
     if not entries:
@@ -161,9 +161,9 @@ def _shift_state(model: HookedKVTransformer, cache: TransformerLensKeyValueCache
 
 
 def continued(old: KVBias | None, new: KVBias) -> KVBias:
-    """``new`` after ``old``: virtual keys side by side, the old ones as far away as the new prompt takes positions.
+    """``new`` after ``old``: virtual keys concatenated, the old ones moved away by the positions of the new prompt.
 
-    The states of recurrent layers are ``new``'s: they hold what has become of the old ones.
+    The states of recurrent layers are ``new``'s, which already include the effect of the old ones.
 
     Raises:
         KVLensError: the bias to continue from has other features.
@@ -181,16 +181,16 @@ def continued(old: KVBias | None, new: KVBias) -> KVBias:
 
 
 def as_batch(bias: KVBias, batch: int) -> KVBias:
-    """The bias of one prompt as that of ``batch`` equal prompts; a batch of that size as it is."""
+    """The bias of one prompt, repeated for a batch of ``batch`` prompts; a batch of that size is returned unchanged."""
     if bias.batch_size == batch:
         return bias
     return (bias if bias.batch_size is None else bias.select_prompt(0)).repeat(batch)
 
 
 def rows_of(bias: KVBias, index: Int[Tensor, " row"]) -> KVBias:
-    """The prompts of a batch by number, repetitions allowed. The only prompt of a batch serves any number of rows.
+    """The prompts of a batch by index, repetitions allowed. A single prompt serves any number of rows.
 
-    They are to be read at once: no record goes with them.
+    The result is for immediate use: it carries no fit record.
     """
     if bias.batch_size == 1:
         return bias.select_prompt(0)
@@ -206,7 +206,7 @@ def attached(model: HookedKVTransformer, bias: KVBias) -> Iterator[None]:
     """:meth:`HookedKVTransformer.kv_bias` without hashing the weights again, for a bias that was made from this model.
 
     Raises:
-        KVLensError: another thread is at work with this model.
+        KVLensError: another thread is using this model.
     """
     with model._thread.changes("convert_prompt", model._has_bias):
         before = model.attached_kv_bias
@@ -221,10 +221,10 @@ def attached(model: HookedKVTransformer, bias: KVBias) -> Iterator[None]:
 
 @contextlib.contextmanager
 def observed(model: HookedKVTransformer) -> Iterator[list[tuple[Tensor, Tensor, Tensor]]]:
-    """Inside, (q, k, v) of every layer as they are scored are appended to the list, layer after layer.
+    """Inside the block, (q, k, v) of every layer, as scored, are appended to the list in the order of the layers.
 
     Raises:
-        KVLensError: another thread is at work with this model.
+        KVLensError: another thread is using this model.
     """
     seen: list[tuple[Tensor, Tensor, Tensor]] = []
     attentions = [block.attn for block in model.blocks]

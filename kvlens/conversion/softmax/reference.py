@@ -1,7 +1,7 @@
-"""Reference text: what may follow the prompt, on whose queries the fits are made.
+"""Reference text: likely continuations of the prompt, whose queries are used for the fits.
 
-``None``: the model's own continuations, sampled at temperature 1 (the best, and the default); ``"prompt"``: the prompt read
-again; any other string, or tokens [pos] or [text, pos]: a given text. The exact bias stands for the prompt.
+``None``: the model's own continuations, sampled at temperature 1 (the default, and the most accurate); ``"prompt"``: the prompt
+repeated; any other string, or tokens [pos] or [text, pos]: that text. The exact bias replaces the prompt while text is read.
 """
 
 from typing import NamedTuple
@@ -21,13 +21,13 @@ from kvlens.ops.landmarks import Queries
 
 ROWS_AT_ONCE = 32
 HELD_OUT = 8
-"""One reference text in so many is kept for measuring the heads' errors."""
+"""One in this many reference texts is held out for measuring the heads' errors."""
 APART = 2_654_435_769
-"""Between the seeds of continuations that a fit reads and of others that it is measured on; torch takes the last 32 bits."""
+"""Offset between the seeds of continuations used for fitting and for measuring; torch uses the last 32 bits of a seed."""
 
 
 class ReferenceText(NamedTuple):
-    """Texts per prompt. ``passes`` is what making them cost, in units of a pass over the prompt."""
+    """Texts for each prompt. ``passes`` is the cost of making them, in units of one pass over the prompt."""
 
     tokens: Int[Tensor, "batch text pos"]
     passes: float
@@ -39,10 +39,10 @@ def reference_text(
     """The reference texts of every prompt.
 
     Args:
-        whole: the exact bias with what it continues from.
+        whole: the exact bias, including the one that it continues.
 
     Raises:
-        KVLensError: an empty or unreadable given text, or no room for one within ``n_ctx``.
+        KVLensError: an empty or unreadable text, or not enough positions left within ``n_ctx``.
     """
     batch, given = prompt.tokens.shape[0], options.reference
     room = room_after(model, whole)
@@ -54,20 +54,20 @@ def reference_text(
         return ReferenceText(_cut(prompt.tokens[:, None, : min(shortest, room)]), 0.0)
     read = prompt_tokens(model, given, prepend_bos=False, what="convert_prompt: reference")
     if read.mask is not None:
-        raise KVLensError("convert_prompt: reference texts must have one length; give one text, or tokens [text, pos]")
+        raise KVLensError("convert_prompt: reference texts must all have the same length; give one text, or tokens [text, pos]")
     return ReferenceText(_cut(read.tokens[None, :, :room].expand(batch, -1, -1)), 0.0)
 
 
 def own_texts(
     model: HookedKVTransformer, exact: ConvertedExactly, whole: KVBias, options: TextOptions, n: int, apart: bool = False
 ) -> Int[Tensor, "batch text pos"]:
-    """``n`` of the model's own continuations of each prompt; ``apart`` from those that the fit reads."""
+    """``n`` of the model's own continuations of each prompt; with ``apart``, different ones from those used for fitting."""
     length = min(options.continuation_length, room_after(model, whole))
     return sample_continuations(model, exact, whole, n, length, (options.seed + APART * apart) % 2**63)
 
 
 def _cut(tokens: Tensor) -> Tensor:
-    """Texts cut in two to eight pieces each, so that one can be held out: [batch, text, pos]."""
+    """Each text cut into two to eight segments, so that one can be held out: [batch, text, pos]."""
     n_texts, length = tokens.shape[1:]
     if n_texts >= HELD_OUT or length < 4:
         return tokens
@@ -76,14 +76,14 @@ def _cut(tokens: Tensor) -> Tensor:
 
 
 def room_after(model: HookedKVTransformer, whole: KVBias) -> int:
-    """Positions left after the prompt; at least 2, or a KVLensError."""
+    """The number of positions left after the prompt. Raises KVLensError if there are fewer than 2."""
     if not model.cfg.has_position_limit:
         return 10**9
     room = model.cfg.n_ctx - int(torch.as_tensor(whole.position_offset).max())
     if room < 2:
         raise KVLensError(
-            f"convert_prompt: the prompt fills n_ctx={model.cfg.n_ctx}: no reference text fits after it, and no text would; "
-            'shorten the prompt, or use method="exact"'
+            f"convert_prompt: the prompt fills n_ctx={model.cfg.n_ctx}: no reference text fits after it, nor would any other "
+            'text; shorten the prompt, or use method="exact"'
         )
     return room
 
@@ -119,7 +119,7 @@ def _sample(
 def read_queries(
     model: HookedKVTransformer, bias: KVBias, tokens: Int[Tensor, "batch text pos"], layers: range | None = None
 ) -> list[Queries]:
-    """Queries, outputs and log-normalizers of the texts, with ``bias`` in the prompt's place: one record per layer."""
+    """Queries, outputs and log-normalizers of the texts, with ``bias`` replacing the prompt: one record per layer."""
     batch, n_texts, pos = tokens.shape
     layers = range(model.cfg.n_layers) if layers is None else layers
     rows = torch.arange(batch).repeat_interleave(n_texts)
@@ -127,7 +127,7 @@ def read_queries(
     for part in torch.arange(len(rows), device=tokens.device).split(ROWS_AT_ONCE):
         with attached(model, rows_of(bias, rows[part.cpu()])):
             read = _read(model, tokens.flatten(0, 1)[part], layers)
-        if not whole:  # filled piece by piece: pieces that are joined at the end are held twice
+        if not whole:  # filled part by part, since concatenating parts at the end would hold them twice
             whole = [tuple(x.new_empty(len(rows), *x.shape[1:]) for x in layer) for layer in read]
         for into, layer in zip(whole, read, strict=True):
             for every, some in zip(into, layer, strict=True):

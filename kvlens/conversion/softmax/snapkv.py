@@ -17,14 +17,14 @@ from kvlens.errors import KVLensError
 @checked
 @dataclass(frozen=True, kw_only=True)
 class SnapKV(KeptKeys):
-    """The last queries of the prompt vote for the keys before them; the votes are averaged over neighbors.
+    """The last queries of the prompt vote for earlier keys; votes are averaged over neighboring keys.
 
     Attributes:
-        window: how many of the last tokens vote and are kept; at most half of the keys that are kept.
-        kernel_size: over how many neighbors votes are averaged; odd.
+        window: number of last tokens that vote and are kept; at most half of the keys that are kept.
+        kernel_size: number of neighboring keys over which votes are averaged; odd.
         n_keys, ratio: how many keys per key-value head; see :class:`Landmark`.
         reference, n_continuations, continuation_length, n_held_out, seed: see
-            :class:`~kvlens.conversion.softmax.settings.TextOptions`; the text is for measuring alone.
+            :class:`~kvlens.conversion.softmax.settings.TextOptions`; the text is used only to measure errors.
 
     Source: Li et al. 2024, arXiv 2404.14469; averages rather than maxima, and over the heads of a group, as in kvpress.
     """

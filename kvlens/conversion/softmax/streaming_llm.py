@@ -1,4 +1,4 @@
-"""method="streaming_llm": the first keys and the last (Xiao et al. 2023, arXiv 2309.17453)."""
+"""method="streaming_llm": the first and the last keys (Xiao et al. 2023, arXiv 2309.17453)."""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -18,13 +18,13 @@ from kvlens.conversion.softmax.teacher import Teacher
 class StreamingLLM(KeptKeys):
     """The prompt's first keys, which many heads use as attention sinks, and its last keys.
 
-    Here the keys keep their positions; the paper moves them next to one another.
+    Here the keys keep their positions; the paper renumbers them to be contiguous.
 
     Attributes:
-        n_sink: how many of the first keys are kept.
+        n_sink: number of first keys that are kept.
         n_keys, ratio: how many keys per key-value head; see :class:`Landmark`.
         reference, n_continuations, continuation_length, n_held_out, seed: see
-            :class:`~kvlens.conversion.softmax.settings.TextOptions`; the text is for measuring alone.
+            :class:`~kvlens.conversion.softmax.settings.TextOptions`; the text is used only to measure errors.
 
     Source: Xiao et al. 2023, arXiv 2309.17453.
     """

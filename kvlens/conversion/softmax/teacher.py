@@ -1,4 +1,4 @@
-"""What every approximation is fitted to and measured against: the prompt with all its keys, and text read after it."""
+"""The target of every approximation: the prompt with all its keys, and text read after it."""
 
 import time
 from collections.abc import Iterator
@@ -19,17 +19,17 @@ from kvlens.ops.landmarks import PromptKeys, Queries, output_errors
 
 
 class Teacher:
-    """The exact conversion, the reference texts, and the account of what reading them cost.
+    """The exact conversion, the reference texts, and a record of the cost of reading them.
 
     Attributes:
-        prompt: its tokens.
-        exact: this prompt's keys, all of them.
-        old: what the conversion continues from.
-        whole: the exact bias with ``old`` in front: it stands for the prompt while reference text is read.
+        prompt: the prompt's tokens.
+        exact: all of this prompt's keys.
+        old: the bias that the conversion continues.
+        whole: the exact bias after ``old``, which replaces the prompt while reference text is read.
         seen, held_out: reference texts for the fit, and for measuring the heads' errors.
-        asked: the model's own continuations that the fit does not see, for measuring the answers; None where that is off.
-        lengths: real tokens of each prompt.
-        verbose: whether steps that take long draw a progress bar.
+        asked: continuations by the model that are not used for fitting, for measuring the answers; None if that is off.
+        lengths: number of real tokens of each prompt.
+        verbose: whether slow steps show a progress bar.
     """
 
     def __init__(
@@ -68,18 +68,18 @@ class Teacher:
         return self.exact.keys(self.model, layer)
 
     def read(self, bias: KVBias, tokens: Int[Tensor, "batch text pos"], layers: range | None = None) -> list[Queries]:
-        """Queries of texts, with ``bias`` in the prompt's place; counted as reference passes."""
+        """Queries of texts, with ``bias`` replacing the prompt; counted as reference passes."""
         self.count(tokens[0].numel())
         with self.timed("reference"):
             return read_queries(self.model, bias, tokens, layers)
 
     def count(self, n_tokens: int) -> None:
-        """Tokens of reference text that went through the model, for each prompt."""
+        """Add to the number of reference tokens that the model has read for each prompt."""
         self.reference_passes += n_tokens / int(self.lengths.max())
 
     @contextmanager
     def timed(self, step: str) -> Iterator[None]:
-        """Count the time inside under ``step``, and not under the step around it."""
+        """Count the time spent inside under ``step``, and not under an enclosing step."""
         start, inner = time.perf_counter(), sum(self.seconds.values())
         try:
             yield
@@ -89,7 +89,7 @@ class Teacher:
 
     @torch.no_grad()
     def with_record(self, fit: KVBias, method: str, fits_on_text: bool, dtype: torch.dtype) -> KVBias:
-        """The bias of this prompt alone in ``dtype``, with its record: errors are of what is stored, on held-out texts."""
+        """The bias of this prompt alone in ``dtype``, with the errors of the stored numbers on held-out texts as its record."""
         stored = fit.to(dtype)
         bias = stored.to(fit.b_KV.dtype)
         queries = self.read(self.whole, self.held_out)

@@ -1,13 +1,13 @@
-"""The attentions that DUAL sec. 4 and app. D derive from representation learning, as changes to an attention at hand.
+"""The variants of attention that DUAL sec. 4 and app. D derive from representation learning, as changes to given attention.
 
 | variant | what changes | equation |
 |---|---|---|
-| regularised | less of a token's own value: z_i - alpha v_i, or of its own share: z_i - alpha p_ii v_i | 13; app. D.1 |
-| augmented | keys and values go through MLPs of their own | 14; app. D.2 |
-| negative | the k tokens that a query (or a label) scores lowest are taken off | 15, 34; remark in sec. 5 |
-| ridge | the regularised least-squares W instead of one step | 33 |
+| regularised | subtracts the token's own value, z_i - alpha v_i, or its own share, z_i - alpha p_ii v_i | 13; app. D.1 |
+| augmented | keys and values each pass through an MLP | 14; app. D.2 |
+| negative | the k tokens that a query (or a label) scores lowest are subtracted | 15, 34; remark in sec. 5 |
+| ridge | the regularized least-squares W instead of one gradient step | 33 |
 
-``naive`` holds the slow form of each, one line an equation.
+``naive`` holds the slow form of each, one line per equation.
 """
 
 from kvlens.ops.attention_variants.augmented import augment

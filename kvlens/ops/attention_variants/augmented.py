@@ -1,4 +1,4 @@
-"""Augmented keys and values: an MLP of each head's own between the projection and the attention (DUAL eq. 14, app. D.2)."""
+"""Augmented keys and values: one MLP per head between the projection and the attention (DUAL eq. 14, app. D.2)."""
 
 from collections.abc import Callable, Sequence
 
@@ -20,17 +20,17 @@ def augment(
 
     Args:
         x: keys or values.
-        weights: per layer, one matrix for each head; the first reads d, the last writes d.
-        activation: between the layers; behind a single one.
-        parallel: c, the weight of a branch added to x; None for the MLP alone.
+        weights: for each layer, one matrix per head; the first layer reads d, the last writes d.
+        activation: applied between layers, or after the layer if there is only one.
+        parallel: c, the weight of the MLP as a branch added to x; None for the MLP alone.
 
     Raises:
-        KVLensError: matrices that do not follow from x to x one after the other.
+        KVLensError: the matrices cannot be chained from d back to d.
     """
     widths = [x.shape[-1], *(width for weight in weights for width in weight.shape[1:]), x.shape[-1]]
     if widths[::2] != widths[1::2]:
         came = ", ".join(str(list(weight.shape[1:])) for weight in weights)
-        raise KVLensError(f"augment: expected matrices [d, n], ..., [m, d] that follow each other, d={x.shape[-1]}, got {came}")
+        raise KVLensError(f"augment: expected matrices [d, n], ..., [m, d] that can be chained, d={x.shape[-1]}, got {came}")
     out = x
     for layer, weight in enumerate(weights):
         out = (out.transpose(1, 2) @ weight.to(x.dtype)).transpose(1, 2)

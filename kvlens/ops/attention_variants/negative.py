@@ -1,10 +1,10 @@
-"""Negative samples: of the tokens that a query sees, those that it scores lowest (DUAL eq. 15, 34; the remark in sec. 5).
+"""Negative samples: the lowest-scored of the tokens that a query sees (DUAL eq. 15, 34; the remark in sec. 5).
 
     per query:  z_i = sum_j (p_ij - (beta / k_i) [j in N_i]) v_j            = z_i - beta mean_{N_i} v
     per label:  z_i = sum_j p_ij (v_j - beta mean_{N_j} v)
 
-The equations take a set per label, the remark in sec. 5 one per query; they are different attentions (by about half of the
-output on random heads). The choice of the set has no gradient; the values in it have.
+The equations use one set per label, the remark in sec. 5 one per query; the results differ (by about half of the output on
+random heads). No gradient flows through the choice of the set, only through the values in it.
 """
 
 import math
@@ -18,11 +18,11 @@ from kvlens.checks import checked
 
 
 class Negatives(NamedTuple):
-    """N_i of every query.
+    """The set N_i of negatives of every query.
 
     Attributes:
         tokens: the tokens, lowest score first.
-        share: 1 / k_i where the token belongs to N_i, 0 where the query sees fewer tokens than columns.
+        share: 1 / k_i where the token belongs to N_i, 0 in the columns left over when the query sees fewer tokens.
     """
 
     tokens: Int[Tensor, "batch head pos most"]
@@ -34,12 +34,12 @@ class Negatives(NamedTuple):
 def lowest_scored(
     scores: Float[Tensor, "batch head pos key_pos"], visible: Bool[Tensor, "#batch #head pos key_pos"], k: int | float
 ) -> Negatives:
-    """The k tokens of lowest score among those that each query sees; all of them where there are fewer.
+    """The k lowest-scored tokens among those that each query sees; all of them if there are fewer than k.
 
     Args:
-        scores: as before the softmax, or phi~(q).phi~(k).
-        visible: what a query sees.
-        k: a count, or a share of what it sees (rounded up).
+        scores: scores before the softmax, or phi~(q).phi~(k).
+        visible: True where a query sees a key.
+        k: a count, or a fraction of the visible tokens (rounded up).
     """
     n_visible = visible.sum(dim=-1, keepdim=True)  # [.., pos, 1]
     wanted = n_visible.clamp(max=k) if isinstance(k, int) else (k * n_visible.double()).ceil().long()
@@ -54,7 +54,7 @@ def lowest_scored(
 def mean_of_negatives(
     v: Float[Tensor, "batch head key_pos d_head"], negatives: Negatives
 ) -> Float[Tensor, "batch head pos d_head"]:
-    """mean_{N_i} v of every query; 0 for a query that sees nothing."""
+    """mean_{N_i} v for every query; 0 for a query that sees nothing."""
     batch, head, pos, _ = negatives.tokens.shape
     weights = v.new_zeros(batch, head, pos, v.shape[2])
     return weights.scatter_(-1, negatives.tokens, negatives.share.to(v.dtype)) @ v

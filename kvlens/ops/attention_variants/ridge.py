@@ -1,14 +1,14 @@
-"""Ridge attention: the W that fits the labels best in least squares, instead of one gradient step (DUAL eq. 33).
+"""Ridge attention: the regularized least-squares fit W to the labels, instead of one gradient step (DUAL eq. 33).
 
     W_i = (sum_{j <= i} v_j phi(k_j)^T) (sum_{j <= i} phi(k_j) phi(k_j)^T + lambda I)^{-1}       z_i = W_i phi(q_i)
 
-In kernels, with L L^T = K + lambda I over all tokens of the text: the leading block of L belongs to the tokens up to i, so one
-Cholesky factor serves every query, causally:
+In kernel form, let L L^T = K + lambda I over all tokens of the text. The leading block of L is the Cholesky factor for the
+tokens up to i, so a single factorization serves every query causally:
 
     z = tril((L^{-1} kappa(K, Q))^T) L^{-1} V
 
-The mesa-layer of Von Oswald et al. 2023 is the same sum for linear attention. Nothing is divided by a normalizer. With finite
-features A = sum phi v^T and C = sum phi phi^T are a state: :func:`ridge_step` continues from them at O(d_phi^3) per token.
+For linear attention this is the mesa-layer of Von Oswald et al. 2023. There is no normalizer to divide by. With finite
+features, A = sum phi v^T and C = sum phi phi^T form a state: :func:`ridge_step` continues from it at O(d_phi^3) per token.
 """
 
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from kvlens.errors import KVLensError
 
 
 class RidgeState(NamedTuple):
-    """All that ridge attention over finite features keeps of a text."""
+    """The state of ridge attention with finite features: sum phi v^T and sum phi phi^T over the text so far."""
 
     kv: Float[Tensor, "batch kv_head d_phi d_head"]
     kk: Float[Tensor, "batch kv_head d_phi d_phi"]
@@ -40,7 +40,7 @@ def ridge_attention(
 
     Args:
         kernel: kappa(k_i, k_j).
-        at_queries: kappa(q_i, k_j), for the last ``pos`` tokens as queries; what lies above the diagonal is not looked at.
+        at_queries: kappa(q_i, k_j), for the last ``pos`` tokens as queries; entries above the diagonal are ignored.
         v: values.
         strength: lambda.
         mask: True at real tokens, None for no padding.
@@ -70,7 +70,7 @@ def ridge_step(
     strength: float,
     state: RidgeState | None,
 ) -> tuple[Float[Tensor, "batch head d_head"], RidgeState]:
-    """One token more: its output, and the state after it."""
+    """The output of one more token, and the state after it."""
     kv, kk = phi_k[..., :, None] * v[..., None, :], phi_k[..., :, None] * phi_k[..., None, :]
     state = RidgeState(kv, kk) if state is None else RidgeState(state.kv + kv, state.kk + kk)
     eye = torch.eye(phi_k.shape[-1], dtype=torch.float64, device=phi_k.device)
@@ -101,7 +101,7 @@ def ridge_steps(
     state: RidgeState,
     mask: Bool[Tensor, "batch pos"] | None = None,
 ) -> tuple[Float[Tensor, "batch pos head d_head"], RidgeState]:
-    """:func:`ridge_step` for each token in turn; padded ones add nothing."""
+    """:func:`ridge_step` for each token in turn; padded tokens add nothing."""
     if mask is not None:
         phi_k = phi_k.masked_fill(~mask[:, :, None, None], 0.0)
     rows = []

@@ -1,4 +1,4 @@
-"""The gated delta rule and Kimi delta attention, with all that a KV bias needs of them (what the forms share: ``types``)."""
+"""The gated delta rule and Kimi delta attention, with everything that a KV bias needs (``types`` says what the forms share)."""
 
 from kvlens.ops.delta_rule.chunked import (
     carried_delta_rule,

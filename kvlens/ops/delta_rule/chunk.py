@@ -11,19 +11,19 @@ from kvlens.checks import Count, ensure
 from kvlens.ops.delta_rule.types import LOWEST_LOG_DECAY, masked
 
 BLOCK = 16
-"""Tokens whose products with a decay per channel are formed one by one; between such blocks they are matrix products."""
+"""Block size with a decay per channel: within a block products are formed pair by pair, between blocks as matrix products."""
 
 
 class Chunks(NamedTuple):
     """The matrices of :mod:`kvlens.ops.delta_rule.chunked`, [batch, head, chunk, ...].
 
     Attributes:
-        pos: tokens before the last chunk was filled up.
-        d_written: columns of ``written``; 0 without.
+        pos: number of tokens before the last chunk was padded.
+        d_written: columns of ``written``; 0 if it is None.
         q_decayed: Q e^G [size, d_k]; ``scores``: QK [size, size]; both None without queries.
         k_to_end: Kd = K e^{G_C - G} [size, d_k].
         write: b [size, 1].
-        system: tril(diag(b) KK) [size, size]; its diagonal counts as ones.
+        system: tril(diag(b) KK) [size, size]; its diagonal is taken to be 1.
         removed: W [size, d_k].
         written: U [size, d_v]; None without values.
         end_decay: e^{G_C} [d_k or 1, 1].
@@ -47,7 +47,7 @@ class Chunks(NamedTuple):
         return decay - self.k_to_end.transpose(-1, -2) @ self.removed
 
     def local_carried_keys(self, times_write_strength: bool) -> Float[Tensor, "batch head chunk size d_k"]:
-        """diag(b) (I + L)^{-T} Kd: each key as it stands at its chunk's end."""
+        """diag(b) (I + L)^{-T} Kd: each key as it contributes to the state at the end of its chunk."""
         keys = torch.linalg.solve_triangular(self.system.transpose(-1, -2), self.k_to_end, upper=True, unitriangular=True)
         return keys * self.write if times_write_strength else keys
 
@@ -65,7 +65,7 @@ def chunks_of(
     chunk_size: int,
     v: Tensor | None = None,
 ) -> Chunks:
-    """Cut the tokens into chunks; the last is filled up with tokens that do nothing."""
+    """Cut the tokens into chunks; the last one is padded with tokens that change nothing."""
     ensure("delta rule: chunk_size", Count, chunk_size)
     reads = [x for x in (v, q) if x is not None]
     k, log_decay, write_strength, reads = masked(mask, k, log_decay, write_strength, *reads)
@@ -83,7 +83,7 @@ def chunks_of(
         """[batch, head, ...] as [batch, key_head, head / key_head, ...]."""
         return x.unflatten(1, (key_heads, n_heads // key_heads))
 
-    # a sum of many steps loses digits that its differences need: float64, whatever the rest is
+    # differences of long sums lose digits, so the sums are in float64 whatever the dtype of the rest
     steps = (log_decay if by_channel else log_decay[..., None]).clamp(min=LOWEST_LOG_DECAY)
     cumulated = per_key_head(cut(steps).double().cumsum(-2))
     b = per_key_head(cut(write_strength[..., None]))
@@ -113,7 +113,7 @@ def chunks_of(
 
 
 def decayed_products(rows: list[Tensor], keys: Tensor, cumulated: Tensor) -> list[Tensor]:
-    """sum_c x_ic k_jc e^{G_ic - G_jc} for j <= i, else 0 [..., size, size], of each x in ``rows``.
+    """sum_c x_ic k_jc e^{G_ic - G_jc} for j <= i, else 0 [..., size, size], for each x in ``rows``.
 
     Args:
         rows, keys: [..., size, d_k].
@@ -130,9 +130,9 @@ def decayed_products(rows: list[Tensor], keys: Tensor, cumulated: Tensor) -> lis
 
 
 def _block_of_rows(rows: list[Tensor], keys: Tensor, cumulated: Tensor, start: int) -> list[Tensor]:
-    """Rows ``start`` to ``start + BLOCK`` of :func:`decayed_products`, where the decay is per channel.
+    """Rows ``start`` to ``start + BLOCK`` of :func:`decayed_products`, for a decay per channel.
 
-    The state before the block stands between its tokens and all earlier ones: the decay splits into two factors of at most 1.
+    Between the block's tokens and all earlier ones, the decay splits at the start of the block into two factors of at most 1.
     """
     size, here = keys.shape[-2], slice(start, start + BLOCK)
     before = cumulated[..., start - 1 : start, :] if start else torch.zeros_like(cumulated[..., :1, :])

@@ -1,15 +1,15 @@
 """The delta rule in chunks of C tokens: matrix products within a chunk, and one state from chunk to chunk.
 
-Within a chunk, with G the cumulated log decay up to and with each token and S the state before it,
+Within a chunk, with G the cumulative log decay up to and including each token and S the state before the chunk,
 
     z = (Q e^G - QK W) S + QK U        S' = Diag(e^{G_C}) S + Kd^T (U - W S)
     (I + L) U = diag(b) V              (I + L) W = diag(b) (K e^G)        L = tril_{-1}(diag(b) KK)
 
-with QK_ij = sum_c q_ic k_jc e^{G_ic - G_jc} for j <= i, KK likewise, and Kd = K e^{G_C - G}: every exponent is at most 0, so
-that nothing overflows however strong the decay. U is what the tokens would write if the state were empty, W S what they remove
-from it. Hence, for the tokens of a chunk, qbar is a row of Q e^G - QK W, kbar a column of Kd^T (I + L)^{-1} diag(b), and P is
-Diag(e^{G_C}) - Kd^T W; across chunks each is a product of matrices (Yang et al. 2412.06464, sec. 3.3; Kimi Linear 2510.26692,
-sec. 3.1). Backward is autograd through the same products.
+with QK_ij = sum_c q_ic k_jc e^{G_ic - G_jc} for j <= i, KK likewise, and Kd = K e^{G_C - G}. Every exponent is at most 0, so
+nothing overflows however strong the decay is. U is what the tokens would write if the state were empty, and W S is what they
+remove from it. Hence, for the tokens of a chunk, qbar is a row of Q e^G - QK W, kbar is a column of
+Kd^T (I + L)^{-1} diag(b), and P is Diag(e^{G_C}) - Kd^T W; across chunks each is a matrix product (Yang et al. 2412.06464,
+sec. 3.3; Kimi Linear 2510.26692, sec. 3.1). The backward pass is autograd through the same products.
 """
 
 import torch
@@ -54,7 +54,7 @@ def carried_delta_rule(
     initial_map: Float[Tensor, "#batch head d_k d_k"] | None = None,
     chunk_size: int = CHUNK_SIZE,
 ) -> CarriedOutput:
-    """The context's own z and state, and next to them what the tokens do to a bias before them.
+    """The context's own z and state, and in addition what the tokens do to a bias before them.
 
     Args:
         initial_state: what the context has written before these tokens.
@@ -129,7 +129,7 @@ def effective_attention(
     write_strength: Float[Tensor, "batch pos head"],
     mask: Bool[Tensor, "#batch pos"] | None = None,
 ) -> Float[Tensor, "batch head pos pos"]:
-    """A = QK (I + L)^{-1} diag(b): z_i = sum_j A_ij v_j, exactly, where no state stands before. All tokens are one chunk."""
+    """A = QK (I + L)^{-1} diag(b): z_i = sum_j A_ij v_j, exactly, if there is no earlier state. All tokens form one chunk."""
     chunks = chunks_of(q, k, log_decay, write_strength, mask, max(1, k.shape[1]))
     assert chunks.scores is not None
     solved = torch.linalg.solve_triangular(chunks.system, chunks.scores, upper=False, left=False, unitriangular=True)

@@ -1,4 +1,4 @@
-"""The delta rule, the obvious form: the matrices T_t, one token after the other. Runs in float64 as the reference."""
+"""The delta rule, the obvious form: one matrix T_t per token, token by token. In float64 it is the reference."""
 
 import torch
 from jaxtyping import Bool, Float
@@ -84,7 +84,7 @@ def naive_carried_delta_rule(
     initial_state: Float[Tensor, "#batch head d_k d_v"] | None = None,
     initial_map: Float[Tensor, "#batch head d_k d_k"] | None = None,
 ) -> CarriedOutput:
-    """The context's own output and state, and what the tokens do to a bias that stands before ``initial_map``."""
+    """The context's own output and state, and what the tokens do to a bias before ``initial_map``."""
     output, final = naive_delta_rule(q, k, v, log_decay, write_strength, mask, initial_state, True)
     _, carried_q, state_map = naive_carried(q, k, log_decay, write_strength, mask)
     before = identity_state(v, k.shape[-1]) if initial_map is None else initial_map

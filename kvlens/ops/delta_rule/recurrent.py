@@ -1,4 +1,4 @@
-"""The delta rule, one token after the other in O(d_k d_v): for decoding. States are never changed in place."""
+"""The delta rule token by token, in O(d_k d_v) per token, for decoding. States are never changed in place."""
 
 import torch
 from jaxtyping import Bool, Float

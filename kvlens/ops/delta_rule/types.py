@@ -2,10 +2,10 @@
 
     S_t = T_t S_{t-1} + b_t k_t v_t^T        z_t = S_t^T q_t        T_t = (I - b_t k_t k_t^T) Diag(a_t)
 
-The state first decays, then loses b_t times what the key reads of it, then gains b_t times the value. ``a_t`` is one number per
-head in the gated delta rule (Yang et al. 2412.06464) and one per head and key channel in Kimi delta attention (Kimi Linear,
-2510.26692). The second with equal channels is the first, so one set of functions serves both. Removal before decay is another
-rule.
+The state first decays, then loses b_t times what the key reads from it, then gains b_t times the value. ``a_t`` is one number
+per head in the gated delta rule (Yang et al. 2412.06464) and one per head and key channel in Kimi delta attention (Kimi Linear,
+2510.26692). With equal channels the second reduces to the first, so one set of functions serves both. Removing before decaying
+would be a different rule.
 
 Arguments of every form, in this order:
 
@@ -19,8 +19,8 @@ Arguments of every form, in this order:
 - ``initial_state`` [batch or 1, head, d_k, d_v]: what came before, or None for zeros;
 - ``output_final_state``: whether the state after the last real token is returned (flash-linear-attention's names).
 
-The forms: ``naive`` (matrices T_t, one token after the other, the reference), ``recurrent`` (O(1) per token, for decoding),
-``chunked`` (matrix products). No form changes its arguments in place. Give inputs in float32 or better.
+The forms: ``naive`` (a matrix T_t per token, the reference), ``recurrent`` (O(1) per token, for decoding),
+``chunked`` (matrix products). No form changes its arguments in place. Inputs should be in float32 or better.
 """
 
 from typing import NamedTuple
@@ -32,18 +32,18 @@ from torch import Tensor
 from kvlens.ops.linear_attention import without_padding
 
 LOWEST_LOG_DECAY = -100.0
-"""e^-100 = 4e-44 of a state is nothing in any precision, while sums of such steps keep their digits and no -inf arises."""
+"""A factor e^-100 = 4e-44 erases a state in any precision, while sums of such steps keep their digits and avoid -inf."""
 
 
 class DeltaRuleOutput(NamedTuple):
-    """z per token, and the state after the last real token where it was asked for."""
+    """z per token, and the state after the last real token if it was requested."""
 
     output: Float[Tensor, "batch pos head d_v"]
     final_state: Float[Tensor, "batch head d_k d_v"] | None
 
 
 class CarriedOutput(NamedTuple):
-    """z without the bias, what each query reads of a bias, the state without the bias, and what becomes of a bias.
+    """z without a bias, what each query reads from a bias, the state without a bias, and the map that acts on a bias.
 
     With a bias b_KV before the first token, z = output + b_KV^T carried_q and S = final_state + state_map b_KV.
     """
@@ -55,14 +55,14 @@ class CarriedOutput(NamedTuple):
 
     @classmethod
     def split(cls, z: Tensor, final: Tensor, d_v: int) -> "CarriedOutput":
-        """What was read of, and is left of, a :func:`state_with_map`."""
+        """Split what was read from a :func:`state_with_map`, and the final one, into the parts of the state and of the map."""
         return cls(z[..., :d_v], z[..., d_v:], final[..., :d_v], final[..., d_v:])
 
 
 def masked(
     mask: Tensor | None, k: Tensor, log_decay: Tensor, write_strength: Tensor, *reads: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """Arguments with zeros at padded positions: such a token has T = I and writes nothing."""
+    """The arguments with zeros at padded positions: a padded token has T = I and writes nothing."""
     if mask is None:
         return k, log_decay, write_strength, list(reads)
     k, log_decay, write_strength, *others = (without_padding(x, mask) for x in (k, log_decay, write_strength, *reads))
@@ -78,7 +78,7 @@ def starting_state(initial_state: Tensor | None, v: Tensor, d_k: int) -> Tensor:
 
 
 def state_with_map(initial_state: Tensor | None, initial_map: Tensor | None, v: Tensor, d_k: int) -> Tensor:
-    """[S, P] side by side: P obeys the recurrence of S without writes, so it is more columns of the same state."""
+    """[S, P] side by side: P obeys the recurrence of S without the writes, so it can be appended as further columns of S."""
     before = identity_state(v, d_k) if initial_map is None else initial_map.to(v).expand(v.shape[0], -1, -1, -1)
     return torch.cat([starting_state(initial_state, v, d_k), before], dim=-1)
 

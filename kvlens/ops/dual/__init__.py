@@ -1,10 +1,10 @@
 """Attention as one step of gradient descent on a representation-learning loss (DUAL th. 3.1, 3.2, B.1, B.2).
 
 - ``naive``: one head, one query, in loops: the reference for everything below;
-- ``steps``: W written out, for finite features; ``one_query``: the same through the kernel, exact softmax included;
-- ``all_queries``: the figures of every query of a text at once;
-- ``kernel``, ``landmarks``: kappa in logarithms, and finite features for it;
-- ``layers``: the MLP behind a head, and attention layers in a row; ``bound``: the generalization bound.
+- ``steps``: W as an explicit matrix, for finite features; ``one_query``: the same through the kernel, exact softmax included;
+- ``all_queries``: losses, outputs and cosines for every query of a text at once;
+- ``kernel``, ``landmarks``: the kernel kappa in logarithms, and finite features that approximate it;
+- ``layers``: the MLP after a head, and stacked attention layers; ``bound``: the generalization bound.
 """
 
 from kvlens.ops.dual.all_queries import log_loss_drops, mean_cosines, step_outputs

@@ -1,15 +1,15 @@
-"""The dual models of every query of a text at once: O(pos^2) memory, no loop over anything.
+"""The dual models of every query of a text at once: O(pos^2) memory, no loops.
 
 Query i has N_i demonstrations: all tokens before it (N_i = i), or the first N of the text. A running sum over tokens serves
-all queries, because query i's W_1 is query i-1's (up to the factor D_{i-1} / D_i) with one token more:
+all queries, because query i's W_1 is query i-1's (up to the factor D_{i-1} / D_i) plus one more token:
 
     drop_i = (1 / D_i^2) sum_{s,t < N_i} (v_s.v_t) kappa(s, t)
     cosine after: S_ij = sum_{t <= i} kappa(t, j) v_t,   v_j.S_ij = sum_{t <= i} kappa(t, j) (v_t.v_j),
                   |S_ij|^2 = |S_{i-1,j}|^2 + 2 kappa(i, j) sum_{t < i} (v_i.v_t) kappa(t, j) + kappa(i, j)^2 |v_i|^2
 
-The cosines take O(pos^3) time, and O(N pos (pos - N)) where the first N tokens are everybody's demonstrations.
+The cosines take O(pos^3) time, or O(N pos (pos - N)) if the first N tokens are the demonstrations of every query.
 
-Here ``log_kernel`` is kappa times gamma^{-s} gamma^{-t} for a head with decay; :func:`log_loss_drops` puts gamma^{2i} back.
+For a head with decay, ``log_kernel`` is kappa times gamma^{-s} gamma^{-t} here; :func:`log_loss_drops` restores gamma^{2i}.
 Checked against :func:`kvlens.ops.dual.naive_dual`, query by query.
 """
 
@@ -41,14 +41,14 @@ def log_loss_drops(
         log_decay: log gamma.
 
     Returns:
-        For queries 1 .. pos - 1, or N .. pos - 1. A drop that is 0 (values that are 0) gives -inf.
+        For queries 1 .. pos - 1, or N .. pos - 1. A drop of 0 (where the values are 0) gives -inf.
     """
     above = torch.ones_like(log_kernel.log_size, dtype=torch.bool).triu(1)
     running_peak = log_kernel.log_size.masked_fill(above, float("-inf")).amax(dim=-1).cummax(dim=-1).values
     middle = middle_of_course(running_peak)
     pairs = kernel_values(log_kernel, -middle[..., None]) * (values @ values.transpose(-1, -2))
-    new = pairs.diagonal(dim1=-2, dim2=-1) + 2 * pairs.tril(-1).sum(dim=-1)  # what token t adds to the square sum
-    sums = new.cumsum(dim=-1)  # [.., t]: over pairs up to and with t
+    new = pairs.diagonal(dim1=-2, dim2=-1) + 2 * pairs.tril(-1).sum(dim=-1)  # what token t adds to the sum over pairs
+    sums = new.cumsum(dim=-1)  # [.., t]: over pairs of tokens up to and including t
     if n_demonstrations is None:
         first, sums = 1, sums[..., :-1]
     else:
@@ -95,11 +95,11 @@ def mean_cosines(
         start: what a KV bias adds to W_0 phi(k_j), at every token j, in the units of kappa (so not divided by D).
 
     Returns:
-        Before and after the step, for queries 1 .. pos - 1, or N .. pos - 1. A cosine with a vector that is 0 counts as 0.
+        Before and after the step, for queries 1 .. pos - 1, or N .. pos - 1. A cosine with a zero vector counts as 0.
     """
     pos = values.shape[-2]
     running_peak = log_kernel.log_size.cummax(dim=-2).values  # [.., i, j], over t <= i
-    first = running_peak.diagonal(dim1=-2, dim2=-1)  # demonstration j is seen by the queries behind it
+    first = running_peak.diagonal(dim1=-2, dim2=-1)  # demonstration j is seen by the queries after it
     middle = middle_of_course(torch.stack([first, running_peak[..., -1, :]], dim=-1)).transpose(-1, -2)  # [.., 1, j]
     kappa = kernel_values(log_kernel, -middle)
     offset = None if start is None else start * (-middle.transpose(-1, -2)).exp()
@@ -116,7 +116,7 @@ def mean_cosines(
 def _cosines_of_the_first(
     kappa: Tensor, values: Tensor, offset: Tensor | None, n: int
 ) -> tuple[PerScoredQuery, PerScoredQuery]:
-    """The first n tokens as everybody's demonstrations: what they add is one sum, and only the tokens behind them run."""
+    """The first n tokens as demonstrations of every query: their sum is constant, and only later tokens need a running sum."""
     kappa, labels, rest = kappa[..., :n], values[..., :n, :], values[..., n:, :]
     start = None if offset is None else offset[..., :n, :]
     learned = kappa[..., :n, :].transpose(-1, -2) @ labels
@@ -131,7 +131,7 @@ def _running_cosine(
     labels: Float[Tensor, "*lead demo d_out"],
     offset: Float[Tensor, "*lead demo d_out"] | None,
 ) -> Float[Tensor, "*lead query demo"]:
-    """Of (sum_{t <= i} kappa(t, j) values_t + offset_j, labels_j), at (i, j)."""
+    """The cosine of sum_{t <= i} kappa(t, j) values_t + offset_j and labels_j, at (i, j)."""
     among = values @ values.transpose(-1, -2)
     dot = (kappa * (values @ labels.transpose(-1, -2))).cumsum(dim=-2)
     mixed = 2 * (among.tril(-1) @ kappa)
@@ -147,10 +147,10 @@ def _running_cosine(
 def _single_cosine(
     kappa: Tensor, sign: Tensor | None, values: Tensor, offset: Tensor | None
 ) -> Float[Tensor, "*lead query token"]:
-    """Of (kappa(i, j) v_i + offset_j, v_j), at (i, j)."""
+    """The cosine of kappa(i, j) v_i + offset_j and v_j, at (i, j)."""
     products = values @ values.transpose(-1, -2)
     sizes = products.diagonal(dim1=-2, dim2=-1)
-    if offset is None:  # only the sign of kappa counts, and a kappa too small for a number keeps its sign
+    if offset is None:  # only the sign of kappa matters, and it is known even where kappa underflows
         signed = products if sign is None else sign * products
         return _cosine(signed, sizes[..., None].expand_as(products), sizes)
     with_offset = values @ offset.transpose(-1, -2)

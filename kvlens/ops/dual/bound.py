@@ -5,10 +5,10 @@ the loss of the best f on the demonstrations exceeds the best possible one by at
 
     O( w rho sqrt(d_o Tr K_S) / N  +  rho^2 sqrt(log(1 / delta) / N) )
 
-K_S is the demonstrations' kernel matrix, rho bounds |v| and |f|, d_o is the width of v. The paper prints O(.) and no constants,
-and so it stays here: the terms are figures to compare, not a guarantee, and tokens of a text are not drawn independently.
+K_S is the demonstrations' kernel matrix, rho bounds |v| and |f|, d_o is the width of v. Like the paper, this module gives O(.)
+without constants: the terms can be compared but guarantee nothing, and tokens of a text are not drawn independently.
 
-With negative samples, v_j.(f(k_j) - beta mean over N(j) of f(k_n)), f stays linear in W: what counts is the trace of
+With negative samples, v_j.(f(k_j) - beta mean over N(j) of f(k_n)) is still linear in W: Tr K_S becomes the trace over
 the *effective* features phi(k_j) - beta mean phi(k_n), and |v.f| is at most (1 + beta) rho^2.
 """
 
@@ -48,12 +48,12 @@ def log_trace(kernel: LogKernel) -> Float[Tensor, "*lead"]:
     """log Tr K_S of the demonstrations' own kernel matrix.
 
     Raises:
-        KVLensError: an entry of the diagonal is negative, so that the kernel is no product of features.
+        KVLensError: an entry of the diagonal is negative, so the kernel is not a product of features.
     """
     if kernel.sign is not None and bool((kernel.sign.diagonal(dim1=-2, dim2=-1) < 0).any()):
         raise KVLensError(
-            "bound: kappa(k, k) is negative for some key, so the kernel is no product phi(k).phi(k) and th. 3.2 says nothing: "
-            "take the exact kernel, or features with positive weights"
+            "bound: kappa(k, k) is negative for some key, so the kernel is not a product phi(k).phi(k) and th. 3.2 does not "
+            "apply: use the exact kernel, or features with positive weights"
         )
     return kernel.log_size.diagonal(dim1=-2, dim2=-1).logsumexp(dim=-1)
 
@@ -61,7 +61,7 @@ def log_trace(kernel: LogKernel) -> Float[Tensor, "*lead"]:
 @checked
 def log_effective_trace(kernel: LogKernel, negatives: Bool[Tensor, "*lead demo demo"], beta: float) -> Float[Tensor, "*lead"]:
     """log sum_j |phi(k_j) - beta mean_{n in N(j)} phi(k_n)|^2; ``negatives[j, n]`` says whether n belongs to N(j)."""
-    log_trace(kernel)  # refuses what is no kernel
+    log_trace(kernel)  # raises if this is not a kernel
     peak = kernel.log_size.amax(dim=(-2, -1), keepdim=True)
     kappa = kernel_values(kernel, -peak)
     share = negatives.to(kappa) / negatives.sum(dim=-1, keepdim=True).clamp(min=1)
@@ -80,7 +80,7 @@ def bound_terms(
     delta: float,
     beta: float = 0.0,
 ) -> BoundTerms:
-    """The parts of the bound.
+    """The terms of the bound.
 
     Args:
         log_norm: log w.
@@ -89,13 +89,13 @@ def bound_terms(
         n_demonstrations: N.
         d_out: d_o.
         delta: the probability with which the bound may fail.
-        beta: weight of the negative samples, 0 without.
+        beta: weight of the negative samples, 0 if there are none.
 
     Raises:
         KVLensError: ``delta`` outside (0, 1), a negative ``beta``, or no demonstrations.
     """
     if not 0 < delta < 1:
-        raise KVLensError(f"bound: delta is a probability, in (0, 1), got {delta}")
+        raise KVLensError(f"bound: delta must be a probability in (0, 1), got {delta}")
     if beta < 0:
         raise KVLensError(f"bound: beta must be at least 0, got {beta}")
     if n_demonstrations < 1:

@@ -1,11 +1,11 @@
-"""kappa: what replaces phi~(k)^T phi~(q), kept as sign and logarithm so that nothing overflows.
+"""The kernel kappa, which stands for phi~(k)^T phi~(q), kept as sign and logarithm so that nothing overflows.
 
-    softmax            kappa(a, b) = exp(a.b / scale)         no features are needed: the kernel is exact
+    softmax            kappa(a, b) = exp(a.b / scale)         exact, without features
     finite features    kappa(a, b) = phi(a).phi(b)            linear attention, random features, landmarks
 
-Scores of real models reach +-100, and those of keys with keys more: exp(2 * 400) is no float64. A kernel matrix is therefore
-held as its logarithm, and turned into numbers by :func:`kernel_values`, which adds the logarithm of a factor first; it
-overflows only where the product itself does.
+Query-key scores of real models reach +-100, and key-key scores more: exp(2 * 400) overflows float64. A kernel matrix is
+therefore held as its logarithm and turned into numbers by :func:`kernel_values`, which adds the logarithm of a factor first,
+so that it overflows only where the product itself does.
 """
 
 from typing import NamedTuple
@@ -18,11 +18,11 @@ from kvlens.checks import checked
 
 
 class LogKernel(NamedTuple):
-    """A matrix of kernel values between tokens and what they are looked at, kappa = sign * exp(log_size).
+    """A matrix of kernel values between tokens (rows) and the points where W is evaluated (columns), sign * exp(log_size).
 
     Attributes:
         log_size: log |kappa|, -inf where kappa is 0.
-        sign: -1, 0 or 1; None where all are positive.
+        sign: -1, 0 or 1; None if all are positive.
     """
 
     log_size: Float[Tensor, "*lead token at"]
@@ -42,7 +42,7 @@ def feature_kernel(
     log_a: Float[Tensor, "*lead a"] | None = None,
     log_b: Float[Tensor, "*lead b"] | None = None,
 ) -> LogKernel:
-    """kappa(a, b) = a.b exp(log_a + log_b), for rows that are features; ``log_a`` and ``log_b`` are None for 0."""
+    """kappa(a, b) = a.b exp(log_a + log_b), for rows that are features; None for ``log_a`` or ``log_b`` means 0."""
     products = a @ b.transpose(-1, -2)
     log_size = products.abs().log()
     for log_scale in (None if log_a is None else log_a[..., :, None], None if log_b is None else log_b[..., None, :]):
@@ -52,16 +52,16 @@ def feature_kernel(
 
 @checked
 def kernel_values(kernel: LogKernel, log_factor: Float[Tensor, "..."] | float = 0.0) -> Float[Tensor, "*lead token at"]:
-    """kappa * exp(log_factor), broadcast; only a product that itself is too large overflows."""
+    """kappa * exp(log_factor), broadcast; it overflows only where the product itself is too large."""
     values = (kernel.log_size + log_factor).exp()
     return values if kernel.sign is None else kernel.sign * values
 
 
 def middle_of_course(log_peak: Float[Tensor, "*lead step"]) -> Float[Tensor, "*lead one"]:
-    """Half way between the first and the last entry of a running maximum, to be taken off logarithms before a running sum.
+    """The mean of the first and last entries of a running maximum, to subtract from logarithms before a running sum.
 
-    What is summed up step by step then neither overflows at the end nor vanishes at the beginning, as long as the peak
-    rises by less than 700 (for sums of squares) on the way. -inf and inf count as 0.
+    The running sum then neither overflows at the end nor vanishes at the beginning, as long as the maximum rises by less
+    than 700 in total (for sums of squares). -inf and inf count as 0.
     """
     first, last = log_peak[..., :1], log_peak[..., -1:]
     middle = torch.where(first.isfinite(), (first + last) / 2, last)

@@ -1,9 +1,9 @@
-"""Finite features for the softmax kernel that are exact on chosen keys: a Nystroem map by pivoted Cholesky.
+"""Finite features for the softmax kernel that are exact on chosen keys: a Nystroem map by pivoted Cholesky decomposition.
 
 With landmarks c_1 .. c_r and L L^T = kappa(c, c), phi(x) = L^{-1} kappa(c, x) gives phi(a).phi(b) = kappa(a, b) whenever a or
-b is a landmark. Landmarks are taken one after the other where the error so far is largest (Harbrecht et al. 2012). Keys are
-first scaled to kappa(k, k) = 1 and queries to a largest kappa(q, k) of 1, so that nothing overflows; the scales come back as
-logarithms. The loop is over landmarks, all heads at once.
+b is a landmark. Each new landmark is the key with the largest remaining error (Harbrecht et al. 2012). Keys are first scaled
+to kappa(k, k) = 1 and queries to a largest kappa(q, k) of 1, so that nothing overflows; the scales are returned as
+logarithms. The loop runs over landmarks, for all heads at once.
 """
 
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from kvlens.errors import KVLensError
 
 
 class LandmarkFeatures(NamedTuple):
-    """Features of keys and queries with the logarithm of each row's factor, and which keys are the landmarks."""
+    """Features of keys and queries, the logarithm of each row's scale, and the indices of the landmark keys."""
 
     keys: Float[Tensor, "head token r"]
     queries: Float[Tensor, "head query r"]
@@ -30,7 +30,7 @@ class LandmarkFeatures(NamedTuple):
 def landmark_features(
     keys: Float[Tensor, "head token d"], queries: Float[Tensor, "head query d"], scale: float, n_landmarks: int
 ) -> LandmarkFeatures:
-    """Features with phi(a).phi(b) ~ exp(a.b / scale), equal to it where a or b is a landmark.
+    """Features with phi(a).phi(b) ~ exp(a.b / scale), with equality where a or b is a landmark.
 
     Raises:
         KVLensError: no landmark, or more of them than keys.
@@ -53,7 +53,7 @@ def landmark_features(
         if columns:
             before = torch.stack(columns, dim=-1)
             column = column - (before * before[heads, pivot][:, None]).sum(dim=-1)
-        # a pivot of rounding size is a key that repeats others: it adds nothing
+        # a pivot at rounding level is a key that repeats others: it adds nothing
         new = size > n_keys * torch.finfo(keys.dtype).eps
         columns.append(torch.where(new[:, None], column / torch.where(new, size, 1.0).sqrt()[:, None], 0.0))
         landmarks.append(pivot)
@@ -70,7 +70,7 @@ def random_log_features(
 ) -> tuple[Float[Tensor, "head token m"], Float[Tensor, "head token"]]:
     """Positive random features, scaled to a largest entry of 1 per row, and the logarithm of that scale.
 
-    The same map as :func:`kvlens.ops.feature_maps.random_features`, for vectors whose features no float would hold.
+    The same map as :func:`kvlens.ops.feature_maps.random_features`, for vectors whose features would overflow.
     """
     scaled = x / scale**0.5
     exponent = scaled @ projection.to(x).transpose(-1, -2) - scaled.square().sum(dim=-1, keepdim=True) / 2

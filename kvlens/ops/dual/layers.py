@@ -1,19 +1,19 @@
-"""Beyond one head: the MLP behind it (DUAL th. B.1), and attention layers in a row (th. B.2).
+"""Beyond one head: the MLP after it (DUAL th. B.1), and stacked attention layers (th. B.2).
 
-**One Transformer layer.** For one query the MLP's ReLU mask is fixed, so that behind the attention stands one linear map:
+**One Transformer layer.** For a single query the MLP's ReLU mask is fixed, so the MLP after the attention is a linear map:
 
     x_out = W_FFN x_mid + b        W_FFN = W_2 diag(mask) W_1        b = W_2 diag(mask) b_1 + b_2
 
-and the dual model has labels W_FFN v_j, the initial weight W_FFN W_0 (leaving W_0 as it was is wrong by a third), and b beside
-it. For activations that are not piecewise linear, the tangent at the query's own pre-activations takes the mask's place; what
-it leaves over at the query is a constant, the remainder.
+and the dual model has labels W_FFN v_j, the initial weight W_FFN W_0 (keeping W_0 unchanged is wrong by a third), and b as an
+offset. For activations that are not piecewise linear, the tangent at the query's own pre-activations replaces the mask; the
+constant that it misses at the query is the remainder.
 
 **Several layers.** Under PrefixLM attention (demonstrations see each other, the query sees all) layer l's dual model gives the
 query's output after one step, and, by eq. 25, those of the demonstrations themselves, which are layer l + 1's inputs:
 
     h_j = (D / D_j) (W_1 - W_0) phi(q_j)         D_j = sum over demonstrations of kappa(k_t, q_j)
 
-Weights here multiply row vectors from the right, as TransformerLens has them.
+Weights multiply row vectors from the right, as in TransformerLens.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ class FoldedMLP(NamedTuple):
     Attributes:
         weight: W_FFN.
         bias: b.
-        remainder: act(h) - act'(h) h, carried to the output: 0 for ReLU; part of neither ``weight`` nor ``bias``.
+        remainder: act(h) - act'(h) h, mapped to the output; 0 for ReLU. Included in neither ``weight`` nor ``bias``.
     """
 
     weight: Float[Tensor, "d_model d_model"]
@@ -56,7 +56,7 @@ def fold_mlp(
 
 
 def rank_bound(mask: Float[Tensor, "*lead d_mlp"], d_model: int) -> Float[Tensor, "*lead"]:
-    """What rank W_FFN W_V can have at most (app. B.1): the number of active units, or d_model where that is less."""
+    """The largest possible rank of W_FFN W_V (app. B.1): the number of active units, or d_model if that is less."""
     return (mask != 0).sum(dim=-1).clamp(max=d_model).to(mask.dtype)
 
 
@@ -83,7 +83,7 @@ def prefix_lm_attention(
 def dual_of_prefix_lm(
     x: Float[Tensor, "token d_model"], weights: AttentionWeights, scale: float, eta: float = 1.0
 ) -> Float[Tensor, "token d_out"]:
-    """The same by the dual model: W_1 phi(q) for the last token, eq. 25 for the demonstrations; the step by autograd."""
+    """The same by the dual model: W_1 phi(q) for the last token, eq. 25 for the demonstrations; the gradient by autograd."""
     q, k, v = x @ weights.W_Q, x @ weights.W_K, x @ weights.W_V
     log_kernel = softmax_kernel(k, q, scale)  # [token, query]
     log_D = log_kernel.log_size[:, -1].logsumexp(dim=0)

@@ -1,7 +1,7 @@
-"""The dual model of one head at one query, the obvious form: loops over tokens, one line an equation, in float64.
+"""The dual model of one head at one query, the obvious form: loops over tokens, one line per equation, in float64.
 
-Everything is written in the kernel, so that it serves features and the exact softmax kernel alike: W = sum_t c_t phi(k_t)^T is
-the list of its coefficients c_t, and W phi(z) = sum_t c_t kappa(k_t, z).
+Everything is expressed through the kernel, so that it serves finite features and the exact softmax kernel alike:
+W = sum_t c_t phi(k_t)^T is represented by its coefficients c_t, and W phi(z) = sum_t c_t kappa(k_t, z).
 """
 
 from collections.abc import Callable
@@ -14,11 +14,11 @@ from torch import Tensor
 from kvlens.checks import checked
 
 Kernel = Callable[[Tensor, Tensor], Tensor]
-"""kappa of two vectors: a number."""
+"""kappa of two vectors, a number."""
 
 
 class NaiveDual(NamedTuple):
-    """All that the fast forms compute, for one head and one query.
+    """Everything that the fast forms compute, for one head and one query.
 
     Attributes:
         output: the head's output at the query, by attention.
@@ -63,7 +63,7 @@ def naive_dual(
         normalizer: D; None takes sum_t kappa(k_t, q), as softmax does.
         log_decay: log gamma; token t counts gamma^{i - t} times.
         eta: the learning rate.
-        alpha: strength of the regularisation, 0 for none.
+        alpha: strength of the regularization, 0 for none.
     """
     n_tokens = len(keys)
     seen = [torch.tensor(log_decay * (n_tokens - 1 - t), dtype=keys.dtype).exp() for t in range(n_tokens)]

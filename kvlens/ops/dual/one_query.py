@@ -1,10 +1,10 @@
-"""The dual model in its kernel form: W is never written out, so that the exact softmax kernel serves as well as features.
+"""The dual model in kernel form: W is never formed explicitly, so the exact softmax kernel works as well as features.
 
 W = sum_t c_t phi~(k_t)^T over the tokens up to the query, so every quantity is a sum over pairs of tokens: of H_D
 (demonstrations, the first N) and of H_T (the rest). After n steps c_t is (1 - alpha)^n v_t / D on H_T and
-sum_{s<n} (1 - alpha)^s v_t / D on H_D; without alpha the loss falls by the same amount with every step, for ever.
+sum_{s<n} (1 - alpha)^s v_t / D on H_D; without alpha the loss falls by the same amount at every step, without bound.
 
-``log_kernel`` is kappa between the tokens as the query sees them (with decay: times gamma^{i-s} gamma^{i-t}), H_D in front.
+``log_kernel`` is kappa between the tokens as the query sees them (with decay: times gamma^{i-s} gamma^{i-t}), H_D first.
 """
 
 from typing import NamedTuple
@@ -18,10 +18,10 @@ from kvlens.ops.dual.kernel import LogKernel, kernel_values
 
 
 class PairSums(NamedTuple):
-    """sum (v_s.v_t) kappa(s, t) / D^2 over pairs of tokens, which is all that losses need; at eta = 1.
+    """sum (v_s.v_t) kappa(s, t) / D^2 over pairs of tokens, which is all that the losses depend on; at eta = 1.
 
     Attributes:
-        step: over H_D x H_D: |dL/dW|^2, what one step takes off the loss.
+        step: over H_D x H_D: |dL/dW|^2, by which one step reduces the loss.
         start: over H_T x H_D: -L(W_0).
         start_norm: over H_T x H_T: |W_0|^2.
     """
@@ -51,7 +51,7 @@ def pair_sums(
 
 
 def losses(sums: PairSums, n_steps: int, eta: float, alpha: float = 0.0) -> Float[Tensor, "step *lead"]:
-    """L(W_0), ..., L(W_n) for learning rate ``eta``; without ``alpha`` a straight line downwards."""
+    """L(W_0), ..., L(W_n) for learning rate ``eta``; without ``alpha`` they decrease linearly."""
     course = []
     for n in range(n_steps + 1):
         fit = (1.0 - alpha) ** n * sums.start + _series(n, alpha) * sums.step
@@ -63,7 +63,7 @@ def losses(sums: PairSums, n_steps: int, eta: float, alpha: float = 0.0) -> Floa
 def predictions_at_demonstrations(
     log_kernel: LogKernel, values: Float[Tensor, "*lead token d_out"], n_demonstrations: int
 ) -> tuple[Float[Tensor, "*lead demo d_out"], Float[Tensor, "*lead demo d_out"]]:
-    """W_0 phi(k_j) and W_1 phi(k_j), each row up to a positive factor of its own, the same in both."""
+    """W_0 phi(k_j) and W_1 phi(k_j), each row up to a positive factor that is the same in both."""
     N = n_demonstrations
     columns = LogKernel(log_kernel.log_size[..., :N], None if log_kernel.sign is None else log_kernel.sign[..., :N])
     peak = columns.log_size.amax(dim=-2, keepdim=True)
@@ -79,6 +79,6 @@ def _series(n: int, alpha: float) -> float:
 
 @checked
 def cosine(a: Float[Tensor, "*lead d"], b: Float[Tensor, "*lead d"]) -> Float[Tensor, "*lead"]:
-    """Of the angle between rows; 0 where one of them is 0."""
+    """The cosine of the angle between rows; 0 where one of them is 0."""
     sizes = a.norm(dim=-1) * b.norm(dim=-1)
     return torch.where(sizes > 0, (a * b).sum(dim=-1) / torch.where(sizes > 0, sizes, 1.0), 0.0)

@@ -1,13 +1,13 @@
-"""The dual model with its weight W written out: loss, gradient, step, prediction (DUAL th. 3.1).
+"""The dual model with an explicit weight W: loss, gradient, step, prediction (DUAL th. 3.1).
 
     f(z) = W phi~(z)
     W_0 = (1 / D) sum_{H_T} v_t phi~(k_t)^T
     L(W) = -(1 / (eta D)) sum_{j in H_D} v_j^T W phi~(k_j)  [+ alpha / (2 eta) |W|^2]
     W_{n+1} = W_n - eta dL/dW = (1 - alpha) W_n + (1 / D) sum_{H_D} v_j phi~(k_j)^T
 
-H_D are the demonstrations, H_T the tokens behind them up to the query; D is the head's normalizer at the query. After one
+H_D are the demonstrations, H_T the tokens after them up to the query; D is the head's normalizer at the query. After one
 step f(q) is the head's output, for every eta. Without alpha the loss is linear in W and has no minimizer. With decay, the
-``inputs`` are phi~(k_j) gamma^{i-j}: the features as query i sees them.
+``inputs`` are phi~(k_j) gamma^{i-j}, the features as query i sees them.
 
 Rows: ``inputs`` [demo, d_phi] and ``labels`` [demo, d_out]; a weight is [d_out, d_phi].
 Source: DUAL th. 3.1, eq. 9 and 12; our ``alpha`` is theirs, ``eta`` their learning rate.
@@ -39,7 +39,7 @@ def predict(weight: Weight, inputs: Inputs) -> Labels:
 
 @checked
 def loss_of_predictions(predictions: Labels, labels: Labels, normalizer: Normalizer, eta: float) -> Float[Tensor, "*lead"]:
-    """-(1 / (eta D)) sum_j v_j.f(k_j) (DUAL eq. 9): what autograd may act on, whether or not phi is finite."""
+    """-(1 / (eta D)) sum_j v_j.f(k_j) (DUAL eq. 9); autograd can act on it even if phi is infinite-dimensional."""
     return -(labels * predictions).sum(dim=(-2, -1)) / (eta * normalizer)
 
 
@@ -47,7 +47,7 @@ def loss_of_predictions(predictions: Labels, labels: Labels, normalizer: Normali
 def dual_loss(
     weight: Weight, inputs: Inputs, labels: Labels, normalizer: Normalizer, eta: float, alpha: float = 0.0
 ) -> Float[Tensor, "*lead"]:
-    """L(W), with alpha / (2 eta) |W|^2 added where ``alpha`` is not 0 (DUAL eq. 9 and 12)."""
+    """L(W), plus alpha / (2 eta) |W|^2 if ``alpha`` is not 0 (DUAL eq. 9 and 12)."""
     loss = loss_of_predictions(predict(weight, inputs), labels, normalizer, eta)
     return loss if alpha == 0 else loss + alpha / (2 * eta) * weight.square().sum(dim=(-2, -1))
 

@@ -1,8 +1,8 @@
-"""phi of the feature maps as pure functions; :mod:`kvlens.components.feature_maps` says what else belongs to each map.
+"""phi of the feature maps as pure functions; :mod:`kvlens.components.feature_maps` adds each map's parameters and settings.
 
-With x' = x / sqrt(attn_scale), phi(q).phi(k) approximates exp(q.k / attn_scale) for random and taylor. Random features stay on
-one fixed log-scale: subtracting a maximum per call, as code in the wild does, would put the features of a prompt and those of
-its continuation on different scales, and their sum would mean nothing.
+With x' = x / sqrt(attn_scale), phi(q).phi(k) approximates exp(q.k / attn_scale) for random and taylor. Random features keep
+one fixed log-scale: subtracting a maximum at every call, as other implementations do, would put the features of a prompt and
+those of its continuation on different scales, so that their sum would be meaningless.
 """
 
 import math
@@ -18,7 +18,7 @@ from kvlens.checks import checked
 def elu_plus_one(x: Float[Tensor, "*lead d"]) -> Float[Tensor, "*lead d"]:
     """phi(x) = elu(x) + 1 = exp(min(x, 0)) + max(x, 0), positive everywhere.
 
-    Written so that no 1 is taken away and added back: ``elu(x) + 1`` is exactly 0 in float32 below x = -17.
+    This form avoids subtracting 1 and adding it back: ``elu(x) + 1`` is exactly 0 in float32 below x = -17.
     """
     if torch.is_grad_enabled() and x.requires_grad:
         return _EluPlusOne.apply(x)  # type: ignore[no-untyped-call]
@@ -26,7 +26,7 @@ def elu_plus_one(x: Float[Tensor, "*lead d"]) -> Float[Tensor, "*lead d"]:
 
 
 class _EluPlusOne(torch.autograd.Function):
-    """The derivative is exp(x) below 0 and 1 above: min(phi, 1). Nothing but phi is kept for it."""
+    """The derivative is exp(x) below 0 and 1 above, min(phi, 1), so only phi is saved for the backward pass."""
 
     generate_vmap_rule = True
 

@@ -19,8 +19,8 @@ def draw_projections(
 ) -> Float[Tensor, "head m d"]:
     """Rows ~ N(0, I_d), in float32: independent, or orthogonal within blocks of ``d_head`` rows (FAVOR+, less variance).
 
-    An orthogonal block is a Haar-random rotation whose rows are stretched to the lengths of independent normal vectors,
-    so that each single row is still exactly normal and the estimate stays unbiased.
+    An orthogonal block is a Haar-random rotation whose rows are rescaled to the lengths of independent normal vectors, so
+    that each row is still exactly normal and the estimate stays unbiased.
     """
     normal = torch.randn(n_heads, n_features, d_head, generator=generator, dtype=torch.float64)
     if kind == "iid":

@@ -1,4 +1,4 @@
-"""The induction head as a function, and the training landscape of the one-layer shifted head (KVSA th. 1-3)."""
+"""The induction head as a function, and the loss landscape of the one-layer shifted head (KVSA th. 1-3)."""
 
 from kvlens.ops.induction.induction_head import induction_head
 from kvlens.ops.induction.landscape import landscape_loss

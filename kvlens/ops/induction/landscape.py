@@ -1,21 +1,22 @@
 """The loss that trains the shift coefficients of one head into an induction head, in closed form (KVSA th. 3, eq. 10).
 
-The text is x_1 .. x_T, all different, and then x_{T+1} = x_i once more (1 < i < T - 1); the answer is x_{i+1}. Embeddings are
-orthonormal, all projections and the unembedding the identity, there are no positions and no residual connection: what is left
-to train is alpha (keys) and beta (values). With a = alpha, b = beta, index 1 for the current token, 2 for its predecessor,
+The text is x_1 .. x_T, all different, followed by x_{T+1} = x_i again (1 < i < T - 1); the answer is x_{i+1}. Embeddings are
+orthonormal, all projections and the unembedding are the identity, and there are no positions and no residual connection, so
+that only alpha (keys) and beta (values) are trained. With a = alpha, b = beta, index 1 for the current token and 2 for its
+predecessor,
 
     S  = 2 e^{a1} + e^{a2} + (T - 2)       A1 = e^{a1} / S       A2 = e^{a2} / S
 
 is the attention of the last row: A1 on rows i and T + 1, whose own key is x_i; A2 on row i + 1, whose predecessor is x_i; 1/S
-on the T - 2 others. The logits read off which value holds which token:
+on the T - 2 others. The logits follow from which value holds which token:
 
     x_{i+1}           A2 b1 + b2 / S
     x_i               2 A1 b1 + A2 b2
     x_{i-1} and x_T   b1 / S + A1 b2
     T - 4 others      (b1 + b2) / S
 
-x_{i-1} and x_T take A1 b2 as the predecessors of rows i and T + 1; KVSA table 5 and eq. 10 print e^{alpha_2} there. The loss is
-the same for every i and every order of the tokens.
+x_{i-1} and x_T get A1 b2 as the predecessors of rows i and T + 1; KVSA table 5 and eq. 10 have e^{alpha_2} there instead. The
+loss is the same for every i and every order of the tokens.
 """
 
 import math
@@ -28,7 +29,7 @@ from kvlens.checks import checked
 from kvlens.errors import KVLensError
 
 SHORTEST = 4
-"""1 < i < T - 1 leaves no i in shorter texts."""
+"""In shorter texts no i satisfies 1 < i < T - 1."""
 
 
 @checked
@@ -36,9 +37,9 @@ def landscape_loss(alpha: Float[Tensor, "*lead 2"], beta: Float[Tensor, "*lead 2
     """-log of the probability that the head gives to x_{i+1}.
 
     Args:
-        alpha: shift coefficients of the keys, column 0 for the current token (their alpha_1), column 1 its predecessor.
+        alpha: shift coefficients of the keys: column 0 for the current token (their alpha_1), column 1 for its predecessor.
         beta: the same for the values.
-        T: different tokens in the text; the paper's O(T) is T - 4, the number of tokens that play no part.
+        T: number of distinct tokens in the text; the paper's O(T) is T - 4, the number of tokens that play no part.
 
     Returns:
         The loss in nats.
@@ -46,7 +47,7 @@ def landscape_loss(alpha: Float[Tensor, "*lead 2"], beta: Float[Tensor, "*lead 2
     Raises:
         KVLensError: a text too short to hold x_{i-1}, x_i, x_{i+1} and x_T.
 
-    Source: KVSA th. 3, with eq. 10 corrected as said above.
+    Source: KVSA th. 3, with eq. 10 corrected as described in the module docstring.
     """
     check_length(T)
     a1, a2 = alpha.unbind(dim=-1)

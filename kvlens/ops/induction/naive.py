@@ -1,4 +1,4 @@
-"""The induction head and its training loss, the obvious forms: one row after the other, nothing simplified on paper."""
+"""The induction head and its training loss, the obvious forms: row by row, with nothing simplified by hand."""
 
 import torch
 from jaxtyping import Float
@@ -13,7 +13,7 @@ from kvlens.ops.induction.landscape import check_length
 def naive_induction_head(
     x: Float[Tensor, "batch pos d_model"], sigma: float, slope: float
 ) -> Float[Tensor, "batch pos d_model"]:
-    """The reference of :func:`kvlens.ops.induction.induction_head`: same arguments, same return, loops over rows."""
+    """The reference for :func:`kvlens.ops.induction.induction_head`: same arguments, same result, loops over rows."""
     texts = []
     for text in x:
         rows = []
@@ -39,8 +39,8 @@ def naive_landscape_loss(
     Args:
         alpha: shift coefficients of the keys, (current, predecessor).
         beta: the same for the values.
-        T: different tokens in the text.
-        i: which token comes again at the end, counted from 1.
+        T: number of distinct tokens in the text.
+        i: which token is repeated at the end, counted from 1.
         embeddings: orthonormal rows x_1 .. x_T; None for unit vectors.
 
     Returns:

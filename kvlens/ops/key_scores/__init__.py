@@ -1,4 +1,4 @@
-"""How much attention a prompt's keys get or will get: what methods that keep some of the keys choose them by."""
+"""How much attention a prompt's keys receive, or are expected to receive: the scores by which some methods select keys."""
 
 from kvlens.ops.key_scores.attention import attention_received
 from kvlens.ops.key_scores.expected import expected_log_attention

@@ -26,11 +26,11 @@ def attention_received(
 
     Args:
         q, keys: as the model scores them.
-        query_distance, distance: how many positions before the text each token stands, 1 for the prompt's last. A query sees
-            the keys that are at least as far away as it is itself.
-        counts: how often each query counts: 0 leaves it out, as for padding.
-        weight: of each key, 0 where there is none.
-        sink: a log-score that every query has besides (GPT-OSS).
+        query_distance, distance: how many positions each token lies before the text, 1 for the prompt's last token. A query
+            sees the keys whose distance is at least its own.
+        counts: how often each query counts; 0 leaves it out, as for padding.
+        weight: weight of each key, 0 where there is no key.
+        sink: log-score of an attention sink that every query sees in addition (GPT-OSS).
     """
     heads, group = q.shape[2], q.shape[2] // keys.shape[1]
     received = q.new_zeros(q.shape[0], heads, keys.shape[2])

@@ -16,7 +16,7 @@ def expected_log_attention(
 ) -> Float[Tensor, "batch head key"]:
     """log E exp(q.k / scale) = mu.k / scale + k^T Sigma k / (2 scale^2) for q ~ N(mu, Sigma).
 
-    mu and Sigma are the mean and the covariance of the rows of ``q``, each counted ``counts`` times (0 leaves it out).
+    mu and Sigma are the mean and covariance of the rows of ``q``, each counted ``counts`` times (0 leaves it out).
     """
     by_head = keys.repeat_interleave(q.shape[2] // keys.shape[1], dim=1)
     share = (counts / counts.sum(dim=1, keepdim=True))[:, :, None, None]

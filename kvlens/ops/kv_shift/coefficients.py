@@ -36,7 +36,7 @@ def initial_shift_parameter(
 
     ``uniform`` (KVSA sec. 2.2 and 4.7): all coefficients but the last ~ U(0, 1), the last is 1 minus the others. A gate cannot
     hold the negative last coefficient that this may give for windows above 1, so its coefficients are drawn uniformly
-    from the simplex, which is the same law for window 1. ``identity``: (1, 0, ...), for a shift grafted onto a trained
+    from the simplex, which is the same distribution for window 1. ``identity``: (1, 0, ...), for a shift grafted onto a trained
     model; a gate reaches it only in the limit, and :class:`kvlens.KVShiftConfig` refuses the pair.
     """
     if init == "identity":

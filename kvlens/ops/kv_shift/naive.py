@@ -14,7 +14,7 @@ def naive_kv_shift(
     state: Float[Tensor, "#batch window head d"] | None = None,
     mask: Bool[Tensor, "batch pos"] | None = None,
 ) -> tuple[Float[Tensor, "batch pos head d"], Float[Tensor, "batch window head d"]]:
-    """The reference of :func:`kvlens.ops.kv_shift.kv_shift`: same arguments, same returns, a loop over time."""
+    """The reference for :func:`kvlens.ops.kv_shift.kv_shift`: same arguments, same result, a loop over tokens."""
     batch, pos, head, d = x.shape
     window = coef.shape[1] - 1
     rows, states = [], []

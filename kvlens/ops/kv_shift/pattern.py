@@ -1,10 +1,10 @@
-"""Which tokens a head reads, or is drawn by, when its rows are shifted: the pattern carried back to raw rows (KVSA eq. 5-6).
+"""Which tokens a head reads, or is attracted by, under a KV shift: the pattern in terms of raw rows (KVSA eq. 5-6).
 
-A pattern A weighs shifted rows, each a mixture of tokens. Its entry A[i, j] therefore does not say that query i reads token j:
+A pattern A weights shifted rows, each a mixture of tokens. Its entry A[i, j] is therefore not how much query i reads token j:
 
     sum_j A[i, j] v^_j  =  sum_t E[i, t] v_t          E[i, t] = sum_{s=0..w} c_s A[i, t + s]
 
-With the values' coefficients E says which tokens are read; with the keys', whose raw keys drew the attention.
+With the values' coefficients, E gives the tokens that are read; with the keys', the tokens whose raw keys drew the attention.
 """
 
 from jaxtyping import Float
@@ -17,7 +17,7 @@ from kvlens.checks import checked
 def effective_pattern(
     pattern: Float[Tensor, "*batch head query key"], coef: Float[Tensor, "kv_head taps"]
 ) -> Float[Tensor, "*batch head query key"]:
-    """Carry a pattern over shifted rows back to the raw ones.
+    """Rewrite a pattern over shifted rows as one over raw rows.
 
     Args:
         pattern: ``hook_pattern``.
@@ -25,10 +25,10 @@ def effective_pattern(
             row per head, or a KV head that several heads share.
 
     Returns:
-        E. What lies before the first key (the state) has no column.
+        E. Rows before the first key (the shift state) have no column.
 
     Raises:
-        KVLensError: the heads cannot be shared out among the rows of ``coef``.
+        KVLensError: the number of heads is not a multiple of the rows of ``coef``.
     """
     taps = coef.repeat_interleave(pattern.shape[-3] // coef.shape[0], dim=0)[:, :, None, None].to(pattern)
     effective = taps[:, 0] * pattern

@@ -2,12 +2,11 @@
 
     x^_i = sum_{s=0..w} c_s x_{i-s}         (index 0 = the current token, w = ``window``)
 
-Before the first token stand zeros, or the *shift state*: the raw last ``w`` rows of whatever came before. The state that
-comes out is what the next segment of text needs, so that cutting anywhere changes nothing. It holds raw rows,
-never shifted ones (the inference code in KVSA app. F keeps the shifted key of the prefill; that is a misprint).
+Before the first token come zeros, or the *shift state*: the last ``w`` raw rows of whatever came before. The returned state
+is what the next segment of text needs, so a text can be cut anywhere without changing the result. It holds raw rows, never
+shifted ones (the inference code in KVSA app. F keeps the shifted key of the prefill; that is a misprint).
 
-Padding does not exist for the shift: the predecessor of a token is the real token before it, however much padding
-lies between.
+The shift ignores padding: the predecessor of a token is the previous real token, however much padding lies in between.
 """
 
 import torch
@@ -55,7 +54,7 @@ def kv_shift(
 
 
 def _shift_all(x: Tensor, coef: Tensor, extended: Tensor) -> Tensor:
-    """Out of place: in-place sums over slices would cost the backward pass a copy each."""
+    """Out of place, because each in-place sum over a slice would cost the backward pass a copy."""
     window, pos = coef.shape[1] - 1, x.shape[1]
     taps = coef.to(x.dtype)[:, :, None]
     shifted = x * taps[:, 0]
@@ -67,7 +66,7 @@ def _shift_all(x: Tensor, coef: Tensor, extended: Tensor) -> Tensor:
 def _shift_real_tokens(x: Tensor, coef: Tensor, state: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Move the real tokens of each row to its front, behind the state, and read predecessors by rank."""
     window = state.shape[1]
-    rank = mask.cumsum(dim=1) - 1  # a real token's place among the real tokens of its row
+    rank = mask.cumsum(dim=1) - 1  # a real token's index among the real tokens of its row
     front = torch.argsort(~mask, dim=1, stable=True)
     packed = torch.cat([state, _take_rows(x, front)], dim=1)  # row w + r is the token of rank r
 

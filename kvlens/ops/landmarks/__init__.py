@@ -1,8 +1,9 @@
-"""A prompt's keys reduced to a few: which to keep, how many per head, and with which weights and values.
+"""Reducing a prompt's keys to a few: which to keep, how many per head, and with which weights and values.
 
-Source: after Attention Matching (Zweiger, Fu, Guo, Kim 2026, arXiv 2602.16284), which keeps keys by their attention or by
-matching pursuit, then fits weights to the normalizer and values to the output. Here keys are chosen by the error of the output,
-the values' fit knows what the weights left wrong in the normalizer, and heads get as many keys as remove most of that error.
+Source: based on Attention Matching (Zweiger, Fu, Guo, Kim 2026, arXiv 2602.16284), which selects keys by their attention or by
+matching pursuit, then fits weights to the normalizer and values to the output. Here keys are selected by the output error, the
+fit of the values corrects for the error that the weights leave in the normalizer, and keys are allotted to the heads where
+they reduce the error most.
 """
 
 from kvlens.ops.landmarks.budgets import greedy_budgets

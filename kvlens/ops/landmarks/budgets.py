@@ -11,14 +11,14 @@ from kvlens.checks import checked
 def greedy_budgets(
     gain: Float[Tensor, "layer batch kv_head r"], total: Int[Tensor, " batch"]
 ) -> Int[Tensor, "layer batch kv_head"]:
-    """Keys per head so that the sum of removed errors is largest, ``total`` keys per prompt.
+    """Keys per head that maximize the total error removed, ``total`` keys per prompt.
 
-    One key after the other goes to the head where it removes most. A key that opens the way for a better one counts as much
-    as that one does (the gains' running maximum from the right), so that no head stops at a small step before a large one.
+    Keys are assigned one at a time to the head where the next key removes most. A key that enables a better one counts as much
+    as that one (a running maximum of the gains from the right), so that no head stops at a small gain before a large one.
 
     Args:
-        gain: what the first, second, ... key removes, in one unit for all heads; heads end where their keys do.
-        total: of each prompt.
+        gain: error removed by the first, second, ... key, in the same unit for all heads.
+        total: keys per prompt.
     """
     ahead = gain.flip(-1).cummax(dim=-1).values.flip(-1)
     flat = ahead.transpose(0, 1).flatten(1)

@@ -1,11 +1,11 @@
-"""Attention Matching (Zweiger, Fu, Guo, Kim 2026, arXiv 2602.16284): the prompt's attention alone is matched, mass and output.
+"""Attention Matching (Zweiger, Fu, Guo, Kim 2026, arXiv 2602.16284): match the mass and output of attention over the prompt.
 
-Of query i, key j of the prompt has the mass E_ij = exp(s_ij - max_j s_ij), the prompt m_i = sum_j E_ij and y_i = sum_j E_ij v_j
-/ m_i. Keys S get weights w >= 0 (their logarithms are the paper's beta) and values C:
+For query i, key j of the prompt has the mass E_ij = exp(s_ij - max_j s_ij); the whole prompt has the mass m_i = sum_j E_ij and
+the output y_i = sum_j E_ij v_j / m_i. The kept keys S get weights w >= 0 (their logarithms are the paper's beta) and values C:
 
     w:  sum_i (E_iS w - m_i)^2 -> min                        C:  sum_i |x_i C - y_i|^2 -> min,  x_i = E_iS * w / (E_iS w)
 
-The text after the prompt, and how much attention is left to the prompt by it, do not enter; in kvlens' own fit
+The text after the prompt, and how much attention it leaves for the prompt, play no role here; in kvlens' own fit
 (:mod:`kvlens.ops.landmarks.weights`) they do.
 """
 
@@ -22,9 +22,9 @@ from kvlens.ops.landmarks.weights import nonnegative_weights, solve
 
 MatchedBy = Literal["attention", "pursuit"]
 LEAST = 1e-12
-"""Least weight while keys are pursued, as in the authors' code."""
+"""Smallest weight during matching pursuit, as in the authors' code."""
 RIDGE = 1e-9
-"""Of the values, relative to the mean diagonal of their Gram matrix: against keys that never get attention."""
+"""Ridge of the fit of the values, relative to the mean diagonal of the Gram matrix, for keys that never get attention."""
 
 
 class Masses(NamedTuple):
@@ -43,7 +43,7 @@ class Masses(NamedTuple):
 
 @checked(head="kv_head")
 def masses(queries: Queries, prompt: PromptKeys) -> Masses:
-    """What the choice of keys and their weights need of one layer."""
+    """The sums of one layer from which its keys are chosen and their weights fitted."""
     batch, kv_heads, n_keys, _ = prompt.keys.shape
     double = dict(dtype=torch.float64, device=prompt.keys.device)
     gram = torch.zeros(batch * kv_heads, n_keys, n_keys, **double)  # type: ignore[call-overload]
@@ -56,9 +56,9 @@ def masses(queries: Queries, prompt: PromptKeys) -> Masses:
 
 @checked
 def match_keys(sums: Masses, r: int, by: MatchedBy) -> Int[Tensor, "cell r"]:
-    """``r`` keys: those with the highest root mean square attention, or by matching pursuit on the mass.
+    """Choose ``r`` keys, by the highest root mean square attention or by matching pursuit on the mass.
 
-    Each step of the pursuit takes the key that correlates most with the mass that is left, then all weights are fitted again.
+    Each step of the pursuit takes the key that correlates most with the residual mass, then refits all weights.
     """
     if by == "attention":
         return sums.attention.topk(r, dim=-1).indices
@@ -81,7 +81,7 @@ def match_keys(sums: Masses, r: int, by: MatchedBy) -> Int[Tensor, "cell r"]:
 
 @checked
 def match_mass(sums: Masses, index: Int[Tensor, "cell r"], active: Bool[Tensor, "cell r"]) -> Float[Tensor, "cell r"]:
-    """w of the active keys, by non-negative least squares."""
+    """The weights w of the active keys, by non-negative least squares."""
     return nonnegative_weights(sums.gram, sums.with_m, index, active)
 
 
@@ -89,7 +89,7 @@ def match_mass(sums: Masses, index: Int[Tensor, "cell r"], active: Bool[Tensor, 
 def match_output(
     queries: Queries, prompt: PromptKeys, index: Int[Tensor, "cell r"], w: Float[Tensor, "cell r"]
 ) -> Float[Tensor, "cell r d_head"]:
-    """C, the values, without their weights; 0 where the weight is 0."""
+    """The values C, not multiplied by their weights; 0 where the weight is 0."""
     cells, r = index.shape
     double = dict(dtype=torch.float64, device=w.device)
     gram = torch.zeros(cells, r, r, **double)  # type: ignore[call-overload]

@@ -14,14 +14,14 @@ from kvlens.ops.softmax_features.types import ScoreRule
 def naive_share(
     q: Float[Tensor, " d"], key: Float[Tensor, " d"], log_n: float, rule: ScoreRule, head: int, apart: int
 ) -> float:
-    """psi: what part of the whole normalizer the key is."""
+    """psi: the key's share of the whole normalizer."""
     return math.exp(naive_score(q, key, rule, head, apart) - log_n)
 
 
 def naive_choose_keys(
     psi: Float[Tensor, "row key"], p: Float[Tensor, " row"], a: Float[Tensor, "row d"], z: Float[Tensor, "row d"], r: int
 ) -> tuple[list[int], list[float]]:
-    """Orthogonal matching pursuit: each step takes the key after which least is left of [a, kappa |z| p], all keys refitted.
+    """Orthogonal matching pursuit: each step takes the key that leaves least of [a, kappa |z| p] after refitting all keys.
 
     ``a`` and ``z`` are measured in the metric of outputs. Returns the keys, and the mean squared error that each one removed.
     """
@@ -41,7 +41,7 @@ def naive_choose_keys(
 
 
 def naive_fit_weights(psi: Float[Tensor, "row r"], p: Float[Tensor, " row"]) -> Float[Tensor, " r"]:
-    """w >= 0 with least |psi w - p|^2: the best of all sets of keys whose unconstrained weights are positive."""
+    """The w >= 0 that minimizes |psi w - p|^2: the best of all sets of keys whose unconstrained weights are positive."""
     best, least = torch.zeros(psi.shape[1], dtype=psi.dtype), float(p.square().sum())
     for n in range(1, psi.shape[1] + 1):
         for kept in torch.combinations(torch.arange(psi.shape[1]), n):
@@ -60,14 +60,14 @@ def naive_fit_values(
     z: Float[Tensor, "row d"],
     w: Float[Tensor, " r"],
 ) -> Float[Tensor, "r d"]:
-    """B with least sum of |e_i|^2, without a ridge."""
+    """The B that minimizes the sum of |e_i|^2, without a ridge."""
     whole = 1 - p + psi @ w
     target = (a + z * (psi @ w - p)[:, None]) / whole[:, None]
     return torch.linalg.lstsq(psi / whole[:, None], target).solution
 
 
 def naive_greedy_budgets(gain: Float[Tensor, "head r"], total: int) -> Int[Tensor, " head"]:
-    """Keys per head: of all ways to give out ``total`` keys, the one that removes most."""
+    """Keys per head: of all ways to distribute ``total`` keys, the one that removes most error."""
     counts = torch.cartesian_prod(*[torch.arange(gain.shape[1] + 1)] * len(gain))
     counts = counts[counts.sum(dim=1) == total]
     removed = [sum(float(gain[head, :n].sum()) for head, n in enumerate(c.tolist())) for c in counts]

@@ -1,15 +1,15 @@
-"""What a prompt's keys do to the queries after it: the numbers from which keys are chosen and weights are fitted.
+"""How later queries attend to a prompt's keys: the numbers from which keys are chosen and weights are fitted.
 
-Of query i with the whole normalizer n_i (text and prompt), key j of the prompt has the share psi_ij = exp(s_ij) / n_i. The
+For query i with the whole normalizer n_i (text and prompt), key j of the prompt has the share psi_ij = exp(s_ij) / n_i. The
 prompt's part of the normalizer is p_i = sum_j psi_ij, its part of the output a_i = sum_j psi_ij v_j. Keys S with weights w and
-values u w = B give psi_iS w and psi_iS B in their place; the head's output is then off by
+values u, with B = u w, give psi_iS w and psi_iS B instead; the error of the head's output is then
 
     e_i = (psi_iS B - a_i - z_i (psi_iS w - p_i)) / (1 - p_i + psi_iS w)
 
-exactly. All of it is invariant to the size of the scores. Query heads that share a key-value head are rows of one problem; the
-leading axis ("cell") runs over prompts and key-value heads.
+exactly. Adding a constant to a query's scores changes none of this. Query heads that share a key-value head are rows of one
+problem; the leading axis ("cell") runs over prompts and key-value heads.
 
-Sums over the queries go one cell after the other, so that what is read again and again stays in the processor's cache.
+Sums over the queries are computed cell by cell, so that what is read repeatedly stays in the processor's cache.
 """
 
 from collections.abc import Iterator
@@ -27,11 +27,11 @@ from kvlens.ops.softmax_features import ScoreRule, grouped_key_scores
 BLOCK_NUMBERS = 2**20
 """Shares held at once: 4 MiB in float32."""
 GRAM_COLUMNS = 128
-"""Columns of a Gram matrix that are computed at once; what lies above them is their mirror image."""
+"""Columns of a Gram matrix that are computed at once; entries above the diagonal are copied by symmetry."""
 
 
 class Queries(NamedTuple):
-    """Reference queries of one layer, with what attention over text and prompt gave them.
+    """Reference queries of one layer, with their outputs and normalizers under attention to text and prompt.
 
     Attributes:
         q: as the model scores them.
@@ -51,7 +51,7 @@ class Queries(NamedTuple):
 
 
 class PromptKeys(NamedTuple):
-    """A prompt's keys and values in one layer, and how they are scored. ``real`` is None where no row is padded."""
+    """A prompt's keys and values in one layer, and how they are scored. ``real`` is None if no row is padded."""
 
     keys: Float[Tensor, "batch kv_head key d_head"]
     values: Float[Tensor, "batch kv_head key d_head"]
@@ -70,7 +70,7 @@ class Shares(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """Sums over the queries: all that the choice of keys needs.
+    """Sums over the queries, from which keys are chosen.
 
     Attributes:
         gram: sum_i psi_i psi_i^T.
@@ -99,14 +99,14 @@ def key_shares(queries: Queries, prompt: PromptKeys) -> Float[Tensor, "cell row 
 
 @checked(head="kv_head")
 def shares(queries: Queries, prompt: PromptKeys) -> Shares:
-    """The shares of every key, and what the prompt's keys and all keys give."""
+    """The share psi of every key, the prompt's parts p and a of normalizer and output, and the whole output z."""
     psi = key_shares(queries, prompt)
     z = rearrange(queries.z, "b i (g s) d -> (b g) (i s) d", g=prompt.keys.shape[1])
     return Shares(psi, psi.sum(dim=-1), psi @ prompt.values.flatten(0, 1), z)
 
 
 def blocks_of(queries: Queries, n_keys: int) -> Iterator[Queries]:
-    """The queries in blocks, so that shares with ``n_keys`` keys stay within bounds."""
+    """The queries in blocks small enough that their shares of ``n_keys`` keys fit the memory budget."""
     batch, n, heads = queries.log_n.shape
     size = max(1, BLOCK_NUMBERS // (batch * heads * n_keys))
     for first in range(0, n, size):
@@ -114,7 +114,7 @@ def blocks_of(queries: Queries, n_keys: int) -> Iterator[Queries]:
 
 
 def cells_of(queries: Queries, prompt: PromptKeys) -> Iterator[tuple[Queries, PromptKeys]]:
-    """Each prompt and key-value head as a problem of its own, with the queries of its heads."""
+    """Each prompt and key-value head as a separate problem, with the queries of its heads."""
     batch, kv_heads = prompt.keys.shape[:2]
     group = queries.q.shape[2] // kv_heads
     for b, g in product(range(batch), range(kv_heads)):
@@ -129,12 +129,12 @@ def cells_of(queries: Queries, prompt: PromptKeys) -> Iterator[tuple[Queries, Pr
 
 @checked(head="kv_head")
 def statistics(queries: Queries, prompt: PromptKeys, root_metric: Float[Tensor, "kv_head d_head d_head"]) -> Statistics:
-    """Sums over all queries, a block at a time, in float64. p and a are sums over the keys themselves, so that one sum over the
-    queries, the Gram matrix, holds the others: sum_i psi_i p_i = gram 1, sum_i psi_i a_i^T = gram v.
+    """Sums over all queries, a block at a time, in float64. p and a are themselves sums over keys, so the Gram matrix contains
+    the other sums: sum_i psi_i p_i = gram 1, sum_i psi_i a_i^T = gram v.
 
     Args:
         queries, prompt: of one layer.
-        root_metric: R with e R's length the size of an output error: sqrt(W_O W_O^T), the mean over the heads of a group.
+        root_metric: R such that |e R| is the size of an output error e: sqrt(W_O W_O^T), averaged over the heads of a group.
     """
     batch, kv_heads, n_keys, _ = prompt.keys.shape
     cells, double = batch * kv_heads, dict(dtype=torch.float64, device=prompt.keys.device)
@@ -149,7 +149,7 @@ def statistics(queries: Queries, prompt: PromptKeys, root_metric: Float[Tensor, 
 
 
 def _add_gram(gram: Float[Tensor, "key key"], psi: Float[Tensor, "row key"]) -> None:
-    """Add psi^T psi, of which one half is computed."""
+    """Add psi^T psi, computing only one triangle of it."""
     for first in range(0, len(gram), GRAM_COLUMNS):
         some = slice(first, first + GRAM_COLUMNS)
         products = psi[:, some].mT @ psi[:, first:]

@@ -3,8 +3,8 @@
     w >= 0:  sum_i (psi_iS w - p_i)^2 -> min                                          (non-negative least squares)
     B:       sum_i |psi_iS B - a_i - z_i (psi_iS w - p_i)|^2 / (1 - p_i + psi_iS w)^2 -> min, ridge towards w v
 
-Weights stay non-negative so that the normalizer stays positive for queries that the fit did not see. The second line is the
-head's output error itself, linear in B once w is known.
+Weights stay non-negative so that the normalizer stays positive for queries outside the fit. The second objective is the
+head's output error itself, which is linear in B once w is known.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ RIDGE_WEIGHTS, RIDGE_VALUES = 1e-9, 1e-6
 
 
 class Errors(NamedTuple):
-    """Relative errors over queries, per query head: of the head's output, and of the prompt's share of the normalizer."""
+    """Relative errors over queries, per query head, of the head's output and of the prompt's share of the normalizer."""
 
     output: Float[Tensor, "batch head"]
     mass: Float[Tensor, "batch head"]
@@ -32,7 +32,7 @@ class Errors(NamedTuple):
 
 @checked
 def fit_weights(sums: Statistics, index: Int[Tensor, "cell r"], active: Bool[Tensor, "cell r"]) -> Float[Tensor, "cell r"]:
-    """w of the active keys, by non-negative least squares."""
+    """The weights w of the active keys, by non-negative least squares."""
     return nonnegative_weights(sums.gram, sums.with_p, index, active)
 
 
@@ -42,10 +42,10 @@ def nonnegative_weights(
     index: Int[Tensor, "cell r"],
     active: Bool[Tensor, "cell r"],
 ) -> Float[Tensor, "cell r"]:
-    """Least squares on some of the keys, then again without those whose weight is negative, until none is.
+    """Least squares on some of the keys, repeated without those whose weight is negative until none is.
 
     Args:
-        gram, target: sums over the rows of products of all keys, and of each key with what the weighted sum is to be.
+        gram, target: sums over rows of the products of all pairs of keys, and of each key with the target of the weighted sum.
     """
     every = torch.arange(len(index), device=index.device)[:, None]
     some = gram[every[..., None], index[:, :, None], index[:, None, :]]
@@ -66,7 +66,7 @@ def fit_values(
     index: Int[Tensor, "cell r"],
     w: Float[Tensor, "cell r"],
 ) -> Float[Tensor, "cell r d_head"]:
-    """B, weight times value, given the weights; 0 where the weight is 0."""
+    """The products B of weight and value, given the weights; 0 where the weight is 0."""
     kept = _gather(prompt.values, index)
     start = w[..., None].to(kept) * kept
     r = index.shape[1]
@@ -93,16 +93,16 @@ def output_errors(
     b_kv: Float[Tensor, "batch kv_head r d_head"],
     b_d: Float[Tensor, "batch kv_head r"],
 ) -> Errors:
-    """Root mean square errors over the queries of stored features ``phi``, b_KV and b_D in the prompt's place.
+    """Root mean square errors over the queries if features ``phi``, b_KV and b_D replace the prompt, in float64.
 
-    The output's relative to the outputs, the mass's relative to the prompt's part of the normalizer; in float64.
+    The output's error is relative to the outputs, the mass's relative to the prompt's part of the normalizer.
     """
     group, sums = queries.q.shape[2] // prompt.keys.shape[1], None
     stored = torch.cat([b_kv, b_d[..., None]], dim=-1).double().flatten(0, 1)
     for block in blocks_of(queries, prompt.keys.shape[2]):
         _, p, a, z = (t.double() for t in shares(block, prompt))
         features, log_scale = phi(block)
-        size = (log_scale - block.log_n).double().clamp(max=300.0).exp()  # features that are far off stay finite
+        size = (log_scale - block.log_n).double().clamp(max=300.0).exp()  # keeps very poor features finite
         rows = rearrange(features * size[..., None], "b i (g s) r -> (b g) (i s) r", s=group)
         read = rows @ stored
         off = read[..., -1] - p

@@ -1,4 +1,4 @@
-"""What lightning attention carries over a stretch of tokens: powers of the decay, counted over real tokens."""
+"""What lightning attention carries across a span of tokens: powers of the decay, counted over real tokens."""
 
 import torch
 from jaxtyping import Bool, Float
@@ -14,7 +14,7 @@ def carried_queries(
     log_decay: Float[Tensor, " head"],
     mask: Bool[Tensor, "#batch pos"] | None = None,
 ) -> Float[Tensor, "batch pos head d_k"]:
-    """qbar_i = a^{i+1} q_i: what a query reads of the state before the first token."""
+    """qbar_i = a^{i+1} q_i: what a query reads from the state before the first token."""
     q = q if mask is None else without_padding(q, mask)
     return q * _power(real_steps(mask, q), log_decay, q)[..., None]
 
@@ -37,7 +37,7 @@ def state_map(
     log_decay: Float[Tensor, " head"],
     mask: Bool[Tensor, "#batch pos"] | None = None,
 ) -> Float[Tensor, "batch head d_k d_k"]:
-    """P = a^M I: what M real tokens leave of a state before them."""
+    """P = a^M I: what remains of a state after M real tokens."""
     batch, pos, n_heads, d_k = k.shape
     steps = real_steps(mask, k)[:, -1:] if pos else torch.zeros(1, 1, dtype=torch.long, device=k.device)
     kept = _power(steps, log_decay, k)[:, 0, :, None, None]
@@ -51,7 +51,7 @@ def effective_attention(
     log_decay: Float[Tensor, " head"],
     mask: Bool[Tensor, "#batch pos"] | None = None,
 ) -> Float[Tensor, "batch head pos pos"]:
-    """A_ij = a^{i-j} q_i.k_j for j <= i: z_i = sum_j A_ij v_j, exactly, where no state stands before."""
+    """A_ij = a^{i-j} q_i.k_j for j <= i: z_i = sum_j A_ij v_j, exactly, if there is no earlier state."""
     if mask is not None:
         q, k = without_padding(q, mask), without_padding(k, mask)
     steps = real_steps(mask, q)

@@ -1,4 +1,4 @@
-"""The three forms of lightning attention, in flash-linear-attention's words; the sums are linear attention's."""
+"""The three forms of lightning attention, with flash-linear-attention's argument names; linear attention does the sums."""
 
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from kvlens.ops.linear_attention import (
 
 
 class LightningOutput(NamedTuple):
-    """z per token, and the state after the last real token where it was asked for."""
+    """z per token, and the state after the last real token if it was requested."""
 
     output: Float[Tensor, "batch pos head d_v"]
     final_state: Float[Tensor, "batch head d_k d_v"] | None
@@ -32,7 +32,7 @@ def naive_lightning(
     initial_state: Float[Tensor, "#batch head d_k d_v"] | None = None,
     output_final_state: bool = False,
 ) -> LightningOutput:
-    """One token after the other, one line an equation: the reference.
+    """Token by token, one line per equation: the reference.
 
     Args:
         q, k: scaled and activated by the caller.

@@ -1,4 +1,4 @@
-"""Linear attention whose initial state is the KV bias (ICLCA eq. 12-13, 19; what its forms share: ``types``)."""
+"""Linear attention whose initial state is the KV bias (ICLCA eq. 12-13, 19; ``types`` says what its forms share)."""
 
 from kvlens.ops.linear_attention.carry import carry_state
 from kvlens.ops.linear_attention.chunked import chunked_linear_attention

@@ -1,10 +1,10 @@
-"""What M tokens do to the state that stands before them (ICLCA eq. 19 and 23).
+"""What M tokens do to the state before them (ICLCA eq. 19 and 23).
 
     A' = R_{-M} (gamma^M A + A_written)        D' = D + D_written
 
-A decays once per token and, where RoPE follows the feature map, is then seen from an origin M tokens later. ``A_written`` and
-``D_written`` are what the tokens themselves added, in the old coordinates; without them this is what becomes of a bias that
-tokens merely pass by. The third thing that a text carries over, the shift state, is the second output of
+A decays once per token and, where RoPE follows the feature map, is then expressed from an origin M tokens later. ``A_written``
+and ``D_written`` are what the tokens themselves added, in the old coordinates; without them, A' and D' are what becomes of a
+bias across the tokens. The third thing that a text carries over, the shift state, is the second output of
 :func:`kvlens.ops.kv_shift.kv_shift`.
 """
 
@@ -34,7 +34,7 @@ def carry_state(
         n_tokens: M, one number or one per row.
         written: what the tokens added, one per query head; None if they added nothing.
         decay: gamma per query head; None for 1.
-        rotation: (cos, sin) of position M; None where nothing turns. D never turns: it holds unrotated features.
+        rotation: (cos, sin) of position M; None without RoPE. D is never rotated: it holds unrotated features.
         adjacent_pairs: as in :func:`kvlens.ops.rotary.rotate`.
 
     Returns:

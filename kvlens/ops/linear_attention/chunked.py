@@ -1,12 +1,12 @@
-"""Linear attention, the chunked form: O(pos) time and memory, all of it in matrix products.
+"""Linear attention, the chunked form: O(pos) time and memory, entirely in matrix products.
 
-Cut the text into chunks of C tokens. Within a chunk the scores are C x C; across chunks only the state travels:
+The text is cut into chunks of C tokens. Within a chunk the scores are C x C; only the state passes from chunk to chunk:
 
     numerator = tril(Q K^T) V  +  Q A_before         A_after = A_before + K^T V
 
-(with gamma^distance on each term where there is decay). All chunks of a *segment* go through each product together; segments
-follow one another, the state of one the start of the next. A segment is as long as its intermediates stay in the processor's
-cache: on a CPU this is worth a factor of two. Backward is autograd through the same products, O(pos) too.
+(with gamma^distance on each term if there is decay). All chunks of a *segment* go through each product together; segments run
+in sequence, each starting from the state of the one before. A segment is short enough for its intermediates to stay in the
+processor's cache, which on a CPU gains a factor of two. The backward pass is autograd through the same products, also O(pos).
 """
 
 from typing import NamedTuple
@@ -22,9 +22,9 @@ from kvlens.ops.linear_attention.types import LinearAttentionOutput, LinearAtten
 
 CHUNK_SIZE = 64
 NORMALIZER_CHUNK_SIZE = 16
-"""The normalizer's products with a triangle are all within a chunk: shorter chunks are less work."""
+"""Chunk size of the normalizer: its triangular products all lie within a chunk, so shorter chunks mean less work."""
 SEGMENT_ON_CPU, SEGMENT_ELSEWHERE = 512, 16384
-"""Tokens per segment: the cache is what counts on a CPU, enough parallel work on an accelerator."""
+"""Tokens per segment: chosen for the cache on a CPU, and for enough parallel work on an accelerator."""
 
 
 @checked(head="kv_head")
@@ -56,7 +56,7 @@ def chunked_linear_attention(
     normalizers: list[Tensor] = []
     pos, size = v.shape[1], max(1, min(chunk_size, v.shape[1]))
     length = max(size, (SEGMENT_ON_CPU if v.device.type == "cpu" else SEGMENT_ELSEWHERE) // size * size)
-    # split, not slices: the backward of a slice fills a whole tensor with zeros, once per segment
+    # split rather than slice: the backward pass of each slice would fill a whole tensor with zeros
     parts = [x.split(length, dim=1) for x in (phi_q, phi_k, v)]
     masks = mask.split(length, dim=1) if mask is not None else [None] * len(parts[0])
     for q_part, k_part, v_part, mask_part in zip(*parts, masks, strict=True):
@@ -78,7 +78,7 @@ def _numerator(
     batch, pos, n_heads, _ = phi_q.shape
     n_kv = v.shape[2]
     if decay is not None and mask is None and pos % size:
-        mask = torch.ones(1, pos, dtype=torch.bool, device=v.device)  # what pads the last chunk must not decay
+        mask = torch.ones(1, pos, dtype=torch.bool, device=v.device)  # the padding of the last chunk must not decay
     phi_q, phi_k, v = (_pad_end(x, size) for x in (phi_q, phi_k, v))
     n_chunks, group = phi_q.shape[1] // size, n_heads // n_kv
     # a group's queries are more rows against the same keys
@@ -96,7 +96,7 @@ def _numerator(
 
 
 def _states_before(before: Tensor, added: Tensor, chunk_weight: Tensor | None) -> Tensor:
-    """The state before each chunk, and after the last: [batch, kv_head, chunk + 1, d_phi, d_head]."""
+    """The states before each chunk and after the last one: [batch, kv_head, chunk + 1, d_phi, d_head]."""
     states = [before]
     for c, new in enumerate(added.unbind(dim=2)):  # on a CPU 15 times faster than cumsum along a middle axis
         kept = states[-1] if chunk_weight is None else states[-1] * chunk_weight[:, :, c]
@@ -105,7 +105,7 @@ def _states_before(before: Tensor, added: Tensor, chunk_weight: Tensor | None) -
 
 
 class _Weights(NamedTuple):
-    """Powers of gamma within a chunk, shaped to multiply what their name says; where there is no decay, a triangle."""
+    """Powers of gamma within a chunk, each shaped to multiply what it is named after; without decay, a triangle of ones."""
 
     within: Tensor
     query: Tensor | None
@@ -127,7 +127,7 @@ def _weights(
     within = gamma[..., None] ** (steps[..., :, None] - steps[..., None, :]).clamp(min=0) * triangle
 
     def rows(weight: Tensor) -> Tensor:
-        """[batch or 1, kv_head, chunk, ...] as the first axis of q, k and the scores has it."""
+        """[batch or 1, kv_head, chunk, ...] flattened to match the first axis of q, k and the scores."""
         return weight.expand(batch, *weight.shape[1:]).flatten(0, 2)
 
     return _Weights(
@@ -139,7 +139,7 @@ def _weights(
 
 
 def _normalizer(norm_q: Tensor, norm_k: Tensor, before: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]:
-    """phi(q_i).D_i: the cumulative sum within each chunk is a product with a triangle of ones, in the layout as it comes."""
+    """phi(q_i).D_i: the cumulative sum within each chunk is a product with a triangle of ones, in the layout of the inputs."""
     pos, size = norm_q.shape[1], max(1, min(chunk_size, norm_q.shape[1]))
     norm_q, norm_k = _pad_end(norm_q, size), _pad_end(norm_k, size)
     batch, padded, n_kv, d_phi = norm_k.shape

@@ -1,4 +1,4 @@
-"""Linear attention, the obvious form: one token after the other, one line per equation. In float64 it is the reference."""
+"""Linear attention, the obvious form: token by token, one line per equation. In float64 it is the reference."""
 
 import torch
 from jaxtyping import Bool, Float
@@ -52,7 +52,7 @@ def naive_carry_state(
     frequencies: Float[Tensor, " pairs"] | None = None,
     adjacent_pairs: bool = False,
 ) -> LinearAttentionState:
-    """What tokens that write nothing leave of a state: each lets A decay once and moves its origin on by one (ICLCA eq. 23)."""
+    """The state after tokens that write nothing: each decays A once and moves its origin by one position (ICLCA eq. 23)."""
     kv = before.kv
     for _ in range(n_tokens):
         kv = kv if decay is None else decay[:, None, None] * kv

@@ -1,6 +1,6 @@
-"""Linear attention, the parallel form: the causal pos x pos scores, as softmax attention would show them.
+"""Linear attention, the parallel form: the causal pos x pos scores are formed explicitly, as in softmax attention.
 
-Its pieces are public because the hooked component puts hook points between them.
+Its steps are public because the hooked component puts hook points between them.
 """
 
 from jaxtyping import Bool, Float

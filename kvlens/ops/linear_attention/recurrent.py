@@ -33,7 +33,7 @@ def recurrent_linear_attention(
         phi_k, v = without_padding(phi_k, mask), without_padding(v, mask)
         norm_k = None if norm_k is None else without_padding(norm_k, mask)
 
-    grouped = (batch, pos, n_kv, n_heads // n_kv, d_phi)  # einops here would be a tenth of a decoded token's time
+    grouped = (batch, pos, n_kv, n_heads // n_kv, d_phi)  # einops would take a tenth of a decoded token's time here
     phi_q, norm_q = phi_q.reshape(grouped), None if norm_q is None else norm_q.reshape(grouped)
     numerators, normalizers = [], []
     for i in range(pos):

@@ -1,4 +1,4 @@
-"""What one does with a state: read it with queries, and move its origin (ICLCA eq. 19 and 23)."""
+"""Operations on a state: reading it with queries, and moving its origin (ICLCA eq. 19 and 23)."""
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -19,7 +19,7 @@ def read_state(
     """What queries read from a stored A: phi~(q_i)^T gamma^{steps_i} A.
 
     Args:
-        steps: how many real tokens lie between the state and the query, the query's own included; needed with ``decay``.
+        steps: number of real tokens from the state up to and including the query; required with ``decay``.
     """
     batch, pos, n_heads, _ = phi_q.shape
     group = n_heads // kv.shape[1]
@@ -40,13 +40,13 @@ def rebase_state(
     sin: Float[Tensor, "*#lead rotary_dim"],
     adjacent_pairs: bool = False,
 ) -> Float[Tensor, "*lead d_phi d_head"]:
-    """R_{-M} A: the stored keys as seen from an origin M tokens later. ``cos``, ``sin``: the row of position M."""
+    """R_{-M} A: the stored keys expressed from an origin M tokens later. ``cos``, ``sin``: the row of position M."""
     return rotate(kv.transpose(-1, -2), cos.unsqueeze(-2), -sin.unsqueeze(-2), adjacent_pairs).transpose(-1, -2)
 
 
 @checked
 def real_steps(mask: Bool[Tensor, "#batch pos"] | None, like: Float[Tensor, "batch pos *rest"]) -> Int[Tensor, "#batch pos"]:
-    """How many real tokens there are up to and with each place: [batch or 1, pos]."""
+    """The number of real tokens up to and including each position: [batch or 1, pos]."""
     if mask is None:
         return torch.arange(1, like.shape[1] + 1, device=like.device)[None]
     return mask.cumsum(dim=1)
@@ -54,11 +54,11 @@ def real_steps(mask: Bool[Tensor, "#batch pos"] | None, like: Float[Tensor, "bat
 
 @checked
 def without_padding(x: Float[Tensor, "batch pos *rest"], mask: Bool[Tensor, "#batch pos"]) -> Float[Tensor, "batch pos *rest"]:
-    """Zeros at padded positions, whatever stood there: 0 * inf would be NaN, and NaN would reach the real tokens."""
+    """``x`` with zeros at padded positions, set rather than multiplied: 0 * inf would be NaN and reach the real tokens."""
     return x.masked_fill(~mask.reshape(*mask.shape, *[1] * (x.dim() - 2)), 0.0)
 
 
 @checked
 def retnet_decay(n_heads: Count) -> Float[Tensor, " head"]:
-    """gamma_h = 1 - 2^(-5 - h), in float64 (Sun et al. 2023; ICLCA's own RetNet has gamma = 1)."""
+    """gamma_h = 1 - 2^(-5 - h), in float64 (Sun et al. 2023; the RetNet in ICLCA has gamma = 1)."""
     return 1.0 - 2.0 ** (-5.0 - torch.arange(n_heads, dtype=torch.float64))

@@ -3,9 +3,9 @@
     A_i = gamma A_{i-1} + phi~(k_i) v_i^T        D_i = D_{i-1} + phi(k_i)
     numerator_i = phi~(q_i)^T A_i                normalizer_i = phi(q_i)^T D_i
 
-``phi~`` are the features of the numerator (rotated, where RoPE follows the feature map), ``phi`` those of the normalizer.
+``phi~`` are the features of the numerator (rotated, if RoPE follows the feature map), ``phi`` those of the normalizer.
 A head's output is numerator / normalizer (normalizer "kernel") or the numerator alone (normalizer "none"). The division is
-left to the caller, because a KV bias adds a term to both before it.
+left to the caller, because a KV bias first adds a term to both.
 
 Arguments of every form, in this order:
 
@@ -17,7 +17,7 @@ Arguments of every form, in this order:
 - ``state``: what came before (:class:`LinearAttentionState`), or None for zeros.
 
 The forms: ``naive`` (a loop over time, the reference), ``parallel`` (materializes the pos x pos scores), ``chunked`` (O(pos)),
-``recurrent`` (O(1) per token). Inputs are accumulated in float32 or better: give them in that precision.
+``recurrent`` (O(1) per token). Sums are accumulated in the precision of the inputs, which should be float32 or better.
 """
 
 from typing import NamedTuple
@@ -29,14 +29,14 @@ from kvlens.errors import KVLensError
 
 
 class LinearAttentionState(NamedTuple):
-    """All that linear attention keeps of a text: A and D after its last real token. A batch may start from one state."""
+    """The state of linear attention: A and D after the last real token. The rows of a batch may share an initial state."""
 
     kv: Float[Tensor, "#batch kv_head d_phi d_head"]
     k_sum: Float[Tensor, "#batch kv_head d_phi"] | None
 
 
 class LinearAttentionOutput(NamedTuple):
-    """Undivided output, its normalizer (None under "none"), and the state after the last real token."""
+    """The output before division, its normalizer (None under "none"), and the state after the last real token."""
 
     numerator: Float[Tensor, "batch pos head d_head"]
     normalizer: Float[Tensor, "batch pos head"] | None
@@ -44,9 +44,9 @@ class LinearAttentionOutput(NamedTuple):
 
 
 def check_normalizer(norm_q: Tensor | None, norm_k: Tensor | None) -> None:
-    """Raise KVLensError where the normalizer has features on one side alone."""
+    """Raise KVLensError if only one of ``norm_q`` and ``norm_k`` is given."""
     if (norm_q is None) != (norm_k is None):
         raise KVLensError(
-            "linear attention: expected norm_q and norm_k, or neither for no normalizer, got norm_"
-            f"{'k' if norm_q is None else 'q'} alone"
+            "linear attention: expected both norm_q and norm_k, or neither for no normalizer, got only norm_"
+            f"{'k' if norm_q is None else 'q'}"
         )

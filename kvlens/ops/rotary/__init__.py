@@ -1,4 +1,4 @@
-"""RoPE: R_m, the rotation of a vector by its position m; R_a R_b = R_{a+b}, which is what makes a rebased bias exact."""
+"""RoPE: R_m, the rotation of a vector by its position m; since R_a R_b = R_{a+b}, a rebased bias is exact."""
 
 from kvlens.ops.rotary.naive import naive_rotate
 from kvlens.ops.rotary.rotate import rotate

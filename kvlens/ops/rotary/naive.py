@@ -11,7 +11,7 @@ from kvlens.checks import checked
 def naive_rotate(
     x: Float[Tensor, "*lead d"], position: int, frequencies: Float[Tensor, " pairs"], adjacent_pairs: bool
 ) -> Float[Tensor, "*lead d"]:
-    """R_position x (row vectors), the matrix built pair by pair; the features behind the last pair pass through."""
+    """R_position x (row vectors), with the matrix built pair by pair; features after the last pair pass through."""
     n = len(frequencies)
     matrix = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
     for p in range(n):

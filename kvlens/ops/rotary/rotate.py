@@ -21,11 +21,11 @@ def rotate(
 
     Args:
         x: row vectors in the last axis.
-        cos, sin: rows of a :class:`RotaryTable`, broadcast over the axes before. No gradient goes into them.
+        cos, sin: rows of a :class:`RotaryTable`, broadcast over the leading axes. They get no gradient.
         adjacent_pairs: pairs (0, 1), (2, 3), ... as GPT-J does, instead of (i, i + rotary_dim / 2) as GPT-NeoX does.
 
     Raises:
-        KVLensError: rows that do not fit ``x``, or that are no pairs.
+        KVLensError: ``cos`` and ``sin`` are wider than ``x``, or of odd width.
     """
     if cos.shape[-1] > x.shape[-1] or cos.shape[-1] % 2:
         raise KVLensError(
@@ -37,7 +37,7 @@ def rotate(
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, adjacent_pairs: bool) -> Tensor:
-    """(x_1 cos - x_2 sin, x_2 cos + x_1 sin) for each pair of features, in one new tensor and no other."""
+    """(x_1 cos - x_2 sin, x_2 cos + x_1 sin) for each pair of features, allocating a single new tensor."""
     n = cos.shape[-1]
     given = x if n == x.shape[-1] else x[..., :n]
     turned = given * cos
@@ -56,7 +56,7 @@ def _pairs(x: Tensor, adjacent: bool) -> tuple[Tensor, Tensor]:
 
 
 class _Rotation(torch.autograd.Function):
-    """A rotation is linear and orthogonal: its gradient is the rotation back, which needs nothing kept but the rows."""
+    """A rotation is linear and orthogonal, so its gradient is the inverse rotation; only cos and sin need to be saved."""
 
     generate_vmap_rule = True
 

@@ -1,7 +1,7 @@
 """The rows of RoPE: cos and sin of any position, in memory that does not grow with the text.
 
 The angles are computed in float64 and rounded once. TransformerLens computes them in float32, where the angle of position
-4,096 is wrong by up to 2e-4, and R_a R_b = R_{a+b} with it; converting a prompt moves keys along exactly this law.
+4,096 is wrong by up to 2e-4, so that R_a R_b = R_{a+b} fails by as much; converting a prompt relies on this identity.
 """
 
 from collections.abc import Callable
@@ -11,19 +11,19 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 ROWS_KEPT = 8192
-"""Rows from position 0 that stay once they are computed; those beyond are computed as they are asked for."""
+"""Number of rows from position 0 that are kept once computed; later rows are computed on request."""
 Rows = tuple[Tensor, Tensor]
 
 
 class RotaryTable:
-    """(cos, sin) rows by position: there is no ``n_ctx`` here.
+    """(cos, sin) rows by position, without an ``n_ctx``.
 
-    Rows beyond :data:`ROWS_KEPT` are computed for each request, and the last request is remembered: the layers of a model ask
-    for the same rows one after the other.
+    Rows beyond :data:`ROWS_KEPT` are computed on request, and the last request is cached, because all layers of a model ask
+    for the same rows in turn.
 
     Args:
-        compute: ``compute(n_ctx=n)`` gives (sin, cos) of positions 0 .. n - 1, each [n, rotary_dim], in float64. The angle of
-            a position must be a multiple of the position; the row of position 1 says of what.
+        compute: ``compute(n_ctx=n)`` returns (sin, cos) of positions 0 .. n - 1, each [n, rotary_dim], in float64. Angles must
+            be proportional to the position; the row of position 1 gives the frequencies.
     """
 
     def __init__(self, compute: Callable[..., tuple[Tensor, Tensor]]):
@@ -59,7 +59,7 @@ class RotaryTable:
         held = self._kept.get((device, dtype))
         if held is None or held[0].shape[0] < n:
             size = min(ROWS_KEPT, max(n, 256 if held is None else 2 * held[0].shape[0]))
-            with torch.inference_mode(False), torch.no_grad():  # a row made while generating serves training afterwards
+            with torch.inference_mode(False), torch.no_grad():  # rows made during generation must be usable in training
                 sin, cos = self._compute(n_ctx=size)
                 held = self._kept[device, dtype] = cos.to(device, dtype), sin.to(device, dtype)
         return held
@@ -68,7 +68,7 @@ class RotaryTable:
         with torch.inference_mode(False), torch.no_grad():
             if self._frequencies is None:
                 sin, cos = self._compute(n_ctx=2)
-                # some scaled forms of RoPE stretch cos and sin by one factor: it is their length
+                # some scaled forms of RoPE multiply cos and sin by a common factor, which is their length
                 self._frequencies = torch.atan2(sin[1], cos[1]), torch.hypot(sin[1], cos[1])
             frequencies, length = (x.to(device) for x in self._frequencies)
             angles = positions.to(device, frequencies.dtype)[..., None] * frequencies

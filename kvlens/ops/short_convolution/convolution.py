@@ -1,10 +1,10 @@
-"""A short causal convolution with one filter per channel; the activation is the caller's.
+"""A short causal convolution with one filter per channel; the activation is left to the caller.
 
-    y_t = sum_{s=0..K-1} w_{K-1-s} x_{t-s} + bias        (as torch stores a filter: its last weight meets the current token)
+    y_t = sum_{s=0..K-1} w_{K-1-s} x_{t-s} + bias        (torch's order: the last weight multiplies the current token)
 
-It is the KV shift (:mod:`kvlens.ops.kv_shift`) with one coefficient vector per channel: before the first token stand zeros or
-the raw rows of what came before, and the predecessor of a token is the real token before it, however many padded positions lie
-between.
+It is the KV shift (:mod:`kvlens.ops.kv_shift`) with one coefficient vector per channel: before the first token come zeros or
+the raw rows of what came before, and the predecessor of a token is the previous real token, however many padded positions
+lie in between.
 """
 
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from kvlens.ops.kv_shift import kv_shift
 
 
 class ShortConvolutionOutput(NamedTuple):
-    """The convolved rows, and the raw last K - 1 rows of [initial state; real tokens] where they were asked for."""
+    """The convolved rows, and the last K - 1 raw rows of [initial state; real tokens] if they were requested."""
 
     output: Float[Tensor, "batch pos channel"]
     final_state: Float[Tensor, "batch rows channel"] | None
@@ -45,7 +45,7 @@ def short_convolution(
         output_final_state: whether the last K - 1 raw rows are returned.
 
     Raises:
-        KVLensError: another number of rows than K - 1.
+        KVLensError: ``initial_state`` does not have K - 1 rows.
     """
     rows = weight.shape[1] - 1
     if initial_state is None:

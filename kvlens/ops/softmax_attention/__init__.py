@@ -1,4 +1,4 @@
-"""Softmax attention with its normalizer, and a KV bias merged into it in log space (what its forms share: ``types``)."""
+"""Softmax attention with its normalizer, and a KV bias merged into it in log space (``types`` says what its forms share)."""
 
 from kvlens.ops.softmax_attention.bias import join_bias, naive_join_bias
 from kvlens.ops.softmax_attention.extra_keys import ExtraKeys, attend_with_extra_keys, merge_extra_keys

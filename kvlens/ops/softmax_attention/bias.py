@@ -1,10 +1,10 @@
-"""A KV bias next to softmax attention, joined in log space (ICLCA sec. 5, ICLAA; the plain equation is ``naive_join_bias``).
+"""A KV bias joined to softmax attention in log space (ICLCA sec. 5, ICLAA; the plain equation is ``naive_join_bias``).
 
     z_i = (sum_j exp(s_ij) v_j + phi(q_i)^T b_KV) / n_i        n_i = sum_j exp(s_ij) + phi(q_i)^T b_D
 
-Each side comes with its own logarithmic scale, and both are brought to the larger one before anything is added: scores of 100
-and more neither overflow nor drown the other side. Scales are subtracted from each other, which is exact between numbers of
-similar size, before anything small is added to them: a scale of 1,000 plus a logarithm would be off by 6e-5 in float32.
+Each side comes with its own logarithmic scale, and both are brought to the larger one before they are added, so that scores
+above 100 neither overflow nor wipe out the other side. Scales are first subtracted from each other, which is exact between
+numbers of similar size; adding a small logarithm to a scale of 1,000 directly would be off by 6e-5 in float32.
 """
 
 import torch
@@ -25,7 +25,7 @@ def naive_join_bias(
     b_kv: Float[Tensor, "#batch kv_head d_phi d_head"],
     b_d: Float[Tensor, "#batch kv_head d_phi"],
 ) -> JoinedBias:
-    """The equation as it stands, one head after the other; overflows where exp(s) does."""
+    """The equation as written, head by head; overflows where exp(s) does."""
     n_heads = z_context.shape[2]
     group = n_heads // b_kv.shape[1]
     contexts, reads, logs = [], [], []
@@ -48,21 +48,21 @@ def join_bias(
     b_kv: Float[Tensor, "#batch kv_head d_phi d_head"],
     b_d: Float[Tensor, "#batch kv_head d_phi"],
 ) -> JoinedBias:
-    """The same with both sides on the larger of their scales, the size of b_KV and b_D counted in.
+    """The same, with both sides brought to the larger of their scales (including the size of b_KV and b_D).
 
     Args:
         z_context: attention over the context alone, already divided by its own normalizer.
-        normalizer: that normalizer; its log_scale is -inf where a query sees no key.
+        normalizer: the context's normalizer; its log_scale is -inf where a query sees no key.
         phi: the query's features.
         b_kv, b_d: the bias, one per key-value head.
 
     Returns:
-        Both summands of z, divided by the whole normalizer, and its logarithm. Where nothing at all is seen (both sides are
-        0, as at a padded query without a bias), z is 0. Signed weights may make the whole negative: its logarithm is NaN then,
-        for the caller to report.
+        Both summands of z, divided by the whole normalizer, and the logarithm of that normalizer. Where nothing is visible
+        (both sides are 0, as at a padded query without a bias), z is 0. Signed weights may make the normalizer negative; its
+        logarithm is then NaN, which the caller has to report.
     """
     group = z_context.shape[2] // b_kv.shape[1]
-    n_biases = max(len(b_kv), len(b_d))  # a hook may have made a batch of one of them
+    n_biases = max(len(b_kv), len(b_d))  # a hook may have expanded one of them to a batch
     stored = torch.cat([b_kv.expand(n_biases, -1, -1, -1), b_d[..., None].expand(n_biases, -1, -1, -1)], dim=-1)
     size = stored.detach().abs().amax(dim=(-1, -2))
     numerator, mass = _read(phi.features, stored / torch.where(size == 0, 1.0, size)[..., None, None], group)
@@ -72,7 +72,7 @@ def join_bias(
     from_context = (normalizer.log_scale - top).exp() * normalizer.mass
     from_bias = (phi.log_scale - top + log_size).exp()
     n = from_context + from_bias * mass
-    nothing = n.abs() < torch.finfo(n.dtype).tiny  # whose inverse overflows
+    nothing = n.abs() < torch.finfo(n.dtype).tiny  # 1 / n would overflow
     share = 1 / torch.where(nothing, 1.0, n)
     return JoinedBias(
         (from_context * share)[..., None] * z_context,
@@ -82,7 +82,7 @@ def join_bias(
 
 
 def _read(features: Tensor, stored: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """phi^T b_KV and phi^T b_D in one product per key-value head: a group's queries are more rows against the same keys."""
+    """phi^T b_KV and phi^T b_D in one product per key-value head: the queries of a group become rows of one matrix."""
     rows = by_kv_head(features, stored)
     read = rearrange(rows, "batch kv_head (query group) d -> batch query (kv_head group) d", group=group)
     return read[..., :-1], read[..., -1]

@@ -1,12 +1,12 @@
-"""Virtual keys as further keys of one softmax.
+"""Virtual keys as additional keys of one softmax.
 
     z_i = (sum_j exp(s_ij) v_j + sum_r exp(s_ir) w_r u_r) / (sum_j exp(s_ij) + sum_r exp(s_ir) w_r)
         = softmax over [keys of the text; virtual keys] of [s_ij; s_ir + log w_r], times [v_j; u_r]
 
-Where weights are positive and the two summands are not needed separately, one softmax does it all, and is stable by itself.
-There are two forms. ``attend_with_extra_keys`` has gradients (a step of polishing on stories260K takes 0.8 of the time that it
-takes when the two parts are joined afterwards, :mod:`kvlens.ops.softmax_attention.bias`). ``merge_extra_keys`` has none, and
-calls the kernel once more, for the virtual keys.
+If weights are positive and the two summands are not needed separately, a single softmax suffices, and it is numerically
+stable. There are two forms. ``attend_with_extra_keys`` has gradients (a polishing step on stories260K takes 0.8 of the time
+that it takes to join the two parts afterwards, :mod:`kvlens.ops.softmax_attention.bias`). ``merge_extra_keys`` has none, and
+calls the kernel a second time, for the virtual keys.
 """
 
 from typing import NamedTuple
@@ -25,8 +25,8 @@ class ExtraKeys(NamedTuple):
 
     Attributes:
         keys, values: one set per key-value head.
-        log_weights: minus infinity where a head has fewer keys.
-        by_distance: what the distance between query and key adds to the score (ALiBi, windows); None where nothing.
+        log_weights: minus infinity where a head has fewer than r keys.
+        by_distance: what the distance between query and key adds to the score (ALiBi, windows); None for nothing.
     """
 
     keys: Float[Tensor, "#batch kv_head r d_head"]
@@ -42,16 +42,16 @@ class ExtraKeys(NamedTuple):
         b_d: Float[Tensor, "#batch kv_head r"],
         log_scale: Float[Tensor, "#batch kv_head"],
     ) -> "ExtraKeys | None":
-        """From a bias; None where a weight is negative, or a value has no weight, which no softmax can express."""
+        """From a bias; None if a weight is negative or a value has weight 0, which a softmax cannot express."""
         used = b_d > 0
         if not bool((used | ((b_d == 0) & (b_kv == 0).all(dim=-1))).all()):
             return None
-        weights = torch.where(used, b_d, 1.0)  # log 0 has no gradient, not even under a mask
+        weights = torch.where(used, b_d, 1.0)  # log 0 has no gradient, even if it is masked
         log_weights = (weights.log() + log_scale[..., None]).masked_fill(~used, -torch.inf)
         return cls(keys, log_weights, b_kv / weights[..., None])
 
     def added(self, n_heads: int) -> Float[Tensor, "#batch head #query r"]:
-        """What is added to the scores of ``n_heads`` query heads: log w_r, and what comes of the distance."""
+        """What is added to the scores of ``n_heads`` query heads: log w_r and the distance term."""
         log_weights = self.log_weights.repeat_interleave(n_heads // self.keys.shape[1], dim=1)[:, :, None]
         return log_weights if self.by_distance is None else log_weights + self.by_distance.to(log_weights)
 
@@ -67,12 +67,12 @@ def attend_with_extra_keys(
 ) -> Float[Tensor, "batch query head d_head"]:
     """z of the whole (arguments in :mod:`kvlens.ops.softmax_attention.types`); ``visible`` as ``visible_keys`` gives it.
 
-    It is computed, and returned, in the dtype of the weights: half precision has none to lose in scores.
+    It is computed and returned in the dtype of the weights, because half precision is too coarse for scores.
     """
     q, k, v = (x.to(extra.log_weights) for x in (q, k, v))
     batch, n_queries, n_heads, d = q.shape
     kv_heads = k.shape[2]
-    # log w_r is one more dimension of the key, at which every query is 1: so its gradient is part of a matrix product
+    # log w_r becomes an extra key dimension at which every query is 1, so that its gradient is part of a matrix product
     rows = F.pad(q / scale, (0, 1), value=1.0).unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
     log_weights = extra.log_weights.clamp(min=_log_of_nothing(q.dtype))
     virtual = torch.cat([extra.keys.to(q), log_weights[..., None]], dim=-1).expand(batch, -1, -1, -1)
@@ -97,17 +97,17 @@ def merge_extra_keys(
     extra: ExtraKeys,
     scale: float,
 ) -> Float[Tensor, "batch query head d_head"]:
-    """z of the whole from the text's own z and log n: both kernels' outputs, mixed in the ratio of their normalizers.
+    """z over text and virtual keys from the text's own z and log n, weighting the two outputs by their normalizers.
 
     Raises:
-        ValueError: a gradient is wanted.
+        ValueError: gradients are required.
     """
-    nothing = _log_of_nothing(log_normalizer.dtype)  # a head may have no key at all, a query none in its window
+    nothing = _log_of_nothing(log_normalizer.dtype)  # a head may have no keys, or a query none in its window
     added = extra.added(q.shape[2]).to(log_normalizer).clamp(min=nothing)
     keys, values = (x.to(log_normalizer).transpose(1, 2) for x in (extra.keys, extra.values))
     rows = q.to(keys)
     if extra.by_distance is None:
-        rows = rows.reshape(len(keys), -1, *q.shape[2:])  # a batch under one bias is one long list of queries
+        rows = rows.reshape(len(keys), -1, *q.shape[2:])  # under one shared bias the batch is a single list of queries
     else:
         keys, values = (x.expand(len(q), -1, -1, -1) for x in (keys, values))
     read = fused_softmax_attention(rows, keys, values, scale, causal=False, score_bias=added, log_normalizer=True)
@@ -118,5 +118,5 @@ def merge_extra_keys(
 
 
 def _log_of_nothing(dtype: torch.dtype) -> float:
-    """Used instead of log 0: minus infinity times 0, or less itself, is NaN. This can be added to scores, and to itself."""
+    """A finite stand-in for log 0, since 0 * -inf and inf - inf are NaN. It can be added to scores and to itself."""
     return torch.finfo(dtype).min / 4

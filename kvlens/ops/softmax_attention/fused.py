@@ -1,8 +1,8 @@
-"""Softmax attention, the fused form: torch's own kernel, which keeps no query x key tensor.
+"""Softmax attention, the fused form: torch's own kernel, which stores no query x key tensor.
 
 ``torch.nn.functional.scaled_dot_product_attention`` does not return its normalizer. The kernel behind it on a CPU does, but
-is not differentiable in it, so that a log-normalizer with a gradient is refused here. On other devices the log-normalizer is
-summed over blocks of queries next to the kernel's z.
+without a gradient, so a log-normalizer with a gradient is refused here. On other devices the log-normalizer is computed
+separately, over blocks of queries.
 """
 
 import torch
@@ -15,7 +15,7 @@ from kvlens.ops.softmax_attention.types import SoftmaxAttentionOutput
 from kvlens.ops.softmax_attention.visible import visible_keys
 
 QUERY_BLOCK = 256
-"""Queries whose scores are held at once where the kernel does not give its normalizer."""
+"""Queries whose scores are held at once where the kernel does not return its normalizer."""
 
 
 @checked(head="kv_head")
@@ -33,7 +33,7 @@ def fused_softmax_attention(
     """One call of torch's kernel (arguments in :mod:`kvlens.ops.softmax_attention.types`).
 
     Raises:
-        ValueError: ``log_normalizer`` where a gradient is wanted: its kernel has none.
+        ValueError: ``log_normalizer`` is set and gradients are required, which the kernel does not provide.
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     n_queries, n_keys = q.shape[2], k.shape[2]
@@ -54,7 +54,7 @@ def fused_softmax_attention(
 
 
 def _additive(visible: Tensor | None, score_bias: Tensor | None, like: Tensor) -> Tensor | None:
-    """One tensor to add to the scores, -inf where nothing is seen."""
+    """Mask and score bias as one tensor to add to the scores, -inf at keys that are not visible."""
     if visible is None:
         return None if score_bias is None else score_bias.to(like.dtype)
     base = like.new_zeros(()) if score_bias is None else score_bias.to(like.dtype)
@@ -62,7 +62,7 @@ def _additive(visible: Tensor | None, score_bias: Tensor | None, like: Tensor) -
 
 
 def _where_seen(z: Tensor, visible: Tensor | None) -> Tensor:
-    """Zeros for queries that see no key, whatever the kernel made of them."""
+    """z, with zeros for queries that see no key, whatever the kernel returns for them."""
     return z if visible is None else torch.where(visible.any(dim=-1, keepdim=True), z, 0.0)
 
 
@@ -79,7 +79,7 @@ def _with_log_normalizer(
 
 
 def _log_normalizer_in_blocks(q: Tensor, k: Tensor, scale: float, mask: Tensor | None, triangle: bool) -> Tensor:
-    """log n by way of the scores of a block of queries at a time: [batch, head, query]."""
+    """log n from the scores, a block of queries at a time: [batch, head, query]."""
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).to(torch.promote_types(q.dtype, torch.float32))
     logs = []
     for first in range(0, q.shape[2], QUERY_BLOCK):

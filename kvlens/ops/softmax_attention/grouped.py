@@ -1,4 +1,4 @@
-"""Products of every query head with what its key-value head holds (GQA: query head h reads key-value head h // group)."""
+"""Products of each query head with the matrix of its key-value head (GQA: query head h reads key-value head h // group)."""
 
 from einops import rearrange
 from jaxtyping import Float
@@ -11,9 +11,9 @@ from kvlens.checks import checked
 def by_kv_head(
     x: Float[Tensor, "batch query head d"], held: Float[Tensor, "#batch kv_head d n"]
 ) -> Float[Tensor, "batch kv_head row n"]:
-    """``x @ held`` by key-value head. Its rows are the queries of a group's heads, query by query.
+    """``x @ held`` for each key-value head. Its rows are the queries of a group's heads, query by query.
 
-    What all of a batch share is read once, its rows one after the other: a product of matrices instead of one for each row.
+    If the whole batch shares ``held``, its rows are flattened into one matrix product instead of one product per batch row.
     """
     kv_heads = held.shape[1]
     if len(held) == 1:

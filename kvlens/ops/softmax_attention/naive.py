@@ -1,4 +1,4 @@
-"""Softmax attention, the obvious form: one query after the other, one line per equation. In float64 it is the reference."""
+"""Softmax attention, the obvious form: query by query, one line per equation. In float64 it is the reference."""
 
 import torch
 from jaxtyping import Bool, Float
@@ -20,7 +20,7 @@ def naive_softmax_attention(
     score_bias: Float[Tensor, "#batch #head query key"] | None = None,
     log_normalizer: bool = False,
 ) -> SoftmaxAttentionOutput:
-    """Score, mask, normalise, read (arguments in :mod:`kvlens.ops.softmax_attention.types`)."""
+    """Score, mask, normalize, read (arguments in :mod:`kvlens.ops.softmax_attention.types`)."""
     n_queries, n_keys, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
     rows, logs = [], []
     for i in range(n_queries):

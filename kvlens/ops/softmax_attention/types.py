@@ -6,8 +6,8 @@
 Arguments of every form, in this order:
 
 - ``q`` [batch, query, head, d_head], ``k`` and ``v`` [batch, key, kv_head, d_head]; ``head`` is a multiple of ``kv_head``
-  (GQA: query head h reads key-value head h // (head / kv_head)). Where there are fewer queries than keys, they are the last
-  ones: the keys before them are those of a decode cache;
+  (GQA: query head h reads key-value head h // (head / kv_head)). If there are fewer queries than keys, the queries are the
+  last positions, and the earlier keys come from a decode cache;
 - ``scale``: divides the scores (TransformerLens' ``attn_scale``);
 - ``causal``: a query sees no later key. False for bidirectional attention;
 - ``padding`` [batch, key]: True at real tokens, None where all are. No query sees a padded key;
@@ -15,8 +15,8 @@ Arguments of every form, in this order:
 - ``score_bias`` [batch or 1, head or 1, query, key]: added to the scores (ALiBi), or None;
 - ``log_normalizer``: whether to return log n_i too.
 
-A query that sees no key gets z = 0 and log n = -inf. There are ``naive`` (a loop over queries, the reference) and ``fused``
-(torch's kernel, which keeps no query x key tensor).
+A query that sees no key gets z = 0 and log n = -inf. The forms: ``naive`` (a loop over queries, the reference) and ``fused``
+(torch's kernel, which stores no query x key tensor).
 """
 
 from typing import NamedTuple
@@ -27,14 +27,14 @@ from torch import Tensor
 
 
 class SoftmaxAttentionOutput(NamedTuple):
-    """z, and log n where it was asked for (in float32 or better)."""
+    """z, and log n if it was requested (in float32 or better)."""
 
     z: Float[Tensor, "batch query head d_head"]
     log_normalizer: Float[Tensor, "batch query head"] | None
 
 
 class ScaledFeatures(NamedTuple):
-    """phi(q) = features * exp(log_scale): what a query's features are where their true size would overflow.
+    """phi(q) = features * exp(log_scale): a query's features in a form that does not overflow.
 
     The largest of ``features`` is about 1, so that sums over them are safe; scores of real models reach 100 and more.
     """
@@ -44,7 +44,7 @@ class ScaledFeatures(NamedTuple):
 
 
 class ScaledMass(NamedTuple):
-    """A sum of exponentials, mass * exp(log_scale): where a score is 1,000, float32 holds the sum's logarithm only to 6e-5."""
+    """A sum of exponentials, mass * exp(log_scale): at a score of 1,000, float32 holds the sum's logarithm only to 6e-5."""
 
     mass: Float[Tensor, "batch query head"]
     log_scale: Float[Tensor, "batch query head"]
@@ -56,7 +56,7 @@ class ScaledMass(NamedTuple):
 
 
 class JoinedBias(NamedTuple):
-    """The two summands of z, and log n with the bias's part in it."""
+    """The two summands of z, and log n including the bias."""
 
     z_context: Float[Tensor, "batch query head d_head"]
     z_bias: Float[Tensor, "batch query head d_head"]

@@ -23,7 +23,7 @@ def visible_keys(
     :mod:`kvlens.ops.softmax_attention.types`.
 
     Raises:
-        KVLensError: more queries than keys where positions count, or padding of another number of keys.
+        KVLensError: more queries than keys where positions matter, or padding for a different number of keys.
     """
     if (causal or window is not None) and n_queries > n_keys:
         raise KVLensError(f"softmax attention: expected at most as many queries as keys ({n_keys}), got {n_queries}")

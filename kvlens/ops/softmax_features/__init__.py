@@ -1,4 +1,4 @@
-"""phi for softmax attention: features whose product with stored weights stands for a prompt's exp(q.k)."""
+"""phi for softmax attention: features whose product with stored weights replaces a prompt's exp(q.k)."""
 
 from kvlens.ops.softmax_features.positive import learned_log_features, random_log_features
 from kvlens.ops.softmax_features.taylor import taylor_features

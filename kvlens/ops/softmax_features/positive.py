@@ -1,4 +1,4 @@
-"""Positive features that know nothing of the prompt: phi_r(x) = exp(w_r.x + a_r), and random features, phi(x) exp(-|x|^2 / 2).
+"""Positive features that do not depend on the prompt: phi_r(x) = exp(w_r.x + a_r), and random features with exp(-|x|^2 / 2).
 
 - **random** (FAVOR+, Choromanski et al. 2021; ICLCA sec. 6.4): E[phi(q).phi(k)] = exp(q.k / scale) for w_r ~ N(0, I), with a
   variance that grows like exp(|q + k|^2 / scale) / m.

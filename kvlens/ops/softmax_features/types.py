@@ -12,10 +12,10 @@ class ScoreRule(NamedTuple):
     s = cap tanh(q.k / (scale cap)) - slope_h distance, and minus infinity where distance >= window.
 
     Attributes:
-        scale: what q.k is divided by (``attn_scale``, 1 where the model does not scale).
+        scale: what q.k is divided by (``attn_scale``, 1 if the model does not scale).
         soft_cap: None or 0 for no cap.
-        slopes: ALiBi's, one per query head, positive; None without ALiBi.
-        window: of a local layer: the number of tokens seen, the query's own included; None for a global one.
+        slopes: ALiBi's slopes, one per query head, positive; None without ALiBi.
+        window: for a local layer, the number of tokens seen, including the query's own; None for a global layer.
     """
 
     scale: float

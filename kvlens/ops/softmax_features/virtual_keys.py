@@ -1,8 +1,8 @@
 """Virtual keys as features: phi_r(q) = exp(score of q and the virtual key c_r).
 
-With the prompt's own keys, weight 1 and the prompt's values they are softmax attention itself, without error; with fewer keys
-and fitted weights, an approximation. The score is the model's own, soft-cap, ALiBi and window included: a stored key counts
-its distance from the start of the text.
+With the prompt's own keys and values and weight 1 they reproduce softmax attention exactly; with fewer keys and fitted weights
+they approximate it. The score is the model's own, including soft-cap, ALiBi and window, for which each stored key has a
+distance from the start of the text.
 """
 
 import torch
@@ -44,7 +44,7 @@ def grouped_key_scores(
     distance: Int[Tensor, "#batch kv_head r"] | None = None,
     positions: Int[Tensor, "#batch pos"] | None = None,
 ) -> Float[Tensor, "batch kv_head row r"]:
-    """The same by key-value head: its rows are the queries of its heads, place by place."""
+    """The same for each key-value head: the rows are the queries of its heads, position by position."""
     group = q.shape[2] // keys.shape[1]
     scores = by_kv_head(q, keys.mT).div_(rule.scale)
     if rule.soft_cap:
@@ -61,9 +61,9 @@ def grouped_key_scores(
 def distance_scores(
     rule: ScoreRule, distance: Int[Tensor, "#batch kv_head r"], positions: Int[Tensor, "#batch pos"], n_heads: int
 ) -> Float[Tensor, "batch head pos r"]:
-    """What the distance between a query and a virtual key adds to their score: ALiBi's share, minus infinity out of the window.
+    """What the distance between a query and a virtual key adds to their score: ALiBi's term, minus infinity out of the window.
 
-    ALiBi's share is rounded as in TransformerLens' table, in the dtype of the slopes. Arguments as of
+    ALiBi's term is rounded as in TransformerLens' table, in the dtype of the slopes. Arguments as in
     :func:`virtual_key_scores`.
     """
     apart = positions[:, None, :, None] + distance.repeat_interleave(n_heads // distance.shape[1], dim=1)[:, :, None]
@@ -77,9 +77,9 @@ def distance_scores(
 def scaled_exp(
     log_features: Float[Tensor, "batch pos head r"], used: Bool[Tensor, "#batch #head r"] | None = None
 ) -> ScaledFeatures:
-    """exp(log_features) with its largest used value taken out per query. Unused features are 0, so that they set no scale.
+    """exp(log_features), divided by its largest used value per query. Unused features are 0 and do not affect the scale.
 
-    Where no feature is used, or none is in the window, features are 0 and the log-scale is minus infinity.
+    If no feature is used or none is in the window, features are 0 and the log-scale is minus infinity.
     """
     if used is not None and not bool(used.all()):
         log_features = log_features.masked_fill(~used[:, None], -torch.inf)
