@@ -1,9 +1,9 @@
 """Every name that kvlens takes from TransformerLens, in one place.
 
-TransformerLens 4 removed ``HookedTransformer`` and its components. With it installed the names below stand for classes that can
-be named and subclassed but not made (:mod:`kvlens._tl4`): :class:`kvlens.KVTransformerBridge`, conversion and biases work, and
-``HookedKVTransformer`` says what it needs. Importing it takes seconds: nothing in ``kvlens/__init__`` or in the command line
-imports it before it is needed.
+TransformerLens 4 removed ``HookedTransformer`` and its components. If it is installed, the names below are placeholder classes
+that can be referenced and subclassed but not instantiated (:mod:`kvlens._tl4`): :class:`kvlens.KVTransformerBridge`, conversion
+and biases work, and ``HookedKVTransformer`` raises an error that says what it needs. Importing TransformerLens takes seconds,
+so ``kvlens/__init__`` and the command line import it only when needed.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ try:
     from transformer_lens.HookedTransformer import Output
 
     def check_release() -> None:
-        """Raise KVLensError where the release of TransformerLens that is installed has no HookedTransformer: this one has."""
+        """Raise KVLensError if the installed release of TransformerLens has no HookedTransformer; this one has it."""
 
 except ImportError:  # TransformerLens 4
     from kvlens._tl4 import (

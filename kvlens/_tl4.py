@@ -1,4 +1,4 @@
-"""In the place of what TransformerLens 4 removed: names that can be imported and subclassed, and say what they need."""
+"""Placeholders for what TransformerLens 4 removed: names that can be imported and subclassed, but raise an error when used."""
 
 from typing import Any
 
@@ -62,7 +62,7 @@ class Output(_Removed): ...
 
 
 class _Loading:
-    """In the place of the module that loads weights into a HookedTransformer."""
+    """Placeholder for the module that loads weights into a HookedTransformer."""
 
     def __getattr__(self, name: str) -> Any:
         raise KVLensError(NEEDS_3)

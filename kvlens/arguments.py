@@ -1,4 +1,4 @@
-"""Arguments that have to be read to know whether they serve: a path, a device, a text, numbers in several forms."""
+"""Checks of arguments that annotations cannot express: paths, devices, texts, numbers in several forms."""
 
 import itertools
 import os
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
 
 
 Span = tuple[int, int]
-"""A range of a prompt's tokens: first, and past the last."""
+"""A range (start, stop) of a prompt's tokens."""
 DEEPEST = 200
-"""Folders inside each other that a path may have: Python makes and clears them by recursion, which ends below a thousand."""
+"""The largest depth of nested folders in a path: Python creates and deletes them by recursion, limited to about a thousand."""
 
 
 def is_number(value: Any) -> bool:
-    """Whether ``value`` is a finite number, one that a float can hold; a bool is none."""
+    """Whether ``value`` is a finite number that fits a float; a bool is not a number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def check_characters(what: str, text: str) -> None:
-    """Raise KVLensError if ``text`` holds half a character (a lone surrogate): no tokenizer reads it, no text file holds it."""
+    """Raise KVLensError if ``text`` has a lone surrogate (half a character), which no tokenizer or text file accepts."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -39,21 +39,21 @@ def path_of(what: str, value: str | Path) -> Path:
     """``value`` as a path, with ``~`` as the home folder.
 
     Raises:
-        KVLensError: neither a string nor a path, an empty one, or one that no file system takes.
+        KVLensError: not a string or path, an empty one, or one that is not valid on any file system.
     """
     if not isinstance(value, str | os.PathLike) or not os.fspath(value) or "\0" in str(value):
         raise KVLensError(f"{what}: expected a path, got {value!r}; give it as a string or a pathlib.Path")
     try:
         os.fsencode(value)
     except UnicodeEncodeError as error:
-        raise KVLensError(f"{what}: {value!r} can be no path: it holds half a character; give whole ones") from error
+        raise KVLensError(f"{what}: {value!r} cannot be a path: it holds half a character (a lone surrogate)") from error
     path = Path(os.path.expanduser(value))
     if len(path.parts) > DEEPEST:
         raise KVLensError(f"{what}: {len(path.parts):,} folders inside each other; give a path of at most {DEEPEST}")
     try:
         path.exists()
     except OSError as error:  # a name too long for the file system
-        raise KVLensError(f"{what}: {str(path)!r} can be no path: {error.strerror or error}; choose another") from error
+        raise KVLensError(f"{what}: {str(path)!r} cannot be a path: {error.strerror or error}; choose another") from error
     return path
 
 
@@ -61,7 +61,7 @@ def numbers_of(what: str, values: Any) -> "Tensor":
     """``values``, a tensor, an array or nested lists, as float64 on the CPU, without gradients. Imports torch.
 
     Raises:
-        KVLensError: they hold something else than real numbers, or rows of different lengths.
+        KVLensError: they contain anything but real numbers, or rows of different lengths.
     """
     import torch  # kept out of the command line's start
 
@@ -76,10 +76,10 @@ def numbers_of(what: str, values: Any) -> "Tensor":
 
 
 def checked_spans(what: str, spans: Any, n_tokens: int) -> list[Span]:
-    """Spans in order.
+    """The spans in ascending order.
 
     Raises:
-        KVLensError: something else than pairs of whole numbers, outside the prompt, empty, or overlapping.
+        KVLensError: spans that are not pairs of whole numbers, are outside the prompt, empty, or overlapping.
     """
     if not isinstance(spans, Sequence) or isinstance(spans, str):
         raise KVLensError(f"{what}: expected token ranges such as [(3, 8)], got {brief(spans)}")
@@ -104,6 +104,6 @@ def check_device(what: str, device: Any) -> None:
     import torch  # kept out of the command line's start
 
     try:
-        torch.ones(1, device=device).sum().item()  # "meta" makes tensors, and holds no numbers
+        torch.ones(1, device=device).sum().item()  # fails on "meta", whose tensors hold no numbers
     except (RuntimeError, AssertionError, NotImplementedError, TypeError, ValueError) as error:
         raise KVLensError(f"{what}: {device!r} cannot be used here ({first_line(error)}); cpu always can") from error

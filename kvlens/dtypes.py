@@ -1,4 +1,4 @@
-"""The dtypes that a model's weights can have, by themselves or by name."""
+"""The dtypes that a model's weights can have, given as torch dtypes or by name."""
 
 from typing import Any
 
@@ -10,12 +10,12 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float16, 
 
 
 def is_dtype(value: Any) -> bool:
-    """Whether a dtype is meant, and not a device, by ``value``: a dtype, or the name of one of these."""
+    """Whether ``value`` is a dtype, or the name of a supported one, rather than a device."""
     return isinstance(value, torch.dtype) or (isinstance(value, str) and value.removeprefix("torch.") in DTYPES)
 
 
 def check_holds(what: str, stored: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Raise KVLensError where a tensor, rounded to another dtype, became infinite, or nothing but zeros."""
+    """Raise KVLensError if a tensor became infinite, or all zeros, when rounded to another dtype."""
     if stored.dtype == tensor.dtype or not tensor.numel():
         return
     largest = float(tensor.abs().max())
@@ -28,10 +28,10 @@ def check_holds(what: str, stored: torch.Tensor, tensor: torch.Tensor) -> None:
 
 
 def dtype_of(value: Any, what: str = "dtype") -> torch.dtype:
-    """The floating dtype that is meant by a dtype or by its name.
+    """The floating dtype given as a torch dtype or by name.
 
     Raises:
-        KVLensError: something else; the nearest name is proposed.
+        KVLensError: anything else; the nearest name is suggested.
     """
     found = DTYPES.get(value.removeprefix("torch."), value) if isinstance(value, str) else value
     if not isinstance(found, torch.dtype) or found not in DTYPES.values():

@@ -1,4 +1,4 @@
-"""The one family of errors that kvlens raises on bad input, what it warns of, and the nearest valid name."""
+"""The errors that kvlens raises on bad input, its warnings, and suggestions of the nearest valid name."""
 
 import difflib
 import sys
@@ -13,15 +13,15 @@ BETWEEN = (HERE, "/transformer_lens/", "/torch/nn/")
 
 
 class KVLensError(ValueError):
-    """Bad input to kvlens: the message says what was expected, what came, and what to do."""
+    """Bad input to kvlens: the message says what was expected, what was given, and what to do."""
 
 
 class WrongArguments(KVLensError, TypeError):
-    """A call with an argument that the function does not have, with one too many, or without one that it needs."""
+    """A call with an unknown argument, with too many arguments, or without a required one."""
 
 
 class TooLarge(KVLensError):
-    """A call that asks for more memory than there is."""
+    """A call that needs more memory than is available."""
 
 
 def nearest(name: object, options: Iterable[str]) -> str:
@@ -31,12 +31,12 @@ def nearest(name: object, options: Iterable[str]) -> str:
 
 
 def nearest_name(name: object, options: Iterable[str], likeness: float = 0.5) -> str | None:
-    """The option closest to ``name``; None when none is as close as ``likeness``: 1 is equal, 0.8 a slip of the hand."""
+    """The option closest to ``name``; None if none is as close as ``likeness``: 1 is equal, 0.8 is a typing error."""
     return next(iter(difflib.get_close_matches(str(name), list(options), n=1, cutoff=likeness)), None)
 
 
 def warn(message: str) -> None:
-    """Warn, and point at the line that called this package (or TransformerLens), however deep inside the cause was found."""
+    """Warn, pointing at the line that called this package (or TransformerLens), however deep the cause is."""
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and any(part in Path(frame.f_code.co_filename).as_posix() for part in BETWEEN):
         level, frame = level + 1, frame.f_back
@@ -44,7 +44,7 @@ def warn(message: str) -> None:
 
 
 def brief(value: Any) -> str:
-    """A value in a few words, for a message."""
+    """A short description of a value, for a message."""
     shape = getattr(value, "shape", None)
     if isinstance(shape, tuple) and shape:
         return f"{type(value).__name__} of shape {list(shape)}"
@@ -55,5 +55,5 @@ def brief(value: Any) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of another library says first."""
+    """The first line of the message of another library's error."""
     return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,7 +1,7 @@
-"""A package of kvlens under a second, short name: one package under two names, and never two copies of a module.
+"""Makes a package of kvlens available under a second, short name, without ever loading a module twice.
 
-``analyses`` is short for ``kvlens.analyses``. kvlens itself uses the long name alone, so that a file, a folder or a package of
-somebody else's that is called ``analyses`` is not shadowed: it keeps the short name.
+``analyses`` is short for ``kvlens.analyses``. kvlens itself uses only the long name, so that a user's own file, folder or
+package called ``analyses`` keeps that name.
 """
 
 import importlib
@@ -14,13 +14,13 @@ from types import ModuleType
 
 
 class ShortName(MetaPathFinder, Loader):
-    """Hands the module of kvlens out where it is imported by its short name."""
+    """Provides the module of kvlens when it is imported by its short name."""
 
     def __init__(self, short: str):
         self.short = short
 
     def find_spec(self, name: str, path: Iterable[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """A spec for what stands under the short name; none for ``__main__``, which runs and is not imported."""
+        """A spec for modules under the short name; none for ``__main__``, which is run and not imported."""
         here = name.startswith(f"{self.short}.") and not name.endswith(".__main__")
         return ModuleSpec(name, self) if here and importlib.util.find_spec(_long(name)) is not None else None
 

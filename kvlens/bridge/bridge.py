@@ -1,7 +1,7 @@
 """KVTransformerBridge: a TransformerBridge, TransformerLens 3.9 or 4, whose attention reads a converted prompt.
 
-The bridge's own forward pass runs as it is. While a bias is attached, each pass gets the positions behind the prompt and, for
-its duration, torch hooks on the bridge's hook points (:mod:`kvlens.bridge.softmax`); with nothing attached there are none.
+The bridge's own forward pass runs unchanged. While a bias is attached, each pass gets positions after the prompt and, for its
+duration, torch hooks on the bridge's hook points (:mod:`kvlens.bridge.softmax`); without a bias there are none.
 """
 
 import contextlib
@@ -48,12 +48,12 @@ class KVTransformerBridge(TransformerBridge):
 
         Args:
             model_name: a folder in Hugging Face's format, a name on the hub, or a loaded Transformers model, which is wrapped
-                as it is (TransformerLens puts its components into it).
+                in place (TransformerLens puts its components into it).
             args, options: as TransformerLens'; ``tokenizer`` goes with a loaded model, and a folder without one makes a model
                 of token ids.
 
         Raises:
-            KVLensError: nothing to load there, or an architecture whose layers have no way to read a KV bias yet.
+            KVLensError: nothing can be loaded, or KV biases are not yet supported for the architecture.
         """
         if isinstance(model_name, PreTrainedModel):
             return cls.of(wrapped(model_name, *args, **options))
@@ -61,10 +61,10 @@ class KVTransformerBridge(TransformerBridge):
 
     @classmethod
     def of(cls, bridge: TransformerBridge) -> "KVTransformerBridge":
-        """This class in the place of the plain one, for the same object: ``bridge`` itself is what comes back.
+        """Change the class of ``bridge`` to this one, in place, and return the same object.
 
         Raises:
-            KVLensError: an architecture whose layers have no way to read a KV bias yet.
+            KVLensError: KV biases are not yet supported for the architecture.
         """
         if not isinstance(bridge, TransformerBridge):
             raise KVLensError(f"KVTransformerBridge.of: expected a TransformerBridge, got {type(bridge).__name__}")
@@ -86,27 +86,27 @@ class KVTransformerBridge(TransformerBridge):
 
     @property
     def attached_kv_bias(self) -> KVBias | None:
-        """The bias that forward passes read now, None without one."""
+        """The bias that forward passes currently read, None without one."""
         return self.__dict__["_attached"]
 
     @property
     def prepends_bos(self) -> bool:
-        """Whether strings get a BOS by default, where no bias is attached."""
+        """Whether strings get a BOS by default when no bias is attached."""
         before = self.__dict__["_bos_unattached"]
         return bool(getattr(self.cfg, "default_prepend_bos", True) if before is None else before)
 
     def fingerprint(self) -> Fingerprint:
-        """Structure and weights of this model, as biases are checked against."""
+        """Structure and weights of this model, against which biases are checked."""
         return fingerprint_of(self)
 
     def attach_kv_bias(self, bias: KVBias) -> None:
-        """Let every forward pass, generation included, start from ``bias``, in the place of what was attached.
+        """Let every forward pass, including generation, start from ``bias``, replacing any attached bias.
 
-        While it is attached, strings get no BOS unless asked for: the prompt had one.
+        While it is attached, strings get no BOS by default, since the prompt had one.
 
         Raises:
-            KVLensError: the bias belongs to another model (the field that differs is named), a number in it is not finite, or
-                it leaves no position for a text.
+            KVLensError: the bias belongs to another model (the error names the field that differs), a number in it is not
+                finite, or it leaves no position for a text.
         """
         if not isinstance(bias, KVBias):
             raise KVLensError(f"attach_kv_bias: expected a KVBias, got {type(bias).__name__}")
@@ -121,12 +121,12 @@ class KVTransformerBridge(TransformerBridge):
         self._hold(bias)
 
     def detach_kv_bias(self) -> None:
-        """Undo :meth:`attach_kv_bias`; nothing happens where nothing is attached."""
+        """Undo :meth:`attach_kv_bias`; does nothing if no bias is attached."""
         self._hold(None)
 
     @contextlib.contextmanager
     def kv_bias(self, bias: KVBias) -> Iterator["KVTransformerBridge"]:
-        """``with model.kv_bias(bias): ...``; afterwards what was attached before is attached again."""
+        """``with model.kv_bias(bias): ...``; afterwards the bias attached before is attached again."""
         before = self.attached_kv_bias
         self.attach_kv_bias(bias)
         try:
@@ -150,7 +150,7 @@ class KVTransformerBridge(TransformerBridge):
             ]
 
     def _before_pass(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Positions behind the prompt, and the bias for every layer, for one pass of the Transformers model."""
+        """Set positions after the prompt, and attach the bias in every layer, for one pass of the Transformers model."""
         self._after_pass()
         bias = self.attached_kv_bias
         assert bias is not None
@@ -217,7 +217,7 @@ class KVTransformerBridge(TransformerBridge):
 
     @torch.no_grad()
     def read_memory(self, tokens: Int[Tensor, " pos"]) -> list[LayerMemory]:
-        """What each token of a prompt leaves in the states of the recurrent layers, after whatever is attached in front of it.
+        """What each token of a prompt leaves in the states of the recurrent layers, after any attached bias.
 
         Raises:
             KVLensError: a model without recurrent layers, or tokens outside the vocabulary.

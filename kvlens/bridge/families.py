@@ -1,7 +1,7 @@
 """Which layers of a bridge read a KV bias, and how: softmax attention that the bridge computes itself, step by step, and
 recurrent layers that have a mixer (:mod:`kvlens.mixers`).
 
-What is not named here is refused: a component that hooks in other places gives plausible, wrong numbers.
+Anything not listed here raises an error: a component with hooks at other points would give plausible but wrong numbers.
 """
 
 from typing import Any
@@ -32,10 +32,10 @@ def text_config(model: nn.Module) -> Any:
 
 
 def layers_of(bridge: Any) -> list[SoftmaxLayer | RecurrentLayer]:
-    """The layers of ``bridge``, each in the way that it reads a bias.
+    """The layers of ``bridge``, each as an object that reads a bias.
 
     Raises:
-        KVLensError: an architecture, or a layer of it, that has no way yet.
+        KVLensError: an architecture, or a layer of it, that is not supported yet.
     """
     family = bridge.cfg.architecture
     model = bridge.original_model
@@ -81,7 +81,7 @@ def _layer(bridge: Any, family: str, config: Any, layer: int) -> SoftmaxLayer | 
 
 
 def _window(family: str, config: Any, layer: int) -> int | None:
-    """How many tokens a query of a layer sees, its own included; None for all."""
+    """How many tokens a query of a layer sees, including its own; None for all."""
     kinds = getattr(config, "layer_types", None)
     kind = kinds[layer] if kinds else None
     window = getattr(config, "sliding_window", None)

@@ -11,7 +11,7 @@ from kvlens.kv_bias import Fingerprint
 from kvlens.model.fingerprint import weights_hash
 
 FRONT_END = "TransformerBridge"
-"""What tells a bias of a bridge from one of a HookedKVTransformer."""
+"""Distinguishes a bias of a bridge from one of a HookedKVTransformer."""
 WITHOUT_EFFECT = {
     "_name_or_path",
     "name_or_path",
@@ -55,7 +55,7 @@ WITHOUT_EFFECT = {
 
 
 def fingerprint_of(bridge: Any) -> Fingerprint:
-    """Structure and weights as they are now. Reads every weight once."""
+    """Structure and current weights. Reads every weight once."""
     cfg, config = bridge.cfg, text_config(bridge.original_model)
     fields = {name: value for name, value in config.to_dict().items() if name not in WITHOUT_EFFECT}
     rest = {

@@ -1,4 +1,4 @@
-"""Where the tokens of a pass stand within their text."""
+"""The positions of the tokens of a pass within their text."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,9 +1,9 @@
-"""A recurrent layer of the bridge under a KV bias: Transformers' own kernel where nothing asks for more, else kvlens' mixer.
+"""A recurrent layer of the bridge with a KV bias: computed by kvlens' mixer if needed, otherwise by Transformers' kernel.
 
     S_0 = b_KV          z_i = z_i(context) + b_KV^T qbar_i
 
-A :class:`~kvlens.mixers.Mixer` computes the layer while a bias is attached, or a function hooked to one of its hook points. Its
-state travels with Transformers' cache, from which it is read at every decoded token.
+A :class:`~kvlens.mixers.Mixer` computes the layer while a bias is attached or a function is hooked to one of its hook points.
+Its state is stored in Transformers' cache, from which it is read at every decoded token.
 """
 
 from collections import OrderedDict
@@ -55,9 +55,9 @@ class RecurrentLayer:
         return [handle]
 
     def observe(self, seen: dict[tuple[int, str], Tensor]) -> list[RemovableHandle]:
-        """Let the next pass put the state after it, [batch, head, d_k, d_v], and the convolution's inputs into ``seen``.
+        """Let the next pass store its final state, [batch, head, d_k, d_v], and the convolution's inputs in ``seen``.
 
-        What hooks make of the bias is what the state continues from.
+        The state continues the bias as changed by hooks.
         """
 
         def see_bias(module: Any, args: Any, b_kv: Tensor) -> None:
@@ -91,7 +91,7 @@ class RecurrentLayer:
         return self.mixer.as_module_returns(self.component.hook_out(output))
 
     def _first_state(self, cache: Any) -> RecurrentState:
-        """The state before a pass whose cache has none of this layer's mixer."""
+        """The state before a pass whose cache has no state of this layer's mixer."""
         given = next(reversed(self._given.values()), RecurrentState())
         if self.mixer.is_in_cache(cache):
             what = "a KV bias" if self._given else "a hook"

@@ -1,4 +1,4 @@
-"""A softmax layer of the bridge under a KV bias, from outside: what its hook points show is enough.
+"""A softmax layer of the bridge with a KV bias, implemented entirely through the layer's hook points.
 
     z = (Z_c z_c + Z_b z_b) / (Z_c + Z_b)          Z_c = sum of exp of the masked scores, attention sink included
 

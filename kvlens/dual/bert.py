@@ -24,9 +24,9 @@ class VariantSelfAttention(nn.Module):
     """BERT's self-attention with a variant.
 
     Args:
-        plain: the attention that it replaces; its projections and dropout are used on, and trained.
-        variant: which variant.
-        seed: of the augmentation's initial weights.
+        plain: the attention module that it replaces; its projections and dropout are kept, and trained.
+        variant: the variant.
+        seed: seed for the augmentation's initial weights.
     """
 
     def __init__(self, plain: Any, variant: AttentionVariantConfig, seed: int = 0):
@@ -73,7 +73,7 @@ def swap_self_attention(model: Any, variant: AttentionVariantConfig | dict[str, 
     """Give every layer of a ``BertForSequenceClassification`` the variant, in place; return the model.
 
     Args:
-        model: loaded by Hugging Face's own means; its attention is set to its eager form, whose mask is additive.
+        model: a loaded Hugging Face model; its attention is set to the eager form, whose mask is additive.
         variant: an :class:`AttentionVariantConfig`, or a dict of its fields.
         seed: of the initial weights of augmented keys and values.
 
@@ -82,14 +82,12 @@ def swap_self_attention(model: Any, variant: AttentionVariantConfig | dict[str, 
     """
     variant = variant if isinstance(variant, AttentionVariantConfig) else AttentionVariantConfig(**variant)
     if variant.ridge is not None:
-        raise KVLensError(
-            "swap_self_attention: ridge attention is solved causally, and BERT's tokens see those behind them too"
-        )
+        raise KVLensError("swap_self_attention: ridge attention is solved causally, but BERT's tokens also see later ones")
     layers = getattr(getattr(getattr(model, "bert", None), "encoder", None), "layer", None)
     if layers is None:
         raise KVLensError(f"swap_self_attention: expected a BertForSequenceClassification, got {type(model).__name__}")
     if any(isinstance(layer.attention.self, VariantSelfAttention) for layer in layers):
-        raise KVLensError("swap_self_attention: this model has a variant already; load it again")
+        raise KVLensError("swap_self_attention: this model already has a variant; load it again")
     model.set_attn_implementation("eager")
     for number, layer in enumerate(layers):
         plain = layer.attention.self

@@ -1,4 +1,4 @@
-"""What each demonstration gives to the step of every head, at one query: one forward pass, all heads of a layer at once."""
+"""What each demonstration contributes to the step of every head, at one query: one forward pass, a layer's heads at once."""
 
 from typing import NamedTuple
 
@@ -17,13 +17,13 @@ PerDemonstration = Float[Tensor, "*layer head demo"]
 
 
 class DemonstrationFigures(NamedTuple):
-    """For the demonstrations of one query.
+    """Measures of the demonstrations of one query.
 
     Attributes:
         weight: kappa(k_j, q) / D.
-        output_share: of the head's output, along it, what weight times v_j makes.
+        output_share: projection of weight times v_j on the head's output, as a share of that output.
         log_step_norm: log of |v_j| sqrt(kappa(k_j, k_j)) / |D|, the size of v_j phi(k_j)^T / D.
-        cosine_before, cosine_after: of (W phi(k_j), v_j), with W_0 and with W_1.
+        cosine_before, cosine_after: cosine of W phi(k_j) and v_j, with W_0 and with W_1.
     """
 
     weight: PerDemonstration
@@ -37,10 +37,10 @@ class DemonstrationFigures(NamedTuple):
 def demonstration_figures(
     model: HookedKVTransformer, tokens: TextTokens, query_pos: int = -1, n_demonstrations: int | None = None
 ) -> DemonstrationFigures:
-    """The figures of every layer, head and demonstration [layer, head, demo] at one query, in float64.
+    """The measures of every layer, head and demonstration [layer, head, demo] at one query, in float64.
 
     Raises:
-        KVLensError: as :func:`kvlens.dual.read_layers`; a query that does not exist, or stands before its demonstrations.
+        KVLensError: as :func:`kvlens.dual.read_layers`; a query that does not exist or has no demonstrations before it.
     """
     query = check_index("query_pos", query_pos, len(tokens))
     n = query if n_demonstrations is None else n_demonstrations
@@ -53,7 +53,7 @@ def demonstration_figures(
 
 
 def _figures(reading: LayerReading, n: int) -> DemonstrationFigures:
-    """Of the last token as the query."""
+    """The measures for the last token as the query."""
     weight, between = query_weights(reading)[:, :n], kernel_between_keys(reading)
     v, z = reading.values, reading.z[:, -1]
     share = weight * (v[:, :n] @ z[..., None]).squeeze(-1) / z.square().sum(dim=-1, keepdim=True)
@@ -71,7 +71,7 @@ def _figures(reading: LayerReading, n: int) -> DemonstrationFigures:
 def _with_bias_rows(
     reading: LayerReading, between: ops.LogKernel, features: Tensor, bias_values: Tensor
 ) -> tuple[ops.LogKernel, Tensor]:
-    """The kernel and the values with a KV bias's rows behind the text; only the columns of the text matter."""
+    """The kernel and the values with a KV bias's rows after the text; only the columns of the text matter."""
     rows = kernel_with_bias(reading, reading.keys, features)
     log_size, sign = rows.log_size.transpose(-1, -2), None if rows.sign is None else rows.sign.transpose(-1, -2)
     if reading.log_decay is not None:

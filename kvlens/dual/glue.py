@@ -42,7 +42,7 @@ def read_examples(folder: str | Path, task: str, split: str) -> Examples:
     """``train`` or ``dev`` of a GLUE folder.
 
     Raises:
-        KVLensError: an unknown task (the nearest is proposed), a missing file or column, a label that is none.
+        KVLensError: an unknown task (the nearest is suggested), a missing file or column, or an invalid label.
     """
     if task not in TASKS:
         raise KVLensError(f"glue: unknown task {task!r}{nearest(task, TASKS)}; there are {', '.join(TASKS)}")
@@ -68,7 +68,7 @@ def read_examples(folder: str | Path, task: str, split: str) -> Examples:
 
 
 def metrics_of(task: str, predicted: Numbers, labels: Numbers) -> dict[str, float]:
-    """The task's metrics; NaN where a correlation has nothing to vary."""
+    """The task's metrics; NaN for a correlation with constant values."""
     if task == "stsb":
         ranks = [pd.Series(x).rank().to_numpy() for x in (predicted, labels)]
         return {"pearson": _correlation(predicted, labels), "spearman": _correlation(*ranks)}
@@ -102,8 +102,8 @@ def fine_tune(
         tokenizer: its tokenizer.
         folder: the task's folder.
         task: "cola", "mrpc", "stsb" or "rte".
-        epochs, batch_size, learning_rate, max_length: of the training.
-        seed: of the order of the examples and of dropout.
+        epochs, batch_size, learning_rate, max_length: settings of the training.
+        seed: seed for the order of the examples and for dropout.
         tell: called with a sentence after each epoch.
 
     Returns:

@@ -1,4 +1,4 @@
-"""From a layer's reading to the tokens of one head's dual model: kernel, weights at the query, values, features."""
+"""The tokens of one head's dual model, made from a layer's reading: kernel, weights at the query, values, features."""
 
 from typing import Literal, NamedTuple
 
@@ -16,15 +16,15 @@ BiasRole = Literal["initial", "demonstrations"]
 
 
 class HeadTokens(NamedTuple):
-    """What enters a head's dual model at one query: demonstrations first, then H_T, virtual tokens of a bias in front of each.
+    """The tokens of a head's dual model at one query: demonstrations, then H_T, with virtual tokens of a bias first in either.
 
     Attributes:
         log_kernel: kappa between the tokens, as the query sees them (decay included).
         weights: kappa(k_t, q) / D, so that the head's output is their product with ``values``.
         values: v.
-        features: phi~(k_t) as the query sees it, and phi~(q) as the last row; None where the kernel has no finite features.
+        features: phi~(k_t) as the query sees it, and phi~(q) as the last row; None if the kernel has no finite features.
         log_normalizer: log |D|.
-        sign: of D.
+        sign: sign of D.
     """
 
     log_kernel: ops.LogKernel
@@ -36,12 +36,12 @@ class HeadTokens(NamedTuple):
 
 
 def n_bias_rows(reading: LayerReading) -> int:
-    """How many rows stand for the KV bias, 0 without one."""
+    """The number of rows that represent the KV bias, 0 without one."""
     return 0 if reading.bias_features is None else reading.bias_features.shape[1]
 
 
 def one_head(reading: LayerReading, head: int, query: int) -> LayerReading:
-    """The head's row alone, cut behind the query; a leading axis of 1 stays."""
+    """The reading of a single head up to the query, with a leading axis of 1."""
     one = slice(head, head + 1)
 
     def cut(x: Tensor | None) -> Tensor | None:
@@ -61,7 +61,7 @@ def one_head(reading: LayerReading, head: int, query: int) -> LayerReading:
 
 
 def demonstrations_first(n: int, query: int, n_rows: int, bias: BiasRole) -> list[int]:
-    """Rows of [bias; text] as the dual model wants them: demonstrations, then H_T."""
+    """Row indices of [bias; text] in the order of the dual model: demonstrations, then H_T."""
     rows, text = list(range(n_rows)), [n_rows + t for t in range(query + 1)]
     return [*rows, *text] if bias == "demonstrations" else [*text[:n], *rows, *text[n:]]
 
@@ -75,7 +75,7 @@ def _log_seen(reading: LayerReading, order: list[int]) -> Float[Tensor, " token"
 
 
 def exact_tokens(reading: LayerReading, order: list[int]) -> HeadTokens:
-    """Of the head itself: softmax by its kernel, linear attention by its features."""
+    """The exact tokens of a head: softmax by its kernel, linear attention by its features."""
     query, log_seen = reading.queries[0, -1:], _log_seen(reading, order)
     keys, values = reading.keys[0], reading.values[0]
     if reading.bias_features is not None and reading.bias_values is not None:
@@ -96,15 +96,15 @@ def exact_tokens(reading: LayerReading, order: list[int]) -> HeadTokens:
 def approximate_tokens(
     reading: LayerReading, order: list[int], kernel: Kernel, n_features: int | None, seed: int
 ) -> HeadTokens:
-    """The same head with finite features in the place of the softmax kernel, normalised by their own sum."""
+    """The same head with finite features instead of the softmax kernel, normalized by their own sum."""
     if reading.scale is None:
         raise KVLensError(
-            f"dual model: kernel={kernel!r} approximates softmax; linear attention has its own features, and they are exact"
+            f"dual model: kernel={kernel!r} approximates softmax; linear attention has its own features, which are exact"
         )
     if reading.bias_features is not None:
         raise KVLensError(
-            f"dual model: kernel={kernel!r} normalises by the features' own sum over the text, which an attached KV bias is no "
-            "part of; detach it, or take kernel='exact'"
+            f"dual model: kernel={kernel!r} normalizes by the features' own sum over the text, which does not include an "
+            "attached KV bias; detach it, or use kernel='exact'"
         )
     query, keys, log_seen = reading.queries[:, -1:], reading.keys[:, order], _log_seen(reading, order)
     if kernel == "random":

@@ -1,7 +1,7 @@
-"""DualLayer: a head and the MLP behind it as one dual model (DUAL th. B.1); and the dual models of all layers in a row.
+"""DualLayer: a head and the MLP after it as one dual model (DUAL th. B.1); and the dual models of all layers in sequence.
 
-In a real block, for one query and with the norm's scale held at its value there, the way from a head's output to the residual
-stream behind the block is one linear map and a constant:
+In a real block, for one query and with the norm's scale fixed at its value there, the residual stream after the block is an
+affine function of a head's output:
 
     x_out = z_h G + b        G = W_O (I + N W_FFN)        (N: the norm as a matrix; without the residual W_O N W_FFN)
 
@@ -25,15 +25,17 @@ PIECEWISE_LINEAR = ("relu", "leaky_relu")
 
 
 class DualLayer:
-    """The dual model of one head and the MLP behind it, at one query.
+    """The dual model of one head and the MLP after it, at one query.
 
     Attributes:
         head: the head's own dual model.
         label_map: G: a label v_j of the head becomes v_j G.
         bias: b.
-        output: the residual stream behind the block at the query (or the MLP's output, without the residual).
-        remainder: |b's part that no piecewise linear activation has| / |the MLP's output|; 0 up to rounding for ReLU.
-        singular_values: of W_V N' W_FFN, the map from a normed token to its label behind the MLP, largest first.
+        output: the residual stream after the block at the query (or the MLP's output, without the residual).
+        remainder: size of the part of b that a piecewise linear activation would not have, relative to the MLP's output; 0 up
+            to rounding for ReLU.
+        singular_values: singular values of W_V N' W_FFN, the map from a normalized token to its label after the MLP, largest
+            first.
     """
 
     head: DualModel
@@ -66,12 +68,12 @@ class DualLayer:
 
         Args:
             model, tokens, layer, head, query_pos, n_demonstrations: as for :meth:`DualModel.from_head`.
-            residual: whether the output is the residual stream behind the block, or the MLP's output alone.
-            exact: insist that the MLP's mask is a mask: refuse activations that are not piecewise linear.
+            residual: whether the output is the residual stream after the block, or only the MLP's output.
+            exact: raise an error for activations that are not piecewise linear.
 
         Raises:
-            KVLensError: as :meth:`DualModel.from_head`; a block without an MLP behind its attention, or with norms behind it;
-                ``exact`` with an activation that is not piecewise linear.
+            KVLensError: as :meth:`DualModel.from_head`; a block without an MLP after its attention, or with norms after
+                either; ``exact`` with an activation that is not piecewise linear.
         """
         layer = check_index("layer", layer, model.cfg.n_layers)
         head = check_index("head", head, model.cfg.n_heads)
@@ -98,7 +100,7 @@ class DualLayer:
 
     @property
     def rank(self) -> int:
-        """Of W_V N W_FFN, numerically: singular values above the largest times its size times eps."""
+        """The numerical rank of W_V N W_FFN: singular values above the largest one times its size times eps."""
         largest, n = float(self.singular_values[0]), self.label_map.shape[1]
         return int((self.singular_values > largest * n * torch.finfo(torch.float64).eps).sum())
 
@@ -123,8 +125,9 @@ class DualLayer:
 def dual_logits(model: HookedKVTransformer, tokens: TextTokens) -> Float[Tensor, "pos d_vocab"]:
     """Logits of a text when every head's output, at every token and in every layer, is its dual model's after one step.
 
-    The causal form of th. B.2, our extension: every token is a query with the tokens before it as demonstrations, and what the
-    dual models of one layer predict is what those of the next are built from. Equal to the model's own logits up to rounding.
+    The causal form of th. B.2, our extension: every token is a query with the tokens before it as demonstrations, and the dual
+    models of each layer are built from the predictions of those of the layer before. Equal to the model's own logits up to
+    rounding.
     """
     check_attention(model, len(tokens))
     held: dict[str, Tensor] = {}
@@ -151,21 +154,21 @@ def _check_block(model: HookedKVTransformer, exact: bool) -> None:
     refused = [
         (cfg.attn_only, "the model has no MLPs"),
         (cfg.parallel_attn_mlp, "its MLPs run in parallel with the attention, not after it"),
-        (cfg.use_normalization_before_and_after, "its blocks have norms behind attention and MLP"),
-        (cfg.num_experts is not None, "its MLPs choose among experts"),
+        (cfg.use_normalization_before_and_after, "its blocks have norms after attention and MLP"),
+        (cfg.num_experts is not None, "its MLPs are mixtures of experts"),
     ]
     for is_refused, reason in refused:
         if is_refused:
-            raise KVLensError(f"DualLayer: th. B.1 folds the MLP behind an attention into its labels, and {reason}")
+            raise KVLensError(f"DualLayer: th. B.1 folds the MLP after an attention layer into its labels, but {reason}")
     if exact and (cfg.act_fn not in PIECEWISE_LINEAR or cfg.gated_mlp):
         raise KVLensError(
-            f"DualLayer: exact=True needs a piecewise linear MLP ({', '.join(PIECEWISE_LINEAR)}, not gated), and this one "
-            f"has {cfg.act_fn!r}{', gated' if cfg.gated_mlp else ''}; exact=False takes its tangent at the query"
+            f"DualLayer: exact=True needs a piecewise linear MLP ({', '.join(PIECEWISE_LINEAR)}, not gated), but this one "
+            f"has {cfg.act_fn!r}{', gated' if cfg.gated_mlp else ''}; exact=False uses its tangent at the query"
         )
 
 
 def _read_block(model: HookedKVTransformer, tokens: Tensor, layer: int, query: int) -> tuple[Tensor, Tensor | None]:
-    """The residual stream in front of the MLP and the norm's scale there, at the query."""
+    """The residual stream before the MLP and the norm's scale there, at the query."""
     names = [f"blocks.{layer}.hook_resid_mid"]
     if model.cfg.normalization_type is not None:
         names.append(f"blocks.{layer}.ln2.hook_scale")
@@ -177,7 +180,7 @@ def _read_block(model: HookedKVTransformer, tokens: Tensor, layer: int, query: i
 
 
 def _norm_map(block: Any, mid: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What the MLP reads, and the matrix of the norm with its scale held."""
+    """The input of the MLP, and the matrix of the norm with its scale fixed."""
     eye = torch.eye(len(mid), dtype=mid.dtype, device=mid.device)
     if scale is None:
         return mid, eye
@@ -189,9 +192,9 @@ def _norm_map(block: Any, mid: Tensor, scale: Tensor | None) -> tuple[Tensor, Te
 
 
 def _tangent(mlp: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """W_FFN (rows: inputs), the MLP's output, and its part that a piecewise linear MLP does not have.
+    """W_FFN (rows: inputs), the MLP's output, and the part of it that a piecewise linear MLP would not have.
 
-    A piecewise linear MLP is homogeneous in its input and biases together, so that its derivative along them is its output.
+    A piecewise linear MLP is homogeneous in its input and biases together, so its derivative along them is its output.
     """
     with torch.no_grad():
         parameters = {name: p.detach().double() for name, p in mlp.named_parameters()}

@@ -3,15 +3,16 @@
     dual = DualModel.from_head(model, tokens, layer=3, head=1)
     dual.loss(); dual.step(); dual.predict()        # after one step: the head's output at the query
 
-The training set are the demonstrations: inputs phi~(k_j), labels v_j. W_0 holds the tokens of H_T, from the last demonstration
-up to the query. W is kept as its coefficients on the tokens' features, so that the exact softmax kernel, which has no finite
-features, is served as well; with finite features (linear attention, ``kernel="random"`` or ``"landmark"``) W itself can be had.
+The training set consists of the demonstrations: inputs phi~(k_j), labels v_j. W_0 holds the tokens of H_T, from the last
+demonstration up to the query. W is stored as its coefficients on the tokens' features, which also works for the exact softmax
+kernel without finite features; with finite features (linear attention, ``kernel="random"`` or ``"landmark"``) W itself is
+available.
 
-A KV bias is a sum of features times values as well: the rows of its singular value decomposition stand for tokens, in H_T
+A KV bias is also a sum of features times values: the rows of its singular value decomposition act as tokens, in H_T
 (``bias="initial"``) or in H_D (``bias="demonstrations"``). Under KV shift the first token of H_T still reads the last
-demonstration, so W_0 is not what the head would give without demonstrations.
+demonstration, so W_0 is not what the head would compute without demonstrations.
 
-Source: DUAL th. 3.1, eq. 9; the regularised step eq. 12; the bound th. 3.2.
+Source: DUAL th. 3.1, eq. 9; the regularized step eq. 12; the bound th. 3.2.
 """
 
 from typing import Annotated, Any
@@ -38,12 +39,12 @@ from kvlens.ops import dual as ops
 
 
 class DualModel:
-    """The dual model of one head at one query. It starts at W_0; :meth:`step` moves it on.
+    """The dual model of one head at one query. It starts at W_0; :meth:`step` makes a gradient step.
 
     Attributes:
-        n_demonstrations: N, tokens of the text among the demonstrations.
-        n_virtual: rows of a KV bias among the demonstrations, in front of them; 0 unless ``bias="demonstrations"``.
-        n_steps: how many steps were made.
+        n_demonstrations: N, the number of tokens of the text among the demonstrations.
+        n_virtual: number of rows of a KV bias that precede them as demonstrations; 0 unless ``bias="demonstrations"``.
+        n_steps: number of steps made so far.
         output: the head's own output at the query, ``hook_z`` [d_head].
     """
 
@@ -73,20 +74,20 @@ class DualModel:
         """Build the dual model of a head from one forward pass over ``tokens``.
 
         Args:
-            model: any; linear attention has its own features, softmax the exact kernel.
+            model: the model; linear attention has its own features, softmax the exact kernel.
             tokens: [pos], the demonstrations and the query.
             layer, head: which head; negative ones count from the end.
             query_pos: the query's position.
-            n_demonstrations: N, how many tokens from the front are demonstrations; None takes all before the query.
+            n_demonstrations: N, the number of first tokens that are demonstrations; None for all tokens before the query.
             kernel: "exact"; or, for softmax, features that approximate it: "random" (positive random features, orthogonal),
                 "landmark" (exact on chosen keys).
-            bias: what the rows of a KV bias count as: part of W_0 ("initial"), or demonstrations.
-            n_features: of the approximate kernels: random features (None: 16 d_head), or landmarks (None: every fourth key).
-            seed: of the random features.
+            bias: whether the rows of a KV bias are part of W_0 ("initial"), or demonstrations.
+            n_features: size of an approximate kernel: random features (None: 16 d_head), or landmarks (None: every fourth key).
+            seed: seed for the random features.
 
         Raises:
             KVLensError: a head, layer or position that does not exist, no demonstrations, a query before its demonstrations,
-                an attention without a dual model, features asked of a head that has its own.
+                attention without a dual model, or an approximate kernel for a head that has its own features.
         """
         head = check_index("head", head, model.cfg.n_heads)
         layer = check_index("layer", layer, model.cfg.n_layers)
@@ -127,14 +128,14 @@ class DualModel:
 
     @property
     def weight(self) -> Float[Tensor, "d_head d_phi"]:
-        """W as it is now. Raises KVLensError for a kernel without finite features."""
+        """The current W. Raises KVLensError for a kernel without finite features."""
         return ops.mean_outer(self._features()[:-1], self._coefficients, self.normalizer)
 
     # --- one step after the other ------------------------------------------------------------------------------------
 
     @checked
     def loss(self, eta: float = 1.0, alpha: float = 0.0) -> Float[Tensor, ""]:
-        """L(W) now, for learning rate ``eta`` (eq. 9; with ``alpha`` eq. 12)."""
+        """L(W) for the current W and learning rate ``eta`` (eq. 9; with ``alpha`` eq. 12)."""
         _check_rates(eta, alpha)
         fit = (self.labels * self._predictions()).sum() * self._inverse()
         loss = -fit / eta
@@ -146,7 +147,7 @@ class DualModel:
 
         Args:
             eta: the learning rate. The step does not depend on it, because the loss is divided by it.
-            alpha: of eq. 12: the step then also shrinks W by 1 - alpha.
+            alpha: alpha of eq. 12; the step then also multiplies W by 1 - alpha.
             autograd: differentiate the loss with respect to the predictions f(k_j) instead of using the closed form.
         """
         _check_rates(eta, alpha)
@@ -157,18 +158,18 @@ class DualModel:
         return self
 
     def reset(self) -> "DualModel":
-        """Back to W_0; returns itself."""
+        """Reset W to W_0; returns itself."""
         self._coefficients = torch.cat([torch.zeros_like(self.labels), self._tokens.values[self._n :]])
         self.n_steps = 0
         return self
 
     def predict(self) -> Float[Tensor, " d_head"]:
-        """f(q) with W as it is now: after one step, the head's output."""
+        """f(q) with the current W: after one step, the head's output."""
         return self._tokens.weights @ self._coefficients
 
     @checked
     def losses(self, n_steps: int, eta: float = 1.0, alpha: float = 0.0) -> Float[Tensor, " step"]:
-        """L(W_0), ..., L(W_n). Without ``alpha`` a straight line: the loss is linear in W and has no minimizer."""
+        """L(W_0), ..., L(W_n). Without ``alpha`` they decrease linearly: the loss is linear in W and has no minimizer."""
         if isinstance(n_steps, bool) or not isinstance(n_steps, int) or n_steps < 0:
             raise KVLensError(f"losses: n_steps must be a number of steps, got {n_steps!r}")
         _check_rates(eta, alpha)
@@ -176,10 +177,10 @@ class DualModel:
 
     @checked
     def minimize(self, alpha: Annotated[float, Within(above=0)]) -> "DualModel":
-        """Go to the minimizer of the regularised loss, W = (1 / (alpha D)) sum v_j phi(k_j)^T; returns itself.
+        """Set W to the minimizer of the regularized loss, (1 / (alpha D)) sum v_j phi(k_j)^T; returns itself.
 
         Raises:
-            KVLensError: ``alpha`` is not positive: the loss then has no minimizer.
+            KVLensError: ``alpha`` is not positive, so that the loss has no minimizer.
         """
         self._coefficients = torch.cat([self.labels / alpha, torch.zeros_like(self._tokens.values[self._n :])])
         return self
@@ -187,11 +188,11 @@ class DualModel:
     # --- what the step does ------------------------------------------------------------------------------------------
 
     def after_one_step(self) -> Float[Tensor, " d_head"]:
-        """f(q) with W_1, wherever W is now."""
+        """f(q) with W_1, whatever the current W is."""
         return self._tokens.weights @ self._tokens.values
 
     def equivalence_error(self) -> float:
-        """|f(q) after one step - the head's output| / |the head's output|; of approximate features, their own error."""
+        """|f(q) after one step - the head's output| / |the head's output|; for approximate features, their error."""
         return float((self.after_one_step() - self.output).norm() / self.output.norm())
 
     def log_loss_drop(self) -> float:
@@ -227,8 +228,8 @@ class DualModel:
 
         Args:
             delta: the probability with which the bound may fail.
-            log_norm: log w; None takes |W_1|.
-            n_negative: with negative samples: how many of the least similar demonstrations each one is pushed away from.
+            log_norm: log w; None uses |W_1|.
+            n_negative: for negative samples, the number of least similar demonstrations that each one is pushed away from.
             beta: their weight.
 
         Raises:
@@ -250,8 +251,8 @@ class DualModel:
     def _features(self) -> Tensor:
         if self._tokens.features is None:
             raise KVLensError(
-                "dual model: the exact softmax kernel has no finite features, so W cannot be written out (all else works); "
-                "kernel='random' or kernel='landmark' gives features"
+                "dual model: the exact softmax kernel has no finite features, so W has no explicit form (everything else "
+                "works); use kernel='random' or kernel='landmark' for finite features"
             )
         return self._tokens.features
 
@@ -263,7 +264,7 @@ class DualModel:
         return ops.LogKernel(kernel.log_size[:N, :N], None if kernel.sign is None else kernel.sign[:N, :N])
 
     def _predictions(self) -> Tensor:
-        """W phi(k_j), with W as it is now."""
+        """W phi(k_j) with the current W."""
         return _at_demonstrations(self._tokens, self._coefficients, self._n)
 
     def _coefficients_of_gradient(self, eta: float) -> Tensor:

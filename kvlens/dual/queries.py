@@ -1,7 +1,7 @@
-"""The dual models of every head at every query of a text, as figures: one forward pass, tensor operations, no loop over tokens.
+"""Measures of the dual models of every head at every query of a text: one forward pass, no loop over tokens.
 
-A layer is reduced to its figures as the pass goes through it. Query i's demonstrations are all tokens before it, or the first N
-of the text; a KV bias counts as part of W_0. What each figure means is said at :class:`QueryFigures`.
+Each layer is reduced to its measures during the pass. Query i's demonstrations are all tokens before it, or the first N of the
+text; a KV bias is part of W_0. :class:`QueryFigures` describes each measure.
 """
 
 from typing import NamedTuple
@@ -18,21 +18,21 @@ from kvlens.ops import dual as ops
 
 PerQuery = Float[Tensor, "*layer head query"]
 MEMORY = 2**28
-"""Bytes of the square matrices of the heads that are computed together."""
+"""Memory in bytes for the square matrices of the heads that are computed together."""
 N_MATRICES = 16
-"""Square matrices of a head that are held at once, at most."""
+"""The largest number of square matrices per head that are held at once."""
 
 
 class QueryFigures(NamedTuple):
-    """For queries 1 .. pos - 1, or N .. pos - 1.
+    """Measures for queries 1 .. pos - 1, or N .. pos - 1.
 
     Attributes:
         log_loss_drop: log(L(W_0) - L(W_1)) at eta = 1.
         equivalence_error: |f(q) after one step - the head's output| / |the head's output|.
-        step_share: of the output, what the step makes: (W_1 - W_0) phi(q) along the output; the rest is W_0's.
+        step_share: share of the output due to the step: the projection of (W_1 - W_0) phi(q) on it; the rest is due to W_0.
         demonstration_weight: sum of kappa(k_j, q) / D over the demonstrations: their share of attention.
         cosine_before, cosine_after: mean over the demonstrations of the cosine of (W phi(k_j), v_j) with W_0 and W_1; NaN
-            where cosines were not asked for.
+            if cosines were not requested.
     """
 
     log_loss_drop: PerQuery
@@ -47,16 +47,16 @@ class QueryFigures(NamedTuple):
 def dual_figures(
     model: HookedKVTransformer, tokens: TextTokens, n_demonstrations: int | None = None, *, cosines: bool = True
 ) -> QueryFigures:
-    """The figures of every layer, head and query [layer, head, query], in float64.
+    """The measures of every layer, head and query [layer, head, query], in float64.
 
     Args:
-        model: any; what has no dual model is refused.
+        model: a model whose attention has a dual model.
         tokens: [pos].
-        n_demonstrations: N, the same for all queries; None takes all tokens before each query.
+        n_demonstrations: N, the same for all queries; None for all tokens before each query.
         cosines: whether to compute the cosines, which take most of the time.
 
     Raises:
-        KVLensError: as :func:`kvlens.dual.read_layers`; a text with no query behind a demonstration.
+        KVLensError: as :func:`kvlens.dual.read_layers`; a text without a query after a demonstration.
     """
     check_demonstrations(len(tokens), n_demonstrations)
     layers: list[QueryFigures] = []
@@ -65,7 +65,7 @@ def dual_figures(
 
 
 def layer_figures(reading: LayerReading, n_demonstrations: int | None = None, *, cosines: bool = True) -> QueryFigures:
-    """The figures of one layer [head, query], as many heads at a time as :data:`MEMORY` allows."""
+    """The measures of one layer [head, query], for as many heads at a time as :data:`MEMORY` allows."""
     n_heads, pos = reading.log_normalizer.shape
     together = max(1, MEMORY // (N_MATRICES * 8 * pos * pos))
     parts = [
@@ -76,12 +76,12 @@ def layer_figures(reading: LayerReading, n_demonstrations: int | None = None, *,
 
 
 def check_demonstrations(pos: int, n_demonstrations: int | None) -> None:
-    """Raise KVLensError unless some query of the text has demonstrations in front of it."""
+    """Raise KVLensError unless some query of the text has demonstrations before it."""
     n = 1 if n_demonstrations is None else n_demonstrations
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise KVLensError(f"dual model: n_demonstrations must be at least 1 (or None), got {n_demonstrations!r}")
     if pos <= n:
-        raise KVLensError(f"dual model: of {pos} tokens none stands behind {n} demonstrations; give a longer text")
+        raise KVLensError(f"dual model: none of the {pos} tokens comes after {n} demonstrations; give a longer text")
 
 
 def _heads(reading: LayerReading, part: slice) -> LayerReading:
@@ -114,7 +114,7 @@ def _figures(reading: LayerReading, n: int | None, cosines: bool) -> QueryFigure
 
 
 def predicted_outputs(reading: LayerReading) -> Float[Tensor, "head pos d_head"]:
-    """f(q) after one step, of every token as the query; the first one's has no demonstrations and is W_0's alone."""
+    """f(q) after one step, with every token as the query; the first one has no demonstrations, so its f(q) is due to W_0."""
     pattern = _kernel_and_pattern(reading)[1]
     outputs = pattern @ reading.values
     if reading.bias_features is None or reading.bias_values is None:
@@ -141,7 +141,7 @@ def _kernel_and_pattern(reading: LayerReading) -> tuple[ops.LogKernel, Float[Ten
 
 
 def query_weights(reading: LayerReading) -> Float[Tensor, "head token"]:
-    """kappa(k_t, q) gamma^{i-t} / D of the last token as the query."""
+    """kappa(k_t, q) gamma^{i-t} / D for the last token as the query."""
     q, k = reading.queries[:, -1:], reading.keys
     at_query = ops.feature_kernel(q, k) if reading.scale is None else ops.softmax_kernel(q, k, reading.scale)
     log_factor = _log_seen(reading) - reading.log_normalizer[:, -1:]

@@ -1,7 +1,7 @@
-"""What a layer's heads work with on one text, read through hook points: the queries, keys, values and normalizers of th. 3.1.
+"""The queries, keys, values and normalizers of th. 3.1 for a layer's heads on one text, read through hook points.
 
-Of a softmax head these are q and k after RoPE (after shift and norm too), v after the shift, and D = sum exp(q.k / scale). Of a
-linear head they are phi~(q) and phi~(k), v after the shift, and D as ``hook_normalizer`` shows it, or ``attn_scale`` under
+For a softmax head these are q and k after RoPE (and after shift and norm), v after the shift, and D = sum exp(q.k / scale). For
+a linear head they are phi~(q) and phi~(k), v after the shift, and D from ``hook_normalizer``, or ``attn_scale`` under
 normalizer "none". Grouped keys and values are repeated, so that everything has one row per query head. Numbers are float64.
 """
 
@@ -21,15 +21,15 @@ TextTokens = Int[Tensor, " pos"]
 
 
 class LayerReading(NamedTuple):
-    """One layer on one text, a row per query head.
+    """One layer on one text, with one row per query head.
 
     Attributes:
         queries, keys: softmax: after RoPE; linear: phi~(q) and phi~(k).
         values: v.
         z: the head's own output, ``hook_z``.
         log_normalizer: log D of every position as a query; linear: log |D|.
-        normalizer_sign: of D; a linear head's may be negative, where features are or a bias was subtracted.
-        scale: of the softmax, exp(q.k / scale); None for linear attention, where ``queries`` and ``keys`` are features.
+        normalizer_sign: sign of D; it may be negative in a linear head with signed features or a subtracted bias.
+        scale: scale in exp(q.k / scale); None for linear attention, where ``queries`` and ``keys`` are features.
         log_decay: log gamma, or minus ALiBi's slope; None for no decay.
         bias_features, bias_values: a linear model's attached or trained KV bias as rows phi and v with sum phi v^T = b_KV; a
             softmax model's as its virtual keys and their values, times their weights. None without.
@@ -55,18 +55,18 @@ def read_layers(
     visit: Callable[[int, LayerReading], None],
     layers: Sequence[int] | None = None,
 ) -> None:
-    """Run one text and hand each layer's reading to ``visit(layer, reading)`` as the forward pass goes through it.
+    """Run one text and pass each layer's reading to ``visit(layer, reading)`` during the forward pass.
 
-    One forward pass without logits; nothing of a layer is kept after its visit. Layers behind the last one wanted do not run.
+    One forward pass without logits; nothing of a layer is kept after its visit. Layers after the last requested one do not run.
 
     Args:
-        model: any; what has no dual model is refused.
+        model: a model whose attention has a dual model.
         tokens: [pos].
         visit: called layer by layer.
         layers: which ones; None for all.
 
     Raises:
-        KVLensError: tokens that are no text of this model, a layer that does not exist, an attention without a dual model.
+        KVLensError: invalid tokens, a layer that does not exist, or attention without a dual model.
     """
     wanted = range(model.cfg.n_layers) if layers is None else sorted(layers)
     for layer in wanted:
@@ -90,12 +90,12 @@ def read_layers(
         z, *others = reading_hooks(model, layer)
         hooks += [*((name, keep) for name in others), (z, last)]
     stop = None if wanted[-1] == model.cfg.n_layers - 1 else wanted[-1] + 1
-    mask = torch.ones_like(text)  # a pad token that was typed is a token, not padding
+    mask = torch.ones_like(text)  # a pad token in the given text is text, not padding
     model.run_with_hooks(text, attention_mask=mask, return_type=None, fwd_hooks=hooks, stop_at_layer=stop)
 
 
 def reading_hooks(model: HookedKVTransformer, layer: int) -> list[str]:
-    """The hook points that a layer is read at, ``hook_z`` first; all of them fire on every forward pass of this model."""
+    """The hook points from which a layer is read, ``hook_z`` first; all of them fire on every forward pass of this model."""
     cfg = model.cfg
     names = ["hook_z", _query_hook(model, "q"), _query_hook(model, "k"), _value_hook(model)]
     if cfg.normalizer == "kernel" if cfg.attention == "linear" else _has_bias(model):
@@ -120,13 +120,13 @@ def layer_reading(model: HookedKVTransformer, layer: int, cache: Any) -> LayerRe
 
 @checked
 def check_attention(model: HookedKVTransformer, pos: int) -> None:
-    """Raise KVLensError, with the reason, for an attention that is no kernel-weighted sum of values."""
+    """Raise KVLensError, with the reason, for attention that is not a kernel-weighted sum of values."""
     cfg = model.cfg
     rotary = cfg.positional_embedding_type == "rotary"
     variant, bias = cfg.attention_variant, model.attached_kv_bias
     changes_step = variant is not None and any(x is not None for x in (variant.regularised, variant.negative, variant.ridge))
     refused = [
-        (changes_step, "regularised, negative or ridge attention: their step is that of another loss"),
+        (changes_step, "regularised, negative or ridge attention: they correspond to a step on a different loss"),
         (
             cfg.attention == "softmax" and bias is not None and not isinstance(bias.features, VirtualKeys),
             "a softmax bias whose features are not those of the exact kernel; virtual keys have them (methods exact, landmark)",
@@ -134,20 +134,20 @@ def check_attention(model: HookedKVTransformer, pos: int) -> None:
         (bias is not None and bias.batch_size not in (None, 1), "several prompts' biases at once; attach that of one prompt"),
         (
             cfg.attention == "softmax" and bias is not None and cfg.positional_embedding_type == "alibi",
-            "ALiBi under a KV bias, whose keys have distances of their own",
+            "ALiBi with a KV bias, whose keys have their own distances",
         ),
-        (cfg.attention_dir != "causal", "bidirectional attention: tokens behind the query would be demonstrations too"),
-        (cfg.attn_scores_soft_cap > 0, "soft-capped scores: they are no product of a query's features and a key's"),
-        (cfg.use_logn_attn, "log-n scaling: it rescales queries behind the last hook point on them"),
-        (cfg.clip_qkv is not None, "clip_qkv: it clamps behind the hook points on q, k and v"),
-        (cfg.positional_embedding_type == "relative_positional_bias", "T5's position bias: each lag has a kernel of its own"),
+        (cfg.attention_dir != "causal", "bidirectional attention: tokens after the query would be demonstrations too"),
+        (cfg.attn_scores_soft_cap > 0, "soft-capped scores: they are not a product of a query's features and a key's"),
+        (cfg.use_logn_attn, "log-n scaling: it rescales queries after the last hook point on them"),
+        (cfg.clip_qkv is not None, "clip_qkv: it clamps after the hook points on q, k and v"),
+        (cfg.positional_embedding_type == "relative_positional_bias", "T5's position bias: each distance has its own kernel"),
         (
             cfg.use_local_attn and cfg.window_size is not None and pos > cfg.window_size,
             f"local windows: of {pos} tokens a query sees only the last {cfg.window_size}",
         ),
         (
             cfg.use_qk_norm and cfg.attention == "softmax" and not rotary and cfg.kv_shift is None,
-            "a query-key norm without rotary positions: no hook point shows q and k behind the norm",
+            "a query-key norm without rotary positions: no hook point shows q and k after the norm",
         ),
     ]
     for refuse, reason in refused:
@@ -156,7 +156,7 @@ def check_attention(model: HookedKVTransformer, pos: int) -> None:
 
 
 def check_index(what: str, index: int, n: int) -> int:
-    """``index`` counted from 0, or KVLensError where it does not exist."""
+    """``index`` counted from 0. Raises KVLensError if it does not exist."""
     if isinstance(index, bool) or not isinstance(index, int) or not -n <= index < n:
         raise KVLensError(f"dual model: {what} {index!r} does not exist; there are {n}, from 0 to {n - 1}")
     return index % n
@@ -171,7 +171,7 @@ def _one_text(model: HookedKVTransformer, tokens: Tensor) -> Int[Tensor, "one po
 
 
 def _query_hook(model: HookedKVTransformer, x: str) -> str:
-    """Where q or k is read, as the scores use it."""
+    """The hook point of q or k as used in the scores."""
     cfg = model.cfg
     rotary = cfg.positional_embedding_type == "rotary"
     if cfg.attention == "linear":
@@ -227,7 +227,7 @@ def _softmax_terms(model: HookedKVTransformer, layer: int, cache: Any, q: Tensor
 
 
 def _virtual_keys(model: HookedKVTransformer, layer: int, cache: Any) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """Keys and values (times their weights) of an attached softmax bias, a row per query head."""
+    """Keys and values (times their weights) of an attached softmax bias, with one row per query head."""
     bias = model.attached_kv_bias
     if bias is None:
         return None, None

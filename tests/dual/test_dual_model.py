@@ -94,7 +94,7 @@ def test_softmax_features_of_another_kernel_are_refused():
         DualModel.from_head(model, text_for(model, 5), 0, 0)
     with (
         model.kv_bias(convert_prompt(model, text_for(model, 9), method="exact")),
-        pytest.raises(KVLensError, match="take kernel='exact'"),
+        pytest.raises(KVLensError, match="use kernel='exact'"),
     ):
         DualModel.from_head(model, text_for(model, 5), 0, 0, kernel="landmark")
 
@@ -262,8 +262,8 @@ def test_bad_input_is_refused_with_the_reason():
         ("gpt_neo", "local windows"),
         (dict(attn_scores_soft_cap=5.0), "soft-capped"),
         (dict(attention_dir="bidirectional"), "bidirectional"),
-        (dict(attention_variant={"ridge": {"strength": 1.0}}), "another loss"),
-        (dict(attention_variant={"negative": {"k": 1, "beta": 0.1}}), "another loss"),
+        (dict(attention_variant={"ridge": {"strength": 1.0}}), "a different loss"),
+        (dict(attention_variant={"negative": {"k": 1, "beta": 0.1}}), "a different loss"),
     ],
 )
 def test_attention_without_a_dual_model_is_refused(kind, words):
