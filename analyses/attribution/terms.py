@@ -14,7 +14,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvlens import Counterfactuals, HookedKVTransformer, KVBias, KVLensError, carry_bias, convert_prompt
-from kvlens.components.kv_shift import shifted_projections
 
 BYTES_AT_ONCE = 2**27
 """Of rank-one terms that are carried to the end of the prompt together."""
@@ -36,9 +35,8 @@ def hidden_from_text(
         units: True at the positions that are hidden.
     """
     gone, whole = carriers(model, units), bias.repeat(len(units))
-    shift_state: dict[str, Any] = {
-        f"last_{x}": _without_rows(getattr(whole, f"last_{x}"), units) for x in shifted_projections(model.cfg)
-    }
+    rows = {name: getattr(whole, name) for name in ("last_k", "last_v", "last_q")}
+    shift_state: dict[str, Any] = {name: _without_rows(held, units) for name, held in rows.items() if held.numel()}
     whole = replace(whole, **shift_state)
     if bias.features is not None:
         keep = _weights(bias, gone)

@@ -1,9 +1,11 @@
 """The update rules of mixers, in terms of :mod:`kvlens.ops`."""
 
+import torch
 from torch import Tensor
 
 from kvlens.mixers.protocol import MixerInputs, Read, RecurrentState, Rule
-from kvlens.ops import delta_rule, lightning
+from kvlens.ops import delta_rule, lightning, ssd
+from kvlens.ops.linear_attention import without_padding
 
 
 class DeltaRule(Rule):
@@ -43,11 +45,7 @@ class Lightning(Rule):
         assert final is not None
         if not with_map:
             return Read(z, None, final, None)
-        carried_q, state_map = self.carried_queries(inputs, mask), self.state_map(inputs, mask)
-        if state.state_map is not None:
-            before = state.state_map.to(carried_q)
-            carried_q, state_map = (carried_q.transpose(1, 2) @ before).transpose(1, 2), state_map @ before
-        return Read(z, carried_q, final, state_map)
+        return Read(z, *_carried(self.carried_queries(inputs, mask), final, self.state_map(inputs, mask), state))
 
     def carried_queries(self, inputs: MixerInputs, mask: Tensor | None) -> Tensor:
         return lightning.carried_queries(inputs.q, inputs.log_decay, mask)
@@ -62,6 +60,48 @@ class Lightning(Rule):
         return lightning.effective_attention(inputs.q, inputs.k, inputs.log_decay, mask)
 
 
+class StateSpace(Rule):
+    """T_t = a_t I, with one a per token and head, and D v_t read at its own token (:mod:`kvlens.ops.ssd`).
+
+    Args:
+        skip: D, per head.
+    """
+
+    def __init__(self, skip: Tensor) -> None:
+        self.skip = skip
+
+    def run(self, inputs: MixerInputs, state: RecurrentState, mask: Tensor | None, with_map: bool) -> Read:
+        form = ssd.recurrent_ssd if inputs.v.shape[1] == 1 else ssd.chunked_ssd
+        arguments = (inputs.q, inputs.k, inputs.v, inputs.log_decay, _write(inputs), mask, state.context)
+        z, final = form(*arguments, output_final_state=True)
+        assert final is not None
+        z = z + self.skip.to(z)[:, None] * (inputs.v if mask is None else without_padding(inputs.v, mask))
+        if not with_map:
+            return Read(z, None, final, None)
+        return Read(z, *_carried(self.carried_queries(inputs, mask), final, self.state_map(inputs, mask), state))
+
+    def carried_queries(self, inputs: MixerInputs, mask: Tensor | None) -> Tensor:
+        return ssd.carried_queries(inputs.q, inputs.log_decay, mask)
+
+    def carried_keys(self, inputs: MixerInputs, mask: Tensor | None) -> Tensor:
+        return ssd.carried_keys(inputs.k, inputs.log_decay, _write(inputs), mask)
+
+    def state_map(self, inputs: MixerInputs, mask: Tensor | None) -> Tensor:
+        return ssd.state_map(inputs.k, inputs.log_decay, mask)
+
+    def pattern(self, inputs: MixerInputs, mask: Tensor | None) -> Tensor:
+        pattern = ssd.effective_attention(inputs.q, inputs.k, inputs.log_decay, _write(inputs), mask)
+        return pattern + torch.diag_embed(self.skip.to(pattern)[:, None].expand(-1, pattern.shape[-1]))
+
+
+def _carried(carried_q: Tensor, final: Tensor, state_map: Tensor, state: RecurrentState) -> tuple[Tensor, Tensor, Tensor]:
+    """qbar, the state and P since the bias, from those of this pass."""
+    if state.state_map is None:
+        return carried_q, final, state_map
+    before = state.state_map.to(carried_q)
+    return (carried_q.transpose(1, 2) @ before).transpose(1, 2), final, state_map @ before
+
+
 def _write(inputs: MixerInputs) -> Tensor:
-    assert inputs.write_strength is not None, "the delta rule has a write strength"
+    assert inputs.write_strength is not None, "this rule has a write strength"
     return inputs.write_strength

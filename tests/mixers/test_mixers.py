@@ -4,9 +4,14 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    BambaConfig,
     DynamicCache,
+    FalconH1Config,
+    GraniteMoeHybridConfig,
     KimiLinearConfig,
+    Mamba2Config,
     MiniMaxConfig,
+    NemotronHConfig,
     OlmoHybridConfig,
     Qwen3_5TextConfig,
     Qwen3NextConfig,
@@ -28,6 +33,14 @@ DELTA = {
     "linear_conv_kernel_dim": 4,
 }
 EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8}
+MAMBA = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 12,
+    "mamba_d_state": 6,
+    "mamba_n_groups": 2,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 16,
+}
 CONFIGS = {
     "qwen3_next": lambda: Qwen3NextConfig(**SHARED, **SOFTMAX, **DELTA, **EXPERTS, head_dim=8),
     "qwen3_5": lambda: Qwen3_5TextConfig(**SHARED, **SOFTMAX, **DELTA, head_dim=8),
@@ -50,6 +63,53 @@ CONFIGS = {
     "minimax": lambda: MiniMaxConfig(
         **SHARED, **SOFTMAX, num_local_experts=2, num_experts_per_tok=1, head_dim=6, block_size=16
     ),
+    "mamba2": lambda: Mamba2Config(
+        vocab_size=37,
+        hidden_size=D_MODEL,
+        num_hidden_layers=2,
+        num_heads=4,
+        head_dim=12,
+        state_size=6,
+        n_groups=2,
+        chunk_size=16,
+    ),
+    "bamba": lambda: BambaConfig(**SHARED, **MAMBA, num_attention_heads=4, num_key_value_heads=2, attn_layer_indices=[1]),
+    "granite": lambda: GraniteMoeHybridConfig(
+        **SHARED,
+        **MAMBA,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        layer_types=["mamba", "attention"],
+        shared_intermediate_size=20,
+        num_local_experts=0,
+    ),
+    "nemotron_h": lambda: NemotronHConfig(
+        vocab_size=37,
+        hidden_size=D_MODEL,
+        intermediate_size=20,
+        hybrid_override_pattern="M*",
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=6,
+        mamba_num_heads=4,
+        mamba_head_dim=12,
+        ssm_state_size=6,
+        n_groups=2,
+        conv_kernel=4,
+        chunk_size=16,
+    ),
+    "falcon_h1": lambda: FalconH1Config(
+        **SHARED,
+        **MAMBA,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        mamba_d_ssm=48,
+        ssm_in_multiplier=0.7,
+        ssm_multipliers=[0.5, 1.5, 0.8, 1.2, 0.9],
+    ),
+    "falcon_h1_norm": lambda: FalconH1Config(
+        **SHARED, **MAMBA, num_attention_heads=4, num_key_value_heads=2, mamba_d_ssm=48, mamba_rms_norm=True
+    ),
 }
 families = pytest.mark.parametrize("family", CONFIGS)
 LEAST = 2e-6  # relative, in float32, where the layer's own error in cutting and continuing is smaller
@@ -66,9 +126,11 @@ def model_of(family):
 
 
 def layer_of(family, dtype=torch.float32):
-    layer = model_of(family).model.layers[0]
-    module = layer.linear_attn if hasattr(layer, "linear_attn") else layer.self_attn
-    return module.to(dtype)
+    model = model_of(family)
+    layer = getattr(model, "backbone", None) or model.model
+    layer = layer.layers[0]
+    names = ("linear_attn", "mamba", "mixer", "self_attn")
+    return next(getattr(layer, name) for name in names if hasattr(layer, name)).to(dtype)
 
 
 def hidden(pos=POS, dtype=torch.float32):
