@@ -34,7 +34,7 @@ def test_samples_are_consecutive_tokens(bos_first):
     text = sample[:, 1:] if bos_first else sample
     assert (text.diff(dim=1) == 1).all()
     assert not bos_first or (sample[:, 0] == BOS).all()
-    assert set(text[:, 0].tolist()) == set(range(23 - text.shape[1] + 1)), "each place is reached, the last one too"
+    assert set(text[:, 0].tolist()) == set(range(23 - text.shape[1] + 1)), "every position is reached, including the last one"
 
 
 def test_the_generator_alone_decides():

@@ -344,7 +344,7 @@ def test_every_verdict_of_every_experiment_has_its_null():
 
 
 SHARES = [
-    (24, 0.5, 0.9),  # coefficients: heads that lean alike, of one small model; 24 heads
+    (24, 0.5, 0.9),  # coefficients: heads that prefer the same token, of one small model; 24 heads
     (128, 0.5, 0.65),  # the paper's 128
     (600, 0.999, 0.98),  # conversion-accuracy: right with the prompt
     (92, 0.99, 0.92),  # facts-recall: kept at a quarter of the keys

@@ -62,7 +62,7 @@ def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
             measured = _measure(model, prompt, texts, bias)
             rows.append({"context": context, "method": way.method, **size, "stored_numbers": stored, **measured, **_cost(bias)})
         rows += [{"context": context, **row} for row in _distilled(model, prompt, texts, settings, seed=context)]
-        tell(f"context {context + 1 - first} of {n_contexts}. {_told(rows)}".strip(". "))
+        tell(f"context {context + 1 - first} of {n_contexts}. {_progress(rows)}".strip(". "))
     contexts = pd.DataFrame(rows)
     table = contexts.groupby(SIZE, sort=False).mean(numeric_only=True).drop(columns="context").reset_index()
     return Outcome(
@@ -78,7 +78,7 @@ def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
     )
 
 
-def _told(rows: list[dict[str, Any]]) -> str:
+def _progress(rows: list[dict[str, Any]]) -> str:
     """The last context's errors of the landmark methods, by keys per head."""
     last = [row for row in rows if row["context"] == rows[-1]["context"] and row["method"] in (GREEDY, POLISHED)]
     return ", ".join(f"{row['method']}, {row['keys_per_head']} keys: {row['relative_error']:.2%}" for row in last)

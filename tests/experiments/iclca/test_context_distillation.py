@@ -100,5 +100,5 @@ def test_it_is_measured_on_the_same_texts_at_its_whole_price():
     n_weights = sum(p.numel() for p in model.parameters())
     assert all(0.5 * n_weights < row["stored_numbers"] <= n_weights and row["fit_steps"] == 2 for row in rows)
     old = prompted_logits(model, prompt, texts)
-    assert softmax_conversion._figures(old, old) == {"relative_error": 0.0, "kl": 0.0, "argmax_agrees": 1.0}
+    assert softmax_conversion.logit_errors(old, old) == {"relative_error": 0.0, "kl": 0.0, "argmax_agrees": 1.0}
     assert list(softmax_conversion._distilled(model, prompt, texts, {**TINY, "distil_steps": 0}, seed=0)) == []

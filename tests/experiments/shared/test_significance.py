@@ -95,7 +95,7 @@ def test_shares_by_the_binomial_distribution():
     assert SIGNIFICANCE.share_above(7, 7) is True  # 1 of 128 in one direction
     assert SIGNIFICANCE.share_above(0, 7) is False
     assert SIGNIFICANCE.share_above(6, 6) is None  # 1 of 64 is more than one of a hundred
-    assert SIGNIFICANCE.share_above(102, 128) is True  # KVSA table 4: keys and values that lean the same way
+    assert SIGNIFICANCE.share_above(102, 128) is True  # KVSA table 4: keys and values that prefer the same token
     assert SIGNIFICANCE.share_above(0, 0) is None
     assert SIGNIFICANCE.share_above(9_990, 10_000, 0.999) is None
     assert SIGNIFICANCE.share_above(9_999, 10_000, 0.999) is True
