@@ -1,14 +1,14 @@
-"""Models that others trained: Hugging Face folders and loaded models, Baichuan-M1, KV-shift coefficients of public checkpoints.
+"""Pretrained models: Hugging Face folders and loaded models, Baichuan-M1, KV-shift coefficients of public checkpoints.
 
-What comes out is TransformerLens' own configuration and weights under its names; :mod:`kvlens.model` makes a model of them.
+The result is a TransformerLens configuration with weights under its names, from which :mod:`kvlens.model` builds a model.
 
-- :mod:`~kvlens.pretrained.parts`: the way in; config, weights, tokenizer and shift of a folder or of a model in memory;
+- :mod:`~kvlens.pretrained.parts`: the entry point; config, weights, tokenizer and shift of a folder or of a model in memory;
 - :mod:`~kvlens.pretrained.llama2c`, ``llama2c_tokenizer``: the same from the files of llama2.c;
-- :mod:`~kvlens.pretrained.names`, ``folder``, ``architectures``: what is meant, is it all there, can it be read;
-- :mod:`~kvlens.pretrained.code`: nothing that comes with a model is run;
-- :mod:`~kvlens.pretrained.translation`, ``rotary``, ``weights``, ``tokenizer``: TransformerLens' converters, put right where
-  they err; :mod:`~kvlens.pretrained.fields`: what is honored of a configuration; ``trial``: is the result the same model;
-- :mod:`~kvlens.pretrained.baichuan`, ``shift_import``, ``checkpoint_files``: what neither library knows.
+- :mod:`~kvlens.pretrained.names`, ``folder``, ``architectures``: resolving names, and checking files and architectures;
+- :mod:`~kvlens.pretrained.code`: no code that comes with a model is run;
+- :mod:`~kvlens.pretrained.translation`, ``rotary``, ``weights``, ``tokenizer``: TransformerLens' converters, with corrections;
+  :mod:`~kvlens.pretrained.fields`: which fields of a configuration are supported; ``trial``: comparison with transformers;
+- :mod:`~kvlens.pretrained.baichuan`, ``shift_import``, ``checkpoint_files``: what neither library supports.
 """
 
 from kvlens.pretrained.architectures import SUPPORTED_ARCHITECTURES

@@ -1,9 +1,9 @@
-"""Baichuan-M1-type checkpoints: a pre-norm transformer whose every key and value is mixed with its predecessor (KV shift).
+"""Baichuan-M1-type checkpoints: a pre-norm transformer in which each key and value is mixed with its predecessor (KV shift).
 
-The architecture is not part of transformers (its code comes with the weights); nothing of that code is needed or run here.
-What the files say, per layer ``model.layers.{l}``:
+The architecture is not part of transformers (its code comes with the weights); none of that code is needed or run here.
+Contents of the files, per layer ``model.layers.{l}``:
 
-- ``self_attn.W_pack`` projects to queries, keys and values at once, in this order, heads one after another, no biases;
+- ``self_attn.W_pack`` projects to queries, keys and values at once, in this order, head by head, without biases;
 - ``self_attn.conv_k``, ``conv_v`` (1, 1, n_kv, 1, conv_window): the KV shift, before RoPE, column 0 = the oldest token; the
   other forms of :mod:`kvlens.pretrained.shift_import` (``K`` and ``V``, ``alpha`` and ``beta``) are taken in their place;
 - RoPE over the whole head, halves paired as in GPT-NeoX, base ``rope_theta``, also in sliding-window layers;
@@ -60,15 +60,15 @@ def baichuan_m1_config(
 
     Args:
         config: the file as a dict, or ``hf_model.config.to_dict()``.
-        dtype: of the weights.
-        fold_ln: whether the norms will be folded (the configuration then says ``RMSPre``).
+        dtype: dtype of the weights.
+        fold_ln: whether the norms will be folded (the configuration is then ``RMSPre``).
         first_n_layers: keep only this many layers.
-        n_ctx: context length; None takes ``max_position_embeddings``.
-        options: further fields of the configuration; those that are None are left to TransformerLens.
+        n_ctx: context length; None uses ``max_position_embeddings``.
+        options: further fields of the configuration; None leaves a field to TransformerLens.
 
     Raises:
-        KVLensError: a field is missing or no positive integer, the layers differ in their number of heads, or the model
-            has a feature that is not known of this architecture.
+        KVLensError: a field is missing or not a positive integer, the layers differ in their number of heads, or the model
+            has a feature that this architecture is not known to have.
     """
     sizes = {name: _positive(config, name) for name in (*_SIZES, "max_position_embeddings")}
     local = _sliding_window_layers(config, sizes["num_hidden_layers"])
@@ -175,7 +175,7 @@ def _unpack(
 
 
 def _check_shift(tensors: Mapping[str, Tensor], cfg: HookedTransformerConfig, conv_window: int) -> None:
-    """Raise unless every layer shifts its keys and values: without its coefficients the model would be another function."""
+    """Raise unless every layer has shift coefficients for keys and values, without which it would compute something else."""
     found = import_shift_coefficients(tensors)
     expected = [cfg.n_key_value_heads or cfg.n_heads, conv_window]
     for name in (f"blocks.{layer}.attn.{x}_shift_coef" for layer in range(cfg.n_layers) for x in "kv"):
@@ -255,7 +255,7 @@ def _check_same_heads(config: Mapping[str, Any], sizes: Mapping[str, int]) -> No
 
 
 def _check_known_features(config: Mapping[str, Any]) -> None:
-    """Raise for what would change the function and is not known of the architecture."""
+    """Raise for features that would change the output and are not known in this architecture."""
     if config["hidden_size"] % config["num_attention_heads"]:
         raise KVLensError(
             f"{_REFUSE}has hidden_size={config['hidden_size']}, no multiple of "

@@ -21,7 +21,7 @@ INDEX_SUFFIX = ".index.json"
 
 
 def read_json_config(folder: Path) -> dict[str, Any]:
-    """Read ``config.json`` as a dict; ``{}`` where it is missing or no JSON object (transformers then says what is wrong)."""
+    """Read ``config.json`` as a dict; ``{}`` if it is missing or not a JSON object (transformers then reports the problem)."""
     try:
         config = read_json("from_pretrained", folder / "config.json")
     except KVLensError:
@@ -34,7 +34,7 @@ def read_tensors(source: str | Path, wanted: Callable[[str], bool] = lambda name
 
     Args:
         source: a folder in Hugging Face's format, or one weights file (``.safetensors``, ``.bin``, ``.pt``, ``.pth``).
-        wanted: which names to read; all of them by default.
+        wanted: whether to read a name; all of them by default.
 
     Returns:
         The tensors by name, on the CPU, in the dtype in which they are stored.
@@ -98,5 +98,5 @@ def _read_torch(path: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
     try:
         stored = torch.load(path, map_location="cpu", weights_only=True)
         return {name: tensor for name, tensor in stored.items() if isinstance(tensor, Tensor) and wanted(name)}
-    except Exception as error:  # a damaged file raises whatever the unpickler meets
+    except Exception as error:  # a damaged file can raise almost anything
         raise KVLensError(f"{path} is damaged or no state dict of tensors ({type(error).__name__}: {error})") from error

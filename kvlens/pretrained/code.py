@@ -1,8 +1,8 @@
-"""Code that comes with a model is never run, and nothing asks whether it may be.
+"""Code that comes with a model is never run, and the user is never asked whether it may be.
 
-Hugging Face folders can name Python files of their own (``auto_map``), which transformers runs once it is trusted, and about
-which it asks on the terminal unless told otherwise; an attention implementation with a "/" in its name is a kernel that
-it fetches and runs. kvlens says no in every call. TransformerLens says yes for some official names: those are refused here.
+Hugging Face folders can contain Python files (``auto_map``), which transformers runs if they are trusted, and otherwise asks
+about on the terminal; an attention implementation with a "/" in its name is a kernel that it downloads and runs. kvlens
+disables this in every call. TransformerLens trusts the code of some official names: those raise an error here.
 """
 
 import contextlib

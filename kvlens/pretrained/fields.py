@@ -1,10 +1,10 @@
-"""Which fields of a Hugging Face configuration are honored; any other that differs from its class's default is refused by name.
+"""Which fields of a Hugging Face configuration are supported; any other field with a non-default value raises an error.
 
-TransformerLens reads some fields of a configuration and passes over the rest in silence: a model whose logits move with
-one of those would be loaded as another model. So each field is one of three: it moves no logits (``IRRELEVANT``), it is honored
-for this architecture (``HONORED``, by TransformerLens or by :mod:`kvlens.pretrained.translation`), or it must have the value
-that the converted model has by itself. A field that a later release of transformers adds is of the third kind until somebody
-looks.
+TransformerLens reads some fields of a configuration and silently ignores the rest: a model whose logits depend on an ignored
+field would be converted to a different model. So each field is one of three: it does not affect logits (``IRRELEVANT``), it is
+supported for this architecture (``HONORED``, by TransformerLens or by :mod:`kvlens.pretrained.translation`), or it must have
+the value that the converted model implies. Fields added by later releases of transformers are of the third kind until they are
+classified.
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ _READ_INTO_OTHERS = "attention_types max_window_layers original_max_position_emb
 IRRELEVANT = frozenset(PreTrainedConfig().to_dict()) | frozenset(
     (_OF_TRAINING + _OF_GENERATING_AND_OTHER_HEADS + _READ_INTO_OTHERS).split()
 )
-"""Fields that move no logits of a forward pass."""
+"""Fields that do not affect the logits of a forward pass."""
 
 _SIZES = "vocab_size hidden_size num_hidden_layers num_attention_heads max_position_embeddings tie_word_embeddings "
 _GPT = "vocab_size n_embd n_layer n_head n_positions tie_word_embeddings n_inner activation_function layer_norm_epsilon "
@@ -62,7 +62,7 @@ UNDECLARED = ("head_dim",)
 
 
 def check_fields(hf_config: Any, architecture: str) -> None:
-    """Raise KVLensError, naming the field, where one has a value that the converted model would not honor."""
+    """Raise KVLensError, naming the field, if a field has a value that the converted model would ignore."""
     values, default = hf_config.to_dict(), getattr(transformers, architecture).config_class().to_dict()
     undeclared = UNDECLARED if "rope_parameters" in default else ()
     own = {

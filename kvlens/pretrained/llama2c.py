@@ -85,7 +85,7 @@ class Llama2cSizes:
 
     @property
     def n_bytes(self) -> int:
-        """How long the file must be."""
+        """The required length of the file."""
         return HEADER.size + FLOAT_BYTES * sum(prod(shape) for shape in self.shapes().values())
 
 
@@ -114,7 +114,7 @@ def load_llama2c_parts(
 
 
 def read_sizes(path: Path) -> Llama2cSizes:
-    """Read the header of ``path`` and hold it against the length of the file.
+    """Read the header of ``path`` and compare it with the length of the file.
 
     Raises:
         KVLensError: as :func:`load_llama2c_parts`.
@@ -163,7 +163,7 @@ def _in_words(sizes: Llama2cSizes) -> str:
 
 
 def _read_arrays(path: Path, sizes: Llama2cSizes) -> dict[str, Float[Tensor, "..."]]:
-    """The arrays of a file whose length is right, one after the other; the rotary tables are left out."""
+    """The arrays of a file of the right length, in order, without the rotary tables."""
     arrays: dict[str, Tensor] = {}
     offset = HEADER.size
     for name, shape in sizes.shapes().items():

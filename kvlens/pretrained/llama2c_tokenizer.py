@@ -29,15 +29,15 @@ UNK_ID, BOS_ID, EOS_ID = 0, 1, 2
 UNK, BOS, EOS = "<unk>", "<s>", "</s>"
 _ENTRY = struct.Struct("<fi")
 _LONGEST = 4096
-"""A token of more bytes than this is taken for damage."""
+"""A token of more bytes than this means that the file is damaged."""
 
 
 class ScoredToken(NamedTuple):
     """One entry of the file.
 
     Attributes:
-        text: of the token.
-        score: the higher, the earlier two tokens are joined to this one.
+        text: text of the token.
+        score: pairs of tokens are merged into this one in order of decreasing score.
     """
 
     text: str
@@ -49,7 +49,7 @@ def read_llama2c_tokenizer(path: str | Path, vocab: int) -> PreTrainedTokenizerF
 
     Args:
         path: the ``.bin`` file.
-        vocab: entries that the model has.
+        vocab: size of the model's vocabulary.
 
     Returns:
         A tokenizer that prepends BOS unless ``add_special_tokens=False`` and pads on the right. Special tokens written out in a

@@ -1,4 +1,4 @@
-"""Whether a model is meant as a folder on this machine or as a name, and which official name an alias stands for."""
+"""Deciding whether a model is given as a local folder or by name, and resolving aliases to official names."""
 
 import os
 from pathlib import Path
@@ -10,9 +10,9 @@ from kvlens.zoo import names as shipped_names
 
 
 def is_local_folder(model_name: str | Path) -> bool:
-    """Say whether ``model_name`` is meant as a folder on this machine, not as a name that TransformerLens knows.
+    """Whether ``model_name`` is a local folder rather than a TransformerLens name.
 
-    A ``Path``, a folder with a ``config.json``, and whatever is written as a path or exists on disk are folders. An
+    A ``Path``, a folder with a ``config.json``, and anything that looks like a path or exists on disk is a folder. An
     official name wins over a folder of that name that has no ``config.json``.
     """
     if isinstance(model_name, Path):
@@ -30,7 +30,7 @@ def official_name(model_name: str) -> str:
     """Return TransformerLens' official name for ``model_name``, which may be an alias.
 
     Raises:
-        KVLensError: TransformerLens has no such name; the message proposes the nearest one, or says that kvlens ships it.
+        KVLensError: TransformerLens has no such name; the message suggests the nearest one, or says that kvlens ships it.
     """
     names = loading.make_model_alias_map()
     found = names.get(str(model_name).lower())

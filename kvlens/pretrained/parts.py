@@ -6,13 +6,13 @@ are given, and any path that contains "llama", "gemma", "bert", "t5" ... takes h
 
 Here the user's name never reaches those branches. The config is written alone into a temporary folder with a neutral name,
 TransformerLens' ``get_pretrained_model_config`` reads it there, and its ``get_pretrained_state_dict`` converts the weights of
-a model that is already loaded. What the loader would read wrongly or drop without a word (a rotary base, an MLP width,
-attention biases, a rotary scaling, a sliding window) is put right where ``HookedTransformer`` can express it and refused by
-name where it cannot (:mod:`kvlens.pretrained.fields`), and :mod:`kvlens.pretrained.trial` compares the result with
-transformers' own. Shift coefficients that a checkpoint holds in addition to the weights of a known architecture are read too,
+a model that is already loaded. What the loader would misread or silently drop (a rotary base, an MLP width, attention biases,
+a rotary scaling, a sliding window) is corrected if ``HookedTransformer`` supports it and otherwise raises an error that names
+it (:mod:`kvlens.pretrained.fields`), and :mod:`kvlens.pretrained.trial` compares the result with transformers' own model.
+Shift coefficients that a checkpoint holds in addition to the weights of a known architecture are read too,
 and Baichuan-M1, which transformers does not know, has its own translation (:mod:`kvlens.pretrained.baichuan`).
 
-Two limits on float64 are not ours: TransformerLens' weight processing casts to float32, so only unprocessed weights
+Two limits on float64 lie outside kvlens: TransformerLens' weight processing casts to float32, so only unprocessed weights
 stay exact, and Hugging Face computes rotary angles and RMS norms in float32 whatever the model's dtype is.
 """
 
@@ -51,11 +51,11 @@ from kvlens.pretrained.weights import convert_weights
 logger = logging.getLogger(__name__)
 
 VERIFIED_PARAMETERS = 2_000_000_000
-"""Up to here a model is compared with transformers' own pass without being asked: some seconds on a CPU."""
+"""Models of up to this size are compared with transformers' own pass by default, which takes some seconds on a CPU."""
 
 
 class PretrainedParts(NamedTuple):
-    """What a ``HookedTransformer`` is made of.
+    """Everything needed to build a ``HookedTransformer``.
 
     Attributes:
         cfg: TransformerLens' own config; ``tokenizer_name`` is None when there is no tokenizer.
@@ -63,10 +63,10 @@ class PretrainedParts(NamedTuple):
             the asked dtype, detached. They may share memory with the Hugging Face model: copy before writing into them.
         tokenizer: ready for ``HookedTransformer(cfg, tokenizer=...)`` without a network, or None.
         shift_coefficients: the KV shift, as :func:`kvlens.pretrained.import_shift_coefficients` returns it; empty for a model
-            without one. A plain ``HookedTransformer`` has no place for them and computes another function.
-        own_fields: fields of :class:`kvlens.HookedKVTransformerConfig` that TransformerLens' configuration does not have and
-            the model needs: ``alibi_slopes`` for BLOOM with another number of heads than a power of two. Mostly empty.
-        trial: what transformers' own model predicts on a few tokens, or None where it was not run.
+            without one. A plain ``HookedTransformer`` cannot hold them and computes something else.
+        own_fields: fields that the model needs and only :class:`kvlens.HookedKVTransformerConfig` has: ``alibi_slopes`` for
+            BLOOM if the number of heads is not a power of two. Usually empty.
+        trial: the predictions of transformers' own model on a few tokens, or None if it was not run.
     """
 
     cfg: HookedTransformerConfig
@@ -96,18 +96,18 @@ def load_pretrained_parts(
 
     Args:
         model_name: a Hugging Face folder (``config.json``, weights, possibly a tokenizer); with ``hf_model`` any name.
-        hf_model: a loaded causal language model; its weights and config are used, and it is left as it is.
-        tokenizer: used in place of the folder's. It is copied, the copy prepends BOS (as TransformerLens wants it).
-            Without one, a name that is official takes its tokenizer from the local Hugging Face cache if it fits.
-        dtype: of the config and of all floating weights; a torch dtype or its name.
-        device: goes into the config (None: TransformerLens chooses); the weights stay on the device where they are.
-        n_devices: goes into the config.
-        fold_ln: whether the layer norms will be folded (the config then says ``LNPre`` or ``RMSPre``).
+        hf_model: a loaded causal language model; its weights and config are used, and it is not changed.
+        tokenizer: used instead of the folder's. It is copied, and the copy prepends BOS, as TransformerLens requires.
+            Without one, an official name uses its tokenizer from the local Hugging Face cache if it fits.
+        dtype: dtype of the config and of all floating weights; a torch dtype or its name.
+        device: device in the config (None: TransformerLens chooses); the weights are not moved.
+        n_devices: number of devices in the config.
+        fold_ln: whether the layer norms will be folded (the config then has ``LNPre`` or ``RMSPre``).
         default_prepend_bos: overrides the architecture's own default.
         first_n_layers: keep only this many layers.
-        n_ctx: context length; longer than the model's own only where positions are not learned.
-        verify: run transformers' model on a few tokens, for comparison; None does so below ``VERIFIED_PARAMETERS``, and logs
-            a line above.
+        n_ctx: context length; it may exceed the model's own only if positions are not learned.
+        verify: run transformers' model on a few tokens, for comparison; None does so up to ``VERIFIED_PARAMETERS``, and logs
+            a line for larger models.
         from_pretrained_kwargs: for Hugging Face's ``from_pretrained``, with a folder only. ``torch_dtype`` replaces
             ``dtype``, as in TransformerLens.
 
@@ -191,7 +191,7 @@ def _convert_by_transformer_lens(
 
 
 def _not_comparable(cfg: HookedTransformerConfig, checkpoint: Mapping[str, Tensor], hf_model: PreTrainedModel) -> str | None:
-    """Why the converted model does not, or cannot, compute what transformers' model does."""
+    """Why the converted model cannot be compared with transformers' model."""
     if cfg.n_layers != hf_model.config.num_hidden_layers:
         return "with first_n_layers the model is another one than transformers'"
     if any(map(is_shift_coefficient, checkpoint)):
@@ -240,7 +240,7 @@ def _convert_baichuan_m1(
 
 
 def _check_options(tokenizer: Any, device: Any, sizes: Mapping[str, Any]) -> None:
-    """Refuse what is of another kind than its name says; None is a default everywhere."""
+    """Raise KVLensError for arguments of the wrong type; None is always allowed."""
     if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise KVLensError(f"from_pretrained: tokenizer must be a loaded tokenizer of transformers, got {brief(tokenizer)}")
     check_device("from_pretrained: device", device)
@@ -249,7 +249,7 @@ def _check_options(tokenizer: Any, device: Any, sizes: Mapping[str, Any]) -> Non
 
 
 def _check_arguments(model_name: str | Path, hf_model: Any, kwargs: dict[str, Any]) -> None:
-    """Refuse what this way of loading cannot honor, before any file is read."""
+    """Raise KVLensError for arguments that this way of loading does not support, before any file is read."""
     refuse_to_run_code(kwargs)
     for key in ("load_in_4bit", "load_in_8bit", "quantization_config"):
         if kwargs.get(key):

@@ -1,8 +1,8 @@
-"""Rotary positions as transformers 5 says them, ``rope_parameters``, in the fields of TransformerLens' configuration.
+"""Translation of transformers 5's ``rope_parameters`` into the fields of TransformerLens' configuration.
 
 ``rope_parameters`` is one dict, or one for each type of layer ("full_attention", "sliding_attention"). TransformerLens has
 one set of fields, with another base for layers of local attention; it scales by "linear" in global layers only, by "yarn" in
-all layers or in global ones, by "llama3" in all. What it has no fields for ("dynamic", "longrope", "proportional") is refused.
+all layers or in global ones, by "llama3" in all. Anything else ("dynamic", "longrope", "proportional") raises an error.
 """
 
 from collections.abc import Mapping

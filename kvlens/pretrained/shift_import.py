@@ -1,4 +1,4 @@
-"""KV-shift coefficients as public checkpoints store them, read into kvlens' form. Pure: tensors in, tensors out.
+"""Converting KV-shift coefficients from the formats of public checkpoints to kvlens' own, as pure functions of tensors.
 
 kvlens keeps ``blocks.{l}.attn.k_shift_coef`` and ``v_shift_coef`` [kv_head, window+1], index 0 = the current token. Elsewhere:
 
@@ -11,8 +11,9 @@ kvlens keeps ``blocks.{l}.attn.k_shift_coef`` and ``v_shift_coef`` [kv_head, win
 The two column forms are one: the code in KVSA's appendix pads the sequence with one zero in front, unfolds windows of two
 (oldest token first) and multiplies them by ``K`` seen as (1, 1, n_kv, 1, 2); decoding multiplies ``K[:, :1]`` with the kept
 key and ``K[:, 1:]`` with the new one. So the *last* column belongs to the current token, and kvlens' index s is column
-``window - s``. The initialization hides this (both columns are of one law), a trained model does not. Either shape is taken
-under either name. Numbers are the coefficients as used, so a model reads them back whatever its parametrization.
+``window - s``. At initialization the order makes no difference, because both columns have the same distribution, but in a
+trained model it does. Either shape is accepted under either name. Values are the coefficients as used, so any
+parametrization can load them.
 """
 
 import re
@@ -40,10 +41,10 @@ def is_shift_coefficient(name: str) -> bool:
 
 @checked
 def import_shift_coefficients(tensors: Mapping[str, Tensor]) -> dict[str, Float[Tensor, "kv_head taps"]]:
-    """Find the shift coefficients in a public state dict and bring them into kvlens' form.
+    """Find the shift coefficients in a public state dict and convert them to kvlens' format.
 
     Args:
-        tensors: a state dict in one of the forms above; other tensors are passed over. Layers may differ in their heads.
+        tensors: a state dict in one of the forms above; other tensors are ignored. Layers may differ in their heads.
 
     Returns:
         ``{"blocks.{l}.attn.k_shift_coef": [kv_head, window+1], ...}`` for every layer and projection found, in the order of

@@ -1,4 +1,4 @@
-"""The tokenizer of a pretrained model, in the form that TransformerLens takes without a network."""
+"""The tokenizer of a pretrained model, in a form that TransformerLens accepts without network access."""
 
 import copy
 import logging
@@ -71,7 +71,7 @@ def _cached_tokenizer(official: str, d_vocab: int) -> PreTrainedTokenizerBase | 
         return None
     try:
         tokenizer = read_tokenizer(folders[0])
-    except KVLensError as error:  # half a download: the model then works on token ids, as one without a tokenizer
+    except KVLensError as error:  # an incomplete download: the model then works on token ids
         logger.warning("no tokenizer for %s: %s", official, error)
         return None
     return tokenizer if tokenizer.vocab_size <= d_vocab else None

@@ -1,4 +1,4 @@
-"""From a Hugging Face config to TransformerLens': its own translation, put right where it reads wrongly, or refused.
+"""Translating a Hugging Face config to TransformerLens', with corrections where TransformerLens' own translation is wrong.
 
 TransformerLens branches on words in the path of the config ("llama", "gemma", "bert", ...): the config is written alone into
 a temporary folder with a neutral name and read there.
@@ -43,7 +43,7 @@ def translate_config(
     n_ctx: int | None,
     **options: Any,
 ) -> HookedTransformerConfig:
-    """Let TransformerLens translate ``hf_config`` from a neutral folder, then put right what it reads wrongly."""
+    """Let TransformerLens translate ``hf_config`` from a neutral folder, then correct its mistakes."""
     check_first_n_layers_and_n_ctx(first_n_layers, hf_config.num_hidden_layers, n_ctx)
     check_fields(hf_config, architecture)
     hf_config = _loader_config(hf_config, architecture)
