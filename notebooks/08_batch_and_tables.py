@@ -46,10 +46,10 @@ record
 # ## From the command line
 #
 # Every analysis is also a command. It takes a file of prompts and writes one Parquet file, with a row group per prompt. If it is interrupted,
-# run it again and it resumes. `--workers` distributes the prompts over processes, `--engine ray` over a cluster.
+# run it again and it resumes. `--workers 8` distributes the prompts over eight processes, `--engine ray` over a cluster.
 
 # %%
-command = "kvlens analyse prompt_effect stories.jsonl --model facts-linear --out effect.parquet --workers 2 --threads 1"
+command = "kvlens analyse prompt_effect stories.jsonl --model facts-linear --out effect.parquet --threads 1"
 done = subprocess.run([sys.executable, "-m", *command.split()], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 assert done.returncode == 0, done.stdout
 print(done.stdout.splitlines()[-1])

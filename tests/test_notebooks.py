@@ -14,6 +14,7 @@ from kvlens.analyses import ANALYSES
 
 FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("[0-9]*.py"))
+(COMMAND,) = re.findall(r"`(jupytext --to ipynb --execute \S+)`", (FOLDER / "README.md").read_text(encoding="utf-8"))
 LARGEST = 300_000
 """Bytes that a notebook shows, but for those that show a circuitsvis view, which brings 1.3 MB of script."""
 
@@ -41,9 +42,9 @@ def run_cells(cells: list[str], folder: Path) -> dict[str, object]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [path for path in NOTEBOOKS if path.name not in COMMAND], ids=lambda path: path.stem)
 def test_notebook_runs(path, tmp_path):
-    """In a fork, which has imported torch; one is run in a kernel of its own below."""
+    """In a fork, which has imported torch; the other one is run in a kernel of its own below."""
     jupytext = pytest.importorskip("jupytext", reason='needs the extra: pip install -e ".[notebooks]"')
     pytest.importorskip("ipykernel", reason='needs the extra: pip install -e ".[notebooks]"')
     cells = [cell.source for cell in jupytext.read(path).cells if cell.cell_type == "code"]
@@ -81,13 +82,17 @@ def test_the_header_is_a_header_to_jupytext(path):
 def test_the_command_of_the_index_makes_a_notebook_with_its_results(tmp_path):
     for package in ("jupytext", "nbconvert", "ipykernel"):
         pytest.importorskip(package, reason='needs the extra: pip install -e ".[notebooks]"')
-    (command,) = re.findall(r"`(jupytext --to ipynb --execute (\S+))`", (FOLDER / "README.md").read_text(encoding="utf-8"))
-    words, name = command[0].split(), command[1]
+    words = COMMAND.split()
+    name = words[-1]
     (tmp_path / name).write_text((FOLDER / name).read_text(encoding="utf-8"), encoding="utf-8")
     done = subprocess.run([sys.executable, "-m", *words], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     made = json.loads((tmp_path / name).with_suffix(".ipynb").read_text(encoding="utf-8"))
-    assert all(cell["execution_count"] for cell in made["cells"] if cell["cell_type"] == "code")
+    code = [cell for cell in made["cells"] if cell["cell_type"] == "code"]
+    assert code and all(cell["execution_count"] for cell in code)
+    shown = [output for cell in code for output in cell["outputs"]]
+    assert not [output for output in shown if output["output_type"] == "error" or output.get("name") == "stderr"]
+    assert 0 < len(json.dumps(shown)) < LARGEST or "CircuitsVis" in json.dumps(shown)
 
 
 def test_the_index_names_every_notebook_once():

@@ -131,9 +131,8 @@ def example() -> str:
     return textwrap.dedent(lines)
 
 
-@pytest.mark.parametrize("workers", ["1", "2"])
-def test_the_docstrings_example_runs_in_a_batch(tmp_path, monkeypatch, capsys, workers):
-    package = tmp_path / f"my_package_{workers}"
+def test_the_docstrings_example_runs_in_a_batch(tmp_path, monkeypatch, capsys):
+    package = tmp_path / "my_package"
     package.mkdir()
     (package / "__init__.py").touch()
     (package / "my_module.py").write_text(example())
@@ -141,8 +140,8 @@ def test_the_docstrings_example_runs_in_a_batch(tmp_path, monkeypatch, capsys, w
     monkeypatch.chdir(tmp_path)
     Path("p.txt").write_text("ab\ncde\n")
     monkeypatch.setattr(sys, "path", list(sys.path))
-    command = ["analyse", f"my_package_{workers}.my_module:LARGEST_LOGITS", "p.txt", "--model", "tiny", "--out", "t.parquet"]
-    assert main([*command, "--text", "the widget", "--scale", "0.5", "--workers", workers, "--prompts-per-job", "2"]) == 0
+    command = ["analyse", "my_package.my_module:LARGEST_LOGITS", "p.txt", "--model", "tiny", "--out", "t.parquet"]
+    assert main([*command, "--text", "the widget", "--scale", "0.5", "--prompts-per-job", "2"]) == 0
     table = pd.read_parquet("t.parquet")
     model = tiny_text_model()
     text = model.to_tokens("the widget", prepend_bos=False)

@@ -84,8 +84,16 @@ def test_a_gap_at_either_end(model):
     )
 
 
-@pytest.mark.parametrize("positions", ["kept", "closed"])
-def test_rows_are_what_each_is_alone_and_logits_after_them_the_same(model, positions):
+def test_rows_are_what_each_is_alone_and_logits_after_them_the_same(model):
+    rows_are_each_alone(model, "kept")
+
+
+@pytest.mark.parametrize("name", ["linear rope after", "linear learned positions", "softmax rotary", "softmax alibi"])
+def test_rows_with_closed_gaps_too(name):
+    rows_are_each_alone(HookedKVTransformer(HookedKVTransformerConfig(**{**SIZES, **KINDS[name]})), "closed")
+
+
+def rows_are_each_alone(model, positions):
     deleted = [[(3, 6)], [], [(1, 2), (8, 12)], [(11, 13)]]
     replaced = [{}, {(1, 3): [20, 21]}, {(4, 5): [22]}, {}]
     rows = counterfactuals(model, PROMPT, deleted, replaced, positions=positions)
@@ -169,25 +177,31 @@ def test_the_passes_of_other_threads_and_of_ordinary_masks_are_as_before(model):
     assert torch.equal(model(PROMPT[None], attention_mask=mask), before)
 
 
-SOFTMAX = [name for name in KINDS if name.startswith("softmax") and name not in ("softmax alibi", "softmax windows")]
-"""With ALiBi and windows, fitted methods do not apply: a key's score depends on its distance."""
+REFERENCE = torch.arange(24).reshape(2, 12)
+FITTED = {
+    "softmax rotary": Landmark(n_keys=4, reference=REFERENCE),
+    "softmax rotary fused": RandomProjections(n_features=16, reference=REFERENCE),
+    "softmax learned": Landmark(n_keys=4, reference=REFERENCE),
+    "softmax sinusoidal": RandomProjections(n_features=16, reference=REFERENCE),
+    "softmax grouped": Taylor(reference=REFERENCE),
+}
+"""What a deleted token is hidden by depends on the kind of positions, and what reads the tokens on the method. With ALiBi and
+windows, fitted methods do not apply: a key's score depends on its distance."""
 
 
-@pytest.mark.parametrize("name", SOFTMAX)
+@pytest.mark.parametrize("name", FITTED)
 def test_a_fitted_method_sees_no_deleted_token(name):
     model = HookedKVTransformer(HookedKVTransformerConfig(**{**SIZES, **KINDS[name]}))
     other = PROMPT.clone()
     other[3:6] = torch.tensor([20, 21, 22])
-    reference = torch.arange(24).reshape(2, 12)
-    for method in (
-        Landmark(n_keys=4, reference=reference),
-        RandomProjections(n_features=16, reference=reference),
-        Taylor(reference=reference),
-    ):
-        made = [convert_prompt(model, prompt, without=[(3, 6)], method=method) for prompt in (PROMPT, other)]
-        close(made[0].b_KV, made[1].b_KV)
-        close(read(model, made[0]), read(model, made[1]))
-    every = convert_prompt(model, PROMPT, without=[(3, 6)], method=Landmark(n_keys=10, reference=reference))
-    torch.testing.assert_close(
-        read(model, every), read(model, convert_prompt(model, PROMPT, without=[(3, 6)])), rtol=0, atol=1e-6
-    )
+    made = [convert_prompt(model, prompt, without=[(3, 6)], method=FITTED[name]) for prompt in (PROMPT, other)]
+    close(made[0].b_KV, made[1].b_KV)
+    close(read(model, made[0]), read(model, made[1]))
+
+
+@pytest.mark.parametrize("name", ["softmax rotary", "softmax learned"])
+def test_as_many_keys_as_tokens_that_are_left_are_all_of_them(name):
+    model = HookedKVTransformer(HookedKVTransformerConfig(**{**SIZES, **KINDS[name]}))
+    every = convert_prompt(model, PROMPT, without=[(3, 6)], method=Landmark(n_keys=10, reference=REFERENCE))
+    exact = convert_prompt(model, PROMPT, without=[(3, 6)])
+    torch.testing.assert_close(read(model, every), read(model, exact), rtol=0, atol=1e-6)

@@ -45,8 +45,16 @@ def expected_losses(model, tokens, n, heads):
     return pd.DataFrame(rows)
 
 
-@pytest.mark.parametrize("name", ["rope after, shift 2", "no normalizer, gqa, decay", "rotary, gqa, shift", "alibi"])
-@pytest.mark.parametrize("n", [None, 3])
+@pytest.mark.parametrize(
+    ("name", "n"),
+    [
+        ("rope after, shift 2", None),
+        ("no normalizer, gqa, decay", 3),
+        ("no normalizer, gqa, decay", None),
+        ("rotary, gqa, shift", 3),
+        ("alibi", None),
+    ],
+)
 def test_losses_of_all_queries_are_those_of_one_by_one(name, n):
     model = model_of(name)
     tokens = text_for(model, 6)
@@ -56,7 +64,7 @@ def test_losses_of_all_queries_are_those_of_one_by_one(name, n):
     assert_as_one_by_one(frame, model, tokens, n)
 
 
-@pytest.mark.parametrize("name", ["rope after, shift 2", "no normalizer, gqa, decay", "rotary, gqa, shift"])
+@pytest.mark.parametrize("name", ["no normalizer, gqa, decay", "rotary, gqa, shift"])
 def test_losses_under_an_attached_bias(name):
     model = model_of(name)
     tokens = text_for(model, 5)
@@ -72,8 +80,15 @@ def test_the_step_is_exact_in_every_kind_of_model(name):
     assert dual_losses(model, text_for(model, 9), cosines=False)["equivalence_error"].max() < 1e-12
 
 
-@pytest.mark.parametrize("name", ["rope after, shift 2", "no normalizer, gqa, decay", "rotary, gqa, shift"])
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("name", "bias"),
+    [
+        ("rope after, shift 2", False),
+        ("no normalizer, gqa, decay", True),
+        ("rotary, gqa, shift", True),
+        ("rotary, gqa, shift", False),
+    ],
+)
 def test_demonstrations_are_those_of_the_dual_model(name, bias):
     model = model_of(name)
     tokens = text_for(model, 7)

@@ -16,8 +16,12 @@ def heads_of(model):
     return [(layer, head) for layer in range(model.cfg.n_layers) for head in range(model.cfg.n_heads)]
 
 
-@pytest.mark.parametrize("name", [*LINEAR, *SOFTMAX, "hf gpt2", "hf llama", "hf neox", "hf bloom"])
-@pytest.mark.parametrize(("query", "n"), [(-1, None), (6, 3)])
+KINDS = [*LINEAR, *SOFTMAX, "hf gpt2", "hf llama", "hf neox", "hf bloom"]
+
+
+@pytest.mark.parametrize(
+    ("name", "query", "n"), [*((name, -1, None) for name in KINDS), *((name, 6, 3) for name in (*LINEAR, "hf llama"))]
+)
 def test_one_step_is_the_heads_output(name, query, n):
     model = model_of(name)
     tokens = text_for(model, 11)

@@ -2,18 +2,18 @@
 
 import json
 import math
+from itertools import product
 
 import pytest
 
 from kvlens.cli import main
 from kvlens.errors import KVLensError
-from kvlens.experiments import all_experiments, find_experiment
+from kvlens.experiments import EXPERIMENTS, all_experiments, find_experiment
 from kvlens.experiments.shared.settings import NUMBERS, WHOLE, changed_settings
 
 pytestmark = pytest.mark.unhooked
 
 WRONG = ([], {}, 0, -1, 10**14, 1.5, "x", ["x"], [[]], [0.5, "x"], True, None, math.nan, [math.nan], [-1], [10**14])
-SETTINGS = [(e.name, name) for e in all_experiments() for name in e.scales["small"]]
 NAMES = {"model", "models", "tokenizer", "texts"}
 """Text that is looked up where it is used, and refused there."""
 MAY_BE = {
@@ -35,11 +35,10 @@ def may_be(name, value, own):
 
 
 @pytest.mark.parametrize("scale", ["tiny", "small", "paper"])
-@pytest.mark.parametrize(("experiment", "name"), SETTINGS, ids=lambda value: value)
-def test_wrong_values_are_reported_before_anything_runs(experiment, name, scale):
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_wrong_values_are_reported_before_anything_runs(experiment, scale):
     it = find_experiment(experiment)
-    own = it.scales[scale][name]
-    for value in WRONG:
+    for (name, own), value in product(it.scales[scale].items(), WRONG):
         if (value == own and type(value) is type(own)) or may_be(name, value, own):
             continue
         with pytest.raises(KVLensError, match=f"{experiment}: the setting {name}") as refused:
@@ -47,11 +46,11 @@ def test_wrong_values_are_reported_before_anything_runs(experiment, name, scale)
         assert "must" in str(refused.value) and "got" in str(refused.value)
 
 
-@pytest.mark.parametrize(("experiment", "name"), SETTINGS, ids=lambda value: value)
-def test_the_values_of_every_scale_are_values_of_every_other(experiment, name):
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_the_values_of_every_scale_are_values_of_every_other(experiment):
     it = find_experiment(experiment)
-    for scale, settings in it.scales.items():
-        for other in it.scales.values():
+    for (scale, settings), other in product(it.scales.items(), it.scales.values()):
+        for name in settings:
             if other[name] is not None and other[name] != []:
                 assert changed_settings(it, scale, {name: other[name]}).scales[scale] == {**settings, name: other[name]}
 

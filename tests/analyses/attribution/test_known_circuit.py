@@ -101,12 +101,12 @@ def test_the_note_is_the_one_position_that_is_read(circuit):
 def test_the_head_that_reads_the_note_is_significant_and_always_leads(circuit):
     """Unrelated units of tokens that are neither asked for nor on the way to the answer."""
     generator = torch.Generator().manual_seed(1)
-    unrelated = torch.tensor([SACK, BARN, COIN, REST, 7])[torch.randint(5, (40, 6), generator=generator)]
-    null = Null(39, list(unrelated))
+    unrelated = torch.tensor([SACK, BARN, COIN, REST, 7])[torch.randint(5, (20, 6), generator=generator)]
+    null = Null(19, list(unrelated))
     table = attribution_by_head(circuit, PROMPT, TEXT, by=SPANS, answer=CELLAR, null=null)
     outer = table[table["unit"] == OUTER].set_index(["layer", "head"])
     assert outer["significant"].tolist() == [False, False, True, False]
-    assert outer.loc[(1, 0), "p_value"] == 1 / 40
+    assert outer.loc[(1, 0), "p_value"] == 1 / 20
     assert outer["leads"].tolist() == [0.0, 0.0, 1.0, 0.0]
     assert table[table["unit"] == -1][["p_value", "leads"]].isna().all(axis=None)
     plain = attribution_by_head(circuit, PROMPT, TEXT, by=SPANS, answer=CELLAR)

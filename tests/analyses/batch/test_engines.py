@@ -2,6 +2,8 @@
 
 import json
 import os
+import shutil
+import sys
 from itertools import islice
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from analyses.declaration import Record
 from kvlens import KVLensError
 
 LETTERS = "batch_probes.letters:LETTERS"
+LETTERS_FILE = Path(__file__).parents[1] / "batch_probes" / "letters.py"
 
 
 class ListEngine:
@@ -150,14 +153,19 @@ def check_deadly_prompts(out, result, lines, how):
 
 
 @pytest.mark.slow
-def test_two_processes_of_which_one_is_killed(model_folder, tmp_path):
-    lines = []
+def test_two_processes_of_which_one_is_killed(model_folder, tmp_path, monkeypatch):
+    """The analysis is a user's: its module is in a folder that only the work names."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    shutil.copy(LETTERS_FILE, mine / "letters_of_ones_own.py")
+    work, lines = Work("letters_of_ones_own:LETTERS", (model_folder,), folder=str(mine)), []
     out = tmp_path / "t.parquet"
     resources = Resources(workers=2, threads=1, prompts_per_job=3)
     source = deadly_prompts(tmp_path)
-    result = run_batch(Work(LETTERS, (model_folder,)), source, out, resources=resources, tell=lines.append)
+    result = run_batch(work, source, out, resources=resources, tell=lines.append)
     check_deadly_prompts(out, result, lines, "killed by SIGKILL")
-    alone = run_batch(Work(LETTERS, (model_folder,)), source, tmp_path / "alone.parquet")
+    alone = run_batch(work, source, tmp_path / "alone.parquet")
     assert alone.out.read_bytes() == out.read_bytes()
 
 
