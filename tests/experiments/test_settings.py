@@ -14,7 +14,7 @@ from kvlens.experiments.shared.settings import NUMBERS, WHOLE, changed_settings
 pytestmark = pytest.mark.unhooked
 
 WRONG = ([], {}, 0, -1, 10**14, 1.5, "x", ["x"], [[]], [0.5, "x"], True, None, math.nan, [math.nan], [-1], [10**14])
-NAMES = {"model", "models", "tokenizer", "texts"}
+NAMES = {"model", "models", "facts_model", "tokenizer", "texts"}
 """Text that is looked up where it is used, and refused there."""
 MAY_BE = {
     "0": {"seed", "prompt_seed", "first_context", "polish_steps", "distil_steps", "free_steps"},
