@@ -1,14 +1,14 @@
-"""A tokenizer of ours in the form that TransformerLens takes without a network.
+"""kvlens' own tokenizers, in a form that TransformerLens accepts without network access.
 
 `HookedTransformer.set_tokenizer` passes each tokenizer through `get_tokenizer_with_bos`, which
 
 - reads ``init_kwargs["name_or_path"]`` and raises KeyError without it (an in-memory tokenizer has none by itself);
 - keeps the tokenizer as it is if ``init_kwargs["add_bos_token"]`` is true, and otherwise loads
-  ``AutoTokenizer.from_pretrained(name_or_path, add_bos_token=True)``: a look-up on the hub for an in-memory tokenizer, a second
-  reading of the folder for a loaded one, which fails if the folder is gone by then.
+  ``AutoTokenizer.from_pretrained(name_or_path, add_bos_token=True)``: a lookup on the hub for an in-memory tokenizer, and
+  reading the folder again for a loaded one, which fails if the folder no longer exists.
 
-So the tokenizers made here carry both entries and prepend BOS themselves, which TransformerLens finds out
-(``cfg.tokenizer_prepends_bos``) and honors for ``prepend_bos`` true and false.
+So the tokenizers made here have both entries and prepend BOS themselves, which TransformerLens detects
+(``cfg.tokenizer_prepends_bos``) and handles for ``prepend_bos`` true and false.
 """
 
 from tokenizers import Tokenizer, processors
@@ -16,11 +16,11 @@ from transformers import PreTrainedTokenizerFast
 
 
 def with_bos(tokenizer: Tokenizer, name: str, *, bos_token: str, **special_tokens: str) -> PreTrainedTokenizerFast:
-    """A tokenizer of Hugging Face's that puts BOS in front of every text, pads on the right, and that TransformerLens accepts.
+    """A Hugging Face tokenizer that prepends BOS to every text, pads on the right, and is accepted by TransformerLens.
 
     Args:
-        tokenizer: knows the special tokens.
-        name: what TransformerLens calls it.
+        tokenizer: a tokenizer whose vocabulary contains the special tokens.
+        name: the name that TransformerLens uses for it.
         bos_token: BOS.
         special_tokens: ``eos_token``, ``pad_token``, ``unk_token``.
     """
@@ -40,7 +40,7 @@ def with_bos(tokenizer: Tokenizer, name: str, *, bos_token: str, **special_token
 
 
 def for_transformer_lens(tokenizer: PreTrainedTokenizerFast, name: str) -> PreTrainedTokenizerFast:
-    """Give a tokenizer that prepends BOS the two entries that TransformerLens asks for."""
+    """Give a tokenizer that prepends BOS the two entries that TransformerLens needs."""
     tokenizer.init_kwargs["name_or_path"] = name
     tokenizer.init_kwargs["add_bos_token"] = True
     return tokenizer

@@ -1,4 +1,4 @@
-"""Which layers of a bridge read a KV bias, and how: softmax attention that the bridge computes itself, step by step, and
+"""Which layers of a bridge can read a KV bias, and how: softmax attention that the bridge computes itself, step by step, and
 recurrent layers that have a mixer (:mod:`kvlens.mixers`).
 
 Anything not listed here raises an error: a component with hooks at other points would give plausible but wrong numbers.

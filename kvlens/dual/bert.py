@@ -97,7 +97,7 @@ def swap_self_attention(model: Any, variant: AttentionVariantConfig | dict[str, 
 
 
 def _mlp(plain: Any, settings: Augmented, generator: torch.Generator) -> nn.ParameterList:
-    """As in a HookedKVTransformer: variance 1 / fan-in, 2 / fan-in behind the activation, a parallel branch's end at 0."""
+    """As in a HookedKVTransformer: variance 1 / fan-in, 2 / fan-in after the activation; a parallel branch ends with 0."""
     d, inner = plain.attention_head_size, settings.width or 2 * plain.attention_head_size
     widths = [d, *[inner] * (settings.depth - 1), d]
     weights = []
