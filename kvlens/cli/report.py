@@ -90,6 +90,21 @@ def add_command(commands: Any) -> None:
     report.add_argument(
         "--dual", action="store_true", help="also show each head as a step of gradient descent on the prompt (the dual model)"
     )
+    opening = report.add_argument_group(
+        "options for the opening of the page",
+        "Which part of the prompt led to the answer, and through which heads, as in `kvlens explain`. It reads prompt and text "
+        "once for each unit of the prompt and for 40 unrelated ones; prompts of more than 1,024 tokens are not explained.",
+    )
+    opening.add_argument(
+        "--by",
+        choices=("sentence", "paragraph", "word", "token", "none"),
+        default="sentence",
+        help="the unit that is removed at a time; none skips the explanation (default: %(default)s)",
+    )
+    opening.add_argument("--answer", metavar="TEXT", help="the answer to explain (default: the most probable next token)")
+    opening.add_argument(
+        "--rival", metavar="TEXT", help="another answer; explain the difference between their log-probabilities (default: none)"
+    )
     report.add_argument("--device", help="where the model runs, e.g. cpu or cuda (default: cuda if available)")
     report.add_argument(
         "--dtype", choices=("float32", "float64", "bfloat16", "float16"), help="dtype of the weights (default: the model's own)"
@@ -106,6 +121,10 @@ def _report(args: argparse.Namespace) -> int:
     for flag, value, least in (("--features", args.features, 1), ("--polish", args.polish, 0)):
         if value is not None:
             ensure(flag, Annotated[int, Within(least, MOST_ASKED)], value)
+    if args.by == "none" and (args.answer or args.rival):
+        raise KVLensError(
+            "--answer and --rival choose what is explained, and --by none skips the explanation; leave out either"
+        )
     check_folder(args.out, overwrite=args.overwrite)
     given = given_prompt_and_text(args)
     name = (EXAMPLE_MODEL if given is None else TEXT_MODEL) if args.model is None else args.model
@@ -139,6 +158,9 @@ def _report(args: argparse.Namespace) -> int:
                 seed=args.seed,
                 dual=args.dual,
                 method=method,
+                by=None if args.by == "none" else args.by,
+                answer=args.answer,
+                rival=args.rival,
                 on_progress=tell,
             )
         tell("writing", 1.0)

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import pandas as pd
 import torch
@@ -28,6 +29,7 @@ from kvlens.analyses import (
     prompt_copies,
     prompt_effect,
 )
+from kvlens.analyses.attribution.explain import Explained, explain
 from kvlens.analyses.prompt.readings import read_text
 from kvlens.analyses.sequences import baseline_sequence
 from kvlens.analyses.texts import joined, token_texts
@@ -37,13 +39,19 @@ from kvlens.errors import KVLensError
 from kvlens.kv_bias import BiasFit, KVBias
 from kvlens.model import HookedKVTransformer
 from kvlens.model.generation import TEMPERATURES, is_temperature
+from kvlens.report.explanation import in_a_sentence
 from kvlens.report.folder import FORMAT
 from kvlens.report.notes import notes_on
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MOST_PAIRS = 2**28
 """Pairs of prompt tokens in all heads of a layer for which dual models are computed: in about 10 GB."""
+MOST_EXPLAINED = 1024
+"""Tokens of a prompt up to which the report explains an answer: each unit takes a pass over prompt and text."""
+By = Literal["sentence", "paragraph", "word", "token"]
 CONDITIONS = ("with_prompt", "converted", "without_prompt")
+ABLATION = "KL without the head, nats"
+"""What pages call ``ablation_kl``."""
 DUAL_COLORINGS = {"dual loss drop (log)": "log_loss_drop", "dual step's share of the output": "step_share"}
 
 
@@ -57,10 +65,13 @@ class Report:
             ``bias_by_layer``, ``layer_contributions`` as the
             analyses of those names return them, and ``generated``: one row per condition and generated token, with its
             ``position`` from 0, ``token_id`` and ``token``. With ``dual`` also ``dual_losses`` of the text's tokens and
-            ``dual_demonstrations`` of the last of them, the prompt's tokens being the demonstrations of all.
+            ``dual_demonstrations`` of the last of them, the prompt's tokens being the demonstrations of all. With an
+            explanation ``answer_units``, ``answer_heads`` and ``answer_positions``, its tables that have rows.
         bias: the converted prompt.
         heads: what each head attends to, for the page.
         linked: who reads which prompt token for which text token, for the page.
+        explained: which unit of the prompt led to the answer, and through which heads; None where it was not asked for, and of
+            prompts longer than `MOST_EXPLAINED` tokens.
     """
 
     summary: dict[str, Any]
@@ -68,6 +79,7 @@ class Report:
     bias: KVBias
     heads: HeadDetails
     linked: LinkedShares
+    explained: Explained | None = None
 
 
 @checked
@@ -82,6 +94,9 @@ def build_report(
     seed: int = 0,
     dual: bool = False,
     method: str | ConversionMethod = "exact",
+    by: By | None = "sentence",
+    answer: str | None = None,
+    rival: str | None = None,
     on_progress: Callable[[str, float], None] | None = None,
 ) -> Report:
     """Convert ``prompt`` and measure on ``text`` how exact the conversion is, what the prompt changes, and which heads matter.
@@ -97,6 +112,11 @@ def build_report(
         dual: also analyze each head as a gradient step on the prompt's tokens.
         method: for softmax attention, how the prompt is converted, as in :func:`kvlens.convert_prompt`:
             ``Landmark(n_keys=32)``; by default every key is kept, which is exact.
+        by: which units of the prompt are removed one at a time to explain the answer; None leaves the explanation out. It takes
+            a pass over prompt and text for each unit and for each of 40 unrelated ones, and for the heads of the unit with the
+            largest effect two short passes per head and 40 more of each.
+        answer, rival: which answer is explained, as in :func:`kvlens.analyses.attribution.explain.explain`; by default the most
+            probable token after the text.
         on_progress: called with a description and the fraction done, in 0..1.
 
     Raises:
@@ -144,6 +164,7 @@ def build_report(
         "model": _model_facts(model, model_name),
         "prompt": {"text": prompt, "n_tokens": len(prompt_tokens)},
         "text": {"text": text, "n_tokens": len(text_tokens)},
+        "answer": None,
         "conversion": _conversion_figures(bias, errors),
         "prompt_effect": _effect_figures(effect),
         "notes": notes_on(model, prompt_tokens, effect, bias),
@@ -153,7 +174,7 @@ def build_report(
             "position_offset": int(bias.position_offset),
             "kl_without_any_head": float(total["kl"]),
             "loss_change_without_any_head": float(total["loss_change"]),
-            "heads_by_ablation_kl": by_head.nlargest(10, "ablation_kl").to_dict("records"),
+            "heads": by_head.nlargest(10, "ablation_kl").to_dict("records"),
         },
         "generation": {
             "method": "greedy" if temperature == 0 else f"sampled at temperature {temperature:g}, seed {seed}",
@@ -172,20 +193,31 @@ def build_report(
         "layer_contributions": layer_contributions(model, bias, text_tokens),
         "generated": written,
     }
-    colorings = {"ablation_kl": _by_head(by_head, "ablation_kl", bias)}
+    colorings = {ABLATION: _by_head(by_head, "ablation_kl", bias)}
     if dual:
         tables |= _dual_tables(model, prompt_tokens, text_tokens)
         steps = tables["dual_losses"].groupby(["layer", "head"], as_index=False)[["log_loss_drop", "step_share"]].mean()
         colorings |= {name: _by_head(steps, column, bias) for name, column in DUAL_COLORINGS.items()}
+    explained = None
+    if by is not None and len(prompt_tokens) <= MOST_EXPLAINED:
+        tell(f"removing each {by} in turn", 0.85)
+        explained = explain(model, prompt_tokens, text_tokens, by=by, answer=answer, rival=rival)
+        tables |= _answer_tables(explained)
+        summary["answer"] = _answer_figures(explained, by)
     linked = linked_shares(
         *sequences,
         bias=bias,
         colorings=colorings,
         without_zero=["dual loss drop (log)"],
         readings=readings,
-        on_progress=part("linking prompt and text", 0.85, 1.0),
+        on_progress=part("linking prompt and text", 0.9, 1.0),
     )
-    return Report(summary, tables, bias, heads, linked)
+    return Report(summary, tables, bias, heads, linked, explained)
+
+
+def _answer_tables(explained: Explained) -> dict[str, pd.DataFrame]:
+    tables = {"units": explained.units, "heads": explained.heads, "positions": explained.positions}
+    return {f"answer_{name}": table for name, table in tables.items() if len(table)}
 
 
 def _dual_tables(model: HookedKVTransformer, prompt: Tensor, text: Tensor) -> dict[str, pd.DataFrame]:
@@ -334,6 +366,22 @@ def _approximation(fit: BiasFit) -> str:
     return f"{fit.method}, {size:.4g} features per head" + (f", {polished} steps of polishing" if polished else "")
 
 
+def _answer_figures(explained: Explained, by: str) -> dict[str, Any]:
+    found = explained.unit is not None
+    return {
+        "explanation": in_a_sentence(explained, by),
+        "by": by,
+        "answer": explained.answer,
+        "rival": explained.rival,
+        "unit": explained.unit,
+        "p_answer": list(explained.p_answer),
+        "p_rival": list(explained.p_rival),
+        "heads_needed": explained.needed() if found else [],
+        "heads_sufficient": explained.sufficient() if found else [],
+        "n_passes_for_units": float(explained.units["n_passes"].iloc[0]),
+    }
+
+
 def _effect_figures(effect: pd.DataFrame) -> dict[str, Any]:
     means = effect.groupby("condition")[["kl", "argmax_agrees", "loss"]].mean()
     figures = {
@@ -353,9 +401,15 @@ def _versions() -> dict[str, str]:
     return {"python": platform.python_version(), **{name: version(name) for name in packages}}
 
 
+def _without_folder(name: str) -> str:
+    """A model's name without the folder that it was read from: reports are shared. "owner/name" stays."""
+    path = Path(name).expanduser()
+    return path.name if path.is_absolute() or name.startswith((".", "~")) or path.exists() else name
+
+
 def _model_facts(model: HookedKVTransformer, name: str | None) -> dict[str, Any]:
     return {
-        "name": name or str(model.cfg.model_name),
+        "name": name or _without_folder(str(model.cfg.model_name)),
         "n_layers": model.cfg.n_layers,
         "n_heads": model.cfg.n_heads,
         "d_head": model.cfg.d_head,

@@ -11,6 +11,8 @@ from kvlens.terminal import visible
 from kvlens.viz._text import percent
 
 MOST_ROWS = 12
+LONGEST_UNIT = 160
+"""Characters of a unit's text in the sentence."""
 
 
 def in_a_sentence(found: Any, by: str) -> str:
@@ -20,10 +22,10 @@ def in_a_sentence(found: Any, by: str) -> str:
             f"No {by} of the prompt changes the probability of {found.answer!r} more than {by}s of unrelated texts do "
             f"(it is {percent(found.p_answer[0])} with the prompt)."
         )
-    unit, effect = found.units.loc[found.unit], float(found.units["total_effect"][found.unit])
+    removed, effect = _short(found.units["unit_text"][found.unit].strip()), float(found.units["total_effect"][found.unit])
     verb = "falls" if effect > 0 else "rises"
     said = (
-        f"Without {unit['unit_text'].strip()!r} the answer {found.answer!r} {verb} from {percent(found.p_answer[0])} to "
+        f"Without {removed!r} the answer {found.answer!r} {verb} from {percent(found.p_answer[0])} to "
         f"{percent(found.p_answer[1])}, {found.rival!r} goes from {percent(found.p_rival[0])} to {percent(found.p_rival[1])}."
     )
     needed, sufficient = found.needed(), found.sufficient()
@@ -33,6 +35,12 @@ def in_a_sentence(found: Any, by: str) -> str:
         alone = "which suffices" if len(sufficient) == 1 else "each of which suffices"
         return f"{said} Carried by {_listed(sufficient, 'or')}, {alone} alone."
     return f"{said} No head carries it alone."
+
+
+def _short(text: str) -> str:
+    """The beginning and the end of a long unit."""
+    half = LONGEST_UNIT // 2
+    return text if len(text) <= LONGEST_UNIT else f"{text[:half]} … {text[-half:]}"
 
 
 def _stability(found: Any, by: str) -> str:

@@ -5,7 +5,9 @@ from typing import Any
 
 import pandas as pd
 
-from kvlens.report.build import CONDITIONS, Report
+from kvlens.analyses.attribution.explain import Explained
+from kvlens.report.build import ABLATION, CONDITIONS, MOST_EXPLAINED, Report
+from kvlens.report.opening import exactness, opening
 from kvlens.viz import (
     Page,
     Piece,
@@ -26,44 +28,64 @@ TOP_HEADS = 12
 """Number of heads in the circuitsvis view."""
 TOP_PLACES = 5
 LONGEST_NAME = 120
+MEASURES = {
+    "ablation_kl": ABLATION,
+    "loss_change": "change in loss without the head, nats per token",
+    "bias_share": "share of the bias in the output",
+    "zero_kl": "KL with an empty bias, without BOS too, nats",
+    "zero_loss_change": "change in loss with an empty bias, nats per token",
+    "b_kv_norm": "norm of b_KV",
+    "b_d_norm": "norm of b_D",
+}
+"""The measures of ``bias_by_head`` in words, with their units."""
+ON_ANSWER = {
+    "swap": "effect on the answer, nats",
+    "p_value": "p",
+    "alone": "kept by this head alone, nats",
+    "p_value_alone": "p alone",
+    "leads": "leads",
+}
+"""Those of ``attribution_by_head``."""
+OF_LAYER = "KL without the layer's heads, nats"
 LOSSES = ("converted", "without_prompt")
 TITLES = {"with_prompt": "with prompt", "converted": "converted", "without_prompt": "without prompt"}
 
 
 def build_page(report: Report) -> Page:
-    """The report's page: conversion, effect of the prompt, heads, patterns, generated text."""
+    """The report's page: the answer and what led to it, heads, generated text, the prompt's effect, patterns, exactness."""
     summary, tables = report.summary, report.tables
     page = Page(f"kvlens report: {_short(summary['model']['name'])}", _subtitle(summary))
+    exact = exactness(summary["conversion"], summary["text"]["n_tokens"])
+    notes = " ".join([exact, *(f"Note: {note}" for note in summary["notes"])])
+    if report.explained is not None:
+        page.section("The answer").add(opening(report.explained, summary["answer"]["by"], summary["text"]["text"]))
+        page.note(notes)
+    else:
+        page.section("The answer", f"{_not_explained(summary)} {notes}")
     page.section(
-        "How exact the conversion is",
-        "The converted model without the prompt, compared with the original model with the prompt.",
+        "Generated text", f"{summary['generation']['method'].capitalize()}; differences from the first text are marked."
     )
-    page.add(_conversion(summary))
+    page.add(_generated(summary))
+    ranked, column = ranked_heads(report)
+    page.section("Heads", _about_heads(report))
+    page.add(_head_table(ranked))
+    page.add(head_heatmap(ranked, column, details=report.heads, title="map of heads"))
+    layers = tables["bias_by_layer"].rename(columns={"ablation_kl": OF_LAYER})
+    page.add(contribution_bars(layers, OF_LAYER, title="layers, all heads of one together"))
     page.section(
         "Prompt, heads, next token",
         "Choose a prompt token to see which heads read it, a head to see which prompt tokens it reads and where, or "
         "a text token to see everything it reads and the most probable next tokens. A large share does not imply a large "
-        "effect: the menu can also color heads by the effect of ablating them (ablation_kl). Arrow keys move, Enter chooses, "
-        "Escape clears.",
+        "effect: the menu can also color heads by their effect. Arrow keys move, Enter chooses, Escape clears.",
     )
     page.add(linked_view(report.linked, title="shares of the prompt in the attention output"))
     page.section(
-        "What the prompt changes",
+        "Effect on the text",
         "Means over the text, then the positions where the prompt lowers the loss most and raises it most.",
     )
     page.add(_effect(summary["prompt_effect"])).add(_places(tables["prompt_effect"])).add(_gain(tables["prompt_effect"]))
     page.section("Layer by layer", "After which layer the prompt helps or hurts (logit lens).")
     page.add(depth_map(tables["prompt_by_depth"], title="loss without the prompt minus loss with it"))
-    page.section(
-        "Which heads matter",
-        "The total effect of each head, including through later layers. ablation_kl: KL divergence of the predictions, in "
-        "nats, when the head's bias contains only BOS (zero_kl: nothing at all); effects of several heads do not add up. "
-        "bias_share: share of the bias in the head's output. Choose a head to see its pattern and its prompt tokens.",
-    )
-    page.add(
-        head_heatmap(tables["bias_by_head"], "ablation_kl", details=report.heads, title="heads by the effect of ablating them")
-    )
-    page.add(contribution_bars(tables["bias_by_layer"], "ablation_kl", title="layers: all heads of a layer ablated"))
     page.section(
         "Direct logit attribution",
         "Direct contribution of each component to the logit of the next token minus the mean logit of the vocabulary, averaged "
@@ -78,26 +100,91 @@ def build_page(report: Report) -> Page:
         "Induction", "Where the text repeats a token of the prompt, and which heads attend to the token that followed it there."
     )
     page.add(_arcs(report))
-    page.section("Share of the bias in each token's attention output", "Mean over all layers and heads.")
+    page.section("Share of the bias", "In each text token's attention output, mean over all layers and heads.")
     page.add(_bias_share(report))
+    page.section("Attention patterns", f"The first {TOP_HEADS} heads of the table above, drawn by circuitsvis.")
+    page.add(_attention(report, ranked))
     page.section(
-        "Attention patterns", "The heads with the largest effect, drawn by circuitsvis; hover to enlarge, click to keep."
+        "Exactness",
+        "How exact the conversion is: the converted model without the prompt, compared with the original with the prompt.",
     )
-    page.add(_attention(report))
-    page.section(
-        "Generated text", f"{summary['generation']['method'].capitalize()}; differences from the first text are marked."
-    )
-    page.add(_generated(summary))
+    page.add(_conversion(summary))
     versions = ", ".join(f"{name} {number}" for name, number in summary["versions"].items())
     return page.footer(f"Made {summary['created']} with {versions}. The numbers are in the Parquet files next to this page.")
+
+
+def ranked_heads(report: Report) -> tuple[pd.DataFrame, str]:
+    """The report's one ranking of heads, its columns in words, and the column that it goes by.
+
+    By the size of the effect on the answer, of each head's part from the prompt without the unit that matters most; where the
+    sentence names heads that suffice alone, by what each keeps alone. Where no unit is significant, or none was removed, by
+    the KL divergence of the predictions when the head has BOS's part alone.
+    """
+    heads = report.tables["bias_by_head"]
+    found = report.explained
+    if found is None or found.unit is None:
+        return heads.rename(columns=MEASURES).sort_values(ABLATION, ascending=False, kind="stable"), ABLATION
+    on_answer = found.heads.assign(alone=found.heads["whole"] - found.heads["converse"])[["layer", "head", *ON_ANSWER]]
+    ranked = on_answer.rename(columns=ON_ANSWER).merge(heads.rename(columns=MEASURES), on=["layer", "head"], validate="1:1")
+    by = ON_ANSWER["alone" if _suffices(found) else "swap"]
+    return ranked.sort_values(by, key=abs, ascending=False, kind="stable"), by
+
+
+def _suffices(found: Explained) -> bool:
+    """Whether the sentence names heads that suffice alone, because none is needed."""
+    return not found.needed() and bool(found.sufficient())
+
+
+def _about_heads(report: Report) -> str:
+    ablation = (
+        f"{ABLATION}: KL divergence of the predictions on the text when the head's bias holds BOS alone; effects of several "
+        "heads do not add up. Choose a head in the map to see its attention pattern and its prompt tokens."
+    )
+    found = report.explained
+    if found is None or found.unit is None:
+        return f"Ranked by {ablation}"
+    by, text = report.summary["answer"]["by"], found.units.loc[found.unit, "unit_text"].strip()
+    own, alone = ON_ANSWER["swap"], ON_ANSWER["alone"]
+    return (
+        f"Ranked by {alone if _suffices(found) else own}. {own}: what the log-probability of {found.answer!r} loses when this "
+        f"head's part of the bias comes from the prompt without the {by} {_short(text)!r}. {alone}: what is left of the {by}'s "
+        f"effect when all other heads' parts do. p and p alone compare with unrelated {by}s; 'leads' is the share of unrelated "
+        f"{by}s, put in its place, with which this head has the largest effect. {ablation}"
+    )
+
+
+def _not_explained(summary: dict[str, Any]) -> str:
+    n_tokens = summary["prompt"]["n_tokens"]
+    if n_tokens > MOST_EXPLAINED:
+        return (
+            f"Which part of the prompt led to the answer was not computed: the prompt has {n_tokens:,} tokens, more than "
+            f"{MOST_EXPLAINED:,}. kvlens explain computes it."
+        )
+    return "Which part of the prompt led to the answer was not computed for this report; kvlens explain computes it."
+
+
+def _head_table(ranked: pd.DataFrame) -> Piece:
+    columns = [name for name in (*ON_ANSWER.values(), ABLATION, MEASURES["bias_share"]) if name in ranked.columns]
+    shown = pd.DataFrame({"head": [f"L{row.layer}H{row.head}" for row in ranked[["layer", "head"]].itertuples()]})
+    for name in columns:
+        in_percent = name in (MEASURES["bias_share"], ON_ANSWER["leads"])
+        shown[name] = [percent(x) if in_percent else _small(x) for x in ranked[name]]
+    return error_table(shown, title="heads, the largest effect first", max_rows=TOP_HEADS)
+
+
+def _small(value: float) -> str:
+    """A number of nats, or a p-value, to three decimals; what is not 0 is not shown as 0."""
+    if value == value and 0 < abs(value) < 5e-4:
+        return "< 0.001" if value > 0 else "> −0.001"
+    return f"{value:.3f}".replace("-", "−") if value == value else "–"
 
 
 def _add_dual(page: Page, report: Report) -> None:
     """Each head as a gradient step on the prompt's tokens, and the contribution of each token."""
     page.section(
-        "Heads as a step of gradient descent",
-        "Every head's output equals that of a linear model W φ(k) after one gradient step on the prompt's tokens as training "
-        "data (the dual model). log_loss_drop: natural logarithm of the decrease in loss, which spans many orders "
+        "Gradient descent",
+        "Every head's output equals that of a linear model W φ(k) after one step of gradient descent on the prompt's tokens as "
+        "training data (the dual model). log_loss_drop: natural logarithm of the decrease in loss, which spans many orders "
         "of magnitude. step_share: share of the head's output that comes from the step. demonstration_weight: the head's "
         "attention to the prompt. cosine_before, cosine_after: mean cosine of W φ(k) and v over the prompt's tokens. The "
         "map shows means over the text; choose a head to see the contribution of each prompt token at the last text token.",
@@ -112,11 +199,10 @@ def _short(name: str) -> str:
 
 def _subtitle(summary: dict[str, Any]) -> str:
     model = summary["model"]
-    notes = "".join(f" Note: {note}" for note in summary["notes"])
     return (
         f"{model['n_layers']} layers of {model['n_heads']} heads, {model['n_parameters']:,} parameters, {model['dtype']}. "
         f"A prompt of {summary['prompt']['n_tokens']:,} tokens became a bias of {summary['bias']['n_numbers']:,} numbers; "
-        f"it is evaluated on a text of {summary['text']['n_tokens']:,} tokens.{notes}"
+        f"it is evaluated on a text of {summary['text']['n_tokens']:,} tokens."
     )
 
 
@@ -210,8 +296,8 @@ def _bias_share(report: Report) -> Piece:
     return colored_tokens(report.heads.text, shares.mean(dim=(0, 1)), title="share of the bias", unit=unit)
 
 
-def _attention(report: Report) -> Piece:
-    heads, details = report.tables["bias_by_head"].nlargest(TOP_HEADS, "ablation_kl"), report.heads
+def _attention(report: Report, ranked: pd.DataFrame) -> Piece:
+    heads, details = ranked.head(TOP_HEADS)[["layer", "head"]], report.heads
     assert details.among is not None
     assert details.strongest is not None
     everything, n_prompt, kept = [*details.prompt, *details.text], len(details.prompt), details.strongest.tolist()

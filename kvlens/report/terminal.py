@@ -40,6 +40,9 @@ def print_report(report: Report, console: Console | None = None) -> None:
 def _show(console: Console, report: Report) -> None:
     summary = report.summary
     _print_head(console, summary)
+    if summary["answer"] is not None:
+        console.print()
+        console.print(Text(_printable(summary["answer"]["explanation"]), style="bold"))
     for note in summary["notes"]:
         console.print()
         console.print(Text(f"Note: {_printable(note)}", style="yellow"))

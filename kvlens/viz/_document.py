@@ -4,11 +4,13 @@ The policy lists the hash of each script that may run. A script or handler that 
 listed, and ``default-src 'none'`` blocks every request.
 
 circuitsvis' own ``_repr_html_`` needs the internet to choose a form, and its local form repeats the 1.3 MB bundle in each
-figure; here the bundle is read from the installed package and included once in the head.
+figure; here the bundle is read from the installed package and included once, compressed. A script unpacks it when the reader
+asks for it (``static/circuitsvis.js``); the policy lists the hash of the unpacked script.
 """
 
 import base64
 import functools
+import gzip
 import hashlib
 import html
 from importlib.resources import files
@@ -16,7 +18,9 @@ from importlib.resources import files
 from kvlens.errors import KVLensError
 from kvlens.viz._text import html_text
 
-SCRIPTS = ("base.js", "kvlens.js", "dual.js", "linked.js", "depth.js", "arcs.js")
+SCRIPTS = tuple(
+    f"{name}.js" for name in ("base", "kvlens", "circuitsvis", "opening", "dual", "linked", "depth", "arcs", "contents", "save")
+)
 """Our scripts, in the order in which they run; the first has the shared functions."""
 
 
@@ -32,7 +36,8 @@ def document(body: str, *, title: str, circuitsvis: bool) -> str:
     bundle = [circuitsvis_bundle()] if circuitsvis else []
     allowed = " ".join(_hash(source) for source in [*bundle, *own])
     policy = f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:"
-    head, foot = ("".join(f"<script>{source}</script>\n" for source in sources) for sources in (bundle, own))
+    scripts = "".join(f"<script>{source}</script>\n" for source in own)
+    packed = f'<script type="text/plain" id="circuitsvis">{_packed(bundle[0])}</script>\n' if bundle else ""
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -43,10 +48,10 @@ def document(body: str, *, title: str, circuitsvis: bool) -> str:
 <title>{html_text(title)}</title>
 <style>
 {style}</style>
-{head}</head>
+</head>
 <body>
 {body}
-{foot}</body>
+{packed}{scripts}</body>
 </html>
 """
 
@@ -71,6 +76,11 @@ def circuitsvis_bundle() -> str:
     except (ModuleNotFoundError, FileNotFoundError) as error:
         raise KVLensError("circuitsvis' JavaScript (dist/cdn/iife.js) is missing; pip install 'circuitsvis>=1.43'") from error
     return source.replace("</script", "<\\/script")  # in a string of React, where it would end our element
+
+
+@functools.cache
+def _packed(source: str) -> str:
+    return base64.b64encode(gzip.compress(source.encode(), mtime=0)).decode()
 
 
 @functools.cache

@@ -100,7 +100,7 @@ def attention_view(
     body = (
         f'<figure class="piece"><figcaption>{html_text(title)} <span class="unit">{html_text("; ".join(notes))}</span>'
         f'</figcaption><div class="paper" data-kvlens="attention"><script type="application/json">{script_json(props)}</script>'
-        "<div></div></div></figure>"
+        '<button type="button" class="draw">Draw with circuitsvis</button><div></div></div></figure>'
     )
     return Piece(title, body, circuitsvis=True, figure=functools.partial(_figure, square, labels, names, top, title))
 

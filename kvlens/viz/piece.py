@@ -36,7 +36,7 @@ class Piece:
 
     def to_html(self) -> str:
         """The piece as one self-contained HTML document."""
-        return document(f"<main>{self.body}</main>", title=self.name, circuitsvis=self.circuitsvis)
+        return document(f"<main data-draw>{self.body}</main>", title=self.name, circuitsvis=self.circuitsvis)
 
     def save_html(self, path: str | Path) -> None:
         """Write the piece as one file that works without a network."""

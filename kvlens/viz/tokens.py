@@ -70,7 +70,8 @@ def colored_tokens(
     note = f'<p class="note">{said}</p>' if (said := part_note(shown)) else ""
     body = (
         f'<figure class="piece"><figcaption>{html_text(title)} <span class="unit">{html_text(unit)}, full color at '
-        f'{number(full)}</span></figcaption>{note}<div class="tokens">{spans}</div></figure>'
+        f'{number(full)}</span></figcaption>{note}<div class="tokens" tabindex="0" role="region" '
+        f'aria-label="{html_text(title)}">{spans}</div></figure>'
     )
     return Piece(title, body, figure=functools.partial(_figure, shown, numbers, full, title, printable(unit)))
 

@@ -40,7 +40,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def report(model):
-    return build_report(model, PROMPT, TEXT, model_name="tiny", new_tokens=9)
+    return build_report(model, PROMPT, TEXT, model_name="tiny", new_tokens=9, by=None)
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def test_headline_figures_follow_from_the_tables(model, report):
     everything = [(layer, head) for layer in range(2) for head in range(3)]
     total = baseline_ablation(model, PROMPT, text, [everything], bias=report.bias)
     assert summary["bias"]["kl_without_any_head"] == total.loc[0, "kl"]
-    strongest = summary["bias"]["heads_by_ablation_kl"]
+    strongest = summary["bias"]["heads"]
     assert [row["ablation_kl"] for row in strongest] == sorted(tables["bias_by_head"]["ablation_kl"], reverse=True)
     assert summary["model"]["fingerprint"] == model.fingerprint().to_json()
 
@@ -436,7 +436,7 @@ def test_with_dual_the_report_says_what_each_step_does(model, tmp_path):
     assert coloring[1, 2].item() == pytest.approx(mean[1, 2])
     assert set(report.linked.without_zero) < set(report.linked.colorings)
     write_report(report, tmp_path / "r")
-    assert "Heads as a step of gradient descent" in (tmp_path / "r" / "report.html").read_text(encoding="utf-8")
+    assert ">Gradient descent</h2>" in (tmp_path / "r" / "report.html").read_text(encoding="utf-8")
     assert FILES | {"dual_losses.parquet", "dual_demonstrations.parquet"} == set(listing(tmp_path / "r"))
 
 

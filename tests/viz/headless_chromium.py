@@ -49,11 +49,11 @@ class Visit:
     requests: list[str]
 
 
-def visit(page: Path, folder: Path) -> Visit:
-    """Open ``page``; ``folder`` gets the browser's profile and log."""
+def visit(page: Path, folder: Path, fragment: str = "") -> Visit:
+    """Open ``page``, with ``fragment`` behind the # of its address; ``folder`` gets the browser's profile and log."""
     log = folder / "network.json"
     flags = [f"--user-data-dir={folder / 'profile'}", f"--log-net-log={log}"]
-    command = [CHROMIUM, *FLAGS, *flags, "--dump-dom", page.as_uri()]
+    command = [CHROMIUM, *FLAGS, *flags, "--dump-dom", f"{page.as_uri()}#{fragment}"]
     environment = {**os.environ, "HOME": str(folder)}
     done = subprocess.run(command, capture_output=True, timeout=120, env=environment, check=True)
     return Visit(done.stdout.decode("utf-8"), _requests(json.loads(log.read_text(encoding="utf-8"))))

@@ -13,7 +13,7 @@ from tiny_text_model import PROMPT, TEXT, tiny_text_model
 from analyses import HeadDetails
 from analyses.texts import joined
 from kvlens.report import build_report, write_report
-from kvlens.report.page import build_page
+from kvlens.report.page import build_page, ranked_heads
 from kvlens.viz import (
     Page,
     attention_view,
@@ -80,14 +80,17 @@ def hostile_page() -> Page:
 
 
 def test_the_report_draws_and_asks_the_network_for_nothing(report, tmp_path):
-    folder = write_report(report, tmp_path / "report")
-    seen = visit(folder / "report.html", tmp_path)
+    html = (write_report(report, tmp_path / "report") / "report.html").read_text(encoding="utf-8")
+    page = tmp_path / "page.html"
+    page.write_text(with_script(html, 'document.querySelector(".draw").click()'), encoding="utf-8")
+    seen = visit(page, tmp_path)
     assert seen.requests == []
     text = visible_text(seen.dom)
     for words in ("kvlens report: tiny", "exact to rounding", "Head Selector", "L0 H", "L1 H", "Point at a cell", "converted"):
         assert words in text
     assert seen.dom.count("<canvas") == 6 + 1 + 1  # circuitsvis' small ones and the enlarged one, and the chosen head's
-    strongest = report.tables["bias_by_head"].nlargest(1, "ablation_kl").iloc[0]
+    ranked, column = ranked_heads(report)
+    strongest = ranked.loc[ranked[column].abs().idxmax()]
     assert f'data-selected="{int(strongest["layer"])}.{int(strongest["head"])}"' in seen.dom
     assert f"Layer {int(strongest['layer'])}, head {int(strongest['head'])}" in text
 
@@ -107,6 +110,80 @@ def test_tokens_are_shown_as_whole_characters(tmp_path):
     assert joined(tokens) == text and "你" in "".join(tokens)
     shown = visible_text(seen.dom)
     assert "\N{REPLACEMENT CHARACTER}" not in shown and "is a token with part of a character" in shown
+
+
+def test_circuitsvis_waits_until_it_is_asked_for(report, tmp_path):
+    (tmp_path / "page.html").write_text(build_page(report).to_html(), encoding="utf-8")
+    dom = visit(tmp_path / "page.html", tmp_path).dom
+    assert dom.count("<canvas") == 1 and "Draw with circuitsvis" in dom  # the chosen head's pattern is the page's own
+    alone = attention_view(["a", "b"], torch.rand(1, 2, 2))
+    alone.save_html(tmp_path / "alone.html")
+    assert "Head Selector" in visible_text(visit(tmp_path / "alone.html", tmp_path).dom)
+
+
+def test_the_switch_of_the_opening_shows_another_effect(report, tmp_path):
+    switch = """
+        const figure = document.querySelector('[data-kvlens="opening"]'), select = figure.querySelector("select");
+        select.value = "knockout_effect";
+        select.dispatchEvent(new Event("change"));
+        const shown = [...figure.querySelectorAll("[data-column]")].filter((text) => !text.hidden);
+        document.body.dataset.shown = shown.map((text) => text.dataset.column);
+    """
+    (tmp_path / "page.html").write_text(with_script(build_page(report).to_html(), switch), encoding="utf-8")
+    assert 'data-shown="knockout_effect"' in visit(tmp_path / "page.html", tmp_path).dom
+
+
+def test_one_selection_is_shared_by_all_figures_and_stands_in_the_address(report, tmp_path):
+    clicks = """
+        const linked = document.querySelector('[data-kvlens="linked"]'), seen = [];
+        const record = () => seen.push([location.hash, linked.dataset.chosen]);
+        linked.querySelector('.text .token').click();
+        record();
+        document.querySelector('[data-kvlens="heat-map"] table:not([hidden]) [data-layer="0"][data-head="2"]').click();
+        record();
+        document.querySelectorAll(".depth-grid .cell")[1].click();
+        record();
+        document.body.dataset.seen = JSON.stringify(seen);
+        const chosen = [...document.querySelectorAll(".depth-grid .of-chosen")];
+        document.body.dataset.columns = new Set(chosen.map((cell) => cell.title.split(", ")[1].split(" “")[0])).size;
+    """
+    page = build_page(report).to_html()
+    (tmp_path / "page.html").write_text(with_script(page, clicks), encoding="utf-8")
+    dom = visit(tmp_path / "page.html", tmp_path).dom
+    (seen,) = re.findall(r'data-seen="([^"]*)"', dom)
+    assert json.loads(html.unescape(seen)) == [
+        ["#text=0&show=text", "text 0"],
+        ["#text=0&show=head&head=0.2", "head 2"],
+        ["#text=1&show=text&head=0.2", "text 1"],
+    ]
+    assert 'data-columns="1"' in dom
+    (tmp_path / "bare.html").write_text(page, encoding="utf-8")
+    again = visit(tmp_path / "bare.html", tmp_path, "head=0.2&prompt=3&show=prompt").dom
+    assert 'data-selected="0.2"' in again and 'data-chosen="prompt 3"' in again
+    assert 'data-chosen="text ' in visit(tmp_path / "bare.html", tmp_path, "heads").dom  # an anchor selects nothing
+
+
+def test_figures_are_saved_as_they_are_shown(report, tmp_path):
+    clicks = """
+        const saved = {};
+        URL.createObjectURL = (blob) => {
+          blob.text().then((text) => (saved[blob.type] ??= []).push(text));
+          return "data:,";
+        };
+        HTMLAnchorElement.prototype.click = () => {};
+        for (const button of document.querySelectorAll(".save button")) button.click();
+        setTimeout(() => {
+          const found = [Object.keys(saved).sort(), saved["text/csv"], saved["image/svg+xml"].map((one) => one.slice(0, 5))];
+          const place = Object.assign(document.createElement("pre"), { id: "saved", textContent: JSON.stringify(found) });
+          document.body.append(place);
+        }, 500);
+    """
+    (tmp_path / "page.html").write_text(with_script(build_page(report).to_html(), clicks), encoding="utf-8")
+    (found,) = re.findall(r'<pre id="saved">(.*?)</pre>', visit(tmp_path / "page.html", tmp_path).dom, flags=re.DOTALL)
+    kinds, tables, drawings = json.loads(html.unescape(found))
+    assert kinds == ["image/png", "image/svg+xml", "text/csv"] and set(drawings) == {"<svg "}
+    (exact,) = [table for table in tables if "relative error of the logits" in table]
+    assert exact.lstrip("\ufeff").startswith("measure,value,verdict\r\nrelative error of the logits,")
 
 
 def test_the_policy_refuses_what_escaping_would_have_missed(tmp_path):
@@ -168,7 +245,8 @@ def test_a_click_shows_that_head(tmp_path):
 
 def test_a_hostile_prompt_is_shown_and_runs_nothing(tmp_path):
     html = without_policy(hostile_page().to_html())
-    (tmp_path / "page.html").write_text(html, encoding="utf-8")
+    click = '<script>document.querySelector(".draw").click()</script></body>'
+    (tmp_path / "page.html").write_text(html.replace("</body>", click), encoding="utf-8")
     seen = visit(tmp_path / "page.html", tmp_path)
     assert seen.requests == []
     tags, handlers = tags_and_handlers(seen.dom)
@@ -215,7 +293,8 @@ def test_a_long_prompt_gives_a_page_that_opens(tmp_path):
     page = Page("long").add(head_heatmap(by_head(4, 6), details=details))
     page.add(attention_view(tokens, details.pattern[0], queries=details.queries, n_prompt=n_prompt))
     page.add(colored_tokens(tokens, range(len(tokens))))
-    page.save_html(tmp_path / "page.html")
+    click = 'document.querySelector(".draw").click()'
+    (tmp_path / "page.html").write_text(with_script(page.to_html(), click), encoding="utf-8")
     assert (tmp_path / "page.html").stat().st_size < 8e6
     text = visible_text(visit(tmp_path / "page.html", tmp_path).dom)
     for words in (

@@ -1,7 +1,7 @@
 // Induction arcs: prompt and text on one line, and a strip of the heads' scores that filters them.
 "use strict";
 (() => {
-  const { dataOf, label, short, number, element, paint, roving, legend, strongest, svg } = KVLENS;
+  const { dataOf, label, short, number, element, paint, roving, legend, strongest, selection, svg } = KVLENS;
   const STEP = 15, LABELS = 96;
 
   const tokensOf = (picture, data, base) => data.tokens.forEach((token, i) => {
@@ -63,6 +63,12 @@
       if (!chosen.delete(key)) chosen.add(key);
       draw();
     };
+    const follow = ({ head }) => {
+      if (!data.scores.some(([layer, index]) => `${layer}.${index}` === head) || (chosen.size === 1 && chosen.has(head))) return;
+      chosen.clear();
+      chosen.add(head);
+      draw();
+    };
     scroll.append(picture);
     scroll.tabIndex = 0;
     scroll.setAttribute("role", "region");
@@ -70,6 +76,8 @@
     place.append(legend(top, "induction score", data.scores.some((s) => s[2] < 0)), strip, scroll, status);
     roving(buttons, 0, toggle, () => { chosen.clear(); draw(); });
     draw();
+    follow(selection.get());
+    selection.listen(follow);
     scroll.scrollLeft = wide; // scroll to the text, where the arcs start
   };
 

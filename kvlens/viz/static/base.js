@@ -94,6 +94,9 @@ const KVLENS = (() => {
   // tokens as running text, each with its color and a tooltip
   const coloredTokens = (tokens, values, top, describe) => {
     const box = element("div", "tokens");
+    box.tabIndex = 0; // it scrolls where there are many
+    box.setAttribute("role", "region");
+    box.setAttribute("aria-label", "colored tokens");
     tokens.forEach((token, i) => {
       const span = element("span", "none", running(token).replace(/\n/g, NEWLINE + "\n"));
       paint(span, values[i], top);
@@ -102,6 +105,29 @@ const KVLENS = (() => {
     });
     return box;
   };
+
+  // What is selected in a page: a head ("layer.head"), a prompt token, a text token, and which of the three was chosen last
+  // (`show`). All figures share it; it stands in the hash of the page's address, so that it survives a reload and can be copied.
+  const selection = (() => {
+    const names = ["head", "prompt", "text", "show"], listeners = [];
+    const read = () => Object.fromEntries([...new URLSearchParams(location.hash.slice(1))].filter(([name]) => names.includes(name)));
+    let now = read();
+    const become = (next) => {
+      if (names.every((name) => next[name] === now[name])) return;
+      now = next;
+      listeners.forEach((listener) => listener(now));
+    };
+    window.addEventListener("hashchange", () => location.hash.includes("=") && become(read()));
+    return {
+      get: () => now,
+      set: (change) => {
+        const next = Object.fromEntries(Object.entries({ ...now, ...change }).filter(([, value]) => value !== null));
+        try { history.replaceState(null, "", `#${new URLSearchParams(next)}`); } catch { /* a notebook's frame has no address */ }
+        become(next);
+      },
+      listen: (listener) => listeners.push(listener),
+    };
+  })();
 
   // The maps of heads in a figure: the selector of a column, arrow keys, and what choosing a head shows. `show` fills the area
   // below the map and returns a function that redraws it when the page changes its size.
@@ -115,22 +141,37 @@ const KVLENS = (() => {
     figure.append(said);
     let redraw = () => {};
     const choose = (layer, head, quietly) => {
+      if (figure.dataset.selected === `${layer}.${head}`) return;
       figure.dataset.selected = `${layer}.${head}`;
       for (const button of figure.querySelectorAll("table.heat button"))
         button.setAttribute("aria-pressed", button.dataset.layer === layer && button.dataset.head === head);
       redraw = show(place, Number(layer), Number(head)) ?? (() => {});
       if (!quietly) said.textContent = `Layer ${layer}, head ${head} is shown below.`;
     };
+    const pick = ({ layer, head }) => {
+      choose(layer, head);
+      selection.set({ head: `${layer}.${head}`, show: "head" });
+    };
     const isKnown = (button) => known(button.dataset.layer, button.dataset.head);
     for (const map of maps) {
       const buttons = [...map.querySelectorAll("button")], across = map.querySelectorAll("thead th").length - 1;
-      roving(buttons, across, (i) => isKnown(buttons[i]) && choose(buttons[i].dataset.layer, buttons[i].dataset.head), null);
+      roving(buttons, across, (i) => isKnown(buttons[i]) && pick(buttons[i].dataset), null);
     }
     const strength = (button) => (isKnown(button) ? parseFloat(button.style.getPropertyValue("--x")) || 0 : -1);
     const first = [...maps[0].querySelectorAll("button")].reduce((a, b) => (strength(b) > strength(a) ? b : a));
-    if (isKnown(first)) choose(first.dataset.layer, first.dataset.head);
-    document.addEventListener("kvlens-head", ({ detail: [layer, head] }) => known(layer, head) && choose(`${layer}`, `${head}`, true));
+    const follow = ({ head = "" }) => {
+      const [layer, index] = head.split(".");
+      if (known(layer, index)) choose(layer, index, true);
+    };
+    follow(selection.get());
+    if (!figure.dataset.selected && isKnown(first)) choose(first.dataset.layer, first.dataset.head);
+    selection.listen(follow);
     window.addEventListener("resize", () => redraw());
+    for (const event of ["beforeprint", "afterprint"]) // canvases too are printed in the light colors
+      window.addEventListener(event, () => {
+        document.documentElement.classList.toggle("printing", event === "beforeprint");
+        redraw();
+      });
     window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => redraw());
   };
 
@@ -141,5 +182,5 @@ const KVLENS = (() => {
     return made;
   };
 
-  return { NEWLINE, dataOf, label, running, short, number, percent, valuesOf, strongest, sumOf, element, paint, roving, legend, coloredTokens, mapOfHeads, svg };
+  return { NEWLINE, dataOf, label, running, short, number, percent, valuesOf, strongest, sumOf, element, paint, roving, legend, coloredTokens, mapOfHeads, selection, svg };
 })();

@@ -1,7 +1,7 @@
 // Layer by layer: a grid of depths (rows) and text tokens (columns), the text above it, the mean of each row next to it.
 "use strict";
 (() => {
-  const { dataOf, label, short, number, element, paint, roving, legend, svg } = KVLENS;
+  const { dataOf, label, short, number, element, paint, roving, legend, selection, svg } = KVLENS;
 
   const meanCurve = (data, rowHeight) => {
     const width = 120, height = rowHeight * data.layers.length;
@@ -64,7 +64,10 @@
     box.firstChild.textContent = `${number(data.top ?? 0)} nats lost`;
     scale.append(box);
     place.append(scale, frame, readout);
-    roving(cells, columns, () => {}, null);
+    const follow = ({ text }) => cells.forEach((cell, i) => cell.classList.toggle("of-chosen", String(data.positions[i % columns]) === text));
+    roving(cells, columns, (i) => selection.set({ text: String(data.positions[i % columns]), show: "text" }), null);
+    follow(selection.get());
+    selection.listen(follow);
   };
 
   document.querySelectorAll('[data-kvlens="depth"]').forEach(setUp);

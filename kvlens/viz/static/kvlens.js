@@ -1,4 +1,4 @@
-// The map of heads with its details, circuitsvis, and the frame of a notebook.
+// The map of heads with its details, and the frame of a notebook.
 "use strict";
 (() => {
   const { dataOf, label, short, number, valuesOf, strongest, sumOf, element, legend, coloredTokens, mapOfHeads } = KVLENS;
@@ -154,27 +154,7 @@
     mapOfHeads(figure, known, (place, layer, head) => showHead(place, data, scales, layer, head));
   };
 
-  // --- circuitsvis, and the frame of a notebook ----------------------------------------------------------------------
-
-  const setUpAttention = (figure, index) => {
-    const target = figure.querySelector(":scope > div"), props = dataOf(figure);
-    target.id = `circuitsvis-${index}`;
-    let width = 0, waiting = null;
-    const render = () => { // it measures its width only once, when it is drawn
-      if (width === figure.clientWidth) return;
-      width = figure.clientWidth;
-      target.replaceChildren();
-      CircuitsVis.render(target.id, CircuitsVis.AttentionHeads, props);
-    };
-    new MutationObserver(() => { // its canvases have a role but no name
-      for (const canvas of target.querySelectorAll("canvas:not([aria-label])")) canvas.setAttribute("aria-label", "attention pattern of a head");
-    }).observe(target, { childList: true, subtree: true });
-    figure.tabIndex = 0; // it scrolls sideways on a small screen
-    figure.setAttribute("role", "region");
-    figure.setAttribute("aria-label", "attention patterns");
-    render();
-    window.addEventListener("resize", () => { clearTimeout(waiting); waiting = setTimeout(render, 200); });
-  };
+  // --- the frame of a notebook --------------------------------------------------------------------------------------
 
   const fitFrame = () => {
     let frame = null;
@@ -186,6 +166,5 @@
   };
 
   document.querySelectorAll('[data-kvlens="heat-map"]').forEach(setUpHeatMap);
-  document.querySelectorAll('[data-kvlens="attention"]').forEach(setUpAttention);
   fitFrame();
 })();

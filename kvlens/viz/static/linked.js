@@ -2,7 +2,7 @@
 // attention output at a text token. Choosing in one panel recolors the other two.
 "use strict";
 (() => {
-  const { NEWLINE, dataOf, label, running, number, percent, valuesOf, strongest, element, paint, roving, legend } = KVLENS;
+  const { NEWLINE, dataOf, label, running, number, percent, valuesOf, strongest, element, paint, roving, legend, selection } = KVLENS;
   const share = (x) => percent(x, 0); // even very small ones: there may be thousands of tokens
 
   const matrix = (quantized, nColumns) => {
@@ -190,20 +190,35 @@
       if (kind === "head") return `${names.heads(index)}: reads most from ${best(values.prompt, names.prompt, 3)}; largest share at ${best(values.text, names.text, 3)}.`;
       return `${names.text(index)}: largest share through ${best(values.heads, names.heads, 3)}; from ${best(values.prompt, names.prompt, 3)}.`;
     };
-    const choose = (what) => (i) => {
-      [kind, index] = kind === what && index === i ? [null, null] : [what, i];
+    const keys = { prompt: (i) => String(data.blocks[i].place), head: (i) => `${Math.floor(i / nHeads)}.${i % nHeads}`, text: String };
+    const show = (what, i) => {
+      [kind, index] = [what, i];
       figure.dataset.chosen = kind === null ? "" : `${kind} ${index}`;
       draw();
-      if (kind === "head") document.dispatchEvent(new CustomEvent("kvlens-head", { detail: [Math.floor(index / nHeads), index % nHeads] }));
     };
-    const clear = () => { kind = index = null; figure.dataset.chosen = ""; draw(); };
+    const clear = () => { show(null, null); selection.set({ show: null }); };
+    const choose = (what) => (i) => {
+      if (kind === what && index === i) return clear();
+      show(what, i);
+      selection.set({ [what]: keys[what](i), show: what });
+    };
+    const buttonsOf = { prompt: promptButtons, head: headCells, text: textButtons };
+    const follow = (selected) => { // what was chosen elsewhere, or stands in the address
+      const what = selected.show, i = buttonsOf[what]?.findIndex((_, i) => keys[what](i) === selected[what]) ?? -1;
+      if (i < 0 || (kind === what && index === i)) return;
+      show(what, i);
+      const button = buttonsOf[what][i], box = button.closest(".tokens");
+      if (box) box.scrollTop = button.offsetTop - box.offsetTop - box.clientHeight / 2;
+    };
     roving(promptButtons, 0, choose("prompt"), clear);
     roving(headCells, nHeads, choose("head"), clear);
     roving(textButtons, 0, choose("text"), clear);
     coloring.listen(() => { if (kind !== "head") clear(); else draw(); });
     prompt.note.textContent = data.block > 1 ? `${data.n_prompt} tokens in blocks of ${data.block}; colors are means per token. The text of long blocks is abbreviated.` : `${data.n_prompt} tokens.`;
     text.note.textContent = data.note;
-    choose("text")(data.text.length - 1); // show the next-token predictions at once
+    show("text", data.text.length - 1); // show the next-token predictions at once
+    follow(selection.get());
+    selection.listen(follow);
   };
 
   const coloringChoice = (heads, data) => {

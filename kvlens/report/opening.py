@@ -1,0 +1,120 @@
+"""The opening of a report's page: one sentence, and one picture of what the prompt does to one answer.
+
+All of it comes from one counterfactual, the prompt without one unit, as :func:`kvlens.analyses.attribution.explain.explain`
+measures it.
+"""
+
+from typing import Any
+
+import pandas as pd
+
+from kvlens.report.explanation import in_a_sentence
+from kvlens.viz._color import strongest, style
+from kvlens.viz._text import NEWLINE, html_text, number, percent, running
+from kvlens.viz.piece import Piece
+
+MOST_NUMBERED = 24
+"""Up to so many significant units show their effects behind them."""
+EFFECTS = {
+    "total_effect": "effect of removing it, nats",
+    "knockout_effect": "effect of hiding it from the text, nats",
+}
+"""The measures that the picture offers, in words."""
+
+
+def opening(explained: Any, by: str, text: str) -> Piece:
+    """The sentence; the prompt with each unit colored by its effect on the answer; the text; the answer against its rival.
+
+    Args:
+        explained: a :class:`kvlens.analyses.attribution.explain.Explained`.
+        by: what a unit is called, such as "sentence".
+        text: what follows the prompt.
+    """
+    sentence = html_text(in_a_sentence(explained, by)).replace(" %", "&nbsp;%")
+    claim = f'<p class="claim">{sentence}</p>'
+    options = "".join(f'<option value="{name}">{html_text(words)}</option>' for name, words in EFFECTS.items())
+    prompts = "".join(
+        f'<div data-column="{name}"{" hidden" if i else ""}>{_colored_units(explained.units, name)}</div>'
+        for i, name in enumerate(EFFECTS)
+    )
+    said = (
+        f"What each {by} does to the log-probability of {explained.answer!r}: blue raises it, red lowers it. Gray: no larger "
+        f"than the effects of {by}s of unrelated texts (p > 0.05)."
+    )
+    body = (
+        f'{claim}{_odds(explained, by)}<figure class="piece" data-kvlens="opening"><figcaption>The prompt, by {html_text(by)} '
+        f'<select aria-label="which effect is shown">{options}</select></figcaption><p class="note">{html_text(said)}</p>'
+        f'{prompts}<h3>The text that follows</h3><div class="tokens asked" tabindex="0" role="region" '
+        f'aria-label="the text that follows">{_shown(text)}</div></figure>'
+    )
+    return Piece("what the prompt does", body)
+
+
+def _colored_units(units: pd.DataFrame, column: str) -> str:
+    tested = column == "total_effect"
+    significant = units["significant"] if tested else pd.Series(True, units.index)
+    top = strongest(units.loc[significant, column])
+    numbered = tested and int(significant.sum()) <= MOST_NUMBERED
+    spans = "".join(
+        _unit(row["unit_text"], row[column], top, bool(significant[i]), row["p_value"] if tested else None, numbered)
+        for i, row in units.iterrows()
+    )
+    untested = "" if tested else '<p class="note">This effect has not been tested against unrelated texts.</p>'
+    return (
+        f'{untested}<div class="tokens units" tabindex="0" role="region" '
+        f'aria-label="prompt, {html_text(EFFECTS[column])}">{spans}</div>'
+    )
+
+
+def _unit(text: str, effect: float, top: float, significant: bool, p: float | None, numbered: bool) -> str:
+    """One unit without the blanks around it, which stay uncolored; behind it its effect where it is significant."""
+    said = f"{number(effect)} nats" + ("" if p is None else f", p = {p:.3f}")
+    own = text.strip()
+    before, after = text[: text.index(own)], text[text.index(own) + len(own) :]
+    sign = "+" if effect > 0 else ""
+    badge = f'<b class="effect">{sign}{number(effect)}</b>' if significant and numbered and own else ""
+    look = style(effect, top) if significant else 'class="unsure"'
+    shown = f'<span title="{html_text(said)}" {look}>{_shown(own)}{badge}</span>' if own else ""
+    return f"{_blank(before)}{shown}{_blank(after)}"
+
+
+def _blank(text: str) -> str:
+    return f'<i class="unsure">{_shown(text)}</i>' if text else ""
+
+
+def _shown(text: str) -> str:
+    return html_text(running(text)).replace("\n", f"{NEWLINE}\n")
+
+
+def _odds(explained: Any, by: str) -> str:
+    """A table of two answers, before and after, with bars."""
+    without = explained.p_answer[1] is not None
+    heads = ["the model continues with", "with the prompt", *([f"without that {by}"] if without else [])]
+    named = [(explained.answer, "the answer", explained.p_answer), (explained.rival, "nearest rival", explained.p_rival)]
+    rows = "".join(
+        f'<tr><th scope="row"><bdi>{html_text(name)}</bdi> <span class="unit">{what}</span></th>'
+        + "".join(_odd(p) for p in both if p is not None)
+        + "</tr>"
+        for name, what, both in named
+    )
+    head = "".join(f'<th scope="col">{html_text(words)}</th>' for words in heads)
+    return f'<table class="odds"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
+
+
+def _odd(p: float) -> str:
+    bar = f'<div class="track"><div class="bar positive" style="left:0;width:{100 * p:.2f}%"></div></div>'
+    return f"<td><div>{percent(p)}</div>{bar}</td>"
+
+
+def exactness(figures: dict[str, Any], n_text: int) -> str:
+    """One line on how exact the conversion is, from the summary's ``conversion``."""
+    agreeing = f"the same most probable next token at {round(figures['argmax_agreement'] * n_text)} of {n_text} positions"
+    error = f"relative error of the logits {number(figures['relative_error'])}"
+    if figures["approximation"] is not None:
+        return f"The prompt's conversion into a bias is approximate ({figures['approximation']}): {error}; {agreeing}."
+    if figures["exact_to_rounding"]:
+        return f"The prompt's conversion into a bias is exact to rounding: {error}; {agreeing}."
+    return (
+        f"The prompt's conversion into a bias is NOT EXACT: {error}, rounding alone gives {number(figures['rounding_error'])}; "
+        f"{agreeing}."
+    )

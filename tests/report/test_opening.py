@@ -1,0 +1,113 @@
+"""The opening of a report: one sentence and one picture, from the numbers of one counterfactual."""
+
+import re
+
+import pandas as pd
+import pytest
+import torch
+from kvlens.analyses.attribution.explain import explain
+from tiny_text_model import PROMPT, TEXT, tiny_text_model
+
+from kvlens import HookedKVTransformer, KVLensError
+from kvlens.cli import main
+from kvlens.report import build as building
+from kvlens.report import build_report, write_report
+from kvlens.report.example import example_for
+from kvlens.report.explanation import in_a_sentence
+from kvlens.report.opening import exactness, opening
+from kvlens.report.page import build_page, ranked_heads
+from kvlens.viz._text import html_text, percent
+
+
+@pytest.fixture(scope="module")
+def report():
+    model = HookedKVTransformer.from_zoo("facts-linear")
+    return build_report(model, *example_for("facts-linear"), model_name="facts-linear", new_tokens=2)
+
+
+def test_the_page_opens_with_what_explain_found(report):
+    model = HookedKVTransformer.from_zoo("facts-linear")
+    found, shown = explain(model, *example_for("facts-linear")), report.summary["answer"]
+    assert shown["explanation"] == in_a_sentence(found, "sentence")
+    assert shown["p_answer"] == pytest.approx(list(found.p_answer)) and shown["unit"] == found.unit == 5
+    assert shown["heads_needed"] == found.needed() and shown["heads_sufficient"] == found.sufficient()
+    page = build_page(report).to_html()
+    first = page[page.index('<section id="the-answer"') : page.index("</section>")]
+    assert html_text(shown["explanation"]) in first.replace("&nbsp;", " ")
+    for p in (*found.p_answer, *found.p_rival):
+        assert f"<div>{percent(p)}</div>" in first
+    assert "exact to rounding" in first
+    pd.testing.assert_frame_equal(report.tables["answer_units"], found.units)
+
+
+def test_units_within_the_null_have_no_color(report):
+    body = opening(report.explained, "sentence", "?").body
+    prompt = body[body.index('data-column="total_effect"') : body.index('data-column="knockout_effect"')]
+    looks = re.findall(r'<span title="[^"]*" class="(\w+)[^>]*>([^<]*)', prompt)
+    assert [look for look, _ in looks] == ["unsure"] * 5 + ["positive"]
+    assert [text for _, text in looks] == [text.strip() for text in report.explained.units["unit_text"]]
+    assert prompt.count('<b class="effect">') == 1
+
+
+def test_there_is_one_ranking_of_heads_and_it_is_that_of_the_sentence(report):
+    ranked, column = ranked_heads(report)
+    heads = report.explained.heads.set_index(["layer", "head"])
+    needed = bool(report.explained.needed())
+    assert column == ("effect on the answer, nats" if needed else "kept by this head alone, nats")
+    measured = heads["swap"] if needed else heads["whole"] - heads["converse"]
+    assert ranked[column].abs().is_monotonic_decreasing
+    for row in ranked.to_dict("records"):
+        assert row[column] == measured[row["layer"], row["head"]]
+    page = build_page(report).to_html()
+    first = f"L{ranked['layer'].iloc[0]}H{ranked['head'].iloc[0]}"
+    assert first in report.summary["answer"]["heads_needed"] + report.summary["answer"]["heads_sufficient"]
+    assert f"<tbody><tr><td>{first}</td>" in page
+    assert "ablation_kl" not in page and "zero_kl" not in page
+
+
+def test_without_an_explanation_the_page_says_so(monkeypatch, tmp_path):
+    model = tiny_text_model()
+    report = build_report(model, PROMPT, TEXT, new_tokens=1, by=None)
+    assert report.explained is None and report.summary["answer"] is None and "answer_units" not in report.tables
+    assert "was not computed for this report" in build_page(report).to_html()
+    assert ranked_heads(report)[1] == building.ABLATION
+    monkeypatch.setattr(building, "MOST_EXPLAINED", 3)
+    monkeypatch.setattr("kvlens.report.page.MOST_EXPLAINED", 3)
+    long = build_report(model, PROMPT, TEXT, new_tokens=1)
+    assert long.explained is None and "tokens, more than 3" in build_page(long).to_html()
+    assert (write_report(long, tmp_path / "r") / "report.html").is_file()
+
+
+def test_units_that_do_nothing_leave_the_ranking_to_the_text():
+    model = HookedKVTransformer.from_zoo("facts-linear")
+    report = build_report(model, "Mira keeps a goat. Pavel has a parrot.", " Where is the", new_tokens=1, answer=" kite")
+    assert report.explained.unit is None and report.summary["answer"]["p_answer"][1] is None
+    page = build_page(report).to_html()
+    assert html_text("No sentence of the prompt changes the probability of 'kite'") in page
+    assert "without that sentence" not in page and ranked_heads(report)[1] == building.ABLATION
+
+
+def test_exactness_is_one_line():
+    figures = {"relative_error": 2e-7, "rounding_error": 1e-7, "argmax_agreement": 1.0, "exact_to_rounding": True}
+    figures |= {"approximation": None}
+    assert exactness(figures, 20).startswith("The prompt's conversion into a bias is exact to rounding: ")
+    assert "at 20 of 20 positions" in exactness(figures, 20)
+    assert "NOT EXACT" in exactness({**figures, "exact_to_rounding": False}, 20)
+    assert "approximate (landmark, 8" in exactness({**figures, "approximation": "landmark, 8", "exact_to_rounding": None}, 20)
+
+
+def test_a_page_never_says_in_which_folder_the_model_lies(tmp_path):
+    model = tiny_text_model()
+    model.cfg.model_name = str(tmp_path / "secret" / "mine")
+    report = build_report(model, PROMPT, TEXT, new_tokens=1, by=None)
+    assert report.summary["model"]["name"] == "mine"
+    model.cfg.model_name = "owner/mine"
+    assert build_report(model, PROMPT, TEXT, new_tokens=1, by=None).summary["model"]["name"] == "owner/mine"
+
+
+def test_an_answer_that_is_not_explained_is_refused(capsys, tmp_path):
+    words = ["report", "--by", "none", "--answer", " goat", "--out", str(tmp_path / "r")]
+    assert main(words) == 2 and "--by none skips the explanation" in capsys.readouterr().err
+    with pytest.raises(KVLensError, match="the answer itself"):
+        build_report(tiny_text_model(), PROMPT, TEXT, new_tokens=1, answer="a", rival="a")
+    assert torch.is_grad_enabled()
