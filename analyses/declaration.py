@@ -54,7 +54,7 @@ from typing import Any, NamedTuple, TypeVar
 import pandas as pd
 from torch import Tensor
 
-from kvlens import HookedKVTransformer, KVLensError
+from kvlens import KVLensError, KVModel
 from kvlens.checks import ensure, one_of
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -171,7 +171,7 @@ class Record:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _as_it_is(model: HookedKVTransformer, value: Any) -> Any:
+def _as_it_is(model: KVModel, value: Any) -> Any:
     return value
 
 
@@ -186,10 +186,10 @@ class Field:
     """
 
     name: str
-    read: Callable[[HookedKVTransformer, Any], Any] = _as_it_is
+    read: Callable[[Any, Any], Any] = _as_it_is
     required: bool = True
 
-    def of(self, model: HookedKVTransformer, record: Record) -> Any:
+    def of(self, model: KVModel, record: Record) -> Any:
         """The argument for one record.
 
         Raises:
@@ -244,7 +244,7 @@ class Option:
         return ensure(name, one_of(self.choices) if self.choices else kind, value)
 
 
-def _takes_any(model: HookedKVTransformer) -> None:
+def _takes_any(model: KVModel) -> None:
     """Accept every model."""
 
 
@@ -273,7 +273,7 @@ class Analysis:
     columns: Columns
     inputs: Mapping[str, Field] = field(default_factory=dict)
     options: Mapping[str, Option] = field(default_factory=dict)
-    check_model: Callable[[HookedKVTransformer], None] = _takes_any
+    check_model: Callable[[Any], None] = _takes_any
     n_interventions: Callable[..., int] | None = None
 
     def __post_init__(self) -> None:
@@ -306,7 +306,7 @@ class Analysis:
         read = {name: self.options[name].read(name, value, defaults[name]) for name, value in given.items()}
         return {**defaults, **read}
 
-    def run(self, model: HookedKVTransformer, record: Record, **options: Any) -> pd.DataFrame:
+    def run(self, model: KVModel, record: Record, **options: Any) -> pd.DataFrame:
         """The table of one record.
 
         Raises:

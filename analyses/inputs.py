@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvlens import HookedKVTransformer, KVLensError
+from kvlens import KVLensError, KVModel
 from kvlens.checks import checked
 
 from .declaration import Field
@@ -19,13 +19,13 @@ from .declaration import Field
 def tokens_field(name: str, *, prepend_bos: bool, required: bool = True) -> Field:
     """A field read as tokens [pos], with BOS prepended if ``prepend_bos`` and that is the model's default."""
 
-    def read(model: HookedKVTransformer, value: Any) -> Tensor:
+    def read(model: KVModel, value: Any) -> Tensor:
         return read_tokens(model, name, value, prepend_bos=prepend_bos and model.prepends_bos)
 
     return Field(name, read, required)
 
 
-def read_tokens(model: HookedKVTransformer, what: str, value: Any, *, prepend_bos: bool) -> Tensor:
+def read_tokens(model: KVModel, what: str, value: Any, *, prepend_bos: bool) -> Tensor:
     """Read ``value`` as tokens [pos].
 
     Raises:

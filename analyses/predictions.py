@@ -1,12 +1,9 @@
 """The logits on a text, after other tokens or with a bias attached, and measures that compare them."""
 
-from typing import Any
-
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvlens import HookedKVTransformer, KVBias
+from kvlens import KVBias, KVModel
 
 KL = "KL(original || intervened), nats"
 LOSS_CHANGE = "loss, intervened minus original, nats: positive if the removed part helps"
@@ -21,7 +18,7 @@ Both products are summed over the row's text positions: a single one, or all of 
 
 
 def text_logits(
-    model: HookedKVTransformer,
+    model: KVModel,
     before: Int[Tensor, " before_pos"] | None,
     text: Int[Tensor, " pos"],
     residuals: list[Tensor] | None = None,
@@ -37,28 +34,15 @@ def text_logits(
         residuals: a list to which the residual stream at the text's positions, [pos, d_model], is appended before each layer
             and after the last.
     """
-    last = model.cfg.n_layers - 1
-
-    def keep(resid: Tensor, hook: Any) -> None:
-        residuals.append(resid[0, -len(text) :].clone())  # type: ignore[union-attr]
-
-    def keep_text(resid: Tensor, hook: Any) -> Tensor:
-        return resid[:, -len(text) :]
-
-    names = [*(f"blocks.{layer}.hook_resid_pre" for layer in range(last + 1)), f"blocks.{last}.hook_resid_post"]
-    hooks: list[Any] = [] if residuals is None else [(name, keep) for name in names]
-    if before is not None and len(before) and model.cfg.attention == "linear" and model.cfg.attention_variant is None:
-        cache = model.empty_cache()
-        # a pad token in the text is a token, not padding
-        model(before[None], return_type=None, attention_mask=torch.ones_like(before[None]), past_kv_cache=cache)
-        mask = torch.ones_like(text[None])
-        return model.run_with_hooks(text[None], attention_mask=mask, past_kv_cache=cache, fwd_hooks=hooks)[0]
-    tokens = (text if before is None else torch.cat([before, text]))[None]
-    hooks.append((names[-1], keep_text))
-    return model.run_with_hooks(tokens, attention_mask=torch.ones_like(tokens), fwd_hooks=hooks)[0]
+    streams: list[Tensor] | None = None if residuals is None else []
+    front = None if before is None or not len(before) else before[None]
+    logits = model.logits_on(text[None], len(text), before=front, residuals=streams)[0]
+    if residuals is not None and streams is not None:
+        residuals += [stream[0] for stream in streams]
+    return logits
 
 
-def converted_logits(model: HookedKVTransformer, bias: KVBias, text: Int[Tensor, " pos"]) -> Float[Tensor, "pos d_vocab"]:
+def converted_logits(model: KVModel, bias: KVBias, text: Int[Tensor, " pos"]) -> Float[Tensor, "pos d_vocab"]:
     """Logits on ``text`` alone with ``bias`` attached."""
     with model.kv_bias(bias):
         return text_logits(model, None, text)

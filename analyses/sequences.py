@@ -13,7 +13,7 @@ from typing import Any
 from jaxtyping import Int
 from torch import Tensor
 
-from kvlens import HookedKVTransformer, KVBias, KVLensError, KVModel, convert_prompt
+from kvlens import KVBias, KVLensError, KVModel, convert_prompt
 
 PromptTokens = str | Int[Tensor, "*one_prompt prompt_pos"]
 CorruptedTokens = str | Int[Tensor, "*one_corrupted corrupted_pos"]
@@ -22,7 +22,7 @@ BaselineTokens = str | Int[Tensor, "*one_baseline baseline_pos"]
 
 
 def one_sequence(
-    model: HookedKVTransformer, what: str, tokens: Any, *, may_be_empty: bool = False, prepend_bos: bool = False
+    model: KVModel, what: str, tokens: Any, *, may_be_empty: bool = False, prepend_bos: bool = False
 ) -> Int[Tensor, " pos"]:
     """Read ``tokens``, a string or ids [pos] or [1, pos], as ids [pos] on the model's device.
 
@@ -67,11 +67,13 @@ def read_sequence(
 
 def check_is_model(what: str, model: Any) -> None:
     """Raise KVLensError unless ``model`` is a model of kvlens."""
-    if not isinstance(model, HookedKVTransformer):
-        raise KVLensError(f"{what}: expected a HookedKVTransformer to read it with, got {type(model).__name__}")
+    if not isinstance(model, KVModel):
+        raise KVLensError(
+            f"{what}: expected a HookedKVTransformer or a KVTransformerBridge to read it with, got {type(model).__name__}"
+        )
 
 
-def prompt_sequence(model: HookedKVTransformer, what: str, prompt: Any, initial: KVBias | None = None) -> Int[Tensor, " pos"]:
+def prompt_sequence(model: KVModel, what: str, prompt: Any, initial: KVBias | None = None) -> Int[Tensor, " pos"]:
     """Read a prompt as ids [pos]; a string gets a BOS as in ``convert_prompt``: by default, unless it continues a bias.
 
     Raises:
@@ -87,19 +89,19 @@ def prompt_sequence(model: HookedKVTransformer, what: str, prompt: Any, initial:
     return one_sequence(model, what, prompt, prepend_bos=model.prepends_bos and not continues)
 
 
-def begins_with_bos(model: HookedKVTransformer, prompt: Int[Tensor, " pos"]) -> bool:
+def begins_with_bos(model: KVModel, prompt: Int[Tensor, " pos"]) -> bool:
     """Whether the first token is the tokenizer's BOS."""
     return model.tokenizer is not None and len(prompt) > 0 and int(prompt[0]) == model.tokenizer.bos_token_id
 
 
-def baseline_sequence(model: HookedKVTransformer, prompt: Int[Tensor, " pos"], given: Any) -> Int[Tensor, " baseline_pos"]:
+def baseline_sequence(model: KVModel, prompt: Int[Tensor, " pos"], given: Any) -> Int[Tensor, " baseline_pos"]:
     """The tokens before a text without its prompt: ``given``, or the BOS with which the prompt began, or none."""
     if given is not None:
         return one_sequence(model, "baseline", given, may_be_empty=True)
     return prompt[: int(begins_with_bos(model, prompt))]
 
 
-def bias_of(model: HookedKVTransformer, prompt: Int[Tensor, " pos"], bias: KVBias | None) -> KVBias:
+def bias_of(model: KVModel, prompt: Int[Tensor, " pos"], bias: KVBias | None) -> KVBias:
     """``bias`` if it is given, else the converted prompt."""
     return one_bias("bias", convert_prompt(model, prompt) if bias is None else bias)
 
@@ -115,7 +117,7 @@ def one_bias(what: str, bias: KVBias) -> KVBias:
     return bias
 
 
-def converted(model: HookedKVTransformer, what: str, prompt: Any) -> KVBias:
+def converted(model: KVModel, what: str, prompt: Any) -> KVBias:
     """The bias of a prompt, given as a bias, a string or tokens."""
     if isinstance(prompt, KVBias):
         return one_bias(what, prompt)
@@ -123,7 +125,7 @@ def converted(model: HookedKVTransformer, what: str, prompt: Any) -> KVBias:
 
 
 def prompt_text_bias(
-    model: HookedKVTransformer, prompt: PromptTokens, text: TextTokens, bias: KVBias | None
+    model: KVModel, prompt: PromptTokens, text: TextTokens, bias: KVBias | None
 ) -> tuple[Tensor, Tensor, KVBias]:
     """Read the prompt and the text of an analysis, and convert the prompt."""
     prompt = prompt_sequence(model, "prompt", prompt)
@@ -131,7 +133,7 @@ def prompt_text_bias(
     return prompt, text, bias_of(model, prompt, bias)
 
 
-def bias_and_text(model: HookedKVTransformer, analysis: str, prompt: Any, text: Any) -> tuple[KVBias, Tensor]:
+def bias_and_text(model: KVModel, analysis: str, prompt: Any, text: Any) -> tuple[KVBias, Tensor]:
     """Read the prompt of an analysis, converted already or not, as a bias, and the text."""
     if isinstance(text, KVBias):
         raise KVLensError(f"{analysis}: the bias comes before the text: {analysis}(model, bias, text, ...)")

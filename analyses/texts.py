@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from jaxtyping import Int
 from torch import Tensor
 
-from kvlens import HookedKVTransformer
+from kvlens import KVModel
 from kvlens.checks import checked
 
 UNREADABLE = "\N{REPLACEMENT CHARACTER}"
@@ -49,9 +49,7 @@ def token_texts(model: Any, tokens: Int[Tensor, " pos"]) -> list[str]:
 
 
 @checked
-def next_token_texts(
-    model: HookedKVTransformer, tokens: Int[Tensor, " pos"], candidates: Int[Tensor, "pos candidate"]
-) -> list[list[str]]:
+def next_token_texts(model: KVModel, tokens: Int[Tensor, " pos"], candidates: Int[Tensor, "pos candidate"]) -> list[list[str]]:
     """Candidate next tokens, each as `token_texts` would show it there, so that the one that does follow has the same text.
 
     Args:

@@ -50,7 +50,7 @@ ORDER = [
 ]
 PUBLIC = {"kvlens.arguments", "kvlens.checks", "kvlens.dual", "kvlens.errors", "kvlens.short_name"}
 """Beside what ``kvlens`` itself offers: the dual model, what arguments must be, errors with the nearest name, a second name."""
-FOUNDATIONS = {"kvlens.files", "kvlens.model", "kvlens.terminal", "kvlens.zoo"}
+FOUNDATIONS = {"kvlens.bridge", "kvlens.files", "kvlens.model", "kvlens.terminal", "kvlens.zoo"}
 """What a batch needs to write files that notice damage, to read a command line, and to load a model by its name."""
 PURE = {"torch", "einops", "inspect", "itertools", "jaxtyping", "math", "typing", "collections", "functools", "kvlens"}
 

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvlens import Counterfactuals, HookedKVTransformer, KVBias, KVLensError, counterfactuals, logits_after
+from kvlens import Counterfactuals, KVBias, KVLensError, KVModel, counterfactuals, logits_after
 
 from ..predictions import text_logits
 from ..sequences import PromptTokens, TextTokens, begins_with_bos, one_sequence, prompt_sequence
@@ -51,7 +51,7 @@ class Question:
         account: of what was read.
     """
 
-    model: HookedKVTransformer
+    model: KVModel
     prompt: Int[Tensor, " prompt_pos"]
     text: Int[Tensor, " text_pos"]
     answer: Int[Tensor, " answer_pos"]
@@ -62,7 +62,7 @@ class Question:
     @classmethod
     def of(
         cls,
-        model: HookedKVTransformer,
+        model: KVModel,
         prompt: PromptTokens,
         text: TextTokens,
         answer: Answer = None,
@@ -107,14 +107,12 @@ class Question:
 
     def scores_under(self, biases: KVBias) -> Float[Tensor, " row"]:
         """The same with each bias of a batch in the prompt's place: the text alone is read."""
-        n_rows, last_block = biases.b_KV.shape[1], f"blocks.{self.model.cfg.n_layers - 1}.hook_resid_post"
+        n_rows = biases.b_KV.shape[1]
 
         def read(text: Tensor, n_last: int) -> Tensor:
             self.account.count(n_rows * len(text))
-            rows = text.expand(n_rows, -1)
-            hooks = [(last_block, lambda resid, hook: resid[:, -n_last:])]
             with self.model.kv_bias(biases):
-                return self.model.run_with_hooks(rows, attention_mask=torch.ones_like(rows), fwd_hooks=hooks)
+                return self.model.logits_on(text.expand(n_rows, -1), n_last)
 
         return self._score(read)
 
@@ -134,7 +132,7 @@ def _log_p(logits: Float[Tensor, "row n_last d_vocab"], tokens: Int[Tensor, " n_
     return log_p.gather(-1, tokens.cpu()[None, :, None].expand(len(log_p), -1, -1)).sum(dim=(1, 2))
 
 
-def _answer_tokens(model: HookedKVTransformer, what: str, given: Any) -> Int[Tensor, " answer_pos"]:
+def _answer_tokens(model: KVModel, what: str, given: Any) -> Int[Tensor, " answer_pos"]:
     """An answer as token ids; a string is tokenized as it is, blanks in front included."""
     if isinstance(given, int) and not isinstance(given, bool):
         given = torch.tensor([given])

@@ -1,7 +1,9 @@
 """Through which heads a unit of the prompt acts: parts of the bias exchanged for those of the prompt without the unit.
 
 A head's part is its b_KV and b_D (softmax: its virtual keys, with weights and values) and its shift state, which belongs to a
-key-value head: with grouped queries the swap of one query head takes the shift state of its whole group along.
+key-value head: with grouped queries the swap of one query head takes the shift state of its whole group along. In a recurrent
+layer of a hybrid model a head is a value head, its part the state that the prompt left there; the inputs of the layer's short
+convolution belong to no head and have a row of their own.
 
 Unrelated units, put where the unit stands, say two things more. A head's *null* is its swap between the prompt with an
 unrelated unit and the prompt without it: what this head does for text that has nothing to do with the answer. And they are
@@ -16,11 +18,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvlens import HookedKVTransformer, KVBias, convert_prompt
+from kvlens import KVBias, KVModel, convert_prompt
 from kvlens.checks import checked
 
 from ..bias.interventions import Interventions, intervened
 from ..bias.one_space import with_references
+from ..bias.parts import exchangeable, indicators
 from ..declaration import Analysis, Columns, Option
 from ..inputs import ANSWER, PROMPT, RIVAL, TEXT
 from ..predictions import EFFECT
@@ -35,7 +38,7 @@ COLUMNS = Columns(
     start=("int64", "position of its first token"),
     stop=("int64", "position behind its last token"),
     layer=("int64", "from 0"),
-    head=("int64", "query head"),
+    head=("int64", "query head; value head of a recurrent layer, where -1 is the inputs of its short convolution"),
     swap=("float64", f"{EFFECT}; this head's part from the prompt without the unit"),
     converse=("float64", f"{EFFECT}; the parts of all other heads from there"),
     whole=("float64", f"{EFFECT}; all of them from there, which is the unit's total effect"),
@@ -62,7 +65,7 @@ ROUNDING = 1e-6
 @checked
 @torch.no_grad()
 def attribution_by_head(
-    model: HookedKVTransformer,
+    model: KVModel,
     prompt: PromptTokens,
     text: TextTokens,
     *,
@@ -89,14 +92,13 @@ def attribution_by_head(
     """
     question = Question.of(model, prompt, text, answer, rival, positions)
     units = units_of(model, question.prompt, by)
-    n_layers, n_heads = model.cfg.n_layers, model.cfg.n_heads
     bias = convert_prompt(model, question.prompt)
     everything = Unit("".join(unit.text for unit in units), question.n_always_there, len(question.prompt))
     measured = [swapped_heads(question, bias, convert_prompt(model, question.baseline()))]
     deleted = question.rows([[(unit.start, unit.stop)] for unit in units])
     others = convert_prompt(model, deleted)
     measured += [swapped_heads(question, bias, row_of(others, i)) for i in range(len(units))]
-    pairs = torch.cartesian_prod(torch.arange(n_layers), torch.arange(n_heads))
+    pairs = torch.tensor(exchangeable(bias))
     listed: Sequence[Unit] = [everything, *units]
     n_pairs = len(pairs)
     whole = torch.stack([each[0] for each in measured]).repeat_interleave(n_pairs)
@@ -135,9 +137,7 @@ def row_of(biases: KVBias, index: int) -> KVBias:
     return biases.select_prompt(index).repeat(1)
 
 
-def head_p_values(
-    effects: Float[Tensor, " head_of_model"], unrelated: Float[Tensor, "null head_of_model"]
-) -> Float[Tensor, " head_of_model"]:
+def head_p_values(effects: Float[Tensor, " part"], unrelated: Float[Tensor, "null part"]) -> Float[Tensor, " part"]:
     """Two-sided, each head against what the same head does for unrelated units; effects within rounding count as equal."""
     larger = (unrelated.abs() >= effects.abs() - ROUNDING).double().sum(dim=0)
     return (1.0 + larger) / (1.0 + len(unrelated))
@@ -145,7 +145,7 @@ def head_p_values(
 
 def unrelated_swaps(
     question: Question, bias: KVBias, unit: Unit, null: Null
-) -> tuple[Float[Tensor, "null head_of_model"], Float[Tensor, "null head_of_model"], Float[Tensor, "null head_of_model"]]:
+) -> tuple[Float[Tensor, "null part"], Float[Tensor, "null part"], Float[Tensor, "null part"]]:
     """For unrelated units in the unit's place: swap and whole - converse from a prompt with one to that without it, and the
     swap from the prompt itself to a prompt with one."""
     span = (unit.start, unit.stop)
@@ -160,26 +160,26 @@ def unrelated_swaps(
 
 def swapped_heads(
     question: Question, bias: KVBias, other: KVBias
-) -> tuple[Float[Tensor, ""], Float[Tensor, " head_of_model"], Float[Tensor, " head_of_model"]]:
+) -> tuple[Float[Tensor, ""], Float[Tensor, " part"], Float[Tensor, " part"]]:
     """(whole, swap, converse): by how much the score falls with all heads' parts from ``other``, one head's, all but one's."""
     own, donors = with_references(bias, other)
     assert donors is not None
-    n_layers, n_heads = own.n_layers, own.n_heads
-    n = n_layers * n_heads
-    alone = 1.0 - torch.eye(n).view(n, n_layers, n_heads)
-    ends = torch.stack([torch.ones(n_layers, n_heads), torch.zeros(n_layers, n_heads)])
-    keep = torch.cat([ends, alone, 1.0 - alone]).to(own.b_KV)
+    parts = exchangeable(own)
+    n = len(parts)
+    keep_bias, keep_shift_state = (
+        torch.cat([torch.ones_like(part[:1]), torch.zeros_like(part[:1]), 1.0 - part, part]) for part in indicators(own, parts)
+    )
     scores = []
-    for rows in keep.split(64):
-        donor = torch.zeros(len(rows), dtype=torch.long, device=rows.device)
-        scores.append(question.scores_under(intervened(own, Interventions(rows, rows, donor, donors))))
+    for bias_rows, shift_rows in zip(keep_bias.split(64), keep_shift_state.split(64), strict=True):
+        donor = torch.zeros(len(bias_rows), dtype=torch.long, device=bias_rows.device)
+        scores.append(question.scores_under(intervened(own, Interventions(bias_rows, shift_rows, donor, donors))))
     found = torch.cat(scores)
     falls = found[0] - found
     return falls[1], falls[2 : 2 + n], falls[2 + n :]
 
 
 def _by_head(
-    model: HookedKVTransformer,
+    model: KVModel,
     prompt: PromptTokens,
     text: TextTokens,
     *,

@@ -3,34 +3,37 @@
 A position behind the unit whose exchange costs something holds what the model wrote there about the unit while it read the
 prompt. A model that writes it at several positions, each of which is enough, loses nothing with any one of them: whole less
 converse is what a position keeps alone. The shift state, the raw last keys, values and queries that the text's first tokens mix
-into their own, has a row of its own. Positions keep their numbers: the counterfactual prompt is as long, the unit deleted or
-replaced in place.
+into their own (of a recurrent layer the inputs of its short convolution), has a row of its own. In a recurrent layer it is a
+position's term in the state that is exchanged, kbar_p v_p^T, carried to the end past the tokens of its own prompt. Positions
+keep their numbers: the counterfactual prompt is as long, the unit deleted or replaced in place.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 import pandas as pd
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvlens import Counterfactuals, HookedKVTransformer, KVBias, convert_prompt
+from kvlens import Counterfactuals, KVBias, KVModel, convert_prompt
 from kvlens.checks import checked
 
 from ..bias.one_space import in_one_space
+from ..bias.parts import OF_SHIFT_STATE, RECURRENT, has_shift_state, recurrent_layers, tensors_of, with_tensors
 from ..declaration import Analysis, Columns, Option
 from ..inputs import ANSWER, PROMPT, RIVAL, TEXT
 from ..predictions import EFFECT
 from ..sequences import PromptTokens, TextTokens
 from ..texts import token_texts
 from .answers import Answer, Question, Rival
-from .terms import carriers, factors, written
+from .terms import carriers, factors, state_terms, with_states, written
 from .units import Spans, Unit, positions_of, units_of
 
 ALL = -1
 """In place of a layer: every one; in place of a position: the shift state, which has none."""
+
+SHIFT_STATES = {*OF_SHIFT_STATE, RECURRENT + "conv"}
 
 Rows = Callable[[Tensor], Callable[[int], tuple[KVBias, KVBias]]]
 """positions -> layer -> two batches of biases, a row for each position: that one swapped, and all others swapped."""
@@ -54,7 +57,7 @@ COLUMNS = Columns(
 @checked
 @torch.no_grad()
 def attribution_by_position(
-    model: HookedKVTransformer,
+    model: KVModel,
     prompt: PromptTokens,
     text: TextTokens,
     *,
@@ -85,7 +88,7 @@ def attribution_by_position(
     bias = convert_prompt(model, question.prompt)
     tokens = token_texts(model, question.prompt)
     layers = [ALL, *(range(model.cfg.n_layers) if each_layer else ())]
-    carried = carriers(model, positions_of(units, len(question.prompt)))
+    carried = carriers(bias, positions_of(units, len(question.prompt)))
     frames = []
     for number, unit in enumerate(units):
         other = _counterfactual(question, unit, replace_by or {})
@@ -120,11 +123,6 @@ def _counterfactual(question: Question, unit: Unit, replace_by: Mapping[tuple[in
     return question.rows([[]], [{span: replace_by[span]}]) if span in replace_by else question.rows([[span]])
 
 
-def has_shift_state(bias: KVBias) -> bool:
-    """Whether the model shifts anything."""
-    return any(rows.shape[-3] for rows in (bias.last_k, bias.last_v, bias.last_q))
-
-
 def exchanged_positions(
     question: Question, bias: KVBias, other: Counterfactuals, layers: list[int]
 ) -> tuple[float, Float[Tensor, " row"], Float[Tensor, " row"]]:
@@ -137,6 +135,8 @@ def exchanged_positions(
     else:
         here, there = in_one_space(bias, donor)
         make = _softmax_rows(here, there, len(question.prompt))
+        if bias.recurrent is not None:
+            make = _with_states(question, here, other, make)
     score = float(question.scores_under(here.repeat(1))[0])
     whole = score - float(question.scores_under(there.repeat(1))[0])
     found: dict[int, list[Tensor]] = {layer: [] for layer in layers}
@@ -183,6 +183,33 @@ def _moved(to: KVBias, other: KVBias, which: Tensor, n_rows: int) -> KVBias:
     )
 
 
+def _with_states(question: Question, here: KVBias, other: Counterfactuals, of_attention: Rows) -> Rows:
+    """What ``of_attention`` makes, and the states of the recurrent layers less one position's term, with the other's."""
+    own, others = state_terms(question.model, question.prompt), state_terms(question.model, other)
+    numbers = torch.tensor(recurrent_layers(here))
+
+    def make(positions: Tensor) -> Callable[[int], tuple[KVBias, KVBias]]:
+        chosen = torch.zeros(len(positions), len(question.prompt), dtype=torch.bool)
+        chosen[torch.arange(len(positions)), positions] = True
+        change = others.of(chosen) - own.of(chosen)
+        attention = of_attention(positions)
+
+        def of_layer(layer: int) -> tuple[KVBias, KVBias]:
+            meant = ((numbers == layer) | (layer == ALL)).to(change)[:, None, None, None, None]
+            swapped, others_swapped = attention(layer)
+            return _added(swapped, meant * change), _added(others_swapped, -meant * change)
+
+        return of_layer
+
+    return make
+
+
+def _added(bias: KVBias, change: Float[Tensor, "recurrent_layer row head d_k d_v"]) -> KVBias:
+    """``bias`` with ``change`` added to its states."""
+    assert bias.recurrent is not None
+    return with_states(bias, bias.recurrent.b_KV + change.to(bias.recurrent.b_KV))
+
+
 def _linear_rows(question: Question, here: KVBias, there: KVBias, other: Counterfactuals) -> Rows:
     """b_KV and b_D less one position's term, with the counterfactual's; and the other way round."""
     n, model = len(question.prompt), question.model
@@ -209,18 +236,21 @@ def _linear_rows(question: Question, here: KVBias, there: KVBias, other: Counter
 
 
 def _layers(bias: KVBias, layer: int) -> Tensor:
-    """True at the layers that are meant, [layer, 1, 1, 1]."""
-    every = torch.arange(bias.n_layers, device=bias.b_KV.device)
+    """True at the attention layers that are meant, [layer, 1, 1, 1]."""
+    every = torch.tensor(bias.attention_layers, device=bias.b_KV.device)
     return ((every == layer) | (layer == ALL))[:, None, None, None]
 
 
 def _with_shift_state(here: KVBias, there: KVBias, layer: int) -> KVBias:
-    meant = _layers(here, layer)[..., None]
-    rows: dict[str, Any] = {
-        name: torch.where(meant, getattr(there, name)[:, None], getattr(here, name)[:, None])
-        for name in ("last_k", "last_v", "last_q")
-    }
-    return replace(here.repeat(1), **rows)
+    attention, recurrent = torch.tensor(here.attention_layers), torch.tensor(recurrent_layers(here))
+    own, others = tensors_of(here), tensors_of(there)
+    mixed = {}
+    for name in SHIFT_STATES & own.keys():
+        numbers = recurrent if name.startswith(RECURRENT) else attention
+        meant = ((numbers == layer) | (layer == ALL)).to(own[name].device)
+        tensor = own[name][:, None]
+        mixed[name] = torch.where(meant.reshape(-1, *[1] * (tensor.dim() - 1)), others[name][:, None], tensor)
+    return with_tensors(here.repeat(1), mixed)
 
 
 ATTRIBUTION_BY_POSITION = Analysis(

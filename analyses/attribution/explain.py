@@ -7,10 +7,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvlens import Counterfactuals, HookedKVTransformer, logits_after
+from kvlens import Counterfactuals, KVModel, logits_after
 from kvlens.checks import checked
 from kvlens.errors import warn
 
+from ..bias.parts import part_name
 from ..sequences import PromptTokens, TextTokens
 from ..texts import joined, token_texts
 from .answers import Answer, Question, Rival
@@ -64,17 +65,17 @@ class Explained:
         first = self.heads.loc[self.heads["swap"].idxmax()]
         if first["whole"] <= 0 or first["leads"] >= STABLE:
             return None
-        return f"L{int(first['layer'])}H{int(first['head'])}", float(first["leads"])
+        return part_name(int(first["layer"]), int(first["head"])), float(first["leads"])
 
     def _named(self, share: pd.Series, least: float, p: pd.Series) -> list[str]:
         rows = self.heads.loc[share[(share >= least) & (p <= SIGNIFICANT)].nlargest(3).index]
-        return [f"L{layer}H{head}" for layer, head in zip(rows["layer"], rows["head"], strict=True)]
+        return [part_name(layer, head) for layer, head in zip(rows["layer"], rows["head"], strict=True)]
 
 
 @checked
 @torch.no_grad()
 def explain(
-    model: HookedKVTransformer,
+    model: KVModel,
     prompt: PromptTokens,
     text: TextTokens,
     *,

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvlens import HookedKVTransformer, KVLensError, convert_prompt
+from kvlens import KVLensError, KVModel, convert_prompt
 from kvlens.checks import checked, ensure, one_of
 from kvlens.errors import nearest
 
@@ -40,7 +40,8 @@ COLUMNS = Columns(
     knockout_effect=(
         "float64",
         f"{EFFECT}; the unit's keys and values hidden from the text alone, the prompt's own pass unchanged; with a KV shift "
-        "also the next positions, which carry some of them, and the unit's rows of the shift state",
+        "also the next positions, which carry some of them, and the unit's rows of the shift state; in a recurrent layer, the "
+        "terms of the unit's tokens taken out of the state, and the inputs of its convolution at the unit's tokens",
     ),
     p_value=("float64", "share of units of unrelated prompts with a total effect as large; NaN without a null"),
     significant=("bool", f"p_value at most {SIGNIFICANT}: each unit by itself"),
@@ -53,7 +54,7 @@ COLUMNS = Columns(
 @checked
 @torch.no_grad()
 def prompt_attribution(
-    model: HookedKVTransformer,
+    model: KVModel,
     prompt: PromptTokens,
     text: TextTokens,
     *,
@@ -145,7 +146,7 @@ def knockout_effects(question: Question, units: Sequence[Unit]) -> Float[Tensor,
 
 
 def _attribution(
-    model: HookedKVTransformer,
+    model: KVModel,
     prompt: PromptTokens,
     text: TextTokens,
     *,

@@ -2,8 +2,10 @@
 
     linear:   b_KV = sum_p gamma^{M-1-p} R_{p-M} phi(k_p) v_p^T        b_D = sum_p phi(k_p)
     softmax:  one virtual key per position, with its weight and value
+    state:    S = P S_old + sum_p kbar_p v_p^T        (a recurrent layer; kbar_p = T_{M-1} ... T_{p+1} b_p k_p)
 
-k_p and v_p are what the heads read at position p: shifted, where the model shifts. What was held before the prompt stays.
+k_p and v_p are what the heads read at position p: shifted, where the model shifts; behind the short convolution, where a layer
+has one. What was held before the prompt stays.
 """
 
 from dataclasses import replace
@@ -13,20 +15,24 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvlens import Counterfactuals, HookedKVTransformer, KVBias, KVLensError, carry_bias, convert_prompt
+from kvlens import Counterfactuals, HookedKVTransformer, KVBias, KVLensError, KVModel, carry_bias, convert_prompt
+
+from ..bias.parts import OF_SHIFT_STATE, RECURRENT, tensors_of, with_tensors
 
 BYTES_AT_ONCE = 2**27
 """Of rank-one terms that are carried to the end of the prompt together."""
 
 
-def hidden_from_text(
-    model: HookedKVTransformer, prompt: Int[Tensor, " pos"], bias: KVBias, units: Bool[Tensor, "row pos"]
-) -> KVBias:
+def hidden_from_text(model: KVModel, prompt: Int[Tensor, " pos"], bias: KVBias, units: Bool[Tensor, "row pos"]) -> KVBias:
     """The bias of a prompt of which some positions are hidden from the text: a batch, a row for each row of ``units``.
 
     Left out are the terms of every position whose keys and values hold something of the hidden ones (:func:`carriers`), and the
     hidden positions' own rows of the shift state, which the text's first positions would mix into their keys, values and
     queries: those rows become zero, as at the beginning of a text. The prompt's own pass stays as it was.
+
+    Of a recurrent layer the hidden positions' terms are taken out of the state; what its tokens removed and how they decayed
+    stays. Its short convolution is treated like a shift state, but the terms of the next positions, whose keys and values it
+    mixed with the hidden ones, stay.
 
     Args:
         model: that the prompt was converted with.
@@ -34,33 +40,34 @@ def hidden_from_text(
         bias: its exact bias.
         units: True at the positions that are hidden.
     """
-    gone, whole = carriers(model, units), bias.repeat(len(units))
-    rows = {name: getattr(whole, name) for name in ("last_k", "last_v", "last_q")}
-    shift_state: dict[str, Any] = {name: _without_rows(held, units) for name, held in rows.items() if held.numel()}
-    whole = replace(whole, **shift_state)
+    gone, tensors = carriers(bias, units), tensors_of(bias.repeat(len(units)))
+    shift_states = [name for name in (*OF_SHIFT_STATE, RECURRENT + "conv") if name in tensors]
+    whole = with_tensors(bias.repeat(len(units)), {name: _without_rows(tensors[name], units) for name in shift_states})
     if bias.features is not None:
         keep = _weights(bias, gone)
-        return replace(whole, b_KV=whole.b_KV * keep[..., None], b_D=whole.b_D * keep)
+        hidden = replace(whole, b_KV=whole.b_KV * keep[..., None], b_D=whole.b_D * keep)
+        if hidden.recurrent is None:
+            return hidden
+        return with_states(hidden, hidden.recurrent.b_KV - state_terms(model, prompt).of(units).to(bias.b_KV))
     taken = written(model, factors(model, prompt), gone)
     return replace(whole, b_KV=whole.b_KV - taken.b_KV, b_D=whole.b_D - taken.b_D)
 
 
-def carriers(model: HookedKVTransformer, units: Bool[Tensor, "row pos"]) -> Bool[Tensor, "row pos"]:
+def carriers(bias: KVBias, units: Bool[Tensor, "row pos"]) -> Bool[Tensor, "row pos"]:
     """The positions whose keys and values hold something of the given ones: they, and under a KV shift the next ones."""
-    shift = model.cfg.kv_shift
-    window = shift.window if shift is not None and (shift.keys or shift.values) else 0
+    window = max(bias.last_k.shape[-3], bias.last_v.shape[-3])
     found = units.clone()
     for lag in range(1, min(window, units.shape[1] - 1) + 1):
         found[:, lag:] |= units[:, :-lag]
     return found
 
 
-def _without_rows(last: Float[Tensor, "layer row window head d"], units: Bool[Tensor, "row pos"]) -> Tensor:
+def _without_rows(last: Float[Tensor, "layer row window *rest"], units: Bool[Tensor, "row pos"]) -> Tensor:
     """The shift state with zeros in its rows of the hidden positions; its last row belongs to the last position."""
     n = min(last.shape[2], units.shape[1])
     keep = torch.ones(last.shape[1:3], dtype=last.dtype, device=last.device)
     keep[:, last.shape[2] - n :] = (~units[:, units.shape[1] - n :]).to(keep)
-    return last * keep[None, :, :, None, None]
+    return last * keep.reshape(1, *keep.shape, *[1] * (last.dim() - 3))
 
 
 def _weights(bias: KVBias, gone: Bool[Tensor, "row pos"]) -> Float[Tensor, "1 row 1 key"]:
@@ -70,6 +77,37 @@ def _weights(bias: KVBias, gone: Bool[Tensor, "row pos"]) -> Float[Tensor, "1 ro
         raise KVLensError('this needs a prompt with all of its keys: convert_prompt(model, prompt, method="exact")')
     keep = torch.nn.functional.pad((~gone).to(bias.b_D), (before, 0), value=1.0)
     return keep[None, :, None, :]
+
+
+def with_states(bias: KVBias, b_kv: Float[Tensor, "recurrent_layer row head d_k d_v"]) -> KVBias:
+    """A batch of biases of a hybrid model with other states."""
+    assert bias.recurrent is not None
+    return replace(bias, recurrent=replace(bias.recurrent, b_KV=b_kv))
+
+
+class StateTerms(NamedTuple):
+    """The factors of every position's terms in the states of a model's recurrent layers, in float64.
+
+    Attributes:
+        carried_keys: kbar_p; zeros at positions that are not read.
+        values: v_p.
+    """
+
+    carried_keys: Float[Tensor, "recurrent_layer pos head d_k"]
+    values: Float[Tensor, "recurrent_layer pos head d_v"]
+
+    def of(self, chosen: Bool[Tensor, "row pos"]) -> Float[Tensor, "recurrent_layer row head d_k d_v"]:
+        """For each row the sum of the terms of its positions."""
+        return torch.einsum("rp,lphk,lphv->lrhkv", chosen.to(self.values), self.carried_keys, self.values)
+
+
+def state_terms(model: KVModel, prompt: Int[Tensor, " pos"] | Counterfactuals) -> StateTerms:
+    """What each token of a prompt, or of a single counterfactual one, writes into the states."""
+    if isinstance(prompt, Counterfactuals):
+        memories = model.read_memory(prompt.tokens[0], prompt.kept[0], prompt.positions == "kept")
+    else:
+        memories = model.read_memory(prompt)
+    return StateTerms(*(torch.stack([getattr(memory, name) for memory in memories]) for name in StateTerms._fields))
 
 
 class Factors(NamedTuple):
@@ -86,13 +124,14 @@ class Factors(NamedTuple):
     like: KVBias
 
 
-def factors(model: HookedKVTransformer, prompt: Int[Tensor, " pos"] | Counterfactuals) -> Factors:
+def factors(model: KVModel, prompt: Int[Tensor, " pos"] | Counterfactuals) -> Factors:
     """Read a prompt once; :func:`written` then adds up the terms of any of its positions."""
     return Factors(*_features_and_values(model, prompt), convert_prompt(model, _first_token(prompt)).zero_like())
 
 
-def written(model: HookedKVTransformer, read: Factors, chosen: Bool[Tensor, "row pos"]) -> KVBias:
+def written(model: KVModel, read: Factors, chosen: Bool[Tensor, "row pos"]) -> KVBias:
     """What chosen positions of a prompt wrote into the bias of a linear model: for each row the sum of their terms."""
+    assert isinstance(model, HookedKVTransformer)  # linear attention is found in no other
     phi_k, v, like = read
     n_positions, fingerprint = chosen.shape[1], model.fingerprint()
     b_kv = v.new_zeros(v.shape[0], len(chosen), *like.b_KV.shape[-3:])
@@ -122,7 +161,7 @@ def _first_token(prompt: Tensor | Counterfactuals) -> Tensor:
 
 
 def _features_and_values(
-    model: HookedKVTransformer, prompt: Int[Tensor, " pos"] | Counterfactuals
+    model: KVModel, prompt: Int[Tensor, " pos"] | Counterfactuals
 ) -> tuple[Float[Tensor, "layer pos kv_head d_phi"], Float[Tensor, "layer pos kv_head d_head"]]:
     """phi(k_p), unrotated where RoPE follows the feature map, and v_p of every layer, as the prompt's own pass makes them."""
     shift, variant = model.cfg.kv_shift, model.cfg.attention_variant

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from kvlens import HookedKVTransformer, KVLensError
+from kvlens import KVLensError, KVModel
 from kvlens.arguments import Span, checked_spans
 from kvlens.errors import nearest
 
@@ -36,7 +36,7 @@ class Unit(NamedTuple):
 Spans = Sequence[Span]
 
 
-def units_of(model: HookedKVTransformer, prompt: Int[Tensor, " pos"], by: str | Spans) -> list[Unit]:
+def units_of(model: KVModel, prompt: Int[Tensor, " pos"], by: str | Spans) -> list[Unit]:
     """The prompt cut into units, in order; BOS belongs to none.
 
     Args:

@@ -26,6 +26,7 @@ from kvlens.files import reason, write_atomically
 from kvlens.terminal import visible
 
 from ..declaration import Analysis, Record
+from ..front_ends import check_front_end
 from .earlier import FORMAT_VERSION
 from .engines import run_jobs
 from .journal import Journal, check_same
@@ -232,6 +233,7 @@ def _check_models(analysis: Analysis, models: ModelShelf) -> dict[str, Any]:
     fingerprints = {}
     for index, name in enumerate(models.names):
         try:
+            check_front_end(analysis.name, models[index])
             analysis.check_model(models[index])
         except KVLensError as error:
             raise KVLensError(f"{analysis.name} cannot be run on {name}: {error}") from error

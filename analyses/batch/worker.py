@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvlens import HookedKVTransformer, KVLensError
+from kvlens import KVLensError, KVModel
 
 from ..declaration import Analysis, Record
 from .models import ModelShelf
@@ -99,7 +99,7 @@ class Worker:
         with model.using_softmax_form():  # fused where possible, in layers whose pattern is not hooked
             return [self._run_one(model, job.model, number, record) for number, record in job.prompts]
 
-    def _run_one(self, model: HookedKVTransformer, index: int, number: int, record: Record) -> PromptResult:
+    def _run_one(self, model: KVModel, index: int, number: int, record: Record) -> PromptResult:
         try:
             frame = self.analysis.run(model, record, **self.work.options)
             frame = frame.assign(model=self.work.models[index], prompt_id=record.id)

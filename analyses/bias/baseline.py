@@ -4,12 +4,12 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from kvlens import HookedKVTransformer, KVBias, convert_prompt, counterfactuals
+from kvlens import KVBias, KVModel, convert_prompt, counterfactuals
 
 from ..sequences import begins_with_bos
 
 
-def baseline_of(model: HookedKVTransformer, prompt: Int[Tensor, " prompt_pos"]) -> KVBias:
+def baseline_of(model: KVModel, prompt: Int[Tensor, " prompt_pos"]) -> KVBias:
     """The baseline as a batch of one: BOS alone, or nothing if there is no BOS, with the text at its original positions."""
     gone = torch.ones(1, len(prompt), dtype=torch.bool)
     gone[:, : int(begins_with_bos(model, prompt))] = False

@@ -8,13 +8,14 @@ instead, which also removes BOS.
 """
 
 from collections.abc import Callable
-from itertools import product
 from typing import Any
 
 import pandas as pd
 import torch
+from jaxtyping import Float, Int
+from torch import Tensor
 
-from kvlens import HookedKVTransformer, KVBias
+from kvlens import KVBias, KVModel
 from kvlens.checks import checked
 
 from ..declaration import Analysis, Columns
@@ -22,6 +23,7 @@ from ..inputs import PROMPT, TEXT
 from ..predictions import KL, LOSS_CHANGE
 from ..sequences import PromptTokens, TextTokens, prompt_text_bias
 from .outputs import bias_outputs, share_by_size
+from .parts import HEAD, heads_of
 from .removal import baseline_ablation, bias_ablation
 from .spectrum import sizes
 
@@ -34,7 +36,7 @@ MEASURES = dict(
     zero_kl=("float64", f"{KL}; with b_KV and b_D at 0, BOS's among them, mean over the text's positions"),
     zero_loss_change=("float64", f"{LOSS_CHANGE}; with b_KV and b_D at 0, mean over the text's next tokens; NaN for one token"),
 )
-BY_HEAD = Columns(layer=("int64", "from 0"), head=("int64", "query head"), **MEASURES)
+BY_HEAD = Columns(layer=("int64", "from 0"), head=("int64", HEAD), **MEASURES)
 BY_LAYER = Columns(layer=("int64", "from 0"), **MEASURES)
 
 
@@ -42,7 +44,7 @@ BY_LAYER = Columns(layer=("int64", "from 0"), **MEASURES)
 @checked
 @torch.no_grad()
 def bias_by_head(
-    model: HookedKVTransformer,
+    model: KVModel,
     prompt: PromptTokens,
     text: TextTokens,
     *,
@@ -68,8 +70,10 @@ def bias_by_head(
     Raises:
         KVLensError: tokens that are empty, misshapen or outside the vocabulary.
     """
-    described = _describe(model, prompt, text, bias, 1, batch_size, on_progress)
-    layer, head = torch.cartesian_prod(torch.arange(model.cfg.n_layers), torch.arange(model.cfg.n_heads)).T
+    prompt, text, bias = prompt_text_bias(model, prompt, text, bias)
+    groups = [[pair] for pair in heads_of(bias)]
+    described = _describe(model, prompt, text, bias, groups, batch_size, on_progress)
+    layer, head = torch.tensor(heads_of(bias)).T
     return BY_HEAD.frame({"layer": layer, "head": head, **described})
 
 
@@ -77,7 +81,7 @@ def bias_by_head(
 @checked
 @torch.no_grad()
 def bias_by_layer(
-    model: HookedKVTransformer,
+    model: KVModel,
     prompt: PromptTokens,
     text: TextTokens,
     *,
@@ -100,38 +104,42 @@ def bias_by_layer(
     Raises:
         KVLensError: as :func:`bias_by_head`.
     """
-    described = _describe(model, prompt, text, bias, model.cfg.n_heads, batch_size, on_progress)
-    return BY_LAYER.frame({"layer": range(model.cfg.n_layers), **described})
+    prompt, text, bias = prompt_text_bias(model, prompt, text, bias)
+    groups = [[(layer, head) for head in range(bias.n_heads_of(layer))] for layer in range(bias.n_layers)]
+    described = _describe(model, prompt, text, bias, groups, batch_size, on_progress)
+    return BY_LAYER.frame({"layer": range(bias.n_layers), **described})
 
 
 def _describe(
-    model: HookedKVTransformer,
-    prompt: PromptTokens,
-    text: TextTokens,
-    bias: KVBias | None,
-    heads_a_group: int,
+    model: KVModel,
+    prompt: Int[Tensor, " prompt_pos"],
+    text: Int[Tensor, " pos"],
+    bias: KVBias,
+    groups: list[list[tuple[int, int]]],
     batch_size: int | None,
     on_progress: Callable[[float], None] | None,
 ) -> dict[str, Any]:
-    """The numbers of both tables, for groups of consecutive heads: single heads, or all heads of a layer concatenated."""
-    prompt, text, bias = prompt_text_bias(model, prompt, text, bias)
+    """The numbers of both tables, for groups of heads: single heads, or all heads of a layer concatenated."""
     outputs = bias_outputs(model, bias, text)
-    of_bias, of_context = (z.square().sum(dim=-1).unflatten(2, (-1, heads_a_group)).sum(dim=-1).sqrt() for z in outputs[:2])
-    pairs = list(product(range(bias.n_layers), range(bias.n_heads)))
-    groups = [pairs[first : first + heads_a_group] for first in range(0, len(pairs), heads_a_group)]
+    of_bias, of_context = (_in_groups([z.norm(dim=-1).T for z in part], groups) for part in outputs)
     tell = on_progress or (lambda done: None)
     options: dict[str, Any] = dict(batch_size=batch_size)
     effect = baseline_ablation(model, prompt, text, groups, bias=bias, **options, on_progress=lambda done: tell(done / 2))
     zero = bias_ablation(model, bias, text, groups, **options, on_progress=lambda done: tell((1 + done) / 2))
     return {
-        "b_kv_norm": sizes(bias, "b_KV", heads_a_group),
-        "b_d_norm": sizes(bias, "b_D", heads_a_group),
-        "bias_share": share_by_size(of_bias, of_context).mean(dim=1),
+        "b_kv_norm": _in_groups(sizes(bias, "b_KV"), groups),
+        "b_d_norm": _in_groups(sizes(bias, "b_D"), groups),
+        "bias_share": share_by_size(of_bias, of_context).mean(dim=-1),
         "ablation_kl": effect["kl"],
         "loss_change": effect["loss_change"],
         "zero_kl": zero["kl"],
         "zero_loss_change": zero["loss_change"],
     }
+
+
+def _in_groups(norms: list[Float[Tensor, "_ *pos"]], groups: list[list[tuple[int, int]]]) -> Float[Tensor, "group *pos"]:
+    """From the norms of heads, layer by layer, those of groups of heads side by side."""
+    return torch.stack([torch.stack([norms[layer][head] for layer, head in group]).norm(dim=0) for group in groups])
 
 
 BIAS_BY_HEAD = Analysis(

@@ -2,22 +2,25 @@
 
 Per layer and head: the size and spectrum of b_KV and b_D, the bias's share of the head's output on a text, and the bias's
 direct logit attribution: what z_bias adds to a logit through W_O, the final norm (frozen at its actual scale) and W_U,
-bypassing all later layers. The other views of the same bias are separate analyses:
+bypassing all later layers. In a recurrent layer a norm and a gate stand between z and W_O: they are frozen too. The other views
+of the same bias are separate analyses:
 
 - :func:`kvlens.analyses.bias.spectrum.bias_singular_values`: every singular value of b_KV;
 - :func:`kvlens.analyses.bias.positions.bias_positions`: the contribution of each prompt position to ``output_share`` and
   ``logit``;
 - :func:`kvlens.analyses.bias.effects.bias_effects`: the effect of ablating the bias or the shift state, through every path.
 
-One forward pass over the prompt, one over the text.
+One forward pass over the prompt, two over the text.
 """
+
+from typing import Any
 
 import pandas as pd
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvlens import HookedKVTransformer, KVBias
+from kvlens import KVBias, KVModel
 from kvlens.checks import checked
 
 from ..declaration import Analysis, Columns
@@ -25,12 +28,13 @@ from ..inputs import ANSWER, PROMPT, RIVAL, TEXT
 from ..predictions import OUTPUT_SHARE
 from ..sequences import PromptTokens, TextTokens, bias_and_text
 from ..stream.logit_attribution import LogitTarget, Token, check_heads_write_directly, logit_target
-from .outputs import BiasOutputs, bias_outputs, share_by_size, share_probes
+from .outputs import bias_outputs, share_by_size, share_probes
+from .parts import HEAD, heads_of
 from .spectrum import effective_rank, singular_values, sizes
 
 COLUMNS = Columns(
     layer=("int64", "from 0"),
-    head=("int64", "query head"),
+    head=("int64", HEAD),
     b_kv_norm=("float64", "Frobenius norm of b_KV, its log_scale included"),
     b_kv_spectral_norm=("float64", "its largest singular value"),
     b_kv_effective_rank=("float64", "exp of the entropy of its normalized singular values; 0 for a b_KV of zeros"),
@@ -49,7 +53,7 @@ COLUMNS = Columns(
 @checked
 @torch.no_grad()
 def bias_decomposition(
-    model: HookedKVTransformer,
+    model: KVModel,
     prompt: KVBias | PromptTokens,
     text: TextTokens,
     *,
@@ -77,30 +81,45 @@ def bias_decomposition(
     check_heads_write_directly(model, "bias_decomposition")
     bias, text = bias_and_text(model, "bias_decomposition", prompt, text)
     target = logit_target(model, text, answer, rival)
+    with model.kv_bias(bias):
+        path = model.direct_path(text)
     outputs = bias_outputs(model, bias, text)
-    z = outputs.of_bias + outputs.of_context
-    values = singular_values(bias)
-    norms = outputs.of_bias.norm(dim=-1), outputs.of_context.norm(dim=-1)
-    layers, heads = torch.meshgrid(torch.arange(bias.n_layers), torch.arange(bias.n_heads), indexing="ij")
+    layers = zip(outputs.of_bias, outputs.of_context, outputs.whole(), strict=True)
+    tables = [_of_layer(model, layer, *z, target, path) for layer, z in enumerate(layers)]
+    spectra = singular_values(bias)
+    norms, b_d_norms = torch.cat(sizes(bias, "b_KV")), torch.cat(sizes(bias, "b_D"))
+    layer, head = torch.tensor(heads_of(bias)).T
     return COLUMNS.frame(
         {
-            "layer": layers,
-            "head": heads,
-            "b_kv_norm": sizes(bias, "b_KV"),
-            "b_kv_spectral_norm": values[..., 0],
-            "b_kv_effective_rank": effective_rank(values),
-            "b_d_norm": sizes(bias, "b_D"),
-            "bias_share": share_by_size(*norms).mean(dim=1),
-            "output_share": (outputs.of_bias * share_probes(z, pooled=True)).sum(dim=(1, 3)),
-            "logit": _logits(model, outputs, target),
+            "layer": layer,
+            "head": head,
+            "b_kv_norm": norms,
+            "b_kv_spectral_norm": torch.cat([values[:, 0] for values in spectra]),
+            "b_kv_effective_rank": torch.cat([effective_rank(values) for values in spectra]),
+            "b_d_norm": b_d_norms,
+            **{name: torch.cat([table[name] for table in tables]) for name in tables[0]},
         }
     )
 
 
-def _logits(model: HookedKVTransformer, outputs: BiasOutputs, target: LogitTarget) -> Float[Tensor, "layer head"]:
-    """What each head's z_bias adds to the target's logit, mean over the target's positions."""
-    probes = torch.stack([target.probes(model, outputs.scale, layer) for layer in range(len(outputs.of_bias))])
-    return (outputs.of_bias * probes).sum(dim=(1, 3)) / len(target.positions)
+def _of_layer(
+    model: KVModel,
+    layer: int,
+    of_bias: Float[Tensor, "pos head d_head"],
+    of_context: Float[Tensor, "pos head d_head"],
+    z: Float[Tensor, "pos head d_head"],
+    target: LogitTarget,
+    path: Any,
+) -> dict[str, Float[Tensor, " head"]]:
+    """What the heads of a layer read from their bias; the target's logit is the mean over its positions."""
+    factor = path.factors[layer]
+    written = of_bias if factor is None else of_bias * factor
+    probes = target.probes(model, path.scale, layer).to(written)
+    return {
+        "bias_share": share_by_size(of_bias.norm(dim=-1), of_context.norm(dim=-1)).mean(dim=0),
+        "output_share": (of_bias * share_probes(z, pooled=True)).sum(dim=(0, 2)),
+        "logit": (written * probes).sum(dim=(0, 2)) / len(target.positions),
+    }
 
 
 BIAS_DECOMPOSITION = Analysis(

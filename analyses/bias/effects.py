@@ -9,12 +9,13 @@ Four ways to ablate a part:
   means in kvlens: zeroing also removes BOS, so that a head that mostly attends to BOS would seem important.
 
 A converted prompt is more than its bias: a shifted model also reads the *shift state*, the prompt's last raw keys, values and
-queries. ``bias`` ablates b_KV and b_D, ``shift_state`` the shift state, ``both`` the whole prompt. The effects do not add up.
-They include every path; for direct effects see :func:`kvlens.analyses.bias.decomposition.bias_decomposition`.
+queries, and a recurrent layer the inputs of its short convolution. ``bias`` ablates b_KV and b_D, ``shift_state`` the shift
+state, ``both`` the whole prompt. A convolution's inputs belong to the whole layer: head by head they are one row, with head -1,
+and ``both`` leaves recurrent layers out. The effects do not add up. They include every path; for direct effects see
+:func:`kvlens.analyses.bias.decomposition.bias_decomposition`.
 """
 
 from collections.abc import Callable, Sequence
-from itertools import product
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -22,7 +23,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvlens import HookedKVTransformer, KVBias, KVLensError, convert_prompt
+from kvlens import KVBias, KVLensError, KVModel, convert_prompt
 from kvlens.checks import checked
 
 from ..declaration import Analysis, Columns, Field, Option
@@ -41,6 +42,7 @@ from ..stream.logit_attribution import LogitTarget, Token, logit_target
 from .baseline import baseline_of, has_baseline
 from .interventions import Interventions, donors_of, logits_under
 from .one_space import singles, with_others, with_references
+from .parts import OF_SHIFT_STATE, has_shift_state, heads_of, layers_with_convolution, most_heads, recurrent_layers
 
 METHODS = ("zero", "mean", "resample", "baseline")
 PARTS = ("bias", "shift_state", "both")
@@ -64,7 +66,7 @@ COLUMNS = Columns(
     reference=("int64", "for ``resample``, index into ``references``; else -1"),
     part=("str", "``bias``, ``shift_state`` or ``both``"),
     layer=("int64", "-1: all"),
-    head=("int64", "query head; -1: all"),
+    head=("int64", "query head, or value head of a recurrent layer; -1: all"),
     kl=("float64", f"{KL}; mean over the text's positions"),
     loss_change=("float64", f"{LOSS_CHANGE}; mean over the text's next tokens; NaN for one token"),
     logit_change=("float64", f"{LOGIT_CHANGE}; the target's, or difference, mean over its positions; NaN without one"),
@@ -75,7 +77,7 @@ COLUMNS = Columns(
 @checked
 @torch.no_grad()
 def bias_effects(
-    model: HookedKVTransformer,
+    model: KVModel,
     prompt: KVBias | PromptTokens,
     text: TextTokens,
     *,
@@ -134,7 +136,7 @@ def bias_effects(
 
 
 def measured_effects(
-    model: HookedKVTransformer,
+    model: KVModel,
     text: Tensor,
     bias: KVBias,
     rows: Interventions,
@@ -157,11 +159,7 @@ def measured_effects(
 
 
 def _parts_of(bias: KVBias) -> Sequence[str]:
-    return PARTS if _has_shift_state(bias) else PARTS[:1]
-
-
-def _has_shift_state(bias: KVBias) -> bool:
-    return any(rows.shape[-3] for rows in (bias.last_k, bias.last_v, bias.last_q))
+    return PARTS if has_shift_state(bias) else PARTS[:1]
 
 
 def _ablations(
@@ -171,16 +169,28 @@ def _ablations(
         unknown = [name for name in names if name not in known]
         if unknown or not len(names):
             raise KVLensError(f"bias_effects: {what}: expected some of {', '.join(known)}, got {unknown or 'none'}")
-    if set(parts) - {"bias"} and not _has_shift_state(bias):
+    if set(parts) - {"bias"} and not has_shift_state(bias):
         raise KVLensError("bias_effects: this model has no KV shift, so its prompts have no shift state; use parts=['bias']")
     if set(methods) & {"mean", "resample"}:
         _check_references(bias, references)
-    n_layers, n_heads = (range(n) for n in (bias.n_layers, bias.n_heads))
-    units = {"head": product(n_layers, n_heads), "layer": product(n_layers, [ALL]), "model": [(ALL, ALL)]}
     n_references = 0 if references is None else references.b_KV.shape[1]
     chosen = {"zero": [ALL], "mean": [ALL], "resample": range(n_references), "baseline": [ALL]}
     ways = [(method, reference) for method in methods for reference in chosen[method]]
-    return [Ablation(*way, part, *unit) for way, part, unit in product(ways, parts, units[by])]
+    return [Ablation(*way, part, *unit) for way in ways for part in parts for unit in _units(bias, by, part)]
+
+
+def _units(bias: KVBias, by: str, part: str) -> list[tuple[int, int]]:
+    """(layer, head) of what is ablated at once; the convolution's inputs of a recurrent layer belong to no single head."""
+    if by == "model":
+        return [(ALL, ALL)]
+    if by == "layer":
+        return [(layer, ALL) for layer in range(bias.n_layers)]
+    if part == "bias":
+        return heads_of(bias)
+    recurrent = recurrent_layers(bias)
+    shifts = part == "both" or any(getattr(bias, name).shape[-3] for name in OF_SHIFT_STATE)
+    heads = [(layer, head) for layer, head in heads_of(bias) if layer not in recurrent and shifts]
+    return sorted([*heads, *((layer, ALL) for layer in layers_with_convolution(bias))]) if part == "shift_state" else heads
 
 
 def _check_references(bias: KVBias, references: KVBias | None) -> None:
@@ -200,7 +210,7 @@ def _check_references(bias: KVBias, references: KVBias | None) -> None:
         )
 
 
-def _baseline(model: HookedKVTransformer, prompt: KVBias | PromptTokens, bias: KVBias) -> KVBias:
+def _baseline(model: KVModel, prompt: KVBias | PromptTokens, bias: KVBias) -> KVBias:
     if isinstance(prompt, KVBias):
         raise KVLensError(
             "bias_effects: the baseline needs the prompt's first token (its BOS, if it has one), which a converted prompt no "
@@ -229,12 +239,12 @@ def _kept(bias: KVBias, ablations: Sequence[Ablation], parts: Sequence[str]) -> 
     taken = torch.tensor([a.part in parts for a in ablations], dtype=torch.bool)
     layer, head = (torch.tensor([getattr(a, name) for a in ablations], dtype=torch.long)[:, None] for name in ("layer", "head"))
     layers = (layer == ALL) | (layer == torch.arange(bias.n_layers))
-    heads = (head == ALL) | (head == torch.arange(bias.n_heads))
+    heads = (head == ALL) | (head == torch.arange(most_heads(bias)))
     removed = taken[:, None, None] & layers[:, :, None] & heads[:, None, :]
     return (~removed).to(bias.b_KV)
 
 
-def _read_references(model: HookedKVTransformer, prompts: Any) -> KVBias:
+def _read_references(model: KVModel, prompts: Any) -> KVBias:
     if not isinstance(prompts, list) or not prompts:
         raise KVLensError(f"references: expected a list of other prompts, got {prompts!r}")
     if all(isinstance(prompt, str) for prompt in prompts) and model.tokenizer is not None:
@@ -246,10 +256,11 @@ def _read_references(model: HookedKVTransformer, prompts: Any) -> KVBias:
     return convert_prompt(model, torch.stack(others))
 
 
-def _n_ablations(model: HookedKVTransformer, *, by: str, methods: Sequence[str], parts: Sequence[str] | None) -> int:
-    """The number of ablations with one reference; each further reference adds as many for ``resample``."""
-    units = {"head": model.cfg.n_layers * model.cfg.n_heads, "layer": model.cfg.n_layers, "model": 1}[by]
-    n_parts = len(parts) if parts else 1 if model.cfg.kv_shift is None else len(PARTS)
+def _n_ablations(model: KVModel, *, by: str, methods: Sequence[str], parts: Sequence[str] | None) -> int:
+    """The number of ablations with one reference, without those of short convolutions; each further reference adds as many for
+    ``resample``."""
+    units = {"head": sum(model.heads_per_layer), "layer": model.cfg.n_layers, "model": 1}[by]
+    n_parts = len(parts) if parts else 1 if getattr(model.cfg, "kv_shift", None) is None else len(PARTS)
     return units * n_parts * len(methods)
 
 

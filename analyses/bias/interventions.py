@@ -1,29 +1,29 @@
 """Many ablations of one bias in few forward passes: each is a row of a batch of biases, read with the same text.
 
 An ablation replaces the ablated part by the same part of a *donor*: a bias of zeros, the mean of other prompts' biases, or the
-bias of another prompt. The *bias* of a head is b_KV and b_D; its *shift state* is the raw last keys, values and queries that
-the text's first tokens mix into their own. Keys and values belong to a key-value head: with grouped queries, ablating one
-query head's shift state ablates that of its whole group, queries included.
+bias of another prompt. The parts are those of :mod:`kvlens.analyses.bias.parts`. Shifted keys and values belong to a key-value
+head: with grouped queries, ablating one query head's shift state ablates that of its whole group, queries included. The inputs
+of a recurrent layer's convolution are ablated if the shift state of any of the layer's heads is.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvlens import HookedKVTransformer, KVBias
+from kvlens import KVBias, KVModel
 
 from ..passes import MEMORY_PER_PASS, check_batch_size
-
-OF_BIAS, OF_SHIFT_STATE = ("b_KV", "b_D"), ("last_k", "last_v", "last_q")
-"""The tensors of a bias, and those of the shift state that it carries."""
+from .parts import RECURRENT, tensors_of, with_tensors
 
 
 class Interventions(NamedTuple):
-    """Which parts of a bias are kept (1) or replaced (0), and by which of ``donors`` (a batch of biases)."""
+    """Which parts of a bias are kept (1) or replaced (0), and by which of ``donors`` (a batch of biases).
+
+    The axis of heads is as long as the layer with most heads has (:func:`kvlens.analyses.bias.parts.most_heads`).
+    """
 
     keep_bias: Float[Tensor, "row layer head"]
     keep_shift_state: Float[Tensor, "row layer head"]
@@ -42,18 +42,19 @@ def donors_of(bias: KVBias, references: KVBias | None = None, n_in_mean: int | N
     For a softmax model the references use the features of ``bias`` (:func:`kvlens.analyses.bias.one_space.with_references`).
     """
     bias = bias.per_query_head()
-    tensors: dict[str, Any] = {}
-    for name in OF_BIAS + OF_SHIFT_STATE:
-        zeros = torch.zeros_like(getattr(bias, name))[:, None]
-        others = zeros[:, :0] if references is None else getattr(references, name).to(zeros)
-        averaged = others[:, :n_in_mean]
+    others = {} if references is None else tensors_of(references)
+    donors: dict[str, Tensor] = {}
+    for name, tensor in tensors_of(bias).items():
+        zeros = torch.zeros_like(tensor)[:, None]
+        given = others[name].to(zeros) if others else zeros[:, :0]
+        averaged = given[:, :n_in_mean]
         mean = averaged.mean(dim=1, keepdim=True) if averaged.shape[1] else averaged
-        tensors[name] = torch.cat([zeros, mean, others], dim=1)
-    return replace(bias.repeat(tensors["b_KV"].shape[1]), **tensors)
+        donors[name] = torch.cat([zeros, mean, given], dim=1)
+    return with_tensors(bias.repeat(donors["b_KV"].shape[1]), donors)
 
 
 def logits_under(
-    model: HookedKVTransformer,
+    model: KVModel,
     text: Tensor,
     bias: KVBias,
     rows: Interventions,
@@ -89,24 +90,32 @@ def logits_under(
 def intervened(bias: KVBias, rows: Interventions) -> KVBias:
     """A batch of copies of ``bias``, with each row's parts replaced."""
     bias = bias.per_query_head()
-    keep = rows.keep_bias.transpose(0, 1)  # the batch comes after the layer
-    keep_kv = rows.keep_shift_state.transpose(0, 1).unflatten(-1, (bias.last_k.shape[-2], -1)).amin(dim=-1)
+    donated = tensors_of(rows.donors)
+    mixed: dict[str, Tensor] = {}
+    for name, keep in _kept(bias, rows).items():
+        tensor = tensors_of(bias)[name]
+        keep = keep.reshape(*keep.shape, *[1] * (tensor.dim() + 1 - keep.dim())).bool()
+        mixed[name] = torch.where(keep, tensor[:, None], donated[name][:, rows.donor])
+    return with_tensors(bias.repeat(len(rows.donor)), mixed)
+
+
+def _kept(bias: KVBias, rows: Interventions) -> dict[str, Tensor]:
+    """By the name of a tensor what of it stays, [layer, row, ...], with the first axes of the tensor."""
+    of_bias, of_shift_state = (keep.transpose(0, 1) for keep in (rows.keep_bias, rows.keep_shift_state))
+    attention = list(bias.attention_layers)
+    keep = of_bias[attention][..., : bias.n_heads]
+    keep_kv = of_shift_state[attention][..., : bias.n_heads].unflatten(-1, (bias.last_k.shape[-2], -1)).amin(dim=-1)
     keep_q = keep_kv.repeat_interleave(bias.n_heads // keep_kv.shape[-1], dim=-1)
-    kept = {
-        "b_KV": keep[..., None, None],
-        "b_D": keep[..., None],
-        "last_k": keep_kv[:, :, None, :, None],
-        "last_v": keep_kv[:, :, None, :, None],
-        "last_q": keep_q[:, :, None, :, None],
-    }
-    mixed: dict[str, Any] = {}
-    for name, k in kept.items():
-        donated = getattr(rows.donors, name)[:, rows.donor]
-        mixed[name] = torch.where(k.bool(), getattr(bias, name)[:, None], donated)
-    return replace(bias.repeat(len(rows.donor)), **mixed)
+    kept = {"b_KV": keep, "b_D": keep, "last_q": keep_q[:, :, None]}
+    kept |= dict.fromkeys(("last_k", "last_v"), keep_kv[:, :, None])
+    if bias.recurrent is not None:
+        recurrent = list(bias.recurrent.layers)
+        kept[RECURRENT + "b_KV"] = of_bias[recurrent][..., : bias.recurrent.n_heads]
+        kept[RECURRENT + "conv"] = of_shift_state[recurrent].amin(dim=-1)
+    return kept
 
 
-def _bytes_per_row(model: HookedKVTransformer, bias: KVBias, pos: int) -> int:
+def _bytes_per_row(model: KVModel, bias: KVBias, pos: int) -> int:
     """Bytes of a bias and its copy in the layers, the logits and their float64 probabilities, and the widest activations."""
     widest = max(model.cfg.d_mlp or 0, model.cfg.d_model, bias.n_heads * bias.b_KV.shape[-2])
     return 8 * bias.num_parameters + pos * (28 * model.cfg.d_vocab_out + 16 * widest)

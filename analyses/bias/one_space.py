@@ -10,12 +10,13 @@ and b_D likewise, each bias gives the same outputs as before, and sums, means an
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvlens import KVBias, combine
+
+from .parts import OF_SHIFT_STATE, tensors_of, with_tensors
 
 
 def in_one_space(*biases: KVBias) -> list[KVBias]:
@@ -48,13 +49,13 @@ def singles(references: KVBias) -> list[KVBias]:
 def with_others(bias: KVBias, others: Sequence[KVBias]) -> tuple[KVBias, KVBias]:
     """A bias, and others of single prompts as a batch, in a common feature space."""
     own, *others = in_one_space(bias, *others)
-    names = ("b_KV", "b_D", "last_k", "last_v", "last_q")
-    stacked: dict[str, Any] = {name: torch.stack([getattr(b, name) for b in others], dim=1) for name in names}
-    return own, replace(others[0].repeat(len(others)), **stacked)
+    of_others = [tensors_of(b) for b in others]
+    stacked = {name: torch.stack([tensors[name] for tensors in of_others], dim=1) for name in of_others[0]}
+    return own, with_tensors(others[0].repeat(len(others)), stacked)
 
 
 def _with_own_shift_state(bias: KVBias, own: KVBias) -> KVBias:
-    kept = ("last_k", "last_v", "last_q", "n_prompt_tokens", "position_offset")
+    kept = (*OF_SHIFT_STATE, "recurrent", "n_prompt_tokens", "position_offset")
     return replace(bias, **{name: getattr(own, name) for name in kept})
 
 

@@ -7,39 +7,36 @@ does not add up. By projection (``output_share``), z_bias . z / ||z||^2 may be o
 but it is linear: the shares of all parts of z sum to 1, and those of all prompt positions to that of the whole bias.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvlens import HookedKVTransformer, KVBias
-
-from ..stream.logit_attribution import final_scale, final_scale_name
+from kvlens import KVBias, KVModel
 
 
 class BiasOutputs(NamedTuple):
-    """The two summands of every head's output on a text, and the final norm's scale there."""
+    """The two summands of every head's output on a text, layer by layer."""
 
-    of_bias: Float[Tensor, "layer pos head d_head"]
-    of_context: Float[Tensor, "layer pos head d_head"]
-    scale: Float[Tensor, "pos 1"]
+    of_bias: list[Float[Tensor, "pos _ _"]]
+    of_context: list[Float[Tensor, "pos _ _"]]
+
+    def whole(self) -> list[Float[Tensor, "pos _ _"]]:
+        """Their sums."""
+        return [b + c for b, c in zip(self.of_bias, self.of_context, strict=True)]
 
 
-def bias_outputs(model: HookedKVTransformer, bias: KVBias, text: Tensor) -> BiasOutputs:
-    """Run ``text`` [pos] once with ``bias`` attached; in float64, on the device of the first layer."""
+def bias_outputs(model: KVModel, bias: KVBias, text: Int[Tensor, " pos"]) -> BiasOutputs:
+    """Run ``text`` once with ``bias`` attached; in float64, on the device of the text."""
+    seen: dict[str, Tensor] = {}
+
+    def see(z: Tensor, hook: Any) -> None:
+        seen[hook.name] = z[0].double().to(text.device)
+
     names = {part: [f"blocks.{layer}.attn.hook_z_{part}" for layer in range(bias.n_layers)] for part in ("bias", "context")}
-    with model.kv_bias(bias):
-        _, cache = model.run_with_cache(
-            text[None],
-            attention_mask=torch.ones_like(text[None]),
-            names_filter=[*names["bias"], *names["context"], final_scale_name(model)],
-            return_type=None,
-        )
-    of_bias, of_context = (
-        torch.stack([cache[name][0].double().to(text.device) for name in names[part]]) for part in ("bias", "context")
-    )
-    return BiasOutputs(of_bias, of_context, final_scale(model, cache)[0].double().to(text.device))
+    with model.kv_bias(bias), model.hooks(fwd_hooks=[(name, see) for part in names.values() for name in part]):
+        model.logits_on(text[None], 1)
+    return BiasOutputs(*([seen[name] for name in names[part]] for part in ("bias", "context")))
 
 
 def share_by_size(

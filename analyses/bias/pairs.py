@@ -38,6 +38,7 @@ from kvlens import HookedKVTransformer, KVBias, KVLensError, carry_bias, combine
 from kvlens.checks import checked
 
 from ..declaration import Analysis, Columns
+from ..front_ends import on_its_front_ends
 from ..inputs import PROMPT, tokens_field
 from ..predictions import KL, converted_logits, kl_divergence, log_probabilities, next_token_losses
 from ..sequences import PromptTokens, TextTokens, converted, one_sequence
@@ -99,6 +100,7 @@ CIRCUIT_COLUMNS = Columns(
 
 
 @SIMILARITY_COLUMNS.document
+@on_its_front_ends
 @checked
 @torch.no_grad()
 def bias_similarity(
@@ -157,6 +159,7 @@ def _comparable(biases: Sequence[KVBias], model: HookedKVTransformer | None, tex
 
 
 @OVERWRITING_COLUMNS.document
+@on_its_front_ends
 @checked
 @torch.no_grad()
 def bias_overwriting(
@@ -215,6 +218,7 @@ def bias_overwriting(
 
 
 @ADDITION_COLUMNS.document
+@on_its_front_ends
 @checked
 @torch.no_grad()
 def bias_addition(
@@ -256,6 +260,7 @@ def bias_addition(
 
 
 @CIRCUIT_COLUMNS.document
+@on_its_front_ends
 @checked
 @torch.no_grad()
 def circuits(model: HookedKVTransformer, prompt: KVBias | PromptTokens, second_prompt: SecondTokens) -> pd.DataFrame:

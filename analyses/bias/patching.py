@@ -42,6 +42,7 @@ from kvlens.checks import checked
 from kvlens.errors import brief, nearest
 
 from ..declaration import Analysis, Columns, Option
+from ..front_ends import on_its_front_ends
 from ..inputs import ANSWER, PROMPT, RIVAL, TEXT, tokens_field
 from ..passes import MEMORY_PER_PASS, check_batch_size
 from ..sequences import CorruptedTokens, PromptTokens, TextTokens, converted, one_sequence
@@ -78,6 +79,7 @@ COLUMNS = Columns(
 
 
 @COLUMNS.document
+@on_its_front_ends
 @checked
 @torch.no_grad()
 def activation_patching(

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvlens import HookedKVTransformer, KVBias, KVLensError
+from kvlens import HookedKVTransformer, KVBias, KVLensError, KVModel
 from kvlens.checks import checked
 
 from ..declaration import Analysis, Columns, Option
@@ -31,8 +31,10 @@ from ..stream.logit_attribution import (
     logit_target,
 )
 from ..texts import token_texts
+from .one_pass import OnePassReading
 from .outputs import share_probes
-from .reads import VIEWS, PromptReading, Stretch
+from .parts import HEAD
+from .reads import VIEWS, PromptReading, Stretch, TextReads
 
 NONE = -1
 """No position: all positions of the text together, or a part that is not a prompt position."""
@@ -40,7 +42,7 @@ NONE = -1
 AT = ("together", "last", "each")
 COLUMNS = Columns(
     layer=("int64", "from 0"),
-    head=("int64", "query head"),
+    head=("int64", HEAD),
     position=("int64", "in the text; -1 for all positions together"),
     part=("str", "``inherited``, ``prompt``, ``shift_state`` or ``text``"),
     prompt_position=("int64", "from 0; -1 except for ``prompt``"),
@@ -63,7 +65,7 @@ COLUMNS = Columns(
 @checked
 @torch.no_grad()
 def bias_positions(
-    model: HookedKVTransformer,
+    model: KVModel,
     prompt: PromptTokens,
     text: TextTokens,
     *,
@@ -108,23 +110,41 @@ def bias_positions(
     _check_view(by, at, len(text))
     attached = contextlib.nullcontext() if initial is None else model.kv_bias(initial)
     with attached, bar_unless(on_progress, "bias_positions") as tell:
-        reading = PromptReading(model, prompt, text, by=by, segment_length=segment_length, on_progress=tell)
+        reading = reading_of(model, prompt, text, by=by, segment_length=segment_length, on_progress=tell)
         numbers, parts = _read(reading, target, at)
     return _frame(model, prompt, numbers, parts, at)
 
 
+def reading_of(
+    model: KVModel,
+    prompt: Int[Tensor, " prompt_pos"],
+    text: Int[Tensor, " text_pos"],
+    *,
+    by: str = VIEWS[0],
+    segment_length: int | None = None,
+    on_progress: Progress | None = None,
+    with_logits: bool = True,
+) -> PromptReading | OnePassReading:
+    """The prompt and the text, read layer by layer."""
+    layers = model.read_attention(prompt, text)
+    if layers is not None:
+        return OnePassReading(model, prompt, text, layers, with_logits)
+    assert isinstance(model, HookedKVTransformer)
+    return PromptReading(model, prompt, text, by=by, segment_length=segment_length, on_progress=on_progress)
+
+
 @torch.no_grad()
 def output_shares(
-    model: HookedKVTransformer,
+    model: KVModel,
     prompt: Int[Tensor, " prompt_pos"],
     text: Int[Tensor, " text_pos"],
     *,
     on_progress: Progress | None = None,
 ) -> Float[Tensor, "layer head prompt_pos"]:
     """``output_share`` of :func:`bias_positions` for every prompt position, all positions of the text together."""
-    reading = PromptReading(model, prompt, text, on_progress=on_progress)
+    reading = reading_of(model, prompt, text, on_progress=on_progress, with_logits=False)
     layers, _ = reading.text()
-    probes = [share_probes(reads.z, pooled=True)[..., None] for reads in layers]
+    probes = [_gated(share_probes(reads.z, pooled=True)[..., None], reads) for reads in layers]
     shares = torch.zeros(len(layers), model.cfg.n_heads, len(prompt), dtype=torch.float64)
 
     def add(layer: int, stretch: Stretch) -> None:
@@ -144,10 +164,11 @@ def _check_view(by: str, at: Sequence[int] | None, n_text: int) -> None:
 
 
 def _logit_probes(
-    model: HookedKVTransformer, target: LogitTarget, scale: Tensor, layer: int, at: Sequence[int] | None
+    model: KVModel, target: LogitTarget, scale: Tensor, layer: int, reads: TextReads, at: Sequence[int] | None
 ) -> Float[Tensor, "text head d_head"]:
     """Those of the target; their mean over its positions, or NaN at single positions that have none."""
     probes = target.probes(model, scale, layer)
+    probes = probes if reads.factor is None else probes * reads.factor.to(probes)
     if at is None:
         return probes / len(target.positions)
     has_target = torch.zeros(len(probes), dtype=torch.bool, device=probes.device)
@@ -156,34 +177,42 @@ def _logit_probes(
 
 
 def _read(
-    reading: PromptReading, target: LogitTarget, at: Sequence[int] | None
-) -> tuple[Float[Tensor, "layer head position part number"], list[str]]:
-    """Attention and one number per probe, for each part in the order of the frame; and the parts that are not the prompt's."""
+    reading: PromptReading | OnePassReading, target: LogitTarget, at: Sequence[int] | None
+) -> tuple[list[Float[Tensor, "_ position part number"]], list[str]]:
+    """Of each layer attention and one number per probe, for each part in the order of the frame; and the parts that are not the
+    prompt's."""
     model, n_prompt = reading.model, reading.n_prompt
     text, scale = reading.text()
     outside = [part for part in ("inherited", "shift_state") if getattr(text[0], part) is not None] + ["text"]
     probes = [
-        torch.stack([share_probes(reads.z, at is None), _logit_probes(model, target, scale, layer, at)], dim=-1)
+        torch.stack([share_probes(reads.z, at is None), _logit_probes(model, target, scale, layer, reads, at)], dim=-1)
         for layer, reads in enumerate(text)
     ]
     if at is not None:
         text, probes = [reads.at(list(at)) for reads in text], [p[list(at)] for p in probes]
+    of_prompt = [_gated(p, reads) for p, reads in zip(probes, text, strict=True)]
     first = int(outside[0] == "inherited")  # of the prompt's parts
     n_positions, n_parts = 1 if at is None else len(at), n_prompt + len(outside)
-    numbers = torch.full((len(text), model.cfg.n_heads, n_positions, n_parts, 3), torch.nan, dtype=torch.float64)
+    numbers = [torch.full((z.shape[1], n_positions, n_parts, 3), torch.nan, dtype=torch.float64) for _, z, *_ in text]
 
     def add(layer: int, stretch: Stretch) -> None:
         here = slice(first + stretch.first, first + stretch.first + len(stretch.keys))
-        numbers[layer, :, :, here] = _numbers(text[layer].queries, stretch, probes[layer], pooled=at is None).cpu()
+        numbers[layer][:, :, here] = _numbers(text[layer].queries, stretch, of_prompt[layer], pooled=at is None).cpu()
 
     reading.visit_prompt(add)
     behind = first + n_prompt
     for layer, reads in enumerate(text):
-        of_layer = numbers[layer, ..., 1:]
-        whole, inherited, shift_state = (_numbers_of(z, probes[layer], at is None) for z in (reads.z, *reads[2:]))
+        of_layer = numbers[layer][..., 1:]
+        outputs = (reads.z, reads.inherited, reads.shift_state)
+        whole, inherited, shift_state = (_numbers_of(z, probes[layer], at is None) for z in outputs)
         of_layer[:, :, :first], of_layer[:, :, behind:-1] = inherited, shift_state
         of_layer[:, :, -1:] = whole - of_layer[:, :, :-1].sum(dim=2, keepdim=True)  # what is left is the text's own
     return numbers, outside
+
+
+def _gated(probes: Float[Tensor, "text head d_head probe"], reads: TextReads) -> Float[Tensor, "text head d_head probe"]:
+    """The probes of what a prompt position gives, before the gate that makes it a part of the output."""
+    return probes if reads.gate is None else probes * reads.gate[..., None].to(probes)
 
 
 def _numbers(
@@ -214,26 +243,28 @@ def _numbers_of(
 
 
 def _frame(
-    model: HookedKVTransformer,
+    model: KVModel,
     prompt: Tensor,
-    numbers: Float[Tensor, "layer head position part number"],
+    numbers: list[Float[Tensor, "_ position part number"]],
     outside: list[str],
     at: Sequence[int] | None,
 ) -> pd.DataFrame:
-    n_layers, n_heads, n_positions, n_parts, _ = numbers.shape
+    heads = [(layer, head) for layer, of_layer in enumerate(numbers) for head in range(len(of_layer))]
+    _, n_positions, n_parts, _ = numbers[0].shape
     first = int(outside[0] == "inherited")
     parts = np.array([*outside[:first], *["prompt"] * len(prompt), *outside[first:]], dtype=object)
     positions = np.full(n_parts, NONE)
     positions[first : first + len(prompt)] = np.arange(len(prompt))
     tokens = np.array([*[None] * first, *token_texts(model, prompt), *[None] * (len(outside) - first)], dtype=object)
     text_positions = np.array([NONE] if at is None else list(at))
-    attention, output_share, logit = numbers.flatten(0, 3).numpy().T
-    n_blocks = n_layers * n_heads * n_positions
+    attention, output_share, logit = torch.cat(numbers).flatten(0, 2).numpy().T
+    n_blocks = len(heads) * n_positions
+    layer, head = np.repeat(np.array(heads), n_positions * n_parts, axis=0).T
     return COLUMNS.frame(
         {
-            "layer": np.repeat(np.arange(n_layers), n_heads * n_positions * n_parts),
-            "head": np.tile(np.repeat(np.arange(n_heads), n_positions * n_parts), n_layers),
-            "position": np.tile(np.repeat(text_positions, n_parts), n_layers * n_heads),
+            "layer": layer,
+            "head": head,
+            "position": np.tile(np.repeat(text_positions, n_parts), len(heads)),
             "part": np.tile(parts, n_blocks),
             "prompt_position": np.tile(positions, n_blocks),
             "token": np.tile(tokens, n_blocks),
@@ -245,7 +276,7 @@ def _frame(
 
 
 def _at_named_positions(
-    model: HookedKVTransformer,
+    model: KVModel,
     prompt: Tensor,
     text: Tensor,
     answer: Token | None,

@@ -49,13 +49,16 @@ class TextReads(NamedTuple):
     """The text's side of one layer's attention to everything before it, in float64.
 
     ``queries`` include the normalizer and gamma^{i+1}; their product with a stretch's keys is the pattern. Outputs that are not
-    due to a prompt position are separate fields; None if the model has none.
+    due to a prompt position are separate fields; None if the model has none. ``gate`` is what the sum over prompt positions is
+    multiplied by to be a part of z, ``factor`` what z is multiplied by before W_O.
     """
 
     queries: Float[Tensor, "text head d_phi"]
     z: Float[Tensor, "text head d_head"]
     inherited: Float[Tensor, "text head d_head"] | None
     shift_state: Float[Tensor, "text head d_head"] | None
+    gate: Float[Tensor, "text head d_head"] | None = None
+    factor: Float[Tensor, "text head d_head"] | None = None
 
     def at(self, positions: list[int]) -> "TextReads":
         """The reads at some positions of the text."""

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvlens import HookedKVTransformer, KVBias, KVLensError
+from kvlens import KVBias, KVLensError, KVModel
 from kvlens.checks import checked
 
 from ..declaration import Columns
@@ -22,6 +22,7 @@ from .baseline import baseline_of, has_baseline
 from .effects import measured_effects
 from .interventions import Interventions, donors_of
 from .one_space import with_references
+from .parts import most_heads, recurrent_layers
 
 Heads = Sequence[tuple[int, int]]
 
@@ -38,7 +39,7 @@ COLUMNS = Columns(
 @checked
 @torch.no_grad()
 def bias_ablation(
-    model: HookedKVTransformer,
+    model: KVModel,
     prompt: KVBias | PromptTokens,
     text: TextTokens,
     removals: Sequence[Heads],
@@ -65,7 +66,7 @@ def bias_ablation(
         KVLensError: a head that does not exist, a batch of biases, a bias of another model, invalid tokens.
     """
     bias, text = bias_and_text(model, "bias_ablation", prompt, text)
-    keep = _kept_heads(bias, removals)
+    keep, _ = _kept_heads(bias, removals)
     no_donor = torch.zeros(len(keep), dtype=torch.long, device=keep.device)
     rows = Interventions(keep, torch.ones_like(keep), no_donor, donors_of(bias))
     target = logit_target(model, text)
@@ -82,7 +83,7 @@ def _frame(keep: Float[Tensor, "removal layer head"], effects: Mapping[str, list
 @checked
 @torch.no_grad()
 def baseline_ablation(
-    model: HookedKVTransformer,
+    model: KVModel,
     prompt: PromptTokens,
     text: TextTokens,
     removals: Sequence[Heads],
@@ -93,7 +94,8 @@ def baseline_ablation(
 ) -> pd.DataFrame:
     """Replace heads of a converted prompt by those of the baseline, including the shift state, so that BOS is kept.
 
-    With random, Taylor or learned features there is no baseline, and removed heads become 0.
+    The inputs of a recurrent layer's convolution belong to no head, and are replaced with all heads of the layer. With random,
+    Taylor or learned features there is no baseline, and removed heads become 0.
 
     Args:
         model: linear or softmax, with the bias attached that the prompt continues.
@@ -120,21 +122,29 @@ def baseline_ablation(
         )
     own, donors = with_references(bias, baseline) if has_baseline(bias) else (bias, donors_of(bias))
     assert donors is not None
-    keep = _kept_heads(own, removals)
-    rows = Interventions(keep, keep, torch.zeros(len(keep), dtype=torch.long, device=keep.device), donors)
+    keep, keep_shift_state = _kept_heads(own, removals)
+    rows = Interventions(keep, keep_shift_state, torch.zeros(len(keep), dtype=torch.long, device=keep.device), donors)
     target = logit_target(model, text)
     effects = measured_effects(model, text, own, rows, target, batch_size=batch_size, on_progress=on_progress)
     return _frame(keep, effects)
 
 
-def _kept_heads(bias: KVBias, removals: Sequence[Heads]) -> Float[Tensor, "removal layer head"]:
-    keep = bias.b_KV.new_ones(len(removals), bias.n_layers, bias.n_heads)
+def _kept_heads(
+    bias: KVBias, removals: Sequence[Heads]
+) -> tuple[Float[Tensor, "removal layer head"], Float[Tensor, "removal layer head"]]:
+    """0 at what each removal takes: of the bias, and of the shift state."""
+    keep = bias.b_KV.new_ones(len(removals), bias.n_layers, most_heads(bias))
     for row, removal in enumerate(removals):
         for layer, head in removal:
-            if not (0 <= layer < bias.n_layers and 0 <= head < bias.n_heads):
+            if not (0 <= layer < bias.n_layers and 0 <= head < bias.n_heads_of(layer)):
+                heads = sorted({bias.n_heads_of(layer) for layer in range(bias.n_layers)})
                 raise KVLensError(
                     f"bias_ablation: removal {row} names layer {layer}, head {head}; there are {bias.n_layers} layers "
-                    f"of {bias.n_heads} heads, counted from 0"
+                    f"of {' or '.join(map(str, heads))} heads, counted from 0"
                 )
             keep[row, layer, head] = 0
-    return keep
+    keep_shift_state = keep.clone()
+    for layer in recurrent_layers(bias):
+        some_stay = keep[:, layer, : bias.n_heads_of(layer)].amax(dim=-1, keepdim=True)
+        keep_shift_state[:, layer] = some_stay
+    return keep, keep_shift_state

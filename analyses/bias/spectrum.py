@@ -17,39 +17,46 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvlens import HookedKVTransformer, KVBias
+from kvlens import KVBias, KVModel
 from kvlens.checks import checked
 
 from ..declaration import Analysis, Columns
 from ..inputs import PROMPT
 from ..sequences import PromptTokens, converted
+from .parts import HEAD, in_layers
 
 COLUMNS = Columns(
     layer=("int64", "from 0"),
-    head=("int64", "query head"),
+    head=("int64", HEAD),
     index=("int64", "from 0, largest first; min(d_phi, d_head) of them"),
     singular_value=("float64", "of b_KV, its log_scale included"),
     energy_share=("float64", "its square over the sum of the head's squares; 0 for a b_KV of zeros"),
 )
 
 
-def singular_values(bias: KVBias) -> Float[Tensor, "layer head index"]:
-    """Singular values of b_KV, including its log_scale, in float64, largest first."""
+def singular_values(bias: KVBias) -> list[Float[Tensor, "_ _"]]:
+    """Singular values of b_KV, including its log_scale, in float64, largest first; layer by layer."""
     stored = torch.linalg.svdvals(bias.per_query_head().b_KV.detach().double())
-    return _from_logs(stored.log() + _log_scales(bias)[:, :, None])
+    scaled = _from_logs(stored.log() + _log_scales(bias)[:, :, None])
+    states = None if bias.recurrent is None else torch.linalg.svdvals(bias.recurrent.b_KV.detach().double())
+    return in_layers(bias, scaled, states)
 
 
-def sizes(bias: KVBias, name: str, heads_a_group: int = 1) -> Float[Tensor, "layer group"]:
-    """Frobenius norms of ``b_KV`` or ``b_D``, including its log_scale, in float64, per group of concatenated query heads."""
+def sizes(bias: KVBias, name: str) -> list[Float[Tensor, " _"]]:
+    """Frobenius norms of each head's ``b_KV`` or ``b_D``, including its log_scale, in float64, layer by layer.
+
+    A recurrent layer has no normalizer, and its b_D counts as 0.
+    """
     stored = getattr(bias.per_query_head(), name).detach().double()
-    logs = stored.flatten(2).norm(dim=-1).log() + _log_scales(bias)
-    return _from_logs((2 * logs).unflatten(1, (-1, heads_a_group)).logsumexp(dim=-1) / 2)
+    scaled = _from_logs(stored.flatten(2).norm(dim=-1).log() + _log_scales(bias))
+    states = None if bias.recurrent is None else bias.recurrent.b_KV.detach().double().flatten(2).norm(dim=-1)
+    return in_layers(bias, scaled, states if states is None or name == "b_KV" else torch.zeros_like(states))
 
 
 def _log_scales(bias: KVBias) -> Float[Tensor, "layer head"]:
-    """One per query head; 0 for biases without a scale."""
+    """One per query head of the attention layers; 0 for biases without a scale."""
     if bias.log_scale is None:
-        return torch.zeros(bias.n_layers, bias.n_heads, dtype=torch.float64, device=bias.b_KV.device)
+        return torch.zeros(len(bias.b_KV), bias.n_heads, dtype=torch.float64, device=bias.b_KV.device)
     stored = bias.log_scale.detach().double()
     return stored.repeat_interleave(bias.n_heads // stored.shape[1], dim=1)
 
@@ -73,7 +80,7 @@ def effective_rank(values: Float[Tensor, "*lead index"]) -> Float[Tensor, "*lead
 @COLUMNS.document
 @checked
 @torch.no_grad()
-def bias_singular_values(model: HookedKVTransformer, prompt: KVBias | PromptTokens) -> pd.DataFrame:
+def bias_singular_values(model: KVModel, prompt: KVBias | PromptTokens) -> pd.DataFrame:
     """The singular values of every head's b_KV.
 
     Args:
@@ -88,12 +95,23 @@ def bias_singular_values(model: HookedKVTransformer, prompt: KVBias | PromptToke
     Raises:
         KVLensError: a batch of biases, or invalid tokens.
     """
-    values = singular_values(converted(model, "bias_singular_values", prompt))
+    bias = converted(model, "bias_singular_values", prompt)
+    tables = [_of_layer(layer, values) for layer, values in enumerate(singular_values(bias))]
+    return pd.concat(tables, ignore_index=True)
+
+
+def _of_layer(layer: int, values: Float[Tensor, "head index"]) -> pd.DataFrame:
     energy = (values / values[..., :1].where(values[..., :1] > 0, 1.0)).square()
     total = energy.sum(dim=-1, keepdim=True)
-    layers, heads, indices = torch.meshgrid(*(torch.arange(n) for n in values.shape), indexing="ij")
+    heads, indices = torch.meshgrid(*(torch.arange(n) for n in values.shape), indexing="ij")
     shares = energy / total.where(total > 0, 1.0)
-    columns = {"layer": layers, "head": heads, "index": indices, "singular_value": values, "energy_share": shares}
+    columns = {
+        "layer": torch.full_like(heads, layer),
+        "head": heads,
+        "index": indices,
+        "singular_value": values,
+        "energy_share": shares,
+    }
     return COLUMNS.frame(columns)
 
 

@@ -11,6 +11,7 @@ from kvlens.checks import checked
 from kvlens.dual import demonstration_figures
 
 from ..declaration import Analysis, Columns, Option
+from ..front_ends import on_its_front_ends
 from ..inputs import PROMPT
 from ..predictions import OUTPUT_SHARE
 from ..sequences import PromptTokens, prompt_sequence
@@ -32,6 +33,7 @@ COLUMNS = Columns(
 
 
 @COLUMNS.document
+@on_its_front_ends
 @checked
 @torch.no_grad()
 def dual_demonstrations(

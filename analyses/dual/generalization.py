@@ -20,6 +20,7 @@ from kvlens.checks import checked
 from kvlens.dual import DualModel
 
 from ..declaration import Analysis, Columns, Option
+from ..front_ends import on_its_front_ends
 from ..inputs import PROMPT
 from ..sequences import PromptTokens, prompt_sequence
 from .refusal import has_dual_model
@@ -42,6 +43,7 @@ COLUMNS = Columns(
 
 
 @COLUMNS.document
+@on_its_front_ends
 @checked
 @torch.no_grad()
 def dual_bound(

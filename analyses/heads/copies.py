@@ -9,6 +9,7 @@ from kvlens import HookedKVTransformer
 from kvlens.checks import checked
 
 from ..declaration import Analysis, Columns
+from ..front_ends import on_its_front_ends
 from ..inputs import PROMPT, TEXT
 from ..segments import Progress, bar_unless
 from ..sequences import PromptTokens, TextTokens, one_sequence, prompt_sequence
@@ -26,6 +27,7 @@ COLUMNS = Columns(
 
 
 @COLUMNS.document
+@on_its_front_ends
 @checked
 @torch.no_grad()
 def prompt_copies(

@@ -11,6 +11,7 @@ from kvlens.checks import checked
 
 from ..bias.outputs import bias_outputs, share_by_size
 from ..bias.positions import output_shares
+from ..front_ends import on_its_front_ends
 from ..segments import Progress, PromptColumns, bar_unless
 from ..sequences import PromptTokens, TextTokens, prompt_text_bias
 from ..texts import token_texts
@@ -49,6 +50,7 @@ class HeadDetails:
     among: Float[Tensor, "layer head position position"] | None = None
 
 
+@on_its_front_ends
 @checked
 @torch.no_grad()
 def head_details(
@@ -123,5 +125,5 @@ def _bias_shares(
 ) -> Float[Tensor, "layer head text_pos"]:
     """The bias's share of every head's output at every position of the text."""
     outputs = bias_outputs(model, bias, text)
-    share = share_by_size(outputs.of_bias.norm(dim=-1), outputs.of_context.norm(dim=-1))
-    return share.transpose(1, 2).float().cpu()
+    of_bias, of_context = (torch.stack(part).norm(dim=-1) for part in outputs)
+    return share_by_size(of_bias, of_context).transpose(1, 2).float().cpu()

@@ -19,6 +19,7 @@ from kvlens import HookedKVTransformer, KVLensError
 from kvlens.checks import checked
 
 from ..declaration import Analysis, Columns, Option
+from ..front_ends import on_its_front_ends
 from .weights import COMPOSITION_KINDS, composition_scores, head_weights
 
 COLUMNS = Columns(
@@ -36,6 +37,7 @@ COLUMNS = Columns(
 
 
 @COLUMNS.document
+@on_its_front_ends
 @checked
 @torch.no_grad()
 def composition(model: HookedKVTransformer, *, kinds: Sequence[str] = COMPOSITION_KINDS) -> pd.DataFrame:

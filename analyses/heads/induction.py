@@ -20,6 +20,7 @@ from kvlens import HookedKVTransformer, KVLensError
 from kvlens.checks import Seed, checked, ensure
 
 from ..declaration import Analysis, Columns, Option
+from ..front_ends import on_its_front_ends
 from ..inputs import tokens_field
 from ..passes import check_batch_size
 from ..predictions import LOSS_CHANGE
@@ -59,6 +60,7 @@ COLUMNS = Columns(
 
 
 @COLUMNS.document
+@on_its_front_ends
 @checked
 @torch.no_grad()
 def induction_heads(

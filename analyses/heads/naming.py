@@ -24,6 +24,7 @@ from kvlens import HookedKVTransformer, KVLensError
 from kvlens.checks import checked
 
 from ..declaration import Analysis, Columns, Option
+from ..front_ends import on_its_front_ends
 from ..predictions import LOGIT_CHANGE, LOSS_CHANGE
 from .ablation import Progress, Start
 from .induction import (
@@ -90,6 +91,7 @@ COLUMNS = Columns(
 
 
 @COLUMNS.document
+@on_its_front_ends
 @checked
 @torch.no_grad()
 def induction_verdicts(

@@ -18,6 +18,7 @@ from torch import Tensor
 from kvlens import HookedKVTransformer, KVLensError
 from kvlens.checks import checked
 
+from ..front_ends import on_its_front_ends
 from ..segments import Found, Looks, Progress, rows_at
 from ..sequences import PromptTokens, prompt_sequence
 
@@ -25,6 +26,7 @@ VisitRows = Callable[[int, int, Float[Tensor, "head query pos"]], None]
 """Called with a layer, the position of the first key, and the pattern from all queries to these keys, float32."""
 
 
+@on_its_front_ends
 @checked
 @torch.no_grad()
 def attention_rows(

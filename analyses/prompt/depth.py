@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from kvlens import HookedKVTransformer
+from kvlens import KVModel
 from kvlens.checks import checked
 
 from ..declaration import Analysis, Columns
@@ -45,7 +45,7 @@ COLUMNS = Columns(
 @checked
 @torch.no_grad()
 def prompt_by_depth(
-    model: HookedKVTransformer,
+    model: KVModel,
     prompt: PromptTokens,
     text: TextTokens,
     *,
@@ -85,7 +85,7 @@ def prompt_by_depth(
     for depth in range(n_depths):
         for name, stream in zip(losses, streams, strict=True):
             assert stream is not None
-            log_p = log_probabilities(model(stream[depth][None], start_at_layer=model.cfg.n_layers)[0])
+            log_p = log_probabilities(model.logits_of(stream[depth][None])[0])
             losses[name].append(next_token_losses(log_p, text))
             guesses[name].append(log_p.argmax(dim=-1))
     loss_with, loss_without = (torch.stack(losses[name]) for name in ("with", "without"))
@@ -103,7 +103,7 @@ def prompt_by_depth(
     )
 
 
-def _texts_by_depth(model: HookedKVTransformer, text: Tensor, guesses: Int[Tensor, "depth pos"]) -> list[str]:
+def _texts_by_depth(model: KVModel, text: Tensor, guesses: Int[Tensor, "depth pos"]) -> list[str]:
     """The guesses as text, by depth, then position."""
     by_place = next_token_texts(model, text, guesses.T)
     return [texts[depth] for depth in range(len(guesses)) for texts in by_place]

@@ -6,7 +6,7 @@ The three conditions of :mod:`kvlens.analyses.prompt.readings`, aligned on the t
 import pandas as pd
 import torch
 
-from kvlens import HookedKVTransformer, KVBias
+from kvlens import KVBias, KVModel
 from kvlens.checks import checked
 
 from ..declaration import Analysis, Columns
@@ -32,7 +32,7 @@ COLUMNS = Columns(
 @checked
 @torch.no_grad()
 def prompt_effect(
-    model: HookedKVTransformer,
+    model: KVModel,
     prompt: PromptTokens,
     text: TextTokens,
     *,

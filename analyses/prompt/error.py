@@ -7,7 +7,7 @@ The two are equal up to rounding, which is measured on the model's own forward p
 import pandas as pd
 import torch
 
-from kvlens import HookedKVTransformer, KVBias
+from kvlens import KVBias, KVModel
 from kvlens.checks import checked
 
 from ..declaration import Analysis, Columns
@@ -40,7 +40,7 @@ COLUMNS = Columns(
 @checked
 @torch.no_grad()
 def conversion_error(
-    model: HookedKVTransformer,
+    model: KVModel,
     prompt: PromptTokens,
     text: TextTokens,
     *,

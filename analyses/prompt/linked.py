@@ -21,6 +21,7 @@ from kvlens.checks import checked
 from kvlens.errors import brief
 
 from ..bias.reads import PromptReading, Stretch, TextReads
+from ..front_ends import on_its_front_ends
 from ..segments import Progress, PromptColumns, bar_unless
 from ..sequences import PromptTokens, TextTokens, prompt_text_bias
 from ..texts import next_token_texts, token_texts
@@ -75,6 +76,7 @@ class LinkedShares:
                 raise KVLensError(f"LinkedShares: coloring {name!r} must be [{n_layers}, {n_heads}], got {brief(numbers)}")
 
 
+@on_its_front_ends
 @checked
 @torch.no_grad()
 def linked_shares(

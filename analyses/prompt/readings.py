@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvlens import HookedKVTransformer, KVBias, KVLensError
+from kvlens import KVBias, KVLensError, KVModel
 
 from ..predictions import text_logits
 from ..sequences import baseline_sequence
@@ -50,7 +50,7 @@ def check_readings(readings: Readings, conditions: Sequence[str], n_positions: i
 
 @torch.no_grad()
 def read_text(
-    model: HookedKVTransformer,
+    model: KVModel,
     prompt: Int[Tensor, " prompt_pos"],
     text: Int[Tensor, " text_pos"],
     *,

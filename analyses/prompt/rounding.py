@@ -6,12 +6,13 @@ bound grows with the length of the text and is soon far above the actual roundin
 """
 
 import copy
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvlens import HookedKVTransformer
+from kvlens import KVModel
 
 from ..predictions import text_logits
 
@@ -23,7 +24,7 @@ FLOAT64_LIMIT = 1e-12
 """The limit for a float64 model, for which there is no more exact reference."""
 
 
-def rounding_error(model: HookedKVTransformer, prompt: Int[Tensor, " prompt_pos"], text: Int[Tensor, " text_pos"]) -> float:
+def rounding_error(model: KVModel, prompt: Int[Tensor, " prompt_pos"], text: Int[Tensor, " text_pos"]) -> float:
     """||logits - logits in float64|| / ||logits in float64|| of the unconverted model over the text's positions.
 
     Args:
@@ -43,7 +44,7 @@ def rounding_error(model: HookedKVTransformer, prompt: Int[Tensor, " prompt_pos"
     return max(relative_error(own, exact), precision / 4)
 
 
-def rounding_limit(model: HookedKVTransformer, error: float) -> float:
+def rounding_limit(model: KVModel, error: float) -> float:
     """The largest relative error at which a conversion counts as exact to rounding.
 
     Args:
@@ -58,11 +59,11 @@ def relative_error(x: Float[Tensor, "pos d_vocab"], reference: Float[Tensor, "po
     return float((x - reference).norm() / reference.norm())
 
 
-def _in_float64(model: HookedKVTransformer) -> HookedKVTransformer:
+def _in_float64(model: KVModel) -> KVModel:
     """A copy with the same weights, hooks and attached bias; the tokenizer is not copied."""
     attached = model.attached_kv_bias
     with torch.no_grad():
-        exact = copy.deepcopy(model, {id(model.tokenizer): model.tokenizer, id(attached): attached})
+        exact: Any = copy.deepcopy(model, {id(model.tokenizer): model.tokenizer, id(attached): attached})
         exact.cfg.dtype = torch.float64
         torch.nn.Module.to(exact, dtype=torch.float64)
     return exact

@@ -21,6 +21,7 @@ from kvlens import KVLensError, KVTransformerBridge, convert_prompt
 from kvlens.checks import checked
 
 from ..declaration import Columns
+from ..front_ends import on_its_front_ends
 from ..sequences import read_sequence
 from ..texts import token_texts
 
@@ -52,6 +53,7 @@ ERASURE = Columns(
 
 
 @MEMORY.document
+@on_its_front_ends
 @checked
 @torch.no_grad()
 def state_memory(model: KVTransformerBridge, prompt: str | Int[Tensor, "*one_prompt pos"]) -> pd.DataFrame:
@@ -86,6 +88,7 @@ def state_memory(model: KVTransformerBridge, prompt: str | Int[Tensor, "*one_pro
 
 
 @MAPS.document
+@on_its_front_ends
 @checked
 @torch.no_grad()
 def state_maps(model: KVTransformerBridge, prompt: str | Int[Tensor, "*one_prompt pos"]) -> pd.DataFrame:
@@ -111,6 +114,7 @@ def state_maps(model: KVTransformerBridge, prompt: str | Int[Tensor, "*one_promp
 
 
 @ERASURE.document
+@on_its_front_ends
 @checked
 @torch.no_grad()
 def state_erasure(

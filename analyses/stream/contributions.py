@@ -26,6 +26,7 @@ from kvlens import HookedKVTransformer, KVBias, KVLensError, convert_prompt
 from kvlens.checks import checked
 
 from ..declaration import Analysis, Columns, Option
+from ..front_ends import on_its_front_ends
 from ..inputs import ANSWER, PROMPT, RIVAL, TEXT
 from ..sequences import PromptTokens, TextTokens, one_bias, one_sequence
 from ..texts import token_texts
@@ -63,6 +64,7 @@ POSITIONS_ADDED = ("standard", "sinusoidal")
 
 
 @COLUMNS.document
+@on_its_front_ends
 @checked
 @torch.no_grad()
 def layer_contributions(

@@ -24,19 +24,20 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvlens import HookedKVTransformer, KVLensError
+from kvlens import KVLensError, KVModel
 from kvlens.arguments import check_characters
 
 FINAL_SCALE = "ln_final.hook_scale"
+NORM_BEHIND_HEADS = ("Olmo2ForCausalLM", "Olmo3ForCausalLM")
 Token = int | str
 
 
-def final_scale_name(model: HookedKVTransformer) -> str:
+def final_scale_name(model: KVModel) -> str:
     """The hook point to cache for :func:`final_scale`; the last residual stream for a model without a final norm."""
     return FINAL_SCALE if model.cfg.normalization_type is not None else f"blocks.{model.cfg.n_layers - 1}.hook_resid_post"
 
 
-def final_scale(model: HookedKVTransformer, cache: Any) -> Float[Tensor, "*batch pos 1"]:
+def final_scale(model: KVModel, cache: Any) -> Float[Tensor, "*batch pos 1"]:
     """s at every position of a run: what the final norm divided by; 1 for a model without one.
 
     Args:
@@ -48,7 +49,7 @@ def final_scale(model: HookedKVTransformer, cache: Any) -> Float[Tensor, "*batch
 
 
 def residual_directions(
-    model: HookedKVTransformer, tokens: Int[Tensor, "*position"], rival: Int[Tensor, "*position"] | None = None
+    model: KVModel, tokens: Int[Tensor, "*position"], rival: Int[Tensor, "*position"] | None = None
 ) -> Float[Tensor, "*position d_model"]:
     """d_t: the direction whose product with a residual vector, over s, is that vector's part of the logit.
 
@@ -57,29 +58,29 @@ def residual_directions(
         tokens: the tokens whose logits are attributed.
         rival: tokens whose logits are subtracted; None subtracts the mean over the vocabulary.
     """
-    weights = model.W_U.to(torch.promote_types(model.W_U.dtype, torch.float32)).T
+    way = model.unembedding()
+    weights = way.W_U.to(torch.promote_types(way.W_U.dtype, torch.float32)).T
     directions = weights[tokens] - (weights.mean(dim=0) if rival is None else weights[rival])
-    norm_weight = getattr(getattr(model, "ln_final", None), "w", None)
-    if norm_weight is not None:
-        directions = directions * norm_weight
-    if _final_norm_centers(model):
+    if way.norm_weight is not None:
+        directions = directions * way.norm_weight
+    if way.centers:
         directions = directions - directions.mean(dim=-1, keepdim=True)
     return directions
 
 
 def constant_logits(
-    model: HookedKVTransformer, tokens: Int[Tensor, "*position"], rival: Int[Tensor, "*position"] | None = None
+    model: KVModel, tokens: Int[Tensor, "*position"], rival: Int[Tensor, "*position"] | None = None
 ) -> Float[Tensor, "*position"]:
     """b . W_U[:, t] + b_U[t], the part that no summand adds. Arguments as for :func:`residual_directions`."""
-    constant = model.b_U.to(torch.promote_types(model.b_U.dtype, torch.float32))
-    norm_bias = getattr(getattr(model, "ln_final", None), "b", None)
-    if norm_bias is not None:
-        constant = constant + norm_bias.to(constant.dtype) @ model.W_U.to(constant.dtype)
+    way = model.unembedding()
+    constant = way.b_U.to(torch.promote_types(way.b_U.dtype, torch.float32))
+    if way.norm_bias is not None:
+        constant = constant + way.norm_bias.to(constant.dtype) @ way.W_U.to(constant.dtype)
     return constant[tokens] - (constant.mean() if rival is None else constant[rival])
 
 
 def component_logits(
-    model: HookedKVTransformer,
+    model: KVModel,
     components: Float[Tensor, "component *position d_model"],
     scale: Float[Tensor, "*position 1"],
     tokens: Int[Tensor, "*position"],
@@ -102,17 +103,10 @@ def component_logits(
     return ((components.to(directions.dtype) * directions).sum(dim=-1)) / scale.squeeze(-1).to(directions.dtype)
 
 
-def _final_norm_centers(model: HookedKVTransformer) -> bool:
-    """Whether the final norm centers, by its class: ``cfg.final_rms`` still says RMSNorm after folding into a LayerNormPre."""
-    return type(getattr(model, "ln_final", None)).__name__ in ("LayerNorm", "LayerNormPre")
-
-
-def check_heads_write_directly(model: HookedKVTransformer, analysis: str) -> None:
+def check_heads_write_directly(model: KVModel, analysis: str) -> None:
     """Raise KVLensError if the attention's output passes through a norm before it is added to the residual stream."""
-    if model.cfg.use_normalization_before_and_after or model.cfg.original_architecture in (
-        "Olmo2ForCausalLM",
-        "Olmo3ForCausalLM",
-    ):
+    architecture = getattr(model.cfg, "original_architecture", None)
+    if getattr(model.cfg, "use_normalization_before_and_after", False) or architecture in NORM_BEHIND_HEADS:
         raise KVLensError(
             f"{analysis}: in this model the attention's output passes through a norm before it is added to the residual "
             "stream, so logits cannot be attributed to heads; direct logit attribution needs heads that write to it directly"
@@ -142,17 +136,19 @@ class LogitTarget:
 
         return of(self.tokens) - (there.mean(dim=-1) if self.rival is None else of(self.rival))
 
-    def probes(self, model: HookedKVTransformer, scale: Float[Tensor, "pos 1"], layer: int) -> Float[Tensor, "pos head d_head"]:
+    def probes(self, model: KVModel, scale: Float[Tensor, "pos 1"], layer: int) -> Float[Tensor, "pos head d_head"]:
         """W_O[head] d_t / s: the vector whose product with a head's output is its logit; zeros where there is no target."""
-        directions = residual_directions(model, self.tokens, self.rival) / scale[self.positions].to(model.W_U.device)
-        w_o = model.blocks[layer].attn.W_O.to(directions)
+        w_o = model.output_weights(layer)
+        directions = residual_directions(model, self.tokens, self.rival)
+        directions = directions / scale[self.positions].to(directions.device)
+        w_o = w_o.to(directions)
         probes = directions.new_zeros(scale.shape[0], *w_o.shape[:2])
         probes[self.positions] = torch.einsum("hdm,pm->phd", w_o, directions)
         return probes
 
 
 def logit_target(
-    model: HookedKVTransformer, text: Int[Tensor, " pos"], answer: Token | None = None, rival: Token | None = None
+    model: KVModel, text: Int[Tensor, " pos"], answer: Token | None = None, rival: Token | None = None
 ) -> LogitTarget:
     """Make the target of an analysis of one text.
 
@@ -178,7 +174,7 @@ def logit_target(
     return LogitTarget(last, right, other)
 
 
-def check_predicts_text(model: HookedKVTransformer, text: Int[Tensor, " pos"]) -> None:
+def check_predicts_text(model: KVModel, text: Int[Tensor, " pos"]) -> None:
     """Raise KVLensError if the model cannot predict a token of the text."""
     n_out = model.cfg.d_vocab_out
     if len(text) > 1 and int(text[1:].max()) >= n_out:
@@ -188,7 +184,7 @@ def check_predicts_text(model: HookedKVTransformer, text: Int[Tensor, " pos"]) -
         )
 
 
-def _token_id(model: HookedKVTransformer, what: str, token: Token) -> int:
+def _token_id(model: KVModel, what: str, token: Token) -> int:
     if isinstance(token, str):
         if model.tokenizer is None:
             raise KVLensError(f"{what}: this model has no tokenizer, so it cannot read {token!r}; give a token id")

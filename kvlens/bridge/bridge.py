@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from transformer_lens.model_bridge import TransformerBridge
@@ -21,11 +21,12 @@ from kvlens.bridge.fingerprint import FRONT_END, fingerprint_of
 from kvlens.bridge.load import loaded, wrapped
 from kvlens.bridge.memory import LayerMemory, read_memory
 from kvlens.bridge.positions import positions_under, text_positions
+from kvlens.bridge.reading import direct_path, read_attention, unembedding
 from kvlens.bridge.recurrent import RecurrentLayer
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import Fingerprint, KVBias, RecurrentStates
 from kvlens.model.inputs import check_hook_names, check_tokens
-from kvlens.model.protocol import PromptKeysAndValues
+from kvlens.model.protocol import DirectPath, LayerReading, PromptKeysAndValues, Unembedding
 
 
 class KVTransformerBridge(TransformerBridge):
@@ -90,10 +91,27 @@ class KVTransformerBridge(TransformerBridge):
         return self.__dict__["_attached"]
 
     @property
+    def heads_per_layer(self) -> list[int]:
+        """Query heads of each layer; of a recurrent layer value heads."""
+        return [layer.n_heads for layer in self.__dict__["_layers"]]
+
+    @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        """The layers that keep a state instead of keys."""
+        return tuple(layer.layer for layer in self.__dict__["_layers"] if isinstance(layer, RecurrentLayer))
+
+    @property
     def prepends_bos(self) -> bool:
         """Whether strings get a BOS by default when no bias is attached."""
         before = self.__dict__["_bos_unattached"]
         return bool(getattr(self.cfg, "default_prepend_bos", True) if before is None else before)
+
+    @contextlib.contextmanager
+    def using_softmax_form(self, form: str | None = None) -> Iterator["KVTransformerBridge"]:
+        """Nothing changes: the bridge has one form, that of its components."""
+        if form not in (None, "eager"):
+            raise KVLensError(f'using_softmax_form: the bridge computes softmax attention in the form "eager", got {form!r}')
+        yield self
 
     def fingerprint(self) -> Fingerprint:
         """Structure and weights of this model, against which biases are checked."""
@@ -196,17 +214,14 @@ class KVTransformerBridge(TransformerBridge):
             self._check_room(tokens.shape[1] - 1 if mask is None or keeps_positions else int(mask.sum(dim=1).max()) - 1, 0)
         seen: dict[tuple[int, str], Tensor] = {}
         layers = self.__dict__["_layers"]
-        options: dict[str, Any] = {}
-        if mask is not None:
-            counted = torch.ones_like(mask) if keeps_positions else mask
-            options = {"attention_mask": mask.long(), "position_ids": positions_under(counted)}
+        options = {} if mask is None else _hidden(mask, keeps_positions)
         handles = [handle for layer in layers for handle in layer.observe(seen)]
         try:
             self(tokens, return_type=None, use_cache=False, **options)
         finally:
             for handle in handles:
                 handle.remove()
-        recurrent = tuple(layer.layer for layer in layers if isinstance(layer, RecurrentLayer))
+        recurrent = self.recurrent_layers
 
         def stacked(name: str, of: Sequence[int]) -> Tensor:
             return torch.stack([seen[layer, name].to(tokens.device) for layer in of])
@@ -215,14 +230,86 @@ class KVTransformerBridge(TransformerBridge):
         states = RecurrentStates(recurrent, stacked("state", recurrent), stacked("conv", recurrent)) if recurrent else None
         return PromptKeysAndValues(stacked("k", attention), stacked("v", attention), states)
 
+    def logits_on(
+        self,
+        text: Int[Tensor, "batch pos"],
+        n_last: int,
+        *,
+        before: Int[Tensor, "batch before_pos"] | None = None,
+        kept: Bool[Tensor, "batch before_pos"] | None = None,
+        keeps_positions: bool = True,
+        residuals: list[Tensor] | None = None,
+    ) -> Float[Tensor, "batch n_last d_vocab"]:
+        """See :meth:`kvlens.KVModel.logits_on`."""
+        tokens = text if before is None else torch.cat([before, text], dim=1)
+        options: dict[str, Any] = {"attention_mask": torch.ones_like(tokens)}
+        if kept is not None and before is not None and not bool(kept.all()):
+            options = _hidden(torch.cat([kept, torch.ones_like(text, dtype=torch.bool)], dim=1), keeps_positions)
+        hooks = [("unembed.hook_in", lambda x, hook: x[:, -n_last:])]
+        if residuals is not None:
+            last = self.cfg.n_layers - 1
+            names = [*(f"blocks.{layer}.hook_in" for layer in range(last + 1)), f"blocks.{last}.hook_out"]
+            hooks += [(name, lambda x, hook: residuals.append(x[:, -n_last:].clone())) for name in names]
+        with self._by_mixers(len(options) > 1), self.hooks(fwd_hooks=hooks):
+            logits: Tensor = self(tokens, **options)
+        return logits
+
+    def logits_of(self, residual: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_vocab"]:
+        """See :meth:`kvlens.KVModel.logits_of`: in a pass over any tokens, whose last layer's output is replaced."""
+        hook = (f"blocks.{self.cfg.n_layers - 1}.hook_out", lambda x, hook: residual.to(x))
+        with self.hooks(fwd_hooks=[hook]):
+            anything = torch.zeros(residual.shape[:2], dtype=torch.long, device=residual.device)
+            logits: Tensor = self(anything, attention_mask=torch.ones_like(anything))
+        return logits
+
+    def unembedding(self) -> Unembedding:
+        """See :meth:`kvlens.KVModel.unembedding`."""
+        return unembedding(self)
+
+    def output_weights(self, layer: int) -> Float[Tensor, "head d_head d_model"]:
+        """W_O of each head of a layer; in a recurrent layer a norm and a gate stand before it (:meth:`direct_path`)."""
+        weights: Tensor = self.__dict__["_layers"][layer].output_weights()
+        return weights
+
     @torch.no_grad()
-    def read_memory(self, tokens: Int[Tensor, " pos"]) -> list[LayerMemory]:
+    def direct_path(self, text: Int[Tensor, " pos"]) -> DirectPath:
+        """See :meth:`kvlens.KVModel.direct_path`."""
+        return direct_path(self, self.__dict__["_layers"], text)
+
+    @torch.no_grad()
+    def read_attention(self, prompt: Int[Tensor, " prompt"], text: Int[Tensor, " text"]) -> list[LayerReading]:
+        """What each layer's text reads of a prompt, position by position, in one pass over both."""
+        return read_attention(self, self.__dict__["_layers"], prompt, text)
+
+    @contextlib.contextmanager
+    def _by_mixers(self, wanted: bool) -> Iterator[None]:
+        """Inside, recurrent layers are computed by their mixers: Transformers' kernels let hidden tokens act on the state."""
+        layers = [layer for layer in self.__dict__["_layers"] if wanted and isinstance(layer, RecurrentLayer)]
+        for layer in layers:
+            layer.always_by_mixer = True
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.always_by_mixer = False
+
+    @torch.no_grad()
+    def read_memory(
+        self, tokens: Int[Tensor, " pos"], kept: Bool[Tensor, " pos"] | None = None, keeps_positions: bool = True
+    ) -> list[LayerMemory]:
         """What each token of a prompt leaves in the states of the recurrent layers, after any attached bias.
+
+        Args:
+            tokens: of the prompt.
+            kept: True at the tokens that are read; None where all are. The others leave nothing.
+            keeps_positions: whether the others take positions all the same.
 
         Raises:
             KVLensError: a model without recurrent layers, or tokens outside the vocabulary.
         """
-        return read_memory(self, self.__dict__["_layers"], tokens.to(self.cfg.device))
+        mask = None if kept is None or bool(kept.all()) else kept[None].to(self.cfg.device)
+        options = {} if mask is None else _hidden(mask, keeps_positions)
+        return read_memory(self, self.__dict__["_layers"], tokens.to(self.cfg.device), mask, options)
 
     # --- names of hooks ----------------------------------------------------------------------------------------------------
 
@@ -253,6 +340,12 @@ class KVTransformerBridge(TransformerBridge):
         for which in ("fwd_hooks", "bwd_hooks", "args"):
             names = [name for name, _ in given.get(which) or () if isinstance(name, str)]
             check_hook_names(names, self.hook_dict)
+
+
+def _hidden(mask: Bool[Tensor, "batch pos"], keeps_positions: bool) -> dict[str, Tensor]:
+    """The arguments of a pass that reads the tokens of ``mask`` alone."""
+    counted = torch.ones_like(mask) if keeps_positions else mask
+    return {"attention_mask": mask.long(), "position_ids": positions_under(counted)}
 
 
 def _batch_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvlens.bridge.recurrent import RecurrentLayer
@@ -33,8 +33,10 @@ class LayerMemory(NamedTuple):
     decay: Float[Tensor, "head #d_k"]
 
 
-def read_memory(model: Any, layers: list[Any], tokens: Int[Tensor, " pos"]) -> list[LayerMemory]:
-    """See :meth:`kvlens.KVTransformerBridge.read_memory`."""
+def read_memory(
+    model: Any, layers: list[Any], tokens: Int[Tensor, " pos"], mask: Bool[Tensor, "1 pos"] | None, options: dict[str, Tensor]
+) -> list[LayerMemory]:
+    """See :meth:`kvlens.KVTransformerBridge.read_memory`; ``options`` are those of the pass that hides what ``mask`` does."""
     recurrent = [layer for layer in layers if isinstance(layer, RecurrentLayer)]
     if not recurrent:
         raise KVLensError(
@@ -50,27 +52,28 @@ def read_memory(model: Any, layers: list[Any], tokens: Int[Tensor, " pos"]) -> l
         for name in WRITTEN
     ]
     try:
-        model(tokens[None], return_type=None, use_cache=False)
+        model(tokens[None], return_type=None, use_cache=False, **options)
     finally:
         for handle in handles:
             handle.remove()
-    return [_memory(layer, seen) for layer in recurrent]
+    return [_memory(layer, seen, mask) for layer in recurrent]
 
 
-def _memory(layer: RecurrentLayer, seen: dict[tuple[int, str], Tensor]) -> LayerMemory:
+def _memory(layer: RecurrentLayer, seen: dict[tuple[int, str], Tensor], mask: Bool[Tensor, "1 pos"] | None) -> LayerMemory:
     k, v, log_decay = (seen[layer.layer, name] for name in WRITTEN[:3])
     write = seen.get((layer.layer, "write_strength"))
     inputs = MixerInputs(k, k, v, log_decay, write, None, None)
-    carried = layer.mixer.rule.carried_keys(inputs, None)[0]
+    carried = layer.mixer.rule.carried_keys(inputs, mask)[0]
     strength = torch.ones_like(v[0, :, :, 0]) if write is None else write[0]
     lengths = k[0].norm(dim=-1).repeat_interleave(v.shape[2] // k.shape[2], dim=-1)
     tiny = torch.finfo(torch.float64).tiny
-    total = log_decay * v.shape[1] if log_decay.dim() == 1 else log_decay[0].sum(dim=0)
+    read = torch.ones_like(v[0, :, 0, 0]) if mask is None else mask[0].to(v)
+    total = log_decay * read.sum() if log_decay.dim() == 1 else torch.einsum("p,p...->...", read, log_decay[0])
     return LayerMemory(
         layer.layer,
         carried,
         carried.norm(dim=-1) / (strength * lengths).clamp(min=tiny),
         v[0],
-        layer.mixer.rule.state_map(inputs, None)[0],
+        layer.mixer.rule.state_map(inputs, mask)[0],
         total.exp().reshape(v.shape[2], -1),
     )

@@ -7,6 +7,7 @@ Its state is stored in Transformers' cache, from which it is read at every decod
 """
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,8 +37,14 @@ class RecurrentLayer:
         self.component, self.layer = held, layer
         self.mixer: Mixer = mixer_for(held.original_component, layer)
         self._given: OrderedDict[int, RecurrentState] = OrderedDict()
+        self.always_by_mixer = False
         self._forward_of_bridge = held.forward
         held.__dict__["forward"] = self.forward  # a component hands attributes that it does not know on to the module
+
+    @property
+    def n_heads(self) -> int:
+        """Value heads."""
+        return self.mixer.n_heads
 
     def hook_points(self) -> dict[str, HookPoint]:
         """The mixer's hook points by their full names, which are those of an attention layer's."""
@@ -76,12 +83,32 @@ class RecurrentLayer:
             self.mixer.register_forward_hook(see_state),
         ]
 
+    def attention_points(self) -> dict[str, tuple[nn.Module, Callable[[Tensor], Tensor] | None]]:
+        """By what passes there, where to look; the effective attention is that of this pass."""
+        names = {"pattern": "hook_pattern", "v": "hook_v", "z": "hook_z", "z_bias": "hook_z_bias"}
+        return {name: (getattr(self.mixer, point), None) for name, point in names.items()}
+
+    @property
+    def output(self) -> nn.Module:
+        """The output projection."""
+        name = getattr(self.mixer, "output_name", "out_proj")
+        found = getattr(self.mixer.module, name, None)
+        if not isinstance(found, nn.Module):
+            raise KVLensError(f"layer {self.layer} ({type(self.mixer.module).__name__}): its heads have no output projection")
+        return found
+
+    def output_weights(self) -> Float[Tensor, "head d_v d_model"]:
+        """W_O of each value head; a norm and a gate stand before it."""
+        weights: Any = self.output.weight
+        by_head: Tensor = weights.T.unflatten(0, (self.mixer.n_heads, self.mixer.d_v))
+        return by_head
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The component's forward pass."""
         cache = kwargs.get("cache_params", kwargs.get("past_key_values"))
         states = getattr(cache, STATES, None) or {}
-        asked = self._given or self.mixer._forward_hooks or self.mixer.is_hooked() or self.layer in states
-        if not asked:
+        asked = self.always_by_mixer or self._given or self.mixer._forward_hooks or self.mixer.is_hooked()
+        if not asked and self.layer not in states:
             return self._forward_of_bridge(*args, **kwargs)
         hidden = self.component.hook_in(kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
         state = states[self.layer] if self.layer in states else self._first_state(cache)

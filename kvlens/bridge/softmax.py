@@ -53,6 +53,11 @@ class SoftmaxLayer:
                 point.name = f"blocks.{layer}.attn.{name}"
                 setattr(attn, name, point)
 
+    @property
+    def n_heads(self) -> int:
+        """Query heads."""
+        return self.sizes.n_heads
+
     def hook_points(self) -> dict[str, HookPoint]:
         """Hook points that are no part of the module tree: none."""
         return {}
@@ -102,6 +107,33 @@ class SoftmaxLayer:
         in_the_open = hasattr(self.attn, VALUES)
         key = self.attn.hook_rot_k if self.rotates else self.attn.k.hook_out
         return [_at(key, see_k), _at(getattr(self.attn, VALUES) if in_the_open else self.attn.v.hook_out, see_v)]
+
+    def attention_points(self) -> dict[str, tuple[nn.Module, Callable[[Tensor], Tensor] | None]]:
+        """By what passes there, where to look, and how to make [batch, pos, head, d_head] of it (a pattern stays as it is)."""
+
+        def heads(x: Tensor) -> Tensor:
+            return self._heads(x, False)
+
+        in_the_open = hasattr(self.attn, VALUES)
+        points: dict[str, tuple[nn.Module, Callable[[Tensor], Tensor] | None]] = {
+            "pattern": (self.attn.hook_pattern, None),
+            "v": (getattr(self.attn, VALUES), lambda x: x.transpose(1, 2)) if in_the_open else (self.attn.v.hook_out, heads),
+            "z": (self.attn.o.hook_in, heads),
+            "z_bias": (self.attn.hook_z_bias, heads),
+        }
+        gate = getattr(self.attn, "hook_q_gate", None)
+        return points if gate is None else {**points, "gate": (gate, lambda x: heads(x.sigmoid()))}
+
+    @property
+    def component(self) -> Any:
+        """The bridge's attention component."""
+        return self.attn
+
+    def output_weights(self) -> Float[Tensor, "head d_head d_model"]:
+        """W_O of each head."""
+        weights: Tensor = self.attn.o.original_component.weight
+        by_output = weights.T if type(self.attn.o.original_component).__name__ != "Conv1D" else weights
+        return by_output.unflatten(0, (self.sizes.n_heads, self.sizes.d_head))
 
     @property
     def _q_point(self) -> HookPoint:

@@ -81,10 +81,10 @@ def _explain(args: argparse.Namespace) -> int:
     with progress_bar("loading the model"):
         from kvlens.analyses.attribution.explain import explain
         from kvlens.analyses.attribution.null import Null
-        from kvlens.model import load_source
+        from kvlens.bridge import load_model
 
         check_device("--device", args.device)
-        model = load_source(source, tokenizer=args.tokenizer, device=args.device, dtype=None)
+        model = load_model(source, tokenizer=args.tokenizer, device=args.device)
         found = explain(
             model,
             prompt,

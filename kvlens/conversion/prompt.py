@@ -8,7 +8,6 @@ from torch import Tensor
 
 from kvlens._tl import get_device_for_block_index
 from kvlens.errors import KVLensError, brief
-from kvlens.model import HookedKVTransformer
 from kvlens.model.protocol import KVModel
 
 Prompt = str | list[str] | Tensor
@@ -96,9 +95,9 @@ def _describe(prompt: object) -> str:
     return f"an empty {type(prompt).__name__}" if empty else type(prompt).__name__ + kinds
 
 
-def length_note(model: HookedKVTransformer, n_tokens: int) -> str | None:
+def length_note(model: KVModel, n_tokens: int) -> str | None:
     """A warning if a prompt is longer than ``n_ctx`` and the positions allow it (otherwise it is refused elsewhere)."""
-    if model.cfg.has_position_limit or n_tokens <= model.cfg.n_ctx:
+    if getattr(model.cfg, "has_position_limit", True) or n_tokens <= model.cfg.n_ctx:
         return None
     return (
         f"The prompt has {n_tokens:,} tokens, and the model was made for n_ctx={model.cfg.n_ctx:,}. Its positions allow more, "

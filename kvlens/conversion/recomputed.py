@@ -1,18 +1,17 @@
 """A model's logits on a text after each of many counterfactual prompts, recomputed by full forward passes."""
 
+import contextlib
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens.checks import checked
-from kvlens.components import hidden_tokens_keep_positions
 from kvlens.conversion.convert import convert_prompt
 from kvlens.conversion.counterfactual import Counterfactuals
 from kvlens.kv_bias import KVBias
-from kvlens.model import HookedKVTransformer
+from kvlens.model.protocol import KVModel
 
 TOKENS_PER_PASS = 8192
 """More rows per pass use a core better, fewer share longer prefixes: 32 units of 512 tokens were fastest at this size."""
@@ -23,7 +22,7 @@ PREFIX_WORTH = 64
 @torch.no_grad()
 @checked
 def logits_after(
-    model: HookedKVTransformer,
+    model: KVModel,
     prompts: Counterfactuals,
     text: Int[Tensor, " pos"],
     n_last: int = 1,
@@ -65,22 +64,9 @@ def logits_after(
 
 
 def _last_logits(
-    model: HookedKVTransformer, bias: KVBias | None, prompts: Counterfactuals, text: Tensor, n_last: int
+    model: KVModel, bias: KVBias | None, prompts: Counterfactuals, text: Tensor, n_last: int
 ) -> Float[Tensor, "row n_last d_vocab"]:
     tokens, kept = prompts.in_front_of_text()
     behind = text.to(tokens.device).expand(len(tokens), -1)
-    tokens, mask = torch.cat([tokens, behind], dim=1), torch.cat([kept, torch.ones_like(behind, dtype=torch.bool)], dim=1)
-
-    def keep_last(resid: Tensor, hook: Any) -> Tensor:
-        return resid[:, -n_last:]
-
-    hooks = [(f"blocks.{model.cfg.n_layers - 1}.hook_resid_post", keep_last)]
-
-    def run() -> Tensor:
-        with hidden_tokens_keep_positions(prompts.positions == "kept"):
-            return model.run_with_hooks(tokens, attention_mask=mask.long(), fwd_hooks=hooks)
-
-    if bias is None:
-        return run()
-    with model.kv_bias(bias):
-        return run()
+    with contextlib.nullcontext() if bias is None else model.kv_bias(bias):
+        return model.logits_on(behind, n_last, before=tokens, kept=kept, keeps_positions=prompts.positions == "kept")

@@ -2,7 +2,7 @@
 
 from kvlens.model.attention_variant import AttentionVariantConfig, Augmented, Negative, Regularised, Ridge
 from kvlens.model.config import HookedKVTransformerConfig, KVShiftConfig
-from kvlens.model.protocol import KVModel
+from kvlens.model.protocol import KVModel, ReadsPrompts
 from kvlens.model.regressor import HookedKVRegressor
 from kvlens.model.sources import load_source
 from kvlens.model.streaming import run_in_segments
@@ -17,6 +17,7 @@ __all__ = [
     "KVModel",
     "KVShiftConfig",
     "Negative",
+    "ReadsPrompts",
     "Regularised",
     "Ridge",
     "load_source",

@@ -17,6 +17,50 @@ Hooks = Sequence[tuple[str | Callable[[str], bool], Callable[..., Any]]]
 """TransformerLens hooks: pairs of a hook point's name (or a filter of names) and the function to call."""
 
 
+class Unembedding(NamedTuple):
+    """How the last residual stream x becomes logits: ((x - mean(x)) / s * norm_weight + norm_bias) W_U + b_U.
+
+    ``norm_weight`` and ``norm_bias`` are None where there are none; ``centers`` says whether the mean is taken away.
+    """
+
+    W_U: Float[Tensor, "d_model d_vocab"]
+    b_U: Float[Tensor, " d_vocab"]
+    norm_weight: Float[Tensor, " d_model"] | None
+    norm_bias: Float[Tensor, " d_model"] | None
+    centers: bool
+
+
+class DirectPath(NamedTuple):
+    """What lies between the heads' outputs and the logits in one pass, for direct logit attribution.
+
+    Attributes:
+        scale: s of the final norm at each position; 1 without one.
+        factors: of each layer what a head's output is multiplied by before its output projection, a norm's frozen scale and a
+            gate among it; None where nothing is.
+    """
+
+    scale: Float[Tensor, "pos 1"]
+    factors: list[Float[Tensor, "pos head d_head"] | None]
+
+
+class LayerReading(NamedTuple):
+    """What one layer's text reads of a prompt, from a pass over both: z_i = gate_i * sum_j pattern_ij values_j + the rest.
+
+    Attributes:
+        pattern: the attention from the text to the prompt; the exact effective attention of a recurrent layer.
+        values: of the prompt, by query head.
+        z: the heads' whole outputs on the text.
+        z_bias: what a bias that stands in front of the prompt gives to them; None without one.
+        gate: what the heads' outputs are multiplied by before z is taken; None without one.
+    """
+
+    pattern: Float[Tensor, "text head prompt"]
+    values: Float[Tensor, "prompt head d_head"]
+    z: Float[Tensor, "text head d_head"]
+    z_bias: Float[Tensor, "text head d_head"] | None
+    gate: Float[Tensor, "text head d_head"] | None
+
+
 @runtime_checkable
 class KVModel(Protocol):
     """A TransformerLens model that reads a KV bias.
@@ -34,6 +78,14 @@ class KVModel(Protocol):
         """The hook points by name."""
 
     @property
+    def heads_per_layer(self) -> list[int]:
+        """Query heads of each layer; of a recurrent layer value heads."""
+
+    @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        """The layers that keep a state instead of keys (:class:`kvlens.kv_bias.RecurrentStates`)."""
+
+    @property
     def attached_kv_bias(self) -> KVBias | None:
         """The bias that forward passes currently read, None without one."""
 
@@ -49,6 +101,9 @@ class KVModel(Protocol):
 
     def kv_bias(self, bias: KVBias) -> AbstractContextManager[Any]:
         """``with model.kv_bias(bias): ...``"""
+
+    def using_softmax_form(self, form: str | None = None) -> AbstractContextManager[Any]:
+        """Inside, a model that has several forms of softmax attention uses another, the fastest by default."""
 
     def fingerprint(self) -> Fingerprint:
         """Structure and weights, against which biases are checked."""
@@ -70,6 +125,70 @@ class KVModel(Protocol):
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As TransformerLens'."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As TransformerLens'."""
+
+    def logits_on(
+        self,
+        text: Int[Tensor, "batch pos"],
+        n_last: int,
+        *,
+        before: Int[Tensor, "batch before_pos"] | None = None,
+        kept: Bool[Tensor, "batch before_pos"] | None = None,
+        keeps_positions: bool = True,
+        residuals: list[Tensor] | None = None,
+    ) -> Float[Tensor, "batch n_last d_vocab"]:
+        """The logits at the last tokens of a text, behind other tokens and what is attached; no others are computed.
+
+        Every token is read, also one with the number of a pad token.
+
+        Args:
+            text: [batch, pos].
+            n_last: how many of its tokens, from its end.
+            before: what stands in front of it; None for nothing.
+            kept: True at the tokens of ``before`` that are read; None where all are.
+            keeps_positions: whether the others take positions all the same.
+            residuals: the residual stream at the last ``n_last`` tokens, [batch, n_last, d_model], is appended before each
+                layer and after the last.
+        """
+
+    def logits_of(self, residual: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_vocab"]:
+        """What the model makes of a residual stream behind its last layer: final norm and unembedding."""
+
+    def unembedding(self) -> Unembedding:
+        """The final norm and the unembedding."""
+
+    def output_weights(self, layer: int) -> Float[Tensor, "head d_head d_model"]:
+        """W_O of each head of a layer.
+
+        Raises:
+            KVLensError: the heads of this family have no such matrix.
+        """
+
+    def direct_path(self, text: Int[Tensor, " pos"]) -> DirectPath:
+        """What lies between the heads and the logits in a pass over a text, behind what is attached.
+
+        Raises:
+            KVLensError: a family whose heads do not write to the residual stream directly.
+        """
+
+    def read_attention(self, prompt: Int[Tensor, " prompt"], text: Int[Tensor, " text"]) -> list[LayerReading] | None:
+        """What each layer's text reads of a prompt, position by position, in one pass over both.
+
+        None for a model whose hook points show it segment by segment, in bounded memory.
+        """
+
+    def read_memory(
+        self, tokens: Int[Tensor, " pos"], kept: Bool[Tensor, " pos"] | None = None, keeps_positions: bool = True
+    ) -> Any:
+        """What each token of a prompt leaves in the states of the recurrent layers, a :class:`kvlens.bridge.LayerMemory` each.
+
+        Args:
+            tokens: of the prompt.
+            kept: True at the tokens that are read; None where all are. The others leave nothing.
+            keeps_positions: whether the others take positions all the same.
+        """
 
 
 class PromptKeysAndValues(NamedTuple):

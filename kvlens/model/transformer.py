@@ -27,6 +27,7 @@ from kvlens.kv_bias import Fingerprint, KVBias
 from kvlens.model.assembly import init_kv_parameters, replace_components, seeded, spread_bias
 from kvlens.model.attention_variant import why_no_kv_bias
 from kvlens.model.config import HookedKVTransformerConfig
+from kvlens.model.direct_path import direct_path_of, unembedding_of
 from kvlens.model.fingerprint import fingerprint_of, weights_hash
 from kvlens.model.generation import check_keywords, check_sampling, check_start, generate_from_state
 from kvlens.model.hooks import ChecksHookNames
@@ -40,6 +41,8 @@ from kvlens.model.inputs import (
     check_tokens,
 )
 from kvlens.model.load_and_save import LoadsAndSaves
+from kvlens.model.logits import logits_on
+from kvlens.model.protocol import DirectPath, Unembedding
 from kvlens.model.streaming import forward_in_segments, streams
 from kvlens.model.threads import OneThread
 from kvlens.model.weights import ProcessesWeights
@@ -162,6 +165,46 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
                 stop_at_layer,
                 past_kv_cache,
             )
+
+    def logits_on(
+        self,
+        text: Tensor,
+        n_last: int,
+        *,
+        before: Tensor | None = None,
+        kept: Tensor | None = None,
+        keeps_positions: bool = True,
+        residuals: list[Tensor] | None = None,
+    ) -> Tensor:
+        """See :meth:`kvlens.KVModel.logits_on`."""
+        return logits_on(self, text, n_last, before, kept, keeps_positions, residuals)
+
+    def logits_of(self, residual: Tensor) -> Tensor:
+        """See :meth:`kvlens.KVModel.logits_of`."""
+        logits: Tensor = self(residual, start_at_layer=self.cfg.n_layers)
+        return logits
+
+    def unembedding(self) -> Unembedding:
+        """See :meth:`kvlens.KVModel.unembedding`."""
+        return unembedding_of(self)
+
+    def output_weights(self, layer: int) -> Tensor:
+        """W_O of each head of a layer, [head, d_head, d_model]."""
+        return self.blocks[layer].attn.W_O
+
+    def direct_path(self, text: Tensor) -> DirectPath:
+        """See :meth:`kvlens.KVModel.direct_path`."""
+        return direct_path_of(self, text)
+
+    def read_attention(self, prompt: Tensor, text: Tensor) -> None:
+        """None: hook points show it segment by segment, in bounded memory."""
+
+    def read_memory(self, tokens: Tensor, kept: Tensor | None = None, keeps_positions: bool = True) -> Any:
+        """See :meth:`kvlens.KVModel.read_memory`: no layer of this class is recurrent in that sense."""
+        raise KVLensError(
+            "read_memory: this is about the recurrent layers of Transformers' hybrid models, which KVTransformerBridge runs; a "
+            "HookedKVTransformer with linear attention has every token's term in b_KV (bias_positions)"
+        )
 
     def empty_cache(self, batch: int = 1) -> TransformerLensKeyValueCache:
         """A decode cache to pass as ``past_kv_cache``, in which a pass stores what the following text needs.
@@ -341,6 +384,16 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
             form = None if chosen or self.cfg.why_not_fused() is not None else "fused"
         with contextlib.nullcontext() if form is None else softmax_form_block(self.cfg, form):
             yield self
+
+    @property
+    def heads_per_layer(self) -> list[int]:
+        """Query heads of each layer."""
+        return [self.cfg.n_heads] * self.cfg.n_layers
+
+    @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        """None: the state of linear attention is b_KV itself."""
+        return ()
 
     @property
     def attached_kv_bias(self) -> KVBias | None:

@@ -6,6 +6,7 @@ from typing import Any
 import pandas as pd
 from rich.table import Table
 
+from kvlens.analyses.bias.parts import part_name
 from kvlens.report.console import WIDTH, make_console
 from kvlens.terminal import visible
 from kvlens.viz._text import percent
@@ -72,7 +73,7 @@ def print_explanation(found: Any, by: str) -> None:
         console.print(f"(the {len(shown)} largest of {len(units)} effects)")
     if found.unit is None:
         return
-    heads = found.heads.assign(name=[f"L{a}H{b}" for a, b in zip(found.heads["layer"], found.heads["head"], strict=True)])
+    heads = found.heads.assign(name=[part_name(a, b) for a, b in zip(found.heads["layer"], found.heads["head"], strict=True)])
     heads = heads.sort_values("swap", key=abs, ascending=False).head(5)
     heads = heads.assign(
         p=heads["p_value"].map("{:.3f}".format),

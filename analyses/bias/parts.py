@@ -1,0 +1,104 @@
+"""The parts of a bias that interventions exchange: what a head has, and what belongs to a group of heads or to a whole layer.
+
+A head's *bias* is its b_KV and b_D; of a recurrent layer, the state of a value head. The *shift state* is what tokens just
+before the text leave: raw keys, values and queries of a KV shift, which belong to a key-value head, or in a recurrent layer the
+inputs of its short convolution, which belong to the layer and not to a head.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvlens import KVBias
+
+OF_BIAS, OF_SHIFT_STATE = ("b_KV", "b_D"), ("last_k", "last_v", "last_q")
+"""The tensors of the attention layers in a bias, and those of the shift state that it carries."""
+RECURRENT = "recurrent."
+"""In front of the names of a recurrent layer's tensors."""
+HEAD = "query head; value head of a recurrent layer"
+"""What a column ``head`` holds."""
+WHOLE_LAYER = -1
+"""In the place of a head: the shift state of a recurrent layer."""
+
+
+def part_name(layer: int, head: int) -> str:
+    """How a row of :func:`exchangeable` is called in a sentence: ``L0H2``, or ``L0 convolution``."""
+    return f"L{layer} convolution" if head == WHOLE_LAYER else f"L{layer}H{head}"
+
+
+def tensors_of(bias: KVBias) -> dict[str, Tensor]:
+    """Everything that interventions exchange, by name, each with an axis of layers in front."""
+    found = {name: getattr(bias, name) for name in OF_BIAS + OF_SHIFT_STATE}
+    states = {} if bias.recurrent is None else bias.recurrent.tensors()
+    return found | {RECURRENT + name: tensor for name, tensor in states.items()}
+
+
+def with_tensors(bias: KVBias, tensors: Mapping[str, Tensor]) -> KVBias:
+    """``bias`` with tensors named as in :func:`tensors_of`."""
+    changed: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if not name.startswith(RECURRENT)}
+    states: dict[str, Any] = {
+        name.removeprefix(RECURRENT): tensor for name, tensor in tensors.items() if name.startswith(RECURRENT)
+    }
+    if states and bias.recurrent is not None:
+        changed["recurrent"] = replace(bias.recurrent, **states)
+    return replace(bias, **changed)
+
+
+def most_heads(bias: KVBias) -> int:
+    """Of the layers' numbers of heads the largest, which is how many there are in an intervention."""
+    return max(map(bias.n_heads_of, range(bias.n_layers)))
+
+
+def recurrent_layers(bias: KVBias) -> tuple[int, ...]:
+    """Their numbers."""
+    return () if bias.recurrent is None else bias.recurrent.layers
+
+
+def layers_with_convolution(bias: KVBias) -> tuple[int, ...]:
+    """The recurrent layers that keep inputs of a short convolution."""
+    return bias.recurrent.layers if bias.recurrent is not None and bias.recurrent.conv.shape[-2] else ()
+
+
+def has_shift_state(bias: KVBias) -> bool:
+    """Whether the model shifts anything, or has a short convolution."""
+    shifted = any(getattr(bias, name).shape[-3] for name in OF_SHIFT_STATE)
+    return shifted or bool(layers_with_convolution(bias))
+
+
+def heads_of(bias: KVBias) -> list[tuple[int, int]]:
+    """(layer, head) of every head, in order."""
+    return [(layer, head) for layer in range(bias.n_layers) for head in range(bias.n_heads_of(layer))]
+
+
+def exchangeable(bias: KVBias) -> list[tuple[int, int]]:
+    """(layer, head) of all that is exchanged by itself: every head, and (layer, -1) for each short convolution's inputs."""
+    convolutions = [(layer, WHOLE_LAYER) for layer in layers_with_convolution(bias)]
+    return sorted([*heads_of(bias), *convolutions], key=lambda part: (part[0], part[1] == WHOLE_LAYER, part[1]))
+
+
+def in_layers(bias: KVBias, of_attention: Tensor, of_recurrent: Tensor | None) -> list[Tensor]:
+    """What the attention layers have and what the recurrent layers have, in the order of the model's layers."""
+    rows = dict(zip(bias.attention_layers, of_attention, strict=True))
+    if of_recurrent is not None:
+        rows |= dict(zip(recurrent_layers(bias), of_recurrent, strict=True))
+    return [rows[layer] for layer in range(bias.n_layers)]
+
+
+def indicators(
+    bias: KVBias, parts: list[tuple[int, int]]
+) -> tuple[Float[Tensor, "part layer head"], Float[Tensor, "part layer head"]]:
+    """1 at the bias, and at the shift state, that each part of :func:`exchangeable` is."""
+    of_bias = torch.zeros(len(parts), bias.n_layers, most_heads(bias))
+    of_shift_state = torch.zeros_like(of_bias)
+    recurrent = recurrent_layers(bias)
+    for row, (layer, head) in enumerate(parts):
+        if head == WHOLE_LAYER:
+            of_shift_state[row, layer] = 1
+            continue
+        of_bias[row, layer, head] = 1
+        of_shift_state[row, layer, head] = float(layer not in recurrent)
+    return of_bias.to(bias.b_KV), of_shift_state.to(bias.b_KV)

@@ -1,0 +1,125 @@
+"""Which analysis runs on which front end, and why not on the others: :data:`NOT_ON` is the list, and the refusals come from it.
+
+HookedKVTransformer runs what TransformerLens 3's HookedTransformer does, linear attention and KV shifts among it;
+KVTransformerBridge runs models as Transformers does, softmax layers and, in hybrid models, recurrent ones. An analysis that is
+not listed runs on all of them.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+from kvlens import HookedKVTransformer, KVLensError, KVModel
+
+from .registry import HOMES
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+HOOKED, SOFTMAX, RECURRENT = "HookedKVTransformer", "KVTransformerBridge, softmax layers alone", "KVTransformerBridge, hybrid"
+"""The kinds of model that the table tells apart."""
+
+
+class Reasons(NamedTuple):
+    """Why an analysis does not run on a kind of model; None where it does."""
+
+    hooked: str | None = None
+    softmax: str | None = None
+    recurrent: str | None = None
+
+
+def _not_on_the_bridge(reason: str) -> Reasons:
+    return Reasons(softmax=reason, recurrent=reason)
+
+
+_NO_STATE = "the model has no recurrent layer, and keeps every key of a prompt instead of a state"
+_WEIGHTS = "it reads W_Q, W_K, W_V and W_O of every head, which families store, normalize and gate in ways of their own"
+_HOOKS = "it patches, or looks at, hook points that only HookedKVTransformer has in every layer"
+_DUAL = "the dual model is derived for the parameters and feature maps of a HookedKVTransformer"
+_REPEATED = "it compares heads by their shift coefficients, weights and ablations on HookedKVTransformer's hook points"
+_PROBES = "prompts with keys of their own are compared by a text's queries, as HookedKVTransformer's hook points show them"
+_PARTS = "it reads every summand of the residual stream from HookedKVTransformer's hook points"
+_ROWS = "it reads the pattern of every layer in the one layout that HookedKVTransformer's hook points have"
+
+NOT_ON: Mapping[str, Reasons] = {
+    "activation_patching": _not_on_the_bridge(_HOOKS),
+    "attention_rows": _not_on_the_bridge(_ROWS),
+    "bias_addition": _not_on_the_bridge(_PROBES),
+    "bias_overwriting": _not_on_the_bridge(_PROBES),
+    "bias_similarity": _not_on_the_bridge(_PROBES),
+    "circuits": _not_on_the_bridge(_PROBES),
+    "composition": _not_on_the_bridge(_WEIGHTS),
+    "dual_bound": _not_on_the_bridge(_DUAL),
+    "dual_demonstrations": _not_on_the_bridge(_DUAL),
+    "dual_losses": _not_on_the_bridge(_DUAL),
+    "head_details": _not_on_the_bridge(_ROWS),
+    "induction_heads": _not_on_the_bridge(_REPEATED),
+    "induction_verdicts": _not_on_the_bridge(_REPEATED),
+    "layer_contributions": _not_on_the_bridge(_PARTS),
+    "linked_shares": _not_on_the_bridge(_ROWS),
+    "prompt_copies": _not_on_the_bridge(_ROWS),
+    "state_erasure": Reasons(hooked=_NO_STATE, softmax=_NO_STATE),
+    "state_maps": Reasons(hooked=_NO_STATE, softmax=_NO_STATE),
+    "state_memory": Reasons(hooked=_NO_STATE, softmax=_NO_STATE),
+}
+"""Name of an analysis -> the kinds of model that it does not run on."""
+
+
+def kind_of(model: KVModel) -> str:
+    """Which of the kinds a model is."""
+    if isinstance(model, HookedKVTransformer):
+        return HOOKED
+    return RECURRENT if model.recurrent_layers else SOFTMAX
+
+
+def reason_against(name: str, model: KVModel) -> str | None:
+    """Why an analysis does not run on a model; None where it does."""
+    reasons = NOT_ON.get(name, Reasons())
+    return dict(zip((HOOKED, SOFTMAX, RECURRENT), reasons, strict=True))[kind_of(model)]
+
+
+def check_front_end(name: str, model: Any) -> None:
+    """Raise KVLensError where an analysis does not run on the kind of a model, which it names."""
+    if not isinstance(model, KVModel):
+        return  # the analysis itself says what it expects
+    reason = reason_against(name, model)
+    if reason is not None:
+        family = getattr(model.cfg, "architecture", None)
+        raise KVLensError(f"{name} does not run on {kind_of(model)}{f' ({family})' if family else ''}: {reason}")
+
+
+def on_its_front_ends(function: Function) -> Function:
+    """Refuse, for the reason that :data:`NOT_ON` gives under the function's name, models that it does not run on."""
+
+    @functools.wraps(function)
+    def checked_first(*args: Any, **kwargs: Any) -> Any:
+        check_front_end(function.__name__, kwargs.get("model", args[0] if args else None))
+        return function(*args, **kwargs)
+
+    return checked_first  # type: ignore[return-value]
+
+
+HELPERS = ("next_token_texts", "token_texts", "tokens_field")
+"""Public functions of the package that are no analyses."""
+
+
+def analyses() -> list[str]:
+    """The names of the functions that the table is about."""
+    return sorted(name for name in HOMES if name.islower() and name not in HELPERS)
+
+
+def table_of(names: list[str]) -> str:
+    """The table of analyses and front ends, as Markdown; reasons are numbered below it."""
+    rows, reasons = [], list[str]()
+    for name in sorted(names):
+        cells = []
+        for reason in NOT_ON.get(name, Reasons()):
+            if reason is not None and reason not in reasons:
+                reasons.append(reason)
+            cells.append("yes" if reason is None else f"no ({reasons.index(reason) + 1})")
+        rows.append(f"| `{name}` | {' | '.join(cells)} |")
+    head = f"| analysis | {HOOKED} | {SOFTMAX} | {RECURRENT} |\n|---|---|---|---|"
+    notes = "\n".join(f"{number}. {reason[0].upper()}{reason[1:]}." for number, reason in enumerate(reasons, 1))
+    return f"{head}\n" + "\n".join(rows) + f"\n\n{notes}"
+
+
+__doc__ = f"{__doc__}\n{table_of(analyses())}\n"

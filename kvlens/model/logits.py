@@ -1,0 +1,47 @@
+"""Logits at the end of a text, without the others: :meth:`kvlens.KVModel.logits_on` of a HookedKVTransformer."""
+
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from kvlens.components import hidden_tokens_keep_positions
+
+
+def logits_on(
+    model: Any,
+    text: Int[Tensor, "batch pos"],
+    n_last: int,
+    before: Int[Tensor, "batch before_pos"] | None,
+    kept: Bool[Tensor, "batch before_pos"] | None,
+    keeps_positions: bool,
+    residuals: list[Tensor] | None,
+) -> Float[Tensor, "batch n_last d_vocab"]:
+    """See :meth:`kvlens.KVModel.logits_on`.
+
+    With linear attention ``before`` is read into a state, in segments: its length costs no memory.
+    """
+    last, options = model.cfg.n_layers - 1, {}
+
+    def keep(resid: Tensor, hook: Any) -> None:
+        residuals.append(resid[:, -n_last:].clone())  # type: ignore[union-attr]
+
+    def cut(resid: Tensor, hook: Any) -> Tensor:
+        return resid[:, -n_last:]
+
+    names = [*(f"blocks.{layer}.hook_resid_pre" for layer in range(last + 1)), f"blocks.{last}.hook_resid_post"]
+    hooks: list[Any] = [] if residuals is None else [(name, keep) for name in names]
+    hooks.append((names[-1], cut))
+    n_before = 0 if before is None else before.shape[1]
+    if before is not None and n_before and kept is None and model.cfg.attention == "linear" and not model.cfg.attention_variant:
+        options["past_kv_cache"] = cache = model.empty_cache(len(text))
+        model(before, return_type=None, attention_mask=torch.ones_like(before), past_kv_cache=cache)
+    elif before is not None and n_before:
+        text = torch.cat([before, text], dim=1)
+    mask = torch.ones_like(text)
+    if kept is not None:
+        mask[:, :n_before] = kept
+    with hidden_tokens_keep_positions(keeps_positions):
+        logits: Tensor = model.run_with_hooks(text, attention_mask=mask, fwd_hooks=hooks, **options)
+    return logits

@@ -1,0 +1,151 @@
+"""Analyses on the bridge: equal to those on HookedKVTransformer where both run a model, sums equal wholes elsewhere."""
+
+import pytest
+import torch
+from bridge_models import some_tokens, tiny
+from pandas.testing import assert_frame_equal
+
+from kvlens import HookedKVTransformer, KVLensError, KVTransformerBridge, convert_prompt
+from kvlens import analyses as an
+
+PROMPT, TEXT = some_tokens(11), some_tokens(4, seed=1)
+ROUNDING = 2e-4
+"""Nats and logits: float32 logits of a few tens, whose differences after thousands of roundings were at most 3e-5."""
+AS_THEY_ARE = dict(fold_ln=False, center_writing_weights=False, center_unembed=False, fold_value_biases=False)
+DIRECT = ("gpt2", "qwen3_5", "qwen3_next", "gpt_oss", "llama")
+"""Families whose heads write to the residual stream directly."""
+
+
+@pytest.fixture(autouse=True)
+def without_gradients():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(scope="module")
+def both_front_ends(tmp_path_factory):
+    """A GPT-2 in float64, from one folder."""
+    folder = tmp_path_factory.mktemp("gpt2")
+    tiny("gpt2").double().save_pretrained(folder)
+    hooked = HookedKVTransformer.from_pretrained(folder, dtype=torch.float64, device="cpu", **AS_THEY_ARE)
+    return hooked, KVTransformerBridge.boot_transformers(folder, dtype=torch.float64)
+
+
+@pytest.fixture(scope="module", params=["qwen3_5", "qwen3_next", "olmo_hybrid", "gemma3", "gpt_oss"])
+def model(request):
+    return KVTransformerBridge.boot_transformers(tiny(request.param))
+
+
+@pytest.mark.parametrize(
+    ("analysis", "options"),
+    [
+        ("bias_by_head", {}),
+        ("bias_by_layer", {}),
+        ("bias_decomposition", {}),
+        ("bias_decomposition", {"answer": 3, "rival": 7}),
+        ("bias_effects", {"methods": ("zero", "baseline"), "by": "head", "answer": 3}),
+        ("bias_effects", {"by": "layer"}),
+        ("bias_positions", {}),
+        ("bias_positions", {"at": [1, 3], "answer": 3}),
+        ("prompt_by_depth", {}),
+        ("prompt_effect", {}),
+        ("conversion_error", {}),
+    ],
+)
+def test_tables_are_those_of_the_hooked_model(both_front_ends, analysis, options):
+    tables = [getattr(an, analysis)(m, PROMPT, TEXT, **options) for m in both_front_ends]
+    if analysis == "conversion_error":
+        tables = [table[["position", "token", "squared_norm", "argmax_agrees", "exact_to_rounding"]] for table in tables]
+    assert_frame_equal(*tables, rtol=1e-9, atol=1e-9)
+
+
+def test_singular_values_are_those_of_the_hooked_model(both_front_ends):
+    assert_frame_equal(*(an.bias_singular_values(m, PROMPT) for m in both_front_ends), rtol=1e-9, atol=1e-9)
+
+
+def test_every_head_has_its_row(model):
+    bias = convert_prompt(model, PROMPT)
+    heads = [(layer, head) for layer in range(3) for head in range(bias.n_heads_of(layer))]
+    table = an.bias_by_head(model, PROMPT, TEXT)
+    assert list(zip(table["layer"], table["head"], strict=True)) == heads
+    assert table["ablation_kl"].max() > 1e-3 and (table["bias_share"].between(0, 1)).all()
+    layers = an.bias_by_layer(model, PROMPT, TEXT)
+    together = table.assign(square=table["b_kv_norm"] ** 2).groupby("layer")["square"].sum() ** 0.5
+    assert (together - layers["b_kv_norm"]).abs().max() < 1e-6 * together.max()
+
+
+def test_an_ablation_of_everything_is_the_text_alone(model):
+    table = an.bias_effects(model, PROMPT, TEXT, by="model", methods=("zero",), parts=["bias"])
+    bias = convert_prompt(model, PROMPT)
+    with model.kv_bias(bias):
+        whole = model(TEXT[None])[0].double().log_softmax(dim=-1)
+    with model.kv_bias(bias.select()):
+        zero = model(TEXT[None])[0].double().log_softmax(dim=-1)
+    expected = float((whole.exp() * (whole - zero)).sum(dim=-1).mean())
+    assert abs(table["kl"][0] - expected) < ROUNDING and expected > 1e-3
+    each = an.bias_effects(model, PROMPT, TEXT, by="head", methods=("baseline",))
+    n_convolutions = 0 if bias.recurrent is None else len(bias.recurrent.layers)
+    assert (each["head"] == -1).sum() == n_convolutions == (each["part"] == "shift_state").sum()
+
+
+def test_the_last_depth_is_the_model(model):
+    table = an.prompt_by_depth(model, PROMPT, TEXT)
+    log_p = model(torch.cat([PROMPT, TEXT])[None])[0, len(PROMPT) :].double().log_softmax(dim=-1)
+    losses = -log_p[:-1].gather(-1, TEXT[1:, None])[:, 0]
+    last = table[table["layer"] == 3]["loss_with"].to_numpy()[:-1]
+    assert abs(losses.numpy() - last).max() < ROUNDING
+
+
+@pytest.mark.parametrize("family", DIRECT)
+def test_a_heads_direct_logit_is_what_the_logit_loses_without_it(family):
+    """In the last layer nothing but norms and a gate is in between, and they are held."""
+    model = KVTransformerBridge.boot_transformers(tiny(family))
+    bias = convert_prompt(model, PROMPT)
+    answer, rival, layer = 3, 7, 2
+    table = an.bias_decomposition(model, PROMPT, TEXT, answer=answer, rival=rival)
+    with model.kv_bias(bias):
+        path = model.direct_path(TEXT)
+    seen = {}
+    hooks = [
+        (f"blocks.{layer}.attn.hook_z_bias", lambda z, hook: seen.__setitem__("z", z[0, -1].double())),
+        ("ln_final.hook_in", lambda x, hook: seen.__setitem__("x", x[0, -1].double())),
+    ]
+    with model.kv_bias(bias):
+        logits = model.run_with_hooks(TEXT[None], fwd_hooks=hooks)[0, -1].double()
+    way = model.unembedding()
+    centered = seen["x"] - seen["x"].mean() if way.centers else seen["x"]
+    normed = centered / path.scale[-1] * way.norm_weight.double()
+    normed = normed if way.norm_bias is None else normed + way.norm_bias.double()
+    rebuilt = normed @ way.W_U.double() + way.b_U.double()
+    assert float((rebuilt - logits).abs().max()) < 1e-5 * float(logits.abs().max())  # the way out is the model's own
+    z = seen["z"] if path.factors[layer] is None else seen["z"] * path.factors[layer][-1]
+    written = torch.einsum("hd,hdm->hm", z, model.output_weights(layer).double())
+    written = written - written.mean(dim=-1, keepdim=True) if way.centers else written
+    by_head = (written / path.scale[-1] * way.norm_weight.double()) @ way.W_U.double()
+    expected = by_head[:, answer] - by_head[:, rival]
+    found = torch.tensor(table[table["layer"] == layer]["logit"].to_numpy())
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("family", ["gemma3", "olmo_hybrid"])
+def test_heads_behind_a_norm_have_no_logit_of_their_own(family):
+    model = KVTransformerBridge.boot_transformers(tiny(family))
+    with pytest.raises(KVLensError, match="direct logit attribution needs heads that write to it directly"):
+        an.bias_decomposition(model, PROMPT, TEXT)
+
+
+@pytest.mark.parametrize("family", DIRECT)
+@pytest.mark.parametrize("attached", [False, True])
+def test_positions_add_up_to_the_bias(family, attached):
+    """The parts sum to the output, and the prompt's and what was held before to what the converted model reads."""
+    model = KVTransformerBridge.boot_transformers(tiny(family))
+    initial = convert_prompt(model, some_tokens(5, seed=2)) if attached else None
+    table = an.bias_positions(model, PROMPT, TEXT, initial=initial, answer=3, rival=7)
+    heads = table.groupby(["layer", "head"])
+    assert abs(heads["output_share"].sum() - 1).max() < 1e-9
+    read = table[table["part"].isin(["prompt", "inherited"])].groupby(["layer", "head"])
+    whole = an.bias_decomposition(model, convert_prompt(model, PROMPT, initial=initial), TEXT, answer=3, rival=7)
+    whole = whole.set_index(["layer", "head"])
+    for name in ("output_share", "logit"):
+        assert abs(read[name].sum() - whole[name]).max() < 1e-4 * max(1.0, whole[name].abs().max())
+    assert (table["part"] == "inherited").any() == attached

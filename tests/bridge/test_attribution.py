@@ -1,0 +1,140 @@
+"""Causes on the bridge: equal to those on HookedKVTransformer where both run a model, and held to interventions elsewhere."""
+
+import pytest
+import torch
+from bridge_models import some_tokens, tiny
+from kvlens.analyses.attribution.answers import Question
+from kvlens.analyses.attribution.by_head import swapped_heads
+from kvlens.analyses.attribution.explain import explain
+from kvlens.analyses.attribution.null import Null
+from kvlens.analyses.attribution.terms import hidden_from_text, state_terms
+from pandas.testing import assert_frame_equal
+
+from kvlens import HookedKVTransformer, KVTransformerBridge, convert_prompt, counterfactuals
+from kvlens.analyses import attribution_by_head, attribution_by_position, prompt_attribution
+
+PROMPT, TEXT = some_tokens(11), some_tokens(4, seed=1)
+UNITS = [(0, 3), (3, 7), (7, 9)]
+ROUNDING = 2e-4
+"""Nats: float32 logits of a few tens, whose differences after thousands of roundings were at most 3e-5."""
+
+
+@pytest.fixture(autouse=True)
+def without_gradients():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(scope="module")
+def both_front_ends(tmp_path_factory):
+    """A GPT-2 in float64, from one folder."""
+    folder = tmp_path_factory.mktemp("gpt2")
+    tiny("gpt2").double().save_pretrained(folder)
+    as_they_are = dict(fold_ln=False, center_writing_weights=False, center_unembed=False, fold_value_biases=False)
+    hooked = HookedKVTransformer.from_pretrained(folder, dtype=torch.float64, device="cpu", **as_they_are)
+    return hooked, KVTransformerBridge.boot_transformers(folder, dtype=torch.float64)
+
+
+@pytest.fixture(scope="module", params=["qwen3_5", "qwen3_next", "olmo_hybrid", "gemma3", "gpt_oss"])
+def model(request):
+    return KVTransformerBridge.boot_transformers(tiny(request.param))
+
+
+@pytest.mark.parametrize("positions", ["kept", "closed"])
+def test_units_are_those_of_the_hooked_model(both_front_ends, positions):
+    null = Null(19, prompts=[some_tokens(8, seed=s) for s in range(5)])
+    rows = UNITS if positions == "kept" else UNITS[:2]
+    tables = [prompt_attribution(m, PROMPT, TEXT, by=rows, null=null, positions=positions) for m in both_front_ends]
+    assert_frame_equal(*tables, rtol=0, atol=1e-9)
+    assert tables[0]["total_effect"].abs().max() > 0.01
+
+
+def test_heads_are_those_of_the_hooked_model(both_front_ends):
+    assert_frame_equal(*(attribution_by_head(m, PROMPT, TEXT, by=UNITS) for m in both_front_ends), rtol=0, atol=1e-9)
+
+
+def test_positions_are_those_of_the_hooked_model(both_front_ends):
+    tables = [attribution_by_position(m, PROMPT, TEXT, by=UNITS, each_layer=True) for m in both_front_ends]
+    assert_frame_equal(*tables, rtol=0, atol=1e-9)
+
+
+def test_explanations_are_those_of_the_hooked_model(both_front_ends):
+    null = Null(19, prompts=[some_tokens(8, seed=s) for s in range(5)])
+    found = [explain(m, PROMPT, TEXT, by=UNITS, null=null) for m in both_front_ends]
+    assert_frame_equal(found[0].units, found[1].units, rtol=0, atol=1e-9)
+    assert found[0].unit == found[1].unit and found[0].answer == found[1].answer
+
+
+def log_p(model, tokens, answer):
+    return model(tokens[None])[0, -1].double().log_softmax(dim=-1)[answer]
+
+
+def test_a_unit_that_moves_up_is_a_unit_that_was_never_written(model):
+    answer = 5
+    table = prompt_attribution(model, PROMPT, TEXT, by=UNITS, answer=answer, positions="closed")
+    whole = log_p(model, torch.cat([PROMPT, TEXT]), answer)
+    for (start, stop), effect in zip(UNITS, table["total_effect"], strict=True):
+        without = torch.cat([PROMPT[:start], PROMPT[stop:], TEXT])
+        assert abs(float(whole - log_p(model, without, answer)) - effect) < ROUNDING
+    assert table["total_effect"].abs().max() > 0.05
+
+
+def test_the_parts_of_all_heads_are_the_whole_bias(model):
+    units = prompt_attribution(model, PROMPT, TEXT, by=UNITS, answer=5)
+    heads = attribution_by_head(model, PROMPT, TEXT, by=UNITS, answer=5)
+    bias = convert_prompt(model, PROMPT)
+    n_convolutions = 0 if bias.recurrent is None else len(bias.recurrent.layers)
+    per_unit = heads[heads["unit"] == 0]
+    assert len(per_unit) == sum(bias.n_heads_of(layer) for layer in range(3)) + n_convolutions
+    assert (per_unit["head"] == -1).sum() == n_convolutions
+    whole = heads.groupby("unit")["whole"].first()
+    for unit, effect in enumerate(units["total_effect"]):
+        assert abs(whole[unit] - effect) < ROUNDING
+    positions = attribution_by_position(model, PROMPT, TEXT, by=UNITS[:1], answer=5)
+    assert (positions["whole"] - units["total_effect"][0]).abs().max() < ROUNDING
+
+
+def test_an_exchange_for_the_same_changes_nothing(model):
+    question = Question.of(model, PROMPT, TEXT, 5)
+    bias = convert_prompt(model, PROMPT)
+    whole, swap, _ = swapped_heads(question, bias, bias.repeat(1))
+    assert abs(float(whole)) < ROUNDING and float(swap.abs().max()) < ROUNDING
+    same = attribution_by_position(model, PROMPT, TEXT, by=UNITS[:1], answer=5, replace_by={UNITS[0]: PROMPT[:3]})
+    assert same["swap"].abs().max() < ROUNDING
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "olmo_hybrid"])
+def test_a_state_without_a_unit_is_that_of_a_prompt_whose_values_are_zero_there(family):
+    model = KVTransformerBridge.boot_transformers(tiny(family))
+    bias = convert_prompt(model, PROMPT)
+    gone = torch.zeros(1, len(PROMPT), dtype=torch.bool)
+    gone[:, 8:10] = True
+
+    def zero(v, hook):
+        v[:, 8:10] = 0
+        return v
+
+    zeroed = convert_prompt(model, PROMPT, fwd_hooks=[("blocks.0.attn.hook_v", zero)])  # layer 0: its inputs stay
+    hidden = hidden_from_text(model, PROMPT, bias, gone)
+    tolerance = 1e-5 * float(bias.recurrent.b_KV[0].abs().max())
+    torch.testing.assert_close(hidden.recurrent.b_KV[0, 0], zeroed.recurrent.b_KV[0], rtol=0, atol=tolerance)
+    n_hidden = (gone[0, -bias.recurrent.conv.shape[1] :]).sum()
+    changed = (hidden.recurrent.conv[:, 0] != bias.recurrent.conv).any(dim=-1)
+    assert n_hidden == 2 and (changed.sum(dim=1) == n_hidden).all()  # rows of tokens 8 and 9 of 8, 9, 10
+    assert float((hidden.recurrent.b_KV[0, 0] - bias.recurrent.b_KV[0]).abs().max()) > 100 * tolerance
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "olmo_hybrid"])
+def test_terms_of_a_counterfactual_prompt_add_up_to_its_states(family):
+    model = KVTransformerBridge.boot_transformers(tiny(family))
+    other = counterfactuals(model, PROMPT, [[(3, 7)]])
+    states = convert_prompt(model, other).recurrent.b_KV
+    terms = state_terms(model, other)
+    total = terms.of(torch.ones(1, len(PROMPT), dtype=torch.bool))
+    torch.testing.assert_close(total.float(), states, rtol=0, atol=1e-5 * float(states.abs().max()))
+    assert float(terms.of(~other.kept).abs().max()) == 0
+
+
+def test_a_null_of_text_that_the_model_writes(model):
+    table = prompt_attribution(model, PROMPT, TEXT, by=UNITS, null=Null(19))
+    assert table["p_value"].between(1 / 20, 1).all()

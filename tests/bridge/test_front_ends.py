@@ -1,0 +1,53 @@
+"""The table of analyses and front ends is what happens: what it says runs does, and what it says does not gives the reason."""
+
+import pytest
+import torch
+from bridge_models import some_tokens, tiny
+
+from kvlens import HookedKVTransformer, KVLensError, KVTransformerBridge, analyses
+from kvlens.analyses import front_ends
+
+PROMPT, TEXT = some_tokens(9), some_tokens(4, seed=1)
+CALLS = {
+    "bias_singular_values": lambda f, m: f(m, PROMPT),
+    "baseline_ablation": lambda f, m: f(m, PROMPT, TEXT, [[(0, 0)]]),
+    "bias_ablation": lambda f, m: f(m, PROMPT, TEXT, [[(0, 0)]]),
+    "state_memory": lambda f, m: f(m, PROMPT),
+    "state_maps": lambda f, m: f(m, PROMPT),
+    "state_erasure": lambda f, m: f(m, PROMPT, TEXT),
+    "prompt_attribution": lambda f, m: f(m, PROMPT, TEXT, by="token"),
+    "attribution_by_head": lambda f, m: f(m, PROMPT, TEXT, by=[(0, 4)]),
+    "attribution_by_position": lambda f, m: f(m, PROMPT, TEXT, by=[(0, 4)]),
+}
+"""How an analysis is called, where not as f(model, prompt, text)."""
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3_5"])
+def model(request):
+    return KVTransformerBridge.boot_transformers(tiny(request.param))
+
+
+@pytest.mark.parametrize("name", front_ends.analyses())
+def test_an_analysis_runs_or_says_why_not(model, name):
+    function, reason = getattr(analyses, name), front_ends.reason_against(name, model)
+    call = CALLS.get(name, lambda f, m: f(m, PROMPT, TEXT))
+    with torch.no_grad():
+        if reason is None:
+            assert len(call(function, model))
+        else:
+            with pytest.raises(KVLensError, match=f"{name} does not run on KVTransformerBridge") as refused:
+                function(model=model)
+            assert reason in str(refused.value) and model.cfg.architecture in str(refused.value)
+
+
+def test_the_hooked_model_says_why_it_has_no_states():
+    model = HookedKVTransformer.from_zoo("bigram-linear")
+    with pytest.raises(KVLensError, match="state_memory does not run on HookedKVTransformer: .* no recurrent layer"):
+        analyses.state_memory(model, PROMPT)
+
+
+def test_the_reference_has_a_row_for_every_analysis():
+    assert set(front_ends.NOT_ON) <= set(front_ends.analyses())
+    for name in front_ends.analyses():
+        assert f"| `{name}` |" in front_ends.__doc__
+    assert "| `composition` | yes | no (" in front_ends.__doc__

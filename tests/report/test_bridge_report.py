@@ -1,0 +1,52 @@
+"""The command line on a folder of a family that only the bridge runs: explain and batches."""
+
+import json
+
+import pandas as pd
+import pytest
+import torch
+from bridge_models import HYBRID
+from tiny_hf import D_VOCAB, tiny_tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+from kvlens import HookedKVTransformer, KVTransformerBridge
+from kvlens.__main__ import main
+from kvlens.bridge import load_model
+
+PROMPT, TEXT = "the cat sat on the mat. the dog sat on the log.", " the dog sat"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A hybrid with a tokenizer, as Transformers writes it."""
+    folder = tmp_path_factory.mktemp("hybrid")
+    torch.manual_seed(0)
+    Qwen3_5ForCausalLM(Qwen3_5TextConfig(**{**HYBRID, "vocab_size": D_VOCAB})).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def test_an_explanation(folder, capsys):
+    words = ["--prompt", PROMPT, "--text", TEXT, "--null", "40", "--by", "sentence", "--device", "cpu"]
+    assert main(["explain", "--model", str(folder), *words]) == 0
+    assert "nats" in capsys.readouterr().out
+
+
+def test_a_batch_keeps_front_ends_apart(folder, tmp_path):
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "table.parquet"
+    prompts.write_text(json.dumps({"id": "a", "prompt": PROMPT, "text": TEXT}) + "\n")
+    words = ["analyse", "bias_by_head", str(prompts), "--out", str(out), "--device", "cpu"]
+    assert main([*words, "--model", str(folder)]) == 0
+    assert len(pd.read_parquet(out)) == 4 + 6 + 4
+    assert main(["analyse", "composition", str(prompts), "--out", str(tmp_path / "no.parquet"), "--model", str(folder)]) == 2
+    assert main(["analyse", "state_memory", str(prompts), "--out", str(tmp_path / "no.parquet"), "--model", str(folder)]) == 2
+
+
+def test_a_folder_goes_to_the_front_end_that_runs_it(folder, tmp_path):
+    assert isinstance(load_model(folder, device="cpu"), KVTransformerBridge)
+    sizes = dict(hidden_size=16, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=D_VOCAB)
+    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(tmp_path)
+    hooked = load_model(tmp_path, device="cpu")
+    assert isinstance(hooked, HookedKVTransformer)
+    bridge = KVTransformerBridge.boot_transformers(tmp_path)
+    assert bridge.fingerprint() != hooked.fingerprint()
