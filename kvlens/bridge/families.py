@@ -19,7 +19,9 @@ ROTATES = {"PositionEmbeddingsAttentionBridge": True, "JointQKVAttentionBridge":
 """The bridge's attention components that compute in the open, and whether queries and keys are rotated in them."""
 NATIVE = ("OlmoHybridAttention", "KimiLinearAttention")
 """Modules of Transformers to which the bridge leaves attention, and that kvlens opens up (:mod:`kvlens.bridge.native`)."""
-TRIED = "GPT-2, Llama, Qwen3, Gemma 3, GPT-OSS, Qwen3.5, Qwen3-Next, OLMo-Hybrid, Kimi Linear, MiniMax"
+TRIED = "GPT-2, Llama, Qwen3, Gemma 3, GPT-OSS, Qwen3.5, Qwen3-Next, OLMo-Hybrid, Kimi Linear, MiniMax, Bamba, Granite 4"
+RECURRENT = ("linear_attn", "mixer", "mamba")
+"""What the bridge calls a recurrent layer within its block."""
 VARIABLE_ROTARY = ("dynamic", "longrope")
 WINDOW_IN_FULL_ATTENTION = ("minimax",)
 """Model types whose window, where they have one, applies to the layers that they call full attention."""
@@ -45,14 +47,19 @@ def layers_of(bridge: Any) -> list[SoftmaxLayer | RecurrentLayer]:
         raise _no_way(family, "its attention is not causal: a prompt's keys would depend on the text behind it")
     config = text_config(model)
     _check_rotary(family, config)
-    return [_layer(bridge, family, config, layer) for layer in range(len(bridge.blocks))]
+    layers = [_layer(bridge, family, config, layer) for layer in range(len(bridge.blocks))]
+    if not any(isinstance(layer, SoftmaxLayer) for layer in layers):
+        raise _no_way(family, "none of its layers is attention, and a bias of recurrent states alone has no form yet")
+    return layers
 
 
 def _layer(bridge: Any, family: str, config: Any, layer: int) -> SoftmaxLayer | RecurrentLayer:
-    recurrent: Any = getattr(bridge.blocks[layer], "linear_attn", None)
-    if recurrent is not None and has_mixer(recurrent.original_component):
-        return RecurrentLayer(recurrent, layer)
+    recurrent: Any = _recurrent(bridge.blocks[layer])
     attn: Any = getattr(bridge.blocks[layer], "attn", None)
+    if recurrent is not None and has_mixer(recurrent.original_component):
+        if attn is not None:
+            raise _no_way(family, f"layer {layer} reads the sequence twice, by attention and by a recurrent layer next to it")
+        return RecurrentLayer(recurrent, layer)
     kind = type(attn).__name__
     native = attn is not None and type(attn.original_component).__name__ in NATIVE
     if kind not in ROTATES and not native:
@@ -78,6 +85,11 @@ def _layer(bridge: Any, family: str, config: Any, layer: int) -> SoftmaxLayer | 
     if native:
         open_up(attn)
     return SoftmaxLayer(attn, layer, HeadSizes(cfg.n_heads, n_kv_heads, d_head, d_key), rule, native or ROTATES[kind])
+
+
+def _recurrent(block: Any) -> Any:
+    """The block's component around a recurrent layer, None without one."""
+    return next((getattr(block, name) for name in RECURRENT if getattr(block, name, None) is not None), None)
 
 
 def _window(family: str, config: Any, layer: int) -> int | None:

@@ -57,7 +57,20 @@ KIMI = dict(
     moe_intermediate_size=8,
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0),
 )
+MAMBA = dict(mamba_n_heads=4, mamba_d_head=12, mamba_d_state=6, mamba_n_groups=2, mamba_expand=2, mamba_chunk_size=8)
 HYBRIDS = {
+    "bamba": lambda: tf.BambaForCausalLM(tf.BambaConfig(**{**COMMON, "head_dim": 4}, **MAMBA, attn_layer_indices=[1])),
+    "granite_hybrid": lambda: tf.GraniteMoeHybridForCausalLM(
+        tf.GraniteMoeHybridConfig(
+            **{name: size for name, size in COMMON.items() if name != "head_dim"},
+            **MAMBA,
+            layer_types=["mamba", "attention", "mamba"],
+            position_embedding_type="rope",
+            shared_intermediate_size=20,
+            num_local_experts=0,
+            attention_multiplier=0.3,
+        )
+    ),
     "kimi_linear": lambda: tf.KimiLinearForCausalLM(tf.KimiLinearConfig(**KIMI)),
     "minimax": lambda: tf.MiniMaxForCausalLM(
         tf.MiniMaxConfig(**{**COMMON, "head_dim": 8}, **EXPERTS, layer_types=LINEAR_FIRST, block_size=4, mlp_beta_factor=0.5)

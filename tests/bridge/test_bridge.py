@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import transformers as tf
-from bridge_models import D_VOCAB, FAMILIES, HYBRIDS, cut_and_continued, largest, some_tokens, tiny
+from bridge_models import D_VOCAB, FAMILIES, HYBRIDS, MAMBA, cut_and_continued, largest, some_tokens, tiny
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources import build_bridge_from_module
 
@@ -185,9 +185,9 @@ def test_bad_input_is_refused_with_a_message(model, family):
     bias = convert_prompt(model, some_tokens(2, N_PROMPT))
     with pytest.raises(KVLensError, match="holds 2 prompts and the input has batch 3"), model.kv_bias(bias):
         model(some_tokens(3, N_TEXT))
-    with pytest.raises(KVLensError, match="beyond n_ctx=64"), model.kv_bias(bias):
+    with pytest.raises(KVLensError, match="exceeds n_ctx=64"), model.kv_bias(bias):
         model(some_tokens(2, 52))
-    with pytest.raises(KVLensError, match="beyond n_ctx=64"):
+    with pytest.raises(KVLensError, match="exceeds n_ctx=64"):
         convert_prompt(model, some_tokens(65))
     with pytest.raises(KVLensError, match="hook_z_bias"):
         model.run_with_cache(some_tokens(1, 3), names_filter="blocks.0.attn.hook_z_biases")
@@ -204,5 +204,12 @@ def test_an_architecture_without_a_way_is_named():
     )
     with pytest.raises(KVLensError, match="GPTNeoXForCausalLM has no way to read a KV bias yet: layer 0"):
         KVTransformerBridge.boot_transformers(tf.GPTNeoXForCausalLM(config).eval())
+    sizes = dict(hidden_size=24, num_hidden_layers=1, vocab_size=D_VOCAB)
+    mamba = tf.Mamba2Config(**sizes, num_heads=4, head_dim=12, state_size=6, n_groups=2)
+    with pytest.raises(KVLensError, match="Mamba2ForCausalLM has no way .*: none of its layers is attention"):
+        KVTransformerBridge.boot_transformers(tf.Mamba2ForCausalLM(mamba).eval())
+    both = tf.FalconH1Config(**sizes, **MAMBA, num_attention_heads=4, num_key_value_heads=2, mamba_d_ssm=48)
+    with pytest.raises(KVLensError, match="FalconH1ForCausalLM has no way .*: layer 0 reads the sequence twice"):
+        KVTransformerBridge.boot_transformers(tf.FalconH1ForCausalLM(both).eval())
     with pytest.raises(KVLensError, match="no config.json"):
         KVTransformerBridge.boot_transformers("tests")
