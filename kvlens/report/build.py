@@ -1,12 +1,9 @@
 """Computing a report: one model, one prompt, one text; the analyses, and text generated in three conditions."""
 
 import math
-import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any, Literal
 
 import pandas as pd
@@ -36,12 +33,12 @@ from kvlens.analyses.texts import joined, token_texts
 from kvlens.checks import checked
 from kvlens.conversion import ConversionMethod, convert_prompt
 from kvlens.errors import KVLensError
-from kvlens.kv_bias import BiasFit, KVBias
+from kvlens.kv_bias import KVBias
 from kvlens.model import HookedKVTransformer
 from kvlens.model.generation import TEMPERATURES, is_temperature
-from kvlens.report.explanation import in_a_sentence
 from kvlens.report.folder import FORMAT
 from kvlens.report.notes import notes_on
+from kvlens.report.summary import CONDITIONS, answer_figures, conversion_figures, effect_figures, model_facts, versions
 
 FORMAT_VERSION = 3
 MOST_PAIRS = 2**28
@@ -49,7 +46,6 @@ MOST_PAIRS = 2**28
 MOST_EXPLAINED = 1024
 """Tokens of a prompt up to which the report explains an answer: each unit takes a pass over prompt and text."""
 By = Literal["sentence", "paragraph", "word", "token"]
-CONDITIONS = ("with_prompt", "converted", "without_prompt")
 ABLATION = "KL without the head, nats"
 """What pages call ``ablation_kl``."""
 DUAL_COLORINGS = {"dual loss drop (log)": "log_loss_drop", "dual step's share of the output": "step_share"}
@@ -160,13 +156,13 @@ def build_report(
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": _versions(),
-        "model": _model_facts(model, model_name),
+        "versions": versions(),
+        "model": model_facts(model, model_name),
         "prompt": {"text": prompt, "n_tokens": len(prompt_tokens)},
         "text": {"text": text, "n_tokens": len(text_tokens)},
         "answer": None,
-        "conversion": _conversion_figures(bias, errors),
-        "prompt_effect": _effect_figures(effect),
+        "conversion": conversion_figures(bias, errors),
+        "prompt_effect": effect_figures(effect),
         "notes": notes_on(model, prompt_tokens, effect, bias),
         "bias": {
             "n_numbers": bias.num_parameters,
@@ -203,7 +199,7 @@ def build_report(
         tell(f"removing each {by} in turn", 0.85)
         explained = explain(model, prompt_tokens, text_tokens, by=by, answer=answer, rival=rival)
         tables |= _answer_tables(explained)
-        summary["answer"] = _answer_figures(explained, by)
+        summary["answer"] = answer_figures(explained, by)
     linked = linked_shares(
         *sequences,
         bias=bias,
@@ -339,82 +335,3 @@ def _generated_table(model: HookedKVTransformer, text: Tensor, generated: dict[s
         ],
         ignore_index=True,
     )
-
-
-# --- figures ---------------------------------------------------------------------------------------------------------
-
-
-def _conversion_figures(bias: KVBias, errors: pd.DataFrame) -> dict[str, Any]:
-    return {
-        "approximation": None if bias.fit is None else _approximation(bias.fit),
-        "held_out": None if bias.fit is None or bias.fit.answers is None else bias.fit.answers.to_dict(),
-        "relative_error": float((errors["squared_error"].sum() / errors["squared_norm"].sum()) ** 0.5),
-        "rounding_error": float(errors["rounding_error"].iloc[0]),
-        "exact_to_rounding": bool(errors["exact_to_rounding"].iloc[0]) if bias.fit is None else None,
-        "max_abs_error": float(errors["max_abs_error"].max()),
-        "argmax_agreement": float(errors["argmax_agrees"].mean()),
-    }
-
-
-def _approximation(fit: BiasFit) -> str:
-    """How an approximate conversion was made, in a few words."""
-    if fit.n_keys is None:
-        return f"{fit.method}, then {'; '.join(fit.history)}"
-    polished = fit.settings.get("polish_steps", 0)
-    asked = fit.settings.get("n_keys", fit.settings.get("n_features"))
-    size = float(fit.n_keys.double().mean()) if asked is None else asked
-    return f"{fit.method}, {size:.4g} features per head" + (f", {polished} steps of polishing" if polished else "")
-
-
-def _answer_figures(explained: Explained, by: str) -> dict[str, Any]:
-    found = explained.unit is not None
-    return {
-        "explanation": in_a_sentence(explained, by),
-        "by": by,
-        "answer": explained.answer,
-        "rival": explained.rival,
-        "unit": explained.unit,
-        "p_answer": list(explained.p_answer),
-        "p_rival": list(explained.p_rival),
-        "heads_needed": explained.needed() if found else [],
-        "heads_sufficient": explained.sufficient() if found else [],
-        "n_passes_for_units": float(explained.units["n_passes"].iloc[0]),
-    }
-
-
-def _effect_figures(effect: pd.DataFrame) -> dict[str, Any]:
-    means = effect.groupby("condition")[["kl", "argmax_agrees", "loss"]].mean()
-    figures = {
-        condition: {
-            "kl_from_with_prompt": float(means.loc[condition, "kl"]),
-            "next_token_agreement": float(means.loc[condition, "argmax_agrees"]),
-            "loss_nats_per_token": float(means.loc[condition, "loss"]),
-        }
-        for condition in CONDITIONS
-    }
-    losses = {condition: figures[condition]["loss_nats_per_token"] for condition in CONDITIONS}
-    return {**figures, "gain_nats_per_token": losses["without_prompt"] - losses["converted"]}
-
-
-def _versions() -> dict[str, str]:
-    packages = ("kvlens", "torch", "transformer-lens", "transformers", "pandas")
-    return {"python": platform.python_version(), **{name: version(name) for name in packages}}
-
-
-def _without_folder(name: str) -> str:
-    """A model's name without the folder that it was read from: reports are shared. "owner/name" stays."""
-    path = Path(name).expanduser()
-    return path.name if path.is_absolute() or name.startswith((".", "~")) or path.exists() else name
-
-
-def _model_facts(model: HookedKVTransformer, name: str | None) -> dict[str, Any]:
-    return {
-        "name": name or _without_folder(str(model.cfg.model_name)),
-        "n_layers": model.cfg.n_layers,
-        "n_heads": model.cfg.n_heads,
-        "d_head": model.cfg.d_head,
-        "n_parameters": sum(p.numel() for p in model.parameters()),
-        "dtype": str(model.cfg.dtype).removeprefix("torch."),
-        "device": str(model.W_E.device),
-        "fingerprint": model.fingerprint().to_json(),
-    }

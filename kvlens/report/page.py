@@ -5,9 +5,10 @@ from typing import Any
 
 import pandas as pd
 
-from kvlens.analyses.attribution.explain import Explained
-from kvlens.report.build import ABLATION, CONDITIONS, MOST_EXPLAINED, Report
+from kvlens.report.build import MOST_EXPLAINED, Report
 from kvlens.report.opening import exactness, opening
+from kvlens.report.ranking import ABLATION, MEASURES, ON_ANSWER, ranked_heads, suffices
+from kvlens.report.summary import CONDITIONS
 from kvlens.viz import (
     Page,
     Piece,
@@ -28,24 +29,6 @@ TOP_HEADS = 12
 """Number of heads in the circuitsvis view."""
 TOP_PLACES = 5
 LONGEST_NAME = 120
-MEASURES = {
-    "ablation_kl": ABLATION,
-    "loss_change": "change in loss without the head, nats per token",
-    "bias_share": "share of the bias in the output",
-    "zero_kl": "KL with an empty bias, without BOS too, nats",
-    "zero_loss_change": "change in loss with an empty bias, nats per token",
-    "b_kv_norm": "norm of b_KV",
-    "b_d_norm": "norm of b_D",
-}
-"""The measures of ``bias_by_head`` in words, with their units."""
-ON_ANSWER = {
-    "swap": "effect on the answer, nats",
-    "p_value": "p",
-    "alone": "kept by this head alone, nats",
-    "p_value_alone": "p alone",
-    "leads": "leads",
-}
-"""Those of ``attribution_by_head``."""
 OF_LAYER = "KL without the layer's heads, nats"
 LOSSES = ("converted", "without_prompt")
 TITLES = {"with_prompt": "with prompt", "converted": "converted", "without_prompt": "without prompt"}
@@ -113,28 +96,6 @@ def build_page(report: Report) -> Page:
     return page.footer(f"Made {summary['created']} with {versions}. The numbers are in the Parquet files next to this page.")
 
 
-def ranked_heads(report: Report) -> tuple[pd.DataFrame, str]:
-    """The report's one ranking of heads, its columns in words, and the column that it goes by.
-
-    By the size of the effect on the answer, of each head's part from the prompt without the unit that matters most; where the
-    sentence names heads that suffice alone, by what each keeps alone. Where no unit is significant, or none was removed, by
-    the KL divergence of the predictions when the head has BOS's part alone.
-    """
-    heads = report.tables["bias_by_head"]
-    found = report.explained
-    if found is None or found.unit is None:
-        return heads.rename(columns=MEASURES).sort_values(ABLATION, ascending=False, kind="stable"), ABLATION
-    on_answer = found.heads.assign(alone=found.heads["whole"] - found.heads["converse"])[["layer", "head", *ON_ANSWER]]
-    ranked = on_answer.rename(columns=ON_ANSWER).merge(heads.rename(columns=MEASURES), on=["layer", "head"], validate="1:1")
-    by = ON_ANSWER["alone" if _suffices(found) else "swap"]
-    return ranked.sort_values(by, key=abs, ascending=False, kind="stable"), by
-
-
-def _suffices(found: Explained) -> bool:
-    """Whether the sentence names heads that suffice alone, because none is needed."""
-    return not found.needed() and bool(found.sufficient())
-
-
 def _about_heads(report: Report) -> str:
     ablation = (
         f"{ABLATION}: KL divergence of the predictions on the text when the head's bias holds BOS alone; effects of several "
@@ -146,7 +107,7 @@ def _about_heads(report: Report) -> str:
     by, text = report.summary["answer"]["by"], found.units.loc[found.unit, "unit_text"].strip()
     own, alone = ON_ANSWER["swap"], ON_ANSWER["alone"]
     return (
-        f"Ranked by {alone if _suffices(found) else own}. {own}: what the log-probability of {found.answer!r} loses when this "
+        f"Ranked by {alone if suffices(found) else own}. {own}: what the log-probability of {found.answer!r} loses when this "
         f"head's part of the bias comes from the prompt without the {by} {_short(text)!r}. {alone}: what is left of the {by}'s "
         f"effect when all other heads' parts do. p and p alone compare with unrelated {by}s; 'leads' is the share of unrelated "
         f"{by}s, put in its place, with which this head has the largest effect. {ablation}"

@@ -10,8 +10,10 @@ from rich.text import Text
 
 from kvlens.analyses.texts import joined
 from kvlens.checks import checked
-from kvlens.report.build import CONDITIONS, Report
+from kvlens.report.build import Report
 from kvlens.report.console import WIDTH, make_console
+from kvlens.report.ranking import ABLATION, MEASURES, ranked_heads
+from kvlens.report.summary import CONDITIONS
 from kvlens.terminal import visible
 from kvlens.viz._text import percent
 
@@ -142,16 +144,19 @@ def _print_heads(console: Console, report: Report) -> None:
         f"  all heads without the prompt: KL {_nats(bias['kl_without_any_head'])}, "
         f"loss {_signed(bias['loss_change_without_any_head'])} nats per token (effects do not add up)"
     )
-    table = _table(("layer", "head", "KL without", "loss change", "share of output", "norm of b_KV"))
-    table.columns[0].justify = "right"
-    for row in heads.nlargest(TOP, "ablation_kl").itertuples():
+    ranked, by = ranked_heads(report)
+    on_answer = by != ABLATION
+    if on_answer:
+        console.print(f"  ranked by: {by}")
+    table = _table(("head", *(["answer"] if on_answer else []), "KL without", "loss change", "share of output", "norm of b_KV"))
+    for row in ranked.head(TOP).to_dict("records"):
         table.add_row(
-            str(row.layer),
-            str(row.head),
-            _nats(row.ablation_kl),
-            _signed(row.loss_change),
-            percent(row.bias_share),
-            f"{row.b_kv_norm:.3g}",
+            f"L{row['layer']}H{row['head']}",
+            *([_signed(row[by])] if on_answer else []),
+            _nats(row[ABLATION]),
+            _signed(row[MEASURES["loss_change"]]),
+            percent(row[MEASURES["bias_share"]]),
+            f"{row[MEASURES['b_kv_norm']]:.3g}",
         )
     console.print()
     console.print(Padding(table, (0, 0, 0, 2)))

@@ -1,21 +1,24 @@
 """The opening of a report: one sentence and one picture, from the numbers of one counterfactual."""
 
+import io
 import re
 
 import pandas as pd
 import pytest
 import torch
 from kvlens.analyses.attribution.explain import explain
+from rich.console import Console
 from tiny_text_model import PROMPT, TEXT, tiny_text_model
 
 from kvlens import HookedKVTransformer, KVLensError
 from kvlens.cli import main
 from kvlens.report import build as building
-from kvlens.report import build_report, write_report
+from kvlens.report import build_report, print_report, write_report
 from kvlens.report.example import example_for
 from kvlens.report.explanation import in_a_sentence
 from kvlens.report.opening import exactness, opening
-from kvlens.report.page import build_page, ranked_heads
+from kvlens.report.page import build_page
+from kvlens.report.ranking import ABLATION, ranked_heads
 from kvlens.viz._text import html_text, percent
 
 
@@ -65,12 +68,23 @@ def test_there_is_one_ranking_of_heads_and_it_is_that_of_the_sentence(report):
     assert "ablation_kl" not in page and "zero_kl" not in page
 
 
+def test_the_terminal_begins_with_the_sentence_and_ranks_alike(report):
+    console = Console(file=io.StringIO(), width=80)
+    print_report(report, console)
+    view = console.file.getvalue()
+    assert report.summary["answer"]["explanation"] in " ".join(view.split("1  The converted")[0].split())
+    ranked, column = ranked_heads(report)
+    names = [f"L{layer}H{head}" for layer, head in zip(ranked["layer"], ranked["head"], strict=True)]
+    assert f"ranked by: {column}" in view
+    assert re.findall(r"^ +(L\dH\d) ", view, flags=re.MULTILINE) == names[:5]
+
+
 def test_without_an_explanation_the_page_says_so(monkeypatch, tmp_path):
     model = tiny_text_model()
     report = build_report(model, PROMPT, TEXT, new_tokens=1, by=None)
     assert report.explained is None and report.summary["answer"] is None and "answer_units" not in report.tables
     assert "was not computed for this report" in build_page(report).to_html()
-    assert ranked_heads(report)[1] == building.ABLATION
+    assert ranked_heads(report)[1] == ABLATION
     monkeypatch.setattr(building, "MOST_EXPLAINED", 3)
     monkeypatch.setattr("kvlens.report.page.MOST_EXPLAINED", 3)
     long = build_report(model, PROMPT, TEXT, new_tokens=1)
@@ -84,7 +98,7 @@ def test_units_that_do_nothing_leave_the_ranking_to_the_text():
     assert report.explained.unit is None and report.summary["answer"]["p_answer"][1] is None
     page = build_page(report).to_html()
     assert html_text("No sentence of the prompt changes the probability of 'kite'") in page
-    assert "without that sentence" not in page and ranked_heads(report)[1] == building.ABLATION
+    assert "without that sentence" not in page and ranked_heads(report)[1] == ABLATION
 
 
 def test_exactness_is_one_line():

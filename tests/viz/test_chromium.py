@@ -13,7 +13,8 @@ from tiny_text_model import PROMPT, TEXT, tiny_text_model
 from analyses import HeadDetails
 from analyses.texts import joined
 from kvlens.report import build_report, write_report
-from kvlens.report.page import build_page, ranked_heads
+from kvlens.report.page import build_page
+from kvlens.report.ranking import ranked_heads
 from kvlens.viz import (
     Page,
     attention_view,

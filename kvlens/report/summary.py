@@ -1,0 +1,96 @@
+"""The headline figures of a report, of JSON's types: what stands in ``summary.json``."""
+
+import platform
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from kvlens.analyses.attribution.explain import Explained
+from kvlens.kv_bias import BiasFit, KVBias
+from kvlens.model import HookedKVTransformer
+from kvlens.report.explanation import in_a_sentence
+
+CONDITIONS = ("with_prompt", "converted", "without_prompt")
+
+
+def conversion_figures(bias: KVBias, errors: pd.DataFrame) -> dict[str, Any]:
+    """How exact the conversion is, over the whole text."""
+    return {
+        "approximation": None if bias.fit is None else _approximation(bias.fit),
+        "held_out": None if bias.fit is None or bias.fit.answers is None else bias.fit.answers.to_dict(),
+        "relative_error": float((errors["squared_error"].sum() / errors["squared_norm"].sum()) ** 0.5),
+        "rounding_error": float(errors["rounding_error"].iloc[0]),
+        "exact_to_rounding": bool(errors["exact_to_rounding"].iloc[0]) if bias.fit is None else None,
+        "max_abs_error": float(errors["max_abs_error"].max()),
+        "argmax_agreement": float(errors["argmax_agrees"].mean()),
+    }
+
+
+def _approximation(fit: BiasFit) -> str:
+    """How an approximate conversion was made, in a few words."""
+    if fit.n_keys is None:
+        return f"{fit.method}, then {'; '.join(fit.history)}"
+    polished = fit.settings.get("polish_steps", 0)
+    asked = fit.settings.get("n_keys", fit.settings.get("n_features"))
+    size = float(fit.n_keys.double().mean()) if asked is None else asked
+    return f"{fit.method}, {size:.4g} features per head" + (f", {polished} steps of polishing" if polished else "")
+
+
+def answer_figures(explained: Explained, by: str) -> dict[str, Any]:
+    """The explanation of an answer, in a sentence and in its numbers; probabilities with the prompt and without the unit."""
+    found = explained.unit is not None
+    return {
+        "explanation": in_a_sentence(explained, by),
+        "by": by,
+        "answer": explained.answer,
+        "rival": explained.rival,
+        "unit": explained.unit,
+        "p_answer": list(explained.p_answer),
+        "p_rival": list(explained.p_rival),
+        "heads_needed": explained.needed() if found else [],
+        "heads_sufficient": explained.sufficient() if found else [],
+        "n_passes_for_units": float(explained.units["n_passes"].iloc[0]),
+    }
+
+
+def effect_figures(effect: pd.DataFrame) -> dict[str, Any]:
+    """Means over the text in each condition, and the loss that the prompt saves."""
+    means = effect.groupby("condition")[["kl", "argmax_agrees", "loss"]].mean()
+    figures = {
+        condition: {
+            "kl_from_with_prompt": float(means.loc[condition, "kl"]),
+            "next_token_agreement": float(means.loc[condition, "argmax_agrees"]),
+            "loss_nats_per_token": float(means.loc[condition, "loss"]),
+        }
+        for condition in CONDITIONS
+    }
+    losses = {condition: figures[condition]["loss_nats_per_token"] for condition in CONDITIONS}
+    return {**figures, "gain_nats_per_token": losses["without_prompt"] - losses["converted"]}
+
+
+def versions() -> dict[str, str]:
+    """Of Python and the packages that computed the report."""
+    packages = ("kvlens", "torch", "transformer-lens", "transformers", "pandas")
+    return {"python": platform.python_version(), **{name: version(name) for name in packages}}
+
+
+def _without_folder(name: str) -> str:
+    """A model's name without the folder that it was read from: reports are shared. "owner/name" stays."""
+    path = Path(name).expanduser()
+    return path.name if path.is_absolute() or name.startswith((".", "~")) or path.exists() else name
+
+
+def model_facts(model: HookedKVTransformer, name: str | None) -> dict[str, Any]:
+    """The model's name, size, dtype, device and fingerprint."""
+    return {
+        "name": name or _without_folder(str(model.cfg.model_name)),
+        "n_layers": model.cfg.n_layers,
+        "n_heads": model.cfg.n_heads,
+        "d_head": model.cfg.d_head,
+        "n_parameters": sum(p.numel() for p in model.parameters()),
+        "dtype": str(model.cfg.dtype).removeprefix("torch."),
+        "device": str(model.W_E.device),
+        "fingerprint": model.fingerprint().to_json(),
+    }
