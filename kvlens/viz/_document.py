@@ -10,13 +10,12 @@ asks for it (``static/circuitsvis.js``); the policy lists the hash of the unpack
 
 import base64
 import functools
-import gzip
 import hashlib
 import html
 from importlib.resources import files
 
 from kvlens.errors import KVLensError
-from kvlens.viz._text import html_text
+from kvlens.viz._text import html_text, packed
 
 SCRIPTS = tuple(
     f"{name}.js" for name in ("base", "kvlens", "circuitsvis", "opening", "dual", "linked", "depth", "arcs", "contents", "save")
@@ -37,7 +36,7 @@ def document(body: str, *, title: str, circuitsvis: bool) -> str:
     allowed = " ".join(_hash(source) for source in [*bundle, *own])
     policy = f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:"
     scripts = "".join(f"<script>{source}</script>\n" for source in own)
-    packed = f'<script type="text/plain" id="circuitsvis">{_packed(bundle[0])}</script>\n' if bundle else ""
+    compressed = f'<script type="text/plain" id="circuitsvis">{packed_bundle()}</script>\n' if bundle else ""
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -51,7 +50,7 @@ def document(body: str, *, title: str, circuitsvis: bool) -> str:
 </head>
 <body>
 {body}
-{packed}{scripts}</body>
+{compressed}{scripts}</body>
 </html>
 """
 
@@ -79,8 +78,9 @@ def circuitsvis_bundle() -> str:
 
 
 @functools.cache
-def _packed(source: str) -> str:
-    return base64.b64encode(gzip.compress(source.encode(), mtime=0)).decode()
+def packed_bundle() -> str:
+    """The same, compressed."""
+    return packed(circuitsvis_bundle())
 
 
 @functools.cache

@@ -4,6 +4,8 @@ Tokens are untrusted data. They reach a page in two ways, each with one function
 inside a script element through `script_json`.
 """
 
+import base64
+import gzip
 import html
 import json
 import math
@@ -36,6 +38,11 @@ def script_json(value: Any) -> str:
     """
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return _LONE_SURROGATES.sub(UNREADABLE, text).translate(_IN_SCRIPT)
+
+
+def packed(text: str) -> str:
+    """``text`` compressed with gzip, in base64, the same for the same text; a script of the page unpacks it."""
+    return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 
 
 def html_text(text: str) -> str:

@@ -20,7 +20,7 @@ from kvlens.errors import KVLensError, brief
 from kvlens.viz._axes import listed_axes
 from kvlens.viz._blocks import strongest_positions
 from kvlens.viz._color import FULL, NEGATIVE, POSITIVE, diverging_map, strongest
-from kvlens.viz._text import html_text, label, number, rounded, script_json
+from kvlens.viz._text import html_text, label, number, packed, rounded, script_json
 from kvlens.viz.piece import Piece
 
 MAX_HEADS = 64
@@ -99,7 +99,8 @@ def attention_view(
     }
     body = (
         f'<figure class="piece"><figcaption>{html_text(title)} <span class="unit">{html_text("; ".join(notes))}</span>'
-        f'</figcaption><div class="paper" data-kvlens="attention"><script type="application/json">{script_json(props)}</script>'
+        f'</figcaption><div class="paper" data-kvlens="attention">'
+        f'<script type="text/plain">{packed(script_json(props))}</script>'
         '<button type="button" class="draw">Draw with circuitsvis</button><div></div></div></figure>'
     )
     return Piece(title, body, circuitsvis=True, figure=functools.partial(_figure, square, labels, names, top, title))

@@ -1,22 +1,23 @@
-// circuitsvis' attention patterns. Its script is 1.3 MB, so that it stands in the page compressed and is unpacked when it is first
-// asked for: by a click, or at once where the page is this picture alone.
+// circuitsvis' attention patterns. Its script is 1.3 MB: it stands in the page compressed, as do the patterns, and both are unpacked
+// when they are asked for, by a click, or at once where the page is this picture alone.
 "use strict";
 (() => {
-  const { dataOf } = KVLENS;
   let loading = null;
 
-  const unpacked = async () => {
-    const bytes = Uint8Array.from(atob(document.getElementById("circuitsvis").textContent), (sign) => sign.charCodeAt(0));
-    const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  const unpacked = async (element) => { // base64 of gzip
+    const bytes = Uint8Array.from(atob(element.textContent), (sign) => sign.charCodeAt(0));
+    return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
+  };
+  const load = async () => {
     const script = document.createElement("script"); // the page's policy knows its hash
-    script.textContent = await new Response(stream).text();
+    script.textContent = await unpacked(document.getElementById("circuitsvis"));
     document.head.append(script);
   };
 
   const setUp = (figure, index) => {
-    const target = figure.querySelector(":scope > div"), button = figure.querySelector(".draw"), props = dataOf(figure);
+    const target = figure.querySelector(":scope > div"), button = figure.querySelector(".draw");
     target.id = `circuitsvis-${index}`;
-    let width = 0, waiting = null;
+    let width = 0, waiting = null, props = null;
     const render = () => { // it measures its width only once, when it is drawn
       if (width === figure.clientWidth) return;
       width = figure.clientWidth;
@@ -24,7 +25,9 @@
       CircuitsVis.render(target.id, CircuitsVis.AttentionHeads, props);
     };
     const draw = async () => {
-      await (loading ??= unpacked());
+      button.disabled = true;
+      await (loading ??= load());
+      props = JSON.parse(await unpacked(figure.querySelector(":scope > script")));
       button.remove();
       new MutationObserver(() => { // its canvases have a role but no name
         for (const canvas of target.querySelectorAll("canvas:not([aria-label])")) canvas.setAttribute("aria-label", "attention pattern of a head");
