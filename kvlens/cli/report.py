@@ -93,7 +93,8 @@ def add_command(commands: Any) -> None:
     opening = report.add_argument_group(
         "options for the opening of the page",
         "Which part of the prompt led to the answer, and through which heads, as in `kvlens explain`. It reads prompt and text "
-        "once for each unit of the prompt and for 40 unrelated ones; prompts of more than 1,024 tokens are not explained.",
+        "once for each unit of the prompt and for 40 unrelated ones, and up to 128 tokens also for each token; prompts of more "
+        "than 1,024 tokens are not explained.",
     )
     opening.add_argument(
         "--by",

@@ -27,6 +27,8 @@ from kvlens.analyses import (
     prompt_effect,
 )
 from kvlens.analyses.attribution.explain import Explained, explain
+from kvlens.analyses.attribution.null import Null
+from kvlens.analyses.attribution.prompt import prompt_attribution
 from kvlens.analyses.prompt.readings import read_text
 from kvlens.analyses.sequences import baseline_sequence
 from kvlens.analyses.texts import joined, token_texts
@@ -45,6 +47,8 @@ MOST_PAIRS = 2**28
 """Pairs of prompt tokens in all heads of a layer for which dual models are computed: in about 10 GB."""
 MOST_EXPLAINED = 1024
 """Tokens of a prompt up to which the report explains an answer: each unit takes a pass over prompt and text."""
+MOST_TOKENS = 128
+"""Tokens of a prompt up to which the effect of each is measured too."""
 By = Literal["sentence", "paragraph", "word", "token"]
 ABLATION = "KL without the head, nats"
 """What pages call ``ablation_kl``."""
@@ -62,7 +66,8 @@ class Report:
             analyses of those names return them, and ``generated``: one row per condition and generated token, with its
             ``position`` from 0, ``token_id`` and ``token``. With ``dual`` also ``dual_losses`` of the text's tokens and
             ``dual_demonstrations`` of the last of them, the prompt's tokens being the demonstrations of all. With an
-            explanation ``answer_units``, ``answer_heads`` and ``answer_positions``, its tables that have rows.
+            explanation ``answer_units``, ``answer_heads`` and ``answer_positions``, its tables that have rows, and for a short
+            prompt ``answer_tokens``, the effects of single tokens.
         bias: the converted prompt.
         heads: what each head attends to, for the page.
         linked: who reads which prompt token for which text token, for the page.
@@ -110,7 +115,8 @@ def build_report(
             ``Landmark(n_keys=32)``; by default every key is kept, which is exact.
         by: which units of the prompt are removed one at a time to explain the answer; None leaves the explanation out. It takes
             a pass over prompt and text for each unit and for each of 40 unrelated ones, and for the heads of the unit with the
-            largest effect two short passes per head and 40 more of each.
+            largest effect two short passes per head and 40 more of each; and up to `MOST_TOKENS` prompt tokens, a pass for each
+            of them and for 40 unrelated ones.
         answer, rival: which answer is explained, as in :func:`kvlens.analyses.attribution.explain.explain`; by default the most
             probable token after the text.
         on_progress: called with a description and the fraction done, in 0..1.
@@ -199,6 +205,9 @@ def build_report(
         tell(f"removing each {by} in turn", 0.85)
         explained = explain(model, prompt_tokens, text_tokens, by=by, answer=answer, rival=rival)
         tables |= _answer_tables(explained)
+        if len(prompt_tokens) <= MOST_TOKENS and by != "token":
+            asked: dict[str, Any] = dict(by="token", answer=answer, rival=rival, null=Null())
+            tables["answer_tokens"] = prompt_attribution(model, prompt_tokens, text_tokens, **asked)
         summary["answer"] = answer_figures(explained, by)
     linked = linked_shares(
         *sequences,

@@ -15,34 +15,35 @@ from kvlens.viz.piece import Piece
 
 MOST_NUMBERED = 24
 """Up to so many significant units show their effects behind them."""
-EFFECTS = {
-    "total_effect": "effect of removing it, nats",
-    "knockout_effect": "effect of hiding it from the text, nats",
-}
-"""The measures that the picture offers, in words."""
 
 
-def opening(explained: Any, by: str, text: str) -> Piece:
+def opening(explained: Any, by: str, text: str, tokens: pd.DataFrame | None = None) -> Piece:
     """The sentence; the prompt with each unit colored by its effect on the answer; the text; the answer against its rival.
 
     Args:
         explained: a :class:`kvlens.analyses.attribution.explain.Explained`.
         by: what a unit is called, such as "sentence".
         text: what follows the prompt.
+        tokens: the same effects of each token, as :func:`kvlens.analyses.attribution.prompt.prompt_attribution` returns them.
     """
     sentence = html_text(in_a_sentence(explained, by)).replace(" %", "&nbsp;%")
     claim = f'<p class="claim">{sentence}</p>'
-    options = "".join(f'<option value="{name}">{html_text(words)}</option>' for name, words in EFFECTS.items())
+    views = [
+        ("removed", f"effect of removing a {by}, nats", explained.units, "total_effect"),
+        ("hidden", f"effect of hiding a {by} from the text, nats", explained.units, "knockout_effect"),
+        *([] if tokens is None else [("tokens", "effect of removing a token, nats", tokens, "total_effect")]),
+    ]
+    options = "".join(f'<option value="{name}">{html_text(words)}</option>' for name, words, _, _ in views)
     prompts = "".join(
-        f'<div data-column="{name}"{" hidden" if i else ""}>{_colored_units(explained.units, name)}</div>'
-        for i, name in enumerate(EFFECTS)
+        f'<div data-column="{name}"{" hidden" if i else ""}>{_colored_units(units, column, words)}</div>'
+        for i, (name, words, units, column) in enumerate(views)
     )
     said = (
-        f"What each {by} does to the log-probability of {explained.answer!r}: blue raises it, red lowers it. Gray: no larger "
-        f"than the effects of {by}s of unrelated texts (p > 0.05)."
+        f"What each part does to the log-probability of {explained.answer!r}: blue raises it, red lowers it. Gray: no larger "
+        "than the effects of unrelated texts in its place (p > 0.05)."
     )
     body = (
-        f'{claim}{_odds(explained, by)}<figure class="piece" data-kvlens="opening"><figcaption>The prompt, by {html_text(by)} '
+        f'{claim}{_odds(explained, by)}<figure class="piece" data-kvlens="opening"><figcaption>The prompt '
         f'<select aria-label="which effect is shown">{options}</select></figcaption><p class="note">{html_text(said)}</p>'
         f'{prompts}<h3>The text that follows</h3><div class="tokens asked" tabindex="0" role="region" '
         f'aria-label="the text that follows">{_shown(text)}</div></figure>'
@@ -50,7 +51,7 @@ def opening(explained: Any, by: str, text: str) -> Piece:
     return Piece("what the prompt does", body)
 
 
-def _colored_units(units: pd.DataFrame, column: str) -> str:
+def _colored_units(units: pd.DataFrame, column: str, words: str) -> str:
     tested = column == "total_effect"
     significant = units["significant"] if tested else pd.Series(True, units.index)
     top = strongest(units.loc[significant, column])
@@ -61,8 +62,7 @@ def _colored_units(units: pd.DataFrame, column: str) -> str:
     )
     untested = "" if tested else '<p class="note">This effect has not been tested against unrelated texts.</p>'
     return (
-        f'{untested}<div class="tokens units" tabindex="0" role="region" '
-        f'aria-label="prompt, {html_text(EFFECTS[column])}">{spans}</div>'
+        f'{untested}<div class="tokens units" tabindex="0" role="region" aria-label="prompt, {html_text(words)}">{spans}</div>'
     )
 
 

@@ -41,7 +41,8 @@ def build_page(report: Report) -> Page:
     exact = exactness(summary["conversion"], summary["text"]["n_tokens"])
     notes = " ".join([exact, *(f"Note: {note}" for note in summary["notes"])])
     if report.explained is not None:
-        page.section("The answer").add(opening(report.explained, summary["answer"]["by"], summary["text"]["text"]))
+        page.section("The answer")
+        page.add(opening(report.explained, summary["answer"]["by"], summary["text"]["text"], tables.get("answer_tokens")))
         page.note(notes)
     else:
         page.section("The answer", f"{_not_explained(summary)} {notes}")

@@ -45,11 +45,21 @@ def test_the_page_opens_with_what_explain_found(report):
 
 def test_units_within_the_null_have_no_color(report):
     body = opening(report.explained, "sentence", "?").body
-    prompt = body[body.index('data-column="total_effect"') : body.index('data-column="knockout_effect"')]
+    prompt = body[body.index('data-column="removed"') : body.index('data-column="hidden"')]
     looks = re.findall(r'<span title="[^"]*" class="(\w+)[^>]*>([^<]*)', prompt)
     assert [look for look, _ in looks] == ["unsure"] * 5 + ["positive"]
     assert [text for _, text in looks] == [text.strip() for text in report.explained.units["unit_text"]]
     assert prompt.count('<b class="effect">') == 1
+
+
+def test_single_tokens_are_measured_in_short_prompts(report):
+    tokens = report.tables["answer_tokens"]
+    assert len(tokens) == report.summary["prompt"]["n_tokens"] - 1  # without BOS
+    strongest = tokens.loc[tokens["total_effect"].idxmax()]
+    assert strongest["significant"] and strongest["unit_text"].strip() in report.explained.units["unit_text"][5]
+    page = build_page(report).to_html()
+    assert page.count('data-column="tokens"') == 1 and "effect of removing a token, nats" in page
+    assert 'data-column="tokens"' not in opening(report.explained, "sentence", "?").body
 
 
 def test_there_is_one_ranking_of_heads_and_it_is_that_of_the_sentence(report):

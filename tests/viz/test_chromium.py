@@ -125,13 +125,13 @@ def test_circuitsvis_waits_until_it_is_asked_for(report, tmp_path):
 def test_the_switch_of_the_opening_shows_another_effect(report, tmp_path):
     switch = """
         const figure = document.querySelector('[data-kvlens="opening"]'), select = figure.querySelector("select");
-        select.value = "knockout_effect";
+        select.value = "hidden";
         select.dispatchEvent(new Event("change"));
         const shown = [...figure.querySelectorAll("[data-column]")].filter((text) => !text.hidden);
         document.body.dataset.shown = shown.map((text) => text.dataset.column);
     """
     (tmp_path / "page.html").write_text(with_script(build_page(report).to_html(), switch), encoding="utf-8")
-    assert 'data-shown="knockout_effect"' in visit(tmp_path / "page.html", tmp_path).dom
+    assert 'data-shown="hidden"' in visit(tmp_path / "page.html", tmp_path).dom
 
 
 def test_one_selection_is_shared_by_all_figures_and_stands_in_the_address(report, tmp_path):
