@@ -426,7 +426,7 @@ def test_many_heads_are_shown_in_blocks():
 
 def test_with_dual_the_report_says_what_each_step_does(model, tmp_path):
     prompt, text = model.to_tokens(PROMPT)[0], model.to_tokens(TEXT, prepend_bos=False)[0]
-    report = build_report(model, PROMPT, TEXT, new_tokens=1, dual=True)
+    report = build_report(model, PROMPT, TEXT, new_tokens=1, dual=True, by=None)
     expected = dual_losses(model, torch.cat([prompt, text]), n_demonstrations=len(prompt))
     pd.testing.assert_frame_equal(report.tables["dual_losses"], expected)
     assert set(expected["position"]) == set(range(len(prompt), len(prompt) + len(text)))
