@@ -60,7 +60,7 @@ def test_pictures_save_as_png_svg_and_html(make, tmp_path):
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
     html = (tmp_path / "a.html").read_text(encoding="utf-8")
     assert html.startswith("<!DOCTYPE html>") and html.count("<script>") == len(SCRIPTS)
-    assert not re.search(r'(src|href)="(?!data:)', own)
+    assert not re.search(r'(src|href)="(?!data:)', html)
 
 
 def test_a_piece_without_a_picture_says_so(tmp_path):
