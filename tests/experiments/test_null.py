@@ -19,7 +19,7 @@ import pytest
 
 from kvlens.experiments import EXPERIMENTS
 from kvlens.experiments.dual import dual_heads, dual_layer, dual_variants, random_features
-from kvlens.experiments.iclca import facts_recall, gpt2_text, softmax_conversion, trainable_bias, weights_to_prompt
+from kvlens.experiments.iclca import compaction, facts_recall, gpt2_text, softmax_conversion, trainable_bias, weights_to_prompt
 from kvlens.experiments.kvsa import arithmetic, hops, induction_depth, induction_width, learning_rate, ngram, scaling, variants
 from kvlens.experiments.lecture.function_class_claims import Measured
 from kvlens.experiments.shared.curves import train_and_compare
@@ -233,6 +233,17 @@ def conversion_runs(runs):
     return [*s.compare(contexts, settings), *s.compare_with_distillation(contexts, settings)]
 
 
+def compaction_runs(runs):
+    """kvlens' method better than all others, which are equally good; errors around 2."""
+    c = compaction
+    contexts = stacked(
+        runs.table(v, context=np.arange(len(v)), relative_error=v, method=method, keys_per_head=2)
+        for method in c.METHODS
+        for v in [np.exp(2 - runs(float(method == c.OURS)))]
+    )
+    return c.compare(contexts)
+
+
 def gpt2_runs(runs):
     rank = {gpt2_text.WITHOUT: 0, gpt2_text.RANDOM: 1, gpt2_text.LANDMARK: 2, gpt2_text.EXACT: 3}
     return gpt2_text.compare(
@@ -288,6 +299,7 @@ CASES = [
     Case("trainable-bias", bias_runs),
     Case("facts-recall", recall_runs, n_seeds=24, exact=4),
     Case("softmax-conversion", conversion_runs, n_seeds=8),
+    Case("compaction", compaction_runs, n_seeds=8),
     Case("gpt2-text", gpt2_runs, n_seeds=12, exact=1),
     Case("weights-to-prompt", imitation_runs, paired=False),
     Case("dual-variants", dual_variants_runs, n_seeds=8),

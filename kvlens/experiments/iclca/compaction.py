@@ -18,6 +18,7 @@ Matching (Zweiger et al. 2026, 2602.16284); "landmark" is kvlens'.
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 from matplotlib.figure import Figure
@@ -185,7 +186,7 @@ def compare(contexts: pd.DataFrame) -> Iterator[Comparison]:
                 None,
                 float(ratio.mean()),
                 "the ratio is below 1",
-                SIGNIFICANCE.above((1 - ratio).to_numpy()),
+                SIGNIFICANCE.above(-np.log(ratio.to_numpy())),  # symmetric where the two methods are equally good
             )
 
 

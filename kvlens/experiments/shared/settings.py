@@ -29,7 +29,7 @@ WHOLE: dict[str, tuple[int, int]] = {
 RATE, SHARE = Within(above=0, most=10**9), Within(above=0, most=1)
 NUMBERS: dict[str, Within] = {
     **dict.fromkeys(("rates", "learning_rate", "learning_rates", "distil_rates", "sigmas", "size", "step_per_token"), RATE),
-    **dict.fromkeys(("ratio", "ratios", "trigger_rate", "stop_at_accuracy"), SHARE),
+    **dict.fromkeys(("facts_ratio", "ratio", "ratios", "trigger_rate", "stop_at_accuracy"), SHARE),
 }
 """The range of numbers, by the setting's name; any finite number for others."""
 WORDS: dict[str, tuple[str, ...]] = {"polished_budgets": ("equal", "greedy")}
