@@ -119,7 +119,7 @@ def test_files_read_next_to_a_trained_model(tmp_path):
             damage(damaged, damaged.read_bytes(), seed)
             original = (whole / name).read_bytes()
             is_refused_or_unchanged(lambda folder=folder, name=name: read_listed(folder, name), original)
-    with pytest.raises(KVLensError, match=r"training.json is damaged: it is not what was saved"):
+    with pytest.raises(KVLensError, match=r"training.json is damaged: it does not match its checksum"):
         shutil.copy(folder_of("docs-linear") / "training.json", tmp_path / "training.json")
         shutil.copy(whole / "config.json", tmp_path / "config.json")
         read_listed(tmp_path, "training.json")

@@ -405,7 +405,7 @@ def test_no_field_of_a_configuration_takes_a_value_of_another_kind(name):
 def test_a_bias_that_leaves_no_position_is_not_attached():
     model = tiny_text_model(attention="softmax", positional_embedding_type="standard", kv_shift=None)
     tokens = torch.arange(model.cfg.n_ctx) % 200
-    with pytest.raises(KVLensError, match=r"starts at position 64, and the model has positions 0 to 63 \(n_ctx=64\)"):
+    with pytest.raises(KVLensError, match=r"would start at position 64, but the model has positions 0 to 63 \(n_ctx=64\)"):
         model.attach_kv_bias(convert_prompt(model, tokens))
     with model.kv_bias(convert_prompt(model, tokens[:-1])):
         assert model(torch.tensor([[5]])).isfinite().all()

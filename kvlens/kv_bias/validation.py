@@ -32,7 +32,7 @@ def check_fields(bias: Any) -> None:
     if len(lead) not in (1, 2) or lead[0] != n_layers:
         raise KVLensError(f"KVBias: b_KV must be [layer={n_layers}, (batch,) head, d_phi, d_head], got {_shape(bias.b_KV)}")
     if (bias.features is None) != (f.attention == "linear") or (bias.features is None) != (bias.log_scale is None):
-        raise KVLensError(f"KVBias: features and log_scale belong to softmax attention alone, and this is {f.attention}")
+        raise KVLensError(f"KVBias: features and log_scale are only for softmax attention, but this is {f.attention}")
     heads, d_phi = f.n_heads, f.d_phi
     if bias.features is not None:
         bias.features.check(lead, f.n_kv_heads, f.d_key or f.d_head)

@@ -138,7 +138,7 @@ def test_a_long_float32_model_keeps_its_figures_finite():
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(dict(n_demonstrations=0), "at least 1"), (dict(n_demonstrations=6), "none stands behind 6 demonstrations")],
+    [(dict(n_demonstrations=0), "at least 1"), (dict(n_demonstrations=6), "comes after 6 demonstrations")],
 )
 def test_bad_numbers_of_demonstrations(arguments, words):
     model = model_of("learned positions")

@@ -162,7 +162,7 @@ def test_a_copy_keeps_permanent_hooks_in_their_order_and_no_others():
     x = tokens(2, 7)
     expected = plain(x)
     plain.add_hook("blocks.0.hook_resid_pre", lambda value, hook: value * 0)
-    with pytest.warns(UserWarning, match="the permanent hooks on blocks.0.hook_resid_pre act on the copy as well"):
+    with pytest.warns(UserWarning, match="the permanent hooks on blocks.0.hook_resid_pre are copied as the same functions"):
         copied = HookedKVTransformer.from_hooked_transformer(plain)
     assert torch.equal(copied(x), expected)
     copied.reset_hooks()
