@@ -42,7 +42,7 @@
     const name = title.toLowerCase().replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-|-$/g, "").slice(0, 60) || "figure";
     for (const [kind, { of, write }] of Object.entries(WAYS)) {
       if (!figure.querySelector(of)) continue;
-      const button = element("button", "way", kind);
+      const button = element("button", "", kind);
       button.type = "button";
       button.setAttribute("aria-label", `save as ${kind}: ${title}`);
       button.addEventListener("click", () => write(figure, (blob) => save(`${name}.${kind.toLowerCase()}`, blob)));
