@@ -58,8 +58,9 @@ def effects_one_by_one(model, bias, references, row, whole):
     return float((p.exp() * (p - q)).sum(-1).mean()), loss, logit
 
 
-@pytest.mark.parametrize("by", ["head", "layer", "model"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "by"), [each for i, name in enumerate(MODELS) for each in ((name, "head"), (name, ("layer", "model")[i % 2]))]
+)
 def test_every_ablation_is_what_hooks_do(name, by):
     model = random_model(**MODELS[name])
     bias, references = convert_prompt(model, PROMPT), convert_prompt(model, OTHERS)
@@ -100,9 +101,10 @@ def test_order_and_defaults():
     assert bias_effects(shiftless, convert_prompt(shiftless, PROMPT), TEXT)["part"].unique().tolist() == ["bias"]
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("attention", ["linear", "softmax"])
-@pytest.mark.parametrize("references", [False, True])
+@pytest.mark.parametrize(
+    ("name", "attention", "references"),
+    [(name, attention, (i + j) % 2 == 0) for i, name in enumerate(MODELS) for j, attention in enumerate(["linear", "softmax"])],
+)
 def test_the_baseline_is_what_bos_alone_leaves(name, attention, references):
     linear = attention == "linear"
     changes = MODELS[name] if linear else dict(attention="softmax", kv_shift=MODELS[name].get("kv_shift"))

@@ -16,9 +16,8 @@ def verdict(model, prompt, text, bias=None) -> bool:
     return bool(conversion_error(model, prompt, text, bias=bias)["exact_to_rounding"].all())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("dtype", "seed"), [(torch.float32, 0), (torch.float32, 1), (torch.float64, 0)])
 @pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("seed", range(2))
 def test_a_conversion_is_exact_and_one_part_in_100_000_is_not(name, dtype, seed):
     model = random_model(**VARIANTS[name], dtype=dtype, seed=seed)
     prompt, text = tokens(15, seed), tokens(9, seed + 7)

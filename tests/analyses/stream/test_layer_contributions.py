@@ -52,8 +52,13 @@ def reading(model):
     return PROMPT[:0]
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "dtype", "tolerance"),
+    [
+        *((name, torch.float64, 1e-12) for name in MODELS),
+        *((name, torch.float32, 1e-5) for name in ("rope after", "gqa decay", "folded layer norm", "softmax")),
+    ],
+)
 def test_the_parts_add_up(name, dtype, tolerance):
     model = shaken(dtype=dtype, **MODELS[name])
     before = reading(model)
