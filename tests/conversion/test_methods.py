@@ -186,7 +186,10 @@ def test_only_whole_methods_can_be_made():
             'method="landmark" has no option \'random_feature_kind\', which belongs to "random"; it takes .*n_keys, ratio, ',
         ),
         (lambda: convert_prompt(model(), PROMPT, seed=1), 'method="exact" has no option .seed.*; it takes no options$'),
-        (lambda: convert_prompt(model(), PROMPT, method="landmark", n_keys=3, n_features=3), "n_features and n_keys are one"),
+        (
+            lambda: convert_prompt(model(), PROMPT, method="landmark", n_keys=3, n_features=3),
+            "n_features and n_keys are the same option",
+        ),
         (
             lambda: convert_prompt(model(), PROMPT, method="random"),
             "RandomProjections: missing .*'n_features'. It takes .*seed",
