@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvlens import Counterfactuals, KVBias, KVModel, convert_prompt
+from kvlens import Counterfactuals, KVBias, KVLensError, KVModel, convert_prompt
 from kvlens.checks import checked
 
 from ..bias.one_space import in_one_space
@@ -81,13 +81,18 @@ def attribution_by_position(
         {columns}
 
     Raises:
-        KVLensError: as :func:`kvlens.analyses.attribution.prompt.prompt_attribution`; a replacement of another length.
+        KVLensError: as :func:`kvlens.analyses.attribution.prompt.prompt_attribution`; a replacement of another length, or of
+            tokens that are no unit.
     """
     question = Question.of(model, prompt, text, answer, rival)
     units = units_of(model, question.prompt, by)
     bias = convert_prompt(model, question.prompt)
     tokens = token_texts(model, question.prompt)
     layers = [ALL, *(range(model.cfg.n_layers) if each_layer else ())]
+    ranges = [(unit.start, unit.stop) for unit in units]
+    strange = next((span for span in replace_by or {} if span not in ranges), None)
+    if strange is not None:
+        raise KVLensError(f"replace_by: {strange!r} is no unit; the units are {', '.join(map(str, ranges[:8]))}")
     carried = carriers(bias, positions_of(units, len(question.prompt)))
     frames = []
     for number, unit in enumerate(units):

@@ -40,6 +40,7 @@ class Explanation(NamedTuple):
         effects: f(whole) - f(without the unit), measured or predicted, nats.
         predict: f for any choice of units that are kept, as the method sees it.
         whole: f of the whole prompt as measured; None where the method did not read it.
+        without: f without each of the given units as measured; None where the method did not read them.
     """
 
     units: list[Unit]
@@ -47,6 +48,7 @@ class Explanation(NamedTuple):
     effects: Float[Tensor, " unit"]
     predict: Predict
     whole: float | None = None
+    without: Float[Tensor, " unit"] | None = None
 
 
 @runtime_checkable
@@ -73,7 +75,11 @@ class LeaveOneOut:
         kept = torch.cat([torch.ones(1, n, dtype=torch.bool), ~torch.eye(n, dtype=torch.bool)])
         scores = subset_scores(question, units, kept)
         effects = scores[0] - scores[1:]
-        return Explanation(units, [], effects, lambda rows: scores[0] - (~rows).double() @ effects, float(scores[0]))
+
+        def predict(rows: Tensor) -> Tensor:
+            return scores[0] - (~rows).double() @ effects
+
+        return Explanation(units, [], effects, predict, float(scores[0]), scores[1:])
 
 
 def chosen_subsets(n_subsets: int, n_units: int, seed: int) -> Bool[Tensor, "row unit"]:

@@ -48,16 +48,27 @@ class Null:
         """How many unrelated units are read to test as many units of a prompt."""
         return self.n_units or min(max(FEWEST, enough_for(n_tested)), MOST)
 
-    def effects(self, question: Question, units: Sequence[Unit], n_tested: int | None = None) -> Float[Tensor, " null"]:
-        """Null effects, spread evenly over the units' positions; ``n_tested``: how many effects are tested, if not theirs."""
+    def effects(
+        self,
+        question: Question,
+        units: Sequence[Unit],
+        n_tested: int | None = None,
+        without: Float[Tensor, " unit"] | None = None,
+    ) -> Float[Tensor, " null"]:
+        """Null effects, spread evenly over the units' positions.
+
+        Args:
+            question, units: whose effects are tested.
+            n_tested: how many effects are tested; None for one of each unit.
+            without: the score without each unit, where it was measured before.
+        """
         where = [units[i % len(units)] for i in range(self.n_for(n_tested or len(units)))]
         unrelated = self.drawn(question, where)
         spans = [(unit.start, unit.stop) for unit in where]
         with_them = question.rows([[]] * len(spans), [{span: new} for span, new in zip(spans, unrelated, strict=True)])
-        distinct = list(dict.fromkeys(spans))
-        without = question.scores(question.rows([[span] for span in distinct]))
-        index = torch.tensor([distinct.index(span) for span in spans])
-        return question.scores(with_them) - without[index]
+        if without is None:
+            without = question.scores(question.rows([[(unit.start, unit.stop)] for unit in units[: len(where)]]))
+        return question.scores(with_them) - without[torch.arange(len(where)) % len(units)]
 
     def drawn(self, question: Question, where: Sequence[Unit]) -> list[Int[Tensor, " pos"]]:
         """For each unit, one of an unrelated prompt of as many tokens; each prompt is used as often as the others."""

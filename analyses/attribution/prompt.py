@@ -94,7 +94,7 @@ def prompt_attribution(
     whole = float(question.scores(question.rows([[]]))[0]) if found.whole is None else found.whole
     knockout = knockout_effects(question, found.units)
     nothing = torch.full_like(found.effects, float("nan"))
-    p = nothing if null is None else p_values(found.effects, null.effects(question, units, len(found.units)))
+    p = nothing if null is None else p_values(found.effects, null.effects(question, units, len(found.units), found.without))
     return COLUMNS.frame(
         {
             "unit": range(len(found.units)),

@@ -20,7 +20,7 @@ from kvlens import Counterfactuals, HookedKVTransformer, KVBias, KVLensError, KV
 from ..bias.parts import OF_SHIFT_STATE, RECURRENT, tensors_of, with_tensors
 
 BYTES_AT_ONCE = 2**27
-"""Of rank-one terms that are carried to the end of the prompt together."""
+"""Of features of chosen positions that are added up together."""
 
 
 def hidden_from_text(model: KVModel, prompt: Int[Tensor, " pos"], bias: KVBias, units: Bool[Tensor, "row pos"]) -> KVBias:
@@ -114,46 +114,62 @@ class Factors(NamedTuple):
     """The factors of every position's terms in the bias of a linear model, from one pass over a prompt.
 
     Attributes:
-        phi_k: phi(k_p), unrotated where RoPE follows the feature map.
+        phi_k: phi(k_p), unrotated where RoPE follows the feature map, as b_D holds it.
+        carried: the same as b_KV holds it at the end of the prompt: decayed, and rotated where RoPE follows the feature map.
         v: v_p.
         like: a bias of zeros of this model.
     """
 
     phi_k: Float[Tensor, "layer pos kv_head d_phi"]
+    carried: Float[Tensor, "layer pos head d_phi"]
     v: Float[Tensor, "layer pos kv_head d_head"]
     like: KVBias
 
 
 def factors(model: KVModel, prompt: Int[Tensor, " pos"] | Counterfactuals) -> Factors:
     """Read a prompt once; :func:`written` then adds up the terms of any of its positions."""
-    return Factors(*_features_and_values(model, prompt), convert_prompt(model, _first_token(prompt)).zero_like())
+    assert isinstance(model, HookedKVTransformer)  # linear attention is found in no other
+    phi_k, v = _features_and_values(model, prompt)
+    like = convert_prompt(model, _first_token(prompt)).zero_like()
+    phi = phi_k.repeat_interleave(model.cfg.n_heads // phi_k.shape[2], dim=2)
+    return Factors(phi_k, _carried(model, phi, like), v, like)
+
+
+def _carried(
+    model: HookedKVTransformer, phi: Float[Tensor, "layer pos head d_phi"], like: KVBias
+) -> Float[Tensor, "layer pos head d_phi"]:
+    """Features of each position as they stand behind the last one, by :func:`kvlens.carry_bias` of biases with one column."""
+    decay = model.cfg.decay_per_head()
+    if decay is None and not model.cfg.rotates_after:
+        return phi
+    if decay is not None:
+        phi = phi / decay.to(phi)[:, None]  # carried one step more than it decays
+    steps = torch.arange(phi.shape[1], 0, -1, device=phi.device)
+    carried = []
+    at_once = max(1, BYTES_AT_ONCE // (like.b_KV.numel() * 8))
+    for each, after in zip(phi.split(at_once, dim=1), steps.split(at_once), strict=True):
+        column = torch.nn.functional.pad(each[..., None], (0, like.b_KV.shape[-1] - 1)).to(like.b_KV)
+        carried.append(carry_bias(model, replace(like.repeat(len(after)), b_KV=column), after).b_KV[..., 0].to(phi))
+    return torch.cat(carried, dim=1)
 
 
 def written(model: KVModel, read: Factors, chosen: Bool[Tensor, "row pos"]) -> KVBias:
     """What chosen positions of a prompt wrote into the bias of a linear model: for each row the sum of their terms."""
     assert isinstance(model, HookedKVTransformer)  # linear attention is found in no other
-    phi_k, v, like = read
-    n_positions, fingerprint = chosen.shape[1], model.fingerprint()
-    b_kv = v.new_zeros(v.shape[0], len(chosen), *like.b_KV.shape[-3:])
-    b_d = b_kv.new_zeros(b_kv.shape[:-1])
-    at_once = max(1, BYTES_AT_ONCE // (like.b_KV.numel() * 8))
-    decay = model.cfg.decay_per_head()
-    group = model.cfg.n_heads // phi_k.shape[2]
-    for positions in torch.arange(n_positions).split(at_once):
-        positions = positions[chosen[:, positions.to(chosen.device)].any(dim=0).cpu()]
-        if not len(positions):
-            continue
-        phi, values = (x[:, positions].repeat_interleave(group, dim=2) for x in (phi_k, v))
-        terms = phi[..., :, None] * values[..., None, :]
-        if decay is not None:
-            terms = terms / decay.to(terms)[None, None, :, None, None]  # carried one step more than it decays
-        alone = replace(like.repeat(len(positions)), b_KV=terms, b_D=phi if model.cfg.normalizer == "kernel" else 0 * phi)
-        assert alone.fingerprint == fingerprint or alone.fingerprint.weights == fingerprint.weights
-        carried = carry_bias(model, alone, n_positions - positions)
-        picked = chosen[:, positions.to(chosen.device)].to(b_kv)
-        b_kv += torch.einsum("rp,lphfd->lrhfd", picked, carried.b_KV.to(b_kv))
-        b_d += torch.einsum("rp,lphf->lrhf", picked, carried.b_D.to(b_kv))
-    return replace(like.repeat(len(chosen)), b_KV=b_kv.to(like.b_KV), b_D=b_d.to(like.b_D))
+    chosen = chosen.to(read.v.device)
+    most = max(1, int(chosen.sum(dim=1).max()))
+    positions = chosen.long().argsort(dim=1, descending=True, stable=True)[:, :most]
+    weight = chosen.gather(1, positions).to(read.carried)[..., None, None]
+    group = model.cfg.n_heads // read.v.shape[2]
+    b_kv, b_d = [], []
+    at_once = max(1, BYTES_AT_ONCE // (read.carried[:, 0].numel() * most * 8))
+    for where, each in zip(positions.split(at_once), weight.split(at_once), strict=True):
+        values = read.v[:, where].repeat_interleave(group, dim=3)
+        b_kv.append(torch.einsum("lrphf,lrphd->lrhfd", read.carried[:, where] * each, values))
+        b_d.append((read.phi_k[:, where] * each).sum(dim=2).repeat_interleave(group, dim=2))
+    d = torch.cat(b_d, dim=1) if model.cfg.normalizer == "kernel" else 0 * torch.cat(b_d, dim=1)
+    like = read.like.repeat(len(chosen))
+    return replace(like, b_KV=torch.cat(b_kv, dim=1).to(like.b_KV), b_D=d.to(like.b_D))
 
 
 def _first_token(prompt: Tensor | Counterfactuals) -> Tensor:

@@ -25,12 +25,18 @@ from kvlens import HookedKVTransformer
 from kvlens.model import load_source
 from kvlens.zoo import source_of
 
-N_PROMPT, N_TEXT, N_UNITS = 64, 16, 4
+N_UNITS = 4
+
+
+def lengths(model: HookedKVTransformer) -> tuple[int, int]:
+    """Tokens of a prompt without BOS, a multiple of `N_UNITS`, and of its text: 64 and 16, or as many as the model can read."""
+    n_text = min(16, model.cfg.n_ctx // 5)
+    return min(64, (model.cfg.n_ctx - 1 - n_text) // N_UNITS * N_UNITS), n_text
 
 
 def texts_of(model: HookedKVTransformer, n: int, path: Path | None, seed: int) -> list[torch.Tensor]:
-    """Texts of `N_PROMPT` and `N_TEXT` tokens, without BOS."""
-    length = N_PROMPT + N_TEXT
+    """Texts of a prompt's and a text's tokens together, without BOS."""
+    length = sum(lengths(model))
     if path is None:
         torch.manual_seed(seed)
         first = torch.full((n, 1), int(model.tokenizer.bos_token_id))  # type: ignore[union-attr]
@@ -55,13 +61,14 @@ def main(argv: list[str] | None = None) -> None:
     own, others = texts[: args.prompts], texts[args.prompts :]
     of_null, of_tested = others[::2], others[1::2]
     each = -(-args.units // args.prompts)
-    edges = torch.linspace(1, N_PROMPT + 1, N_UNITS + 1).long().tolist()
+    n_prompt, _ = lengths(model)
+    edges = torch.linspace(1, n_prompt + 1, N_UNITS + 1).long().tolist()
     units = [Unit("", start, stop) for start, stop in itertools.pairwise(edges)]
     bos = torch.tensor([int(model.tokenizer.bos_token_id)])  # type: ignore[union-attr]
     significant: list[bool] = []
     any_of_a_set: list[bool] = []
     for number, text in enumerate(own):
-        question = Question.of(model, torch.cat([bos, text[:N_PROMPT]]), text[N_PROMPT:])
+        question = Question.of(model, torch.cat([bos, text[:n_prompt]]), text[n_prompt:])
         null = Null(seed=args.seed + number, prompts=of_null).effects(question, units)
         tested = Null(max(20, each), of_tested, seed=args.seed + 1000 + number).effects(question, units)[:each]
         p = p_values(tested, null)

@@ -275,6 +275,24 @@ def test_the_whole_prompt_is_read_once(method, monkeypatch):
     assert sum(seen) == 1
 
 
+def test_no_prompt_is_read_twice_for_the_null(monkeypatch):
+    """The prompt, the prompt without each unit, the baseline, and the prompt with each unrelated unit."""
+    model, seen = random_model(), []
+
+    def counted(model, prompts, *given, **options):
+        seen.extend(map(tuple, torch.where(prompts.kept, prompts.tokens, -1).tolist()))
+        return logits_after(model, prompts, *given, **options)
+
+    monkeypatch.setattr("analyses.attribution.answers.logits_after", counted)
+    null = Null(20, [tokens(11, seed) for seed in range(20, 30)])
+    table = prompt_attribution(model, PROMPT, TEXT, by=SPANS, answer=5, null=null)
+    assert len(set(seen)) == len(seen) == 1 + len(SPANS) + 1 + 20
+    units = units_of(model, PROMPT, SPANS)
+    question = Question.of(model, PROMPT, TEXT, 5)
+    expected = p_values(torch.tensor(table["total_effect"].to_numpy()), null.effects(question, units))
+    assert table["p_value"].tolist() == pytest.approx(expected.tolist())
+
+
 def test_positions_of_a_long_prompt_are_exchanged_from_two_readings(monkeypatch):
     """One of the prompt and one of the counterfactual prompt, however many positions and layers there are."""
     read = []
@@ -298,6 +316,32 @@ def test_answers_of_several_tokens_add_up_and_a_rival_is_taken_away(model):
     assert both["total_effect"].tolist() == pytest.approx(
         (first["total_effect"] - other["total_effect"]).tolist(), abs=TOLERANCE
     )
+
+
+def test_heads_and_positions_explain_answers_of_several_tokens_against_a_rival(model):
+    given = dict(by=SPANS[1:3], answer=torch.tensor([5, 2]), rival=torch.tensor([7, 1, 3]))
+    total = prompt_attribution(model, PROMPT, TEXT, **given)["total_effect"].tolist()
+    for function in (attribution_by_head, attribution_by_position):
+        table = function(model, PROMPT, TEXT, **given)
+        whole = table[table["unit"] >= 0].groupby("unit")["whole"].first()
+        assert whole.tolist() == pytest.approx(total, abs=TOLERANCE)
+
+
+def test_a_prompt_behind_an_attached_bias_is_the_end_of_a_longer_prompt(model):
+    first = tokens(6, 7)
+    longer, spans = torch.cat([first, PROMPT]), [(start + 6, stop + 6) for start, stop in SPANS]
+    with model.kv_bias(convert_prompt(model, first)):
+        behind = [function(model, PROMPT, TEXT, by=SPANS, answer=5) for function in FUNCTIONS]
+    together = [function(model, longer, TEXT, by=spans, answer=5) for function in FUNCTIONS]
+    for mine, theirs in zip(behind, together, strict=True):
+        mine, theirs = mine[mine["unit"] >= 0], theirs[theirs["unit"] >= 0]
+        if "part" in theirs:
+            theirs = theirs[(theirs["part"] == "shift_state") | (theirs["prompt_position"] >= 6)]
+        for column in {"total_effect", "knockout_effect", "swap", "converse", "whole"} & set(mine):
+            assert mine[column].tolist() == pytest.approx(theirs[column].tolist(), abs=TOLERANCE)
+
+
+FUNCTIONS = (prompt_attribution, attribution_by_head, attribution_by_position)
 
 
 def test_closed_positions_are_the_shorter_prompts():
@@ -447,6 +491,19 @@ def test_a_heads_p_values_count_the_prompts_with_unrelated_units(model):
 def test_bad_input_is_refused(given, words):
     with pytest.raises(KVLensError, match=words):
         prompt_attribution(random_model(), PROMPT, TEXT, **given)
+
+
+@pytest.mark.unhooked
+def test_replacements_of_other_units_and_lengths_and_empty_counterfactuals_are_refused():
+    model = random_model()
+    for replace_by, words in (
+        ({(3, 5): torch.tensor([1])}, "expected 2 tokens"),
+        ({(3, 6): torch.tensor([1, 2, 3])}, r"\(3, 6\) is no unit; the units are \(0, 3\), \(3, 5\)"),
+    ):
+        with pytest.raises(KVLensError, match=words):
+            attribution_by_position(model, PROMPT, TEXT, by=SPANS, answer=5, replace_by=replace_by)
+    with pytest.raises(KVLensError, match="keeps no token"):
+        attribution_by_head(model, PROMPT, TEXT, by=SPANS, answer=5, positions="closed")
 
 
 def test_units_of_text():
