@@ -13,7 +13,7 @@ from kvlens.conversion.counterfactual import Counterfactuals
 from kvlens.kv_bias import KVBias
 from kvlens.model.protocol import KVModel
 
-TOKENS_PER_PASS = 8192
+TOKENS_PER_PASS = 4096
 """More rows per pass use a core better, fewer share longer prefixes: 32 units of 512 tokens were fastest at this size."""
 PREFIX_WORTH = 64
 """Tokens that a pass must save over its rows for converting their shared prefix to pay off, given its fixed cost."""
