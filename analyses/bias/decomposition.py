@@ -10,7 +10,7 @@ of the same bias are separate analyses:
   ``logit``;
 - :func:`kvlens.analyses.bias.effects.bias_effects`: the effect of ablating the bias or the shift state, through every path.
 
-One forward pass over the prompt, two over the text.
+One forward pass over the prompt, one over the text.
 """
 
 from typing import Any
@@ -81,9 +81,9 @@ def bias_decomposition(
     check_heads_write_directly(model, "bias_decomposition")
     bias, text = bias_and_text(model, "bias_decomposition", prompt, text)
     target = logit_target(model, text, answer, rival)
-    with model.kv_bias(bias):
-        path = model.direct_path(text)
-    outputs = bias_outputs(model, bias, text)
+    paths: list[Any] = []
+    outputs = bias_outputs(model, bias, text, lambda: paths.append(model.direct_path(text)))
+    (path,) = paths
     layers = zip(outputs.of_bias, outputs.of_context, outputs.whole(), strict=True)
     tables = [_of_layer(model, layer, *z, target, path) for layer, z in enumerate(layers)]
     spectra = singular_values(bias)

@@ -7,6 +7,7 @@ does not add up. By projection (``output_share``), z_bias . z / ||z||^2 may be o
 but it is linear: the shares of all parts of z sum to 1, and those of all prompt positions to that of the whole bias.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jaxtyping import Float, Int
@@ -26,8 +27,11 @@ class BiasOutputs(NamedTuple):
         return [b + c for b, c in zip(self.of_bias, self.of_context, strict=True)]
 
 
-def bias_outputs(model: KVModel, bias: KVBias, text: Int[Tensor, " pos"]) -> BiasOutputs:
-    """Run ``text`` once with ``bias`` attached; in float64, on the device of the text."""
+def bias_outputs(model: KVModel, bias: KVBias, text: Int[Tensor, " pos"], run: Callable[[], None] | None = None) -> BiasOutputs:
+    """Run ``text`` once with ``bias`` attached; in float64, on the device of the text.
+
+    ``run`` reads the text in the place of a pass of its own, where the caller needs one for something else.
+    """
     seen: dict[str, Tensor] = {}
 
     def see(z: Tensor, hook: Any) -> None:
@@ -35,7 +39,7 @@ def bias_outputs(model: KVModel, bias: KVBias, text: Int[Tensor, " pos"]) -> Bia
 
     names = {part: [f"blocks.{layer}.attn.hook_z_{part}" for layer in range(bias.n_layers)] for part in ("bias", "context")}
     with model.kv_bias(bias), model.hooks(fwd_hooks=[(name, see) for part in names.values() for name in part]):
-        model.logits_on(text[None], 1)
+        model.logits_on(text[None], 1) if run is None else run()
     return BiasOutputs(*([seen[name] for name in names[part]] for part in ("bias", "context")))
 
 

@@ -136,12 +136,12 @@ def _report(args: argparse.Namespace) -> int:
     from kvlens.report.console import progress_bar
 
     with progress_bar("loading the model") as tell:
-        from kvlens.model import load_source
+        from kvlens.bridge import load_model
 
         check_device("--device", args.device)
         method = _method(args)
-        model = load_source(source, tokenizer=args.tokenizer, device=args.device, dtype=args.dtype)
-        if args.method not in (None, "exact") and model.cfg.attention == "linear":
+        model = load_model(source, tokenizer=args.tokenizer, device=args.device, dtype=args.dtype)
+        if args.method not in (None, "exact") and getattr(model.cfg, "attention", "softmax") == "linear":
             raise KVLensError(f"--method {args.method} is for softmax attention; with linear attention the conversion is exact")
 
         from kvlens.report.build import build_report

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal
 
@@ -29,6 +29,8 @@ from kvlens.analyses import (
 from kvlens.analyses.attribution.explain import Explained, explain
 from kvlens.analyses.attribution.null import Null
 from kvlens.analyses.attribution.prompt import prompt_attribution
+from kvlens.analyses.bias.outputs import bias_outputs, share_by_size
+from kvlens.analyses.front_ends import check_front_end, reason_against
 from kvlens.analyses.prompt.readings import read_text
 from kvlens.analyses.sequences import baseline_sequence
 from kvlens.analyses.texts import joined, token_texts
@@ -36,7 +38,7 @@ from kvlens.checks import checked
 from kvlens.conversion import ConversionMethod, convert_prompt
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import KVBias
-from kvlens.model import HookedKVTransformer
+from kvlens.model import KVModel
 from kvlens.model.generation import TEMPERATURES, is_temperature
 from kvlens.report.folder import FORMAT
 from kvlens.report.notes import notes_on
@@ -50,6 +52,8 @@ MOST_EXPLAINED = 1024
 MOST_TOKENS = 128
 """Tokens of a prompt up to which the effect of each is measured too."""
 By = Literal["sentence", "paragraph", "word", "token"]
+OF_THE_PAGE = ("head_details", "prompt_copies", "layer_contributions", "linked_shares")
+"""Analyses that the page shows where the model's front end has them."""
 ABLATION = "KL without the head, nats"
 """What pages call ``ablation_kl``."""
 DUAL_COLORINGS = {"dual loss drop (log)": "log_loss_drop", "dual step's share of the output": "step_share"}
@@ -62,30 +66,34 @@ class Report:
     Attributes:
         summary: the headline figures, nested, of JSON's types (NaN where there is no number).
         tables: ``conversion_error``, ``prompt_effect``, ``prompt_by_depth``, ``prompt_copies``, ``bias_by_head``,
-            ``bias_by_layer``, ``layer_contributions`` as the
-            analyses of those names return them, and ``generated``: one row per condition and generated token, with its
-            ``position`` from 0, ``token_id`` and ``token``. With ``dual`` also ``dual_losses`` of the text's tokens and
-            ``dual_demonstrations`` of the last of them, the prompt's tokens being the demonstrations of all. With an
-            explanation ``answer_units``, ``answer_heads`` and ``answer_positions``, its tables that have rows, and for a short
-            prompt ``answer_tokens``, the effects of single tokens.
+            ``bias_by_layer``, ``layer_contributions`` as the analyses of those names return them, but for those of ``missing``,
+            and ``generated``: one row per condition and generated token, with its ``position`` from 0, ``token_id`` and
+            ``token``. With ``dual`` also ``dual_losses`` of the text's tokens and ``dual_demonstrations`` of the last of them,
+            the prompt's tokens being the demonstrations of all. With an explanation ``answer_units``, ``answer_heads`` and
+            ``answer_positions``, its tables that have rows, and for a short prompt ``answer_tokens``, the effects of single
+            tokens.
         bias: the converted prompt.
-        heads: what each head attends to, for the page.
-        linked: who reads which prompt token for which text token, for the page.
+        heads: what each head attends to, for the page; None where the model's front end does not show it.
+        linked: who reads which prompt token for which text token, for the page; None likewise.
+        bias_share: [text_pos], the share of the bias in the attention's output at each token of the text, mean over all heads.
         explained: which unit of the prompt led to the answer, and through which heads; None where it was not asked for, and of
             prompts longer than `MOST_EXPLAINED` tokens.
+        missing: name of an analysis that does not run on the model's front end -> why.
     """
 
     summary: dict[str, Any]
     tables: dict[str, pd.DataFrame]
     bias: KVBias
-    heads: HeadDetails
-    linked: LinkedShares
+    heads: HeadDetails | None
+    linked: LinkedShares | None
+    bias_share: Tensor
     explained: Explained | None = None
+    missing: dict[str, str] = field(default_factory=dict)
 
 
 @checked
 def build_report(
-    model: HookedKVTransformer,
+    model: KVModel,
     prompt: str,
     text: str,
     *,
@@ -103,7 +111,8 @@ def build_report(
     """Convert ``prompt`` and measure on ``text`` how exact the conversion is, what the prompt changes, and which heads matter.
 
     Args:
-        model: with linear or softmax attention and a tokenizer; no bias may be attached to it.
+        model: with a tokenizer, of either front end; no bias may be attached to it. What does not run on KVTransformerBridge is
+            left out of the page and the tables, and the page says why.
         prompt: not empty; it gets a BOS by the model's default.
         text: not empty; tokenized separately, without BOS.
         model_name: the model's name in the report; None takes that of the configuration.
@@ -132,7 +141,9 @@ def build_report(
     text_tokens = _tokens_of(model, "text", text, prepend_bos=False)
     _check_lengths(model, len(prompt_tokens), len(text_tokens), new_tokens, temperature)
     if dual:
+        check_front_end("dual_losses", model)
         _check_dual_length(model, len(prompt_tokens))
+    missing = {name: reason for name in OF_THE_PAGE if (reason := reason_against(name, model)) is not None}
 
     def part(description: str, start: float, end: float) -> Callable[[float], None]:
         tell(description, start)
@@ -149,10 +160,13 @@ def build_report(
     sequences = (model, prompt_tokens, text_tokens)
     by_head = bias_by_head(*sequences, bias=bias, on_progress=part("ablating heads", 0.16, 0.35))
     by_layer = bias_by_layer(*sequences, bias=bias, on_progress=part("ablating layers", 0.35, 0.4))
-    everything = [(layer, head) for layer in range(bias.n_layers) for head in range(bias.n_heads)]
+    everything = list(by_head[["layer", "head"]].itertuples(index=False, name=None))
     total = baseline_ablation(model, prompt_tokens, text_tokens, [everything], bias=bias).iloc[0]
-    heads = head_details(*sequences, bias=bias, on_progress=part("attention of heads", 0.4, 0.65))
-    copies = prompt_copies(*sequences, on_progress=part("looking for copies", 0.65, 0.75))
+    heads = copies = None
+    if "head_details" not in missing:
+        heads = head_details(*sequences, bias=bias, on_progress=part("attention of heads", 0.4, 0.65))
+    if "prompt_copies" not in missing:
+        copies = prompt_copies(*sequences, on_progress=part("looking for copies", 0.65, 0.75))
     generated = {}
     for i, condition in enumerate(CONDITIONS):
         tell(f"generating, {condition.replace('_', ' ')}", 0.75 + 0.1 * i / 3)
@@ -185,21 +199,22 @@ def build_report(
             **{condition: joined(rows["token"]) for condition, rows in written.groupby("condition")},
         },
     }
-    tables = {
+    made = {
         "conversion_error": errors,
         "prompt_effect": effect,
         "prompt_by_depth": prompt_by_depth(model, prompt_tokens, text_tokens, readings=readings),
         "prompt_copies": copies,
         "bias_by_head": by_head,
         "bias_by_layer": by_layer,
-        "layer_contributions": layer_contributions(model, bias, text_tokens),
+        "layer_contributions": None if "layer_contributions" in missing else layer_contributions(model, bias, text_tokens),
         "generated": written,
     }
-    colorings = {ABLATION: _by_head(by_head, "ablation_kl", bias)}
+    tables = {name: table for name, table in made.items() if table is not None}
+    dual_steps: dict[str, Tensor] = {}
     if dual:
         tables |= _dual_tables(model, prompt_tokens, text_tokens)
         steps = tables["dual_losses"].groupby(["layer", "head"], as_index=False)[["log_loss_drop", "step_share"]].mean()
-        colorings |= {name: _by_head(steps, column, bias) for name, column in DUAL_COLORINGS.items()}
+        dual_steps = {name: _by_head(steps, column, bias) for name, column in DUAL_COLORINGS.items()}
     explained = None
     if by is not None and len(prompt_tokens) <= MOST_EXPLAINED:
         tell(f"removing each {by} in turn", 0.85)
@@ -209,15 +224,24 @@ def build_report(
             asked: dict[str, Any] = dict(by="token", answer=answer, rival=rival, null=Null())
             tables["answer_tokens"] = prompt_attribution(model, prompt_tokens, text_tokens, **asked)
         summary["answer"] = answer_figures(explained, by)
-    linked = linked_shares(
-        *sequences,
-        bias=bias,
-        colorings=colorings,
-        without_zero=["dual loss drop (log)"],
-        readings=readings,
-        on_progress=part("linking prompt and text", 0.9, 1.0),
-    )
-    return Report(summary, tables, bias, heads, linked, explained)
+    linked = None
+    if "linked_shares" not in missing:
+        linked = linked_shares(
+            *sequences,
+            bias=bias,
+            colorings={ABLATION: _by_head(by_head, "ablation_kl", bias), **dual_steps},
+            without_zero=["dual loss drop (log)"],
+            readings=readings,
+            on_progress=part("linking prompt and text", 0.9, 1.0),
+        )
+    return Report(summary, tables, bias, heads, linked, _bias_share(model, bias, text_tokens), explained, missing)
+
+
+def _bias_share(model: KVModel, bias: KVBias, text: Tensor) -> Tensor:
+    """How much of each head's output at each position of the text the bias makes up, mean over heads, [pos]."""
+    outputs = bias_outputs(model, bias, text)
+    shares = [share_by_size(of_bias.norm(dim=-1), rest.norm(dim=-1)) for of_bias, rest in zip(*outputs, strict=True)]
+    return torch.cat(shares, dim=1).mean(dim=1).float().cpu()
 
 
 def _answer_tables(explained: Explained) -> dict[str, pd.DataFrame]:
@@ -225,7 +249,7 @@ def _answer_tables(explained: Explained) -> dict[str, pd.DataFrame]:
     return {f"answer_{name}": table for name, table in tables.items() if len(table)}
 
 
-def _dual_tables(model: HookedKVTransformer, prompt: Tensor, text: Tensor) -> dict[str, pd.DataFrame]:
+def _dual_tables(model: Any, prompt: Tensor, text: Tensor) -> dict[str, pd.DataFrame]:
     """The dual models of the text's tokens, whose demonstrations are the prompt's."""
     whole = torch.cat([prompt, text])
     return {
@@ -242,7 +266,7 @@ def _by_head(table: pd.DataFrame, column: str, bias: KVBias) -> Tensor:
 # --- checks ----------------------------------------------------------------------------------------------------------
 
 
-def _check_model(model: HookedKVTransformer) -> None:
+def _check_model(model: Any) -> None:
     if model.attached_kv_bias is not None:
         raise KVLensError("a bias is attached to this model; detach it first (model.detach_kv_bias())")
     broken = [name for name, parameter in model.named_parameters() if not bool(parameter.isfinite().all())]
@@ -258,7 +282,7 @@ def _check_model(model: HookedKVTransformer) -> None:
         )
 
 
-def _tokens_of(model: HookedKVTransformer, what: str, text: str, prepend_bos: bool) -> Tensor:
+def _tokens_of(model: KVModel, what: str, text: str, prepend_bos: bool) -> Tensor:
     if not text:
         raise KVLensError(f"the {what} is empty; give at least one character")
     tokens = model.to_tokens(text, prepend_bos=prepend_bos, truncate=False)[0]
@@ -271,19 +295,19 @@ def _tokens_of(model: HookedKVTransformer, what: str, text: str, prepend_bos: bo
     return tokens
 
 
-def _check_lengths(model: HookedKVTransformer, prompt: int, text: int, new_tokens: int, temperature: float) -> None:
+def _check_lengths(model: KVModel, prompt: int, text: int, new_tokens: int, temperature: float) -> None:
     if new_tokens < 1:
         raise KVLensError(f"new_tokens must be at least 1, got {new_tokens}")
     if not is_temperature(temperature):
         raise KVLensError(f"temperature must be {TEMPERATURES}, got {temperature:g}")
-    if model.cfg.has_position_limit and prompt + text + new_tokens > model.cfg.n_ctx:
+    if getattr(model.cfg, "has_position_limit", True) and prompt + text + new_tokens > model.cfg.n_ctx:
         raise KVLensError(
             f"prompt ({prompt} tokens), text ({text}) and new tokens ({new_tokens}) make {prompt + text + new_tokens}, and "
             f"this model's learned positions end at n_ctx={model.cfg.n_ctx}; shorten one of the three"
         )
 
 
-def _check_dual_length(model: HookedKVTransformer, n_prompt: int) -> None:
+def _check_dual_length(model: KVModel, n_prompt: int) -> None:
     if n_prompt**2 * model.cfg.n_heads > MOST_PAIRS:
         longest = math.isqrt(MOST_PAIRS // model.cfg.n_heads)
         raise KVLensError(
@@ -296,7 +320,7 @@ def _check_dual_length(model: HookedKVTransformer, n_prompt: int) -> None:
 
 
 def _generate(
-    model: HookedKVTransformer,
+    model: KVModel,
     condition: str,
     prompt: Tensor,
     text: Tensor,
@@ -329,7 +353,7 @@ def _generate(
             return run()
 
 
-def _generated_table(model: HookedKVTransformer, text: Tensor, generated: dict[str, Tensor]) -> pd.DataFrame:
+def _generated_table(model: KVModel, text: Tensor, generated: dict[str, Tensor]) -> pd.DataFrame:
     return pd.concat(
         [
             pd.DataFrame(

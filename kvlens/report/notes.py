@@ -8,7 +8,7 @@ from torch import Tensor
 from kvlens.analyses.sequences import baseline_sequence
 from kvlens.conversion.prompt import length_note
 from kvlens.kv_bias import KVBias
-from kvlens.model import HookedKVTransformer
+from kvlens.model import KVModel
 
 SHOWN_WHOLE = 1024
 """Up to this many prompt tokens the page shows nearly everything."""
@@ -17,7 +17,7 @@ HARMED = 3
 """Number of positions listed where the prompt hurts most."""
 
 
-def notes_on(model: HookedKVTransformer, prompt: Tensor, effect: pd.DataFrame, bias: KVBias) -> list[str]:
+def notes_on(model: KVModel, prompt: Tensor, effect: pd.DataFrame, bias: KVBias) -> list[str]:
     """All notes that apply, one or two sentences each.
 
     Args:
@@ -67,7 +67,7 @@ def harm_note(effect: pd.DataFrame) -> str | None:
     )
 
 
-def _position_note(model: HookedKVTransformer, prompt: Tensor) -> str | None:
+def _position_note(model: KVModel, prompt: Tensor) -> str | None:
     """A note for models with absolute positions: without the prompt, the text also has other positions."""
     if model.cfg.positional_embedding_type not in ABSOLUTE_POSITIONS:
         return None

@@ -62,7 +62,10 @@ def build_page(report: Report) -> Page:
         "a text token to see everything it reads and the most probable next tokens. A large share does not imply a large "
         "effect: the menu can also color heads by their effect. Arrow keys move, Enter chooses, Escape clears.",
     )
-    page.add(linked_view(report.linked, title="shares of the prompt in the attention output"))
+    if report.linked is None:
+        page.add(_not_shown(report, "linked_shares"))
+    else:
+        page.add(linked_view(report.linked, title="shares of the prompt in the attention output"))
     page.section(
         "Effect on the text",
         "Means over the text, then the positions where the prompt lowers the loss most and raises it most.",
@@ -77,17 +80,20 @@ def build_page(report: Report) -> Page:
         "large effect may contribute little here. attention_input is what the heads read from the text, attention_bias what "
         "they read from the converted prompt. All bars add up to the mean of that logit.",
     )
-    page.add(_contributions(tables["layer_contributions"]))
+    if "layer_contributions" in tables:
+        page.add(_contributions(tables["layer_contributions"]))
+    else:
+        page.add(_not_shown(report, "layer_contributions"))
     if "dual_losses" in tables:
         _add_dual(page, report)
     page.section(
         "Induction", "Where the text repeats a token of the prompt, and which heads attend to the token that followed it there."
     )
-    page.add(_arcs(report))
+    page.add(_arcs(report) if "prompt_copies" in tables else _not_shown(report, "prompt_copies"))
     page.section("Share of the bias", "In each text token's attention output, mean over all layers and heads.")
     page.add(_bias_share(report))
     page.section("Attention patterns", f"The first {TOP_HEADS} heads of the table above, drawn by circuitsvis.")
-    page.add(_attention(report, ranked))
+    page.add(_not_shown(report, "head_details") if report.heads is None else _attention(report, ranked))
     page.section(
         "Exactness",
         "How exact the conversion is: the converted model without the prompt, compared with the original with the prompt.",
@@ -151,8 +157,15 @@ def _add_dual(page: Page, report: Report) -> None:
         "attention to the prompt. cosine_before, cosine_after: mean cosine of W φ(k) and v over the prompt's tokens. The "
         "map shows means over the text; choose a head to see the contribution of each prompt token at the last text token.",
     )
+    assert report.linked is not None
     last = report.linked.text[-1]
     page.add(dual_view(report.tables["dual_losses"], report.tables["dual_demonstrations"], query=last))
+
+
+def _not_shown(report: Report, name: str) -> Piece:
+    """In the place of a figure: why it is missing."""
+    table = pd.DataFrame([[name, report.missing[name]]], columns=["analysis", "why it is not shown for this model"])
+    return error_table(table, title="not shown")
 
 
 def _short(name: str) -> str:
@@ -241,6 +254,7 @@ def _contributions(table: pd.DataFrame) -> Piece:
 
 def _arcs(report: Report) -> Piece:
     copies, linked = report.tables["prompt_copies"], report.linked
+    assert linked is not None
     n_layers, n_heads = linked.by_text.shape[:2]
     everyone = pd.MultiIndex.from_product([range(n_layers), range(n_heads)], names=["layer", "head"])
     scores = (
@@ -253,13 +267,14 @@ def _arcs(report: Report) -> Piece:
 
 
 def _bias_share(report: Report) -> Piece:
-    shares, unit = report.heads.bias_shares, "||z_bias|| / (||z_bias|| + ||z_context||)"
-    assert shares is not None
-    return colored_tokens(report.heads.text, shares.mean(dim=(0, 1)), title="share of the bias", unit=unit)
+    converted = report.tables["prompt_effect"].query("condition == 'converted'")
+    unit = "||z_bias|| / (||z_bias|| + ||z_context||)"
+    return colored_tokens(converted["token"], report.bias_share, title="share of the bias", unit=unit)
 
 
 def _attention(report: Report, ranked: pd.DataFrame) -> Piece:
     heads, details = ranked.head(TOP_HEADS)[["layer", "head"]], report.heads
+    assert details is not None
     assert details.among is not None
     assert details.strongest is not None
     everything, n_prompt, kept = [*details.prompt, *details.text], len(details.prompt), details.strongest.tolist()

@@ -9,7 +9,6 @@ import pandas as pd
 
 from kvlens.analyses.attribution.explain import Explained
 from kvlens.kv_bias import BiasFit, KVBias
-from kvlens.model import HookedKVTransformer
 from kvlens.report.explanation import in_a_sentence
 
 CONDITIONS = ("with_prompt", "converted", "without_prompt")
@@ -82,7 +81,7 @@ def _without_folder(name: str) -> str:
     return path.name if path.is_absolute() or name.startswith((".", "~")) or path.exists() else name
 
 
-def model_facts(model: HookedKVTransformer, name: str | None) -> dict[str, Any]:
+def model_facts(model: Any, name: str | None) -> dict[str, Any]:
     """The model's name, size, dtype, device and fingerprint."""
     return {
         "name": name or _without_folder(str(model.cfg.model_name)),
@@ -91,6 +90,6 @@ def model_facts(model: HookedKVTransformer, name: str | None) -> dict[str, Any]:
         "d_head": model.cfg.d_head,
         "n_parameters": sum(p.numel() for p in model.parameters()),
         "dtype": str(model.cfg.dtype).removeprefix("torch."),
-        "device": str(model.W_E.device),
+        "device": str(model.cfg.device),
         "fingerprint": model.fingerprint().to_json(),
     }

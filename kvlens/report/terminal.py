@@ -1,5 +1,6 @@
 """A report in the terminal: 80 columns wide, with colors in a terminal and without them in a pipe."""
 
+import math
 from typing import Any
 
 from rich.cells import cell_len, set_cell_size
@@ -166,7 +167,7 @@ def _heat_map(heads: Any, layers: Any, unit: float) -> Text:
     """Rows are layers, columns heads, with the whole layer at the right; wide maps are split into several blocks."""
     values = heads.pivot(index="layer", columns="head", values="ablation_kl")
     of_layer = layers.set_index("layer")["ablation_kl"]
-    top = float(values.to_numpy().max())
+    top = float(heads["ablation_kl"].max())
     a_block = (WIDTH - 10 - CELL) // CELL
     map_ = Text()
     for first in range(0, values.shape[1], a_block):
@@ -176,6 +177,9 @@ def _heat_map(heads: Any, layers: Any, unit: float) -> Text:
         for layer, row in block.iterrows():
             map_.append(f"  layer {layer:<2}")
             for value in row:
+                if math.isnan(value):  # a layer with fewer heads
+                    map_.append(" " * CELL)
+                    continue
                 map_.append(" " + _shade(value, top), style="cyan")
                 map_.append(f"{value / unit:>{CELL - 2}.0f}")
             map_.append(f"{of_layer[layer] / unit:>{CELL + 1}.0f}" * is_last + "\n")

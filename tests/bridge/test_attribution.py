@@ -59,7 +59,7 @@ def test_positions_are_those_of_the_hooked_model(both_front_ends):
 
 
 def test_explanations_are_those_of_the_hooked_model(both_front_ends):
-    null = Null(19, prompts=[some_tokens(8, seed=s) for s in range(5)])
+    null = Null(60, prompts=[some_tokens(8, seed=s) for s in range(5)])
     found = [explain(m, PROMPT, TEXT, by=UNITS, null=null) for m in both_front_ends]
     assert_frame_equal(found[0].units, found[1].units, rtol=0, atol=1e-9)
     assert found[0].unit == found[1].unit and found[0].answer == found[1].answer

@@ -1,4 +1,4 @@
-"""The command line on a folder of a family that only the bridge runs: explain and batches."""
+"""The command line on a folder of a family that only the bridge runs: report, explain and batches."""
 
 import json
 
@@ -24,6 +24,20 @@ def folder(tmp_path_factory):
     Qwen3_5ForCausalLM(Qwen3_5TextConfig(**{**HYBRID, "vocab_size": D_VOCAB})).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
+
+
+def test_a_report(folder, tmp_path, capsys):
+    out = tmp_path / "out"
+    words = ["--prompt", PROMPT, "--text", TEXT, "--new-tokens", "2", "--device", "cpu"]
+    assert main(["report", "--model", str(folder), *words, "--out", str(out)]) == 0
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["conversion"]["relative_error"] < 1e-5 and summary["generation"]["converted_equals_with_prompt"]
+    tables = {path.stem for path in out.glob("*.parquet")}
+    assert {"bias_by_head", "prompt_by_depth", "prompt_effect"} <= tables and "layer_contributions" not in tables
+    page = (out / "report.html").read_text()
+    assert page.count("why it is not shown for this model") == 4  # linked view, contributions, induction, patterns
+    heads = pd.read_parquet(out / "bias_by_head.parquet").groupby("layer")["head"].count()
+    assert heads.tolist() == [4, 6, 4]
 
 
 def test_an_explanation(folder, capsys):
