@@ -136,7 +136,7 @@ def _head_table(ranked: pd.DataFrame) -> Piece:
     shown = pd.DataFrame({"head": [f"L{row.layer}H{row.head}" for row in ranked[["layer", "head"]].itertuples()]})
     for name in columns:
         in_percent = name in (MEASURES["bias_share"], ON_ANSWER["leads"])
-        shown[name] = [percent(x) if in_percent else _small(x) for x in ranked[name]]
+        shown[name] = [percent(x).replace(" ", "\u00a0") if in_percent else _small(x) for x in ranked[name]]
     return error_table(shown, title="heads, the largest effect first", max_rows=TOP_HEADS)
 
 
