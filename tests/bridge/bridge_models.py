@@ -6,6 +6,7 @@ from torch import Tensor
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 D_VOCAB = 53
+N_CTX = 96
 WINDOW = 6
 KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 COMMON = dict(
@@ -16,7 +17,7 @@ COMMON = dict(
     head_dim=4,
     intermediate_size=20,
     vocab_size=D_VOCAB,
-    max_position_embeddings=64,
+    max_position_embeddings=N_CTX,
 )
 LLAMA3 = dict(
     rope_type="llama3",
@@ -26,7 +27,7 @@ LLAMA3 = dict(
     high_freq_factor=4.0,
     original_max_position_embeddings=32,
 )
-GPT2 = dict(n_layer=3, n_head=3, n_embd=12, n_positions=64, n_ctx=64, vocab_size=D_VOCAB)
+GPT2 = dict(n_layer=3, n_head=3, n_embd=12, n_positions=N_CTX, n_ctx=N_CTX, vocab_size=D_VOCAB)
 ROPE = dict(rope_type="default", rope_theta=10000.0)
 EXPERTS = dict(num_local_experts=4, num_experts_per_tok=2, rope_parameters=ROPE)
 LINEAR_FIRST = ["linear_attention", "full_attention", "linear_attention"]

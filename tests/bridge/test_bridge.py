@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import transformers as tf
-from bridge_models import D_VOCAB, FAMILIES, HYBRIDS, MAMBA, cut_and_continued, largest, some_tokens, tiny
+from bridge_models import D_VOCAB, FAMILIES, HYBRIDS, MAMBA, N_CTX, cut_and_continued, largest, some_tokens, tiny
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources import build_bridge_from_module
 
@@ -77,15 +77,25 @@ def test_a_then_b_is_the_concatenation(model):
 
 
 @pytest.mark.parametrize("use_past_kv_cache", [True, False])
-def test_generated_tokens_are_those_behind_the_prompt(model, use_past_kv_cache):
-    prompt, text = some_tokens(2, N_PROMPT), some_tokens(2, N_TEXT, seed=1)
-    options = dict(max_new_tokens=24, do_sample=False, stop_at_eos=False, verbose=False)
+def test_64_greedy_tokens_are_those_behind_the_prompt(model, use_past_kv_cache):
+    """Near-ties are excused: two tokens whose logits differ by less than the two passes do. None was seen in 480 texts."""
+    n = 6 if use_past_kv_cache else 2
+    prompt, text = some_tokens(n, N_PROMPT), some_tokens(n, N_TEXT, seed=1)
+    options = dict(max_new_tokens=64, do_sample=False, stop_at_eos=False, verbose=False)
     expected = model.generate(torch.cat([prompt, text], dim=1), **options)[:, N_PROMPT:]
     passes = []
     with model.kv_bias(convert_prompt(model, prompt)), model.hooks(fwd_hooks=[("blocks.1.attn.hook_b_kv", note(passes))]):
         generated = model.generate(text, use_past_kv_cache=use_past_kv_cache, **options)
-    assert torch.equal(generated, expected)
-    assert len(passes) == 24
+    assert len(passes) == 64
+    ties = 0
+    for row in range(n):
+        differs = (generated[row] != expected[row]).nonzero()
+        if len(differs):
+            at = int(differs[0])
+            logits = model(torch.cat([prompt[row], expected[row, :at]])[None])[0, -1]
+            assert logits[expected[row, at]] - logits[generated[row, at]] < 10 * LEAST * logits.abs().max()
+            ties += 1
+    assert ties <= 1, f"{ties} of {n} texts differ from the first near-tie on"
 
 
 def note(seen):
@@ -181,14 +191,26 @@ def test_a_folder_a_file_and_arithmetic(tmp_path, family):
         KVTransformerBridge.boot_transformers(tiny(family, seed=1)).attach_kv_bias(bias)
 
 
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3_5", "kimi_linear"])
+def test_bad_input_that_overflows_half_precision_is_refused(family):
+    plain = tiny(family)
+    values = "in_proj_qkv" if family == "qwen3_5" else "c_attn" if family == "gpt2" else "v_proj"
+    for name, weight in plain.named_parameters():
+        if values in name and name.endswith("weight"):
+            weight.mul_(1e5)
+    model = KVTransformerBridge.boot_transformers(plain.half())
+    with pytest.raises(KVLensError, match=r"in torch.float16: .* of layer \d is not finite .*convert the prompt again"):
+        convert_prompt(model, some_tokens(2, N_PROMPT))
+
+
 def test_bad_input_is_refused_with_a_message(model, family):
     bias = convert_prompt(model, some_tokens(2, N_PROMPT))
     with pytest.raises(KVLensError, match="holds 2 prompts and the input has batch 3"), model.kv_bias(bias):
         model(some_tokens(3, N_TEXT))
-    with pytest.raises(KVLensError, match="exceeds n_ctx=64"), model.kv_bias(bias):
-        model(some_tokens(2, 52))
-    with pytest.raises(KVLensError, match="exceeds n_ctx=64"):
-        convert_prompt(model, some_tokens(65))
+    with pytest.raises(KVLensError, match=f"exceeds n_ctx={N_CTX}"), model.kv_bias(bias):
+        model(some_tokens(2, N_CTX - N_PROMPT + 1))
+    with pytest.raises(KVLensError, match=f"exceeds n_ctx={N_CTX}"):
+        convert_prompt(model, some_tokens(N_CTX + 1))
     with pytest.raises(KVLensError, match="hook_z_bias"):
         model.run_with_cache(some_tokens(1, 3), names_filter="blocks.0.attn.hook_z_biases")
     with pytest.raises(KVLensError, match='method="exact"'):
