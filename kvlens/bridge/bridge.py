@@ -133,8 +133,8 @@ class KVTransformerBridge(TransformerBridge):
                 "attach_kv_bias: this bias was converted with a HookedKVTransformer, whose weights and configuration are other "
                 f"ones; convert the prompt again with this {self.cfg.architecture} bridge"
             )
-        bias.fingerprint.check(self.fingerprint(), "attach_kv_bias")
-        bias.check_finite("attach_kv_bias")
+        bias.fingerprint.check(self.fingerprint(), f"attach_kv_bias: {self.cfg.architecture}")
+        bias.check_finite(f"attach_kv_bias: {self.cfg.architecture}")
         self._check_room(int(torch.as_tensor(bias.position_offset).max()), 1)
         self._hold(bias)
 

@@ -28,7 +28,7 @@ def convert_by_own_pass(
     heads = {"k": keys.shape[2], "v": keys.shape[2], "q": fingerprint.n_heads}
     last = {x: values.new_zeros(*values.shape[:2], 0, n, values.shape[-1]) for x, n in heads.items()}
     new = every_key_kept(keys, values, prompt, old, fingerprint, last, recurrent)
-    new.check_finite(f"convert_prompt: {type(model).__name__} in {model.cfg.dtype}")
+    new.check_finite(f"convert_prompt: {model.cfg.architecture} in {model.cfg.dtype}")
     bias = continued(as_read(old, read), new)
     has_batch = prompt.has_batch or (old is not None and old.batch_size is not None)
     return bias if has_batch else bias.select_prompt(0)

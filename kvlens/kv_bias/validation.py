@@ -69,10 +69,9 @@ def check_numbers(bias: Any, what: str) -> None:
             row = int((~tensor.isfinite()).flatten(1).any(dim=1).nonzero()[0])
             in_state = bias.recurrent is not None and name.startswith("recurrent.")
             layer = bias.recurrent.layers[row] if in_state else bias.attention_layers[row]
-            wider = "; a model in a wider dtype may help" if torch.finfo(tensor.dtype).bits < 32 else ""
             raise KVLensError(
-                f"{what}: {name} of layer {layer} is not finite ({tensor.dtype}, which holds numbers up to "
-                f"{torch.finfo(tensor.dtype).max:.3g}){wider}; convert the prompt again"
+                f"{what}: {name} of layer {layer} is not finite ({tensor.dtype}): convert the prompt again, with the model in "
+                "a wider dtype if its numbers overflowed"
             )
 
 

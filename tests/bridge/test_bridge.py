@@ -1,6 +1,7 @@
 """A KV bias on TransformerLens' bridge: converted equals prompted, at every pass, and nothing attached changes nothing."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -187,7 +188,9 @@ def test_a_folder_a_file_and_arithmetic(tmp_path, family):
         once = model(text)
     with model.kv_bias(0.25 * read + 0.75 * read):
         assert largest(model(text), once) < LEAST
-    with pytest.raises(KVLensError, match="weights differs"):
+    with pytest.raises(
+        KVLensError, match=rf"attach_kv_bias: {type(plain).__name__}: weights differs.*convert the prompt again"
+    ):
         KVTransformerBridge.boot_transformers(tiny(family, seed=1)).attach_kv_bias(bias)
 
 
@@ -199,15 +202,28 @@ def test_bad_input_that_overflows_half_precision_is_refused(family):
         if values in name and name.endswith("weight"):
             weight.mul_(1e5)
     model = KVTransformerBridge.boot_transformers(plain.half())
-    with pytest.raises(KVLensError, match=r"in torch.float16: .* of layer \d is not finite .*convert the prompt again"):
+    with pytest.raises(KVLensError, match=r"\w+ in torch.float16: .* of layer \d is not finite .*a wider dtype"):
         convert_prompt(model, some_tokens(2, N_PROMPT))
 
 
+def test_bad_input_of_another_model_or_kind_is_refused():
+    llama, gpt2 = (KVTransformerBridge.boot_transformers(tiny(family)) for family in ("llama", "gpt2"))
+    bias = convert_prompt(gpt2, some_tokens(N_PROMPT))
+    with pytest.raises(KVLensError, match="LlamaForCausalLM: .* differs: .*convert the prompt again with this one"):
+        llama.attach_kv_bias(bias)
+    hooked = replace(bias.fingerprint, rest=bias.fingerprint.rest.replace("TransformerBridge", "HookedKVTransformer"))
+    with pytest.raises(KVLensError, match="with a HookedKVTransformer.*convert the prompt again with this GPT2LMHeadModel"):
+        gpt2.attach_kv_bias(replace(bias, fingerprint=hooked))
+
+
 def test_bad_input_is_refused_with_a_message(model, family):
-    bias = convert_prompt(model, some_tokens(2, N_PROMPT))
+    bias, named = convert_prompt(model, some_tokens(2, N_PROMPT)), model.cfg.architecture
     with pytest.raises(KVLensError, match="holds 2 prompts and the input has batch 3"), model.kv_bias(bias):
         model(some_tokens(3, N_TEXT))
-    with pytest.raises(KVLensError, match=f"exceeds n_ctx={N_CTX}"), model.kv_bias(bias):
+    with (
+        pytest.raises(KVLensError, match=f"{named}: .* exceeds n_ctx={N_CTX}: shorten the text"),
+        model.kv_bias(bias),
+    ):
         model(some_tokens(2, N_CTX - N_PROMPT + 1))
     with pytest.raises(KVLensError, match=f"exceeds n_ctx={N_CTX}"):
         convert_prompt(model, some_tokens(N_CTX + 1))
