@@ -41,7 +41,7 @@ def opening(explained: Any, by: str, text: str, tokens: pd.DataFrame | None = No
     )
     said = (
         f"What each part does to the log-probability of {explained.answer!r}: blue raises it, red lowers it. Gray: no larger "
-        "than the effects of unrelated texts in its place (p > 0.05, adjusted for the number of parts)."
+        "than the effects of unrelated texts in its place (p > 0.05; of sentences and other larger units, adjusted for their number)."
     )
     body = (
         f'{claim}{_odds(explained, by)}<figure class="piece" data-kvlens="opening"><figcaption>The prompt '
@@ -54,11 +54,13 @@ def opening(explained: Any, by: str, text: str, tokens: pd.DataFrame | None = No
 
 def _colored_units(units: pd.DataFrame, column: str, words: str) -> str:
     tested = column == "total_effect"
-    significant = units["p_adjusted"] <= SIGNIFICANT if tested else pd.Series(True, units.index)
+    single = bool((units["level"] == "token").all())  # their 40 unrelated tokens are too few to adjust for all
+    p = units["p_value" if single else "p_adjusted"]
+    significant = p <= SIGNIFICANT if tested else pd.Series(True, units.index)
     top = strongest(units.loc[significant, column])
     numbered = tested and int(significant.sum()) <= MOST_NUMBERED
     spans = "".join(
-        _unit(row["unit_text"], row[column], top, bool(significant[i]), row["p_adjusted"] if tested else None, numbered)
+        _unit(row["unit_text"], row[column], top, bool(significant[i]), float(p[i]) if tested else None, numbered)
         for i, row in units.iterrows()
     )
     untested = "" if tested else '<p class="note">This effect has not been tested against unrelated texts.</p>'
@@ -69,7 +71,7 @@ def _colored_units(units: pd.DataFrame, column: str, words: str) -> str:
 
 def _unit(text: str, effect: float, top: float, significant: bool, p: float | None, numbered: bool) -> str:
     """One unit without the blanks around it, which stay uncolored; behind it its effect where it is significant."""
-    said = f"{number(effect)} nats" + ("" if p is None else f", adjusted p = {p:.3f}")
+    said = f"{number(effect)} nats" + ("" if p is None else f", p = {p:.3f}")
     own = text.strip()
     before, after = text[: text.index(own)], text[text.index(own) + len(own) :]
     sign = "+" if effect > 0 else ""
