@@ -41,7 +41,7 @@ def opening(explained: Any, by: str, text: str, tokens: pd.DataFrame | None = No
     )
     said = (
         f"What each part does to the log-probability of {explained.answer!r}: blue raises it, red lowers it. Gray: no larger "
-        "than the effects of unrelated texts in its place (p > 0.05; of sentences and other larger units, adjusted for their number)."
+        "than the effects of unrelated texts in its place (p > 0.05, for units other than tokens adjusted for their number)."
     )
     body = (
         f'{claim}{_odds(explained, by)}<figure class="piece" data-kvlens="opening"><figcaption>The prompt '
