@@ -23,10 +23,12 @@ from kvlens.bridge.memory import LayerMemory, read_memory
 from kvlens.bridge.positions import positions_under, text_positions
 from kvlens.bridge.reading import direct_path, read_attention, unembedding
 from kvlens.bridge.recurrent import RecurrentLayer
+from kvlens.dtypes import dtype_of
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import Fingerprint, KVBias, RecurrentStates
 from kvlens.model.inputs import check_hook_names, check_tokens
 from kvlens.model.protocol import DirectPath, LayerReading, PromptKeysAndValues, Unembedding
+from kvlens.zoo import folder_of, is_bridge
 
 
 class KVTransformerBridge(TransformerBridge):
@@ -59,6 +61,24 @@ class KVTransformerBridge(TransformerBridge):
         if isinstance(model_name, PreTrainedModel):
             return cls.of(wrapped(model_name, *args, **options))
         return cls.of(loaded(model_name, *args, **options))
+
+    @classmethod
+    def from_zoo(
+        cls, name: str = "facts-hybrid", *, device: Any = None, dtype: torch.dtype | str | None = None
+    ) -> "KVTransformerBridge":
+        """A small trained model that ships with kvlens in Transformers' format, by name; see :func:`kvlens.zoo.names`.
+
+        Strings get a BOS by default, as in its training.
+
+        Raises:
+            KVLensError: no such model, one that :meth:`kvlens.HookedKVTransformer.from_zoo` loads, or a damaged file.
+        """
+        folder = folder_of(name)
+        if not is_bridge(folder):
+            raise KVLensError(f"KVTransformerBridge.from_zoo: {name} is loaded by HookedKVTransformer.from_zoo({name!r})")
+        model = cls.boot_transformers(folder, device=device, dtype=torch.float32 if dtype is None else dtype_of(dtype, "dtype"))
+        model.cfg.default_prepend_bos = True
+        return model
 
     @classmethod
     def of(cls, bridge: TransformerBridge) -> "KVTransformerBridge":

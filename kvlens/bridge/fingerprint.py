@@ -50,6 +50,8 @@ WITHOUT_EFFECT = {
     "pretraining_tp",
     "is_encoder_decoder",
     "_attn_implementation",
+    "beside",
+    "checksum",
 }
 """Fields of a Transformers configuration that change no activation of a text model. All others count."""
 

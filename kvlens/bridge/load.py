@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from kvlens.bridge.adapters import ADAPTERS
 from kvlens.errors import KVLensError, first_line
+from kvlens.files import check_listed
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model")
 TEXT_PART = ("qwen3_5", "qwen3_5_moe")
@@ -45,6 +46,8 @@ def loaded(source: str | Path, *args: Any, **options: Any) -> TransformerBridge:
         raise KVLensError(f"KVTransformerBridge: there is no folder {folder}; expected one with config.json and weights")
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise KVLensError(f"KVTransformerBridge: no config.json in {folder}; expected a folder written by save_pretrained")
+    if folder.is_dir():
+        check_listed(folder)
     has_tokenizer = options.get("tokenizer") is not None or any((folder / name).is_file() for name in TOKENIZER_FILES)
     try:
         name = str(folder) if folder.is_dir() else str(source)

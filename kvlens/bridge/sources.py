@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from kvlens import zoo
 from kvlens.bridge.bridge import KVTransformerBridge
 from kvlens.dtypes import dtype_of
 from kvlens.errors import KVLensError
@@ -34,6 +35,8 @@ def load_model(source: Path | str, *, tokenizer: str | Path | None = None, devic
     options: dict[str, Any] = {} if dtype is None else {"dtype": dtype_of(dtype, "--dtype")}
     if device is not None:
         options["device"] = device
+    if isinstance(source, Path) and source.name in zoo.names() and source == zoo.folder_of(source.name):
+        return KVTransformerBridge.from_zoo(source.name, **options)
     return KVTransformerBridge.boot_transformers(source, **options)
 
 

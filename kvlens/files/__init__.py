@@ -22,7 +22,17 @@ from kvlens.files.atomic import (
     write_folder,
 )
 from kvlens.files.folders import FolderKind, check_folder
-from kvlens.files.manifest import CARD, LIST, checksum, checksum_of_json, list_files, listed_in, plain, read_listed
+from kvlens.files.manifest import (
+    CARD,
+    LIST,
+    check_listed,
+    checksum,
+    checksum_of_json,
+    list_files,
+    listed_in,
+    plain,
+    read_listed,
+)
 from kvlens.files.reading import check_regular, check_regular_files, file_in, parsed_json, read_json
 
 __all__ = [
@@ -30,6 +40,7 @@ __all__ = [
     "LIST",
     "FolderKind",
     "check_folder",
+    "check_listed",
     "check_regular",
     "check_regular_files",
     "check_writable",

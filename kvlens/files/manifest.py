@@ -67,6 +67,17 @@ def list_files(folder: Path, names: Iterable[str]) -> None:
     (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
+def check_listed(folder: Path) -> None:
+    """Read every file that the configuration in ``folder`` lists; a folder of another kind lists none.
+
+    Raises:
+        KVLensError: one of them, or the configuration, is not what was written.
+    """
+    listed = read_json("model", folder / CONFIG).get(LIST)
+    for name in listed if isinstance(listed, dict) else ():
+        read_listed(folder, name)
+
+
 def read_listed(folder: Path, name: str) -> bytes:
     """The contents of a file in the folder of a model; files that are not listed, such as the user's own, are not checked.
 

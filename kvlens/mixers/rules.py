@@ -5,11 +5,19 @@ from torch import Tensor
 
 from kvlens.mixers.protocol import MixerInputs, Read, RecurrentState, Rule
 from kvlens.ops import delta_rule, lightning, ssd
+from kvlens.ops.delta_rule.chunked import CHUNK_SIZE
 from kvlens.ops.linear_attention import without_padding
 
 
 class DeltaRule(Rule):
-    """T_t = (I - b_t k_t k_t^T) Diag(a_t): the gated delta rule and Kimi delta attention (:mod:`kvlens.ops.delta_rule`)."""
+    """T_t = (I - b_t k_t k_t^T) Diag(a_t): the gated delta rule and Kimi delta attention (:mod:`kvlens.ops.delta_rule`).
+
+    Args:
+        chunk_size: of the chunked form; it changes speed, not the result.
+    """
+
+    def __init__(self, chunk_size: int = CHUNK_SIZE) -> None:
+        self.chunk_size = chunk_size
 
     def run(self, inputs: MixerInputs, state: RecurrentState, mask: Tensor | None, with_map: bool) -> Read:
         arguments = (inputs.q, inputs.k, inputs.v, inputs.log_decay, _write(inputs), mask, state.context)
@@ -17,8 +25,10 @@ class DeltaRule(Rule):
         if with_map:
             carried = delta_rule.recurrent_carried_delta_rule if decodes else delta_rule.carried_delta_rule
             return Read(*carried(*arguments, state.state_map))
-        form = delta_rule.recurrent_delta_rule if decodes else delta_rule.chunked_delta_rule
-        z, final = form(*arguments, output_final_state=True)
+        if decodes:
+            z, final = delta_rule.recurrent_delta_rule(*arguments, output_final_state=True)
+        else:
+            z, final = delta_rule.chunked_delta_rule(*arguments, output_final_state=True, chunk_size=self.chunk_size)
         assert final is not None
         return Read(z, None, final, None)
 

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from kvlens._tl import HookedTransformer
 from kvlens.checks import checked
+from kvlens.errors import KVLensError
 from kvlens.model.loading import M, from_hooked_transformer, from_llama2c, from_pretrained
 from kvlens.model.shift_graft import load_shift_coefficients
 from kvlens.model.storage import load_model, save_model
-from kvlens.zoo import folder_of
+from kvlens.zoo import folder_of, is_bridge
 
 
 class LoadsAndSaves(HookedTransformer):
@@ -44,8 +45,17 @@ class LoadsAndSaves(HookedTransformer):
     @classmethod
     @checked
     def from_zoo(cls: type[M], name: str = "docs-linear", *, device: Any = None, dtype: torch.dtype | str | None = None) -> M:
-        """A small trained model that ships with kvlens, by name; see :func:`kvlens.zoo.names`."""
-        return cls.load(folder_of(name), device=device, dtype=dtype)
+        """A small trained model that ships with kvlens, by name; see :func:`kvlens.zoo.names`.
+
+        Raises:
+            KVLensError: no such model, or one in Transformers' format, which :class:`kvlens.KVTransformerBridge` loads.
+        """
+        folder = folder_of(name)
+        if is_bridge(folder):
+            raise KVLensError(
+                f"from_zoo: {name} is a model of Transformers' own class; KVTransformerBridge.from_zoo({name!r}) loads it"
+            )
+        return cls.load(folder, device=device, dtype=dtype)
 
     @classmethod
     @checked

@@ -55,6 +55,14 @@ def _about(facts: dict[str, Any]) -> list[str]:
 
 def architecture(cfg: dict[str, Any]) -> str:
     """A configuration in one line."""
+    if "layer_types" in cfg:
+        kinds = ", ".join(kind.replace("_", " ") for kind in cfg["layer_types"])
+        linear = f"{cfg['linear_num_value_heads']} of {cfg['linear_value_head_dim']}"
+        return (
+            f"Transformers' `{cfg['architectures'][0]}`, layers {kinds}, d_model {cfg['hidden_size']}, "
+            f"{cfg['num_attention_heads']} heads of {cfg['head_dim']} (linear: {linear}, convolution of "
+            f"{cfg['linear_conv_kernel_dim']}), MLP of {cfg['intermediate_size']}"
+        )
     shift = cfg["kv_shift"]
     linear = f"linear attention ({cfg['feature_map']}, normalizer {cfg['normalizer']})"
     words = [

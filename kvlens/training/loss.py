@@ -108,7 +108,7 @@ class Objective(nn.Module):
         autocast: run the forward pass in bfloat16; weights and optimizer stay in the weights' own dtype.
     """
 
-    def __init__(self, model: Model, loss: Loss, *, autocast: bool = False):
+    def __init__(self, model: nn.Module, loss: Loss, *, autocast: bool = False):
         super().__init__()
         self.model = model
         self.loss = loss

@@ -33,6 +33,8 @@ class Recipe:
         model: fields of :class:`kvlens.HookedKVTransformerConfig`, over those of `DEFAULT_MODEL`.
         training: fields of :class:`kvlens.training.TrainSettings`.
         stored_dtype: dtype of the weights on disk.
+        architecture: None for a kvlens model; "qwen3_5" for Transformers' ``Qwen3_5ForCausalLM``, of whose configuration
+            ``model`` then holds the fields (:mod:`kvlens.training.hybrid`).
     """
 
     name: str
@@ -42,6 +44,7 @@ class Recipe:
     model: Mapping[str, Any] = field(default_factory=dict)
     training: Mapping[str, Any] = field(default_factory=dict)
     stored_dtype: str = "float32"
+    architecture: str | None = None
 
 
 _DOCS = dict(corpus="docs", vocab_size=1024, length=512, heldout_length=320)
@@ -147,6 +150,30 @@ RECIPES: dict[str, Recipe] = {
             ),
             training=dict(steps=3000, batch_size=32, learning_rate=3e-3, weight_decay=0.05, eval_every=100),
             stored_dtype="float16",
+        ),
+        Recipe(
+            name="facts-hybrid",
+            summary="A hybrid of Transformers' own class Qwen3_5ForCausalLM, two layers with a gated delta rule around one of "
+            "softmax attention, that reads a made-up story of two to four facts and answers questions about it. "
+            "KVTransformerBridge.from_zoo loads it.",
+            task="facts",
+            task_settings=dict(max_facts=4, length=72, whole_share=0.0),
+            model=dict(
+                hidden_size=64,
+                intermediate_size=128,
+                layer_types=["linear_attention", "full_attention", "linear_attention"],
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                head_dim=16,
+                linear_num_key_heads=4,
+                linear_num_value_heads=4,
+                linear_key_head_dim=16,
+                linear_value_head_dim=16,
+                linear_conv_kernel_dim=4,
+            ),
+            training=dict(steps=6000, batch_size=16, learning_rate=3e-3, weight_decay=0.05, eval_every=200),
+            stored_dtype="float16",
+            architecture="qwen3_5",
         ),
         Recipe(
             name="bigram-linear",

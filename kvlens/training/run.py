@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from kvlens.errors import KVLensError
 from kvlens.tasks import Task
-from kvlens.tasks.batch import Model
 from kvlens.training.distributed import Workers
 from kvlens.training.loss import Loss, Objective, score_in_parts
 from kvlens.training.settings import TrainSettings
@@ -70,7 +69,7 @@ class Run:
         watched: (step, values by parameter name), one entry per evaluation.
     """
 
-    def __init__(self, model: Model, task: Task, loss: Loss, settings: TrainSettings, workers: Workers):
+    def __init__(self, model: Any, task: Task, loss: Loss, settings: TrainSettings, workers: Workers):
         self.model, self.task, self.loss, self.settings, self.workers = model, task, loss, settings, workers
         self.progress = Progress()
         self.best: dict[str, Tensor] | None = None
@@ -177,10 +176,11 @@ def batch_generator(seed: int, step: int) -> torch.Generator:
 def decayed_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The trainable parameters that weight decay applies to: two axes or more, and ``W_`` or ``weight`` in the name.
 
-    Biases, norms and mixing coefficients do not decay, since 0 is not their natural value.
+    Biases, norms and mixing coefficients, the filters of a short convolution among them, do not decay, since 0 is not their
+    natural value.
     """
     named = ((name, p) for name, p in model.named_parameters() if p.requires_grad and p.ndim > 1)
-    return {name: p for name, p in named if "W_" in name or name.endswith("weight")}
+    return {name: p for name, p in named if "W_" in name or (name.endswith("weight") and not name.endswith("conv1d.weight"))}
 
 
 def build_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.AdamW:

@@ -4,10 +4,11 @@ import math
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
+from torch import nn
+
 from kvlens.checks import Count, Seed, Within, checked
 from kvlens.errors import KVLensError, nearest
 from kvlens.tasks import Task
-from kvlens.tasks.batch import Model
 from kvlens.tasks.checks import require_batch
 from kvlens.training.schedule import Schedule
 
@@ -79,7 +80,7 @@ class TrainSettings:
         require_batch(task, "batch_size", self.batch_size)
         require_batch(task, "eval_sequences", self.eval_sequences)
 
-    def check_model(self, model: Model) -> None:
+    def check_model(self, model: nn.Module) -> None:
         """Raise KVLensError if ``watch`` matches no parameter of ``model``."""
         names = [name for name, _ in model.named_parameters()]
         if self.watch is not None and not any(self.watch in name for name in names):

@@ -6,21 +6,25 @@ The folder of a run then holds ``checkpoint.safetensors`` and ``metrics.parquet`
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from kvlens.arguments import path_of
+from kvlens.bridge import KVTransformerBridge
 from kvlens.checks import checked
-from kvlens.files import CARD, list_files, write_folder
+from kvlens.files import CARD, list_files, read_json, write_folder
 from kvlens.model.storage import check_model_folder
 from kvlens.tasks import Task
 from kvlens.tasks.batch import Model
 from kvlens.training.card import model_card
 from kvlens.training.checkpoint import check_run_folder, only_run_in
 from kvlens.training.distributed import Workers
+from kvlens.training.hybrid import measure_hybrid, new_hybrid, train_hybrid, write_hybrid
 from kvlens.training.recipes import Recipe, build_model, build_task, command_of
 from kvlens.training.settings import TrainSettings
 from kvlens.training.trainer import TrainResult, score_heldout, train
@@ -55,6 +59,8 @@ def train_recipe(
     Raises:
         KVLensError: as for :func:`kvlens.training.train`.
     """
+    if recipe.architecture is not None:
+        return _train_hybrid(recipe, path_of("train: folder", folder), device, progress)
     folder = path_of("train: folder", folder)
     check_run_folder(folder)  # before the corpus is built, which takes time
     check_model_folder(folder / "model", overwrite=True)
@@ -80,15 +86,47 @@ def train_recipe(
     return facts
 
 
+def _train_hybrid(recipe: Recipe, folder: Path, device: Any, progress: bool) -> dict[str, Any]:
+    """`train_recipe` for a class of Transformers; there is no checkpoint."""
+    check_run_folder(folder)
+    check_model_folder(folder / "model", overwrite=True)
+    task, settings = build_task(recipe), TrainSettings.of(dict(recipe.training))
+    settings.check_batches(task)
+    model = new_hybrid(task, recipe.model).to(device or "cpu")
+    result = train_hybrid(model, task, settings, progress=progress)
+    if not Workers.current().is_first:
+        return {}
+    facts: dict[str, Any] = {}
+
+    def fill(temporary: Path) -> None:
+        written = write_hybrid(model, task, temporary, getattr(torch, recipe.stored_dtype))
+        saved = KVTransformerBridge.boot_transformers(temporary, device=device or "cpu")
+        heldout = measure_hybrid(saved, task, MEASURED_SEQUENCES, MEASURE_SEED)
+        config = read_json("model", temporary / "config.json")
+        facts.update(facts_of(recipe, task, model, result, config, heldout))
+        write_beside(temporary, facts, result, written)
+
+    with only_run_in(folder):
+        write_folder(folder / "model", fill)
+    return facts
+
+
 def describe(recipe: Recipe, task: Task, model: Model, result: TrainResult) -> dict[str, Any]:
     """Recipe, sizes and held-out measurements of a saved model, as JSON values."""
+    return facts_of(recipe, task, model, result, model.cfg.to_json(), measure(model, task))
+
+
+def facts_of(
+    recipe: Recipe, task: Task, model: nn.Module, result: TrainResult, config: dict[str, Any], heldout: dict[str, Any]
+) -> dict[str, Any]:
+    """The content of ``training.json``."""
     training = asdict(TrainSettings.of(dict(recipe.training)))
     return {
         "name": recipe.name,
         "summary": recipe.summary,
         "command": command_of(recipe),
         "recipe": {**asdict(replace(recipe, training=training)), "task_settings": task.settings()},
-        "config": model.cfg.to_json(),
+        "config": config,
         "n_parameters": sum(p.numel() for p in model.parameters()),
         "data": task.describe_data(),
         "training": {
@@ -97,7 +135,7 @@ def describe(recipe: Recipe, task: Task, model: Model, result: TrainResult) -> d
             "best_step": result.best_step,
             "minutes": round(result.seconds / 60, 1),
         },
-        "heldout": measure(model, task),
+        "heldout": heldout,
     }
 
 
@@ -109,12 +147,12 @@ def measure(model: Model, task: Task) -> dict[str, Any]:
     return {**measured, **task.measure_more(model, MEASURED_SEQUENCES, loss)}
 
 
-def write_beside(folder: Path, facts: dict[str, Any], result: TrainResult) -> None:
-    """Write card, facts and metrics of the run into a model's folder."""
+def write_beside(folder: Path, facts: dict[str, Any], result: TrainResult, also: Sequence[str] = ()) -> None:
+    """Write card, facts and metrics of the run into a model's folder, which lists them, and the files ``also``."""
     (folder / FACTS).write_text(json.dumps(facts, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     (folder / CARD).write_text(model_card(facts), encoding="utf-8")
     result.metrics.to_parquet(folder / "metrics.parquet", index=False)
-    names = [FACTS, "metrics.parquet"]
+    names = [*also, FACTS, "metrics.parquet"]
     if len(result.watched):
         result.watched.to_parquet(folder / WATCHED, index=False)
         names.append(WATCHED)

@@ -114,12 +114,9 @@ def train(
         if store is not None:
             store.resume()
         try:
-            _loop(run, store, progress and workers.is_first)
+            return run_to_end(run, store, progress and workers.is_first)
         finally:
             model.train(was_training)
-    if run.best is not None:
-        model.load_state_dict(run.best, strict=False)
-    return _result(run)
 
 
 @checked
@@ -150,6 +147,20 @@ def score_heldout(
     finally:
         model.train(was_training)
     return total / count, correct / count
+
+
+def run_to_end(run: Run, store: CheckpointFolder | None, show: bool) -> TrainResult:
+    """Take steps until the run stops; its model then has the weights of the best evaluation.
+
+    Args:
+        run: what is trained.
+        store: where checkpoints go.
+        show: whether a progress bar is shown.
+    """
+    _loop(run, store, show)
+    if run.best is not None:
+        run.model.load_state_dict(run.best, strict=False)
+    return _result(run)
 
 
 def _loop(run: Run, store: CheckpointFolder | None, show: bool) -> None:

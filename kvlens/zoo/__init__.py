@@ -9,6 +9,7 @@ from huggingface_hub.constants import HF_HUB_CACHE
 
 from kvlens.checks import checked
 from kvlens.errors import KVLensError, nearest, nearest_name
+from kvlens.files import read_json
 
 _ROOT = Path(str(files("kvlens.zoo")))
 
@@ -32,6 +33,13 @@ def folder_of(name: str) -> Path:
             "kvlens wrote for HookedKVTransformer.load"
         )
     return _ROOT / name
+
+
+@checked
+def is_bridge(folder: Path) -> bool:
+    """Whether a shipped model is in Transformers' format, for ``KVTransformerBridge.from_zoo``."""
+    config = read_json("zoo", folder / "config.json")
+    return "model_type" in config and "format" not in config
 
 
 @checked

@@ -13,10 +13,14 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvlens.bridge import KVTransformerBridge
 from kvlens.conversion import convert_prompt
 from kvlens.model import HookedKVTransformer
 from kvlens.tasks.facts.story import Question, Story
 from kvlens.tasks.facts.tokenizer import word_tokenizer
+
+Answers = HookedKVTransformer | KVTransformerBridge
+"""What can be asked: a model of kvlens, or one that Transformers runs."""
 
 
 class ScoredQuestions(NamedTuple):
@@ -82,19 +86,19 @@ def question_tokens(stories: Sequence[Story]) -> Int[Tensor, "story pos"]:
     return _padded([story.tokens[story.n_prompt_tokens :] for story in stories])
 
 
-def right_after_story(model: HookedKVTransformer, stories: Sequence[Story]) -> Bool[Tensor, " question"]:
+def right_after_story(model: Answers, stories: Sequence[Story]) -> Bool[Tensor, " question"]:
     """Which of `scored_questions` the model answers correctly with the story in context."""
     scored = scored_questions(stories)
     return _right(model(_padded([story.tokens for story in stories])), scored, torch.zeros(len(stories), dtype=torch.long))
 
 
-def right_with_bias(model: HookedKVTransformer, stories: Sequence[Story]) -> Bool[Tensor, " question"]:
+def right_with_bias(model: Answers, stories: Sequence[Story]) -> Bool[Tensor, " question"]:
     """Which of them the model answers correctly from the questions alone, with the attached bias."""
     scored = scored_questions(stories)
     return _right(model(question_tokens(stories)), scored, torch.tensor([story.n_prompt_tokens for story in stories]))
 
 
-def right_without_story(model: HookedKVTransformer, stories: Sequence[Story]) -> Bool[Tensor, " question"]:
+def right_without_story(model: Answers, stories: Sequence[Story]) -> Bool[Tensor, " question"]:
     """Which of them the model answers correctly after BOS and the questions alone."""
     scored = scored_questions(stories)
     bos = torch.full((len(stories), 1), word_tokenizer().bos_token_id)
@@ -103,29 +107,29 @@ def right_without_story(model: HookedKVTransformer, stories: Sequence[Story]) ->
 
 
 @torch.no_grad()
-def answer_shares(model: HookedKVTransformer, stories: Sequence[Story], *, batch_size: int = 32) -> AnswerShares:
+def answer_shares(model: Answers, stories: Sequence[Story], *, batch_size: int = 32) -> AnswerShares:
     """Measure a model on stories of one length.
 
     Args:
-        model: a model trained on the task; with linear attention the converted story is measured too.
+        model: a model trained on the task; with linear attention, or on a bridge, the converted story is measured too.
         stories: stories with the same number of sentences.
         batch_size: stories at a time.
     """
     asked = [(story, question) for story in stories for question in story.questions if not question.repeated]
     parts = [stories[start : start + batch_size] for start in range(0, len(stories), batch_size)]
-    linear = model.cfg.attention == "linear"
+    exact = isinstance(model, KVTransformerBridge) or model.cfg.attention == "linear"
     return AnswerShares(
         n_facts=len(stories[0].sentences),
         n_answers=len(asked),
         with_story=_share([right_after_story(model, part) for part in parts]),
-        converted=_share([_right_converted(model, part) for part in parts]) if linear else None,
+        converted=_share([_right_converted(model, part) for part in parts]) if exact else None,
         without_story=_share([right_without_story(model, part) for part in parts]),
         guess=sum(1 / len(question.fact.kind.values) for _, question in asked) / len(asked),
         guess_in_story=sum(1 / _values_of_its_kind(story, question) for story, question in asked) / len(asked),
     )
 
 
-def _right_converted(model: HookedKVTransformer, stories: Sequence[Story]) -> Bool[Tensor, " question"]:
+def _right_converted(model: Answers, stories: Sequence[Story]) -> Bool[Tensor, " question"]:
     with model.kv_bias(convert_prompt(model, [story.prompt for story in stories], prepend_bos=True)):
         return right_with_bias(model, stories)
 

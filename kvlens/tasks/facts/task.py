@@ -8,12 +8,13 @@ from typing import Any, ClassVar
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from kvlens.bridge import KVTransformerBridge
 from kvlens.checks import checked
 from kvlens.errors import KVLensError
 from kvlens.model import HookedKVTransformer
-from kvlens.tasks.batch import Batch, Model, Task
+from kvlens.tasks.batch import Batch, Task
 from kvlens.tasks.checks import require_between, require_drawable, require_integers
-from kvlens.tasks.facts.answers import answer_shares, scoring_hops
+from kvlens.tasks.facts.answers import Answers, answer_shares, scoring_hops
 from kvlens.tasks.facts.nested import draw_nested_story, notes
 from kvlens.tasks.facts.story import LONGEST_QUESTION, LONGEST_STATEMENT, MOST_FACTS, Story, draw_story
 from kvlens.tasks.facts.tokenizer import token_ids, word_tokenizer
@@ -95,10 +96,11 @@ class FactsTask(Task):
         """The word-level tokenizer of the stories."""
         return word_tokenizer(pronouns=self.pronoun_share > 0, hops=self.hops == 2)
 
-    def measure_more(self, model: Model, n_sequences: int, loss: float) -> dict[str, Any]:
+    def measure_more(self, model: Any, n_sequences: int, loss: float) -> dict[str, Any]:
         """Accuracy on stories of four and of eight (two hops: six) facts, and the accuracy of guessing."""
-        self._check_kind(model, HookedKVTransformer)
-        assert isinstance(model, HookedKVTransformer)
+        if not isinstance(model, KVTransformerBridge):
+            self._check_kind(model, HookedKVTransformer)
+        assert isinstance(model, Answers)
         counts = [n for n in MEASURED_FACTS[self.hops] if self.min_facts <= n <= self.max_facts]
         tasks = [replace(self, min_facts=n, max_facts=n) for n in counts]
         drawn = [task.stories(MEASURED_STORIES, torch.Generator().manual_seed(MEASURE_SEED), "heldout") for task in tasks]
@@ -153,7 +155,7 @@ class FactsTask(Task):
         return Batch(inputs, torch.where(scored, inputs.roll(-1, dims=1), 0), scored)
 
 
-def _measured(model: HookedKVTransformer, stories: Sequence[Story], hops: int | None) -> dict[str, Any]:
+def _measured(model: Answers, stories: Sequence[Story], hops: int | None) -> dict[str, Any]:
     """Accuracy on questions that need ``hops`` sentences; None for all questions."""
     if hops is None:
         return answer_shares(model, stories)._asdict()
