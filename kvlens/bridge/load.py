@@ -50,17 +50,18 @@ def loaded(source: str | Path, *args: Any, **options: Any) -> TransformerBridge:
         check_listed(folder)
     has_tokenizer = options.get("tokenizer") is not None or any((folder / name).is_file() for name in TOKENIZER_FILES)
     try:
-        name = str(folder) if folder.is_dir() else str(source)
-        plain = not args and set(options) <= PLAIN_OPTIONS
-        if plain and ((folder.is_dir() and not has_tokenizer) or _model_type(name) in BY_TRANSFORMERS):
-            model = AutoModelForCausalLM.from_pretrained(
-                name, dtype=options.get("dtype") or torch.float32, attn_implementation="eager", trust_remote_code=False
-            )
-            tokenizer = options.get("tokenizer")
-            if tokenizer is None and (has_tokenizer or not folder.is_dir()):
-                tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-            return wrapped(model.to(options.get("device") or "cpu"), tokenizer=tokenizer)
-        return TransformerBridge.boot_transformers(name, *args, **options)
+        with without_progress_bars():
+            name = str(folder) if folder.is_dir() else str(source)
+            plain = not args and set(options) <= PLAIN_OPTIONS
+            if plain and ((folder.is_dir() and not has_tokenizer) or _model_type(name) in BY_TRANSFORMERS):
+                model = AutoModelForCausalLM.from_pretrained(
+                    name, dtype=options.get("dtype") or torch.float32, attn_implementation="eager", trust_remote_code=False
+                )
+                tokenizer = options.get("tokenizer")
+                if tokenizer is None and (has_tokenizer or not folder.is_dir()):
+                    tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+                return wrapped(model.to(options.get("device") or "cpu"), tokenizer=tokenizer)
+            return TransformerBridge.boot_transformers(name, *args, **options)
     except (OSError, ValueError, KeyError, AttributeError) as error:
         if isinstance(error, KVLensError):
             raise
