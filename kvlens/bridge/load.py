@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from kvlens.bridge.adapters import ADAPTERS
 from kvlens.errors import KVLensError, first_line
 from kvlens.files import check_listed
+from kvlens.pretrained.folder import without_progress_bars
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model")
 TEXT_PART = ("qwen3_5", "qwen3_5_moe")
