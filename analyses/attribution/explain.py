@@ -34,8 +34,9 @@ class Explained:
 
     Attributes:
         answer, rival: as text.
-        p_answer, p_rival: probabilities of the answer and of its nearest rival with the whole prompt, and without the unit
-            that matters most; the latter None where no unit is significant (adjusted for the number of units).
+        p_answer, p_rival: probabilities of the answer and of its rival with the whole prompt, and without the unit that matters
+            most; the latter None where no unit is significant (adjusted for the number of units). Where no rival is given, it
+            is the most probable other first token without that unit (with the prompt, where no unit is significant).
         units, heads, positions: the tables of `prompt_attribution`, and of that unit those of `attribution_by_head` and
             `attribution_by_position`; empty where no unit is significant.
         unit: number of that unit, or None.
@@ -114,7 +115,7 @@ def explain(
     rows = [[]] if chosen is None else [[], [(int(units["start"][chosen]), int(units["stop"][chosen]))]]
     prompts = question.rows(rows)
     first = logits_after(model, prompts, question.text)[:, 0]
-    other = question.rival if question.rival is not None else _nearest(first[0], question.answer)
+    other = question.rival if question.rival is not None else _nearest(first[-1], question.answer)
     p = [_probabilities(question, prompts, first, tokens) for tokens in (question.answer, other)]
     heads = positions = pd.DataFrame()
     if chosen is not None:

@@ -109,7 +109,8 @@ class RecurrentLayer:
         states = getattr(cache, STATES, None) or {}
         asked = self.always_by_mixer or self._given or self.mixer._forward_hooks or self.mixer.is_hooked()
         if not asked and self.layer not in states:
-            return self._forward_of_bridge(*args, **kwargs)
+            is_native = cache is None and _is_out_of_date(self.component)
+            return (self.component._native_forward if is_native else self._forward_of_bridge)(*args, **kwargs)
         hidden = self.component.hook_in(kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
         state = states[self.layer] if self.layer in states else self._first_state(cache)
         output, after = self.mixer(hidden, state, _mask_of(kwargs.get("attention_mask"), hidden))
@@ -127,6 +128,11 @@ class RecurrentLayer:
                 f"Transformers' own kernel, and now there is {what}: attach it before the first pass of the text"
             )
         return given
+
+
+def _is_out_of_date(component: Any) -> bool:
+    """Whether the component computes a pass without a cache by a function that Transformers 5 no longer keeps in the module."""
+    return hasattr(type(component), "_native_forward") and not hasattr(component.original_component, "causal_conv1d_fn")
 
 
 def _mask_of(mask: Tensor | None, hidden: Float[Tensor, "batch pos d_model"]) -> Tensor | None:

@@ -12,7 +12,8 @@ EXAMPLE_MODEL = "facts-linear"
 """What the report is made of when neither a model nor a prompt is given."""
 TEXT_MODEL = "docs-linear"
 """What it is made of when a prompt is given and no model."""
-STORY_MODELS = ("facts-linear", "facts-gpt2")
+STORY_MODELS = ("facts-linear", "facts-gpt2", "facts-hybrid")
+NESTED_MODELS = ("facts-hops-linear", "facts-hops-gpt2")
 
 
 class Example(NamedTuple):
@@ -26,6 +27,10 @@ STORY = Example(
     prompt="The kite is in the barn. Mira keeps a goat. The drum stands in the cellar. Pavel has a parrot. "
     "Look for the lamp in the attic. At night Kaya feeds a donkey.",
     text=" Which animal does Pavel keep? Pavel keeps a parrot. Which animal does Kaya keep? Kaya keeps a",
+)
+NESTED = Example(
+    prompt="The bin is in the stable. The tub is in the garden. The clock is in the tub. The mirror is in the bin.",
+    text=" Which room holds the clock? The",
 )
 HELP_PAGE = Example(
     prompt="""\
@@ -60,4 +65,6 @@ The widget is""",
 @checked
 def example_for(model: str) -> Example:
     """The built-in example for a model of that name or folder."""
+    if model in NESTED_MODELS:
+        return NESTED
     return STORY if model in STORY_MODELS else HELP_PAGE

@@ -85,6 +85,10 @@ def test_as_exact_as_transformers_own_cache(family):
     assert lost <= max(1.5 * (cut - whole).norm() / whole.norm(), LEAST)
 
 
+def test_without_a_cache_nothing_attached_is_transformers(model, text):
+    torch.testing.assert_close(model(text, use_cache=False), model.original_model(text).logits, rtol=0, atol=0)
+
+
 def test_a_then_b_is_the_concatenation(model, prompt):
     whole = convert_prompt(model, prompt)
     both = convert_prompt(model, prompt[:, 5:], initial=convert_prompt(model, prompt[:, :5]))

@@ -329,5 +329,5 @@ def test_sums_of_converted_prompts_read_both():
     with torch.no_grad(), model.kv_bias(a):
         torch.testing.assert_close(less, model(TEXT), rtol=1e-9, atol=1e-9)
     for too_much in (lambda: a * 1e308, lambda: KVBias.combine(a, b, weights=[1.0, -1e308], shift_state="last")):
-        with pytest.raises(KVLensError, match="has numbers in b_KV that float64 cannot hold: take smaller factors"):
+        with pytest.raises(KVLensError, match="has numbers in b_KV that overflow float64: use smaller factors"):
             too_much()

@@ -211,7 +211,7 @@ def test_the_model_of_the_task_reads_and_writes_text():
         (dict(max_facts=19, length=900), "min_facts <= max_facts <= 18"),
         (dict(max_facts=12, length=110), "a story of 12 facts and one question need a length of 111, got 110"),
         (dict(min_facts=0), "min_facts must be at least 1, got 0"),
-        (dict(whole_share=1.5), "whole_share must be from 0.0 to 1.0, got 1.5"),
+        (dict(whole_share=1.5), "whole_share must be from 0 to 1, got 1.5"),
     ],
 )
 def test_a_bad_setting_is_refused(settings, message):

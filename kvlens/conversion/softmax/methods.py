@@ -84,6 +84,7 @@ def _all_names(methods: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(name for method in methods for name in option_names(METHODS[method])))
 
 
+@checked
 def option_names(kind: type[ConversionMethod]) -> list[str]:
     """The options of a method, with their shorthand."""
     return [*(field.name for field in fields(kind)), *kind.shorthand]  # type: ignore[arg-type]
