@@ -33,8 +33,10 @@ def in_a_sentence(found: Any, by: str) -> str:
     if needed:
         return f"{said} Carried by {_listed(needed, 'and')}.{_stability(found, by)}"
     if sufficient:
-        alone = "which suffices" if len(sufficient) == 1 else "each of which suffices"
-        return f"{said} Carried by {_listed(sufficient, 'or')}, {alone} alone."
+        if len(sufficient) == 1:
+            return f"{said} Carried by {sufficient[0]}, which suffices alone, but is not necessary."
+        each, none = ("either", "neither") if len(sufficient) == 2 else ("each", "none")
+        return f"{said} Carried by {_listed(sufficient, 'and')}: {each} suffices alone, {none} is necessary."
     return f"{said} No head carries it alone."
 
 

@@ -93,7 +93,7 @@ def _odds(explained: Any, by: str) -> str:
     """A table of two answers, before and after, with bars."""
     without = explained.p_answer[1] is not None
     heads = ["the model continues with", "with the prompt", *([f"without that {by}"] if without else [])]
-    named = [(explained.answer, "the answer", explained.p_answer), (explained.rival, "nearest rival", explained.p_rival)]
+    named = [(explained.answer, "the answer", explained.p_answer), (explained.rival, "rival", explained.p_rival)]
     rows = "".join(
         f'<tr><th scope="row"><bdi>{html_text(name)}</bdi> <span class="unit">{what}</span></th>'
         + "".join(_odd(p) for p in both if p is not None)

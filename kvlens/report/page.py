@@ -7,7 +7,7 @@ import pandas as pd
 
 from kvlens.report.build import MOST_EXPLAINED, Report
 from kvlens.report.opening import exactness, opening
-from kvlens.report.ranking import ABLATION, MEASURES, ON_ANSWER, ranked_heads, suffices
+from kvlens.report.ranking import ABLATION, MEASURES, ON_ANSWER, ranked_heads
 from kvlens.report.summary import CONDITIONS
 from kvlens.viz import (
     Page,
@@ -52,7 +52,7 @@ def build_page(report: Report) -> Page:
     page.add(_generated(summary))
     ranked, column = ranked_heads(report)
     page.section("Heads", _about_heads(report))
-    page.add(_head_table(ranked))
+    page.add(_head_table(ranked, column))
     page.add(head_heatmap(ranked, column, details=report.heads, title="map of heads"))
     layers = tables["bias_by_layer"].rename(columns={"ablation_kl": OF_LAYER})
     page.add(contribution_bars(layers, OF_LAYER, title="layers, all heads of one together"))
@@ -105,19 +105,19 @@ def build_page(report: Report) -> Page:
 
 def _about_heads(report: Report) -> str:
     ablation = (
-        f"{ABLATION}: KL divergence of the predictions on the text when the head's bias holds BOS alone; effects of several "
-        "heads do not add up. Choose a head in the map to see its attention pattern and its prompt tokens."
+        f"{ABLATION}: KL divergence of the predictions on the text when the head reads nothing of the prompt but BOS; effects "
+        "of several heads do not add up. Choose a head in the map to see its attention pattern and its prompt tokens."
     )
     found = report.explained
     if found is None or found.unit is None:
-        return f"Ranked by {ablation}"
+        return ablation
     by, text = report.summary["answer"]["by"], found.units.loc[found.unit, "unit_text"].strip()
     own, alone = ON_ANSWER["swap"], ON_ANSWER["alone"]
     return (
-        f"Ranked by {alone if suffices(found) else own}. {own}: what the log-probability of {found.answer!r} loses when this "
-        f"head's part of the bias comes from the prompt without the {by} {_short(text)!r}. {alone}: what is left of the {by}'s "
-        f"effect when all other heads' parts do. p and p alone compare with unrelated {by}s; 'leads' is the share of unrelated "
-        f"{by}s, put in its place, with which this head has the largest effect. {ablation}"
+        f"{own[0].upper()}{own[1:]}: how much the log-probability of {found.answer!r} falls when this head alone reads the "
+        f"prompt without the {by} {_short(text)!r}. {alone[0].upper()}{alone[1:]}: how much of the {by}'s effect remains when "
+        f"all other heads read the prompt without it. p, p alone: the share of unrelated {by}s in its place with an effect as "
+        f"large. Leads: the share of them for which this head has the largest effect. {ablation}"
     )
 
 
@@ -131,13 +131,13 @@ def _not_explained(summary: dict[str, Any]) -> str:
     return "Which part of the prompt led to the answer was not computed for this report; kvlens explain computes it."
 
 
-def _head_table(ranked: pd.DataFrame) -> Piece:
+def _head_table(ranked: pd.DataFrame, by: str) -> Piece:
     columns = [name for name in (*ON_ANSWER.values(), ABLATION, MEASURES["bias_share"]) if name in ranked.columns]
     shown = pd.DataFrame({"head": [f"L{row.layer}H{row.head}" for row in ranked[["layer", "head"]].itertuples()]})
     for name in columns:
         in_percent = name in (MEASURES["bias_share"], ON_ANSWER["leads"])
         shown[name] = [percent(x).replace(" ", "\u00a0") if in_percent else _small(x) for x in ranked[name]]
-    return error_table(shown, title="heads, the largest effect first", max_rows=TOP_HEADS)
+    return error_table(shown, title=f"heads, sorted by {by}", max_rows=TOP_HEADS)
 
 
 def _small(value: float) -> str:
