@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from bridge_models import some_tokens, tiny
+from bridge_models import NEEDS_HOOKED_TRANSFORMER, TRANSFORMER_LENS_3, some_tokens, tiny
 from kvlens.analyses.attribution.answers import Question
 from kvlens.analyses.attribution.by_head import swapped_heads
 from kvlens.analyses.attribution.explain import explain
@@ -28,6 +28,8 @@ def without_gradients():
 @pytest.fixture(scope="module")
 def both_front_ends(tmp_path_factory):
     """A GPT-2 in float64, from one folder."""
+    if not TRANSFORMER_LENS_3:
+        pytest.skip(NEEDS_HOOKED_TRANSFORMER)
     folder = tmp_path_factory.mktemp("gpt2")
     tiny("gpt2").double().save_pretrained(folder)
     as_they_are = dict(fold_ln=False, center_writing_weights=False, center_unembed=False, fold_value_biases=False)
