@@ -90,6 +90,9 @@ ATTRIBUTION_METHODS = {
 }
 """name -> MODULE:CLASS of a method of `prompt_attribution`, also on the command line."""
 
+UNITS = ("token", "word", "sentence", "paragraph")
+"""What `prompt_attribution` divides a prompt into by name, finest first."""
+
 
 def locate(name: str) -> tuple[str, str]:
     """Module and attribute of an analysis, given the name of one of kvlens, or MODULE:OBJECT for any other.

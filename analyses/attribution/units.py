@@ -12,6 +12,7 @@ from kvlens import KVLensError, KVModel
 from kvlens.arguments import Span, checked_spans
 from kvlens.errors import nearest
 
+from ..registry import UNITS
 from ..sequences import begins_with_bos
 from ..texts import token_texts
 
@@ -89,7 +90,7 @@ def _paragraph(before: str, after: str) -> bool:
     return "\n" in before and "\n" not in after
 
 
-LEVELS: dict[str, Callable[[str, str], bool]] = {"token": _token, "word": _word, "sentence": _sentence, "paragraph": _paragraph}
+LEVELS: dict[str, Callable[[str, str], bool]] = dict(zip(UNITS, (_token, _word, _sentence, _paragraph), strict=True))
 """name -> whether a unit begins between two tokens, from their texts; finest first."""
 
 

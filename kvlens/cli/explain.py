@@ -5,15 +5,13 @@ import os
 from pathlib import Path
 from typing import Annotated, Any
 
-from kvlens.analyses.registry import ATTRIBUTION_METHODS
+from kvlens.analyses.registry import ATTRIBUTION_METHODS, UNITS
 from kvlens.arguments import check_device, path_of
 from kvlens.checks import Seed, Within, ensure
 from kvlens.cli.prompts import add_prompt_and_text, given_prompt_and_text
 from kvlens.errors import KVLensError
 from kvlens.report.example import EXAMPLE_MODEL, TEXT_MODEL, example_for
 from kvlens.zoo import source_of
-
-LEVELS = ("sentence", "paragraph", "word", "token")
 
 
 def add_command(commands: Any) -> None:
@@ -43,7 +41,7 @@ def add_command(commands: Any) -> None:
     )
     explain.add_argument("--tokenizer", metavar="FILE", help="tokenizer file; needed only for a llama2.c checkpoint")
     explain.add_argument(
-        "--by", choices=LEVELS, default="sentence", help="the unit that is removed at a time (default: %(default)s)"
+        "--by", choices=UNITS, default="sentence", help="the unit that is removed at a time (default: %(default)s)"
     )
     explain.add_argument(
         "--method",

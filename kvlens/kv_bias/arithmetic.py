@@ -105,7 +105,7 @@ def _stored_sums(biases: Sequence[Any], weights: Sequence[float | int]) -> dict[
         terms["b_KV"].append(factor[..., None, None] * b.b_KV)
         terms["b_D"].append(factor[..., None] * b.b_D)
     if first.features.per_prompt:
-        features = functools.reduce(lambda a, b: a.beside(b), [b.features for b in biases])
+        features = functools.reduce(lambda a, b: a.followed_by(b), [b.features for b in biases])
         side_by_side = {"b_KV": torch.cat(terms["b_KV"], dim=-2), "b_D": torch.cat(terms["b_D"], dim=-1)}
         return {**side_by_side, "log_scale": log_scale, "features": features}
     return {**{name: torch.stack(terms[name]).sum(dim=0) for name in names}, "log_scale": log_scale}

@@ -145,7 +145,7 @@ class VirtualKeys(PositiveFeatures):
         passed = torch.as_tensor(n_tokens, device=self.distance.device)
         return VirtualKeys(self.keys, self.distance + (passed[:, None, None] if passed.dim() else passed))
 
-    def beside(self, other: "VirtualKeys") -> "VirtualKeys":
+    def followed_by(self, other: "VirtualKeys") -> "VirtualKeys":
         """These keys, then those of ``other``."""
         return VirtualKeys(torch.cat([self.keys, other.keys], dim=-2), torch.cat([self.distance, other.distance], dim=-1))
 
