@@ -258,7 +258,7 @@ def _check_known_features(config: Mapping[str, Any]) -> None:
     """Raise for features that would change the output and are not known in this architecture."""
     if config["hidden_size"] % config["num_attention_heads"]:
         raise KVLensError(
-            f"{_REFUSE}has hidden_size={config['hidden_size']}, no multiple of "
+            f"{_REFUSE}has hidden_size={config['hidden_size']}, not a multiple of "
             f"num_attention_heads={config['num_attention_heads']}"
         )
     if config.get("hidden_act", "silu") != "silu":
@@ -266,7 +266,7 @@ def _check_known_features(config: Mapping[str, Any]) -> None:
     scaling = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind != "default":
-        raise KVLensError(f"{_REFUSE}scales its rotary angles by {kind!r}, which is not known of the architecture")
+        raise KVLensError(f"{_REFUSE}scales its rotary angles by {kind!r}, which is not supported for this architecture")
     if config.get("quantization_config"):
         raise KVLensError(f"{_REFUSE}is quantized ({config['quantization_config']}); its weights cannot be converted")
 

@@ -143,7 +143,7 @@ def _layer_types(hf_config: Any, cfg: HookedTransformerConfig, n_ctx: int) -> di
 
 
 def alibi_slopes(n_heads: int) -> list[float] | None:
-    """The slopes of ALiBi where the number of heads is no power of two, for which TransformerLens has another series.
+    """The slopes of ALiBi where the number of heads is not a power of two, for which TransformerLens has another series.
 
     Source: Press et al. 2022, the code that comes with the paper: the series of the next lower power of two, then every
     second slope of the series of the next higher one.

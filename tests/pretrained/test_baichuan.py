@@ -199,7 +199,7 @@ def test_a_tokenizer_in_the_folder_is_used_and_one_that_is_code_is_not_run(tmp_p
         ({"num_swa_attention_heads": 12}, "num_swa_attention_heads=12 .*and num_attention_heads=6 in the others"),
         ({"num_swa_key_value_heads": 2}, "num_swa_key_value_heads=2 .*and num_key_value_heads=3 in the others.*shift_import"),
         ({"hidden_size": None}, "needs a positive integer hidden_size in its config.json, got None"),
-        ({"hidden_size": 25}, "hidden_size=25, no multiple of num_attention_heads=6"),
+        ({"hidden_size": 25}, "hidden_size=25, not a multiple of num_attention_heads=6"),
         ({"sliding_window": None}, "needs a positive integer sliding_window"),
         ({"sliding_window_layers": [1, 4]}, r"sliding_window_layers \[1, 4\]; expected numbers from 0 to 3"),
         ({"conv_window": 1}, "conv_window=1: it mixes nothing"),
