@@ -11,7 +11,8 @@ bias, at every pass, including generation.
 
 Recurrent layers have those of :mod:`kvlens.mixers` under the same path. They fire with and without a bias if something is
 hooked to one of them: the layer is then computed by its mixer, which rounds differently from Transformers' kernel.
-OLMo-Hybrid's attention exposes queries, keys and scores in the same way (:mod:`kvlens.bridge.native`).
+OLMo-Hybrid's attention exposes queries, keys and scores in the same way (:mod:`kvlens.bridge.native`). A fused projection with
+rotary positions has ``hook_rot_q`` and ``hook_rot_k``, with or without a bias (:mod:`kvlens.bridge.fused`).
 
 With a bias, ``hook_pattern`` is divided by the whole normalizer, so that its rows sum to less than 1, as in
 :class:`kvlens.HookedKVTransformer`.

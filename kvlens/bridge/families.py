@@ -8,18 +8,29 @@ from typing import Any
 
 from torch import nn
 
-from kvlens.bridge.native import open_up
+from kvlens.bridge.fused import show_rotated
+from kvlens.bridge.native import VALUES, open_up
 from kvlens.bridge.recurrent import RecurrentLayer
-from kvlens.bridge.softmax import HeadSizes, SoftmaxLayer
+from kvlens.bridge.softmax import HeadSizes, Points, SoftmaxLayer
 from kvlens.errors import KVLensError
 from kvlens.mixers import has_mixer
 from kvlens.ops.softmax_features import ScoreRule
 
-ROTATES = {"PositionEmbeddingsAttentionBridge": True, "JointQKVAttentionBridge": False}
-"""The bridge's attention components that compute in the open, and whether queries and keys are rotated in them."""
+FUSED = ("JointQKVPositionEmbeddingsAttentionBridge", "FusedRotaryAttention")
+"""Components that show what they rotate once kvlens made them do so (:mod:`kvlens.bridge.fused`)."""
+LATENT = "MLAAttentionBridge"
+POINTS = {
+    "JointQKVAttentionBridge": Points("q.hook_out", "k.hook_out"),
+    LATENT: Points("hook_q", "hook_k", "hook_v"),
+    **dict.fromkeys(("PositionEmbeddingsAttentionBridge", "_SmolLM3AttentionBridge", *FUSED), Points()),
+}
+"""The bridge's attention components that compute attention step by step, and where each shows queries, keys and values."""
 NATIVE = ("OlmoHybridAttention", "KimiLinearAttention")
 """Modules of Transformers to which the bridge leaves attention, and that kvlens opens up (:mod:`kvlens.bridge.native`)."""
-TRIED = "GPT-2, Llama, Qwen3, Gemma 3, GPT-OSS, Qwen3.5, Qwen3-Next, OLMo-Hybrid, Kimi Linear, MiniMax, Bamba, Granite 4"
+TRIED = (
+    "GPT-2, Llama, Qwen2, Qwen3, Mistral, Mixtral, Gemma 2, Gemma 3, GPT-OSS, GPT-NeoX, Phi-3, OLMo-2, SmolLM3, DeepSeek-V3, "
+    "Qwen3.5, Qwen3-Next, OLMo-Hybrid, Kimi Linear, MiniMax, Bamba, Granite 4"
+)
 RECURRENT = ("linear_attn", "mixer", "mamba")
 """What the bridge calls a recurrent layer within its block."""
 VARIABLE_ROTARY = ("dynamic", "longrope")
@@ -62,7 +73,7 @@ def _layer(bridge: Any, family: str, config: Any, layer: int) -> SoftmaxLayer | 
         return RecurrentLayer(recurrent, layer)
     kind = type(attn).__name__
     native = attn is not None and type(attn.original_component).__name__ in NATIVE
-    if kind not in ROTATES and not native:
+    if kind not in POINTS and not native:
         found = "has no attention" if attn is None else f"is a {kind}"
         found = found if recurrent is None else f"is a {type(recurrent.original_component).__name__} without a mixer"
         raise _no_way(family, f"layer {layer} {found}, which shows neither its queries nor its scores in a known place")
@@ -72,7 +83,9 @@ def _layer(bridge: Any, family: str, config: Any, layer: int) -> SoftmaxLayer | 
     if getattr(attn, "hook_gate", None) is not None:
         raise _no_way(family, f"layer {layer} gates its output in a place that has no known way")
     cfg = bridge.cfg
-    n_kv_heads = getattr(cfg, "n_key_value_heads", None) or cfg.n_heads
+    if kind == LATENT:
+        _settle_latent(bridge, attn)
+    n_kv_heads = cfg.n_heads if kind == LATENT else getattr(cfg, "n_key_value_heads", None) or cfg.n_heads
     d_head = int(getattr(module, "v_head_dim", getattr(module, "head_dim", cfg.d_head)))
     if d_head != cfg.d_head:
         raise _no_way(family, f"layer {layer} has heads of {d_head} dimensions, the configuration of {cfg.d_head}")
@@ -84,7 +97,21 @@ def _layer(bridge: Any, family: str, config: Any, layer: int) -> SoftmaxLayer | 
     rule = ScoreRule(scale, getattr(module, "attn_logit_softcapping", None), None, _window(family, config, layer))
     if native:
         open_up(attn)
-    return SoftmaxLayer(attn, layer, HeadSizes(cfg.n_heads, n_kv_heads, d_head, d_key), rule, native or ROTATES[kind])
+    if kind in FUSED:
+        show_rotated(attn)
+    points = Points(v=VALUES) if native else POINTS[kind]
+    return SoftmaxLayer(attn, layer, HeadSizes(cfg.n_heads, n_kv_heads, d_head, d_key), rule, points)
+
+
+def _settle_latent(bridge: Any, attn: Any) -> None:
+    """Latent attention (DeepSeek-V3): values' own size in the configuration and at ``hook_z``, and a mask in every pass.
+
+    TransformerLens takes Transformers' ``head_dim``, the rotated part of a key. Release 3 applies only the mask that it is
+    given, and Transformers gives none for fused attention.
+    """
+    bridge.cfg.d_head = attn.original_component.v_head_dim
+    attn.o.hook_in.hook_conversion.d_head = bridge.cfg.d_head
+    text_config(bridge.original_model)._attn_implementation = "eager"
 
 
 def _recurrent(block: Any) -> Any:

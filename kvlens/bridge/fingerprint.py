@@ -59,6 +59,7 @@ WITHOUT_EFFECT = {
 def fingerprint_of(bridge: Any) -> Fingerprint:
     """Structure and current weights. Reads every weight once."""
     cfg, config = bridge.cfg, text_config(bridge.original_model)
+    sizes = next(layer.sizes for layer in bridge.__dict__["_layers"] if isinstance(layer, SoftmaxLayer))
     fields = {name: value for name, value in config.to_dict().items() if name not in WITHOUT_EFFECT}
     rest = {
         "architecture": cfg.architecture,
@@ -70,7 +71,7 @@ def fingerprint_of(bridge: Any) -> Fingerprint:
         attention="softmax",
         n_layers=cfg.n_layers,
         n_heads=cfg.n_heads,
-        n_kv_heads=getattr(cfg, "n_key_value_heads", None) or cfg.n_heads,
+        n_kv_heads=sizes.n_kv_heads,
         d_model=cfg.d_model,
         d_head=cfg.d_head,
         d_phi=0,
@@ -84,15 +85,8 @@ def fingerprint_of(bridge: Any) -> Fingerprint:
         kv_shift="none",
         rest="; ".join(f"{name} {json.dumps(value, sort_keys=True, default=str)}" for name, value in sorted(rest.items())),
         weights=weights_hash(_weights(bridge)),
-        d_key=_key_size(bridge),
+        d_key=None if sizes.d_key == sizes.d_head else sizes.d_key,
     )
-
-
-def _key_size(bridge: Any) -> int | None:
-    """The dimensions of a key, where a value has another number of them."""
-    sizes = {(layer.sizes.d_key, layer.sizes.d_head) for layer in bridge.__dict__["_layers"] if isinstance(layer, SoftmaxLayer)}
-    d_key, d_head = next(iter(sizes), (None, None))
-    return None if d_key == d_head else d_key
 
 
 def _weights(bridge: Any) -> dict[str, Tensor]:

@@ -2,11 +2,12 @@
 
     z = (Z_c z_c + Z_b z_b) / (Z_c + Z_b)          Z_c = sum of exp of the masked scores, attention sink included
 
-q comes from ``hook_rot_q`` (``hook_q`` where nothing rotates) and Z_c from ``hook_attn_scores``, both as other hooks leave
+q comes from the hook point at which it is scored (:class:`Points`) and Z_c from ``hook_attn_scores``, both as other hooks leave
 them; ``hook_pattern`` is scaled by Z_c / (Z_c + Z_b) and z_b's share is added at ``hook_z``, both before other hooks see them.
 """
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -15,13 +16,23 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformer_lens.hook_points import HookPoint
 
-from kvlens.bridge.native import VALUES
 from kvlens.components import LayerBias, by_query_head, is_hooked
 from kvlens.kv_bias import KVBias
 from kvlens.ops.softmax_attention import ScaledMass, join_bias
 from kvlens.ops.softmax_features import ScoreRule
 
 HOOKS = ("hook_b_kv", "hook_b_d", "hook_normalizer", "hook_z_context", "hook_z_bias")
+
+
+class Points(NamedTuple):
+    """Where an attention component shows queries and keys as they are scored, and values: its hook points or a projection's.
+
+    A projection's ``hook_out`` holds [batch, pos, head * d]; the component's own hold heads first, [batch, head, pos, d].
+    """
+
+    q: str = "hook_rot_q"
+    k: str = "hook_rot_k"
+    v: str = "v.hook_out"
 
 
 class HeadSizes(NamedTuple):
@@ -41,12 +52,12 @@ class SoftmaxLayer:
         layer: its number.
         sizes: of its heads.
         rule: how it scores a key.
-        rotates: whether queries and keys are rotated in it.
+        points: where its queries, keys and values are seen.
     """
 
-    def __init__(self, attn: nn.Module, layer: int, sizes: HeadSizes, rule: ScoreRule, rotates: bool):
+    def __init__(self, attn: nn.Module, layer: int, sizes: HeadSizes, rule: ScoreRule, points: Points):
         self.attn: Any = attn
-        self.layer, self.sizes, self.rule, self.rotates = layer, sizes, rule, rotates
+        self.layer, self.sizes, self.rule, self.points = layer, sizes, rule, points
         for name in HOOKS:
             if not isinstance(getattr(attn, name, None), HookPoint):
                 point = HookPoint()
@@ -68,7 +79,7 @@ class SoftmaxLayer:
         seen: dict[str, Tensor] = {}
 
         def see_q(q: Tensor) -> None:
-            seen["q"] = self._heads(q, self.rotates)
+            seen["q"] = self._heads(q, self.points.q)
 
         def see_scores(scores: Tensor) -> None:
             seen["share"], seen["z_bias"] = self._joined(seen.pop("q"), scores, bias, positions)
@@ -87,7 +98,7 @@ class SoftmaxLayer:
             return (self.attn.hook_z_context(z.reshape(z_bias.shape)) + z_bias).reshape(z.shape)
 
         handles = [
-            _at(self._q_point, see_q),
+            _at(self._point(self.points.q), see_q),
             _at(self.attn.hook_attn_scores, see_scores),
             _at(self.attn.hook_pattern, scale_pattern, first=True),
             _at(self.attn.o.hook_in, add_bias, first=True),
@@ -98,26 +109,23 @@ class SoftmaxLayer:
     def observe(self, seen: dict[tuple[int, str], Tensor]) -> list[RemovableHandle]:
         """Let the next pass put keys as scored, and values, [batch, kv_head, pos, d_head], into ``seen`` by layer and name."""
 
-        def see_k(k: Tensor) -> None:
-            seen[self.layer, "k"] = self._heads(k, self.rotates).transpose(1, 2)
+        def see(name: str, point: str) -> RemovableHandle:
+            def put(x: Tensor) -> None:
+                seen[self.layer, name] = self._heads(x, point).transpose(1, 2)
 
-        def see_v(v: Tensor) -> None:
-            seen[self.layer, "v"] = self._heads(v, in_the_open).transpose(1, 2)
+            return _at(self._point(point), put)
 
-        in_the_open = hasattr(self.attn, VALUES)
-        key = self.attn.hook_rot_k if self.rotates else self.attn.k.hook_out
-        return [_at(key, see_k), _at(getattr(self.attn, VALUES) if in_the_open else self.attn.v.hook_out, see_v)]
+        return [see("k", self.points.k), see("v", self.points.v)]
 
     def attention_points(self) -> dict[str, tuple[nn.Module, Callable[[Tensor], Tensor] | None]]:
         """By what passes there, where to look, and how to make [batch, pos, head, d_head] of it (a pattern stays as it is)."""
 
         def heads(x: Tensor) -> Tensor:
-            return self._heads(x, False)
+            return self._heads(x, "o.hook_in")
 
-        in_the_open = hasattr(self.attn, VALUES)
         points: dict[str, tuple[nn.Module, Callable[[Tensor], Tensor] | None]] = {
             "pattern": (self.attn.hook_pattern, None),
-            "v": (getattr(self.attn, VALUES), lambda x: x.transpose(1, 2)) if in_the_open else (self.attn.v.hook_out, heads),
+            "v": (self._point(self.points.v), lambda x: self._heads(x, self.points.v)),
             "z": (self.attn.o.hook_in, heads),
             "z_bias": (self.attn.hook_z_bias, heads),
         }
@@ -135,13 +143,13 @@ class SoftmaxLayer:
         by_output = weights.T if type(self.attn.o.original_component).__name__ != "Conv1D" else weights
         return by_output.unflatten(0, (self.sizes.n_heads, self.sizes.d_head))
 
-    @property
-    def _q_point(self) -> HookPoint:
-        return self.attn.hook_rot_q if self.rotates else self.attn.q.hook_out
+    def _point(self, name: str) -> nn.Module:
+        point: nn.Module = attrgetter(name)(self.attn)
+        return point
 
-    def _heads(self, x: Tensor, heads_first: bool) -> Float[Tensor, "batch pos some_head d_head"]:
-        """``x`` as it passes a hook point: [batch, head, pos, d], [batch, pos, head, d] or [batch, pos, head * d]."""
-        if heads_first:
+    def _heads(self, x: Tensor, point: str) -> Float[Tensor, "batch pos some_head d_head"]:
+        """``x`` as it passes a hook point: see :class:`Points`."""
+        if not point.endswith((".hook_out", ".hook_in")):
             return x.transpose(1, 2)
         return x if x.dim() == 4 else x.unflatten(-1, (-1, self.sizes.d_head))
 

@@ -23,6 +23,8 @@ COMMON = dict(
     vocab_size=D_VOCAB,
     max_position_embeddings=N_CTX,
 )
+WITHOUT_D_HEAD = {name: size for name, size in COMMON.items() if name != "head_dim"}
+SPECIAL = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0)
 LLAMA3 = dict(
     rope_type="llama3",
     rope_theta=10000.0,
@@ -60,14 +62,14 @@ KIMI = dict(
     num_local_experts=4,
     num_experts_per_tok=2,
     moe_intermediate_size=8,
-    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0),
+    **SPECIAL,
 )
 MAMBA = dict(mamba_n_heads=4, mamba_d_head=12, mamba_d_state=6, mamba_n_groups=2, mamba_expand=2, mamba_chunk_size=8)
 HYBRIDS = {
     "bamba": lambda: tf.BambaForCausalLM(tf.BambaConfig(**{**COMMON, "head_dim": 4}, **MAMBA, attn_layer_indices=[1])),
     "granite_hybrid": lambda: tf.GraniteMoeHybridForCausalLM(
         tf.GraniteMoeHybridConfig(
-            **{name: size for name, size in COMMON.items() if name != "head_dim"},
+            **WITHOUT_D_HEAD,
             **MAMBA,
             layer_types=["mamba", "attention", "mamba"],
             position_embedding_type="rope",
@@ -96,6 +98,46 @@ FAMILIES = {
         tf.Gemma3TextConfig(**COMMON, sliding_window=WINDOW, layer_types=KINDS, query_pre_attn_scalar=4)
     ),
     "gpt_oss": lambda: tf.GptOssForCausalLM(tf.GptOssConfig(**COMMON, **EXPERTS, sliding_window=WINDOW, layer_types=KINDS)),
+    "gpt_neox": lambda: tf.GPTNeoXForCausalLM(
+        tf.GPTNeoXConfig(
+            **{name: size for name, size in WITHOUT_D_HEAD.items() if name != "num_key_value_heads"}, **SPECIAL, rotary_pct=0.5
+        )
+    ),
+    "mistral": lambda: tf.MistralForCausalLM(tf.MistralConfig(**COMMON, sliding_window=WINDOW)),
+    "qwen2": lambda: tf.Qwen2ForCausalLM(
+        tf.Qwen2Config(**WITHOUT_D_HEAD, use_sliding_window=True, sliding_window=WINDOW, layer_types=KINDS)
+    ),
+    "gemma2": lambda: tf.Gemma2ForCausalLM(
+        tf.Gemma2Config(
+            **COMMON,
+            sliding_window=WINDOW,
+            layer_types=KINDS,
+            query_pre_attn_scalar=4,
+            attn_logit_softcapping=3.0,
+            final_logit_softcapping=20.0,
+        )
+    ),
+    "phi3": lambda: tf.Phi3ForCausalLM(tf.Phi3Config(**WITHOUT_D_HEAD, **SPECIAL, sliding_window=WINDOW)),
+    "olmo2": lambda: tf.Olmo2ForCausalLM(tf.Olmo2Config(**WITHOUT_D_HEAD, **SPECIAL)),
+    "smollm3": lambda: tf.SmolLM3ForCausalLM(tf.SmolLM3Config(**WITHOUT_D_HEAD, **SPECIAL, no_rope_layers=[1, 0, 1])),
+    "mixtral": lambda: tf.MixtralForCausalLM(tf.MixtralConfig(**COMMON, num_local_experts=4, num_experts_per_tok=2)),
+    "deepseek_v3": lambda: tf.DeepseekV3ForCausalLM(
+        tf.DeepseekV3Config(
+            **{**WITHOUT_D_HEAD, "num_key_value_heads": 6},
+            **SPECIAL,
+            kv_lora_rank=10,
+            q_lora_rank=8,
+            qk_nope_head_dim=3,
+            qk_rope_head_dim=4,
+            v_head_dim=5,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=8,
+            n_group=2,
+            topk_group=1,
+            first_k_dense_replace=1,
+        )
+    ),
 }
 
 

@@ -77,26 +77,26 @@ def test_a_then_b_is_the_concatenation(model):
         assert largest(model(text), expected) < LEAST
 
 
-@pytest.mark.parametrize("use_past_kv_cache", [True, False])
-def test_64_greedy_tokens_are_those_behind_the_prompt(model, use_past_kv_cache):
-    """Near-ties are excused: two tokens whose logits differ by less than the two passes do. None was seen in 480 texts."""
-    n = 6 if use_past_kv_cache else 2
+def test_64_greedy_tokens_are_those_behind_the_prompt(model):
+    check_greedy(model, n=6, use_past_kv_cache=True)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen3_5"])
+def test_64_greedy_tokens_without_a_cache(family):
+    check_greedy(KVTransformerBridge.boot_transformers(tiny(family)), n=2, use_past_kv_cache=False)
+
+
+def check_greedy(model, n, use_past_kv_cache):
+    """Each token is the likeliest behind the prompt and the tokens before it, or ties with it within the passes' rounding."""
     prompt, text = some_tokens(n, N_PROMPT), some_tokens(n, N_TEXT, seed=1)
-    options = dict(max_new_tokens=64, do_sample=False, stop_at_eos=False, verbose=False)
-    expected = model.generate(torch.cat([prompt, text], dim=1), **options)[:, N_PROMPT:]
+    options = dict(max_new_tokens=64, do_sample=False, stop_at_eos=False, verbose=False, use_past_kv_cache=use_past_kv_cache)
     passes = []
     with model.kv_bias(convert_prompt(model, prompt)), model.hooks(fwd_hooks=[("blocks.1.attn.hook_b_kv", note(passes))]):
-        generated = model.generate(text, use_past_kv_cache=use_past_kv_cache, **options)
+        generated = model.generate(text, **options)
     assert len(passes) == 64
-    ties = 0
-    for row in range(n):
-        differs = (generated[row] != expected[row]).nonzero()
-        if len(differs):
-            at = int(differs[0])
-            logits = model(torch.cat([prompt[row], expected[row, :at]])[None])[0, -1]
-            assert logits[expected[row, at]] - logits[generated[row, at]] < 10 * LEAST * logits.abs().max()
-            ties += 1
-    assert ties <= 1, f"{ties} of {n} texts differ from the first near-tie on"
+    logits = model(torch.cat([prompt, generated], dim=1))[:, N_PROMPT + N_TEXT - 1 : -1]
+    chosen = logits.gather(-1, generated[:, N_TEXT:, None])[..., 0]
+    assert bool((logits.amax(dim=-1) - chosen < 10 * LEAST * logits.abs().amax(dim=-1)).all())
 
 
 def note(seen):
@@ -106,6 +106,7 @@ def note(seen):
 def test_nothing_attached_changes_nothing(family):
     text = some_tokens(2, N_TEXT)
     plain = tiny(family)
+    plain.set_attn_implementation("eager")  # TransformerLens 3 forgets the mask of latent attention where it is fused
     twin = copy.deepcopy(plain)
     bridge = build_bridge_from_module(plain, type(plain).__name__, hf_config=plain.config)
     model = KVTransformerBridge.boot_transformers(twin)
@@ -116,7 +117,7 @@ def test_nothing_attached_changes_nothing(family):
         assert largest(ours, logits) < 5 * LEAST and set(cache) < set(our_cache)
         ours = bridge(text)
     else:
-        assert torch.equal(logits, ours) and set(cache) == set(our_cache)
+        assert torch.equal(logits, ours) and set(cache) <= set(our_cache)  # a fused projection shows what it rotates too
     before = hooks_of(model)
     with model.kv_bias(convert_prompt(model, text)):
         model(text)
@@ -141,7 +142,7 @@ def test_hooks_see_the_summands_and_change_the_bias(model):
         z = cache["blocks.1.attn.o.hook_in"].reshape(at["hook_z_bias"].shape)
         torch.testing.assert_close(at["hook_z_context"] + at["hook_z_bias"], z, rtol=0, atol=0)
         pattern = cache["blocks.1.attn.hook_pattern"].sum(dim=-1).transpose(1, 2)
-        assert bool((pattern < 1).all())
+        assert bool((pattern[:, 0] < 1).all())  # later tokens may have left the prompt behind their window
         names = [f"blocks.{layer}.attn.hook_b_{x}" for layer in range(3) for x in ("kv", "d")]
         zero = [(name, lambda b, hook: b * 0) for name in names if name in model.hook_dict]
         without = model.run_with_hooks(text, fwd_hooks=zero)
@@ -152,7 +153,8 @@ def test_hooks_see_the_summands_and_change_the_bias(model):
 def test_a_query_that_is_patched_reads_the_bias_patched(model):
     """A hook attached before or within the bias acts on both summands."""
     prompt, text = some_tokens(2, N_PROMPT), some_tokens(2, N_TEXT, seed=1)
-    name = "blocks.1.attn.hook_rot_q" if "blocks.1.attn.hook_rot_q" in model.hook_dict else "blocks.1.attn.q.hook_out"
+    names = [f"blocks.1.attn.{name}" for name in ("hook_q", "hook_rot_q", "q.hook_out")]
+    name = next(name for name in names if name in model.hook_dict)  # latent attention rotates a part only
     hooks = [(name, lambda q, hook: 0.5 * q)]
     expected = model.run_with_hooks(torch.cat([prompt, text], dim=1), fwd_hooks=hooks)[:, N_PROMPT:]
     bias = convert_prompt(model, prompt, fwd_hooks=hooks)
@@ -237,11 +239,9 @@ def test_bad_input_is_refused_with_a_message(model, family):
 
 
 def test_an_architecture_without_a_way_is_named():
-    config = tf.GPTNeoXConfig(
-        hidden_size=12, num_hidden_layers=1, num_attention_heads=3, intermediate_size=8, vocab_size=D_VOCAB, hidden_act="gelu"
-    )
-    with pytest.raises(KVLensError, match="GPTNeoXForCausalLM has no way to read a KV bias yet: layer 0"):
-        KVTransformerBridge.boot_transformers(tf.GPTNeoXForCausalLM(config).eval())
+    config = tf.GPTJConfig(n_embd=12, n_layer=1, n_head=3, n_positions=N_CTX, vocab_size=D_VOCAB, rotary_dim=2)
+    with pytest.raises(KVLensError, match="GPTJForCausalLM has no way to read a KV bias yet: layer 0"):
+        KVTransformerBridge.boot_transformers(tf.GPTJForCausalLM(config).eval())
     sizes = dict(hidden_size=24, num_hidden_layers=1, vocab_size=D_VOCAB)
     mamba = tf.Mamba2Config(**sizes, num_heads=4, head_dim=12, state_size=6, n_groups=2)
     with pytest.raises(KVLensError, match="Mamba2ForCausalLM has no way .*: none of its layers is attention"):
