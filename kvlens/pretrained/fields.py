@@ -70,8 +70,8 @@ def check_fields(hf_config: Any, architecture: str) -> None:
         "word_embed_proj_dim": (hf_config.hidden_size, ", its hidden_size,"),
     }
     if architecture in ("Olmo3ForCausalLM", "OlmoeForCausalLM") and hf_config.hidden_size % hf_config.num_attention_heads:
-        heads = hf_config.num_attention_heads
-        raise refused(architecture, "num_attention_heads", heads, f"hidden_size {hf_config.hidden_size} is not a multiple of it")
+        heads, why = hf_config.num_attention_heads, f"hidden_size {hf_config.hidden_size} is not a multiple of it"
+        raise refused(architecture, "num_attention_heads", heads, why)
     for name in (n for n in values if n in default or n in undeclared):
         if name in IRRELEVANT or name in HONORED[architecture]:
             continue
