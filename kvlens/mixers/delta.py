@@ -79,7 +79,7 @@ class DeltaMixer(Mixer):
         assert gate is not None
         module: Any = self.module
         normed = getattr(module, self.norm_name)(z.reshape(-1, self.d_v), gate.reshape(-1, self.d_v))
-        output: Tensor = getattr(module, self.output_name)(normed.reshape(*z.shape[:2], -1))
+        output: Tensor = getattr(module, self.output_name)(normed.reshape(*z.shape[:2], -1).to(gate.dtype))
         return output
 
 

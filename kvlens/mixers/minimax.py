@@ -41,5 +41,6 @@ class MiniMaxMixer(Mixer):
 
     def finish(self, z: Tensor, gate: Tensor | None) -> Tensor:
         module: Any = self.module
-        output: Tensor = module.out_proj(gate * module.norm(z.flatten(2)))
+        assert gate is not None
+        output: Tensor = module.out_proj((gate * module.norm(z.flatten(2))).to(gate.dtype))
         return output

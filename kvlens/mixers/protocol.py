@@ -197,7 +197,10 @@ class Mixer(nn.Module, ABC):
 
     @abstractmethod
     def finish(self, z: Float[Tensor, "batch pos head d_v"], gate: Tensor | None) -> Float[Tensor, "batch pos d_model"]:
-        """The norm, the gate and the output projection."""
+        """The norm and the gate, in the dtype of z: float32 or better; then the output projection in the module's dtype.
+
+        z may be beyond the range of half precision, and what the norm makes of it is not.
+        """
 
     def is_hooked(self) -> bool:
         """Whether any of the hook points has a hook."""
@@ -241,7 +244,7 @@ class Mixer(nn.Module, ABC):
             z = self.hook_z_context(z) + self.hook_z_bias(z_bias)
         z = self.hook_z(z)
         after = RecurrentState(state.b_kv, self.hook_state(read.context), read.state_map, inputs.conv)
-        return self.finish(z.to(hidden_states.dtype), inputs.gate), after
+        return self.finish(z, inputs.gate), after
 
     def _hooked_inputs(self, inputs: MixerInputs) -> MixerInputs:
         write = inputs.write_strength

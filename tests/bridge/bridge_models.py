@@ -167,10 +167,11 @@ class TextLength(MiniMaxCache):
 
 
 def cut_and_continued(model: tf.PreTrainedModel, prompt: Tensor, text: Tensor) -> Tensor:
-    """Logits of a text that continues from Transformers' own cache of a prompt."""
+    """Logits of a text that continues from Transformers' own cache of a prompt; Bamba's positions would ignore the cache."""
     cache = TextLength() if model.config.model_type == "minimax" else None
     cache = model(prompt, use_cache=True, past_key_values=cache).past_key_values
-    return model(text, past_key_values=cache, use_cache=True).logits
+    positions = torch.arange(prompt.shape[1], prompt.shape[1] + text.shape[1])[None].expand(len(text), -1)
+    return model(text, past_key_values=cache, use_cache=True, position_ids=positions).logits
 
 
 def some_tokens(*shape: int, seed: int = 0) -> Tensor:

@@ -2,20 +2,19 @@
 
     y_t = sum_{s=0..K-1} w_{K-1-s} x_{t-s} + bias        (torch's order: the last weight multiplies the current token)
 
-It is the KV shift (:mod:`kvlens.ops.kv_shift`) with one coefficient vector per channel: before the first token come zeros or
-the raw rows of what came before, and the predecessor of a token is the previous real token, however many padded positions
-lie in between.
+Before the first token come zeros or the raw rows of what came before, and the predecessor of a token is the previous real
+token, however many padded positions lie in between: the real tokens are moved together, convolved and moved back, and so
+round as they do without padding.
 """
 
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvlens.checks import checked
 from kvlens.errors import KVLensError
-from kvlens.ops.kv_shift import kv_shift
 
 
 class ShortConvolutionOutput(NamedTuple):
@@ -55,12 +54,22 @@ def short_convolution(
             f"short_convolution: a kernel of {rows + 1} needs an initial state of {rows} rows, got {initial_state.shape[1]}"
         )
     initial_state = initial_state.to(x).expand(x.shape[0], -1, -1)
-    if mask is not None:
-        taps = weight.to(x).flip(-1)
-        mixed, last = kv_shift(x[..., None], taps, initial_state[..., None], mask.expand(x.shape[0], -1))
-        output = mixed.squeeze(-1) if bias is None else torch.where(mask[..., None], mixed.squeeze(-1) + bias.to(x), 0.0)
-        return ShortConvolutionOutput(output, last.squeeze(-1) if output_final_state else None)
-    extended = torch.cat([initial_state, x], dim=1)
+    order = None if mask is None else _real_tokens_first(mask.expand(x.shape[0], -1))
+    extended = torch.cat([initial_state, x if order is None else _taken(x, order)], dim=1)
     filters, added = weight.to(x).unsqueeze(1), None if bias is None else bias.to(x)
     output = torch.nn.functional.conv1d(extended.transpose(1, 2), filters, added, groups=x.shape[2]).transpose(1, 2)
-    return ShortConvolutionOutput(output, extended[:, x.shape[1] :].clone() if output_final_state else None)
+    if mask is None or order is None:
+        return ShortConvolutionOutput(output, extended[:, x.shape[1] :].clone() if output_final_state else None)
+    output = torch.where(mask[..., None], _taken(output, order.argsort(dim=1)), 0.0)
+    last = mask.expand(x.shape[0], -1).sum(dim=1, keepdim=True) + torch.arange(rows, device=x.device)
+    return ShortConvolutionOutput(output, _taken(extended, last) if output_final_state else None)
+
+
+def _real_tokens_first(mask: Bool[Tensor, "batch pos"]) -> Int[Tensor, "batch pos"]:
+    """The order of positions in which the real tokens of each row stand together, as if there were no padding."""
+    return (~mask).long().argsort(dim=1, stable=True)
+
+
+def _taken(x: Float[Tensor, "batch pos channel"], index: Int[Tensor, "batch taken"]) -> Float[Tensor, "batch taken channel"]:
+    """The rows of ``x`` at ``index``."""
+    return x.gather(1, index[..., None].expand(-1, -1, x.shape[2]))

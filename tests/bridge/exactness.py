@@ -1,0 +1,70 @@
+"""How exact a converted prompt is on the bridge, next to Transformers' own cache: what tests and benchmark measure."""
+
+from statistics import mean, median
+from typing import NamedTuple
+
+import torch
+from bridge_models import cut_and_continued, some_tokens, tiny
+from torch import Tensor
+
+from kvlens import KVTransformerBridge, convert_prompt
+from kvlens.conversion import Counterfactuals
+
+N_PAIRS, N_PROMPT, N_TEXT = 4, 13, 9
+FACTOR, LEAST = 1.5, 2e-6
+"""Ours is at most FACTOR times theirs, or LEAST in float32, whichever is larger."""
+CUT_AT_END, PADDED_FRONT = (0, 5, 2, 8), (4, 0, 3, 1)
+"""Where there is padding: tokens missing at the end of each prompt, and padding in front of each text."""
+
+
+class Errors(NamedTuple):
+    """Relative errors of one model's logits."""
+
+    ours: float
+    theirs: float
+    whole: float
+
+
+def measure(family: str, seed: int, dtype: torch.dtype, padded: bool) -> Errors:
+    """The three errors of the model with this seed, in one dtype."""
+    prompts, texts = some_tokens(N_PAIRS, N_PROMPT, seed=2 * seed), some_tokens(N_PAIRS, N_TEXT, seed=2 * seed + 1)
+    cut, front = (CUT_AT_END, PADDED_FRONT) if padded else ((0,) * N_PAIRS, (0,) * N_PAIRS)
+    pairs = (
+        [(prompts[row : row + 1, : N_PROMPT - cut[row]], texts[row : row + 1, front[row] :]) for row in range(N_PAIRS)]
+        if padded
+        else [(prompts, texts)]
+    )
+    plain = tiny(family, seed).to(dtype)
+    plain.config._experts_implementation = "eager"  # grouped products in half precision want rows of 16 bytes
+    exact = plain if dtype == torch.float32 else tiny(family, seed).to(dtype).float()
+    whole, theirs, old = [], [], []
+    for prompt, text in pairs:
+        both = torch.cat([prompt, text], dim=1)
+        whole.append(plain(both).logits[:, prompt.shape[1] :])
+        theirs.append(cut_and_continued(plain, prompt, text))
+        old.append(exact(both).logits[:, prompt.shape[1] :])
+    model = KVTransformerBridge.boot_transformers(plain)
+    real = torch.arange(N_TEXT) >= torch.tensor(front)[:, None]
+    kept = torch.arange(N_PROMPT) < N_PROMPT - torch.tensor(cut)[:, None]
+    bias = convert_prompt(model, Counterfactuals(prompts[0], prompts, kept, "closed") if padded else prompts)
+    with model.kv_bias(bias):
+        logits = model(texts, attention_mask=real.long()) if padded else model(texts)
+    ours = [logits[row : row + 1, front[row] :] for row in range(N_PAIRS)] if padded else [logits]
+    return Errors(*(relative_error(new, old) for new in (ours, theirs, whole)))
+
+
+def relative_error(new: list[Tensor], old: list[Tensor]) -> float:
+    """||new - old|| / ||old|| over all logits."""
+    a, b = (torch.cat([x.flatten() for x in parts]).double() for parts in (new, old))
+    return float((a - b).norm() / b.norm())
+
+
+def typical(values: list[float], dtype: torch.dtype) -> float:
+    """The mean; in half precision the median, since a rounding may send a token to another expert, which outweighs the rest."""
+    return mean(values) if dtype == torch.float32 else median(values)
+
+
+def bound(errors: list[Errors], dtype: torch.dtype) -> float:
+    """What :func:`typical` of ours may be."""
+    theirs = FACTOR * typical([error.theirs for error in errors], dtype)
+    return max(theirs, LEAST) if dtype == torch.float32 else theirs
