@@ -23,6 +23,7 @@ from kvlens.bridge.memory import LayerMemory, read_memory
 from kvlens.bridge.positions import positions_under, text_positions
 from kvlens.bridge.reading import direct_path, read_attention, unembedding
 from kvlens.bridge.recurrent import RecurrentLayer
+from kvlens.components import is_hooked
 from kvlens.dtypes import dtype_of
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import Fingerprint, KVBias, RecurrentStates
@@ -186,6 +187,8 @@ class KVTransformerBridge(TransformerBridge):
                 self.original_model.register_forward_pre_hook(self._before_pass, with_kwargs=True),
                 self.original_model.register_forward_hook(self._after_pass, always_call=True),
             ]
+            if next(self.original_model.parameters()).dtype == torch.float16:
+                state["_handles"].append(self.original_model.register_forward_hook(self._check_logits))
 
     def _before_pass(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Set positions after the prompt, and attach the bias in every layer, for one pass of the Transformers model."""
@@ -212,6 +215,14 @@ class KVTransformerBridge(TransformerBridge):
         while handles:
             handles.pop().remove()
 
+    def _check_logits(self, module: Any, args: Any, output: Any) -> None:
+        """Raise KVLensError where a pass in float16 left that dtype's range: its logits are then NaN."""
+        if bool(output.logits.isnan().any()):
+            raise KVLensError(
+                f"{self.cfg.architecture} in torch.float16: the logits under the attached bias are NaN, since activations "
+                "exceed 65,504, the largest number of this dtype; load the model with dtype=torch.bfloat16 or torch.float32"
+            )
+
     def _check_room(self, position: int, more: int) -> None:
         """Raise KVLensError where ``position``, or so many tokens behind it, is beyond the model's."""
         if position + more > self.cfg.n_ctx - 1 + bool(more):
@@ -237,7 +248,7 @@ class KVTransformerBridge(TransformerBridge):
         options = {} if mask is None else _hidden(mask, keeps_positions)
         handles = [handle for layer in layers for handle in layer.observe(seen)]
         try:
-            self(tokens, return_type=None, use_cache=False, **options)
+            self.read(tokens, **options)
         finally:
             for handle in handles:
                 handle.remove()
@@ -249,6 +260,17 @@ class KVTransformerBridge(TransformerBridge):
         attention = [layer.layer for layer in layers if layer.layer not in recurrent]
         states = RecurrentStates(recurrent, stacked("state", recurrent), stacked("conv", recurrent)) if recurrent else None
         return PromptKeysAndValues(stacked("k", attention), stacked("v", attention), states)
+
+    def read(self, tokens: Int[Tensor, "batch pos"], **options: Any) -> None:
+        """A pass for what its hooks see: the vocabulary's logits are computed at the last position alone, unless hooked."""
+        handles = []
+        if not is_hooked(self.unembed.hook_in, self.unembed.hook_out):
+            handles.append(self.unembed.hook_in.register_forward_hook(lambda module, args, output: output[:, -1:]))
+        try:
+            self(tokens, return_type=None, use_cache=False, **options)
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def logits_on(
         self,

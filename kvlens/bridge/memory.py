@@ -52,7 +52,7 @@ def read_memory(
         for name in WRITTEN
     ]
     try:
-        model(tokens[None], return_type=None, use_cache=False, **options)
+        model.read(tokens[None], **options)
     finally:
         for handle in handles:
             handle.remove()

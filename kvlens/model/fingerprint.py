@@ -20,6 +20,8 @@ WITHOUT_EFFECT = {
     *("load_in_4bit", "quantization_method", "train_seq_length"),
 }
 """Fields of the configuration that change no activation, or only how it is computed. All others count, even new ones."""
+HASHED_AT_ONCE = 2**22
+"""Numbers that are copied to float32 at once for hashing, 16 MiB."""
 _TRAINED_BIAS = (".attn.b_KV", ".attn.b_D")  # an attached bias replaces them
 
 
@@ -52,9 +54,10 @@ def weights_hash(state: Mapping[str, Tensor]) -> str:
     """xxh3-128 over names, shapes and float32 values of the weights and random projections in ``state_dict``."""
     hasher = xxhash.xxh3_128()
     for name in sorted(name for name in state if is_weight(name) and not name.endswith(_TRAINED_BIAS)):
-        values = state[name].detach().to("cpu", torch.float32).contiguous()
+        values = state[name].detach()
         hasher.update(f"{name}{list(values.shape)}".encode())
-        hasher.update(values.numpy().data)
+        for part in values.flatten().split(HASHED_AT_ONCE):
+            hasher.update(part.to("cpu", torch.float32).numpy().data)
     return hasher.hexdigest()
 
 

@@ -2,6 +2,8 @@
 
 import bench_attention_variants
 import bench_attribution
+import bench_bridge
+import bench_bridge_exactness
 import bench_conversion_error
 import bench_delta_rule
 import bench_dual_losses
@@ -27,6 +29,16 @@ def test_linear_attention_smoke(capsys):
 def test_delta_rule_smoke(capsys):
     bench_delta_rule.main(["--small"])
     assert "time over Transformers'" in capsys.readouterr().out
+
+
+def test_bridge_smoke(capsys):
+    bench_bridge.main(["--small", "--families", "gpt2", "qwen3_5"])
+    assert capsys.readouterr().out.count("nothing attached: ") == 2
+
+
+def test_bridge_exactness_smoke(capsys):
+    bench_bridge_exactness.main(["--families", "gpt2", "--seeds", "2"])
+    assert capsys.readouterr().out.count("NO") == 0
 
 
 def test_model_smoke(capsys):
